@@ -1,0 +1,92 @@
+/* dev.h — what the scheduler needs from a machine that can copy and compute.
+ *
+ * Nouns, in the order they appear below:
+ *   memory   bytes on the host (registered when that helps) or on the device
+ *   queue    operations run in the order they were put in; two queues run side by side
+ *   event    a point in a queue that another queue, or the host, can wait for
+ *
+ * Two implementations: dev_cpu.c (one thread per queue) and dev_cuda.c (CUDA runtime).
+ * tests/c/dev_fault.c wraps either and fails the call you name.
+ *
+ *     mt_dev *d;  mt_queue *h2d, *run;  mt_event *here;
+ *     mt_dev_cpu_open(&d);                        // or mt_dev_cuda_open(0, &d)
+ *     d->ops->queue_open(d, &h2d);
+ *     d->ops->queue_adopt(d, 0, &run);            // the stream torch computes on
+ *     d->ops->event_open(d, &here);
+ *     d->ops->copy(h2d, slot, weights, bytes);    // returns at once
+ *     d->ops->record(h2d, here);
+ *     d->ops->wait(run, here);                    // run goes on when the weights are there
+ *
+ * Threads: a mt_dev may be used from any thread; one thread at a time puts work in a queue.
+ * Errors:  every function that can fail returns mt_status; on failure outputs are untouched.
+ *          close and free accept NULL. An operation that fails after it was put in a queue
+ *          makes the device sticky: every later call returns MT_EDEVICE with its message.
+ */
+#ifndef MT_DEV_H
+#define MT_DEV_H
+
+#include "dtype.h"
+#include "status.h"
+#include <stdint.h>
+
+typedef struct mt_dev   mt_dev;
+typedef struct mt_queue mt_queue;
+typedef struct mt_event mt_event;
+
+typedef struct mt_dev_ops {
+    const char *name;                                        /* "cpu", "cuda" */
+
+    void (*close)(mt_dev *d);
+
+    /* Tell the device about host memory we mapped, so that copies run at full speed and
+     * behind the caller's back. Nothing to do on CPU. bytes > 0. */
+    mt_status (*host_register)  (mt_dev *d, void *p, size_t bytes);
+    void      (*host_unregister)(mt_dev *d, void *p);
+
+    /* Device memory, aligned to 512. Plain host memory on CPU. bytes > 0. */
+    mt_status (*mem_alloc)(mt_dev *d, size_t bytes, void **out);
+    void      (*mem_free) (mt_dev *d, void *p);
+
+    /* queue_adopt wraps a stream owned by someone else (torch's current stream); closing an
+     * adopted queue leaves the stream alone. On CPU the only adoptable queue is handle 0:
+     * "run on the calling thread, now". handle() gives the cudaStream_t back (0 on CPU). */
+    mt_status (*queue_open) (mt_dev *d, const char *name, mt_queue **out);
+    mt_status (*queue_adopt)(mt_dev *d, uintptr_t handle, mt_queue **out);
+    void      (*queue_close)(mt_queue *q);                   /* drains first */
+    uintptr_t (*handle)     (mt_queue *q);
+
+    /* Put work in a queue; returns before it runs. dst and src stay valid until then. */
+    mt_status (*copy)(mt_queue *q, void *dst, const void *src, size_t bytes);
+    mt_status (*call)(mt_queue *q, void (*fn)(void *arg), void *arg);  /* a host function; may not call the device */
+
+    /* wait() means the record() that most recently happened *before this call*.
+     * An event never recorded counts as done. Recording again does not disturb waits
+     * already in a queue. */
+    mt_status (*event_open) (mt_dev *d, mt_event **out);
+    void      (*event_close)(mt_event *e);
+    mt_status (*record)(mt_queue *q, mt_event *e);
+    mt_status (*wait)  (mt_queue *q, mt_event *e);           /* the queue waits */
+    mt_status (*sync_event)(mt_event *e);                    /* the host waits, same rule */
+    mt_status (*query) (mt_event *e, int *done);             /* nobody waits */
+    mt_status (*sync)  (mt_queue *q);                        /* the host waits for all of q */
+} mt_dev_ops;
+
+/* Every device begins with this; implementations append their own members. */
+struct mt_dev {
+    const mt_dev_ops *ops;
+};
+/* Every queue and event knows its device, so that a wrapper device can stand in front. */
+struct mt_queue { mt_dev *dev; };
+struct mt_event { mt_dev *dev; };
+
+mt_status mt_dev_cpu_open(mt_dev **out);
+/* index: CUDA device ordinal. MT_ENOTSUP in a build without CUDA; MT_EDEVICE without a driver. */
+mt_status mt_dev_cuda_open(int index, mt_dev **out);
+int       mt_dev_cuda_built(void);
+
+/* A device whose every queue sleeps a random time, up to max_us, before each copy and call:
+ * the order that a bug needs is found in minutes, not in years. Owns and closes `under`.
+ * Adopted queues are not delayed. Same seed, same sleeps. */
+mt_status mt_dev_delay_open(mt_dev *under, uint64_t seed, int max_us, mt_dev **out);
+
+#endif

@@ -1,0 +1,68 @@
+/* status.c — texts of the codes, and the sentence each thread keeps about its last failure. */
+#include "status.h"
+
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+/* Longer sentences are cut; names of units can be long, so there is room for a few of them. */
+enum { MESSAGE_BYTES = 1024 };
+
+static _Thread_local char message[MESSAGE_BYTES];
+
+const char *mt_status_text(mt_status st)
+{
+    switch (st) {
+#define MT_STATUS_CASE(name, value, text) case MT_##name: return text;
+    MT_STATUS_MAP(MT_STATUS_CASE)
+#undef MT_STATUS_CASE
+    }
+    return "unknown status";
+}
+
+const char *mt_last_error(void)
+{
+    return message;
+}
+
+/* "csrc/core/store.c" and "/somewhere/csrc/core/store.c" read alike: "store.c". */
+static const char *base_name(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+
+    return slash != NULL ? slash + 1 : path;
+}
+
+mt_status mt_fail_(mt_status st, const char *file, int line, const char *fmt, ...)
+{
+    /* Not straight into `message`: an argument may be the previous message. */
+    char    text[MESSAGE_BYTES];
+    va_list args;
+
+    va_start(args, fmt);
+    (void)vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    /* 64 bytes are left for the place, which must survive a long sentence. */
+    (void)snprintf(message, sizeof message, "%.*s [%s:%d]", MESSAGE_BYTES - 64, text,
+                   base_name(file), line);
+    return st;
+}
+
+mt_status mt_fail_again(mt_status st, const char *text)
+{
+    size_t n = strnlen(text, sizeof message - 1);
+
+    memmove(message, text, n);              /* text may be `message` itself */
+    message[n] = '\0';
+    return st;
+}
+
+mt_status mt_mul_size(size_t a, size_t b, const char *what, size_t *out)
+{
+    if (b != 0 && a > SIZE_MAX / b)
+        return MT_FAIL(MT_EINVAL, "%s: %zu x %zu does not fit %zu bits", what, a, b,
+                       8 * sizeof(size_t));
+    *out = a * b;
+    return MT_OK;
+}

@@ -1,0 +1,46 @@
+/* status.h — how every function of the core says what went wrong.
+ *
+ * A function that can fail returns mt_status. On failure its outputs are untouched and
+ * mt_last_error() holds, for this thread, a sentence with the value, the limit and what to
+ * do next. The core never prints, exits, or aborts on a caller's mistake.
+ */
+#ifndef MT_STATUS_H
+#define MT_STATUS_H
+
+#include <stddef.h>
+
+/* name, value, meaning: the one list from which the enum and the texts are made. */
+#define MT_STATUS_MAP(X)                                                                  \
+    X(OK,       0, "ok")                                                                  \
+    X(EINVAL,  -1, "invalid argument")       /* caller's mistake; nothing happened */     \
+    X(ENOMEM,  -2, "out of host memory")                                                  \
+    X(EDEVMEM, -3, "out of device memory")                                                \
+    X(EDEVICE, -4, "device error")           /* sticky: close and reopen */               \
+    X(ESTATE,  -5, "call out of order")                                                   \
+    X(ENOTSUP, -6, "not in this build")                                                   \
+    X(ESTUCK,  -7, "a wait outlasted the watchdog")
+
+#define MT_STATUS_ENUM(name, value, text) MT_##name = (value),
+typedef enum mt_status { MT_STATUS_MAP(MT_STATUS_ENUM) } mt_status;
+#undef MT_STATUS_ENUM
+
+const char *mt_status_text(mt_status st);
+
+/* This thread's message; "" before the first failure. Valid until the next failure here. */
+const char *mt_last_error(void);
+
+/* Sets this thread's message ("text [file:line]") and yields st. */
+#define MT_FAIL(st, ...) mt_fail_((st), __FILE__, __LINE__, __VA_ARGS__)
+mt_status mt_fail_(mt_status st, const char *file, int line, const char *fmt, ...)
+    __attribute__((format(printf, 4, 5)));
+
+/* Carries a worker's failure to the thread that asks: copies text into this thread's message. */
+mt_status mt_fail_again(mt_status st, const char *text);
+
+/* The only macro that jumps. Needs `mt_status st` and a `fail:` label. */
+#define MT_TRY(expr) do { st = (expr); if (st != MT_OK) goto fail; } while (0)
+
+/* *out = a*b, or MT_EINVAL when that overflows; `what` names it in the message. */
+mt_status mt_mul_size(size_t a, size_t b, const char *what, size_t *out);
+
+#endif

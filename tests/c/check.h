@@ -1,0 +1,134 @@
+/* check.h — a test program: functions, a list of them, and three ways to say what is expected.
+ *
+ *     static void event_never_recorded_is_done(void) { CHECK_EQ(done, 1); }
+ *     #define TESTS(X) X(event_never_recorded_is_done) X(...)
+ *     CHECK_MAIN(TESTS)
+ *
+ * `./test_dev` runs all, `./test_dev name ...` those named. Last line: "test_dev: 9 passed, ...".
+ * Exit status 0, 1 after a failure, 77 when nothing ran but skips.
+ * A failed CHECK is counted and the test goes on; a failed REQUIRE ends the program, for what
+ * the rest would crash on. SKIP ends the test. A test that hangs is ended after CHECK_SECONDS.
+ *
+ * Threads: CHECK may be used on any thread, SKIP on the test's own.
+ */
+#ifndef MT_CHECK_H
+#define MT_CHECK_H
+
+#include "../../csrc/core/status.h"
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#ifndef CHECK_SECONDS
+#define CHECK_SECONDS 120
+#endif
+
+typedef struct check_test {
+    const char *name;
+    void      (*run)(void);
+} check_test;
+
+static atomic_int check_failures;       /* in the test that runs, any thread */
+static int        check_skipped;        /* 1: the test that runs gave up; its own thread */
+
+static inline int check_said(int ok)
+{
+    if (!ok)
+        atomic_fetch_add(&check_failures, 1);
+    return ok;
+}
+
+#define CHECK_PRINT_(...) (fprintf(stderr, "  %s:%d: ", __FILE__, __LINE__),                  \
+                           fprintf(stderr, __VA_ARGS__), fputc('\n', stderr))
+
+#define CHECK(cond)                                                                           \
+    do { if (!check_said(!!(cond))) CHECK_PRINT_("expected %s", #cond); } while (0)
+
+/* Integers, enums and sizes; both sides are shown. */
+#define CHECK_EQ(got, want)                                                                   \
+    do {                                                                                      \
+        long long got_ = (long long)(got), want_ = (long long)(want);                         \
+        if (!check_said(got_ == want_))                                                       \
+            CHECK_PRINT_("%s is %lld, expected %s = %lld", #got, got_, #want, want_);         \
+    } while (0)
+
+/* A call that must succeed; its message is shown when it does not. */
+#define CHECK_OK(call)                                                                        \
+    do {                                                                                      \
+        mt_status st_ = (call);                                                               \
+        if (!check_said(st_ == MT_OK))                                                        \
+            CHECK_PRINT_("%s: %s: %s", #call, mt_status_text(st_), mt_last_error());          \
+    } while (0)
+
+#define CHECK_STR(got, want)                                                                  \
+    do {                                                                                      \
+        const char *got_ = (got), *want_ = (want);                                            \
+        if (!check_said(strcmp(got_, want_) == 0))                                            \
+            CHECK_PRINT_("%s is \"%s\", expected \"%s\"", #got, got_, want_);                 \
+    } while (0)
+
+/* `text` contains `part`: for messages, which must name values. */
+#define CHECK_HAS(text, part)                                                                 \
+    do {                                                                                      \
+        const char *text_ = (text), *part_ = (part);                                          \
+        if (!check_said(strstr(text_, part_) != NULL))                                        \
+            CHECK_PRINT_("%s is \"%s\", expected \"%s\" in it", #text, text_, part_);         \
+    } while (0)
+
+#define REQUIRE(cond)                                                                         \
+    do { if (!check_said(!!(cond))) { CHECK_PRINT_("needed: %s (last error: %s)", #cond,      \
+                                                   mt_last_error()); exit(1); } } while (0)
+
+#define SKIP(...) do { CHECK_PRINT_("skipped: " __VA_ARGS__); check_skipped = 1; return; } while (0)
+
+static inline int check_wanted(const char *name, int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], name) == 0)
+            return 1;
+    return argc < 2;
+}
+
+static inline int check_main(const check_test *tests, int argc, char **argv)
+{
+    int         passed = 0, failed = 0, skipped = 0;
+    const char *slash = strrchr(argv[0], '/');
+
+    for (const check_test *t = tests; t->name != NULL; t++) {
+        if (!check_wanted(t->name, argc, argv))
+            continue;
+        atomic_store(&check_failures, 0);
+        check_skipped = 0;
+        (void)alarm(CHECK_SECONDS);
+        t->run();
+        if (atomic_load(&check_failures) != 0) {
+            failed++;
+            fprintf(stderr, "FAILED %s\n", t->name);
+        } else if (check_skipped) {
+            skipped++;
+        } else {
+            passed++;
+        }
+    }
+    if (passed + failed + skipped == 0) {
+        fprintf(stderr, "no such test; there are:\n");
+        for (const check_test *t = tests; t->name != NULL; t++)
+            fprintf(stderr, "  %s\n", t->name);
+        return 1;
+    }
+    printf("%s: %d passed, %d failed, %d skipped\n", slash != NULL ? slash + 1 : argv[0], passed,
+           failed, skipped);
+    return failed != 0 ? 1 : passed == 0 ? 77 : 0;
+}
+
+#define CHECK_ENTRY_(name) { #name, name },
+#define CHECK_MAIN(list)                                                                      \
+    int main(int argc, char **argv)                                                           \
+    {                                                                                         \
+        static const check_test tests[] = { list(CHECK_ENTRY_) { NULL, NULL } };              \
+        return check_main(tests, argc, argv);                                                 \
+    }
+
+#endif

@@ -1,0 +1,197 @@
+/* test_status.c — status.h and dtype.h: what a failure says, and what a number weighs. */
+#include "check.h"
+
+#include "../../csrc/core/dtype.h"
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+
+static void every_code_has_its_own_text(void)
+{
+#define COUNT(name, value, text) + 1
+    enum { N = 0 MT_STATUS_MAP(COUNT) };
+#undef COUNT
+    for (int i = 0; i < N; i++) {
+        CHECK(strcmp(mt_status_text((mt_status)-i), "unknown status") != 0);
+        for (int j = 0; j < i; j++)
+            CHECK(strcmp(mt_status_text((mt_status)-i), mt_status_text((mt_status)-j)) != 0);
+    }
+    CHECK_STR(mt_status_text((mt_status)-N), "unknown status");
+}
+
+static void failure_says_what_and_where(void)
+{
+    CHECK_EQ(MT_FAIL(MT_EDEVMEM, "layer %d: %d MiB", 3, 812), MT_EDEVMEM);
+    CHECK_HAS(mt_last_error(), "layer 3: 812 MiB [test_status.c:");
+}
+
+static void a_message_may_quote_the_previous_one(void)
+{
+    (void)MT_FAIL(MT_EINVAL, "inner");
+    (void)MT_FAIL(MT_ESTATE, "outer (%s)", mt_last_error());
+    CHECK_HAS(mt_last_error(), "outer (inner [test_status.c:");
+}
+
+static void a_long_message_is_cut_but_keeps_its_place(void)
+{
+    char text[4000];
+
+    memset(text, 'x', sizeof text - 1);
+    text[sizeof text - 1] = '\0';
+    (void)MT_FAIL(MT_EINVAL, "%s", text);
+    CHECK(strlen(mt_last_error()) < sizeof text / 2);
+    CHECK_HAS(mt_last_error(), "x [test_status.c:");
+    CHECK_EQ(mt_fail_again(MT_EINVAL, text), MT_EINVAL);
+    CHECK(strlen(mt_last_error()) < sizeof text / 2);
+}
+
+static void *fail_elsewhere(void *saw)
+{
+    strcpy(saw, mt_last_error());
+    (void)MT_FAIL(MT_EINVAL, "theirs");
+    return NULL;
+}
+
+static void each_thread_has_its_own_message(void)
+{
+    char      saw[2048] = "?";
+    pthread_t thread;
+
+    (void)MT_FAIL(MT_EINVAL, "ours");
+    REQUIRE(pthread_create(&thread, NULL, fail_elsewhere, saw) == 0);
+    (void)pthread_join(thread, NULL);
+    CHECK_STR(saw, "");
+    CHECK_HAS(mt_last_error(), "ours");
+}
+
+static void fail_again_carries_a_message_word_for_word(void)
+{
+    CHECK_EQ(mt_fail_again(MT_EDEVICE, "copy failed [dev.c:1]"), MT_EDEVICE);
+    CHECK_STR(mt_last_error(), "copy failed [dev.c:1]");
+    CHECK_EQ(mt_fail_again(MT_EDEVICE, mt_last_error()), MT_EDEVICE);
+    CHECK_STR(mt_last_error(), "copy failed [dev.c:1]");
+}
+
+static mt_status jumper(mt_status first, int *reached)
+{
+    mt_status st;
+
+    MT_TRY(first);
+    *reached = 1;
+    return MT_OK;
+fail:
+    return st;
+}
+
+static void try_jumps_on_failure_only(void)
+{
+    int reached = 0;
+
+    CHECK_EQ(jumper(MT_ENOMEM, &reached), MT_ENOMEM);
+    CHECK_EQ(reached, 0);
+    CHECK_EQ(jumper(MT_OK, &reached), MT_OK);
+    CHECK_EQ(reached, 1);
+}
+
+static void multiplication_at_the_door_refuses_overflow(void)
+{
+    size_t out = 7;
+
+    CHECK_EQ(mt_mul_size(SIZE_MAX / 2, 3, "weights", &out), MT_EINVAL);
+    CHECK_EQ(out, 7);
+    CHECK_HAS(mt_last_error(), "weights");
+    CHECK_OK(mt_mul_size(SIZE_MAX, 1, "weights", &out));
+    CHECK(out == SIZE_MAX);
+    CHECK_OK(mt_mul_size(SIZE_MAX, 0, "weights", &out));
+    CHECK_EQ(out, 0);
+}
+
+static void dtype_table_names_and_bytes(void)
+{
+    CHECK_STR(mt_dtype_name(MT_BF16), "BF16");
+    CHECK_STR(mt_dtype_name(MT_F8E5M2), "F8E5M2");
+    CHECK_STR(mt_dtype_name(MT_DTYPE_COUNT), "?");
+    CHECK_STR(mt_dtype_name((mt_dtype)-1), "?");
+    CHECK_EQ(mt_dtype_bytes(MT_F64), 8);
+    CHECK_EQ(mt_dtype_bytes(MT_BOOL), 1);
+    CHECK_EQ(mt_dtype_bytes(MT_DTYPE_COUNT), 0);
+    CHECK_EQ(mt_dtype_bytes((mt_dtype)-1), 0);
+}
+
+/* fp16 by arithmetic in double, where everything below is exact: an independent definition. */
+static double f16_value(uint16_t h)
+{
+    int    exponent = (h >> 10) & 31;
+    double fraction = h & 1023;
+    double value = exponent == 0 ? ldexp(fraction, -24) : ldexp(1024 + fraction, exponent - 25);
+
+    return h & 0x8000 ? -value : value;
+}
+
+static void f16_widens_exactly_for_every_pattern(void)
+{
+    int wrong = 0;
+
+    for (int h = 0; h < 65536; h++) {
+        float f = mt_f16_to_f32((uint16_t)h);
+
+        if ((h & 0x7fff) > 0x7c00)
+            wrong += !isnan(f);
+        else if ((h & 0x7fff) == 0x7c00)
+            wrong += !(isinf(f) && (f < 0) == (h >> 15));
+        else
+            wrong += !((double)f == f16_value((uint16_t)h) && !!signbit(f) == h >> 15);
+    }
+    CHECK_EQ(wrong, 0);
+}
+
+/* Between two neighbours the half-way point goes to the even one, and a hair to either side goes
+ * to the nearer. The half-way points are exact in fp32. 0x7c00 stands for 65536 here: what lies
+ * half way and beyond becomes infinity. */
+static void f16_narrows_to_nearest_even(void)
+{
+    int wrong = 0;
+
+    for (int h = 0; h < 0x7c00; h++) {
+        float    half = (float)((f16_value((uint16_t)h) + f16_value((uint16_t)(h + 1))) / 2);
+        uint16_t even = (uint16_t)(h & 1 ? h + 1 : h);
+
+        wrong += mt_f32_to_f16((float)f16_value((uint16_t)h)) != h;
+        wrong += mt_f32_to_f16(half) != even;
+        wrong += mt_f32_to_f16(-half) != (even | 0x8000);
+        wrong += mt_f32_to_f16(nextafterf(half, 0.0f)) != h;
+        wrong += mt_f32_to_f16(nextafterf(half, INFINITY)) != h + 1;
+    }
+    CHECK_EQ(wrong, 0);
+    CHECK_EQ(mt_f32_to_f16(INFINITY), 0x7c00);
+    CHECK_EQ(mt_f32_to_f16(-INFINITY), 0xfc00);
+    CHECK_EQ(mt_f32_to_f16(NAN) & 0x7fff, 0x7e00);
+    CHECK_EQ(mt_f32_to_f16(0x1p-149f), 0);
+}
+
+static void bf16_narrows_to_nearest_even(void)
+{
+    CHECK_EQ(mt_f32_to_bf16(1.0f), 0x3f80);
+    CHECK_EQ(mt_f32_to_bf16(0x1.01p0f), 0x3f80);            /* tie, to even: down */
+    CHECK_EQ(mt_f32_to_bf16(0x1.03p0f), 0x3f82);            /* tie, to even: up */
+    CHECK_EQ(mt_f32_to_bf16(0x1.010002p0f), 0x3f81);
+    CHECK_EQ(mt_f32_to_bf16(-0x1.fffffep127f), 0xff80);     /* rounds to infinity */
+    CHECK_EQ(mt_f32_to_bf16(NAN), 0x7fc0);
+    CHECK(mt_bf16_to_f32(0x3f81) == 0x1.02p0f);
+}
+
+#define TESTS(X)                                                                              \
+    X(every_code_has_its_own_text)                                                            \
+    X(failure_says_what_and_where)                                                            \
+    X(a_message_may_quote_the_previous_one)                                                   \
+    X(a_long_message_is_cut_but_keeps_its_place)                                              \
+    X(each_thread_has_its_own_message)                                                        \
+    X(fail_again_carries_a_message_word_for_word)                                             \
+    X(try_jumps_on_failure_only)                                                              \
+    X(multiplication_at_the_door_refuses_overflow)                                            \
+    X(dtype_table_names_and_bytes)                                                            \
+    X(f16_widens_exactly_for_every_pattern)                                                   \
+    X(f16_narrows_to_nearest_even)                                                            \
+    X(bf16_narrows_to_nearest_even)
+
+CHECK_MAIN(TESTS)
