@@ -1,0 +1,217 @@
+/* adam.c — checks what is asked, cuts it into chunks, and lets the chosen kernel run over them. */
+#include "adam_kernel.h"
+#include "../core/fpenv.h"
+#include <math.h>
+#include <stdlib.h>
+
+static const char *const isa_names[MT_ISA_COUNT] = { "scalar", "avx2", "avx512" };
+
+const char *mt_isa_name(mt_isa isa)
+{
+    return (unsigned)isa < MT_ISA_COUNT ? isa_names[isa] : "?";
+}
+
+int mt_isa_runs(mt_isa isa)
+{
+    if (isa == MT_ISA_SCALAR)
+        return 1;
+#if defined(__x86_64__)
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
+            && __builtin_cpu_supports("f16c");
+
+    if (isa == MT_ISA_AVX2)
+        return avx2;
+    if (isa == MT_ISA_AVX512)
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
+            && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    return 0;
+}
+
+mt_isa mt_isa_best(void)
+{
+    return mt_isa_runs(MT_ISA_AVX512) ? MT_ISA_AVX512
+         : mt_isa_runs(MT_ISA_AVX2)   ? MT_ISA_AVX2 : MT_ISA_SCALAR;
+}
+
+mt_status mt__isa_check(mt_isa isa)
+{
+    if ((unsigned)isa >= MT_ISA_COUNT)
+        return MT_FAIL(MT_EINVAL, "adam: isa %d is none of 0 to %d", (int)isa, MT_ISA_COUNT - 1);
+    if (!mt_isa_runs(isa))
+        return MT_FAIL(MT_ENOTSUP, "adam: this processor does not run %s; its best is %s",
+                       mt_isa_name(isa), mt_isa_name(mt_isa_best()));
+    return MT_OK;
+}
+
+static const mt__adam_fn *kernels_of(mt_isa isa)
+{
+#if defined(__x86_64__)
+    if (isa == MT_ISA_AVX512)
+        return mt__adam_avx512;
+    if (isa == MT_ISA_AVX2)
+        return mt__adam_avx2;
+#endif
+    (void)isa;
+    return mt__adam_scalar;
+}
+
+/* ---- checks ---- */
+
+static int kind_of(mt_dtype weight, mt_dtype grad)
+{
+#define KIND(w, g) if (weight == MT_##w && grad == MT_##g) return MT__ADAM_##w##_##g;
+    MT__ADAM_KIND_MAP(KIND)
+#undef KIND
+    return -1;
+}
+
+static const char *missing_plane(const mt_adam_tensor *t)
+{
+    return t->n == 0                             ? NULL
+         : t->hi == NULL                         ? "hi"
+         : t->lo == NULL && t->dtype == MT_BF16  ? "lo"
+         : t->master == NULL && t->dtype == MT_F16 ? "master"
+         : t->m == NULL                          ? "m"
+         : t->v == NULL                          ? "v"
+         : t->grad == NULL                       ? "grad" : NULL;
+}
+
+/* Each comparison is written so that NaN fails it. */
+static mt_status check_hyper(int i, const mt_adam_hyper *h)
+{
+    if (h->step < 1)
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d: step %lld; the first is 1", i, (long long)h->step);
+    if (!(h->beta1 >= 0 && h->beta1 < 1 && h->beta2 >= 0 && h->beta2 < 1))
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d: betas %g, %g are not both in [0, 1)",
+                       i, h->beta1, h->beta2);
+    if (!(h->eps >= 0 && isfinite(h->eps)))
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d: eps %g is not 0 or more", i, h->eps);
+    if (!isfinite(h->lr) || !isfinite(h->weight_decay))
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d: lr %g, weight_decay %g are not both finite",
+                       i, h->lr, h->weight_decay);
+    return MT_OK;
+}
+
+static mt_status check_tensor(int i, const mt_adam_tensor *t)
+{
+    if (kind_of(t->dtype, t->grad_dtype) < 0)
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d: %s weights with a gradient in %s; weights are "
+                       "F32, BF16 or F16, gradients F32 or as the weights",
+                       i, mt_dtype_name(t->dtype), mt_dtype_name(t->grad_dtype));
+    if (t->n < 0)
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d: %lld elements", i, (long long)t->n);
+    if (missing_plane(t) != NULL)
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d (%s): no %s plane", i,
+                       mt_dtype_name(t->dtype), missing_plane(t));
+    return check_hyper(i, &t->hyper);
+}
+
+/* ---- work ---- */
+
+/* In fp64, each coefficient rounded to fp32 once. */
+static mt__adam_coef coef_of(const mt_adam_hyper *h, float clip)
+{
+    double bc1 = 1.0 - pow(h->beta1, (double)h->step);
+    double bc2 = 1.0 - pow(h->beta2, (double)h->step);
+
+    return (mt__adam_coef){
+        .g_scale      = h->maximize ? -clip : clip,
+        .one_minus_b1 = (float)(1.0 - h->beta1),
+        .one_minus_b2 = (float)(1.0 - h->beta2),
+        .rsqrt_bc2    = (float)(1.0 / sqrt(bc2)),
+        .eps          = (float)h->eps,
+        .lr_wd        = (float)(h->lr * h->weight_decay),
+        .lr_bc1       = (float)(h->lr / bc1),
+    };
+}
+
+typedef struct task {
+    const mt_adam_tensor *t;
+    mt__adam_fn           fn;
+    mt__adam_coef         coef;
+    int64_t               first;      /* number of its first chunk */
+} task;
+
+/* Written before the pool starts, only read by the chunks. */
+typedef struct plan {
+    task   *tasks;
+    int     n_tasks;
+    int64_t n_chunks;
+} plan;
+
+static void plan_fill(plan *p, const mt_adam_tensor *t, int n, float clip, const mt__adam_fn *kernels)
+{
+    for (int i = 0; i < n; i++) {
+        if (t[i].n == 0)
+            continue;
+        p->tasks[p->n_tasks++] = (task){
+            .t = &t[i], .fn = kernels[kind_of(t[i].dtype, t[i].grad_dtype)],
+            .coef = coef_of(&t[i].hyper, clip), .first = p->n_chunks,
+        };
+        p->n_chunks += (t[i].n - 1) / MT__ADAM_CHUNK + 1;
+    }
+}
+
+/* The last task whose first chunk is not after c. */
+static const task *task_of(const plan *p, int64_t c)
+{
+    int low = 0, high = p->n_tasks - 1;
+
+    while (low < high) {
+        int middle = low + (high - low + 1) / 2;
+        if (p->tasks[middle].first <= c)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return &p->tasks[low];
+}
+
+/* Any thread of the pool; chunks touch disjoint elements. */
+static void run_chunk(void *arg, int64_t c)
+{
+    const task           *k = task_of(arg, c);
+    const mt_adam_tensor *t = k->t;
+    int64_t  from = (c - k->first) * MT__ADAM_CHUNK;
+    int64_t  n    = t->n - from < MT__ADAM_CHUNK ? t->n - from : MT__ADAM_CHUNK;
+    unsigned was  = mt__fp_begin();
+
+    mt__adam_span all  = { t->hi, t->lo, t->master, t->m, t->v, t->grad, t->n };
+    mt__adam_span part = mt__adam_part(&all, t->dtype, t->grad_dtype, from, n);
+    k->fn(&part, &k->coef);
+    mt__fp_end(was);
+}
+
+mt_status mt__adam_run(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip,
+                       const mt__adam_fn *kernels)
+{
+    plan      p = {0};
+    mt_status st;
+
+    if (n_tensors < 0 || !isfinite(clip))
+        return MT_FAIL(MT_EINVAL, "adam: %d tensors, clip %g", n_tensors, (double)clip);
+    for (int i = 0; i < n_tensors; i++)
+        if ((st = check_tensor(i, &t[i])) != MT_OK)
+            return st;
+    if (n_tensors == 0)
+        return MT_OK;
+    if ((p.tasks = calloc((size_t)n_tensors, sizeof *p.tasks)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "adam: a plan of %d tensors", n_tensors);
+
+    plan_fill(&p, t, n_tensors, clip, kernels);
+    if (pool != NULL)
+        mt_pool_run(pool, run_chunk, &p, p.n_chunks);
+    else
+        for (int64_t c = 0; c < p.n_chunks; c++)
+            run_chunk(&p, c);
+    free(p.tasks);
+    return MT_OK;
+}
+
+mt_status mt_adam_step(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip, mt_isa isa)
+{
+    mt_status st = mt__isa_check(isa);
+
+    return st != MT_OK ? st : mt__adam_run(pool, t, n_tensors, clip, kernels_of(isa));
+}

@@ -1,0 +1,72 @@
+/* adam.h — AdamW on host memory: the definition, and the same bits from every instruction set.
+ *
+ * Letters: p weight (fp32 value), g gradient, m v moments, t step (from 1), b1 b2 betas.
+ * One element, IEEE fp32, FMA where written and nowhere else, true division and square root:
+ *
+ *     g  = g * clip                             maximize: -g * clip
+ *     m  = fma(1-b1, g - m, m)
+ *     v  = fma(1-b2, fma(g, g, -v), v)
+ *     s  = sqrt(v)
+ *     u  = m / fma(s, rsqrt_bc2, eps)           rsqrt_bc2 = 1/sqrt(1 - b2^t)
+ *     p  = p - fma(lr*wd, p, (lr/bc1) * u)      bc1 = 1 - b1^t
+ *   The coefficients 1-b1, 1-b2, rsqrt_bc2, eps, lr*wd and lr/bc1 are made in fp64, rounded once.
+ *   |m| < 2^-100 and v < 2^-120 are stored as zero (denormals cost a factor 4).
+ *   Source: Loshchilov & Hutter 2019, Algorithm 2 (decoupled decay, bias-corrected).
+ *
+ * How p is kept, by the weight's type:
+ *   F32   hi is p
+ *   BF16  bits(p) = (hi << 16) + (int16)lo: hi is p rounded to nearest, ties away from zero, so
+ *         that lo always fits. NaN is stored as hi = 0x7FC0, lo = 0; a finite |p| that would round
+ *         to infinity (from 3.3961776e38 on) saturates to hi = 0x7F7F, lo = 0x7FFF. Whoever
+ *         writes hi alone must zero lo: a stale lo can carry a zero hi into NaN.
+ *   F16   master is p; hi is p rounded to nearest even. Where hi is not the rounding of master,
+ *         someone wrote hi: p starts from hi.
+ *
+ * Bytes per parameter moved: F32 r16 w12; BF16 r14 w12 and F16 r16 w14 with a 16-bit gradient.
+ * What is exact and what is not: docs/numerics.md.
+ */
+#ifndef MT_ADAM_H
+#define MT_ADAM_H
+
+#include "../core/dtype.h"
+#include "../core/pool.h"
+
+typedef enum mt_isa { MT_ISA_SCALAR, MT_ISA_AVX2, MT_ISA_AVX512, MT_ISA_COUNT } mt_isa;
+const char *mt_isa_name(mt_isa isa);
+mt_isa      mt_isa_best(void);              /* what this processor runs */
+int         mt_isa_runs(mt_isa isa);
+
+typedef struct mt_adam_hyper {
+    double  lr, beta1, beta2, eps, weight_decay;
+    int64_t step;                            /* t >= 1 */
+    int     maximize;                        /* 1: g is negated first */
+} mt_adam_hyper;
+
+typedef struct mt_adam_tensor {
+    mt_dtype    dtype;                       /* F32, BF16, F16 */
+    int64_t     n;
+    void       *hi;                          /* [n] dtype, in/out */
+    int16_t    *lo;                          /* [n] BF16 only, in/out */
+    float      *master;                      /* [n] F16 only, in/out */
+    float      *m, *v;                       /* [n] in/out */
+    const void *grad;                        /* [n] grad_dtype */
+    mt_dtype    grad_dtype;                  /* dtype, or F32 (a micro-batch sum) */
+    mt_adam_hyper hyper;
+} mt_adam_tensor;
+
+/* One step of every tensor. clip multiplies every gradient (1: none). Chunks of 256 Ki elements
+ * are taken dynamically across tensors; the result does not depend on the number of threads.
+ * pool NULL: this thread alone. Everything is checked before anything is written.
+ * Errors: MT_EINVAL (dtype, a missing plane, step < 1, eps < 0, betas outside [0,1), lr, weight
+ * decay or clip not finite), MT_ENOTSUP (isa does not run here), MT_ENOMEM. */
+mt_status mt_adam_step(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip, mt_isa isa);
+
+/* Benchmarks: reads and writes what mt_adam_step does, in the same chunks, with trivial arithmetic.
+ * What it leaves in the planes has no meaning. Same errors. */
+mt_status mt_adam_traffic(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, mt_isa isa);
+
+/* fp32 values <-> split weights: what masters() and state_dict() show. n elements. */
+void mt_split_join(const uint16_t *hi, const int16_t *lo, float *p, int64_t n);
+void mt_split_set (const float *p, uint16_t *hi, int16_t *lo, int64_t n);
+
+#endif
