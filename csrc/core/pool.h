@@ -3,7 +3,8 @@
  * mt_pool_run splits [0, n_chunks) among the pool's threads and the caller; chunks are taken
  * dynamically, so results must not depend on who takes which. Returns when all are done.
  *
- * Threads: mt_pool_run may be called from several threads; the calls take turns.
+ * Threads: mt_pool_run may be called from several threads; the calls take turns (a loop that
+ *          needs no worker, of one chunk or in a pool of one, does not wait for a turn).
  *          Not from inside a chunk. The caller works too, so a pool of n has n-1 workers.
  */
 #ifndef MT_POOL_H
@@ -17,11 +18,16 @@ typedef void (*mt_chunk_fn)(void *arg, int64_t chunk);
 
 /* n_threads >= 1 counts the caller of mt_pool_run. */
 mt_status mt_pool_open(int n_threads, mt_pool **out);
-void      mt_pool_close(mt_pool *p);                 /* NULL is fine */
+void      mt_pool_close(mt_pool *p);                 /* NULL is fine; no run is under way */
+/* p NULL: the calling thread alone. */
 int       mt_pool_threads(const mt_pool *p);
 void      mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks);
 
 /* Processors this process may use (affinity and cgroup quota both counted), at least 1. */
 int mt_cpu_count(void);
+
+/* The quota part of it, a started processor counted as one, 0 without a limit. root is where
+ * cgroups are mounted, self the file that says which group we are in: tests bring their own. */
+int mt__cgroup_cpus(const char *root, const char *self);
 
 #endif
