@@ -1,0 +1,340 @@
+/* schedule.c — walks a trace once with pretended slots and writes down the copies it needs.
+ *
+ * At every COMPUTE k the walk knows which unit each slot holds and when that unit is next needed.
+ * `need` is the first COMPUTE whose unit no slot holds. It gets the slot whose unit is needed
+ * last, if that is after `need`; then the next one, until none can be placed: it is tried again
+ * behind the next COMPUTE. So fetches stand in the order of need, which is the order in which the
+ * H2D queue will do them, and `need` only grows: n COMPUTEs and s slots take n*s steps. */
+#include "schedule.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define NEVER INT64_MAX
+
+typedef struct slot_state {
+    size_t  bytes;
+    int     unit;            /* -1: empty */
+    int64_t last_use;        /* number of the last COMPUTE in it; -1: none */
+} slot_state;
+
+typedef struct walk {
+    int         *use;        /* [n_uses] unit of each COMPUTE, in order */
+    int64_t     *next;       /* [n_uses] the next COMPUTE of the same unit, or NEVER */
+    int64_t      n_uses, need;
+    int64_t     *soon;       /* [n_units] the unit's first COMPUTE not yet passed, or NEVER */
+    int         *slot_of;    /* [n_units] -1: in none */
+    size_t      *class_bytes;/* [n_units] bytes of the slots that it may use; those in the trace */
+    slot_state  *slot;       /* [n_slots] */
+    int          n_units, n_slots;
+    mt_schedule *out;        /* steps has room for all */
+} walk;
+
+static void put(walk *w, mt_step_kind kind, int unit, int slot)
+{
+    w->out->steps[w->out->n++] = (mt_step){ kind, unit, slot };
+}
+
+/* ---- what goes in ----------------------------------------------------------------------- */
+
+static mt_status check_trace(const mt_mark *trace, int64_t n, int n_units)
+{
+    for (int64_t i = 0; i < n; i++) {
+        if (trace[i].kind != MT_COMPUTE && trace[i].kind != MT_OFFLOAD)
+            return MT_FAIL(MT_EINVAL, "mark %lld of the trace is of kind %d; COMPUTE and OFFLOAD "
+                           "are expected", (long long)i, (int)trace[i].kind);
+        if (trace[i].unit < 0 || trace[i].unit >= n_units)
+            return MT_FAIL(MT_EINVAL, "mark %lld of the trace names unit %d of %d",
+                           (long long)i, trace[i].unit, n_units);
+    }
+    return MT_OK;
+}
+
+/* The smallest slots that hold the unit. Larger ones are left to those that need them. */
+static mt_status find_class(int unit, size_t unit_bytes, const size_t *slot_bytes, int n_slots,
+                            size_t *class_bytes)
+{
+    size_t best = SIZE_MAX, largest = 0;
+    int    found = 0;
+
+    for (int i = 0; i < n_slots; i++) {
+        largest = slot_bytes[i] > largest ? slot_bytes[i] : largest;
+        if (slot_bytes[i] >= unit_bytes && slot_bytes[i] <= best) {
+            best = slot_bytes[i];
+            found = 1;
+        }
+    }
+    if (!found)
+        return MT_FAIL(MT_EINVAL, "unit %d: its %zu bytes fit none of the %d slots, the largest "
+                       "of which holds %zu; make one larger or the unit smaller",
+                       unit, unit_bytes, n_slots, largest);
+    *class_bytes = best;
+    return MT_OK;
+}
+
+static void walk_close(walk *w)
+{
+    free(w->use);
+    free(w->next);
+    free(w->soon);
+    free(w->slot_of);
+    free(w->class_bytes);
+    free(w->slot);
+    mt_schedule_free(w->out);
+}
+
+/* Everything empty. One element more than asked for, so that 0 is no special case. */
+static mt_status walk_open(walk *w, int64_t n_trace, int n_units, int n_slots)
+{
+    size_t trace = (size_t)n_trace + 1, units = (size_t)n_units + 1, slots = (size_t)n_slots + 1;
+
+    w->n_units = n_units;
+    w->n_slots = n_slots;
+    w->use = calloc(trace, sizeof *w->use);
+    w->next = calloc(trace, sizeof *w->next);
+    w->soon = calloc(units, sizeof *w->soon);
+    w->slot_of = calloc(units, sizeof *w->slot_of);
+    w->class_bytes = calloc(units, sizeof *w->class_bytes);
+    w->slot = calloc(slots, sizeof *w->slot);
+    w->out = calloc(1, sizeof *w->out);
+    if (w->out != NULL)         /* a mark gives itself, at most a FETCH and a RELEASE, an UPDATE */
+        w->out->steps = calloc(3 * trace + units, sizeof *w->out->steps);
+    if (!w->use || !w->next || !w->soon || !w->slot_of || !w->class_bytes || !w->slot ||
+        !w->out || !w->out->steps)
+        return MT_FAIL(MT_ENOMEM, "schedule: no memory for %lld marks of %d units",
+                       (long long)n_trace, n_units);
+    return MT_OK;
+}
+
+/* The COMPUTEs, and from the last to the first, who is needed when. */
+static void walk_read(walk *w, const mt_mark *trace, int64_t n_trace, const size_t *slot_bytes)
+{
+    for (int64_t i = 0; i < n_trace; i++)
+        if (trace[i].kind == MT_COMPUTE)
+            w->use[w->n_uses++] = trace[i].unit;
+    for (int u = 0; u < w->n_units; u++) {
+        w->soon[u] = NEVER;
+        w->slot_of[u] = -1;
+    }
+    for (int64_t k = w->n_uses - 1; k >= 0; k--) {
+        w->next[k] = w->soon[w->use[k]];
+        w->soon[w->use[k]] = k;
+    }
+    for (int i = 0; i < w->n_slots; i++)
+        w->slot[i] = (slot_state){ slot_bytes[i], -1, -1 };
+}
+
+/* ---- who gives way ---------------------------------------------------------------------- */
+
+static int64_t needed_at(const walk *w, const slot_state *s)
+{
+    return s->unit < 0 ? NEVER : w->soon[s->unit];
+}
+
+/* Of the slots that fit use[need], were last used before COMPUTE `before`, and hold what is not
+ * needed until after `need`: the one needed last; of equals, the one idle for longest. Or -1. */
+static int farthest(const walk *w, int64_t before)
+{
+    size_t class_bytes = w->class_bytes[w->use[w->need]];
+    int    best = -1;
+
+    for (int i = 0; i < w->n_slots; i++) {
+        const slot_state *s = &w->slot[i];
+        int64_t           at = needed_at(w, s);
+
+        if (s->bytes != class_bytes || at <= w->need || s->last_use >= before)
+            continue;
+        if (best < 0 || at > needed_at(w, &w->slot[best]) ||
+            (at == needed_at(w, &w->slot[best]) && s->last_use < w->slot[best].last_use))
+            best = i;
+    }
+    return best;
+}
+
+/* The slot for use[need] right after COMPUTE k, or -1: better later. k's own slot is different:
+ * its kernels are only just being launched, so a copy handed over now would overwrite them and
+ * one handed over at the next COMPUTE starts no later. It is taken only when there is no next
+ * COMPUTE to wait for and no other slot; then whoever runs the schedule must hold the copy back
+ * until k's kernels are in their queue. */
+static int choose(const walk *w, int64_t k)
+{
+    int best = farthest(w, NEVER), other;
+
+    if (best < 0 || k < 0 || w->slot[best].last_use < k)
+        return best;
+    if (w->need > k + 1)
+        return -1;
+    other = farthest(w, k);
+    return other >= 0 ? other : best;
+}
+
+static void fetch(walk *w, int unit, int slot)
+{
+    slot_state *s = &w->slot[slot];
+
+    if (s->unit >= 0) {
+        put(w, MT_RELEASE, s->unit, slot);
+        w->slot_of[s->unit] = -1;
+    }
+    put(w, MT_FETCH, unit, slot);
+    s->unit = unit;
+    w->slot_of[unit] = slot;
+}
+
+/* Every fetch that can stand right after COMPUTE k; k = -1: before the first. */
+static void prefetch(walk *w, int64_t k)
+{
+    for (int slot;; fetch(w, w->use[w->need], slot)) {
+        while (w->need < w->n_uses && w->slot_of[w->use[w->need]] >= 0)
+            w->need++;
+        if (w->need == w->n_uses || (slot = choose(w, k)) < 0)
+            return;
+    }
+}
+
+/* ---- the walk --------------------------------------------------------------------------- */
+
+static void compute(walk *w, int64_t k)
+{
+    int unit = w->use[k], slot = w->slot_of[unit];
+
+    put(w, MT_COMPUTE, unit, slot);
+    w->slot[slot].last_use = k;
+    w->soon[unit] = w->next[k];
+    prefetch(w, k);
+}
+
+/* `soon` is NEVER everywhere once all COMPUTEs are passed; from here on it is a list of what is
+ * left to update. */
+enum { LEFT = -1, DONE = -2 };
+
+static void update(walk *w, int unit)
+{
+    if (w->soon[unit] == LEFT)
+        put(w, MT_UPDATE, unit, -1);
+    w->soon[unit] = DONE;
+}
+
+/* In the order in which the next step will want the weights: of first COMPUTE. Units that no
+ * COMPUTE names (their weights stay on the device) come last. */
+static void updates(walk *w, const mt_mark *trace, int64_t n_trace)
+{
+    for (int64_t i = 0; i < n_trace; i++)
+        if (trace[i].kind == MT_OFFLOAD)
+            w->soon[trace[i].unit] = LEFT;
+    for (int64_t k = 0; k < w->n_uses; k++)
+        update(w, w->use[k]);
+    for (int64_t i = 0; i < n_trace; i++)
+        update(w, trace[i].unit);
+}
+
+static void walk_run(walk *w, const mt_mark *trace, int64_t n_trace)
+{
+    int64_t k = 0;
+
+    prefetch(w, -1);
+    for (int64_t i = 0; i < n_trace; i++) {
+        if (trace[i].kind == MT_COMPUTE)
+            compute(w, k++);
+        else
+            put(w, MT_OFFLOAD, trace[i].unit, -1);
+    }
+    for (int i = 0; i < w->n_slots; i++)
+        if (w->slot[i].unit >= 0)
+            put(w, MT_RELEASE, w->slot[i].unit, i);
+    updates(w, trace, n_trace);
+}
+
+mt_status mt_schedule_build(const mt_mark *trace, int64_t n_trace,
+                            const size_t *unit_bytes, int n_units,
+                            const size_t *slot_bytes, int n_slots, mt_schedule **out)
+{
+    walk      w = {0};
+    mt_status st;
+
+    if (n_trace < 0 || n_units < 0 || n_slots < 0)
+        return MT_FAIL(MT_EINVAL, "schedule: %lld marks, %d units, %d slots",
+                       (long long)n_trace, n_units, n_slots);
+    MT_TRY(check_trace(trace, n_trace, n_units));
+    MT_TRY(walk_open(&w, n_trace, n_units, n_slots));
+    walk_read(&w, trace, n_trace, slot_bytes);
+    for (int u = 0; u < n_units; u++)
+        if (w.soon[u] != NEVER)
+            MT_TRY(find_class(u, unit_bytes[u], slot_bytes, n_slots, &w.class_bytes[u]));
+    walk_run(&w, trace, n_trace);
+    *out = w.out;
+    w.out = NULL;
+    walk_close(&w);
+    return MT_OK;
+
+fail:
+    walk_close(&w);
+    return st;
+}
+
+void mt_schedule_free(mt_schedule *s)
+{
+    if (s != NULL)
+        free(s->steps);
+    free(s);
+}
+
+/* ---- as text ---------------------------------------------------------------------------- */
+
+static const char *const verbs[] = { [MT_FETCH] = "fetch", [MT_COMPUTE] = "compute",
+                                     [MT_RELEASE] = "release", [MT_OFFLOAD] = "offload",
+                                     [MT_UPDATE] = "update" };
+static const char *const before_slot[] = { [MT_FETCH] = "->", [MT_COMPUTE] = "in",
+                                           [MT_RELEASE] = "from" };
+
+typedef struct label { char text[24]; } label;
+
+static const char *name_of(const char *const *names, int unit, label *own)
+{
+    if (names != NULL)
+        return names[unit];
+    snprintf(own->text, sizeof own->text, "unit %d", unit);
+    return own->text;
+}
+
+/* Width of "verb name", so that the slots stand in a column. */
+static int column(const mt_schedule *s, const char *const *names)
+{
+    size_t widest = 18;
+    label  own;
+
+    for (int64_t i = 0; i < s->n; i++) {
+        size_t len = strlen("compute ") + strlen(name_of(names, s->steps[i].unit, &own));
+        widest = len > widest ? len : widest;
+    }
+    return (int)widest;
+}
+
+static int print_step(const mt_step *e, const char *name, int width, char *text, size_t cap)
+{
+    const char *verb = verbs[e->kind];
+
+    if (e->slot < 0)
+        return snprintf(text, cap, "%s %s\n", verb, name);
+    return snprintf(text, cap, "%s %-*s %s slot %d\n", verb, width - (int)strlen(verb) - 1, name,
+                    before_slot[e->kind], e->slot);
+}
+
+size_t mt_schedule_print(const mt_schedule *s, const char *const *names, char *text, size_t cap)
+{
+    int    width = column(s, names);
+    size_t len = 0;
+    label  own;
+
+    if (cap > 0)
+        text[0] = '\0';
+    for (int64_t i = 0; i < s->n; i++) {
+        const char *name = name_of(names, s->steps[i].unit, &own);
+        size_t      room = len < cap ? cap - len : 0;
+        int         n = print_step(&s->steps[i], name, width, room > 0 ? text + len : NULL, room);
+
+        len += n > 0 ? (size_t)n : 0;
+    }
+    return len;
+}

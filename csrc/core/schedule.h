@@ -1,0 +1,67 @@
+/* schedule.h — which slot holds which unit when, as data.
+ *
+ * A trace is what a step did: the order in which windows opened and gradients were handed over.
+ * A schedule is the same step with its copies put in: a list of
+ *
+ *     FETCH   u -> slot    put in the H2D queue: as early as a slot allows
+ *     COMPUTE u in slot    the window's work, or a part of backward that needs u's weights
+ *     RELEASE u            last COMPUTE before its slot is fetched over (says when a slot is free)
+ *     OFFLOAD u            gradients leave
+ *     UPDATE  u            in the order of first use: the next step's fetches wait for these
+ *
+ *     mt_schedule_build(trace, n, unit_bytes, n_units, slot_bytes, n_slots, &sch);
+ *     mt_schedule_print(sch, names, text, sizeof text);
+ *     fetch embed        -> slot 3
+ *     fetch layers.0     -> slot 0
+ *     compute embed      in slot 3
+ *     ...
+ *
+ * A step starts with empty slots: the update has changed all weights. FETCHes stand in the order
+ * in which their units are needed, as the H2D queue will do them. The list is read by the thread
+ * that computes: what stands behind a COMPUTE is handed over when that COMPUTE begins, before its
+ * kernels are launched. So a FETCH right behind a COMPUTE names another slot, except when the very
+ * next COMPUTE needs it and there is no other (one slot): that copy must be held back until the
+ * kernels are in their queue.
+ *
+ * Rules, which tests hold for random traces:
+ *   each COMPUTE is preceded by a FETCH of that unit into that slot with no other FETCH into it between;
+ *   no slot is fetched over while a later COMPUTE of its unit precedes the next use of the newcomer;
+ *   each OFFLOAD of the trace appears once; each unit offloaded is updated once, after its last OFFLOAD.
+ */
+#ifndef MT_SCHEDULE_H
+#define MT_SCHEDULE_H
+
+#include "status.h"
+#include <stdint.h>
+
+typedef enum mt_step_kind { MT_FETCH, MT_COMPUTE, MT_RELEASE, MT_OFFLOAD, MT_UPDATE } mt_step_kind;
+
+typedef struct mt_step {
+    mt_step_kind kind;
+    int          unit;
+    int          slot;       /* FETCH, COMPUTE, RELEASE; else -1 */
+} mt_step;
+
+typedef struct mt_mark {     /* one entry of a trace: COMPUTE or OFFLOAD */
+    mt_step_kind kind;
+    int          unit;
+} mt_mark;
+
+typedef struct mt_schedule {
+    mt_step *steps;
+    int64_t  n;
+} mt_schedule;
+
+/* Farthest next use decides which slot gives way (Belady 1966), of equals the one idle for longest;
+ * a fetch is put as early as the rules allow and never displaces a unit needed sooner. A slot fits
+ * a unit when its bytes do; the smallest class of slot that fits is used. Several units of one
+ * window are several COMPUTEs in the trace, each of which stays until its own.
+ * MT_EINVAL when a unit of the trace fits no slot (names its number, its bytes and the largest slot). */
+mt_status mt_schedule_build(const mt_mark *trace, int64_t n_trace,
+                            const size_t *unit_bytes, int n_units,
+                            const size_t *slot_bytes, int n_slots, mt_schedule **out);
+void      mt_schedule_free (mt_schedule *s);
+/* Writes at most cap bytes, NUL included; returns the length the whole text has. */
+size_t    mt_schedule_print(const mt_schedule *s, const char *const *names, char *text, size_t cap);
+
+#endif

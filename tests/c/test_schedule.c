@@ -1,0 +1,560 @@
+/* test_schedule.c — schedules as text, and the rules of schedule.h on random traces. */
+#include "check.h"
+
+#include "../../csrc/core/schedule.h"
+
+#define SMALL 128
+#define LARGE 300
+
+/* Four layers between an embedding and a head that need a larger slot. */
+enum { EMBED, L0, L1, L2, L3, HEAD, UNITS };
+static const size_t      unit_bytes[UNITS] = { LARGE, 100, 100, SMALL, 100, 280 };
+static const char *const names[UNITS] = { "embed",    "layers.0", "layers.1",
+                                          "layers.2", "layers.3", "head" };
+
+/* Forward; then backward, in which the embedding needs no weights to make its gradient. */
+static int64_t step_trace(mt_mark *t)
+{
+    int64_t n = 0;
+
+    for (int u = EMBED; u <= HEAD; u++)
+        t[n++] = (mt_mark){ MT_COMPUTE, u };
+    for (int u = HEAD; u >= EMBED; u--) {
+        if (u != EMBED)
+            t[n++] = (mt_mark){ MT_COMPUTE, u };
+        t[n++] = (mt_mark){ MT_OFFLOAD, u };
+    }
+    return n;
+}
+
+static void check_text(int n_small, const char *want)
+{
+    mt_schedule *s = NULL;
+    mt_mark      trace[2 * UNITS + UNITS];
+    int64_t      n = step_trace(trace);
+    size_t       slots[8];
+    char         text[4096];
+
+    for (int i = 0; i < n_small; i++)
+        slots[i] = SMALL;
+    slots[n_small] = LARGE;
+    CHECK_OK(mt_schedule_build(trace, n, unit_bytes, UNITS, slots, n_small + 1, &s));
+    REQUIRE(s != NULL);
+    CHECK_EQ(mt_schedule_print(s, names, text, sizeof text), strlen(want));
+    CHECK_STR(text, want);
+    mt_schedule_free(s);
+}
+
+/* Two slots: each copy is under way during the compute before; in backward the last two layers
+ * are still there. */
+static void two_slots_for_layers_as_text(void)
+{
+    check_text(2, "fetch embed        -> slot 2\n"
+                  "fetch layers.0     -> slot 0\n"
+                  "fetch layers.1     -> slot 1\n"
+                  "compute embed      in slot 2\n"
+                  "compute layers.0   in slot 0\n"
+                  "compute layers.1   in slot 1\n"
+                  "release layers.0   from slot 0\n"
+                  "fetch layers.2     -> slot 0\n"
+                  "compute layers.2   in slot 0\n"
+                  "release layers.1   from slot 1\n"
+                  "fetch layers.3     -> slot 1\n"
+                  "release embed      from slot 2\n"
+                  "fetch head         -> slot 2\n"
+                  "compute layers.3   in slot 1\n"
+                  "compute head       in slot 2\n"
+                  "compute head       in slot 2\n"
+                  "offload head\n"
+                  "compute layers.3   in slot 1\n"
+                  "offload layers.3\n"
+                  "compute layers.2   in slot 0\n"
+                  "release layers.3   from slot 1\n"
+                  "fetch layers.1     -> slot 1\n"
+                  "offload layers.2\n"
+                  "compute layers.1   in slot 1\n"
+                  "release layers.2   from slot 0\n"
+                  "fetch layers.0     -> slot 0\n"
+                  "offload layers.1\n"
+                  "compute layers.0   in slot 0\n"
+                  "offload layers.0\n"
+                  "offload embed\n"
+                  "release layers.0   from slot 0\n"
+                  "release layers.1   from slot 1\n"
+                  "release head       from slot 2\n"
+                  "update embed\n"
+                  "update layers.0\n"
+                  "update layers.1\n"
+                  "update layers.2\n"
+                  "update layers.3\n"
+                  "update head\n");
+}
+
+/* Three slots: every copy has two computes to hide behind, and only layer 0 comes twice. */
+static void three_slots_for_layers_as_text(void)
+{
+    check_text(3, "fetch embed        -> slot 3\n"
+                  "fetch layers.0     -> slot 0\n"
+                  "fetch layers.1     -> slot 1\n"
+                  "fetch layers.2     -> slot 2\n"
+                  "compute embed      in slot 3\n"
+                  "compute layers.0   in slot 0\n"
+                  "compute layers.1   in slot 1\n"
+                  "release layers.0   from slot 0\n"
+                  "fetch layers.3     -> slot 0\n"
+                  "release embed      from slot 3\n"
+                  "fetch head         -> slot 3\n"
+                  "compute layers.2   in slot 2\n"
+                  "compute layers.3   in slot 0\n"
+                  "compute head       in slot 3\n"
+                  "compute head       in slot 3\n"
+                  "offload head\n"
+                  "compute layers.3   in slot 0\n"
+                  "offload layers.3\n"
+                  "compute layers.2   in slot 2\n"
+                  "release layers.3   from slot 0\n"
+                  "fetch layers.0     -> slot 0\n"
+                  "offload layers.2\n"
+                  "compute layers.1   in slot 1\n"
+                  "offload layers.1\n"
+                  "compute layers.0   in slot 0\n"
+                  "offload layers.0\n"
+                  "offload embed\n"
+                  "release layers.0   from slot 0\n"
+                  "release layers.1   from slot 1\n"
+                  "release layers.2   from slot 2\n"
+                  "release head       from slot 3\n"
+                  "update embed\n"
+                  "update layers.0\n"
+                  "update layers.1\n"
+                  "update layers.2\n"
+                  "update layers.3\n"
+                  "update head\n");
+}
+
+static void one_slot_takes_turns(void)
+{
+    const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 }, { MT_COMPUTE, 1 },
+                              { MT_COMPUTE, 0 } };
+    const size_t  bytes[] = { 8, 8 }, slot = 8;
+    mt_schedule  *s = NULL;
+    char          text[1024];
+
+    REQUIRE(mt_schedule_build(trace, 4, bytes, 2, &slot, 1, &s) == MT_OK);
+    mt_schedule_print(s, NULL, text, sizeof text);
+    CHECK_STR(text, "fetch unit 0       -> slot 0\n"
+                    "compute unit 0     in slot 0\n"
+                    "release unit 0     from slot 0\n"
+                    "fetch unit 1       -> slot 0\n"
+                    "compute unit 1     in slot 0\n"
+                    "compute unit 1     in slot 0\n"
+                    "release unit 1     from slot 0\n"
+                    "fetch unit 0       -> slot 0\n"
+                    "compute unit 0     in slot 0\n"
+                    "release unit 0     from slot 0\n");
+    mt_schedule_free(s);
+}
+
+/* While unit 1 computes, for the last time, unit 3 could have unit 0's slot at once; but 0 is needed
+ * again. It gets unit 1's, one COMPUTE later, when 1's kernels have been launched. */
+static void fetch_waits_for_the_slot_computing_now_when_that_saves_a_copy(void)
+{
+    const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 }, { MT_COMPUTE, 2 },
+                              { MT_COMPUTE, 3 }, { MT_COMPUTE, 0 } };
+    const size_t  bytes[] = { 8, 8, 8, 8 }, slots[] = { 8, 8, 8 };
+    mt_schedule  *s = NULL;
+    char          text[1024];
+
+    REQUIRE(mt_schedule_build(trace, 5, bytes, 4, slots, 3, &s) == MT_OK);
+    mt_schedule_print(s, NULL, text, sizeof text);
+    CHECK_STR(text, "fetch unit 0       -> slot 0\n"
+                    "fetch unit 1       -> slot 1\n"
+                    "fetch unit 2       -> slot 2\n"
+                    "compute unit 0     in slot 0\n"
+                    "compute unit 1     in slot 1\n"
+                    "compute unit 2     in slot 2\n"
+                    "release unit 1     from slot 1\n"
+                    "fetch unit 3       -> slot 1\n"
+                    "compute unit 3     in slot 1\n"
+                    "compute unit 0     in slot 0\n"
+                    "release unit 0     from slot 0\n"
+                    "release unit 3     from slot 1\n"
+                    "release unit 2     from slot 2\n");
+    mt_schedule_free(s);
+}
+
+/* Unit 2 is needed next. Unit 1's slot would save a copy, but its kernels are about to run: the
+ * copy of 2 would hide behind nothing. Unit 0 gives way and comes back, both behind kernels. */
+static void urgent_fetch_prefers_an_idle_slot(void)
+{
+    const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 }, { MT_COMPUTE, 2 },
+                              { MT_COMPUTE, 0 } };
+    const size_t  bytes[] = { 8, 8, 8 }, slots[] = { 8, 8 };
+    mt_schedule  *s = NULL;
+    char          text[1024];
+
+    REQUIRE(mt_schedule_build(trace, 4, bytes, 3, slots, 2, &s) == MT_OK);
+    mt_schedule_print(s, NULL, text, sizeof text);
+    CHECK_STR(text, "fetch unit 0       -> slot 0\n"
+                    "fetch unit 1       -> slot 1\n"
+                    "compute unit 0     in slot 0\n"
+                    "compute unit 1     in slot 1\n"
+                    "release unit 0     from slot 0\n"
+                    "fetch unit 2       -> slot 0\n"
+                    "compute unit 2     in slot 0\n"
+                    "release unit 1     from slot 1\n"
+                    "fetch unit 0       -> slot 1\n"
+                    "compute unit 0     in slot 1\n"
+                    "release unit 2     from slot 0\n"
+                    "release unit 0     from slot 1\n");
+    mt_schedule_free(s);
+}
+
+static void empty_trace_has_no_steps(void)
+{
+    mt_schedule *s = NULL;
+    char         text[8] = "before";
+
+    CHECK_OK(mt_schedule_build(NULL, 0, NULL, 0, NULL, 0, &s));
+    REQUIRE(s != NULL);
+    CHECK_EQ(s->n, 0);
+    CHECK_EQ(mt_schedule_print(s, NULL, text, sizeof text), 0);
+    CHECK_STR(text, "");
+    mt_schedule_free(s);
+    mt_schedule_free(NULL);
+}
+
+static void unit_without_compute_needs_no_slot_and_is_updated_last(void)
+{
+    const mt_mark trace[] = { { MT_OFFLOAD, 0 }, { MT_COMPUTE, 1 }, { MT_OFFLOAD, 1 } };
+    const size_t  bytes[] = { 1000, 8 }, slot = 8;
+    mt_schedule  *s = NULL;
+    char          text[1024];
+
+    REQUIRE(mt_schedule_build(trace, 3, bytes, 2, &slot, 1, &s) == MT_OK);
+    mt_schedule_print(s, NULL, text, sizeof text);
+    CHECK_STR(text, "fetch unit 1       -> slot 0\n"
+                    "offload unit 0\n"
+                    "compute unit 1     in slot 0\n"
+                    "offload unit 1\n"
+                    "release unit 1     from slot 0\n"
+                    "update unit 1\n"
+                    "update unit 0\n");
+    mt_schedule_free(s);
+}
+
+static void unit_larger_than_every_slot_is_refused_with_numbers(void)
+{
+    const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 } };
+    const size_t  bytes[] = { 8, 5000 }, slots[] = { 16, 4096, 64 };
+    mt_schedule  *s = NULL;
+
+    CHECK_EQ(mt_schedule_build(trace, 2, bytes, 2, slots, 3, &s), MT_EINVAL);
+    CHECK(s == NULL);
+    CHECK_HAS(mt_last_error(), "unit 1");
+    CHECK_HAS(mt_last_error(), "5000");
+    CHECK_HAS(mt_last_error(), "4096");
+    CHECK_EQ(mt_schedule_build(trace, 1, bytes, 2, NULL, 0, &s), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "0 slots");
+}
+
+static void marks_of_wrong_kind_or_unit_are_refused(void)
+{
+    const mt_mark kind = { MT_FETCH, 0 }, unit = { MT_OFFLOAD, 1 }, below = { MT_COMPUTE, -1 };
+    const size_t  bytes = 8;
+    mt_schedule  *s = NULL;
+
+    CHECK_EQ(mt_schedule_build(&kind, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL);
+    CHECK_EQ(mt_schedule_build(&unit, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "unit 1 of 1");
+    CHECK_EQ(mt_schedule_build(&below, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL);
+    CHECK(s == NULL);
+}
+
+static void text_is_cut_at_cap_and_tells_its_length(void)
+{
+    const mt_mark trace = { MT_COMPUTE, 0 };
+    const size_t  bytes = 8;
+    mt_schedule  *s = NULL;
+    char          whole[256], cut[256];
+    size_t        len;
+
+    REQUIRE(mt_schedule_build(&trace, 1, &bytes, 1, &bytes, 1, &s) == MT_OK);
+    len = mt_schedule_print(s, NULL, whole, sizeof whole);
+    CHECK_EQ(len, strlen(whole));
+    CHECK_EQ(mt_schedule_print(s, NULL, NULL, 0), len);
+    for (size_t cap = 1; cap <= len + 1; cap++) {
+        memset(cut, '#', sizeof cut);
+        CHECK_EQ(mt_schedule_print(s, NULL, cut, cap), len);
+        CHECK_EQ(strlen(cut), cap - 1);
+        CHECK(strncmp(cut, whole, cap - 1) == 0 && cut[cap] == '#');
+    }
+    mt_schedule_free(s);
+}
+
+/* ---- the rules, on random traces --------------------------------------------------------- */
+
+enum { MAX_UNITS = 12, MAX_SLOTS = 10, MAX_TRACE = 120 };
+
+typedef struct problem {
+    mt_mark trace[MAX_TRACE];
+    int64_t n;
+    size_t  unit_bytes[MAX_UNITS], slot_bytes[MAX_SLOTS];
+    int     n_units, n_slots;
+} problem;
+
+static uint64_t rng_state;
+
+static int below(int n)
+{
+    rng_state ^= rng_state << 13;
+    rng_state ^= rng_state >> 7;
+    rng_state ^= rng_state << 17;
+    return (int)(rng_state % (uint64_t)n);
+}
+
+/* Half of the marks repeat or step beside the one before, as real steps do. */
+static void make_problem(problem *p, uint64_t seed)
+{
+    int unit = 0;
+
+    rng_state = (seed + 1) * 0x9E3779B97F4A7C15u;
+    p->n_units = 1 + below(MAX_UNITS);
+    p->n_slots = 1 + below(MAX_SLOTS);
+    p->n = below(MAX_TRACE + 1);
+    for (int i = 0; i < p->n_slots; i++)
+        p->slot_bytes[i] = (size_t[]){ 64, 64, 128, 256 }[i == 0 ? 3 : below(4)];
+    for (int i = 0; i < p->n_units; i++)
+        p->unit_bytes[i] = (size_t[]){ 0, 60, 64, 100, 256 }[below(5)];
+    for (int64_t i = 0; i < p->n; i++) {
+        unit = below(2) ? below(p->n_units) : (unit + below(3) + p->n_units - 1) % p->n_units;
+        p->trace[i] = (mt_mark){ below(4) ? MT_COMPUTE : MT_OFFLOAD, unit };
+    }
+}
+
+static size_t class_of(const problem *p, int unit)
+{
+    size_t best = 0;
+    for (int i = 0; i < p->n_slots; i++)
+        if (p->slot_bytes[i] >= p->unit_bytes[unit] && (best == 0 || p->slot_bytes[i] < best))
+            best = p->slot_bytes[i];
+    return best;
+}
+
+/* The next step of this kind for the unit, from step i on; s->n when there is none. */
+static int64_t ahead(const mt_schedule *s, int64_t i, mt_step_kind kind, int unit)
+{
+    while (i < s->n && !(s->steps[i].kind == kind && s->steps[i].unit == unit))
+        i++;
+    return i;
+}
+
+static int count(const mt_schedule *s, mt_step_kind kind, int unit)
+{
+    int n = 0;
+    for (int64_t i = 0; i < s->n; i++)
+        n += s->steps[i].kind == kind && s->steps[i].unit == unit;
+    return n;
+}
+
+/* Without its copies and updates, a schedule is its trace. */
+static void check_follows_trace(const problem *p, const mt_schedule *s)
+{
+    int64_t at = 0;
+
+    for (int64_t i = 0; i < s->n; i++) {
+        const mt_step *e = &s->steps[i];
+        if (e->kind != MT_COMPUTE && e->kind != MT_OFFLOAD)
+            continue;
+        CHECK(at < p->n && p->trace[at].kind == e->kind && p->trace[at].unit == e->unit);
+        at++;
+    }
+    CHECK_EQ(at, p->n);
+}
+
+/* The FETCH at step i, into a slot that held `old` (-1: nothing) until the RELEASE before. */
+static void check_fetch(const problem *p, const mt_schedule *s, int64_t i, int old)
+{
+    const mt_step *e = &s->steps[i];
+    int64_t        use = ahead(s, i, MT_COMPUTE, e->unit), k = i;
+
+    CHECK_EQ(p->slot_bytes[e->slot], class_of(p, e->unit));
+    CHECK(use < s->n);                                           /* no copy for nothing */
+    CHECK(use < ahead(s, i, MT_RELEASE, e->unit));
+    CHECK(old < 0 || use < ahead(s, i, MT_COMPUTE, old));        /* nobody needed sooner went */
+    for (int64_t j = i + 1; j < use; j++)                        /* in the order of need */
+        if (s->steps[j].kind == MT_FETCH)
+            CHECK(ahead(s, j, MT_COMPUTE, s->steps[j].unit) > use);
+
+    while (k >= 0 && s->steps[k].kind != MT_COMPUTE)             /* behind COMPUTE k ... */
+        k--;
+    for (int64_t j = i; k >= 0 && s->steps[k].slot == e->slot && j < use; j++)
+        CHECK(s->steps[j].kind != MT_COMPUTE);                   /* ... whose slot only if urgent */
+}
+
+static void check_slots(const problem *p, const mt_schedule *s)
+{
+    int holds[MAX_SLOTS], old[MAX_SLOTS];
+
+    memset(holds, -1, sizeof holds);
+    memset(old, -1, sizeof old);
+    for (int64_t i = 0; i < s->n; i++) {
+        const mt_step *e = &s->steps[i];
+        if (e->kind == MT_COMPUTE || e->kind == MT_RELEASE)
+            CHECK_EQ(holds[e->slot], e->unit);
+        if (e->kind == MT_RELEASE) {
+            holds[e->slot] = -1;
+            old[e->slot] = e->unit;
+        } else if (e->kind == MT_FETCH) {
+            CHECK_EQ(holds[e->slot], -1);
+            for (int j = 0; j < p->n_slots; j++)
+                CHECK(holds[j] != e->unit);
+            check_fetch(p, s, i, old[e->slot]);
+            holds[e->slot] = e->unit;
+        } else {
+            CHECK_EQ(e->slot, e->kind == MT_COMPUTE ? e->slot : -1);
+        }
+    }
+    for (int j = 0; j < p->n_slots; j++)
+        CHECK_EQ(holds[j], -1);
+}
+
+static void check_updates(const problem *p, const mt_schedule *s)
+{
+    int64_t last = -1;
+
+    for (int u = 0; u < p->n_units; u++)
+        CHECK_EQ(count(s, MT_UPDATE, u), count(s, MT_OFFLOAD, u) > 0);
+    for (int64_t i = ahead(s, 0, MT_UPDATE, s->n ? s->steps[s->n - 1].unit : 0); i < s->n; i++)
+        CHECK_EQ(s->steps[i].kind, MT_UPDATE);
+    for (int64_t i = 0; i < s->n; i++) {
+        int64_t first = ahead(s, 0, MT_COMPUTE, s->steps[i].unit);
+        if (s->steps[i].kind != MT_UPDATE)
+            continue;
+        CHECK(first > last || first == s->n);
+        last = first;
+    }
+}
+
+/* As many slots as units in each class: then nothing comes twice. */
+static void check_fetched_once_where_all_fit(const problem *p, const mt_schedule *s)
+{
+    for (int u = 0; u < p->n_units; u++) {
+        int slots = 0, units = 0;
+        for (int i = 0; i < p->n_slots; i++)
+            slots += p->slot_bytes[i] == class_of(p, u);
+        for (int v = 0; v < p->n_units; v++)
+            units += class_of(p, v) == class_of(p, u);
+        if (slots >= units)
+            CHECK_EQ(count(s, MT_FETCH, u), count(s, MT_COMPUTE, u) > 0);
+    }
+}
+
+static void rules_hold_for_random_traces(void)
+{
+    static problem p;
+
+    for (uint64_t seed = 0; seed < 3000 && atomic_load(&check_failures) == 0; seed++) {
+        mt_schedule *s = NULL;
+
+        make_problem(&p, seed);
+        CHECK_OK(mt_schedule_build(p.trace, p.n, p.unit_bytes, p.n_units, p.slot_bytes, p.n_slots,
+                                   &s));
+        REQUIRE(s != NULL);
+        check_follows_trace(&p, s);
+        check_slots(&p, s);
+        check_updates(&p, s);
+        check_fetched_once_where_all_fit(&p, s);
+        if (atomic_load(&check_failures) != 0)
+            fprintf(stderr, "  seed %llu\n", (unsigned long long)seed);
+        mt_schedule_free(s);
+    }
+}
+
+/* Copies of a plain cache that fetches at the moment of need and overwrites what is needed last:
+ * no schedule has fewer. */
+static int64_t fewest_fetches(const problem *p)
+{
+    int     holds[MAX_SLOTS], n_slots = p->n_slots;
+    int64_t n = 0;
+
+    memset(holds, -1, sizeof holds);
+    for (int64_t i = 0; i < p->n; i++) {
+        int     unit = p->trace[i].unit, best = -1;
+        int64_t best_at = -1;
+        for (int j = 0; j < n_slots && best_at != INT64_MAX; j++) {
+            int64_t at = i;
+            while (holds[j] >= 0 && at < p->n && p->trace[at].unit != holds[j])
+                at++;
+            at = holds[j] == unit ? INT64_MAX : holds[j] < 0 ? p->n + 1 : at;
+            if (at > best_at) {
+                best = j;
+                best_at = at;
+            }
+        }
+        n += holds[best] != unit;
+        holds[best] = unit;
+    }
+    return n;
+}
+
+/* What looking ahead may cost: fetching early decides before all is known. Forward and backward,
+ * the case that counts, costs nothing. */
+static void forward_and_backward_fetch_no_more_than_the_optimum(void)
+{
+    static problem p;
+
+    for (int units = 1; units <= MAX_UNITS; units++) {
+        for (int slots = 2; slots <= MAX_SLOTS; slots++) {
+            mt_schedule *s = NULL;
+            int64_t      n = 0;
+
+            p = (problem){ .n_units = units, .n_slots = slots, .n = 2 * units };
+            for (int i = 0; i < slots; i++)
+                p.slot_bytes[i] = 8;
+            for (int i = 0; i < units; i++)
+                p.trace[i] = p.trace[2 * units - 1 - i] = (mt_mark){ MT_COMPUTE, i };
+            REQUIRE(mt_schedule_build(p.trace, p.n, p.unit_bytes, units, p.slot_bytes, slots,
+                                      &s) == MT_OK);
+            for (int u = 0; u < units; u++)
+                n += count(s, MT_FETCH, u);
+            CHECK_EQ(n, fewest_fetches(&p));
+            mt_schedule_free(s);
+        }
+    }
+}
+
+/* Cubic or quadratic work would show: the harness ends a test that takes too long. */
+static void long_traces_are_quick(void)
+{
+    enum { N = 1000000, LONG_UNITS = 1000 };
+    size_t      *bytes = calloc(LONG_UNITS, sizeof *bytes);
+    mt_mark     *trace = malloc(N * sizeof *trace);
+    const size_t slots[8] = { 8, 8, 8, 8, 8, 8, 8, 8 };
+    mt_schedule *s = NULL;
+
+    REQUIRE(bytes != NULL && trace != NULL);
+    for (int i = 0; i < N; i++)
+        trace[i] = (mt_mark){ MT_COMPUTE, i % LONG_UNITS };
+    CHECK_OK(mt_schedule_build(trace, N, bytes, LONG_UNITS, slots, 8, &s));
+    mt_schedule_free(s);
+    free(trace);
+    free(bytes);
+}
+
+#define TESTS(X)                                                                              \
+    X(two_slots_for_layers_as_text)                                                           \
+    X(three_slots_for_layers_as_text)                                                         \
+    X(one_slot_takes_turns)                                                                   \
+    X(fetch_waits_for_the_slot_computing_now_when_that_saves_a_copy)                          \
+    X(urgent_fetch_prefers_an_idle_slot)                                                      \
+    X(empty_trace_has_no_steps)                                                               \
+    X(unit_without_compute_needs_no_slot_and_is_updated_last)                                 \
+    X(unit_larger_than_every_slot_is_refused_with_numbers)                                    \
+    X(marks_of_wrong_kind_or_unit_are_refused)                                                \
+    X(text_is_cut_at_cap_and_tells_its_length)                                                \
+    X(rules_hold_for_random_traces)                                                           \
+    X(forward_and_backward_fetch_no_more_than_the_optimum)                                    \
+    X(long_traces_are_quick)
+
+CHECK_MAIN(TESTS)
