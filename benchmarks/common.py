@@ -1,0 +1,174 @@
+"""What the benchmarks share: a model of any size built quickly, clocks, and the JSON line of a measurement."""
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import torch
+
+GIB = 2**30
+
+
+def pick_device(name: str | None) -> torch.device:
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Clock:
+    """Marks on the compute stream, read once at the end, so that measuring never makes the host wait.
+
+    On the CPU device, where compute runs in the calling thread, a mark is the host's time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def intervals(self) -> list[float]:
+        """Seconds between neighbouring marks; waits for the device."""
+        synchronize(self.device)
+        pairs = list(zip(self.marks, self.marks[1:]))
+        if self.device.type == "cuda":
+            return [a.elapsed_time(b) / 1e3 for a, b in pairs]
+        return [b - a for a, b in pairs]
+
+
+def repeat(fn: Callable[[], Any], device: torch.device, reps: int, warmup: int = 2) -> list[float]:
+    """Seconds of each of `reps` calls, one after the other on the device."""
+    for _ in range(warmup):
+        fn()
+    synchronize(device)
+    clock = Clock(device)
+    clock.mark()
+    for _ in range(reps):
+        fn()
+        clock.mark()
+    return clock.intervals()
+
+
+def spread(values: Sequence[float]) -> dict[str, float | int]:
+    """Median, 10th and 90th percentile (nearest rank), and how many."""
+    ordered = sorted(values)
+    rank = lambda q: ordered[min(len(ordered) - 1, int(q * len(ordered)))]  # noqa: E731
+    return {"median": statistics.median(ordered), "p10": rank(0.1), "p90": rank(0.9), "n": len(ordered)}
+
+
+def git(*words: str) -> str:
+    folder = Path(__file__).resolve().parent
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a figure must be read with: hardware, versions, revision."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else platform.machine() + " cpu",
+        "host": f"{len(os.sched_getaffinity(0))}c/{memory / GIB:.0f}GiB",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "rev": git("rev-parse", "--short", "HEAD") or None,
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def emit(bench: str, device: torch.device, **fields: Any) -> None:
+    """One measurement: a JSON line on stdout."""
+    print(json.dumps({"bench": bench, **fields, **machine(device)}), flush=True)
+
+
+def say(text: str = "") -> None:
+    """For people: stderr, so that stdout stays JSON."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(rows: Sequence[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        say(f"  {name:<{width}}  {value}")
+
+
+def host_rss_bytes() -> tuple[int, int]:
+    """Resident memory of this process: (now, highest so far)."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return tuple(int(status[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
+
+
+def fill_cheaply(shape: Sequence[int], dtype: torch.dtype, std: float, seed: int) -> torch.Tensor:
+    """A tensor of pseudo-random normal values at the speed of memory.
+
+    One block of random values is repeated. Its length is a prime, so no two rows of a weight are alike.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.empty(1_000_003).normal_(std=std, generator=generator).to(dtype)
+    out = torch.empty(*shape, dtype=dtype)
+    flat = out.view(-1)
+    whole = flat.numel() // block.numel() * block.numel()
+    flat[:whole].view(-1, block.numel()).copy_(block)
+    flat[whole:].copy_(block[: flat.numel() - whole])
+    return out
+
+
+def add_shape_arguments(parser: Any, tiny: bool) -> None:
+    """The model's shape; defaults are Qwen2.5-7B's width, or a toy's where there is no GPU."""
+    default = dict(hidden=64, inter=192, heads=4, kv=2, vocab=512) if tiny else \
+        dict(hidden=3584, inter=18944, heads=28, kv=4, vocab=152064)
+    for name, value in default.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+
+
+def build_model(args: Any, layers: int, max_seq: int, dtype: torch.dtype) -> torch.nn.Module:
+    """A Qwen2ForCausalLM with random weights on the CPU.
+
+    Built on the meta device, then each parameter is filled once: no initialisation is run twice, and host memory
+    holds the weights once.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=args.hidden,
+        intermediate_size=args.inter,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv,
+        vocab_size=args.vocab,
+        num_hidden_layers=layers,
+        max_position_embeddings=max_seq,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are values, not weights
+    for seed, (name, parameter) in enumerate(list(model.named_parameters())):
+        owner, _, leaf = name.rpartition(".")
+        if parameter.dim() > 1:
+            value = fill_cheaply(parameter.shape, dtype, config.initializer_range, seed)
+        else:
+            value = torch.full(parameter.shape, 0.0 if leaf == "bias" else 1.0, dtype=dtype)
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value))
+    return model.train()
+
+
+def parameter_count(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

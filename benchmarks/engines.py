@@ -1,0 +1,166 @@
+"""The same training step by three engines: streamed (ours), resident (plain torch), fsdp2 (PyTorch's CPU offload).
+
+Each is made from an ordinary model on the CPU and has
+    backward(ids, share)   forward and backward of one micro-batch of which `share` of the gradient counts
+    update()               clipping and the optimizer; may return before they are done
+    settle()               waits for everything
+`mark` is called between forward and backward.
+"""
+from __future__ import annotations
+
+import atexit
+from typing import Any, Callable
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from common import synchronize
+
+CHUNK_TOKENS = 2048  # of the chunked loss: 152064 fp32 logits each make 1.2 GB
+
+
+class WithLoss(torch.nn.Module):
+    """Tokens in, loss out: [B, S] int64 -> mean next-token cross-entropy, fp32.
+
+    Args:
+        kind: "hf": the model's own loss, with all logits at once. "chunked": the head runs on CHUNK_TOKENS hidden
+            states at a time, and again in backward, so that the logits never exist whole.
+    """
+
+    def __init__(self, model: torch.nn.Module, kind: str) -> None:
+        super().__init__()
+        self.model = model
+        self.kind = kind
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.kind == "hf":
+            return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden, labels = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        chunks = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+        return sum(self._checkpointed(h, y) for h, y in chunks) / len(labels)
+
+    def _checkpointed(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._chunk_loss, hidden, labels, use_reentrant=False, preserve_rng_state=False)
+
+    def _chunk_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.model.lm_head(hidden).float(), labels, reduction="sum")
+
+
+class Engine:
+    """Plain forward and backward; the subclasses say where things are and how they are updated."""
+
+    model: torch.nn.Module
+    device: torch.device
+
+    def backward(self, ids: torch.Tensor, share: float = 1.0,
+                 mark: Callable[[], None] = lambda: None) -> torch.Tensor:
+        loss = self.model(ids)
+        mark()
+        (loss * share).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def settle(self) -> None:
+        synchronize(self.device)
+
+
+class Streamed(Engine):
+    """megatrain_torch: weights, fp32 masters and moments in host memory."""
+
+    def __init__(self, model: torch.nn.Module, args: Any, device: torch.device, optimizer: bool = True) -> None:
+        import megatrain_torch as mt
+
+        self.device = device
+        self.last_step = mt.last_step
+        self.model = mt.stream(WithLoss(model, args.loss), device=device, plan={"activations": args.activations})
+        self.opt = None
+        if optimizer:
+            self.attach_optimizer(args)
+
+    def attach_optimizer(self, args: Any) -> None:
+        import megatrain_torch as mt
+
+        self.opt = mt.AdamW(self.model.parameters(), lr=args.lr, weight_decay=0.1, max_grad_norm=args.clip or None)
+
+    def update(self) -> None:
+        if self.opt:
+            self.opt.step()
+        super().update()
+
+    def settle(self) -> None:
+        list(self.model.parameters())  # enumeration waits for the pending updates
+        super().settle()
+
+
+class Resident(Engine):
+    """The ordinary model on the device. With an optimizer: fp32 masters there too, updated by torch's fused AdamW."""
+
+    def __init__(self, model: torch.nn.Module, args: Any, device: torch.device, optimizer: bool = True) -> None:
+        self.device = device
+        self.clip = args.clip
+        if args.activations == "replay":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = WithLoss(model, args.loss).to(device)
+        self.masters = [p.detach().float() for p in self.model.parameters()] if optimizer else []
+        self.opt = torch.optim.AdamW(self.masters, lr=args.lr, weight_decay=0.1, fused=True) if optimizer else None
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if self.opt:
+            parameters = list(self.model.parameters())
+            for p, master in zip(parameters, self.masters):
+                master.grad, p.grad = p.grad.float(), None
+            if self.clip:
+                torch.nn.utils.clip_grad_norm_(self.masters, self.clip)
+            self.opt.step()
+            self.opt.zero_grad()
+            for p, master in zip(parameters, self.masters):
+                p.copy_(master)
+        super().update()
+
+
+class Fsdp2(Engine):
+    """PyTorch's fully_shard in one process: fp32 parameters and states in host memory, bf16 compute, checkpointing."""
+
+    def __init__(self, model: torch.nn.Module, args: Any, device: torch.device, optimizer: bool = True) -> None:
+        from torch import distributed
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        self.device = device
+        self.clip = args.clip
+        cuda = device.type == "cuda"
+        atexit.register(distributed.destroy_process_group)
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=distributed.HashStore(),
+                                       rank=0, world_size=1)
+        if args.activations == "replay":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = WithLoss(model, args.loss)
+        options = {
+            "mesh": distributed.init_device_mesh(device.type, (1,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            "offload_policy": CPUOffloadPolicy() if cuda else OffloadPolicy(),
+        }
+        for part in (model.model.embed_tokens, *model.model.layers, model.lm_head, self.model):
+            fully_shard(part, **options)
+        for name, buffer in model.named_buffers():  # parameters are offloaded, buffers are not
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, buffer.to(device))
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=0.1, fused=True)
+
+    def update(self) -> None:
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.opt.step()
+        super().update()
+
+
+ENGINES = {"streamed": Streamed, "resident": Resident, "fsdp2": Fsdp2}
+
+
+def weight_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What the model is built in. FSDP2 casts fp32 parameters itself; the CPU device is tested in fp32."""
+    return torch.float32 if name == "fsdp2" or device.type == "cpu" else torch.bfloat16
