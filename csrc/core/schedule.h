@@ -17,11 +17,10 @@
  *     ...
  *
  * A step starts with empty slots: the update has changed all weights. FETCHes stand in the order
- * in which their units are needed, as the H2D queue will do them. The list is read by the thread
- * that computes: what stands behind a COMPUTE is handed over when that COMPUTE begins, before its
- * kernels are launched. So a FETCH right behind a COMPUTE names another slot, except when the very
- * next COMPUTE needs it and there is no other (one slot): that copy must be held back until the
- * kernels are in their queue.
+ * in which their units are needed, as the H2D queue will do them. A FETCH right behind COMPUTE k
+ * may name k's own slot, and often does: it is to be handed over once k's kernels are in their
+ * queue, which is when the next COMPUTE begins. That next COMPUTE is the one that needs it only
+ * where the unit's class has a single slot; nothing hides such a copy.
  *
  * Rules, which tests hold for random traces:
  *   each COMPUTE is preceded by a FETCH of that unit into that slot with no other FETCH into it between;

@@ -1,0 +1,72 @@
+/* offload.h — brings gradients home: device to host, measured and summed on the way.
+ *
+ *     mt_offload_put(o, unit, items, n, run, &ticket);   // at the unit's hand-over; returns at once
+ *     mt_offload_passed(o);                              // sources of tickets up to here may be freed
+ *     mt_ledger_wait_grads(store, unit);                 // host: they are whole
+ *
+ * For each item the D2H queue first takes the sum of squares on the device (fixed order: see
+ * ops/sumsq.h), then copies: SET straight into the GRAD plane; ADD into a registered staging
+ * buffer, from which the collector, a thread of ours, adds to what the plane holds.
+ * 16-bit gradients are summed in fp32 in the ACC plane; the GRAD plane gets the rounded sum.
+ *
+ * Edges:
+ *   GRAD    d2h waits for compute up to the hand-over          recorded on run
+ *   LANDED  run waits for the copy of the hand-over `depth` tickets ago, so that gradients of at
+ *           most `depth` units are alive on the device; their memory, back in torch's allocator,
+ *           is reused in run's order, behind that wait
+ *   the GRAD plane is overwritten only once no update of the unit is under way (ledger, host waits)
+ *
+ * Threads: put: one at a time. The rest: any.
+ */
+#ifndef MT_OFFLOAD_H
+#define MT_OFFLOAD_H
+
+#include "store.h"
+#include "stream.h"
+
+typedef enum mt_grad_mode { MT_GRAD_SET, MT_GRAD_ADD } mt_grad_mode;
+
+typedef struct mt_grad_item {
+    int          param;
+    const void  *src;        /* device, dense, the parameter's dtype and numel; lives until passed */
+    mt_grad_mode mode;
+    /* ADD to a 16-bit parameter: 1 when its GRAD plane was changed by the user since (its value
+     * counts, not ACC's). First ADD after a SET starts ACC from the GRAD plane in any case. */
+    int          reread;
+} mt_grad_item;
+
+/* Put "sum of squares of src[0..n) into *out" in q. out: host memory that q can write. */
+typedef mt_status (*mt_sumsq_fn)(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n, double *out);
+/* Host, on the pool: acc (fp32; NULL: the sum lives in grad, which is fp32 or fp64) and grad get
+ * the sum of themselves and add; `from_grad`: start from grad's value instead of acc's.
+ * *sumsq: of the new grad-plane values. */
+typedef void (*mt_accumulate_fn)(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,
+                                 int64_t n, int from_grad, double *sumsq);
+
+typedef struct mt_offload_kernels {
+    mt_sumsq_fn      sumsq;
+    mt_accumulate_fn accumulate;
+    void            *ctx;    /* handed to sumsq */
+} mt_offload_kernels;
+
+typedef struct mt_offload mt_offload;
+
+mt_status mt_offload_open (mt_dev *dev, mt_store *store, mt_pool *pool, int depth,
+                           mt_offload_kernels k, mt_offload **out);
+void      mt_offload_close(mt_offload *o);
+
+mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
+                         mt_queue *run, uint64_t *ticket);
+/* Highest ticket whose sources run can no longer overwrite too early (LANDED was put in run). */
+uint64_t  mt_offload_passed(mt_offload *o);
+mt_status mt_offload_drain (mt_offload *o);              /* host: everything put so far is home */
+
+/* Sum of squares of a parameter's gradient as it stands. Call after mt_ledger_wait_grads.
+ * valid = 0 when none was taken since mt_offload_forget. */
+double    mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid);
+void      mt_offload_forget(mt_offload *o, int unit);     /* zero_grad: next put is a first one */
+
+uint64_t  mt_offload_d2h_bytes(mt_offload *o);
+void      mt_offload_debug(mt_offload *o, mt_debug d);    /* sync: put returns when all is home */
+
+#endif

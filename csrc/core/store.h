@@ -1,0 +1,104 @@
+/* store.h — where every byte of the model is in host memory, and who may touch it.
+ *
+ * Nouns, in the order they appear below:
+ *   unit     parameters streamed as one piece
+ *   plane    one kind of value for all parameters of a unit; an arena each, made when first asked for
+ *   ledger   per unit: its version, and the work under way that a reader or writer must wait for
+ *
+ *     mt_store_open(dev, pool, &s);
+ *     mt_store_add(s, "layers.0", params, 12, &unit);
+ *     mt_store_at(s, unit, 3, MT_PLANE_HI, &w);       // host address of parameter 3's weights
+ *     mt_ledger_read(s, unit);                        // no update of it is under way any more
+ *
+ * Layout: parameter i of a unit starts in every plane at a multiple of 512 bytes; the HI plane
+ *         is what crosses to the device in one copy, so a slot has the same offsets.
+ * Threads: add and the first `at` of a plane take the store's lock; the ledger has its own.
+ */
+#ifndef MT_STORE_H
+#define MT_STORE_H
+
+#include "dev.h"
+#include "pool.h"
+
+/* name, what it holds, who reads and writes it */
+#define MT_PLANE_MAP(X)                                                                        \
+    X(HI,     "weights in their own type; registered; the H2D queue reads, the updater writes") \
+    X(GRAD,   "gradient in the weight's type; registered; the D2H queue writes, the updater reads") \
+    X(LO,     "16 bits that make a bf16 weight an fp32 master; updater only")                   \
+    X(MASTER, "fp32 master of an fp16 weight; updater only")                                    \
+    X(M,      "first moment, fp32; updater only")                                               \
+    X(V,      "second moment, fp32; updater only")                                              \
+    X(ACC,    "fp32 sum of 16-bit micro-batch gradients; the collector writes, the updater reads")
+#define MT_PLANE_ENUM(name, what) MT_PLANE_##name,
+typedef enum mt_plane { MT_PLANE_MAP(MT_PLANE_ENUM) MT_PLANE_COUNT } mt_plane;
+#undef MT_PLANE_ENUM
+const char *mt_plane_name(mt_plane p);
+
+typedef struct mt_param_desc {
+    mt_dtype dtype;
+    int64_t  numel;          /* >= 0 */
+    int      trainable;      /* 0: the unit's planes other than HI leave it out */
+} mt_param_desc;
+
+typedef struct mt_store mt_store;
+
+mt_status mt_store_open (mt_dev *dev, mt_pool *pool, mt_store **out);
+void      mt_store_close(mt_store *s);
+mt_status mt_store_add  (mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit);
+
+mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on);
+
+int         mt_store_units (const mt_store *s);
+int         mt_store_params(const mt_store *s, int unit);
+const char *mt_store_name  (const mt_store *s, int unit);
+const mt_param_desc *mt_store_desc(const mt_store *s, int unit, int param);
+size_t      mt_store_hi_bytes(const mt_store *s, int unit);              /* what a slot must hold */
+size_t      mt_store_offset  (const mt_store *s, int unit, int param);   /* bytes, in HI and in a slot */
+
+/* Bytes of one element of dt in a plane; 0 when the plane has nothing for that type
+ * (LO: bf16 only, MASTER: fp16 only, ACC: 16-bit types only). */
+size_t mt_plane_elem_bytes(mt_plane p, mt_dtype dt);
+
+/* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in
+ * parallel and (HI, GRAD) registered at the first call. A parameter that was not trainable then
+ * gets an arena of its own when it is asked for later. MT_EINVAL when the plane has nothing for it. */
+mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
+/* The whole HI plane of a unit: what one H2D copy reads. */
+mt_status mt_store_hi(mt_store *s, int unit, void **out);
+void      mt_store_drop(mt_store *s, int unit, mt_plane p);              /* gives the memory back */
+
+/* Host bytes mapped in all units: of one plane, or of all (MT_PLANE_COUNT). */
+size_t mt_store_bytes(const mt_store *s, mt_plane p);
+
+/* ---- the ledger -------------------------------------------------------------------------
+ * Work on a unit is announced by the thread that asks for it and finished by the thread that
+ * does it, so a reader never sees the gap between "step() returned" and "the update began".
+ *
+ *   updates   announced by step(), finished by the updater.   Fetch and host readers wait for 0.
+ *   grads     announced by the hand-over, finished by the collector. The updater and readers
+ *             of .grad wait for 0; the next hand-over waits for updates == 0.
+ *   fetched   an event the H2D queue records behind its copy: host writers wait for it.
+ *   version   grows with every announced update and every write from outside; a slot holds
+ *             current weights exactly when its version is the unit's.
+ *
+ * A fault (sticky) set by any worker ends every wait with that worker's message.
+ * A wait longer than the watchdog (default 600 s) returns MT_ESTUCK naming unit and what is awaited.
+ */
+uint64_t  mt_ledger_version(mt_store *s, int unit);
+void      mt_ledger_touch  (mt_store *s, int unit);          /* written from outside: version grows */
+
+void      mt_ledger_update_begin(mt_store *s, int unit);     /* version grows; updates += 1 */
+void      mt_ledger_update_end  (mt_store *s, int unit);
+void      mt_ledger_grads_begin (mt_store *s, int unit);
+void      mt_ledger_grads_end   (mt_store *s, int unit);
+
+mt_status mt_ledger_wait_updates(mt_store *s, int unit);     /* until updates == 0 */
+mt_status mt_ledger_wait_grads  (mt_store *s, int unit);     /* until grads == 0 */
+mt_status mt_ledger_fetching    (mt_store *s, int unit, mt_queue *h2d);   /* records `fetched` on h2d */
+mt_status mt_ledger_wait_fetch  (mt_store *s, int unit);     /* until copies out of HI so far are over */
+
+void      mt_ledger_fault(mt_store *s, mt_status st, const char *text);   /* first one stays */
+mt_status mt_ledger_check(mt_store *s);                      /* the fault, as this thread's error */
+void      mt_ledger_watchdog(mt_store *s, double seconds);
+
+#endif

@@ -1,0 +1,68 @@
+/* store_impl.h — what store.c and ledger.c share; nobody else includes it.
+ *
+ * Three locks, never two at a time:
+ *   map_mu      the map: units, planes and their arenas        (store.c)
+ *   ledger.mu   counts, versions, the fault                    (ledger.c)
+ *   fetched_mu  each unit's `fetched` event: its making and its records (ledger.c)
+ */
+#ifndef MT_STORE_IMPL_H
+#define MT_STORE_IMPL_H
+
+#include "arena.h"
+#include "store.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+/* One plane of one unit. All members: any thread, under map_mu. */
+typedef struct mt__plane {
+    size_t   *offset;        /* [n_params] bytes into the arena, or MT__ABSENT; NULL: not made yet */
+    mt_arena  arena;
+    mt_arena *late;          /* [n_params] of those that became trainable afterwards, or NULL */
+} mt__plane;
+
+#define MT__ABSENT SIZE_MAX
+
+typedef struct mt__unit {
+    char          *name;             /* these five: written by add, before the unit is published */
+    int            n_params;
+    size_t        *hi_offset;        /* [n_params] bytes */
+    size_t         hi_bytes;
+    mt_param_desc *desc;             /* [n_params]; `trainable` later too, under map_mu */
+
+    mt__plane      plane[MT_PLANE_COUNT];
+
+    uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
+    int64_t        updates, grads;   /* announced and not finished. ledger.mu */
+    mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
+} mt__unit;
+
+typedef struct mt__ledger {
+    pthread_mutex_t mu;
+    pthread_cond_t  changed;         /* monotonic clock; broadcast at every change but a begin */
+    int64_t         updates, grads;  /* of all units together. mu */
+    double          watchdog_s;      /* mu */
+    mt_status       fault;           /* MT_OK until the first. mu */
+    char            text[1024];      /* written once, before fault. mu */
+} mt__ledger;
+
+/* Units live in segments that never move, so that readers need no lock. */
+#define MT__SEG_UNITS 256
+#define MT__SEGS      256
+
+struct mt_store {
+    mt_dev         *dev;
+    mt_pool        *pool;
+    pthread_mutex_t map_mu, fetched_mu;
+    mt__unit      **seg[MT__SEGS];           /* written under map_mu before n_units covers them */
+    _Atomic int     n_units;                 /* release after a unit is whole; read by anyone */
+    _Atomic size_t  mapped[MT_PLANE_COUNT];  /* bytes; written under map_mu, read by anyone */
+    mt__ledger      ledger;
+};
+
+mt__unit *mt__unit_at(const mt_store *s, int unit);          /* NULL when there is none */
+
+mt_status mt__ledger_open (mt__ledger *l);
+void      mt__ledger_close(mt__ledger *l);
+
+#endif

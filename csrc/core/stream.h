@@ -1,0 +1,81 @@
+/* stream.h — runs a schedule: weights into slots, ahead of the thread that computes.
+ *
+ * The computing thread calls mt_stream_acquire when a window opens. The step's COMPUTE is found
+ * in the schedule, the FETCHes that follow it are handed to the mover, and the slot's memory is
+ * returned. A thread of ours, the mover, puts copies in the H2D queue as what they depend on is
+ * met: an update still under way is waited for by the mover, not by the computing thread.
+ *
+ *     mt_stream_begin(s);                               // a root forward starts
+ *     mt_stream_acquire(s, unit, run, &slot, &mem);     // may hand FETCHes to the mover; never blocks
+ *     mt_stream_await(s, slot, run);                    // host: until the copy is in its queue;
+ *                                                       // run: until the copy is over
+ *     ... torch ops on mem ...
+ *
+ * Edges between queues (each can be left out by mt_stream_debug, to see the tests fail):
+ *   READY   run waits for the H2D copy into its slot           recorded on h2d behind the copy
+ *   FREED   h2d waits for compute that used the slot's memory  recorded on run when the FETCH that
+ *           overwrites it is decided: all use so far was launched by then, and nobody holds it
+ *
+ * An order other than the recorded one is never wrong: a unit that no slot holds is fetched on
+ * demand into the least recently used slot, and the trace is recorded again.
+ *
+ * Threads: begin, acquire, kick: one thread at a time (under Python's lock). await: any thread.
+ */
+#ifndef MT_STREAM_H
+#define MT_STREAM_H
+
+#include "schedule.h"
+#include "store.h"
+
+typedef struct mt_slot_desc {
+    void  *mem;              /* device memory, owned by the caller, aligned to 512 */
+    size_t bytes;
+} mt_slot_desc;
+
+/* Asked on the acquiring thread before a slot is fetched over. held: someone still has a tensor in
+ * it (saved by a custom Function, an output that aliases a weight). Then renew must give fresh
+ * memory of the same size; the old belongs to its holder. Memory from renew may have been read a
+ * moment ago by kernels still running, so the fetch also waits for what run has been given so far. */
+typedef struct mt_slot_hooks {
+    int       (*held) (void *ctx, int slot);
+    mt_status (*renew)(void *ctx, int slot, void **mem);
+    void      *ctx;
+} mt_slot_hooks;
+
+typedef struct mt_stream mt_stream;
+
+mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots, int n_slots,
+                         mt_slot_hooks hooks, mt_stream **out);
+void      mt_stream_close(mt_stream *s);       /* waits for the mover and the H2D queue */
+
+/* A root forward starts: the cursor returns to the start. When the order just ended differs from
+ * the schedule's, a schedule is built from it. */
+mt_status mt_stream_begin(mt_stream *s);
+
+/* The unit's slot, and its memory. On the schedule: also hands over the FETCHes up to the next COMPUTE. */
+mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot, void **mem);
+mt_status mt_stream_await  (mt_stream *s, int slot, mt_queue *run);
+/* The unit's gradients are handed over: an OFFLOAD in the trace. */
+void      mt_stream_mark_offload(mt_stream *s, int unit);
+/* Updates were announced: hand over the schedule's first FETCHes, so that the next forward finds
+ * them under way. run: the queue that computed. */
+mt_status mt_stream_kick(mt_stream *s, mt_queue *run);
+
+/* Which slot's memory contains p, which unit is in it now and at which byte offset; -1 if none. */
+int mt_stream_find(const mt_stream *s, const void *p, int *unit, size_t *offset);
+
+typedef struct mt_stream_stats {
+    int64_t  fetches, demand_fetches, rebuilds;   /* since open; demand: not prefetched */
+    uint64_t h2d_bytes;
+    uint64_t await_ns;                            /* host time spent in await */
+} mt_stream_stats;
+mt_stream_stats    mt_stream_stats_get(mt_stream *s);
+const mt_schedule *mt_stream_schedule(const mt_stream *s);   /* NULL before the first is built */
+
+/* Tests only. skip: bit mask of edges left out. poison: fill a slot with 0xFF (NaN) before its copy.
+ * sync: every FETCH is complete before acquire returns, one at a time (overlap off). */
+enum { MT_EDGE_READY = 1, MT_EDGE_FREED = 2, MT_EDGE_GRAD = 4, MT_EDGE_LANDED = 8, MT_EDGE_UPDATED = 16 };
+typedef struct mt_debug { unsigned skip; int poison; int sync; } mt_debug;
+void mt_stream_debug(mt_stream *s, mt_debug d);
+
+#endif

@@ -1,0 +1,48 @@
+/* update.h — updates, in forward order, behind the back of the thread that called step().
+ *
+ *     mt_update_submit(u, jobs, n, max_norm, &ticket);   // returns at once
+ *     mt_update_norm(u, ticket, &norm);                  // waits only for the gradients
+ *     mt_ledger_wait_updates(store, unit);               // waits for one unit
+ *
+ * The updater, a thread of ours, takes one submit at a time:
+ *   1. with a max_norm: waits until every unit's gradients are whole, adds their sums of squares in
+ *      the order given (fp64), and clips by min(1, max_norm / (norm + 1e-6)), as torch does;
+ *   2. for each job in order: waits for the unit's gradients and for copies still reading its
+ *      weights, runs it on the pool, and ends its announcement in the ledger.
+ * A norm that is not finite skips the whole submit: nothing is touched. Without max_norm each
+ * unit is judged by its own gradients, and is skipped alone.
+ *
+ * Threads: submit: one at a time. The rest: any.
+ */
+#ifndef MT_UPDATE_H
+#define MT_UPDATE_H
+
+#include "offload.h"
+
+typedef struct mt_update_job {
+    int   unit;
+    int   n_params;
+    const int *params;           /* [n_params] parameters of the unit that have a gradient */
+    /* Sum of squares of params[i]'s gradient when the offloaded one does not count (the user
+     * changed p.grad): computed on the pool by the updater. NULL: never. */
+    double (*sumsq)(void *arg, mt_pool *pool, int i, int *use);
+    mt_status (*run)(void *arg, mt_pool *pool, float clip);   /* the update itself */
+    void  (*free)(void *arg);    /* called once, run or skipped; may be NULL */
+    void  *arg;
+} mt_update_job;
+
+typedef struct mt_updater mt_updater;
+
+mt_status mt_update_open (mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out);
+void      mt_update_close(mt_updater *u);                      /* finishes what was submitted */
+
+/* Jobs are copied, params arrays too; args are owned by the updater from here on, also on failure.
+ * max_norm <= 0: no clipping, no norm. Announces every unit in the ledger before it returns. */
+mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm, uint64_t *ticket);
+/* Global norm of a submit (before clipping); waits until it is known. Without max_norm: waits for
+ * the submit's end. *skipped: units not updated because of non-finite gradients. */
+mt_status mt_update_norm (mt_updater *u, uint64_t ticket, double *norm, int *skipped);
+mt_status mt_update_drain(mt_updater *u);
+void      mt_update_debug(mt_updater *u, mt_debug d);          /* sync: submit returns when done */
+
+#endif

@@ -1,0 +1,274 @@
+"""What autograd saves inside a window, and how it comes back.
+
+Two pairs of pack and unpack hooks, chosen per window:
+
+saved    weights are replaced by (unit, offset); everything else is kept, with the in-place check
+         that torch drops when hooks are used;
+replay   every saved tensor is replaced by (frame, number); the first unpack runs the window's
+         forward again and keeps what it saves, up to the last tensor that the first run saved.
+
+Neither keeps a weight: `unpack` fetches the unit again, wherever it is by then.
+"""
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import MegatrainError
+from .state import state
+
+if TYPE_CHECKING:
+    from .window import Window
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class Weight:
+    """A saved tensor that lies in a slot: which unit, which version, which part."""
+
+    __slots__ = ("runtime", "unit", "version", "dtype", "size", "stride", "offset")
+
+    def __init__(self, runtime: Any, unit: int, offset: int, t: Tensor) -> None:
+        self.runtime, self.unit, self.offset = runtime, unit, offset
+        self.version = runtime.core.version(unit)
+        self.dtype, self.size, self.stride = t.dtype, t.shape, t.stride()
+
+    def tensor(self) -> Tensor:
+        if self.runtime.core.version(self.unit) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: weights of unit {self.runtime.unit_names[self.unit]!r} were updated between "
+                "forward and backward; call backward() before step()")
+        return self.runtime.slot_view(self.unit, self.offset, self.dtype, self.size, self.stride)
+
+
+class Kept:
+    """A saved tensor that is no weight, with its version when it was saved."""
+
+    __slots__ = ("value", "version")
+
+    def __init__(self, t: Tensor) -> None:
+        self.value, self.version = t, t._version
+
+    def tensor(self) -> Tensor:
+        if self.value._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {list(self.value.shape)} is at version {self.value._version}; "
+                f"expected version {self.version} instead")
+        return self.value
+
+
+def refuse_create_graph() -> None:
+    if torch.is_grad_enabled():
+        raise MegatrainError("backward(create_graph=True) through a streamed model is not supported: "
+                             "mt.unstream(model) first, or use a model that fits")
+
+
+class SavedFrame:
+    """Hooks of a window that keeps its activations."""
+
+    def __init__(self, window: Window) -> None:
+        self.runtime = window.runtime
+        self.kept_bytes = 0
+
+    def pack(self, t: Tensor) -> Any:
+        where = self.runtime.locate(t)
+        if where is not None:
+            return Weight(self.runtime, *where, t)
+        self.kept_bytes += t.nbytes
+        return Kept(t)
+
+    @staticmethod
+    def unpack(handle: Any) -> Tensor:
+        refuse_create_graph()
+        return handle.tensor()
+
+
+class _StopReplay(BaseException):
+    """All that the first run saved is there again."""
+
+
+class ReplayFrame:
+    """Hooks of a window whose forward runs again in backward.
+
+    Holds the inputs (detached, containers copied), the buffers' values, the random state and the
+    autocast state from before the first run.
+    """
+
+    def __init__(self, window: Window, args: Any, kwargs: Any) -> None:
+        self.window, self.runtime = window, window.runtime
+        self.count = 0                                   # tensors saved by the first run
+        self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
+        self.watched: list[tuple[Tensor, int]] = []      # inputs and their versions
+        self.inputs = fork((args, kwargs), self.watched)
+        self.clones = None if window.proved else fork((args, kwargs), clone=True)
+        self.buffers = window.snapshot_buffers()
+        self.random = self.runtime.random_state()
+        self.autocast = autocast_state(self.runtime.device.type)
+        self.versions = [self.runtime.core.version(u) for u in window.units]
+
+    def pack(self, t: Tensor) -> Any:
+        self.count += 1
+        return self, self.count - 1
+
+    @staticmethod
+    def unpack(handle: Any) -> Tensor:
+        refuse_create_graph()
+        frame, number = handle
+        if number not in frame.saved:
+            frame.replay()
+        return frame.saved.pop(number).tensor()
+
+    def forward_ended(self) -> None:
+        """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on."""
+        changed = any(t._version != v for t, v in self.watched)
+        if changed and self.clones is None:
+            raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
+                                 "done before, so it cannot be run again; use plan={'activations': 'saved'}")
+        if changed:
+            self.inputs, self.watched, self.window.mode = self.clones, [], "saved"
+        self.clones, self.window.proved = None, True
+
+    def replay(self) -> None:
+        self._check()
+        self.saved = {}
+        rt, window = self.runtime, self.window
+        saved_random = rt.random_state()
+        saved_autocast = autocast_state(rt.device.type)
+        saved_buffers = window.restore_buffers(self.buffers)
+        outer, packed = state.window, self._collector()
+        try:
+            rt.set_random_state(self.random)
+            set_autocast_state(rt.device.type, self.autocast)
+            args, kwargs = fork(self.inputs)
+            with torch.enable_grad():
+                state.window = window.bind_leaves()
+                _push(packed, SavedFrame.unpack)
+                try:
+                    with window.flat_weights():
+                        window.inner(*args, **kwargs)
+                finally:
+                    _pop()
+        except _StopReplay:
+            pass
+        finally:
+            state.window = outer
+            window.restore_buffers(saved_buffers)
+            set_autocast_state(rt.device.type, saved_autocast)
+            rt.set_random_state(saved_random)
+        if len(self.saved) < self.count:
+            raise MegatrainError(f"{window.name}: run again, its forward saved {len(self.saved)} tensors where the "
+                                 f"first run saved {self.count}; it is not deterministic: "
+                                 "use plan={'activations': 'saved'}")
+
+    def _collector(self) -> Any:
+        saved, last, rt = self.saved, self.count - 1, self.runtime
+        number = -1
+
+        def pack(t: Tensor) -> Any:
+            nonlocal number
+            number += 1
+            where = rt.locate(t)
+            saved[number] = handle = Weight(rt, *where, t) if where is not None else Kept(t)
+            if number >= last:
+                raise _StopReplay
+            return handle
+
+        return pack
+
+    def _check(self) -> None:
+        for unit, version in zip(self.window.units, self.versions):
+            if self.runtime.core.version(unit) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: weights of unit {self.runtime.unit_names[unit]!r} were updated between forward "
+                    "and backward; call backward() before step()")
+        if any(t._version != v for t, v in self.watched):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"an input of {self.window.name!r} was changed after its forward; "
+                "use plan={'activations': 'saved'} to keep what it needs")
+
+
+# ---- inputs ------------------------------------------------------------------------------------
+
+def fork(value: Any, watched: list[tuple[Tensor, int]] | None = None, *, clone: bool = False,
+         memo: dict[int, Any] | None = None) -> Any:
+    """A copy of the arguments whose containers and caches may be changed: tensors are shared, detached.
+
+    clone: tensors of floating type are copied too. watched: gets (tensor, version) of each original.
+    """
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, Tensor):
+        out: Any = _fork_tensor(value, watched, clone)
+    elif isinstance(value, (list, tuple, dict)):
+        out = _fork_container(value, watched, clone, memo)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        out = copy.copy(value)
+        for f in dataclasses.fields(value):
+            object.__setattr__(out, f.name, fork(getattr(value, f.name), watched, clone=clone, memo=memo))
+    elif _is_cache(value):
+        out = copy.copy(value)
+        memo[id(value)] = out
+        for k, v in vars(value).items():
+            out.__dict__[k] = fork(v, watched, clone=clone, memo=memo)
+    else:
+        return value
+    memo[id(value)] = out
+    return out
+
+
+def _fork_tensor(t: Tensor, watched: list[tuple[Tensor, int]] | None, clone: bool) -> Tensor:
+    if watched is not None:
+        watched.append((t.detach(), t._version))
+    with torch.no_grad():
+        out = t.detach()
+        if clone and t.is_floating_point():
+            out = out.clone()
+    return out.requires_grad_(t.requires_grad) if t.requires_grad else out
+
+
+def _fork_container(value: Any, watched: Any, clone: bool, memo: dict[int, Any]) -> Any:
+    if isinstance(value, dict):
+        out = copy.copy(value)
+        for k, v in value.items():
+            dict.__setitem__(out, k, fork(v, watched, clone=clone, memo=memo))
+            if k in getattr(out, "__dict__", ()):
+                out.__dict__[k] = dict.__getitem__(out, k)
+        return out
+    items = [fork(v, watched, clone=clone, memo=memo) for v in value]
+    if isinstance(value, tuple):
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    out = copy.copy(value)
+    out[:] = items
+    return out
+
+
+def _is_cache(value: Any) -> bool:
+    """Key-value caches of transformers: objects that a layer writes into."""
+    return any(c.__module__.startswith("transformers") and "Cache" in c.__name__ for c in type(value).__mro__)
+
+
+# ---- autocast ----------------------------------------------------------------------------------
+
+def autocast_state(device: str) -> tuple[Any, ...]:
+    other = () if device == "cpu" else (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    return (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+            torch.is_autocast_cache_enabled(), *other)
+
+
+def set_autocast_state(device: str, s: tuple[Any, ...]) -> None:
+    torch.set_autocast_enabled(device, s[0])
+    torch.set_autocast_dtype(device, s[1])
+    torch.set_autocast_cache_enabled(s[2])
+    if len(s) > 3:
+        torch.set_autocast_enabled("cpu", s[3])
+        torch.set_autocast_dtype("cpu", s[4])

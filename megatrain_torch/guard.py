@@ -1,0 +1,167 @@
+"""Host tensors that wait before they are read.
+
+Updates and gradient copies run behind the user's back, so a reference to a parameter that the
+user kept must not show half an update. Streamed parameters (and the views taken of them) are
+`Tensor` subclasses whose `__torch_function__` waits for the work under way on their unit, runs the
+operation on the plain tensor, and tells the ledger when the memory was written.
+
+Tensors in slots stay plain: nothing of this is on the path of a forward or backward.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .records import Record
+
+_T = Tensor
+_META_GETTERS = ("dtype", "shape", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda",
+                 "is_meta", "is_sparse", "is_quantized", "names", "itemsize", "nbytes", "grad_fn",
+                 "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "output_nr", "retains_grad",
+                 "is_mps", "is_xla", "is_xpu", "is_cpu", "is_nested", "is_mkldnn", "is_sparse_csr",
+                 "is_vulkan", "is_ipu", "is_mtia", "is_maia", "_base", "_cdata", "name", "volatile")
+_META_METHODS = ("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
+                 "is_floating_point", "is_complex", "is_contiguous", "is_signed", "storage_offset",
+                 "requires_grad_", "get_device", "type", "register_hook", "is_pinned", "__len__",
+                 "register_post_accumulate_grad_hook", "_is_view", "is_inference", "is_same_size",
+                 "has_names", "is_conj", "is_neg", "is_set_to", "is_distributed", "__hash__")
+# Functions that look at a tensor's form and never at its values.
+_META = ({getattr(_T, n).__get__ for n in _META_GETTERS if hasattr(_T, n)}
+         | {getattr(_T, n) for n in _META_METHODS if hasattr(_T, n)}
+         | {_T.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.zeros_like,
+            torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+            torch.is_tensor, torch.numel, torch.is_same_size})
+_GRAD_GET, _GRAD_SET, _GRAD_DEL = _T.grad.__get__, _T.grad.__set__, _T.grad.__delete__
+_DATA_SET = _T.data.__set__
+_SETITEM = _T.__setitem__
+# In-place by name, but changing no value of the tensor.
+_HARMLESS = {"requires_grad_", "retain_grad", "share_memory_"}
+
+
+def _guarded(args: Any, kwargs: Any) -> list[Any]:
+    found = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, HostTensor):
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found.extend(b for b in a if isinstance(b, HostTensor))
+    return found
+
+
+def _writes(func: Any, kwargs: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+    return in_place or func is _SETITEM or func is _DATA_SET or name.startswith("__i") or "out" in kwargs
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _grad_access(func: Any, args: Any, kwargs: Any) -> Any:
+    record: Record = args[0]._mt
+    if func is _GRAD_GET:
+        record.runtime.wait_grads(record)
+    return _call(func, args, kwargs)
+
+
+class HostTensor(Tensor):
+    """A view of a streamed parameter (or of its optimizer state) in host memory."""
+
+    _mt: Record
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _META:
+            return _call(func, args, kwargs)
+        if func is _GRAD_GET or func is _GRAD_SET or func is _GRAD_DEL:
+            return _grad_access(func, args, kwargs)
+        return _guarded_call(func, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._mt.runtime.wait_updates(self._mt)
+        return plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        self._mt.runtime.wait_updates(self._mt)
+        out = plain(self).clone()
+        memo[id(self)] = out
+        return out
+
+
+def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
+    guarded = _guarded(args, kwargs)
+    writes = _writes(func, kwargs)
+    for g in guarded:
+        g._mt.runtime.wait_updates(g._mt)
+        if writes:
+            g._mt.runtime.before_write(g._mt)
+    if func is _DATA_SET:
+        return guarded[0]._mt.runtime.replace_data(guarded[0], args[1])
+    out = _call(func, args, kwargs)
+    if writes:
+        for g in guarded:
+            g._mt.runtime.after_write(g._mt)
+    elif torch.is_grad_enabled() and isinstance(out, Tensor) and out.requires_grad:
+        for g in guarded:
+            g._mt.host_graph = True     # autograd itself adds to .grad on the host: see handover.py
+    return _guard_aliases(out, guarded)
+
+
+def _guard_aliases(out: Any, guarded: list[Any]) -> Any:
+    """A result that shares a streamed parameter's memory must wait as the parameter does."""
+    if not isinstance(out, Tensor):
+        if isinstance(out, (list, tuple)) and out and isinstance(out[0], Tensor):
+            return type(out)(_guard_aliases(o, guarded) for o in out) if type(out) in (list, tuple) else out
+        return out
+    if isinstance(out, HostTensor) or type(out) is not Tensor or out.device.type != "cpu":
+        return out
+    for g in guarded:
+        if g._mt.owns(out):
+            return guard(out, g._mt)
+    return out
+
+
+class StreamedParameter(HostTensor, torch.nn.Parameter):
+    """A `torch.nn.Parameter` whose memory is the store's HI plane.
+
+    Attribute reads inside a module's own forward see the copy on the compute device instead;
+    everywhere else this is an ordinary host parameter that waits for its pending update.
+    Pickles and deep-copies as an ordinary `Parameter`.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return as_parameter(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        out = as_parameter(self)
+        memo[id(self)] = out
+        return out
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"StreamedParameter({list(self.shape)}, {self.dtype}, unit={self._mt.unit_name!r})"
+
+
+def guard(t: Tensor, record: Record) -> HostTensor:
+    out = t.as_subclass(HostTensor)
+    out._mt = record
+    return out
+
+
+def plain(t: Tensor) -> Tensor:
+    """The tensor without its guard: same memory, same version counter, waits for nothing."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.detach().as_subclass(Tensor) if type(t) is not Tensor else t.detach()
+
+
+def as_parameter(p: Tensor) -> torch.nn.Parameter:
+    """An ordinary, independent Parameter with the streamed parameter's current value."""
+    p._mt.runtime.wait_updates(p._mt)
+    with torch._C.DisableTorchFunctionSubclass():
+        out = torch.nn.Parameter(plain(p).clone(), requires_grad=p.requires_grad)
+    return out

@@ -1,0 +1,189 @@
+"""Gradients leave a window: from autograd's hands into the store's GRAD planes.
+
+A window's weight gradients arrive together in `Bind.backward`. Each parameter is one of
+
+    streamed   the usual case: copied home behind compute; autograd is told None, and `p.grad` is the
+               GRAD plane's view
+    summed     used more than once in this backward (tied weights, a module called twice): kept on the
+               device until the last use, then streamed, so that sums are made in torch's order
+    real       autograd wants the tensor itself (autograd.grad, hooks on the parameter, arithmetic on
+               the host copy): a finished host tensor is returned
+    unwanted   autograd.grad or backward(inputs=...) without this parameter: dropped
+
+What is under way in one graph task is flushed when the task ends, by autograd's own callback.
+"""
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import MegatrainError
+from .guard import plain
+from .records import Record
+from .state import in_backward
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+SET, ADD = 0, 1
+
+
+class HandOver:
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.alive: deque[tuple[int, list[Tensor]]] = deque()   # sources of copies that are still in flight
+        self.tasks: set[int] = set()                            # graph tasks that have our callback
+        self.summed: dict[int, Record] = {}                     # records with a pending device sum
+        self.stream = 0                                         # where the last hand-over happened
+        self.observer: Any = None                               # an optimizer that updates in backward
+
+    # ---- called by Bind.backward, in autograd's thread ----
+
+    def take(self, records: list[Record], nodes: list[Any], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        if torch.is_grad_enabled():
+            raise MegatrainError("backward(create_graph=True) through a streamed model is not supported")
+        self._join_task()
+        out: list[Tensor | None] = [None] * len(records)
+        ready: list[tuple[Record, Tensor]] = []
+        for i, (record, node, grad) in enumerate(zip(records, nodes, grads)):
+            record.handed += 1
+            kind = "unwanted" if grad is None and record.pending is None else self._kind(record, node)
+            if kind == "real":
+                out[i] = self._to_host(record, grad)
+            elif kind == "streamed":
+                total = self._sum(record, grad)
+                if total is not None:
+                    ready.append((record, total))
+        self._send(ready)
+        return out
+
+    def _kind(self, record: Record, node: Any) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            hooked = record.param._backward_hooks or record.param._post_accumulate_grad_hooks
+        try:
+            wanted = node is None or torch._C._will_engine_execute_node(node)
+        except RuntimeError:                 # a leaf under autograd.grad(): torch cannot say, and captures it
+            return "real"
+        if not wanted:
+            return "unwanted"
+        return "real" if hooked or record.host_graph else "streamed"
+
+    def _sum(self, record: Record, grad: Tensor | None) -> Tensor | None:
+        """The gradient to send now, or None while more uses of this backward are to come."""
+        if record.binds <= 1 and record.pending is None:
+            return grad
+        if record.pending is None:
+            record.pending = grad
+        elif grad is not None:
+            record.pending = record.pending + grad
+        if record.handed < record.binds:
+            self.summed[record.pid] = record
+            return None
+        self.summed.pop(record.pid, None)
+        total, record.pending = record.pending, None
+        return total
+
+    def _to_host(self, record: Record, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        self.runtime.wait_grads(record)      # autograd may add this to a .grad that is still landing
+        out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype)
+        return out.copy_(grad)
+
+    # ---- a graph task, from its first hand-over to its end ----
+
+    def _join_task(self) -> None:
+        self.stream = self.runtime.stream()
+        task = in_backward()
+        if task not in self.tasks:
+            self.tasks.add(task)
+            self.runtime.backward_began()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_ended(task))
+
+    def _task_ended(self, task: int) -> None:
+        """Runs in whichever thread ends the task: sends what waited for uses that never came."""
+        self.tasks.discard(task)
+        rest = []
+        for record in self.summed.values():
+            if record.pending is not None:
+                rest.append((record, record.pending))
+            record.pending = None
+        self.summed.clear()
+        self._send(rest)
+        for record in self.runtime.records:
+            record.handed = 0
+
+    def sweep(self) -> None:
+        """After a backward that raised: its callback never ran."""
+        for record in self.summed.values():
+            record.pending = None
+        self.summed.clear()
+        if self.tasks:
+            for record in self.runtime.records:
+                record.handed, record.pending = 0, None
+        self.tasks.clear()
+
+    # ---- to the store ----
+
+    def _send(self, ready: list[tuple[Record, Tensor]]) -> None:
+        by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
+        for record, grad in ready:
+            by_unit.setdefault(record.unit, []).append((record, grad))
+        for unit, pairs in by_unit.items():
+            self._send_unit(unit, pairs)
+
+    def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
+        items, sources = [], []
+        for record, grad in pairs:
+            grad = self._conform(record, grad)
+            mode = self._claim(record)
+            if mode is None:
+                self._add_foreign(record, grad)
+            elif record.numel:
+                reread = int(mode == ADD and record.grad_view._version != record.grad_version)
+                record.grad_version = record.grad_view._version
+                items.append((record.index, grad.data_ptr(), mode, reread))
+                sources.append(grad)
+        if not items:
+            return
+        ticket = self.runtime.core.offload(unit, items, self.stream)
+        # The copies read these tensors behind our back; they live until compute waits for the copies.
+        self.alive.append((ticket, sources))
+        passed = self.runtime.core.passed()
+        while self.alive and self.alive[0][0] <= passed:
+            self.alive.popleft()
+        if self.observer is not None:
+            self.observer(unit, [r for r, _ in pairs])
+
+    @staticmethod
+    def _conform(record: Record, grad: Tensor) -> Tensor:
+        """Dense, with the host plane's strides: what one plain copy needs."""
+        if grad.layout != torch.strided:
+            raise MegatrainError(f"{record.name}: its gradient is {grad.layout}; use dense gradients (sparse=False)")
+        if grad.stride() == record.stride and grad.dtype == record.dtype or grad.numel() <= 1 < 2 and grad.dtype == record.dtype:
+            return grad.detach()
+        with torch.no_grad():
+            return torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device=grad.device).copy_(grad)
+
+    @staticmethod
+    def _claim(record: Record) -> int | None:
+        """SET or ADD into the GRAD plane; None when p.grad is a tensor of the user's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            current = record.param.grad
+            if current is not None:
+                return ADD if current is record.grad_view else None
+            if record.grad_view is None:
+                record.grad_view = record.view("GRAD")
+            record.param.grad = record.grad_view
+            return SET
+
+    def _add_foreign(self, record: Record, grad: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            plain(record.param.grad).add_(grad.to(record.param.grad.device))
+
+    def release(self) -> None:
+        """Compute has waited for every copy: nothing needs to be kept."""
+        self.alive.clear()

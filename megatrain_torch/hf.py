@@ -1,0 +1,72 @@
+"""What transformers' models need so that their own code runs unchanged.
+
+- `PreTrainedModel.device` says where to put inputs (generate, Trainer): the compute device.
+- Caches cost memory in training and nobody asked for them: `use_cache=False` under grad unless the
+  caller says otherwise.
+- `gradient_checkpointing_enable()` means "recompute": windows do that themselves, so the model's own
+  checkpointing, which would run the layer a third time, is switched off and windows replay.
+"""
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import MegatrainError
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+_patched = False
+
+
+def prepare(rt: Runtime, root: nn.Module, put: Any) -> None:
+    transformers = sys.modules.get("transformers")
+    rt.checkpointing = [m for m in root.modules() if isinstance(getattr(m, "gradient_checkpointing", None), bool)]
+    base = getattr(getattr(transformers, "modeling_utils", None), "PreTrainedModel", None)
+    if base is None:
+        return
+    _report_compute_device(base)
+    for m in root.modules():
+        if isinstance(m, base):
+            put(m, "resize_token_embeddings", _refuse_resize)
+
+
+def _refuse_resize(*_: Any, **__: Any) -> Any:
+    raise MegatrainError("resize_token_embeddings() after mt.stream: resize first, then stream")
+
+
+def _report_compute_device(base: Any) -> None:
+    global _patched
+    if _patched:
+        return
+    own = base.device
+
+    def device(self: Any) -> torch.device:
+        from .wrap import find_runtime
+        rt = find_runtime(self)
+        return rt.device if rt is not None else own.fget(self)
+
+    base.device = property(device, doc=own.__doc__)
+    _patched = True
+
+
+def before_pass(rt: Runtime) -> None:
+    """Called as a root forward begins."""
+    for m in rt.checkpointing:
+        if m.gradient_checkpointing:
+            m.gradient_checkpointing = False
+            rt.activations = "replay"
+            for w in rt.windows:
+                w.mode = "replay"
+
+
+def without_cache(who: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """use_cache=False for a causal model's training forward that did not mention caches."""
+    config = getattr(who, "config", None)
+    wants = (getattr(config, "use_cache", False) is True and torch.is_grad_enabled()
+             and getattr(who, "training", False) and "use_cache" not in kwargs
+             and kwargs.get("past_key_values") is None and hasattr(who, "generate"))
+    return {**kwargs, "use_cache": False} if wants else kwargs

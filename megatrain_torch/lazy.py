@@ -1,0 +1,83 @@
+"""Weights read outside their window: a tensor that costs nothing until it is used.
+
+`F.linear(x, embedding.weight)` in a container's forward, CLIP's `logit_scale`, or a mere
+`.dtype`: the read gives a wrapper that knows shape, dtype and device, and that the first operation
+replaces by a copy on the compute device, in fresh memory (one operation may need weights of two
+units). The copy's gradient is handed over as a window's is.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .guard import _META, plain
+from .records import Record
+from .state import in_backward
+
+
+class Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, record: Record, param: Tensor) -> Tensor:
+        ctx.record = record
+        return record.runtime.device_copy(record)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        record = ctx.record
+        return None, *record.runtime.handover.take([record], [ctx.next_functions[-1][0]], (grad,))
+
+
+class Lazy(Tensor):
+    """A streamed parameter read outside its window: [shape] on the compute device, fetched on first use."""
+
+    _record: Record
+    _value: Tensor | None
+
+    @staticmethod
+    def __new__(cls, record: Record) -> Lazy:
+        out = Tensor._make_wrapper_subclass(
+            cls, record.shape, strides=record.stride, dtype=record.dtype, device=record.runtime.device,
+            requires_grad=record.trainable and torch.is_grad_enabled())
+        out._record, out._value = record, None
+        return out
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _META:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return func(*_fetched(args), **{k: _fetched((v,))[0] for k, v in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*_fetched(args), **{k: _fetched((v,))[0] for k, v in (kwargs or {}).items()})
+
+    def fetch(self) -> Tensor:
+        """The weights on the compute device; tied to the parameter where autograd records."""
+        if self._value is None:
+            record = self._record
+            if torch.is_grad_enabled() and record.trainable:
+                self._value = Fetch.apply(record, record.param)
+                if in_backward() == -1:
+                    record.binds += 1
+            else:
+                self._value = record.runtime.device_copy(record).requires_grad_(record.trainable)
+        return self._value
+
+
+def _fetched(values: Any) -> tuple[Any, ...]:
+    out = []
+    for v in values:
+        if isinstance(v, Lazy):
+            out.append(v.fetch())
+        elif isinstance(v, (list, tuple)) and any(isinstance(x, Lazy) for x in v):
+            out.append(type(v)(_fetched(v)))
+        else:
+            out.append(v)
+    return tuple(out)
+
+
+__all__ = ["Fetch", "Lazy", "plain"]

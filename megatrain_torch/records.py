@@ -1,0 +1,84 @@
+"""What the package knows about one streamed parameter."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import _core
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+DTYPES = {
+    torch.float32: _core.DTYPES["F32"], torch.bfloat16: _core.DTYPES["BF16"],
+    torch.float16: _core.DTYPES["F16"], torch.float64: _core.DTYPES["F64"],
+    torch.int64: _core.DTYPES["I64"], torch.int32: _core.DTYPES["I32"],
+    torch.int16: _core.DTYPES["I16"], torch.int8: _core.DTYPES["I8"],
+    torch.uint8: _core.DTYPES["U8"], torch.bool: _core.DTYPES["BOOL"],
+    torch.float8_e4m3fn: _core.DTYPES["F8E4M3"], torch.float8_e5m2: _core.DTYPES["F8E5M2"],
+}
+
+
+class Record:
+    """One parameter of one unit: where it is, and where its gradient stands in this step.
+
+    Attributes:
+        host: plain tensor over the HI plane; shares the parameter's version counter.
+        version: `host._version` when the ledger last heard of a write.
+        grad_view: plain tensor over the GRAD plane; `param.grad` is this very object after backward.
+        grad_version: its `_version` then; a difference means that the user changed the gradient.
+        binds, handed: uses opened in forward since the last root forward, and gradients of them
+            handed over in the backward under way.
+        pending: device sum of the gradients of a parameter used more than once, in this backward.
+        writes, master_writes: writes from outside so far, and those the fp32 master has followed (-1:
+            there is no master yet).
+        host_graph: the parameter took part in arithmetic on the host; autograd adds its gradient.
+    """
+
+    __slots__ = ("runtime", "unit", "unit_name", "index", "pid", "name", "param", "host", "version", "shape",
+                 "stride", "dtype", "offset", "numel", "nbytes", "grad_view", "grad_version", "binds",
+                 "handed", "pending", "host_graph", "address", "was_trainable",
+                 "writes", "master_writes")
+
+    def __init__(self, runtime: Runtime, unit: int, unit_name: str, index: int, pid: int, name: str,
+                 param: torch.nn.Parameter) -> None:
+        self.runtime, self.unit, self.unit_name = runtime, unit, unit_name
+        self.index, self.pid, self.name, self.param = index, pid, name, param
+        self.shape, self.dtype, self.numel = param.shape, param.dtype, param.numel()
+        self.stride = dense_stride(param)
+        self.nbytes = self.numel * param.element_size()
+        self.offset = self.address = self.version = self.grad_version = 0
+        self.binds = self.handed = 0
+        self.host: Tensor | None = None
+        self.grad_view: Tensor | None = None
+        self.pending: Tensor | None = None
+        self.was_trainable = param.requires_grad
+        self.writes, self.master_writes = 0, -1
+        self.host_graph = False
+
+    def view(self, plane: str) -> Tensor:
+        """Plain tensor over the parameter's bytes in a plane: [shape], in the plane's type."""
+        raw = torch.from_numpy(self.runtime.core.plane(self.unit, self.index, _core.PLANES[plane]))
+        kind = {"LO": torch.int16}.get(plane) or (self.dtype if plane in ("HI", "GRAD") else torch.float32)
+        if self.numel == 0:
+            return torch.empty(self.shape, dtype=kind)
+        return raw.view(kind).as_strided(self.shape, self.stride)
+
+    def owns(self, t: Tensor) -> bool:
+        """Does t lie in this parameter's weights?"""
+        return self.numel > 0 and self.address <= t.data_ptr() < self.address + self.nbytes
+
+    @property
+    def trainable(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.param.requires_grad
+
+
+def dense_stride(t: Tensor) -> tuple[int, ...]:
+    """The strides t keeps when it is copied: its own where it is dense, else row-major.
+
+    Channels-last convolution weights stay channels-last, so that kernels choose as they did.
+    """
+    return torch.empty_like(t, device="meta").stride() if not t.is_sparse else t.stride()

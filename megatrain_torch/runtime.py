@@ -1,0 +1,287 @@
+"""One streamed model: the C engine, the slots' memory, and what ties both to torch."""
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _core, hf
+from .errors import MegatrainError
+from .guard import plain
+from .handover import HandOver
+from .lazy import Lazy
+from .records import Record
+from .state import in_backward, state
+from .window import Window
+
+_use_count = torch._C._storage_Use_Count
+
+
+class Slot:
+    """Device memory for one unit's weights, and torch's views of it.
+
+    held() is true when someone besides this slot has a tensor in it: a custom Function that keeps a
+    weight, an output that aliases one. Then the memory is left to the holder.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self.device = nbytes, device
+        self.fill()
+
+    def fill(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            raw = torch.empty(self.nbytes + 512, dtype=torch.uint8, device=self.device)
+            skip = -raw.data_ptr() % 512
+            self.memory = raw[skip:skip + self.nbytes]
+        self.address = self.memory.data_ptr()
+        self.views: dict[int, list[Tensor]] = {}
+        self._storage = self.memory.untyped_storage()
+        del raw
+        self._own = _use_count(self._storage._cdata)
+
+    def unit_views(self, unit: int, records: list[Record]) -> list[Tensor]:
+        views = self.views.get(unit)
+        if views is None:
+            before = _use_count(self._storage._cdata)
+            with torch.inference_mode(False), torch.no_grad():
+                views = self.views[unit] = [self.view(r.offset, r.dtype, r.shape, r.stride) for r in records]
+            self._own += _use_count(self._storage._cdata) - before
+        return views
+
+    def view(self, offset: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
+        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
+        part = self.memory[offset:offset + span * dtype.itemsize]
+        return part.view(dtype).as_strided(shape, stride, part.storage_offset() // dtype.itemsize)
+
+    def held(self) -> bool:
+        return _use_count(self._storage._cdata) > self._own
+
+
+class SlotHooks:
+    """What the C stream asks about slots. Knows the runtime weakly: the engine must not keep it alive."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+
+    def held(self, slot: int) -> bool:
+        return self._runtime().slots[slot].held()
+
+    def renew(self, slot: int) -> int:
+        s = self._runtime().slots[slot]
+        s.fill()
+        return s.address
+
+
+class Runtime:
+    def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine) -> None:
+        self.root, self.device, self.core = weakref.ref(root), device, core
+        self.is_cuda = device.type == "cuda"
+        self.windows: list[Window] = []
+        self.records: list[Record] = []
+        self.units: list[list[Record]] = []
+        self.unit_names: list[str] = []
+        self.slots: list[Slot] = []
+        self.handover = HandOver(self)
+        self.activations = "auto"
+        self.saved_budget = 0
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lazy: dict[tuple[int, bool], Lazy] = {}
+        self._first_root: Any = None
+        self._backward_seen = False
+        self.check_tree: Any = None
+        self.checkpointing: list[nn.Module] = []
+        self.opened = time.perf_counter()
+        self._split: Any = None
+
+    # ---- units and slots ----
+
+    def open_slots(self, sizes: list[int]) -> None:
+        self.slots = [Slot(n, self.device) for n in sizes]
+        if self.is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()   # former owners of this memory are done
+        self.core.open_slots([(s.address, s.nbytes) for s in self.slots], SlotHooks(self))
+
+    def stream(self) -> int:
+        """Handle of the stream torch computes on now."""
+        return torch._C._cuda_getCurrentRawStream(self.device.index) if self.is_cuda else 0
+
+    def acquire_views(self, unit: int) -> list[Tensor]:
+        slot = self.core.acquire(unit, self.stream())
+        return self.slots[slot].unit_views(unit, self.units[unit])
+
+    def slot_view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
+        """Part of a unit's weights, fetched if need be. offset: bytes from the unit's start."""
+        slot = self.core.acquire(unit, self.stream())
+        with torch.no_grad():
+            return self.slots[slot].view(offset, dtype, size, stride)
+
+    def locate(self, t: Tensor) -> tuple[int, int] | None:
+        """(unit, byte offset) when t lies in a slot that still holds the unit it was taken from."""
+        if t.device.type != self.device.type or type(t) is not Tensor or t.layout != torch.strided:
+            return None
+        slot, unit, offset = self.core.find(t.data_ptr())
+        return (unit, offset) if slot >= 0 and unit >= 0 else None
+
+    def own_outputs(self, out: Any) -> Any:
+        """An output that aliases a slot is copied: the slot moves on, the output stays."""
+        if isinstance(out, Tensor):
+            if type(out) is Tensor and out._is_view() and self.locate(out) is not None:
+                return out.clone()
+            return out
+        if type(out) in (list, tuple):
+            fixed = [self.own_outputs(o) for o in out]
+            return out if all(a is b for a, b in zip(fixed, out)) else type(out)(fixed)
+        if isinstance(out, dict):
+            for k, v in list(out.items()):
+                fixed = self.own_outputs(v)
+                if fixed is not v:
+                    out[k] = fixed
+        return out
+
+    # ---- reading outside of windows ----
+
+    def lazy(self, record: Record) -> Tensor:
+        key = (record.pid, torch.is_grad_enabled())
+        found = self._lazy.get(key)
+        if found is None:
+            found = self._lazy[key] = Lazy(record)
+        return found
+
+    def device_copy(self, record: Record) -> Tensor:
+        """The parameter's current weights in fresh memory on the compute device."""
+        self.core.wait_updates(record.unit)
+        with torch.no_grad():
+            return record.host.to(self.device, copy=True)
+
+    # ---- host reads and writes ----
+
+    def wait_updates(self, record: Record) -> None:
+        self.core.wait_updates(record.unit)
+
+    def wait_grads(self, record: Record) -> None:
+        self.core.wait_grads(record.unit)
+
+    def before_write(self, record: Record) -> None:
+        self.core.wait_fetch(record.unit)
+
+    def after_write(self, record: Record) -> None:
+        self.core.touch(record.unit)
+        record.writes += 1
+        if record.host is not None:
+            record.version = record.host._version
+
+    def replace_data(self, p: Tensor, value: Tensor) -> None:
+        """`p.data = x`: the values are copied in; the parameter keeps its place in the store."""
+        record = p._mt
+        if value.shape != record.shape or value.dtype != record.dtype:
+            raise MegatrainError(
+                f"{record.name}: .data of shape {list(value.shape)} {value.dtype} does not fit the streamed parameter "
+                f"of shape {list(record.shape)} {record.dtype}; mt.unstream(model) before changing it")
+        with torch.no_grad():
+            record.host.copy_(plain(value))
+        self.after_write(record)
+
+    # ---- a root forward ----
+
+    @contextlib.contextmanager
+    def entered(self, who: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+        """Around every streamed forward; the outermost one begins a pass and moves its inputs."""
+        if not state.depth and state.window is None and in_backward() == -1:
+            self._begin(who)
+            kwargs = hf.without_cache(who, args, kwargs)
+            args, kwargs = self._to_device(args), self._to_device(kwargs)
+        state.depth += 1
+        try:
+            yield args, kwargs
+        finally:
+            state.depth -= 1
+
+    def _begin(self, who: Any) -> None:
+        self.core.check()
+        hf.before_pass(self)
+        if self.check_tree is not None:
+            self.check_tree()
+        self._refresh()
+        if self._backward_seen or self._first_root is None or who is self._first_root:
+            self._first_root, self._backward_seen = who, False
+            self.handover.sweep()
+            for r in self.records:
+                r.binds = 0
+            self._lazy.clear()
+            self.core.begin()
+
+    def _refresh(self) -> None:
+        """Notices what the user changed on parameters since the last pass: values, requires_grad."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trains = [r.param.requires_grad for r in self.records]
+        for r, on in zip(self.records, trains):
+            if r.host._version != r.version:
+                self.core.wait_fetch(r.unit)
+                self.after_write(r)
+            if on != r.was_trainable:
+                r.was_trainable = on
+                self.core.set_trainable(r.unit, r.index, on)
+                self._split = None
+        if self._split is None:
+            self._split = True
+            for w in self.windows:
+                w.trainable = [r for r in w.records if r.was_trainable]
+                w.frozen = [r for r in w.records if not r.was_trainable]
+
+    def _to_device(self, value: Any) -> Any:
+        if not self.is_cuda:
+            return value
+        if isinstance(value, Tensor):
+            return value.to(self.device, non_blocking=True) if value.device != self.device else value
+        if isinstance(value, dict):
+            moved = {k: self._to_device(v) for k, v in value.items()}
+            same = all(moved[k] is v for k, v in value.items())
+            if same or type(value) is not dict:
+                for k, v in moved.items():
+                    value[k] = v
+                return value
+            return moved
+        if type(value) in (list, tuple):
+            return type(value)(self._to_device(v) for v in value)
+        return value
+
+    def backward_began(self) -> None:
+        self._backward_seen = True
+
+    # ---- activations ----
+
+    def mode_of(self, window: Window) -> str:
+        if window.mode == "auto":
+            window.mode = self._choose(window)
+        return window.mode
+
+    def _choose(self, window: Window) -> str:
+        if self.activations != "auto":
+            return self.activations
+        if not self.is_cuda:
+            return "saved"
+        return "replay"
+
+    # ---- random numbers ----
+
+    def random_state(self) -> tuple[Any, ...]:
+        cpu = torch.random.get_rng_state()
+        return (cpu, torch.cuda.get_rng_state(self.device)) if self.is_cuda else (cpu,)
+
+    def set_random_state(self, s: tuple[Any, ...]) -> None:
+        torch.random.set_rng_state(s[0])
+        if self.is_cuda:
+            torch.cuda.set_rng_state(s[1], self.device)
+
+    def autocasting(self) -> bool:
+        return torch.is_autocast_enabled(self.device.type) or (self.is_cuda and torch.is_autocast_enabled("cpu"))
+
+    def drain(self) -> None:
+        """Everything under way is over: gradients home, updates done."""
+        self.core.drain()
+        self.handover.release()

@@ -1,0 +1,131 @@
+"""Which modules are windows, and which parameters make a unit.
+
+A window is a module whose weights are bound while its forward runs; a unit is what is streamed as
+one piece. The rules, in order (docs/design.md says what they were tried on):
+
+1. modules whose class some submodule names in `_no_split_modules`; the outermost win;
+2. children of every ModuleList or Sequential with two or more children of one class, where rule 1
+   found nothing inside or around it;
+3. of what is left, the topmost module that has a forward of its own and no window inside;
+4. parameters that sit directly on a module with windows inside: units that are fetched when read.
+
+A parameter belongs to the first window that has it; a tied head's window needs the embedding's unit.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .errors import MegatrainError
+
+
+@dataclass
+class Found:
+    """windows: (name, module), in module order. containers: modules with windows inside.
+    bare: (name, parameter) directly on containers."""
+
+    windows: list[tuple[str, nn.Module]] = field(default_factory=list)
+    containers: list[tuple[str, nn.Module]] = field(default_factory=list)
+    bare: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+
+def find(root: nn.Module, units: list[str | nn.Module] | None = None) -> Found:
+    """Windows of a model. `units` (module names or modules) replaces rules 1 and 2.
+
+    Raises:
+        MegatrainError: a name in `units` is not a module of the model, or two of them nest.
+    """
+    chosen = _asked(root, units) if units is not None else _listed(root, _no_split(root))
+    found = Found()
+    _walk(root, "", chosen, _ancestors(root, chosen), found)
+    return found
+
+
+def _asked(root: nn.Module, units: list[str | nn.Module]) -> set[int]:
+    named = dict(root.named_modules())
+    chosen = set()
+    for u in units:
+        module = named.get(u) if isinstance(u, str) else u
+        if module is None or not any(module is m for m in named.values()):
+            raise MegatrainError(f"units: {u!r} is not a module of {type(root).__name__}")
+        chosen.add(id(module))
+    for module in named.values():
+        inner = [n for n, m in module.named_modules() if m is not module and id(m) in chosen]
+        if id(module) in chosen and inner:
+            raise MegatrainError(f"units: {inner[0]!r} lies inside another unit; name one of them")
+    return chosen
+
+
+def _no_split(root: nn.Module) -> set[int]:
+    names = {n for m in root.modules() for n in (getattr(m, "_no_split_modules", None) or ())}
+    chosen: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if type(child).__name__ in names:
+                chosen.add(id(child))
+            else:
+                visit(child)
+
+    visit(root)
+    return chosen
+
+
+def _listed(root: nn.Module, chosen: set[int]) -> set[int]:
+    """Adds children of lists that no chosen module is inside of or around."""
+    chosen = set(chosen)
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in chosen:
+            return
+        inside = any(id(m) in chosen for m in module.modules())
+        if not inside and module is not root and _is_list(module):
+            chosen.update(id(c) for c in module.children())
+            return
+        for child in module.children():
+            visit(child)
+
+    visit(root)
+    return chosen
+
+
+def _is_list(module: nn.Module) -> bool:
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return False
+    counts = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
+    return any(n >= 2 for n in counts.values())
+
+
+def _ancestors(root: nn.Module, chosen: set[int]) -> set[int]:
+    return {id(m) for m in root.modules()
+            if id(m) not in chosen and any(id(c) in chosen for c in m.modules())}
+
+
+def has_forward(module: nn.Module) -> bool:
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+def _walk(module: nn.Module, name: str, chosen: set[int], around: set[int], found: Found,
+          seen: set[int] | None = None) -> None:
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    has_parameters = any(True for _ in module.parameters())
+    if id(module) not in around and has_parameters and (id(module) in chosen or has_forward(module)):
+        found.windows.append((name, module))
+        return
+    if has_forward(module):
+        found.containers.append((name, module))
+    dot = name + "." if name else ""
+    found.bare.extend((dot + n, p) for n, p in module._parameters.items() if p is not None)
+    for child_name, child in module.named_children():
+        _walk(child, dot + child_name, chosen, around, found, seen)
+
+
+def parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter below a module once, by its first name."""
+    yield from module.named_parameters(remove_duplicate=True)

@@ -1,0 +1,200 @@
+"""A window: the stretch of a module's forward in which its weights are bound.
+
+    forward   acquire the window's units, hand slot tensors to the module through `Bind`, run its own
+              forward, let go.
+    backward  autograd asks for saved tensors: frames.py; when all the window's weight gradients
+              exist, `Bind.backward` hands them over: handover.py.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .frames import ReplayFrame, SavedFrame, _pop, _push, autocast_state
+from .records import Record
+from .state import in_backward, state
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class Bind(torch.autograd.Function):
+    """Host parameters in, slot tensors out; weight gradients in, to the store."""
+
+    @staticmethod
+    def forward(ctx: Any, window: Window, records: list[Record], *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.window, ctx.records = window, records
+        ctx.set_materialize_grads(False)
+        return tuple(window.views(records))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        nodes = [edge[0] for edge in ctx.next_functions[-len(grads):]]
+        return None, None, *ctx.window.runtime.handover.take(ctx.records, nodes, grads)
+
+
+class Window:
+    """One module that is run with its weights bound.
+
+    Attributes:
+        records: parameters of the subtree, each once, in module order.
+        units: units they lie in; acquired one after another when the window opens.
+        mode: "saved", "replay", or "auto" until the first training step decides.
+        proved: a first replayed run has shown that inputs are not written in place.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, module: nn.Module, records: list[Record]) -> None:
+        self.runtime, self.name, self.records = runtime, name, records
+        self.units = list(dict.fromkeys(r.unit for r in records))
+        self.inner = module.forward
+        self.mode = "auto"
+        self.proved = False
+        self.saved_bytes = 0
+        self.trainable: list[Record] = []
+        self.frozen: list[Record] = []
+        self.buffered = [m for m in module.modules() if m._buffers]
+        self.recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+
+    # ---- slot tensors ----
+
+    def views(self, records: list[Record]) -> list[Tensor]:
+        """Fresh tensors over the slots for these records. Acquires the units."""
+        rt, out = self.runtime, {}
+        for unit in self.units:
+            cached = rt.acquire_views(unit)
+            for r in records:
+                if r.unit == unit:
+                    out[r.pid] = cached[r.index].detach()
+        return [out[r.pid] for r in records]
+
+    def bind_leaves(self) -> dict[int, Tensor]:
+        """pid -> slot tensor with the parameter's own requires_grad, outside of any graph."""
+        with torch.no_grad():
+            bound = {r.pid: t for r, t in zip(self.records, self.views(self.records))}
+        for r in self.trainable:
+            bound[r.pid].requires_grad_()
+        return bound
+
+    def bind(self) -> dict[int, Tensor]:
+        """pid -> slot tensor, tied to the host parameters where autograd records."""
+        if not self.trainable or not torch.is_grad_enabled():
+            return self.bind_leaves()
+        outputs = Bind.apply(self, self.trainable, *[r.param for r in self.trainable])
+        bound = {r.pid: t for r, t in zip(self.trainable, outputs)}
+        if self.frozen:
+            with torch.no_grad():
+                bound.update({r.pid: t for r, t in zip(self.frozen, self.views(self.frozen))})
+        if in_backward() == -1:
+            for r in self.trainable:
+                r.binds += 1
+        return bound
+
+    # ---- running ----
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.runtime.entered(self, args, kwargs) as (args, kwargs):
+            if not torch.is_grad_enabled():
+                return self._run(args, kwargs)
+            if self.runtime.mode_of(self) == "replay":
+                frame: Any = ReplayFrame(self, args, kwargs)
+                out = self._run(args, kwargs, frame)
+                frame.forward_ended()
+                return out
+            frame = SavedFrame(self)
+            out = self._run(args, kwargs, frame)
+            self.saved_bytes = frame.kept_bytes
+            return out
+
+    def _run(self, args: Any, kwargs: Any, frame: Any = None) -> Any:
+        outer = state.window
+        autocast = autocast_state(self.runtime.device.type) if self.runtime.autocasting() else None
+        bound = self.bind()
+        if frame is not None:
+            _push(frame.pack, frame.unpack)
+        state.window = bound
+        try:
+            if autocast is not None:                     # its cache would keep casts of weights that move on
+                torch.set_autocast_cache_enabled(False)
+            with self.flat_weights() if self.recurrent else contextlib.nullcontext():
+                out = self.inner(*args, **kwargs)
+        finally:
+            state.window = outer
+            if frame is not None:
+                _pop()
+            if autocast is not None:
+                torch.set_autocast_cache_enabled(autocast[2])
+        return self.runtime.own_outputs(out)
+
+    @contextlib.contextmanager
+    def flat_weights(self) -> Iterator[None]:
+        """nn.LSTM and its kin read a list made when the module was built: made again from the slots."""
+        before = [m._flat_weights for m in self.recurrent]
+        for m in self.recurrent:
+            m._flat_weights = [getattr(m, n) for n in m._flat_weights_names]
+        try:
+            yield
+        finally:
+            for m, weights in zip(self.recurrent, before):
+                m._flat_weights = weights
+
+    # ---- buffers ----
+
+    def snapshot_buffers(self) -> list[tuple[nn.Module, str, Any, Any]]:
+        """(module, name, tensor, copy of its values): BatchNorm writes without leaving a trace in `_version`."""
+        with torch.no_grad():
+            return [(m, k, b, b.clone() if isinstance(b, Tensor) else None)
+                    for m in self.buffered for k, b in m._buffers.items()]
+
+    def restore_buffers(self, snapshot: list[tuple[nn.Module, str, Any, Any]]) -> list[Any]:
+        """Puts values back that have changed; returns what was there."""
+        if not snapshot:
+            return []
+        now = self.snapshot_buffers()
+        with torch.no_grad():
+            for m, k, b, values in snapshot:
+                m._buffers[k] = b
+                if isinstance(b, Tensor):
+                    with torch.autograd._unsafe_preserve_version_counter(b):
+                        b.copy_(values)
+        return now
+
+
+class Installed:
+    """A callable put in a module's `__dict__` in place of a method of its class.
+
+    Looks like the method it stands for (`__wrapped__`, `__name__`, `__func__`, `__self__`); deepcopy
+    and pickle of the module give the class's own method back, hence an ordinary model.
+    """
+
+    def __init__(self, module: nn.Module, name: str, call: Any) -> None:
+        self._own = module.__dict__.get(name)
+        original = getattr(module, name)
+        functools.update_wrapper(self, original)
+        self.__self__, self.__name__ = module, name
+        self.__func__ = getattr(original, "__func__", original)
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+        module = copy.deepcopy(self.__self__, memo)
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        return types.MethodType(getattr(type(module), self.__name__), module)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, self.__name__)
+
+    def remove(self) -> None:
+        if self._own is not None:
+            self.__self__.__dict__[self.__name__] = self._own
+        else:
+            self.__self__.__dict__.pop(self.__name__, None)

@@ -1,0 +1,403 @@
+"""mt.stream: an ordinary module becomes a streamed one, in place; mt.unstream: and back.
+
+Nothing is changed before everything that can be refused has been. The class of the model, of its
+modules and the identity of its parameters stay; what is added lives in instance attributes, which
+deepcopy and pickle turn back into an ordinary model.
+"""
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _core, hf
+from .errors import MegatrainError
+from .guard import StreamedParameter
+from .limits import parse_bytes, show_bytes
+from .records import DTYPES, Record
+from .runtime import Runtime
+from .slots import plan_slots
+from .state import BoundParameters, HostBuffers
+from .units import find
+from .window import Installed, Window
+
+_runtimes: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
+_PLAN_KEYS = {"activations", "slots", "threads", "debug"}
+_pid = 0
+_registrations = 0
+
+
+def _count_registration(*_: Any) -> None:
+    global _registrations
+    _registrations += 1
+
+
+nn.modules.module.register_module_parameter_registration_hook(_count_registration)
+nn.modules.module.register_module_module_registration_hook(_count_registration)
+
+
+def runtime_of(module: nn.Module) -> Runtime:
+    """The runtime of a streamed model or of any module inside one.
+
+    Raises:
+        MegatrainError: the module is not streamed.
+    """
+    rt = _runtimes.get(module)
+    if rt is None:
+        raise MegatrainError(f"{type(module).__name__} is not streamed: call mt.stream(model) first")
+    return rt
+
+
+def find_runtime(module: nn.Module) -> Runtime | None:
+    return _runtimes.get(module)
+
+
+def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype: torch.dtype | None = None,
+           plan: dict[str, Any] | None = None, vram: int | str | None = None, host: int | str | None = None,
+           nvme: str | None = None, units: list[str | nn.Module] | None = None, compute: str = "auto") -> nn.Module:
+    """Moves a model's parameters to streamed storage in host memory; returns the same object.
+
+    From here on the model's own forward runs on `device` with weights that are there only while
+    they are needed. Parameters stay where they were found (`model.parameters()`, `state_dict()`),
+    as host tensors. Call it before `get_peft_model`'s result is trained, that is: last.
+
+    Args:
+        module: any `torch.nn.Module`; its parameters dense, real, of plain `Parameter` type.
+        device: where to compute; None: CUDA if there is one, else the CPU device.
+        dtype: convert floating parameters to this type; None: each keeps its own.
+        plan: {"activations": "auto" | "saved" | "replay" | {window name: ...},
+               "slots": ring size (>= 2, default 3), "threads": host threads of the optimizer}.
+        vram: limit for weights on the device (bytes or "24GiB").
+        host: limit for host memory, AdamW's states counted in.
+        units: names or modules to be streamed as one piece each; None: found from the model.
+        compute: "auto" or "eager": the module's own code.
+
+    Raises:
+        MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed.
+    """
+    options = _options(plan, compute, nvme)
+    _refuse_model(module)
+    where = _device(device)
+    found = find(module, units)
+    groups = _group(module, found)
+    sizes = _fits(module, groups, options, dtype, parse_bytes(vram, "vram"), parse_bytes(host, "host"), where)
+    debug = dict(options.get("debug", {}))
+    threads = options.get("threads") or max(1, _core.build_info()["cpus"] - 1)
+    core = _core.Engine(where.type, where.index or 0, threads, debug.pop("delay_us", 0), debug.pop("seed", 0))
+    rt = Runtime(module, where, core)
+    rt.activations = options.get("activations", "auto")
+    _fill(rt, groups, dtype)
+    try:
+        rt.open_slots(sizes)
+        if debug:
+            core.debug(**debug)
+        _install(rt, module, found)
+    except BaseException:
+        _give_back(rt, module)
+        raise
+    return module
+
+
+def unstream(module: nn.Module) -> nn.Module:
+    """Gives the ordinary module back, on the CPU, with its current weights; returns the same object.
+
+    Optimizers over its parameters keep working if they are torch's own; mt.AdamW's states for
+    them are dropped with the store.
+    """
+    rt = runtime_of(module)
+    root = rt.root()
+    if root is not module:
+        raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
+    rt.drain()
+    _give_back(rt, module)
+    return module
+
+
+# ---- refusing ----------------------------------------------------------------------------------
+
+def _options(plan: dict[str, Any] | None, compute: str, nvme: Any) -> dict[str, Any]:
+    if compute not in ("auto", "eager"):
+        raise MegatrainError(f"compute={compute!r}: this version runs the module's own code; use 'auto' or 'eager'")
+    if nvme is not None:
+        raise MegatrainError("nvme: there is no disk tier in this version; leave it out")
+    options = dict(plan or {})
+    unknown = set(options) - _PLAN_KEYS
+    if unknown:
+        raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(_PLAN_KEYS - {'debug'})}")
+    modes = options.get("activations", "auto")
+    for mode in modes.values() if isinstance(modes, dict) else (modes,):
+        if mode not in ("auto", "saved", "replay"):
+            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'saved' or 'replay'")
+    if options.get("slots", 3) < 2:
+        raise MegatrainError(f"plan: slots={options['slots']}: at least 2 are needed")
+    return options
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise MegatrainError(f"device={str(where)!r}: 'cuda' or 'cpu'")
+    if where.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MegatrainError("device='cuda': torch sees no CUDA device here; use device='cpu'")
+    if not _core.build_info()["cuda"]:
+        raise MegatrainError("device='cuda': this build of megatrain_torch has no CUDA part "
+                             "(nvcc was not found when it was built); rebuild with nvcc on PATH")
+    return torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+
+
+def _refuse_model(module: nn.Module) -> None:
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise MegatrainError(f"{type(module).__name__} is not supported: one streamed model uses one GPU; "
+                             "stream the module inside it")
+    if any(m in _runtimes for m in module.modules()):
+        raise MegatrainError("the model, or a part of it, is streamed already; mt.unstream it first")
+    for name, p in module.named_parameters():
+        problem = _problem(p)
+        if problem:
+            raise MegatrainError(f"parameter {name!r} {problem}")
+    for name, m in module.named_modules():
+        if getattr(m, "sparse", False) is True and isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
+            raise MegatrainError(f"module {name!r} makes sparse gradients; build it with sparse=False")
+
+
+def _problem(p: nn.Parameter) -> str:
+    if isinstance(p, nn.parameter.UninitializedTensorMixin):
+        return "has no shape yet: run one forward first, then mt.stream"
+    if type(p) is not nn.Parameter:
+        return f"is a {type(p).__name__}, a Parameter subclass that is not handled; stream before quantising"
+    if p.is_complex():
+        return f"is complex ({p.dtype}); complex parameters are not supported"
+    if p.layout != torch.strided:
+        return f"has layout {p.layout}; only dense parameters are supported"
+    if p.dtype not in DTYPES:
+        return f"has type {p.dtype}; supported: {', '.join(str(d) for d in DTYPES)}"
+    return ""
+
+
+# ---- units and memory ----------------------------------------------------------------------------
+
+Group = tuple[str, list[tuple[str, nn.Parameter]]]
+
+
+def _group(module: nn.Module, found: Any) -> list[Group]:
+    """Units: (name, its parameters). A parameter belongs to the first window that has it."""
+    names = {id(p): n for n, p in module.named_parameters()}
+    seen: set[int] = set()
+    groups: list[Group] = []
+    for name, window in found.windows:
+        own = [(names[id(p)], p) for p in window.parameters() if id(p) not in seen]
+        seen.update(id(p) for _, p in own)
+        if own:
+            groups.append((name or type(module).__name__, own))
+    for name, p in found.bare:
+        if id(p) not in seen:
+            seen.add(id(p))
+            groups.append((name, [(name, p)]))
+    return groups
+
+
+def _stored(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and p.is_floating_point() else p.dtype
+
+
+def _slot_bytes(params: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> int:
+    return sum(-(-p.numel() * _stored(p, dtype).itemsize // 512) * 512 for _, p in params)
+
+
+def _fits(module: nn.Module, groups: list[Group], options: dict[str, Any], dtype: torch.dtype | None,
+          vram: int | None, host: int | None, where: torch.device) -> list[int]:
+    """Slot sizes; refuses with the bytes when a limit does not hold them."""
+    unit_bytes = [_slot_bytes(g, dtype) for _, g in groups]
+    ring = options.get("slots", 3)
+    sizes = plan_slots(unit_bytes, ring)
+    free = vram
+    if where.type == "cuda":
+        available = torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where) \
+            - torch.cuda.memory_allocated(where)
+        free = min(available, vram) if vram is not None else available
+    if free is not None and sum(sizes) > free and ring > 2:
+        sizes = plan_slots(unit_bytes, 2)
+    if free is not None and sum(sizes) > free:
+        big = max(range(len(groups)), key=lambda i: unit_bytes[i])
+        raise MegatrainError(
+            f"weights in flight need {show_bytes(sum(sizes))} of device memory in {len(sizes)} slots, and "
+            f"{show_bytes(free)} may be used; the largest unit is {groups[big][0]!r} with {show_bytes(unit_bytes[big])}: "
+            f"raise vram to {show_bytes(sum(sizes))}, or name smaller units")
+    if host is not None:
+        need = sum(p.numel() * ((14 if _stored(p, dtype).itemsize == 2 else 16) if p.requires_grad
+                                else _stored(p, dtype).itemsize) for _, g in groups for _, p in g)
+        if need > host:
+            raise MegatrainError(
+                f"weights, AdamW states and gradients need {show_bytes(need)} of host memory and host={show_bytes(host)}: "
+                "freeze parameters (LoRA), or raise the limit")
+    return sizes
+
+
+def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> None:
+    """Units in the store, weights in their planes; each old tensor is freed as its values are in."""
+    global _pid
+    try:
+        for name, params in groups:
+            kinds = [DTYPES[_stored(p, dtype)] for _, p in params]
+            unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
+            records = []
+            for i, (full, p) in enumerate(params):
+                records.append(_adopt(rt, unit, name, i, _pid, full, p, dtype))
+                _pid += 1
+            rt.units.append(records)
+            rt.unit_names.append(name)
+    except BaseException:
+        for r in rt.records:
+            _restore(r)
+        raise
+
+
+def _adopt(rt: Runtime, unit: int, unit_name: str, index: int, pid: int, full: str, p: nn.Parameter,
+           dtype: torch.dtype | None) -> Record:
+    r = Record(rt, unit, unit_name, index, pid, full, p)
+    r.dtype = _stored(p, dtype)
+    r.nbytes = r.numel * r.dtype.itemsize
+    hi = r.view("HI")
+    with torch.no_grad():
+        if not p.is_meta:
+            hi.copy_(p.detach())
+        grad, p.grad = p.grad, None
+        p.data = hi
+    r.host = p.detach()
+    r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(unit, index), r.host._version
+    if grad is not None:
+        p.grad = grad.to("cpu", r.dtype)
+    p.__class__ = StreamedParameter
+    p._mt = r
+    rt.records.append(r)
+    return r
+
+
+# ---- installing ----------------------------------------------------------------------------------
+
+def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
+    by_param = {id(r.param): r for r in rt.records}
+    for m in root.modules():
+        records = {n: by_param[id(p)] for n, p in m._parameters.items() if p is not None}
+        if records:
+            m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
+        _runtimes[m] = rt
+        _put(m, "_apply", lambda fn, recurse=True, m=m: _apply(rt, m, fn))
+        _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
+    for name, m in found.windows:
+        records = [by_param[id(p)] for p in m.parameters()]
+        w = Window(rt, name or type(root).__name__, m, records)
+        w.mode = rt.activations.get(name, "auto") if isinstance(rt.activations, dict) else "auto"
+        rt.windows.append(w)
+        _put(m, "forward", w)
+    if isinstance(rt.activations, dict):
+        rt.activations = "auto"
+    for _, m in found.containers:
+        _put(m, "forward", _container(rt, m))
+    hf.prepare(rt, root, _put)
+    _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
+    rt.check_tree = _tree_check(rt, root)
+    for m in root.modules():
+        _move_buffers(rt, m)
+    rt._refresh()
+
+
+def _put(module: nn.Module, name: str, call: Any) -> None:
+    module.__dict__[name] = Installed(module, name, call)
+
+
+def _container(rt: Runtime, module: nn.Module) -> Any:
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with rt.entered(module, args, kwargs) as (args, kwargs):
+            return inner(*args, **kwargs)
+
+    return forward
+
+
+def _refuser(text: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise MegatrainError(text)
+    return refuse
+
+
+def _move_buffers(rt: Runtime, m: nn.Module) -> None:
+    buffers = {k: b.to(rt.device) if isinstance(b, Tensor) and not b.is_meta else b for k, b in m._buffers.items()}
+    m.__dict__["_buffers"] = HostBuffers(buffers) if rt.is_cuda else buffers
+
+
+def _apply(rt: Runtime, module: nn.Module, fn: Any) -> nn.Module:
+    """`.to`, `.cuda`, `.half`, ...: a change of type is refused before anything changed, a change of device
+    changes nothing: parameters stay in the store, buffers on the compute device."""
+    tensors = [(n, t) for n, t in module.named_parameters()] + [(n, t) for n, t in module.named_buffers()]
+    for name, t in tensors:
+        probe = torch.empty(0, dtype=t.dtype)
+        out = fn(probe)
+        if out.dtype != t.dtype and isinstance(t, StreamedParameter):
+            raise MegatrainError(f"{name}: {t.dtype} to {out.dtype}: a streamed model's types are fixed; "
+                                 "convert it before mt.stream, or give mt.stream(dtype=...)")
+    for m in module.modules():
+        for k, b in m._buffers.items():
+            if isinstance(b, Tensor):
+                wanted = fn(torch.empty(0, dtype=b.dtype)).dtype
+                m._buffers[k] = b.to(rt.device, wanted)
+    return module
+
+
+def _tree_check(rt: Runtime, root: nn.Module) -> Any:
+    seen = _registrations
+    ref = weakref.ref(root)
+
+    def check() -> None:
+        nonlocal seen
+        if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+            raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
+                                 "see no gradients; run one process with one streamed model")
+        if seen == _registrations:
+            return
+        for name, p in ref().named_parameters():
+            if not isinstance(p, StreamedParameter) or p._mt.runtime is not rt:
+                raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
+                                     "change the model first (get_peft_model, new heads), then stream it")
+        seen = _registrations
+
+    return check
+
+
+# ---- giving back ---------------------------------------------------------------------------------
+
+def _restore(r: Record) -> None:
+    p = r.param
+    value = r.host.clone()
+    grad = None
+    with torch._C.DisableTorchFunctionSubclass():
+        if p.grad is not None:
+            grad = p.grad.clone() if p.grad is r.grad_view else p.grad
+            p.grad = None
+    p.__dict__.pop("_mt", None)
+    p.__class__ = nn.Parameter
+    p.data = value
+    p.grad = grad
+
+
+def _give_back(rt: Runtime, root: nn.Module) -> None:
+    for m in root.modules():
+        for value in [v for v in m.__dict__.values() if isinstance(v, Installed)]:
+            value.remove()
+        if isinstance(m._parameters, BoundParameters):
+            m.__dict__["_parameters"] = dict(m._parameters)
+        m.__dict__["_buffers"] = {k: b.cpu() if isinstance(b, Tensor) else b for k, b in m._buffers.items()}
+        _runtimes.pop(m, None)
+    for r in rt.records:
+        _restore(r)
+    rt.core.close()
+
+
+__all__ = ["find_runtime", "runtime_of", "stream", "unstream"]
