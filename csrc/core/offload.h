@@ -39,7 +39,7 @@ typedef struct mt_grad_item {
 typedef mt_status (*mt_sumsq_fn)(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n, double *out);
 /* Host, on the pool: acc (fp32; NULL: the sum lives in grad, which is fp32 or fp64) and grad get
  * the sum of themselves and add; `from_grad`: start from grad's value instead of acc's.
- * *sumsq: of the new grad-plane values. */
+ * *sumsq: of what the optimizer will use: the new acc where there is one, else the new grad. */
 typedef void (*mt_accumulate_fn)(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,
                                  int64_t n, int from_grad, double *sumsq);
 
@@ -64,6 +64,10 @@ mt_status mt_offload_drain (mt_offload *o);              /* host: everything put
 /* Sum of squares of a parameter's gradient as it stands. Call after mt_ledger_wait_grads.
  * valid = 0 when none was taken since mt_offload_forget. */
 double    mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid);
+/* Whether that sum is taken or on its way; may be asked at once. What the updater notes at
+ * submit, since zero_grad() follows step() before the gradients are home: forget leaves the
+ * value for the update under way, and the next put of the unit waits for that update. */
+int       mt_offload_counted(mt_offload *o, int unit, int param);
 void      mt_offload_forget(mt_offload *o, int unit);     /* zero_grad: next put is a first one */
 
 uint64_t  mt_offload_d2h_bytes(mt_offload *o);
