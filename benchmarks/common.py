@@ -1,4 +1,5 @@
-"""What the benchmarks share: a model of any size built quickly, clocks, and the JSON line of a measurement."""
+"""What the benchmarks share: a model of any size built quickly, clocks, and the JSON line."""
+
 from __future__ import annotations
 
 import json
@@ -8,8 +9,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -26,7 +28,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Clock:
-    """Marks on the compute stream, read once at the end, so that measuring never makes the host wait.
+    """Marks on the compute stream, read once at the end: measuring never makes the host wait.
 
     On the CPU device, where compute runs in the calling thread, a mark is the host's time.
     """
@@ -68,14 +70,26 @@ def repeat(fn: Callable[[], Any], device: torch.device, reps: int, warmup: int =
 def spread(values: Sequence[float]) -> dict[str, float | int]:
     """Median, 10th and 90th percentile (nearest rank), and how many."""
     ordered = sorted(values)
-    rank = lambda q: ordered[min(len(ordered) - 1, int(q * len(ordered)))]  # noqa: E731
-    return {"median": statistics.median(ordered), "p10": rank(0.1), "p90": rank(0.9), "n": len(ordered)}
+    n = len(ordered)
+    return {
+        "median": statistics.median(ordered),
+        "p10": ordered[n // 10],
+        "p90": ordered[min(n - 1, n * 9 // 10)],
+        "n": n,
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Floats, also inside dicts, to five significant digits."""
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def git(*words: str) -> str:
     folder = Path(__file__).resolve().parent
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True)
-    return done.stdout.strip()
+    command = ["git", "-C", str(folder), *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -94,7 +108,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def emit(bench: str, device: torch.device, **fields: Any) -> None:
     """One measurement: a JSON line on stdout."""
-    print(json.dumps({"bench": bench, **fields, **machine(device)}), flush=True)
+    print(json.dumps({"bench": bench, **rounded(fields), **machine(device)}), flush=True)
 
 
 def say(text: str = "") -> None:
@@ -111,13 +125,14 @@ def table(rows: Sequence[tuple[str, str]]) -> None:
 def host_rss_bytes() -> tuple[int, int]:
     """Resident memory of this process: (now, highest so far)."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return tuple(int(status[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
+    now, peak = (int(status[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+    return now, peak
 
 
 def fill_cheaply(shape: Sequence[int], dtype: torch.dtype, std: float, seed: int) -> torch.Tensor:
     """A tensor of pseudo-random normal values at the speed of memory.
 
-    One block of random values is repeated. Its length is a prime, so no two rows of a weight are alike.
+    One block of random values is repeated; its length is a prime, so that rows differ.
     """
     generator = torch.Generator().manual_seed(seed)
     block = torch.empty(1_000_003).normal_(std=std, generator=generator).to(dtype)
@@ -131,8 +146,9 @@ def fill_cheaply(shape: Sequence[int], dtype: torch.dtype, std: float, seed: int
 
 def add_shape_arguments(parser: Any, tiny: bool) -> None:
     """The model's shape; defaults are Qwen2.5-7B's width, or a toy's where there is no GPU."""
-    default = dict(hidden=64, inter=192, heads=4, kv=2, vocab=512) if tiny else \
-        dict(hidden=3584, inter=18944, heads=28, kv=4, vocab=152064)
+    default = {"hidden": 3584, "inter": 18944, "heads": 28, "kv": 4, "vocab": 152064}
+    if tiny:
+        default = {"hidden": 64, "inter": 192, "heads": 4, "kv": 2, "vocab": 512}
     for name, value in default.items():
         parser.add_argument(f"--{name}", type=int, default=value)
 
@@ -140,8 +156,8 @@ def add_shape_arguments(parser: Any, tiny: bool) -> None:
 def build_model(args: Any, layers: int, max_seq: int, dtype: torch.dtype) -> torch.nn.Module:
     """A Qwen2ForCausalLM with random weights on the CPU.
 
-    Built on the meta device, then each parameter is filled once: no initialisation is run twice, and host memory
-    holds the weights once.
+    Built on the meta device, then each parameter is filled once: host memory holds the weights
+    once, and no time goes into an initialisation that nothing depends on.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -159,7 +175,9 @@ def build_model(args: Any, layers: int, max_seq: int, dtype: torch.dtype) -> tor
     )
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are values, not weights
+    model.model.rotary_emb = type(model.model.rotary_emb)(
+        config
+    )  # its buffers are values, not weights
     for seed, (name, parameter) in enumerate(list(model.named_parameters())):
         owner, _, leaf = name.rpartition(".")
         if parameter.dim() > 1:

@@ -1,15 +1,17 @@
-"""The same training step by three engines: streamed (ours), resident (plain torch), fsdp2 (PyTorch's CPU offload).
+"""One training step by three engines: streamed (ours), resident (plain torch), fsdp2 (PyTorch's).
 
 Each is made from an ordinary model on the CPU and has
-    backward(ids, share)   forward and backward of one micro-batch of which `share` of the gradient counts
+    backward(ids, share)   forward and backward of a micro-batch, its gradient times `share`
     update()               clipping and the optimizer; may return before they are done
     settle()               waits for everything
 `mark` is called between forward and backward.
 """
+
 from __future__ import annotations
 
 import atexit
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -24,8 +26,9 @@ class WithLoss(torch.nn.Module):
     """Tokens in, loss out: [B, S] int64 -> mean next-token cross-entropy, fp32.
 
     Args:
-        kind: "hf": the model's own loss, with all logits at once. "chunked": the head runs on CHUNK_TOKENS hidden
-            states at a time, and again in backward, so that the logits never exist whole.
+        kind: "hf": the model's own loss, with all logits at once. "chunked": the head runs on
+            CHUNK_TOKENS hidden states at a time, and again in backward, so that the logits never
+            exist whole.
     """
 
     def __init__(self, model: torch.nn.Module, kind: str) -> None:
@@ -42,7 +45,9 @@ class WithLoss(torch.nn.Module):
         return sum(self._checkpointed(h, y) for h, y in chunks) / len(labels)
 
     def _checkpointed(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self._chunk_loss, hidden, labels, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            self._chunk_loss, hidden, labels, use_reentrant=False, preserve_rng_state=False
+        )
 
     def _chunk_loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return cross_entropy(self.model.lm_head(hidden).float(), labels, reduction="sum")
@@ -54,8 +59,9 @@ class Engine:
     model: torch.nn.Module
     device: torch.device
 
-    def backward(self, ids: torch.Tensor, share: float = 1.0,
-                 mark: Callable[[], None] = lambda: None) -> torch.Tensor:
+    def backward(
+        self, ids: torch.Tensor, share: float = 1.0, mark: Callable[[], None] = lambda: None
+    ) -> torch.Tensor:
         loss = self.model(ids)
         mark()
         (loss * share).backward()
@@ -67,16 +73,24 @@ class Engine:
     def settle(self) -> None:
         synchronize(self.device)
 
+    def counts(self, parameters: int) -> dict[str, float]:
+        """What the engine itself counts."""
+        return {}
+
 
 class Streamed(Engine):
     """megatrain_torch: weights, fp32 masters and moments in host memory."""
 
-    def __init__(self, model: torch.nn.Module, args: Any, device: torch.device, optimizer: bool = True) -> None:
+    def __init__(
+        self, model: torch.nn.Module, args: Any, device: torch.device, optimizer: bool = True
+    ) -> None:
         import megatrain_torch as mt
 
         self.device = device
         self.last_step = mt.last_step
-        self.model = mt.stream(WithLoss(model, args.loss), device=device, plan={"activations": args.activations})
+        self.model = mt.stream(
+            WithLoss(model, args.loss), device=device, plan={"activations": args.activations}
+        )
         self.opt = None
         if optimizer:
             self.attach_optimizer(args)
@@ -84,7 +98,9 @@ class Streamed(Engine):
     def attach_optimizer(self, args: Any) -> None:
         import megatrain_torch as mt
 
-        self.opt = mt.AdamW(self.model.parameters(), lr=args.lr, weight_decay=0.1, max_grad_norm=args.clip or None)
+        self.opt = mt.AdamW(
+            self.model.parameters(), lr=args.lr, weight_decay=0.1, max_grad_norm=args.clip or None
+        )
 
     def update(self) -> None:
         if self.opt:
@@ -95,18 +111,28 @@ class Streamed(Engine):
         list(self.model.parameters())  # enumeration waits for the pending updates
         super().settle()
 
+    def counts(self, parameters: int) -> dict[str, float]:
+        last = self.last_step(self.model)
+        return {"h2d_bytes": last.h2d_bytes, "d2h_bytes": last.d2h_bytes}
+
 
 class Resident(Engine):
-    """The ordinary model on the device. With an optimizer: fp32 masters there too, updated by torch's fused AdamW."""
+    """The ordinary model on the device, fp32 masters beside it, updated by torch's fused AdamW."""
 
-    def __init__(self, model: torch.nn.Module, args: Any, device: torch.device, optimizer: bool = True) -> None:
+    def __init__(
+        self, model: torch.nn.Module, args: Any, device: torch.device, optimizer: bool = True
+    ) -> None:
         self.device = device
         self.clip = args.clip
         if args.activations == "replay":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = WithLoss(model, args.loss).to(device)
         self.masters = [p.detach().float() for p in self.model.parameters()] if optimizer else []
-        self.opt = torch.optim.AdamW(self.masters, lr=args.lr, weight_decay=0.1, fused=True) if optimizer else None
+        self.opt = (
+            torch.optim.AdamW(self.masters, lr=args.lr, weight_decay=0.1, fused=True)
+            if optimizer
+            else None
+        )
 
     @torch.no_grad()
     def update(self) -> None:
@@ -124,18 +150,29 @@ class Resident(Engine):
 
 
 class Fsdp2(Engine):
-    """PyTorch's fully_shard in one process: fp32 parameters and states in host memory, bf16 compute, checkpointing."""
+    """fully_shard in one process with CPU offload: fp32 parameters and states, bf16 compute."""
 
-    def __init__(self, model: torch.nn.Module, args: Any, device: torch.device, optimizer: bool = True) -> None:
+    def __init__(
+        self, model: torch.nn.Module, args: Any, device: torch.device, optimizer: bool = True
+    ) -> None:
         from torch import distributed
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         self.device = device
         self.clip = args.clip
         cuda = device.type == "cuda"
         atexit.register(distributed.destroy_process_group)
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=distributed.HashStore(),
-                                       rank=0, world_size=1)
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=distributed.HashStore(),
+            rank=0,
+            world_size=1,
+        )
         if args.activations == "replay":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = WithLoss(model, args.loss)
@@ -149,7 +186,9 @@ class Fsdp2(Engine):
         for name, buffer in model.named_buffers():  # parameters are offloaded, buffers are not
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, buffer.to(device))
-        self.opt = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=0.1, fused=True)
+        self.opt = torch.optim.AdamW(
+            self.model.parameters(), lr=args.lr, weight_decay=0.1, fused=True
+        )
 
     def update(self) -> None:
         if self.clip:
@@ -162,5 +201,5 @@ ENGINES = {"streamed": Streamed, "resident": Resident, "fsdp2": Fsdp2}
 
 
 def weight_dtype(name: str, device: torch.device) -> torch.dtype:
-    """What the model is built in. FSDP2 casts fp32 parameters itself; the CPU device is tested in fp32."""
+    """What the model is built in: FSDP2 casts fp32 parameters itself, the CPU device runs fp32."""
     return torch.float32 if name == "fsdp2" or device.type == "cpu" else torch.bfloat16

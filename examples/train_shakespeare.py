@@ -1,23 +1,31 @@
 #!/usr/bin/env python3
-"""Train a small Llama on Shakespeare, character by character, with its weights streamed from host memory.
+"""Train a small Llama on Shakespeare, character by character, through the streaming engine.
 
     python examples/train_shakespeare.py            # CUDA if there is one, else the CPU device
 
-The loop is the ordinary one; `mt.stream` and `mt.AdamW` are all that is new. At the end the checkpoint is loaded
-by stock transformers, its logits are compared with the trained model's, and it writes some text.
+The loop is the ordinary one; `mt.stream` and `mt.AdamW` are all that is new. At the end the
+checkpoint is loaded by stock transformers, its logits are compared with the trained model's, and it
+writes some text.
 """
+
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
 import megatrain_torch as mt
@@ -30,14 +38,18 @@ PRINT_EVERY = 25  # steps, when the output is not a terminal
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--hidden", type=int, default=128, help="a multiple of 64 (heads are 32 wide)")
+    parser.add_argument(
+        "--hidden", type=int, default=128, help="a multiple of 64 (heads are 32 wide)"
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128, help="characters in a sequence")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help='"cpu" or "cuda"; default: CUDA if there is one')
-    parser.add_argument("--out", type=Path, default=Path("runs/shakespeare"), help="folder of the checkpoint")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/shakespeare"), help="folder of the checkpoint"
+    )
     return parser.parse_args()
 
 
@@ -71,11 +83,16 @@ def sample_batch(ids: torch.Tensor, batch: int, seq: int, rng: torch.Generator) 
     return ids[starts + torch.arange(seq)]
 
 
-def train(model: torch.nn.Module, ids: torch.Tensor, args: argparse.Namespace) -> Iterator[dict[str, float]]:
+def train(
+    model: torch.nn.Module, ids: torch.Tensor, args: argparse.Namespace
+) -> Iterator[dict[str, float]]:
     """Train for `args.steps` steps; yields what there is to say about each."""
-    opt = mt.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.1, max_grad_norm=1.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, args.lr, total_steps=args.steps, pct_start=0.1,
-                                                   cycle_momentum=False)
+    opt = mt.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.1, max_grad_norm=1.0
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        opt, args.lr, total_steps=args.steps, pct_start=0.1, cycle_momentum=False
+    )
     rng = torch.Generator().manual_seed(args.seed)
     for _ in range(args.steps):
         start = time.perf_counter()
@@ -97,8 +114,12 @@ def train(model: torch.nn.Module, ids: torch.Tensor, args: argparse.Namespace) -
 def show(steps: Iterator[dict[str, float]], total: int, console: Console) -> None:
     """A live line on a terminal, else one line every PRINT_EVERY steps."""
     line = "loss {loss:.3f}  norm {norm:.2f}  {tokens_s:,.0f} tokens/s  {mib:.1f} MiB streamed"
-    columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"),
-               TimeRemainingColumn())
+    columns = (
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)
         for i, step in enumerate(steps, start=1):
@@ -109,7 +130,7 @@ def show(steps: Iterator[dict[str, float]], total: int, console: Console) -> Non
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, ids: torch.Tensor, seq: int, batches: int = 8) -> float:
-    """Mean loss in nats per character over random stretches of `ids`, the same ones at every call."""
+    """Mean loss in nats per character over random stretches of `ids`, always the same ones."""
     rng = torch.Generator().manual_seed(1)
     model.eval()
     samples = [sample_batch(ids, 32, seq, rng) for _ in range(batches)]
@@ -128,9 +149,18 @@ def check_and_sample(model: torch.nn.Module, out: Path, prompt: str, characters:
     tokenizer = AutoTokenizer.from_pretrained(out)
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
     if not torch.equal(stock(input_ids=ids).logits, model(input_ids=ids).logits):
-        raise RuntimeError(f"the model loaded from {out} gives other logits than the one that was saved")
-    text = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=characters, do_sample=True,
-                          temperature=0.8, top_p=0.9, top_k=0)
+        raise RuntimeError(
+            f"the model loaded from {out} gives other logits than the one that was saved"
+        )
+    text = stock.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=characters,
+        do_sample=True,
+        temperature=0.8,
+        top_p=0.9,
+        top_k=0,
+    )
     return tokenizer.decode(text[0])
 
 
@@ -147,11 +177,15 @@ def main() -> None:
     ids = torch.tensor(tokenizer.backend_tokenizer.encode(text).ids)
     split = int(len(ids) * (1 - HELD_OUT))
 
-    model = build_model(args, len(tokenizer), torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = build_model(
+        args, len(tokenizer), torch.bfloat16 if device.type == "cuda" else torch.float32
+    )
     model = mt.stream(model, device=device)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters / 1e6:.2f} M parameters in host memory, computing on {device}; "
-          f"{len(ids):,} characters, {len(tokenizer)} different ones")
+    print(
+        f"{parameters / 1e6:.2f} M parameters in host memory, computing on {device}; "
+        f"{len(ids):,} characters, {len(tokenizer)} different ones"
+    )
 
     show(train(model, ids[:split], args), args.steps, console)
     print(f"held-out text: {evaluate(model, ids[split:], args.seq):.3f} nats per character")
@@ -159,7 +193,8 @@ def main() -> None:
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     sample = check_and_sample(model, args.out, prompt="ROMEO:\n", characters=300)
-    print(f"checkpoint in {args.out}: stock transformers loads it to the same logits and writes\n\n{sample}\n")
+    print(f"checkpoint in {args.out}: stock transformers loads it to the same logits and writes\n")
+    print(f"{sample}\n")
     print(f"done in {time.perf_counter() - began:.0f} s")
 
 
