@@ -57,7 +57,8 @@ void      mt_offload_close(mt_offload *o);
 
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
                          mt_queue *run, uint64_t *ticket);
-/* Highest ticket whose sources run can no longer overwrite too early (LANDED was put in run). */
+/* Highest ticket whose sources run can no longer overwrite too early: LANDED was put in run, or
+ * the collector has seen the copies end. */
 uint64_t  mt_offload_passed(mt_offload *o);
 mt_status mt_offload_drain (mt_offload *o);              /* host: everything put so far is home */
 

@@ -73,7 +73,7 @@ mt_stream_stats    mt_stream_stats_get(mt_stream *s);
 const mt_schedule *mt_stream_schedule(const mt_stream *s);   /* NULL before the first is built */
 
 /* Tests only. skip: bit mask of edges left out. poison: fill a slot with 0xFF (NaN) before its copy.
- * sync: every FETCH is complete before acquire returns, one at a time (overlap off). */
+ * sync: nothing is fetched ahead, and await returns when the copy is over (overlap off). */
 enum { MT_EDGE_READY = 1, MT_EDGE_FREED = 2, MT_EDGE_GRAD = 4, MT_EDGE_LANDED = 8, MT_EDGE_UPDATED = 16 };
 typedef struct mt_debug { unsigned skip; int poison; int sync; } mt_debug;
 void mt_stream_debug(mt_stream *s, mt_debug d);

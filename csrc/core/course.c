@@ -1,0 +1,218 @@
+#include "course.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+void mt__course_open(mt__course *c)
+{
+    memset(c, 0, sizeof *c);
+    c->cur = -1;
+}
+
+static void kept_close(mt__kept *k)
+{
+    mt_schedule_free(k->sch);
+    free(k->trace);
+    memset(k, 0, sizeof *k);
+}
+
+void mt__course_close(mt__course *c)
+{
+    for (int i = 0; i < MT__COURSE_KEPT; i++)
+        kept_close(&c->kept[i]);
+    free(c->trace);
+    mt__course_open(c);
+}
+
+const mt_schedule *mt__course_schedule(const mt__course *c)
+{
+    return c->cur < 0 ? NULL : c->kept[c->cur].sch;
+}
+
+/* ---- the trace -------------------------------------------------------------------------- */
+
+/* At the limit marks are dropped: begin then builds nothing, and all stays correct on demand. */
+static mt_status mark(mt__course *c, mt_step_kind kind, int unit)
+{
+    if (c->n_trace == MT__COURSE_MARKS)
+        return MT_OK;
+    if (c->n_trace == c->cap) {
+        int64_t  cap = c->cap > 0 ? 2 * c->cap : 256;
+        mt_mark *grown = realloc(c->trace, (size_t)cap * sizeof *grown);
+
+        if (grown == NULL)
+            return MT_FAIL(MT_ENOMEM, "stream: no memory for a trace of %" PRId64 " marks", cap);
+        c->trace = grown;
+        c->cap = cap;
+    }
+    c->trace[c->n_trace++] = (mt_mark){ kind, unit };
+    return MT_OK;
+}
+
+mt_status mt__course_offload(mt__course *c, int unit)
+{
+    return mark(c, MT_OFFLOAD, unit);
+}
+
+/* The trace so far is how k's begins. */
+static int begins_like(const mt__course *c, const mt__kept *k)
+{
+    if (k->sch == NULL || c->n_trace > k->n_trace || c->n_trace == MT__COURSE_MARKS)
+        return 0;
+    for (int64_t i = 0; i < c->n_trace; i++)
+        if (c->trace[i].kind != k->trace[i].kind || c->trace[i].unit != k->trace[i].unit)
+            return 0;
+    return 1;
+}
+
+/* ---- choosing a schedule ---------------------------------------------------------------- */
+
+static int oldest(const mt__course *c)
+{
+    int best = 0;
+
+    for (int i = 1; i < MT__COURSE_KEPT; i++)
+        if (c->kept[i].begun < c->kept[best].begun)
+            best = i;
+    return best;
+}
+
+static mt_status build(mt__course *c, const size_t *unit_bytes, int n_units,
+                       const size_t *slot_bytes, int n_slots)
+{
+    size_t       bytes = (size_t)c->n_trace * sizeof *c->trace;
+    int          place = oldest(c);
+    mt_mark     *trace = malloc(bytes);
+    mt_schedule *sch;
+    mt_status    st;
+
+    if (trace == NULL)
+        return MT_FAIL(MT_ENOMEM, "stream: malloc(%zu) for a trace", bytes);
+    memcpy(trace, c->trace, bytes);
+    MT_TRY(mt_schedule_build(trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));
+    kept_close(&c->kept[place]);
+    c->kept[place] = (mt__kept){ .trace = trace, .n_trace = c->n_trace, .sch = sch };
+    c->cur = place;
+    c->rebuilds++;
+    return MT_OK;
+
+fail:
+    free(trace);
+    return st;
+}
+
+/* A forward that was not followed by its backward is the beginning of what the schedule in force
+ * was built from: that schedule stays. A trace met before gets its own back. */
+static mt_status choose(mt__course *c, const size_t *unit_bytes, int n_units,
+                        const size_t *slot_bytes, int n_slots)
+{
+    if (c->n_trace == 0 || c->n_trace == MT__COURSE_MARKS)
+        return MT_OK;
+    if (c->cur >= 0 && begins_like(c, &c->kept[c->cur]))
+        return MT_OK;
+    for (int i = 0; i < MT__COURSE_KEPT; i++)
+        if (c->kept[i].n_trace == c->n_trace && begins_like(c, &c->kept[i])) {
+            c->cur = i;
+            return MT_OK;
+        }
+    return build(c, unit_bytes, n_units, slot_bytes, n_slots);
+}
+
+mt_status mt__course_begin(mt__course *c, const size_t *unit_bytes, int n_units,
+                           const size_t *slot_bytes, int n_slots)
+{
+    mt_status st = choose(c, unit_bytes, n_units, slot_bytes, n_slots);
+
+    c->begins++;
+    if (c->cur >= 0)
+        c->kept[c->cur].begun = c->begins;
+    c->n_trace = 0;
+    c->at = 0;
+    return st;
+}
+
+/* ---- the cursor ------------------------------------------------------------------------- */
+
+/* First COMPUTE at or after step i, of `unit` unless that is -1; -1: none. */
+static int64_t next_compute(const mt_schedule *s, int64_t i, int unit)
+{
+    for (; i < s->n; i++)
+        if (s->steps[i].kind == MT_COMPUTE && (unit < 0 || s->steps[i].unit == unit))
+            return i;
+    return -1;
+}
+
+int mt__course_over(const mt__course *c)
+{
+    const mt_schedule *s = mt__course_schedule(c);
+    return s != NULL && next_compute(s, c->at, -1) < 0;
+}
+
+/* The step of k's schedule that the newest mark of the trace, a COMPUTE, stands for. */
+static int64_t step_of_newest(const mt__course *c, const mt__kept *k)
+{
+    int64_t step = -1;
+
+    for (int64_t i = 0; i < c->n_trace; i++)
+        if (c->trace[i].kind == MT_COMPUTE && (step = next_compute(k->sch, step + 1, -1)) < 0)
+            break;
+    return step;
+}
+
+/* The order is not the one foreseen. Either another schedule foresaw it from the start, or the
+ * schedule in force goes on from the unit's next COMPUTE, or this window is one of its own. */
+static int64_t find_again(mt__course *c, int unit)
+{
+    for (int i = 0; i < MT__COURSE_KEPT; i++)
+        if (i != c->cur && begins_like(c, &c->kept[i])) {
+            c->cur = i;
+            return step_of_newest(c, &c->kept[i]);
+        }
+    return next_compute(mt__course_schedule(c), c->at, unit);
+}
+
+mt_status mt__course_compute(mt__course *c, int unit, int64_t *from, int64_t *step)
+{
+    const mt_schedule *s = mt__course_schedule(c);
+    mt_status          st = mark(c, MT_COMPUTE, unit);
+
+    if (st != MT_OK)
+        return st;
+    *from = c->at;
+    *step = s == NULL ? -1 : next_compute(s, c->at, -1);
+    if (s != NULL && (*step < 0 || s->steps[*step].unit != unit)) {
+        *from = 0;                  /* whatever the slots should hold by now is looked at again */
+        *step = find_again(c, unit);
+    }
+    if (*step >= 0)
+        c->at = *step + 1;
+    return MT_OK;
+}
+
+int mt__course_wants(const mt__course *c, int64_t i, int64_t now)
+{
+    const mt_schedule *s = mt__course_schedule(c);
+    int                slot = s->steps[i].slot;
+
+    if (s->steps[i].kind != MT_FETCH)
+        return 0;
+    for (int64_t j = i + 1; j < s->n; j++) {
+        if (s->steps[j].kind == MT_FETCH && s->steps[j].slot == slot)
+            return 0;
+        if (s->steps[j].kind == MT_COMPUTE && s->steps[j].slot == slot && j >= now)
+            return 1;
+    }
+    return 0;
+}
+
+int mt__course_keeps(const mt__course *c, int64_t i, int slot)
+{
+    const mt_schedule *s = mt__course_schedule(c);
+    int64_t            until = next_compute(s, i, s->steps[i].unit);
+
+    for (int64_t j = i + 1; j < until; j++)
+        if (s->steps[j].kind == MT_FETCH && s->steps[j].slot == slot)
+            return 0;
+    return 1;
+}

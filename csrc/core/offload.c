@@ -1,0 +1,665 @@
+/* offload.c — the putting thread fills the D2H queue, the collector sees what has landed.
+ *
+ * Order of what happens to one unit's GRAD plane:
+ *   SET after SET   both are copies in d2h, which keeps their order
+ *   ADD after SET   the collector adds behind an event recorded behind both copies
+ *   ADD after ADD   the collector takes tickets in order
+ *   SET after ADD   the copy would overtake the collector: the putting thread waits for it
+ */
+#include "offload.h"
+
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define PAGE_BYTES ((size_t)4096)
+#define AHEAD      64        /* tickets that may wait for the collector; then put waits */
+#define STAGINGS   2         /* one fills while the collector reads the other */
+
+/* One item of a ticket with its addresses. */
+typedef struct piece {
+    mt_grad_item item;
+    mt_dtype     dt;
+    int64_t      n;
+    size_t       bytes;
+    void        *grad;       /* host, GRAD plane */
+    float       *acc;        /* host, ACC plane; NULL: the sum lives in grad */
+    char        *staged;     /* ADD: host, where the copy lands */
+    double      *sum;        /* where its sum of squares goes */
+    int          from_grad;  /* ADD: start from grad's value */
+} piece;
+
+/* Written by the putting thread while it is none of the AHEAD that the collector may look at. */
+typedef struct ticket {
+    mt_event *landed;        /* recorded on d2h behind the last copy */
+    int       unit;
+    piece    *pieces;
+    int       n, cap;
+    int       adds;
+} ticket;
+
+typedef struct staging {     /* putting thread only, but for the bytes in it */
+    char    *mem;
+    size_t   bytes;
+    uint64_t user;           /* ticket that used it last; free once that is home */
+} staging;
+
+enum { COUNTED = 1, SUMMED = 2 };
+
+/* What is known of a unit's gradients. */
+typedef struct tally {
+    double        *sum;      /* [n_params] registered pages; d2h writes (SET), the collector (ADD) */
+    unsigned char *flags;    /* [n_params] COUNTED: sum is taken or on its way; SUMMED: ACC has
+                              * the sum. Under mu */
+    int            adds;     /* tickets with an ADD that are not home. Under mu */
+} tally;
+
+struct mt_offload {
+    mt_dev            *dev;
+    mt_store          *store;
+    mt_pool           *pool;
+    mt_offload_kernels kernels;
+    uint64_t           depth;
+    mt_queue          *d2h;          /* putting thread */
+    mt_event          *handed;       /* recorded on run at each hand-over */
+    ticket            *ring;         /* [n_ring]; ticket t is at t % n_ring */
+    uint64_t           n_ring;
+    staging            staging[STAGINGS];
+    unsigned           next_staging; /* putting thread */
+
+    pthread_mutex_t    mu;
+    pthread_cond_t     more;         /* the collector waits: put grew, or stop */
+    pthread_cond_t     came;         /* others wait: home grew */
+    tally            **tally;        /* [n_tally] by unit; the table moves: under mu. A tally stays */
+    int                n_tally;
+    uint64_t           put;          /* latest ticket; putting thread, under mu */
+    uint64_t           home;         /* latest ticket the collector is done with; under mu */
+    uint64_t           landed;       /* latest whose copies it saw end; stays at a failure. mu */
+    uint64_t           waited_for;   /* latest ticket that run waits for; putting thread, under mu */
+    uint64_t           d2h_bytes;    /* mu */
+    mt_debug           debug;        /* mu */
+    int                stop;         /* mu */
+    pthread_t          collector;
+    int                collector_runs;
+};
+
+/* ---- the collector ------------------------------------------------------------------------ */
+
+static ticket *ticket_at(mt_offload *o, uint64_t t)
+{
+    return &o->ring[t % o->n_ring];
+}
+
+/* The oldest ticket that is not home; NULL: the offload closes, and all are. */
+static ticket *next_ticket(mt_offload *o)
+{
+    ticket *t = NULL;
+
+    pthread_mutex_lock(&o->mu);
+    while (o->home == o->put && !o->stop)
+        pthread_cond_wait(&o->more, &o->mu);
+    if (o->home < o->put)
+        t = ticket_at(o, o->home + 1);
+    pthread_mutex_unlock(&o->mu);
+    return t;
+}
+
+static void add_up(mt_offload *o, const ticket *t)
+{
+    for (int i = 0; i < t->n; i++) {
+        const piece *p = &t->pieces[i];
+
+        if (p->item.mode == MT_GRAD_ADD && p->n > 0)
+            o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n,
+                                  p->from_grad, p->sum);
+    }
+}
+
+static void *collector_main(void *arg)
+{
+    mt_offload *o = arg;
+    ticket     *t;
+
+    pthread_setname_np(pthread_self(), "mt-collector");
+    while ((t = next_ticket(o)) != NULL) {
+        mt_status st = o->dev->ops->sync_event(t->landed);
+        int       unit = t->unit;
+
+        if (st == MT_OK)
+            add_up(o, t);
+        else
+            mt_ledger_fault(o->store, st, mt_last_error());
+        mt_ledger_grads_end(o->store, unit);
+        pthread_mutex_lock(&o->mu);
+        o->tally[unit]->adds -= t->adds > 0;
+        o->home++;
+        if (st == MT_OK && o->landed == o->home - 1)
+            o->landed = o->home;
+        pthread_cond_broadcast(&o->came);
+        pthread_mutex_unlock(&o->mu);
+    }
+    return NULL;
+}
+
+/* The collector never stops short of the latest ticket, so this ends when the device answers. */
+static void wait_home(mt_offload *o, uint64_t t)
+{
+    pthread_mutex_lock(&o->mu);
+    while (o->home < t)
+        pthread_cond_wait(&o->came, &o->mu);
+    pthread_mutex_unlock(&o->mu);
+}
+
+/* ---- host memory that the device writes ---------------------------------------------------- */
+
+static mt_status pages_open(mt_offload *o, size_t bytes, const char *what, void **out)
+{
+    size_t    whole = (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+    void     *p = aligned_alloc(PAGE_BYTES, whole);
+    mt_status st;
+
+    if (p == NULL)
+        return MT_FAIL(MT_ENOMEM, "offload: no %zu bytes for %s", whole, what);
+    memset(p, 0, whole);
+    if ((st = o->dev->ops->host_register(o->dev, p, whole)) != MT_OK) {
+        free(p);
+        return st;
+    }
+    *out = p;
+    return MT_OK;
+}
+
+static void pages_close(mt_offload *o, void *p)
+{
+    if (p == NULL)
+        return;
+    o->dev->ops->host_unregister(o->dev, p);
+    free(p);
+}
+
+static void tally_close(mt_offload *o, tally *y)
+{
+    if (y == NULL)
+        return;
+    pages_close(o, y->sum);
+    free(y->flags);
+    free(y);
+}
+
+static mt_status tally_open(mt_offload *o, int unit, tally **out)
+{
+    size_t    n = (size_t)mt_store_params(o->store, unit) + 1;
+    tally    *y = calloc(1, sizeof *y);
+    void     *sum;
+    mt_status st;
+
+    if (y == NULL || (y->flags = calloc(n, sizeof *y->flags)) == NULL) {
+        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to note its gradients",
+                     mt_store_name(o->store, unit));
+        goto fail;
+    }
+    MT_TRY(pages_open(o, n * sizeof *y->sum, "sums of squares", &sum));
+    y->sum = sum;
+    *out = y;
+    return MT_OK;
+
+fail:
+    tally_close(o, y);
+    return st;
+}
+
+/* Putting thread, which alone changes the table; others read it under mu. */
+static mt_status tally_grow(mt_offload *o, int n)
+{
+    tally **grown = calloc((size_t)n, sizeof(tally *)), **old = o->tally;
+
+    if (grown == NULL)
+        return MT_FAIL(MT_ENOMEM, "offload: no memory for %d units", n);
+    if (o->n_tally > 0)
+        memcpy(grown, old, (size_t)o->n_tally * sizeof(tally *));
+    pthread_mutex_lock(&o->mu);
+    o->tally = grown;
+    o->n_tally = n;
+    pthread_mutex_unlock(&o->mu);
+    free(old);
+    return MT_OK;
+}
+
+static mt_status tally_of(mt_offload *o, int unit, tally **out)
+{
+    tally    *y;
+    mt_status st;
+
+    if (unit >= o->n_tally)
+        MT_TRY(tally_grow(o, mt_store_units(o->store)));
+    if ((y = o->tally[unit]) == NULL) {
+        MT_TRY(tally_open(o, unit, &y));
+        pthread_mutex_lock(&o->mu);
+        o->tally[unit] = y;
+        pthread_mutex_unlock(&o->mu);
+    }
+    *out = y;
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* A staging buffer of at least `bytes` that the collector is done with. */
+static mt_status staging_take(mt_offload *o, size_t bytes, staging **out)
+{
+    staging  *g = &o->staging[o->next_staging % STAGINGS];
+    void     *mem;
+    mt_status st;
+
+    wait_home(o, g->user);
+    if (g->bytes < bytes) {
+        pages_close(o, g->mem);
+        *g = (staging){ .user = g->user };
+        MT_TRY(pages_open(o, bytes, "micro-batch gradients on their way", &mem));
+        g->mem = mem;
+        g->bytes = bytes;
+    }
+    *out = g;
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* ---- open and close ------------------------------------------------------------------------- */
+
+static mt_status ring_open(mt_offload *o)
+{
+    mt_status st;
+
+    o->n_ring = o->depth + AHEAD;
+    if ((o->ring = calloc(o->n_ring, sizeof *o->ring)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "offload: no memory for %" PRIu64 " tickets", o->n_ring);
+    for (uint64_t i = 0; i < o->n_ring; i++)
+        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
+    return MT_OK;
+fail:
+    return st;
+}
+
+mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth,
+                          mt_offload_kernels k, mt_offload **out)
+{
+    mt_offload *o;
+    mt_status   st;
+
+    if (depth < 1 || depth > 1024)
+        return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to 1024 units may have gradients on the "
+                       "device", depth);
+    if ((o = calloc(1, sizeof *o)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "offload: calloc(%zu)", sizeof *o);
+    o->dev = dev;
+    o->store = store;
+    o->pool = pool;
+    o->kernels = k;
+    o->depth = (uint64_t)depth;
+    pthread_mutex_init(&o->mu, NULL);
+    pthread_cond_init(&o->more, NULL);
+    pthread_cond_init(&o->came, NULL);
+    MT_TRY(ring_open(o));
+    MT_TRY(dev->ops->event_open(dev, &o->handed));
+    MT_TRY(dev->ops->queue_open(dev, "d2h", &o->d2h));
+    if (pthread_create(&o->collector, NULL, collector_main, o) != 0) {
+        st = MT_FAIL(MT_ENOMEM, "offload: no thread for the collector");
+        goto fail;
+    }
+    o->collector_runs = 1;
+    *out = o;
+    return MT_OK;
+
+fail:
+    mt_offload_close(o);
+    return st;
+}
+
+void mt_offload_close(mt_offload *o)
+{
+    if (o == NULL)
+        return;
+    pthread_mutex_lock(&o->mu);
+    o->stop = 1;
+    pthread_cond_broadcast(&o->more);
+    pthread_mutex_unlock(&o->mu);
+    if (o->collector_runs)
+        pthread_join(o->collector, NULL);
+    if (o->d2h != NULL)
+        o->dev->ops->queue_close(o->d2h);
+    o->dev->ops->event_close(o->handed);
+    for (uint64_t i = 0; o->ring != NULL && i < o->n_ring; i++) {
+        o->dev->ops->event_close(o->ring[i].landed);
+        free(o->ring[i].pieces);
+    }
+    for (int i = 0; i < STAGINGS; i++)
+        pages_close(o, o->staging[i].mem);
+    for (int i = 0; i < o->n_tally; i++)
+        tally_close(o, o->tally[i]);
+    pthread_cond_destroy(&o->came);
+    pthread_cond_destroy(&o->more);
+    pthread_mutex_destroy(&o->mu);
+    free(o->tally);
+    free(o->ring);
+    free(o);
+}
+
+/* ---- put: first everything that can be refused, then the queue ------------------------------ */
+
+static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
+{
+    const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
+
+    if (d == NULL)
+        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
+                       mt_store_name(o->store, unit), it->param, mt_store_params(o->store, unit));
+    if (it->src == NULL && d->numel > 0)
+        return MT_FAIL(MT_EINVAL, "unit %s: the gradient of parameter %d is at no address",
+                       mt_store_name(o->store, unit), it->param);
+    if (it->mode == MT_GRAD_ADD && o->kernels.accumulate == NULL)
+        return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
+                       "given no accumulate", mt_store_name(o->store, unit));
+    return MT_OK;
+}
+
+static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, piece *p)
+{
+    const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
+    void                *at;
+    mt_status            st;
+
+    *p = (piece){ .item = *it, .dt = d->dtype, .n = d->numel, .sum = &y->sum[it->param] };
+    p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
+    MT_TRY(mt_store_at(o->store, unit, it->param, MT_PLANE_GRAD, &p->grad));
+    if (it->mode != MT_GRAD_ADD)
+        return MT_OK;
+    if (mt_plane_elem_bytes(MT_PLANE_ACC, p->dt) > 0) {
+        MT_TRY(mt_store_at(o->store, unit, it->param, MT_PLANE_ACC, &at));
+        p->acc = at;
+    }
+    pthread_mutex_lock(&o->mu);
+    p->from_grad = it->reread || !(y->flags[it->param] & SUMMED);
+    pthread_mutex_unlock(&o->mu);
+    return MT_OK;
+fail:
+    return st;
+}
+
+static mt_status make_room(ticket *t, int n)
+{
+    piece *grown;
+
+    if (n <= t->cap)
+        return MT_OK;
+    if ((grown = realloc(t->pieces, (size_t)n * sizeof *grown)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "offload: no memory for %d gradients", n);
+    t->pieces = grown;
+    t->cap = n;
+    return MT_OK;
+}
+
+/* Fills a ticket that the collector has left. staging: NULL when nothing is added. */
+static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item *items, int n,
+                         tally *y, staging **g)
+{
+    size_t    need = 0;
+    mt_status st;
+
+    MT_TRY(make_room(t, n));
+    t->unit = unit;
+    t->n = n;
+    t->adds = 0;
+    for (int i = 0; i < n; i++) {
+        MT_TRY(check_item(o, unit, &items[i]));
+        MT_TRY(piece_make(o, unit, &items[i], y, &t->pieces[i]));
+        if (items[i].mode == MT_GRAD_ADD) {
+            t->adds++;
+            need += (t->pieces[i].bytes + 511) / 512 * 512;
+        }
+    }
+    *g = NULL;
+    if (need > 0)
+        MT_TRY(staging_take(o, need, g));
+    need = 0;
+    for (int i = 0; i < n && *g != NULL; i++)
+        if (items[i].mode == MT_GRAD_ADD) {
+            t->pieces[i].staged = (*g)->mem + need;
+            need += (t->pieces[i].bytes + 511) / 512 * 512;
+        }
+    return MT_OK;
+fail:
+    return st;
+}
+
+static mt_status put_piece(mt_offload *o, const piece *p)
+{
+    const mt_dev_ops *v = o->dev->ops;
+    mt_status         st;
+
+    if (p->n == 0)
+        return MT_OK;
+    if (p->item.mode == MT_GRAD_ADD)
+        return v->copy(o->d2h, p->staged, p->item.src, p->bytes);
+    if (o->kernels.sumsq != NULL)
+        MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum));
+    return v->copy(o->d2h, p->grad, p->item.src, p->bytes);
+fail:
+    return st;
+}
+
+/* number: the ticket's. */
+static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned skip, mt_queue *run)
+{
+    const mt_dev_ops *v = o->dev->ops;
+    mt_status         st;
+
+    /* GRAD: the sources are written by what run was given up to now. */
+    MT_TRY(v->record(run, o->handed));
+    if (!(skip & MT_EDGE_GRAD))
+        MT_TRY(v->wait(o->d2h, o->handed));
+    for (int i = 0; i < t->n; i++)
+        MT_TRY(put_piece(o, &t->pieces[i]));
+    MT_TRY(v->record(o->d2h, t->landed));
+    /* LANDED: what run is given from now on may reuse the sources of `depth` tickets ago. */
+    if (number > o->depth && !(skip & MT_EDGE_LANDED))
+        MT_TRY(v->wait(run, ticket_at(o, number - o->depth)->landed));
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* Under mu. sent: the copies are on their way; else some were begun and nothing is known. */
+static void note(mt_offload *o, const ticket *t, tally *y, int sent)
+{
+    int sumsq = o->kernels.sumsq != NULL ? COUNTED : 0;
+
+    for (int i = 0; i < t->n; i++) {
+        const piece *p = &t->pieces[i];
+
+        y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
+            p->item.mode == MT_GRAD_SET ? sumsq :
+            p->acc != NULL ? COUNTED | SUMMED : COUNTED);
+        o->d2h_bytes += sent ? p->bytes : 0;
+    }
+}
+
+/* A queue that refused an operation may still carry out those before it; the caller may free the
+ * sources when we return. */
+static void give_up(mt_offload *o, const ticket *t, tally *y)
+{
+    char text[1024];
+
+    strncpy(text, mt_last_error(), sizeof text - 1);
+    text[sizeof text - 1] = '\0';
+    (void)o->dev->ops->sync(o->d2h);
+    pthread_mutex_lock(&o->mu);
+    note(o, t, y, 0);
+    pthread_mutex_unlock(&o->mu);
+    mt_ledger_grads_end(o->store, t->unit);
+    (void)mt_fail_again(MT_EDEVICE, text);
+}
+
+/* Hands the ticket to the collector. */
+static void commit(mt_offload *o, const ticket *t, tally *y, staging *g, uint64_t number)
+{
+    if (g != NULL) {
+        g->user = number;
+        o->next_staging++;
+    }
+    pthread_mutex_lock(&o->mu);
+    note(o, t, y, 1);
+    y->adds += t->adds > 0;
+    o->put = number;
+    if (number > o->depth)
+        o->waited_for = number - o->depth;
+    pthread_cond_signal(&o->more);
+    pthread_mutex_unlock(&o->mu);
+}
+
+/* Host waits, before anything is changed. */
+static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, int n, tally *y)
+{
+    int       adds, sets = 0;
+    mt_status st;
+
+    /* An update reads the plane that the copies will overwrite. */
+    MT_TRY(mt_ledger_wait_updates(o->store, unit));
+    for (int i = 0; i < n; i++)
+        sets += items[i].mode == MT_GRAD_SET;
+    pthread_mutex_lock(&o->mu);
+    adds = y->adds;
+    pthread_mutex_unlock(&o->mu);
+    if (sets > 0 && adds > 0)
+        MT_TRY(mt_ledger_wait_grads(o->store, unit));
+    if (o->put + 1 > AHEAD)
+        wait_home(o, o->put + 1 - AHEAD);
+    return MT_OK;
+fail:
+    return st;
+}
+
+mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
+                         mt_queue *run, uint64_t *number)
+{
+    uint64_t  next = o->put + 1;
+    ticket   *t = ticket_at(o, next);
+    tally    *y;
+    staging  *g;
+    mt_debug  debug;
+    mt_status st;
+
+    if (unit < 0 || unit >= mt_store_units(o->store) || n < 0)
+        return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
+                       n, unit, mt_store_units(o->store));
+    pthread_mutex_lock(&o->mu);
+    debug = o->debug;
+    pthread_mutex_unlock(&o->mu);
+    MT_TRY(tally_of(o, unit, &y));
+    MT_TRY(wait_turn(o, unit, items, n, y));
+    MT_TRY(prepare(o, t, unit, items, n, y, &g));
+
+    mt_ledger_grads_begin(o->store, unit);
+    if ((st = put_all(o, t, next, debug.skip, run)) != MT_OK) {
+        give_up(o, t, y);
+        return st;
+    }
+    commit(o, t, y, g, next);
+    *number = next;
+    return debug.sync ? mt_offload_drain(o) : MT_OK;
+fail:
+    return st;
+}
+
+/* ---- asking -------------------------------------------------------------------------------- */
+
+uint64_t mt_offload_passed(mt_offload *o)
+{
+    uint64_t passed;
+
+    pthread_mutex_lock(&o->mu);
+    passed = o->landed > o->waited_for ? o->landed : o->waited_for;
+    pthread_mutex_unlock(&o->mu);
+    return passed;
+}
+
+mt_status mt_offload_drain(mt_offload *o)
+{
+    uint64_t  put;
+    mt_status st;
+
+    pthread_mutex_lock(&o->mu);
+    put = o->put;
+    pthread_mutex_unlock(&o->mu);
+    /* The ledger first: its waits have a watchdog, which names a unit whose copy is stuck. */
+    for (int u = 0; u < mt_store_units(o->store); u++)
+        MT_TRY(mt_ledger_wait_grads(o->store, u));
+    wait_home(o, put);
+    return mt_ledger_check(o->store);
+fail:
+    return st;
+}
+
+/* Under mu. NULL: nothing was ever put for it. */
+static tally *known(const mt_offload *o, int unit, int param)
+{
+    if (unit < 0 || unit >= o->n_tally || o->tally[unit] == NULL)
+        return NULL;
+    return param >= 0 && param < mt_store_params(o->store, unit) ? o->tally[unit] : NULL;
+}
+
+int mt_offload_counted(mt_offload *o, int unit, int param)
+{
+    tally *y;
+    int    counted;
+
+    pthread_mutex_lock(&o->mu);
+    y = known(o, unit, param);
+    counted = y != NULL && (y->flags[param] & COUNTED) != 0;
+    pthread_mutex_unlock(&o->mu);
+    return counted;
+}
+
+/* The value was written by d2h or the collector before they ended the hand-over in the ledger,
+ * which the caller has waited for; a forget since has cleared the flag and left the value. */
+double mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid)
+{
+    tally *y;
+    double sum = 0;
+
+    pthread_mutex_lock(&o->mu);
+    y = known(o, unit, param);
+    *valid = y != NULL && (y->flags[param] & COUNTED) != 0;
+    if (y != NULL)
+        sum = y->sum[param];
+    pthread_mutex_unlock(&o->mu);
+    return sum;
+}
+
+void mt_offload_forget(mt_offload *o, int unit)
+{
+    tally *y;
+
+    pthread_mutex_lock(&o->mu);
+    if ((y = known(o, unit, 0)) != NULL)
+        memset(y->flags, 0, (size_t)mt_store_params(o->store, unit));
+    pthread_mutex_unlock(&o->mu);
+}
+
+uint64_t mt_offload_d2h_bytes(mt_offload *o)
+{
+    uint64_t bytes;
+
+    pthread_mutex_lock(&o->mu);
+    bytes = o->d2h_bytes;
+    pthread_mutex_unlock(&o->mu);
+    return bytes;
+}
+
+void mt_offload_debug(mt_offload *o, mt_debug d)
+{
+    pthread_mutex_lock(&o->mu);
+    o->debug = d;
+    pthread_mutex_unlock(&o->mu);
+}

@@ -1,0 +1,667 @@
+/* stream.c — the acquiring thread decides, the mover puts copies in the H2D queue.
+ *
+ * What a slot is said to hold, and when that is true
+ * --------------------------------------------------
+ * A slot names a unit from the moment a copy is asked for, long before the bytes are there. Its
+ * `version` is a promise: the copy brings exactly this version. Three moments:
+ *
+ *   asked for   version = the unit's version now. While the request waits in line, the mover
+ *               has read nothing yet and will bring what is newest, so a later look may raise
+ *               the promise to the version of that moment.
+ *   taken       the mover reads the version and lets updates finish (settled_version). An update
+ *               announced meanwhile may or may not be in the copy, so now the promise counts
+ *               only if the unit's version has not moved since it was made.
+ *   issued      the mover writes the version that the copy brings.
+ *
+ * The mover never calls a copy newer than it is: the version it reads was current when no update
+ * was under way. An update announced after that raises the version first and writes later, so a
+ * copy that it could have torn is one whose version is behind, and acquire fetches anew.
+ *
+ * A request still in line when its slot is asked to hold something else is taken out of the line,
+ * so at most one per slot waits and the line needs no bound of its own. One that the mover has
+ * taken is carried out; the H2D queue's order puts the newer copy behind it.
+ */
+#include "stream.h"
+
+#include "course.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define POISON_BYTES ((size_t)1 << 20)
+
+typedef struct slot {
+    size_t    bytes;         /* of mem. Written by open */
+    mt_event *ready;         /* recorded on h2d by the mover, behind the copy */
+    mt_event *freed;         /* recorded on run by the acquiring thread, when a copy is asked for */
+    uint64_t  last_use;      /* tick of the latest acquire or fetch. Acquiring thread */
+
+    /* Written by the acquiring thread under mu; it may read them without. */
+    void     *mem;
+    int       unit;          /* -1: none */
+    uint64_t  asked;         /* number of the latest request for this slot; 0: never */
+    /* Under mu. */
+    uint64_t  version;       /* see above; both threads write it */
+    uint64_t  issued;        /* number of the latest request whose copy is in h2d; mover */
+} slot;
+
+typedef struct request {
+    int      slot, unit;
+    void    *mem;
+    uint64_t number;
+    mt_debug debug;
+} request;
+
+struct mt_stream {
+    mt_dev       *dev;
+    mt_store     *store;
+    mt_slot_hooks hooks;
+    mt_queue     *h2d;       /* the mover's alone */
+    slot         *slots;
+    size_t       *slot_bytes;
+    int           n_slots;
+
+    /* Acquiring thread. */
+    mt__course    course;
+    uint64_t      tick, requests;
+    int           last_unit;          /* of the latest acquire since begin; -1: none */
+    mt_debug      debug;
+
+    pthread_mutex_t mu;
+    pthread_cond_t  work;             /* the mover waits: line not empty, or stop */
+    pthread_cond_t  moved;            /* await waits: issued grew, or failed */
+    int            *line;             /* [n_slots] slots asked for and not taken, oldest first. mu */
+    int             n_line;           /* mu */
+    int             stop, failed;     /* mu. failed: the ledger has the fault */
+    mt_stream_stats stats;            /* mu */
+    void           *poison;           /* POISON_BYTES of 0xFF; made by debug, kept until close */
+    pthread_t       mover;
+    int             mover_runs;
+};
+
+/* ---- the mover -------------------------------------------------------------------------- */
+
+/* Waits until there is a request, and takes it. 0: the stream closes. */
+static int take(mt_stream *s, request *r)
+{
+    int go;
+
+    pthread_mutex_lock(&s->mu);
+    while (!s->stop && s->n_line == 0)
+        pthread_cond_wait(&s->work, &s->mu);
+    if ((go = !s->stop)) {
+        int k = s->line[0];
+
+        memmove(s->line, s->line + 1, (size_t)--s->n_line * sizeof *s->line);
+        *r = (request){ k, s->slots[k].unit, s->slots[k].mem, s->slots[k].asked, s->debug };
+    }
+    pthread_mutex_unlock(&s->mu);
+    return go;
+}
+
+/* UPDATED: the copy reads HI, which an update announced before now still has to write. */
+static mt_status settled_version(mt_stream *s, const request *r, uint64_t *version)
+{
+    mt_status st;
+
+    *version = mt_ledger_version(s->store, r->unit);
+    if (r->debug.skip & MT_EDGE_UPDATED)
+        return MT_OK;
+    for (;;) {
+        MT_TRY(mt_ledger_wait_updates(s->store, r->unit));
+        uint64_t now = mt_ledger_version(s->store, r->unit);
+        if (now == *version)
+            return MT_OK;
+        *version = now;             /* announced while we waited: that one is waited for too */
+    }
+fail:
+    return st;
+}
+
+/* Behind FREED and before the copy, so that whoever reads too early reads NaN. */
+static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
+{
+    mt_status st;
+
+    for (size_t at = 0; at < bytes; at += POISON_BYTES) {
+        size_t piece = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
+        MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, piece));
+    }
+    return MT_OK;
+fail:
+    return st;
+}
+
+static mt_status put_copy(mt_stream *s, const request *r, uint64_t *version)
+{
+    const mt_dev_ops *v = s->dev->ops;
+    slot             *k = &s->slots[r->slot];
+    size_t            bytes = mt_store_hi_bytes(s->store, r->unit);
+    void             *hi;
+    mt_status         st;
+
+    MT_TRY(settled_version(s, r, version));
+    MT_TRY(mt_store_hi(s->store, r->unit, &hi));
+    /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
+    if (!(r->debug.skip & MT_EDGE_FREED))
+        MT_TRY(v->wait(s->h2d, k->freed));
+    if (r->debug.poison && s->poison != NULL)
+        MT_TRY(put_poison(s, r, bytes));
+    if (bytes > 0)
+        MT_TRY(v->copy(s->h2d, r->mem, hi, bytes));
+    MT_TRY(v->record(s->h2d, k->ready));
+    /* Host writers of HI wait for this one. */
+    MT_TRY(mt_ledger_fetching(s->store, r->unit, s->h2d));
+    return MT_OK;
+fail:
+    return st;
+}
+
+static void finish(mt_stream *s, const request *r, mt_status st, uint64_t version)
+{
+    slot *k = &s->slots[r->slot];
+
+    if (st != MT_OK)
+        mt_ledger_fault(s->store, st, mt_last_error());
+    pthread_mutex_lock(&s->mu);
+    if (st != MT_OK)
+        s->failed = 1;
+    else
+        k->issued = r->number;
+    if (st == MT_OK && k->asked == r->number)
+        k->version = version;
+    pthread_cond_broadcast(&s->moved);
+    pthread_mutex_unlock(&s->mu);
+}
+
+static void *mover_main(void *arg)
+{
+    mt_stream *s = arg;
+    request    r;
+
+    pthread_setname_np(pthread_self(), "mt-mover");
+    while (take(s, &r)) {
+        uint64_t version = 0;
+        finish(s, &r, put_copy(s, &r, &version), version);
+    }
+    return NULL;
+}
+
+/* ---- open and close --------------------------------------------------------------------- */
+
+static mt_status open_slots(mt_stream *s, const mt_slot_desc *d, int n)
+{
+    const mt_dev_ops *v = s->dev->ops;
+    mt_status         st;
+
+    s->slots = calloc((size_t)n, sizeof *s->slots);
+    s->slot_bytes = calloc((size_t)n, sizeof *s->slot_bytes);
+    s->line = calloc((size_t)n, sizeof *s->line);
+    if (s->slots == NULL || s->slot_bytes == NULL || s->line == NULL)
+        return MT_FAIL(MT_ENOMEM, "stream: no memory to describe %d slots", n);
+    s->n_slots = n;
+    for (int i = 0; i < n; i++) {
+        s->slots[i] = (slot){ .bytes = d[i].bytes, .mem = d[i].mem, .unit = -1 };
+        s->slot_bytes[i] = d[i].bytes;
+        MT_TRY(v->event_open(s->dev, &s->slots[i].ready));
+        MT_TRY(v->event_open(s->dev, &s->slots[i].freed));
+    }
+    return MT_OK;
+fail:
+    return st;
+}
+
+mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots, int n_slots,
+                         mt_slot_hooks hooks, mt_stream **out)
+{
+    mt_stream *s;
+    mt_status  st;
+
+    if (n_slots < 1)
+        return MT_FAIL(MT_EINVAL, "stream: %d slots; one is the least, two overlap", n_slots);
+    for (int i = 0; i < n_slots; i++)
+        if (slots[i].mem == NULL || slots[i].bytes == 0)
+            return MT_FAIL(MT_EINVAL, "stream: slot %d of %d has no memory", i, n_slots);
+    if ((s = calloc(1, sizeof *s)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "stream: calloc(%zu)", sizeof *s);
+
+    s->dev = dev;
+    s->store = store;
+    s->hooks = hooks;
+    s->last_unit = -1;
+    mt__course_open(&s->course);
+    pthread_mutex_init(&s->mu, NULL);
+    pthread_cond_init(&s->work, NULL);
+    pthread_cond_init(&s->moved, NULL);
+    MT_TRY(open_slots(s, slots, n_slots));
+    MT_TRY(dev->ops->queue_open(dev, "h2d", &s->h2d));
+    if (pthread_create(&s->mover, NULL, mover_main, s) != 0) {
+        st = MT_FAIL(MT_ENOMEM, "stream: no thread for the mover");
+        goto fail;
+    }
+    s->mover_runs = 1;
+    *out = s;
+    return MT_OK;
+
+fail:
+    mt_stream_close(s);
+    return st;
+}
+
+void mt_stream_close(mt_stream *s)
+{
+    if (s == NULL)
+        return;
+    pthread_mutex_lock(&s->mu);
+    s->stop = 1;
+    pthread_cond_broadcast(&s->work);
+    pthread_mutex_unlock(&s->mu);
+    if (s->mover_runs)
+        pthread_join(s->mover, NULL);
+    if (s->h2d != NULL)
+        s->dev->ops->queue_close(s->h2d);
+    for (int i = 0; i < s->n_slots; i++) {
+        s->dev->ops->event_close(s->slots[i].ready);
+        s->dev->ops->event_close(s->slots[i].freed);
+    }
+    mt__course_close(&s->course);
+    pthread_cond_destroy(&s->moved);
+    pthread_cond_destroy(&s->work);
+    pthread_mutex_destroy(&s->mu);
+    free(s->slots);
+    free(s->slot_bytes);
+    free(s->line);
+    free(s->poison);
+    free(s);
+}
+
+/* ---- asking for copies: the acquiring thread ---------------------------------------------- */
+
+/* Under mu. Where slot k is in line; -1: it is not. */
+static int place_in_line(const mt_stream *s, int k)
+{
+    for (int i = 0; i < s->n_line; i++)
+        if (s->line[i] == k)
+            return i;
+    return -1;
+}
+
+/* Under mu. Does slot k bring the unit's weights as they are at version `now`? */
+static int brings(mt_stream *s, int k, int unit, uint64_t now)
+{
+    slot *sl = &s->slots[k];
+
+    if (sl->unit != unit)
+        return 0;
+    if (sl->version != now && place_in_line(s, k) >= 0)
+        sl->version = now;
+    return sl->version == now;
+}
+
+/* The slot that holds the unit's current weights or will; -1: none. */
+static int holding(mt_stream *s, int unit)
+{
+    uint64_t now = mt_ledger_version(s->store, unit);
+    int      found = -1;
+
+    pthread_mutex_lock(&s->mu);
+    for (int k = 0; k < s->n_slots && found < 0; k++)
+        if (brings(s, k, unit, now))
+            found = k;
+    pthread_mutex_unlock(&s->mu);
+    return found;
+}
+
+static int held(const mt_stream *s, int k)
+{
+    return s->hooks.held != NULL && s->hooks.held(s->hooks.ctx, k);
+}
+
+/* Under mu. Slot k's request, if the mover has not taken it, leaves the line: the slot holds nothing. */
+static void withdraw(mt_stream *s, int k)
+{
+    int place = place_in_line(s, k);
+
+    if (place < 0)
+        return;
+    s->n_line--;
+    memmove(s->line + place, s->line + place + 1, (size_t)(s->n_line - place) * sizeof *s->line);
+    s->stats.fetches--;
+    s->stats.h2d_bytes -= mt_store_hi_bytes(s->store, s->slots[k].unit);
+    s->slots[k].unit = -1;
+}
+
+/* Someone still reads slot k: it gets other memory, and forgets what the old one held. */
+static mt_status renew(mt_stream *s, int k)
+{
+    void     *mem;
+    mt_status st;
+
+    if (s->hooks.renew == NULL)
+        return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it", k);
+    MT_TRY(s->hooks.renew(s->hooks.ctx, k, &mem));
+    pthread_mutex_lock(&s->mu);
+    withdraw(s, k);
+    s->slots[k].mem = mem;
+    s->slots[k].unit = -1;
+    pthread_mutex_unlock(&s->mu);
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* Asks the mover to bring `unit` into slot k. The hooks are called without mu: they may run
+ * Python, and that may call us. */
+static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
+{
+    slot     *sl = &s->slots[k];
+    size_t    bytes = mt_store_hi_bytes(s->store, unit);
+    uint64_t  now = mt_ledger_version(s->store, unit);
+    mt_status st;
+
+    if (held(s, k))
+        MT_TRY(renew(s, k));
+    MT_TRY(s->dev->ops->record(run, sl->freed));
+    pthread_mutex_lock(&s->mu);
+    withdraw(s, k);
+    sl->unit = unit;
+    sl->version = now;
+    sl->asked = ++s->requests;
+    s->line[s->n_line++] = k;
+    s->stats.fetches++;
+    s->stats.h2d_bytes += bytes;
+    pthread_cond_signal(&s->work);
+    pthread_mutex_unlock(&s->mu);
+    sl->last_use = ++s->tick;
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* Of the slots that the unit fits: one with an old copy of it, else, among the smallest of them,
+ * the one not used for longest that nobody holds, else the one not used for longest. */
+static int give_way(const mt_stream *s, int unit)
+{
+    size_t bytes = mt_store_hi_bytes(s->store, unit), least = SIZE_MAX;
+    int    best = -1, best_held = 1;
+
+    for (int k = 0; k < s->n_slots; k++) {
+        if (s->slots[k].unit == unit)
+            return k;
+        if (s->slots[k].bytes >= bytes && s->slots[k].bytes < least)
+            least = s->slots[k].bytes;
+    }
+    for (int k = 0; k < s->n_slots; k++) {
+        if (s->slots[k].bytes != least)
+            continue;
+        int k_held = held(s, k);
+        if (best < 0 || k_held < best_held ||
+            (k_held == best_held && s->slots[k].last_use < s->slots[best].last_use)) {
+            best = k;
+            best_held = k_held;
+        }
+    }
+    return best;
+}
+
+static mt_status fetch_on_demand(mt_stream *s, int unit, mt_queue *run, int *k)
+{
+    int       way = give_way(s, unit);
+    mt_status st;
+
+    MT_TRY(fetch(s, way, unit, run));
+    pthread_mutex_lock(&s->mu);
+    s->stats.demand_fetches++;
+    pthread_mutex_unlock(&s->mu);
+    *k = way;
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* ---- following the schedule: the acquiring thread ----------------------------------------- */
+
+/* Carries out FETCH i, unless the unit is there already: in that slot, or in another that stays
+ * as it is until the unit is used. */
+static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
+{
+    const mt_step *step = &mt__course_schedule(&s->course)->steps[i];
+    int            k = holding(s, step->unit);
+
+    if (k == step->slot || (k >= 0 && mt__course_keeps(&s->course, i, k)))
+        return MT_OK;
+    return fetch(s, step->slot, step->unit, run);
+}
+
+/* The FETCHes in [from, now) that are of use from step `now` on. On the schedule these are the
+ * ones that the previous window's slot held up; off it, what the slots should hold by now.
+ * Slot `keep` has what is about to be used. */
+static mt_status catch_up(mt_stream *s, int64_t from, int64_t now, int keep, mt_queue *run)
+{
+    mt_status st;
+
+    for (int64_t i = from; i < now; i++)
+        if (mt__course_wants(&s->course, i, now) &&
+            mt__course_schedule(&s->course)->steps[i].slot != keep)
+            MT_TRY(hand_over(s, i, run));
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* The FETCHes up to the next COMPUTE. Slot `keep` was just given out: nobody has a tensor in it
+ * yet, so `held` does not protect it, and its compute is not in run. What comes from there on
+ * waits for the next acquire. */
+static mt_status look_ahead(mt_stream *s, int keep, mt_queue *run)
+{
+    const mt_schedule *sch = mt__course_schedule(&s->course);
+    mt_status          st;
+
+    for (; s->course.at < sch->n; s->course.at++) {
+        const mt_step *step = &sch->steps[s->course.at];
+
+        if (step->kind == MT_COMPUTE || (step->kind == MT_FETCH && step->slot == keep))
+            break;
+        if (step->kind == MT_FETCH)
+            MT_TRY(hand_over(s, s->course.at, run));
+    }
+    return MT_OK;
+fail:
+    return st;
+}
+
+mt_status mt_stream_begin(mt_stream *s)
+{
+    int       n_units = mt_store_units(s->store);
+    size_t   *unit_bytes = calloc((size_t)n_units + 1, sizeof *unit_bytes);
+    mt_status st;
+
+    if (unit_bytes == NULL)
+        return MT_FAIL(MT_ENOMEM, "stream: no memory for the sizes of %d units", n_units);
+    for (int u = 0; u < n_units; u++)
+        unit_bytes[u] = mt_store_hi_bytes(s->store, u);
+    st = mt__course_begin(&s->course, unit_bytes, n_units, s->slot_bytes, s->n_slots);
+    s->last_unit = -1;
+    free(unit_bytes);
+    return st;
+}
+
+static mt_status check_fits(const mt_stream *s, int unit)
+{
+    size_t bytes, most = 0;
+
+    if (unit < 0 || unit >= mt_store_units(s->store))
+        return MT_FAIL(MT_EINVAL, "stream: there is no unit %d; the store has %d",
+                       unit, mt_store_units(s->store));
+    bytes = mt_store_hi_bytes(s->store, unit);
+    for (int k = 0; k < s->n_slots; k++)
+        most = s->slots[k].bytes > most ? s->slots[k].bytes : most;
+    if (bytes > most)
+        return MT_FAIL(MT_EINVAL, "unit %s: %zu bytes do not fit the largest slot, %zu bytes; "
+                       "make it larger", mt_store_name(s->store, unit), bytes, most);
+    return MT_OK;
+}
+
+/* A window of its own: the cursor moves, copies are asked for, *k is where the unit will be. */
+static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
+{
+    int64_t   from, step;
+    mt_status st;
+
+    MT_TRY(mt__course_compute(&s->course, unit, &from, &step));
+    if (step >= 0 && !s->debug.sync)
+        MT_TRY(catch_up(s, from, step, holding(s, unit), run));
+    if ((*k = holding(s, unit)) < 0)
+        MT_TRY(fetch_on_demand(s, unit, run, k));
+    s->slots[*k].last_use = ++s->tick;
+    s->last_unit = unit;
+    if (step >= 0 && !s->debug.sync)
+        MT_TRY(look_ahead(s, *k, run));
+    return MT_OK;
+fail:
+    return st;
+}
+
+mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out, void **mem)
+{
+    int       k;
+    mt_status st;
+
+    MT_TRY(mt_ledger_check(s->store));
+    MT_TRY(check_fits(s, unit));
+    if (unit != s->last_unit || (k = holding(s, unit)) < 0)
+        MT_TRY(open_window(s, unit, run, &k));
+    *slot_out = k;
+    *mem = s->slots[k].mem;
+    return MT_OK;
+fail:
+    return st;
+}
+
+void mt_stream_mark_offload(mt_stream *s, int unit)
+{
+    /* Without memory for the mark the schedule lacks an OFFLOAD, and nothing depends on it. */
+    (void)mt__course_offload(&s->course, unit);
+}
+
+mt_status mt_stream_kick(mt_stream *s, mt_queue *run)
+{
+    const mt_schedule *sch = mt__course_schedule(&s->course);
+    mt_status          st;
+
+    MT_TRY(mt_ledger_check(s->store));
+    /* An update in mid-backward is no end of the step: its slots are still needed. */
+    if (s->debug.sync || !mt__course_over(&s->course))
+        return MT_OK;
+    for (int64_t i = 0; i < sch->n && sch->steps[i].kind != MT_COMPUTE; i++)
+        if (sch->steps[i].kind == MT_FETCH)
+            MT_TRY(hand_over(s, i, run));
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* ---- waiting ------------------------------------------------------------------------------ */
+
+static uint64_t now_ns(void)
+{
+    struct timespec t;
+
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* The host waits for the mover, so that `ready` has been recorded for this copy when run is told
+ * to wait for it. The mover's own waits have the ledger's watchdog; when one ends in a fault,
+ * this wait does too. */
+static mt_status wait_issued(mt_stream *s, int k, mt_debug *debug)
+{
+    uint64_t asked;
+    int      failed;
+
+    pthread_mutex_lock(&s->mu);
+    asked = s->slots[k].asked;
+    while (s->slots[k].issued < asked && !s->failed)
+        pthread_cond_wait(&s->moved, &s->mu);
+    failed = s->failed;
+    *debug = s->debug;
+    pthread_mutex_unlock(&s->mu);
+    return failed ? mt_ledger_check(s->store) : MT_OK;
+}
+
+mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
+{
+    uint64_t  begun = now_ns();
+    mt_debug  debug;
+    mt_status st;
+
+    if (k < 0 || k >= s->n_slots)
+        return MT_FAIL(MT_EINVAL, "stream: there is no slot %d of %d", k, s->n_slots);
+    MT_TRY(wait_issued(s, k, &debug));
+    if (debug.sync)
+        MT_TRY(s->dev->ops->sync_event(s->slots[k].ready));
+    /* READY: the copy is in h2d; run goes on when it is over. */
+    if (!(debug.skip & MT_EDGE_READY))
+        MT_TRY(s->dev->ops->wait(run, s->slots[k].ready));
+    pthread_mutex_lock(&s->mu);
+    s->stats.await_ns += now_ns() - begun;
+    pthread_mutex_unlock(&s->mu);
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* ---- looking in ---------------------------------------------------------------------------- */
+
+int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset)
+{
+    mt_stream *s = (mt_stream *)cs;       /* for the lock alone */
+    uintptr_t  at = (uintptr_t)p;
+    int        found = -1;
+
+    pthread_mutex_lock(&s->mu);
+    for (int k = 0; k < s->n_slots && found < 0; k++) {
+        uintptr_t mem = (uintptr_t)s->slots[k].mem;
+
+        if (at >= mem && at - mem < s->slots[k].bytes) {
+            found = k;
+            *unit = s->slots[k].unit;
+            *offset = at - mem;
+        }
+    }
+    pthread_mutex_unlock(&s->mu);
+    return found;
+}
+
+mt_stream_stats mt_stream_stats_get(mt_stream *s)
+{
+    mt_stream_stats stats;
+
+    pthread_mutex_lock(&s->mu);
+    stats = s->stats;
+    pthread_mutex_unlock(&s->mu);
+    stats.rebuilds = s->course.rebuilds;
+    return stats;
+}
+
+const mt_schedule *mt_stream_schedule(const mt_stream *s)
+{
+    return mt__course_schedule(&s->course);
+}
+
+void mt_stream_debug(mt_stream *s, mt_debug d)
+{
+    void *poison = NULL;
+
+    if (d.poison && s->poison == NULL && (poison = malloc(POISON_BYTES)) == NULL)
+        mt_ledger_fault(s->store, MT_ENOMEM, "stream: no memory for the poison of mt_stream_debug");
+    if (poison != NULL)
+        memset(poison, 0xFF, POISON_BYTES);
+    pthread_mutex_lock(&s->mu);
+    if (poison != NULL)
+        s->poison = poison;
+    s->debug = d;
+    pthread_mutex_unlock(&s->mu);
+}

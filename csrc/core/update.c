@@ -1,0 +1,404 @@
+/* update.c — one thread that takes submits in order, and what became of the latest of them.
+ *
+ * Every unit announced by submit is ended in the ledger by the updater, whatever happens in
+ * between: a fetch or a reader may be waiting for it.
+ */
+#include "update.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define RESULTS 128          /* results kept */
+#define AHEAD   64           /* submits that may wait for the updater; then submit waits */
+
+typedef struct job {
+    mt_update_job  j;        /* params: our copy */
+    unsigned char *counted;  /* [n_params] the offload has its sum of squares, as of submit */
+} job;
+
+typedef struct work {
+    struct work *next;
+    uint64_t     ticket;
+    double       max_norm;
+    job         *jobs;
+    int          n;
+} work;
+
+typedef struct result {
+    double norm;             /* of all gradients; NaN when some sum was not taken */
+    int    skipped;          /* units */
+    int    normed, done;     /* normed: norm and, with a max_norm, skipped are final */
+} result;
+
+struct mt_updater {
+    mt_store       *store;
+    mt_offload     *grads;
+    mt_pool        *pool;
+
+    pthread_mutex_t mu;
+    pthread_cond_t  more;               /* the updater waits: work, or stop */
+    pthread_cond_t  news;               /* others wait: a result changed */
+    work           *first, **last;      /* mu */
+    uint64_t        submitted, done;    /* tickets; mu */
+    result          results[RESULTS];   /* ticket t at t % RESULTS; mu */
+    int             sync, stop;         /* mu */
+    pthread_t       thread;
+    int             runs;
+};
+
+/* ---- work: made by submit, freed by the updater ---------------------------------------------- */
+
+static void work_free(work *w)
+{
+    if (w == NULL)
+        return;
+    for (int i = 0; w->jobs != NULL && i < w->n; i++) {
+        free((void *)(uintptr_t)w->jobs[i].j.params);
+        free(w->jobs[i].counted);
+    }
+    free(w->jobs);
+    free(w);
+}
+
+static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
+{
+    size_t n = (size_t)from->n_params + 1;
+    int   *params = calloc(n, sizeof *params);
+
+    *to = (job){ .j = *from };
+    to->j.params = params;
+    to->counted = calloc(n, sizeof *to->counted);
+    if (params == NULL || to->counted == NULL)
+        return MT_FAIL(MT_ENOMEM, "update: no memory for the %d parameters of unit %s",
+                       from->n_params, mt_store_name(u->store, from->unit));
+    for (int i = 0; i < from->n_params; i++) {
+        params[i] = from->params[i];
+        to->counted[i] = (unsigned char)mt_offload_counted(u->grads, from->unit, params[i]);
+    }
+    return MT_OK;
+}
+
+static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
+                           work **out)
+{
+    work     *w = calloc(1, sizeof *w);
+    mt_status st;
+
+    if (w == NULL || (w->jobs = calloc((size_t)n + 1, sizeof *w->jobs)) == NULL) {
+        st = MT_FAIL(MT_ENOMEM, "update: no memory for %d jobs", n);
+        goto fail;
+    }
+    w->max_norm = max_norm;
+    w->n = n;
+    for (int i = 0; i < n; i++) {
+        if (jobs[i].unit < 0 || jobs[i].unit >= mt_store_units(u->store) || jobs[i].n_params < 0) {
+            st = MT_FAIL(MT_EINVAL, "update: job %d has %d parameters of unit %d; the store has "
+                         "%d units", i, jobs[i].n_params, jobs[i].unit, mt_store_units(u->store));
+            goto fail;
+        }
+        MT_TRY(job_copy(u, &jobs[i], &w->jobs[i]));
+    }
+    *out = w;
+    return MT_OK;
+
+fail:
+    work_free(w);
+    return st;
+}
+
+/* ---- the updater ----------------------------------------------------------------------------- */
+
+static void publish(mt_updater *u, const work *w, const result *r)
+{
+    pthread_mutex_lock(&u->mu);
+    u->results[w->ticket % RESULTS] = *r;
+    if (r->done)
+        u->done = w->ticket;
+    pthread_cond_broadcast(&u->news);
+    pthread_mutex_unlock(&u->mu);
+}
+
+/* Sum of squares of parameter i of a job, whose gradients are whole; NaN and *known = 0 when
+ * nobody took it. */
+static double sum_of(mt_updater *u, const job *b, int i, int *known)
+{
+    int    use = 0, valid;
+    double sum = 0;
+
+    if (b->j.sumsq != NULL)
+        sum = b->j.sumsq(b->j.arg, u->pool, i, &use);
+    if (!use)
+        sum = mt_offload_sumsq(u->grads, b->j.unit, b->j.params[i], &valid);
+    *known = use || b->counted[i];
+    return *known ? sum : (double)NAN;
+}
+
+/* Waits for the unit's gradients and adds their sums to *total in parameter order. *finite: what
+ * could be judged is; *known: all could. */
+static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, int *known)
+{
+    mt_status st;
+
+    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+    *finite = *known = 1;
+    for (int i = 0; i < b->j.n_params; i++) {
+        int    one;
+        double sum = sum_of(u, b, i, &one);
+
+        *total += sum;
+        *known &= one;
+        if (one && !isfinite(sum))
+            *finite = 0;
+    }
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* With max_norm: the norm of all, before anything is touched. */
+static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
+{
+    double    total = 0, ratio;
+    int       finite, known;
+    mt_status st;
+
+    for (int i = 0; i < w->n; i++) {
+        MT_TRY(weigh(u, &w->jobs[i], &total, &finite, &known));
+        if (!known)
+            return MT_FAIL(MT_ESTATE, "unit %s: a gradient to be clipped came without its sum of "
+                           "squares; offload it, or give the job a sumsq",
+                           mt_store_name(u->store, w->jobs[i].j.unit));
+    }
+    r->norm = sqrt(total);
+    r->skipped = isfinite(r->norm) ? 0 : w->n;
+    r->normed = 1;
+    ratio = w->max_norm / (r->norm + 1e-6);
+    *clip = ratio < 1.0 ? (float)ratio : 1.0f;
+    publish(u, w, r);
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* The unit's weights are written here: copies that read them must be over. */
+static mt_status run_job(mt_updater *u, const job *b, float clip)
+{
+    mt_status st;
+
+    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+    MT_TRY(mt_ledger_wait_fetch(u->store, b->j.unit));
+    MT_TRY(b->j.run(b->j.arg, u->pool, clip));
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* Without max_norm: the unit's own gradients decide, and the norm becomes known on the way. */
+static mt_status judge_and_run(mt_updater *u, const job *b, double *total, result *r)
+{
+    int       finite, known;
+    mt_status st;
+
+    MT_TRY(weigh(u, b, total, &finite, &known));
+    if (finite)
+        return run_job(u, b, 1.0f);
+    r->skipped++;
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* Runs the jobs in order. After a failure the rest is only ended. */
+static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip, result *r)
+{
+    double total = 0;
+    int    skip_all = w->max_norm > 0 && r->skipped > 0;
+
+    for (int i = 0; i < w->n; i++) {
+        const job *b = &w->jobs[i];
+
+        if (st == MT_OK && !skip_all)
+            st = w->max_norm > 0 ? run_job(u, b, clip) : judge_and_run(u, b, &total, r);
+        /* At once, not after this unit's update_end: the next fetch of it must fail, not read. */
+        if (st != MT_OK)
+            mt_ledger_fault(u->store, st, mt_last_error());
+        mt_ledger_update_end(u->store, b->j.unit);
+        if (b->j.free != NULL)
+            b->j.free(b->j.arg);
+    }
+    if (!(w->max_norm > 0))
+        r->norm = sqrt(total);
+    return st;
+}
+
+static void carry_out(mt_updater *u, const work *w)
+{
+    result    r = { .norm = (double)NAN };
+    float     clip = 1.0f;
+    mt_status st = MT_OK;
+
+    if (w->max_norm > 0)
+        st = weigh_all(u, w, &r, &clip);
+    st = run_all(u, w, st, clip, &r);
+    if (st != MT_OK)
+        mt_ledger_fault(u->store, st, mt_last_error());
+    r.normed = r.done = 1;
+    publish(u, w, &r);
+}
+
+/* NULL: the updater closes and nothing is left. */
+static work *next_work(mt_updater *u)
+{
+    work *w;
+
+    pthread_mutex_lock(&u->mu);
+    while (u->first == NULL && !u->stop)
+        pthread_cond_wait(&u->more, &u->mu);
+    if ((w = u->first) != NULL && (u->first = w->next) == NULL)
+        u->last = &u->first;
+    pthread_mutex_unlock(&u->mu);
+    return w;
+}
+
+static void *updater_main(void *arg)
+{
+    mt_updater *u = arg;
+    work       *w;
+
+    pthread_setname_np(pthread_self(), "mt-updater");
+    while ((w = next_work(u)) != NULL) {
+        carry_out(u, w);
+        work_free(w);
+    }
+    return NULL;
+}
+
+/* ---- open and close ---------------------------------------------------------------------------- */
+
+mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out)
+{
+    mt_updater *u = calloc(1, sizeof *u);
+
+    if (u == NULL)
+        return MT_FAIL(MT_ENOMEM, "update: calloc(%zu)", sizeof *u);
+    u->store = store;
+    u->grads = grads;
+    u->pool = pool;
+    u->last = &u->first;
+    pthread_mutex_init(&u->mu, NULL);
+    pthread_cond_init(&u->more, NULL);
+    pthread_cond_init(&u->news, NULL);
+    if (pthread_create(&u->thread, NULL, updater_main, u) != 0) {
+        mt_update_close(u);
+        return MT_FAIL(MT_ENOMEM, "update: no thread for the updater");
+    }
+    u->runs = 1;
+    *out = u;
+    return MT_OK;
+}
+
+void mt_update_close(mt_updater *u)
+{
+    if (u == NULL)
+        return;
+    pthread_mutex_lock(&u->mu);
+    u->stop = 1;
+    pthread_cond_broadcast(&u->more);
+    pthread_mutex_unlock(&u->mu);
+    if (u->runs)
+        pthread_join(u->thread, NULL);
+    pthread_cond_destroy(&u->news);
+    pthread_cond_destroy(&u->more);
+    pthread_mutex_destroy(&u->mu);
+    free(u);
+}
+
+/* ---- submit, and what came of it ----------------------------------------------------------------- */
+
+/* Announces, then hands over: the updater never ends what was not begun. */
+static uint64_t hand_over(mt_updater *u, work *w, int *sync)
+{
+    for (int i = 0; i < w->n; i++)
+        mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
+    pthread_mutex_lock(&u->mu);
+    while (u->submitted - u->done >= AHEAD)
+        pthread_cond_wait(&u->news, &u->mu);
+    w->ticket = ++u->submitted;
+    u->results[w->ticket % RESULTS] = (result){ 0 };
+    *u->last = w;
+    u->last = &w->next;
+    *sync = u->sync;
+    pthread_cond_signal(&u->more);
+    pthread_mutex_unlock(&u->mu);
+    return w->ticket;
+}
+
+mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
+                           uint64_t *ticket)
+{
+    work     *w = NULL;
+    uint64_t  number;
+    int       sync;
+    mt_status st;
+
+    MT_TRY(mt_ledger_check(u->store));
+    MT_TRY(work_make(u, jobs, n, max_norm, &w));
+    number = hand_over(u, w, &sync);        /* w is the updater's from here on */
+    if (sync)
+        st = mt_update_drain(u);
+    *ticket = number;
+    return st;
+
+fail:
+    for (int i = 0; i < n; i++)
+        if (jobs[i].free != NULL)
+            jobs[i].free(jobs[i].arg);
+    return st;
+}
+
+mt_status mt_update_norm(mt_updater *u, uint64_t ticket, double *norm, int *skipped)
+{
+    result   *r = &u->results[ticket % RESULTS], got;
+    uint64_t  submitted;
+    mt_status st;
+
+    pthread_mutex_lock(&u->mu);
+    submitted = u->submitted;
+    if (ticket == 0 || ticket > submitted || submitted - ticket >= RESULTS) {
+        pthread_mutex_unlock(&u->mu);
+        return MT_FAIL(MT_EINVAL, "update: there is no result of submit %" PRIu64 "; the latest "
+                       "is %" PRIu64 ", and %d are kept", ticket, submitted, RESULTS);
+    }
+    while (!r->normed)
+        pthread_cond_wait(&u->news, &u->mu);
+    got = *r;
+    pthread_mutex_unlock(&u->mu);
+    MT_TRY(mt_ledger_check(u->store));
+    *norm = got.norm;
+    *skipped = got.skipped;
+    return MT_OK;
+fail:
+    return st;
+}
+
+mt_status mt_update_drain(mt_updater *u)
+{
+    uint64_t submitted;
+
+    pthread_mutex_lock(&u->mu);
+    submitted = u->submitted;
+    while (u->done < submitted)
+        pthread_cond_wait(&u->news, &u->mu);
+    pthread_mutex_unlock(&u->mu);
+    return mt_ledger_check(u->store);
+}
+
+void mt_update_debug(mt_updater *u, mt_debug d)
+{
+    pthread_mutex_lock(&u->mu);
+    u->sync = d.sync;
+    pthread_mutex_unlock(&u->mu);
+}
