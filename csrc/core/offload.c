@@ -621,6 +621,18 @@ int mt_offload_counted(mt_offload *o, int unit, int param)
     return counted;
 }
 
+int mt_offload_has_acc(mt_offload *o, int unit, int param)
+{
+    tally *y;
+    int    summed;
+
+    pthread_mutex_lock(&o->mu);
+    y = known(o, unit, param);
+    summed = y != NULL && (y->flags[param] & SUMMED) != 0;
+    pthread_mutex_unlock(&o->mu);
+    return summed;
+}
+
 /* The value was written by d2h or the collector before they ended the hand-over in the ledger,
  * which the caller has waited for; a forget since has cleared the flag and left the value. */
 double mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid)

@@ -69,6 +69,9 @@ double    mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid);
  * submit, since zero_grad() follows step() before the gradients are home: forget leaves the
  * value for the update under way, and the next put of the unit waits for that update. */
 int       mt_offload_counted(mt_offload *o, int unit, int param);
+/* 1: the ACC plane has (or will have, once it is home) the parameter's gradient, of which the GRAD
+ * plane is the rounded copy. Ask before the next forget: an update submitted before it counts. */
+int       mt_offload_has_acc(mt_offload *o, int unit, int param);
 void      mt_offload_forget(mt_offload *o, int unit);     /* zero_grad: next put is a first one */
 
 uint64_t  mt_offload_d2h_bytes(mt_offload *o);

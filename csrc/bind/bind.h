@@ -1,0 +1,117 @@
+/* bind.h — the C core, shown to Python. The only room that knows Python, NumPy or torch.
+ *
+ * Nouns, in the order they appear below:
+ *   state    what one import of the module owns: the exception class, the Engine type
+ *   engine   one streamed model: pool -> device -> store -> offload -> updater, then its stream
+ *   view     a NumPy array over host memory of the store; keeps the engine, and so the memory
+ *
+ * Threads: everything here runs under Python's lock (GIL) unless a comment says otherwise. The
+ *          lock is let go around what may wait; MT_UNLOCKED counts such calls, so that close()
+ *          never takes away what another thread is waiting on.
+ * Errors:  mt_raise turns this thread's mt_last_error() into MegatrainError and returns NULL.
+ */
+#ifndef MT_BIND_H
+#define MT_BIND_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "../core/offload.h"
+#include "../core/stream.h"
+#include "../core/update.h"
+#include "../ops/sumsq.h"
+#include <pthread.h>
+
+#ifndef Py_LIMITED_API
+#error "bind is built against the limited API: one binary for every Python from 3.11 on"
+#endif
+
+/* ---- state ---- */
+
+typedef struct mt_state {
+    PyObject *error;         /* megatrain_torch._core.MegatrainError */
+    PyObject *engine_type;
+} mt_state;
+
+/* errors.c */
+PyObject *mt_raise(PyObject *error, mt_status st);     /* always NULL; keeps an exception already set */
+int mt_arg_int (PyObject *o, int *out);                /* 0, or -1 with TypeError / OverflowError */
+int mt_arg_addr(PyObject *o, uintptr_t *out);
+
+/* kernels.c, torch_ops.c: functions of the module */
+extern PyMethodDef mt_kernel_methods[];
+PyObject *mt_py_register_ops(PyObject *module, PyObject *unused);
+
+/* ---- engine ---- */
+
+typedef struct mt_adopted {
+    uintptr_t handle;        /* cudaStream_t; 0 on CPU */
+    mt_queue *queue;
+} mt_adopted;
+
+typedef struct mt_engine {
+    PyObject_HEAD
+    PyObject   *error;       /* MegatrainError, owned */
+    PyObject   *held, *renew;/* bound methods of SlotHooks, owned; NULL before open_slots */
+    mt_pool    *pool;
+    mt_dev     *dev;
+    mt_store   *store;
+    mt_sumsq   *sums;        /* chunk sums of the D2H queue */
+    mt_offload *offload;     /* NULL once closed, as all below */
+    mt_updater *updater;
+    mt_stream  *stream;      /* NULL before open_slots */
+    mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
+    int         n_adopted;
+    int       (*views)[MT_PLANE_COUNT];   /* [n_views] living arrays of each unit's planes */
+    int         n_views;
+    pthread_mutex_t door;    /* offload and update are entered by one thread at a time, GIL or not */
+    int         door_made;
+    int         busy;        /* calls that have let go of the GIL */
+    int         closed;
+    mt_debug    debug;
+} mt_engine;
+
+/* engine.c */
+PyObject *mt_engine_type_new(PyObject *module);
+mt_engine *mt_engine_usable(PyObject *self);            /* NULL and MegatrainError once closed */
+int mt_engine_unit (mt_engine *e, int unit);            /* 0, or -1 with an exception */
+int mt_engine_param(mt_engine *e, int unit, int param);
+mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exception */
+
+/* Runs `call` without the GIL. `e` outlives it: the caller's argument tuple holds it. */
+#define MT_UNLOCKED(e, st, call)          \
+    do {                                  \
+        (e)->busy++;                      \
+        Py_BEGIN_ALLOW_THREADS            \
+        (st) = (call);                    \
+        Py_END_ALLOW_THREADS              \
+        (e)->busy--;                      \
+    } while (0)
+
+/* Methods, by the noun they belong to. */
+#define MT_METHOD(name)   PyObject *mt_engine_##name(PyObject *self, PyObject *args)
+#define MT_FASTCALL(name) PyObject *mt_engine_##name(PyObject *self, PyObject *const *args, Py_ssize_t n)
+
+/* engine_store.c: store and ledger */
+PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw);
+MT_METHOD(set_trainable); MT_METHOD(hi_bytes); MT_METHOD(offset); MT_METHOD(plane);
+MT_METHOD(drop); MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
+MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
+PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
+
+/* engine_run.c: stream and offload */
+MT_METHOD(open_slots); MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
+MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
+MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);
+PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw);
+
+/* engine_adam.c: updates */
+PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw);
+MT_METHOD(norm);
+
+/* ---- view ---- */
+
+/* arrays.c: uint8[bytes] over p, a plane of a unit; counted in e->views until it dies. */
+PyObject *mt_view_new(mt_engine *e, int unit, mt_plane plane, void *p, size_t bytes);
+
+#endif

@@ -1,0 +1,327 @@
+/* engine.c — the type Engine: its life, its method table, and the checks at its door. */
+#include "bind.h"
+#include <stdlib.h>
+#include <string.h>
+
+/* Gradients of at most this many units are alive on the device at once: one leaves while the
+ * next one is computed. */
+#define GRAD_DEPTH 2
+
+/* ---- checks ---- */
+
+mt_engine *mt_engine_usable(PyObject *self)
+{
+    mt_engine *e = (mt_engine *)self;
+
+    if (e->closed || e->updater == NULL) {
+        PyErr_SetString(e->error, "the engine is closed; stream the model again");
+        return NULL;
+    }
+    return e;
+}
+
+int mt_engine_unit(mt_engine *e, int unit)
+{
+    if (unit >= 0 && unit < mt_store_units(e->store))
+        return 0;
+    PyErr_Format(e->error, "unit %d: the store has units 0 to %d", unit, mt_store_units(e->store) - 1);
+    return -1;
+}
+
+int mt_engine_param(mt_engine *e, int unit, int param)
+{
+    if (mt_engine_unit(e, unit) < 0)
+        return -1;
+    if (param >= 0 && param < mt_store_params(e->store, unit))
+        return 0;
+    PyErr_Format(e->error, "unit %d (%s), parameter %d: it has parameters 0 to %d", unit,
+                 mt_store_name(e->store, unit), param, mt_store_params(e->store, unit) - 1);
+    return -1;
+}
+
+/* Streams of torch are few and live as long as the process: each is wrapped once. */
+mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle)
+{
+    mt_adopted *grown;
+    mt_queue   *queue;
+    mt_status   st;
+
+    for (int i = 0; i < e->n_adopted; i++)
+        if (e->adopted[i].handle == handle)
+            return e->adopted[i].queue;
+    grown = realloc(e->adopted, (size_t)(e->n_adopted + 1) * sizeof *grown);
+    if (grown == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    e->adopted = grown;
+    if ((st = e->dev->ops->queue_adopt(e->dev, handle, &queue)) != MT_OK) {
+        mt_raise(e->error, st);
+        return NULL;
+    }
+    e->adopted[e->n_adopted++] = (mt_adopted){ .handle = handle, .queue = queue };
+    return queue;
+}
+
+/* ---- life ---- */
+
+static mt_status open_device(const char *device, int index, int delay_us, uint64_t seed, mt_dev **out)
+{
+    mt_dev   *dev = NULL;
+    mt_status st;
+
+    if (strcmp(device, "cpu") == 0)
+        MT_TRY(mt_dev_cpu_open(&dev));
+    else if (strcmp(device, "cuda") == 0)
+        MT_TRY(mt_dev_cuda_open(index, &dev));
+    else
+        return MT_FAIL(MT_EINVAL, "unknown device \"%s\"; there are \"cpu\" and \"cuda\"", device);
+    if (delay_us > 0)
+        MT_TRY(mt_dev_delay_open(dev, seed, delay_us, &dev));
+    *out = dev;
+    return MT_OK;
+
+fail:
+    if (dev != NULL)
+        dev->ops->close(dev);
+    return st;
+}
+
+/* In the order of the header; what was opened before a failure is closed by dealloc. */
+static mt_status engine_open(mt_engine *e, const char *device, int index, int threads,
+                             int delay_us, uint64_t seed)
+{
+    mt_offload_kernels kernels = { .sumsq = mt_sumsq_put, .accumulate = mt_accumulate };
+    mt_status          st;
+
+    MT_TRY(mt_pool_open(threads, &e->pool));
+    MT_TRY(open_device(device, index, delay_us, seed, &e->dev));
+    MT_TRY(mt_store_open(e->dev, e->pool, &e->store));
+    MT_TRY(mt_sumsq_open(e->dev, &e->sums));
+    kernels.ctx = e->sums;
+    MT_TRY(mt_offload_open(e->dev, e->store, e->pool, GRAD_DEPTH, kernels, &e->offload));
+    MT_TRY(mt_update_open(e->store, e->offload, e->pool, &e->updater));
+    return MT_OK;
+
+fail:
+    return st;
+}
+
+static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kw)
+{
+    allocfunc  alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    mt_state  *state = PyType_GetModuleState(type);
+    mt_engine *e;
+
+    (void)args;
+    (void)kw;
+    if (state == NULL || (e = (mt_engine *)alloc(type, 0)) == NULL)
+        return NULL;
+    e->error = Py_NewRef(state->error);
+    if (pthread_mutex_init(&e->door, NULL) != 0) {
+        PyErr_SetString(e->error, "engine: pthread_mutex_init failed");
+        Py_DECREF((PyObject *)e);
+        return NULL;
+    }
+    e->door_made = 1;
+    return (PyObject *)e;
+}
+
+static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char *names[] = { "device", "index", "threads", "delay_us", "seed", NULL };
+    mt_engine   *e = (mt_engine *)self;
+    const char  *device;
+    int          index = 0, threads = 1, delay_us = 0;
+    unsigned long long seed = 0;
+    mt_status    st;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiK:Engine", names, &device, &index, &threads,
+                                     &delay_us, &seed))
+        return -1;
+    if (e->pool != NULL) {
+        PyErr_SetString(e->error, "an Engine is opened once; make a new one");
+        return -1;
+    }
+    MT_UNLOCKED(e, st, engine_open(e, device, index, threads, delay_us, seed));
+    if (st != MT_OK)
+        mt_raise(e->error, st);
+    return st == MT_OK ? 0 : -1;
+}
+
+/* Stops every thread that works on the store: updates finish first (the mover may be waiting for
+ * one), then gradients come home, then the last weights land. The store stays: arrays show it. */
+static mt_status engine_stop(mt_engine *e)
+{
+    mt_update_close(e->updater);
+    mt_offload_close(e->offload);
+    mt_stream_close(e->stream);
+    for (int i = 0; i < e->n_adopted; i++)
+        e->dev->ops->queue_close(e->adopted[i].queue);
+    mt_sumsq_close(e->sums);
+    free(e->adopted);
+    e->updater = NULL;
+    e->offload = NULL;
+    e->stream = NULL;
+    e->sums = NULL;
+    e->adopted = NULL;
+    e->n_adopted = 0;
+    return MT_OK;
+}
+
+static void engine_free(mt_engine *e)
+{
+    mt_store_close(e->store);            /* unregisters its arenas with the device */
+    if (e->dev != NULL)
+        e->dev->ops->close(e->dev);
+    mt_pool_close(e->pool);
+    free(e->views);
+    if (e->door_made)
+        pthread_mutex_destroy(&e->door);
+}
+
+static PyObject *engine_close(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = (mt_engine *)self;
+    mt_status  st;
+
+    (void)unused;
+    if (e->closed)
+        Py_RETURN_NONE;
+    if (e->busy > 0) {
+        PyErr_Format(e->error, "engine: %d calls of other threads are still waiting in it; "
+                     "close it when they are back", e->busy);
+        return NULL;
+    }
+    e->closed = 1;
+    MT_UNLOCKED(e, st, engine_stop(e));
+    (void)st;
+    Py_CLEAR(e->held);
+    Py_CLEAR(e->renew);
+    Py_RETURN_NONE;
+}
+
+static int engine_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    mt_engine *e = (mt_engine *)self;
+
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(e->held);
+    Py_VISIT(e->renew);
+    return 0;
+}
+
+static int engine_clear(PyObject *self)
+{
+    mt_engine *e = (mt_engine *)self;
+
+    Py_CLEAR(e->held);
+    Py_CLEAR(e->renew);
+    return 0;
+}
+
+/* Nobody can call in any more: no view, no argument tuple, no method holds it. */
+static void engine_dealloc(PyObject *self)
+{
+    mt_engine    *e = (mt_engine *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc      release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    PyObject_GC_UnTrack(self);
+    Py_BEGIN_ALLOW_THREADS
+    engine_stop(e);
+    engine_free(e);
+    Py_END_ALLOW_THREADS
+    engine_clear(self);
+    Py_CLEAR(e->error);
+    release(self);
+    Py_DECREF((PyObject *)type);
+}
+
+/* ---- tables ---- */
+
+#define KEYWORDS(fn) ((PyCFunction)(void (*)(void))(fn))
+
+static PyMethodDef methods[] = {
+    { "close", engine_close, METH_NOARGS,
+      "close($self)\n--\n\nStop the engine's threads. Arrays already given stay valid. Idempotent." },
+
+    { "add_unit", KEYWORDS(mt_engine_add_unit), METH_VARARGS | METH_KEYWORDS,
+      "add_unit($self, name, dtypes, numels, trainable)\n--\n\nThe new unit's number." },
+    { "set_trainable", mt_engine_set_trainable, METH_VARARGS,
+      "set_trainable($self, unit, param, on, /)\n--\n\n" },
+    { "hi_bytes", mt_engine_hi_bytes, METH_VARARGS,
+      "hi_bytes($self, unit, /)\n--\n\nBytes of the unit's weights: what a slot must hold." },
+    { "offset", mt_engine_offset, METH_VARARGS,
+      "offset($self, unit, param, /)\n--\n\nByte offset of the parameter in the unit and in a slot." },
+    { "plane", mt_engine_plane, METH_VARARGS,
+      "plane($self, unit, param, plane, /)\n--\n\nuint8 array over the parameter's bytes in a plane." },
+    { "drop", mt_engine_drop, METH_VARARGS,
+      "drop($self, unit, plane, /)\n--\n\nGive a plane's memory back; refused while an array shows it." },
+    { "host_bytes", KEYWORDS(mt_engine_host_bytes), METH_VARARGS | METH_KEYWORDS,
+      "host_bytes($self, plane=-1)\n--\n\nHost bytes mapped: of one plane, or of all." },
+
+    { "version", mt_engine_version, METH_VARARGS, "version($self, unit, /)\n--\n\n" },
+    { "touch", mt_engine_touch, METH_VARARGS,
+      "touch($self, unit, /)\n--\n\nThe unit's weights were written from outside." },
+    { "wait_updates", mt_engine_wait_updates, METH_VARARGS, "wait_updates($self, unit, /)\n--\n\n" },
+    { "wait_grads", mt_engine_wait_grads, METH_VARARGS, "wait_grads($self, unit, /)\n--\n\n" },
+    { "wait_fetch", mt_engine_wait_fetch, METH_VARARGS, "wait_fetch($self, unit, /)\n--\n\n" },
+    { "check", mt_engine_check, METH_NOARGS,
+      "check($self)\n--\n\nRaise the failure of a worker, if there was one." },
+    { "watchdog", mt_engine_watchdog, METH_VARARGS,
+      "watchdog($self, seconds, /)\n--\n\nWaits longer than this raise, naming the unit." },
+
+    { "open_slots", mt_engine_open_slots, METH_VARARGS,
+      "open_slots($self, slots, hooks, /)\n--\n\nslots: (address, bytes) of device memory." },
+    { "begin", mt_engine_begin, METH_NOARGS, "begin($self)\n--\n\nA root forward starts." },
+    { "acquire", KEYWORDS(mt_engine_acquire), METH_FASTCALL,
+      "acquire($self, unit, stream, /)\n--\n\nThe slot the unit is in; stream waits for the copy." },
+    { "kick", mt_engine_kick, METH_VARARGS,
+      "kick($self, stream, /)\n--\n\nHand over the first fetches of the next forward." },
+    { "find", KEYWORDS(mt_engine_find), METH_FASTCALL,
+      "find($self, address, /)\n--\n\n(slot, unit, byte offset); slot -1 when no slot holds it." },
+    { "schedule", mt_engine_schedule, METH_NOARGS,
+      "schedule($self)\n--\n\nThe schedule as text; \"\" before the first." },
+    { "stats", mt_engine_stats, METH_NOARGS, "stats($self)\n--\n\nCounters since open." },
+
+    { "offload", KEYWORDS(mt_engine_put), METH_FASTCALL,
+      "offload($self, unit, items, stream, /)\n--\n\nGradients leave; returns the ticket." },
+    { "passed", mt_engine_passed, METH_NOARGS,
+      "passed($self)\n--\n\nSources of tickets up to this one may be freed." },
+    { "drain", mt_engine_drain, METH_NOARGS,
+      "drain($self)\n--\n\nWait for all gradients and all updates." },
+    { "forget", mt_engine_forget, METH_VARARGS,
+      "forget($self, unit, /)\n--\n\nzero_grad: the unit's next hand-over is a first one." },
+
+    { "debug", KEYWORDS(mt_engine_debug), METH_VARARGS | METH_KEYWORDS,
+      "debug($self, skip=0, poison=False, sync=False)\n--\n\nTests only." },
+
+    { "adam", KEYWORDS(mt_engine_adam), METH_VARARGS | METH_KEYWORDS,
+      "adam($self, units, max_norm)\n--\n\nSubmit one AdamW step; returns its ticket at once." },
+    { "norm", mt_engine_norm, METH_VARARGS,
+      "norm($self, ticket, /)\n--\n\n(global norm before clipping, units skipped); waits." },
+    { NULL, NULL, 0, NULL },
+};
+
+PyObject *mt_engine_type_new(PyObject *module)
+{
+    static PyType_Slot slots[] = {
+        { Py_tp_doc, "Engine(device, index=0, threads=1, delay_us=0, seed=0)\n--\n\n"
+                     "One streamed model: device, pool, store, stream, offload and updater." },
+        { Py_tp_new, engine_new },
+        { Py_tp_init, engine_init },
+        { Py_tp_dealloc, engine_dealloc },
+        { Py_tp_traverse, engine_traverse },
+        { Py_tp_clear, engine_clear },
+        { Py_tp_methods, methods },
+        { 0, NULL },
+    };
+    static PyType_Spec spec = {
+        .name = "megatrain_torch._core.Engine",
+        .basicsize = sizeof(mt_engine),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = slots,
+    };
+    return PyType_FromModuleAndSpec(module, &spec, NULL);
+}

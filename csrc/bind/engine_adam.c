@@ -1,0 +1,274 @@
+/* engine_adam.c — Engine.adam: what one step asks for, copied out of Python, run behind its back.
+ *
+ * Threads: parsing is under the GIL; job_sumsq, job_run and job_free run on the updater's thread
+ * and know nothing of Python. A job owns copies of everything but the gradient memory that the
+ * caller named, which the caller keeps until the unit's update is over.
+ */
+#include "bind.h"
+#include "../optim/adam.h"
+#include <stdlib.h>
+
+typedef struct adam_param {
+    int           param;
+    mt_adam_hyper hyper;
+    const void   *grad;      /* NULL: the store's planes */
+    mt_dtype      grad_dtype;/* of grad */
+    int           changed;   /* by the user since it came home: the sum taken then does not count */
+    int           acc;       /* grad NULL: the fp32 sum of micro-batches is the gradient */
+} adam_param;
+
+typedef struct adam_job {
+    mt_store   *store;
+    int         unit;
+    int         n;
+    int        *params;      /* [n], for the updater */
+    adam_param *p;           /* [n] */
+} adam_job;
+
+/* ---- on the updater's thread ---- */
+
+/* The gradient as memory: the caller's, else the fp32 sum of micro-batches, else the GRAD plane. */
+static mt_status gradient(const adam_job *j, const adam_param *p, const void **grad, mt_dtype *dtype)
+{
+    void     *plane;
+    mt_status st;
+
+    if (p->grad != NULL) {
+        *grad = p->grad;
+        *dtype = p->grad_dtype;
+        return MT_OK;
+    }
+    MT_TRY(mt_store_at(j->store, j->unit, p->param, p->acc ? MT_PLANE_ACC : MT_PLANE_GRAD, &plane));
+    *grad = plane;
+    *dtype = p->acc ? MT_F32 : mt_store_desc(j->store, j->unit, p->param)->dtype;
+fail:
+    return st;
+}
+
+/* mt_update_job.sumsq. Memory the caller named was never offloaded, so it is always summed. When
+ * the planes cannot be had, run says so: the sum here is then 0. */
+static double job_sumsq(void *arg, mt_pool *pool, int i, int *use)
+{
+    const adam_job   *j = arg;
+    const adam_param *p = &j->p[i];
+    const void       *grad;
+    mt_dtype          dtype;
+
+    *use = p->changed || p->grad != NULL;
+    if (!*use || gradient(j, p, &grad, &dtype) != MT_OK)
+        return 0.0;
+    return mt_sumsq_host(pool, dtype, grad, mt_store_desc(j->store, j->unit, p->param)->numel);
+}
+
+static mt_status tensor_of(const adam_job *j, const adam_param *p, mt_adam_tensor *t)
+{
+    const mt_param_desc *d = mt_store_desc(j->store, j->unit, p->param);
+    void     *hi, *m, *v, *lo = NULL, *master = NULL;
+    mt_status st;
+
+    MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_HI, &hi));
+    MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_M, &m));
+    MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_V, &v));
+    if (d->dtype == MT_BF16)
+        MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_LO, &lo));
+    if (d->dtype == MT_F16)
+        MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_MASTER, &master));
+    *t = (mt_adam_tensor){ .dtype = d->dtype, .n = d->numel, .hi = hi, .lo = lo, .master = master,
+                           .m = m, .v = v, .hyper = p->hyper };
+    MT_TRY(gradient(j, p, &t->grad, &t->grad_dtype));
+fail:
+    return st;
+}
+
+static mt_status job_run(void *arg, mt_pool *pool, float clip)
+{
+    const adam_job *j = arg;
+    mt_adam_tensor *t = calloc((size_t)j->n + 1, sizeof *t);
+    mt_status       st;
+
+    if (t == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d tensors", j->unit,
+                       mt_store_name(j->store, j->unit), j->n);
+    for (int i = 0; i < j->n; i++)
+        MT_TRY(tensor_of(j, &j->p[i], &t[i]));
+    MT_TRY(mt_adam_step(pool, t, j->n, clip, mt_isa_best()));
+fail:
+    free(t);
+    return st;
+}
+
+static void job_free(void *arg)
+{
+    adam_job *j = arg;
+
+    if (j == NULL)
+        return;
+    free(j->params);
+    free(j->p);
+    free(j);
+}
+
+/* ---- under the GIL ---- */
+
+/* mt_adam_step's own checks, on no elements: a bad number is refused here, not on a worker where
+ * it would end the run. */
+static int hyper_ok(mt_engine *e, int unit, const adam_param *p)
+{
+    const mt_param_desc *d = mt_store_desc(e->store, unit, p->param);
+    float          none = 0;
+    mt_adam_tensor t = { .dtype = d->dtype, .hi = &none, .master = &none, .lo = (int16_t *)(void *)&none,
+                         .m = &none, .v = &none, .grad = &none, .hyper = p->hyper,
+                         .grad_dtype = p->grad == NULL ? d->dtype : p->grad_dtype };
+    mt_status st = mt_adam_step(NULL, &t, 1, 1.0f, MT_ISA_SCALAR);
+
+    if (st == MT_OK)
+        return 0;
+    PyErr_Format(e->error, "unit %d (%s), parameter %d (%s): %s", unit, mt_store_name(e->store, unit),
+                 p->param, mt_dtype_name(d->dtype), mt_last_error());
+    return -1;
+}
+
+static int param_of(mt_engine *e, int unit, PyObject *tuple, adam_param *out)
+{
+    adam_param p = { 0 };
+    long long  step;
+    unsigned long long address;
+    int        grad_dtype;
+
+    if (!PyArg_ParseTuple(tuple, "idddddLpKip;an entry is (param, lr, beta1, beta2, eps, weight_decay, "
+                          "step, maximize, grad_address, grad_dtype, changed)",
+                          &p.param, &p.hyper.lr, &p.hyper.beta1, &p.hyper.beta2, &p.hyper.eps,
+                          &p.hyper.weight_decay, &step, &p.hyper.maximize, &address, &grad_dtype,
+                          &p.changed))
+        return -1;
+    if (mt_engine_param(e, unit, p.param) < 0)
+        return -1;
+    p.hyper.step = step;
+    p.grad = (const void *)(uintptr_t)address;
+    p.grad_dtype = (mt_dtype)grad_dtype;
+    /* Asked now: a zero_grad() may come before the update runs. A user's change is in the GRAD
+     * plane, the rounded copy, and makes the sum stale. */
+    p.acc = address == 0 && !p.changed && mt_offload_has_acc(e->offload, unit, p.param);
+    if (hyper_ok(e, unit, &p) < 0)
+        return -1;
+    *out = p;
+    return 0;
+}
+
+static adam_job *job_new(mt_engine *e, int unit, int n)
+{
+    adam_job *j = calloc(1, sizeof *j);
+
+    if (j == NULL)
+        return (adam_job *)(void *)PyErr_NoMemory();
+    *j = (adam_job){ .store = e->store, .unit = unit, .n = n };
+    j->params = calloc((size_t)n + 1, sizeof *j->params);
+    j->p = calloc((size_t)n + 1, sizeof *j->p);
+    if (j->params == NULL || j->p == NULL) {
+        job_free(j);
+        return (adam_job *)(void *)PyErr_NoMemory();
+    }
+    return j;
+}
+
+/* entries: a tuple of parameter tuples. */
+static adam_job *job_of(mt_engine *e, int unit, PyObject *entries)
+{
+    adam_job *j = job_new(e, unit, (int)PyTuple_Size(entries));
+
+    for (int i = 0; j != NULL && i < j->n; i++) {
+        if (param_of(e, unit, PyTuple_GetItem(entries, i), &j->p[i]) < 0) {
+            job_free(j);
+            return NULL;
+        }
+        j->params[i] = j->p[i].param;
+    }
+    return j;
+}
+
+static int update_of(mt_engine *e, PyObject *item, mt_update_job *out)
+{
+    PyObject *sequence, *entries;
+    adam_job *j;
+    int       unit;
+
+    if (!PyArg_ParseTuple(item, "iO;a unit is (unit, entries)", &unit, &sequence) ||
+        mt_engine_unit(e, unit) < 0 || (entries = PySequence_Tuple(sequence)) == NULL)
+        return -1;
+    j = job_of(e, unit, entries);
+    Py_DECREF(entries);
+    if (j == NULL)
+        return -1;
+    *out = (mt_update_job){ .unit = unit, .n_params = j->n, .params = j->params, .sumsq = job_sumsq,
+                            .run = job_run, .free = job_free, .arg = j };
+    return 0;
+}
+
+/* malloc'd [size of tuple], or NULL with an exception. */
+static mt_update_job *updates_of(mt_engine *e, PyObject *tuple)
+{
+    Py_ssize_t     n = PyTuple_Size(tuple);
+    mt_update_job *jobs = calloc((size_t)n + 1, sizeof *jobs);
+
+    if (jobs == NULL)
+        return (mt_update_job *)(void *)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (update_of(e, PyTuple_GetItem(tuple, i), &jobs[i]) < 0) {
+            while (i-- > 0)
+                job_free(jobs[i].arg);
+            free(jobs);
+            return NULL;
+        }
+    return jobs;
+}
+
+/* Returns at once, but for the debug mode in which it waits for the update. */
+static mt_status submit_alone(mt_engine *e, const mt_update_job *jobs, int n, double max_norm,
+                              uint64_t *ticket)
+{
+    mt_status st;
+
+    pthread_mutex_lock(&e->door);
+    st = mt_update_submit(e->updater, jobs, n, max_norm, ticket);
+    pthread_mutex_unlock(&e->door);
+    return st;
+}
+
+PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char   *names[] = { "units", "max_norm", NULL };
+    mt_engine     *e = mt_engine_usable(self);
+    PyObject      *sequence, *units;
+    mt_update_job *jobs;
+    double         max_norm;
+    uint64_t       ticket;
+    mt_status      st = MT_OK;
+    int            n;
+
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "Od:adam", names, &sequence, &max_norm))
+        return NULL;
+    if ((units = PySequence_Tuple(sequence)) == NULL)
+        return NULL;
+    n = (int)PyTuple_Size(units);
+    jobs = updates_of(e, units);
+    Py_DECREF(units);
+    if (jobs == NULL)
+        return NULL;
+    MT_UNLOCKED(e, st, submit_alone(e, jobs, n, max_norm, &ticket));   /* the args are the updater's now */
+    free(jobs);
+    return st == MT_OK ? PyLong_FromUnsignedLongLong(ticket) : mt_raise(e->error, st);
+}
+
+PyObject *mt_engine_norm(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = mt_engine_usable(self);
+    unsigned long long ticket;
+    double             norm;
+    int                skipped;
+    mt_status          st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "K:norm", &ticket))
+        return NULL;
+    MT_UNLOCKED(e, st, mt_update_norm(e->updater, ticket, &norm, &skipped));
+    return st == MT_OK ? Py_BuildValue("(di)", norm, skipped) : mt_raise(e->error, st);
+}

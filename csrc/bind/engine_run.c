@@ -1,0 +1,405 @@
+/* engine_run.c — Engine's methods on a running step: weights in, gradients out. The hot path. */
+#include "bind.h"
+#include <stdlib.h>
+
+/* ---- hooks: the core asks, Python answers ----
+ * Called by mt_stream_acquire and mt_stream_kick on the thread that holds the GIL. A hook that
+ * raises makes the call fail; mt_raise then keeps the hook's own exception. */
+
+static int hook_held(void *ctx, int slot)
+{
+    mt_engine *e = ctx;
+    PyObject  *answer = e->held == NULL ? NULL : PyObject_CallFunction(e->held, "i", slot);
+    int        held = answer == NULL ? -1 : PyObject_IsTrue(answer);
+
+    Py_XDECREF(answer);
+    return held != 0;                    /* raised: "held", so that renew is asked, which fails */
+}
+
+static mt_status hook_renew(void *ctx, int slot, void **mem)
+{
+    mt_engine *e = ctx;
+    PyObject  *answer;
+    uintptr_t  address;
+    int        bad;
+
+    if (PyErr_Occurred())
+        return MT_FAIL(MT_ESTATE, "slot %d: the hook held() raised", slot);
+    answer = e->renew == NULL ? NULL : PyObject_CallFunction(e->renew, "i", slot);
+    bad = answer == NULL || mt_arg_addr(answer, &address) < 0;
+    Py_XDECREF(answer);
+    if (bad)
+        return MT_FAIL(MT_EDEVMEM, "slot %d: the hook renew() gave no memory", slot);
+    if (address == 0)
+        return MT_FAIL(MT_EDEVMEM, "slot %d: the hook renew() gave address 0", slot);
+    *mem = (void *)address;
+    return MT_OK;
+}
+
+/* ---- stream ---- */
+
+static mt_engine *streaming(PyObject *self)
+{
+    mt_engine *e = mt_engine_usable(self);
+
+    if (e != NULL && e->stream == NULL) {
+        PyErr_SetString(e->error, "no slots yet; call open_slots() before the first forward");
+        return NULL;
+    }
+    return e;
+}
+
+static mt_slot_desc *slot_descs(PyObject *slots, int *n)
+{
+    Py_ssize_t    count = PyTuple_Size(slots);
+    mt_slot_desc *d = calloc((size_t)count + 1, sizeof *d);
+    unsigned long long address;
+    Py_ssize_t         bytes;
+
+    if (d == NULL)
+        return (mt_slot_desc *)(void *)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!PyArg_ParseTuple(PyTuple_GetItem(slots, i), "Kn;a slot is (address, bytes)", &address, &bytes)) {
+            free(d);
+            return NULL;
+        }
+        d[i] = (mt_slot_desc){ .mem = (void *)(uintptr_t)address, .bytes = (size_t)bytes };
+    }
+    *n = (int)count;
+    return d;
+}
+
+static int hooks_take(mt_engine *e, PyObject *hooks)
+{
+    PyObject *held = PyObject_GetAttrString(hooks, "held");
+    PyObject *renew = held == NULL ? NULL : PyObject_GetAttrString(hooks, "renew");
+
+    if (renew == NULL) {
+        Py_XDECREF(held);
+        return -1;
+    }
+    e->held = held;
+    e->renew = renew;
+    return 0;
+}
+
+PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
+{
+    mt_engine    *e = mt_engine_usable(self);
+    mt_slot_hooks hooks = { .held = hook_held, .renew = hook_renew, .ctx = e };
+    PyObject     *sequence, *object, *slots;
+    mt_slot_desc *d;
+    mt_status     st;
+    int           n;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "OO:open_slots", &sequence, &object))
+        return NULL;
+    if (e->stream != NULL) {
+        PyErr_SetString(e->error, "slots are open already; an engine opens them once");
+        return NULL;
+    }
+    if ((slots = PySequence_Tuple(sequence)) == NULL)
+        return NULL;
+    d = slot_descs(slots, &n);
+    Py_DECREF(slots);
+    if (d == NULL)
+        return NULL;
+    if (hooks_take(e, object) < 0) {
+        free(d);
+        return NULL;
+    }
+    if ((st = mt_stream_open(e->dev, e->store, d, n, hooks, &e->stream)) == MT_OK)
+        mt_stream_debug(e->stream, e->debug);
+    free(d);
+    if (st == MT_OK)
+        Py_RETURN_NONE;
+    Py_CLEAR(e->held);
+    Py_CLEAR(e->renew);
+    return mt_raise(e->error, st);
+}
+
+PyObject *mt_engine_begin(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = streaming(self);
+    mt_status  st;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    if ((st = mt_stream_begin(e->stream)) != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+/* Under the GIL up to the decision (it may ask the hooks); the wait for the mover is without. */
+PyObject *mt_engine_acquire(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
+    mt_engine *e = streaming(self);
+    mt_queue  *run;
+    uintptr_t  handle;
+    mt_status  st;
+    int        unit, slot;
+    void      *mem;
+
+    if (e == NULL)
+        return NULL;
+    if (n != 2) {
+        PyErr_Format(PyExc_TypeError, "acquire(unit, stream) takes 2 arguments, %zd given", n);
+        return NULL;
+    }
+    if (mt_arg_int(args[0], &unit) < 0 || mt_arg_addr(args[1], &handle) < 0)
+        return NULL;
+    if (mt_engine_unit(e, unit) < 0 || (run = mt_engine_queue(e, handle)) == NULL)
+        return NULL;
+    e->busy++;                           /* a hook that calls close() is refused */
+    st = mt_stream_acquire(e->stream, unit, run, &slot, &mem);
+    e->busy--;
+    if (st == MT_OK && !PyErr_Occurred())
+        MT_UNLOCKED(e, st, mt_stream_await(e->stream, slot, run));
+    if (st != MT_OK || PyErr_Occurred())
+        return mt_raise(e->error, st);
+    return PyLong_FromLong(slot);
+}
+
+PyObject *mt_engine_kick(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = streaming(self);
+    unsigned long long handle;
+    mt_queue          *run;
+    mt_status          st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "K:kick", &handle))
+        return NULL;
+    if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+        return NULL;
+    e->busy++;
+    st = mt_stream_kick(e->stream, run);
+    e->busy--;
+    if (st != MT_OK || PyErr_Occurred())
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_find(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
+    mt_engine *e = streaming(self);
+    uintptr_t  address;
+    int        slot, unit = -1;
+    size_t     offset = 0;
+
+    if (e == NULL)
+        return NULL;
+    if (n != 1) {
+        PyErr_Format(PyExc_TypeError, "find(address) takes 1 argument, %zd given", n);
+        return NULL;
+    }
+    if (mt_arg_addr(args[0], &address) < 0)
+        return NULL;
+    slot = mt_stream_find(e->stream, (const void *)address, &unit, &offset);
+    return Py_BuildValue("(iin)", slot, unit, (Py_ssize_t)offset);
+}
+
+/* The listing with the units' names; malloc'd or NULL. */
+static char *schedule_text(mt_engine *e, const mt_schedule *s)
+{
+    int          n = mt_store_units(e->store);
+    const char **names = calloc((size_t)n + 1, sizeof *names);
+    size_t       bytes;
+    char        *text = NULL;
+
+    if (names == NULL)
+        return NULL;
+    for (int i = 0; i < n; i++)
+        names[i] = mt_store_name(e->store, i);
+    bytes = mt_schedule_print(s, names, NULL, 0) + 1;
+    if ((text = malloc(bytes)) != NULL)
+        mt_schedule_print(s, names, text, bytes);
+    free(names);
+    return text;
+}
+
+PyObject *mt_engine_schedule(PyObject *self, PyObject *unused)
+{
+    mt_engine         *e = streaming(self);
+    const mt_schedule *s;
+    PyObject          *out;
+    char              *text;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    if ((s = mt_stream_schedule(e->stream)) == NULL)
+        return PyUnicode_FromString("");
+    if ((text = schedule_text(e, s)) == NULL)
+        return PyErr_NoMemory();
+    out = PyUnicode_FromString(text);
+    free(text);
+    return out;
+}
+
+PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
+{
+    mt_engine      *e = mt_engine_usable(self);
+    mt_stream_stats s = { 0 };
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    if (e->stream != NULL)
+        s = mt_stream_stats_get(e->stream);
+    return Py_BuildValue("{sLsLsLsKsKsK}", "fetches", (long long)s.fetches,
+                         "demand_fetches", (long long)s.demand_fetches,
+                         "rebuilds", (long long)s.rebuilds,
+                         "h2d_bytes", (unsigned long long)s.h2d_bytes,
+                         "await_ns", (unsigned long long)s.await_ns,
+                         "d2h_bytes", (unsigned long long)mt_offload_d2h_bytes(e->offload));
+}
+
+/* ---- offload ---- */
+
+static int item_at(mt_engine *e, int unit, PyObject *tuple, mt_grad_item *out)
+{
+    unsigned long long address;
+    int                param, mode, reread;
+
+    if (!PyArg_ParseTuple(tuple, "iKip;an item is (param, address, mode, reread)", &param, &address,
+                          &mode, &reread))
+        return -1;
+    if (mt_engine_param(e, unit, param) < 0)
+        return -1;
+    if ((mode != MT_GRAD_SET && mode != MT_GRAD_ADD) || address == 0) {
+        PyErr_Format(e->error, "unit %d (%s), parameter %d: mode %d, address %llu; mode is 0 (set) or "
+                     "1 (add), and the address is not 0", unit, mt_store_name(e->store, unit), param,
+                     mode, address);
+        return -1;
+    }
+    *out = (mt_grad_item){ .param = param, .src = (const void *)(uintptr_t)address,
+                           .mode = (mt_grad_mode)mode, .reread = reread };
+    return 0;
+}
+
+static mt_grad_item *grad_items(mt_engine *e, int unit, PyObject *tuple)
+{
+    Py_ssize_t    count = PyTuple_Size(tuple);
+    mt_grad_item *items = calloc((size_t)count + 1, sizeof *items);
+
+    if (items == NULL)
+        return (mt_grad_item *)(void *)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (item_at(e, unit, PyTuple_GetItem(tuple, i), &items[i]) < 0) {
+            free(items);
+            return NULL;
+        }
+    return items;
+}
+
+/* Without the GIL two autograd threads could meet here; the door lets one in at a time. */
+static mt_status put_alone(mt_engine *e, int unit, const mt_grad_item *items, int n, mt_queue *run,
+                           uint64_t *ticket)
+{
+    mt_status st;
+
+    pthread_mutex_lock(&e->door);
+    st = mt_offload_put(e->offload, unit, items, n, run, ticket);
+    pthread_mutex_unlock(&e->door);
+    return st;
+}
+
+static PyObject *put_items(mt_engine *e, int unit, PyObject *tuple, uintptr_t handle)
+{
+    mt_queue     *run = mt_engine_queue(e, handle);
+    mt_grad_item *items = run == NULL ? NULL : grad_items(e, unit, tuple);
+    int           n = (int)PyTuple_Size(tuple);
+    uint64_t      ticket;
+    mt_status     st;
+
+    if (items == NULL)
+        return NULL;
+    /* The trace is kept in the order of the GIL, so it is marked before the lock is let go. */
+    if (e->stream != NULL)
+        mt_stream_mark_offload(e->stream, unit);
+    MT_UNLOCKED(e, st, put_alone(e, unit, items, n, run, &ticket));
+    free(items);
+    return st == MT_OK ? PyLong_FromUnsignedLongLong(ticket) : mt_raise(e->error, st);
+}
+
+PyObject *mt_engine_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
+    mt_engine *e = mt_engine_usable(self);
+    uintptr_t  handle;
+    int        unit;
+    PyObject  *tuple, *out;
+
+    if (e == NULL)
+        return NULL;
+    if (n != 3) {
+        PyErr_Format(PyExc_TypeError, "offload(unit, items, stream) takes 3 arguments, %zd given", n);
+        return NULL;
+    }
+    if (mt_arg_int(args[0], &unit) < 0 || mt_arg_addr(args[2], &handle) < 0)
+        return NULL;
+    if (mt_engine_unit(e, unit) < 0 || (tuple = PySequence_Tuple(args[1])) == NULL)
+        return NULL;
+    out = put_items(e, unit, tuple, handle);
+    Py_DECREF(tuple);
+    return out;
+}
+
+PyObject *mt_engine_passed(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = mt_engine_usable(self);
+
+    (void)unused;
+    return e == NULL ? NULL : PyLong_FromUnsignedLongLong(mt_offload_passed(e->offload));
+}
+
+static mt_status drain_all(mt_engine *e)
+{
+    mt_status st = mt_offload_drain(e->offload);
+
+    return st == MT_OK ? mt_update_drain(e->updater) : st;
+}
+
+PyObject *mt_engine_drain(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = mt_engine_usable(self);
+    mt_status  st;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    MT_UNLOCKED(e, st, drain_all(e));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_forget(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "i:forget", &unit) || mt_engine_unit(e, unit) < 0)
+        return NULL;
+    mt_offload_forget(e->offload, unit);
+    Py_RETURN_NONE;
+}
+
+/* ---- debug ---- */
+
+PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char *names[] = { "skip", "poison", "sync", NULL };
+    mt_engine   *e = mt_engine_usable(self);
+    mt_debug     d = { 0 };
+
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "|Ipp:debug", names, &d.skip, &d.poison,
+                                                  &d.sync))
+        return NULL;
+    e->debug = d;                        /* open_slots hands it to the stream that it opens */
+    if (e->stream != NULL)
+        mt_stream_debug(e->stream, d);
+    mt_offload_debug(e->offload, d);
+    mt_update_debug(e->updater, d);
+    Py_RETURN_NONE;
+}

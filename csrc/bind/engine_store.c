@@ -1,0 +1,299 @@
+/* engine_store.c — Engine's methods on the store: where bytes are, and who may touch them now. */
+#include "bind.h"
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- arguments ---- */
+
+static mt_engine *unit_arg(PyObject *self, PyObject *args, const char *format, int *unit)
+{
+    mt_engine *e = mt_engine_usable(self);
+
+    if (e == NULL || !PyArg_ParseTuple(args, format, unit) || mt_engine_unit(e, *unit) < 0)
+        return NULL;
+    return e;
+}
+
+static int plane_ok(mt_engine *e, int plane)
+{
+    if (plane >= 0 && plane < MT_PLANE_COUNT)
+        return 0;
+    PyErr_Format(e->error, "plane %d: PLANES has 0 to %d", plane, MT_PLANE_COUNT - 1);
+    return -1;
+}
+
+/* One parameter of a new unit from the three parallel sequences; they are tuples of n. */
+static int desc_at(mt_engine *e, PyObject *dtypes, PyObject *numels, PyObject *trainable,
+                   Py_ssize_t i, mt_param_desc *out)
+{
+    int       dtype;
+    long long numel;
+    int       on = PyObject_IsTrue(PyTuple_GetItem(trainable, i));
+
+    if (on < 0 || mt_arg_int(PyTuple_GetItem(dtypes, i), &dtype) < 0)
+        return -1;
+    if ((numel = PyLong_AsLongLong(PyTuple_GetItem(numels, i))) == -1 && PyErr_Occurred())
+        return -1;
+    if (dtype < 0 || dtype >= MT_DTYPE_COUNT || numel < 0) {
+        PyErr_Format(e->error, "parameter %zd: dtype %d, %lld elements; DTYPES has 0 to %d, and "
+                     "a count is not negative", i, dtype, numel, MT_DTYPE_COUNT - 1);
+        return -1;
+    }
+    *out = (mt_param_desc){ .dtype = (mt_dtype)dtype, .numel = numel, .trainable = on };
+    return 0;
+}
+
+/* malloc'd [*n], or NULL with an exception. */
+static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, PyObject *trainable, int *n)
+{
+    Py_ssize_t     count = PyTuple_Size(dtypes);
+    mt_param_desc *d;
+
+    if (PyTuple_Size(numels) != count || PyTuple_Size(trainable) != count || count > INT_MAX) {
+        PyErr_Format(e->error, "add_unit: %zd dtypes, %zd numels, %zd trainable; one of each per parameter",
+                     count, PyTuple_Size(numels), PyTuple_Size(trainable));
+        return NULL;
+    }
+    if ((d = calloc((size_t)count + 1, sizeof *d)) == NULL)
+        return (mt_param_desc *)(void *)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (desc_at(e, dtypes, numels, trainable, i, &d[i]) < 0) {
+            free(d);
+            return NULL;
+        }
+    *n = (int)count;
+    return d;
+}
+
+/* Room to count the arrays of one more unit. */
+static int views_grow(mt_engine *e)
+{
+    int  n = mt_store_units(e->store) + 1;
+    int (*grown)[MT_PLANE_COUNT];
+
+    if (n <= e->n_views)
+        return 0;
+    if ((grown = realloc(e->views, (size_t)n * sizeof *grown)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memset(grown + e->n_views, 0, (size_t)(n - e->n_views) * sizeof *grown);
+    e->views = grown;
+    e->n_views = n;
+    return 0;
+}
+
+/* ---- store ---- */
+
+PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char   *names[] = { "name", "dtypes", "numels", "trainable", NULL };
+    mt_engine     *e = mt_engine_usable(self);
+    const char    *name;
+    PyObject      *dtypes, *numels, *trainable, *d = NULL, *m = NULL, *t = NULL, *out = NULL;
+    mt_param_desc *params = NULL;
+    mt_status      st;
+    int            n, unit;
+
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "sOOO:add_unit", names, &name, &dtypes,
+                                                  &numels, &trainable))
+        return NULL;
+    if ((d = PySequence_Tuple(dtypes)) == NULL || (m = PySequence_Tuple(numels)) == NULL ||
+        (t = PySequence_Tuple(trainable)) == NULL)
+        goto done;
+    if (views_grow(e) < 0 || (params = descs(e, d, m, t, &n)) == NULL)
+        goto done;
+    st = mt_store_add(e->store, name, params, n, &unit);
+    out = st == MT_OK ? PyLong_FromLong(unit) : mt_raise(e->error, st);
+
+done:
+    free(params);
+    Py_XDECREF(d);
+    Py_XDECREF(m);
+    Py_XDECREF(t);
+    return out;
+}
+
+PyObject *mt_engine_set_trainable(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, param, on;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iip:set_trainable", &unit, &param, &on))
+        return NULL;
+    if (mt_engine_param(e, unit, param) < 0)
+        return NULL;
+    if ((st = mt_store_set_trainable(e->store, unit, param, on)) != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_hi_bytes(PyObject *self, PyObject *args)
+{
+    int        unit;
+    mt_engine *e = unit_arg(self, args, "i:hi_bytes", &unit);
+
+    return e == NULL ? NULL : PyLong_FromSize_t(mt_store_hi_bytes(e->store, unit));
+}
+
+PyObject *mt_engine_offset(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, param;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "ii:offset", &unit, &param))
+        return NULL;
+    if (mt_engine_param(e, unit, param) < 0)
+        return NULL;
+    return PyLong_FromSize_t(mt_store_offset(e->store, unit, param));
+}
+
+PyObject *mt_engine_plane(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, param, plane;
+    void      *p;
+    mt_status  st;
+    const mt_param_desc *desc;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iii:plane", &unit, &param, &plane))
+        return NULL;
+    if (mt_engine_param(e, unit, param) < 0 || plane_ok(e, plane) < 0)
+        return NULL;
+    /* The first call maps, touches and registers the plane: gigabytes, so not under the GIL. */
+    MT_UNLOCKED(e, st, mt_store_at(e->store, unit, param, (mt_plane)plane, &p));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    desc = mt_store_desc(e->store, unit, param);
+    return mt_view_new(e, unit, (mt_plane)plane, p,
+                       (size_t)desc->numel * mt_plane_elem_bytes((mt_plane)plane, desc->dtype));
+}
+
+/* Nothing of ours may still be reading or writing the memory that is about to go. */
+static mt_status drop_when_idle(mt_engine *e, int unit, mt_plane plane)
+{
+    mt_status st;
+
+    MT_TRY(mt_ledger_wait_grads(e->store, unit));
+    MT_TRY(mt_ledger_wait_updates(e->store, unit));
+    MT_TRY(mt_ledger_wait_fetch(e->store, unit));
+    mt_store_drop(e->store, unit, plane);
+fail:
+    return st;
+}
+
+PyObject *mt_engine_drop(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, plane;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "ii:drop", &unit, &plane))
+        return NULL;
+    if (mt_engine_unit(e, unit) < 0 || plane_ok(e, plane) < 0)
+        return NULL;
+    if (e->views[unit][plane] > 0) {
+        PyErr_Format(e->error, "unit %d (%s): %d arrays still show plane %s; let go of them first", unit,
+                     mt_store_name(e->store, unit), e->views[unit][plane], mt_plane_name((mt_plane)plane));
+        return NULL;
+    }
+    MT_UNLOCKED(e, st, drop_when_idle(e, unit, (mt_plane)plane));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char *names[] = { "plane", NULL };
+    mt_engine   *e = mt_engine_usable(self);
+    int          plane = -1;
+
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "|i:host_bytes", names, &plane))
+        return NULL;
+    if (plane == -1)
+        plane = MT_PLANE_COUNT;
+    else if (plane_ok(e, plane) < 0)
+        return NULL;
+    return PyLong_FromSize_t(mt_store_bytes(e->store, (mt_plane)plane));
+}
+
+/* ---- ledger ---- */
+
+PyObject *mt_engine_version(PyObject *self, PyObject *args)
+{
+    int        unit;
+    mt_engine *e = unit_arg(self, args, "i:version", &unit);
+
+    return e == NULL ? NULL : PyLong_FromUnsignedLongLong(mt_ledger_version(e->store, unit));
+}
+
+PyObject *mt_engine_touch(PyObject *self, PyObject *args)
+{
+    int        unit;
+    mt_engine *e = unit_arg(self, args, "i:touch", &unit);
+
+    if (e == NULL)
+        return NULL;
+    mt_ledger_touch(e->store, unit);
+    Py_RETURN_NONE;
+}
+
+static PyObject *wait_for(PyObject *self, PyObject *args, const char *format,
+                          mt_status (*wait)(mt_store *, int))
+{
+    int        unit;
+    mt_engine *e = unit_arg(self, args, format, &unit);
+    mt_status  st;
+
+    if (e == NULL)
+        return NULL;
+    MT_UNLOCKED(e, st, wait(e->store, unit));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_wait_updates(PyObject *self, PyObject *args)
+{
+    return wait_for(self, args, "i:wait_updates", mt_ledger_wait_updates);
+}
+
+PyObject *mt_engine_wait_grads(PyObject *self, PyObject *args)
+{
+    return wait_for(self, args, "i:wait_grads", mt_ledger_wait_grads);
+}
+
+PyObject *mt_engine_wait_fetch(PyObject *self, PyObject *args)
+{
+    return wait_for(self, args, "i:wait_fetch", mt_ledger_wait_fetch);
+}
+
+PyObject *mt_engine_check(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = mt_engine_usable(self);
+    mt_status  st;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    if ((st = mt_ledger_check(e->store)) != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_watchdog(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    double     seconds;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "d:watchdog", &seconds))
+        return NULL;
+    if (!(seconds > 0)) {
+        PyErr_SetString(e->error, "watchdog: seconds must be greater than 0");
+        return NULL;
+    }
+    mt_ledger_watchdog(e->store, seconds);
+    Py_RETURN_NONE;
+}

@@ -1,0 +1,44 @@
+/* errors.c — from mt_status to MegatrainError, and integers at the door. */
+#include "bind.h"
+#include <string.h>
+
+PyObject *mt_raise(PyObject *error, mt_status st)
+{
+    const char *text = mt_last_error();
+    PyObject   *message;
+
+    if (PyErr_Occurred())                /* a hook of the caller's raised: that is the cause */
+        return NULL;
+    if (text[0] == '\0')
+        text = mt_status_text(st);
+    /* The core cuts long messages, perhaps in the middle of a character. */
+    message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    if (message != NULL)
+        PyErr_SetObject(error, message);
+    Py_XDECREF(message);
+    return NULL;
+}
+
+int mt_arg_int(PyObject *o, int *out)
+{
+    long v = PyLong_AsLong(o);
+
+    if (v == -1 && PyErr_Occurred())
+        return -1;
+    if (v < INT_MIN || v > INT_MAX) {
+        PyErr_Format(PyExc_OverflowError, "%ld does not fit an int", v);
+        return -1;
+    }
+    *out = (int)v;
+    return 0;
+}
+
+int mt_arg_addr(PyObject *o, uintptr_t *out)
+{
+    size_t v = PyLong_AsSize_t(o);
+
+    if (v == (size_t)-1 && PyErr_Occurred())
+        return -1;
+    *out = (uintptr_t)v;
+    return 0;
+}

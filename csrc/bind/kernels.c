@@ -1,0 +1,264 @@
+/* kernels.c — functions on plain host addresses: for tests, benchmarks, and parameters that are
+ * not streamed. Addresses are ints; the caller keeps the memory alive. All run without the GIL. */
+#include "bind.h"
+#include "../optim/adam.h"
+#include <stdlib.h>
+
+static PyObject *error_of(PyObject *module)
+{
+    return ((mt_state *)PyModule_GetState(module))->error;
+}
+
+static const void *address(unsigned long long a) { return (const void *)(uintptr_t)a; }
+static void *writable(unsigned long long a) { return (void *)(uintptr_t)a; }
+
+/* A pool for one call; NULL for one thread, which is this one. */
+static mt_status pool_for(int threads, mt_pool **out)
+{
+    *out = NULL;
+    if (threads < 1)
+        return MT_FAIL(MT_EINVAL, "threads is %d; it must be at least 1", threads);
+    return threads == 1 ? MT_OK : mt_pool_open(threads, out);
+}
+
+/* ---- AdamW ---- */
+
+static int tensor_of(PyObject *tuple, mt_adam_tensor *out)
+{
+    mt_adam_tensor     t = { 0 };
+    int                dtype, grad_dtype;
+    long long          n, step;
+    unsigned long long hi, lo, master, m, v, grad;
+
+    if (!PyArg_ParseTuple(tuple, "iLKKKKKKidddddLp;a tensor is (dtype, n, hi, lo, master, m, v, grad, "
+                          "grad_dtype, lr, beta1, beta2, eps, weight_decay, step, maximize)",
+                          &dtype, &n, &hi, &lo, &master, &m, &v, &grad, &grad_dtype, &t.hyper.lr,
+                          &t.hyper.beta1, &t.hyper.beta2, &t.hyper.eps, &t.hyper.weight_decay, &step,
+                          &t.hyper.maximize))
+        return -1;
+    t.dtype = (mt_dtype)dtype;
+    t.grad_dtype = (mt_dtype)grad_dtype;
+    t.n = n;
+    t.hi = writable(hi);
+    t.lo = writable(lo);
+    t.master = writable(master);
+    t.m = writable(m);
+    t.v = writable(v);
+    t.grad = address(grad);
+    t.hyper.step = step;
+    *out = t;
+    return 0;
+}
+
+/* malloc'd [*n], or NULL with an exception. */
+static mt_adam_tensor *tensors_of(PyObject *sequence, int *n)
+{
+    PyObject       *tuple = PySequence_Tuple(sequence);
+    Py_ssize_t      count = tuple == NULL ? 0 : PyTuple_Size(tuple);
+    mt_adam_tensor *t;
+
+    if (tuple == NULL)
+        return NULL;
+    if ((t = calloc((size_t)count + 1, sizeof *t)) == NULL)
+        PyErr_NoMemory();
+    for (Py_ssize_t i = 0; t != NULL && i < count; i++)
+        if (tensor_of(PyTuple_GetItem(tuple, i), &t[i]) < 0) {
+            free(t);
+            t = NULL;
+        }
+    Py_DECREF(tuple);
+    *n = (int)count;
+    return t;
+}
+
+/* traffic: the memory's share of the step instead of the step. */
+static mt_status adam_run(const mt_adam_tensor *t, int n, float clip, int threads, int isa, int traffic)
+{
+    mt_pool  *pool = NULL;
+    mt_status st;
+
+    if (isa < 0 || isa >= MT_ISA_COUNT)
+        return MT_FAIL(MT_EINVAL, "isa %d: there are 0 to %d", isa, MT_ISA_COUNT - 1);
+    MT_TRY(pool_for(threads, &pool));
+    if (traffic)
+        MT_TRY(mt_adam_traffic(pool, t, n, (mt_isa)isa));
+    else
+        MT_TRY(mt_adam_step(pool, t, n, clip, (mt_isa)isa));
+fail:
+    mt_pool_close(pool);
+    return st;
+}
+
+static PyObject *adam_call(PyObject *module, PyObject *sequence, float clip, int threads, int isa,
+                           int traffic)
+{
+    int             n;
+    mt_adam_tensor *t = tensors_of(sequence, &n);
+    mt_status       st;
+
+    if (t == NULL)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = adam_run(t, n, clip, threads, isa, traffic);
+    Py_END_ALLOW_THREADS
+    free(t);
+    if (st != MT_OK)
+        return mt_raise(error_of(module), st);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_adam_step(PyObject *module, PyObject *args, PyObject *kw)
+{
+    static char *names[] = { "tensors", "clip", "threads", "isa", NULL };
+    PyObject    *sequence;
+    float        clip;
+    int          threads, isa;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "Ofii:adam_step", names, &sequence, &clip, &threads, &isa))
+        return NULL;
+    return adam_call(module, sequence, clip, threads, isa, 0);
+}
+
+static PyObject *py_adam_traffic(PyObject *module, PyObject *args, PyObject *kw)
+{
+    static char *names[] = { "tensors", "threads", "isa", NULL };
+    PyObject    *sequence;
+    int          threads, isa;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "Oii:adam_traffic", names, &sequence, &threads, &isa))
+        return NULL;
+    return adam_call(module, sequence, 1.0f, threads, isa, 1);
+}
+
+/* ---- sums and splits ---- */
+
+static mt_status sumsq_run(int dtype, const void *x, long long n, int threads, double *out)
+{
+    mt_pool  *pool;
+    mt_status st;
+
+    if (dtype < MT_F32 || dtype > MT_F64)
+        return MT_FAIL(MT_EINVAL, "sumsq: dtype %s; F32, BF16, F16 and F64 can be summed",
+                       mt_dtype_name((mt_dtype)dtype));
+    if (n < 0 || (n > 0 && x == NULL))
+        return MT_FAIL(MT_EINVAL, "sumsq: %lld elements at %p", n, x);
+    MT_TRY(pool_for(threads, &pool));
+    *out = mt_sumsq_host(pool, (mt_dtype)dtype, x, n);
+    mt_pool_close(pool);
+fail:
+    return st;
+}
+
+static PyObject *py_sumsq(PyObject *module, PyObject *args, PyObject *kw)
+{
+    static char       *names[] = { "dtype", "address", "n", "threads", NULL };
+    int                dtype, threads = 1;
+    unsigned long long a;
+    long long          n;
+    double             sum;
+    mt_status          st;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "iKL|i:sumsq", names, &dtype, &a, &n, &threads))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = sumsq_run(dtype, address(a), n, threads, &sum);
+    Py_END_ALLOW_THREADS
+    return st == MT_OK ? PyFloat_FromDouble(sum) : mt_raise(error_of(module), st);
+}
+
+/* Three planes of n elements each; 0, or -1 with an exception. */
+static int planes_arg(PyObject *module, PyObject *args, const char *format, unsigned long long a[3],
+                      long long *n)
+{
+    mt_status st = MT_OK;
+
+    if (!PyArg_ParseTuple(args, format, &a[0], &a[1], &a[2], n))
+        return -1;
+    if (*n < 0 || (*n > 0 && (a[0] == 0 || a[1] == 0 || a[2] == 0)))
+        st = MT_FAIL(MT_EINVAL, "%s: %lld elements at %#llx, %#llx, %#llx", format + 5, *n, a[0], a[1], a[2]);
+    if (st != MT_OK)
+        mt_raise(error_of(module), st);
+    return st == MT_OK ? 0 : -1;
+}
+
+static PyObject *py_split_join(PyObject *module, PyObject *args)
+{
+    unsigned long long a[3];
+    long long          n;
+
+    if (planes_arg(module, args, "KKKL:split_join", a, &n) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mt_split_join(address(a[0]), address(a[1]), writable(a[2]), n);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_split_set(PyObject *module, PyObject *args)
+{
+    unsigned long long a[3];
+    long long          n;
+
+    if (planes_arg(module, args, "KKKL:split_set", a, &n) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mt_split_set(address(a[0]), writable(a[1]), writable(a[2]), n);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* ---- what this build and this processor can do ---- */
+
+static PyObject *py_isa_runs(PyObject *module, PyObject *args)
+{
+    int isa;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "i:isa_runs", &isa))
+        return NULL;
+    return PyBool_FromLong(isa >= 0 && isa < MT_ISA_COUNT && mt_isa_runs((mt_isa)isa));
+}
+
+static PyObject *isas(void)
+{
+    PyObject *list = PyList_New(0);
+
+    for (int i = 0; list != NULL && i < MT_ISA_COUNT; i++) {
+        PyObject *name = mt_isa_runs((mt_isa)i) ? PyUnicode_FromString(mt_isa_name((mt_isa)i)) : NULL;
+
+        if (name != NULL && PyList_Append(list, name) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(name);
+    }
+    return list;
+}
+
+static PyObject *py_build_info(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return Py_BuildValue("{sNsssNsi}", "cuda", PyBool_FromLong(mt_dev_cuda_built()),
+                         "isa", mt_isa_name(mt_isa_best()), "isas", isas(), "cpus", mt_cpu_count());
+}
+
+#define KEYWORDS(fn) ((PyCFunction)(void (*)(void))(fn))
+
+PyMethodDef mt_kernel_methods[] = {
+    { "build_info", py_build_info, METH_NOARGS,
+      "build_info()\n--\n\n{\"cuda\": bool, \"isa\": best, \"isas\": all that run here, \"cpus\": int}" },
+    { "isa_runs", py_isa_runs, METH_VARARGS, "isa_runs(isa, /)\n--\n\n" },
+    { "adam_step", KEYWORDS(py_adam_step), METH_VARARGS | METH_KEYWORDS,
+      "adam_step(tensors, clip, threads, isa)\n--\n\nAdamW on host addresses." },
+    { "adam_traffic", KEYWORDS(py_adam_traffic), METH_VARARGS | METH_KEYWORDS,
+      "adam_traffic(tensors, threads, isa)\n--\n\n"
+      "Reads and writes what adam_step does, with trivial arithmetic; the planes are garbage after." },
+    { "sumsq", KEYWORDS(py_sumsq), METH_VARARGS | METH_KEYWORDS,
+      "sumsq(dtype, address, n, threads=1)\n--\n\nSum of squares in fp64, in the order of ops/sumsq.h." },
+    { "split_join", py_split_join, METH_VARARGS,
+      "split_join(hi, lo, out, n, /)\n--\n\nfp32 values of split bf16 weights." },
+    { "split_set", py_split_set, METH_VARARGS,
+      "split_set(p, hi, lo, n, /)\n--\n\nSplit fp32 values into hi and lo." },
+    { "register_ops", mt_py_register_ops, METH_NOARGS,
+      "register_ops()\n--\n\nRegister torch.ops.megatrain.*; torch must be imported. Idempotent." },
+    { NULL, NULL, 0, NULL },
+};

@@ -1,0 +1,78 @@
+/* module.c — megatrain_torch._core: the exception, the constants, the type Engine. */
+#include "bind.h"
+
+static int add_constants(PyObject *module)
+{
+    PyObject *dtypes = PyDict_New(), *planes = PyDict_New(), *number;
+    int       bad = dtypes == NULL || planes == NULL;
+
+    for (int i = 0; !bad && i < MT_DTYPE_COUNT + MT_PLANE_COUNT; i++) {
+        int plane = i - MT_DTYPE_COUNT;
+
+        number = PyLong_FromLong(plane < 0 ? i : plane);
+        bad = number == NULL ||
+              (plane < 0 ? PyDict_SetItemString(dtypes, mt_dtype_name((mt_dtype)i), number)
+                         : PyDict_SetItemString(planes, mt_plane_name((mt_plane)plane), number)) < 0;
+        Py_XDECREF(number);
+    }
+    bad = bad || PyModule_AddObjectRef(module, "DTYPES", dtypes) < 0 ||
+          PyModule_AddObjectRef(module, "PLANES", planes) < 0 ||
+          PyModule_AddStringConstant(module, "__version__", MT_VERSION) < 0;
+    Py_XDECREF(dtypes);
+    Py_XDECREF(planes);
+    return bad ? -1 : 0;
+}
+
+static int module_exec(PyObject *module)
+{
+    mt_state *s = PyModule_GetState(module);
+
+    s->error = PyErr_NewExceptionWithDoc("megatrain_torch._core.MegatrainError",
+                                         "What went wrong, where, the value and the limit.",
+                                         PyExc_RuntimeError, NULL);
+    if (s->error == NULL || PyModule_AddObjectRef(module, "MegatrainError", s->error) < 0)
+        return -1;
+    s->engine_type = mt_engine_type_new(module);
+    if (s->engine_type == NULL || PyModule_AddObjectRef(module, "Engine", s->engine_type) < 0)
+        return -1;
+    return add_constants(module);
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    mt_state *s = PyModule_GetState(module);
+
+    Py_VISIT(s->error);
+    Py_VISIT(s->engine_type);
+    return 0;
+}
+
+static int module_clear(PyObject *module)
+{
+    mt_state *s = PyModule_GetState(module);
+
+    Py_CLEAR(s->error);
+    Py_CLEAR(s->engine_type);
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {
+    { Py_mod_exec, (void *)module_exec },
+    { 0, NULL },
+};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "megatrain_torch._core",
+    .m_doc = "The C core of megatrain_torch. Addresses and stream handles are ints.",
+    .m_size = sizeof(mt_state),
+    .m_methods = mt_kernel_methods,
+    .m_slots = slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+};
+
+PyMODINIT_FUNC PyInit__core(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,103 @@
+"""The C core, as Python sees it. Addresses and stream handles are ints; memory is NumPy arrays of bytes.
+
+Enumerations are ints with the values of the C headers: dtype (`DTYPES[name]`), plane (`PLANES[name]`).
+Every failure raises `MegatrainError`; its message names the unit, the value and the limit.
+Calls that may wait release the GIL.
+"""
+from typing import Any, Protocol, Sequence
+
+import numpy as np
+
+class MegatrainError(RuntimeError): ...
+
+DTYPES: dict[str, int]          # {"F32": 0, "BF16": 1, ...}
+PLANES: dict[str, int]          # {"HI": 0, "GRAD": 1, ...}
+__version__: str
+
+def build_info() -> dict[str, Any]:
+    """{"cuda": bool, "isa": "avx512", "isas": [...runnable...], "cpus": int}"""
+
+class SlotHooks(Protocol):
+    def held(self, slot: int) -> bool: ...
+    def renew(self, slot: int) -> int:
+        """Fresh memory for the slot: its address."""
+
+class Engine:
+    """One streamed model: device, pool, store, stream, offload and updater, opened in that order.
+
+    Args:
+        device: "cpu" or "cuda".
+        index: CUDA ordinal.
+        threads: host threads for the optimizer and sums; >= 1.
+        delay_us, seed: tests: random sleeps in every queue (0: none).
+    """
+    def __init__(self, device: str, index: int = 0, threads: int = 1, delay_us: int = 0, seed: int = 0) -> None: ...
+    def close(self) -> None: ...
+
+    # store
+    def add_unit(self, name: str, dtypes: Sequence[int], numels: Sequence[int], trainable: Sequence[bool]) -> int: ...
+    def set_trainable(self, unit: int, param: int, on: bool) -> None: ...
+    def hi_bytes(self, unit: int) -> int: ...
+    def offset(self, unit: int, param: int) -> int: ...
+    def plane(self, unit: int, param: int, plane: int) -> np.ndarray:
+        """uint8 view of one parameter's bytes in a plane; keeps the engine alive. Maps the plane at first use."""
+    def drop(self, unit: int, plane: int) -> None: ...
+    def host_bytes(self, plane: int = -1) -> int: ...
+
+    # ledger
+    def version(self, unit: int) -> int: ...
+    def touch(self, unit: int) -> None: ...
+    def wait_updates(self, unit: int) -> None: ...
+    def wait_grads(self, unit: int) -> None: ...
+    def wait_fetch(self, unit: int) -> None: ...
+    def check(self) -> None: ...
+    def watchdog(self, seconds: float) -> None: ...
+
+    # stream
+    def open_slots(self, slots: Sequence[tuple[int, int]], hooks: SlotHooks) -> None:
+        """slots: (address, bytes) of device memory."""
+    def begin(self) -> None: ...
+    def acquire(self, unit: int, stream: int) -> int:
+        """The slot the unit is in; `stream` (cudaStream_t, 0 on CPU) waits for the copy."""
+    def kick(self, stream: int) -> None: ...
+    def find(self, address: int) -> tuple[int, int, int]:
+        """(slot, unit, byte offset); slot -1 when no slot holds the address."""
+    def schedule(self) -> str: ...
+    def stats(self) -> dict[str, int]:
+        """fetches, demand_fetches, rebuilds, h2d_bytes, await_ns, d2h_bytes"""
+
+    # offload
+    def offload(self, unit: int, items: Sequence[tuple[int, int, int, int]], stream: int) -> int:
+        """items: (param, address, mode 0 SET / 1 ADD, reread). Returns the ticket. Marks the trace."""
+    def passed(self) -> int: ...
+    def drain(self) -> None:
+        """Host waits for all gradients and all updates."""
+    def forget(self, unit: int) -> None: ...
+
+    # debug, tests only
+    def debug(self, skip: int = 0, poison: bool = False, sync: bool = False) -> None: ...
+
+    # updates
+    def adam(self, units: Sequence[tuple[int, Sequence[tuple]]], max_norm: float) -> int:
+        """Submit one AdamW step; returns its ticket at once.
+
+        units: in forward order, (unit, [(param, lr, beta1, beta2, eps, weight_decay, step, maximize,
+        grad_address, grad_dtype, changed), ...]). grad_address 0: the GRAD plane, or ACC where a
+        16-bit micro-batch sum stands there. Non-zero: host memory kept alive by the caller until the
+        unit's update is over. changed: p.grad was written by the user: the GRAD plane (or address)
+        counts, not ACC, and its sum of squares is taken anew. max_norm <= 0: no clipping.
+        """
+    def norm(self, ticket: int) -> tuple[float, int]:
+        """(global norm before clipping, units skipped for non-finite gradients); waits."""
+
+def adam_step(tensors: Sequence[tuple], clip: float, threads: int, isa: int) -> None:
+    """For tests, benchmarks and parameters that are not streamed: AdamW on host addresses.
+
+    tensors: (dtype, n, hi, lo, master, m, v, grad, grad_dtype, lr, beta1, beta2, eps, weight_decay, step, maximize).
+    """
+def sumsq(dtype: int, address: int, n: int, threads: int = 1) -> float: ...
+def split_join(hi: int, lo: int, out: int, n: int) -> None: ...
+def split_set(p: int, hi: int, lo: int, n: int) -> None: ...
+def isa_runs(isa: int) -> bool: ...
+def register_ops() -> None:
+    """Registers torch.ops.megatrain.* through libtorch's stable C shim. torch must be imported."""

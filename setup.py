@@ -1,0 +1,234 @@
+"""Builds megatrain_torch/_core.abi3.so: C with cc, CUDA with nvcc if there is one.
+
+One object serves every Python from 3.11 on (limited API), with torch absent: libtorch is looked up
+at run time. torch's own CUDAExtension refuses on a CPU build of torch, so setuptools is taught here.
+
+Environment:
+    MEGATRAIN_CUDA=0   leave the CUDA part out;  1: fail when it cannot be built;  unset: if possible
+    CUDA_HOME, CC, CFLAGS, LDFLAGS   as everywhere
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+LIMITED_API = "0x030B0000"  # Python 3.11; bdist_wheel's cp311 below says the same
+C_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-g0", "-fPIC", "-fvisibility=hidden"]
+WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wstrict-prototypes", "-Wvla"]
+# FMA only where it is written: every instruction set must give the same bits.
+EXACT = ["-ffp-contract=off"]
+FILE_FLAGS = {
+    "csrc/optim/adam_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
+    "csrc/optim/adam_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+    # Raises C++ exceptions of libtorch through its own frames.
+    "csrc/bind/torch_ops.c": ["-fexceptions"],
+}
+CUDA_ARCHES = (80, 90, 100, 120)  # machine code, for those that nvcc knows; PTX of 90 besides
+PTX_ARCH = 90
+X86_ONLY = {"csrc/optim/adam_avx2.c", "csrc/optim/adam_avx512.c"}
+
+
+class Toolkit(NamedTuple):
+    """A CUDA toolkit that can build the CUDA part."""
+
+    nvcc: str
+    include: Path
+    cudart: Path  # libcudart_static.a
+
+
+class NoToolkit(Exception):
+    """Why there is none."""
+
+
+def nvcc_top(nvcc: str) -> Path | None:
+    """The root that nvcc itself works from: nvcc on PATH may be a wrapper, or a link."""
+    shown = subprocess.run([nvcc, "-v", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.+)$", shown.stdout + shown.stderr, re.MULTILINE)
+    return Path(top[1].strip()) if top else None
+
+
+def toolkit_roots() -> list[Path]:
+    """Folders that may be a toolkit's root, best first."""
+    roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    if nvcc := shutil.which("nvcc"):
+        roots += [top for top in [nvcc_top(nvcc)] if top]
+        roots.append(Path(nvcc).resolve().parents[1])
+    places = [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True), Path("/opt/cuda")]
+    return roots + places
+
+
+def toolkit_at(root: Path) -> Toolkit | None:
+    """A root counts only with the runtime's header; the rest may lie where distributions put it."""
+    if not (root / "include" / "cuda_runtime_api.h").is_file():
+        return None
+    libraries = [root / "lib64", root / "lib", *sorted(root.glob("targets/*/lib"))]
+    cudart = next((d / "libcudart_static.a" for d in libraries if (d / "libcudart_static.a").is_file()), None)
+    own = root / "bin" / "nvcc"
+    nvcc = str(own) if own.is_file() else shutil.which("nvcc")
+    return Toolkit(nvcc, root / "include", cudart) if nvcc and cudart else None
+
+
+def find_toolkit() -> Toolkit:
+    """The toolkit to build with.
+
+    Raises:
+        NoToolkit: There is none, or it is not wanted.
+    """
+    if os.environ.get("MEGATRAIN_CUDA") == "0":
+        raise NoToolkit("MEGATRAIN_CUDA=0")
+    if not (ROOT / "csrc/dev/dev_cuda.c").is_file():
+        raise NoToolkit("csrc/dev/dev_cuda.c is not there")
+    for root in toolkit_roots():
+        if toolkit := toolkit_at(root):
+            return toolkit
+    raise NoToolkit(
+        "no folder with include/cuda_runtime_api.h, nvcc and libcudart_static.a; set CUDA_HOME to one"
+    )
+
+
+def gencode(nvcc: str) -> list[str]:
+    """-gencode flags for the architectures that this nvcc knows."""
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    known = {int(n) for n in re.findall(r"compute_(\d+)", listed)}
+    flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in CUDA_ARCHES if n in known]
+    return [*flags, f"-gencode=arch=compute_{PTX_ARCH},code=compute_{PTX_ARCH}"]
+
+
+def c_sources(cuda: bool, machine: str) -> list[str]:
+    """Paths of the C files, relative to the root, sorted."""
+    found = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").glob("*/*.c")}
+    found.discard("csrc/dev/dev_cuda_none.c" if cuda else "csrc/dev/dev_cuda.c")
+    return sorted(found if machine in ("x86_64", "AMD64") else found - X86_ONLY)
+
+
+class BuildCore(build_ext):
+    """build_ext for one extension of C and CUDA files, compiled in parallel."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile what changed, link, and say whether the CUDA part is in."""
+        try:
+            toolkit = find_toolkit()
+        except NoToolkit as why:
+            if os.environ.get("MEGATRAIN_CUDA") == "1":
+                raise SystemExit(f"megatrain_torch: MEGATRAIN_CUDA=1, but: {why}") from None
+            toolkit, note = None, f"left out ({why})"
+        else:
+            note = f"built with {toolkit.nvcc}"
+        objects = self.compile_all(toolkit)
+        self.link(objects, toolkit, Path(self.get_ext_fullpath(ext.name)))
+        print(f"megatrain_torch: CUDA part {note}", flush=True)
+
+    def compile_all(self, toolkit: Toolkit | None) -> list[Path]:
+        """The objects, in the order of their sources."""
+        commands = [self.c_command(source, toolkit) for source in c_sources(bool(toolkit), platform.machine())]
+        if toolkit:
+            arches = gencode(toolkit.nvcc)
+            cu = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").glob("*/*.cu"))
+            commands += [self.cu_command(source, toolkit, arches) for source in cu]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            return list(pool.map(self.compile, commands))
+
+    def object_of(self, source: str) -> Path:
+        """Where a source's object goes; builds with and without CUDA share what does not differ."""
+        return Path(self.build_temp).resolve() / (source + ".o")
+
+    def c_command(self, source: str, toolkit: Toolkit | None) -> list[str]:
+        """cc for one C file."""
+        flags = [*C_FLAGS, *WARNINGS]
+        if source.startswith(("csrc/optim/", "csrc/ops/")):
+            flags += EXACT
+        flags += FILE_FLAGS.get(source, [])
+        if source.startswith("csrc/bind/"):
+            flags += self.bind_flags()
+        if toolkit:
+            flags += ["-DMT_WITH_CUDA", "-isystem", str(toolkit.include)]
+        out = self.object_of(source)
+        return [*cc(), *flags, *shlex.split(os.environ.get("CFLAGS", "")), "-MMD", "-MF", f"{out}.d",
+                "-c", source, "-o", str(out)]  # fmt: skip
+
+    def bind_flags(self) -> list[str]:
+        """Headers of Python and NumPy: the only files that see them are those of csrc/bind."""
+        import numpy
+
+        headers = [path for folder in self.include_dirs if (path := Path(folder)).is_dir()]
+        flags = [f"-DPy_LIMITED_API={LIMITED_API}", f'-DMT_VERSION="{version()}"']
+        return flags + [arg for path in [*headers, numpy.get_include()] for arg in ("-isystem", str(path))]
+
+    def cu_command(self, source: str, toolkit: Toolkit, arches: list[str]) -> list[str]:
+        """nvcc for one kernel file."""
+        out = self.object_of(source)
+        host = "-fPIC,-fvisibility=hidden"
+        return [toolkit.nvcc, "-O3", "-std=c++17", *arches, "-DMT_WITH_CUDA", "-Xcompiler", host, "--fmad=false",
+                "-MMD", "-MF", f"{out}.d", "-c", source, "-o", str(out)]  # fmt: skip
+
+    def compile(self, command: list[str]) -> Path:
+        """Run a compiler, unless the object is newer than all it was made from."""
+        out = Path(command[-1])
+        said = out.with_suffix(".cmd")
+        line = shlex.join(command)
+        if fresh(out) and said.is_file() and said.read_text() == line:
+            return out
+        out.parent.mkdir(parents=True, exist_ok=True)
+        run(command)
+        said.write_text(line)
+        return out
+
+    def link(self, objects: list[Path], toolkit: Toolkit | None, out: Path) -> None:
+        """One shared object that shows one symbol; cudart inside it, the driver outside."""
+        out.parent.mkdir(parents=True, exist_ok=True)
+        script = ROOT / "csrc/bind/exports.map"
+        cuda = [str(toolkit.cudart), "-lstdc++", "-lrt"] if toolkit else []
+        run([*cc(), "-shared", "-fPIC", "-s", f"-Wl,--version-script={script}", "-Wl,-z,now,--as-needed",
+             *map(str, objects), *cuda, "-ldl", "-lm", "-lpthread",
+             *shlex.split(os.environ.get("LDFLAGS", "")), "-o", str(out)])  # fmt: skip
+
+
+def cc() -> list[str]:
+    """The C compiler."""
+    return shlex.split(os.environ.get("CC", "cc"))
+
+
+def version() -> str:
+    """As pyproject.toml says."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def fresh(out: Path) -> bool:
+    """Whether the object is newer than every file its .d names."""
+    dependencies = Path(f"{out}.d")
+    if not (out.is_file() and dependencies.is_file()):
+        return False
+    names = dependencies.read_text().split(":", 1)[1].replace("\\\n", " ").split()
+    made = out.stat().st_mtime_ns
+    return all((path := ROOT / name).is_file() and path.stat().st_mtime_ns < made for name in names)
+
+
+def run(command: list[str]) -> None:
+    """Run a compiler from the root, so that messages carry no machine's paths; stop when it fails."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.stdout or done.stderr:
+        print(done.stdout + done.stderr, file=sys.stderr)
+    if done.returncode != 0:
+        raise SystemExit(f"megatrain_torch: this failed:\n  {shlex.join(command)}")
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("megatrain_torch._core", sources=[], py_limited_api=True)],
+        cmdclass={"build_ext": BuildCore},
+        options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    )
