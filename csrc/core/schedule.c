@@ -132,9 +132,12 @@ static int64_t needed_at(const walk *w, const slot_state *s)
     return s->unit < 0 ? NEVER : w->soon[s->unit];
 }
 
-/* Of the slots that fit use[need], were last used before COMPUTE `before`, and hold what is not
- * needed until after `need`: the one needed last; of equals, the one idle for longest. Or -1. */
-static int farthest(const walk *w, int64_t before)
+/* Of the slots that fit use[need] and hold what is not needed until after it: the one needed last;
+ * of equals, the one idle for longest. -1: every unit there is needed sooner.
+ *
+ * It may be the slot of the COMPUTE just passed, and where all units are of one class it is: only
+ * there did something change. The copy then waits on the device for that COMPUTE's kernels. */
+static int farthest(const walk *w)
 {
     size_t class_bytes = w->class_bytes[w->use[w->need]];
     int    best = -1;
@@ -143,30 +146,13 @@ static int farthest(const walk *w, int64_t before)
         const slot_state *s = &w->slot[i];
         int64_t           at = needed_at(w, s);
 
-        if (s->bytes != class_bytes || at <= w->need || s->last_use >= before)
+        if (s->bytes != class_bytes || at <= w->need)
             continue;
         if (best < 0 || at > needed_at(w, &w->slot[best]) ||
             (at == needed_at(w, &w->slot[best]) && s->last_use < w->slot[best].last_use))
             best = i;
     }
     return best;
-}
-
-/* The slot for use[need] right after COMPUTE k, or -1: better later. k's own slot is different:
- * its kernels are only just being launched, so a copy handed over now would overwrite them and
- * one handed over at the next COMPUTE starts no later. It is taken only when there is no next
- * COMPUTE to wait for and no other slot; then whoever runs the schedule must hold the copy back
- * until k's kernels are in their queue. */
-static int choose(const walk *w, int64_t k)
-{
-    int best = farthest(w, NEVER), other;
-
-    if (best < 0 || k < 0 || w->slot[best].last_use < k)
-        return best;
-    if (w->need > k + 1)
-        return -1;
-    other = farthest(w, k);
-    return other >= 0 ? other : best;
 }
 
 static void fetch(walk *w, int unit, int slot)
@@ -182,13 +168,13 @@ static void fetch(walk *w, int unit, int slot)
     w->slot_of[unit] = slot;
 }
 
-/* Every fetch that can stand right after COMPUTE k; k = -1: before the first. */
-static void prefetch(walk *w, int64_t k)
+/* Every fetch that can stand here. */
+static void prefetch(walk *w)
 {
     for (int slot;; fetch(w, w->use[w->need], slot)) {
         while (w->need < w->n_uses && w->slot_of[w->use[w->need]] >= 0)
             w->need++;
-        if (w->need == w->n_uses || (slot = choose(w, k)) < 0)
+        if (w->need == w->n_uses || (slot = farthest(w)) < 0)
             return;
     }
 }
@@ -202,7 +188,7 @@ static void compute(walk *w, int64_t k)
     put(w, MT_COMPUTE, unit, slot);
     w->slot[slot].last_use = k;
     w->soon[unit] = w->next[k];
-    prefetch(w, k);
+    prefetch(w);
 }
 
 /* `soon` is NEVER everywhere once all COMPUTEs are passed; from here on it is a list of what is
@@ -233,7 +219,7 @@ static void walk_run(walk *w, const mt_mark *trace, int64_t n_trace)
 {
     int64_t k = 0;
 
-    prefetch(w, -1);
+    prefetch(w);
     for (int64_t i = 0; i < n_trace; i++) {
         if (trace[i].kind == MT_COMPUTE)
             compute(w, k++);
