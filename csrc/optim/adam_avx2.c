@@ -141,21 +141,23 @@ INLINE void sixteen(const mt__adam_span *s, const coef8 *c, mt_dtype w, mt_dtype
     store_weight(s, w, i, p);
 }
 
-INLINE void step(const mt__adam_span *s, const mt__adam_coef *c, mt_dtype w, mt_dtype g, mt__adam_fn rest)
+INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, mt_dtype w, mt_dtype g,
+                 mt__adam_fn rest)
 {
-    const coef8 k = coef_set(c);
-    int64_t     i = 0;
+    const mt__adam_span s = *where;     /* ours: no store can change it, so it stays in registers */
+    const coef8         k = coef_set(c);
+    int64_t             i = 0;
 
-    for (; i + 32 <= s->n; i += 32) {
-        mt__adam_prefetch(s, w, g, i + MT__ADAM_AHEAD);
-        sixteen(s, &k, w, g, i);
-        sixteen(s, &k, w, g, i + 16);
+    for (; i + 32 <= s.n; i += 32) {
+        mt__adam_prefetch(&s, w, g, i + MT__ADAM_AHEAD);
+        sixteen(&s, &k, w, g, i);
+        sixteen(&s, &k, w, g, i + 16);
     }
-    if (i + 16 <= s->n) {
-        sixteen(s, &k, w, g, i);
+    if (i + 16 <= s.n) {
+        sixteen(&s, &k, w, g, i);
         i += 16;
     }
-    mt__adam_span tail = mt__adam_part(s, w, g, i, s->n - i);
+    mt__adam_span tail = mt__adam_part(&s, w, g, i, s.n - i);
     rest(&tail, c);
 }
 

@@ -118,19 +118,20 @@ INLINE void elements(const mt__adam_span *s, const coef16 *c, mt_dtype w, mt_dty
     store_weight(s, w, i, on, p);
 }
 
-INLINE void step(const mt__adam_span *s, const mt__adam_coef *c, mt_dtype w, mt_dtype g)
+INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, mt_dtype w, mt_dtype g)
 {
-    const coef16 k = coef_set(c);
-    int64_t      i = 0;
+    const mt__adam_span s = *where;     /* ours: no store can change it, so it stays in registers */
+    const coef16        k = coef_set(c);
+    int64_t             i = 0;
 
-    for (; i + 2 * LANES <= s->n; i += 2 * LANES) {
-        mt__adam_prefetch(s, w, g, i + MT__ADAM_AHEAD);
-        elements(s, &k, w, g, i, ALL);
-        elements(s, &k, w, g, i + LANES, ALL);
+    for (; i + 2 * LANES <= s.n; i += 2 * LANES) {
+        mt__adam_prefetch(&s, w, g, i + MT__ADAM_AHEAD);
+        elements(&s, &k, w, g, i, ALL);
+        elements(&s, &k, w, g, i + LANES, ALL);
     }
-    for (; i < s->n; i += LANES) {
-        int64_t left = s->n - i;
-        elements(s, &k, w, g, i, left < LANES ? (__mmask16)((1u << left) - 1) : ALL);
+    for (; i < s.n; i += LANES) {
+        int64_t left = s.n - i;
+        elements(&s, &k, w, g, i, left < LANES ? (__mmask16)((1u << left) - 1) : ALL);
     }
 }
 

@@ -113,8 +113,11 @@ static inline void mt__split_store(float p, uint16_t *hi, int16_t *lo)
 }
 
 #if defined(__x86_64__)
+/* always_inline: gcc takes a function of prefetches alone for one without effect, and drops the call. */
+#define MT__INLINE static inline __attribute__((always_inline))
+
 /* Asks for 32 elements of a plane: one cache line of 16-bit values, two of fp32. */
-static inline void mt__prefetch(const void *plane, mt_dtype dt, int64_t i)
+MT__INLINE void mt__prefetch(const void *plane, mt_dtype dt, int64_t i)
 {
     uintptr_t at = (uintptr_t)plane + (uintptr_t)i * (dt == MT_F32 ? 4 : 2);
 
@@ -123,8 +126,7 @@ static inline void mt__prefetch(const void *plane, mt_dtype dt, int64_t i)
         _mm_prefetch((const char *)(at + 64), _MM_HINT_T0);
 }
 
-static inline void mt__adam_prefetch(const mt__adam_span *s, mt_dtype w, mt_dtype g,
-                                     int64_t i)
+MT__INLINE void mt__adam_prefetch(const mt__adam_span *s, mt_dtype w, mt_dtype g, int64_t i)
 {
     mt__prefetch(s->hi, w, i);
     mt__prefetch(s->m, MT_F32, i);

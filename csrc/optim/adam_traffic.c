@@ -20,22 +20,24 @@ INLINE void touch_16(uint16_t *plane, const void *grad, mt_dtype g, int64_t i)
                                                       : ((const uint16_t *)grad)[j]));
 }
 
-INLINE void traffic(const mt__adam_span *s, mt_dtype w, mt_dtype g)
+INLINE void traffic(const mt__adam_span *where, mt_dtype w, mt_dtype g)
 {
-    for (int64_t i = 0; i + 32 <= s->n; i += 32) {
+    const mt__adam_span s = *where;
+
+    for (int64_t i = 0; i + 32 <= s.n; i += 32) {
 #if defined(__x86_64__)
-        mt__adam_prefetch(s, w, g, i + MT__ADAM_AHEAD);
+        mt__adam_prefetch(&s, w, g, i + MT__ADAM_AHEAD);
 #endif
-        touch_f32(s->m, s->grad, g, i);
-        touch_f32(s->v, s->grad, g, i);
+        touch_f32(s.m, s.grad, g, i);
+        touch_f32(s.v, s.grad, g, i);
         if (w == MT_F32)
-            touch_f32(s->hi, s->grad, g, i);
+            touch_f32(s.hi, s.grad, g, i);
         else
-            touch_16(s->hi, s->grad, g, i);
+            touch_16(s.hi, s.grad, g, i);
         if (w == MT_BF16)
-            touch_16((uint16_t *)s->lo, s->grad, g, i);
+            touch_16((uint16_t *)s.lo, s.grad, g, i);
         if (w == MT_F16)
-            touch_f32(s->master, s->grad, g, i);
+            touch_f32(s.master, s.grad, g, i);
     }
 }
 
