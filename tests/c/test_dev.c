@@ -1,0 +1,736 @@
+/* test_dev.c — dev.h, executable: what every device must do, asked of each.
+ *
+ * Devices: cpu; delayed (cpu behind random naps); counted (cpu behind a fault device that fails
+ * nothing); cuda, skipped where there is none.
+ *
+ * A "gate" is a host function that holds a queue until the test opens it. CUDA may run all host
+ * functions on one thread, so there is never more than one gate shut.
+ */
+#include "check.h"
+#include "dev_fault.h"
+
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+enum { INTS = 16384, BYTES = INTS * (int)sizeof(int) };
+
+/* Two queues, two events, host memory the device knows, device memory. */
+typedef struct rig {
+    mt_dev   *d;
+    mt_queue *a, *b;
+    mt_event *e, *f;
+    int      *host;              /* [INTS], host[i] = i */
+    int      *mem;               /* [INTS], device */
+} rig;
+
+static void rig_open(rig *r, mt_dev *d)
+{
+    void *mem = NULL;
+
+    *r = (rig){ .d = d };
+    REQUIRE((r->host = aligned_alloc(4096, BYTES)) != NULL);
+    for (int i = 0; i < INTS; i++)
+        r->host[i] = i;
+    REQUIRE(d->ops->host_register(d, r->host, BYTES) == MT_OK);
+    REQUIRE(d->ops->mem_alloc(d, BYTES, &mem) == MT_OK);
+    r->mem = mem;
+    REQUIRE(d->ops->queue_open(d, "a", &r->a) == MT_OK);
+    REQUIRE(d->ops->queue_open(d, "b", &r->b) == MT_OK);
+    REQUIRE(d->ops->event_open(d, &r->e) == MT_OK);
+    REQUIRE(d->ops->event_open(d, &r->f) == MT_OK);
+}
+
+static void rig_close(rig *r)
+{
+    const mt_dev_ops *o = r->d->ops;
+
+    o->queue_close(r->a);
+    o->queue_close(r->b);
+    o->event_close(r->e);
+    o->event_close(r->f);
+    o->mem_free(r->d, r->mem);
+    o->host_unregister(r->d, r->host);
+    free(r->host);
+}
+
+static void hold(void *gate)
+{
+    while (sem_wait(gate) != 0)
+        continue;
+}
+
+static void shut(rig *r, mt_queue *q, sem_t *gate)
+{
+    REQUIRE(sem_init(gate, 0, 0) == 0);
+    CHECK_OK(r->d->ops->call(q, hold, gate));
+}
+
+static void copy_int(rig *r, mt_queue *q, int *dst, const int *src)
+{
+    CHECK_OK(r->d->ops->copy(q, dst, src, sizeof *dst));
+}
+
+static int query(rig *r, mt_event *e)
+{
+    int done = -1;
+
+    CHECK_OK(r->d->ops->query(e, &done));
+    return done;
+}
+
+/* ---- memory ----------------------------------------------------------------------------- */
+
+static void memory_is_aligned_and_refused_with_a_reason(mt_dev *d)
+{
+    const mt_dev_ops *o = d->ops;
+    void             *p[3] = { NULL, NULL, NULL };
+
+    for (int i = 0; i < 3; i++) {
+        REQUIRE(o->mem_alloc(d, (size_t)i * 700 + 1, &p[i]) == MT_OK);
+        CHECK_EQ((uintptr_t)p[i] % 512, 0);
+    }
+    for (int i = 0; i < 3; i++)
+        o->mem_free(d, p[i]);
+    CHECK_EQ(o->mem_alloc(d, 0, &p[0]), MT_EINVAL);
+    CHECK_EQ(o->mem_alloc(d, SIZE_MAX - 100, &p[1]), MT_EDEVMEM);
+    CHECK_HAS(mt_last_error(), "18446744073709551515");
+    CHECK_EQ(o->host_register(d, NULL, 4096), MT_EINVAL);
+    CHECK_EQ(o->host_register(d, d, 0), MT_EINVAL);
+    REQUIRE(o->mem_alloc(d, 64, &p[2]) == MT_OK);        /* a refusal is not sticky */
+    o->mem_free(d, p[2]);
+}
+
+static void close_and_free_accept_null(mt_dev *d)
+{
+    d->ops->queue_close(NULL);
+    d->ops->event_close(NULL);
+    d->ops->mem_free(d, NULL);
+    d->ops->host_unregister(d, NULL);
+}
+
+/* ---- queues ----------------------------------------------------------------------------- */
+
+static void copy_carries_bytes_there_and_back(mt_dev *d)
+{
+    static const size_t sizes[] = { 0, 1, 511, 4096, BYTES / 2 };
+    rig                 r;
+
+    rig_open(&r, d);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        int *back = r.host + INTS / 2;
+
+        memset(back, 0xee, BYTES / 2);
+        CHECK_OK(d->ops->copy(r.a, r.mem, r.host, sizes[i]));
+        CHECK_OK(d->ops->copy(r.a, back, r.mem, sizes[i]));
+        CHECK_OK(d->ops->sync(r.a));
+        CHECK(memcmp(back, r.host, sizes[i]) == 0);
+        CHECK(sizes[i] == BYTES / 2 || ((unsigned char *)back)[sizes[i]] == 0xee);
+    }
+    rig_close(&r);
+}
+
+typedef struct tally {
+    int next, wrong;             /* the queue's thread, then the host after sync */
+} tally;
+
+typedef struct ticket {
+    tally *tally;
+    int    number;
+} ticket;
+
+static void hand_in(void *arg)
+{
+    ticket *t = arg;
+
+    t->tally->wrong += t->tally->next++ != t->number;
+}
+
+/* 300 is more than a queue has room for at first. */
+static void operations_of_a_queue_run_in_order(mt_dev *d)
+{
+    tally  count = { 0, 0 };
+    ticket tickets[300];
+    rig    r;
+    sem_t  gate;
+
+    rig_open(&r, d);
+    for (int lap = 0; lap < 2; lap++) {
+        shut(&r, r.a, &gate);
+        for (int i = lap * 150; i < lap * 150 + 150; i++) {
+            tickets[i] = (ticket){ &count, i };
+            CHECK_OK(d->ops->call(r.a, hand_in, &tickets[i]));
+            copy_int(&r, r.a, &r.mem[i + 1], i == 0 ? &r.host[7] : &r.mem[i]);
+        }
+        (void)sem_post(&gate);
+        CHECK_OK(d->ops->sync(r.a));
+    }
+    copy_int(&r, r.a, &r.host[0], &r.mem[300]);
+    CHECK_OK(d->ops->sync(r.a));
+    CHECK_EQ(count.next, 300);
+    CHECK_EQ(count.wrong, 0);
+    CHECK_EQ(r.host[0], 7);
+    rig_close(&r);
+}
+
+static void put_returns_before_it_runs(mt_dev *d)
+{
+    rig   r;
+    sem_t gate;
+
+    rig_open(&r, d);
+    shut(&r, r.a, &gate);
+    copy_int(&r, r.a, r.mem, &r.host[5]);
+    copy_int(&r, r.a, &r.host[0], r.mem);
+    CHECK_OK(d->ops->record(r.a, r.e));
+    CHECK_EQ(query(&r, r.e), 0);
+    (void)sem_post(&gate);
+    CHECK_OK(d->ops->sync(r.a));
+    CHECK_EQ(query(&r, r.e), 1);
+    CHECK_EQ(r.host[0], 5);
+    rig_close(&r);
+}
+
+static void queues_run_side_by_side(mt_dev *d)
+{
+    rig   r;
+    sem_t gate;
+
+    rig_open(&r, d);
+    shut(&r, r.a, &gate);
+    copy_int(&r, r.b, r.mem, &r.host[9]);
+    copy_int(&r, r.b, &r.host[0], r.mem);
+    CHECK_OK(d->ops->sync(r.b));             /* returns although a is held */
+    CHECK_EQ(r.host[0], 9);
+    (void)sem_post(&gate);
+    rig_close(&r);
+}
+
+static void count_up(void *counter)
+{
+    (void)usleep(2000);
+    ++*(int *)counter;
+}
+
+static void close_drains(mt_dev *d)
+{
+    mt_queue *q;
+    int       n = 0;
+
+    REQUIRE(d->ops->queue_open(d, "drained", &q) == MT_OK);
+    for (int i = 0; i < 5; i++)
+        CHECK_OK(d->ops->call(q, count_up, &n));
+    d->ops->queue_close(q);
+    CHECK_EQ(n, 5);
+}
+
+/* ---- events ----------------------------------------------------------------------------- */
+
+static void event_never_recorded_is_done(mt_dev *d)
+{
+    rig r;
+
+    rig_open(&r, d);
+    CHECK_EQ(query(&r, r.e), 1);
+    CHECK_OK(d->ops->sync_event(r.e));
+    CHECK_OK(d->ops->wait(r.a, r.e));
+    CHECK_OK(d->ops->sync(r.a));
+    rig_close(&r);
+}
+
+static void wait_orders_two_queues(mt_dev *d)
+{
+    rig   r;
+    sem_t gate;
+
+    rig_open(&r, d);
+    shut(&r, r.a, &gate);
+    copy_int(&r, r.a, r.mem, &r.host[3]);
+    CHECK_OK(d->ops->record(r.a, r.e));
+    CHECK_OK(d->ops->wait(r.b, r.e));
+    copy_int(&r, r.b, &r.host[0], r.mem);
+    CHECK_OK(d->ops->record(r.b, r.f));
+    (void)usleep(20000);                     /* time for a queue that does not wait to be seen */
+    CHECK_EQ(query(&r, r.f), 0);
+    (void)sem_post(&gate);
+    CHECK_OK(d->ops->sync(r.b));
+    CHECK_EQ(r.host[0], 3);
+    rig_close(&r);
+}
+
+static void event_wait_ignores_later_record(mt_dev *d)
+{
+    rig   r;
+    sem_t gate;
+
+    rig_open(&r, d);
+    CHECK_OK(d->ops->record(r.a, r.e));
+    CHECK_OK(d->ops->wait(r.b, r.e));
+    shut(&r, r.a, &gate);
+    CHECK_OK(d->ops->record(r.a, r.e));
+    CHECK_OK(d->ops->sync(r.b));             /* returns: it waits for the first record only */
+    CHECK_EQ(query(&r, r.e), 0);
+    (void)sem_post(&gate);
+    CHECK_OK(d->ops->sync_event(r.e));
+    CHECK_EQ(query(&r, r.e), 1);
+    rig_close(&r);
+}
+
+/* The later record, in a queue with nothing to do, is over long before the earlier. */
+static void event_wait_ignores_later_record_in_a_faster_queue(mt_dev *d)
+{
+    rig       r;
+    sem_t     gate;
+    mt_queue *fast;
+
+    rig_open(&r, d);
+    REQUIRE(d->ops->queue_open(d, "fast", &fast) == MT_OK);
+    shut(&r, r.a, &gate);
+    copy_int(&r, r.a, r.mem, &r.host[4]);
+    CHECK_OK(d->ops->record(r.a, r.e));
+    CHECK_OK(d->ops->wait(r.b, r.e));
+    copy_int(&r, r.b, &r.host[0], r.mem);
+    CHECK_OK(d->ops->record(r.b, r.f));
+    CHECK_OK(d->ops->record(fast, r.e));
+    CHECK_OK(d->ops->sync_event(r.e));       /* the latest record is what the host waits for */
+    (void)usleep(20000);
+    CHECK_EQ(query(&r, r.f), 0);
+    (void)sem_post(&gate);
+    CHECK_OK(d->ops->sync(r.b));
+    CHECK_EQ(r.host[0], 4);
+    d->ops->queue_close(fast);
+    rig_close(&r);
+}
+
+static void sync_event_waits_no_further_than_its_record(mt_dev *d)
+{
+    rig   r;
+    sem_t gate;
+
+    rig_open(&r, d);
+    copy_int(&r, r.a, r.mem, &r.host[6]);
+    copy_int(&r, r.a, &r.host[0], r.mem);
+    CHECK_OK(d->ops->record(r.a, r.e));
+    shut(&r, r.a, &gate);
+    CHECK_OK(d->ops->sync_event(r.e));
+    CHECK_EQ(r.host[0], 6);
+    (void)sem_post(&gate);
+    rig_close(&r);
+}
+
+static void event_may_be_closed_while_a_queue_waits_for_it(mt_dev *d)
+{
+    rig   r;
+    sem_t gate;
+
+    rig_open(&r, d);
+    shut(&r, r.a, &gate);
+    copy_int(&r, r.a, r.mem, &r.host[8]);
+    CHECK_OK(d->ops->record(r.a, r.e));
+    CHECK_OK(d->ops->wait(r.b, r.e));
+    copy_int(&r, r.b, &r.host[0], r.mem);
+    d->ops->event_close(r.e);
+    r.e = NULL;
+    (void)sem_post(&gate);
+    CHECK_OK(d->ops->sync(r.b));
+    CHECK_EQ(r.host[0], 8);
+    rig_close(&r);
+}
+
+static void event_of_a_closed_queue_is_done(mt_dev *d)
+{
+    rig       r;
+    mt_queue *q;
+    int       n = 0;
+
+    rig_open(&r, d);
+    REQUIRE(d->ops->queue_open(d, "short", &q) == MT_OK);
+    CHECK_OK(d->ops->call(q, count_up, &n));
+    CHECK_OK(d->ops->record(q, r.e));
+    d->ops->queue_close(q);
+    CHECK_EQ(query(&r, r.e), 1);
+    CHECK_OK(d->ops->sync_event(r.e));
+    CHECK_OK(d->ops->wait(r.a, r.e));
+    CHECK_OK(d->ops->sync(r.a));
+    rig_close(&r);
+}
+
+/* ---- adopted queues --------------------------------------------------------------------- */
+
+static void adopted_queue_copies_calls_and_outlives_its_wrapper(mt_dev *d)
+{
+    rig       r;
+    mt_queue *q;
+    int       n = 0;
+
+    rig_open(&r, d);
+    for (int lap = 1; lap <= 2; lap++) {
+        REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
+        CHECK_EQ(d->ops->handle(q), 0);
+        copy_int(&r, q, r.mem, &r.host[lap]);
+        copy_int(&r, q, &r.host[0], r.mem);
+        CHECK_OK(d->ops->call(q, count_up, &n));
+        CHECK_OK(d->ops->record(q, r.e));
+        CHECK_OK(d->ops->sync_event(r.e));
+        CHECK_EQ(r.host[0], lap);
+        CHECK_EQ(n, lap);
+        CHECK_OK(d->ops->sync(q));
+        d->ops->queue_close(q);
+    }
+    rig_close(&r);
+}
+
+static void adopted_queue_waits_and_is_waited_for(mt_dev *d)
+{
+    rig       r;
+    mt_queue *q;
+
+    rig_open(&r, d);
+    REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
+    for (int i = 1; i < 100; i++) {
+        copy_int(&r, r.a, &r.mem[i], &r.host[i]);
+        CHECK_OK(d->ops->record(r.a, r.e));
+        CHECK_OK(d->ops->wait(q, r.e));
+        copy_int(&r, q, &r.mem[1000 + i], &r.mem[i]);
+        CHECK_OK(d->ops->record(q, r.f));
+        CHECK_OK(d->ops->wait(r.b, r.f));
+        copy_int(&r, r.b, &r.host[1000 + i], &r.mem[1000 + i]);
+    }
+    CHECK_OK(d->ops->sync(r.b));
+    for (int i = 1; i < 100; i++)
+        CHECK_EQ(r.host[1000 + i], i);
+    d->ops->queue_close(q);
+    rig_close(&r);
+}
+
+/* What a queue's handle names is the queue itself. On CPU every handle is 0, so there is nothing
+ * to ask. */
+static void adopted_handle_is_the_same_queue(mt_dev *d)
+{
+    rig       r;
+    sem_t     gate;
+    mt_queue *same;
+
+    rig_open(&r, d);
+    if (d->ops->handle(r.a) != 0) {
+        REQUIRE(d->ops->queue_adopt(d, d->ops->handle(r.a), &same) == MT_OK);
+        shut(&r, r.a, &gate);
+        CHECK_OK(d->ops->record(same, r.e));
+        (void)usleep(20000);
+        CHECK_EQ(query(&r, r.e), 0);
+        (void)sem_post(&gate);
+        CHECK_OK(d->ops->sync_event(r.e));
+        d->ops->queue_close(same);
+    }
+    rig_close(&r);
+}
+
+/* ---- together --------------------------------------------------------------------------- */
+
+/* The scheduler's pattern: two slots, filled by one queue and emptied by another, each putting
+ * from a thread of its own. A missing edge in either direction loses values. */
+enum { ROUNDS = 200, SLOTS = 2 };
+
+typedef struct relay {
+    rig       *r;
+    mt_event  *ready[SLOTS], *freed[SLOTS];
+    sem_t      filled, emptied;      /* how far the putting threads are; not the queues */
+} relay;
+
+static void *empty_slots(void *arg)
+{
+    relay            *y = arg;
+    const mt_dev_ops *o = y->r->d->ops;
+
+    for (int i = 0; i < ROUNDS; i++) {
+        hold(&y->filled);
+        CHECK_OK(o->wait(y->r->b, y->ready[i % SLOTS]));
+        copy_int(y->r, y->r->b, &y->r->host[8000 + i], &y->r->mem[i % SLOTS]);
+        CHECK_OK(o->record(y->r->b, y->freed[i % SLOTS]));
+        (void)sem_post(&y->emptied);
+    }
+    return NULL;
+}
+
+static void fill_slots(relay *y)
+{
+    const mt_dev_ops *o = y->r->d->ops;
+
+    for (int i = 0; i < ROUNDS; i++) {
+        if (i >= SLOTS)
+            hold(&y->emptied);
+        CHECK_OK(o->wait(y->r->a, y->freed[i % SLOTS]));
+        copy_int(y->r, y->r->a, &y->r->mem[i % SLOTS], &y->r->host[i]);
+        CHECK_OK(o->record(y->r->a, y->ready[i % SLOTS]));
+        (void)sem_post(&y->filled);
+    }
+}
+
+static void two_threads_hand_slots_back_and_forth(mt_dev *d)
+{
+    rig       r;
+    relay     y = { .r = &r };
+    pthread_t thread;
+    int       lost = 0;
+
+    rig_open(&r, d);
+    REQUIRE(sem_init(&y.filled, 0, 0) == 0 && sem_init(&y.emptied, 0, 0) == 0);
+    for (int i = 0; i < SLOTS; i++) {
+        REQUIRE(d->ops->event_open(d, &y.ready[i]) == MT_OK);
+        REQUIRE(d->ops->event_open(d, &y.freed[i]) == MT_OK);
+    }
+    REQUIRE(pthread_create(&thread, NULL, empty_slots, &y) == 0);
+    fill_slots(&y);
+    (void)pthread_join(thread, NULL);
+    CHECK_OK(d->ops->sync(r.b));
+    for (int i = 0; i < ROUNDS; i++)
+        lost += r.host[8000 + i] != i;
+    CHECK_EQ(lost, 0);
+    for (int i = 0; i < SLOTS; i++) {
+        d->ops->event_close(y.ready[i]);
+        d->ops->event_close(y.freed[i]);
+    }
+    rig_close(&r);
+}
+
+/* ---- cpu only --------------------------------------------------------------------------- */
+
+static mt_dev *cpu_open(void)
+{
+    mt_dev *d = NULL;
+
+    REQUIRE(mt_dev_cpu_open(&d) == MT_OK);
+    return d;
+}
+
+static void cpu_adopts_the_calling_thread_and_nothing_else(void)
+{
+    mt_dev   *d = cpu_open();
+    mt_queue *q = NULL;
+    int       from = 1, to = 0;
+
+    CHECK_EQ(d->ops->queue_adopt(d, 0x7f00, &q), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "0x7f00");
+    CHECK(q == NULL);
+    REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
+    CHECK_OK(d->ops->copy(q, &to, &from, sizeof to));
+    CHECK_EQ(to, 1);                         /* now, not later */
+    d->ops->queue_close(q);
+    d->ops->close(d);
+}
+
+typedef struct late {
+    sem_t     *gate;
+    atomic_int opened;
+} late;
+
+static void *open_late(void *arg)
+{
+    late *l = arg;
+
+    (void)usleep(20000);
+    atomic_store(&l->opened, 1);
+    (void)sem_post(l->gate);
+    return NULL;
+}
+
+static void cpu_adopted_wait_blocks_the_caller(void)
+{
+    mt_dev   *d = cpu_open();
+    mt_queue *q;
+    sem_t     gate;
+    late      l = { .gate = &gate };
+    pthread_t thread;
+    rig       r;
+
+    rig_open(&r, d);
+    REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
+    shut(&r, r.a, &gate);
+    CHECK_OK(d->ops->record(r.a, r.e));
+    REQUIRE(pthread_create(&thread, NULL, open_late, &l) == 0);
+    CHECK_OK(d->ops->wait(q, r.e));
+    CHECK_EQ(atomic_load(&l.opened), 1);
+    (void)pthread_join(thread, NULL);
+    d->ops->queue_close(q);
+    rig_close(&r);
+    d->ops->close(d);
+}
+
+/* ---- the fault device ------------------------------------------------------------------- */
+
+static mt_status use_everything(mt_dev *d)
+{
+    const mt_dev_ops *o = d->ops;
+    void             *mem = NULL;
+    mt_queue         *q = NULL;
+    mt_event         *e = NULL;
+    int               host = 1, done;
+    mt_status         st;
+
+    MT_TRY(o->mem_alloc(d, 64, &mem));
+    MT_TRY(o->queue_open(d, "q", &q));
+    MT_TRY(o->event_open(d, &e));
+    MT_TRY(o->copy(q, mem, &host, sizeof host));
+    MT_TRY(o->record(q, e));
+    MT_TRY(o->wait(q, e));
+    MT_TRY(o->query(e, &done));
+    MT_TRY(o->sync_event(e));
+    MT_TRY(o->sync(q));
+fail:
+    o->queue_close(q);
+    o->event_close(e);
+    o->mem_free(d, mem);
+    return st;
+}
+
+static void nth_call_fails_and_nothing_stays_open(void)
+{
+    enum { CALLS = 9 };              /* in use_everything */
+    mt_dev *cpu = cpu_open();
+
+    for (int n = 1; n <= CALLS + 1; n++) {
+        mt_dev *d = fault_dev(cpu, n, FAULT_ONCE);
+
+        CHECK_EQ(use_everything(d), n <= CALLS ? MT_EDEVICE : MT_OK);
+        CHECK_EQ(fault_fired(d), n <= CALLS);
+        CHECK_EQ(fault_calls(d), n <= CALLS ? n : CALLS);
+        CHECK_EQ(fault_live(d), 0);
+        if (n <= CALLS)
+            CHECK_EQ(use_everything(d), MT_OK);      /* one failure, then all is well */
+        d->ops->close(d);
+    }
+    CHECK_HAS(mt_last_error(), "injected: call 9 (sync)");
+    cpu->ops->close(cpu);
+}
+
+static void a_device_gone_bad_stays_bad(void)
+{
+    mt_dev *cpu = cpu_open();
+    mt_dev *d = fault_dev(cpu, 3, FAULT_STAYS);
+    void   *mem = NULL;
+
+    CHECK_EQ(use_everything(d), MT_EDEVICE);
+    CHECK_EQ(use_everything(d), MT_EDEVICE);
+    CHECK_EQ(d->ops->mem_alloc(d, 64, &mem), MT_EDEVICE);
+    CHECK(mem == NULL);
+    CHECK_EQ(fault_fired(d), 3);
+    d->ops->close(d);
+    cpu->ops->close(cpu);
+}
+
+static void open_handles_are_counted(void)
+{
+    mt_dev *cpu = cpu_open();
+    mt_dev *d = fault_dev(cpu, 0, FAULT_ONCE);
+    rig     r;
+
+    rig_open(&r, d);
+    CHECK_EQ(fault_live(d), 6);
+    rig_close(&r);
+    CHECK_EQ(fault_live(d), 0);
+    d->ops->close(d);
+    cpu->ops->close(cpu);
+}
+
+/* ---- cuda only -------------------------------------------------------------------------- */
+
+/* Without CUDA in the build, without a driver, or without that device: a status and a reason. */
+static void cuda_that_is_not_there_is_refused_with_a_reason(void)
+{
+    mt_dev *d = NULL;
+
+    CHECK_EQ(mt_dev_cuda_open(1000, &d), mt_dev_cuda_built() ? MT_EDEVICE : MT_ENOTSUP);
+    CHECK_HAS(mt_last_error(), "cuda:1000");
+    CHECK(d == NULL);
+}
+
+/* ---- which device ----------------------------------------------------------------------- */
+
+static void on_cpu(void (*test)(mt_dev *d))
+{
+    mt_dev *d = cpu_open();
+
+    CHECK_STR(d->ops->name, "cpu");
+    test(d);
+    d->ops->close(d);
+}
+
+static void on_delayed(void (*test)(mt_dev *d))
+{
+    mt_dev *d = NULL;
+
+    REQUIRE(mt_dev_delay_open(cpu_open(), 1, 200, &d) == MT_OK);
+    CHECK_STR(d->ops->name, "cpu");
+    test(d);
+    d->ops->close(d);
+}
+
+static void on_counted(void (*test)(mt_dev *d))
+{
+    mt_dev *cpu = cpu_open();
+    mt_dev *d = fault_dev(cpu, 0, FAULT_ONCE);
+
+    test(d);
+    CHECK_EQ(fault_live(d), 0);
+    d->ops->close(d);
+    cpu->ops->close(cpu);
+}
+
+static void on_cuda(void (*test)(mt_dev *d))
+{
+    static int said;
+    mt_dev    *d = NULL;
+
+    if (mt_dev_cuda_open(0, &d) != MT_OK) {
+        if (!said++)
+            CHECK_PRINT_("skipped: %s", mt_last_error());
+        check_skipped = 1;
+        return;
+    }
+    CHECK_STR(d->ops->name, "cuda");
+    test(d);
+    d->ops->close(d);
+}
+
+#define CONFORMANCE(X)                                                                        \
+    X(memory_is_aligned_and_refused_with_a_reason)                                            \
+    X(close_and_free_accept_null)                                                             \
+    X(copy_carries_bytes_there_and_back)                                                      \
+    X(operations_of_a_queue_run_in_order)                                                     \
+    X(put_returns_before_it_runs)                                                             \
+    X(queues_run_side_by_side)                                                                \
+    X(close_drains)                                                                           \
+    X(event_never_recorded_is_done)                                                           \
+    X(wait_orders_two_queues)                                                                 \
+    X(event_wait_ignores_later_record)                                                        \
+    X(event_wait_ignores_later_record_in_a_faster_queue)                                      \
+    X(sync_event_waits_no_further_than_its_record)                                            \
+    X(event_may_be_closed_while_a_queue_waits_for_it)                                         \
+    X(event_of_a_closed_queue_is_done)                                                        \
+    X(adopted_queue_copies_calls_and_outlives_its_wrapper)                                    \
+    X(adopted_queue_waits_and_is_waited_for)                                                  \
+    X(adopted_handle_is_the_same_queue)                                                       \
+    X(two_threads_hand_slots_back_and_forth)
+
+#define DEFINE(test)                                                                          \
+    static void test##_on_cpu(void)     { on_cpu(test); }                                     \
+    static void test##_on_delayed(void) { on_delayed(test); }                                 \
+    static void test##_on_counted(void) { on_counted(test); }                                 \
+    static void test##_on_cuda(void)    { on_cuda(test); }
+CONFORMANCE(DEFINE)
+
+#define ENTRIES(test)                                                                         \
+    CHECK_ENTRY_(test##_on_cpu) CHECK_ENTRY_(test##_on_delayed)                               \
+    CHECK_ENTRY_(test##_on_counted) CHECK_ENTRY_(test##_on_cuda)
+
+#define TESTS(X)                                                                              \
+    CONFORMANCE(ENTRIES)                                                                      \
+    X(cpu_adopts_the_calling_thread_and_nothing_else)                                         \
+    X(cpu_adopted_wait_blocks_the_caller)                                                     \
+    X(nth_call_fails_and_nothing_stays_open)                                                  \
+    X(a_device_gone_bad_stays_bad)                                                            \
+    X(open_handles_are_counted)                                                               \
+    X(cuda_that_is_not_there_is_refused_with_a_reason)
+
+CHECK_MAIN(TESTS)

@@ -1,0 +1,267 @@
+/* test_pool.c — pool.h: every chunk once, one loop at a time, as many processors as we may use. */
+#include "check.h"
+
+#include "../../csrc/core/pool.h"
+#include <pthread.h>
+#include <sched.h>
+#include <semaphore.h>
+#include <stdatomic.h>
+#include <sys/stat.h>
+#include <time.h>
+
+enum { CHUNKS = 1000 };
+
+static mt_pool *pool_open(int n_threads)
+{
+    mt_pool *p = NULL;
+
+    REQUIRE(mt_pool_open(n_threads, &p) == MT_OK);
+    return p;
+}
+
+/* Chunks are plain ints: two threads on one chunk, or a result read too early, is a race that
+ * TSan reports. */
+static void mark(void *arg, int64_t chunk)
+{
+    ((int *)arg)[chunk]++;
+}
+
+static void check_marks(mt_pool *p, int64_t n)
+{
+    int *marks = calloc(CHUNKS + 1, sizeof *marks);
+    int  wrong = 0;
+
+    REQUIRE(marks != NULL);
+    mt_pool_run(p, mark, marks, n);
+    for (int64_t i = 0; i <= CHUNKS; i++)
+        wrong += marks[i] != (i < n);
+    CHECK_EQ(wrong, 0);
+    free(marks);
+}
+
+static void every_chunk_runs_exactly_once(void)
+{
+    static const int64_t counts[] = { 0, 1, 2, 3, 17, CHUNKS };
+
+    for (int threads = 1; threads <= 5; threads += 2) {
+        mt_pool *p = pool_open(threads);
+
+        CHECK_EQ(mt_pool_threads(p), threads);
+        for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
+            check_marks(p, counts[i]);
+        mt_pool_close(p);
+    }
+}
+
+static void no_pool_is_this_thread(void)
+{
+    CHECK_EQ(mt_pool_threads(NULL), 1);
+    check_marks(NULL, CHUNKS);
+    mt_pool_close(NULL);
+}
+
+static void pool_of_no_threads_is_refused(void)
+{
+    mt_pool *p = NULL;
+
+    CHECK_EQ(mt_pool_open(0, &p), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "0 threads");
+    CHECK(p == NULL);
+}
+
+/* Short loops one after another: a worker late for one must not touch the next. */
+static void many_short_loops_lose_nothing(void)
+{
+    mt_pool *p = pool_open(4);
+
+    for (int i = 0; i < 300; i++)
+        check_marks(p, 2 + i % 7);
+    mt_pool_close(p);
+}
+
+/* Each chunk waits for all others, so it returns only when four threads are in the loop. */
+static void meet(void *arg, int64_t chunk)
+{
+    (void)chunk;
+    (void)pthread_barrier_wait(arg);
+}
+
+static void all_threads_take_part(void)
+{
+    mt_pool          *p = pool_open(4);
+    pthread_barrier_t all;
+
+    REQUIRE(pthread_barrier_init(&all, NULL, 4) == 0);
+    mt_pool_run(p, meet, &all, 4);
+    mt_pool_run(p, meet, &all, 4);
+    (void)pthread_barrier_destroy(&all);
+    mt_pool_close(p);
+}
+
+enum { CALLS = 20, SHARE = CHUNKS / 5 };
+
+typedef struct caller {
+    mt_pool    *pool;
+    int         id;              /* 0 or 1 */
+    atomic_int *running;         /* [2] chunks of each caller that run now; shared */
+    atomic_int  mixed;           /* chunks of ours that met one of the other's */
+    int         marks[SHARE];
+} caller;
+
+static void mark_mine(void *arg, int64_t chunk)
+{
+    caller *c = arg;
+
+    atomic_fetch_add(&c->running[c->id], 1);
+    if (atomic_load(&c->running[1 - c->id]) != 0)
+        atomic_fetch_add(&c->mixed, 1);
+    c->marks[chunk]++;
+    if (chunk % 64 == 0)
+        (void)usleep(10);
+    atomic_fetch_sub(&c->running[c->id], 1);
+}
+
+static void *call_often(void *arg)
+{
+    caller *c = arg;
+
+    for (int i = 0; i < CALLS; i++)
+        mt_pool_run(c->pool, mark_mine, c, SHARE);
+    return NULL;
+}
+
+static void callers_in_two_threads_take_turns(void)
+{
+    static caller     callers[2];
+    static atomic_int running[2];
+    mt_pool          *p = pool_open(3);
+    pthread_t         threads[2];
+    int               wrong = 0;
+
+    for (int i = 0; i < 2; i++) {
+        callers[i] = (caller){ .pool = p, .id = i, .running = running };
+        REQUIRE(pthread_create(&threads[i], NULL, call_often, &callers[i]) == 0);
+    }
+    for (int i = 0; i < 2; i++)
+        (void)pthread_join(threads[i], NULL);
+    for (int i = 0; i < 2; i++) {
+        for (int k = 0; k < SHARE; k++)
+            wrong += callers[i].marks[k] != CALLS;
+        CHECK_EQ(atomic_load(&callers[i].mixed), 0);
+    }
+    CHECK_EQ(wrong, 0);
+    mt_pool_close(p);
+}
+
+static int64_t cpu_ns(void)
+{
+    struct timespec t;
+
+    (void)clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static void idle_pool_costs_nothing(void)
+{
+    mt_pool *p = pool_open(3);
+    int64_t  before;
+
+    check_marks(p, CHUNKS);
+    (void)usleep(5000);
+    before = cpu_ns();
+    (void)usleep(50000);
+    CHECK(cpu_ns() - before < 10000000);     /* of 100 ms that two spinning workers would take */
+    mt_pool_close(p);
+}
+
+/* ---- processors ------------------------------------------------------------------------- */
+
+static void cpu_count_honours_affinity(void)
+{
+    cpu_set_t all, one;
+
+    CHECK(mt_cpu_count() >= 1);
+    REQUIRE(sched_getaffinity(0, sizeof all, &all) == 0);
+    CHECK(mt_cpu_count() <= CPU_COUNT(&all));
+    CPU_ZERO(&one);
+    for (size_t i = 0; i < CPU_SETSIZE && CPU_COUNT(&one) == 0; i++)
+        if (CPU_ISSET(i, &all))
+            CPU_SET(i, &one);
+    REQUIRE(sched_setaffinity(0, sizeof one, &one) == 0);
+    CHECK_EQ(mt_cpu_count(), 1);
+    REQUIRE(sched_setaffinity(0, sizeof all, &all) == 0);
+}
+
+/* A made-up /proc/self/cgroup and cgroup file system in a temporary directory. */
+static char box[] = "/tmp/mt_test_pool_XXXXXX";
+
+static void box_write(const char *name, const char *text)
+{
+    char  path[256];
+    FILE *f;
+
+    for (const char *slash = strchr(name, '/'); slash != NULL; slash = strchr(slash + 1, '/')) {
+        (void)snprintf(path, sizeof path, "%s/%.*s", box, (int)(slash - name), name);
+        (void)mkdir(path, 0700);
+    }
+    (void)snprintf(path, sizeof path, "%s/%s", box, name);
+    REQUIRE((f = fopen(path, "w")) != NULL);
+    (void)fputs(text, f);
+    (void)fclose(f);
+}
+
+static int box_cpus(const char *self)
+{
+    char path[256];
+
+    box_write("self", self);
+    (void)snprintf(path, sizeof path, "%s/self", box);
+    return mt__cgroup_cpus(box, path);
+}
+
+static void box_remove(void)
+{
+    char command[64];
+
+    (void)snprintf(command, sizeof command, "rm -r %s", box);
+    CHECK_EQ(system(command), 0);
+}
+
+static void cpu_count_honours_cgroup_quotas(void)
+{
+    REQUIRE(mkdtemp(box) != NULL);
+    CHECK_EQ(mt__cgroup_cpus(box, "/nonexistent"), 0);
+    CHECK_EQ(box_cpus("0::/job/step\n"), 0);                 /* nothing mounted */
+
+    box_write("job/step/cpu.max", "max 100000\n");
+    CHECK_EQ(box_cpus("0::/job/step\n"), 0);
+    box_write("job/cpu.max", "350000 100000\n");             /* a parent's limit counts */
+    CHECK_EQ(box_cpus("0::/job/step\n"), 4);
+    box_write("job/step/cpu.max", "50000 100000\n");
+    CHECK_EQ(box_cpus("0::/job/step\n"), 1);
+    box_write("cpu.max", "200000 100000\n");                 /* the path of another namespace */
+    CHECK_EQ(box_cpus("0::/elsewhere/deep\n"), 2);
+
+    box_write("cpu/docker/cpu.cfs_quota_us", "300000\n");
+    box_write("cpu/docker/cpu.cfs_period_us", "100000\n");
+    CHECK_EQ(box_cpus("4:memory:/x\n3:cpu,cpuacct:/docker\n2:cpuset:/docker\n"), 3);
+    box_write("cpu/docker/cpu.cfs_quota_us", "-1\n");
+    CHECK_EQ(box_cpus("3:cpuacct,cpu:/docker\n"), 0);
+    box_write("cpu/cpu.cfs_quota_us", "1000\n");
+    box_write("cpu/cpu.cfs_period_us", "100000\n");
+    CHECK_EQ(box_cpus("3:cpu:/\n"), 1);
+    box_remove();
+}
+
+#define TESTS(X)                                                                              \
+    X(every_chunk_runs_exactly_once)                                                          \
+    X(no_pool_is_this_thread)                                                                 \
+    X(pool_of_no_threads_is_refused)                                                          \
+    X(many_short_loops_lose_nothing)                                                          \
+    X(all_threads_take_part)                                                                  \
+    X(callers_in_two_threads_take_turns)                                                      \
+    X(idle_pool_costs_nothing)                                                                \
+    X(cpu_count_honours_affinity)                                                             \
+    X(cpu_count_honours_cgroup_quotas)
+
+CHECK_MAIN(TESTS)
