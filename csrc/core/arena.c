@@ -1,0 +1,108 @@
+/* arena.c — anonymous memory, touched by many threads, then registered.
+ *
+ * Order matters: a page must exist before the driver pins it, and the threads of the pool make
+ * pages several times as fast as the driver does alone (which is why cudaHostAlloc is not used). */
+#include "arena.h"
+
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define HUGE_BYTES  ((size_t)2 << 20)   /* a huge page on x86-64 and on arm64 with 4 KiB pages */
+#define CHUNK_BYTES ((size_t)16 << 20)  /* touched by one thread at a go: 8 huge pages */
+
+static _Alignas(512) char nothing[512]; /* where arenas of no bytes point; never read or written */
+
+static size_t page_bytes(void)
+{
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
+
+static double mib(size_t bytes)
+{
+    return (double)bytes / (1 << 20);
+}
+
+/* Maps `bytes` at a multiple of `align` (a multiple of a page): maps more, cuts off both ends. */
+static void *map_aligned(size_t bytes, size_t align)
+{
+    size_t spare = align - page_bytes();
+    char  *map, *base;
+
+    if (bytes > SIZE_MAX - spare)
+        return MAP_FAILED;
+    map = mmap(NULL, bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (map == MAP_FAILED || spare == 0)
+        return map;
+    base = map + (-(uintptr_t)map & (align - 1));
+    if (base > map)
+        munmap(map, (size_t)(base - map));
+    if (map + spare > base)
+        munmap(base + bytes, (size_t)(map + spare - base));
+    return base;
+}
+
+typedef struct touch_job {
+    char  *base;
+    size_t bytes, page;
+} touch_job;
+
+/* Pool threads; each page is written by one of them. */
+static void touch_chunk(void *arg, int64_t chunk)
+{
+    const touch_job *job = arg;
+    size_t           at = (size_t)chunk * CHUNK_BYTES;
+    size_t           end = job->bytes - at < CHUNK_BYTES ? job->bytes : at + CHUNK_BYTES;
+
+    for (; at < end; at += job->page)
+        ((volatile char *)job->base)[at] = 0;
+}
+
+static void touch(void *base, size_t bytes, mt_pool *pool)
+{
+    touch_job job = { base, bytes, page_bytes() };
+    int64_t   n = (int64_t)((bytes + CHUNK_BYTES - 1) / CHUNK_BYTES);
+
+    mt_pool_run(n > 1 ? pool : NULL, touch_chunk, &job, n);     /* one chunk need not take turns */
+}
+
+mt_status mt_arena_open(mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
+                        const char *what, size_t mapped)
+{
+    size_t   page = page_bytes();
+    size_t   whole = bytes <= SIZE_MAX - page ? (bytes + page - 1) / page * page : SIZE_MAX;
+    int      huge = whole >= 2 * HUGE_BYTES && HUGE_BYTES % page == 0;
+    mt_arena made = { .base = nothing };
+
+    if (bytes > 0) {
+        made.base = whole < SIZE_MAX ? map_aligned(whole, huge ? HUGE_BYTES : page) : MAP_FAILED;
+        if (made.base == MAP_FAILED)
+            return MT_FAIL(MT_ENOMEM, "%s: %zu bytes (%.1f MiB) of host memory could not be mapped, "
+                           "with %zu (%.1f MiB) mapped already; raise the process's memory limit "
+                           "or keep less on the host",
+                           what, bytes, mib(bytes), mapped, mib(mapped));
+        made.bytes = whole;
+        if (huge)
+            (void)madvise(made.base, whole, MADV_HUGEPAGE);     /* a wish: without it, just slower */
+        touch(made.base, whole, pool);
+    }
+    if (bytes > 0 && dev != NULL) {
+        mt_status st = dev->ops->host_register(dev, made.base, made.bytes);
+        if (st != MT_OK) {
+            mt_arena_close(&made);
+            return st;
+        }
+        made.dev = dev;
+    }
+    *a = made;
+    return MT_OK;
+}
+
+void mt_arena_close(mt_arena *a)
+{
+    if (a->dev != NULL)
+        a->dev->ops->host_unregister(a->dev, a->base);
+    if (a->bytes > 0)
+        munmap(a->base, a->bytes);
+    memset(a, 0, sizeof *a);
+}

@@ -1,0 +1,286 @@
+/* ledger.c — what is under way on each unit, and who must wait for it.
+ *
+ * One mutex, one condition. Everything counted here is a unit's whole update or hand-over, a few
+ * hundred a step, so a broadcast that wakes a thread for another unit's sake costs nothing. */
+#include "store_impl.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#define WATCHDOG_S     600.0
+#define WATCHDOG_MAX_S 1e9          /* thirty years, and far from any overflow */
+
+mt_status mt__ledger_open(mt__ledger *l)
+{
+    pthread_condattr_t attr;
+    int                err = pthread_condattr_init(&attr);
+
+    if (err == 0) {
+        /* Monotonic, so that setting the machine's clock neither ends nor prolongs a wait. */
+        pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+        err = pthread_cond_init(&l->changed, &attr);
+        pthread_condattr_destroy(&attr);
+    }
+    if (err != 0)
+        return MT_FAIL(MT_ENOMEM, "ledger: no condition variable (%s)", strerror(err));
+    pthread_mutex_init(&l->mu, NULL);
+    l->watchdog_s = WATCHDOG_S;
+    return MT_OK;
+}
+
+void mt__ledger_close(mt__ledger *l)
+{
+    pthread_cond_destroy(&l->changed);
+    pthread_mutex_destroy(&l->mu);
+}
+
+/* ---- the fault -------------------------------------------------------------------------- */
+
+void mt_ledger_fault(mt_store *s, mt_status st, const char *text)
+{
+    mt__ledger *l = &s->ledger;
+
+    if (st == MT_OK)
+        return;
+    pthread_mutex_lock(&l->mu);
+    if (l->fault == MT_OK) {
+        snprintf(l->text, sizeof l->text, "%s", text != NULL ? text : mt_status_text(st));
+        l->fault = st;
+        pthread_cond_broadcast(&l->changed);
+    }
+    pthread_mutex_unlock(&l->mu);
+}
+
+/* Under mu or after it: once set, fault and text never change. */
+static mt_status fault_again(const mt__ledger *l)
+{
+    return mt_fail_again(l->fault, l->text);
+}
+
+mt_status mt_ledger_check(mt_store *s)
+{
+    mt_status st;
+
+    pthread_mutex_lock(&s->ledger.mu);
+    st = s->ledger.fault;
+    pthread_mutex_unlock(&s->ledger.mu);
+    return st == MT_OK ? MT_OK : fault_again(&s->ledger);
+}
+
+/* The functions that announce and finish return nothing; a wrong number given to one would be a
+ * wait that never ends, or ends too soon. It becomes the store's fault instead. */
+static mt__unit *unit_or_fault(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    char      text[80];
+
+    if (u == NULL) {
+        snprintf(text, sizeof text, "ledger: there is no unit %d; the store has %d",
+                 unit, mt_store_units(s));
+        mt_ledger_fault(s, MT_EINVAL, text);
+    }
+    return u;
+}
+
+/* ---- announce and finish ---------------------------------------------------------------- */
+
+uint64_t mt_ledger_version(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    uint64_t        version = 0;
+
+    if (u != NULL) {
+        pthread_mutex_lock(&s->ledger.mu);
+        version = u->version;
+        pthread_mutex_unlock(&s->ledger.mu);
+    }
+    return version;
+}
+
+/* Nobody waits for a version or for a count to grow, so there is no one to wake. */
+static void begin(mt_store *s, mt__unit *u, int updates, int grads, int version)
+{
+    pthread_mutex_lock(&s->ledger.mu);
+    u->version += (uint64_t)version;
+    u->updates += updates;
+    u->grads += grads;
+    s->ledger.updates += updates;
+    s->ledger.grads += grads;
+    pthread_mutex_unlock(&s->ledger.mu);
+}
+
+/* One off a unit's count and off the sum of all; what is 0 was ended twice, which is a fault. */
+static void end(mt_store *s, const mt__unit *u, int64_t *count, int64_t *all, const char *what)
+{
+    char text[256];
+    int  twice;
+
+    pthread_mutex_lock(&s->ledger.mu);
+    if (!(twice = *count == 0)) {
+        *count -= 1;
+        *all -= 1;
+        pthread_cond_broadcast(&s->ledger.changed);
+    }
+    pthread_mutex_unlock(&s->ledger.mu);
+    if (twice) {
+        snprintf(text, sizeof text, "unit %s: %s ended that was not announced", u->name, what);
+        mt_ledger_fault(s, MT_ESTATE, text);
+    }
+}
+
+void mt_ledger_touch(mt_store *s, int unit)
+{
+    mt__unit *u = unit_or_fault(s, unit);
+    if (u != NULL)
+        begin(s, u, 0, 0, 1);
+}
+
+void mt_ledger_update_begin(mt_store *s, int unit)
+{
+    mt__unit *u = unit_or_fault(s, unit);
+    if (u != NULL)
+        begin(s, u, 1, 0, 1);
+}
+
+void mt_ledger_grads_begin(mt_store *s, int unit)
+{
+    mt__unit *u = unit_or_fault(s, unit);
+    if (u != NULL)
+        begin(s, u, 0, 1, 0);
+}
+
+void mt_ledger_update_end(mt_store *s, int unit)
+{
+    mt__unit *u = unit_or_fault(s, unit);
+    if (u != NULL)
+        end(s, u, &u->updates, &s->ledger.updates, "an update");
+}
+
+void mt_ledger_grads_end(mt_store *s, int unit)
+{
+    mt__unit *u = unit_or_fault(s, unit);
+    if (u != NULL)
+        end(s, u, &u->grads, &s->ledger.grads, "a hand-over of gradients");
+}
+
+/* ---- waits ------------------------------------------------------------------------------ */
+
+static struct timespec after(struct timespec t, double seconds)
+{
+    time_t whole = (time_t)seconds;
+
+    t.tv_sec += whole;
+    t.tv_nsec += (long)((seconds - (double)whole) * 1e9);
+    if (t.tv_nsec >= 1000000000L) {
+        t.tv_nsec -= 1000000000L;
+        t.tv_sec += 1;
+    }
+    return t;
+}
+
+void mt_ledger_watchdog(mt_store *s, double seconds)
+{
+    pthread_mutex_lock(&s->ledger.mu);
+    s->ledger.watchdog_s = seconds >= 0 && seconds < WATCHDOG_MAX_S ? seconds : WATCHDOG_MAX_S;
+    pthread_cond_broadcast(&s->ledger.changed);     /* those who wait count anew */
+    pthread_mutex_unlock(&s->ledger.mu);
+}
+
+/* Until *count is 0, a fault, or the watchdog, whose time is read again at every waking. */
+static mt_status wait_zero(mt_store *s, int unit, const int64_t *count, const int64_t *all,
+                           const char *what)
+{
+    mt__ledger     *l = &s->ledger;
+    struct timespec begun, end_at;
+    double          waited_s = 0;
+    int64_t         left, left_all;
+    mt_status       st = MT_OK, fault;
+
+    clock_gettime(CLOCK_MONOTONIC, &begun);
+    pthread_mutex_lock(&l->mu);
+    while (l->fault == MT_OK && *count > 0 && st == MT_OK) {
+        waited_s = l->watchdog_s;
+        end_at = after(begun, waited_s);
+        if (pthread_cond_timedwait(&l->changed, &l->mu, &end_at) == ETIMEDOUT &&
+            waited_s >= l->watchdog_s && *count > 0)
+            st = MT_ESTUCK;
+    }
+    left = *count;
+    left_all = *all;
+    fault = l->fault;
+    pthread_mutex_unlock(&l->mu);
+
+    if (fault != MT_OK)
+        return fault_again(l);
+    if (st == MT_ESTUCK)
+        return MT_FAIL(MT_ESTUCK, "unit %s: its %s has not finished after %g s (announced and "
+                       "unfinished: %" PRId64 " of this unit, %" PRId64 " of all); its worker is "
+                       "stuck, or the machine so slow that mt_ledger_watchdog() must allow more",
+                       mt_store_name(s, unit), what, waited_s, left, left_all);
+    return MT_OK;
+}
+
+static mt_status no_unit(const mt_store *s, int unit)
+{
+    return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
+}
+
+mt_status mt_ledger_wait_updates(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u == NULL ? no_unit(s, unit)
+                     : wait_zero(s, unit, &u->updates, &s->ledger.updates, "update");
+}
+
+mt_status mt_ledger_wait_grads(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u == NULL ? no_unit(s, unit)
+                     : wait_zero(s, unit, &u->grads, &s->ledger.grads, "hand-over of gradients");
+}
+
+/* ---- copies out of HI ------------------------------------------------------------------- */
+
+/* The mover, right behind the copy it put in h2d. */
+mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
+{
+    const mt_dev_ops *ops = s->dev->ops;
+    mt__unit         *u = mt__unit_at(s, unit);
+    mt_status         st = MT_OK;
+
+    if (u == NULL)
+        return no_unit(s, unit);
+    pthread_mutex_lock(&s->fetched_mu);
+    if (u->fetched == NULL)
+        st = ops->event_open(s->dev, &u->fetched);
+    if (st == MT_OK)
+        st = ops->record(h2d, u->fetched);
+    pthread_mutex_unlock(&s->fetched_mu);
+    return st;
+}
+
+/* The event, once made, stays; the device itself orders sync_event and a later record ("the
+ * record that happened before this call"). So the lock covers the pointer only, and a host
+ * writer that waits here never holds up the mover. */
+mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    mt_event *fetched;
+    mt_status st = mt_ledger_check(s);
+
+    if (u == NULL)
+        return no_unit(s, unit);
+    if (st != MT_OK)
+        return st;
+    pthread_mutex_lock(&s->fetched_mu);
+    fetched = u->fetched;
+    pthread_mutex_unlock(&s->fetched_mu);
+    if (fetched != NULL)
+        MT_TRY(s->dev->ops->sync_event(fetched));
+    return mt_ledger_check(s);
+fail:
+    return st;
+}

@@ -1,0 +1,438 @@
+/* store.c — units, their planes, and the address of every parameter in each. */
+#include "store_impl.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ALIGN_BYTES ((size_t)512)   /* where a parameter may start: any GEMM's and any disk's wish */
+
+#define MT__PLANE_NAME(name, what) #name,
+static const char *const plane_names[MT_PLANE_COUNT] = { MT_PLANE_MAP(MT__PLANE_NAME) };
+#undef MT__PLANE_NAME
+
+static int plane_ok(mt_plane p)
+{
+    return (unsigned)p < MT_PLANE_COUNT;
+}
+
+const char *mt_plane_name(mt_plane p)
+{
+    return plane_ok(p) ? plane_names[p] : "?";
+}
+
+static int can_train(mt_dtype dt)
+{
+    return dt == MT_F32 || dt == MT_BF16 || dt == MT_F16 || dt == MT_F64;
+}
+
+size_t mt_plane_elem_bytes(mt_plane p, mt_dtype dt)
+{
+    int half = dt == MT_BF16 || dt == MT_F16;
+
+    switch (p) {
+    case MT_PLANE_HI:     return mt_dtype_bytes(dt);
+    case MT_PLANE_GRAD:   return can_train(dt) ? mt_dtype_bytes(dt) : 0;
+    case MT_PLANE_LO:     return dt == MT_BF16 ? sizeof(int16_t) : 0;
+    case MT_PLANE_MASTER: return dt == MT_F16 ? sizeof(float) : 0;
+    case MT_PLANE_M:
+    case MT_PLANE_V:      return half || dt == MT_F32 ? sizeof(float) : 0;
+    case MT_PLANE_ACC:    return half ? sizeof(float) : 0;
+    case MT_PLANE_COUNT:  break;
+    }
+    return 0;
+}
+
+/* ---- offsets ---------------------------------------------------------------------------- */
+
+static size_t elem_bytes_now(const mt_param_desc *d, mt_plane p)
+{
+    return p == MT_PLANE_HI || d->trainable ? mt_plane_elem_bytes(p, d->dtype) : 0;
+}
+
+/* Where each of n parameters starts in a plane, and the bytes of the whole: both multiples of 512. */
+static mt_status lay_out(const char *name, const mt_param_desc *d, int n, mt_plane p,
+                         size_t *offset, size_t *bytes)
+{
+    size_t at = 0;
+
+    for (int i = 0; i < n; i++) {
+        size_t elem = elem_bytes_now(&d[i], p), len;
+
+        offset[i] = elem > 0 ? at : MT__ABSENT;
+        if (mt_mul_size((size_t)d[i].numel, elem, "parameter", &len) != MT_OK ||
+            __builtin_add_overflow(at, len, &at) || at > SIZE_MAX - ALIGN_BYTES)
+            return MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
+                           "an address space", name, i, d[i].numel, mt_dtype_name(d[i].dtype));
+        at = (at + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
+    }
+    *bytes = at;
+    return MT_OK;
+}
+
+static mt_status check_desc(const char *name, const mt_param_desc *d, int i)
+{
+    if (mt_dtype_bytes(d->dtype) == 0)
+        return MT_FAIL(MT_EINVAL, "unit %s: parameter %d has dtype %d, which is none of ours",
+                       name, i, (int)d->dtype);
+    if (d->numel < 0)
+        return MT_FAIL(MT_EINVAL, "unit %s: parameter %d has %" PRId64 " elements",
+                       name, i, d->numel);
+    if (d->trainable && !can_train(d->dtype))
+        return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is %s, which cannot be trained; "
+                       "F32, BF16, F16 and F64 can", name, i, mt_dtype_name(d->dtype));
+    return MT_OK;
+}
+
+/* ---- the store and its units ------------------------------------------------------------ */
+
+mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
+{
+    mt_store *s;
+    mt_status st;
+
+    if (dev == NULL)
+        return MT_FAIL(MT_EINVAL, "a store needs a device; open one with mt_dev_cpu_open()");
+    if ((s = calloc(1, sizeof *s)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "store: calloc(%zu)", sizeof *s);
+    if ((st = mt__ledger_open(&s->ledger)) != MT_OK) {
+        free(s);
+        return st;
+    }
+    pthread_mutex_init(&s->map_mu, NULL);
+    pthread_mutex_init(&s->fetched_mu, NULL);
+    s->dev = dev;
+    s->pool = pool;
+    *out = s;
+    return MT_OK;
+}
+
+static size_t plane_close(mt__plane *pl, int n_params)
+{
+    size_t bytes = pl->arena.bytes;
+
+    for (int i = 0; pl->late != NULL && i < n_params; i++) {
+        bytes += pl->late[i].bytes;
+        mt_arena_close(&pl->late[i]);
+    }
+    mt_arena_close(&pl->arena);
+    free(pl->late);
+    free(pl->offset);
+    memset(pl, 0, sizeof *pl);
+    return bytes;
+}
+
+static void unit_close(const mt_store *s, mt__unit *u)
+{
+    if (u == NULL)
+        return;
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        plane_close(&u->plane[p], u->n_params);
+    s->dev->ops->event_close(u->fetched);
+    free(u->hi_offset);
+    free(u->desc);
+    free(u->name);
+    free(u);
+}
+
+/* The caller has closed whoever worked on the store: stream, offload and updater come first. */
+void mt_store_close(mt_store *s)
+{
+    if (s == NULL)
+        return;
+    for (int i = mt_store_units(s) - 1; i >= 0; i--)
+        unit_close(s, mt__unit_at(s, i));
+    for (int i = 0; i < MT__SEGS; i++)
+        free(s->seg[i]);
+    mt__ledger_close(&s->ledger);
+    pthread_mutex_destroy(&s->map_mu);
+    pthread_mutex_destroy(&s->fetched_mu);
+    free(s);
+}
+
+/* A whole unit that nobody knows of yet. */
+static mt_status unit_open(const mt_store *s, const char *name, const mt_param_desc *d, int n,
+                           mt__unit **out)
+{
+    size_t    slots = n > 0 ? (size_t)n : 1;
+    mt__unit *u;
+    mt_status st;
+
+    if (name == NULL || n < 0 || (n > 0 && d == NULL))
+        return MT_FAIL(MT_EINVAL, "unit %s: %d parameters at %p", name ? name : "without a name",
+                       n, (const void *)d);
+    if ((u = calloc(1, sizeof *u)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %s: calloc(%zu)", name, sizeof *u);
+    u->n_params = n;
+    u->version = 1;
+    u->name = strdup(name);
+    u->desc = calloc(slots, sizeof *u->desc);
+    u->hi_offset = calloc(slots, sizeof *u->hi_offset);
+    if (u->name == NULL || u->desc == NULL || u->hi_offset == NULL) {
+        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to describe %d parameters", name, n);
+        goto fail;
+    }
+    for (int i = 0; i < n; i++) {
+        MT_TRY(check_desc(name, &d[i], i));
+        u->desc[i] = d[i];
+    }
+    MT_TRY(lay_out(name, u->desc, n, MT_PLANE_HI, u->hi_offset, &u->hi_bytes));
+    *out = u;
+    return MT_OK;
+
+fail:
+    unit_close(s, u);
+    return st;
+}
+
+/* Under map_mu. n_units grows last, so whoever sees the number sees the unit. */
+static mt_status publish(mt_store *s, mt__unit *u, int *unit)
+{
+    int        i = atomic_load(&s->n_units);
+    mt__unit ***seg = &s->seg[i / MT__SEG_UNITS];   /* only looked at when i is in range */
+
+    if (i >= MT__SEGS * MT__SEG_UNITS)
+        return MT_FAIL(MT_EINVAL, "unit %s: a store holds at most %d units; stream larger pieces",
+                       u->name, MT__SEGS * MT__SEG_UNITS);
+    if (*seg == NULL && (*seg = calloc(MT__SEG_UNITS, sizeof **seg)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for another %d units",
+                       u->name, MT__SEG_UNITS);
+    (*seg)[i % MT__SEG_UNITS] = u;
+    atomic_store(&s->n_units, i + 1);
+    *unit = i;
+    return MT_OK;
+}
+
+mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit)
+{
+    mt__unit *u = NULL;
+    mt_status st = unit_open(s, name, p, n, &u);
+
+    if (st != MT_OK)
+        return st;
+    pthread_mutex_lock(&s->map_mu);
+    st = publish(s, u, unit);
+    pthread_mutex_unlock(&s->map_mu);
+    if (st != MT_OK)
+        unit_close(s, u);
+    return st;
+}
+
+mt__unit *mt__unit_at(const mt_store *s, int unit)
+{
+    if (unit < 0 || unit >= atomic_load(&s->n_units))
+        return NULL;
+    return s->seg[unit / MT__SEG_UNITS][unit % MT__SEG_UNITS];
+}
+
+/* The unit, or MT_EINVAL for a unit or parameter that is not there. */
+static mt_status find(const mt_store *s, int unit, int param, mt__unit **out)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    if (u == NULL)
+        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
+                       unit, mt_store_units(s));
+    if (param < 0 || param >= u->n_params)
+        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
+                       u->name, param, u->n_params);
+    *out = u;
+    return MT_OK;
+}
+
+mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on)
+{
+    mt_param_desc d;
+    mt__unit     *u;
+    mt_status     st = find(s, unit, param, &u);
+
+    if (st != MT_OK)
+        return st;
+    pthread_mutex_lock(&s->map_mu);
+    d = u->desc[param];
+    d.trainable = on != 0;
+    if ((st = check_desc(u->name, &d, param)) == MT_OK)
+        u->desc[param] = d;
+    pthread_mutex_unlock(&s->map_mu);
+    return st;
+}
+
+int mt_store_units(const mt_store *s)
+{
+    return atomic_load(&s->n_units);
+}
+
+int mt_store_params(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL ? u->n_params : 0;
+}
+
+const char *mt_store_name(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL ? u->name : "?";
+}
+
+const mt_param_desc *mt_store_desc(const mt_store *s, int unit, int param)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL && param >= 0 && param < u->n_params ? &u->desc[param] : NULL;
+}
+
+size_t mt_store_hi_bytes(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL ? u->hi_bytes : 0;
+}
+
+size_t mt_store_offset(const mt_store *s, int unit, int param)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL && param >= 0 && param < u->n_params ? u->hi_offset[param] : 0;
+}
+
+size_t mt_store_bytes(const mt_store *s, mt_plane p)
+{
+    size_t sum = 0;
+
+    if (plane_ok(p))
+        return atomic_load(&s->mapped[p]);
+    for (int i = 0; i < MT_PLANE_COUNT; i++)
+        sum += atomic_load(&s->mapped[i]);
+    return sum;
+}
+
+/* ---- planes ----------------------------------------------------------------------------- */
+
+/* Under map_mu, also while the pool touches the pages: another thread's first `at` waits for it.
+ * No chunk of the pool's asks for addresses, so the pool's turn comes. */
+static mt_status map(mt_store *s, const mt__unit *u, mt_plane p, size_t bytes, mt_arena *a)
+{
+    mt_dev   *dev = p == MT_PLANE_HI || p == MT_PLANE_GRAD ? s->dev : NULL;
+    char      what[256];
+    mt_status st;
+
+    snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
+    st = mt_arena_open(a, bytes, s->pool, dev, what, mt_store_bytes(s, MT_PLANE_COUNT));
+    if (st == MT_OK)
+        atomic_fetch_add(&s->mapped[p], a->bytes);
+    return st;
+}
+
+/* Under map_mu. Nothing to do when the plane is there. */
+static mt_status plane_make(mt_store *s, mt__unit *u, mt_plane p)
+{
+    mt__plane *pl = &u->plane[p];
+    size_t    *offset, bytes;
+    mt_status  st;
+
+    if (pl->offset != NULL)
+        return MT_OK;
+    if ((offset = calloc(u->n_params > 0 ? (size_t)u->n_params : 1, sizeof *offset)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d offsets", u->name, u->n_params);
+    MT_TRY(lay_out(u->name, u->desc, u->n_params, p, offset, &bytes));
+    MT_TRY(map(s, u, p, bytes, &pl->arena));
+    pl->offset = offset;
+    return MT_OK;
+
+fail:
+    free(offset);
+    return st;
+}
+
+/* Under map_mu. The arena of a parameter that was not trainable when its plane was made. */
+static mt_status late_make(mt_store *s, mt__unit *u, int param, mt_plane p)
+{
+    mt__plane *pl = &u->plane[p];
+    size_t     offset, bytes;
+    mt_status  st;
+
+    if (pl->late == NULL && (pl->late = calloc((size_t)u->n_params, sizeof *pl->late)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d arenas", u->name, u->n_params);
+    if (pl->late[param].base != NULL)
+        return MT_OK;
+    MT_TRY(lay_out(u->name, &u->desc[param], 1, p, &offset, &bytes));
+    MT_TRY(map(s, u, p, bytes, &pl->late[param]));
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* Under map_mu. Has the parameter an address in this plane already, or a right to one? */
+static mt_status check_at(const mt__unit *u, int param, mt_plane p)
+{
+    const mt_param_desc *d = &u->desc[param];
+    const mt__plane     *pl = &u->plane[p];
+    int there = pl->offset != NULL && pl->offset[param] != MT__ABSENT;
+    int late  = pl->late != NULL && pl->late[param].base != NULL;
+
+    if (mt_plane_elem_bytes(p, d->dtype) == 0)
+        return MT_FAIL(MT_EINVAL, "unit %s: plane %s has nothing for parameter %d, which is %s",
+                       u->name, mt_plane_name(p), param, mt_dtype_name(d->dtype));
+    if (p != MT_PLANE_HI && !d->trainable && !there && !late)
+        return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is not trainable, so plane %s leaves it "
+                       "out; call mt_store_set_trainable() first", u->name, param, mt_plane_name(p));
+    return MT_OK;
+}
+
+static mt_status at_locked(mt_store *s, mt__unit *u, int param, mt_plane p, void **out)
+{
+    mt__plane *pl = &u->plane[p];
+    mt_status  st;
+
+    MT_TRY(check_at(u, param, p));
+    MT_TRY(plane_make(s, u, p));
+    if (pl->offset[param] != MT__ABSENT) {
+        *out = (char *)pl->arena.base + pl->offset[param];
+        return MT_OK;
+    }
+    MT_TRY(late_make(s, u, param, p));
+    *out = pl->late[param].base;
+    return MT_OK;
+fail:
+    return st;
+}
+
+mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out)
+{
+    mt__unit *u;
+    mt_status st;
+
+    if (!plane_ok(p))
+        return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
+    MT_TRY(find(s, unit, param, &u));
+    pthread_mutex_lock(&s->map_mu);
+    st = at_locked(s, u, param, p, out);
+    pthread_mutex_unlock(&s->map_mu);
+fail:
+    return st;
+}
+
+mt_status mt_store_hi(mt_store *s, int unit, void **out)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    mt_status st;
+
+    if (u == NULL)
+        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
+                       unit, mt_store_units(s));
+    pthread_mutex_lock(&s->map_mu);
+    if ((st = plane_make(s, u, MT_PLANE_HI)) == MT_OK)
+        *out = u->plane[MT_PLANE_HI].arena.base;
+    pthread_mutex_unlock(&s->map_mu);
+    return st;
+}
+
+/* The caller knows that nobody holds an address in the plane. */
+void mt_store_drop(mt_store *s, int unit, mt_plane p)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    if (u == NULL || !plane_ok(p))
+        return;
+    pthread_mutex_lock(&s->map_mu);
+    atomic_fetch_sub(&s->mapped[p], plane_close(&u->plane[p], u->n_params));
+    pthread_mutex_unlock(&s->map_mu);
+}

@@ -1,0 +1,371 @@
+/* test_ledger.c — the ledger of store.h: who waits for whom, and what ends a wait. */
+#include "check.h"
+#include "dev_fault.h"
+
+#include "../../csrc/core/store.h"
+#include <pthread.h>
+#include <time.h>
+
+static mt_dev   *dev;
+static mt_store *store;
+
+/* Units "layers.0" and "layers.1", one parameter each. fail_at: the n-th device call fails. */
+static mt_dev *real;
+static void setup(int fail_at)
+{
+    const mt_param_desc d = { MT_F32, 1024, 1 };
+    int                 unit;
+
+    REQUIRE(mt_dev_cpu_open(&real) == MT_OK);
+    dev = fault_dev(real, fail_at, FAULT_ONCE);
+    REQUIRE(mt_store_open(dev, NULL, &store) == MT_OK);
+    REQUIRE(mt_store_add(store, "layers.0", &d, 1, &unit) == MT_OK);
+    REQUIRE(mt_store_add(store, "layers.1", &d, 1, &unit) == MT_OK);
+}
+
+static void teardown(void)
+{
+    mt_store_close(store);
+    CHECK_EQ(fault_live(dev), 0);
+    dev->ops->close(dev);
+    real->ops->close(real);
+}
+
+static void sleep_ms(long ms)
+{
+    nanosleep(&(struct timespec){ ms / 1000, ms % 1000 * 1000000L }, NULL);
+}
+
+/* A thread that waits, and says what it got. */
+typedef mt_status wait_fn(mt_store *, int);
+typedef struct waiter {
+    pthread_t  thread;
+    wait_fn   *wait;
+    int        unit;
+    atomic_int over;
+    mt_status  st;           /* read after join */
+    char       text[512];
+} waiter;
+
+static void *waiter_main(void *arg)
+{
+    waiter *w = arg;
+
+    w->st = w->wait(store, w->unit);
+    snprintf(w->text, sizeof w->text, "%s", mt_last_error());
+    atomic_store(&w->over, 1);
+    return NULL;
+}
+
+static void waiter_start(waiter *w, wait_fn *wait, int unit)
+{
+    *w = (waiter){ .wait = wait, .unit = unit };
+    REQUIRE(pthread_create(&w->thread, NULL, waiter_main, w) == 0);
+}
+
+static void version_grows_with_announced_updates_and_writes(void)
+{
+    uint64_t v;
+
+    setup(0);
+    v = mt_ledger_version(store, 0);
+    CHECK(v > 0);                                   /* 0 can mean "nothing" */
+    mt_ledger_update_begin(store, 0);
+    CHECK_EQ(mt_ledger_version(store, 0), v + 1);
+    mt_ledger_update_end(store, 0);
+    CHECK_EQ(mt_ledger_version(store, 0), v + 1);
+    mt_ledger_touch(store, 0);
+    CHECK_EQ(mt_ledger_version(store, 0), v + 2);
+    mt_ledger_grads_begin(store, 0);
+    mt_ledger_grads_end(store, 0);
+    CHECK_EQ(mt_ledger_version(store, 0), v + 2);
+    CHECK_EQ(mt_ledger_version(store, 1), v);
+    CHECK_EQ(mt_ledger_version(store, 9), 0);
+    teardown();
+}
+
+static void nothing_announced_is_nothing_to_wait_for(void)
+{
+    setup(0);
+    CHECK_OK(mt_ledger_wait_updates(store, 0));
+    CHECK_OK(mt_ledger_wait_grads(store, 1));
+    CHECK_OK(mt_ledger_wait_fetch(store, 1));
+    CHECK_OK(mt_ledger_check(store));
+    CHECK_EQ(mt_ledger_wait_updates(store, 2), MT_EINVAL);
+    CHECK_EQ(mt_ledger_wait_fetch(store, -1), MT_EINVAL);
+    teardown();
+}
+
+static void wait_lasts_until_every_update_of_the_unit_ended(void)
+{
+    waiter w;
+
+    setup(0);
+    mt_ledger_update_begin(store, 0);
+    mt_ledger_update_begin(store, 0);
+    mt_ledger_update_begin(store, 1);
+    waiter_start(&w, mt_ledger_wait_updates, 0);
+    sleep_ms(20);
+    mt_ledger_update_end(store, 0);
+    sleep_ms(20);
+    CHECK_EQ(atomic_load(&w.over), 0);
+    mt_ledger_update_end(store, 0);
+    pthread_join(w.thread, NULL);
+    CHECK_EQ(w.st, MT_OK);                          /* unit 1's is still under way */
+    CHECK_OK(mt_ledger_wait_grads(store, 1));       /* and is no hand-over */
+    mt_ledger_update_end(store, 1);
+    teardown();
+}
+
+static void gradients_are_waited_for_apart_from_updates(void)
+{
+    waiter w;
+
+    setup(0);
+    mt_ledger_grads_begin(store, 1);
+    CHECK_OK(mt_ledger_wait_updates(store, 1));
+    waiter_start(&w, mt_ledger_wait_grads, 1);
+    sleep_ms(20);
+    CHECK_EQ(atomic_load(&w.over), 0);
+    mt_ledger_grads_end(store, 1);
+    pthread_join(w.thread, NULL);
+    CHECK_EQ(w.st, MT_OK);
+    teardown();
+}
+
+static void watchdog_names_unit_and_what_is_awaited(void)
+{
+    setup(0);
+    mt_ledger_watchdog(store, 0.05);
+    mt_ledger_update_begin(store, 1);
+    mt_ledger_update_begin(store, 0);
+    CHECK_EQ(mt_ledger_wait_updates(store, 1), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "unit layers.1: its update has not finished after 0.05 s");
+    CHECK_HAS(mt_last_error(), "1 of this unit, 2 of all");
+    CHECK_OK(mt_ledger_check(store));               /* the next wait may succeed: not a fault */
+    mt_ledger_update_end(store, 1);
+    CHECK_OK(mt_ledger_wait_updates(store, 1));
+    mt_ledger_grads_begin(store, 0);
+    CHECK_EQ(mt_ledger_wait_grads(store, 0), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "hand-over of gradients");
+    teardown();
+}
+
+static void watchdog_can_be_set_while_someone_waits(void)
+{
+    waiter w;
+
+    setup(0);
+    mt_ledger_grads_begin(store, 0);
+    waiter_start(&w, mt_ledger_wait_grads, 0);      /* 600 s, else */
+    sleep_ms(20);
+    mt_ledger_watchdog(store, 0.01);
+    pthread_join(w.thread, NULL);
+    CHECK_EQ(w.st, MT_ESTUCK);
+    teardown();
+}
+
+static void fault_ends_every_wait_with_its_message(void)
+{
+    char   text[] = "queue d2h: copy failed [dev.c:1]";
+    waiter w[3];
+
+    setup(0);
+    for (int i = 0; i < 2; i++) {
+        mt_ledger_update_begin(store, i);
+        mt_ledger_grads_begin(store, i);
+    }
+    waiter_start(&w[0], mt_ledger_wait_updates, 0);
+    waiter_start(&w[1], mt_ledger_wait_updates, 1);
+    waiter_start(&w[2], mt_ledger_wait_grads, 1);
+    sleep_ms(20);
+    mt_ledger_fault(store, MT_EDEVICE, text);
+    memset(text, 'x', sizeof text - 1);             /* it was copied */
+    for (int i = 0; i < 3; i++) {
+        pthread_join(w[i].thread, NULL);
+        CHECK_EQ(w[i].st, MT_EDEVICE);
+        CHECK_STR(w[i].text, "queue d2h: copy failed [dev.c:1]");
+    }
+    teardown();
+}
+
+static void first_fault_stays(void)
+{
+    setup(0);
+    mt_ledger_fault(store, MT_OK, "no fault");
+    CHECK_OK(mt_ledger_check(store));
+    mt_ledger_fault(store, MT_ENOMEM, "first");
+    mt_ledger_fault(store, MT_EDEVICE, "second");
+    CHECK_EQ(mt_ledger_check(store), MT_ENOMEM);
+    CHECK_STR(mt_last_error(), "first");
+    CHECK_EQ(mt_ledger_wait_updates(store, 0), MT_ENOMEM);      /* also with nothing to wait for */
+    CHECK_EQ(mt_ledger_wait_grads(store, 0), MT_ENOMEM);
+    CHECK_EQ(mt_ledger_wait_fetch(store, 0), MT_ENOMEM);
+    teardown();
+}
+
+static void ending_what_was_not_announced_is_a_fault(void)
+{
+    setup(0);
+    mt_ledger_update_begin(store, 0);
+    mt_ledger_update_end(store, 0);
+    mt_ledger_update_end(store, 0);
+    CHECK_EQ(mt_ledger_check(store), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "unit layers.0: an update ended that was not announced");
+    teardown();
+}
+
+static void announcing_for_a_unit_that_is_not_there_is_a_fault(void)
+{
+    setup(0);
+    mt_ledger_grads_begin(store, 2);
+    CHECK_EQ(mt_ledger_check(store), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "no unit 2");
+    teardown();
+}
+
+/* ---- fetched ----------------------------------------------------------------------------- */
+
+static atomic_int gate;
+static void wait_for_gate(void *arg)
+{
+    (void)arg;
+    while (!atomic_load(&gate))
+        sleep_ms(1);
+}
+
+static void host_writer_waits_for_the_copies_put_before(void)
+{
+    mt_queue *h2d = NULL;
+    waiter    w;
+
+    setup(0);
+    atomic_store(&gate, 0);
+    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
+    CHECK_OK(dev->ops->call(h2d, wait_for_gate, NULL));
+    CHECK_OK(mt_ledger_fetching(store, 0, h2d));
+    waiter_start(&w, mt_ledger_wait_fetch, 0);
+    CHECK_OK(mt_ledger_wait_fetch(store, 1));       /* nothing of its own is on the way */
+    sleep_ms(20);
+    CHECK_EQ(atomic_load(&w.over), 0);
+    atomic_store(&gate, 1);
+    pthread_join(w.thread, NULL);
+    CHECK_EQ(w.st, MT_OK);
+    dev->ops->queue_close(h2d);
+    teardown();
+}
+
+static void fetching_a_unit_that_is_not_there_is_refused(void)
+{
+    mt_queue *h2d = NULL;
+
+    setup(0);
+    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
+    CHECK_EQ(mt_ledger_fetching(store, 2, h2d), MT_EINVAL);
+    dev->ops->queue_close(h2d);
+    teardown();
+}
+
+/* Calls of the device: 1 queue_open, 2 event_open, 3 record, 4 sync_event. */
+static void check_failing_call(int n)
+{
+    mt_queue *h2d = NULL;
+    mt_status st;
+
+    setup(n);
+    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
+    if ((st = mt_ledger_fetching(store, 0, h2d)) == MT_OK) {
+        CHECK_EQ(n, 4);
+        st = mt_ledger_wait_fetch(store, 0);
+    }
+    CHECK_EQ(st, MT_EDEVICE);
+    CHECK_EQ(fault_fired(dev), 1);
+    CHECK_HAS(mt_last_error(), "injected");
+    CHECK_OK(mt_ledger_fetching(store, 0, h2d));                /* the next time works */
+    CHECK_OK(mt_ledger_wait_fetch(store, 0));
+    dev->ops->queue_close(h2d);
+    teardown();
+}
+
+static void every_failing_device_call_is_reported_and_leaks_nothing(void)
+{
+    for (int n = 2; n <= 4; n++)
+        check_failing_call(n);
+}
+
+/* ---- all at once, for TSan ---------------------------------------------------------------- */
+
+enum { ROUNDS = 300 };
+static int     weights[2];           /* written by the updater, read by the copy and the host */
+static int     copied[2];
+
+static void copy_weights(void *arg)
+{
+    int unit = *(const int *)arg;
+    copied[unit] = weights[unit];
+}
+
+/* Ends what the main thread announced, in order; waits for copies before it writes. */
+static atomic_int announced;
+static void *updater_main(void *arg)
+{
+    (void)arg;
+    for (int i = 0; i < ROUNDS; i++) {
+        int unit = i % 2;
+        while (atomic_load(&announced) <= i)
+            sched_yield();
+        CHECK_OK(mt_ledger_wait_fetch(store, unit));
+        weights[unit]++;
+        mt_ledger_update_end(store, unit);
+    }
+    return NULL;
+}
+
+/* The mover's part and a reader's part on this thread. Without any one of the three waits TSan
+ * sees a race between updater, queue and reader. */
+static void readers_movers_and_updater_never_meet(void)
+{
+    static int units[2] = { 0, 1 };
+    mt_queue  *h2d = NULL;
+    pthread_t  updater;
+    int        sum = 0;
+
+    setup(0);
+    atomic_store(&announced, 0);
+    weights[0] = weights[1] = 0;
+    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
+    REQUIRE(pthread_create(&updater, NULL, updater_main, NULL) == 0);
+    for (int i = 0; i < ROUNDS; i++) {
+        int unit = i % 2;
+        mt_ledger_update_begin(store, unit);
+        atomic_fetch_add(&announced, 1);
+        CHECK_OK(mt_ledger_wait_updates(store, unit));
+        sum += weights[unit];
+        CHECK_OK(dev->ops->call(h2d, copy_weights, &units[unit]));
+        CHECK_OK(mt_ledger_fetching(store, unit, h2d));
+    }
+    pthread_join(updater, NULL);
+    CHECK_OK(dev->ops->sync(h2d));
+    CHECK_EQ(copied[0] + copied[1], ROUNDS);
+    CHECK_EQ(sum, 2 * (ROUNDS / 2) * (ROUNDS / 2 + 1) / 2);
+    dev->ops->queue_close(h2d);
+    teardown();
+}
+
+#define TESTS(X)                                                                              \
+    X(version_grows_with_announced_updates_and_writes)                                        \
+    X(nothing_announced_is_nothing_to_wait_for)                                               \
+    X(wait_lasts_until_every_update_of_the_unit_ended)                                        \
+    X(gradients_are_waited_for_apart_from_updates)                                            \
+    X(watchdog_names_unit_and_what_is_awaited)                                                \
+    X(watchdog_can_be_set_while_someone_waits)                                                \
+    X(fault_ends_every_wait_with_its_message)                                                 \
+    X(first_fault_stays)                                                                      \
+    X(ending_what_was_not_announced_is_a_fault)                                               \
+    X(announcing_for_a_unit_that_is_not_there_is_a_fault)                                     \
+    X(host_writer_waits_for_the_copies_put_before)                                            \
+    X(fetching_a_unit_that_is_not_there_is_refused)                                           \
+    X(every_failing_device_call_is_reported_and_leaks_nothing)                                \
+    X(readers_movers_and_updater_never_meet)
+
+CHECK_MAIN(TESTS)

@@ -1,0 +1,427 @@
+/* test_store.c — store.h without the ledger: offsets, planes, addresses, and what fails how. */
+#include "check.h"
+#include "dev_fault.h"
+
+#include "../../csrc/core/arena.h"
+#include "../../csrc/core/store.h"
+#include <pthread.h>
+#include <sys/mman.h>
+
+static mt_dev   *cpu;
+static mt_pool  *pool;
+static mt_store *store;
+
+static void setup(void)
+{
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    REQUIRE(mt_pool_open(2, &pool) == MT_OK);
+    REQUIRE(mt_store_open(cpu, pool, &store) == MT_OK);
+}
+
+static void teardown(void)
+{
+    mt_store_close(store);
+    mt_pool_close(pool);
+    cpu->ops->close(cpu);
+    store = NULL;
+}
+
+static int add(const char *name, const mt_param_desc *p, int n)
+{
+    int unit = -1;
+    CHECK_OK(mt_store_add(store, name, p, n, &unit));
+    return unit;
+}
+
+static char *at(int unit, int param, mt_plane plane)
+{
+    void *p = NULL;
+    CHECK_OK(mt_store_at(store, unit, param, plane, &p));
+    return p;
+}
+
+/* bf16 trainable, fp32 frozen, nothing, int64, fp16 trainable, fp64 trainable */
+static const mt_param_desc mixed[] = {
+    { MT_BF16, 300, 1 }, { MT_F32, 10, 0 }, { MT_F32, 0, 1 },
+    { MT_I64, 3, 0 },    { MT_F16, 256, 1 }, { MT_F64, 1, 1 },
+};
+enum { BF, FROZEN, EMPTY, INT, HALF, DOUBLE, MIXED };
+
+static void parameters_start_at_multiples_of_512(void)
+{
+    const size_t want[MIXED] = { 0, 1024, 1536, 1536, 2048, 2560 };
+    int          u;
+
+    setup();
+    u = add("mixed", mixed, MIXED);
+    for (int i = 0; i < MIXED; i++) {
+        CHECK_EQ(mt_store_offset(store, u, i), want[i]);
+        CHECK_EQ(at(u, i, MT_PLANE_HI) - at(u, 0, MT_PLANE_HI), want[i]);
+    }
+    CHECK_EQ(mt_store_hi_bytes(store, u), 3072);
+    CHECK_EQ((uintptr_t)at(u, 0, MT_PLANE_HI) % 512, 0);
+    teardown();
+}
+
+static void frozen_parameters_take_no_room_beyond_hi(void)
+{
+    int u;
+
+    setup();
+    u = add("mixed", mixed, MIXED);
+    CHECK_EQ(at(u, HALF, MT_PLANE_GRAD) - at(u, BF, MT_PLANE_GRAD), 1024);   /* 600 bytes, 0 bytes */
+    CHECK_EQ(at(u, DOUBLE, MT_PLANE_GRAD) - at(u, HALF, MT_PLANE_GRAD), 512);
+    CHECK_EQ(at(u, HALF, MT_PLANE_M) - at(u, BF, MT_PLANE_M), 1536);         /* 1200 bytes */
+    CHECK_EQ(at(u, HALF, MT_PLANE_ACC) - at(u, BF, MT_PLANE_ACC), 1536);
+    CHECK(at(u, BF, MT_PLANE_M) != at(u, BF, MT_PLANE_V));
+    teardown();
+}
+
+static void planes_hold_what_the_type_needs(void)
+{
+    static const struct { mt_dtype dt; size_t bytes[MT_PLANE_COUNT]; } want[] = {
+        /*          HI GRAD LO MASTER M V ACC */
+        { MT_F32,  { 4, 4,  0, 0,     4, 4, 0 } },
+        { MT_BF16, { 2, 2,  2, 0,     4, 4, 4 } },
+        { MT_F16,  { 2, 2,  0, 4,     4, 4, 4 } },
+        { MT_F64,  { 8, 8,  0, 0,     0, 0, 0 } },
+        { MT_I64,  { 8, 0,  0, 0,     0, 0, 0 } },
+        { MT_BOOL, { 1, 0,  0, 0,     0, 0, 0 } },
+    };
+
+    for (size_t i = 0; i < sizeof want / sizeof *want; i++)
+        for (int p = 0; p < MT_PLANE_COUNT; p++)
+            CHECK_EQ(mt_plane_elem_bytes((mt_plane)p, want[i].dt), want[i].bytes[p]);
+    CHECK_EQ(mt_plane_elem_bytes(MT_PLANE_COUNT, MT_F32), 0);
+    CHECK_STR(mt_plane_name(MT_PLANE_MASTER), "MASTER");
+    CHECK_STR(mt_plane_name(MT_PLANE_COUNT), "?");
+}
+
+static void plane_without_the_type_is_refused_by_name(void)
+{
+    void *p = &p;
+    int   u;
+
+    setup();
+    u = add("mixed", mixed, MIXED);
+    CHECK_EQ(mt_store_at(store, u, HALF, MT_PLANE_LO, &p), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "unit mixed: plane LO has nothing for parameter 4, which is F16");
+    CHECK_EQ(mt_store_at(store, u, DOUBLE, MT_PLANE_M, &p), MT_EINVAL);
+    CHECK_EQ(mt_store_at(store, u, FROZEN, MT_PLANE_GRAD, &p), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "not trainable");
+    CHECK(p == &p);
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
+    teardown();
+}
+
+static void parameter_trainable_later_gets_its_own_place(void)
+{
+    char *early, *late;
+    int   u;
+
+    setup();
+    u = add("mixed", mixed, MIXED);
+    early = at(u, BF, MT_PLANE_GRAD);
+    CHECK_OK(mt_store_set_trainable(store, u, FROZEN, 1));
+    CHECK_EQ(mt_store_desc(store, u, FROZEN)->trainable, 1);
+    late = at(u, FROZEN, MT_PLANE_GRAD);
+    CHECK(late != NULL && (late < early || late >= early + 2048));
+    CHECK(at(u, FROZEN, MT_PLANE_GRAD) == late);
+    CHECK(at(u, BF, MT_PLANE_GRAD) == early);
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_GRAD), 2 * sysconf(_SC_PAGESIZE));
+    mt_store_drop(store, u, MT_PLANE_GRAD);
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_GRAD), 0);
+    CHECK_EQ(at(u, FROZEN, MT_PLANE_GRAD) - at(u, BF, MT_PLANE_GRAD), 1024);  /* now beside others */
+    teardown();
+}
+
+static void frozen_parameter_keeps_the_place_it_had(void)
+{
+    char *m;
+    int   u;
+
+    setup();
+    u = add("mixed", mixed, MIXED);
+    m = at(u, BF, MT_PLANE_M);
+    m[5] = 7;
+    CHECK_OK(mt_store_set_trainable(store, u, BF, 0));
+    CHECK(at(u, BF, MT_PLANE_M) == m);
+    CHECK_EQ(m[5], 7);
+    teardown();
+}
+
+static void planes_are_mapped_when_first_asked_for_and_zero(void)
+{
+    const mt_param_desc big = { MT_F32, 3 << 20, 1 };      /* 12 MiB: huge pages, several chunks */
+    const char         *v, *again;
+    int64_t             n = 0;
+    int                 u;
+
+    setup();
+    u = add("big", &big, 1);
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
+    v = at(u, 0, MT_PLANE_V);
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_V), 12 << 20);
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 12 << 20);
+    CHECK_EQ((uintptr_t)v % (2 << 20), 0);
+    for (int64_t i = 0; i < 12 << 20; i++)
+        n += v[i] != 0;
+    CHECK_EQ(n, 0);
+    mt_store_drop(store, u, MT_PLANE_V);
+    mt_store_drop(store, u, MT_PLANE_V);
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
+    again = at(u, 0, MT_PLANE_V);
+    CHECK_EQ(again[0], 0);
+    teardown();
+}
+
+/* mincore says which pages are in memory. */
+static void arena_is_in_memory_when_handed_out(void)
+{
+    enum { BYTES = 40 << 20 };
+    mt_arena       a = {0};
+    unsigned char *in;
+    long           page = sysconf(_SC_PAGESIZE), missing = 0;
+
+    REQUIRE(mt_pool_open(2, &pool) == MT_OK);
+    REQUIRE((in = malloc((size_t)(BYTES / page + 1))) != NULL);
+    CHECK_OK(mt_arena_open(&a, BYTES - 100, pool, NULL, "test", 0));
+    CHECK_EQ(a.bytes, BYTES);
+    REQUIRE(mincore(a.base, BYTES, in) == 0);
+    for (long i = 0; i < BYTES / page; i++)
+        missing += !(in[i] & 1);
+    CHECK_EQ(missing, 0);
+    mt_arena_close(&a);
+    CHECK(a.base == NULL);
+    mt_arena_close(&a);
+    free(in);
+    mt_pool_close(pool);
+}
+
+static void units_and_parameters_without_bytes_are_fine(void)
+{
+    const mt_param_desc none = { MT_BF16, 0, 1 };
+    void               *hi = NULL;
+    int                 u, v;
+
+    setup();
+    u = add("no parameters", NULL, 0);
+    v = add("no elements", &none, 1);
+    CHECK_EQ(mt_store_hi_bytes(store, u), 0);
+    CHECK_OK(mt_store_hi(store, u, &hi));
+    CHECK(hi != NULL);
+    CHECK(at(v, 0, MT_PLANE_HI) != NULL);
+    CHECK(at(v, 0, MT_PLANE_ACC) != NULL);
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
+    teardown();
+}
+
+static void hi_is_where_the_first_parameter_is(void)
+{
+    void *hi = NULL;
+    int   u;
+
+    setup();
+    u = add("mixed", mixed, MIXED);
+    CHECK_OK(mt_store_hi(store, u, &hi));
+    CHECK(hi == at(u, 0, MT_PLANE_HI));
+    teardown();
+}
+
+static void add_refuses_what_cannot_be(void)
+{
+    const mt_param_desc negative = { MT_F32, -1, 0 }, alien = { MT_DTYPE_COUNT, 1, 0 };
+    const mt_param_desc whole = { MT_I32, 8, 1 }, vast = { MT_F64, INT64_MAX, 0 };
+    const mt_param_desc sum[4] = { { MT_F32, INT64_MAX / 4, 0 }, { MT_F32, INT64_MAX / 4, 0 },
+                                   { MT_F32, INT64_MAX / 4, 0 }, { MT_F32, INT64_MAX / 4, 0 } };
+    int unit = 99;
+
+    setup();
+    CHECK_EQ(mt_store_add(store, "u", &negative, 1, &unit), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "parameter 0 has -1 elements");
+    CHECK_EQ(mt_store_add(store, "u", &alien, 1, &unit), MT_EINVAL);
+    CHECK_EQ(mt_store_add(store, "u", &whole, 1, &unit), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "I32, which cannot be trained");
+    CHECK_EQ(mt_store_add(store, "u", &vast, 1, &unit), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "address space");
+    CHECK_EQ(mt_store_add(store, "u", sum, 4, &unit), MT_EINVAL);
+    CHECK_EQ(mt_store_add(store, NULL, sum, 1, &unit), MT_EINVAL);
+    CHECK_EQ(unit, 99);
+    CHECK_EQ(mt_store_units(store), 0);
+    teardown();
+}
+
+static void numbers_that_do_not_exist_are_refused(void)
+{
+    void *p = NULL;
+    int   u;
+
+    setup();
+    u = add("mixed", mixed, MIXED);
+    CHECK_EQ(mt_store_at(store, u + 1, 0, MT_PLANE_HI, &p), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "there is no unit 1; the store has 1");
+    CHECK_EQ(mt_store_at(store, u, MIXED, MT_PLANE_HI, &p), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "unit mixed has no parameter 6");
+    CHECK_EQ(mt_store_at(store, u, 0, MT_PLANE_COUNT, &p), MT_EINVAL);
+    CHECK_EQ(mt_store_hi(store, -1, &p), MT_EINVAL);
+    CHECK_EQ(mt_store_set_trainable(store, u, -1, 1), MT_EINVAL);
+    CHECK_EQ(mt_store_set_trainable(store, u, INT, 1), MT_EINVAL);
+    CHECK_EQ(mt_store_desc(store, u, INT)->trainable, 0);
+    CHECK_STR(mt_store_name(store, -1), "?");
+    CHECK_STR(mt_store_name(store, u), "mixed");
+    CHECK_EQ(mt_store_params(store, u), MIXED);
+    CHECK_EQ(mt_store_params(store, 7) + (int)mt_store_hi_bytes(store, 7), 0);
+    CHECK(mt_store_desc(store, u, MIXED) == NULL && p == NULL);
+    mt_store_drop(store, 7, MT_PLANE_HI);
+    CHECK_EQ(mt_store_open(NULL, pool, &store), MT_EINVAL);
+    teardown();
+}
+
+static void too_much_memory_names_what_is_wanted_and_what_is_mapped(void)
+{
+    const mt_param_desc d[] = { { MT_BF16, 1024, 1 } }, vast[] = { { MT_F32, (int64_t)1 << 46, 0 } };
+    void               *p = &p;
+    long                page = sysconf(_SC_PAGESIZE);
+    char                mapped[64];
+    int                 u, v;
+
+    setup();
+    snprintf(mapped, sizeof mapped, "with %ld (0.0 MiB) mapped already", page);
+    u = add("layers.0", d, 1);
+    v = add("layers.1", vast, 1);
+    (void)at(u, 0, MT_PLANE_HI);
+    CHECK_EQ(mt_store_at(store, v, 0, MT_PLANE_HI, &p), MT_ENOMEM);
+    CHECK_HAS(mt_last_error(), "unit layers.1, plane HI: 281474976710656 bytes");
+    CHECK_HAS(mt_last_error(), mapped);
+    CHECK(p == &p);
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_HI), page);
+    CHECK(at(u, 0, MT_PLANE_GRAD) != NULL);
+    teardown();
+}
+
+static void many_units_keep_their_addresses_and_names(void)
+{
+    enum { MANY = 1000 };
+    const char *first;
+    char        name[24];
+
+    setup();
+    (void)add("unit 0", mixed, MIXED);
+    first = mt_store_name(store, 0);
+    for (int i = 1; i < MANY; i++) {
+        snprintf(name, sizeof name, "unit %d", i);
+        CHECK_EQ(add(name, mixed, 2), i);
+    }
+    CHECK_EQ(mt_store_units(store), MANY);
+    CHECK(mt_store_name(store, 0) == first);
+    CHECK_STR(mt_store_name(store, 999), "unit 999");
+    teardown();
+}
+
+/* ---- failing calls ----------------------------------------------------------------------- */
+
+/* Every call of the device a store makes, failing in turn. After a failure all is as before and
+ * the same call works. */
+static void every_failing_device_call_leaves_the_store_whole(void)
+{
+    mt_dev *real;
+    int     over = 0;
+
+    REQUIRE(mt_dev_cpu_open(&real) == MT_OK);
+    REQUIRE(mt_pool_open(1, &pool) == MT_OK);
+    for (int n = 1; !over; n++) {
+        const mt_plane planes[] = { MT_PLANE_HI, MT_PLANE_GRAD, MT_PLANE_GRAD, MT_PLANE_M };
+        const int      params[] = { BF, HALF, FROZEN, BF };
+        mt_dev        *d = fault_dev(real, n, FAULT_ONCE);
+        int            u = 0;
+
+        REQUIRE(mt_store_open(d, pool, &store) == MT_OK);
+        CHECK_OK(mt_store_add(store, "mixed", mixed, MIXED, &u));
+        for (int i = 0; i < 4; i++) {
+            size_t    before = mt_store_bytes(store, MT_PLANE_COUNT);
+            int       live = fault_live(d);
+            void     *p = NULL;
+            mt_status st = mt_store_at(store, u, params[i], planes[i], &p);
+
+            if (st != MT_OK) {
+                CHECK_EQ(st, MT_EDEVICE);
+                CHECK_HAS(mt_last_error(), "injected");
+                CHECK(p == NULL);
+                CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), before);
+                CHECK_EQ(fault_live(d), live);
+                CHECK_OK(mt_store_at(store, u, params[i], planes[i], &p));
+            }
+            CHECK(p != NULL);
+            if (i == 1)
+                CHECK_OK(mt_store_set_trainable(store, u, FROZEN, 1));
+        }
+        CHECK_EQ(fault_live(d), 3);              /* HI, GRAD, and the late one's GRAD; M is not */
+        mt_store_drop(store, u, MT_PLANE_GRAD);
+        CHECK_EQ(fault_live(d), 1);
+        mt_store_close(store);
+        CHECK_EQ(fault_live(d), 0);
+        over = fault_fired(d) == 0;
+        CHECK(over || n <= 3);
+        d->ops->close(d);
+    }
+    mt_pool_close(pool);
+    real->ops->close(real);
+}
+
+/* ---- threads ----------------------------------------------------------------------------- */
+
+enum { RACERS = 4, RACE_UNITS = 6 };
+static char *seen[RACERS][RACE_UNITS][2];
+
+static void *racer(void *arg)
+{
+    int me = (int)(intptr_t)arg;
+
+    for (int i = 0; i < RACE_UNITS; i++) {
+        int unit = (i + me) % RACE_UNITS;
+        seen[me][unit][0] = at(unit, 0, MT_PLANE_GRAD);
+        seen[me][unit][1] = at(unit, 1, MT_PLANE_GRAD);
+        CHECK(mt_store_bytes(store, MT_PLANE_GRAD) > 0);
+        CHECK(mt_store_name(store, mt_store_units(store) - 1)[0] == 'r');
+    }
+    return NULL;
+}
+
+static void threads_that_race_for_a_plane_get_the_same_one(void)
+{
+    const mt_param_desc d[] = { { MT_BF16, 100, 1 }, { MT_F32, 100, 1 } };
+    pthread_t           t[RACERS];
+
+    setup();
+    for (int i = 0; i < RACE_UNITS; i++)
+        (void)add("r", d, 2);
+    for (int i = 0; i < RACERS; i++)
+        REQUIRE(pthread_create(&t[i], NULL, racer, (void *)(intptr_t)i) == 0);
+    for (int i = 0; i < 600; i++)                       /* more units all the while */
+        (void)add("r", d, 2);
+    for (int i = 0; i < RACERS; i++)
+        pthread_join(t[i], NULL);
+    for (int i = 1; i < RACERS; i++)
+        CHECK(memcmp(seen[0], seen[i], sizeof seen[0]) == 0);
+    teardown();
+}
+
+#define TESTS(X)                                                                              \
+    X(parameters_start_at_multiples_of_512)                                                   \
+    X(frozen_parameters_take_no_room_beyond_hi)                                               \
+    X(planes_hold_what_the_type_needs)                                                        \
+    X(plane_without_the_type_is_refused_by_name)                                              \
+    X(parameter_trainable_later_gets_its_own_place)                                           \
+    X(frozen_parameter_keeps_the_place_it_had)                                                \
+    X(planes_are_mapped_when_first_asked_for_and_zero)                                        \
+    X(arena_is_in_memory_when_handed_out)                                                     \
+    X(units_and_parameters_without_bytes_are_fine)                                            \
+    X(hi_is_where_the_first_parameter_is)                                                     \
+    X(add_refuses_what_cannot_be)                                                             \
+    X(numbers_that_do_not_exist_are_refused)                                                  \
+    X(too_much_memory_names_what_is_wanted_and_what_is_mapped)                                \
+    X(many_units_keep_their_addresses_and_names)                                              \
+    X(every_failing_device_call_leaves_the_store_whole)                                       \
+    X(threads_that_race_for_a_plane_get_the_same_one)
+
+CHECK_MAIN(TESTS)
