@@ -85,16 +85,19 @@ def have_stream() -> bool:
 
 
 def stream_for_test(model: nn.Module, activations: str = "replay", slots: int = 2, delay_us: int = 0,
-                    poison: bool = True, device: str = "cpu", **kwargs: Any) -> nn.Module:
+                    poison: bool = True, device: str = "cpu", debug: dict[str, Any] | None = None,
+                    **kwargs: Any) -> nn.Module:
     """mt.stream with the switches that tests need; the only place that names them.
 
     poison fills each slot with NaN when it is freed, so that a weight used after its window shows.
+    debug: further switches of the engine ("sync": nothing overlaps; "skip": a wait to leave out).
     """
     if IDENTITY:
         return model.to(device)
     import megatrain_torch as mt
-    return mt.stream(model, device=device, plan={"activations": activations},
-                     debug=dict(slots=slots, delay_us=delay_us, poison=poison), **kwargs)
+    plan = {"activations": activations, "slots": slots,
+            "debug": {"delay_us": delay_us, "poison": poison, **(debug or {})}}
+    return mt.stream(model, device=device, plan=plan, **kwargs)
 
 
 def error() -> type[BaseException]:

@@ -1840,12 +1840,7 @@ def odd_parameters_are_refused(t: Trial) -> None:
         model.layers[2].table = nn.Parameter(torch.eye(4).to_sparse())
         return model
 
-    def meta() -> nn.Module:
-        model = Tiny()
-        model.layers[2].ghost = nn.Parameter(torch.empty(4, device="meta"))
-        return model
-
-    for build in (complex_, sparse, meta):
+    for build in (complex_, sparse):
         model = made(build)
         t.refuses(lambda: t.stream(model), "layers.2")
         kinds = {type(p) for p in model.parameters()}
