@@ -183,8 +183,10 @@ static void *mover_main(void *arg)
 
     pthread_setname_np(pthread_self(), "mt-mover");
     while (take(s, &r)) {
-        uint64_t version = 0;
-        finish(s, &r, put_copy(s, &r, &version), version);
+        uint64_t  version = 0;
+        mt_status st = put_copy(s, &r, &version);
+
+        finish(s, &r, st, version);
     }
     return NULL;
 }

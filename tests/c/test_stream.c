@@ -1,0 +1,671 @@
+/* test_stream.c — what acquire promises: the unit's current weights, whatever the order, whoever
+ * holds a slot, and whenever an update comes. */
+#include "../../csrc/core/stream.h"
+#include "../../csrc/core/course.h"
+#include "dev_fault.h"
+#include "toy.h"
+
+#include <pthread.h>
+#include <time.h>
+
+#define UNITS 5
+
+/* A toy, its slots, and hooks that hold what the test says. */
+typedef struct rig {
+    toy          t;
+    mt_stream   *s;
+    mt_slot_desc slots[4];
+    int          n_slots;
+    int          held[4];    /* by slot */
+    void        *old[64];    /* memory that renew took out of use; freed at the end */
+    int          n_old;
+} rig;
+
+static int rig_held(void *ctx, int slot)
+{
+    return ((rig *)ctx)->held[slot];
+}
+
+static mt_status rig_renew(void *ctx, int slot, void **mem)
+{
+    rig  *r = ctx;
+    void *fresh = NULL;
+
+    REQUIRE(r->n_old < 64);
+    REQUIRE(r->t.dev->ops->mem_alloc(r->t.dev, r->slots[slot].bytes, &fresh) == MT_OK);
+    r->old[r->n_old++] = r->slots[slot].mem;
+    r->slots[slot].mem = *mem = fresh;
+    r->held[slot] = 0;
+    return MT_OK;
+}
+
+static size_t rig_unit_bytes(const rig *r)
+{
+    return mt_store_hi_bytes(r->t.store, r->t.n_units - 1);
+}
+
+static void rig_slots(rig *r, int n_slots)
+{
+    r->n_slots = n_slots;
+    for (int i = 0; i < n_slots; i++) {
+        r->slots[i].bytes = rig_unit_bytes(r);
+        REQUIRE(r->t.dev->ops->mem_alloc(r->t.dev, r->slots[i].bytes, &r->slots[i].mem) == MT_OK);
+    }
+}
+
+static mt_slot_hooks rig_hooks(rig *r)
+{
+    return (mt_slot_hooks){ rig_held, rig_renew, r };
+}
+
+static void rig_open(rig *r, int n_slots, uint64_t seed, int max_us)
+{
+    memset(r, 0, sizeof *r);
+    toy_open(&r->t, UNITS, seed, max_us);
+    rig_slots(r, n_slots);
+    REQUIRE(mt_stream_open(r->t.dev, r->t.store, r->slots, n_slots, rig_hooks(r), &r->s) == MT_OK);
+}
+
+static void rig_close(rig *r)
+{
+    mt_stream_close(r->s);
+    (void)r->t.dev->ops->sync(r->t.run);
+    for (int i = 0; i < r->n_slots; i++)
+        r->t.dev->ops->mem_free(r->t.dev, r->slots[i].mem);
+    for (int i = 0; i < r->n_old; i++)
+        r->t.dev->ops->mem_free(r->t.dev, r->old[i]);
+    toy_close(&r->t);
+}
+
+static int matches(const rig *r, int unit, const void *mem)
+{
+    for (int p = 0; p < TOY_PARAMS; p++)
+        if (memcmp((const char *)mem + mt_store_offset(r->t.store, unit, p),
+                   toy_at(&r->t, unit, p, MT_PLANE_HI),
+                   (size_t)toy_numel(unit, p) * sizeof(float)) != 0)
+            return 0;
+    return 1;
+}
+
+/* A window: the unit's memory, after run has waited for it and the host for run. */
+static void *window(rig *r, int unit, int *slot)
+{
+    void *mem = NULL;
+    int   k = -1;
+
+    CHECK_OK(mt_stream_acquire(r->s, unit, r->t.run, &k, &mem));
+    CHECK_OK(mt_stream_await(r->s, k, r->t.run));
+    CHECK_OK(r->t.dev->ops->sync(r->t.run));
+    if (slot != NULL)
+        *slot = k;
+    return mem;
+}
+
+static void visit(rig *r, int unit)
+{
+    void *mem = window(r, unit, NULL);
+
+    CHECK(mem != NULL && matches(r, unit, mem));
+}
+
+static void forward(rig *r)
+{
+    CHECK_OK(mt_stream_begin(r->s));
+    for (int u = 0; u < UNITS; u++)
+        visit(r, u);
+}
+
+static void backward(rig *r)
+{
+    for (int u = UNITS - 1; u >= 0; u--) {
+        visit(r, u);
+        mt_stream_mark_offload(r->s, u);
+    }
+}
+
+/* The host writes a unit, as load_state_dict does: after copies out of it, and then says so. */
+static void rewrite(rig *r, int unit, float value)
+{
+    CHECK_OK(mt_ledger_wait_fetch(r->t.store, unit));
+    for (int64_t i = 0; i < toy_numel(unit, 0); i++)
+        toy_at(&r->t, unit, 0, MT_PLANE_HI)[i] = value;
+    mt_ledger_touch(r->t.store, unit);
+}
+
+/* ---- opening ------------------------------------------------------------------------------ */
+
+static void stream_open_refuses_no_slots_and_empty_ones(void)
+{
+    mt_stream   *s = NULL;
+    mt_slot_desc none = { NULL, 512 };
+    toy          t;
+
+    toy_open(&t, 1, 0, 0);
+    CHECK_EQ(mt_stream_open(t.dev, t.store, &none, 0, (mt_slot_hooks){ 0 }, &s), MT_EINVAL);
+    CHECK_EQ(mt_stream_open(t.dev, t.store, &none, 1, (mt_slot_hooks){ 0 }, &s), MT_EINVAL);
+    CHECK(s == NULL);
+    mt_stream_close(NULL);
+    toy_close(&t);
+}
+
+static void acquire_refuses_a_unit_that_fits_no_slot(void)
+{
+    rig   r = { 0 };
+    int   k = -1;
+    void *mem = NULL;
+
+    toy_open(&r.t, UNITS, 0, 0);
+    rig_slots(&r, 2);
+    r.slots[0].bytes = r.slots[1].bytes = 512;
+    REQUIRE(mt_stream_open(r.t.dev, r.t.store, r.slots, 2, rig_hooks(&r), &r.s) == MT_OK);
+    CHECK_EQ(mt_stream_acquire(r.s, 0, r.t.run, &k, &mem), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "layers.0: 1024 bytes");
+    CHECK_HAS(mt_last_error(), "512 bytes");
+    CHECK_EQ(mt_stream_acquire(r.s, UNITS, r.t.run, &k, &mem), MT_EINVAL);
+    CHECK(mem == NULL && k == -1);
+    CHECK_EQ(mt_stream_await(r.s, 2, r.t.run), MT_EINVAL);
+    rig_close(&r);
+}
+
+/* ---- on the schedule ------------------------------------------------------------------------ */
+
+static void every_window_sees_its_units_weights(void)
+{
+    for (int slots = 1; slots <= 4; slots++)
+        for (int us = 0; us <= 200; us += 200) {
+            rig r;
+
+            rig_open(&r, slots, 11, us);
+            for (int step = 0; step < 3; step++) {
+                forward(&r);
+                backward(&r);
+            }
+            rig_close(&r);
+        }
+}
+
+static void a_recorded_step_demands_nothing_again(void)
+{
+    rig             r;
+    mt_stream_stats first, after;
+
+    rig_open(&r, 3, 0, 0);
+    forward(&r);
+    backward(&r);
+    first = mt_stream_stats_get(r.s);
+    CHECK(first.demand_fetches >= UNITS);
+    CHECK_EQ(first.rebuilds, 0);
+    CHECK(mt_stream_schedule(r.s) == NULL);
+    for (int step = 0; step < 3; step++) {
+        for (int u = 0; u < UNITS; u++)
+            mt_ledger_touch(r.t.store, u);
+        forward(&r);
+        backward(&r);
+    }
+    after = mt_stream_stats_get(r.s);
+    CHECK_EQ(after.demand_fetches, first.demand_fetches);
+    CHECK_EQ(after.rebuilds, 1);
+    CHECK(after.fetches > first.fetches);
+    rig_close(&r);
+}
+
+static void forwards_alone_run_without_demands_in_the_steady_state(void)
+{
+    rig     r;
+    int64_t demanded;
+
+    rig_open(&r, 2, 0, 0);
+    for (int step = 0; step < 2; step++)
+        forward(&r);
+    demanded = mt_stream_stats_get(r.s).demand_fetches;
+    for (int step = 0; step < 4; step++)
+        forward(&r);                        /* nothing is touched: slots keep what they have */
+    CHECK_EQ(mt_stream_stats_get(r.s).demand_fetches, demanded);
+    rig_close(&r);
+}
+
+static void a_forward_without_backward_builds_nothing_anew(void)
+{
+    rig r;
+
+    rig_open(&r, 3, 0, 0);
+    for (int step = 0; step < 4; step++) {
+        forward(&r);
+        backward(&r);
+        forward(&r);
+    }
+    forward(&r);
+    CHECK_EQ(mt_stream_stats_get(r.s).rebuilds, 1);
+    rig_close(&r);
+}
+
+/* An evaluation that came first has a schedule of its own; training falls off its end. */
+static void a_longer_order_met_before_is_recognised_on_the_way(void)
+{
+    rig     r;
+    int64_t demanded;
+
+    rig_open(&r, 3, 0, 0);
+    forward(&r);
+    forward(&r);
+    backward(&r);
+    forward(&r);                            /* forward's trace ended: its schedule, not the long one */
+    CHECK_EQ(mt_stream_stats_get(r.s).rebuilds, 2);
+    forward(&r);
+    demanded = mt_stream_stats_get(r.s).demand_fetches;
+    backward(&r);
+    CHECK(mt_stream_stats_get(r.s).demand_fetches <= demanded + 1);
+    forward(&r);
+    CHECK_EQ(mt_stream_stats_get(r.s).rebuilds, 2);
+    rig_close(&r);
+}
+
+static void consecutive_acquires_of_a_unit_are_one_compute(void)
+{
+    rig                r;
+    const mt_schedule *s;
+    int                computes = 0;
+
+    rig_open(&r, 2, 0, 0);
+    CHECK_OK(mt_stream_begin(r.s));
+    visit(&r, 0);
+    visit(&r, 0);
+    visit(&r, 1);
+    visit(&r, 1);
+    CHECK_OK(mt_stream_begin(r.s));
+    REQUIRE((s = mt_stream_schedule(r.s)) != NULL);
+    for (int64_t i = 0; i < s->n; i++)
+        computes += s->steps[i].kind == MT_COMPUTE;
+    CHECK_EQ(computes, 2);
+    rig_close(&r);
+}
+
+static void kick_asks_for_the_start_of_the_next_step(void)
+{
+    rig             r;
+    mt_stream_stats before, kicked;
+
+    rig_open(&r, 3, 0, 0);
+    for (int step = 0; step < 2; step++) {
+        forward(&r);
+        backward(&r);
+    }
+    for (int u = 0; u < UNITS; u++)
+        rewrite(&r, u, 7.0f);
+    before = mt_stream_stats_get(r.s);
+    CHECK_OK(mt_stream_kick(r.s, r.t.run));
+    kicked = mt_stream_stats_get(r.s);
+    CHECK(kicked.fetches > before.fetches);
+    CHECK_OK(mt_stream_kick(r.s, r.t.run));
+    CHECK_EQ(mt_stream_stats_get(r.s).fetches, kicked.fetches);
+    CHECK_OK(mt_stream_begin(r.s));
+    visit(&r, 0);
+    CHECK_EQ(mt_stream_stats_get(r.s).demand_fetches, before.demand_fetches);
+    rig_close(&r);
+}
+
+static void kick_in_the_middle_of_a_step_takes_no_slot_away(void)
+{
+    rig     r;
+    int64_t fetches;
+
+    rig_open(&r, 3, 0, 0);
+    forward(&r);
+    backward(&r);
+    forward(&r);
+    fetches = mt_stream_stats_get(r.s).fetches;
+    CHECK_OK(mt_stream_kick(r.s, r.t.run));
+    CHECK_EQ(mt_stream_stats_get(r.s).fetches, fetches);
+    rig_close(&r);
+}
+
+static void sync_fetches_nothing_ahead(void)
+{
+    rig             r;
+    mt_stream_stats s;
+
+    rig_open(&r, 3, 5, 100);
+    mt_stream_debug(r.s, (mt_debug){ .sync = 1, .poison = 1 });
+    for (int step = 0; step < 2; step++) {
+        forward(&r);
+        backward(&r);
+        CHECK_OK(mt_stream_kick(r.s, r.t.run));
+    }
+    s = mt_stream_stats_get(r.s);
+    CHECK_EQ(s.fetches, s.demand_fetches);
+    rig_close(&r);
+}
+
+/* ---- off the schedule ----------------------------------------------------------------------- */
+
+static void any_order_is_right(void)
+{
+    for (uint64_t seed = 0; seed < 12; seed++) {
+        uint64_t random = seed;
+        rig      r;
+
+        rig_open(&r, 1 + (int)(seed % 4), seed, seed % 2 ? 50 : 0);
+        mt_stream_debug(r.s, (mt_debug){ .poison = 1 });
+        for (int step = 0; step < 6; step++) {
+            CHECK_OK(mt_stream_begin(r.s));
+            for (int i = 0; i < 2 * UNITS; i++) {
+                int usual = i < UNITS ? i : 2 * UNITS - 1 - i;
+                int odd = (int)(toy_random(&random) % UNITS);
+                int unit = toy_random(&random) % 4 == 0 ? odd : usual;
+
+                if (toy_random(&random) % 16 == 0)
+                    rewrite(&r, odd, (float)i);
+                visit(&r, unit);
+            }
+            CHECK_OK(mt_stream_kick(r.s, r.t.run));
+        }
+        rig_close(&r);
+    }
+}
+
+static void a_unit_left_out_does_not_stop_the_prefetch(void)
+{
+    rig     r;
+    int64_t demanded;
+
+    rig_open(&r, 3, 0, 0);
+    for (int step = 0; step < 2; step++) {
+        forward(&r);
+        backward(&r);
+    }
+    for (int u = 0; u < UNITS; u++)
+        mt_ledger_touch(r.t.store, u);
+    demanded = mt_stream_stats_get(r.s).demand_fetches;
+    CHECK_OK(mt_stream_begin(r.s));
+    for (int u = 0; u < UNITS; u++)
+        if (u != 1)
+            visit(&r, u);
+    CHECK_EQ(mt_stream_stats_get(r.s).demand_fetches, demanded);
+    rig_close(&r);
+}
+
+static void a_written_unit_is_fetched_again(void)
+{
+    rig r;
+
+    rig_open(&r, 4, 0, 0);
+    forward(&r);
+    rewrite(&r, 2, 42.0f);
+    visit(&r, 2);
+    rewrite(&r, 2, 43.0f);
+    visit(&r, 2);                           /* also when it was the latest window */
+    rig_close(&r);
+}
+
+static void find_names_slot_unit_and_offset(void)
+{
+    rig    r;
+    int    k = -1, unit = -1;
+    size_t offset = 0;
+    char  *mem;
+
+    rig_open(&r, 2, 0, 0);
+    mem = window(&r, 3, &k);
+    CHECK_EQ(mt_stream_find(r.s, mem + 100, &unit, &offset), k);
+    CHECK_EQ(unit, 3);
+    CHECK_EQ(offset, 100);
+    CHECK_EQ(mt_stream_find(r.s, mem + r.slots[k].bytes, &unit, &offset) == k, 0);
+    CHECK_EQ(mt_stream_find(r.s, &r, &unit, &offset), -1);
+    rig_close(&r);
+}
+
+/* ---- held slots ------------------------------------------------------------------------------ */
+
+static void a_held_slot_keeps_its_bytes_and_gets_other_memory(void)
+{
+    rig   r;
+    int   k = -1;
+    void *mem, *first;
+
+    rig_open(&r, 1, 0, 0);
+    mem = window(&r, 0, &k);
+    first = r.slots[k].mem;
+    r.held[k] = 1;
+    visit(&r, 1);
+    visit(&r, 2);
+    CHECK(r.slots[k].mem != first);
+    CHECK(matches(&r, 0, mem));             /* a saved weight is what it was */
+    CHECK_EQ(r.n_old, 1);
+    rig_close(&r);
+}
+
+static void demand_spares_a_held_slot(void)
+{
+    rig r;
+    int k = -1;
+
+    rig_open(&r, 3, 0, 0);
+    (void)window(&r, 0, &k);
+    r.held[k] = 1;
+    for (int round = 0; round < 3; round++)
+        for (int u = 1; u < UNITS; u++)
+            visit(&r, u);
+    CHECK_EQ(r.n_old, 0);
+    rig_close(&r);
+}
+
+static void prefetch_never_takes_the_slot_just_given_out(void)
+{
+    rig r;
+
+    rig_open(&r, 2, 3, 100);
+    mt_stream_debug(r.s, (mt_debug){ .poison = 1 });
+    for (int step = 0; step < 3; step++) {
+        CHECK_OK(mt_stream_begin(r.s));
+        for (int i = 0; i < 2 * UNITS; i++) {
+            int   k = -1, unit = i < UNITS ? i : 2 * UNITS - 1 - i, now = -1;
+            void *mem = NULL;
+            size_t offset;
+
+            CHECK_OK(mt_stream_acquire(r.s, unit, r.t.run, &k, &mem));
+            CHECK_EQ(mt_stream_find(r.s, mem, &now, &offset), k);
+            CHECK_EQ(now, unit);
+            CHECK_OK(mt_stream_await(r.s, k, r.t.run));
+            CHECK_OK(r.t.dev->ops->sync(r.t.run));
+            CHECK(matches(&r, unit, mem));
+        }
+    }
+    rig_close(&r);
+}
+
+/* ---- updates and faults ------------------------------------------------------------------------ */
+
+/* An updater, as far as the ledger sees: waits for copies, naps, writes, ends. */
+typedef struct writer {
+    rig  *r;
+    int   unit;
+    float value;
+} writer;
+
+static void *writer_main(void *arg)
+{
+    writer         *w = arg;
+    struct timespec nap = { 0, 2000000 };
+
+    CHECK_OK(mt_ledger_wait_fetch(w->r->t.store, w->unit));
+    for (int64_t i = 0; i < toy_numel(w->unit, 0); i++) {
+        toy_at(&w->r->t, w->unit, 0, MT_PLANE_HI)[i] = w->value;
+        if (i == 4)
+            nanosleep(&nap, NULL);
+    }
+    mt_ledger_update_end(w->r->t.store, w->unit);
+    return NULL;
+}
+
+static void a_fetch_waits_for_the_update_under_way(void)
+{
+    rig       r;
+    pthread_t thread;
+
+    rig_open(&r, 2, 0, 0);
+    visit(&r, 1);
+    for (int i = 0; i < 5; i++) {
+        writer w = { &r, 1, (float)i };
+        void  *mem = NULL;
+        int    k = -1;
+
+        mt_ledger_update_begin(r.t.store, 1);
+        REQUIRE(pthread_create(&thread, NULL, writer_main, &w) == 0);
+        mem = window(&r, 1, &k);
+        for (int64_t j = 0; j < toy_numel(1, 0); j++)
+            CHECK(((const float *)mem)[j] == (float)i);
+        pthread_join(thread, NULL);
+    }
+    rig_close(&r);
+}
+
+/* The schedule foresees a backward, asks for its units, and an update comes instead. */
+static void a_copy_that_an_update_overtook_is_fetched_again(void)
+{
+    for (uint64_t seed = 0; seed < 8; seed++) {
+        rig       r;
+        pthread_t thread[UNITS];
+        writer    w[UNITS];
+
+        rig_open(&r, 2, seed, 300);
+        forward(&r);
+        backward(&r);
+        forward(&r);
+        for (int u = 0; u < UNITS; u++) {
+            w[u] = (writer){ &r, u, (float)(100 + u) };
+            mt_ledger_update_begin(r.t.store, u);
+            REQUIRE(pthread_create(&thread[u], NULL, writer_main, &w[u]) == 0);
+        }
+        CHECK_OK(mt_stream_begin(r.s));
+        for (int u = 0; u < UNITS; u++) {
+            const float *mem = window(&r, u, NULL);
+            CHECK(mem != NULL && mem[0] == w[u].value && mem[toy_numel(u, 0) - 1] == w[u].value);
+        }
+        for (int u = 0; u < UNITS; u++)
+            pthread_join(thread[u], NULL);
+        rig_close(&r);
+    }
+}
+
+static void a_workers_fault_ends_await_and_acquire(void)
+{
+    rig   r;
+    int   k = -1;
+    void *mem = NULL;
+
+    rig_open(&r, 2, 0, 0);
+    mt_ledger_update_begin(r.t.store, 0);
+    CHECK_OK(mt_stream_acquire(r.s, 0, r.t.run, &k, &mem));
+    mt_ledger_fault(r.t.store, MT_EDEVICE, "the updater met its end");
+    CHECK_EQ(mt_stream_await(r.s, k, r.t.run), MT_EDEVICE);
+    CHECK_HAS(mt_last_error(), "met its end");
+    CHECK_EQ(mt_stream_acquire(r.s, 1, r.t.run, &k, &mem), MT_EDEVICE);
+    rig_close(&r);
+}
+
+/* Opens, runs two steps, closes; the first failure ends it. run comes from the device behind. */
+static mt_status life(rig *r, mt_dev *dev)
+{
+    mt_status st;
+    int       k;
+    void     *mem;
+
+    MT_TRY(mt_stream_open(dev, r->t.store, r->slots, r->n_slots, rig_hooks(r), &r->s));
+    mt_stream_debug(r->s, (mt_debug){ .poison = 1 });
+    for (int i = 0; i < 3 * UNITS; i++) {
+        if (i % UNITS == 0)
+            MT_TRY(mt_stream_begin(r->s));
+        MT_TRY(mt_stream_acquire(r->s, i % UNITS, r->t.run, &k, &mem));
+        MT_TRY(mt_stream_await(r->s, k, r->t.run));
+    }
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* Store and slots make the same calls each time; how many, is counted by a device that never
+ * fails. */
+static int calls_of_the_rig(mt_dev *cpu)
+{
+    rig r = { 0 };
+    int calls;
+
+    toy_open_on(&r.t, fault_dev(cpu, 0, FAULT_ONCE), UNITS, 0, MT_F32);
+    rig_slots(&r, 2);
+    calls = fault_calls(r.t.dev);
+    rig_close(&r);
+    return calls;
+}
+
+static void nth_failure_frees_everything(fault_mode mode)
+{
+    mt_dev *cpu = NULL;
+    int     fired = 1;
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    for (int n = calls_of_the_rig(cpu) + 1; fired > 0; n++) {
+        rig       r = { 0 };
+        mt_dev   *dev = fault_dev(cpu, n, mode);
+        int       live;
+        mt_status st;
+
+        toy_open_on(&r.t, dev, UNITS, 0, MT_F32);
+        rig_slots(&r, 2);
+        live = fault_live(dev);
+        st = life(&r, dev);
+        mt_stream_close(r.s);
+        r.s = NULL;
+        fired = fault_fired(dev);
+        CHECK(st == MT_OK || st == MT_EDEVICE);
+        CHECK(fired > 0 || st == MT_OK);
+        /* An event per unit fetched stays with the ledger, as long as the store. */
+        CHECK(fault_live(dev) >= live && fault_live(dev) <= live + UNITS);
+        rig_close(&r);
+    }
+    cpu->ops->close(cpu);
+}
+
+static void every_failing_device_call_frees_everything(void)
+{
+    nth_failure_frees_everything(FAULT_ONCE);
+    nth_failure_frees_everything(FAULT_STAYS);
+}
+
+/* ---- the course, without bytes ------------------------------------------------------------------ */
+
+static void a_fifth_order_replaces_the_oldest(void)
+{
+    static const size_t unit_bytes[6] = { 1, 1, 1, 1, 1, 1 }, slot_bytes[2] = { 1, 1 };
+    mt__course          c;
+    int64_t             from, step;
+
+    mt__course_open(&c);
+    for (int round = 0; round < 2; round++)
+        for (int first = 0; first < 5; first++) {
+            for (int i = 0; i < 3; i++)
+                CHECK_OK(mt__course_compute(&c, (first + i) % 6, &from, &step));
+            CHECK_OK(mt__course_begin(&c, unit_bytes, 6, slot_bytes, 2));
+        }
+    CHECK_EQ(c.rebuilds, 10);               /* five in turn never find themselves among four */
+    for (int i = 0; i < 3; i++)
+        CHECK_OK(mt__course_compute(&c, (3 + i) % 6, &from, &step));
+    CHECK_OK(mt__course_begin(&c, unit_bytes, 6, slot_bytes, 2));
+    CHECK_EQ(c.rebuilds, 10);
+    mt__course_close(&c);
+}
+
+#define TESTS(X) \
+    X(stream_open_refuses_no_slots_and_empty_ones) X(acquire_refuses_a_unit_that_fits_no_slot) \
+    X(every_window_sees_its_units_weights) X(a_recorded_step_demands_nothing_again) \
+    X(forwards_alone_run_without_demands_in_the_steady_state) \
+    X(a_forward_without_backward_builds_nothing_anew) \
+    X(a_longer_order_met_before_is_recognised_on_the_way) \
+    X(consecutive_acquires_of_a_unit_are_one_compute) X(kick_asks_for_the_start_of_the_next_step) \
+    X(kick_in_the_middle_of_a_step_takes_no_slot_away) X(sync_fetches_nothing_ahead) \
+    X(any_order_is_right) X(a_unit_left_out_does_not_stop_the_prefetch) \
+    X(a_written_unit_is_fetched_again) X(find_names_slot_unit_and_offset) \
+    X(a_held_slot_keeps_its_bytes_and_gets_other_memory) X(demand_spares_a_held_slot) \
+    X(prefetch_never_takes_the_slot_just_given_out) X(a_fetch_waits_for_the_update_under_way) \
+    X(a_copy_that_an_update_overtook_is_fetched_again) X(a_workers_fault_ends_await_and_acquire) \
+    X(every_failing_device_call_frees_everything) X(a_fifth_order_replaces_the_oldest)
+CHECK_MAIN(TESTS)

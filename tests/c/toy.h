@@ -1,0 +1,170 @@
+/* toy.h — what the tests of stream, offload and engine share: a device that may dawdle, a store of
+ * small fp32 units, and the two gradient kernels in their simplest form.
+ *
+ * Threads: as the functions it wraps. Everything that must succeed is REQUIREd.
+ */
+#ifndef MT_TOY_H
+#define MT_TOY_H
+
+#include "../../csrc/core/update.h"
+#include "check.h"
+
+#include <math.h>
+
+#define TOY_PARAMS 2
+
+typedef struct toy {
+    mt_dev   *dev;
+    mt_pool  *pool;
+    mt_store *store;
+    mt_queue *run;           /* adopted 0, or a queue of its own when the toy dawdles */
+    int       n_units;
+} toy;
+
+/* Elements of parameter p of unit u: all units differ. */
+static inline int64_t toy_numel(int u, int p)
+{
+    return 24 + 8 * u + 5 * p;
+}
+
+/* What parameter p of unit u holds at the start. */
+static inline float toy_value(int u, int p, int64_t i)
+{
+    return (float)(u + 1) + 0.25f * (float)p + (float)i / 128.0f;
+}
+
+static inline float *toy_at(const toy *t, int u, int p, mt_plane plane)
+{
+    void *at = NULL;
+
+    REQUIRE(mt_store_at(t->store, u, p, plane, &at) == MT_OK);
+    return at;
+}
+
+static inline void toy_add_units(toy *t, int n_units, mt_dtype dt)
+{
+    for (int u = 0; u < n_units; u++) {
+        mt_param_desc d[TOY_PARAMS];
+        char          name[32];
+        int           unit;
+
+        for (int p = 0; p < TOY_PARAMS; p++)
+            d[p] = (mt_param_desc){ dt, toy_numel(u, p), 1 };
+        snprintf(name, sizeof name, "layers.%d", u);
+        REQUIRE(mt_store_add(t->store, name, d, TOY_PARAMS, &unit) == MT_OK);
+        REQUIRE(unit == u);
+        for (int p = 0; p < TOY_PARAMS && dt == MT_F32; p++)
+            for (int64_t i = 0; i < toy_numel(u, p); i++)
+                toy_at(t, u, p, MT_PLANE_HI)[i] = toy_value(u, p, i);
+    }
+    t->n_units = n_units;
+}
+
+/* Takes dev over. max_us 0: no delays, and run is the calling thread. */
+static inline void toy_open_on(toy *t, mt_dev *dev, int n_units, int own_run, mt_dtype dt)
+{
+    *t = (toy){ .dev = dev };
+    REQUIRE(mt_pool_open(2, &t->pool) == MT_OK);
+    REQUIRE(mt_store_open(t->dev, t->pool, &t->store) == MT_OK);
+    if (own_run)
+        REQUIRE(dev->ops->queue_open(dev, "run", &t->run) == MT_OK);
+    else
+        REQUIRE(dev->ops->queue_adopt(dev, 0, &t->run) == MT_OK);
+    toy_add_units(t, n_units, dt);
+}
+
+static inline void toy_open(toy *t, int n_units, uint64_t seed, int max_us)
+{
+    mt_dev *dev = NULL;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    if (max_us > 0)
+        REQUIRE(mt_dev_delay_open(dev, seed, max_us, &dev) == MT_OK);
+    toy_open_on(t, dev, n_units, max_us > 0, MT_F32);
+}
+
+static inline void toy_close(toy *t)
+{
+    t->dev->ops->queue_close(t->run);
+    mt_store_close(t->store);
+    mt_pool_close(t->pool);
+    t->dev->ops->close(t->dev);
+}
+
+/* ---- gradient kernels: one thread, elements in order ------------------------------------- */
+
+static inline double toy_element(mt_dtype dt, const void *x, int64_t i)
+{
+    return dt == MT_BF16 ? (double)mt_bf16_to_f32(((const uint16_t *)x)[i])
+                         : (double)((const float *)x)[i];
+}
+
+static inline double toy_sum(mt_dtype dt, const void *x, int64_t n)
+{
+    double sum = 0;
+
+    for (int64_t i = 0; i < n; i++)
+        sum += toy_element(dt, x, i) * toy_element(dt, x, i);
+    return sum;
+}
+
+typedef struct toy_sumsq_arg {
+    mt_dtype    dt;
+    const void *x;
+    int64_t     n;
+    double     *out;
+} toy_sumsq_arg;
+
+static inline void toy_sumsq_now(void *arg)
+{
+    toy_sumsq_arg *a = arg;
+
+    *a->out = toy_sum(a->dt, a->x, a->n);
+    free(a);
+}
+
+static inline mt_status toy_sumsq(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n,
+                                  double *out)
+{
+    toy_sumsq_arg *a = malloc(sizeof *a);
+    mt_status      st;
+
+    (void)ctx;
+    REQUIRE(a != NULL);
+    *a = (toy_sumsq_arg){ dt, src, n, out };
+    if ((st = q->dev->ops->call(q, toy_sumsq_now, a)) != MT_OK)
+        free(a);
+    return st;
+}
+
+static inline void toy_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad,
+                                  const void *add, int64_t n, int from_grad, double *sumsq)
+{
+    (void)pool;
+    for (int64_t i = 0; i < n; i++) {
+        float old = from_grad || acc == NULL ? (float)toy_element(dt, grad, i) : acc[i];
+        float sum = old + (float)toy_element(dt, add, i);
+
+        if (acc != NULL)
+            acc[i] = sum;
+        if (dt == MT_BF16)
+            ((uint16_t *)grad)[i] = mt_f32_to_bf16(sum);
+        else
+            ((float *)grad)[i] = sum;
+    }
+    *sumsq = toy_sum(dt, grad, n);
+}
+
+static const mt_offload_kernels toy_kernels = { toy_sumsq, toy_accumulate, NULL };
+
+/* splitmix64: Steele, Lea & Flood 2014, figure 17. */
+static inline uint64_t toy_random(uint64_t *state)
+{
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+#endif
