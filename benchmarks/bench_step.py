@@ -8,9 +8,9 @@
     python benchmarks/bench_step.py --device cpu                   # toy sizes, to try the script
 
 One JSON line per measurement on stdout, a table on stderr. Tokens/s counts the tokens of a step
-over the time from its start to the start of the next; TFLOP/s is 6 x all parameters x tokens / time,
-so that recomputing counts as loss. Nothing is read back within the measured steps; the update of the
-last one is in `step_s_with_last_update`, a mean over all of them.
+over the time from its start to the start of the next; TFLOP/s is 6 x all parameters x tokens / that
+time, so that recomputing counts as loss. Nothing is read back within the measured steps; the last
+one's update is in `step_s_with_last_update`, a mean over all of them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,25 @@ import statistics
 import time
 from typing import Any
 
-import torch
-
 import limits
-from common import GIB, Clock, add_shape_arguments, build_model, emit, host_rss_bytes
-from common import parameter_count, pick_device, say, spread, synchronize, table
+import torch
+from common import (
+    GIB,
+    Clock,
+    add_shape_arguments,
+    build_model,
+    emit,
+    host_rss_bytes,
+    parameter_count,
+    pick_device,
+    say,
+    spread,
+    synchronize,
+    table,
+)
 from engines import ENGINES, Engine, weight_dtype
 
+COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
 BLOCK_STEPS = 3  # steps of one engine before the other has its turn, in --overhead
 
 
@@ -138,16 +150,19 @@ def run_steps(engine: Engine, args: Any, device: torch.device) -> dict[str, Any]
     for i in range(args.warmup + args.steps):
         if i == args.warmup:
             engine.settle()
+            engine.counts(1)  # forget the warm-up's
             began = time.perf_counter()
         losses.append(one_step(engine, batches[i % len(batches)], args, clock))
     engine.settle()
     total_s = time.perf_counter() - began
     times = step_times(clock, args)
+    counts = engine.counts(args.steps)
     return {
         **spread([args.tokens / s for s in times["step_s"]]),
         **{name: statistics.median(values) for name, values in times.items()},
         "step_s_with_last_update": total_s / args.steps,
         "warmup": args.warmup,
+        **counts,
         "losses": [round(float(x), 4) for x in losses],
     }
 
@@ -164,7 +179,7 @@ def bench_steps(args: Any, device: torch.device) -> None:
     say(f"{args.engine}: {parameters / 1e9:.3f} B parameters built in {built_s:.0f} s")
 
     result = run_steps(engine, args, device)
-    result |= memory(device, parameters, rss_before) | engine.counts(parameters)
+    result |= memory(device, parameters, rss_before)
     least = bounds(args, limit, parameters)
     result |= {
         "parameters": parameters,
@@ -195,6 +210,7 @@ def show_steps(case: str, r: dict[str, Any]) -> None:
         ("step", f"{step}; with the last update {r['step_s_with_last_update']:.4g}"),
         ("at least", ", ".join(f"{name} {s:.3g}" for name, s in r["bounds"].items())),
         ("host B/parameter", f"{r['host_bytes_per_parameter']:.2f} by resident size"),
+        ("counted", ", ".join(f"{name} {r[name]:.4g}" for name in COUNTED if name in r)),
         ("loss", f"{r['losses'][0]} -> {r['losses'][-1]}"),
     ]
     rows += [(name, f"{value:.2f}") for name, value in r.items() if name.startswith("vram")]
@@ -240,7 +256,7 @@ def bench_overhead(args: Any, device: torch.device) -> None:
 def show_overhead(
     args: Any, device: torch.device, optimizer: str, turns: list[list[float]]
 ) -> None:
-    resident_s, streamed_s = (statistics.median(column) for column in zip(*turns))
+    resident_s, streamed_s = (statistics.median(column) for column in zip(*turns, strict=True))
     ratio = spread([streamed / resident for resident, streamed in turns])
     case = (
         f"{args.layers} layers {args.tokens} tokens S={args.seq} {args.activations} "
@@ -280,12 +296,12 @@ def bench_host_overhead(args: Any, device: torch.device) -> None:
     turns = [[forward_host_seconds(engine, ids) for engine in engines] for _ in range(5)]
 
     units = args.layers + 2  # the embedding and the head
-    plain_us, streamed_us = (statistics.median(column) / units * 1e6 for column in zip(*turns))
+    host_us = [statistics.median(column) / units * 1e6 for column in zip(*turns, strict=True)]
     extra = spread([(streamed - plain) / units * 1e6 for plain, streamed in turns])
-    both = {"plain_us": plain_us, "streamed_us": streamed_us, "warmup": 3}
+    both = {"plain_us": host_us[0], "streamed_us": host_us[1], "warmup": 3}
     case = f"{units} units, {args.activations}"
     emit("host_overhead", device, case=case, unit="us/unit", **extra, **both)
-    say(f"host time per unit and forward: {plain_us:.1f} us, streamed +{extra['median']:.1f} us")
+    say(f"host time per unit and forward: {host_us[0]:.1f} us, streamed +{extra['median']:.1f} us")
 
 
 def main() -> None:

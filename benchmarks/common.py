@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -48,7 +49,7 @@ class Clock:
     def intervals(self) -> list[float]:
         """Seconds between neighbouring marks; waits for the device."""
         synchronize(self.device)
-        pairs = list(zip(self.marks, self.marks[1:]))
+        pairs = list(itertools.pairwise(self.marks))
         if self.device.type == "cuda":
             return [a.elapsed_time(b) / 1e3 for a, b in pairs]
         return [b - a for a, b in pairs]

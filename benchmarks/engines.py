@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from common import synchronize
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-
-from common import synchronize
 
 CHUNK_TOKENS = 2048  # of the chunked loss: 152064 fp32 logits each make 1.2 GB
 
@@ -41,7 +40,7 @@ class WithLoss(torch.nn.Module):
             return self.model(input_ids=ids, labels=ids, use_cache=False).loss
         hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
         hidden, labels = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-        chunks = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+        chunks = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True)
         return sum(self._checkpointed(h, y) for h, y in chunks) / len(labels)
 
     def _checkpointed(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -58,6 +57,7 @@ class Engine:
 
     model: torch.nn.Module
     device: torch.device
+    opt: torch.optim.Optimizer | None
 
     def backward(
         self, ids: torch.Tensor, share: float = 1.0, mark: Callable[[], None] = lambda: None
@@ -73,8 +73,8 @@ class Engine:
     def settle(self) -> None:
         synchronize(self.device)
 
-    def counts(self, parameters: int) -> dict[str, float]:
-        """What the engine itself counts."""
+    def counts(self, steps: int) -> dict[str, float]:
+        """What the engine itself counted since the last call, divided by `steps`."""
         return {}
 
 
@@ -111,9 +111,15 @@ class Streamed(Engine):
         list(self.model.parameters())  # enumeration waits for the pending updates
         super().settle()
 
-    def counts(self, parameters: int) -> dict[str, float]:
+    def counts(self, steps: int) -> dict[str, float]:
         last = self.last_step(self.model)
-        return {"h2d_bytes": last.h2d_bytes, "d2h_bytes": last.d2h_bytes}
+        return {
+            "h2d_bytes": last.h2d_bytes / steps,
+            "d2h_bytes": last.d2h_bytes / steps,
+            "demand_fetches": last.demand_fetches / steps,
+            "await_s": last.await_seconds / steps,
+            "store_bytes": last.host_bytes,
+        }
 
 
 class Resident(Engine):
@@ -138,13 +144,13 @@ class Resident(Engine):
     def update(self) -> None:
         if self.opt:
             parameters = list(self.model.parameters())
-            for p, master in zip(parameters, self.masters):
+            for p, master in zip(parameters, self.masters, strict=True):
                 master.grad, p.grad = p.grad.float(), None
             if self.clip:
                 torch.nn.utils.clip_grad_norm_(self.masters, self.clip)
             self.opt.step()
             self.opt.zero_grad()
-            for p, master in zip(parameters, self.masters):
+            for p, master in zip(parameters, self.masters, strict=True):
                 p.copy_(master)
         super().update()
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from common import (
     GIB,
     add_shape_arguments,
