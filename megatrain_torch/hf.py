@@ -1,8 +1,6 @@
 """What transformers' models need so that their own code runs unchanged.
 
 - `PreTrainedModel.device` says where to put inputs (generate, Trainer): the compute device.
-- Caches cost memory in training and nobody asked for them: `use_cache=False` under grad unless the
-  caller says otherwise.
 - `gradient_checkpointing_enable()` means "recompute": windows do that themselves, so the model's own
   checkpointing, which would run the layer a third time, is switched off and windows replay.
 """
@@ -61,12 +59,3 @@ def before_pass(rt: Runtime) -> None:
             rt.activations = "replay"
             for w in rt.windows:
                 w.mode = "replay"
-
-
-def without_cache(who: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """use_cache=False for a causal model's training forward that did not mention caches."""
-    config = getattr(who, "config", None)
-    wants = (getattr(config, "use_cache", False) is True and torch.is_grad_enabled()
-             and getattr(who, "training", False) and "use_cache" not in kwargs
-             and kwargs.get("past_key_values") is None and hasattr(who, "generate"))
-    return {**kwargs, "use_cache": False} if wants else kwargs

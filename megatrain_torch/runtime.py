@@ -193,7 +193,6 @@ class Runtime:
         """Around every streamed forward; the outermost one begins a pass and moves its inputs."""
         if not state.depth and state.window is None and in_backward() == -1:
             self._begin(who)
-            kwargs = hf.without_cache(who, args, kwargs)
             args, kwargs = self._to_device(args), self._to_device(kwargs)
         state.depth += 1
         try:
