@@ -244,6 +244,42 @@ mt_status mt_ledger_wait_grads(mt_store *s, int unit)
 
 /* ---- copies out of HI ------------------------------------------------------------------- */
 
+/* The mover, before the copy. An update announced after this finds the announcement, and its
+ * updater waits in mt_ledger_wait_fetch until the copy is in h2d. */
+mt_status mt_ledger_fetch_begin(mt_store *s, int unit, uint64_t *version)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    int       begun = 0;
+    mt_status st;
+
+    if (u == NULL)
+        return no_unit(s, unit);
+    while (!begun) {
+        MT_TRY(mt_ledger_wait_updates(s, unit));
+        pthread_mutex_lock(&s->ledger.mu);
+        if ((begun = u->updates == 0)) {        /* else another was announced meanwhile */
+            u->fetches++;
+            s->ledger.fetches++;
+            *version = u->version;
+        }
+        pthread_mutex_unlock(&s->ledger.mu);
+    }
+    return MT_OK;
+fail:
+    return st;
+}
+
+static void fetch_end(mt_store *s, mt__unit *u)
+{
+    pthread_mutex_lock(&s->ledger.mu);
+    if (u->fetches > 0) {
+        u->fetches--;
+        s->ledger.fetches--;
+        pthread_cond_broadcast(&s->ledger.changed);
+    }
+    pthread_mutex_unlock(&s->ledger.mu);
+}
+
 /* The mover, right behind the copy it put in h2d. */
 mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
 {
@@ -259,6 +295,7 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
     if (st == MT_OK)
         st = ops->record(h2d, u->fetched);
     pthread_mutex_unlock(&s->fetched_mu);
+    fetch_end(s, u);
     return st;
 }
 
@@ -269,12 +306,11 @@ mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
     mt_event *fetched;
-    mt_status st = mt_ledger_check(s);
+    mt_status st;
 
     if (u == NULL)
         return no_unit(s, unit);
-    if (st != MT_OK)
-        return st;
+    MT_TRY(wait_zero(s, unit, &u->fetches, &s->ledger.fetches, "fetch"));
     pthread_mutex_lock(&s->fetched_mu);
     fetched = u->fetched;
     pthread_mutex_unlock(&s->fetched_mu);

@@ -56,12 +56,14 @@ size_t      mt_store_hi_bytes(const mt_store *s, int unit);              /* what
 size_t      mt_store_offset  (const mt_store *s, int unit, int param);   /* bytes, in HI and in a slot */
 
 /* Bytes of one element of dt in a plane; 0 when the plane has nothing for that type
- * (LO: bf16 only, MASTER: fp16 only, ACC: 16-bit types only). */
+ * (LO: bf16 only, MASTER: fp16 only, ACC: 16-bit types only, M and V: not fp64, which our AdamW
+ * does not take; planes other than HI: nothing for types that cannot be trained). */
 size_t mt_plane_elem_bytes(mt_plane p, mt_dtype dt);
 
 /* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in
  * parallel and (HI, GRAD) registered at the first call. A parameter that was not trainable then
- * gets an arena of its own when it is asked for later. MT_EINVAL when the plane has nothing for it. */
+ * gets an arena of its own when it is asked for later. MT_EINVAL when the plane has nothing for it,
+ * or leaves it out because it is not trainable. Addresses stay until the plane is dropped. */
 mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* The whole HI plane of a unit: what one H2D copy reads. */
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
@@ -77,11 +79,15 @@ size_t mt_store_bytes(const mt_store *s, mt_plane p);
  *   updates   announced by step(), finished by the updater.   Fetch and host readers wait for 0.
  *   grads     announced by the hand-over, finished by the collector. The updater and readers
  *             of .grad wait for 0; the next hand-over waits for updates == 0.
- *   fetched   an event the H2D queue records behind its copy: host writers wait for it.
+ *   fetches   announced by the mover when updates are 0, finished when the copy is in the H2D
+ *             queue, with an event behind it. Host writers, the updater too, wait for 0 and then
+ *             for the event: no update begins between the mover's look and its copy.
  *   version   grows with every announced update and every write from outside; a slot holds
- *             current weights exactly when its version is the unit's.
+ *             current weights exactly when its version is the unit's. Starts at 1.
  *
- * A fault (sticky) set by any worker ends every wait with that worker's message.
+ * A fault (sticky) set by any worker ends every wait with that worker's message; finishing what
+ * was not announced, or naming a unit that is not there, is such a fault. The wait for `fetched`
+ * is the device's own, and a device that fails ends it.
  * A wait longer than the watchdog (default 600 s) returns MT_ESTUCK naming unit and what is awaited.
  */
 uint64_t  mt_ledger_version(mt_store *s, int unit);
@@ -94,7 +100,10 @@ void      mt_ledger_grads_end   (mt_store *s, int unit);
 
 mt_status mt_ledger_wait_updates(mt_store *s, int unit);     /* until updates == 0 */
 mt_status mt_ledger_wait_grads  (mt_store *s, int unit);     /* until grads == 0 */
-mt_status mt_ledger_fetching    (mt_store *s, int unit, mt_queue *h2d);   /* records `fetched` on h2d */
+/* Until updates == 0; in the same breath fetches += 1. *version: what a copy put from now brings. */
+mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);
+/* Records `fetched` on h2d; fetches -= 1 if it was announced, also on failure. */
+mt_status mt_ledger_fetching    (mt_store *s, int unit, mt_queue *h2d);
 mt_status mt_ledger_wait_fetch  (mt_store *s, int unit);     /* until copies out of HI so far are over */
 
 void      mt_ledger_fault(mt_store *s, mt_status st, const char *text);   /* first one stays */

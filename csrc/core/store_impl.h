@@ -33,14 +33,14 @@ typedef struct mt__unit {
     mt__plane      plane[MT_PLANE_COUNT];
 
     uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
-    int64_t        updates, grads;   /* announced and not finished. ledger.mu */
+    int64_t        updates, grads, fetches;   /* announced and not finished. ledger.mu */
     mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
 } mt__unit;
 
 typedef struct mt__ledger {
     pthread_mutex_t mu;
     pthread_cond_t  changed;         /* monotonic clock; broadcast at every change but a begin */
-    int64_t         updates, grads;  /* of all units together. mu */
+    int64_t         updates, grads, fetches;  /* of all units together. mu */
     double          watchdog_s;      /* mu */
     mt_status       fault;           /* MT_OK until the first. mu */
     char            text[1024];      /* written once, before fault. mu */

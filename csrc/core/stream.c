@@ -8,14 +8,15 @@
  *   asked for   version = the unit's version now. While the request waits in line, the mover
  *               has read nothing yet and will bring what is newest, so a later look may raise
  *               the promise to the version of that moment.
- *   taken       the mover reads the version and lets updates finish (settled_version). An update
- *               announced meanwhile may or may not be in the copy, so now the promise counts
- *               only if the unit's version has not moved since it was made.
+ *   taken       the mover lets updates finish and reads the version. An update announced
+ *               meanwhile may or may not be in the copy, so now the promise counts only if the
+ *               unit's version has not moved since it was made.
  *   issued      the mover writes the version that the copy brings.
  *
- * The mover never calls a copy newer than it is: the version it reads was current when no update
- * was under way. An update announced after that raises the version first and writes later, so a
- * copy that it could have torn is one whose version is behind, and acquire fetches anew.
+ * The mover never calls a copy newer than it is: the ledger gives it the version at a moment when
+ * no update was under way, and counts the copy as under way from that moment, so that the next
+ * update raises the version at once and writes only behind the copy. Such a copy is whole but
+ * behind, and acquire fetches anew.
  *
  * A request still in line when its slot is asked to hold something else is taken out of the line,
  * so at most one per slot waits and the line needs no bound of its own. One that the mover has
@@ -102,22 +103,12 @@ static int take(mt_stream *s, request *r)
 }
 
 /* UPDATED: the copy reads HI, which an update announced before now still has to write. */
-static mt_status settled_version(mt_stream *s, const request *r, uint64_t *version)
+static mt_status fetch_begin(mt_stream *s, const request *r, uint64_t *version)
 {
-    mt_status st;
-
+    if (!(r->debug.skip & MT_EDGE_UPDATED))
+        return mt_ledger_fetch_begin(s->store, r->unit, version);
     *version = mt_ledger_version(s->store, r->unit);
-    if (r->debug.skip & MT_EDGE_UPDATED)
-        return MT_OK;
-    for (;;) {
-        MT_TRY(mt_ledger_wait_updates(s->store, r->unit));
-        uint64_t now = mt_ledger_version(s->store, r->unit);
-        if (now == *version)
-            return MT_OK;
-        *version = now;             /* announced while we waited: that one is waited for too */
-    }
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Behind FREED and before the copy, so that whoever reads too early reads NaN. */
@@ -134,16 +125,13 @@ fail:
     return st;
 }
 
-static mt_status put_copy(mt_stream *s, const request *r, uint64_t *version)
+static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
 {
     const mt_dev_ops *v = s->dev->ops;
     slot             *k = &s->slots[r->slot];
     size_t            bytes = mt_store_hi_bytes(s->store, r->unit);
-    void             *hi;
     mt_status         st;
 
-    MT_TRY(settled_version(s, r, version));
-    MT_TRY(mt_store_hi(s->store, r->unit, &hi));
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
     if (!(r->debug.skip & MT_EDGE_FREED))
         MT_TRY(v->wait(s->h2d, k->freed));
@@ -151,10 +139,23 @@ static mt_status put_copy(mt_stream *s, const request *r, uint64_t *version)
         MT_TRY(put_poison(s, r, bytes));
     if (bytes > 0)
         MT_TRY(v->copy(s->h2d, r->mem, hi, bytes));
-    MT_TRY(v->record(s->h2d, k->ready));
-    /* Host writers of HI wait for this one. */
-    MT_TRY(mt_ledger_fetching(s->store, r->unit, s->h2d));
-    return MT_OK;
+    return v->record(s->h2d, k->ready);
+fail:
+    return st;
+}
+
+/* Between begin and fetching nothing waits: an updater may be waiting for us. */
+static mt_status deliver(mt_stream *s, const request *r, uint64_t *version)
+{
+    void     *hi;
+    mt_status st, end;
+
+    MT_TRY(mt_store_hi(s->store, r->unit, &hi));
+    MT_TRY(fetch_begin(s, r, version));
+    if ((st = put_copy(s, r, hi)) != MT_OK)
+        mt_ledger_fault(s->store, st, mt_last_error());   /* before the updater may go on */
+    end = mt_ledger_fetching(s->store, r->unit, s->h2d);
+    return st != MT_OK ? st : end;
 fail:
     return st;
 }
@@ -184,7 +185,7 @@ static void *mover_main(void *arg)
     pthread_setname_np(pthread_self(), "mt-mover");
     while (take(s, &r)) {
         uint64_t  version = 0;
-        mt_status st = put_copy(s, &r, &version);
+        mt_status st = deliver(s, &r, &version);
 
         finish(s, &r, st, version);
     }

@@ -547,6 +547,41 @@ static void a_copy_that_an_update_overtook_is_fetched_again(void)
     }
 }
 
+static void *update_main(void *arg)
+{
+    writer *w = arg;
+
+    CHECK_OK(mt_ledger_wait_fetch(w->r->t.store, w->unit));
+    w->value = 1.0f;
+    mt_ledger_update_end(w->r->t.store, w->unit);
+    return NULL;
+}
+
+/* The moment between the mover's look at the version and its copy. */
+static void an_update_waits_for_a_copy_announced_before_it(void)
+{
+    rig             r;
+    writer          w = { &r, 1, 0.0f };
+    uint64_t        version = 0;
+    struct timespec nap = { 0, 5000000 };
+    pthread_t       thread;
+
+    rig_open(&r, 1, 0, 0);
+    CHECK_OK(mt_ledger_fetch_begin(r.t.store, 1, &version));
+    CHECK_EQ(version, mt_ledger_version(r.t.store, 1));
+    mt_ledger_update_begin(r.t.store, 1);
+    REQUIRE(pthread_create(&thread, NULL, update_main, &w) == 0);
+    nanosleep(&nap, NULL);
+    /* TSan, and any luck, says whether the update wrote before we were done. */
+    CHECK(w.value == 0.0f);
+    CHECK_OK(mt_ledger_fetching(r.t.store, 1, r.t.run));
+    pthread_join(thread, NULL);
+    CHECK(w.value == 1.0f);
+    CHECK(mt_ledger_version(r.t.store, 1) > version);
+    CHECK_EQ(mt_ledger_fetch_begin(r.t.store, UNITS, &version), MT_EINVAL);
+    rig_close(&r);
+}
+
 static void a_workers_fault_ends_await_and_acquire(void)
 {
     rig   r;
@@ -666,6 +701,7 @@ static void a_fifth_order_replaces_the_oldest(void)
     X(a_written_unit_is_fetched_again) X(find_names_slot_unit_and_offset) \
     X(a_held_slot_keeps_its_bytes_and_gets_other_memory) X(demand_spares_a_held_slot) \
     X(prefetch_never_takes_the_slot_just_given_out) X(a_fetch_waits_for_the_update_under_way) \
-    X(a_copy_that_an_update_overtook_is_fetched_again) X(a_workers_fault_ends_await_and_acquire) \
+    X(a_copy_that_an_update_overtook_is_fetched_again) X(an_update_waits_for_a_copy_announced_before_it) \
+    X(a_workers_fault_ends_await_and_acquire) \
     X(every_failing_device_call_frees_everything) X(a_fifth_order_replaces_the_oldest)
 CHECK_MAIN(TESTS)
