@@ -49,7 +49,8 @@ static mt_engine *streaming(PyObject *self)
     return e;
 }
 
-static mt_slot_desc *slot_descs(PyObject *slots, int *n)
+/* malloc'd [size of the tuple], or NULL with an exception. */
+static mt_slot_desc *slot_descs(PyObject *slots)
 {
     Py_ssize_t    count = PyTuple_Size(slots);
     mt_slot_desc *d = calloc((size_t)count + 1, sizeof *d);
@@ -65,7 +66,6 @@ static mt_slot_desc *slot_descs(PyObject *slots, int *n)
         }
         d[i] = (mt_slot_desc){ .mem = (void *)(uintptr_t)address, .bytes = (size_t)bytes };
     }
-    *n = (int)count;
     return d;
 }
 
@@ -100,7 +100,8 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
     }
     if ((slots = PySequence_Tuple(sequence)) == NULL)
         return NULL;
-    d = slot_descs(slots, &n);
+    d = slot_descs(slots);
+    n = (int)PyTuple_Size(slots);
     Py_DECREF(slots);
     if (d == NULL)
         return NULL;

@@ -43,8 +43,8 @@ static int desc_at(mt_engine *e, PyObject *dtypes, PyObject *numels, PyObject *t
     return 0;
 }
 
-/* malloc'd [*n], or NULL with an exception. */
-static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, PyObject *trainable, int *n)
+/* malloc'd [size of dtypes], or NULL with an exception. */
+static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, PyObject *trainable)
 {
     Py_ssize_t     count = PyTuple_Size(dtypes);
     mt_param_desc *d;
@@ -61,7 +61,6 @@ static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, Py
             free(d);
             return NULL;
         }
-    *n = (int)count;
     return d;
 }
 
@@ -93,7 +92,7 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
     PyObject      *dtypes, *numels, *trainable, *d = NULL, *m = NULL, *t = NULL, *out = NULL;
     mt_param_desc *params = NULL;
     mt_status      st;
-    int            n, unit;
+    int            unit;
 
     if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "sOOO:add_unit", names, &name, &dtypes,
                                                   &numels, &trainable))
@@ -101,9 +100,9 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
     if ((d = PySequence_Tuple(dtypes)) == NULL || (m = PySequence_Tuple(numels)) == NULL ||
         (t = PySequence_Tuple(trainable)) == NULL)
         goto done;
-    if (views_grow(e) < 0 || (params = descs(e, d, m, t, &n)) == NULL)
+    if (views_grow(e) < 0 || (params = descs(e, d, m, t)) == NULL)
         goto done;
-    st = mt_store_add(e->store, name, params, n, &unit);
+    st = mt_store_add(e->store, name, params, (int)PyTuple_Size(d), &unit);
     out = st == MT_OK ? PyLong_FromLong(unit) : mt_raise(e->error, st);
 
 done:

@@ -30,7 +30,7 @@ const char *mt_status_text(mt_status st);
 const char *mt_last_error(void);
 
 /* Sets this thread's message ("text [file:line]") and yields st. */
-#define MT_FAIL(st, ...) mt_fail_((st), __FILE__, __LINE__, __VA_ARGS__)
+#define MT_FAIL(st, ...) (mt_fail_((st), __FILE__, __LINE__, __VA_ARGS__), (st))
 mt_status mt_fail_(mt_status st, const char *file, int line, const char *fmt, ...)
     __attribute__((format(printf, 4, 5)));
 
