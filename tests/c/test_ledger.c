@@ -255,6 +255,74 @@ static void host_writer_waits_for_the_copies_put_before(void)
     teardown();
 }
 
+static mt_status fetch_begin(mt_store *s, int unit)
+{
+    uint64_t version = 0;
+    mt_status st = mt_ledger_fetch_begin(s, unit, &version);
+
+    if (st == MT_OK)
+        CHECK_EQ(version, mt_ledger_version(s, unit));
+    return st;
+}
+
+static void fetch_begins_when_no_update_is_under_way(void)
+{
+    mt_queue *h2d = NULL;
+    waiter    w;
+
+    setup(0);
+    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
+    mt_ledger_update_begin(store, 1);
+    CHECK_OK(fetch_begin(store, 0));
+    waiter_start(&w, fetch_begin, 1);
+    sleep_ms(20);
+    CHECK_EQ(atomic_load(&w.over), 0);
+    mt_ledger_update_end(store, 1);
+    pthread_join(w.thread, NULL);
+    CHECK_EQ(w.st, MT_OK);
+    CHECK_OK(mt_ledger_fetching(store, 0, h2d));
+    CHECK_OK(mt_ledger_fetching(store, 1, h2d));
+    dev->ops->queue_close(h2d);
+    teardown();
+}
+
+/* Between the mover's look at the updates and its copy there is a gap. An update announced in it
+ * must find the fetch, or it would write what the copy is about to read. */
+static void writer_waits_for_a_copy_announced_but_not_yet_put(void)
+{
+    mt_queue *h2d = NULL;
+    waiter    w;
+
+    setup(0);
+    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
+    CHECK_OK(fetch_begin(store, 0));
+    mt_ledger_update_begin(store, 0);
+    waiter_start(&w, mt_ledger_wait_fetch, 0);
+    sleep_ms(20);
+    CHECK_EQ(atomic_load(&w.over), 0);
+    CHECK_OK(mt_ledger_fetching(store, 0, h2d));
+    pthread_join(w.thread, NULL);
+    CHECK_EQ(w.st, MT_OK);
+    mt_ledger_update_end(store, 0);
+    dev->ops->queue_close(h2d);
+    teardown();
+}
+
+static void fault_ends_the_wait_to_begin_a_fetch(void)
+{
+    waiter w;
+
+    setup(0);
+    mt_ledger_update_begin(store, 0);
+    waiter_start(&w, fetch_begin, 0);
+    sleep_ms(20);
+    mt_ledger_fault(store, MT_ENOMEM, "updater gone");
+    pthread_join(w.thread, NULL);
+    CHECK_EQ(w.st, MT_ENOMEM);
+    CHECK_STR(w.text, "updater gone");
+    teardown();
+}
+
 static void fetching_a_unit_that_is_not_there_is_refused(void)
 {
     mt_queue *h2d = NULL;
@@ -299,9 +367,12 @@ enum { ROUNDS = 300 };
 static int     weights[2];           /* written by the updater, read by the copy and the host */
 static int     copied[2];
 
+/* Slow, so that the queue lags behind: nothing but the ledger keeps the updater from writing. */
 static void copy_weights(void *arg)
 {
     int unit = *(const int *)arg;
+
+    nanosleep(&(struct timespec){ 0, 200000 }, NULL);
     copied[unit] = weights[unit];
 }
 
@@ -321,8 +392,8 @@ static void *updater_main(void *arg)
     return NULL;
 }
 
-/* The mover's part and a reader's part on this thread. Without any one of the three waits TSan
- * sees a race between updater, queue and reader. */
+/* The mover's part and a reader's part on this thread. Without either wait TSan sees a race: of the
+ * updater with the queue that copies, or with this thread that reads. */
 static void readers_movers_and_updater_never_meet(void)
 {
     static int units[2] = { 0, 1 };
@@ -339,7 +410,7 @@ static void readers_movers_and_updater_never_meet(void)
         int unit = i % 2;
         mt_ledger_update_begin(store, unit);
         atomic_fetch_add(&announced, 1);
-        CHECK_OK(mt_ledger_wait_updates(store, unit));
+        CHECK_OK(fetch_begin(store, unit));
         sum += weights[unit];
         CHECK_OK(dev->ops->call(h2d, copy_weights, &units[unit]));
         CHECK_OK(mt_ledger_fetching(store, unit, h2d));
@@ -364,6 +435,9 @@ static void readers_movers_and_updater_never_meet(void)
     X(ending_what_was_not_announced_is_a_fault)                                               \
     X(announcing_for_a_unit_that_is_not_there_is_a_fault)                                     \
     X(host_writer_waits_for_the_copies_put_before)                                            \
+    X(fetch_begins_when_no_update_is_under_way)                                               \
+    X(writer_waits_for_a_copy_announced_but_not_yet_put)                                      \
+    X(fault_ends_the_wait_to_begin_a_fetch)                                                   \
     X(fetching_a_unit_that_is_not_there_is_refused)                                           \
     X(every_failing_device_call_is_reported_and_leaks_nothing)                                \
     X(readers_movers_and_updater_never_meet)

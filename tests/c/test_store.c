@@ -198,6 +198,50 @@ static void arena_is_in_memory_when_handed_out(void)
     mt_pool_close(pool);
 }
 
+static void large_arenas_start_at_a_huge_page(void)
+{
+    mt_arena a[4] = {0};
+
+    for (size_t i = 0; i < 4; i++) {
+        CHECK_OK(mt_arena_open(&a[i], ((size_t)5 << 20) + i * 4096, NULL, NULL, "test", 0));
+        CHECK_EQ((uintptr_t)a[i].base % (2 << 20), 0);
+    }
+    for (int i = 0; i < 4; i++)
+        mt_arena_close(&a[i]);
+}
+
+static long pages_mapped(void)
+{
+    FILE *f = fopen("/proc/self/statm", "r");
+    long  pages = 0;
+
+    REQUIRE(f != NULL && fscanf(f, "%ld", &pages) == 1);
+    fclose(f);
+    return pages;
+}
+
+/* Sanitizers do not watch mmap; the kernel does. */
+static void arena_gives_its_memory_back_closed_or_refused(void)
+{
+    enum { BYTES = 32 << 20 };
+    mt_arena a = {0};
+    mt_dev  *d;
+    long     before;
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    d = fault_dev(cpu, 1, FAULT_ONCE);
+    before = pages_mapped();
+    CHECK_EQ(mt_arena_open(&a, BYTES, NULL, d, "test", 0), MT_EDEVICE);
+    CHECK(a.base == NULL);
+    CHECK_OK(mt_arena_open(&a, BYTES, NULL, d, "test", 0));
+    CHECK_EQ(fault_live(d), 1);
+    mt_arena_close(&a);
+    CHECK_EQ(fault_live(d), 0);
+    CHECK(pages_mapped() - before < BYTES / sysconf(_SC_PAGESIZE));
+    d->ops->close(d);
+    cpu->ops->close(cpu);
+}
+
 static void units_and_parameters_without_bytes_are_fine(void)
 {
     const mt_param_desc none = { MT_BF16, 0, 1 };
@@ -415,6 +459,8 @@ static void threads_that_race_for_a_plane_get_the_same_one(void)
     X(frozen_parameter_keeps_the_place_it_had)                                                \
     X(planes_are_mapped_when_first_asked_for_and_zero)                                        \
     X(arena_is_in_memory_when_handed_out)                                                     \
+    X(large_arenas_start_at_a_huge_page)                                                      \
+    X(arena_gives_its_memory_back_closed_or_refused)                                          \
     X(units_and_parameters_without_bytes_are_fine)                                            \
     X(hi_is_where_the_first_parameter_is)                                                     \
     X(add_refuses_what_cannot_be)                                                             \
