@@ -234,7 +234,7 @@ static void every_isa_gives_the_same_bits_for_every_tail(void)
 
 static void every_isa_gives_the_same_bits_for_a_million_elements(void)
 {
-    for_vector_isas((1 << 20) + 3, 1, 1);
+    for_vector_isas((1 << 20) + 3, 1, 2);
 }
 
 /* Special values in every plane, in an order that puts each beside each in time. */
@@ -248,8 +248,12 @@ static void every_isa_gives_the_same_bits_for_special_values(void)
     mt_isa isas[MT_ISA_COUNT];
     int    n_isas = vector_isas(isas);
 
-    for (int k = 0; k < KINDS; k++) {
-        planes start = planes_new(kinds[k], N, 0), want = planes_twin(&start), got = planes_twin(&start);
+    for (int k = 0; k < 2 * KINDS; k++) {
+        planes start = planes_new(kinds[k / 2], N, 0), want = planes_twin(&start), got = planes_twin(&start);
+        if (k % 2 == 1) {               /* every weight grows by a thousandth: the largest saturate */
+            start.t.hyper.lr = 1;
+            start.t.hyper.weight_decay = -0.001;
+        }
         for (int i = 0; i < N; i++) {
             set_weight(&start, i, odd[i % ODD]);
             set(start.t.grad, start.t.grad_dtype, i, odd[i / ODD % ODD]);
@@ -379,7 +383,7 @@ static void two_hundred_steps_stay_within_stated_ulps_of_double(void)
         if (getenv("MT_PRINT") != NULL)
             printf("%s/%s: p %.1f m %.2f v %.1f ulp\n", mt_dtype_name(kinds[k].w),
                    mt_dtype_name(kinds[k].g), w.p, w.m, w.v);
-        CHECK(w.p <= 25);
+        CHECK(w.p <= 30);
         CHECK(w.m <= 2);
         CHECK(w.v <= 20);
     }
