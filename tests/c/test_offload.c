@@ -1,0 +1,447 @@
+/* test_offload.c — gradients come home whole, summed, measured, and in order. */
+#include "dev_fault.h"
+#include "toy.h"
+
+#include <pthread.h>
+#include <time.h>
+
+#define UNITS 3
+#define DEPTH 2
+
+typedef struct rig {
+    toy         t;
+    mt_offload *o;
+    void       *src[TOY_PARAMS];     /* device; as large as the largest parameter */
+} rig;
+
+static void rig_open_on(rig *r, mt_dev *dev, mt_dtype dt, int own_run)
+{
+    memset(r, 0, sizeof *r);
+    toy_open_on(&r->t, dev, UNITS, own_run, dt);
+    for (int p = 0; p < TOY_PARAMS; p++)
+        REQUIRE(dev->ops->mem_alloc(dev, 4096, &r->src[p]) == MT_OK);
+}
+
+static void rig_open_with(rig *r, mt_dtype dt, uint64_t seed, int max_us, mt_offload_kernels k)
+{
+    mt_dev *dev = NULL;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    if (max_us > 0)
+        REQUIRE(mt_dev_delay_open(dev, seed, max_us, &dev) == MT_OK);
+    rig_open_on(r, dev, dt, max_us > 0);
+    REQUIRE(mt_offload_open(dev, r->t.store, r->t.pool, DEPTH, k, &r->o) == MT_OK);
+}
+
+static void rig_open(rig *r, mt_dtype dt, uint64_t seed, int max_us)
+{
+    rig_open_with(r, dt, seed, max_us, toy_kernels);
+}
+
+static void rig_close(rig *r)
+{
+    mt_offload_close(r->o);
+    (void)r->t.dev->ops->sync(r->t.run);
+    for (int p = 0; p < TOY_PARAMS; p++)
+        r->t.dev->ops->mem_free(r->t.dev, r->src[p]);
+    toy_close(&r->t);
+}
+
+static void fill(rig *r, mt_dtype dt, float value)
+{
+    for (int p = 0; p < TOY_PARAMS; p++)
+        for (int64_t i = 0; i < 128; i++)
+            if (dt == MT_BF16)
+                ((uint16_t *)r->src[p])[i] = mt_f32_to_bf16(value);
+            else
+                ((float *)r->src[p])[i] = value;
+}
+
+static mt_status try_put(rig *r, int unit, mt_grad_mode mode, int reread, uint64_t *ticket)
+{
+    mt_grad_item items[TOY_PARAMS];
+
+    for (int p = 0; p < TOY_PARAMS; p++)
+        items[p] = (mt_grad_item){ p, r->src[p], mode, reread };
+    return mt_offload_put(r->o, unit, items, TOY_PARAMS, r->t.run, ticket);
+}
+
+static uint64_t put(rig *r, int unit, mt_grad_mode mode, int reread)
+{
+    uint64_t ticket = 0;
+
+    CHECK_OK(try_put(r, unit, mode, reread, &ticket));
+    return ticket;
+}
+
+/* fill, put, and wait, so that src is free again. */
+static void put_value(rig *r, mt_dtype dt, int unit, mt_grad_mode mode, float value)
+{
+    fill(r, dt, value);
+    (void)put(r, unit, mode, 0);
+    CHECK_OK(mt_offload_drain(r->o));
+}
+
+/* Every element of the unit's gradient is `value`. */
+static int grad_is(const rig *r, mt_dtype dt, int unit, float value)
+{
+    for (int p = 0; p < TOY_PARAMS; p++)
+        for (int64_t i = 0; i < toy_numel(unit, p); i++)
+            if (toy_element(dt, toy_at(&r->t, unit, p, MT_PLANE_GRAD), i) != (double)value)
+                return 0;
+    return 1;
+}
+
+static int sum_is(const rig *r, int unit, float value)
+{
+    int valid = 0, all = 1;
+
+    for (int p = 0; p < TOY_PARAMS; p++) {
+        double sum = mt_offload_sumsq(r->o, unit, p, &valid);
+        all &= valid && sum == (double)toy_numel(unit, p) * (double)value * (double)value;
+    }
+    return all;
+}
+
+/* ---- coming home -------------------------------------------------------------------------- */
+
+static void gradients_come_home_with_their_sums_of_squares(void)
+{
+    rig r;
+
+    rig_open(&r, MT_F32, 1, 200);
+    for (int u = 0; u < UNITS; u++) {
+        fill(&r, MT_F32, (float)(u + 1));
+        CHECK_EQ(put(&r, u, MT_GRAD_SET, 0), u + 1);
+        CHECK_OK(mt_ledger_wait_grads(r.t.store, u));
+        CHECK(grad_is(&r, MT_F32, u, (float)(u + 1)));
+        CHECK(sum_is(&r, u, (float)(u + 1)));
+    }
+    CHECK_EQ(mt_offload_d2h_bytes(r.o), 4 * (2 * (24 + 32 + 40) + 3 * 5));
+    rig_close(&r);
+}
+
+static void bf16_gradients_come_home_too(void)
+{
+    rig r;
+
+    rig_open(&r, MT_BF16, 1, 0);
+    put_value(&r, MT_BF16, 1, MT_GRAD_SET, 1.5f);
+    CHECK(grad_is(&r, MT_BF16, 1, 1.5f));
+    CHECK(sum_is(&r, 1, 1.5f));
+    rig_close(&r);
+}
+
+static void without_a_sumsq_kernel_no_sum_counts(void)
+{
+    rig                r;
+    mt_offload_kernels none = toy_kernels;
+    int                valid = 1;
+
+    none.sumsq = NULL;
+    rig_open_with(&r, MT_F32, 0, 0, none);
+    put_value(&r, MT_F32, 0, MT_GRAD_SET, 2.0f);
+    CHECK(grad_is(&r, MT_F32, 0, 2.0f));
+    (void)mt_offload_sumsq(r.o, 0, 0, &valid);
+    CHECK_EQ(valid, 0);
+    rig_close(&r);
+}
+
+static void sumsq_counts_from_put_to_forget(void)
+{
+    rig r;
+    int valid = 1;
+
+    rig_open(&r, MT_F32, 3, 200);
+    (void)mt_offload_sumsq(r.o, 2, 0, &valid);
+    CHECK_EQ(valid, 0);
+    CHECK_EQ(mt_offload_counted(r.o, 2, 0), 0);
+    fill(&r, MT_F32, 3.0f);
+    (void)put(&r, 2, MT_GRAD_SET, 0);
+    CHECK_EQ(mt_offload_counted(r.o, 2, 0), 1);     /* on its way */
+    CHECK_EQ(mt_offload_counted(r.o, 2, TOY_PARAMS), 0);
+    CHECK_OK(mt_offload_drain(r.o));
+    CHECK(sum_is(&r, 2, 3.0f));
+    mt_offload_forget(r.o, 2);
+    CHECK_EQ(mt_offload_counted(r.o, 2, 0), 0);
+    (void)mt_offload_sumsq(r.o, 2, 0, &valid);
+    CHECK_EQ(valid, 0);
+    mt_offload_forget(r.o, UNITS);                  /* nothing known: nothing to forget */
+    rig_close(&r);
+}
+
+/* ---- micro-batches -------------------------------------------------------------------------- */
+
+static void micro_batches_add_up_in_fp32(void)
+{
+    rig r;
+
+    rig_open(&r, MT_F32, 0, 0);
+    put_value(&r, MT_F32, 0, MT_GRAD_SET, 1.0f);
+    put_value(&r, MT_F32, 0, MT_GRAD_ADD, 2.0f);
+    put_value(&r, MT_F32, 0, MT_GRAD_ADD, 4.0f);
+    CHECK(grad_is(&r, MT_F32, 0, 7.0f));
+    CHECK(sum_is(&r, 0, 7.0f));
+    rig_close(&r);
+}
+
+/* 256 + 1 + 1: bf16 alone would stay at 256; ACC has 258, and GRAD its rounding. */
+static void bf16_micro_batches_add_up_in_fp32(void)
+{
+    rig r;
+
+    rig_open(&r, MT_BF16, 0, 0);
+    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 256.0f);
+    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
+    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
+    CHECK(grad_is(&r, MT_BF16, 0, 258.0f));
+    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 258.0f);
+    CHECK(sum_is(&r, 0, 258.0f));
+    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 8.0f);   /* the next step: ACC's value is of no account */
+    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
+    CHECK(grad_is(&r, MT_BF16, 0, 9.0f));
+    rig_close(&r);
+}
+
+static void acc_starts_from_grad_after_reread_and_forget(void)
+{
+    rig       r;
+    uint16_t *grad;
+
+    rig_open(&r, MT_BF16, 0, 0);
+    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 1.0f);
+    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
+    grad = (uint16_t *)(void *)toy_at(&r.t, 0, 0, MT_PLANE_GRAD);
+    for (int64_t i = 0; i < toy_numel(0, 0); i++)
+        grad[i] = mt_f32_to_bf16(64.0f);            /* p.grad.mul_(32), say */
+    (void)put(&r, 0, MT_GRAD_ADD, 1);
+    CHECK_OK(mt_offload_drain(r.o));
+    CHECK(toy_element(MT_BF16, grad, 0) == 65.0);
+    for (int64_t i = 0; i < toy_numel(0, 0); i++)
+        grad[i] = 0;                                /* zero_grad(set_to_none=False) */
+    mt_offload_forget(r.o, 0);
+    (void)put(&r, 0, MT_GRAD_ADD, 0);
+    CHECK_OK(mt_offload_drain(r.o));
+    CHECK(toy_element(MT_BF16, grad, 0) == 1.0);
+    rig_close(&r);
+}
+
+static void an_add_before_any_set_adds_to_the_plane(void)
+{
+    rig r;
+
+    rig_open(&r, MT_BF16, 0, 0);
+    put_value(&r, MT_BF16, 1, MT_GRAD_ADD, 3.0f);   /* planes start as zeros */
+    CHECK(grad_is(&r, MT_BF16, 1, 3.0f));
+    rig_close(&r);
+}
+
+/* Slow sums: a SET that did not wait for them would be added to. */
+static void slow_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,
+                            int64_t n, int from_grad, double *sumsq)
+{
+    struct timespec nap = { 0, 1000000 };
+
+    nanosleep(&nap, NULL);
+    toy_accumulate(pool, dt, acc, grad, add, n, from_grad, sumsq);
+}
+
+static void hand_overs_of_one_unit_keep_their_order(void)
+{
+    rig                r;
+    mt_offload_kernels slow = { toy_sumsq, slow_accumulate, NULL };
+
+    rig_open_with(&r, MT_F32, 0, 0, slow);
+    fill(&r, MT_F32, 1.0f);
+    (void)put(&r, 0, MT_GRAD_SET, 0);
+    (void)put(&r, 0, MT_GRAD_ADD, 0);
+    (void)put(&r, 0, MT_GRAD_ADD, 0);
+    (void)put(&r, 0, MT_GRAD_SET, 0);
+    (void)put(&r, 0, MT_GRAD_SET, 0);
+    (void)put(&r, 0, MT_GRAD_ADD, 0);
+    CHECK_OK(mt_offload_drain(r.o));
+    CHECK(grad_is(&r, MT_F32, 0, 2.0f));
+    CHECK(sum_is(&r, 0, 2.0f));
+    rig_close(&r);
+}
+
+/* More tickets than the collector's line and the two staging buffers hold, of all sizes. */
+static void many_hand_overs_in_flight_all_count(void)
+{
+    rig r;
+
+    rig_open(&r, MT_F32, 7, 20);
+    fill(&r, MT_F32, 1.0f);
+    for (int i = 0; i < 100; i++)
+        for (int u = 0; u < UNITS; u++)
+            (void)put(&r, u, i == 0 ? MT_GRAD_SET : MT_GRAD_ADD, 0);
+    CHECK_OK(mt_offload_drain(r.o));
+    for (int u = 0; u < UNITS; u++)
+        CHECK(grad_is(&r, MT_F32, u, 100.0f));
+    rig_close(&r);
+}
+
+/* ---- edges with the host ---------------------------------------------------------------------- */
+
+static void sources_pass_depth_tickets_later_or_when_home(void)
+{
+    rig      r;
+    uint64_t ticket = 0;
+
+    rig_open(&r, MT_F32, 5, 2000);
+    CHECK_EQ(mt_offload_passed(r.o), 0);
+    fill(&r, MT_F32, 1.0f);
+    for (int i = 0; i < 6; i++) {
+        ticket = put(&r, i % UNITS, MT_GRAD_SET, 0);
+        CHECK_EQ(ticket, i + 1);
+        CHECK(mt_offload_passed(r.o) + DEPTH >= ticket);
+    }
+    CHECK_OK(mt_offload_drain(r.o));
+    CHECK_EQ(mt_offload_passed(r.o), ticket);
+    rig_close(&r);
+}
+
+static void *end_update(void *arg)
+{
+    rig            *r = arg;
+    struct timespec nap = { 0, 5000000 };
+
+    nanosleep(&nap, NULL);
+    CHECK(grad_is(r, MT_F32, 1, 1.0f));             /* what the update reads, until it ends */
+    mt_ledger_update_end(r->t.store, 1);
+    return NULL;
+}
+
+static void put_waits_for_the_update_that_reads_the_plane(void)
+{
+    rig       r;
+    pthread_t thread;
+
+    rig_open(&r, MT_F32, 0, 0);
+    put_value(&r, MT_F32, 1, MT_GRAD_SET, 1.0f);
+    mt_ledger_update_begin(r.t.store, 1);
+    REQUIRE(pthread_create(&thread, NULL, end_update, &r) == 0);
+    put_value(&r, MT_F32, 1, MT_GRAD_SET, 2.0f);
+    CHECK(grad_is(&r, MT_F32, 1, 2.0f));
+    pthread_join(thread, NULL);
+    rig_close(&r);
+}
+
+static void sync_returns_when_all_is_home(void)
+{
+    rig r;
+
+    rig_open(&r, MT_F32, 9, 500);
+    mt_offload_debug(r.o, (mt_debug){ .sync = 1 });
+    fill(&r, MT_F32, 6.0f);
+    CHECK_EQ(mt_offload_passed(r.o), 0);
+    CHECK_EQ(put(&r, 0, MT_GRAD_SET, 0), 1);
+    CHECK_EQ(mt_offload_passed(r.o), 1);
+    CHECK(grad_is(&r, MT_F32, 0, 6.0f));
+    rig_close(&r);
+}
+
+/* ---- refusals and failures ---------------------------------------------------------------------- */
+
+static void refusals_name_the_unit_and_change_nothing(void)
+{
+    rig                r;
+    mt_offload        *o = NULL;
+    mt_offload_kernels no_sum = { toy_sumsq, NULL, NULL };
+    uint64_t           ticket = 99;
+    mt_grad_item       item = { TOY_PARAMS, NULL, MT_GRAD_SET, 0 };
+
+    rig_open_with(&r, MT_F32, 0, 0, no_sum);
+    CHECK_EQ(mt_offload_open(r.t.dev, r.t.store, r.t.pool, 0, no_sum, &o), MT_EINVAL);
+    CHECK(o == NULL);
+    CHECK_EQ(mt_offload_put(r.o, UNITS, NULL, 0, r.t.run, &ticket), MT_EINVAL);
+    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "layers.1 has no parameter 2");
+    item.param = 0;
+    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
+    item.src = r.src[0];
+    item.mode = MT_GRAD_ADD;
+    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_ENOTSUP);
+    item.mode = MT_GRAD_SET;
+    CHECK_OK(mt_store_set_trainable(r.t.store, 2, 0, 0));
+    CHECK_EQ(mt_offload_put(r.o, 2, &item, 1, r.t.run, &ticket), MT_EINVAL);
+    CHECK_EQ(ticket, 99);
+    CHECK_OK(mt_ledger_wait_grads(r.t.store, 1));
+    CHECK_OK(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket));
+    CHECK_EQ(ticket, 1);
+    mt_offload_close(NULL);
+    rig_close(&r);
+}
+
+static mt_status life(rig *r)
+{
+    uint64_t  ticket;
+    mt_status st;
+
+    MT_TRY(mt_offload_open(r->t.dev, r->t.store, r->t.pool, DEPTH, toy_kernels, &r->o));
+    for (int i = 0; i < 3; i++)
+        for (int u = 0; u < UNITS; u++)
+            MT_TRY(try_put(r, u, i == 0 ? MT_GRAD_SET : MT_GRAD_ADD, 0, &ticket));
+    MT_TRY(mt_offload_drain(r->o));
+    return MT_OK;
+fail:
+    return st;
+}
+
+static int calls_of_the_rig(mt_dev *cpu)
+{
+    rig r;
+    int calls;
+
+    rig_open_on(&r, fault_dev(cpu, 0, FAULT_ONCE), MT_BF16, 0);
+    calls = fault_calls(r.t.dev);
+    rig_close(&r);
+    return calls;
+}
+
+static void nth_failure_frees_everything(fault_mode mode)
+{
+    mt_dev *cpu = NULL;
+    int     fired = 1;
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    for (int n = calls_of_the_rig(cpu) + 1; fired > 0; n++) {
+        rig       r;
+        mt_dev   *dev = fault_dev(cpu, n, mode);
+        int       live;
+        mt_status st;
+
+        rig_open_on(&r, dev, MT_BF16, 0);
+        live = fault_live(dev);
+        fill(&r, MT_BF16, 1.0f);
+        st = life(&r);
+        mt_offload_close(r.o);
+        r.o = NULL;
+        fired = fault_fired(dev);
+        CHECK(st == MT_OK || st == MT_EDEVICE);
+        CHECK(fired > 0 || (st == MT_OK && grad_is(&r, MT_BF16, 1, 3.0f)));
+        if (st == MT_EDEVICE)
+            CHECK_HAS(mt_last_error(), "injected");
+        /* GRAD planes, one registered region per unit, stay with the store. */
+        CHECK(fault_live(dev) >= live && fault_live(dev) <= live + UNITS);
+        rig_close(&r);
+    }
+    cpu->ops->close(cpu);
+}
+
+static void every_failing_device_call_frees_everything(void)
+{
+    nth_failure_frees_everything(FAULT_ONCE);
+    nth_failure_frees_everything(FAULT_STAYS);
+}
+
+#define TESTS(X) \
+    X(gradients_come_home_with_their_sums_of_squares) X(bf16_gradients_come_home_too) \
+    X(without_a_sumsq_kernel_no_sum_counts) X(sumsq_counts_from_put_to_forget) \
+    X(micro_batches_add_up_in_fp32) X(bf16_micro_batches_add_up_in_fp32) \
+    X(acc_starts_from_grad_after_reread_and_forget) X(an_add_before_any_set_adds_to_the_plane) \
+    X(hand_overs_of_one_unit_keep_their_order) X(many_hand_overs_in_flight_all_count) \
+    X(sources_pass_depth_tickets_later_or_when_home) \
+    X(put_waits_for_the_update_that_reads_the_plane) X(sync_returns_when_all_is_home) \
+    X(refusals_name_the_unit_and_change_nothing) X(every_failing_device_call_frees_everything)
+CHECK_MAIN(TESTS)
