@@ -58,7 +58,7 @@ def nvcc_top(nvcc: str) -> Path | None:
     """The root that nvcc itself works from: nvcc on PATH may be a wrapper, or a link."""
     shown = subprocess.run([nvcc, "-v", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True)
     top = re.search(r"^#\$ TOP=(.+)$", shown.stdout + shown.stderr, re.MULTILINE)
-    return Path(top[1].strip()) if top else None
+    return Path(top[1].strip()).resolve() if top else None
 
 
 def toolkit_roots() -> list[Path]:
@@ -143,8 +143,8 @@ class BuildCore(build_ext):
             return list(pool.map(self.compile, commands))
 
     def object_of(self, source: str) -> Path:
-        """Where a source's object goes; builds with and without CUDA share what does not differ."""
-        return Path(self.build_temp).resolve() / (source + ".o")
+        """Where a source's object goes: one place for every kind of build, so that pip's and ours share it."""
+        return ROOT / "build/core" / (source + ".o")
 
     def c_command(self, source: str, toolkit: Toolkit | None) -> list[str]:
         """cc for one C file."""
@@ -178,7 +178,7 @@ class BuildCore(build_ext):
     def compile(self, command: list[str]) -> Path:
         """Run a compiler, unless the object is newer than all it was made from."""
         out = Path(command[-1])
-        said = out.with_suffix(".cmd")
+        said = Path(f"{out}.cmd")
         line = shlex.join(command)
         if fresh(out) and said.is_file() and said.read_text() == line:
             return out

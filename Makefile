@@ -1,0 +1,92 @@
+# The verbs of the project. `make` lists them.
+#
+#   make test                              everything from nothing, in .venv
+#   make test PYTHON=path/to/python        with an environment you have: torch and the test extra in it
+#   make test TORCH="torch --index-url https://download.pytorch.org/whl/cu130"    another torch
+
+# A CPU build where the index offers one; a GPU machine names its own.
+TORCH ?= torch==2.13.0
+JOBS  ?= $(shell nproc)
+
+ifdef PYTHON
+PY    := $(PYTHON)
+BUILT := inplace
+else
+PY    := .venv/bin/python
+BUILT := .venv/.built
+endif
+
+C_SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/bind/exports.map)
+CHECK_FLAGS := -std=c11 -D_GNU_SOURCE -O3 -ffp-contract=off -Wall -Wextra -Wshadow -Wconversion \
+               -Wstrict-prototypes -Wvla -Werror
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test ctest asan tsan pytest gpu bench fmt lint wheel check-aarch64 clean inplace
+
+help:  ## list the verbs
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(BUILT)  ## train a small Llama on Shakespeare through the streaming engine
+	$(PY) examples/train_shakespeare.py $(ARGS)
+
+test: $(BUILT) ctest asan tsan pytest  ## everything: C tests plain, under ASan and TSan, then pytest
+
+ctest:  ## the C tests; a C compiler is enough
+	$(MAKE) -C tests/c --no-print-directory -j$(JOBS) -s run
+
+asan:  ## the C tests under AddressSanitizer and UBSan
+	$(MAKE) -C tests/c --no-print-directory -j$(JOBS) -s run SAN=asan
+
+tsan:  ## the C tests under ThreadSanitizer
+	$(MAKE) -C tests/c --no-print-directory -j$(JOBS) -s run SAN=tsan
+
+pytest: $(BUILT)  ## the Python tests; ARGS="-k name" for some
+	$(PY) -m pytest -q tests $(ARGS)
+
+gpu: $(BUILT)  ## the tests that need a GPU
+	$(PY) -m pytest -q tests/gpu $(ARGS)
+
+bench: $(BUILT)  ## benchmarks, each beside the machine's limit
+	for bench in benchmarks/limits.py benchmarks/bench_*.py; do $(PY) $$bench $(ARGS) || exit 1; done
+
+fmt:  ## format the lines you changed (C) and the imports (Python)
+	git diff -U0 --no-color HEAD -- '*.c' '*.h' '*.cu' | clang-format-diff -p1 -i
+	$(PY) -m ruff check --select I --fix .
+
+lint: $(BUILT)  ## the project's rules, ruff, and clang-tidy where there is one
+	$(PY) tools/check_rules.py
+	$(PY) -m ruff check .
+	@if command -v clang-tidy >/dev/null; then \
+	    clang-tidy --quiet $(filter csrc/core/%.c csrc/ops/%.c,$(C_SOURCES)) -- -std=c11 -D_GNU_SOURCE; \
+	else echo "clang-tidy: not installed, left out"; fi
+
+wheel: $(BUILT)  ## an abi3 wheel in dist/
+	$(PY) -m pip wheel --no-deps --no-build-isolation -q -w dist .
+
+# Without csrc/bind, whose headers are this machine's Python.
+check-aarch64:  ## do the C files compile for aarch64? needs aarch64-linux-gnu-gcc
+	@for c in $(filter-out csrc/bind/% csrc/dev/dev_cuda.c %_avx2.c %_avx512.c,$(filter %.c,$(C_SOURCES))); do \
+	    aarch64-linux-gnu-gcc $(CHECK_FLAGS) -c $$c -o /dev/null || exit 1; \
+	done; echo "aarch64: ok"
+
+clean:  ## remove what was built, .venv included
+	rm -rf build dist .venv megatrain_torch/*.so *.egg-info
+
+# ---- how the package gets built ----
+
+.venv/bin/python:
+	python3 -m venv .venv
+	.venv/bin/python -m pip install -q --upgrade pip
+
+.venv/.ready: pyproject.toml | .venv/bin/python
+	.venv/bin/python -c 'import torch' 2>/dev/null || .venv/bin/python -m pip install -q $(TORCH)
+	.venv/bin/python -m pip install -q -e '.[demo,test]'
+	@touch $@
+
+# Compiles what changed since: objects are kept in build/core.
+.venv/.built: .venv/.ready setup.py $(C_SOURCES)
+	.venv/bin/python setup.py -q build_ext --inplace
+	@touch $@
+
+inplace:
+	@$(PY) setup.py -q build_ext --inplace
