@@ -1,6 +1,7 @@
 // sumsq_cuda.cu — the sum of squares of sumsq.h, in its order, to its bits.
 #include "sumsq_cuda.h"
 #include "../core/dtype.h"
+#include <cuda.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
@@ -119,22 +120,58 @@ void launch(cudaStream_t stream, const void *x, int64_t n, double *sums, double 
     sum_sums<<<1, LANES, 0, stream>>>(sums, n_chunks, out);
 }
 
+void *driver(const char *name)
+{
+    void *p = nullptr;
+    cudaDriverEntryPointQueryResult found;
+
+    if (cudaGetDriverEntryPointByVersion(name, &p, 12000, cudaEnableDefault, &found) != cudaSuccess)
+        p = nullptr;
+    (void)cudaGetLastError();
+    return p;
+}
+
+// A launch needs the stream's context to be the thread's current one. Which that is is the
+// caller's (torch's) affair, so ours is pushed and popped; see dev_cuda.c.
+class Current {
+public:
+    explicit Current(cudaStream_t stream)
+    {
+        static const auto context_of = reinterpret_cast<CUresult (*)(CUstream, CUcontext *)>(
+            driver("cuStreamGetCtx"));
+        static const auto push = reinterpret_cast<CUresult (*)(CUcontext)>(
+            driver("cuCtxPushCurrent"));
+        CUcontext context;
+
+        ok = context_of != nullptr && push != nullptr && context_of(stream, &context) == CUDA_SUCCESS
+          && push(context) == CUDA_SUCCESS;
+    }
+    ~Current()
+    {
+        static const auto pop = reinterpret_cast<CUresult (*)(CUcontext *)>(
+            driver("cuCtxPopCurrent"));
+        CUcontext context;
+
+        if (ok && pop != nullptr)
+            pop(&context);
+    }
+    Current(const Current &) = delete;
+    Current &operator=(const Current &) = delete;
+
+    bool ok;
+};
+
 } // namespace
 
 extern "C" const char *mt__sumsq_cuda(uintptr_t handle, mt_dtype dt, const void *x, int64_t n,
                                       double *sums, double *out)
 {
-    cudaStream_t          stream = reinterpret_cast<cudaStream_t>(handle);
-    cudaPointerAttributes where;
-    int                   was = 0;
-    cudaError_t           error;
+    cudaStream_t stream = reinterpret_cast<cudaStream_t>(handle);
+    Current      current(stream);
+    cudaError_t  error;
 
-    // A launch goes to the thread's current device, which is the caller's business: put it back.
-    if ((error = cudaPointerGetAttributes(&where, sums)) != cudaSuccess
-        || (error = cudaGetDevice(&was)) != cudaSuccess
-        || (was != where.device && (error = cudaSetDevice(where.device)) != cudaSuccess))
-        return cudaGetErrorString(error);
-
+    if (!current.ok)
+        return "the stream's context cannot be made current";
     switch (dt) {
     case MT_F32:  launch<float>(stream, x, n, sums, out);  break;
     case MT_BF16: launch<bf16>(stream, x, n, sums, out);   break;
@@ -142,7 +179,5 @@ extern "C" const char *mt__sumsq_cuda(uintptr_t handle, mt_dtype dt, const void 
     default:      launch<double>(stream, x, n, sums, out); break;
     }
     error = cudaGetLastError();
-    if (was != where.device)
-        cudaSetDevice(was);
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

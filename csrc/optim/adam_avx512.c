@@ -118,6 +118,12 @@ INLINE void elements(const mt__adam_span *s, const coef16 *c, mt_dtype w, mt_dty
     store_weight(s, w, i, on, p);
 }
 
+/* The first `left` lanes, at most all. */
+INLINE __mmask16 lanes_on(int64_t left)
+{
+    return (__mmask16)(left < LANES ? (1u << left) - 1u : 0xffffu);
+}
+
 INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, mt_dtype w, mt_dtype g)
 {
     const mt__adam_span s = *where;     /* ours: no store can change it, so it stays in registers */
@@ -129,10 +135,8 @@ INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, mt_dtype w,
         elements(&s, &k, w, g, i, ALL);
         elements(&s, &k, w, g, i + LANES, ALL);
     }
-    for (; i < s.n; i += LANES) {
-        int64_t left = s.n - i;
-        elements(&s, &k, w, g, i, left < LANES ? (__mmask16)((1u << left) - 1) : ALL);
-    }
+    for (; i < s.n; i += LANES)
+        elements(&s, &k, w, g, i, lanes_on(s.n - i));
 }
 
 #define STEP(w, g)                                                              \

@@ -1,5 +1,6 @@
 /* test_sumsq.c — the executable form of ops/sumsq.h. */
 #include "check.h"
+#include "dev_fault.h"
 #include "../../csrc/ops/sumsq_kernel.h"
 #include <math.h>
 
@@ -379,6 +380,27 @@ static void put_refuses_types_without_squares(void)
     dev->ops->close(dev);
 }
 
+/* Under ASan: the order for the queue's thread is freed when the queue does not take it. */
+static void put_passes_a_device_error_on(void)
+{
+    mt_dev   *cpu, *dev;
+    mt_queue *q;
+    mt_sumsq *s;
+    double    out = 5;
+    float     x = 1;
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    dev = fault_dev(cpu, 2, FAULT_STAYS);                 /* the call after queue_open */
+    REQUIRE(dev->ops->queue_open(dev, "sums", &q) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
+    CHECK_EQ(mt_sumsq_put(s, q, MT_F32, &x, 1, &out), MT_EDEVICE);
+    CHECK(out == 5);
+    mt_sumsq_close(s);
+    dev->ops->queue_close(q);
+    CHECK_EQ(fault_live(dev), 0);
+    dev->ops->close(dev);
+    cpu->ops->close(cpu);
+}
+
 #define TESTS(X)                                    \
     X(host_sum_is_the_definition)                   \
     X(long_sum_is_the_definition)                   \
@@ -393,5 +415,6 @@ static void put_refuses_types_without_squares(void)
     X(cpu_queue_gives_the_definition)               \
     X(cuda_queue_gives_the_definition)              \
     X(cuda_takes_odd_addresses_and_many_chunks)     \
-    X(put_refuses_types_without_squares)
+    X(put_refuses_types_without_squares)            \
+    X(put_passes_a_device_error_on)
 CHECK_MAIN(TESTS)
