@@ -77,13 +77,13 @@ mt_status mt_arena_open(mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
     if (bytes > 0) {
         made.base = whole < SIZE_MAX ? map_aligned(whole, huge ? HUGE_BYTES : page) : MAP_FAILED;
         if (made.base == MAP_FAILED)
-            return MT_FAIL(MT_ENOMEM, "%s: %zu bytes (%.1f MiB) of host memory could not be mapped, "
+            return MT_FAIL(MT_ENOMEM, "%s: %zu bytes (%.1f MiB) of host memory could not be mapped "
                            "with %zu (%.1f MiB) mapped already; raise the process's memory limit "
                            "or keep less on the host",
                            what, bytes, mib(bytes), mapped, mib(mapped));
         made.bytes = whole;
         if (huge)
-            (void)madvise(made.base, whole, MADV_HUGEPAGE);     /* a wish: without it, just slower */
+            (void)madvise(made.base, whole, MADV_HUGEPAGE);     /* a wish: else just slower */
         touch(made.base, whole, pool);
     }
     if (bytes > 0 && dev != NULL) {

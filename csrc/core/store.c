@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ALIGN_BYTES ((size_t)512)   /* where a parameter may start: any GEMM's and any disk's wish */
+#define ALIGN_BYTES ((size_t)512)   /* where a parameter may start: what GEMMs and disks like */
 
 #define MT__PLANE_NAME(name, what) #name,
 static const char *const plane_names[MT_PLANE_COUNT] = { MT_PLANE_MAP(MT__PLANE_NAME) };
@@ -51,7 +51,7 @@ static size_t elem_bytes_now(const mt_param_desc *d, mt_plane p)
     return p == MT_PLANE_HI || d->trainable ? mt_plane_elem_bytes(p, d->dtype) : 0;
 }
 
-/* Where each of n parameters starts in a plane, and the bytes of the whole: both multiples of 512. */
+/* Where each of n parameters starts in a plane, and the bytes of all: multiples of 512. */
 static mt_status lay_out(const char *name, const mt_param_desc *d, int n, mt_plane p,
                          size_t *offset, size_t *bytes)
 {
@@ -373,7 +373,8 @@ static mt_status check_at(const mt__unit *u, int param, mt_plane p)
                        u->name, mt_plane_name(p), param, mt_dtype_name(d->dtype));
     if (p != MT_PLANE_HI && !d->trainable && !there && !late)
         return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is not trainable, so plane %s leaves it "
-                       "out; call mt_store_set_trainable() first", u->name, param, mt_plane_name(p));
+                       "out; call mt_store_set_trainable() first",
+                       u->name, param, mt_plane_name(p));
     return MT_OK;
 }
 

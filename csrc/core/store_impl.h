@@ -16,7 +16,7 @@
 
 /* One plane of one unit. All members: any thread, under map_mu. */
 typedef struct mt__plane {
-    size_t   *offset;        /* [n_params] bytes into the arena, or MT__ABSENT; NULL: not made yet */
+    size_t   *offset;        /* [n_params] bytes into the arena, or MT__ABSENT; NULL: not made */
     mt_arena  arena;
     mt_arena *late;          /* [n_params] of those that became trainable afterwards, or NULL */
 } mt__plane;

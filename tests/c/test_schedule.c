@@ -376,7 +376,7 @@ static void check_fetch(const problem *p, const mt_schedule *s, int64_t i, int o
             CHECK(ahead(s, j, MT_COMPUTE, s->steps[j].unit) > use);
 
     while (k >= 0 && s->steps[k].kind != MT_COMPUTE)             /* behind COMPUTE k: in its slot */
-        k--;                                                     /* for k + 1 if there is one only */
+        k--;                                                     /* for k + 1 if it is the one */
     if (k >= 0 && s->steps[k].slot == e->slot && ahead_any(s, i, MT_COMPUTE) == use)
         CHECK_EQ(slots_of_class(p, e->unit), 1);
 }

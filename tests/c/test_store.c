@@ -69,7 +69,7 @@ static void frozen_parameters_take_no_room_beyond_hi(void)
 
     setup();
     u = add("mixed", mixed, MIXED);
-    CHECK_EQ(at(u, HALF, MT_PLANE_GRAD) - at(u, BF, MT_PLANE_GRAD), 1024);   /* 600 bytes, 0 bytes */
+    CHECK_EQ(at(u, HALF, MT_PLANE_GRAD) - at(u, BF, MT_PLANE_GRAD), 1024);   /* 600 bytes, 0 */
     CHECK_EQ(at(u, DOUBLE, MT_PLANE_GRAD) - at(u, HALF, MT_PLANE_GRAD), 512);
     CHECK_EQ(at(u, HALF, MT_PLANE_M) - at(u, BF, MT_PLANE_M), 1536);         /* 1200 bytes */
     CHECK_EQ(at(u, HALF, MT_PLANE_ACC) - at(u, BF, MT_PLANE_ACC), 1536);
@@ -131,7 +131,7 @@ static void parameter_trainable_later_gets_its_own_place(void)
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_GRAD), 2 * sysconf(_SC_PAGESIZE));
     mt_store_drop(store, u, MT_PLANE_GRAD);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_GRAD), 0);
-    CHECK_EQ(at(u, FROZEN, MT_PLANE_GRAD) - at(u, BF, MT_PLANE_GRAD), 1024);  /* now beside others */
+    CHECK_EQ(at(u, FROZEN, MT_PLANE_GRAD) - at(u, BF, MT_PLANE_GRAD), 1024);  /* now beside it */
     teardown();
 }
 
@@ -323,7 +323,8 @@ static void numbers_that_do_not_exist_are_refused(void)
 
 static void too_much_memory_names_what_is_wanted_and_what_is_mapped(void)
 {
-    const mt_param_desc d[] = { { MT_BF16, 1024, 1 } }, vast[] = { { MT_F32, (int64_t)1 << 46, 0 } };
+    const mt_param_desc d[] = { { MT_BF16, 1024, 1 } };
+    const mt_param_desc vast[] = { { MT_F32, (int64_t)1 << 46, 0 } };
     void               *p = &p;
     long                page = sysconf(_SC_PAGESIZE);
     char                mapped[64];
