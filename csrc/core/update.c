@@ -318,22 +318,25 @@ void mt_update_close(mt_updater *u)
 
 /* ---- submit, and what came of it ----------------------------------------------------------------- */
 
-/* Announces, then hands over: the updater never ends what was not begun. */
+/* Announces, then hands over: the updater never ends what was not begun. Returns the ticket; w may
+ * be gone by then. */
 static uint64_t hand_over(mt_updater *u, work *w, int *sync)
 {
+    uint64_t ticket;
+
     for (int i = 0; i < w->n; i++)
         mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
     pthread_mutex_lock(&u->mu);
     while (u->submitted - u->done >= AHEAD)
         pthread_cond_wait(&u->news, &u->mu);
-    w->ticket = ++u->submitted;
-    u->results[w->ticket % RESULTS] = (result){ 0 };
+    ticket = w->ticket = ++u->submitted;
+    u->results[ticket % RESULTS] = (result){ 0 };
     *u->last = w;
     u->last = &w->next;
     *sync = u->sync;
     pthread_cond_signal(&u->more);
     pthread_mutex_unlock(&u->mu);
-    return w->ticket;
+    return ticket;
 }
 
 mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,

@@ -1,0 +1,788 @@
+/* test_engine.c — stream, offload and updater together train a toy, and the bits are those of a
+ * plain loop over the same functions, whatever the delays. Each edge, left out, is seen to matter.
+ *
+ * The toy: x of D floats goes through units of two fp32 parameters each; backward gives both a
+ * gradient; the update is p -= lr * clip * g. Forward and backward run in the run queue, gradient
+ * memory is reused as torch's allocator would: as soon as the offload says "passed".
+ */
+#include "toy.h"
+
+#include <time.h>
+
+#if defined(__SANITIZE_THREAD__)
+#define UNDER_TSAN 1
+#else
+#define UNDER_TSAN 0
+#endif
+
+#define UNITS    5
+#define SLOTS    3
+#define STEPS    3
+#define D        96
+#define VISITS   (4 * UNITS)     /* windows of one forward, at most */
+#define MAX_N    64              /* elements of the largest parameter */
+#define SOURCES  64
+#define LR       0.05f
+
+/* ---- the arithmetic: one definition for the engine and for the plain loop ----------------- */
+
+static void forward_unit(float *x, float *saved, const float *w0, int64_t n0, const float *w1,
+                         int64_t n1)
+{
+    memcpy(saved, x, D * sizeof *x);
+    for (int i = 0; i < D; i++)
+        x[i] = 0.5f * x[i] + 0.01f * w0[i % n0] + 0.02f * w1[i % n1] * x[i];
+}
+
+static void backward_unit(float *gx, const float *saved, int64_t n0, const float *w1, int64_t n1,
+                          float *g0, float *g1)
+{
+    memset(g0, 0, (size_t)n0 * sizeof *g0);
+    memset(g1, 0, (size_t)n1 * sizeof *g1);
+    for (int i = 0; i < D; i++) {
+        g0[i % n0] += 0.01f * gx[i];
+        g1[i % n1] += 0.02f * gx[i] * saved[i];
+        gx[i] = gx[i] * (0.5f + 0.02f * w1[i % n1]);
+    }
+}
+
+static void start_forward(float *x, int step)
+{
+    for (int i = 0; i < D; i++)
+        x[i] = (float)(i % 7) + 0.125f * (float)step;
+}
+
+static void start_backward(float *gx, const float *x)
+{
+    for (int i = 0; i < D; i++)
+        gx[i] = x[i] - 1.0f;
+}
+
+static void update_param(float *p, const float *g, int64_t n, float clip)
+{
+    for (int64_t i = 0; i < n; i++)
+        p[i] -= LR * (clip * g[i]);
+}
+
+/* ---- what a step does: made from a seed, the same for both --------------------------------- */
+
+typedef struct step_plan {
+    int micro;                   /* micro-batches */
+    int backward;                /* 0: evaluation */
+    int order[VISITS], n;        /* units in forward; backward is the reverse */
+} step_plan;
+
+/* odd: every other step leaves the usual order: units twice, left out, or no backward. */
+static step_plan plan_step(uint64_t *random, int odd)
+{
+    step_plan s = { .micro = 1, .backward = 1 };
+
+    if (odd)
+        s.micro = 1 + (int)(toy_random(random) % 2);
+    odd = odd && toy_random(random) % 2;
+    for (int u = 0; u < UNITS; u++) {
+        int times = odd ? (int)(toy_random(random) % 3) : 1;
+        for (int i = 0; i < times; i++)
+            s.order[s.n++] = odd && toy_random(random) % 8 == 0 ? 0 : u;
+    }
+    s.order[s.n++] = 0;          /* a tied head */
+    if (odd && toy_random(random) % 4 == 0)
+        s.backward = 0;
+    return s;
+}
+
+typedef struct config {
+    uint64_t seed;
+    int      max_us;             /* 0: run is the calling thread */
+    int      odd;
+    double   max_norm;
+    mt_debug debug;
+} config;
+
+typedef struct outcome {
+    float  w[UNITS][TOY_PARAMS][MAX_N];
+    float  x[STEPS][D];          /* the last micro-batch's output */
+    double norm[STEPS];
+} outcome;
+
+/* ---- the plain loop -------------------------------------------------------------------------- */
+
+typedef struct plain {
+    outcome o;
+    float   g[UNITS][TOY_PARAMS][MAX_N];
+    int     has[UNITS];
+    float   x[D], gx[D], saved[VISITS][D];
+} plain;
+
+static void plain_backward(plain *l, const step_plan *s)
+{
+    float g[TOY_PARAMS][MAX_N];
+
+    for (int i = s->n - 1; i >= 0; i--) {
+        int u = s->order[i];
+
+        backward_unit(l->gx, l->saved[i], toy_numel(u, 0), l->o.w[u][1], toy_numel(u, 1),
+                      g[0], g[1]);
+        for (int p = 0; p < TOY_PARAMS; p++)
+            for (int64_t j = 0; j < toy_numel(u, p); j++)
+                l->g[u][p][j] = l->has[u] ? l->g[u][p][j] + g[p][j] : g[p][j];
+        l->has[u] = 1;
+    }
+}
+
+static void plain_update(plain *l, int step, double max_norm)
+{
+    double total = 0, ratio;
+    float  clip = 1.0f;
+
+    for (int u = 0; u < UNITS; u++)
+        for (int p = 0; p < TOY_PARAMS && l->has[u]; p++)
+            total += toy_sum(MT_F32, l->g[u][p], toy_numel(u, p));
+    l->o.norm[step] = sqrt(total);
+    ratio = max_norm / (sqrt(total) + 1e-6);
+    if (max_norm > 0 && ratio < 1.0)
+        clip = (float)ratio;
+    for (int u = 0; u < UNITS; u++)
+        for (int p = 0; p < TOY_PARAMS && l->has[u]; p++)
+            update_param(l->o.w[u][p], l->g[u][p], toy_numel(u, p), clip);
+    memset(l->has, 0, sizeof l->has);
+}
+
+static void run_plain(const config *c, outcome *out)
+{
+    static plain l;
+    uint64_t     random = c->seed;
+
+    memset(&l, 0, sizeof l);
+    for (int u = 0; u < UNITS; u++)
+        for (int p = 0; p < TOY_PARAMS; p++)
+            for (int64_t i = 0; i < toy_numel(u, p); i++)
+                l.o.w[u][p][i] = toy_value(u, p, i);
+    for (int step = 0; step < STEPS; step++) {
+        step_plan s = plan_step(&random, c->odd);
+
+        for (int m = 0; m < s.micro; m++) {
+            start_forward(l.x, step);
+            for (int i = 0; i < s.n; i++) {
+                int u = s.order[i];
+                forward_unit(l.x, l.saved[i], l.o.w[u][0], toy_numel(u, 0), l.o.w[u][1],
+                             toy_numel(u, 1));
+            }
+            memcpy(l.o.x[step], l.x, sizeof l.x);
+            start_backward(l.gx, l.x);
+            if (s.backward)
+                plain_backward(&l, &s);
+        }
+        if (s.backward)
+            plain_update(&l, step, c->max_norm);
+    }
+    *out = l.o;
+}
+
+/* ---- the engine --------------------------------------------------------------------------------- */
+
+typedef struct source {          /* device memory for one unit's gradients */
+    float   *g[TOY_PARAMS];
+    uint64_t ticket;             /* free again once this has passed */
+} source;
+
+typedef struct engine {
+    toy          t;
+    mt_stream   *s;
+    mt_offload  *o;
+    mt_updater  *u;
+    mt_slot_desc slots[SLOTS];
+    source       source[SOURCES];
+    int          n_sources;
+    int          has[UNITS];
+    uint64_t     naps;           /* random; the updater's thread */
+    float        x[D], gx[D], saved[VISITS][D];     /* device memory: run's */
+    outcome      out;            /* x: run's */
+} engine;
+
+static void engine_debug(engine *e, mt_debug d)
+{
+    mt_stream_debug(e->s, d);
+    mt_offload_debug(e->o, d);
+    mt_update_debug(e->u, d);
+}
+
+static void engine_open(engine *e, const config *c)
+{
+    mt_slot_hooks none = { 0 };
+
+    memset(e, 0, sizeof *e);
+    toy_open(&e->t, UNITS, c->seed, c->max_us);
+    e->naps = c->seed;
+    for (int i = 0; i < SLOTS; i++) {
+        e->slots[i].bytes = mt_store_hi_bytes(e->t.store, UNITS - 1);
+        REQUIRE(e->t.dev->ops->mem_alloc(e->t.dev, e->slots[i].bytes, &e->slots[i].mem) == MT_OK);
+    }
+    REQUIRE(mt_stream_open(e->t.dev, e->t.store, e->slots, SLOTS, none, &e->s) == MT_OK);
+    REQUIRE(mt_offload_open(e->t.dev, e->t.store, e->t.pool, 1, toy_kernels, &e->o) == MT_OK);
+    REQUIRE(mt_update_open(e->t.store, e->o, e->t.pool, &e->u) == MT_OK);
+    engine_debug(e, c->debug);
+}
+
+static void engine_close(engine *e)
+{
+    mt_update_close(e->u);
+    mt_offload_close(e->o);
+    mt_stream_close(e->s);
+    (void)e->t.dev->ops->sync(e->t.run);
+    for (int i = 0; i < SLOTS; i++)
+        e->t.dev->ops->mem_free(e->t.dev, e->slots[i].mem);
+    for (int i = 0; i < e->n_sources; i++)
+        for (int p = 0; p < TOY_PARAMS; p++)
+            free(e->source[i].g[p]);
+    toy_close(&e->t);
+}
+
+/* ---- work in the run queue ------------------------------------------------------------------ */
+
+typedef enum work_kind { START, FORWARD, TURN, BACKWARD } work_kind;
+
+typedef struct work {
+    engine   *e;
+    work_kind kind;
+    int       step, visit, unit;
+    float    *w[TOY_PARAMS];     /* in a slot */
+    float    *g[TOY_PARAMS];
+} work;
+
+static void do_work(void *arg)
+{
+    work   *w = arg;
+    engine *e = w->e;
+    int64_t n0 = toy_numel(w->unit, 0), n1 = toy_numel(w->unit, 1);
+
+    switch (w->kind) {
+    case START:
+        start_forward(e->x, w->step);
+        break;
+    case FORWARD:
+        forward_unit(e->x, e->saved[w->visit], w->w[0], n0, w->w[1], n1);
+        break;
+    case TURN:
+        memcpy(e->out.x[w->step], e->x, sizeof e->x);
+        start_backward(e->gx, e->x);
+        break;
+    case BACKWARD:
+        backward_unit(e->gx, e->saved[w->visit], n0, w->w[1], n1, w->g[0], w->g[1]);
+        break;
+    }
+    free(w);
+}
+
+static void compute(engine *e, work w)
+{
+    work *copy = malloc(sizeof *copy);
+
+    REQUIRE(copy != NULL);
+    *copy = w;
+    copy->e = e;
+    REQUIRE(e->t.dev->ops->call(e->t.run, do_work, copy) == MT_OK);
+}
+
+static void window(engine *e, work w)
+{
+    void *mem = NULL;
+    int   k = -1;
+
+    CHECK_OK(mt_stream_acquire(e->s, w.unit, e->t.run, &k, &mem));
+    CHECK_OK(mt_stream_await(e->s, k, e->t.run));
+    for (int p = 0; p < TOY_PARAMS && mem != NULL; p++)
+        w.w[p] = (float *)(void *)((char *)mem + mt_store_offset(e->t.store, w.unit, p));
+    if (mem != NULL)
+        compute(e, w);
+}
+
+/* Memory whose last gradient has passed, or more of it: what torch's allocator does. */
+static source *take_source(engine *e)
+{
+    uint64_t passed = mt_offload_passed(e->o);
+    source  *s = NULL;
+
+    for (int i = 0; i < e->n_sources && s == NULL; i++)
+        if (e->source[i].ticket <= passed)
+            s = &e->source[i];
+    if (s == NULL) {
+        REQUIRE(e->n_sources < SOURCES);
+        s = &e->source[e->n_sources++];
+        for (int p = 0; p < TOY_PARAMS; p++)
+            REQUIRE((s->g[p] = calloc(MAX_N, sizeof *s->g[p])) != NULL);
+    }
+    return s;
+}
+
+static void hand_over(engine *e, int unit, source *s)
+{
+    mt_grad_item items[TOY_PARAMS];
+
+    for (int p = 0; p < TOY_PARAMS; p++)
+        items[p] = (mt_grad_item){ p, s->g[p], e->has[unit] ? MT_GRAD_ADD : MT_GRAD_SET, 0 };
+    e->has[unit] = 1;
+    CHECK_OK(mt_offload_put(e->o, unit, items, TOY_PARAMS, e->t.run, &s->ticket));
+    mt_stream_mark_offload(e->s, unit);
+}
+
+static void micro_batch(engine *e, const step_plan *s, int step)
+{
+    CHECK_OK(mt_stream_begin(e->s));
+    compute(e, (work){ .kind = START, .step = step });
+    for (int i = 0; i < s->n; i++)
+        window(e, (work){ .kind = FORWARD, .visit = i, .unit = s->order[i] });
+    compute(e, (work){ .kind = TURN, .step = step });
+    for (int i = s->n - 1; i >= 0 && s->backward; i--) {
+        source *src = take_source(e);
+
+        window(e, (work){ .kind = BACKWARD, .visit = i, .unit = s->order[i],
+                          .g = { src->g[0], src->g[1] } });
+        hand_over(e, s->order[i], src);
+    }
+}
+
+/* ---- the update: on the updater's thread ------------------------------------------------------ */
+
+typedef struct update_arg {
+    engine *e;
+    int     unit;
+} update_arg;
+
+static mt_status run_update(void *arg, mt_pool *pool, float clip)
+{
+    update_arg     *a = arg;
+    struct timespec nap = { 0, (long)(toy_random(&a->e->naps) % 200) * 1000 };
+
+    (void)pool;
+    if (a->e->naps % 2)
+        nanosleep(&nap, NULL);
+    for (int p = 0; p < TOY_PARAMS; p++)
+        update_param(toy_at(&a->e->t, a->unit, p, MT_PLANE_HI),
+                     toy_at(&a->e->t, a->unit, p, MT_PLANE_GRAD), toy_numel(a->unit, p), clip);
+    return MT_OK;
+}
+
+static const int all_params[TOY_PARAMS] = { 0, 1 };
+
+static uint64_t submit(engine *e, double max_norm)
+{
+    mt_update_job jobs[UNITS];
+    uint64_t      ticket = 0;
+    int           n = 0;
+
+    for (int u = 0; u < UNITS; u++) {
+        update_arg *a;
+
+        if (!e->has[u])
+            continue;
+        REQUIRE((a = malloc(sizeof *a)) != NULL);
+        *a = (update_arg){ e, u };
+        jobs[n++] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
+                                     .run = run_update, .free = free, .arg = a };
+    }
+    CHECK_OK(mt_update_submit(e->u, jobs, n, max_norm, &ticket));
+    for (int u = 0; u < UNITS; u++)             /* zero_grad() at once, as users do */
+        mt_offload_forget(e->o, u);
+    memset(e->has, 0, sizeof e->has);
+    CHECK_OK(mt_stream_kick(e->s, e->t.run));
+    return ticket;
+}
+
+static void read_back(engine *e)
+{
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_OK(mt_ledger_wait_updates(e->t.store, u));
+        for (int p = 0; p < TOY_PARAMS; p++)
+            memcpy(e->out.w[u][p], toy_at(&e->t, u, p, MT_PLANE_HI),
+                   (size_t)toy_numel(u, p) * sizeof(float));
+    }
+}
+
+static void run_engine(const config *c, outcome *out)
+{
+    static engine e;
+    uint64_t      random = c->seed, ticket[STEPS] = { 0 };
+    int           skipped;
+
+    engine_open(&e, c);
+    for (int step = 0; step < STEPS; step++) {
+        step_plan s = plan_step(&random, c->odd);
+
+        for (int m = 0; m < s.micro; m++)
+            micro_batch(&e, &s, step);
+        if (s.backward)
+            ticket[step] = submit(&e, c->max_norm);
+    }
+    CHECK_OK(e.t.dev->ops->sync(e.t.run));
+    read_back(&e);
+    for (int step = 0; step < STEPS; step++)
+        if (ticket[step] > 0 && !c->debug.skip)
+            CHECK_OK(mt_update_norm(e.u, ticket[step], &e.out.norm[step], &skipped));
+    *out = e.out;
+    engine_close(&e);
+}
+
+/* ---- equal bits ----------------------------------------------------------------------------------- */
+
+static int same(const config *c)
+{
+    static outcome want, got;
+
+    run_plain(c, &want);
+    run_engine(c, &got);
+    return memcmp(want.w, got.w, sizeof want.w) == 0 && memcmp(want.x, got.x, sizeof want.x) == 0 &&
+           (c->debug.skip || memcmp(want.norm, got.norm, sizeof want.norm) == 0);
+}
+
+static void overlap_off_equals_the_plain_loop(void)
+{
+    for (uint64_t seed = 0; seed < 8; seed++)
+        CHECK(same(&(config){ .seed = seed, .max_us = 50, .odd = seed % 2, .max_norm = 1.0,
+                              .debug = { .sync = 1, .poison = 1 } }));
+}
+
+static void overlap_on_the_calling_thread_equals_the_plain_loop(void)
+{
+    for (uint64_t seed = 0; seed < 20; seed++)
+        CHECK(same(&(config){ .seed = seed, .odd = seed % 2, .max_norm = seed % 3 ? 0.5 : 0,
+                              .debug = { .poison = 1 } }));
+}
+
+static void overlap_with_random_delays_equals_the_plain_loop(void)
+{
+    for (uint64_t seed = 0; seed < 100; seed++)
+        CHECK(same(&(config){ .seed = seed, .max_us = seed % 4 ? 40 : 200,
+                              .max_norm = seed % 3 ? 0.5 : 0, .debug = { .poison = seed % 2 } }));
+}
+
+static void odd_orders_with_random_delays_equal_the_plain_loop(void)
+{
+    for (uint64_t seed = 0; seed < 100; seed++)
+        CHECK(same(&(config){ .seed = seed, .max_us = seed % 4 ? 40 : 200, .odd = 1,
+                              .max_norm = seed % 3 ? 0.5 : 0, .debug = { .poison = seed % 2 } }));
+}
+
+/* ---- edges ------------------------------------------------------------------------------------------ */
+
+/* Wrong bytes within a few dozen runs; if not, the tests above prove nothing about this edge. */
+static void edge_matters(unsigned edge)
+{
+    int wrong = 0;
+
+    for (uint64_t seed = 0; seed < 60 && !wrong; seed++)
+        wrong = !same(&(config){ .seed = seed, .max_us = 400, .odd = seed % 2, .max_norm = 0.5,
+                                 .debug = { .skip = edge, .poison = 1 } });
+    CHECK(wrong);
+}
+
+#define EDGE_TEST(name, edge)                                                                 \
+    static void without_##name##_bytes_are_wrong(void)                                        \
+    {                                                                                         \
+        if (UNDER_TSAN)                                                                       \
+            SKIP("an edge left out is a race, as it should be");                              \
+        edge_matters(edge);                                                                   \
+    }
+EDGE_TEST(ready, MT_EDGE_READY)
+EDGE_TEST(freed, MT_EDGE_FREED)
+EDGE_TEST(grad, MT_EDGE_GRAD)
+EDGE_TEST(landed, MT_EDGE_LANDED)
+EDGE_TEST(updated, MT_EDGE_UPDATED)
+
+/* ---- the updater --------------------------------------------------------------------------------------- */
+
+/* One unit each; run counts, and notes the order and the clip factor. */
+typedef struct probe {
+    int        runs, frees;
+    float      clip;
+    int        fail;             /* run says MT_EDEVICE */
+    double     own_sum;          /* >= 0: the job's own sum of squares for parameter 0 */
+    struct timespec nap;
+} probe;
+
+static mt_status probe_run(void *arg, mt_pool *pool, float clip)
+{
+    probe *p = arg;
+
+    (void)pool;
+    nanosleep(&p->nap, NULL);
+    p->runs++;
+    p->clip = clip;
+    return p->fail ? MT_FAIL(MT_EDEVICE, "the probe failed") : MT_OK;
+}
+
+static double probe_sumsq(void *arg, mt_pool *pool, int i, int *use)
+{
+    const probe *p = arg;
+
+    (void)pool;
+    *use = i == 0 && p->own_sum >= 0;
+    return p->own_sum;
+}
+
+static void probe_free(void *arg)
+{
+    ((probe *)arg)->frees++;
+}
+
+/* Puts gradients whose every element is value[u]. The host writes them, which is not in run's
+ * order, so it waits until the memory is free. */
+static void put_values(engine *e, const float *value)
+{
+    for (int u = 0; u < UNITS; u++) {
+        source *s;
+
+        CHECK_OK(mt_offload_drain(e->o));
+        s = take_source(e);
+        for (int p = 0; p < TOY_PARAMS; p++)
+            for (int i = 0; i < MAX_N; i++)
+                s->g[p][i] = value[u];
+        hand_over(e, u, s);
+    }
+}
+
+static mt_status submit_probes(engine *e, probe *probes, double max_norm, uint64_t *ticket)
+{
+    mt_update_job jobs[UNITS];
+
+    for (int u = 0; u < UNITS; u++)
+        jobs[u] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
+                                   .sumsq = probe_sumsq, .run = probe_run, .free = probe_free,
+                                   .arg = &probes[u] };
+    memset(e->has, 0, sizeof e->has);
+    return mt_update_submit(e->u, jobs, UNITS, max_norm, ticket);
+}
+
+static void probes_start(probe *probes)
+{
+    for (int u = 0; u < UNITS; u++)
+        probes[u] = (probe){ .own_sum = -1 };
+}
+
+static double elements(int unit)
+{
+    return (double)(toy_numel(unit, 0) + toy_numel(unit, 1));
+}
+
+static void norm_is_that_of_all_gradients_and_clips(void)
+{
+    static engine e;
+    const float   value[UNITS] = { 1, 2, 3, 4, 5 };
+    probe         probes[UNITS];
+    uint64_t      ticket = 0;
+    double        norm = 0, total = 0;
+    int           skipped = -1;
+
+    engine_open(&e, &(config){ .seed = 1, .max_us = 100 });
+    probes_start(probes);
+    put_values(&e, value);
+    CHECK_OK(submit_probes(&e, probes, 2.0, &ticket));
+    for (int u = 0; u < UNITS; u++) {
+        mt_offload_forget(e.o, u);
+        total += elements(u) * value[u] * value[u];
+    }
+    CHECK_OK(mt_update_norm(e.u, ticket, &norm, &skipped));
+    CHECK(norm == sqrt(total));
+    CHECK_EQ(skipped, 0);
+    CHECK_OK(mt_update_drain(e.u));
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_EQ(probes[u].runs, 1);
+        CHECK_EQ(probes[u].frees, 1);
+        CHECK(probes[u].clip == (float)(2.0 / (sqrt(total) + 1e-6)));
+    }
+    engine_close(&e);
+}
+
+static void a_sum_of_the_jobs_own_counts_instead(void)
+{
+    static engine e;
+    const float   value[UNITS] = { 0, 0, 0, 0, 0 };
+    probe         probes[UNITS];
+    uint64_t      ticket = 0;
+    double        norm = 0;
+    int           skipped = -1;
+
+    engine_open(&e, &(config){ .seed = 1 });
+    probes_start(probes);
+    probes[2].own_sum = 9.0;
+    put_values(&e, value);
+    CHECK_OK(submit_probes(&e, probes, 100.0, &ticket));
+    CHECK_OK(mt_update_norm(e.u, ticket, &norm, &skipped));
+    CHECK(norm == 3.0);
+    CHECK_OK(mt_update_drain(e.u));
+    CHECK(probes[2].clip == 1.0f);
+    engine_close(&e);
+}
+
+static void a_gradient_that_is_not_finite_skips_all_when_clipping(void)
+{
+    static engine e;
+    const float   value[UNITS] = { 1, 1, INFINITY, 1, 1 };
+    probe         probes[UNITS];
+    uint64_t      ticket = 0;
+    double        norm = 0;
+    int           skipped = -1;
+
+    engine_open(&e, &(config){ .seed = 1 });
+    probes_start(probes);
+    put_values(&e, value);
+    CHECK_OK(submit_probes(&e, probes, 1.0, &ticket));
+    CHECK_OK(mt_update_norm(e.u, ticket, &norm, &skipped));
+    CHECK(isinf(norm));
+    CHECK_EQ(skipped, UNITS);
+    CHECK_OK(mt_update_drain(e.u));
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_EQ(probes[u].runs, 0);
+        CHECK_EQ(probes[u].frees, 1);
+        CHECK_OK(mt_ledger_wait_updates(e.t.store, u));
+    }
+    engine_close(&e);
+}
+
+static void a_gradient_that_is_not_finite_skips_its_unit_otherwise(void)
+{
+    static engine e;
+    const float   value[UNITS] = { 1, NAN, 1, 1, INFINITY };
+    probe         probes[UNITS];
+    uint64_t      ticket = 0;
+    double        norm = 0;
+    int           skipped = -1;
+
+    engine_open(&e, &(config){ .seed = 1 });
+    probes_start(probes);
+    put_values(&e, value);
+    CHECK_OK(submit_probes(&e, probes, 0, &ticket));
+    CHECK_OK(mt_update_norm(e.u, ticket, &norm, &skipped));
+    CHECK_EQ(skipped, 2);
+    CHECK(!isfinite(norm));
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_EQ(probes[u].runs, u != 1 && u != 4);
+        CHECK_EQ(probes[u].frees, 1);
+    }
+    engine_close(&e);
+}
+
+static void clipping_without_a_sum_is_a_fault_that_says_so(void)
+{
+    static engine e;
+    probe         probes[UNITS];
+    uint64_t      ticket = 0;
+    double        norm = 0;
+    int           skipped = -1;
+
+    engine_open(&e, &(config){ .seed = 1 });
+    probes_start(probes);
+    CHECK_OK(submit_probes(&e, probes, 1.0, &ticket));
+    CHECK_EQ(mt_update_norm(e.u, ticket, &norm, &skipped), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.0");
+    CHECK_EQ(mt_update_drain(e.u), MT_ESTATE);
+    CHECK_EQ(probes[0].runs, 0);
+    CHECK_EQ(probes[4].frees, 1);
+    engine_close(&e);
+}
+
+static void a_failing_job_ends_all_and_is_told_to_everyone(void)
+{
+    static engine e;
+    const float   value[UNITS] = { 1, 1, 1, 1, 1 };
+    probe         probes[UNITS];
+    uint64_t      ticket = 0;
+    void         *mem;
+    int           k;
+
+    engine_open(&e, &(config){ .seed = 1 });
+    probes_start(probes);
+    probes[1].fail = 1;
+    put_values(&e, value);
+    CHECK_OK(submit_probes(&e, probes, 1.0, &ticket));
+    CHECK_EQ(mt_update_drain(e.u), MT_EDEVICE);
+    CHECK_HAS(mt_last_error(), "the probe failed");
+    CHECK_EQ(mt_stream_acquire(e.s, 0, e.t.run, &k, &mem), MT_EDEVICE);
+    CHECK_EQ(mt_offload_drain(e.o), MT_EDEVICE);
+    CHECK_EQ(probes[0].runs, 1);
+    CHECK_EQ(probes[2].runs, 0);
+    for (int u = 0; u < UNITS; u++)
+        CHECK_EQ(probes[u].frees, 1);
+    /* The args are the updater's even when it refuses. */
+    CHECK_EQ(submit_probes(&e, probes, 1.0, &ticket), MT_EDEVICE);
+    for (int u = 0; u < UNITS; u++)
+        CHECK_EQ(probes[u].frees, 2);
+    engine_close(&e);
+}
+
+static void close_finishes_what_was_submitted(void)
+{
+    static engine e;
+    const float   value[UNITS] = { 1, 1, 1, 1, 1 };
+    probe         probes[UNITS];
+    uint64_t      ticket = 0;
+
+    engine_open(&e, &(config){ .seed = 4, .max_us = 500 });
+    probes_start(probes);
+    put_values(&e, value);
+    for (int i = 0; i < 3; i++)
+        CHECK_OK(submit_probes(&e, probes, 1.0, &ticket));
+    mt_update_close(e.u);
+    e.u = NULL;
+    for (int u = 0; u < UNITS; u++)
+        CHECK_EQ(probes[u].runs, 3);
+    engine_close(&e);
+    mt_update_close(NULL);
+}
+
+static void results_of_the_last_submits_are_kept(void)
+{
+    static engine e;
+    const float   value[UNITS] = { 1, 1, 1, 1, 1 };
+    probe         probes[UNITS];
+    uint64_t      ticket = 0;
+    double        norm = 0;
+    int           skipped = -1;
+
+    engine_open(&e, &(config){ .seed = 4 });
+    probes_start(probes);
+    probes[0].nap.tv_nsec = 1000000;            /* so that submit has to wait for its turn */
+    put_values(&e, value);
+    CHECK_EQ(mt_update_norm(e.u, 1, &norm, &skipped), MT_EINVAL);
+    CHECK_EQ(mt_update_norm(e.u, 0, &norm, &skipped), MT_EINVAL);
+    for (int i = 0; i < 200; i++)
+        CHECK_OK(submit_probes(&e, probes, 1.0, &ticket));
+    CHECK_EQ(ticket, 200);
+    CHECK_OK(mt_update_norm(e.u, 200 - 64, &norm, &skipped));
+    CHECK(norm > 0);
+    CHECK_EQ(mt_update_norm(e.u, 20, &norm, &skipped), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "submit 20");
+    engine_close(&e);
+}
+
+/* A refused submit frees its args and announces nothing. */
+static void submit_refuses_a_unit_that_is_not_there(void)
+{
+    static engine e;
+    probe         p = { 0 };
+    mt_update_job job = { .unit = UNITS, .n_params = 0, .params = NULL, .run = probe_run,
+                          .free = probe_free, .arg = &p };
+    uint64_t      ticket = 7;
+
+    engine_open(&e, &(config){ .seed = 4 });
+    CHECK_EQ(mt_update_submit(e.u, &job, 1, 0, &ticket), MT_EINVAL);
+    CHECK_EQ(p.frees, 1);
+    CHECK_EQ(ticket, 7);
+    CHECK_OK(mt_update_drain(e.u));
+    engine_close(&e);
+}
+
+#define TESTS(X) \
+    X(overlap_off_equals_the_plain_loop) X(overlap_on_the_calling_thread_equals_the_plain_loop) \
+    X(overlap_with_random_delays_equals_the_plain_loop) \
+    X(odd_orders_with_random_delays_equal_the_plain_loop) \
+    X(without_ready_bytes_are_wrong) X(without_freed_bytes_are_wrong) \
+    X(without_grad_bytes_are_wrong) X(without_landed_bytes_are_wrong) \
+    X(without_updated_bytes_are_wrong) \
+    X(norm_is_that_of_all_gradients_and_clips) X(a_sum_of_the_jobs_own_counts_instead) \
+    X(a_gradient_that_is_not_finite_skips_all_when_clipping) \
+    X(a_gradient_that_is_not_finite_skips_its_unit_otherwise) \
+    X(clipping_without_a_sum_is_a_fault_that_says_so) \
+    X(a_failing_job_ends_all_and_is_told_to_everyone) X(close_finishes_what_was_submitted) \
+    X(results_of_the_last_submits_are_kept) X(submit_refuses_a_unit_that_is_not_there)
+CHECK_MAIN(TESTS)
