@@ -109,12 +109,16 @@ class ReplayFrame:
         self.inputs = fork((args, kwargs), self.watched)
         self.clones = None if window.proved else fork((args, kwargs), clone=True)
         self.buffers = window.snapshot_buffers()
+        self.attributes = window.snapshot_attributes()
+        self.shapes: list[Any] | None = [] if self.clones is not None else None
         self.random = self.runtime.random_state()
         self.autocast = autocast_state(self.runtime.device.type)
         self.versions = [self.runtime.core.version(u) for u in window.units]
 
     def pack(self, t: Tensor) -> Any:
         self.count += 1
+        if self.shapes is not None:
+            self.shapes.append(t.shape)
         return self, self.count - 1
 
     @staticmethod
@@ -127,6 +131,7 @@ class ReplayFrame:
 
     def forward_ended(self) -> None:
         """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on."""
+        self.window.learn_mutable(self.attributes)
         changed = any(t._version != v for t, v in self.watched)
         if changed and self.clones is None:
             raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
@@ -142,6 +147,7 @@ class ReplayFrame:
         saved_random = rt.random_state()
         saved_autocast = autocast_state(rt.device.type)
         saved_buffers = window.restore_buffers(self.buffers)
+        saved_attributes = window.restore_attributes(self.attributes)
         outer, packed = state.window, self._collector()
         try:
             rt.set_random_state(self.random)
@@ -160,20 +166,25 @@ class ReplayFrame:
         finally:
             state.window = outer
             window.restore_buffers(saved_buffers)
+            window.restore_attributes(saved_attributes)
             set_autocast_state(rt.device.type, saved_autocast)
             rt.set_random_state(saved_random)
         if len(self.saved) < self.count:
-            raise MegatrainError(f"{window.name}: run again, its forward saved {len(self.saved)} tensors where the "
-                                 f"first run saved {self.count}; it is not deterministic: "
-                                 "use plan={'activations': 'saved'}")
+            self._refuse(f"saved {len(self.saved)} tensors where the first run saved {self.count}")
+
+    def _refuse(self, what: str) -> None:
+        raise MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "
+                             "use plan={'activations': 'saved'}")
 
     def _collector(self) -> Any:
-        saved, last, rt = self.saved, self.count - 1, self.runtime
+        saved, last, rt, shapes = self.saved, self.count - 1, self.runtime, self.shapes
         number = -1
 
         def pack(t: Tensor) -> Any:
             nonlocal number
             number += 1
+            if shapes is not None and shapes[number] != t.shape:
+                self._refuse(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
             where = rt.locate(t)
             saved[number] = handle = Weight(rt, *where, t) if where is not None else Kept(t)
             if number >= last:

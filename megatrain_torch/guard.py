@@ -35,6 +35,8 @@ _META = ({getattr(_T, n).__get__ for n in _META_GETTERS if hasattr(_T, n)}
             torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
             torch.is_tensor, torch.numel, torch.is_same_size})
 _GRAD_GET, _GRAD_SET, _GRAD_DEL = _T.grad.__get__, _T.grad.__set__, _T.grad.__delete__
+# Slot wrappers are made anew at each look: compare them with ==, not `is`.
+_GRAD = {_GRAD_GET, _GRAD_SET, _GRAD_DEL}
 _DATA_SET = _T.data.__set__
 _SETITEM = _T.__setitem__
 # In-place by name, but changing no value of the tensor.
@@ -54,7 +56,7 @@ def _guarded(args: Any, kwargs: Any) -> list[Any]:
 def _writes(func: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-    return in_place or func is _SETITEM or func is _DATA_SET or name.startswith("__i") or "out" in kwargs
+    return in_place or func == _SETITEM or func == _DATA_SET or name.startswith("__i") or "out" in kwargs
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
@@ -64,7 +66,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _grad_access(func: Any, args: Any, kwargs: Any) -> Any:
     record: Record = args[0]._mt
-    if func is _GRAD_GET:
+    if func == _GRAD_GET:
         record.runtime.wait_grads(record)
     return _call(func, args, kwargs)
 
@@ -79,7 +81,7 @@ class HostTensor(Tensor):
         kwargs = kwargs or {}
         if func in _META:
             return _call(func, args, kwargs)
-        if func is _GRAD_GET or func is _GRAD_SET or func is _GRAD_DEL:
+        if func in _GRAD:
             return _grad_access(func, args, kwargs)
         return _guarded_call(func, args, kwargs)
 
@@ -101,7 +103,7 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
         g._mt.runtime.wait_updates(g._mt)
         if writes:
             g._mt.runtime.before_write(g._mt)
-    if func is _DATA_SET:
+    if func == _DATA_SET:
         return guarded[0]._mt.runtime.replace_data(guarded[0], args[1])
     out = _call(func, args, kwargs)
     if writes:

@@ -59,6 +59,8 @@ class Window:
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.buffered = [m for m in module.modules() if m._buffers]
+        self.modules = list(module.modules())
+        self.mutable: list[tuple[nn.Module, str]] | None = None   # attributes that forward changes; found by the first run
         self.recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
 
     # ---- slot tensors ----
@@ -143,7 +145,24 @@ class Window:
             for m, weights in zip(self.recurrent, before):
                 m._flat_weights = weights
 
-    # ---- buffers ----
+    # ---- what forward changes besides its output ----
+
+    def snapshot_attributes(self) -> list[tuple[nn.Module, str, Any]]:
+        """(module, name, value) of tensors kept as plain attributes (recurrent states, masks): all before the
+        first run, then those that it changed."""
+        if self.mutable is not None:
+            return [(m, k, m.__dict__.get(k)) for m, k in self.mutable]
+        return [(m, k, v) for m in self.modules for k, v in m.__dict__.items() if v is None or isinstance(v, Tensor)]
+
+    def learn_mutable(self, before: list[tuple[nn.Module, str, Any]]) -> None:
+        if self.mutable is None:
+            self.mutable = [(m, k) for m, k, v in before if m.__dict__.get(k) is not v]
+
+    def restore_attributes(self, snapshot: list[tuple[nn.Module, str, Any]]) -> list[tuple[nn.Module, str, Any]]:
+        now = [(m, k, m.__dict__.get(k)) for m, k, _ in snapshot]
+        for m, k, v in snapshot:
+            m.__dict__[k] = v
+        return now
 
     def snapshot_buffers(self) -> list[tuple[nn.Module, str, Any, Any]]:
         """(module, name, tensor, copy of its values): BatchNorm writes without leaving a trace in `_version`."""
