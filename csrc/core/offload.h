@@ -55,6 +55,7 @@ mt_status mt_offload_open (mt_dev *dev, mt_store *store, mt_pool *pool, int dept
                            mt_offload_kernels k, mt_offload **out);
 void      mt_offload_close(mt_offload *o);
 
+/* A parameter at most once in items. Not at the same time as a submit that has the unit. */
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
                          mt_queue *run, uint64_t *ticket);
 /* Highest ticket whose sources run can no longer overwrite too early: LANDED was put in run, or

@@ -303,13 +303,15 @@ static int brings(mt_stream *s, int k, int unit, uint64_t now)
     return sl->version == now;
 }
 
-/* The slot that holds the unit's current weights or will; -1: none. */
-static int holding(mt_stream *s, int unit)
+/* The slot that holds the unit's current weights or will, `first` if that does; -1: none. */
+static int holding(mt_stream *s, int unit, int first)
 {
     uint64_t now = mt_ledger_version(s->store, unit);
     int      found = -1;
 
     pthread_mutex_lock(&s->mu);
+    if (first >= 0 && brings(s, first, unit, now))
+        found = first;
     for (int k = 0; k < s->n_slots && found < 0; k++)
         if (brings(s, k, unit, now))
             found = k;
@@ -431,7 +433,7 @@ fail:
 static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
 {
     const mt_step *step = &mt__course_schedule(&s->course)->steps[i];
-    int            k = holding(s, step->unit);
+    int            k = holding(s, step->unit, step->slot);
 
     if (k == step->slot || (k >= 0 && mt__course_keeps(&s->course, i, k)))
         return MT_OK;
@@ -439,15 +441,16 @@ static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
 }
 
 /* The FETCHes in [from, now) that are of use from step `now` on. On the schedule these are the
- * ones that the previous window's slot held up; off it, what the slots should hold by now.
- * Slot `keep` has what is about to be used. */
-static mt_status catch_up(mt_stream *s, int64_t from, int64_t now, int keep, mt_queue *run)
+ * ones that the previous window's slot held up; off it, what the slots should hold by now. A slot
+ * that has the unit of step `now`, which the schedule may not know, stays as it is. */
+static mt_status catch_up(mt_stream *s, int64_t from, int64_t now, mt_queue *run)
 {
-    mt_status st;
+    const mt_step *steps = mt__course_schedule(&s->course)->steps;
+    mt_status      st;
 
     for (int64_t i = from; i < now; i++)
         if (mt__course_wants(&s->course, i, now) &&
-            mt__course_schedule(&s->course)->steps[i].slot != keep)
+            steps[i].slot != holding(s, steps[now].unit, steps[now].slot))
             MT_TRY(hand_over(s, i, run));
     return MT_OK;
 fail:
@@ -511,12 +514,15 @@ static mt_status check_fits(const mt_stream *s, int unit)
 static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
 {
     int64_t   from, step;
+    int       planned = -1;
     mt_status st;
 
     MT_TRY(mt__course_compute(&s->course, unit, &from, &step));
+    if (step >= 0)
+        planned = mt__course_schedule(&s->course)->steps[step].slot;
     if (step >= 0 && !s->debug.sync)
-        MT_TRY(catch_up(s, from, step, holding(s, unit), run));
-    if ((*k = holding(s, unit)) < 0)
+        MT_TRY(catch_up(s, from, step, run));
+    if ((*k = holding(s, unit, planned)) < 0)
         MT_TRY(fetch_on_demand(s, unit, run, k));
     s->slots[*k].last_use = ++s->tick;
     s->last_unit = unit;
@@ -534,7 +540,7 @@ mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out
 
     MT_TRY(mt_ledger_check(s->store));
     MT_TRY(check_fits(s, unit));
-    if (unit != s->last_unit || (k = holding(s, unit)) < 0)
+    if (unit != s->last_unit || (k = holding(s, unit, -1)) < 0)
         MT_TRY(open_window(s, unit, run, &k));
     *slot_out = k;
     *mem = s->slots[k].mem;

@@ -15,6 +15,7 @@
  *   READY   run waits for the H2D copy into its slot           recorded on h2d behind the copy
  *   FREED   h2d waits for compute that used the slot's memory  recorded on run when the FETCH that
  *           overwrites it is decided: all use so far was launched by then, and nobody holds it
+ *   UPDATED the mover waits for updates announced so far      ledger, on the host, before the copy
  *
  * An order other than the recorded one is never wrong: a unit that no slot holds is fetched on
  * demand into the least recently used slot, and the trace is recorded again.

@@ -5,6 +5,7 @@
  * gradient; the update is p -= lr * clip * g. Forward and backward run in the run queue, gradient
  * memory is reused as torch's allocator would: as soon as the offload says "passed".
  */
+#include "dev_fault.h"
 #include "toy.h"
 
 #include <time.h>
@@ -207,28 +208,50 @@ static void engine_debug(engine *e, mt_debug d)
     mt_update_debug(e->u, d);
 }
 
-static void engine_open(engine *e, const config *c)
+static void engine_slots(engine *e)
 {
-    mt_slot_hooks none = { 0 };
-
-    memset(e, 0, sizeof *e);
-    toy_open(&e->t, UNITS, c->seed, c->max_us);
-    e->naps = c->seed;
     for (int i = 0; i < SLOTS; i++) {
         e->slots[i].bytes = mt_store_hi_bytes(e->t.store, UNITS - 1);
         REQUIRE(e->t.dev->ops->mem_alloc(e->t.dev, e->slots[i].bytes, &e->slots[i].mem) == MT_OK);
     }
-    REQUIRE(mt_stream_open(e->t.dev, e->t.store, e->slots, SLOTS, none, &e->s) == MT_OK);
-    REQUIRE(mt_offload_open(e->t.dev, e->t.store, e->t.pool, 1, toy_kernels, &e->o) == MT_OK);
-    REQUIRE(mt_update_open(e->t.store, e->o, e->t.pool, &e->u) == MT_OK);
+}
+
+static mt_status engine_threads(engine *e)
+{
+    mt_slot_hooks none = { 0 };
+    mt_status     st;
+
+    MT_TRY(mt_stream_open(e->t.dev, e->t.store, e->slots, SLOTS, none, &e->s));
+    MT_TRY(mt_offload_open(e->t.dev, e->t.store, e->t.pool, 1, toy_kernels, &e->o));
+    MT_TRY(mt_update_open(e->t.store, e->o, e->t.pool, &e->u));
+    return MT_OK;
+fail:
+    return st;
+}
+
+static void engine_open(engine *e, const config *c)
+{
+    memset(e, 0, sizeof *e);
+    toy_open(&e->t, UNITS, c->seed, c->max_us);
+    e->naps = c->seed;
+    engine_slots(e);
+    REQUIRE(engine_threads(e) == MT_OK);
     engine_debug(e, c->debug);
 }
 
-static void engine_close(engine *e)
+static void engine_stop(engine *e)
 {
     mt_update_close(e->u);
     mt_offload_close(e->o);
     mt_stream_close(e->s);
+    e->u = NULL;
+    e->o = NULL;
+    e->s = NULL;
+}
+
+static void engine_close(engine *e)
+{
+    engine_stop(e);
     (void)e->t.dev->ops->sync(e->t.run);
     for (int i = 0; i < SLOTS; i++)
         e->t.dev->ops->mem_free(e->t.dev, e->slots[i].mem);
@@ -360,6 +383,14 @@ static mt_status run_update(void *arg, mt_pool *pool, float clip)
     for (int p = 0; p < TOY_PARAMS; p++)
         update_param(toy_at(&a->e->t, a->unit, p, MT_PLANE_HI),
                      toy_at(&a->e->t, a->unit, p, MT_PLANE_GRAD), toy_numel(a->unit, p), clip);
+    return MT_OK;
+}
+
+static mt_status run_nothing(void *arg, mt_pool *pool, float clip)
+{
+    (void)arg;
+    (void)pool;
+    (void)clip;
     return MT_OK;
 }
 
@@ -772,6 +803,84 @@ static void submit_refuses_a_unit_that_is_not_there(void)
     engine_close(&e);
 }
 
+/* ---- failures ------------------------------------------------------------------------------- */
+
+/* A step by hand: every call may fail. x serves as every gradient: it outlives the queues. */
+static mt_status try_step(engine *e, int mode)
+{
+    mt_update_job jobs[UNITS];
+    uint64_t      ticket;
+    double        norm;
+    int           k, skipped;
+    void         *mem;
+    mt_status     st;
+
+    MT_TRY(mt_stream_begin(e->s));
+    for (int u = 0; u < UNITS; u++) {
+        update_arg  *a;
+        mt_grad_item item = { 1, e->x, mode ? MT_GRAD_ADD : MT_GRAD_SET, 0 };
+
+        MT_TRY(mt_stream_acquire(e->s, u, e->t.run, &k, &mem));
+        MT_TRY(mt_stream_await(e->s, k, e->t.run));
+        MT_TRY(mt_offload_put(e->o, u, &item, 1, e->t.run, &ticket));
+        REQUIRE((a = malloc(sizeof *a)) != NULL);
+        *a = (update_arg){ e, u };
+        jobs[u] = (mt_update_job){ .unit = u, .n_params = 1, .params = all_params + 1,
+                                   .run = run_nothing, .free = free, .arg = a };
+        MT_TRY(mt_update_submit(e->u, &jobs[u], 1, mode ? 1.0 : 0, &ticket));
+    }
+    MT_TRY(mt_stream_kick(e->s, e->t.run));
+    MT_TRY(mt_update_norm(e->u, ticket, &norm, &skipped));
+    MT_TRY(mt_update_drain(e->u));
+    return mt_offload_drain(e->o);
+fail:
+    return st;
+}
+
+/* Opens store and slots on `dev`; their calls are the same each time. */
+static void open_below(engine *e, mt_dev *dev)
+{
+    memset(e, 0, sizeof *e);
+    toy_open_on(&e->t, dev, UNITS, 0, MT_F32);
+    engine_slots(e);
+}
+
+static void nth_failure_ends_all_and_frees_everything(fault_mode mode)
+{
+    static engine e;
+    mt_dev       *cpu = NULL;
+    int           fired = 1, n;
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    open_below(&e, fault_dev(cpu, 0, mode));
+    n = fault_calls(e.t.dev);
+    engine_close(&e);
+    while (fired > 0) {
+        mt_status st;
+        int       live;
+
+        open_below(&e, fault_dev(cpu, ++n, mode));
+        live = fault_live(e.t.dev);
+        st = engine_threads(&e);
+        for (int step = 0; step < 3 && st == MT_OK; step++)
+            st = try_step(&e, step);
+        engine_stop(&e);
+        fired = fault_fired(e.t.dev);
+        CHECK(st == MT_OK || st == MT_EDEVICE);
+        CHECK(fired > 0 || st == MT_OK);
+        /* The store keeps a registered GRAD plane and an event per unit. */
+        CHECK(fault_live(e.t.dev) >= live && fault_live(e.t.dev) <= live + 2 * UNITS);
+        engine_close(&e);
+    }
+    cpu->ops->close(cpu);
+}
+
+static void every_failing_device_call_ends_all_and_frees_everything(void)
+{
+    nth_failure_ends_all_and_frees_everything(FAULT_ONCE);
+    nth_failure_ends_all_and_frees_everything(FAULT_STAYS);
+}
+
 #define TESTS(X) \
     X(overlap_off_equals_the_plain_loop) X(overlap_on_the_calling_thread_equals_the_plain_loop) \
     X(overlap_with_random_delays_equals_the_plain_loop) \
@@ -784,5 +893,6 @@ static void submit_refuses_a_unit_that_is_not_there(void)
     X(a_gradient_that_is_not_finite_skips_its_unit_otherwise) \
     X(clipping_without_a_sum_is_a_fault_that_says_so) \
     X(a_failing_job_ends_all_and_is_told_to_everyone) X(close_finishes_what_was_submitted) \
-    X(results_of_the_last_submits_are_kept) X(submit_refuses_a_unit_that_is_not_there)
+    X(results_of_the_last_submits_are_kept) X(submit_refuses_a_unit_that_is_not_there) \
+    X(every_failing_device_call_ends_all_and_frees_everything)
 CHECK_MAIN(TESTS)
