@@ -2,7 +2,7 @@
 """All that is measured on a GPU machine, section by section, each program with a time limit.
 
     OUT=results python benchmarks/gpu_session.py                    # everything
-    OUT=results python benchmarks/gpu_session.py --only step copy   # names that contain one of these
+    OUT=results python benchmarks/gpu_session.py --only step copy   # names that contain one
     OUT=/tmp/out python benchmarks/gpu_session.py --tiny            # toy sizes on the CPU device
     python benchmarks/gpu_session.py --list
 
