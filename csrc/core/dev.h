@@ -21,6 +21,7 @@
  * Errors:  every function that can fail returns mt_status; on failure outputs are untouched.
  *          close and free accept NULL. An operation that fails after it was put in a queue
  *          makes the device sticky: every later call returns MT_EDEVICE with its message.
+ *          (On CPU nothing that was put can fail.)
  */
 #ifndef MT_DEV_H
 #define MT_DEV_H
@@ -36,10 +37,11 @@ typedef struct mt_event mt_event;
 typedef struct mt_dev_ops {
     const char *name;                                        /* "cpu", "cuda" */
 
-    void (*close)(mt_dev *d);
+    void (*close)(mt_dev *d);                                /* after all that was opened on it */
 
     /* Tell the device about host memory we mapped, so that copies run at full speed and
-     * behind the caller's back. Nothing to do on CPU. bytes > 0. */
+     * behind the caller's back. Nothing to do on CPU. bytes > 0. MT_ENOMEM when it cannot be
+     * locked in memory. */
     mt_status (*host_register)  (mt_dev *d, void *p, size_t bytes);
     void      (*host_unregister)(mt_dev *d, void *p);
 
@@ -55,13 +57,16 @@ typedef struct mt_dev_ops {
     void      (*queue_close)(mt_queue *q);                   /* drains first */
     uintptr_t (*handle)     (mt_queue *q);
 
-    /* Put work in a queue; returns before it runs. dst and src stay valid until then. */
+    /* Put work in a queue; returns before it runs. dst and src stay valid until then. A queue
+     * that is far behind may make put wait for room (CUDA: about a thousand copies), so nothing
+     * in a queue may wait for what the putting thread does later. */
     mt_status (*copy)(mt_queue *q, void *dst, const void *src, size_t bytes);
-    mt_status (*call)(mt_queue *q, void (*fn)(void *arg), void *arg);  /* a host function; may not call the device */
+    /* A host function; it may not call the device. */
+    mt_status (*call)(mt_queue *q, void (*fn)(void *arg), void *arg);
 
     /* wait() means the record() that most recently happened *before this call*.
-     * An event never recorded counts as done. Recording again does not disturb waits
-     * already in a queue. */
+     * An event never recorded counts as done. Recording again, in this queue or another, does
+     * not disturb waits already in a queue. An event may be closed while a queue waits for it. */
     mt_status (*event_open) (mt_dev *d, mt_event **out);
     void      (*event_close)(mt_event *e);
     mt_status (*record)(mt_queue *q, mt_event *e);

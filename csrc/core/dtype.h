@@ -17,7 +17,7 @@ typedef enum mt_dtype { MT_DTYPE_MAP(MT_DTYPE_ENUM) MT_DTYPE_COUNT } mt_dtype;
 size_t      mt_dtype_bytes(mt_dtype dt);   /* 0 for a value outside the list */
 const char *mt_dtype_name(mt_dtype dt);    /* "F32"; "?" outside the list */
 
-/* bf16 <-> fp32 bits: widening is exact; narrowing rounds to nearest, ties to even, as torch does. */
+/* bf16 <-> fp32: widening is exact; narrowing rounds to nearest, ties to even, as torch does. */
 static inline float mt_bf16_to_f32(uint16_t b)
 {
     union { uint32_t u; float f; } x = { .u = (uint32_t)b << 16 };

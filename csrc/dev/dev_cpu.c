@@ -23,7 +23,7 @@
 #include <string.h>
 #include <stdio.h>
 
-enum { MEM_ALIGN = 512, FIRST_OPS = 64 };
+enum { MEM_ALIGN = 512, FIRST_OPS = 32 };
 
 typedef struct cpu_line cpu_line;
 

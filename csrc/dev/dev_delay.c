@@ -98,7 +98,8 @@ static void nap(void *queue)
 {
     delay_queue    *q = queue;
     uint64_t        us = next_random(&q->random) % (q->max_us + 1);
-    struct timespec t = { .tv_sec = (time_t)(us / 1000000), .tv_nsec = (long)(us % 1000000) * 1000 };
+    struct timespec t = { .tv_sec = (time_t)(us / 1000000),
+                          .tv_nsec = (long)(us % 1000000) * 1000 };
 
     (void)nanosleep(&t, NULL);
 }

@@ -1,4 +1,5 @@
-/* dev_fault.h — a device for tests: stands before another, fails the call you name, counts what is open.
+/* dev_fault.h — a device for tests: stands before another, fails the call you name and counts
+ * what is open.
  *
  *     for (int n = 1; ; n++) {
  *         mt_dev   *d = fault_dev(cpu, n, FAULT_ONCE);

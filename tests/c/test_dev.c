@@ -147,18 +147,21 @@ static void hand_in(void *arg)
     t->tally->wrong += t->tally->next++ != t->number;
 }
 
-/* 300 is more than a queue has room for at first. */
+/* A lap puts more than a queue of the CPU has room for at first, and far less than makes a CUDA
+ * stream block the thread that puts. */
+enum { LAPS = 6, LAP = 25 };
+
 static void operations_of_a_queue_run_in_order(mt_dev *d)
 {
     tally  count = { 0, 0 };
-    ticket tickets[300];
+    ticket tickets[LAPS * LAP];
     rig    r;
     sem_t  gate;
 
     rig_open(&r, d);
-    for (int lap = 0; lap < 2; lap++) {
+    for (int lap = 0; lap < LAPS; lap++) {
         shut(&r, r.a, &gate);
-        for (int i = lap * 150; i < lap * 150 + 150; i++) {
+        for (int i = lap * LAP; i < lap * LAP + LAP; i++) {
             tickets[i] = (ticket){ &count, i };
             CHECK_OK(d->ops->call(r.a, hand_in, &tickets[i]));
             copy_int(&r, r.a, &r.mem[i + 1], i == 0 ? &r.host[7] : &r.mem[i]);
@@ -166,9 +169,9 @@ static void operations_of_a_queue_run_in_order(mt_dev *d)
         (void)sem_post(&gate);
         CHECK_OK(d->ops->sync(r.a));
     }
-    copy_int(&r, r.a, &r.host[0], &r.mem[300]);
+    copy_int(&r, r.a, &r.host[0], &r.mem[LAPS * LAP]);
     CHECK_OK(d->ops->sync(r.a));
-    CHECK_EQ(count.next, 300);
+    CHECK_EQ(count.next, LAPS * LAP);
     CHECK_EQ(count.wrong, 0);
     CHECK_EQ(r.host[0], 7);
     rig_close(&r);
@@ -211,6 +214,23 @@ static void count_up(void *counter)
 {
     (void)usleep(2000);
     ++*(int *)counter;
+}
+
+/* The host runs ahead of a queue by a step's worth of records and waits without being held up. */
+static void a_held_queue_takes_a_thousand_records(mt_dev *d)
+{
+    rig   r;
+    sem_t gate;
+
+    rig_open(&r, d);
+    shut(&r, r.a, &gate);
+    for (int i = 0; i < 1000; i++) {
+        CHECK_OK(d->ops->record(r.a, r.e));
+        CHECK_OK(d->ops->wait(r.b, r.e));
+    }
+    (void)sem_post(&gate);
+    CHECK_OK(d->ops->sync(r.b));
+    rig_close(&r);
 }
 
 static void close_drains(mt_dev *d)
@@ -316,6 +336,42 @@ static void sync_event_waits_no_further_than_its_record(mt_dev *d)
     CHECK_OK(d->ops->sync_event(r.e));
     CHECK_EQ(r.host[0], 6);
     (void)sem_post(&gate);
+    rig_close(&r);
+}
+
+typedef struct late {
+    rig       *r;
+    sem_t     *gate;
+    atomic_int opened;
+} late;
+
+/* On a thread of its own: records e again in b, where nothing is before it, and opens a. */
+static void *open_late(void *arg)
+{
+    late *l = arg;
+
+    (void)usleep(10000);
+    CHECK_OK(l->r->d->ops->record(l->r->b, l->r->e));
+    (void)usleep(20000);
+    atomic_store(&l->opened, 1);
+    (void)sem_post(l->gate);
+    return NULL;
+}
+
+static void host_wait_ignores_later_record_in_a_faster_queue(mt_dev *d)
+{
+    rig       r;
+    sem_t     gate;
+    late      l = { .r = &r, .gate = &gate };
+    pthread_t thread;
+
+    rig_open(&r, d);
+    shut(&r, r.a, &gate);
+    CHECK_OK(d->ops->record(r.a, r.e));
+    REQUIRE(pthread_create(&thread, NULL, open_late, &l) == 0);
+    CHECK_OK(d->ops->sync_event(r.e));
+    CHECK_EQ(atomic_load(&l.opened), 1);
+    (void)pthread_join(thread, NULL);
     rig_close(&r);
 }
 
@@ -520,29 +576,14 @@ static void cpu_adopts_the_calling_thread_and_nothing_else(void)
     d->ops->close(d);
 }
 
-typedef struct late {
-    sem_t     *gate;
-    atomic_int opened;
-} late;
-
-static void *open_late(void *arg)
-{
-    late *l = arg;
-
-    (void)usleep(20000);
-    atomic_store(&l->opened, 1);
-    (void)sem_post(l->gate);
-    return NULL;
-}
-
 static void cpu_adopted_wait_blocks_the_caller(void)
 {
     mt_dev   *d = cpu_open();
     mt_queue *q;
     sem_t     gate;
-    late      l = { .gate = &gate };
-    pthread_t thread;
     rig       r;
+    late      l = { .r = &r, .gate = &gate };
+    pthread_t thread;
 
     rig_open(&r, d);
     REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
@@ -700,12 +741,14 @@ static void on_cuda(void (*test)(mt_dev *d))
     X(operations_of_a_queue_run_in_order)                                                     \
     X(put_returns_before_it_runs)                                                             \
     X(queues_run_side_by_side)                                                                \
+    X(a_held_queue_takes_a_thousand_records)                                                  \
     X(close_drains)                                                                           \
     X(event_never_recorded_is_done)                                                           \
     X(wait_orders_two_queues)                                                                 \
     X(event_wait_ignores_later_record)                                                        \
     X(event_wait_ignores_later_record_in_a_faster_queue)                                      \
     X(sync_event_waits_no_further_than_its_record)                                            \
+    X(host_wait_ignores_later_record_in_a_faster_queue)                                       \
     X(event_may_be_closed_while_a_queue_waits_for_it)                                         \
     X(event_of_a_closed_queue_is_done)                                                        \
     X(adopted_queue_copies_calls_and_outlives_its_wrapper)                                    \

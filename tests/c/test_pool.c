@@ -1,4 +1,4 @@
-/* test_pool.c — pool.h: every chunk once, one loop at a time, as many processors as we may use. */
+/* test_pool.c — pool.h: every chunk once, one loop at a time, as many threads as processors. */
 #include "check.h"
 
 #include "../../csrc/core/pool.h"

@@ -1,0 +1,186 @@
+/* test_cuda.c — what dev_cuda.c owes torch, with which it shares threads and a context.
+ *
+ * The rest of what it must do is in test_dev.c, where every device is asked.
+ */
+#include "check.h"
+
+#ifdef MT_WITH_CUDA
+#include "../../csrc/ops/sumsq.h"
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <stdint.h>
+
+static mt_dev *cuda_open(int index)
+{
+    mt_dev *d = NULL;
+
+    return mt_dev_cuda_open(index, &d) == MT_OK ? d : NULL;
+}
+
+static void use(mt_dev *d)
+{
+    const mt_dev_ops *o = d->ops;
+    mt_queue         *q;
+    mt_event         *e;
+    void             *mem;
+    int               done;
+
+    REQUIRE(o->mem_alloc(d, 4096, &mem) == MT_OK);
+    REQUIRE(o->queue_open(d, "q", &q) == MT_OK);
+    REQUIRE(o->event_open(d, &e) == MT_OK);
+    CHECK_OK(o->copy(q, mem, &done, sizeof done));
+    CHECK_OK(o->record(q, e));
+    CHECK_OK(o->wait(q, e));
+    CHECK_OK(o->query(e, &done));
+    CHECK_OK(o->sync_event(e));
+    CHECK_OK(o->sync(q));
+    o->event_close(e);
+    o->queue_close(q);
+    o->mem_free(d, mem);
+}
+
+static int current_device(void)
+{
+    int index = -1;
+
+    CHECK_EQ(cudaGetDevice(&index), cudaSuccess);
+    return index;
+}
+
+/* Is there a context on device 0? */
+static int device_0_in_use(void)
+{
+    CUresult (*get_state)(CUdevice, unsigned *, int *) = NULL;
+    enum cudaDriverEntryPointQueryResult found;
+    void    *p = NULL;
+    unsigned flags;
+    int      active = -1;
+
+    REQUIRE(cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &p, 12000,
+                                             cudaEnableDefault, &found) == cudaSuccess);
+    memcpy(&get_state, &p, sizeof p);
+    CHECK_EQ(get_state(0, &flags, &active), CUDA_SUCCESS);
+    return active;
+}
+
+static void *use_afresh(void *d)
+{
+    CHECK_EQ(current_device(), 0);
+    use(d);
+    CHECK_EQ(current_device(), 0);
+    return NULL;
+}
+
+/* First in the program: nothing has touched device 0 yet, and using device 1 must not. */
+static void device_1_needs_nothing_of_device_0(void)
+{
+    mt_dev   *d = cuda_open(1);
+    pthread_t thread;
+
+    if (d == NULL)
+        SKIP("%s", mt_last_error());
+    REQUIRE(pthread_create(&thread, NULL, use_afresh, d) == 0);
+    (void)pthread_join(thread, NULL);
+    use(d);
+    CHECK_EQ(device_0_in_use(), 0);
+    d->ops->close(d);
+}
+
+static void the_threads_device_is_left_alone(void)
+{
+    mt_dev *d = cuda_open(1);
+
+    if (d == NULL)
+        SKIP("%s", mt_last_error());
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ(cudaSetDevice(i), cudaSuccess);
+        use(d);
+        CHECK_EQ(current_device(), i);
+    }
+    CHECK_EQ(cudaSetDevice(0), cudaSuccess);
+    d->ops->close(d);
+}
+
+/* A refused call must not be found by torch at its next launch. */
+static void a_failure_leaves_no_error_behind(void)
+{
+    mt_dev   *d = cuda_open(0);
+    mt_queue *q;
+    mt_event *e;
+    void     *p = NULL;
+    int       done;
+
+    if (d == NULL)
+        SKIP("%s", mt_last_error());
+    CHECK_EQ(d->ops->mem_alloc(d, SIZE_MAX - 100, &p), MT_EDEVMEM);
+    CHECK_EQ(cudaGetLastError(), cudaSuccess);
+    d->ops->host_unregister(d, d);
+    CHECK_EQ(cudaGetLastError(), cudaSuccess);
+    CHECK_EQ(d->ops->host_register(d, d, SIZE_MAX / 2) == MT_OK, 0);
+    CHECK_EQ(cudaGetLastError(), cudaSuccess);
+    REQUIRE(d->ops->queue_open(d, "q", &q) == MT_OK);
+    REQUIRE(d->ops->event_open(d, &e) == MT_OK);
+    for (int i = 0; i < 100; i++) {
+        CHECK_OK(d->ops->record(q, e));
+        CHECK_OK(d->ops->query(e, &done));
+    }
+    CHECK_EQ(cudaGetLastError(), cudaSuccess);
+    d->ops->event_close(e);
+    d->ops->queue_close(q);
+    use(d);
+    d->ops->close(d);
+}
+
+/* Last in the program: the context is gone afterwards, for every user of it. */
+static void a_lost_device_says_why_again_and_again(void)
+{
+    mt_dev   *d = cuda_open(0);
+    mt_sumsq *s = NULL;
+    mt_queue *q;
+    mt_event *e;
+    void     *p = NULL;
+    double   *out;
+    char      first[1024];
+
+    if (d == NULL)
+        SKIP("%s", mt_last_error());
+    REQUIRE((out = aligned_alloc(4096, 4096)) != NULL);
+    REQUIRE(d->ops->host_register(d, out, 4096) == MT_OK);
+    REQUIRE(d->ops->queue_open(d, "q", &q) == MT_OK);
+    REQUIRE(d->ops->event_open(d, &e) == MT_OK);
+    REQUIRE(mt_sumsq_open(d, &s) == MT_OK);
+    CHECK_OK(mt_sumsq_put(s, q, MT_F32, (void *)4096, 100000, out));     /* not our memory */
+    CHECK_EQ(d->ops->sync(q), MT_EDEVICE);
+    (void)snprintf(first, sizeof first, "%s", mt_last_error());
+    CHECK_HAS(first, "cuda:0: cudaStreamSynchronize: an illegal memory access");
+    CHECK_EQ(d->ops->record(q, e), MT_EDEVICE);
+    CHECK_STR(mt_last_error(), first);
+    CHECK_EQ(d->ops->mem_alloc(d, 64, &p), MT_EDEVICE);
+    CHECK_STR(mt_last_error(), first);
+    mt_sumsq_close(s);
+    d->ops->event_close(e);
+    d->ops->queue_close(q);
+    d->ops->host_unregister(d, out);
+    d->ops->close(d);
+    free(out);
+}
+
+#define TESTS(X)                                                                              \
+    X(device_1_needs_nothing_of_device_0)                                                     \
+    X(the_threads_device_is_left_alone)                                                       \
+    X(a_failure_leaves_no_error_behind)                                                       \
+    X(a_lost_device_says_why_again_and_again)
+
+#else
+
+static void needs_a_build_with_cuda(void)
+{
+    SKIP("this build has no CUDA");
+}
+
+#define TESTS(X) X(needs_a_build_with_cuda)
+
+#endif
+
+CHECK_MAIN(TESTS)
