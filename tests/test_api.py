@@ -428,6 +428,20 @@ def test_dtype_converts_before_streaming() -> None:
         assert q.dtype == torch.bfloat16 and torch.equal(p, q) and torch.equal(p.grad, q.grad), name
 
 
+def test_micro_batches_of_bf16_are_summed_in_fp32() -> None:
+    """torch adds bf16 to bf16 and loses what falls below 8 bits; here `grad` is the fp32 sum, rounded once."""
+    plain, model = made().bfloat16(), streamed(made().bfloat16())
+    total: dict[str, Tensor] = {}
+    for step in range(6):
+        square(plain, batch(step)).backward()
+        square(model, batch(step)).backward()
+        for name, p in plain.named_parameters():
+            total[name] = total.get(name, torch.zeros(p.shape)) + p.grad.float()
+        plain.zero_grad()
+        for name, p in model.named_parameters():
+            assert torch.equal(p.grad, total[name].bfloat16()), f"after {step + 1} micro-batches: {name}"
+
+
 def test_activations_can_differ_by_window() -> None:
     model = made()
     mt().stream(model, device="cpu", plan={"activations": {"layers.0": "replay", "layers.1": "saved"}})
