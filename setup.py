@@ -1,10 +1,11 @@
 """Builds megatrain_torch/_core.abi3.so: C with cc, CUDA with nvcc if there is one.
 
-One object serves every Python from 3.11 on (limited API), with torch absent: libtorch is looked up
-at run time. torch's own CUDAExtension refuses on a CPU build of torch, so setuptools is taught here.
+One object serves every Python from 3.11 on (limited API), with torch absent: libtorch is looked
+up at run time. torch's own CUDAExtension refuses on a CPU build of torch, so setuptools is taught
+here.
 
 Environment:
-    MEGATRAIN_CUDA=0   leave the CUDA part out;  1: fail when it cannot be built;  unset: if possible
+    MEGATRAIN_CUDA   0: leave the CUDA part out. 1: fail when it cannot be built. Unset: if possible
     CUDA_HOME, CC, CFLAGS, LDFLAGS   as everywhere
 """
 
@@ -56,27 +57,30 @@ class NoToolkit(Exception):
 
 def nvcc_top(nvcc: str) -> Path | None:
     """The root that nvcc itself works from: nvcc on PATH may be a wrapper, or a link."""
-    shown = subprocess.run([nvcc, "-v", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True)
+    command = [nvcc, "-v", "--dryrun", "-x", "cu", os.devnull]
+    shown = subprocess.run(command, capture_output=True, text=True)
     top = re.search(r"^#\$ TOP=(.+)$", shown.stdout + shown.stderr, re.MULTILINE)
     return Path(top[1].strip()).resolve() if top else None
 
 
 def toolkit_roots() -> list[Path]:
     """Folders that may be a toolkit's root, best first."""
-    roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    named = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    roots = [Path(name) for name in named if name]
     if nvcc := shutil.which("nvcc"):
         roots += [top for top in [nvcc_top(nvcc)] if top]
         roots.append(Path(nvcc).resolve().parents[1])
-    places = [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True), Path("/opt/cuda")]
-    return roots + places
+    numbered = sorted(Path("/usr/local").glob("cuda-*"), reverse=True)
+    return [*roots, Path("/usr/local/cuda"), *numbered, Path("/opt/cuda")]
 
 
 def toolkit_at(root: Path) -> Toolkit | None:
     """A root counts only with the runtime's header; the rest may lie where distributions put it."""
     if not (root / "include" / "cuda_runtime_api.h").is_file():
         return None
-    libraries = [root / "lib64", root / "lib", *sorted(root.glob("targets/*/lib"))]
-    cudart = next((d / "libcudart_static.a" for d in libraries if (d / "libcudart_static.a").is_file()), None)
+    folders = [root / "lib64", root / "lib", *sorted(root.glob("targets/*/lib"))]
+    archives = [folder / "libcudart_static.a" for folder in folders]
+    cudart = next((path for path in archives if path.is_file()), None)
     own = root / "bin" / "nvcc"
     nvcc = str(own) if own.is_file() else shutil.which("nvcc")
     return Toolkit(nvcc, root / "include", cudart) if nvcc and cudart else None
@@ -96,13 +100,14 @@ def find_toolkit() -> Toolkit:
         if toolkit := toolkit_at(root):
             return toolkit
     raise NoToolkit(
-        "no folder with include/cuda_runtime_api.h, nvcc and libcudart_static.a; set CUDA_HOME to one"
+        "no folder has include/cuda_runtime_api.h, nvcc and libcudart_static.a; set CUDA_HOME"
     )
 
 
 def gencode(nvcc: str) -> list[str]:
     """-gencode flags for the architectures that this nvcc knows."""
-    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    command = [nvcc, "--list-gpu-arch"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     known = {int(n) for n in re.findall(r"compute_(\d+)", listed)}
     flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in CUDA_ARCHES if n in known]
     return [*flags, f"-gencode=arch=compute_{PTX_ARCH},code=compute_{PTX_ARCH}"]
@@ -134,7 +139,8 @@ class BuildCore(build_ext):
 
     def compile_all(self, toolkit: Toolkit | None) -> list[Path]:
         """The objects, in the order of their sources."""
-        commands = [self.c_command(source, toolkit) for source in c_sources(bool(toolkit), platform.machine())]
+        sources = c_sources(bool(toolkit), platform.machine())
+        commands = [self.c_command(source, toolkit) for source in sources]
         if toolkit:
             arches = gencode(toolkit.nvcc)
             cu = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").glob("*/*.cu"))
@@ -143,7 +149,7 @@ class BuildCore(build_ext):
             return list(pool.map(self.compile, commands))
 
     def object_of(self, source: str) -> Path:
-        """Where a source's object goes: one place for every kind of build, so that pip's and ours share it."""
+        """Where a source's object goes: one place, so that pip's builds and ours share them."""
         return ROOT / "build/core" / (source + ".o")
 
     def c_command(self, source: str, toolkit: Toolkit | None) -> list[str]:
@@ -156,24 +162,27 @@ class BuildCore(build_ext):
             flags += self.bind_flags()
         if toolkit:
             flags += ["-DMT_WITH_CUDA", "-isystem", str(toolkit.include)]
+        flags += shlex.split(os.environ.get("CFLAGS", ""))
+        return [*cc(), *flags, *self.in_and_out(source)]
+
+    def in_and_out(self, source: str) -> list[str]:
+        """The end of a compiler's command line; .d lists what the object was made from."""
         out = self.object_of(source)
-        return [*cc(), *flags, *shlex.split(os.environ.get("CFLAGS", "")), "-MMD", "-MF", f"{out}.d",
-                "-c", source, "-o", str(out)]  # fmt: skip
+        return ["-MMD", "-MF", f"{out}.d", "-c", source, "-o", str(out)]
 
     def bind_flags(self) -> list[str]:
         """Headers of Python and NumPy: the only files that see them are those of csrc/bind."""
         import numpy
 
-        headers = [path for folder in self.include_dirs if (path := Path(folder)).is_dir()]
+        headers = [folder for folder in self.include_dirs if Path(folder).is_dir()]
         flags = [f"-DPy_LIMITED_API={LIMITED_API}", f'-DMT_VERSION="{version()}"']
-        return flags + [arg for path in [*headers, numpy.get_include()] for arg in ("-isystem", str(path))]
+        return [*flags, *(f"-isystem{folder}" for folder in [*headers, numpy.get_include()])]
 
     def cu_command(self, source: str, toolkit: Toolkit, arches: list[str]) -> list[str]:
         """nvcc for one kernel file."""
-        out = self.object_of(source)
-        host = "-fPIC,-fvisibility=hidden"
-        return [toolkit.nvcc, "-O3", "-std=c++17", *arches, "-DMT_WITH_CUDA", "-Xcompiler", host, "--fmad=false",
-                "-MMD", "-MF", f"{out}.d", "-c", source, "-o", str(out)]  # fmt: skip
+        flags = ["-O3", "-std=c++17", "--fmad=false", "-DMT_WITH_CUDA"]
+        host = ["-Xcompiler", "-fPIC,-fvisibility=hidden"]
+        return [toolkit.nvcc, *flags, *arches, *host, *self.in_and_out(source)]
 
     def compile(self, command: list[str]) -> Path:
         """Run a compiler, unless the object is newer than all it was made from."""
@@ -189,12 +198,12 @@ class BuildCore(build_ext):
 
     def link(self, objects: list[Path], toolkit: Toolkit | None, out: Path) -> None:
         """One shared object that shows one symbol; cudart inside it, the driver outside."""
+        out = out.resolve()
         out.parent.mkdir(parents=True, exist_ok=True)
-        script = ROOT / "csrc/bind/exports.map"
+        flags = ["-shared", "-s", "-Wl,--version-script=csrc/bind/exports.map,-z,now,--as-needed"]
         cuda = [str(toolkit.cudart), "-lstdc++", "-lrt"] if toolkit else []
-        run([*cc(), "-shared", "-fPIC", "-s", f"-Wl,--version-script={script}", "-Wl,-z,now,--as-needed",
-             *map(str, objects), *cuda, "-ldl", "-lm", "-lpthread",
-             *shlex.split(os.environ.get("LDFLAGS", "")), "-o", str(out)])  # fmt: skip
+        libraries = [*cuda, "-ldl", "-lm", "-lpthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
+        run([*cc(), *flags, *map(str, objects), *libraries, "-o", str(out)])
 
 
 def cc() -> list[str]:
@@ -214,11 +223,12 @@ def fresh(out: Path) -> bool:
         return False
     names = dependencies.read_text().split(":", 1)[1].replace("\\\n", " ").split()
     made = out.stat().st_mtime_ns
-    return all((path := ROOT / name).is_file() and path.stat().st_mtime_ns < made for name in names)
+    paths = [ROOT / name for name in names]
+    return all(path.is_file() and path.stat().st_mtime_ns < made for path in paths)
 
 
 def run(command: list[str]) -> None:
-    """Run a compiler from the root, so that messages carry no machine's paths; stop when it fails."""
+    """Run a compiler from the root: what it says then carries no machine's paths."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.stdout or done.stderr:
         print(done.stdout + done.stderr, file=sys.stderr)

@@ -56,8 +56,8 @@ PyObject *mt_view_new(mt_engine *e, int unit, mt_plane plane, void *p, size_t by
         return NULL;
     if ((holder = view_holder(e, unit, plane)) == NULL)
         goto fail;
-    if (PyArray_SetBaseObject((PyArrayObject *)array, holder) < 0)   /* takes holder, also on failure */
-        goto fail;
+    if (PyArray_SetBaseObject((PyArrayObject *)array, holder) < 0)
+        goto fail;                       /* it took holder all the same */
     return array;
 
 fail:

@@ -34,8 +34,10 @@ typedef struct mt_state {
 } mt_state;
 
 /* errors.c */
-PyObject *mt_raise(PyObject *error, mt_status st);     /* always NULL; keeps an exception already set */
-int mt_arg_int (PyObject *o, int *out);                /* 0, or -1 with TypeError / OverflowError */
+/* Always NULL; an exception that is set already stays. */
+PyObject *mt_raise(PyObject *error, mt_status st);
+/* 0, or -1 with TypeError or OverflowError. */
+int mt_arg_int (PyObject *o, int *out);
 int mt_arg_addr(PyObject *o, uintptr_t *out);
 
 /* kernels.c, torch_ops.c: functions of the module */
@@ -64,7 +66,7 @@ typedef struct mt_engine {
     int         n_adopted;
     int       (*views)[MT_PLANE_COUNT];   /* [n_views] living arrays of each unit's planes */
     int         n_views;
-    pthread_mutex_t door;    /* offload and update are entered by one thread at a time, GIL or not */
+    pthread_mutex_t door;    /* offload and update are entered by one thread at a time */
     int         door_made;
     int         busy;        /* calls that have let go of the GIL */
     int         closed;
@@ -90,7 +92,8 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exc
 
 /* Methods, by the noun they belong to. */
 #define MT_METHOD(name)   PyObject *mt_engine_##name(PyObject *self, PyObject *args)
-#define MT_FASTCALL(name) PyObject *mt_engine_##name(PyObject *self, PyObject *const *args, Py_ssize_t n)
+#define MT_FASTCALL(name) \
+    PyObject *mt_engine_##name(PyObject *self, PyObject *const *args, Py_ssize_t n)
 
 /* engine_store.c: store and ledger */
 PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw);

@@ -24,7 +24,8 @@ int mt_engine_unit(mt_engine *e, int unit)
 {
     if (unit >= 0 && unit < mt_store_units(e->store))
         return 0;
-    PyErr_Format(e->error, "unit %d: the store has units 0 to %d", unit, mt_store_units(e->store) - 1);
+    PyErr_Format(e->error, "unit %d: the store has units 0 to %d", unit,
+                 mt_store_units(e->store) - 1);
     return -1;
 }
 
@@ -65,7 +66,8 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle)
 
 /* ---- life ---- */
 
-static mt_status open_device(const char *device, int index, int delay_us, uint64_t seed, mt_dev **out)
+static mt_status open_device(const char *device, int index, int delay_us, uint64_t seed,
+                             mt_dev **out)
 {
     mt_dev   *dev = NULL;
     mt_status st;
@@ -244,7 +246,7 @@ static void engine_dealloc(PyObject *self)
 
 static PyMethodDef methods[] = {
     { "close", engine_close, METH_NOARGS,
-      "close($self)\n--\n\nStop the engine's threads. Arrays already given stay valid. Idempotent." },
+      "close($self)\n--\n\nStop the engine's threads. Arrays stay valid. Idempotent." },
 
     { "add_unit", KEYWORDS(mt_engine_add_unit), METH_VARARGS | METH_KEYWORDS,
       "add_unit($self, name, dtypes, numels, trainable)\n--\n\nThe new unit's number." },
@@ -253,18 +255,21 @@ static PyMethodDef methods[] = {
     { "hi_bytes", mt_engine_hi_bytes, METH_VARARGS,
       "hi_bytes($self, unit, /)\n--\n\nBytes of the unit's weights: what a slot must hold." },
     { "offset", mt_engine_offset, METH_VARARGS,
-      "offset($self, unit, param, /)\n--\n\nByte offset of the parameter in the unit and in a slot." },
+      "offset($self, unit, param, /)\n--\n\nByte offset in the unit's weights and in a slot." },
     { "plane", mt_engine_plane, METH_VARARGS,
-      "plane($self, unit, param, plane, /)\n--\n\nuint8 array over the parameter's bytes in a plane." },
+      "plane($self, unit, param, plane, /)\n--\n\n"
+      "uint8 array over the parameter's bytes in a plane." },
     { "drop", mt_engine_drop, METH_VARARGS,
-      "drop($self, unit, plane, /)\n--\n\nGive a plane's memory back; refused while an array shows it." },
+      "drop($self, unit, plane, /)\n--\n\n"
+      "Give a plane's memory back; refused while an array shows it." },
     { "host_bytes", KEYWORDS(mt_engine_host_bytes), METH_VARARGS | METH_KEYWORDS,
       "host_bytes($self, plane=-1)\n--\n\nHost bytes mapped: of one plane, or of all." },
 
     { "version", mt_engine_version, METH_VARARGS, "version($self, unit, /)\n--\n\n" },
     { "touch", mt_engine_touch, METH_VARARGS,
       "touch($self, unit, /)\n--\n\nThe unit's weights were written from outside." },
-    { "wait_updates", mt_engine_wait_updates, METH_VARARGS, "wait_updates($self, unit, /)\n--\n\n" },
+    { "wait_updates", mt_engine_wait_updates, METH_VARARGS,
+      "wait_updates($self, unit, /)\n--\n\n" },
     { "wait_grads", mt_engine_wait_grads, METH_VARARGS, "wait_grads($self, unit, /)\n--\n\n" },
     { "wait_fetch", mt_engine_wait_fetch, METH_VARARGS, "wait_fetch($self, unit, /)\n--\n\n" },
     { "check", mt_engine_check, METH_NOARGS,
@@ -276,7 +281,8 @@ static PyMethodDef methods[] = {
       "open_slots($self, slots, hooks, /)\n--\n\nslots: (address, bytes) of device memory." },
     { "begin", mt_engine_begin, METH_NOARGS, "begin($self)\n--\n\nA root forward starts." },
     { "acquire", KEYWORDS(mt_engine_acquire), METH_FASTCALL,
-      "acquire($self, unit, stream, /)\n--\n\nThe slot the unit is in; stream waits for the copy." },
+      "acquire($self, unit, stream, /)\n--\n\n"
+      "The slot the unit is in; stream waits for the copy." },
     { "kick", mt_engine_kick, METH_VARARGS,
       "kick($self, stream, /)\n--\n\nHand over the first fetches of the next forward." },
     { "find", KEYWORDS(mt_engine_find), METH_FASTCALL,

@@ -27,8 +27,9 @@ typedef struct adam_job {
 
 /* ---- on the updater's thread ---- */
 
-/* The gradient as memory: the caller's, else the fp32 sum of micro-batches, else the GRAD plane. */
-static mt_status gradient(const adam_job *j, const adam_param *p, const void **grad, mt_dtype *dtype)
+/* The gradient as memory: the caller's, else the fp32 sum of micro-batches, else GRAD. */
+static mt_status gradient(const adam_job *j, const adam_param *p, const void **grad,
+                          mt_dtype *dtype)
 {
     void     *plane;
     mt_status st;
@@ -116,15 +117,16 @@ static int hyper_ok(mt_engine *e, int unit, const adam_param *p)
 {
     const mt_param_desc *d = mt_store_desc(e->store, unit, p->param);
     float          none = 0;
-    mt_adam_tensor t = { .dtype = d->dtype, .hi = &none, .master = &none, .lo = (int16_t *)(void *)&none,
-                         .m = &none, .v = &none, .grad = &none, .hyper = p->hyper,
+    mt_adam_tensor t = { .dtype = d->dtype, .hi = &none, .master = &none,
+                         .lo = (int16_t *)(void *)&none, .m = &none, .v = &none, .grad = &none,
+                         .hyper = p->hyper,
                          .grad_dtype = p->grad == NULL ? d->dtype : p->grad_dtype };
     mt_status st = mt_adam_step(NULL, &t, 1, 1.0f, MT_ISA_SCALAR);
 
     if (st == MT_OK)
         return 0;
-    PyErr_Format(e->error, "unit %d (%s), parameter %d (%s): %s", unit, mt_store_name(e->store, unit),
-                 p->param, mt_dtype_name(d->dtype), mt_last_error());
+    PyErr_Format(e->error, "unit %d (%s), parameter %d (%s): %s", unit,
+                 mt_store_name(e->store, unit), p->param, mt_dtype_name(d->dtype), mt_last_error());
     return -1;
 }
 
@@ -135,8 +137,8 @@ static int param_of(mt_engine *e, int unit, PyObject *tuple, adam_param *out)
     unsigned long long address;
     int        grad_dtype;
 
-    if (!PyArg_ParseTuple(tuple, "idddddLpKip;an entry is (param, lr, beta1, beta2, eps, weight_decay, "
-                          "step, maximize, grad_address, grad_dtype, changed)",
+    if (!PyArg_ParseTuple(tuple, "idddddLpKip;an entry is (param, lr, beta1, beta2, eps, "
+                          "weight_decay, step, maximize, grad_address, grad_dtype, changed)",
                           &p.param, &p.hyper.lr, &p.hyper.beta1, &p.hyper.beta2, &p.hyper.eps,
                           &p.hyper.weight_decay, &step, &p.hyper.maximize, &address, &grad_dtype,
                           &p.changed))
@@ -254,7 +256,8 @@ PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)
     Py_DECREF(units);
     if (jobs == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, submit_alone(e, jobs, n, max_norm, &ticket));   /* the args are the updater's now */
+    /* From here on the updater owns the args, whatever comes back. */
+    MT_UNLOCKED(e, st, submit_alone(e, jobs, n, max_norm, &ticket));
     free(jobs);
     return st == MT_OK ? PyLong_FromUnsignedLongLong(ticket) : mt_raise(e->error, st);
 }

@@ -60,7 +60,8 @@ static mt_slot_desc *slot_descs(PyObject *slots)
     if (d == NULL)
         return (mt_slot_desc *)(void *)PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (!PyArg_ParseTuple(PyTuple_GetItem(slots, i), "Kn;a slot is (address, bytes)", &address, &bytes)) {
+        if (!PyArg_ParseTuple(PyTuple_GetItem(slots, i), "Kn;a slot is (address, bytes)", &address,
+                              &bytes)) {
             free(d);
             return NULL;
         }
@@ -263,15 +264,15 @@ static int item_at(mt_engine *e, int unit, PyObject *tuple, mt_grad_item *out)
     unsigned long long address;
     int                param, mode, reread;
 
-    if (!PyArg_ParseTuple(tuple, "iKip;an item is (param, address, mode, reread)", &param, &address,
-                          &mode, &reread))
+    if (!PyArg_ParseTuple(tuple, "iKip;an item is (param, address, mode, reread)", &param,
+                          &address, &mode, &reread))
         return -1;
     if (mt_engine_param(e, unit, param) < 0)
         return -1;
     if ((mode != MT_GRAD_SET && mode != MT_GRAD_ADD) || address == 0) {
-        PyErr_Format(e->error, "unit %d (%s), parameter %d: mode %d, address %llu; mode is 0 (set) or "
-                     "1 (add), and the address is not 0", unit, mt_store_name(e->store, unit), param,
-                     mode, address);
+        PyErr_Format(e->error, "unit %d (%s), parameter %d: mode %d, address %llu; mode is 0 (set) "
+                     "or 1 (add), and the address is not 0", unit, mt_store_name(e->store, unit),
+                     param, mode, address);
         return -1;
     }
     *out = (mt_grad_item){ .param = param, .src = (const void *)(uintptr_t)address,
@@ -334,7 +335,8 @@ PyObject *mt_engine_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
     if (e == NULL)
         return NULL;
     if (n != 3) {
-        PyErr_Format(PyExc_TypeError, "offload(unit, items, stream) takes 3 arguments, %zd given", n);
+        PyErr_Format(PyExc_TypeError, "offload(unit, items, stream) takes 3 arguments, %zd given",
+                     n);
         return NULL;
     }
     if (mt_arg_int(args[0], &unit) < 0 || mt_arg_addr(args[2], &handle) < 0)

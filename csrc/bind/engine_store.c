@@ -50,8 +50,8 @@ static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, Py
     mt_param_desc *d;
 
     if (PyTuple_Size(numels) != count || PyTuple_Size(trainable) != count || count > INT_MAX) {
-        PyErr_Format(e->error, "add_unit: %zd dtypes, %zd numels, %zd trainable; one of each per parameter",
-                     count, PyTuple_Size(numels), PyTuple_Size(trainable));
+        PyErr_Format(e->error, "add_unit: %zd dtypes, %zd numels, %zd trainable; one of each per "
+                     "parameter", count, PyTuple_Size(numels), PyTuple_Size(trainable));
         return NULL;
     }
     if ((d = calloc((size_t)count + 1, sizeof *d)) == NULL)
@@ -193,8 +193,9 @@ PyObject *mt_engine_drop(PyObject *self, PyObject *args)
     if (mt_engine_unit(e, unit) < 0 || plane_ok(e, plane) < 0)
         return NULL;
     if (e->views[unit][plane] > 0) {
-        PyErr_Format(e->error, "unit %d (%s): %d arrays still show plane %s; let go of them first", unit,
-                     mt_store_name(e->store, unit), e->views[unit][plane], mt_plane_name((mt_plane)plane));
+        PyErr_Format(e->error, "unit %d (%s): %d arrays still show plane %s; let go of them first",
+                     unit, mt_store_name(e->store, unit), e->views[unit][plane],
+                     mt_plane_name((mt_plane)plane));
         return NULL;
     }
     MT_UNLOCKED(e, st, drop_when_idle(e, unit, (mt_plane)plane));

@@ -30,11 +30,11 @@ static int tensor_of(PyObject *tuple, mt_adam_tensor *out)
     long long          n, step;
     unsigned long long hi, lo, master, m, v, grad;
 
-    if (!PyArg_ParseTuple(tuple, "iLKKKKKKidddddLp;a tensor is (dtype, n, hi, lo, master, m, v, grad, "
-                          "grad_dtype, lr, beta1, beta2, eps, weight_decay, step, maximize)",
-                          &dtype, &n, &hi, &lo, &master, &m, &v, &grad, &grad_dtype, &t.hyper.lr,
-                          &t.hyper.beta1, &t.hyper.beta2, &t.hyper.eps, &t.hyper.weight_decay, &step,
-                          &t.hyper.maximize))
+    if (!PyArg_ParseTuple(tuple, "iLKKKKKKidddddLp;a tensor is (dtype, n, hi, lo, master, m, v, "
+                          "grad, grad_dtype, lr, beta1, beta2, eps, weight_decay, step, maximize)",
+                          &dtype, &n, &hi, &lo, &master, &m, &v, &grad, &grad_dtype,
+                          &t.hyper.lr, &t.hyper.beta1, &t.hyper.beta2, &t.hyper.eps,
+                          &t.hyper.weight_decay, &step, &t.hyper.maximize))
         return -1;
     t.dtype = (mt_dtype)dtype;
     t.grad_dtype = (mt_dtype)grad_dtype;
@@ -72,7 +72,8 @@ static mt_adam_tensor *tensors_of(PyObject *sequence, int *n)
 }
 
 /* traffic: the memory's share of the step instead of the step. */
-static mt_status adam_run(const mt_adam_tensor *t, int n, float clip, int threads, int isa, int traffic)
+static mt_status adam_run(const mt_adam_tensor *t, int n, float clip, int threads, int isa,
+                          int traffic)
 {
     mt_pool  *pool = NULL;
     mt_status st;
@@ -114,7 +115,8 @@ static PyObject *py_adam_step(PyObject *module, PyObject *args, PyObject *kw)
     float        clip;
     int          threads, isa;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "Ofii:adam_step", names, &sequence, &clip, &threads, &isa))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "Ofii:adam_step", names, &sequence, &clip, &threads,
+                                     &isa))
         return NULL;
     return adam_call(module, sequence, clip, threads, isa, 0);
 }
@@ -125,7 +127,8 @@ static PyObject *py_adam_traffic(PyObject *module, PyObject *args, PyObject *kw)
     PyObject    *sequence;
     int          threads, isa;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "Oii:adam_traffic", names, &sequence, &threads, &isa))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "Oii:adam_traffic", names, &sequence, &threads,
+                                     &isa))
         return NULL;
     return adam_call(module, sequence, 1.0f, threads, isa, 1);
 }
@@ -175,7 +178,8 @@ static int planes_arg(PyObject *module, PyObject *args, const char *format, unsi
     if (!PyArg_ParseTuple(args, format, &a[0], &a[1], &a[2], n))
         return -1;
     if (*n < 0 || (*n > 0 && (a[0] == 0 || a[1] == 0 || a[2] == 0)))
-        st = MT_FAIL(MT_EINVAL, "%s: %lld elements at %#llx, %#llx, %#llx", format + 5, *n, a[0], a[1], a[2]);
+        st = MT_FAIL(MT_EINVAL, "%s: %lld elements at %#llx, %#llx, %#llx", format + 5, *n, a[0],
+                     a[1], a[2]);
     if (st != MT_OK)
         mt_raise(error_of(module), st);
     return st == MT_OK ? 0 : -1;
@@ -224,9 +228,12 @@ static PyObject *isas(void)
     PyObject *list = PyList_New(0);
 
     for (int i = 0; list != NULL && i < MT_ISA_COUNT; i++) {
-        PyObject *name = mt_isa_runs((mt_isa)i) ? PyUnicode_FromString(mt_isa_name((mt_isa)i)) : NULL;
+        PyObject *name;
 
-        if (name != NULL && PyList_Append(list, name) < 0)
+        if (!mt_isa_runs((mt_isa)i))
+            continue;
+        name = PyUnicode_FromString(mt_isa_name((mt_isa)i));
+        if (name == NULL || PyList_Append(list, name) < 0)
             Py_CLEAR(list);
         Py_XDECREF(name);
     }
@@ -245,20 +252,23 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
 
 PyMethodDef mt_kernel_methods[] = {
     { "build_info", py_build_info, METH_NOARGS,
-      "build_info()\n--\n\n{\"cuda\": bool, \"isa\": best, \"isas\": all that run here, \"cpus\": int}" },
+      "build_info()\n--\n\n"
+      "{\"cuda\": bool, \"isa\": best, \"isas\": all that run here, \"cpus\": int}" },
     { "isa_runs", py_isa_runs, METH_VARARGS, "isa_runs(isa, /)\n--\n\n" },
     { "adam_step", KEYWORDS(py_adam_step), METH_VARARGS | METH_KEYWORDS,
       "adam_step(tensors, clip, threads, isa)\n--\n\nAdamW on host addresses." },
     { "adam_traffic", KEYWORDS(py_adam_traffic), METH_VARARGS | METH_KEYWORDS,
       "adam_traffic(tensors, threads, isa)\n--\n\n"
-      "Reads and writes what adam_step does, with trivial arithmetic; the planes are garbage after." },
+      "Reads and writes what adam_step does; what it leaves in the planes has no meaning." },
     { "sumsq", KEYWORDS(py_sumsq), METH_VARARGS | METH_KEYWORDS,
-      "sumsq(dtype, address, n, threads=1)\n--\n\nSum of squares in fp64, in the order of ops/sumsq.h." },
+      "sumsq(dtype, address, n, threads=1)\n--\n\n"
+      "Sum of squares in fp64, in the order of ops/sumsq.h." },
     { "split_join", py_split_join, METH_VARARGS,
       "split_join(hi, lo, out, n, /)\n--\n\nfp32 values of split bf16 weights." },
     { "split_set", py_split_set, METH_VARARGS,
       "split_set(p, hi, lo, n, /)\n--\n\nSplit fp32 values into hi and lo." },
     { "register_ops", mt_py_register_ops, METH_NOARGS,
-      "register_ops()\n--\n\nRegister torch.ops.megatrain.*; torch must be imported. Idempotent." },
+      "register_ops()\n--\n\n"
+      "Register torch.ops.megatrain.*; torch must be imported. Idempotent." },
     { NULL, NULL, 0, NULL },
 };

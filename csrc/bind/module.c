@@ -11,8 +11,9 @@ static int add_constants(PyObject *module)
 
         number = PyLong_FromLong(plane < 0 ? i : plane);
         bad = number == NULL ||
-              (plane < 0 ? PyDict_SetItemString(dtypes, mt_dtype_name((mt_dtype)i), number)
-                         : PyDict_SetItemString(planes, mt_plane_name((mt_plane)plane), number)) < 0;
+              PyDict_SetItemString(plane < 0 ? dtypes : planes,
+                                   plane < 0 ? mt_dtype_name((mt_dtype)i)
+                                             : mt_plane_name((mt_plane)plane), number) < 0;
         Py_XDECREF(number);
     }
     bad = bad || PyModule_AddObjectRef(module, "DTYPES", dtypes) < 0 ||

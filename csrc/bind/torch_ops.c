@@ -69,13 +69,15 @@ static mt_status tensor_view(const op *o, int i, op_tensor *t)
     int32_t     dtype;
     bool        dense;
 
-    if (shim.aoti_torch_get_numel(t->handle, &t->n) || shim.aoti_torch_get_dtype(t->handle, &dtype) ||
+    if (shim.aoti_torch_get_numel(t->handle, &t->n) ||
+        shim.aoti_torch_get_dtype(t->handle, &dtype) ||
         shim.aoti_torch_get_device_type(t->handle, &t->device_type) ||
         shim.aoti_torch_get_device_index(t->handle, &t->device_index) ||
         shim.aoti_torch_is_contiguous(t->handle, &dense))
         return MT_FAIL(MT_EINVAL, "%s: argument %d is no ordinary tensor", o->name, i);
     if (!dense)
-        return MT_FAIL(MT_EINVAL, "%s: argument %d is not contiguous; pass x.contiguous()", o->name, i);
+        return MT_FAIL(MT_EINVAL, "%s: argument %d is not contiguous; pass x.contiguous()",
+                       o->name, i);
     /* Asking to write makes a lazy copy real; asking to read leaves it shared. */
     if (o->args[i] == 'T' ? shim.torch_get_const_data_ptr(t->handle, &read)
                           : shim.torch_get_mutable_data_ptr(t->handle, &t->data))
@@ -139,7 +141,7 @@ fail:
 }
 
 #ifdef MT_WITH_CUDA
-/* Chunk sums are torch's memory, freed at once: the allocator hands it out again in stream order. */
+/* Chunk sums are torch's memory, freed at once: it is handed out again in the stream's order. */
 static mt_status sumsq_on_stream(const op_tensor *x, void *sum)
 {
     AtenTensorHandle scratch;
@@ -148,7 +150,7 @@ static mt_status sumsq_on_stream(const op_tensor *x, void *sum)
     mt_status        st;
 
     if (shim.aoti_torch_get_current_cuda_stream(x->device_index, &stream))
-        return MT_FAIL(MT_EDEVICE, "sumsq: torch has no current stream on cuda:%d", x->device_index);
+        return MT_FAIL(MT_EDEVICE, "sumsq: no current stream on cuda:%d", x->device_index);
     MT_TRY(new_f64(x, x->n / MT_SUMSQ_CHUNK + 1, &scratch, &sums));
     error = mt__sumsq_cuda((uintptr_t)stream, (mt_dtype)x->dtype, x->data, x->n, sums, sum);
     shim.aoti_torch_delete_tensor_object(scratch);
@@ -190,8 +192,8 @@ static mt_status adamw_planes(const op_arg *a)
     int wanted[] = { hi->dtype, MT_I16, MT_F32, MT_F32, -1 };
 
     if (hi->dtype != MT_F32 && hi->dtype != MT_BF16)
-        return MT_FAIL(MT_EINVAL, "adamw_: hi must be float32 or bfloat16; for float16, which needs a "
-                       "master, use megatrain_torch.AdamW");
+        return MT_FAIL(MT_EINVAL, "adamw_: hi must be float32 or bfloat16; float16 needs a master: "
+                       "use megatrain_torch.AdamW");
     if ((hi->dtype == MT_BF16) != (a[1].t.handle != NULL))
         return MT_FAIL(MT_EINVAL, "adamw_: lo goes with a bfloat16 hi, and only with that");
     for (int i = 1; i < 5; i++) {
@@ -300,7 +302,8 @@ static void let_go(const op *o, op_arg *a)
             shim.aoti_torch_delete_tensor_object(a[i].t.handle);
 }
 
-static void box(const op *o, op_kernel kernel, StableIValue *stack, uint64_t n_args, uint64_t n_returns)
+static void box(const op *o, op_kernel kernel, StableIValue *stack, uint64_t n_args,
+                uint64_t n_returns)
 {
     op_arg       a[MAX_ARGS];
     StableIValue result = 0;
@@ -308,7 +311,7 @@ static void box(const op *o, op_kernel kernel, StableIValue *stack, uint64_t n_a
 
     /* torch counts what its schema says; a mismatch is a wrong table, and the stack is not ours. */
     if (n_args != strlen(o->args) || n_returns > 1)
-        shim.aoti_torch_check(false, o->name, __FILE__, __LINE__, "the schema and the kernel's arguments differ");
+        shim.aoti_torch_check(false, o->name, __FILE__, __LINE__, "schema and kernel differ");
     unpack(o, stack, a);
     st = view_all(o, a);
     if (st == MT_OK)
@@ -370,7 +373,7 @@ typedef struct registration {
 static mt_status define_ops(TorchLibraryHandle *library)
 {
     if (shim.aoti_torch_library_init_def("megatrain", __FILE__, __LINE__, library))
-        return MT_FAIL(MT_ESTATE, "torch refused the library \"megatrain\": is another one loaded?");
+        return MT_FAIL(MT_ESTATE, "torch refused the library \"megatrain\": is another loaded?");
 #define DEFINE(name, args, schema)                              \
     if (shim.aoti_torch_library_def(*library, schema))          \
         return MT_FAIL(MT_ESTATE, "torch refused the schema %s", schema);
@@ -379,7 +382,8 @@ static mt_status define_ops(TorchLibraryHandle *library)
     return MT_OK;
 }
 
-static mt_status implement_ops(const char *key, const registration *ops, TorchLibraryHandle *library)
+static mt_status implement_ops(const char *key, const registration *ops,
+                               TorchLibraryHandle *library)
 {
     if (shim.aoti_torch_library_init_impl("megatrain", key, __FILE__, __LINE__, library))
         return MT_FAIL(MT_ESTATE, "torch refused kernels for %s", key);

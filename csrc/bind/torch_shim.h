@@ -20,7 +20,7 @@ typedef struct AtenTensorOpaque  *AtenTensorHandle;
 typedef struct TorchLibraryOpaque *TorchLibraryHandle;
 typedef struct CUDAGuardOpaque   *CUDAGuardHandle;
 typedef uint64_t StableIValue;
-typedef int32_t  AOTITorchError;      /* 0: ok. The text is printed by torch, not kept, before 2.13. */
+typedef int32_t  AOTITorchError;      /* 0: ok */
 #endif
 
 typedef void (*mt_boxed_fn)(StableIValue *stack, uint64_t n_args, uint64_t n_returns);
@@ -34,7 +34,8 @@ typedef void (*mt_boxed_fn)(StableIValue *stack, uint64_t n_args, uint64_t n_ret
     X(AOTITorchError, aoti_torch_library_init_impl,                                               \
       (const char *, const char *, const char *, uint32_t, TorchLibraryHandle *))                 \
     X(AOTITorchError, aoti_torch_library_def, (TorchLibraryHandle, const char *))                 \
-    X(AOTITorchError, torch_library_impl, (TorchLibraryHandle, const char *, mt_boxed_fn, uint64_t)) \
+    X(AOTITorchError, torch_library_impl,                                                         \
+      (TorchLibraryHandle, const char *, mt_boxed_fn, uint64_t))                                  \
     X(AOTITorchError, aoti_torch_delete_library_object, (TorchLibraryHandle))                     \
     X(AOTITorchError, aoti_torch_delete_tensor_object, (AtenTensorHandle))                        \
     X(AOTITorchError, aoti_torch_empty_strided,                                                   \
