@@ -15,6 +15,7 @@
 #define MT_CHECK_H
 
 #include "../../csrc/core/status.h"
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,6 +33,7 @@ typedef struct check_test {
 
 static atomic_int check_failures;       /* in the test that runs, any thread */
 static int        check_skipped;        /* 1: the test that runs gave up; its own thread */
+static const char *check_name;          /* of the test that runs; its own thread */
 
 static inline int check_said(int ok)
 {
@@ -91,16 +93,29 @@ static inline int check_wanted(const char *name, int argc, char **argv)
     return argc < 2;
 }
 
+static inline void check_hung(int signal_number)
+{
+    static const char said[] = "HUNG ";
+
+    (void)signal_number;
+    (void)!write(2, said, sizeof said - 1);
+    (void)!write(2, check_name, strlen(check_name));
+    (void)!write(2, "\n", 1);
+    _exit(1);
+}
+
 static inline int check_main(const check_test *tests, int argc, char **argv)
 {
     int         passed = 0, failed = 0, skipped = 0;
     const char *slash = strrchr(argv[0], '/');
 
+    (void)signal(SIGALRM, check_hung);
     for (const check_test *t = tests; t->name != NULL; t++) {
         if (!check_wanted(t->name, argc, argv))
             continue;
         atomic_store(&check_failures, 0);
         check_skipped = 0;
+        check_name = t->name;
         (void)alarm(CHECK_SECONDS);
         t->run();
         if (atomic_load(&check_failures) != 0) {
