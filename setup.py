@@ -40,6 +40,11 @@ FILE_FLAGS = {
 }
 CUDA_ARCHES = (80, 90, 100, 120)  # machine code, for those that nvcc knows; PTX of 90 besides
 PTX_ARCH = 90
+INSTALLED = [  # where toolkits lie when nothing says so
+    Path("/usr/local/cuda"),
+    *sorted(Path("/usr/local").glob("cuda-*"), reverse=True),
+    Path("/opt/cuda"),
+]
 X86_ONLY = {"csrc/optim/adam_avx2.c", "csrc/optim/adam_avx512.c"}
 
 
@@ -70,8 +75,7 @@ def toolkit_roots() -> list[Path]:
     if nvcc := shutil.which("nvcc"):
         roots += [top for top in [nvcc_top(nvcc)] if top]
         roots.append(Path(nvcc).resolve().parents[1])
-    numbered = sorted(Path("/usr/local").glob("cuda-*"), reverse=True)
-    return [*roots, Path("/usr/local/cuda"), *numbered, Path("/opt/cuda")]
+    return roots + INSTALLED
 
 
 def toolkit_at(root: Path) -> Toolkit | None:

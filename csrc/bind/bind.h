@@ -39,6 +39,7 @@ PyObject *mt_raise(PyObject *error, mt_status st);
 /* 0, or -1 with TypeError or OverflowError. */
 int mt_arg_int (PyObject *o, int *out);
 int mt_arg_addr(PyObject *o, uintptr_t *out);
+int mt_arg_tuple(PyObject *o);           /* PyArg_ParseTuple takes nothing else */
 
 /* kernels.c, torch_ops.c: functions of the module */
 extern PyMethodDef mt_kernel_methods[];

@@ -137,7 +137,8 @@ static int param_of(mt_engine *e, int unit, PyObject *tuple, adam_param *out)
     unsigned long long address;
     int        grad_dtype;
 
-    if (!PyArg_ParseTuple(tuple, "idddddLpKip;an entry is (param, lr, beta1, beta2, eps, "
+    if (mt_arg_tuple(tuple) < 0 ||
+        !PyArg_ParseTuple(tuple, "idddddLpKip;an entry is (param, lr, beta1, beta2, eps, "
                           "weight_decay, step, maximize, grad_address, grad_dtype, changed)",
                           &p.param, &p.hyper.lr, &p.hyper.beta1, &p.hyper.beta2, &p.hyper.eps,
                           &p.hyper.weight_decay, &step, &p.hyper.maximize, &address, &grad_dtype,
@@ -194,7 +195,8 @@ static int update_of(mt_engine *e, PyObject *item, mt_update_job *out)
     adam_job *j;
     int       unit;
 
-    if (!PyArg_ParseTuple(item, "iO;a unit is (unit, entries)", &unit, &sequence) ||
+    if (mt_arg_tuple(item) < 0 ||
+        !PyArg_ParseTuple(item, "iO;a unit is (unit, entries)", &unit, &sequence) ||
         mt_engine_unit(e, unit) < 0 || (entries = PySequence_Tuple(sequence)) == NULL)
         return -1;
     j = job_of(e, unit, entries);

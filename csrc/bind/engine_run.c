@@ -9,9 +9,13 @@
 static int hook_held(void *ctx, int slot)
 {
     mt_engine *e = ctx;
-    PyObject  *answer = e->held == NULL ? NULL : PyObject_CallFunction(e->held, "i", slot);
-    int        held = answer == NULL ? -1 : PyObject_IsTrue(answer);
+    PyObject  *answer;
+    int        held;
 
+    if (PyErr_Occurred())                /* asked again after a hook raised: Python is not called */
+        return 1;
+    answer = e->held == NULL ? NULL : PyObject_CallFunction(e->held, "i", slot);
+    held = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     return held != 0;                    /* raised: "held", so that renew is asked, which fails */
 }
@@ -60,7 +64,10 @@ static mt_slot_desc *slot_descs(PyObject *slots)
     if (d == NULL)
         return (mt_slot_desc *)(void *)PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (!PyArg_ParseTuple(PyTuple_GetItem(slots, i), "Kn;a slot is (address, bytes)", &address,
+        PyObject *pair = PyTuple_GetItem(slots, i);
+
+        if (mt_arg_tuple(pair) < 0 ||
+            !PyArg_ParseTuple(pair, "Kn;a slot is (address, bytes)", &address,
                               &bytes)) {
             free(d);
             return NULL;
@@ -264,7 +271,8 @@ static int item_at(mt_engine *e, int unit, PyObject *tuple, mt_grad_item *out)
     unsigned long long address;
     int                param, mode, reread;
 
-    if (!PyArg_ParseTuple(tuple, "iKip;an item is (param, address, mode, reread)", &param,
+    if (mt_arg_tuple(tuple) < 0 ||
+        !PyArg_ParseTuple(tuple, "iKip;an item is (param, address, mode, reread)", &param,
                           &address, &mode, &reread))
         return -1;
     if (mt_engine_param(e, unit, param) < 0)

@@ -42,3 +42,11 @@ int mt_arg_addr(PyObject *o, uintptr_t *out)
     *out = (uintptr_t)v;
     return 0;
 }
+
+int mt_arg_tuple(PyObject *o)
+{
+    if (PyTuple_Check(o))
+        return 0;
+    PyErr_Format(PyExc_TypeError, "a tuple is expected, not %R", (PyObject *)Py_TYPE(o));
+    return -1;
+}

@@ -30,7 +30,8 @@ static int tensor_of(PyObject *tuple, mt_adam_tensor *out)
     long long          n, step;
     unsigned long long hi, lo, master, m, v, grad;
 
-    if (!PyArg_ParseTuple(tuple, "iLKKKKKKidddddLp;a tensor is (dtype, n, hi, lo, master, m, v, "
+    if (mt_arg_tuple(tuple) < 0 ||
+        !PyArg_ParseTuple(tuple, "iLKKKKKKidddddLp;a tensor is (dtype, n, hi, lo, master, m, v, "
                           "grad, grad_dtype, lr, beta1, beta2, eps, weight_decay, step, maximize)",
                           &dtype, &n, &hi, &lo, &master, &m, &v, &grad, &grad_dtype,
                           &t.hyper.lr, &t.hyper.beta1, &t.hyper.beta2, &t.hyper.eps,
