@@ -524,7 +524,8 @@ EDGE_TEST(updated, MT_EDGE_UPDATED)
 
 /* One unit each; run counts, and notes the order and the clip factor. */
 typedef struct probe {
-    int        runs, frees;
+    atomic_int runs;
+    int        frees;
     float      clip;
     int        fail;             /* run says MT_EDEVICE */
     double     own_sum;          /* >= 0: the job's own sum of squares for parameter 0 */
@@ -741,6 +742,30 @@ static void a_failing_job_ends_all_and_is_told_to_everyone(void)
     engine_close(&e);
 }
 
+static void an_update_waits_for_copies_of_the_weights(void)
+{
+    static engine   e;
+    const float     value[UNITS] = { 1, 1, 1, 1, 1 };
+    struct timespec nap = { 0, 5000000 };
+    probe           probes[UNITS];
+    uint64_t        ticket = 0, version = 0;
+    int             done;
+
+    engine_open(&e, &(config){ .seed = 1 });
+    probes_start(probes);
+    put_values(&e, value);
+    CHECK_OK(mt_ledger_fetch_begin(e.t.store, 1, &version));     /* a mover about to copy */
+    CHECK_OK(submit_probes(&e, probes, 1.0, &ticket));
+    CHECK_OK(mt_ledger_wait_updates(e.t.store, 0));
+    nanosleep(&nap, NULL);
+    done = atomic_load(&probes[1].runs);
+    CHECK_EQ(done, 0);
+    CHECK_OK(mt_ledger_fetching(e.t.store, 1, e.t.run));
+    CHECK_OK(mt_update_drain(e.u));
+    CHECK_EQ(probes[1].runs, 1);
+    engine_close(&e);
+}
+
 static void close_finishes_what_was_submitted(void)
 {
     static engine e;
@@ -892,7 +917,8 @@ static void every_failing_device_call_ends_all_and_frees_everything(void)
     X(a_gradient_that_is_not_finite_skips_all_when_clipping) \
     X(a_gradient_that_is_not_finite_skips_its_unit_otherwise) \
     X(clipping_without_a_sum_is_a_fault_that_says_so) \
-    X(a_failing_job_ends_all_and_is_told_to_everyone) X(close_finishes_what_was_submitted) \
+    X(a_failing_job_ends_all_and_is_told_to_everyone) \
+    X(an_update_waits_for_copies_of_the_weights) X(close_finishes_what_was_submitted) \
     X(results_of_the_last_submits_are_kept) X(submit_refuses_a_unit_that_is_not_there) \
     X(every_failing_device_call_ends_all_and_frees_everything)
 CHECK_MAIN(TESTS)

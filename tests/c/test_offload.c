@@ -281,6 +281,21 @@ static void many_hand_overs_in_flight_all_count(void)
     rig_close(&r);
 }
 
+/* Sets do not wait for the collector, so the line fills up. A lap of it per unit. */
+static void a_full_line_makes_put_wait(void)
+{
+    rig       r;
+    const int lap = 64 + DEPTH;
+
+    rig_open(&r, MT_F32, 7, 40);
+    fill(&r, MT_F32, 1.0f);
+    for (int i = 0; i < UNITS * lap; i++)
+        (void)put(&r, i / lap, MT_GRAD_SET, 0);
+    CHECK_OK(mt_offload_drain(r.o));
+    CHECK_EQ(mt_offload_passed(r.o), UNITS * lap);
+    rig_close(&r);
+}
+
 /* ---- edges with the host ---------------------------------------------------------------------- */
 
 static void sources_pass_depth_tickets_later_or_when_home(void)
@@ -441,6 +456,7 @@ static void every_failing_device_call_frees_everything(void)
     X(micro_batches_add_up_in_fp32) X(bf16_micro_batches_add_up_in_fp32) \
     X(acc_starts_from_grad_after_reread_and_forget) X(an_add_before_any_set_adds_to_the_plane) \
     X(hand_overs_of_one_unit_keep_their_order) X(many_hand_overs_in_flight_all_count) \
+    X(a_full_line_makes_put_wait) \
     X(sources_pass_depth_tickets_later_or_when_home) \
     X(put_waits_for_the_update_that_reads_the_plane) X(sync_returns_when_all_is_home) \
     X(refusals_name_the_unit_and_change_nothing) X(every_failing_device_call_frees_everything)

@@ -260,6 +260,28 @@ static void a_longer_order_met_before_is_recognised_on_the_way(void)
     rig_close(&r);
 }
 
+/* The other way round is in force, the forward's own schedule is found first, and the long one
+ * when backward begins. */
+static void a_kept_schedule_is_taken_up_in_mid_step(void)
+{
+    rig     r;
+    int64_t demanded;
+
+    rig_open(&r, 3, 0, 0);
+    forward(&r);
+    forward(&r);
+    backward(&r);
+    CHECK_OK(mt_stream_begin(r.s));
+    for (int u = UNITS - 1; u >= 0; u--)
+        visit(&r, u);
+    forward(&r);
+    CHECK_EQ(mt_stream_stats_get(r.s).rebuilds, 3);
+    demanded = mt_stream_stats_get(r.s).demand_fetches;
+    backward(&r);
+    CHECK(mt_stream_stats_get(r.s).demand_fetches <= demanded + 1);
+    rig_close(&r);
+}
+
 static void consecutive_acquires_of_a_unit_are_one_compute(void)
 {
     rig                r;
@@ -449,6 +471,24 @@ static void demand_spares_a_held_slot(void)
     rig_close(&r);
 }
 
+static void demand_takes_the_slot_not_used_for_longest(void)
+{
+    rig     r;
+    int64_t fetches;
+
+    rig_open(&r, 3, 0, 0);
+    visit(&r, 0);
+    visit(&r, 1);
+    visit(&r, 2);
+    visit(&r, 0);
+    visit(&r, 3);                           /* takes 1's */
+    fetches = mt_stream_stats_get(r.s).fetches;
+    visit(&r, 0);
+    visit(&r, 2);
+    CHECK_EQ(mt_stream_stats_get(r.s).fetches, fetches);
+    rig_close(&r);
+}
+
 static void prefetch_never_takes_the_slot_just_given_out(void)
 {
     rig r;
@@ -582,6 +622,87 @@ static void an_update_waits_for_a_copy_announced_before_it(void)
     rig_close(&r);
 }
 
+/* A device whose copies do what the test says first, on the mover's thread: between its look at
+ * the version and the copy. */
+static struct spy {
+    mt_dev_ops        ops;
+    const mt_dev_ops *under;
+    rig              *r;
+    void            (*once)(struct spy *spy);    /* before the next copy; then NULL */
+    mt_status         st;                        /* of that copy, if not OK */
+    pthread_t         waiter;
+    mt_status         waited;
+} spy;
+
+static mt_status spy_copy(mt_queue *q, void *dst, const void *src, size_t bytes)
+{
+    void    (*once)(struct spy *) = spy.once;
+    mt_status st = spy.st;
+
+    spy.once = NULL;
+    spy.st = MT_OK;
+    if (once != NULL)
+        once(&spy);
+    return st != MT_OK ? MT_FAIL(st, "the spy's copy failed") : spy.under->copy(q, dst, src, bytes);
+}
+
+static void spy_on(rig *r, void (*once)(struct spy *), mt_status st)
+{
+    spy = (struct spy){ .ops = *r->t.dev->ops, .under = r->t.dev->ops, .r = r, .once = once, .st = st };
+    spy.ops.copy = spy_copy;
+    r->t.dev->ops = &spy.ops;
+}
+
+static void spy_announces(struct spy *w)
+{
+    mt_ledger_update_begin(w->r->t.store, 0);
+}
+
+static void a_copy_older_than_an_update_is_known_as_such(void)
+{
+    rig    r;
+    writer w = { &r, 0, 77.0f };
+
+    rig_open(&r, 2, 0, 0);
+    spy_on(&r, spy_announces, MT_OK);
+    visit(&r, 0);
+    (void)writer_main(&w);
+    visit(&r, 0);
+    rig_close(&r);
+}
+
+static void *spy_waits(void *arg)
+{
+    struct spy *w = arg;
+
+    w->waited = mt_ledger_wait_fetch(w->r->t.store, 0);
+    return NULL;
+}
+
+static void spy_starts_a_waiter(struct spy *w)
+{
+    struct timespec nap = { 0, 5000000 };
+
+    REQUIRE(pthread_create(&w->waiter, NULL, spy_waits, w) == 0);
+    nanosleep(&nap, NULL);
+}
+
+static void a_writer_hears_of_a_failed_copy_and_does_not_write(void)
+{
+    rig   r;
+    int   k = -1;
+    void *mem = NULL;
+
+    rig_open(&r, 2, 0, 0);
+    spy_on(&r, spy_starts_a_waiter, MT_EDEVICE);
+    CHECK_OK(mt_stream_acquire(r.s, 0, r.t.run, &k, &mem));
+    CHECK_EQ(mt_stream_await(r.s, k, r.t.run), MT_EDEVICE);
+    CHECK_HAS(mt_last_error(), "the spy's copy failed");
+    pthread_join(spy.waiter, NULL);
+    CHECK_EQ(spy.waited, MT_EDEVICE);
+    rig_close(&r);
+}
+
 static void a_workers_fault_ends_await_and_acquire(void)
 {
     rig   r;
@@ -668,6 +789,27 @@ static void every_failing_device_call_frees_everything(void)
 
 /* ---- the course, without bytes ------------------------------------------------------------------ */
 
+static void a_unit_stays_elsewhere_only_if_nothing_is_fetched_over_it(void)
+{
+    static const size_t unit_bytes[3] = { 1, 1, 1 }, slot_bytes[2] = { 1, 1 };
+    mt__course          c;
+    int64_t             from, step;
+
+    mt__course_open(&c);
+    for (int u = 0; u < 3; u++)
+        CHECK_OK(mt__course_compute(&c, u, &from, &step));
+    CHECK_OK(mt__course_begin(&c, unit_bytes, 3, slot_bytes, 2));
+    /* fetch 0 -> 0, fetch 1 -> 1, compute 0, release 0, fetch 2 -> 0, compute 1, compute 2 */
+    REQUIRE(mt__course_schedule(&c)->steps[4].kind == MT_FETCH);
+    CHECK_EQ(mt__course_keeps(&c, 0, 1), 0);
+    CHECK_EQ(mt__course_keeps(&c, 1, 0), 0);
+    CHECK_EQ(mt__course_keeps(&c, 4, 1), 1);
+    CHECK_EQ(mt__course_wants(&c, 0, 2), 1);
+    CHECK_EQ(mt__course_wants(&c, 0, 5), 0);         /* 0 is done, and 2 is fetched over it */
+    CHECK_EQ(mt__course_wants(&c, 2, 2), 0);         /* no FETCH */
+    mt__course_close(&c);
+}
+
 static void a_fifth_order_replaces_the_oldest(void)
 {
     static const size_t unit_bytes[6] = { 1, 1, 1, 1, 1, 1 }, slot_bytes[2] = { 1, 1 };
@@ -695,13 +837,17 @@ static void a_fifth_order_replaces_the_oldest(void)
     X(forwards_alone_run_without_demands_in_the_steady_state) \
     X(a_forward_without_backward_builds_nothing_anew) \
     X(a_longer_order_met_before_is_recognised_on_the_way) \
+    X(a_kept_schedule_is_taken_up_in_mid_step) \
     X(consecutive_acquires_of_a_unit_are_one_compute) X(kick_asks_for_the_start_of_the_next_step) \
     X(kick_in_the_middle_of_a_step_takes_no_slot_away) X(sync_fetches_nothing_ahead) \
     X(any_order_is_right) X(a_unit_left_out_does_not_stop_the_prefetch) \
     X(a_written_unit_is_fetched_again) X(find_names_slot_unit_and_offset) \
-    X(a_held_slot_keeps_its_bytes_and_gets_other_memory) X(demand_spares_a_held_slot) \
+    X(demand_takes_the_slot_not_used_for_longest) X(a_held_slot_keeps_its_bytes_and_gets_other_memory) X(demand_spares_a_held_slot) \
     X(prefetch_never_takes_the_slot_just_given_out) X(a_fetch_waits_for_the_update_under_way) \
     X(a_copy_that_an_update_overtook_is_fetched_again) X(an_update_waits_for_a_copy_announced_before_it) \
+    X(a_copy_older_than_an_update_is_known_as_such) \
+    X(a_writer_hears_of_a_failed_copy_and_does_not_write) \
     X(a_workers_fault_ends_await_and_acquire) \
-    X(every_failing_device_call_frees_everything) X(a_fifth_order_replaces_the_oldest)
+    X(every_failing_device_call_frees_everything) X(a_fifth_order_replaces_the_oldest) \
+    X(a_unit_stays_elsewhere_only_if_nothing_is_fetched_over_it)
 CHECK_MAIN(TESTS)
