@@ -494,7 +494,7 @@ def layer_that_calls_the_next_layer(t: Trial) -> None:
     class Nest(Block):
         def forward(self, x: Tensor) -> Tensor:
             if self.inner:
-                x = x + 0.5 * self.inner[0](self.norm1(x))
+                x = x + 0.5 * self.inner[0](x.tanh())
             return super().forward(x)
 
     def build() -> nn.Module:
@@ -546,9 +546,17 @@ def two_forwards_before_two_backwards(t: Trial) -> None:
 
 @situation
 def one_loss_of_two_calls(t: Trial) -> None:
-    """Siamese: both calls' gradients meet in one backward."""
-    t.train(t.stream(made()), batch,
-            lambda m, x: lm_loss(m, x) + (m(x) - m(x.flip(0))).square().mean())
+    """Siamese: three calls' gradients meet in one backward, twice, before the optimizer's step."""
+    model = t.stream(made())
+    opt = t.default_optimizer(model)
+    for step in range(3):
+        for micro in range(2):
+            x = t.batch(batch(2 * step + micro))
+            (lm_loss(model, x) + (model(x) - model(x.flip(0))).square().mean()).backward()
+            t.note_grads(f"step {step}, micro-batch {micro}", model)
+        opt.step()
+        opt.zero_grad()
+    t.note_state("at the end", model)
 
 
 @situation
