@@ -48,7 +48,7 @@ mt_status mt__course_offload(mt__course *c, int unit);
 const mt_schedule *mt__course_schedule(const mt__course *c);     /* in force; NULL: none */
 /* No COMPUTE is left. */
 int mt__course_over(const mt__course *c);
-/* Step i is a FETCH, and what it brings is used at or after step `now`, and not fetched over before. */
+/* Step i is a FETCH, and what it brings is used at or after step `now`, not fetched over before. */
 int mt__course_wants(const mt__course *c, int64_t i, int64_t now);
 /* A copy of FETCH i's unit that is in `slot` stays there until the COMPUTE that FETCH i is for. */
 int mt__course_keeps(const mt__course *c, int64_t i, int slot);

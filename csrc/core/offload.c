@@ -49,7 +49,7 @@ enum { COUNTED = 1, SUMMED = 2 };
 
 /* What is known of a unit's gradients. */
 typedef struct tally {
-    double        *sum;      /* [n_params] registered pages; d2h writes (SET), the collector (ADD) */
+    double        *sum;      /* [n_params] registered; d2h writes (SET), the collector (ADD) */
     unsigned char *flags;    /* [n_params] COUNTED: sum is taken or on its way; SUMMED: ACC has
                               * the sum. Under mu */
     int            adds;     /* tickets with an ADD that are not home. Under mu */
@@ -71,12 +71,12 @@ struct mt_offload {
     pthread_mutex_t    mu;
     pthread_cond_t     more;         /* the collector waits: put grew, or stop */
     pthread_cond_t     came;         /* others wait: home grew */
-    tally            **tally;        /* [n_tally] by unit; the table moves: under mu. A tally stays */
+    tally            **tally;        /* by unit; the table moves, under mu; a tally stays */
     int                n_tally;
     uint64_t           put;          /* latest ticket; putting thread, under mu */
     uint64_t           home;         /* latest ticket the collector is done with; under mu */
     uint64_t           landed;       /* latest whose copies it saw end; stays at a failure. mu */
-    uint64_t           waited_for;   /* latest ticket that run waits for; putting thread, under mu */
+    uint64_t           waited_for;   /* latest ticket run waits for; putting thread, under mu */
     uint64_t           d2h_bytes;    /* mu */
     mt_debug           debug;        /* mu */
     int                stop;         /* mu */
@@ -84,7 +84,7 @@ struct mt_offload {
     int                collector_runs;
 };
 
-/* ---- the collector ------------------------------------------------------------------------ */
+/* ---- the collector ---------------------------------------------------------------------- */
 
 static ticket *ticket_at(mt_offload *o, uint64_t t)
 {
@@ -151,7 +151,7 @@ static void wait_home(mt_offload *o, uint64_t t)
     pthread_mutex_unlock(&o->mu);
 }
 
-/* ---- host memory that the device writes ---------------------------------------------------- */
+/* ---- host memory that the device writes ------------------------------------------------- */
 
 static mt_status pages_open(mt_offload *o, size_t bytes, const char *what, void **out)
 {
@@ -266,7 +266,7 @@ fail:
     return st;
 }
 
-/* ---- open and close ------------------------------------------------------------------------- */
+/* ---- open and close --------------------------------------------------------------------- */
 
 static mt_status ring_open(mt_offload *o)
 {
@@ -346,7 +346,7 @@ void mt_offload_close(mt_offload *o)
     free(o);
 }
 
-/* ---- put: first everything that can be refused, then the queue ------------------------------ */
+/* ---- put: first everything that can be refused, then the queue -------------------------- */
 
 static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
 {
@@ -572,7 +572,7 @@ fail:
     return st;
 }
 
-/* ---- asking -------------------------------------------------------------------------------- */
+/* ---- asking ----------------------------------------------------------------------------- */
 
 uint64_t mt_offload_passed(mt_offload *o)
 {

@@ -1,7 +1,7 @@
 /* offload.h — brings gradients home: device to host, measured and summed on the way.
  *
- *     mt_offload_put(o, unit, items, n, run, &ticket);   // at the unit's hand-over; returns at once
- *     mt_offload_passed(o);                              // sources of tickets up to here may be freed
+ *     mt_offload_put(o, unit, items, n, run, &ticket);   // at the hand-over; returns at once
+ *     mt_offload_passed(o);                              // sources up to this ticket may be freed
  *     mt_ledger_wait_grads(store, unit);                 // host: they are whole
  *
  * For each item the D2H queue first takes the sum of squares on the device (fixed order: see
@@ -28,7 +28,7 @@ typedef enum mt_grad_mode { MT_GRAD_SET, MT_GRAD_ADD } mt_grad_mode;
 
 typedef struct mt_grad_item {
     int          param;
-    const void  *src;        /* device, dense, the parameter's dtype and numel; lives until passed */
+    const void  *src;        /* device, dense, of the parameter's dtype and numel; until passed */
     mt_grad_mode mode;
     /* ADD to a 16-bit parameter: 1 when its GRAD plane was changed by the user since (its value
      * counts, not ACC's). First ADD after a SET starts ACC from the GRAD plane in any case. */
@@ -36,12 +36,13 @@ typedef struct mt_grad_item {
 } mt_grad_item;
 
 /* Put "sum of squares of src[0..n) into *out" in q. out: host memory that q can write. */
-typedef mt_status (*mt_sumsq_fn)(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n, double *out);
+typedef mt_status (*mt_sumsq_fn)(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n,
+                                 double *out);
 /* Host, on the pool: acc (fp32; NULL: the sum lives in grad, which is fp32 or fp64) and grad get
  * the sum of themselves and add; `from_grad`: start from grad's value instead of acc's.
  * *sumsq: of what the optimizer will use: the new acc where there is one, else the new grad. */
-typedef void (*mt_accumulate_fn)(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,
-                                 int64_t n, int from_grad, double *sumsq);
+typedef void (*mt_accumulate_fn)(mt_pool *pool, mt_dtype dt, float *acc, void *grad,
+                                 const void *add, int64_t n, int from_grad, double *sumsq);
 
 typedef struct mt_offload_kernels {
     mt_sumsq_fn      sumsq;

@@ -73,7 +73,7 @@ struct mt_stream {
     pthread_mutex_t mu;
     pthread_cond_t  work;             /* the mover waits: line not empty, or stop */
     pthread_cond_t  moved;            /* await waits: issued grew, or failed */
-    int            *line;             /* [n_slots] slots asked for and not taken, oldest first. mu */
+    int            *line;             /* [n_slots] asked for and not taken, oldest first. mu */
     int             n_line;           /* mu */
     int             stop, failed;     /* mu. failed: the ledger has the fault */
     mt_stream_stats stats;            /* mu */
@@ -280,7 +280,7 @@ void mt_stream_close(mt_stream *s)
     free(s);
 }
 
-/* ---- asking for copies: the acquiring thread ---------------------------------------------- */
+/* ---- asking for copies: the acquiring thread -------------------------------------------- */
 
 /* Under mu. Where slot k is in line; -1: it is not. */
 static int place_in_line(const mt_stream *s, int k)
@@ -324,7 +324,7 @@ static int held(const mt_stream *s, int k)
     return s->hooks.held != NULL && s->hooks.held(s->hooks.ctx, k);
 }
 
-/* Under mu. Slot k's request, if the mover has not taken it, leaves the line: the slot holds nothing. */
+/* Under mu. Slot k's request, if the mover has not taken it, leaves the line: k holds nothing. */
 static void withdraw(mt_stream *s, int k)
 {
     int place = place_in_line(s, k);
@@ -426,7 +426,7 @@ fail:
     return st;
 }
 
-/* ---- following the schedule: the acquiring thread ----------------------------------------- */
+/* ---- following the schedule: the acquiring thread --------------------------------------- */
 
 /* Carries out FETCH i, unless the unit is there already: in that slot, or in another that stays
  * as it is until the unit is used. */
@@ -572,7 +572,7 @@ fail:
     return st;
 }
 
-/* ---- waiting ------------------------------------------------------------------------------ */
+/* ---- waiting ---------------------------------------------------------------------------- */
 
 static uint64_t now_ns(void)
 {
@@ -622,7 +622,7 @@ fail:
     return st;
 }
 
-/* ---- looking in ---------------------------------------------------------------------------- */
+/* ---- looking in ------------------------------------------------------------------------- */
 
 int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset)
 {

@@ -6,7 +6,7 @@
  * met: an update still under way is waited for by the mover, not by the computing thread.
  *
  *     mt_stream_begin(s);                               // a root forward starts
- *     mt_stream_acquire(s, unit, run, &slot, &mem);     // may hand FETCHes to the mover; never blocks
+ *     mt_stream_acquire(s, unit, run, &slot, &mem);     // may hand over FETCHes; never blocks
  *     mt_stream_await(s, slot, run);                    // host: until the copy is in its queue;
  *                                                       // run: until the copy is over
  *     ... torch ops on mem ...
@@ -36,7 +36,7 @@ typedef struct mt_slot_desc {
 /* Asked on the acquiring thread before a slot is fetched over. held: someone still has a tensor in
  * it (saved by a custom Function, an output that aliases a weight). Then renew must give fresh
  * memory of the same size; the old belongs to its holder. Memory from renew may have been read a
- * moment ago by kernels still running, so the fetch also waits for what run has been given so far. */
+ * moment ago by kernels still running, so the fetch also waits for what run was given so far. */
 typedef struct mt_slot_hooks {
     int       (*held) (void *ctx, int slot);
     mt_status (*renew)(void *ctx, int slot, void **mem);
@@ -53,7 +53,8 @@ void      mt_stream_close(mt_stream *s);       /* waits for the mover and the H2
  * the schedule's, a schedule is built from it. */
 mt_status mt_stream_begin(mt_stream *s);
 
-/* The unit's slot, and its memory. On the schedule: also hands over the FETCHes up to the next COMPUTE. */
+/* The unit's slot, and its memory. On the schedule: hands over the FETCHes up to the next
+ * COMPUTE. */
 mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot, void **mem);
 mt_status mt_stream_await  (mt_stream *s, int slot, mt_queue *run);
 /* The unit's gradients are handed over: an OFFLOAD in the trace. */
@@ -73,9 +74,11 @@ typedef struct mt_stream_stats {
 mt_stream_stats    mt_stream_stats_get(mt_stream *s);
 const mt_schedule *mt_stream_schedule(const mt_stream *s);   /* NULL before the first is built */
 
-/* Tests only. skip: bit mask of edges left out. poison: fill a slot with 0xFF (NaN) before its copy.
+/* Tests only. skip: bit mask of edges left out. poison: a slot is filled with 0xFF before its copy.
  * sync: nothing is fetched ahead, and await returns when the copy is over (overlap off). */
-enum { MT_EDGE_READY = 1, MT_EDGE_FREED = 2, MT_EDGE_GRAD = 4, MT_EDGE_LANDED = 8, MT_EDGE_UPDATED = 16 };
+enum {
+    MT_EDGE_READY = 1, MT_EDGE_FREED = 2, MT_EDGE_GRAD = 4, MT_EDGE_LANDED = 8, MT_EDGE_UPDATED = 16
+};
 typedef struct mt_debug { unsigned skip; int poison; int sync; } mt_debug;
 void mt_stream_debug(mt_stream *s, mt_debug d);
 

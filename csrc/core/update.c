@@ -49,7 +49,7 @@ struct mt_updater {
     int             runs;
 };
 
-/* ---- work: made by submit, freed by the updater ---------------------------------------------- */
+/* ---- work: made by submit, freed by the updater ----------------------------------------- */
 
 static void work_free(work *w)
 {
@@ -109,7 +109,7 @@ fail:
     return st;
 }
 
-/* ---- the updater ----------------------------------------------------------------------------- */
+/* ---- the updater ------------------------------------------------------------------------ */
 
 static void publish(mt_updater *u, const work *w, const result *r)
 {
@@ -276,7 +276,7 @@ static void *updater_main(void *arg)
     return NULL;
 }
 
-/* ---- open and close ---------------------------------------------------------------------------- */
+/* ---- open and close --------------------------------------------------------------------- */
 
 mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out)
 {
@@ -316,7 +316,7 @@ void mt_update_close(mt_updater *u)
     free(u);
 }
 
-/* ---- submit, and what came of it ----------------------------------------------------------------- */
+/* ---- submit, and what came of it -------------------------------------------------------- */
 
 /* Announces, then hands over: the updater never ends what was not begun. Returns the ticket; w may
  * be gone by then. */

@@ -38,7 +38,8 @@ void      mt_update_close(mt_updater *u);                      /* finishes what 
 
 /* Jobs are copied, params arrays too; args are owned by the updater from here on, also on failure.
  * max_norm <= 0: no clipping, no norm. Announces every unit in the ledger before it returns. */
-mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm, uint64_t *ticket);
+mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
+                           uint64_t *ticket);
 /* Global norm of a submit (before clipping); waits until it is known. Without max_norm: waits for
  * the submit's end. *skipped: units not updated because of non-finite gradients. */
 mt_status mt_update_norm (mt_updater *u, uint64_t ticket, double *norm, int *skipped);

@@ -25,7 +25,7 @@
 #define SOURCES  64
 #define LR       0.05f
 
-/* ---- the arithmetic: one definition for the engine and for the plain loop ----------------- */
+/* ---- the arithmetic: one definition for the engine and for the plain loop --------------- */
 
 static void forward_unit(float *x, float *saved, const float *w0, int64_t n0, const float *w1,
                          int64_t n1)
@@ -65,7 +65,7 @@ static void update_param(float *p, const float *g, int64_t n, float clip)
         p[i] -= LR * (clip * g[i]);
 }
 
-/* ---- what a step does: made from a seed, the same for both --------------------------------- */
+/* ---- what a step does: made from a seed, the same for both ------------------------------ */
 
 typedef struct step_plan {
     int micro;                   /* micro-batches */
@@ -106,7 +106,7 @@ typedef struct outcome {
     double norm[STEPS];
 } outcome;
 
-/* ---- the plain loop -------------------------------------------------------------------------- */
+/* ---- the plain loop --------------------------------------------------------------------- */
 
 typedef struct plain {
     outcome o;
@@ -180,7 +180,7 @@ static void run_plain(const config *c, outcome *out)
     *out = l.o;
 }
 
-/* ---- the engine --------------------------------------------------------------------------------- */
+/* ---- the engine ------------------------------------------------------------------------- */
 
 typedef struct source {          /* device memory for one unit's gradients */
     float   *g[TOY_PARAMS];
@@ -261,7 +261,7 @@ static void engine_close(engine *e)
     toy_close(&e->t);
 }
 
-/* ---- work in the run queue ------------------------------------------------------------------ */
+/* ---- work in the run queue -------------------------------------------------------------- */
 
 typedef enum work_kind { START, FORWARD, TURN, BACKWARD } work_kind;
 
@@ -365,7 +365,7 @@ static void micro_batch(engine *e, const step_plan *s, int step)
     }
 }
 
-/* ---- the update: on the updater's thread ------------------------------------------------------ */
+/* ---- the update: on the updater's thread ------------------------------------------------ */
 
 typedef struct update_arg {
     engine *e;
@@ -454,7 +454,7 @@ static void run_engine(const config *c, outcome *out)
     engine_close(&e);
 }
 
-/* ---- equal bits ----------------------------------------------------------------------------------- */
+/* ---- equal bits ------------------------------------------------------------------------- */
 
 static int same(const config *c)
 {
@@ -494,7 +494,7 @@ static void odd_orders_with_random_delays_equal_the_plain_loop(void)
                               .max_norm = seed % 3 ? 0.5 : 0, .debug = { .poison = seed % 2 } }));
 }
 
-/* ---- edges ------------------------------------------------------------------------------------------ */
+/* ---- edges ------------------------------------------------------------------------------ */
 
 /* Wrong bytes within a few dozen runs; if not, the tests above prove nothing about this edge. */
 static void edge_matters(unsigned edge)
@@ -520,7 +520,7 @@ EDGE_TEST(grad, MT_EDGE_GRAD)
 EDGE_TEST(landed, MT_EDGE_LANDED)
 EDGE_TEST(updated, MT_EDGE_UPDATED)
 
-/* ---- the updater --------------------------------------------------------------------------------------- */
+/* ---- the updater ------------------------------------------------------------------------ */
 
 /* One unit each; run counts, and notes the order and the clip factor. */
 typedef struct probe {
@@ -828,7 +828,7 @@ static void submit_refuses_a_unit_that_is_not_there(void)
     engine_close(&e);
 }
 
-/* ---- failures ------------------------------------------------------------------------------- */
+/* ---- failures --------------------------------------------------------------------------- */
 
 /* A step by hand: every call may fail. x serves as every gradient: it outlives the queues. */
 static mt_status try_step(engine *e, int mode)

@@ -103,7 +103,7 @@ static int sum_is(const rig *r, int unit, float value)
     return all;
 }
 
-/* ---- coming home -------------------------------------------------------------------------- */
+/* ---- coming home ------------------------------------------------------------------------ */
 
 static void gradients_come_home_with_their_sums_of_squares(void)
 {
@@ -170,7 +170,7 @@ static void sumsq_counts_from_put_to_forget(void)
     rig_close(&r);
 }
 
-/* ---- micro-batches -------------------------------------------------------------------------- */
+/* ---- micro-batches ---------------------------------------------------------------------- */
 
 static void micro_batches_add_up_in_fp32(void)
 {
@@ -197,7 +197,7 @@ static void bf16_micro_batches_add_up_in_fp32(void)
     CHECK(grad_is(&r, MT_BF16, 0, 258.0f));
     CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 258.0f);
     CHECK(sum_is(&r, 0, 258.0f));
-    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 8.0f);   /* the next step: ACC's value is of no account */
+    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 8.0f);   /* the next step: ACC does not count */
     put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
     CHECK(grad_is(&r, MT_BF16, 0, 9.0f));
     rig_close(&r);
@@ -296,7 +296,7 @@ static void a_full_line_makes_put_wait(void)
     rig_close(&r);
 }
 
-/* ---- edges with the host ---------------------------------------------------------------------- */
+/* ---- edges with the host ---------------------------------------------------------------- */
 
 static void sources_pass_depth_tickets_later_or_when_home(void)
 {
@@ -356,7 +356,7 @@ static void sync_returns_when_all_is_home(void)
     rig_close(&r);
 }
 
-/* ---- refusals and failures ---------------------------------------------------------------------- */
+/* ---- refusals and failures -------------------------------------------------------------- */
 
 static void refusals_name_the_unit_and_change_nothing(void)
 {

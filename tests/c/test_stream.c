@@ -132,7 +132,7 @@ static void rewrite(rig *r, int unit, float value)
     mt_ledger_touch(r->t.store, unit);
 }
 
-/* ---- opening ------------------------------------------------------------------------------ */
+/* ---- opening ---------------------------------------------------------------------------- */
 
 static void stream_open_refuses_no_slots_and_empty_ones(void)
 {
@@ -167,7 +167,7 @@ static void acquire_refuses_a_unit_that_fits_no_slot(void)
     rig_close(&r);
 }
 
-/* ---- on the schedule ------------------------------------------------------------------------ */
+/* ---- on the schedule -------------------------------------------------------------------- */
 
 static void every_window_sees_its_units_weights(void)
 {
@@ -239,8 +239,8 @@ static void a_forward_without_backward_builds_nothing_anew(void)
     rig_close(&r);
 }
 
-/* An evaluation that came first has a schedule of its own; training falls off its end. */
-static void a_longer_order_met_before_is_recognised_on_the_way(void)
+/* Evaluation, training, evaluation: two schedules, of which the long one serves both. */
+static void evaluation_before_training_costs_one_schedule_more(void)
 {
     rig     r;
     int64_t demanded;
@@ -249,7 +249,7 @@ static void a_longer_order_met_before_is_recognised_on_the_way(void)
     forward(&r);
     forward(&r);
     backward(&r);
-    forward(&r);                            /* forward's trace ended: its schedule, not the long one */
+    forward(&r);                            /* a trace of its own: a second schedule */
     CHECK_EQ(mt_stream_stats_get(r.s).rebuilds, 2);
     forward(&r);
     demanded = mt_stream_stats_get(r.s).demand_fetches;
@@ -358,7 +358,7 @@ static void sync_fetches_nothing_ahead(void)
     rig_close(&r);
 }
 
-/* ---- off the schedule ----------------------------------------------------------------------- */
+/* ---- off the schedule ------------------------------------------------------------------- */
 
 static void any_order_is_right(void)
 {
@@ -436,7 +436,7 @@ static void find_names_slot_unit_and_offset(void)
     rig_close(&r);
 }
 
-/* ---- held slots ------------------------------------------------------------------------------ */
+/* ---- held slots ------------------------------------------------------------------------- */
 
 static void a_held_slot_keeps_its_bytes_and_gets_other_memory(void)
 {
@@ -513,7 +513,7 @@ static void prefetch_never_takes_the_slot_just_given_out(void)
     rig_close(&r);
 }
 
-/* ---- updates and faults ------------------------------------------------------------------------ */
+/* ---- updates and faults ----------------------------------------------------------------- */
 
 /* An updater, as far as the ledger sees: waits for copies, naps, writes, ends. */
 typedef struct writer {
@@ -648,7 +648,8 @@ static mt_status spy_copy(mt_queue *q, void *dst, const void *src, size_t bytes)
 
 static void spy_on(rig *r, void (*once)(struct spy *), mt_status st)
 {
-    spy = (struct spy){ .ops = *r->t.dev->ops, .under = r->t.dev->ops, .r = r, .once = once, .st = st };
+    spy = (struct spy){ .ops = *r->t.dev->ops, .under = r->t.dev->ops, .r = r,
+                         .once = once, .st = st };
     spy.ops.copy = spy_copy;
     r->t.dev->ops = &spy.ops;
 }
@@ -787,7 +788,7 @@ static void every_failing_device_call_frees_everything(void)
     nth_failure_frees_everything(FAULT_STAYS);
 }
 
-/* ---- the course, without bytes ------------------------------------------------------------------ */
+/* ---- the course, without bytes ---------------------------------------------------------- */
 
 static void a_unit_stays_elsewhere_only_if_nothing_is_fetched_over_it(void)
 {
@@ -836,15 +837,17 @@ static void a_fifth_order_replaces_the_oldest(void)
     X(every_window_sees_its_units_weights) X(a_recorded_step_demands_nothing_again) \
     X(forwards_alone_run_without_demands_in_the_steady_state) \
     X(a_forward_without_backward_builds_nothing_anew) \
-    X(a_longer_order_met_before_is_recognised_on_the_way) \
+    X(evaluation_before_training_costs_one_schedule_more) \
     X(a_kept_schedule_is_taken_up_in_mid_step) \
     X(consecutive_acquires_of_a_unit_are_one_compute) X(kick_asks_for_the_start_of_the_next_step) \
     X(kick_in_the_middle_of_a_step_takes_no_slot_away) X(sync_fetches_nothing_ahead) \
     X(any_order_is_right) X(a_unit_left_out_does_not_stop_the_prefetch) \
     X(a_written_unit_is_fetched_again) X(find_names_slot_unit_and_offset) \
-    X(demand_takes_the_slot_not_used_for_longest) X(a_held_slot_keeps_its_bytes_and_gets_other_memory) X(demand_spares_a_held_slot) \
+    X(demand_takes_the_slot_not_used_for_longest) \
+    X(a_held_slot_keeps_its_bytes_and_gets_other_memory) X(demand_spares_a_held_slot) \
     X(prefetch_never_takes_the_slot_just_given_out) X(a_fetch_waits_for_the_update_under_way) \
-    X(a_copy_that_an_update_overtook_is_fetched_again) X(an_update_waits_for_a_copy_announced_before_it) \
+    X(a_copy_that_an_update_overtook_is_fetched_again) \
+    X(an_update_waits_for_a_copy_announced_before_it) \
     X(a_copy_older_than_an_update_is_known_as_such) \
     X(a_writer_hears_of_a_failed_copy_and_does_not_write) \
     X(a_workers_fault_ends_await_and_acquire) \

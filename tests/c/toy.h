@@ -91,7 +91,7 @@ static inline void toy_close(toy *t)
     t->dev->ops->close(t->dev);
 }
 
-/* ---- gradient kernels: one thread, elements in order ------------------------------------- */
+/* ---- gradient kernels: one thread, elements in order ------------------------------------ */
 
 static inline double toy_element(mt_dtype dt, const void *x, int64_t i)
 {
