@@ -10,6 +10,7 @@ Each is made from an ordinary model on the CPU and has
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +173,8 @@ class Fsdp2(Engine):
         self.device = device
         self.clip = args.clip
         cuda = device.type == "cuda"
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")  # one process: no network is needed
         atexit.register(distributed.destroy_process_group)
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",

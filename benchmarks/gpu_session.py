@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY_DROPS = {"--layers", "--tokens", "--seq", "--micro", "--params", "--steps"}  # and their values
+TINY_DROPS = {
+    "--layers",
+    "--tokens",
+    "--seq",
+    "--params",
+    "--steps",
+    "--warmup",
+}  # and their values
 
 
 def program(seconds: int, path: str, *words: str | int) -> tuple[int, list[str]]:
@@ -33,6 +40,10 @@ def program(seconds: int, path: str, *words: str | int) -> tuple[int, list[str]]
 
 def step(seconds: int, *words: str | int) -> tuple[int, list[str]]:
     return program(seconds, "benchmarks/bench_step.py", *words)
+
+
+def overhead(seconds: int, *words: str | int) -> tuple[int, list[str]]:
+    return step(seconds, "--overhead", "--layers", 8, "--steps", 4, "--warmup", 1, *words)
 
 
 # In order of worth: when the time is short, the first sections are the ones that ran.
@@ -46,9 +57,9 @@ SECTIONS: dict[str, list[tuple[int, list[str]]]] = {
         step(90, "--host-overhead", "--layers", 64, "--activations", "saved"),
     ],
     "overhead": [
-        step(180, "--overhead", "--layers", 8, "--tokens", 16384, "--activations", "saved"),
-        step(240, "--overhead", "--layers", 8, "--tokens", 32768, "--activations", "saved"),
-        step(240, "--overhead", "--layers", 8, "--tokens", 32768, "--activations", "replay"),
+        overhead(180, "--tokens", 16384, "--activations", "saved"),
+        overhead(180, "--tokens", 32768, "--activations", "saved"),
+        overhead(180, "--tokens", 32768, "--activations", "replay"),
     ],
     "step-12": [step(180, "--layers", 12, "--tokens", 32768)],
     "step-20": [

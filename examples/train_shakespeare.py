@@ -117,7 +117,7 @@ def show(steps: Iterator[dict[str, float]], total: int, console: Console) -> Non
     line = "loss {loss:.3f}  norm {norm:.2f}  {tokens_s:,.0f} tokens/s  {mib:.1f} MiB streamed"
     columns = (
         TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(),
+        BarColumn(bar_width=12),
         TextColumn("{task.description}"),
         TimeRemainingColumn(),
     )
