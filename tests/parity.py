@@ -37,6 +37,7 @@ from torch import Tensor, nn
 IDENTITY = os.environ.get("MEGATRAIN_IDENTITY") == "1"
 FULL = os.environ.get("MEGATRAIN_FULL") == "1"
 MANY_SLOTS = 64
+EDGES = {"ready": 1, "freed": 2, "grad": 4, "landed": 8, "updated": 16}      # MT_EDGE_* of csrc/core/stream.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Options:
         optimizer: "adamw", "sgd" (torch's own).
         device: "cpu" or "cuda".
         steps: optimizer steps.
+        skip: mask of EDGES whose wait is left out; not 0 only to see that a comparison can fail.
     """
     activations: str = "replay"
     slots: int = 2
@@ -61,11 +63,13 @@ class Options:
     optimizer: str = "adamw"
     device: str = "cpu"
     steps: int = 3
+    skip: int = 0
 
     def name(self) -> str:
         ring = "many" if self.slots == MANY_SLOTS else str(self.slots)
         parts = [self.activations, f"slots_{ring}", f"accum_{self.accumulate}", self.optimizer]
         parts += ["clip"] * (self.clip is not None) + ["delays"] * (self.delay_us > 0)
+        parts += [f"without_{e}" for e, bit in EDGES.items() if self.skip & bit]
         return "-".join(parts)
 
     def training(self) -> tuple[Any, ...]:
@@ -138,7 +142,8 @@ class Trial:
         if not self.streamed:
             return model.to(self.device)
         before = torch.get_rng_state()
-        out = stream_for_test(model, o.activations, o.slots, o.delay_us, device=self.device, **kwargs)
+        debug = {"skip": o.skip} if o.skip else None
+        out = stream_for_test(model, o.activations, o.slots, o.delay_us, device=self.device, debug=debug, **kwargs)
         self.expect(out is model, "mt.stream returned another object")
         self.expect(torch.equal(before, torch.get_rng_state()), "mt.stream drew random numbers")
         return out

@@ -118,7 +118,14 @@ def test_adamw_overlap_on_equals_overlap_off_bitwise(clip: float | None, accumul
         assert_same(off, trained(clip=clip, accumulate=accumulate, **kw))
 
 
-def test_adamw_does_not_depend_on_threads_or_seed() -> None:
+def test_adamw_without_the_wait_for_updates_is_noticed() -> None:
+    """The control of the tests above: a fetch that does not wait for the update brings old weights."""
+    right = trained(slots=2, delay_us=300)
+    wrong = [trained(slots=2, delay_us=300, debug={"skip": parity.EDGES["updated"], "seed": s}) for s in (1, 2, 3)]
+    assert any(not torch.equal(right[k], w[k]) for w in wrong for k in right)
+
+
+def test_adamw_does_not_depend_on_the_order_of_delays() -> None:
     first = trained(clip=0.1, delay_us=100, debug={"seed": 1})
     assert_same(first, trained(clip=0.1, delay_us=100, debug={"seed": 2}))
 
