@@ -53,7 +53,8 @@ class Kept:
     __slots__ = ("value", "version")
 
     def __init__(self, t: Tensor) -> None:
-        self.value, self.version = t, t._version
+        # With its history it would hold the node that saves it: a cycle in C++ that no collector sees.
+        self.value, self.version = t.detach() if t.requires_grad else t, t._version
 
     def tensor(self) -> Tensor:
         if self.value._version != self.version:
@@ -152,8 +153,8 @@ class ReplayFrame:
         try:
             rt.set_random_state(self.random)
             set_autocast_state(rt.device.type, self.autocast)
-            args, kwargs = fork(self.inputs)
             with torch.enable_grad():
+                args, kwargs = fork(self.inputs, as_results=True)
                 state.window = window.bind_leaves()
                 _push(packed, SavedFrame.unpack)
                 try:
@@ -209,53 +210,69 @@ class ReplayFrame:
 
 # ---- inputs ------------------------------------------------------------------------------------
 
+class _Result(torch.autograd.Function):
+    """The same tensor as the result of an operation: an input that forward may write into."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def fork(value: Any, watched: list[tuple[Tensor, int]] | None = None, *, clone: bool = False,
-         memo: dict[int, Any] | None = None) -> Any:
+         as_results: bool = False, memo: dict[int, Any] | None = None) -> Any:
     """A copy of the arguments whose containers and caches may be changed: tensors are shared, detached.
 
-    clone: tensors of floating type are copied too. watched: gets (tensor, version) of each original.
+    watched: gets (tensor, version) of each original. clone: tensors of floating type are copied too.
+    as_results: tensors that require a gradient come as results of an operation, as they did first.
     """
     memo = {} if memo is None else memo
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, Tensor):
-        out: Any = _fork_tensor(value, watched, clone)
+        out: Any = _fork_tensor(value, watched, clone, as_results)
     elif isinstance(value, (list, tuple, dict)):
-        out = _fork_container(value, watched, clone, memo)
+        out = _fork_container(value, watched, clone, as_results, memo)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         out = copy.copy(value)
         for f in dataclasses.fields(value):
-            object.__setattr__(out, f.name, fork(getattr(value, f.name), watched, clone=clone, memo=memo))
+            object.__setattr__(out, f.name, fork(getattr(value, f.name), watched, clone=clone, as_results=as_results, memo=memo))
     elif _is_cache(value):
         out = copy.copy(value)
         memo[id(value)] = out
         for k, v in vars(value).items():
-            out.__dict__[k] = fork(v, watched, clone=clone, memo=memo)
+            out.__dict__[k] = fork(v, watched, clone=clone, as_results=as_results, memo=memo)
     else:
         return value
     memo[id(value)] = out
     return out
 
 
-def _fork_tensor(t: Tensor, watched: list[tuple[Tensor, int]] | None, clone: bool) -> Tensor:
+def _fork_tensor(t: Tensor, watched: list[tuple[Tensor, int]] | None, clone: bool, as_result: bool) -> Tensor:
     if watched is not None:
         watched.append((t.detach(), t._version))
     with torch.no_grad():
         out = t.detach()
         if clone and t.is_floating_point():
             out = out.clone()
-    return out.requires_grad_(t.requires_grad) if t.requires_grad else out
+    if not t.requires_grad:
+        return out
+    out.requires_grad_()
+    return _Result.apply(out) if as_result else out
 
 
-def _fork_container(value: Any, watched: Any, clone: bool, memo: dict[int, Any]) -> Any:
+def _fork_container(value: Any, watched: Any, clone: bool, as_results: bool, memo: dict[int, Any]) -> Any:
     if isinstance(value, dict):
         out = copy.copy(value)
         for k, v in value.items():
-            dict.__setitem__(out, k, fork(v, watched, clone=clone, memo=memo))
+            dict.__setitem__(out, k, fork(v, watched, clone=clone, as_results=as_results, memo=memo))
             if k in getattr(out, "__dict__", ()):
                 out.__dict__[k] = dict.__getitem__(out, k)
         return out
-    items = [fork(v, watched, clone=clone, memo=memo) for v in value]
+    items = [fork(v, watched, clone=clone, as_results=as_results, memo=memo) for v in value]
     if isinstance(value, tuple):
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     out = copy.copy(value)

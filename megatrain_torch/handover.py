@@ -14,6 +14,7 @@ What is under way in one graph task is flushed when the task ends, by autograd's
 """
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from .errors import MegatrainError
 from .guard import plain
-from .records import Record
+from .records import Record, Use
 from .state import in_backward
 
 if TYPE_CHECKING:
@@ -42,19 +43,22 @@ class HandOver:
 
     # ---- called by Bind.backward, in autograd's thread ----
 
-    def take(self, records: list[Record], nodes: list[Any], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    def take(self, records: list[Record], use: Use | None, nodes: list[Any],
+             grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         if torch.is_grad_enabled():
             raise MegatrainError("backward(create_graph=True) through a streamed model is not supported")
         self._join_task()
+        again = use is None or use.handed          # a graph that is gone through twice
+        if use is not None:
+            use.hand()
         out: list[Tensor | None] = [None] * len(records)
         ready: list[tuple[Record, Tensor]] = []
         for i, (record, node, grad) in enumerate(zip(records, nodes, grads)):
-            record.handed += 1
             kind = "unwanted" if grad is None and record.pending is None else self._kind(record, node)
             if kind == "real":
                 out[i] = self._to_host(record, grad)
             elif kind == "streamed":
-                total = self._sum(record, grad)
+                total = self._sum(record, grad, again)
                 if total is not None:
                     ready.append((record, total))
         self._send(ready)
@@ -71,20 +75,31 @@ class HandOver:
             return "unwanted"
         return "real" if hooked or record.host_graph else "streamed"
 
-    def _sum(self, record: Record, grad: Tensor | None) -> Tensor | None:
-        """The gradient to send now, or None while more uses of this backward are to come."""
-        if record.binds <= 1 and record.pending is None:
+    def _sum(self, record: Record, grad: Tensor | None, again: bool) -> Tensor | None:
+        """The gradient to send now, or None while more of this backward are to come.
+
+        torch adds up what one backward gives a parameter, and adds the sum to .grad. Where .grad was
+        empty the order is the same without waiting; where it was not, and for tied weights, wait.
+        """
+        more = record.open > 0 or again
+        if record.pending is None and not (more and (record.uses > 1 or self._had_gradient(record))):
             return grad
         if record.pending is None:
             record.pending = grad
         elif grad is not None:
             record.pending = record.pending + grad
-        if record.handed < record.binds:
+        if more:
             self.summed[record.pid] = record
             return None
         self.summed.pop(record.pid, None)
         total, record.pending = record.pending, None
         return total
+
+    @staticmethod
+    def _had_gradient(record: Record) -> bool:
+        """Did .grad stand before this backward began?"""
+        with torch._C.DisableTorchFunctionSubclass():
+            return record.param.grad is not None and record.set_in != in_backward()
 
     def _to_host(self, record: Record, grad: Tensor | None) -> Tensor | None:
         if grad is None:
@@ -113,17 +128,12 @@ class HandOver:
             record.pending = None
         self.summed.clear()
         self._send(rest)
-        for record in self.runtime.records:
-            record.handed = 0
 
     def sweep(self) -> None:
         """After a backward that raised: its callback never ran."""
         for record in self.summed.values():
             record.pending = None
         self.summed.clear()
-        if self.tasks:
-            for record in self.runtime.records:
-                record.handed, record.pending = 0, None
         self.tasks.clear()
 
     # ---- to the store ----
@@ -163,7 +173,7 @@ class HandOver:
         """Dense, with the host plane's strides: what one plain copy needs."""
         if grad.layout != torch.strided:
             raise MegatrainError(f"{record.name}: its gradient is {grad.layout}; use dense gradients (sparse=False)")
-        if grad.stride() == record.stride and grad.dtype == record.dtype or grad.numel() <= 1 < 2 and grad.dtype == record.dtype:
+        if grad.stride() == record.stride and grad.dtype == record.dtype:
             return grad.detach()
         with torch.no_grad():
             return torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device=grad.device).copy_(grad)
@@ -175,10 +185,21 @@ class HandOver:
             current = record.param.grad
             if current is not None:
                 return ADD if current is record.grad_view else None
-            if record.grad_view is None:
-                record.grad_view = record.view("GRAD")
+            HandOver._renew_view(record)
             record.param.grad = record.grad_view
+            record.set_in = in_backward()
             return SET
+
+    @staticmethod
+    def _renew_view(record: Record) -> None:
+        """The tensor that becomes .grad. One that somebody kept from before gets its values as its own."""
+        kept = record.grad_view
+        if kept is not None:
+            if sys.getrefcount(kept) <= 3:             # the record, `kept`, and the call's argument
+                return
+            with torch.no_grad():
+                kept.data = kept.clone()
+        record.grad_view = record.view("GRAD")
 
     def _add_foreign(self, record: Record, grad: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .guard import _META, plain
-from .records import Record
+from .records import Record, Use
 from .state import in_backward
 
 
@@ -21,12 +21,13 @@ class Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, record: Record, param: Tensor) -> Tensor:
         ctx.record = record
+        ctx.use = Use([record]) if in_backward() == -1 else None
         return record.runtime.device_copy(record)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         record = ctx.record
-        return None, *record.runtime.handover.take([record], [ctx.next_functions[-1][0]], (grad,))
+        return None, *record.runtime.handover.take([record], ctx.use, [ctx.next_functions[-1][0]], (grad,))
 
 
 class Lazy(Tensor):
@@ -61,8 +62,6 @@ class Lazy(Tensor):
             record = self._record
             if torch.is_grad_enabled() and record.trainable:
                 self._value = Fetch.apply(record, record.param)
-                if in_backward() == -1:
-                    record.binds += 1
             else:
                 self._value = record.runtime.device_copy(record).requires_grad_(record.trainable)
         return self._value

@@ -29,17 +29,18 @@ class Record:
         version: `host._version` when the ledger last heard of a write.
         grad_view: plain tensor over the GRAD plane; `param.grad` is this very object after backward.
         grad_version: its `_version` then; a difference means that the user changed the gradient.
-        binds, handed: uses opened in forward since the last root forward, and gradients of them
-            handed over in the backward under way.
-        pending: device sum of the gradients of a parameter used more than once, in this backward.
+        uses: uses opened in the pass under way; more than one: the weights are tied.
+        open: uses, of any pass, whose gradient has not been handed over yet.
+        set_in: graph task in which the GRAD plane was set, not added to.
+        pending: device sum of this backward's gradients so far, while more are to come.
         writes, master_writes: writes from outside so far, and those the fp32 master has followed (-1:
             there is no master yet).
         host_graph: the parameter took part in arithmetic on the host; autograd adds its gradient.
     """
 
     __slots__ = ("runtime", "unit", "unit_name", "index", "pid", "name", "param", "host", "version", "shape",
-                 "stride", "dtype", "offset", "numel", "nbytes", "grad_view", "grad_version", "binds",
-                 "handed", "pending", "host_graph", "address", "was_trainable",
+                 "stride", "dtype", "offset", "numel", "nbytes", "grad_view", "grad_version", "uses",
+                 "open", "set_in", "pending", "host_graph", "address", "was_trainable",
                  "writes", "master_writes")
 
     def __init__(self, runtime: Runtime, unit: int, unit_name: str, index: int, pid: int, name: str,
@@ -50,7 +51,8 @@ class Record:
         self.stride = dense_stride(param)
         self.nbytes = self.numel * param.element_size()
         self.offset = self.address = self.version = self.grad_version = 0
-        self.binds = self.handed = 0
+        self.uses = self.open = 0
+        self.set_in = -1
         self.host: Tensor | None = None
         self.grad_view: Tensor | None = None
         self.pending: Tensor | None = None
@@ -74,6 +76,27 @@ class Record:
     def trainable(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             return self.param.requires_grad
+
+
+class Use:
+    """One binding of parameters into a graph: open until its gradients are handed over or the graph is gone."""
+
+    __slots__ = ("records", "handed")
+
+    def __init__(self, records: list[Record]) -> None:
+        self.records, self.handed = records, False
+        for r in records:
+            r.uses += 1
+            r.open += 1
+
+    def hand(self) -> None:
+        if not self.handed:
+            self.handed = True
+            for r in self.records:
+                r.open -= 1
+
+    def __del__(self) -> None:
+        self.hand()
 
 
 def dense_stride(t: Tensor) -> tuple[int, ...]:

@@ -210,7 +210,7 @@ class Runtime:
             self._first_root, self._backward_seen = who, False
             self.handover.sweep()
             for r in self.records:
-                r.binds = 0
+                r.uses = 0
             self._lazy.clear()
             self.core.begin()
 
@@ -260,6 +260,8 @@ class Runtime:
         return window.mode
 
     def _choose(self, window: Window) -> str:
+        if window.draws_unseen:
+            return "saved"
         if self.activations != "auto":
             return self.activations
         if not self.is_cuda:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .frames import ReplayFrame, SavedFrame, _pop, _push, autocast_state
-from .records import Record
+from .records import Record, Use
 from .state import in_backward, state
 
 if TYPE_CHECKING:
@@ -30,13 +30,14 @@ class Bind(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, window: Window, records: list[Record], *params: Tensor) -> tuple[Tensor, ...]:
         ctx.window, ctx.records = window, records
+        ctx.use = Use(records) if in_backward() == -1 else None
         ctx.set_materialize_grads(False)
         return tuple(window.views(records))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         nodes = [edge[0] for edge in ctx.next_functions[-len(grads):]]
-        return None, None, *ctx.window.runtime.handover.take(ctx.records, nodes, grads)
+        return None, None, *ctx.window.runtime.handover.take(ctx.records, ctx.use, nodes, grads)
 
 
 class Window:
@@ -92,9 +93,6 @@ class Window:
         if self.frozen:
             with torch.no_grad():
                 bound.update({r.pid: t for r, t in zip(self.frozen, self.views(self.frozen))})
-        if in_backward() == -1:
-            for r in self.trainable:
-                r.binds += 1
         return bound
 
     # ---- running ----
@@ -132,6 +130,11 @@ class Window:
             if autocast is not None:
                 torch.set_autocast_cache_enabled(autocast[2])
         return self.runtime.own_outputs(out)
+
+    @property
+    def draws_unseen(self) -> bool:
+        """cuDNN's recurrent dropout keeps a random state of its own: running again would give other masks."""
+        return self.runtime.is_cuda and any(m.dropout > 0 for m in self.recurrent)
 
     @contextlib.contextmanager
     def flat_weights(self) -> Iterator[None]:

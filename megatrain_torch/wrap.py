@@ -289,6 +289,7 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
             m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
         _runtimes[m] = rt
         _put(m, "_apply", lambda fn, recurse=True, m=m: _apply(rt, m, fn))
+        _put(m, "load_state_dict", _loader(m))
         _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
     for name, m in found.windows:
         records = [by_param[id(p)] for p in m.parameters()]
@@ -320,6 +321,18 @@ def _container(rt: Runtime, module: nn.Module) -> Any:
             return inner(*args, **kwargs)
 
     return forward
+
+
+def _loader(module: nn.Module) -> Any:
+    own = module.load_state_dict
+
+    def load_state_dict(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if assign:
+            raise MegatrainError("load_state_dict(assign=True) would put tensors in the place of streamed parameters; "
+                                 "leave assign out: values are copied into the store")
+        return own(state_dict, strict=strict)
+
+    return load_state_dict
 
 
 def _refuser(text: str) -> Any:
