@@ -235,13 +235,17 @@ def test_a_plane_is_not_dropped_while_an_array_shows_it(engine: Engine) -> None:
     assert before > 0 and engine.host_bytes(M) == 0 and engine.host_bytes() == engine.host_bytes(HI)
 
 
-def test_an_engine_in_a_cycle_with_its_hooks_is_collected() -> None:
+def test_an_engine_in_a_cycle_with_its_hooks_and_arrays_is_collected() -> None:
+    """As a model is: the engine's hooks hold the model, its parameters show the engine's memory."""
+
     class Hooks(Slots):
         engine: Engine
+        parameter: torch.Tensor
 
     hooks = Hooks(1)
     hooks.engine = Engine("cpu")
-    hooks.engine.add_unit("layers.0", [F32], [4], [True])
+    unit_of(hooks.engine, F32, torch.ones(4))
+    hooks.parameter = weights(hooks.engine, 0)
     hooks.engine.open_slots(hooks.pairs(), hooks)
     gone = threading.Event()
     hooks.kept.append(type("Tell", (), {"__del__": lambda self: gone.set()})())

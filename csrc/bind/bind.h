@@ -2,8 +2,9 @@
  *
  * Nouns, in the order they appear below:
  *   state    what one import of the module owns: the exception class, the Engine type
- *   engine   one streamed model: pool -> device -> store -> offload -> updater, then its stream
- *   view     a NumPy array over host memory of the store; keeps the engine, and so the memory
+ *   home     pool -> device -> store: the memory, which lives until the last view of it is gone
+ *   engine   one streamed model: home -> offload -> updater, then its stream
+ *   view     a NumPy array over host memory of the store; keeps the home, not the engine
  *
  * Threads: everything here runs under Python's lock (GIL) unless a comment says otherwise. The
  *          lock is let go around what may wait; MT_UNLOCKED counts such calls, so that close()
@@ -45,6 +46,22 @@ int mt_arg_tuple(PyObject *o);           /* PyArg_ParseTuple takes nothing else 
 extern PyMethodDef mt_kernel_methods[];
 PyObject *mt_py_register_ops(PyObject *module, PyObject *unused);
 
+/* ---- home ----
+ * Not a Python object on purpose: NumPy cannot show the collector what an array holds, so an array
+ * that held the engine would keep the engine's hooks, and through them the model, for good. */
+
+typedef struct mt_home {
+    long      holders;       /* the engine and the views; under the GIL */
+    mt_pool  *pool;
+    mt_dev   *dev;
+    mt_store *store;
+    int     (*views)[MT_PLANE_COUNT];     /* [n_views] living arrays of each unit's planes */
+    int       n_views;
+} mt_home;
+
+mt_home *mt_home_new(void);                             /* one holder; NULL: no memory */
+void     mt_home_let_go(mt_home *h);                    /* the last one frees all; NULL is fine */
+
 /* ---- engine ---- */
 
 typedef struct mt_adopted {
@@ -56,7 +73,8 @@ typedef struct mt_engine {
     PyObject_HEAD
     PyObject   *error;       /* MegatrainError, owned */
     PyObject   *held, *renew;/* bound methods of SlotHooks, owned; NULL before open_slots */
-    mt_pool    *pool;
+    mt_home    *home;        /* one holder of it */
+    mt_pool    *pool;        /* home's, as are the next two; all NULL before __init__ */
     mt_dev     *dev;
     mt_store   *store;
     mt_sumsq   *sums;        /* chunk sums of the D2H queue */
@@ -65,8 +83,6 @@ typedef struct mt_engine {
     mt_stream  *stream;      /* NULL before open_slots */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
     int         n_adopted;
-    int       (*views)[MT_PLANE_COUNT];   /* [n_views] living arrays of each unit's planes */
-    int         n_views;
     pthread_mutex_t door;    /* offload and update are entered by one thread at a time */
     int         door_made;
     int         busy;        /* calls that have let go of the GIL */
@@ -115,7 +131,7 @@ MT_METHOD(norm);
 
 /* ---- view ---- */
 
-/* arrays.c: uint8[bytes] over p, a plane of a unit; counted in e->views until it dies. */
-PyObject *mt_view_new(mt_engine *e, int unit, mt_plane plane, void *p, size_t bytes);
+/* arrays.c: uint8[bytes] over p, a plane of a unit; counted in h->views until it dies. */
+PyObject *mt_view_new(mt_home *h, int unit, mt_plane plane, void *p, size_t bytes);
 
 #endif

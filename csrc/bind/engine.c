@@ -64,6 +64,32 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle)
     return queue;
 }
 
+/* ---- home ---- */
+
+mt_home *mt_home_new(void)
+{
+    mt_home *h = calloc(1, sizeof *h);
+
+    if (h != NULL)
+        h->holders = 1;
+    return h;
+}
+
+void mt_home_let_go(mt_home *h)
+{
+    if (h == NULL || --h->holders > 0)
+        return;
+    /* Nobody else knows it any more. Unmapping gigabytes takes seconds: not under the GIL. */
+    Py_BEGIN_ALLOW_THREADS
+    mt_store_close(h->store);            /* unregisters its arenas with the device */
+    if (h->dev != NULL)
+        h->dev->ops->close(h->dev);
+    mt_pool_close(h->pool);
+    free(h->views);
+    free(h);
+    Py_END_ALLOW_THREADS
+}
+
 /* ---- life ---- */
 
 static mt_status open_device(const char *device, int index, int delay_us, uint64_t seed,
@@ -94,11 +120,15 @@ static mt_status engine_open(mt_engine *e, const char *device, int index, int th
                              int delay_us, uint64_t seed)
 {
     mt_offload_kernels kernels = { .sumsq = mt_sumsq_put, .accumulate = mt_accumulate };
+    mt_home           *h = e->home;
     mt_status          st;
 
-    MT_TRY(mt_pool_open(threads, &e->pool));
-    MT_TRY(open_device(device, index, delay_us, seed, &e->dev));
-    MT_TRY(mt_store_open(e->dev, e->pool, &e->store));
+    MT_TRY(mt_pool_open(threads, &h->pool));
+    MT_TRY(open_device(device, index, delay_us, seed, &h->dev));
+    MT_TRY(mt_store_open(h->dev, h->pool, &h->store));
+    e->pool = h->pool;
+    e->dev = h->dev;
+    e->store = h->store;
     MT_TRY(mt_sumsq_open(e->dev, &e->sums));
     kernels.ctx = e->sums;
     MT_TRY(mt_offload_open(e->dev, e->store, e->pool, GRAD_DEPTH, kernels, &e->offload));
@@ -141,8 +171,12 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
     if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiK:Engine", names, &device, &index, &threads,
                                      &delay_us, &seed))
         return -1;
-    if (e->pool != NULL) {
+    if (e->home != NULL) {
         PyErr_SetString(e->error, "an Engine is opened once; make a new one");
+        return -1;
+    }
+    if ((e->home = mt_home_new()) == NULL) {
+        PyErr_NoMemory();
         return -1;
     }
     MT_UNLOCKED(e, st, engine_open(e, device, index, threads, delay_us, seed));
@@ -169,17 +203,6 @@ static mt_status engine_stop(mt_engine *e)
     e->adopted = NULL;
     e->n_adopted = 0;
     return MT_OK;
-}
-
-static void engine_free(mt_engine *e)
-{
-    mt_store_close(e->store);            /* unregisters its arenas with the device */
-    if (e->dev != NULL)
-        e->dev->ops->close(e->dev);
-    mt_pool_close(e->pool);
-    free(e->views);
-    if (e->door_made)
-        pthread_mutex_destroy(&e->door);
 }
 
 static PyObject *engine_close(PyObject *self, PyObject *unused)
@@ -222,7 +245,7 @@ static int engine_clear(PyObject *self)
     return 0;
 }
 
-/* Nobody can call in any more: no view, no argument tuple, no method holds it. */
+/* Nobody can call in any more: no argument tuple, no method holds it. Views may live on. */
 static void engine_dealloc(PyObject *self)
 {
     mt_engine    *e = (mt_engine *)self;
@@ -232,8 +255,10 @@ static void engine_dealloc(PyObject *self)
     PyObject_GC_UnTrack(self);
     Py_BEGIN_ALLOW_THREADS
     engine_stop(e);
-    engine_free(e);
     Py_END_ALLOW_THREADS
+    mt_home_let_go(e->home);
+    if (e->door_made)
+        pthread_mutex_destroy(&e->door);
     engine_clear(self);
     Py_CLEAR(e->error);
     release(self);

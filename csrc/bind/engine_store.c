@@ -65,20 +65,20 @@ static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, Py
 }
 
 /* Room to count the arrays of one more unit. */
-static int views_grow(mt_engine *e)
+static int views_grow(mt_home *h)
 {
-    int  n = mt_store_units(e->store) + 1;
+    int  n = mt_store_units(h->store) + 1;
     int (*grown)[MT_PLANE_COUNT];
 
-    if (n <= e->n_views)
+    if (n <= h->n_views)
         return 0;
-    if ((grown = realloc(e->views, (size_t)n * sizeof *grown)) == NULL) {
+    if ((grown = realloc(h->views, (size_t)n * sizeof *grown)) == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    memset(grown + e->n_views, 0, (size_t)(n - e->n_views) * sizeof *grown);
-    e->views = grown;
-    e->n_views = n;
+    memset(grown + h->n_views, 0, (size_t)(n - h->n_views) * sizeof *grown);
+    h->views = grown;
+    h->n_views = n;
     return 0;
 }
 
@@ -100,7 +100,7 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
     if ((d = PySequence_Tuple(dtypes)) == NULL || (m = PySequence_Tuple(numels)) == NULL ||
         (t = PySequence_Tuple(trainable)) == NULL)
         goto done;
-    if (views_grow(e) < 0 || (params = descs(e, d, m, t)) == NULL)
+    if (views_grow(e->home) < 0 || (params = descs(e, d, m, t)) == NULL)
         goto done;
     st = mt_store_add(e->store, name, params, (int)PyTuple_Size(d), &unit);
     out = st == MT_OK ? PyLong_FromLong(unit) : mt_raise(e->error, st);
@@ -165,7 +165,7 @@ PyObject *mt_engine_plane(PyObject *self, PyObject *args)
     if (st != MT_OK)
         return mt_raise(e->error, st);
     desc = mt_store_desc(e->store, unit, param);
-    return mt_view_new(e, unit, (mt_plane)plane, p,
+    return mt_view_new(e->home, unit, (mt_plane)plane, p,
                        (size_t)desc->numel * mt_plane_elem_bytes((mt_plane)plane, desc->dtype));
 }
 
@@ -192,9 +192,9 @@ PyObject *mt_engine_drop(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_unit(e, unit) < 0 || plane_ok(e, plane) < 0)
         return NULL;
-    if (e->views[unit][plane] > 0) {
+    if (e->home->views[unit][plane] > 0) {
         PyErr_Format(e->error, "unit %d (%s): %d arrays still show plane %s; let go of them first",
-                     unit, mt_store_name(e->store, unit), e->views[unit][plane],
+                     unit, mt_store_name(e->store, unit), e->home->views[unit][plane],
                      mt_plane_name((mt_plane)plane));
         return NULL;
     }
