@@ -1,7 +1,8 @@
 /* adam_c.c — rates of the host kernels without Python: the update beside a loop with the same reads
  * and writes, and the sums. One JSON line each: G parameters/s, over repetitions.
  *
- *     make -C tests/c && cc -O2 -std=c11 -D_GNU_SOURCE benchmarks/adam_c.c build/c/libmt.a -lpthread -lm -o build/adam_c
+ *     make -C tests/c
+ *     cc -O2 -std=c11 -D_GNU_SOURCE benchmarks/adam_c.c build/c/libmt.a -lpthread -lm -o build/adam_c
  *     build/adam_c 400000000 16 10            # parameters, threads, repetitions
  */
 #include "../csrc/ops/sumsq.h"
