@@ -28,7 +28,8 @@ import dataclasses
 import functools
 import os
 import random
-from typing import Any, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -167,7 +168,7 @@ class Trial:
     def optimizer(self, cls: type, params: Iterable[Any], **kw: Any) -> torch.optim.Optimizer:
         """A stock optimizer. Its arithmetic runs on the host in both runs: see `mirrored`."""
         params = list(params)
-        if self.device == "cpu" or self.streamed and not IDENTITY:
+        if self.device == "cpu" or (self.streamed and not IDENTITY):
             return cls(params, **kw)
         return mirrored(cls, params, **kw)
 
@@ -305,8 +306,8 @@ def same_bits(a: Any, b: Any) -> bool:
             return False
         if not a.dtype.is_floating_point:
             return torch.equal(a, b)
-        return torch.equal(a, b) or torch.equal(torch.isnan(a), torch.isnan(b)) and torch.equal(
-            torch.nan_to_num(a), torch.nan_to_num(b))
+        return torch.equal(a, b) or (torch.equal(torch.isnan(a), torch.isnan(b)) and torch.equal(
+            torch.nan_to_num(a), torch.nan_to_num(b)))
     if isinstance(a, dict) and isinstance(b, dict):
         return list(a) == list(b) and all(same_bits(a[k], b[k]) for k in a)
     if isinstance(a, list) and isinstance(b, list):

@@ -11,17 +11,16 @@ import dataclasses
 import io
 import pickle
 import random
-import tempfile
 import threading
 import types
-from typing import Any, Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from parity import IDENTITY, Trial
-from zoo import CASES, DECODER, H, V, generator, tokens
+from torch import Tensor, nn
+from zoo import DECODER, H, V, generator, tokens
 
 SITUATIONS: dict[str, Callable[[Trial], None]] = {}
 CPU_ONLY: set[str] = set()
@@ -1688,7 +1687,7 @@ class Fuse(Tiny):
                 raise self.blow[1]()
             if i == 1 and self.blow and self.blow[0] == "backward" and x.requires_grad:
                 kind = self.blow[1]
-                x.register_hook(lambda g: (_ for _ in ()).throw(kind()))
+                x.register_hook(lambda g, kind=kind: (_ for _ in ()).throw(kind()))
         return x
 
 
@@ -1748,7 +1747,7 @@ def exception_inside_a_layer(t: Trial) -> None:
     for step in range(4):
         model.layers[1].broken = step == 1
         if step == 1:
-            fails(t, lambda: lm_loss(model, t.batch(batch(step))), "the layer's exception", Boom)
+            fails(t, lambda: lm_loss(model, t.batch(batch(1))), "the layer's exception", Boom)
         else:
             ordinary(t, step, model, opt)
     t.note_state("at the end", model)
@@ -1856,7 +1855,7 @@ def odd_parameters_are_refused(t: Trial) -> None:
 
     for build in (complex_, sparse):
         model = made(build)
-        t.refuses(lambda: t.stream(model), "layers.2")
+        t.refuses(lambda model=model: t.stream(model), "layers.2")
         kinds = {type(p) for p in model.parameters()}
         t.expect(kinds == {nn.Parameter}, f"{build.__name__}: parameters became {kinds}")
         t.expect("forward" not in vars(model), f"{build.__name__}: the model is half streamed")
@@ -1930,7 +1929,7 @@ def averaged_model_of_swa(t: Trial) -> None:
 
 @situation
 def state_dict_round_trip(t: Trial) -> None:
-    model, opt = trained(t)
+    model, _ = trained(t)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     state = torch.load(io.BytesIO(file.getvalue()), weights_only=True, map_location="cpu")
@@ -1944,7 +1943,7 @@ def state_dict_round_trip(t: Trial) -> None:
 
 @situation
 def unstream_gives_the_model_back(t: Trial) -> None:
-    model, opt = trained(t)
+    model, _ = trained(t)
     if t.streamed and not IDENTITY:
         import megatrain_torch as mt
         back = mt.unstream(model)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import parity
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import parity
 from situations import Tiny, batch, lm_loss, made, rows, square
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
@@ -170,7 +169,7 @@ def test_adamw_gives_a_step_without_gradient_no_update(accumulate: int) -> None:
     model = streamed(made())
     opt = mt().AdamW(model.parameters(), **ADAM)
     for step in range(3):
-        for micro in range(accumulate):
+        for _ in range(accumulate):
             (model.layers[0](model.embed(batch(step))).square().mean() / accumulate).backward()
         before = model.head.weight.detach().clone()
         opt.step()
@@ -346,7 +345,7 @@ def test_last_step_counts_bytes() -> None:
     mt().last_step(model)
     lm_loss(model, batch(1)).backward()
     model.zero_grad()
-    list(model.parameters())[0].sum()
+    next(model.parameters()).sum()
     report = mt().last_step(model)
     layer = sum(p.numel() * 4 for p in model.layers[0].parameters())
     assert 2 * layer <= report.h2d_bytes <= 2 * nbytes, "two slots: four layers cannot all stay; none crosses more than twice"

@@ -7,12 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
 import torch
-from torch import Tensor, nn
-
-import parity
 from situations import hf_loss, llama, text
+from torch import Tensor, nn
 
 pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
 
@@ -85,8 +84,9 @@ def test_trainer_resumes_with_the_bits_of_an_uninterrupted_run(tmp_path: Path) -
 def test_trainer_with_our_optimizer(tmp_path: Path) -> None:
     if parity.IDENTITY:
         pytest.skip("plain against plain was asked for")
-    import megatrain_torch as mt
     import transformers as tf
+
+    import megatrain_torch as mt
     model = streamed(llama())
     opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1, max_grad_norm=0.5)
     args = dict(save_strategy="no", max_grad_norm=0.0)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 
-import pytest
-import torch
-from torch import nn
-
 import parity
+import pytest
 import situations
+import torch
 import zoo
+from torch import nn
 
 RUNS = [pytest.param(name, o, id=f"{name}-{o.name()}")
         for i, name in enumerate(zoo.CASES) for o in parity.options_for(i)]

@@ -1,9 +1,8 @@
 """Streamed equals plain torch, bit for bit, in whatever else people do: see situations.py."""
 from __future__ import annotations
 
-import pytest
-
 import parity
+import pytest
 from situations import SITUATIONS
 
 RUNS = [pytest.param(name, o, id=f"{name}-{o.name()}")

@@ -7,7 +7,8 @@ make streaming harder: dropout, caches, tied heads, router losses collected by h
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -27,10 +27,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
-import torch  # noqa: E402
-
 import parity  # noqa: E402
 import situations  # noqa: E402
+import torch  # noqa: E402
 import zoo  # noqa: E402
 
 
@@ -43,7 +42,7 @@ def outcome(script: parity.Script, options: parity.Options) -> tuple[str, str]:
     """("ok" | "differs" | "error", what was seen)."""
     try:
         difference = parity.run(script, options)
-    except Exception as e:      # noqa: BLE001 - one broken case must not hide the others
+    except Exception as e:
         last = traceback.extract_tb(e.__traceback__)[-1]
         return "error", f"{type(e).__name__}: {str(e)[:400]} (at {Path(last.filename).name}:{last.lineno})"
     return ("ok", "") if difference is None else ("differs", difference[:600])
@@ -53,7 +52,7 @@ def control(script: parity.Script, options: parity.Options) -> str:
     """Does plain torch agree with itself here?"""
     try:
         runs = [parity.run_one(script, options, streamed=False) for _ in range(2)]
-    except Exception as e:      # noqa: BLE001
+    except Exception as e:
         return f"plain torch fails: {type(e).__name__}: {str(e)[:200]}"
     return parity.first_difference(*runs) or "plain equals plain"
 
