@@ -27,7 +27,6 @@ typedef void (*mt_boxed_fn)(StableIValue *stack, uint64_t n_args, uint64_t n_ret
 
 /* returns, name, arguments. In libtorch_cpu of torch 2.10 and later. */
 #define MT_SHIM_MAP(X)                                                                            \
-    X(uint64_t, aoti_torch_abi_version, (void))                                                   \
     X(void, aoti_torch_check, (bool, const char *, const char *, uint32_t, const char *))         \
     X(AOTITorchError, aoti_torch_library_init_def,                                                \
       (const char *, const char *, uint32_t, TorchLibraryHandle *))                               \
