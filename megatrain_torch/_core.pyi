@@ -105,3 +105,13 @@ def split_set(p: int, hi: int, lo: int, n: int) -> None: ...
 def isa_runs(isa: int) -> bool: ...
 def register_ops() -> None:
     """Registers torch.ops.megatrain.* through libtorch's stable C shim. torch must be imported."""
+
+def swap_window(window: dict[Any, Any] | None, /) -> dict[Any, Any] | None:
+    """This thread's open window, {record: slot tensor}, from now on; returns the one before."""
+def enter() -> bool:
+    """A streamed forward starts in this thread; True when no other is open."""
+def leave() -> None: ...
+def inside() -> bool: ...
+
+class WindowDict(dict[str, Any]):
+    """`[name]` is the open window's tensor for `self.records[name]`, else `self.outside(record, item)`."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .limits import show_bytes
 from .optim import master
-from .state import state
+from .state import enter, leave
 from .wrap import runtime_of
 
 
@@ -80,9 +80,9 @@ def gather(module: nn.Module) -> Iterator[nn.Module]:
     Gradients flow back to the parameter.
     """
     rt = runtime_of(module)
-    state.depth += 1
+    enter()
     try:
         yield module
     finally:
-        state.depth -= 1
+        leave()
         rt._lazy.clear()

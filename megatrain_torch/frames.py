@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import MegatrainError
-from .state import state
+from .state import swap_window
 
 if TYPE_CHECKING:
     from .window import Window
@@ -47,22 +47,25 @@ class Weight:
         return self.runtime.slot_view(self.unit, self.offset, self.dtype, self.size, self.stride)
 
 
-class Kept:
-    """A saved tensor that is no weight, with its version when it was saved."""
+def keep(t: Tensor) -> tuple[Tensor, int]:
+    """A saved tensor that is no weight, with its version when it was saved.
 
-    __slots__ = ("value", "version")
+    With its history it would hold the node that saves it: a cycle in C++ that no collector sees.
+    """
+    return t.detach() if t.requires_grad else t, t._version
 
-    def __init__(self, t: Tensor) -> None:
-        # With its history it would hold the node that saves it: a cycle in C++ that no collector sees.
-        self.value, self.version = t.detach() if t.requires_grad else t, t._version
 
-    def tensor(self) -> Tensor:
-        if self.value._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: a tensor of shape {list(self.value.shape)} is at version {self.value._version}; "
-                f"expected version {self.version} instead")
-        return self.value
+def restored(handle: Any) -> Tensor:
+    """The tensor behind what `keep` or `Weight` made."""
+    if type(handle) is Weight:
+        return handle.tensor()
+    value, version = handle
+    if value._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of shape {list(value.shape)} is at version {value._version}; "
+            f"expected version {version} instead")
+    return value
 
 
 def refuse_create_graph() -> None:
@@ -83,12 +86,12 @@ class SavedFrame:
         if where is not None:
             return Weight(self.runtime, *where, t)
         self.kept_bytes += t.nbytes
-        return Kept(t)
+        return keep(t)
 
     @staticmethod
     def unpack(handle: Any) -> Tensor:
         refuse_create_graph()
-        return handle.tensor()
+        return restored(handle)
 
 
 class _StopReplay(BaseException):
@@ -106,9 +109,10 @@ class ReplayFrame:
         self.window, self.runtime = window, window.runtime
         self.count = 0                                   # tensors saved by the first run
         self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
-        self.watched: list[tuple[Tensor, int]] = []      # inputs and their versions
-        self.inputs = fork((args, kwargs), self.watched)
-        self.clones = None if window.proved else fork((args, kwargs), clone=True)
+        fork = Fork()
+        self.inputs = fork((args, kwargs))
+        self.watched = fork.watched                      # inputs and their versions
+        self.clones = None if window.proved else Fork(clone=True)((args, kwargs))
         self.buffers = window.snapshot_buffers()
         self.attributes = window.snapshot_attributes()
         self.shapes: list[Any] | None = [] if self.clones is not None else None
@@ -128,7 +132,7 @@ class ReplayFrame:
         frame, number = handle
         if number not in frame.saved:
             frame.replay()
-        return frame.saved.pop(number).tensor()
+        return restored(frame.saved.pop(number))
 
     def forward_ended(self) -> None:
         """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on."""
@@ -149,13 +153,13 @@ class ReplayFrame:
         saved_autocast = autocast_state(rt.device.type)
         saved_buffers = window.restore_buffers(self.buffers)
         saved_attributes = window.restore_attributes(self.attributes)
-        outer, packed = state.window, self._collector()
+        packed, outer, opened = self._collector(), None, False
         try:
             rt.set_random_state(self.random)
             set_autocast_state(rt.device.type, self.autocast)
             with torch.enable_grad():
-                args, kwargs = fork(self.inputs, as_results=True)
-                state.window = window.bind_leaves()
+                args, kwargs = Fork(as_results=True)(self.inputs)
+                outer, opened = swap_window(window.bind_leaves()), True
                 _push(packed, SavedFrame.unpack)
                 try:
                     with window.flat_weights():
@@ -165,7 +169,8 @@ class ReplayFrame:
         except _StopReplay:
             pass
         finally:
-            state.window = outer
+            if opened:
+                swap_window(outer)
             window.restore_buffers(saved_buffers)
             window.restore_attributes(saved_attributes)
             set_autocast_state(rt.device.type, saved_autocast)
@@ -187,7 +192,7 @@ class ReplayFrame:
             if shapes is not None and shapes[number] != t.shape:
                 self._refuse(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
             where = rt.locate(t)
-            saved[number] = handle = Weight(rt, *where, t) if where is not None else Kept(t)
+            saved[number] = handle = Weight(rt, *where, t) if where is not None else keep(t)
             if number >= last:
                 raise _StopReplay
             return handle
@@ -222,62 +227,63 @@ class _Result(torch.autograd.Function):
         return grad
 
 
-def fork(value: Any, watched: list[tuple[Tensor, int]] | None = None, *, clone: bool = False,
-         as_results: bool = False, memo: dict[int, Any] | None = None) -> Any:
-    """A copy of the arguments whose containers and caches may be changed: tensors are shared, detached.
+_ATOMS = {type(None), bool, int, float, str, torch.dtype, torch.device}
 
-    watched: gets (tensor, version) of each original. clone: tensors of floating type are copied too.
+
+class Fork:
+    """A copy of the arguments whose containers and caches may be changed; tensors are shared, detached.
+
+    watched: (tensor, version) of each tensor met. clone: floating tensors are copied too.
     as_results: tensors that require a gradient come as results of an operation, as they did first.
     """
-    memo = {} if memo is None else memo
-    if id(value) in memo:
-        return memo[id(value)]
-    if isinstance(value, Tensor):
-        out: Any = _fork_tensor(value, watched, clone, as_results)
-    elif isinstance(value, (list, tuple, dict)):
-        out = _fork_container(value, watched, clone, as_results, memo)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        out = copy.copy(value)
-        for f in dataclasses.fields(value):
-            object.__setattr__(out, f.name, fork(getattr(value, f.name), watched, clone=clone, as_results=as_results, memo=memo))
-    elif _is_cache(value):
-        out = copy.copy(value)
-        memo[id(value)] = out
-        for k, v in vars(value).items():
-            out.__dict__[k] = fork(v, watched, clone=clone, as_results=as_results, memo=memo)
-    else:
-        return value
-    memo[id(value)] = out
-    return out
 
+    def __init__(self, clone: bool = False, as_results: bool = False) -> None:
+        self.clone, self.as_results = clone, as_results
+        self.watched: list[tuple[Tensor, int]] = []
+        self.met: dict[int, Any] = {}
 
-def _fork_tensor(t: Tensor, watched: list[tuple[Tensor, int]] | None, clone: bool, as_result: bool) -> Tensor:
-    if watched is not None:
-        watched.append((t.detach(), t._version))
-    with torch.no_grad():
-        out = t.detach()
-        if clone and t.is_floating_point():
-            out = out.clone()
-    if not t.requires_grad:
+    def __call__(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind is Tensor:
+            return self._tensor(value)
+        if kind is dict:
+            return {k: self(v) for k, v in value.items()}
+        if kind is tuple or kind is list:
+            return kind([self(v) for v in value])
+        return self._object(value)
+
+    def _tensor(self, t: Tensor) -> Tensor:
+        self.watched.append((t.detach() if t.requires_grad else t, t._version))
+        out = self.watched[-1][0]
+        if self.clone and t.is_floating_point():
+            with torch.no_grad():
+                out = out.clone()
+        if not t.requires_grad:
+            return out
+        out = (out if self.clone else out.detach()).requires_grad_()
+        return _Result.apply(out) if self.as_results else out
+
+    def _object(self, value: Any) -> Any:
+        if id(value) in self.met:
+            return self.met[id(value)]
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple):
+            return type(value)(*map(self, value)) if hasattr(value, "_fields") else type(value)(map(self, value))
+        if not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value) or _is_cache(value)) \
+                or isinstance(value, type):
+            return value
+        out = self.met[id(value)] = copy.copy(value)
+        if isinstance(value, dict):
+            for k, v in value.items():
+                dict.__setitem__(out, k, self(v))
+        elif isinstance(value, list):
+            out[:] = [self(v) for v in value]
+        for k, v in getattr(value, "__dict__", {}).items():
+            object.__setattr__(out, k, self(v))
         return out
-    out.requires_grad_()
-    return _Result.apply(out) if as_result else out
-
-
-def _fork_container(value: Any, watched: Any, clone: bool, as_results: bool, memo: dict[int, Any]) -> Any:
-    if isinstance(value, dict):
-        out = copy.copy(value)
-        for k, v in value.items():
-            dict.__setitem__(out, k, fork(v, watched, clone=clone, as_results=as_results, memo=memo))
-            if k in getattr(out, "__dict__", ()):
-                out.__dict__[k] = dict.__getitem__(out, k)
-        return out
-    items = [fork(v, watched, clone=clone, as_results=as_results, memo=memo) for v in value]
-    if isinstance(value, tuple):
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    out = copy.copy(value)
-    out[:] = items
-    return out
 
 
 def _is_cache(value: Any) -> bool:

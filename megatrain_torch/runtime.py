@@ -16,7 +16,7 @@ from .guard import plain
 from .handover import HandOver
 from .lazy import Lazy
 from .records import Record
-from .state import in_backward, state
+from .state import enter, in_backward, leave
 from .window import Window
 
 _use_count = torch._C._storage_Use_Count
@@ -72,9 +72,10 @@ class SlotHooks:
         return self._runtime().slots[slot].held()
 
     def renew(self, slot: int) -> int:
-        s = self._runtime().slots[slot]
-        s.fill()
-        return s.address
+        runtime = self._runtime()
+        runtime.slots[slot].fill()
+        runtime.note_bounds()
+        return runtime.slots[slot].address
 
 
 class Runtime:
@@ -104,7 +105,13 @@ class Runtime:
         self.slots = [Slot(n, self.device) for n in sizes]
         if self.is_cuda:
             torch.cuda.current_stream(self.device).synchronize()   # former owners of this memory are done
+        self.note_bounds()
         self.core.open_slots([(s.address, s.nbytes) for s in self.slots], SlotHooks(self))
+
+    def note_bounds(self) -> None:
+        """Addresses between which all slots lie: most tensors are told apart from weights by these."""
+        self.lowest = min((s.address for s in self.slots), default=0)
+        self.highest = max((s.address + s.nbytes for s in self.slots), default=0)
 
     def stream(self) -> int:
         """Handle of the stream torch computes on now."""
@@ -122,9 +129,12 @@ class Runtime:
 
     def locate(self, t: Tensor) -> tuple[int, int] | None:
         """(unit, byte offset) when t lies in a slot that still holds the unit it was taken from."""
-        if t.device.type != self.device.type or type(t) is not Tensor or t.layout != torch.strided:
+        if type(t) is not Tensor or t.layout is not torch.strided:
             return None
-        slot, unit, offset = self.core.find(t.data_ptr())
+        address = t.data_ptr()
+        if not self.lowest <= address < self.highest:
+            return None
+        slot, unit, offset = self.core.find(address)
         return (unit, offset) if slot >= 0 and unit >= 0 else None
 
     def own_outputs(self, out: Any) -> Any:
@@ -190,15 +200,17 @@ class Runtime:
 
     @contextlib.contextmanager
     def entered(self, who: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-        """Around every streamed forward; the outermost one begins a pass and moves its inputs."""
-        if not state.depth and state.window is None and in_backward() == -1:
-            self._begin(who)
-            args, kwargs = self._to_device(args), self._to_device(kwargs)
-        state.depth += 1
+        """Around a container's forward; the outermost streamed forward begins a pass."""
+        outermost = enter()
         try:
-            yield args, kwargs
+            yield self.begin(who, args, kwargs) if outermost and in_backward() == -1 else (args, kwargs)
         finally:
-            state.depth -= 1
+            leave()
+
+    def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A root forward starts; its inputs come to the compute device."""
+        self._begin(who)
+        return self._to_device(args), self._to_device(kwargs)
 
     def _begin(self, who: Any) -> None:
         self.core.check()
@@ -229,8 +241,7 @@ class Runtime:
         if self._split is None:
             self._split = True
             for w in self.windows:
-                w.trainable = [r for r in w.records if r.was_trainable]
-                w.frozen = [r for r in w.records if not r.was_trainable]
+                w.split()
 
     def _to_device(self, value: Any) -> Any:
         if not self.is_cuda:
@@ -271,16 +282,15 @@ class Runtime:
     # ---- random numbers ----
 
     def random_state(self) -> tuple[Any, ...]:
-        cpu = torch.random.get_rng_state()
-        return (cpu, torch.cuda.get_rng_state(self.device)) if self.is_cuda else (cpu,)
+        return tuple([g.get_state() for g in self._generators()])
 
     def set_random_state(self, s: tuple[Any, ...]) -> None:
-        torch.random.set_rng_state(s[0])
-        if self.is_cuda:
-            torch.cuda.set_rng_state(s[1], self.device)
+        for g, state in zip(self._generators(), s):
+            g.set_state(state)
 
-    def autocasting(self) -> bool:
-        return torch.is_autocast_enabled(self.device.type) or (self.is_cuda and torch.is_autocast_enabled("cpu"))
+    def _generators(self) -> list[torch.Generator]:
+        cpu = torch.default_generator
+        return [cpu, torch.cuda.default_generators[self.device.index]] if self.is_cuda else [cpu]
 
     def drain(self) -> None:
         """Everything under way is over: gradients home, updates done."""

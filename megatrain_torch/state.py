@@ -1,26 +1,17 @@
-"""Where this thread is: inside which window, how deep in streamed forwards."""
+"""What this thread sees when it reads a weight: inside which window, inside which forward."""
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._core import WindowDict, enter, inside, leave, swap_window
+
 in_backward = torch._C._current_graph_task_id     # -1 outside of backward; for the thread that runs it
 
 
-class _State(threading.local):
-    """window: pid -> slot tensor of the innermost open window. depth: open streamed forwards."""
-
-    window: dict[int, Tensor] | None = None
-    depth: int = 0
-
-
-state = _State()
-
-
-class BoundParameters(dict):
+class BoundParameters(WindowDict):
     """A module's `_parameters`, in which attribute reads see the slot.
 
     `Module.__getattr__` reads through `[name]`; `named_parameters`, `state_dict` and `_apply` go
@@ -35,18 +26,11 @@ class BoundParameters(dict):
         super().__init__(items)
         self.records = records
 
-    def __getitem__(self, name: str) -> Any:
-        record = self.records.get(name)
-        if record is None:
-            return dict.__getitem__(self, name)
-        window = state.window
-        if window is not None:
-            bound = window.get(record.pid)
-            if bound is not None:
-                return bound
-        elif not state.depth and in_backward() == -1:
-            return dict.__getitem__(self, name)
-        return record.runtime.lazy(record)
+    def outside(self, record: Any, parameter: Any) -> Any:
+        """A read that no open window answers."""
+        if inside() or in_backward() != -1:
+            return record.runtime.lazy(record)
+        return parameter
 
     def __setitem__(self, name: str, value: Any) -> None:
         record = self.records.get(name)
@@ -64,3 +48,6 @@ class HostBuffers(dict):
     def __reduce_ex__(self, protocol: Any) -> Any:
         items = {k: b.cpu() if isinstance(b, Tensor) else b for k, b in self.items()}
         return dict, (), None, None, iter(items.items())
+
+
+__all__ = ["BoundParameters", "HostBuffers", "enter", "in_backward", "inside", "leave", "swap_window"]

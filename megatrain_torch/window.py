@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .frames import ReplayFrame, SavedFrame, _pop, _push, autocast_state
+from .frames import ReplayFrame, SavedFrame, _pop, _push
 from .records import Record, Use
-from .state import in_backward, state
+from .state import enter, in_backward, leave, swap_window
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -59,6 +59,7 @@ class Window:
         self.saved_bytes = 0
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
+        self.params: list[nn.Parameter] = []
         self.buffered = [m for m in module.modules() if m._buffers]
         self.modules = list(module.modules())
         self.mutable: list[tuple[nn.Module, str]] | None = None   # attributes that forward changes; found by the first run
@@ -67,68 +68,85 @@ class Window:
     # ---- slot tensors ----
 
     def views(self, records: list[Record]) -> list[Tensor]:
-        """Fresh tensors over the slots for these records. Acquires the units."""
-        rt, out = self.runtime, {}
+        """Fresh tensors over the slots for these records. Acquires their units."""
+        rt = self.runtime
+        if len(self.units) == 1:
+            cached = rt.acquire_views(self.units[0])
+            return [cached[r.index].detach() for r in records]
+        out = {}
         for unit in self.units:
             cached = rt.acquire_views(unit)
-            for r in records:
-                if r.unit == unit:
-                    out[r.pid] = cached[r.index].detach()
-        return [out[r.pid] for r in records]
+            out.update({r: cached[r.index].detach() for r in records if r.unit == unit})
+        return [out[r] for r in records]
 
-    def bind_leaves(self) -> dict[int, Tensor]:
-        """pid -> slot tensor with the parameter's own requires_grad, outside of any graph."""
+    def bind_leaves(self) -> dict[Record, Tensor]:
+        """Slot tensors with the parameters' own requires_grad, outside of any graph."""
         with torch.no_grad():
-            bound = {r.pid: t for r, t in zip(self.records, self.views(self.records))}
+            bound = dict(zip(self.records, self.views(self.records)))
         for r in self.trainable:
-            bound[r.pid].requires_grad_()
+            bound[r].requires_grad_()
         return bound
 
-    def bind(self) -> dict[int, Tensor]:
-        """pid -> slot tensor, tied to the host parameters where autograd records."""
-        if not self.trainable or not torch.is_grad_enabled():
+    def bind(self, grad: bool) -> dict[Record, Tensor]:
+        """Slot tensors, tied to the host parameters where autograd records."""
+        if not grad or not self.trainable:
             return self.bind_leaves()
-        outputs = Bind.apply(self, self.trainable, *[r.param for r in self.trainable])
-        bound = {r.pid: t for r, t in zip(self.trainable, outputs)}
+        bound = dict(zip(self.trainable, Bind.apply(self, self.trainable, *self.params)))
         if self.frozen:
             with torch.no_grad():
-                bound.update({r.pid: t for r, t in zip(self.frozen, self.views(self.frozen))})
+                bound.update(zip(self.frozen, self.views(self.frozen)))
         return bound
+
+    def split(self) -> None:
+        """Follows requires_grad: which records take part in the graph."""
+        self.trainable = [r for r in self.records if r.was_trainable]
+        self.frozen = [r for r in self.records if not r.was_trainable]
+        self.params = [r.param for r in self.trainable]
 
     # ---- running ----
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.runtime.entered(self, args, kwargs) as (args, kwargs):
+        rt = self.runtime
+        if enter() and in_backward() == -1:
+            try:
+                args, kwargs = rt.begin(self, args, kwargs)
+            except BaseException:
+                leave()
+                raise
+        try:
             if not torch.is_grad_enabled():
-                return self._run(args, kwargs)
-            if self.runtime.mode_of(self) == "replay":
+                return self._run(args, kwargs, False)
+            mode = self.mode
+            if (mode if mode != "auto" else rt.mode_of(self)) == "replay":
                 frame: Any = ReplayFrame(self, args, kwargs)
-                out = self._run(args, kwargs, frame)
+                out = self._run(args, kwargs, True, frame)
                 frame.forward_ended()
                 return out
             frame = SavedFrame(self)
-            out = self._run(args, kwargs, frame)
+            out = self._run(args, kwargs, True, frame)
             self.saved_bytes = frame.kept_bytes
             return out
+        finally:
+            leave()
 
-    def _run(self, args: Any, kwargs: Any, frame: Any = None) -> Any:
-        outer = state.window
-        autocast = autocast_state(self.runtime.device.type) if self.runtime.autocasting() else None
-        bound = self.bind()
+    def _run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None) -> Any:
+        cached_casts = torch.is_autocast_cache_enabled()
+        bound = self.bind(grad)
         if frame is not None:
             _push(frame.pack, frame.unpack)
-        state.window = bound
+        outer = swap_window(bound)
         try:
-            if autocast is not None:                     # its cache would keep casts of weights that move on
-                torch.set_autocast_cache_enabled(False)
-            with self.flat_weights() if self.recurrent else contextlib.nullcontext():
+            torch.set_autocast_cache_enabled(False)      # it would keep casts of weights that move on
+            if self.recurrent:
+                with self.flat_weights():
+                    out = self.inner(*args, **kwargs)
+            else:
                 out = self.inner(*args, **kwargs)
         finally:
-            state.window = outer
+            swap_window(outer)
             if frame is not None:
                 _pop()
-            if autocast is not None:
-                torch.set_autocast_cache_enabled(autocast[2])
+            torch.set_autocast_cache_enabled(cached_casts)
         return self.runtime.own_outputs(out)
 
     @property

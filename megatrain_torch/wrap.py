@@ -29,9 +29,11 @@ _pid = 0
 _registrations = 0
 
 
-def _count_registration(*_: Any) -> None:
+def _count_registration(module: nn.Module, *_: Any) -> None:
+    """Something was put into a module: of a streamed model, the next pass looks what."""
     global _registrations
-    _registrations += 1
+    if module in _runtimes:
+        _registrations += 1
 
 
 nn.modules.module.register_module_parameter_registration_hook(_count_registration)

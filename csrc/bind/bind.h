@@ -46,6 +46,13 @@ int mt_arg_tuple(PyObject *o);           /* PyArg_ParseTuple takes nothing else 
 extern PyMethodDef mt_kernel_methods[];
 PyObject *mt_py_register_ops(PyObject *module, PyObject *unused);
 
+/* window.c: which weights a thread sees */
+PyObject *mt_py_swap_window(PyObject *module, PyObject *window);
+PyObject *mt_py_enter (PyObject *module, PyObject *unused);
+PyObject *mt_py_leave (PyObject *module, PyObject *unused);
+PyObject *mt_py_inside(PyObject *module, PyObject *unused);
+PyObject *mt_window_dict_new(void);
+
 /* ---- home ----
  * Not a Python object on purpose: NumPy cannot show the collector what an array holds, so an array
  * that held the engine would keep the engine's hooks, and through them the model, for good. */

@@ -271,5 +271,13 @@ PyMethodDef mt_kernel_methods[] = {
     { "register_ops", mt_py_register_ops, METH_NOARGS,
       "register_ops()\n--\n\n"
       "Register torch.ops.megatrain.*; torch must be imported. Idempotent." },
+    { "swap_window", mt_py_swap_window, METH_O,
+      "swap_window(window, /)\n--\n\n"
+      "This thread's open window, {record: slot tensor} or None, from now on; returns the one before." },
+    { "enter", mt_py_enter, METH_NOARGS,
+      "enter()\n--\n\nA streamed forward starts in this thread; True when no other is open." },
+    { "leave", mt_py_leave, METH_NOARGS, "leave()\n--\n\nThe forward that enter() began is over." },
+    { "inside", mt_py_inside, METH_NOARGS,
+      "inside()\n--\n\nIs a streamed forward or a window open in this thread?" },
     { NULL, NULL, 0, NULL },
 };

@@ -24,6 +24,14 @@ static int add_constants(PyObject *module)
     return bad ? -1 : 0;
 }
 
+static int add_type(PyObject *module, const char *name, PyObject *type)
+{
+    int bad = type == NULL || PyModule_AddObjectRef(module, name, type) < 0;
+
+    Py_XDECREF(type);
+    return bad ? -1 : 0;
+}
+
 static int module_exec(PyObject *module)
 {
     mt_state *s = PyModule_GetState(module);
@@ -35,6 +43,8 @@ static int module_exec(PyObject *module)
         return -1;
     s->engine_type = mt_engine_type_new(module);
     if (s->engine_type == NULL || PyModule_AddObjectRef(module, "Engine", s->engine_type) < 0)
+        return -1;
+    if (add_type(module, "WindowDict", mt_window_dict_new()) < 0)
         return -1;
     return add_constants(module);
 }
