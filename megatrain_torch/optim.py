@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +12,26 @@ from torch import Tensor
 from . import _core
 from .errors import MegatrainError
 from .guard import StreamedParameter, guard, plain
+from .handover import HandOver
 from .records import DTYPES, Record
+
+RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
+
+
+class _Handed:
+    """Updates handed to one model's engine; what became of them is known when their gradients are home."""
+
+    __slots__ = ("_found", "params", "runtime", "ticket")
+
+    def __init__(self, runtime: Any, ticket: int, params: list[StreamedParameter]) -> None:
+        self.runtime, self.ticket, self.params = runtime, ticket, params
+        self._found: tuple[float, int] | None = None
+
+    def result(self) -> tuple[float, int]:
+        """(norm before clipping, units skipped); waits for the gradients."""
+        if self._found is None:
+            self._found = self.runtime.core.norm(self.ticket)
+        return self._found
 
 
 class AdamW(torch.optim.Optimizer):
@@ -23,8 +42,10 @@ class AdamW(torch.optim.Optimizer):
 
     bf16 weights get an fp32 master: the weight itself plus 16 bits that continue it (`mt.masters`).
     12 bytes per parameter, 14 with the gradient that waits for the norm. Order of operations, and how
-    far from exact: docs/numerics.md. Parameters that are not streamed are updated too, by the same
-    arithmetic on the CPU and by torch's on other devices.
+    far from exact: docs/numerics.md.
+
+    Parameters that are not streamed are updated too, by torch's own functions. Where there are such, or
+    parameters of several streamed models, step() waits for the gradients and clips them in place.
 
     Args:
         params: as in torch: parameters, (name, parameter) pairs, or groups.
@@ -35,8 +56,8 @@ class AdamW(torch.optim.Optimizer):
         in_backward: update each unit as soon as backward has its gradient, without waiting for
             step(). A promise that every backward() is followed by step() and that nobody reads or
             changes gradients in between; needs max_grad_norm=None.
-        nonfinite: a step whose gradients are not finite changes nothing; "skip" counts it
-            (`skipped_steps`), "raise" also raises at the next step().
+        nonfinite: a step whose gradients are not finite changes nothing (with in_backward: no unit whose
+            own are not); "skip" counts it (`skipped_steps`), "raise" also raises at the next step().
 
     Raises:
         MegatrainError: an argument outside its range, or an option of torch's AdamW that is not
@@ -49,21 +70,24 @@ class AdamW(torch.optim.Optimizer):
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
                  states: str = "fp32", maximize: bool = False, in_backward: bool = False,
                  nonfinite: str = "skip", **torch_only: Any) -> None:
-        _check(betas, eps, weight_decay, max_grad_norm, states, in_backward, nonfinite, torch_only)
+        _check(lr, betas, eps, weight_decay, max_grad_norm, states, in_backward, nonfinite, torch_only)
         self.max_grad_norm = max_grad_norm
-        self.skipped_steps = 0
         self._nonfinite, self._in_backward = nonfinite, in_backward
-        self._tickets: list[tuple[Any, int]] = []          # (core, ticket) of the last step
-        self._settled = True
-        self._alive: deque[Any] = deque(maxlen=4)          # host gradients that an update still reads
-        self._counts: dict[Tensor, int] = {}
-        self._norm: float | None = None
+        self._handed: list[_Handed] = []                   # by the last step; taken by _settle
+        self._early: list[_Handed] = []                    # by the backward under way, for the next step
         self._done: set[int] = set()                       # pids updated in the backward under way
+        self._counts: dict[Tensor, int] = {}               # steps taken, as state["step"] says
+        self._norm: float | None = None
+        self._skipped = 0
+        self._complaint = ""
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
-        for rt in self._runtimes():
-            rt.optimizers.add(self)
-            if in_backward:
-                rt.handover.observer = self._update_now
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch."""
+        super().add_param_group(param_group)
+        if self._in_backward:
+            for rt in self._runtimes():
+                rt.handover.observer = _observer(self)
 
     # ---- stepping ----
 
@@ -77,30 +101,39 @@ class AdamW(torch.optim.Optimizer):
             MegatrainError: a worker failed since the last call; or nonfinite="raise" and the step
                 before this one was skipped.
         """
+        self._settle()
+        if self._complaint and self._nonfinite == "raise":
+            complaint, self._complaint = self._complaint, ""
+            raise MegatrainError(complaint)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle()
-        streamed, others = self._collect()
-        limit = self.max_grad_norm if self.max_grad_norm else math.inf
-        if others and streamed and self.max_grad_norm:
-            torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], self.max_grad_norm)
-            streamed, others = self._collect()
+        limit = self.max_grad_norm or math.inf
+        elsewhere = self._gradients_elsewhere()
+        if elsewhere:
             limit = math.inf
-        self._tickets = []
-        for rt, units in streamed.items():
-            ordered = sorted(units.items())
-            self._tickets.append((rt.core, rt.core.adam(ordered, limit)))
-            rt.core.kick(rt.stream())
-        self._step_others(others)
-        self._settled = not self._tickets
+        if not elsewhere or self._clip_here(elsewhere):
+            self._step_all(limit)
         self._done.clear()
         return loss
+
+    def _step_all(self, limit: float) -> None:
+        streamed, others = self._collect()
+        self._handed, self._early = self._early, []
+        for rt, units in streamed.items():
+            params = [rt.units[u][item[0]].param for u, items in units.items() for item in items]
+            self._handed.append(_Handed(rt, rt.core.adam(sorted(units.items()), limit), params))
+        for rt in {h.runtime for h in self._handed}:
+            rt.core.kick(rt.stream())
+        for p, group in others:
+            self._step_other(p, group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; does not wait for gradients that are still on their way."""
         if not set_to_none:
+            for rt in self._runtimes():
+                rt.core.drain()              # an update may still have to read what is zeroed here
             return super().zero_grad(set_to_none=False)
         with torch._C.DisableTorchFunctionSubclass():
             for group in self.param_groups:
@@ -111,28 +144,52 @@ class AdamW(torch.optim.Optimizer):
     @property
     def grad_norm(self) -> float | None:
         """Global norm of the last step's gradients before clipping; waits for them. None before the first step."""
-        if self._tickets:
-            self._norm = math.sqrt(sum(core.norm(t)[0] ** 2 for core, t in self._tickets)) \
-                if len(self._tickets) > 1 else self._tickets[0][0].norm(self._tickets[0][1])[0]
+        self._settle()
         return self._norm
 
-    def _settle(self) -> None:
-        """Takes the result of the step before: a skipped one does not count."""
-        if self._settled:
-            return
-        self._settled = True
-        skipped = [core.norm(t)[1] for core, t in self._tickets]
-        if not any(skipped):
-            return
-        self.skipped_steps += 1
-        for p in self._counts:
-            if self._stepped.get(p):
-                self._counts[p] -= 1
-                self.state[p]["step"] -= 1
-        if self._nonfinite == "raise":
-            raise MegatrainError(f"step skipped: the global gradient norm was {self.grad_norm}; weights and states are as before")
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far whose gradients were not finite. Waits for the gradients of the last."""
+        self._settle()
+        return self._skipped
 
-    _stepped: dict[Tensor, bool] = {}
+    def _settle(self) -> None:
+        """Takes the results of the last step: what was skipped has not stepped."""
+        if not self._handed:
+            return
+        handed, self._handed = self._handed, []
+        self._norm = math.hypot(*(h.result()[0] for h in handed))
+        skipped = [h for h in handed if h.result()[1]]
+        for p in [p for h in skipped for p in h.params]:
+            self._counts[p] -= 1
+            self.state[p]["step"] -= 1
+        if skipped:
+            self._note_skipped()
+
+    def _note_skipped(self) -> None:
+        self._skipped += 1
+        self._complaint = f"step skipped: the global gradient norm was {self._norm}; weights and states are as before"
+
+    # ---- gradients that are not all in one store ----
+
+    def _gradients_elsewhere(self) -> list[Tensor]:
+        """All gradients, where one engine alone cannot weigh them; else none. Reading them waits for them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        params = [p for p in params if not (isinstance(p, StreamedParameter) and p._mt.pid in self._done)]
+        homes = {p._mt.runtime if isinstance(p, StreamedParameter) else None for p in params}
+        return [p.grad for p in params] if None in homes or len(homes) > 1 else []
+
+    def _clip_here(self, grads: list[Tensor]) -> bool:
+        """Clips gradients in place by their global norm, taken in fp64. False: it is not finite."""
+        self._norm = math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads))
+        if not math.isfinite(self._norm):
+            self._note_skipped()
+            return False
+        factor = self.max_grad_norm / (self._norm + 1e-6) if self.max_grad_norm else 1.0
+        if factor < 1.0:
+            torch._foreach_mul_(grads, factor)
+        return True
 
     # ---- gathering work ----
 
@@ -141,7 +198,6 @@ class AdamW(torch.optim.Optimizer):
         streamed: dict[Any, dict[int, list[Any]]] = {}
         others: list[tuple[Tensor, dict[str, Any]]] = []
         steps = []
-        self._stepped = {}
         for group in self.param_groups:
             for p in group["params"]:
                 if not isinstance(p, StreamedParameter):
@@ -152,7 +208,6 @@ class AdamW(torch.optim.Optimizer):
                 if item is not None:
                     streamed.setdefault(p._mt.runtime, {}).setdefault(p._mt.unit, []).append(item)
                     steps.append(self.state[p]["step"])
-                    self._stepped[p] = True
         if steps:
             torch._foreach_add_(steps, 1)
         return streamed, others
@@ -164,26 +219,24 @@ class AdamW(torch.optim.Optimizer):
         if grad is None or record.numel == 0 or record.pid in self._done:
             return None
         self._prepare(p, record)
-        address, kind, changed = 0, DTYPES[record.dtype], False
         if grad is record.grad_view:
             changed = grad._version != record.grad_version
         else:
-            grad = self._own_gradient(record, grad)
-            address, kind, changed = grad.data_ptr(), DTYPES[grad.dtype], True
+            self._bring(record, grad)
+            changed = True
         self._counts[p] = step = self._counts.get(p, 0) + 1
         b1, b2 = group["betas"]
         return (record.index, float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], step,
-                int(group["maximize"]), address, kind, int(changed))
+                int(group["maximize"]), 0, DTYPES[record.dtype], int(changed))
 
-    def _own_gradient(self, record: Record, grad: Tensor) -> Tensor:
-        """A gradient that the user put there: dense host memory in a type the update reads."""
-        grad = plain(grad)
-        kind = grad.dtype if grad.dtype in (record.dtype, torch.float32) else torch.float32
-        out = torch.empty_strided(record.shape, record.stride, dtype=kind).copy_(grad)
-        self._alive.append(out)
-        if len(self._alive) == self._alive.maxlen:
-            self._alive = deque(self._alive, maxlen=2 * len(self._alive))
-        return out
+    @staticmethod
+    def _bring(record: Record, grad: Tensor) -> None:
+        """A gradient that the user put there goes where the update reads."""
+        core = record.runtime.core
+        core.wait_grads(record.unit)
+        core.wait_updates(record.unit)
+        HandOver._renew_view(record)
+        record.grad_view.copy_(plain(grad))
 
     def _prepare(self, p: StreamedParameter, record: Record) -> None:
         if record.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -192,13 +245,27 @@ class AdamW(torch.optim.Optimizer):
         if record.host._version != record.version:
             rt.after_write(record)
         if p not in self.state:
-            self.state[p] = {"step": torch.zeros(()), "exp_avg": guard(record.view("M"), record),
-                             "exp_avg_sq": guard(record.view("V"), record)}
-            self._counts.setdefault(p, 0)
-        if record.dtype == torch.bfloat16 and record.master_writes != record.writes:
-            rt.core.wait_updates(record.unit)
-            record.view("LO").zero_()            # the weight was set from outside: it is its own master
+            self._begin_state(p, record)
+        elif record.owner() is not self:
+            raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; use one optimizer")
+        if record.dtype != torch.float32 and record.master_writes != record.writes:
+            rt.core.wait_updates(record.unit)    # the weight was set from outside: it is its own master
+            if record.dtype == torch.bfloat16:
+                record.view("LO").zero_()
+            else:
+                record.view("MASTER").copy_(record.host)
         record.master_writes = record.writes
+
+    def _begin_state(self, p: StreamedParameter, record: Record) -> None:
+        """States of a parameter that has none in this optimizer, over planes that are zero when they are new."""
+        self.state[p] = {"step": torch.zeros(()), "exp_avg": guard(record.view("M"), record),
+                         "exp_avg_sq": guard(record.view("V"), record)}
+        self._counts[p] = 0
+        if record.owner is not None:
+            record.runtime.core.wait_updates(record.unit)
+            record.view("M").zero_()
+            record.view("V").zero_()
+        record.owner = weakref.ref(self)
 
     # ---- updating inside backward ----
 
@@ -213,26 +280,24 @@ class AdamW(torch.optim.Optimizer):
                     raise MegatrainError(f"{r.name}: a second backward before step(); in_backward=True updates at every "
                                          "backward, so accumulate with in_backward=False")
                 items.append((r.param, self._item(r.param, groups[r.param])))
-        wanted = [i for _, i in items if i is not None]
-        if wanted:
-            records[0].runtime.core.adam([(unit, wanted)], 0.0)
-            torch._foreach_add_([self.state[p]["step"] for p, i in items if i is not None], 1)
-            self._done.update(p._mt.pid for p, i in items if i is not None)
+        items = [(p, i) for p, i in items if i is not None]
+        if not items:
+            return
+        rt, params = records[0].runtime, [p for p, _ in items]
+        self._early.append(_Handed(rt, rt.core.adam([(unit, [i for _, i in items])], 0.0), params))
+        if len(self._early) > RESULTS_KEPT:
+            self._early[-RESULTS_KEPT].result()
+        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
+        self._done.update(p._mt.pid for p in params)
 
     # ---- parameters that are not streamed ----
 
-    def _step_others(self, others: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        if not others:
-            return
-        if self.max_grad_norm and not self._tickets:
-            self._norm = float(torch.nn.utils.clip_grad_norm_([p for p, _ in others], self.max_grad_norm))
-        for p, group in others:
-            state = self.state[p]
-            if not state:
-                state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p, dtype=torch.float32),
-                             exp_avg_sq=torch.zeros_like(p, dtype=torch.float32))
-            state["step"] += 1
-            _adamw_plain(p, state, group)
+    def _step_other(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
+                         exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format))
+        _adamw_plain(p, state, group)       # counts the step itself
 
     # ---- saving and loading ----
 
@@ -240,7 +305,7 @@ class AdamW(torch.optim.Optimizer):
         """As in torch; with `master` (fp32 values) beside the states of 16-bit parameters. Waits for updates."""
         for rt in self._runtimes():
             rt.core.drain()
-        self._settle_quietly()
+        self._settle()
         out = super().state_dict()
         index = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         for p, s in self.state.items():
@@ -253,9 +318,14 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             ValueError: groups or sizes do not match, as in torch.
+            MegatrainError: the state is of torch's AdamW(amsgrad=True).
         """
+        if any(g.get("amsgrad") for g in state_dict["param_groups"]):
+            raise MegatrainError("AdamW: the state to load was made with amsgrad=True, which is not supported")
         for rt in self._runtimes():
             rt.core.drain()
+        self._settle()
+        self._counts.clear()
         saved = {k: v for k, v in state_dict.items() if k != "state"}
         flat = [p for g in self.param_groups for p in g["params"]]
         super().load_state_dict({**saved, "state": {}})
@@ -264,24 +334,18 @@ class AdamW(torch.optim.Optimizer):
 
     def _load_one(self, p: Tensor, values: dict[str, Any]) -> None:
         if not isinstance(p, StreamedParameter):
-            self.state[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+            self.state[p] = {k: torch.as_tensor(v).clone() if k == "step" else v.to(p.device, p.dtype, copy=True)
+                             for k, v in values.items()}
             return
         record = p._mt
         with torch.no_grad():
-            self.state[p] = {"step": torch.as_tensor(float(values["step"])),
-                             "exp_avg": guard(record.view("M"), record), "exp_avg_sq": guard(record.view("V"), record)}
+            self._begin_state(p, record)
+            self.state[p]["step"].fill_(float(values["step"]))
             record.view("M").copy_(plain(values["exp_avg"]))
             record.view("V").copy_(plain(values["exp_avg_sq"]))
             self._counts[p] = int(values["step"])
             if "master" in values:
                 set_master(p, values["master"])
-
-    def _settle_quietly(self) -> None:
-        raises, self._nonfinite = self._nonfinite, "skip"
-        try:
-            self._settle()
-        finally:
-            self._nonfinite = raises
 
     def _runtimes(self) -> list[Any]:
         found = {id(p._mt.runtime): p._mt.runtime for g in self.param_groups for p in g["params"]
@@ -289,7 +353,19 @@ class AdamW(torch.optim.Optimizer):
         return list(found.values())
 
 
-def _check(betas: Any, eps: float, weight_decay: float, max_grad_norm: float | None, states: str,
+def _observer(optimizer: AdamW) -> Callable[[int, list[Record]], None]:
+    """What a runtime calls in backward; it does not keep the optimizer alive."""
+    ref = weakref.ref(optimizer)
+
+    def observe(unit: int, records: list[Record]) -> None:
+        alive = ref()
+        if alive is not None:
+            alive._update_now(unit, records)
+
+    return observe
+
+
+def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_grad_norm: float | None, states: str,
            in_backward: bool, nonfinite: str, torch_only: dict[str, Any]) -> None:
     refused = {"amsgrad", "differentiable", "capturable"}
     for name, value in torch_only.items():
@@ -297,6 +373,8 @@ def _check(betas: Any, eps: float, weight_decay: float, max_grad_norm: float | N
             raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
         if value and name in refused:
             raise MegatrainError(f"AdamW({name}=True) is not supported; use torch.optim.AdamW on the host tensors for that")
+    if not 0.0 <= float(lr) < math.inf:
+        raise MegatrainError(f"AdamW: lr={lr} must be >= 0 and finite")
     if not all(0.0 <= b < 1.0 for b in betas) or eps < 0 or weight_decay < 0:
         raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: betas in [0, 1), the others >= 0")
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -317,7 +395,7 @@ def master(p: StreamedParameter) -> Tensor:
         out = torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
         _core.split_join(record.host.data_ptr(), record.view("LO").data_ptr(), out.data_ptr(), record.numel)
         return out
-    if record.dtype == torch.float16 and record.master_writes == record.writes:
+    if record.dtype == torch.float16 and record.master_writes == record.writes and record.master_writes >= 0:
         return record.view("MASTER").clone()
     return record.host.to(torch.float32, copy=True)
 

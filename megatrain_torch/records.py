@@ -1,6 +1,7 @@
 """What the package knows about one streamed parameter."""
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,13 +36,14 @@ class Record:
         pending: device sum of this backward's gradients so far, while more are to come.
         writes, master_writes: writes from outside so far, and those the fp32 master has followed (-1:
             there is no master yet).
+        owner: weak reference to the optimizer whose moments the M and V planes hold; None: they are new.
         host_graph: the parameter took part in arithmetic on the host; autograd adds its gradient.
     """
 
     __slots__ = ("runtime", "unit", "unit_name", "index", "pid", "name", "param", "host", "version", "shape",
                  "stride", "dtype", "offset", "numel", "nbytes", "grad_view", "grad_version", "uses",
                  "open", "set_in", "pending", "host_graph", "address", "was_trainable",
-                 "writes", "master_writes")
+                 "writes", "master_writes", "owner")
 
     def __init__(self, runtime: Runtime, unit: int, unit_name: str, index: int, pid: int, name: str,
                  param: torch.nn.Parameter) -> None:
@@ -58,6 +60,7 @@ class Record:
         self.pending: Tensor | None = None
         self.was_trainable = param.requires_grad
         self.writes, self.master_writes = 0, -1
+        self.owner: weakref.ref[torch.optim.Optimizer] | None = None
         self.host_graph = False
 
     def view(self, plane: str) -> Tensor:

@@ -23,7 +23,9 @@ from .state import BoundParameters, HostBuffers
 from .units import find
 from .window import Installed, Window
 
-_runtimes: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
+# Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
+# holds the runtime is what is installed in the modules.
+_runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
 _PLAN_KEYS = {"activations", "slots", "threads", "debug"}
 _pid = 0
 _registrations = 0
@@ -46,14 +48,15 @@ def runtime_of(module: nn.Module) -> Runtime:
     Raises:
         MegatrainError: the module is not streamed.
     """
-    rt = _runtimes.get(module)
+    rt = find_runtime(module)
     if rt is None:
         raise MegatrainError(f"{type(module).__name__} is not streamed: call mt.stream(model) first")
     return rt
 
 
 def find_runtime(module: nn.Module) -> Runtime | None:
-    return _runtimes.get(module)
+    ref = _runtimes.get(module)
+    return ref() if ref is not None else None
 
 
 def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype: torch.dtype | None = None,
@@ -289,7 +292,7 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
         records = {n: by_param[id(p)] for n, p in m._parameters.items() if p is not None}
         if records:
             m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
-        _runtimes[m] = rt
+        _runtimes[m] = weakref.ref(rt)
         _put(m, "_apply", lambda fn, recurse=True, m=m: _apply(rt, m, fn))
         _put(m, "load_state_dict", _loader(m))
         _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
