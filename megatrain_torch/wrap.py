@@ -176,6 +176,8 @@ def _problem(p: nn.Parameter) -> str:
         return "has no shape yet: run one forward first, then mt.stream"
     if type(p) is not nn.Parameter:
         return f"is a {type(p).__name__}, a Parameter subclass that is not handled; stream before quantising"
+    if p.is_meta:
+        return "is on the meta device: load its weights first"
     if p.is_complex():
         return f"is complex ({p.dtype}); complex parameters are not supported"
     if p.layout != torch.strided:
@@ -270,8 +272,7 @@ def _adopt(rt: Runtime, unit: int, unit_name: str, index: int, pid: int, full: s
     r.nbytes = r.numel * r.dtype.itemsize
     hi = r.view("HI")
     with torch.no_grad():
-        if not p.is_meta:
-            hi.copy_(p.detach())
+        hi.copy_(p.detach())
         grad, p.grad = p.grad, None
         p.data = hi
     r.host = p.detach()

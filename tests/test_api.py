@@ -415,6 +415,13 @@ def test_lazy_modules_and_parameter_subclasses_are_refused() -> None:
             mt().stream(model, device="cpu")
 
 
+def test_meta_parameters_are_refused_and_nothing_is_changed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(mt().MegatrainError, match=r"'1.weight' is on the meta device: load its weights first"):
+        mt().stream(model, device="cpu")
+    assert type(model[0].weight) is nn.Parameter and "forward" not in model[0].__dict__
+
+
 def test_units_can_be_chosen_by_name() -> None:
     model = made()
     mt().stream(model, device="cpu", units=["layers.0.up", "layers.1", model.head])
