@@ -68,6 +68,7 @@ def _grad_access(func: Any, args: Any, kwargs: Any) -> Any:
     record: Record = args[0]._mt
     if func == _GRAD_GET:
         record.runtime.wait_grads(record)
+        record.runtime.wait_updates(record)     # one may still read what the caller is about to change
     return _call(func, args, kwargs)
 
 
@@ -99,16 +100,17 @@ class HostTensor(Tensor):
 def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
     guarded = _guarded(args, kwargs)
     writes = _writes(func, kwargs)
+    written = [g._mt for g in guarded if g._mt.owns(plain(g))] if writes else []    # not the optimizer's states
     for g in guarded:
         g._mt.runtime.wait_updates(g._mt)
-        if writes:
-            g._mt.runtime.before_write(g._mt)
+    for record in written:
+        record.runtime.before_write(record)
     if func == _DATA_SET:
         return guarded[0]._mt.runtime.replace_data(guarded[0], args[1])
     out = _call(func, args, kwargs)
     if writes:
-        for g in guarded:
-            g._mt.runtime.after_write(g._mt)
+        for record in written:
+            record.runtime.after_write(record)
     elif torch.is_grad_enabled() and isinstance(out, Tensor) and out.requires_grad:
         for g in guarded:
             g._mt.host_graph = True     # autograd itself adds to .grad on the host: see handover.py

@@ -102,32 +102,39 @@ class AdamW(torch.optim.Optimizer):
                 before this one was skipped.
         """
         self._settle()
-        if self._complaint and self._nonfinite == "raise":
-            complaint, self._complaint = self._complaint, ""
+        complaint, self._complaint = self._complaint, ""
+        if complaint and self._nonfinite == "raise":
             raise MegatrainError(complaint)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        limit = self.max_grad_norm or math.inf
+        self._handed, self._early, self._norm = self._early, [], None
         elsewhere = self._gradients_elsewhere()
-        if elsewhere:
-            limit = math.inf
-        if not elsewhere or self._clip_here(elsewhere):
-            self._step_all(limit)
+        if not elsewhere:
+            self._step_all(self.max_grad_norm or math.inf)
+        elif self._clip_here(elsewhere):
+            self._step_all(math.inf)
         self._done.clear()
         return loss
 
     def _step_all(self, limit: float) -> None:
         streamed, others = self._collect()
-        self._handed, self._early = self._early, []
         for rt, units in streamed.items():
-            params = [rt.units[u][item[0]].param for u, items in units.items() for item in items]
-            self._handed.append(_Handed(rt, rt.core.adam(sorted(units.items()), limit), params))
+            self._handed.append(self._hand(rt, sorted(units.items()), limit))
         for rt in {h.runtime for h in self._handed}:
             rt.core.kick(rt.stream())
         for p, group in others:
             self._step_other(p, group)
+
+    def _hand(self, rt: Any, units: list[tuple[int, list[Any]]], limit: float) -> _Handed:
+        """Submits updates; from here on they count as steps."""
+        params = [rt.units[u][item[0]].param for u, items in units for item in items]
+        handed = _Handed(rt, rt.core.adam(units, limit), params)
+        for p in params:
+            self._counts[p] += 1
+        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
+        return handed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; does not wait for gradients that are still on their way."""
@@ -158,7 +165,8 @@ class AdamW(torch.optim.Optimizer):
         if not self._handed:
             return
         handed, self._handed = self._handed, []
-        self._norm = math.hypot(*(h.result()[0] for h in handed))
+        if self._norm is None:
+            self._norm = math.hypot(*(h.result()[0] for h in handed))
         skipped = [h for h in handed if h.result()[1]]
         for p in [p for h in skipped for p in h.params]:
             self._counts[p] -= 1
@@ -167,7 +175,7 @@ class AdamW(torch.optim.Optimizer):
             self._note_skipped()
 
     def _note_skipped(self) -> None:
-        self._skipped += 1
+        self._skipped += not self._complaint         # once a step
         self._complaint = f"step skipped: the global gradient norm was {self._norm}; weights and states are as before"
 
     # ---- gradients that are not all in one store ----
@@ -182,13 +190,15 @@ class AdamW(torch.optim.Optimizer):
 
     def _clip_here(self, grads: list[Tensor]) -> bool:
         """Clips gradients in place by their global norm, taken in fp64. False: it is not finite."""
-        self._norm = math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads))
-        if not math.isfinite(self._norm):
+        here = math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads))
+        self._norm = math.hypot(here, *(h.result()[0] for h in self._handed))
+        if not math.isfinite(here):
             self._note_skipped()
             return False
         factor = self.max_grad_norm / (self._norm + 1e-6) if self.max_grad_norm else 1.0
         if factor < 1.0:
-            torch._foreach_mul_(grads, factor)
+            for g in grads:
+                g.mul_(factor)
         return True
 
     # ---- gathering work ----
@@ -197,7 +207,6 @@ class AdamW(torch.optim.Optimizer):
         """({runtime: {unit: [item]}}, [(other parameter, group)]) for parameters with a gradient."""
         streamed: dict[Any, dict[int, list[Any]]] = {}
         others: list[tuple[Tensor, dict[str, Any]]] = []
-        steps = []
         for group in self.param_groups:
             for p in group["params"]:
                 if not isinstance(p, StreamedParameter):
@@ -207,9 +216,6 @@ class AdamW(torch.optim.Optimizer):
                 item = self._item(p, group)
                 if item is not None:
                     streamed.setdefault(p._mt.runtime, {}).setdefault(p._mt.unit, []).append(item)
-                    steps.append(self.state[p]["step"])
-        if steps:
-            torch._foreach_add_(steps, 1)
         return streamed, others
 
     def _item(self, p: StreamedParameter, group: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -224,9 +230,8 @@ class AdamW(torch.optim.Optimizer):
         else:
             self._bring(record, grad)
             changed = True
-        self._counts[p] = step = self._counts.get(p, 0) + 1
         b1, b2 = group["betas"]
-        return (record.index, float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], step,
+        return (record.index, float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], self._counts[p] + 1,
                 int(group["maximize"]), 0, DTYPES[record.dtype], int(changed))
 
     @staticmethod
@@ -247,7 +252,8 @@ class AdamW(torch.optim.Optimizer):
         if p not in self.state:
             self._begin_state(p, record)
         elif record.owner() is not self:
-            raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; use one optimizer")
+            raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
+                                 "use one optimizer")
         if record.dtype != torch.float32 and record.master_writes != record.writes:
             rt.core.wait_updates(record.unit)    # the weight was set from outside: it is its own master
             if record.dtype == torch.bfloat16:
@@ -277,18 +283,17 @@ class AdamW(torch.optim.Optimizer):
         for r in records:
             if r.param in groups:
                 if r.pid in self._done:
-                    raise MegatrainError(f"{r.name}: a second backward before step(); in_backward=True updates at every "
-                                         "backward, so accumulate with in_backward=False")
-                items.append((r.param, self._item(r.param, groups[r.param])))
-        items = [(p, i) for p, i in items if i is not None]
+                    raise MegatrainError(f"{r.name}: a second backward before step(); in_backward=True updates at "
+                                         "every backward, so accumulate with in_backward=False")
+                items.append(self._item(r.param, groups[r.param]))
+        items = [i for i in items if i is not None]
         if not items:
             return
-        rt, params = records[0].runtime, [p for p, _ in items]
-        self._early.append(_Handed(rt, rt.core.adam([(unit, [i for _, i in items])], 0.0), params))
+        rt = records[0].runtime
+        self._early.append(self._hand(rt, [(unit, items)], 0.0))
         if len(self._early) > RESULTS_KEPT:
             self._early[-RESULTS_KEPT].result()
-        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
-        self._done.update(p._mt.pid for p in params)
+        self._done.update(rt.units[unit][i[0]].pid for i in items)
 
     # ---- parameters that are not streamed ----
 
@@ -372,11 +377,13 @@ def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_
         if name not in refused | {"foreach", "fused"}:
             raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
         if value and name in refused:
-            raise MegatrainError(f"AdamW({name}=True) is not supported; use torch.optim.AdamW on the host tensors for that")
+            raise MegatrainError(f"AdamW({name}=True) is not supported; "
+                                 "use torch.optim.AdamW on the host tensors for that")
     if not 0.0 <= float(lr) < math.inf:
         raise MegatrainError(f"AdamW: lr={lr} must be >= 0 and finite")
     if not all(0.0 <= b < 1.0 for b in betas) or eps < 0 or weight_decay < 0:
-        raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: betas in [0, 1), the others >= 0")
+        raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: "
+                             "betas in [0, 1), the others >= 0")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise MegatrainError(f"AdamW: max_grad_norm={max_grad_norm} must be > 0, or None for no clipping")
     if states != "fp32":
@@ -395,7 +402,7 @@ def master(p: StreamedParameter) -> Tensor:
         out = torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
         _core.split_join(record.host.data_ptr(), record.view("LO").data_ptr(), out.data_ptr(), record.numel)
         return out
-    if record.dtype == torch.float16 and record.master_writes == record.writes and record.master_writes >= 0:
+    if record.dtype == torch.float16 and record.master_writes == record.writes:
         return record.view("MASTER").clone()
     return record.host.to(torch.float32, copy=True)
 

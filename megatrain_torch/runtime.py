@@ -90,11 +90,11 @@ class Runtime:
         self.handover = HandOver(self)
         self.activations = "auto"
         self.saved_budget = 0
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lazy: dict[tuple[int, bool], Lazy] = {}
         self._first_root: Any = None
         self._backward_seen = False
         self.check_tree: Any = None
+        self.bindings = 0                    # windows opened and weights fetched outside of them, ever
         self.checkpointing: list[nn.Module] = []
         self.opened = time.perf_counter()
         self._split: Any = None

@@ -308,6 +308,7 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
     for _, m in found.containers:
         _put(m, "forward", _container(rt, m))
     hf.prepare(rt, root, _put)
+    _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
     rt.check_tree = _tree_check(rt, root)
     for m in root.modules():
@@ -339,6 +340,21 @@ def _loader(module: nn.Module) -> Any:
         return own(state_dict, strict=strict)
 
     return load_state_dict
+
+
+def _zero_grad(module: nn.Module) -> Any:
+    """As torch's, without a look at gradients that an update is still reading (Trainer calls it after each step)."""
+    own = module.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if not set_to_none:
+            return own(set_to_none=False)
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in module.parameters():
+                p.grad = None
+        return None
+
+    return zero_grad
 
 
 def _refuser(text: str) -> Any:
