@@ -1,6 +1,6 @@
 """What autograd saves inside a window, and how it comes back.
 
-Two pairs of pack and unpack hooks, chosen per window:
+Two pairs of pack and unpack hooks, chosen per window (whole.py has a third way, without hooks):
 
 saved    weights are replaced by (unit, offset); everything else is kept, with the in-place check
          that torch drops when hooks are used;
@@ -11,8 +11,10 @@ Neither keeps a weight: `unpack` fetches the unit again, wherever it is by then.
 """
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,9 +112,12 @@ class ReplayFrame:
         self.count = 0                                   # tensors saved by the first run
         self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
         fork = Fork()
-        self.inputs = fork((args, kwargs))
+        self.inputs = fork.call(args, kwargs)
         self.watched = fork.watched                      # inputs and their versions
-        self.clones = None if window.proved else Fork(clone=True)((args, kwargs))
+        self.with_grad = fork.with_grad                  # inputs that require a gradient, as they came
+        self.plain_inputs = fork.plain                   # tensors, numbers and tuples of them only
+        self.bound: dict[Any, Tensor] = {}               # slot tensors while it runs again
+        self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.buffers = window.snapshot_buffers()
         self.attributes = window.snapshot_attributes()
         self.shapes: list[Any] | None = [] if self.clones is not None else None
@@ -146,37 +151,48 @@ class ReplayFrame:
         self.clones, self.window.proved = None, True
 
     def replay(self) -> None:
-        self._check()
+        """Runs the forward again until all that the first run saved is there."""
         self.saved = {}
+        packed = self._collector()
+        try:
+            with self.as_it_was() as (args, kwargs):
+                _push(packed, SavedFrame.unpack)
+                try:
+                    self.window.inner(*args, **kwargs)
+                finally:
+                    _pop()
+        except _StopReplay:
+            pass
+        if len(self.saved) < self.count:
+            self._refuse(f"saved {len(self.saved)} tensors where the first run saved {self.count}")
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[tuple[Any, Any]]:
+        """Inputs, weights, buffers, random numbers and autocast as the first run met them; put back after."""
+        self._check()
         rt, window = self.runtime, self.window
         saved_random = rt.random_state()
         saved_autocast = autocast_state(rt.device.type)
         saved_buffers = window.restore_buffers(self.buffers)
         saved_attributes = window.restore_attributes(self.attributes)
-        packed, outer, opened = self._collector(), None, False
+        outer, opened = None, False
         try:
             rt.set_random_state(self.random)
-            set_autocast_state(rt.device.type, self.autocast)
+            set_autocast_state(rt.device.type, (*self.autocast[:2], False, *self.autocast[3:]))
             with torch.enable_grad():
-                args, kwargs = Fork(as_results=True)(self.inputs)
-                outer, opened = swap_window(window.bind_leaves()), True
-                _push(packed, SavedFrame.unpack)
-                try:
-                    with window.flat_weights():
-                        window.inner(*args, **kwargs)
-                finally:
-                    _pop()
-        except _StopReplay:
-            pass
+                inputs = Fork(as_results=True).call(*self.inputs)
+                self.bound = window.bind_leaves()
+                outer, opened = swap_window(self.bound), True
+                with window.flat_weights():
+                    yield inputs
         finally:
             if opened:
                 swap_window(outer)
+            self.bound = {}
             window.restore_buffers(saved_buffers)
             window.restore_attributes(saved_attributes)
             set_autocast_state(rt.device.type, saved_autocast)
             rt.set_random_state(saved_random)
-        if len(self.saved) < self.count:
-            self._refuse(f"saved {len(self.saved)} tensors where the first run saved {self.count}")
 
     def _refuse(self, what: str) -> None:
         raise MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "
@@ -240,6 +256,8 @@ class Fork:
     def __init__(self, clone: bool = False, as_results: bool = False) -> None:
         self.clone, self.as_results = clone, as_results
         self.watched: list[tuple[Tensor, int]] = []
+        self.with_grad: list[Tensor] = []
+        self.plain = True                                # nothing that a forward could write into
         self.met: dict[int, Any] = {}
 
     def __call__(self, value: Any) -> Any:
@@ -248,11 +266,13 @@ class Fork:
             return value
         if kind is Tensor:
             return self._tensor(value)
-        if kind is dict:
-            return {k: self(v) for k, v in value.items()}
-        if kind is tuple or kind is list:
-            return kind([self(v) for v in value])
+        if kind is tuple:
+            return tuple([self(v) for v in value])
+        self.plain = False
         return self._object(value)
+
+    def call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self(args), {k: self(v) for k, v in kwargs.items()}
 
     def _tensor(self, t: Tensor) -> Tensor:
         self.watched.append((t.detach() if t.requires_grad else t, t._version))
@@ -262,6 +282,7 @@ class Fork:
                 out = out.clone()
         if not t.requires_grad:
             return out
+        self.with_grad.append(t)
         out = (out if self.clone else out.detach()).requires_grad_()
         return _Result.apply(out) if self.as_results else out
 

@@ -162,11 +162,15 @@ class HandOver:
         ticket = self.runtime.core.offload(unit, items, self.stream)
         # The copies read these tensors behind our back; they live until compute waits for the copies.
         self.alive.append((ticket, sources))
+        self.let_go()
+        if self.observer is not None:
+            self.observer(unit, [r for r, _ in pairs])
+
+    def let_go(self) -> None:
+        """Frees the sources of copies that are over, or that compute waits for."""
         passed = self.runtime.core.passed()
         while self.alive and self.alive[0][0] <= passed:
             self.alive.popleft()
-        if self.observer is not None:
-            self.observer(unit, [r for r, _ in pairs])
 
     @staticmethod
     def _conform(record: Record, grad: Tensor) -> Tensor:

@@ -164,6 +164,7 @@ class Runtime:
 
     def device_copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""
+        self.bindings += 1
         self.core.wait_updates(record.unit)
         with torch.no_grad():
             return record.host.to(self.device, copy=True)
@@ -221,6 +222,7 @@ class Runtime:
         if self._backward_seen or self._first_root is None or who is self._first_root:
             self._first_root, self._backward_seen = who, False
             self.handover.sweep()
+            self.handover.let_go()
             for r in self.records:
                 r.uses = 0
             self._lazy.clear()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from . import whole
 from .frames import ReplayFrame, SavedFrame, _pop, _push
 from .records import Record, Use
 from .state import enter, in_backward, leave, swap_window
@@ -46,7 +47,9 @@ class Window:
     Attributes:
         records: parameters of the subtree, each once, in module order.
         units: units they lie in; acquired one after another when the window opens.
-        mode: "saved", "replay", or "auto" until the first training step decides.
+        mode: "saved", "replay", "whole" (as one node where that is proved right, else
+            replay), or "auto" until the first training step decides.
+        closed: a first replayed run has shown that nothing escapes it: whole.py.
         proved: a first replayed run has shown that inputs are not written in place.
     """
 
@@ -55,7 +58,9 @@ class Window:
         self.units = list(dict.fromkeys(r.unit for r in records))
         self.inner = module.forward
         self.mode = "auto"
-        self.proved = False
+        self.proved = self.closed = False
+        self.tensor_outputs: list[bool] = []
+        self.numel = sum(r.numel for r in records)
         self.saved_bytes = 0
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
@@ -64,6 +69,8 @@ class Window:
         self.modules = list(module.modules())
         self.mutable: list[tuple[nn.Module, str]] | None = None   # attributes that forward changes; found by the first run
         self.recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+        self.hooks = [d for m in self.modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks,
+                                                            m._backward_pre_hooks)]
 
     # ---- slot tensors ----
 
@@ -115,21 +122,35 @@ class Window:
                 raise
         try:
             if not torch.is_grad_enabled():
-                return self._run(args, kwargs, False)
-            mode = self.mode
-            if (mode if mode != "auto" else rt.mode_of(self)) == "replay":
-                frame: Any = ReplayFrame(self, args, kwargs)
-                out = self._run(args, kwargs, True, frame)
-                frame.forward_ended()
-                return out
-            frame = SavedFrame(self)
-            out = self._run(args, kwargs, True, frame)
-            self.saved_bytes = frame.kept_bytes
-            return out
+                return self.run(args, kwargs, False)
+            mode = self.mode if self.mode != "auto" else rt.mode_of(self)
+            return self._run_saved(args, kwargs) if mode == "saved" else self._run_again(args, kwargs)
         finally:
             leave()
 
-    def _run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None) -> Any:
+    def _run_saved(self, args: Any, kwargs: Any) -> Any:
+        frame = SavedFrame(self)
+        out = self.run(args, kwargs, True, frame)
+        self.saved_bytes = frame.kept_bytes
+        return out
+
+    def _run_again(self, args: Any, kwargs: Any) -> Any:
+        frame = ReplayFrame(self, args, kwargs)
+        if self.closed and whole.may(self, frame):
+            return whole.call(self, frame, args, kwargs)
+        if self.proved or self.mode != "whole":
+            out = self.run(args, kwargs, True, frame)
+            frame.forward_ended()
+            return out
+        with whole.Watch(self) as watch:
+            out = self.run(args, kwargs, True, frame)
+        frame.forward_ended()
+        self.closed = self.mode == "whole" and whole.closed(self, frame, watch, (args, kwargs), out)
+        return out
+
+    def run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None) -> Any:
+        """The module's own forward with its weights bound; `frame` packs what autograd saves."""
+        self.runtime.bindings += 1
         cached_casts = torch.is_autocast_cache_enabled()
         bound = self.bind(grad)
         if frame is not None:

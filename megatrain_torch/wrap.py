@@ -6,6 +6,7 @@ deepcopy and pickle turn back into an ordinary model.
 """
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -72,7 +73,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         module: any `torch.nn.Module`; its parameters dense, real, of plain `Parameter` type.
         device: where to compute; None: CUDA if there is one, else the CPU device.
         dtype: convert floating parameters to this type; None: each keeps its own.
-        plan: {"activations": "auto" | "saved" | "replay" | {window name: ...},
+        plan: {"activations": "auto" | "saved" | "replay" | "whole" | {window name: ...},
+               "saved" keeps them, "replay" runs each window's forward again in backward, "whole" does so in
+               one node (see whole.py); auto: saved on the CPU, replay on CUDA;
                "slots": ring size (>= 2, default 3), "threads": host threads of the optimizer}.
         vram: limit for weights on the device (bytes or "24GiB").
         host: limit for host memory, AdamW's states counted in.
@@ -133,8 +136,8 @@ def _options(plan: dict[str, Any] | None, compute: str, nvme: Any) -> dict[str, 
         raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(_PLAN_KEYS - {'debug'})}")
     modes = options.get("activations", "auto")
     for mode in modes.values() if isinstance(modes, dict) else (modes,):
-        if mode not in ("auto", "saved", "replay"):
-            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'saved' or 'replay'")
+        if mode not in ("auto", "saved", "replay", "whole"):
+            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'saved', 'replay' or 'whole'")
     if options.get("slots", 3) < 2:
         raise MegatrainError(f"plan: slots={options['slots']}: at least 2 are needed")
     return options
@@ -317,6 +320,8 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
 
 
 def _put(module: nn.Module, name: str, call: Any) -> None:
+    if name == "forward" and "torch._dynamo" in sys.modules:
+        call = torch._dynamo.disable(call)          # torch.compile(model): our own code is not for tracing
     module.__dict__[name] = Installed(module, name, call)
 
 
