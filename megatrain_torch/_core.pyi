@@ -4,7 +4,8 @@ Enumerations are ints with the values of the C headers: dtype (`DTYPES[name]`), 
 Every failure raises `MegatrainError`; its message names the unit, the value and the limit.
 Calls that may wait release the GIL.
 """
-from typing import Any, Protocol, Sequence
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
