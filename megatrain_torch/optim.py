@@ -137,10 +137,8 @@ class AdamW(torch.optim.Optimizer):
         return handed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; does not wait for gradients that are still on their way."""
+        """As in torch. With set_to_none waits for nothing, else for the updates that still read the gradients."""
         if not set_to_none:
-            for rt in self._runtimes():
-                rt.core.drain()              # an update may still have to read what is zeroed here
             return super().zero_grad(set_to_none=False)
         with torch._C.DisableTorchFunctionSubclass():
             for group in self.param_groups:

@@ -243,9 +243,9 @@ def test_grad_norm_is_none_before_the_first_step_and_then_before_clipping() -> N
         assert opt.grad_norm == pytest.approx(flat(grads).norm().item(), rel=1e-12), f"step {step}"
 
 
-def test_the_norm_is_of_all_models_in_the_optimizer() -> None:
-    """Two streamed models and a plain parameter: one factor for all."""
-    one, two, extra = dots(), dots(shapes=[(5, 5), (9,)]), nn.Parameter(torch.ones(3))
+@pytest.mark.parametrize("plain", [False, True], ids=["two_models", "two_models_and_a_plain_parameter"])
+def test_the_norm_is_of_all_models_in_the_optimizer(plain: bool) -> None:
+    one, two, extra = dots(), dots(shapes=[(5, 5), (9,)]), nn.Parameter(torch.ones(3), requires_grad=plain)
     refs = references(one) + references(two)
     opt = mt.AdamW([*one.parameters(), *two.parameters(), extra], max_grad_norm=0.1, **HYPER)
     theirs = nn.Parameter(torch.ones(3))
@@ -254,7 +254,7 @@ def test_the_norm_is_of_all_models_in_the_optimizer() -> None:
         g1, g2 = grads_for(one, step), grads_for(two, step + 50)
         (one(g1) + two(g2) + (extra * step).sum()).backward()
         opt.step()
-        norm = math.sqrt(float(flat(g1 + g2).square().sum()) + 3 * step ** 2)
+        norm = math.sqrt(float(flat(g1 + g2).square().sum()) + 3 * step ** 2 * plain)
         assert opt.grad_norm == pytest.approx(norm, rel=1e-14), "before clipping"
         opt.zero_grad()
         factor = min(1.0, 0.1 / (norm + 1e-6))
@@ -264,7 +264,8 @@ def test_the_norm_is_of_all_models_in_the_optimizer() -> None:
     for p, ref in zip([*one.parameters(), *two.parameters()], refs):
         assert_same(p, ref.p, p._mt.name)
         assert int(opt.state[p]["step"]) == 3, "a step was counted twice"
-    assert (extra - theirs).abs().max() <= 1e-6 and int(opt.state[extra]["step"]) == 3
+    if plain:
+        assert (extra - theirs).abs().max() <= 1e-6 and int(opt.state[extra]["step"]) == 3
 
 
 # ---------------------------------------------------------------- micro-batches
@@ -443,6 +444,32 @@ def test_gradients_set_by_hand_count() -> None:
     assert_follows(model, opt, refs)
 
 
+def test_a_gradient_that_the_user_keeps_outlives_one_set_by_hand() -> None:
+    model = dots()
+    opt = mt.AdamW(model.parameters(), **HYPER)
+    model(grads_for(model, 0)).backward()
+    kept = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones(p.shape)
+    opt.step()
+    for k, g in zip(kept, grads_for(model, 0)):
+        assert_same(k, g, "a gradient kept from before")
+
+
+def test_a_gradient_set_by_hand_waits_for_the_update_before() -> None:
+    """It goes where the update before still reads; that one takes milliseconds for four million weights."""
+    model = dots(shapes=[(1 << 22,), (3,)])
+    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    steps = [[torch.full(p.shape, 1.0 - 0.4 * k) for p in model.parameters()] for k in range(4)]
+    for grads in steps:
+        for p, g in zip(model.parameters(), grads):
+            p.grad = g
+        opt.step()
+    for grads in steps:
+        follow(refs, grads)
+    assert_follows(model, opt, refs)
+
+
 def test_gradients_set_by_hand_are_not_hoarded() -> None:
     """No copy of them outlives the next step."""
     model = dots()
@@ -550,11 +577,11 @@ def test_a_step_that_is_not_finite_changes_nothing(dtype: torch.dtype, max_norm:
             norm = flat(grads).norm().item()
             follow(refs, grads, 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6)))
         else:
-            assert not math.isfinite(opt.grad_norm)
             state = opt.state_dict()["state"]
             assert all(int(s["step"]) == ref.t for s, ref in zip(state.values(), refs)), "the step was counted"
             for s, ref in zip(state.values(), refs):
                 assert_same(s.get("master", ref.p), ref.p, "master in the state")
+            assert not math.isfinite(opt.grad_norm)
         assert opt.skipped_steps == skipped, f"after step {step}"
     assert_follows(model, opt, refs)
 
@@ -631,6 +658,23 @@ def test_in_backward_skips_units_that_are_not_finite() -> None:
         assert opt.grad_norm == pytest.approx(norm, rel=1e-12)
     assert opt.skipped_steps == 1
     assert_follows(model, opt, refs)
+
+
+def test_in_backward_leaves_plain_parameters_to_step() -> None:
+    model, extra, theirs = dots(), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    refs, opt = references(model), mt.AdamW([*model.parameters(), extra], in_backward=True, **HYPER)
+    their_opt = torch.optim.AdamW([theirs], foreach=False, **HYPER)
+    for step in range(3):
+        grads = grads_for(model, step)
+        (model(grads) + (extra * step).sum()).backward()
+        opt.step()
+        assert opt.grad_norm == pytest.approx(math.hypot(flat(grads).norm().item(), step * 3 ** 0.5), rel=1e-12)
+        opt.zero_grad()
+        follow(refs, grads)
+        theirs.grad = torch.full((3,), float(step))
+        their_opt.step()
+    assert_follows(model, opt, refs)
+    assert_same(extra, theirs, "the plain parameter")
 
 
 def test_an_optimizer_that_is_gone_updates_no_more() -> None:
@@ -719,6 +763,19 @@ def test_an_optimizer_whose_moments_were_taken_over_is_refused() -> None:
     model(grads_for(model, 1)).backward()
     with pytest.raises(mt.MegatrainError, match=r"layers\.0\.weight: .*another mt\.AdamW"):
         first.step()
+
+
+def test_a_state_dict_is_whole_for_who_reads_memory() -> None:
+    """Writers of files look behind torch's functions. Four million weights take milliseconds to update."""
+    model = dots(shapes=[(1 << 22,), (3,)])
+    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    feed(model, opt, grads_for(model, 0))
+    follow(refs, grads_for(model, 0))
+    state = opt.state_dict()["state"]
+    with torch._C.DisableTorchFunctionSubclass():
+        moments = [s["exp_avg"].as_subclass(Tensor).clone() for s in state.values()]
+    for m, ref in zip(moments, refs):
+        assert_same(m, ref.m, "exp_avg")
 
 
 def test_torchs_state_is_taken_to_the_bit() -> None:
