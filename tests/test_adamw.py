@@ -770,15 +770,15 @@ def test_a_state_dict_is_whole_for_who_reads_memory() -> None:
     looked at first."""
     model = dots(shapes=[(1 << 22,), (3,)])
     refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
-    steps = [grads_for(model, k) for k in range(3)]
+    steps, last = [grads_for(model, k) for k in range(5)], []
     for grads in steps:
         feed(model, opt, grads)
-    state = opt.state_dict()["state"]
-    with torch._C.DisableTorchFunctionSubclass():
-        last = state[0]["exp_avg"].as_subclass(Tensor)[-100:].clone()
-    for grads in steps:
+        state = opt.state_dict()["state"]
+        with torch._C.DisableTorchFunctionSubclass():
+            last.append(state[0]["exp_avg"].as_subclass(Tensor)[-100:].clone())
+    for step, grads in enumerate(steps):
         follow(refs, grads)
-    assert_same(last, refs[0].m[-100:], "exp_avg")
+        assert_same(last[step], refs[0].m[-100:], f"exp_avg after step {step}")
 
 
 def test_torchs_state_is_taken_to_the_bit() -> None:
