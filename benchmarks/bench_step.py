@@ -56,7 +56,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--steps", type=int, default=6)
     add("--warmup", type=int, default=2)
     add("--engine", choices=list(ENGINES), default="streamed")
-    add("--activations", choices=["replay", "saved"], default="replay")
+    add("--activations", choices=["replay", "saved", "whole"], default="replay")
     add("--loss", choices=["hf", "chunked"], help="default: chunked; hf with fsdp2")
     add("--no-optimizer", action="store_true", help="forward and backward only")
     add("--clip", type=float, default=1.0, help="0: no clipping")

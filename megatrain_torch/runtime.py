@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -22,6 +23,11 @@ from .window import Window
 _use_count = torch._C._storage_Use_Count
 
 
+def _references(tensors: list[Tensor]) -> int:
+    """Most Python references that one of them has; what the counting itself holds is in every count."""
+    return max([sys.getrefcount(t) for t in tensors], default=0)
+
+
 class Slot:
     """Device memory for one unit's weights, and torch's views of it.
 
@@ -40,6 +46,8 @@ class Slot:
             self.memory = raw[skip:skip + self.nbytes]
         self.address = self.memory.data_ptr()
         self.views: dict[int, list[Tensor]] = {}
+        self.leaves: dict[int, list[Tensor]] = {}
+        self._unheld = 0
         self._storage = self.memory.untyped_storage()
         del raw
         self._own = _use_count(self._storage._cdata)
@@ -53,13 +61,29 @@ class Slot:
             self._own += _use_count(self._storage._cdata) - before
         return views
 
+    def unit_leaves(self, unit: int, records: list[Record]) -> list[Tensor]:
+        """The same tensors each time, with the parameters' requires_grad: for runs that record nothing."""
+        leaves = self.leaves.get(unit)
+        if leaves is None:
+            views, before = self.unit_views(unit, records), _use_count(self._storage._cdata)
+            with torch.inference_mode(False), torch.no_grad():
+                leaves = self.leaves[unit] = [v.detach() for v in views]
+            self._own += _use_count(self._storage._cdata) - before
+            self._unheld = _references(leaves)
+        for leaf, r in zip(leaves, records):
+            if leaf.requires_grad is not r.was_trainable:
+                leaf.requires_grad_(r.was_trainable)
+        return leaves
+
     def view(self, offset: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
         part = self.memory[offset:offset + span * dtype.itemsize]
         return part.view(dtype).as_strided(shape, stride, part.storage_offset() // dtype.itemsize)
 
     def held(self) -> bool:
-        return _use_count(self._storage._cdata) > self._own
+        if _use_count(self._storage._cdata) > self._own:
+            return True
+        return any(_references(leaves) > self._unheld for leaves in self.leaves.values())     # handed out themselves
 
 
 class SlotHooks:
@@ -120,6 +144,10 @@ class Runtime:
     def acquire_views(self, unit: int) -> list[Tensor]:
         slot = self.core.acquire(unit, self.stream())
         return self.slots[slot].unit_views(unit, self.units[unit])
+
+    def acquire_leaves(self, unit: int) -> list[Tensor]:
+        slot = self.core.acquire(unit, self.stream())
+        return self.slots[slot].unit_leaves(unit, self.units[unit])
 
     def slot_view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
         """Part of a unit's weights, fetched if need be. offset: bytes from the unit's start."""

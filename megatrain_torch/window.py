@@ -94,9 +94,19 @@ class Window:
             bound[r].requires_grad_()
         return bound
 
+    def bind_shared(self) -> dict[Record, Tensor]:
+        """Slot tensors for a run that records nothing: the slots' own, not made anew."""
+        bound = {}
+        for unit in self.units:
+            leaves = self.runtime.acquire_leaves(unit)
+            bound.update({r: leaves[r.index] for r in self.records if r.unit == unit})
+        return bound
+
     def bind(self, grad: bool) -> dict[Record, Tensor]:
         """Slot tensors, tied to the host parameters where autograd records."""
-        if not grad or not self.trainable:
+        if not grad:
+            return self.bind_shared()
+        if not self.trainable:
             return self.bind_leaves()
         bound = dict(zip(self.trainable, Bind.apply(self, self.trainable, *self.params)))
         if self.frozen:
@@ -208,6 +218,8 @@ class Window:
 
     def snapshot_buffers(self) -> list[tuple[nn.Module, str, Any, Any]]:
         """(module, name, tensor, copy of its values): BatchNorm writes without leaving a trace in `_version`."""
+        if not self.buffered:
+            return []
         with torch.no_grad():
             return [(m, k, b, b.clone() if isinstance(b, Tensor) else None)
                     for m in self.buffered for k, b in m._buffers.items()]

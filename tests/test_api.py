@@ -557,3 +557,22 @@ def test_whole_windows_differ_by_rounding_only_where_an_input_is_used_outside() 
     assert all(w.closed for w in runtime_of(model).windows if w.name.startswith("layers"))
     for (name, p), q in zip(plain.named_parameters(), model.parameters()):
         assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6 * float(p.grad.abs().max())), name
+
+
+def test_a_weight_kept_by_a_forward_without_grad_keeps_its_values() -> None:
+    """The slot's memory is left to whoever holds a tensor in it; the next unit gets fresh memory."""
+    class Keeps(Tiny):
+        def body(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = streamed(made(Keeps), slots=2)
+    kept: list[Tensor] = []
+    inner = model.layers[0].up
+    hook = inner.register_forward_hook(lambda m, i, o: kept.append(m.weight))
+    for _ in range(3):
+        with torch.no_grad():
+            model(batch(0))
+    hook.remove()
+    assert all(torch.equal(k, inner.weight) for k in kept)
