@@ -237,15 +237,15 @@ def _fits(module: nn.Module, groups: list[Group], options: dict[str, Any], dtype
         big = max(range(len(groups)), key=lambda i: unit_bytes[i])
         raise MegatrainError(
             f"weights in flight need {show_bytes(sum(sizes))} of device memory in {len(sizes)} slots, and "
-            f"{show_bytes(free)} may be used; the largest unit is {groups[big][0]!r} with {show_bytes(unit_bytes[big])}: "
-            f"raise vram to {show_bytes(sum(sizes))}, or name smaller units")
+            f"{show_bytes(free)} may be used; the largest unit is {groups[big][0]!r} with "
+            f"{show_bytes(unit_bytes[big])}: raise vram to {show_bytes(sum(sizes))}, or name smaller units")
     if host is not None:
         need = sum(p.numel() * ((14 if _stored(p, dtype).itemsize == 2 else 16) if p.requires_grad
                                 else _stored(p, dtype).itemsize) for _, g in groups for _, p in g)
         if need > host:
             raise MegatrainError(
-                f"weights, AdamW states and gradients need {show_bytes(need)} of host memory and host={show_bytes(host)}: "
-                "freeze parameters (LoRA), or raise the limit")
+                f"weights, AdamW states and gradients need {show_bytes(need)} of host memory and "
+                f"host={show_bytes(host)}: freeze parameters (LoRA), or raise the limit")
     return sizes
 
 
