@@ -35,7 +35,6 @@ class StepReport:
     host_bytes: int
 
 
-
 def last_step(model: nn.Module) -> StepReport:
     """Bytes and waits since the call before. Call it once a step.
 
@@ -52,7 +51,11 @@ def last_step(model: nn.Module) -> StepReport:
 
 
 def explain(model: nn.Module) -> str:
-    """A table of windows: their units, bytes, and what is done about activations."""
+    """A table of windows: their units, bytes, and what is done about activations.
+
+    Raises:
+        MegatrainError: the model is not streamed.
+    """
     rt = runtime_of(model)
     rows = [("window", "units", "bytes", "activations", "trained")]
     for w in rt.windows:
@@ -66,7 +69,10 @@ def explain(model: nn.Module) -> str:
 def masters(model: nn.Module) -> dict[str, Tensor]:
     """fp32 values of all parameters by name: masters where training made them, else the weights widened.
 
-    Each is a copy: [shape] fp32 on the CPU.
+    Each is a copy: [shape] fp32 on the CPU. Waits for the pending updates.
+
+    Raises:
+        MegatrainError: the model is not streamed.
     """
     runtime_of(model)
     return {name: master(p) for name, p in model.named_parameters()}
@@ -78,6 +84,12 @@ def gather(module: nn.Module) -> Iterator[nn.Module]:
 
     For weights used outside of any forward: `with mt.gather(model.lm_head): F.linear(h, model.lm_head.weight)`.
     Gradients flow back to the parameter.
+
+    Args:
+        module: a streamed model, or any module inside one.
+
+    Raises:
+        MegatrainError: the module is not streamed.
     """
     rt = runtime_of(module)
     enter()

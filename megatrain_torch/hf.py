@@ -58,4 +58,4 @@ def before_pass(rt: Runtime) -> None:
             m.gradient_checkpointing = False
             rt.activations = "replay"
             for w in rt.windows:
-                w.mode = "replay"
+                w.mode = "saved" if w.draws_unseen else "replay"

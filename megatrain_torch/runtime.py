@@ -70,10 +70,15 @@ class Slot:
                 leaves = self.leaves[unit] = [v.detach() for v in views]
             self._own += _use_count(self._storage._cdata) - before
             self._unheld = _references(leaves)
-        for leaf, r in zip(leaves, records):
-            if leaf.requires_grad is not r.was_trainable:
+            for leaf, r in zip(leaves, records):
                 leaf.requires_grad_(r.was_trainable)
         return leaves
+
+    def follow(self, units: list[list[Record]]) -> None:
+        """requires_grad of some parameters changed."""
+        for unit, leaves in self.leaves.items():
+            for leaf, r in zip(leaves, units[unit]):
+                leaf.requires_grad_(r.was_trainable)
 
     def view(self, offset: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
@@ -272,6 +277,8 @@ class Runtime:
             self._split = True
             for w in self.windows:
                 w.split()
+            for s in self.slots:
+                s.follow(self.units)
 
     def _to_device(self, value: Any) -> Any:
         if not self.is_cuda:
@@ -301,8 +308,6 @@ class Runtime:
         return window.mode
 
     def _choose(self, window: Window) -> str:
-        if window.draws_unseen:
-            return "saved"
         if self.activations != "auto":
             return self.activations
         if not self.is_cuda:

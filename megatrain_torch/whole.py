@@ -50,8 +50,10 @@ class Whole(torch.autograd.Function):
             leaves = [t for t in tensors_of((args, kwargs)) if t.requires_grad]
             weights = [frame.bound[r] for r in ctx.records]
             out = window.inner(*args, **kwargs)
-            pairs = [(o, g) for o, g in zip(tensors_of(out), _of_tensors(grads, ctx)) if g is not None and o.requires_grad]
-            found = torch.autograd.grad([o for o, _ in pairs], leaves + weights, [g for _, g in pairs], allow_unused=True)
+            pairs = [(o, g) for o, g in zip(tensors_of(out), _of_tensors(grads, ctx))
+                     if g is not None and o.requires_grad]
+            found = torch.autograd.grad([o for o, _ in pairs], leaves + weights, [g for _, g in pairs],
+                                        allow_unused=True)
         del out, pairs
         if window.runtime.bindings != before:
             raise MegatrainError(f"{window.name}: run again, its forward read weights of other units, which it had not "
@@ -121,8 +123,9 @@ def closed(window: Window, frame: ReplayFrame, watch: Watch, inputs: Any, out: A
     aliased = {t.untyped_storage().data_ptr() for t, _ in frame.watched} \
         & {t.untyped_storage().data_ptr() for t in tensors_of(out)}
     views = any(o._is_view() for o in tensors_of(out))       # in-place changes of them would not be allowed
-    return (not escaped and not aliased and not views and watch.strangers == 0 and not window.mutable and not window.buffered
-            and not window.recurrent and all(o is None or isinstance(o, (Tensor, bool, int, float)) for o in outputs)
+    simple = all(o is None or isinstance(o, (Tensor, bool, int, float)) for o in outputs)
+    stateless = not window.mutable and not window.buffered and not window.recurrent
+    return (simple and stateless and not escaped and not aliased and not views and watch.strangers == 0
             and _same_bits(window, frame, out))
 
 

@@ -57,6 +57,7 @@ class Window:
         self.runtime, self.name, self.records = runtime, name, records
         self.units = list(dict.fromkeys(r.unit for r in records))
         self.inner = module.forward
+        self.alone = False                   # its records are all of one unit's, in order: set when units are known
         self.mode = "auto"
         self.proved = self.closed = False
         self.tensor_outputs: list[bool] = []
@@ -67,7 +68,8 @@ class Window:
         self.params: list[nn.Parameter] = []
         self.buffered = [m for m in module.modules() if m._buffers]
         self.modules = list(module.modules())
-        self.mutable: list[tuple[nn.Module, str]] | None = None   # attributes that forward changes; found by the first run
+        # Attributes that forward changes; found by the first run.
+        self.mutable: list[tuple[nn.Module, str]] | None = None
         self.recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
         self.hooks = [d for m in self.modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks,
                                                             m._backward_pre_hooks)]
@@ -96,6 +98,8 @@ class Window:
 
     def bind_shared(self) -> dict[Record, Tensor]:
         """Slot tensors for a run that records nothing: the slots' own, not made anew."""
+        if self.alone:
+            return dict(zip(self.records, self.runtime.acquire_leaves(self.units[0])))
         bound = {}
         for unit in self.units:
             leaves = self.runtime.acquire_leaves(unit)
@@ -119,6 +123,7 @@ class Window:
         self.trainable = [r for r in self.records if r.was_trainable]
         self.frozen = [r for r in self.records if not r.was_trainable]
         self.params = [r.param for r in self.trainable]
+        self.alone = len(self.units) == 1 and self.records == self.runtime.units[self.units[0]]
 
     # ---- running ----
 

@@ -112,7 +112,10 @@ def unstream(module: nn.Module) -> nn.Module:
     """Gives the ordinary module back, on the CPU, with its current weights; returns the same object.
 
     Optimizers over its parameters keep working if they are torch's own; mt.AdamW's states for
-    them are dropped with the store.
+    them are dropped with the store. Waits for all work under way.
+
+    Raises:
+        MegatrainError: the module is not streamed, or is only a part of what was; or a worker failed.
     """
     rt = runtime_of(module)
     root = rt.root()
@@ -304,6 +307,7 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
         records = [by_param[id(p)] for p in m.parameters()]
         w = Window(rt, name or type(root).__name__, m, records)
         w.mode = rt.activations.get(name, "auto") if isinstance(rt.activations, dict) else "auto"
+        w.mode = "saved" if w.draws_unseen else w.mode
         rt.windows.append(w)
         _put(m, "forward", w)
     if isinstance(rt.activations, dict):

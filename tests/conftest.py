@@ -22,7 +22,6 @@ def one_thread() -> None:
 
 @pytest.fixture
 def streaming() -> None:
-    """Skips where the package is not built; tests that stream ask for it."""
-    import parity
-    if not parity.have_stream():
-        pytest.skip("megatrain_torch.stream is not importable: build the package first")
+    """For tests that stream: a package that is not built is a failure, not a reason to skip."""
+    import megatrain_torch
+    assert hasattr(megatrain_torch, "stream")

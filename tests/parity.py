@@ -78,17 +78,6 @@ class Options:
         return (self.accumulate, self.clip, self.optimizer, self.device, self.steps)
 
 
-def have_stream() -> bool:
-    """Is there something to test? (Or plain against plain was asked for.)"""
-    if IDENTITY:
-        return True
-    try:
-        import megatrain_torch as mt
-    except ImportError:
-        return False
-    return hasattr(mt, "stream")
-
-
 def stream_for_test(model: nn.Module, activations: str = "replay", slots: int = 2, delay_us: int = 0,
                     poison: bool = True, device: str = "cpu", debug: dict[str, Any] | None = None,
                     **kwargs: Any) -> nn.Module:
