@@ -81,13 +81,11 @@ class SavedFrame:
 
     def __init__(self, window: Window) -> None:
         self.runtime = window.runtime
-        self.kept_bytes = 0
 
     def pack(self, t: Tensor) -> Any:
         where = self.runtime.locate(t)
         if where is not None:
             return Weight(self.runtime, *where, t)
-        self.kept_bytes += t.nbytes
         return keep(t)
 
     @staticmethod

@@ -25,7 +25,7 @@ _META_GETTERS = ("dtype", "shape", "device", "requires_grad", "is_leaf", "ndim",
                  "is_vulkan", "is_ipu", "is_mtia", "is_maia", "_base", "_cdata", "name", "volatile")
 _META_METHODS = ("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
                  "is_floating_point", "is_complex", "is_contiguous", "is_signed", "storage_offset",
-                 "requires_grad_", "get_device", "type", "register_hook", "is_pinned", "__len__",
+                 "requires_grad_", "get_device", "register_hook", "is_pinned", "__len__",
                  "register_post_accumulate_grad_hook", "_is_view", "is_inference", "is_same_size",
                  "has_names", "is_conj", "is_neg", "is_set_to", "is_distributed", "__hash__")
 # Functions that look at a tensor's form and never at its values.

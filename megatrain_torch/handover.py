@@ -197,10 +197,10 @@ class HandOver:
     @staticmethod
     def _renew_view(record: Record) -> None:
         """The tensor that becomes .grad. One that somebody kept from before gets its values as its own."""
-        kept = record.grad_view
-        if kept is not None:
-            if sys.getrefcount(kept) <= 3:             # the record, `kept`, and the call's argument
+        if record.grad_view is not None:
+            if sys.getrefcount(record.grad_view) <= 2:      # the record's own and the call's argument
                 return
+            kept = record.grad_view
             with torch.no_grad():
                 kept.data = kept.clone()
         record.grad_view = record.view("GRAD")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .guard import _META, plain
+from .guard import _META
 from .records import Record, Use
 from .state import in_backward
 
@@ -78,5 +78,3 @@ def _fetched(values: Any) -> tuple[Any, ...]:
             out.append(v)
     return tuple(out)
 
-
-__all__ = ["Fetch", "Lazy", "plain"]

@@ -118,7 +118,6 @@ class Runtime:
         self.slots: list[Slot] = []
         self.handover = HandOver(self)
         self.activations = "auto"
-        self.saved_budget = 0
         self._lazy: dict[tuple[int, bool], Lazy] = {}
         self._first_root: Any = None
         self._backward_seen = False

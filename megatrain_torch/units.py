@@ -14,7 +14,6 @@ A parameter belongs to the first window that has it; a tied head's window needs 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -124,8 +123,3 @@ def _walk(module: nn.Module, name: str, chosen: set[int], around: set[int], foun
     found.bare.extend((dot + n, p) for n, p in module._parameters.items() if p is not None)
     for child_name, child in module.named_children():
         _walk(child, dot + child_name, chosen, around, found, seen)
-
-
-def parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter below a module once, by its first name."""
-    yield from module.named_parameters(remove_duplicate=True)

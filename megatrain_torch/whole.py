@@ -29,6 +29,7 @@ from .state import in_backward
 if TYPE_CHECKING:
     from .window import Window
 
+
 class Whole(torch.autograd.Function):
     """Inputs and host parameters in, the window's outputs out."""
 
@@ -120,12 +121,10 @@ def closed(window: Window, frame: ReplayFrame, watch: Watch, inputs: Any, out: A
     escaped = any(t is not None and id(t) not in own for t in [ref() for ref in watch.made])
     outputs = out if isinstance(out, tuple) else (out,)
     window.tensor_outputs = [isinstance(o, Tensor) for o in outputs]
-    aliased = {t.untyped_storage().data_ptr() for t, _ in frame.watched} \
-        & {t.untyped_storage().data_ptr() for t in tensors_of(out)}
     views = any(o._is_view() for o in tensors_of(out))       # in-place changes of them would not be allowed
     simple = all(o is None or isinstance(o, (Tensor, bool, int, float)) for o in outputs)
     stateless = not window.mutable and not window.buffered and not window.recurrent
-    return (simple and stateless and not escaped and not aliased and not views and watch.strangers == 0
+    return (simple and stateless and not escaped and not views and watch.strangers == 0
             and _same_bits(window, frame, out))
 
 

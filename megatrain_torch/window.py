@@ -61,8 +61,6 @@ class Window:
         self.mode = "auto"
         self.proved = self.closed = False
         self.tensor_outputs: list[bool] = []
-        self.numel = sum(r.numel for r in records)
-        self.saved_bytes = 0
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
@@ -144,10 +142,7 @@ class Window:
             leave()
 
     def _run_saved(self, args: Any, kwargs: Any) -> Any:
-        frame = SavedFrame(self)
-        out = self.run(args, kwargs, True, frame)
-        self.saved_bytes = frame.kept_bytes
-        return out
+        return self.run(args, kwargs, True, SavedFrame(self))
 
     def _run_again(self, args: Any, kwargs: Any) -> Any:
         frame = ReplayFrame(self, args, kwargs)

@@ -884,6 +884,7 @@ def test_step_returns_before_updates_are_over_and_reads_wait() -> None:
 
 READS: dict[str, Callable[[Dots, Any, Reference], tuple[Tensor, Tensor]]] = {
     "weight": lambda model, opt, ref: (model.layers[0].weight, rounded(ref.p, BF16)),
+    "converted": lambda model, opt, ref: (model.layers[0].weight.type(torch.float64), rounded(ref.p, BF16).double()),
     "moment": lambda model, opt, ref: (opt.state[model.layers[0].weight]["exp_avg"], ref.m),
     "state_dict": lambda model, opt, ref: (opt.state_dict()["state"][0]["master"], ref.p),
     "masters": lambda model, opt, ref: (mt.masters(model)["layers.0.weight"], ref.p)}
