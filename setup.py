@@ -6,6 +6,7 @@ here.
 
 Environment:
     MEGATRAIN_CUDA   0: leave the CUDA part out. 1: fail when it cannot be built. Unset: if possible
+    MEGATRAIN_CUDA_ARCHES   e.g. "90": machine code for these only (a build for one's own machine is quicker)
     CUDA_HOME, CC, CFLAGS, LDFLAGS   as everywhere
 """
 
@@ -113,7 +114,9 @@ def gencode(nvcc: str) -> list[str]:
     command = [nvcc, "--list-gpu-arch"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     known = {int(n) for n in re.findall(r"compute_(\d+)", listed)}
-    flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in CUDA_ARCHES if n in known]
+    asked = os.environ.get("MEGATRAIN_CUDA_ARCHES", "").replace(",", " ").split()
+    wanted = [int(n) for n in asked] or CUDA_ARCHES
+    flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in wanted if n in known]
     return [*flags, f"-gencode=arch=compute_{PTX_ARCH},code=compute_{PTX_ARCH}"]
 
 
