@@ -36,8 +36,6 @@ EXACT = ["-ffp-contract=off"]
 FILE_FLAGS = {
     "csrc/optim/adam_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
     "csrc/optim/adam_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
-    # Raises C++ exceptions of libtorch through its own frames.
-    "csrc/bind/torch_ops.c": ["-fexceptions"],
 }
 CUDA_ARCHES = (80, 90, 100, 120)  # machine code, for those that nvcc knows; PTX of 90 besides
 PTX_ARCH = 90
@@ -167,6 +165,8 @@ class BuildCore(build_ext):
         flags += FILE_FLAGS.get(source, [])
         if source.startswith("csrc/bind/"):
             flags += self.bind_flags()
+            # C++ exceptions of libtorch pass through the frames of ops.
+            flags += ["-fexceptions"] if "ops" in Path(source).stem else []
         if toolkit:
             flags += ["-DMT_WITH_CUDA", "-isystem", str(toolkit.include)]
         flags += shlex.split(os.environ.get("CFLAGS", ""))

@@ -43,6 +43,9 @@ typedef void (*mt_boxed_fn)(StableIValue *stack, uint64_t n_args, uint64_t n_ret
     X(AOTITorchError, torch_get_const_data_ptr, (AtenTensorHandle, const void **))                \
     X(AOTITorchError, torch_get_num_threads, (uint32_t *))                                        \
     X(AOTITorchError, aoti_torch_get_numel, (AtenTensorHandle, int64_t *))                        \
+    X(AOTITorchError, aoti_torch_get_dim, (AtenTensorHandle, int64_t *))                          \
+    X(AOTITorchError, aoti_torch_get_sizes, (AtenTensorHandle, int64_t **))                       \
+    X(AOTITorchError, aoti_torch_get_strides, (AtenTensorHandle, int64_t **))                     \
     X(AOTITorchError, aoti_torch_get_dtype, (AtenTensorHandle, int32_t *))                        \
     X(AOTITorchError, aoti_torch_get_device_type, (AtenTensorHandle, int32_t *))                  \
     X(AOTITorchError, aoti_torch_get_device_index, (AtenTensorHandle, int32_t *))                 \
@@ -51,7 +54,12 @@ typedef void (*mt_boxed_fn)(StableIValue *stack, uint64_t n_args, uint64_t n_ret
     X(int32_t, aoti_torch_dtype_bfloat16, (void))                                                 \
     X(int32_t, aoti_torch_dtype_float16, (void))                                                  \
     X(int32_t, aoti_torch_dtype_float64, (void))                                                  \
-    X(int32_t, aoti_torch_dtype_int16, (void))
+    X(int32_t, aoti_torch_dtype_int64, (void))                                                    \
+    X(int32_t, aoti_torch_dtype_int32, (void))                                                    \
+    X(int32_t, aoti_torch_dtype_int16, (void))                                                    \
+    X(int32_t, aoti_torch_dtype_int8, (void))                                                     \
+    X(int32_t, aoti_torch_dtype_uint8, (void))                                                    \
+    X(int32_t, aoti_torch_dtype_bool, (void))
 
 /* There in some builds only; NULL where they are not. */
 #define MT_SHIM_DELETE_MAP(X) \

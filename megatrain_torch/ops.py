@@ -1,0 +1,238 @@
+"""The layer ops of csrc/ops as functions: they make the outputs, `torch.ops.megatrain.*` fills them.
+
+No autograd: each forward has its backward beside it, and templates call both by hand. CPU kernels are
+the readable definition, CUDA kernels agree with them within stated ulps (docs/numerics.md).
+
+Letters: `B` batch, `S` sequence, `T = B*S` tokens, `H` hidden, `I` intermediate, `V` vocabulary, `D` head size,
+`h` heads. Types: fp32, bf16 or fp16 (`x`); arithmetic is fp32 inside, rounded once on the way out, unless
+stated. `strided`: any strides but the last dimension's, which is 1.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# How a norm's weight is applied, as transformers' families have it.
+ROUND_FIRST = 0     # y = round(x_hat) * w: Llama, Mistral, Qwen, Phi-3, Granite
+ONE_PLUS = 1        # y = round(x_hat * (1 + w)): Gemma
+ROUND_LAST = 2      # y = round(x_hat * w): OLMo 2
+
+SILU, GELU_TANH, GELU = 0, 1, 2
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: int = ROUND_FIRST,
+             add: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """y = norm(s) * weight with s = x + add (rounded to x's type), or s = x.
+
+    Args:
+        x: [..., n], strided; add: the same shape, dense.
+        weight: [n].
+
+    Returns:
+        y [..., n] dense; s (x itself without add); rstd [...] fp32 = 1/sqrt(mean(s^2) + eps).
+
+    Source: Zhang & Sennrich 2019, eq. 4.
+    """
+    s = x if add is None else x + add
+    wide = s.float()
+    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    hat = wide * rstd.unsqueeze(-1)
+    if style == ROUND_FIRST:
+        y = hat.to(x.dtype) * weight
+    else:
+        y = (hat * (weight.float() + (style == ONE_PLUS))).to(x.dtype)
+    return y, s, rstd
+
+
+def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style: int = ROUND_FIRST,
+                      add: Tensor | None = None, rebuild: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dx = add + rstd * (g - s_hat * mean(g * s_hat)) with g = dy * w (w + 1 for ONE_PLUS).
+
+    Args:
+        dy: [..., n], strided; s: as forward gave it, strided; add: [..., n] dense: the residual's own gradient.
+        rebuild: also give forward's y again, in the same pass.
+
+    Returns:
+        dx [..., n] dense; dweight [n] in weight's type, summed in fp32 in an order that does not depend on
+        the device's load; y or None.
+    """
+    wide, hat = dy.float(), s.float() * rstd.unsqueeze(-1)
+    w = weight.float() + (style == ONE_PLUS)
+    g = wide * w
+    dx = rstd.unsqueeze(-1) * (g - hat * (g * hat).mean(-1, keepdim=True))
+    if add is not None:
+        dx = dx + add.float()
+    dw = (wide * hat).flatten(0, -2).sum(0).to(weight.dtype)
+    y = None
+    if rebuild:
+        y = hat.to(s.dtype) * weight if style == ROUND_FIRST else (hat * w).to(s.dtype)
+    return dx.to(s.dtype), dw, y
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+               add: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y = (s - mean) * rstd * weight + bias with s = x + add. As rms_norm; also gives mean [...] fp32.
+
+    Returns:
+        y, s, mean, rstd.
+
+    Source: Ba et al. 2016, eq. 4.
+    """
+    s = x if add is None else x + add
+    wide = s.float()
+    mean = wide.mean(-1)
+    rstd = torch.rsqrt((wide - mean.unsqueeze(-1)).square().mean(-1) + eps)
+    y = (wide - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    y = y if weight is None else y * weight.float()
+    y = y if bias is None else y + bias.float()
+    return y.to(x.dtype), s, mean, rstd
+
+
+def layer_norm_backward(dy: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+                        add: Tensor | None = None, bias: Tensor | None = None, rebuild: bool = False
+                        ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias (None where there is no weight), y (None unless rebuild, which needs bias)."""
+    wide, hat = dy.float(), (s.float() - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    g = wide if weight is None else wide * weight.float()
+    dx = rstd.unsqueeze(-1) * (g - g.mean(-1, keepdim=True) - hat * (g * hat).mean(-1, keepdim=True))
+    dx = dx if add is None else dx + add.float()
+    dw = None if weight is None else (wide * hat).flatten(0, -2).sum(0).to(weight.dtype)
+    db = None if bias is None else wide.flatten(0, -2).sum(0).to(bias.dtype)
+    y = None
+    if rebuild:
+        y = hat if weight is None else hat * weight.float()
+        y = (y if bias is None else y + bias.float()).to(s.dtype)
+    return dx.to(s.dtype), dw, db, y
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out_q: Tensor, out_k: Tensor, *, v: Tensor | None = None,
+         out_v: Tensor | None = None, interleaved: bool = False, inverse: bool = False) -> None:
+    """Rotates the first R of D numbers of each head of q and k; v is copied along. One launch.
+
+    Args:
+        q: [B, S, hq, D] strided; k, v: [B, S, hk, D] strided.
+        cos, sin: [1 or B, S, R], dense, x's type or fp32; R even, <= D.
+        out_q, out_k, out_v: as q, k, v, strided; may be the inputs themselves (in place).
+        interleaved: pairs are (2i, 2i+1) instead of (i, i + R/2).
+        inverse: the transposed rotation: what backward needs.
+
+    Source: Su et al. 2021, eq. 34.
+    """
+    def turn(x: Tensor) -> Tensor:
+        c, s = cos.float().unsqueeze(2), sin.float().unsqueeze(2)
+        r = cos.shape[-1]
+        a = x[..., :r].float()
+        if interleaved:
+            even, odd = a[..., 0::2], a[..., 1::2]
+            c0, c1, s0, s1 = c[..., 0::2], c[..., 1::2], s[..., 0::2], s[..., 1::2]
+        else:
+            even, odd = a[..., :r // 2], a[..., r // 2:]
+            c0, c1, s0, s1 = c[..., :r // 2], c[..., r // 2:], s[..., :r // 2], s[..., r // 2:]
+        if inverse:
+            first, second = even * c0 + odd * s1, odd * c1 - even * s0
+        else:
+            first, second = even * c0 - odd * s0, odd * c1 + even * s1
+        turned = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
+        return torch.cat((turned.to(x.dtype), x[..., r:]), -1)
+
+    out_q.copy_(turn(q))
+    out_k.copy_(turn(k))
+    if v is not None:
+        out_v.copy_(v)
+
+
+def glu(gate: Tensor, up: Tensor, act: int = SILU) -> Tensor:
+    """act(gate) * up: [T, I], from strided [T, I]. act(gate) is rounded to the type first, as transformers does.
+
+    Source: Shazeer 2020, eq. 5 and 6.
+    """
+    return _act(gate.float(), act).to(gate.dtype) * up
+
+
+def glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int = SILU, *, dgate: Tensor, dup: Tensor,
+                 h: Tensor | None = None) -> None:
+    """Gradients of glu in one pass that also rebuilds the product.
+
+    Args:
+        dh: [T, I], dense. gate, up: [T, I], strided.
+        dgate, dup: [T, I], strided, written; may be gate and up themselves.
+        h: [T, I], dense, written with glu(gate, up); may be dh itself. None: not wanted.
+    """
+    with torch.enable_grad():
+        wide = gate.detach().float().requires_grad_()
+        a = _act(wide, act)
+        a.sum().backward()
+    a, slope = a.detach(), wide.grad
+    product = a.to(gate.dtype) * up
+    dg, du = (dh.float() * up.float() * slope).to(gate.dtype), (dh.float() * a).to(gate.dtype)
+    dgate.copy_(dg)
+    dup.copy_(du)
+    if h is not None:
+        h.copy_(product)
+
+
+def _act(x: Tensor, act: int) -> Tensor:
+    if act == SILU:
+        return torch.nn.functional.silu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if act == GELU_TANH else "none")
+
+
+def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum over tokens: [T, n] strided -> [n], in fp32, fixed order; the gradient of a bias."""
+    return x.float().sum(0).to(dtype or x.dtype)
+
+
+def embedding_backward(dy: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
+    """Gradient of a table [rows, H]: sums of dy [T, H] by ids [T], in fp32 in token order, rounded once.
+
+    padding_idx: a row that gets none; -1: no such row.
+    """
+    out = torch.zeros(rows, dy.shape[-1], dtype=torch.float32, device=dy.device)
+    keep = ids != padding_idx
+    out.index_add_(0, ids[keep], dy[keep].float())
+    return out.to(dy.dtype)
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, scale: Tensor | None, *, ignore_index: int = -100,
+                   softcap: float = 0.0, label_smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Loss of each row; with scale, logits are overwritten by the gradient of scale * sum(loss).
+
+    l = softcap * tanh(logits / softcap) where softcap > 0, else logits; lse = log(sum(exp(l)))
+    loss = lse - (1 - a) * l[label] - a * mean(l) + z_loss * lse^2    (a: label_smoothing); 0 where ignored
+
+    Args:
+        logits: [R, V], dense, overwritten when scale is given. labels: [R] int64.
+        scale: fp32 scalar tensor on the same device (1/number of labels, times the gradient from above), or None.
+
+    Returns:
+        loss [R] fp32, lse [R] fp32.
+
+    Raises:
+        RuntimeError: CPU only: a label outside [0, V) that is not ignore_index. (On CUDA its loss is NaN.)
+    """
+    wide = logits.float()
+    capped = softcap * torch.tanh(wide / softcap) if softcap > 0 else wide
+    lse = torch.logsumexp(capped, -1)
+    keep = labels != ignore_index
+    safe = labels.clamp_min(0)
+    picked = capped.gather(-1, safe.unsqueeze(-1)).squeeze(-1)
+    loss = lse - (1 - label_smoothing) * picked - label_smoothing * capped.mean(-1) + z_loss * lse.square()
+    loss = torch.where(keep, loss, torch.zeros_like(loss))
+    if scale is not None:
+        grad = torch.exp(capped - lse.unsqueeze(-1)) * (1 + 2 * z_loss * lse).unsqueeze(-1)
+        grad -= label_smoothing / logits.shape[-1]
+        grad.scatter_add_(-1, safe.unsqueeze(-1), torch.full_like(grad[:, :1], label_smoothing - 1))
+        if softcap > 0:
+            grad *= 1 - (capped / softcap).square()
+        logits.copy_(grad * (scale * keep).unsqueeze(-1))
+    return loss, lse
+
+
+def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:
+    """c = alpha * a @ b + beta * c in fp32 inside, by cublasLt with a cached choice of algorithm.
+
+    Args:
+        c: [M, N] fp32 or a's type, rows dense (strided); a: [M, K], b: [K, N], 16-bit or fp32, each either row-
+            or column-major (`x.t()` of a dense x is fine).
+    """
+    c.copy_(alpha * (a.float() @ b.float()) + (beta * c.float() if beta else 0))
