@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .errors import MegatrainError
 
@@ -123,3 +124,33 @@ def _walk(module: nn.Module, name: str, chosen: set[int], around: set[int], foun
     found.bare.extend((dot + n, p) for n, p in module._parameters.items() if p is not None)
     for child_name, child in module.named_children():
         _walk(child, dot + child_name, chosen, around, found, seen)
+
+
+Group = tuple[str, list[tuple[str, nn.Parameter]]]
+
+
+def group(root: nn.Module, found: Found) -> list[Group]:
+    """Units: (name, its parameters by name). A parameter belongs to the first window that has it."""
+    names = {id(p): n for n, p in root.named_parameters()}
+    seen: set[int] = set()
+    groups: list[Group] = []
+    for name, window in found.windows:
+        own = [(names[id(p)], p) for p in window.parameters() if id(p) not in seen]
+        seen.update(id(p) for _, p in own)
+        if own:
+            groups.append((name or type(root).__name__, own))
+    for name, p in found.bare:
+        if id(p) not in seen:
+            seen.add(id(p))
+            groups.append((name, [(name, p)]))
+    return groups
+
+
+def stored_dtype(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type a parameter is streamed in, when mt.stream was given `dtype`."""
+    return dtype if dtype is not None and p.is_floating_point() else p.dtype
+
+
+def weight_bytes(params: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> int:
+    """Bytes of a unit's HI plane, and of a slot for it: each parameter starts at a multiple of 512."""
+    return sum(-(-p.numel() * stored_dtype(p, dtype).itemsize // 512) * 512 for _, p in params)

@@ -21,7 +21,7 @@ from .records import DTYPES, Record
 from .runtime import Runtime
 from .slots import plan_slots
 from .state import BoundParameters, HostBuffers
-from .units import find
+from .units import Group, find, group, stored_dtype, weight_bytes
 from .window import Installed, Window
 
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
@@ -89,7 +89,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     _refuse_model(module)
     where = _device(device)
     found = find(module, units)
-    groups = _group(module, found)
+    groups = group(module, found)
     sizes = _fits(module, groups, options, dtype, parse_bytes(vram, "vram"), parse_bytes(host, "host"), where)
     debug = dict(options.get("debug", {}))
     threads = options.get("threads") or max(1, _core.build_info()["cpus"] - 1)
@@ -195,38 +195,10 @@ def _problem(p: nn.Parameter) -> str:
 
 # ---- units and memory ----------------------------------------------------------------------------
 
-Group = tuple[str, list[tuple[str, nn.Parameter]]]
-
-
-def _group(module: nn.Module, found: Any) -> list[Group]:
-    """Units: (name, its parameters). A parameter belongs to the first window that has it."""
-    names = {id(p): n for n, p in module.named_parameters()}
-    seen: set[int] = set()
-    groups: list[Group] = []
-    for name, window in found.windows:
-        own = [(names[id(p)], p) for p in window.parameters() if id(p) not in seen]
-        seen.update(id(p) for _, p in own)
-        if own:
-            groups.append((name or type(module).__name__, own))
-    for name, p in found.bare:
-        if id(p) not in seen:
-            seen.add(id(p))
-            groups.append((name, [(name, p)]))
-    return groups
-
-
-def _stored(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and p.is_floating_point() else p.dtype
-
-
-def _slot_bytes(params: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> int:
-    return sum(-(-p.numel() * _stored(p, dtype).itemsize // 512) * 512 for _, p in params)
-
-
 def _fits(module: nn.Module, groups: list[Group], options: dict[str, Any], dtype: torch.dtype | None,
           vram: int | None, host: int | None, where: torch.device) -> list[int]:
     """Slot sizes; refuses with the bytes when a limit does not hold them."""
-    unit_bytes = [_slot_bytes(g, dtype) for _, g in groups]
+    unit_bytes = [weight_bytes(g, dtype) for _, g in groups]
     ring = options.get("slots", 3)
     sizes = plan_slots(unit_bytes, ring)
     free = vram
@@ -243,8 +215,8 @@ def _fits(module: nn.Module, groups: list[Group], options: dict[str, Any], dtype
             f"{show_bytes(free)} may be used; the largest unit is {groups[big][0]!r} with "
             f"{show_bytes(unit_bytes[big])}: raise vram to {show_bytes(sum(sizes))}, or name smaller units")
     if host is not None:
-        need = sum(p.numel() * ((14 if _stored(p, dtype).itemsize == 2 else 16) if p.requires_grad
-                                else _stored(p, dtype).itemsize) for _, g in groups for _, p in g)
+        need = sum(p.numel() * ((14 if stored_dtype(p, dtype).itemsize == 2 else 16) if p.requires_grad
+                                else stored_dtype(p, dtype).itemsize) for _, g in groups for _, p in g)
         if need > host:
             raise MegatrainError(
                 f"weights, AdamW states and gradients need {show_bytes(need)} of host memory and "
@@ -257,7 +229,7 @@ def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> None:
     global _pid
     try:
         for name, params in groups:
-            kinds = [DTYPES[_stored(p, dtype)] for _, p in params]
+            kinds = [DTYPES[stored_dtype(p, dtype)] for _, p in params]
             unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
             records = []
             for i, (full, p) in enumerate(params):
@@ -274,7 +246,7 @@ def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> None:
 def _adopt(rt: Runtime, unit: int, unit_name: str, index: int, pid: int, full: str, p: nn.Parameter,
            dtype: torch.dtype | None) -> Record:
     r = Record(rt, unit, unit_name, index, pid, full, p)
-    r.dtype = _stored(p, dtype)
+    r.dtype = stored_dtype(p, dtype)
     r.nbytes = r.numel * r.dtype.itemsize
     hi = r.view("HI")
     with torch.no_grad():
