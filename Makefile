@@ -16,7 +16,7 @@ PY    := .venv/bin/python
 BUILT := .venv/.built
 endif
 
-C_SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/bind/exports.map)
+C_SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/bind/exports.map)
 CHECK_FLAGS := -std=c11 -D_GNU_SOURCE -O3 -ffp-contract=off -Wall -Wextra -Wshadow -Wconversion \
                -Wstrict-prototypes -Wvla -Werror
 
@@ -50,7 +50,7 @@ bench: $(BUILT)  ## benchmarks, each beside the machine's limit
 	for bench in benchmarks/limits.py benchmarks/bench_*.py; do $(PY) $$bench $(ARGS) || exit 1; done
 
 fmt:  ## format the lines you changed (C) and the imports (Python)
-	git diff -U0 --no-color HEAD -- '*.c' '*.h' '*.cu' | clang-format-diff -p1 -i
+	git diff -U0 --no-color HEAD -- '*.c' '*.h' '*.cu' '*.cuh' | clang-format-diff -p1 -i
 	$(PY) -m ruff check --select I --fix .
 
 lint: $(BUILT)  ## the project's rules, ruff, and clang-tidy where there is one

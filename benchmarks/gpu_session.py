@@ -52,6 +52,7 @@ SECTIONS: dict[str, list[tuple[int, list[str]]]] = {
     "parity": [program(400, "tests/gpu/run_parity.py", "--seconds", 300)],
     "adam": [program(90, "benchmarks/bench_adam.py", "--params", 400_000_000)],
     "copy": [program(90, "benchmarks/bench_copy.py")],
+    "ops": [program(120, "benchmarks/bench_ops.py")],
     "host-overhead": [
         step(90, "--host-overhead", "--layers", 64, "--activations", "replay"),
         step(90, "--host-overhead", "--layers", 64, "--activations", "saved"),

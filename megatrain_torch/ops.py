@@ -12,6 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import _core
+
+_core.register_ops()
+_ops = torch.ops.megatrain
+
 # How a norm's weight is applied, as transformers' families have it.
 ROUND_FIRST = 0     # y = round(x_hat) * w: Llama, Mistral, Qwen, Phi-3, Granite
 ONE_PLUS = 1        # y = round(x_hat * (1 + w)): Gemma
@@ -236,3 +241,14 @@ def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 
             or column-major (`x.t()` of a dense x is fine).
     """
     c.copy_(alpha * (a.float() @ b.float()) + (beta * c.float() if beta else 0))
+
+
+# ---- fake kernels: shapes for tracing ----
+
+def _nothing(*args: object) -> None:
+    """Of an op that only writes into arguments."""
+
+
+torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
+for _name in ("adamw_",):
+    torch.library.register_fake(f"megatrain::{_name}", _nothing)

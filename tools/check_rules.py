@@ -60,7 +60,7 @@ def room_of(path: str) -> str | None:
 
 def includes(file: File) -> Iterator[tuple[int, str]]:
     """Line numbers and names of what a C file includes."""
-    if not file.path.endswith((".c", ".h", ".cu", ".cc")):
+    if not file.path.endswith((".c", ".h", ".cu", ".cuh", ".cc")):
         return
     for number, line in enumerate(file.lines, 1):
         if found := INCLUDE.match(line):
@@ -71,7 +71,7 @@ def no_guests_in_core(file: File) -> Iterator[Finding]:
     """core, ops/*.c, optim and the CPU device include no Python, NumPy, torch or CUDA header."""
     room = room_of(file.path)
     name = file.path.rsplit("/", 1)[-1]
-    kernels = file.path.endswith(".cu")
+    kernels = file.path.endswith((".cu", ".cuh"))
     if room in (None, "bind") or kernels or name == "dev_cuda.c":
         return
     for number, header in includes(file):
@@ -144,7 +144,7 @@ def nothing_left_over(file: File) -> Iterator[Finding]:
 
 def lines_fit(file: File) -> Iterator[Finding]:
     """C: 120 columns at the most, no tabs, no space at the end."""
-    if not file.path.endswith((".c", ".h", ".cu", ".cc")):
+    if not file.path.endswith((".c", ".h", ".cu", ".cuh", ".cc")):
         return
     for number, line in enumerate(file.lines, 1):
         if len(line) > LONGEST_LINE:
@@ -155,7 +155,7 @@ def lines_fit(file: File) -> Iterator[Finding]:
 
 def functions_fit(file: File) -> Iterator[Finding]:
     """C: a function of more than 80 lines is two."""
-    if not file.path.endswith((".c", ".cu")):
+    if not file.path.endswith((".c", ".cu", ".cuh")):
         return
     begun = None
     for number, line in enumerate(file.lines, 1):

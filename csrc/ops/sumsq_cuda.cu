@@ -1,14 +1,12 @@
 // sumsq_cuda.cu — the sum of squares of sumsq.h, in its order, to its bits.
 #include "sumsq_cuda.h"
-#include "../core/dtype.h"
-#include <cuda.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+#include "kernel.cuh"
 
 namespace {
 
+using mt::WARP;
 constexpr int CHUNK = 8192, LANES = 256;      // as in sumsq.h
-constexpr int WARP = 32, EACH = LANES / WARP; // a thread owns 8 neighbouring lanes
+constexpr int EACH = LANES / WARP;            // a thread owns 8 neighbouring lanes
 constexpr int THREADS = 256;                  // 8 chunks a block
 
 struct bf16 { unsigned short bits; };
@@ -120,64 +118,21 @@ void launch(cudaStream_t stream, const void *x, int64_t n, double *sums, double 
     sum_sums<<<1, LANES, 0, stream>>>(sums, n_chunks, out);
 }
 
-void *driver(const char *name)
-{
-    void *p = nullptr;
-    cudaDriverEntryPointQueryResult found;
-
-    if (cudaGetDriverEntryPointByVersion(name, &p, 12000, cudaEnableDefault, &found) != cudaSuccess)
-        p = nullptr;
-    (void)cudaGetLastError();
-    return p;
-}
-
-// A launch needs the stream's context to be the thread's current one. Which that is is the
-// caller's (torch's) affair, so ours is pushed and popped; see dev_cuda.c.
-class Current {
-public:
-    explicit Current(cudaStream_t stream)
-    {
-        static const auto context_of = reinterpret_cast<CUresult (*)(CUstream, CUcontext *)>(
-            driver("cuStreamGetCtx"));
-        static const auto push = reinterpret_cast<CUresult (*)(CUcontext)>(
-            driver("cuCtxPushCurrent"));
-        CUcontext context;
-
-        ok = context_of != nullptr && push != nullptr && context_of(stream, &context) == CUDA_SUCCESS
-          && push(context) == CUDA_SUCCESS;
-    }
-    ~Current()
-    {
-        static const auto pop = reinterpret_cast<CUresult (*)(CUcontext *)>(
-            driver("cuCtxPopCurrent"));
-        CUcontext context;
-
-        if (ok && pop != nullptr)
-            pop(&context);
-    }
-    Current(const Current &) = delete;
-    Current &operator=(const Current &) = delete;
-
-    bool ok;
-};
-
 } // namespace
 
 extern "C" const char *mt__sumsq_cuda(uintptr_t handle, mt_dtype dt, const void *x, int64_t n,
                                       double *sums, double *out)
 {
     cudaStream_t stream = reinterpret_cast<cudaStream_t>(handle);
-    Current      current(stream);
-    cudaError_t  error;
+    mt::Current  current(stream);
 
     if (!current.ok)
-        return "the stream's context cannot be made current";
+        return mt::NO_CONTEXT;
     switch (dt) {
     case MT_F32:  launch<float>(stream, x, n, sums, out);  break;
     case MT_BF16: launch<bf16>(stream, x, n, sums, out);   break;
     case MT_F16:  launch<__half>(stream, x, n, sums, out); break;
     default:      launch<double>(stream, x, n, sums, out); break;
     }
-    error = cudaGetLastError();
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    return mt::launch_error();
 }
