@@ -229,7 +229,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, scale: Tensor | None, *, igno
         grad.scatter_add_(-1, safe.unsqueeze(-1), torch.full_like(grad[:, :1], label_smoothing - 1))
         if softcap > 0:
             grad *= 1 - (capped / softcap).square()
-        logits.copy_(grad * (scale * keep).unsqueeze(-1))
+        logits.copy_(torch.where(keep.unsqueeze(-1), grad * scale, 0))
     return loss, lse
 
 

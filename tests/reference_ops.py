@@ -1,0 +1,39 @@
+"""What the layer ops compute, in plain torch, in the type that is given: the tests give float64.
+
+Backward formulas are written out; tests hold them to autograd of the forward ones in float64, and the kernels
+to both. Nothing here rounds in between.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# ---- cross entropy ----
+
+
+def softcapped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), or x without a cap."""
+    return cap * torch.tanh(x / cap) if cap > 0 else x
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, softcap: float = 0.0,
+                  label_smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Loss and lse of each row [R], both 0 where ignored; logits: [R, V]."""
+    x, keep = softcapped(logits, softcap), labels != ignore_index
+    lse = torch.logsumexp(x, -1)
+    picked = x.gather(-1, torch.where(keep, labels, 0).unsqueeze(-1)).squeeze(-1)
+    loss = lse - (1 - label_smoothing) * picked - label_smoothing * x.mean(-1) + z_loss * lse.square()
+    return torch.where(keep, loss, 0), torch.where(keep, lse, 0)
+
+
+def cross_entropy_gradient(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, softcap: float = 0.0,
+                           label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """[R, V]: gradient of the sum of losses by the logits."""
+    x, keep = softcapped(logits, softcap), labels != ignore_index
+    lse = torch.logsumexp(x, -1, keepdim=True)
+    wanted = torch.nn.functional.one_hot(torch.where(keep, labels, 0), logits.shape[-1])
+    grad = torch.exp(x - lse) * (1 + 2 * z_loss * lse) - label_smoothing / logits.shape[-1]
+    grad = grad - (1 - label_smoothing) * wanted
+    if softcap > 0:
+        grad = grad * (1 - torch.tanh(logits / softcap).square())
+    return torch.where(keep.unsqueeze(-1), grad, 0)
