@@ -51,18 +51,22 @@ def last_step(model: nn.Module) -> StepReport:
 
 
 def explain(model: nn.Module) -> str:
-    """A table of windows: their units, bytes, and what is done about activations.
+    """A table of windows: their units, bytes, what is done about activations, and whose code runs them.
+
+    "template" is a layer's explicit forward and backward (compute="fused"); else the module's own code, with the
+    reason where a template was wanted.
 
     Raises:
         MegatrainError: the model is not streamed.
     """
     rt = runtime_of(model)
-    rows = [("window", "units", "bytes", "activations", "trained")]
+    rows = [("window", "units", "bytes", "activations", "trained", "code")]
     for w in rt.windows:
         nbytes = sum(r.nbytes for r in w.records)
         trained = sum(r.numel for r in w.records if r.was_trainable)
-        rows.append((w.name, ", ".join(rt.unit_names[u] for u in w.units), show_bytes(nbytes), w.mode, f"{trained:,}"))
-    widths = [max(len(r[i]) for r in rows) for i in range(5)]
+        rows.append((w.name, ", ".join(rt.unit_names[u] for u in w.units), show_bytes(nbytes), w.mode, f"{trained:,}",
+                     w.code))
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows)
 
 

@@ -5,7 +5,7 @@ import contextlib
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .handover import HandOver
 from .lazy import Lazy
 from .records import Record
 from .state import enter, in_backward, leave
+from .templates import Weights
 from .window import Window
 
 _use_count = torch._C._storage_Use_Count
@@ -47,6 +48,7 @@ class Slot:
         self.address = self.memory.data_ptr()
         self.views: dict[int, list[Tensor]] = {}
         self.leaves: dict[int, list[Tensor]] = {}
+        self.weights: dict[int, Weights] = {}
         self._unheld = 0
         self._storage = self.memory.untyped_storage()
         del raw
@@ -73,6 +75,21 @@ class Slot:
             for leaf, r in zip(leaves, records):
                 leaf.requires_grad_(r.was_trainable)
         return leaves
+
+    def unit_weights(self, unit: int, records: list[Record], names: list[str]) -> Weights:
+        """The views by name, for a template; made once, their joint views too."""
+        weights = self.weights.get(unit)
+        if weights is None:
+            weights = self.weights[unit] = Weights(dict(zip(names, self.unit_views(unit, records))), self._counted)
+        return weights
+
+    def _counted(self, make: Callable[[], Tensor]) -> Tensor:
+        """A view that the slot itself keeps: not a holder."""
+        before = _use_count(self._storage._cdata)
+        with torch.inference_mode(False), torch.no_grad():
+            view = make()
+        self._own += _use_count(self._storage._cdata) - before
+        return view
 
     def follow(self, units: list[list[Record]]) -> None:
         """requires_grad of some parameters changed."""
@@ -117,7 +134,7 @@ class Runtime:
         self.unit_names: list[str] = []
         self.slots: list[Slot] = []
         self.handover = HandOver(self)
-        self.activations = "auto"
+        self.activations, self.compute = "auto", "auto"
         self._lazy: dict[tuple[int, bool], Lazy] = {}
         self._first_root: Any = None
         self._backward_seen = False
@@ -152,6 +169,10 @@ class Runtime:
     def acquire_leaves(self, unit: int) -> list[Tensor]:
         slot = self.core.acquire(unit, self.stream())
         return self.slots[slot].unit_leaves(unit, self.units[unit])
+
+    def acquire_weights(self, unit: int, names: list[str]) -> Weights:
+        slot = self.core.acquire(unit, self.stream())
+        return self.slots[slot].unit_weights(unit, self.units[unit], names)
 
     def slot_view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
         """Part of a unit's weights, fetched if need be. offset: bytes from the unit's start."""
@@ -312,6 +333,11 @@ class Runtime:
         if not self.is_cuda:
             return "saved"
         return "replay"
+
+    def keep_of(self, window: Window, x: Tensor) -> str:
+        """How much a fused window keeps of this call."""
+        mode = self.mode_of(window)
+        return "replay" if mode == "whole" else mode
 
     # ---- random numbers ----
 

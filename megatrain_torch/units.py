@@ -136,6 +136,7 @@ def group(root: nn.Module, found: Found) -> list[Group]:
     groups: list[Group] = []
     for name, window in found.windows:
         own = [(names[id(p)], p) for p in window.parameters() if id(p) not in seen]
+        own.sort(key=lambda item: item[1].dim() < 2)     # matrices first: layers over one input lie side by side
         seen.update(id(p) for _, p in own)
         if own:
             groups.append((name or type(root).__name__, own))

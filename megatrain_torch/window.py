@@ -22,6 +22,7 @@ from .records import Record, Use
 from .state import enter, in_backward, leave, swap_window
 
 if TYPE_CHECKING:
+    from .fused import Fused
     from .runtime import Runtime
 
 
@@ -61,6 +62,8 @@ class Window:
         self.mode = "auto"
         self.proved = self.closed = False
         self.tensor_outputs: list[bool] = []
+        self.fused: Fused | None = None      # what runs it, where a template does; else why not
+        self.unfit = ""
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
@@ -71,6 +74,16 @@ class Window:
         self.recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
         self.hooks = [d for m in self.modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks,
                                                             m._backward_pre_hooks)]
+
+    @property
+    def code(self) -> str:
+        """Whose code runs it, and why not a template's."""
+        if self.fused is None:
+            return f"its own ({self.unfit})" if self.unfit else "its own"
+        if self.fused.verdict is None and not self.fused.declined:
+            return "template, once it has been tried"
+        why = self.fused.verdict or self.fused.declined
+        return f"its own ({why})" if why else "template"
 
     # ---- slot tensors ----
 
@@ -122,6 +135,8 @@ class Window:
         self.frozen = [r for r in self.records if not r.was_trainable]
         self.params = [r.param for r in self.trainable]
         self.alone = len(self.units) == 1 and self.records == self.runtime.units[self.units[0]]
+        if self.fused is not None:
+            self.fused.split()
 
     # ---- running ----
 
@@ -136,6 +151,10 @@ class Window:
         try:
             if not torch.is_grad_enabled():
                 return self.run(args, kwargs, False)
+            if self.fused is not None:
+                out = self.fused(args, kwargs)
+                if out is not None:
+                    return out
             mode = self.mode if self.mode != "auto" else rt.mode_of(self)
             return self._run_saved(args, kwargs) if mode == "saved" else self._run_again(args, kwargs)
         finally:

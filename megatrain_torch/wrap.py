@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import _core, hf
 from .errors import MegatrainError
+from .fused import template_of
 from .guard import StreamedParameter
 from .limits import parse_bytes, show_bytes
 from .records import DTYPES, Record
@@ -80,7 +81,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         vram: limit for weights on the device (bytes or "24GiB").
         host: limit for host memory, AdamW's states counted in.
         units: names or modules to be streamed as one piece each; None: found from the model.
-        compute: "auto" or "eager": the module's own code.
+        compute: "eager": the modules' own code; "fused": layers that a template covers run as one node with an
+            explicit backward, the others as they are (mt.explain says which); "auto": fused on CUDA for 16-bit
+            weights, else eager. Fused results differ from the module's own code in the last bits.
 
     Raises:
         MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed.
@@ -96,6 +99,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     core = _core.Engine(where.type, where.index or 0, threads, debug.pop("delay_us", 0), debug.pop("seed", 0))
     rt = Runtime(module, where, core)
     rt.activations = options.get("activations", "auto")
+    rt.compute = compute
     _fill(rt, groups, dtype)
     try:
         rt.open_slots(sizes)
@@ -129,8 +133,8 @@ def unstream(module: nn.Module) -> nn.Module:
 # ---- refusing ----------------------------------------------------------------------------------
 
 def _options(plan: dict[str, Any] | None, compute: str, nvme: Any) -> dict[str, Any]:
-    if compute not in ("auto", "eager"):
-        raise MegatrainError(f"compute={compute!r}: this version runs the module's own code; use 'auto' or 'eager'")
+    if compute not in ("auto", "eager", "fused"):
+        raise MegatrainError(f"compute={compute!r}: use 'auto', 'eager' or 'fused'")
     if nvme is not None:
         raise MegatrainError("nvme: there is no disk tier in this version; leave it out")
     options = dict(plan or {})
@@ -139,8 +143,8 @@ def _options(plan: dict[str, Any] | None, compute: str, nvme: Any) -> dict[str, 
         raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(_PLAN_KEYS - {'debug'})}")
     modes = options.get("activations", "auto")
     for mode in modes.values() if isinstance(modes, dict) else (modes,):
-        if mode not in ("auto", "saved", "replay", "whole"):
-            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'saved', 'replay' or 'whole'")
+        if mode not in ("auto", "saved", "selective", "replay", "whole"):
+            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'saved', 'selective', 'replay' or 'whole'")
     if options.get("slots", 3) < 2:
         raise MegatrainError(f"plan: slots={options['slots']}: at least 2 are needed")
     return options
@@ -276,10 +280,11 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
         _put(m, "load_state_dict", _loader(m))
         _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
     for name, m in found.windows:
-        records = [by_param[id(p)] for p in m.parameters()]
+        records = sorted((by_param[id(p)] for p in m.parameters()), key=lambda r: (r.unit, r.index))
         w = Window(rt, name or type(root).__name__, m, records)
         w.mode = rt.activations.get(name, "auto") if isinstance(rt.activations, dict) else "auto"
         w.mode = "saved" if w.draws_unseen else w.mode
+        w.fused = template_of(rt, w, m)
         rt.windows.append(w)
         _put(m, "forward", w)
     if isinstance(rt.activations, dict):

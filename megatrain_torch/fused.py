@@ -1,0 +1,265 @@
+"""Windows that a template runs: one node of the graph, explicit backward, no hooks.
+
+A template is used for a window only after it has done on random data what the module's own code does,
+forward and backward, within the noise of the weights' type. Calls that it does not cover, and all
+calls without gradients, run the module's own code. `mt.explain(model)` says which and why.
+
+The node is coarse: nothing of the layer's inside is in the graph. So it is used only where nothing can
+escape: no hooks below the window, arguments the template knows. A key-value cache among them gets its
+keys and values, cut off from the graph; a backward through them raises.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from . import ops
+from .errors import MegatrainError
+from .frames import refuse_create_graph
+from .records import Use
+from .state import in_backward, swap_window
+from .templates import Decoder, Unfit, Weights
+
+if TYPE_CHECKING:
+    from .window import Window
+
+TRIAL_TOKENS = 64
+# Relative error (2-norm) of the template against the module's own code that is noise: some 5 roundings.
+NOISE = {torch.bfloat16: 2e-2, torch.float16: 2.5e-3, torch.float32: 1e-5, torch.float64: 1e-5}
+
+
+class Layer(torch.autograd.Function):
+    """x and host parameters in, the layer's output out."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: Fused, call: Any, keep: str, x: Tensor, *params: Tensor) -> Tensor:
+        window = fused.window
+        ctx.fused, ctx.call, ctx.records = fused, call, window.trainable
+        ctx.use = Use(window.trainable) if in_backward() == -1 else None
+        ctx.set_materialize_grads(False)
+        y, ctx.kept = fused.template.forward(x, fused.weights(), call, keep)
+        ctx.versions = fused.versions()
+        ctx.save_for_backward(x)             # torch's own checks: in-place writes, a second backward
+        ctx.kept.x = call.cache = None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        refuse_create_graph()
+        fused, (x,) = ctx.fused, ctx.saved_tensors
+        fused.check_versions(ctx.versions)
+        nodes = [edge[0] for edge in ctx.next_functions[1:]]
+        found: tuple[Tensor | None, ...] = (None,) * len(ctx.records)
+        dx = None
+        if dy is not None:
+            kept, ctx.kept = ctx.kept or fused.template.nothing_kept(), None     # used up; a second time: from x
+            kept.x = x
+            dx, grads = fused.template.backward(dy, kept, fused.weights(), ctx.call, fused.wanted,
+                                                ctx.needs_input_grad[3])
+            found = tuple(grads.get(n) for n in fused.trained_names)
+        taken = fused.window.runtime.handover.take(ctx.records, ctx.use, nodes, found)
+        return None, None, None, dx, *taken
+
+
+def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
+    """The window with a template, where the runtime wants one and there is one; window.unfit says why not."""
+    half = all(r.dtype in (torch.bfloat16, torch.float16) for r in window.records)
+    if rt.compute == "eager" or rt.compute == "auto" and not (rt.is_cuda and half):
+        return None
+    try:
+        return Fused(window, module)
+    except Unfit as reason:
+        window.unfit = str(reason)
+        return None
+
+
+class Fused:
+    """What a window knows of its template.
+
+    Attributes:
+        verdict: None before the trial; "" when the template is used; else why it is not.
+        declined: why the last call ran the module's own code although the trial went well; "" when it did not.
+    """
+
+    def __init__(self, window: Window, module: nn.Module) -> None:
+        self.window, self.module, self.template = window, module, Decoder(module)
+        names = {id(p): n for n, p in module.named_parameters()}
+        self.names = [names[id(r.param)] for r in window.records]
+        self.verdict: str | None = None
+        self.declined = ""
+        self.split()
+
+    def split(self) -> None:
+        """Follows requires_grad."""
+        by_record = dict(zip(self.window.records, self.names))
+        self.trained_names = [by_record[r] for r in self.window.trainable]
+        self.wanted = frozenset(self.trained_names)
+
+    def weights(self) -> Weights:
+        rt, window = self.window.runtime, self.window
+        if window.alone:
+            return rt.acquire_weights(window.units[0], self.names)
+        return Weights(dict(zip(self.names, window.views(window.records))))
+
+    def versions(self) -> list[int]:
+        core = self.window.runtime.core
+        return [core.version(u) for u in self.window.units]
+
+    def check_versions(self, versions: list[int]) -> None:
+        if versions != self.versions():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"weights of {self.window.name!r} were updated between forward and backward; "
+                "call backward() before step()")
+
+    # ---- calls ----
+
+    def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
+        """The layer's output, or None when the module's own code has to run."""
+        if self.verdict:
+            return None
+        try:
+            x, call = self._taken(args, kwargs)
+        except Unfit as reason:
+            self.declined = str(reason)
+            return None
+        if self.verdict is None and not self._try(x, kwargs):
+            return None
+        self.declined = ""
+        self._cache(call, kwargs.get("past_key_values"))
+        window = self.window
+        window.runtime.bindings += 1
+        return Layer.apply(self, call, window.runtime.keep_of(window, x), x, *window.params)
+
+    def _taken(self, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
+        """x and the rest of the call, as a template takes them."""
+        if len(args) > 1:
+            raise Unfit("called with arguments that have no names")
+        rest = dict(kwargs)
+        x = args[0] if args else rest.pop("hidden_states", None)
+        self._plain(x)
+        return x, self.template.call(self.module, rest)
+
+    def _plain(self, x: Any) -> None:
+        """May this call be a single node?"""
+        window = self.window
+        if type(x) is not Tensor or x.dim() != 3 or x.dtype != window.records[0].dtype:
+            raise Unfit("its input is no [B, S, H] tensor of the weights' type")
+        if any(window.hooks) or _has_any_global_hook():
+            raise Unfit("there are hooks inside it")
+        if torch.is_autocast_enabled(x.device.type):
+            raise Unfit("autocast is on")
+        if not (x.requires_grad or window.trainable):
+            raise Unfit("nothing needs a gradient")
+
+    def _cache(self, call: Any, cache: Any) -> None:
+        """An empty cache is filled; one with something in it is not for training, and changes what is attended to."""
+        if cache is not None:
+            index = self.module.self_attn.layer_idx
+
+            def fill(k: Tensor, v: Tensor) -> None:
+                cache.update(_Cut.apply(k.transpose(1, 2)), _Cut.apply(v.transpose(1, 2)), index)
+
+            call.cache = fill
+
+    # ---- the trial ----
+
+    def _try(self, x: Tensor, kwargs: Any) -> bool:
+        limit = NOISE.get(x.dtype, 1e-5)
+        try:
+            error = self._best_style(x, kwargs)
+        except Unfit as reason:
+            self.verdict = str(reason)
+        else:
+            self.verdict = "" if error <= limit else (
+                f"on random data the template is off by {error:.1e} (relative), more than {limit:.0e}")
+        return not self.verdict
+
+    def _best_style(self, x: Tensor, kwargs: Any) -> float:
+        """Tries the ways a norm applies its weight; leaves the best in force and yields its error."""
+        inputs = _small(x, kwargs)
+        truth = self._own(*inputs)
+        errors = []
+        for style in (ops.ROUND_FIRST, ops.ROUND_LAST, ops.ONE_PLUS):
+            self.template.set_style(style)
+            errors.append((_error(truth, self._templates(*inputs)), style))
+        error, style = min(errors)
+        self.template.set_style(style)
+        return error
+
+    def _own(self, x: Tensor, dy: Tensor, kwargs: Any) -> dict[str, Tensor]:
+        """Output and gradients of the module's own code."""
+        window = self.window
+        bound = window.bind_leaves()
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            outer = swap_window(bound)
+            try:
+                y = window.inner(x, **kwargs)
+            finally:
+                swap_window(outer)
+            if not isinstance(y, Tensor) or y.shape != x.shape:
+                raise Unfit("its forward gives something else than one tensor like its input")
+            leaves = [x, *(bound[r] for r in window.trainable)]
+            grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+        found = {"y": y.detach(), "dx": grads[0]}
+        return found | {n: g for n, g in zip(self.trained_names, grads[1:]) if g is not None}
+
+    def _templates(self, x: Tensor, dy: Tensor, kwargs: Any) -> dict[str, Tensor]:
+        call = self.template.call(self.module, kwargs)
+        with torch.no_grad():
+            w = self.weights()
+            y, kept = self.template.forward(x, w, call, "saved")
+            dx, grads = self.template.backward(dy, kept, w, call, self.wanted, True)
+        return {"y": y, "dx": dx, **grads}
+
+
+class _Cut(torch.autograd.Function):
+    """The same values, with a history that refuses to be gone through."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise MegatrainError("a gradient through the key-value cache of a fused layer: use compute='eager'")
+
+
+def _small(x: Tensor, kwargs: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Random input and output gradient of one short sequence, with the call's own arguments cut to it."""
+    n = min(x.shape[1], TRIAL_TOKENS)
+    rng = torch.Generator(x.device).manual_seed(0)
+    draw = [torch.randn(1, n, x.shape[2], generator=rng, device=x.device).to(x.dtype) for _ in range(2)]
+    rest = {k: v for k, v in kwargs.items() if k not in ("hidden_states", "past_key_values", "use_cache")}
+    cos_sin = rest.get("position_embeddings")
+    if cos_sin is not None:
+        rest["position_embeddings"] = tuple(t[:1, :n] for t in cos_sin)
+    if isinstance(rest.get("attention_mask"), Tensor):
+        rest["attention_mask"] = rest["attention_mask"][:1, :, :n, :n]
+    for name in ("position_ids", "cache_position"):
+        if isinstance(rest.get(name), Tensor):
+            rest[name] = rest[name][..., :n][:1]
+    return draw[0], draw[1], rest
+
+
+def _error(truth: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    """The worst relative error. A vector's gradient may be zero but for noise (a key's bias is), so vectors are
+    measured against half of the largest among them as well."""
+    if set(truth) != set(found):
+        missing = sorted(set(truth) ^ set(found))
+        raise Unfit(f"template and module differ in what has a gradient: {', '.join(missing)}")
+
+    def rms(t: Tensor) -> float:
+        return float(t.double().square().mean().sqrt())
+
+    vectors = max([rms(t) for t in truth.values() if t.dim() == 1], default=0.0)
+    worst = 0.0
+    for name, t in truth.items():
+        scale = max(rms(t), 0.5 * vectors if t.dim() == 1 else 0.0, 1e-30)
+        error = rms(found[name].double() - t.double()) / scale
+        worst = max(worst, error if error == error else float("inf"))
+    return worst

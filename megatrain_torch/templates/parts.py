@@ -1,0 +1,153 @@
+"""What templates are made of: weights by name, linear layers that stand side by side, norms, activations."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+
+
+class Unfit(Exception):
+    """A module, or a call of it, that a template does not cover; the text says why."""
+
+
+class Weights:
+    """A unit's weights in a slot, by the names of the window's parameters.
+
+    Linear layers that read the same input lie side by side in their unit (units are laid out matrices
+    first), so their weights are one matrix, and one product serves them all.
+    """
+
+    __slots__ = ("_joint", "_make", "by_name")
+
+    def __init__(self, by_name: dict[str, Tensor], make: Callable[[Callable[[], Tensor]], Tensor] | None = None
+                 ) -> None:
+        """make: runs what makes a view that is kept here (a slot counts those)."""
+        self.by_name, self._make = by_name, make or (lambda view: view())
+        self._joint: dict[tuple[str, ...], Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.by_name[name]
+
+    def joint(self, names: tuple[str, ...]) -> Tensor:
+        """The rows of all of them, one below the other; a view where they are neighbours."""
+        if len(names) == 1:
+            return self.by_name[names[0]]
+        found = self._joint.get(names)
+        if found is None:
+            parts = [self.by_name[n] for n in names]
+            if not _neighbours(parts):
+                return torch.cat(parts)              # a copy would be out of date with the next fetch
+            found = self._joint[names] = self._make(lambda: _over(parts))
+        return found
+
+
+def _neighbours(parts: list[Tensor]) -> bool:
+    here = parts[0].data_ptr()
+    for p in parts:
+        if p.data_ptr() != here or not p.is_contiguous():
+            return False
+        here += p.numel() * p.element_size()
+    return True
+
+
+def _over(parts: list[Tensor]) -> Tensor:
+    first, rows = parts[0], sum(p.shape[0] for p in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+class Grads(dict[str, Tensor]):
+    """Weight gradients by name; `wants` tells whose are asked for."""
+
+    def __init__(self, wanted: Iterable[str]) -> None:
+        super().__init__()
+        self._wanted = frozenset(wanted)
+
+    def wants(self, *names: str) -> bool:
+        return any(n in self._wanted for n in names)
+
+    def put(self, names: tuple[str, ...], rows: tuple[int, ...], joint: Tensor) -> None:
+        for name, part in zip(names, joint.split(rows)):
+            if name in self._wanted:
+                self[name] = part
+
+
+class Linears:
+    """One or more nn.Linear over the same input: x [T, K] -> [T, sum of rows]."""
+
+    def __init__(self, layer: nn.Module, *names: str) -> None:
+        modules = [layer.get_submodule(n) for n in names]
+        for name, m in zip(names, modules):
+            if type(m) is not nn.Linear:
+                raise Unfit(f"{name} is a {type(m).__name__}, not a plain nn.Linear")
+        self.rows = tuple(m.out_features for m in modules)
+        self.inputs = modules[0].in_features
+        self.weights = tuple(f"{n}.weight" for n in names)
+        biased = [m.bias is not None for m in modules]
+        if any(biased) and not all(biased):
+            raise Unfit(f"only some of {', '.join(names)} have a bias")
+        self.biases = tuple(f"{n}.bias" for n in names) if biased[0] else ()
+        self.names = (*self.weights, *self.biases)
+
+    def forward(self, x: Tensor, w: Weights) -> Tensor:
+        matrix = w.joint(self.weights).t()
+        return torch.addmm(w.joint(self.biases), x, matrix) if self.biases else torch.mm(x, matrix)
+
+    def forward_onto(self, base: Tensor, x: Tensor, w: Weights, factor: float) -> Tensor:
+        """base + factor * forward(x), added inside the product."""
+        if self.biases:
+            return torch.add(base, self.forward(x, w), alpha=factor)
+        return torch.addmm(base, x, w.joint(self.weights).t(), alpha=factor)
+
+    def input_grad(self, dy: Tensor, w: Weights) -> Tensor:
+        return torch.mm(dy, w.joint(self.weights))
+
+    def weight_grads(self, dy: Tensor, x: Tensor, grads: Grads) -> None:
+        if grads.wants(*self.weights):
+            grads.put(self.weights, self.rows, torch.mm(dy.t(), x))
+        if grads.wants(*self.biases):
+            grads.put(self.biases, self.rows, ops.column_sum(dy))
+
+
+class Norm:
+    """A module that is an RMSNorm in one of transformers' ways of applying its weight."""
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        module = layer.get_submodule(name)
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        own = dict(module.named_parameters())
+        if not isinstance(eps, float) or list(own) != ["weight"] or own["weight"].dim() != 1:
+            raise Unfit(f"{name} ({type(module).__name__}) is no RMSNorm with one weight")
+        self.weight, self.eps, self.size = f"{name}.weight", eps, own["weight"].numel()
+        self.style = ops.ROUND_FIRST
+
+    def forward(self, x: Tensor, w: Weights, add: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.rms_norm(x, w[self.weight], self.eps, self.style, add)
+
+    def again(self, s: Tensor, w: Weights) -> Tensor:
+        return ops.rms_norm(s, w[self.weight], self.eps, self.style)[0]
+
+    def backward(self, dy: Tensor, s: Tensor, rstd: Tensor, w: Weights, grads: Grads, add: Tensor | None = None,
+                 rebuild: bool = False) -> tuple[Tensor, Tensor | None]:
+        dx, dw, y = ops.rms_norm_backward(dy, s, w[self.weight], rstd, self.style, add, rebuild)
+        if grads.wants(self.weight):
+            grads[self.weight] = dw
+        return dx, y
+
+
+def activation(fn: Any) -> int:
+    """Which of ops' activations a module or function computes, found by trying it.
+
+    Raises:
+        Unfit: none of them.
+    """
+    x = torch.linspace(-6, 6, 97)
+    with torch.no_grad():
+        y = fn(x)
+    for code in (ops.SILU, ops.GELU_TANH, ops.GELU):
+        if torch.allclose(y, ops._act(x, code), rtol=1e-5, atol=1e-6):
+            return code
+    raise Unfit(f"its activation ({type(fn).__name__}) is none of SiLU, GELU and tanh-GELU")
