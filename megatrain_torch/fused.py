@@ -67,7 +67,7 @@ class Layer(torch.autograd.Function):
 def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
     """The window with a template, where the runtime wants one and there is one; window.unfit says why not."""
     half = all(r.dtype in (torch.bfloat16, torch.float16) for r in window.records)
-    if rt.compute == "eager" or rt.compute == "auto" and not (rt.is_cuda and half):
+    if rt.compute == "eager" or (rt.compute == "auto" and not (rt.is_cuda and half)):
         return None
     try:
         return Fused(window, module)

@@ -57,8 +57,9 @@ class Attention:
         return dq, dk, dv
 
     def _cudnn(self, q: Tensor) -> bool:
-        return (q.is_cuda and self.mask is None and not self.spelled and q.dtype != torch.float32 and q.shape[-1] % 8 == 0
-                and q.shape[-1] <= 128 and q.shape[2] > 1 and torch.backends.cuda.cudnn_sdp_enabled())
+        plain = self.mask is None and not self.spelled
+        return (plain and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+                and q.shape[2] > 1 and torch.backends.cuda.cudnn_sdp_enabled())
 
     def _torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
