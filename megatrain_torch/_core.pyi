@@ -13,6 +13,8 @@ class MegatrainError(RuntimeError): ...
 
 DTYPES: dict[str, int]          # {"F32": 0, "BF16": 1, ...}
 PLANES: dict[str, int]          # {"HI": 0, "GRAD": 1, ...}
+LANES: dict[str, int]           # {"compute": 0, "h2d": 1, ...}: csrc/core/timeline.h
+WORKS: dict[str, int]           # {"step": 0, "forward": 1, ...}
 __version__: str
 
 def build_info() -> dict[str, Any]:
@@ -69,7 +71,7 @@ class Engine:
         """(slot, unit, byte offset); slot -1 when no slot holds the address."""
     def schedule(self) -> str: ...
     def stats(self) -> dict[str, int]:
-        """fetches, demand_fetches, rebuilds, h2d_bytes, await_ns, d2h_bytes"""
+        """fetches, demand_fetches, rebuilds, h2d_bytes, await_ns, d2h_bytes, update_ns"""
 
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, int, int, int]], stream: int) -> int:
@@ -78,6 +80,23 @@ class Engine:
     def drain(self) -> None:
         """Host waits for all gradients and all updates."""
     def forget(self, unit: int) -> None: ...
+
+    # timeline
+    def trace(self, on: bool) -> None:
+        """Record what each queue does from now on, or no more. Off costs nothing; on, two stamps a record."""
+    def timeline(self) -> list[tuple[int, int, int, int, int, int]]:
+        """(lane, work, unit or -1, bytes, begin ns, end ns) of work that is over, each once; perf_counter_ns's clock.
+
+        Work that a queue has not done yet comes with a later call. The latest 16,384 are kept.
+        """
+    def step_mark(self, stream: int) -> None:
+        """A root forward starts at this point of the stream."""
+    def compute_begin(self, unit: int, work: int, stream: int) -> None:
+        """What the stream is given from now on is this work (forward, replay, backward) on the unit (-1: none).
+
+        What was open is interrupted, and goes on at compute_end.
+        """
+    def compute_end(self, stream: int) -> None: ...
 
     # debug, tests only
     def debug(self, skip: int = 0, poison: bool = False, sync: bool = False) -> None: ...

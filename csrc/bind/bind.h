@@ -3,7 +3,7 @@
  * Nouns, in the order they appear below:
  *   state    what one import of the module owns: the exception class, the Engine type
  *   home     pool -> device -> store: the memory, which lives until the last view of it is gone
- *   engine   one streamed model: home -> offload -> updater, then its stream
+ *   engine   one streamed model: home -> timeline -> offload -> updater, then its stream
  *   view     a NumPy array over host memory of the store; keeps the home, not the engine
  *
  * Threads: everything here runs under Python's lock (GIL) unless a comment says otherwise. The
@@ -85,7 +85,8 @@ typedef struct mt_engine {
     mt_dev     *dev;
     mt_store   *store;
     mt_sumsq   *sums;        /* chunk sums of the D2H queue */
-    mt_offload *offload;     /* NULL once closed, as all below */
+    mt_timeline *timeline;   /* NULL once closed, as all below */
+    mt_offload *offload;
     mt_updater *updater;
     mt_stream  *stream;      /* NULL before open_slots */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
@@ -131,6 +132,10 @@ MT_METHOD(open_slots); MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); M
 MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
 MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);
 PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw);
+
+/* engine_trace.c: the timeline */
+MT_METHOD(trace); MT_METHOD(timeline); MT_METHOD(step_mark);
+MT_FASTCALL(compute_begin); MT_FASTCALL(compute_end);
 
 /* engine_adam.c: updates */
 PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw);

@@ -131,8 +131,11 @@ static mt_status engine_open(mt_engine *e, const char *device, int index, int th
     e->store = h->store;
     MT_TRY(mt_sumsq_open(e->dev, &e->sums));
     kernels.ctx = e->sums;
+    MT_TRY(mt_timeline_open(e->dev, &e->timeline));
     MT_TRY(mt_offload_open(e->dev, e->store, e->pool, GRAD_DEPTH, kernels, &e->offload));
     MT_TRY(mt_update_open(e->store, e->offload, e->pool, &e->updater));
+    mt_offload_timeline(e->offload, e->timeline);
+    mt_update_timeline(e->updater, e->timeline);
     return MT_OK;
 
 fail:
@@ -195,11 +198,13 @@ static mt_status engine_stop(mt_engine *e)
     for (int i = 0; i < e->n_adopted; i++)
         e->dev->ops->queue_close(e->adopted[i].queue);
     mt_sumsq_close(e->sums);
+    mt_timeline_close(e->timeline);      /* its stamps were in the queues closed above */
     free(e->adopted);
     e->updater = NULL;
     e->offload = NULL;
     e->stream = NULL;
     e->sums = NULL;
+    e->timeline = NULL;
     e->adopted = NULL;
     e->n_adopted = 0;
     return MT_OK;
@@ -324,6 +329,18 @@ static PyMethodDef methods[] = {
       "drain($self)\n--\n\nWait for all gradients and all updates." },
     { "forget", mt_engine_forget, METH_VARARGS,
       "forget($self, unit, /)\n--\n\nzero_grad: the unit's next hand-over is a first one." },
+
+    { "trace", mt_engine_trace, METH_VARARGS,
+      "trace($self, on, /)\n--\n\nRecord what each queue does from now on, or no more." },
+    { "timeline", mt_engine_timeline, METH_NOARGS,
+      "timeline($self)\n--\n\nRecords that are over since the call before." },
+    { "step_mark", mt_engine_step_mark, METH_VARARGS,
+      "step_mark($self, stream, /)\n--\n\nA step starts at this point of the stream." },
+    { "compute_begin", KEYWORDS(mt_engine_compute_begin), METH_FASTCALL,
+      "compute_begin($self, unit, work, stream, /)\n--\n\n"
+      "What the stream is given from now on is this work; what was open is interrupted." },
+    { "compute_end", KEYWORDS(mt_engine_compute_end), METH_FASTCALL,
+      "compute_end($self, stream, /)\n--\n\nThe work is over; what it interrupted goes on." },
 
     { "debug", KEYWORDS(mt_engine_debug), METH_VARARGS | METH_KEYWORDS,
       "debug($self, skip=0, poison=False, sync=False)\n--\n\nTests only." },

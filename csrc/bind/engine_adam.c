@@ -189,6 +189,21 @@ static adam_job *job_of(mt_engine *e, int unit, PyObject *entries)
     return j;
 }
 
+static uint64_t moved(const adam_job *j)
+{
+    uint64_t bytes = 0;
+
+    for (int i = 0; i < j->n; i++) {
+        const mt_param_desc *d = mt_store_desc(j->store, j->unit, j->p[i].param);
+        mt_dtype             grad = j->p[i].acc ? MT_F32 : d->dtype;
+
+        if (j->p[i].grad != NULL)
+            grad = j->p[i].grad_dtype;
+        bytes += (uint64_t)d->numel * mt_adam_moves(d->dtype, grad);
+    }
+    return bytes;
+}
+
 static int update_of(mt_engine *e, PyObject *item, mt_update_job *out)
 {
     PyObject *sequence, *entries;
@@ -204,7 +219,7 @@ static int update_of(mt_engine *e, PyObject *item, mt_update_job *out)
     if (j == NULL)
         return -1;
     *out = (mt_update_job){ .unit = unit, .n_params = j->n, .params = j->params, .sumsq = job_sumsq,
-                            .run = job_run, .free = job_free, .arg = j };
+                            .run = job_run, .bytes = moved(j), .free = job_free, .arg = j };
     return 0;
 }
 

@@ -117,8 +117,10 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
         free(d);
         return NULL;
     }
-    if ((st = mt_stream_open(e->dev, e->store, d, n, hooks, &e->stream)) == MT_OK)
+    if ((st = mt_stream_open(e->dev, e->store, d, n, hooks, &e->stream)) == MT_OK) {
         mt_stream_debug(e->stream, e->debug);
+        mt_stream_timeline(e->stream, e->timeline);
+    }
     free(d);
     if (st == MT_OK)
         Py_RETURN_NONE;
@@ -256,12 +258,13 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
         return NULL;
     if (e->stream != NULL)
         s = mt_stream_stats_get(e->stream);
-    return Py_BuildValue("{sLsLsLsKsKsK}", "fetches", (long long)s.fetches,
+    return Py_BuildValue("{sLsLsLsKsKsKsK}", "fetches", (long long)s.fetches,
                          "demand_fetches", (long long)s.demand_fetches,
                          "rebuilds", (long long)s.rebuilds,
                          "h2d_bytes", (unsigned long long)s.h2d_bytes,
                          "await_ns", (unsigned long long)s.await_ns,
-                         "d2h_bytes", (unsigned long long)mt_offload_d2h_bytes(e->offload));
+                         "d2h_bytes", (unsigned long long)mt_offload_d2h_bytes(e->offload),
+                         "update_ns", (unsigned long long)mt_update_busy_ns(e->updater));
 }
 
 /* ---- offload ---- */

@@ -1,27 +1,35 @@
 /* module.c — megatrain_torch._core: the exception, the constants, the type Engine. */
 #include "bind.h"
 
-static int add_constants(PyObject *module)
+static const char *dtype_name(int i) { return mt_dtype_name((mt_dtype)i); }
+static const char *plane_name(int i) { return mt_plane_name((mt_plane)i); }
+static const char *lane_name(int i)  { return mt_lane_name((mt_lane)i); }
+static const char *work_name(int i)  { return mt_work_name((mt_work)i); }
+
+/* module.NAMES = {name: number} of one enumeration. */
+static int add_names(PyObject *module, const char *names, int count, const char *(*name)(int))
 {
-    PyObject *dtypes = PyDict_New(), *planes = PyDict_New(), *number;
-    int       bad = dtypes == NULL || planes == NULL;
+    PyObject *dict = PyDict_New(), *number;
+    int       bad = dict == NULL;
 
-    for (int i = 0; !bad && i < MT_DTYPE_COUNT + MT_PLANE_COUNT; i++) {
-        int plane = i - MT_DTYPE_COUNT;
-
-        number = PyLong_FromLong(plane < 0 ? i : plane);
-        bad = number == NULL ||
-              PyDict_SetItemString(plane < 0 ? dtypes : planes,
-                                   plane < 0 ? mt_dtype_name((mt_dtype)i)
-                                             : mt_plane_name((mt_plane)plane), number) < 0;
+    for (int i = 0; !bad && i < count; i++) {
+        number = PyLong_FromLong(i);
+        bad = number == NULL || PyDict_SetItemString(dict, name(i), number) < 0;
         Py_XDECREF(number);
     }
-    bad = bad || PyModule_AddObjectRef(module, "DTYPES", dtypes) < 0 ||
-          PyModule_AddObjectRef(module, "PLANES", planes) < 0 ||
-          PyModule_AddStringConstant(module, "__version__", MT_VERSION) < 0;
-    Py_XDECREF(dtypes);
-    Py_XDECREF(planes);
+    bad = bad || PyModule_AddObjectRef(module, names, dict) < 0;
+    Py_XDECREF(dict);
     return bad ? -1 : 0;
+}
+
+static int add_constants(PyObject *module)
+{
+    if (add_names(module, "DTYPES", MT_DTYPE_COUNT, dtype_name) < 0 ||
+        add_names(module, "PLANES", MT_PLANE_COUNT, plane_name) < 0 ||
+        add_names(module, "LANES", MT_LANE_COUNT, lane_name) < 0 ||
+        add_names(module, "WORKS", MT_WORK_COUNT, work_name) < 0)
+        return -1;
+    return PyModule_AddStringConstant(module, "__version__", MT_VERSION);
 }
 
 static int add_type(PyObject *module, const char *name, PyObject *type)

@@ -4,6 +4,7 @@
  *   memory   bytes on the host (registered when that helps) or on the device
  *   queue    operations run in the order they were put in; two queues run side by side
  *   event    a point in a queue that another queue, or the host, can wait for
+ *   stamp    the time at which a queue came by a point, known once it did
  *
  * Two implementations: dev_cpu.c (one thread per queue) and dev_cuda.c (CUDA runtime).
  * tests/c/dev_fault.c wraps either and fails the call you name.
@@ -33,6 +34,7 @@
 typedef struct mt_dev   mt_dev;
 typedef struct mt_queue mt_queue;
 typedef struct mt_event mt_event;
+typedef struct mt_stamp mt_stamp;
 
 typedef struct mt_dev_ops {
     const char *name;                                        /* "cpu", "cuda" */
@@ -74,6 +76,15 @@ typedef struct mt_dev_ops {
     mt_status (*sync_event)(mt_event *e);                    /* the host waits, same rule */
     mt_status (*query) (mt_event *e, int *done);             /* nobody waits */
     mt_status (*sync)  (mt_queue *q);                        /* the host waits for all of q */
+
+    /* stamp() asks, in q, what time it is; stamp_read() says whether q has come by, and then when:
+     * *ns is on the clock of clock.h (CUDA: within some 20 us of it, and within 1 us of other
+     * stamps of the same seconds). A stamp is asked again only after it was read done, and closed
+     * after that or after its queue. Nothing waits. */
+    mt_status (*stamp_open) (mt_dev *d, mt_stamp **out);
+    void      (*stamp_close)(mt_dev *d, mt_stamp *s);
+    mt_status (*stamp)      (mt_queue *q, mt_stamp *s);
+    mt_status (*stamp_read) (mt_dev *d, mt_stamp *s, uint64_t *ns, int *done);
 } mt_dev_ops;
 
 /* Every device begins with this; implementations append their own members. */

@@ -63,6 +63,7 @@ struct mt_offload {
     uint64_t           depth;
     mt_queue          *d2h;          /* putting thread */
     mt_event          *handed;       /* recorded on run at each hand-over */
+    mt_timeline       *timeline;     /* written before the first put */
     ticket            *ring;         /* [n_ring]; ticket t is at t % n_ring */
     uint64_t           n_ring;
     staging            staging[STAGINGS];
@@ -107,13 +108,21 @@ static ticket *next_ticket(mt_offload *o)
 
 static void add_up(mt_offload *o, const ticket *t)
 {
+    uint64_t added = 0;
+    mt_span  span = { 0 };
+
+    if (t->adds > 0)
+        mt_timeline_begin(o->timeline, &span, MT_LANE_SUM, MT_WORK_ADD, t->unit, NULL);
     for (int i = 0; i < t->n; i++) {
         const piece *p = &t->pieces[i];
 
-        if (p->item.mode == MT_GRAD_ADD && p->n > 0)
-            o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n,
-                                  p->from_grad, p->sum);
+        if (p->item.mode != MT_GRAD_ADD || p->n == 0)
+            continue;
+        o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n, p->from_grad,
+                              p->sum);
+        added += p->bytes;
     }
+    mt_timeline_end(o->timeline, &span, added, NULL);
 }
 
 static void *collector_main(void *arg)
@@ -346,6 +355,11 @@ void mt_offload_close(mt_offload *o)
     free(o);
 }
 
+void mt_offload_timeline(mt_offload *o, mt_timeline *t)
+{
+    o->timeline = t;
+}
+
 /* ---- put: first everything that can be refused, then the queue -------------------------- */
 
 static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
@@ -453,15 +467,21 @@ fail:
 static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned skip, mt_queue *run)
 {
     const mt_dev_ops *v = o->dev->ops;
+    uint64_t          bytes = 0;
+    mt_span           span;
     mt_status         st;
 
     /* GRAD: the sources are written by what run was given up to now. */
     MT_TRY(v->record(run, o->handed));
     if (!(skip & MT_EDGE_GRAD))
         MT_TRY(v->wait(o->d2h, o->handed));
-    for (int i = 0; i < t->n; i++)
+    mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
+    for (int i = 0; i < t->n; i++) {
         MT_TRY(put_piece(o, &t->pieces[i]));
+        bytes += t->pieces[i].bytes;
+    }
     MT_TRY(v->record(o->d2h, t->landed));
+    mt_timeline_end(o->timeline, &span, bytes, o->d2h);
     /* LANDED: what run is given from now on may reuse the sources of `depth` tickets ago. */
     if (number > o->depth && !(skip & MT_EDGE_LANDED))
         MT_TRY(v->wait(run, ticket_at(o, number - o->depth)->landed));

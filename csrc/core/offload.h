@@ -56,6 +56,9 @@ mt_status mt_offload_open (mt_dev *dev, mt_store *store, mt_pool *pool, int dept
                            mt_offload_kernels k, mt_offload **out);
 void      mt_offload_close(mt_offload *o);
 
+/* Hand-overs and the collector's sums are recorded in t. Before the first put, or never. */
+void      mt_offload_timeline(mt_offload *o, mt_timeline *t);
+
 /* A parameter at most once in items. Not at the same time as a submit that has the unit. */
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
                          mt_queue *run, uint64_t *ticket);

@@ -24,12 +24,12 @@
  */
 #include "stream.h"
 
+#include "clock.h"
 #include "course.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #define POISON_BYTES ((size_t)1 << 20)
 
@@ -60,6 +60,7 @@ struct mt_stream {
     mt_store     *store;
     mt_slot_hooks hooks;
     mt_queue     *h2d;       /* the mover's alone */
+    mt_timeline  *timeline;  /* written before the first request */
     slot         *slots;
     size_t       *slot_bytes;
     int           n_slots;
@@ -130,6 +131,7 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
     const mt_dev_ops *v = s->dev->ops;
     slot             *k = &s->slots[r->slot];
     size_t            bytes = mt_store_hi_bytes(s->store, r->unit);
+    mt_span           span;
     mt_status         st;
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
@@ -137,9 +139,11 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
         MT_TRY(v->wait(s->h2d, k->freed));
     if (r->debug.poison && s->poison != NULL)
         MT_TRY(put_poison(s, r, bytes));
+    mt_timeline_begin(s->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, r->unit, s->h2d);
     if (bytes > 0)
         MT_TRY(v->copy(s->h2d, r->mem, hi, bytes));
-    return v->record(s->h2d, k->ready);
+    MT_TRY(v->record(s->h2d, k->ready));
+    mt_timeline_end(s->timeline, &span, bytes, s->h2d);
 fail:
     return st;
 }
@@ -278,6 +282,11 @@ void mt_stream_close(mt_stream *s)
     free(s->line);
     free(s->poison);
     free(s);
+}
+
+void mt_stream_timeline(mt_stream *s, mt_timeline *t)
+{
+    s->timeline = t;
 }
 
 /* ---- asking for copies: the acquiring thread -------------------------------------------- */
@@ -574,14 +583,6 @@ fail:
 
 /* ---- waiting ---------------------------------------------------------------------------- */
 
-static uint64_t now_ns(void)
-{
-    struct timespec t;
-
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
 /* The host waits for the mover, so that `ready` has been recorded for this copy when run is told
  * to wait for it. The mover's own waits have the ledger's watchdog; when one ends in a fault,
  * this wait does too. */
@@ -602,7 +603,7 @@ static mt_status wait_issued(mt_stream *s, int k, mt_debug *debug)
 
 mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
 {
-    uint64_t  begun = now_ns();
+    uint64_t  begun = mt_now_ns();
     mt_debug  debug;
     mt_status st;
 
@@ -615,7 +616,7 @@ mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
     if (!(debug.skip & MT_EDGE_READY))
         MT_TRY(s->dev->ops->wait(run, s->slots[k].ready));
     pthread_mutex_lock(&s->mu);
-    s->stats.await_ns += now_ns() - begun;
+    s->stats.await_ns += mt_now_ns() - begun;
     pthread_mutex_unlock(&s->mu);
     return MT_OK;
 fail:

@@ -27,6 +27,7 @@
 
 #include "schedule.h"
 #include "store.h"
+#include "timeline.h"
 
 typedef struct mt_slot_desc {
     void  *mem;              /* device memory, owned by the caller, aligned to 512 */
@@ -48,6 +49,9 @@ typedef struct mt_stream mt_stream;
 mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots, int n_slots,
                          mt_slot_hooks hooks, mt_stream **out);
 void      mt_stream_close(mt_stream *s);       /* waits for the mover and the H2D queue */
+
+/* Fetches are recorded in t from now on. Before the first acquire, or never. */
+void      mt_stream_timeline(mt_stream *s, mt_timeline *t);
 
 /* A root forward starts: the cursor returns to the start. When the order just ended differs from
  * the schedule's, a schedule is built from it. */

@@ -5,6 +5,8 @@
  */
 #include "update.h"
 
+#include "clock.h"
+
 #include <inttypes.h>
 #include <math.h>
 #include <pthread.h>
@@ -38,12 +40,15 @@ struct mt_updater {
     mt_offload     *grads;
     mt_pool        *pool;
 
+    mt_timeline    *timeline;           /* written before the first submit */
+
     pthread_mutex_t mu;
     pthread_cond_t  more;               /* the updater waits: work, or stop */
     pthread_cond_t  news;               /* others wait: a result changed */
     work           *first, **last;      /* mu */
     uint64_t        submitted, done;    /* tickets; mu */
     result          results[RESULTS];   /* ticket t at t % RESULTS; mu */
+    uint64_t        busy_ns;            /* in jobs' run; mu */
     int             sync, stop;         /* mu */
     pthread_t       thread;
     int             runs;
@@ -163,8 +168,10 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
 {
     double    total = 0, ratio;
     int       finite, known;
+    mt_span   span;
     mt_status st;
 
+    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++) {
         MT_TRY(weigh(u, &w->jobs[i], &total, &finite, &known));
         if (!known)
@@ -172,6 +179,7 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
                            "squares; offload it, or give the job a sumsq",
                            mt_store_name(u->store, w->jobs[i].j.unit));
     }
+    mt_timeline_end(u->timeline, &span, 0, NULL);
     r->norm = sqrt(total);
     r->skipped = isfinite(r->norm) ? 0 : w->n;
     r->normed = 1;
@@ -184,14 +192,33 @@ fail:
 }
 
 /* The unit's weights are written here: copies that read them must be over. */
-static mt_status run_job(mt_updater *u, const job *b, float clip)
+static mt_status wait_turn(mt_updater *u, const job *b)
 {
+    mt_span   span;
     mt_status st;
 
+    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, b->j.unit, NULL);
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
     MT_TRY(mt_ledger_wait_fetch(u->store, b->j.unit));
+    mt_timeline_end(u->timeline, &span, 0, NULL);
+fail:
+    return st;
+}
+
+static mt_status run_job(mt_updater *u, const job *b, float clip)
+{
+    uint64_t  begun;
+    mt_span   span;
+    mt_status st;
+
+    MT_TRY(wait_turn(u, b));
+    begun = mt_now_ns();
+    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
     MT_TRY(b->j.run(b->j.arg, u->pool, clip));
-    return MT_OK;
+    mt_timeline_end(u->timeline, &span, b->j.bytes, NULL);
+    pthread_mutex_lock(&u->mu);
+    u->busy_ns += mt_now_ns() - begun;
+    pthread_mutex_unlock(&u->mu);
 fail:
     return st;
 }
@@ -316,6 +343,11 @@ void mt_update_close(mt_updater *u)
     free(u);
 }
 
+void mt_update_timeline(mt_updater *u, mt_timeline *t)
+{
+    u->timeline = t;
+}
+
 /* ---- submit, and what came of it -------------------------------------------------------- */
 
 /* Announces, then hands over: the updater never ends what was not begun. Returns the ticket; w may
@@ -397,6 +429,16 @@ mt_status mt_update_drain(mt_updater *u)
         pthread_cond_wait(&u->news, &u->mu);
     pthread_mutex_unlock(&u->mu);
     return mt_ledger_check(u->store);
+}
+
+uint64_t mt_update_busy_ns(mt_updater *u)
+{
+    uint64_t ns;
+
+    pthread_mutex_lock(&u->mu);
+    ns = u->busy_ns;
+    pthread_mutex_unlock(&u->mu);
+    return ns;
 }
 
 void mt_update_debug(mt_updater *u, mt_debug d)

@@ -27,6 +27,7 @@ typedef struct mt_update_job {
      * changed p.grad): computed on the pool by the updater. NULL: never. */
     double (*sumsq)(void *arg, mt_pool *pool, int i, int *use);
     mt_status (*run)(void *arg, mt_pool *pool, float clip);   /* the update itself */
+    uint64_t bytes;              /* that run reads and writes, for the timeline */
     void  (*free)(void *arg);    /* called once, run or skipped; may be NULL */
     void  *arg;
 } mt_update_job;
@@ -36,6 +37,9 @@ typedef struct mt_updater mt_updater;
 mt_status mt_update_open (mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out);
 void      mt_update_close(mt_updater *u);                      /* finishes what was submitted */
 
+/* Updates and waits are recorded in t. Before the first submit, or never. */
+void      mt_update_timeline(mt_updater *u, mt_timeline *t);
+
 /* Jobs are copied, params arrays too; args are owned by the updater from here on, also on failure.
  * max_norm <= 0: no clipping, no norm. Announces every unit in the ledger before it returns. */
 mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
@@ -44,6 +48,7 @@ mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, doub
  * the submit's end. *skipped: units not updated because of non-finite gradients. */
 mt_status mt_update_norm (mt_updater *u, uint64_t ticket, double *norm, int *skipped);
 mt_status mt_update_drain(mt_updater *u);
+uint64_t  mt_update_busy_ns(mt_updater *u);                    /* time in run, since open */
 void      mt_update_debug(mt_updater *u, mt_debug d);          /* sync: submit returns when done */
 
 #endif

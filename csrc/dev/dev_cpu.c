@@ -5,6 +5,7 @@
  *   line     the operations of one queue, numbered; `done` of them are over, in order
  *   queue    a line and the thread that works it off; or, adopted, the caller's own thread
  *   event    a line and a number on it: the event has happened once that many are done
+ *   stamp    a call in the line that writes down the time
  *
  * So record() puts nothing in the queue: it notes where the line ends now. wait() copies the note
  * when it is called, and a later record(), on this queue or another, cannot disturb it. (One
@@ -15,6 +16,7 @@
  *          A wait always names operations put before it, so waits cannot form a circle.
  * Errors:  once in a queue nothing can fail here, so this device never becomes sticky.
  */
+#include "../core/clock.h"
 #include "../core/dev.h"
 
 #include <pthread.h>
@@ -408,6 +410,51 @@ static mt_status cpu_query(mt_event *event, int *done)
     return MT_OK;
 }
 
+/* ---- stamps ----------------------------------------------------------------------------- */
+
+struct mt_stamp {
+    _Atomic uint64_t ns;         /* 0: the queue has not come by. Written on the queue's thread */
+};
+
+static mt_status cpu_stamp_open(mt_dev *d, mt_stamp **out)
+{
+    mt_stamp *s = malloc(sizeof *s);
+
+    (void)d;
+    if (s == NULL)
+        return MT_FAIL(MT_ENOMEM, "cpu stamp: malloc(%zu)", sizeof *s);
+    atomic_init(&s->ns, 0);
+    *out = s;
+    return MT_OK;
+}
+
+static void cpu_stamp_close(mt_dev *d, mt_stamp *s)
+{
+    (void)d;
+    free(s);
+}
+
+static void write_time(void *stamp)
+{
+    atomic_store(&((mt_stamp *)stamp)->ns, mt_now_ns());
+}
+
+static mt_status cpu_stamp(mt_queue *q, mt_stamp *s)
+{
+    atomic_store(&s->ns, 0);
+    return cpu_call(q, write_time, s);
+}
+
+static mt_status cpu_stamp_read(mt_dev *d, mt_stamp *s, uint64_t *ns, int *done)
+{
+    uint64_t at = atomic_load(&s->ns);
+
+    (void)d;
+    if ((*done = at != 0))
+        *ns = at;
+    return MT_OK;
+}
+
 /* ---- memory and the device -------------------------------------------------------------- */
 
 static mt_status cpu_host_register(mt_dev *d, void *p, size_t bytes)
@@ -470,6 +517,10 @@ static const mt_dev_ops cpu_ops = {
     .sync_event      = cpu_sync_event,
     .query           = cpu_query,
     .sync            = cpu_sync,
+    .stamp_open      = cpu_stamp_open,
+    .stamp_close     = cpu_stamp_close,
+    .stamp           = cpu_stamp,
+    .stamp_read      = cpu_stamp_read,
 };
 
 mt_status mt_dev_cpu_open(mt_dev **out)

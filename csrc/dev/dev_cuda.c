@@ -4,6 +4,7 @@
  *   memory   cudaMalloc; host memory is registered, mapped and portable
  *   queue    a non-blocking stream: it does not wait for torch's default stream unless told to
  *   event    a CUDA event without times
+ *   stamp    a CUDA event with times, and a base: such an event whose time on the host is known
  *
  * Which device is current is the calling thread's (torch's) affair: each call makes our context
  * current and takes it away again. That is done through the driver, by push and pop:
@@ -17,6 +18,7 @@
  *          context, and the runtime then answers every call with them: the first message is kept
  *          and given again.
  */
+#include "../core/clock.h"
 #include "../core/dev.h"
 
 #include <cuda.h>
@@ -44,6 +46,18 @@ typedef struct sleeper {
     cudaEvent_t     over;        /* blocking: its waiter sleeps */
 } sleeper;
 
+/* Where stamps are measured from. */
+typedef struct origin {
+    cudaEvent_t event;
+    uint64_t    ns;              /* when it happened; constant */
+    long        users;           /* stamps, and the device while it is the newest. Under its mu */
+} origin;
+
+struct mt_stamp {
+    cudaEvent_t event;
+    origin     *from;            /* the newest when it was asked; NULL: never asked */
+};
+
 typedef struct cuda_dev {
     mt_dev    base;
     int       index;             /* constant */
@@ -53,6 +67,7 @@ typedef struct cuda_dev {
 
     pthread_mutex_t mu;
     sleeper        *idle;        /* any thread, under mu */
+    origin         *newest;      /* NULL before the first stamp; under mu */
     atomic_int      sticky;      /* set once, under mu, after text was written */
     char            text[512];
 } cuda_dev;
@@ -364,23 +379,30 @@ static mt_status cuda_wait(mt_queue *q, mt_event *e)
     return st;
 }
 
-/* cudaErrorNotReady is an answer here, but the runtime remembers it as an error. */
+/* cudaErrorNotReady is an answer here, but the runtime remembers it as an error. Our context is
+ * current. */
+static mt_status ask(cuda_dev *d, cudaEvent_t event, int *done)
+{
+    cudaError_t error = cudaEventQuery(event);
+    mt_status   st = MT_OK;
+
+    if (error == cudaErrorNotReady)
+        (void)cudaGetLastError();
+    else
+        st = cu(d, error, "cudaEventQuery");
+    if (st == MT_OK)
+        *done = error == cudaSuccess;
+    return st;
+}
+
 static mt_status cuda_query(mt_event *e, int *done)
 {
-    cuda_dev   *d = as_dev(e->dev);
-    cudaError_t error;
-    int         pushed;
-    mt_status   st = enter(d, &pushed);
+    cuda_dev *d = as_dev(e->dev);
+    int       pushed;
+    mt_status st = enter(d, &pushed);
 
-    if (st == MT_OK) {
-        error = cudaEventQuery(as_event(e)->event);
-        if (error == cudaErrorNotReady)
-            (void)cudaGetLastError();
-        else
-            st = cu(d, error, "cudaEventQuery");
-        if (st == MT_OK)
-            *done = error == cudaSuccess;
-    }
+    if (st == MT_OK)
+        st = ask(d, as_event(e)->event, done);
     leave(d, pushed);
     return st;
 }
@@ -469,6 +491,185 @@ static mt_status cuda_sync_event(mt_event *e)
     return st;
 }
 
+/* ---- stamps -----------------------------------------------------------------------------
+ *
+ * The runtime tells the time between two events, as a float of milliseconds. An origin is an event
+ * in an empty stream that the host waits for, reading its own clock on both sides; a stamp's time
+ * is that of the newest origin when it was asked, plus the time between the two. A float has 24
+ * bits: four seconds behind the origin it counts in steps of 0.25 us, finer than the events'
+ * 0.5 us. So origins are renewed after that, which follows the drift of the two clocks as well.
+ */
+#define ORIGIN_NS ((uint64_t)4000000000u)
+#define NARROW_NS ((uint64_t)40000)      /* a wait longer than this is tried again ... */
+#define TRIES     5                      /* ... so often; the last one counts whatever it took */
+
+/* Our context is current, and mu is held. */
+static void origin_drop(origin *o)
+{
+    if (o == NULL || --o->users > 0)
+        return;
+    (void)cudaEventDestroy(o->event);
+    free(o);
+}
+
+/* The event happens somewhere between the two looks at the clock; the middle is off by half. */
+static mt_status origin_time(cuda_dev *d, origin *o, cudaStream_t empty)
+{
+    mt_status st;
+
+    for (int i = 0; i < TRIES; i++) {
+        uint64_t before = mt_now_ns(), after;
+
+        MT_TRY(CU(d, cudaEventRecord(o->event, empty)));
+        MT_TRY(CU(d, cudaEventSynchronize(o->event)));
+        after = mt_now_ns();
+        o->ns = before + (after - before) / 2;
+        if (after - before < NARROW_NS)
+            break;
+    }
+    return MT_OK;
+fail:
+    return st;
+}
+
+static mt_status origin_make(cuda_dev *d, origin **out)
+{
+    origin   *o = calloc(1, sizeof *o);
+    sleeper  *s = NULL;
+    mt_status st;
+
+    if (o == NULL)
+        return MT_FAIL(MT_ENOMEM, "cuda stamp: calloc(%zu)", sizeof *o);
+    MT_TRY(CU(d, cudaEventCreateWithFlags(&o->event, cudaEventDefault)));
+    MT_TRY(sleeper_take(d, &s));         /* for its stream: nobody else puts anything there now */
+    st = origin_time(d, o, s->stream);
+    sleeper_give(d, s);
+    MT_TRY(st);
+    o->users = 1;
+    *out = o;
+    return MT_OK;
+
+fail:
+    if (o->event != NULL)
+        (void)cudaEventDestroy(o->event);
+    free(o);
+    return st;
+}
+
+/* Two threads may both make one; the later one stays. Our context is current. */
+static mt_status origin_renew(cuda_dev *d)
+{
+    origin   *made = NULL, *old;
+    mt_status st;
+    int       fresh;
+
+    pthread_mutex_lock(&d->mu);
+    fresh = d->newest != NULL && mt_now_ns() - d->newest->ns < ORIGIN_NS;
+    pthread_mutex_unlock(&d->mu);
+    if (fresh)
+        return MT_OK;
+    if ((st = origin_make(d, &made)) != MT_OK)
+        return st;
+    pthread_mutex_lock(&d->mu);
+    old = d->newest;
+    d->newest = made;
+    origin_drop(old);
+    pthread_mutex_unlock(&d->mu);
+    return MT_OK;
+}
+
+static mt_status cuda_stamp_open(mt_dev *dev, mt_stamp **out)
+{
+    cuda_dev *d = as_dev(dev);
+    mt_stamp *s = calloc(1, sizeof *s);
+    int       pushed;
+    mt_status st;
+
+    if (s == NULL)
+        return MT_FAIL(MT_ENOMEM, "cuda stamp: calloc(%zu)", sizeof *s);
+    if ((st = enter(d, &pushed)) == MT_OK)
+        st = origin_renew(d);
+    if (st == MT_OK)
+        st = CU(d, cudaEventCreateWithFlags(&s->event, cudaEventDefault));
+    leave(d, pushed);
+    if (st == MT_OK)
+        *out = s;
+    else
+        free(s);
+    return st;
+}
+
+/* From now on s is measured from the newest origin, or from none. Our context is current. */
+static void stamp_from(cuda_dev *d, mt_stamp *s, int newest)
+{
+    origin *before = s->from;
+
+    pthread_mutex_lock(&d->mu);
+    s->from = newest ? d->newest : NULL;
+    if (s->from != NULL)
+        s->from->users++;
+    origin_drop(before);
+    pthread_mutex_unlock(&d->mu);
+}
+
+static void cuda_stamp_close(mt_dev *dev, mt_stamp *s)
+{
+    cuda_dev *d = as_dev(dev);
+
+    if (s == NULL)
+        return;
+    IN_CONTEXT_QUIETLY(d, stamp_from(d, s, 0); (void)cudaEventDestroy(s->event));
+    free(s);
+}
+
+static mt_status cuda_stamp(mt_queue *q, mt_stamp *s)
+{
+    cuda_dev *d = as_dev(q->dev);
+    int       pushed;
+    mt_status st = enter(d, &pushed);
+
+    if (st == MT_OK) {
+        stamp_from(d, s, 1);
+        st = CU(d, cudaEventRecord(s->event, as_queue(q)->stream));
+    }
+    leave(d, pushed);
+    return st;
+}
+
+/* Our context is current. */
+static mt_status stamp_time(cuda_dev *d, const mt_stamp *s, uint64_t *ns, int *done)
+{
+    float     ms;
+    int       over = 0;
+    mt_status st;
+
+    MT_TRY(origin_renew(d));             /* for stamps to come */
+    MT_TRY(ask(d, s->event, &over));
+    if (over) {
+        MT_TRY(CU(d, cudaEventElapsedTime(&ms, s->from->event, s->event)));
+        *ns = s->from->ns + (uint64_t)((double)ms * 1e6);
+    }
+    *done = over;
+fail:
+    return st;
+}
+
+static mt_status cuda_stamp_read(mt_dev *dev, mt_stamp *s, uint64_t *ns, int *done)
+{
+    cuda_dev *d = as_dev(dev);
+    int       pushed;
+    mt_status st;
+
+    if (s->from == NULL) {
+        *done = 0;
+        return MT_OK;
+    }
+    if ((st = enter(d, &pushed)) == MT_OK)
+        st = stamp_time(d, s, ns, done);
+    leave(d, pushed);
+    return st;
+}
+
 /* ---- the device ------------------------------------------------------------------------- */
 
 static void close_sleepers(cuda_dev *d)
@@ -486,8 +687,8 @@ static void cuda_close(mt_dev *dev)
 {
     cuda_dev *d = as_dev(dev);
 
-    if (d->idle != NULL)
-        IN_CONTEXT_QUIETLY(d, close_sleepers(d));
+    if (d->idle != NULL || d->newest != NULL)
+        IN_CONTEXT_QUIETLY(d, close_sleepers(d); origin_drop(d->newest));
     if (d->context != NULL)
         (void)d->drv.primary_release(d->device);
     pthread_mutex_destroy(&d->mu);
@@ -514,6 +715,10 @@ static const mt_dev_ops cuda_ops = {
     .sync_event      = cuda_sync_event,
     .query           = cuda_query,
     .sync            = cuda_sync,
+    .stamp_open      = cuda_stamp_open,
+    .stamp_close     = cuda_stamp_close,
+    .stamp           = cuda_stamp,
+    .stamp_read      = cuda_stamp_read,
 };
 
 int mt_dev_cuda_built(void)

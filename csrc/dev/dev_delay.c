@@ -238,6 +238,28 @@ static mt_status delay_query(mt_event *e, int *done)
     return under(e->dev)->ops->query(as_event(e)->under, done);
 }
 
+/* ---- stamps: the device's own, not delayed ---------------------------------------------- */
+
+static mt_status delay_stamp_open(mt_dev *d, mt_stamp **out)
+{
+    return under(d)->ops->stamp_open(under(d), out);
+}
+
+static void delay_stamp_close(mt_dev *d, mt_stamp *s)
+{
+    under(d)->ops->stamp_close(under(d), s);
+}
+
+static mt_status delay_stamp(mt_queue *q, mt_stamp *s)
+{
+    return under(q->dev)->ops->stamp(as_queue(q)->under, s);
+}
+
+static mt_status delay_stamp_read(mt_dev *d, mt_stamp *s, uint64_t *ns, int *done)
+{
+    return under(d)->ops->stamp_read(under(d), s, ns, done);
+}
+
 static const mt_dev_ops delay_ops = {
     .close           = delay_close,
     .host_register   = delay_host_register,
@@ -257,6 +279,10 @@ static const mt_dev_ops delay_ops = {
     .sync_event      = delay_sync_event,
     .query           = delay_query,
     .sync            = delay_sync,
+    .stamp_open      = delay_stamp_open,
+    .stamp_close     = delay_stamp_close,
+    .stamp           = delay_stamp,
+    .stamp_read      = delay_stamp_read,
 };
 
 mt_status mt_dev_delay_open(mt_dev *behind, uint64_t seed, int max_us, mt_dev **out)

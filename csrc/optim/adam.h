@@ -54,6 +54,13 @@ typedef struct mt_adam_tensor {
     mt_adam_hyper hyper;
 } mt_adam_tensor;
 
+/* Bytes that one step reads and writes per parameter: the weight and its low half or master, both
+ * moments, and once the gradient. */
+static inline uint64_t mt_adam_moves(mt_dtype weight, mt_dtype grad)
+{
+    return 2 * ((weight == MT_F16 ? 6u : 4u) + 8u) + mt_dtype_bytes(grad);
+}
+
 /* One step of every tensor. clip multiplies every gradient (1: none). Chunks of 256 Ki elements
  * are taken dynamically across tensors; the result does not depend on the number of threads.
  * pool NULL: this thread alone. Everything is checked before anything is written.

@@ -232,6 +232,29 @@ static mt_status fault_query(mt_event *e, int *done)
     PASS(e->dev, query, 0, event(e), done);
 }
 
+static mt_status fault_stamp_open(mt_dev *d, mt_stamp **out)
+{
+    PASS(d, stamp_open, 1, under(d), out);
+}
+
+static void fault_stamp_close(mt_dev *d, mt_stamp *s)
+{
+    if (s == NULL)
+        return;
+    under(d)->ops->stamp_close(under(d), s);
+    closed(d);
+}
+
+static mt_status fault_stamp(mt_queue *q, mt_stamp *s)
+{
+    PASS(q->dev, stamp, 0, queue(q), s);
+}
+
+static mt_status fault_stamp_read(mt_dev *d, mt_stamp *s, uint64_t *ns, int *done)
+{
+    PASS(d, stamp_read, 0, under(d), s, ns, done);
+}
+
 static const mt_dev_ops fault_ops = {
     .close           = fault_close,
     .host_register   = fault_host_register,
@@ -251,6 +274,10 @@ static const mt_dev_ops fault_ops = {
     .sync_event      = fault_sync_event,
     .query           = fault_query,
     .sync            = fault_sync,
+    .stamp_open      = fault_stamp_open,
+    .stamp_close     = fault_stamp_close,
+    .stamp           = fault_stamp,
+    .stamp_read      = fault_stamp_read,
 };
 
 mt_dev *fault_dev(mt_dev *behind, int n, fault_mode mode)

@@ -1,0 +1,115 @@
+/* engine_trace.c — Engine's methods on the timeline: what each queue did when. */
+#include "bind.h"
+#include <stdlib.h>
+
+PyObject *mt_engine_trace(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    mt_status  st;
+    int        on;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "p:trace", &on))
+        return NULL;
+    if ((st = mt_timeline_on(e->timeline, on)) != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+static PyObject *tuple_of(const mt_record *r)
+{
+    return Py_BuildValue("(iiiKKK)", (int)r->lane, (int)r->work, r->unit,
+                         (unsigned long long)r->bytes, (unsigned long long)r->begin_ns,
+                         (unsigned long long)r->end_ns);
+}
+
+static PyObject *list_of(const mt_record *records, Py_ssize_t n)
+{
+    PyObject *list = PyList_New(n);
+
+    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
+        PyObject *tuple = tuple_of(&records[i]);
+
+        if (tuple == NULL || PyList_SetItem(list, i, tuple) < 0)     /* takes tuple, also then */
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+PyObject *mt_engine_timeline(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = mt_engine_usable(self);
+    mt_record *records;
+    PyObject  *list;
+    int64_t    n;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    if ((records = calloc(MT_TIMELINE_KEPT, sizeof *records)) == NULL)
+        return PyErr_NoMemory();
+    MT_UNLOCKED(e, n, mt_timeline_read(e->timeline, records, MT_TIMELINE_KEPT));
+    list = list_of(records, (Py_ssize_t)n);
+    free(records);
+    return list;
+}
+
+PyObject *mt_engine_step_mark(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = mt_engine_usable(self);
+    unsigned long long handle;
+    mt_queue          *run;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "K:step_mark", &handle))
+        return NULL;
+    if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+        return NULL;
+    mt_timeline_step(e->timeline, run);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_compute_begin(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
+    mt_engine *e = mt_engine_usable(self);
+    mt_queue  *run;
+    uintptr_t  handle;
+    int        unit, work;
+
+    if (e == NULL)
+        return NULL;
+    if (n != 3) {
+        PyErr_Format(PyExc_TypeError, "compute_begin(unit, work, stream) takes 3 arguments, "
+                     "%zd given", n);
+        return NULL;
+    }
+    if (mt_arg_int(args[0], &unit) < 0 || mt_arg_int(args[1], &work) < 0 ||
+        mt_arg_addr(args[2], &handle) < 0)
+        return NULL;
+    if ((unit != -1 && mt_engine_unit(e, unit) < 0) ||
+        (run = mt_engine_queue(e, handle)) == NULL)
+        return NULL;
+    if (work < MT_WORK_FORWARD || work > MT_WORK_BACKWARD) {
+        PyErr_Format(e->error, "compute_begin: work %d; it is %d (forward), %d (replay) or %d "
+                     "(backward)", work, MT_WORK_FORWARD, MT_WORK_REPLAY, MT_WORK_BACKWARD);
+        return NULL;
+    }
+    mt_timeline_enter(e->timeline, (mt_work)work, unit, run);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_compute_end(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
+    mt_engine *e = mt_engine_usable(self);
+    uintptr_t  handle;
+    mt_queue  *run;
+
+    if (e == NULL)
+        return NULL;
+    if (n != 1) {
+        PyErr_Format(PyExc_TypeError, "compute_end(stream) takes 1 argument, %zd given", n);
+        return NULL;
+    }
+    if (mt_arg_addr(args[0], &handle) < 0 || (run = mt_engine_queue(e, handle)) == NULL)
+        return NULL;
+    mt_timeline_leave(e->timeline, run);
+    Py_RETURN_NONE;
+}
