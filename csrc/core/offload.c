@@ -480,8 +480,8 @@ static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned ski
         MT_TRY(put_piece(o, &t->pieces[i]));
         bytes += t->pieces[i].bytes;
     }
-    MT_TRY(v->record(o->d2h, t->landed));
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
+    MT_TRY(v->record(o->d2h, t->landed));
     /* LANDED: what run is given from now on may reuse the sources of `depth` tickets ago. */
     if (number > o->depth && !(skip & MT_EDGE_LANDED))
         MT_TRY(v->wait(run, ticket_at(o, number - o->depth)->landed));

@@ -142,8 +142,8 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
     mt_timeline_begin(s->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, r->unit, s->h2d);
     if (bytes > 0)
         MT_TRY(v->copy(s->h2d, r->mem, hi, bytes));
-    MT_TRY(v->record(s->h2d, k->ready));
     mt_timeline_end(s->timeline, &span, bytes, s->h2d);
+    return v->record(s->h2d, k->ready);
 fail:
     return st;
 }

@@ -87,8 +87,8 @@ void mt_timeline_enter(mt_timeline *t, mt_work work, int unit, mt_queue *run);
 void mt_timeline_leave(mt_timeline *t, mt_queue *run);
 void mt_timeline_step (mt_timeline *t, mt_queue *run);
 
-/* Up to cap records whose times are known, oldest ended first, each once; those of work that the
- * queues have not done yet come later. One reader at a time. */
+/* Up to cap records whose times are known, each once; those of work that the queues have not done
+ * yet come with a later call, so sort by time what is to be in order. */
 int64_t  mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap);
 uint64_t mt_timeline_lost(mt_timeline *t);
 

@@ -6,6 +6,7 @@
  * A "gate" is a host function that holds a queue until the test opens it. CUDA may run all host
  * functions on one thread, so there is never more than one gate shut.
  */
+#include "../../csrc/core/clock.h"
 #include "check.h"
 #include "dev_fault.h"
 
@@ -13,6 +14,7 @@
 #include <semaphore.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <time.h>
 
 enum { INTS = 16384, BYTES = INTS * (int)sizeof(int) };
 
@@ -552,6 +554,71 @@ static void two_threads_hand_slots_back_and_forth(mt_dev *d)
 
 /* ---- cpu only --------------------------------------------------------------------------- */
 
+/* ---- stamps ----------------------------------------------------------------------------- */
+
+static int read_stamp(mt_dev *d, mt_stamp *s, uint64_t *ns)
+{
+    int done = -1;
+
+    CHECK_OK(d->ops->stamp_read(d, s, ns, &done));
+    return done;
+}
+
+/* A stamp is not known while its queue is held, and then says when the queue was let go: between
+ * the host's looks at the clock before and after, give or take what the two clocks differ by. */
+static void stamp_is_the_time_at_which_its_queue_comes_by(mt_dev *d)
+{
+    enum { APART_NS = 1000000 };
+    struct timespec pause = { 0, 5000000 };
+    mt_stamp       *s = NULL;
+    uint64_t        ns = 0, before, after;
+    sem_t           gate;
+    rig             r;
+
+    rig_open(&r, d);
+    REQUIRE(d->ops->stamp_open(d, &s) == MT_OK);
+    CHECK_EQ(read_stamp(d, s, &ns), 0);              /* never asked */
+    for (int again = 0; again < 2; again++) {
+        shut(&r, r.a, &gate);
+        CHECK_OK(d->ops->stamp(r.a, s));
+        (void)nanosleep(&pause, NULL);
+        CHECK_EQ(read_stamp(d, s, &ns), 0);
+        before = mt_now_ns();
+        (void)sem_post(&gate);
+        CHECK_OK(d->ops->sync(r.a));
+        after = mt_now_ns();
+        CHECK_EQ(read_stamp(d, s, &ns), 1);
+        CHECK(ns + APART_NS >= before && ns <= after + APART_NS);
+        (void)sem_destroy(&gate);
+    }
+    d->ops->stamp_close(d, s);
+    d->ops->stamp_close(d, NULL);
+    rig_close(&r);
+}
+
+static void stamps_of_a_queue_are_in_its_order(mt_dev *d)
+{
+    enum { STAMPS = 40 };
+    mt_stamp *s[STAMPS];
+    uint64_t  ns[STAMPS];
+    rig       r;
+
+    rig_open(&r, d);
+    for (int i = 0; i < STAMPS; i++) {
+        REQUIRE(d->ops->stamp_open(d, &s[i]) == MT_OK);
+        CHECK_OK(d->ops->stamp(r.a, s[i]));
+        CHECK_OK(d->ops->copy(r.a, r.mem, r.host, BYTES));
+    }
+    CHECK_OK(d->ops->sync(r.a));
+    for (int i = 0; i < STAMPS; i++) {
+        REQUIRE(read_stamp(d, s[i], &ns[i]) == 1);
+        CHECK(i == 0 || ns[i] >= ns[i - 1]);
+        d->ops->stamp_close(d, s[i]);
+    }
+    CHECK(ns[STAMPS - 1] > ns[0]);
+    rig_close(&r);
+}
+
 static mt_dev *cpu_open(void)
 {
     mt_dev *d = NULL;
@@ -754,7 +821,9 @@ static void on_cuda(void (*test)(mt_dev *d))
     X(adopted_queue_copies_calls_and_outlives_its_wrapper)                                    \
     X(adopted_queue_waits_and_is_waited_for)                                                  \
     X(adopted_handle_is_the_same_queue)                                                       \
-    X(two_threads_hand_slots_back_and_forth)
+    X(two_threads_hand_slots_back_and_forth)                                                  \
+    X(stamp_is_the_time_at_which_its_queue_comes_by)                                          \
+    X(stamps_of_a_queue_are_in_its_order)
 
 #define DEFINE(test)                                                                          \
     static void test##_on_cpu(void)     { on_cpu(test); }                                     \

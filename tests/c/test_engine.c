@@ -97,6 +97,7 @@ typedef struct config {
     int      max_us;             /* 0: run is the calling thread */
     int      odd;
     double   max_norm;
+    int      traced;
     mt_debug debug;
 } config;
 
@@ -197,6 +198,7 @@ typedef struct engine {
     int          n_sources;
     int          has[UNITS];
     uint64_t     naps;           /* random; the updater's thread */
+    mt_timeline *timeline;
     float        x[D], gx[D], saved[VISITS][D];     /* device memory: run's */
     outcome      out;            /* x: run's */
 } engine;
@@ -224,6 +226,10 @@ static mt_status engine_threads(engine *e)
     MT_TRY(mt_stream_open(e->t.dev, e->t.store, e->slots, SLOTS, none, &e->s));
     MT_TRY(mt_offload_open(e->t.dev, e->t.store, e->t.pool, 1, toy_kernels, &e->o));
     MT_TRY(mt_update_open(e->t.store, e->o, e->t.pool, &e->u));
+    MT_TRY(mt_timeline_open(e->t.dev, &e->timeline));
+    mt_stream_timeline(e->s, e->timeline);
+    mt_offload_timeline(e->o, e->timeline);
+    mt_update_timeline(e->u, e->timeline);
     return MT_OK;
 fail:
     return st;
@@ -236,6 +242,7 @@ static void engine_open(engine *e, const config *c)
     e->naps = c->seed;
     engine_slots(e);
     REQUIRE(engine_threads(e) == MT_OK);
+    CHECK_OK(mt_timeline_on(e->timeline, c->traced));
     engine_debug(e, c->debug);
 }
 
@@ -244,15 +251,17 @@ static void engine_stop(engine *e)
     mt_update_close(e->u);
     mt_offload_close(e->o);
     mt_stream_close(e->s);
+    (void)e->t.dev->ops->sync(e->t.run);
+    mt_timeline_close(e->timeline);
     e->u = NULL;
     e->o = NULL;
     e->s = NULL;
+    e->timeline = NULL;
 }
 
 static void engine_close(engine *e)
 {
     engine_stop(e);
-    (void)e->t.dev->ops->sync(e->t.run);
     for (int i = 0; i < SLOTS; i++)
         e->t.dev->ops->mem_free(e->t.dev, e->slots[i].mem);
     for (int i = 0; i < e->n_sources; i++)
@@ -316,8 +325,11 @@ static void window(engine *e, work w)
     CHECK_OK(mt_stream_await(e->s, k, e->t.run));
     for (int p = 0; p < TOY_PARAMS && mem != NULL; p++)
         w.w[p] = (float *)(void *)((char *)mem + mt_store_offset(e->t.store, w.unit, p));
+    mt_timeline_enter(e->timeline, w.kind == FORWARD ? MT_WORK_FORWARD : MT_WORK_BACKWARD, w.unit,
+                      e->t.run);
     if (mem != NULL)
         compute(e, w);
+    mt_timeline_leave(e->timeline, e->t.run);
 }
 
 /* Memory whose last gradient has passed, or more of it: what torch's allocator does. */
@@ -352,6 +364,7 @@ static void hand_over(engine *e, int unit, source *s)
 static void micro_batch(engine *e, const step_plan *s, int step)
 {
     CHECK_OK(mt_stream_begin(e->s));
+    mt_timeline_step(e->timeline, e->t.run);
     compute(e, (work){ .kind = START, .step = step });
     for (int i = 0; i < s->n; i++)
         window(e, (work){ .kind = FORWARD, .visit = i, .unit = s->order[i] });
@@ -410,7 +423,7 @@ static uint64_t submit(engine *e, double max_norm)
         REQUIRE((a = malloc(sizeof *a)) != NULL);
         *a = (update_arg){ e, u };
         jobs[n++] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
-                                     .run = run_update, .free = free, .arg = a };
+                                     .run = run_update, .bytes = 1000, .free = free, .arg = a };
     }
     CHECK_OK(mt_update_submit(e->u, jobs, n, max_norm, &ticket));
     for (int u = 0; u < UNITS; u++)             /* zero_grad() at once, as users do */
@@ -430,23 +443,30 @@ static void read_back(engine *e)
     }
 }
 
-static void run_engine(const config *c, outcome *out)
+static void train(engine *e, const config *c, uint64_t *ticket)
 {
-    static engine e;
-    uint64_t      random = c->seed, ticket[STEPS] = { 0 };
-    int           skipped;
+    uint64_t random = c->seed;
 
-    engine_open(&e, c);
     for (int step = 0; step < STEPS; step++) {
         step_plan s = plan_step(&random, c->odd);
 
         for (int m = 0; m < s.micro; m++)
-            micro_batch(&e, &s, step);
+            micro_batch(e, &s, step);
         if (s.backward)
-            ticket[step] = submit(&e, c->max_norm);
+            ticket[step] = submit(e, c->max_norm);
     }
-    CHECK_OK(e.t.dev->ops->sync(e.t.run));
-    read_back(&e);
+    CHECK_OK(e->t.dev->ops->sync(e->t.run));
+    read_back(e);
+}
+
+static void run_engine(const config *c, outcome *out)
+{
+    static engine e;
+    uint64_t      ticket[STEPS] = { 0 };
+    int           skipped;
+
+    engine_open(&e, c);
+    train(&e, c, ticket);
     for (int step = 0; step < STEPS; step++)
         if (ticket[step] > 0 && !c->debug.skip)
             CHECK_OK(mt_update_norm(e.u, ticket[step], &e.out.norm[step], &skipped));
@@ -492,6 +512,142 @@ static void odd_orders_with_random_delays_equal_the_plain_loop(void)
     for (uint64_t seed = 0; seed < 100; seed++)
         CHECK(same(&(config){ .seed = seed, .max_us = seed % 4 ? 40 : 200, .odd = 1,
                               .max_norm = seed % 3 ? 0.5 : 0, .debug = { .poison = seed % 2 } }));
+}
+
+/* ---- the timeline ----------------------------------------------------------------------- */
+
+#define RECORDS 4096
+
+static void recording_changes_no_bits(void)
+{
+    for (uint64_t seed = 0; seed < 20; seed++)
+        CHECK(same(&(config){ .seed = seed, .max_us = seed % 3 ? 40 : 0, .odd = seed % 2,
+                              .max_norm = seed % 3 ? 0.5 : 0, .traced = 1,
+                              .debug = { .poison = 1 } }));
+}
+
+/* Records of STEPS whole steps; all that was asked for is over. */
+static int64_t record_steps(engine *e, const config *c, mt_record *r)
+{
+    uint64_t ticket[STEPS];
+    int64_t  n;
+
+    engine_open(e, c);
+    train(e, c, ticket);
+    CHECK_OK(mt_offload_drain(e->o));
+    CHECK_OK(mt_update_drain(e->u));
+    mt_stream_close(e->s);               /* lets the kick's last fetches land */
+    e->s = NULL;
+    n = mt_timeline_read(e->timeline, r, RECORDS);
+    CHECK_EQ(mt_timeline_lost(e->timeline), 0);
+    CHECK(n < RECORDS);
+    return n;
+}
+
+/* The latest record of this work on this unit that is over by `by`; NULL: none. */
+static const mt_record *latest(const mt_record *r, int64_t n, mt_work what, int unit, uint64_t by)
+{
+    const mt_record *best = NULL;
+
+    for (int64_t i = 0; i < n; i++)
+        if (r[i].work == what && r[i].unit == unit && r[i].end_ns <= by &&
+            (best == NULL || r[i].end_ns > best->end_ns))
+            best = &r[i];
+    return best;
+}
+
+static int count(const mt_record *r, int64_t n, mt_work what, uint64_t *bytes)
+{
+    int many = 0;
+
+    *bytes = 0;
+    for (int64_t i = 0; i < n; i++)
+        if (r[i].work == what) {
+            many++;
+            *bytes += r[i].bytes;
+        }
+    return many;
+}
+
+static void the_records_are_what_was_counted(void)
+{
+    static engine    e;
+    static mt_record r[RECORDS];
+    mt_stream_stats  stats;
+    uint64_t         bytes, ticket[STEPS], grads = 0;
+    int64_t          n;
+
+    engine_open(&e, &(config){ .seed = 3, .max_us = 60, .max_norm = 0.5, .traced = 1 });
+    train(&e, &(config){ .seed = 3, .max_norm = 0.5 }, ticket);
+    CHECK_OK(mt_offload_drain(e.o));
+    CHECK_OK(mt_update_drain(e.u));
+    stats = mt_stream_stats_get(e.s);
+    grads = mt_offload_d2h_bytes(e.o);
+    mt_stream_close(e.s);
+    e.s = NULL;
+    n = mt_timeline_read(e.timeline, r, RECORDS);
+    CHECK(count(r, n, MT_WORK_FETCH, &bytes) <= stats.fetches);
+    CHECK_EQ(count(r, n, MT_WORK_STEP, &bytes), STEPS);
+    CHECK_EQ(count(r, n, MT_WORK_FORWARD, &bytes), STEPS * (UNITS + 1));
+    CHECK_EQ(count(r, n, MT_WORK_BACKWARD, &bytes), STEPS * (UNITS + 1));
+    CHECK_EQ(count(r, n, MT_WORK_UPDATE, &bytes), STEPS * UNITS);
+    CHECK_EQ(bytes, STEPS * UNITS * 1000);
+    CHECK_EQ(count(r, n, MT_WORK_ADD, &bytes), STEPS);   /* unit 0 is there twice */
+    CHECK_EQ(count(r, n, MT_WORK_OFFLOAD, &bytes), STEPS * (UNITS + 1));
+    CHECK_EQ(bytes, grads);
+    CHECK(mt_update_busy_ns(e.u) > 0);
+    engine_close(&e);
+}
+
+/* Whatever the delays: a window is behind a fetch of its unit, a hand-over behind a backward window
+ * of it, an update behind a hand-over, and the next step's fetch behind the update. */
+static void work_follows_what_it_needs(void)
+{
+    static engine    e;
+    static mt_record r[RECORDS];
+
+    for (uint64_t seed = 0; seed < 12; seed++) {
+        int64_t n = record_steps(&e, &(config){ .seed = seed, .max_us = 80, .max_norm = 0.5,
+                                                .traced = 1 }, r);
+
+        for (int64_t i = 0; i < n; i++) {
+            uint64_t at = r[i].begin_ns;
+
+            CHECK(r[i].begin_ns <= r[i].end_ns);
+            if (r[i].work == MT_WORK_FORWARD || r[i].work == MT_WORK_BACKWARD)
+                CHECK(latest(r, n, MT_WORK_FETCH, r[i].unit, at) != NULL);
+            if (r[i].work == MT_WORK_OFFLOAD)
+                CHECK(latest(r, n, MT_WORK_BACKWARD, r[i].unit, at) != NULL);
+            if (r[i].work == MT_WORK_UPDATE)
+                CHECK(latest(r, n, MT_WORK_OFFLOAD, r[i].unit, at) != NULL);
+        }
+        engine_close(&e);
+    }
+}
+
+static int by_begin(const void *a, const void *b)
+{
+    const mt_record *p = a, *q = b;
+
+    if (p->lane != q->lane)
+        return p->lane < q->lane ? -1 : 1;
+    return (p->begin_ns > q->begin_ns) - (p->begin_ns < q->begin_ns);
+}
+
+static void a_lane_does_one_thing_at_a_time(void)
+{
+    static engine    e;
+    static mt_record r[RECORDS];
+
+    for (uint64_t seed = 0; seed < 12; seed++) {
+        int64_t n = record_steps(&e, &(config){ .seed = seed, .max_us = 80, .odd = 1,
+                                                .max_norm = seed % 2 ? 1 : 0, .traced = 1 }, r);
+
+        qsort(r, (size_t)n, sizeof *r, by_begin);
+        for (int64_t i = 1; i < n; i++)
+            CHECK(r[i].lane != r[i - 1].lane || r[i].begin_ns >= r[i - 1].end_ns);
+        engine_close(&e);
+    }
 }
 
 /* ---- edges ------------------------------------------------------------------------------ */
@@ -870,7 +1026,7 @@ static void open_below(engine *e, mt_dev *dev)
     engine_slots(e);
 }
 
-static void nth_failure_ends_all_and_frees_everything(fault_mode mode)
+static void nth_failure_ends_all_and_frees_everything(fault_mode mode, int traced)
 {
     static engine e;
     mt_dev       *cpu = NULL;
@@ -887,6 +1043,8 @@ static void nth_failure_ends_all_and_frees_everything(fault_mode mode)
         open_below(&e, fault_dev(cpu, ++n, mode));
         live = fault_live(e.t.dev);
         st = engine_threads(&e);
+        if (st == MT_OK)
+            CHECK_OK(mt_timeline_on(e.timeline, traced));
         for (int step = 0; step < 3 && st == MT_OK; step++)
             st = try_step(&e, step);
         engine_stop(&e);
@@ -902,14 +1060,18 @@ static void nth_failure_ends_all_and_frees_everything(fault_mode mode)
 
 static void every_failing_device_call_ends_all_and_frees_everything(void)
 {
-    nth_failure_ends_all_and_frees_everything(FAULT_ONCE);
-    nth_failure_ends_all_and_frees_everything(FAULT_STAYS);
+    nth_failure_ends_all_and_frees_everything(FAULT_ONCE, 0);
+    nth_failure_ends_all_and_frees_everything(FAULT_STAYS, 0);
+    nth_failure_ends_all_and_frees_everything(FAULT_ONCE, 1);
+    nth_failure_ends_all_and_frees_everything(FAULT_STAYS, 1);
 }
 
 #define TESTS(X) \
     X(overlap_off_equals_the_plain_loop) X(overlap_on_the_calling_thread_equals_the_plain_loop) \
     X(overlap_with_random_delays_equals_the_plain_loop) \
     X(odd_orders_with_random_delays_equal_the_plain_loop) \
+    X(recording_changes_no_bits) X(the_records_are_what_was_counted) \
+    X(work_follows_what_it_needs) X(a_lane_does_one_thing_at_a_time) \
     X(without_ready_bytes_are_wrong) X(without_freed_bytes_are_wrong) \
     X(without_grad_bytes_are_wrong) X(without_landed_bytes_are_wrong) \
     X(without_updated_bytes_are_wrong) \

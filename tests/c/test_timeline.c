@@ -1,0 +1,377 @@
+/* test_timeline.c — records of what queues did: whole, in order, bounded, and free when off. */
+#include "../../csrc/core/clock.h"
+#include "../../csrc/core/timeline.h"
+#include "dev_fault.h"
+#include "check.h"
+
+#include <pthread.h>
+#include <semaphore.h>
+#include <time.h>
+
+#define ALL (2 * MT_TIMELINE_KEPT)
+
+/* A device whose calls are counted, two queues and a timeline. */
+typedef struct rig {
+    mt_dev      *cpu, *d;
+    mt_queue    *a, *b;
+    mt_timeline *t;
+    mt_record   *got;        /* [ALL] */
+} rig;
+
+static void rig_open(rig *r, int n, fault_mode mode)
+{
+    *r = (rig){ 0 };
+    REQUIRE(mt_dev_cpu_open(&r->cpu) == MT_OK);
+    REQUIRE((r->got = calloc(ALL, sizeof *r->got)) != NULL);
+    r->d = fault_dev(r->cpu, n, mode);
+    REQUIRE(r->d->ops->queue_open(r->d, "a", &r->a) == MT_OK);
+    REQUIRE(r->d->ops->queue_open(r->d, "b", &r->b) == MT_OK);
+    REQUIRE(mt_timeline_open(r->d, &r->t) == MT_OK);
+}
+
+static void rig_close(rig *r)
+{
+    r->d->ops->queue_close(r->a);
+    r->d->ops->queue_close(r->b);
+    mt_timeline_close(r->t);
+    CHECK_EQ(fault_live(r->d), 0);
+    r->d->ops->close(r->d);
+    r->cpu->ops->close(r->cpu);
+    free(r->got);
+}
+
+static void one(rig *r, mt_queue *q, mt_lane lane, int unit)
+{
+    mt_span span;
+
+    mt_timeline_begin(r->t, &span, lane, MT_WORK_FETCH, unit, q);
+    mt_timeline_end(r->t, &span, (uint64_t)unit * 10, q);
+}
+
+static void hold(void *gate)
+{
+    while (sem_wait(gate) != 0)
+        continue;
+}
+
+/* ---- off -------------------------------------------------------------------------------- */
+
+static void off_makes_no_call_and_keeps_nothing(void)
+{
+    mt_span span;
+    rig     r;
+    int     calls;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    calls = fault_calls(r.d);
+    for (int i = 0; i < 100; i++)
+        one(&r, r.a, MT_LANE_H2D, i);
+    mt_timeline_enter(r.t, MT_WORK_FORWARD, 0, r.a);
+    mt_timeline_leave(r.t, r.a);
+    mt_timeline_step(r.t, r.a);
+    mt_timeline_begin(NULL, &span, MT_LANE_H2D, MT_WORK_FETCH, 0, r.a);
+    mt_timeline_end(NULL, &span, 0, r.a);
+    CHECK_EQ(fault_calls(r.d), calls);
+    CHECK_EQ(mt_timeline_read(r.t, r.got, ALL), 0);
+    CHECK_EQ(mt_timeline_lost(r.t), 0);
+    rig_close(&r);
+}
+
+static void turned_off_it_still_gives_what_it_has(void)
+{
+    rig r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    one(&r, r.a, MT_LANE_H2D, 3);
+    CHECK_OK(mt_timeline_on(r.t, 0));
+    one(&r, r.a, MT_LANE_H2D, 4);
+    CHECK_OK(r.d->ops->sync(r.a));
+    CHECK_EQ(mt_timeline_read(r.t, r.got, ALL), 1);
+    CHECK_EQ(r.got[0].unit, 3);
+    rig_close(&r);
+}
+
+/* ---- records ---------------------------------------------------------------------------- */
+
+static void a_record_has_its_queues_times(void)
+{
+    struct timespec nap = { 0, 2000000 };
+    uint64_t        before, after;
+    mt_span         span;
+    rig             r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    before = mt_now_ns();
+    mt_timeline_begin(r.t, &span, MT_LANE_HOST, MT_WORK_UPDATE, 7, NULL);
+    (void)nanosleep(&nap, NULL);
+    mt_timeline_end(r.t, &span, 123, NULL);
+    after = mt_now_ns();
+    one(&r, r.a, MT_LANE_H2D, 2);
+    CHECK_OK(r.d->ops->sync(r.a));
+    REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 2);
+    CHECK_EQ(r.got[0].lane, MT_LANE_HOST);
+    CHECK_EQ(r.got[0].work, MT_WORK_UPDATE);
+    CHECK_EQ(r.got[0].unit, 7);
+    CHECK_EQ(r.got[0].bytes, 123);
+    CHECK(before <= r.got[0].begin_ns && r.got[0].end_ns <= after);
+    CHECK(r.got[0].end_ns - r.got[0].begin_ns >= 2000000);
+    CHECK_EQ(r.got[1].bytes, 20);
+    CHECK(after <= r.got[1].begin_ns && r.got[1].begin_ns <= r.got[1].end_ns);
+    rig_close(&r);
+}
+
+/* What queue a has not done yet neither comes early nor holds up what queue b has done. */
+static void work_under_way_comes_later(void)
+{
+    sem_t gate;
+    rig   r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    REQUIRE(sem_init(&gate, 0, 0) == 0);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    CHECK_OK(r.d->ops->call(r.a, hold, &gate));
+    one(&r, r.a, MT_LANE_H2D, 1);
+    one(&r, r.b, MT_LANE_D2H, 2);
+    CHECK_OK(r.d->ops->sync(r.b));
+    REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
+    CHECK_EQ(r.got[0].unit, 2);
+    (void)sem_post(&gate);
+    CHECK_OK(r.d->ops->sync(r.a));
+    REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
+    CHECK_EQ(r.got[0].unit, 1);
+    CHECK_EQ(mt_timeline_read(r.t, r.got, ALL), 0);
+    (void)sem_destroy(&gate);
+    rig_close(&r);
+}
+
+static void reading_a_few_leaves_the_rest(void)
+{
+    rig r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    for (int i = 0; i < 10; i++)
+        one(&r, r.a, MT_LANE_H2D, i);
+    CHECK_OK(r.d->ops->sync(r.a));
+    for (int i = 0; i < 10; i += 2) {
+        REQUIRE(mt_timeline_read(r.t, r.got, 2) == 2);
+        CHECK_EQ(r.got[0].unit, i);
+        CHECK_EQ(r.got[1].unit, i + 1);
+        CHECK(r.got[0].end_ns <= r.got[1].begin_ns);
+    }
+    rig_close(&r);
+}
+
+static void the_latest_are_kept_and_the_others_counted(void)
+{
+    enum { MORE = 100 };
+    rig r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    for (int i = 0; i < MT_TIMELINE_KEPT + MORE; i++)
+        one(&r, NULL, MT_LANE_HOST, i);
+    CHECK_EQ(mt_timeline_lost(r.t), MORE);
+    REQUIRE(mt_timeline_read(r.t, r.got, ALL) == MT_TIMELINE_KEPT);
+    CHECK_EQ(r.got[0].unit, MORE);
+    CHECK_EQ(r.got[MT_TIMELINE_KEPT - 1].unit, MT_TIMELINE_KEPT + MORE - 1);
+    rig_close(&r);
+}
+
+/* A stamp that a held queue still owes is not used for another record: its time would be wrong. */
+static void a_full_timeline_waits_for_no_queue(void)
+{
+    sem_t gate;
+    rig   r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    REQUIRE(sem_init(&gate, 0, 0) == 0);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    CHECK_OK(r.d->ops->call(r.a, hold, &gate));
+    one(&r, r.a, MT_LANE_H2D, 5);
+    for (int i = 1; i < MT_TIMELINE_KEPT + 3; i++)
+        one(&r, NULL, MT_LANE_HOST, i);
+    CHECK_EQ(mt_timeline_lost(r.t), 3);
+    (void)sem_post(&gate);
+    CHECK_OK(r.d->ops->sync(r.a));
+    REQUIRE(mt_timeline_read(r.t, r.got, ALL) == MT_TIMELINE_KEPT);
+    CHECK_EQ(r.got[0].lane, MT_LANE_H2D);
+    CHECK(r.got[0].begin_ns > r.got[1].begin_ns);        /* the gate opened last */
+    (void)sem_destroy(&gate);
+    rig_close(&r);
+}
+
+/* Stamps are used again: as many as were ever in use at once, not as many as records. */
+static void stamps_are_used_again(void)
+{
+    rig r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    for (int i = 0; i < 50; i++) {
+        one(&r, r.a, MT_LANE_H2D, i);
+        CHECK_OK(r.d->ops->sync(r.a));
+        CHECK_EQ(mt_timeline_read(r.t, r.got, ALL), 1);
+    }
+    CHECK_EQ(fault_live(r.d), 4);        /* two queues, two stamps */
+    rig_close(&r);
+}
+
+/* ---- the stack -------------------------------------------------------------------------- */
+
+static void expect(const mt_record *r, mt_work work, int unit)
+{
+    CHECK_EQ(r->lane, MT_LANE_COMPUTE);
+    CHECK_STR(mt_work_name(r->work), mt_work_name(work));
+    CHECK_EQ(r->unit, unit);
+}
+
+static void a_replay_interrupts_its_backward(void)
+{
+    rig r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    mt_timeline_step(r.t, r.a);
+    mt_timeline_enter(r.t, MT_WORK_BACKWARD, 4, r.a);
+    mt_timeline_enter(r.t, MT_WORK_REPLAY, 4, r.a);
+    mt_timeline_leave(r.t, r.a);
+    mt_timeline_leave(r.t, r.a);
+    mt_timeline_leave(r.t, r.a);                         /* one too many is none */
+    CHECK_OK(r.d->ops->sync(r.a));
+    REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 4);
+    expect(&r.got[0], MT_WORK_STEP, -1);
+    CHECK_EQ(r.got[0].begin_ns, r.got[0].end_ns);
+    expect(&r.got[1], MT_WORK_BACKWARD, 4);
+    expect(&r.got[2], MT_WORK_REPLAY, 4);
+    expect(&r.got[3], MT_WORK_BACKWARD, 4);
+    for (int i = 1; i < 4; i++)
+        CHECK(r.got[i - 1].end_ns <= r.got[i].begin_ns);
+    rig_close(&r);
+}
+
+/* A backward that raised leaves its window open; the next step's windows are not inside it. */
+static void a_step_closes_what_a_failure_left_open(void)
+{
+    rig r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    for (int deep = 0; deep < 40; deep++)                /* deeper than it counts */
+        mt_timeline_enter(r.t, MT_WORK_BACKWARD, 1, r.a);
+    mt_timeline_step(r.t, r.a);
+    CHECK_OK(r.d->ops->sync(r.a));
+    (void)mt_timeline_read(r.t, r.got, ALL);
+    mt_timeline_enter(r.t, MT_WORK_FORWARD, 2, r.a);
+    mt_timeline_leave(r.t, r.a);
+    CHECK_OK(r.d->ops->sync(r.a));
+    REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
+    expect(&r.got[0], MT_WORK_FORWARD, 2);
+    rig_close(&r);
+}
+
+/* ---- failures and threads --------------------------------------------------------------- */
+
+static void use(rig *r)
+{
+    mt_timeline_step(r->t, r->a);
+    mt_timeline_enter(r->t, MT_WORK_FORWARD, 0, r->a);
+    one(r, r->b, MT_LANE_H2D, 1);
+    mt_timeline_leave(r->t, r->a);
+    one(r, NULL, MT_LANE_HOST, 2);
+}
+
+/* A stamp that cannot be made, put or read loses its record, and nothing else happens. */
+static void a_stamp_that_fails_loses_its_record_alone(void)
+{
+    enum { OPENED = 2 };                 /* the queues, first */
+    int64_t n = 0;
+
+    for (int call = OPENED + 1; call < OPENED + 40; call++) {
+        for (int mode = 0; mode < 2; mode++) {
+            rig r;
+
+            rig_open(&r, call, mode ? FAULT_STAYS : FAULT_ONCE);
+            CHECK_OK(mt_timeline_on(r.t, 1));
+            use(&r);
+            n = mt_timeline_read(r.t, r.got, ALL);
+            CHECK(n <= 4);
+            CHECK(n + (int64_t)mt_timeline_lost(r.t) <= 4);
+            if (mode == 1 && call == OPENED + 1)
+                CHECK_EQ(n, 1);          /* the host's own */
+            rig_close(&r);
+        }
+    }
+}
+
+typedef struct worker {
+    rig      *r;
+    mt_queue *q;
+    mt_lane   lane;
+    int       n;
+} worker;
+
+static void *record_many(void *arg)
+{
+    worker *w = arg;
+
+    for (int i = 0; i < w->n; i++)
+        one(w->r, w->q, w->lane, i);
+    return NULL;
+}
+
+static void threads_record_side_by_side(void)
+{
+    enum { EACH = 2000 };
+    worker    w[3];
+    pthread_t thread[3];
+    int64_t   n = 0;
+    static int seen[MT_LANE_COUNT][EACH];
+    rig       r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    w[0] = (worker){ &r, r.a, MT_LANE_H2D, EACH };
+    w[1] = (worker){ &r, r.b, MT_LANE_D2H, EACH };
+    w[2] = (worker){ &r, NULL, MT_LANE_HOST, EACH };
+    for (int i = 0; i < 3; i++)
+        REQUIRE(pthread_create(&thread[i], NULL, record_many, &w[i]) == 0);
+    while (n < 3 * EACH) {               /* reading meanwhile */
+        int64_t m = mt_timeline_read(r.t, r.got, ALL);
+
+        for (int64_t i = 0; i < m; i++)
+            CHECK_EQ(seen[r.got[i].lane][r.got[i].unit]++, 0);
+        n += m;
+    }
+    for (int i = 0; i < 3; i++)
+        REQUIRE(pthread_join(thread[i], NULL) == 0);
+    CHECK_EQ(mt_timeline_lost(r.t), 0);
+    rig_close(&r);
+}
+
+static void names_are_said(void)
+{
+    CHECK_STR(mt_lane_name(MT_LANE_HOST), "host update");
+    CHECK_STR(mt_lane_name((mt_lane)99), "?");
+    CHECK_STR(mt_work_name(MT_WORK_REPLAY), "replay");
+    CHECK_STR(mt_work_name((mt_work)-1), "?");
+}
+
+#define TESTS(X)                                                                              \
+    X(off_makes_no_call_and_keeps_nothing)                                                    \
+    X(turned_off_it_still_gives_what_it_has)                                                  \
+    X(a_record_has_its_queues_times)                                                          \
+    X(work_under_way_comes_later)                                                             \
+    X(reading_a_few_leaves_the_rest)                                                          \
+    X(the_latest_are_kept_and_the_others_counted)                                             \
+    X(a_full_timeline_waits_for_no_queue)                                                     \
+    X(stamps_are_used_again)                                                                  \
+    X(a_replay_interrupts_its_backward)                                                       \
+    X(a_step_closes_what_a_failure_left_open)                                                 \
+    X(a_stamp_that_fails_loses_its_record_alone)                                              \
+    X(threads_record_side_by_side)                                                            \
+    X(names_are_said)
+
+CHECK_MAIN(TESTS)
