@@ -118,9 +118,15 @@ fail:
 #ifdef MT_WITH_CUDA
 static mt_status cuda_adamw_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    (void)a;
+    mt_adam_tensor t = adamw_tensor(a);
+    mt_status      st;
+
     (void)result;
-    return MT_FAIL(MT_ENOTSUP, "adamw_: no kernel for cuda:%d in this version", c->device_index);
+    MT_TRY(adamw_planes(a));
+    if (t.n > 0)
+        MT_TRY(mt_adam_put_cuda(c->stream, &t, 1, (float)a[11].f));
+fail:
+    return st;
 }
 #endif
 

@@ -6,6 +6,7 @@
 #include "sumsq_kernel.h"
 #include "../core/fpenv.h"
 #ifdef MT_WITH_CUDA
+#include "accumulate_cuda.h"
 #include "sumsq_cuda.h"
 #endif
 #include <stdlib.h>
@@ -289,19 +290,25 @@ struct mt_sumsq {
     int64_t room;
 };
 
-/* CPU queue: made by put, freed by the queue's thread. */
+/* What is asked for. CPU queue: made by put, freed by the queue's thread. */
 typedef struct order {
     mt_dtype    dt;
-    const void *x;
+    const void *x;                  /* the input; accumulate: what is added */
     int64_t     n;
     double     *out;
+    float      *acc;
+    void       *grad;               /* NULL: the sum of squares of x alone */
+    int         from_grad;
 } order;
 
 static void run_order(void *arg)
 {
     order *o = arg;
 
-    *o->out = mt_sumsq_host(NULL, o->dt, o->x, o->n);
+    if (o->grad == NULL)
+        *o->out = mt_sumsq_host(NULL, o->dt, o->x, o->n);
+    else
+        mt_accumulate(NULL, o->dt, o->acc, o->grad, o->x, o->n, o->from_grad, o->out);
     free(o);
 }
 
@@ -348,7 +355,11 @@ static mt_status put_cuda(mt_sumsq *s, mt_queue *q, order o)
 
     if (st != MT_OK)
         return st;
-    error = mt__sumsq_cuda(q->dev->ops->handle(q), o.dt, o.x, o.n, s->sums, o.out);
+    if (o.grad == NULL)
+        error = mt__sumsq_cuda(q->dev->ops->handle(q), o.dt, o.x, o.n, s->sums, o.out);
+    else
+        error = mt__accumulate_cuda(q->dev->ops->handle(q), o.dt, o.acc, o.grad, o.x, o.n, o.from_grad,
+                                    s->sums, o.out);
     return error == NULL ? MT_OK : MT_FAIL(MT_EDEVICE, "sumsq of %lld elements: %s", (long long)o.n, error);
 }
 #endif
@@ -385,18 +396,30 @@ void mt_sumsq_close(mt_sumsq *s)
     free(s);
 }
 
-mt_status mt_sumsq_put(void *ctx, mt_queue *q, mt_dtype dt, const void *x, int64_t n, double *out)
+static mt_status put(mt_sumsq *s, mt_queue *q, order o)
 {
-    mt_sumsq *s = ctx;
-    order     o = { dt, x, n, out };
-
-    if (n < 0 || (dt != MT_F32 && dt != MT_BF16 && dt != MT_F16 && dt != MT_F64))
+    if (o.n < 0 || (o.dt != MT_F32 && o.dt != MT_BF16 && o.dt != MT_F16 && o.dt != MT_F64))
         return MT_FAIL(MT_EINVAL, "sumsq: %lld elements of %s; types are F32, BF16, F16, F64",
-                       (long long)n, mt_dtype_name(dt));
+                       (long long)o.n, mt_dtype_name(o.dt));
 #ifdef MT_WITH_CUDA
     if (s->cuda)
         return put_cuda(s, q, o);
 #endif
     (void)s;
     return put_cpu(q, o);
+}
+
+mt_status mt_sumsq_put(void *s, mt_queue *q, mt_dtype dt, const void *x, int64_t n, double *out)
+{
+    return put(s, q, (order){ .dt = dt, .x = x, .n = n, .out = out });
+}
+
+mt_status mt_accumulate_put(void *s, mt_queue *q, mt_dtype dt, float *acc, void *grad, const void *add,
+                            int64_t n, int from_grad, double *out)
+{
+    if (grad == NULL || add == NULL || add == grad || (acc == NULL && (dt == MT_BF16 || dt == MT_F16)))
+        return MT_FAIL(MT_EINVAL, "accumulate: %s gradient at %p, sum at %p, to be added %p: a gradient and "
+                       "another to add, and a sum for 16-bit types", mt_dtype_name(dt), grad, (void *)acc, add);
+    return put(s, q, (order){ .dt = dt, .x = add, .n = n, .out = out, .acc = acc, .grad = grad,
+                              .from_grad = from_grad });
 }

@@ -35,4 +35,8 @@ mt_status mt_sumsq_put  (void *s, mt_queue *q, mt_dtype dt, const void *x, int64
 void mt_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,
                    int64_t n, int from_grad, double *sumsq);
 
+/* The same in a queue, on the device's memory, to the same bits; s and out as for mt_sumsq_put. */
+mt_status mt_accumulate_put(void *s, mt_queue *q, mt_dtype dt, float *acc, void *grad, const void *add,
+                            int64_t n, int from_grad, double *out);
+
 #endif

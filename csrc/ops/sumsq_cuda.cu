@@ -1,37 +1,8 @@
 // sumsq_cuda.cu — the sum of squares of sumsq.h, in its order, to its bits.
 #include "sumsq_cuda.h"
-#include "kernel.cuh"
+#include "sumsq_lanes.cuh"
 
 namespace {
-
-using mt::WARP;
-constexpr int CHUNK = 8192, LANES = 256;      // as in sumsq.h
-constexpr int EACH = LANES / WARP;            // a thread owns 8 neighbouring lanes
-constexpr int THREADS = 256;                  // 8 chunks a block
-
-struct bf16 { unsigned short bits; };
-
-__device__ inline double wide(float x)  { return x; }
-__device__ inline double wide(double x) { return x; }
-__device__ inline double wide(__half x) { return __half2float(x); }
-__device__ inline double wide(bf16 x)   { return __uint_as_float((unsigned)x.bits << 16); }
-
-template <typename T> struct alignas(16) pack { T x[EACH]; };
-
-// Elements i to i+7. Whole: 16-byte loads. Else one by one up to n, and zero behind it: adding 0
-// to a square changes no bit.
-template <bool Whole, typename T>
-__device__ inline pack<T> load(const T *x, int64_t i, int64_t n)
-{
-    if constexpr (Whole)
-        return *reinterpret_cast<const pack<T> *>(x + i);
-
-    pack<T> p = {};
-    for (int e = 0; e < EACH; e++)
-        if (i + e < n)
-            p.x[e] = x[i + e];
-    return p;
-}
 
 // This thread's lanes over the 32 rows of the chunk that begins at x[i].
 // __dmul_rn, __dadd_rn: never fused, which matters for fp64 inputs only (other squares are exact).
@@ -44,19 +15,6 @@ __device__ inline void add_rows(double *lane, const T *x, int64_t i, int64_t n)
         for (int e = 0; e < EACH; e++)
             lane[e] = __dadd_rn(lane[e], __dmul_rn(wide(p.x[e]), wide(p.x[e])));
     }
-}
-
-// lane[l] += lane[l+128], 64, ... 8 by exchange between threads, then 4, 2, 1 within each.
-// Only thread 0's result counts.
-__device__ inline double fold(double *lane)
-{
-    for (int apart = WARP / 2; apart > 0; apart /= 2)
-        for (int e = 0; e < EACH; e++)
-            lane[e] += __shfl_down_sync(~0u, lane[e], apart);
-    for (int half = EACH / 2; half > 0; half /= 2)
-        for (int e = 0; e < half; e++)
-            lane[e] += lane[e + half];
-    return lane[0];
 }
 
 // Rule 1:  sums[c] = fold over lanes l of  sum_r x[c*8192 + r*256 + l]^2,  r in order.
@@ -85,36 +43,14 @@ __global__ void __launch_bounds__(THREADS) sum_chunks(const T *x, int64_t n, dou
     }
 }
 
-// Rule 2: the same over the chunk sums, by one block; *out may be host memory.
-// Bytes: 8 * n_chunks read, a thousandth of the gradient: bound by latency, some 10 us.
-__global__ void __launch_bounds__(LANES) sum_sums(const double *sums, int64_t n_chunks, double *out)
-{
-    __shared__ double lane[LANES];
-    const int l   = threadIdx.x;
-    double    sum = 0;
-
-#pragma unroll 8
-    for (int64_t c = l; c < n_chunks; c += LANES)
-        sum += sums[c];
-    lane[l] = sum;
-    for (int half = LANES / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (l < half)
-            lane[l] += lane[l + half];
-    }
-    if (l == 0)
-        *out = lane[0];
-}
-
 template <typename T>
 void launch(cudaStream_t stream, const void *x, int64_t n, double *sums, double *out)
 {
-    const int64_t per_block = THREADS / WARP, n_chunks = (n + CHUNK - 1) / CHUNK;
-    const int64_t blocks = (n_chunks + per_block - 1) / per_block, most = 1 << 16;
+    const int64_t n_chunks = (n + CHUNK - 1) / CHUNK;
 
     if (n_chunks > 0)
-        sum_chunks<<<(unsigned)(blocks < most ? blocks : most), THREADS, 0, stream>>>(
-            static_cast<const T *>(x), n, sums);
+        sum_chunks<<<(unsigned)blocks_for(n_chunks), THREADS, 0, stream>>>(static_cast<const T *>(x), n,
+                                                                         sums);
     sum_sums<<<1, LANES, 0, stream>>>(sums, n_chunks, out);
 }
 
@@ -124,7 +60,7 @@ extern "C" const char *mt__sumsq_cuda(uintptr_t handle, mt_dtype dt, const void 
                                       double *sums, double *out)
 {
     cudaStream_t stream = reinterpret_cast<cudaStream_t>(handle);
-    mt::Current  current(stream);
+    mt::Current      current(stream);
 
     if (!current.ok)
         return mt::NO_CONTEXT;

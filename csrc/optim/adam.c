@@ -1,6 +1,9 @@
 /* adam.c — checks what is asked, cuts it into chunks, and lets the chosen kernel run over them. */
 #include "adam_kernel.h"
 #include "../core/fpenv.h"
+#ifdef MT_WITH_CUDA
+#include "adam_cuda.h"
+#endif
 #include <math.h>
 #include <stdlib.h>
 
@@ -183,30 +186,51 @@ static void run_chunk(void *arg, int64_t c)
     mt__fp_end(was);
 }
 
-mt_status mt__adam_run(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip,
-                       const mt__adam_fn *kernels)
+static mt_status check_all(const mt_adam_tensor *t, int n_tensors, float clip)
 {
-    plan      p = {0};
-    mt_status st;
+    mt_status st = MT_OK;
 
     if (n_tensors < 0 || !isfinite(clip))
         return MT_FAIL(MT_EINVAL, "adam: %d tensors, clip %g", n_tensors, (double)clip);
-    for (int i = 0; i < n_tensors; i++)
-        if ((st = check_tensor(i, &t[i])) != MT_OK)
-            return st;
-    if (n_tensors == 0)
-        return MT_OK;
-    if ((p.tasks = calloc((size_t)n_tensors, sizeof *p.tasks)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "adam: a plan of %d tensors", n_tensors);
+    for (int i = 0; i < n_tensors && st == MT_OK; i++)
+        st = check_tensor(i, &t[i]);
+    return st;
+}
 
-    plan_fill(&p, t, n_tensors, clip, kernels);
-    if (pool != NULL)
-        mt_pool_run(pool, run_chunk, &p, p.n_chunks);
-    else
-        for (int64_t c = 0; c < p.n_chunks; c++)
-            run_chunk(&p, c);
-    free(p.tasks);
+/* Checks, and leaves tasks NULL when there is nothing to do. The caller frees them. */
+static mt_status plan_make(plan *p, const mt_adam_tensor *t, int n_tensors, float clip,
+                           const mt__adam_fn *kernels)
+{
+    mt_status st = check_all(t, n_tensors, clip);
+
+    *p = (plan){ 0 };
+    if (st != MT_OK || n_tensors == 0)
+        return st;
+    if ((p->tasks = calloc((size_t)n_tensors, sizeof *p->tasks)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "adam: a plan of %d tensors", n_tensors);
+    plan_fill(p, t, n_tensors, clip, kernels);
     return MT_OK;
+}
+
+static void plan_run(plan *p, mt_pool *pool)
+{
+    if (pool != NULL)
+        mt_pool_run(pool, run_chunk, p, p->n_chunks);
+    else
+        for (int64_t c = 0; c < p->n_chunks; c++)
+            run_chunk(p, c);
+}
+
+mt_status mt__adam_run(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip,
+                       const mt__adam_fn *kernels)
+{
+    plan      p;
+    mt_status st = plan_make(&p, t, n_tensors, clip, kernels);
+
+    if (st == MT_OK)
+        plan_run(&p, pool);
+    free(p.tasks);
+    return st;
 }
 
 mt_status mt_adam_step(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip, mt_isa isa)
@@ -214,4 +238,87 @@ mt_status mt_adam_step(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, fl
     mt_status st = mt__isa_check(isa);
 
     return st != MT_OK ? st : mt__adam_run(pool, t, n_tensors, clip, kernels_of(isa));
+}
+
+/* ---- in a queue ---- */
+
+/* CPU queue: made by put, freed by the queue's thread. */
+typedef struct order {
+    plan           p;                 /* of t */
+    mt_adam_tensor t[];
+} order;
+
+static void order_free(order *o)
+{
+    free(o->p.tasks);
+    free(o);
+}
+
+static void run_order(void *arg)
+{
+    order *o = arg;
+
+    plan_run(&o->p, NULL);
+    order_free(o);
+}
+
+static mt_status put_cpu(mt_queue *q, const mt_adam_tensor *t, int n_tensors, float clip)
+{
+    size_t    bytes = n_tensors > 0 ? (size_t)n_tensors * sizeof *t : 0;
+    order    *o = malloc(sizeof *o + bytes);
+    mt_status st;
+
+    if (o == NULL)
+        return MT_FAIL(MT_ENOMEM, "adam: an order for %d tensors", n_tensors);
+    if (bytes > 0)
+        memcpy(o->t, t, bytes);
+    MT_TRY(plan_make(&o->p, o->t, n_tensors, clip, kernels_of(mt_isa_best())));
+    MT_TRY(q->dev->ops->call(q, run_order, o));
+    return MT_OK;
+
+fail:
+    order_free(o);
+    return st;
+}
+
+#ifdef MT_WITH_CUDA
+mt_status mt_adam_put_cuda(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip)
+{
+    mt__adam_cuda_tensor some[MT__ADAM_CUDA_MOST];
+    const char          *error = NULL;
+    mt_status            st = check_all(t, n_tensors, clip);
+
+    if (st != MT_OK)
+        return st;
+    for (int from = 0; from < n_tensors && error == NULL; from += MT__ADAM_CUDA_MOST) {
+        int n = n_tensors - from < MT__ADAM_CUDA_MOST ? n_tensors - from : MT__ADAM_CUDA_MOST;
+
+        for (int i = 0; i < n; i++) {
+            const mt_adam_tensor *k = &t[from + i];
+
+            some[i] = (mt__adam_cuda_tensor){
+                .hi = k->hi, .low = k->dtype == MT_BF16 ? (void *)k->lo : (void *)k->master,
+                .m = k->m, .v = k->v, .grad = k->grad, .n = k->n,
+                .kind = kind_of(k->dtype, k->grad_dtype), .coef = coef_of(&k->hyper, clip),
+            };
+        }
+        error = mt__adam_cuda(stream, some, n);
+    }
+    return error == NULL ? MT_OK : MT_FAIL(MT_EDEVICE, "adam of %d tensors: %s", n_tensors, error);
+}
+#else
+mt_status mt_adam_put_cuda(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip)
+{
+    (void)t;
+    (void)clip;
+    return MT_FAIL(MT_ENOTSUP, "adam of %d tensors on stream %#lx: this build has no CUDA", n_tensors,
+                   (unsigned long)stream);
+}
+#endif
+
+mt_status mt_adam_put(mt_queue *q, const mt_adam_tensor *t, int n_tensors, float clip)
+{
+    if (strcmp(q->dev->ops->name, "cuda") == 0)
+        return mt_adam_put_cuda(q->dev->ops->handle(q), t, n_tensors, clip);
+    return put_cpu(q, t, n_tensors, clip);
 }

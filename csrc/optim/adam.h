@@ -1,4 +1,4 @@
-/* adam.h — AdamW on host memory: the definition, and the same bits from every instruction set.
+/* adam.h — AdamW: the definition, and the same bits from every instruction set and from CUDA.
  *
  * Letters: p weight (fp32 value), g gradient, m v moments, t step (from 1), b1 b2 betas.
  * One element, IEEE fp32, FMA where written and nowhere else, true division and square root:
@@ -28,7 +28,7 @@
 #ifndef MT_ADAM_H
 #define MT_ADAM_H
 
-#include "../core/dtype.h"
+#include "../core/dev.h"
 #include "../core/pool.h"
 
 typedef enum mt_isa { MT_ISA_SCALAR, MT_ISA_AVX2, MT_ISA_AVX512, MT_ISA_COUNT } mt_isa;
@@ -67,6 +67,13 @@ static inline uint64_t mt_adam_moves(mt_dtype weight, mt_dtype grad)
  * Errors: MT_EINVAL (dtype, a missing plane, step < 1, eps < 0, betas outside [0,1), lr, weight
  * decay or clip not finite), MT_ENOTSUP (isa does not run here), MT_ENOMEM. */
 mt_status mt_adam_step(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip, mt_isa isa);
+
+/* The same step in a queue, on memory of its device. Returns when it is put; everything is checked
+ * before, and t is copied. On the CPU device the queue's thread does it alone.
+ * Errors: as above, and MT_EDEVICE. */
+mt_status mt_adam_put(mt_queue *q, const mt_adam_tensor *t, int n_tensors, float clip);
+/* On a CUDA stream by its handle (cudaStream_t). MT_ENOTSUP in a build without CUDA. */
+mt_status mt_adam_put_cuda(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip);
 
 /* Benchmarks: reads and writes what mt_adam_step does, in the same chunks, with trivial arithmetic.
  * What it leaves in the planes has no meaning. Same errors. */

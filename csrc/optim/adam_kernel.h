@@ -9,6 +9,7 @@
 #define MT_ADAM_KERNEL_H
 
 #include "adam.h"
+#include "adam_coef.h"
 #include <string.h>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -16,15 +17,6 @@
 
 #define MT__ADAM_CHUNK    (256 * 1024)   /* elements; multiple of every kernel's stride */
 #define MT__ADAM_AHEAD    512            /* elements prefetched ahead */
-#define MT__M_SMALLEST    0x1p-100f      /* below: stored as zero */
-#define MT__V_SMALLEST    0x1p-120f
-
-typedef struct mt__adam_coef {
-    float g_scale;                       /* clip; -clip to maximize: -g * clip has the same bits */
-    float one_minus_b1, one_minus_b2;
-    float rsqrt_bc2, eps;
-    float lr_wd, lr_bc1;
-} mt__adam_coef;
 
 typedef struct mt__adam_span {
     void       *hi;
@@ -36,13 +28,6 @@ typedef struct mt__adam_span {
 } mt__adam_span;
 
 typedef void (*mt__adam_fn)(const mt__adam_span *s, const mt__adam_coef *c);
-
-/* weight type, gradient type */
-#define MT__ADAM_KIND_MAP(X) X(F32, F32) X(BF16, BF16) X(BF16, F32) X(F16, F16) X(F16, F32)
-
-#define MT__ADAM_KIND_ENUM(w, g) MT__ADAM_##w##_##g,
-enum { MT__ADAM_KIND_MAP(MT__ADAM_KIND_ENUM) MT__ADAM_KINDS };
-#undef MT__ADAM_KIND_ENUM
 
 extern const mt__adam_fn mt__adam_scalar[MT__ADAM_KINDS];
 #if defined(__x86_64__)

@@ -1,5 +1,6 @@
 /* test_adam.c — the executable form of optim/adam.h. */
 #include "check.h"
+#include "dev_fault.h"
 #include "../../csrc/optim/adam.h"
 #include <math.h>
 #include <xmmintrin.h>
@@ -665,6 +666,242 @@ static void traffic_touches_every_plane_to_the_end(void)
     }
 }
 
+/* ---- in a queue ---- */
+
+typedef struct device {
+    mt_dev   *dev;
+    mt_queue *q;
+} device;
+
+static int device_open(device *d, int cuda)
+{
+    if ((cuda ? mt_dev_cuda_open(0, &d->dev) : mt_dev_cpu_open(&d->dev)) != MT_OK)
+        return 0;
+    REQUIRE(d->dev->ops->queue_open(d->dev, "adam", &d->q) == MT_OK);
+    return 1;
+}
+
+static void device_close(device *d)
+{
+    d->dev->ops->queue_close(d->q);
+    d->dev->ops->close(d->dev);
+}
+
+/* A plane's bytes in device memory, `skew` elements behind where it begins; copies are in d->q. */
+static void *lift(device *d, const void *plane, size_t elem, int64_t n, int skew)
+{
+    void *there;
+
+    if (plane == NULL)
+        return NULL;
+    REQUIRE(d->dev->ops->mem_alloc(d->dev, (size_t)(n + skew) * elem + 1, &there) == MT_OK);
+    there = (char *)there + (size_t)skew * elem;
+    CHECK_OK(d->dev->ops->copy(d->q, there, plane, (size_t)n * elem));
+    return there;
+}
+
+/* The planes of s on the device. */
+static mt_adam_tensor lift_all(device *d, const planes *s, int skew)
+{
+    mt_adam_tensor t = s->t;
+    int64_t        n = t.n;
+
+    t.hi = lift(d, t.hi, mt_dtype_bytes(t.dtype), n, skew);
+    t.lo = lift(d, t.lo, 2, n, skew);
+    t.master = lift(d, t.master, 4, n, skew);
+    t.m = lift(d, t.m, 4, n, skew);
+    t.v = lift(d, t.v, 4, n, skew);
+    t.grad = lift(d, t.grad, mt_dtype_bytes(t.grad_dtype), n, skew);
+    return t;
+}
+
+static void fetch(device *d, void *to, const void *there, size_t elem, int64_t n, int skew)
+{
+    if (there == NULL)
+        return;
+    if (to != NULL)
+        CHECK_OK(d->dev->ops->copy(d->q, to, there, (size_t)n * elem));
+    CHECK_OK(d->dev->ops->sync(d->q));
+    d->dev->ops->mem_free(d->dev, (char *)(uintptr_t)there - (size_t)skew * elem);
+}
+
+/* Back into s, and the device's planes are gone. */
+static void lower_all(device *d, const planes *s, const mt_adam_tensor *t, int skew)
+{
+    fetch(d, s->t.hi, t->hi, mt_dtype_bytes(t->dtype), t->n, skew);
+    fetch(d, s->t.lo, t->lo, 2, t->n, skew);
+    fetch(d, s->t.master, t->master, 4, t->n, skew);
+    fetch(d, s->t.m, t->m, 4, t->n, skew);
+    fetch(d, s->t.v, t->v, 4, t->n, skew);
+    fetch(d, NULL, t->grad, mt_dtype_bytes(t->grad_dtype), t->n, skew);
+}
+
+static void check_put(device *d, kind k, int64_t n, int skew, int steps)
+{
+    random_state = (uint64_t)n * 31 + k.w;
+    planes         want = planes_new(k, n, 0), got = planes_twin(&want);
+    mt_adam_tensor t = lift_all(d, &got, skew);
+
+    for (int i = 1; i <= steps; i++) {
+        CHECK_OK(d->dev->ops->sync(d->q));               /* the copy before has read want's grad */
+        fill_grad(&want);
+        want.t.hyper.step = t.hyper.step = i;
+        CHECK_OK(d->dev->ops->copy(d->q, (void *)(uintptr_t)t.grad, want.t.grad,
+                                   (size_t)n * mt_dtype_bytes(k.g)));
+        CHECK_OK(mt_adam_put(d->q, &t, 1, 0.75f));
+        step(&want, NULL, 0.75f, mt_isa_best());
+    }
+    lower_all(d, &got, &t, skew);
+    if (differences(&want, &got) != 0)
+        fprintf(stderr, "  %s weights, %s gradient, n %lld, skew %d:\n", mt_dtype_name(k.w),
+                mt_dtype_name(k.g), (long long)n, skew);
+    CHECK_EQ(differences(&want, &got), 0);
+    planes_free(&want);
+    planes_free(&got);
+}
+
+/* Lengths around what a thread, a round and a block take; addresses that no vector fits. */
+static void check_puts(int cuda)
+{
+    static const int64_t lengths[] = { 1, 3, 4, 1023, 1024, 2047, 2048, 2049, 4100, 10001 };
+    device d;
+
+    if (!device_open(&d, cuda))
+        SKIP("%s", mt_last_error());
+    for (int k = 0; k < KINDS; k++) {
+        for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++)
+            for (int skew = 0; skew < 2; skew++)
+                check_put(&d, kinds[k], lengths[i], skew, 3);
+        check_put(&d, kinds[k], 2500, 0, 200);
+        check_put(&d, kinds[k], (1 << 20) + 3, 0, cuda ? 200 : 2);
+    }
+    device_close(&d);
+}
+
+static void cpu_queue_gives_the_same_bits(void)  { check_puts(0); }
+static void cuda_queue_gives_the_same_bits(void) { check_puts(1); }
+
+/* Special values in every plane, as above, and weights that saturate. */
+static void check_put_odd(device *d, kind k, int grow)
+{
+    static const float odd[] = {
+        0.0f, -0.0f, 1.0f, -1.0f, INFINITY, -INFINITY, NAN, 0x1p-149f, -0x1p-130f, 0x1p-120f, 0x1p-121f,
+        -0x1p-100f, 0x1p-101f, 3.4e38f, -3.4028235e38f, 1e19f, 65504.0f, -65520.0f, 1e-7f, 0x1.7p-15f,
+    };
+    enum { ODD = sizeof odd / sizeof odd[0], N = ODD * ODD * ODD };
+    planes         want = planes_new(k, N, 0), got;
+    mt_adam_tensor t;
+
+    if (grow) {
+        want.t.hyper.lr = 1;
+        want.t.hyper.weight_decay = -0.001;
+    }
+    for (int i = 0; i < N; i++) {
+        set_weight(&want, i, odd[i % ODD]);
+        set(want.t.grad, k.g, i, odd[i / ODD % ODD]);
+        want.t.m[i] = odd[i / ODD / ODD];
+        want.t.v[i] = fabsf(odd[(i + i / ODD) % ODD]);
+        if (k.w == MT_F16 && i % 7 == 0)         /* somebody wrote hi */
+            set(want.t.hi, MT_F16, i, odd[(i + 3) % ODD]);
+    }
+    got = planes_twin(&want);
+    t = lift_all(d, &got, 0);
+    CHECK_OK(mt_adam_put(d->q, &t, 1, 1.0f));
+    lower_all(d, &got, &t, 0);
+    step(&want, NULL, 1.0f, MT_ISA_SCALAR);
+    CHECK_EQ(differences(&want, &got), 0);
+    planes_free(&want);
+    planes_free(&got);
+}
+
+static void cuda_queue_gives_the_same_bits_for_special_values(void)
+{
+    device d;
+
+    if (!device_open(&d, 1))
+        SKIP("%s", mt_last_error());
+    for (int k = 0; k < 2 * KINDS; k++)
+        check_put_odd(&d, kinds[k / 2], k % 2);
+    device_close(&d);
+}
+
+/* More tensors than a launch takes, of all kinds, none and one element among them. */
+static void check_many(int cuda)
+{
+    enum { MANY = 130 };
+    static planes         want[MANY], got[MANY];
+    static mt_adam_tensor t[MANY];
+    device d;
+
+    if (!device_open(&d, cuda))
+        SKIP("%s", mt_last_error());
+    random_state = 21;
+    for (int i = 0; i < MANY; i++) {
+        want[i] = planes_new(kinds[i % KINDS], i % 9 == 0 ? 0 : i % 9 == 1 ? 1 : random_bits() % 9000, 0);
+        want[i].t.hyper.lr = 1e-4 * (i + 1);
+        want[i].t.hyper.step = 1 + i % 3;
+        want[i].t.hyper.maximize = i % 2;
+        fill_grad(&want[i]);
+        got[i] = planes_twin(&want[i]);
+        t[i] = lift_all(&d, &got[i], 0);
+    }
+    CHECK_OK(mt_adam_put(d.q, t, MANY, 0.5f));
+    CHECK_OK(mt_adam_put(d.q, NULL, 0, 0.5f));
+    for (int i = 0; i < MANY; i++) {
+        lower_all(&d, &got[i], &t[i], 0);
+        step(&want[i], NULL, 0.5f, mt_isa_best());
+        CHECK_EQ(differences(&want[i], &got[i]), 0);
+        planes_free(&want[i]);
+        planes_free(&got[i]);
+    }
+    device_close(&d);
+}
+
+static void cpu_queue_takes_many_tensors(void)  { check_many(0); }
+static void cuda_queue_takes_many_tensors(void) { check_many(1); }
+
+static void put_checks_everything_before_it_puts(void)
+{
+    planes s = planes_new(kinds[1], 8, 0), bad = planes_twin(&s), was;
+    mt_adam_tensor t[2] = { s.t, bad.t };
+    device d;
+
+    REQUIRE(device_open(&d, 0));
+    fill_grad(&s);
+    was = planes_twin(&s);
+    t[1].lo = NULL;
+    CHECK_EQ(mt_adam_put(d.q, t, 2, 1.0f), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "tensor 1");
+    CHECK_HAS(mt_last_error(), "lo");
+    CHECK_EQ(mt_adam_put(d.q, t, 1, INFINITY), MT_EINVAL);
+    CHECK_EQ(mt_adam_put_cuda(0, t, 2, 1.0f) == MT_OK, 0);
+    CHECK_OK(d.dev->ops->sync(d.q));
+    CHECK_EQ(differences(&s, &was), 0);
+    device_close(&d);
+    planes_free(&s);
+    planes_free(&bad);
+    planes_free(&was);
+}
+
+/* Under ASan: the order for the queue's thread is freed when the queue does not take it. */
+static void put_passes_a_device_error_on(void)
+{
+    planes    s = planes_new(kinds[0], 8, 0), was = planes_twin(&s);
+    mt_dev   *cpu, *dev;
+    mt_queue *q;
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    dev = fault_dev(cpu, 2, FAULT_STAYS);                 /* the call after queue_open */
+    REQUIRE(dev->ops->queue_open(dev, "adam", &q) == MT_OK);
+    CHECK_EQ(mt_adam_put(q, &s.t, 1, 1.0f), MT_EDEVICE);
+    CHECK_EQ(differences(&s, &was), 0);
+    dev->ops->queue_close(q);
+    dev->ops->close(dev);
+    cpu->ops->close(cpu);
+    planes_free(&s);
+    planes_free(&was);
+}
+
 #define TESTS(X)                                            \
     X(every_isa_gives_the_same_bits_for_200_steps)          \
     X(every_isa_gives_the_same_bits_for_every_tail)         \
@@ -686,5 +923,12 @@ static void traffic_touches_every_plane_to_the_end(void)
     X(step_refuses_planes_and_types_that_do_not_fit)        \
     X(step_checks_everything_before_it_writes)              \
     X(an_isa_that_does_not_run_is_refused_by_name)          \
-    X(traffic_touches_every_plane_to_the_end)
+    X(traffic_touches_every_plane_to_the_end)               \
+    X(cpu_queue_gives_the_same_bits)                        \
+    X(cuda_queue_gives_the_same_bits)                       \
+    X(cuda_queue_gives_the_same_bits_for_special_values)    \
+    X(cpu_queue_takes_many_tensors)                         \
+    X(cuda_queue_takes_many_tensors)                        \
+    X(put_checks_everything_before_it_puts)                 \
+    X(put_passes_a_device_error_on)
 CHECK_MAIN(TESTS)

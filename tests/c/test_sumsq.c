@@ -361,6 +361,104 @@ static void cuda_takes_odd_addresses_and_many_chunks(void)
     free(out); free(x); free(large);
 }
 
+/* Two micro-batches through a device's queue against the host: the first from grad, the second from
+ * acc, at addresses that vectors fit (skew 0) or not. */
+static void check_sums(mt_dev *dev, mt_dtype dt, int64_t n, int skew)
+{
+    size_t    each = mt_dtype_bytes(dt), bytes = (size_t)n * each, acc_bytes = (size_t)n * 4;
+    void     *grad = random_array(dt, n), *add = random_array(dt, n), *grad_there, *add_there, *acc_there;
+    float    *acc = calloc((size_t)n + 1, 4), *acc_got = calloc((size_t)n + 1, 4);
+    void     *grad_got = calloc((size_t)n + 1, each);
+    double   *out = calloc(512, sizeof *out), sum;
+    mt_sumsq *s;
+    mt_queue *q;
+
+    REQUIRE(acc != NULL && acc_got != NULL && grad_got != NULL && out != NULL);
+    REQUIRE(dev->ops->host_register(dev, out, 4096) == MT_OK);
+    REQUIRE(dev->ops->queue_open(dev, "sums", &q) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
+    REQUIRE(dev->ops->mem_alloc(dev, bytes + 64, &grad_there) == MT_OK);
+    REQUIRE(dev->ops->mem_alloc(dev, bytes + 64, &add_there) == MT_OK);
+    REQUIRE(dev->ops->mem_alloc(dev, acc_bytes + 64, &acc_there) == MT_OK);
+    void  *g = (char *)grad_there + (size_t)skew * each, *x = (char *)add_there + (size_t)skew * each;
+    float *a = (float *)acc_there + skew;
+
+    CHECK_OK(dev->ops->copy(q, g, grad, bytes));
+    CHECK_OK(dev->ops->copy(q, x, add, bytes));
+    CHECK_OK(dev->ops->sync(q));                /* grad is added to below */
+    for (int k = 0; k < 2; k++) {
+        CHECK_OK(mt_accumulate_put(s, q, dt, each == 2 ? a : NULL, g, x, n, k == 0, &out[k]));
+        mt_accumulate(NULL, dt, acc, grad, add, n, k == 0, &sum);
+        CHECK_OK(dev->ops->sync(q));
+        CHECK_EQ(bits_of(out[k]), bits_of(sum));
+    }
+    CHECK_OK(dev->ops->copy(q, grad_got, g, bytes));
+    CHECK_OK(dev->ops->copy(q, acc_got, a, acc_bytes));
+    CHECK_OK(dev->ops->sync(q));
+    CHECK_EQ(memcmp(grad_got, grad, bytes), 0);
+    if (each == 2)
+        CHECK_EQ(memcmp(acc_got, acc, acc_bytes), 0);
+    mt_sumsq_close(s);
+    dev->ops->queue_close(q);
+    dev->ops->mem_free(dev, grad_there);
+    dev->ops->mem_free(dev, add_there);
+    dev->ops->mem_free(dev, acc_there);
+    dev->ops->host_unregister(dev, out);
+    free(grad); free(add); free(acc); free(acc_got); free(grad_got); free(out);
+}
+
+static void check_all_sums(mt_dev *dev)
+{
+    static const int64_t n[] = { 1, 7, 8, 255, 257, 8191, 8192, 8193, 70001 };
+
+    for (int t = 0; t < TYPES; t++)
+        for (int i = 0; i < 9; i++)
+            for (int skew = 0; skew < 2; skew++)
+                check_sums(dev, types[t], n[i], skew);
+}
+
+static void cpu_queue_accumulates_as_the_host_does(void)
+{
+    mt_dev *dev;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    check_all_sums(dev);
+    dev->ops->close(dev);
+}
+
+static void cuda_queue_accumulates_as_the_host_does(void)
+{
+    mt_dev *dev;
+
+    if (mt_dev_cuda_open(0, &dev) != MT_OK)
+        SKIP("%s", mt_last_error());
+    check_all_sums(dev);
+    for (int t = 0; t < TYPES; t++)
+        check_sums(dev, types[t], (1 << 22) + 5, 0);
+    dev->ops->close(dev);
+}
+
+static void accumulate_put_refuses_what_it_cannot_add(void)
+{
+    mt_dev   *dev;
+    mt_queue *q;
+    mt_sumsq *s;
+    uint16_t  grad = 0, add = 0;
+    float     acc = 0;
+    double    out = 5;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
+    REQUIRE(dev->ops->queue_adopt(dev, 0, &q) == MT_OK);
+    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, NULL, &grad, &add, 1, 1, &out), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "BF16");
+    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, &acc, &grad, &grad, 1, 1, &out), MT_EINVAL);
+    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, &acc, NULL, &add, 1, 1, &out), MT_EINVAL);
+    CHECK_EQ(mt_accumulate_put(s, q, MT_I16, &acc, &grad, &add, 1, 1, &out), MT_EINVAL);
+    CHECK(out == 5);
+    dev->ops->queue_close(q);
+    mt_sumsq_close(s);
+    dev->ops->close(dev);
+}
+
 static void put_refuses_types_without_squares(void)
 {
     mt_dev   *dev;
@@ -415,6 +513,9 @@ static void put_passes_a_device_error_on(void)
     X(cpu_queue_gives_the_definition)               \
     X(cuda_queue_gives_the_definition)              \
     X(cuda_takes_odd_addresses_and_many_chunks)     \
+    X(cpu_queue_accumulates_as_the_host_does)       \
+    X(cuda_queue_accumulates_as_the_host_does)      \
+    X(accumulate_put_refuses_what_it_cannot_add)    \
     X(put_refuses_types_without_squares)            \
     X(put_passes_a_device_error_on)
 CHECK_MAIN(TESTS)

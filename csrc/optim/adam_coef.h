@@ -1,0 +1,23 @@
+/* adam_coef.h — private to csrc/optim: what every kernel of the update is given, in C and in CUDA. */
+#ifndef MT_ADAM_COEF_H
+#define MT_ADAM_COEF_H
+
+#define MT__M_SMALLEST 0x1p-100f         /* below: stored as zero */
+#define MT__V_SMALLEST 0x1p-120f
+
+/* A tensor's hyper-parameters, ready for use in every element. */
+typedef struct mt__adam_coef {
+    float g_scale;                       /* clip; -clip to maximize: -g * clip has the same bits */
+    float one_minus_b1, one_minus_b2;
+    float rsqrt_bc2, eps;
+    float lr_wd, lr_bc1;
+} mt__adam_coef;
+
+/* weight type, gradient type */
+#define MT__ADAM_KIND_MAP(X) X(F32, F32) X(BF16, BF16) X(BF16, F32) X(F16, F16) X(F16, F32)
+
+#define MT__ADAM_KIND_ENUM(w, g) MT__ADAM_##w##_##g,
+enum { MT__ADAM_KIND_MAP(MT__ADAM_KIND_ENUM) MT__ADAM_KINDS };
+#undef MT__ADAM_KIND_ENUM
+
+#endif
