@@ -153,7 +153,7 @@ extern "C" const char *mt__accumulate_cuda(uintptr_t handle, mt_dtype dt, float 
                                            double *out)
 {
     const Order order = { reinterpret_cast<cudaStream_t>(handle), acc, grad, add, n, from_grad != 0, sums, out };
-    mt::Current     current(order.stream);
+    mt::Current current(order.stream);
 
     if (!current.ok)
         return mt::NO_CONTEXT;

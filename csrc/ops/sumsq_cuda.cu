@@ -60,7 +60,7 @@ extern "C" const char *mt__sumsq_cuda(uintptr_t handle, mt_dtype dt, const void 
                                       double *sums, double *out)
 {
     cudaStream_t stream = reinterpret_cast<cudaStream_t>(handle);
-    mt::Current      current(stream);
+    mt::Current  current(stream);
 
     if (!current.ok)
         return mt::NO_CONTEXT;

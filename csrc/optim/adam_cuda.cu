@@ -247,7 +247,7 @@ extern "C" const char *mt__adam_cuda(uintptr_t handle, const mt__adam_cuda_tenso
 {
     const int64_t most = 1 << 20;             // blocks; what is beyond, they take in turn
     cudaStream_t  stream = reinterpret_cast<cudaStream_t>(handle);
-    mt::Current       current(stream);
+    mt::Current   current(stream);
     Table         table = {};
     int64_t       chunks = 0;
 
