@@ -1,0 +1,129 @@
+/* ops_gemm.c — torch.ops.megatrain.gemm_: c = alpha * a @ b + beta * c, see ops/gemm.h. */
+#include "ops.h"
+#include "../ops/gemm.h"
+#ifdef MT_WITH_CUDA
+#include "../ops/gemm_cuda.h"
+#endif
+
+enum { C, A, B, ALPHA, BETA, TF32, TUNE };
+
+static mt_status matrix_of(const char *what, const mt_op_tensor *t, mt_gemm_matrix *out)
+{
+    if (t->dim != 2)
+        return MT_FAIL(MT_EINVAL, "gemm_: %s has %d dimensions, not 2", what, t->dim);
+    out->data = t->data;
+    return mt_gemm_matrix_of(what, t->size, t->stride, out);
+}
+
+static mt_status check_types(const mt_op_arg *a)
+{
+    int ab = a[A].t.dtype, c = a[C].t.dtype;
+
+    if (ab != MT_F32 && ab != MT_BF16 && ab != MT_F16)
+        return MT_FAIL(MT_EINVAL, "gemm_: a must be float32, bfloat16 or float16");
+    if (a[B].t.dtype != ab)
+        return MT_FAIL(MT_EINVAL, "gemm_: b must have a's dtype (%s)", mt_dtype_name((mt_dtype)ab));
+    if (c != ab && c != MT_F32)
+        return MT_FAIL(MT_EINVAL, "gemm_: c must be float32 or have a's dtype (%s)",
+                       mt_dtype_name((mt_dtype)ab));
+    return MT_OK;
+}
+
+static mt_status check_shapes(const mt_gemm *g)
+{
+    if (g->a.cols != g->b.rows || g->c.rows != g->a.rows || g->c.cols != g->b.cols)
+        return MT_FAIL(MT_EINVAL, "gemm_: c [%lld, %lld] is not a [%lld, %lld] @ b [%lld, %lld]",
+                       (long long)g->c.rows, (long long)g->c.cols, (long long)g->a.rows,
+                       (long long)g->a.cols, (long long)g->b.rows, (long long)g->b.cols);
+    if (g->c.by_columns)
+        return MT_FAIL(MT_EINVAL, "gemm_: c's rows must be dense, its row stride is free; write its "
+                       "transpose: gemm_(c.t(), b.t(), a.t())");
+    /* cublasLt has no empty sums. */
+    if (g->a.cols == 0)
+        return MT_FAIL(MT_EINVAL, "gemm_: a has no columns; scale c by beta instead");
+    return MT_OK;
+}
+
+static mt_status gemm_of(const mt_op_arg *a, mt_gemm *g)
+{
+    mt_status st;
+
+    MT_TRY(check_types(a));
+    MT_TRY(matrix_of("c", &a[C].t, &g->c));
+    MT_TRY(matrix_of("a", &a[A].t, &g->a));
+    MT_TRY(matrix_of("b", &a[B].t, &g->b));
+    g->ab = (mt_dtype)a[A].t.dtype;
+    g->c_type = (mt_dtype)a[C].t.dtype;
+    g->tf32 = a[TF32].i != 0 && g->ab == MT_F32;
+    MT_TRY(check_shapes(g));
+fail:
+    return st;
+}
+
+static mt_status cpu_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_pool  *pool = NULL;
+    mt_gemm   g = { 0 };
+    mt_status st;
+
+    (void)c;
+    (void)result;
+    MT_TRY(gemm_of(a, &g));
+    /* A product and sum takes an eighth of what an element of other ops does. */
+    MT_TRY(mt_op_pool(g.c.rows * g.c.cols / 8 * g.a.cols, &pool));
+    mt_gemm_host(pool, &g, (float)a[ALPHA].f, (float)a[BETA].f);
+fail:
+    mt_pool_close(pool);
+    return st;
+}
+
+#ifdef MT_WITH_CUDA
+/* The first use of a key with tuning on: c itself is not touched by the candidates. */
+static mt_status measured(const mt_op_call *c, const mt_op_arg *a, const mt_gemm_key *key,
+                          const mt_gemm *g, const mt_gemm_choice **how)
+{
+    mt_gemm_trial    trial = { .stream = c->stream };
+    AtenTensorHandle out = NULL, workspace = NULL;
+    mt_status        st;
+
+    MT_TRY(mt_op_new(&a[C].t, MT_U8, (int64_t)mt_gemm_bytes(&g->c, g->c_type), &out, &trial.c));
+    MT_TRY(mt_op_new(&a[C].t, MT_U8, (int64_t)MT_GEMM_WORKSPACE, &workspace, &trial.workspace));
+    st = mt__gemm_cuda_choose(key, g, &trial, how);
+fail:
+    mt_op_free(out);
+    mt_op_free(workspace);
+    return st;
+}
+
+static mt_status cuda_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    const mt_gemm_choice *how;
+    AtenTensorHandle workspace = NULL;
+    void            *bytes = NULL;
+    mt_gemm          g = { 0 };
+    mt_gemm_key      key;
+    mt_status        st;
+
+    (void)result;
+    MT_TRY(gemm_of(a, &g));
+    if (a[C].t.n == 0)
+        return MT_OK;
+    key = mt_gemm_key_of(&g, c->device_index, (float)a[BETA].f);
+    if ((how = mt__gemm_cuda_known(&key)) == NULL)
+        MT_TRY(a[TUNE].i != 0 ? measured(c, a, &key, &g, &how)
+                              : mt__gemm_cuda_choose(&key, &g, NULL, &how));
+    if (mt__gemm_cuda_workspace(how) > 0)
+        MT_TRY(mt_op_new(&a[C].t, MT_U8, (int64_t)mt__gemm_cuda_workspace(how), &workspace, &bytes));
+    /* Freed before it is used: torch gives the memory to later work of this stream only. */
+    st = mt__gemm_cuda_run(how, &g, (float)a[ALPHA].f, (float)a[BETA].f, bytes, c->stream);
+fail:
+    mt_op_free(workspace);
+    return st;
+}
+#endif
+
+#define OPS(X)                                                                            \
+    X(gemm_, "VSSffii",                                                                   \
+      "gemm_(Tensor(a!) c, Tensor a, Tensor b, float alpha, float beta, bool tf32, "      \
+      "bool tune) -> ()")
+MT_OP_TABLE(gemm, OPS)

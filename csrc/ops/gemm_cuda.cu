@@ -1,0 +1,314 @@
+// gemm_cuda.cu — c = alpha * a @ b + beta * c by torch's cublasLt; no kernel of ours.
+//
+// Figures (bf16, fp32 accumulation, 7B shapes, 32k tokens): one H200 sustains 665 to 790 TFLOP/s; the
+// limit is the same library through torch.mm, measured in the same run (benchmarks/bench_ops.py).
+extern "C" {
+#include "gemm_cuda.h"
+}
+#include "cublaslt.h"
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct mt_gemm_choice {
+    mt_gemm_key           key;
+    mt_lt_handle          handle;
+    mt_lt_desc            desc;
+    mt_lt_layout          left, right, out;
+    mt_lt_algo            algo;
+    size_t                workspace_bytes;
+    const mt_gemm_choice *next;      // of the same bucket; set before the choice is seen
+};
+
+namespace {
+
+constexpr int BUCKETS = 256, DEVICES = 64, CANDIDATES = 8, TIMED = 3;
+
+pthread_mutex_t       mu = PTHREAD_MUTEX_INITIALIZER;
+const mt_gemm_choice *buckets[BUCKETS];     // under mu
+mt_lt_handle          handles[DEVICES];     // by CUDA ordinal; under mu
+mt_lt                 lt;                   // written once, under mu, before any choice is seen
+bool                  lt_found;             // under mu
+
+// ---- the library ----
+
+// torch has it loaded: the name leads to that very one. Else the loader's own search.
+void *open_library()
+{
+    static const char *const names[] = { "libcublasLt.so.13", "libcublasLt.so.12" };
+
+    for (int flag : { RTLD_NOLOAD, 0 })
+        for (const char *name : names)
+            if (void *library = dlopen(name, RTLD_LAZY | flag))
+                return library;
+    return nullptr;
+}
+
+mt_status find_library()
+{
+    if (lt_found)
+        return MT_OK;
+    void *library = open_library();
+
+    if (library == nullptr)
+        return MT_FAIL(MT_ENOTSUP, "gemm_: no libcublasLt.so.13 or .12 in this process; a CUDA build of "
+                       "torch brings it");
+#define FIND(ret, name, args)                                                                        \
+    if ((lt.name = reinterpret_cast<ret (*) args>(dlsym(library, #name))) == nullptr)                \
+        return MT_FAIL(MT_ENOTSUP, "gemm_: this cublasLt has no " #name);
+    MT_LT_MAP(FIND)
+#undef FIND
+    lt_found = true;
+    return MT_OK;
+}
+
+mt_status said(const char *what, mt_lt_status status)
+{
+    if (status == MT_LT_SUCCESS)
+        return MT_OK;
+    return MT_FAIL(MT_EDEVICE, "gemm_: %s: %s", what, lt.cublasLtGetStatusString(status));
+}
+
+// A handle belongs to the device that is current when it is made.
+mt_status handle_of(int64_t device, mt_lt_handle *out)
+{
+    mt_status st = MT_OK;
+
+    if (device < 0 || device >= DEVICES)
+        return MT_FAIL(MT_ENOTSUP, "gemm_: cuda:%lld is beyond %d devices", (long long)device, DEVICES);
+    if (handles[device] == nullptr)
+        st = said("cublasLtCreate", lt.cublasLtCreate(&handles[device]));
+    *out = handles[device];
+    return st;
+}
+
+// ---- a choice ----
+
+mt_lt_type type_of(int64_t dt)
+{
+    return dt == MT_F32 ? MT_LT_R_32F : dt == MT_BF16 ? MT_LT_R_16BF : MT_LT_R_16F;
+}
+
+mt_status make_layout(const mt_gemm_blas::mt_gemm_seen &m, int64_t dt, mt_lt_layout *out)
+{
+    return said("a layout", lt.cublasLtMatrixLayoutCreate(out, type_of(dt), (uint64_t)m.rows,
+                                                          (uint64_t)m.cols, m.ld));
+}
+
+mt_status describe(mt_gemm_choice *how, const mt_gemm_blas &blas)
+{
+    const mt_gemm_key &key = how->key;
+    const mt_lt_compute compute = key.ab == MT_F32 && key.tf32 ? MT_LT_COMPUTE_32F_FAST_TF32
+                                                               : MT_LT_COMPUTE_32F;
+    const int32_t left = blas.left.transposed ? MT_LT_OP_T : MT_LT_OP_N;
+    const int32_t right = blas.right.transposed ? MT_LT_OP_T : MT_LT_OP_N;
+    mt_status st;
+
+    MT_TRY(said("a description", lt.cublasLtMatmulDescCreate(&how->desc, compute, MT_LT_R_32F)));
+    MT_TRY(said("transpose", lt.cublasLtMatmulDescSetAttribute(how->desc, MT_LT_DESC_TRANSA, &left,
+                                                               sizeof left)));
+    MT_TRY(said("transpose", lt.cublasLtMatmulDescSetAttribute(how->desc, MT_LT_DESC_TRANSB, &right,
+                                                               sizeof right)));
+    MT_TRY(make_layout(blas.left, key.ab, &how->left));
+    MT_TRY(make_layout(blas.right, key.ab, &how->right));
+    MT_TRY(make_layout(blas.out, key.c_type, &how->out));
+fail:
+    return st;
+}
+
+mt_status prefer(mt_lt_pref pref, int attribute, const void *value, size_t bytes)
+{
+    return said("a preference",
+                lt.cublasLtMatmulPreferenceSetAttribute(pref, attribute, value, bytes));
+}
+
+mt_status set_preferences(mt_lt_pref pref, const mt_gemm_key &key)
+{
+    const uint64_t workspace = MT_GEMM_WORKSPACE;
+    const uint32_t reduction = MT_LT_REDUCTION_COMPUTE_TYPE;
+    // left is b, right is a; C and D are both c.
+    const uint32_t align[] = { (uint32_t)key.align[2], (uint32_t)key.align[1], (uint32_t)key.align[0],
+                               (uint32_t)key.align[0] };
+    mt_status st;
+
+    MT_TRY(prefer(pref, MT_LT_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace));
+    MT_TRY(prefer(pref, MT_LT_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction));
+    for (int i = 0; i < 4; i++)
+        MT_TRY(prefer(pref, MT_LT_PREF_MIN_ALIGNMENT_A_BYTES + i, &align[i], sizeof align[i]));
+fail:
+    return st;
+}
+
+mt_status ask(const mt_gemm_choice *how, mt_lt_found *found, int *n)
+{
+    const mt_gemm_key &key = how->key;
+    mt_lt_pref   pref = nullptr;
+    mt_lt_status status;
+    mt_status    st;
+
+    MT_TRY(said("a preference", lt.cublasLtMatmulPreferenceCreate(&pref)));
+    MT_TRY(set_preferences(pref, key));
+    status = lt.cublasLtMatmulAlgoGetHeuristic(how->handle, how->desc, how->left, how->right, how->out,
+                                               how->out, pref, CANDIDATES, found, n);
+    if (status != MT_LT_SUCCESS || *n == 0)
+        st = MT_FAIL(MT_ENOTSUP, "gemm_: cublasLt has no algorithm for [%lld, %lld] @ [%lld, %lld] with "
+                     "leading dimensions %lld, %lld and %lld of the result: %s", (long long)key.m,
+                     (long long)key.k, (long long)key.k, (long long)key.n, (long long)key.ld[1],
+                     (long long)key.ld[2], (long long)key.ld[0], lt.cublasLtGetStatusString(status));
+fail:
+    if (pref != nullptr)
+        lt.cublasLtMatmulPreferenceDestroy(pref);
+    return st;
+}
+
+mt_lt_status launch(const mt_gemm_choice *how, const mt_lt_algo *algo, const mt_gemm *g, void *c,
+                    float alpha, float beta, void *workspace, size_t bytes, cudaStream_t stream)
+{
+    const mt_gemm_blas blas = mt_gemm_to_blas(g);
+
+    return lt.cublasLtMatmul(how->handle, how->desc, &alpha, blas.left.data, how->left,
+                             blas.right.data, how->right, &beta, c, how->out, c, how->out, algo,
+                             workspace, bytes, stream);
+}
+
+// Milliseconds of TIMED runs behind one that warms up; negative when the candidate does not run.
+// The host waits for the stream: this happens once for a key.
+float time_one(const mt_gemm_choice *how, const mt_lt_algo *algo, const mt_gemm *g,
+               const mt_gemm_trial *trial, cudaEvent_t from, cudaEvent_t to)
+{
+    cudaStream_t stream = reinterpret_cast<cudaStream_t>(trial->stream);
+    const float  beta = how->key.accumulates ? 1.0f : 0.0f;
+    float        ms = -1.0f;
+
+    for (int i = 0; i < 1 + TIMED; i++) {
+        if (i == 1 && cudaEventRecord(from, stream) != cudaSuccess)
+            return -1.0f;
+        if (launch(how, algo, g, trial->c, 1.0f, beta, trial->workspace, MT_GEMM_WORKSPACE, stream)
+            != MT_LT_SUCCESS)
+            return -1.0f;
+    }
+    if (cudaEventRecord(to, stream) != cudaSuccess || cudaEventSynchronize(to) != cudaSuccess ||
+        cudaEventElapsedTime(&ms, from, to) != cudaSuccess)
+        return -1.0f;
+    return ms;
+}
+
+// The place of the fastest candidate.
+int fastest(const mt_gemm_choice *how, const mt_lt_found *found, int n, const mt_gemm *g,
+            const mt_gemm_trial *trial)
+{
+    cudaEvent_t from = nullptr, to = nullptr;
+    int         best = 0;
+    float       best_ms = -1.0f;
+
+    if (cudaEventCreate(&from) == cudaSuccess && cudaEventCreate(&to) == cudaSuccess)
+        for (int i = 0; i < n; i++) {
+            float ms = time_one(how, &found[i].algo, g, trial, from, to);
+
+            if (ms > 0 && (best_ms < 0 || ms < 0.99f * best_ms)) {
+                best = i;
+                best_ms = ms;
+            }
+        }
+    if (from != nullptr)
+        cudaEventDestroy(from);
+    if (to != nullptr)
+        cudaEventDestroy(to);
+    (void)cudaGetLastError();               // what went wrong here only costs the measurement
+    return best;
+}
+
+void discard(mt_gemm_choice *how)
+{
+    if (how->desc != nullptr)
+        lt.cublasLtMatmulDescDestroy(how->desc);
+    for (mt_lt_layout layout : { how->left, how->right, how->out })
+        if (layout != nullptr)
+            lt.cublasLtMatrixLayoutDestroy(layout);
+    free(how);
+}
+
+mt_status make(const mt_gemm_key *key, const mt_gemm *g, const mt_gemm_trial *trial,
+               mt_gemm_choice **out)
+{
+    mt_gemm_choice *how = static_cast<mt_gemm_choice *>(calloc(1, sizeof *how));
+    mt_lt_found     found[CANDIDATES];
+    int             n = 0, best;
+    mt_status       st;
+
+    if (how == nullptr)
+        return MT_FAIL(MT_ENOMEM, "gemm_: calloc(%zu)", sizeof *how);
+    how->key = *key;
+    MT_TRY(find_library());
+    MT_TRY(handle_of(key->device, &how->handle));
+    MT_TRY(describe(how, mt_gemm_to_blas(g)));
+    MT_TRY(ask(how, found, &n));
+    best = trial != nullptr ? fastest(how, found, n, g, trial) : 0;
+    how->algo = found[best].algo;
+    how->workspace_bytes = found[best].workspaceSize;
+    *out = how;
+    return MT_OK;
+fail:
+    discard(how);
+    return st;
+}
+
+const mt_gemm_choice **bucket_of(const mt_gemm_key *key)       // FNV-1a over the key's words
+{
+    int64_t  words[sizeof *key / sizeof(int64_t)];
+    uint64_t hash = 0xcbf29ce484222325u;
+
+    memcpy(words, key, sizeof words);
+    for (int64_t word : words)
+        hash = (hash ^ (uint64_t)word) * 0x100000001b3u;
+    return &buckets[(hash ^ hash >> 32) % BUCKETS];
+}
+
+const mt_gemm_choice *known(const mt_gemm_key *key)            // under mu
+{
+    const mt_gemm_choice *how = *bucket_of(key);
+
+    while (how != nullptr && memcmp(&how->key, key, sizeof *key) != 0)
+        how = how->next;
+    return how;
+}
+
+} // namespace
+
+extern "C" const mt_gemm_choice *mt__gemm_cuda_known(const mt_gemm_key *key)
+{
+    pthread_mutex_lock(&mu);
+    const mt_gemm_choice *how = known(key);
+    pthread_mutex_unlock(&mu);
+    return how;
+}
+
+extern "C" mt_status mt__gemm_cuda_choose(const mt_gemm_key *key, const mt_gemm *g,
+                                          const mt_gemm_trial *trial, const mt_gemm_choice **out)
+{
+    mt_gemm_choice *made = nullptr;
+    mt_status       st = MT_OK;
+
+    pthread_mutex_lock(&mu);
+    // Another thread may have been here since the caller looked.
+    if ((*out = known(key)) == nullptr && (st = make(key, g, trial, &made)) == MT_OK) {
+        made->next = *bucket_of(key);
+        *bucket_of(key) = *out = made;
+    }
+    pthread_mutex_unlock(&mu);
+    return st;
+}
+
+extern "C" size_t mt__gemm_cuda_workspace(const mt_gemm_choice *how)
+{
+    return how->workspace_bytes;
+}
+
+extern "C" mt_status mt__gemm_cuda_run(const mt_gemm_choice *how, const mt_gemm *g, float alpha,
+                                       float beta, void *workspace, uintptr_t stream)
+{
+    return said("cublasLtMatmul", launch(how, &how->algo, g, g->c.data, alpha, beta, workspace,
+                                         how->workspace_bytes, reinterpret_cast<cudaStream_t>(stream)));
+}
