@@ -9,6 +9,9 @@ stated. `strided`: any strides but the last dimension's, which is 1.
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -234,13 +237,111 @@ def cross_entropy_(logits: Tensor, labels: Tensor, scale: Tensor | None, *, igno
 
 
 def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:
-    """c = alpha * a @ b + beta * c in fp32 inside, by cublasLt with a cached choice of algorithm.
+    """c = alpha * a @ b + beta * c, summed in fp32 and rounded once; on CUDA by torch's cublasLt.
+
+    One choice of algorithm per shape, layout and device, kept for the process: the same operands give the same
+    bits. fp32 operands are multiplied as TF32 only where torch's own products are
+    (`torch.backends.cuda.matmul.allow_tf32`, read at each call).
 
     Args:
-        c: [M, N] fp32 or a's type, rows dense (strided); a: [M, K], b: [K, N], 16-bit or fp32, each either row-
-            or column-major (`x.t()` of a dense x is fine).
+        c: [M, N] fp32 or a's type; rows dense, any row stride. Shares no memory with a or b. Not read if beta is 0.
+        a: [M, K]; b: [K, N]: both fp32, both bf16 or both fp16, by rows or by columns (`x.t()`), with any leading
+            dimension (some columns of a wider matrix).
+
+    Raises:
+        RuntimeError: Shapes or types that do not fit, strides of neither order; the message names the argument.
     """
-    c.copy_(alpha * (a.float() @ b.float()) + (beta * c.float() if beta else 0))
+    if a.shape[-1] == 0:
+        c.mul_(beta) if beta else c.zero_()
+        return
+    tf32 = a.dtype == torch.float32 and a.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    _ops.gemm_(c, a, b, alpha, beta, tf32, _gemm_tuned)
+
+
+_gemm_tuned = False
+
+
+def gemm_tune(on: bool) -> None:
+    """From now on gemm_ chooses by measurement: a new shape's candidates run on the stream first, some 30 products.
+
+    Shapes that have their choice keep it. On the CPU there is nothing to choose.
+    """
+    global _gemm_tuned
+    _gemm_tuned = on
+
+
+def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """y[rows of group e] = x[rows of group e] @ w[e]: one launch for all experts.
+
+    bf16 on a GPU that torch has the kernel for (9.0, 10.0), with addresses and strides in multiples of 16 bytes;
+    everything else goes group by group, and on CUDA the host then waits for the offsets.
+
+    Args:
+        x: [T, K], rows dense. w: [E, K, N], each expert by rows or by columns (`w.mT` of [E, N, K]).
+        offsets: [E] int32, the ends of the groups, ascending; the last is T. Groups may be empty.
+
+    Returns:
+        y [T, N] dense, x's type.
+
+    Raises:
+        RuntimeError: Where it goes group by group: the offsets do not ascend to T. (One launch does not look.)
+
+    Source: torch.nn.functional.grouped_mm, whose rules these are.
+    """
+    if _grouped_at_once(x, w, offsets) and w.shape[-1] % 8 == 0:
+        return torch._grouped_mm(x, w, offs=offsets)
+    y = x.new_empty(x.shape[0], w.shape[-1])
+    for e, (first, end) in enumerate(_groups(offsets, x.shape[0])):
+        torch.mm(x[first:end], w[e], out=y[first:end])
+    return y
+
+
+def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """dx [T, K] of grouped_gemm, from dy [T, N] and the same w [E, K, N] and offsets."""
+    return grouped_gemm(dy, w.mT, offsets)
+
+
+def grouped_gemm_wgrad(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
+    """dw[e] = x[rows of group e]' @ dy[rows of group e]; zeros for an empty group. As grouped_gemm.
+
+    Args:
+        x: [T, K], dy: [T, N], rows dense. offsets: [E] int32.
+
+    Returns:
+        dw [E, K, N] dense, x's type. (With x and dy exchanged: [E, N, K].)
+    """
+    if _grouped_at_once(x, dy, offsets) and dy.shape[-1] % 8 == 0:
+        return torch._grouped_mm(x.t(), dy, offs=offsets)
+    dw = x.new_empty(offsets.shape[0], x.shape[-1], dy.shape[-1])
+    for e, (first, end) in enumerate(_groups(offsets, x.shape[0])):
+        torch.mm(x[first:end].t(), dy[first:end], out=dw[e])
+    return dw
+
+
+def _grouped_at_once(x: Tensor, other: Tensor, offsets: Tensor) -> bool:
+    """Whether torch has one kernel for these. It cannot take no rows at all, or more than 1024 groups."""
+    return (x.is_cuda and x.dtype == other.dtype == torch.bfloat16
+            and torch.cuda.get_device_capability(x.device) in ((9, 0), (10, 0))
+            and x.shape[0] > 0 and 0 < offsets.shape[0] <= 1024
+            and x.stride(-1) == 1 and all(map(_in_steps_of_16_bytes, (x, other))))
+
+
+def _in_steps_of_16_bytes(x: Tensor) -> bool:
+    """Of a bf16 matrix, or a stack of them: dense lines, each of which begins at a multiple of 16 bytes."""
+    inner, outer = sorted(x.stride()[-2:])
+    return inner == 1 and all(n % 8 == 0 for n in (outer, *x.stride()[:-2])) and x.data_ptr() % 16 == 0
+
+
+def _groups(offsets: Tensor, rows: int) -> Iterable[tuple[int, int]]:
+    """First row and end of each group.
+
+    Raises:
+        RuntimeError: The offsets do not ascend from 0 to `rows`.
+    """
+    ends = [0, *offsets.tolist()]
+    if ends != sorted(ends) or ends[-1] != rows:
+        raise RuntimeError(f"grouped_gemm: offsets must ascend to the number of rows, {rows}; found {ends[1:]}")
+    return pairwise(ends)
 
 
 # ---- fake kernels: shapes for tracing ----
@@ -250,5 +351,5 @@ def _nothing(*args: object) -> None:
 
 
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
-for _name in ("adamw_",):
+for _name in ("adamw_", "gemm_"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

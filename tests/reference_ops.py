@@ -37,3 +37,25 @@ def cross_entropy_gradient(logits: Tensor, labels: Tensor, *, ignore_index: int 
     if softcap > 0:
         grad = grad * (1 - torch.tanh(logits / softcap).square())
     return torch.where(keep.unsqueeze(-1), grad, 0)
+
+
+# ---- products ----
+
+
+def gemm(c: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+    """alpha * a @ b + beta * c; c counts for nothing when beta is 0, whatever it holds."""
+    return alpha * (a @ b) + (beta * c if beta else 0)
+
+
+def grouped_gemm(x: Tensor, w: Tensor, ends: list[int]) -> Tensor:
+    """[T, N]: rows of x [T, K] times the w [E, K, N] of their group."""
+    group = torch.bucketize(torch.arange(len(x), device=x.device), torch.tensor(ends, device=x.device), right=True)
+    return torch.einsum("tk,tkn->tn", x, w[group])
+
+
+def grouped_gemm_wgrad(x: Tensor, dy: Tensor, ends: list[int]) -> Tensor:
+    """[E, K, N]: gradient of grouped_gemm by w."""
+    rows = torch.arange(len(x), device=x.device).unsqueeze(-1)
+    group = torch.bucketize(rows, torch.tensor(ends, device=x.device), right=True)
+    member = (group == torch.arange(len(ends), device=x.device)).to(x.dtype)
+    return torch.einsum("te,tk,tn->ekn", member, x, dy)

@@ -1,5 +1,6 @@
 /* gemm.c — see gemm.h. */
 #include "gemm.h"
+#include "element.h"
 #include <string.h>
 
 /* ---- what is asked for ---- */
@@ -94,21 +95,6 @@ typedef struct job {
     int64_t        tiles_across;
 } job;
 
-static float get(const void *p, mt_dtype dt, int64_t i)
-{
-    return dt == MT_F32  ? ((const float *)p)[i]
-         : dt == MT_BF16 ? mt_bf16_to_f32(((const uint16_t *)p)[i])
-                         : mt_f16_to_f32(((const uint16_t *)p)[i]);
-}
-
-static void put(void *p, mt_dtype dt, int64_t i, float x)
-{
-    if (dt == MT_F32)
-        ((float *)p)[i] = x;
-    else
-        ((uint16_t *)p)[i] = dt == MT_BF16 ? mt_f32_to_bf16(x) : mt_f32_to_f16(x);
-}
-
 /* Lines (rows of a, columns of b) first..first+TILE of k..k+depth, as fp32 in strips of `wide` lines:
  * element (line, d) at strip*wide*depth + d*wide + line%wide. Lines behind the last are zeros, whose
  * products nobody stores. */
@@ -124,7 +110,7 @@ static void pack(float *out, const mt_gemm_matrix *m, mt_dtype dt, int lines_are
         int64_t from = (first + l) * per_line + k * per_k;
 
         for (int64_t d = 0; d < depth; d++)
-            to[d * wide] = first + l < lines ? get(m->data, dt, from + d * per_k) : 0.0f;
+            to[d * wide] = first + l < lines ? mt__get(dt, m->data, from + d * per_k) : 0.0f;
     }
 }
 
@@ -156,8 +142,8 @@ static void finish(const job *t, const float *sum, int64_t row, int64_t col)
             float   x = t->alpha * sum[i * TILE + j];
 
             if (t->beta != 0.0f)
-                x += t->beta * get(c->data, t->g->c_type, at);
-            put(c->data, t->g->c_type, at, x);
+                x += t->beta * mt__get(t->g->c_type, c->data, at);
+            mt__put(t->g->c_type, c->data, at, x);
         }
 }
 
