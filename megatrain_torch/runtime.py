@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, hf
+from .budget import Budget
 from .errors import MegatrainError
 from .guard import plain
 from .handover import HandOver
@@ -135,6 +136,8 @@ class Runtime:
         self.slots: list[Slot] = []
         self.handover = HandOver(self)
         self.activations, self.compute = "auto", "auto"
+        self.vram: int | None = None         # limit of what may be used of the device, bytes
+        self.budget = Budget(self)
         self._lazy: dict[tuple[int, bool], Lazy] = {}
         self._first_root: Any = None
         self._backward_seen = False
@@ -336,7 +339,9 @@ class Runtime:
 
     def keep_of(self, window: Window, x: Tensor) -> str:
         """How much a fused window keeps of this call."""
-        mode = self.mode_of(window)
+        mode = window.mode if window.mode != "auto" else self.activations
+        if mode == "auto":
+            return self.budget.keep(window, x)
         return "replay" if mode == "whole" else mode
 
     # ---- random numbers ----

@@ -78,7 +78,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
                "saved" keeps them, "replay" runs each window's forward again in backward, "whole" does so in
                one node (see whole.py); auto: saved on the CPU, replay on CUDA;
                "slots": ring size (>= 2, default 3), "threads": host threads of the optimizer}.
-        vram: limit for weights on the device (bytes or "24GiB").
+        vram: limit for what is used of the device (bytes or "24GiB"): weights must fit, and what fused layers keep
+            between forward and backward is chosen to fit.
         host: limit for host memory, AdamW's states counted in.
         units: names or modules to be streamed as one piece each; None: found from the model.
         compute: "eager": the modules' own code; "fused": layers that a template covers run as one node with an
@@ -99,7 +100,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     core = _core.Engine(where.type, where.index or 0, threads, debug.pop("delay_us", 0), debug.pop("seed", 0))
     rt = Runtime(module, where, core)
     rt.activations = options.get("activations", "auto")
-    rt.compute = compute
+    rt.compute, rt.vram = compute, parse_bytes(vram, "vram")
     _fill(rt, groups, dtype)
     try:
         rt.open_slots(sizes)

@@ -339,6 +339,12 @@ class Decoder:
         return tokens * (columns * item + 4 * (self.hq + len(self.norms)))
 
 
+    def work_bytes(self, tokens: int, item: int) -> int:
+        """Bytes that backward needs at most beside what is kept: a layer made again, its gradients in flight."""
+        hidden, inter = self.down.rows[0], self.down.inputs
+        return self.kept_bytes("saved", tokens, item) + tokens * (inter + sum(self.qkv.rows) + 4 * hidden) * item
+
+
 # Arguments of layers that say nothing new to a template, or that it reads.
 _COVERED = frozenset(("position_embeddings", "attention_mask", "position_ids", "past_key_values", "use_cache",
                       "cache_position", "num_items_in_batch"))

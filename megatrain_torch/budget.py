@@ -1,0 +1,64 @@
+"""What fused windows keep between forward and backward, when nobody has planned it: as much as fits.
+
+Decided at the first training pass of a given size, when tokens per pass are known: memory that is free
+on the device by then, less what a pass needs at least, is spent on kept activations, where it saves
+recomputing. Windows at the end keep most: what they keep lives shortest. mt.plan decides better and
+beforehand; this is for those who did not ask.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+    from .window import Window
+
+LOGITS_BYTES = 3 << 29        # a chunk of logits, its gradient in place, and the head's gradient in fp32 beside
+MARGIN = 0.08                 # of the device: fragmentation, cuBLAS and cuDNN workspaces
+
+
+class Budget:
+    """keep(window, x): how much a window with a template keeps of this pass."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.tokens = 0
+        self.chosen: dict[Window, str] = {}
+
+    def keep(self, window: Window, x: Tensor) -> str:
+        tokens = x.shape[0] * x.shape[1]
+        if tokens > self.tokens or window not in self.chosen:
+            self.tokens = max(tokens, self.tokens)
+            windows = [w for w in self.runtime.windows if w.fused is not None and w.mode == "auto"]
+            self.chosen = share(windows, self.tokens, x.element_size(), self._free(windows, self.tokens, x))
+        return self.chosen.get(window, "replay")
+
+    def _free(self, windows: list[Window], tokens: int, x: Tensor) -> float:
+        """Bytes that may be spent on keeping; below zero when even a bare pass is tight."""
+        rt, item = self.runtime, x.element_size()
+        if not rt.is_cuda:
+            return float("inf")
+        free, total = torch.cuda.mem_get_info(rt.device)
+        free += torch.cuda.memory_reserved(rt.device) - torch.cuda.memory_allocated(rt.device)
+        if rt.vram is not None:
+            free = min(free, rt.vram - (total - torch.cuda.mem_get_info(rt.device)[0]))
+        units = sorted((sum(r.nbytes for r in unit) for unit in rt.units), reverse=True)
+        inputs = len(windows) * x.numel() * item
+        work = max(w.fused.template.work_bytes(tokens, item) for w in windows)
+        return free - MARGIN * total - inputs - work - 2 * sum(units[:2]) - LOGITS_BYTES
+
+
+def share(windows: list[Any], tokens: int, item: int, free: float) -> dict[Any, str]:
+    """"saved" for as many windows as `free` bytes allow, last ones first; then "selective"; else "replay"."""
+    chosen = dict.fromkeys(windows, "replay")
+    for window in reversed(windows):
+        kept = {k: window.fused.template.kept_bytes(k, tokens, item) for k in ("saved", "selective")}
+        for keep in ("saved", "selective"):
+            if kept[keep] <= free:
+                chosen[window] = keep
+                free -= kept[keep]
+                break
+    return chosen
