@@ -64,7 +64,7 @@ def explain(model: nn.Module) -> str:
     for w in rt.windows:
         nbytes = sum(r.nbytes for r in w.records)
         trained = sum(r.numel for r in w.records if r.was_trainable)
-        rows.append((w.name, ", ".join(rt.unit_names[u] for u in w.units), show_bytes(nbytes), w.mode, f"{trained:,}",
+        rows.append((w.name, ", ".join(rt.unit_names[u] for u in w.units), show_bytes(nbytes), w.keeps, f"{trained:,}",
                      w.code))
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -21,41 +20,41 @@ MARGIN = 0.08                 # of the device: fragmentation, cuBLAS and cuDNN w
 
 
 class Budget:
-    """keep(window, x): how much a window with a template keeps of this pass."""
+    """keep(window, tokens): how much a window with a template keeps of this pass."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.tokens = 0
         self.chosen: dict[Window, str] = {}
 
-    def keep(self, window: Window, x: Tensor) -> str:
-        tokens = x.shape[0] * x.shape[1]
+    def keep(self, window: Window, tokens: int) -> str:
         if tokens > self.tokens or window not in self.chosen:
             self.tokens = max(tokens, self.tokens)
             windows = [w for w in self.runtime.windows if w.fused is not None and w.mode == "auto"]
-            self.chosen = share(windows, self.tokens, x.element_size(), self._free(windows, self.tokens, x))
+            self.chosen = share(windows, self.tokens, self._free(windows, self.tokens))
         return self.chosen.get(window, "replay")
 
-    def _free(self, windows: list[Window], tokens: int, x: Tensor) -> float:
+    def _free(self, windows: list[Window], tokens: int) -> float:
         """Bytes that may be spent on keeping; below zero when even a bare pass is tight."""
-        rt, item = self.runtime, x.element_size()
+        rt = self.runtime
         if not rt.is_cuda:
             return float("inf")
         free, total = torch.cuda.mem_get_info(rt.device)
+        used = total - free
         free += torch.cuda.memory_reserved(rt.device) - torch.cuda.memory_allocated(rt.device)
         if rt.vram is not None:
-            free = min(free, rt.vram - (total - torch.cuda.mem_get_info(rt.device)[0]))
+            free = min(free, rt.vram - used)
         units = sorted((sum(r.nbytes for r in unit) for unit in rt.units), reverse=True)
-        inputs = len(windows) * x.numel() * item
-        work = max(w.fused.template.work_bytes(tokens, item) for w in windows)
+        inputs = sum(w.fused.template.input_bytes(tokens, w.item) for w in windows)
+        work = max(w.fused.template.work_bytes(tokens, w.item) for w in windows)
         return free - MARGIN * total - inputs - work - 2 * sum(units[:2]) - LOGITS_BYTES
 
 
-def share(windows: list[Any], tokens: int, item: int, free: float) -> dict[Any, str]:
+def share(windows: list[Any], tokens: int, free: float) -> dict[Any, str]:
     """"saved" for as many windows as `free` bytes allow, last ones first; then "selective"; else "replay"."""
     chosen = dict.fromkeys(windows, "replay")
     for window in reversed(windows):
-        kept = {k: window.fused.template.kept_bytes(k, tokens, item) for k in ("saved", "selective")}
+        kept = {k: window.fused.template.kept_bytes(k, tokens, window.item) for k in ("saved", "selective")}
         for keep in ("saved", "selective"):
             if kept[keep] <= free:
                 chosen[window] = keep

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import ops
-from .errors import MegatrainError
 from .frames import refuse_create_graph
 from .records import Use
 from .state import in_backward, swap_window
-from .templates import Decoder, Unfit, Weights
+from .templates import Unfit, Weights, template
 
 if TYPE_CHECKING:
     from .window import Window
@@ -43,7 +42,6 @@ class Layer(torch.autograd.Function):
         y, ctx.kept = fused.template.forward(x, fused.weights(), call, keep)
         ctx.versions = fused.versions()
         ctx.save_for_backward(x)             # torch's own checks: in-place writes, a second backward
-        ctx.kept.x = call.cache = None
         return y
 
     @staticmethod
@@ -51,12 +49,12 @@ class Layer(torch.autograd.Function):
         refuse_create_graph()
         fused, (x,) = ctx.fused, ctx.saved_tensors
         fused.check_versions(ctx.versions)
-        nodes = [edge[0] for edge in ctx.next_functions[1:]]
+        nodes = [edge[0] for edge in ctx.next_functions[1:]]         # the first is x's
         found: tuple[Tensor | None, ...] = (None,) * len(ctx.records)
         dx = None
         if dy is not None:
-            kept, ctx.kept = ctx.kept or fused.template.nothing_kept(), None     # used up; a second time: from x
-            kept.x = x
+            kept, ctx.kept = ctx.kept, None      # used up; a second time all is made again
+            kept = fused.template.nothing_kept(x) if kept is None else kept
             dx, grads = fused.template.backward(dy, kept, fused.weights(), ctx.call, fused.wanted,
                                                 ctx.needs_input_grad[3])
             found = tuple(grads.get(n) for n in fused.trained_names)
@@ -85,7 +83,7 @@ class Fused:
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
-        self.window, self.module, self.template = window, module, Decoder(module)
+        self.window, self.module, self.template = window, module, template(module)
         names = {id(p): n for n, p in module.named_parameters()}
         self.names = [names[id(r.param)] for r in window.records]
         self.verdict: str | None = None
@@ -126,51 +124,33 @@ class Fused:
         except Unfit as reason:
             self.declined = str(reason)
             return None
-        if self.verdict is None and not self._try(x, kwargs):
+        if self.verdict is None and not self._try(x, args, kwargs):
             return None
         self.declined = ""
-        self._cache(call, kwargs.get("past_key_values"))
         window = self.window
         window.runtime.bindings += 1
-        return Layer.apply(self, call, window.runtime.keep_of(window, x), x, *window.params)
+        keep = window.runtime.keep_of(window, x.shape[:2].numel())
+        return Layer.apply(self, call, keep, x, *window.params)
 
     def _taken(self, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
-        """x and the rest of the call, as a template takes them."""
-        if len(args) > 1:
-            raise Unfit("called with arguments that have no names")
-        rest = dict(kwargs)
-        x = args[0] if args else rest.pop("hidden_states", None)
-        self._plain(x)
-        return x, self.template.call(self.module, rest)
-
-    def _plain(self, x: Any) -> None:
-        """May this call be a single node?"""
+        """x and the rest of the call, as a template takes them, if it may be a single node."""
         window = self.window
-        if type(x) is not Tensor or x.dim() != 3 or x.dtype != window.records[0].dtype:
-            raise Unfit("its input is no [B, S, H] tensor of the weights' type")
         if any(window.hooks) or _has_any_global_hook():
             raise Unfit("there are hooks inside it")
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(window.runtime.device.type):
             raise Unfit("autocast is on")
+        x, call = self.template.take(self.module, args, kwargs, window.records[0].dtype)
         if not (x.requires_grad or window.trainable):
             raise Unfit("nothing needs a gradient")
-
-    def _cache(self, call: Any, cache: Any) -> None:
-        """An empty cache is filled; one with something in it is not for training, and changes what is attended to."""
-        if cache is not None:
-            index = self.module.self_attn.layer_idx
-
-            def fill(k: Tensor, v: Tensor) -> None:
-                cache.update(_Cut.apply(k.transpose(1, 2)), _Cut.apply(v.transpose(1, 2)), index)
-
-            call.cache = fill
+        return x, call
 
     # ---- the trial ----
 
-    def _try(self, x: Tensor, kwargs: Any) -> bool:
-        limit = NOISE.get(x.dtype, 1e-5)
+    def _try(self, x: Tensor, args: Any, kwargs: Any) -> bool:
+        dtype = self.window.records[0].dtype
+        limit = NOISE.get(dtype, 1e-5)
         try:
-            error = self._best_style(x, kwargs)
+            error = self._best_style(x, args, kwargs)
         except Unfit as reason:
             self.verdict = str(reason)
         else:
@@ -178,72 +158,46 @@ class Fused:
                 f"on random data the template is off by {error:.1e} (relative), more than {limit:.0e}")
         return not self.verdict
 
-    def _best_style(self, x: Tensor, kwargs: Any) -> float:
+    def _best_style(self, x: Tensor, args: Any, kwargs: Any) -> float:
         """Tries the ways a norm applies its weight; leaves the best in force and yields its error."""
-        inputs = _small(x, kwargs)
-        truth = self._own(*inputs)
+        rng = torch.Generator(x.device).manual_seed(0)
+        x, args, kwargs = self.template.small(x, rng, TRIAL_TOKENS, args, kwargs)
+        truth, dy = self._own(x, args, kwargs, rng)
         errors = []
         for style in (ops.ROUND_FIRST, ops.ROUND_LAST, ops.ONE_PLUS):
             self.template.set_style(style)
-            errors.append((_error(truth, self._templates(*inputs)), style))
+            errors.append((_error(truth, self._templates(dy, args, kwargs)), style))
         error, style = min(errors)
         self.template.set_style(style)
         return error
 
-    def _own(self, x: Tensor, dy: Tensor, kwargs: Any) -> dict[str, Tensor]:
-        """Output and gradients of the module's own code."""
-        window = self.window
+    def _own(self, x: Tensor, args: Any, kwargs: Any, rng: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        """Output and gradients of the module's own code for a random output gradient, and that."""
+        window, into = self.window, self.template.differentiable_input
         bound = window.bind_leaves()
         with torch.enable_grad():
-            x = x.detach().requires_grad_()
+            x.requires_grad_(into)
             outer = swap_window(bound)
             try:
-                y = window.inner(x, **kwargs)
+                y = window.inner(*args, **kwargs)
             finally:
                 swap_window(outer)
-            if not isinstance(y, Tensor) or y.shape != x.shape:
-                raise Unfit("its forward gives something else than one tensor like its input")
-            leaves = [x, *(bound[r] for r in window.trainable)]
-            grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
-        found = {"y": y.detach(), "dx": grads[0]}
-        return found | {n: g for n, g in zip(self.trained_names, grads[1:]) if g is not None}
+            if not isinstance(y, Tensor):
+                raise Unfit("its forward gives something else than one tensor")
+            dy = torch.randn(y.shape, generator=rng, device=y.device).to(y.dtype)
+            leaves = [bound[r] for r in window.trainable] + [x] * into
+            grads = list(torch.autograd.grad(y, leaves, dy, allow_unused=True))
+        found = {"y": y.detach()} | ({"dx": grads.pop()} if into else {})
+        x.requires_grad_(False)
+        return found | {n: g for n, g in zip(self.trained_names, grads) if g is not None}, dy
 
-    def _templates(self, x: Tensor, dy: Tensor, kwargs: Any) -> dict[str, Tensor]:
-        call = self.template.call(self.module, kwargs)
+    def _templates(self, dy: Tensor, args: Any, kwargs: Any) -> dict[str, Tensor]:
+        x, call = self.template.take(self.module, args, kwargs, self.window.records[0].dtype)
         with torch.no_grad():
             w = self.weights()
             y, kept = self.template.forward(x, w, call, "saved")
             dx, grads = self.template.backward(dy, kept, w, call, self.wanted, True)
-        return {"y": y, "dx": dx, **grads}
-
-
-class _Cut(torch.autograd.Function):
-    """The same values, with a history that refuses to be gone through."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        return t.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise MegatrainError("a gradient through the key-value cache of a fused layer: use compute='eager'")
-
-
-def _small(x: Tensor, kwargs: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Random input and output gradient of one short sequence, with the call's own arguments cut to it."""
-    n = min(x.shape[1], TRIAL_TOKENS)
-    rng = torch.Generator(x.device).manual_seed(0)
-    draw = [torch.randn(1, n, x.shape[2], generator=rng, device=x.device).to(x.dtype) for _ in range(2)]
-    rest = {k: v for k, v in kwargs.items() if k not in ("hidden_states", "past_key_values", "use_cache")}
-    cos_sin = rest.get("position_embeddings")
-    if cos_sin is not None:
-        rest["position_embeddings"] = tuple(t[:1, :n] for t in cos_sin)
-    if isinstance(rest.get("attention_mask"), Tensor):
-        rest["attention_mask"] = rest["attention_mask"][:1, :, :n, :n]
-    for name in ("position_ids", "cache_position"):
-        if isinstance(rest.get(name), Tensor):
-            rest[name] = rest[name][..., :n][:1]
-    return draw[0], draw[1], rest
+        return {"y": y, **({} if dx is None else {"dx": dx}), **grads}
 
 
 def _error(truth: dict[str, Tensor], found: dict[str, Tensor]) -> float:

@@ -337,11 +337,11 @@ class Runtime:
             return "saved"
         return "replay"
 
-    def keep_of(self, window: Window, x: Tensor) -> str:
-        """How much a fused window keeps of this call."""
+    def keep_of(self, window: Window, tokens: int) -> str:
+        """How much a fused window keeps of a call with so many tokens."""
         mode = window.mode if window.mode != "auto" else self.activations
         if mode == "auto":
-            return self.budget.keep(window, x)
+            return self.budget.keep(window, tokens)
         return "replay" if mode == "whole" else mode
 
     # ---- random numbers ----

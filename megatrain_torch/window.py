@@ -85,6 +85,18 @@ class Window:
         why = self.fused.verdict or self.fused.declined
         return f"its own ({why})" if why else "template"
 
+    @property
+    def item(self) -> int:
+        """Bytes of an activation's element."""
+        return self.records[0].dtype.itemsize
+
+    @property
+    def keeps(self) -> str:
+        """What is done about activations; "auto" before the first pass has decided."""
+        rt = self.runtime
+        mode = self.mode if self.mode != "auto" else rt.activations
+        return rt.budget.chosen.get(self, mode) if mode == "auto" else mode
+
     # ---- slot tensors ----
 
     def views(self, records: list[Record]) -> list[Tensor]:

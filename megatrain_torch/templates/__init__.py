@@ -9,7 +9,25 @@ replay      the layer's input alone
 """
 from __future__ import annotations
 
+from torch import nn
+
 from .decoder import Decoder
 from .parts import Unfit, Weights
+from .single import Embedding, LoneNorm
 
-__all__ = ["Decoder", "Unfit", "Weights"]
+
+def template(module: nn.Module) -> Decoder | Embedding | LoneNorm:
+    """The template that covers a module.
+
+    Raises:
+        Unfit: there is none; the text says why it is no decoder layer.
+    """
+    for kind in (Embedding, LoneNorm):
+        try:
+            return kind(module)
+        except Unfit:
+            continue
+    return Decoder(module)
+
+
+__all__ = ["Unfit", "Weights", "template"]

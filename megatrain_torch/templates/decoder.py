@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from .attention import Attention
-from .parts import Grads, Linears, Norm, Unfit, Weights, activation
+from .parts import Grads, Linears, Norm, Unfit, Weights, activation, as_input, cut
 
 KEEPS = ("saved", "selective", "replay")
 
@@ -56,6 +56,8 @@ class Kept:
 
 class Decoder:
     """The template of one structure. Shapes: hq query heads, hk key heads of size D; H hidden, I intermediate."""
+
+    differentiable_input = True
 
     def __init__(self, layer: nn.Module) -> None:
         """Reads the structure of a layer.
@@ -133,12 +135,38 @@ class Decoder:
         for n in self.norms:
             n.style = style
 
-    def call(self, layer: nn.Module, kwargs: dict[str, Any]) -> Call:
-        """The call's arguments.
+    def take(self, layer: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, Call]:
+        """x [B, S, H] and the rest of a call.
 
         Raises:
-            Unfit: there is one that the template does not cover.
+            Unfit: there is something in it that the template does not cover.
         """
+        if len(args) > 1:
+            raise Unfit("called with arguments that have no names")
+        rest = dict(kwargs)
+        x = as_input(args[0] if args else rest.pop("hidden_states", None), dtype)
+        call = self._call(rest)
+        cache = rest.get("past_key_values")
+        if cache is not None:
+            call.cache = lambda k, v: cache.update(cut(k.transpose(1, 2)), cut(v.transpose(1, 2)),
+                                                   layer.self_attn.layer_idx)
+        return x, call
+
+    def small(self, x: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any) -> tuple[Tensor, Any, Any]:
+        """A random x [1, n, H], and args and kwargs like the call's own, cut to it."""
+        n = min(n, x.shape[1])
+        x = torch.randn(1, n, x.shape[2], generator=rng, device=x.device).to(x.dtype)
+        rest = {k: v for k, v in kwargs.items() if k not in ("hidden_states", "past_key_values", "use_cache")}
+        if rest.get("position_embeddings") is not None:
+            rest["position_embeddings"] = tuple(t[:1, :n] for t in rest["position_embeddings"])
+        if isinstance(rest.get("attention_mask"), Tensor):
+            rest["attention_mask"] = rest["attention_mask"][:1, :, :n, :n]
+        for name in ("position_ids", "cache_position"):
+            if isinstance(rest.get(name), Tensor):
+                rest[name] = rest[name][..., :n][:1]
+        return x, (x,), rest
+
+    def _call(self, kwargs: dict[str, Any]) -> Call:
         kind = getattr(self.config, "_attn_implementation", None)
         if kind not in ("sdpa", "eager"):
             raise Unfit(f"attention by {kind!r}")
@@ -182,6 +210,7 @@ class Decoder:
         q, key, v = self._rotated(k, shape, w, call, in_place=True)
         if call.cache is not None:
             call.cache(key, v)
+            call.cache = None                # once, and not held until backward
         k.out, k.extra = call.attention.forward(q, key, v)
 
     def _heads(self, qkv: Tensor, shape: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,8 +260,8 @@ class Decoder:
     # ---- backward ----
 
     @staticmethod
-    def nothing_kept() -> Kept:
-        return Kept()
+    def nothing_kept(x: Tensor) -> Kept:
+        return Kept(x=x)
 
     def backward(self, dy: Tensor, k: Kept, w: Weights, call: Call, wanted: Any, input_grad: bool
                  ) -> tuple[Tensor | None, Grads]:
@@ -326,6 +355,10 @@ class Decoder:
 
     # ---- sizes ----
 
+    def input_bytes(self, tokens: int, item: int) -> int:
+        """Bytes of x, which is kept in any case."""
+        return tokens * self.down.rows[0] * item
+
     def kept_bytes(self, keep: str, tokens: int, item: int) -> int:
         """Bytes that lie between forward and backward, the layer's input left out: it is the last one's output.
 
@@ -361,5 +394,5 @@ def _has(layer: nn.Module, name: str) -> bool:
 def _child(layer: nn.Module, name: str) -> nn.Module:
     child = getattr(layer, name, None)
     if not isinstance(child, nn.Module):
-        raise Unfit(f"it has no {name}")
+        raise Unfit(f"no template covers a {type(layer).__name__}: it has no {name}")
     return child

@@ -8,10 +8,49 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..errors import MegatrainError
 
 
 class Unfit(Exception):
     """A module, or a call of it, that a template does not cover; the text says why."""
+
+
+def only(args: Any, kwargs: Any, name: str) -> Any:
+    """The one argument of a call.
+
+    Raises:
+        Unfit: there are more, or it goes by another name.
+    """
+    if len(args) + len(kwargs) != 1 or (kwargs and name not in kwargs):
+        raise Unfit("called with more than its input")
+    return args[0] if args else kwargs[name]
+
+
+def as_input(x: Any, dtype: torch.dtype) -> Tensor:
+    """x, if it is a plain [B, S, H] tensor of this type.
+
+    Raises:
+        Unfit: it is not.
+    """
+    if type(x) is not Tensor or x.dim() != 3 or x.dtype != dtype:
+        raise Unfit("its input is no [B, S, H] tensor of the weights' type")
+    return x
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise MegatrainError("a gradient through the key-value cache of a fused layer: use compute='eager'")
+
+
+def cut(t: Tensor) -> Tensor:
+    """The same values for a cache, with a history that refuses to be gone through."""
+    with torch.enable_grad():
+        return _Cut.apply(t.detach().requires_grad_())
 
 
 class Weights:
@@ -120,8 +159,9 @@ class Norm:
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         own = dict(module.named_parameters())
         if not isinstance(eps, float) or list(own) != ["weight"] or own["weight"].dim() != 1:
-            raise Unfit(f"{name} ({type(module).__name__}) is no RMSNorm with one weight")
-        self.weight, self.eps, self.size = f"{name}.weight", eps, own["weight"].numel()
+            raise Unfit(f"{name or 'it'} ({type(module).__name__}) is no RMSNorm with one weight")
+        self.weight = f"{name}.weight" if name else "weight"
+        self.eps, self.size = eps, own["weight"].numel()
         self.style = ops.ROUND_FIRST
 
     def forward(self, x: Tensor, w: Weights, add: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,102 @@
+"""Templates of single modules: an embedding, and a norm that stands alone."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from .parts import Grads, Norm, Unfit, Weights, as_input, only
+
+
+class Embedding:
+    """Rows of a table by number: ids [...] int64 -> [..., H]."""
+
+    differentiable_input = False
+
+    def __init__(self, module: nn.Module) -> None:
+        if type(module) is not nn.Embedding:
+            raise Unfit(f"it is a {type(module).__name__}, no plain nn.Embedding")
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise Unfit("its embedding has max_norm, scale_grad_by_freq or sparse gradients")
+        self.rows, self.padding = module.num_embeddings, module.padding_idx
+        self.width = module.embedding_dim
+
+    def set_style(self, style: int) -> None:
+        """There is one way only."""
+
+    def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
+        ids = only(args, kwargs, "input")
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+            raise Unfit("called with something else than int64 numbers")
+        return ids, None
+
+    def small(self, ids: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any) -> tuple[Tensor, Any, Any]:
+        ids = torch.randint(self.rows, (1, n), generator=rng, device=ids.device)
+        return ids, (ids,), {}
+
+    def forward(self, ids: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, Tensor]:
+        return torch.nn.functional.embedding(ids, w["weight"]), ids
+
+    @staticmethod
+    def nothing_kept(ids: Tensor) -> Tensor:
+        return ids
+
+    def backward(self, dy: Tensor, ids: Tensor, w: Weights, call: None, wanted: Any, input_grad: bool
+                 ) -> tuple[None, Grads]:
+        grads = Grads(wanted)
+        padding = -1 if self.padding is None else self.padding
+        grads["weight"] = ops.embedding_backward(dy.reshape(-1, self.width), ids.reshape(-1), self.rows, padding)
+        return None, grads
+
+    def input_bytes(self, tokens: int, item: int) -> int:
+        return 8 * tokens
+
+    def kept_bytes(self, keep: str, tokens: int, item: int) -> int:
+        return 0
+
+    def work_bytes(self, tokens: int, item: int) -> int:
+        return 0
+
+
+class LoneNorm:
+    """The last RMSNorm of a model: x [..., H] -> [..., H]."""
+
+    differentiable_input = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.norm = Norm(module, "")
+
+    def set_style(self, style: int) -> None:
+        self.norm.style = style
+
+    def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
+        return as_input(only(args, kwargs, "hidden_states"), dtype), None
+
+    def small(self, x: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any) -> tuple[Tensor, Any, Any]:
+        x = torch.randn(1, n, x.shape[-1], generator=rng, device=x.device).to(x.dtype)
+        return x, (x,), {}
+
+    def forward(self, x: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        y, _, rstd = self.norm.forward(x, w)
+        return y, (x, rstd)
+
+    def nothing_kept(self, x: Tensor) -> tuple[Tensor, None]:
+        return x, None
+
+    def backward(self, dy: Tensor, kept: Any, w: Weights, call: None, wanted: Any, input_grad: bool
+                 ) -> tuple[Tensor, Grads]:
+        grads, (x, rstd) = Grads(wanted), kept
+        if rstd is None:
+            rstd = self.norm.forward(x, w)[2]
+        return self.norm.backward(dy, x, rstd, w, grads)[0], grads
+
+    def input_bytes(self, tokens: int, item: int) -> int:
+        return tokens * self.norm.size * item
+
+    def kept_bytes(self, keep: str, tokens: int, item: int) -> int:
+        return 4 * tokens
+
+    def work_bytes(self, tokens: int, item: int) -> int:
+        return 2 * tokens * self.norm.size * item
