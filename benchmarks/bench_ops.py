@@ -12,6 +12,8 @@ device in the same run, read and written bytes counted; that of a product of mat
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,10 +21,11 @@ import torch
 from common import add_shape_arguments, emit, pick_device, repeat, say, spread, table
 from torch import Tensor
 
-import megatrain_torch.ops  # noqa: F401  registers torch.ops.megatrain
+from megatrain_torch import ops
 
 Call = Callable[[], Any]
 COPY_BYTES = 2**30
+HEAD_TOKENS = 4096  # of the head's products: logits are made in chunks
 
 
 class Case(NamedTuple):
@@ -66,7 +69,77 @@ def sumsq(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
     )
 
 
-ROOMS = (sumsq,)
+def product(name: str, c: Tensor, a: Tensor, b: Tensor, beta: float) -> Case:
+    """gemm_ beside torch's way to the same result; the limit is torch.mm with the same operands."""
+
+    def eager() -> None:
+        c.add_(torch.mm(a, b)) if beta else torch.mm(a, b, out=c)
+
+    shape = f"[{a.shape[0]}, {a.shape[1]}] @ [{b.shape[0]}, {b.shape[1]}] -> {str(c.dtype).removeprefix('torch.')}"
+    flops = 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
+    mine = functools.partial(ops.gemm_, c, a, b, beta=beta)
+    return Case(name, shape, mine, eager, flops=flops, mm=lambda: torch.mm(a, b))
+
+
+def gemm(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """Each projection forward, its input's gradient, and its weight's, added up in fp32."""
+    wide_q, wide_kv = args.hidden, args.hidden // args.heads * args.kv
+    projections = {
+        "qkv": (args.hidden, wide_q + 2 * wide_kv),
+        "o": (wide_q, args.hidden),
+        "gate_up": (args.hidden, 2 * args.inter),
+        "down": (args.inter, args.hidden),
+    }
+    for name, (fan_in, fan_out) in projections.items():
+        x, dy, w = new(args.tokens, fan_in), new(args.tokens, fan_out), new(fan_out, fan_in)
+        yield product(f"gemm {name} forward", torch.empty_like(dy), x, w.t(), 0.0)
+        yield product(f"gemm {name} dgrad", torch.empty_like(x), dy, w, 0.0)
+        dw = new(fan_out, fan_in, dtype=torch.float32)
+        yield product(f"gemm {name} wgrad", dw, dy.t(), x, 1.0)
+    rows = min(args.tokens, HEAD_TOKENS)
+    x, dy, w = new(rows, args.hidden), new(rows, args.vocab), new(args.vocab, args.hidden)
+    yield product("gemm head forward", torch.empty_like(dy), x, w.t(), 0.0)
+    yield product("gemm head dgrad", torch.empty_like(x), dy, w, 0.0)
+    yield product("gemm head wgrad", torch.zeros_like(w, dtype=torch.float32), dy.t(), x, 1.0)
+
+
+def grouped(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """Gate and up of Qwen3-30B-A3B's experts: 128 of them, 8 for each token, 2048 -> 2 x 768."""
+    experts, fan_in, fan_out = (128, 2048, 1536) if new.device.type == "cuda" else (4, 64, 48)
+    rows = args.tokens * 8
+    x, dy, w = new(rows, fan_in), new(rows, fan_out), new(experts, fan_in, fan_out)
+    share = torch.rand(experts, generator=torch.Generator().manual_seed(0)) + 0.5  # uneven, as routers are
+    ends = (share.cumsum(0) / share.sum() * rows).round().int()
+    offsets, spans = ends.to(new.device), list(itertools.pairwise([0, *ends.tolist()]))
+    shape, flops = f"{experts} x [{fan_in}, {fan_out}], {rows} rows", 2.0 * rows * fan_in * fan_out
+    one = w[0]
+    yield Case(
+        "grouped forward",
+        shape,
+        lambda: ops.grouped_gemm(x, w, offsets),
+        lambda: [x[i:j] @ w[e] for e, (i, j) in enumerate(spans)],
+        flops=flops,
+        mm=lambda: x @ one,
+    )
+    yield Case(
+        "grouped dgrad",
+        shape,
+        lambda: ops.grouped_gemm_dgrad(dy, w, offsets),
+        lambda: [dy[i:j] @ w[e].t() for e, (i, j) in enumerate(spans)],
+        flops=flops,
+        mm=lambda: dy @ one.t(),
+    )
+    yield Case(
+        "grouped wgrad",
+        shape,
+        lambda: ops.grouped_gemm_wgrad(x, dy, offsets),
+        lambda: [x[i:j].t() @ dy[i:j] for i, j in spans],
+        flops=flops,
+        mm=lambda: x.t() @ dy,
+    )
+
+
+ROOMS = (sumsq, gemm, grouped)
 
 
 # ---- measuring ----
@@ -115,6 +188,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--only", nargs="*", default=[], help="names that contain one of these")
     parser.add_argument("--reps", type=int, default=20)
+    parser.add_argument("--tune", action="store_true", help="gemm_ chooses by measurement")
     tiny = not torch.cuda.is_available()
     parser.add_argument("--tokens", type=int, default=256 if tiny else 32768)
     parser.add_argument("--head", type=int, default=16 if tiny else 128, help="numbers in a head")
@@ -126,6 +200,7 @@ def main() -> None:
     args = parse_args()
     device = pick_device(args.device)
     new = Maker(device, getattr(torch, args.dtype))
+    ops.gemm_tune(args.tune)
     copy = copy_gbps(device, args.reps, COPY_BYTES if device.type == "cuda" else 2**22)
     rows = [("device copy", f"{copy:8.1f} GB/s")]
     for room in ROOMS:
