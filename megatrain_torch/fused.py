@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from . import ops
 from .frames import refuse_create_graph
 from .records import Use
 from .state import in_backward, swap_window
@@ -121,10 +120,12 @@ class Fused:
             return None
         try:
             x, call = self._taken(args, kwargs)
+            if self.verdict is None:
+                if not self._try(x, args, kwargs):
+                    return None
+                x, call = self._taken(args, kwargs)      # as the variant that won takes it
         except Unfit as reason:
             self.declined = str(reason)
-            return None
-        if self.verdict is None and not self._try(x, args, kwargs):
             return None
         self.declined = ""
         window = self.window
@@ -150,7 +151,7 @@ class Fused:
         dtype = self.window.records[0].dtype
         limit = NOISE.get(dtype, 1e-5)
         try:
-            error = self._best_style(x, args, kwargs)
+            error = self._best_variant(x, args, kwargs, limit)
         except Unfit as reason:
             self.verdict = str(reason)
         else:
@@ -158,17 +159,20 @@ class Fused:
                 f"on random data the template is off by {error:.1e} (relative), more than {limit:.0e}")
         return not self.verdict
 
-    def _best_style(self, x: Tensor, args: Any, kwargs: Any) -> float:
-        """Tries the ways a norm applies its weight; leaves the best in force and yields its error."""
+    def _best_variant(self, x: Tensor, args: Any, kwargs: Any, limit: float) -> float:
+        """Tries what the structure leaves open; leaves the best in force and yields its error."""
         rng = torch.Generator(x.device).manual_seed(0)
         x, args, kwargs = self.template.small(x, rng, TRIAL_TOKENS, args, kwargs)
         truth, dy = self._own(x, args, kwargs, rng)
-        errors = []
-        for style in (ops.ROUND_FIRST, ops.ROUND_LAST, ops.ONE_PLUS):
-            self.template.set_style(style)
-            errors.append((_error(truth, self._templates(dy, args, kwargs)), style))
-        error, style = min(errors)
-        self.template.set_style(style)
+        found = []
+        for likely in self.template.variants():
+            for variant in likely:
+                self.template.use(variant)
+                found.append((_error(truth, self._templates(dy, args, kwargs)), variant))
+            error, variant = min(found, key=lambda pair: pair[0])
+            if error <= limit:
+                break
+        self.template.use(variant)
         return error
 
     def _own(self, x: Tensor, args: Any, kwargs: Any, rng: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
@@ -195,8 +199,11 @@ class Fused:
         x, call = self.template.take(self.module, args, kwargs, self.window.records[0].dtype)
         with torch.no_grad():
             w = self.weights()
-            y, kept = self.template.forward(x, w, call, "saved")
-            dx, grads = self.template.backward(dy, kept, w, call, self.wanted, True)
+            try:
+                y, kept = self.template.forward(x, w, call, "saved")
+                dx, grads = self.template.backward(dy, kept, w, call, self.wanted, True)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise Unfit(f"the template fails: {error}") from error
         return {"y": y, **({} if dx is None else {"dx": dx}), **grads}
 
 

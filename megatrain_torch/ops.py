@@ -24,6 +24,7 @@ _ops = torch.ops.megatrain
 ROUND_FIRST = 0     # y = round(x_hat) * w: Llama, Mistral, Qwen, Phi-3, Granite
 ONE_PLUS = 1        # y = round(x_hat * (1 + w)): Gemma
 ROUND_LAST = 2      # y = round(x_hat * w): OLMo 2
+NORM_STYLES = (ROUND_FIRST, ROUND_LAST, ONE_PLUS)
 
 SILU, GELU_TANH, GELU = 0, 1, 2
 

@@ -118,7 +118,7 @@ class Linears:
     """One or more nn.Linear over the same input: x [T, K] -> [T, sum of rows]."""
 
     def __init__(self, layer: nn.Module, *names: str) -> None:
-        modules = [layer.get_submodule(n) for n in names]
+        modules = [child(layer, n) for n in names]
         for name, m in zip(names, modules):
             if type(m) is not nn.Linear:
                 raise Unfit(f"{name} is a {type(m).__name__}, not a plain nn.Linear")
@@ -155,7 +155,7 @@ class Norm:
     """A module that is an RMSNorm in one of transformers' ways of applying its weight."""
 
     def __init__(self, layer: nn.Module, name: str) -> None:
-        module = layer.get_submodule(name)
+        module = child(layer, name)
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         own = dict(module.named_parameters())
         if not isinstance(eps, float) or list(own) != ["weight"] or own["weight"].dim() != 1:
@@ -176,6 +176,30 @@ class Norm:
         if grads.wants(self.weight):
             grads[self.weight] = dw
         return dx, y
+
+
+def has(layer: nn.Module, name: str) -> bool:
+    """Is there a module of this dotted name that does something?"""
+    found = _find(layer, name)
+    return found is not None and not isinstance(found, nn.Identity)
+
+
+def child(layer: nn.Module, name: str) -> nn.Module:
+    """The module of this dotted name.
+
+    Raises:
+        Unfit: there is none.
+    """
+    found = _find(layer, name)
+    if found is None:
+        raise Unfit(f"no template covers a {type(layer).__name__}: it has no {name}")
+    return found
+
+
+def _find(layer: Any, name: str) -> nn.Module | None:
+    for part in name.split(".") if name else ():
+        layer = getattr(layer, part, None)
+    return layer if isinstance(layer, nn.Module) else None
 
 
 def activation(fn: Any) -> int:

@@ -23,7 +23,10 @@ class Embedding:
         self.rows, self.padding = module.num_embeddings, module.padding_idx
         self.width = module.embedding_dim
 
-    def set_style(self, style: int) -> None:
+    def variants(self) -> list[list[None]]:
+        return [[None]]
+
+    def use(self, variant: None) -> None:
         """There is one way only."""
 
     def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
@@ -68,7 +71,10 @@ class LoneNorm:
     def __init__(self, module: nn.Module) -> None:
         self.norm = Norm(module, "")
 
-    def set_style(self, style: int) -> None:
+    def variants(self) -> list[list[int]]:
+        return [list(ops.NORM_STYLES)]
+
+    def use(self, style: int) -> None:
         self.norm.style = style
 
     def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
