@@ -139,7 +139,74 @@ def grouped(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
     )
 
 
-ROOMS = (sumsq, gemm, grouped)
+def eager_rms(x: Tensor, w: Tensor) -> Tensor:
+    """transformers' LlamaRMSNorm."""
+    wide = x.float()
+    return w * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def eager_gradient(forward: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> Call:
+    """Autograd's backward alone: the graph is recorded here, and kept."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    y = forward(*leaves)
+    return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+
+def norm(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """Of the residual stream."""
+    x, add, dy, w, b = (new(*n) for n in (*[(args.tokens, args.hidden)] * 3, *[(args.hidden,)] * 2))
+    shape, each = f"[{args.tokens}, {args.hidden}]", nbytes(x)
+    _, _, rstd = ops.rms_norm(x, w, 1e-6)
+    back = eager_gradient(eager_rms, dy, x, w)
+    yield Case("rms_norm", shape, lambda: ops.rms_norm(x, w, 1e-6), lambda: eager_rms(x, w), 2 * each)
+    yield Case(
+        "rms_norm add",
+        shape,
+        lambda: ops.rms_norm(x, w, 1e-6, add=add),
+        lambda: eager_rms(x + add, w),
+        4 * each,
+    )
+    yield Case("rms_norm_backward", shape, lambda: ops.rms_norm_backward(dy, x, w, rstd), back, 3 * each)
+    yield Case(
+        "rms_norm_backward add rebuild",
+        shape,
+        lambda: ops.rms_norm_backward(dy, x, w, rstd, add=add, rebuild=True),
+        lambda: (back()[0] + add, eager_rms(x, w)),
+        5 * each,
+    )
+    _, _, mean, rstd = ops.layer_norm(x, w, b, 1e-5)
+
+    def eager_layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, (args.hidden,), w, b, 1e-5)
+
+    yield Case("layer_norm", shape, lambda: ops.layer_norm(x, w, b, 1e-5), lambda: eager_layer(x, w, b), 2 * each)
+    yield Case(
+        "layer_norm_backward",
+        shape,
+        lambda: ops.layer_norm_backward(dy, x, w, mean, rstd, bias=b),
+        eager_gradient(eager_layer, dy, x, w, b),
+        3 * each,
+    )
+
+
+def head_norm(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """Of q's heads inside qkv, as Qwen3 has them; the gradient in place."""
+    qkv = new(args.tokens, args.heads + 2 * args.kv, args.head)
+    q, w = qkv[:, : args.heads], new(args.head)
+    dq = new(*q.shape)
+    shape, each = f"[{args.tokens}, {args.heads}, {args.head}] in qkv", nbytes(q)
+    _, _, rstd = ops.rms_norm(q, w, 1e-6)
+    yield Case("rms_norm heads", shape, lambda: ops.rms_norm(q, w, 1e-6), lambda: eager_rms(q, w), 2 * each)
+    yield Case(
+        "rms_norm_backward heads",
+        shape,
+        lambda: ops.rms_norm_backward(dq, q, w, rstd, dx=dq),
+        eager_gradient(eager_rms, dq, q, w),
+        3 * each,
+    )
+
+
+ROOMS = (sumsq, gemm, grouped, norm, head_norm)
 
 
 # ---- measuring ----

@@ -35,47 +35,38 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: int = ROUND_FIRST,
 
     Args:
         x: [..., n], strided; add: the same shape, dense.
-        weight: [n].
+        weight: [n], x's type.
 
     Returns:
         y [..., n] dense; s (x itself without add); rstd [...] fp32 = 1/sqrt(mean(s^2) + eps).
 
+    Raises:
+        RuntimeError: shapes or types that do not go together, eps < 0.
+
     Source: Zhang & Sennrich 2019, eq. 4.
     """
-    s = x if add is None else x + add
-    wide = s.float()
-    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
-    hat = wide * rstd.unsqueeze(-1)
-    if style == ROUND_FIRST:
-        y = hat.to(x.dtype) * weight
-    else:
-        y = (hat * (weight.float() + (style == ONE_PLUS))).to(x.dtype)
-    return y, s, rstd
+    y, s, rstd = _like(x), None if add is None else _like(x), _of_rows(x)
+    _ops.rms_norm(x, weight, add, y, s, rstd, eps, style)
+    return y, x if s is None else s, rstd
 
 
 def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style: int = ROUND_FIRST,
-                      add: Tensor | None = None, rebuild: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+                      add: Tensor | None = None, rebuild: bool = False, *, dx: Tensor | None = None
+                      ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx = add + rstd * (g - s_hat * mean(g * s_hat)) with g = dy * w (w + 1 for ONE_PLUS).
 
     Args:
         dy: [..., n], strided; s: as forward gave it, strided; add: [..., n] dense: the residual's own gradient.
         rebuild: also give forward's y again, in the same pass.
+        dx: [..., n], strided: written instead of a new tensor; may be dy itself.
 
     Returns:
-        dx [..., n] dense; dweight [n] in weight's type, summed in fp32 in an order that does not depend on
-        the device's load; y or None.
+        dx [..., n], dense if it is new; dweight [n] in weight's type, summed in fp32 in an order that does not
+        depend on the device's load; y or None.
     """
-    wide, hat = dy.float(), s.float() * rstd.unsqueeze(-1)
-    w = weight.float() + (style == ONE_PLUS)
-    g = wide * w
-    dx = rstd.unsqueeze(-1) * (g - hat * (g * hat).mean(-1, keepdim=True))
-    if add is not None:
-        dx = dx + add.float()
-    dw = (wide * hat).flatten(0, -2).sum(0).to(weight.dtype)
-    y = None
-    if rebuild:
-        y = hat.to(s.dtype) * weight if style == ROUND_FIRST else (hat * w).to(s.dtype)
-    return dx.to(s.dtype), dw, y
+    dx, dw, y = _like(dy) if dx is None else dx, torch.empty_like(weight), _like(dy) if rebuild else None
+    _ops.rms_norm_backward(dy, s, weight, rstd, add, dx, dw, y, style)
+    return dx, dw, y
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
@@ -87,31 +78,29 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
     Source: Ba et al. 2016, eq. 4.
     """
-    s = x if add is None else x + add
-    wide = s.float()
-    mean = wide.mean(-1)
-    rstd = torch.rsqrt((wide - mean.unsqueeze(-1)).square().mean(-1) + eps)
-    y = (wide - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    y = y if weight is None else y * weight.float()
-    y = y if bias is None else y + bias.float()
-    return y.to(x.dtype), s, mean, rstd
+    y, s, mean, rstd = _like(x), None if add is None else _like(x), _of_rows(x), _of_rows(x)
+    _ops.layer_norm(x, weight, bias, add, y, s, mean, rstd, eps)
+    return y, x if s is None else s, mean, rstd
 
 
 def layer_norm_backward(dy: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
                         add: Tensor | None = None, bias: Tensor | None = None, rebuild: bool = False
                         ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias (None where there is no weight), y (None unless rebuild, which needs bias)."""
-    wide, hat = dy.float(), (s.float() - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    g = wide if weight is None else wide * weight.float()
-    dx = rstd.unsqueeze(-1) * (g - g.mean(-1, keepdim=True) - hat * (g * hat).mean(-1, keepdim=True))
-    dx = dx if add is None else dx + add.float()
-    dw = None if weight is None else (wide * hat).flatten(0, -2).sum(0).to(weight.dtype)
-    db = None if bias is None else wide.flatten(0, -2).sum(0).to(bias.dtype)
-    y = None
-    if rebuild:
-        y = hat if weight is None else hat * weight.float()
-        y = (y if bias is None else y + bias.float()).to(s.dtype)
-    return dx.to(s.dtype), dw, db, y
+    """dx, dweight, dbias (None where there is no weight or bias), y (None unless rebuild, which needs bias)."""
+    dx, y = _like(dy), _like(dy) if rebuild else None
+    dw, db = (None if p is None else torch.empty_like(p) for p in (weight, bias))
+    _ops.layer_norm_backward(dy, s, weight, bias, mean, rstd, add, dx, dw, db, y)
+    return dx, dw, db, y
+
+
+def _like(x: Tensor) -> Tensor:
+    """Dense, whatever x's strides are."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _of_rows(x: Tensor) -> Tensor:
+    """A number for each row of [..., n]."""
+    return torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out_q: Tensor, out_k: Tensor, *, v: Tensor | None = None,
@@ -352,5 +341,5 @@ def _nothing(*args: object) -> None:
 
 
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
-for _name in ("adamw_", "gemm_"):
+for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

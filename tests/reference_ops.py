@@ -59,3 +59,41 @@ def grouped_gemm_wgrad(x: Tensor, dy: Tensor, ends: list[int]) -> Tensor:
     group = torch.bucketize(rows, torch.tensor(ends, device=x.device), right=True)
     member = (group == torch.arange(len(ends), device=x.device)).to(x.dtype)
     return torch.einsum("te,tk,tn->ekn", member, x, dy)
+
+
+# ---- norms ----
+
+
+def rms_norm(s: Tensor, weight: Tensor, eps: float, plus: float = 0.0) -> tuple[Tensor, Tensor]:
+    """y and rstd [...] from s [..., n]."""
+    rstd = torch.rsqrt(s.square().mean(-1) + eps)
+    return s * rstd.unsqueeze(-1) * (weight + plus), rstd
+
+
+def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, eps: float, plus: float = 0.0
+                      ) -> tuple[Tensor, Tensor]:
+    """dx [..., n] and dweight [n]."""
+    rstd = torch.rsqrt(s.square().mean(-1, keepdim=True) + eps)
+    hat, g = s * rstd, dy * (weight + plus)
+    dx = rstd * (g - hat * (g * hat).mean(-1, keepdim=True))
+    return dx, (dy * hat).flatten(0, -2).sum(0)
+
+
+def layer_norm(s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+               ) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean [...] and rstd [...] from s [..., n]."""
+    mean = s.mean(-1, keepdim=True)
+    rstd = torch.rsqrt((s - mean).square().mean(-1, keepdim=True) + eps)
+    y = (s - mean) * rstd
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias, mean.squeeze(-1), rstd.squeeze(-1)
+
+
+def layer_norm_backward(dy: Tensor, s: Tensor, weight: Tensor | None, eps: float
+                        ) -> tuple[Tensor, Tensor, Tensor]:
+    """dx [..., n], dweight [n], dbias [n]."""
+    mean = s.mean(-1, keepdim=True)
+    rstd = torch.rsqrt((s - mean).square().mean(-1, keepdim=True) + eps)
+    hat, g = (s - mean) * rstd, dy if weight is None else dy * weight
+    dx = rstd * (g - g.mean(-1, keepdim=True) - hat * (g * hat).mean(-1, keepdim=True))
+    return dx, (dy * hat).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)

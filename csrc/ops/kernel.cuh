@@ -10,6 +10,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <type_traits>
 
 namespace mt {
 
@@ -81,6 +82,48 @@ template <> __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) { ret
 
 // W elements that are loaded and stored as one; W * sizeof(T) is 16 in vector code.
 template <typename T, int W> struct alignas(sizeof(T) * W) pack { T x[W]; };
+
+// 16 bytes of T as four registers, for kernels that keep rows in them: the compiler gives each 16-bit element
+// of a pack a register of its own.
+template <typename T> struct alignas(16) vec {
+    static constexpr int N = 16 / sizeof(T);
+    unsigned u[4];
+};
+
+template <typename T> __device__ inline float element(const vec<T> &v, int i);
+template <> __device__ inline float element(const vec<float> &v, int i) { return __uint_as_float(v.u[i]); }
+template <> __device__ inline float element(const vec<__nv_bfloat16> &v, int i)
+{
+    return __uint_as_float(i % 2 ? v.u[i / 2] & 0xffff0000u : v.u[i / 2] << 16);
+}
+template <> __device__ inline float element(const vec<__half> &v, int i)
+{
+    const unsigned u = v.u[i / 2];
+    return __half2float(__ushort_as_half((unsigned short)(i % 2 ? u >> 16 : u & 0xffffu)));
+}
+
+template <typename T> __device__ inline vec<T> rounded(const float (&x)[16 / sizeof(T)])
+{
+    union { vec<T> v; __nv_bfloat162 b[4]; __half2 h[4]; float f[4]; } to = {};
+
+    for (int i = 0; i < 4; i++)
+        if constexpr (sizeof(T) == 4)
+            to.f[i] = x[i];
+        else if constexpr (std::is_same_v<T, __half>)
+            to.h[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+        else
+            to.b[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+    return to.v;
+}
+
+template <typename T> __device__ inline vec<T> load_vec(const T *p)
+{
+    return *reinterpret_cast<const vec<T> *>(p);
+}
+template <typename T> __device__ inline void store_vec(T *p, const vec<T> &v)
+{
+    *reinterpret_cast<vec<T> *>(p) = v;
+}
 
 inline bool aligned16(const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
