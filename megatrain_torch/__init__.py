@@ -7,8 +7,10 @@
 from ._core import __version__
 from .api import StepReport, explain, gather, last_step, masters
 from .errors import MegatrainError
+from .machine import Machine
 from .optim import AdamW
+from .planner import Plan, plan
 from .wrap import stream, unstream
 
-__all__ = ["AdamW", "MegatrainError", "StepReport", "__version__", "explain", "gather", "last_step", "masters",
-           "stream", "unstream"]
+__all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "StepReport", "__version__", "explain", "gather", "last_step",
+           "masters", "plan", "stream", "unstream"]

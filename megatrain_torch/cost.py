@@ -1,0 +1,219 @@
+"""Bytes and seconds of a choice: what a window costs by the code that runs it, and where a unit's planes are.
+
+One function per way a window can be run, with its figures as data above it; what is measured says where.
+Letters: `T` tokens of a micro-batch, `H` hidden, `q` width of all query heads, `qkv` width that the
+projections in give, `up` width that gate and up give together (twice the intermediate size, where gated).
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .machine import Machine
+from .shapes import Product, Unit, Window
+
+MODES = ("replay", "selective", "saved")    # by what they keep, least first
+OFFLOAD_DEPTH = 2           # units whose gradients may be on their way out: runtime of offload.h
+STAGINGS = 2                # host buffers for gradients that are to be added: offload.c
+
+# Bytes that torch's allocator holds beyond what is used, as a share of all that is not slots or homes.
+# Eager: 7 to 47 % in five runs of benchmarks/results, 15 % where tokens are many.
+CACHE_SHARE = {"fused": 0.05, "eager": 0.15}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One window on one micro-batch. The dicts are by activation mode; their keys are what may be chosen.
+
+    Attributes:
+        forward_s, backward_s: on the compute queue; backward with what it runs again.
+        forward_host_s, backward_host_s: to launch it.
+        kept: bytes of activations kept from forward to backward.
+        work: bytes beside those while its backward runs, weight gradients left out.
+    """
+
+    forward_s: float
+    backward_s: dict[str, float]
+    forward_host_s: float
+    backward_host_s: dict[str, float]
+    kept: dict[str, int]
+    work: dict[str, int]
+
+
+def cost_of(window: Window, machine: Machine, tokens: int, seq: int, fused: bool) -> Cost:
+    """What a window costs on `tokens` in sequences of `seq`; fused: by our templates where one fits."""
+    if window.kind == "embedding":
+        return _embedding(window, machine, tokens)
+    if window.kind == "head":
+        return _fused_head(window, machine, tokens) if fused else _eager_head(window, machine, tokens)
+    if fused and window.fused:
+        return _fused_layer(window, machine, tokens, seq)
+    return _eager(window, machine, tokens, seq)
+
+
+# ---- products and attention ----------------------------------------------------------------------
+
+def _products_s(machine: Machine, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
+    return sum(p.flops * tokens / machine.gemm_flops(tokens * p.rows, p.width) for p in products)
+
+
+def _gradients_s(machine: Machine, window: Window, tokens: int) -> float:
+    """dx of all products, where anything before learns; dW of those that are trained."""
+    if not window.learns:
+        return 0.0
+    return _products_s(machine, window.products, tokens) \
+        + _products_s(machine, [p for p in window.products if p.trained], tokens)
+
+
+def _attention_s(machine: Machine, window: Window, tokens: int, seq: int, backward: bool) -> float:
+    """Two products forward and five backward over the causal triangle, or the band of a window."""
+    if not window.attention:
+        return 0.0
+    reach = min(window.context or seq, seq)
+    keys = reach - reach * reach / (2 * seq)        # that a query sees on average
+    flops = 4.0 * window.attention * keys * tokens * (2.5 if backward else 1.0)
+    return flops / machine.attention_flops(min(seq, 2 * reach), backward)
+
+
+def _bytes_s(machine: Machine, nbytes: float) -> float:
+    return nbytes / (machine.hbm_gbps * 1e9)
+
+
+def _launch_s(machine: Machine, operations: float) -> float:
+    return operations * machine.launch_us * 1e-6
+
+
+# ---- fused templates -----------------------------------------------------------------------------
+
+FUSED_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "replay": 12}
+FUSED_SPARE_HIDDEN = 4      # [T,H] in backward: dy, the residual's gradient, a norm's output and its gradient
+
+
+def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
+    """A Llama-like decoder layer by its template. Elementwise kernels read and write, in elements per token:
+
+    forward: norm 2H; rotation 2qkv; residual and norm 4H; product of gate and up 1.5up; residual 3H.
+    backward: norms with what they rebuild 12H; rotation 2qkv; attention's sums 2q; gate and up 3up.
+    replay runs everything but the last projection again, selective only gate and up behind a norm.
+    """
+    h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv"), w.width("up"), w.itemsize
+    rows = 4 * w.heads + 8                                  # log-sum-exp and two norms' scales, fp32
+    kept = {"replay": h * size, "selective": (2 * h + q + qkv) * size + rows}
+    kept["saved"] = kept["selective"] + up * size
+    spare = (FUSED_SPARE_HIDDEN * h + q + qkv + up / 2) * size
+    products = {part: _products_s(m, [p for p in w.products if p.part == part], tokens) for part in ("up", "down")}
+    forward = _products_s(m, w.products, tokens)
+    attention = _attention_s(m, w, tokens, seq, False)
+    gradients = _gradients_s(m, w, tokens) + _attention_s(m, w, tokens, seq, True) \
+        + _bytes_s(m, tokens * size * (12 * h + 2 * qkv + 2 * q + 3 * up))
+    again = {"saved": 0.0, "selective": products["up"] + _bytes_s(m, tokens * size * 2 * h),
+             "replay": forward - products["down"] + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv))}
+    ops = FUSED_OPERATIONS
+    return Cost(
+        forward + attention + _bytes_s(m, tokens * size * (9 * h + 2 * qkv + 1.5 * up)),
+        {mode: (gradients + again[mode]) * w.learns for mode in MODES},
+        _launch_s(m, ops["forward"]),
+        {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in MODES},
+        {mode: math.ceil(tokens * kept[mode]) for mode in MODES},
+        {mode: math.ceil(tokens * (kept["saved"] - kept[mode] + spare)) for mode in MODES})
+
+
+HEAD_CHUNK_TOKENS = 4096    # of logits that exist at a time
+HEAD_WORK_BYTES = 6         # per logit of a chunk: bf16, and fp32 for the loss
+HEAD_TRAFFIC_BYTES = 10     # per logit: written by the product, read and written by the loss, read twice
+
+
+def _fused_head(w: Window, m: Machine, tokens: int) -> Cost:
+    """Head and loss in chunks: forward makes the gradients too, backward scales them.
+
+    With several chunks the weight's gradient is summed in fp32, [V,H].
+    """
+    wide = sum(p.fan_out for p in w.products)
+    weights = sum(p.fan_in * p.fan_out for p in w.products if p.trained)
+    chunks = -(-tokens // HEAD_CHUNK_TOKENS)
+    logits = min(tokens, HEAD_CHUNK_TOKENS) * wide * HEAD_WORK_BYTES
+    sums = 4 * weights if chunks > 1 else 0
+    forward = _products_s(m, w.products, tokens) + _gradients_s(m, w, tokens) \
+        + _bytes_s(m, tokens * wide * HEAD_TRAFFIC_BYTES + 2 * sums * chunks)
+    return Cost(forward, {"saved": _bytes_s(m, 2 * tokens * w.hidden * w.itemsize)},
+                _launch_s(m, 8 * chunks), {"saved": _launch_s(m, 8)},
+                {"saved": tokens * w.hidden * w.itemsize}, {"saved": logits + sums})
+
+
+# ---- the model's own code ------------------------------------------------------------------------
+
+# In bytes of what its products take and give: 180 KB per token at 7B width, where autograd keeps 315 KB, the
+# backward of a replayed layer reaches 281 KB beyond its input, and elementwise kernels read and write about
+# 5 and 12 times as much in forward, and in backward with the forward again (fitted to benchmarks/results:
+# seven runs of 8 to 28 layers, 8k to 64k tokens).
+EAGER_KEPT, EAGER_WORK_SAVED, EAGER_WORK_REPLAY = 1.75, 0.8, 1.56
+EAGER_TRAFFIC_FORWARD, EAGER_TRAFFIC_BACKWARD = 5.0, 7.0
+EAGER_ATTENTION = 0.53      # of cuDNN's rate: flash at S=4096 does 330 and 262 TFLOP/s where cuDNN does 616 and 500
+VECTOR_TRAFFIC = 24         # bytes per element of a norm that stands alone, forward; twice that in backward
+VECTOR_KEPT = 14
+# A layer's forward takes 500 to 630 us of Python's time, and 230 to 260 us of ours, at 6 us an operation.
+EAGER_OPERATIONS = {"layer": (130, 260, 130), "other": (20, 30, 15), "head": (10, 14, 0), "embedding": (8, 10, 0)}
+
+
+def _eager(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
+    """Any window by its own forward: kept by autograd, or run again but for its last product."""
+    moved = sum(p.rows * (p.fan_in + p.fan_out) for p in w.products) * w.itemsize
+    kept = {"replay": w.hidden * w.itemsize, "saved": EAGER_KEPT * moved}
+    work = {"replay": EAGER_WORK_REPLAY * moved, "saved": EAGER_WORK_SAVED * moved}
+    traffic = EAGER_TRAFFIC_FORWARD * moved
+    if not w.products:
+        kept["saved"], work = VECTOR_KEPT * w.hidden, {mode: VECTOR_KEPT * w.hidden for mode in kept}
+        traffic = VECTOR_TRAFFIC * w.hidden
+    elementwise = _bytes_s(m, tokens * traffic)
+    forward = _products_s(m, w.products, tokens) + elementwise \
+        + _attention_s(m, w, tokens, seq, False) / EAGER_ATTENTION
+    gradients = _gradients_s(m, w, tokens) + elementwise * EAGER_TRAFFIC_BACKWARD / EAGER_TRAFFIC_FORWARD \
+        + _attention_s(m, w, tokens, seq, True) / EAGER_ATTENTION
+    last = _products_s(m, [p for p in w.products if p.part == "down"], tokens)
+    once, back, again = EAGER_OPERATIONS["layer" if w.kind == "layer" else "other"]
+    return Cost(forward, {"replay": (gradients + forward - last) * w.learns, "saved": gradients * w.learns},
+                _launch_s(m, once), {"replay": _launch_s(m, back + again), "saved": _launch_s(m, back)},
+                {mode: math.ceil(tokens * n) for mode, n in kept.items()},
+                {mode: math.ceil(tokens * n) for mode, n in work.items()})
+
+
+EAGER_LOGIT_BYTES = 12      # per logit, all tokens at once: 16-bit, fp32, its softmax and gradient
+EAGER_LOGIT_TRAFFIC = (18, 24)
+
+
+def _eager_head(w: Window, m: Machine, tokens: int) -> Cost:
+    """The model's own head and loss: logits of all tokens exist at once, in fp32 too."""
+    wide = sum(p.fan_out for p in w.products)
+    traffic = [_bytes_s(m, tokens * wide * n) for n in EAGER_LOGIT_TRAFFIC]
+    once, back, _ = EAGER_OPERATIONS["head"]
+    return Cost(_products_s(m, w.products, tokens) + traffic[0],
+                {"saved": (_gradients_s(m, w, tokens) + traffic[1]) * w.learns},
+                _launch_s(m, once), {"saved": _launch_s(m, back)},
+                {"saved": tokens * w.hidden * w.itemsize}, {"saved": tokens * wide * EAGER_LOGIT_BYTES})
+
+
+def _embedding(w: Window, m: Machine, tokens: int) -> Cost:
+    """Rows are looked up; the gradient is a whole table, mostly zeros."""
+    rows, table = tokens * w.hidden * w.itemsize, w.table * w.itemsize
+    once, back, _ = EAGER_OPERATIONS["embedding"]
+    return Cost(_bytes_s(m, 2 * rows), {"saved": _bytes_s(m, 2 * table + 6 * rows) * w.learns},
+                _launch_s(m, once), {"saved": _launch_s(m, back)}, {"saved": 8 * tokens}, {"saved": 2 * rows})
+
+
+# ---- where a unit's planes are -------------------------------------------------------------------
+
+def host_planes(unit: Unit, home: str, micro: int) -> dict[str, int]:
+    """Bytes in host memory by plane; at home in VRAM only the weights as they were loaded."""
+    if home == "vram":
+        return {"weights": unit.weights}
+    return {"weights": unit.weights, **_states(unit, micro)}
+
+
+def device_planes(unit: Unit, micro: int) -> dict[str, int]:
+    """Bytes in device memory by plane of a unit at home there."""
+    return {"weights": unit.weights, **_states(unit, micro)}
+
+
+def _states(unit: Unit, micro: int) -> dict[str, int]:
+    return {"masters": unit.masters, "moments": unit.moments, "gradients": unit.gradients,
+            "sums": unit.sums if micro > 1 else 0}

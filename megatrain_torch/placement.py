@@ -1,0 +1,358 @@
+"""Which unit is at home where, which activations are kept, how many slots: bytes of a choice, and the best one.
+
+The search: every combination of micro-batches, units at home in VRAM, and slots, each with as many activations
+kept as fit; a lower bound on the time of each, and the simulation of those whose bound is below the best
+time found. What may be chosen does not depend on the limits, so that more memory is never slower.
+"""
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .cost import (
+    CACHE_SHARE,
+    MODES,
+    OFFLOAD_DEPTH,
+    STAGINGS,
+    Cost,
+    cost_of,
+    device_planes,
+    host_planes,
+)
+from .machine import Machine
+from .shapes import Shape
+from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
+from .slots import plan_slots
+
+RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MOST_ENDS = 3               # embeddings and heads whose homes are chosen one by one
+MOST_SIMULATIONS = 1500     # a few seconds; a search of a hundred layers takes some hundred
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked for; None: whatever is best.
+
+    Attributes:
+        tokens, seq: of a step; tokens is a multiple of seq.
+        fused: templates run where they fit.
+        homes: "ram" or "vram" for all units. activations: a mode for all windows that have it.
+    """
+
+    tokens: int
+    seq: int
+    fused: bool = True
+    homes: str | None = None
+    activations: str | None = None
+    slots: int | None = None
+    micro: int | None = None
+
+
+class Choice(NamedTuple):
+    """micro-batches; [unit] at home in VRAM; ring size; [window] activation mode."""
+
+    micro: int
+    homes: tuple[bool, ...]
+    ring: int
+    modes: tuple[str, ...]
+
+
+@dataclass
+class Micro:
+    """What follows from the number of micro-batches alone.
+
+    Attributes:
+        costs: [window].
+        levels: modes of all windows, each list keeping more than the one before; peaks: bytes of activations and
+            work of each; backward_s: of each.
+    """
+
+    costs: list[Cost]
+    levels: list[tuple[str, ...]] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    forward_s: float = 0.0
+
+
+class Homes(NamedTuple):
+    """What follows from where units are at home.
+
+    Attributes:
+        units: [unit] at home in VRAM. begin_s: until the first window can run; end_s: from the last to the norm.
+        update_s: on the host; last_update: the first window that waits for the last of it.
+        add_s: to add up a further micro-batch's gradients there; longest_add_s: those of one unit.
+        weights, gradients: bytes that cross; again: of the weights, those that backward needs.
+        slots: (ring, bytes of its slots).
+    """
+
+    units: tuple[bool, ...]
+    begin_s: float
+    end_s: float
+    update_s: float
+    last_update: int
+    weights: int
+    again: int
+    gradients: int
+    add_s: float
+    longest_add_s: float
+    slots: list[tuple[int, int]]
+
+
+class Problem:
+    """A model on a machine for given tokens."""
+
+    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes) -> None:
+        self.shape, self.machine, self.wishes = shape, machine, wishes
+        n = len(shape.windows)
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        for w, window in enumerate(shape.windows):
+            for u in window.units:
+                self.first.setdefault(u, w)
+                self.last[u] = w
+        self.leaving = [tuple(u for u, w in self.first.items() if w == at and shape.units[u].trained)
+                        for at in range(n)]
+        self.flying = [sum(shape.units[u].gradients for u in self.first
+                           if self.first[u] - OFFLOAD_DEPTH <= at <= self.last[u]) for at in range(n)]
+        self.again = [() if w.kind in ("embedding",) or (w.kind == "head" and wishes.fused) else w.units
+                      for w in shape.windows]
+        self.needed_again = {u for w, units in enumerate(self.again) for u in units if shape.windows[w].learns}
+        self.micros: dict[int, Micro] = {}
+        self.fetches: dict[tuple[tuple[bool, ...], int, int], Fetches] = {}
+        self.simulations = 0
+
+    # ---- bytes ----
+
+    def slots(self, homes: tuple[bool, ...], ring: int) -> list[int]:
+        units = self.shape.units
+        return plan_slots([u.weights for u, home in zip(units, homes) if not home], ring)
+
+    def host_bytes(self, homes: tuple[bool, ...], micro: int) -> dict[str, int]:
+        """By plane, and what is there besides."""
+        total = {"Python, torch, driver": self.machine.host_overhead_bytes}
+        for unit, home in zip(self.shape.units, homes):
+            for plane, n in host_planes(unit, "vram" if home else "ram", micro).items():
+                total[plane] = total.get(plane, 0) + n
+        away = [u.gradients for u, home in zip(self.shape.units, homes) if not home]
+        total["staging"] = STAGINGS * max(away, default=0) if micro > 1 else 0
+        return total
+
+    def planes_at_home(self, homes: tuple[bool, ...], micro: int) -> dict[str, int]:
+        """Of units at home in VRAM, by plane."""
+        total: dict[str, int] = {}
+        for unit, home in zip(self.shape.units, homes):
+            if home:
+                for plane, n in device_planes(unit, micro).items():
+                    total[plane] = total.get(plane, 0) + n
+        return total
+
+    def peak(self, costs: list[Cost], modes: tuple[str, ...]) -> tuple[int, int, int]:
+        """(activations, work, gradients under way) in bytes where their sum is largest in a backward."""
+        kept, best = 0, (0, 0, 0)
+        for cost, mode, window, flying in zip(costs, modes, self.shape.windows, self.flying):
+            kept += cost.kept[mode] * window.learns
+            here = (kept, cost.work[mode], flying)
+            if sum(here) > sum(best):
+                best = here
+        return best
+
+    def passing_bytes(self, costs: list[Cost], modes: tuple[str, ...]) -> int:
+        """The peak with what torch's allocator holds beyond it."""
+        total = sum(self.peak(costs, modes))
+        return total + int(total * CACHE_SHARE["fused" if self.wishes.fused else "eager"])
+
+    # ---- activations ----
+
+    def micro(self, k: int) -> Micro:
+        if k not in self.micros:
+            self.micros[k] = self._micro(k)
+        return self.micros[k]
+
+    def _micro(self, k: int) -> Micro:
+        known: dict[object, Cost] = {}
+        costs = []
+        for w in self.shape.windows:
+            if w.shape not in known:
+                known[w.shape] = cost_of(w, self.machine, self.wishes.tokens // k, self.wishes.seq, self.wishes.fused)
+            costs.append(known[w.shape])
+        made = Micro(costs, forward_s=sum(c.forward_s for c in costs))
+        for modes in self._levels(costs):
+            made.levels.append(modes)
+            made.peaks.append(max(self.passing_bytes(costs, modes), *made.peaks[-1:], 0))
+            made.backward_s.append(sum(c.backward_s[m] for c, m in zip(costs, modes)))
+        return made
+
+    def _levels(self, costs: list[Cost]) -> Iterator[tuple[str, ...]]:
+        """From keeping least to keeping most, what saves most time per byte first, last windows first: they are
+        needed again soonest, so keeping theirs hardly raises the peak."""
+        asked = self.wishes.activations
+        modes = [min(c.kept, key=MODES.index) if asked not in c.kept else asked for c in costs]
+        yield tuple(modes)
+        if asked is not None:
+            return
+        steps = [(-gain, -w, order, mode) for w, c in enumerate(costs) for gain, order, mode in _hull(c)]
+        for _, minus_w, _, mode in sorted(steps):
+            w = -minus_w
+            for step in (*_between(costs[w], modes[w], mode), mode):
+                modes[w] = step
+                yield tuple(modes)
+
+    # ---- time ----
+
+    def step(self, choice: Choice) -> Step:
+        units, m, costs = self.shape.units, self.machine, self.micro(choice.micro).costs
+        host, device = m.adam_rate(), m.device_adam_gparams * 1e9
+        return Step(
+            [c.forward_s for c in costs], [c.backward_s[mode] for c, mode in zip(costs, choice.modes)],
+            [c.forward_host_s for c in costs], [c.backward_host_s[mode] for c, mode in zip(costs, choice.modes)],
+            [w.units for w in self.shape.windows], self.again, self.leaving, list(choice.homes),
+            [u.weights for u in units], [u.gradients for u in units],
+            [u.trained / (device if home else host) for u, home in zip(units, choice.homes)],
+            [u.trained / (m.add_gparams * 1e9) for u in units], self.slots(choice.homes, choice.ring), choice.micro,
+            m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9)
+
+    def time(self, choice: Choice) -> Timing:
+        step = self.step(choice)
+        key = (choice.homes, choice.ring, min(choice.micro, SHOWN_MICRO))
+        if key not in self.fetches:
+            self.fetches[key] = plan_fetches(step)
+        self.simulations += 1
+        return simulate(step, self.fetches[key])
+
+    def bound(self, homes: Homes, slots: int, micro: int, backward_s: float) -> float:
+        """Seconds that a step cannot undercut, each of its passes by itself.
+
+        The first forward: compute behind the first weights; updates, and compute behind the last of them; all
+        weights across the bus, beside the updates. Later passes: compute; the weights that no slot can have kept.
+        From the second backward on, the host adds up gradients, and is behind by a few units at the most.
+        """
+        m, made = self.machine, self.micro(micro)
+        up, both, busy = m.h2d_gbps * 1e9, m.both_gbps * 1e9, min(m.h2d_gbps, m.busy_gbps) * 1e9
+        beside = min(homes.weights, homes.update_s * busy)
+        behind = sum(c.forward_s for c in made.costs[homes.last_update:]) if homes.update_s else 0.0
+        first = max(homes.begin_s + made.forward_s, homes.update_s + behind,
+                    beside / busy + (homes.weights - beside) / up)
+        forward = max(made.forward_s, (homes.weights - slots) / up)
+        backward = max(backward_s, (homes.again - slots) / both)
+        adding = max(backward, homes.add_s - (OFFLOAD_DEPTH + STAGINGS + 1) * homes.longest_add_s)
+        passes = first + backward + (micro - 1) * (forward + adding) + homes.end_s
+        added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
+        return NORM_S + max(passes, added, micro * homes.gradients / both)
+
+    def _homes(self, homes: tuple[bool, ...]) -> Homes:
+        m, units = self.machine, self.shape.units
+        away = [u for u in self.first if not homes[u]]
+        at_once = [u for u in away if self.first[u] == 0]
+        trained = [u for u in away if units[u].trained]
+        rate = m.adam_rate()
+        begin = sum(units[u].trained for u in self.first if homes[u]) / (m.device_adam_gparams * 1e9)
+        if at_once:
+            begin = max(begin, units[at_once[0]].trained / rate + units[at_once[0]].weights / (m.h2d_gbps * 1e9))
+        return Homes(
+            homes, begin, sum(units[u].gradients for u in self.leaving[0] if not homes[u]) / (m.both_gbps * 1e9),
+            sum(units[u].trained for u in trained) / rate, self.first[trained[-1]] if trained else 0,
+            sum(units[u].weights for u in away), sum(units[u].weights for u in away if u in self.needed_again),
+            sum(units[u].gradients for u in away), sum(units[u].trained for u in trained) / (m.add_gparams * 1e9),
+            max((units[u].trained for u in trained), default=0) / (m.add_gparams * 1e9),
+            [(r, sum(self.slots(homes, r))) for r in self.rings()])
+
+    # ---- what may be chosen ----
+
+    def micro_counts(self) -> list[int]:
+        """Divisors of the number of sequences, or the one that is asked for."""
+        sequences = self.wishes.tokens // self.wishes.seq
+        return [self.wishes.micro] if self.wishes.micro else [k for k in range(1, sequences + 1) if sequences % k == 0]
+
+    def home_choices(self) -> list[tuple[bool, ...]]:
+        """Units at home in VRAM: the embedding, the head, and a beginning of what is between. The first layers
+        gain most there: the next forward need not wait for their updates."""
+        n = len(self.shape.units)
+        if self.wishes.homes:
+            return [(self.wishes.homes == "vram",) * n]
+        kinds = {u: self.shape.windows[w].kind for u, w in self.first.items()}
+        ends = [u for u in self.first if kinds[u] in ("embedding", "head")][:MOST_ENDS]
+        middle = [u for u in self.first if u not in ends]
+        found = []
+        for first in range(len(middle) + 1):
+            for taken in range(1 << len(ends)):
+                homes = [False] * n
+                for u in middle[:first] + [e for i, e in enumerate(ends) if taken >> i & 1]:
+                    homes[u] = True
+                found.append(tuple(homes))
+        return found
+
+    def rings(self) -> list[int]:
+        if self.wishes.slots:
+            return [self.wishes.slots]
+        n = len(self.shape.units)
+        return [r for r in RINGS if r < n] + [max(2, n)]
+
+    def combinations(self) -> Iterator[tuple[int, Homes, int, int, int, int]]:
+        """(micro, homes, ring, bytes of its slots, bytes at home in VRAM, bytes in host memory)."""
+        overhead = self.machine.vram_overhead_bytes
+        for choice in self.home_choices():
+            homes = self._homes(choice)
+            for several in (False, True):
+                counts = [k for k in self.micro_counts() if (k > 1) == several]
+                if not counts:
+                    continue
+                host = sum(self.host_bytes(choice, counts[0]).values())
+                planes = overhead + sum(self.planes_at_home(choice, counts[0]).values())
+                for slots, ring in {slots: ring for ring, slots in reversed(homes.slots)}.items():
+                    for micro in counts:                # a larger ring than the units fill is no other choice
+                        yield micro, homes, ring, slots, planes, host
+
+    # ---- the best ----
+
+    def best(self) -> tuple[Choice, Timing] | None:
+        """The choice of least time; of equal ones that with the least VRAM. None: nothing fits."""
+        vram, host, open_choices = self.machine.vram_bytes, self.machine.host_bytes, []
+        for micro, homes, ring, slots, planes, on_host in self.combinations():
+            made, fixed = self.micro(micro), planes + slots
+            level = bisect.bisect_right(made.peaks, vram - fixed) - 1
+            if on_host > host or level < 0:
+                continue
+            bound = self.bound(homes, slots, micro, made.backward_s[level])
+            choice = Choice(micro, homes.units, ring, made.levels[level])
+            open_choices.append((bound, fixed + made.peaks[level], choice))
+        open_choices.sort(key=lambda c: c[:2])
+        best: tuple[Choice, Timing] | None = None
+        for bound, _, choice in open_choices[:MOST_SIMULATIONS]:
+            if best is not None and bound >= best[1].seconds:
+                break
+            timing = self.time(choice)
+            if best is None or timing.seconds < best[1].seconds:
+                best = choice, timing
+        return best
+
+    def needs(self) -> tuple[int | None, int | None]:
+        """(least VRAM within the host's limit, least host memory within the VRAM's); None: not with any."""
+        vram, host = [], []
+        for micro, _, _, slots, planes, on_host in self.combinations():
+            need = slots + planes + self.micro(micro).peaks[0]
+            if on_host <= self.machine.host_bytes:
+                vram.append(need)
+            if need <= self.machine.vram_bytes:
+                host.append(on_host)
+        return min(vram, default=None), min(host, default=None)
+
+
+def _hull(cost: Cost) -> list[tuple[float, int, str]]:
+    """(seconds saved per byte, order, mode): steps from keeping least to keeping more, each less rewarding than the
+    one before; a mode that another line passes below is left out."""
+    points = sorted((cost.kept[m], cost.backward_s[m], m) for m in cost.kept)
+    steps, at = [], points[0]
+    while later := [p for p in points if p[0] > at[0] and p[1] < at[1]]:
+        best = max(later, key=lambda p: ((at[1] - p[1]) / (p[0] - at[0]), p[0]))
+        steps.append(((at[1] - best[1]) / (best[0] - at[0]), len(steps), best[2]))
+        at = best
+    return steps
+
+
+def _between(cost: Cost, low: str, high: str) -> list[str]:
+    """Modes that a step passes over: for the last bytes that are left."""
+    inside = [m for m in cost.kept if cost.kept[low] < cost.kept[m] < cost.kept[high]
+              and cost.backward_s[m] < cost.backward_s[low]]
+    return sorted(inside, key=lambda m: cost.kept[m])

@@ -1,0 +1,331 @@
+"""mt.plan: what a model's training step will take on a machine, and the choice that takes least.
+
+    print(mt.plan(model, tokens=32768, seq=1024, vram="24GiB"))
+    model = mt.stream(model, plan=mt.plan(model, tokens=32768, seq=1024))
+
+Nothing is allocated. shapes.py reads the model, machine.py the rates, cost.py has bytes and seconds by kind of
+window, simulate.py puts them in the engine's order, placement.py looks for the best.
+"""
+from __future__ import annotations
+
+import dataclasses
+import html
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .cost import MODES
+from .errors import MegatrainError
+from .limits import parse_bytes, show_bytes
+from .machine import Machine, resolve
+from .placement import Choice, Problem, Wishes
+from .shapes import Shape, shape_of
+from .simulate import Timing
+
+Table = tuple[str, list[tuple[str, ...]]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice for each unit and window, and what it is predicted to take. `mt.stream(model, plan=...)` does it.
+
+    Attributes:
+        model, parameters, trained: what is planned.
+        machine: the rates and limits that were used; its memory is that of the limits given.
+        tokens, seq, micro: of a step; into how many micro-batches the training loop should cut it.
+        compute: "fused": templates where they fit; "eager": the model's own code.
+        homes: by unit, "vram" (weights, gradients and states on the device) or "ram" (weights streamed).
+        activations: by window, "replay", "selective" or "saved".
+        slots: ring size of the streamed units, see slots.py.
+        vram, host: bytes by what they hold, at the peak of a step; vram_bytes, host_bytes: their sums.
+        seconds, forward_s: of a step, and of its forwards.
+        busy: seconds of work by resource. idle: seconds in which the GPU waits, by what it waits for.
+    """
+
+    model: str
+    parameters: int
+    trained: int
+    machine: Machine
+    tokens: int
+    seq: int
+    micro: int
+    compute: str
+    homes: dict[str, str]
+    activations: dict[str, str]
+    slots: int
+    vram: dict[str, int]
+    host: dict[str, int]
+    seconds: float
+    forward_s: float
+    busy: dict[str, float]
+    idle: dict[str, float]
+    weights: dict[str, int]
+
+    @property
+    def vram_bytes(self) -> int:
+        return sum(self.vram.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def bound(self) -> str:
+        """The resource with most work in a step."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+    def __str__(self) -> str:
+        return "\n\n".join([_headline(self), *(_as_text(t) for t in _tables(self))])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<p>{html.escape(line)}</p>" for line in _headline(self).splitlines())
+        return head + "".join(_as_html(t) for t in _tables(self))
+
+
+def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
+         host: int | str | None = None, micro: int | None = None, homes: str | None = None,
+         activations: str | None = None, slots: int | None = None, compute: str = "auto",
+         dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
+         layers: int | None = None) -> Plan:
+    """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
+
+    Args:
+        model: a module (streamed or not, also on the meta device) or a transformers config. Frozen
+            parameters, LoRA's too, are seen by requires_grad.
+        tokens, seq: tokens of a whole step, in sequences of `seq`.
+        machine: a Machine, a name such as "h200-128g" or "rtx4090-64g,vram=20GiB", or the path of a JSON file;
+            None: what `megatrain doctor` stored, else the description nearest to this machine.
+        vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
+            what the machine has.
+        micro: micro-batches of a step; None: as many as are best.
+        homes: "ram" or "vram" for all units. activations: "replay", "selective" or "saved" for all windows that
+            have it. slots: ring size. None: what is best.
+        compute, dtype, units: as for mt.stream.
+        layers: of a config, instead of its own number.
+
+    Raises:
+        MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
+            table of what needs least, and `changes` of the exception the arguments that would fit, one at a time.
+    """
+    wishes = _wishes(tokens, seq, compute, homes, activations, slots, micro)
+    limits = resolve(machine).with_limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"))
+    problem = Problem(shape_of(model, dtype=dtype, units=units, layers=layers), limits, wishes)
+    best = problem.best()
+    if best is None:
+        raise _refusal(problem, resolve(machine))
+    return _plan(problem, *best)
+
+
+def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations: str | None, slots: int | None,
+            micro: int | None) -> Wishes:
+    if seq < 1 or tokens < 1 or tokens % seq:
+        raise MegatrainError(f"tokens={tokens}, seq={seq}: a step is a whole number of sequences; "
+                             f"nearest: tokens={max(1, round(tokens / max(seq, 1))) * max(seq, 1)}")
+    if micro is not None and (micro < 1 or (tokens // seq) % micro):
+        raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
+    for name, value, known in (("compute", compute, ("auto", "fused", "eager")), ("homes", homes, ("ram", "vram")),
+                               ("activations", activations, MODES)):
+        if value is not None and value not in known:
+            raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
+    if slots is not None and slots < 2:
+        raise MegatrainError(f"slots={slots}: at least 2 are needed")
+    return Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro)
+
+
+def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
+    shape, wishes = problem.shape, problem.wishes
+    return Plan(
+        shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
+        "fused" if wishes.fused else "eager",
+        {u.name: "vram" if home else "ram" for u, home in zip(shape.units, choice.homes)},
+        {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
+        problem.host_bytes(choice.homes, choice.micro), timing.seconds, timing.forward_s, timing.busy, timing.idle,
+        _window_weights(shape))
+
+
+def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
+    """Bytes on the device by what they hold, at the peak of a step."""
+    costs = problem.micro(choice.micro).costs
+    kept, work, flying = problem.peak(costs, choice.modes)
+    at_home = problem.planes_at_home(choice.homes, choice.micro)
+    table = {"context, libraries": problem.machine.vram_overhead_bytes,
+             "slots": sum(problem.slots(choice.homes, choice.ring)),
+             **{f"at home: {plane}": n for plane, n in at_home.items()},
+             "activations": kept, "work": work, "gradients under way": flying,
+             "torch's cache": problem.passing_bytes(costs, choice.modes) - kept - work - flying}
+    return table
+
+
+def _window_weights(shape: Shape) -> dict[str, int]:
+    """Bytes of weights by window; a unit counts where it is used first."""
+    seen: set[int] = set()
+    found = {}
+    for w in shape.windows:
+        found[w.name] = sum(shape.units[u].weights for u in w.units if u not in seen)
+        seen.update(w.units)
+    return found
+
+
+# ---- refusing ------------------------------------------------------------------------------------
+
+def _refusal(problem: Problem, whole: Machine) -> MegatrainError:
+    """What needs least, and what would fit."""
+    changes = _changes(problem, whole)
+    error = MegatrainError("\n".join([_least(problem), "", "What would fit, each alone: " + _in_words(changes, whole)]))
+    error.changes = {k: v for k, v in changes.items() if not k.startswith("machine ")}
+    return error
+
+
+def _least(problem: Problem) -> str:
+    machine = problem.machine
+    micro, homes, ring, *_ = min(problem.combinations(), key=lambda c: (
+        c[5] > machine.host_bytes, c[3] + c[4] + problem.micro(c[0]).peaks[0]))
+    choice = Choice(micro, homes.units, ring, problem.micro(micro).levels[0])
+    vram, host = vram_table(problem, choice), problem.host_bytes(homes.units, micro)
+    tables: list[Table] = [_bytes_table("device memory", vram, machine.vram_bytes),
+                           _bytes_table("host memory", host, machine.host_bytes)]
+    cut = f"in {micro} micro-batches" if micro > 1 else "in one micro-batch"
+    head = f"{problem.shape.name} with {problem.wishes.tokens:,} tokens a step does not fit {machine.name}"
+    return "\n\n".join([f"{head}; what needs least, {cut}:", *map(_as_text, tables)])
+
+
+def _changes(problem: Problem, whole: Machine) -> dict[str, Any]:
+    """Arguments of plan(), each of which alone makes the problem fit; "machine ..." where it has too little."""
+    found: dict[str, Any] = {}
+    for name, need, most in zip(("vram", "host"), problem.needs(), (whole.vram_bytes, whole.host_bytes)):
+        if need is not None:
+            found[name if need <= most else f"machine {name}"] = need
+    wishes = problem.wishes
+    for name in ("micro", "homes", "activations", "slots"):
+        if getattr(wishes, name) is not None and _fits(problem, **{name: None}):
+            found[name] = None
+    if found.get("micro", 0) is None:
+        counts = Problem(problem.shape, problem.machine, dataclasses.replace(wishes, micro=None)).micro_counts()
+        found["micro"] = next(k for k in counts if k > wishes.micro and _fits(problem, micro=k))
+    if seq := _longest(problem):
+        found["seq"] = seq
+    return found
+
+
+def _fits(problem: Problem, **other: Any) -> bool:
+    tried = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, **other))
+    vram, host = problem.machine.vram_bytes, problem.machine.host_bytes
+    return any(slots + planes + tried.micro(k).peaks[0] <= vram and on_host <= host
+               for k, _, _, slots, planes, on_host in tried.combinations())
+
+
+def _longest(problem: Problem) -> int | None:
+    """Longest sequence with which as many sequences fit; None: not one token each."""
+    sequences = problem.wishes.tokens // problem.wishes.seq
+    fits, fails = 0, problem.wishes.seq
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if _fits(problem, seq=middle, tokens=middle * sequences):
+            fits = middle
+        else:
+            fails = middle
+    return fits or None
+
+
+def _in_words(changes: dict[str, Any], whole: Machine) -> str:
+    words = []
+    for name, value in changes.items():
+        memory = name.removeprefix("machine ") if name.startswith("machine ") else ""
+        if memory:
+            has = whole.vram_bytes if memory == "vram" else whole.host_bytes
+            what = "device" if memory == "vram" else "host"
+            words.append(f"a machine with {value} bytes ({show_bytes(value)}) of {what} memory, not {show_bytes(has)}")
+        elif name in ("vram", "host"):
+            words.append(f"{name}={value} ({show_bytes(value)})")
+        elif value is None:
+            words.append(f"no {name} asked for")
+        else:
+            words.append(f"{name}={value}" + (" (tokens in proportion)" if name == "seq" else ""))
+    return "; ".join(words or ["nothing less than both more device and more host memory, or fewer parameters"]) + "."
+
+
+# ---- as text -------------------------------------------------------------------------------------
+
+def _headline(p: Plan) -> str:
+    frozen = "all trained" if p.trained == p.parameters else f"{p.trained:,} trained"
+    cut = f"{p.micro} micro-batches of {p.tokens // p.micro:,}" if p.micro > 1 else "one micro-batch"
+    return (f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}\n"
+            f"{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
+            f"{p.machine.name}: rates {p.machine.source}\n"
+            f"predicted: {p.tokens_per_second:,.0f} tokens/s, {p.seconds:.4g} s a step "
+            f"({p.forward_s:.3g} forward); bound by: {p.bound}")
+
+
+def _tables(p: Plan) -> list[Table]:
+    return [_placement_table(p), _bytes_table("device memory", p.vram, p.machine.vram_bytes),
+            _bytes_table("host memory", p.host, p.machine.host_bytes), _seconds_table(p)]
+
+
+def _placement_table(p: Plan) -> Table:
+    rows: list[tuple[str, ...]] = [("window", "weights", "home", "activations")]
+    for names, home, mode in _runs(p):
+        rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
+    ring = f"ring of {p.slots} slots for what streams"
+    return ring if "ram" in p.homes.values() else "nothing streams", rows
+
+
+def _runs(p: Plan) -> list[tuple[list[str], str, str]]:
+    """Neighbouring windows of which the same is chosen; only layers that differ by a number share a row."""
+    runs: list[tuple[list[str], str, str]] = []
+    for name, mode in p.activations.items():
+        home = p.homes.get(name, "shared")
+        if runs and runs[-1][1:] == (home, mode) and _stem(runs[-1][0][-1]) == _stem(name):
+            runs[-1][0].append(name)
+        else:
+            runs.append(([name], home, mode))
+    return runs
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _span(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    last = re.findall(r"\d+", names[-1])
+    return re.sub(r"\d+(?!.*\d)", lambda m: f"{m.group()}-{last[-1]}", names[0])
+
+
+def _bytes_table(title: str, parts: dict[str, int], limit: int) -> Table:
+    rows: list[tuple[str, ...]] = [(title, "bytes", "")]
+    rows += [(what, show_bytes(n), "") for what, n in parts.items() if n]
+    total = sum(parts.values())
+    return "", [*rows, ("in all", show_bytes(total), f"of {show_bytes(limit)}, {total / limit:.0%}")]
+
+
+def _seconds_table(p: Plan) -> Table:
+    rows: list[tuple[str, ...]] = [("resource", "busy s", "of the step", "the GPU waits for it")]
+    for name, s in p.busy.items():
+        wait = p.idle.get(name, 0.0)
+        if s or wait:
+            rows.append((name, f"{s:.4g}", f"{s / p.seconds:.0%}", f"{wait:.3g} s" if wait else ""))
+    return "", rows
+
+
+def _as_text(table: Table) -> str:
+    title, rows = table
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(r, widths))).rstrip()
+             for r in rows]
+    return "\n".join([*lines, *([title] if title else [])])
+
+
+def _as_html(table: Table) -> str:
+    title, (head, *rows) = table
+    cells = "".join(f"<th>{html.escape(c)}</th>" for c in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in r) + "</tr>" for r in rows)
+    caption = f"<caption>{html.escape(title)}</caption>" if title else ""
+    return f"<table>{caption}<tr>{cells}</tr>{body}</table>"

@@ -1,0 +1,282 @@
+"""What a model is made of, as far as time and memory depend on it: units, windows, and their products.
+
+Reads modules, or a transformers config from which it builds them on the meta device: no weights, no GPU.
+Windows and units are those of units.py, so they are the ones that mt.stream makes.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import MegatrainError
+from .units import find, group, stored_dtype, weight_bytes
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes of a unit's planes (docs/design.md section 4); those of the last five are of trained parameters.
+
+    Attributes:
+        weights: HI plane, and a slot for it. gradients: GRAD. masters: LO, or MASTER of fp16 weights.
+        moments: M and V. sums: ACC, which exists with several micro-batches only.
+        trained, numel: parameters.
+    """
+
+    name: str
+    numel: int
+    weights: int
+    trained: int
+    gradients: int
+    masters: int
+    moments: int
+    sums: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product: `rows` rows per token (experts per token in a mixture), fan_in to fan_out."""
+
+    part: str           # "qkv", "out", "up", "down", "router" or "head"
+    fan_in: int
+    fan_out: int
+    rows: float
+    trained: bool
+
+    @property
+    def flops(self) -> float:
+        """Of one token's forward."""
+        return 2.0 * self.rows * self.fan_in * self.fan_out
+
+    @property
+    def width(self) -> float:
+        return math.sqrt(self.fan_in * self.fan_out)
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window. Windows with equal `shape` cost the same.
+
+    Attributes:
+        kind: "embedding", "layer" (has attention), "head" (gives the logits) or "other".
+        units: indices of the units whose weights it binds.
+        fused: its structure is that of a template: attention and a gated MLP, each product once.
+        hidden: elements of what it is given per token. attention: width of all query heads together.
+        heads, context: query heads; keys a query sees at most (a sliding window), 0: all before it.
+        vectors: elements of parameters that are no matrices.
+        itemsize: bytes of an activation's element.
+        learns: it or a window before it has trained parameters, so a gradient passes through it.
+    """
+
+    name: str
+    kind: str
+    units: tuple[int, ...]
+    products: tuple[Product, ...]
+    fused: bool
+    hidden: int
+    attention: int
+    heads: int
+    context: int
+    vectors: int
+    table: int          # elements of embedding tables
+    itemsize: int
+    learns: bool
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return (self.kind, self.products, self.fused, self.hidden, self.attention, self.heads, self.context,
+                self.vectors, self.table, self.itemsize, self.learns)
+
+    def width(self, part: str) -> float:
+        """Elements per token that the products of a part give."""
+        return sum(p.rows * p.fan_out for p in self.products if p.part == part)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: its units, and its windows in the order of the modules, which is taken for the forward's."""
+
+    name: str
+    units: tuple[Unit, ...]
+    windows: tuple[Window, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(u.numel for u in self.units)
+
+    @property
+    def trained(self) -> int:
+        return sum(u.trained for u in self.units)
+
+
+def shape_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
+             layers: int | None = None) -> Shape:
+    """The shape of a module, or of a transformers config.
+
+    Args:
+        dtype, units: as for mt.stream. A config without a dtype of its own is taken for bf16.
+        layers: a config's number of layers, instead of its own.
+
+    Raises:
+        MegatrainError: neither a module nor a config; `layers` with a module.
+    """
+    if not isinstance(model, nn.Module):
+        model, dtype = _from_config(model, layers, dtype)
+    elif layers is not None:
+        raise MegatrainError("layers: a module has the layers it has; give its config instead")
+    found = find(model, units)
+    groups = group(model, found)
+    unit_of = {id(p): i for i, (_, own) in enumerate(groups) for _, p in own}
+    windows, learns = [], False
+    for name, module in found.windows:
+        learns = learns or any(p.requires_grad for p in module.parameters())
+        windows.append(_window(model, name or type(model).__name__, module, unit_of, dtype, learns))
+    return Shape(type(model).__name__, tuple(_unit(name, own, dtype) for name, own in groups), tuple(windows))
+
+
+def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype]:
+    try:
+        import transformers
+    except ImportError:
+        raise MegatrainError("a plan from a config needs transformers; give a module") from None
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise MegatrainError(f"{type(config).__name__}: give a torch.nn.Module or a transformers config")
+    if layers is not None:
+        fields = config.to_dict() | {"num_hidden_layers": layers}
+        if types := fields.get("layer_types"):
+            fields["layer_types"] = [types[i % len(types)] for i in range(layers)]
+        config = type(config).from_dict(fields)
+    kinds = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = transformers.AutoModelForCausalLM if type(config) in kinds else transformers.AutoModel
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    return model, dtype or getattr(config, "dtype", None) or torch.bfloat16
+
+
+# ---- units ---------------------------------------------------------------------------------------
+
+def _unit(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> Unit:
+    kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
+
+    def each(of: dict[torch.dtype, int], other: int = 0) -> int:
+        return sum(n * of.get(kind, other) for n, kind in kinds)
+
+    half = {torch.bfloat16: 2, torch.float16: 4}
+    return Unit(name, sum(p.numel() for _, p in own), weight_bytes(own, dtype), sum(n for n, _ in kinds),
+                sum(n * kind.itemsize for n, kind in kinds), each(half), each({torch.float64: 0}, 8),
+                each(dict.fromkeys(half, 4)))
+
+
+# ---- windows -------------------------------------------------------------------------------------
+
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_OUT = re.compile(r"^(o_proj|out_proj|dense|c_proj|wo|o|out_lin|proj)$")
+_DOWN = re.compile(r"^(down_proj|fc2|w2|c_proj|wo|dense_4h_to_h|lin2|linear2|fc_out|output|dense_out)$")
+_ROUTER = re.compile(r"^(gate|router|classifier)$")
+_EXPERT = re.compile(r"experts\.\d+\.")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_k", "moe_topk", "num_selected_experts")
+
+
+def _window(root: nn.Module, name: str, module: nn.Module, unit_of: dict[int, int], dtype: torch.dtype | None,
+            learns: bool) -> Window:
+    parameters = dict(module.named_parameters())
+    tables = {id(p) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+              for p in m.parameters(recurse=False)}
+    head = _is_head(root, module)
+    matrices = {n: p for n, p in parameters.items() if p.dim() > 1 and p.is_floating_point()
+                and not n.endswith("bias") and (head or id(p) not in tables)}
+    products = _products(root, module, matrices, head)
+    attention = [p for p in products if p.part == "out"] if any(p.part == "qkv" for p in products) else []
+    kind = "head" if head else "layer" if attention else "embedding" if tables and not products else "other"
+    floating = [stored_dtype(p, dtype).itemsize for p in parameters.values() if p.is_floating_point()]
+    q_width = sum(p.fan_in for p in attention)
+    return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in parameters.values())), products,
+                  kind == "layer" and _fits_template(products, module), _hidden(products, parameters),
+                  q_width, q_width // max(1, _attribute(root, module, ("head_dim",), 128)),
+                  _attribute(root, module, ("sliding_window",), 0, root_too=False),
+                  sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
+                  sum(p.numel() for p in parameters.values() if id(p) in tables and not head),
+                  max(floating, default=4), learns)
+
+
+def _is_head(root: nn.Module, module: nn.Module) -> bool:
+    """Is it what gives the logits, by the model's own word?"""
+    for m in root.modules():
+        get = getattr(m, "get_output_embeddings", None)
+        try:
+            if get is not None and get() is module:
+                return True
+        except (AttributeError, NotImplementedError):
+            continue
+    return False
+
+
+def _products(root: nn.Module, module: nn.Module, matrices: dict[str, nn.Parameter],
+              head: bool) -> tuple[Product, ...]:
+    """One of each matrix; 3-D ones are a mixture's experts, of which a token takes a few."""
+    found = []
+    experts = {m.group() for n in matrices if (m := _EXPERT.search(n))}
+    taken = _attribute(root, module, _PER_TOKEN, 1)
+    for name, p in matrices.items():
+        part, (fan_out, *rest), rows = "head" if head else _part(name), p.shape, 1.0
+        if _EXPERT.search(name):
+            rows = taken / len(experts)
+        elif p.dim() == 3 and "expert" in name:
+            rows, (fan_out, *rest) = float(min(taken, fan_out)), rest
+        found.append(Product(part, math.prod(rest), fan_out, rows, p.requires_grad))
+    hidden = _hidden(tuple(found), matrices)
+    return tuple(_oriented(p, hidden) for p in found)
+
+
+def _oriented(p: Product, hidden: int) -> Product:
+    """Experts are [in, out] in some models and [out, in] in others: up begins and down ends at hidden."""
+    begins, ends = (p.fan_in, p.fan_out) if p.part == "up" else (p.fan_out, p.fan_in)
+    wrong = p.part in ("up", "down") and p.rows != 1 and begins != hidden and ends == hidden
+    return dataclasses.replace(p, fan_in=p.fan_out, fan_out=p.fan_in) if wrong else p
+
+
+def _part(name: str) -> str:
+    owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+    if _ATTENTION.search(owner):
+        return "out" if _OUT.match(leaf) else "qkv"
+    if _ROUTER.match(leaf):
+        return "router"
+    return "down" if _DOWN.match(leaf) else "up"
+
+
+def _fits_template(products: tuple[Product, ...], module: nn.Module) -> bool:
+    """Attention with a projection in and out, and a gated MLP, of plain nn.Linear modules."""
+    parts = [p.part for p in products]
+    names = {n.rpartition(".")[2] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    plain = all(type(m) is nn.Linear for n, m in module.named_modules() if n.endswith("_proj"))
+    gated = {"gate_proj", "up_proj"} <= names or "gate_up_proj" in names
+    several = {"q_proj", "k_proj", "v_proj"} <= names or "qkv_proj" in names
+    return plain and gated and several and parts.count("out") == 1 and parts.count("down") == 1 \
+        and len(names) == len(parts) and all(p.rows == 1 for p in products)
+
+
+def _hidden(products: tuple[Product, ...], parameters: dict[str, nn.Parameter]) -> int:
+    """Width of what passes between windows: what attention gives back, else what the first product takes."""
+    for p in products:
+        if p.part == "out":
+            return p.fan_out
+    if products:
+        return products[0].fan_in
+    return max((p.shape[-1] for p in parameters.values() if p.dim()), default=0)
+
+
+def _attribute(root: nn.Module, module: nn.Module, names: tuple[str, ...], default: int, root_too: bool = True) -> int:
+    """An int that some module of the window, or the model's config, calls by one of these names."""
+    places: list[Any] = list(module.modules())
+    places += [config for m in root.modules() if (config := getattr(m, "config", None)) is not None] if root_too else []
+    for place in places:
+        for name in names:
+            value = getattr(place, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return default

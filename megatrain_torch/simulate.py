@@ -1,0 +1,269 @@
+"""How long a step takes: the engine's own rules (docs/design.md sections 5 to 7), with seconds for work.
+
+Queues are first in, first out, and each piece of work waits only for pieces that stand before it in the
+order in which they are handed over. So one walk through the step in that order, taking the later of what
+is waited for, gives every time; there is no clock to advance. A step begins when all gradients of the one
+before are home, which nothing of it outlasts; so one step from there to there is the steady state.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .cost import OFFLOAD_DEPTH
+
+NORM_S = 0.0005             # clip factor, and waking the updater
+SHOWN_MICRO = 8             # micro-batches walked through; of more, those before the last are taken to be alike
+RESOURCES = ("GPU", "host to device", "device to host", "host update", "host sums", "Python")
+
+
+@dataclass
+class Step:
+    """What a step is made of. Lists by window (w) or by unit (u); seconds and bytes.
+
+    Attributes:
+        forward_s, backward_s, forward_host_s, backward_host_s: [w] of one micro-batch; `host` is what Python
+            takes to launch it. No backward where backward_s is 0.
+        units, again: [w] units whose weights a window binds, in forward and in backward.
+        leaving: [w] units whose gradients are handed over at the end of its backward.
+        home: [u] at home in VRAM: nothing of it crosses.
+        weights, gradients: [u] bytes that cross; update_s: [u] on the host, or on the device where at home
+            there; add_s: [u] to add up a further micro-batch's gradient on the host.
+        slots: bytes of each slot. micro: micro-batches.
+        h2d, d2h, both, busy: bytes/s; see Machine.
+    """
+
+    forward_s: list[float]
+    backward_s: list[float]
+    forward_host_s: list[float]
+    backward_host_s: list[float]
+    units: list[tuple[int, ...]]
+    again: list[tuple[int, ...]]
+    leaving: list[tuple[int, ...]]
+    home: list[bool]
+    weights: list[int]
+    gradients: list[int]
+    update_s: list[float]
+    add_s: list[float]
+    slots: list[int]
+    micro: int
+    h2d: float
+    d2h: float
+    both: float
+    busy: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a step; `busy` by resource, `idle` of the GPU by what it waited for."""
+
+    seconds: float
+    forward_s: float
+    busy: dict[str, float]
+    idle: dict[str, float]
+
+
+# ---- the schedule --------------------------------------------------------------------------------
+
+Fetches = list[list[int]]
+
+
+def schedule(uses: list[int], weights: list[int], slots: list[int]) -> Fetches:
+    """Which units are fetched when, as schedule.c decides it from the order of use.
+
+    Returns:
+        [len(uses) + 1] lists of units: before the first use, then behind each use.
+    """
+    next_use, soon, never = [0] * len(uses), {}, len(uses)
+    for k in range(len(uses) - 1, -1, -1):
+        next_use[k] = soon.get(uses[k], never)
+        soon[uses[k]] = k
+    classes: dict[int, list[list[int]]] = {}            # bytes: slots, each [unit or -1, its last use]
+    for size in slots:
+        classes.setdefault(size, []).append([-1, -1])
+    sizes = sorted(classes)
+    fits = {u: classes[next(s for s in sizes if s >= weights[u])] for u in soon}
+    held: set[int] = set()
+    fetches: Fetches = []
+    need = 0
+
+    def prefetch() -> list[int]:
+        nonlocal need
+        found = []
+        while True:
+            while need < never and uses[need] in held:
+                need += 1
+            if need == never:
+                return found
+            best, best_key = None, (need, 0)
+            for slot in fits[uses[need]]:
+                at = never if slot[0] < 0 else soon[slot[0]]
+                if at > need and (at, -slot[1]) > best_key:
+                    best, best_key = slot, (at, -slot[1])
+            if best is None:
+                return found
+            held.discard(best[0])
+            held.add(uses[need])
+            best[0] = uses[need]
+            found.append(uses[need])
+
+    fetches.append(prefetch())
+    for k, unit in enumerate(uses):
+        soon[unit] = next_use[k]
+        for slot in fits[unit]:
+            if slot[0] == unit:
+                slot[1] = k
+        fetches.append(prefetch())
+    return fetches
+
+
+# ---- the walk ------------------------------------------------------------------------------------
+
+class _Walk:
+    """Times at which each queue is through with what it was given so far; 0 is when the norm is known."""
+
+    def __init__(self, step: Step, fetches: Fetches, launch: float) -> None:
+        self.step, self.fetches, self.behind = step, fetches, 0
+        self.run = self.h2d = self.mover = self.d2h = self.adder = 0.0
+        self.launch = launch
+        self.busy = dict.fromkeys(RESOURCES, 0.0)
+        self.idle = dict.fromkeys(("host update", "host to device", "device to host", "host sums", "Python"), 0.0)
+        self.ready: dict[int, float] = {}       # by unit: when its copy is over, and when it is in the queue
+        self.queued: dict[int, float] = {}
+        self.late: dict[int, str] = {}          # what held the copy up
+        self.landed: list[float] = []
+        self.added: list[float] = []
+        self._updates()
+
+    def _updates(self) -> None:
+        """Of units at home in VRAM on the device, at once; of the others on the host, in the forward's order."""
+        step, now = self.step, 0.0
+        self.done: dict[int, float] = {}
+        for units in step.units:
+            for u in units:
+                if u in self.done:
+                    continue
+                self.done[u] = 0.0                  # frozen: nothing to wait for
+                if step.home[u]:
+                    self.run += step.update_s[u]
+                elif step.update_s[u]:
+                    now += step.update_s[u]
+                    self.done[u] = now
+        self.updated, self.updates = now, {"host update": now, "GPU": self.run}
+
+    def _copied(self, start: float, nbytes: float, rate: float) -> float:
+        """When a copy ends: slower while AdamW has the host's memory."""
+        if start < self.updated:
+            slow = min(rate, self.step.busy)
+            if nbytes <= (self.updated - start) * slow:
+                return start + nbytes / slow
+            nbytes -= (self.updated - start) * slow
+            start = self.updated
+        return start + nbytes / rate
+
+    def fetch(self, rate: float) -> None:
+        """Hands over the copies that stand behind the latest use. Each waits for its unit's update, then, on the
+        device, for all that was launched so far (FREED)."""
+        handed, freed = self.launch, self.run
+        for u in self.fetches[self.behind]:
+            self.mover = max(self.mover, handed, self.done[u])
+            start = max(self.h2d, self.mover, freed if self.behind else 0.0)
+            self.late[u] = "host update" if start == self.done[u] else "host to device"
+            self.queued[u] = self.mover
+            self.h2d = self.ready[u] = self._copied(start, self.step.weights[u], rate)
+            self.busy["host to device"] += self.h2d - start
+        self.behind += 1
+
+    def window(self, units: tuple[int, ...], seconds: float, host_s: float, rate: float) -> None:
+        """A window's kernels: launched once its copies are in their queue, run once they are over."""
+        begin, cause = self.run, ""
+        for u in units:
+            if self.step.home[u]:
+                continue
+            self.fetch(rate)
+            if self.queued[u] > self.launch:
+                self.launch = self.queued[u]
+            if self.ready[u] > begin:
+                begin, cause = self.ready[u], self.late[u]
+        if self.launch > begin:
+            begin, cause = self.launch, "Python"
+        if cause:
+            self.idle[cause] += begin - self.run
+        self.launch += host_s
+        self.busy["GPU"] += seconds
+        self.busy["Python"] += host_s
+        self.run = begin + seconds
+        if self.launch > self.run:
+            self.idle["Python"] += self.launch - self.run
+            self.run = self.launch
+
+    def offload(self, unit: int, adding: bool) -> None:
+        """Gradients leave behind compute; LANDED bounds how many units' are alive."""
+        step = self.step
+        if step.home[unit] or not step.gradients[unit]:
+            return
+        start = max(self.d2h, self.run)
+        if adding and len(self.added) >= 2:             # both staging buffers are full
+            start = max(start, self.added[-2])
+        self.d2h = self._copied(start, step.gradients[unit], step.both)
+        self.busy["device to host"] += self.d2h - start
+        self.landed.append(self.d2h)
+        if adding:
+            self.adder = max(self.adder, self.d2h) + step.add_s[unit]
+            self.busy["host sums"] += step.add_s[unit]
+            self.added.append(self.adder)
+        if len(self.landed) > OFFLOAD_DEPTH:
+            self.wait(self.landed[-1 - OFFLOAD_DEPTH], "device to host")
+
+    def wait(self, until: float, cause: str) -> None:
+        if until > self.run:
+            self.idle[cause] += until - self.run
+            self.run = until
+
+
+def _uses(step: Step, shown: int) -> list[int]:
+    """Units that are not at home in VRAM, in the order in which windows ask for them."""
+    home, n = step.home, len(step.units)
+    forward = [u for units in step.units for u in units if not home[u]]
+    backward = [u for w in range(n - 1, -1, -1) if step.backward_s[w] for u in step.again[w] if not home[u]]
+    return (forward + backward) * shown
+
+
+def _walk(step: Step, fetches: Fetches, shown: int, launch: float) -> tuple[_Walk, float, list[float]]:
+    """The walk, the seconds of its forwards, and `run` at the end of each micro-batch."""
+    t = _Walk(step, fetches, launch)
+    n, forwards, ends = len(step.units), 0.0, []
+    for micro in range(shown):
+        began = t.run if micro else 0.0
+        for w in range(n):
+            t.window(step.units[w], step.forward_s[w], step.forward_host_s[w], step.h2d)
+        forwards += t.run - began
+        for w in range(n - 1, -1, -1):
+            if step.backward_s[w]:
+                t.window(step.again[w], step.backward_s[w], step.backward_host_s[w], step.both)
+            for u in step.leaving[w]:
+                t.offload(u, micro > 0)
+        ends.append(t.run)
+    t.wait(t.d2h, "device to host")
+    t.wait(t.adder, "host sums")
+    return t, forwards, ends
+
+
+def simulate(step: Step, fetches: Fetches | None = None) -> Timing:
+    """One step in the steady state. fetches: what `plan_fetches` gives, where it is known already."""
+    shown = min(step.micro, SHOWN_MICRO)
+    fetches = plan_fetches(step) if fetches is None else fetches
+    ahead = -sum(step.backward_s) / 2                   # Python is ahead of the device by about this
+    t, forwards, ends = _walk(step, fetches, shown, ahead)
+    if t.launch - t.run > ahead:
+        t, forwards, ends = _walk(step, fetches, shown, min(0.0, t.launch - t.run))
+    more = step.micro - shown
+    seconds = t.run + NORM_S + (more * (ends[-2] - ends[-3]) if more else 0.0)
+    share = step.micro / shown
+    busy = {name: s * share + t.updates.get(name, 0.0) for name, s in t.busy.items()}
+    idle = {name: s * (1.0 if name == "host update" else share) for name, s in t.idle.items() if s > 0}
+    return Timing(seconds, forwards * share, busy, idle)
+
+
+def plan_fetches(step: Step) -> Fetches:
+    """The schedule of a step; it depends on homes, slots and the number of micro-batches only."""
+    return schedule(_uses(step, min(step.micro, SHOWN_MICRO)), step.weights, step.slots)

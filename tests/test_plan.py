@@ -1,0 +1,376 @@
+"""mt.plan: what it chooses, says and refuses; its count and its clock against the engine and against measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GptOssConfig, LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
+
+import megatrain_torch as mt
+import megatrain_torch.simulate as simulation
+from megatrain_torch.machine import MACHINES
+from megatrain_torch.placement import Choice, Problem, Wishes
+from megatrain_torch.planner import vram_table
+from megatrain_torch.shapes import Shape, shape_of
+from megatrain_torch.simulate import schedule, simulate
+from megatrain_torch.wrap import runtime_of
+
+GIB = 2**30
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200-2026-11-21.jsonl"
+
+# Round figures, so that what is tested does not change when a machine is measured again.
+FLAT = mt.Machine(
+    name="flat", device="cuda", vram_bytes=16 * GIB, vram_overhead_bytes=GIB, host_bytes=64 * GIB,
+    host_overhead_bytes=GIB, gemm=((1, 1, 100.0), (1, 2, 100.0)), attention=((1, 50.0, 40.0),), hbm_gbps=1000.0,
+    h2d_gbps=20.0, d2h_gbps=20.0, both_gbps=16.0, busy_gbps=10.0, adam_gparams=((1, 1.0), (4, 2.0)), add_gparams=4.0,
+    device_adam_gparams=40.0, launch_us=5.0)
+
+
+def seven(layers: int, **other: int) -> Qwen2Config:
+    """Qwen2.5-7B's width."""
+    shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+             "vocab_size": 152064, "num_hidden_layers": layers, "tie_word_embeddings": False}
+    return Qwen2Config(**shape | other)
+
+
+def small(layers: int = 4, **other: int) -> LlamaConfig:
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
+             "vocab_size": 32000, "num_hidden_layers": layers, "tie_word_embeddings": False}
+    return LlamaConfig(**shape | other)
+
+
+SMALL, WIDE = shape_of(small(6)), shape_of(seven(12))
+
+
+# ---- as text
+
+GOLDEN = """\
+LlamaForCausalLM: 0.111 B parameters, all trained
+4,096 tokens a step in sequences of 512, 2 micro-batches of 2,048; fused layers
+flat: rates described
+predicted: 39,113 tokens/s, 0.1047 s a step (0.0647 forward); bound by: host update
+
+window               weights  home  activations
+model.embed_tokens  62.5 MiB  ram   saved
+model.layers.0      21.5 MiB  vram  saved
+model.layers.1-3    64.5 MiB  ram   saved
+model.norm           2.0 KiB  ram   replay
+lm_head             62.5 MiB  ram   saved
+ring of 3 slots for what streams
+
+device memory            bytes
+context, libraries     1.0 GiB
+slots                189.5 MiB
+at home: weights      21.5 MiB
+at home: masters      21.5 MiB
+at home: moments      86.0 MiB
+at home: gradients    21.5 MiB
+at home: sums         43.0 MiB
+activations          168.6 MiB
+work                 375.0 MiB
+gradients under way   62.5 MiB
+torch's cache         30.3 MiB
+in all                 2.0 GiB  of 2.0 GiB, 100%
+
+host memory                bytes
+Python, torch, driver    1.0 GiB
+weights                211.0 MiB
+masters                189.5 MiB
+moments                758.1 MiB
+gradients              189.5 MiB
+sums                   379.0 MiB
+staging                125.0 MiB
+in all                   2.8 GiB  of 64.0 GiB, 4%
+
+resource         busy s  of the step  the GPU waits for it
+GPU             0.02464  24%
+host to device   0.0166  16%          0.00166 s
+device to host  0.02484  24%          0.0211 s
+host update     0.04968  47%          0.0486 s
+host sums       0.02484  24%          0.00819 s
+Python          0.00339  3%
+"""
+
+
+def test_plan_as_text() -> None:
+    """The figures follow from cost.py and FLAT: new formulas there, new figures here."""
+    machine = dataclasses.replace(FLAT, vram_bytes=2 * GIB)
+    assert f"{mt.plan(small(), tokens=4096, seq=512, machine=machine)}\n" == GOLDEN
+
+
+def test_html_has_the_same_figures() -> None:
+    plan = mt.plan(small(), tokens=4096, seq=512, machine=FLAT)
+    cells = re.findall(r"<t[hd]>([^<]+)</t[hd]>", plan._repr_html_())
+    missing = [c for c in cells if c.replace("&#x27;", "'") not in str(plan)]
+    assert cells and missing == []
+
+
+# ---- what is chosen
+
+def test_more_of_everything_is_spent_where_it_helps() -> None:
+    """With little memory weights stream and activations are run again; with much nothing crosses the bus."""
+    tight = mt.plan(seven(12), tokens=32768, seq=1024, machine="h200-128g,vram=20GiB")
+    ample = mt.plan(seven(12), tokens=32768, seq=1024, machine="h200-128g")
+    assert "replay" in tight.activations.values() and "ram" in tight.homes.values()
+    assert set(ample.activations.values()) == {"saved"} and ample.seconds < tight.seconds
+    assert ample.busy["host to device"] < tight.busy["host to device"]
+
+
+def test_forced_choices_are_kept() -> None:
+    plan = mt.plan(small(), tokens=4096, seq=512, machine=FLAT, homes="ram", activations="replay", slots=2, micro=4)
+    layers = {mode for name, mode in plan.activations.items() if ".layers." in name}
+    assert set(plan.homes.values()) == {"ram"} and layers == {"replay"} and (plan.slots, plan.micro) == (2, 4)
+
+
+def test_a_config_alone_plans_as_the_model() -> None:
+    config = seven(2, hidden_size=512, intermediate_size=1408, num_attention_heads=8, vocab_size=8000)
+    asked = {"tokens": 4096, "seq": 512, "machine": FLAT}
+    plan = mt.plan(Qwen2ForCausalLM(config).bfloat16(), **asked)
+    assert mt.plan(config, **asked) == plan
+    longer = seven(9, hidden_size=512, intermediate_size=1408, num_attention_heads=8, vocab_size=8000)
+    assert mt.plan(longer, layers=2, **asked) == plan
+    with pytest.raises(mt.MegatrainError, match="give its config instead"):
+        mt.plan(Qwen2ForCausalLM(config), layers=4, **asked)
+
+
+def test_frozen_parameters_have_no_states_and_no_gradients() -> None:
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(seven(2))
+    full = mt.plan(model, tokens=8192, seq=1024, machine="h200-128g", homes="ram", micro=1)
+    for p in model.model.parameters():
+        p.requires_grad_(False)
+    head = mt.plan(model, tokens=8192, seq=1024, machine="h200-128g", homes="ram", micro=1)
+    trained = 152064 * 3584
+    assert head.trained == trained and head.host["moments"] == 8 * trained < full.host["moments"]
+    assert head.seconds < full.seconds and head.vram["activations"] < full.vram["activations"]
+
+
+@pytest.mark.parametrize("config, per_token", [(Qwen3MoeConfig, 8), (GptOssConfig, 4)])
+def test_a_mixture_computes_its_active_experts_only(config: type, per_token: int) -> None:
+    shape = shape_of(config(num_hidden_layers=1))
+    layer = next(w for w in shape.windows if w.kind == "layer")
+    assert {p.rows for p in layer.products if p.part in ("up", "down")} == {per_token}
+    active = sum(p.flops for p in layer.products) / 2
+    assert active < shape.units[layer.units[0]].numel / 4
+
+
+def test_a_trillion_parameters_plan_in_seconds() -> None:
+    config = seven(126, hidden_size=24576, intermediate_size=98304, num_attention_heads=192, num_key_value_heads=16)
+    began = time.process_time()
+    plan = mt.plan(config, tokens=1 << 20, seq=4096, machine="h200-1.5t,host=20TiB")
+    assert plan.parameters > 1e12 and time.process_time() - began < 8
+
+
+# ---- limits
+
+def problem(shape: Shape, vram: int, host: int = 64 * GIB, **wishes: object) -> Problem:
+    machine = dataclasses.replace(FLAT, vram_bytes=vram, host_bytes=host)
+    return Problem(shape, machine, Wishes(**{"tokens": 4096, "seq": 512} | wishes))
+
+
+def planned(shape: Shape, vram: int, host: int = 64 * GIB, **wishes: object) -> tuple[Problem, Choice, float] | None:
+    p = problem(shape, vram, host, **wishes)
+    found = p.best()
+    return (p, found[0], found[1].seconds) if found else None
+
+
+memory = st.integers(GIB // 2, 14 * GIB)
+wishes = st.fixed_dictionaries({"fused": st.booleans(), "seq": st.sampled_from([256, 512, 1024]),
+                                "micro": st.sampled_from([None, 1, 2, 4])})
+
+
+@settings(max_examples=60, deadline=None)
+@given(memory, memory, wishes)
+def test_a_plan_stays_within_its_limits_by_its_own_count(vram: int, host: int, asked: dict) -> None:
+    found = planned(SMALL, vram, host, **asked)
+    if found is None:
+        return
+    p, choice, _ = found
+    assert sum(vram_table(p, choice).values()) <= vram
+    assert sum(p.host_bytes(choice.homes, choice.micro).values()) <= host
+
+
+@settings(max_examples=40, deadline=None)
+@given(memory, st.integers(0, 4 * GIB), memory, st.integers(0, 4 * GIB), wishes)
+def test_more_memory_is_never_slower(vram: int, more: int, host: int, more_host: int, asked: dict) -> None:
+    less, same = planned(SMALL, vram, host, **asked), planned(SMALL, vram + more, host + more_host, **asked)
+    if less is not None:
+        assert same is not None and same[2] <= less[2]
+
+
+@pytest.mark.parametrize("limits", [
+    {"vram": "1200MiB"}, {"host": "3GiB", "vram": "2GiB"}, {"vram": "3GiB", "homes": "vram"},
+    {"vram": "1700MiB", "micro": 1}, {"vram": "4GiB", "micro": 1, "activations": "saved"},
+    {"vram": "1200MiB", "host": "2GiB"}])
+def test_a_refusal_names_what_fits_and_one_byte_less_does_not(limits: dict) -> None:
+    asked = {"tokens": 16384, "seq": 1024, "machine": FLAT} | limits
+    with pytest.raises(mt.MegatrainError, match="does not fit") as refused:
+        mt.plan(small(12), **asked)
+    changes = refused.value.changes
+    assert changes
+    for name, value in changes.items():
+        change = {"seq": value, "tokens": 16 * value} if name == "seq" else {name: value}
+        assert mt.plan(small(12), **asked | change).seconds > 0, name
+        if name in ("vram", "host"):
+            with pytest.raises(mt.MegatrainError):
+                mt.plan(small(12), **asked | {name: value - 1})
+
+
+def test_a_machine_too_small_is_named_as_such() -> None:
+    with pytest.raises(mt.MegatrainError, match=r"a machine with \d+ bytes .* of host memory, not 62.0 GiB"):
+        mt.plan(seven(28), tokens=8192, seq=1024, machine="rtx4090-64g")
+
+
+@pytest.mark.parametrize("asked, says", [
+    ({"tokens": 1000}, "nearest: tokens=1024"), ({"micro": 3}, "cannot be cut"), ({"homes": "disk"}, "homes='disk'"),
+    ({"activations": "none"}, "'replay', 'selective', 'saved'"), ({"slots": 1}, "at least 2"),
+    ({"machine": "abacus"}, "known: h200-128g"), ({"machine": "h200-128g,vram=much"}, "is not a size")])
+def test_arguments_that_make_no_sense_are_refused(asked: dict, says: str) -> None:
+    with pytest.raises(mt.MegatrainError, match=re.escape(says)):
+        mt.plan(small(), **{"tokens": 4096, "seq": 512, "machine": FLAT} | asked)
+
+
+# ---- the search
+
+def every_choice(p: Problem) -> list[Choice]:
+    fitting = []
+    for micro, homes, ring, slots, planes, host in p.combinations():
+        made = p.micro(micro)
+        fitting += [Choice(micro, homes.units, ring, modes) for modes, peak in zip(made.levels, made.peaks)
+                    if slots + planes + peak <= p.machine.vram_bytes and host <= p.machine.host_bytes]
+    return fitting
+
+
+@pytest.mark.parametrize("vram", [9 * GIB // 4, 3 * GIB, 5 * GIB])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_search_finds_the_least_time_of_all_choices(vram: int, fused: bool) -> None:
+    p = problem(shape_of(small(3)), vram, fused=fused, seq=2048)
+    tried = [p.time(c).seconds for c in every_choice(p)]
+    assert p.best()[1].seconds == min(tried)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
+    shape = data.draw(st.sampled_from([SMALL, WIDE]))
+    p = problem(shape, 10**15, 10**15, tokens=data.draw(st.sampled_from([512, 4096, 32768])))
+    micro = data.draw(st.sampled_from(p.micro_counts()))
+    units = tuple(data.draw(st.lists(st.booleans(), min_size=len(shape.units), max_size=len(shape.units))))
+    made, homes = p.micro(micro), p._homes(units)
+    level = data.draw(st.integers(0, len(made.levels) - 1))
+    ring, slots = data.draw(st.sampled_from(homes.slots))
+    choice = Choice(micro, units, ring, made.levels[level])
+    assert p.bound(homes, slots, micro, made.backward_s[level]) <= p.time(choice).seconds * (1 + 1e-12)
+
+
+def test_keeping_more_activations_takes_more_bytes_and_less_time() -> None:
+    for fused in (True, False):
+        made = problem(WIDE, 10**12, fused=fused).micro(1)
+        assert made.peaks == sorted(made.peaks) and made.backward_s == sorted(made.backward_s, reverse=True)
+        assert len({modes for modes in made.levels}) == len(made.levels) > 12
+
+
+# ---- the simulation
+
+def test_the_schedule_is_the_engines() -> None:
+    """Fetches as schedule.c places them, for a streamed model on the CPU device."""
+    model = Qwen2ForCausalLM(seven(5, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=9000))
+    mt.stream(model, device="cpu", plan={"slots": 3, "activations": "replay"})
+    ids = torch.arange(16).view(2, 8)
+    for _ in range(3):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    rt = runtime_of(model)
+    steps = re.findall(r"^(fetch|compute) (\S+) ", rt.core.schedule(), re.MULTILINE)
+    number = {name: i for i, name in enumerate(rt.unit_names)}
+    uses = [number[name] for verb, name in steps if verb == "compute"]
+    expected, behind = [[] for _ in range(len(uses) + 1)], 0
+    for verb, name in steps:
+        behind += verb == "compute"
+        if verb == "fetch":
+            expected[behind].append(number[name])
+    sizes = [slot.nbytes for slot in rt.slots]
+    assert schedule(uses, [rt.core.hi_bytes(u) for u in range(len(number))], sizes) == expected
+    mt.unstream(model)
+
+
+def test_many_micro_batches_take_as_long_as_if_each_was_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(SMALL, 10**12, tokens=512 * 16, micro=16)
+    step = p.step(Choice(16, (False,) * len(SMALL.units), 3, p.micro(16).levels[0]))
+    short = simulate(step)
+    monkeypatch.setattr(simulation, "SHOWN_MICRO", 16)
+    whole = simulate(step)
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert short.busy == pytest.approx(whole.busy, rel=0.15)        # the first micro-batch fetches more, adds nothing
+
+
+def measured() -> list[dict]:
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return [line for line in lines if line["bench"] == "step" and line["case"].startswith("streamed")]
+
+
+@pytest.mark.parametrize("line", measured(), ids=lambda line: " ".join(line["case"].split()[2:8]))
+def test_predicted_steps_agree_with_measured_ones(line: dict) -> None:
+    """One H200, all weights streamed, the model's own code, activations recomputed: within 8 % of the step."""
+    layers, tokens, seq = (int(re.search(p, line["case"])[1]) for p in (r"(\d+) layers", r"(\d+) tokens", r"S=(\d+)"))
+    p = Problem(shape_of(seven(layers)), MACHINES["h200-128g"], Wishes(tokens, seq, fused=False))
+    made, homes = p.micro(1), (False,) * len(p.shape.units)
+    timing = p.time(Choice(1, homes, 3, made.levels[0]))
+    assert timing.seconds == pytest.approx(line["step_s"], rel=0.08)
+    assert timing.busy["host to device"] * 55.5e9 >= 0.98 * line["h2d_bytes"]
+    store = sum(n for what, n in p.host_bytes(homes, 1).items() if "torch" not in what)
+    assert store == pytest.approx(line["store_bytes"], rel=0.001)
+
+
+def test_host_bytes_are_those_of_the_store() -> None:
+    model = Qwen2ForCausalLM(seven(2, hidden_size=512, intermediate_size=2048, num_attention_heads=8, vocab_size=8000))
+    model = mt.stream(model.bfloat16(), device="cpu")
+    opt = mt.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.arange(16).view(2, 8)
+    for micro in (1, 2):
+        for _ in range(micro):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        opt.step()
+        list(model.parameters())
+        p = problem(shape_of(model), 10**12, tokens=16, seq=8)
+        planes = p.host_bytes((False,) * len(p.shape.units), micro)
+        del planes["Python, torch, driver"], planes["staging"]
+        assert runtime_of(model).core.host_bytes() == pytest.approx(sum(planes.values()), rel=0.01)
+        opt.zero_grad()
+    mt.unstream(model)
+
+
+# ---- machines
+
+def test_machines_survive_json_and_can_be_changed() -> None:
+    for machine in MACHINES.values():
+        assert mt.Machine.from_json(machine.to_json()) == machine
+    changed = mt.Machine.parse("h200-128g,vram=24GiB,h2d_gbps=25")
+    assert (changed.vram_bytes, changed.h2d_gbps, changed.host_bytes) == (24 * GIB, 25.0, 125 * GIB)
+
+
+def test_a_machine_file_is_found_by_path_and_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(FLAT.to_json())
+    assert mt.Machine.parse(str(path)) == FLAT
+    monkeypatch.setenv("MEGATRAIN_MACHINE", str(path))
+    assert mt.plan(small(), tokens=4096, seq=512).machine.name == "flat"
+    path.write_text("{}")
+    with pytest.raises(mt.MegatrainError, match="not a machine's description"):
+        mt.plan(small(), tokens=4096, seq=512)
+
+
+def test_rates_between_measured_points_lie_between_them() -> None:
+    h200 = MACHINES["h200-128g"]
+    assert h200.gemm_flops(8192, 3584) == 730e12
+    assert 710e12 < h200.gemm_flops(12000, 3584) < 730e12
+    assert 530e12 < h200.gemm_flops(8192, 2000) < 730e12
+    assert h200.gemm_flops(128, 3584) == h200.gemm_flops(512, 3584) / 4      # as long as the smallest measured
+    assert h200.adam_rate(8) < h200.adam_rate() == 7.05e9
