@@ -206,7 +206,38 @@ def head_norm(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
     )
 
 
-ROOMS = (sumsq, gemm, grouped, norm, head_norm)
+def eager_glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int, outs: list[Tensor]) -> None:
+    """What eager torch runs for glu_backward with h: dgate, dup and h, in five passes."""
+    how = "tanh" if act == ops.GELU_TANH else "none"
+    dgate, dup, h = outs
+    if act == ops.SILU:
+        a = torch.nn.functional.silu(gate)
+        torch.ops.aten.silu_backward.grad_input(dh * up, gate, grad_input=dgate)
+    else:
+        a = torch.nn.functional.gelu(gate, approximate=how)
+        torch.ops.aten.gelu_backward.grad_input(dh * up, gate, approximate=how, grad_input=dgate)
+    torch.mul(dh, a, out=dup)
+    torch.mul(a, up, out=h)
+
+
+def glu(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """SwiGLU and its like on the halves of a fused projection's output, and the gradient of the qkv biases."""
+    both, dboth = new(args.tokens, 2 * args.inter), new(args.tokens, 2 * args.inter)
+    (gate, up), dh = both.split(args.inter, 1), new(args.tokens, args.inter)
+    outs = [*dboth.split(args.inter, 1), torch.empty_like(dh)]
+    shape = f"[{args.tokens}, {args.inter}]"
+    eager: Call = lambda: torch.nn.functional.silu(gate) * up  # noqa: E731
+    yield Case("glu silu", shape, lambda: ops.glu(gate, up), eager, nbytes(both, dh))
+    for name, act in {"silu": ops.SILU, "gelu_tanh": ops.GELU_TANH, "gelu": ops.GELU}.items():
+        call = functools.partial(ops.glu_backward, dh, gate, up, act, **dict(zip(("dgate", "dup", "h"), outs)))
+        eager = functools.partial(eager_glu_backward, dh, gate, up, act, outs)
+        yield Case(f"glu_backward {name}", shape, call, eager, nbytes(both, dh, *outs))
+    width = args.hidden + 2 * (args.hidden // args.heads * args.kv)
+    dy = new(args.tokens, width)
+    yield Case("column_sum", f"[{args.tokens}, {width}]", lambda: ops.column_sum(dy), lambda: dy.sum(0), nbytes(dy))
+
+
+ROOMS = (sumsq, gemm, grouped, norm, head_norm, glu)
 
 
 # ---- measuring ----

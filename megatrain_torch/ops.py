@@ -26,7 +26,7 @@ ONE_PLUS = 1        # y = round(x_hat * (1 + w)): Gemma
 ROUND_LAST = 2      # y = round(x_hat * w): OLMo 2
 NORM_STYLES = (ROUND_FIRST, ROUND_LAST, ONE_PLUS)
 
-SILU, GELU_TANH, GELU = 0, 1, 2
+SILU, GELU_TANH, GELU, CLAMPED = range(4)    # csrc/ops/glu.h
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: int = ROUND_FIRST,
@@ -142,9 +142,13 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out_q: Tensor, out_k: T
 def glu(gate: Tensor, up: Tensor, act: int = SILU) -> Tensor:
     """act(gate) * up: [T, I], from strided [T, I]. act(gate) is rounded to the type first, as transformers does.
 
-    Source: Shazeer 2020, eq. 5 and 6.
+    CLAMPED: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clamp(up, -7, 7) + 1), GPT-OSS' own.
+
+    Source: Shazeer 2020, eq. 5 and 6; csrc/ops/glu.h.
     """
-    return _act(gate.float(), act).to(gate.dtype) * up
+    h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _ops.glu(gate, up, act, h)
+    return h
 
 
 def glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int = SILU, *, dgate: Tensor, dup: Tensor,
@@ -156,28 +160,17 @@ def glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int = SILU, *, dgate
         dgate, dup: [T, I], strided, written; may be gate and up themselves.
         h: [T, I], dense, written with glu(gate, up); may be dh itself. None: not wanted.
     """
-    with torch.enable_grad():
-        wide = gate.detach().float().requires_grad_()
-        a = _act(wide, act)
-        a.sum().backward()
-    a, slope = a.detach(), wide.grad
-    product = a.to(gate.dtype) * up
-    dg, du = (dh.float() * up.float() * slope).to(gate.dtype), (dh.float() * a).to(gate.dtype)
-    dgate.copy_(dg)
-    dup.copy_(du)
-    if h is not None:
-        h.copy_(product)
-
-
-def _act(x: Tensor, act: int) -> Tensor:
-    if act == SILU:
-        return torch.nn.functional.silu(x)
-    return torch.nn.functional.gelu(x, approximate="tanh" if act == GELU_TANH else "none")
+    _ops.glu_backward(dh, gate, up, act, dgate, dup, h)
 
 
 def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Sum over tokens: [T, n] strided -> [n], in fp32, fixed order; the gradient of a bias."""
-    return x.float().sum(0).to(dtype or x.dtype)
+    """Sum over tokens: [T, n] strided -> [n], in fp32; the gradient of a bias.
+
+    In one order (csrc/ops/glu.h), so that the CPU and CUDA give the same bits.
+    """
+    out = torch.empty(x.shape[-1:], dtype=dtype or x.dtype, device=x.device)
+    _ops.column_sum(x, out)
+    return out
 
 
 def embedding_backward(dy: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
@@ -341,5 +334,6 @@ def _nothing(*args: object) -> None:
 
 
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
-for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"):
+for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward",
+              "glu", "glu_backward", "column_sum"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

@@ -5,8 +5,78 @@ to both. Nothing here rounds in between.
 """
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+# ---- gated activations ----
+
+SILU, GELU_TANH, GELU, CLAMPED = range(4)
+CLAMP, CLAMP_SLOPE = 7.0, 1.702
+
+
+def logit_of(x: Tensor, act: int) -> tuple[Tensor, Tensor]:
+    """v and dv/dx, where the activation is x * sigmoid(v); not for GELU."""
+    if act == SILU:
+        return x, torch.ones_like(x)
+    if act == CLAMPED:
+        return CLAMP_SLOPE * x, torch.full_like(x, CLAMP_SLOPE)
+    c = 2 * math.sqrt(2 / math.pi)
+    return c * (x + 0.044715 * x**3), c * (1 + 3 * 0.044715 * x**2)
+
+
+def activation(x: Tensor, act: int) -> Tensor:
+    """a(x)."""
+    if act == GELU:
+        return x * 0.5 * torch.erfc(-x / math.sqrt(2))
+    x = x.clamp(max=CLAMP) if act == CLAMPED else x
+    return x * torch.sigmoid(logit_of(x, act)[0])
+
+
+def slope_terms(x: Tensor, act: int) -> tuple[Tensor, Tensor]:
+    """The two terms whose sum is a'(x) (inside of the clamp)."""
+    if act == GELU:
+        return 0.5 * torch.erfc(-x / math.sqrt(2)), x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    x = x.clamp(max=CLAMP) if act == CLAMPED else x
+    v, dv = logit_of(x, act)
+    return torch.sigmoid(v), x * torch.sigmoid(v) * torch.sigmoid(-v) * dv
+
+
+def factor(up: Tensor, act: int) -> Tensor:
+    """u(up)."""
+    return up.clamp(-CLAMP, CLAMP) + 1 if act == CLAMPED else up
+
+
+def glu(gate: Tensor, up: Tensor, act: int) -> Tensor:
+    return activation(gate, act) * factor(up, act)
+
+
+def glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tensor, Tensor]:
+    """dgate, dup."""
+    dgate = dh * factor(up, act) * sum(slope_terms(gate, act))
+    dup = dh * activation(gate, act)
+    if act == CLAMPED:
+        dgate, dup = torch.where(gate > CLAMP, 0, dgate), torch.where(up.abs() > CLAMP, 0, dup)
+    return dgate, dup
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """[n] fp32 from [T, n], in the order that csrc/ops/glu.h states: to the bit."""
+    segments = [_lanes(segment) for segment in x.float().split(256)]
+    if len(segments) == 1:
+        return segments[0]
+    return _lanes(torch.stack(segments)) if segments else x.new_zeros(x.shape[1], dtype=torch.float32)
+
+
+def _lanes(rows: Tensor) -> Tensor:
+    """Eight lanes, each adding its rows in order, then folded by halves."""
+    lane = torch.zeros(8, rows.shape[1], device=rows.device)
+    for some in rows.split(8):
+        lane[:some.shape[0]] += some
+    for half in (4, 2, 1):
+        lane = lane[:half] + lane[half:]
+    return lane[0]
 
 # ---- cross entropy ----
 

@@ -20,7 +20,7 @@ from megatrain_torch import loss as loss_module
 from megatrain_torch.loss import linear_cross_entropy
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TYPES = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-11}
+TYPES = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 E = 2**-24
 OPTIONS = {
     "plain": {},
