@@ -87,12 +87,10 @@ class HostTensor(Tensor):
         return _guarded_call(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._mt.runtime.wait_updates(self._mt)
-        return plain(self).__reduce_ex__(protocol)
+        return _current(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        self._mt.runtime.wait_updates(self._mt)
-        out = plain(self).clone()
+        out = _current(self).clone()
         memo[id(self)] = out
         return out
 
@@ -100,9 +98,8 @@ class HostTensor(Tensor):
 def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
     guarded = _guarded(args, kwargs)
     writes = _writes(func, kwargs)
-    written = [g._mt for g in guarded if g._mt.owns(plain(g))] if writes else []    # not the optimizer's states
-    for g in guarded:
-        g._mt.runtime.wait_updates(g._mt)
+    weights = [g._mt.owns(_current(g)) for g in guarded]          # or the optimizer's states
+    written = [g._mt for g, weight in zip(guarded, weights) if weight] if writes else []
     for record in written:
         record.runtime.before_write(record)
     if func == _DATA_SET:
@@ -111,6 +108,8 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
     if writes:
         for record in written:
             record.runtime.after_write(record)
+        for g in (g for g, weight in zip(guarded, weights) if not weight):
+            g._mt.runtime.push(g._mt, "M", "V")
     elif torch.is_grad_enabled() and isinstance(out, Tensor) and out.requires_grad:
         for g in guarded:
             g._mt.host_graph = True     # autograd itself adds to .grad on the host: see handover.py
@@ -161,6 +160,15 @@ def plain(t: Tensor) -> Tensor:
     """The tensor without its guard: same memory, same version counter, waits for nothing."""
     with torch._C.DisableTorchFunctionSubclass():
         return t.detach().as_subclass(Tensor) if type(t) is not Tensor else t.detach()
+
+
+def _current(t: HostTensor) -> Tensor:
+    """The plain tensor, once the update is over and its values are in host memory."""
+    record, out = t._mt, plain(t)
+    record.runtime.wait_updates(record)
+    if not record.owns(out):
+        record.runtime.bring_states(record)
+    return out
 
 
 def as_parameter(p: Tensor) -> torch.nn.Parameter:

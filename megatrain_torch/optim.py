@@ -225,6 +225,8 @@ class AdamW(torch.optim.Optimizer):
         self._prepare(p, record)
         if grad is record.grad_view:
             changed = grad._version != record.grad_version
+            if changed:
+                record.runtime.push(record, "GRAD")
         else:
             self._bring(record, grad)
             changed = True
@@ -240,6 +242,7 @@ class AdamW(torch.optim.Optimizer):
         core.wait_updates(record.unit)
         HandOver._renew_view(record)
         record.grad_view.copy_(plain(grad))
+        record.runtime.push(record, "GRAD")
 
     def _prepare(self, p: StreamedParameter, record: Record) -> None:
         if record.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -254,10 +257,12 @@ class AdamW(torch.optim.Optimizer):
                                  "use one optimizer")
         if record.dtype != torch.float32 and record.master_writes != record.writes:
             rt.core.wait_updates(record.unit)    # the weight was set from outside: it is its own master
+            rt.bring_states(record)
             if record.dtype == torch.bfloat16:
                 record.view("LO").zero_()
             else:
                 record.view("MASTER").copy_(record.host)
+            rt.push(record, "LO", "MASTER")
         record.master_writes = record.writes
 
     def _begin_state(self, p: StreamedParameter, record: Record) -> None:
@@ -267,8 +272,10 @@ class AdamW(torch.optim.Optimizer):
         self._counts[p] = 0
         if record.owner is not None:
             record.runtime.core.wait_updates(record.unit)
+            record.runtime.bring_states(record)
             record.view("M").zero_()
             record.view("V").zero_()
+            record.runtime.push(record, "M", "V")
         record.owner = weakref.ref(self)
 
     # ---- updating inside backward ----
@@ -346,6 +353,7 @@ class AdamW(torch.optim.Optimizer):
             self.state[p]["step"].fill_(float(values["step"]))
             record.view("M").copy_(plain(values["exp_avg"]))
             record.view("V").copy_(plain(values["exp_avg_sq"]))
+            record.runtime.push(record, "M", "V")
             self._counts[p] = int(values["step"])
             if "master" in values:
                 set_master(p, values["master"])
@@ -396,6 +404,7 @@ def master(p: StreamedParameter) -> Tensor:
     """The fp32 value of a streamed parameter: [shape] fp32, a copy. Waits for its update."""
     record: Record = p._mt
     record.runtime.core.wait_updates(record.unit)
+    record.runtime.bring_states(record)
     if record.dtype == torch.bfloat16 and record.master_writes == record.writes and record.master_writes >= 0:
         out = torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
         _core.split_join(record.host.data_ptr(), record.view("LO").data_ptr(), out.data_ptr(), record.numel)
@@ -418,6 +427,7 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
             if record.dtype == torch.float16:
                 record.view("MASTER").copy_(value)
     record.runtime.after_write(record)
+    record.runtime.push(record, "LO", "MASTER")
     record.master_writes = record.writes
 
 

@@ -5,7 +5,7 @@ import contextlib
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,13 @@ from .templates import Weights
 from .window import Window
 
 _use_count = torch._C._storage_Use_Count
+
+
+def _mask(planes: Iterable[str]) -> int:
+    return sum(1 << _core.PLANES[p] for p in planes)
+
+
+STATE_PLANES = _mask(("LO", "MASTER", "M", "V"))
 
 
 def _references(tensors: list[Tensor]) -> int:
@@ -129,6 +136,7 @@ class Runtime:
     def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine) -> None:
         self.root, self.device, self.core = weakref.ref(root), device, core
         self.is_cuda = device.type == "cuda"
+        self.settled: frozenset[int] = frozenset()           # units that live on the device
         self.windows: list[Window] = []
         self.records: list[Record] = []
         self.units: list[list[Record]] = []
@@ -149,12 +157,16 @@ class Runtime:
 
     # ---- units and slots ----
 
-    def open_slots(self, sizes: list[int]) -> None:
+    def open_slots(self, sizes: list[int], settled: list[int]) -> None:
+        """Slots of these sizes; the last ones belong to the units that live on the device."""
         self.slots = [Slot(n, self.device) for n in sizes]
         if self.is_cuda:
             torch.cuda.current_stream(self.device).synchronize()   # former owners of this memory are done
         self.note_bounds()
         self.core.open_slots([(s.address, s.nbytes) for s in self.slots], SlotHooks(self))
+        for slot, unit in enumerate(settled, len(sizes) - len(settled)):
+            self.core.settle(unit, slot)
+        self.settled = frozenset(settled)
 
     def note_bounds(self) -> None:
         """Addresses between which all slots lie: most tensors are told apart from weights by these."""
@@ -221,6 +233,8 @@ class Runtime:
     def device_copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""
         self.bindings += 1
+        if record.unit in self.settled:
+            return self.slot_view(record.unit, record.offset, record.dtype, record.shape, record.stride).clone()
         self.core.wait_updates(record.unit)
         with torch.no_grad():
             return record.host.to(self.device, copy=True)
@@ -232,6 +246,16 @@ class Runtime:
 
     def wait_grads(self, record: Record) -> None:
         self.core.wait_grads(record.unit)
+
+    def bring_states(self, record: Record) -> None:
+        """Host copies of masters and moments are current; only units on the device have anything to do."""
+        if record.unit in self.settled:
+            self.core.bring(record.unit, STATE_PLANES)
+
+    def push(self, record: Record, *planes: str) -> None:
+        """These host planes were written: the device takes their values, where the unit lives there."""
+        if record.unit in self.settled:
+            self.core.push(record.unit, _mask(planes))
 
     def before_write(self, record: Record) -> None:
         self.core.wait_fetch(record.unit)
@@ -360,4 +384,6 @@ class Runtime:
     def drain(self) -> None:
         """Everything under way is over: gradients home, updates done."""
         self.core.drain()
+        for unit in self.settled:
+            self.core.bring(unit, -1)
         self.handover.release()

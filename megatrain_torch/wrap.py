@@ -28,7 +28,7 @@ from .window import Installed, Window
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
 _runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
-_PLAN_KEYS = {"activations", "slots", "threads", "debug"}
+_PLAN_KEYS = {"activations", "homes", "slots", "threads", "debug"}
 _pid = 0
 _registrations = 0
 
@@ -76,7 +76,11 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         dtype: convert floating parameters to this type; None: each keeps its own.
         plan: {"activations": "auto" | "saved" | "replay" | "whole" | {window name: ...},
                "saved" keeps them, "replay" runs each window's forward again in backward, "whole" does so in
-               one node (see whole.py); auto: saved on the CPU, replay on CUDA;
+               one node (see whole.py);
+               "selective" (fused layers) keeps all but the largest; "auto": what fits for fused layers; for others
+               saved on the CPU, replay on CUDA;
+               "homes": "ram" | "vram" | {unit name: ...}: where weights, gradients and AdamW's states of a unit
+               live; those in VRAM never cross the bus and are updated there, to the same bits; default "ram";
                "slots": ring size (>= 2, default 3), "threads": host threads of the optimizer}.
         vram: limit for what is used of the device (bytes or "24GiB"): weights must fit, and what fused layers keep
             between forward and backward is chosen to fit.
@@ -94,7 +98,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     where = _device(device)
     found = find(module, units)
     groups = group(module, found)
-    sizes = _fits(module, groups, options, dtype, parse_bytes(vram, "vram"), parse_bytes(host, "host"), where)
+    settled = _settled(options.get("homes", "ram"), groups)
+    sizes = _fits(groups, settled, options, dtype, parse_bytes(vram, "vram"), parse_bytes(host, "host"), where)
     debug = dict(options.get("debug", {}))
     threads = options.get("threads") or max(1, _core.build_info()["cpus"] - 1)
     core = _core.Engine(where.type, where.index or 0, threads, debug.pop("delay_us", 0), debug.pop("seed", 0))
@@ -103,7 +108,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     rt.compute, rt.vram = compute, parse_bytes(vram, "vram")
     _fill(rt, groups, dtype)
     try:
-        rt.open_slots(sizes)
+        rt.open_slots(sizes, settled)
         if debug:
             core.debug(**debug)
         _install(rt, module, found)
@@ -200,33 +205,58 @@ def _problem(p: nn.Parameter) -> str:
 
 # ---- units and memory ----------------------------------------------------------------------------
 
-def _fits(module: nn.Module, groups: list[Group], options: dict[str, Any], dtype: torch.dtype | None,
+def _settled(homes: str | dict[str, str], groups: list[Group]) -> list[int]:
+    """Numbers of the units that live on the device."""
+    names = [name for name, _ in groups]
+    asked = dict.fromkeys(names, homes) if isinstance(homes, str) else homes
+    for name, home in asked.items():
+        if name not in names:
+            raise MegatrainError(f"plan: homes names {name!r}, and there is no such unit; units: {', '.join(names)}")
+        if home not in ("ram", "vram"):
+            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use 'ram' or 'vram'")
+    return [i for i, name in enumerate(names) if asked.get(name) == "vram"]
+
+
+def _fits(groups: list[Group], settled: list[int], options: dict[str, Any], dtype: torch.dtype | None,
           vram: int | None, host: int | None, where: torch.device) -> list[int]:
-    """Slot sizes; refuses with the bytes when a limit does not hold them."""
+    """Slot sizes, those of settled units last; refuses with the bytes when a limit does not hold them."""
     unit_bytes = [weight_bytes(g, dtype) for _, g in groups]
+    streamed = [b for i, b in enumerate(unit_bytes) if i not in settled]
+    own = [unit_bytes[i] for i in settled]
+    states = sum(_state_bytes(p, dtype) for i in settled for _, p in groups[i][1])
     ring = options.get("slots", 3)
-    sizes = plan_slots(unit_bytes, ring)
+    sizes = plan_slots(streamed, ring)
     free = vram
     if where.type == "cuda":
         available = torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where) \
             - torch.cuda.memory_allocated(where)
         free = min(available, vram) if vram is not None else available
-    if free is not None and sum(sizes) > free and ring > 2:
-        sizes = plan_slots(unit_bytes, 2)
-    if free is not None and sum(sizes) > free:
+    if free is not None and sum(sizes + own) + states > free and ring > 2:
+        sizes = plan_slots(streamed, 2)
+    need = sum(sizes + own) + states
+    if free is not None and need > free:
         big = max(range(len(groups)), key=lambda i: unit_bytes[i])
         raise MegatrainError(
-            f"weights in flight need {show_bytes(sum(sizes))} of device memory in {len(sizes)} slots, and "
-            f"{show_bytes(free)} may be used; the largest unit is {groups[big][0]!r} with "
-            f"{show_bytes(unit_bytes[big])}: raise vram to {show_bytes(sum(sizes))}, or name smaller units")
+            f"weights in flight need {show_bytes(sum(sizes))} of device memory in {len(sizes)} slots, "
+            + (f"{len(own)} units that live there {show_bytes(sum(own) + states)}, " if own else "")
+            + f"and {show_bytes(free)} may be used; the largest unit is {groups[big][0]!r} with "
+            f"{show_bytes(unit_bytes[big])}: raise vram to {show_bytes(need)}, "
+            + ("or leave fewer units in homes" if own else "or name smaller units"))
     if host is not None:
-        need = sum(p.numel() * ((14 if stored_dtype(p, dtype).itemsize == 2 else 16) if p.requires_grad
-                                else stored_dtype(p, dtype).itemsize) for _, g in groups for _, p in g)
+        need = sum(stored_dtype(p, dtype).itemsize * p.numel() + (0 if i in settled else _state_bytes(p, dtype))
+                   for i, (_, g) in enumerate(groups) for _, p in g)
         if need > host:
             raise MegatrainError(
                 f"weights, AdamW states and gradients need {show_bytes(need)} of host memory and "
                 f"host={show_bytes(host)}: freeze parameters (LoRA), or raise the limit")
-    return sizes
+    return sizes + own
+
+
+def _state_bytes(p: Tensor, dtype: torch.dtype | None) -> int:
+    """Gradient, moments, and what makes a 16-bit weight an fp32 master; the weight itself is not counted."""
+    kind = stored_dtype(p, dtype)
+    more = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}.get(kind, 0)
+    return p.numel() * (kind.itemsize + more + 8) if p.requires_grad else 0
 
 
 def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> None:
