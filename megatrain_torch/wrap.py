@@ -18,6 +18,7 @@ from .errors import MegatrainError
 from .fused import template_of
 from .guard import StreamedParameter
 from .limits import parse_bytes, show_bytes
+from .planner import Plan
 from .records import DTYPES, Record
 from .runtime import Runtime
 from .slots import plan_slots
@@ -62,7 +63,7 @@ def find_runtime(module: nn.Module) -> Runtime | None:
 
 
 def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype: torch.dtype | None = None,
-           plan: dict[str, Any] | None = None, vram: int | str | None = None, host: int | str | None = None,
+           plan: Plan | dict[str, Any] | None = None, vram: int | str | None = None, host: int | str | None = None,
            nvme: str | None = None, units: list[str | nn.Module] | None = None, compute: str = "auto") -> nn.Module:
     """Moves a model's parameters to streamed storage in host memory; returns the same object.
 
@@ -74,14 +75,15 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         module: any `torch.nn.Module`; its parameters dense, real, of plain `Parameter` type.
         device: where to compute; None: CUDA if there is one, else the CPU device.
         dtype: convert floating parameters to this type; None: each keeps its own.
-        plan: {"activations": "auto" | "saved" | "replay" | "whole" | {window name: ...},
-               "saved" keeps them, "replay" runs each window's forward again in backward, "whole" does so in
-               one node (see whole.py);
-               "selective" (fused layers) keeps all but the largest; "auto": what fits for fused layers; for others
-               saved on the CPU, replay on CUDA;
-               "homes": "ram" | "vram" | {unit name: ...}: where weights, gradients and AdamW's states of a unit
-               live; those in VRAM never cross the bus and are updated there, to the same bits; default "ram";
-               "slots": ring size (>= 2, default 3), "threads": host threads of the optimizer}.
+        plan: what mt.plan gave: that is what runs. Or by hand a dict of
+            "activations": one of these for all windows, or {window name: ...}:
+                "saved" keeps them; "replay" runs the window's forward again in backward; "selective" (fused layers)
+                keeps all but the largest; "whole" replays in one node (see whole.py); "auto": fused layers keep
+                what fits, others save on the CPU and replay on CUDA.
+            "homes": "ram" or "vram" for all units, or {unit name: ...}: where weights, gradients and AdamW's states
+                live. What is at home in VRAM never crosses the bus and is updated there, to the same bits.
+                Default "ram".
+            "slots": ring size (>= 2, default 3). "threads": host threads of the optimizer.
         vram: limit for what is used of the device (bytes or "24GiB"): weights must fit, and what fused layers keep
             between forward and backward is chosen to fit.
         host: limit for host memory, AdamW's states counted in.
@@ -93,6 +95,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     Raises:
         MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed.
     """
+    if isinstance(plan, Plan):
+        compute = plan.compute if compute == "auto" else compute
+        plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots}
     options = _options(plan, compute, nvme)
     _refuse_model(module)
     where = _device(device)
