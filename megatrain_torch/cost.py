@@ -6,13 +6,14 @@ projections in give, `up` width that gate and up give together (twice the interm
 """
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
+from .loss import CHUNK_BYTES, LEAST_TOKENS, STEP_TOKENS
 from .machine import Machine
-from .shapes import Product, Unit, Window
+from .shapes import MODES, Product, Unit, Window
 
-MODES = ("replay", "selective", "saved")    # by what they keep, least first
 OFFLOAD_DEPTH = 2           # units whose gradients may be on their way out: runtime of offload.h
 STAGINGS = 2                # host buffers for gradients that are to be added: offload.c
 
@@ -41,13 +42,15 @@ class Cost:
 
 
 def cost_of(window: Window, machine: Machine, tokens: int, seq: int, fused: bool) -> Cost:
-    """What a window costs on `tokens` in sequences of `seq`; fused: by our templates where one fits."""
+    """What a window costs on `tokens` in sequences of `seq`; fused: by our templates, and with our loss."""
     if window.kind == "embedding":
         return _embedding(window, machine, tokens)
     if window.kind == "head":
         return _fused_head(window, machine, tokens) if fused else _eager_head(window, machine, tokens)
-    if fused and window.fused:
+    if fused and window.template and window.products:
         return _fused_layer(window, machine, tokens, seq)
+    if fused and window.template:
+        return _fused_norm(window, machine, tokens)
     return _eager(window, machine, tokens, seq)
 
 
@@ -83,61 +86,87 @@ def _launch_s(machine: Machine, operations: float) -> float:
     return operations * machine.launch_us * 1e-6
 
 
-# ---- fused templates -----------------------------------------------------------------------------
+# ---- templates -----------------------------------------------------------------------------------
 
-FUSED_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "replay": 12}
-FUSED_SPARE_HIDDEN = 4      # [T,H] in backward: dy, the residual's gradient, a norm's output and its gradient
+TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "replay": 12}
+
+
+def _template_bytes(w: Window, tokens: int) -> tuple[dict[str, int], dict[str, int]]:
+    """What it keeps, its input counted in, and what it needs beside that, by mode."""
+    t, kept = w.template, dict(w.template.kept)
+    return ({mode: tokens * (t.input + n) for mode, n in kept.items()},
+            {mode: tokens * (t.work - n) for mode, n in kept.items()})
+
+
+def _joined(w: Window, *parts: str) -> list[Product]:
+    """Projections over the same input are one product."""
+    found = []
+    for part in parts or ("qkv", "out", "up", "down"):
+        of = [p for p in w.products if p.part == part]
+        for trained in (False, True):
+            same = [p for p in of if p.trained == trained]
+            if same:
+                found.append(Product(part, same[0].fan_in, sum(p.fan_out for p in same), 1.0, trained))
+    return found
 
 
 def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
-    """A Llama-like decoder layer by its template. Elementwise kernels read and write, in elements per token:
+    """A decoder layer by its template. Elementwise kernels read and write, in elements per token:
 
-    forward: norm 2H; rotation 2qkv; residual and norm 4H; product of gate and up 1.5up; residual 3H.
-    backward: norms with what they rebuild 12H; rotation 2qkv; attention's sums 2q; gate and up 3up.
-    replay runs everything but the last projection again, selective only gate and up behind a norm.
+    forward: two norms 4H; rotation 2qkv; the product of gate and up 1.5up; what products are added onto 2H.
+    backward: two norms with what they rebuild 10H; rotation 2qkv; attention's sums 2q; gate and up 3up.
+    replay runs everything but the last projection again, selective gate and up behind a norm.
     """
     h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv"), w.width("up"), w.itemsize
-    rows = 4 * w.heads + 8                                  # log-sum-exp and two norms' scales, fp32
-    kept = {"replay": h * size, "selective": (2 * h + q + qkv) * size + rows}
-    kept["saved"] = kept["selective"] + up * size
-    spare = (FUSED_SPARE_HIDDEN * h + q + qkv + up / 2) * size
-    products = {part: _products_s(m, [p for p in w.products if p.part == part], tokens) for part in ("up", "down")}
-    forward = _products_s(m, w.products, tokens)
+    kept, work = _template_bytes(w, tokens)
+    joined = dataclasses.replace(w, products=tuple(_joined(w)))
+    forward = _products_s(m, joined.products, tokens)
     attention = _attention_s(m, w, tokens, seq, False)
-    gradients = _gradients_s(m, w, tokens) + _attention_s(m, w, tokens, seq, True) \
-        + _bytes_s(m, tokens * size * (12 * h + 2 * qkv + 2 * q + 3 * up))
-    again = {"saved": 0.0, "selective": products["up"] + _bytes_s(m, tokens * size * 2 * h),
-             "replay": forward - products["down"] + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv))}
-    ops = FUSED_OPERATIONS
+    gradients = _gradients_s(m, joined, tokens) + _attention_s(m, w, tokens, seq, True) \
+        + _bytes_s(m, tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up))
+    again = {"saved": 0.0,
+             "selective": _products_s(m, _joined(w, "up"), tokens) + _bytes_s(m, tokens * size * 2 * h),
+             "replay": forward - _products_s(m, _joined(w, "down"), tokens) + attention
+             + _bytes_s(m, tokens * size * (5 * h + 2 * qkv))}
+    ops = TEMPLATE_OPERATIONS
     return Cost(
-        forward + attention + _bytes_s(m, tokens * size * (9 * h + 2 * qkv + 1.5 * up)),
+        forward + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv + 1.5 * up)),
         {mode: (gradients + again[mode]) * w.learns for mode in MODES},
         _launch_s(m, ops["forward"]),
-        {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in MODES},
-        {mode: math.ceil(tokens * kept[mode]) for mode in MODES},
-        {mode: math.ceil(tokens * (kept["saved"] - kept[mode] + spare)) for mode in MODES})
+        {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in MODES}, kept, work)
 
 
-HEAD_CHUNK_TOKENS = 4096    # of logits that exist at a time
-HEAD_WORK_BYTES = 6         # per logit of a chunk: bf16, and fp32 for the loss
-HEAD_TRAFFIC_BYTES = 10     # per logit: written by the product, read and written by the loss, read twice
+def _fused_norm(w: Window, m: Machine, tokens: int) -> Cost:
+    """A norm that stands alone: reads and writes, and in backward reads two and writes one."""
+    kept, work = _template_bytes(w, tokens)
+    row = tokens * w.hidden * w.itemsize
+    return Cost(_bytes_s(m, 2 * row), {"saved": _bytes_s(m, 3 * row) * w.learns}, _launch_s(m, 6),
+                {"saved": _launch_s(m, 8)}, {"saved": kept["saved"]}, {"saved": work["saved"]})
+
+
+HEAD_TRAFFIC_BYTES = 6      # per logit: the loss reads twice and writes their gradients in place, 16 bits each
+
+
+def _chunk_tokens(vocabulary: int, item: int) -> int:
+    """As loss.py takes them."""
+    return max(LEAST_TOKENS, CHUNK_BYTES // (vocabulary * item) // STEP_TOKENS * STEP_TOKENS)
 
 
 def _fused_head(w: Window, m: Machine, tokens: int) -> Cost:
-    """Head and loss in chunks: forward makes the gradients too, backward scales them.
+    """Head and loss in chunks of tokens: forward makes the gradients too, backward hands them out.
 
-    With several chunks the weight's gradient is summed in fp32, [V,H].
+    With several chunks the weight's gradient is summed in fp32, [V,H], by the products themselves.
     """
     wide = sum(p.fan_out for p in w.products)
-    weights = sum(p.fan_in * p.fan_out for p in w.products if p.trained)
-    chunks = -(-tokens // HEAD_CHUNK_TOKENS)
-    logits = min(tokens, HEAD_CHUNK_TOKENS) * wide * HEAD_WORK_BYTES
-    sums = 4 * weights if chunks > 1 else 0
-    forward = _products_s(m, w.products, tokens) + _gradients_s(m, w, tokens) \
+    chunk = min(tokens, _chunk_tokens(wide, w.itemsize))
+    chunks = -(-tokens // chunk)
+    sums = 4 * sum(p.fan_in * p.fan_out for p in w.products if p.trained) if chunks > 1 else 0
+    rows = tokens * w.hidden * w.itemsize
+    forward = chunks * (_products_s(m, w.products, chunk) + _gradients_s(m, w, chunk)) \
         + _bytes_s(m, tokens * wide * HEAD_TRAFFIC_BYTES + 2 * sums * chunks)
-    return Cost(forward, {"saved": _bytes_s(m, 2 * tokens * w.hidden * w.itemsize)},
-                _launch_s(m, 8 * chunks), {"saved": _launch_s(m, 8)},
-                {"saved": tokens * w.hidden * w.itemsize}, {"saved": logits + sums})
+    return Cost(forward, {"saved": _bytes_s(m, 2 * rows) * w.learns}, _launch_s(m, 8 * chunks),
+                {"saved": _launch_s(m, 8)}, {"saved": rows},
+                {"saved": chunk * wide * w.itemsize + rows + sums})
 
 
 # ---- the model's own code ------------------------------------------------------------------------

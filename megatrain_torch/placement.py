@@ -11,18 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .cost import (
-    CACHE_SHARE,
-    MODES,
-    OFFLOAD_DEPTH,
-    STAGINGS,
-    Cost,
-    cost_of,
-    device_planes,
-    host_planes,
-)
+from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of, device_planes, host_planes
 from .machine import Machine
-from .shapes import Shape
+from .shapes import MODES, Shape
 from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
 from .slots import plan_slots
 
@@ -37,7 +28,7 @@ class Wishes:
 
     Attributes:
         tokens, seq: of a step; tokens is a multiple of seq.
-        fused: templates run where they fit.
+        fused: templates run where they fit, and our own loss behind the head.
         homes: "ram" or "vram" for all units. activations: a mode for all windows that have it.
     """
 

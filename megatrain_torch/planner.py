@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cost import MODES
 from .errors import MegatrainError
 from .limits import parse_bytes, show_bytes
 from .machine import Machine, resolve
 from .placement import Choice, Problem, Wishes
-from .shapes import Shape, shape_of
+from .shapes import MODES, Shape, shape_of
 from .simulate import Timing
 
 Table = tuple[str, list[tuple[str, ...]]]
@@ -116,7 +115,11 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     """
     wishes = _wishes(tokens, seq, compute, homes, activations, slots, micro)
     limits = resolve(machine).with_limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"))
-    problem = Problem(shape_of(model, dtype=dtype, units=units, layers=layers), limits, wishes)
+    shape = shape_of(model, dtype=dtype, units=units, layers=layers)
+    if compute == "auto":       # as mt.stream has it
+        halves = all(w.itemsize == 2 for w in shape.windows)
+        wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
+    problem = Problem(shape, limits, wishes)
     best = problem.best()
     if best is None:
         raise _refusal(problem, resolve(machine))

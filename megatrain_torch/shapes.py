@@ -15,7 +15,10 @@ import torch
 from torch import nn
 
 from .errors import MegatrainError
+from .templates import Unfit, template
 from .units import find, group, stored_dtype, weight_bytes
+
+MODES = ("replay", "selective", "saved")    # of activations, by what they keep, least first
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,23 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Template:
+    """Bytes per token, by the template's own word: of the input, of what is kept beside it by mode, and of what
+    backward needs at most beside the input."""
+
+    input: int
+    kept: tuple[tuple[str, int], ...]
+    work: int
+
+
+@dataclass(frozen=True)
 class Window:
     """One window. Windows with equal `shape` cost the same.
 
     Attributes:
         kind: "embedding", "layer" (has attention), "head" (gives the logits) or "other".
         units: indices of the units whose weights it binds.
-        fused: its structure is that of a template: attention and a gated MLP, each product once.
+        template: what the template that covers it keeps, None where none does.
         hidden: elements of what it is given per token. attention: width of all query heads together.
         heads, context: query heads; keys a query sees at most (a sliding window), 0: all before it.
         vectors: elements of parameters that are no matrices.
@@ -77,7 +90,7 @@ class Window:
     kind: str
     units: tuple[int, ...]
     products: tuple[Product, ...]
-    fused: bool
+    template: Template | None
     hidden: int
     attention: int
     heads: int
@@ -89,7 +102,7 @@ class Window:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        return (self.kind, self.products, self.fused, self.hidden, self.attention, self.heads, self.context,
+        return (self.kind, self.products, self.template, self.hidden, self.attention, self.heads, self.context,
                 self.vectors, self.table, self.itemsize, self.learns)
 
     def width(self, part: str) -> float:
@@ -194,14 +207,23 @@ def _window(root: nn.Module, name: str, module: nn.Module, unit_of: dict[int, in
     attention = [p for p in products if p.part == "out"] if any(p.part == "qkv" for p in products) else []
     kind = "head" if head else "layer" if attention else "embedding" if tables and not products else "other"
     floating = [stored_dtype(p, dtype).itemsize for p in parameters.values() if p.is_floating_point()]
+    item = max(floating, default=4)
     q_width = sum(p.fan_in for p in attention)
     return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in parameters.values())), products,
-                  kind == "layer" and _fits_template(products, module), _hidden(products, parameters),
-                  q_width, q_width // max(1, _attribute(root, module, ("head_dim",), 128)),
+                  _template(module, item), _hidden(products, parameters), q_width,
+                  q_width // max(1, _attribute(root, module, ("head_dim",), 128)),
                   _attribute(root, module, ("sliding_window",), 0, root_too=False),
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
-                  sum(p.numel() for p in parameters.values() if id(p) in tables and not head),
-                  max(floating, default=4), learns)
+                  sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns)
+
+
+def _template(module: nn.Module, item: int) -> Template | None:
+    try:
+        found = template(module)
+    except Unfit:
+        return None
+    return Template(found.input_bytes(1, item), tuple((mode, found.kept_bytes(mode, 1, item)) for mode in MODES),
+                    found.work_bytes(1, item))
 
 
 def _is_head(root: nn.Module, module: nn.Module) -> bool:
@@ -247,17 +269,6 @@ def _part(name: str) -> str:
     if _ROUTER.match(leaf):
         return "router"
     return "down" if _DOWN.match(leaf) else "up"
-
-
-def _fits_template(products: tuple[Product, ...], module: nn.Module) -> bool:
-    """Attention with a projection in and out, and a gated MLP, of plain nn.Linear modules."""
-    parts = [p.part for p in products]
-    names = {n.rpartition(".")[2] for n, m in module.named_modules() if isinstance(m, nn.Linear)}
-    plain = all(type(m) is nn.Linear for n, m in module.named_modules() if n.endswith("_proj"))
-    gated = {"gate_proj", "up_proj"} <= names or "gate_up_proj" in names
-    several = {"q_proj", "k_proj", "v_proj"} <= names or "qkv_proj" in names
-    return plain and gated and several and parts.count("out") == 1 and parts.count("down") == 1 \
-        and len(names) == len(parts) and all(p.rows == 1 for p in products)
 
 
 def _hidden(products: tuple[Product, ...], parameters: dict[str, nn.Parameter]) -> int:

@@ -54,49 +54,45 @@ SMALL, WIDE = shape_of(small(6)), shape_of(seven(12))
 
 GOLDEN = """\
 LlamaForCausalLM: 0.111 B parameters, all trained
-4,096 tokens a step in sequences of 512, 2 micro-batches of 2,048; fused layers
+4,096 tokens a step in sequences of 512, one micro-batch; fused layers
 flat: rates described
-predicted: 39,113 tokens/s, 0.1047 s a step (0.0647 forward); bound by: host update
+predicted: 62,034 tokens/s, 0.06603 s a step (0.051 forward); bound by: host update
 
 window               weights  home  activations
-model.embed_tokens  62.5 MiB  ram   saved
-model.layers.0      21.5 MiB  vram  saved
-model.layers.1-3    64.5 MiB  ram   saved
-model.norm           2.0 KiB  ram   replay
+model.embed_tokens  62.5 MiB  vram  saved
+model.layers.0      21.5 MiB  ram   replay
+model.layers.1-3    64.5 MiB  ram   selective
+model.norm           2.0 KiB  ram   saved
 lm_head             62.5 MiB  ram   saved
-ring of 3 slots for what streams
+ring of 2 slots for what streams
 
 device memory            bytes
 context, libraries     1.0 GiB
-slots                189.5 MiB
-at home: weights      21.5 MiB
-at home: masters      21.5 MiB
-at home: moments      86.0 MiB
-at home: gradients    21.5 MiB
-at home: sums         43.0 MiB
-activations          168.6 MiB
-work                 375.0 MiB
+slots                105.5 MiB
+at home: weights      62.5 MiB
+at home: masters      62.5 MiB
+at home: moments     250.0 MiB
+at home: gradients    62.5 MiB
+activations          132.9 MiB
+work                 258.0 MiB
 gradients under way   62.5 MiB
-torch's cache         30.3 MiB
+torch's cache         22.7 MiB
 in all                 2.0 GiB  of 2.0 GiB, 100%
 
 host memory                bytes
 Python, torch, driver    1.0 GiB
 weights                211.0 MiB
-masters                189.5 MiB
-moments                758.1 MiB
-gradients              189.5 MiB
-sums                   379.0 MiB
-staging                125.0 MiB
-in all                   2.8 GiB  of 64.0 GiB, 4%
+masters                148.5 MiB
+moments                594.1 MiB
+gradients              148.5 MiB
+in all                   2.1 GiB  of 64.0 GiB, 3%
 
-resource         busy s  of the step  the GPU waits for it
-GPU             0.02464  24%
-host to device   0.0166  16%          0.00166 s
-device to host  0.02484  24%          0.0211 s
-host update     0.04968  47%          0.0486 s
-host sums       0.02484  24%          0.00819 s
-Python          0.00339  3%
+resource          busy s  of the step  the GPU waits for it
+GPU              0.02636  40%
+host to device   0.01511  23%
+device to host  0.009733  15%          0.00243 s
+host update      0.03893  59%          0.0367 s
+Python           0.00153  2%
 """
 
 
