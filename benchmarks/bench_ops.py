@@ -237,7 +237,43 @@ def glu(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
     yield Case("column_sum", f"[{args.tokens}, {width}]", lambda: ops.column_sum(dy), lambda: dy.sum(0), nbytes(dy))
 
 
-ROOMS = (sumsq, gemm, grouped, norm, head_norm, glu)
+def rope(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """Forward in place in qkv; backward from attention's gradients into the gradient of qkv, v's copied along."""
+    heads = (args.heads, args.kv, args.kv)
+    q, k, _ = new(1, args.tokens, sum(heads), args.head).split(heads, 2)
+    dq, dk, dv = (new(1, args.tokens, h, args.head) for h in heads)
+    to_q, to_k, to_v = new(1, args.tokens, sum(heads), args.head).split(heads, 2)
+    angle = new(1, args.tokens, args.head // 2, dtype=torch.float32).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
+
+    def eager(x: Tensor, sign: float = 1.0) -> Tensor:
+        """transformers' apply_rotary_pos_emb; -1: turned back."""
+        half = args.head // 2
+        across = torch.cat((-x[..., half:], x[..., :half]), -1)
+        return x * cos.unsqueeze(2) + across * (sign * sin).unsqueeze(2)
+
+    def eager_back() -> None:
+        for to, d in ((to_q, eager(dq, -1)), (to_k, eager(dk, -1)), (to_v, dv)):
+            to.copy_(d)
+
+    shape = f"[{args.tokens}, {args.heads} + {args.kv}, {args.head}]"
+    yield Case(
+        "rope in place",
+        f"{shape} in qkv",
+        lambda: ops.rope(q, k, cos, sin, q, k),
+        lambda: (eager(q), eager(k)),
+        2 * nbytes(q, k) + nbytes(cos, sin),
+    )
+    yield Case(
+        "rope backward",
+        f"{shape} and v into qkv",
+        lambda: ops.rope(dq, dk, cos, sin, to_q, to_k, v=dv, out_v=to_v, inverse=True),
+        eager_back,
+        2 * nbytes(dq, dk, dv) + nbytes(cos, sin),
+    )
+
+
+ROOMS = (sumsq, gemm, grouped, norm, head_norm, rope, glu)
 
 
 # ---- measuring ----

@@ -109,34 +109,17 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out_q: Tensor, out_k: T
 
     Args:
         q: [B, S, hq, D] strided; k, v: [B, S, hk, D] strided.
-        cos, sin: [1 or B, S, R], dense, x's type or fp32; R even, <= D.
+        cos, sin: [1 or B, S, R], strided, q's type or fp32; R even, <= D.
         out_q, out_k, out_v: as q, k, v, strided; may be the inputs themselves (in place).
         interleaved: pairs are (2i, 2i+1) instead of (i, i + R/2).
         inverse: the transposed rotation: what backward needs.
 
+    Raises:
+        RuntimeError: shapes or types that do not go together, an output over its input with other strides.
+
     Source: Su et al. 2021, eq. 34.
     """
-    def turn(x: Tensor) -> Tensor:
-        c, s = cos.float().unsqueeze(2), sin.float().unsqueeze(2)
-        r = cos.shape[-1]
-        a = x[..., :r].float()
-        if interleaved:
-            even, odd = a[..., 0::2], a[..., 1::2]
-            c0, c1, s0, s1 = c[..., 0::2], c[..., 1::2], s[..., 0::2], s[..., 1::2]
-        else:
-            even, odd = a[..., :r // 2], a[..., r // 2:]
-            c0, c1, s0, s1 = c[..., :r // 2], c[..., r // 2:], s[..., :r // 2], s[..., r // 2:]
-        if inverse:
-            first, second = even * c0 + odd * s1, odd * c1 - even * s0
-        else:
-            first, second = even * c0 - odd * s0, odd * c1 + even * s1
-        turned = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
-        return torch.cat((turned.to(x.dtype), x[..., r:]), -1)
-
-    out_q.copy_(turn(q))
-    out_k.copy_(turn(k))
-    if v is not None:
-        out_v.copy_(v)
+    _ops.rope(q, k, cos, sin, out_q, out_k, v, out_v, interleaved, inverse)
 
 
 def glu(gate: Tensor, up: Tensor, act: int = SILU) -> Tensor:
@@ -334,6 +317,6 @@ def _nothing(*args: object) -> None:
 
 
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
-for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward",
+for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
               "glu", "glu_backward", "column_sum"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

@@ -167,3 +167,29 @@ def layer_norm_backward(dy: Tensor, s: Tensor, weight: Tensor | None, eps: float
     hat, g = (s - mean) * rstd, dy if weight is None else dy * weight
     dx = rstd * (g - g.mean(-1, keepdim=True) - hat * (g * hat).mean(-1, keepdim=True))
     return dx, (dy * hat).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)
+
+
+# ---- rotary embedding ----
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x [B, S, h, D] with its first R numbers turned; cos, sin: [1 or B, S, R]."""
+    r = cos.shape[-1]
+    a, rest = x[..., :r], x[..., r:]
+    if interleaved:
+        across = torch.stack((-a[..., 1::2], a[..., 0::2]), -1).flatten(-2)
+    else:
+        across = torch.cat((-a[..., r // 2:], a[..., :r // 2]), -1)
+    return torch.cat((a * cos.unsqueeze(2) + across * sin.unsqueeze(2), rest), -1)
+
+
+def rope_inverse(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """The transposed matrix, applied to x."""
+    r = cos.shape[-1]
+    a, rest = x[..., :r], x[..., r:]
+    b = a * sin.unsqueeze(2)
+    if interleaved:
+        across = torch.stack((b[..., 1::2], -b[..., 0::2]), -1).flatten(-2)
+    else:
+        across = torch.cat((b[..., r // 2:], -b[..., :r // 2]), -1)
+    return torch.cat((a * cos.unsqueeze(2) + across, rest), -1)
