@@ -89,8 +89,8 @@ class Engine:
 
         Work that a queue has not done yet comes with a later call. The latest 16,384 are kept.
         """
-    def step_mark(self, stream: int) -> None:
-        """A root forward starts at this point of the stream."""
+    def step_mark(self, number: int, stream: int) -> None:
+        """A step starts at this point of the stream; the record has the number as its unit."""
     def compute_begin(self, unit: int, work: int, stream: int) -> None:
         """What the stream is given from now on is this work (forward, replay, backward) on the unit (-1: none).
 

@@ -335,7 +335,7 @@ static PyMethodDef methods[] = {
     { "timeline", mt_engine_timeline, METH_NOARGS,
       "timeline($self)\n--\n\nRecords that are over since the call before." },
     { "step_mark", mt_engine_step_mark, METH_VARARGS,
-      "step_mark($self, stream, /)\n--\n\nA step starts at this point of the stream." },
+      "step_mark($self, number, stream, /)\n--\n\nA step starts at this point of the stream." },
     { "compute_begin", KEYWORDS(mt_engine_compute_begin), METH_FASTCALL,
       "compute_begin($self, unit, work, stream, /)\n--\n\n"
       "What the stream is given from now on is this work; what was open is interrupted." },

@@ -165,8 +165,13 @@ PyObject *mt_engine_acquire(PyObject *self, PyObject *const *args, Py_ssize_t n)
     e->busy++;                           /* a hook that calls close() is refused */
     st = mt_stream_acquire(e->stream, unit, run, &slot, &mem);
     e->busy--;
-    if (st == MT_OK && !PyErr_Occurred())
+    if (st == MT_OK && !PyErr_Occurred()) {
+        int waits = mt_timeline_wait(e->timeline, unit, run);
+
         MT_UNLOCKED(e, st, mt_stream_await(e->stream, slot, run));
+        if (waits)
+            mt_timeline_waited(e->timeline, run);
+    }
     if (st != MT_OK || PyErr_Occurred())
         return mt_raise(e->error, st);
     return PyLong_FromLong(slot);

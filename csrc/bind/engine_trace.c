@@ -58,12 +58,13 @@ PyObject *mt_engine_step_mark(PyObject *self, PyObject *args)
     mt_engine         *e = mt_engine_usable(self);
     unsigned long long handle;
     mt_queue          *run;
+    int                number;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "K:step_mark", &handle))
+    if (e == NULL || !PyArg_ParseTuple(args, "iK:step_mark", &number, &handle))
         return NULL;
     if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
         return NULL;
-    mt_timeline_step(e->timeline, run);
+    mt_timeline_step(e->timeline, number, run);
     Py_RETURN_NONE;
 }
 

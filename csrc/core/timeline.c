@@ -36,6 +36,7 @@ struct mt_timeline {
     uint64_t        lost;        /* mu */
 
     mt_span         stack[DEEP]; /* computing thread */
+    int             fresh[DEEP]; /* the unit that run waited for in it last; -1: none. Same thread */
     int             depth;       /* computing thread; may exceed DEEP */
 
     pthread_mutex_t reading;
@@ -277,26 +278,44 @@ void mt_timeline_enter(mt_timeline *t, mt_work work, int unit, mt_queue *run)
     if (t->depth <= DEEP) {              /* also where the timeline lost it: leave begins it anew */
         t->stack[t->depth - 1].r.work = work;
         t->stack[t->depth - 1].r.unit = unit;
+        t->fresh[t->depth - 1] = -1;
     }
+}
+
+static void piece_again(mt_timeline *t, mt_queue *run)
+{
+    const mt_record *r = &t->stack[t->depth - 1].r;
+
+    piece_begin(t, r->work, r->unit, run);
 }
 
 void mt_timeline_leave(mt_timeline *t, mt_queue *run)
 {
-    const mt_span *outer;
-
     if (t->depth == 0)
         return;
     piece_end(t, run);
-    t->depth--;
-    if (t->depth == 0 || t->depth > DEEP)
-        return;
-    outer = &t->stack[t->depth - 1];
-    piece_begin(t, outer->r.work, outer->r.unit, run);
+    if (--t->depth > 0 && t->depth <= DEEP)
+        piece_again(t, run);
 }
 
-void mt_timeline_step(mt_timeline *t, mt_queue *run)
+int mt_timeline_wait(mt_timeline *t, int unit, mt_queue *run)
 {
-    mt_span point = { .r = { .lane = MT_LANE_COMPUTE, .work = MT_WORK_STEP, .unit = -1 } };
+    if (t->depth == 0 || t->depth > DEEP || t->fresh[t->depth - 1] == unit)
+        return 0;
+    t->fresh[t->depth - 1] = unit;
+    piece_end(t, run);
+    return 1;
+}
+
+void mt_timeline_waited(mt_timeline *t, mt_queue *run)
+{
+    if (t->depth > 0 && t->depth <= DEEP)
+        piece_again(t, run);
+}
+
+void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
+{
+    mt_span point = { .r = { .lane = MT_LANE_COMPUTE, .work = MT_WORK_STEP, .unit = number } };
 
     piece_end(t, run);
     t->depth = 0;

@@ -39,7 +39,7 @@ typedef enum mt_lane { MT_LANE_MAP(MT_LANE_ENUM) MT_LANE_COUNT } mt_lane;
 const char *mt_lane_name(mt_lane lane);
 
 #define MT_WORK_MAP(X)                                                                        \
-    X(STEP,     "step",     "a root forward starts: a point on COMPUTE, no work")             \
+    X(STEP,     "step",     "a root forward starts: a point on COMPUTE; unit: its number")     \
     X(FORWARD,  "forward",  "a window's forward")                                             \
     X(REPLAY,   "replay",   "a window's forward again, in backward")                          \
     X(BACKWARD, "backward", "a window's backward")                                            \
@@ -81,11 +81,15 @@ void mt_timeline_begin(mt_timeline *t, mt_span *s, mt_lane lane, mt_work work, i
                        mt_queue *q);
 void mt_timeline_end  (mt_timeline *t, mt_span *s, uint64_t bytes, mt_queue *q);
 
-/* The computing thread. enter: what is open is interrupted; leave: it goes on. step: a root forward
- * starts, and whatever a failure left open is over. */
+/* The computing thread. enter: what is open is interrupted; leave: it goes on. wait: run is about to
+ * wait for the unit's weights, 1 when that is the first time in what is open, which then goes on with
+ * waited: the wait is in no record. step: a root forward starts, and whatever a failure left open is
+ * over; number: the caller's, kept as the record's unit. */
 void mt_timeline_enter(mt_timeline *t, mt_work work, int unit, mt_queue *run);
 void mt_timeline_leave(mt_timeline *t, mt_queue *run);
-void mt_timeline_step (mt_timeline *t, mt_queue *run);
+int  mt_timeline_wait (mt_timeline *t, int unit, mt_queue *run);
+void mt_timeline_waited(mt_timeline *t, mt_queue *run);
+void mt_timeline_step (mt_timeline *t, int number, mt_queue *run);
 
 /* Up to cap records whose times are known, each once; those of work that the queues have not done
  * yet come with a later call, so sort by time what is to be in order. */

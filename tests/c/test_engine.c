@@ -364,7 +364,7 @@ static void hand_over(engine *e, int unit, source *s)
 static void micro_batch(engine *e, const step_plan *s, int step)
 {
     CHECK_OK(mt_stream_begin(e->s));
-    mt_timeline_step(e->timeline, e->t.run);
+    mt_timeline_step(e->timeline, step, e->t.run);
     compute(e, (work){ .kind = START, .step = step });
     for (int i = 0; i < s->n; i++)
         window(e, (work){ .kind = FORWARD, .visit = i, .unit = s->order[i] });

@@ -68,7 +68,7 @@ static void off_makes_no_call_and_keeps_nothing(void)
         one(&r, r.a, MT_LANE_H2D, i);
     mt_timeline_enter(r.t, MT_WORK_FORWARD, 0, r.a);
     mt_timeline_leave(r.t, r.a);
-    mt_timeline_step(r.t, r.a);
+    mt_timeline_step(r.t, 9, r.a);
     mt_timeline_begin(NULL, &span, MT_LANE_H2D, MT_WORK_FETCH, 0, r.a);
     mt_timeline_end(NULL, &span, 0, r.a);
     CHECK_EQ(fault_calls(r.d), calls);
@@ -234,7 +234,7 @@ static void a_replay_interrupts_its_backward(void)
 
     rig_open(&r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
-    mt_timeline_step(r.t, r.a);
+    mt_timeline_step(r.t, 9, r.a);
     mt_timeline_enter(r.t, MT_WORK_BACKWARD, 4, r.a);
     mt_timeline_enter(r.t, MT_WORK_REPLAY, 4, r.a);
     mt_timeline_leave(r.t, r.a);
@@ -242,13 +242,40 @@ static void a_replay_interrupts_its_backward(void)
     mt_timeline_leave(r.t, r.a);                         /* one too many is none */
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 4);
-    expect(&r.got[0], MT_WORK_STEP, -1);
+    expect(&r.got[0], MT_WORK_STEP, 9);
     CHECK_EQ(r.got[0].begin_ns, r.got[0].end_ns);
     expect(&r.got[1], MT_WORK_BACKWARD, 4);
     expect(&r.got[2], MT_WORK_REPLAY, 4);
     expect(&r.got[3], MT_WORK_BACKWARD, 4);
     for (int i = 1; i < 4; i++)
         CHECK(r.got[i - 1].end_ns <= r.got[i].begin_ns);
+    rig_close(&r);
+}
+
+/* Waiting for weights is no work; the same weights again are there already. */
+static void a_wait_for_weights_is_in_no_record(void)
+{
+    sem_t gate;
+    rig   r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    REQUIRE(sem_init(&gate, 0, 0) == 0);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    CHECK_EQ(mt_timeline_wait(r.t, 3, r.a), 0);          /* nothing is open */
+    mt_timeline_enter(r.t, MT_WORK_FORWARD, 3, r.a);
+    REQUIRE(mt_timeline_wait(r.t, 3, r.a) == 1);
+    CHECK_OK(r.d->ops->call(r.a, hold, &gate));
+    mt_timeline_waited(r.t, r.a);
+    CHECK_EQ(mt_timeline_wait(r.t, 3, r.a), 0);
+    mt_timeline_leave(r.t, r.a);
+    (void)nanosleep(&(struct timespec){ 0, 3000000 }, NULL);
+    (void)sem_post(&gate);
+    CHECK_OK(r.d->ops->sync(r.a));
+    REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 2);
+    expect(&r.got[0], MT_WORK_FORWARD, 3);
+    expect(&r.got[1], MT_WORK_FORWARD, 3);
+    CHECK(r.got[1].begin_ns - r.got[0].end_ns >= 2000000);
+    (void)sem_destroy(&gate);
     rig_close(&r);
 }
 
@@ -261,7 +288,7 @@ static void a_step_closes_what_a_failure_left_open(void)
     CHECK_OK(mt_timeline_on(r.t, 1));
     for (int deep = 0; deep < 40; deep++)                /* deeper than it counts */
         mt_timeline_enter(r.t, MT_WORK_BACKWARD, 1, r.a);
-    mt_timeline_step(r.t, r.a);
+    mt_timeline_step(r.t, 9, r.a);
     CHECK_OK(r.d->ops->sync(r.a));
     (void)mt_timeline_read(r.t, r.got, ALL);
     mt_timeline_enter(r.t, MT_WORK_FORWARD, 2, r.a);
@@ -276,7 +303,7 @@ static void a_step_closes_what_a_failure_left_open(void)
 
 static void use(rig *r)
 {
-    mt_timeline_step(r->t, r->a);
+    mt_timeline_step(r->t, 0, r->a);
     mt_timeline_enter(r->t, MT_WORK_FORWARD, 0, r->a);
     one(r, r->b, MT_LANE_H2D, 1);
     mt_timeline_leave(r->t, r->a);
@@ -369,6 +396,7 @@ static void names_are_said(void)
     X(a_full_timeline_waits_for_no_queue)                                                     \
     X(stamps_are_used_again)                                                                  \
     X(a_replay_interrupts_its_backward)                                                       \
+    X(a_wait_for_weights_is_in_no_record)                                                     \
     X(a_step_closes_what_a_failure_left_open)                                                 \
     X(a_stamp_that_fails_loses_its_record_alone)                                              \
     X(threads_record_side_by_side)                                                            \
