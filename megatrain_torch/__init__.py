@@ -5,12 +5,14 @@
     opt = mt.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
 """
 from ._core import __version__
-from .api import StepReport, explain, gather, last_step, masters
+from .api import explain, gather, last_step, masters
 from .errors import MegatrainError
 from .machine import Machine
 from .optim import AdamW
 from .planner import Plan, plan
+from .report import StepReport
+from .tracing import Trace, trace
 from .wrap import stream, unstream
 
-__all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "StepReport", "__version__", "explain", "gather", "last_step",
-           "masters", "plan", "stream", "unstream"]
+__all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "StepReport", "Trace", "__version__", "explain", "gather",
+           "last_step", "masters", "plan", "stream", "trace", "unstream"]

@@ -71,7 +71,8 @@ class Engine:
         """(slot, unit, byte offset); slot -1 when no slot holds the address."""
     def schedule(self) -> str: ...
     def stats(self) -> dict[str, int]:
-        """fetches, demand_fetches, rebuilds, h2d_bytes, await_ns, d2h_bytes, update_ns"""
+        """Since open: fetches, demand_fetches, rebuilds, h2d_bytes, await_ns, d2h_bytes, update_ns (host updates),
+        records_lost (of the timeline)."""
 
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, int, int, int]], stream: int) -> int:

@@ -4,50 +4,34 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from .limits import show_bytes
 from .optim import master
+from .report import StepReport
 from .state import enter, leave
 from .wrap import runtime_of
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What streaming did since the last report (or since mt.stream).
-
-    Attributes:
-        seconds: wall time between the two reports.
-        h2d_bytes, d2h_bytes: weights streamed in, gradients streamed out.
-        fetches, demand_fetches: copies of units; those that were asked for only when needed.
-        await_seconds: time the computing thread waited for a copy to be put in its queue.
-        host_bytes: host memory the store holds.
-    """
-
-    seconds: float
-    h2d_bytes: int
-    d2h_bytes: int
-    fetches: int
-    demand_fetches: int
-    await_seconds: float
-    host_bytes: int
-
-
 def last_step(model: nn.Module) -> StepReport:
-    """Bytes and waits since the call before. Call it once a step.
+    """What bound the last step, inside of `mt.trace(model)`; else bytes and waits since the call before.
+
+    Without a trace, or before a step of it is finished, call it once a step: its seconds are those between the calls.
 
     Raises:
         MegatrainError: the model is not streamed.
     """
     rt = runtime_of(model)
+    finished = rt.trace.steps(1) if rt.trace is not None else []
     now, stats = time.perf_counter(), rt.core.stats()
-    before, old = getattr(rt, "reported", (rt.opened, {}))
+    before, old = rt.reported
     rt.reported = (now, stats)
+    if finished:
+        return finished[0]
     diff = {k: v - old.get(k, 0) for k, v in stats.items()}
     return StepReport(now - before, diff["h2d_bytes"], diff["d2h_bytes"], diff["fetches"], diff["demand_fetches"],
-                      diff["await_ns"] * 1e-9, rt.core.host_bytes())
+                      diff["await_ns"] * 1e-9, rt.core.host_bytes(), {"host update": diff["update_ns"] * 1e-9})
 
 
 def explain(model: nn.Module) -> str:

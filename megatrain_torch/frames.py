@@ -153,7 +153,7 @@ class ReplayFrame:
         self.saved = {}
         packed = self._collector()
         try:
-            with self.as_it_was() as (args, kwargs):
+            with self.runtime.during(self.window, "replay"), self.as_it_was() as (args, kwargs):
                 _push(packed, SavedFrame.unpack)
                 try:
                     self.window.inner(*args, **kwargs)

@@ -62,6 +62,7 @@ class HandOver:
                 if total is not None:
                     ready.append((record, total))
         self._send(ready)
+        self.runtime.handed_over()
         return out
 
     def _kind(self, record: Record, node: Any) -> str:
@@ -128,6 +129,7 @@ class HandOver:
             record.pending = None
         self.summed.clear()
         self._send(rest)
+        self.runtime.handed_over()
 
     def sweep(self) -> None:
         """After a backward that raised: its callback never ran."""
@@ -159,6 +161,7 @@ class HandOver:
                 sources.append(grad)
         if not items:
             return
+        self.runtime.handed_over()           # before compute is told to wait for copies of earlier gradients
         ticket = self.runtime.core.offload(unit, items, self.stream)
         # The copies read these tensors behind our back; they live until compute waits for the copies.
         self.alive.append((ticket, sources))

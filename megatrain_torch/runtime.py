@@ -153,6 +153,8 @@ class Runtime:
         self.bindings = 0                    # windows opened and weights fetched outside of them, ever
         self.checkpointing: list[nn.Module] = []
         self.opened = time.perf_counter()
+        self.reported: tuple[float, dict[str, int]] = (self.opened, {})    # the last report without a trace
+        self.trace: Any = None               # mt.trace's, while it is on
         self._split: Any = None
 
     # ---- units and slots ----
@@ -306,6 +308,8 @@ class Runtime:
             for r in self.records:
                 r.uses = 0
             self._lazy.clear()
+            if self.trace is not None:
+                self.trace.pass_begins()
             self.core.begin()
 
     def _refresh(self) -> None:
@@ -346,6 +350,15 @@ class Runtime:
 
     def backward_began(self) -> None:
         self._backward_seen = True
+
+    def during(self, window: Window, work: str) -> Any:
+        """A context: what compute is given inside is this work of the window, where a trace is on."""
+        return contextlib.nullcontext() if self.trace is None else self.trace.during(window, work)
+
+    def handed_over(self) -> None:
+        """A window's backward has launched all it has."""
+        if self.trace is not None:
+            self.trace.handed_over()
 
     # ---- activations ----
 

@@ -161,16 +161,20 @@ class Window:
                 leave()
                 raise
         try:
-            if not torch.is_grad_enabled():
-                return self.run(args, kwargs, False)
-            if self.fused is not None:
-                out = self.fused(args, kwargs)
-                if out is not None:
-                    return out
-            mode = self.mode if self.mode != "auto" else rt.mode_of(self)
-            return self._run_saved(args, kwargs) if mode == "saved" else self._run_again(args, kwargs)
+            return self.once(args, kwargs) if rt.trace is None else rt.trace.forward(self, args, kwargs)
         finally:
             leave()
+
+    def once(self, args: Any, kwargs: Any) -> Any:
+        """One forward: by a template, or in the window's way with activations."""
+        if not torch.is_grad_enabled():
+            return self.run(args, kwargs, False)
+        if self.fused is not None:
+            out = self.fused(args, kwargs)
+            if out is not None:
+                return out
+        mode = self.mode if self.mode != "auto" else self.runtime.mode_of(self)
+        return self._run_saved(args, kwargs) if mode == "saved" else self._run_again(args, kwargs)
 
     def _run_saved(self, args: Any, kwargs: Any) -> Any:
         return self.run(args, kwargs, True, SavedFrame(self))

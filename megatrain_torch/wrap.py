@@ -137,6 +137,9 @@ def unstream(module: nn.Module) -> nn.Module:
     if root is not module:
         raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
     rt.drain()
+    if rt.trace is not None:
+        rt.trace.finish()
+        rt.trace.stop()
     _give_back(rt, module)
     return module
 

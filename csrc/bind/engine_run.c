@@ -263,13 +263,14 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
         return NULL;
     if (e->stream != NULL)
         s = mt_stream_stats_get(e->stream);
-    return Py_BuildValue("{sLsLsLsKsKsKsK}", "fetches", (long long)s.fetches,
+    return Py_BuildValue("{sLsLsLsKsKsKsKsK}", "fetches", (long long)s.fetches,
                          "demand_fetches", (long long)s.demand_fetches,
                          "rebuilds", (long long)s.rebuilds,
                          "h2d_bytes", (unsigned long long)s.h2d_bytes,
                          "await_ns", (unsigned long long)s.await_ns,
                          "d2h_bytes", (unsigned long long)mt_offload_d2h_bytes(e->offload),
-                         "update_ns", (unsigned long long)mt_update_busy_ns(e->updater));
+                         "update_ns", (unsigned long long)mt_update_busy_ns(e->updater),
+                         "records_lost", (unsigned long long)mt_timeline_lost(e->timeline));
 }
 
 /* ---- offload ---- */

@@ -1,0 +1,187 @@
+"""What a step took on each resource, and which of them bound it."""
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .timeline import LANES, Slice, between, busy_seconds
+
+OWN = "host"                     # what compute waits for when it waits for no copy and no update: the host's own work
+JITTER_NS = 50_000               # times on two queues are compared to within this
+BAR = 24                         # characters
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step, measured; or, without mt.trace, what was counted since the report before.
+
+    A step goes from one step of the optimizer to its next, as compute comes by them; without an optimizer from one
+    root forward to the next. So the updates that it runs beside its forward are those of the step before.
+
+    Attributes:
+        seconds: wall time.
+        h2d_bytes, d2h_bytes: weights streamed in, gradients streamed out.
+        fetches, demand_fetches: copies of units; those that were asked for only when needed.
+        await_seconds: time the computing thread waited for a copy to be put in its queue.
+        host_bytes: host memory the store holds.
+        busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update".
+            Without mt.trace only "host update". Compute is busy from a window's first kernel to its last, also
+            where the host is slow in launching them.
+        idle: seconds that compute stood still, by what it waited for: a lane, or "host": Python and the user's code.
+        between_steps: of idle, seconds before the step's first window.
+        least: seconds the bytes of a lane take at the machine's rate, where mt.trace was given one.
+        traced: busy and idle were measured.
+    """
+
+    seconds: float
+    h2d_bytes: int
+    d2h_bytes: int
+    fetches: int
+    demand_fetches: int
+    await_seconds: float
+    host_bytes: int
+    busy: Mapping[str, float] = field(default_factory=dict)
+    idle: Mapping[str, float] = field(default_factory=dict)
+    least: Mapping[str, float] = field(default_factory=dict)
+    between_steps: float = 0.0
+    traced: bool = False
+
+    @property
+    def bound(self) -> str:
+        """The lane nearest its limit: busy for the largest part of the step. "" when the step was not traced."""
+        return max(self.busy, key=lambda lane: self.busy[lane]) if self.traced and any(self.busy.values()) else ""
+
+    @property
+    def why(self) -> str:
+        """One sentence."""
+        if not self.bound:
+            return f"{self.seconds:.3g} s; mt.trace(model) measures what bounds a step"
+        text = f"bound by {_called(self.bound)}: busy {self.busy[self.bound]:.3g} s of {self.seconds:.3g} s"
+        idle = {k: v for k, v in self.idle.items() if v >= 0.01 * self.seconds}
+        if self.bound != "compute":
+            text += f"; compute was busy {self.busy.get('compute', 0):.3g} s"
+        if idle:
+            longest = max(idle, key=lambda k: idle[k])
+            text += f"; compute stood still {sum(self.idle.values()):.3g} s, {idle[longest]:.3g} s of it for " \
+                    f"{_called(longest)}"
+        return text
+
+    def __str__(self) -> str:
+        lines = [self.why]
+        rows = self._rows()
+        if rows:
+            lines.append(f"{'':<14}{'busy s':>8}{'':>6}  {'':<{BAR}}{'GB':>9}{'at least s':>12}")
+        for lane, busy, share, nbytes, least in rows:
+            bar = "█" * round(share * BAR)
+            lines.append(f"{lane:<14}{busy:>8.3g}{share:>6.0%}  {bar:<{BAR}}{nbytes:>9}{least:>12}".rstrip())
+        if self.idle:
+            parts = ", ".join(f"{v:.3g} s for {_called(k)}" for k, v in _largest_first(self.idle))
+            lines.append(f"compute idle: {parts}; {self.between_steps:.3g} s of it between steps")
+        lines.append(f"fetches {self.fetches}, on demand {self.demand_fetches}; waited for copies to be queued "
+                     f"{self.await_seconds:.3g} s; host store {self.host_bytes / 1e9:.3g} GB")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><td>{lane}</td><td>{busy:.3g} s</td><td>{share:.0%}</td><td><div style='width:{share * 160:.0f}px;"
+            f"height:0.8em;background:#4878a8'></div></td><td>{nbytes} GB</td><td>{least}</td></tr>"
+            for lane, busy, share, nbytes, least in self._rows())
+        head = "<tr><th></th><th>busy</th><th></th><th></th><th>moved</th><th>at least, s</th></tr>"
+        return f"<p>{html.escape(self.why)}</p><table>{head}{cells}</table>"
+
+    def _rows(self) -> list[tuple[str, float, float, str, str]]:
+        """(lane, busy seconds, share of the step, GB moved, least seconds) of every lane that did something."""
+        moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes}
+        return [(LANES[lane], busy, busy / self.seconds if self.seconds > 0 else 0.0,
+                 f"{moved[lane] / 1e9:.3g}" if lane in moved else "",
+                 f"{self.least[lane]:.3g}" if lane in self.least else "")
+                for lane, busy in self.busy.items() if busy > 0]
+
+
+def _called(lane: str) -> str:
+    return {"compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
+            "host sum": "the host's sums of gradients", "host update": "the host update",
+            "device update": "the device update", OWN: "the host's own work"}[lane]
+
+
+def _largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(seconds.items(), key=lambda item: -item[1])
+
+
+# ---- from slices -------------------------------------------------------------------------------
+
+def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted: Mapping[str, int], host_bytes: int,
+            rates: Mapping[str, float]) -> StepReport:
+    """The report of the step in [begin, end), nanoseconds.
+
+    Args:
+        lanes: the slices of each lane in order.
+        counted: demand_fetches and await_ns of the step.
+        rates: bytes/s that the machine can do, by lane.
+    """
+    first = next((s.begin for s in between(lanes.get("compute", ()), begin, end)), end)
+    done = {name: [s for s in between(lane, begin, end) if s.end < end] for name, lane in lanes.items()}
+    moved = {name: sum(s.nbytes for s in lane) for name, lane in done.items()}
+    return StepReport(
+        seconds=(end - begin) * 1e-9, h2d_bytes=moved.get("h2d", 0), d2h_bytes=moved.get("d2h", 0),
+        fetches=len(done.get("h2d", ())), demand_fetches=counted["demand_fetches"],
+        await_seconds=counted["await_ns"] * 1e-9, host_bytes=host_bytes,
+        busy={name: busy_seconds(between(lane, begin, end), begin, end) for name, lane in lanes.items()},
+        idle=idle_seconds(lanes, begin, end),
+        least={name: moved[name] / rate for name, rate in rates.items() if moved.get(name)},
+        between_steps=max(0, first - begin) * 1e-9, traced=True)
+
+
+def idle_seconds(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int) -> dict[str, float]:
+    """What compute waited for, in seconds.
+
+    A gap in front of a window ends when what the window needs is there: its unit's weights, or room for
+    gradients. Whichever came last is to blame for its own time, and the update that a fetch waited for is for the
+    time before. What is left is the host's own, as is a gap at the step's end.
+    """
+    found: dict[str, float] = {}
+    at = begin
+    for s in [*between(lanes.get("compute", ()), begin, end), None]:
+        until = end if s is None else max(s.begin, begin)
+        for cause, ns in _blame(lanes, at, until, s):
+            found[cause] = found.get(cause, 0.0) + ns * 1e-9
+        at = max(at, until if s is None else s.end)
+    return found
+
+
+def _blame(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice | None) -> list[tuple[str, int]]:
+    """(cause, nanoseconds) of the gap [a, b) in front of a window; None: at the step's end."""
+    parts = []
+    fetch = _over_in(lanes, "h2d", a, b, window.unit) if window is not None else None
+    leaving = _over_in(lanes, "d2h", a, b) if window is not None and window.work == "backward" else None
+    if leaving is not None and (fetch is None or leaving.end > fetch.end):
+        parts = [("d2h", min(leaving.end, b) - max(a, leaving.begin))]
+    elif fetch is not None:
+        parts = [("h2d", min(fetch.end, b) - max(a, fetch.begin)), *_before_fetch(lanes, a, fetch)]
+    rest = b - a - sum(ns for _, ns in parts)
+    return [(cause, ns) for cause, ns in [*parts, (OWN, rest)] if ns > 0]
+
+
+def _before_fetch(lanes: Mapping[str, Sequence[Slice]], a: int, fetch: Slice) -> list[tuple[str, int]]:
+    """What the time [a, fetch.begin) went to, where a fetch was waited for: its unit's update, and those before it
+    in line, and the gradients that they waited for; else the copies before it in line."""
+    for lane in ("host update", "device update"):
+        own = _over_in(lanes, lane, a, fetch.begin, fetch.unit)
+        if own is None:
+            continue
+        updating, landing = (_busy(lanes, name, a, own.end) for name in (lane, "d2h"))
+        return [(lane, updating), ("d2h", min(landing, own.end - a - updating))]
+    return [("h2d", _busy(lanes, "h2d", a, fetch.begin))]
+
+
+def _busy(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> int:
+    return round(busy_seconds(between(lanes.get(lane, ()), a, b), a, b) * 1e9) if b > a else 0
+
+
+def _over_in(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int, unit: str | None = None) -> Slice | None:
+    """The lane's last slice of work on the unit (None: on any) that ended in the gap (a, b]."""
+    for s in reversed(between(lanes.get(lane, ()), a, b + JITTER_NS)):
+        if s.work != "wait" and a < s.end <= b + JITTER_NS and unit in (None, s.unit):
+            return s
+    return None

@@ -1,0 +1,521 @@
+"""mt.trace: what queues did, in order and whole; reports that name what bound a step; the files it writes."""
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megatrain_torch as mt
+from megatrain_torch.report import StepReport, idle_seconds, measure
+from megatrain_torch.timeline import Slice, by_lane
+
+pytestmark = pytest.mark.usefixtures("streaming")
+if parity.IDENTITY:
+    pytest.skip("plain against plain was asked for", allow_module_level=True)
+
+WAYS = ["saved", "replay", "whole"]
+LAYERS = 4
+WIDTH = 24
+ORDER = ["first", *(f"layers.{i}" for i in range(LAYERS)), "last"]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.nap = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.nap)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).square().mean()
+
+
+def streamed(way: str = "saved", slots: int = 2, delay_us: int = 0, seed: int = 0, model: nn.Module | None = None,
+             **kw: Any) -> nn.Module:
+    torch.manual_seed(5)
+    debug = {"delay_us": delay_us, "seed": seed} if delay_us else {}
+    return mt.stream(model or Net(), device="cpu",
+                     plan={"activations": way, "slots": slots, "threads": 1, "debug": debug}, **kw)
+
+
+def adamw(model: nn.Module) -> mt.AdamW:
+    return mt.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+
+
+def step(model: nn.Module, opt: torch.optim.Optimizer | None = None, micro: int = 1) -> None:
+    for i in range(micro):
+        (model(torch.full((2, 8), 0.1 * (i + 1))) / micro).backward()
+    if opt is not None:
+        opt.step()
+        opt.zero_grad()
+    else:
+        model.zero_grad()
+
+
+def traced(steps: int = 3, micro: int = 1, before: int = 2, **kw: Any) -> tuple[mt.Trace, nn.Module]:
+    """A trace of some steps of a model that has made its schedule already."""
+    model = streamed(**kw)
+    opt = adamw(model)
+    for _ in range(before):
+        step(model, opt, micro)
+    list(model.parameters())
+    with mt.trace(model) as t:
+        for _ in range(steps):
+            step(model, opt, micro)
+    return t, model
+
+
+def windows(slices: list[Slice]) -> list[list[Slice]]:
+    """The pieces of each window, in order: before and behind a wait for weights, around a replay."""
+    found: list[list[Slice]] = []
+    for s in slices:
+        if s.lane == "compute" and s.work in ("forward", "backward"):
+            if not found or (found[-1][0].work, found[-1][0].unit) != (s.work, s.unit):
+                found.append([])
+            found[-1].append(s)
+    return found
+
+
+def latest(slices: list[Slice], work: str, unit: str, by: int) -> Slice | None:
+    """The last that is over by then."""
+    return max((s for s in slices if (s.work, s.unit) == (work, unit) and s.end <= by), key=lambda s: s.end, default=None)
+
+
+# ---------------------------------------------------------------- what is recorded
+
+@pytest.mark.parametrize("way", WAYS)
+def test_units_are_in_the_order_of_the_model(way: str) -> None:
+    t, _ = traced(way=way, delay_us=200)
+    order = [(w[0].work, w[0].unit) for w in windows(t.slices())]
+    one = [("forward", u) for u in ORDER] + [("backward", u) for u in reversed(ORDER)]
+    assert order == one * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("micro", [1, 2])
+def test_work_follows_what_it_needs(way: str, micro: int) -> None:
+    """Whatever the queues' pace: a window is behind a fetch of its unit, a hand-over behind the backward window, an
+    update behind the hand-over, and no fetch beside the update."""
+    for seed in range(3):
+        t, _ = traced(way=way, micro=micro, delay_us=300, seed=seed, before=0)
+        slices = t.slices()
+        updates = [s for s in slices if s.work == "update"]
+        assert len(updates) == 3 * len(ORDER)
+        for window in windows(by_lane(t._slices)["compute"]):     # before pieces are joined
+            assert latest(slices, "fetch", window[-1].unit, window[-1].begin), window
+        for s in slices:
+            if s.work == "offload":
+                assert latest(slices, "backward", s.unit, s.begin), s
+            elif s.work == "update":
+                given = [o for o in slices if (o.work, o.unit) == ("offload", s.unit) and o.begin < s.begin]
+                assert given and max(o.end for o in given) <= s.begin, s
+            elif s.work == "fetch":      # no update of the unit runs while it is copied
+                assert not [u for u in updates if u.unit == s.unit and u.begin < s.end and s.begin < u.end], s
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lane_does_one_thing_at_a_time(way: str) -> None:
+    t, _ = traced(way=way, micro=2, delay_us=200)
+    lanes = by_lane(t.slices())
+    assert set(lanes) == {"compute", "h2d", "d2h", "host sum", "host update"}
+    for lane in lanes.values():
+        assert all(a.end <= b.begin for a, b in pairwise(lane))
+
+
+def test_bytes_are_those_counted() -> None:
+    model = streamed(delay_us=100)
+    opt = adamw(model)
+    step(model, opt)
+    mt.last_step(model)
+    with mt.trace(model) as t:
+        before = t._rt.core.stats()
+        step(model, opt, micro=2)
+        step(model, opt, micro=2)
+        t.finish()
+        time.sleep(0.1)                  # fetches for a forward that does not come
+        slices, after = t.slices(), t._rt.core.stats()
+    moved = {lane: sum(s.nbytes for s in part) for lane, part in by_lane(slices).items()}
+    parameters = sum(p.numel() for p in model.parameters())
+    assert moved["h2d"] == after["h2d_bytes"] - before["h2d_bytes"]
+    assert moved["d2h"] == after["d2h_bytes"] - before["d2h_bytes"] == 4 * 4 * parameters
+    assert moved["host sum"] == 4 * 2 * parameters                   # the second micro-batch of each step
+    assert moved["host update"] == 28 * 3 * parameters               # the step before's too: it ran in the trace
+    assert sum(s.nbytes for s in slices if s.work == "update") == moved["host update"]
+
+
+def test_replay_interrupts_its_backward() -> None:
+    t, _ = traced(way="replay", steps=1)
+    mine = [s.work for s in t.slices() if s.lane == "compute" and s.unit == "layers.2"]
+    assert [w for w in mine if w != "forward"] == ["backward", "replay", "backward"]
+
+
+def test_a_checkpointed_window_is_replayed_in_backward() -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=False)
+            return self.last(self.layers[0](x)).square().mean()
+
+    model = streamed(model=Checkpointed())
+    with mt.trace(model) as t:
+        step(model)
+    mine = [s.work for s in t.slices() if s.unit == "first" and s.lane == "compute"]
+    assert list(dict.fromkeys(mine)) == ["forward", "replay", "backward"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tracing_changes_no_bits(way: str) -> None:
+    found = []
+    for on in (False, True):
+        model = streamed(way)
+        opt = adamw(model)
+        if on:
+            with mt.trace(model):
+                for _ in range(3):
+                    step(model, opt, micro=2)
+        else:
+            for _ in range(3):
+                step(model, opt, micro=2)
+        found.append({k: v.clone() for k, v in model.state_dict().items()})
+    assert all(torch.equal(found[0][k], found[1][k]) for k in found[0])
+
+
+def test_without_a_trace_nothing_is_recorded() -> None:
+    model = streamed()
+    step(model, adamw(model))
+    list(model.parameters())
+    rt = mt.wrap.runtime_of(model)
+    assert rt.core.timeline() == [] and rt.core.stats()["records_lost"] == 0
+    with mt.trace(model):
+        step(model)
+    rt.core.timeline()
+    step(model)
+    assert rt.core.timeline() == []
+
+
+def test_a_backward_that_raises_leaves_no_window_open() -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            raise ValueError("broken")
+
+    class Broken(Net):
+        broken = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[1](self.layers[0](self.first(x)))
+            return self.last(Breaks.apply(x) if self.broken else x).square().mean()
+
+    model = streamed(model=Broken())
+    with mt.trace(model) as t:
+        with pytest.raises(ValueError, match="broken"):
+            step(model)
+        model.broken = False
+        step(model)
+    ours = list(dict.fromkeys((w[0].work, w[0].unit) for w in windows(t.slices())))
+    names = ["first", "layers.0", "layers.1", "last"]
+    assert ours == [("forward", n) for n in names] + [("backward", n) for n in reversed(names)]
+
+
+# ---------------------------------------------------------------- steps
+
+def test_a_step_goes_from_one_step_of_the_optimizer_to_the_next() -> None:
+    t, _ = traced(steps=4, micro=2)
+    reports = t.steps()
+    assert len(reports) == 4
+    assert t.steps(2) == reports[-2:]
+    times = t._step_times()
+    for report, a, b in zip(reports, times, times[1:]):
+        assert report.seconds == pytest.approx((b - a) * 1e-9)
+        forwards = [s for s in t.slices() if s.work == "forward" and a <= s.begin < b]
+        assert {s.unit for s in forwards} == set(ORDER)
+    for report, begin in zip(reports[1:], times[1:]):    # the step before's updates run in it
+        assert len([s for s in t.slices() if s.work == "update" and s.begin >= begin]) >= len(ORDER)
+        assert report.busy["host update"] > 0
+
+
+def test_torchs_own_optimizer_ends_steps_too() -> None:
+    model = streamed()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    with mt.trace(model) as t:
+        for _ in range(3):
+            step(model, opt, micro=2)
+            other.step()
+    assert len(t.steps()) == 3
+
+
+def test_without_an_optimizer_a_pass_is_a_step() -> None:
+    model = streamed()
+    with mt.trace(model) as t:
+        for _ in range(3):
+            step(model)
+    assert len(t.steps()) == 3
+
+
+def test_evaluation_is_a_step_of_its_own() -> None:
+    model = streamed()
+    opt = adamw(model)
+    with mt.trace(model) as t:
+        step(model, opt)
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+            model(torch.ones(2, 8))
+        step(model, opt)
+    works = [{s.work for s in t.slices() if s.lane == "compute" and a <= s.begin < b}
+             for a, b in pairwise(t._step_times())]
+    assert works == [{"forward", "loss", "backward"}, {"forward"}, {"forward"}, {"forward", "loss", "backward"}]
+
+
+def test_last_step_is_the_last_finished_step_of_the_trace() -> None:
+    model = streamed()
+    opt = adamw(model)
+    with mt.trace(model, rates={"h2d": 1e6, "host update": 2e6}) as t:
+        assert not mt.last_step(model).traced           # none is finished yet
+        step(model, opt)
+        step(model, opt)
+        step(model, opt)
+        report = mt.last_step(model)
+        assert report.traced and report == t.steps()[-1]
+    assert report.least["h2d"] == report.h2d_bytes / 1e6
+    update = sum(p.numel() for p in model.parameters()) * 28
+    assert report.least["host update"] == pytest.approx(update / 2e6, rel=0.5)   # those that ended in the step
+    step(model, opt)
+    list(model.parameters())             # waits for the updates
+    after = mt.last_step(model)
+    assert not after.traced and after.bound == "" and after.busy["host update"] > 0
+
+
+def test_idle_and_busy_make_the_step() -> None:
+    t, _ = traced(delay_us=500)
+    for report in t.steps():
+        assert report.busy["compute"] + sum(report.idle.values()) == pytest.approx(report.seconds, rel=1e-6)
+        assert 0 <= report.between_steps <= sum(report.idle.values()) + 1e-9
+
+
+# ---------------------------------------------------------------- what binds
+
+def test_slow_layers_are_bound_by_compute() -> None:
+    model = streamed()
+    for layer in model.layers:
+        layer.nap = 0.005
+    opt = adamw(model)
+    with mt.trace(model) as t:
+        for _ in range(3):
+            step(model, opt)
+    report = t.steps()[-1]
+    assert report.bound == "compute"
+    assert report.busy["compute"] >= LAYERS * 0.005
+    assert report.why.startswith("bound by compute: busy ")
+
+
+def test_slow_fetches_are_bound_by_copies_to_the_device() -> None:
+    """Evaluation: nothing but fetches goes through a delayed queue."""
+    model = streamed(delay_us=5_000)
+    with mt.trace(model) as t, torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(2, 8))
+    report = t.steps()[-1]
+    assert report.bound == "h2d"
+    assert max(report.idle, key=lambda k: report.idle[k]) == "h2d"
+    assert "compute stood still" in report.why and "for copies to the device" in report.why
+
+
+def test_slow_hand_overs_are_bound_by_copies_to_the_host() -> None:
+    """Four gradients a layer, each measured and copied: eight naps to the one or two of its fetches."""
+    t, _ = traced(delay_us=5_000)
+    assert t.steps()[-1].bound == "d2h"
+
+
+def test_large_updates_are_bound_by_the_host() -> None:
+    """A parameter that no forward reads, with a gradient of the user's: nothing but the update touches it."""
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = nn.Linear(4, 4)
+            self.large = nn.Parameter(torch.zeros(16_000_000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.small(x).square().mean()
+
+    model = streamed(model=Spare())
+    opt = adamw(model)
+    grad = torch.full((16_000_000,), 1e-3)
+    with mt.trace(model) as t:
+        for _ in range(5):
+            model(torch.ones(2, 4)).backward()
+            model.large.grad = grad
+            opt.step()
+            list(model.parameters())     # waits for the updates: they are in the step that they began in
+    bounds = [r.bound for r in t.steps()[1:]]
+    assert bounds.count("host update") >= 3, [r.why for r in t.steps()]
+
+
+MS = 1_000_000
+
+
+def lanes_of(*slices: tuple[str, str, str, int, int]) -> dict[str, list[Slice]]:
+    return by_lane([Slice(lane, work, unit, 1000, a * MS, b * MS) for lane, work, unit, a, b in slices])
+
+
+def idle(*slices: tuple[str, str, str, int, int], until: int = 100) -> dict[str, float]:
+    return {k: round(v * 1e3, 6) for k, v in idle_seconds(lanes_of(*slices), 0, until * MS).items()}
+
+
+def test_a_gap_is_the_fetchs_that_ended_it() -> None:
+    assert idle(("h2d", "fetch", "a", 10, 30), ("h2d", "fetch", "b", 30, 60),
+                ("compute", "forward", "a", 30, 40), ("compute", "forward", "b", 60, 100)) == {"h2d": 40, "host": 10}
+
+
+def test_before_the_fetch_it_is_the_updates_it_waited_for() -> None:
+    """Gradients land until 20, updates of a and b run until 50, b is copied until 60."""
+    assert idle(("compute", "backward", "a", 0, 10), ("d2h", "offload", "a", 10, 20),
+                ("host update", "wait", "", 10, 20), ("host update", "update", "a", 20, 30),
+                ("host update", "update", "b", 30, 50), ("h2d", "fetch", "b", 50, 60),
+                ("compute", "forward", "b", 62, 100)) == {"d2h": 10, "host update": 30, "h2d": 10, "host": 2}
+
+
+def test_a_fetch_that_stood_in_line_is_the_lines() -> None:
+    assert idle(("h2d", "fetch", "a", 0, 20), ("h2d", "fetch", "b", 20, 40), ("compute", "forward", "b", 40, 100)) \
+        == {"h2d": 40}
+
+
+def test_before_backward_it_may_be_gradients_that_leave() -> None:
+    assert idle(("compute", "backward", "c", 0, 10), ("d2h", "offload", "d", 5, 30),
+                ("compute", "backward", "b", 30, 100)) == {"d2h": 20}
+
+
+def test_fetches_of_other_units_and_of_other_times_are_not_blamed() -> None:
+    assert idle(("compute", "forward", "a", 0, 10), ("h2d", "fetch", "c", 10, 20), ("h2d", "fetch", "b", 0, 9),
+                ("compute", "forward", "b", 25, 80)) == {"host": 35}
+
+
+def test_a_report_counts_what_lies_in_the_step() -> None:
+    lanes = lanes_of(("compute", "forward", "a", 10, 60), ("h2d", "fetch", "a", -10, 10), ("h2d", "fetch", "b", 90, 120),
+                     ("host update", "wait", "", 0, 30), ("host update", "update", "a", 30, 110))
+    r = measure(lanes, 0, 100 * MS, {"demand_fetches": 1, "await_ns": 5 * MS}, 77, {"h2d": 1e5})
+    assert r.busy == pytest.approx({"compute": 0.05, "h2d": 0.02, "host update": 0.07})
+    assert (r.fetches, r.h2d_bytes, r.demand_fetches, r.await_seconds, r.host_bytes) == (1, 1000, 1, 0.005, 77)
+    assert r.least == {"h2d": 0.01}
+    assert r.bound == "host update"
+    assert r.between_steps == pytest.approx(0.01)
+    assert r.why == ("bound by the host update: busy 0.07 s of 0.1 s; compute was busy 0.05 s; "
+                     "compute stood still 0.05 s, 0.04 s of it for the host's own work")
+
+
+def test_a_report_prints_as_a_table() -> None:
+    r = StepReport(1.0, 2_000_000_000, 0, 3, 0, 0.25, 5_000_000_000, {"compute": 0.5, "h2d": 0.75, "d2h": 0.0},
+                   {"h2d": 0.4, "host": 0.1}, {"h2d": 0.7}, 0.05, True)
+    lines = str(r).splitlines()
+    assert lines[0] == ("bound by copies to the device: busy 0.75 s of 1 s; compute was busy 0.5 s; compute stood "
+                        "still 0.5 s, 0.4 s of it for copies to the device")
+    assert lines[2].split() == ["compute", "0.5", "50%", "█" * 12]
+    assert lines[3].split() == ["H2D", "0.75", "75%", "█" * 18, "2", "0.7"]
+    assert len(lines) == 6 and "D2H" not in str(r)
+    assert "<table>" in r._repr_html_() and "75%" in r._repr_html_() and "copies to the device" in r._repr_html_()
+
+
+# ---------------------------------------------------------------- files
+
+def test_the_chrome_trace_is_valid_and_its_rows_do_not_overlap(tmp_path: Path) -> None:
+    t, _ = traced(way="replay", micro=2, delay_us=100)
+    t.chrome(tmp_path / "steps.json")
+    found = json.loads((tmp_path / "steps.json").read_text())
+    events = found["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    work = [e for e in events if e["ph"] == "X"]
+    assert {e["ph"] for e in events} == {"M", "X"} and len(work) > 100
+    for tid, name in names.items():
+        row = sorted((e["ts"], e["ts"] + e["dur"]) for e in work if e["tid"] == tid)
+        assert row or name == "device update", name
+        assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(row)), name          # us; a float's last digits
+        assert all(a[0] >= 0 and a[1] >= a[0] for a in row)
+    fetch = next(e for e in work if e["name"] == "fetch layers.1")
+    assert names[fetch["tid"]] == "h2d"
+    assert fetch["args"]["bytes"] >= 4 * (4 * WIDTH * WIDTH + 3 * WIDTH)
+    assert fetch["args"]["GB/s"] == pytest.approx(fetch["args"]["bytes"] / fetch["dur"] / 1000, abs=1e-3)
+    assert [e["name"] for e in work if names[e["tid"]] == "step"] == ["step 0", "step 1", "step 2"]
+
+
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    t, _ = traced(micro=2)
+    t.picture(tmp_path / "steps.png")
+    head = (tmp_path / "steps.png").read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", head[16:]) == (1200, 400)
+    t.picture(tmp_path / "steps.svg", steps=1)
+    text = (tmp_path / "steps.svg").read_text()
+    assert "<svg" in text
+
+
+def test_a_picture_without_matplotlib_or_steps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t, model = traced()
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(mt.MegatrainError, match="pip install matplotlib"):
+        t.picture(tmp_path / "steps.png")
+    with mt.trace(model) as t, pytest.raises(mt.MegatrainError, match="no step is finished"):
+        t.picture(tmp_path / "steps.png")
+
+
+# ---------------------------------------------------------------- the door
+
+def test_a_trace_is_refused_where_it_cannot_be() -> None:
+    with pytest.raises(mt.MegatrainError, match="not streamed"), mt.trace(nn.Linear(2, 2)):
+        pass
+    model = streamed()
+    with pytest.raises(mt.MegatrainError, match="no lane 'pcie'"), mt.trace(model, rates={"pcie": 1.0}):
+        pass
+    with mt.trace(model):
+        with pytest.raises(mt.MegatrainError, match="traced already"), mt.trace(model):
+            pass
+        step(model)
+    with mt.trace(model) as t:           # again, afterwards
+        step(model)
+    assert len(t.steps()) == 1
+
+
+def test_an_exception_ends_the_trace() -> None:
+    model = streamed()
+    with pytest.raises(ValueError, match="mine"), mt.trace(model) as t:
+        step(model)
+        raise ValueError("mine")
+    assert mt.wrap.runtime_of(model).trace is None
+    step(model)
+    assert t.slices() == [] or all(s.work for s in t.slices())
+
+
+def test_unstream_ends_the_trace() -> None:
+    model = streamed()
+    opt = adamw(model)
+    with mt.trace(model) as t:
+        step(model, opt)
+        step(model, opt)
+        mt.unstream(model)
+        model(torch.ones(2, 8)).backward()
+    assert len(t.steps()) == 2
