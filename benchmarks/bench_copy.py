@@ -17,7 +17,7 @@ from typing import Any
 
 import limits
 import torch
-from common import emit, pick_device, say, spread, synchronize, table
+from common import add_device_argument, emit, say, spread, synchronize, table
 
 from megatrain_torch import _core
 
@@ -91,8 +91,7 @@ def measure(ring: Ring, reps: int, fetch: bool, offload: bool) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device")
-    device = pick_device(parser.parse_known_args()[0].device)
+    device = add_device_argument(parser)
     cuda = device.type == "cuda"
     parser.add_argument("--mib", type=int, default=444 if cuda else 4, help="of one unit")
     parser.add_argument("--units", type=int, default=12 if cuda else 6)

@@ -18,7 +18,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from common import add_shape_arguments, emit, pick_device, repeat, say, spread, table
+from common import (
+    add_device_argument,
+    add_shape_arguments,
+    emit,
+    repeat,
+    say,
+    spread,
+    table,
+)
 from torch import Tensor
 
 from megatrain_torch import ops
@@ -316,23 +324,22 @@ def measure(case: Case, device: torch.device, reps: int, copy: float) -> tuple[s
     return f"{case.name} {case.shape}", f"{ms:8.3f} ms {share}{torch_says}"
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args() -> tuple[argparse.Namespace, torch.device]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device")
+    device = add_device_argument(parser)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--only", nargs="*", default=[], help="names that contain one of these")
     parser.add_argument("--reps", type=int, default=20)
     parser.add_argument("--tune", action="store_true", help="gemm_ chooses by measurement")
-    tiny = not torch.cuda.is_available()
+    tiny = device.type == "cpu"
     parser.add_argument("--tokens", type=int, default=256 if tiny else 32768)
     parser.add_argument("--head", type=int, default=16 if tiny else 128, help="numbers in a head")
     add_shape_arguments(parser, tiny)
-    return parser.parse_args()
+    return parser.parse_args(), device
 
 
 def main() -> None:
-    args = parse_args()
-    device = pick_device(args.device)
+    args, device = parse_args()
     new = Maker(device, getattr(torch, args.dtype))
     ops.gemm_tune(args.tune)
     copy = copy_gbps(device, args.reps, COPY_BYTES if device.type == "cuda" else 2**22)

@@ -2,8 +2,11 @@
 """Whole training steps of a Qwen2-architecture model with random weights, beside the limits.
 
     python benchmarks/bench_step.py --layers 20 --tokens 32768     # 5.75 B parameters, 7B width
+    python benchmarks/bench_step.py --layers 20 --plan auto --vram 24GiB
+    python benchmarks/bench_step.py --width 32b --layers fit --tokens 32768
     python benchmarks/bench_step.py --layers 12 --engine fsdp2
     python benchmarks/bench_step.py --layers 8 --overhead          # streamed against resident
+    python benchmarks/bench_step.py --layers 12 --overhead vram    # all streamed, all in VRAM
     python benchmarks/bench_step.py --layers 64 --host-overhead    # Python's time per unit
     python benchmarks/bench_step.py --device cpu                   # toy sizes, to try the script
 
@@ -16,60 +19,95 @@ one's update is in `step_s_with_last_update`, a mean over all of them.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
+import sys
 import time
+from collections import Counter
 from typing import Any
 
 import limits
 import torch
+import yardstick
 from common import (
     GIB,
     Clock,
+    add_device_argument,
     add_shape_arguments,
     build_model,
     emit,
     host_rss_bytes,
+    model_config,
     parameter_count,
-    pick_device,
+    rounded,
     say,
     spread,
     synchronize,
     table,
 )
-from engines import ENGINES, Engine, weight_dtype
+from engines import ENGINES, Engine, planned, weight_dtype, with_loss
+
+from megatrain_torch.errors import MegatrainError
+from megatrain_torch.limits import parse_bytes
 
 COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
 BLOCK_STEPS = 3  # steps of one engine before the other has its turn, in --overhead
+ACTIVATIONS = ["auto", "saved", "selective", "replay", "whole"]
+OVERHEAD_HELP = "streamed against plain torch's resident model, or against our own with all in VRAM"
+MOST_LAYERS = 256
+DOES_NOT_FIT = 3  # exit status
 
 
 def parse_args() -> tuple[argparse.Namespace, torch.device]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device")
-    device = pick_device(parser.parse_known_args()[0].device)
+    device = add_device_argument(parser)
     cuda = device.type == "cuda"
     add_shape_arguments(parser, tiny=not cuda)
     add = parser.add_argument
-    add("--layers", type=int, default=20 if cuda else 4)
+    add("--layers", default=20 if cuda else 4, help='a number, or "fit": the most that a plan has')
     add("--seq", type=int, default=1024 if cuda else 64)
     add("--tokens", type=int, default=32768 if cuda else 256, help="in a step")
-    add("--micro", type=int, default=1, help="micro-batches in a step")
+    add("--micro", type=int, help="micro-batches in a step; default: as planned, or 1")
     add("--steps", type=int, default=6)
     add("--warmup", type=int, default=2)
     add("--engine", choices=list(ENGINES), default="streamed")
-    add("--activations", choices=["replay", "saved", "whole"], default="replay")
-    add("--loss", choices=["hf", "chunked"], help="default: chunked; hf with fsdp2")
+    add("--plan", choices=["auto", "ram", "vram"], help="mt.plan's; ram, vram: all units there")
+    add("--compute", choices=["auto", "eager", "fused"], default="auto")
+    add("--vram", help='the most of the device that may be used, as "32GiB"')
+    add("--activations", choices=ACTIVATIONS, default="auto")
+    add("--loss", choices=["hf", "chunked"], default="hf", help="hf: the model's own, by labels=")
     add("--no-optimizer", action="store_true", help="forward and backward only")
     add("--clip", type=float, default=1.0, help="0: no clipping")
     add("--lr", type=float, default=1e-5)
     add("--batches", type=int, default=4, help="different batches, taken in turn")
-    add("--overhead", action="store_true", help="streamed / resident, alternating in one process")
+    add("--gpu-alone", action="store_true", help="measure the device's part first, by itself")
+    add("--overhead", nargs="?", const="resident", choices=["resident", "vram"], help=OVERHEAD_HELP)
     add("--host-overhead", action="store_true", help="host time per unit in forward")
     args = parser.parse_args()
-    # FSDP2 would gather the head, and reduce its gradient on the host, once for every chunk.
-    args.loss = args.loss or ("hf" if args.engine == "fsdp2" else "chunked")
-    if args.tokens % (args.seq * args.micro):
+    if args.layers == "fit":
+        args.plan = args.plan or "auto"
+        args.layers = most_layers(args)
+    args.layers = int(args.layers)
+    if args.tokens % (args.seq * (args.micro or 1)):
         parser.error(f"--tokens {args.tokens}: no multiple of seq {args.seq} x micro {args.micro}")
     return args, device
+
+
+def fits(args: argparse.Namespace, layers: int) -> bool:
+    try:
+        planned(model_config(args, layers, args.seq), args, layers)
+    except MegatrainError:
+        return False
+    return True
+
+
+def most_layers(args: argparse.Namespace) -> int:
+    """By bisection; planning needs no weights. 1 when not even that fits: the run then says why not."""
+    least, most = 1, MOST_LAYERS
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(args, middle) else (least, middle)
+    return least
 
 
 def make_batches(args: Any, device: torch.device) -> list[torch.Tensor]:
@@ -80,9 +118,19 @@ def make_batches(args: Any, device: torch.device) -> list[torch.Tensor]:
     return [batch.to(device) for batch in batches]
 
 
+def make_model(name: str, args: Any, device: torch.device) -> torch.nn.Module:
+    return with_loss(build_model(args, args.layers, args.seq, weight_dtype(name, device)), args)
+
+
 def make_engine(name: str, args: Any, device: torch.device, optimizer: bool) -> Engine:
-    model = build_model(args, args.layers, args.seq, weight_dtype(name, device))
-    return ENGINES[name](model, args, device, optimizer)
+    model = make_model(name, args, device)
+    if name != "streamed" or args.plan is None:
+        return ENGINES[name](model, args, device, optimizer)
+    return ENGINES[name](model, args, device, optimizer, plan=planned(model, args))
+
+
+def changed(args: argparse.Namespace, **settings: Any) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | settings)
 
 
 # ---- whole steps
@@ -113,21 +161,31 @@ def step_times(clock: Clock, args: Any) -> dict[str, list[float]]:
     return times
 
 
-def bounds(args: Any, limit: dict[str, float], parameters: int) -> dict[str, float]:
+def bounds(
+    args: Any, limit: dict[str, Any], gpu_s: float | None, counts: dict[str, Any]
+) -> dict[str, float]:
     """Seconds a step takes at least on each resource, at the rates measured in this run.
 
-    gemm_s leaves out attention's own products, and the embedding, which is looked up. AdamW reads
-    and writes 12 bytes of weight and states per parameter, and reads 2 of gradient.
+    gpu_s: forward and backward with everything on the device, where that was measured; else products and
+    attention alone. Copies: the bytes that were counted. host_update_s: the parameters whose gradients
+    went to the host.
     """
-    products = 8 if args.activations == "replay" else 6
-    flops = products * (parameters - args.vocab * args.hidden) * args.tokens
-    fetched = 2 * args.micro * 2 * parameters  # bf16 weights, in forward and again in backward
+    arithmetic = {name: args.micro * limit[name] for name in ("gemm_s", "attention_s")}
+    d2h_bytes = counts.get("d2h_bytes", 0)
+    itemsize = 2 if limit["weight"] == "BF16" else 4
     return {
-        "gemm_s": flops / limit["gemm_tflops"] / 1e12,
-        "h2d_s": fetched / limit["h2d_gbps"] / 1e9,
-        "d2h_s": 2 * parameters / limit["d2h_gbps"] / 1e9,
-        "dram_adam_s": 26 * parameters / limit["dram_gbps"] / 1e9,
+        **arithmetic,
+        "gpu_s": gpu_s or sum(arithmetic.values()),
+        "h2d_s": counts.get("h2d_bytes", 0) / limit["h2d_gbps"] / 1e9,
+        "d2h_s": d2h_bytes / limit["d2h_gbps"] / 1e9,
+        "host_update_s": d2h_bytes / itemsize / args.micro / limit["adam_gparams"] / 1e9,
     }
+
+
+def least_of(bound: dict[str, float]) -> tuple[str, float]:
+    """The resource that needs most, and its seconds."""
+    name = max(("gpu_s", "h2d_s", "d2h_s", "host_update_s"), key=lambda name: bound[name])
+    return name.removesuffix("_s"), bound[name]
 
 
 def memory(device: torch.device, parameters: int, rss_before: int) -> dict[str, float]:
@@ -172,53 +230,120 @@ def run_steps(engine: Engine, args: Any, device: torch.device) -> dict[str, Any]
     }
 
 
+def gpu_alone(args: Any, device: torch.device) -> float | None:
+    """Seconds of forward and backward with everything on the device and no optimizer; None: does not fit."""
+    try:
+        engine = make_engine("streamed", changed(args, plan="vram"), device, optimizer=False)
+    except MegatrainError as why:
+        say(f"the device's part alone: {why}")
+        return None
+    args = changed(args, warmup=2, steps=4)
+    step_s = run_steps(engine, args, device)["step_s"]
+    del engine
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return step_s
+
+
+def cap_memory(args: Any, device: torch.device) -> None:
+    """What torch may take of the device, so that --vram is kept and not only planned."""
+    if args.vram and device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = parse_bytes(args.vram, "vram") - (total - free)
+        torch.cuda.set_per_process_memory_fraction(room / total, device)
+
+
+def measured_limits(args: Any, device: torch.device) -> dict[str, Any]:
+    """Of one micro-batch, and of the machine; see yardstick.measure and limits.rates."""
+    tokens = args.tokens // args.micro
+    found = yardstick.measure(args, device, args.layers, tokens, args.seq) | limits.rates(device)
+    return found | {"weight": "BF16" if device.type == "cuda" else "F32"}
+
+
+def prediction(plan: Any) -> dict[str, Any]:
+    """What a plan says of the step, to be held against what was measured."""
+    return {
+        "seconds": plan.seconds,
+        "vram_gib": plan.vram_bytes / GIB,
+        "host_gib": plan.host_bytes / GIB,
+        "bound": plan.bound,
+        "vram_units": sum(home == "vram" for home in plan.homes.values()),
+        "units": len(plan.homes),
+        "activations": dict(Counter(plan.activations.values())),
+        "slots": plan.slots,
+    }
+
+
 def bench_steps(args: Any, device: torch.device) -> None:
-    limit = limits.measure(args, device, args.tokens // args.micro, reps=5)
     rss_before = host_rss_bytes()[0]
+    began = time.perf_counter()
+    model, extra = make_model(args.engine, args, device), {}
+    if args.plan is not None and args.engine == "streamed":
+        extra["plan"] = planned(model, args)
+        args.micro = extra["plan"].micro
+        say(str(extra["plan"]))
+    args.micro = args.micro or 1
+    built_s = time.perf_counter() - began
+    parameters = parameter_count(model)
+    limit = measured_limits(args, device)
+    gpu_s = gpu_alone(args, device) if args.gpu_alone else None
+    cap_memory(args, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
-    engine = make_engine(args.engine, args, device, optimizer=not args.no_optimizer)
-    built_s = time.perf_counter() - began
-    parameters = parameter_count(engine.model)
+    engine = ENGINES[args.engine](model, args, device, not args.no_optimizer, **extra)
     say(f"{args.engine}: {parameters / 1e9:.3f} B parameters built in {built_s:.0f} s")
 
     result = run_steps(engine, args, device)
     result |= memory(device, parameters, rss_before)
-    least = bounds(args, limit, parameters)
+    least = bounds(args, limit, gpu_s, result)
+    bound, bound_s = least_of(least)
     result |= {
         "parameters": parameters,
         "built_s": built_s,
         "tflops": 6 * parameters * args.tokens / result["step_s"] / 1e12,
         "limit": args.tokens / least["gemm_s"],
-        "limit_from": "GEMMs alone, at the rate measured in this run",
+        "limit_from": "GEMMs alone: forward and both gradients once, each timed by itself in this run",
         "bounds": least,
+        "bound": bound,
+        "over_gemm": result["step_s"] / least["gemm_s"],
+        "over_gemm_attention": result["step_s"] / (least["gemm_s"] + least["attention_s"]),
+        "over_bound": result["step_s"] / bound_s,
         "limits": limit,
+        "vram_cap": args.vram,
+        "predicted": prediction(extra["plan"]) if extra else None,
     }
     emit("step", device, case=describe(args), unit="tokens/s", **result)
     show_steps(describe(args), result)
 
 
 def describe(args: Any) -> str:
-    optimizer = "no optimizer" if args.no_optimizer else f"clip={args.clip:g}"
-    return (
-        f"{args.engine} hidden={args.hidden} {args.layers} layers {args.tokens} tokens "
-        f"S={args.seq} micro={args.micro} {args.activations} loss={args.loss} {optimizer}"
-    )
+    words = [
+        f"{args.engine} {args.width} hidden={args.hidden} {args.layers} layers {args.tokens} tokens",
+        f"S={args.seq} micro={args.micro} {args.activations} loss={args.loss}",
+        "no optimizer" if args.no_optimizer else f"clip={args.clip:g}",
+    ]
+    if args.engine == "streamed":
+        words.append(f"compute={args.compute} plan={args.plan} vram={args.vram}")
+    return " ".join(words)
 
 
 def show_steps(case: str, r: dict[str, Any]) -> None:
     step = f"{r['step_s']:.4g} s; forward {r['forward_s']:.4g}, backward {r['backward_s']:.4g}"
+    over = f"GEMMs x{r['over_gemm']:.3f}, with attention x{r['over_gemm_attention']:.3f}"
     rows = [
         ("tokens/s", f"{r['median']:,.0f}   (GEMMs alone: {r['limit']:,.0f})"),
-        ("TFLOP/s", f"{r['tflops']:.4g}   (GEMM: {r['limits']['gemm_tflops']:.4g})"),
+        ("TFLOP/s", f"{r['tflops']:.4g}   (GEMMs: {r['limits']['gemm_tflops']:.4g})"),
         ("step", f"{step}; with the last update {r['step_s_with_last_update']:.4g}"),
         ("at least", ", ".join(f"{name} {s:.3g}" for name, s in r["bounds"].items())),
+        ("step over", f"{over}, {r['bound']} x{r['over_bound']:.3f}"),
         ("host B/parameter", f"{r['host_bytes_per_parameter']:.2f} by resident size"),
         ("counted", ", ".join(f"{name} {r[name]:.4g}" for name in COUNTED if name in r)),
         ("loss", f"{r['losses'][0]} -> {r['losses'][-1]}"),
     ]
-    rows += [(name, f"{value:.2f}") for name, value in r.items() if name.startswith("vram")]
+    rows += [(name, f"{value:.2f}") for name, value in r.items() if name.endswith("_gib")]
+    if plan := r["predicted"]:
+        rows.append(("predicted", ", ".join(f"{k} {rounded(v)}" for k, v in plan.items())))
     say(case)
     table(rows)
 
@@ -251,11 +376,30 @@ def bench_overhead(args: Any, device: torch.device) -> None:
     for optimizer in ("no optimizer", "AdamW beside"):
         if optimizer == "AdamW beside":
             streamed.attach_optimizer(args)
-        turns = [
-            [timed_block(engine, batches, device) for engine in (resident, streamed)]
-            for _ in range(args.warmup + args.steps)
-        ]
-        show_overhead(args, device, optimizer, turns[args.warmup :])
+        turns = take_turns((resident, streamed), batches, args, device)
+        show_overhead(args, device, optimizer, turns)
+
+
+def bench_homes(args: Any, device: torch.device) -> None:
+    """Whole steps with all weights and states on the device, and with all of them streamed, in turn."""
+    batches = make_batches(args, device)
+    resident, streamed = (
+        make_engine("streamed", changed(args, plan=home), device, optimizer=True)
+        for home in ("vram", "ram")
+    )
+    turns = take_turns((resident, streamed), batches, args, device)
+    show_overhead(args, device, "AdamW on both, ours on the device", turns)
+
+
+def take_turns(
+    engines: tuple[Engine, Engine], batches: list[torch.Tensor], args: Any, device: torch.device
+) -> list[list[float]]:
+    """Seconds per step, a pair for each turn."""
+    turns = [
+        [timed_block(engine, batches, device) for engine in engines]
+        for _ in range(args.warmup + args.steps)
+    ]
+    return turns[args.warmup :]
 
 
 def show_overhead(
@@ -264,8 +408,8 @@ def show_overhead(
     resident_s, streamed_s = (statistics.median(column) for column in zip(*turns, strict=True))
     ratio = spread([streamed / resident for resident, streamed in turns])
     case = (
-        f"{args.layers} layers {args.tokens} tokens S={args.seq} {args.activations} "
-        f"loss={args.loss} {optimizer}"
+        f"{args.width} {args.layers} layers {args.tokens} tokens S={args.seq} {args.activations} "
+        f"compute={args.compute} loss={args.loss} {optimizer}"
     )
     both = {"resident_s": resident_s, "streamed_s": streamed_s, "warmup": args.warmup}
     emit("overhead", device, case=case, unit="streamed/resident", **ratio, **both)
@@ -281,7 +425,7 @@ def forward_host_seconds(engine: Engine, ids: torch.Tensor, reps: int = 20) -> f
     for _ in range(3 + reps):
         synchronize(engine.device)
         began = time.perf_counter()
-        loss = engine.model(ids)
+        loss = engine.loss_of(ids)
         found.append(time.perf_counter() - began)
         loss.backward()
         engine.update()
@@ -293,9 +437,9 @@ def bench_host_overhead(args: Any, device: torch.device) -> None:
     """Host time per unit in forward beyond the model's own; layers so small that nothing waits."""
     args.hidden, args.inter, args.heads, args.kv, args.vocab = 64, 192, 4, 2, 512
     args.loss, args.seq, args.tokens = "hf", 16, 16
+    args.plan = None
     ids = make_batches(args, device)[0]
-    plain = argparse.Namespace(**vars(args) | {"activations": "saved"})
-    resident = make_engine("resident", plain, device, optimizer=False)
+    resident = make_engine("resident", changed(args, activations="saved"), device, optimizer=False)
     streamed = make_engine("streamed", args, device, optimizer=False)
     engines = (resident, streamed)
     turns = [[forward_host_seconds(engine, ids) for engine in engines] for _ in range(5)]
@@ -309,16 +453,27 @@ def bench_host_overhead(args: Any, device: torch.device) -> None:
     say(f"host time per unit and forward: {host_us[0]:.1f} us, streamed +{extra['median']:.1f} us")
 
 
-def main() -> None:
-    args, device = parse_args()
+def run(args: Any, device: torch.device) -> None:
     torch.manual_seed(0)
-    if args.overhead:
-        bench_overhead(args, device)
-    elif args.host_overhead:
+    if args.host_overhead:
         bench_host_overhead(args, device)
+    elif args.overhead:
+        args.micro = 1
+        (bench_homes if args.overhead == "vram" else bench_overhead)(args, device)
     else:
         bench_steps(args, device)
 
 
+def main() -> int:
+    args, device = parse_args()
+    try:
+        run(args, device)
+    except MegatrainError as why:
+        emit("refused", device, case=describe(args), why=str(why))
+        say(f"{describe(args)}: {why}")
+        return DOES_NOT_FIT
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -145,24 +146,40 @@ def fill_cheaply(shape: Sequence[int], dtype: torch.dtype, std: float, seed: int
     return out
 
 
-def add_shape_arguments(parser: Any, tiny: bool) -> None:
-    """The model's shape; defaults are Qwen2.5-7B's width, or a toy's where there is no GPU."""
-    default = {"hidden": 3584, "inter": 18944, "heads": 28, "kv": 4, "vocab": 152064}
-    if tiny:
-        default = {"hidden": 64, "inter": 192, "heads": 4, "kv": 2, "vocab": 512}
-    for name, value in default.items():
+# hidden, inter, heads, kv, vocab: those of Qwen2.5's models of these sizes, and a toy for machines without a GPU.
+SHAPE = ("hidden", "inter", "heads", "kv", "vocab")
+WIDTHS = {
+    "toy": (64, 192, 4, 2, 512),
+    "7b": (3584, 18944, 28, 4, 152064),
+    "14b": (5120, 13824, 40, 8, 152064),
+    "32b": (5120, 27648, 40, 8, 152064),
+}
+
+
+def early(name: str, **settings: Any) -> Any:
+    """An argument that the defaults of others depend on, read before the real parser does."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{name}", **settings)
+    return getattr(parser.parse_known_args()[0], name)
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> torch.device:
+    parser.add_argument("--device", help="default: CUDA if there is one")
+    return pick_device(early("device"))
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser, tiny: bool) -> None:
+    """The model's shape, by name or number by number; a toy's where there is no GPU."""
+    width = early("width", choices=list(WIDTHS), default="toy" if tiny else "7b")
+    parser.add_argument("--width", choices=list(WIDTHS), default=width, help="of Qwen2.5's models")
+    for name, value in zip(SHAPE, WIDTHS[width], strict=True):
         parser.add_argument(f"--{name}", type=int, default=value)
 
 
-def build_model(args: Any, layers: int, max_seq: int, dtype: torch.dtype) -> torch.nn.Module:
-    """A Qwen2ForCausalLM with random weights on the CPU.
+def model_config(args: Any, layers: int, max_seq: int) -> Any:
+    from transformers import Qwen2Config
 
-    Built on the meta device, then each parameter is filled once: host memory holds the weights
-    once, and no time goes into an initialisation that nothing depends on.
-    """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
+    return Qwen2Config(
         hidden_size=args.hidden,
         intermediate_size=args.inter,
         num_attention_heads=args.heads,
@@ -174,6 +191,17 @@ def build_model(args: Any, layers: int, max_seq: int, dtype: torch.dtype) -> tor
         attn_implementation="sdpa",
         use_cache=False,
     )
+
+
+def build_model(args: Any, layers: int, max_seq: int, dtype: torch.dtype) -> torch.nn.Module:
+    """A Qwen2ForCausalLM with random weights on the CPU.
+
+    Built on the meta device, then each parameter is filled once: host memory holds the weights
+    once, and no time goes into an initialisation that nothing depends on.
+    """
+    from transformers import Qwen2ForCausalLM
+
+    config = model_config(args, layers, max_seq)
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config)
     model.model.rotary_emb = type(model.model.rotary_emb)(

@@ -1,6 +1,6 @@
 """One training step by three engines: streamed (ours), resident (plain torch), fsdp2 (PyTorch's).
 
-Each is made from an ordinary model on the CPU and has
+Each is made from an ordinary model on the CPU, or what with_loss makes of it, and has
     backward(ids, share)   forward and backward of a micro-batch, its gradient times `share`
     update()               clipping and the optimizer; may return before they are done
     settle()               waits for everything
@@ -22,24 +22,19 @@ from torch.utils.checkpoint import checkpoint
 CHUNK_TOKENS = 2048  # of the chunked loss: 152064 fp32 logits each make 1.2 GB
 
 
-class WithLoss(torch.nn.Module):
+class Chunked(torch.nn.Module):
     """Tokens in, loss out: [B, S] int64 -> mean next-token cross-entropy, fp32.
 
-    Args:
-        kind: "hf": the model's own loss, with all logits at once. "chunked": the head runs on
-            CHUNK_TOKENS hidden states at a time, and again in backward, so that the logits never
-            exist whole.
+    The head runs on CHUNK_TOKENS hidden states at a time, and again in backward, so that the logits never
+    exist whole: what a user writes whose model's own loss does not fit.
     """
 
-    def __init__(self, model: torch.nn.Module, kind: str) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.kind = kind
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.kind == "hf":
-            return self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = self.model.model(input_ids=ids).last_hidden_state
         hidden, labels = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
         chunks = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True)
         return sum(self._checkpointed(h, y) for h, y in chunks) / len(labels)
@@ -53,6 +48,11 @@ class WithLoss(torch.nn.Module):
         return cross_entropy(self.model.lm_head(hidden).float(), labels, reduction="sum")
 
 
+def with_loss(model: torch.nn.Module, args: Any) -> torch.nn.Module:
+    """What is trained: the model itself, whose labels= path gives the loss, or that path in chunks."""
+    return Chunked(model) if args.loss == "chunked" else model
+
+
 class Engine:
     """Plain forward and backward; the subclasses say where things are and how they are updated."""
 
@@ -63,10 +63,15 @@ class Engine:
     def backward(
         self, ids: torch.Tensor, share: float = 1.0, mark: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
-        loss = self.model(ids)
+        loss = self.loss_of(ids)
         mark()
         (loss * share).backward()
         return loss.detach()
+
+    def loss_of(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.model, Chunked):
+            return self.model(ids)
+        return self.model(input_ids=ids, labels=ids).loss
 
     def update(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -79,18 +84,55 @@ class Engine:
         return {}
 
 
+def planned(model: Any, args: Any, layers: int | None = None) -> Any:
+    """The mt.Plan that --plan asks for: the best, or the best with every unit in one place.
+
+    Args:
+        model: a module, or a config with `layers` of its layers.
+
+    Raises:
+        MegatrainError: Nothing that may be chosen fits.
+    """
+    import megatrain_torch as mt
+
+    return mt.plan(
+        model,
+        tokens=args.tokens,
+        seq=args.seq,
+        vram=args.vram,
+        micro=args.micro,
+        homes=None if args.plan == "auto" else args.plan,
+        activations=None if args.activations == "auto" else args.activations,
+        compute=args.compute,
+        layers=layers,
+    )
+
+
 class Streamed(Engine):
-    """megatrain_torch: weights, fp32 masters and moments in host memory."""
+    """megatrain_torch: weights, fp32 masters and moments in host memory, or where a plan puts them.
+
+    Args:
+        plan: A mt.Plan; None: mt.stream's own choice.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, args: Any, device: torch.device, optimizer: bool = True
+        self,
+        model: torch.nn.Module,
+        args: Any,
+        device: torch.device,
+        optimizer: bool = True,
+        plan: Any = None,
     ) -> None:
         import megatrain_torch as mt
 
         self.device = device
         self.last_step = mt.last_step
         self.model = mt.stream(
-            WithLoss(model, args.loss), device=device, plan={"activations": args.activations}
+            model,
+            device=device,
+            plan=plan or {"activations": args.activations},
+            vram=args.vram,
+            compute=args.compute,
         )
         self.opt = None
         if optimizer:
@@ -123,6 +165,12 @@ class Streamed(Engine):
         }
 
 
+def checkpointed(model: torch.nn.Module) -> None:
+    """Every layer recomputed in backward, by transformers' own switch."""
+    inner = model.model if isinstance(model, Chunked) else model
+    inner.gradient_checkpointing_enable({"use_reentrant": False})
+
+
 class Resident(Engine):
     """The ordinary model on the device, fp32 masters beside it, updated by torch's fused AdamW."""
 
@@ -131,9 +179,9 @@ class Resident(Engine):
     ) -> None:
         self.device = device
         self.clip = args.clip
-        if args.activations == "replay":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model = WithLoss(model, args.loss).to(device)
+        if args.activations in ("auto", "replay"):
+            checkpointed(model)
+        self.model = model.to(device)
         self.masters = [p.detach().float() for p in self.model.parameters()] if optimizer else []
         self.opt = (
             torch.optim.AdamW(self.masters, lr=args.lr, weight_decay=0.1, fused=True)
@@ -182,15 +230,16 @@ class Fsdp2(Engine):
             rank=0,
             world_size=1,
         )
-        if args.activations == "replay":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model = WithLoss(model, args.loss)
+        if args.activations in ("auto", "replay"):
+            checkpointed(model)
+        self.model = model
         options = {
             "mesh": distributed.init_device_mesh(device.type, (1,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
             "offload_policy": CPUOffloadPolicy() if cuda else OffloadPolicy(),
         }
-        for part in (model.model.embed_tokens, *model.model.layers, model.lm_head, self.model):
+        inner = model.model if isinstance(model, Chunked) else model
+        for part in (inner.model.embed_tokens, *inner.model.layers, inner.lm_head, model):
             fully_shard(part, **options)
         for name, buffer in model.named_buffers():  # parameters are offloaded, buffers are not
             owner, _, leaf = name.rpartition(".")

@@ -4,9 +4,9 @@
     python benchmarks/limits.py                  # 7B shapes on CUDA, toy shapes without
     python benchmarks/limits.py --tokens 32768
 
-Measures, with random data: the GEMMs of one decoder layer, forward and backward; copies between
-pinned host memory and the device, each way and both at once; and a copy within host memory over all
-threads.
+Measures, with random data: the products and attention of one decoder layer and the head
+(yardstick.py); copies between pinned host memory and the device, each way and both at once; a copy
+within host memory and AdamW on the host, over all threads.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
+import yardstick
+from bench_adam import ISAS, Planes, seconds
 from common import (
     GIB,
+    add_device_argument,
     add_shape_arguments,
     emit,
-    pick_device,
     repeat,
     say,
     spread,
@@ -29,42 +30,9 @@ from common import (
     table,
 )
 
+from megatrain_torch import _core
+
 COPY_BYTES = 256 * 2**20  # PCIe reaches its rate from 16 MiB on
-
-
-def layer_gemms(hidden: int, inter: int, heads: int, kv: int) -> list[tuple[int, int]]:
-    """(in, out) features of a layer's matrices: q, k, v, o, gate, up, down."""
-    kv_width = hidden // heads * kv
-    return [
-        (hidden, hidden),
-        (hidden, kv_width),
-        (hidden, kv_width),
-        (hidden, hidden),
-        (hidden, inter),
-        (hidden, inter),
-        (inter, hidden),
-    ]
-
-
-def gemm_tflops(args: Any, device: torch.device, tokens: int, reps: int) -> float:
-    """TFLOP/s of a layer's products y = xW', dx = dyW, dW = dy'x, weighted as they occur."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def seconds(fan_in: int, fan_out: int) -> float:
-        x = torch.randn(tokens, fan_in, device=device, dtype=dtype)
-        dy = torch.randn(tokens, fan_out, device=device, dtype=dtype)
-        w = torch.randn(fan_out, fan_in, device=device, dtype=dtype) * 0.02
-
-        def products() -> None:
-            x @ w.t()
-            dy @ w
-            dy.t() @ x
-
-        return spread(repeat(products, device, reps))["median"]
-
-    shapes = layer_gemms(args.hidden, args.inter, args.heads, args.kv)
-    flops = sum(3 * 2.0 * tokens * fan_in * fan_out for fan_in, fan_out in shapes)
-    return flops / sum(seconds(*shape) for shape in shapes) / 1e12
 
 
 def copy_gbps(device: torch.device, reps: int) -> dict[str, float]:
@@ -111,20 +79,31 @@ def dram_gbps(reps: int, threads: int) -> float:
     return 2 * size / seconds / 1e9
 
 
-def measure(args: Any, device: torch.device, tokens: int, reps: int = 10) -> dict[str, float]:
-    """All limits in one call.
+def adam_gparams(reps: int, threads: int, weight: str) -> float:
+    """G parameters/s of AdamW on the host, with fp32 states and gradients in the weight's type."""
+    planes = Planes(200_000_000 if threads > 4 else 4_000_000, weight, weight)
+    isa = ISAS.index(_core.build_info()["isa"])
+    step_s = [
+        seconds(lambda i=i: _core.adam_step(planes.tensors(i + 1), 0.9, threads, isa))
+        for i in range(2 + reps)
+    ]
+    return planes.n / spread(step_s[2:])["median"] / 1e9
 
-    Args:
-        args: Has hidden, inter, heads, kv (see add_shape_arguments).
-        tokens: Rows of the GEMMs, as in one micro-batch.
+
+def rates(device: torch.device, reps: int = 5) -> dict[str, float]:
+    """What the machine does besides arithmetic on the device.
 
     Returns:
-        gemm_tflops, h2d_gbps, d2h_gbps, both_ways_gbps (CUDA; each direction), dram_gbps (read
-        plus written), dram_threads.
+        h2d_gbps, d2h_gbps, both_ways_gbps (CUDA; each direction), dram_gbps (read plus written),
+        adam_gparams, threads.
     """
     threads = len(os.sched_getaffinity(0))
-    found = {"gemm_tflops": gemm_tflops(args, device, tokens, reps), **copy_gbps(device, reps)}
-    found |= {"dram_gbps": dram_gbps(reps, threads), "dram_threads": threads}
+    weight = "BF16" if device.type == "cuda" else "F32"
+    found = copy_gbps(device, reps) | {
+        "dram_gbps": dram_gbps(reps, threads),
+        "adam_gparams": adam_gparams(reps, threads, weight),
+        "threads": threads,
+    }
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -133,26 +112,18 @@ def measure(args: Any, device: torch.device, tokens: int, reps: int = 10) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device")
-    known, _ = parser.parse_known_args()
-    device = pick_device(known.device)
+    device = add_device_argument(parser)
     add_shape_arguments(parser, tiny=device.type == "cpu")
     parser.add_argument("--tokens", type=int, default=16384 if device.type == "cuda" else 256)
+    parser.add_argument("--seq", type=int, default=1024 if device.type == "cuda" else 64)
     parser.add_argument("--reps", type=int, default=10)
     args = parser.parse_args()
 
-    found = measure(args, device, args.tokens, args.reps)
-    emit(
-        "limits",
-        device,
-        tokens=args.tokens,
-        hidden=args.hidden,
-        inter=args.inter,
-        reps=args.reps,
-        **found,
-    )
+    found = yardstick.measure(args, device, 1, args.tokens, args.seq) | rates(device, args.reps)
+    shape = {name: getattr(args, name) for name in ("tokens", "seq", "hidden", "inter", "reps")}
+    emit("limits", device, **shape, **found)
     say(f"limits of this machine ({args.tokens} tokens, hidden {args.hidden}):")
-    table([(name, f"{value:,.4g}") for name, value in found.items()])
+    table([(name, f"{value:,.4g}") for name, value in found.items() if name != "each_ms"])
 
 
 if __name__ == "__main__":
