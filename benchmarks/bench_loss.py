@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import emit, pick_device, say, table
+from common import add_device_argument, emit, say, table
 
 TEXT = Path(__file__).resolve().parents[1] / "examples/data/tinyshakespeare.txt"
 
 
 def parse_args() -> Any:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device")
-    device = pick_device(parser.parse_known_args()[0].device)
+    device = add_device_argument(parser)
     cuda = device.type == "cuda"
     add = parser.add_argument
     add("--layers", type=int, default=8 if cuda else 2)
