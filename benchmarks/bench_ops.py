@@ -281,7 +281,21 @@ def rope(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
     )
 
 
-ROOMS = (sumsq, gemm, grouped, norm, head_norm, rope, glu)
+def embedding(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """The table's gradient, sorting included: ids at random, and with every second token the same one."""
+    dy = new(args.tokens, args.hidden)
+    out_bytes = args.vocab * args.hidden * dy.element_size()
+    for name in ("random", "half alike"):
+        ids = torch.randint(0, args.vocab, (args.tokens,), device=new.device)
+        if name == "half alike":
+            ids[::2] = 7
+        call = functools.partial(ops.embedding_backward, dy, ids, args.vocab)
+        eager = functools.partial(torch.ops.aten.embedding_dense_backward, dy, ids, args.vocab, -1, False)
+        shape = f"[{args.tokens}, {args.hidden}] -> [{args.vocab}, {args.hidden}]"
+        yield Case(f"embedding_backward {name}", shape, call, eager, nbytes(dy) + out_bytes)
+
+
+ROOMS = (sumsq, gemm, grouped, norm, head_norm, rope, glu, embedding)
 
 
 # ---- measuring ----

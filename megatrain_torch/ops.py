@@ -157,14 +157,20 @@ def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def embedding_backward(dy: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
-    """Gradient of a table [rows, H]: sums of dy [T, H] by ids [T], in fp32 in token order, rounded once.
+    """Gradient of a table [rows, H]: sums of dy [T, H], strided, by ids [T] int64, in fp32, rounded once.
 
-    padding_idx: a row that gets none; -1: no such row.
+    In one order, a row's tokens in pieces of 256 (csrc/ops/embedding.h), so that the CPU and CUDA give the same bits.
+
+    Args:
+        padding_idx: A row that gets none; -1: no such row.
+
+    Raises:
+        RuntimeError: On the CPU: an id outside the table. (On CUDA it adds to nothing.)
     """
-    out = torch.zeros(rows, dy.shape[-1], dtype=torch.float32, device=dy.device)
-    keep = ids != padding_idx
-    out.index_add_(0, ids[keep], dy[keep].float())
-    return out.to(dy.dtype)
+    sorted_ids, order = torch.sort(ids, stable=True)
+    out = torch.empty(rows, dy.shape[-1], dtype=dy.dtype, device=dy.device)
+    _ops.embedding_backward(dy, sorted_ids, order, padding_idx, out)
+    return out
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, scale: Tensor | None, *, ignore_index: int = -100,
@@ -318,5 +324,5 @@ def _nothing(*args: object) -> None:
 
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
 for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
-              "glu", "glu_backward", "column_sum"):
+              "glu", "glu_backward", "column_sum", "embedding_backward"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

@@ -5,6 +5,7 @@ to both. Nothing here rounds in between.
 """
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -77,6 +78,23 @@ def _lanes(rows: Tensor) -> Tensor:
     for half in (4, 2, 1):
         lane = lane[:half] + lane[half:]
     return lane[0]
+
+# ---- embedding ----
+
+
+def embedding_backward(dy: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
+    """[rows, H] fp32, in the order that csrc/ops/embedding.h states: to the bit."""
+    out = torch.zeros(rows, dy.shape[1], device=dy.device)
+    for v in set(ids.tolist()) - {padding_idx}:
+        pieces = [_in_order(piece) for piece in dy[ids == v].float().split(256)]
+        out[v] = _in_order(torch.stack(pieces))
+    return out
+
+
+def _in_order(rows: Tensor) -> Tensor:
+    """The sum of rows, one after the other."""
+    return functools.reduce(torch.add, rows.unbind())
+
 
 # ---- cross entropy ----
 
