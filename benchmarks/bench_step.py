@@ -54,6 +54,7 @@ COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
 BLOCK_STEPS = 3  # steps of one engine before the other has its turn, in --overhead
 ACTIVATIONS = ["auto", "saved", "selective", "replay", "whole"]
 OVERHEAD_HELP = "streamed against plain torch's resident model, or against our own with all in VRAM"
+TRACED_STEPS = 3
 MOST_LAYERS = 256
 DOES_NOT_FIT = 3  # exit status
 
@@ -81,6 +82,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--lr", type=float, default=1e-5)
     add("--batches", type=int, default=4, help="different batches, taken in turn")
     add("--gpu-alone", action="store_true", help="measure the device's part first, by itself")
+    add("--trace", nargs="?", const="", metavar="PREFIX", help="trace some more steps; PREFIX.json, .png")
     add("--overhead", nargs="?", const="resident", choices=["resident", "vram"], help=OVERHEAD_HELP)
     add("--host-overhead", action="store_true", help="host time per unit in forward")
     args = parser.parse_args()
@@ -162,23 +164,24 @@ def step_times(clock: Clock, args: Any) -> dict[str, list[float]]:
 
 
 def bounds(
-    args: Any, limit: dict[str, Any], gpu_s: float | None, counts: dict[str, Any]
+    args: Any, limit: dict[str, Any], gpu_s: float | None, result: dict[str, Any]
 ) -> dict[str, float]:
     """Seconds a step takes at least on each resource, at the rates measured in this run.
 
-    gpu_s: forward and backward with everything on the device, where that was measured; else products and
-    attention alone. Copies: the bytes that were counted. host_update_s: the parameters whose gradients
-    went to the host.
+    gpu_s: forward and backward with everything on the device, where that was measured, else products and
+    attention alone; and the updates of what is at home there, 26 bytes a parameter. Copies: the bytes that
+    were counted. host_update_s: the parameters whose gradients went to the host.
     """
     arithmetic = {name: args.micro * limit[name] for name in ("gemm_s", "attention_s")}
-    d2h_bytes = counts.get("d2h_bytes", 0)
-    itemsize = 2 if limit["weight"] == "BF16" else 4
+    d2h_bytes, itemsize = result.get("d2h_bytes", 0), 2 if limit["weight"] == "BF16" else 4
+    on_host = d2h_bytes / itemsize / args.micro
+    at_home = 0 if args.no_optimizer else result["parameters"] - on_host
     return {
         **arithmetic,
-        "gpu_s": gpu_s or sum(arithmetic.values()),
-        "h2d_s": counts.get("h2d_bytes", 0) / limit["h2d_gbps"] / 1e9,
+        "gpu_s": (gpu_s or sum(arithmetic.values())) + 26 * at_home / limit["device_gbps"] / 1e9,
+        "h2d_s": result.get("h2d_bytes", 0) / limit["h2d_gbps"] / 1e9,
         "d2h_s": d2h_bytes / limit["d2h_gbps"] / 1e9,
-        "host_update_s": d2h_bytes / itemsize / args.micro / limit["adam_gparams"] / 1e9,
+        "host_update_s": on_host / limit["adam_gparams"] / 1e9,
     }
 
 
@@ -197,6 +200,7 @@ def memory(device: torch.device, parameters: int, rss_before: int) -> dict[str, 
     found = {
         "host_bytes_per_parameter": (now - rss_before) / parameters,
         "host_peak_bytes_per_parameter": (peak - rss_before) / parameters,
+        "host_gib": now / GIB,
     }
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -231,7 +235,7 @@ def run_steps(engine: Engine, args: Any, device: torch.device) -> dict[str, Any]
 
 
 def gpu_alone(args: Any, device: torch.device) -> float | None:
-    """Seconds of forward and backward with everything on the device and no optimizer; None: does not fit."""
+    """Seconds of forward and backward with everything on the device, no optimizer; None: does not fit."""
     try:
         engine = make_engine("streamed", changed(args, plan="vram"), device, optimizer=False)
     except MegatrainError as why:
@@ -259,6 +263,33 @@ def measured_limits(args: Any, device: torch.device) -> dict[str, Any]:
     tokens = args.tokens // args.micro
     found = yardstick.measure(args, device, args.layers, tokens, args.seq) | limits.rates(device)
     return found | {"weight": "BF16" if device.type == "cuda" else "F32"}
+
+
+def traced(engine: Engine, args: Any, device: torch.device, limit: dict[str, Any]) -> dict[str, Any]:
+    """Some steps more, with every queue's work recorded: what bound them, and how long the device idled.
+
+    idle_share: all time of a step in which no window's work was on the compute queue; between_share: of
+    it, the time from one step's end to the first window of the next.
+    """
+    import megatrain_torch as mt
+
+    batches, marks = make_batches(args, device), Clock(device)
+    rates = {lane: limit[f"{lane}_gbps"] * 1e9 for lane in ("h2d", "d2h")}
+    with mt.trace(engine.model, rates=rates) as t:
+        for i in range(TRACED_STEPS + 1):
+            one_step(engine, batches[i % len(batches)], args, marks)
+    report = t.steps()[-1]
+    say(str(report))
+    if args.trace:
+        t.chrome(f"{args.trace}.json")
+        t.picture(f"{args.trace}.png")
+    found = {name: getattr(report, name) for name in ("seconds", "bound", "why")}
+    return found | {
+        "busy": dict(report.busy),
+        "idle": dict(report.idle),
+        "idle_share": sum(report.idle.values()) / report.seconds,
+        "between_share": report.between_steps / report.seconds,
+    }
 
 
 def prediction(plan: Any) -> dict[str, Any]:
@@ -295,11 +326,10 @@ def bench_steps(args: Any, device: torch.device) -> None:
     say(f"{args.engine}: {parameters / 1e9:.3f} B parameters built in {built_s:.0f} s")
 
     result = run_steps(engine, args, device)
-    result |= memory(device, parameters, rss_before)
+    result |= memory(device, parameters, rss_before) | {"parameters": parameters}
     least = bounds(args, limit, gpu_s, result)
     bound, bound_s = least_of(least)
     result |= {
-        "parameters": parameters,
         "built_s": built_s,
         "tflops": 6 * parameters * args.tokens / result["step_s"] / 1e12,
         "limit": args.tokens / least["gemm_s"],
@@ -313,6 +343,8 @@ def bench_steps(args: Any, device: torch.device) -> None:
         "vram_cap": args.vram,
         "predicted": prediction(extra["plan"]) if extra else None,
     }
+    if args.trace is not None:
+        result["traced"] = traced(engine, args, device, limit)
     emit("step", device, case=describe(args), unit="tokens/s", **result)
     show_steps(describe(args), result)
 

@@ -23,14 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY_DROPS = {
-    "--layers",
-    "--tokens",
-    "--seq",
-    "--params",
-    "--steps",
-    "--warmup",
-}  # and their values
+TINY_DROPS = {"--layers", "--tokens", "--seq", "--params", "--steps", "--warmup", "--width", "--vram"}
 
 
 def program(seconds: int, path: str, *words: str | int) -> tuple[int, list[str]]:
@@ -88,7 +81,7 @@ SECTIONS: dict[str, list[tuple[int, list[str]]]] = {
 
 
 def shrunk(words: list[str]) -> list[str]:
-    """The same program on the CPU device with its own toy sizes."""
+    """The same program on the CPU device with its own toy sizes: flags that set others go, with their values."""
     kept, skip = [], False
     for word in words:
         if not skip and word not in TINY_DROPS:
@@ -96,7 +89,7 @@ def shrunk(words: list[str]) -> list[str]:
         skip = word in TINY_DROPS
     if words[0].endswith("bench_adam.py"):
         return [*kept, "--params", "1000000"]
-    return [*kept, "--device", "cpu"]
+    return kept if words[0] == "-m" else [*kept, "--device", "cpu"]
 
 
 class Results:

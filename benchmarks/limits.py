@@ -6,7 +6,7 @@
 
 Measures, with random data: the products and attention of one decoder layer and the head
 (yardstick.py); copies between pinned host memory and the device, each way and both at once; a copy
-within host memory and AdamW on the host, over all threads.
+within the device's memory and one within the host's; and AdamW on the host, over all threads.
 """
 
 from __future__ import annotations
@@ -90,16 +90,24 @@ def adam_gparams(reps: int, threads: int, weight: str) -> float:
     return planes.n / spread(step_s[2:])["median"] / 1e9
 
 
+def device_gbps(device: torch.device, reps: int) -> float:
+    """GB/s (read plus written) of a copy within the device's memory."""
+    size = GIB if device.type == "cuda" else GIB // 64
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device).random_() for _ in range(2))
+    return 2 * size / spread(repeat(lambda: target.copy_(source), device, reps))["median"] / 1e9
+
+
 def rates(device: torch.device, reps: int = 5) -> dict[str, float]:
     """What the machine does besides arithmetic on the device.
 
     Returns:
-        h2d_gbps, d2h_gbps, both_ways_gbps (CUDA; each direction), dram_gbps (read plus written),
-        adam_gparams, threads.
+        h2d_gbps, d2h_gbps, both_ways_gbps (CUDA; each direction), device_gbps and dram_gbps (read plus
+        written), adam_gparams, threads.
     """
     threads = len(os.sched_getaffinity(0))
     weight = "BF16" if device.type == "cuda" else "F32"
     found = copy_gbps(device, reps) | {
+        "device_gbps": device_gbps(device, reps),
         "dram_gbps": dram_gbps(reps, threads),
         "adam_gparams": adam_gparams(reps, threads, weight),
         "threads": threads,
