@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from . import hf
 from .frames import refuse_create_graph
 from .records import Use
 from .state import in_backward, swap_window
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .window import Window
 
 TRIAL_TOKENS = 64
+LEAST_TOKENS = 4         # of a row: with fewer, attention and rotary embedding hardly show
 # Relative error (2-norm) of the template against the module's own code that is noise: some 5 roundings.
 NOISE = {torch.bfloat16: 2e-2, torch.float16: 2.5e-3, torch.float32: 1e-5, torch.float64: 1e-5}
 
@@ -121,6 +123,8 @@ class Fused:
         try:
             x, call = self._taken(args, kwargs)
             if self.verdict is None:
+                if x.shape[1:2].numel() < LEAST_TOKENS:
+                    raise Unfit(f"its first calls have fewer than {LEAST_TOKENS} tokens in a row, too few to try it on")
                 if not self._try(x, args, kwargs):
                     return None
                 x, call = self._taken(args, kwargs)      # as the variant that won takes it
@@ -136,7 +140,7 @@ class Fused:
     def _taken(self, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
         """x and the rest of the call, as a template takes them, if it may be a single node."""
         window = self.window
-        if any(window.hooks) or _has_any_global_hook():
+        if hf.hooked(window.hooks) or _has_any_global_hook():
             raise Unfit("there are hooks inside it")
         if torch.is_autocast_enabled(window.runtime.device.type):
             raise Unfit("autocast is on")

@@ -1,12 +1,15 @@
 """What transformers' models need so that their own code runs unchanged.
 
 - `PreTrainedModel.device` says where to put inputs (generate, Trainer): the compute device.
+- Hooks that collect outputs (attentions, router logits) stay installed once they were asked for: they are
+  told from others, and do not count while nothing is collected.
 - `gradient_checkpointing_enable()` means "recompute": windows do that themselves, so the model's own
   checkpointing, which would run the layer a third time, is switched off and windows replay.
 """
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +52,18 @@ def _report_compute_device(base: Any) -> None:
 
     base.device = property(device, doc=own.__doc__)
     _patched = True
+
+
+def hooked(hooks: Iterable[dict[int, Any]]) -> bool:
+    """Is there a hook among these, inside a window, that would do something now?"""
+    found = [h for d in hooks for h in d.values()]
+    if not found:
+        return False
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is None or any(getattr(h, "__module__", "") != capturing.__name__ for h in found):
+        return True
+    return any(key not in ("hidden_states", "_hidden_states_layers") for key in collector.get() or ())
 
 
 def before_pass(rt: Runtime) -> None:

@@ -76,4 +76,4 @@ class Attention:
             logits = torch.tanh(logits / self.cap) * self.cap
         if self.mask is not None:
             logits = logits + self.mask
-        return torch.matmul(F.softmax(logits, -1, dtype=torch.float32).to(q.dtype), v)
+        return torch.matmul(F.softmax(logits, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype), v)

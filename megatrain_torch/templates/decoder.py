@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from .mlp import GatedMLP, KeptMLP
-from .parts import Grads, Norm, Unfit, Weights, as_input, has
+from .parts import Grads, Norm, Unfit, Weights, as_input, has, unflattened
 from .rotary import Rotary
 from .self_attention import Call, KeptAttention, SelfAttention
 
@@ -110,7 +110,7 @@ class Decoder:
         y = self.mlp.forward(k.h, w, k.mlp)
         if keep != "saved":
             self.mlp.trim(k.mlp)
-        return y.view(x.shape), (Kept(x=x) if keep == "replay" else k)
+        return unflattened(y, x.shape), (Kept(x=x) if keep == "replay" else k)
 
     # ---- backward ----
 
@@ -131,7 +131,7 @@ class Decoder:
         dh = self.mlp.backward(dy, k.h, w, k.mlp or self.mlp.nothing_kept(), grads)
         k.h = k.mlp = None
         dx = self.attention.backward(dh, x, shape[:2], w, call, k.attention, grads, input_grad)
-        return (dx.view(shape) if input_grad else None), grads
+        return (unflattened(dx, shape) if input_grad else None), grads
 
     # ---- sizes ----
 

@@ -49,8 +49,12 @@ class _Cut(torch.autograd.Function):
 
 def cut(t: Tensor) -> Tensor:
     """The same values for a cache, with a history that refuses to be gone through."""
-    with torch.enable_grad():
-        return _Cut.apply(t.detach().requires_grad_())
+    return _Cut.apply(t.detach().requires_grad_())
+
+
+def unflattened(t: Tensor, shape: Any) -> Tensor:
+    """t [T, H] as [B, S, H], and no view: autograd lets nobody change a node's output in place if it is one."""
+    return torch.ops.aten._unsafe_view(t, shape)
 
 
 class Weights:
@@ -171,8 +175,8 @@ class Norm:
         return ops.rms_norm(s, w[self.weight], self.eps, self.style)[0]
 
     def backward(self, dy: Tensor, s: Tensor, rstd: Tensor, w: Weights, grads: Grads, add: Tensor | None = None,
-                 rebuild: bool = False) -> tuple[Tensor, Tensor | None]:
-        dx, dw, y = ops.rms_norm_backward(dy, s, w[self.weight], rstd, self.style, add, rebuild)
+                 rebuild: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        dx, dw, y = ops.rms_norm_backward(dy, s, w[self.weight], rstd, self.style, add, rebuild, dx=out)
         if grads.wants(self.weight):
             grads[self.weight] = dw
         return dx, y

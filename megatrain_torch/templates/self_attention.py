@@ -109,8 +109,7 @@ class SelfAttention:
         attention = Attention(self.scale, self.causal and mask is None, mask, kind == "eager", self.cap)
         call, cache = Call(*self._angles(kwargs.get("position_embeddings")), attention), kwargs.get("past_key_values")
         if cache is not None:
-            call.cache = lambda k, v: cache.update(cut(k.transpose(1, 2)), cut(v.transpose(1, 2)),
-                                                   layer.self_attn.layer_idx)
+            call.cache = lambda k, v: _fill(cache, k, v, layer.self_attn.layer_idx)
         return call
 
     def _angles(self, given: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -210,18 +209,28 @@ class SelfAttention:
 
     def _normed_backward(self, norm: Norm, d: Tensor, raw: Tensor, rstd: Tensor, w: Weights, grads: Grads) -> None:
         """In place: d becomes the gradient of what the norm read."""
-        flat = norm.size != self.head
-        dx, _ = norm.backward(d.flatten(2) if flat else d, raw.flatten(2) if flat else raw, rstd, w, grads)
-        d.copy_(dx.view(d.shape))
+        if norm.size != self.head:
+            d, raw = d.flatten(2), raw.flatten(2)
+        norm.backward(d, raw, rstd, w, grads, out=d)
 
     # ---- sizes ----
 
     def kept_bytes(self, item: int) -> int:
         """Bytes that a token takes between forward and backward."""
         columns = sum(self.qkv.rows) + self.o.inputs + self.hidden * bool(self.norm1b)
-        return columns * item + 4 * (self.hq + len(self.norms))
+        rms = bool(self.norm1) + bool(self.norm1b)
+        if self.q_norm:
+            rms += self.hq if self.q_norm.size == self.head else 1
+            rms += self.hk if self.k_norm.size == self.head else 1
+        return columns * item + 4 * (self.hq + rms)
+
+
+@torch.enable_grad()
+def _fill(cache: Any, k: Tensor, v: Tensor, index: int) -> None:
+    """What a cache makes of its entries has to refuse a backward too, so its own operations are recorded."""
+    cache.update(cut(k.transpose(1, 2)), cut(v.transpose(1, 2)), index)
 
 
 # Arguments of layers that say nothing new to a template, or that it reads.
 _COVERED = frozenset(("position_embeddings", "attention_mask", "position_ids", "past_key_values", "use_cache",
-                      "cache_position", "num_items_in_batch"))
+                      "cache_position", "num_items_in_batch", "output_hidden_states"))

@@ -1,0 +1,81 @@
+"""megatrain_torch.ops for fp64 tensors, which the kernels do not take: what gradcheck holds templates to.
+
+Finite differences tell a wrong formula from rounding only in fp64. A template's own formulas stay as they are; the
+ops under them are these, in plain torch, their backwards by autograd or by the formula of ops.py.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatrain_torch import ops
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test is over, templates compute with these."""
+    for f in (rms_norm, rms_norm_backward, rope, glu, glu_backward, column_sum):
+        monkeypatch.setattr(ops, f.__name__, f)
+
+
+def _vjp(function: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        return torch.autograd.grad(function(*leaves), leaves, dy)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: int = 0, add: Tensor | None = None) -> Any:
+    s = x if add is None else x + add
+    rstd = torch.rsqrt(s.square().mean(-1) + eps)
+    return s * rstd.unsqueeze(-1) * (weight + (style == ops.ONE_PLUS)), s, rstd
+
+
+def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style: int = 0, add: Tensor | None = None,
+                      rebuild: bool = False, *, dx: Tensor | None = None) -> Any:
+    w, rstd = weight + (style == ops.ONE_PLUS), rstd.unsqueeze(-1)
+    hat, g = s * rstd, dy * w
+    found = rstd * (g - hat * (g * hat).mean(-1, keepdim=True)) + (0 if add is None else add)
+    dweight = (dy * hat).flatten(0, -2).sum(0)
+    return found if dx is None else dx.copy_(found), dweight, hat * w if rebuild else None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    r, a = cos.shape[-1], x[..., :cos.shape[-1]]
+    other = torch.stack((-a[..., 1::2], a[..., 0::2]), -1).flatten(-2) if interleaved \
+        else torch.cat((-a[..., r // 2:], a[..., :r // 2]), -1)
+    return torch.cat((a * cos.unsqueeze(2) + other * sin.unsqueeze(2), x[..., r:]), -1)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out_q: Tensor, out_k: Tensor, *, v: Tensor | None = None,
+         out_v: Tensor | None = None, interleaved: bool = False, inverse: bool = False) -> None:
+    def turn(x: Tensor) -> Tensor:
+        return _turned(x, cos, sin, interleaved)
+
+    for x, out in ((q, out_q), (k, out_k)):
+        out.copy_(_vjp(turn, [x], x)[0] if inverse else turn(x))
+    if v is not None:
+        out_v.copy_(v)
+
+
+def glu(gate: Tensor, up: Tensor, act: int = 0) -> Tensor:
+    if act == ops.SILU:
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if act == ops.GELU_TANH else "none") * up
+
+
+def glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int = 0, *, dgate: Tensor, dup: Tensor,
+                 h: Tensor | None = None) -> None:
+    product = glu(gate, up, act)
+    dg, du = _vjp(lambda g, u: glu(g, u, act), [gate, up], dh)
+    dgate.copy_(dg)
+    dup.copy_(du)
+    if h is not None:
+        h.copy_(product)
+
+
+def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return x.sum(0).to(dtype or x.dtype)
