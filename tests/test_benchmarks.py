@@ -1,0 +1,84 @@
+"""What benchmarks conclude from their measurements; the measuring itself is tried by running them at toy sizes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A benchmark as a module; they find one another by being in one folder."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+
+    def loaded(name: str) -> ModuleType:
+        return __import__(name)
+
+    yield loaded
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER)):
+            del sys.modules[name]
+
+
+def call(module: ModuleType, name: str, group: str, way: str = "forward") -> Any:
+    return module.Call(name, group, name == group, way, lambda: None, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("joint_s, counted", [(1.9, ["qkv"]), (2.1, ["q", "k"])])
+def test_matrices_side_by_side_count_when_that_is_faster(load: Any, joint_s: float, counted: list[str]) -> None:
+    yardstick = load("yardstick")
+    calls = [call(yardstick, name, group) for name, group in (("q", "qkv"), ("k", "qkv"), ("qkv", "qkv"), ("o", "o"))]
+    each_s = {"q": 1.5, "k": 0.5, "qkv": joint_s, "o": 9.0}
+    assert [c.name for c in yardstick.that_count(calls, each_s)] == [*counted, "o"]
+
+
+RECORD = {
+    "bench": "step", "section": "x", "median": 17_000.0, "limit": 20_000.0, "step_s": 1.0, "host_gib": 100.0,
+    "over_gemm": 1.18, "vram_used_gib": 31.0, "bounds": {"gemm_s": 0.85},
+    "predicted": {"seconds": 0.95, "vram_gib": 32.0, "host_gib": 99.0},
+}  # fmt: skip
+
+
+def line(must4: ModuleType, *aims: Any) -> Any:
+    return must4.Line("x", (1, ["a"]), aims)
+
+
+def test_each_aim_is_judged_by_the_last_measurement(load: Any) -> None:
+    must4 = load("must4")
+    aims = must4.rate(16_500), must4.rate(17_500), must4.GEMMS, must4.memory(24)
+    rows = must4.judge(line(must4, *aims), [{**RECORD, "median": 1.0}, RECORD], "ok")
+    assert [row.verdict for row in rows] == ["met", "MISSED", "met", "MISSED"]
+    assert rows[0].aim == ">= 16,500" and rows[0].found == "17,000" and "20,000" in rows[0].limit
+    assert rows[2].aim == "<= 1.2" and rows[2].limit == "0.85 s"
+
+
+def test_a_line_without_a_measurement_says_why(load: Any) -> None:
+    must4 = load("must4")
+    refused = {"bench": "refused", "why": "does not fit:\nraise vram"}
+    (row,) = must4.judge(line(must4, must4.rate(1)), [refused], "exit status 3")
+    assert (row.verdict, row.limit) == ("does not fit", "does not fit:")
+    (row,) = must4.judge(line(must4, must4.rate(1)), [], "stopped after 5 s")
+    assert row.verdict == "stopped after 5 s"
+
+
+@pytest.mark.parametrize(
+    "changed, verdict",
+    [({}, "met"), ({"seconds": 0.89}, "MISSED"), ({"vram_gib": 33.0}, "MISSED"), ({"host_gib": 94.0}, "MISSED")],
+    ids=str,
+)
+def test_a_plan_is_held_against_bytes_and_time(load: Any, changed: dict[str, float], verdict: str) -> None:
+    must4 = load("must4")
+    (row,) = must4.predictions([{**RECORD, "predicted": RECORD["predicted"] | changed}, {"bench": "loss"}])
+    assert row.verdict == verdict
+
+
+def test_toy_runs_leave_out_what_sets_a_size(load: Any) -> None:
+    words = ["benchmarks/bench_step.py", "--plan", "auto", "--layers", "fit", "--vram", "24GiB", "--trace"]
+    assert load("gpu_session").shrunk(words) == [words[0], "--plan", "auto", "--trace", "--device", "cpu"]
