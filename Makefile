@@ -21,10 +21,10 @@ CHECK_FLAGS := -std=c11 -D_GNU_SOURCE -O3 -ffp-contract=off -Wall -Wextra -Wshad
                -Wstrict-prototypes -Wvla -Werror
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ctest asan tsan pytest gpu bench fmt lint wheel check-aarch64 clean inplace
+.PHONY: help demo test ctest asan tsan pytest gpu bench performance-page fmt lint wheel check-aarch64 clean inplace
 
 help:  ## list the verbs
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(BUILT)  ## train a small Llama on Shakespeare through the streaming engine
 	$(PY) examples/train_shakespeare.py $(ARGS)
@@ -48,6 +48,10 @@ gpu: $(BUILT)  ## the tests that need a GPU
 
 bench: $(BUILT)  ## benchmarks, each beside the machine's limit
 	for bench in benchmarks/limits.py benchmarks/bench_*.py; do $(PY) $$bench $(ARGS) || exit 1; done
+
+performance-page:  ## the figures of docs/performance.md: RESULTS=results.jsonl [PICTURE=step.png]
+	$(if $(RESULTS),,$(error RESULTS=file.jsonl is needed: lines of benchmarks))
+	python3 tools/performance_page.py $(RESULTS) $(if $(PICTURE),--picture $(PICTURE))
 
 fmt:  ## format the lines you changed (C) and the imports (Python)
 	git diff -U0 --no-color HEAD -- '*.c' '*.h' '*.cu' '*.cuh' | clang-format-diff -p1 -i

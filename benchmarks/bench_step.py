@@ -4,6 +4,7 @@
     python benchmarks/bench_step.py --layers 20 --tokens 32768     # 5.75 B parameters, 7B width
     python benchmarks/bench_step.py --layers 20 --plan auto --vram 24GiB
     python benchmarks/bench_step.py --width 32b --layers fit --tokens 32768
+    python benchmarks/bench_step.py --layers 20 --trace step.json  # what bound it; step.png beside it
     python benchmarks/bench_step.py --layers 12 --engine fsdp2
     python benchmarks/bench_step.py --layers 8 --overhead          # streamed against resident
     python benchmarks/bench_step.py --layers 12 --overhead vram    # all streamed, all in VRAM
@@ -24,6 +25,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import limits
@@ -47,10 +49,12 @@ from common import (
 )
 from engines import ENGINES, Engine, planned, weight_dtype, with_loss
 
+import megatrain_torch as mt
 from megatrain_torch.errors import MegatrainError
 from megatrain_torch.limits import parse_bytes
 
 COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
+TRACED_STEPS = 5
 BLOCK_STEPS = 3  # steps of one engine before the other has its turn, in --overhead
 ACTIVATIONS = ["auto", "saved", "selective", "replay", "whole"]
 OVERHEAD_HELP = "streamed against plain torch's resident model, or against our own with all in VRAM"
@@ -81,6 +85,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--clip", type=float, default=1.0, help="0: no clipping")
     add("--lr", type=float, default=1e-5)
     add("--batches", type=int, default=4, help="different batches, taken in turn")
+    add("--trace", metavar="FILE", help="more steps, traced: Chrome JSON, a .png beside it, a report")
     add("--gpu-alone", action="store_true", help="measure the device's part first, by itself")
     add("--trace", nargs="?", const="", metavar="PREFIX", help="trace some more steps; PREFIX.json, .png")
     add("--overhead", nargs="?", const="resident", choices=["resident", "vram"], help=OVERHEAD_HELP)
@@ -90,6 +95,8 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
         args.plan = args.plan or "auto"
         args.layers = most_layers(args)
     args.layers = int(args.layers)
+    if args.trace and args.engine != "streamed":
+        parser.error(f"--trace: only the streamed engine can be traced, not {args.engine}")
     if args.tokens % (args.seq * (args.micro or 1)):
         parser.error(f"--tokens {args.tokens}: no multiple of seq {args.seq} x micro {args.micro}")
     return args, device
@@ -234,6 +241,35 @@ def run_steps(engine: Engine, args: Any, device: torch.device) -> dict[str, Any]
     }
 
 
+def trace_steps(
+    engine: Engine, args: Any, device: torch.device, limit: dict[str, Any]
+) -> dict[str, Any]:
+    """More steps behind the measured ones, so that the stamps are in no figure but these: the last one's."""
+    itemsize = 2 if limit["weight"] == "BF16" else 4
+    rates = {
+        "h2d": limit["h2d_gbps"] * 1e9,
+        "d2h": limit["d2h_gbps"] * 1e9,
+        "host update": limit["adam_gparams"] * 1e9 * (26 if itemsize == 2 else 28),
+    }
+    batches, clock = make_batches(args, device), Clock(device)
+    with mt.trace(engine.model, rates=rates) as t:
+        for i in range(TRACED_STEPS):
+            one_step(engine, batches[i % len(batches)], args, clock)
+    report = t.steps()[-1]
+    t.chrome(args.trace)
+    t.picture(Path(args.trace).with_suffix(".png"))
+    say(str(report))
+    return {
+        "bound": report.bound,
+        "why": report.why,
+        "seconds": report.seconds,
+        "between_steps_s": report.between_steps,
+        "busy_s": dict(report.busy),
+        "idle_s": dict(report.idle),
+        "least_s": dict(report.least),
+    }
+
+
 def gpu_alone(args: Any, device: torch.device) -> float | None:
     """Seconds of forward and backward with everything on the device, no optimizer; None: does not fit."""
     try:
@@ -342,6 +378,7 @@ def bench_steps(args: Any, device: torch.device) -> None:
         "limits": limit,
         "vram_cap": args.vram,
         "predicted": prediction(extra["plan"]) if extra else None,
+        "trace": trace_steps(engine, args, device, limit) if args.trace else None,
     }
     if args.trace is not None:
         result["traced"] = traced(engine, args, device, limit)

@@ -49,15 +49,18 @@ class StepReport:
 
     @property
     def bound(self) -> str:
-        """The lane nearest its limit: busy for the largest part of the step. "" when the step was not traced."""
-        return max(self.busy, key=lambda lane: self.busy[lane]) if self.traced and any(self.busy.values()) else ""
+        """The lane nearest its limit: busy for the largest part of the step; "host" when compute waited for the host
+        longer than that. "" when the step was not traced."""
+        spent = {**self.busy, OWN: self.idle.get(OWN, 0.0)}
+        return max(spent, key=lambda name: spent[name]) if self.traced else ""
 
     @property
     def why(self) -> str:
         """One sentence."""
         if not self.bound:
             return f"{self.seconds:.3g} s; mt.trace(model) measures what bounds a step"
-        text = f"bound by {_called(self.bound)}: busy {self.busy[self.bound]:.3g} s of {self.seconds:.3g} s"
+        spent = self.busy.get(self.bound, self.idle.get(OWN, 0.0))
+        text = f"bound by {_called(self.bound)}: busy {spent:.3g} s of {self.seconds:.3g} s"
         idle = {k: v for k, v in self.idle.items() if v >= 0.01 * self.seconds}
         if self.bound != "compute":
             text += f"; compute was busy {self.busy.get('compute', 0):.3g} s"

@@ -5,7 +5,7 @@ import json
 import struct
 import sys
 import time
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def test_bytes_are_those_counted() -> None:
 def test_replay_interrupts_its_backward() -> None:
     t, _ = traced(way="replay", steps=1)
     mine = [s.work for s in t.slices() if s.lane == "compute" and s.unit == "layers.2"]
-    assert [w for w in mine if w != "forward"] == ["backward", "replay", "backward"]
+    assert [work for work, _ in groupby(mine)] == ["forward", "backward", "replay", "backward"]
 
 
 def test_a_checkpointed_window_is_replayed_in_backward() -> None:
@@ -426,6 +426,13 @@ def test_a_report_counts_what_lies_in_the_step() -> None:
     assert r.between_steps == pytest.approx(0.01)
     assert r.why == ("bound by the host update: busy 0.07 s of 0.1 s; compute was busy 0.05 s; "
                      "compute stood still 0.05 s, 0.04 s of it for the host's own work")
+
+
+def test_a_host_that_keeps_compute_waiting_is_the_bound() -> None:
+    r = StepReport(1.0, 0, 0, 0, 0, 0.0, 0, {"compute": 0.3, "h2d": 0.2}, {"host": 0.7}, traced=True)
+    assert r.bound == "host"
+    assert r.why == ("bound by the host's own work: busy 0.7 s of 1 s; compute was busy 0.3 s; compute stood still "
+                     "0.7 s, 0.7 s of it for the host's own work")
 
 
 def test_a_report_prints_as_a_table() -> None:
