@@ -57,8 +57,8 @@ COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
 TRACED_STEPS = 5
 BLOCK_STEPS = 3  # steps of one engine before the other has its turn, in --overhead
 ACTIVATIONS = ["auto", "saved", "selective", "replay", "whole"]
+TRACE_HELP = "more steps, traced: a report; with FILE: Chrome JSON, and a .png beside it"
 OVERHEAD_HELP = "streamed against plain torch's resident model, or against our own with all in VRAM"
-TRACED_STEPS = 3
 MOST_LAYERS = 256
 DOES_NOT_FIT = 3  # exit status
 
@@ -85,9 +85,8 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--clip", type=float, default=1.0, help="0: no clipping")
     add("--lr", type=float, default=1e-5)
     add("--batches", type=int, default=4, help="different batches, taken in turn")
-    add("--trace", metavar="FILE", help="more steps, traced: Chrome JSON, a .png beside it, a report")
     add("--gpu-alone", action="store_true", help="measure the device's part first, by itself")
-    add("--trace", nargs="?", const="", metavar="PREFIX", help="trace some more steps; PREFIX.json, .png")
+    add("--trace", nargs="?", const="", metavar="FILE", help=TRACE_HELP)
     add("--overhead", nargs="?", const="resident", choices=["resident", "vram"], help=OVERHEAD_HELP)
     add("--host-overhead", action="store_true", help="host time per unit in forward")
     args = parser.parse_args()
@@ -95,7 +94,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
         args.plan = args.plan or "auto"
         args.layers = most_layers(args)
     args.layers = int(args.layers)
-    if args.trace and args.engine != "streamed":
+    if args.trace is not None and args.engine != "streamed":
         parser.error(f"--trace: only the streamed engine can be traced, not {args.engine}")
     if args.tokens % (args.seq * (args.micro or 1)):
         parser.error(f"--tokens {args.tokens}: no multiple of seq {args.seq} x micro {args.micro}")
@@ -256,8 +255,9 @@ def trace_steps(
         for i in range(TRACED_STEPS):
             one_step(engine, batches[i % len(batches)], args, clock)
     report = t.steps()[-1]
-    t.chrome(args.trace)
-    t.picture(Path(args.trace).with_suffix(".png"))
+    if args.trace:
+        t.chrome(args.trace)
+        t.picture(Path(args.trace).with_suffix(".png"))
     say(str(report))
     return {
         "bound": report.bound,
@@ -299,33 +299,6 @@ def measured_limits(args: Any, device: torch.device) -> dict[str, Any]:
     tokens = args.tokens // args.micro
     found = yardstick.measure(args, device, args.layers, tokens, args.seq) | limits.rates(device)
     return found | {"weight": "BF16" if device.type == "cuda" else "F32"}
-
-
-def traced(engine: Engine, args: Any, device: torch.device, limit: dict[str, Any]) -> dict[str, Any]:
-    """Some steps more, with every queue's work recorded: what bound them, and how long the device idled.
-
-    idle_share: all time of a step in which no window's work was on the compute queue; between_share: of
-    it, the time from one step's end to the first window of the next.
-    """
-    import megatrain_torch as mt
-
-    batches, marks = make_batches(args, device), Clock(device)
-    rates = {lane: limit[f"{lane}_gbps"] * 1e9 for lane in ("h2d", "d2h")}
-    with mt.trace(engine.model, rates=rates) as t:
-        for i in range(TRACED_STEPS + 1):
-            one_step(engine, batches[i % len(batches)], args, marks)
-    report = t.steps()[-1]
-    say(str(report))
-    if args.trace:
-        t.chrome(f"{args.trace}.json")
-        t.picture(f"{args.trace}.png")
-    found = {name: getattr(report, name) for name in ("seconds", "bound", "why")}
-    return found | {
-        "busy": dict(report.busy),
-        "idle": dict(report.idle),
-        "idle_share": sum(report.idle.values()) / report.seconds,
-        "between_share": report.between_steps / report.seconds,
-    }
 
 
 def prediction(plan: Any) -> dict[str, Any]:
@@ -378,10 +351,8 @@ def bench_steps(args: Any, device: torch.device) -> None:
         "limits": limit,
         "vram_cap": args.vram,
         "predicted": prediction(extra["plan"]) if extra else None,
-        "trace": trace_steps(engine, args, device, limit) if args.trace else None,
+        "trace": trace_steps(engine, args, device, limit) if args.trace is not None else None,
     }
-    if args.trace is not None:
-        result["traced"] = traced(engine, args, device, limit)
     emit("step", device, case=describe(args), unit="tokens/s", **result)
     show_steps(describe(args), result)
 

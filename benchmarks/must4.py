@@ -88,10 +88,10 @@ def bound() -> tuple[Aim, Aim]:
     )
     named = Aim(
         "last_step names it",
-        lambda r: str(r["traced"]["bound"] == LANES[r["bound"]]),
+        lambda r: str(r["trace"]["bound"] == LANES[r["bound"]]),
         "True",
         True,
-        lambda r: r["traced"]["why"],
+        lambda r: r["trace"]["why"],
     )
     return slow, named
 
@@ -100,10 +100,10 @@ GEMMS = over("over_gemm", 1.2, "gemm_s")
 WITH_ATTENTION = over("over_gemm_attention", 1.25, "gemm_s", "attention_s")
 IDLE = Aim(
     "GPU idle between steps",
-    lambda r: r["traced"]["between_share"],
+    lambda r: r["trace"]["between_steps_s"] / r["trace"]["seconds"],
     0.02,
     True,
-    lambda r: f"of {r['traced']['seconds']:.4g} s; all idle {r['traced']['idle_share']:.1%}",
+    lambda r: f"of {r['trace']['seconds']:.4g} s; {sum(r['trace']['idle_s'].values()):.3g} s in all",
 )
 STREAMED = Aim(
     "all streamed / all resident",
