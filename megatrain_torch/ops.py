@@ -209,7 +209,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, scale: Tensor | None, *, igno
 
 
 def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:
-    """c = alpha * a @ b + beta * c, summed in fp32 and rounded once; on CUDA by torch's cublasLt.
+    """c = alpha * a @ b + beta * c, summed in fp32 and rounded at the end; on CUDA by torch's cublasLt.
 
     One choice of algorithm per shape, layout and device, kept for the process: the same operands give the same
     bits. fp32 operands are multiplied as TF32 only where torch's own products are
@@ -217,6 +217,7 @@ def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 
 
     Args:
         c: [M, N] fp32 or a's type; rows dense, any row stride. Shares no memory with a or b. Not read if beta is 0.
+            16-bit and beta not 0: on CUDA the product is rounded before c is added, so sum up in fp32.
         a: [M, K]; b: [K, N]: both fp32, both bf16 or both fp16, by rows or by columns (`x.t()`), with any leading
             dimension (some columns of a wider matrix).
 
