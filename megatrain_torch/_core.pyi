@@ -54,15 +54,31 @@ class Engine:
     # ledger
     def version(self, unit: int) -> int: ...
     def touch(self, unit: int) -> None: ...
-    def wait_updates(self, unit: int) -> None: ...
-    def wait_grads(self, unit: int) -> None: ...
-    def wait_fetch(self, unit: int) -> None: ...
+    def wait_updates(self, unit: int) -> None:
+        """Until the unit's weights may be read in host memory; a settled unit's are brought there."""
+    def wait_grads(self, unit: int) -> None:
+        """The same for its gradients."""
+    def wait_fetch(self, unit: int) -> None:
+        """Until its weights may be written in host memory; then comes touch()."""
     def check(self) -> None: ...
     def watchdog(self, seconds: float) -> None: ...
 
     # stream
     def open_slots(self, slots: Sequence[tuple[int, int]], hooks: SlotHooks) -> None:
         """slots: (address, bytes) of device memory."""
+    def settle(self, unit: int, slot: int) -> None:
+        """The unit lives on the device from now on: its weights in that slot, which serves nobody else, its
+        other planes in device memory. After open_slots, before the first forward and before any of its
+        planes but HI is asked for. Arrays of its host planes are copies: see bring and push."""
+    def bring(self, unit: int, planes: int) -> None:
+        """Host planes of a settled unit become current. planes: bits 1 << plane, or -1. Waits for updates and
+        gradients under way. Nothing to do for other units, and for ACC, which has no host copy."""
+    def push(self, unit: int, param: int, planes: int) -> None:
+        """The parameter's host planes were written: the device's take their values (HI: as touch)."""
+    def device_plane(self, unit: int, param: int, plane: int) -> int:
+        """Address on the device of a settled unit's parameter. A gradient made at its GRAD is not copied."""
+    def device_bytes(self) -> int:
+        """Device memory of settled units' planes; their slots are not counted."""
     def begin(self) -> None: ...
     def acquire(self, unit: int, stream: int) -> int:
         """The slot the unit is in; `stream` (cudaStream_t, 0 on CPU) waits for the copy."""
@@ -103,14 +119,15 @@ class Engine:
     def debug(self, skip: int = 0, poison: bool = False, sync: bool = False) -> None: ...
 
     # updates
-    def adam(self, units: Sequence[tuple[int, Sequence[tuple]]], max_norm: float) -> int:
+    def adam(self, units: Sequence[tuple[int, Sequence[tuple]]], max_norm: float, stream: int) -> int:
         """Submit one AdamW step; returns its ticket at once.
 
         units: in forward order, (unit, [(param, lr, beta1, beta2, eps, weight_decay, step, maximize,
         grad_address, grad_dtype, changed), ...]). grad_address 0: the GRAD plane, or ACC where a
         16-bit micro-batch sum stands there. Non-zero: host memory kept alive by the caller until the
         unit's update is over. changed: p.grad was written by the user: the GRAD plane (or address)
-        counts, not ACC, and its sum of squares is taken anew. max_norm <= 0: no clipping.
+        counts, not ACC, and its sum of squares is taken anew. max_norm <= 0: no clipping. stream: what
+        computes; updates of settled units wait for what it was given so far.
         """
     def norm(self, ticket: int) -> tuple[float, int]:
         """(global norm before clipping, units skipped for non-finite gradients); waits."""

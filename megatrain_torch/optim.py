@@ -130,7 +130,7 @@ class AdamW(torch.optim.Optimizer):
     def _hand(self, rt: Any, units: list[tuple[int, list[Any]]], limit: float) -> _Handed:
         """Submits updates; from here on they count as steps."""
         params = [rt.units[u][item[0]].param for u, items in units for item in items]
-        handed = _Handed(rt, rt.core.adam(units, limit), params)
+        handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), params)
         for p in params:
             self._counts[p] += 1
         torch._foreach_add_([self.state[p]["step"] for p in params], 1)

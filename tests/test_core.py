@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import time
@@ -24,18 +25,19 @@ SLOT_BYTES = 8192
 class Slots:
     """Device memory on the CPU device, and the hooks that an engine asks."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, nbytes: int = SLOT_BYTES) -> None:
         self.kept = []
+        self.nbytes = nbytes
         self.addresses = [self.fresh() for _ in range(n)]
         self.held_slots: set[int] = set()
 
     def fresh(self) -> int:
-        memory = np.zeros(SLOT_BYTES + 512, np.uint8)
+        memory = np.zeros(self.nbytes + 512, np.uint8)
         self.kept.append(memory)
         return -(-memory.ctypes.data // 512) * 512
 
     def pairs(self) -> list[tuple[int, int]]:
-        return [(address, SLOT_BYTES) for address in self.addresses]
+        return [(address, self.nbytes) for address in self.addresses]
 
     def held(self, slot: int) -> bool:
         return slot in self.held_slots
@@ -132,8 +134,8 @@ REFUSALS: dict[str, tuple[Callable[[Engine], object], str]] = {
     "offload-mode": (lambda e: e.offload(0, [(0, 64, 7, False)], 0), "mode 7"),
     "offload-null": (lambda e: e.offload(0, [(0, 0, SET, False)], 0), "address 0"),
     "stream-on-cpu": (lambda e: e.offload(0, [], 1234), ""),
-    "betas": (lambda e: e.adam([(0, [entry(hyper=(1e-3, 2.0, 0.9, 0.0, 0.0))])], 0), "betas"),
-    "step": (lambda e: e.adam([(0, [entry(step=0)])], 0), "layers.0"),
+    "betas": (lambda e: e.adam([(0, [entry(hyper=(1e-3, 2.0, 0.9, 0.0, 0.0))])], 0, 0), "betas"),
+    "step": (lambda e: e.adam([(0, [entry(step=0)])], 0, 0), "layers.0"),
     "ticket": (lambda e: e.norm(99), "99"),
     "watchdog": (lambda e: e.watchdog(0.0), "seconds"),
     "isa": (lambda e: _core.adam_step([], 1.0, 1, 9), "isa 9"),
@@ -158,7 +160,7 @@ WRONG_TYPES: dict[str, Callable[[Engine], object]] = {
     "count": lambda e: e.acquire(0),
     "items": lambda e: e.offload(0, 5, 0),
     "item": lambda e: e.offload(0, [(0, 64)], 0),
-    "entry": lambda e: e.adam([(0, [(0, 1e-3)])], 0.0),
+    "entry": lambda e: e.adam([(0, [(0, 1e-3)])], 0.0, 0),
     "dtypes": lambda e: e.add_unit("x", ["F32"], [1], [True]),
     "slots": lambda e: e.open_slots([5], Slots(1)),
     "tensor": lambda e: _core.adam_step([(1, 2)], 1.0, 1, 0),
@@ -333,85 +335,117 @@ def test_the_schedule_is_readable_text(engine: Engine) -> None:
 # ---- gradients out, updates ----
 
 
+HOMES = pytest.mark.parametrize("home", ["host", "device"])
+
+
+def live(engine: Engine, home: str, units: int = 1) -> None:
+    """The first so many units live where `home` says."""
+    if home == "device":
+        slots = Slots(units + 1, 1 << 15)
+        engine.open_slots(slots.pairs(), slots)
+        for unit in range(units):
+            engine.settle(unit, unit)
+
+
+def finish(engine: Engine, units: int = 1) -> None:
+    """All that was asked for is over, and host memory shows it."""
+    engine.drain()
+    for unit in range(units):
+        engine.bring(unit, -1)
+
+
 def put(engine: Engine, unit: int, grad: torch.Tensor, mode: int = SET, reread: bool = False) -> int:
     """Hands over the gradient of parameter 0."""
     return engine.offload(unit, [(0, grad.data_ptr(), mode, reread)], 0)
 
 
-def test_one_step_is_the_definition_bit_for_bit(engine: Engine) -> None:
+@HOMES
+def test_one_step_is_the_definition_bit_for_bit(engine: Engine, home: str) -> None:
     p, grad = torch.randn(5000), torch.randn(5000)
     unit_of(engine, F32, p)
+    live(engine, home)
     assert put(engine, 0, grad) == 1
-    assert engine.norm(engine.adam([(0, [entry()])], 0.0))[1] == 0
+    assert engine.norm(engine.adam([(0, [entry()])], 0.0, 0))[1] == 0
     engine.wait_updates(0)
     assert torch.equal(weights(engine, 0), definition(F32, p, grad)[0])
     assert engine.passed() <= 1
 
 
-def test_clipping_takes_the_norm_of_all_units(engine: Engine) -> None:
+@HOMES
+def test_clipping_takes_the_norm_of_all_units(engine: Engine, home: str) -> None:
     p, grads = torch.randn(100), [torch.randn(100) * 10, torch.randn(100)]
     for i in range(2):
         unit_of(engine, F32, p, f"layers.{i}")
+    live(engine, home, units=2)
+    for i in range(2):
         put(engine, i, grads[i])
-    norm, skipped = engine.norm(engine.adam([(i, [entry()]) for i in range(2)], 1.0))
+    norm, skipped = engine.norm(engine.adam([(i, [entry()]) for i in range(2)], 1.0, 0))
     exact = torch.cat(grads).double().norm().item()
     assert abs(norm - exact) <= 1e-12 * exact and skipped == 0  # fp64 sums in another order
-    engine.drain()
+    finish(engine, units=2)
     for i in range(2):
         clip = float(np.float32(1.0 / (norm + 1e-6)))
         assert torch.equal(weights(engine, i), definition(F32, p, grads[i], clip=clip)[0])
 
 
-def test_micro_batches_of_bf16_reach_the_update_as_their_fp32_sum(engine: Engine) -> None:
+@HOMES
+def test_micro_batches_of_bf16_reach_the_update_as_their_fp32_sum(engine: Engine, home: str) -> None:
     p = torch.randn(500).bfloat16()
     grads = [torch.randn(500).bfloat16() for _ in range(3)]
     engine.add_unit("layers.0", [BF16], [500], [True])
     halves(engine, 0, HI, torch.bfloat16).copy_(p)
+    live(engine, home)
     for i, grad in enumerate(grads):
         put(engine, 0, grad, SET if i == 0 else ADD)
     total = (grads[0].float() + grads[1].float()) + grads[2].float()
-    engine.adam([(0, [entry(dtype=BF16)])], 0.0)
+    engine.adam([(0, [entry(dtype=BF16)])], 0.0, 0)
     engine.forget(0)  # zero_grad() right after step() must not change what step() was given
-    engine.drain()
+    finish(engine)
     hi, lo = definition(BF16, p, total, lo=torch.zeros(500, dtype=torch.int16))
     assert not torch.equal(total, total.bfloat16().float()), "the sum must be one that bf16 cannot hold"
     assert torch.equal(halves(engine, 0, HI, torch.bfloat16), hi)
     assert torch.equal(halves(engine, 0, LO, torch.int16), lo)
 
 
-def test_a_changed_gradient_counts_and_is_summed_anew(engine: Engine) -> None:
+@HOMES
+def test_a_changed_gradient_counts_and_is_summed_anew(engine: Engine, home: str) -> None:
     p = torch.randn(100).bfloat16()
     engine.add_unit("layers.0", [BF16], [100], [True])
     halves(engine, 0, HI, torch.bfloat16).copy_(p)
+    live(engine, home)
     for mode in (SET, ADD):
         put(engine, 0, torch.randn(100).bfloat16(), mode)
     engine.wait_grads(0)
     mine = torch.randn(100).bfloat16()
     halves(engine, 0, GRAD, torch.bfloat16).copy_(mine)
-    norm, _ = engine.norm(engine.adam([(0, [entry(dtype=BF16, changed=True)])], 1e9))
-    engine.drain()
+    norm, _ = engine.norm(engine.adam([(0, [entry(dtype=BF16, changed=True)])], 1e9, 0))
+    finish(engine)
     assert norm == pytest.approx(mine.double().norm().item(), rel=1e-12)
     hi, _ = definition(BF16, p, mine, lo=torch.zeros(100, dtype=torch.int16))
     assert torch.equal(halves(engine, 0, HI, torch.bfloat16), hi)
 
 
-def test_a_gradient_elsewhere_counts_with_its_own_norm(engine: Engine) -> None:
+@HOMES
+def test_a_gradient_elsewhere_counts_with_its_own_norm(engine: Engine, home: str) -> None:
     p, mine = torch.randn(100), torch.randn(100)
     unit_of(engine, F32, p)
+    live(engine, home)
     put(engine, 0, torch.randn(100) * 1e3)
-    norm, _ = engine.norm(engine.adam([(0, [entry(address=mine.data_ptr())])], 1e9))
-    engine.drain()
+    norm, _ = engine.norm(engine.adam([(0, [entry(address=mine.data_ptr())])], 1e9, 0))
+    finish(engine)
     assert norm == pytest.approx(mine.double().norm().item(), rel=1e-12)
     assert torch.equal(weights(engine, 0), definition(F32, p, mine)[0])
 
 
+@HOMES
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_a_gradient_that_is_not_finite_touches_nothing(engine: Engine, max_norm: float) -> None:
+def test_a_gradient_that_is_not_finite_touches_nothing(engine: Engine, home: str, max_norm: float) -> None:
     p = torch.randn(100)
     unit_of(engine, F32, p)
+    live(engine, home)
     put(engine, 0, torch.full((100,), float("nan")))
-    assert engine.norm(engine.adam([(0, [entry()])], max_norm))[1] == 1
-    engine.drain()
+    assert engine.norm(engine.adam([(0, [entry()])], max_norm, 0))[1] == 1
+    finish(engine)
     assert torch.equal(weights(engine, 0), p) and not weights(engine, 0, M).any()
 
 
@@ -422,12 +456,96 @@ def test_a_refused_step_changes_nothing_and_the_next_one_runs(engine: Engine) ->
         put(engine, i, grad)
     good, bad = (0, [entry()]), (1, [entry(step=-1)])
     with pytest.raises(MegatrainError, match=r"unit 1 \(layers.1\), parameter 0"):
-        engine.adam([good, bad], 0.0)
+        engine.adam([good, bad], 0.0, 0)
     engine.drain()
     assert torch.equal(weights(engine, 0), p)
-    engine.adam([good], 0.0)
+    engine.adam([good], 0.0, 0)
     engine.drain()
     assert not torch.equal(weights(engine, 0), p)
+
+
+# ---- units that live on the device ----
+
+
+def test_a_settled_unit_is_fetched_once_and_reads_bring_it_back(engine: Engine) -> None:
+    p, grad = torch.randn(1000), torch.randn(1000)
+    unit_of(engine, F32, p)
+    live(engine, "device")
+    for step in range(3):
+        engine.begin()
+        assert engine.acquire(0, 0) == 0
+        put(engine, 0, grad)
+        engine.adam([(0, [entry(step=step + 1)])], 1.0, 0)
+        engine.forget(0)
+    engine.drain()
+    assert engine.schedule() == "" and engine.find(engine.device_plane(0, 0, HI)) == (0, 0, 0)
+    stats = engine.stats()
+    assert stats["fetches"] == 1 and stats["h2d_bytes"] == engine.hi_bytes(0) and stats["d2h_bytes"] == 0
+    assert engine.device_bytes() >= 3 * 4000  # GRAD, M, V
+    assert torch.equal(weights(engine, 0), p), "nobody has read it"
+    engine.wait_updates(0)
+    assert not torch.equal(weights(engine, 0), p) and engine.stats()["d2h_bytes"] == 4000
+    assert not weights(engine, 0, GRAD).any()
+    engine.wait_grads(0)
+    assert torch.equal(weights(engine, 0, GRAD), grad)
+
+
+def test_what_the_user_writes_reaches_the_device(engine: Engine) -> None:
+    """Weights by touch, moments by push: the next step starts from them."""
+    p, grad = torch.randn(100), torch.randn(100)
+    unit_of(engine, F32, torch.zeros(100))
+    live(engine, "device")
+    put(engine, 0, grad)
+    engine.adam([(0, [entry()])], 1.0, 0)
+    engine.wait_fetch(0)
+    weights(engine, 0).copy_(p)
+    engine.touch(0)
+    weights(engine, 0, M).zero_()
+    weights(engine, 0, V).zero_()
+    engine.push(0, 0, 1 << M | 1 << V)
+    put(engine, 0, grad)
+    engine.adam([(0, [entry()])], 1e9, 0)
+    engine.wait_updates(0)
+    assert torch.equal(weights(engine, 0), definition(F32, p, grad)[0])
+
+
+def test_a_gradient_made_in_its_plane_stays_there(engine: Engine) -> None:
+    p, grad = torch.randn(100), torch.randn(100)
+    unit_of(engine, F32, p)
+    live(engine, "device")
+    there = engine.device_plane(0, 0, GRAD)
+    torch.from_numpy(np.ctypeslib.as_array((ctypes.c_float * 100).from_address(there))).copy_(grad)
+    engine.offload(0, [(0, there, SET, False)], 0)
+    engine.adam([(0, [entry()])], 1e9, 0)
+    engine.wait_updates(0)
+    assert torch.equal(weights(engine, 0), definition(F32, p, grad)[0])
+
+
+def test_what_a_settled_unit_refuses(engine: Engine) -> None:
+    unit_of(engine, F32, torch.randn(100))
+    with pytest.raises(MegatrainError, match="open_slots"):
+        engine.settle(0, 0)
+    live(engine, "device")
+    for call, says in [
+        (lambda: engine.settle(0, 1), "settled already"),
+        (lambda: engine.settle(7, 1), "unit 7"),
+        (lambda: engine.drop(0, M), "lives on the device"),
+        (lambda: engine.bring(0, 1 << 7), "planes 128"),
+        (lambda: engine.push(0, 1, -1), "parameter 1"),
+        (lambda: engine.device_plane(0, 0, LO), "LO"),
+    ]:
+        with pytest.raises(MegatrainError, match=says):
+            call()
+
+
+def test_device_memory_goes_when_the_engine_closes_and_views_stay(engine: Engine) -> None:
+    unit_of(engine, F32, torch.ones(100))
+    live(engine, "device")
+    put(engine, 0, torch.ones(100))
+    engine.wait_grads(0)
+    kept = weights(engine, 0, GRAD)
+    engine.close()
+    assert torch.equal(kept, torch.ones(100))
 
 
 # ---- waiting ----

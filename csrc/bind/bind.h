@@ -3,7 +3,7 @@
  * Nouns, in the order they appear below:
  *   state    what one import of the module owns: the exception class, the Engine type
  *   home     pool -> device -> store: the memory, which lives until the last view of it is gone
- *   engine   one streamed model: home -> timeline -> offload -> updater, then its stream
+ *   engine   one streamed model: home -> timeline -> residents -> offload -> updater, then its stream
  *   view     a NumPy array over host memory of the store; keeps the home, not the engine
  *
  * Threads: everything here runs under Python's lock (GIL) unless a comment says otherwise. The
@@ -86,6 +86,7 @@ typedef struct mt_engine {
     mt_store   *store;
     mt_sumsq   *sums;        /* chunk sums of the D2H queue */
     mt_timeline *timeline;   /* NULL once closed, as all below */
+    mt_resident *residents;
     mt_offload *offload;
     mt_updater *updater;
     mt_stream  *stream;      /* NULL before open_slots */
@@ -125,10 +126,11 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(set_trainable); MT_METHOD(hi_bytes); MT_METHOD(offset); MT_METHOD(plane);
 MT_METHOD(drop); MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
 MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
+MT_METHOD(bring); MT_METHOD(push); MT_METHOD(device_plane); MT_METHOD(device_bytes);
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
 
 /* engine_run.c: stream and offload */
-MT_METHOD(open_slots); MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
+MT_METHOD(open_slots); MT_METHOD(settle); MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
 MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
 MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);
 PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw);

@@ -119,7 +119,8 @@ fail:
 static mt_status engine_open(mt_engine *e, const char *device, int index, int threads,
                              int delay_us, uint64_t seed)
 {
-    mt_offload_kernels kernels = { .sumsq = mt_sumsq_put, .accumulate = mt_accumulate };
+    mt_offload_kernels kernels = { .sumsq = mt_sumsq_put, .accumulate = mt_accumulate,
+                                   .accumulate_put = mt_accumulate_put };
     mt_home           *h = e->home;
     mt_status          st;
 
@@ -132,8 +133,12 @@ static mt_status engine_open(mt_engine *e, const char *device, int index, int th
     MT_TRY(mt_sumsq_open(e->dev, &e->sums));
     kernels.ctx = e->sums;
     MT_TRY(mt_timeline_open(e->dev, &e->timeline));
+    MT_TRY(mt_resident_open(e->dev, e->store, &e->residents));
     MT_TRY(mt_offload_open(e->dev, e->store, e->pool, GRAD_DEPTH, kernels, &e->offload));
     MT_TRY(mt_update_open(e->store, e->offload, e->pool, &e->updater));
+    mt_offload_residents(e->offload, e->residents);
+    mt_update_residents(e->updater, e->residents);
+    mt_resident_timeline(e->residents, e->timeline);
     mt_offload_timeline(e->offload, e->timeline);
     mt_update_timeline(e->updater, e->timeline);
     return MT_OK;
@@ -195,6 +200,7 @@ static mt_status engine_stop(mt_engine *e)
     mt_update_close(e->updater);
     mt_offload_close(e->offload);
     mt_stream_close(e->stream);
+    mt_resident_close(e->residents);
     for (int i = 0; i < e->n_adopted; i++)
         e->dev->ops->queue_close(e->adopted[i].queue);
     mt_sumsq_close(e->sums);
@@ -205,6 +211,7 @@ static mt_status engine_stop(mt_engine *e)
     e->stream = NULL;
     e->sums = NULL;
     e->timeline = NULL;
+    e->residents = NULL;
     e->adopted = NULL;
     e->n_adopted = 0;
     return MT_OK;
@@ -299,9 +306,22 @@ static PyMethodDef methods[] = {
     { "touch", mt_engine_touch, METH_VARARGS,
       "touch($self, unit, /)\n--\n\nThe unit's weights were written from outside." },
     { "wait_updates", mt_engine_wait_updates, METH_VARARGS,
-      "wait_updates($self, unit, /)\n--\n\n" },
-    { "wait_grads", mt_engine_wait_grads, METH_VARARGS, "wait_grads($self, unit, /)\n--\n\n" },
-    { "wait_fetch", mt_engine_wait_fetch, METH_VARARGS, "wait_fetch($self, unit, /)\n--\n\n" },
+      "wait_updates($self, unit, /)\n--\n\nThe unit's weights may be read on the host." },
+    { "wait_grads", mt_engine_wait_grads, METH_VARARGS,
+      "wait_grads($self, unit, /)\n--\n\nThe unit's gradients may be read on the host." },
+    { "wait_fetch", mt_engine_wait_fetch, METH_VARARGS,
+      "wait_fetch($self, unit, /)\n--\n\nThe unit's weights may be written on the host." },
+    { "bring", mt_engine_bring, METH_VARARGS,
+      "bring($self, unit, planes, /)\n--\n\n"
+      "Host planes of a settled unit become current; bits 1 << plane, or -1." },
+    { "push", mt_engine_push, METH_VARARGS,
+      "push($self, unit, param, planes, /)\n--\n\n"
+      "A settled unit's host planes were written: the device's take their values." },
+    { "device_plane", mt_engine_device_plane, METH_VARARGS,
+      "device_plane($self, unit, param, plane, /)\n--\n\n"
+      "Address on the device of a settled unit's parameter." },
+    { "device_bytes", mt_engine_device_bytes, METH_NOARGS,
+      "device_bytes($self)\n--\n\nDevice memory of settled units' planes, their slots not counted." },
     { "check", mt_engine_check, METH_NOARGS,
       "check($self)\n--\n\nRaise the failure of a worker, if there was one." },
     { "watchdog", mt_engine_watchdog, METH_VARARGS,
@@ -309,6 +329,9 @@ static PyMethodDef methods[] = {
 
     { "open_slots", mt_engine_open_slots, METH_VARARGS,
       "open_slots($self, slots, hooks, /)\n--\n\nslots: (address, bytes) of device memory." },
+    { "settle", mt_engine_settle, METH_VARARGS,
+      "settle($self, unit, slot, /)\n--\n\n"
+      "The unit lives on the device from now on, its weights in that slot." },
     { "begin", mt_engine_begin, METH_NOARGS, "begin($self)\n--\n\nA root forward starts." },
     { "acquire", KEYWORDS(mt_engine_acquire), METH_FASTCALL,
       "acquire($self, unit, stream, /)\n--\n\n"
@@ -346,7 +369,8 @@ static PyMethodDef methods[] = {
       "debug($self, skip=0, poison=False, sync=False)\n--\n\nTests only." },
 
     { "adam", KEYWORDS(mt_engine_adam), METH_VARARGS | METH_KEYWORDS,
-      "adam($self, units, max_norm)\n--\n\nSubmit one AdamW step; returns its ticket at once." },
+      "adam($self, units, max_norm, stream)\n--\n\n"
+      "Submit one AdamW step; returns its ticket at once." },
     { "norm", mt_engine_norm, METH_VARARGS,
       "norm($self, ticket, /)\n--\n\n(global norm before clipping, units skipped); waits." },
     { NULL, NULL, 0, NULL },

@@ -1,6 +1,6 @@
 /* engine_adam.c — Engine.adam: what one step asks for, copied out of Python, run behind its back.
  *
- * Threads: parsing is under the GIL; job_sumsq, job_run and job_free run on the updater's thread
+ * Threads: parsing is under the GIL; job_sumsq, job_run, job_put and job_free run on the updater's thread
  * and know nothing of Python. A job owns copies of everything but the gradient memory that the
  * caller named, which the caller keeps until the unit's update is over.
  */
@@ -19,6 +19,7 @@ typedef struct adam_param {
 
 typedef struct adam_job {
     mt_store   *store;
+    mt_resident *residents;  /* NULL: the unit is not settled */
     int         unit;
     int         n;
     int        *params;      /* [n], for the updater */
@@ -26,6 +27,19 @@ typedef struct adam_job {
 } adam_job;
 
 /* ---- on the updater's thread ---- */
+
+/* Where the update finds a plane: on the device when the unit is settled. */
+static mt_status plane_of(const adam_job *j, int param, mt_plane plane, void **out)
+{
+    return j->residents != NULL ? mt_resident_at(j->residents, j->unit, param, plane, out)
+                                : mt_store_at(j->store, j->unit, param, plane, out);
+}
+
+/* The gradient is in host memory whatever the unit: the caller's, or GRAD's copy that he changed. */
+static int on_host(const adam_param *p)
+{
+    return p->grad != NULL || p->changed;
+}
 
 /* The gradient as memory: the caller's, else the fp32 sum of micro-batches, else GRAD. */
 static mt_status gradient(const adam_job *j, const adam_param *p, const void **grad,
@@ -39,7 +53,10 @@ static mt_status gradient(const adam_job *j, const adam_param *p, const void **g
         *dtype = p->grad_dtype;
         return MT_OK;
     }
-    MT_TRY(mt_store_at(j->store, j->unit, p->param, p->acc ? MT_PLANE_ACC : MT_PLANE_GRAD, &plane));
+    if (p->changed)
+        MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_GRAD, &plane));
+    else
+        MT_TRY(plane_of(j, p->param, p->acc ? MT_PLANE_ACC : MT_PLANE_GRAD, &plane));
     *grad = plane;
     *dtype = p->acc ? MT_F32 : mt_store_desc(j->store, j->unit, p->param)->dtype;
 fail:
@@ -55,7 +72,7 @@ static double job_sumsq(void *arg, mt_pool *pool, int i, int *use)
     const void       *grad;
     mt_dtype          dtype;
 
-    *use = p->changed || p->grad != NULL;
+    *use = on_host(p);
     if (!*use || gradient(j, p, &grad, &dtype) != MT_OK)
         return 0.0;
     return mt_sumsq_host(pool, dtype, grad, mt_store_desc(j->store, j->unit, p->param)->numel);
@@ -67,13 +84,13 @@ static mt_status tensor_of(const adam_job *j, const adam_param *p, mt_adam_tenso
     void     *hi, *m, *v, *lo = NULL, *master = NULL;
     mt_status st;
 
-    MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_HI, &hi));
-    MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_M, &m));
-    MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_V, &v));
+    MT_TRY(plane_of(j, p->param, MT_PLANE_HI, &hi));
+    MT_TRY(plane_of(j, p->param, MT_PLANE_M, &m));
+    MT_TRY(plane_of(j, p->param, MT_PLANE_V, &v));
     if (d->dtype == MT_BF16)
-        MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_LO, &lo));
+        MT_TRY(plane_of(j, p->param, MT_PLANE_LO, &lo));
     if (d->dtype == MT_F16)
-        MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_MASTER, &master));
+        MT_TRY(plane_of(j, p->param, MT_PLANE_MASTER, &master));
     *t = (mt_adam_tensor){ .dtype = d->dtype, .n = d->numel, .hi = hi, .lo = lo, .master = master,
                            .m = m, .v = v, .hyper = p->hyper };
     MT_TRY(gradient(j, p, &t->grad, &t->grad_dtype));
@@ -81,9 +98,9 @@ fail:
     return st;
 }
 
-static mt_status job_run(void *arg, mt_pool *pool, float clip)
+/* malloc'd [j->n]. */
+static mt_status tensors_of(const adam_job *j, mt_adam_tensor **out)
 {
-    const adam_job *j = arg;
     mt_adam_tensor *t = calloc((size_t)j->n + 1, sizeof *t);
     mt_status       st;
 
@@ -92,7 +109,65 @@ static mt_status job_run(void *arg, mt_pool *pool, float clip)
                        mt_store_name(j->store, j->unit), j->n);
     for (int i = 0; i < j->n; i++)
         MT_TRY(tensor_of(j, &j->p[i], &t[i]));
-    MT_TRY(mt_adam_step(pool, t, j->n, clip, mt_isa_best()));
+    *out = t;
+    return MT_OK;
+
+fail:
+    free(t);
+    return st;
+}
+
+static mt_status job_run(void *arg, mt_pool *pool, float clip)
+{
+    const adam_job *j = arg;
+    mt_adam_tensor *t;
+    mt_status       st = tensors_of(j, &t);
+
+    if (st != MT_OK)
+        return st;
+    st = mt_adam_step(pool, t, j->n, clip, mt_isa_best());
+    free(t);
+    return st;
+}
+
+static size_t lifted_bytes(const mt_adam_tensor *t)
+{
+    return ((size_t)t->n * mt_dtype_bytes(t->grad_dtype) + 511) / 512 * 512;
+}
+
+/* Gradients in host memory go up, in the queue and before the update that reads them. */
+static mt_status lift(const adam_job *j, mt_queue *q, mt_adam_tensor *t)
+{
+    size_t    need = 0;
+    void     *mem;
+    mt_status st;
+
+    for (int i = 0; i < j->n; i++)
+        need += on_host(&j->p[i]) ? lifted_bytes(&t[i]) : 0;
+    if (need == 0)
+        return MT_OK;
+    MT_TRY(mt_resident_scratch(j->residents, need, &mem));
+    for (int i = 0; i < j->n; i++)
+        if (on_host(&j->p[i])) {
+            MT_TRY(q->dev->ops->copy(q, mem, t[i].grad,
+                                     (size_t)t[i].n * mt_dtype_bytes(t[i].grad_dtype)));
+            t[i].grad = mem;
+            mem = (char *)mem + lifted_bytes(&t[i]);
+        }
+fail:
+    return st;
+}
+
+static mt_status job_put(void *arg, mt_queue *q, float clip)
+{
+    const adam_job *j = arg;
+    mt_adam_tensor *t;
+    mt_status       st = tensors_of(j, &t);
+
+    if (st != MT_OK)
+        return st;
+    MT_TRY(lift(j, q, t));
+    MT_TRY(mt_adam_put(q, t, j->n, clip));
 fail:
     free(t);
     return st;
@@ -164,7 +239,8 @@ static adam_job *job_new(mt_engine *e, int unit, int n)
 
     if (j == NULL)
         return (adam_job *)(void *)PyErr_NoMemory();
-    *j = (adam_job){ .store = e->store, .unit = unit, .n = n };
+    *j = (adam_job){ .store = e->store, .unit = unit, .n = n,
+                     .residents = mt_store_settled(e->store, unit) ? e->residents : NULL };
     j->params = calloc((size_t)n + 1, sizeof *j->params);
     j->p = calloc((size_t)n + 1, sizeof *j->p);
     if (j->params == NULL || j->p == NULL) {
@@ -219,7 +295,8 @@ static int update_of(mt_engine *e, PyObject *item, mt_update_job *out)
     if (j == NULL)
         return -1;
     *out = (mt_update_job){ .unit = unit, .n_params = j->n, .params = j->params, .sumsq = job_sumsq,
-                            .run = job_run, .bytes = moved(j), .free = job_free, .arg = j };
+                            .run = job_run, .put = job_put, .bytes = moved(j), .free = job_free,
+                            .arg = j };
     return 0;
 }
 
@@ -243,28 +320,33 @@ static mt_update_job *updates_of(mt_engine *e, PyObject *tuple)
 
 /* Returns at once, but for the debug mode in which it waits for the update. */
 static mt_status submit_alone(mt_engine *e, const mt_update_job *jobs, int n, double max_norm,
-                              uint64_t *ticket)
+                              mt_queue *run, uint64_t *ticket)
 {
     mt_status st;
 
     pthread_mutex_lock(&e->door);
-    st = mt_update_submit(e->updater, jobs, n, max_norm, ticket);
+    st = mt_update_submit(e->updater, jobs, n, max_norm, run, ticket);
     pthread_mutex_unlock(&e->door);
     return st;
 }
 
 PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char   *names[] = { "units", "max_norm", NULL };
+    static char   *names[] = { "units", "max_norm", "stream", NULL };
     mt_engine     *e = mt_engine_usable(self);
     PyObject      *sequence, *units;
     mt_update_job *jobs;
+    mt_queue      *run;
     double         max_norm;
+    unsigned long long handle;
     uint64_t       ticket;
     mt_status      st = MT_OK;
     int            n;
 
-    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "Od:adam", names, &sequence, &max_norm))
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "OdK:adam", names, &sequence, &max_norm,
+                                                  &handle))
+        return NULL;
+    if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
         return NULL;
     if ((units = PySequence_Tuple(sequence)) == NULL)
         return NULL;
@@ -274,7 +356,7 @@ PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)
     if (jobs == NULL)
         return NULL;
     /* From here on the updater owns the args, whatever comes back. */
-    MT_UNLOCKED(e, st, submit_alone(e, jobs, n, max_norm, &ticket));
+    MT_UNLOCKED(e, st, submit_alone(e, jobs, n, max_norm, run, &ticket));
     free(jobs);
     return st == MT_OK ? PyLong_FromUnsignedLongLong(ticket) : mt_raise(e->error, st);
 }

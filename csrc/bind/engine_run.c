@@ -129,6 +129,19 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
     return mt_raise(e->error, st);
 }
 
+PyObject *mt_engine_settle(PyObject *self, PyObject *args)
+{
+    mt_engine *e = streaming(self);
+    int        unit, slot;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "ii:settle", &unit, &slot) || mt_engine_unit(e, unit) < 0)
+        return NULL;
+    if ((st = mt_stream_settle(e->stream, e->residents, unit, slot)) != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
 PyObject *mt_engine_begin(PyObject *self, PyObject *unused)
 {
     mt_engine *e = streaming(self);
@@ -255,20 +268,23 @@ PyObject *mt_engine_schedule(PyObject *self, PyObject *unused)
 
 PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
 {
-    mt_engine      *e = mt_engine_usable(self);
-    mt_stream_stats s = { 0 };
+    mt_engine        *e = mt_engine_usable(self);
+    mt_stream_stats   s = { 0 };
+    mt_resident_stats r;
 
     (void)unused;
     if (e == NULL)
         return NULL;
     if (e->stream != NULL)
         s = mt_stream_stats_get(e->stream);
-    return Py_BuildValue("{sLsLsLsKsKsKsKsK}", "fetches", (long long)s.fetches,
-                         "demand_fetches", (long long)s.demand_fetches,
+    r = mt_resident_stats_get(e->residents);
+    return Py_BuildValue("{sLsLsLsKsKsKsKsK}", "fetches", (long long)(s.fetches + r.fetches),
+                         "demand_fetches", (long long)(s.demand_fetches + r.fetches),
                          "rebuilds", (long long)s.rebuilds,
-                         "h2d_bytes", (unsigned long long)s.h2d_bytes,
+                         "h2d_bytes", (unsigned long long)(s.h2d_bytes + r.h2d_bytes),
                          "await_ns", (unsigned long long)s.await_ns,
-                         "d2h_bytes", (unsigned long long)mt_offload_d2h_bytes(e->offload),
+                         "d2h_bytes", (unsigned long long)(mt_offload_d2h_bytes(e->offload)
+                                                           + r.d2h_bytes),
                          "update_ns", (unsigned long long)mt_update_busy_ns(e->updater),
                          "records_lost", (unsigned long long)mt_timeline_lost(e->timeline));
 }
@@ -419,6 +435,7 @@ PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw)
     e->debug = d;                        /* open_slots hands it to the stream that it opens */
     if (e->stream != NULL)
         mt_stream_debug(e->stream, d);
+    mt_resident_debug(e->residents, d);
     mt_offload_debug(e->offload, d);
     mt_update_debug(e->updater, d);
     Py_RETURN_NONE;

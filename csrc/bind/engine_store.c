@@ -192,6 +192,11 @@ PyObject *mt_engine_drop(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_unit(e, unit) < 0 || plane_ok(e, plane) < 0)
         return NULL;
+    if (mt_store_settled(e->store, unit)) {
+        PyErr_Format(e->error, "unit %d (%s) lives on the device, which may be using plane %s", unit,
+                     mt_store_name(e->store, unit), mt_plane_name((mt_plane)plane));
+        return NULL;
+    }
     if (e->home->views[unit][plane] > 0) {
         PyErr_Format(e->error, "unit %d (%s): %d arrays still show plane %s; let go of them first",
                      unit, mt_store_name(e->store, unit), e->home->views[unit][plane],
@@ -240,7 +245,16 @@ PyObject *mt_engine_touch(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *wait_for(PyObject *self, PyObject *args, const char *format,
+/* Until host memory of the plane is the unit's: its copy, too, when the unit is settled. */
+static mt_status wait_and_bring(mt_engine *e, int unit, mt_plane plane,
+                                mt_status (*wait)(mt_store *, int))
+{
+    mt_status st = wait(e->store, unit);
+
+    return st == MT_OK ? mt_resident_bring(e->residents, unit, 1u << plane) : st;
+}
+
+static PyObject *wait_for(PyObject *self, PyObject *args, const char *format, mt_plane plane,
                           mt_status (*wait)(mt_store *, int))
 {
     int        unit;
@@ -249,7 +263,7 @@ static PyObject *wait_for(PyObject *self, PyObject *args, const char *format,
 
     if (e == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, wait(e->store, unit));
+    MT_UNLOCKED(e, st, wait_and_bring(e, unit, plane, wait));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -257,17 +271,83 @@ static PyObject *wait_for(PyObject *self, PyObject *args, const char *format,
 
 PyObject *mt_engine_wait_updates(PyObject *self, PyObject *args)
 {
-    return wait_for(self, args, "i:wait_updates", mt_ledger_wait_updates);
+    return wait_for(self, args, "i:wait_updates", MT_PLANE_HI, mt_ledger_wait_updates);
 }
 
 PyObject *mt_engine_wait_grads(PyObject *self, PyObject *args)
 {
-    return wait_for(self, args, "i:wait_grads", mt_ledger_wait_grads);
+    return wait_for(self, args, "i:wait_grads", MT_PLANE_GRAD, mt_ledger_wait_grads);
 }
 
 PyObject *mt_engine_wait_fetch(PyObject *self, PyObject *args)
 {
-    return wait_for(self, args, "i:wait_fetch", mt_ledger_wait_fetch);
+    return wait_for(self, args, "i:wait_fetch", MT_PLANE_HI, mt_ledger_wait_fetch);
+}
+
+/* ---- settled units ---- */
+
+/* planes: bits 1 << plane; -1 is all. */
+static int planes_ok(mt_engine *e, int planes)
+{
+    if (planes == -1 || (planes >= 0 && planes < 1 << MT_PLANE_COUNT))
+        return 0;
+    PyErr_Format(e->error, "planes %d: a bit 1 << plane for each of PLANES, or -1", planes);
+    return -1;
+}
+
+PyObject *mt_engine_bring(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, planes;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "ii:bring", &unit, &planes))
+        return NULL;
+    if (mt_engine_unit(e, unit) < 0 || planes_ok(e, planes) < 0)
+        return NULL;
+    MT_UNLOCKED(e, st, mt_resident_bring(e->residents, unit, (unsigned)planes));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_push(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, param, planes;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iii:push", &unit, &param, &planes))
+        return NULL;
+    if (mt_engine_param(e, unit, param) < 0 || planes_ok(e, planes) < 0)
+        return NULL;
+    MT_UNLOCKED(e, st, mt_resident_push(e->residents, unit, param, (unsigned)planes));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_device_plane(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, param, plane;
+    void      *p;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iii:device_plane", &unit, &param, &plane))
+        return NULL;
+    if (mt_engine_param(e, unit, param) < 0 || plane_ok(e, plane) < 0)
+        return NULL;
+    MT_UNLOCKED(e, st, mt_resident_at(e->residents, unit, param, (mt_plane)plane, &p));
+    return st == MT_OK ? PyLong_FromVoidPtr(p) : mt_raise(e->error, st);
+}
+
+PyObject *mt_engine_device_bytes(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = mt_engine_usable(self);
+
+    (void)unused;
+    return e == NULL ? NULL : PyLong_FromSize_t(mt_store_device_bytes(e->store));
 }
 
 PyObject *mt_engine_check(PyObject *self, PyObject *unused)

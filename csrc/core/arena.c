@@ -1,4 +1,4 @@
-/* arena.c — anonymous memory, touched by many threads, then registered.
+/* arena.c — anonymous memory, touched by many threads, then registered; or the device's.
  *
  * Order matters: a page must exist before the driver pins it, and the threads of the pool make
  * pages several times as fast as the driver does alone (which is why cudaHostAlloc is not used). */
@@ -24,14 +24,15 @@ static double mib(size_t bytes)
 }
 
 /* Maps `bytes` at a multiple of `align` (a multiple of a page): maps more, cuts off both ends. */
-static void *map_aligned(size_t bytes, size_t align)
+static void *map_aligned(size_t bytes, size_t align, int flags)
 {
     size_t spare = align - page_bytes();
     char  *map, *base;
 
     if (bytes > SIZE_MAX - spare)
         return MAP_FAILED;
-    map = mmap(NULL, bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    map = mmap(NULL, bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags,
+               -1, 0);
     if (map == MAP_FAILED || spare == 0)
         return map;
     base = map + (-(uintptr_t)map & (align - 1));
@@ -47,7 +48,7 @@ typedef struct touch_job {
     size_t bytes, page;
 } touch_job;
 
-/* Pool threads; each page is written by one of them. */
+/* Pool threads; each page is written by one of them, and keeps what it holds. */
 static void touch_chunk(void *arg, int64_t chunk)
 {
     const touch_job *job = arg;
@@ -55,7 +56,7 @@ static void touch_chunk(void *arg, int64_t chunk)
     size_t           end = job->bytes - at < CHUNK_BYTES ? job->bytes : at + CHUNK_BYTES;
 
     for (; at < end; at += job->page)
-        ((volatile char *)job->base)[at] = 0;
+        (void)__atomic_fetch_or(job->base + at, 0, __ATOMIC_RELAXED);
 }
 
 static void touch(void *base, size_t bytes, mt_pool *pool)
@@ -66,16 +67,16 @@ static void touch(void *base, size_t bytes, mt_pool *pool)
     mt_pool_run(n > 1 ? pool : NULL, touch_chunk, &job, n);     /* one chunk need not take turns */
 }
 
-mt_status mt_arena_open(mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
-                        const char *what, size_t mapped)
+static mt_status map_cold(mt_arena *a, size_t bytes, int flags, const char *what, size_t mapped)
 {
     size_t   page = page_bytes();
     size_t   whole = bytes <= SIZE_MAX - page ? (bytes + page - 1) / page * page : SIZE_MAX;
     int      huge = whole >= 2 * HUGE_BYTES && HUGE_BYTES % page == 0;
-    mt_arena made = { .base = nothing };
+    mt_arena made = { .base = nothing, .cold = 1 };
 
     if (bytes > 0) {
-        made.base = whole < SIZE_MAX ? map_aligned(whole, huge ? HUGE_BYTES : page) : MAP_FAILED;
+        made.base = whole < SIZE_MAX ? map_aligned(whole, huge ? HUGE_BYTES : page, flags)
+                                     : MAP_FAILED;
         if (made.base == MAP_FAILED)
             return MT_FAIL(MT_ENOMEM, "%s: %zu bytes (%.1f MiB) of host memory could not be mapped "
                            "with %zu (%.1f MiB) mapped already; raise the process's memory limit "
@@ -84,14 +85,62 @@ mt_status mt_arena_open(mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
         made.bytes = whole;
         if (huge)
             (void)madvise(made.base, whole, MADV_HUGEPAGE);     /* a wish: else just slower */
-        touch(made.base, whole, pool);
     }
-    if (bytes > 0 && dev != NULL) {
-        mt_status st = dev->ops->host_register(dev, made.base, made.bytes);
-        if (st != MT_OK) {
-            mt_arena_close(&made);
+    *a = made;
+    return MT_OK;
+}
+
+/* Most of its pages are never made, so the kernel need not promise them. */
+mt_status mt_arena_cold(mt_arena *a, size_t bytes, const char *what, size_t mapped)
+{
+    return map_cold(a, bytes, MAP_NORESERVE, what, mapped);
+}
+
+mt_status mt_arena_warm(mt_arena *a, mt_pool *pool, mt_dev *dev)
+{
+    mt_status st;
+
+    if (!a->cold)
+        return MT_OK;
+    if (a->bytes > 0) {
+        touch(a->base, a->bytes, pool);
+        if (dev != NULL && (st = dev->ops->host_register(dev, a->base, a->bytes)) != MT_OK)
             return st;
-        }
+        a->dev = dev;
+    }
+    a->cold = 0;
+    return MT_OK;
+}
+
+mt_status mt_arena_open(mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
+                        const char *what, size_t mapped)
+{
+    mt_arena  made = { 0 };
+    mt_status st;
+
+    MT_TRY(map_cold(&made, bytes, 0, what, mapped));
+    MT_TRY(mt_arena_warm(&made, pool, dev));
+    *a = made;
+    return MT_OK;
+
+fail:
+    mt_arena_close(&made);
+    return st;
+}
+
+mt_status mt_arena_device(mt_arena *a, size_t bytes, mt_dev *dev, const char *what)
+{
+    mt_arena  made = { .base = nothing, .on_device = 1 };
+    mt_status st;
+
+    if (bytes > 0) {
+        st = dev->ops->mem_alloc(dev, bytes, &made.base);
+        if (st == MT_EDEVMEM)
+            return MT_FAIL(st, "%s: no %zu bytes (%.1f MiB) of device memory; let fewer units live there",
+                           what, bytes, mib(bytes));
+        if (st != MT_OK)
+            return st;
+        made.bytes = bytes;
         made.dev = dev;
     }
     *a = made;
@@ -100,6 +149,12 @@ mt_status mt_arena_open(mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
 
 void mt_arena_close(mt_arena *a)
 {
+    if (a->on_device) {
+        if (a->dev != NULL)
+            a->dev->ops->mem_free(a->dev, a->base);
+        memset(a, 0, sizeof *a);
+        return;
+    }
     if (a->dev != NULL)
         a->dev->ops->host_unregister(a->dev, a->base);
     if (a->bytes > 0)

@@ -47,7 +47,7 @@ typedef struct mt_dev_ops {
     mt_status (*host_register)  (mt_dev *d, void *p, size_t bytes);
     void      (*host_unregister)(mt_dev *d, void *p);
 
-    /* Device memory, aligned to 512. Plain host memory on CPU. bytes > 0. */
+    /* Device memory, aligned to 512, its bytes zero. Plain host memory on CPU. bytes > 0. */
     mt_status (*mem_alloc)(mt_dev *d, size_t bytes, void **out);
     void      (*mem_free) (mt_dev *d, void *p);
 

@@ -100,11 +100,25 @@ uint64_t mt_ledger_version(mt_store *s, int unit)
     return version;
 }
 
+uint64_t mt_ledger_written(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    uint64_t        written = 0;
+
+    if (u != NULL) {
+        pthread_mutex_lock(&s->ledger.mu);
+        written = u->written;
+        pthread_mutex_unlock(&s->ledger.mu);
+    }
+    return written;
+}
+
 /* Nobody waits for a version or for a count to grow, so there is no one to wake. */
-static void begin(mt_store *s, mt__unit *u, int updates, int grads, int version)
+static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
 {
     pthread_mutex_lock(&s->ledger.mu);
-    u->version += (uint64_t)version;
+    u->version += (uint64_t)(updates + written);
+    u->written += (uint64_t)written;
     u->updates += updates;
     u->grads += grads;
     s->ledger.updates += updates;
@@ -142,7 +156,7 @@ void mt_ledger_update_begin(mt_store *s, int unit)
 {
     mt__unit *u = unit_or_fault(s, unit);
     if (u != NULL)
-        begin(s, u, 1, 0, 1);
+        begin(s, u, 1, 0, 0);
 }
 
 void mt_ledger_grads_begin(mt_store *s, int unit)

@@ -5,6 +5,7 @@
  *   ADD after SET   the collector adds behind an event recorded behind both copies
  *   ADD after ADD   the collector takes tickets in order
  *   SET after ADD   the copy would overtake the collector: the putting thread waits for it
+ * A settled unit's is written by d2h alone, whose order is enough.
  */
 #include "offload.h"
 
@@ -23,9 +24,11 @@ typedef struct piece {
     mt_dtype     dt;
     int64_t      n;
     size_t       bytes;
-    void        *grad;       /* host, GRAD plane */
-    float       *acc;        /* host, ACC plane; NULL: the sum lives in grad */
+    int          settled;    /* the unit is: grad and acc are on the device, nothing is staged */
+    void        *grad;       /* GRAD plane */
+    float       *acc;        /* ACC plane; NULL: the sum lives in grad */
     char        *staged;     /* ADD: host, where the copy lands */
+    const void  *changed;    /* settled ADD: the GRAD plane on the host, changed by the user, or NULL */
     double      *sum;        /* where its sum of squares goes */
     int          from_grad;  /* ADD: start from grad's value */
 } piece;
@@ -35,8 +38,9 @@ typedef struct ticket {
     mt_event *landed;        /* recorded on d2h behind the last copy */
     int       unit;
     piece    *pieces;
+    int      *params;        /* [n] of the pieces */
     int       n, cap;
-    int       adds;
+    int       adds;          /* pieces for the collector */
 } ticket;
 
 typedef struct staging {     /* putting thread only, but for the bytes in it */
@@ -63,7 +67,8 @@ struct mt_offload {
     uint64_t           depth;
     mt_queue          *d2h;          /* putting thread */
     mt_event          *handed;       /* recorded on run at each hand-over */
-    mt_timeline       *timeline;     /* written before the first put */
+    mt_resident       *residents;    /* these two: written before the first put */
+    mt_timeline       *timeline;
     ticket            *ring;         /* [n_ring]; ticket t is at t % n_ring */
     uint64_t           n_ring;
     staging            staging[STAGINGS];
@@ -106,6 +111,12 @@ static ticket *next_ticket(mt_offload *o)
     return t;
 }
 
+/* Through host memory, where the collector adds it. */
+static int is_staged(const piece *p)
+{
+    return p->item.mode == MT_GRAD_ADD && !p->settled;
+}
+
 static void add_up(mt_offload *o, const ticket *t)
 {
     uint64_t added = 0;
@@ -116,7 +127,7 @@ static void add_up(mt_offload *o, const ticket *t)
     for (int i = 0; i < t->n; i++) {
         const piece *p = &t->pieces[i];
 
-        if (p->item.mode != MT_GRAD_ADD || p->n == 0)
+        if (!is_staged(p) || p->n == 0)
             continue;
         o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n, p->from_grad,
                               p->sum);
@@ -342,6 +353,7 @@ void mt_offload_close(mt_offload *o)
     for (uint64_t i = 0; o->ring != NULL && i < o->n_ring; i++) {
         o->dev->ops->event_close(o->ring[i].landed);
         free(o->ring[i].pieces);
+        free(o->ring[i].params);
     }
     for (int i = 0; i < STAGINGS; i++)
         pages_close(o, o->staging[i].mem);
@@ -360,11 +372,18 @@ void mt_offload_timeline(mt_offload *o, mt_timeline *t)
     o->timeline = t;
 }
 
+void mt_offload_residents(mt_offload *o, mt_resident *r)
+{
+    o->residents = r;
+}
+
 /* ---- put: first everything that can be refused, then the queue -------------------------- */
 
 static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
+    int settled = mt_store_settled(o->store, unit);
+    int can_add = settled ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
 
     if (d == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
@@ -372,10 +391,20 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
     if (it->src == NULL && d->numel > 0)
         return MT_FAIL(MT_EINVAL, "unit %s: the gradient of parameter %d is at no address",
                        mt_store_name(o->store, unit), it->param);
-    if (it->mode == MT_GRAD_ADD && o->kernels.accumulate == NULL)
+    if (it->mode == MT_GRAD_ADD && !can_add)
         return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
                        "given no accumulate", mt_store_name(o->store, unit));
+    if (settled && o->residents == NULL)
+        return MT_FAIL(MT_ESTATE, "unit %s is settled, and mt_offload_residents() was not called",
+                       mt_store_name(o->store, unit));
     return MT_OK;
+}
+
+/* The parameter's address in a plane, where the unit's gradients are. */
+static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, void **out)
+{
+    return mt_store_settled(o->store, unit) ? mt_resident_at(o->residents, unit, param, plane, out)
+                                            : mt_store_at(o->store, unit, param, plane, out);
 }
 
 static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, piece *p)
@@ -386,12 +415,17 @@ static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tal
 
     *p = (piece){ .item = *it, .dt = d->dtype, .n = d->numel, .sum = &y->sum[it->param] };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
-    MT_TRY(mt_store_at(o->store, unit, it->param, MT_PLANE_GRAD, &p->grad));
+    p->settled = mt_store_settled(o->store, unit);
+    MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, &p->grad));
     if (it->mode != MT_GRAD_ADD)
         return MT_OK;
     if (mt_plane_elem_bytes(MT_PLANE_ACC, p->dt) > 0) {
-        MT_TRY(mt_store_at(o->store, unit, it->param, MT_PLANE_ACC, &at));
+        MT_TRY(plane_at(o, unit, it->param, MT_PLANE_ACC, &at));
         p->acc = at;
+    }
+    if (p->settled && it->reread) {
+        MT_TRY(mt_store_at(o->store, unit, it->param, MT_PLANE_GRAD, &at));
+        p->changed = at;
     }
     pthread_mutex_lock(&o->mu);
     p->from_grad = it->reread || !(y->flags[it->param] & SUMMED);
@@ -403,13 +437,17 @@ fail:
 
 static mt_status make_room(ticket *t, int n)
 {
-    piece *grown;
+    piece *pieces;
+    int   *params;
 
     if (n <= t->cap)
         return MT_OK;
-    if ((grown = realloc(t->pieces, (size_t)n * sizeof *grown)) == NULL)
+    if ((pieces = realloc(t->pieces, (size_t)n * sizeof *pieces)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: no memory for %d gradients", n);
-    t->pieces = grown;
+    t->pieces = pieces;
+    if ((params = realloc(t->params, (size_t)n * sizeof *params)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "offload: no memory for %d gradients", n);
+    t->params = params;
     t->cap = n;
     return MT_OK;
 }
@@ -428,7 +466,8 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     for (int i = 0; i < n; i++) {
         MT_TRY(check_item(o, unit, &items[i]));
         MT_TRY(piece_make(o, unit, &items[i], y, &t->pieces[i]));
-        if (items[i].mode == MT_GRAD_ADD) {
+        t->params[i] = items[i].param;
+        if (is_staged(&t->pieces[i])) {
             t->adds++;
             need += (t->pieces[i].bytes + 511) / 512 * 512;
         }
@@ -438,11 +477,24 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
         MT_TRY(staging_take(o, need, g));
     need = 0;
     for (int i = 0; i < n && *g != NULL; i++)
-        if (items[i].mode == MT_GRAD_ADD) {
+        if (is_staged(&t->pieces[i])) {
             t->pieces[i].staged = (*g)->mem + need;
             need += (t->pieces[i].bytes + 511) / 512 * 512;
         }
     return MT_OK;
+fail:
+    return st;
+}
+
+/* Settled ADD: the sum and its squares, on the device. */
+static mt_status put_sum(mt_offload *o, const piece *p)
+{
+    mt_status st;
+
+    if (p->changed != NULL)
+        MT_TRY(o->dev->ops->copy(o->d2h, p->grad, p->changed, p->bytes));
+    return o->kernels.accumulate_put(o->kernels.ctx, o->d2h, p->dt, p->acc, p->grad, p->item.src,
+                                     p->n, p->from_grad, p->sum);
 fail:
     return st;
 }
@@ -454,11 +506,13 @@ static mt_status put_piece(mt_offload *o, const piece *p)
 
     if (p->n == 0)
         return MT_OK;
-    if (p->item.mode == MT_GRAD_ADD)
+    if (is_staged(p))
         return v->copy(o->d2h, p->staged, p->item.src, p->bytes);
+    if (p->item.mode == MT_GRAD_ADD)
+        return put_sum(o, p);
     if (o->kernels.sumsq != NULL)
         MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum));
-    return v->copy(o->d2h, p->grad, p->item.src, p->bytes);
+    return p->item.src == p->grad ? MT_OK : v->copy(o->d2h, p->grad, p->item.src, p->bytes);
 fail:
     return st;
 }
@@ -475,10 +529,12 @@ static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned ski
     MT_TRY(v->record(run, o->handed));
     if (!(skip & MT_EDGE_GRAD))
         MT_TRY(v->wait(o->d2h, o->handed));
+    if (mt_store_settled(o->store, t->unit))
+        MT_TRY(mt_resident_grads(o->residents, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
         MT_TRY(put_piece(o, &t->pieces[i]));
-        bytes += t->pieces[i].bytes;
+        bytes += t->pieces[i].settled ? 0 : t->pieces[i].bytes;
     }
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
     MT_TRY(v->record(o->d2h, t->landed));
@@ -501,7 +557,7 @@ static void note(mt_offload *o, const ticket *t, tally *y, int sent)
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
             p->item.mode == MT_GRAD_SET ? sumsq :
             p->acc != NULL ? COUNTED | SUMMED : COUNTED);
-        o->d2h_bytes += sent ? p->bytes : 0;
+        o->d2h_bytes += sent && !p->settled ? p->bytes : 0;
     }
 }
 

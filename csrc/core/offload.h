@@ -8,13 +8,16 @@
  * ops/sumsq.h), then copies: SET straight into the GRAD plane; ADD into a registered staging
  * buffer, from which the collector, a thread of ours, adds to what the plane holds.
  * 16-bit gradients are summed in fp32 in the ACC plane; the GRAD plane gets the rounded sum.
+ * A settled unit's gradients stay on the device (resident.h): all of this is then done there, in
+ * the D2H queue, and SET copies nothing where src is the GRAD plane itself.
  *
  * Edges:
  *   GRAD    d2h waits for compute up to the hand-over          recorded on run
  *   LANDED  run waits for the copy of the hand-over `depth` tickets ago, so that gradients of at
  *           most `depth` units are alive on the device; their memory, back in torch's allocator,
  *           is reused in run's order, behind that wait
- *   the GRAD plane is overwritten only once no update of the unit is under way (ledger, host waits)
+ *   the GRAD plane is overwritten only once no update of the unit is under way (ledger, host waits;
+ *           TAKEN of resident.h for a settled one's)
  *
  * Threads: put: one at a time. The rest: any.
  */
@@ -30,8 +33,8 @@ typedef struct mt_grad_item {
     int          param;
     const void  *src;        /* device, dense, of the parameter's dtype and numel; until passed */
     mt_grad_mode mode;
-    /* ADD to a 16-bit parameter: 1 when its GRAD plane was changed by the user since (its value
-     * counts, not ACC's). First ADD after a SET starts ACC from the GRAD plane in any case. */
+    /* ADD: 1 when the GRAD plane on the host was changed by the user since: its value counts, not
+     * ACC's or the device's. First ADD after a SET starts ACC from the GRAD plane in any case. */
     int          reread;
 } mt_grad_item;
 
@@ -44,10 +47,15 @@ typedef mt_status (*mt_sumsq_fn)(void *ctx, mt_queue *q, mt_dtype dt, const void
 typedef void (*mt_accumulate_fn)(mt_pool *pool, mt_dtype dt, float *acc, void *grad,
                                  const void *add, int64_t n, int from_grad, double *sumsq);
 
+/* The same put in q, on the device's memory; *sumsq: host memory that q can write. */
+typedef mt_status (*mt_accumulate_put_fn)(void *ctx, mt_queue *q, mt_dtype dt, float *acc, void *grad,
+                                          const void *add, int64_t n, int from_grad, double *sumsq);
+
 typedef struct mt_offload_kernels {
-    mt_sumsq_fn      sumsq;
-    mt_accumulate_fn accumulate;
-    void            *ctx;    /* handed to sumsq */
+    mt_sumsq_fn          sumsq;
+    mt_accumulate_fn     accumulate;
+    mt_accumulate_put_fn accumulate_put;     /* NULL: gradients of settled units are only set */
+    void                *ctx;                /* handed to sumsq and accumulate_put */
 } mt_offload_kernels;
 
 typedef struct mt_offload mt_offload;
@@ -56,6 +64,8 @@ mt_status mt_offload_open (mt_dev *dev, mt_store *store, mt_pool *pool, int dept
                            mt_offload_kernels k, mt_offload **out);
 void      mt_offload_close(mt_offload *o);
 
+/* Where settled units live. Before the first put of one. */
+void      mt_offload_residents(mt_offload *o, mt_resident *r);
 /* Hand-overs and the collector's sums are recorded in t. Before the first put, or never. */
 void      mt_offload_timeline(mt_offload *o, mt_timeline *t);
 

@@ -108,12 +108,13 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
     return MT_OK;
 }
 
+/* Yields the bytes of memory given back. */
 static size_t plane_close(mt__plane *pl, int n_params)
 {
-    size_t bytes = pl->arena.bytes;
+    size_t bytes = pl->arena.cold ? 0 : pl->arena.bytes;
 
     for (int i = 0; pl->late != NULL && i < n_params; i++) {
-        bytes += pl->late[i].bytes;
+        bytes += pl->late[i].cold ? 0 : pl->late[i].bytes;
         mt_arena_close(&pl->late[i]);
     }
     mt_arena_close(&pl->arena);
@@ -127,8 +128,10 @@ static void unit_close(const mt_store *s, mt__unit *u)
 {
     if (u == NULL)
         return;
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        plane_close(&u->plane[p], u->n_params);
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        plane_close(&u->plane[MT__HOST][p], u->n_params);
+        plane_close(&u->plane[MT__DEVICE][p], u->n_params);
+    }
     s->dev->ops->event_close(u->fetched);
     free(u->hi_offset);
     free(u->desc);
@@ -165,7 +168,7 @@ static mt_status unit_open(const mt_store *s, const char *name, const mt_param_d
     if ((u = calloc(1, sizeof *u)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: calloc(%zu)", name, sizeof *u);
     u->n_params = n;
-    u->version = 1;
+    u->version = u->written = 1;
     u->name = strdup(name);
     u->desc = calloc(slots, sizeof *u->desc);
     u->hi_offset = calloc(slots, sizeof *u->hi_offset);
@@ -306,25 +309,37 @@ size_t mt_store_bytes(const mt_store *s, mt_plane p)
 
 /* ---- planes ----------------------------------------------------------------------------- */
 
+/* With whom a plane's host memory is registered. */
+static mt_dev *registrar(const mt_store *s, mt_plane p)
+{
+    return p == MT_PLANE_HI || p == MT_PLANE_GRAD ? s->dev : NULL;
+}
+
 /* Under map_mu, also while the pool touches the pages: another thread's first `at` waits for it.
  * No chunk of the pool's asks for addresses, so the pool's turn comes. */
-static mt_status map(mt_store *s, const mt__unit *u, mt_plane p, size_t bytes, mt_arena *a)
+static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, size_t bytes,
+                     mt_arena *a)
 {
-    mt_dev   *dev = p == MT_PLANE_HI || p == MT_PLANE_GRAD ? s->dev : NULL;
+    size_t    mapped = mt_store_bytes(s, MT_PLANE_COUNT);
     char      what[256];
     mt_status st;
 
     snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
-    st = mt_arena_open(a, bytes, s->pool, dev, what, mt_store_bytes(s, MT_PLANE_COUNT));
+    if (place == MT__DEVICE)
+        st = mt_arena_device(a, bytes, s->dev, what);
+    else if (atomic_load(&u->settled) && p != MT_PLANE_HI)
+        return mt_arena_cold(a, bytes, what, mapped);
+    else
+        st = mt_arena_open(a, bytes, s->pool, registrar(s, p), what, mapped);
     if (st == MT_OK)
-        atomic_fetch_add(&s->mapped[p], a->bytes);
+        atomic_fetch_add(place == MT__DEVICE ? &s->on_device : &s->mapped[p], a->bytes);
     return st;
 }
 
 /* Under map_mu. Nothing to do when the plane is there. */
-static mt_status plane_make(mt_store *s, mt__unit *u, mt_plane p)
+static mt_status plane_make(mt_store *s, mt__unit *u, int place, mt_plane p)
 {
-    mt__plane *pl = &u->plane[p];
+    mt__plane *pl = &u->plane[place][p];
     size_t    *offset, bytes;
     mt_status  st;
 
@@ -333,7 +348,7 @@ static mt_status plane_make(mt_store *s, mt__unit *u, mt_plane p)
     if ((offset = calloc(u->n_params > 0 ? (size_t)u->n_params : 1, sizeof *offset)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d offsets", u->name, u->n_params);
     MT_TRY(lay_out(u->name, u->desc, u->n_params, p, offset, &bytes));
-    MT_TRY(map(s, u, p, bytes, &pl->arena));
+    MT_TRY(map(s, u, place, p, bytes, &pl->arena));
     pl->offset = offset;
     return MT_OK;
 
@@ -343,9 +358,9 @@ fail:
 }
 
 /* Under map_mu. The arena of a parameter that was not trainable when its plane was made. */
-static mt_status late_make(mt_store *s, mt__unit *u, int param, mt_plane p)
+static mt_status late_make(mt_store *s, mt__unit *u, int param, int place, mt_plane p)
 {
-    mt__plane *pl = &u->plane[p];
+    mt__plane *pl = &u->plane[place][p];
     size_t     offset, bytes;
     mt_status  st;
 
@@ -354,17 +369,17 @@ static mt_status late_make(mt_store *s, mt__unit *u, int param, mt_plane p)
     if (pl->late[param].base != NULL)
         return MT_OK;
     MT_TRY(lay_out(u->name, &u->desc[param], 1, p, &offset, &bytes));
-    MT_TRY(map(s, u, p, bytes, &pl->late[param]));
+    MT_TRY(map(s, u, place, p, bytes, &pl->late[param]));
     return MT_OK;
 fail:
     return st;
 }
 
 /* Under map_mu. Has the parameter an address in this plane already, or a right to one? */
-static mt_status check_at(const mt__unit *u, int param, mt_plane p)
+static mt_status check_at(const mt__unit *u, int param, int place, mt_plane p)
 {
     const mt_param_desc *d = &u->desc[param];
-    const mt__plane     *pl = &u->plane[p];
+    const mt__plane     *pl = &u->plane[place][p];
     int there = pl->offset != NULL && pl->offset[param] != MT__ABSENT;
     int late  = pl->late != NULL && pl->late[param].base != NULL;
 
@@ -378,25 +393,25 @@ static mt_status check_at(const mt__unit *u, int param, mt_plane p)
     return MT_OK;
 }
 
-static mt_status at_locked(mt_store *s, mt__unit *u, int param, mt_plane p, void **out)
+static mt_status at_locked(mt_store *s, mt__unit *u, int param, int place, mt_plane p, void **out)
 {
-    mt__plane *pl = &u->plane[p];
+    mt__plane *pl = &u->plane[place][p];
     mt_status  st;
 
-    MT_TRY(check_at(u, param, p));
-    MT_TRY(plane_make(s, u, p));
+    MT_TRY(check_at(u, param, place, p));
+    MT_TRY(plane_make(s, u, place, p));
     if (pl->offset[param] != MT__ABSENT) {
         *out = (char *)pl->arena.base + pl->offset[param];
         return MT_OK;
     }
-    MT_TRY(late_make(s, u, param, p));
+    MT_TRY(late_make(s, u, param, place, p));
     *out = pl->late[param].base;
     return MT_OK;
 fail:
     return st;
 }
 
-mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out)
+static mt_status at(mt_store *s, int unit, int param, int place, mt_plane p, void **out)
 {
     mt__unit *u;
     mt_status st;
@@ -404,11 +419,24 @@ mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out)
     if (!plane_ok(p))
         return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
     MT_TRY(find(s, unit, param, &u));
+    if (place == MT__DEVICE && (p == MT_PLANE_HI || !atomic_load(&u->settled)))
+        return MT_FAIL(MT_EINVAL, "unit %s: the store has no plane %s of it on the device; settled "
+                       "units have those other than HI there", u->name, mt_plane_name(p));
     pthread_mutex_lock(&s->map_mu);
-    st = at_locked(s, u, param, p, out);
+    st = at_locked(s, u, param, place, p, out);
     pthread_mutex_unlock(&s->map_mu);
 fail:
     return st;
+}
+
+mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out)
+{
+    return at(s, unit, param, MT__HOST, p, out);
+}
+
+mt_status mt_store_device_at(mt_store *s, int unit, int param, mt_plane p, void **out)
+{
+    return at(s, unit, param, MT__DEVICE, p, out);
 }
 
 mt_status mt_store_hi(mt_store *s, int unit, void **out)
@@ -420,8 +448,8 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
                        unit, mt_store_units(s));
     pthread_mutex_lock(&s->map_mu);
-    if ((st = plane_make(s, u, MT_PLANE_HI)) == MT_OK)
-        *out = u->plane[MT_PLANE_HI].arena.base;
+    if ((st = plane_make(s, u, MT__HOST, MT_PLANE_HI)) == MT_OK)
+        *out = u->plane[MT__HOST][MT_PLANE_HI].arena.base;
     pthread_mutex_unlock(&s->map_mu);
     return st;
 }
@@ -434,6 +462,82 @@ void mt_store_drop(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return;
     pthread_mutex_lock(&s->map_mu);
-    atomic_fetch_sub(&s->mapped[p], plane_close(&u->plane[p], u->n_params));
+    atomic_fetch_sub(&s->mapped[p], plane_close(&u->plane[MT__HOST][p], u->n_params));
+    atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
     pthread_mutex_unlock(&s->map_mu);
+}
+
+/* ---- settled units ---------------------------------------------------------------------- */
+
+int mt_store_settled(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL && atomic_load(&u->settled);
+}
+
+mt_status mt_store_settle(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    mt_status st = MT_OK;
+
+    if (u == NULL)
+        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
+                       unit, mt_store_units(s));
+    pthread_mutex_lock(&s->map_mu);
+    for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
+        if (p != MT_PLANE_HI && u->plane[MT__HOST][p].offset != NULL)
+            st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s on the host already; settle units before "
+                         "anything but their weights is asked for", u->name, mt_plane_name((mt_plane)p));
+    if (st == MT_OK)
+        atomic_store(&u->settled, 1);
+    pthread_mutex_unlock(&s->map_mu);
+    return st;
+}
+
+/* Under map_mu. */
+static mt_status warm(mt_store *s, mt_arena *a, mt_plane p)
+{
+    int       cold = a->cold;
+    mt_status st = mt_arena_warm(a, s->pool, registrar(s, p));
+
+    if (st == MT_OK && cold)
+        atomic_fetch_add(&s->mapped[p], a->bytes);
+    return st;
+}
+
+mt_status mt_store_warm(mt_store *s, int unit, mt_plane p)
+{
+    mt__unit  *u = mt__unit_at(s, unit);
+    mt__plane *pl;
+    mt_status  st;
+
+    if (u == NULL || !plane_ok(p))
+        return MT_FAIL(MT_EINVAL, "there is no plane %d of unit %d; the store has %d units", (int)p,
+                       unit, mt_store_units(s));
+    pl = &u->plane[MT__HOST][p];
+    pthread_mutex_lock(&s->map_mu);
+    MT_TRY(plane_make(s, u, MT__HOST, p));
+    MT_TRY(warm(s, &pl->arena, p));
+    for (int i = 0; pl->late != NULL && i < u->n_params; i++)
+        MT_TRY(warm(s, &pl->late[i], p));
+fail:
+    pthread_mutex_unlock(&s->map_mu);
+    return st;
+}
+
+void mt_store_device_close(mt_store *s)
+{
+    pthread_mutex_lock(&s->map_mu);
+    for (int i = 0; i < mt_store_units(s); i++) {
+        mt__unit *u = mt__unit_at(s, i);
+
+        for (int p = 0; p < MT_PLANE_COUNT; p++)
+            atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
+    }
+    pthread_mutex_unlock(&s->map_mu);
+}
+
+size_t mt_store_device_bytes(const mt_store *s)
+{
+    return atomic_load(&s->on_device);
 }

@@ -1,8 +1,9 @@
-/* store.h — where every byte of the model is in host memory, and who may touch it.
+/* store.h — where every byte of the model is, and who may touch it.
  *
  * Nouns, in the order they appear below:
  *   unit     parameters streamed as one piece
  *   plane    one kind of value for all parameters of a unit; an arena each, made when first asked for
+ *   settled  a unit that lives on the device: its planes there are the true ones (see resident.h)
  *   ledger   per unit: its version, and the work under way that a reader or writer must wait for
  *
  *     mt_store_open(dev, pool, &s);
@@ -69,8 +70,20 @@ mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
 void      mt_store_drop(mt_store *s, int unit, mt_plane p);              /* gives the memory back */
 
-/* Host bytes mapped in all units: of one plane, or of all (MT_PLANE_COUNT). */
-size_t mt_store_bytes(const mt_store *s, mt_plane p);
+/* From now on the unit's planes but HI are device memory, and their host planes copies: addresses
+ * without memory until they are warmed. MT_ESTATE when one of those is made already. */
+mt_status mt_store_settle (mt_store *s, int unit);
+int       mt_store_settled(const mt_store *s, int unit);                 /* any thread */
+/* As mt_store_at, of a settled unit's plane other than HI: an address on the device; zero at first. */
+mt_status mt_store_device_at(mt_store *s, int unit, int param, mt_plane p, void **out);
+/* What is to be written into a host plane as a whole: makes it where it is not, touches it in
+ * parallel and (GRAD) registers it. Nothing to do when that is done. */
+mt_status mt_store_warm(mt_store *s, int unit, mt_plane p);
+void      mt_store_device_close(mt_store *s);          /* gives all device memory back */
+
+/* Host bytes in memory in all units: of one plane, or of all (MT_PLANE_COUNT). */
+size_t mt_store_bytes       (const mt_store *s, mt_plane p);
+size_t mt_store_device_bytes(const mt_store *s);
 
 /* ---- the ledger -------------------------------------------------------------------------
  * Work on a unit is announced by the thread that asks for it and finished by the thread that
@@ -84,6 +97,8 @@ size_t mt_store_bytes(const mt_store *s, mt_plane p);
  *             for the event: no update begins between the mover's look and its copy.
  *   version   grows with every announced update and every write from outside; a slot holds
  *             current weights exactly when its version is the unit's. Starts at 1.
+ *   written   grows with every write from outside alone: what a settled unit, whose updates are
+ *             made in its slot, must fetch again for. Starts at 1.
  *
  * A fault (sticky) set by any worker ends every wait with that worker's message; finishing what
  * was not announced, or naming a unit that is not there, is such a fault. The wait for `fetched`
@@ -91,7 +106,8 @@ size_t mt_store_bytes(const mt_store *s, mt_plane p);
  * A wait longer than the watchdog (default 600 s) returns MT_ESTUCK naming unit and what is awaited.
  */
 uint64_t  mt_ledger_version(mt_store *s, int unit);
-void      mt_ledger_touch  (mt_store *s, int unit);          /* written from outside: version grows */
+void      mt_ledger_touch  (mt_store *s, int unit);          /* written from outside: both grow */
+uint64_t  mt_ledger_written(mt_store *s, int unit);
 
 void      mt_ledger_update_begin(mt_store *s, int unit);     /* version grows; updates += 1 */
 void      mt_ledger_update_end  (mt_store *s, int unit);

@@ -23,6 +23,9 @@ typedef struct mt__plane {
 
 #define MT__ABSENT SIZE_MAX
 
+/* Where a plane is. A settled unit has both: the device's is the true one, the host's a copy. */
+enum { MT__HOST, MT__DEVICE, MT__PLACES };
+
 typedef struct mt__unit {
     char          *name;             /* these five: written by add, before the unit is published */
     int            n_params;
@@ -30,9 +33,11 @@ typedef struct mt__unit {
     size_t         hi_bytes;
     mt_param_desc *desc;             /* [n_params]; `trainable` later too, under map_mu */
 
-    mt__plane      plane[MT_PLANE_COUNT];
+    mt__plane      plane[MT__PLACES][MT_PLANE_COUNT];
+    atomic_int     settled;          /* set once, under map_mu; read by anyone */
 
     uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
+    uint64_t       written;          /* from 1: of which writes from outside. ledger.mu */
     int64_t        updates, grads, fetches;   /* announced and not finished. ledger.mu */
     mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
 } mt__unit;
@@ -57,6 +62,7 @@ struct mt_store {
     mt__unit      **seg[MT__SEGS];           /* written under map_mu before n_units covers them */
     _Atomic int     n_units;                 /* release after a unit is whole; read by anyone */
     _Atomic size_t  mapped[MT_PLANE_COUNT];  /* bytes; written under map_mu, read by anyone */
+    _Atomic size_t  on_device;               /* the same */
     mt__ledger      ledger;
 };
 

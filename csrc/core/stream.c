@@ -35,6 +35,7 @@
 
 typedef struct slot {
     size_t    bytes;         /* of mem. Written by open */
+    int       settled;       /* its unit never changes: no copy of ours goes there. Written by settle */
     mt_event *ready;         /* recorded on h2d by the mover, behind the copy */
     mt_event *freed;         /* recorded on run by the acquiring thread, when a copy is asked for */
     uint64_t  last_use;      /* tick of the latest acquire or fetch. Acquiring thread */
@@ -61,8 +62,9 @@ struct mt_stream {
     mt_slot_hooks hooks;
     mt_queue     *h2d;       /* the mover's alone */
     mt_timeline  *timeline;  /* written before the first request */
+    mt_resident  *residents; /* NULL: no unit is settled. Written by settle */
     slot         *slots;
-    size_t       *slot_bytes;
+    size_t       *slot_bytes;/* as schedules see them: what is settled fits nobody else */
     int           n_slots;
 
     /* Acquiring thread. */
@@ -289,7 +291,40 @@ void mt_stream_timeline(mt_stream *s, mt_timeline *t)
     s->timeline = t;
 }
 
+mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int k)
+{
+    size_t    bytes = mt_store_hi_bytes(s->store, unit);
+    mt_status st;
+
+    if (k < 0 || k >= s->n_slots || s->slots[k].bytes < bytes)
+        return MT_FAIL(MT_EINVAL, "unit %s: %zu bytes do not fit slot %d of %d with its %zu",
+                       mt_store_name(s->store, unit), bytes, k, s->n_slots,
+                       k >= 0 && k < s->n_slots ? s->slots[k].bytes : 0);
+    if (s->slots[k].unit >= 0)
+        return MT_FAIL(MT_ESTATE, "unit %s: slot %d has held unit %s; settle units before the first "
+                       "forward", mt_store_name(s->store, unit), k,
+                       mt_store_name(s->store, s->slots[k].unit));
+    MT_TRY(mt_resident_settle(r, unit, s->slots[k].mem));
+    s->residents = r;
+    s->slot_bytes[k] = SIZE_MAX;
+    pthread_mutex_lock(&s->mu);
+    s->slots[k].unit = unit;
+    s->slots[k].settled = 1;
+    pthread_mutex_unlock(&s->mu);
+fail:
+    return st;
+}
+
 /* ---- asking for copies: the acquiring thread -------------------------------------------- */
+
+/* The slot that is the unit's for good; -1: none. */
+static int settled_slot(const mt_stream *s, int unit)
+{
+    for (int k = 0; k < s->n_slots && s->residents != NULL; k++)
+        if (s->slots[k].settled && s->slots[k].unit == unit)
+            return k;
+    return -1;
+}
 
 /* Under mu. Where slot k is in line; -1: it is not. */
 static int place_in_line(const mt_stream *s, int k)
@@ -404,11 +439,11 @@ static int give_way(const mt_stream *s, int unit)
     for (int k = 0; k < s->n_slots; k++) {
         if (s->slots[k].unit == unit)
             return k;
-        if (s->slots[k].bytes >= bytes && s->slots[k].bytes < least)
+        if (!s->slots[k].settled && s->slots[k].bytes >= bytes && s->slots[k].bytes < least)
             least = s->slots[k].bytes;
     }
     for (int k = 0; k < s->n_slots; k++) {
-        if (s->slots[k].bytes != least)
+        if (s->slots[k].settled || s->slots[k].bytes != least)
             continue;
         int k_held = held(s, k);
         if (best < 0 || k_held < best_held ||
@@ -506,14 +541,18 @@ mt_status mt_stream_begin(mt_stream *s)
 static mt_status check_fits(const mt_stream *s, int unit)
 {
     size_t bytes, most = 0;
+    int    some = 0;
 
     if (unit < 0 || unit >= mt_store_units(s->store))
         return MT_FAIL(MT_EINVAL, "stream: there is no unit %d; the store has %d",
                        unit, mt_store_units(s->store));
     bytes = mt_store_hi_bytes(s->store, unit);
     for (int k = 0; k < s->n_slots; k++)
-        most = s->slots[k].bytes > most ? s->slots[k].bytes : most;
-    if (bytes > most)
+        if (!s->slots[k].settled) {
+            most = s->slots[k].bytes > most ? s->slots[k].bytes : most;
+            some = 1;
+        }
+    if (!some || bytes > most)
         return MT_FAIL(MT_EINVAL, "unit %s: %zu bytes do not fit the largest slot, %zu bytes; "
                        "make it larger", mt_store_name(s->store, unit), bytes, most);
     return MT_OK;
@@ -548,9 +587,11 @@ mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out
     mt_status st;
 
     MT_TRY(mt_ledger_check(s->store));
-    MT_TRY(check_fits(s, unit));
-    if (unit != s->last_unit || (k = holding(s, unit, -1)) < 0)
-        MT_TRY(open_window(s, unit, run, &k));
+    if ((k = settled_slot(s, unit)) < 0) {
+        MT_TRY(check_fits(s, unit));
+        if (unit != s->last_unit || (k = holding(s, unit, -1)) < 0)
+            MT_TRY(open_window(s, unit, run, &k));
+    }
     *slot_out = k;
     *mem = s->slots[k].mem;
     return MT_OK;
@@ -560,6 +601,8 @@ fail:
 
 void mt_stream_mark_offload(mt_stream *s, int unit)
 {
+    if (settled_slot(s, unit) >= 0)
+        return;
     /* Without memory for the mark the schedule lacks an OFFLOAD, and nothing depends on it. */
     (void)mt__course_offload(&s->course, unit);
 }
@@ -601,20 +644,32 @@ static mt_status wait_issued(mt_stream *s, int k, mt_debug *debug)
     return failed ? mt_ledger_check(s->store) : MT_OK;
 }
 
-mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
+static mt_status await_copy(mt_stream *s, int k, mt_queue *run)
 {
-    uint64_t  begun = mt_now_ns();
     mt_debug  debug;
     mt_status st;
 
-    if (k < 0 || k >= s->n_slots)
-        return MT_FAIL(MT_EINVAL, "stream: there is no slot %d of %d", k, s->n_slots);
     MT_TRY(wait_issued(s, k, &debug));
     if (debug.sync)
         MT_TRY(s->dev->ops->sync_event(s->slots[k].ready));
     /* READY: the copy is in h2d; run goes on when it is over. */
     if (!(debug.skip & MT_EDGE_READY))
         MT_TRY(s->dev->ops->wait(run, s->slots[k].ready));
+fail:
+    return st;
+}
+
+mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
+{
+    uint64_t  begun = mt_now_ns();
+    mt_status st;
+
+    if (k < 0 || k >= s->n_slots)
+        return MT_FAIL(MT_EINVAL, "stream: there is no slot %d of %d", k, s->n_slots);
+    if (s->slots[k].settled)
+        MT_TRY(mt_resident_await(s->residents, s->slots[k].unit, run));
+    else
+        MT_TRY(await_copy(s, k, run));
     pthread_mutex_lock(&s->mu);
     s->stats.await_ns += mt_now_ns() - begun;
     pthread_mutex_unlock(&s->mu);

@@ -17,6 +17,9 @@
  *           overwrites it is decided: all use so far was launched by then, and nobody holds it
  *   UPDATED the mover waits for updates announced so far      ledger, on the host, before the copy
  *
+ * A slot may be given to one unit for good: mt_stream_settle. Such units are no part of traces and
+ * schedules; their edges are in resident.h.
+ *
  * An order other than the recorded one is never wrong: a unit that no slot holds is fetched on
  * demand into the least recently used slot, and the trace is recorded again.
  *
@@ -25,9 +28,8 @@
 #ifndef MT_STREAM_H
 #define MT_STREAM_H
 
+#include "resident.h"
 #include "schedule.h"
-#include "store.h"
-#include "timeline.h"
 
 typedef struct mt_slot_desc {
     void  *mem;              /* device memory, owned by the caller, aligned to 512 */
@@ -52,6 +54,10 @@ void      mt_stream_close(mt_stream *s);       /* waits for the mover and the H2
 
 /* Fetches are recorded in t from now on. Before the first acquire, or never. */
 void      mt_stream_timeline(mt_stream *s, mt_timeline *t);
+
+/* Slot `slot` is the unit's for good. r is the same each time. Before the first acquire.
+ * MT_EINVAL when the slot is too small, MT_ESTATE when it is in use, and as mt_resident_settle. */
+mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int slot);
 
 /* A root forward starts: the cursor returns to the start. When the order just ended differs from
  * the schedule's, a schedule is built from it. */
@@ -78,12 +84,6 @@ typedef struct mt_stream_stats {
 mt_stream_stats    mt_stream_stats_get(mt_stream *s);
 const mt_schedule *mt_stream_schedule(const mt_stream *s);   /* NULL before the first is built */
 
-/* Tests only. skip: bit mask of edges left out. poison: a slot is filled with 0xFF before its copy.
- * sync: nothing is fetched ahead, and await returns when the copy is over (overlap off). */
-enum {
-    MT_EDGE_READY = 1, MT_EDGE_FREED = 2, MT_EDGE_GRAD = 4, MT_EDGE_LANDED = 8, MT_EDGE_UPDATED = 16
-};
-typedef struct mt_debug { unsigned skip; int poison; int sync; } mt_debug;
-void mt_stream_debug(mt_stream *s, mt_debug d);
+void mt_stream_debug(mt_stream *s, mt_debug d);          /* tests only */
 
 #endif

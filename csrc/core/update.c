@@ -19,6 +19,7 @@
 typedef struct job {
     mt_update_job  j;        /* params: our copy */
     unsigned char *counted;  /* [n_params] the offload has its sum of squares, as of submit */
+    int            settled;  /* its unit is */
 } job;
 
 typedef struct work {
@@ -27,6 +28,7 @@ typedef struct work {
     double       max_norm;
     job         *jobs;
     int          n;
+    mt_event    *asked;      /* on run, at submit; NULL: no unit is settled */
 } work;
 
 typedef struct result {
@@ -40,7 +42,8 @@ struct mt_updater {
     mt_offload     *grads;
     mt_pool        *pool;
 
-    mt_timeline    *timeline;           /* written before the first submit */
+    mt_resident    *residents;          /* these two: written before the first submit */
+    mt_timeline    *timeline;
 
     pthread_mutex_t mu;
     pthread_cond_t  more;               /* the updater waits: work, or stop */
@@ -64,6 +67,8 @@ static void work_free(work *w)
         free((void *)(uintptr_t)w->jobs[i].j.params);
         free(w->jobs[i].counted);
     }
+    if (w->asked != NULL)
+        w->asked->dev->ops->event_close(w->asked);
     free(w->jobs);
     free(w);
 }
@@ -79,6 +84,10 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
     if (params == NULL || to->counted == NULL)
         return MT_FAIL(MT_ENOMEM, "update: no memory for the %d parameters of unit %s",
                        from->n_params, mt_store_name(u->store, from->unit));
+    to->settled = mt_store_settled(u->store, from->unit);
+    if (to->settled && (u->residents == NULL || from->put == NULL))
+        return MT_FAIL(MT_ESTATE, "unit %s is settled, and its job has no put, or mt_update_residents() "
+                       "was not called", mt_store_name(u->store, from->unit));
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
         to->counted[i] = (unsigned char)mt_offload_counted(u->grads, from->unit, params[i]);
@@ -86,8 +95,24 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
     return MT_OK;
 }
 
+/* What run was given up to now may read the weights that the settled units' updates overwrite. */
+static mt_status note_compute(work *w, mt_queue *run)
+{
+    int       some = 0;
+    mt_status st;
+
+    for (int i = 0; i < w->n; i++)
+        some |= w->jobs[i].settled;
+    if (!some)
+        return MT_OK;
+    MT_TRY(run->dev->ops->event_open(run->dev, &w->asked));
+    return run->dev->ops->record(run, w->asked);
+fail:
+    return st;
+}
+
 static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
-                           work **out)
+                           mt_queue *run, work **out)
 {
     work     *w = calloc(1, sizeof *w);
     mt_status st;
@@ -106,6 +131,7 @@ static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n
         }
         MT_TRY(job_copy(u, &jobs[i], &w->jobs[i]));
     }
+    MT_TRY(note_compute(w, run));
     *out = w;
     return MT_OK;
 
@@ -205,12 +231,28 @@ fail:
     return st;
 }
 
-static mt_status run_job(mt_updater *u, const job *b, float clip)
+/* A settled unit's update is put; when it is over is the device's affair. */
+static mt_status put_job(mt_updater *u, const work *w, const job *b, float clip)
+{
+    mt_resident_update update = { .unit = b->j.unit, .params = b->j.params,
+                                  .n_params = b->j.n_params, .asked = w->asked,
+                                  .bytes = b->j.bytes, .put = b->j.put, .arg = b->j.arg };
+    mt_status          st;
+
+    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+    return mt_resident_put(u->residents, &update, clip);
+fail:
+    return st;
+}
+
+static mt_status run_job(mt_updater *u, const work *w, const job *b, float clip)
 {
     uint64_t  begun;
     mt_span   span;
     mt_status st;
 
+    if (b->settled)
+        return put_job(u, w, b, clip);
     MT_TRY(wait_turn(u, b));
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
@@ -224,39 +266,43 @@ fail:
 }
 
 /* Without max_norm: the unit's own gradients decide, and the norm becomes known on the way. */
-static mt_status judge_and_run(mt_updater *u, const job *b, double *total, result *r)
+static mt_status judge_and_run(mt_updater *u, const work *w, const job *b, double *total, result *r)
 {
     int       finite, known;
     mt_status st;
 
     MT_TRY(weigh(u, b, total, &finite, &known));
     if (finite)
-        return run_job(u, b, 1.0f);
+        return run_job(u, w, b, 1.0f);
     r->skipped++;
     return MT_OK;
 fail:
     return st;
 }
 
-/* Runs the jobs in order. After a failure the rest is only ended. */
+/* Runs the jobs in order; with a max_norm, first those that are only put. Without, each is judged in
+ * turn, and their sums are added in that order. After a failure the rest is only ended. */
 static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip, result *r)
 {
     double total = 0;
-    int    skip_all = w->max_norm > 0 && r->skipped > 0;
+    int    clipped = w->max_norm > 0, skip_all = clipped && r->skipped > 0;
 
-    for (int i = 0; i < w->n; i++) {
-        const job *b = &w->jobs[i];
+    for (int turn = 0; turn < 2; turn++)
+        for (int i = 0; i < w->n; i++) {
+            const job *b = &w->jobs[i];
 
-        if (st == MT_OK && !skip_all)
-            st = w->max_norm > 0 ? run_job(u, b, clip) : judge_and_run(u, b, &total, r);
-        /* At once, not after this unit's update_end: the next fetch of it must fail, not read. */
-        if (st != MT_OK)
-            mt_ledger_fault(u->store, st, mt_last_error());
-        mt_ledger_update_end(u->store, b->j.unit);
-        if (b->j.free != NULL)
-            b->j.free(b->j.arg);
-    }
-    if (!(w->max_norm > 0))
+            if (turn != (clipped && !b->settled))
+                continue;
+            if (st == MT_OK && !skip_all)
+                st = clipped ? run_job(u, w, b, clip) : judge_and_run(u, w, b, &total, r);
+            /* At once, not after this unit's update_end: the next fetch of it must fail, not read. */
+            if (st != MT_OK)
+                mt_ledger_fault(u->store, st, mt_last_error());
+            mt_ledger_update_end(u->store, b->j.unit);
+            if (b->j.free != NULL)
+                b->j.free(b->j.arg);
+        }
+    if (!clipped)
         r->norm = sqrt(total);
     return st;
 }
@@ -343,6 +389,11 @@ void mt_update_close(mt_updater *u)
     free(u);
 }
 
+void mt_update_residents(mt_updater *u, mt_resident *r)
+{
+    u->residents = r;
+}
+
 void mt_update_timeline(mt_updater *u, mt_timeline *t)
 {
     u->timeline = t;
@@ -372,7 +423,7 @@ static uint64_t hand_over(mt_updater *u, work *w, int *sync)
 }
 
 mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
-                           uint64_t *ticket)
+                           mt_queue *run, uint64_t *ticket)
 {
     work     *w = NULL;
     uint64_t  number;
@@ -380,7 +431,7 @@ mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, doub
     mt_status st;
 
     MT_TRY(mt_ledger_check(u->store));
-    MT_TRY(work_make(u, jobs, n, max_norm, &w));
+    MT_TRY(work_make(u, jobs, n, max_norm, run, &w));
     number = hand_over(u, w, &sync);        /* w is the updater's from here on */
     if (sync)
         st = mt_update_drain(u);
@@ -421,14 +472,19 @@ fail:
 
 mt_status mt_update_drain(mt_updater *u)
 {
-    uint64_t submitted;
+    uint64_t  submitted;
+    mt_status st;
 
     pthread_mutex_lock(&u->mu);
     submitted = u->submitted;
     while (u->done < submitted)
         pthread_cond_wait(&u->news, &u->mu);
     pthread_mutex_unlock(&u->mu);
+    if (u->residents != NULL)
+        MT_TRY(mt_resident_drain(u->residents));
     return mt_ledger_check(u->store);
+fail:
+    return st;
 }
 
 uint64_t mt_update_busy_ns(mt_updater *u)

@@ -1,6 +1,6 @@
 /* update.h — updates, in forward order, behind the back of the thread that called step().
  *
- *     mt_update_submit(u, jobs, n, max_norm, &ticket);   // returns at once
+ *     mt_update_submit(u, jobs, n, max_norm, run, &ticket);   // returns at once
  *     mt_update_norm(u, ticket, &norm);                  // waits only for the gradients
  *     mt_ledger_wait_updates(store, unit);               // waits for one unit
  *
@@ -9,6 +9,8 @@
  *      the order given (fp64), and clips by min(1, max_norm / (norm + 1e-6)), as torch does;
  *   2. for each job in order: waits for the unit's gradients and for copies still reading its
  *      weights, runs it on the pool, and ends its announcement in the ledger.
+ *      With a max_norm the jobs of settled units (resident.h) come first, all of them: they are only
+ *      put in the residents' queue, and end in the ledger when they are.
  * A norm that is not finite skips the whole submit: nothing is touched. Without max_norm each
  * unit is judged by its own gradients, and is skipped alone.
  *
@@ -27,6 +29,7 @@ typedef struct mt_update_job {
      * changed p.grad): computed on the pool by the updater. NULL: never. */
     double (*sumsq)(void *arg, mt_pool *pool, int i, int *use);
     mt_status (*run)(void *arg, mt_pool *pool, float clip);   /* the update itself */
+    mt_status (*put)(void *arg, mt_queue *q, float clip);     /* a settled unit's: see resident.h */
     uint64_t bytes;              /* that run reads and writes, for the timeline */
     void  (*free)(void *arg);    /* called once, run or skipped; may be NULL */
     void  *arg;
@@ -37,13 +40,17 @@ typedef struct mt_updater mt_updater;
 mt_status mt_update_open (mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out);
 void      mt_update_close(mt_updater *u);                      /* finishes what was submitted */
 
+/* Where settled units live. Before the first submit of one. */
+void      mt_update_residents(mt_updater *u, mt_resident *r);
 /* Updates and waits are recorded in t. Before the first submit, or never. */
 void      mt_update_timeline(mt_updater *u, mt_timeline *t);
 
 /* Jobs are copied, params arrays too; args are owned by the updater from here on, also on failure.
- * max_norm <= 0: no clipping, no norm. Announces every unit in the ledger before it returns. */
+ * max_norm <= 0: no clipping, no norm. Announces every unit in the ledger before it returns.
+ * run: what computes; all that may read a settled unit's weights as they are is in it by now.
+ * MT_ESTATE for a settled unit before mt_update_residents, or without a put. */
 mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
-                           uint64_t *ticket);
+                           mt_queue *run, uint64_t *ticket);
 /* Global norm of a submit (before clipping); waits until it is known. Without max_norm: waits for
  * the submit's end. *skipped: units not updated because of non-finite gradients. */
 mt_status mt_update_norm (mt_updater *u, uint64_t ticket, double *norm, int *skipped);

@@ -482,6 +482,7 @@ static mt_status cpu_mem_alloc(mt_dev *d, size_t bytes, void **out)
     if (bytes > SIZE_MAX - MEM_ALIGN
         || (p = aligned_alloc(MEM_ALIGN, (bytes + MEM_ALIGN - 1) / MEM_ALIGN * MEM_ALIGN)) == NULL)
         return MT_FAIL(MT_EDEVMEM, "cpu: no device memory for %zu bytes", bytes);
+    memset(p, 0, bytes);
     *out = p;
     return MT_OK;
 }

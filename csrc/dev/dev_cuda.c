@@ -198,7 +198,7 @@ static void leave(cuda_dev *d, int pushed)
         leave((d), pushed_);                                                                  \
     } while (0)
 
-/* ---- memory ----------------------------------------------------------------------------- */
+/* ---- host memory ------------------------------------------------------------------------ */
 
 static mt_status cuda_host_register(mt_dev *dev, void *p, size_t bytes)
 {
@@ -222,30 +222,6 @@ static void cuda_host_unregister(mt_dev *dev, void *p)
 
     if (p != NULL)
         IN_CONTEXT_QUIETLY(d, (void)cudaHostUnregister(p));
-}
-
-static mt_status cuda_mem_alloc(mt_dev *dev, size_t bytes, void **out)
-{
-    cuda_dev *d = as_dev(dev);
-    void     *p = NULL;
-    mt_status st;
-
-    if (bytes == 0)
-        return MT_FAIL(MT_EINVAL, "cuda:%d: device memory of 0 bytes", d->index);
-    IN_CONTEXT(d, st, cudaMalloc(&p, bytes));
-    if (st == MT_EDEVMEM)
-        return MT_FAIL(MT_EDEVMEM, "cuda:%d: no device memory for %zu bytes", d->index, bytes);
-    if (st == MT_OK)
-        *out = p;
-    return st;
-}
-
-static void cuda_mem_free(mt_dev *dev, void *p)
-{
-    cuda_dev *d = as_dev(dev);
-
-    if (p != NULL)
-        IN_CONTEXT_QUIETLY(d, (void)cudaFree(p));
 }
 
 /* ---- queues ----------------------------------------------------------------------------- */
@@ -489,6 +465,65 @@ static mt_status cuda_sync_event(mt_event *e)
         st = sleep_until(d, as_event(e)->event);
     leave(d, pushed);
     return st;
+}
+
+/* ---- device memory ---------------------------------------------------------------------- */
+
+/* In a stream of its own, so that it waits for nobody's work and nobody waits for it. */
+static mt_status zero(cuda_dev *d, void *p, size_t bytes)
+{
+    sleeper  *s;
+    mt_status st;
+
+    if ((st = sleeper_take(d, &s)) != MT_OK)
+        return st;
+    MT_TRY(CU(d, cudaMemsetAsync(p, 0, bytes, s->stream)));
+    MT_TRY(CU(d, cudaEventRecord(s->over, s->stream)));
+    MT_TRY(CU(d, cudaEventSynchronize(s->over)));
+fail:
+    sleeper_give(d, s);
+    return st;
+}
+
+static mt_status alloc_zero(cuda_dev *d, size_t bytes, void **out)
+{
+    void     *p = NULL;
+    mt_status st;
+
+    if ((st = CU(d, cudaMalloc(&p, bytes))) != MT_OK)
+        return st;
+    if ((st = zero(d, p, bytes)) != MT_OK) {
+        (void)cudaFree(p);
+        (void)cudaGetLastError();
+        return st;
+    }
+    *out = p;
+    return MT_OK;
+}
+
+static mt_status cuda_mem_alloc(mt_dev *dev, size_t bytes, void **out)
+{
+    cuda_dev *d = as_dev(dev);
+    int       pushed;
+    mt_status st;
+
+    if (bytes == 0)
+        return MT_FAIL(MT_EINVAL, "cuda:%d: device memory of 0 bytes", d->index);
+    st = enter(d, &pushed);
+    if (st == MT_OK)
+        st = alloc_zero(d, bytes, out);
+    leave(d, pushed);
+    if (st == MT_EDEVMEM)
+        return MT_FAIL(MT_EDEVMEM, "cuda:%d: no device memory for %zu bytes", d->index, bytes);
+    return st;
+}
+
+static void cuda_mem_free(mt_dev *dev, void *p)
+{
+    cuda_dev *d = as_dev(dev);
+
+    if (p != NULL)
+        IN_CONTEXT_QUIETLY(d, (void)cudaFree(p));
 }
 
 /* ---- stamps -----------------------------------------------------------------------------

@@ -104,6 +104,32 @@ static void memory_is_aligned_and_refused_with_a_reason(mt_dev *d)
     o->mem_free(d, p[2]);
 }
 
+/* Of every size, behind somebody who left something there. */
+static void memory_is_zero(mt_dev *d)
+{
+    const mt_dev_ops *o = d->ops;
+    static char       host[100003], sevens[100003];
+    mt_queue         *q;
+    void             *p;
+
+    memset(sevens, 7, sizeof sevens);
+    REQUIRE(o->queue_open(d, "q", &q) == MT_OK);
+    for (size_t bytes = 1; bytes <= sizeof host; bytes = bytes * 9 + 1)
+        for (int i = 0; i < 3; i++) {
+            int64_t set = 0;
+
+            REQUIRE(o->mem_alloc(d, bytes, &p) == MT_OK);
+            CHECK_OK(o->copy(q, host, p, bytes));
+            CHECK_OK(o->copy(q, p, sevens, bytes));
+            CHECK_OK(o->sync(q));
+            for (size_t k = 0; k < bytes; k++)
+                set += host[k] != 0;
+            CHECK_EQ(set, 0);
+            o->mem_free(d, p);
+        }
+    o->queue_close(q);
+}
+
 static void close_and_free_accept_null(mt_dev *d)
 {
     d->ops->queue_close(NULL);
@@ -803,6 +829,7 @@ static void on_cuda(void (*test)(mt_dev *d))
 
 #define CONFORMANCE(X)                                                                        \
     X(memory_is_aligned_and_refused_with_a_reason)                                            \
+    X(memory_is_zero)                                                                         \
     X(close_and_free_accept_null)                                                             \
     X(copy_carries_bytes_there_and_back)                                                      \
     X(operations_of_a_queue_run_in_order)                                                     \

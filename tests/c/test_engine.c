@@ -1,5 +1,6 @@
-/* test_engine.c — stream, offload and updater together train a toy, and the bits are those of a
- * plain loop over the same functions, whatever the delays. Each edge, left out, is seen to matter.
+/* test_engine.c — stream, residents, offload and updater together train a toy, and the bits are those of
+ * a plain loop over the same functions, whatever the delays and whichever units are settled. Each edge,
+ * left out, is seen to matter.
  *
  * The toy: x of D floats goes through units of two fp32 parameters each; backward gives both a
  * gradient; the update is p -= lr * clip * g. Forward and backward run in the run queue, gradient
@@ -97,6 +98,8 @@ typedef struct config {
     int      max_us;             /* 0: run is the calling thread */
     int      odd;
     double   max_norm;
+    unsigned settled;            /* bit u: unit u lives on the device */
+    int      look;               /* 1: another forward between the last backward and step() */
     int      traced;
     mt_debug debug;
 } config;
@@ -104,6 +107,7 @@ typedef struct config {
 typedef struct outcome {
     float  w[UNITS][TOY_PARAMS][MAX_N];
     float  x[STEPS][D];          /* the last micro-batch's output */
+    float  seen[STEPS][D];       /* the look's */
     double norm[STEPS];
 } outcome;
 
@@ -150,6 +154,15 @@ static void plain_update(plain *l, int step, double max_norm)
     memset(l->has, 0, sizeof l->has);
 }
 
+static void plain_forward(plain *l, const step_plan *s, int step)
+{
+    start_forward(l->x, step);
+    for (int i = 0; i < s->n; i++) {
+        int u = s->order[i];
+        forward_unit(l->x, l->saved[i], l->o.w[u][0], toy_numel(u, 0), l->o.w[u][1], toy_numel(u, 1));
+    }
+}
+
 static void run_plain(const config *c, outcome *out)
 {
     static plain l;
@@ -164,16 +177,15 @@ static void run_plain(const config *c, outcome *out)
         step_plan s = plan_step(&random, c->odd);
 
         for (int m = 0; m < s.micro; m++) {
-            start_forward(l.x, step);
-            for (int i = 0; i < s.n; i++) {
-                int u = s.order[i];
-                forward_unit(l.x, l.saved[i], l.o.w[u][0], toy_numel(u, 0), l.o.w[u][1],
-                             toy_numel(u, 1));
-            }
+            plain_forward(&l, &s, step);
             memcpy(l.o.x[step], l.x, sizeof l.x);
             start_backward(l.gx, l.x);
             if (s.backward)
                 plain_backward(&l, &s);
+        }
+        if (c->look) {
+            plain_forward(&l, &s, step);
+            memcpy(l.o.seen[step], l.x, sizeof l.x);
         }
         if (s.backward)
             plain_update(&l, step, c->max_norm);
@@ -190,10 +202,13 @@ typedef struct source {          /* device memory for one unit's gradients */
 
 typedef struct engine {
     toy          t;
+    mt_resident *r;
     mt_stream   *s;
     mt_offload  *o;
     mt_updater  *u;
-    mt_slot_desc slots[SLOTS];
+    unsigned     settled;
+    mt_slot_desc slots[SLOTS + UNITS];          /* the ring, then the settled units' */
+    int          n_slots;
     source       source[SOURCES];
     int          n_sources;
     int          has[UNITS];
@@ -205,6 +220,7 @@ typedef struct engine {
 
 static void engine_debug(engine *e, mt_debug d)
 {
+    mt_resident_debug(e->r, d);
     mt_stream_debug(e->s, d);
     mt_offload_debug(e->o, d);
     mt_update_debug(e->u, d);
@@ -212,10 +228,23 @@ static void engine_debug(engine *e, mt_debug d)
 
 static void engine_slots(engine *e)
 {
-    for (int i = 0; i < SLOTS; i++) {
+    e->n_slots = SLOTS + __builtin_popcount(e->settled);
+    for (int i = 0; i < e->n_slots; i++) {
         e->slots[i].bytes = mt_store_hi_bytes(e->t.store, UNITS - 1);
         REQUIRE(e->t.dev->ops->mem_alloc(e->t.dev, e->slots[i].bytes, &e->slots[i].mem) == MT_OK);
     }
+}
+
+static mt_status engine_settle(engine *e)
+{
+    int       slot = SLOTS;
+    mt_status st = MT_OK;
+
+    for (int u = 0; u < UNITS; u++)
+        if (e->settled >> u & 1)
+            MT_TRY(mt_stream_settle(e->s, e->r, u, slot++));
+fail:
+    return st;
 }
 
 static mt_status engine_threads(engine *e)
@@ -223,10 +252,15 @@ static mt_status engine_threads(engine *e)
     mt_slot_hooks none = { 0 };
     mt_status     st;
 
-    MT_TRY(mt_stream_open(e->t.dev, e->t.store, e->slots, SLOTS, none, &e->s));
+    MT_TRY(mt_resident_open(e->t.dev, e->t.store, &e->r));
+    MT_TRY(mt_stream_open(e->t.dev, e->t.store, e->slots, e->n_slots, none, &e->s));
+    MT_TRY(engine_settle(e));
     MT_TRY(mt_offload_open(e->t.dev, e->t.store, e->t.pool, 1, toy_kernels, &e->o));
     MT_TRY(mt_update_open(e->t.store, e->o, e->t.pool, &e->u));
+    mt_offload_residents(e->o, e->r);
+    mt_update_residents(e->u, e->r);
     MT_TRY(mt_timeline_open(e->t.dev, &e->timeline));
+    mt_resident_timeline(e->r, e->timeline);
     mt_stream_timeline(e->s, e->timeline);
     mt_offload_timeline(e->o, e->timeline);
     mt_update_timeline(e->u, e->timeline);
@@ -240,6 +274,7 @@ static void engine_open(engine *e, const config *c)
     memset(e, 0, sizeof *e);
     toy_open(&e->t, UNITS, c->seed, c->max_us);
     e->naps = c->seed;
+    e->settled = c->settled;
     engine_slots(e);
     REQUIRE(engine_threads(e) == MT_OK);
     CHECK_OK(mt_timeline_on(e->timeline, c->traced));
@@ -251,18 +286,20 @@ static void engine_stop(engine *e)
     mt_update_close(e->u);
     mt_offload_close(e->o);
     mt_stream_close(e->s);
+    mt_resident_close(e->r);
     (void)e->t.dev->ops->sync(e->t.run);
     mt_timeline_close(e->timeline);
     e->u = NULL;
     e->o = NULL;
     e->s = NULL;
+    e->r = NULL;
     e->timeline = NULL;
 }
 
 static void engine_close(engine *e)
 {
     engine_stop(e);
-    for (int i = 0; i < SLOTS; i++)
+    for (int i = 0; i < e->n_slots; i++)
         e->t.dev->ops->mem_free(e->t.dev, e->slots[i].mem);
     for (int i = 0; i < e->n_sources; i++)
         for (int p = 0; p < TOY_PARAMS; p++)
@@ -272,7 +309,7 @@ static void engine_close(engine *e)
 
 /* ---- work in the run queue -------------------------------------------------------------- */
 
-typedef enum work_kind { START, FORWARD, TURN, BACKWARD } work_kind;
+typedef enum work_kind { START, FORWARD, TURN, LOOK, BACKWARD } work_kind;
 
 typedef struct work {
     engine   *e;
@@ -298,6 +335,9 @@ static void do_work(void *arg)
     case TURN:
         memcpy(e->out.x[w->step], e->x, sizeof e->x);
         start_backward(e->gx, e->x);
+        break;
+    case LOOK:
+        memcpy(e->out.seen[w->step], e->x, sizeof e->x);
         break;
     case BACKWARD:
         backward_unit(e->gx, e->saved[w->visit], n0, w->w[1], n1, w->g[0], w->g[1]);
@@ -361,13 +401,18 @@ static void hand_over(engine *e, int unit, source *s)
     mt_stream_mark_offload(e->s, unit);
 }
 
-static void micro_batch(engine *e, const step_plan *s, int step)
+static void forward(engine *e, const step_plan *s, int step)
 {
     CHECK_OK(mt_stream_begin(e->s));
     mt_timeline_step(e->timeline, step, e->t.run);
     compute(e, (work){ .kind = START, .step = step });
     for (int i = 0; i < s->n; i++)
         window(e, (work){ .kind = FORWARD, .visit = i, .unit = s->order[i] });
+}
+
+static void micro_batch(engine *e, const step_plan *s, int step)
+{
+    forward(e, s, step);
     compute(e, (work){ .kind = TURN, .step = step });
     for (int i = s->n - 1; i >= 0 && s->backward; i--) {
         source *src = take_source(e);
@@ -399,6 +444,59 @@ static mt_status run_update(void *arg, mt_pool *pool, float clip)
     return MT_OK;
 }
 
+/* The same on the device: what the queue's thread needs. */
+typedef struct put_arg {
+    float *p[TOY_PARAMS], *g[TOY_PARAMS];
+    int    unit;
+    float  clip;
+} put_arg;
+
+static void update_now(void *arg)
+{
+    put_arg *a = arg;
+
+    for (int p = 0; p < TOY_PARAMS; p++)
+        update_param(a->p[p], a->g[p], toy_numel(a->unit, p), a->clip);
+    free(a);
+}
+
+static mt_status put_update(void *arg, mt_queue *q, float clip)
+{
+    const update_arg *a = arg;
+    put_arg          *put = calloc(1, sizeof *put);
+    void             *at;
+    mt_status         st;
+
+    REQUIRE(put != NULL);
+    put->unit = a->unit;
+    put->clip = clip;
+    for (int p = 0; p < TOY_PARAMS; p++) {
+        MT_TRY(mt_resident_at(a->e->r, a->unit, p, MT_PLANE_HI, &at));
+        put->p[p] = at;
+        MT_TRY(mt_resident_at(a->e->r, a->unit, p, MT_PLANE_GRAD, &at));
+        put->g[p] = at;
+    }
+    MT_TRY(q->dev->ops->call(q, update_now, put));
+    return MT_OK;
+fail:
+    free(put);
+    return st;
+}
+
+/* As an update whose gradient is on the host. */
+static mt_status put_nothing(void *arg, mt_queue *q, float clip)
+{
+    const update_arg *a = arg;
+    void             *mem;
+    mt_status         st;
+
+    (void)clip;
+    MT_TRY(mt_resident_scratch(a->e->r, sizeof a->e->x, &mem));
+    return q->dev->ops->copy(q, mem, a->e->x, sizeof a->e->x);
+fail:
+    return st;
+}
+
 static mt_status run_nothing(void *arg, mt_pool *pool, float clip)
 {
     (void)arg;
@@ -423,9 +521,10 @@ static uint64_t submit(engine *e, double max_norm)
         REQUIRE((a = malloc(sizeof *a)) != NULL);
         *a = (update_arg){ e, u };
         jobs[n++] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
-                                     .run = run_update, .bytes = 1000, .free = free, .arg = a };
+                                     .run = run_update, .put = put_update, .bytes = 1000,
+                                     .free = free, .arg = a };
     }
-    CHECK_OK(mt_update_submit(e->u, jobs, n, max_norm, &ticket));
+    CHECK_OK(mt_update_submit(e->u, jobs, n, max_norm, e->t.run, &ticket));
     for (int u = 0; u < UNITS; u++)             /* zero_grad() at once, as users do */
         mt_offload_forget(e->o, u);
     memset(e->has, 0, sizeof e->has);
@@ -437,6 +536,7 @@ static void read_back(engine *e)
 {
     for (int u = 0; u < UNITS; u++) {
         CHECK_OK(mt_ledger_wait_updates(e->t.store, u));
+        CHECK_OK(mt_resident_bring(e->r, u, 1u << MT_PLANE_HI));
         for (int p = 0; p < TOY_PARAMS; p++)
             memcpy(e->out.w[u][p], toy_at(&e->t, u, p, MT_PLANE_HI),
                    (size_t)toy_numel(u, p) * sizeof(float));
@@ -452,6 +552,10 @@ static void train(engine *e, const config *c, uint64_t *ticket)
 
         for (int m = 0; m < s.micro; m++)
             micro_batch(e, &s, step);
+        if (c->look) {
+            forward(e, &s, step);
+            compute(e, (work){ .kind = LOOK, .step = step });
+        }
         if (s.backward)
             ticket[step] = submit(e, c->max_norm);
     }
@@ -483,6 +587,7 @@ static int same(const config *c)
     run_plain(c, &want);
     run_engine(c, &got);
     return memcmp(want.w, got.w, sizeof want.w) == 0 && memcmp(want.x, got.x, sizeof want.x) == 0 &&
+           memcmp(want.seen, got.seen, sizeof want.seen) == 0 &&
            (c->debug.skip || memcmp(want.norm, got.norm, sizeof want.norm) == 0);
 }
 
@@ -512,6 +617,34 @@ static void odd_orders_with_random_delays_equal_the_plain_loop(void)
     for (uint64_t seed = 0; seed < 100; seed++)
         CHECK(same(&(config){ .seed = seed, .max_us = seed % 4 ? 40 : 200, .odd = 1,
                               .max_norm = seed % 3 ? 0.5 : 0, .debug = { .poison = seed % 2 } }));
+}
+
+/* ---- settled units ---------------------------------------------------------------------- */
+
+#define ALL_UNITS ((1u << UNITS) - 1)
+
+static void settled_units_equal_the_plain_loop_without_overlap(void)
+{
+    for (uint64_t seed = 0; seed < 8; seed++)
+        CHECK(same(&(config){ .seed = seed, .max_us = 50, .odd = seed % 2, .max_norm = 1.0, .look = 1,
+                              .settled = seed < 2 ? ALL_UNITS : (unsigned)seed * 5,
+                              .debug = { .sync = 1, .poison = 1 } }));
+}
+
+static void settled_units_on_the_calling_thread_equal_the_plain_loop(void)
+{
+    for (uint64_t seed = 0; seed < 20; seed++)
+        CHECK(same(&(config){ .seed = seed, .odd = seed % 2, .max_norm = seed % 3 ? 0.5 : 0,
+                              .settled = (unsigned)seed * 7 & ALL_UNITS, .look = seed % 2 }));
+}
+
+static void settled_units_with_random_delays_equal_the_plain_loop(void)
+{
+    for (uint64_t seed = 0; seed < 100; seed++)
+        CHECK(same(&(config){ .seed = seed, .max_us = seed % 4 ? 40 : 200, .odd = seed % 2,
+                              .max_norm = seed % 3 ? 0.5 : 0, .look = seed % 5 == 0,
+                              .settled = seed % 7 ? (unsigned)seed * 11 & ALL_UNITS : ALL_UNITS,
+                              .debug = { .poison = seed % 2 } }));
 }
 
 /* ---- the timeline ----------------------------------------------------------------------- */
@@ -653,28 +786,85 @@ static void a_lane_does_one_thing_at_a_time(void)
 /* ---- edges ------------------------------------------------------------------------------ */
 
 /* Wrong bytes within a few dozen runs; if not, the tests above prove nothing about this edge. */
-static void edge_matters(unsigned edge)
+static void edge_matters(unsigned edge, unsigned settled)
 {
     int wrong = 0;
 
     for (uint64_t seed = 0; seed < 60 && !wrong; seed++)
         wrong = !same(&(config){ .seed = seed, .max_us = 400, .odd = seed % 2, .max_norm = 0.5,
+                                 .settled = settled, .look = settled != 0,
                                  .debug = { .skip = edge, .poison = 1 } });
     CHECK(wrong);
 }
 
-#define EDGE_TEST(name, edge)                                                                 \
+#define EDGE_TEST(name, edge, settled)                                                                 \
     static void without_##name##_bytes_are_wrong(void)                                        \
     {                                                                                         \
         if (UNDER_TSAN)                                                                       \
             SKIP("an edge left out is a race, as it should be");                              \
-        edge_matters(edge);                                                                   \
+        edge_matters(edge, settled);                                                                   \
     }
-EDGE_TEST(ready, MT_EDGE_READY)
-EDGE_TEST(freed, MT_EDGE_FREED)
-EDGE_TEST(grad, MT_EDGE_GRAD)
-EDGE_TEST(landed, MT_EDGE_LANDED)
-EDGE_TEST(updated, MT_EDGE_UPDATED)
+EDGE_TEST(ready, MT_EDGE_READY, 0)
+EDGE_TEST(freed, MT_EDGE_FREED, 0)
+EDGE_TEST(grad, MT_EDGE_GRAD, 0)
+EDGE_TEST(landed, MT_EDGE_LANDED, 0)
+EDGE_TEST(updated, MT_EDGE_UPDATED, 0)
+EDGE_TEST(settled_updated, MT_EDGE_UPDATED, ALL_UNITS)
+EDGE_TEST(settled_grad, MT_EDGE_GRAD, ALL_UNITS)
+EDGE_TEST(settled_landed, MT_EDGE_LANDED, ALL_UNITS)
+EDGE_TEST(stepped, MT_EDGE_STEPPED, ALL_UNITS)
+EDGE_TEST(asked, MT_EDGE_ASKED, ALL_UNITS)
+
+/* Two steps of a settled unit with no forward between them, so that nothing else orders the second
+ * gradient behind the first update: p0 - LR * 1 - LR * 2? */
+static int two_steps_in_a_row(uint64_t seed, unsigned skip)
+{
+    static engine e;
+    const float   value[2] = { 1, 2 };
+    uint64_t      ticket;
+    int           right = 1;
+
+    engine_open(&e, &(config){ .seed = seed, .max_us = 400, .settled = 1, .debug = { .skip = skip } });
+    for (int k = 0; k < 2; k++) {
+        source *src = take_source(&e);
+
+        for (int p = 0; p < TOY_PARAMS; p++)
+            for (int i = 0; i < MAX_N; i++)
+                src->g[p][i] = value[k];
+        src->ticket = UINT64_MAX;               /* not to be handed out again */
+        hand_over(&e, 0, &(source){ .g = { src->g[0], src->g[1] } });
+        ticket = submit(&e, 0);
+    }
+    CHECK(ticket == 2);
+    read_back(&e);
+    for (int p = 0; p < TOY_PARAMS; p++)
+        for (int64_t i = 0; i < toy_numel(0, p); i++) {
+            float w = toy_value(0, p, i);
+
+            update_param(&w, &value[0], 1, 1.0f);
+            update_param(&w, &value[1], 1, 1.0f);
+            right &= e.out.w[0][p][i] == w;
+        }
+    engine_close(&e);
+    return right;
+}
+
+static void a_gradient_waits_for_the_update_that_reads_the_one_before(void)
+{
+    for (uint64_t seed = 0; seed < 30; seed++)
+        CHECK(two_steps_in_a_row(seed, 0));
+}
+
+static void without_taken_bytes_are_wrong(void)
+{
+    int right = 1;
+
+    if (UNDER_TSAN)
+        SKIP("an edge left out is a race, as it should be");
+    for (uint64_t seed = 0; seed < 60 && right; seed++)
+        right = two_steps_in_a_row(seed, MT_EDGE_TAKEN);
+    CHECK(!right);
+}
 
 /* ---- the updater ------------------------------------------------------------------------ */
 
@@ -738,7 +928,7 @@ static mt_status submit_probes(engine *e, probe *probes, double max_norm, uint64
                                    .sumsq = probe_sumsq, .run = probe_run, .free = probe_free,
                                    .arg = &probes[u] };
     memset(e->has, 0, sizeof e->has);
-    return mt_update_submit(e->u, jobs, UNITS, max_norm, ticket);
+    return mt_update_submit(e->u, jobs, UNITS, max_norm, e->t.run, ticket);
 }
 
 static void probes_start(probe *probes)
@@ -922,6 +1112,67 @@ static void an_update_waits_for_copies_of_the_weights(void)
     engine_close(&e);
 }
 
+/* Host jobs wait until the settled unit's update, last in the list, has been put. */
+typedef struct relay {
+    atomic_int put, late;
+} relay;
+
+static mt_status relay_put(void *arg, mt_queue *q, float clip)
+{
+    (void)q;
+    (void)clip;
+    atomic_store(&((relay *)arg)->put, 1);
+    return MT_OK;
+}
+
+static mt_status relay_run(void *arg, mt_pool *pool, float clip)
+{
+    relay          *r = arg;
+    struct timespec nap = { 0, 1000000 };
+
+    (void)pool;
+    (void)clip;
+    for (int ms = 0; ms < 2000 && !atomic_load(&r->put); ms++)
+        nanosleep(&nap, NULL);
+    if (!atomic_load(&r->put))
+        atomic_store(&r->late, 1);
+    return MT_OK;
+}
+
+static void settled_units_do_not_wait_for_the_hosts(void)
+{
+    static engine e;
+    const float   value[UNITS] = { 1, 1, 1, 1, 1 };
+    mt_update_job jobs[UNITS];
+    relay         r = { 0 };
+    uint64_t      ticket;
+    int           late;
+
+    engine_open(&e, &(config){ .seed = 1, .settled = 1u << (UNITS - 1) });
+    put_values(&e, value);
+    for (int u = 0; u < UNITS; u++)
+        jobs[u] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
+                                   .run = relay_run, .put = relay_put, .arg = &r };
+    CHECK_OK(mt_update_submit(e.u, jobs, UNITS, 1.0, e.t.run, &ticket));
+    CHECK_OK(mt_update_drain(e.u));
+    late = atomic_load(&r.late);
+    CHECK_EQ(late, 0);
+    engine_close(&e);
+}
+
+static void a_settled_unit_needs_a_job_that_puts(void)
+{
+    static engine e;
+    mt_update_job job = { .unit = 0, .run = run_nothing };
+    uint64_t      ticket = 7;
+
+    engine_open(&e, &(config){ .seed = 1, .settled = 1 });
+    CHECK_EQ(mt_update_submit(e.u, &job, 1, 1.0, e.t.run, &ticket), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.0");
+    CHECK_OK(mt_update_drain(e.u));
+    engine_close(&e);
+}
+
 static void close_finishes_what_was_submitted(void)
 {
     static engine e;
@@ -977,7 +1228,7 @@ static void submit_refuses_a_unit_that_is_not_there(void)
     uint64_t      ticket = 7;
 
     engine_open(&e, &(config){ .seed = 4 });
-    CHECK_EQ(mt_update_submit(e.u, &job, 1, 0, &ticket), MT_EINVAL);
+    CHECK_EQ(mt_update_submit(e.u, &job, 1, 0, e.t.run, &ticket), MT_EINVAL);
     CHECK_EQ(p.frees, 1);
     CHECK_EQ(ticket, 7);
     CHECK_OK(mt_update_drain(e.u));
@@ -1007,40 +1258,46 @@ static mt_status try_step(engine *e, int mode)
         REQUIRE((a = malloc(sizeof *a)) != NULL);
         *a = (update_arg){ e, u };
         jobs[u] = (mt_update_job){ .unit = u, .n_params = 1, .params = all_params + 1,
-                                   .run = run_nothing, .free = free, .arg = a };
-        MT_TRY(mt_update_submit(e->u, &jobs[u], 1, mode ? 1.0 : 0, &ticket));
+                                   .run = run_nothing, .put = put_nothing, .free = free,
+                                   .arg = a };
+        MT_TRY(mt_update_submit(e->u, &jobs[u], 1, mode ? 1.0 : 0, e->t.run, &ticket));
     }
     MT_TRY(mt_stream_kick(e->s, e->t.run));
     MT_TRY(mt_update_norm(e->u, ticket, &norm, &skipped));
     MT_TRY(mt_update_drain(e->u));
+    for (int u = 0; u < UNITS; u++) {
+        MT_TRY(mt_resident_bring(e->r, u, ~0u));
+        MT_TRY(mt_resident_push(e->r, u, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_HI));
+    }
     return mt_offload_drain(e->o);
 fail:
     return st;
 }
 
 /* Opens store and slots on `dev`; their calls are the same each time. */
-static void open_below(engine *e, mt_dev *dev)
+static void open_below(engine *e, mt_dev *dev, unsigned settled)
 {
     memset(e, 0, sizeof *e);
+    e->settled = settled;
     toy_open_on(&e->t, dev, UNITS, 0, MT_F32);
     engine_slots(e);
 }
 
-static void nth_failure_ends_all_and_frees_everything(fault_mode mode, int traced)
+static void nth_failure_ends_all_and_frees_everything(fault_mode mode, int traced, unsigned settled)
 {
     static engine e;
     mt_dev       *cpu = NULL;
     int           fired = 1, n;
 
     REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
-    open_below(&e, fault_dev(cpu, 0, mode));
+    open_below(&e, fault_dev(cpu, 0, mode), settled);
     n = fault_calls(e.t.dev);
     engine_close(&e);
     while (fired > 0) {
         mt_status st;
         int       live;
 
-        open_below(&e, fault_dev(cpu, ++n, mode));
+        open_below(&e, fault_dev(cpu, ++n, mode), settled);
         live = fault_live(e.t.dev);
         st = engine_threads(&e);
         if (st == MT_OK)
@@ -1060,10 +1317,12 @@ static void nth_failure_ends_all_and_frees_everything(fault_mode mode, int trace
 
 static void every_failing_device_call_ends_all_and_frees_everything(void)
 {
-    nth_failure_ends_all_and_frees_everything(FAULT_ONCE, 0);
-    nth_failure_ends_all_and_frees_everything(FAULT_STAYS, 0);
-    nth_failure_ends_all_and_frees_everything(FAULT_ONCE, 1);
-    nth_failure_ends_all_and_frees_everything(FAULT_STAYS, 1);
+    nth_failure_ends_all_and_frees_everything(FAULT_ONCE, 0, 0);
+    nth_failure_ends_all_and_frees_everything(FAULT_STAYS, 0, 0);
+    nth_failure_ends_all_and_frees_everything(FAULT_ONCE, 1, 0);
+    nth_failure_ends_all_and_frees_everything(FAULT_ONCE, 1, 0x15);
+    nth_failure_ends_all_and_frees_everything(FAULT_STAYS, 1, 0);
+    nth_failure_ends_all_and_frees_everything(FAULT_STAYS, 1, 0x15);
 }
 
 #define TESTS(X) \
@@ -1075,11 +1334,19 @@ static void every_failing_device_call_ends_all_and_frees_everything(void)
     X(without_ready_bytes_are_wrong) X(without_freed_bytes_are_wrong) \
     X(without_grad_bytes_are_wrong) X(without_landed_bytes_are_wrong) \
     X(without_updated_bytes_are_wrong) \
+    X(settled_units_equal_the_plain_loop_without_overlap) \
+    X(settled_units_on_the_calling_thread_equal_the_plain_loop) \
+    X(settled_units_with_random_delays_equal_the_plain_loop) \
+    X(without_settled_updated_bytes_are_wrong) X(without_settled_grad_bytes_are_wrong) \
+    X(without_settled_landed_bytes_are_wrong) X(without_stepped_bytes_are_wrong) \
+    X(without_asked_bytes_are_wrong) X(without_taken_bytes_are_wrong) \
+    X(a_gradient_waits_for_the_update_that_reads_the_one_before) \
     X(norm_is_that_of_all_gradients_and_clips) X(a_sum_of_the_jobs_own_counts_instead) \
     X(a_gradient_that_is_not_finite_skips_all_when_clipping) \
     X(a_gradient_that_is_not_finite_skips_its_unit_otherwise) \
     X(clipping_without_a_sum_is_a_fault_that_says_so) \
     X(a_failing_job_ends_all_and_is_told_to_everyone) \
+    X(settled_units_do_not_wait_for_the_hosts) X(a_settled_unit_needs_a_job_that_puts) \
     X(an_update_waits_for_copies_of_the_weights) X(close_finishes_what_was_submitted) \
     X(results_of_the_last_submits_are_kept) X(submit_refuses_a_unit_that_is_not_there) \
     X(every_failing_device_call_ends_all_and_frees_everything)

@@ -249,7 +249,7 @@ static void slow_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, 
 static void hand_overs_of_one_unit_keep_their_order(void)
 {
     rig                r;
-    mt_offload_kernels slow = { toy_sumsq, slow_accumulate, NULL };
+    mt_offload_kernels slow = { .sumsq = toy_sumsq, .accumulate = slow_accumulate };
 
     rig_open_with(&r, MT_F32, 0, 0, slow);
     fill(&r, MT_F32, 1.0f);
@@ -362,7 +362,7 @@ static void refusals_name_the_unit_and_change_nothing(void)
 {
     rig                r;
     mt_offload        *o = NULL;
-    mt_offload_kernels no_sum = { toy_sumsq, NULL, NULL };
+    mt_offload_kernels no_sum = { .sumsq = toy_sumsq };
     uint64_t           ticket = 99;
     mt_grad_item       item = { TOY_PARAMS, NULL, MT_GRAD_SET, 0 };
 

@@ -242,6 +242,106 @@ static void arena_gives_its_memory_back_closed_or_refused(void)
     cpu->ops->close(cpu);
 }
 
+static long in_memory(const mt_arena *a, unsigned char *in)
+{
+    long page = sysconf(_SC_PAGESIZE), n = 0;
+
+    REQUIRE(mincore(a->base, a->bytes, in) == 0);
+    for (size_t i = 0; i < a->bytes / (size_t)page; i++)
+        n += in[i] & 1;
+    return n;
+}
+
+static void cold_arena_is_no_memory_until_it_is_warmed(void)
+{
+    enum { BYTES = 40 << 20 };
+    mt_arena       a = {0};
+    unsigned char *in;
+    mt_dev        *d;
+    long           all = BYTES / sysconf(_SC_PAGESIZE);
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    d = fault_dev(cpu, 1, FAULT_ONCE);
+    REQUIRE(mt_pool_open(2, &pool) == MT_OK);
+    REQUIRE((in = malloc((size_t)all + 1)) != NULL);
+    CHECK_OK(mt_arena_cold(&a, BYTES, "test", 0));
+    CHECK_EQ(in_memory(&a, in), 0);
+    ((char *)a.base)[0] = 7;                    /* what somebody wrote stays */
+    ((char *)a.base)[BYTES - 1] = 8;
+    CHECK(in_memory(&a, in) < all);
+    CHECK_EQ(mt_arena_warm(&a, pool, d), MT_EDEVICE);
+    CHECK_EQ(a.cold, 1);
+    CHECK_OK(mt_arena_warm(&a, pool, d));
+    CHECK_OK(mt_arena_warm(&a, pool, d));       /* nothing to do */
+    CHECK_EQ(in_memory(&a, in), all);
+    CHECK_EQ(fault_live(d), 1);
+    CHECK_EQ(((char *)a.base)[0], 7);
+    CHECK_EQ(((char *)a.base)[4096], 0);
+    CHECK_EQ(((char *)a.base)[BYTES - 1], 8);
+    mt_arena_close(&a);
+    CHECK_EQ(fault_live(d), 0);
+    free(in);
+    mt_pool_close(pool);
+    d->ops->close(d);
+    cpu->ops->close(cpu);
+}
+
+static char *device_at(int unit, int param, mt_plane plane)
+{
+    void *p = NULL;
+    CHECK_OK(mt_store_device_at(store, unit, param, plane, &p));
+    return p;
+}
+
+/* Here the device's memory can be looked at. */
+static void settled_unit_has_its_planes_on_the_device(void)
+{
+    char *m, *grad, *late, *host;
+    void *p;
+    int   u;
+
+    setup();
+    u = add("mixed", mixed, MIXED);
+    (void)at(u, BF, MT_PLANE_HI);
+    CHECK_EQ(mt_store_device_at(store, u, BF, MT_PLANE_M, &p), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "mixed");
+    CHECK_EQ(mt_store_settled(store, u), 0);
+    CHECK_OK(mt_store_settle(store, u));
+    CHECK_EQ(mt_store_settled(store, u), 1);
+    CHECK_EQ(mt_store_device_bytes(store), 0);
+    grad = device_at(u, BF, MT_PLANE_GRAD);
+    CHECK_EQ(device_at(u, HALF, MT_PLANE_GRAD) - grad, 1024);   /* offsets are those of the host */
+    m = device_at(u, BF, MT_PLANE_M);
+    CHECK_EQ(m[0] | m[1199], 0);
+    CHECK_EQ(mt_store_device_bytes(store), 1024 + 512 + 512 + 1536 + 1024);
+    CHECK_EQ(mt_store_device_at(store, u, BF, MT_PLANE_HI, &p), MT_EINVAL);
+    CHECK_EQ(mt_store_device_at(store, u, FROZEN, MT_PLANE_M, &p), MT_EINVAL);
+    CHECK_OK(mt_store_set_trainable(store, u, FROZEN, 1));
+    late = device_at(u, FROZEN, MT_PLANE_M);
+    CHECK(late < m || late >= m + 2560);
+    CHECK(device_at(u, BF, MT_PLANE_M) == m);
+
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_M), 0);
+    host = at(u, BF, MT_PLANE_M);
+    host[3] = 9;
+    (void)at(u, FROZEN, MT_PLANE_M);
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_M), 0);
+    CHECK_OK(mt_store_warm(store, u, MT_PLANE_M));
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_M), 4096);
+    CHECK(at(u, BF, MT_PLANE_M) == host);
+    CHECK_EQ(host[3], 9);
+    CHECK_OK(mt_store_warm(store, u, MT_PLANE_V));              /* makes it too */
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_V), 4096);
+    mt_store_drop(store, u, MT_PLANE_M);
+    CHECK_EQ(mt_store_bytes(store, MT_PLANE_M), 0);
+    CHECK_EQ(mt_store_device_bytes(store), 2048);
+    mt_store_device_close(store);
+    CHECK_EQ(mt_store_device_bytes(store), 0);
+    CHECK_EQ(mt_store_warm(store, u + 1, MT_PLANE_M), MT_EINVAL);
+    CHECK_EQ(mt_store_settle(store, u + 1), MT_EINVAL);
+    teardown();
+}
+
 static void units_and_parameters_without_bytes_are_fine(void)
 {
     const mt_param_desc none = { MT_BF16, 0, 1 };
@@ -462,6 +562,8 @@ static void threads_that_race_for_a_plane_get_the_same_one(void)
     X(arena_is_in_memory_when_handed_out)                                                     \
     X(large_arenas_start_at_a_huge_page)                                                      \
     X(arena_gives_its_memory_back_closed_or_refused)                                          \
+    X(cold_arena_is_no_memory_until_it_is_warmed)                                             \
+    X(settled_unit_has_its_planes_on_the_device)                                              \
     X(units_and_parameters_without_bytes_are_fine)                                            \
     X(hi_is_where_the_first_parameter_is)                                                     \
     X(add_refuses_what_cannot_be)                                                             \

@@ -155,7 +155,39 @@ static inline void toy_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *
     *sumsq = toy_sum(dt, grad, n);
 }
 
-static const mt_offload_kernels toy_kernels = { toy_sumsq, toy_accumulate, NULL };
+typedef struct toy_sum_arg {
+    mt_dtype    dt;
+    float      *acc;
+    void       *grad;
+    const void *add;
+    int64_t     n;
+    int         from_grad;
+    double     *out;
+} toy_sum_arg;
+
+static inline void toy_sum_now(void *arg)
+{
+    toy_sum_arg *a = arg;
+
+    toy_accumulate(NULL, a->dt, a->acc, a->grad, a->add, a->n, a->from_grad, a->out);
+    free(a);
+}
+
+static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, float *acc, void *grad,
+                                           const void *add, int64_t n, int from_grad, double *out)
+{
+    toy_sum_arg *a = malloc(sizeof *a);
+    mt_status    st;
+
+    (void)ctx;
+    REQUIRE(a != NULL);
+    *a = (toy_sum_arg){ dt, acc, grad, add, n, from_grad, out };
+    if ((st = q->dev->ops->call(q, toy_sum_now, a)) != MT_OK)
+        free(a);
+    return st;
+}
+
+static const mt_offload_kernels toy_kernels = { toy_sumsq, toy_accumulate, toy_accumulate_put, NULL };
 
 /* splitmix64: Steele, Lea & Flood 2014, figure 17. */
 static inline uint64_t toy_random(uint64_t *state)

@@ -1,0 +1,16 @@
+/* debug.h — what tests may switch off, to see that it matters. Nothing here is on in a user's run.
+ *
+ *   skip    bit mask of edges between queues that are left out (docs/design.md, section 6)
+ *   poison  a slot is filled with 0xFF before its copy
+ *   sync    overlap off: nothing is fetched ahead, and every call returns when its work is over
+ */
+#ifndef MT_DEBUG_H
+#define MT_DEBUG_H
+
+enum {
+    MT_EDGE_READY = 1, MT_EDGE_FREED = 2, MT_EDGE_GRAD = 4, MT_EDGE_LANDED = 8, MT_EDGE_UPDATED = 16,
+    MT_EDGE_STEPPED = 32, MT_EDGE_ASKED = 64, MT_EDGE_TAKEN = 128
+};
+typedef struct mt_debug { unsigned skip; int poison; int sync; } mt_debug;
+
+#endif

@@ -1,0 +1,534 @@
+/* resident.c — one queue for all that is done to the planes of settled units.
+ *
+ * A unit's weights are in its slot, and their host copy is a copy, either way one of the two
+ * is the newest:
+ *
+ *   holds != written   the host's is: somebody wrote it. Fetched by the next await or update
+ *   behind (HI)        the device's is: an update was put. Brought when somebody reads
+ *
+ * Both at once is a write that did not wait for the copy it changed, and is refused: a fetch would
+ * undo the update.
+ */
+#include "resident.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#define COPIED (~(1u << MT_PLANE_ACC))      /* planes that have a host copy */
+
+/* One settled unit. */
+typedef struct home {
+    void          *mem;              /* its slot. These three: written by settle */
+    mt_event      *done;             /* recorded on the queue behind whatever was put for the unit */
+    mt_event      *used;             /* recorded on run by an await that fetches. mu */
+    uint64_t       holds;            /* mt_ledger_written of the weights in mem; 0: none. mu */
+    uint64_t       changes;          /* of planes on the device, so far. mu */
+    unsigned char *behind;           /* [MT_PLANE_COUNT * n_params] mu */
+} home;
+
+struct mt_resident {
+    mt_dev           *dev;
+    mt_store         *store;
+    mt_timeline      *timeline;      /* written before the first update */
+    home            **homes;         /* [n_homes] by unit, NULL: not settled. Written by settle */
+    int               n_homes;
+
+    pthread_mutex_t   mu;            /* held around puts too: one thread at a time */
+    mt_queue         *queue;
+    void             *scratch;       /* mu */
+    size_t            scratch_bytes; /* mu */
+    int               lifted;        /* the update that is being put asked for scratch. mu */
+    mt_resident_stats stats;         /* mu */
+    mt_debug          debug;         /* mu */
+};
+
+/* ---- open and close --------------------------------------------------------------------- */
+
+mt_status mt_resident_open(mt_dev *dev, mt_store *store, mt_resident **out)
+{
+    mt_resident *r = calloc(1, sizeof *r);
+    mt_status    st;
+
+    if (r == NULL)
+        return MT_FAIL(MT_ENOMEM, "resident: calloc(%zu)", sizeof *r);
+    r->dev = dev;
+    r->store = store;
+    pthread_mutex_init(&r->mu, NULL);
+    MT_TRY(dev->ops->queue_open(dev, "resident", &r->queue));
+    *out = r;
+    return MT_OK;
+
+fail:
+    mt_resident_close(r);
+    return st;
+}
+
+static void home_close(const mt_resident *r, home *h)
+{
+    if (h == NULL)
+        return;
+    r->dev->ops->event_close(h->done);
+    r->dev->ops->event_close(h->used);
+    free(h->behind);
+    free(h);
+}
+
+void mt_resident_close(mt_resident *r)
+{
+    if (r == NULL)
+        return;
+    if (r->queue != NULL)
+        r->dev->ops->queue_close(r->queue);
+    for (int u = 0; u < r->n_homes; u++)
+        home_close(r, r->homes[u]);
+    r->dev->ops->mem_free(r->dev, r->scratch);
+    mt_store_device_close(r->store);
+    pthread_mutex_destroy(&r->mu);
+    free(r->homes);
+    free(r);
+}
+
+void mt_resident_timeline(mt_resident *r, mt_timeline *t)
+{
+    r->timeline = t;
+}
+
+/* ---- settling --------------------------------------------------------------------------- */
+
+static mt_status homes_grow(mt_resident *r, int n)
+{
+    home **grown;
+
+    if (n <= r->n_homes)
+        return MT_OK;
+    if ((grown = realloc(r->homes, (size_t)n * sizeof(home *))) == NULL)
+        return MT_FAIL(MT_ENOMEM, "resident: no memory for %d units", n);
+    for (int u = r->n_homes; u < n; u++)
+        grown[u] = NULL;
+    r->homes = grown;
+    r->n_homes = n;
+    return MT_OK;
+}
+
+static mt_status home_open(const mt_resident *r, int unit, void *mem, home **out)
+{
+    home     *h = calloc(1, sizeof *h);
+    mt_status st;
+
+    if (h == NULL)
+        return MT_FAIL(MT_ENOMEM, "resident: calloc(%zu)", sizeof *h);
+    h->mem = mem;
+    h->behind = calloc((size_t)mt_store_params(r->store, unit) + 1, MT_PLANE_COUNT);
+    if (h->behind == NULL) {
+        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to note what is behind",
+                     mt_store_name(r->store, unit));
+        goto fail;
+    }
+    MT_TRY(r->dev->ops->event_open(r->dev, &h->done));
+    MT_TRY(r->dev->ops->event_open(r->dev, &h->used));
+    *out = h;
+    return MT_OK;
+
+fail:
+    home_close(r, h);
+    return st;
+}
+
+mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
+{
+    home     *h = NULL;
+    mt_status st;
+
+    if (unit < 0 || unit >= mt_store_units(r->store) || mem == NULL)
+        return MT_FAIL(MT_EINVAL, "resident: unit %d in memory at %p; the store has %d units",
+                       unit, mem, mt_store_units(r->store));
+    if (mt_store_settled(r->store, unit))
+        return MT_FAIL(MT_ESTATE, "unit %s is settled already", mt_store_name(r->store, unit));
+    MT_TRY(homes_grow(r, mt_store_units(r->store)));
+    MT_TRY(home_open(r, unit, mem, &h));
+    MT_TRY(mt_store_settle(r->store, unit));
+    r->homes[unit] = h;
+    return MT_OK;
+
+fail:
+    home_close(r, h);
+    return st;
+}
+
+static mt_status find(const mt_resident *r, int unit, home **out)
+{
+    if (unit < 0 || unit >= r->n_homes || r->homes[unit] == NULL)
+        return MT_FAIL(MT_EINVAL, "unit %d (%s) is not settled", unit, mt_store_name(r->store, unit));
+    *out = r->homes[unit];
+    return MT_OK;
+}
+
+mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out)
+{
+    home     *h;
+    mt_status st;
+
+    MT_TRY(find(r, unit, &h));
+    if (p != MT_PLANE_HI || mt_store_desc(r->store, unit, param) == NULL)
+        return mt_store_device_at(r->store, unit, param, p, out);
+    *out = (char *)h->mem + mt_store_offset(r->store, unit, param);
+fail:
+    return st;
+}
+
+/* ---- what is behind: under mu ----------------------------------------------------------- */
+
+static size_t plane_bytes(const mt_resident *r, int unit, int param, mt_plane p)
+{
+    const mt_param_desc *d = mt_store_desc(r->store, unit, param);
+    return (size_t)d->numel * mt_plane_elem_bytes(p, d->dtype);
+}
+
+static unsigned char *behind(const mt_resident *r, const home *h, int unit, int param, int plane)
+{
+    return &h->behind[plane * mt_store_params(r->store, unit) + param];
+}
+
+static int wanted(unsigned planes, int plane)
+{
+    return (planes & COPIED) >> plane & 1;
+}
+
+/* The parameters' planes on the device get other values, or have got them. */
+static void change(const mt_resident *r, home *h, int unit, const int *params, int n, unsigned planes)
+{
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = 0; i < n && wanted(planes, p); i++)
+            *behind(r, h, unit, params[i], p) = plane_bytes(r, unit, params[i], (mt_plane)p) > 0;
+    h->changes++;
+}
+
+/* The first plane of those asked for of which some parameter is behind; MT_PLANE_COUNT: none. */
+static int first_behind(const mt_resident *r, const home *h, int unit, unsigned planes)
+{
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
+            if (*behind(r, h, unit, i, p))
+                return p;
+    return MT_PLANE_COUNT;
+}
+
+/* ---- weights up ------------------------------------------------------------------------- */
+
+/* Under mu. Nothing to do when somebody was here before. run NULL: the queue has waited for it. */
+static mt_status put_fetch(mt_resident *r, home *h, int unit, mt_queue *run)
+{
+    const mt_dev_ops *v = r->dev->ops;
+    uint64_t          written = mt_ledger_written(r->store, unit);
+    size_t            bytes = mt_store_hi_bytes(r->store, unit);
+    void             *hi;
+    mt_span           span;
+    mt_status         st;
+
+    if (h->holds == written)
+        return MT_OK;
+    if (first_behind(r, h, unit, 1u << MT_PLANE_HI) != MT_PLANE_COUNT)
+        return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host where they were "
+                       "older than the device's; they must be brought before",
+                       mt_store_name(r->store, unit));
+    MT_TRY(mt_store_hi(r->store, unit, &hi));
+    /* FREED: compute on the weights that are overwritten was put in run before. */
+    if (run != NULL && !(r->debug.skip & MT_EDGE_FREED)) {
+        MT_TRY(v->record(run, h->used));
+        MT_TRY(v->wait(r->queue, h->used));
+    }
+    mt_timeline_begin(r->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
+    if (bytes > 0)
+        MT_TRY(v->copy(r->queue, h->mem, hi, bytes));
+    mt_timeline_end(r->timeline, &span, bytes, r->queue);
+    MT_TRY(v->record(r->queue, h->done));
+    h->holds = written;
+    r->stats.fetches++;
+    r->stats.h2d_bytes += bytes;
+fail:
+    return st;
+}
+
+/* The ledger is told as by the stream's mover: host writers wait until the copy is over. */
+static mt_status fetch(mt_resident *r, home *h, int unit, mt_queue *run)
+{
+    uint64_t  version;
+    mt_status st, end;
+
+    MT_TRY(mt_ledger_fetch_begin(r->store, unit, &version));
+    pthread_mutex_lock(&r->mu);
+    if ((st = put_fetch(r, h, unit, run)) != MT_OK)
+        mt_ledger_fault(r->store, st, mt_last_error());
+    end = mt_ledger_fetching(r->store, unit, r->queue);
+    pthread_mutex_unlock(&r->mu);
+    return st != MT_OK ? st : end;
+fail:
+    return st;
+}
+
+mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
+{
+    mt_debug  debug;
+    int       current;
+    home     *h;
+    mt_status st;
+
+    MT_TRY(find(r, unit, &h));
+    pthread_mutex_lock(&r->mu);
+    debug = r->debug;
+    pthread_mutex_unlock(&r->mu);
+    /* UPDATED: `done` is not recorded before the update is put. */
+    if (!(debug.skip & MT_EDGE_UPDATED))
+        MT_TRY(mt_ledger_wait_updates(r->store, unit));
+    pthread_mutex_lock(&r->mu);
+    current = h->holds == mt_ledger_written(r->store, unit);
+    pthread_mutex_unlock(&r->mu);
+    if (!current)
+        MT_TRY(fetch(r, h, unit, run));
+    if (debug.sync)
+        MT_TRY(r->dev->ops->sync_event(h->done));
+    /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
+    if (!(debug.skip & MT_EDGE_STEPPED))
+        MT_TRY(r->dev->ops->wait(run, h->done));
+fail:
+    return st;
+}
+
+/* ---- gradients and updates -------------------------------------------------------------- */
+
+mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, mt_queue *d2h)
+{
+    home     *h;
+    unsigned  skip;
+    mt_status st;
+
+    MT_TRY(find(r, unit, &h));
+    pthread_mutex_lock(&r->mu);
+    change(r, h, unit, params, n, 1u << MT_PLANE_GRAD);
+    skip = r->debug.skip;
+    pthread_mutex_unlock(&r->mu);
+    /* TAKEN: the update before reads what d2h is about to write. */
+    if (!(skip & MT_EDGE_TAKEN))
+        MT_TRY(r->dev->ops->wait(d2h, h->done));
+fail:
+    return st;
+}
+
+/* Under mu. */
+static mt_status put_update(mt_resident *r, home *h, const mt_resident_update *u, float clip)
+{
+    const unsigned    written = ~(1u << MT_PLANE_GRAD);
+    const mt_dev_ops *v = r->dev->ops;
+    mt_span           span;
+    mt_status         st;
+
+    /* ASKED: the weights are overwritten in place. */
+    if (!(r->debug.skip & MT_EDGE_ASKED))
+        MT_TRY(v->wait(r->queue, u->asked));
+    if (h->holds != mt_ledger_written(r->store, u->unit)) {
+        MT_TRY(put_fetch(r, h, u->unit, NULL));
+        MT_TRY(mt_ledger_fetching(r->store, u->unit, r->queue));
+    }
+    mt_timeline_begin(r->timeline, &span, MT_LANE_DEVICE, MT_WORK_UPDATE, u->unit, r->queue);
+    MT_TRY(u->put(u->arg, r->queue, clip));
+    mt_timeline_end(r->timeline, &span, u->bytes, r->queue);
+    MT_TRY(v->record(r->queue, h->done));
+    change(r, h, u->unit, u->params, u->n_params, written);
+fail:
+    return st;
+}
+
+mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float clip)
+{
+    int       wait;
+    home     *h;
+    mt_status st;
+
+    MT_TRY(find(r, u->unit, &h));
+    pthread_mutex_lock(&r->mu);
+    r->lifted = 0;
+    st = put_update(r, h, u, clip);
+    wait = r->lifted || r->debug.sync;
+    pthread_mutex_unlock(&r->mu);
+    MT_TRY(st);
+    if (wait)
+        MT_TRY(r->dev->ops->sync_event(h->done));
+fail:
+    return st;
+}
+
+/* Under mu, inside put. The update before may still read what it lifted. */
+mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out)
+{
+    void     *mem;
+    mt_status st;
+
+    if (r->scratch_bytes < bytes) {
+        MT_TRY(r->dev->ops->sync(r->queue));
+        MT_TRY(r->dev->ops->mem_alloc(r->dev, bytes, &mem));
+        r->dev->ops->mem_free(r->dev, r->scratch);
+        r->scratch = mem;
+        r->scratch_bytes = bytes;
+    }
+    r->lifted = 1;
+    *out = r->scratch;
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* ---- host planes ------------------------------------------------------------------------ */
+
+static mt_status wait_for(mt_resident *r, int unit, unsigned planes)
+{
+    const unsigned grad = 1u << MT_PLANE_GRAD;
+    mt_status      st = MT_OK;
+
+    if (planes & ~grad)
+        MT_TRY(mt_ledger_wait_updates(r->store, unit));
+    if (planes & grad)
+        MT_TRY(mt_ledger_wait_grads(r->store, unit));
+fail:
+    return st;
+}
+
+/* Memory for the copies, made without mu: pages by the gigabyte take their time. */
+static mt_status warm_behind(mt_resident *r, home *h, int unit, unsigned planes)
+{
+    mt_status st = MT_OK;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        int some;
+
+        pthread_mutex_lock(&r->mu);
+        some = first_behind(r, h, unit, planes & 1u << p) != MT_PLANE_COUNT;
+        pthread_mutex_unlock(&r->mu);
+        if (some && p != MT_PLANE_HI)
+            MT_TRY(mt_store_warm(r->store, unit, (mt_plane)p));
+    }
+fail:
+    return st;
+}
+
+/* Under mu. One parameter's plane, up or down. */
+static mt_status put_copy(mt_resident *r, int unit, int param, mt_plane p, int up)
+{
+    size_t    bytes = plane_bytes(r, unit, param, p);
+    void     *host, *there;
+    mt_status st;
+
+    MT_TRY(mt_store_at(r->store, unit, param, p, &host));
+    MT_TRY(mt_resident_at(r, unit, param, p, &there));
+    MT_TRY(r->dev->ops->copy(r->queue, up ? there : host, up ? host : there, bytes));
+    *(up ? &r->stats.h2d_bytes : &r->stats.d2h_bytes) += bytes;
+fail:
+    return st;
+}
+
+/* Under mu. */
+static mt_status put_bring(mt_resident *r, home *h, int unit, unsigned planes)
+{
+    mt_status st;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
+            if (*behind(r, h, unit, i, p))
+                MT_TRY(put_copy(r, unit, i, (mt_plane)p, 0));
+    return r->dev->ops->record(r->queue, h->done);
+fail:
+    return st;
+}
+
+mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes)
+{
+    uint64_t  changes;
+    int       first;
+    home     *h;
+    mt_status st;
+
+    if (!mt_store_settled(r->store, unit))
+        return MT_OK;
+    MT_TRY(find(r, unit, &h));
+    MT_TRY(wait_for(r, unit, planes));
+    pthread_mutex_lock(&r->mu);
+    first = first_behind(r, h, unit, planes);
+    pthread_mutex_unlock(&r->mu);
+    if (first == MT_PLANE_COUNT)
+        return MT_OK;
+    MT_TRY(warm_behind(r, h, unit, planes));
+    pthread_mutex_lock(&r->mu);
+    st = put_bring(r, h, unit, planes);
+    changes = h->changes;
+    pthread_mutex_unlock(&r->mu);
+    MT_TRY(st);
+    MT_TRY(r->dev->ops->sync_event(h->done));
+    pthread_mutex_lock(&r->mu);
+    for (int p = 0; p < MT_PLANE_COUNT && h->changes == changes; p++)    /* else some are again */
+        for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
+            *behind(r, h, unit, i, p) = 0;
+    pthread_mutex_unlock(&r->mu);
+fail:
+    return st;
+}
+
+/* Under mu. */
+static mt_status put_push(mt_resident *r, home *h, int unit, int param, unsigned planes)
+{
+    mt_status st;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (p != MT_PLANE_HI && wanted(planes, p) && plane_bytes(r, unit, param, (mt_plane)p) > 0) {
+            MT_TRY(put_copy(r, unit, param, (mt_plane)p, 1));
+            *behind(r, h, unit, param, p) = 0;
+        }
+    return r->dev->ops->record(r->queue, h->done);
+fail:
+    return st;
+}
+
+mt_status mt_resident_push(mt_resident *r, int unit, int param, unsigned planes)
+{
+    home     *h;
+    mt_status st;
+
+    if (!mt_store_settled(r->store, unit))
+        return MT_OK;
+    MT_TRY(find(r, unit, &h));
+    if (mt_store_desc(r->store, unit, param) == NULL)
+        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(r->store, unit),
+                       param, mt_store_params(r->store, unit));
+    MT_TRY(wait_for(r, unit, ~0u));
+    if (wanted(planes, MT_PLANE_HI))
+        mt_ledger_touch(r->store, unit);
+    pthread_mutex_lock(&r->mu);
+    st = put_push(r, h, unit, param, planes);
+    pthread_mutex_unlock(&r->mu);
+    MT_TRY(st);
+    MT_TRY(r->dev->ops->sync_event(h->done));
+fail:
+    return st;
+}
+
+mt_status mt_resident_drain(mt_resident *r)
+{
+    return r->dev->ops->sync(r->queue);
+}
+
+/* ---- looking in ------------------------------------------------------------------------- */
+
+mt_resident_stats mt_resident_stats_get(mt_resident *r)
+{
+    mt_resident_stats stats;
+
+    pthread_mutex_lock(&r->mu);
+    stats = r->stats;
+    pthread_mutex_unlock(&r->mu);
+    return stats;
+}
+
+void mt_resident_debug(mt_resident *r, mt_debug d)
+{
+    pthread_mutex_lock(&r->mu);
+    r->debug = d;
+    pthread_mutex_unlock(&r->mu);
+}

@@ -1,0 +1,88 @@
+/* resident.h — units that live on the device: in a step nothing of them crosses the bus.
+ *
+ * Nouns, in the order they appear below:
+ *   settled   of a unit: its weights are in a slot that is its own for good, its other planes in
+ *             device memory of the store; an update is a kernel, gradients stay where they are
+ *   queue     the residents' own, in whose order the planes are used: updates, weights up (fetch),
+ *             planes up (push) and down (bring)
+ *   behind    of a parameter's host plane: the device has newer values. Only who reads it brings it
+ *
+ *     mt_resident_open(dev, store, &r);
+ *     mt_resident_settle(r, unit, mem);                   // before anything is done with the unit
+ *     mt_resident_await(r, unit, run);                    // run: until its weights are current
+ *     ... compute; mt_offload_put; mt_update_submit ...
+ *     mt_resident_bring(r, unit, 1u << MT_PLANE_HI);      // host: the weights are as on the device
+ *
+ * Edges (each can be left out by mt_resident_debug):
+ *   STEPPED  run waits for the unit's last update or fetch      recorded on the queue, behind it
+ *   ASKED    the queue waits for compute launched before step() recorded on run, by step()
+ *   FREED    the queue waits for compute that used the slot     recorded on run, by the await that
+ *            before weights are fetched over                    finds them written from outside
+ *   TAKEN    d2h waits for the update that reads a gradient     the event of STEPPED
+ *            before it writes the next one
+ *   UPDATED  await waits for the unit's updates to be in the queue: on the host, in the ledger
+ *   An update is put when the unit's gradients are whole: the updater waits for that, in the ledger.
+ *
+ * Threads: open, settle, close: one, before and after the others. The rest: any.
+ */
+#ifndef MT_RESIDENT_H
+#define MT_RESIDENT_H
+
+#include "debug.h"
+#include "store.h"
+#include "timeline.h"
+
+typedef struct mt_resident mt_resident;
+
+mt_status mt_resident_open (mt_dev *dev, mt_store *store, mt_resident **out);
+void      mt_resident_close(mt_resident *r);     /* waits for the queue; device planes are given back */
+/* Updates and fetches are recorded in t. Before the first of them, or never. */
+void      mt_resident_timeline(mt_resident *r, mt_timeline *t);
+
+/* mem: device memory of the unit's hi_bytes, which nobody else uses; it outlives r.
+ * MT_ESTATE when the unit is settled, or has host planes besides HI. */
+mt_status mt_resident_settle(mt_resident *r, int unit, void *mem);
+/* Address on the device of a settled unit's parameter; HI: in its slot. */
+mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out);
+
+/* What run is given from now on finds the unit's current weights. Waits on the host until updates
+ * announced so far are in the queue; asks for the weights where they were written from outside.
+ * MT_ESTATE when that was done to a host copy that was behind (mt_resident_bring comes first). */
+mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run);
+
+/* Work that d2h is given from now on may write the gradients of params[0..n). */
+mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, mt_queue *d2h);
+
+typedef struct mt_resident_update {
+    int        unit;
+    const int *params;           /* [n_params] that put updates */
+    int        n_params;
+    mt_event  *asked;            /* on run, behind all compute that may read the old weights */
+    uint64_t   bytes;            /* that put reads and writes, for the timeline */
+    /* Puts the update in the queue. Its memory: mt_resident_at, mt_resident_scratch. */
+    mt_status (*put)(void *arg, mt_queue *q, float clip);
+    void      *arg;
+} mt_resident_update;
+/* The unit's gradients are whole and its update is announced; returns when it is put. */
+mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float clip);
+/* Inside put, once: device memory for what is copied up from the host for this update alone.
+ * mt_resident_put then returns when the update is over, and with it those copies. */
+mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out);
+
+/* Host planes of the unit, a bit for each (1u << MT_PLANE_M): waits for what is under way on them,
+ * and for copies of what is behind. Nothing to do for others than settled units, and for ACC,
+ * which has no host copy. */
+mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes);
+/* The parameter's host planes were written: the device's take their values. HI: as mt_ledger_touch. */
+mt_status mt_resident_push (mt_resident *r, int unit, int param, unsigned planes);
+mt_status mt_resident_drain(mt_resident *r);     /* host: all that was put so far is over */
+
+typedef struct mt_resident_stats {
+    int64_t  fetches;            /* since open */
+    uint64_t h2d_bytes, d2h_bytes;
+} mt_resident_stats;
+mt_resident_stats mt_resident_stats_get(mt_resident *r);
+
+void mt_resident_debug(mt_resident *r, mt_debug d);      /* tests only */
+
+#endif

@@ -1,0 +1,758 @@
+/* test_resident.c — the executable form of core/resident.h: a unit that lives on the device has the bits
+ * of one in host memory, in every plane, with the real kernels and whatever the user does in between.
+ *
+ * A run is UNITS units of all types trained by AdamW on random gradients; what a step reads of the
+ * weights is noted by compute in the run queue. Two runs that differ in which units are settled, and in
+ * delays, must have noted and left behind the same.
+ */
+#include "check.h"
+#include "dev_fault.h"
+#include "../../csrc/core/update.h"
+#include "../../csrc/ops/sumsq.h"
+#include "../../csrc/optim/adam.h"
+
+#include <math.h>
+#include <time.h>
+
+#if defined(__SANITIZE_THREAD__)
+#define UNDER_TSAN 1
+#else
+#define UNDER_TSAN 0
+#endif
+
+#define UNITS  4
+#define PARAMS 3
+#define STEPS  20
+#define MICROS 3
+#define MAX_N  700               /* elements of the largest parameter */
+#define PLANES 6                 /* all but ACC */
+#define ALL    ((1u << UNITS) - 1)
+
+static const mt_dtype types[UNITS] = { MT_BF16, MT_F32, MT_F16, MT_BF16 };
+static const mt_plane planes[PLANES] = { MT_PLANE_HI, MT_PLANE_GRAD, MT_PLANE_LO, MT_PLANE_MASTER,
+                                         MT_PLANE_M, MT_PLANE_V };
+
+static int64_t numel(int u, int p) { return p == 2 ? 1 : 150 * (u + 1) + 41 * p; }
+
+static uint64_t splitmix(uint64_t *state)
+{
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static float random_float(uint64_t *state)
+{
+    return ldexpf((float)(int32_t)(uint32_t)splitmix(state), -31 - (int)(splitmix(state) % 8));
+}
+
+static float get(mt_dtype dt, const void *x, int64_t i)
+{
+    return dt == MT_F32  ? ((const float *)x)[i]
+         : dt == MT_BF16 ? mt_bf16_to_f32(((const uint16_t *)x)[i])
+                         : mt_f16_to_f32(((const uint16_t *)x)[i]);
+}
+
+static void set(mt_dtype dt, void *x, int64_t i, float f)
+{
+    if (dt == MT_F32)
+        ((float *)x)[i] = f;
+    else
+        ((uint16_t *)x)[i] = dt == MT_BF16 ? mt_f32_to_bf16(f) : mt_f32_to_f16(f);
+}
+
+/* ---- the model -------------------------------------------------------------------------- */
+
+typedef struct config {
+    uint64_t seed;
+    unsigned settled;            /* bit u: unit u is */
+    int      micros, max_us;
+    int      meddle;             /* 1: the user reads and writes planes between the steps */
+    int      in_place;           /* 1: gradients are made in the GRAD plane where that is on the device */
+    double   max_norm;           /* 0: units are judged one by one */
+    mt_debug debug;
+} config;
+
+typedef struct outcome {
+    unsigned char plane[UNITS][PARAMS][PLANES][MAX_N * 4];
+    unsigned char seen[STEPS][MICROS][UNITS][PARAMS][MAX_N * 4];     /* weights as compute found them */
+    double        norm[STEPS];
+    int           skipped[STEPS];
+} outcome;
+
+typedef struct model {
+    const config *c;
+    mt_dev       *dev;
+    mt_pool      *pool;
+    mt_store     *store;
+    mt_queue     *run;
+    mt_sumsq     *sums;
+    mt_resident  *r;
+    mt_stream    *s;
+    mt_offload   *o;
+    mt_updater   *u;
+    mt_slot_desc  slots[2 + UNITS];
+    void         *source[MICROS][UNITS][PARAMS];  /* device memory for gradients, a step's */
+    unsigned char changed[UNITS][PARAMS];         /* .grad, on the host, since it came home */
+    uint64_t      random;                         /* the user's */
+    outcome      *out;
+} model;
+
+static void add_units(model *m)
+{
+    for (int u = 0; u < UNITS; u++) {
+        mt_param_desc d[PARAMS];
+        char          name[16];
+        int           unit;
+
+        for (int p = 0; p < PARAMS; p++)
+            d[p] = (mt_param_desc){ types[u], numel(u, p), 1 };
+        snprintf(name, sizeof name, "layers.%d", u);
+        REQUIRE(mt_store_add(m->store, name, d, PARAMS, &unit) == MT_OK);
+        for (int p = 0; p < PARAMS; p++) {
+            void *hi;
+
+            REQUIRE(mt_store_at(m->store, u, p, MT_PLANE_HI, &hi) == MT_OK);
+            for (int64_t i = 0; i < numel(u, p); i++)
+                set(types[u], hi, i, random_float(&m->random));
+        }
+    }
+}
+
+static void open_slots(model *m)
+{
+    mt_slot_hooks none = { 0 };
+    int           n = 2;
+
+    for (int k = 0; k < 2 + UNITS; k++) {
+        m->slots[k].bytes = mt_store_hi_bytes(m->store, 1);         /* fp32: the largest there is */
+        for (int u = 0; u < UNITS; u++)
+            if (mt_store_hi_bytes(m->store, u) > m->slots[k].bytes)
+                m->slots[k].bytes = mt_store_hi_bytes(m->store, u);
+        REQUIRE(m->dev->ops->mem_alloc(m->dev, m->slots[k].bytes, &m->slots[k].mem) == MT_OK);
+    }
+    REQUIRE(mt_stream_open(m->dev, m->store, m->slots, 2 + UNITS, none, &m->s) == MT_OK);
+    for (int u = 0; u < UNITS; u++)
+        if (m->c->settled >> u & 1)
+            CHECK_OK(mt_stream_settle(m->s, m->r, u, n++));
+}
+
+static void model_open(model *m, const config *c, outcome *out)
+{
+    mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL };
+
+    memset(m, 0, sizeof *m);
+    memset(out, 0, sizeof *out);
+    m->c = c;
+    m->out = out;
+    m->random = c->seed;
+    REQUIRE(mt_dev_cpu_open(&m->dev) == MT_OK);
+    if (c->max_us > 0)
+        REQUIRE(mt_dev_delay_open(m->dev, c->seed, c->max_us, &m->dev) == MT_OK);
+    REQUIRE(mt_pool_open(2, &m->pool) == MT_OK);
+    REQUIRE(mt_store_open(m->dev, m->pool, &m->store) == MT_OK);
+    REQUIRE(m->dev->ops->queue_open(m->dev, "run", &m->run) == MT_OK);
+    add_units(m);
+    REQUIRE(mt_sumsq_open(m->dev, &m->sums) == MT_OK);
+    k.ctx = m->sums;
+    REQUIRE(mt_resident_open(m->dev, m->store, &m->r) == MT_OK);
+    REQUIRE(mt_offload_open(m->dev, m->store, m->pool, 2, k, &m->o) == MT_OK);
+    REQUIRE(mt_update_open(m->store, m->o, m->pool, &m->u) == MT_OK);
+    mt_offload_residents(m->o, m->r);
+    mt_update_residents(m->u, m->r);
+    open_slots(m);
+    mt_resident_debug(m->r, c->debug);
+    mt_stream_debug(m->s, c->debug);
+    mt_offload_debug(m->o, c->debug);
+    mt_update_debug(m->u, c->debug);
+    for (int k3 = 0; k3 < MICROS * UNITS * PARAMS; k3++)
+        REQUIRE((m->source[k3 / (UNITS * PARAMS)][k3 / PARAMS % UNITS][k3 % PARAMS]
+                 = calloc(MAX_N, 4)) != NULL);
+}
+
+static void model_close(model *m)
+{
+    mt_update_close(m->u);
+    mt_offload_close(m->o);
+    mt_stream_close(m->s);
+    mt_resident_close(m->r);
+    mt_sumsq_close(m->sums);
+    m->dev->ops->queue_close(m->run);
+    for (int k = 0; k < 2 + UNITS; k++)
+        m->dev->ops->mem_free(m->dev, m->slots[k].mem);
+    for (int k = 0; k < MICROS * UNITS * PARAMS; k++)
+        free(m->source[k / (UNITS * PARAMS)][k / PARAMS % UNITS][k % PARAMS]);
+    mt_store_close(m->store);
+    m->dev->ops->close(m->dev);
+    mt_pool_close(m->pool);
+}
+
+/* ---- compute: in the run queue ---------------------------------------------------------- */
+
+typedef struct work {
+    const unsigned char *weights;        /* in a slot */
+    unsigned char       *seen;
+    size_t               bytes;
+    void                *grad;           /* [n] dt, made from seed */
+    mt_dtype             dt;
+    int64_t              n;
+    uint64_t             seed;
+    int                  infinite;
+} work;
+
+static void do_work(void *arg)
+{
+    work *w = arg;
+
+    memcpy(w->seen, w->weights, w->bytes);
+    for (int64_t i = 0; i < w->n; i++)
+        set(w->dt, w->grad, i, random_float(&w->seed));
+    if (w->infinite)
+        set(w->dt, w->grad, w->n / 2, INFINITY);
+    free(w);
+}
+
+/* Where compute puts the gradient: memory of its own, or the plane itself. */
+static void *grad_memory(model *m, int micro, int u, int p)
+{
+    void *at;
+
+    if (!m->c->in_place || micro > 0 || !mt_store_settled(m->store, u))
+        return m->source[micro][u][p];
+    REQUIRE(mt_resident_at(m->r, u, p, MT_PLANE_GRAD, &at) == MT_OK);
+    return at;
+}
+
+static void window(model *m, int step, int micro, int u)
+{
+    mt_grad_item items[PARAMS];
+    uint64_t     ticket;
+    void        *mem = NULL;
+    int          slot = -1;
+
+    CHECK_OK(mt_stream_acquire(m->s, u, m->run, &slot, &mem));
+    REQUIRE(mem != NULL);
+    CHECK_OK(mt_stream_await(m->s, slot, m->run));
+    for (int p = 0; p < PARAMS; p++) {
+        work *w = malloc(sizeof *w);
+
+        REQUIRE(w != NULL);
+        *w = (work){ .weights = (unsigned char *)mem + mt_store_offset(m->store, u, p),
+                     .seen = m->out->seen[step][micro][u][p],
+                     .bytes = (size_t)numel(u, p) * mt_dtype_bytes(types[u]),
+                     .grad = grad_memory(m, micro, u, p), .dt = types[u], .n = numel(u, p),
+                     .seed = m->c->seed + (uint64_t)(((step * MICROS + micro) * UNITS + u) * PARAMS + p),
+                     .infinite = step % 7 == 5 && u == 1 && p == 1 && micro == 0 };
+        items[p] = (mt_grad_item){ p, w->grad, micro > 0 ? MT_GRAD_ADD : MT_GRAD_SET,
+                                   m->changed[u][p] };
+        REQUIRE(m->dev->ops->call(m->run, do_work, w) == MT_OK);
+        m->changed[u][p] = 0;
+    }
+    CHECK_OK(mt_offload_put(m->o, u, items, PARAMS, m->run, &ticket));
+    mt_stream_mark_offload(m->s, u);
+}
+
+/* ---- updates: on the updater's thread --------------------------------------------------- */
+
+typedef struct adam {
+    model *m;
+    int    unit, step, settled;
+    int    acc[PARAMS];
+} adam;
+
+static void *plane_of(const adam *a, int p, mt_plane plane)
+{
+    void *at = NULL;
+
+    if (mt_plane_elem_bytes(plane, types[a->unit]) == 0)
+        return NULL;
+    if (a->settled)
+        REQUIRE(mt_resident_at(a->m->r, a->unit, p, plane, &at) == MT_OK);
+    else
+        REQUIRE(mt_store_at(a->m->store, a->unit, p, plane, &at) == MT_OK);
+    return at;
+}
+
+static void tensors(const adam *a, mt_adam_tensor *t)
+{
+    for (int p = 0; p < PARAMS; p++)
+        t[p] = (mt_adam_tensor){
+            .dtype = types[a->unit], .n = numel(a->unit, p), .hi = plane_of(a, p, MT_PLANE_HI),
+            .lo = plane_of(a, p, MT_PLANE_LO), .master = plane_of(a, p, MT_PLANE_MASTER),
+            .m = plane_of(a, p, MT_PLANE_M), .v = plane_of(a, p, MT_PLANE_V),
+            .grad = plane_of(a, p, a->acc[p] ? MT_PLANE_ACC : MT_PLANE_GRAD),
+            .grad_dtype = a->acc[p] ? MT_F32 : types[a->unit],
+            .hyper = { .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1,
+                       .step = a->step + 1 },
+        };
+}
+
+static mt_status adam_run(void *arg, mt_pool *pool, float clip)
+{
+    mt_adam_tensor t[PARAMS];
+
+    tensors(arg, t);
+    return mt_adam_step(pool, t, PARAMS, clip, mt_isa_best());
+}
+
+static mt_status adam_put(void *arg, mt_queue *q, float clip)
+{
+    mt_adam_tensor t[PARAMS];
+
+    tensors(arg, t);
+    return mt_adam_put(q, t, PARAMS, clip);
+}
+
+static const int all_params[PARAMS] = { 0, 1, 2 };
+
+static uint64_t submit(model *m, int step)
+{
+    mt_update_job jobs[UNITS];
+    uint64_t      ticket = 0;
+
+    for (int u = 0; u < UNITS; u++) {
+        adam *a = malloc(sizeof *a);
+
+        REQUIRE(a != NULL);
+        *a = (adam){ .m = m, .unit = u, .step = step, .settled = mt_store_settled(m->store, u) };
+        for (int p = 0; p < PARAMS; p++)
+            a->acc[p] = mt_offload_has_acc(m->o, u, p);
+        jobs[u] = (mt_update_job){ .unit = u, .n_params = PARAMS, .params = all_params,
+                                   .run = adam_run, .put = adam_put, .free = free, .arg = a };
+    }
+    CHECK_OK(mt_update_submit(m->u, jobs, UNITS, m->c->max_norm, m->run, &ticket));
+    return ticket;
+}
+
+/* ---- the user --------------------------------------------------------------------------- */
+
+static void *host(model *m, int u, int p, mt_plane plane)
+{
+    void *at = NULL;
+
+    REQUIRE(mt_store_at(m->store, u, p, plane, &at) == MT_OK);
+    return at;
+}
+
+/* As the guard of a parameter does it, and the optimizer at the next step. A host unit's fetch that is
+ * still in line would copy half a write, and be fetched again: right, but a race to ThreadSanitizer. */
+static void write_weight(model *m, int u, int p)
+{
+    unsigned low = 1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER;
+    void    *hi = host(m, u, p, MT_PLANE_HI);
+
+    for (int k = 0; k < 2 + UNITS; k++)
+        CHECK_OK(mt_stream_await(m->s, k, m->run));
+    CHECK_OK(mt_ledger_wait_updates(m->store, u));
+    CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_HI));
+    CHECK_OK(mt_ledger_wait_fetch(m->store, u));
+    for (int64_t i = 0; i < numel(u, p); i++)
+        set(types[u], hi, i, 1.25f * get(types[u], hi, i) + 0.01f);
+    mt_ledger_touch(m->store, u);
+    if (types[u] == MT_BF16)
+        memset(host(m, u, p, MT_PLANE_LO), 0, (size_t)numel(u, p) * 2);
+    for (int64_t i = 0; i < numel(u, p) && types[u] == MT_F16; i++)
+        ((float *)host(m, u, p, MT_PLANE_MASTER))[i] = get(MT_F16, hi, i);
+    CHECK_OK(mt_resident_push(m->r, u, p, low));
+}
+
+static void write_moment(model *m, int u, int p)
+{
+    float *moment = host(m, u, p, MT_PLANE_M);
+
+    CHECK_OK(mt_ledger_wait_updates(m->store, u));
+    CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_M));
+    for (int64_t i = 0; i < numel(u, p); i++)
+        moment[i] = 0.5f * moment[i] + 0.001f;
+    CHECK_OK(mt_resident_push(m->r, u, p, 1u << MT_PLANE_M));
+}
+
+/* Between micro-batches: what is there is scaled, and counts as it is now. */
+static void write_grad(model *m, int u, int p)
+{
+    void *grad = host(m, u, p, MT_PLANE_GRAD);
+
+    CHECK_OK(mt_ledger_wait_grads(m->store, u));
+    CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_GRAD));
+    for (int64_t i = 0; i < numel(u, p); i++)
+        set(types[u], grad, i, 0.75f * get(types[u], grad, i));
+    m->changed[u][p] = 1;
+}
+
+static void meddle(model *m, int more)
+{
+    for (int k = 0; k < 3 && m->c->meddle; k++) {
+        int u = (int)(splitmix(&m->random) % UNITS), p = (int)(splitmix(&m->random) % PARAMS);
+
+        switch (splitmix(&m->random) % 6) {
+        case 0: write_weight(m, u, p); break;
+        case 1: write_moment(m, u, p); break;
+        case 2: if (more) write_grad(m, u, p); break;
+        case 3: CHECK_OK(mt_resident_bring(m->r, u, ~0u)); break;
+        case 4: CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_HI)); break;
+        default: break;
+        }
+    }
+}
+
+/* ---- a run ------------------------------------------------------------------------------ */
+
+static void collect(model *m)
+{
+    CHECK_OK(m->dev->ops->sync(m->run));
+    CHECK_OK(mt_offload_drain(m->o));
+    CHECK_OK(mt_update_drain(m->u));
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_OK(mt_resident_bring(m->r, u, ~0u));
+        for (int p = 0; p < PARAMS; p++)
+            for (int k = 0; k < PLANES; k++) {
+                size_t elem = mt_plane_elem_bytes(planes[k], types[u]);
+
+                if (elem > 0)
+                    memcpy(m->out->plane[u][p][k], host(m, u, p, planes[k]), (size_t)numel(u, p) * elem);
+            }
+    }
+}
+
+static void train(const config *c, outcome *out)
+{
+    static model m;
+    uint64_t     ticket[STEPS];
+
+    model_open(&m, c, out);
+    for (int step = 0; step < STEPS; step++) {
+        for (int micro = 0; micro < c->micros; micro++) {
+            CHECK_OK(mt_stream_begin(m.s));
+            for (int u = 0; u < UNITS; u++)
+                window(&m, step, micro, u);
+            meddle(&m, micro + 1 < c->micros);
+        }
+        ticket[step] = submit(&m, step);
+        for (int u = 0; u < UNITS; u++)
+            mt_offload_forget(m.o, u);
+        CHECK_OK(mt_stream_kick(m.s, m.run));
+        meddle(&m, 0);
+        CHECK_OK(mt_update_norm(m.u, ticket[step], &out->norm[step], &out->skipped[step]));
+    }
+    collect(&m);
+    model_close(&m);
+}
+
+/* NaN norms compare by bits. */
+static int same(const outcome *a, const outcome *b)
+{
+    return memcmp(a, b, sizeof *a) == 0;
+}
+
+static int equals_host(const config *c)
+{
+    static outcome want, got;
+    config         plain = *c;
+
+    plain.settled = 0;
+    plain.max_us = 0;
+    plain.debug = (mt_debug){ 0 };
+    train(&plain, &want);
+    train(c, &got);
+    return same(&want, &got);
+}
+
+/* ---- equal bits ------------------------------------------------------------------------- */
+
+static void settled_units_have_the_bits_of_host_units(void)
+{
+    for (int micros = 1; micros <= MICROS; micros += 2)
+        for (int norm = 0; norm < 3; norm++)
+            for (int k = 0; k < 3; k++)
+                CHECK(equals_host(&(config){
+                    .seed = (uint64_t)(micros * 100 + norm * 10 + k), .micros = micros,
+                    .max_norm = norm == 0 ? 0 : norm == 1 ? 0.5 : (double)INFINITY,
+                    .settled = k == 0 ? ALL : k == 1 ? 5 : 10, .in_place = k != 1 }));
+}
+
+static void delays_change_no_bits(void)
+{
+    for (uint64_t seed = 0; seed < 8; seed++)
+        CHECK(equals_host(&(config){ .seed = seed, .micros = seed % 2 ? 1 : 3, .max_us = 40,
+                                     .max_norm = seed % 3 ? 0.5 : 0, .in_place = seed % 4 == 0,
+                                     .settled = seed % 3 ? ALL : 6 }));
+}
+
+static void whatever_the_user_reads_and_writes(void)
+{
+    for (uint64_t seed = 0; seed < 16; seed++)
+        CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
+                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
+                                     .settled = seed % 4 ? ALL : 9 }));
+}
+
+static void overlap_off_changes_no_bits(void)
+{
+    CHECK(equals_host(&(config){ .seed = 3, .micros = 2, .max_us = 20, .meddle = 1, .max_norm = 0.5,
+                                 .settled = ALL, .debug = { .sync = 1 } }));
+}
+
+/* A step with an infinite gradient changes nothing; without a limit, only its own unit stays. */
+static void steps_that_are_not_finite_are_skipped(void)
+{
+    static outcome out;
+
+    train(&(config){ .seed = 5, .micros = 1, .max_norm = 0.5, .settled = ALL }, &out);
+    for (int step = 0; step < STEPS; step++)
+        CHECK_EQ(out.skipped[step], step % 7 == 5 ? UNITS : 0);
+    CHECK_EQ(memcmp(out.seen[5], out.seen[6], sizeof out.seen[5]), 0);
+    CHECK(memcmp(out.seen[6], out.seen[7], sizeof out.seen[6]) != 0);
+    train(&(config){ .seed = 5, .micros = 1, .max_norm = 0, .settled = ALL }, &out);
+    for (int step = 0; step < STEPS; step++)
+        CHECK_EQ(out.skipped[step], step % 7 == 5);
+}
+
+/* ---- edges ------------------------------------------------------------------------------ */
+
+typedef struct slow_read {
+    const float *weight;
+    float        seen;
+} slow_read;
+
+static void read_late(void *arg)
+{
+    slow_read      *r = arg;
+    struct timespec nap = { 0, 20000000 };
+
+    nanosleep(&nap, NULL);
+    r->seen = *r->weight;
+}
+
+/* Compute that is slow to read a weight, which the user replaces meanwhile: what it read. */
+static float read_while_written(unsigned skip)
+{
+    static model   m;
+    static outcome out;
+    const unsigned hi = 1u << MT_PLANE_HI;
+    slow_read      r = { 0 };
+    void          *mem;
+    int            slot;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .debug = { .skip = skip } }, &out);
+    *(float *)host(&m, 1, 0, MT_PLANE_HI) = 5;
+    CHECK_OK(mt_stream_acquire(m.s, 1, m.run, &slot, &mem));
+    CHECK_OK(mt_stream_await(m.s, slot, m.run));
+    r.weight = mem;
+    CHECK_OK(m.dev->ops->call(m.run, read_late, &r));
+    CHECK_OK(mt_resident_bring(m.r, 1, hi));
+    CHECK_OK(mt_ledger_wait_fetch(m.store, 1));
+    *(float *)host(&m, 1, 0, MT_PLANE_HI) = 6;
+    mt_ledger_touch(m.store, 1);
+    CHECK_OK(mt_stream_acquire(m.s, 1, m.run, &slot, &mem));
+    CHECK_OK(mt_stream_await(m.s, slot, m.run));
+    CHECK_OK(m.dev->ops->sync(m.run));
+    CHECK(*r.weight == 6);
+    model_close(&m);
+    return r.seen;
+}
+
+static void weights_are_fetched_over_behind_those_who_read_them(void)
+{
+    CHECK(read_while_written(0) == 5);
+}
+
+static void without_freed_they_are_not(void)
+{
+    if (UNDER_TSAN)
+        SKIP("an edge left out is a race, as it should be");
+    CHECK(read_while_written(MT_EDGE_FREED) == 6);
+}
+
+/* ---- what crosses, and what costs memory ------------------------------------------------ */
+
+static void step_once(model *m, int step)
+{
+    CHECK_OK(mt_stream_begin(m->s));
+    for (int u = 0; u < UNITS; u++)
+        window(m, step, 0, u);
+    (void)submit(m, step);
+    for (int u = 0; u < UNITS; u++)
+        mt_offload_forget(m->o, u);
+}
+
+static void nothing_crosses_but_the_first_weights(void)
+{
+    static model   m;
+    static outcome out;
+    size_t         weights = 0;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    for (int step = 0; step < 5; step++)
+        step_once(&m, step);
+    CHECK_OK(mt_update_drain(m.u));
+    for (int u = 0; u < UNITS; u++)
+        weights += mt_store_hi_bytes(m.store, u);
+    CHECK_EQ(mt_resident_stats_get(m.r).fetches, UNITS);
+    CHECK_EQ(mt_resident_stats_get(m.r).h2d_bytes, weights);
+    CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, 0);
+    CHECK_EQ(mt_stream_stats_get(m.s).fetches, 0);
+    CHECK_EQ(mt_offload_d2h_bytes(m.o), 0);
+    CHECK(mt_stream_schedule(m.s) == NULL);
+    model_close(&m);
+}
+
+static void host_planes_that_nobody_reads_cost_nothing(void)
+{
+    static model   m;
+    static outcome out;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    (void)host(&m, 0, 0, MT_PLANE_M);                       /* an address, as optimizer state */
+    CHECK_EQ(mt_store_device_bytes(m.store), 0);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK(mt_store_device_bytes(m.store) > 0);
+    CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_COUNT), mt_store_bytes(m.store, MT_PLANE_HI));
+    CHECK_OK(mt_resident_bring(m.r, 0, 1u << MT_PLANE_M));
+    CHECK(mt_store_bytes(m.store, MT_PLANE_M) > 0);
+    CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_V), 0);
+    CHECK(((float *)host(&m, 0, 0, MT_PLANE_M))[0] != 0);
+    model_close(&m);
+}
+
+/* Bringing what is current copies nothing. */
+static void a_plane_is_brought_once(void)
+{
+    static model   m;
+    static outcome out;
+    uint64_t       bytes;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    step_once(&m, 0);
+    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_HI));
+    bytes = mt_resident_stats_get(m.r).d2h_bytes;
+    CHECK_EQ(bytes, 4 * (numel(1, 0) + numel(1, 1) + numel(1, 2)));
+    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_HI));
+    CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, bytes);
+    step_once(&m, 1);
+    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_HI));
+    CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, 2 * bytes);
+    model_close(&m);
+}
+
+/* A gradient that the user changed is not undone by bringing one that came later. */
+static void bringing_touches_no_other_parameter(void)
+{
+    static model   m;
+    static outcome out;
+    float         *g0, *g1;
+    uint64_t       ticket;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    CHECK_OK(mt_stream_begin(m.s));
+    window(&m, 0, 0, 1);
+    CHECK_OK(mt_ledger_wait_grads(m.store, 1));
+    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_GRAD));
+    g0 = host(&m, 1, 0, MT_PLANE_GRAD);
+    g1 = host(&m, 1, 1, MT_PLANE_GRAD);
+    g0[0] = 42;
+    ((float *)m.source[1][1][1])[0] = 7;
+    CHECK_OK(mt_offload_put(m.o, 1, &(mt_grad_item){ 1, m.source[1][1][1], MT_GRAD_SET, 0 }, 1, m.run,
+                            &ticket));
+    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_GRAD));
+    CHECK(g0[0] == 42);
+    CHECK(g1[0] == 7);
+    model_close(&m);
+}
+
+/* ---- refusals --------------------------------------------------------------------------- */
+
+static void weights_written_over_an_older_copy_are_refused(void)
+{
+    static model   m;
+    static outcome out;
+    void          *mem;
+    int            slot;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    mt_ledger_touch(m.store, 2);                            /* nobody brought the weights before */
+    CHECK_OK(mt_stream_acquire(m.s, 2, m.run, &slot, &mem));
+    CHECK_EQ(mt_stream_await(m.s, slot, m.run), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.2");
+    CHECK_EQ(mt_ledger_check(m.store), MT_ESTATE);
+    model_close(&m);
+}
+
+static void settling_refuses_what_is_in_use(void)
+{
+    static model   m;
+    static outcome out;
+    void          *mem;
+    int            slot, unit;
+
+    model_open(&m, &(config){ .seed = 1, .settled = 1, .micros = 1, .max_norm = 1 }, &out);
+    CHECK_EQ(mt_stream_settle(m.s, m.r, 0, 3), MT_ESTATE);              /* settled already */
+    CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 2), MT_ESTATE);              /* unit 0's slot */
+    CHECK_HAS(mt_last_error(), "layers.0");
+    CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 2 + UNITS), MT_EINVAL);
+    CHECK_EQ(mt_stream_settle(m.s, m.r, UNITS, 3), MT_EINVAL);
+    (void)host(&m, 1, 0, MT_PLANE_GRAD);
+    CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 3), MT_ESTATE);              /* has a host plane */
+    CHECK_HAS(mt_last_error(), "GRAD");
+    CHECK_OK(mt_stream_acquire(m.s, 2, m.run, &slot, &mem));
+    CHECK_EQ(mt_stream_settle(m.s, m.r, 3, slot), MT_ESTATE);           /* somebody's by now */
+    REQUIRE(mt_store_add(m.store, "large", &(mt_param_desc){ MT_F32, 100000, 1 }, 1, &unit) == MT_OK);
+    CHECK_EQ(mt_stream_settle(m.s, m.r, unit, 4), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "large");
+    CHECK_EQ(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
+    CHECK_EQ(mt_store_device_at(m.store, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
+    CHECK_EQ(mt_resident_at(m.r, 0, PARAMS, MT_PLANE_HI, &mem), MT_EINVAL);
+    CHECK_EQ(mt_resident_push(m.r, 0, PARAMS, ~0u), MT_EINVAL);
+    CHECK_OK(mt_resident_bring(m.r, 1, ~0u));                           /* a host unit: nothing to do */
+    CHECK_OK(mt_resident_push(m.r, 1, 0, ~0u));
+    mt_resident_close(NULL);
+    model_close(&m);
+}
+
+/* Slots that are a unit's for good are no part of the ring. */
+static void nobody_else_gets_a_settled_slot(void)
+{
+    static model   m;
+    static outcome out;
+    void          *mem, *of_0;
+    int            slot, unit;
+    size_t         offset;
+
+    model_open(&m, &(config){ .seed = 1, .settled = 7, .micros = 1, .max_norm = 1 }, &out);
+    CHECK_OK(mt_stream_acquire(m.s, 0, m.run, &slot, &of_0));
+    CHECK_EQ(slot, 2);
+    CHECK_EQ(mt_stream_find(m.s, (char *)of_0 + 512, &unit, &offset), 2);
+    CHECK_EQ(unit, 0);
+    CHECK_EQ(offset, 512);
+    for (int round = 0; round < 3; round++) {
+        CHECK_OK(mt_stream_begin(m.s));
+        for (int u = 0; u < UNITS; u++) {
+            CHECK_OK(mt_stream_acquire(m.s, u, m.run, &slot, &mem));
+            CHECK_OK(mt_stream_await(m.s, slot, m.run));
+            CHECK(u < 3 ? slot == 2 + u : slot < 2 || slot == 5);
+        }
+    }
+    CHECK_EQ(mt_stream_stats_get(m.s).demand_fetches, 1);
+    model_close(&m);
+}
+
+#define TESTS(X)                                            \
+    X(settled_units_have_the_bits_of_host_units)            \
+    X(delays_change_no_bits)                                \
+    X(whatever_the_user_reads_and_writes)                   \
+    X(overlap_off_changes_no_bits)                          \
+    X(steps_that_are_not_finite_are_skipped)                \
+    X(weights_are_fetched_over_behind_those_who_read_them)  \
+    X(without_freed_they_are_not)                           \
+    X(nothing_crosses_but_the_first_weights)                \
+    X(host_planes_that_nobody_reads_cost_nothing)           \
+    X(a_plane_is_brought_once)                              \
+    X(bringing_touches_no_other_parameter)                  \
+    X(weights_written_over_an_older_copy_are_refused)       \
+    X(settling_refuses_what_is_in_use)                      \
+    X(nobody_else_gets_a_settled_slot)
+CHECK_MAIN(TESTS)
