@@ -413,8 +413,9 @@ def test_a_changed_gradient_counts_and_is_summed_anew(engine: Engine, home: str)
     engine.add_unit("layers.0", [BF16], [100], [True])
     halves(engine, 0, HI, torch.bfloat16).copy_(p)
     live(engine, home)
+    grads = [torch.randn(100).bfloat16() for _ in range(2)]
     for mode in (SET, ADD):
-        put(engine, 0, torch.randn(100).bfloat16(), mode)
+        put(engine, 0, grads[mode], mode)
     engine.wait_grads(0)
     mine = torch.randn(100).bfloat16()
     halves(engine, 0, GRAD, torch.bfloat16).copy_(mine)
@@ -427,10 +428,10 @@ def test_a_changed_gradient_counts_and_is_summed_anew(engine: Engine, home: str)
 
 @HOMES
 def test_a_gradient_elsewhere_counts_with_its_own_norm(engine: Engine, home: str) -> None:
-    p, mine = torch.randn(100), torch.randn(100)
+    p, mine, other = torch.randn(100), torch.randn(100), torch.randn(100) * 1e3
     unit_of(engine, F32, p)
     live(engine, home)
-    put(engine, 0, torch.randn(100) * 1e3)
+    put(engine, 0, other)
     norm, _ = engine.norm(engine.adam([(0, [entry(address=mine.data_ptr())])], 1e9, 0))
     finish(engine)
     assert norm == pytest.approx(mine.double().norm().item(), rel=1e-12)
@@ -440,10 +441,10 @@ def test_a_gradient_elsewhere_counts_with_its_own_norm(engine: Engine, home: str
 @HOMES
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 def test_a_gradient_that_is_not_finite_touches_nothing(engine: Engine, home: str, max_norm: float) -> None:
-    p = torch.randn(100)
+    p, grad = torch.randn(100), torch.full((100,), float("nan"))
     unit_of(engine, F32, p)
     live(engine, home)
-    put(engine, 0, torch.full((100,), float("nan")))
+    put(engine, 0, grad)
     assert engine.norm(engine.adam([(0, [entry()])], max_norm, 0))[1] == 1
     finish(engine)
     assert torch.equal(weights(engine, 0), p) and not weights(engine, 0, M).any()
@@ -541,7 +542,8 @@ def test_what_a_settled_unit_refuses(engine: Engine) -> None:
 def test_device_memory_goes_when_the_engine_closes_and_views_stay(engine: Engine) -> None:
     unit_of(engine, F32, torch.ones(100))
     live(engine, "device")
-    put(engine, 0, torch.ones(100))
+    grad = torch.ones(100)
+    put(engine, 0, grad)
     engine.wait_grads(0)
     kept = weights(engine, 0, GRAD)
     engine.close()
