@@ -257,7 +257,6 @@ class AdamW(torch.optim.Optimizer):
                                  "use one optimizer")
         if record.dtype != torch.float32 and record.master_writes != record.writes:
             rt.core.wait_updates(record.unit)    # the weight was set from outside: it is its own master
-            rt.bring_states(record)
             if record.dtype == torch.bfloat16:
                 record.view("LO").zero_()
             else:
@@ -272,7 +271,6 @@ class AdamW(torch.optim.Optimizer):
         self._counts[p] = 0
         if record.owner is not None:
             record.runtime.core.wait_updates(record.unit)
-            record.runtime.bring_states(record)
             record.view("M").zero_()
             record.view("V").zero_()
             record.runtime.push(record, "M", "V")

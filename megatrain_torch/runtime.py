@@ -257,7 +257,7 @@ class Runtime:
     def push(self, record: Record, *planes: str) -> None:
         """These host planes were written: the device takes their values, where the unit lives there."""
         if record.unit in self.settled:
-            self.core.push(record.unit, _mask(planes))
+            self.core.push(record.unit, record.index, _mask(planes))
 
     def before_write(self, record: Record) -> None:
         self.core.wait_fetch(record.unit)
