@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .window import Window
 
 LOGITS_BYTES = 3 << 29        # a chunk of logits, its gradient in place, and the head's gradient in fp32 beside
-MARGIN = 0.08                 # of the device: fragmentation, cuBLAS and cuDNN workspaces
+MARGIN = 0.06                 # of what may be used: fragmentation, cuBLAS and cuDNN workspaces
 
 
 class Budget:
@@ -43,7 +43,7 @@ class Budget:
         used = total - free
         free += torch.cuda.memory_reserved(rt.device) - torch.cuda.memory_allocated(rt.device)
         if rt.vram is not None:
-            free = min(free, rt.vram - used)
+            free, total = min(free, rt.vram - used), min(total, rt.vram)
         units = sorted((sum(r.nbytes for r in unit) for unit in rt.units), reverse=True)
         inputs = sum(w.fused.template.input_bytes(tokens, w.item) for w in windows)
         work = max(w.fused.template.work_bytes(tokens, w.item) for w in windows)
