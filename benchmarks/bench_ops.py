@@ -77,6 +77,24 @@ def sumsq(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
     )
 
 
+def adamw(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """One step of a projection's weights; torch's has fp32 weights, so no low halves, and fp32 gradients."""
+    n = args.inter * args.hidden
+    for dtype in (torch.bfloat16, torch.float32):
+        hi, grad = new(n, dtype=dtype), new(n, dtype=dtype)
+        lo = torch.zeros(n, dtype=torch.int16, device=new.device) if dtype == torch.bfloat16 else None
+        m, v = torch.zeros(n, device=new.device), torch.zeros(n, device=new.device)
+        mine = torch.nn.Parameter(new(n, dtype=torch.float32))
+        mine.grad = torch.randn_like(mine)
+        yield Case(
+            "adamw",
+            f"[{n}] {str(dtype).removeprefix('torch.')}",
+            functools.partial(torch.ops.megatrain.adamw_, hi, lo, m, v, grad, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1, 1.0),
+            torch.optim.AdamW([mine], fused=True).step,
+            2 * nbytes(hi, lo, m, v) + nbytes(grad),
+        )
+
+
 def product(name: str, c: Tensor, a: Tensor, b: Tensor, beta: float) -> Case:
     """gemm_ beside torch's way to the same result; the limit is torch.mm with the same operands."""
 
@@ -295,7 +313,7 @@ def embedding(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
         yield Case(f"embedding_backward {name}", shape, call, eager, nbytes(dy) + out_bytes)
 
 
-ROOMS = (sumsq, gemm, grouped, norm, head_norm, rope, glu, embedding)
+ROOMS = (sumsq, adamw, gemm, grouped, norm, head_norm, rope, glu, embedding)
 
 
 # ---- measuring ----
