@@ -23,9 +23,8 @@ import torch
 from common import emit, say, spread, table
 
 from megatrain_torch import _core
+from megatrain_torch.doctor import ISAS, TORCH, Planes
 
-TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-ISAS = ("scalar", "avx2", "avx512")  # mt_isa of adam.h
 CPU = torch.device("cpu")
 
 
@@ -40,30 +39,6 @@ def parse_args() -> argparse.Namespace:
     add("--reps", type=int, default=15)
     add("--no-torch", action="store_true")
     return parser.parse_args()
-
-
-class Planes:
-    """One tensor's planes, as ordinary torch memory, and the tuple that `_core.adam_step` takes."""
-
-    def __init__(self, n: int, weight: str, grad: str) -> None:
-        self.n, self.types = n, (_core.DTYPES[weight], _core.DTYPES[grad])
-        self.hi = torch.empty(n, dtype=TORCH[weight]).uniform_(-0.05, 0.05)
-        self.lo = torch.zeros(n, dtype=torch.int16) if weight == "BF16" else None
-        self.master = self.hi.float() if weight == "F16" else None
-        self.grad = torch.empty(n, dtype=TORCH[grad]).uniform_(-1e-3, 1e-3)
-        self.m = torch.zeros(n)
-        self.v = torch.zeros(n)
-
-    def bytes_per_parameter(self) -> int:
-        """Read plus written in one update."""
-        kept = [p for p in (self.hi, self.lo, self.master, self.m, self.v) if p is not None]
-        return 2 * sum(p.element_size() for p in kept) + self.grad.element_size()
-
-    def tensors(self, step: int) -> list[tuple]:
-        planes = (self.hi, self.lo, self.master, self.m, self.v, self.grad)
-        addresses = [0 if p is None else p.data_ptr() for p in planes]
-        weight, grad = self.types
-        return [(weight, self.n, *addresses, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, step, 0)]
 
 
 def seconds(fn: Callable[[], object]) -> float:

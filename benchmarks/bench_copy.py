@@ -100,7 +100,7 @@ def main() -> None:
     if cuda:
         device = torch.device("cuda", torch.cuda.current_device())
 
-    limit = limits.copy_gbps(device, args.reps)
+    limit = limits.copy_gbps(device)
     ring = Ring(device, args.units, args.mib * 2**20)
     rows = []
     for name, fetch, offload, against in (

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 
 import torch
 import yardstick
-from bench_adam import ISAS, Planes, seconds
+from bench_adam import seconds
 from common import (
     GIB,
     add_device_argument,
@@ -31,39 +30,17 @@ from common import (
 )
 
 from megatrain_torch import _core
+from megatrain_torch.doctor import ISAS, Planes, copy_rates
 
 COPY_BYTES = 256 * 2**20  # PCIe reaches its rate from 16 MiB on
+COPY_S = 0.1  # that repetitions of one copy take together
 
 
-def copy_gbps(device: torch.device, reps: int) -> dict[str, float]:
+def copy_gbps(device: torch.device) -> dict[str, float]:
     """GB/s host to device, device to host, and each way while both run; pinned host memory."""
-    cuda = device.type == "cuda"
-    host = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=cuda).random_() for _ in range(2)]
-    dev = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device).random_() for _ in range(2)]
-
-    def up() -> None:
-        dev[0].copy_(host[0], non_blocking=True)
-
-    def down() -> None:
-        host[1].copy_(dev[1], non_blocking=True)
-
-    def rate(fn: Callable[[], None]) -> float:
-        return COPY_BYTES / spread(repeat(fn, device, reps))["median"] / 1e9
-
-    out = {"h2d_gbps": rate(up), "d2h_gbps": rate(down)}
-    if cuda:
-        side = torch.cuda.Stream(device)
-
-        def both() -> None:
-            here = torch.cuda.current_stream(device)
-            side.wait_stream(here)
-            with torch.cuda.stream(side):
-                down()
-            up()
-            here.wait_stream(side)
-
-        out["both_ways_gbps"] = rate(both)
-    return out
+    found = copy_rates(device, COPY_BYTES, COPY_S)
+    both = found.pop("both_gbps")
+    return found | ({"both_ways_gbps": both} if device.type == "cuda" else {})
 
 
 def dram_gbps(reps: int, threads: int) -> float:
@@ -106,7 +83,7 @@ def rates(device: torch.device, reps: int = 5) -> dict[str, float]:
     """
     threads = len(os.sched_getaffinity(0))
     weight = "BF16" if device.type == "cuda" else "F32"
-    found = copy_gbps(device, reps) | {
+    found = copy_gbps(device) | {
         "device_gbps": device_gbps(device, reps),
         "dram_gbps": dram_gbps(reps, threads),
         "adam_gparams": adam_gparams(reps, threads, weight),

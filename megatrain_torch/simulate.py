@@ -68,7 +68,8 @@ Fetches = list[list[int]]
 
 
 def schedule(uses: list[int], weights: list[int], slots: list[int]) -> Fetches:
-    """Which units are fetched when, as schedule.c decides it from the order of use.
+    """Which units are fetched when, as schedule.c decides it from the order of use: the unit that is needed
+    farthest in the future gives way, if that is later than the newcomer's need.
 
     Returns:
         [len(uses) + 1] lists of units: before the first use, then behind each use.
@@ -77,11 +78,12 @@ def schedule(uses: list[int], weights: list[int], slots: list[int]) -> Fetches:
     for k in range(len(uses) - 1, -1, -1):
         next_use[k] = soon.get(uses[k], never)
         soon[uses[k]] = k
-    classes: dict[int, list[list[int]]] = {}            # bytes: slots, each [unit or -1, its last use]
+    classes: dict[int, list[int]] = {}                  # bytes: slots, each the unit in it, or -1
     for size in slots:
-        classes.setdefault(size, []).append([-1, -1])
+        classes.setdefault(size, []).append(-1)
     sizes = sorted(classes)
     fits = {u: classes[next(s for s in sizes if s >= weights[u])] for u in soon}
+    soon[-1] = never
     held: set[int] = set()
     fetches: Fetches = []
     need = 0
@@ -94,24 +96,19 @@ def schedule(uses: list[int], weights: list[int], slots: list[int]) -> Fetches:
                 need += 1
             if need == never:
                 return found
-            best, best_key = None, (need, 0)
-            for slot in fits[uses[need]]:
-                at = never if slot[0] < 0 else soon[slot[0]]
-                if at > need and (at, -slot[1]) > best_key:
-                    best, best_key = slot, (at, -slot[1])
-            if best is None:
+            unit = uses[need]
+            inside = fits[unit]
+            farthest = max(range(len(inside)), key=lambda i: soon[inside[i]])
+            if soon[inside[farthest]] <= need:
                 return found
-            held.discard(best[0])
-            held.add(uses[need])
-            best[0] = uses[need]
-            found.append(uses[need])
+            held.discard(inside[farthest])
+            held.add(unit)
+            inside[farthest] = unit
+            found.append(unit)
 
     fetches.append(prefetch())
     for k, unit in enumerate(uses):
         soon[unit] = next_use[k]
-        for slot in fits[unit]:
-            if slot[0] == unit:
-                slot[1] = k
         fetches.append(prefetch())
     return fetches
 

@@ -1,0 +1,83 @@
+"""The `megatrain` command.
+
+    megatrain doctor                                    measure this machine, for plans
+    megatrain plan Qwen/Qwen2.5-7B --tokens 65536 --seq 1024 --vram 24GiB
+    megatrain plan path/with/config.json --tokens 65536 --seq 1024 --machine rtx4090-64g
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import MegatrainError
+from .machine import MACHINES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; 0, or 1 with the reason on stderr."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except MegatrainError as why:
+        sys.stderr.write(f"megatrain: {why}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("megatrain", description="Training models larger than the GPU, on one GPU.")
+    commands = parser.add_subparsers(required=True)
+
+    doctor = commands.add_parser("doctor", help="measure what this machine can do, and keep it for plans")
+    doctor.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
+    doctor.add_argument("--out", type=Path, help="file to write; default: $MEGATRAIN_MACHINE, "
+                        "or ~/.cache/megatrain/machine.json, where plans look")
+    doctor.set_defaults(run=_doctor)
+
+    plan = commands.add_parser("plan", help="what a training step takes, without weights or a GPU")
+    add = plan.add_argument
+    add("model", help="folder with a config.json, or a name on the Hugging Face hub")
+    add("--tokens", type=int, required=True, help="of a step")
+    add("--seq", type=int, required=True, help="tokens of a sequence")
+    add("--machine", help=f"measured JSON, or one of {', '.join(MACHINES)}; with changes: h200-128g,vram=24GiB")
+    add("--vram", help="limit of device memory, e.g. 24GiB")
+    add("--host", help="limit of host memory")
+    add("--micro", type=int, help="micro-batches; default: as many as are best")
+    add("--homes", choices=["ram", "vram"], help="of all units; default: each where it is best")
+    add("--activations", choices=["replay", "selective", "saved"], help="of all layers; default: what is best")
+    add("--slots", type=int, help="ring size")
+    add("--layers", type=int, help="instead of the config's own number")
+    add("--compute", choices=["auto", "fused", "eager"], default="auto")
+    plan.set_defaults(run=_plan)
+    return parser
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    import torch
+
+    from . import doctor
+
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    machine, limits = doctor.measure(device, lambda what: sys.stderr.write(f"measuring: {what}\n"))
+    sys.stdout.write(f"{doctor.report(machine, limits)}\n\nwritten to {doctor.store(machine, args.out)}\n")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from .planner import plan
+
+    asked = {k: v for k, v in vars(args).items() if k not in ("run", "model")}
+    sys.stdout.write(f"{plan(_config(args.model), **asked)}\n")
+
+
+def _config(name: str) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise MegatrainError("megatrain plan needs transformers: pip install transformers") from None
+    try:
+        return transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as why:
+        raise MegatrainError(f"{name!r}: no config to be had: {why}") from None
