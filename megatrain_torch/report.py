@@ -156,26 +156,34 @@ def idle_seconds(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int) -> 
 def _blame(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice | None) -> list[tuple[str, int]]:
     """(cause, nanoseconds) of the gap [a, b) in front of a window; None: at the step's end."""
     parts = []
-    fetch = _over_in(lanes, "h2d", a, b, window.unit) if window is not None else None
-    leaving = _over_in(lanes, "d2h", a, b) if window is not None and window.work == "backward" else None
-    if leaving is not None and (fetch is None or leaving.end > fetch.end):
-        parts = [("d2h", min(leaving.end, b) - max(a, leaving.begin))]
-    elif fetch is not None:
-        parts = [("h2d", min(fetch.end, b) - max(a, fetch.begin)), *_before_fetch(lanes, a, fetch)]
+    ended = {} if window is None else {
+        "h2d": _over_in(lanes, "h2d", a, b, window.unit),
+        "device update": _over_in(lanes, "device update", a, b, window.unit),      # of a unit that lives there
+        "d2h": _over_in(lanes, "d2h", a, b) if window.work == "backward" else None}
+    lane, last = max(((k, s) for k, s in ended.items() if s is not None), key=lambda found: found[1].end,
+                     default=(OWN, None))
+    if last is not None and lane == "device update":
+        parts = _updates(lanes, lane, a, min(last.end, b))
+    elif last is not None:
+        parts = [(lane, min(last.end, b) - max(a, last.begin))]
+        parts += _before_fetch(lanes, a, last) if lane == "h2d" else []
     rest = b - a - sum(ns for _, ns in parts)
     return [(cause, ns) for cause, ns in [*parts, (OWN, rest)] if ns > 0]
 
 
 def _before_fetch(lanes: Mapping[str, Sequence[Slice]], a: int, fetch: Slice) -> list[tuple[str, int]]:
-    """What the time [a, fetch.begin) went to, where a fetch was waited for: its unit's update, and those before it
-    in line, and the gradients that they waited for; else the copies before it in line."""
-    for lane in ("host update", "device update"):
-        own = _over_in(lanes, lane, a, fetch.begin, fetch.unit)
-        if own is None:
-            continue
-        updating, landing = (_busy(lanes, name, a, own.end) for name in (lane, "d2h"))
-        return [(lane, updating), ("d2h", min(landing, own.end - a - updating))]
+    """What the time [a, fetch.begin) went to, where a fetch was waited for: its unit's update and those in front of
+    it; else the copies in front of it in line."""
+    own = _over_in(lanes, "host update", a, fetch.begin, fetch.unit)
+    if own is not None:
+        return _updates(lanes, "host update", a, min(own.end, fetch.begin))
     return [("h2d", _busy(lanes, "h2d", a, fetch.begin))]
+
+
+def _updates(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> list[tuple[str, int]]:
+    """[a, b), at whose end an update was over: the lane's work, and for the rest the gradients it waited for."""
+    updating = _busy(lanes, lane, a, b)
+    return [(lane, updating), ("d2h", min(_busy(lanes, "d2h", a, b), b - a - updating))]
 
 
 def _busy(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> int:

@@ -400,6 +400,13 @@ def test_before_the_fetch_it_is_the_updates_it_waited_for() -> None:
                 ("compute", "forward", "b", 62, 100)) == {"d2h": 10, "host update": 30, "h2d": 10, "host": 2}
 
 
+def test_a_unit_that_lives_on_the_device_waits_for_its_update_there() -> None:
+    assert idle(("compute", "backward", "a", 0, 10), ("d2h", "offload", "a", 10, 15),
+                ("device update", "update", "a", 20, 40), ("device update", "update", "b", 40, 60),
+                ("compute", "forward", "a", 40, 50), ("compute", "forward", "b", 61, 100)) \
+        == {"device update": 30, "d2h": 5, "host": 6}
+
+
 def test_a_fetch_that_stood_in_line_is_the_lines() -> None:
     assert idle(("h2d", "fetch", "a", 0, 20), ("h2d", "fetch", "b", 20, 40), ("compute", "forward", "b", 40, 100)) \
         == {"h2d": 40}
