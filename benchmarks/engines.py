@@ -19,6 +19,8 @@ from common import synchronize
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from megatrain_torch.wrap import runtime_of
+
 CHUNK_TOKENS = 2048  # of the chunked loss: 152064 fp32 logits each make 1.2 GB
 
 
@@ -151,7 +153,7 @@ class Streamed(Engine):
         super().update()
 
     def settle(self) -> None:
-        list(self.model.parameters())  # enumeration waits for the pending updates
+        runtime_of(self.model).drain()
         super().settle()
 
     def counts(self, steps: int) -> dict[str, float]:

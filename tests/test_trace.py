@@ -54,11 +54,11 @@ class Net(nn.Module):
 
 
 def streamed(way: str = "saved", slots: int = 2, delay_us: int = 0, seed: int = 0, model: nn.Module | None = None,
-             **kw: Any) -> nn.Module:
+             homes: Any = "ram") -> nn.Module:
     torch.manual_seed(5)
     debug = {"delay_us": delay_us, "seed": seed} if delay_us else {}
     return mt.stream(model or Net(), device="cpu",
-                     plan={"activations": way, "slots": slots, "threads": 1, "debug": debug}, **kw)
+                     plan={"activations": way, "slots": slots, "threads": 1, "homes": homes, "debug": debug})
 
 
 def adamw(model: nn.Module) -> mt.AdamW:
@@ -81,7 +81,7 @@ def traced(steps: int = 3, micro: int = 1, before: int = 2, **kw: Any) -> tuple[
     opt = adamw(model)
     for _ in range(before):
         step(model, opt, micro)
-    list(model.parameters())
+    mt.wrap.runtime_of(model).drain()
     with mt.trace(model) as t:
         for _ in range(steps):
             step(model, opt, micro)
@@ -165,6 +165,19 @@ def test_bytes_are_those_counted() -> None:
     assert moved["host update"] == 2 * 28 * parameters
 
 
+def test_units_on_the_device_are_updated_there() -> None:
+    homes = {u: "vram" for u in ORDER[:3]}
+    t, _ = traced(homes=homes, delay_us=200)
+    lanes = by_lane(t.slices())
+    assert {s.unit for s in lanes["device update"] if s.work == "update"} == set(homes)
+    assert {s.unit for s in lanes["host update"] if s.work == "update"} == {s.unit for s in lanes["h2d"]} == set(ORDER[3:])
+    used = [w[-1] for w in windows(by_lane(t._slices)["compute"])]       # behind the wait for the weights
+    for s in lanes["device update"]:
+        given = [o for o in lanes["d2h"] if o.unit == s.unit and o.begin < s.begin]
+        assert given and max(o.end for o in given) <= s.begin, s
+        assert not [w for w in used if w.unit == s.unit and w.begin < s.end and s.begin < w.end], s
+
+
 def test_replay_interrupts_its_backward() -> None:
     t, _ = traced(way="replay", steps=1)
     mine = [s.work for s in t.slices() if s.lane == "compute" and s.unit == "layers.2"]
@@ -204,8 +217,8 @@ def test_tracing_changes_no_bits(way: str) -> None:
 def test_without_a_trace_nothing_is_recorded() -> None:
     model = streamed()
     step(model, adamw(model))
-    list(model.parameters())
     rt = mt.wrap.runtime_of(model)
+    rt.drain()
     assert rt.core.timeline() == [] and rt.core.stats()["records_lost"] == 0
     with mt.trace(model):
         step(model)
@@ -306,7 +319,7 @@ def test_last_step_is_the_last_finished_step_of_the_trace() -> None:
     update = sum(p.numel() for p in model.parameters()) * 28
     assert report.least["host update"] == pytest.approx(update / 2e6, rel=0.5)   # those that ended in the step
     step(model, opt)
-    list(model.parameters())             # waits for the updates
+    mt.wrap.runtime_of(model).drain()
     after = mt.last_step(model)
     assert not after.traced and after.bound == "" and after.busy["host update"] > 0
 
