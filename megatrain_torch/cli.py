@@ -81,3 +81,7 @@ def _config(name: str) -> Any:
         return transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as why:
         raise MegatrainError(f"{name!r}: no config to be had: {why}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
