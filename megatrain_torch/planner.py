@@ -23,6 +23,7 @@ from .machine import Machine, resolve
 from .placement import Choice, Problem, Wishes
 from .shapes import MODES, Shape, shape_of
 from .simulate import Timing
+from .timeline import LANES
 
 Table = tuple[str, list[tuple[str, ...]]]
 
@@ -41,7 +42,8 @@ class Plan:
         slots: ring size of the streamed units, see slots.py.
         vram, host: bytes by what they hold, at the peak of a step; vram_bytes, host_bytes: their sums.
         seconds, forward_s: of a step, and of its forwards.
-        busy: seconds of work by resource. idle: seconds in which the GPU waits, by what it waits for.
+        busy: seconds of work by lane. idle: seconds in which compute stands still, by what it waits for. Both by the
+            names that mt.last_step has.
     """
 
     model: str
@@ -77,7 +79,7 @@ class Plan:
 
     @property
     def bound(self) -> str:
-        """The resource with most work in a step."""
+        """The lane with most work in a step."""
         return max(self.busy, key=lambda name: self.busy[name])
 
     def __str__(self) -> str:
@@ -263,7 +265,7 @@ def _headline(p: Plan) -> str:
             f"{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
             f"{p.machine.name}: rates {p.machine.source}\n"
             f"predicted: {p.tokens_per_second:,.0f} tokens/s, {p.seconds:.4g} s a step "
-            f"({p.forward_s:.3g} forward); bound by: {p.bound}")
+            f"({p.forward_s:.3g} forward); bound by {LANES.get(p.bound, p.bound)}")
 
 
 def _tables(p: Plan) -> list[Table]:
@@ -310,11 +312,11 @@ def _bytes_table(title: str, parts: dict[str, int], limit: int) -> Table:
 
 
 def _seconds_table(p: Plan) -> Table:
-    rows: list[tuple[str, ...]] = [("resource", "busy s", "of the step", "the GPU waits for it")]
+    rows: list[tuple[str, ...]] = [("lane", "busy s", "of the step", "compute waits for it")]
     for name, s in p.busy.items():
         wait = p.idle.get(name, 0.0)
         if s or wait:
-            rows.append((name, f"{s:.4g}", f"{s / p.seconds:.0%}", f"{wait:.3g} s" if wait else ""))
+            rows.append((LANES.get(name, name), f"{s:.4g}", f"{s / p.seconds:.0%}", f"{wait:.3g} s" if wait else ""))
     return "", rows
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .cost import OFFLOAD_DEPTH
+from .cost import OFFLOAD_DEPTH, STAGINGS
+from .report import OWN
+from .timeline import LANES
 
 NORM_S = 0.0005             # clip factor, and waking the updater
 SHOWN_MICRO = 8             # micro-batches walked through; of more, those before the last are taken to be alike
-RESOURCES = ("GPU", "host to device", "device to host", "host update", "host sums", "Python")
+RESOURCES = (*LANES, OWN)   # by the names that a measured step has them by; OWN: Python, launching kernels
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a step; `busy` by resource, `idle` of the GPU by what it waited for."""
+    """Seconds of a step; `busy` by lane, `idle` of compute by what it waited for: as a StepReport has them."""
 
     seconds: float
     forward_s: float
@@ -123,7 +125,7 @@ class _Walk:
         self.run = self.h2d = self.mover = self.d2h = self.adder = 0.0
         self.launch = launch
         self.busy = dict.fromkeys(RESOURCES, 0.0)
-        self.idle = dict.fromkeys(("host update", "host to device", "device to host", "host sums", "Python"), 0.0)
+        self.idle = dict.fromkeys(("host update", "h2d", "d2h", "host sum", OWN), 0.0)
         self.ready: dict[int, float] = {}       # by unit: when its copy is over, and when it is in the queue
         self.queued: dict[int, float] = {}
         self.late: dict[int, str] = {}          # what held the copy up
@@ -145,7 +147,7 @@ class _Walk:
                 elif step.update_s[u]:
                     now += step.update_s[u]
                     self.done[u] = now
-        self.updated, self.updates = now, {"host update": now, "GPU": self.run}
+        self.updated, self.updates = now, {"host update": now, "device update": self.run}
 
     def _copied(self, start: float, nbytes: float, rate: float) -> float:
         """When a copy ends: slower while AdamW has the host's memory."""
@@ -164,10 +166,10 @@ class _Walk:
         for u in self.fetches[self.behind]:
             self.mover = max(self.mover, handed, self.done[u])
             start = max(self.h2d, self.mover, freed if self.behind else 0.0)
-            self.late[u] = "host update" if start == self.done[u] else "host to device"
+            self.late[u] = "host update" if start == self.done[u] else "h2d"
             self.queued[u] = self.mover
             self.h2d = self.ready[u] = self._copied(start, self.step.weights[u], rate)
-            self.busy["host to device"] += self.h2d - start
+            self.busy["h2d"] += self.h2d - start
         self.behind += 1
 
     def window(self, units: tuple[int, ...], seconds: float, host_s: float, rate: float) -> None:
@@ -182,34 +184,37 @@ class _Walk:
             if self.ready[u] > begin:
                 begin, cause = self.ready[u], self.late[u]
         if self.launch > begin:
-            begin, cause = self.launch, "Python"
+            begin, cause = self.launch, OWN
         if cause:
             self.idle[cause] += begin - self.run
         self.launch += host_s
-        self.busy["GPU"] += seconds
-        self.busy["Python"] += host_s
+        self.busy["compute"] += seconds
+        self.busy[OWN] += host_s
         self.run = begin + seconds
         if self.launch > self.run:
-            self.idle["Python"] += self.launch - self.run
+            self.idle[OWN] += self.launch - self.run
             self.run = self.launch
 
     def offload(self, unit: int, adding: bool) -> None:
-        """Gradients leave behind compute; LANDED bounds how many units' are alive."""
-        step = self.step
-        if step.home[unit] or not step.gradients[unit]:
-            return
-        start = max(self.d2h, self.run)
-        if adding and len(self.added) >= 2:             # both staging buffers are full
-            start = max(start, self.added[-2])
-        self.d2h = self._copied(start, step.gradients[unit], step.both)
-        self.busy["device to host"] += self.d2h - start
+        """Gradients leave behind compute; LANDED bounds how many units' are alive. At home in VRAM they take the
+        same queue, and next to no time."""
+        self.d2h = max(self.d2h, self.run)
+        if not self.step.home[unit]:
+            self._send(unit, adding)
         self.landed.append(self.d2h)
+        if len(self.landed) > OFFLOAD_DEPTH:
+            self.wait(self.landed[-1 - OFFLOAD_DEPTH], "d2h")
+
+    def _send(self, unit: int, adding: bool) -> None:
+        step, start = self.step, self.d2h
+        if adding and len(self.added) >= STAGINGS:      # no staging buffer is free
+            start = max(start, self.added[-STAGINGS])
+        self.d2h = self._copied(start, step.gradients[unit], step.both)
+        self.busy["d2h"] += self.d2h - start
         if adding:
             self.adder = max(self.adder, self.d2h) + step.add_s[unit]
-            self.busy["host sums"] += step.add_s[unit]
+            self.busy["host sum"] += step.add_s[unit]
             self.added.append(self.adder)
-        if len(self.landed) > OFFLOAD_DEPTH:
-            self.wait(self.landed[-1 - OFFLOAD_DEPTH], "device to host")
 
     def wait(self, until: float, cause: str) -> None:
         if until > self.run:
@@ -240,8 +245,8 @@ def _walk(step: Step, fetches: Fetches, shown: int, launch: float) -> tuple[_Wal
             for u in step.leaving[w]:
                 t.offload(u, micro > 0)
         ends.append(t.run)
-    t.wait(t.d2h, "device to host")
-    t.wait(t.adder, "host sums")
+    t.wait(t.d2h, "d2h")
+    t.wait(t.adder, "host sum")
     return t, forwards, ends
 
 

@@ -62,7 +62,7 @@ GOLDEN = """\
 LlamaForCausalLM: 0.111 B parameters, all trained
 4,096 tokens a step in sequences of 512, one micro-batch; fused layers
 flat: rates described
-predicted: 62,034 tokens/s, 0.06603 s a step (0.051 forward); bound by: host update
+predicted: 62,034 tokens/s, 0.06603 s a step (0.051 forward); bound by host update
 
 window               weights  home  activations
 model.embed_tokens  62.5 MiB  vram  saved
@@ -93,12 +93,13 @@ moments                594.1 MiB
 gradients              148.5 MiB
 in all                   2.1 GiB  of 64.0 GiB, 3%
 
-resource          busy s  of the step  the GPU waits for it
-GPU              0.02636  40%
-host to device   0.01511  23%
-device to host  0.009733  15%          0.00243 s
+lane              busy s  of the step  compute waits for it
+compute          0.02554  39%
+H2D              0.01511  23%
+D2H             0.009733  15%          0.00243 s
 host update      0.03893  59%          0.0367 s
-Python           0.00153  2%
+device update  0.0008192  1%
+host             0.00153  2%
 """
 
 
@@ -123,7 +124,7 @@ def test_more_of_everything_is_spent_where_it_helps() -> None:
     ample = mt.plan(seven(12), tokens=32768, seq=1024, machine="h200-128g")
     assert "replay" in tight.activations.values() and "ram" in tight.homes.values()
     assert set(ample.activations.values()) == {"saved"} and ample.seconds < tight.seconds
-    assert ample.busy["host to device"] < tight.busy["host to device"]
+    assert ample.busy["h2d"] < tight.busy["h2d"]
 
 
 def test_forced_choices_are_kept() -> None:
@@ -367,7 +368,7 @@ def test_predicted_steps_agree_with_measured_ones(line: dict) -> None:
     made, homes = p.micro(1), (False,) * len(p.shape.units)
     timing = p.time(Choice(1, homes, 3, made.levels[0]))
     assert timing.seconds == pytest.approx(line["step_s"], rel=0.08)
-    assert timing.busy["host to device"] * 55.5e9 >= 0.98 * line["h2d_bytes"]
+    assert timing.busy["h2d"] * 55.5e9 >= 0.98 * line["h2d_bytes"]
     store = sum(n for what, n in p.host_bytes(homes, 1).items() if "torch" not in what)
     assert store == pytest.approx(line["store_bytes"], rel=0.001)
 
