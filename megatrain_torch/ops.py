@@ -178,33 +178,21 @@ def cross_entropy_(logits: Tensor, labels: Tensor, scale: Tensor | None, *, igno
     """Loss of each row; with scale, logits are overwritten by the gradient of scale * sum(loss).
 
     l = softcap * tanh(logits / softcap) where softcap > 0, else logits; lse = log(sum(exp(l)))
-    loss = lse - (1 - a) * l[label] - a * mean(l) + z_loss * lse^2    (a: label_smoothing); 0 where ignored
+    loss = lse - (1 - a) * l[label] - a * mean(l) + z_loss * lse^2    (a: label_smoothing)
 
     Args:
-        logits: [R, V], dense, overwritten when scale is given. labels: [R] int64.
+        logits: [R, V], strided, overwritten when scale is given. labels: [R] int64.
         scale: fp32 scalar tensor on the same device (1/number of labels, times the gradient from above), or None.
 
     Returns:
-        loss [R] fp32, lse [R] fp32.
+        loss [R] fp32, lse [R] fp32. Both are 0 where the label is ignored, and so is the gradient: such a row of
+        logits is not read.
 
     Raises:
-        RuntimeError: CPU only: a label outside [0, V) that is not ignore_index. (On CUDA its loss is NaN.)
+        RuntimeError: On the CPU: a label outside [0, V) that is not ignore_index. (On CUDA the row turns NaN.)
     """
-    wide = logits.float()
-    capped = softcap * torch.tanh(wide / softcap) if softcap > 0 else wide
-    lse = torch.logsumexp(capped, -1)
-    keep = labels != ignore_index
-    safe = labels.clamp_min(0)
-    picked = capped.gather(-1, safe.unsqueeze(-1)).squeeze(-1)
-    loss = lse - (1 - label_smoothing) * picked - label_smoothing * capped.mean(-1) + z_loss * lse.square()
-    loss = torch.where(keep, loss, torch.zeros_like(loss))
-    if scale is not None:
-        grad = torch.exp(capped - lse.unsqueeze(-1)) * (1 + 2 * z_loss * lse).unsqueeze(-1)
-        grad -= label_smoothing / logits.shape[-1]
-        grad.scatter_add_(-1, safe.unsqueeze(-1), torch.full_like(grad[:, :1], label_smoothing - 1))
-        if softcap > 0:
-            grad *= 1 - (capped / softcap).square()
-        logits.copy_(torch.where(keep.unsqueeze(-1), grad * scale, 0))
+    loss, lse = (torch.empty(logits.shape[:1], dtype=torch.float32, device=logits.device) for _ in range(2))
+    _ops.cross_entropy_(logits, labels, scale, loss, lse, ignore_index, softcap, label_smoothing, z_loss)
     return loss, lse
 
 
@@ -325,5 +313,5 @@ def _nothing(*args: object) -> None:
 
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
 for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
-              "glu", "glu_backward", "column_sum", "embedding_backward"):
+              "glu", "glu_backward", "column_sum", "embedding_backward", "cross_entropy_"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

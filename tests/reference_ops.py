@@ -119,7 +119,7 @@ def cross_entropy_gradient(logits: Tensor, labels: Tensor, *, ignore_index: int 
     """[R, V]: gradient of the sum of losses by the logits."""
     x, keep = softcapped(logits, softcap), labels != ignore_index
     lse = torch.logsumexp(x, -1, keepdim=True)
-    wanted = torch.nn.functional.one_hot(torch.where(keep, labels, 0), logits.shape[-1])
+    wanted = torch.nn.functional.one_hot(torch.where(keep, labels, 0), logits.shape[-1]).to(logits.dtype)
     grad = torch.exp(x - lse) * (1 + 2 * z_loss * lse) - label_smoothing / logits.shape[-1]
     grad = grad - (1 - label_smoothing) * wanted
     if softcap > 0:
