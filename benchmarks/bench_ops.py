@@ -30,6 +30,7 @@ from common import (
 from torch import Tensor
 
 from megatrain_torch import ops
+from megatrain_torch.loss import linear_cross_entropy
 
 Call = Callable[[], Any]
 COPY_BYTES = 2**30
@@ -313,7 +314,54 @@ def embedding(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
         yield Case(f"embedding_backward {name}", shape, call, eager, nbytes(dy) + out_bytes)
 
 
-ROOMS = (sumsq, adamw, gemm, grouped, norm, head_norm, rope, glu, embedding)
+def cross_entropy(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """Rows of logits, which become their gradient, as often as asked; a soft cap is bound by arithmetic."""
+    rows = min(args.tokens, HEAD_TOKENS // 2)
+    logits, labels = new(rows, args.vocab), torch.randint(0, args.vocab, (rows,), device=new.device)
+    scale = torch.ones((), device=new.device)
+    leaf = logits.clone().requires_grad_()
+
+    def eager(cap: float = 0.0) -> None:
+        x = leaf.float()
+        x = cap * torch.tanh(x / cap) if cap else x
+        torch.autograd.grad(torch.nn.functional.cross_entropy(x, labels), leaf)
+
+    shape = f"[{rows}, {args.vocab}]"
+    loss = functools.partial(ops.cross_entropy_, logits, labels, None)
+    alone = functools.partial(torch.nn.functional.cross_entropy, logits, labels)
+    yield Case("cross_entropy_ loss alone", shape, loss, alone, nbytes(logits))
+    both = functools.partial(ops.cross_entropy_, logits, labels, scale)
+    yield Case("cross_entropy_", shape, both, eager, 2 * nbytes(logits))
+    capped = functools.partial(both, softcap=30.0)
+    yield Case("cross_entropy_ soft cap", shape, capped, functools.partial(eager, 30.0), 2 * nbytes(logits))
+
+
+def head_and_loss(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """linear_cross_entropy beside its three products alone, and beside transformers' way in torch."""
+    tokens = min(args.tokens, 2 * HEAD_TOKENS)
+    hidden, weight = new(tokens, args.hidden), new(args.vocab, args.hidden).mul_(0.02)
+    labels = torch.randint(0, args.vocab, (tokens,), device=new.device)
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+
+    def eager() -> None:
+        loss = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*leaves).float(), labels)
+        torch.autograd.grad(loss, leaves)
+
+    def products(chunk: int) -> None:
+        for rows in hidden.split(chunk):
+            logits = rows @ weight.t()
+            torch.mm(logits, weight)
+            torch.mm(logits.t(), rows)
+
+    flops = 3 * 2.0 * tokens * args.hidden * args.vocab
+    for chunk in (None, HEAD_TOKENS // 2, HEAD_TOKENS, tokens):
+        call = functools.partial(linear_cross_entropy, hidden, weight, labels, chunk=chunk)
+        mm = functools.partial(products, chunk or tokens)
+        shape = f"[{tokens}, {args.hidden}] @ [{args.hidden}, {args.vocab}], chunk {chunk or 'default'}"
+        yield Case("linear_cross_entropy", shape, call, None if chunk else eager, flops=flops, mm=mm)
+
+
+ROOMS = (sumsq, adamw, gemm, grouped, norm, head_norm, rope, glu, embedding, cross_entropy, head_and_loss)
 
 
 # ---- measuring ----
