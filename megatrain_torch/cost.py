@@ -94,20 +94,17 @@ TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "replay": 
 def _template_bytes(w: Window, tokens: int) -> tuple[dict[str, int], dict[str, int]]:
     """What it keeps, its input counted in, and what it needs beside that, by mode."""
     t, kept = w.template, dict(w.template.kept)
-    return ({mode: tokens * (t.input + n) for mode, n in kept.items()},
-            {mode: tokens * (t.work - n) for mode, n in kept.items()})
+    return ({mode: math.ceil(tokens * (t.input + n)) for mode, n in kept.items()},
+            {mode: math.ceil(tokens * (t.work - n)) for mode, n in kept.items()})
 
 
 def _joined(w: Window, *parts: str) -> list[Product]:
-    """Projections over the same input are one product."""
-    found = []
-    for part in parts or ("qkv", "out", "up", "down"):
-        of = [p for p in w.products if p.part == part]
-        for trained in (False, True):
-            same = [p for p in of if p.trained == trained]
-            if same:
-                found.append(Product(part, same[0].fan_in, sum(p.fan_out for p in same), 1.0, trained))
-    return found
+    """Projections over the same rows are one product."""
+    alike: dict[tuple[object, ...], list[Product]] = {}
+    for p in w.products:
+        if not parts or p.part in parts:
+            alike.setdefault((p.part, p.fan_in, p.rows, p.trained), []).append(p)
+    return [dataclasses.replace(same[0], fan_out=sum(p.fan_out for p in same)) for same in alike.values()]
 
 
 def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:

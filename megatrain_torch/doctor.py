@@ -263,12 +263,12 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None) -
     if cuda:
         synchronize(device)
         torch.cuda.empty_cache()
-    rss = _resident_bytes()
     say("matrix products")
     gemm = _gemm(sizes, device)
     say("attention, elementwise kernels, launches")
     attention = tuple(_attention_at(seq, sizes, device) for seq in sizes.sequences)
     hbm, launch = _stream_gbps(sizes, device), _launch_us(device)
+    rss = _resident_bytes()                         # by now the libraries of products and attention are loaded
     say("copies")
     copies = copy_rates(device, sizes.copy_bytes, sizes.least_s)
     say("AdamW")
@@ -350,7 +350,7 @@ def report(machine: Machine, limits: dict[str, float]) -> str:
              ("AdamW, by a loop with its traffic", "adam_gparams", machine.adam_gparams[-1][1], "G parameters/s")]
     rows = [(what, figure, "") for what, figure in describe(machine)]
     rows += [("limit: " + what, f"{limits[key]:.4g} {unit}", f"reached {rate / limits[key]:.0%}")
-             for what, key, rate, unit in known if key in limits]
+             for what, key, rate, unit in known if rate < 1.2 * limits.get(key, 0.0)]   # virtual links say anything
     widths = [max(len(r[i]) for r in rows) for i in range(3)]
     lines = ["  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows]
     return "\n".join([machine.name, *lines, "", _products_text(machine)])

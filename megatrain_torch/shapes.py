@@ -18,6 +18,7 @@ from .errors import MegatrainError
 from .templates import Unfit, template
 from .units import find, group, stored_dtype, weight_bytes
 
+MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken to be in proportion
 MODES = ("replay", "selective", "saved")    # of activations, by what they keep, least first
 
 
@@ -66,9 +67,9 @@ class Template:
     """Bytes per token, by the template's own word: of the input, of what is kept beside it by mode, and of what
     backward needs at most beside the input."""
 
-    input: int
-    kept: tuple[tuple[str, int], ...]
-    work: int
+    input: float
+    kept: tuple[tuple[str, float], ...]
+    work: float
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,9 @@ def _template(module: nn.Module, item: int) -> Template | None:
         found = template(module)
     except Unfit:
         return None
-    return Template(found.input_bytes(1, item), tuple((mode, found.kept_bytes(mode, 1, item)) for mode in MODES),
-                    found.work_bytes(1, item))
+    n = MANY_TOKENS
+    kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in MODES)
+    return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n)
 
 
 def _is_head(root: nn.Module, module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GptOssConfig, LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
@@ -142,6 +143,21 @@ def test_a_config_alone_plans_as_the_model() -> None:
     assert mt.plan(longer, layers=2, **asked) == plan
     with pytest.raises(mt.MegatrainError, match="give its config instead"):
         mt.plan(Qwen2ForCausalLM(config), layers=4, **asked)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "t5", "qwen3_moe", "deepseek_v3", "mamba", "clip", "resnet"])
+def test_a_plan_is_of_the_units_and_windows_that_are_streamed(name: str) -> None:
+    model = zoo.CASES[name].build()
+    asked = {"tokens": 4096, "seq": 512, "machine": dataclasses.replace(FLAT, device="cpu"), "slots": 2}
+    plan = mt.plan(model, **asked)
+    mt.stream(model, device="cpu", plan=plan)
+    rt = runtime_of(model)
+    assert list(plan.homes) == rt.unit_names and plan.homes == {
+        name: "vram" if u in rt.settled else "ram" for u, name in enumerate(rt.unit_names)}
+    assert list(plan.activations) == [w.name for w in rt.windows]
+    assert all(w.mode == plan.activations[w.name] or w.draws_unseen for w in rt.windows)
+    assert mt.plan(model, **asked) == plan, "of the streamed model"
+    mt.unstream(model)
 
 
 def test_frozen_parameters_have_no_states_and_no_gradients() -> None:
