@@ -19,6 +19,29 @@ LOGITS_BYTES = 3 << 29        # a chunk of logits, its gradient in place, and th
 MARGIN = 0.06                 # of what may be used: fragmentation, cuBLAS and cuDNN workspaces
 
 
+class Cap:
+    """Holds torch's allocator to a limit of the whole device, while a streamed model has one.
+
+    torch keeps freed memory, in pieces; without a limit it takes fresh memory before it tidies up. The limit is the
+    process's: other models in it share the rest. `lift` puts back what was before.
+    """
+
+    def __init__(self, device: torch.device, limit: int | None, store_bytes: int) -> None:
+        """limit: bytes of the device in all. store_bytes: device memory that the store will take beside torch."""
+        self.device, self.before = device, None
+        if device.type != "cuda" or limit is None:
+            return
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)        # driver, libraries, other processes
+        self.before = torch.cuda.get_per_process_memory_fraction(device)
+        room = (limit - others - store_bytes) / total
+        torch.cuda.set_per_process_memory_fraction(min(self.before, max(room, 0.0)), device)
+
+    def lift(self) -> None:
+        if self.before is not None:
+            torch.cuda.set_per_process_memory_fraction(self.before, self.device)
+
+
 class Budget:
     """keep(window, tokens): how much a window with a template keeps of this pass."""
 

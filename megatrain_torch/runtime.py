@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, hf
-from .budget import Budget
+from .budget import Budget, Cap
 from .errors import MegatrainError
 from .guard import plain
 from .handover import HandOver
@@ -146,6 +146,7 @@ class Runtime:
         self.activations, self.compute = "auto", "auto"
         self.vram: int | None = None         # limit of what may be used of the device, bytes
         self.budget = Budget(self)
+        self.cap = Cap(device, None, 0)      # of torch's allocator, where there is a limit
         self._lazy: dict[tuple[int, bool], Lazy] = {}
         self._first_root: Any = None
         self._backward_seen = False

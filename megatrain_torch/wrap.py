@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, hf
+from .budget import Cap
 from .errors import MegatrainError
 from .fused import template_of
 from .guard import StreamedParameter
@@ -95,8 +96,11 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     Raises:
         MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed.
     """
+    sums = False
     if isinstance(plan, Plan):
         compute = plan.compute if compute == "auto" else compute
+        vram = plan.machine.vram_bytes if vram is None else vram
+        sums = plan.micro > 1
         plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots}
     options = _options(plan, compute, nvme)
     _refuse_model(module)
@@ -112,6 +116,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     rt.activations = options.get("activations", "auto")
     rt.compute, rt.vram = compute, parse_bytes(vram, "vram")
     _fill(rt, groups, dtype)
+    rt.cap = Cap(where, rt.vram, sum(_state_bytes(p, dtype, sums) for i in settled for _, p in groups[i][1]))
     try:
         rt.open_slots(sizes, settled)
         if debug:
@@ -260,10 +265,12 @@ def _fits(groups: list[Group], settled: list[int], options: dict[str, Any], dtyp
     return sizes + own
 
 
-def _state_bytes(p: Tensor, dtype: torch.dtype | None) -> int:
-    """Gradient, moments, and what makes a 16-bit weight an fp32 master; the weight itself is not counted."""
+def _state_bytes(p: Tensor, dtype: torch.dtype | None, sums: bool = False) -> int:
+    """Gradient, moments, and what makes a 16-bit weight an fp32 master; the weight itself is not counted.
+    sums: with the fp32 sum of several micro-batches' 16-bit gradients."""
     kind = stored_dtype(p, dtype)
     more = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}.get(kind, 0)
+    more += 4 if sums and kind.itemsize == 2 else 0
     return p.numel() * (kind.itemsize + more + 8) if p.requires_grad else 0
 
 
@@ -457,6 +464,7 @@ def _give_back(rt: Runtime, root: nn.Module) -> None:
         _runtimes.pop(m, None)
     for r in rt.records:
         _restore(r)
+    rt.cap.lift()
     rt.core.close()
 
 
