@@ -10,7 +10,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from .loss import CHUNK_BYTES, LEAST_TOKENS, STEP_TOKENS
+from .loss import chunk_tokens
 from .machine import Machine
 from .shapes import MODES, Product, Unit, Window
 
@@ -144,18 +144,13 @@ def _fused_norm(w: Window, m: Machine, tokens: int) -> Cost:
 HEAD_TRAFFIC_BYTES = 6      # per logit: the loss reads twice and writes their gradients in place, 16 bits each
 
 
-def _chunk_tokens(vocabulary: int, item: int) -> int:
-    """As loss.py takes them."""
-    return max(LEAST_TOKENS, CHUNK_BYTES // (vocabulary * item) // STEP_TOKENS * STEP_TOKENS)
-
-
 def _fused_head(w: Window, m: Machine, tokens: int) -> Cost:
     """Head and loss in chunks of tokens: forward makes the gradients too, backward hands them out.
 
     With several chunks the weight's gradient is summed in fp32, [V,H], by the products themselves.
     """
     wide = sum(p.fan_out for p in w.products)
-    chunk = min(tokens, _chunk_tokens(wide, w.itemsize))
+    chunk = min(tokens, chunk_tokens(wide, w.itemsize))
     chunks = -(-tokens // chunk)
     sums = 4 * sum(p.fan_in * p.fan_out for p in w.products if p.trained) if chunks > 1 else 0
     rows = tokens * w.hidden * w.itemsize

@@ -51,7 +51,7 @@ def linear_cross_entropy(
         one = torch.full((), logit_scale, dtype=torch.float32, device=hidden.device)
         scale = one if count is None else one / count
     sums = _Gradients(hidden, weight, bias, wanted)
-    step = chunk or _chunk_tokens(weight)
+    step = chunk or chunk_tokens(weight.shape[0], weight.element_size())
     memory = _rows(hidden, min(step, hidden.shape[0]), weight.shape[0])
     losses = []
     for first in range(0, hidden.shape[0], step):
@@ -122,8 +122,9 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
         raise ValueError(f"chunk={chunk}; at least one token")
 
 
-def _chunk_tokens(weight: Tensor) -> int:
-    tokens = CHUNK_BYTES // (max(weight.shape[0], 1) * weight.element_size())
+def chunk_tokens(vocabulary: int, item: int) -> int:
+    """Tokens whose logits, of item bytes each, exist at a time."""
+    tokens = CHUNK_BYTES // (max(vocabulary, 1) * item)
     return max(LEAST_TOKENS, tokens // STEP_TOKENS * STEP_TOKENS)
 
 
