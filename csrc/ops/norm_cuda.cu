@@ -1,13 +1,15 @@
-// norm_cuda.cu — the norms of norm.h: each byte of a row is read once, kept in registers in between.
+// norm_cuda.cu — the norms of norm.h: each byte of a row is read once, kept in registers in
+// between.
 //
-// A row belongs to a group of G threads: up to 32 of a warp for short rows, or a whole block. The group
-// loads it in vectors of 16 bytes, Each to a thread; thread t has vectors t, t+G, ... Rows that do not fit
-// (no 16-byte vectors, or longer than 4096 of them) take the plain kernels below, which read rows again.
+// A row belongs to a group of G threads: up to 32 of a warp for short rows, or a whole block. The
+// group loads it in vectors of 16 bytes, Each to a thread; thread t has vectors t, t+G, ... Rows
+// that do not fit (no 16-byte vectors, more than 4096 of them, or in backward column sums of more
+// than MAX_SMEM) take the plain kernels below, which read rows again.
 //
-// Order of sums in a row: a thread's numbers as they lie, then threads of a warp by exchange (16, 8, ...
-// apart), then warps in order. In a column: each block over its rows in order, then its groups in order,
-// then blocks as fold_blocks says. Numbers of threads and blocks follow from rows, n, dt and alignment
-// alone, so a sum has the same bits on every GPU.
+// Order of sums in a row: a thread's numbers as they lie, then threads of a warp by exchange (16,
+// 8, ... apart), then warps in order. In a column: each block over its rows in order, then its
+// groups in order, then blocks as fold_blocks says. Numbers of threads and blocks follow from rows,
+// n, dt and alignment alone, so a sum has the same bits on every GPU.
 #include "norm_cuda.h"
 #include "kernel.cuh"
 
@@ -17,9 +19,10 @@ using namespace mt;
 
 constexpr int BLOCK  = 256;          // threads, where several rows share a block
 constexpr int WARPS  = 32;           // of the largest block
-// Multiprocessors of an H200. A constant, not a question to the device: it decides the order of sums.
+// Multiprocessors of an H200. A constant, not a question to the device: it decides the order of
+// sums.
 constexpr int SMS    = 132;
-constexpr int MAX_SMEM = 96 * 1024;  // column sums of a block; the smallest limit of supported GPUs is 99 KiB
+constexpr int MAX_SMEM = 96 * 1024;  // of a block; the smallest limit of all GPUs is 99 KiB
 
 struct Rows {
     unsigned n1, n2;
@@ -67,8 +70,8 @@ template <typename T> constexpr int W = vec<T>::N;
 
 /* ---- sums over a row ---- */
 
-// Each of v[K] summed over the group's threads, the same on all of them. sums: K * WARPS floats that nobody
-// reads or writes until every thread of the block has passed the next call.
+// Each of v[K] summed over the group's threads, the same on all of them. sums: K * WARPS floats
+// that nobody reads or writes until every thread of the block has passed the next call.
 template <int K> __device__ inline void row_sum(float (&v)[K], int group, float *sums)
 {
     for (int apart = (group < WARP ? group : WARP) / 2; apart > 0; apart /= 2)
@@ -108,8 +111,9 @@ template <typename T> __device__ inline float y_of(const Norm<T> &f, float hat, 
 /* ---- forward ---- */
 
 // s = x + add; y = hat(s) * (weight + plus) + bias; rstd; mean if Centred.      [R,n]
-// Bytes: read x and add, written y and s: 2 or 4 times R * n * sizeof(T). Limit: HBM; expected 85 % of a
-// copy's rate from 64 MiB on. Blocks of one row: several on a multiprocessor hide each other's waits.
+// Bytes: read x and add, written y and s: 2 or 4 times R * n * sizeof(T). Limit: HBM; expected 85 %
+// of a copy's rate from 64 MiB on. Blocks of one row: several on a multiprocessor hide each other's
+// waits.
 template <typename T, int Each, bool Centred>
 __global__ void __launch_bounds__(Each <= 2 ? 256 : 1024) forward(const Ahead<T> a)
 {
@@ -186,9 +190,10 @@ __global__ void __launch_bounds__(Each <= 2 ? 256 : 1024) forward(const Ahead<T>
     }
 }
 
-// The same for any n, strides and alignment: a block a row, which is read two or three times, the later ones
-// from the caches as far as they reach.
-template <typename T, bool Centred> __global__ void __launch_bounds__(512) forward_plain(const Ahead<T> a)
+// The same for any n, strides and alignment: a block a row, which is read two or three times, the
+// later ones from the caches as far as they reach.
+template <typename T, bool Centred>
+__global__ void __launch_bounds__(512) forward_plain(const Ahead<T> a)
 {
     __shared__ float sums[2][WARPS];
     const unsigned row = blockIdx.x;
@@ -235,8 +240,9 @@ __device__ inline float dx_of(float g, float hat, float rstd, float mean_gh, flo
     return rstd * (fmaf(-mean_gh, hat, g) - (Centred ? mean_g : 0.0f));
 }
 
-// A thread's sums of its columns, in shared memory so that long rows do not run out of registers: 4 at a time,
-// threads side by side, which is free of bank conflicts. Nobody else touches them before the rows are over.
+// A thread's sums of its columns, in shared memory so that long rows do not run out of registers: 4
+// at a time, threads side by side, which is free of bank conflicts. Nobody else touches them before
+// the rows are over.
 template <typename T, int Each> struct Columns {
     static constexpr int QUADS = Each * W<T> / 4;
     float4 *mine;                    // [QUADS][blockDim]
@@ -275,11 +281,13 @@ template <typename T, int Each> struct Columns {
     }
 };
 
-// Registers: Each = 1 has 5 blocks on a multiprocessor, so that short rows have enough bytes under way.
+// Registers: Each = 1 has 5 blocks on a multiprocessor, so that short rows have enough bytes under
+// way.
 constexpr int most_threads(int each) { return each <= 2 ? 256 : 1024; }
 constexpr int least_blocks(int each) { return each == 1 ? 5 : each == 2 ? 4 : 1; }
 
-// What a thread holds of one row, and of what is the same for all rows where registers reach (KEEP).
+// What a thread holds of one row, and of what is the same for all rows where registers reach
+// (KEEP).
 template <typename T, int Each, bool Centred> struct Held {
     static constexpr bool KEEP = Each <= 2;
     static constexpr int  K = Centred ? 2 : 1;
@@ -390,8 +398,9 @@ template <typename T, int Each, bool Centred> struct Held {
 
 // dx, y again if wanted, and this block's part of dweight and dbias.               [R,n]
 // Rows blockIdx * groups + group, then on by all groups of the grid.
-// Bytes: read dy, s and add, written dx and y: 3 to 5 times R * n * sizeof(T); partial sums besides, some
-// 9 MB written and read again. Limit: HBM; expected 80 to 85 % of a copy's rate from 64 MiB on.
+// Bytes: read dy, s and add, written dx and y: 3 to 5 times R * n * sizeof(T); partial sums
+// besides, some 9 MB written and read again. Limit: HBM; expected 80 to 85 % of a copy's rate from
+// 64 MiB on.
 template <typename T, int Each, bool Centred>
 __global__ void __launch_bounds__(most_threads(Each), least_blocks(Each)) backward(const Back<T> a)
 {
@@ -422,9 +431,10 @@ __global__ void __launch_bounds__(most_threads(Each), least_blocks(Each)) backwa
         db.hand_over(shared + Cols::QUADS * blockDim.x, a.group, a.n, a.partial + (int64_t)gridDim.x * a.n);
 }
 
-// The same for any n, strides and alignment. Column sums live in the block's own part of `partial`, where each
-// thread reads what it wrote itself.
-template <typename T, bool Centred> __global__ void __launch_bounds__(512) backward_plain(const Back<T> a)
+// The same for any n, strides and alignment. Column sums live in the block's own part of `partial`,
+// where each thread reads what it wrote itself.
+template <typename T, bool Centred>
+__global__ void __launch_bounds__(512) backward_plain(const Back<T> a)
 {
     __shared__ float sums[2][2 * WARPS];
     constexpr int K = Centred ? 2 : 1;
@@ -462,7 +472,8 @@ template <typename T, bool Centred> __global__ void __launch_bounds__(512) backw
     }
 }
 
-// out[c] = sum over blocks b of partial[b][c]: thread row y of 32 adds b = y, y+32, ..., then the 32 are
+// out[c] = sum over blocks b of partial[b][c]: thread row y of 32 adds b = y, y+32, ..., then the
+// 32 are
 // folded (16, 8, ... 1).                                   partial [blocks,n] fp32, out [n]
 // Bytes: 4 * blocks * n read, mostly still in L2; a few microseconds.
 template <typename T>
@@ -503,8 +514,8 @@ Shape plain_shape(int64_t n)
     return { 0, threads, threads };
 }
 
-// Vectors of a row -> shape. Short rows share a warp or a block of warps; longer ones get a block each, of at
-// most 256 threads as long as 4 vectors to a thread do.
+// Vectors of a row -> shape. Short rows share a warp or a block of warps; longer ones get a block
+// each, of at most 256 threads as long as 4 vectors to a thread do.
 Shape vector_shape(int n_vec)
 {
     int group = 1;
@@ -559,8 +570,8 @@ Shape backward_shape(const mt_norm *f, const mt_norm_back *b)
     return fit && columns_bytes(f, shape) <= MAX_SMEM ? shape : plain_shape(f->n);
 }
 
-// As many blocks as an H200 has room for at once, so that none waits for another to end; fewer where a group
-// would have less than 4 rows.
+// As many blocks as an H200 has room for at once, so that none waits for another to end; fewer
+// where a group would have less than 4 rows.
 unsigned backward_blocks(const mt_norm *f, const Shape &shape)
 {
     const int64_t full = shape.each == 1 ? 5 : 1024 / shape.threads;
@@ -590,7 +601,8 @@ void run_forward(cudaStream_t stream, const Shape &shape, const Ahead<T> &a)
     }
 }
 
-template <typename T> void forward_of_type(cudaStream_t stream, const mt_norm *f, const mt_norm_ahead *p)
+template <typename T>
+void forward_of_type(cudaStream_t stream, const mt_norm *f, const mt_norm_ahead *p)
 {
     const Shape shape = forward_shape(f, p);
     Ahead<T>    a = { norm_of<T>(f, shape), rows_of(p->x_rows), static_cast<const T *>(p->x),
@@ -605,7 +617,8 @@ template <typename T> void forward_of_type(cudaStream_t stream, const mt_norm *f
         run_forward<T, false>(stream, shape, a);
 }
 
-// Above 48 KiB a kernel's shared memory has to be asked for, once in each context; asking again is cheap.
+// Above 48 KiB a kernel's shared memory has to be asked for, once in each context; asking again is
+// cheap.
 template <typename T, int Each, bool Centred>
 void run_held(cudaStream_t stream, unsigned blocks, int threads, size_t bytes, const Back<T> &a)
 {
@@ -626,7 +639,8 @@ void run_backward(cudaStream_t stream, unsigned blocks, const Shape &shape, size
     }
 }
 
-template <typename T> void backward_of_type(cudaStream_t stream, const mt_norm *f, const mt_norm_back *p)
+template <typename T>
+void backward_of_type(cudaStream_t stream, const mt_norm *f, const mt_norm_back *p)
 {
     const Shape    shape  = backward_shape(f, p);
     const unsigned blocks = backward_blocks(f, shape), columns = (unsigned)((f->n + 31) / 32);

@@ -1,8 +1,9 @@
 // rope_cuda.cu — rotary position embedding of q and k, v copied along, in one launch.
 //
-// A thread takes an item, 2 * W neighbouring or opposite numbers of a head (W: 16 bytes of them; 1 where sizes,
-// strides or addresses are odd), loads its angles once and goes through every L-th head of its token with it.
-// Items whose numbers are not turned (behind R, and all of v) are copied; in place there is nothing to do.
+// A thread takes an item, 2 * W neighbouring or opposite numbers of a head (W: 16 bytes of them; 1
+// where sizes, strides or addresses are odd), loads its angles once and goes through every L-th
+// head of its token with it. Items whose numbers are not turned (behind R, and all of v) are
+// copied; in place there is nothing to do.
 #include "rope_cuda.h"
 #include "kernel.cuh"
 
@@ -95,13 +96,15 @@ __device__ inline int64_t place(const int64_t (&at)[3], unsigned batch, unsigned
     return batch * at[0] + token * at[1] + head * at[2];
 }
 
-// One item: two pieces of a head, side by side, or half of R apart. An odd head ends with one piece.
+// One item: two pieces of a head, side by side, or half of R apart. An odd head ends with one
+// piece.
 struct Item {
     int  first, second;
     bool both, turns;
 };
 
-// Up to AT_ONCE heads of a token, from `base` on and `apart` from one another: all loads, then all stores.
+// Up to AT_ONCE heads of a token, from `base` on and `apart` from one another: all loads, then all
+// stores.
 template <typename T, int W, bool Inverse, bool Interleaved>
 __device__ inline void some_heads(const Args &a, const Item &it, const Angles<W> &g, unsigned batch,
                                   unsigned token, int base, int apart)
@@ -142,9 +145,10 @@ __device__ inline void some_heads(const Args &a, const Item &it, const Angles<W>
     }
 }
 
-// q, k, v: [B, S, h, D], any strides but the last; angles [1 or B, S, R].
-// Block: x items of a head, y heads at once, z tokens. Bytes: q, k, v read and written once; angles are 1 / heads
-// of that, and found in L1 by all heads of a token but the first. Limit: HBM; expected 80 to 85 % of a copy's rate.
+// q, k, v: [B, S, h, D], any strides but the last; angles [1 or B, S, R]. Block: x items of a head,
+// y heads at once, z tokens. Bytes: q, k, v read and written once; angles are 1 / heads of that,
+// and found in L1 by all heads of a token but the first. Limit: HBM; expected 80 to 85 % of a
+// copy's rate.
 template <typename T, typename A, int W, bool Inverse, bool Interleaved>
 __global__ void __launch_bounds__(THREADS) rope(const __grid_constant__ Args a)
 {
@@ -182,7 +186,8 @@ bool steps_fit(const int64_t *at, int n, int width)
     return fit;
 }
 
-// Whether every piece lies at a multiple of 16 bytes; angles of fp32 are read in 16 bytes too, W numbers at a time.
+// Whether every piece lies at a multiple of 16 bytes; angles of fp32 are read in 16 bytes too, W
+// numbers at a time.
 bool vectors_fit(const mt_rope *r, int width)
 {
     bool fit = r->dim % (2 * width) == 0 && r->rot % (2 * width) == 0 && aligned16(r->cos) && aligned16(r->sin)
