@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .window import Window
 
 TRIAL_TOKENS = 64
+PIECE = 1 << 24          # elements that are compared at a time
 LEAST_TOKENS = 4         # of a row: with fewer, attention and rotary embedding hardly show
 # Relative error (2-norm) of the template against the module's own code that is noise: some 5 roundings.
 NOISE = {torch.bfloat16: 2e-2, torch.float16: 2.5e-3, torch.float32: 1e-5, torch.float64: 1e-5}
@@ -167,15 +168,16 @@ class Fused:
         """Tries what the structure leaves open; leaves the best in force and yields its error."""
         rng = torch.Generator(x.device).manual_seed(0)
         x, args, kwargs = self.template.small(x, rng, TRIAL_TOKENS, args, kwargs)
-        truth, dy = self._own(x, args, kwargs, rng)
-        found = []
-        for likely in self.template.variants():
-            for variant in likely:
-                self.template.use(variant)
-                found.append((_error(truth, self._templates(dy, args, kwargs)), variant))
-            error, variant = min(found, key=lambda pair: pair[0])
-            if error <= limit:
-                break
+        with self.template.observed(self.module):
+            truth, dy = self._own(x, args, kwargs, rng)
+            found = []
+            for likely in self.template.variants():
+                for variant in likely:
+                    self.template.use(variant)
+                    found.append((_error(truth, self._templates(dy, args, kwargs)), variant))
+                error, variant = min(found, key=lambda pair: pair[0])
+                if error <= limit:
+                    break
         self.template.use(variant)
         return error
 
@@ -218,13 +220,18 @@ def _error(truth: dict[str, Tensor], found: dict[str, Tensor]) -> float:
         missing = sorted(set(truth) ^ set(found))
         raise Unfit(f"template and module differ in what has a gradient: {', '.join(missing)}")
 
-    def rms(t: Tensor) -> float:
-        return float(t.double().square().mean().sqrt())
-
-    vectors = max([rms(t) for t in truth.values() if t.dim() == 1], default=0.0)
+    vectors = max([_rms(t) for t in truth.values() if t.dim() == 1], default=0.0)
     worst = 0.0
     for name, t in truth.items():
-        scale = max(rms(t), 0.5 * vectors if t.dim() == 1 else 0.0, 1e-30)
-        error = rms(found[name].double() - t.double()) / scale
+        scale = max(_rms(t), 0.5 * vectors if t.dim() == 1 else 0.0, 1e-30)
+        error = _rms(t, found[name]) / scale
         worst = max(worst, error if error == error else float("inf"))
     return worst
+
+
+def _rms(t: Tensor, other: Tensor | None = None) -> float:
+    """Root of the mean square of t, or of other - t; in pieces, as experts' gradients are large."""
+    parts = t.flatten().split(PIECE)
+    others = parts if other is None else other.flatten().split(PIECE)
+    sums = [(a.double() if other is None else b.double() - a.double()).square().sum() for a, b in zip(parts, others)]
+    return float((torch.stack(sums).sum() / t.numel()).sqrt())

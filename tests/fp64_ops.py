@@ -62,6 +62,9 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out_q: Tensor, out_k: T
 
 
 def glu(gate: Tensor, up: Tensor, act: int = 0) -> Tensor:
+    if act == ops.CLAMPED:
+        gate = gate.clamp(max=7)
+        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
     if act == ops.SILU:
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if act == ops.GELU_TANH else "none") * up

@@ -9,14 +9,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import fp64_ops
 import parity
+import pytest
 import torch
 import zoo
 from torch import Tensor, nn
 
 import megatrain_torch as mt
+from megatrain_torch.templates import Weights
+from megatrain_torch.templates.decoder import Decoder
 from megatrain_torch.wrap import runtime_of
 
+KEEPS = ("saved", "selective", "replay")
 Build = Callable[[], nn.Module]
 Batch = Callable[[int], dict[str, Tensor]]
 
@@ -31,6 +36,19 @@ FLOOR = 2e-2
 # as far as what is large, its error with it; then the steps amplify each other: a tenfold of 5e-6 was seen (Gemma 3).
 # A gradient that is left out in one step moves its weights by 1e-2 of themselves.
 TRAINED = 2e-4
+
+
+def lm(model_type: str, **config: Any) -> Build:
+    return zoo.from_config("CausalLM", model_type, **{**zoo.DECODER, **config})
+
+
+def padded(step: int) -> dict[str, Tensor]:
+    """One row padded on the left, one on the right."""
+    batch = zoo.text_unpadded(step)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :3] = 0
+    mask[1, -2:] = 0
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
 
 
 @dataclasses.dataclass
@@ -117,3 +135,98 @@ def agree(truth: Run, found: Run, limit: float = TOLERANCE) -> None:
     for name, t in truth.weights.items():
         off = error(t, found.weights[name])
         assert off <= TRAINED, f"{name} is off by {off:.1e} after training, more than {TRAINED:.0e}"
+
+
+def flipped(module: Any, name: str, index: int) -> tuple[Any, str, Any]:
+    """module.name with the sign of one of its results turned."""
+    right = getattr(module, name)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        out = right(*args, **kwargs)
+        return tuple(-t if i == index else t for i, t in enumerate(out)) if isinstance(out, tuple) else -out
+
+    return module, name, wrong
+
+
+# ---------------------------------------------------------------- templates by themselves
+
+def rotation(model: nn.Module) -> dict[str, Any]:
+    """A layer's arguments besides hidden states."""
+    positions = torch.arange(zoo.T).unsqueeze(0)
+    return {"position_embeddings": model.model.rotary_emb(torch.zeros(1, zoo.T, zoo.H), positions)}
+
+
+class Node(torch.autograd.Function):
+    """A template as a function of x and its weights, which gradcheck can try."""
+
+    @staticmethod
+    def forward(ctx: Any, template: Decoder, take: Callable[[], Any], keep: str, names: tuple[str, ...], x: Tensor,
+                *weights: Tensor) -> Tensor:
+        ctx.template, ctx.take, ctx.names = template, take, names
+        y, ctx.kept = template.forward(x, Weights(dict(zip(names, weights))), take(), keep)
+        ctx.save_for_backward(x, *weights)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None
+        kept = ctx.template.nothing_kept(x) if kept is None else kept
+        dx, grads = ctx.template.backward(dy, kept, Weights(dict(zip(ctx.names, weights))), ctx.take(), ctx.names, True)
+        return None, None, None, None, dx, *(grads[n] for n in ctx.names)
+
+
+def gradcheck(build: Build, monkeypatch: pytest.MonkeyPatch, keep: str = "saved", style: int = 0) -> None:
+    """Finite differences in fp64 of the middle layer's template: by x and by every weight."""
+    fp64_ops.install(monkeypatch)
+    model = build().double()
+    model.config._experts_implementation = "eager"       # the one that knows fp64
+    layer, seen = model.model.layers[1], {}
+    layer.register_forward_pre_hook(lambda m, args, kwargs: seen.update(args=args, kwargs=kwargs), with_kwargs=True)
+    model(input_ids=zoo.text(0)["input_ids"][:1, :5], use_cache=False)
+    template = Decoder(layer)
+    template.use((style, template.attention.rotary))
+    rng = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+    names, weights = zip(*[(n, (p.detach() + 0.1 * noise(*p.shape)).requires_grad_())
+                           for n, p in layer.named_parameters()])
+    x = noise(1, 5, model.config.hidden_size).requires_grad_()
+
+    def take() -> Any:
+        return template.take(layer, (x,), seen["kwargs"], torch.float64)[1]
+
+    def layer_of(x: Tensor, *weights: Tensor) -> Tensor:
+        return Node.apply(template, take, keep, names, x, *weights)
+
+    assert torch.autograd.gradcheck(layer_of, (x, *weights), eps=1e-6, atol=1e-7, rtol=1e-5, fast_mode=True)
+    own = torch.func.functional_call(layer, dict(zip(names, weights)), (x,), seen["kwargs"])
+    assert error(own, layer_of(x, *weights)) < 1e-6, "the template computes something else"     # own: fp32 norms
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = vars(value).values() if dataclasses.is_dataclass(value) else value.values() if isinstance(value, dict) \
+        else value if isinstance(value, tuple) else ()
+    return [t for part in parts for t in tensors(part)]
+
+
+def bytes_are_as_reckoned(model: nn.Module) -> None:
+    """What a forward keeps, for every way of keeping, is what the template says beforehand."""
+    layer, x = model.model.layers[0], torch.randn(zoo.B, zoo.T, zoo.H)
+    template = Decoder(layer)
+    w, sizes = Weights(dict(layer.named_parameters())), []
+    for keep in KEEPS:
+        call = template.take(layer, (x,), rotation(model), torch.float32)[1]
+        with torch.no_grad():
+            kept = template.forward(x, w, call, keep)[1]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(kept)}
+        storages.pop(x.data_ptr())
+        reckoned = template.kept_bytes(keep, zoo.B * zoo.T, 4)
+        lse = 0 if template.attention.sinks else 4 * zoo.B * zoo.T * template.attention.hq      # kept on CUDA only
+        assert sum(storages.values()) == max(reckoned - lse, 0), keep
+        sizes.append(reckoned)
+    assert sizes[0] > sizes[1] > sizes[2] == 0

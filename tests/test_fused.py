@@ -5,29 +5,35 @@ Everything here is tiny, on the CPU device, in fp32 where not said; what is comp
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import fp64_ops
 import fusing
 import parity
 import pytest
 import torch
 import zoo
-from fusing import all_fused, codes, fused, grads_agree, none_fused, plain, stream
+from fusing import (
+    KEEPS,
+    all_fused,
+    codes,
+    flipped,
+    fused,
+    gradcheck,
+    grads_agree,
+    lm,
+    none_fused,
+    padded,
+    plain,
+    rotation,
+    stream,
+)
 from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import ops
-from megatrain_torch.templates import Weights
-from megatrain_torch.templates.decoder import Decoder
 
 pytestmark = pytest.mark.usefixtures("streaming")
-
-
-def lm(model_type: str, **config: Any) -> fusing.Build:
-    return zoo.from_config("CausalLM", model_type, **{**zoo.DECODER, **config})
 
 
 SLIDING = dict(sliding_window=6)             # of rows of 12 tokens
@@ -59,17 +65,7 @@ FAMILIES = {
     "seed_oss": lm("seed_oss", attention_dropout=0.0, residual_dropout=0.0),
     "vaultgemma": lm("vaultgemma", attn_implementation="eager", **GEMMA),
 }
-KEEPS = ("saved", "selective", "replay")
 LLAMA = FAMILIES["llama"]
-
-
-def padded(step: int) -> dict[str, Tensor]:
-    """One row padded on the left, one on the right."""
-    batch = zoo.text_unpadded(step)
-    mask = torch.ones_like(batch["input_ids"])
-    mask[0, :3] = 0
-    mask[1, -2:] = 0
-    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
 
 
 def packed(step: int) -> dict[str, Tensor]:
@@ -143,50 +139,6 @@ def test_in_bf16_a_fused_layer_is_no_further_from_fp32_than_its_own_code(family:
     assert 0 < distance(template) <= 1.5 * distance(own)
 
 
-class Node(torch.autograd.Function):
-    """A template as a function of x and its weights, which gradcheck can try."""
-
-    @staticmethod
-    def forward(ctx: Any, template: Decoder, take: Callable[[], Any], keep: str, names: tuple[str, ...], x: Tensor,
-                *weights: Tensor) -> Tensor:
-        ctx.template, ctx.take, ctx.names = template, take, names
-        y, ctx.kept = template.forward(x, Weights(dict(zip(names, weights))), take(), keep)
-        ctx.save_for_backward(x, *weights)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None
-        kept = ctx.template.nothing_kept(x) if kept is None else kept
-        dx, grads = ctx.template.backward(dy, kept, Weights(dict(zip(ctx.names, weights))), ctx.take(), ctx.names, True)
-        return None, None, None, None, dx, *(grads[n] for n in ctx.names)
-
-
-def gradcheck(build: fusing.Build, monkeypatch: pytest.MonkeyPatch, keep: str = "saved", style: int = 0) -> None:
-    """Finite differences in fp64 of the middle layer's template: by x and by every weight."""
-    fp64_ops.install(monkeypatch)
-    model = build().double()
-    layer, seen = model.model.layers[1], {}
-    layer.register_forward_pre_hook(lambda m, args, kwargs: seen.update(args=args, kwargs=kwargs), with_kwargs=True)
-    model(input_ids=zoo.text(0)["input_ids"][:1, :5], use_cache=False)
-    template = Decoder(layer)
-    template.use((style, template.attention.rotary))
-    names, weights = zip(*[(n, p.detach().clone().requires_grad_()) for n, p in layer.named_parameters()])
-    x = torch.randn(1, 5, model.config.hidden_size, generator=zoo.generator(0), dtype=torch.float64,
-                    requires_grad=True)
-
-    def take() -> Any:
-        return template.take(layer, (x,), seen["kwargs"], torch.float64)[1]
-
-    def layer_of(x: Tensor, *weights: Tensor) -> Tensor:
-        return Node.apply(template, take, keep, names, x, *weights)
-
-    assert torch.autograd.gradcheck(layer_of, (x, *weights), eps=1e-6, atol=1e-7, rtol=1e-5, fast_mode=True)
-    own = torch.func.functional_call(layer, dict(zip(names, weights)), (x,), seen["kwargs"])
-    assert fusing.error(own, layer_of(x, *weights)) < 1e-6, "the template computes something else"     # own: fp32 norms
-
-
 GRADCHECKED = {"llama_biases": 0, "qwen3": 0, "gemma2": ops.ONE_PLUS, "olmo2": 0, "granite": 0, "glm4": 0,
                "phi3_partial_rotary": 0, "smollm3": 0}
 
@@ -194,45 +146,12 @@ GRADCHECKED = {"llama_biases": 0, "qwen3": 0, "gemma2": ops.ONE_PLUS, "olmo2": 0
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("family", GRADCHECKED)
 def test_gradients_of_a_template_are_finite_differences(family: str, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = dict(hidden_size=16, intermediate_size=24, head_dim=4) if family != "olmo2" else \
-        dict(hidden_size=16, intermediate_size=24)
-    gradcheck(lambda: shrunk(family, small), monkeypatch, keep, GRADCHECKED[family])
-
-
-def shrunk(family: str, small: dict[str, Any]) -> nn.Module:
-    import transformers
-    config = copy.deepcopy(FAMILIES[family]().config)
-    for name, value in small.items():
-        setattr(config, name, value)
-    torch.manual_seed(7)
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    parts = vars(value).values() if dataclasses.is_dataclass(value) else value.values() if isinstance(value, dict) \
-        else value if isinstance(value, tuple) else ()
-    return [t for part in parts for t in tensors(part)]
+    gradcheck(FAMILIES[family], monkeypatch, keep, GRADCHECKED[family])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2"])
 def test_what_is_kept_takes_the_bytes_that_are_reckoned_with(family: str) -> None:
-    model = FAMILIES[family]()
-    layer, x = model.model.layers[0], torch.randn(zoo.B, zoo.T, zoo.H)
-    template = Decoder(layer)
-    w, sizes = Weights(dict(layer.named_parameters())), []
-    for keep in KEEPS:
-        call = template.take(layer, (x,), rotation(model), torch.float32)[1]
-        with torch.no_grad():
-            kept = template.forward(x, w, call, keep)[1]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(kept)}
-        storages.pop(x.data_ptr())
-        reckoned = template.kept_bytes(keep, zoo.B * zoo.T, 4)
-        lse = 4 * zoo.B * zoo.T * template.attention.hq          # kept on CUDA only
-        assert sum(storages.values()) == max(reckoned - lse, 0), keep
-        sizes.append(reckoned)
-    assert sizes[0] > sizes[1] > sizes[2] == 0
+    fusing.bytes_are_as_reckoned(FAMILIES[family]())
 
 
 # ---------------------------------------------------------------- what is trained
@@ -380,12 +299,6 @@ def test_an_input_changed_in_place_raises_as_in_torch() -> None:
     all_fused(codes(model))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def rotation(model: nn.Module) -> dict[str, Any]:
-    """A layer's arguments besides hidden states."""
-    positions = torch.arange(zoo.T).unsqueeze(0)
-    return {"position_embeddings": model.model.rotary_emb(torch.zeros(1, zoo.T, zoo.H), positions)}
 
 
 def test_an_update_between_forward_and_backward_raises() -> None:
@@ -566,17 +479,6 @@ def test_compute_eager_has_the_bits_of_plain_torch() -> None:
 
 
 # ---------------------------------------------------------------- wrong templates
-
-def flipped(module: Any, name: str, index: int) -> tuple[Any, str, Any]:
-    """module.name with the sign of one of its results turned."""
-    right = getattr(module, name)
-
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        out = right(*args, **kwargs)
-        return tuple(-t if i == index else t for i, t in enumerate(out)) if isinstance(out, tuple) else -out
-
-    return module, name, wrong
-
 
 def rotated_the_other_way(*args: Any, inverse: bool = False, rope: Any = ops.rope, **kwargs: Any) -> None:
     rope(*args, inverse=False, **kwargs)

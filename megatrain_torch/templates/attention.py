@@ -4,6 +4,15 @@ q, k, v and the output are [B, S, h, D] here, as the projections make them; torc
 transposed, as views. On CUDA, cuDNN's kernels with grouped heads where there is no mask (616 TFLOP/s
 forward and 500 backward at S=4096 on an H200, where flash gives 330 and 262); elsewhere whatever
 torch picks, run again in backward under a small graph of its own.
+
+A sink is a logit of its head that takes part in the softmax and has no value (GPT-OSS). The kernels know none, but
+with lse = log(sum(exp(logits))) of the visible keys and lse' = log(exp(lse) + exp(sink)),
+
+    out' = out * exp(lse - lse')        d(logits) = P' (dP - <dout, out'>) with P' = exp(logits - lse')
+    d(sink) = - the sum over tokens of exp(sink - lse') <dout, out'>
+
+so a kernel's backward that is given lse' and out' for lse and out gives the right gradients: it makes P from lse,
+and <dout, out> from out.
 """
 from __future__ import annotations
 
@@ -16,6 +25,10 @@ from torch.nn import functional as F
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+LEAST = -1e30            # of a bias: cuDNN's logits are multiplied by log2(e), which must not overflow
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,8 @@ class Attention:
     """scale: of the logits. causal: where there is no mask. mask: None or what torch's sdpa takes.
 
     spelled: products and softmax one by one, as transformers' "eager" attention: what models with capped logits
-    (cap * tanh(logits / cap), Gemma 2) are trained with. The mask is added then, and is all there is of causality.
+    (cap * tanh(logits / cap), Gemma 2) are trained with, and what has a gradient in rows that see nothing. The mask
+    is added then, and is all there is of causality.
     """
 
     scale: float
@@ -32,48 +46,107 @@ class Attention:
     spelled: bool = False
     cap: float = 0.0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
-        """Output [B, S, hq, D], and what backward wants besides: opaque, small."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if not self._cudnn(q):
-            return self._torch(q, k, v).transpose(1, 2), None
-        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _forward(
-            q, k, v, None, True, 0.0, self.causal, False, scale=self.scale)
-        return out.transpose(1, 2), (lse, seed, offset, cum_q, cum_k, max_q, max_k)
+        if self._cudnn(q, sinks):
+            out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _forward(
+                q, k, v, self._bias(q), True, 0.0, self.causal, False, scale=self.scale)
+            out, lse = _sunk(out, lse, sinks)
+            return out.transpose(1, 2), (lse, seed, offset, cum_q, cum_k, max_q, max_k)
+        if self._cpu(q, sinks):
+            out, lse = _cpu_forward(q, *_each(q, k, v), 0.0, self.causal, attn_mask=self._bias(q), scale=self.scale)
+            out, lse = _sunk(out, lse, sinks)
+            return out.transpose(1, 2), (lse,)
+        return self._torch(q, k, v, sinks).transpose(1, 2), None
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any
-                 ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv: [B, S, h, D], strided."""
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
+                 sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """dq, dk, dv: [B, S, h, D], strided; dsinks [hq]."""
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+        dsinks = None
         if kept is None:
             with torch.enable_grad():
-                leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-                found = torch.autograd.grad(self._torch(*leaves), leaves, dout)
+                leaves = [t.detach().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
+                dq, dk, dv, *rest = torch.autograd.grad(self._torch(*leaves), leaves, dout)
+            dsinks = rest[0] if rest else None
         else:
-            lse, seed, offset, cum_q, cum_k, max_q, max_k = kept
-            found = _backward(dout, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0,
-                              self.causal, scale=self.scale)
-        dq, dk, dv = (t.transpose(1, 2) for t in found)
-        return dq, dk, dv
+            if sinks is not None:
+                dsinks = _sinks_grad(dout, out, kept[0], sinks)
+            dq, dk, dv = self._cpu_grads(dout, q, k, v, out, kept[0]) if len(kept) == 1 else \
+                self._cudnn_grads(dout, q, k, v, out, *kept)
+        dq, dk, dv = (t.transpose(1, 2) for t in (dq, dk, dv))
+        return dq, dk, dv, dsinks
 
-    def _cudnn(self, q: Tensor) -> bool:
-        plain = self.mask is None and not self.spelled
+    # ---- kernels that give log-sum-exp ----
+
+    def _cudnn(self, q: Tensor, sinks: Tensor | None) -> bool:
+        plain = not self.spelled and self.mask is None if sinks is None else not self.cap
         return (plain and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
                 and q.shape[2] > 1 and torch.backends.cuda.cudnn_sdp_enabled())
 
-    def _torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        if self.spelled:
-            return self._spelled(q, *(t.repeat_interleave(groups, 1) for t in (k, v)))
-        if groups > 1 and self.mask is not None:         # kernels that take a mask take no groups
-            k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=self.causal, scale=self.scale,
-                                              enable_gqa=groups > 1 and self.mask is None)
+    def _cpu(self, q: Tensor, sinks: Tensor | None) -> bool:
+        return sinks is not None and q.device.type == "cpu" and not self.cap
 
-    def _spelled(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _bias(self, q: Tensor) -> Tensor | None:
+        """The mask as a number to add: [B, 1 or hq, S, S] of q's type."""
+        if self.mask is None:
+            return None
+        return self.mask.to(q.dtype).clamp_min(max(LEAST, torch.finfo(q.dtype).min))
+
+    def _cudnn_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor,
+                     offset: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int) -> Any:
+        return _backward(dout, q, k, v, out, lse, seed, offset, self._bias(q), cum_q, cum_k, max_q, max_k, 0.0,
+                         self.causal, scale=self.scale)
+
+    def _cpu_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
+        dq, *rest = _cpu_backward(dout, q, *_each(q, k, v), out, lse, 0.0, self.causal, attn_mask=self._bias(q),
+                                  scale=self.scale)
+        return dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in rest)
+
+    # ---- the rest ----
+
+    def _torch(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        if self.spelled or sinks is not None:
+            return self._spelled(q, *_each(q, k, v), sinks)
+        grouped = q.shape[1] > k.shape[1]
+        if grouped and self.mask is not None:            # kernels that take a mask take no groups
+            k, v = _each(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=self.causal, scale=self.scale,
+                                              enable_gqa=grouped and self.mask is None)
+
+    def _spelled(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         logits = torch.matmul(q, k.transpose(2, 3)) * self.scale
         if self.cap:
             logits = torch.tanh(logits / self.cap) * self.cap
         if self.mask is not None:
             logits = logits + self.mask
-        return torch.matmul(F.softmax(logits, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype), v)
+        if sinks is not None:
+            logits = torch.cat((logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), -1)
+        p = F.softmax(logits, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        return torch.matmul(p[..., :k.shape[2]], v)
+
+
+def _each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values once for each query head."""
+    groups = q.shape[1] // k.shape[1]
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+
+
+def _sunk(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out' [B, hq, S, D] and lse' as lse, [B, hq, S] or [B, hq, S, 1]."""
+    if sinks is None:
+        return out, lse
+    with_sink = torch.logaddexp(lse, _like(sinks, lse))
+    return out.mul_(torch.exp(lse - with_sink).view(*out.shape[:3], 1)), with_sink
+
+
+def _sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    share = torch.exp(_like(sinks, lse) - lse).reshape(out.shape[:3])
+    dots = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(share * dots).sum((0, 2)).to(sinks.dtype)
+
+
+def _like(sinks: Tensor, lse: Tensor) -> Tensor:
+    """[hq] to be added to lse, in its type."""
+    return sinks.to(lse.dtype).view(1, -1, *(1,) * (lse.dim() - 2))

@@ -11,6 +11,7 @@ structure and then tried (fused.py).
 """
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .mlp import GatedMLP, KeptMLP
+from .mlp import GatedMLP
+from .moe import SparseMLP
 from .parts import Grads, Norm, Unfit, Weights, as_input, has, unflattened
 from .rotary import Rotary
 from .self_attention import Call, KeptAttention, SelfAttention
@@ -33,7 +35,7 @@ class Kept:
     x: Tensor | None = None
     attention: KeptAttention = field(default_factory=KeptAttention)
     h: Tensor | None = None              # [T, H] between the halves
-    mlp: KeptMLP | None = None
+    mlp: Any = None                      # the MLP half's own
 
 
 class Decoder:
@@ -50,7 +52,9 @@ class Decoder:
         norms = _norms_of(layer)
         factor = float(getattr(layer, "residual_multiplier", 1.0))
         self.attention = SelfAttention(layer, norms["1"], norms["1b"], factor)
-        self.mlp = GatedMLP(layer, "mlp", norms["2"], norms["2b"], factor)
+        block = next((n for n in ("mlp", "block_sparse_moe") if has(layer, n)), "mlp")
+        half = SparseMLP if has(layer, f"{block}.experts") else GatedMLP
+        self.mlp = half(layer, block, norms["2"], norms["2b"], factor)
         self.norms = self.attention.norms + self.mlp.norms
         self._all_known(layer)
 
@@ -85,7 +89,13 @@ class Decoder:
             raise Unfit("called with arguments that have no names")
         rest = dict(kwargs)
         x = as_input(args[0] if args else rest.pop("hidden_states", None), dtype)
-        return x, self.attention.call(layer, rest)
+        call = self.attention.call(layer, rest)
+        call.correction = self.mlp.correction_of(layer)
+        return x, call
+
+    def observed(self, layer: nn.Module) -> AbstractContextManager[None]:
+        """Around a trial: where the template follows choices that the module's own code makes."""
+        return self.mlp.observed(layer)
 
     def small(self, x: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any) -> tuple[Tensor, Any, Any]:
         """A random x [1, n, H], and args and kwargs like the call's own, cut to it."""
@@ -107,7 +117,7 @@ class Decoder:
         """y [B, S, H] from x [B, S, H], and what backward wants of it."""
         k = Kept(x=x, mlp=self.mlp.nothing_kept())
         k.h = self.attention.forward(x.reshape(-1, x.shape[-1]), x.shape[:2], w, call, k.attention)
-        y = self.mlp.forward(k.h, w, k.mlp)
+        y = self.mlp.forward(k.h, w, call.correction, k.mlp)
         if keep != "saved":
             self.mlp.trim(k.mlp)
         return unflattened(y, x.shape), (Kept(x=x) if keep == "replay" else k)
@@ -128,7 +138,7 @@ class Decoder:
         dy, x = dy.reshape(-1, shape[-1]), k.x.reshape(-1, shape[-1])
         if k.h is None:
             k.h = self.attention.forward(x, shape[:2], w, call, k.attention)
-        dh = self.mlp.backward(dy, k.h, w, k.mlp or self.mlp.nothing_kept(), grads)
+        dh = self.mlp.backward(dy, k.h, w, call.correction, k.mlp or self.mlp.nothing_kept(), grads)
         k.h = k.mlp = None
         dx = self.attention.backward(dh, x, shape[:2], w, call, k.attention, grads, input_grad)
         return (unflattened(dx, shape) if input_grad else None), grads

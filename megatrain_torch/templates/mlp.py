@@ -1,6 +1,7 @@
 """The half of a decoder layer that works on each token: y = h + r * norm2b((act(g) * u) Wd), g|u = norm2(h) Wgu."""
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,24 @@ class KeptMLP:
     rstd2b: Tensor | None = None
 
 
+def gated_linears(layer: nn.Module, name: str) -> tuple[Linears, Linears, int]:
+    """What makes g|u, what reads their product, and the activation.
+
+    Raises:
+        Unfit: the module is not gated, or has an unknown activation.
+    """
+    mlp = child(layer, name)
+    names, down = next((n for n in _NAMES if hasattr(mlp, n[0][0])), _NAMES[0])
+    gu, down = Linears(layer, *(f"{name}.{n}" for n in names)), Linears(layer, f"{name}.{down}")
+    if sum(gu.rows) != 2 * down.inputs:
+        raise Unfit(f"{name} has {gu.rows} rows before {down.inputs} columns: not gated")
+    return gu, down, activation(getattr(mlp, "act_fn", getattr(mlp, "activation", getattr(mlp, "activation_fn", None))))
+
+
+_NAMES = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj"),
+          (("input_linear",), "output_linear"))
+
+
 class GatedMLP:
     """H hidden, I intermediate. norm2 and norm2b may be missing."""
 
@@ -27,13 +46,7 @@ class GatedMLP:
         """Raises:
             Unfit: it is not gated, or has an unknown activation.
         """
-        mlp = child(layer, name)
-        names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
-        self.gu = Linears(layer, *(f"{name}.{n}" for n in names))
-        self.down = Linears(layer, f"{name}.down_proj")
-        if sum(self.gu.rows) != 2 * self.down.inputs:
-            raise Unfit(f"its MLP has {self.gu.rows} rows before {self.down.inputs} columns: not gated")
-        self.act = activation(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None)))
+        self.gu, self.down, self.act = gated_linears(layer, name)
         self.norm2, self.norm2b, self.factor = norm2, norm2b, factor
         self.norms = [n for n in (norm2, norm2b) if n]
         self.names = {*self.gu.names, *self.down.names}
@@ -42,9 +55,17 @@ class GatedMLP:
     def nothing_kept() -> KeptMLP:
         return KeptMLP()
 
+    @staticmethod
+    def observed(layer: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @staticmethod
+    def correction_of(layer: nn.Module) -> None:
+        return None
+
     # ---- forward ----
 
-    def forward(self, h: Tensor, w: Weights, k: KeptMLP) -> Tensor:
+    def forward(self, h: Tensor, w: Weights, correction: None, k: KeptMLP) -> Tensor:
         """y [T, H] from h [T, H]. Writes what backward wants into k."""
         b = h
         if self.norm2:
@@ -68,7 +89,7 @@ class GatedMLP:
 
     # ---- backward ----
 
-    def backward(self, dy: Tensor, h: Tensor, w: Weights, k: KeptMLP, grads: Grads) -> Tensor:
+    def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: None, k: KeptMLP, grads: Grads) -> Tensor:
         """dh [T, H] from dy [T, H]. Uses up what was kept, and writes into it."""
         b = self._make_again(h, w, k)
         dd = dy if self.factor == 1.0 else dy * self.factor

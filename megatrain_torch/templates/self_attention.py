@@ -19,12 +19,14 @@ class Call:
 
     cos, sin: [1 or B, S, R], or None without rotary embedding. attention: mask and scale.
     cache: called in forward with k and v [B, S, hk, D] as attention takes them.
+    correction: [E] added to a router's scores for the choice alone.
     """
 
     cos: Tensor | None
     sin: Tensor | None
     attention: Attention
     cache: Any = None
+    correction: Tensor | None = None
 
 
 @dataclass
@@ -55,7 +57,7 @@ class SelfAttention:
         self._read_heads(attn)
         self._read_norms(layer)
         self._refuse(attn)
-        self.names = {*self.qkv.names, *self.o.names}
+        self.names = {*self.qkv.names, *self.o.names} | ({self.sinks} if self.sinks else set())
 
     def _read_projections(self, layer: nn.Module, attn: nn.Module) -> None:
         self.head = int(attn.head_dim)
@@ -72,6 +74,7 @@ class SelfAttention:
         self.causal = bool(getattr(attn, "is_causal", True))
         self.rotary: Rotary | None = rotary_of(attn) if getattr(attn, "use_rope", True) else None
         self.cap = float(getattr(attn, "attn_logit_softcapping", None) or 0.0)
+        self.sinks = "self_attn.sinks" if isinstance(getattr(attn, "sinks", None), nn.Parameter) else None
 
     def _read_norms(self, layer: nn.Module) -> None:
         self.q_norm, self.k_norm = (Norm(layer, f"self_attn.{n}") if has(layer, f"self_attn.{n}") else None
@@ -86,8 +89,6 @@ class SelfAttention:
             raise Unfit("its attention drops out")
         if getattr(self.config, "clip_qkv", None) is not None:
             raise Unfit("it clips q, k and v")
-        if getattr(attn, "sinks", None) is not None:
-            raise Unfit("its attention has sinks")
 
     # ---- a call ----
 
@@ -106,7 +107,10 @@ class SelfAttention:
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4):
             raise Unfit("its attention mask has not four dimensions")
-        attention = Attention(self.scale, self.causal and mask is None, mask, kind == "eager", self.cap)
+        causal = self.causal and mask is None and kind == "sdpa"     # of eager attention, the mask says all
+        if self.sinks and (kind == "sdpa" or (mask is not None and mask.dtype == torch.bool)):
+            raise Unfit("its attention has sinks, which torch's kernels do not know")
+        attention = Attention(self.scale, causal, mask, kind == "eager", self.cap)
         call, cache = Call(*self._angles(kwargs.get("position_embeddings")), attention), kwargs.get("past_key_values")
         if cache is not None:
             call.cache = lambda k, v: _fill(cache, k, v, layer.self_attn.layer_idx)
@@ -132,8 +136,11 @@ class SelfAttention:
         if call.cache is not None:
             call.cache(key, v)
             call.cache = None                # once, and not held until backward
-        k.out, k.extra = call.attention.forward(q, key, v)
+        k.out, k.extra = call.attention.forward(q, key, v, self._sinks(w))
         return self._added(x, w, k)
+
+    def _sinks(self, w: Weights) -> Tensor | None:
+        return w[self.sinks] if self.sinks else None
 
     def _heads(self, qkv: Tensor, shape: Any) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, S, hq, D], k and v [B, S, hk, D], as views of [T, (hq + 2 hk) D]."""
@@ -191,7 +198,9 @@ class SelfAttention:
                         ) -> Tensor:
         """d(qkv) [T, (hq + 2 hk) D]."""
         q, key, v = self._rotated(k, shape, w, call, in_place=False)
-        dq, dk, dv = call.attention.backward(dout, q, key, v, k.out, k.extra)
+        dq, dk, dv, dsinks = call.attention.backward(dout, q, key, v, k.out, k.extra, self._sinks(w))
+        if self.sinks and grads.wants(self.sinks):
+            grads[self.sinks] = dsinks
         k.out = k.extra = None
         dqkv = torch.empty_like(k.qkv)
         to_q, to_k, to_v = self._heads(dqkv, shape)

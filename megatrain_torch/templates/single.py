@@ -1,6 +1,7 @@
 """Templates of single modules: an embedding, and a norm that stands alone."""
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ class Embedding:
             raise Unfit("its embedding has max_norm, scale_grad_by_freq or sparse gradients")
         self.rows, self.padding = module.num_embeddings, module.padding_idx
         self.width = module.embedding_dim
+
+    @staticmethod
+    def observed(module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def variants(self) -> list[list[None]]:
         return [[None]]
@@ -70,6 +75,10 @@ class LoneNorm:
 
     def __init__(self, module: nn.Module) -> None:
         self.norm = Norm(module, "")
+
+    @staticmethod
+    def observed(module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def variants(self) -> list[list[int]]:
         return [list(ops.NORM_STYLES)]

@@ -1,0 +1,422 @@
+"""Mixtures of experts run by templates: as test_fused.py, and what is theirs alone.
+
+A router's choice is not continuous: where two experts are alike, rounding decides. In fp32 and with few experts
+that does not happen in these tests; in bf16 a trial follows the choice of the module's own code.
+"""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import fusing
+import parity
+import pytest
+import torch
+import zoo
+from fusing import (
+    KEEPS,
+    all_fused,
+    codes,
+    flipped,
+    fused,
+    gradcheck,
+    grads_agree,
+    lm,
+    none_fused,
+    padded,
+    plain,
+    stream,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import megatrain_torch as mt
+from megatrain_torch import ops
+from megatrain_torch.templates import experts, router
+from megatrain_torch.templates.attention import Attention
+from megatrain_torch.templates.decoder import Decoder
+
+pytestmark = pytest.mark.usefixtures("streaming")
+
+SLIDING = dict(sliding_window=6)             # of rows of 12 tokens
+FOUR = dict(num_experts=4, num_experts_per_tok=2)
+LOCAL = dict(num_local_experts=4, num_experts_per_tok=2)
+THIN = dict(**FOUR, moe_intermediate_size=16, decoder_sparse_step=1)
+SIGMOID = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1,
+               n_shared_experts=1, first_k_dense_replace=1, head_dim=8, routed_scaling_factor=2.5)
+FAMILIES = {
+    "mixtral": lm("mixtral", **LOCAL, sliding_window=None),
+    "qwen2_moe": lm("qwen2_moe", **THIN, shared_expert_intermediate_size=32),
+    "qwen3_moe": lm("qwen3_moe", **THIN, head_dim=8),
+    "qwen3_moe_normalised": lm("qwen3_moe", **THIN, head_dim=8, norm_topk_prob=True),
+    "olmoe": lm("olmoe", **FOUR),
+    "gpt_oss": lm("gpt_oss", **LOCAL, head_dim=8, **SLIDING,
+                  rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    "granitemoe": lm("granitemoe", **LOCAL, residual_multiplier=0.5),
+    "granitemoeshared": lm("granitemoeshared", **LOCAL, shared_intermediate_size=48, residual_multiplier=0.5),
+    "flex_olmo": lm("flex_olmo", **FOUR),
+    "dots1": lm("dots1", **SIGMOID),
+    "glm4_moe": lm("glm4_moe", **SIGMOID),
+    "minimax_m2": lm("minimax_m2", **LOCAL, head_dim=8),
+    "hy_v3": lm("hy_v3", **LOCAL, moe_intermediate_size=16, head_dim=8, first_k_dense_replace=1),
+}
+# Not in every release of transformers.
+NEWER = {
+    "exaone_moe": lm("exaone_moe", **{**SIGMOID, **FOUR}, **SLIDING),
+    "solar_open": lm("solar_open", **SIGMOID),
+    "mellum": lm("mellum", **THIN, head_dim=8),
+    "granitemoe_swa": lm("granitemoe_swa", **LOCAL, **SLIDING),
+}
+_plain: dict[tuple[str, str], fusing.Run] = {}
+BATCHES = {"whole": zoo.text_unpadded, "padded": padded}
+
+
+def known(model_type: str) -> None:
+    """Skips a family that the installed transformers has not."""
+    from transformers import AutoConfig
+    try:
+        AutoConfig.for_model(model_type)
+    except ValueError:
+        pytest.skip(f"this transformers has no {model_type}")
+
+
+def truth(family: str, batch: str) -> fusing.Run:
+    """Three steps of plain torch; once for each."""
+    key = family, batch
+    if key not in _plain:
+        _plain[key] = plain((FAMILIES | NEWER)[family], BATCHES[batch])
+    return _plain[key]
+
+
+# ---------------------------------------------------------------- families
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_mixture_of_experts_trains_as_plain_torch(family: str, keep: str, batch: str) -> None:
+    known(family.removesuffix("_normalised"))
+    run = fused(FAMILIES[family], BATCHES[batch], keep)
+    all_fused(run.codes)
+    fusing.agree(truth(family, batch), run)
+
+
+@pytest.mark.parametrize("family", NEWER)
+def test_so_does_a_newer_one(family: str) -> None:
+    known(family)
+    run = fused(NEWER[family], padded, "selective")
+    all_fused(run.codes)
+    fusing.agree(truth(family, "padded"), run)
+
+
+@pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm"])
+def test_it_does_not_matter_how_transformers_computes_experts(how: str) -> None:
+    run = fused(lm("qwen3_moe", **THIN, head_dim=8, experts_implementation=how), padded)
+    all_fused(run.codes)
+    fusing.agree(truth("qwen3_moe", "padded"), run)
+
+
+UNFIT = {
+    "deepseek_v3": ("deepseek_v3", "no config, head_dim or scaling", {}),
+    "phimoe": ("phimoe", "no RMSNorm", dict(**LOCAL)),
+    "ernie4_5_moe": ("ernie4_5_moe", "no router", dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=16)),
+    "kolibri1": ("kolibri1", "none of the known routers", dict(**FOUR)),
+    "groups of experts": ("dots1", "none of the known routers", {**SIGMOID, "n_routed_experts": 8, "n_group": 4,
+                                                                   "topk_group": 2}),
+    "jitter": ("mixtral", "draws random numbers", dict(**LOCAL, router_jitter_noise=0.1)),
+    "clipped q, k and v": ("olmoe", "clips q, k and v", dict(**FOUR, clip_qkv=5.0)),
+    "another gate": ("gpt_oss", "none of the known ones", dict(**LOCAL, head_dim=8, swiglu_limit=3.0)),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_what_no_template_covers_says_why_and_trains(what: str) -> None:
+    model_type, why, config = UNFIT[what]
+    known(model_type)
+    build = zoo.CASES[model_type].build if not config else lm(model_type, **config)
+    parity.seed()
+    model = stream(build())
+    model(**padded(0)).loss.backward()
+    found = codes(model)
+    if "dense" in what or model_type in ("dots1", "ernie4_5_moe", "deepseek_v3", "kolibri1"):
+        found.pop("model.layers.0")          # not a mixture
+    none_fused(found, why)
+    parity.seed()
+    own = build()
+    own(**padded(0)).loss.backward()
+    grads_agree({n: p.grad for n, p in own.named_parameters()}, {n: p.grad for n, p in model.named_parameters()})
+
+
+def test_router_logits_that_are_collected_keep_the_layers_own_code() -> None:
+    """They leave the layer by a hook, and the auxiliary loss has a gradient through them."""
+    build = lm("mixtral", **LOCAL, output_router_logits=True, router_aux_loss_coef=0.5)
+    run = fused(build, padded)
+    none_fused(run.codes, "hooks inside")
+    fusing.agree(plain(build, padded), run)
+
+
+# ---------------------------------------------------------------- numbers
+
+GRADCHECKED = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "flex_olmo", "dots1", "granitemoeshared")
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("family", GRADCHECKED)
+def test_gradients_of_a_template_are_finite_differences(family: str, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradcheck(FAMILIES[family], monkeypatch, keep)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_attention_with_sinks_is_a_softmax_with_one_more_logit(groups: int, masked: bool) -> None:
+    """The kernels' way, by their log-sum-exp, against products and softmax one by one, both in fp64."""
+    rng = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+    q, k, v, dout = draw(2, 9, 4, 8), draw(2, 9, 4 // groups, 8), draw(2, 9, 4 // groups, 8), draw(2, 9, 4, 8)
+    sinks = 2 * draw(4)
+    mask = None
+    if masked:
+        mask = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(torch.ones(9, 9).triu(1) > 0, -1.7e38)
+        mask[0, :, :3] = -1.7e38             # rows that see nothing but the sink
+    kernel = Attention(0.3, causal=False, mask=mask)
+    out, kept = kernel.forward(q, k, v, sinks)
+    assert kept is not None, "no kernel took it"
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+    each = [t.transpose(1, 2) for t in leaves[:3]]
+    wanted = kernel._torch(*each, leaves[3]).transpose(1, 2)
+    assert fusing.error(wanted, out) < 1e-14
+    grads = torch.autograd.grad(wanted, leaves, dout)
+    for a, b in zip(grads, kernel.backward(dout, q, k, v, out, kept, sinks)):
+        assert fusing.error(a, b) < 1e-14
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_in_bf16_layers_are_fused_though_rounding_decides_some_choices(family: str) -> None:
+    """32 experts, 4 of each token: in some token the choice is rounding's. The trial takes the choice of the layer's own
+    code; training does not, so whole models are compared by their losses alone."""
+    many = dict(num_experts=32, num_local_experts=32, num_experts_per_tok=4)
+    build = lm(family, **{**THIN, **LOCAL, **many}, head_dim=8, sliding_window=6)
+
+    def losses(streamed: bool) -> list[float]:
+        model = build().bfloat16()
+        model = stream(model, "selective") if streamed else model
+        run = fusing.train(model, zoo.text, mt.AdamW if streamed else torch.optim.AdamW, steps=4)
+        if streamed:
+            all_fused(codes(model))
+        return [float(loss) for loss in run.losses]
+
+    for a, b in zip(losses(False), losses(True)):
+        assert abs(a - b) < 0.05 * a
+
+
+# ---------------------------------------------------------------- routing
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(4, 300), st.randoms())
+def test_sorted_rows_are_each_choice_once_by_expert(tokens: int, k: int, count: int, random: Any) -> None:
+    index = torch.tensor([random.sample(range(count), k) for _ in range(tokens)])
+    rows = experts.sort_rows(index, count)
+    assert torch.equal(rows.expert.long(), index.flatten()[rows.order])
+    assert torch.equal(rows.token, rows.order // k)
+    assert torch.equal(rows.order[rows.place], torch.arange(tokens * k))
+    ends = torch.bincount(index.flatten(), minlength=count).cumsum(0)
+    assert torch.equal(rows.offsets.long(), ends) and rows.offsets.dtype == torch.int32
+    same = rows.expert[1:] == rows.expert[:-1]
+    assert bool((rows.order[1:] > rows.order[:-1])[same].all()), "rows of an expert are not in the order of tokens"
+
+
+def chosen(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
+    """The experts that each router of an ordinary model chooses."""
+    seen: list[Tensor] = []
+    handles = [m.register_forward_hook(lambda m, args, out: seen.append(out[2]))
+               for m in model.modules() if type(m).__name__.endswith("Router")]
+    with torch.no_grad():
+        model(**batch)
+    for h in handles:
+        h.remove()
+    return seen
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_an_expert_that_nobody_chooses_gets_a_zero_gradient_and_the_others_theirs(family: str, keep: str) -> None:
+    def build() -> nn.Module:
+        """Experts 0 and 2 win everywhere, 1 and 3 never."""
+        model = FAMILIES[family]()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if name.endswith("router.bias"):
+                    p.copy_(torch.tensor([9.0, -9.0, 9.0, -9.0]))
+                if name.endswith("gate.weight"):
+                    p[1].copy_(-p[0])        # the one of a pair that is negative is not chosen
+                    p[3].copy_(-p[2])
+                    p.mul_(30.0)
+        return model
+
+    own = build()
+    own(**padded(0)).loss.backward()
+    model = stream(build(), keep)
+    model(**padded(0)).loss.backward()
+    all_fused(codes(model))
+    for (name, p), q in zip(own.named_parameters(), model.parameters()):
+        assert fusing.error(p.grad, q.grad) < fusing.TOLERANCE, name
+        if "experts." in name and family == "gpt_oss":
+            for e in (0, 2):
+                assert q.grad[e].abs().max() > 0, f"{name}: expert {e} is chosen and has no gradient"
+            for e in (1, 3):
+                assert torch.equal(q.grad[e], torch.zeros_like(q.grad[e])), f"{name}: expert {e} has a gradient"
+
+
+def test_one_expert_for_all_and_as_many_as_there_are() -> None:
+    for k in (1, 4):
+        build = lm("qwen3_moe", **{**THIN, "num_experts_per_tok": k}, head_dim=8)
+        run = fused(build, padded, "replay", steps=1)
+        all_fused(run.codes)
+        fusing.agree(plain(build, padded, steps=1), run)
+
+
+def test_a_correction_of_the_choice_is_followed_as_it_changes() -> None:
+    def grads(model: nn.Module) -> dict[str, Tensor | None]:
+        found = {}
+        for step, favoured in enumerate([0, 3]):
+            for name, b in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    b.copy_(torch.eye(4)[favoured] * 2)
+            model.zero_grad()
+            model(**padded(0)).loss.backward()
+            found |= {f"{step} {n}": parity.frozen(p.grad) for n, p in model.named_parameters()}
+        return found
+
+    model = stream(FAMILIES["glm4_moe"]())
+    wanted = grads(FAMILIES["glm4_moe"]())
+    grads_agree(wanted, grads(model))
+    all_fused(codes(model))
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert wanted[f"0 {name}"][0].abs().max() > 0 and wanted[f"1 {name}"][3].abs().max() > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "dots1"])
+def test_a_template_needs_no_values_to_be_read(family: str) -> None:
+    model = FAMILIES[family]()
+    here, nowhere = (Decoder(m.model.layers[1]) for m in (model, copy.deepcopy(model).to("meta")))
+    for keep in KEEPS:
+        assert here.kept_bytes(keep, 100, 2) == nowhere.kept_bytes(keep, 100, 2)
+    for name in ("sigmoid", "normalised", "wide", "rounds", "factor", "correction"):
+        assert getattr(here.mlp.router, name) == getattr(nowhere.mlp.router, name)
+
+
+def test_a_router_that_ignores_its_correction_would_be_noticed() -> None:
+    layer = FAMILIES["glm4_moe"]().model.layers[1]
+    found = router.Router(layer, "mlp", "gate")
+    assert found.sigmoid and found.normalised and found.correction == "mlp.gate.e_score_correction_bias"
+    assert found.wide and not found.rounds and abs(found.factor - 2.5) < 1e-6
+    layer.mlp.gate.forward = lambda h, own=layer.mlp.gate.forward: (*own(h)[:2], own(h)[2].flip(0))
+    with pytest.raises(Exception, match="none of the known routers"):
+        router.Router(layer, "mlp", "gate")
+
+
+# ---------------------------------------------------------------- uses
+
+FROZEN = {
+    "experts": ("experts.",), "routers": ("gate.weight",), "all but routers": ("self_attn", "norm", "experts"),
+    "down_proj": ("down_proj",), "shared experts": ("shared_expert.",),
+}
+
+
+@pytest.mark.parametrize("what", FROZEN)
+def test_frozen_parts_get_no_gradient_and_the_others_theirs(what: str) -> None:
+    def build() -> nn.Module:
+        model = FAMILIES["qwen2_moe"]()
+        for name, p in model.named_parameters():
+            p.requires_grad_(not any(part in name for part in FROZEN[what]))
+        return model
+
+    run = fused(build, padded, "selective")
+    all_fused(run.codes)
+    fusing.agree(plain(build, padded), run)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_two_slots_slow_queues_and_micro_batches_change_nothing(keep: str) -> None:
+    once = fused(FAMILIES["qwen2_moe"], padded, keep, accumulate=2, steps=2)
+    fusing.agree(plain(FAMILIES["qwen2_moe"], padded, accumulate=2, steps=2), once)
+    for seed in range(2):
+        again = fused(FAMILIES["qwen2_moe"], padded, keep, dict(delay_us=300, seed=seed), accumulate=2, steps=2)
+        for name, t in once.weights.items():
+            assert torch.equal(t, again.weights[name]), f"{name} depends on when copies run"
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "flex_olmo"])
+def test_a_second_backward_gives_the_same_again(family: str) -> None:
+    model = stream(FAMILIES[family]())
+    loss = model(**padded(0)).loss
+    loss.backward(retain_graph=True)
+    once = {n: parity.frozen(p.grad) for n, p in model.named_parameters()}
+    loss.backward()
+    all_fused(codes(model))
+    grads_agree({n: 2 * t for n, t in once.items()}, {n: p.grad for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "flex_olmo"])
+def test_what_is_kept_takes_the_bytes_that_are_reckoned_with(family: str) -> None:
+    fusing.bytes_are_as_reckoned(FAMILIES[family]())
+
+
+def test_evaluation_and_generation_are_the_models_own() -> None:
+    model = stream(FAMILIES["gpt_oss"]())
+    model(**padded(0)).loss.backward()
+    all_fused(codes(model))
+    ids = zoo.text(3)["input_ids"][:, :4]
+    options = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert torch.equal(model.generate(ids, **options), copy.deepcopy(model).generate(ids, **options))
+
+
+# ---------------------------------------------------------------- wrong templates
+
+def from_the_wrong_rows(index: Tensor, count: int, right: Any = experts.sort_rows) -> experts.Rows:
+    rows = right(index, count)
+    rows.token = rows.token.roll(1)
+    return rows
+
+
+def by_position(x: Tensor, dy: Tensor, offsets: Tensor, right: Any = ops.grouped_gemm_wgrad) -> Tensor:
+    """An expert's gradient at its neighbour's place."""
+    return right(x, dy, offsets).roll(1, 0)
+
+
+WRONG = {
+    "rows of other tokens": lambda: ("megatrain_torch.templates.moe.sort_rows", from_the_wrong_rows),
+    "gradients of other experts": lambda: ("megatrain_torch.ops.grouped_gemm_wgrad", by_position),
+    "the router's gradient": lambda: ("megatrain_torch.templates.router._spread", flipped(router, "_spread", 0)[2]),
+    "weights": lambda: ("megatrain_torch.templates.router.Router.weights",
+                        flipped(router.Router, "weights", 0)[2]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_template_is_refused_and_the_model_still_trains(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*WRONG[what]())
+    run = fused(FAMILIES["qwen3_moe"], padded)
+    monkeypatch.undo()
+    none_fused(run.codes, "template is off by")
+    fusing.agree(truth("qwen3_moe", "padded"), run)
+
+
+def test_a_trial_takes_the_choice_of_the_layers_own_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one choice in ten that rounding decides would look like a wrong template."""
+    model = stream(FAMILIES["qwen3_moe"]())
+    monkeypatch.setattr(router.Router, "_choice", lambda self, logits, correction: logits.topk(2, -1, False).indices)
+    model(**padded(0)).loss.backward()
+    all_fused(codes(model))
+
+
+def test_after_the_trial_the_template_chooses_for_itself() -> None:
+    model = stream(FAMILIES["qwen3_moe"]())
+    model(**padded(0)).loss.backward()
+    from megatrain_torch.wrap import runtime_of
+    for w in runtime_of(model).windows:
+        if w.fused is not None and isinstance(w.fused.template, Decoder):
+            assert w.fused.template.mlp.router.forced is None
+            assert not any(w.hooks), "a hook of the trial is left"
