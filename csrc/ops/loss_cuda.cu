@@ -282,39 +282,36 @@ inline unsigned threads_for(int64_t pieces)
     return threads;
 }
 
-// Pieces of a row that shared memory can keep: all of a row that is read once anyhow need none.
-template <typename T> cudaError_t room_for(const mt_cross_entropy &c, int *cached)
+// Lets a kernel have as much shared memory as there is for a row. Always the same much: launches of other threads
+// may be under way.
+template <typename Kernel> cudaError_t open_memory(Kernel kernel, int *bytes)
 {
-    int         device, bytes;
-    cudaError_t error;
+    int         device;
+    cudaError_t error = cudaGetDevice(&device);
 
-    *cached = 0;
-    if (c.scale == nullptr)
-        return cudaSuccess;
-    if ((error = cudaGetDevice(&device)) != cudaSuccess)
-        return error;
-    error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (error != cudaSuccess)
-        return error;
-    *cached = (bytes - SPARE_BYTES) / (int)sizeof(vec<T>);
-    if (*cached > c.n / vec<T>::N)
-        *cached = (int)(c.n / vec<T>::N);
-    return cudaSuccess;
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    *bytes -= SPARE_BYTES;
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, *bytes);
+    return error;
 }
 
 template <typename T, bool Cap> cudaError_t launch(cudaStream_t stream, const mt_cross_entropy &c)
 {
-    int         cached;
-    cudaError_t error = room_for<T>(c, &cached);
-    const int   bytes = cached * (int)sizeof(vec<T>);
+    const int64_t pieces = c.n / vec<T>::N;
+    int           cached = 0;                 // a row that is read once is not kept
 
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(cross_entropy<T, Cap>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     bytes);
-    if (error != cudaSuccess)
-        return error;
-    cross_entropy<T, Cap>
-        <<<(unsigned)c.rows, threads_for(c.n / vec<T>::N), (size_t)bytes, stream>>>(c, cached);
+    if (c.scale != nullptr) {
+        int         bytes = 0;
+        cudaError_t error = open_memory(cross_entropy<T, Cap>, &bytes);
+
+        if (error != cudaSuccess)
+            return error;
+        cached = bytes / (int)sizeof(vec<T>);
+        cached = cached < pieces ? cached : (int)pieces;
+    }
+    cross_entropy<T, Cap><<<(unsigned)c.rows, threads_for(pieces), cached * sizeof(vec<T>), stream>>>(c, cached);
     return cudaGetLastError();
 }
 
