@@ -61,8 +61,7 @@ def linear_cross_entropy(
         loss, _ = ops.cross_entropy_(logits, labels[first:first + step], scale, ignore_index=ignore_index,
                                      softcap=softcap, label_smoothing=label_smoothing, z_loss=z_loss)
         losses.append(loss)
-        if scale is not None:
-            sums.add(first, logits, rows)
+        sums.add(first, logits, rows)      # logits: their own gradient now, unless none is wanted
     total = torch.cat(losses).sum() if losses else hidden.new_zeros((), dtype=torch.float32)
     return total if count is None else total / count, *sums.rounded()
 
