@@ -38,7 +38,7 @@ def explain(model: nn.Module) -> str:
     """A table of windows: their units, bytes, what is done about activations, and whose code runs them.
 
     "template" is a layer's explicit forward and backward (compute="fused"); else the module's own code, with the
-    reason where a template was wanted.
+    reason where a template was wanted. The head is "fused with the loss", or its own code runs.
 
     Raises:
         MegatrainError: the model is not streamed.

@@ -64,10 +64,15 @@ class Layer(torch.autograd.Function):
         return None, None, None, dx, *taken
 
 
+def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
+    """Does this choice of `compute` fuse a module whose weights have these types?"""
+    half = all(d in (torch.bfloat16, torch.float16) for d in dtypes)
+    return compute == "fused" or (compute == "auto" and cuda and half)
+
+
 def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
     """The window with a template, where the runtime wants one and there is one; window.unfit says why not."""
-    half = all(r.dtype in (torch.bfloat16, torch.float16) for r in window.records)
-    if rt.compute == "eager" or (rt.compute == "auto" and not (rt.is_cuda and half)):
+    if not wanted(rt.compute, rt.is_cuda, [r.dtype for r in window.records]):
         return None
     try:
         return Fused(window, module)

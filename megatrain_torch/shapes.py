@@ -16,7 +16,7 @@ from torch import nn
 
 from .errors import MegatrainError
 from .templates import Unfit, template
-from .units import find, group, stored_dtype, weight_bytes
+from .units import find, group, output_embeddings, stored_dtype, weight_bytes
 
 MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken to be in proportion
 MODES = ("replay", "selective", "saved")    # of activations, by what they keep, least first
@@ -201,7 +201,7 @@ def _window(root: nn.Module, name: str, module: nn.Module, unit_of: dict[int, in
     parameters = dict(module.named_parameters())
     tables = {id(p) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
               for p in m.parameters(recurse=False)}
-    head = _is_head(root, module)
+    head = output_embeddings(root) is module
     matrices = {n: p for n, p in parameters.items() if p.dim() > 1 and p.is_floating_point()
                 and not n.endswith("bias") and (head or id(p) not in tables)}
     products = _products(root, module, matrices, head)
@@ -226,18 +226,6 @@ def _template(module: nn.Module, item: int) -> Template | None:
     n = MANY_TOKENS
     kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in MODES)
     return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n)
-
-
-def _is_head(root: nn.Module, module: nn.Module) -> bool:
-    """Is it what gives the logits, by the model's own word?"""
-    for m in root.modules():
-        get = getattr(m, "get_output_embeddings", None)
-        try:
-            if get is not None and get() is module:
-                return True
-        except (AttributeError, NotImplementedError):
-            continue
-    return False
 
 
 def _products(root: nn.Module, module: nn.Module, matrices: dict[str, nn.Parameter],

@@ -6,13 +6,15 @@ one piece. The rules, in order (docs/design.md says what they were tried on):
 1. modules whose class some submodule names in `_no_split_modules`; the outermost win;
 2. children of every ModuleList or Sequential with two or more children of one class, where rule 1
    found nothing inside or around it;
-3. of what is left, the topmost module that has a forward of its own and no window inside;
-4. parameters that sit directly on a module with windows inside: units that are fetched when read.
+3. the head that get_output_embeddings() names, where it is a plain Linear;
+4. of what is left, the topmost module that has a forward of its own and no window inside;
+5. parameters that sit directly on a module with windows inside: units that are fetched when read.
 
 A parameter belongs to the first window that has it; a tied head's window needs the embedding's unit.
 """
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -39,9 +41,23 @@ def find(root: nn.Module, units: list[str | nn.Module] | None = None) -> Found:
         MegatrainError: a name in `units` is not a module of the model, or two of them nest.
     """
     chosen = _asked(root, units) if units is not None else _listed(root, _no_split(root))
+    head = output_embeddings(root)
+    if type(head) is nn.Linear:
+        chosen.add(id(head))
     found = Found()
     _walk(root, "", chosen, _ancestors(root, chosen), found)
     return found
+
+
+def output_embeddings(root: nn.Module) -> nn.Module | None:
+    """The head that a transformers model names, also where the model is a part of `root`."""
+    for m in root.modules():
+        named = getattr(m, "get_output_embeddings", None)
+        with contextlib.suppress(NotImplementedError, AttributeError):      # models without one, by their own words
+            head = named() if callable(named) else None
+            if isinstance(head, nn.Module):
+                return head
+    return None
 
 
 def _asked(root: nn.Module, units: list[str | nn.Module]) -> set[int]:

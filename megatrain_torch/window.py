@@ -22,6 +22,7 @@ from .records import Record, Use
 from .state import enter, in_backward, leave, swap_window
 
 if TYPE_CHECKING:
+    from .deferred import Head
     from .fused import Fused
     from .runtime import Runtime
 
@@ -64,6 +65,7 @@ class Window:
         self.tensor_outputs: list[bool] = []
         self.fused: Fused | None = None      # what runs it, where a template does; else why not
         self.unfit = ""
+        self.head: Head | None = None        # of the window that makes logits, where they may be left unmade
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
@@ -77,7 +79,9 @@ class Window:
 
     @property
     def code(self) -> str:
-        """Whose code runs it, and why not a template's."""
+        """Whose code runs it, and why not another's."""
+        if self.head is not None:
+            return f"its own ({self.head.declined})" if self.head.declined else "fused with the loss"
         if self.fused is None:
             return f"its own ({self.unfit})" if self.unfit else "its own"
         if self.fused.verdict is None and not self.fused.declined:
@@ -166,9 +170,13 @@ class Window:
             leave()
 
     def once(self, args: Any, kwargs: Any) -> Any:
-        """One forward: by a template, or in the window's way with activations."""
+        """One forward: by a template, with logits left unmade, or in the window's way with activations."""
         if not torch.is_grad_enabled():
             return self.run(args, kwargs, False)
+        if self.head is not None:
+            out = self.head(args, kwargs)
+            if out is not None:
+                return out
         if self.fused is not None:
             out = self.fused(args, kwargs)
             if out is not None:

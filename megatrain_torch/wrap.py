@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from . import _core, hf
 from .budget import Cap
+from .deferred import give_head, head_of
 from .errors import MegatrainError
-from .fused import template_of
+from .fused import template_of, wanted
 from .guard import StreamedParameter
 from .limits import parse_bytes, show_bytes
 from .planner import Plan
@@ -90,8 +91,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         host: limit for host memory, AdamW's states counted in.
         units: names or modules to be streamed as one piece each; None: found from the model.
         compute: "eager": the modules' own code; "fused": layers that a template covers run as one node with an
-            explicit backward, the others as they are (mt.explain says which); "auto": fused on CUDA for 16-bit
-            weights, else eager. Fused results differ from the module's own code in the last bits.
+            explicit backward, the others as they are, and the head makes no logits where the loss is
+            `F.cross_entropy` (mt.explain says which); "auto": fused on CUDA for 16-bit weights, else eager. Fused
+            results differ from the module's own code in the last bits.
 
     Raises:
         MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed.
@@ -325,12 +327,15 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
         _put(m, "_apply", lambda fn, recurse=True, m=m: _apply(rt, m, fn))
         _put(m, "load_state_dict", _loader(m))
         _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
+    head = head_of(root, found.windows)
     for name, m in found.windows:
         records = sorted((by_param[id(p)] for p in m.parameters()), key=lambda r: (r.unit, r.index))
         w = Window(rt, name or type(root).__name__, m, records)
         w.mode = rt.activations.get(name, "auto") if isinstance(rt.activations, dict) else "auto"
         w.mode = "saved" if w.draws_unseen else w.mode
         w.fused = template_of(rt, w, m)
+        if m is head and wanted(rt.compute, rt.is_cuda, [r.dtype for r in records]):
+            give_head(w, m)
         rt.windows.append(w)
         _put(m, "forward", w)
     if isinstance(rt.activations, dict):
