@@ -70,6 +70,9 @@ class Engine:
         """The unit lives on the device from now on: its weights in that slot, which serves nobody else, its
         other planes in device memory. After open_slots, before the first forward and before any of its
         planes but HI is asked for. Arrays of its host planes are copies: see bring and push."""
+    def through(self, unit: int, on: bool) -> None:
+        """The unit's updates pass through the device from now on, or no more: its planes go up in pieces, are
+        updated there and come down, while the host's cores update others. At any time; not for settled units."""
     def bring(self, unit: int, planes: int) -> None:
         """Host planes of a settled unit become current. planes: bits 1 << plane, or -1. Waits for updates and
         gradients under way. Nothing to do for other units, and for ACC, which has no host copy."""
@@ -78,7 +81,7 @@ class Engine:
     def device_plane(self, unit: int, param: int, plane: int) -> int:
         """Address on the device of a settled unit's parameter. A gradient made at its GRAD is not copied."""
     def device_bytes(self) -> int:
-        """Device memory of settled units' planes; their slots are not counted."""
+        """Device memory of settled units' planes, their slots not counted, and of updates on their way."""
     def begin(self) -> None: ...
     def acquire(self, unit: int, stream: int) -> int:
         """The slot the unit is in; `stream` (cudaStream_t, 0 on CPU) waits for the copy."""

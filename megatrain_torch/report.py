@@ -25,9 +25,9 @@ class StepReport:
         fetches, demand_fetches: copies of units; those that were asked for only when needed.
         await_seconds: time the computing thread waited for a copy to be put in its queue.
         host_bytes: host memory the store holds.
-        busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update".
-            Without mt.trace only "host update". Compute is busy from a window's first kernel to its last, also
-            where the host is slow in launching them.
+        busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update",
+            "through" (updates that pass through the device). Without mt.trace only "host update". Compute is busy
+            from a window's first kernel to its last, also where the host is slow in launching them.
         idle: seconds that compute stood still, by what it waited for: a lane, or "host": Python and the user's code.
         between_steps: of idle, seconds before the step's first window.
         least: seconds the bytes of a lane take at the machine's rate, where mt.trace was given one.
@@ -105,7 +105,8 @@ class StepReport:
 def _called(lane: str) -> str:
     return {"compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
             "host sum": "the host's sums of gradients", "host update": "the host update",
-            "device update": "the device update", OWN: "the host's own work"}[lane]
+            "device update": "the device update", "through": "updates through the device",
+            OWN: "the host's own work"}[lane]
 
 
 def _largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -174,9 +175,10 @@ def _blame(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice |
 def _before_fetch(lanes: Mapping[str, Sequence[Slice]], a: int, fetch: Slice) -> list[tuple[str, int]]:
     """What the time [a, fetch.begin) went to, where a fetch was waited for: its unit's update and those in front of
     it; else the copies in front of it in line."""
-    own = _over_in(lanes, "host update", a, fetch.begin, fetch.unit)
-    if own is not None:
-        return _updates(lanes, "host update", a, min(own.end, fetch.begin))
+    for lane in ("host update", "through"):
+        own = _over_in(lanes, lane, a, fetch.begin, fetch.unit)
+        if own is not None:
+            return _updates(lanes, lane, a, min(own.end, fetch.begin))
     return [("h2d", _busy(lanes, "h2d", a, fetch.begin))]
 
 

@@ -335,16 +335,19 @@ def test_the_schedule_is_readable_text(engine: Engine) -> None:
 # ---- gradients out, updates ----
 
 
-HOMES = pytest.mark.parametrize("home", ["host", "device"])
+HOMES = pytest.mark.parametrize("home", ["host", "device", "through"])
 
 
 def live(engine: Engine, home: str, units: int = 1) -> None:
-    """The first so many units live where `home` says."""
+    """The first so many units live where `home` says; "through": on the host, updated on the device."""
     if home == "device":
         slots = Slots(units + 1, 1 << 15)
         engine.open_slots(slots.pairs(), slots)
-        for unit in range(units):
+    for unit in range(units):
+        if home == "device":
             engine.settle(unit, unit)
+        elif home == "through":
+            engine.through(unit, True)
 
 
 def finish(engine: Engine, units: int = 1) -> None:
@@ -531,12 +534,36 @@ def test_what_a_settled_unit_refuses(engine: Engine) -> None:
         (lambda: engine.settle(0, 1), "settled already"),
         (lambda: engine.settle(7, 1), "unit 7"),
         (lambda: engine.drop(0, M), "lives on the device"),
+        (lambda: engine.through(0, True), "lives on the device"),
         (lambda: engine.bring(0, 1 << 7), "planes 128"),
         (lambda: engine.push(0, 1, -1), "parameter 1"),
         (lambda: engine.device_plane(0, 0, LO), "LO"),
     ]:
         with pytest.raises(MegatrainError, match=says):
             call()
+
+
+def test_units_go_through_the_device_and_no_more(engine: Engine) -> None:
+    """Planes that are there already too; bytes are counted both ways, and the traced lane has a name."""
+    p, grad = torch.randn(1000), torch.randn(1000)
+    unit_of(engine, F32, p)
+    weights(engine, 0, M).zero_()
+    engine.trace(True)
+    for on in (True, False):
+        weights(engine, 0).copy_(p)
+        for plane in (M, V):
+            weights(engine, 0, plane).zero_()
+        engine.through(0, on)
+        before = engine.stats()
+        put(engine, 0, grad)
+        engine.adam([(0, [entry()])], 1e9, 0)
+        engine.drain()
+        assert torch.equal(weights(engine, 0), definition(F32, p, grad)[0])
+        moved = {k: engine.stats()[k] - before[k] for k in ("h2d_bytes", "d2h_bytes")}
+        assert moved == {"h2d_bytes": 16000 * on, "d2h_bytes": 4000 + 12000 * on}
+        assert engine.device_bytes() > 0
+    lanes = {record[0] for record in engine.timeline()}
+    assert {_core.LANES["through"], _core.LANES["host update"]} <= lanes
 
 
 def test_device_memory_goes_when_the_engine_closes_and_views_stay(engine: Engine) -> None:

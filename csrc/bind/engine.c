@@ -201,6 +201,7 @@ static mt_status engine_stop(mt_engine *e)
     mt_offload_close(e->offload);
     mt_stream_close(e->stream);
     mt_resident_close(e->residents);
+    mt_through_close(e->through);
     for (int i = 0; i < e->n_adopted; i++)
         e->dev->ops->queue_close(e->adopted[i].queue);
     mt_sumsq_close(e->sums);
@@ -212,6 +213,7 @@ static mt_status engine_stop(mt_engine *e)
     e->sums = NULL;
     e->timeline = NULL;
     e->residents = NULL;
+    e->through = NULL;
     e->adopted = NULL;
     e->n_adopted = 0;
     return MT_OK;
@@ -311,6 +313,9 @@ static PyMethodDef methods[] = {
       "wait_grads($self, unit, /)\n--\n\nThe unit's gradients may be read on the host." },
     { "wait_fetch", mt_engine_wait_fetch, METH_VARARGS,
       "wait_fetch($self, unit, /)\n--\n\nThe unit's weights may be written on the host." },
+    { "through", mt_engine_through, METH_VARARGS,
+      "through($self, unit, on, /)\n--\n\n"
+      "The unit's updates pass through the device from now on, or no more." },
     { "bring", mt_engine_bring, METH_VARARGS,
       "bring($self, unit, planes, /)\n--\n\n"
       "Host planes of a settled unit become current; bits 1 << plane, or -1." },
@@ -321,7 +326,8 @@ static PyMethodDef methods[] = {
       "device_plane($self, unit, param, plane, /)\n--\n\n"
       "Address on the device of a settled unit's parameter." },
     { "device_bytes", mt_engine_device_bytes, METH_NOARGS,
-      "device_bytes($self)\n--\n\nDevice memory of settled units' planes, their slots not counted." },
+      "device_bytes($self)\n--\n\n"
+      "Device memory of settled units' planes, their slots not counted, and of updates on their way." },
     { "check", mt_engine_check, METH_NOARGS,
       "check($self)\n--\n\nRaise the failure of a worker, if there was one." },
     { "watchdog", mt_engine_watchdog, METH_VARARGS,

@@ -1,7 +1,8 @@
 /* engine_adam.c — Engine.adam: what one step asks for, copied out of Python, run behind its back.
  *
- * Threads: parsing is under the GIL; job_sumsq, job_run, job_put and job_free run on the updater's thread
- * and know nothing of Python. A job owns copies of everything but the gradient memory that the
+ * Threads: parsing is under the GIL; job_sumsq, job_run, job_put and job_free run on the updater's thread,
+ * job_list, job_compute and then job_free on that of updates that go through the device; they know
+ * nothing of Python. A job owns copies of everything but the gradient memory that the
  * caller named, which the caller keeps until the unit's update is over.
  */
 #include "bind.h"
@@ -173,6 +174,68 @@ fail:
     return st;
 }
 
+/* The spans of a tensor on its way through the device, in the order of this list. */
+enum { AT_HI, AT_M, AT_V, AT_GRAD, AT_LOW };
+
+static mt_status job_list(void *arg, mt_through_tensor **out, int *n)
+{
+    const adam_job    *j = arg;
+    mt_adam_tensor    *t;
+    mt_through_tensor *k;
+    mt_status          st = tensors_of(j, &t);
+
+    if (st != MT_OK)
+        return st;
+    if ((k = calloc((size_t)j->n + 1, sizeof *k)) == NULL) {
+        free(t);
+        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d tensors", j->unit,
+                       mt_store_name(j->store, j->unit), j->n);
+    }
+    for (int i = 0; i < j->n; i++) {
+        void  *low = t[i].lo != NULL ? (void *)t[i].lo : (void *)t[i].master;
+        size_t low_elem = t[i].lo != NULL ? sizeof(int16_t) : sizeof(float);
+
+        k[i] = (mt_through_tensor){ .n = t[i].n, .n_spans = low != NULL ? AT_LOW + 1 : AT_LOW, .span = {
+            [AT_HI]   = { t[i].hi, mt_dtype_bytes(t[i].dtype), 1 },
+            [AT_M]    = { t[i].m, sizeof(float), 1 },
+            [AT_V]    = { t[i].v, sizeof(float), 1 },
+            [AT_GRAD] = { (void *)(uintptr_t)t[i].grad, mt_dtype_bytes(t[i].grad_dtype), 0 },
+            [AT_LOW]  = { low, low_elem, 1 },
+        } };
+    }
+    free(t);
+    *out = k;
+    *n = j->n;
+    return MT_OK;
+}
+
+static mt_status job_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip)
+{
+    const adam_job *j = arg;
+    mt_adam_tensor *t = calloc((size_t)n + 1, sizeof *t);
+    mt_status       st;
+
+    if (t == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d parts", j->unit,
+                       mt_store_name(j->store, j->unit), n);
+    for (int i = 0; i < n; i++) {
+        const mt_through_part *part = &parts[i];
+        const adam_param      *p = &j->p[part->tensor];
+        mt_dtype               dtype = mt_store_desc(j->store, j->unit, p->param)->dtype;
+
+        t[i] = (mt_adam_tensor){
+            .dtype = dtype, .n = part->n, .hi = part->at[AT_HI], .m = part->at[AT_M],
+            .v = part->at[AT_V], .grad = part->at[AT_GRAD], .hyper = p->hyper,
+            .lo = dtype == MT_BF16 ? part->at[AT_LOW] : NULL,
+            .master = dtype == MT_F16 ? part->at[AT_LOW] : NULL,
+            .grad_dtype = p->grad != NULL ? p->grad_dtype : p->acc ? MT_F32 : dtype,
+        };
+    }
+    st = mt_adam_put(q, t, n, clip);
+    free(t);
+    return st;
+}
+
 static void job_free(void *arg)
 {
     adam_job *j = arg;
@@ -295,8 +358,8 @@ static int update_of(mt_engine *e, PyObject *item, mt_update_job *out)
     if (j == NULL)
         return -1;
     *out = (mt_update_job){ .unit = unit, .n_params = j->n, .params = j->params, .sumsq = job_sumsq,
-                            .run = job_run, .put = job_put, .bytes = moved(j), .free = job_free,
-                            .arg = j };
+                            .run = job_run, .put = job_put, .list = job_list,
+                            .compute = job_compute, .bytes = moved(j), .free = job_free, .arg = j };
     return 0;
 }
 

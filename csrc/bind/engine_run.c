@@ -271,6 +271,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     mt_engine        *e = mt_engine_usable(self);
     mt_stream_stats   s = { 0 };
     mt_resident_stats r;
+    mt_through_stats  t = { 0 };
 
     (void)unused;
     if (e == NULL)
@@ -278,13 +279,15 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     if (e->stream != NULL)
         s = mt_stream_stats_get(e->stream);
     r = mt_resident_stats_get(e->residents);
+    if (e->through != NULL)
+        t = mt_through_stats_get(e->through);
     return Py_BuildValue("{sLsLsLsKsKsKsKsK}", "fetches", (long long)(s.fetches + r.fetches),
                          "demand_fetches", (long long)(s.demand_fetches + r.fetches),
                          "rebuilds", (long long)s.rebuilds,
-                         "h2d_bytes", (unsigned long long)(s.h2d_bytes + r.h2d_bytes),
+                         "h2d_bytes", (unsigned long long)(s.h2d_bytes + r.h2d_bytes + t.h2d_bytes),
                          "await_ns", (unsigned long long)s.await_ns,
                          "d2h_bytes", (unsigned long long)(mt_offload_d2h_bytes(e->offload)
-                                                           + r.d2h_bytes),
+                                                           + r.d2h_bytes + t.d2h_bytes),
                          "update_ns", (unsigned long long)mt_update_busy_ns(e->updater),
                          "records_lost", (unsigned long long)mt_timeline_lost(e->timeline));
 }

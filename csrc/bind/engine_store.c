@@ -284,6 +284,42 @@ PyObject *mt_engine_wait_fetch(PyObject *self, PyObject *args)
     return wait_for(self, args, "i:wait_fetch", MT_PLANE_HI, mt_ledger_wait_fetch);
 }
 
+/* ---- units that go through the device ---- */
+
+/* What a unit on its way takes on the device: one piece goes up while another comes down. */
+#define THROUGH_BUFFERS 3
+#define THROUGH_BYTES   ((size_t)64 << 20)
+
+static mt_status through_open(mt_engine *e)
+{
+    mt_status st = MT_OK;
+
+    if (e->through != NULL)
+        return MT_OK;
+    MT_TRY(mt_through_open(e->dev, e->store, THROUGH_BUFFERS, THROUGH_BYTES, &e->through));
+    mt_through_timeline(e->through, e->timeline);
+    mt_update_through(e->updater, e->through);
+fail:
+    return st;
+}
+
+PyObject *mt_engine_through(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, on;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "ip:through", &unit, &on) || mt_engine_unit(e, unit) < 0)
+        return NULL;
+    if (on && (st = through_open(e)) != MT_OK)
+        return mt_raise(e->error, st);
+    /* Planes that are there are registered: gigabytes, so not under the GIL. */
+    MT_UNLOCKED(e, st, mt_store_set_through(e->store, unit, on));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
 /* ---- settled units ---- */
 
 /* planes: bits 1 << plane; -1 is all. */
@@ -345,9 +381,15 @@ PyObject *mt_engine_device_plane(PyObject *self, PyObject *args)
 PyObject *mt_engine_device_bytes(PyObject *self, PyObject *unused)
 {
     mt_engine *e = mt_engine_usable(self);
+    size_t     bytes;
 
     (void)unused;
-    return e == NULL ? NULL : PyLong_FromSize_t(mt_store_device_bytes(e->store));
+    if (e == NULL)
+        return NULL;
+    bytes = mt_store_device_bytes(e->store);
+    if (e->through != NULL)
+        bytes += mt_through_stats_get(e->through).device_bytes;
+    return PyLong_FromSize_t(bytes);
 }
 
 PyObject *mt_engine_check(PyObject *self, PyObject *unused)

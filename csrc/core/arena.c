@@ -96,18 +96,26 @@ mt_status mt_arena_cold(mt_arena *a, size_t bytes, const char *what, size_t mapp
     return map_cold(a, bytes, MAP_NORESERVE, what, mapped);
 }
 
+mt_status mt_arena_register(mt_arena *a, mt_dev *dev)
+{
+    mt_status st;
+
+    if (a->dev != NULL || a->bytes == 0)
+        return MT_OK;
+    if ((st = dev->ops->host_register(dev, a->base, a->bytes)) == MT_OK)
+        a->dev = dev;
+    return st;
+}
+
 mt_status mt_arena_warm(mt_arena *a, mt_pool *pool, mt_dev *dev)
 {
     mt_status st;
 
     if (!a->cold)
         return MT_OK;
-    if (a->bytes > 0) {
-        touch(a->base, a->bytes, pool);
-        if (dev != NULL && (st = dev->ops->host_register(dev, a->base, a->bytes)) != MT_OK)
-            return st;
-        a->dev = dev;
-    }
+    touch(a->base, a->bytes, pool);
+    if (dev != NULL && (st = mt_arena_register(a, dev)) != MT_OK)
+        return st;
     a->cold = 0;
     return MT_OK;
 }

@@ -309,10 +309,10 @@ size_t mt_store_bytes(const mt_store *s, mt_plane p)
 
 /* ---- planes ----------------------------------------------------------------------------- */
 
-/* With whom a plane's host memory is registered. */
-static mt_dev *registrar(const mt_store *s, mt_plane p)
+/* With whom a plane's host memory is registered: those that a copy engine looks at. */
+static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 {
-    return p == MT_PLANE_HI || p == MT_PLANE_GRAD ? s->dev : NULL;
+    return p == MT_PLANE_HI || p == MT_PLANE_GRAD || atomic_load(&u->through) ? s->dev : NULL;
 }
 
 /* Under map_mu, also while the pool touches the pages: another thread's first `at` waits for it.
@@ -330,7 +330,7 @@ static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, size
     else if (atomic_load(&u->settled) && p != MT_PLANE_HI)
         return mt_arena_cold(a, bytes, what, mapped);
     else
-        st = mt_arena_open(a, bytes, s->pool, registrar(s, p), what, mapped);
+        st = mt_arena_open(a, bytes, s->pool, registrar(s, u, p), what, mapped);
     if (st == MT_OK)
         atomic_fetch_add(place == MT__DEVICE ? &s->on_device : &s->mapped[p], a->bytes);
     return st;
@@ -488,6 +488,9 @@ mt_status mt_store_settle(mt_store *s, int unit)
         if (p != MT_PLANE_HI && u->plane[MT__HOST][p].offset != NULL)
             st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s on the host already; settle units before "
                          "anything but their weights is asked for", u->name, mt_plane_name((mt_plane)p));
+    if (st == MT_OK && atomic_load(&u->through))
+        st = MT_FAIL(MT_ESTATE, "unit %s goes through the device to be updated; it cannot live there too",
+                     u->name);
     if (st == MT_OK)
         atomic_store(&u->settled, 1);
     pthread_mutex_unlock(&s->map_mu);
@@ -495,10 +498,10 @@ mt_status mt_store_settle(mt_store *s, int unit)
 }
 
 /* Under map_mu. */
-static mt_status warm(mt_store *s, mt_arena *a, mt_plane p)
+static mt_status warm(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
 {
     int       cold = a->cold;
-    mt_status st = mt_arena_warm(a, s->pool, registrar(s, p));
+    mt_status st = mt_arena_warm(a, s->pool, registrar(s, u, p));
 
     if (st == MT_OK && cold)
         atomic_fetch_add(&s->mapped[p], a->bytes);
@@ -517,9 +520,9 @@ mt_status mt_store_warm(mt_store *s, int unit, mt_plane p)
     pl = &u->plane[MT__HOST][p];
     pthread_mutex_lock(&s->map_mu);
     MT_TRY(plane_make(s, u, MT__HOST, p));
-    MT_TRY(warm(s, &pl->arena, p));
+    MT_TRY(warm(s, u, &pl->arena, p));
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        MT_TRY(warm(s, &pl->late[i], p));
+        MT_TRY(warm(s, u, &pl->late[i], p));
 fail:
     pthread_mutex_unlock(&s->map_mu);
     return st;
@@ -540,4 +543,46 @@ void mt_store_device_close(mt_store *s)
 size_t mt_store_device_bytes(const mt_store *s)
 {
     return atomic_load(&s->on_device);
+}
+
+/* ---- units that go through -------------------------------------------------------------- */
+
+int mt_store_goes_through(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL && atomic_load(&u->through);
+}
+
+/* Under map_mu. What was made before. */
+static mt_status register_all(mt_store *s, mt__unit *u)
+{
+    mt_status st = MT_OK;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        mt__plane *pl = &u->plane[MT__HOST][p];
+
+        MT_TRY(mt_arena_register(&pl->arena, s->dev));
+        for (int i = 0; pl->late != NULL && i < u->n_params; i++)
+            MT_TRY(mt_arena_register(&pl->late[i], s->dev));
+    }
+fail:
+    return st;
+}
+
+mt_status mt_store_set_through(mt_store *s, int unit, int on)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    mt_status st = MT_OK;
+
+    if (u == NULL)
+        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
+    if (atomic_load(&u->settled))
+        return MT_FAIL(MT_ESTATE, "unit %s lives on the device: its updates are made there", u->name);
+    pthread_mutex_lock(&s->map_mu);
+    if (on)
+        st = register_all(s, u);
+    if (st == MT_OK)
+        atomic_store(&u->through, on != 0);
+    pthread_mutex_unlock(&s->map_mu);
+    return st;
 }

@@ -81,6 +81,11 @@ mt_status mt_store_device_at(mt_store *s, int unit, int param, mt_plane p, void 
 mt_status mt_store_warm(mt_store *s, int unit, mt_plane p);
 void      mt_store_device_close(mt_store *s);          /* gives all device memory back */
 
+/* The unit's updates pass through the device from now on (through.h), or no more: all its planes
+ * are registered, so that copies run at full speed. MT_ESTATE for a settled unit. */
+mt_status mt_store_set_through (mt_store *s, int unit, int on);
+int       mt_store_goes_through(const mt_store *s, int unit);            /* any thread */
+
 /* Host bytes in memory in all units: of one plane, or of all (MT_PLANE_COUNT). */
 size_t mt_store_bytes       (const mt_store *s, mt_plane p);
 size_t mt_store_device_bytes(const mt_store *s);

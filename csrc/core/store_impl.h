@@ -35,6 +35,7 @@ typedef struct mt__unit {
 
     mt__plane      plane[MT__PLACES][MT_PLANE_COUNT];
     atomic_int     settled;          /* set once, under map_mu; read by anyone */
+    atomic_int     through;          /* the same, but set and cleared */
 
     uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
     uint64_t       written;          /* from 1: of which writes from outside. ledger.mu */

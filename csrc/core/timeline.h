@@ -32,7 +32,8 @@
     X(D2H,     "d2h",         "gradients to the host, and their sums of squares")             \
     X(SUM,     "host sum",    "the collector: gradients of further micro-batches added up")   \
     X(HOST,    "host update", "the updater: AdamW on the host, and its waits")                \
-    X(DEVICE,  "device update", "AdamW on the device")
+    X(DEVICE,  "device update", "AdamW on the device")                                        \
+    X(THROUGH, "through",     "AdamW on the device for units on the host: up, updated and down")
 #define MT_LANE_ENUM(name, text, what) MT_LANE_##name,
 typedef enum mt_lane { MT_LANE_MAP(MT_LANE_ENUM) MT_LANE_COUNT } mt_lane;
 #undef MT_LANE_ENUM

@@ -19,7 +19,8 @@
 typedef struct job {
     mt_update_job  j;        /* params: our copy */
     unsigned char *counted;  /* [n_params] the offload has its sum of squares, as of submit */
-    int            settled;  /* its unit is */
+    enum { HOST, SETTLED, THROUGH } way;     /* of its unit's update, as of submit */
+    int            sent;     /* through: another thread ends it. The updater */
 } job;
 
 typedef struct work {
@@ -42,7 +43,8 @@ struct mt_updater {
     mt_offload     *grads;
     mt_pool        *pool;
 
-    mt_resident    *residents;          /* these two: written before the first submit */
+    mt_resident    *residents;          /* these three: written before the first submit */
+    mt_through     *through;
     mt_timeline    *timeline;
 
     pthread_mutex_t mu;
@@ -84,10 +86,14 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
     if (params == NULL || to->counted == NULL)
         return MT_FAIL(MT_ENOMEM, "update: no memory for the %d parameters of unit %s",
                        from->n_params, mt_store_name(u->store, from->unit));
-    to->settled = mt_store_settled(u->store, from->unit);
-    if (to->settled && (u->residents == NULL || from->put == NULL))
+    to->way = mt_store_settled(u->store, from->unit) ? SETTLED
+            : mt_store_goes_through(u->store, from->unit) ? THROUGH : HOST;
+    if (to->way == SETTLED && (u->residents == NULL || from->put == NULL))
         return MT_FAIL(MT_ESTATE, "unit %s is settled, and its job has no put, or mt_update_residents() "
                        "was not called", mt_store_name(u->store, from->unit));
+    if (to->way == THROUGH && (u->through == NULL || from->list == NULL || from->compute == NULL))
+        return MT_FAIL(MT_ESTATE, "unit %s goes through the device, and its job cannot, or "
+                       "mt_update_through() was not called", mt_store_name(u->store, from->unit));
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
         to->counted[i] = (unsigned char)mt_offload_counted(u->grads, from->unit, params[i]);
@@ -102,7 +108,7 @@ static mt_status note_compute(work *w, mt_queue *run)
     mt_status st;
 
     for (int i = 0; i < w->n; i++)
-        some |= w->jobs[i].settled;
+        some |= w->jobs[i].way == SETTLED;
     if (!some)
         return MT_OK;
     MT_TRY(run->dev->ops->event_open(run->dev, &w->asked));
@@ -245,14 +251,30 @@ fail:
     return st;
 }
 
-static mt_status run_job(mt_updater *u, const work *w, const job *b, float clip)
+/* Handed on, with the end of its announcement. */
+static mt_status send_job(mt_updater *u, job *b, float clip)
+{
+    mt_through_job j = { .unit = b->j.unit, .bytes = b->j.bytes, .list = b->j.list,
+                         .compute = b->j.compute, .free = b->j.free, .arg = b->j.arg };
+    mt_status      st;
+
+    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+    b->sent = 1;
+    return mt_through_put(u->through, &j, clip);
+fail:
+    return st;
+}
+
+static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
 {
     uint64_t  begun;
     mt_span   span;
     mt_status st;
 
-    if (b->settled)
+    if (b->way == SETTLED)
         return put_job(u, w, b, clip);
+    if (b->way == THROUGH)
+        return send_job(u, b, clip);
     MT_TRY(wait_turn(u, b));
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
@@ -266,7 +288,7 @@ fail:
 }
 
 /* Without max_norm: the unit's own gradients decide, and the norm becomes known on the way. */
-static mt_status judge_and_run(mt_updater *u, const work *w, const job *b, double *total, result *r)
+static mt_status judge_and_run(mt_updater *u, const work *w, job *b, double *total, result *r)
 {
     int       finite, known;
     mt_status st;
@@ -280,30 +302,43 @@ fail:
     return st;
 }
 
-/* Runs the jobs in order; with a max_norm, first those that are only put. Without, each is judged in
- * turn, and their sums are added in that order. After a failure the rest is only ended. */
+/* At once in the ledger, not after the unit's update_end: the next fetch of it must fail, not read. */
+static void end_job(mt_updater *u, const job *b, mt_status st)
+{
+    if (st != MT_OK)
+        mt_ledger_fault(u->store, st, mt_last_error());
+    if (b->sent)
+        return;
+    mt_ledger_update_end(u->store, b->j.unit);
+    if (b->j.free != NULL)
+        b->j.free(b->j.arg);
+}
+
+/* Runs the jobs in order; with a max_norm, first those that are only put, then those that are only
+ * sent. Without, each is judged in turn, and their sums are added in that order. After a failure the
+ * rest is only ended. */
 static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip, result *r)
 {
     double total = 0;
     int    clipped = w->max_norm > 0, skip_all = clipped && r->skipped > 0;
 
-    for (int turn = 0; turn < 2; turn++)
+    for (int turn = 0; turn < 3; turn++)
         for (int i = 0; i < w->n; i++) {
-            const job *b = &w->jobs[i];
+            job *b = &w->jobs[i];
 
-            if (turn != (clipped && !b->settled))
+            if (turn != (!clipped || b->way == SETTLED ? 0 : b->way == THROUGH ? 1 : 2))
                 continue;
             if (st == MT_OK && !skip_all)
                 st = clipped ? run_job(u, w, b, clip) : judge_and_run(u, w, b, &total, r);
-            /* At once, not after this unit's update_end: the next fetch of it must fail, not read. */
-            if (st != MT_OK)
-                mt_ledger_fault(u->store, st, mt_last_error());
-            mt_ledger_update_end(u->store, b->j.unit);
-            if (b->j.free != NULL)
-                b->j.free(b->j.arg);
+            end_job(u, b, st);
         }
     if (!clipped)
         r->norm = sqrt(total);
+    if (u->through != NULL) {
+        mt_status sent = mt_through_wait(u->through);
+
+        st = st != MT_OK ? st : sent;
+    }
     return st;
 }
 
@@ -392,6 +427,11 @@ void mt_update_close(mt_updater *u)
 void mt_update_residents(mt_updater *u, mt_resident *r)
 {
     u->residents = r;
+}
+
+void mt_update_through(mt_updater *u, mt_through *t)
+{
+    u->through = t;
 }
 
 void mt_update_timeline(mt_updater *u, mt_timeline *t)

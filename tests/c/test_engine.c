@@ -98,7 +98,7 @@ typedef struct config {
     int      max_us;             /* 0: run is the calling thread */
     int      odd;
     double   max_norm;
-    unsigned settled;            /* bit u: unit u lives on the device */
+    unsigned settled, through;   /* bit u: unit u lives on the device, or goes through it */
     int      look;               /* 1: another forward between the last backward and step() */
     int      traced;
     mt_debug debug;
@@ -206,7 +206,8 @@ typedef struct engine {
     mt_stream   *s;
     mt_offload  *o;
     mt_updater  *u;
-    unsigned     settled;
+    mt_through  *h;
+    unsigned     settled, through;
     mt_slot_desc slots[SLOTS + UNITS];          /* the ring, then the settled units' */
     int          n_slots;
     source       source[SOURCES];
@@ -243,6 +244,8 @@ static mt_status engine_settle(engine *e)
     for (int u = 0; u < UNITS; u++)
         if (e->settled >> u & 1)
             MT_TRY(mt_stream_settle(e->s, e->r, u, slot++));
+        else if (e->through >> u & 1)
+            MT_TRY(mt_store_set_through(e->t.store, u, 1));
 fail:
     return st;
 }
@@ -259,8 +262,11 @@ static mt_status engine_threads(engine *e)
     MT_TRY(mt_update_open(e->t.store, e->o, e->t.pool, &e->u));
     mt_offload_residents(e->o, e->r);
     mt_update_residents(e->u, e->r);
+    MT_TRY(mt_through_open(e->t.dev, e->t.store, 2, MT_THROUGH_LEAST, &e->h));
+    mt_update_through(e->u, e->h);
     MT_TRY(mt_timeline_open(e->t.dev, &e->timeline));
     mt_resident_timeline(e->r, e->timeline);
+    mt_through_timeline(e->h, e->timeline);
     mt_stream_timeline(e->s, e->timeline);
     mt_offload_timeline(e->o, e->timeline);
     mt_update_timeline(e->u, e->timeline);
@@ -275,6 +281,7 @@ static void engine_open(engine *e, const config *c)
     toy_open(&e->t, UNITS, c->seed, c->max_us);
     e->naps = c->seed;
     e->settled = c->settled;
+    e->through = c->through;
     engine_slots(e);
     REQUIRE(engine_threads(e) == MT_OK);
     CHECK_OK(mt_timeline_on(e->timeline, c->traced));
@@ -284,6 +291,7 @@ static void engine_open(engine *e, const config *c)
 static void engine_stop(engine *e)
 {
     mt_update_close(e->u);
+    mt_through_close(e->h);
     mt_offload_close(e->o);
     mt_stream_close(e->s);
     mt_resident_close(e->r);
@@ -293,6 +301,7 @@ static void engine_stop(engine *e)
     e->o = NULL;
     e->s = NULL;
     e->r = NULL;
+    e->h = NULL;
     e->timeline = NULL;
 }
 
@@ -446,9 +455,9 @@ static mt_status run_update(void *arg, mt_pool *pool, float clip)
 
 /* The same on the device: what the queue's thread needs. */
 typedef struct put_arg {
-    float *p[TOY_PARAMS], *g[TOY_PARAMS];
-    int    unit;
-    float  clip;
+    float  *p[TOY_PARAMS], *g[TOY_PARAMS];
+    int64_t n[TOY_PARAMS];
+    float   clip;
 } put_arg;
 
 static void update_now(void *arg)
@@ -456,7 +465,7 @@ static void update_now(void *arg)
     put_arg *a = arg;
 
     for (int p = 0; p < TOY_PARAMS; p++)
-        update_param(a->p[p], a->g[p], toy_numel(a->unit, p), a->clip);
+        update_param(a->p[p], a->g[p], a->n[p], a->clip);
     free(a);
 }
 
@@ -468,9 +477,9 @@ static mt_status put_update(void *arg, mt_queue *q, float clip)
     mt_status         st;
 
     REQUIRE(put != NULL);
-    put->unit = a->unit;
     put->clip = clip;
     for (int p = 0; p < TOY_PARAMS; p++) {
+        put->n[p] = toy_numel(a->unit, p);
         MT_TRY(mt_resident_at(a->e->r, a->unit, p, MT_PLANE_HI, &at));
         put->p[p] = at;
         MT_TRY(mt_resident_at(a->e->r, a->unit, p, MT_PLANE_GRAD, &at));
@@ -480,6 +489,40 @@ static mt_status put_update(void *arg, mt_queue *q, float clip)
     return MT_OK;
 fail:
     free(put);
+    return st;
+}
+
+/* And of a unit that goes through: a part of each parameter at a time, at most. */
+static mt_status list_update(void *arg, mt_through_tensor **out, int *n)
+{
+    const update_arg  *a = arg;
+    mt_through_tensor *k = calloc(TOY_PARAMS, sizeof *k);
+
+    REQUIRE(k != NULL);
+    for (int p = 0; p < TOY_PARAMS; p++)
+        k[p] = (mt_through_tensor){ .n = toy_numel(a->unit, p), .n_spans = 2, .span = {
+            { toy_at(&a->e->t, a->unit, p, MT_PLANE_HI), sizeof(float), 1 },
+            { toy_at(&a->e->t, a->unit, p, MT_PLANE_GRAD), sizeof(float), 0 } } };
+    *out = k;
+    *n = TOY_PARAMS;
+    return MT_OK;
+}
+
+static mt_status compute_update(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip)
+{
+    put_arg  *put = calloc(1, sizeof *put);
+    mt_status st;
+
+    (void)arg;
+    REQUIRE(put != NULL && n <= TOY_PARAMS);
+    put->clip = clip;
+    for (int i = 0; i < n; i++) {
+        put->p[i] = parts[i].at[0];
+        put->g[i] = parts[i].at[1];
+        put->n[i] = parts[i].n;
+    }
+    if ((st = q->dev->ops->call(q, update_now, put)) != MT_OK)
+        free(put);
     return st;
 }
 
@@ -521,8 +564,9 @@ static uint64_t submit(engine *e, double max_norm)
         REQUIRE((a = malloc(sizeof *a)) != NULL);
         *a = (update_arg){ e, u };
         jobs[n++] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
-                                     .run = run_update, .put = put_update, .bytes = 1000,
-                                     .free = free, .arg = a };
+                                     .run = run_update, .put = put_update, .list = list_update,
+                                     .compute = compute_update, .bytes = 1000, .free = free,
+                                     .arg = a };
     }
     CHECK_OK(mt_update_submit(e->u, jobs, n, max_norm, e->t.run, &ticket));
     for (int u = 0; u < UNITS; u++)             /* zero_grad() at once, as users do */
@@ -645,6 +689,15 @@ static void settled_units_with_random_delays_equal_the_plain_loop(void)
                               .max_norm = seed % 3 ? 0.5 : 0, .look = seed % 5 == 0,
                               .settled = seed % 7 ? (unsigned)seed * 11 & ALL_UNITS : ALL_UNITS,
                               .debug = { .poison = seed % 2 } }));
+}
+
+static void units_that_go_through_equal_the_plain_loop(void)
+{
+    for (uint64_t seed = 0; seed < 60; seed++)
+        CHECK(same(&(config){ .seed = seed, .max_us = seed % 3 ? 60 : 0, .odd = seed % 2,
+                              .max_norm = seed % 3 ? 0.5 : 0, .through = (unsigned)seed * 13 & ALL_UNITS,
+                              .settled = seed % 4 ? 0 : 2, .traced = seed % 5 == 0,
+                              .debug = { .poison = seed % 2, .sync = seed % 7 == 6 } }));
 }
 
 /* ---- the timeline ----------------------------------------------------------------------- */
@@ -1139,7 +1192,15 @@ static mt_status relay_run(void *arg, mt_pool *pool, float clip)
     return MT_OK;
 }
 
-static void settled_units_do_not_wait_for_the_hosts(void)
+static mt_status relay_list(void *arg, mt_through_tensor **out, int *n)
+{
+    atomic_store(&((relay *)arg)->put, 1);
+    *out = NULL;
+    *n = 0;
+    return MT_OK;
+}
+
+static void the_device_does_not_wait_for_the_host(unsigned settled, unsigned through)
 {
     static engine e;
     const float   value[UNITS] = { 1, 1, 1, 1, 1 };
@@ -1148,11 +1209,12 @@ static void settled_units_do_not_wait_for_the_hosts(void)
     uint64_t      ticket;
     int           late;
 
-    engine_open(&e, &(config){ .seed = 1, .settled = 1u << (UNITS - 1) });
+    engine_open(&e, &(config){ .seed = 1, .settled = settled, .through = through });
     put_values(&e, value);
     for (int u = 0; u < UNITS; u++)
         jobs[u] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
-                                   .run = relay_run, .put = relay_put, .arg = &r };
+                                   .run = relay_run, .put = relay_put, .list = relay_list,
+                                   .compute = compute_update, .arg = &r };
     CHECK_OK(mt_update_submit(e.u, jobs, UNITS, 1.0, e.t.run, &ticket));
     CHECK_OK(mt_update_drain(e.u));
     late = atomic_load(&r.late);
@@ -1160,15 +1222,28 @@ static void settled_units_do_not_wait_for_the_hosts(void)
     engine_close(&e);
 }
 
-static void a_settled_unit_needs_a_job_that_puts(void)
+static void settled_units_do_not_wait_for_the_hosts(void)
+{
+    the_device_does_not_wait_for_the_host(1u << (UNITS - 1), 0);
+}
+
+static void units_that_go_through_do_not_wait_for_the_hosts(void)
+{
+    the_device_does_not_wait_for_the_host(0, 1u << (UNITS - 1));
+}
+
+static void a_unit_off_the_host_needs_a_job_that_can(void)
 {
     static engine e;
     mt_update_job job = { .unit = 0, .run = run_nothing };
     uint64_t      ticket = 7;
 
-    engine_open(&e, &(config){ .seed = 1, .settled = 1 });
+    engine_open(&e, &(config){ .seed = 1, .settled = 1, .through = 2 });
     CHECK_EQ(mt_update_submit(e.u, &job, 1, 1.0, e.t.run, &ticket), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "layers.0");
+    job.unit = 1;
+    CHECK_EQ(mt_update_submit(e.u, &job, 1, 1.0, e.t.run, &ticket), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.1");
     CHECK_OK(mt_update_drain(e.u));
     engine_close(&e);
 }
@@ -1258,8 +1333,8 @@ static mt_status try_step(engine *e, int mode)
         REQUIRE((a = malloc(sizeof *a)) != NULL);
         *a = (update_arg){ e, u };
         jobs[u] = (mt_update_job){ .unit = u, .n_params = 1, .params = all_params + 1,
-                                   .run = run_nothing, .put = put_nothing, .free = free,
-                                   .arg = a };
+                                   .run = run_nothing, .put = put_nothing, .list = list_update,
+                                   .compute = compute_update, .free = free, .arg = a };
         MT_TRY(mt_update_submit(e->u, &jobs[u], 1, mode ? 1.0 : 0, e->t.run, &ticket));
     }
     MT_TRY(mt_stream_kick(e->s, e->t.run));
@@ -1279,6 +1354,7 @@ static void open_below(engine *e, mt_dev *dev, unsigned settled)
 {
     memset(e, 0, sizeof *e);
     e->settled = settled;
+    e->through = settled << 1;
     toy_open_on(&e->t, dev, UNITS, 0, MT_F32);
     engine_slots(e);
 }
@@ -1337,6 +1413,7 @@ static void every_failing_device_call_ends_all_and_frees_everything(void)
     X(settled_units_equal_the_plain_loop_without_overlap) \
     X(settled_units_on_the_calling_thread_equal_the_plain_loop) \
     X(settled_units_with_random_delays_equal_the_plain_loop) \
+    X(units_that_go_through_equal_the_plain_loop) \
     X(without_settled_updated_bytes_are_wrong) X(without_settled_grad_bytes_are_wrong) \
     X(without_settled_landed_bytes_are_wrong) X(without_stepped_bytes_are_wrong) \
     X(without_asked_bytes_are_wrong) X(without_taken_bytes_are_wrong) \
@@ -1346,7 +1423,8 @@ static void every_failing_device_call_ends_all_and_frees_everything(void)
     X(a_gradient_that_is_not_finite_skips_its_unit_otherwise) \
     X(clipping_without_a_sum_is_a_fault_that_says_so) \
     X(a_failing_job_ends_all_and_is_told_to_everyone) \
-    X(settled_units_do_not_wait_for_the_hosts) X(a_settled_unit_needs_a_job_that_puts) \
+    X(settled_units_do_not_wait_for_the_hosts) X(units_that_go_through_do_not_wait_for_the_hosts) \
+    X(a_unit_off_the_host_needs_a_job_that_can) \
     X(an_update_waits_for_copies_of_the_weights) X(close_finishes_what_was_submitted) \
     X(results_of_the_last_submits_are_kept) X(submit_refuses_a_unit_that_is_not_there) \
     X(every_failing_device_call_ends_all_and_frees_everything)

@@ -1,9 +1,10 @@
-/* test_resident.c — the executable form of core/resident.h: a unit that lives on the device has the bits
- * of one in host memory, in every plane, with the real kernels and whatever the user does in between.
+/* test_resident.c — the executable form of core/resident.h and through.h: a unit that lives on the device,
+ * or goes through it to be updated, has the bits of one that does neither, in every plane, with the real
+ * kernels and whatever the user does in between.
  *
  * A run is UNITS units of all types trained by AdamW on random gradients; what a step reads of the
- * weights is noted by compute in the run queue. Two runs that differ in which units are settled, and in
- * delays, must have noted and left behind the same.
+ * weights is noted by compute in the run queue. Two runs that differ in which units are settled and which
+ * go through, and in delays, must have noted and left behind the same.
  */
 #include "check.h"
 #include "dev_fault.h"
@@ -67,7 +68,7 @@ static void set(mt_dtype dt, void *x, int64_t i, float f)
 
 typedef struct config {
     uint64_t seed;
-    unsigned settled;            /* bit u: unit u is */
+    unsigned settled, through;   /* bit u: unit u is, or goes */
     int      micros, max_us;
     int      meddle;             /* 1: the user reads and writes planes between the steps */
     int      in_place;           /* 1: gradients are made in the GRAD plane where that is on the device */
@@ -93,6 +94,7 @@ typedef struct model {
     mt_stream    *s;
     mt_offload   *o;
     mt_updater   *u;
+    mt_through   *t;
     mt_slot_desc  slots[2 + UNITS];
     void         *source[MICROS][UNITS][PARAMS];  /* device memory for gradients, a step's */
     unsigned char changed[UNITS][PARAMS];         /* .grad, on the host, since it came home */
@@ -162,6 +164,12 @@ static void model_open(model *m, const config *c, outcome *out)
     REQUIRE(mt_update_open(m->store, m->o, m->pool, &m->u) == MT_OK);
     mt_offload_residents(m->o, m->r);
     mt_update_residents(m->u, m->r);
+    REQUIRE(mt_through_open(m->dev, m->store, 2 + (int)(c->seed % 2), MT_THROUGH_LEAST + 512 * (c->seed % 5),
+                            &m->t) == MT_OK);
+    mt_update_through(m->u, m->t);
+    for (int u = 0; u < UNITS; u++)
+        if (c->through >> u & 1 & ~(c->settled >> u))
+            CHECK_OK(mt_store_set_through(m->store, u, 1));
     open_slots(m);
     mt_resident_debug(m->r, c->debug);
     mt_stream_debug(m->s, c->debug);
@@ -175,6 +183,7 @@ static void model_open(model *m, const config *c, outcome *out)
 static void model_close(model *m)
 {
     mt_update_close(m->u);
+    mt_through_close(m->t);
     mt_offload_close(m->o);
     mt_stream_close(m->s);
     mt_resident_close(m->r);
@@ -305,6 +314,45 @@ static mt_status adam_put(void *arg, mt_queue *q, float clip)
     return mt_adam_put(q, t, PARAMS, clip);
 }
 
+enum { AT_HI, AT_M, AT_V, AT_GRAD, AT_LOW };
+
+static mt_status adam_list(void *arg, mt_through_tensor **out, int *n)
+{
+    mt_through_tensor *k = calloc(PARAMS, sizeof *k);
+    mt_adam_tensor     t[PARAMS];
+
+    REQUIRE(k != NULL);
+    tensors(arg, t);
+    for (int p = 0; p < PARAMS; p++)
+        k[p] = (mt_through_tensor){ .n = t[p].n, .n_spans = t[p].dtype == MT_F32 ? AT_LOW : AT_LOW + 1, .span = {
+            { t[p].hi, mt_dtype_bytes(t[p].dtype), 1 }, { t[p].m, 4, 1 }, { t[p].v, 4, 1 },
+            { (void *)(uintptr_t)t[p].grad, mt_dtype_bytes(t[p].grad_dtype), 0 },
+            { t[p].lo != NULL ? (void *)t[p].lo : (void *)t[p].master, t[p].lo != NULL ? 2 : 4, 1 } } };
+    *out = k;
+    *n = PARAMS;
+    return MT_OK;
+}
+
+static mt_status adam_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip)
+{
+    mt_adam_tensor all[PARAMS], t[64];
+
+    tensors(arg, all);
+    for (int i = 0; i < n; i++) {
+        const mt_through_part *p = &parts[i];
+
+        t[i] = all[p->tensor];
+        t[i].n = p->n;
+        t[i].hi = p->at[AT_HI];
+        t[i].m = p->at[AT_M];
+        t[i].v = p->at[AT_V];
+        t[i].grad = p->at[AT_GRAD];
+        t[i].lo = t[i].dtype == MT_BF16 ? p->at[AT_LOW] : NULL;
+        t[i].master = t[i].dtype == MT_F16 ? p->at[AT_LOW] : NULL;
+    }
+    return mt_adam_put(q, t, n, clip);
+}
+
 static const int all_params[PARAMS] = { 0, 1, 2 };
 
 static uint64_t submit(model *m, int step)
@@ -320,7 +368,8 @@ static uint64_t submit(model *m, int step)
         for (int p = 0; p < PARAMS; p++)
             a->acc[p] = mt_offload_has_acc(m->o, u, p);
         jobs[u] = (mt_update_job){ .unit = u, .n_params = PARAMS, .params = all_params,
-                                   .run = adam_run, .put = adam_put, .free = free, .arg = a };
+                                   .run = adam_run, .put = adam_put, .list = adam_list,
+                                   .compute = adam_compute, .free = free, .arg = a };
     }
     CHECK_OK(mt_update_submit(m->u, jobs, UNITS, m->c->max_norm, m->run, &ticket));
     return ticket;
@@ -451,7 +500,7 @@ static int equals_host(const config *c)
     static outcome want, got;
     config         plain = *c;
 
-    plain.settled = 0;
+    plain.settled = plain.through = 0;
     plain.max_us = 0;
     plain.debug = (mt_debug){ 0 };
     train(&plain, &want);
@@ -492,6 +541,26 @@ static void overlap_off_changes_no_bits(void)
 {
     CHECK(equals_host(&(config){ .seed = 3, .micros = 2, .max_us = 20, .meddle = 1, .max_norm = 0.5,
                                  .settled = ALL, .debug = { .sync = 1 } }));
+}
+
+static void units_that_go_through_have_the_bits_of_host_units(void)
+{
+    for (int micros = 1; micros <= MICROS; micros += 2)
+        for (int norm = 0; norm < 3; norm++)
+            for (int k = 0; k < 3; k++)
+                CHECK(equals_host(&(config){
+                    .seed = (uint64_t)(micros * 100 + norm * 10 + k), .micros = micros,
+                    .max_norm = norm == 0 ? 0 : norm == 1 ? 0.5 : (double)INFINITY,
+                    .settled = k == 2 ? 2 : 0, .through = k == 0 ? ALL : 5 }));
+}
+
+static void going_through_with_delays_and_a_user_changes_no_bits(void)
+{
+    for (uint64_t seed = 0; seed < 16; seed++)
+        CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
+                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
+                                     .settled = seed % 4 ? 0 : 4, .through = seed % 3 ? ALL : 11,
+                                     .debug = { .sync = seed % 5 == 4 } }));
 }
 
 /* A step with an infinite gradient changes nothing; without a limit, only its own unit stays. */
@@ -746,6 +815,8 @@ static void nobody_else_gets_a_settled_slot(void)
     X(whatever_the_user_reads_and_writes)                   \
     X(overlap_off_changes_no_bits)                          \
     X(steps_that_are_not_finite_are_skipped)                \
+    X(units_that_go_through_have_the_bits_of_host_units)    \
+    X(going_through_with_delays_and_a_user_changes_no_bits) \
     X(weights_are_fetched_over_behind_those_who_read_them)  \
     X(without_freed_they_are_not)                           \
     X(nothing_crosses_but_the_first_weights)                \

@@ -57,7 +57,7 @@ def test_adamw_op_gives_the_bits_of_the_host(dtype: torch.dtype, n: int) -> None
         assert all(a is None or torch.equal(a, b.cpu()) for a, b in zip(host, there))
 
 
-def train_units(settled: bool, micros: int) -> dict[str, torch.Tensor]:
+def train_units(home: str, micros: int) -> dict[str, torch.Tensor]:
     """Ten steps of three bf16 units on random gradients of the GPU: every plane, norms, weights as compute saw them."""
     torch.manual_seed(3)
     planes, numels = _core.PLANES, [5000, 1, 1 << 20]
@@ -68,8 +68,11 @@ def train_units(settled: bool, micros: int) -> dict[str, torch.Tensor]:
     slots = [torch.zeros(engine.hi_bytes(0), dtype=torch.uint8, device="cuda") for _ in range(5)]
     torch.cuda.synchronize()
     engine.open_slots([(s.data_ptr(), s.numel()) for s in slots], NoHooks())
-    for u in units if settled else []:
-        engine.settle(u, u + 2)
+    for u in units:
+        if home == "device":
+            engine.settle(u, u + 2)
+        if home == "through":
+            engine.through(u, True)
     stream, seen, norms = torch.cuda.current_stream().cuda_stream, {}, {}
     for step in range(10):
         sources = []
@@ -88,7 +91,7 @@ def train_units(settled: bool, micros: int) -> dict[str, torch.Tensor]:
             engine.forget(u)
         torch.cuda.synchronize()  # the sources are free
     engine.drain()
-    if settled:
+    if home == "device":
         assert engine.stats()["d2h_bytes"] == 0 and engine.stats()["fetches"] == 3
     for u in units:
         engine.bring(u, -1)
@@ -109,6 +112,8 @@ class NoHooks:
 
 
 @pytest.mark.parametrize("micros", [1, 3])
-def test_settled_units_have_the_bits_of_host_units(micros: int) -> None:
-    host, device = train_units(False, micros), train_units(True, micros)
-    assert not [name for name, value in host.items() if not torch.equal(value, device[name])]
+def test_where_units_live_and_are_updated_changes_no_bit(micros: int) -> None:
+    host = train_units("host", micros)
+    for home in ("device", "through"):
+        other = train_units(home, micros)
+        assert not [name for name, value in host.items() if not torch.equal(value, other[name])], home

@@ -1,0 +1,376 @@
+/* through.c — one thread that cuts updates into parts and fills the buffers' queues in turn.
+ *
+ * Two units are on their way at once: while the last pieces of one come down, the first of the next go up.
+ * So each buffer has two events, for units of even and of odd number.
+ */
+#include "through.h"
+
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdlib.h>
+
+#define ALIGN_BYTES ((size_t)512)
+#define ELEMENTS    256          /* a smaller part, unless it is a tensor's rest, is not worth its copies */
+#define PARTS       32           /* in a buffer, at most */
+
+typedef struct buffer {
+    mt_queue *q;
+    void     *mem;               /* our thread; NULL before the first job */
+    mt_event *over[2];           /* recorded on q behind a unit's last piece there */
+} buffer;
+
+typedef struct job {
+    struct job    *next;
+    mt_through_job j;
+    float          clip;
+    uint64_t       number;
+    mt_status      st;           /* of putting it. Our thread */
+} job;
+
+struct mt_through {
+    mt_dev          *dev;
+    mt_store        *store;
+    mt_timeline     *timeline;   /* written before the first put */
+    buffer          *buffers;    /* [n_buffers] */
+    int              n_buffers;
+    size_t           bytes;      /* of each */
+    uint64_t         turn;       /* pieces put so far. Our thread */
+
+    pthread_mutex_t  mu;
+    pthread_cond_t   more;       /* our thread waits: a job, or stop */
+    pthread_cond_t   came;       /* others wait: done grew */
+    job             *first, **last;      /* mu */
+    uint64_t         put, done;          /* jobs. mu */
+    mt_through_stats stats;              /* mu */
+    int              stop;               /* mu */
+    pthread_t        thread;
+    int              runs;
+};
+
+/* ---- cutting ---------------------------------------------------------------------------- */
+
+static size_t aligned(size_t bytes)
+{
+    return (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
+}
+
+/* How many of `left` elements fit into so many bytes. */
+static int64_t fit(const mt_through_tensor *k, int64_t left, size_t bytes)
+{
+    size_t  each = 0, spare = (size_t)k->n_spans * ALIGN_BYTES;
+    int64_t most;
+
+    for (int s = 0; s < k->n_spans; s++)
+        each += k->span[s].elem;
+    most = bytes > spare ? (int64_t)((bytes - spare) / each) : 0;
+    return left < most ? left : most;
+}
+
+typedef struct cursor {
+    const mt_through_tensor *k;  /* [n] */
+    int                      n, tensor;
+    int64_t                  from;
+} cursor;
+
+/* The parts that fill the next buffer, at most PARTS; 0: nothing is left. */
+static int cut(cursor *c, char *mem, size_t bytes, mt_through_part *parts)
+{
+    size_t at = 0;
+    int    n = 0;
+
+    while (c->tensor < c->n && n < PARTS) {
+        const mt_through_tensor *k = &c->k[c->tensor];
+        mt_through_part         *p = &parts[n];
+
+        *p = (mt_through_part){ .tensor = c->tensor, .from = c->from };
+        p->n = fit(k, k->n - c->from, bytes - at);
+        if (n > 0 && p->n < ELEMENTS && p->n < k->n - c->from)
+            break;
+        for (int s = 0; s < k->n_spans; s++) {
+            p->at[s] = mem + at;
+            at += aligned((size_t)p->n * k->span[s].elem);
+        }
+        n += p->n > 0;
+        if ((c->from += p->n) == k->n) {
+            c->tensor++;
+            c->from = 0;
+        }
+    }
+    return n;
+}
+
+/* ---- one unit: our thread --------------------------------------------------------------- */
+
+/* up: to the device; else what is to come back. */
+static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_through_tensor *k,
+                            const mt_through_part *parts, int n, int up)
+{
+    uint64_t  copied = 0;
+    mt_status st = MT_OK;
+
+    for (int i = 0; i < n; i++)
+        for (int s = 0; s < k[parts[i].tensor].n_spans; s++) {
+            const mt_through_tensor *of = &k[parts[i].tensor];
+            size_t elem = of->span[s].elem, bytes = (size_t)parts[i].n * elem;
+            char  *host = (char *)of->span[s].host + (size_t)parts[i].from * elem;
+
+            if (!up && !of->span[s].back)
+                continue;
+            MT_TRY(t->dev->ops->copy(q, up ? parts[i].at[s] : host, up ? host : parts[i].at[s], bytes));
+            copied += bytes;
+        }
+    pthread_mutex_lock(&t->mu);
+    *(up ? &t->stats.h2d_bytes : &t->stats.d2h_bytes) += copied;
+    pthread_mutex_unlock(&t->mu);
+fail:
+    return st;
+}
+
+static mt_status make_buffers(mt_through *t)
+{
+    mt_status st = MT_OK;
+
+    for (int i = 0; i < t->n_buffers; i++) {
+        if (t->buffers[i].mem != NULL)
+            continue;
+        MT_TRY(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
+        pthread_mutex_lock(&t->mu);
+        t->stats.device_bytes += t->bytes;
+        pthread_mutex_unlock(&t->mu);
+    }
+fail:
+    return st;
+}
+
+static mt_status put_pieces(mt_through *t, const job *b, const mt_through_tensor *k, int n)
+{
+    mt_through_part parts[PARTS];
+    cursor          c = { .k = k, .n = n };
+    int             n_parts;
+    mt_status       st = MT_OK;
+
+    for (;;) {
+        buffer *f = &t->buffers[t->turn % (uint64_t)t->n_buffers];
+
+        if ((n_parts = cut(&c, f->mem, t->bytes, parts)) == 0)
+            break;
+        t->turn++;
+        MT_TRY(copy_parts(t, f->q, k, parts, n_parts, 1));
+        MT_TRY(b->j.compute(b->j.arg, f->q, parts, n_parts, b->clip));
+        MT_TRY(copy_parts(t, f->q, k, parts, n_parts, 0));
+    }
+    for (int i = 0; i < t->n_buffers; i++)
+        MT_TRY(t->dev->ops->record(t->buffers[i].q, t->buffers[i].over[b->number % 2]));
+fail:
+    return st;
+}
+
+static mt_status put_unit(mt_through *t, const job *b)
+{
+    mt_through_tensor *k = NULL;
+    int                n = 0;
+    mt_status          st;
+
+    MT_TRY(mt_ledger_check(t->store));
+    /* The unit's weights are overwritten: copies that read them must be over. */
+    MT_TRY(mt_ledger_wait_fetch(t->store, b->j.unit));
+    MT_TRY(make_buffers(t));
+    MT_TRY(b->j.list(b->j.arg, &k, &n));
+    st = put_pieces(t, b, k, n);
+    free(k);
+fail:
+    return st;
+}
+
+/* Waits until nothing of the unit is on its way, and ends its record and its update. */
+static void finish(mt_through *t, job *b, mt_span *span)
+{
+    mt_status st = b->st;
+
+    for (int i = 0; i < t->n_buffers; i++) {
+        mt_status one = b->st == MT_OK
+            ? t->dev->ops->sync_event(t->buffers[i].over[b->number % 2])
+            : t->dev->ops->sync(t->buffers[i].q);        /* some pieces may be under way */
+
+        if (st == MT_OK)
+            st = one;
+    }
+    if (st != MT_OK)
+        mt_ledger_fault(t->store, st, mt_last_error());
+    mt_timeline_end(t->timeline, span, b->j.bytes, NULL);
+    mt_ledger_update_end(t->store, b->j.unit);
+    if (b->j.free != NULL)
+        b->j.free(b->j.arg);
+    free(b);
+    pthread_mutex_lock(&t->mu);
+    t->done++;
+    pthread_cond_broadcast(&t->came);
+    pthread_mutex_unlock(&t->mu);
+}
+
+/* wait: until there is one. NULL: there is none, and with wait, there will be none. */
+static job *next_job(mt_through *t, int wait)
+{
+    job *b;
+
+    pthread_mutex_lock(&t->mu);
+    while (wait && t->first == NULL && !t->stop)
+        pthread_cond_wait(&t->more, &t->mu);
+    if ((b = t->first) != NULL && (t->first = b->next) == NULL)
+        t->last = &t->first;
+    pthread_mutex_unlock(&t->mu);
+    return b;
+}
+
+/* The unit whose record is open is the older of the two on their way. */
+static void *through_main(void *arg)
+{
+    mt_through *t = arg;
+    job        *now, *before = NULL;
+    mt_span     span = { 0 };
+
+    pthread_setname_np(pthread_self(), "mt-through");
+    for (;;) {
+        now = next_job(t, before == NULL);
+        if (now == NULL && before == NULL)
+            break;
+        if (now != NULL && before == NULL)
+            mt_timeline_begin(t->timeline, &span, MT_LANE_THROUGH, MT_WORK_UPDATE, now->j.unit, NULL);
+        if (now != NULL && (now->st = put_unit(t, now)) != MT_OK)
+            mt_ledger_fault(t->store, now->st, mt_last_error());
+        if (before != NULL)
+            finish(t, before, &span);
+        if (now != NULL && before != NULL)
+            mt_timeline_begin(t->timeline, &span, MT_LANE_THROUGH, MT_WORK_UPDATE, now->j.unit, NULL);
+        before = now;
+    }
+    return NULL;
+}
+
+/* ---- open and close --------------------------------------------------------------------- */
+
+static mt_status open_buffers(mt_through *t, int n)
+{
+    const mt_dev_ops *v = t->dev->ops;
+    mt_status         st = MT_OK;
+
+    if ((t->buffers = calloc((size_t)n, sizeof *t->buffers)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "through: no memory to describe %d buffers", n);
+    t->n_buffers = n;
+    for (int i = 0; i < n; i++) {
+        MT_TRY(v->queue_open(t->dev, "through", &t->buffers[i].q));
+        MT_TRY(v->event_open(t->dev, &t->buffers[i].over[0]));
+        MT_TRY(v->event_open(t->dev, &t->buffers[i].over[1]));
+    }
+fail:
+    return st;
+}
+
+mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t bytes, mt_through **out)
+{
+    mt_through *t;
+    mt_status   st;
+
+    if (n_buffers < 1 || bytes < MT_THROUGH_LEAST)
+        return MT_FAIL(MT_EINVAL, "through: %d buffers of %zu bytes; one of %d is the least", n_buffers,
+                       bytes, MT_THROUGH_LEAST);
+    if ((t = calloc(1, sizeof *t)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "through: calloc(%zu)", sizeof *t);
+    t->dev = dev;
+    t->store = store;
+    t->bytes = bytes;
+    t->last = &t->first;
+    pthread_mutex_init(&t->mu, NULL);
+    pthread_cond_init(&t->more, NULL);
+    pthread_cond_init(&t->came, NULL);
+    MT_TRY(open_buffers(t, n_buffers));
+    if (pthread_create(&t->thread, NULL, through_main, t) != 0) {
+        st = MT_FAIL(MT_ENOMEM, "through: no thread");
+        goto fail;
+    }
+    t->runs = 1;
+    *out = t;
+    return MT_OK;
+
+fail:
+    mt_through_close(t);
+    return st;
+}
+
+void mt_through_close(mt_through *t)
+{
+    if (t == NULL)
+        return;
+    pthread_mutex_lock(&t->mu);
+    t->stop = 1;
+    pthread_cond_broadcast(&t->more);
+    pthread_mutex_unlock(&t->mu);
+    if (t->runs)
+        pthread_join(t->thread, NULL);
+    for (int i = 0; t->buffers != NULL && i < t->n_buffers; i++) {
+        if (t->buffers[i].q != NULL)
+            t->dev->ops->queue_close(t->buffers[i].q);
+        t->dev->ops->event_close(t->buffers[i].over[0]);
+        t->dev->ops->event_close(t->buffers[i].over[1]);
+        t->dev->ops->mem_free(t->dev, t->buffers[i].mem);
+    }
+    pthread_cond_destroy(&t->came);
+    pthread_cond_destroy(&t->more);
+    pthread_mutex_destroy(&t->mu);
+    free(t->buffers);
+    free(t);
+}
+
+void mt_through_timeline(mt_through *t, mt_timeline *tl)
+{
+    t->timeline = tl;
+}
+
+/* ---- the updater's side ----------------------------------------------------------------- */
+
+mt_status mt_through_put(mt_through *t, const mt_through_job *j, float clip)
+{
+    job *b = calloc(1, sizeof *b);
+
+    if (b == NULL) {
+        mt_status st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to send it through the device",
+                               mt_store_name(t->store, j->unit));
+
+        mt_ledger_fault(t->store, st, mt_last_error());
+        mt_ledger_update_end(t->store, j->unit);
+        if (j->free != NULL)
+            j->free(j->arg);
+        return st;
+    }
+    b->j = *j;
+    b->clip = clip;
+    pthread_mutex_lock(&t->mu);
+    b->number = ++t->put;
+    *t->last = b;
+    t->last = &b->next;
+    pthread_cond_signal(&t->more);
+    pthread_mutex_unlock(&t->mu);
+    return MT_OK;
+}
+
+mt_status mt_through_wait(mt_through *t)
+{
+    uint64_t put;
+
+    pthread_mutex_lock(&t->mu);
+    put = t->put;
+    while (t->done < put)
+        pthread_cond_wait(&t->came, &t->mu);
+    pthread_mutex_unlock(&t->mu);
+    return mt_ledger_check(t->store);
+}
+
+mt_through_stats mt_through_stats_get(mt_through *t)
+{
+    mt_through_stats stats;
+
+    pthread_mutex_lock(&t->mu);
+    stats = t->stats;
+    pthread_mutex_unlock(&t->mu);
+    return stats;
+}

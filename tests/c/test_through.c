@@ -1,0 +1,380 @@
+/* test_through.c — the executable form of core/through.h, with a computation that shows what passed by. */
+#include "dev_fault.h"
+#include "toy.h"
+#include "../../csrc/core/through.h"
+
+#include <time.h>
+
+#define TENSORS 80
+#define BIG     40000            /* elements of the largest */
+
+/* Adds 1 to what goes back, and to what does not. */
+typedef struct errand {
+    toy               *t;
+    mt_through_tensor  k[TENSORS];
+    int                n;
+    atomic_int         lists, computes, frees, most_parts;
+    mt_status          fail;     /* list says so */
+    struct timespec    nap;      /* before a computation, in the queue */
+} errand;
+
+static mt_status errand_list(void *arg, mt_through_tensor **out, int *n)
+{
+    errand *e = arg;
+
+    atomic_fetch_add(&e->lists, 1);
+    if (e->fail != MT_OK)
+        return MT_FAIL(e->fail, "the errand failed");
+    REQUIRE((*out = malloc(sizeof e->k)) != NULL);
+    memcpy(*out, e->k, sizeof e->k);
+    *n = e->n;
+    return MT_OK;
+}
+
+typedef struct sum {
+    errand         *e;
+    int             n;
+    mt_through_part parts[64];
+} sum;
+
+static void add_one(void *arg)
+{
+    sum *s = arg;
+
+    nanosleep(&s->e->nap, NULL);
+    for (int i = 0; i < s->n; i++)
+        for (int k = 0; k < s->e->k[s->parts[i].tensor].n_spans; k++)
+            for (int64_t j = 0; j < s->parts[i].n; j++)
+                if (s->e->k[s->parts[i].tensor].span[k].elem == 4)
+                    ((float *)s->parts[i].at[k])[j] += 1;
+                else
+                    ((uint16_t *)s->parts[i].at[k])[j]++;
+    free(s);
+}
+
+static mt_status errand_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip)
+{
+    errand   *e = arg;
+    sum      *s = malloc(sizeof *s);
+    mt_status st;
+
+    REQUIRE(s != NULL && n <= 64);
+    CHECK(clip == 0.5f);
+    atomic_fetch_add(&e->computes, 1);
+    if (n > atomic_load(&e->most_parts))
+        atomic_store(&e->most_parts, n);
+    s->e = e;
+    s->n = n;
+    memcpy(s->parts, parts, (size_t)n * sizeof *parts);
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k < e->k[parts[i].tensor].n_spans; k++)
+            CHECK_EQ((uintptr_t)parts[i].at[k] % 512, 0);
+    if ((st = q->dev->ops->call(q, add_one, s)) != MT_OK)
+        free(s);
+    return st;
+}
+
+static void errand_free(void *arg)
+{
+    atomic_fetch_add(&((errand *)arg)->frees, 1);
+}
+
+static mt_through_job job_of(errand *e, int unit)
+{
+    return (mt_through_job){ .unit = unit, .list = errand_list, .compute = errand_compute,
+                             .free = errand_free, .arg = e };
+}
+
+/* Tensors of all lengths around what a buffer holds: span 0 comes back, span 1 does not. */
+static void errand_fill(errand *e, toy *t)
+{
+    static const int64_t lengths[] = { 0, 1, 3, 255, 256, 257, 1000, 1365, BIG };
+
+    *e = (errand){ .t = t, .n = TENSORS };
+    for (int i = 0; i < TENSORS; i++) {
+        int64_t n = lengths[i % 9 < 8 || i == 8 ? i % 9 : 1];
+
+        e->k[i] = (mt_through_tensor){ .n = n, .n_spans = 2 };
+        e->k[i].span[0].host = calloc((size_t)n + 1, 4);
+        e->k[i].span[1].host = calloc((size_t)n + 1, 2);
+        REQUIRE(e->k[i].span[0].host != NULL && e->k[i].span[1].host != NULL);
+        e->k[i].span[0].elem = 4;
+        e->k[i].span[0].back = 1;
+        e->k[i].span[1].elem = 2;
+    }
+}
+
+/* Every element was there `times` times; what stays up, never. */
+static void errand_check(const errand *e, float times)
+{
+    int64_t wrong = 0;
+
+    for (int i = 0; i < e->n; i++)
+        for (int64_t j = 0; j < e->k[i].n; j++) {
+            wrong += ((float *)e->k[i].span[0].host)[j] != times;
+            wrong += ((uint16_t *)e->k[i].span[1].host)[j] != 0;
+        }
+    CHECK_EQ(wrong, 0);
+}
+
+static void errand_empty(errand *e)
+{
+    for (int i = 0; i < e->n; i++) {
+        free(e->k[i].span[0].host);
+        free(e->k[i].span[1].host);
+    }
+}
+
+static void every_element_passes_once(void)
+{
+    errand e;
+    toy    t;
+
+    for (int buffers = 1; buffers <= 4; buffers++)
+        for (int max_us = 0; max_us <= 30; max_us += 30)
+            for (size_t bytes = MT_THROUGH_LEAST; bytes <= 1 << 20; bytes *= 8) {
+                mt_through    *h = NULL;
+                mt_through_job j;
+
+                toy_open(&t, 1, (uint64_t)buffers, max_us);
+                errand_fill(&e, &t);
+                j = job_of(&e, 0);
+                REQUIRE(mt_through_open(t.dev, t.store, buffers, bytes, &h) == MT_OK);
+                for (int times = 1; times <= 2; times++) {
+                    mt_ledger_update_begin(t.store, 0);
+                    CHECK_OK(mt_through_put(h, &j, 0.5f));
+                    CHECK_OK(mt_ledger_wait_updates(t.store, 0));
+                    errand_check(&e, (float)times);
+                }
+                CHECK_OK(mt_through_wait(h));
+                CHECK(e.most_parts <= 32);
+                CHECK(bytes < 1 << 18 || e.most_parts == 32);
+                CHECK_EQ(e.frees, 2);
+                CHECK_EQ(mt_through_stats_get(h).device_bytes, (size_t)buffers * bytes);
+                mt_through_close(h);
+                errand_empty(&e);
+                toy_close(&t);
+            }
+}
+
+static void several_units_are_on_their_way_and_end_in_order(void)
+{
+    errand      e[4];
+    toy         t;
+    mt_through *h = NULL;
+
+    toy_open(&t, 4, 1, 0);
+    REQUIRE(mt_through_open(t.dev, t.store, 3, 20000, &h) == MT_OK);
+    for (int u = 0; u < 4; u++) {
+        mt_through_job j;
+
+        errand_fill(&e[u], &t);
+        e[u].nap.tv_nsec = 100000;
+        mt_ledger_update_begin(t.store, u);
+        j = job_of(&e[u], u);
+        CHECK_OK(mt_through_put(h, &j, 0.5f));
+    }
+    for (int u = 3; u >= 0; u--) {              /* the last one over: all are */
+        CHECK_OK(mt_ledger_wait_updates(t.store, u));
+        errand_check(&e[u], 1);
+    }
+    mt_through_close(h);
+    for (int u = 0; u < 4; u++) {
+        CHECK_EQ(e[u].frees, 1);
+        errand_empty(&e[u]);
+    }
+    toy_close(&t);
+}
+
+static void close_finishes_what_was_put(void)
+{
+    errand         e;
+    toy            t;
+    mt_through    *h = NULL;
+    mt_through_job j;
+
+    toy_open(&t, 1, 1, 50);
+    errand_fill(&e, &t);
+    REQUIRE(mt_through_open(t.dev, t.store, 2, 20000, &h) == MT_OK);
+    j = job_of(&e, 0);
+    for (int i = 0; i < 3; i++) {
+        mt_ledger_update_begin(t.store, 0);
+        CHECK_OK(mt_through_put(h, &j, 0.5f));
+    }
+    mt_through_close(h);
+    errand_check(&e, 3);
+    CHECK_EQ(e.frees, 3);
+    mt_through_close(NULL);
+    errand_empty(&e);
+    toy_close(&t);
+}
+
+/* What comes down overwrites the weights that a fetch may still be reading. */
+static void a_unit_waits_for_copies_of_its_weights(void)
+{
+    errand          e;
+    toy             t;
+    mt_through     *h = NULL;
+    mt_through_job  j;
+    struct timespec nap = { 0, 5000000 };
+    uint64_t        version;
+    int             begun;
+
+    toy_open(&t, 1, 1, 0);
+    errand_fill(&e, &t);
+    REQUIRE(mt_through_open(t.dev, t.store, 2, 20000, &h) == MT_OK);
+    CHECK_OK(mt_ledger_fetch_begin(t.store, 0, &version));       /* a mover about to copy */
+    mt_ledger_update_begin(t.store, 0);
+    j = job_of(&e, 0);
+    CHECK_OK(mt_through_put(h, &j, 0.5f));
+    nanosleep(&nap, NULL);
+    begun = atomic_load(&e.lists);
+    CHECK_EQ(begun, 0);
+    CHECK_OK(mt_ledger_fetching(t.store, 0, t.run));
+    CHECK_OK(mt_through_wait(h));
+    errand_check(&e, 1);
+    mt_through_close(h);
+    errand_empty(&e);
+    toy_close(&t);
+}
+
+static void a_failing_job_is_a_fault_and_ends_those_behind_it(void)
+{
+    errand         e, after;
+    toy            t;
+    mt_through    *h = NULL;
+    mt_through_job j;
+
+    toy_open(&t, 2, 1, 0);
+    errand_fill(&e, &t);
+    errand_fill(&after, &t);
+    e.fail = MT_EDEVICE;
+    REQUIRE(mt_through_open(t.dev, t.store, 2, 20000, &h) == MT_OK);
+    for (int u = 0; u < 2; u++) {
+        mt_ledger_update_begin(t.store, u);
+        j = job_of(u == 0 ? &e : &after, u);
+        CHECK_OK(mt_through_put(h, &j, 0.5f));
+    }
+    CHECK_EQ(mt_through_wait(h), MT_EDEVICE);
+    CHECK_HAS(mt_last_error(), "the errand failed");
+    CHECK_EQ(after.lists, 0);
+    CHECK_EQ(e.frees + after.frees, 2);
+    errand_check(&after, 0);
+    mt_through_close(h);
+    errand_empty(&e);
+    errand_empty(&after);
+    toy_close(&t);
+}
+
+static void every_failing_device_call_frees_everything(void)
+{
+    static errand e;
+    int           fired = 1;
+    mt_dev       *cpu;
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    for (int n = 1; fired > 0; n++) {
+        mt_dev     *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
+        mt_store   *s = NULL;
+        mt_through *h = NULL;
+        mt_status   st;
+        int         unit;
+        void       *p;
+
+        REQUIRE(mt_store_open(d, NULL, &s) == MT_OK);
+        REQUIRE(mt_store_add(s, "a", &(mt_param_desc){ MT_F32, 10, 1 }, 1, &unit) == MT_OK);
+        errand_fill(&e, NULL);
+        e.n = 12;
+        st = mt_store_at(s, 0, 0, MT_PLANE_M, &p);
+        if (st == MT_OK)
+            st = mt_store_set_through(s, 0, 1);
+        if (st == MT_OK)
+            st = mt_through_open(d, s, 2, 20000, &h);
+        if (st == MT_OK) {
+            mt_through_job j = job_of(&e, 0);
+
+            mt_ledger_update_begin(s, 0);
+            CHECK_OK(mt_through_put(h, &j, 0.5f));
+            st = mt_through_wait(h);
+            CHECK_EQ(e.frees, 1);
+        }
+        fired = fault_fired(d);
+        CHECK_EQ(st, fired ? MT_EDEVICE : MT_OK);
+        if (st == MT_OK)
+            errand_check(&e, 1);
+        mt_through_close(h);
+        mt_store_close(s);
+        CHECK_EQ(fault_live(d), 0);
+        e.n = TENSORS;
+        errand_empty(&e);
+        d->ops->close(d);
+    }
+    cpu->ops->close(cpu);
+}
+
+/* Planes that are there, those that come, and none any more. */
+static void going_through_registers_all_planes(void)
+{
+    mt_param_desc d[2] = { { MT_BF16, 100, 1 }, { MT_BF16, 100, 0 } };
+    mt_store     *s = NULL;
+    mt_dev       *cpu, *f;
+    void         *p;
+    int           unit;
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    f = fault_dev(cpu, 0, FAULT_ONCE);
+    REQUIRE(mt_store_open(f, NULL, &s) == MT_OK);
+    REQUIRE(mt_store_add(s, "layers.0", d, 2, &unit) == MT_OK);
+    CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_M, &p));
+    CHECK_OK(mt_store_set_trainable(s, 0, 1, 1));
+    CHECK_OK(mt_store_at(s, 0, 1, MT_PLANE_M, &p));         /* late: an arena of its own */
+    CHECK_EQ(fault_live(f), 0);
+    CHECK_EQ(mt_store_goes_through(s, 0), 0);
+    CHECK_OK(mt_store_set_through(s, 0, 1));
+    CHECK_EQ(mt_store_goes_through(s, 0), 1);
+    CHECK_EQ(fault_live(f), 2);
+    CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_LO, &p));
+    CHECK_EQ(fault_live(f), 3);
+    CHECK_OK(mt_store_set_through(s, 0, 1));
+    CHECK_EQ(fault_live(f), 3);
+    CHECK_EQ(mt_store_settle(s, 0), MT_ESTATE);
+    CHECK_OK(mt_store_set_through(s, 0, 0));
+    CHECK_EQ(mt_store_goes_through(s, 0), 0);
+    CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_V, &p));
+    CHECK_EQ(fault_live(f), 3);
+    CHECK_EQ(mt_store_set_through(s, 1, 1), MT_EINVAL);
+    REQUIRE(mt_store_add(s, "layers.1", d, 2, &unit) == MT_OK);
+    CHECK_OK(mt_store_set_through(s, 1, 1));
+    CHECK_EQ(mt_store_settle(s, 1), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.1");
+    CHECK_OK(mt_store_set_through(s, 1, 0));
+    CHECK_OK(mt_store_settle(s, 1));
+    CHECK_EQ(mt_store_set_through(s, 1, 1), MT_ESTATE);
+    mt_store_close(s);
+    CHECK_EQ(fault_live(f), 0);
+    f->ops->close(f);
+    cpu->ops->close(cpu);
+}
+
+static void open_refuses_buffers_that_hold_nothing(void)
+{
+    toy         t;
+    mt_through *h = NULL;
+
+    toy_open(&t, 1, 1, 0);
+    CHECK_EQ(mt_through_open(t.dev, t.store, 0, 1 << 20, &h), MT_EINVAL);
+    CHECK_EQ(mt_through_open(t.dev, t.store, 2, MT_THROUGH_LEAST - 1, &h), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "8191");
+    toy_close(&t);
+}
+
+#define TESTS(X)                                            \
+    X(every_element_passes_once)                            \
+    X(several_units_are_on_their_way_and_end_in_order)      \
+    X(close_finishes_what_was_put)                          \
+    X(a_unit_waits_for_copies_of_its_weights)               \
+    X(a_failing_job_is_a_fault_and_ends_those_behind_it)    \
+    X(every_failing_device_call_frees_everything)           \
+    X(going_through_registers_all_planes)                   \
+    X(open_refuses_buffers_that_hold_nothing)
+CHECK_MAIN(TESTS)
