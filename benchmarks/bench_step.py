@@ -51,7 +51,6 @@ from engines import ENGINES, Engine, planned, weight_dtype, with_loss
 
 import megatrain_torch as mt
 from megatrain_torch.errors import MegatrainError
-from megatrain_torch.limits import parse_bytes
 
 COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
 TRACED_STEPS = 5
@@ -286,14 +285,6 @@ def gpu_alone(args: Any, device: torch.device) -> float | None:
     return step_s
 
 
-def cap_memory(args: Any, device: torch.device) -> None:
-    """What torch may take of the device, so that --vram is kept and not only planned."""
-    if args.vram and device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        room = parse_bytes(args.vram, "vram") - (total - free)
-        torch.cuda.set_per_process_memory_fraction(room / total, device)
-
-
 def measured_limits(args: Any, device: torch.device) -> dict[str, Any]:
     """Of one micro-batch, and of the machine; see yardstick.measure and limits.rates."""
     tokens = args.tokens // args.micro
@@ -328,7 +319,6 @@ def bench_steps(args: Any, device: torch.device) -> None:
     parameters = parameter_count(model)
     limit = measured_limits(args, device)
     gpu_s = gpu_alone(args, device) if args.gpu_alone else None
-    cap_memory(args, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     engine = ENGINES[args.engine](model, args, device, not args.no_optimizer, **extra)

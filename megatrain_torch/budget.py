@@ -7,6 +7,7 @@ beforehand; this is for those who did not ask.
 """
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .window import Window
 
 LOGITS_BYTES = 3 << 29        # a chunk of logits, its gradient in place, and the head's gradient in fp32 beside
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 MARGIN = 0.06                 # of what may be used: fragmentation, cuBLAS and cuDNN workspaces
 
 
@@ -32,14 +34,24 @@ class Cap:
         if device.type != "cuda" or limit is None:
             return
         free, total = torch.cuda.mem_get_info(device)
+        if limit >= total:
+            return
         others = total - free - torch.cuda.memory_reserved(device)        # driver, libraries, other processes
         self.before = torch.cuda.get_per_process_memory_fraction(device)
         room = (limit - others - store_bytes) / total
         torch.cuda.set_per_process_memory_fraction(min(self.before, max(room, 0.0)), device)
+        self.joined = not any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR)
+        self._join("True")
 
     def lift(self) -> None:
         if self.before is not None:
+            self._join("False")
             torch.cuda.set_per_process_memory_fraction(self.before, self.device)
+
+    def _join(self, on: str) -> None:
+        """Pieces of freed memory that can be joined again: under a limit little is lost. Not where the user chose."""
+        if self.joined:
+            torch.cuda.memory._set_allocator_settings(f"expandable_segments:{on}")
 
 
 class Budget:

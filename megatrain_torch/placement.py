@@ -13,12 +13,15 @@ from typing import NamedTuple
 
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of, device_planes, host_planes
 from .machine import Machine
-from .shapes import MODES, Shape
+from .shapes import MODES, Shape, Unit
 from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
 from .slots import plan_slots
 
 RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MOST_ENDS = 3               # embeddings and heads whose homes are chosen one by one
+# Bytes per parameter that a gradient moves into the planes of a unit at home in VRAM: measured and copied; by each
+# further micro-batch added to its fp32 sum, rounded and measured. Beside compute, but of the same memory.
+GATHERED = (6, 16)
 MOST_SIMULATIONS = 1500     # a few seconds; a search of a hundred layers takes some hundred
 
 
@@ -200,9 +203,15 @@ class Problem:
             [c.forward_host_s for c in costs], [c.backward_host_s[mode] for c, mode in zip(costs, choice.modes)],
             [w.units for w in self.shape.windows], self.again, self.leaving, list(choice.homes),
             [u.weights for u in units], [u.gradients for u in units],
-            [u.trained / (device if home else host) for u, home in zip(units, choice.homes)],
+            [u.trained / host if not home else u.trained / device + self.gathering_s(u, choice.micro)
+             for u, home in zip(units, choice.homes)],
             [u.trained / (m.add_gparams * 1e9) for u in units], self.slots(choice.homes, choice.ring), choice.micro,
             m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9)
+
+    def gathering_s(self, unit: Unit, micro: int) -> float:
+        """A step's gradients into the planes of a unit at home in VRAM: measured and copied, then added up."""
+        moved = GATHERED[0] + (micro - 1) * GATHERED[1]
+        return unit.trained * moved / (self.machine.hbm_gbps * 1e9)
 
     def time(self, choice: Choice) -> Timing:
         step = self.step(choice)

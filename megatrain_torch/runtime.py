@@ -398,6 +398,4 @@ class Runtime:
     def drain(self) -> None:
         """Everything under way is over: gradients home, updates done."""
         self.core.drain()
-        for unit in self.settled:
-            self.core.bring(unit, -1)
         self.handover.release()

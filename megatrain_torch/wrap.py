@@ -144,6 +144,9 @@ def unstream(module: nn.Module) -> nn.Module:
     if root is not module:
         raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
     rt.drain()
+    for r in rt.records:                 # what lives on the device comes home
+        rt.wait_updates(r)
+        rt.wait_grads(r)
     if rt.trace is not None:
         rt.trace.finish()
         rt.trace.stop()

@@ -94,13 +94,13 @@ moments                594.1 MiB
 gradients              148.5 MiB
 in all                   2.1 GiB  of 64.0 GiB, 3%
 
-lane              busy s  of the step  compute waits for it
-compute          0.02554  39%
-H2D              0.01511  23%
-D2H             0.009733  15%          0.00243 s
-host update      0.03893  59%          0.0367 s
-device update  0.0008192  1%
-host             0.00153  2%
+lane             busy s  of the step  compute waits for it
+compute         0.02554  39%
+H2D             0.01511  23%
+D2H            0.009733  15%          0.00243 s
+host update     0.03893  59%          0.0365 s
+device update  0.001016  2%
+host            0.00153  2%
 """
 
 
