@@ -59,7 +59,7 @@ class Engine:
     def wait_grads(self, unit: int) -> None:
         """The same for its gradients."""
     def wait_fetch(self, unit: int) -> None:
-        """Until its weights may be written in host memory; then comes touch()."""
+        """Until its weights may be written in host memory; then comes touch(). Takes back what speculate() began."""
     def check(self) -> None: ...
     def watchdog(self, seconds: float) -> None: ...
 
@@ -74,8 +74,9 @@ class Engine:
         """The unit's updates pass through the device from now on, or no more: its planes go up in pieces, are
         updated there and come down, while the host's cores update others. At any time; not for settled units."""
     def bring(self, unit: int, planes: int) -> None:
-        """Host planes of a settled unit become current. planes: bits 1 << plane, or -1. Waits for updates and
-        gradients under way. Nothing to do for other units, and for ACC, which has no host copy."""
+        """Host planes become current. planes: bits 1 << plane, or -1. A settled unit's are copied, but for ACC, which
+        has no host copy; waits for updates and gradients under way. Of other units an update that speculate() began
+        is taken back when LO, MASTER, M or V is asked for: before they are read or written."""
     def push(self, unit: int, param: int, planes: int) -> None:
         """The parameter's host planes were written: the device's take their values (HI: as touch)."""
     def device_plane(self, unit: int, param: int, plane: int) -> int:
@@ -91,7 +92,7 @@ class Engine:
     def schedule(self) -> str: ...
     def stats(self) -> dict[str, int]:
         """Since open: fetches, demand_fetches, rebuilds, h2d_bytes, await_ns, d2h_bytes, update_ns (host updates),
-        records_lost (of the timeline)."""
+        records_lost (of the timeline), speculated, committed, undone (updates begun early; kept; taken back)."""
 
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, int, int, int]], stream: int) -> int:
@@ -131,6 +132,13 @@ class Engine:
         unit's update is over. changed: p.grad was written by the user: the GRAD plane (or address)
         counts, not ACC, and its sum of squares is taken anew. max_norm <= 0: no clipping. stream: what
         computes; updates of settled units wait for what it was given so far.
+        """
+    def speculate(self, unit: int, entries: Sequence[tuple]) -> None:
+        """Begin a host unit's update as if the clip factor were 1, behind the gradients handed over so far.
+
+        entries: as for adam(), without grad_address and changed. The unit's weights stay as they are until an
+        adam() asks for the same with that factor: then the update is kept, and else taken back. So it is by the
+        unit's next offload(), wait_fetch(), drop(), bring() of its states, and by close().
         """
     def norm(self, ticket: int) -> tuple[float, int]:
         """(global norm before clipping, units skipped for non-finite gradients); waits."""

@@ -40,6 +40,7 @@ class HandOver:
         self.summed: dict[int, Record] = {}                     # records with a pending device sum
         self.stream = 0                                         # where the last hand-over happened
         self.observer: Any = None                               # an optimizer that updates in backward
+        self.speculation: Any = None                            # one whose updates may be taken back
 
     # ---- called by Bind.backward, in autograd's thread ----
 
@@ -168,6 +169,8 @@ class HandOver:
         self.let_go()
         if self.observer is not None:
             self.observer(unit, [r for r, _ in pairs])
+        if self.speculation is not None:
+            self.speculation.handed(unit, [r for r, _ in pairs])
 
     def let_go(self) -> None:
         """Frees the sources of copies that are over, or that compute waits for."""

@@ -14,6 +14,7 @@ from .errors import MegatrainError
 from .guard import StreamedParameter, guard, plain
 from .handover import HandOver
 from .records import DTYPES, Record
+from .speculate import Speculation
 
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
 
@@ -76,6 +77,7 @@ class AdamW(torch.optim.Optimizer):
         self._handed: list[_Handed] = []                   # by the last step; taken by _settle
         self._early: list[_Handed] = []                    # by the backward under way, for the next step
         self._done: set[int] = set()                       # pids updated in the backward under way
+        self._speculations: list[Speculation] = []         # one for each streamed model
         self._counts: dict[Tensor, int] = {}               # steps taken, as state["step"] says
         self._norm: float | None = None
         self._skipped = 0
@@ -88,6 +90,12 @@ class AdamW(torch.optim.Optimizer):
         if self._in_backward:
             for rt in self._runtimes():
                 rt.handover.observer = _observer(self)
+            return
+        self._speculations = []
+        for rt in self._runtimes():
+            if rt.speculated:
+                rt.handover.speculation = Speculation(self, rt)
+                self._speculations.append(rt.handover.speculation)
 
     # ---- stepping ----
 
@@ -116,6 +124,8 @@ class AdamW(torch.optim.Optimizer):
         elif self._clip_here(elsewhere):
             self._step_all(math.inf)
         self._done.clear()
+        for speculation in self._speculations:
+            speculation.stepped()
         return loss
 
     def _step_all(self, limit: float) -> None:
@@ -240,6 +250,7 @@ class AdamW(torch.optim.Optimizer):
         core = record.runtime.core
         core.wait_grads(record.unit)
         core.wait_updates(record.unit)
+        record.runtime.own_states(record)
         HandOver._renew_view(record)
         record.grad_view.copy_(plain(grad))
         record.runtime.push(record, "GRAD")
@@ -257,6 +268,7 @@ class AdamW(torch.optim.Optimizer):
                                  "use one optimizer")
         if record.dtype != torch.float32 and record.master_writes != record.writes:
             rt.core.wait_updates(record.unit)    # the weight was set from outside: it is its own master
+            rt.own_states(record)
             if record.dtype == torch.bfloat16:
                 record.view("LO").zero_()
             else:
@@ -271,6 +283,7 @@ class AdamW(torch.optim.Optimizer):
         self._counts[p] = 0
         if record.owner is not None:
             record.runtime.core.wait_updates(record.unit)
+            record.runtime.own_states(record)
             record.view("M").zero_()
             record.view("V").zero_()
             record.runtime.push(record, "M", "V")
@@ -297,6 +310,26 @@ class AdamW(torch.optim.Optimizer):
         if len(self._early) > RESULTS_KEPT:
             self._early[-RESULTS_KEPT].result()
         self._done.update(rt.units[unit][i[0]].pid for i in items)
+
+    # ---- updates that may be taken back ----
+
+    @torch.no_grad()
+    def _expected(self, records: list[Record], groups: dict[Tensor, dict[str, Any]]) -> list[Any]:
+        """What the next step() will ask for of a unit, if nothing happens until then. Empty: that cannot be told."""
+        self._settle()                       # a skipped step counts no more; its norm has been known for long
+        with torch._C.DisableTorchFunctionSubclass():
+            given = [(r, r.param.grad) for r in records if r.numel and r.param in groups]
+        given = [(r, g) for r, g in given if g is not None]
+        if not all(self._is_ready(r, g) for r, g in given):
+            return []
+        return [self._item(r.param, groups[r.param]) for r, _ in given]
+
+    def _is_ready(self, record: Record, grad: Tensor) -> bool:
+        """States and masters are there and follow the weight; the gradient is the store's."""
+        mastered = record.dtype == torch.float32 or record.master_writes == record.writes
+        return (record.param in self.state and record.owner() is self and mastered
+                and record.host._version == record.version
+                and grad is record.grad_view and grad._version == record.grad_version)
 
     # ---- parameters that are not streamed ----
 

@@ -137,6 +137,7 @@ class Runtime:
         self.root, self.device, self.core = weakref.ref(root), device, core
         self.is_cuda = device.type == "cuda"
         self.settled: frozenset[int] = frozenset()           # units that live on the device
+        self.speculated: frozenset[int] = frozenset()        # units whose updates may begin during backward
         self.windows: list[Window] = []
         self.records: list[Record] = []
         self.units: list[list[Record]] = []
@@ -251,8 +252,14 @@ class Runtime:
         self.core.wait_grads(record.unit)
 
     def bring_states(self, record: Record) -> None:
-        """Host copies of masters and moments are current; only units on the device have anything to do."""
-        if record.unit in self.settled:
+        """Host copies of masters and moments are current; only units on the device, and those whose update began
+        early, have anything to do."""
+        if record.unit in self.settled or record.unit in self.speculated:
+            self.core.bring(record.unit, STATE_PLANES)
+
+    def own_states(self, record: Record) -> None:
+        """Masters, moments or gradients are about to be written as a whole: no update that began early uses them."""
+        if record.unit in self.speculated:
             self.core.bring(record.unit, STATE_PLANES)
 
     def push(self, record: Record, *planes: str) -> None:

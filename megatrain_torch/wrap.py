@@ -31,7 +31,7 @@ from .window import Installed, Window
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
 _runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
-_PLAN_KEYS = {"activations", "homes", "slots", "threads", "debug"}
+_PLAN_KEYS = {"activations", "homes", "slots", "speculate", "threads", "debug"}
 _pid = 0
 _registrations = 0
 
@@ -85,6 +85,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             "homes": "ram" or "vram" for all units, or {unit name: ...}: where weights, gradients and AdamW's states
                 live. What is at home in VRAM never crosses the bus and is updated there, to the same bits.
                 Default "ram".
+            "speculate": True, or a list of unit names: their updates begin during backward, as if nothing were
+                clipped, and are taken back where that was wrong; to the same bits. Only units at home in RAM, at 12
+                bytes more of host memory per trained parameter (fp16: 14). Default False.
             "slots": ring size (>= 2, default 3). "threads": host threads of the optimizer.
         vram: limit for what is used of the device (bytes or "24GiB"): weights must fit, and what fused layers keep
             between forward and backward is chosen to fit.
@@ -110,12 +113,14 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     found = find(module, units)
     groups = group(module, found)
     settled = _settled(options.get("homes", "ram"), groups)
-    sizes = _fits(groups, settled, options, dtype, parse_bytes(vram, "vram"), parse_bytes(host, "host"), where)
+    speculated = _speculated(options.get("speculate", False), groups, settled)
+    sizes = _fits(groups, settled, speculated, options, dtype, parse_bytes(vram, "vram"), parse_bytes(host, "host"), where)
     debug = dict(options.get("debug", {}))
     threads = options.get("threads") or max(1, _core.build_info()["cpus"] - 1)
     core = _core.Engine(where.type, where.index or 0, threads, debug.pop("delay_us", 0), debug.pop("seed", 0))
     rt = Runtime(module, where, core)
     rt.activations = options.get("activations", "auto")
+    rt.speculated = speculated
     rt.compute, rt.vram = compute, parse_bytes(vram, "vram")
     _fill(rt, groups, dtype)
     rt.cap = Cap(where, rt.vram, sum(_state_bytes(p, dtype, sums) for i in settled for _, p in groups[i][1]))
@@ -235,7 +240,16 @@ def _settled(homes: str | dict[str, str], groups: list[Group]) -> list[int]:
     return [i for i, name in enumerate(names) if asked.get(name) == "vram"]
 
 
-def _fits(groups: list[Group], settled: list[int], options: dict[str, Any], dtype: torch.dtype | None,
+def _speculated(asked: bool | list[str], groups: list[Group], settled: list[int]) -> frozenset[int]:
+    """Numbers of the units on the host whose updates may begin during backward."""
+    names = [name for name, _ in groups]
+    chosen = names if asked is True else asked or []
+    if not isinstance(chosen, list) or not set(chosen) <= set(names):
+        raise MegatrainError(f"plan: speculate={asked!r}; use True, False, or a list of units: {', '.join(names)}")
+    return frozenset(i for i, name in enumerate(names) if name in chosen and i not in settled)
+
+
+def _fits(groups: list[Group], settled: list[int], speculated: frozenset[int], options: dict[str, Any], dtype: torch.dtype | None,
           vram: int | None, host: int | None, where: torch.device) -> list[int]:
     """Slot sizes, those of settled units last; refuses with the bytes when a limit does not hold them."""
     unit_bytes = [weight_bytes(g, dtype) for _, g in groups]
@@ -261,7 +275,8 @@ def _fits(groups: list[Group], settled: list[int], options: dict[str, Any], dtyp
             f"{show_bytes(unit_bytes[big])}: raise vram to {show_bytes(need)}, "
             + ("or leave fewer units in homes" if own else "or name smaller units"))
     if host is not None:
-        need = sum(stored_dtype(p, dtype).itemsize * p.numel() + (0 if i in settled else _state_bytes(p, dtype))
+        need = sum(stored_dtype(p, dtype).itemsize * p.numel()
+                   + (i not in settled) * (1 + (i in speculated)) * _state_bytes(p, dtype)
                    for i, (_, g) in enumerate(groups) for _, p in g)
         if need > host:
             raise MegatrainError(

@@ -318,7 +318,7 @@ static PyMethodDef methods[] = {
       "The unit's updates pass through the device from now on, or no more." },
     { "bring", mt_engine_bring, METH_VARARGS,
       "bring($self, unit, planes, /)\n--\n\n"
-      "Host planes of a settled unit become current; bits 1 << plane, or -1." },
+      "Host planes of a unit become current and may be written; bits 1 << plane, or -1." },
     { "push", mt_engine_push, METH_VARARGS,
       "push($self, unit, param, planes, /)\n--\n\n"
       "A settled unit's host planes were written: the device's take their values." },
@@ -377,6 +377,9 @@ static PyMethodDef methods[] = {
     { "adam", KEYWORDS(mt_engine_adam), METH_VARARGS | METH_KEYWORDS,
       "adam($self, units, max_norm, stream)\n--\n\n"
       "Submit one AdamW step; returns its ticket at once." },
+    { "speculate", mt_engine_speculate, METH_VARARGS,
+      "speculate($self, unit, entries, /)\n--\n\n"
+      "Begin a host unit's update now, to be kept or taken back by the next adam()." },
     { "norm", mt_engine_norm, METH_VARARGS,
       "norm($self, ticket, /)\n--\n\n(global norm before clipping, units skipped); waits." },
     { NULL, NULL, 0, NULL },

@@ -272,6 +272,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     mt_stream_stats   s = { 0 };
     mt_resident_stats r;
     mt_through_stats  t = { 0 };
+    mt_speculation_stats g;
 
     (void)unused;
     if (e == NULL)
@@ -281,7 +282,8 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     r = mt_resident_stats_get(e->residents);
     if (e->through != NULL)
         t = mt_through_stats_get(e->through);
-    return Py_BuildValue("{sLsLsLsKsKsKsKsK}", "fetches", (long long)(s.fetches + r.fetches),
+    g = mt_update_guesses(e->updater);
+    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsL}", "fetches", (long long)(s.fetches + r.fetches),
                          "demand_fetches", (long long)(s.demand_fetches + r.fetches),
                          "rebuilds", (long long)s.rebuilds,
                          "h2d_bytes", (unsigned long long)(s.h2d_bytes + r.h2d_bytes + t.h2d_bytes),
@@ -289,7 +291,9 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
                          "d2h_bytes", (unsigned long long)(mt_offload_d2h_bytes(e->offload)
                                                            + r.d2h_bytes + t.d2h_bytes),
                          "update_ns", (unsigned long long)mt_update_busy_ns(e->updater),
-                         "records_lost", (unsigned long long)mt_timeline_lost(e->timeline));
+                         "records_lost", (unsigned long long)mt_timeline_lost(e->timeline),
+                         "speculated", (long long)g.speculated, "committed", (long long)g.committed,
+                         "undone", (long long)g.undone);
 }
 
 /* ---- offload ---- */
@@ -331,14 +335,17 @@ static mt_grad_item *grad_items(mt_engine *e, int unit, PyObject *tuple)
     return items;
 }
 
-/* Without the GIL two autograd threads could meet here; the door lets one in at a time. */
+/* Without the GIL two autograd threads could meet here; the door lets one in at a time. What was begun
+ * with the gradients so far reads the planes that are now written, and is wrong. */
 static mt_status put_alone(mt_engine *e, int unit, const mt_grad_item *items, int n, mt_queue *run,
                            uint64_t *ticket)
 {
     mt_status st;
 
     pthread_mutex_lock(&e->door);
+    MT_TRY(mt_update_undo(e->updater, unit));
     st = mt_offload_put(e->offload, unit, items, n, run, ticket);
+fail:
     pthread_mutex_unlock(&e->door);
     return st;
 }

@@ -177,6 +177,7 @@ static mt_status drop_when_idle(mt_engine *e, int unit, mt_plane plane)
     MT_TRY(mt_ledger_wait_grads(e->store, unit));
     MT_TRY(mt_ledger_wait_updates(e->store, unit));
     MT_TRY(mt_ledger_wait_fetch(e->store, unit));
+    MT_TRY(mt_update_undo(e->updater, unit));
     mt_store_drop(e->store, unit, plane);
 fail:
     return st;
@@ -241,7 +242,7 @@ PyObject *mt_engine_touch(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    mt_ledger_touch(e->store, unit);
+    mt_ledger_touch(e->store, unit);     /* a guess that read the weights as they were is found by this */
     Py_RETURN_NONE;
 }
 
@@ -279,9 +280,29 @@ PyObject *mt_engine_wait_grads(PyObject *self, PyObject *args)
     return wait_for(self, args, "i:wait_grads", MT_PLANE_GRAD, mt_ledger_wait_grads);
 }
 
+/* What was begun with the weights as they are ends before they are written. */
+static mt_status make_writable(mt_engine *e, int unit)
+{
+    mt_status st;
+
+    MT_TRY(mt_update_undo(e->updater, unit));
+    MT_TRY(wait_and_bring(e, unit, MT_PLANE_HI, mt_ledger_wait_fetch));
+fail:
+    return st;
+}
+
 PyObject *mt_engine_wait_fetch(PyObject *self, PyObject *args)
 {
-    return wait_for(self, args, "i:wait_fetch", MT_PLANE_HI, mt_ledger_wait_fetch);
+    int        unit;
+    mt_engine *e = unit_arg(self, args, "i:wait_fetch", &unit);
+    mt_status  st;
+
+    if (e == NULL)
+        return NULL;
+    MT_UNLOCKED(e, st, make_writable(e, unit));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
 }
 
 /* ---- units that go through the device ---- */
@@ -331,6 +352,16 @@ static int planes_ok(mt_engine *e, int planes)
     return -1;
 }
 
+/* The planes that a guess changes. */
+#define STATES (1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER | 1u << MT_PLANE_M | 1u << MT_PLANE_V)
+
+static mt_status bring_or_undo(mt_engine *e, int unit, unsigned planes)
+{
+    if (mt_store_settled(e->store, unit))
+        return mt_resident_bring(e->residents, unit, planes);
+    return planes & STATES ? mt_update_undo(e->updater, unit) : MT_OK;
+}
+
 PyObject *mt_engine_bring(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
@@ -341,7 +372,7 @@ PyObject *mt_engine_bring(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_unit(e, unit) < 0 || planes_ok(e, planes) < 0)
         return NULL;
-    MT_UNLOCKED(e, st, mt_resident_bring(e->residents, unit, (unsigned)planes));
+    MT_UNLOCKED(e, st, bring_or_undo(e, unit, (unsigned)planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;

@@ -14,7 +14,8 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-#define COPIED (~(1u << MT_PLANE_ACC))      /* planes that have a host copy */
+/* Planes that have a host copy. */
+#define COPIED (~(1u << MT_PLANE_ACC | 1u << MT_PLANE_UNDO))
 
 /* One settled unit. */
 typedef struct home {

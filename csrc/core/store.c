@@ -39,6 +39,9 @@ size_t mt_plane_elem_bytes(mt_plane p, mt_dtype dt)
     case MT_PLANE_M:
     case MT_PLANE_V:      return half || dt == MT_F32 ? sizeof(float) : 0;
     case MT_PLANE_ACC:    return half ? sizeof(float) : 0;
+    case MT_PLANE_UNDO:
+        return half || dt == MT_F32 ? mt_plane_elem_bytes(MT_PLANE_HI, dt) + 2 * sizeof(float)
+             + mt_plane_elem_bytes(MT_PLANE_LO, dt) + mt_plane_elem_bytes(MT_PLANE_MASTER, dt) : 0;
     case MT_PLANE_COUNT:  break;
     }
     return 0;

@@ -29,7 +29,8 @@
     X(MASTER, "fp32 master of an fp16 weight; updater only")                                    \
     X(M,      "first moment, fp32; updater only")                                               \
     X(V,      "second moment, fp32; updater only")                                              \
-    X(ACC,    "fp32 sum of 16-bit micro-batch gradients; the collector writes, the updater reads")
+    X(ACC,    "fp32 sum of 16-bit micro-batch gradients; the collector writes, the updater reads") \
+    X(UNDO,   "new weights and old states of an update that may be taken back; updater only")
 #define MT_PLANE_ENUM(name, what) MT_PLANE_##name,
 typedef enum mt_plane { MT_PLANE_MAP(MT_PLANE_ENUM) MT_PLANE_COUNT } mt_plane;
 #undef MT_PLANE_ENUM
@@ -57,7 +58,7 @@ size_t      mt_store_hi_bytes(const mt_store *s, int unit);              /* what
 size_t      mt_store_offset  (const mt_store *s, int unit, int param);   /* bytes, in HI and in a slot */
 
 /* Bytes of one element of dt in a plane; 0 when the plane has nothing for that type
- * (LO: bf16 only, MASTER: fp16 only, ACC: 16-bit types only, M and V: not fp64, which our AdamW
+ * (LO: bf16 only, MASTER: fp16 only, ACC: 16-bit types only, M, V and UNDO: not fp64, which our AdamW
  * does not take; planes other than HI: nothing for types that cannot be trained). */
 size_t mt_plane_elem_bytes(mt_plane p, mt_dtype dt);
 

@@ -48,6 +48,7 @@ const char *mt_lane_name(mt_lane lane);
     X(OFFLOAD,  "offload",  "gradients of a hand-over; bytes: copied")                        \
     X(ADD,      "add",      "a micro-batch's gradients added; bytes: added")                  \
     X(UPDATE,   "update",   "a unit's update; bytes: read and written")                       \
+    X(GUESS,    "guess",    "a unit's update that may be taken back; bytes: read and written") \
     X(WAIT,     "wait",     "for gradients, or for copies that still read the weights")
 #define MT_WORK_ENUM(name, text, what) MT_WORK_##name,
 typedef enum mt_work { MT_WORK_MAP(MT_WORK_ENUM) MT_WORK_COUNT } mt_work;

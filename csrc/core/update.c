@@ -43,6 +43,7 @@ struct mt_updater {
     mt_offload     *grads;
     mt_pool        *pool;
 
+    mt_speculation *guesses;
     mt_resident    *residents;          /* these three: written before the first submit */
     mt_through     *through;
     mt_timeline    *timeline;
@@ -259,6 +260,7 @@ static mt_status send_job(mt_updater *u, job *b, float clip)
     mt_status      st;
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+    MT_TRY(mt_speculation_undo(u->guesses, b->j.unit));  /* one from before the unit went through */
     b->sent = 1;
     return mt_through_put(u->through, &j, clip);
 fail:
@@ -270,6 +272,7 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     uint64_t  begun;
     mt_span   span;
     mt_status st;
+    int       kept;
 
     if (b->way == SETTLED)
         return put_job(u, w, b, clip);
@@ -278,8 +281,13 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     MT_TRY(wait_turn(u, b));
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
-    MT_TRY(b->j.run(b->j.arg, u->pool, clip));
-    mt_timeline_end(u->timeline, &span, b->j.bytes, NULL);
+    kept = mt_speculation_keep(u->guesses, b->j.unit, b->j.arg, clip, &st);
+    if (st == MT_OK && !kept)
+        st = b->j.run(b->j.arg, u->pool, clip);
+    if (st != MT_OK)
+        goto fail;
+    mt_timeline_end(u->timeline, &span, kept ? 2 * mt_store_hi_bytes(u->store, b->j.unit) : b->j.bytes,
+                    NULL);
     pthread_mutex_lock(&u->mu);
     u->busy_ns += mt_now_ns() - begun;
     pthread_mutex_unlock(&u->mu);
@@ -297,7 +305,7 @@ static mt_status judge_and_run(mt_updater *u, const work *w, job *b, double *tot
     if (finite)
         return run_job(u, w, b, 1.0f);
     r->skipped++;
-    return MT_OK;
+    return mt_speculation_undo(u->guesses, b->j.unit);
 fail:
     return st;
 }
@@ -328,7 +336,9 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
 
             if (turn != (!clipped || b->way == SETTLED ? 0 : b->way == THROUGH ? 1 : 2))
                 continue;
-            if (st == MT_OK && !skip_all)
+            if (st == MT_OK && skip_all)
+                st = mt_speculation_undo(u->guesses, b->j.unit);
+            else if (st == MT_OK)
                 st = clipped ? run_job(u, w, b, clip) : judge_and_run(u, w, b, &total, r);
             end_job(u, b, st);
         }
@@ -357,16 +367,18 @@ static void carry_out(mt_updater *u, const work *w)
     publish(u, w, &r);
 }
 
-/* NULL: the updater closes and nothing is left. */
-static work *next_work(mt_updater *u)
+/* NULL with *guess: nothing is submitted, and a guess waits. NULL without: the updater closes, and
+ * nothing is left. The speculation's lock is taken inside of ours, and never the other way. */
+static work *next_work(mt_updater *u, int *guess)
 {
     work *w;
 
     pthread_mutex_lock(&u->mu);
-    while (u->first == NULL && !u->stop)
+    while (u->first == NULL && !u->stop && !(*guess = mt_speculation_waiting(u->guesses)))
         pthread_cond_wait(&u->more, &u->mu);
     if ((w = u->first) != NULL && (u->first = w->next) == NULL)
         u->last = &u->first;
+    *guess = w == NULL && !u->stop;
     pthread_mutex_unlock(&u->mu);
     return w;
 }
@@ -375,9 +387,14 @@ static void *updater_main(void *arg)
 {
     mt_updater *u = arg;
     work       *w;
+    int         guess;
 
     pthread_setname_np(pthread_self(), "mt-updater");
-    while ((w = next_work(u)) != NULL) {
+    while ((w = next_work(u, &guess)) != NULL || guess) {
+        if (guess) {
+            mt_speculation_run(u->guesses);
+            continue;
+        }
         carry_out(u, w);
         work_free(w);
     }
@@ -389,6 +406,7 @@ static void *updater_main(void *arg)
 mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out)
 {
     mt_updater *u = calloc(1, sizeof *u);
+    mt_status   st;
 
     if (u == NULL)
         return MT_FAIL(MT_ENOMEM, "update: calloc(%zu)", sizeof *u);
@@ -399,13 +417,18 @@ mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_u
     pthread_mutex_init(&u->mu, NULL);
     pthread_cond_init(&u->more, NULL);
     pthread_cond_init(&u->news, NULL);
+    MT_TRY(mt_speculation_open(store, grads, pool, &u->guesses));
     if (pthread_create(&u->thread, NULL, updater_main, u) != 0) {
-        mt_update_close(u);
-        return MT_FAIL(MT_ENOMEM, "update: no thread for the updater");
+        st = MT_FAIL(MT_ENOMEM, "update: no thread for the updater");
+        goto fail;
     }
     u->runs = 1;
     *out = u;
     return MT_OK;
+
+fail:
+    mt_update_close(u);
+    return st;
 }
 
 void mt_update_close(mt_updater *u)
@@ -418,6 +441,7 @@ void mt_update_close(mt_updater *u)
     pthread_mutex_unlock(&u->mu);
     if (u->runs)
         pthread_join(u->thread, NULL);
+    mt_speculation_close(u->guesses);
     pthread_cond_destroy(&u->news);
     pthread_cond_destroy(&u->more);
     pthread_mutex_destroy(&u->mu);
@@ -437,6 +461,7 @@ void mt_update_through(mt_updater *u, mt_through *t)
 void mt_update_timeline(mt_updater *u, mt_timeline *t)
 {
     u->timeline = t;
+    mt_speculation_timeline(u->guesses, t);
 }
 
 /* ---- submit, and what came of it -------------------------------------------------------- */
@@ -534,7 +559,35 @@ uint64_t mt_update_busy_ns(mt_updater *u)
     pthread_mutex_lock(&u->mu);
     ns = u->busy_ns;
     pthread_mutex_unlock(&u->mu);
-    return ns;
+    return ns + mt_update_guesses(u).busy_ns;
+}
+
+/* ---- guesses ---------------------------------------------------------------------------- */
+
+mt_status mt_update_speculate(mt_updater *u, const mt_guess *g)
+{
+    mt_status st = mt_speculation_put(u->guesses, g);
+    int       sync;
+
+    if (st != MT_OK)
+        return st;
+    pthread_mutex_lock(&u->mu);
+    sync = u->sync;
+    pthread_cond_signal(&u->more);
+    pthread_mutex_unlock(&u->mu);
+    if (sync)
+        mt_speculation_settle(u->guesses);
+    return mt_ledger_check(u->store);
+}
+
+mt_status mt_update_undo(mt_updater *u, int unit)
+{
+    return mt_speculation_undo(u->guesses, unit);
+}
+
+mt_speculation_stats mt_update_guesses(mt_updater *u)
+{
+    return mt_speculation_stats_get(u->guesses);
 }
 
 void mt_update_debug(mt_updater *u, mt_debug d)

@@ -80,6 +80,16 @@ static const char *missing_plane(const mt_adam_tensor *t)
          : t->grad == NULL                       ? "grad" : NULL;
 }
 
+static const char *missing_spare(const mt_adam_tensor *t)
+{
+    const mt_adam_spare *s = &t->spare;
+
+    return s->lo == NULL && t->dtype == MT_BF16    ? "lo"
+         : s->master == NULL && t->dtype == MT_F16 ? "master"
+         : s->m == NULL                            ? "m"
+         : s->v == NULL                            ? "v" : NULL;
+}
+
 /* Each comparison is written so that NaN fails it. */
 static mt_status check_hyper(int i, const mt_adam_hyper *h)
 {
@@ -107,6 +117,9 @@ static mt_status check_tensor(int i, const mt_adam_tensor *t)
     if (missing_plane(t) != NULL)
         return MT_FAIL(MT_EINVAL, "adam: tensor %d (%s): no %s plane", i,
                        mt_dtype_name(t->dtype), missing_plane(t));
+    if (t->spare.hi != NULL && missing_spare(t) != NULL)
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d (%s): its spare has no %s", i,
+                       mt_dtype_name(t->dtype), missing_spare(t));
     return check_hyper(i, &t->hyper);
 }
 
@@ -182,7 +195,10 @@ static void run_chunk(void *arg, int64_t c)
 
     mt__adam_span all  = { t->hi, t->lo, t->master, t->m, t->v, t->grad, t->n };
     mt__adam_span part = mt__adam_part(&all, t->dtype, t->grad_dtype, from, n);
-    k->fn(&part, &k->coef);
+    if (t->spare.hi != NULL)
+        mt__adam_run_saved(t, &part, from, k->fn, &k->coef);
+    else
+        k->fn(&part, &k->coef);
     mt__fp_end(was);
 }
 
@@ -318,6 +334,10 @@ mt_status mt_adam_put_cuda(uintptr_t stream, const mt_adam_tensor *t, int n_tens
 
 mt_status mt_adam_put(mt_queue *q, const mt_adam_tensor *t, int n_tensors, float clip)
 {
+    for (int i = 0; i < n_tensors; i++)
+        if (t[i].spare.hi != NULL)
+            return MT_FAIL(MT_ENOTSUP, "adam: tensor %d has a spare, and a step in a queue cannot be "
+                           "taken back", i);
     if (strcmp(q->dev->ops->name, "cuda") == 0)
         return mt_adam_put_cuda(q->dev->ops->handle(q), t, n_tensors, clip);
     return put_cpu(q, t, n_tensors, clip);

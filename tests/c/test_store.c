@@ -80,13 +80,13 @@ static void frozen_parameters_take_no_room_beyond_hi(void)
 static void planes_hold_what_the_type_needs(void)
 {
     static const struct { mt_dtype dt; size_t bytes[MT_PLANE_COUNT]; } want[] = {
-        /*          HI GRAD LO MASTER M V ACC */
-        { MT_F32,  { 4, 4,  0, 0,     4, 4, 0 } },
-        { MT_BF16, { 2, 2,  2, 0,     4, 4, 4 } },
-        { MT_F16,  { 2, 2,  0, 4,     4, 4, 4 } },
-        { MT_F64,  { 8, 8,  0, 0,     0, 0, 0 } },
-        { MT_I64,  { 8, 0,  0, 0,     0, 0, 0 } },
-        { MT_BOOL, { 1, 0,  0, 0,     0, 0, 0 } },
+        /*          HI GRAD LO MASTER M V ACC UNDO */
+        { MT_F32,  { 4, 4,  0, 0,     4, 4, 0, 12 } },
+        { MT_BF16, { 2, 2,  2, 0,     4, 4, 4, 12 } },
+        { MT_F16,  { 2, 2,  0, 4,     4, 4, 4, 14 } },
+        { MT_F64,  { 8, 8,  0, 0,     0, 0, 0, 0 } },
+        { MT_I64,  { 8, 0,  0, 0,     0, 0, 0, 0 } },
+        { MT_BOOL, { 1, 0,  0, 0,     0, 0, 0, 0 } },
     };
 
     for (size_t i = 0; i < sizeof want / sizeof *want; i++)
