@@ -25,6 +25,8 @@ class StepReport:
         fetches, demand_fetches: copies of units; those that were asked for only when needed.
         await_seconds: time the computing thread waited for a copy to be put in its queue.
         host_bytes: host memory the store holds.
+        speculated, committed, undone: updates that began during backward; those kept, and taken back, since: one
+            that began in this step ends in the next.
         busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update",
             "through" (updates that pass through the device). Without mt.trace only "host update". Compute is busy
             from a window's first kernel to its last, also where the host is slow in launching them.
@@ -46,6 +48,9 @@ class StepReport:
     least: Mapping[str, float] = field(default_factory=dict)
     between_steps: float = 0.0
     traced: bool = False
+    speculated: int = 0
+    committed: int = 0
+    undone: int = 0
 
     @property
     def bound(self) -> str:
@@ -81,6 +86,8 @@ class StepReport:
         if self.idle:
             parts = ", ".join(f"{v:.3g} s for {_called(k)}" for k, v in _largest_first(self.idle))
             lines.append(f"compute idle: {parts}; {self.between_steps:.3g} s of it between steps")
+        if self.speculated or self.undone:
+            lines.append(f"{self.speculated} updates begun in backward, {self.committed} kept, {self.undone} taken back")
         lines.append(f"fetches {self.fetches}, on demand {self.demand_fetches}; waited for copies to be queued "
                      f"{self.await_seconds:.3g} s; host store {self.host_bytes / 1e9:.3g} GB")
         return "\n".join(lines)
@@ -121,7 +128,7 @@ def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted:
 
     Args:
         lanes: the slices of each lane in order.
-        counted: demand_fetches and await_ns of the step.
+        counted: of the engine's counters, what they grew by in the step.
         rates: bytes/s that the machine can do, by lane.
     """
     first = next((s.begin for s in between(lanes.get("compute", ()), begin, end)), end)
@@ -134,7 +141,8 @@ def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted:
         busy={name: busy_seconds(between(lane, begin, end), begin, end) for name, lane in lanes.items()},
         idle=idle_seconds(lanes, begin, end),
         least={name: moved[name] / rate for name, rate in rates.items() if moved.get(name)},
-        between_steps=max(0, first - begin) * 1e-9, traced=True)
+        between_steps=max(0, first - begin) * 1e-9, traced=True,
+        **{k: counted.get(k, 0) for k in ("speculated", "committed", "undone")})
 
 
 def idle_seconds(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int) -> dict[str, float]:
@@ -195,6 +203,6 @@ def _busy(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> in
 def _over_in(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int, unit: str | None = None) -> Slice | None:
     """The lane's last slice of work on the unit (None: on any) that ended in the gap (a, b]."""
     for s in reversed(between(lanes.get(lane, ()), a, b + JITTER_NS)):
-        if s.work != "wait" and a < s.end <= b + JITTER_NS and unit in (None, s.unit):
+        if s.work not in ("wait", "guess") and a < s.end <= b + JITTER_NS and unit in (None, s.unit):
             return s
     return None

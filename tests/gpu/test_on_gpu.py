@@ -34,6 +34,10 @@ def test_every_left_out_wait_is_seen() -> None:
     assert all(row["as_expected"] for row in lines("run_edges.py"))
 
 
+def test_every_placement_gives_the_same_bits() -> None:
+    assert all(row["ok"] for row in lines("run_placement.py"))
+
+
 def test_trainer_generate_and_lora_agree_with_plain_torch() -> None:
     assert all(row["ok"] for row in lines("run_trainer.py"))
 

@@ -1,0 +1,50 @@
+"""Where units live, and when they are updated, changes no bit. Without pytest; one JSON line per placement.
+
+    python tests/gpu/run_placement.py [--device cuda] [--only PLACE ...]
+
+Trains a small transformer (tests/placement.py) for 20 steps in fp32 and in bf16 with units at home in RAM, in
+VRAM, in both, with 2, 3 and 6 slots, with updates that begin during backward, in one micro-batch and in three,
+with and without random delays; compares losses, norms, weights, masters and moments. Exit status 1 when any differ.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+import placement  # noqa: E402
+import torch  # noqa: E402
+from placement import DTYPES, PLACES  # noqa: E402
+
+
+def main() -> int:
+    ask = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ask.add_argument("--device", default="cuda")
+    ask.add_argument("--only", nargs="*", default=list(PLACES), choices=list(PLACES))
+    args = ask.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    right: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+    good = True
+    for kind, name in [(k, n) for k in DTYPES for n in args.only]:
+        began, first = time.perf_counter(), placement.first_of(name)
+        if (kind, first) not in right:
+            right[kind, first] = placement.train(first, args.device, DTYPES[kind])[0]
+        found = placement.difference(name, args.device, DTYPES[kind], right[kind, first])
+        good &= found is None
+        print(json.dumps({"test": "placement", "place": name, "dtype": kind, "equals": first, "ok": found is None,
+                          "difference": found, "device": machine, "torch": torch.__version__,
+                          "seconds": round(time.perf_counter() - began, 1)}), flush=True)
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The same training with units at home in different places, updated at different times: the bits must be the same.
+
+Shared by test_speculate.py (CPU device) and gpu/run_placement.py (CUDA).
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import edges
+import parity
+import torch
+from situations import batch, lm_loss, made
+from torch import Tensor
+
+STEPS = 20
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# By name: the plan, and micro-batches of a step. Of one number of micro-batches the first is what the rest must equal.
+PLACES: dict[str, tuple[dict[str, Any], int]] = {
+    "ram": ({}, 1),
+    "ram-2_slots": ({"slots": 2}, 1),
+    "ram-6_slots": ({"slots": 6}, 1),
+    "ram-delays": ({"debug": {"delay_us": 300, "seed": 3}}, 1),
+    "vram": ({"homes": "vram"}, 1),
+    "some_in_vram": ({"homes": {"layers.0": "vram", "layers.2": "vram"}}, 1),
+    "speculative": ({"speculate": True}, 1),
+    "speculative-delays": ({"speculate": True, "debug": {"delay_us": 300, "seed": 4}}, 1),
+    "speculative-no_overlap": ({"speculate": True, "debug": {"sync": True}}, 1),
+    "speculative-some_in_vram": ({"speculate": True, "homes": {"layers.1": "vram"}, "slots": 2,
+                                  "debug": {"sync": True}}, 1),
+    "ram-micro": ({}, 3),
+    "vram-micro": ({"homes": "vram"}, 3),
+    "speculative-micro": ({"speculate": True, "debug": {"sync": True}}, 3),
+    "speculative-micro-delays": ({"speculate": True, "debug": {"delay_us": 300, "seed": 5}}, 3),
+}
+
+
+def first_of(name: str) -> str:
+    """What `name` must equal."""
+    return next(k for k, (_, micro) in PLACES.items() if micro == PLACES[name][1])
+
+
+def train(name: str, device: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Losses, norms, weights, masters and moments after 20 steps, of which some are clipped; and what was counted."""
+    import megatrain_torch as mt
+    plan, micro = PLACES[name]
+    with parity.exact(device):
+        parity.seed()
+        model = mt.stream(made(edges.Walk).to(dtype), device=device, plan=plan, compute="eager")
+        opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(opt, 7, 0.5)
+        losses, seen = [], {}
+        for step in range(STEPS):
+            opt.max_grad_norm = 0.05 if step % 5 > 2 else None if step % 2 else 1e9
+            for m in range(micro):
+                loss = lm_loss(model, batch(step * micro + m).to(device)) / micro
+                loss.backward()
+                losses.append(loss.detach())
+            opt.step()
+            schedule.step()
+            opt.zero_grad()
+            if step % 6 == 5:
+                seen[f"norm {step}"] = torch.tensor(opt.grad_norm)
+        counted = mt.wrap.runtime_of(model).core.stats()
+        seen |= {f"loss {i}": x.cpu() for i, x in enumerate(losses)}
+        seen |= {f"weight {n}": p.detach().clone() for n, p in model.named_parameters()}
+        seen |= {f"master {n}": m for n, m in mt.masters(model).items()}
+        seen |= {f"{k} {n}": opt.state[p][k].clone() for n, p in model.named_parameters()
+                 for k in ("exp_avg", "exp_avg_sq", "step")}
+        mt.unstream(model)
+    return seen, counted
+
+
+def difference(name: str, device: str, dtype: torch.dtype, right: dict[str, Tensor]) -> str | None:
+    """What is not the same to the bit; also when nothing began early where it should have."""
+    other, counted = train(name, device, dtype)
+    if "no_overlap" in name and not (counted["committed"] and counted["undone"]):
+        return f"kept {counted['committed']}, taken back {counted['undone']}: both should have happened"
+    return edges.difference(right, other)
