@@ -87,7 +87,8 @@ class StepReport:
             parts = ", ".join(f"{v:.3g} s for {_called(k)}" for k, v in _largest_first(self.idle))
             lines.append(f"compute idle: {parts}; {self.between_steps:.3g} s of it between steps")
         if self.speculated or self.undone:
-            lines.append(f"{self.speculated} updates begun in backward, {self.committed} kept, {self.undone} taken back")
+            lines.append(f"{self.speculated} updates begun in backward, {self.committed} kept, "
+                         f"{self.undone} taken back")
         lines.append(f"fetches {self.fetches}, on demand {self.demand_fetches}; waited for copies to be queued "
                      f"{self.await_seconds:.3g} s; host store {self.host_bytes / 1e9:.3g} GB")
         return "\n".join(lines)

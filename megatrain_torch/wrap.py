@@ -114,7 +114,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     groups = group(module, found)
     settled = _settled(options.get("homes", "ram"), groups)
     speculated = _speculated(options.get("speculate", False), groups, settled)
-    sizes = _fits(groups, settled, speculated, options, dtype, parse_bytes(vram, "vram"), parse_bytes(host, "host"), where)
+    sizes = _fits(groups, settled, speculated, options, dtype, parse_bytes(vram, "vram"), parse_bytes(host, "host"),
+                  where)
     debug = dict(options.get("debug", {}))
     threads = options.get("threads") or max(1, _core.build_info()["cpus"] - 1)
     core = _core.Engine(where.type, where.index or 0, threads, debug.pop("delay_us", 0), debug.pop("seed", 0))
@@ -249,8 +250,8 @@ def _speculated(asked: bool | list[str], groups: list[Group], settled: list[int]
     return frozenset(i for i, name in enumerate(names) if name in chosen and i not in settled)
 
 
-def _fits(groups: list[Group], settled: list[int], speculated: frozenset[int], options: dict[str, Any], dtype: torch.dtype | None,
-          vram: int | None, host: int | None, where: torch.device) -> list[int]:
+def _fits(groups: list[Group], settled: list[int], speculated: frozenset[int], options: dict[str, Any],
+          dtype: torch.dtype | None, vram: int | None, host: int | None, where: torch.device) -> list[int]:
     """Slot sizes, those of settled units last; refuses with the bytes when a limit does not hold them."""
     unit_bytes = [weight_bytes(g, dtype) for _, g in groups]
     streamed = [b for i, b in enumerate(unit_bytes) if i not in settled]
