@@ -180,6 +180,7 @@ LINES = (
     small(4096, "ram"),
     small(8192, "ram"),
     small(2048, "auto"),
+    small(4096, "auto"),
     small(8192, "auto"),
     Line("losses", program(240, "benchmarks/bench_loss.py"), (LOSSES,)),
 )  # fmt: skip
