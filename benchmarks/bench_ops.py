@@ -166,6 +166,30 @@ def grouped(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
     )
 
 
+def experts(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """What lies between the products of Qwen3-30B-A3B's experts: rows there and back, and their gates."""
+    hidden, inter, k = (2048, 768, 8) if new.device.type == "cuda" else (64, 24, 8)
+    tokens, rows = args.tokens // 4, args.tokens // 4 * k
+    x, base, y = new(tokens, hidden), new(tokens, hidden), new(rows, hidden)
+    place = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(new.device)
+    token, weights = place // k, torch.rand(rows, device=new.device)
+    gu, dact = new(rows, 2 * inter), new(rows, inter)
+    shape = f"[{tokens}, {hidden}], {k} each"
+    yield Case("sum_rows gather", shape, lambda: ops.sum_rows(x, token, rows), lambda: x.index_select(0, token),
+               2 * nbytes(y))
+
+    def eager() -> Tensor:
+        return base + (y[place] * weights.to(y.dtype).unsqueeze(1)).view(tokens, k, hidden).sum(1)
+
+    yield Case("sum_rows combine", shape, lambda: ops.sum_rows(y, place, tokens, weights, base), eager,
+               nbytes(y, base, x))
+    shape = f"[{rows}, {inter}]"
+    yield Case("expert_glu", shape, lambda: ops.expert_glu(gu), None, nbytes(gu, dact))
+    yield Case("expert_glu pairs", shape, lambda: ops.expert_glu(gu, ops.CLAMPED, True), None, nbytes(gu, dact))
+    yield Case("expert_glu_backward", shape, lambda: ops.expert_glu_backward(dact, gu, weights=weights, order=place),
+               None, 2 * nbytes(gu, dact))
+
+
 def eager_rms(x: Tensor, w: Tensor) -> Tensor:
     """transformers' LlamaRMSNorm."""
     wide = x.float()
@@ -361,7 +385,7 @@ def head_and_loss(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
         yield Case("linear_cross_entropy", shape, call, None if chunk else eager, flops=flops, mm=mm)
 
 
-ROOMS = (sumsq, adamw, gemm, grouped, norm, head_norm, rope, glu, embedding, cross_entropy, head_and_loss)
+ROOMS = (sumsq, adamw, gemm, grouped, experts, norm, head_norm, rope, glu, embedding, cross_entropy, head_and_loss)
 
 
 # ---- measuring ----

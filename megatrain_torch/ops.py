@@ -305,6 +305,61 @@ def _groups(offsets: Tensor, rows: int) -> Iterable[tuple[int, int]]:
     return pairwise(ends)
 
 
+def sum_rows(x: Tensor, place: Tensor, tokens: int, weights: Tensor | None = None, base: Tensor | None = None,
+             factor: float = 1.0) -> Tensor:
+    """out[t] = base[t] + factor * the sum over j of weights[t, j] * x[place[t k + j]].
+
+    In fp32, j in order, rounded once; the CPU and CUDA give the same bits. With k = 1 and no more it is a gather.
+
+    Args:
+        x: [.., n], dense. place: [T k] int64, rows of x. weights: [T k] fp32. base: [T, n], dense.
+
+    Returns:
+        [T, n] dense.
+
+    Raises:
+        RuntimeError: CPU only: a place outside of x. (On CUDA it is not looked at.)
+    """
+    out = torch.empty(tokens, x.shape[1], dtype=x.dtype, device=x.device)
+    _ops.sum_rows(x, place, weights, base, factor, out)
+    return out
+
+
+def expert_glu(gu: Tensor, act: int = SILU, interleaved: bool = False, bias: Tensor | None = None,
+               expert: Tensor | None = None) -> Tensor:
+    """glu of rows whose gate and up lie side by side, halves or pairs, with the bias of each row's expert.
+
+    Args:
+        gu: [R, 2 I] dense: g then u, or g0 u0 g1 u1 ... bias: [E, 2 I], as gu. expert: [R] int32.
+
+    Returns:
+        [R, I] dense.
+    """
+    h = torch.empty(gu.shape[0], gu.shape[1] // 2, dtype=gu.dtype, device=gu.device)
+    _ops.expert_glu(gu, bias, expert, act, interleaved, h)
+    return h
+
+
+def expert_glu_backward(dact: Tensor, gu: Tensor, act: int = SILU, interleaved: bool = False,
+                        bias: Tensor | None = None, expert: Tensor | None = None, weights: Tensor | None = None,
+                        order: Tensor | None = None) -> Tensor | None:
+    """Gradients of the weighted expert_glu in one pass that also rebuilds its product.
+
+    In place: gu becomes its gradient, for dh = weights * dact; dact becomes weights * expert_glu(gu), what the next
+    product's weight gradient wants.
+
+    Args:
+        dact: [R, I] dense, the gradient for a weight of 1. weights: [R] fp32, that of row r at order[r] (at r without
+            order). order: [R] int64, a permutation.
+
+    Returns:
+        dweights [R] fp32, as weights: the sums over I of dact * expert_glu(gu); None without weights.
+    """
+    dweights = None if weights is None else torch.empty_like(weights)
+    _ops.expert_glu_backward(dact, gu, bias, expert, act, interleaved, weights, order, gu, dact, dweights)
+    return dweights
+
+
 # ---- fake kernels: shapes for tracing ----
 
 def _nothing(*args: object) -> None:
@@ -313,5 +368,6 @@ def _nothing(*args: object) -> None:
 
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
 for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
-              "glu", "glu_backward", "column_sum", "embedding_backward", "cross_entropy_"):
+              "glu", "glu_backward", "column_sum", "embedding_backward", "cross_entropy_", "sum_rows", "expert_glu",
+              "expert_glu_backward"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

@@ -18,7 +18,7 @@ from megatrain_torch import ops
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test is over, templates compute with these."""
-    for f in (rms_norm, rms_norm_backward, rope, glu, glu_backward, column_sum):
+    for f in (rms_norm, rms_norm_backward, rope, glu, glu_backward, column_sum, sum_rows, expert_glu, expert_glu_backward):
         monkeypatch.setattr(ops, f.__name__, f)
 
 
@@ -82,3 +82,31 @@ def glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int = 0, *, dgate: T
 
 def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.sum(0).to(dtype or x.dtype)
+
+
+def sum_rows(x: Tensor, place: Tensor, tokens: int, weights: Tensor | None = None, base: Tensor | None = None,
+             factor: float = 1.0) -> Tensor:
+    picked = x[place] if weights is None else x[place] * weights.unsqueeze(1)
+    return factor * picked.view(tokens, -1, x.shape[1]).sum(1) + (0 if base is None else base)
+
+
+def _halves(gu: Tensor, interleaved: bool, bias: Tensor | None, expert: Tensor | None) -> tuple[Tensor, Tensor]:
+    gu = gu if bias is None else gu + bias[expert.long()]
+    return (gu[:, 0::2], gu[:, 1::2]) if interleaved else gu.chunk(2, 1)
+
+
+def expert_glu(gu: Tensor, act: int = 0, interleaved: bool = False, bias: Tensor | None = None,
+               expert: Tensor | None = None) -> Tensor:
+    return glu(*_halves(gu, interleaved, bias, expert), act)
+
+
+def expert_glu_backward(dact: Tensor, gu: Tensor, act: int = 0, interleaved: bool = False, bias: Tensor | None = None,
+                        expert: Tensor | None = None, weights: Tensor | None = None, order: Tensor | None = None
+                        ) -> Tensor | None:
+    order = torch.arange(gu.shape[0]) if order is None else order
+    by_row = torch.ones(gu.shape[0], 1, dtype=gu.dtype) if weights is None else weights[order].unsqueeze(1)
+    h = expert_glu(gu, act, interleaved, bias, expert)
+    dweights = None if weights is None else torch.empty_like(weights).index_put_((order,), (dact * h).sum(1))
+    gu.copy_(_vjp(lambda t: expert_glu(t, act, interleaved, bias, expert), [gu], dact * by_row)[0])
+    dact.copy_(h * by_row)
+    return dweights

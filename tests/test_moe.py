@@ -389,7 +389,8 @@ def by_position(x: Tensor, dy: Tensor, offsets: Tensor, right: Any = ops.grouped
 WRONG = {
     "rows of other tokens": lambda: ("megatrain_torch.templates.moe.sort_rows", from_the_wrong_rows),
     "gradients of other experts": lambda: ("megatrain_torch.ops.grouped_gemm_wgrad", by_position),
-    "the router's gradient": lambda: ("megatrain_torch.templates.router._spread", flipped(router, "_spread", 0)[2]),
+    "the router's gradient": lambda: ("megatrain_torch.templates.router.Router._logits_grad",
+                                      flipped(router.Router, "_logits_grad", 0)[2]),
     "weights": lambda: ("megatrain_torch.templates.router.Router.weights",
                         flipped(router.Router, "weights", 0)[2]),
 }

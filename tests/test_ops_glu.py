@@ -77,10 +77,10 @@ def check_forward(h: Tensor, gate: Tensor, up: Tensor, act: int) -> None:
 
 
 def check_backward(dgate: Tensor, dup: Tensor, dh: Tensor, gate: Tensor, up: Tensor, act: int) -> None:
-    u, d, x = TYPES[dh.dtype], dh.double(), gate.double()
+    u, d, x = TYPES[dgate.dtype], dh.double(), gate.double()
     exact_gate, exact_up = reference.glu_backward(d, x, up.double(), act)
     terms = sum(t.abs() for t in reference.slope_terms(x, act))
-    hidden = hidden_below(dh.dtype, dh, gate, up)
+    hidden = hidden_below(dgate.dtype, dh, gate, up)
     size = relative(gate, act) * (d * reference.factor(up.double(), act)).abs() * terms
     assert ((dgate.double() - exact_gate).abs() <= u * exact_gate.abs() + size + hidden).all()
     assert ((dup.double() - exact_up).abs() <= (u + relative(gate, act)) * exact_up.abs() + hidden).all()

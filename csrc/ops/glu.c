@@ -1,70 +1,7 @@
 /* glu.c — gated activations and the sum over tokens on the host: see glu.h. */
 #include "glu.h"
 #include "element.h"
-#include <math.h>
-
-#define SQRT1_2     0.707106781f       /* 1 / sqrt(2) */
-#define DENSITY     0.398942280f       /* 1 / sqrt(2 pi) */
-#define TANH_LINEAR 1.595769122f       /* 2 sqrt(2/pi) */
-#define TANH_CUBE   0.071354816f       /* that times 0.044715 */
-
-typedef struct gate_value {
-    float a, slope;              /* a(x), a'(x) */
-} gate_value;
-
-/* ---- activations ---- */
-
-/* x s(v), and its slope for v' = dv/dx. s and 1-s come from e = exp(-|v|) <= 1, so neither cancels. */
-static gate_value swish(float x, float v, float dv)
-{
-    float e = expf(-fabsf(v)), r = 1.0f / (1.0f + e);
-    float s = v >= 0 ? r : e * r, q = v >= 0 ? e * r : r;
-
-    return (gate_value){ x * s, s + x * (s * q) * dv };
-}
-
-static gate_value gelu_tanh(float x)
-{
-    /* Above 100, s(v)(1-s(v)) is 0 long since; the bound keeps 0 * infinity away. */
-    float square = fminf(x * x, 1e4f);
-
-    return swish(x, x * (TANH_LINEAR + TANH_CUBE * square), TANH_LINEAR + 3 * TANH_CUBE * square);
-}
-
-static gate_value gelu(float x)
-{
-    float below = 0.5f * erfcf(-x * SQRT1_2);
-
-    return (gate_value){ x * below, below + x * (DENSITY * expf(-0.5f * x * x)) };
-}
-
-static gate_value clamped(float x)
-{
-    float inside = x > MT_CLAMP ? MT_CLAMP : x;
-    gate_value g = swish(inside, MT_CLAMP_SLOPE * inside, MT_CLAMP_SLOPE);
-
-    if (x > MT_CLAMP)
-        g.slope = 0;
-    return g;
-}
-
-static gate_value activation(int act, float x)
-{
-    switch (act) {
-    case MT_SILU:      return swish(x, x, 1);
-    case MT_GELU_TANH: return gelu_tanh(x);
-    case MT_GELU:      return gelu(x);
-    default:           return clamped(x);
-    }
-}
-
-/* u(up). */
-static float factor(int act, float up)
-{
-    if (act != MT_CLAMPED)
-        return up;
-    return (up > MT_CLAMP ? MT_CLAMP : up < -MT_CLAMP ? -MT_CLAMP : up) + 1.0f;
-}
+#include "gate.h"
 
 /* ---- rows ---- */
 
@@ -73,8 +10,8 @@ static void forward_row(void *ctx, int64_t row)
     const mt_glu *g = ctx;
 
     for (int64_t i = 0; i < g->n; i++) {
-        float a = activation(g->act, mt__get(g->dtype, g->gate, row * g->gate_stride + i)).a;
-        float u = factor(g->act, mt__get(g->dtype, g->up, row * g->up_stride + i));
+        float a = mt__activation(g->act, mt__get(g->dtype, g->gate, row * g->gate_stride + i)).a;
+        float u = mt__factor(g->act, mt__get(g->dtype, g->up, row * g->up_stride + i));
 
         mt__put(g->dtype, g->h, row * g->n + i, mt__rounded(g->dtype, a) * u);
     }
@@ -87,8 +24,8 @@ static void backward_row(void *ctx, int64_t row)
     for (int64_t i = 0; i < g->n; i++) {
         float dh = mt__get(g->dtype, g->dh, row * g->n + i);
         float up = mt__get(g->dtype, g->up, row * g->up_stride + i);
-        float u = factor(g->act, up);
-        gate_value v = activation(g->act, mt__get(g->dtype, g->gate, row * g->gate_stride + i));
+        float u = mt__factor(g->act, up);
+        mt__gate v = mt__activation(g->act, mt__get(g->dtype, g->gate, row * g->gate_stride + i));
         int   cut = g->act == MT_CLAMPED && fabsf(up) > MT_CLAMP;
 
         mt__put(g->dtype, g->dgate, row * g->dgate_stride + i, dh * u * v.slope);

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from .parts import Grads, Unfit, Weights, child
+from .router import Routed, spread_out
 
 CODES = (ops.SILU, ops.GELU_TANH, ops.GELU, ops.CLAMPED)
 
@@ -33,6 +34,10 @@ class Rows:
     place: Tensor
     offsets: Tensor
     expert: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [T, n] by sorted rows: [R, n]."""
+        return ops.sum_rows(x, self.token, self.token.shape[0])
 
 
 def sort_rows(index: Tensor, experts: int) -> Rows:
@@ -73,19 +78,22 @@ class Experts:
     # ---- forward ----
 
     def gate_up(self, b: Tensor, rows: Rows, w: Weights) -> Tensor:
-        """g|u [R, 2 I] from b [T, H]."""
-        gu = ops.grouped_gemm(b.index_select(0, rows.token), self._matrix(self.gu, w), rows.offsets)
-        if self.biases:
-            gu += w[self.biases[0]].index_select(0, rows.expert.long())
-        return _apart(gu) if self.interleaved else gu
+        """g|u [R, 2 I] from b [T, H], in the experts' own order of columns and without their biases."""
+        return ops.grouped_gemm(rows.of(b), self._matrix(self.gu, w), rows.offsets)
 
-    def finish(self, gu: Tensor, weights: Tensor, rows: Rows, base: Tensor | None, factor: float, w: Weights) -> Tensor:
+    def finish(self, gu: Tensor, weights: Tensor, routed: Routed, rows: Rows, base: Tensor | None, factor: float,
+               w: Weights) -> Tensor:
         """base + factor * y [T, H], from weights [T, k] fp32."""
-        act = ops.glu(*gu.chunk(2, 1), self.act)
+        act = ops.expert_glu(gu, self.act, self.interleaved, *self._gate_bias(rows, w))
         out = ops.grouped_gemm(act, self._matrix(self.down, w), rows.offsets)
-        if self.biases:
-            out += w[self.biases[1]].index_select(0, rows.expert.long())
-        return combined(out, rows.place, weights, base, factor)
+        del act
+        if self.biases:                                  # the sum of weights * bias is one product
+            spread, bias = spread_out(weights, routed).to(out.dtype), w[self.biases[1]]
+            base = factor * torch.mm(spread, bias) if base is None else torch.addmm(base, spread, bias, alpha=factor)
+        return ops.sum_rows(out, rows.place, weights.shape[0], weights.flatten(), base, factor)
+
+    def _gate_bias(self, rows: Rows, w: Weights) -> tuple[Tensor | None, Tensor | None]:
+        return (w[self.biases[0]], rows.expert.int()) if self.biases else (None, None)
 
     def _matrix(self, name: str, w: Weights) -> Tensor:
         """[E, inputs, outputs]."""
@@ -93,73 +101,39 @@ class Experts:
 
     # ---- backward ----
 
-    def backward(self, dy: Tensor, b: Tensor, gu: Tensor, weights: Tensor, rows: Rows, base: Tensor, w: Weights,
-                 grads: Grads) -> tuple[Tensor, Tensor]:
+    def backward(self, dy: Tensor, b: Tensor, gu: Tensor, weights: Tensor, routed: Routed, rows: Rows,
+                 base: Tensor | None, w: Weights, grads: Grads) -> tuple[Tensor, Tensor]:
         """base + db [T, H], and dweights [T, k] fp32, from dy [T, H]. Overwrites gu.
 
         What an expert gives is not made again: its product with dy is that of dy Wd' with what Wd reads.
         """
-        dys = dy.index_select(0, rows.token)
-        dact = ops.grouped_gemm_dgrad(dys, self._matrix(self.down, w), rows.offsets)     # of a weight of 1
-        gate, up = gu.chunk(2, 1)
-        act = torch.empty_like(dact)
-        ops.glu_backward(dact, gate, up, self.act, dgate=gate, dup=up, h=act)
-        dweights = _dots(dact, act)
-        by_row = weights.flatten().index_select(0, rows.order).unsqueeze(1)
-        gu *= by_row
-        act *= by_row
+        dys = rows.of(dy)
+        act = ops.grouped_gemm_dgrad(dys, self._matrix(self.down, w), rows.offsets)      # d(act) for a weight of 1
+        dweights = ops.expert_glu_backward(act, gu, self.act, self.interleaved, *self._gate_bias(rows, w),
+                                           weights.flatten(), rows.order).view(weights.shape)
         self._weight_grads(self.down, act, dys, rows, grads)
+        del act, dys
         if self.biases:
-            dweights = dweights + _dots(dys, w[self.biases[1]].index_select(0, rows.expert.long()))
-            self._bias_grads(self.biases[1], by_row, dys, rows, grads)
-        del dys, act, dact
-        dgu = _together(gu) if self.interleaved else gu
-        self._weight_grads(self.gu, b.index_select(0, rows.token), dgu, rows, grads)
-        if self.biases:
-            self._bias_grads(self.biases[0], torch.ones_like(by_row), dgu, rows, grads)
-        dx = ops.grouped_gemm_dgrad(dgu, self._matrix(self.gu, w), rows.offsets)
-        db = combined(dx, rows.place, None, base, 1.0)
-        return db, dweights.index_select(0, rows.place).view(weights.shape)
+            dweights = dweights + torch.mm(dy, w[self.biases[1]].t()).gather(1, routed.index)
+            self._bias_grads(dy, gu, weights, routed, rows, grads)
+        self._weight_grads(self.gu, rows.of(b), gu, rows, grads)
+        dx = ops.grouped_gemm_dgrad(gu, self._matrix(self.gu, w), rows.offsets)
+        return ops.sum_rows(dx, rows.place, b.shape[0], None, base), dweights
 
     def _weight_grads(self, name: str, x: Tensor, dy: Tensor, rows: Rows, grads: Grads) -> None:
         if grads.wants(name):
             grads[name] = ops.grouped_gemm_wgrad(x, dy, rows.offsets) if self.transposed else \
                 ops.grouped_gemm_wgrad(dy, x, rows.offsets)
 
-    def _bias_grads(self, name: str, by_row: Tensor, dy: Tensor, rows: Rows, grads: Grads) -> None:
-        """Sums of the experts' rows, each times its number, as products of one row of eight (what the kernel takes)."""
-        if grads.wants(name):
-            x = nn.functional.pad(by_row.to(dy.dtype), (0, 7))
-            grads[name] = ops.grouped_gemm_wgrad(x, dy, rows.offsets)[:, 0].contiguous()
+    def _bias_grads(self, dy: Tensor, dgu: Tensor, weights: Tensor, routed: Routed, rows: Rows, grads: Grads) -> None:
+        if grads.wants(self.biases[1]):
+            grads[self.biases[1]] = torch.mm(spread_out(weights, routed).to(dy.dtype).t(), dy)
+        if grads.wants(self.biases[0]):                  # each expert's sum, as a product with eight (the kernel's
+            ones = dgu.new_ones(dgu.shape[0], 8)         # least) rows of ones
+            grads[self.biases[0]] = ops.grouped_gemm_wgrad(ones, dgu, rows.offsets)[:, 0].contiguous()
 
 
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
-
-
-def combined(rows: Tensor, place: Tensor, weights: Tensor | None, base: Tensor | None, factor: float) -> Tensor:
-    """base + factor * the sum over j of weights[t, j] * rows[place[t k + j]]: [T, H], from rows [R, H]."""
-    k = weights.shape[1] if weights is not None else place.numel() // base.shape[0]
-    chosen = rows.index_select(0, place).view(-1, k, rows.shape[1])
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    if weights is None:
-        weights = torch.ones(chosen.shape[:2], dtype=wide, device=rows.device)
-    found = (chosen.to(wide) * (weights * factor).unsqueeze(-1)).sum(1)
-    return (found if base is None else found + base.to(wide)).to(rows.dtype)
-
-
-def _dots(a: Tensor, b: Tensor) -> Tensor:
-    """[R] fp32: the product of each row with its like."""
-    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten().to(torch.promote_types(a.dtype, torch.float32))
-
-
-def _apart(t: Tensor) -> Tensor:
-    """Columns 0, 2, 4 ... then 1, 3, 5 ...: [R, 2 I] dense."""
-    return t.view(t.shape[0], -1, 2).mT.reshape(t.shape)
-
-
-def _together(t: Tensor) -> Tensor:
-    """The inverse of _apart."""
-    return t.view(t.shape[0], 2, -1).mT.reshape(t.shape)
 
 
 def _gate_of(module: nn.Module) -> tuple[int, bool]:
@@ -173,8 +147,7 @@ def _gate_of(module: nn.Module) -> tuple[int, bool]:
     with torch.no_grad():
         truth = _gated(module, z)
         for act, interleaved in product(CODES, (False, True)):
-            gate, up = (_apart(z) if interleaved else z).chunk(2, 1)
-            if torch.allclose(truth, ops.glu(gate, up, act), rtol=1e-5, atol=1e-5):
+            if torch.allclose(truth, ops.expert_glu(z, act, interleaved), rtol=1e-5, atol=1e-5):
                 return act, interleaved
     raise Unfit(f"the gate of its experts ({type(module).__name__}) is none of the known ones")
 

@@ -48,29 +48,32 @@ class Shared:
         """[T, 1], the layer's type."""
         return torch.sigmoid(self.gate.forward(b, w))
 
-    def forward_onto(self, base: Tensor, b: Tensor, gu: Tensor, factor: float, w: Weights) -> Tensor:
+    def forward_onto(self, base: Tensor | None, b: Tensor, gu: Tensor, factor: float, w: Weights) -> Tensor:
         """base + factor * gate * expert(b) [T, H]; gu as gu.forward(b) gave it."""
         act = ops.glu(*gu.chunk(2, 1), self.act)
         if self.gate:
             act *= self.gate_of(b, w)
-        return self.down.forward_onto(base, act, w, factor)
+        return self.down.forward(act, w) if base is None else self.down.forward_onto(base, act, w, factor)
 
-    def backward(self, dy: Tensor, b: Tensor, gu: Tensor, base: Tensor, w: Weights, grads: Grads) -> Tensor:
-        """base + db [T, H] from dy [T, H]. Overwrites gu."""
-        dact = self.down.input_grad(dy, w)
-        act, (gate, up) = torch.empty_like(dact), gu.chunk(2, 1)
-        ops.glu_backward(dact, gate, up, self.act, dgate=gate, dup=up, h=act)
-        if self.gate:
-            s = self.gate_of(b, w)
-            ds = torch.bmm(dact.unsqueeze(1), act.unsqueeze(2)).view(s.shape)
-            act *= s
-            gu *= s
-            dlogit = ds * s * (1 - s)
-            self.gate.weight_grads(dlogit, b, grads)
-            base = torch.addmm(base, dlogit, w.joint(self.gate.weights))
+    def backward(self, dy: Tensor, b: Tensor, gu: Tensor, w: Weights, grads: Grads) -> Tensor:
+        """db [T, H] from dy [T, H]. Overwrites gu."""
+        act = self.down.input_grad(dy, w)
+        s = self.gate_of(b, w) if self.gate else None
+        ds = ops.expert_glu_backward(act, gu, self.act, weights=_numbers(s))
         self.down.weight_grads(dy, act, grads)
+        del act
         self.gu.weight_grads(gu, b, grads)
-        return torch.addmm(base, gu, w.joint(self.gu.weights))
+        db = self.gu.input_grad(gu, w)
+        if s is None:
+            return db
+        dlogit = (ds.unsqueeze(1) * s * (1 - s)).to(b.dtype)
+        self.gate.weight_grads(dlogit, b, grads)
+        return db.addmm_(dlogit, w.joint(self.gate.weights))
+
+
+def _numbers(s: Tensor | None) -> Tensor | None:
+    """[T, 1] as the op takes it: [T] fp32, or fp64 of fp64."""
+    return None if s is None else s.flatten().to(torch.promote_types(s.dtype, torch.float32))
 
 
 class SparseMLP:
@@ -132,8 +135,8 @@ class SparseMLP:
     def _finish(self, h: Tensor, b: Tensor, rows: Rows, w: Weights, k: KeptExperts) -> Tensor:
         base, factor = (None, 1.0) if self.norm2b else (h, self.factor)
         if self.shared:
-            base = self.shared.forward_onto(torch.zeros_like(h) if base is None else base, b, k.shared_gu, factor, w)
-        y = self.experts.finish(k.gu, self.router.weights(k.routed, h.dtype), rows, base, factor, w)
+            base = self.shared.forward_onto(base, b, k.shared_gu, factor, w)
+        y = self.experts.finish(k.gu, self.router.weights(k.routed, h.dtype), k.routed, rows, base, factor, w)
         if not self.norm2b:
             return y
         k.d = y
@@ -155,12 +158,12 @@ class SparseMLP:
         if self.norm2b:
             dd, _ = self.norm2b.backward(dd, k.d, k.rstd2b, w, grads)
             k.d = None
-        base = torch.zeros_like(h)
+        base = None
         if self.shared:
-            base = self.shared.backward(dd, b, k.shared_gu, base, w, grads)
+            base = self.shared.backward(dd, b, k.shared_gu, w, grads)
             k.shared_gu = None
         weights = self.router.weights(k.routed, h.dtype)
-        db, dweights = self.experts.backward(dd, b, k.gu, weights, rows, base, w, grads)
+        db, dweights = self.experts.backward(dd, b, k.gu, weights, k.routed, rows, base, w, grads)
         k.gu = None
         db += self.router.backward(dweights, k.routed, b, w, grads)
         if not self.norm2:

@@ -120,18 +120,18 @@ class Router:
         """[T, E] from the gradient of the weights before their factor, [T, k]."""
         if self.normalised and not self.sigmoid:
             p = torch.softmax(r.logits.gather(1, r.index), -1, d.dtype)
-            return _spread(p * (d - (p * d).sum(-1, keepdim=True)), r)
+            return spread_out(p * (d - (p * d).sum(-1, keepdim=True)), r)
         scores = self._scores(r.logits)
         chosen = scores.gather(1, r.index)
         if self.normalised:
             total = chosen.sum(-1, keepdim=True)
             d = (d - (chosen * d).sum(-1, keepdim=True) / total) / total
         if self.sigmoid:
-            return _spread(d * chosen * (1 - chosen), r)
-        return _spread(d * chosen, r) - scores * (d * chosen).sum(-1, keepdim=True)
+            return spread_out(d * chosen * (1 - chosen), r)
+        return spread_out(d * chosen, r) - scores * (d * chosen).sum(-1, keepdim=True)
 
 
-def _spread(d: Tensor, r: Routed) -> Tensor:
+def spread_out(d: Tensor, r: Routed) -> Tensor:
     """[T, k] to where they came from in [T, E]: no two to one place."""
     return torch.zeros(r.logits.shape, dtype=d.dtype, device=d.device).scatter_(1, r.index, d)
 

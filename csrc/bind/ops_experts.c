@@ -1,0 +1,273 @@
+/* ops_experts.c — torch.ops.megatrain: rows of a mixture of experts. See csrc/ops/experts.h. */
+#include "ops_check.h"
+#include "../ops/experts.h"
+#include "../ops/glu.h"
+#ifdef MT_WITH_CUDA
+#include "../ops/experts_cuda.h"
+#endif
+
+/* [n] numbers of rows below `rows`; on CUDA nobody looks at their values. */
+static mt_status rows_below(const mt_op_call *c, const char *name, const mt_op_tensor *t, int64_t n,
+                            int64_t rows)
+{
+    const int64_t *row = t->data;
+    mt_status      st;
+
+    MT_TRY(mt_op_type(c, name, t, MT_I64));
+    MT_TRY(mt_op_vector(c, name, t, n));
+    for (int64_t i = 0; c->device_index < 0 && i < n; i++)
+        if (row[i] < 0 || row[i] >= rows)
+            return MT_FAIL(MT_EINVAL, "%s: %s[%lld] is %lld; there are %lld rows", c->name, name,
+                           (long long)i, (long long)row[i], (long long)rows);
+fail:
+    return st;
+}
+
+/* ---- sums of rows ---- */
+
+static mt_status sum_args(const mt_op_call *c, const mt_op_arg *a, mt_row_sums *s)
+{
+    const mt_op_tensor *x = &a[0].t, *place = &a[1].t, *weights = &a[2].t, *base = &a[3].t;
+    const mt_op_tensor *out = &a[5].t;
+    int64_t   tokens;
+    mt_status st;
+
+    MT_TRY(mt_op_float(c, "x", x));
+    MT_TRY(mt_op_matrix(c, "x", x, -1, -1));
+    MT_TRY(mt_op_type(c, "out", out, x->dtype));
+    MT_TRY(mt_op_matrix(c, "out", out, -1, x->size[1]));
+    tokens = out->size[0];
+    if (tokens == 0 ? place->n != 0 : place->n % tokens != 0)
+        return MT_FAIL(MT_EINVAL, "%s: %lld places for %lld rows of out: not as many for each", c->name,
+                       (long long)place->n, (long long)tokens);
+    MT_TRY(rows_below(c, "place", place, place->n, x->size[0]));
+    if (weights->handle != NULL) {
+        MT_TRY(mt_op_type(c, "weights", weights, MT_F32));
+        MT_TRY(mt_op_vector(c, "weights", weights, place->n));
+    }
+    if (base->handle != NULL) {
+        MT_TRY(mt_op_type(c, "base", base, x->dtype));
+        MT_TRY(mt_op_matrix(c, "base", base, tokens, x->size[1]));
+    }
+    *s = (mt_row_sums){
+        .dtype = (mt_dtype)x->dtype, .tokens = tokens, .k = tokens > 0 ? place->n / tokens : 0,
+        .n = x->size[1], .x = x->data, .place = place->data, .weights = weights->data,
+        .base = base->data, .factor = (float)a[4].f, .out = out->data,
+    };
+fail:
+    return st;
+}
+
+static mt_status cpu_sum_rows(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_pool    *pool = NULL;
+    mt_row_sums s;
+    mt_status   st;
+
+    (void)result;
+    MT_TRY(sum_args(c, a, &s));
+    MT_TRY(mt_op_pool(s.tokens * s.k * s.n, &pool));
+    mt_sum_rows(pool, &s);
+fail:
+    mt_pool_close(pool);
+    return st;
+}
+
+/* ---- gates ---- */
+
+static mt_status expert_args(const mt_op_call *c, const mt_op_tensor *bias, const mt_op_tensor *expert,
+                             mt_gates *g)
+{
+    const int32_t *e = expert->data;
+    mt_status      st = MT_OK;
+
+    if ((bias->handle == NULL) != (expert->handle == NULL))
+        return MT_FAIL(MT_EINVAL, "%s: bias and expert go together", c->name);
+    if (bias->handle == NULL)
+        return MT_OK;
+    MT_TRY(mt_op_type(c, "bias", bias, (int)g->dtype));
+    MT_TRY(mt_op_matrix(c, "bias", bias, -1, 2 * g->n));
+    MT_TRY(mt_op_type(c, "expert", expert, MT_I32));
+    MT_TRY(mt_op_vector(c, "expert", expert, g->rows));
+    for (int64_t r = 0; c->device_index < 0 && r < g->rows; r++)
+        if (e[r] < 0 || e[r] >= bias->size[0])
+            return MT_FAIL(MT_EINVAL, "%s: expert[%lld] is %d; bias has %lld rows", c->name,
+                           (long long)r, (int)e[r], (long long)bias->size[0]);
+    g->bias = bias->data;
+    g->expert = e;
+fail:
+    return st;
+}
+
+/* gu, bias, expert, act, interleaved from a[0] on; g->rows and g->n. */
+static mt_status gate_args(const mt_op_call *c, const mt_op_arg *a, mt_gates *g)
+{
+    const mt_op_tensor *gu = &a[0].t;
+    mt_status st;
+
+    *g = (mt_gates){ 0 };
+    MT_TRY(mt_op_float(c, "gu", gu));
+    MT_TRY(mt_op_matrix(c, "gu", gu, -1, -1));
+    if (gu->size[1] % 2 != 0)
+        return MT_FAIL(MT_EINVAL, "%s: gu has %lld columns, which are no pairs", c->name,
+                       (long long)gu->size[1]);
+    if (a[3].i < 0 || a[3].i >= MT_ACTS)
+        return MT_FAIL(MT_EINVAL, "%s: act is %lld; 0 to %d are known", c->name, (long long)a[3].i,
+                       MT_ACTS - 1);
+    g->dtype = (mt_dtype)gu->dtype;
+    g->rows = gu->size[0];
+    g->n = gu->size[1] / 2;
+    g->gu = gu->data;
+    g->act = (int)a[3].i;
+    g->interleaved = a[4].i != 0;
+    MT_TRY(expert_args(c, &a[1].t, &a[2].t, g));
+fail:
+    return st;
+}
+
+static mt_status like_rows(const mt_op_call *c, const char *name, const mt_op_tensor *t, const mt_gates *g,
+                           int64_t n)
+{
+    mt_status st;
+
+    MT_TRY(mt_op_type(c, name, t, (int)g->dtype));
+    MT_TRY(mt_op_matrix(c, name, t, g->rows, n));
+fail:
+    return st;
+}
+
+static mt_status forward_args(const mt_op_call *c, const mt_op_arg *a, mt_gates *g)
+{
+    mt_status st;
+
+    MT_TRY(gate_args(c, a, g));
+    MT_TRY(like_rows(c, "h", &a[5].t, g, g->n));
+    g->h = a[5].t.data;
+fail:
+    return st;
+}
+
+static mt_status weight_args(const mt_op_call *c, const mt_op_tensor *weights, const mt_op_tensor *order,
+                             const mt_op_tensor *dweights, mt_gates *g)
+{
+    mt_status st = MT_OK;
+
+    if ((weights->handle == NULL) != (dweights->handle == NULL))
+        return MT_FAIL(MT_EINVAL, "%s: weights and dweights go together", c->name);
+    if (weights->handle != NULL) {
+        MT_TRY(mt_op_type(c, "weights", weights, MT_F32));
+        MT_TRY(mt_op_vector(c, "weights", weights, g->rows));
+        MT_TRY(mt_op_type(c, "dweights", dweights, MT_F32));
+        MT_TRY(mt_op_vector(c, "dweights", dweights, g->rows));
+    }
+    if (order->handle != NULL)
+        MT_TRY(rows_below(c, "order", order, g->rows, g->rows));
+    g->weights = weights->data;
+    g->dweights = dweights->data;
+    g->order = order->data;
+fail:
+    return st;
+}
+
+/* dact, then as forward, then weights, order, dgu, h, dweights. */
+static mt_status backward_args(const mt_op_call *c, const mt_op_arg *a, mt_gates *g)
+{
+    mt_status st;
+
+    MT_TRY(gate_args(c, a + 1, g));
+    MT_TRY(like_rows(c, "dact", &a[0].t, g, g->n));
+    MT_TRY(like_rows(c, "dgu", &a[8].t, g, 2 * g->n));
+    MT_TRY(like_rows(c, "h", &a[9].t, g, g->n));
+    MT_TRY(weight_args(c, &a[6].t, &a[7].t, &a[10].t, g));
+    g->dact = a[0].t.data;
+    g->dgu = a[8].t.data;
+    g->h = a[9].t.data;
+fail:
+    return st;
+}
+
+typedef mt_status (*read_args)(const mt_op_call *c, const mt_op_arg *a, mt_gates *g);
+
+static mt_status on_cpu(const mt_op_call *c, const mt_op_arg *a, read_args read,
+                        void (*run)(mt_pool *, const mt_gates *))
+{
+    mt_pool  *pool = NULL;
+    mt_gates  g;
+    mt_status st;
+
+    MT_TRY(read(c, a, &g));
+    MT_TRY(mt_op_pool(g.rows * g.n, &pool));
+    run(pool, &g);
+fail:
+    mt_pool_close(pool);
+    return st;
+}
+
+static mt_status cpu_expert_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    (void)result;
+    return on_cpu(c, a, forward_args, mt_gates_forward);
+}
+
+static mt_status cpu_expert_glu_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    (void)result;
+    return on_cpu(c, a, backward_args, mt_gates_backward);
+}
+
+#ifdef MT_WITH_CUDA
+static mt_status told(const mt_op_call *c, const char *error)
+{
+    return error == NULL ? MT_OK
+                         : MT_FAIL(MT_EDEVICE, "%s on cuda:%d: %s", c->name, c->device_index, error);
+}
+
+static mt_status cuda_sum_rows(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_row_sums s;
+    mt_status   st;
+
+    (void)result;
+    MT_TRY(sum_args(c, a, &s));
+    MT_TRY(told(c, mt__sum_rows_cuda(c->stream, &s)));
+fail:
+    return st;
+}
+
+static mt_status cuda_expert_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_gates  g;
+    mt_status st;
+
+    (void)result;
+    MT_TRY(forward_args(c, a, &g));
+    MT_TRY(told(c, mt__gates_forward_cuda(c->stream, &g)));
+fail:
+    return st;
+}
+
+static mt_status cuda_expert_glu_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_gates  g;
+    mt_status st;
+
+    (void)result;
+    MT_TRY(backward_args(c, a, &g));
+    MT_TRY(told(c, mt__gates_backward_cuda(c->stream, &g)));
+fail:
+    return st;
+}
+#endif
+
+#define OPS(X)                                                                                        \
+    X(sum_rows, "TTttfW",                                                                             \
+      "sum_rows(Tensor x, Tensor place, Tensor? weights, Tensor? base, float factor, Tensor(a!) out)" \
+      " -> ()")                                                                                       \
+    X(expert_glu, "TttiiW",                                                                           \
+      "expert_glu(Tensor gu, Tensor? bias, Tensor? expert, int act, bool interleaved, "               \
+      "Tensor(a!) h) -> ()")                                                                          \
+    X(expert_glu_backward, "TTttiittWWw",                                                             \
+      "expert_glu_backward(Tensor dact, Tensor gu, Tensor? bias, Tensor? expert, int act, "           \
+      "bool interleaved, Tensor? weights, Tensor? order, Tensor(a!) dgu, Tensor(b!) h, "              \
+      "Tensor(c!)? dweights) -> ()")
+MT_OP_TABLE(experts, OPS)
