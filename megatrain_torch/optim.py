@@ -269,11 +269,12 @@ class AdamW(torch.optim.Optimizer):
         if record.dtype != torch.float32 and record.master_writes != record.writes:
             rt.core.wait_updates(record.unit)    # the weight was set from outside: it is its own master
             rt.own_states(record)
-            if record.dtype == torch.bfloat16:
-                record.view("LO").zero_()
-            else:
+            if record.dtype == torch.float16:
                 record.view("MASTER").copy_(record.host)
-            rt.push(record, "LO", "MASTER")
+                rt.push(record, "MASTER")
+            elif record.master_writes >= 0:      # a new plane is zero, and no memory until it is written
+                record.view("LO").zero_()
+                rt.push(record, "LO")
         record.master_writes = record.writes
 
     def _begin_state(self, p: StreamedParameter, record: Record) -> None:
