@@ -82,9 +82,10 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
                 "saved" keeps them; "replay" runs the window's forward again in backward; "selective" (fused layers)
                 keeps all but the largest; "whole" replays in one node (see whole.py); "auto": fused layers keep
                 what fits, others save on the CPU and replay on CUDA.
-            "homes": "ram" or "vram" for all units, or {unit name: ...}: where weights, gradients and AdamW's states
-                live. What is at home in VRAM never crosses the bus and is updated there, to the same bits.
-                Default "ram".
+            "homes": "ram", "vram" or "through" for all units, or {unit name: ...}: where weights, gradients and
+                AdamW's states live. What is at home in VRAM never crosses the bus and is updated there, to the same bits. "through":
+                at home in RAM, but updated on the device, states streaming up and back beside the host's own
+                updates: where the host is what binds. Default "ram".
             "speculate": True, or a list of unit names: their updates begin during backward, as if nothing were
                 clipped, and are taken back where that was wrong; to the same bits. Only units at home in RAM, at 12
                 bytes more of host memory per trained parameter (fp16: 14). Default False.
@@ -112,8 +113,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     where = _device(device)
     found = find(module, units)
     groups = group(module, found)
-    settled = _settled(options.get("homes", "ram"), groups)
-    speculated = _speculated(options.get("speculate", False), groups, settled)
+    settled, through = _homes(options.get("homes", "ram"), groups)
+    speculated = _speculated(options.get("speculate", False), groups, settled + through)
     sizes = _fits(groups, settled, speculated, options, dtype, parse_bytes(vram, "vram"), parse_bytes(host, "host"),
                   where)
     debug = dict(options.get("debug", {}))
@@ -127,6 +128,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     rt.cap = Cap(where, rt.vram, sum(_state_bytes(p, dtype, sums) for i in settled for _, p in groups[i][1]))
     try:
         rt.open_slots(sizes, settled)
+        for unit in through:
+            core.through(unit, True)
         if debug:
             core.debug(**debug)
         _install(rt, module, found)
@@ -229,25 +232,25 @@ def _problem(p: nn.Parameter) -> str:
 
 # ---- units and memory ----------------------------------------------------------------------------
 
-def _settled(homes: str | dict[str, str], groups: list[Group]) -> list[int]:
-    """Numbers of the units that live on the device."""
+def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[list[int], list[int]]:
+    """Numbers of the units that live on the device, and of those that are updated there in passing."""
     names = [name for name, _ in groups]
     asked = dict.fromkeys(names, homes) if isinstance(homes, str) else homes
     for name, home in asked.items():
         if name not in names:
             raise MegatrainError(f"plan: homes names {name!r}, and there is no such unit; units: {', '.join(names)}")
-        if home not in ("ram", "vram"):
-            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use 'ram' or 'vram'")
-    return [i for i, name in enumerate(names) if asked.get(name) == "vram"]
+        if home not in ("ram", "vram", "through"):
+            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use 'ram', 'vram' or 'through'")
+    return tuple([i for i, name in enumerate(names) if asked.get(name) == where] for where in ("vram", "through"))
 
 
-def _speculated(asked: bool | list[str], groups: list[Group], settled: list[int]) -> frozenset[int]:
+def _speculated(asked: bool | list[str], groups: list[Group], elsewhere: list[int]) -> frozenset[int]:
     """Numbers of the units on the host whose updates may begin during backward."""
     names = [name for name, _ in groups]
     chosen = names if asked is True else asked or []
     if not isinstance(chosen, list) or not set(chosen) <= set(names):
         raise MegatrainError(f"plan: speculate={asked!r}; use True, False, or a list of units: {', '.join(names)}")
-    return frozenset(i for i, name in enumerate(names) if name in chosen and i not in settled)
+    return frozenset(i for i, name in enumerate(names) if name in chosen and i not in elsewhere)
 
 
 def _fits(groups: list[Group], settled: list[int], speculated: frozenset[int], options: dict[str, Any],

@@ -22,6 +22,9 @@ PLACES: dict[str, tuple[dict[str, Any], int]] = {
     "ram-delays": ({"debug": {"delay_us": 300, "seed": 3}}, 1),
     "vram": ({"homes": "vram"}, 1),
     "some_in_vram": ({"homes": {"layers.0": "vram", "layers.2": "vram"}}, 1),
+    "through": ({"homes": "through"}, 1),
+    "some_through-delays": ({"homes": {"layers.0": "through", "layers.2": "vram"},
+                             "debug": {"delay_us": 300, "seed": 6}}, 1),
     "speculative": ({"speculate": True}, 1),
     "speculative-delays": ({"speculate": True, "debug": {"delay_us": 300, "seed": 4}}, 1),
     "speculative-no_overlap": ({"speculate": True, "debug": {"sync": True}}, 1),
@@ -29,6 +32,7 @@ PLACES: dict[str, tuple[dict[str, Any], int]] = {
                                   "debug": {"sync": True}}, 1),
     "ram-micro": ({}, 3),
     "vram-micro": ({"homes": "vram"}, 3),
+    "through-micro": ({"homes": "through"}, 3),
     "speculative-micro": ({"speculate": True, "debug": {"sync": True}}, 3),
     "speculative-micro-delays": ({"speculate": True, "debug": {"delay_us": 300, "seed": 5}}, 3),
 }
