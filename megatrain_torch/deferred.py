@@ -521,7 +521,7 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any
     if not isinstance(input, DeferredLogits) or not torch.is_grad_enabled() or not input.requires_grad:
         return None
     logits = input._logits
-    if input._values is not None or logits.value is not None or logits.watched:
+    if logits.value is not None or logits.watched:      # they are there, or wanted: they are used
         return None
     shape = list(input.shape)
     classes = 0 if len(shape) == 1 else 1
