@@ -96,8 +96,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         units: names or modules to be streamed as one piece each; None: found from the model.
         compute: "eager": the modules' own code; "fused": layers that a template covers run as one node with an
             explicit backward, the others as they are, and the head makes no logits where the loss is
-            `F.cross_entropy` (mt.explain says which); "auto": fused on CUDA for 16-bit weights, else eager. Fused
-            results differ from the module's own code in the last bits.
+            `F.cross_entropy`, unless somebody reads them, until the next optimizer step (mt.explain says which);
+            "auto": fused on CUDA for 16-bit weights, else eager. Fused results differ from the module's own code in
+            the last bits.
 
     Raises:
         MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed.
