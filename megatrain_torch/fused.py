@@ -65,8 +65,8 @@ class Layer(torch.autograd.Function):
 
 
 def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
-    """Does this choice of `compute` fuse a module whose weights have these types?"""
-    half = all(d in (torch.bfloat16, torch.float16) for d in dtypes)
+    """Does this choice of `compute` fuse a module whose weights, matrices first, have these types?"""
+    half = bool(dtypes) and dtypes[0] in (torch.bfloat16, torch.float16)
     return compute == "fused" or (compute == "auto" and cuda and half)
 
 

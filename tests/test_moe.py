@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import ops
-from megatrain_torch.templates import experts, router
+from megatrain_torch.templates import experts, parts, router
 from megatrain_torch.templates.attention import Attention
 from megatrain_torch.templates.decoder import Decoder
 
@@ -210,6 +210,44 @@ def test_in_bf16_layers_are_fused_though_rounding_decides_some_choices(family: s
 
     for a, b in zip(losses(False), losses(True)):
         assert abs(a - b) < 0.05 * a
+
+
+def test_fp32_norms_of_a_bf16_layer_keep_their_type() -> None:
+    """As transformers loads GPT-OSS. In bf16 a weight of 1 would not see a change of 1e-3."""
+    def build() -> nn.Module:
+        model = FAMILIES["gpt_oss"]().bfloat16()
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.data = 1 + 1e-3 * torch.randn(p.shape, generator=zoo.generator(len(name)))
+        return model
+
+    own, model = build(), stream(build(), "selective")
+    for m in (own, model):
+        m(**padded(0)).loss.backward()
+    all_fused(codes(model))
+    for (name, p), q in zip(own.named_parameters(), model.parameters()):
+        if "layernorm" in name:
+            assert q.grad.dtype == torch.float32
+            assert fusing.error(p.grad, q.grad) < 0.05, name     # of some twenty roundings to 8 bits
+
+
+@pytest.mark.parametrize("style", ops.NORM_STYLES[1:])
+def test_a_norm_with_weights_of_a_wider_type_is_that_of_fp64(style: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, dy, add = (torch.randn(2, 5, 32, generator=g).bfloat16() for _ in range(3))
+    layer = nn.ModuleDict({"norm": nn.RMSNorm(32, eps=1e-6)})
+    w = torch.randn(32, generator=g)
+    norm, grads = parts.Norm(layer, "norm"), parts.Grads(["norm.weight"])
+    norm.style = style
+    y, rstd = norm.forward(x, parts.Weights({"norm.weight": w}))
+    dx, again = norm.backward(dy, x, rstd, parts.Weights({"norm.weight": w}), grads, add, rebuild=True)
+    leaves = [x.double().requires_grad_(), w.double().requires_grad_()]
+    wanted = leaves[0] * torch.rsqrt(leaves[0].square().mean(-1, keepdim=True) + 1e-6) * (
+        leaves[1] + (style == ops.ONE_PLUS))
+    exact = torch.autograd.grad(wanted, leaves, dy.double())
+    assert y.dtype == dx.dtype == torch.bfloat16 and torch.equal(y, again)
+    assert fusing.error(wanted.detach(), y) < 2**-8 and fusing.error(exact[0] + add.double(), dx) < 2**-8
+    assert fusing.error(exact[1], grads["norm.weight"]) < 1e-6
 
 
 # ---------------------------------------------------------------- routing

@@ -69,7 +69,7 @@ class GatedMLP:
         """y [T, H] from h [T, H]. Writes what backward wants into k."""
         b = h
         if self.norm2:
-            b, _, k.rstd2 = self.norm2.forward(h, w)
+            b, k.rstd2 = self.norm2.forward(h, w)
         k.gu = self.gu.forward(b, w)
         del b
         return self._finish(h, w, k)
@@ -79,7 +79,7 @@ class GatedMLP:
         if not self.norm2b:
             return self.down.forward_onto(h, act, w, self.factor)
         k.d = self.down.forward(act, w)
-        normed, _, k.rstd2b = self.norm2b.forward(k.d, w)
+        normed, k.rstd2b = self.norm2b.forward(k.d, w)
         return torch.add(h, normed, alpha=self.factor)
 
     @staticmethod
@@ -117,7 +117,7 @@ class GatedMLP:
             return None
         b = h
         if self.norm2 and k.rstd2 is None:
-            b, _, k.rstd2 = self.norm2.forward(h, w)
+            b, k.rstd2 = self.norm2.forward(h, w)
         elif self.norm2:
             b = self.norm2.again(h, w)
         k.gu = self.gu.forward(b, w)

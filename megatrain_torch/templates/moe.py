@@ -120,7 +120,7 @@ class SparseMLP:
         """y [T, H] from h [T, H]. Writes what backward wants into k."""
         b = h
         if self.norm2:
-            b, _, k.rstd2 = self.norm2.forward(h, w)
+            b, k.rstd2 = self.norm2.forward(h, w)
         k.routed = self.router.forward(b, w, correction)
         rows = self._gate_up(b, w, k)
         return self._finish(h, b, rows, w, k)
@@ -140,7 +140,7 @@ class SparseMLP:
         if not self.norm2b:
             return y
         k.d = y
-        normed, _, k.rstd2b = self.norm2b.forward(y, w)
+        normed, k.rstd2b = self.norm2b.forward(y, w)
         return torch.add(h, normed, alpha=self.factor)
 
     @staticmethod
@@ -174,7 +174,7 @@ class SparseMLP:
         """What the experts read, and what was not kept; not their outputs, unless norm2b reads them."""
         b = h
         if self.norm2 and k.rstd2 is None:
-            b, _, k.rstd2 = self.norm2.forward(h, w)
+            b, k.rstd2 = self.norm2.forward(h, w)
         elif self.norm2:
             b = self.norm2.again(h, w)
         if k.routed is None:

@@ -168,18 +168,41 @@ class Norm:
         self.eps, self.size = eps, own["weight"].numel()
         self.style = ops.ROUND_FIRST
 
-    def forward(self, x: Tensor, w: Weights, add: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.rms_norm(x, w[self.weight], self.eps, self.style, add)
+    def forward(self, x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+        """y and 1/rms."""
+        if w[self.weight].dtype != x.dtype:
+            return _wide_norm(x, w[self.weight], self.eps, self.style)
+        y, _, rstd = ops.rms_norm(x, w[self.weight], self.eps, self.style)
+        return y, rstd
 
     def again(self, s: Tensor, w: Weights) -> Tensor:
-        return ops.rms_norm(s, w[self.weight], self.eps, self.style)[0]
+        return self.forward(s, w)[0]
 
     def backward(self, dy: Tensor, s: Tensor, rstd: Tensor, w: Weights, grads: Grads, add: Tensor | None = None,
                  rebuild: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        dx, dw, y = ops.rms_norm_backward(dy, s, w[self.weight], rstd, self.style, add, rebuild, dx=out)
+        backward = _wide_norm_backward if w[self.weight].dtype != s.dtype else ops.rms_norm_backward
+        dx, dw, y = backward(dy, s, w[self.weight], rstd, self.style, add, rebuild, dx=out)
         if grads.wants(self.weight):
             grads[self.weight] = dw
         return dx, y
+
+
+# Norms with fp32 weights in a 16-bit layer (GPT-OSS as it is loaded): ops.rms_norm's formulas, in torch's passes.
+
+def _wide_norm(x: Tensor, weight: Tensor, eps: float, style: int) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    return (wide * rstd.unsqueeze(-1) * (weight + (style == ops.ONE_PLUS))).to(x.dtype), rstd
+
+
+def _wide_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style: int, add: Tensor | None,
+                        rebuild: bool, *, dx: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    weight, hat, dy = weight + (style == ops.ONE_PLUS), s.float() * rstd.unsqueeze(-1), dy.float()
+    dw, y = ops.column_sum((dy * hat).flatten(0, -2)), (hat * weight).to(s.dtype) if rebuild else None
+    g = dy * weight
+    found = rstd.unsqueeze(-1) * (g - hat * (g * hat).mean(-1, keepdim=True))
+    found = (found if add is None else found + add).to(s.dtype)
+    return found if dx is None else dx.copy_(found), dw, y
 
 
 def has(layer: nn.Module, name: str) -> bool:

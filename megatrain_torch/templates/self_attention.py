@@ -129,7 +129,7 @@ class SelfAttention:
         """h [T, H] from x [T, H]; shape: (B, S). Writes what backward wants into k."""
         a = x
         if self.norm1:
-            a, _, k.rstd1 = self.norm1.forward(x, w)
+            a, k.rstd1 = self.norm1.forward(x, w)
         k.qkv = self.qkv.forward(a, w)
         del a
         q, key, v = self._rotated(k, shape, w, call, in_place=True)
@@ -162,7 +162,7 @@ class SelfAttention:
 
     def _normed(self, norm: Norm, x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
         """Over each head, or over all of them together where the weight is that long."""
-        y, _, rstd = norm.forward(x if norm.size == self.head else x.flatten(2), w)
+        y, rstd = norm.forward(x if norm.size == self.head else x.flatten(2), w)
         return y.view(x.shape), rstd
 
     def _added(self, x: Tensor, w: Weights, k: KeptAttention) -> Tensor:
@@ -170,7 +170,7 @@ class SelfAttention:
         if not self.norm1b:
             return self.o.forward_onto(x, out, w, self.factor)
         k.o = self.o.forward(out, w)
-        normed, _, k.inner["o"] = self.norm1b.forward(k.o, w)
+        normed, k.inner["o"] = self.norm1b.forward(k.o, w)
         return torch.add(x, normed, alpha=self.factor)
 
     # ---- backward ----

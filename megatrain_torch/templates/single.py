@@ -94,7 +94,7 @@ class LoneNorm:
         return x, (x,), {}
 
     def forward(self, x: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        y, _, rstd = self.norm.forward(x, w)
+        y, rstd = self.norm.forward(x, w)
         return y, (x, rstd)
 
     def nothing_kept(self, x: Tensor) -> tuple[Tensor, None]:
@@ -104,7 +104,7 @@ class LoneNorm:
                  ) -> tuple[Tensor, Grads]:
         grads, (x, rstd) = Grads(wanted), kept
         if rstd is None:
-            rstd = self.norm.forward(x, w)[2]
+            rstd = self.norm.forward(x, w)[1]
         return self.norm.backward(dy, x, rstd, w, grads)[0], grads
 
     def input_bytes(self, tokens: int, item: int) -> int:
