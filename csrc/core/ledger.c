@@ -256,6 +256,16 @@ mt_status mt_ledger_wait_grads(mt_store *s, int unit)
                      : wait_zero(s, unit, &u->grads, &s->ledger.grads, "hand-over of gradients");
 }
 
+int mt_ledger_grads_due(mt_store *s)
+{
+    int due;
+
+    pthread_mutex_lock(&s->ledger.mu);
+    due = s->ledger.grads > 0;
+    pthread_mutex_unlock(&s->ledger.mu);
+    return due;
+}
+
 /* ---- copies out of HI ------------------------------------------------------------------- */
 
 /* The mover, before the copy. An update announced after this finds the announcement, and its

@@ -251,7 +251,7 @@ static int is_finite(const mt_speculation *s, const mt_guess *g)
 }
 
 /* The unit is BUSY, its states ours. *made: they have changed. */
-static mt_status make(mt_speculation *s, const mt_guess *g, int *made, uint64_t *ns)
+static mt_status make(mt_speculation *s, const mt_guess *g, int asked, int *made, uint64_t *ns)
 {
     uint64_t  begun;
     mt_span   span;
@@ -259,7 +259,7 @@ static mt_status make(mt_speculation *s, const mt_guess *g, int *made, uint64_t 
 
     *made = 0;
     MT_TRY(mt_ledger_wait_grads(s->store, g->unit));
-    if (!is_finite(s, g))
+    if ((asked && !mt_ledger_grads_due(s->store)) || !is_finite(s, g))
         return MT_OK;
     begun = mt_now_ns();
     mt_timeline_begin(s->timeline, &span, MT_LANE_HOST, MT_WORK_GUESS, g->unit, NULL);
@@ -271,7 +271,7 @@ fail:
     return st;
 }
 
-void mt_speculation_run(mt_speculation *s)
+void mt_speculation_run(mt_speculation *s, int asked)
 {
     uint64_t  written, ns = 0;
     entry    *e;
@@ -290,7 +290,7 @@ void mt_speculation_run(mt_speculation *s)
     go_to(s, g.unit, BUSY);
     pthread_mutex_unlock(&s->mu);
 
-    if ((st = make(s, &g, &made, &ns)) != MT_OK)
+    if ((st = make(s, &g, asked, &made, &ns)) != MT_OK)
         mt_ledger_fault(s->store, st, mt_last_error());
     if (!made)
         guess_free(&g);

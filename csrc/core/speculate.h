@@ -5,7 +5,7 @@
  *   speculation  the guesses of all units: at most one each
  *
  *     mt_speculation_put(s, &guess);                   // at the hand-over: returns at once
- *     mt_speculation_run(s);                           // the updater, when it has no submit
+ *     mt_speculation_run(s, 0);                        // the updater, when it has nothing else to do
  *     mt_speculation_keep(s, unit, job, clip, &st);    // the updater, once the norm is known
  *     mt_speculation_undo(s, unit);                    // whoever wants the unit as it was before
  *
@@ -64,9 +64,10 @@ void      mt_speculation_timeline(mt_speculation *s, mt_timeline *t);
 mt_status mt_speculation_put    (mt_speculation *s, const mt_guess *g);
 int       mt_speculation_waiting(mt_speculation *s);    /* some guess has not run */
 
-/* Runs the oldest that has not, if its gradients are finite; else drops it. A failure, also of waiting
- * for the gradients, is the ledger's fault. */
-void      mt_speculation_run (mt_speculation *s);
+/* Runs the oldest that has not, if its gradients are finite; else drops it. asked: the step has come, and
+ * waits for gradients; if those are all home with the guess's own, it is dropped too. A failure, also of
+ * waiting for the gradients, is the ledger's fault. */
+void      mt_speculation_run (mt_speculation *s, int asked);
 /* job's update is to be made with that clip factor: 1 when a guess was it, and is kept. Else 0, and
  * the unit is as if there had been none. *st is a failure of either. */
 int       mt_speculation_keep(mt_speculation *s, int unit, const void *job, float clip, mt_status *st);

@@ -122,6 +122,7 @@ void      mt_ledger_grads_end   (mt_store *s, int unit);
 
 mt_status mt_ledger_wait_updates(mt_store *s, int unit);     /* until updates == 0 */
 mt_status mt_ledger_wait_grads  (mt_store *s, int unit);     /* until grads == 0 */
+int       mt_ledger_grads_due   (mt_store *s);               /* some unit's grads are not 0 */
 /* Until updates == 0; in the same breath fetches += 1. *version: what a copy put from now brings. */
 mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);
 /* Records `fetched` on h2d; fetches -= 1 if it was announced, also on failure. */

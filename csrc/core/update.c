@@ -204,6 +204,9 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
     mt_span   span;
     mt_status st;
 
+    /* step() comes long before the last gradients do: Python is ahead of the device. */
+    while (mt_ledger_grads_due(u->store) && mt_speculation_waiting(u->guesses))
+        mt_speculation_run(u->guesses, 1);
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++) {
         MT_TRY(weigh(u, &w->jobs[i], &total, &finite, &known));
@@ -392,7 +395,7 @@ static void *updater_main(void *arg)
     pthread_setname_np(pthread_self(), "mt-updater");
     while ((w = next_work(u, &guess)) != NULL || guess) {
         if (guess) {
-            mt_speculation_run(u->guesses);
+            mt_speculation_run(u->guesses, 0);
             continue;
         }
         carry_out(u, w);

@@ -478,6 +478,63 @@ static void guess_of_another_step_is_not_kept(void)
     rig_close(&r);
 }
 
+/* ---- guesses while a step waits ---- */
+
+typedef struct gate {
+    atomic_int open;
+} gate;
+
+static void wait_for_gate(void *arg)
+{
+    gate *g = arg;
+
+    while (!atomic_load(&g->open))
+        usleep(100);
+}
+
+static void await_speculated(rig *r, int64_t n)
+{
+    for (int i = 0; i < 20000 && mt_update_guesses(r->u).speculated < n; i++)
+        usleep(100);
+    CHECK_EQ(mt_update_guesses(r->u).speculated, n);
+}
+
+/* Gradients come home one unit at a time, all after the step has been asked for. */
+static void guesses_go_on_while_a_step_waits_for_gradients(void)
+{
+    static rig           r, plain;
+    gate                 gates[UNITS] = { 0 };
+    uint64_t             ticket, random = 5;
+    mt_speculation_stats s;
+
+    atomic_store(&calls_left, -1);
+    rig_open(&r, MT_BF16, 3, 1, 1);
+    rig_open(&plain, MT_BF16, 3, 0, 0);
+    for (int u = UNITS - 1; u >= 0; u--) {
+        REQUIRE(r.t.dev->ops->call(r.t.run, wait_for_gate, &gates[u]) == MT_OK);
+        CHECK_OK(give(&r, u, &random, 0.01f, 0, 0));
+        CHECK_OK(speculate(&r, u, 1, 0.05));
+    }
+    CHECK_OK(submit(&r, 1, 0.05, 1e30, 0, &ticket));
+    for (int u = UNITS - 1; u > 0; u--) {
+        atomic_store(&gates[u].open, 1);
+        await_speculated(&r, UNITS - u);
+    }
+    atomic_store(&gates[0].open, 1);         /* with the last gradient the norm is known: no guess */
+    CHECK_OK(mt_update_drain(r.u));
+    s = mt_update_guesses(r.u);
+    CHECK_EQ(s.speculated, UNITS - 1);
+    CHECK_EQ(s.committed, UNITS - 1);
+    random = 5;
+    for (int u = UNITS - 1; u >= 0; u--)
+        CHECK_OK(give(&plain, u, &random, 0.01f, 0, 0));
+    CHECK_OK(submit(&plain, 1, 0.05, 1e30, 0, &ticket));
+    CHECK_OK(mt_update_drain(plain.u));
+    CHECK(equal(&plain, &r));
+    rig_close(&plain);
+    rig_close(&r);
+}
+
 static void unit_without_finite_gradients_is_left_alone(void)
 {
     static rig r;
@@ -623,6 +680,7 @@ static void spare_without_room_for_a_plane_is_refused(void)
     X(close_takes_back_what_no_step_took)                                                     \
     X(guess_on_weights_written_since_is_not_kept)                                             \
     X(guess_of_another_step_is_not_kept)                                                      \
+    X(guesses_go_on_while_a_step_waits_for_gradients)                                         \
     X(unit_without_finite_gradients_is_left_alone)                                            \
     X(guess_of_nowhere_is_refused_and_freed)                                                  \
     X(guesses_change_no_bit_whatever_happens_in_between)                                      \
