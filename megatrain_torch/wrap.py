@@ -83,9 +83,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
                 keeps all but the largest; "whole" replays in one node (see whole.py); "auto": fused layers keep
                 what fits, others save on the CPU and replay on CUDA.
             "homes": "ram", "vram" or "through" for all units, or {unit name: ...}: where weights, gradients and
-                AdamW's states live. What is at home in VRAM never crosses the bus and is updated there, to the same bits. "through":
-                at home in RAM, but updated on the device, states streaming up and back beside the host's own
-                updates: where the host is what binds. Default "ram".
+                AdamW's states live. What is at home in VRAM never crosses the bus and is updated there, to the same
+                bits. "through": at home in RAM, but updated on the device, states streaming up and back beside the
+                host's own updates: where the host is what binds. Default "ram".
             "speculate": True, or a list of unit names: their updates begin during backward, as if nothing were
                 clipped, and are taken back where that was wrong; to the same bits. Only units at home in RAM, at 12
                 bytes more of host memory per trained parameter (fp16: 14). Default False.

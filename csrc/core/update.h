@@ -15,8 +15,8 @@
  * A norm that is not finite skips the whole submit: nothing is touched. Without max_norm each
  * unit is judged by its own gradients, and is skipped alone.
  *
- * While it has no submit to carry out, or waits for gradients, the updater makes guesses (speculate.h). A job whose guess is
- * right is then kept rather than run, in its turn; one whose guess is not is undone, and run.
+ * While it has no submit to carry out, or waits for gradients, the updater makes guesses (speculate.h).
+ * A job whose guess is right is then kept rather than run, in its turn; else the guess is undone.
  *
  * Threads: submit: one at a time. The rest: any.
  */
