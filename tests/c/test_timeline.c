@@ -255,19 +255,23 @@ static void a_replay_interrupts_its_backward(void)
 /* Waiting for weights is no work; the same weights again are there already. */
 static void a_wait_for_weights_is_in_no_record(void)
 {
-    sem_t gate;
-    rig   r;
+    mt_event *there;
+    sem_t     gate;
+    rig       r;
 
     rig_open(&r, 0, FAULT_ONCE);
     REQUIRE(sem_init(&gate, 0, 0) == 0);
+    CHECK_OK(r.d->ops->event_open(r.d, &there));
     CHECK_OK(mt_timeline_on(r.t, 1));
     CHECK_EQ(mt_timeline_wait(r.t, 3, r.a), 0);          /* nothing is open */
     mt_timeline_enter(r.t, MT_WORK_FORWARD, 3, r.a);
     REQUIRE(mt_timeline_wait(r.t, 3, r.a) == 1);
+    CHECK_OK(r.d->ops->record(r.a, there));
     CHECK_OK(r.d->ops->call(r.a, hold, &gate));
     mt_timeline_waited(r.t, r.a);
     CHECK_EQ(mt_timeline_wait(r.t, 3, r.a), 0);
     mt_timeline_leave(r.t, r.a);
+    CHECK_OK(r.d->ops->sync_event(there));               /* the queue stands at the gate */
     (void)nanosleep(&(struct timespec){ 0, 3000000 }, NULL);
     (void)sem_post(&gate);
     CHECK_OK(r.d->ops->sync(r.a));
@@ -275,6 +279,7 @@ static void a_wait_for_weights_is_in_no_record(void)
     expect(&r.got[0], MT_WORK_FORWARD, 3);
     expect(&r.got[1], MT_WORK_FORWARD, 3);
     CHECK(r.got[1].begin_ns - r.got[0].end_ns >= 2000000);
+    r.d->ops->event_close(there);
     (void)sem_destroy(&gate);
     rig_close(&r);
 }
