@@ -52,6 +52,7 @@ SECTIONS: dict[str, list[tuple[int, list[str]]]] = {
     "adam": [program(90, "benchmarks/bench_adam.py", "--params", 400_000_000)],
     "copy": [program(90, "benchmarks/bench_copy.py")],
     "ops": [program(120, "benchmarks/bench_ops.py")],
+    "layers": [program(180, "benchmarks/bench_layer.py")],
     "host-overhead": [
         own(90, "--host-overhead", "--layers", 64, "--activations", "replay"),
         own(90, "--host-overhead", "--layers", 64, "--activations", "saved"),
