@@ -33,6 +33,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import MegatrainError
+from .fused import casts
 from .guard import HostTensor
 from .lazy import Lazy
 from .loss import linear_cross_entropy
@@ -120,7 +121,7 @@ class Head:
             return "there are hooks on it"
         if type(hidden) is not Tensor or hidden.dim() < 2 or hidden.dtype != self.weight.dtype or not hidden.numel():
             return "its input is no [..., H] tensor of the weights' type"
-        if torch.is_autocast_enabled(hidden.device.type):
+        if casts(hidden.device.type, hidden.dtype):
             return "autocast is on"
         if not (hidden.requires_grad or self.window.trainable):
             return "nothing needs a gradient"

@@ -64,6 +64,11 @@ class Layer(torch.autograd.Function):
         return None, None, None, dx, *taken
 
 
+def casts(device: str, dtype: torch.dtype) -> bool:
+    """Is autocast on, to another type than the weights'? To their own (Trainer's bf16=True) it changes nothing."""
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype
+
+
 def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
     """Does this choice of `compute` fuse a module whose weights, matrices first, have these types?"""
     half = bool(dtypes) and dtypes[0] in (torch.bfloat16, torch.float16)
@@ -148,7 +153,7 @@ class Fused:
         window = self.window
         if hf.hooked(window.hooks) or _has_any_global_hook():
             raise Unfit("there are hooks inside it")
-        if torch.is_autocast_enabled(window.runtime.device.type):
+        if casts(window.runtime.device.type, window.records[0].dtype):
             raise Unfit("autocast is on")
         x, call = self.template.take(self.module, args, kwargs, window.records[0].dtype)
         if not (x.requires_grad or window.trainable):

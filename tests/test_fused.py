@@ -420,6 +420,22 @@ def test_dropout_keeps_the_layers_own_code() -> None:
     fusing.agree(plain(dropping, padded), run)
 
 
+def test_autocast_to_the_weights_own_type_changes_nothing() -> None:
+    """What Trainer(bf16=True) does to a model whose weights are bf16 already."""
+    losses = []
+    for cast in (False, True):
+        torch.manual_seed(0)
+        model = mt.stream(LLAMA().to(torch.bfloat16).train(), "cpu", compute="fused")
+        ids = torch.arange(24).view(2, 12)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        lines = mt.explain(model).splitlines()[1:]
+        assert all(line.endswith(("template", "fused with the loss")) for line in lines), lines
+        losses.append((loss.item(), model.model.embed_tokens.weight.grad.clone()))
+    assert losses[0][0] == losses[1][0] and torch.equal(losses[0][1], losses[1][1])
+
+
 def test_autocast_keeps_the_layers_own_code() -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
