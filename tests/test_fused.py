@@ -65,6 +65,13 @@ FAMILIES = {
     "seed_oss": lm("seed_oss", attention_dropout=0.0, residual_dropout=0.0),
     "vaultgemma": lm("vaultgemma", attn_implementation="eager", **GEMMA),
 }
+# Of the same structure as one above.
+ALIKE = {
+    "internlm3": lm("internlm3", head_dim=8),
+    "iquestcoder": lm("iquestcoder"),
+    "ministral3": lm("ministral3", head_dim=8),
+    "granite_swa": lm("granite_swa", **SLIDING),         # with attention sinks
+}
 LLAMA = FAMILIES["llama"]
 
 
@@ -96,6 +103,13 @@ def test_a_fused_family_trains_as_plain_torch(family: str, keep: str, batch: str
     run = fused(FAMILIES[family], BATCHES[batch], keep)
     all_fused(run.codes)
     fusing.agree(truth(family, batch), run)
+
+
+@pytest.mark.parametrize("family", ALIKE)
+def test_so_does_one_of_the_same_structure(family: str) -> None:
+    run = fused(ALIKE[family], padded, "selective")
+    all_fused(run.codes)
+    fusing.agree(plain(ALIKE[family], padded), run)
 
 
 # What does not fuse, and the words of the reason. A few carry structure that no template has (yet); Cohere's layers look

@@ -72,15 +72,6 @@ _plain: dict[tuple[str, str], fusing.Run] = {}
 BATCHES = {"whole": zoo.text_unpadded, "padded": padded}
 
 
-def known(model_type: str) -> None:
-    """Skips a family that the installed transformers has not."""
-    from transformers import AutoConfig
-    try:
-        AutoConfig.for_model(model_type)
-    except ValueError:
-        pytest.skip(f"this transformers has no {model_type}")
-
-
 def truth(family: str, batch: str) -> fusing.Run:
     """Three steps of plain torch; once for each."""
     key = family, batch
@@ -95,7 +86,6 @@ def truth(family: str, batch: str) -> fusing.Run:
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_mixture_of_experts_trains_as_plain_torch(family: str, keep: str, batch: str) -> None:
-    known(family.removesuffix("_normalised"))
     run = fused(FAMILIES[family], BATCHES[batch], keep)
     all_fused(run.codes)
     fusing.agree(truth(family, batch), run)
@@ -103,7 +93,6 @@ def test_a_fused_mixture_of_experts_trains_as_plain_torch(family: str, keep: str
 
 @pytest.mark.parametrize("family", NEWER)
 def test_so_does_a_newer_one(family: str) -> None:
-    known(family)
     run = fused(NEWER[family], padded, "selective")
     all_fused(run.codes)
     fusing.agree(truth(family, "padded"), run)
@@ -132,7 +121,6 @@ UNFIT = {
 @pytest.mark.parametrize("what", UNFIT)
 def test_what_no_template_covers_says_why_and_trains(what: str) -> None:
     model_type, why, config = UNFIT[what]
-    known(model_type)
     build = zoo.CASES[model_type].build if not config else lm(model_type, **config)
     parity.seed()
     model = stream(build())

@@ -22,20 +22,11 @@ from megatrain_torch.templates.attention import Attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-FAMILIES = test_fused.FAMILIES | test_moe.FAMILIES | test_moe.NEWER
+FAMILIES = test_fused.FAMILIES | test_fused.ALIKE | test_moe.FAMILIES | test_moe.NEWER
 SIZES = dict(hidden_size=256, intermediate_size=512, head_dim=64, moe_intermediate_size=128, sliding_window=48,
              shared_expert_intermediate_size=128, shared_intermediate_size=128, query_pre_attn_scalar=64)
 BF16 = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "granite", "glm4", "mixtral", "qwen2_moe", "qwen3_moe",
         "olmoe", "gpt_oss", "dots1")
-
-
-def known(family: str) -> fusing.Build:
-    """Its builder; skips what the installed transformers has not, or knows by other arguments."""
-    try:
-        FAMILIES[family]()
-    except (ValueError, TypeError, AttributeError) as error:
-        pytest.skip(f"this transformers has no such {family}: {error}")
-    return FAMILIES[family]
 
 
 def gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -50,7 +41,7 @@ def streamed(model: nn.Module, keep: str) -> nn.Module:
 
 @pytest.mark.parametrize("family, keep", [(f, fusing.KEEPS[i % 3]) for i, f in enumerate(FAMILIES)])
 def test_in_fp32_a_fused_family_has_the_gradients_of_plain_torch(family: str, keep: str) -> None:
-    build = known(family)
+    build = FAMILIES[family]
     with parity.exact("cuda"):
         parity.seed()
         loss, grads = gradients(build().cuda(), fusing.padded(0))
@@ -64,7 +55,7 @@ def test_in_fp32_a_fused_family_has_the_gradients_of_plain_torch(family: str, ke
 
 def larger(family: str) -> nn.Module:
     import transformers
-    config = known(family)().config
+    config = FAMILIES[family]().config
     for name, value in SIZES.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, value)
