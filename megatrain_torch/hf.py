@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,14 +53,13 @@ def _report_compute_device(base: Any) -> None:
     _patched = True
 
 
-def hooked(hooks: Iterable[dict[int, Any]]) -> bool:
+def hooked(hooks: list[dict[int, Any]]) -> bool:
     """Is there a hook among these, inside a window, that would do something now?"""
-    found = [h for d in hooks for h in d.values()]
-    if not found:
+    if not any(hooks):
         return False
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
-    if collector is None or any(getattr(h, "__module__", "") != capturing.__name__ for h in found):
+    if collector is None or any(getattr(h, "__module__", "") != capturing.__name__ for d in hooks for h in d.values()):
         return True
     return any(key not in ("hidden_states", "_hidden_states_layers") for key in collector.get() or ())
 

@@ -42,7 +42,7 @@ class Rows:
 
 def sort_rows(index: Tensor, experts: int) -> Rows:
     """index: [T, k] int64."""
-    kind = torch.int16 if experts <= 32767 else torch.int64      # half the passes of a radix sort for each half of bits
+    kind = torch.int16 if experts <= 32767 else torch.int64      # a radix sort passes once for every few bits
     expert, order = torch.sort(index.flatten().to(kind), stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
@@ -111,19 +111,20 @@ class Experts:
         act = ops.grouped_gemm_dgrad(dys, self._matrix(self.down, w), rows.offsets)      # d(act) for a weight of 1
         dweights = ops.expert_glu_backward(act, gu, self.act, self.interleaved, *self._gate_bias(rows, w),
                                            weights.flatten(), rows.order).view(weights.shape)
-        self._weight_grads(self.down, act, dys, rows, grads)
+        if grads.wants(self.down):
+            self._weight_grads(self.down, act, dys, rows, grads)
         del act, dys
         if self.biases:
             dweights = dweights + torch.mm(dy, w[self.biases[1]].t()).gather(1, routed.index)
             self._bias_grads(dy, gu, weights, routed, rows, grads)
-        self._weight_grads(self.gu, rows.of(b), gu, rows, grads)
+        if grads.wants(self.gu):
+            self._weight_grads(self.gu, rows.of(b), gu, rows, grads)
         dx = ops.grouped_gemm_dgrad(gu, self._matrix(self.gu, w), rows.offsets)
         return ops.sum_rows(dx, rows.place, b.shape[0], None, base), dweights
 
     def _weight_grads(self, name: str, x: Tensor, dy: Tensor, rows: Rows, grads: Grads) -> None:
-        if grads.wants(name):
-            grads[name] = ops.grouped_gemm_wgrad(x, dy, rows.offsets) if self.transposed else \
-                ops.grouped_gemm_wgrad(dy, x, rows.offsets)
+        grads[name] = ops.grouped_gemm_wgrad(x, dy, rows.offsets) if self.transposed else \
+            ops.grouped_gemm_wgrad(dy, x, rows.offsets)
 
     def _bias_grads(self, dy: Tensor, dgu: Tensor, weights: Tensor, routed: Routed, rows: Rows, grads: Grads) -> None:
         if grads.wants(self.biases[1]):
