@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--homes", choices=["ram", "vram"], help="of all units; default: each where it is best")
     add("--activations", choices=["replay", "selective", "saved"], help="of all layers; default: what is best")
     add("--slots", type=int, help="ring size")
+    add("--speculate", action="store_true", help="updates on the host begin during backward")
     add("--layers", type=int, help="instead of the config's own number")
     add("--compute", choices=["auto", "fused", "eager"], default="auto")
     plan.set_defaults(run=_plan)

@@ -223,11 +223,17 @@ def _embedding(w: Window, m: Machine, tokens: int) -> Cost:
 
 # ---- where a unit's planes are -------------------------------------------------------------------
 
-def host_planes(unit: Unit, home: str, micro: int) -> dict[str, int]:
+# What an update that begins during backward moves then, and what keeping it moves when the norm is known, beside an
+# update in its time: bytes of a bf16 parameter (csrc/optim/adam.h).
+GUESS_SHARE, KEEP_SHARE = 36 / 26, 4 / 26
+
+
+def host_planes(unit: Unit, home: str, micro: int, speculate: bool = False) -> dict[str, int]:
     """Bytes in host memory by plane; at home in VRAM only the weights as they were loaded."""
     if home == "vram":
         return {"weights": unit.weights}
-    return {"weights": unit.weights, **_states(unit, micro)}
+    early = {"to take updates back": unit.gradients + unit.masters + unit.moments} if speculate else {}
+    return {"weights": unit.weights, **_states(unit, micro), **early}
 
 
 def device_planes(unit: Unit, micro: int) -> dict[str, int]:

@@ -11,7 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of, device_planes, host_planes
+from .cost import (
+    CACHE_SHARE,
+    KEEP_SHARE,
+    OFFLOAD_DEPTH,
+    STAGINGS,
+    Cost,
+    cost_of,
+    device_planes,
+    host_planes,
+)
 from .machine import Machine
 from .shapes import MODES, Shape, Unit
 from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
@@ -33,6 +42,7 @@ class Wishes:
         tokens, seq: of a step; tokens is a multiple of seq.
         fused: templates run where they fit, and our own loss behind the head.
         homes: "ram" or "vram" for all units. activations: a mode for all windows that have it.
+        speculate: updates on the host begin during backward.
     """
 
     tokens: int
@@ -42,6 +52,7 @@ class Wishes:
     activations: str | None = None
     slots: int | None = None
     micro: int | None = None
+    speculate: bool = False
 
 
 class Choice(NamedTuple):
@@ -127,7 +138,7 @@ class Problem:
         """By plane, and what is there besides."""
         total = {"Python, torch, driver": self.machine.host_overhead_bytes}
         for unit, home in zip(self.shape.units, homes):
-            for plane, n in host_planes(unit, "vram" if home else "ram", micro).items():
+            for plane, n in host_planes(unit, "vram" if home else "ram", micro, self.wishes.speculate).items():
                 total[plane] = total.get(plane, 0) + n
         away = [u.gradients for u, home in zip(self.shape.units, homes) if not home]
         total["staging"] = STAGINGS * max(away, default=0) if micro > 1 else 0
@@ -206,7 +217,7 @@ class Problem:
             [u.trained / host if not home else u.trained / device + self.gathering_s(u, choice.micro)
              for u, home in zip(units, choice.homes)],
             [u.trained / (m.add_gparams * 1e9) for u in units], self.slots(choice.homes, choice.ring), choice.micro,
-            m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9)
+            m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9, self.wishes.speculate)
 
     def gathering_s(self, unit: Unit, micro: int) -> float:
         """A step's gradients into the planes of a unit at home in VRAM: measured and copied, then added up."""
@@ -246,7 +257,7 @@ class Problem:
         away = [u for u in self.first if not homes[u]]
         at_once = [u for u in away if self.first[u] == 0]
         trained = [u for u in away if units[u].trained]
-        rate = m.adam_rate()
+        rate = m.adam_rate() / (KEEP_SHARE if self.wishes.speculate else 1.0)      # at best all began in backward
         begin = sum(units[u].trained for u in self.first if homes[u]) / (m.device_adam_gparams * 1e9)
         if at_once:
             begin = max(begin, units[at_once[0]].trained / rate + units[at_once[0]].weights / (m.h2d_gbps * 1e9))

@@ -44,6 +44,7 @@ class Plan:
         seconds, forward_s: of a step, and of its forwards.
         busy: seconds of work by lane. idle: seconds in which compute stands still, by what it waits for. Both by the
             names that mt.last_step has.
+        speculate: updates on the host begin during backward.
     """
 
     model: str
@@ -64,6 +65,7 @@ class Plan:
     busy: dict[str, float]
     idle: dict[str, float]
     weights: dict[str, int]
+    speculate: bool = False
 
     @property
     def vram_bytes(self) -> int:
@@ -92,7 +94,7 @@ class Plan:
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
          host: int | str | None = None, micro: int | None = None, homes: str | None = None,
-         activations: str | None = None, slots: int | None = None, compute: str = "auto",
+         activations: str | None = None, slots: int | None = None, speculate: bool = False, compute: str = "auto",
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
          layers: int | None = None) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
@@ -108,6 +110,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         micro: micro-batches of a step; None: as many as are best.
         homes: "ram" or "vram" for all units. activations: "replay", "selective" or "saved" for all windows that
             have it. slots: ring size. None: what is best.
+        speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
+            in vain, as where nothing is clipped.
         compute, dtype, units: as for mt.stream.
         layers: of a config, instead of its own number.
 
@@ -115,7 +119,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
             table of what needs least, and `changes` of the exception the arguments that would fit, one at a time.
     """
-    wishes = _wishes(tokens, seq, compute, homes, activations, slots, micro)
+    wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate)
     limits = resolve(machine).with_limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"))
     shape = shape_of(model, dtype=dtype, units=units, layers=layers)
     if compute == "auto":       # as mt.stream has it
@@ -152,7 +156,7 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
         {u.name: "vram" if home else "ram" for u, home in zip(shape.units, choice.homes)},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro), timing.seconds, timing.forward_s, timing.busy, timing.idle,
-        _window_weights(shape))
+        _window_weights(shape), wishes.speculate)
 
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
@@ -214,6 +218,8 @@ def _changes(problem: Problem, whole: Machine) -> dict[str, Any]:
     if found.get("micro", 0) is None:
         counts = Problem(problem.shape, problem.machine, dataclasses.replace(wishes, micro=None)).micro_counts()
         found["micro"] = next(k for k in counts if k > wishes.micro and _fits(problem, micro=k))
+    if wishes.speculate and _fits(problem, speculate=False):
+        found["speculate"] = False
     if seq := _longest(problem):
         found["seq"] = seq
     return found
@@ -277,7 +283,7 @@ def _placement_table(p: Plan) -> Table:
     rows: list[tuple[str, ...]] = [("window", "weights", "home", "activations")]
     for names, home, mode in _runs(p):
         rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
-    ring = f"ring of {p.slots} slots for what streams"
+    ring = f"ring of {p.slots} slots for what streams" + "; updates begin during backward" * p.speculate
     return ring if "ram" in p.homes.values() else "nothing streams", rows
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .cost import OFFLOAD_DEPTH, STAGINGS
+from .cost import GUESS_SHARE, KEEP_SHARE, OFFLOAD_DEPTH, STAGINGS
 from .report import OWN
 from .timeline import LANES
 
@@ -32,6 +32,7 @@ class Step:
             there; add_s: [u] to add up a further micro-batch's gradient on the host.
         slots: bytes of each slot. micro: micro-batches.
         h2d, d2h, both, busy: bytes/s; see Machine.
+        speculate: updates on the host begin during backward, and all that do are kept.
     """
 
     forward_s: list[float]
@@ -52,6 +53,7 @@ class Step:
     d2h: float
     both: float
     busy: float
+    speculate: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,11 @@ def schedule(uses: list[int], weights: list[int], slots: list[int]) -> Fetches:
 class _Walk:
     """Times at which each queue is through with what it was given so far; 0 is when the norm is known."""
 
-    def __init__(self, step: Step, fetches: Fetches, launch: float) -> None:
+    def __init__(self, step: Step, fetches: Fetches, launch: float, early: frozenset[int]) -> None:
         self.step, self.fetches, self.behind = step, fetches, 0
+        self.early = early                      # units whose updates began in the backward before
+        self.guesses: list[tuple[int, float, float]] = []       # (unit, begin, end) of updates in this backward
+        self.guessed = 0.0                      # when the last of them is over
         self.run = self.h2d = self.mover = self.d2h = self.adder = 0.0
         self.launch = launch
         self.busy = dict.fromkeys(RESOURCES, 0.0)
@@ -145,12 +150,14 @@ class _Walk:
                 if step.home[u]:
                     self.run += step.update_s[u]
                 elif step.update_s[u]:
-                    now += step.update_s[u]
+                    now += step.update_s[u] * (KEEP_SHARE if u in self.early else 1.0)
                     self.done[u] = now
         self.updated, self.updates = now, {"host update": now, "device update": self.run}
 
     def _copied(self, start: float, nbytes: float, rate: float) -> float:
         """When a copy ends: slower while AdamW has the host's memory."""
+        if start < self.guessed:
+            return start + nbytes / min(rate, self.step.busy)
         if start < self.updated:
             slow = min(rate, self.step.busy)
             if nbytes <= (self.updated - start) * slow:
@@ -195,12 +202,14 @@ class _Walk:
             self.idle[OWN] += self.launch - self.run
             self.run = self.launch
 
-    def offload(self, unit: int, adding: bool) -> None:
+    def offload(self, unit: int, adding: bool, last: bool) -> None:
         """Gradients leave behind compute; LANDED bounds how many units' are alive. At home in VRAM they take the
         same queue, and next to no time."""
         self.d2h = max(self.d2h, self.run)
         if not self.step.home[unit]:
             self._send(unit, adding)
+            if last and self.step.speculate:
+                self._guess(unit, self.adder if adding else self.d2h)
         self.landed.append(self.d2h)
         if len(self.landed) > OFFLOAD_DEPTH:
             self.wait(self.landed[-1 - OFFLOAD_DEPTH], "d2h")
@@ -216,6 +225,19 @@ class _Walk:
             self.busy["host sum"] += step.add_s[unit]
             self.added.append(self.adder)
 
+    def _guess(self, unit: int, home: float) -> None:
+        begin = max(self.guessed, home, self.updated)
+        self.guessed = begin + self.step.update_s[unit] * GUESS_SHARE
+        self.guesses.append((unit, begin, self.guessed))
+
+    def end(self) -> None:
+        """All gradients are home; an update that began before is finished, the others begin in their time."""
+        self.wait(self.d2h, "d2h")
+        self.wait(self.adder, "host sum")
+        self.guesses = [g for g in self.guesses if g[1] < self.run]
+        self.wait(max((g[2] for g in self.guesses), default=0.0), "host update")
+        self.updates["host update"] += sum(end - begin for _, begin, end in self.guesses)
+
     def wait(self, until: float, cause: str) -> None:
         if until > self.run:
             self.idle[cause] += until - self.run
@@ -230,9 +252,10 @@ def _uses(step: Step, shown: int) -> list[int]:
     return (forward + backward) * shown
 
 
-def _walk(step: Step, fetches: Fetches, shown: int, launch: float) -> tuple[_Walk, float, list[float]]:
+def _walk(step: Step, fetches: Fetches, shown: int, launch: float,
+          early: frozenset[int] = frozenset()) -> tuple[_Walk, float, list[float]]:
     """The walk, the seconds of its forwards, and `run` at the end of each micro-batch."""
-    t = _Walk(step, fetches, launch)
+    t = _Walk(step, fetches, launch, early)
     n, forwards, ends = len(step.units), 0.0, []
     for micro in range(shown):
         began = t.run if micro else 0.0
@@ -243,10 +266,9 @@ def _walk(step: Step, fetches: Fetches, shown: int, launch: float) -> tuple[_Wal
             if step.backward_s[w]:
                 t.window(step.again[w], step.backward_s[w], step.backward_host_s[w], step.both)
             for u in step.leaving[w]:
-                t.offload(u, micro > 0)
+                t.offload(u, micro > 0, micro == shown - 1)
         ends.append(t.run)
-    t.wait(t.d2h, "d2h")
-    t.wait(t.adder, "host sum")
+    t.end()
     return t, forwards, ends
 
 
@@ -257,7 +279,10 @@ def simulate(step: Step, fetches: Fetches | None = None) -> Timing:
     ahead = -sum(step.backward_s) / 2                   # Python is ahead of the device by about this
     t, forwards, ends = _walk(step, fetches, shown, ahead)
     if t.launch - t.run > ahead:
-        t, forwards, ends = _walk(step, fetches, shown, min(0.0, t.launch - t.run))
+        ahead = min(0.0, t.launch - t.run)
+        t, forwards, ends = _walk(step, fetches, shown, ahead)
+    if t.guesses:               # what begins early in this step leaves the next one less to do
+        t, forwards, ends = _walk(step, fetches, shown, ahead, frozenset(g[0] for g in t.guesses))
     more = step.micro - shown
     seconds = t.run + NORM_S + (more * (ends[-2] - ends[-3]) if more else 0.0)
     share = step.micro / shown

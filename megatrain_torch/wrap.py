@@ -108,7 +108,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         compute = plan.compute if compute == "auto" else compute
         vram = plan.machine.vram_bytes if vram is None else vram
         sums = plan.micro > 1
-        plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots}
+        plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate}
     options = _options(plan, compute, nvme)
     _refuse_model(module)
     where = _device(device)

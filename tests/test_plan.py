@@ -172,6 +172,27 @@ def test_frozen_parameters_have_no_states_and_no_gradients() -> None:
     assert head.seconds < full.seconds and head.vram["activations"] < full.vram["activations"]
 
 
+def test_updates_that_begin_in_backward_take_host_memory_and_shorten_the_forward() -> None:
+    asked = dict(tokens=16384, seq=1024, machine="h200-128g,host=400GiB", homes="ram", micro=1)
+    plain, early = mt.plan(seven(20), **asked), mt.plan(seven(20), **asked, speculate=True)
+    assert early.host["to take updates back"] == 12 * early.trained == early.host_bytes - plain.host_bytes
+    assert early.seconds < plain.seconds and early.forward_s < plain.forward_s
+    assert early.idle["host update"] < plain.idle["host update"]
+    assert early.busy["host update"] > plain.busy["host update"]
+    assert "updates begin during backward" in str(early) and "begin" not in str(plain)
+    with pytest.raises(mt.MegatrainError, match="speculate=False") as refused:
+        mt.plan(seven(20), **{**asked, "machine": "h200-128g,host=100GiB"}, speculate=True)
+    assert refused.value.changes["speculate"] is False
+
+
+def test_what_is_planned_to_begin_early_does() -> None:
+    model = zoo.CASES["llama_tied"].build()
+    asked = {"tokens": 1024, "seq": 512, "machine": dataclasses.replace(FLAT, device="cpu"), "homes": "ram"}
+    rt = runtime_of(mt.stream(model, device="cpu", plan=mt.plan(model, **asked, speculate=True)))
+    assert len(rt.speculated) == len(rt.units)
+    mt.unstream(model)
+
+
 @pytest.mark.parametrize("config, per_token", [(Qwen3MoeConfig, 8), (GptOssConfig, 4)])
 def test_a_mixture_computes_its_active_experts_only(config: type, per_token: int) -> None:
     shape = shape_of(config(num_hidden_layers=1))
@@ -280,7 +301,8 @@ def test_the_search_finds_the_least_time_of_all_choices(vram: int, fused: bool) 
 @given(st.data())
 def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([SMALL, WIDE]))
-    p = problem(shape, 10**15, 10**15, tokens=data.draw(st.sampled_from([512, 4096, 32768])))
+    p = problem(shape, 10**15, 10**15, tokens=data.draw(st.sampled_from([512, 4096, 32768])),
+                speculate=data.draw(st.booleans()))
     micro = data.draw(st.sampled_from(p.micro_counts()))
     units = tuple(data.draw(st.lists(st.booleans(), min_size=len(shape.units), max_size=len(shape.units))))
     made, homes = p.micro(micro), p._homes(units)
