@@ -19,7 +19,7 @@
 #define MT__ADAM_AHEAD    512            /* elements prefetched ahead */
 /* Elements saved at a time where a step may be taken back: what was read to be saved is still in the
  * core's own cache when it is updated. */
-#define MT__ADAM_SAVED    (16 * 1024)
+#define MT__ADAM_SAVED    (4 * 1024)
 
 typedef struct mt__adam_span {
     void       *hi;

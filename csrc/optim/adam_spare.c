@@ -1,5 +1,8 @@
 /* adam_spare.c — steps that may be taken back: what is saved before, and the two ways it ends. */
 #include "adam_kernel.h"
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 /* The fp32 pieces first, so that each is aligned whatever n is. */
 mt_adam_spare mt_adam_spare_at(mt_dtype weight, void *mem, int64_t n)
@@ -29,6 +32,37 @@ static mt__adam_span spare_span(const mt_adam_tensor *t)
     return (mt__adam_span){ s->hi, s->lo, s->master, s->m, s->v, t->grad, t->n };
 }
 
+/* Bytes that nobody reads soon: past the caches, which would fetch each line before it is written. */
+static void put_away(void *to, const void *from, size_t bytes)
+{
+    size_t i = 0;
+
+#if defined(__x86_64__)
+    char       *out = to;
+    const char *in = from;
+
+    if (((uintptr_t)out & 15) == 0)
+        for (; i + 64 <= bytes; i += 64)
+            for (size_t k = i; k < i + 64; k += 16)
+                _mm_stream_si128((__m128i *)(void *)(out + k),
+                                 _mm_loadu_si128((const __m128i *)(const void *)(in + k)));
+    _mm_sfence();                        /* before anything that says these are written */
+#endif
+    memcpy((char *)to + i, (const char *)from + i, bytes - i);
+}
+
+static void save_states(const mt__adam_span *to, const mt__adam_span *from)
+{
+    size_t n = (size_t)from->n;
+
+    put_away(to->m, from->m, n * sizeof *to->m);
+    put_away(to->v, from->v, n * sizeof *to->v);
+    if (from->lo != NULL)
+        put_away(to->lo, from->lo, n * sizeof *to->lo);
+    if (from->master != NULL)
+        put_away(to->master, from->master, n * sizeof *to->master);
+}
+
 static void copy_states(const mt__adam_span *to, const mt__adam_span *from)
 {
     size_t n = (size_t)from->n;
@@ -51,7 +85,7 @@ void mt__adam_run_saved(const mt_adam_tensor *t, const mt__adam_span *part, int6
         mt__adam_span now = mt__adam_part(part, t->dtype, t->grad_dtype, i, n);
         mt__adam_span kept = mt__adam_part(&all, t->dtype, t->grad_dtype, from + i, n);
 
-        copy_states(&kept, &now);
+        save_states(&kept, &now);
         memcpy(kept.hi, now.hi, (size_t)n * mt_dtype_bytes(t->dtype));
         now.hi = kept.hi;
         fn(&now, c);
