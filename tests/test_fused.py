@@ -450,6 +450,18 @@ def test_autocast_to_the_weights_own_type_changes_nothing() -> None:
     assert losses[0][0] == losses[1][0] and torch.equal(losses[0][1], losses[1][1])
 
 
+def test_a_module_that_widens_its_output_keeps_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As autocast makes some norms do: what comes after would see another type."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    own = LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: own(self, x).float())
+    model = mt.stream(LLAMA().to(torch.bfloat16).train(), "cpu", compute="fused")
+    norm = model.model.norm
+    norm(torch.randn(2, 4, norm.weight.shape[0], dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    line = next(x for x in mt.explain(model).splitlines() if x.startswith("model.norm"))
+    assert "its own (the template fails:" in line, line        # a gradient of another type is refused by its ops
+
+
 def test_autocast_keeps_the_layers_own_code() -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
