@@ -77,12 +77,13 @@ class Budget:
         free, total = torch.cuda.mem_get_info(rt.device)
         used = total - free
         free += torch.cuda.memory_reserved(rt.device) - torch.cuda.memory_allocated(rt.device)
+        coming = max(rt.store_bytes - rt.core.device_bytes(), 0)     # planes are made by the updates that need them
         if rt.vram is not None:
             free, total = min(free, rt.vram - used), min(total, rt.vram)
         units = sorted((sum(r.nbytes for r in unit) for unit in rt.units), reverse=True)
         inputs = sum(w.fused.template.input_bytes(tokens, w.item) for w in windows)
         work = max(w.fused.template.work_bytes(tokens, w.item) for w in windows)
-        return free - MARGIN * total - inputs - work - 2 * sum(units[:2]) - LOGITS_BYTES
+        return free - coming - MARGIN * total - inputs - work - 2 * sum(units[:2]) - LOGITS_BYTES
 
 
 def share(windows: list[Any], tokens: int, free: float) -> dict[Any, str]:

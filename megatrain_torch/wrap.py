@@ -126,8 +126,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     rt.speculated = speculated
     rt.compute, rt.vram = compute, parse_bytes(vram, "vram")
     _fill(rt, groups, dtype)
-    rt.cap = Cap(where, rt.vram, sum(_state_bytes(p, dtype, sums) for i in settled for _, p in groups[i][1]))
+    rt.store_bytes = sum(_state_bytes(p, dtype, sums) for i in settled for _, p in groups[i][1])
     try:
+        rt.cap = Cap(where, rt.vram, rt.store_bytes)
         rt.open_slots(sizes, settled)
         for unit in through:
             core.through(unit, True)

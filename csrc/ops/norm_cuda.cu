@@ -111,9 +111,9 @@ template <typename T> __device__ inline float y_of(const Norm<T> &f, float hat, 
 /* ---- forward ---- */
 
 // s = x + add; y = hat(s) * (weight + plus) + bias; rstd; mean if Centred.      [R,n]
-// Bytes: read x and add, written y and s: 2 or 4 times R * n * sizeof(T). Limit: HBM; expected 85 %
-// of a copy's rate from 64 MiB on. Blocks of one row: several on a multiprocessor hide each other's
-// waits.
+// Bytes: read x and add, written y and s: 2 or 4 times R * n * sizeof(T). Limit: HBM; of a copy's
+// rate (4.23 TB/s on an H200, R 32768, n 3584, bf16) 98 % with add, 78 % without.
+// Blocks of one row: several on a multiprocessor hide each other's waits.
 template <typename T, int Each, bool Centred>
 __global__ void __launch_bounds__(Each <= 2 ? 256 : 1024) forward(const Ahead<T> a)
 {
@@ -399,8 +399,8 @@ template <typename T, int Each, bool Centred> struct Held {
 // dx, y again if wanted, and this block's part of dweight and dbias.               [R,n]
 // Rows blockIdx * groups + group, then on by all groups of the grid.
 // Bytes: read dy, s and add, written dx and y: 3 to 5 times R * n * sizeof(T); partial sums
-// besides, some 9 MB written and read again. Limit: HBM; expected 80 to 85 % of a copy's rate from
-// 64 MiB on.
+// besides, some 9 MB written and read again. Limit: HBM; of a copy's rate (4.23 TB/s on an
+// H200, R 32768, n 3584, bf16) 89 % with add and y, 77 % without; centred 61 %.
 template <typename T, int Each, bool Centred>
 __global__ void __launch_bounds__(most_threads(Each), least_blocks(Each)) backward(const Back<T> a)
 {
