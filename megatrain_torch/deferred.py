@@ -184,7 +184,7 @@ class Logits:
 
 @contextlib.contextmanager
 def exactly(device: torch.device) -> Iterator[None]:
-    """Without autocast: the head was called without."""
+    """Without autocast: the head was called without, or with one that changes nothing."""
     with torch.autocast(device.type, enabled=False):
         yield
 
