@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _core
+from .limits import host_limits
 from .machine import Machine, describe, host_limit_bytes, store_path
 from .templates.attention import Attention
 
@@ -347,7 +348,7 @@ def _link_gbps(p: Any) -> float:
 # ---- what is told --------------------------------------------------------------------------------
 
 def report(machine: Machine, limits: dict[str, float]) -> str:
-    """A table of rates; beside them the limits that are known."""
+    """A table of rates, and of the limits that are known: of rates, and of memory and files this process may have."""
     known = [("matrix products, by data sheet", "gemm", max(rate for *_, rate in machine.gemm), "TFLOP/s"),
              ("elementwise kernels, by memory clock", "hbm_gbps", machine.hbm_gbps, "GB/s"),
              ("host to device, by PCIe link", "h2d_gbps", machine.h2d_gbps, "GB/s"),
@@ -358,7 +359,14 @@ def report(machine: Machine, limits: dict[str, float]) -> str:
              for what, key, rate, unit in known if rate < 1.2 * limits.get(key, 0.0)]   # virtual links say anything
     widths = [max(len(r[i]) for r in rows) for i in range(3)]
     lines = ["  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows]
-    return "\n".join([machine.name, *lines, "", _products_text(machine)])
+    return "\n".join([machine.name, *lines, "", _products_text(machine), "", _memory_text()])
+
+
+def _memory_text() -> str:
+    """What this process may have, each limit by itself."""
+    rows = [("this process", ""), *host_limits().rows()]
+    width = max(len(what) for what, _ in rows)
+    return "\n".join(f"{what.ljust(width)}  {figure}".rstrip() for what, figure in rows)
 
 
 def _products_text(machine: Machine) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MegatrainError
-from .limits import parse_bytes, show_bytes
+from .limits import host_limits, parse_bytes, show_bytes
 
 GIB = 2**30
 
@@ -213,38 +213,8 @@ _BY_GPU = (("gh200", "gh200-480g"), ("h200", "h200-128g"), ("h100", "h100-80g"),
 
 
 def host_limit_bytes() -> int:
-    """Memory this process may use: the machine's, or less where a cgroup (v2 or v1) says so."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in _cgroup_limits():
-        total = min(total, limit)
-    return total
-
-
-def _cgroup_limits() -> list[int]:
-    """Limits of this process's cgroups and of those around them."""
-    found = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        v2 = controllers == ""
-        if not v2 and "memory" not in controllers.split(","):
-            continue
-        root = Path("/sys/fs/cgroup") if v2 else Path("/sys/fs/cgroup/memory")
-        leaf = "memory.max" if v2 else "memory.limit_in_bytes"
-        here = root / path.lstrip("/")
-        for folder in (here, *here.parents):
-            try:
-                text = (folder / leaf).read_text().strip()
-            except OSError:
-                text = "max"
-            if text.isdigit():
-                found.append(int(text))
-            if folder == root:
-                break
-    return found
+    """Memory this process may use: the machine's, or less where a limit says so (limits.py)."""
+    return host_limits().in_all
 
 
 # ---- descriptions --------------------------------------------------------------------------------

@@ -501,8 +501,3 @@ def test_a_plan_that_fails_is_told_on_stderr(command: Callable, tmp_path: Path) 
     assert (status, out) == (1, "") and "does not fit" in err and "vram=" in err
     status, _, err = command("plan", str(tmp_path / "nothing"), "--tokens", "4096", "--seq", "512")
     assert status == 1 and "no config to be had" in err
-
-
-def test_limits_of_cgroups_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_module, "_cgroup_limits", lambda: [3 * GIB, 10**15])
-    assert machine_module.host_limit_bytes() == 3 * GIB

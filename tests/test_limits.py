@@ -1,0 +1,122 @@
+"""Limits of host memory: read from made-up /proc and /sys, and tried by another process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import megatrain_torch.limits as limits
+from megatrain_torch.limits import Bound, HostLimits, host_limits, touch, with_margin
+
+GIB = 2**30
+PLAIN = {
+    "proc/meminfo": "MemTotal:  67108864 kB\nMemFree:  1 kB\nMemAvailable:  50331648 kB\nSwapFree:  1048576 kB\n"
+                    "CommitLimit:  41943040 kB\nCommitted_AS:  20971520 kB\n",
+    "proc/version": "Linux version 6.8.0 (gcc) #1 SMP\n",
+    "proc/self/status": "VmSize:\t 2097152 kB\nVmData:\t 1048576 kB\n",
+    "proc/self/limits": "Limit                     Soft Limit           Hard Limit           Units     \n"
+                        "Max data size             unlimited            unlimited            bytes     \n"
+                        "Max open files            512                  4096                 files     \n"
+                        "Max locked memory         65536                65536                bytes     \n"
+                        "Max address space         unlimited            unlimited            bytes     \n",
+    "proc/sys/vm/overcommit_memory": "0\n",
+    "proc/self/cgroup": "0::/\n",
+}
+V2 = {"proc/self/cgroup": "0::/box/job\n", "sys/fs/cgroup/box/job/memory.max": "max\n",
+      "sys/fs/cgroup/box/memory.max": str(32 * GIB), "sys/fs/cgroup/box/memory.high": str(30 * GIB),
+      "sys/fs/cgroup/box/memory.current": str(20 * GIB),
+      "sys/fs/cgroup/box/memory.stat": f"anon 1\ninactive_file {3 * GIB}\nactive_file {GIB}\n"}
+V1 = {"proc/self/cgroup": "9:memory,hugetlb:/docker/abc\n3:cpu:/docker/abc\n",
+      "sys/fs/cgroup/memory/memory.limit_in_bytes": str(16 * GIB),
+      "sys/fs/cgroup/memory/memory.usage_in_bytes": str(6 * GIB),
+      "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GIB}\ntotal_active_file 0\ncache 7\n"}
+
+
+def found(root: Path, *changes: dict[str, str]) -> HostLimits:
+    files = dict(PLAIN)
+    for change in changes:
+        files |= change
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return host_limits(root / "proc", root / "sys")
+
+
+def test_a_plain_machine_has_what_is_available(tmp_path: Path) -> None:
+    here = found(tmp_path)
+    assert here.tightest() == Bound("the machine", 64 * GIB, 48 * GIB, here.bounds[0].remedy)
+    assert (here.in_all, here.swap, here.memlock, here.files[1], here.grows, here.wsl) == \
+        (64 * GIB, GIB, 65536, 512, "", False)
+
+
+@pytest.mark.parametrize(("files", "name", "limit", "free"), [
+    (V2, "cgroup box: memory.high", 30 * GIB, 14 * GIB),
+    (V1, "cgroup memory: memory.limit_in_bytes", 16 * GIB, 11 * GIB),
+    ({"proc/self/limits": PLAIN["proc/self/limits"].replace("space         unlimited", f"space         {8 * GIB}")},
+     "RLIMIT_AS", 8 * GIB, 6 * GIB),
+    ({"proc/self/limits": PLAIN["proc/self/limits"].replace("size             unlimited", f"size           {8 * GIB}")},
+     "RLIMIT_DATA", 8 * GIB, 7 * GIB),
+    ({"proc/sys/vm/overcommit_memory": "2\n"}, "vm.overcommit_memory=2", 40 * GIB, 20 * GIB),
+], ids=["cgroup-v2", "cgroup-v1", "address-space", "data-size", "overcommit"])
+def test_the_tightest_limit_counts(files: dict[str, str], name: str, limit: int, free: int, tmp_path: Path) -> None:
+    here = found(tmp_path, files)
+    bound = here.tightest()
+    assert (bound.what, bound.limit, bound.free) == (name, limit, free)
+    assert here.in_all == limit and here.short(free // 2) is None and here.short(free) == bound
+
+
+def test_a_group_without_a_limit_sets_none(tmp_path: Path) -> None:
+    none = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}
+    assert [b.what for b in found(tmp_path, V1, none).bounds] == ["the machine"]
+
+
+def test_wsl_is_noticed(tmp_path: Path) -> None:
+    here = found(tmp_path, {"proc/version": "Linux version 5.15.90.1-microsoft-standard-WSL2 (gcc)\n"})
+    assert here.wsl and any(name == "WSL2" for name, _ in here.rows())
+
+
+GROWING = [
+    {"proc/version": "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016\n"},
+    {"sys/bus/virtio/drivers/virtio_mem/virtio3": ""},
+    {},                                                 # the cgroup alone: it may use more than MemTotal
+]
+
+
+@pytest.mark.parametrize("hint", GROWING, ids=["gvisor", "virtio", "cgroup"])
+def test_a_machine_that_grows_is_tried_as_far_as_its_cgroup_goes(hint: dict[str, str], tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"proc/meminfo": "MemTotal:  2097152 kB\nMemAvailable:  1048576 kB\n"}
+    here, tried = found(tmp_path, V2, small, hint), []
+    monkeypatch.setattr(limits, "touch", lambda n: tried.append(n) or min(n, 9 * GIB))
+    assert here.grows and here.in_all == 30 * GIB
+    assert here.short(GIB // 2) is None and tried == []
+    assert here.short(8 * GIB) is None and tried == [with_margin(8 * GIB)]
+    assert here.short(10 * GIB).what == "the machine"
+    tried.clear()
+    assert here.short(20 * GIB).what == "cgroup box: memory.high" and tried == []
+
+
+def test_nothing_is_tried_where_it_would_end_us_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit nobody knows where the memory ends; in a group that dies as a whole we would die of it."""
+    monkeypatch.setattr(limits, "touch", lambda n: pytest.fail("tried"))
+    grown = {"proc/meminfo": "MemTotal:  2097152 kB\nMemAvailable:  1048576 kB\n"} | GROWING[0]
+    assert found(tmp_path, grown).short(8 * GIB).what == "the machine"
+    assert found(tmp_path, V2, grown, {"sys/fs/cgroup/box/memory.oom.group": "1\n"}).short(8 * GIB) is not None
+
+
+def test_memory_is_touched_by_another_process() -> None:
+    assert touch(5 << 20) == 5 << 20
+
+
+def test_a_toucher_that_is_ended_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "touch.py"
+    program.write_text("import os, sys\nprint(4096, flush=True)\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setattr(limits, "__file__", str(tmp_path / "limits.py"))
+    assert touch(GIB) == 4096
+
+
+def test_nothing_needs_nothing() -> None:
+    none = dataclasses.replace(host_limits(), bounds=(Bound("the machine", 0, 0, ""),))
+    assert none.short(0) is None and none.short(1) is not None
