@@ -1,0 +1,394 @@
+/* file.c — a line of requests, cut into blocks, and threads that take a block each.
+ *
+ * A block is begun by whoever comes first, so blocks of one request run side by side and those of the next
+ * begin before all of it is over. The last block to end calls done.
+ */
+#include "file.h"
+
+#include "manifest.h"
+#include "sum.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#define NUMBERS 1000         /* scratch files of one process in one directory */
+
+struct mt_file {
+    mt_blocks       base;
+    mt_file_calls   calls;       /* these six: constant */
+    char            dir[PATH_MAX - 64], name[64], path[PATH_MAX];
+    int             fd;          /* -1: not open */
+    int             direct;
+    pid_t           owner;       /* children of this process leave its file alone */
+    uint64_t        limit;
+
+    pthread_mutex_t mu;
+    pthread_cond_t  more;        /* threads wait: a block, or stop */
+    mt_request     *first, **last;   /* with blocks that nobody began. mu */
+    uint64_t        reserved, taken; /* bytes. mu */
+    uint64_t        read_bytes, written_bytes;   /* mu */
+    int             named, stop;     /* mu */
+    pthread_t      *threads;         /* [n_threads] that run */
+    int             n_threads;
+};
+
+/* ---- the system's calls ----------------------------------------------------------------- */
+
+static int set_direct(int fd, int on)
+{
+    int flags = fcntl(fd, F_GETFL);
+
+    if (flags < 0)
+        return errno;
+    return fcntl(fd, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT) == 0 ? 0 : errno;
+}
+
+static const mt_file_calls system_calls = { pread, pwrite, posix_fallocate, set_direct };
+
+/* ---- a block ---------------------------------------------------------------------------- */
+
+/* `got` of the block at `at` have been moved. */
+static mt_status move_failed(const mt_file *f, int write, uint64_t at, size_t bytes, size_t got)
+{
+    return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": %s", f->path, write ? "writing" : "reading",
+                   bytes, at, got == bytes ? "?" : errno != 0 ? strerror(errno) : "the file ends before them");
+}
+
+/* A call may move less than it was asked to; a direct one goes on only from a multiple of the alignment. */
+static mt_status move(mt_file *f, int write, char *mem, size_t bytes, uint64_t at)
+{
+    size_t got = 0;
+
+    while (got < bytes) {
+        ssize_t n;
+
+        errno = 0;
+        n = write ? f->calls.write(f->fd, mem + got, bytes - got, (off_t)(at + got))
+                  : f->calls.read(f->fd, mem + got, bytes - got, (off_t)(at + got));
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n > 0 && (size_t)n < bytes - got)
+            n = n / (ssize_t)MT_BLOCK_ALIGN * (ssize_t)MT_BLOCK_ALIGN;
+        if (n <= 0)
+            return move_failed(f, write, at, bytes, got);
+        got += (size_t)n;
+    }
+    return MT_OK;
+}
+
+static mt_status check_sum(const mt_file *f, const char *mem, size_t bytes, uint64_t at, uint64_t sum)
+{
+    uint64_t found = mt_block_sum(mem, bytes);
+
+    if (found == sum)
+        return MT_OK;
+    return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were written (sum %016"
+                   PRIx64 ", written %016" PRIx64 ")", f->path, bytes, at, found, sum);
+}
+
+static mt_status move_block(mt_file *f, mt_request *r, size_t k)
+{
+    size_t    from = k * MT_BLOCK_BYTES;
+    size_t    bytes = r->bytes - from < MT_BLOCK_BYTES ? r->bytes - from : MT_BLOCK_BYTES;
+    char     *mem = (char *)r->mem + from;
+    mt_status st;
+
+    if (!r->write && r->sums != NULL && r->sums[k] == 0) {
+        memset(mem, 0, bytes);
+        return MT_OK;
+    }
+    if (r->write && r->sums != NULL)
+        r->sums[k] = mt_block_sum(mem, bytes);
+    MT_TRY(move(f, r->write, mem, bytes, r->at + from));
+    pthread_mutex_lock(&f->mu);
+    *(r->write ? &f->written_bytes : &f->read_bytes) += bytes;
+    pthread_mutex_unlock(&f->mu);
+    if (!r->write && r->sums != NULL)
+        st = check_sum(f, mem, bytes, r->at + from, r->sums[k]);
+fail:
+    return st;
+}
+
+/* ---- threads ---------------------------------------------------------------------------- */
+
+/* A block to move, by its request and number; NULL: the file is closed, and nothing is left. */
+static mt_request *next_block(mt_file *f, size_t *k)
+{
+    mt_request *r;
+
+    pthread_mutex_lock(&f->mu);
+    while (f->first == NULL && !f->stop)
+        pthread_cond_wait(&f->more, &f->mu);
+    if ((r = f->first) != NULL) {
+        *k = r->begun++;
+        if (r->begun == mt_block_count(r->bytes) && (f->first = r->next) == NULL)
+            f->last = &f->first;
+    }
+    pthread_mutex_unlock(&f->mu);
+    return r;
+}
+
+/* The last of a request's blocks ends it. Without our lock: done may put requests. */
+static void end_block(mt_file *f, mt_request *r, size_t k, mt_status st)
+{
+    int over;
+
+    pthread_mutex_lock(&f->mu);
+    if (st != MT_OK && r->st == MT_OK) {
+        r->st = st;
+        r->bad_at = r->at + k * MT_BLOCK_BYTES;
+        snprintf(r->text, sizeof r->text, "%s", mt_last_error());
+    }
+    over = --r->left == 0;
+    pthread_mutex_unlock(&f->mu);
+    if (over)
+        r->done(r);
+}
+
+static void *file_main(void *arg)
+{
+    mt_file    *f = arg;
+    mt_request *r;
+    size_t      k = 0;
+
+    pthread_setname_np(pthread_self(), "mt-disk");
+    while ((r = next_block(f, &k)) != NULL)
+        end_block(f, r, k, move_block(f, r, k));
+    return NULL;
+}
+
+static void put(mt_blocks *b, mt_request *r)
+{
+    mt_file *f = (mt_file *)(void *)b;
+
+    r->st = MT_OK;
+    r->next = NULL;
+    r->begun = 0;
+    r->left = mt_block_count(r->bytes);
+    pthread_mutex_lock(&f->mu);
+    *f->last = r;
+    f->last = &r->next;
+    pthread_cond_broadcast(&f->more);
+    pthread_mutex_unlock(&f->mu);
+}
+
+/* ---- room ------------------------------------------------------------------------------- */
+
+mt_status mt_file_room(const char *dir, uint64_t *bytes)
+{
+    struct statvfs about;
+    uint64_t       removed;
+    mt_status      st;
+
+    MT_TRY(mt_manifest_sweep(dir, &removed));
+    if (statvfs(dir, &about) != 0)
+        return MT_FAIL(MT_EDISK, "nvme: %s: %s", dir, strerror(errno));
+    *bytes = (uint64_t)about.f_bavail * about.f_frsize;
+fail:
+    return st;
+}
+
+static mt_status no_room(const mt_file *f, uint64_t bytes, int why)
+{
+    struct statvfs about = { 0 };
+
+    (void)statvfs(f->dir, &about);
+    return MT_FAIL(MT_EDISK, "%s: %" PRIu64 " bytes more are needed beside the %" PRIu64 " it has: %s; %" PRIu64
+                   " are free in %s: free some, or name another path", f->path, bytes, f->reserved, strerror(why),
+                   (uint64_t)about.f_bavail * about.f_frsize, f->dir);
+}
+
+/* Under mu, or before threads. The file comes to have so many bytes, and the disk has promised them. */
+static mt_status grow(mt_file *f, uint64_t bytes)
+{
+    int why;
+
+    if (bytes <= f->reserved)
+        return MT_OK;
+    if (f->limit > 0 && bytes > f->limit)
+        return MT_FAIL(MT_EDISK, "nvme: %" PRIu64 " bytes are needed in %s, and the limit is %" PRIu64, bytes, f->dir,
+                       f->limit);
+    if ((why = f->calls.allocate(f->fd, (off_t)f->reserved, (off_t)(bytes - f->reserved))) != 0)
+        return no_room(f, bytes - f->reserved, why);
+    f->reserved = bytes;
+    return MT_OK;
+}
+
+mt_status mt_file_reserve(mt_file *f, uint64_t bytes)
+{
+    mt_status st;
+
+    pthread_mutex_lock(&f->mu);
+    st = grow(f, bytes);
+    pthread_mutex_unlock(&f->mu);
+    return st == MT_OK ? mt_manifest_write(f->dir, f->name, bytes) : st;
+}
+
+static mt_status take(mt_blocks *b, size_t bytes, uint64_t *at)
+{
+    mt_file  *f = (mt_file *)(void *)b;
+    size_t    whole = (bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
+    mt_status st;
+
+    pthread_mutex_lock(&f->mu);
+    if ((st = grow(f, f->taken + whole)) == MT_OK) {
+        *at = f->taken;
+        f->taken += whole;
+    }
+    pthread_mutex_unlock(&f->mu);
+    return st;
+}
+
+static const char *name_of(const mt_blocks *b)
+{
+    return ((const mt_file *)(const void *)b)->path;
+}
+
+static const mt_blocks_ops file_ops = { take, put, name_of };
+
+mt_blocks *mt_file_blocks(mt_file *f)
+{
+    return &f->base;
+}
+
+/* ---- open and close --------------------------------------------------------------------- */
+
+/* Under the first number that is free; what crashed processes left under ours is gone by now. */
+static mt_status make_file(mt_file *f)
+{
+    for (int i = 0; i < NUMBERS && f->fd < 0; i++) {
+        snprintf(f->name, sizeof f->name, MT_MANIFEST_PREFIX "%ld-%d" MT_MANIFEST_STATES, (long)f->owner, i);
+        snprintf(f->path, sizeof f->path, "%s/%s", f->dir, f->name);
+        f->fd = open(f->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+        if (f->fd < 0 && errno != EEXIST)
+            break;
+    }
+    if (f->fd < 0)
+        return MT_FAIL(MT_EDISK, "nvme: cannot make %s: %s; name a directory that may be written", f->path,
+                       strerror(errno));
+    f->named = 1;
+    (void)flock(f->fd, LOCK_EX | LOCK_NB);      /* where there are no locks, the manifest tells */
+    return mt_manifest_write(f->dir, f->name, 0);
+}
+
+/* O_DIRECT may be refused when it is asked for, or not before the first transfer. */
+static mt_status try_direct(mt_file *f)
+{
+    char     *page = NULL;
+    mt_status st;
+
+    if (f->calls.direct(f->fd, 1) != 0)
+        return MT_OK;
+    MT_TRY(grow(f, MT_BLOCK_ALIGN));
+    if (posix_memalign((void **)&page, MT_BLOCK_ALIGN, MT_BLOCK_ALIGN) != 0)
+        return MT_FAIL(MT_ENOMEM, "nvme: no memory for a block of %zu bytes", MT_BLOCK_ALIGN);
+    f->direct = f->calls.read(f->fd, page, MT_BLOCK_ALIGN, 0) == (ssize_t)MT_BLOCK_ALIGN;
+    if (!f->direct && f->calls.direct(f->fd, 0) != 0)
+        st = MT_FAIL(MT_EDISK, "%s: takes direct transfers, and does none", f->path);
+    free(page);
+fail:
+    return st;
+}
+
+static mt_status start_threads(mt_file *f, int n)
+{
+    if ((f->threads = calloc((size_t)n, sizeof *f->threads)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "nvme: no memory for %d threads", n);
+    for (; f->n_threads < n; f->n_threads++)
+        if (pthread_create(&f->threads[f->n_threads], NULL, file_main, f) != 0)
+            return MT_FAIL(MT_ENOMEM, "nvme: no thread for the disk; %d of %d run", f->n_threads, n);
+    return MT_OK;
+}
+
+static mt_status file_new(const char *dir, uint64_t limit, const mt_file_calls *calls, mt_file **out)
+{
+    mt_file *f;
+
+    if (strlen(dir) >= sizeof f->dir)
+        return MT_FAIL(MT_EINVAL, "nvme: a path of %zu characters; %zu are the most", strlen(dir), sizeof f->dir - 1);
+    if ((f = calloc(1, sizeof *f)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "nvme: calloc(%zu)", sizeof *f);
+    f->base.ops = &file_ops;
+    f->calls = calls != NULL ? *calls : system_calls;
+    snprintf(f->dir, sizeof f->dir, "%s", dir);
+    f->fd = -1;
+    f->owner = getpid();
+    f->limit = limit;
+    f->last = &f->first;
+    pthread_mutex_init(&f->mu, NULL);
+    pthread_cond_init(&f->more, NULL);
+    *out = f;
+    return MT_OK;
+}
+
+mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_file_calls *calls, mt_file **out)
+{
+    mt_file  *f = NULL;
+    uint64_t  removed;
+    mt_status st;
+
+    if (dir == NULL || dir[0] == 0 || n_threads < 1)
+        return MT_FAIL(MT_EINVAL, "nvme: a directory and a thread are the least; \"%s\", %d",
+                       dir != NULL ? dir : "", n_threads);
+    MT_TRY(mt_manifest_sweep(dir, &removed));
+    MT_TRY(file_new(dir, limit, calls, &f));
+    MT_TRY(make_file(f));
+    MT_TRY(try_direct(f));
+    MT_TRY(start_threads(f, n_threads));
+    *out = f;
+    return MT_OK;
+
+fail:
+    mt_file_close(f);
+    return st;
+}
+
+/* The scratch file first: one without a manifest would be found by nobody. */
+void mt_file_unname(mt_file *f)
+{
+    pthread_mutex_lock(&f->mu);
+    if (f->named && f->owner == getpid()) {
+        unlink(f->path);
+        mt_manifest_remove(f->dir, f->name);
+        f->named = 0;
+    }
+    pthread_mutex_unlock(&f->mu);
+}
+
+void mt_file_close(mt_file *f)
+{
+    if (f == NULL)
+        return;
+    pthread_mutex_lock(&f->mu);
+    f->stop = 1;
+    pthread_cond_broadcast(&f->more);
+    pthread_mutex_unlock(&f->mu);
+    for (int i = 0; i < f->n_threads; i++)
+        pthread_join(f->threads[i], NULL);
+    mt_file_unname(f);
+    if (f->fd >= 0)
+        close(f->fd);
+    pthread_cond_destroy(&f->more);
+    pthread_mutex_destroy(&f->mu);
+    free(f->threads);
+    free(f);
+}
+
+mt_file_stats mt_file_stats_get(mt_file *f)
+{
+    mt_file_stats stats;
+
+    pthread_mutex_lock(&f->mu);
+    stats = (mt_file_stats){ f->read_bytes, f->written_bytes, f->reserved, f->direct };
+    pthread_mutex_unlock(&f->mu);
+    return stats;
+}

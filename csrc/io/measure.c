@@ -1,0 +1,116 @@
+/* measure.c — a disk's rates: as many requests under way as there are buffers, each put again when it ends. */
+#include "file.h"
+
+#include "../core/clock.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct run {
+    mt_blocks      *blocks;
+    pthread_mutex_t mu;
+    pthread_cond_t  over;
+    uint64_t        pieces;      /* in the file */
+    uint64_t        next, end;   /* requests put, of so many. mu */
+    int             under_way;   /* mu */
+    int             mode;        /* 0 writes, 1 reads, 2 in turn */
+    mt_status       st;          /* of the first that failed. mu */
+    char            text[320];
+} run;
+
+/* Under mu. In turn: reads begin at the file's start, writes half a file on. */
+static void put_next(run *t, mt_request *r)
+{
+    uint64_t number = t->next++;
+
+    r->write = t->mode == 2 ? (int)(number % 2) : t->mode == 0;
+    if (t->mode == 2)
+        number = (number / 2 + (r->write ? t->pieces / 2 : 0)) % t->pieces;
+    r->at = number % t->pieces * r->bytes;
+    t->under_way++;
+    t->blocks->ops->put(t->blocks, r);
+}
+
+/* On a thread of the file's. */
+static void piece_over(mt_request *r)
+{
+    run *t = r->arg;
+
+    pthread_mutex_lock(&t->mu);
+    t->under_way--;
+    if (r->st != MT_OK && t->st == MT_OK) {
+        t->st = r->st;
+        memcpy(t->text, r->text, sizeof t->text);
+    }
+    if (t->st == MT_OK && t->next < t->end)
+        put_next(t, r);
+    pthread_cond_signal(&t->over);
+    pthread_mutex_unlock(&t->mu);
+}
+
+/* bytes/s of one way over the whole file. */
+static mt_status timed(run *t, mt_request *r, int depth, int mode, double *rate)
+{
+    uint64_t begun = mt_now_ns();
+
+    pthread_mutex_lock(&t->mu);
+    t->mode = mode;
+    t->next = 0;
+    t->end = t->pieces;
+    for (int i = 0; i < depth && t->next < t->end; i++)
+        put_next(t, &r[i]);
+    while (t->under_way > 0)
+        pthread_cond_wait(&t->over, &t->mu);
+    pthread_mutex_unlock(&t->mu);
+    if (t->st != MT_OK)
+        return mt_fail_again(t->st, t->text);
+    *rate = (double)(t->end * r->bytes) / ((double)(mt_now_ns() - begun) * 1e-9);
+    return MT_OK;
+}
+
+/* Memory that is in place, so that no page is made while the clock runs. */
+static mt_status make_requests(run *t, int depth, size_t piece, mt_request *r)
+{
+    for (int i = 0; i < depth; i++) {
+        void *mem;
+
+        if (posix_memalign(&mem, MT_BLOCK_ALIGN, piece) != 0)
+            return MT_FAIL(MT_ENOMEM, "nvme: no memory for %d pieces of %zu bytes", depth, piece);
+        memset(mem, i + 1, piece);
+        r[i] = (mt_request){ .mem = mem, .bytes = piece, .done = piece_over, .arg = t };
+    }
+    return MT_OK;
+}
+
+mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int depth, int n_threads,
+                          mt_disk_rates *out)
+{
+    run           t = { .mu = PTHREAD_MUTEX_INITIALIZER, .over = PTHREAD_COND_INITIALIZER };
+    mt_request   *r = calloc((size_t)(depth > 0 ? depth : 1), sizeof *r);
+    mt_file      *f = NULL;
+    mt_disk_rates found;
+    mt_status     st;
+
+    if (depth < 1 || piece == 0 || piece % MT_BLOCK_ALIGN != 0 || bytes < piece || r == NULL) {
+        free(r);
+        return MT_FAIL(MT_EINVAL, "nvme: %llu bytes in pieces of %zu, %d under way; a piece is a multiple of %zu",
+                       (unsigned long long)bytes, piece, depth, MT_BLOCK_ALIGN);
+    }
+    MT_TRY(make_requests(&t, depth, piece, r));
+    MT_TRY(mt_file_open(dir, 0, n_threads, NULL, &f));
+    MT_TRY(mt_file_reserve(f, bytes));
+    t.blocks = mt_file_blocks(f);
+    t.pieces = bytes / piece;
+    /* The first write of a place costs the file system more than the next: it is not what is measured. */
+    for (int mode = 0, again = 0; mode < 3; mode += again++ > 0)
+        MT_TRY(timed(&t, r, depth, mode, mode == 0 ? &found.write : mode == 1 ? &found.read : &found.both));
+    found.direct = mt_file_stats_get(f).direct;
+    *out = found;
+fail:
+    mt_file_close(f);
+    for (int i = 0; i < depth; i++)
+        free(r[i].mem);
+    free(r);
+    return st;
+}

@@ -1,0 +1,547 @@
+/* test_file.c — the scratch file: what comes back, what is told when it does not, and what is left behind. */
+#include "check.h"
+#include "../../csrc/io/file.h"
+#include "../../csrc/io/manifest.h"
+#include "../../csrc/io/sum.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+
+#define PAGE  MT_BLOCK_ALIGN
+#define BLOCK MT_BLOCK_BYTES
+
+/* ---- a directory of its own, and requests that are waited for ---------------------------- */
+
+static char here[128];
+
+static void enter(void)
+{
+    const char *tmp = getenv("TMPDIR");
+
+    snprintf(here, sizeof here, "%s/mt_test_file.XXXXXX", tmp != NULL ? tmp : "/tmp");
+    REQUIRE(mkdtemp(here) != NULL);
+}
+
+static const char *in(const char *name)
+{
+    static char path[512];
+
+    snprintf(path, sizeof path, "%s/%s", here, name);
+    return path;
+}
+
+static int entries(void)
+{
+    DIR *d = opendir(here);
+    int  n = -2;                 /* . and .. */
+
+    while (readdir(d) != NULL)
+        n++;
+    closedir(d);
+    return n;
+}
+
+static void leave(void)
+{
+    CHECK_EQ(entries(), 0);
+    CHECK_EQ(rmdir(here), 0);
+}
+
+typedef struct moved {
+    mt_request      r;
+    pthread_mutex_t mu;
+    pthread_cond_t  came;
+    int             over;        /* mu */
+} moved;
+
+static void tell(mt_request *r)
+{
+    moved *m = r->arg;
+
+    pthread_mutex_lock(&m->mu);
+    m->over++;
+    pthread_cond_signal(&m->came);
+    pthread_mutex_unlock(&m->mu);
+}
+
+static void begin(mt_file *f, moved *m, int write, uint64_t at, void *mem, size_t bytes, uint64_t *sums)
+{
+    mt_blocks *b = mt_file_blocks(f);
+
+    *m = (moved){ .r = { .write = write, .at = at, .mem = mem, .bytes = bytes, .sums = sums, .done = tell, .arg = m } };
+    pthread_mutex_init(&m->mu, NULL);
+    pthread_cond_init(&m->came, NULL);
+    b->ops->put(b, &m->r);
+}
+
+static mt_status end(moved *m)
+{
+    pthread_mutex_lock(&m->mu);
+    while (m->over == 0)
+        pthread_cond_wait(&m->came, &m->mu);
+    pthread_mutex_unlock(&m->mu);
+    CHECK_EQ(m->over, 1);
+    pthread_cond_destroy(&m->came);
+    pthread_mutex_destroy(&m->mu);
+    return m->r.st;
+}
+
+static mt_status now(mt_file *f, moved *m, int write, uint64_t at, void *mem, size_t bytes, uint64_t *sums)
+{
+    begin(f, m, write, at, mem, bytes, sums);
+    return end(m);
+}
+
+static char *memory(size_t bytes)
+{
+    void *p;
+
+    REQUIRE(posix_memalign(&p, PAGE, bytes) == 0);
+    memset(p, 0xAB, bytes);
+    return p;
+}
+
+static void fill(char *p, size_t bytes, unsigned seed)
+{
+    for (size_t i = 0; i < bytes; i += 8) {
+        uint64_t word = (i + 1) * 0x9e3779b97f4a7c15u + seed;
+
+        memcpy(p + i, &word, sizeof word);
+    }
+}
+
+static const char *only_states(void)
+{
+    static char    path[512];
+    DIR           *d = opendir(here);
+    struct dirent *e;
+
+    path[0] = 0;
+    while ((e = readdir(d)) != NULL)
+        if (strstr(e->d_name, MT_MANIFEST_STATES) != NULL)
+            snprintf(path, sizeof path, "%s/%.200s", here, e->d_name);
+    closedir(d);
+    return path;
+}
+
+/* ---- calls that fail --------------------------------------------------------------------- */
+
+typedef enum wrong { NOTHING, SHORT, AGAIN, BROKEN, ENDED, REFUSED, NO_SPACE, SOFT, LATE } wrong;
+static struct {
+    wrong      what;
+    atomic_int left;             /* calls until it happens */
+    atomic_int seen;
+} fault;
+
+static int strikes(wrong a)
+{
+    return fault.what == a && atomic_fetch_sub(&fault.left, 1) <= 0 && atomic_fetch_add(&fault.seen, 1) >= 0;
+}
+
+static ssize_t faulty(ssize_t (*call)(int, char *, size_t, off_t), int fd, char *p, size_t bytes, off_t at)
+{
+    if (strikes(AGAIN) && atomic_load(&fault.seen) % 2) {
+        errno = EINTR;
+        return -1;
+    }
+    if (strikes(BROKEN)) {
+        errno = EIO;
+        return -1;
+    }
+    if (strikes(ENDED))
+        return 0;
+    if (strikes(SHORT) && bytes > 2 * PAGE)
+        bytes = PAGE + 100;      /* and not a whole number of pages is counted */
+    return call(fd, p, bytes, at);
+}
+
+static ssize_t real_read(int fd, char *p, size_t bytes, off_t at)
+{
+    return pread(fd, p, bytes, at);
+}
+
+static ssize_t real_write(int fd, char *p, size_t bytes, off_t at)
+{
+    return pwrite(fd, p, bytes, at);
+}
+
+static ssize_t read_faulty(int fd, void *p, size_t bytes, off_t at)
+{
+    if (fault.what == LATE && (fcntl(fd, F_GETFL) & O_DIRECT)) {
+        errno = EINVAL;
+        return -1;
+    }
+    return faulty(real_read, fd, p, bytes, at);
+}
+
+static ssize_t write_faulty(int fd, const void *p, size_t bytes, off_t at)
+{
+    return faulty(real_write, fd, (char *)(uintptr_t)p, bytes, at);
+}
+
+static int allocate_faulty(int fd, off_t at, off_t bytes)
+{
+    return strikes(NO_SPACE) ? ENOSPC : posix_fallocate(fd, at, bytes);
+}
+
+static int direct_faulty(int fd, int on)
+{
+    int flags = fcntl(fd, F_GETFL);
+
+    if (fault.what == SOFT)
+        return EINVAL;
+    if (fault.what == SHORT)     /* pieces of pages are written: not directly */
+        on = 0;
+    return fcntl(fd, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT) == 0 ? 0 : errno;
+}
+
+static const mt_file_calls faulty_calls = { read_faulty, write_faulty, allocate_faulty, direct_faulty };
+
+static mt_file *opened(wrong what, int left, uint64_t limit)
+{
+    mt_file *f = NULL;
+
+    fault.what = what;
+    atomic_store(&fault.left, left);
+    atomic_store(&fault.seen, 0);
+    REQUIRE(mt_file_open(here, limit, 4, &faulty_calls, &f) == MT_OK);
+    return f;
+}
+
+/* ---- tests ------------------------------------------------------------------------------- */
+
+static void a_changed_byte_changes_the_sum(void)
+{
+    static const size_t sizes[] = { 1, 8, 63, 64, 65, 200 };
+    unsigned char       p[208];
+
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
+        uint64_t sum;
+
+        fill((char *)p, sizeof p, 1);
+        sum = mt_block_sum(p, sizes[s]);
+        CHECK(sum != 0 && sum == mt_block_sum(p, sizes[s]));
+        CHECK(sum != mt_block_sum(p, sizes[s] - 1));
+        for (size_t i = 0; i < sizes[s]; i++)
+            for (int bit = 0; bit < 8; bit++) {
+                p[i] ^= (unsigned char)(1 << bit);
+                CHECK(mt_block_sum(p, sizes[s]) != sum);
+                p[i] ^= (unsigned char)(1 << bit);
+            }
+    }
+    memset(p, 0, sizeof p);
+    p[7] = p[71] = 0x80;                                 /* the top bits of one lane's two words */
+    CHECK(mt_block_sum(p, 128) != mt_block_sum(p + 136, 64));
+    memset(p, 0, sizeof p);
+    p[0] = 1;
+    CHECK(mt_block_sum(p, 128) != mt_block_sum(p + 8, 128));
+}
+
+#define REQUESTS 6
+static void requests_come_back_as_they_were_written(void)
+{
+    static const size_t bytes[REQUESTS] = { PAGE, BLOCK, BLOCK + PAGE, 2 * BLOCK, 2 * BLOCK - PAGE, 3 * PAGE };
+    static const wrong  ways[] = { NOTHING, SHORT, AGAIN, SOFT, LATE };
+    uint64_t            sums[REQUESTS][3], at[REQUESTS];
+    moved               m[REQUESTS];
+    char               *out[REQUESTS], *back[REQUESTS];
+
+    for (size_t w = 0; w < sizeof ways / sizeof *ways; w++) {
+        mt_file *f;
+
+        enter();
+        f = opened(ways[w], 3, 0);
+        CHECK(ways[w] != SOFT || !mt_file_stats_get(f).direct);
+        CHECK(ways[w] != LATE || !mt_file_stats_get(f).direct);
+        CHECK_OK(mt_file_reserve(f, 4 * BLOCK));         /* less than is taken */
+        for (int i = 0; i < REQUESTS; i++) {
+            out[i] = memory(bytes[i]);
+            back[i] = memory(bytes[i]);
+            fill(out[i], bytes[i], (unsigned)i);
+            memset(sums[i], 0, sizeof sums[i]);
+            CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), bytes[i] - 1, &at[i]));
+            CHECK_EQ(at[i] % PAGE, 0);
+            begin(f, &m[i], 1, at[i], out[i], bytes[i], sums[i]);
+        }
+        for (int i = 0; i < REQUESTS; i++)
+            CHECK_OK(end(&m[i]));
+        for (int i = 0; i < REQUESTS; i++)
+            begin(f, &m[i], 0, at[i], back[i], bytes[i], sums[i]);
+        for (int i = 0; i < REQUESTS; i++) {
+            CHECK_OK(end(&m[i]));
+            CHECK(memcmp(out[i], back[i], bytes[i]) == 0);
+            free(out[i]);
+            free(back[i]);
+        }
+        CHECK((ways[w] != SHORT && ways[w] != AGAIN) || atomic_load(&fault.seen) > 0);
+        CHECK_EQ(mt_file_stats_get(f).read_bytes, mt_file_stats_get(f).written_bytes);
+        mt_file_close(f);
+        leave();
+    }
+}
+
+static void what_was_never_written_is_zero_and_not_read(void)
+{
+    uint64_t sums[2] = { 0, 0 }, at;
+    moved    m;
+    char    *p;
+    mt_file *f;
+
+    enter();
+    p = memory(2 * BLOCK);
+    f = opened(NOTHING, 0, 0);
+    CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 2 * BLOCK, &at));
+    CHECK_OK(now(f, &m, 1, at, p, BLOCK, sums));
+    CHECK_OK(now(f, &m, 0, at, p, 2 * BLOCK, sums));
+    CHECK_EQ((unsigned char)p[BLOCK - 1], 0xAB);
+    CHECK_EQ(p[BLOCK], 0);
+    CHECK_EQ(p[2 * BLOCK - 1], 0);
+    CHECK_EQ(mt_file_stats_get(f).read_bytes, BLOCK);
+    mt_file_close(f);
+    free(p);
+    leave();
+}
+
+static void a_flipped_byte_and_a_cut_file_are_told_by_path_and_offset(void)
+{
+    uint64_t sums[3] = { 0 }, at;
+    moved    m;
+    char    *p, bad = 0x55;
+    mt_file *f;
+    int      fd;
+
+    enter();
+    p = memory(3 * BLOCK);
+    f = opened(SOFT, 0, 0);                              /* through the page cache, as the change is */
+    CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 3 * BLOCK, &at));
+    CHECK_OK(now(f, &m, 1, at, p, 3 * BLOCK, sums));
+    fd = open(only_states(), O_RDWR);
+    REQUIRE(fd >= 0);
+    CHECK_EQ(pwrite(fd, &bad, 1, (off_t)(at + BLOCK + 77)), 1);
+    CHECK_EQ(now(f, &m, 0, at, p, 3 * BLOCK, sums), MT_EDISK);
+    CHECK_EQ(m.r.bad_at, at + BLOCK);
+    CHECK_HAS(m.r.text, only_states());
+    CHECK_HAS(m.r.text, "offset 4194304 are not those");
+    CHECK_EQ(ftruncate(fd, (off_t)(at + 2 * BLOCK + PAGE)), 0);
+    CHECK_EQ(now(f, &m, 0, at + 2 * BLOCK, p, BLOCK, &sums[2]), MT_EDISK);
+    CHECK_HAS(m.r.text, "offset 8388608: the file ends");
+    close(fd);
+    mt_file_close(f);
+    free(p);
+    leave();
+}
+
+/* Whatever call it is: the request says so, the file goes on, and others are not harmed. */
+static void the_nth_failing_transfer_is_told(void)
+{
+    for (int write = 0; write < 2; write++)
+        for (int n = 0; n < 3; n++) {
+            uint64_t sums[2] = { 0 }, at;
+            moved    m;
+            char    *p;
+            mt_file *f;
+
+            enter();
+            p = memory(2 * BLOCK);
+            f = opened(NOTHING, 0, 0);
+            CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 2 * BLOCK, &at));
+            CHECK_OK(now(f, &m, 1, at, p, 2 * BLOCK, sums));
+            fault.what = n == 2 && !write ? ENDED : BROKEN;
+            atomic_store(&fault.left, n % 2);
+            CHECK_EQ(now(f, &m, write, at, p, 2 * BLOCK, sums), MT_EDISK);
+            CHECK_HAS(m.r.text, write ? "writing" : "reading");
+            CHECK_HAS(m.r.text, fault.what == ENDED ? "the file ends" : strerror(EIO));
+            fault.what = NOTHING;
+            CHECK_OK(now(f, &m, 1, at, p, 2 * BLOCK, sums));
+            CHECK_OK(now(f, &m, 0, at, p, 2 * BLOCK, sums));
+            mt_file_close(f);
+            free(p);
+            leave();
+        }
+}
+
+static void a_full_disk_is_known_before_and_a_limit_holds(void)
+{
+    uint64_t at, room;
+    mt_file *f;
+
+    enter();
+    CHECK_OK(mt_file_room(here, &room));
+    CHECK(room > BLOCK);
+    f = opened(NO_SPACE, 1, 0);                          /* the first is the page that direct is tried on */
+    CHECK_EQ(mt_file_reserve(f, 8 * BLOCK), MT_EDISK);
+    CHECK_HAS(mt_last_error(), here);
+    CHECK_HAS(mt_last_error(), strerror(ENOSPC));
+    CHECK_HAS(mt_last_error(), "are free");
+    CHECK_EQ(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 8 * BLOCK, &at), MT_EDISK);
+    mt_file_close(f);
+    f = opened(NOTHING, 0, 2 * BLOCK);
+    CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 2 * BLOCK, &at));
+    CHECK_EQ(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 1, &at), MT_EDISK);
+    CHECK_HAS(mt_last_error(), "the limit is 8388608");
+    mt_file_close(f);
+    CHECK_EQ(mt_file_room("/nonexistent/path", &room), MT_EDISK);
+    CHECK_EQ(mt_file_open("/nonexistent/path", 0, 1, NULL, &f), MT_EDISK);
+    CHECK_HAS(mt_last_error(), "/nonexistent/path");
+    CHECK_EQ(mt_file_open("", 0, 1, NULL, &f), MT_EINVAL);
+    leave();
+}
+
+static void a_file_without_a_name_goes_on(void)
+{
+    uint64_t sums[1] = { 0 }, at;
+    moved    m;
+    char    *p;
+    mt_file *f;
+
+    enter();
+    p = memory(PAGE);
+    f = opened(NOTHING, 0, 0);
+    CHECK_OK(mt_file_reserve(f, PAGE));
+    CHECK_EQ(entries(), 2);
+    CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), PAGE, &at));
+    mt_file_unname(f);
+    CHECK_EQ(entries(), 0);
+    CHECK_OK(now(f, &m, 1, at, p, PAGE, sums));
+    CHECK_OK(now(f, &m, 0, at, p, PAGE, sums));
+    mt_file_close(f);
+    mt_file_close(NULL);
+    free(p);
+    leave();
+}
+
+static void put_file(const char *name, const char *text)
+{
+    FILE *f = fopen(in(name), "w");
+
+    REQUIRE(f != NULL);
+    fputs(text, f);
+    fclose(f);
+}
+
+static int there(const char *name)
+{
+    return access(in(name), F_OK) == 0;
+}
+
+/* A process that is no more: its number is nobody's for now. */
+static long dead(void)
+{
+    pid_t pid = fork();
+
+    if (pid == 0)
+        _exit(0);
+    REQUIRE(waitpid(pid, NULL, 0) == pid);
+    return (long)pid;
+}
+
+static void what_crashed_processes_left_goes_and_what_lives_stays(void)
+{
+    char     text[200];
+    uint64_t room;
+    mt_file *f, *g;
+
+    enter();
+    f = opened(NOTHING, 0, 0);                           /* lives, and is locked */
+    snprintf(text, sizeof text, "{\"pid\": %ld, \"started\": 5, \"boot\": \"x\", \"file\": \"?\"}", dead());
+    put_file("megatrain-1-0.json", text);                /* crashed: nobody locks it */
+    put_file("megatrain-1-0.states", "left");
+    put_file("megatrain-1-1.json", text);                /* crashed after the first half of its removal */
+    put_file("megatrain-1-2.states", "no manifest: nobody says that it is ours");
+    put_file("other.json", text);
+    put_file("megatrain-1-3.json", "not a manifest, and no states");
+    CHECK_OK(mt_file_room(here, &room));
+    CHECK(!there("megatrain-1-0.json") && !there("megatrain-1-0.states") && !there("megatrain-1-1.json"));
+    CHECK(there("megatrain-1-2.states") && there("other.json") && there("megatrain-1-3.json"));
+    CHECK_EQ(entries(), 5);
+    g = opened(NOTHING, 0, 0);                           /* sweeps too; another number */
+    CHECK_EQ(entries(), 7);
+    mt_file_close(f);
+    mt_file_close(g);
+    CHECK_EQ(entries(), 3);
+    unlink(in("megatrain-1-2.states"));
+    unlink(in("megatrain-1-3.json"));
+    unlink(in("other.json"));
+    leave();
+}
+
+/* Where a file system knows no locks the process decides: its number, its start, and the boot. */
+static void a_process_is_told_by_its_number_its_start_and_the_boot(void)
+{
+    char     name[64], text[300], wrong_start[300];
+    FILE    *m;
+    uint64_t room;
+    mt_file *f;
+
+    enter();
+    f = opened(NOTHING, 0, 0);
+    snprintf(name, sizeof name, "megatrain-%ld-0.json", (long)getpid());
+    m = fopen(in(name), "r");
+    REQUIRE(m != NULL && fgets(text, sizeof text, m) != NULL);
+    fclose(m);
+    CHECK_HAS(text, ".states\", \"bytes\": 0}");
+    put_file("megatrain-2-0.json", text);                /* no states: so no lock, and the text decides */
+    CHECK_OK(mt_file_room(here, &room));
+    CHECK(there("megatrain-2-0.json"));
+    snprintf(wrong_start, sizeof wrong_start, "%s", text);
+    *(strstr(wrong_start, "\"started\": ") + 11) ^= 1;
+    put_file("megatrain-2-0.json", wrong_start);
+    CHECK_OK(mt_file_room(here, &room));
+    CHECK(!there("megatrain-2-0.json"));
+    *(strstr(text, "\"boot\": \"") + 9) ^= 1;
+    put_file("megatrain-2-0.json", text);
+    CHECK_OK(mt_file_room(here, &room));
+    CHECK(!there("megatrain-2-0.json"));
+    mt_file_close(f);
+    leave();
+}
+
+static void a_child_leaves_the_file_of_its_parent_alone(void)
+{
+    mt_file *f;
+    pid_t    pid;
+    int      status = 1;
+
+    enter();
+    f = opened(NOTHING, 0, 0);
+    pid = fork();
+    if (pid == 0) {
+        mt_file_unname(f);
+        _exit(0);
+    }
+    REQUIRE(waitpid(pid, &status, 0) == pid);
+    CHECK_EQ(status, 0);
+    CHECK_EQ(entries(), 2);
+    mt_file_close(f);
+    leave();
+}
+
+static void rates_are_measured_and_nothing_is_left(void)
+{
+    mt_disk_rates rates = { 0 };
+
+    enter();
+    CHECK_OK(mt_disk_measure(here, 4 * PAGE * 16, PAGE * 16, 3, 2, &rates));
+    CHECK(rates.write > 0 && rates.read > 0 && rates.both > 0);
+    CHECK_EQ(mt_disk_measure(here, PAGE, PAGE + 1, 1, 1, &rates), MT_EINVAL);
+    CHECK_EQ(mt_disk_measure("/nonexistent/path", PAGE, PAGE, 1, 1, &rates), MT_EDISK);
+    leave();
+}
+
+#define TESTS(X)                                                    \
+    X(a_changed_byte_changes_the_sum)                               \
+    X(requests_come_back_as_they_were_written)                      \
+    X(what_was_never_written_is_zero_and_not_read)                  \
+    X(a_flipped_byte_and_a_cut_file_are_told_by_path_and_offset)    \
+    X(the_nth_failing_transfer_is_told)                             \
+    X(a_full_disk_is_known_before_and_a_limit_holds)                \
+    X(a_file_without_a_name_goes_on)                                \
+    X(what_crashed_processes_left_goes_and_what_lives_stays)        \
+    X(a_process_is_told_by_its_number_its_start_and_the_boot)       \
+    X(a_child_leaves_the_file_of_its_parent_alone)                  \
+    X(rates_are_measured_and_nothing_is_left)
+CHECK_MAIN(TESTS)
