@@ -162,6 +162,8 @@ class HandOver:
                 sources.append(grad)
         if not items:
             return
+        if not self.runtime.room.summed and any(mode == ADD for _, _, mode, _ in items):
+            self.runtime.room.sums(self.runtime.core)
         self.runtime.handed_over()           # before compute is told to wait for copies of earlier gradients
         ticket = self.runtime.core.offload(unit, items, self.stream)
         # The copies read these tensors behind our back; they live until compute waits for the copies.

@@ -62,7 +62,8 @@ class AdamW(torch.optim.Optimizer):
 
     Raises:
         MegatrainError: an argument outside its range, or an option of torch's AdamW that is not
-            supported here (amsgrad, differentiable, capturable).
+            supported here (amsgrad, differentiable, capturable); or there is no memory for gradients and
+            states, which then are not allocated.
 
     Source: Loshchilov & Hutter 2019, Algorithm 2.
     """
@@ -83,6 +84,12 @@ class AdamW(torch.optim.Optimizer):
         self._skipped = 0
         self._complaint = ""
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
+        self._ask_for_room()
+
+    def _ask_for_room(self) -> None:
+        """Refuses before planes are made that do not fit."""
+        for rt in self._runtimes():
+            rt.room.states(rt.core)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch."""
@@ -129,6 +136,8 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _step_all(self, limit: float) -> None:
+        if not self._counts:
+            self._ask_for_room()             # the gradients have come since
         streamed, others = self._collect()
         for rt, units in streamed.items():
             self._handed.append(self._hand(rt, sorted(units.items()), limit))

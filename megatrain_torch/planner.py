@@ -85,7 +85,7 @@ class Plan:
         return max(self.busy, key=lambda name: self.busy[name])
 
     def __str__(self) -> str:
-        return "\n\n".join([_headline(self), *(_as_text(t) for t in _tables(self))])
+        return "\n\n".join([_headline(self), *(as_text(t) for t in _tables(self))])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<p>{html.escape(line)}</p>" for line in _headline(self).splitlines())
@@ -202,7 +202,7 @@ def _least(problem: Problem) -> str:
                            _bytes_table("host memory", host, machine.host_bytes)]
     cut = f"in {micro} micro-batches" if micro > 1 else "in one micro-batch"
     head = f"{problem.shape.name} with {problem.wishes.tokens:,} tokens a step does not fit {machine.name}"
-    return "\n\n".join([f"{head}; what needs least, {cut}:", *map(_as_text, tables)])
+    return "\n\n".join([f"{head}; what needs least, {cut}:", *map(as_text, tables)])
 
 
 def _changes(problem: Problem, whole: Machine) -> dict[str, Any]:
@@ -326,7 +326,7 @@ def _seconds_table(p: Plan) -> Table:
     return "", rows
 
 
-def _as_text(table: Table) -> str:
+def as_text(table: Table) -> str:
     title, rows = table
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(r, widths))).rstrip()

@@ -148,6 +148,7 @@ class Runtime:
         self.vram: int | None = None         # limit of what may be used of the device, bytes
         self.budget = Budget(self)
         self.cap = Cap(device, None, 0)      # of torch's allocator, where there is a limit
+        self.room: Any = None                # preflight.Room: whether planes that come later will fit
         self.store_bytes = 0                 # device memory that settled units' planes will take, slots left out
         self._lazy: dict[tuple[int, bool], Lazy] = {}
         self._first_root: Any = None

@@ -150,7 +150,7 @@ def shape_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | 
     for name, module in found.windows:
         learns = learns or any(p.requires_grad for p in module.parameters())
         windows.append(_window(model, name or type(model).__name__, module, unit_of, dtype, learns))
-    return Shape(type(model).__name__, tuple(_unit(name, own, dtype) for name, own in groups), tuple(windows))
+    return Shape(type(model).__name__, tuple(unit_bytes(name, own, dtype) for name, own in groups), tuple(windows))
 
 
 def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype]:
@@ -174,7 +174,7 @@ def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> 
 
 # ---- units ---------------------------------------------------------------------------------------
 
-def _unit(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> Unit:
+def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> Unit:
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
 
     def each(of: dict[torch.dtype, int], other: int = 0) -> int:

@@ -19,13 +19,13 @@ from .deferred import give_head, head_of
 from .errors import MegatrainError
 from .fused import template_of, wanted
 from .guard import StreamedParameter
-from .limits import parse_bytes, show_bytes
+from .limits import parse_bytes
 from .planner import Plan
+from .preflight import TRIM_BYTES, Asked, Room, check_device, check_loading, give_back, own_bytes
 from .records import DTYPES, Record
 from .runtime import Runtime
-from .slots import plan_slots
 from .state import BoundParameters, HostBuffers
-from .units import Group, find, group, stored_dtype, weight_bytes
+from .units import Group, find, group, stored_dtype
 from .window import Installed, Window
 
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
@@ -92,7 +92,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             "slots": ring size (>= 2, default 3). "threads": host threads of the optimizer.
         vram: limit for what is used of the device (bytes or "24GiB"): weights must fit, and what fused layers keep
             between forward and backward is chosen to fit.
-        host: limit for host memory, AdamW's states counted in.
+        host: limit for host memory: all planes, AdamW's states counted in. None: what is there, by every limit that
+            is known (`megatrain doctor` prints them), asked now for the weights and by mt.AdamW for its states.
         units: names or modules to be streamed as one piece each; None: found from the model.
         compute: "eager": the modules' own code; "fused": layers that a template covers run as one node with an
             explicit backward, the others as they are, and the head makes no logits where the loss is
@@ -103,11 +104,11 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     Raises:
         MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed.
     """
-    sums = False
+    whole, micro = isinstance(plan, Plan), 1
     if isinstance(plan, Plan):
         compute = plan.compute if compute == "auto" else compute
         vram = plan.machine.vram_bytes if vram is None else vram
-        sums = plan.micro > 1
+        micro = plan.micro
         plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate}
     options = _options(plan, compute, nvme)
     _refuse_model(module)
@@ -116,17 +117,21 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     groups = group(module, found)
     settled, through = _homes(options.get("homes", "ram"), groups)
     speculated = _speculated(options.get("speculate", False), groups, settled + through)
-    sizes = _fits(groups, settled, speculated, options, dtype, parse_bytes(vram, "vram"), parse_bytes(host, "host"),
-                  where)
+    asked = Asked(type(module).__name__, groups, dtype, _by_unit(groups, settled, through), speculated,
+                  options.get("slots", 3), micro, where.type == "cpu")
+    limit, free = parse_bytes(vram, "vram"), _free(where)
+    sizes = check_device(asked, free, limit)
+    room = Room(asked, parse_bytes(host, "host"))
+    check_loading(asked, room.limit, whole, min((n for n in (free, limit) if n is not None), default=None))
     debug = dict(options.get("debug", {}))
     threads = options.get("threads") or max(1, _core.build_info()["cpus"] - 1)
     core = _core.Engine(where.type, where.index or 0, threads, debug.pop("delay_us", 0), debug.pop("seed", 0))
     rt = Runtime(module, where, core)
     rt.activations = options.get("activations", "auto")
     rt.speculated = speculated
-    rt.compute, rt.vram = compute, parse_bytes(vram, "vram")
+    rt.compute, rt.vram, rt.room = compute, limit, room
     _fill(rt, groups, dtype)
-    rt.store_bytes = sum(_state_bytes(p, dtype, sums) for i in settled for _, p in groups[i][1])
+    rt.store_bytes = sum(n for what, n in asked.device().items() if what != "slots")
     try:
         rt.cap = Cap(where, rt.vram, rt.store_bytes)
         rt.open_slots(sizes, settled)
@@ -246,6 +251,10 @@ def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[list[int],
     return tuple([i for i, name in enumerate(names) if asked.get(name) == where] for where in ("vram", "through"))
 
 
+def _by_unit(groups: list[Group], settled: list[int], through: list[int]) -> tuple[str, ...]:
+    return tuple("vram" if i in settled else "through" if i in through else "ram" for i in range(len(groups)))
+
+
 def _speculated(asked: bool | list[str], groups: list[Group], elsewhere: list[int]) -> frozenset[int]:
     """Numbers of the units on the host whose updates may begin during backward."""
     names = [name for name, _ in groups]
@@ -255,56 +264,19 @@ def _speculated(asked: bool | list[str], groups: list[Group], elsewhere: list[in
     return frozenset(i for i, name in enumerate(names) if name in chosen and i not in elsewhere)
 
 
-def _fits(groups: list[Group], settled: list[int], speculated: frozenset[int], options: dict[str, Any],
-          dtype: torch.dtype | None, vram: int | None, host: int | None, where: torch.device) -> list[int]:
-    """Slot sizes, those of settled units last; refuses with the bytes when a limit does not hold them."""
-    unit_bytes = [weight_bytes(g, dtype) for _, g in groups]
-    streamed = [b for i, b in enumerate(unit_bytes) if i not in settled]
-    own = [unit_bytes[i] for i in settled]
-    states = sum(_state_bytes(p, dtype) for i in settled for _, p in groups[i][1])
-    ring = options.get("slots", 3)
-    sizes = plan_slots(streamed, ring)
-    free = vram
-    if where.type == "cuda":
-        available = torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where) \
-            - torch.cuda.memory_allocated(where)
-        free = min(available, vram) if vram is not None else available
-    if free is not None and sum(sizes + own) + states > free and ring > 2:
-        sizes = plan_slots(streamed, 2)
-    need = sum(sizes + own) + states
-    if free is not None and need > free:
-        big = max(range(len(groups)), key=lambda i: unit_bytes[i])
-        raise MegatrainError(
-            f"weights in flight need {show_bytes(sum(sizes))} of device memory in {len(sizes)} slots, "
-            + (f"{len(own)} units that live there {show_bytes(sum(own) + states)}, " if own else "")
-            + f"and {show_bytes(free)} may be used; the largest unit is {groups[big][0]!r} with "
-            f"{show_bytes(unit_bytes[big])}: raise vram to {show_bytes(need)}, "
-            + ("or leave fewer units in homes" if own else "or name smaller units"))
-    if host is not None:
-        need = sum(stored_dtype(p, dtype).itemsize * p.numel()
-                   + (i not in settled) * (1 + (i in speculated)) * _state_bytes(p, dtype)
-                   for i, (_, g) in enumerate(groups) for _, p in g)
-        if need > host:
-            raise MegatrainError(
-                f"weights, AdamW states and gradients need {show_bytes(need)} of host memory and "
-                f"host={show_bytes(host)}: freeze parameters (LoRA), or raise the limit")
-    return sizes + own
-
-
-def _state_bytes(p: Tensor, dtype: torch.dtype | None, sums: bool = False) -> int:
-    """Gradient, moments, and what makes a 16-bit weight an fp32 master; the weight itself is not counted.
-    sums: with the fp32 sum of several micro-batches' 16-bit gradients."""
-    kind = stored_dtype(p, dtype)
-    more = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}.get(kind, 0)
-    more += 4 if sums and kind.itemsize == 2 else 0
-    return p.numel() * (kind.itemsize + more + 8) if p.requires_grad else 0
+def _free(where: torch.device) -> int | None:
+    """Bytes of the device that may still be taken; None on the CPU device, whose memory is the host's."""
+    if where.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
 
 
 def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> None:
     """Units in the store, weights in their planes; each old tensor is freed as its values are in."""
     global _pid
+    given = 0
     try:
-        for name, params in groups:
+        for (name, params), own in zip(groups, own_bytes(groups)):
             kinds = [DTYPES[stored_dtype(p, dtype)] for _, p in params]
             unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
             records = []
@@ -313,6 +285,10 @@ def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> None:
                 _pid += 1
             rt.units.append(records)
             rt.unit_names.append(name)
+            given += own
+            if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
+                give_back()
+                given = 0
     except BaseException:
         for r in rt.records:
             _restore(r)

@@ -1,0 +1,344 @@
+"""Whether a model fits, asked before anything is allocated.
+
+    asked = Asked(name, groups, dtype, homes, speculated, ring, micro, on_cpu)
+    sizes = check_device(asked, free, vram)      # slots; refuses
+    check_loading(asked, host)                   # before mt.stream takes memory; refuses
+    room = Room(asked, host)
+    room.states(core)                            # before mt.AdamW does
+
+A limit that the user gave counts instead of what is measured: `host=` is their word. A refusal has the table of
+what is needed and the smallest change that fits; nothing was changed by then.
+"""
+from __future__ import annotations
+
+import bisect
+import ctypes
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _core
+from .cost import STAGINGS, device_planes, host_planes
+from .errors import MegatrainError
+from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin
+from .planner import as_text
+from .shapes import Unit, unit_bytes
+from .slots import plan_slots
+from .units import Group
+
+# Labels of cost.host_planes, and the planes whose memory they are.
+_PLANES = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V"), "gradients": ("GRAD",),
+           "sums": ("ACC",), "to take updates back": ("UNDO",)}
+_OWN = "the module's own, given back"
+TRIM_BYTES = 64 << 20       # of the module's own tensors, given back before malloc is asked to give back too
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What mt.stream was asked for, as far as memory depends on it.
+
+    Attributes:
+        name: of the model. groups, dtype: its units, and the type they are converted to.
+        homes: by unit, "ram", "vram" or "through". speculated: numbers of units whose updates may begin early.
+        ring: slots of a size. micro: micro-batches of a step, as far as known.
+        on_cpu: the "device" is the CPU, so its memory is the host's.
+    """
+
+    name: str
+    groups: list[Group]
+    dtype: torch.dtype | None
+    homes: tuple[str, ...]
+    speculated: frozenset[int]
+    ring: int = 3
+    micro: int = 1
+    on_cpu: bool = False
+
+    def units(self) -> list[Unit]:
+        """As the parameters are now: some may have been frozen since."""
+        return [unit_bytes(name, own, self.dtype) for name, own in self.groups]
+
+    def slots(self) -> list[int]:
+        """Bytes of each slot; those of units at home on the device come last."""
+        weights = [(u.weights, home == "vram") for u, home in zip(self.units(), self.homes)]
+        return plan_slots([n for n, settled in weights if not settled], self.ring) + [n for n, settled in weights
+                                                                                     if settled]
+
+    def device(self) -> dict[str, int]:
+        """Bytes of device memory by what they hold, activations left out."""
+        found = {"slots": sum(self.slots())}
+        for unit, home in zip(self.units(), self.homes):
+            for plane, n in device_planes(unit, self.micro).items() if home == "vram" else ():
+                if plane != "weights":
+                    found[f"at home: {plane}"] = found.get(f"at home: {plane}", 0) + n
+        return found
+
+    def host(self) -> dict[str, int]:
+        """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
+        found: dict[str, int] = {}
+        for i, (unit, home) in enumerate(zip(self.units(), self.homes)):
+            where = "vram" if home == "vram" else "ram"
+            for plane, n in host_planes(unit, where, self.micro, i in self.speculated).items():
+                found[plane] = found.get(plane, 0) + n
+        if self.micro > 1:
+            found["staging"] = STAGINGS * max((u.gradients for u in self.units()), default=0)
+        return found | ({f"the device's {what}": n for what, n in self.device().items()} if self.on_cpu else {})
+
+
+Need = Callable[[Asked], dict[str, int]]
+
+
+# ---- the device ----------------------------------------------------------------------------------
+
+def check_device(asked: Asked, free: int | None, limit: int | None) -> list[int]:
+    """Slot sizes; two of each, where more do not fit. free: bytes there are, None: not known. limit: the user's.
+
+    Raises:
+        MegatrainError: the weights in flight and what is at home there need more.
+    """
+    most = min((n for n in (free, limit) if n is not None), default=None)
+    if most is not None and sum(asked.device().values()) > most:
+        asked = dataclasses.replace(asked, ring=2)
+    need = asked.device()
+    if most is None or sum(need.values()) <= most:
+        return asked.slots()
+    changes: dict[str, Any] = {}
+    if limit is not None and (free is None or sum(need.values()) <= free):
+        changes["vram"] = sum(need.values())
+    if homes := _fewer_homes(asked, most):
+        changes["homes"] = homes
+    raise _refusal(asked, "device memory", need, most, "vram=" if limit == most else "the device", changes,
+                   f"name smaller units; the largest is {_largest(asked)}")
+
+
+def _largest(asked: Asked) -> str:
+    unit = max(asked.units(), key=lambda u: u.weights)
+    return f"{unit.name!r} with {show_bytes(unit.weights)}"
+
+
+def _fewer_homes(asked: Asked, most: int) -> dict[str, str] | None:
+    """Homes with as many units on the device as fit; None: not even with none."""
+    for tried in _homes(asked, "vram", "ram"):
+        if sum(tried.device().values()) <= most:
+            return _named(tried)
+    return None
+
+
+def _homes(asked: Asked, before: str, after: str) -> Iterator[Asked]:
+    """The same with the last one, two, ... of the units at home in `before` at home in `after`."""
+    homes = list(asked.homes)
+    for i in reversed([i for i, home in enumerate(homes) if home == before]):
+        homes[i] = after
+        yield dataclasses.replace(asked, homes=tuple(homes), speculated=asked.speculated - {i})
+
+
+def _named(asked: Asked) -> dict[str, str]:
+    return {name: home for (name, _), home in zip(asked.groups, asked.homes) if home != "ram"}
+
+
+# ---- the host ------------------------------------------------------------------------------------
+
+def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: int | None = None) -> None:
+    """Host memory while the weights are taken over, and, `whole`, of a training step. limit: the user's.
+
+    Raises:
+        MegatrainError: there is less; or hardly a file can be opened any more.
+    """
+    found = host_limits()
+    open_files, most_files = found.files
+    if most_files - open_files < FILES_LEAST:
+        raise MegatrainError(f"{open_files} files are open and {most_files} may be: raise `ulimit -n` to "
+                             f"{open_files + FILES_LEAST}, or close some")
+    if limit is not None:
+        _check_word(asked, limit, free_on_device)
+        return
+    own = own_bytes(asked.groups)
+    steps = [("to take over the weights", lambda a: _loading(a, own))]
+    if whole:
+        steps.append(("for a training step", lambda a: a.host() | {_OWN: -sum(own)}))
+    for what, need in steps:
+        if (bound := found.short(sum(need(asked).values()))) is not None:
+            raise _short(asked, need, bound, what, free_on_device)
+
+
+def _check_word(asked: Asked, limit: int, free_on_device: int | None) -> None:
+    """The limit that the user gave, against all planes."""
+    need = _planes(asked)
+    if sum(need.values()) > limit:
+        changes = {"host": sum(need.values())} | _changes(asked, lambda a: sum(_planes(a).values()) <= limit,
+                                                          sum(need.values()) - limit, free_on_device)
+        raise _refusal(asked, "host memory", need, limit, "host=", changes)
+
+
+def _planes(asked: Asked) -> dict[str, int]:
+    return dataclasses.replace(asked, on_cpu=False).host()
+
+
+def _loading(asked: Asked, own: list[int]) -> dict[str, int]:
+    """The most that is held at once beyond what is there: planes are filled unit by unit, each giving back the
+    module's own tensors; then, on the CPU device, come the slots."""
+    at = peak = given = 0
+    for unit, n in zip(asked.units(), own):
+        at += unit.weights
+        peak = max(peak, at - given)
+        given += n
+    slots = sum(asked.slots()) if asked.on_cpu else 0
+    if at - given + slots > peak:
+        return {"weights": at, "the device's slots": slots, _OWN: -given}
+    return {"weights": at, _OWN: peak - at}
+
+
+def own_bytes(groups: list[Group]) -> list[int]:
+    """Bytes of host memory that each unit's parameters give back when their values are in the store.
+
+    Memory of a file (weights that were mapped, not read) is the page cache's, so it is none.
+    """
+    storages: dict[int, tuple[int, int]] = {}
+    for i, (_, own) in enumerate(groups):
+        for _, p in own:
+            if p.device.type == "cpu" and not hasattr(p, "_mt"):
+                storage = p.untyped_storage()
+                storages[storage.data_ptr()] = (i, storage.nbytes())     # gone with the last unit that has it
+    files = _FileMaps()
+    found = [0] * len(groups)
+    for address, (i, n) in storages.items():
+        found[i] += 0 if files.has(address) else n
+    return found
+
+
+class _FileMaps:
+    """Which addresses of this process are a file's."""
+
+    def __init__(self) -> None:
+        self.ranges = []
+        try:
+            lines = Path("/proc/self/maps").read_text().splitlines()
+        except OSError:
+            lines = []
+        for line in lines:
+            span, _, _, _, inode, *_ = line.split(maxsplit=5)
+            begin, end = (int(x, 16) for x in span.split("-"))
+            if inode != "0":
+                self.ranges.append((begin, end))
+
+    def has(self, address: int) -> bool:
+        at = bisect.bisect_right(self.ranges, (address, math.inf)) - 1
+        return at >= 0 and address < self.ranges[at][1]
+
+
+def give_back() -> None:
+    """Memory that was freed goes back to the system, also where malloc keeps it for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class Room:
+    """Whether what a streamed model takes later is there: planes are made when they are first needed."""
+
+    def __init__(self, asked: Asked, limit: int | None) -> None:
+        self.asked, self.limit = asked, limit
+        self.summed = asked.micro > 1
+
+    def states(self, core: _core.Engine) -> None:
+        """Of AdamW and the gradients, before they are made.
+
+        Raises:
+            MegatrainError: there is less; what was allocated is as before.
+        """
+        self._check(core, self.asked, "for gradients and AdamW's states")
+
+    def sums(self, core: _core.Engine) -> None:
+        """Of a second micro-batch; asked once. Raises: as `states`."""
+        if not self.summed:
+            asked = dataclasses.replace(self.asked, micro=2)
+            self._check(core, asked, "to add up micro-batches")
+            self.asked, self.summed = asked, True
+
+    def _check(self, core: _core.Engine, asked: Asked, what: str) -> None:
+        if self.limit is not None:
+            _check_word(asked, self.limit, None)
+            return
+        def left(a: Asked) -> dict[str, int]:
+            return {plane: n - there.get(plane, n) for plane, n in a.host().items()}
+
+        there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in _PLANES.get(plane, ()))
+                 for plane in asked.host() if plane != "weights" and not plane.endswith("slots")}
+        if (bound := host_limits().short(sum(left(asked).values()))) is not None:
+            raise _short(asked, left, bound, what, None)
+
+
+# ---- refusing ------------------------------------------------------------------------------------
+
+def _short(asked: Asked, need: Need, bound: Bound, what: str, free_on_device: int | None) -> MegatrainError:
+    """need: bytes beyond what is there now, `what` for."""
+    total = sum(need(asked).values())
+    over = with_margin(total) - bound.free
+    changes = _changes(asked, lambda a: with_margin(sum(need(a).values())) <= bound.free, over, free_on_device)
+    words = f"{show_bytes(over)} more under the limit of {bound.what} ({bound.remedy})"
+    return _refusal(asked, f"host memory {what}", need(asked) | {"margin": with_margin(total) - total}, bound.free,
+                    f"free: {bound.what}", changes | {"host": sum(_planes(asked).values())}, words)
+
+
+def _changes(asked: Asked, fits: Callable[[Asked], bool], over: int, free_on_device: int | None) -> dict[str, Any]:
+    """Arguments of mt.stream, each of which alone makes it fit."""
+    found: dict[str, Any] = {}
+    if asked.speculated and fits(dataclasses.replace(asked, speculated=frozenset())):
+        found["speculate"] = False
+    if asked.micro > 1 and fits(dataclasses.replace(asked, micro=1)):
+        found["micro"] = 1
+    wide = any(p.dtype in (torch.float32, torch.float64) for _, own in asked.groups for _, p in own)
+    if wide and asked.dtype is None and fits(dataclasses.replace(asked, dtype=torch.bfloat16)):
+        found["dtype"] = torch.bfloat16
+    for tried in _homes(asked, "ram", "vram") if free_on_device is not None else ():
+        if sum(tried.device().values()) > free_on_device:
+            break
+        if fits(tried):
+            found["homes"] = _named(tried)
+            break
+    trained = sum(u.trained for u in asked.units())
+    states = sum(_planes(asked).values()) - sum(u.weights for u in asked.units())
+    frozen = [(name, [(n, _Frozen(p)) for n, p in own]) for name, own in asked.groups]
+    if trained and over < states and fits(dataclasses.replace(asked, groups=frozen)):
+        found["frozen"] = math.ceil(over * trained / states)
+    return found
+
+
+class _Frozen:
+    """A parameter as unit_bytes sees it, if it were not trained."""
+
+    requires_grad = False
+
+    def __init__(self, p: torch.Tensor) -> None:
+        self.dtype, self.numel, self.is_floating_point = p.dtype, p.numel, p.is_floating_point
+
+
+def _refusal(asked: Asked, title: str, need: dict[str, int], most: int, whose: str, changes: dict[str, Any],
+             *words: str) -> MegatrainError:
+    """The table and what would fit."""
+    rows: list[tuple[str, ...]] = [(title, "bytes", "")]
+    rows += [(plane, show_bytes(n), "") for plane, n in need.items() if n]
+    total = sum(need.values())
+    rows.append(("in all", show_bytes(total), f"of {show_bytes(most)} ({whose})"))
+    said = [*(_in_words(k, v) for k, v in changes.items()), *words]
+    error = MegatrainError("\n".join([f"{asked.name} does not fit; nothing was changed:", "", as_text(("", rows)), "",
+                                      "What would fit, each alone: " + "; ".join(said) + "."]))
+    error.changes = changes
+    return error
+
+
+def _in_words(name: str, value: Any) -> str:
+    if name in ("vram", "host"):
+        return f"{name}={value} ({show_bytes(value)}), if so much is there"
+    if name == "frozen":
+        return f"{value:,} parameters less to train (freeze some, or LoRA)"
+    if name == "homes":
+        at = sum(home == "vram" for home in value.values())
+        return f"{at} units at home in VRAM: plan={{'homes': ...}} as in this exception's `changes`"
+    if name == "dtype":
+        return f"dtype={value}"
+    return f"plan={{{name!r}: {value}}}" if name == "speculate" else f"{name}={value}"

@@ -1,0 +1,209 @@
+"""What does not fit is refused before it is allocated, by the byte; and what fits runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megatrain_torch as mt
+from megatrain_torch import preflight
+from megatrain_torch.limits import Bound, HostLimits, with_margin
+from megatrain_torch.wrap import runtime_of
+
+WIDTH, LAYERS = 128, 4
+NUMEL = LAYERS * WIDTH * WIDTH
+STEP = 12 * NUMEL               # of bf16: gradients, masters, moments
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def stack(dtype: torch.dtype = torch.bfloat16) -> Stack:
+    torch.manual_seed(0)
+    return Stack().to(dtype)
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, micro: int = 1) -> None:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(micro):
+        model(x).float().square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """free(n, ...): from now on so many bytes may be taken."""
+    def say(nbytes: int, files: tuple[int, int] = (3, 1024)) -> None:
+        found = HostLimits((Bound("cgroup box: memory.max", nbytes, nbytes, "raise memory.max of the cgroup"),),
+                           files=files)
+        monkeypatch.setattr(preflight, "host_limits", lambda: found)
+    return say
+
+
+def stream(**asked: object) -> nn.Module:
+    return mt.stream(stack(), device="cpu", **asked)
+
+
+def test_loading_holds_one_unit_twice_and_then_the_slots(free: Callable) -> None:
+    asked = preflight.Asked("Stack", [(n, [(n, p)]) for n, p in stack().named_parameters()], None, ("ram",) * LAYERS,
+                            frozenset())
+    unit = 2 * NUMEL // LAYERS
+    assert sum(preflight._loading(asked, [unit] * LAYERS).values()) == unit
+    assert sum(preflight._loading(asked, [0] * LAYERS).values()) == LAYERS * unit
+
+
+def test_weights_are_refused_by_the_byte(free: Callable) -> None:
+    free(10**9)
+    model = stream()
+    slots = sum(s.nbytes for s in runtime_of(model).slots)
+    free(with_margin(slots))
+    mt.unstream(stream())
+    free(with_margin(slots) - 1)
+    model = stack()
+    with pytest.raises(mt.MegatrainError, match=r"to take over the weights[^$]*cgroup box: memory.max") as why:
+        mt.stream(model, device="cpu")
+    assert type(model.layers[0].weight) is nn.Parameter, "the model was changed"
+    stream(host=why.value.changes["host"])             # the user's word
+
+
+def test_states_are_refused_by_the_byte_and_nothing_is_allocated(free: Callable) -> None:
+    free(10**9)
+    model = stream()
+    core = runtime_of(model).core
+    before = core.host_bytes()
+    free(with_margin(STEP) - 1)
+    with pytest.raises(mt.MegatrainError, match=r"for gradients and AdamW's states[^$]*moments[^$]*margin") as why:
+        mt.AdamW(model.parameters())
+    assert core.host_bytes() == before
+    for layer in list(model.layers.parameters())[: -(-why.value.changes["frozen"] * LAYERS // NUMEL)]:
+        layer.requires_grad_(False)
+    train(model, mt.AdamW(p for p in model.parameters() if p.requires_grad))
+    model = stream()
+    free(with_margin(STEP))
+    train(model, mt.AdamW(model.parameters()))
+
+
+def test_the_first_step_asks_again_for_what_is_not_there_yet(free: Callable) -> None:
+    """Gradients have come since AdamW was made; somebody else has taken memory."""
+    free(10**9)
+    model = stream()
+    opt = mt.AdamW(model.parameters(), lr=0.1)
+    weights = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(2, WIDTH).bfloat16()).float().square().mean().backward()
+    free(with_margin(10 * NUMEL) - 1)
+    with pytest.raises(mt.MegatrainError, match="for gradients and AdamW's states"):
+        opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))
+    free(with_margin(10 * NUMEL))
+    opt.step()
+    assert not torch.equal(weights[0], model.layers[0].weight)
+
+
+def test_a_second_micro_batch_asks_for_its_sums(free: Callable) -> None:
+    free(10**9)
+    model = stream()
+    opt = mt.AdamW(model.parameters())
+    train(model, opt)
+    sums = 4 * NUMEL + 2 * 2 * NUMEL // LAYERS          # ACC, and two staging buffers of the largest unit
+    free(with_margin(sums) - 1)
+    with pytest.raises(mt.MegatrainError, match=r"to add up micro-batches[^$]*sums"):
+        train(model, opt, 2)
+    opt.zero_grad()
+    free(with_margin(sums))
+    train(model, opt, 2)
+    free(0)
+    train(model, opt, 2)                                # what is there is there
+
+
+def test_a_plan_is_asked_for_as_a_whole(free: Callable) -> None:
+    """What mt.plan chose is known from the start: its states and sums count at once."""
+    plan = mt.plan(stack(), tokens=64, seq=8, machine="cpu", micro=2)
+    free(with_margin(STEP + 4 * NUMEL))
+    with pytest.raises(mt.MegatrainError, match=r"for a training step[^$]*sums") as why:
+        stream(plan=plan)
+    assert why.value.changes["micro"] == 1
+
+
+def test_each_change_that_is_named_fits(free: Callable) -> None:
+    free(10**9)
+    model = stream(plan={"speculate": True})
+    free(with_margin(STEP))                             # without the planes to take updates back
+    with pytest.raises(mt.MegatrainError, match="to take updates back") as why:
+        mt.AdamW(model.parameters())
+    model = stream(plan={"speculate": why.value.changes["speculate"]})
+    train(model, mt.AdamW(model.parameters()))
+
+    slots = (LAYERS - 1) * NUMEL // LAYERS * 4          # three slots; the module gives back what the store takes
+    free(with_margin(slots) - 1)
+    with pytest.raises(mt.MegatrainError, match="to take over the weights") as why:
+        mt.stream(stack(torch.float32), device="cpu", plan={"slots": 3})
+    mt.stream(stack(torch.float32), device="cpu", dtype=why.value.changes["dtype"])
+
+
+def test_the_device_is_refused_with_the_homes_that_fit() -> None:
+    slot = 2 * NUMEL // LAYERS
+    home = slot + STEP // LAYERS
+    small = 2 * slot + home                             # two slots, one unit at home
+    with pytest.raises(mt.MegatrainError, match=r"device memory[^$]*at home: moments") as why:
+        stream(vram=small, plan={"homes": "vram"})
+    homes = why.value.changes["homes"]
+    assert list(homes.values()) == ["vram"]
+    mt.unstream(stream(vram=small, plan={"homes": homes}))
+    with pytest.raises(mt.MegatrainError):
+        stream(vram=small - 1, plan={"homes": homes})
+    mt.unstream(stream(vram=why.value.changes["vram"], plan={"homes": "vram"}))
+
+
+def test_too_few_files_are_refused(free: Callable) -> None:
+    free(10**9, files=(1000, 1024))
+    with pytest.raises(mt.MegatrainError, match=r"ulimit -n.* to 1032"):
+        stream()
+
+
+def test_weights_that_are_a_files_make_no_room(tmp_path: Path) -> None:
+    """Mapped, not read: what they give back is the page cache's."""
+    read, path = stack(), tmp_path / "weights"
+    torch.save(read.state_dict(), path)
+    mapped = Stack().bfloat16()
+    mapped.load_state_dict(torch.load(path, mmap=True), assign=True)
+    for model, n in ((read, 2 * NUMEL // LAYERS), (mapped, 0)):
+        groups = [(name, [(name, p)]) for name, p in model.named_parameters()]
+        assert preflight.own_bytes(groups) == [n] * LAYERS
+
+
+PEAK = """
+    import re, torch, megatrain_torch as mt
+    from torch import nn
+    def kib(name):
+        return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+    del [torch.zeros(4 << 20)][:]               # 16 MiB freed: from now on malloc keeps pieces that are smaller
+    model = nn.Sequential(*[nn.Sequential(*[nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
+                                            for _ in range(8)]) for _ in range(16)])
+    mt.stream(model[:1], device="cpu")          # threads and libraries
+    before = kib("VmRSS")
+    mt.stream(model[1:], device="cpu", plan={"slots": 2})
+    print(kib("VmHWM") - before, kib("VmRSS") - before)
+"""
+
+
+def test_the_module_and_the_store_are_never_there_twice() -> None:
+    """15 units of 16 MiB, of pieces that malloc would keep: at most a few of them at once."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(PEAK)], stdout=subprocess.PIPE, text=True, check=True)
+    peak, after = (int(n) >> 10 for n in done.stdout.split())
+    assert after <= 64 + 32 and peak <= 2 * 16 + 64 + 32, f"MiB more at the peak: {peak}; afterwards: {after}"
