@@ -73,6 +73,18 @@ class Engine:
     def through(self, unit: int, on: bool) -> None:
         """The unit's updates pass through the device from now on, or no more: its planes go up in pieces, are
         updated there and come down, while the host's cores update others. At any time; not for settled units."""
+    def invite(self, unit: int) -> None:
+        """A settled unit's states are at home on the host from now on, and on the device around its updates alone: from
+        lift(), which comes before adam(), to leave(). Before the first update of it."""
+    def lift_sizes(self, unit: int) -> list[int]:
+        """Bytes of each piece of device memory that the unit's states take, as its parameters are trained now."""
+    def lift(self, unit: int, addresses: Sequence[int], stream: int) -> bool:
+        """The states come to the device, into pieces of lift_sizes() bytes, aligned to 512: memory that is free behind
+        what `stream` was given so far, and lent until leave() says so. Waits for updates of the unit. False: they are
+        there already, and nothing was taken."""
+    def leave(self, unit: int, wait: bool) -> bool:
+        """Whether the memory that lift() took is the caller's again: no update of the unit is under way, and its
+        states are on the host. wait: until they are."""
     def bring(self, unit: int, planes: int) -> None:
         """Host planes become current. planes: bits 1 << plane, or -1. A settled unit's are copied, but for ACC, which
         has no host copy; waits for updates and gradients under way. Of other units an update that speculate() began

@@ -229,16 +229,24 @@ GUESS_SHARE, KEEP_SHARE = 36 / 26, 4 / 26
 
 
 def host_planes(unit: Unit, home: str, micro: int, speculate: bool = False) -> dict[str, int]:
-    """Bytes in host memory by plane; at home in VRAM only the weights as they were loaded."""
+    """Bytes in host memory by plane; at home in VRAM only the weights as they were loaded, with "arrive" the states."""
     if home == "vram":
         return {"weights": unit.weights}
+    if home == "arrive":
+        return {"weights": unit.weights, **visiting_planes(unit)}
     early = {"to take updates back": unit.gradients + unit.masters + unit.moments} if speculate else {}
     return {"weights": unit.weights, **_states(unit, micro), **early}
 
 
-def device_planes(unit: Unit, micro: int) -> dict[str, int]:
-    """Bytes in device memory by plane of a unit at home there."""
-    return {"weights": unit.weights, **_states(unit, micro)}
+def device_planes(unit: Unit, micro: int, home: str = "vram") -> dict[str, int]:
+    """Bytes in device memory by plane of a unit at home there; with "arrive" what is there all the time."""
+    away = visiting_planes(unit) if home == "arrive" else {}
+    return {k: n for k, n in {"weights": unit.weights, **_states(unit, micro)}.items() if k not in away}
+
+
+def visiting_planes(unit: Unit) -> dict[str, int]:
+    """Bytes by plane of what arrives for an update, and leaves."""
+    return {"masters": unit.masters, "moments": unit.moments}
 
 
 def _states(unit: Unit, micro: int) -> dict[str, int]:

@@ -169,6 +169,8 @@ class HandOver:
         # The copies read these tensors behind our back; they live until compute waits for the copies.
         self.alive.append((ticket, sources))
         self.let_go()
+        if self.runtime.arrivals.units:
+            self.runtime.arrivals.handed(unit)
         if self.observer is not None:
             self.observer(unit, [r for r, _ in pairs])
         if self.speculation is not None:

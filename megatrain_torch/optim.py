@@ -133,6 +133,8 @@ class AdamW(torch.optim.Optimizer):
         self._done.clear()
         for speculation in self._speculations:
             speculation.stepped()
+        for rt in {h.runtime for h in self._handed}:
+            rt.arrivals.stepped()
         return loss
 
     def _step_all(self, limit: float) -> None:
@@ -149,6 +151,7 @@ class AdamW(torch.optim.Optimizer):
     def _hand(self, rt: Any, units: list[tuple[int, list[Any]]], limit: float) -> _Handed:
         """Submits updates; from here on they count as steps."""
         params = [rt.units[u][item[0]].param for u, items in units for item in items]
+        rt.arrivals.bring(u for u, _ in units)
         handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), params)
         for p in params:
             self._counts[p] += 1
@@ -460,6 +463,7 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
     record: Record = p._mt
     value = torch.empty_strided(record.shape, record.stride, dtype=torch.float32).copy_(plain(value))
     record.runtime.before_write(record)
+    record.runtime.own_states(record)
     with torch.no_grad():
         if record.dtype == torch.bfloat16:
             _core.split_set(value.data_ptr(), record.host.data_ptr(), record.view("LO").data_ptr(), record.numel)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from . import _core
-from .cost import STAGINGS, device_planes, host_planes
+from .cost import STAGINGS, device_planes, host_planes, visiting_planes
 from .errors import MegatrainError
 from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin
 from .planner import as_text
@@ -35,6 +35,7 @@ from .units import Group
 _PLANES = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V"), "gradients": ("GRAD",),
            "sums": ("ACC",), "to take updates back": ("UNDO",)}
 _OWN = "the module's own, given back"
+SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay on the device
 TRIM_BYTES = 64 << 20       # of the module's own tensors, given back before malloc is asked to give back too
 
 
@@ -44,7 +45,7 @@ class Asked:
 
     Attributes:
         name: of the model. groups, dtype: its units, and the type they are converted to.
-        homes: by unit, "ram", "vram" or "through". speculated: numbers of units whose updates may begin early.
+        homes: by unit, "ram", "vram", "arrive" or "through". speculated: numbers of units whose updates may begin early.
         ring: slots of a size. micro: micro-batches of a step, as far as known.
         on_cpu: the "device" is the CPU, so its memory is the host's.
     """
@@ -64,7 +65,7 @@ class Asked:
 
     def slots(self) -> list[int]:
         """Bytes of each slot; those of units at home on the device come last."""
-        weights = [(u.weights, home == "vram") for u, home in zip(self.units(), self.homes)]
+        weights = [(u.weights, home in SETTLED) for u, home in zip(self.units(), self.homes)]
         return plan_slots([n for n, settled in weights if not settled], self.ring) + [n for n, settled in weights
                                                                                      if settled]
 
@@ -72,16 +73,17 @@ class Asked:
         """Bytes of device memory by what they hold, activations left out."""
         found = {"slots": sum(self.slots())}
         for unit, home in zip(self.units(), self.homes):
-            for plane, n in device_planes(unit, self.micro).items() if home == "vram" else ():
+            for plane, n in device_planes(unit, self.micro, home).items() if home in SETTLED else ():
                 if plane != "weights":
                     found[f"at home: {plane}"] = found.get(f"at home: {plane}", 0) + n
-        return found
+        visiting = [visiting_planes(u) for u, home in zip(self.units(), self.homes) if home == "arrive"]
+        return found | ({"states that arrive": sum(sum(v.values()) for v in visiting)} if visiting else {})
 
     def host(self) -> dict[str, int]:
         """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
         found: dict[str, int] = {}
         for i, (unit, home) in enumerate(zip(self.units(), self.homes)):
-            where = "vram" if home == "vram" else "ram"
+            where = home if home in SETTLED else "ram"
             for plane, n in host_planes(unit, where, self.micro, i in self.speculated).items():
                 found[plane] = found.get(plane, 0) + n
         if self.micro > 1:

@@ -28,8 +28,9 @@ class StepReport:
         speculated, committed, undone: updates that began during backward; those kept, and taken back, since: one
             that began in this step ends in the next.
         busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update",
-            "through" (updates that pass through the device). Without mt.trace only "host update". Compute is busy
-            from a window's first kernel to its last, also where the host is slow in launching them.
+            "through" (updates that pass through the device; states that arrive and leave). Without mt.trace only "host
+            update". Compute is busy from a window's first kernel to its last, also where the host is slow in launching
+            them.
         idle: seconds that compute stood still, by what it waited for: a lane, or "host": Python and the user's code.
         between_steps: of idle, seconds before the step's first window.
         least: seconds the bytes of a lane take at the machine's rate, where mt.trace was given one.

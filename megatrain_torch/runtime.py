@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, hf
+from .arrive import Arrivals
 from .budget import Budget, Cap
 from .errors import MegatrainError
 from .guard import plain
@@ -138,6 +139,7 @@ class Runtime:
         self.is_cuda = device.type == "cuda"
         self.settled: frozenset[int] = frozenset()           # units that live on the device
         self.speculated: frozenset[int] = frozenset()        # units whose updates may begin during backward
+        self.arrivals = Arrivals(self, ())                   # of settled units: whose states come and leave
         self.windows: list[Window] = []
         self.records: list[Record] = []
         self.units: list[list[Record]] = []
@@ -163,8 +165,8 @@ class Runtime:
 
     # ---- units and slots ----
 
-    def open_slots(self, sizes: list[int], settled: list[int]) -> None:
-        """Slots of these sizes; the last ones belong to the units that live on the device."""
+    def open_slots(self, sizes: list[int], settled: list[int], guests: Iterable[int] = ()) -> None:
+        """Slots of these sizes; the last ones belong to the units that live on the device, guests among them."""
         self.slots = [Slot(n, self.device) for n in sizes]
         if self.is_cuda:
             torch.cuda.current_stream(self.device).synchronize()   # former owners of this memory are done
@@ -173,6 +175,8 @@ class Runtime:
         for slot, unit in enumerate(settled, len(sizes) - len(settled)):
             self.core.settle(unit, slot)
         self.settled = frozenset(settled)
+        self.arrivals = Arrivals(self, guests)
+        self.arrivals.invite()
 
     def note_bounds(self) -> None:
         """Addresses between which all slots lie: most tensors are told apart from weights by these."""
@@ -183,16 +187,23 @@ class Runtime:
         """Handle of the stream torch computes on now."""
         return torch._C._cuda_getCurrentRawStream(self.device.index) if self.is_cuda else 0
 
-    def acquire_views(self, unit: int) -> list[Tensor]:
+    def acquire(self, unit: int) -> int:
+        """The slot that the unit is in, when compute gets there."""
         slot = self.core.acquire(unit, self.stream())
+        if self.arrivals.over:
+            self.arrivals.leave()
+        return slot
+
+    def acquire_views(self, unit: int) -> list[Tensor]:
+        slot = self.acquire(unit)
         return self.slots[slot].unit_views(unit, self.units[unit])
 
     def acquire_leaves(self, unit: int) -> list[Tensor]:
-        slot = self.core.acquire(unit, self.stream())
+        slot = self.acquire(unit)
         return self.slots[slot].unit_leaves(unit, self.units[unit])
 
     def acquire_weights(self, unit: int, names: list[str]) -> Weights:
-        slot = self.core.acquire(unit, self.stream())
+        slot = self.acquire(unit)
         return self.slots[slot].unit_weights(unit, self.units[unit], names)
 
     def slot_view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
@@ -260,8 +271,9 @@ class Runtime:
             self.core.bring(record.unit, STATE_PLANES)
 
     def own_states(self, record: Record) -> None:
-        """Masters, moments or gradients are about to be written as a whole: no update that began early uses them."""
-        if record.unit in self.speculated:
+        """Masters, moments or gradients are about to be written as a whole: no update that began early uses them, and
+        no copy is on its way to them."""
+        if record.unit in self.speculated or record.unit in self.arrivals.units:
             self.core.bring(record.unit, STATE_PLANES)
 
     def push(self, record: Record, *planes: str) -> None:
@@ -332,6 +344,7 @@ class Runtime:
                 self.after_write(r)
             if on != r.was_trainable:
                 r.was_trainable = on
+                self.arrivals.dismiss(r.unit)
                 self.core.set_trainable(r.unit, r.index, on)
                 self._split = None
         if self._split is None:
@@ -408,3 +421,4 @@ class Runtime:
         """Everything under way is over: gradients home, updates done."""
         self.core.drain()
         self.handover.release()
+        self.arrivals.leave()

@@ -82,10 +82,12 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
                 "saved" keeps them; "replay" runs the window's forward again in backward; "selective" (fused layers)
                 keeps all but the largest; "whole" replays in one node (see whole.py); "auto": fused layers keep
                 what fits, others save on the CPU and replay on CUDA.
-            "homes": "ram", "vram" or "through" for all units, or {unit name: ...}: where weights, gradients and
-                AdamW's states live. What is at home in VRAM never crosses the bus and is updated there, to the same
-                bits. "through": at home in RAM, but updated on the device, states streaming up and back beside the
-                host's own updates: where the host is what binds. Default "ram".
+            "homes": "ram", "vram", "arrive" or "through" for all units, or {unit name: ...}: where weights, gradients
+                and AdamW's states live. What is at home in VRAM never crosses the bus and is updated there, to the same
+                bits. "arrive": the same, but AdamW's states are at home in RAM, and on the device from the last windows
+                of backward to the first of the next forward: for what the next forward needs first, the embedding
+                and first layers. "through": at home in RAM, but updated on the device, states streaming up and back
+                beside the host's own updates: where the host is what binds. Default "ram".
             "speculate": True, or a list of unit names: their updates begin during backward, as if nothing were
                 clipped, and are taken back where that was wrong; to the same bits. Only units at home in RAM, at 12
                 bytes more of host memory per trained parameter (fp16: 14). Default False.
@@ -115,9 +117,10 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     where = _device(device)
     found = find(module, units)
     groups = group(module, found)
-    settled, through = _homes(options.get("homes", "ram"), groups)
+    at_home, guests, through = _homes(options.get("homes", "ram"), groups)
+    settled = sorted(at_home + guests)           # as Asked has their slots
     speculated = _speculated(options.get("speculate", False), groups, settled + through)
-    asked = Asked(type(module).__name__, groups, dtype, _by_unit(groups, settled, through), speculated,
+    asked = Asked(type(module).__name__, groups, dtype, _by_unit(groups, at_home, guests, through), speculated,
                   options.get("slots", 3), micro, where.type == "cpu")
     limit, free = parse_bytes(vram, "vram"), _free(where)
     sizes = check_device(asked, free, limit)
@@ -131,10 +134,10 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     rt.speculated = speculated
     rt.compute, rt.vram, rt.room = compute, limit, room
     _fill(rt, groups, dtype)
-    rt.store_bytes = sum(n for what, n in asked.device().items() if what != "slots")
+    rt.store_bytes = sum(n for what, n in asked.device().items() if what.startswith("at home"))
     try:
         rt.cap = Cap(where, rt.vram, rt.store_bytes)
-        rt.open_slots(sizes, settled)
+        rt.open_slots(sizes, settled, guests)
         for unit in through:
             core.through(unit, True)
         if debug:
@@ -239,20 +242,23 @@ def _problem(p: nn.Parameter) -> str:
 
 # ---- units and memory ----------------------------------------------------------------------------
 
-def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[list[int], list[int]]:
-    """Numbers of the units that live on the device, and of those that are updated there in passing."""
+def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[list[int], ...]:
+    """Numbers of the units that live on the device, of those that do but for their states, and of those that are
+    updated there in passing."""
     names = [name for name, _ in groups]
     asked = dict.fromkeys(names, homes) if isinstance(homes, str) else homes
     for name, home in asked.items():
         if name not in names:
             raise MegatrainError(f"plan: homes names {name!r}, and there is no such unit; units: {', '.join(names)}")
-        if home not in ("ram", "vram", "through"):
-            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use 'ram', 'vram' or 'through'")
-    return tuple([i for i, name in enumerate(names) if asked.get(name) == where] for where in ("vram", "through"))
+        if home not in ("ram", "vram", "arrive", "through"):
+            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use 'ram', 'vram', 'arrive' or 'through'")
+    return tuple([i for i, name in enumerate(names) if asked.get(name) == where]
+                 for where in ("vram", "arrive", "through"))
 
 
-def _by_unit(groups: list[Group], settled: list[int], through: list[int]) -> tuple[str, ...]:
-    return tuple("vram" if i in settled else "through" if i in through else "ram" for i in range(len(groups)))
+def _by_unit(groups: list[Group], at_home: list[int], guests: list[int], through: list[int]) -> tuple[str, ...]:
+    known = {**dict.fromkeys(at_home, "vram"), **dict.fromkeys(guests, "arrive"), **dict.fromkeys(through, "through")}
+    return tuple(known.get(i, "ram") for i in range(len(groups)))
 
 
 def _speculated(asked: bool | list[str], groups: list[Group], elsewhere: list[int]) -> frozenset[int]:

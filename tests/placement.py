@@ -25,6 +25,9 @@ PLACES: dict[str, tuple[dict[str, Any], int]] = {
     "through": ({"homes": "through"}, 1),
     "some_through-delays": ({"homes": {"layers.0": "through", "layers.2": "vram"},
                              "debug": {"delay_us": 300, "seed": 6}}, 1),
+    "arrive": ({"homes": "arrive"}, 1),
+    "some_arrive-delays": ({"homes": {"layers.0": "arrive", "layers.1": "vram"},
+                            "debug": {"delay_us": 300, "seed": 7}}, 1),
     "speculative": ({"speculate": True}, 1),
     "speculative-delays": ({"speculate": True, "debug": {"delay_us": 300, "seed": 4}}, 1),
     "speculative-no_overlap": ({"speculate": True, "debug": {"sync": True}}, 1),
@@ -33,6 +36,7 @@ PLACES: dict[str, tuple[dict[str, Any], int]] = {
     "ram-micro": ({}, 3),
     "vram-micro": ({"homes": "vram"}, 3),
     "through-micro": ({"homes": "through"}, 3),
+    "arrive-micro": ({"homes": "arrive"}, 3),
     "speculative-micro": ({"speculate": True, "debug": {"sync": True}}, 3),
     "speculative-micro-delays": ({"speculate": True, "debug": {"delay_us": 300, "seed": 5}}, 3),
 }

@@ -88,6 +88,7 @@ typedef struct mt_engine {
     mt_timeline *timeline;   /* NULL once closed, as all below */
     mt_resident *residents;
     mt_through *through;     /* NULL before a unit is to go through the device */
+    mt_arrive  *arrive;      /* NULL before a unit's states are to come and leave */
     mt_offload *offload;
     mt_updater *updater;
     mt_stream  *stream;      /* NULL before open_slots */
@@ -127,7 +128,8 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(set_trainable); MT_METHOD(hi_bytes); MT_METHOD(offset); MT_METHOD(plane);
 MT_METHOD(drop); MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
 MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
-MT_METHOD(through); MT_METHOD(bring); MT_METHOD(push); MT_METHOD(device_plane); MT_METHOD(device_bytes);
+MT_METHOD(through); MT_METHOD(invite); MT_METHOD(lift_sizes); MT_METHOD(lift); MT_METHOD(leave);
+MT_METHOD(bring); MT_METHOD(push); MT_METHOD(device_plane); MT_METHOD(device_bytes);
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
 
 /* engine_run.c: stream and offload */

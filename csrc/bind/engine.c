@@ -201,6 +201,7 @@ static mt_status engine_stop(mt_engine *e)
     mt_offload_close(e->offload);
     mt_stream_close(e->stream);
     mt_resident_close(e->residents);
+    mt_arrive_close(e->arrive);
     mt_through_close(e->through);
     for (int i = 0; i < e->n_adopted; i++)
         e->dev->ops->queue_close(e->adopted[i].queue);
@@ -214,6 +215,7 @@ static mt_status engine_stop(mt_engine *e)
     e->timeline = NULL;
     e->residents = NULL;
     e->through = NULL;
+    e->arrive = NULL;
     e->adopted = NULL;
     e->n_adopted = 0;
     return MT_OK;
@@ -316,6 +318,17 @@ static PyMethodDef methods[] = {
     { "through", mt_engine_through, METH_VARARGS,
       "through($self, unit, on, /)\n--\n\n"
       "The unit's updates pass through the device from now on, or no more." },
+    { "invite", mt_engine_invite, METH_VARARGS,
+      "invite($self, unit, /)\n--\n\n"
+      "A settled unit's states are on the device around its updates alone, from now on." },
+    { "lift_sizes", mt_engine_lift_sizes, METH_VARARGS,
+      "lift_sizes($self, unit, /)\n--\n\nBytes of each piece of memory that lift() takes." },
+    { "lift", mt_engine_lift, METH_VARARGS,
+      "lift($self, unit, addresses, stream, /)\n--\n\n"
+      "The unit's states come to the device; False when they are there, and nothing was taken." },
+    { "leave", mt_engine_leave, METH_VARARGS,
+      "leave($self, unit, wait, /)\n--\n\n"
+      "Whether the memory that lift() took is the caller's again." },
     { "bring", mt_engine_bring, METH_VARARGS,
       "bring($self, unit, planes, /)\n--\n\n"
       "Host planes of a unit become current and may be written; bits 1 << plane, or -1." },

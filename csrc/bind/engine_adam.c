@@ -80,28 +80,44 @@ static double job_sumsq(void *arg, mt_pool *pool, int i, int *use)
     return mt_sumsq_host(pool, dtype, grad, mt_store_desc(j->store, j->unit, p->param)->numel);
 }
 
-static mt_status tensor_of(const adam_job *j, const adam_param *p, mt_adam_tensor *t)
+/* All but the states: those of a guest have no address for good. */
+static mt_status bare_of(const adam_job *j, const adam_param *p, mt_adam_tensor *t)
 {
     const mt_param_desc *d = mt_store_desc(j->store, j->unit, p->param);
-    void     *hi, *m, *v, *lo = NULL, *master = NULL;
+    void     *hi;
     mt_status st;
 
     MT_TRY(plane_of(j, p->param, MT_PLANE_HI, &hi));
+    *t = (mt_adam_tensor){ .dtype = d->dtype, .n = d->numel, .hi = hi, .hyper = p->hyper };
+    MT_TRY(gradient(j, p, &t->grad, &t->grad_dtype));
+fail:
+    return st;
+}
+
+static mt_status tensor_of(const adam_job *j, const adam_param *p, mt_adam_tensor *t)
+{
+    const mt_param_desc *d = mt_store_desc(j->store, j->unit, p->param);
+    void     *m, *v, *lo = NULL, *master = NULL;
+    mt_status st;
+
+    MT_TRY(bare_of(j, p, t));
     MT_TRY(plane_of(j, p->param, MT_PLANE_M, &m));
     MT_TRY(plane_of(j, p->param, MT_PLANE_V, &v));
     if (d->dtype == MT_BF16)
         MT_TRY(plane_of(j, p->param, MT_PLANE_LO, &lo));
     if (d->dtype == MT_F16)
         MT_TRY(plane_of(j, p->param, MT_PLANE_MASTER, &master));
-    *t = (mt_adam_tensor){ .dtype = d->dtype, .n = d->numel, .hi = hi, .lo = lo, .master = master,
-                           .m = m, .v = v, .hyper = p->hyper };
-    MT_TRY(gradient(j, p, &t->grad, &t->grad_dtype));
+    t->m = m;
+    t->v = v;
+    t->lo = lo;
+    t->master = master;
 fail:
     return st;
 }
 
 /* malloc'd [j->n]. */
-static mt_status tensors_of(const adam_job *j, mt_adam_tensor **out)
+static mt_status list_of(const adam_job *j, mt_adam_tensor **out,
+                         mt_status (*each)(const adam_job *, const adam_param *, mt_adam_tensor *))
 {
     mt_adam_tensor *t = calloc((size_t)j->n + 1, sizeof *t);
     mt_status       st;
@@ -110,13 +126,18 @@ static mt_status tensors_of(const adam_job *j, mt_adam_tensor **out)
         return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d tensors", j->unit,
                        mt_store_name(j->store, j->unit), j->n);
     for (int i = 0; i < j->n; i++)
-        MT_TRY(tensor_of(j, &j->p[i], &t[i]));
+        MT_TRY(each(j, &j->p[i], &t[i]));
     *out = t;
     return MT_OK;
 
 fail:
     free(t);
     return st;
+}
+
+static mt_status tensors_of(const adam_job *j, mt_adam_tensor **out)
+{
+    return list_of(j, out, tensor_of);
 }
 
 static mt_status job_run(void *arg, mt_pool *pool, float clip)
@@ -235,13 +256,78 @@ fail:
     return st;
 }
 
+/* The stretch of a tensor whose states are in a part. */
+static mt_adam_tensor stretch(const mt_adam_tensor *t, const mt_arrive_part *part)
+{
+    mt_adam_tensor s = *t;
+
+    s.n = part->n;
+    s.hi = (char *)t->hi + (size_t)part->from * mt_dtype_bytes(t->dtype);
+    s.grad = (const char *)t->grad + (size_t)part->from * mt_dtype_bytes(t->grad_dtype);
+    s.lo = part->at[MT_PLANE_LO];
+    s.master = part->at[MT_PLANE_MASTER];
+    s.m = part->at[MT_PLANE_M];
+    s.v = part->at[MT_PLANE_V];
+    return s;
+}
+
+/* A guest's tensors, cut as its states are; malloc'd. */
+static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *t, const mt_arrive_part *parts,
+                              int n_parts, mt_adam_tensor **out, int *n)
+{
+    mt_adam_tensor *s = calloc((size_t)n_parts + 1, sizeof *s);
+    int64_t         met = 0, due = 0;
+
+    if (s == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d parts", j->unit,
+                       mt_store_name(j->store, j->unit), n_parts);
+    *n = 0;
+    for (int i = 0; i < j->n; i++) {
+        due += t[i].n;
+        for (int k = 0; k < n_parts; k++)
+            if (parts[k].param == j->params[i]) {
+                s[(*n)++] = stretch(&t[i], &parts[k]);
+                met += parts[k].n;
+            }
+    }
+    if (met != due) {
+        free(s);
+        return MT_FAIL(MT_ESTATE, "unit %d (%s): some of its states are not on the device; lift them "
+                       "anew when other parameters are to be trained", j->unit,
+                       mt_store_name(j->store, j->unit));
+    }
+    *out = s;
+    return MT_OK;
+}
+
+static mt_status put_guest(const adam_job *j, mt_queue *q, float clip, const mt_arrive_part *parts,
+                           int n_parts)
+{
+    mt_adam_tensor *t = NULL, *s = NULL;
+    int             n;
+    mt_status       st;
+
+    MT_TRY(list_of(j, &t, bare_of));
+    MT_TRY(lift(j, q, t));
+    MT_TRY(stretches_of(j, t, parts, n_parts, &s, &n));
+    MT_TRY(mt_adam_put(q, s, n, clip));
+fail:
+    free(s);
+    free(t);
+    return st;
+}
+
 static mt_status job_put(void *arg, mt_queue *q, float clip)
 {
-    const adam_job *j = arg;
-    mt_adam_tensor *t;
-    mt_status       st = tensors_of(j, &t);
+    const adam_job       *j = arg;
+    const mt_arrive_part *parts;
+    mt_adam_tensor       *t;
+    int                   n_parts, guest;
+    mt_status             st = mt_resident_parts(j->residents, j->unit, &parts, &n_parts, &guest);
 
-    if (st != MT_OK)
+    if (st != MT_OK || guest)
+        return st != MT_OK ? st : put_guest(j, q, clip, parts, n_parts);
+    if ((st = tensors_of(j, &t)) != MT_OK)
         return st;
     MT_TRY(lift(j, q, t));
     MT_TRY(mt_adam_put(q, t, j->n, clip));

@@ -272,6 +272,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     mt_stream_stats   s = { 0 };
     mt_resident_stats r;
     mt_through_stats  t = { 0 };
+    mt_arrive_stats   a = { 0 };
     mt_speculation_stats g;
 
     (void)unused;
@@ -282,14 +283,17 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     r = mt_resident_stats_get(e->residents);
     if (e->through != NULL)
         t = mt_through_stats_get(e->through);
+    if (e->arrive != NULL)
+        a = mt_arrive_stats_get(e->arrive);
     g = mt_update_guesses(e->updater);
     return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsL}", "fetches", (long long)(s.fetches + r.fetches),
                          "demand_fetches", (long long)(s.demand_fetches + r.fetches),
                          "rebuilds", (long long)s.rebuilds,
-                         "h2d_bytes", (unsigned long long)(s.h2d_bytes + r.h2d_bytes + t.h2d_bytes),
+                         "h2d_bytes", (unsigned long long)(s.h2d_bytes + r.h2d_bytes + t.h2d_bytes
+                                                           + a.h2d_bytes),
                          "await_ns", (unsigned long long)s.await_ns,
                          "d2h_bytes", (unsigned long long)(mt_offload_d2h_bytes(e->offload)
-                                                           + r.d2h_bytes + t.d2h_bytes),
+                                                           + r.d2h_bytes + t.d2h_bytes + a.d2h_bytes),
                          "update_ns", (unsigned long long)mt_update_busy_ns(e->updater),
                          "records_lost", (unsigned long long)mt_timeline_lost(e->timeline),
                          "speculated", (long long)g.speculated, "committed", (long long)g.committed,
@@ -446,6 +450,8 @@ PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw)
     if (e->stream != NULL)
         mt_stream_debug(e->stream, d);
     mt_resident_debug(e->residents, d);
+    if (e->arrive != NULL)
+        mt_arrive_debug(e->arrive, d);
     mt_offload_debug(e->offload, d);
     mt_update_debug(e->updater, d);
     Py_RETURN_NONE;

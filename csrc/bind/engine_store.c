@@ -341,6 +341,131 @@ PyObject *mt_engine_through(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* ---- states that come and leave ---- */
+
+/* Of one piece: small enough to be cut out of memory that activations have left. */
+#define PIECE_BYTES ((size_t)128 << 20)
+
+static mt_status arrive_open(mt_engine *e)
+{
+    mt_status st = MT_OK;
+
+    if (e->arrive != NULL)
+        return MT_OK;
+    MT_TRY(mt_arrive_open(e->dev, e->store, &e->arrive));
+    mt_arrive_timeline(e->arrive, e->timeline);
+    mt_arrive_debug(e->arrive, e->debug);
+    mt_resident_guests(e->residents, e->arrive);
+fail:
+    return st;
+}
+
+PyObject *mt_engine_invite(PyObject *self, PyObject *args)
+{
+    int        unit;
+    mt_engine *e = unit_arg(self, args, "i:invite", &unit);
+    mt_status  st;
+
+    if (e == NULL)
+        return NULL;
+    if ((st = arrive_open(e)) != MT_OK || (st = mt_arrive_invite(e->arrive, unit)) != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+/* NULL with an exception: the unit is no guest. */
+static mt_engine *guest_of(mt_engine *e, int unit)
+{
+    if (mt_engine_unit(e, unit) < 0)
+        return NULL;
+    if (e->arrive != NULL && mt_arrive_invited(e->arrive, unit))
+        return e;
+    PyErr_Format(e->error, "unit %d (%s): its states do not come and leave; invite() it first", unit,
+                 mt_store_name(e->store, unit));
+    return NULL;
+}
+
+PyObject *mt_engine_lift_sizes(PyObject *self, PyObject *args)
+{
+    int        unit, n;
+    mt_engine *e = unit_arg(self, args, "i:lift_sizes", &unit);
+    size_t    *bytes;
+    PyObject  *out;
+    mt_status  st;
+
+    if (e == NULL || guest_of(e, unit) == NULL)
+        return NULL;
+    if ((st = mt_arrive_sizes(e->arrive, unit, PIECE_BYTES, &bytes, &n)) != MT_OK)
+        return mt_raise(e->error, st);
+    out = PyList_New(n);
+    for (int i = 0; out != NULL && i < n; i++) {
+        PyObject *size = PyLong_FromSize_t(bytes[i]);
+
+        if (size == NULL || PyList_SetItem(out, i, size) < 0)
+            Py_CLEAR(out);
+    }
+    free(bytes);
+    return out;
+}
+
+/* malloc'd [size of the tuple], or NULL with an exception. */
+static void **addresses_of(PyObject *tuple)
+{
+    Py_ssize_t n = PyTuple_Size(tuple);
+    void     **mem = calloc((size_t)n + 1, sizeof *mem);
+    uintptr_t  address;
+
+    if (mem == NULL)
+        return (void **)(void *)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (mt_arg_addr(PyTuple_GetItem(tuple, i), &address) < 0) {
+            free(mem);
+            return NULL;
+        }
+        mem[i] = (void *)address;
+    }
+    return mem;
+}
+
+PyObject *mt_engine_lift(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    PyObject  *sequence, *tuple;
+    unsigned long long handle;
+    mt_queue  *run;
+    void     **mem;
+    int        unit, n, taken = 0;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iOK:lift", &unit, &sequence, &handle) ||
+        guest_of(e, unit) == NULL)
+        return NULL;
+    if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL ||
+        (tuple = PySequence_Tuple(sequence)) == NULL)
+        return NULL;
+    n = (int)PyTuple_Size(tuple);
+    mem = addresses_of(tuple);
+    Py_DECREF(tuple);
+    if (mem == NULL)
+        return NULL;
+    /* Host planes are made with the first stay: gigabytes, so not under the GIL. */
+    MT_UNLOCKED(e, st, mt_arrive_lift(e->arrive, unit, PIECE_BYTES, mem, n, run, &taken));
+    free(mem);
+    return st == MT_OK ? PyBool_FromLong(taken) : mt_raise(e->error, st);
+}
+
+PyObject *mt_engine_leave(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, wait, left = 0;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "ip:leave", &unit, &wait) || guest_of(e, unit) == NULL)
+        return NULL;
+    MT_UNLOCKED(e, st, mt_arrive_leave(e->arrive, unit, wait, &left));
+    return st == MT_OK ? PyBool_FromLong(left) : mt_raise(e->error, st);
+}
+
 /* ---- settled units ---- */
 
 /* planes: bits 1 << plane; -1 is all. */

@@ -266,6 +266,19 @@ int mt_ledger_grads_due(mt_store *s)
     return due;
 }
 
+int mt_ledger_updates_due(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    int             due = 0;
+
+    if (u != NULL) {
+        pthread_mutex_lock(&s->ledger.mu);
+        due = u->updates > 0;
+        pthread_mutex_unlock(&s->ledger.mu);
+    }
+    return due;
+}
+
 /* ---- copies out of HI ------------------------------------------------------------------- */
 
 /* The mover, before the copy. An update announced after this finds the announcement, and its

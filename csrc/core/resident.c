@@ -31,6 +31,7 @@ struct mt_resident {
     mt_dev           *dev;
     mt_store         *store;
     mt_timeline      *timeline;      /* written before the first update */
+    mt_arrive        *arrive;        /* NULL: no unit is a guest. Written before the first is invited */
     home            **homes;         /* [n_homes] by unit, NULL: not settled. Written by settle */
     int               n_homes;
 
@@ -92,6 +93,17 @@ void mt_resident_close(mt_resident *r)
 void mt_resident_timeline(mt_resident *r, mt_timeline *t)
 {
     r->timeline = t;
+}
+
+void mt_resident_guests(mt_resident *r, mt_arrive *a)
+{
+    r->arrive = a;
+}
+
+/* Of the unit: planes that are on the device around its update alone. */
+static unsigned visiting(const mt_resident *r, int unit)
+{
+    return r->arrive != NULL && mt_arrive_invited(r->arrive, unit) ? MT_ARRIVE_PLANES : 0;
 }
 
 /* ---- settling --------------------------------------------------------------------------- */
@@ -170,10 +182,23 @@ mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void *
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
+    if (visiting(r, unit) >> p & 1)
+        return MT_FAIL(MT_ESTATE, "unit %s: its plane %s is on the device around its updates alone",
+                       mt_store_name(r->store, unit), mt_plane_name(p));
     if (p != MT_PLANE_HI || mt_store_desc(r->store, unit, param) == NULL)
         return mt_store_device_at(r->store, unit, param, p, out);
     *out = (char *)h->mem + mt_store_offset(r->store, unit, param);
 fail:
+    return st;
+}
+
+mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **parts, int *n,
+                            int *guest)
+{
+    mt_status st = MT_OK;
+
+    if ((*guest = visiting(r, unit) != 0))
+        st = mt_arrive_parts(r->arrive, unit, parts, n);
     return st;
 }
 
@@ -315,10 +340,10 @@ fail:
     return st;
 }
 
-/* Under mu. */
+/* Under mu. A guest's states are copied up before, and down behind. */
 static mt_status put_update(mt_resident *r, home *h, const mt_resident_update *u, float clip)
 {
-    const unsigned    written = ~(1u << MT_PLANE_GRAD);
+    const unsigned    away = visiting(r, u->unit), written = ~(1u << MT_PLANE_GRAD | away);
     const mt_dev_ops *v = r->dev->ops;
     mt_span           span;
     mt_status         st;
@@ -330,11 +355,15 @@ static mt_status put_update(mt_resident *r, home *h, const mt_resident_update *u
         MT_TRY(put_fetch(r, h, u->unit, NULL));
         MT_TRY(mt_ledger_fetching(r->store, u->unit, r->queue));
     }
+    if (away)
+        MT_TRY(mt_arrive_before(r->arrive, u->unit, r->queue));
     mt_timeline_begin(r->timeline, &span, MT_LANE_DEVICE, MT_WORK_UPDATE, u->unit, r->queue);
     MT_TRY(u->put(u->arg, r->queue, clip));
     mt_timeline_end(r->timeline, &span, u->bytes, r->queue);
     MT_TRY(v->record(r->queue, h->done));
     change(r, h, u->unit, u->params, u->n_params, written);
+    if (away)
+        MT_TRY(mt_arrive_behind(r->arrive, u->unit, u->params, u->n_params, h->done));
 fail:
     return st;
 }
@@ -451,6 +480,8 @@ mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes)
         return MT_OK;
     MT_TRY(find(r, unit, &h));
     MT_TRY(wait_for(r, unit, planes));
+    if (planes & visiting(r, unit))
+        MT_TRY(mt_arrive_wait(r->arrive, unit));
     pthread_mutex_lock(&r->mu);
     first = first_behind(r, h, unit, planes);
     pthread_mutex_unlock(&r->mu);
@@ -499,6 +530,9 @@ mt_status mt_resident_push(mt_resident *r, int unit, int param, unsigned planes)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(r->store, unit),
                        param, mt_store_params(r->store, unit));
     MT_TRY(wait_for(r, unit, ~0u));
+    if (planes & visiting(r, unit))
+        MT_TRY(mt_arrive_push(r->arrive, unit, param, planes));
+    planes &= ~visiting(r, unit);
     if (wanted(planes, MT_PLANE_HI))
         mt_ledger_touch(r->store, unit);
     pthread_mutex_lock(&r->mu);
@@ -512,7 +546,9 @@ fail:
 
 mt_status mt_resident_drain(mt_resident *r)
 {
-    return r->dev->ops->sync(r->queue);
+    mt_status st = r->dev->ops->sync(r->queue);
+
+    return st == MT_OK && r->arrive != NULL ? mt_arrive_drain(r->arrive) : st;
 }
 
 /* ---- looking in ------------------------------------------------------------------------- */

@@ -6,6 +6,7 @@
  *   queue     the residents' own, in whose order the planes are used: updates, weights up (fetch),
  *             planes up (push) and down (bring)
  *   behind    of a parameter's host plane: the device has newer values. Only who reads it brings it
+ *   guest     a settled unit whose states are on the device around its update alone (arrive.h)
  *
  *     mt_resident_open(dev, store, &r);
  *     mt_resident_settle(r, unit, mem);                   // before anything is done with the unit
@@ -28,9 +29,7 @@
 #ifndef MT_RESIDENT_H
 #define MT_RESIDENT_H
 
-#include "debug.h"
-#include "store.h"
-#include "timeline.h"
+#include "arrive.h"
 
 typedef struct mt_resident mt_resident;
 
@@ -39,11 +38,19 @@ void      mt_resident_close(mt_resident *r);     /* waits for the queue; device 
 /* Updates and fetches are recorded in t. Before the first of them, or never. */
 void      mt_resident_timeline(mt_resident *r, mt_timeline *t);
 
+/* Who copies guests' states; it outlives r. Before the first guest is invited. */
+void      mt_resident_guests(mt_resident *r, mt_arrive *a);
+
 /* mem: device memory of the unit's hi_bytes, which nobody else uses; it outlives r.
  * MT_ESTATE when the unit is settled, or has host planes besides HI. */
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem);
-/* Address on the device of a settled unit's parameter; HI: in its slot. */
+/* Address on the device of a settled unit's parameter; HI: in its slot. MT_ESTATE for a guest's
+ * states, which have none for good: mt_resident_parts. */
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out);
+
+/* *guest: 1, and where a guest's states are during this stay; 0: the unit is none. Inside put. */
+mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **parts, int *n,
+                            int *guest);
 
 /* What run is given from now on finds the unit's current weights. Waits on the host until updates
  * announced so far are in the queue; asks for the weights where they were written from outside.

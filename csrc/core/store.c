@@ -315,7 +315,9 @@ size_t mt_store_bytes(const mt_store *s, mt_plane p)
 /* With whom a plane's host memory is registered: those that a copy engine looks at. */
 static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 {
-    return p == MT_PLANE_HI || p == MT_PLANE_GRAD || atomic_load(&u->through) ? s->dev : NULL;
+    int all = atomic_load(&u->through) || atomic_load(&u->registered);
+
+    return p == MT_PLANE_HI || p == MT_PLANE_GRAD || all ? s->dev : NULL;
 }
 
 /* Under map_mu, also while the pool touches the pages: another thread's first `at` waits for it.
@@ -588,4 +590,16 @@ mt_status mt_store_set_through(mt_store *s, int unit, int on)
         atomic_store(&u->through, on != 0);
     pthread_mutex_unlock(&s->map_mu);
     return st;
+}
+
+mt_status mt_store_register(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    if (u == NULL)
+        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
+    pthread_mutex_lock(&s->map_mu);
+    atomic_store(&u->registered, 1);
+    pthread_mutex_unlock(&s->map_mu);
+    return MT_OK;
 }

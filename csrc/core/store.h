@@ -86,6 +86,8 @@ void      mt_store_device_close(mt_store *s);          /* gives all device memor
  * are registered, so that copies run at full speed. MT_ESTATE for a settled unit. */
 mt_status mt_store_set_through (mt_store *s, int unit, int on);
 int       mt_store_goes_through(const mt_store *s, int unit);            /* any thread */
+/* All host planes of the unit are registered as they are made. A settled unit's, before any is warm. */
+mt_status mt_store_register(mt_store *s, int unit);
 
 /* Host bytes in memory in all units: of one plane, or of all (MT_PLANE_COUNT). */
 size_t mt_store_bytes       (const mt_store *s, mt_plane p);
@@ -123,6 +125,7 @@ void      mt_ledger_grads_end   (mt_store *s, int unit);
 mt_status mt_ledger_wait_updates(mt_store *s, int unit);     /* until updates == 0 */
 mt_status mt_ledger_wait_grads  (mt_store *s, int unit);     /* until grads == 0 */
 int       mt_ledger_grads_due   (mt_store *s);               /* some unit's grads are not 0 */
+int       mt_ledger_updates_due (mt_store *s, int unit);     /* the unit's updates are not 0 */
 /* Until updates == 0; in the same breath fetches += 1. *version: what a copy put from now brings. */
 mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);
 /* Records `fetched` on h2d; fetches -= 1 if it was announced, also on failure. */

@@ -33,7 +33,7 @@
     X(SUM,     "host sum",    "the collector: gradients of further micro-batches added up")   \
     X(HOST,    "host update", "the updater: AdamW on the host, and its waits")                \
     X(DEVICE,  "device update", "AdamW on the device")                                        \
-    X(THROUGH, "through",     "AdamW on the device for units on the host: up, updated and down")
+    X(THROUGH, "through",     "AdamW on the device for units on the host: up, updated and down; guests' states")
 #define MT_LANE_ENUM(name, text, what) MT_LANE_##name,
 typedef enum mt_lane { MT_LANE_MAP(MT_LANE_ENUM) MT_LANE_COUNT } mt_lane;
 #undef MT_LANE_ENUM
@@ -44,8 +44,8 @@ const char *mt_lane_name(mt_lane lane);
     X(FORWARD,  "forward",  "a window's forward")                                             \
     X(REPLAY,   "replay",   "a window's forward again, in backward")                          \
     X(BACKWARD, "backward", "a window's backward")                                            \
-    X(FETCH,    "fetch",    "a unit's weights; bytes: copied")                                \
-    X(OFFLOAD,  "offload",  "gradients of a hand-over; bytes: copied")                        \
+    X(FETCH,    "fetch",    "a unit's weights, or a guest's states; bytes: copied")           \
+    X(OFFLOAD,  "offload",  "gradients of a hand-over, or a guest's states; bytes: copied")   \
     X(ADD,      "add",      "a micro-batch's gradients added; bytes: added")                  \
     X(UPDATE,   "update",   "a unit's update; bytes: read and written")                       \
     X(GUESS,    "guess",    "a unit's update that may be taken back; bytes: read and written") \

@@ -1,10 +1,10 @@
-/* test_resident.c — the executable form of core/resident.h and through.h: a unit that lives on the device,
- * or goes through it to be updated, has the bits of one that does neither, in every plane, with the real
- * kernels and whatever the user does in between.
+/* test_resident.c — the executable form of core/resident.h, through.h and arrive.h: a unit that lives on the
+ * device, with its states there or coming for the update, or goes through it to be updated, has the bits of
+ * one that does neither, in every plane, with the real kernels and whatever the user does in between.
  *
  * A run is UNITS units of all types trained by AdamW on random gradients; what a step reads of the
- * weights is noted by compute in the run queue. Two runs that differ in which units are settled and which
- * go through, and in delays, must have noted and left behind the same.
+ * weights is noted by compute in the run queue. Two runs that differ in which units are settled, are guests
+ * and go through, and in delays, must have noted and left behind the same.
  */
 #include "check.h"
 #include "dev_fault.h"
@@ -69,6 +69,7 @@ static void set(mt_dtype dt, void *x, int64_t i, float f)
 typedef struct config {
     uint64_t seed;
     unsigned settled, through;   /* bit u: unit u is, or goes */
+    unsigned guests;             /* of the settled units */
     int      micros, max_us;
     int      meddle;             /* 1: the user reads and writes planes between the steps */
     int      in_place;           /* 1: gradients are made in the GRAD plane where that is on the device */
@@ -95,6 +96,9 @@ typedef struct model {
     mt_offload   *o;
     mt_updater   *u;
     mt_through   *t;
+    mt_arrive    *a;                              /* NULL: there are no guests */
+    void         *pieces[UNITS][PARAMS * 2];      /* a guest's; run scribbles into them when a stay is over */
+    int           n_pieces[UNITS], stays[UNITS];
     mt_slot_desc  slots[2 + UNITS];
     void         *source[MICROS][UNITS][PARAMS];  /* device memory for gradients, a step's */
     unsigned char changed[UNITS][PARAMS];         /* .grad, on the host, since it came home */
@@ -141,6 +145,66 @@ static void open_slots(model *m)
             CHECK_OK(mt_stream_settle(m->s, m->r, u, n++));
 }
 
+static void open_guests(model *m)
+{
+    if (m->c->guests == 0)
+        return;
+    REQUIRE(mt_arrive_open(m->dev, m->store, &m->a) == MT_OK);
+    mt_arrive_debug(m->a, m->c->debug);
+    mt_resident_guests(m->r, m->a);
+    for (int u = 0; u < UNITS; u++)
+        if (m->c->guests >> u & 1) {
+            size_t *bytes;
+
+            CHECK_OK(mt_arrive_invite(m->a, u));
+            REQUIRE(mt_arrive_sizes(m->a, u, MT_ARRIVE_LEAST, &bytes, &m->n_pieces[u]) == MT_OK);
+            REQUIRE(m->n_pieces[u] >= PARAMS && m->n_pieces[u] <= PARAMS * 2);
+            for (int i = 0; i < m->n_pieces[u]; i++)
+                REQUIRE(m->dev->ops->mem_alloc(m->dev, bytes[i], &m->pieces[u][i]) == MT_OK);
+            free(bytes);
+        }
+}
+
+static void close_guests(model *m)
+{
+    mt_arrive_close(m->a);
+    for (int u = 0; u < UNITS; u++)
+        for (int i = 0; i < m->n_pieces[u]; i++)
+            m->dev->ops->mem_free(m->dev, m->pieces[u][i]);
+}
+
+static void lift(model *m, int u)
+{
+    int taken;
+
+    if (!(m->c->guests >> u & 1))
+        return;
+    CHECK_OK(mt_arrive_lift(m->a, u, MT_ARRIVE_LEAST, m->pieces[u], m->n_pieces[u], m->run, &taken));
+    CHECK_EQ(taken, !m->stays[u]);
+    m->stays[u] = 1;
+}
+
+static void scribble(void *mem)
+{
+    memset(mem, 0xFF, 512);
+}
+
+/* The memory's next owner is compute in run. */
+static void leave(model *m, int wait)
+{
+    for (int u = 0; u < UNITS; u++) {
+        int left;
+
+        if (!m->stays[u])
+            continue;
+        CHECK_OK(mt_arrive_leave(m->a, u, wait, &left));
+        CHECK(left || !wait);
+        m->stays[u] = !left;
+        for (int i = 0; i < m->n_pieces[u] && left; i++)
+            CHECK_OK(m->dev->ops->call(m->run, scribble, m->pieces[u][i]));
+    }
+}
+
 static void model_open(model *m, const config *c, outcome *out)
 {
     mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL };
@@ -171,6 +235,7 @@ static void model_open(model *m, const config *c, outcome *out)
         if (c->through >> u & 1 & ~(c->settled >> u))
             CHECK_OK(mt_store_set_through(m->store, u, 1));
     open_slots(m);
+    open_guests(m);
     mt_resident_debug(m->r, c->debug);
     mt_stream_debug(m->s, c->debug);
     mt_offload_debug(m->o, c->debug);
@@ -189,6 +254,7 @@ static void model_close(model *m)
     mt_resident_close(m->r);
     mt_sumsq_close(m->sums);
     m->dev->ops->queue_close(m->run);
+    close_guests(m);
     for (int k = 0; k < 2 + UNITS; k++)
         m->dev->ops->mem_free(m->dev, m->slots[k].mem);
     for (int k = 0; k < MICROS * UNITS * PARAMS; k++)
@@ -267,7 +333,7 @@ static void window(model *m, int step, int micro, int u)
 
 typedef struct adam {
     model *m;
-    int    unit, step, settled;
+    int    unit, step, settled, guest;
     int    acc[PARAMS];
 } adam;
 
@@ -275,7 +341,7 @@ static void *plane_of(const adam *a, int p, mt_plane plane)
 {
     void *at = NULL;
 
-    if (mt_plane_elem_bytes(plane, types[a->unit]) == 0)
+    if (mt_plane_elem_bytes(plane, types[a->unit]) == 0 || (a->guest && MT_ARRIVE_PLANES >> plane & 1))
         return NULL;
     if (a->settled)
         REQUIRE(mt_resident_at(a->m->r, a->unit, p, plane, &at) == MT_OK);
@@ -308,10 +374,29 @@ static mt_status adam_run(void *arg, mt_pool *pool, float clip)
 
 static mt_status adam_put(void *arg, mt_queue *q, float clip)
 {
-    mt_adam_tensor t[PARAMS];
+    const mt_arrive_part *parts;
+    mt_adam_tensor        all[PARAMS], t[PARAMS * 2];
+    int                   n, guest;
+    mt_status             st = mt_resident_parts(((adam *)arg)->m->r, ((adam *)arg)->unit, &parts, &n, &guest);
 
-    tensors(arg, t);
-    return mt_adam_put(q, t, PARAMS, clip);
+    if (st != MT_OK)
+        return st;
+    tensors(arg, all);
+    if (!guest)
+        return mt_adam_put(q, all, PARAMS, clip);
+    for (int i = 0; i < n; i++) {
+        const mt_arrive_part *p = &parts[i];
+
+        t[i] = all[p->param];
+        t[i].n = p->n;
+        t[i].hi = (char *)t[i].hi + (size_t)p->from * mt_dtype_bytes(t[i].dtype);
+        t[i].grad = (const char *)t[i].grad + (size_t)p->from * mt_dtype_bytes(t[i].grad_dtype);
+        t[i].lo = p->at[MT_PLANE_LO];
+        t[i].master = p->at[MT_PLANE_MASTER];
+        t[i].m = p->at[MT_PLANE_M];
+        t[i].v = p->at[MT_PLANE_V];
+    }
+    return mt_adam_put(q, t, n, clip);
 }
 
 enum { AT_HI, AT_M, AT_V, AT_GRAD, AT_LOW };
@@ -364,7 +449,9 @@ static uint64_t submit(model *m, int step)
         adam *a = malloc(sizeof *a);
 
         REQUIRE(a != NULL);
-        *a = (adam){ .m = m, .unit = u, .step = step, .settled = mt_store_settled(m->store, u) };
+        *a = (adam){ .m = m, .unit = u, .step = step, .settled = mt_store_settled(m->store, u),
+                     .guest = m->c->guests >> u & 1 };
+        lift(m, u);
         for (int p = 0; p < PARAMS; p++)
             a->acc[p] = mt_offload_has_acc(m->o, u, p);
         jobs[u] = (mt_update_job){ .unit = u, .n_params = PARAMS, .params = all_params,
@@ -389,13 +476,13 @@ static void *host(model *m, int u, int p, mt_plane plane)
  * still in line would copy half a write, and be fetched again: right, but a race to ThreadSanitizer. */
 static void write_weight(model *m, int u, int p)
 {
-    unsigned low = 1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER;
+    unsigned low = 1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER, guest = m->c->guests >> u & 1;
     void    *hi = host(m, u, p, MT_PLANE_HI);
 
     for (int k = 0; k < 2 + UNITS; k++)
         CHECK_OK(mt_stream_await(m->s, k, m->run));
     CHECK_OK(mt_ledger_wait_updates(m->store, u));
-    CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_HI));
+    CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_HI | (guest ? low : 0)));
     CHECK_OK(mt_ledger_wait_fetch(m->store, u));
     for (int64_t i = 0; i < numel(u, p); i++)
         set(types[u], hi, i, 1.25f * get(types[u], hi, i) + 0.01f);
@@ -474,8 +561,13 @@ static void train(const config *c, outcome *out)
     for (int step = 0; step < STEPS; step++) {
         for (int micro = 0; micro < c->micros; micro++) {
             CHECK_OK(mt_stream_begin(m.s));
-            for (int u = 0; u < UNITS; u++)
+            for (int u = 0; u < UNITS; u++) {
                 window(&m, step, micro, u);
+                if ((step + u) % 3 != 0 && micro + 1 == c->micros)
+                    lift(&m, (u + 1) % UNITS);          /* else by submit */
+                else if (micro == 0)
+                    leave(&m, (step + u) % 5 == 0);
+            }
             meddle(&m, micro + 1 < c->micros);
         }
         ticket[step] = submit(&m, step);
@@ -500,7 +592,7 @@ static int equals_host(const config *c)
     static outcome want, got;
     config         plain = *c;
 
-    plain.settled = plain.through = 0;
+    plain.settled = plain.through = plain.guests = 0;
     plain.max_us = 0;
     plain.debug = (mt_debug){ 0 };
     train(&plain, &want);
@@ -561,6 +653,26 @@ static void going_through_with_delays_and_a_user_changes_no_bits(void)
                                      .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
                                      .settled = seed % 4 ? 0 : 4, .through = seed % 3 ? ALL : 11,
                                      .debug = { .sync = seed % 5 == 4 } }));
+}
+
+static void guests_have_the_bits_of_host_units(void)
+{
+    for (int micros = 1; micros <= MICROS; micros += 2)
+        for (int norm = 0; norm < 3; norm++)
+            for (int k = 0; k < 2; k++)
+                CHECK(equals_host(&(config){
+                    .seed = (uint64_t)(micros * 100 + norm * 10 + k), .micros = micros,
+                    .max_norm = norm == 0 ? 0 : norm == 1 ? 0.5 : (double)INFINITY,
+                    .settled = k == 0 ? ALL : 11, .guests = k == 0 ? ALL : 9, .in_place = k }));
+}
+
+static void guests_with_delays_and_a_user_change_no_bits(void)
+{
+    for (uint64_t seed = 0; seed < 16; seed++)
+        CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
+                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
+                                     .settled = seed % 4 ? ALL : 13, .guests = seed % 4 ? ALL : 9,
+                                     .through = 2, .debug = { .sync = seed % 5 == 4 } }));
 }
 
 /* A step with an infinite gradient changes nothing; without a limit, only its own unit stays. */
@@ -731,6 +843,31 @@ static void bringing_touches_no_other_parameter(void)
     model_close(&m);
 }
 
+/* Up and down once in a step; the device has no other memory of theirs. */
+static void of_guests_states_alone_cross(void)
+{
+    static model   m;
+    static outcome out;
+    size_t         states = 0;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .guests = ALL, .micros = 1, .max_norm = 1 }, &out);
+    for (int step = 0; step < 5; step++) {
+        step_once(&m, step);
+        leave(&m, 1);
+    }
+    for (int u = 0; u < UNITS; u++)
+        for (int p = 0; p < PARAMS; p++)
+            for (int k = 0; k < PLANES; k++)
+                if (MT_ARRIVE_PLANES >> planes[k] & 1)
+                    states += (size_t)numel(u, p) * mt_plane_elem_bytes(planes[k], types[u]);
+    CHECK_EQ(mt_arrive_stats_get(m.a).h2d_bytes, 5 * states);
+    CHECK_EQ(mt_arrive_stats_get(m.a).d2h_bytes, 5 * states);
+    CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, 0);
+    CHECK(mt_store_bytes(m.store, MT_PLANE_M) > 0);
+    CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_GRAD), 0);
+    model_close(&m);
+}
+
 /* ---- refusals --------------------------------------------------------------------------- */
 
 static void weights_written_over_an_older_copy_are_refused(void)
@@ -782,6 +919,31 @@ static void settling_refuses_what_is_in_use(void)
     model_close(&m);
 }
 
+static void a_guest_that_was_not_lifted_is_not_updated(void)
+{
+    static model   m;
+    static outcome out;
+    mt_update_job  job;
+    uint64_t       ticket;
+    void          *at;
+    adam          *a = calloc(1, sizeof *a);
+
+    REQUIRE(a != NULL);
+    model_open(&m, &(config){ .seed = 1, .settled = 3, .guests = 1, .micros = 1, .max_norm = 1 }, &out);
+    CHECK_EQ(mt_resident_at(m.r, 0, 0, MT_PLANE_M, &at), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "around its updates");
+    CHECK_OK(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &at));
+    CHECK_EQ(mt_arrive_invite(m.a, 2), MT_ESTATE);
+    CHECK_OK(mt_stream_begin(m.s));
+    window(&m, 0, 0, 0);
+    *a = (adam){ .m = &m, .settled = 1, .guest = 1 };
+    job = (mt_update_job){ .n_params = PARAMS, .params = all_params, .put = adam_put, .free = free, .arg = a };
+    CHECK_OK(mt_update_submit(m.u, &job, 1, 1.0, m.run, &ticket));
+    CHECK_EQ(mt_update_drain(m.u), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "lifted before its update");
+    model_close(&m);
+}
+
 /* Slots that are a unit's for good are no part of the ring. */
 static void nobody_else_gets_a_settled_slot(void)
 {
@@ -817,6 +979,10 @@ static void nobody_else_gets_a_settled_slot(void)
     X(steps_that_are_not_finite_are_skipped)                \
     X(units_that_go_through_have_the_bits_of_host_units)    \
     X(going_through_with_delays_and_a_user_changes_no_bits) \
+    X(guests_have_the_bits_of_host_units)                   \
+    X(guests_with_delays_and_a_user_change_no_bits)         \
+    X(of_guests_states_alone_cross)                         \
+    X(a_guest_that_was_not_lifted_is_not_updated)           \
     X(weights_are_fetched_over_behind_those_who_read_them)  \
     X(without_freed_they_are_not)                           \
     X(nothing_crosses_but_the_first_weights)                \

@@ -1,0 +1,527 @@
+/* arrive.c — one queue for the copies of guests' states, up and down.
+ *
+ * While a stay lasts both places have the states: an update changes the device's, and copies of what it
+ * changed follow it down; a write on the host goes up at once. So a stay may go on over several steps.
+ */
+#include "arrive.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#define ALIGN_BYTES ((size_t)512)
+#define ELEMENTS    ((int64_t)128)       /* parts begin at multiples: kernels read them in vectors */
+
+/* Under mu; the events' pointers are invite's. */
+typedef struct guest {
+    mt_event       *last;        /* recorded on the queue behind the unit's last copy */
+    mt_event       *lent;        /* recorded on run by lift */
+    mt_arrive_part *parts;       /* [n] of the stay; NULL: there is none */
+    int             n;
+} guest;
+
+struct mt_arrive {
+    mt_dev         *dev;
+    mt_store       *store;
+    mt_timeline    *timeline;    /* written before the first lift */
+    guest         **guests;      /* [n_guests] by unit, NULL: none. Written by invite */
+    int             n_guests;
+
+    pthread_mutex_t mu;          /* held around puts too: one thread at a time */
+    mt_queue       *queue;
+    mt_arrive_stats stats;       /* mu */
+    mt_debug        debug;       /* mu */
+};
+
+/* ---- open, invite, close ---------------------------------------------------------------- */
+
+mt_status mt_arrive_open(mt_dev *dev, mt_store *store, mt_arrive **out)
+{
+    mt_arrive *a = calloc(1, sizeof *a);
+    mt_status  st;
+
+    if (a == NULL)
+        return MT_FAIL(MT_ENOMEM, "arrive: calloc(%zu)", sizeof *a);
+    a->dev = dev;
+    a->store = store;
+    pthread_mutex_init(&a->mu, NULL);
+    MT_TRY(dev->ops->queue_open(dev, "guests", &a->queue));
+    *out = a;
+    return MT_OK;
+
+fail:
+    mt_arrive_close(a);
+    return st;
+}
+
+static void guest_close(const mt_arrive *a, guest *g)
+{
+    if (g == NULL)
+        return;
+    a->dev->ops->event_close(g->last);
+    a->dev->ops->event_close(g->lent);
+    free(g->parts);
+    free(g);
+}
+
+void mt_arrive_close(mt_arrive *a)
+{
+    if (a == NULL)
+        return;
+    if (a->queue != NULL)
+        a->dev->ops->queue_close(a->queue);
+    for (int u = 0; u < a->n_guests; u++)
+        guest_close(a, a->guests[u]);
+    pthread_mutex_destroy(&a->mu);
+    free(a->guests);
+    free(a);
+}
+
+void mt_arrive_timeline(mt_arrive *a, mt_timeline *t)
+{
+    a->timeline = t;
+}
+
+static mt_status guests_grow(mt_arrive *a, int n)
+{
+    guest **grown;
+
+    if (n <= a->n_guests)
+        return MT_OK;
+    if ((grown = realloc(a->guests, (size_t)n * sizeof(guest *))) == NULL)
+        return MT_FAIL(MT_ENOMEM, "arrive: no memory for %d units", n);
+    for (int u = a->n_guests; u < n; u++)
+        grown[u] = NULL;
+    a->guests = grown;
+    a->n_guests = n;
+    return MT_OK;
+}
+
+int mt_arrive_invited(const mt_arrive *a, int unit)
+{
+    return unit >= 0 && unit < a->n_guests && a->guests[unit] != NULL;
+}
+
+mt_status mt_arrive_invite(mt_arrive *a, int unit)
+{
+    guest    *g = NULL;
+    mt_status st;
+
+    if (!mt_store_settled(a->store, unit))
+        return MT_FAIL(MT_ESTATE, "unit %d (%s) is not settled; only states of settled units come to "
+                       "the device for their update", unit, mt_store_name(a->store, unit));
+    if (mt_arrive_invited(a, unit))
+        return MT_OK;
+    MT_TRY(guests_grow(a, mt_store_units(a->store)));
+    if ((g = calloc(1, sizeof *g)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "arrive: calloc(%zu)", sizeof *g);
+    MT_TRY(a->dev->ops->event_open(a->dev, &g->last));
+    MT_TRY(a->dev->ops->event_open(a->dev, &g->lent));
+    MT_TRY(mt_store_register(a->store, unit));
+    a->guests[unit] = g;
+    return MT_OK;
+
+fail:
+    guest_close(a, g);
+    return st;
+}
+
+static mt_status find(const mt_arrive *a, int unit, guest **out)
+{
+    if (!mt_arrive_invited(a, unit))
+        return MT_FAIL(MT_EINVAL, "unit %d (%s): its states do not come to the device and leave",
+                       unit, mt_store_name(a->store, unit));
+    *out = a->guests[unit];
+    return MT_OK;
+}
+
+/* ---- cutting ---------------------------------------------------------------------------- */
+
+static int is_state(int plane)
+{
+    return (int)(MT_ARRIVE_PLANES >> plane & 1);
+}
+
+/* Bytes of n elements of a parameter's states, each plane's aligned. */
+static size_t part_bytes(const mt_param_desc *d, int64_t n)
+{
+    size_t bytes = 0;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (is_state(p))
+            bytes += ((size_t)n * mt_plane_elem_bytes((mt_plane)p, d->dtype) + ALIGN_BYTES - 1)
+                     / ALIGN_BYTES * ALIGN_BYTES;
+    return bytes;
+}
+
+/* Elements of a parameter that a piece holds. */
+static int64_t fit(const mt_param_desc *d, size_t most)
+{
+    const size_t spare = 4 * ALIGN_BYTES;        /* there are four planes to be aligned */
+    size_t       each = 0;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        each += is_state(p) ? mt_plane_elem_bytes((mt_plane)p, d->dtype) : 0;
+    if (each == 0)
+        return 0;
+    most = most < MT_ARRIVE_LEAST ? MT_ARRIVE_LEAST : most;
+    return (int64_t)((most - spare) / each) / ELEMENTS * ELEMENTS;
+}
+
+/* The parts of a stay, malloc'd, without addresses: a piece for each. */
+static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_arrive_part **out, int *n)
+{
+    mt_arrive_part *parts;
+    int64_t         count = 0;
+
+    for (int i = 0; i < mt_store_params(a->store, unit); i++) {
+        const mt_param_desc *d = mt_store_desc(a->store, unit, i);
+        int64_t              each = fit(d, most);
+
+        count += d->trainable && each > 0 ? (d->numel + each - 1) / each : 0;
+    }
+    if (count > INT32_MAX || (parts = calloc((size_t)count + 1, sizeof *parts)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its states",
+                       mt_store_name(a->store, unit));
+    *n = 0;
+    for (int i = 0; i < mt_store_params(a->store, unit); i++) {
+        const mt_param_desc *d = mt_store_desc(a->store, unit, i);
+        int64_t              each = fit(d, most);
+
+        for (int64_t from = 0; d->trainable && each > 0 && from < d->numel; from += each)
+            parts[(*n)++] = (mt_arrive_part){ .param = i, .from = from,
+                                              .n = d->numel - from < each ? d->numel - from : each };
+    }
+    *out = parts;
+    return MT_OK;
+}
+
+mt_status mt_arrive_sizes(mt_arrive *a, int unit, size_t most, size_t **bytes, int *n)
+{
+    mt_arrive_part *parts;
+    size_t         *found;
+    guest          *g;
+    mt_status       st;
+
+    MT_TRY(find(a, unit, &g));
+    MT_TRY(cut(a, unit, most, &parts, n));
+    if ((found = calloc((size_t)*n + 1, sizeof *found)) == NULL) {
+        free(parts);
+        return MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its states",
+                       mt_store_name(a->store, unit));
+    }
+    for (int i = 0; i < *n; i++)
+        found[i] = part_bytes(mt_store_desc(a->store, unit, parts[i].param), parts[i].n);
+    free(parts);
+    *bytes = found;
+fail:
+    return st;
+}
+
+/* Where the part's planes are in its piece. */
+static void place(const mt_arrive *a, int unit, mt_arrive_part *part, void *mem)
+{
+    const mt_param_desc *d = mt_store_desc(a->store, unit, part->param);
+    char                *at = mem;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        size_t bytes = is_state(p) ? (size_t)part->n * mt_plane_elem_bytes((mt_plane)p, d->dtype) : 0;
+
+        part->at[p] = bytes > 0 ? at : NULL;
+        at += (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
+    }
+}
+
+/* ---- copies: under mu ------------------------------------------------------------------- */
+
+static mt_status copy_part(mt_arrive *a, int unit, const mt_arrive_part *part, unsigned planes, int up)
+{
+    mt_dtype  dt = mt_store_desc(a->store, unit, part->param)->dtype;
+    mt_status st = MT_OK;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        size_t elem = mt_plane_elem_bytes((mt_plane)p, dt), bytes = (size_t)part->n * elem;
+        void  *host;
+
+        if (part->at[p] == NULL || !(planes >> p & 1))
+            continue;
+        MT_TRY(mt_store_at(a->store, unit, part->param, (mt_plane)p, &host));
+        host = (char *)host + (size_t)part->from * elem;
+        MT_TRY(a->dev->ops->copy(a->queue, up ? part->at[p] : host, up ? host : part->at[p], bytes));
+        *(up ? &a->stats.h2d_bytes : &a->stats.d2h_bytes) += bytes;
+    }
+fail:
+    return st;
+}
+
+static int among(int param, const int *params, int n)
+{
+    for (int i = 0; i < n; i++)
+        if (params[i] == param)
+            return 1;
+    return 0;
+}
+
+/* params NULL: all. What was put is waited for by whoever waits for `last`, also after a failure. */
+static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params, int n,
+                            unsigned planes, int up)
+{
+    uint64_t  before = a->stats.h2d_bytes + a->stats.d2h_bytes;
+    mt_span   span;
+    mt_status st = MT_OK, end;
+
+    mt_timeline_begin(a->timeline, &span, MT_LANE_THROUGH, up ? MT_WORK_FETCH : MT_WORK_OFFLOAD, unit,
+                      a->queue);
+    for (int i = 0; i < g->n && st == MT_OK; i++)
+        if (params == NULL || among(g->parts[i].param, params, n))
+            st = copy_part(a, unit, &g->parts[i], planes, up);
+    mt_timeline_end(a->timeline, &span, a->stats.h2d_bytes + a->stats.d2h_bytes - before, a->queue);
+    end = a->dev->ops->record(a->queue, g->last);
+    return st != MT_OK ? st : end;
+}
+
+/* ---- a stay ----------------------------------------------------------------------------- */
+
+/* Memory for the host's planes, made without mu: pages by the gigabyte take their time. */
+static mt_status warm(mt_arrive *a, int unit, const mt_arrive_part *parts, int n)
+{
+    unsigned  planes = 0;
+    mt_status st = MT_OK;
+
+    for (int i = 0; i < n; i++)
+        for (int p = 0; p < MT_PLANE_COUNT; p++)
+            planes |= parts[i].at[p] != NULL ? 1u << p : 0;
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1)
+            MT_TRY(mt_store_warm(a->store, unit, (mt_plane)p));
+fail:
+    return st;
+}
+
+/* Under mu. The parts are g's from here on. */
+static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_arrive_part *parts, int n,
+                          mt_queue *run)
+{
+    mt_status st;
+
+    g->parts = parts;
+    g->n = n;
+    /* LENT: whoever had this memory before computed with it in run. */
+    MT_TRY(a->dev->ops->record(run, g->lent));
+    if (!(a->debug.skip & MT_EDGE_LENT))
+        MT_TRY(a->dev->ops->wait(a->queue, g->lent));
+    MT_TRY(put_copies(a, g, unit, NULL, 0, MT_ARRIVE_PLANES, 1));
+    if (a->debug.sync)
+        MT_TRY(a->dev->ops->sync_event(g->last));
+    return MT_OK;
+
+fail:
+    /* Some copies may be under way, into memory that stays the caller's. */
+    (void)a->dev->ops->sync(a->queue);
+    free(g->parts);
+    g->parts = NULL;
+    g->n = 0;
+    return st;
+}
+
+/* malloc'd, with addresses; MT_EINVAL unless mem has as many pieces as it takes. */
+static mt_status parts_of(const mt_arrive *a, int unit, size_t most, void *const *mem, int n_mem,
+                          mt_arrive_part **out, int *n)
+{
+    mt_arrive_part *parts;
+    mt_status       st;
+
+    MT_TRY(cut(a, unit, most, &parts, n));
+    if (*n != n_mem) {
+        free(parts);
+        return MT_FAIL(MT_EINVAL, "unit %s: %d pieces of device memory for its states; they take %d",
+                       mt_store_name(a->store, unit), n_mem, *n);
+    }
+    for (int i = 0; i < *n; i++)
+        place(a, unit, &parts[i], mem[i]);
+    *out = parts;
+fail:
+    return st;
+}
+
+mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, int n_mem,
+                         mt_queue *run, int *taken)
+{
+    mt_arrive_part *parts;
+    guest          *g;
+    int             n, stays;
+    mt_status       st;
+
+    MT_TRY(find(a, unit, &g));
+    /* UPDATED: an update still to be put would change the states while they are copied. */
+    MT_TRY(mt_ledger_wait_updates(a->store, unit));
+    pthread_mutex_lock(&a->mu);
+    stays = g->parts != NULL;
+    pthread_mutex_unlock(&a->mu);
+    if (stays) {
+        *taken = 0;
+        return MT_OK;
+    }
+    MT_TRY(parts_of(a, unit, most, mem, n_mem, &parts, &n));
+    if ((st = warm(a, unit, parts, n)) != MT_OK) {
+        free(parts);
+        return st;
+    }
+    pthread_mutex_lock(&a->mu);
+    st = put_lift(a, g, unit, parts, n, run);
+    pthread_mutex_unlock(&a->mu);
+    MT_TRY(st);
+    *taken = 1;
+fail:
+    return st;
+}
+
+/* Nothing of the unit is announced or on its way; or *idle is 0. */
+static mt_status look(mt_arrive *a, const guest *g, int unit, int *idle)
+{
+    unsigned  skip;
+    mt_status st = MT_OK;
+
+    pthread_mutex_lock(&a->mu);
+    skip = a->debug.skip;
+    pthread_mutex_unlock(&a->mu);
+    *idle = !mt_ledger_updates_due(a->store, unit);
+    /* STORED: the pieces' next owner would write what is still copied. */
+    if (*idle && !(skip & MT_EDGE_STORED))
+        MT_TRY(a->dev->ops->query(g->last, idle));
+fail:
+    return st;
+}
+
+mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left)
+{
+    int       idle;
+    guest    *g;
+    mt_status st;
+
+    MT_TRY(find(a, unit, &g));
+    if (wait)
+        MT_TRY(mt_arrive_wait(a, unit));
+    MT_TRY(look(a, g, unit, &idle));
+    if (idle) {
+        pthread_mutex_lock(&a->mu);
+        free(g->parts);
+        g->parts = NULL;
+        g->n = 0;
+        pthread_mutex_unlock(&a->mu);
+    }
+    *left = idle;
+fail:
+    return st;
+}
+
+/* ---- what residents ask ----------------------------------------------------------------- */
+
+mt_status mt_arrive_parts(mt_arrive *a, int unit, const mt_arrive_part **parts, int *n)
+{
+    guest    *g;
+    mt_status st;
+
+    MT_TRY(find(a, unit, &g));
+    pthread_mutex_lock(&a->mu);
+    *parts = g->parts;
+    *n = g->n;
+    pthread_mutex_unlock(&a->mu);
+    if (*parts == NULL)
+        return MT_FAIL(MT_ESTATE, "unit %s: its states are on the host; they are lifted before its "
+                       "update", mt_store_name(a->store, unit));
+fail:
+    return st;
+}
+
+mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q)
+{
+    const mt_arrive_part *parts;
+    unsigned              skip;
+    int                   n;
+    mt_status             st;
+
+    MT_TRY(mt_arrive_parts(a, unit, &parts, &n));
+    pthread_mutex_lock(&a->mu);
+    skip = a->debug.skip;
+    pthread_mutex_unlock(&a->mu);
+    /* LIFTED: also behind copies down of the update before, which this one would overtake. */
+    if (!(skip & MT_EDGE_LIFTED))
+        MT_TRY(a->dev->ops->wait(q, a->guests[unit]->last));
+fail:
+    return st;
+}
+
+mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_event *made)
+{
+    guest    *g;
+    mt_status st;
+
+    MT_TRY(find(a, unit, &g));
+    pthread_mutex_lock(&a->mu);
+    st = MT_OK;
+    if (!(a->debug.skip & MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
+        st = a->dev->ops->wait(a->queue, made);
+    if (st == MT_OK)
+        st = put_copies(a, g, unit, params, n, MT_ARRIVE_PLANES, 0);
+    if (st == MT_OK && a->debug.sync)
+        st = a->dev->ops->sync_event(g->last);
+    pthread_mutex_unlock(&a->mu);
+fail:
+    return st;
+}
+
+mt_status mt_arrive_wait(mt_arrive *a, int unit)
+{
+    guest    *g;
+    unsigned  skip;
+    mt_status st;
+
+    MT_TRY(find(a, unit, &g));
+    MT_TRY(mt_ledger_wait_updates(a->store, unit));
+    pthread_mutex_lock(&a->mu);
+    skip = a->debug.skip;
+    pthread_mutex_unlock(&a->mu);
+    if (!(skip & MT_EDGE_STORED))
+        MT_TRY(a->dev->ops->sync_event(g->last));
+fail:
+    return st;
+}
+
+mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
+{
+    guest    *g;
+    mt_status st;
+
+    MT_TRY(find(a, unit, &g));
+    pthread_mutex_lock(&a->mu);
+    st = g->parts != NULL ? put_copies(a, g, unit, &param, 1, planes, 1) : MT_OK;
+    pthread_mutex_unlock(&a->mu);
+    MT_TRY(st);
+    MT_TRY(a->dev->ops->sync_event(g->last));
+fail:
+    return st;
+}
+
+mt_status mt_arrive_drain(mt_arrive *a)
+{
+    return a->dev->ops->sync(a->queue);
+}
+
+/* ---- looking in ------------------------------------------------------------------------- */
+
+mt_arrive_stats mt_arrive_stats_get(mt_arrive *a)
+{
+    mt_arrive_stats stats;
+
+    pthread_mutex_lock(&a->mu);
+    stats = a->stats;
+    pthread_mutex_unlock(&a->mu);
+    return stats;
+}
+
+void mt_arrive_debug(mt_arrive *a, mt_debug d)
+{
+    pthread_mutex_lock(&a->mu);
+    a->debug = d;
+    pthread_mutex_unlock(&a->mu);
+}

@@ -1,0 +1,90 @@
+/* arrive.h — states that are at home on the host, and on the device only around their unit's update.
+ *
+ * A settled unit (resident.h) has its weights and gradients on the device, and is updated there as
+ * soon as the norm is known. Most of what it takes there are its states, which are needed once in a
+ * step: between the last windows of backward and the first ones of the next forward, when few
+ * activations are alive.
+ *
+ * Nouns, in the order they appear below:
+ *   guest    a settled unit whose states (planes LO, MASTER, M, V) are at home on the host
+ *   piece    device memory that the caller lends for a stay
+ *   part     a stretch of one parameter's states in a piece
+ *   stay     from lift, which copies the states up, until leave, which gives the pieces back. The
+ *            copies down are put behind each update; until the stay ends the device's are good too
+ *
+ *     mt_arrive_invite(a, unit);                          // once, when it is settled
+ *     mt_arrive_sizes(a, unit, most, &bytes, &n);         // what pieces a stay takes
+ *     mt_arrive_lift(a, unit, most, mem, n, run);         // during backward: returns at once
+ *     ... mt_resident_put, which waits for the copies up and has those down put behind it ...
+ *     mt_arrive_leave(a, unit, 0, &left);                 // left: the pieces are the caller's again
+ *
+ * All copies are put in one queue, `guests`: its order keeps a copy up behind the copies down before it.
+ *
+ * Edges (each can be left out by mt_arrive_debug):
+ *   LENT     guests waits for compute that used the pieces before  recorded on run, by lift
+ *   LIFTED   the residents' queue waits for the states, before it  the event of STORED
+ *            updates them
+ *   MADE     guests waits for the update whose states it copies    STEPPED's event of resident.h
+ *   STORED   readers and writers of host planes, and leave, wait   recorded on guests, behind the
+ *            on the host for the unit's copies, up or down         unit's last copy
+ *   UPDATED  lift, wait and leave, on the host: for updates that are announced; in the ledger
+ *
+ * Threads: open, invite, close: one, before and after the others. sizes, lift, leave: one at a time,
+ *          and not while a submit of the unit is on its way in. The rest: any.
+ */
+#ifndef MT_ARRIVE_H
+#define MT_ARRIVE_H
+
+#include "debug.h"
+#include "store.h"
+#include "timeline.h"
+
+#define MT_ARRIVE_PLANES (1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER | 1u << MT_PLANE_M | 1u << MT_PLANE_V)
+#define MT_ARRIVE_LEAST  ((size_t)8192)      /* bytes of a piece, at most: not less than this */
+
+typedef struct mt_arrive mt_arrive;
+
+mt_status mt_arrive_open (mt_dev *dev, mt_store *store, mt_arrive **out);
+void      mt_arrive_close(mt_arrive *a);                 /* waits for the queue */
+/* Copies are recorded in t. Before the first lift, or never. */
+void      mt_arrive_timeline(mt_arrive *a, mt_timeline *t);
+
+/* The settled unit is a guest from now on. Before the first update of it. */
+mt_status mt_arrive_invite (mt_arrive *a, int unit);
+int       mt_arrive_invited(const mt_arrive *a, int unit);
+
+/* What a stay takes as the unit's parameters are trained now: n pieces, malloc'd bytes of each, none
+ * larger than `most`, which counts as MT_ARRIVE_LEAST where it is less. */
+mt_status mt_arrive_sizes(mt_arrive *a, int unit, size_t most, size_t **bytes, int *n);
+/* The stay begins: mem[i] is device memory of bytes[i], aligned to 512; free behind what run was given
+ * so far. Nothing to do, and mem stays the caller's, when a stay has begun: *taken is 0 then. */
+mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, int n,
+                         mt_queue *run, int *taken);
+/* The stay ends, when no update of the unit is announced and nothing of it is on its way; wait: waits
+ * for that. *left: the pieces are the caller's; also when there was no stay. */
+mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left);
+
+typedef struct mt_arrive_part {
+    int     param;
+    int64_t from, n;                     /* its elements [from, from + n) */
+    void   *at[MT_PLANE_COUNT];          /* of MT_ARRIVE_PLANES; NULL: the type has none */
+} mt_arrive_part;
+
+/* What resident.c asks. parts: of the stay, until it ends; MT_ESTATE when there is none. before: q goes
+ * on when the states are up. behind: copies of what the update changed come down behind `made`. */
+mt_status mt_arrive_parts (mt_arrive *a, int unit, const mt_arrive_part **parts, int *n);
+mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q);
+mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_event *made);
+/* Host planes of a guest's states may be read and written; and: a parameter's were. */
+mt_status mt_arrive_wait(mt_arrive *a, int unit);
+mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes);
+mt_status mt_arrive_drain(mt_arrive *a);
+
+typedef struct mt_arrive_stats {
+    uint64_t h2d_bytes, d2h_bytes;       /* since open */
+} mt_arrive_stats;
+mt_arrive_stats mt_arrive_stats_get(mt_arrive *a);
+
+void mt_arrive_debug(mt_arrive *a, mt_debug d);          /* tests only */
+
+#endif

@@ -1,0 +1,434 @@
+/* test_arrive.c — the executable form of core/arrive.h: what a stay takes, what it copies, and that each
+ * edge matters. That training with guests gives the same bits is test_resident.c's.
+ */
+#include "dev_fault.h"
+#include "toy.h"
+#include "../../csrc/core/arrive.h"
+
+#include <pthread.h>
+#include <time.h>
+
+#if defined(__SANITIZE_THREAD__)
+#define UNDER_TSAN 1
+#else
+#define UNDER_TSAN 0
+#endif
+
+#define NAP_NS 20000000
+
+/* bf16 and fp32 of several pieces, fp16, fp64, and one that is frozen; the unit is settled. */
+#define PARAMS 5
+static const mt_param_desc mixed[PARAMS] = {
+    { MT_BF16, 3000, 1 }, { MT_F32, 1001, 1 }, { MT_F16, 640, 1 }, { MT_F64, 50, 1 }, { MT_BF16, 900, 0 },
+};
+
+/* One unit and its stay. */
+typedef struct hotel {
+    mt_dev    *dev;
+    mt_store  *store;
+    mt_arrive *a;
+    mt_queue  *run, *other;
+    void      *mem[32];
+    size_t     bytes[32];
+    int        n;
+} hotel;
+
+static mt_status take_rooms(hotel *h)
+{
+    size_t   *bytes;
+    mt_status st;
+
+    MT_TRY(mt_arrive_sizes(h->a, 0, MT_ARRIVE_LEAST, &bytes, &h->n));
+    REQUIRE(h->n <= 32);
+    memcpy(h->bytes, bytes, (size_t)h->n * sizeof *bytes);
+    free(bytes);
+    for (int i = 0; i < h->n && st == MT_OK; i++)
+        st = h->dev->ops->mem_alloc(h->dev, h->bytes[i], &h->mem[i]);
+fail:
+    return st;
+}
+
+static mt_status hotel_open(hotel *h, mt_dev *dev, const mt_param_desc *d, int n)
+{
+    int       unit;
+    mt_status st;
+
+    *h = (hotel){ .dev = dev };
+    MT_TRY(mt_store_open(dev, NULL, &h->store));
+    MT_TRY(mt_store_add(h->store, "embedding", d, n, &unit));
+    MT_TRY(mt_store_settle(h->store, 0));
+    MT_TRY(dev->ops->queue_open(dev, "run", &h->run));
+    MT_TRY(dev->ops->queue_open(dev, "other", &h->other));
+    MT_TRY(mt_arrive_open(dev, h->store, &h->a));
+    MT_TRY(mt_arrive_invite(h->a, 0));
+    st = take_rooms(h);
+fail:
+    return st;
+}
+
+static void hotel_close(hotel *h)
+{
+    mt_arrive_close(h->a);
+    if (h->run != NULL)
+        h->dev->ops->queue_close(h->run);
+    if (h->other != NULL)
+        h->dev->ops->queue_close(h->other);
+    for (int i = 0; i < h->n; i++)
+        h->dev->ops->mem_free(h->dev, h->mem[i]);
+    mt_store_close(h->store);
+}
+
+static void on_cpu(hotel *h, unsigned skip)
+{
+    mt_dev *dev;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    REQUIRE(hotel_open(h, dev, &(mt_param_desc){ MT_F32, 100, 1 }, 1) == MT_OK);
+    mt_arrive_debug(h->a, (mt_debug){ .skip = skip });
+}
+
+static void off_cpu(hotel *h)
+{
+    mt_dev *dev = h->dev;
+
+    hotel_close(h);
+    dev->ops->close(dev);
+}
+
+static mt_status lift(hotel *h)
+{
+    int       taken = 0;
+    mt_status st = mt_arrive_lift(h->a, 0, MT_ARRIVE_LEAST, h->mem, h->n, h->run, &taken);
+
+    CHECK_EQ(taken, st == MT_OK);
+    return st;
+}
+
+static float *moment(hotel *h)
+{
+    void *at;
+
+    REQUIRE(mt_store_at(h->store, 0, 0, MT_PLANE_M, &at) == MT_OK);
+    return at;
+}
+
+/* The first element of the first moment, where it is during the stay. */
+static float *up(hotel *h)
+{
+    const mt_arrive_part *parts;
+    int                   n;
+
+    REQUIRE(mt_arrive_parts(h->a, 0, &parts, &n) == MT_OK && n > 0);
+    return parts[0].at[MT_PLANE_M];
+}
+
+/* ---- what a stay takes ------------------------------------------------------------------ */
+
+static void every_state_of_what_is_trained_is_in_one_part(void)
+{
+    static unsigned char seen[PARAMS][3000];
+    const mt_arrive_part *parts;
+    hotel    h;
+    mt_dev  *dev;
+    int      n;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    REQUIRE(hotel_open(&h, dev, mixed, PARAMS) == MT_OK);
+    CHECK_EQ(mt_arrive_parts(h.a, 0, &parts, &n), MT_ESTATE);
+    CHECK_OK(lift(&h));
+    CHECK_OK(mt_arrive_parts(h.a, 0, &parts, &n));
+    CHECK_EQ(n, h.n);
+    for (int i = 0; i < n; i++) {
+        const mt_arrive_part *p = &parts[i];
+        size_t                most = 0;
+
+        CHECK_EQ(p->from % 128, 0);
+        for (int64_t k = 0; k < p->n; k++)
+            seen[p->param][p->from + k]++;
+        for (int k = 0; k < MT_PLANE_COUNT; k++) {
+            size_t bytes = (size_t)p->n * mt_plane_elem_bytes((mt_plane)k, mixed[p->param].dtype);
+
+            CHECK_EQ(p->at[k] != NULL, (MT_ARRIVE_PLANES >> k & 1) && bytes > 0);
+            if (p->at[k] == NULL)
+                continue;
+            CHECK_EQ((uintptr_t)p->at[k] % 512, (uintptr_t)h.mem[i] % 512);
+            CHECK((char *)p->at[k] >= (char *)h.mem[i]);
+            CHECK((char *)p->at[k] + bytes <= (char *)h.mem[i] + h.bytes[i]);
+            most = h.bytes[i];
+        }
+        CHECK(most <= MT_ARRIVE_LEAST);
+    }
+    for (int i = 0; i < PARAMS; i++)
+        for (int64_t k = 0; k < mixed[i].numel; k++)
+            CHECK_EQ(seen[i][k], i < 3);
+    off_cpu(&h);
+}
+
+static void a_stay_goes_on_until_it_is_ended(void)
+{
+    hotel h;
+    int   taken = 1, left = 0;
+
+    on_cpu(&h, 0);
+    moment(&h)[0] = 1;
+    CHECK_OK(lift(&h));
+    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK(*up(&h) == 1);
+    *up(&h) = 2;
+    CHECK_OK(mt_arrive_lift(h.a, 0, MT_ARRIVE_LEAST, h.mem, h.n, h.run, &taken));
+    CHECK_EQ(taken, 0);
+    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK(*up(&h) == 2);
+    moment(&h)[0] = 3;
+    CHECK_OK(mt_arrive_push(h.a, 0, 0, 1u << MT_PLANE_M));
+    CHECK(*up(&h) == 3);
+    CHECK_OK(mt_arrive_leave(h.a, 0, 0, &left));
+    CHECK_EQ(left, 1);
+    CHECK_OK(mt_arrive_push(h.a, 0, 0, 1u << MT_PLANE_M));      /* they are on the host */
+    CHECK_EQ(mt_arrive_stats_get(h.a).h2d_bytes, 3 * 400);
+    CHECK_OK(mt_arrive_leave(h.a, 0, 1, &left));
+    CHECK_EQ(left, 1);
+    off_cpu(&h);
+}
+
+/* Only what the update changed comes down. */
+static void parameters_without_an_update_stay_up(void)
+{
+    mt_param_desc d[2] = { { MT_F32, 100, 1 }, { MT_F32, 100, 1 } };
+    int           params[1] = { 1 };
+    mt_event     *made;
+    mt_dev       *dev;
+    hotel         h;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    REQUIRE(hotel_open(&h, dev, d, 2) == MT_OK);
+    REQUIRE(dev->ops->event_open(dev, &made) == MT_OK);
+    CHECK_OK(lift(&h));
+    CHECK_OK(mt_arrive_behind(h.a, 0, params, 1, made));
+    CHECK_OK(mt_arrive_wait(h.a, 0));
+    CHECK_EQ(mt_arrive_stats_get(h.a).d2h_bytes, 2 * 400);
+    dev->ops->event_close(made);
+    off_cpu(&h);
+}
+
+/* ---- edges: what one who comes too early finds ------------------------------------------ */
+
+typedef struct slow {
+    float *at, value;
+} slow;
+
+static void write_late(void *arg)
+{
+    struct timespec nap = { 0, NAP_NS };
+
+    nanosleep(&nap, NULL);
+    *((slow *)arg)->at = ((slow *)arg)->value;
+}
+
+static void read_now(void *arg)
+{
+    ((slow *)arg)->value = *((slow *)arg)->at;
+}
+
+/* Compute in run is slow to write memory that was lent since: what the states are then. */
+static float lent_while_written(unsigned skip)
+{
+    hotel h;
+    slow  w;
+    float found;
+
+    on_cpu(&h, skip);
+    moment(&h)[0] = 1;
+    w = (slow){ h.mem[0], 9 };
+    CHECK_OK(h.dev->ops->call(h.run, write_late, &w));
+    CHECK_OK(lift(&h));
+    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK_OK(h.dev->ops->sync(h.run));
+    found = *up(&h);
+    off_cpu(&h);
+    return found;
+}
+
+/* Copies up are slow, since they wait for run: what the update finds. */
+static float read_while_lifted(unsigned skip)
+{
+    hotel h;
+    slow  w, r;
+    float idle;
+
+    on_cpu(&h, skip);
+    moment(&h)[0] = 1;
+    w = (slow){ &idle, 9 };
+    CHECK_OK(h.dev->ops->call(h.run, write_late, &w));
+    CHECK_OK(lift(&h));
+    r = (slow){ up(&h), 0 };
+    CHECK_OK(mt_arrive_before(h.a, 0, h.other));
+    CHECK_OK(h.dev->ops->call(h.other, read_now, &r));
+    CHECK_OK(h.dev->ops->sync(h.other));
+    off_cpu(&h);
+    return r.value;
+}
+
+/* The update is slow: what a reader on the host finds. left: what leave says meanwhile. */
+static float stored_while_updated(unsigned skip, int *left)
+{
+    mt_event *made;
+    hotel     h;
+    slow      w;
+    float     found;
+
+    on_cpu(&h, skip);
+    REQUIRE(h.dev->ops->event_open(h.dev, &made) == MT_OK);
+    moment(&h)[0] = 1;
+    CHECK_OK(lift(&h));
+    CHECK_OK(mt_arrive_drain(h.a));
+    w = (slow){ up(&h), 9 };
+    CHECK_OK(h.dev->ops->call(h.other, write_late, &w));
+    CHECK_OK(h.dev->ops->record(h.other, made));
+    CHECK_OK(mt_arrive_behind(h.a, 0, (int[1]){ 0 }, 1, made));
+    CHECK_OK(mt_arrive_wait(h.a, 0));
+    found = moment(&h)[0];
+    CHECK_OK(h.dev->ops->sync(h.other));
+    CHECK_OK(h.dev->ops->call(h.other, write_late, &w));
+    CHECK_OK(h.dev->ops->record(h.other, made));
+    CHECK_OK(mt_arrive_behind(h.a, 0, (int[1]){ 0 }, 1, made));
+    CHECK_OK(mt_arrive_leave(h.a, 0, 0, left));
+    CHECK_OK(h.dev->ops->sync(h.other));
+    CHECK_OK(mt_arrive_drain(h.a));
+    h.dev->ops->event_close(made);
+    off_cpu(&h);
+    return found;
+}
+
+static void every_edge_is_kept(void)
+{
+    int left;
+
+    CHECK(lent_while_written(0) == 1);
+    CHECK(read_while_lifted(0) == 1);
+    CHECK(stored_while_updated(0, &left) == 9);
+    CHECK_EQ(left, 0);
+}
+
+static void without_it_each_is_seen_to_matter(void)
+{
+    int left;
+
+    if (UNDER_TSAN)
+        SKIP("an edge left out is a race, as it should be");
+    CHECK(lent_while_written(MT_EDGE_LENT) == 9);
+    CHECK(read_while_lifted(MT_EDGE_LIFTED) == 0);
+    CHECK(stored_while_updated(MT_EDGE_MADE, &left) == 1);
+    CHECK(stored_while_updated(MT_EDGE_STORED, &left) == 1);
+    CHECK_EQ(left, 1);
+}
+
+static void *lift_main(void *arg)
+{
+    CHECK_OK(lift(arg));
+    return NULL;
+}
+
+/* UPDATED: what is announced and not put yet would change the states on their way. */
+static void a_stay_neither_begins_nor_ends_while_an_update_is_announced(void)
+{
+    struct timespec nap = { 0, 5000000 };
+    pthread_t       thread;
+    uint64_t        copied;
+    hotel           h;
+    int             left;
+
+    on_cpu(&h, 0);
+    mt_ledger_update_begin(h.store, 0);
+    REQUIRE(pthread_create(&thread, NULL, lift_main, &h) == 0);
+    nanosleep(&nap, NULL);
+    copied = mt_arrive_stats_get(h.a).h2d_bytes;
+    CHECK_EQ(copied, 0);
+    mt_ledger_update_end(h.store, 0);
+    pthread_join(thread, NULL);
+    CHECK_OK(mt_arrive_drain(h.a));
+    mt_ledger_update_begin(h.store, 0);
+    CHECK_OK(mt_arrive_leave(h.a, 0, 0, &left));
+    CHECK_EQ(left, 0);
+    mt_ledger_update_end(h.store, 0);
+    CHECK_OK(mt_arrive_leave(h.a, 0, 0, &left));
+    CHECK_EQ(left, 1);
+    off_cpu(&h);
+}
+
+/* ---- refusals and failures -------------------------------------------------------------- */
+
+static void what_makes_no_sense_is_refused(void)
+{
+    mt_param_desc d = { MT_F32, 10, 1 };
+    hotel         h;
+    int           unit, n, taken;
+    size_t       *bytes;
+
+    on_cpu(&h, 0);
+    REQUIRE(mt_store_add(h.store, "layers.0", &d, 1, &unit) == MT_OK);
+    CHECK_EQ(mt_arrive_invite(h.a, 1), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.0");
+    CHECK_EQ(mt_arrive_invite(h.a, 2), MT_ESTATE);
+    CHECK_EQ(mt_arrive_sizes(h.a, 1, 1 << 20, &bytes, &n), MT_EINVAL);
+    CHECK_EQ(mt_arrive_wait(h.a, 1), MT_EINVAL);
+    CHECK_EQ(mt_arrive_lift(h.a, 0, MT_ARRIVE_LEAST, h.mem, 0, h.run, &taken), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "they take 1");
+    CHECK_OK(mt_arrive_invite(h.a, 0));                     /* it is one */
+    CHECK_OK(lift(&h));
+    mt_arrive_close(NULL);
+    off_cpu(&h);
+}
+
+/* A stay, an update and its end, with the n-th call failing. */
+static mt_status sojourn(hotel *h)
+{
+    mt_event *made = NULL;
+    int       left;
+    mt_status st;
+
+    MT_TRY(lift(h));
+    MT_TRY(h->dev->ops->event_open(h->dev, &made));
+    MT_TRY(mt_arrive_before(h->a, 0, h->other));
+    MT_TRY(h->dev->ops->record(h->other, made));
+    MT_TRY(mt_arrive_behind(h->a, 0, (int[2]){ 0, 2 }, 2, made));
+    MT_TRY(mt_arrive_push(h->a, 0, 1, ~0u));
+    MT_TRY(mt_arrive_leave(h->a, 0, 1, &left));
+    CHECK_EQ(left, 1);
+fail:
+    h->dev->ops->event_close(made);
+    return st;
+}
+
+static void every_failing_device_call_frees_everything(void)
+{
+    int     fired = 1;
+    mt_dev *cpu;
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    for (int n = 1; fired > 0; n++) {
+        mt_dev   *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
+        hotel     h;
+        mt_status st = hotel_open(&h, d, mixed, PARAMS);
+
+        if (st == MT_OK)
+            st = sojourn(&h);
+        fired = fault_fired(d);
+        CHECK_EQ(st, fired ? MT_EDEVICE : MT_OK);
+        hotel_close(&h);
+        CHECK_EQ(fault_live(d), 0);
+        d->ops->close(d);
+    }
+    cpu->ops->close(cpu);
+}
+
+#define TESTS(X)                                                    \
+    X(every_state_of_what_is_trained_is_in_one_part)                \
+    X(a_stay_goes_on_until_it_is_ended)                             \
+    X(parameters_without_an_update_stay_up)                         \
+    X(every_edge_is_kept)                                           \
+    X(without_it_each_is_seen_to_matter)                            \
+    X(a_stay_neither_begins_nor_ends_while_an_update_is_announced)  \
+    X(what_makes_no_sense_is_refused)                               \
+    X(every_failing_device_call_frees_everything)
+CHECK_MAIN(TESTS)

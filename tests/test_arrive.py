@@ -1,0 +1,201 @@
+"""States that are on the device around their unit's update alone: when they come and go, and that it changes no bit.
+
+That training gives the same bits in each placement is test_speculate.py's; the C side is tests/c/test_arrive.c.
+"""
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("streaming")
+if parity.IDENTITY:
+    pytest.skip("plain against plain was asked for", allow_module_level=True)
+from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
+from test_speculate import BETWEEN, TYPES, assert_equal, states  # noqa: E402
+
+import megatrain_torch as mt  # noqa: E402
+from megatrain_torch.arrive import AHEAD, Arrivals  # noqa: E402
+
+Pair = tuple[Dots, mt.AdamW]
+DELAYS = {"delay_us": 200, "seed": 5}
+
+
+def trained(homes: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 2, clip: float | None = 0.5,
+            debug: Any = None, **hyper: Any) -> Pair:
+    model = mt.stream(plain_dots(dtype), device="cpu", plan={"homes": homes, "debug": debug or {}})
+    opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper})
+    for step in range(steps):
+        feed(model, opt, grads_for(model, step))
+    return model, opt
+
+
+def arrivals_of(model: Dots) -> Arrivals:
+    return mt.wrap.runtime_of(model).arrivals
+
+
+def lifted(model: Dots) -> set[int]:
+    return set(arrivals_of(model).lent)
+
+
+# ---- when ----
+
+def test_states_come_during_backward_and_leave_during_the_next_forward() -> None:
+    model, opt = trained("arrive")
+    arrivals = arrivals_of(model)
+    order, up = [], []
+    handed = arrivals.handed
+    arrivals.handed = lambda unit: (handed(unit), order.append(unit), up.append(lifted(model)))
+    loss = model(grads_for(model, 5))
+    mt.wrap.runtime_of(model).drain()
+    assert lifted(model) == set()
+    loss.backward()
+    due = {unit: max(order.index(unit) + 1 - AHEAD, 1) for unit in order}
+    assert up == [{u for u in order if due[u] <= at} for at in range(1, len(order) + 1)]
+    opt.step()
+    assert lifted(model) == set(order)
+    model(grads_for(model, 6))
+    mt.wrap.runtime_of(model).drain()
+    assert lifted(model) == set()
+
+
+def test_units_that_step_does_not_ask_for_stay_until_it_does() -> None:
+    model, opt = trained("arrive")
+    mt.wrap.runtime_of(model).drain()
+    model(grads_for(model, 5)).backward()
+    opt.zero_grad()
+    model(grads_for(model, 5))
+    mt.wrap.runtime_of(model).drain()
+    assert lifted(model) == {0, 1, 2, 3}
+    feed(model, opt, grads_for(model, 6))
+    mt.wrap.runtime_of(model).drain()
+    assert lifted(model) == set()
+
+
+def test_only_named_units_arrive_and_their_states_cross_once_each_way() -> None:
+    model, opt = trained({"layers.3": "arrive"}, steps=3)
+    rt = mt.wrap.runtime_of(model)
+    rt.drain()
+    before = rt.core.stats()
+    feed(model, opt, grads_for(model, 5))
+    rt.drain()
+    crossed = {k: n - before[k] for k, n in rt.core.stats().items()}
+    gradients = sum(p.numel() for layer in model.layers[:3] for p in layer.parameters()) * 2
+    assert crossed["d2h_bytes"] == gradients + 640 * 10
+    assert rt.core.device_bytes() == 1536            # the gradient, aligned
+
+
+def test_memory_that_is_short_in_backward_is_asked_for_again_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = trained("arrive"), trained("ram")
+    short = [True]
+    piece = Arrivals._piece
+
+    def scarce(rt: Any, nbytes: int) -> torch.Tensor:
+        if short[0]:
+            raise torch.OutOfMemoryError("no memory")
+        return piece(rt, nbytes)
+    monkeypatch.setattr(Arrivals, "_piece", staticmethod(scarce))
+    for model, _ in pairs:
+        mt.wrap.runtime_of(model).drain()
+        model(grads_for(model, 5)).backward()
+        assert lifted(model) == set()
+    with pytest.raises(torch.OutOfMemoryError):
+        pairs[0][1].step()
+    short[0] = False
+    for _, opt in pairs:
+        opt.step()
+    assert_equal(*pairs)
+
+
+# ---- the same bits ----
+
+@TYPES
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
+def test_nothing_between_backward_and_step_matters(between: Callable[[Dots, mt.AdamW], None],
+                                                   dtype: torch.dtype) -> None:
+    pairs = trained("arrive", dtype, debug=DELAYS), trained("ram", dtype)
+    for model, opt in pairs:
+        for step in (5, 6):
+            model(grads_for(model, step)).backward()
+            between(model, opt)
+            opt.step()
+            between(model, opt)
+            opt.zero_grad()
+        feed(model, opt, grads_for(model, 7))
+    assert_equal(*pairs)
+
+
+@TYPES
+def test_updates_inside_backward(dtype: torch.dtype) -> None:
+    pairs = [trained(homes, dtype, 6, None, DELAYS, in_backward=True) for homes in ("arrive", "ram")]
+    assert_equal(*pairs)
+
+
+def test_step_that_is_not_finite_changes_nothing_and_ends_the_stay() -> None:
+    pairs = trained("arrive"), trained("ram")
+    for model, opt in pairs:
+        bad = grads_for(model, 9)
+        bad[1][2, 3] = float("inf")
+        before = states(model, opt)
+        feed(model, opt, bad)
+        assert opt.skipped_steps == 1
+        assert all(torch.equal(v, before[k]) for k, v in states(model, opt).items())
+        mt.wrap.runtime_of(model).drain()
+        assert lifted(model) == set()
+        feed(model, opt, grads_for(model, 10))
+    assert_equal(*pairs)
+
+
+def test_parameters_that_are_frozen_and_trained_again() -> None:
+    pairs = trained("arrive", debug=DELAYS), trained("ram")
+    for model, opt in pairs:
+        frozen = model.layers[3].weight
+        for step, on in ((2, False), (3, False), (4, True), (5, True)):
+            model(grads_for(model, 20 + step)).backward()        # a batch that is dropped: what was lifted stays
+            opt.zero_grad()
+            frozen.requires_grad_(on)
+            feed(model, opt, grads_for(model, step))
+    assert_equal(*pairs)
+
+
+def test_loaded_states_are_those_that_were_saved() -> None:
+    saved = copy.deepcopy(trained("ram", steps=3)[1].state_dict())
+    pairs = trained("arrive", steps=1), trained("ram", steps=1)
+    for model, opt in pairs:
+        opt.load_state_dict(saved)
+        feed(model, opt, grads_for(model, 4))
+    assert_equal(*pairs)
+
+
+# ---- doors ----
+
+def test_a_model_that_goes_at_once_waits_for_its_copies() -> None:
+    for _ in range(5):
+        model, opt = trained("arrive", debug=DELAYS)
+        model(grads_for(model, 5)).backward()
+        opt.step()
+        del model, opt
+        gc.collect()
+
+
+def test_host_limit_counts_states_that_are_at_home_there() -> None:
+    numel = sum(p.numel() for p in plain_dots().parameters())
+    mt.stream(plain_dots(torch.bfloat16), device="cpu", host=12 * numel, plan={"homes": "arrive"})
+    with pytest.raises(mt.MegatrainError, match="of host memory"):
+        mt.stream(plain_dots(torch.bfloat16), device="cpu", host=12 * numel - 1, plan={"homes": "arrive"})
+
+
+def test_engine_refuses_what_makes_no_sense() -> None:
+    rt = mt.wrap.runtime_of(trained({"layers.0": "arrive", "layers.1": "vram"})[0])
+    rt.drain()
+    for call, said in ((lambda: rt.core.lift(0, [], 0), "they take 1"), (lambda: rt.core.leave(1, False), "invite"),
+                       (lambda: rt.core.lift_sizes(2), "do not come and leave"),
+                       (lambda: rt.core.invite(2), "is not settled"),
+                       (lambda: rt.core.device_plane(0, 0, mt._core.PLANES["M"]), "around its updates")):
+        with pytest.raises(mt.MegatrainError, match=said):
+            call()
