@@ -45,7 +45,8 @@ class Asked:
 
     Attributes:
         name: of the model. groups, dtype: its units, and the type they are converted to.
-        homes: by unit, "ram", "vram", "arrive" or "through". speculated: numbers of units whose updates may begin early.
+        homes: by unit, "ram", "vram", "arrive" or "through". speculated: numbers of units whose updates may begin
+            early.
         ring: slots of a size. micro: micro-batches of a step, as far as known.
         on_cpu: the "device" is the CPU, so its memory is the host's.
     """

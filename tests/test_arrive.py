@@ -183,11 +183,18 @@ def test_a_model_that_goes_at_once_waits_for_its_copies() -> None:
         gc.collect()
 
 
-def test_host_limit_counts_states_that_are_at_home_there() -> None:
-    numel = sum(p.numel() for p in plain_dots().parameters())
-    mt.stream(plain_dots(torch.bfloat16), device="cpu", host=12 * numel, plan={"homes": "arrive"})
-    with pytest.raises(mt.MegatrainError, match="of host memory"):
-        mt.stream(plain_dots(torch.bfloat16), device="cpu", host=12 * numel - 1, plan={"homes": "arrive"})
+def test_limits_count_states_in_both_places() -> None:
+    needs = {}
+    for home in ("ram", "arrive", "vram"):
+        for limit in ("host", "vram"):
+            with pytest.raises(mt.MegatrainError, match="does not fit") as refused:
+                mt.stream(plain_dots(torch.bfloat16), device="cpu", plan={"homes": home}, **{limit: 1})
+            needs[home, limit] = refused.value.changes.get(limit)
+    numel = 33 + 7 * 13 + 1 + 16 * 40
+    assert needs["vram", "host"] < needs["arrive", "host"] < needs["ram", "host"]
+    assert needs["arrive", "host"] - needs["vram", "host"] >= 10 * numel
+    assert needs["arrive", "vram"] == needs["vram", "vram"]
+    mt.stream(plain_dots(torch.bfloat16), device="cpu", host=needs["arrive", "host"], plan={"homes": "arrive"})
 
 
 def test_engine_refuses_what_makes_no_sense() -> None:
