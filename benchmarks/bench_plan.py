@@ -23,6 +23,7 @@ from common import GIB, SHAPE, WIDTHS, Clock, build_model, emit, host_rss_bytes,
 from engines import ENGINES, planned
 
 from megatrain_torch.errors import MegatrainError
+from megatrain_torch.wrap import runtime_of
 
 WARMUP, STEPS = 1, 4
 # name: width, layers, tokens, seq, plan, the device's limit, micro-batches, activations
@@ -68,14 +69,24 @@ def run_case(name: str, device: torch.device) -> None:
     for i in range(WARMUP + STEPS):
         one_step(engine, batches[i % len(batches)], args, clock)
     engine.settle()
+    peaks: dict[str, float] = {}
     seconds = sorted(step_times(clock, args)["step_s"])
     found = {"seconds": seconds[len(seconds) // 2], "host_gib": host_rss_bytes()[0] / GIB}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         found["vram_gib"] = (total - free) / GIB
+        peaks = {
+            "torch_peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "torch_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+            "store_gib": runtime_of(engine.model).core.device_bytes() / GIB,
+        }
     said = prediction(plan)
     off = {key: said[key] / value - 1 for key, value in found.items()}
-    emit("plan", device, case=name, unit="s", median=found["seconds"], found=found, predicted=said, off=off)
+    tables = {"vram": plan.vram, "host": plan.host}
+    emit(
+        "plan", device, case=name, unit="s", median=found["seconds"], found=found, predicted=said, off=off,
+        of_vram=peaks, tables=tables,
+    )  # fmt: skip
 
 
 def main() -> int:

@@ -109,6 +109,8 @@ class Engine:
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, int, int, int]], stream: int) -> int:
         """items: (param, address, mode 0 SET / 1 ADD, reread). Returns the ticket. Marks the trace."""
+    def land(self, stream: int) -> None:
+        """The stream waits for the copies of all gradients handed over so far; passed() then has them."""
     def passed(self) -> int: ...
     def drain(self) -> None:
         """Host waits for all gradients and all updates."""

@@ -34,11 +34,9 @@ class Cap:
         if device.type != "cuda" or limit is None:
             return
         free, total = torch.cuda.mem_get_info(device)
-        if limit >= total:
-            return
         others = total - free - torch.cuda.memory_reserved(device)        # driver, libraries, other processes
         self.before = torch.cuda.get_per_process_memory_fraction(device)
-        room = (limit - others - store_bytes) / total
+        room = (min(limit, total) - others - store_bytes) / total
         torch.cuda.set_per_process_memory_fraction(min(self.before, max(room, 0.0)), device)
         self.joined = not any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR)
         self._join("True")

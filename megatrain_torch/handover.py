@@ -36,6 +36,7 @@ class HandOver:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.alive: deque[tuple[int, list[Tensor]]] = deque()   # sources of copies that are still in flight
+        self.opened = 0                                         # windows of this pass, while there are such
         self.tasks: set[int] = set()                            # graph tasks that have our callback
         self.summed: dict[int, Record] = {}                     # records with a pending device sum
         self.stream = 0                                         # where the last hand-over happened
@@ -175,6 +176,14 @@ class HandOver:
             self.observer(unit, [r for r, _ in pairs])
         if self.speculation is not None:
             self.speculation.handed(unit, [r for r, _ in pairs])
+
+    def window_opens(self) -> None:
+        """Half-way through a forward, compute is told to wait for the last gradients of the backward before: they
+        are home by then, and need not stay on the device beside this pass's activations."""
+        self.opened += 1
+        if self.opened == max(1, len(self.runtime.windows) // 2):
+            self.runtime.core.land(self.runtime.stream())
+            self.let_go()
 
     def let_go(self) -> None:
         """Frees the sources of copies that are over, or that compute waits for."""

@@ -11,6 +11,7 @@ from . import ops
 
 CHUNK_BYTES = 512 * 2**20   # of logits alive at once
 LEAST_TOKENS = 1024         # in a chunk: fewer leave the matrix units idle
+FIRST_ROUNDED = 1 << 16     # elements that are rounded by way of a copy
 STEP_TOKENS = 256           # chunks are multiples: whole tiles of the matrix products
 ROW_ALIGN = 8               # numbers; rows of logits begin at 16 bytes for any V
 
@@ -101,8 +102,26 @@ class _Gradients:
             self.dweight = torch.zeros_like(self.weight)
         if self.want_bias and self.dbias is None:
             self.dbias = torch.zeros_like(self.bias)
-        dweight = None if self.dweight is None else self.dweight.to(self.weight.dtype)
+        dweight = None if self.dweight is None else rounded_in_place(self.dweight, self.weight.dtype)
         return self.dhidden, dweight, None if self.dbias is None else self.dbias.to(self.bias.dtype)
+
+
+def rounded_in_place(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dense fp32 sums in a 16-bit type, in the first half of their own memory: no second matrix of [V, H].
+
+    An element moves from byte 4i to 2i, so a piece [i, 2i) reads nothing that was written and ends where it began.
+    """
+    if sums.dtype == dtype:
+        return sums
+    flat, n = sums.view(-1), sums.numel()
+    out = flat.view(dtype)
+    begin = min(n, FIRST_ROUNDED)
+    out[:begin] = flat[:begin].clone()
+    while begin < n:
+        end = min(n, 2 * begin)
+        out[begin:end] = flat[begin:end]
+        begin = end
+    return out[:n].view(sums.shape)
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str,

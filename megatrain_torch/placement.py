@@ -119,7 +119,7 @@ class Problem:
                 self.last[u] = w
         self.leaving = [tuple(u for u, w in self.first.items() if w == at and shape.units[u].trained)
                         for at in range(n)]
-        self.flying = [sum(shape.units[u].gradients for u in self.first
+        self.flying = [sum(self._leaving_bytes(u, at) for u in self.first
                            if self.first[u] - OFFLOAD_DEPTH <= at <= self.last[u]) for at in range(n)]
         self.again = [() if w.kind in ("embedding",) or (w.kind == "head" and wishes.fused) else w.units
                       for w in shape.windows]
@@ -129,6 +129,13 @@ class Problem:
         self.simulations = 0
 
     # ---- bytes ----
+
+    def _leaving_bytes(self, unit: int, at: int) -> int:
+        """Of a unit's gradients at window `at`, until they have left. A fused head's lie in the memory of their fp32
+        sums, which are part of its own window's work."""
+        own = self.first[unit]
+        share = (2 if at != own else 0) if self.wishes.fused and self.shape.windows[own].kind == "head" else 1
+        return self.shape.units[unit].gradients * share
 
     def slots(self, homes: tuple[bool, ...], ring: int) -> list[int]:
         units = self.shape.units

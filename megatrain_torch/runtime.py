@@ -327,6 +327,7 @@ class Runtime:
             self._first_root, self._backward_seen = who, False
             self.handover.sweep()
             self.handover.let_go()
+            self.handover.opened = 0
             for r in self.records:
                 r.uses = 0
             self._lazy.clear()

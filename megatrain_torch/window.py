@@ -164,6 +164,8 @@ class Window:
             except BaseException:
                 leave()
                 raise
+        if rt.handover.alive and in_backward() == -1:
+            rt.handover.window_opens()
         try:
             return self.once(args, kwargs) if rt.trace is None else rt.trace.forward(self, args, kwargs)
         finally:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatrain_torch import loss as loss_module
-from megatrain_torch.loss import linear_cross_entropy
+from megatrain_torch.loss import FIRST_ROUNDED, linear_cross_entropy, rounded_in_place
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 TYPES = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -196,3 +196,13 @@ def test_what_does_not_fit_is_refused(device: str, name: str) -> None:
     call, says = REFUSED[name]
     with pytest.raises(ValueError, match=says):
         call(*problem(device))
+
+
+@pytest.mark.parametrize("n", [0, 1, FIRST_ROUNDED - 1, FIRST_ROUNDED, 3 * FIRST_ROUNDED + 5, 5 * FIRST_ROUNDED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_are_rounded_in_their_own_memory(device: str, n: int, dtype: torch.dtype) -> None:
+    sums = torch.randn(1, n, generator=torch.Generator().manual_seed(n)).to(device)
+    wanted, where = sums.to(dtype, copy=True), sums.data_ptr()
+    found = rounded_in_place(sums, dtype)
+    assert torch.equal(found, wanted)
+    assert found.data_ptr() == where and found.is_contiguous()

@@ -63,28 +63,26 @@ GOLDEN = """\
 LlamaForCausalLM: 0.111 B parameters, all trained
 4,096 tokens a step in sequences of 512, one micro-batch; fused layers
 flat: rates described
-predicted: 62,034 tokens/s, 0.06603 s a step (0.051 forward); bound by host update
+predicted: 62,365 tokens/s, 0.06568 s a step (0.051 forward); bound by host update
 
 window               weights  home  activations
 model.embed_tokens  62.5 MiB  vram  saved
-model.layers.0      21.5 MiB  ram   replay
-model.layers.1-3    64.5 MiB  ram   selective
+model.layers.0-3    86.0 MiB  ram   selective
 model.norm           2.0 KiB  ram   saved
 lm_head             62.5 MiB  ram   saved
 ring of 2 slots for what streams
 
-device memory            bytes
-context, libraries     1.0 GiB
-slots                105.5 MiB
-at home: weights      62.5 MiB
-at home: masters      62.5 MiB
-at home: moments     250.0 MiB
-at home: gradients    62.5 MiB
-activations          132.9 MiB
-work                 258.0 MiB
-gradients under way   62.5 MiB
-torch's cache         22.7 MiB
-in all                 2.0 GiB  of 2.0 GiB, 100%
+device memory           bytes
+context, libraries    1.0 GiB
+slots               105.5 MiB
+at home: weights     62.5 MiB
+at home: masters     62.5 MiB
+at home: moments    250.0 MiB
+at home: gradients   62.5 MiB
+activations         161.2 MiB
+work                258.0 MiB
+torch's cache        21.0 MiB
+in all                2.0 GiB  of 2.0 GiB, 98%
 
 host memory                bytes
 Python, torch, driver    1.0 GiB
@@ -95,12 +93,12 @@ gradients              148.5 MiB
 in all                   2.1 GiB  of 64.0 GiB, 3%
 
 lane             busy s  of the step  compute waits for it
-compute         0.02554  39%
+compute         0.02519  38%
 H2D             0.01511  23%
 D2H            0.009733  15%          0.00243 s
 host update     0.03893  59%          0.0365 s
 device update  0.001016  2%
-host            0.00153  2%
+host            0.00148  2%
 """
 
 

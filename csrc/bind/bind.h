@@ -134,7 +134,7 @@ PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
 
 /* engine_run.c: stream and offload */
 MT_METHOD(open_slots); MT_METHOD(settle); MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
-MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
+MT_METHOD(land); MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
 MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);
 PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw);
 

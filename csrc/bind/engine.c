@@ -365,6 +365,8 @@ static PyMethodDef methods[] = {
 
     { "offload", KEYWORDS(mt_engine_put), METH_FASTCALL,
       "offload($self, unit, items, stream, /)\n--\n\nGradients leave; returns the ticket." },
+    { "land", mt_engine_land, METH_O,
+      "land($self, stream, /)\n--\n\nThe stream waits for all gradients on their way; passed() then has them." },
     { "passed", mt_engine_passed, METH_NOARGS,
       "passed($self)\n--\n\nSources of tickets up to this one may be freed." },
     { "drain", mt_engine_drain, METH_NOARGS,

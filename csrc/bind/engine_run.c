@@ -395,6 +395,31 @@ PyObject *mt_engine_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
     return out;
 }
 
+static mt_status land_alone(mt_engine *e, mt_queue *run)
+{
+    mt_status st;
+
+    pthread_mutex_lock(&e->door);
+    st = mt_offload_land(e->offload, run);
+    pthread_mutex_unlock(&e->door);
+    return st;
+}
+
+PyObject *mt_engine_land(PyObject *self, PyObject *stream)
+{
+    mt_engine *e = mt_engine_usable(self);
+    uintptr_t  handle;
+    mt_queue  *run;
+    mt_status  st;
+
+    if (e == NULL || mt_arg_addr(stream, &handle) < 0 || (run = mt_engine_queue(e, handle)) == NULL)
+        return NULL;
+    MT_UNLOCKED(e, st, land_alone(e, run));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
 PyObject *mt_engine_passed(PyObject *self, PyObject *unused)
 {
     mt_engine *e = mt_engine_usable(self);

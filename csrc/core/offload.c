@@ -588,7 +588,7 @@ static void commit(mt_offload *o, const ticket *t, tally *y, staging *g, uint64_
     note(o, t, y, 1);
     y->adds += t->adds > 0;
     o->put = number;
-    if (number > o->depth)
+    if (number > o->depth && number - o->depth > o->waited_for)
         o->waited_for = number - o->depth;
     pthread_cond_signal(&o->more);
     pthread_mutex_unlock(&o->mu);
@@ -644,6 +644,24 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     commit(o, t, y, g, next);
     *number = next;
     return debug.sync ? mt_offload_drain(o) : MT_OK;
+fail:
+    return st;
+}
+
+mt_status mt_offload_land(mt_offload *o, mt_queue *run)
+{
+    mt_debug  debug;
+    mt_status st = MT_OK;
+
+    pthread_mutex_lock(&o->mu);
+    debug = o->debug;
+    pthread_mutex_unlock(&o->mu);
+    /* The D2H queue is first in, first out: the last ticket's copies end last. */
+    if (o->put > 0 && !(debug.skip & MT_EDGE_LANDED))
+        MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->put)->landed));
+    pthread_mutex_lock(&o->mu);
+    o->waited_for = o->put;
+    pthread_mutex_unlock(&o->mu);
 fail:
     return st;
 }

@@ -15,7 +15,8 @@
  *   GRAD    d2h waits for compute up to the hand-over          recorded on run
  *   LANDED  run waits for the copy of the hand-over `depth` tickets ago, so that gradients of at
  *           most `depth` units are alive on the device; their memory, back in torch's allocator,
- *           is reused in run's order, behind that wait
+ *           is reused in run's order, behind that wait. mt_offload_land puts the wait for the last
+ *           ones too, where compute goes on to something else
  *   the GRAD plane is overwritten only once no update of the unit is under way (ledger, host waits;
  *           TAKEN of resident.h for a settled one's)
  *
@@ -75,6 +76,9 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
 /* Highest ticket whose sources run can no longer overwrite too early: LANDED was put in run, or
  * the collector has seen the copies end. */
 uint64_t  mt_offload_passed(mt_offload *o);
+/* LANDED of everything put so far, in run: the last gradients of a backward need not stay alive until
+ * the next one. Where they have long come home nobody waits. As put, one at a time with it. */
+mt_status mt_offload_land  (mt_offload *o, mt_queue *run);
 mt_status mt_offload_drain (mt_offload *o);              /* host: everything put so far is home */
 
 /* Sum of squares of a parameter's gradient as it stands. Call after mt_ledger_wait_grads.

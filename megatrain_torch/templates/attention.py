@@ -1,9 +1,12 @@
 """Attention without a graph: forward and backward through torch's kernels.
 
 q, k, v and the output are [B, S, h, D] here, as the projections make them; torch's kernels take them
-transposed, as views. On CUDA, cuDNN's kernels with grouped heads where there is no mask (616 TFLOP/s
-forward and 500 backward at S=4096 on an H200, where flash gives 330 and 262); elsewhere whatever
-torch picks, run again in backward under a small graph of its own.
+transposed, as views. On CUDA, cuDNN's kernels with grouped heads (616 TFLOP/s forward and 500 backward at
+S=4096 on an H200 without a mask, where flash gives 330 and 262); elsewhere whatever torch picks, run again
+in backward under a small graph of its own.
+
+A row that sees nothing (left padding) gives zero, and has no gradient, as torch defines it. cuDNN gives such rows other
+values, and a gradient of NaN (torch 2.11, S a multiple of 64); so there they see everything, and are zeroed by hand.
 
 A sink is a logit of its head that takes part in the softmax and has no value (GPT-OSS). The kernels know none, but
 with lse = log(sum(exp(logits))) of the visible keys and lse' = log(exp(lse) + exp(sink)),
@@ -50,9 +53,12 @@ class Attention:
         """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self._cudnn(q, sinks):
+            bias, blind = self._seen(q)
             out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _forward(
-                q, k, v, self._bias(q), True, 0.0, self.causal, False, scale=self.scale)
+                q, k, v, bias, True, 0.0, self.causal, False, scale=self.scale)
             out, lse = _sunk(out, lse, sinks)
+            if blind is not None:
+                out.masked_fill_(blind, 0)
             return out.transpose(1, 2), (lse, seed, offset, cum_q, cum_k, max_q, max_k)
         if self._cpu(q, sinks):
             out, lse = _cpu_forward(q, *_each(q, k, v), 0.0, self.causal, attn_mask=self._bias(q), scale=self.scale)
@@ -81,7 +87,7 @@ class Attention:
     # ---- kernels that give log-sum-exp ----
 
     def _cudnn(self, q: Tensor, sinks: Tensor | None) -> bool:
-        plain = not self.spelled and self.mask is None if sinks is None else not self.cap
+        plain = not self.spelled if sinks is None else not self.cap
         return (plain and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
                 and q.shape[2] > 1 and torch.backends.cuda.cudnn_sdp_enabled())
 
@@ -92,11 +98,25 @@ class Attention:
         """The mask as a number to add: [B, 1 or hq, S, S] of q's type."""
         if self.mask is None:
             return None
-        return self.mask.to(q.dtype).clamp_min(max(LEAST, torch.finfo(q.dtype).min))
+        least = max(LEAST, torch.finfo(q.dtype).min)
+        if self.mask.dtype == torch.bool:
+            return torch.zeros_like(self.mask, dtype=q.dtype).masked_fill_(~self.mask, least)
+        return self.mask.to(q.dtype).clamp(min=least)
+
+    def _seen(self, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The mask for cuDNN, and [B, 1 or hq, S, 1]: rows that see nothing by it, which here see all."""
+        bias = self._bias(q)
+        if bias is None:
+            return None, None
+        blind = bias.amax(-1, keepdim=True) <= max(LEAST, torch.finfo(q.dtype).min) / 2
+        return bias.masked_fill_(blind, 0), blind
 
     def _cudnn_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor,
                      offset: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int) -> Any:
-        return _backward(dout, q, k, v, out, lse, seed, offset, self._bias(q), cum_q, cum_k, max_q, max_k, 0.0,
+        bias, blind = self._seen(q)
+        if blind is not None:
+            dout = dout.masked_fill(blind, 0)
+        return _backward(dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, 0.0,
                          self.causal, scale=self.scale)
 
     def _cpu_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:

@@ -105,7 +105,7 @@ class Decoder:
         if rest.get("position_embeddings") is not None:
             rest["position_embeddings"] = tuple(t[:1, :n] for t in rest["position_embeddings"])
         if isinstance(rest.get("attention_mask"), Tensor):
-            rest["attention_mask"] = rest["attention_mask"][:1, :, :n, :n]
+            rest["attention_mask"] = sighted(rest["attention_mask"][:1, :, :n, :n])
         for name in ("position_ids", "cache_position"):
             if isinstance(rest.get(name), Tensor):
                 rest[name] = rest[name][..., :n][:1]
@@ -163,6 +163,13 @@ class Decoder:
         """Bytes that backward needs at most beside what is kept: a layer made again, its gradients in flight."""
         columns = self.mlp.work_columns() + sum(self.attention.qkv.rows) + 4 * self.attention.hidden
         return self.kept_bytes("saved", tokens, item) + tokens * columns * item
+
+
+def sighted(mask: Tensor) -> Tensor:
+    """[1, h, n, n]: rows that see nothing see themselves: what a kernel gives for none is no measure."""
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    blind = ~seen.any(-1, keepdim=True) & torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
+    return mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
 
 
 def _norms_of(layer: nn.Module) -> dict[str, Norm | None]:
