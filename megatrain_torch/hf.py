@@ -64,6 +64,18 @@ def hooked(hooks: list[dict[int, Any]]) -> bool:
     return any(key not in ("hidden_states", "_hidden_states_layers") for key in collector.get() or ())
 
 
+def empty_entry(cache: Any, layer: int) -> bool:
+    """Is this a cache that only gathers keys and values, with none yet for this layer?"""
+    module = sys.modules.get("transformers.cache_utils")
+    if module is None or type(cache) is not module.DynamicCache or cache.offloading:
+        return False
+    if layer >= len(cache.layers):           # they are made as they are filled
+        return cache.layer_class_to_replicate is module.DynamicLayer
+    entry = cache.layers[layer]
+    return (type(entry) in (module.DynamicLayer, module.DynamicSlidingWindowLayer) and not entry.is_initialized
+            and not getattr(entry, "record_past", False))
+
+
 def before_pass(rt: Runtime) -> None:
     """Called as a root forward begins."""
     for m in rt.checkpointing:

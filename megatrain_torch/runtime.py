@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import _core, hf
 from .arrive import Arrivals
 from .budget import Budget, Cap
+from .compiled import Structure, refuse_other_units
 from .errors import MegatrainError
 from .guard import plain
 from .handover import HandOver
@@ -147,6 +148,7 @@ class Runtime:
         self.slots: list[Slot] = []
         self.handover = HandOver(self)
         self.activations, self.compute = "auto", "auto"
+        self.structures: dict[Any, Structure] = {}           # of windows that torch.compile runs
         self.vram: int | None = None         # limit of what may be used of the device, bytes
         self.budget = Budget(self)
         self.cap = Cap(device, None, 0)      # of torch's allocator, where there is a limit
@@ -241,6 +243,7 @@ class Runtime:
     # ---- reading outside of windows ----
 
     def lazy(self, record: Record) -> Tensor:
+        refuse_other_units()
         key = (record.pid, torch.is_grad_enabled())
         found = self._lazy.get(key)
         if found is None:

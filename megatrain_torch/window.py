@@ -22,6 +22,7 @@ from .records import Record, Use
 from .state import enter, in_backward, leave, swap_window
 
 if TYPE_CHECKING:
+    from .compiled import Compiled
     from .deferred import Head
     from .fused import Fused
     from .runtime import Runtime
@@ -65,6 +66,7 @@ class Window:
         self.tensor_outputs: list[bool] = []
         self.fused: Fused | None = None      # what runs it, where a template does; else why not
         self.unfit = ""
+        self.compiled: Compiled | None = None     # what runs it, where torch.compile does
         self.head: Head | None = None        # of the window that makes logits, where they may be left unmade
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
@@ -82,6 +84,8 @@ class Window:
         """Whose code runs it, and why not another's."""
         if self.head is not None:
             return f"its own ({self.head.declined})" if self.head.declined else "fused with the loss"
+        if self.compiled is not None:
+            return self.compiled.code
         if self.fused is None:
             return f"its own ({self.unfit})" if self.unfit else "its own"
         if self.fused.verdict is None and not self.fused.declined:
@@ -172,7 +176,7 @@ class Window:
             leave()
 
     def once(self, args: Any, kwargs: Any) -> Any:
-        """One forward: by a template, with logits left unmade, or in the window's way with activations."""
+        """One forward: by a template, with logits left unmade, compiled, or in the window's way with activations."""
         if not torch.is_grad_enabled():
             return self.run(args, kwargs, False)
         if self.head is not None:
@@ -184,6 +188,10 @@ class Window:
             if out is not None:
                 return out
         mode = self.mode if self.mode != "auto" else self.runtime.mode_of(self)
+        if self.compiled is not None:
+            done = self.compiled(args, kwargs, replays=mode != "saved")
+            if done is not None:
+                return done[0]
         return self._run_saved(args, kwargs) if mode == "saved" else self._run_again(args, kwargs)
 
     def _run_saved(self, args: Any, kwargs: Any) -> Any:
@@ -203,8 +211,9 @@ class Window:
         self.closed = self.mode == "whole" and whole.closed(self, frame, watch, (args, kwargs), out)
         return out
 
-    def run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None) -> Any:
-        """The module's own forward with its weights bound; `frame` packs what autograd saves."""
+    def run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None, inner: Any = None) -> Any:
+        """The module's own forward, or `inner`, with its weights bound; `frame` packs what autograd saves."""
+        inner = inner or self.inner
         self.runtime.bindings += 1
         cached_casts = torch.is_autocast_cache_enabled()
         bound = self.bind(grad)
@@ -215,9 +224,9 @@ class Window:
             torch.set_autocast_cache_enabled(False)      # it would keep casts of weights that move on
             if self.recurrent:
                 with self.flat_weights():
-                    out = self.inner(*args, **kwargs)
+                    out = inner(*args, **kwargs)
             else:
-                out = self.inner(*args, **kwargs)
+                out = inner(*args, **kwargs)
         finally:
             swap_window(outer)
             if frame is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import _core, hf
 from .budget import Cap
+from .compiled import compiled_of
 from .deferred import give_head, head_of
 from .errors import MegatrainError
 from .fused import template_of, wanted
@@ -176,8 +177,8 @@ def unstream(module: nn.Module) -> nn.Module:
 # ---- refusing ----------------------------------------------------------------------------------
 
 def _options(plan: dict[str, Any] | None, compute: str, nvme: Any) -> dict[str, Any]:
-    if compute not in ("auto", "eager", "fused"):
-        raise MegatrainError(f"compute={compute!r}: use 'auto', 'eager' or 'fused'")
+    if compute not in ("auto", "eager", "fused", "compile"):
+        raise MegatrainError(f"compute={compute!r}: use 'auto', 'eager', 'fused' or 'compile'")
     if nvme is not None:
         raise MegatrainError("nvme: there is no disk tier in this version; leave it out")
     options = dict(plan or {})
@@ -340,6 +341,7 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
         w.mode = rt.activations.get(name, "auto") if isinstance(rt.activations, dict) else "auto"
         w.mode = "saved" if w.draws_unseen else w.mode
         w.fused = template_of(rt, w, m)
+        w.compiled = compiled_of(rt, w, m) if m is not head else None
         if m is head and wanted(rt.compute, rt.is_cuda, [r.dtype for r in records]):
             give_head(w, m)
         rt.windows.append(w)
