@@ -76,7 +76,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--warmup", type=int, default=2)
     add("--engine", choices=list(ENGINES), default="streamed")
     add("--plan", choices=["auto", "ram", "vram"], help="mt.plan's; ram, vram: all units there")
-    add("--compute", choices=["auto", "eager", "fused"], default="auto")
+    add("--compute", choices=["auto", "eager", "fused", "compile"], default="auto")
     add("--vram", help='the most of the device that may be used, as "32GiB"')
     add("--activations", choices=ACTIVATIONS, default="auto")
     add("--loss", choices=["hf", "chunked"], default="hf", help="hf: the model's own, by labels=")

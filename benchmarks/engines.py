@@ -105,7 +105,7 @@ def planned(model: Any, args: Any, layers: int | None = None) -> Any:
         micro=args.micro,
         homes=None if args.plan == "auto" else args.plan,
         activations=None if args.activations == "auto" else args.activations,
-        compute=args.compute,
+        compute="eager" if args.compute == "compile" else args.compute,
         layers=layers,
     )
 

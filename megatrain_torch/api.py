@@ -38,8 +38,9 @@ def last_step(model: nn.Module) -> StepReport:
 def explain(model: nn.Module) -> str:
     """A table of windows: their units, bytes, what is done about activations, and whose code runs them.
 
-    "template" is a layer's explicit forward and backward (compute="fused"); else the module's own code, with the
-    reason where a template was wanted. The head is "fused with the loss", or its own code runs.
+    "template" is a layer's explicit forward and backward (compute="fused"), "compiled" are torch.compile's graphs of
+    the module's own code (compute="compile"); else that code itself, with the reason where one of them was wanted.
+    The head is "fused with the loss", or its own code runs.
 
     Raises:
         MegatrainError: the model is not streamed.

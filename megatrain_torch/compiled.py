@@ -137,10 +137,17 @@ class GraphFrame:
     def _kept(self, t: Any) -> Any:
         return (self._handle(t), t.requires_grad) if isinstance(t, Tensor) else t
 
-    @staticmethod
-    def _again(kept: Any) -> Any:
+    def _again(self, kept: Any) -> Any:
         """The input as it was, without its history; numbers are as they are."""
-        return restored(kept[0]).detach().requires_grad_(kept[1]) if type(kept) is tuple else kept
+        if type(kept) is not tuple:
+            return kept
+        handle, with_grad = kept
+        if type(handle) is tuple and handle[0]._version != handle[1]:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"an input of {self.window.name!r} was changed after its forward; "
+                "use plan={'activations': 'saved'} to keep what it needs")
+        return restored(handle).detach().requires_grad_(with_grad)
 
     def pack(self, t: Tensor) -> Any:
         self.count += 1

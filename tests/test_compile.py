@@ -332,12 +332,12 @@ def test_refusals_are_those_of_other_windows() -> None:
     value = square(model, rows(0))
     with torch.no_grad():
         model.layers[2].up.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="layers.2.*call backward"):
+    with pytest.raises(RuntimeError, match=r"layers\.2.*call backward"):
         value.backward()
     x = rows(1)
     value = square(model, x)
     x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"input of .layers\.\d. was changed"):
         value.backward()
     with pytest.raises(MegatrainError, match="create_graph"):
         square(model, rows(1)).backward(create_graph=True)
