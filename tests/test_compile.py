@@ -231,7 +231,7 @@ def test_layers_that_use_their_number_get_graphs_up_to_the_limit(counts: Counts)
 
 class Broken(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.sin(self.up(x))
+        x = self.dropout(torch.sin(self.up(x)))
         torch._dynamo.graph_break()
         return self.down(self.dropout(torch.cos(x)))
 
@@ -273,13 +273,15 @@ def test_hooks_and_calls_without_gradients_run_the_own_code(counts: Counts) -> N
 
 def test_what_cannot_be_compiled_runs_its_own_code_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(graph: Any, inputs: Any) -> Any:
-        torch.rand(3)
-        raise NotImplementedError("no such luck")
+        """At the second piece: the first has drawn its dropout by then."""
+        if any("cos" in str(node.target) for node in graph.graph.nodes):
+            raise NotImplementedError("no such luck")
+        return graph.forward
 
     compiled.backend_of.cache_clear()
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: fails)
     try:
-        model = agrees(lambda: stack(dropout=0.5))
+        model = agrees(lambda: stack(Broken, dropout=0.5))
         assert all("torch.compile" in code and "no such luck" in code for code in codes(model))
     finally:
         compiled.backend_of.cache_clear()
@@ -304,11 +306,22 @@ def test_autocast_is_part_of_a_graph(counts: Counts) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return model(x).float().square().mean()
 
-    truth = train(plain(stack()), rows, loss)
+    def half_inside(model: nn.Module) -> list[Any]:
+        value = square(model, rows(0))
+        with torch.autocast("cpu", torch.bfloat16):
+            value.backward()
+        return [gradients(model)]
+
+    own = plain(stack())
+    truth = train(own, rows, loss)
+    truth_outside = half_inside(own)
     torch._dynamo.reset()
     model = stream(stack())
     same(truth, train(model, rows, loss))
     assert codes(model) == ["compiled"] * 3 and counts.replays == 9 - 2
+    half_inside(model)                       # each graph once
+    model.zero_grad()
+    same(truth_outside, half_inside(model))
 
 
 def test_frozen_weights_and_a_second_backward(counts: Counts) -> None:
