@@ -76,7 +76,8 @@ class HostLimits:
 
     Attributes:
         bounds: limits of memory, each by itself.
-        grows: why MemTotal may be less than the machine has; "": it is what there is.
+        grows: why MemTotal may be less than the machine has; "": it is what there is. certain: it surely is less;
+            else a touch decides, and plans do not count on it.
         together: a process that runs out of its cgroup's memory takes all of the cgroup with it.
         swap: free bytes of it; never counted, since a training step touches all of its memory.
         memlock: RLIMIT_MEMLOCK; None: no limit. CUDA's own locking is not counted under it.
@@ -87,6 +88,7 @@ class HostLimits:
 
     bounds: tuple[Bound, ...]
     grows: str = ""
+    certain: bool = False
     together: bool = False
     swap: int = 0
     memlock: int | None = None
@@ -102,7 +104,7 @@ class HostLimits:
     @property
     def in_all(self) -> int:
         """Bytes this process may use, those that it uses counted."""
-        sure = [b.limit for b in self.bounds if b.sure]
+        sure = [b.limit for b in self.bounds if b.sure or not self.certain]
         return min(sure or [b.limit for b in self.bounds])
 
     def short(self, need: int) -> Bound | None:
@@ -139,12 +141,17 @@ def with_margin(need: int) -> int:
     return need + int(need * MARGIN_SHARE) + MARGIN_BYTES if need > 0 else 0
 
 
+def without_margin(limit: int) -> int:
+    """The most bytes whose with_margin is within the limit."""
+    return max(int((limit - MARGIN_BYTES) / (1 + MARGIN_SHARE)), 0)
+
+
 def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostLimits:
     """Reads every limit there is. proc, sysfs: where those file systems are; tests bring their own."""
     memory, status, version = _numbers(proc / "meminfo"), _numbers(proc / "self/status"), _text(proc / "version")
     total = memory.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     groups, together = _cgroups(proc, sysfs)
-    grows = _grows(total, groups, version, sysfs)
+    grows, certain = _grows(total, groups, version, sysfs)
     bounds = [Bound("the machine", total, memory.get("MemAvailable", total), "end other processes, or take a machine "
                     "with more", not grows), *groups]
     limits = _rlimits(proc / "self/limits")
@@ -155,7 +162,7 @@ def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostL
     if _text(proc / "sys/vm/overcommit_memory").strip() == "2" and "CommitLimit" in memory:
         left = max(memory["CommitLimit"] - memory.get("Committed_AS", 0), 0)
         bounds.append(Bound("vm.overcommit_memory=2", memory["CommitLimit"], left, "raise vm.overcommit_ratio"))
-    return HostLimits(tuple(bounds), grows, together, memory.get("SwapFree", 0), limits.get("locked memory"),
+    return HostLimits(tuple(bounds), grows, certain, together, memory.get("SwapFree", 0), limits.get("locked memory"),
                       "microsoft" in version.lower(), _files(proc, limits))
 
 
@@ -185,16 +192,20 @@ def _files(proc: Path, limits: dict[str, int | None]) -> tuple[int, int]:
     return used, limits.get("open files") or 1024
 
 
-def _grows(total: int, groups: list[Bound], version: str, sysfs: Path) -> str:
-    """Why a machine may have more memory than MemTotal; "": nothing says so."""
+def _grows(total: int, groups: list[Bound], version: str, sysfs: Path) -> tuple[str, bool]:
+    """Why a machine may have more memory than MemTotal, "": nothing says so; and whether that is certain.
+
+    A cgroup's limit above MemTotal alone is no promise: a run of 124 GiB was ended on a machine whose MemTotal was
+    125.9 GiB, and its cgroup's limit 128.
+    """
     if all(mark in version for mark in _GVISOR):
-        return "gVisor's MemTotal grows with what is touched"
+        return "gVisor's MemTotal grows with what is touched", True
     for kind in ("mem", "balloon"):
         if any((sysfs / "bus/virtio/drivers" / f"virtio_{kind}").glob("virtio*")):
-            return f"it has a virtio-{kind} device"
+            return f"it has a virtio-{kind} device", True
     if groups and min(g.limit for g in groups) > total:
-        return f"its cgroup may use more than MemTotal, {show_bytes(total)}"
-    return ""
+        return f"its cgroup may use more than MemTotal, {show_bytes(total)}", False
+    return "", False
 
 
 # ---- cgroups -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .errors import MegatrainError
-from .limits import parse_bytes, show_bytes
+from .limits import parse_bytes, show_bytes, without_margin
 from .machine import Machine, resolve
 from .placement import Choice, Problem, Wishes
 from .shapes import MODES, Shape, shape_of
@@ -106,7 +106,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         machine: a Machine, a name such as "h200-128g" or "rtx4090-64g,vram=20GiB", or the path of a JSON file;
             None: what `megatrain doctor` stored, else the description nearest to this machine.
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
-            what the machine has.
+            what the machine has; of host memory, by default, 2 % stay free.
         micro: micro-batches of a step; None: as many as are best.
         homes: "ram" or "vram" for all units. activations: "replay", "selective" or "saved" for all windows that
             have it. slots: ring size. None: what is best.
@@ -120,7 +120,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             table of what needs least, and `changes` of the exception the arguments that would fit, one at a time.
     """
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate)
-    limits = resolve(machine).with_limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"))
+    limits = resolve(machine)
+    limits = limits.with_limits(parse_bytes(vram, "vram"), parse_bytes(host, "host") or without_margin(limits.host_bytes))
     shape = shape_of(model, dtype=dtype, units=units, layers=layers)
     if compute == "auto":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)

@@ -90,7 +90,7 @@ def test_a_machine_that_grows_is_tried_as_far_as_its_cgroup_goes(hint: dict[str,
     small = {"proc/meminfo": "MemTotal:  2097152 kB\nMemAvailable:  1048576 kB\n"}
     here, tried = found(tmp_path, V2, small, hint), []
     monkeypatch.setattr(limits, "touch", lambda n: tried.append(n) or min(n, 9 * GIB))
-    assert here.grows and here.in_all == 30 * GIB
+    assert here.grows and here.in_all == (30 * GIB if hint else 2 * GIB)        # a plan counts on what is certain
     assert here.short(GIB // 2) is None and tried == []
     assert here.short(8 * GIB) is None and tried == [with_margin(8 * GIB)]
     assert here.short(10 * GIB).what == "the machine"

@@ -90,7 +90,7 @@ weights                211.0 MiB
 masters                148.5 MiB
 moments                594.1 MiB
 gradients              148.5 MiB
-in all                   2.1 GiB  of 64.0 GiB, 3%
+in all                   2.1 GiB  of 62.7 GiB, 3%
 
 lane             busy s  of the step  compute waits for it
 compute         0.02519  38%
