@@ -6,7 +6,9 @@ activations are alive, so the memory for them is torch's, lent for the stay and 
 where activations have been.
 
 When they are asked for is learned from the step before: `AHEAD` hand-overs before the unit's own last one. Where
-the order was another, or memory was short, step() asks.
+the order was another, or memory was short, step() asks. They leave as soon as they are home. Python is ahead of the
+device, and would meanwhile have activations take other memory; so where they do not fit beside a step's peak, the
+`STAY`th window of the next forward waits.
 """
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 AHEAD = 3                    # a layer's backward on many tokens takes longer than its states take to come up
+STAY = AHEAD + 4             # of a forward on many tokens, in which the states of an embedding and a layer go home
 
 
 class Arrivals:
@@ -31,6 +34,7 @@ class Arrivals:
         self.units = frozenset(units)
         self.lent: dict[int, list[Tensor]] = {}          # by unit: memory of its stay
         self.over: set[int] = set()                      # units whose step was asked for: they leave when they can
+        self._opened = 0                                 # windows since a step was asked for
         self._handed: list[int] = []                     # units in the order of their hand-overs since the last step
         self._due: dict[int, list[int]] = {}             # number of hand-overs: units whose states are asked for then
 
@@ -62,6 +66,7 @@ class Arrivals:
             if unit in self.units:
                 self._lift(unit)
                 self.over.add(unit)
+                self._opened = 0
 
     def stepped(self) -> None:
         """The optimizer stepped: what is handed over now belongs to its next step."""
@@ -73,10 +78,11 @@ class Arrivals:
     # ---- forward ----
 
     def leave(self) -> None:
-        """Gives memory back whose states are home again. Waits for nothing."""
+        """A window opens: memory is given back whose states are home again."""
         core = self._runtime().core
+        self._opened += 1
         for unit in list(self.over):
-            if core.leave(unit, False):
+            if core.leave(unit, self._opened >= STAY and self._short()):
                 self._forget(unit)
 
     def dismiss(self, unit: int) -> None:
@@ -84,6 +90,17 @@ class Arrivals:
         if unit in self.lent:
             self._runtime().core.leave(unit, True)
             self._forget(unit)
+
+    def _short(self) -> bool:
+        """What is lent may not fit beside the most that torch has had."""
+        rt = self._runtime()
+        if not rt.is_cuda:
+            return True
+        free, total = torch.cuda.mem_get_info(rt.device)
+        most = min(free + torch.cuda.memory_reserved(rt.device),
+                   total * torch.cuda.get_per_process_memory_fraction(rt.device))
+        lent = sum(p.untyped_storage().nbytes() for pieces in self.lent.values() for p in pieces)
+        return torch.cuda.max_memory_allocated(rt.device) + lent > most
 
     # ---- one stay ----
 

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--vram", help="limit of device memory, e.g. 24GiB")
     add("--host", help="limit of host memory")
     add("--micro", type=int, help="micro-batches; default: as many as are best")
-    add("--homes", choices=["ram", "vram"], help="of all units; default: each where it is best")
+    add("--homes", choices=["ram", "vram", "arrive"], help="of all units; default: each where it is best")
     add("--activations", choices=["replay", "selective", "saved"], help="of all layers; default: what is best")
     add("--slots", type=int, help="ring size")
     add("--speculate", action="store_true", help="updates on the host begin during backward")

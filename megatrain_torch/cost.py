@@ -7,6 +7,7 @@ projections in give, `up` width that gate and up give together (twice the interm
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from dataclasses import dataclass
 
@@ -226,6 +227,17 @@ def _embedding(w: Window, m: Machine, tokens: int) -> Cost:
 # What an update that begins during backward moves then, and what keeping it moves when the norm is known, beside an
 # update in its time: bytes of a bf16 parameter (csrc/optim/adam.h).
 GUESS_SHARE, KEEP_SHARE = 36 / 26, 4 / 26
+
+
+class Home(enum.IntEnum):
+    """Where a unit is at home; not 0: its weights and gradients are on the device."""
+
+    RAM, VRAM, ARRIVE = 0, 1, 2
+
+    @property
+    def plain(self) -> str:
+        """As mt.stream's plan has it."""
+        return self.name.lower()
 
 
 def host_planes(unit: Unit, home: str, micro: int, speculate: bool = False) -> dict[str, int]:

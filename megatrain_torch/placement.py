@@ -1,7 +1,7 @@
 """Which unit is at home where, which activations are kept, how many slots: bytes of a choice, and the best one.
 
-The search: every combination of micro-batches, units at home in VRAM, and slots, each with as many activations
-kept as fit; a lower bound on the time of each, and the simulation of those whose bound is below the best
+The search: every combination of micro-batches, homes of units, and slots, each with as many activations kept as
+fit; a lower bound on the time of each, and the simulation of those whose bound is below the best
 time found. What may be chosen does not depend on the limits, so that more memory is never slower.
 """
 from __future__ import annotations
@@ -11,15 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .arrive import AHEAD, STAY
 from .cost import (
     CACHE_SHARE,
     KEEP_SHARE,
     OFFLOAD_DEPTH,
     STAGINGS,
     Cost,
+    Home,
     cost_of,
     device_planes,
     host_planes,
+    visiting_planes,
 )
 from .machine import Machine
 from .shapes import MODES, Shape, Unit
@@ -28,6 +31,8 @@ from .slots import plan_slots
 
 RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MOST_ENDS = 3               # embeddings and heads whose homes are chosen one by one
+GUESTS = 2                  # units, first in the forward, whose states may arrive: what it waits for first
+EARLY = max(GUESTS + AHEAD + 1, STAY)       # windows whose activations may be alive while those states are there
 # Bytes per parameter that a gradient moves into the planes of a unit at home in VRAM: measured and copied; by each
 # further micro-batch added to its fp32 sum, rounded and measured. Beside compute, but of the same memory.
 GATHERED = (6, 16)
@@ -41,7 +46,7 @@ class Wishes:
     Attributes:
         tokens, seq: of a step; tokens is a multiple of seq.
         fused: templates run where they fit, and our own loss behind the head.
-        homes: "ram" or "vram" for all units. activations: a mode for all windows that have it.
+        homes: "ram", "vram" or "arrive" for all units. activations: a mode for all windows that have it.
         speculate: updates on the host begin during backward.
     """
 
@@ -56,10 +61,10 @@ class Wishes:
 
 
 class Choice(NamedTuple):
-    """micro-batches; [unit] at home in VRAM; ring size; [window] activation mode."""
+    """micro-batches; [unit] where it is at home; ring size; [window] activation mode."""
 
     micro: int
-    homes: tuple[bool, ...]
+    homes: tuple[Home, ...]
     ring: int
     modes: tuple[str, ...]
 
@@ -71,7 +76,7 @@ class Micro:
     Attributes:
         costs: [window].
         levels: modes of all windows, each list keeping more than the one before; peaks: bytes of activations and
-            work of each; backward_s: of each.
+            work of each; backward_s: of each. early: as peaks, while states that arrive are on the device.
     """
 
     costs: list[Cost]
@@ -79,20 +84,31 @@ class Micro:
     peaks: list[int] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     forward_s: float = 0.0
+    early: list[int] = field(default_factory=list)
+
+    def most(self, level: int, visiting: int) -> int:
+        """Bytes at the peak, with so many of states that arrive."""
+        return max(self.peaks[level], visiting and visiting + self.early[level])
+
+    def level(self, room: int, visiting: int) -> int:
+        """The last that fits into so many bytes; -1: none."""
+        fits = bisect.bisect_right(self.peaks, room)
+        return (min(fits, bisect.bisect_right(self.early, room - visiting)) if visiting else fits) - 1
 
 
 class Homes(NamedTuple):
     """What follows from where units are at home.
 
     Attributes:
-        units: [unit] at home in VRAM. begin_s: until the first window can run; end_s: from the last to the norm.
+        units: [unit] where it is at home. begin_s: until the first window can run; end_s: from the last to the norm.
         update_s: on the host; last_update: the first window that waits for the last of it.
         add_s: to add up a further micro-batch's gradients there; longest_add_s: those of one unit.
-        weights, gradients: bytes that cross; again: of the weights, those that backward needs.
+        weights, gradients: bytes that cross; again: of the weights, those that backward needs. visiting: of states
+            that arrive.
         slots: (ring, bytes of its slots).
     """
 
-    units: tuple[bool, ...]
+    units: tuple[Home, ...]
     begin_s: float
     end_s: float
     update_s: float
@@ -102,6 +118,7 @@ class Homes(NamedTuple):
     gradients: int
     add_s: float
     longest_add_s: float
+    visiting: int
     slots: list[tuple[int, int]]
 
 
@@ -125,7 +142,7 @@ class Problem:
                       for w in shape.windows]
         self.needed_again = {u for w, units in enumerate(self.again) for u in units if shape.windows[w].learns}
         self.micros: dict[int, Micro] = {}
-        self.fetches: dict[tuple[tuple[bool, ...], int, int], Fetches] = {}
+        self.fetches: dict[tuple[tuple[Home, ...], int, int], Fetches] = {}
         self.simulations = 0
 
     # ---- bytes ----
@@ -137,26 +154,26 @@ class Problem:
         share = (2 if at != own else 0) if self.wishes.fused and self.shape.windows[own].kind == "head" else 1
         return self.shape.units[unit].gradients * share
 
-    def slots(self, homes: tuple[bool, ...], ring: int) -> list[int]:
+    def slots(self, homes: tuple[Home, ...], ring: int) -> list[int]:
         units = self.shape.units
         return plan_slots([u.weights for u, home in zip(units, homes) if not home], ring)
 
-    def host_bytes(self, homes: tuple[bool, ...], micro: int) -> dict[str, int]:
+    def host_bytes(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """By plane, and what is there besides."""
         total = {"Python, torch, driver": self.machine.host_overhead_bytes}
         for unit, home in zip(self.shape.units, homes):
-            for plane, n in host_planes(unit, "vram" if home else "ram", micro, self.wishes.speculate).items():
+            for plane, n in host_planes(unit, Home(home).plain, micro, self.wishes.speculate).items():
                 total[plane] = total.get(plane, 0) + n
         away = [u.gradients for u, home in zip(self.shape.units, homes) if not home]
         total["staging"] = STAGINGS * max(away, default=0) if micro > 1 else 0
         return total
 
-    def planes_at_home(self, homes: tuple[bool, ...], micro: int) -> dict[str, int]:
-        """Of units at home in VRAM, by plane."""
+    def planes_at_home(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
+        """Of units at home in VRAM, by plane; what is there all the time."""
         total: dict[str, int] = {}
         for unit, home in zip(self.shape.units, homes):
             if home:
-                for plane, n in device_planes(unit, micro).items():
+                for plane, n in device_planes(unit, micro, Home(home).plain).items():
                     total[plane] = total.get(plane, 0) + n
         return total
 
@@ -169,6 +186,18 @@ class Problem:
             if sum(here) > sum(best):
                 best = here
         return best
+
+    def visiting(self, homes: tuple[Home, ...]) -> dict[int, int]:
+        """Bytes of states that arrive, by unit."""
+        return {u: sum(visiting_planes(self.shape.units[u]).values()) for u, home in enumerate(homes)
+                if home == Home.ARRIVE and self.shape.units[u].trained}
+
+    def early_bytes(self, costs: list[Cost], modes: tuple[str, ...]) -> int:
+        """Of activations, work and gradients while those states are on the device, at the most."""
+        first = list(zip(costs, modes, self.shape.windows, self.flying))[:EARLY]
+        kept = sum(cost.kept[mode] * window.learns for cost, mode, window, _ in first)
+        total = kept + max(cost.work[mode] + flying for cost, mode, _, flying in first)
+        return total + int(total * CACHE_SHARE["fused" if self.wishes.fused else "eager"])
 
     def passing_bytes(self, costs: list[Cost], modes: tuple[str, ...]) -> int:
         """The peak with what torch's allocator holds beyond it."""
@@ -193,6 +222,7 @@ class Problem:
         for modes in self._levels(costs):
             made.levels.append(modes)
             made.peaks.append(max(self.passing_bytes(costs, modes), *made.peaks[-1:], 0))
+            made.early.append(max(self.early_bytes(costs, modes), *made.early[-1:], 0))
             made.backward_s.append(sum(c.backward_s[m] for c, m in zip(costs, modes)))
         return made
 
@@ -224,7 +254,8 @@ class Problem:
             [u.trained / host if not home else u.trained / device + self.gathering_s(u, choice.micro)
              for u, home in zip(units, choice.homes)],
             [u.trained / (m.add_gparams * 1e9) for u in units], self.slots(choice.homes, choice.ring), choice.micro,
-            m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9, self.wishes.speculate)
+            m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9, self.wishes.speculate,
+            self.visiting(choice.homes))
 
     def gathering_s(self, unit: Unit, micro: int) -> float:
         """A step's gradients into the planes of a unit at home in VRAM: measured and copied, then added up."""
@@ -259,7 +290,7 @@ class Problem:
         added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
         return NORM_S + max(passes, added, micro * homes.gradients / both)
 
-    def _homes(self, homes: tuple[bool, ...]) -> Homes:
+    def _homes(self, homes: tuple[Home, ...]) -> Homes:
         m, units = self.machine, self.shape.units
         away = [u for u in self.first if not homes[u]]
         at_once = [u for u in away if self.first[u] == 0]
@@ -274,6 +305,7 @@ class Problem:
             sum(units[u].weights for u in away), sum(units[u].weights for u in away if u in self.needed_again),
             sum(units[u].gradients for u in away), sum(units[u].trained for u in trained) / (m.add_gparams * 1e9),
             max((units[u].trained for u in trained), default=0) / (m.add_gparams * 1e9),
+            sum(self.visiting(homes).values()),
             [(r, sum(self.slots(homes, r))) for r in self.rings()])
 
     # ---- what may be chosen ----
@@ -283,22 +315,27 @@ class Problem:
         sequences = self.wishes.tokens // self.wishes.seq
         return [self.wishes.micro] if self.wishes.micro else [k for k in range(1, sequences + 1) if sequences % k == 0]
 
-    def home_choices(self) -> list[tuple[bool, ...]]:
+    def home_choices(self) -> list[tuple[Home, ...]]:
         """Units at home in VRAM: the embedding, the head, and a beginning of what is between. The first layers
-        gain most there: the next forward need not wait for their updates."""
+        gain most there: the next forward need not wait for their updates. Of the very first, only the states may be
+        away."""
         n = len(self.shape.units)
         if self.wishes.homes:
-            return [(self.wishes.homes == "vram",) * n]
+            return [(Home[self.wishes.homes.upper()],) * n]
         kinds = {u: self.shape.windows[w].kind for u, w in self.first.items()}
         ends = [u for u in self.first if kinds[u] in ("embedding", "head")][:MOST_ENDS]
         middle = [u for u in self.first if u not in ends]
         found = []
         for first in range(len(middle) + 1):
             for taken in range(1 << len(ends)):
-                homes = [False] * n
+                homes = [Home.RAM] * n
                 for u in middle[:first] + [e for i, e in enumerate(ends) if taken >> i & 1]:
-                    homes[u] = True
+                    homes[u] = Home.VRAM
                 found.append(tuple(homes))
+                for u in list(self.first)[:GUESTS]:
+                    if homes[u] == Home.RAM and self.shape.units[u].trained:
+                        homes[u] = Home.ARRIVE
+                        found.append(tuple(homes))
         return found
 
     def rings(self) -> list[int]:
@@ -329,12 +366,12 @@ class Problem:
         vram, host, open_choices = self.machine.vram_bytes, self.machine.host_bytes, []
         for micro, homes, ring, slots, planes, on_host in self.combinations():
             made, fixed = self.micro(micro), planes + slots
-            level = bisect.bisect_right(made.peaks, vram - fixed) - 1
+            level = made.level(vram - fixed, homes.visiting)
             if on_host > host or level < 0:
                 continue
             bound = self.bound(homes, slots, micro, made.backward_s[level])
             choice = Choice(micro, homes.units, ring, made.levels[level])
-            open_choices.append((bound, fixed + made.peaks[level], choice))
+            open_choices.append((bound, fixed + made.most(level, homes.visiting), choice))
         open_choices.sort(key=lambda c: c[:2])
         best: tuple[Choice, Timing] | None = None
         for bound, _, choice in open_choices[:MOST_SIMULATIONS]:
@@ -348,8 +385,8 @@ class Problem:
     def needs(self) -> tuple[int | None, int | None]:
         """(least VRAM within the host's limit, least host memory within the VRAM's); None: not with any."""
         vram, host = [], []
-        for micro, _, _, slots, planes, on_host in self.combinations():
-            need = slots + planes + self.micro(micro).peaks[0]
+        for micro, homes, _, slots, planes, on_host in self.combinations():
+            need = slots + planes + self.micro(micro).most(0, homes.visiting)
             if on_host <= self.machine.host_bytes:
                 vram.append(need)
             if need <= self.machine.vram_bytes:

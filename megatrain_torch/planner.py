@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .cost import Home
 from .errors import MegatrainError
 from .limits import parse_bytes, show_bytes, without_margin
 from .machine import Machine, resolve
@@ -37,7 +38,8 @@ class Plan:
         machine: the rates and limits that were used; its memory is that of the limits given.
         tokens, seq, micro: of a step; into how many micro-batches the training loop should cut it.
         compute: "fused": templates where they fit; "eager": the model's own code.
-        homes: by unit, "vram" (weights, gradients and states on the device) or "ram" (weights streamed).
+        homes: by unit, "vram" (weights, gradients and states on the device), "arrive" (the same, but states are in
+            RAM between their updates) or "ram" (weights streamed).
         activations: by window, "replay", "selective" or "saved".
         slots: ring size of the streamed units, see slots.py.
         vram, host: bytes by what they hold, at the peak of a step; vram_bytes, host_bytes: their sums.
@@ -108,8 +110,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
             what the machine has; of host memory, by default, 2 % stay free.
         micro: micro-batches of a step; None: as many as are best.
-        homes: "ram" or "vram" for all units. activations: "replay", "selective" or "saved" for all windows that
-            have it. slots: ring size. None: what is best.
+        homes: "ram", "vram" or "arrive" for all units. activations: "replay", "selective" or "saved" for all windows
+            that have it. slots: ring size. None: what is best.
         speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
             in vain, as where nothing is clipped.
         compute, dtype, units: as for mt.stream.
@@ -140,8 +142,8 @@ def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations:
                              f"nearest: tokens={max(1, round(tokens / max(seq, 1))) * max(seq, 1)}")
     if micro is not None and (micro < 1 or (tokens // seq) % micro):
         raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
-    for name, value, known in (("compute", compute, ("auto", "fused", "eager")), ("homes", homes, ("ram", "vram")),
-                               ("activations", activations, MODES)):
+    for name, value, known in (("compute", compute, ("auto", "fused", "eager")),
+                               ("homes", homes, [home.plain for home in Home]), ("activations", activations, MODES)):
         if value is not None and value not in known:
             raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
     if slots is not None and slots < 2:
@@ -154,7 +156,7 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
     return Plan(
         shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
         "fused" if wishes.fused else "eager",
-        {u.name: "vram" if home else "ram" for u, home in zip(shape.units, choice.homes)},
+        {u.name: Home(home).plain for u, home in zip(shape.units, choice.homes)},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro), timing.seconds, timing.forward_s, timing.busy, timing.idle,
         _window_weights(shape), wishes.speculate)
@@ -170,6 +172,9 @@ def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
              **{f"at home: {plane}": n for plane, n in at_home.items()},
              "activations": kept, "work": work, "gradients under way": flying,
              "torch's cache": problem.passing_bytes(costs, choice.modes) - kept - work - flying}
+    if visiting := sum(problem.visiting(choice.homes).values()):
+        beyond = visiting + problem.early_bytes(costs, choice.modes) - problem.passing_bytes(costs, choice.modes)
+        table["states that arrive, beyond the peak"] = max(beyond, 0)
     return table
 
 
@@ -196,7 +201,7 @@ def _refusal(problem: Problem, whole: Machine) -> MegatrainError:
 def _least(problem: Problem) -> str:
     machine = problem.machine
     micro, homes, ring, *_ = min(problem.combinations(), key=lambda c: (
-        c[5] > machine.host_bytes, c[3] + c[4] + problem.micro(c[0]).peaks[0]))
+        c[5] > machine.host_bytes, c[3] + c[4] + problem.micro(c[0]).most(0, c[1].visiting)))
     choice = Choice(micro, homes.units, ring, problem.micro(micro).levels[0])
     vram, host = vram_table(problem, choice), problem.host_bytes(homes.units, micro)
     tables: list[Table] = [_bytes_table("device memory", vram, machine.vram_bytes),
@@ -229,8 +234,8 @@ def _changes(problem: Problem, whole: Machine) -> dict[str, Any]:
 def _fits(problem: Problem, **other: Any) -> bool:
     tried = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, **other))
     vram, host = problem.machine.vram_bytes, problem.machine.host_bytes
-    return any(slots + planes + tried.micro(k).peaks[0] <= vram and on_host <= host
-               for k, _, _, slots, planes, on_host in tried.combinations())
+    return any(slots + planes + tried.micro(k).most(0, homes.visiting) <= vram and on_host <= host
+               for k, homes, _, slots, planes, on_host in tried.combinations())
 
 
 def _longest(problem: Problem) -> int | None:

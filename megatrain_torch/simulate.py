@@ -7,8 +7,9 @@ before are home, which nothing of it outlasts; so one step from there to there i
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from .arrive import AHEAD, STAY
 from .cost import GUESS_SHARE, KEEP_SHARE, OFFLOAD_DEPTH, STAGINGS
 from .report import OWN
 from .timeline import LANES
@@ -27,7 +28,7 @@ class Step:
             takes to launch it. No backward where backward_s is 0.
         units, again: [w] units whose weights a window binds, in forward and in backward.
         leaving: [w] units whose gradients are handed over at the end of its backward.
-        home: [u] at home in VRAM: nothing of it crosses.
+        home: [u] at home in VRAM: nothing of it crosses. visiting: {u: bytes} of such units' states that arrive.
         weights, gradients: [u] bytes that cross; update_s: [u] on the host, or on the device where at home
             there; add_s: [u] to add up a further micro-batch's gradient on the host.
         slots: bytes of each slot. micro: micro-batches.
@@ -54,6 +55,7 @@ class Step:
     both: float
     busy: float
     speculate: bool = False
+    visiting: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,9 @@ class _Walk:
         self.run = self.h2d = self.mover = self.d2h = self.adder = 0.0
         self.launch = launch
         self.busy = dict.fromkeys(RESOURCES, 0.0)
-        self.idle = dict.fromkeys(("host update", "h2d", "d2h", "host sum", OWN), 0.0)
+        self.idle = dict.fromkeys(("host update", "h2d", "d2h", "host sum", "through", OWN), 0.0)
+        self.opened = 0                         # windows of the forward under way
+        self.guests = 0.0                       # when the last copies of states that arrive are over
         self.ready: dict[int, float] = {}       # by unit: when its copy is over, and when it is in the queue
         self.queued: dict[int, float] = {}
         self.late: dict[int, str] = {}          # what held the copy up
@@ -153,6 +157,10 @@ class _Walk:
                     now += step.update_s[u] * (KEEP_SHARE if u in self.early else 1.0)
                     self.done[u] = now
         self.updated, self.updates = now, {"host update": now, "device update": self.run}
+        for nbytes in step.visiting.values():       # down behind the updates, beside the forward
+            self.guests = self._copied(max(self.guests, self.run), nbytes, step.d2h)
+        self.updates["through"] = self.guests - self.run if step.visiting else 0.0
+        self.d2h = self.guests
 
     def _copied(self, start: float, nbytes: float, rate: float) -> float:
         """When a copy ends: slower while AdamW has the host's memory."""
@@ -182,6 +190,9 @@ class _Walk:
     def window(self, units: tuple[int, ...], seconds: float, host_s: float, rate: float) -> None:
         """A window's kernels: launched once its copies are in their queue, run once they are over."""
         begin, cause = self.run, ""
+        self.opened += 1
+        if self.opened == STAY:
+            self.launch = max(self.launch, self.guests)
         for u in units:
             if self.step.home[u]:
                 continue
@@ -214,6 +225,12 @@ class _Walk:
         if len(self.landed) > OFFLOAD_DEPTH:
             self.wait(self.landed[-1 - OFFLOAD_DEPTH], "d2h")
 
+    def lift(self, unit: int) -> None:
+        """A unit's states are asked for: up behind compute so far, beside what else crosses."""
+        start = max(self.guests, self.run)
+        self.guests = start + self.step.visiting[unit] / self.step.both
+        self.updates["through"] += self.guests - start
+
     def _send(self, unit: int, adding: bool) -> None:
         step, start = self.step, self.d2h
         if adding and len(self.added) >= STAGINGS:      # no staging buffer is free
@@ -234,6 +251,7 @@ class _Walk:
         """All gradients are home; an update that began before is finished, the others begin in their time."""
         self.wait(self.d2h, "d2h")
         self.wait(self.adder, "host sum")
+        self.wait(self.guests, "through")
         self.guesses = [g for g in self.guesses if g[1] < self.run]
         self.wait(max((g[2] for g in self.guesses), default=0.0), "host update")
         self.updates["host update"] += sum(end - begin for _, begin, end in self.guesses)
@@ -252,11 +270,21 @@ def _uses(step: Step, shown: int) -> list[int]:
     return (forward + backward) * shown
 
 
+def _due(step: Step) -> dict[int, list[int]]:
+    """Behind how many hand-overs of the last backward which units' states are asked for."""
+    order = [u for w in range(len(step.units) - 1, -1, -1) for u in step.leaving[w]]
+    due: dict[int, list[int]] = {}
+    for at, u in enumerate(order, 1):
+        if u in step.visiting:
+            due.setdefault(max(at - AHEAD, 1), []).append(u)
+    return due
+
+
 def _walk(step: Step, fetches: Fetches, shown: int, launch: float,
           early: frozenset[int] = frozenset()) -> tuple[_Walk, float, list[float]]:
     """The walk, the seconds of its forwards, and `run` at the end of each micro-batch."""
     t = _Walk(step, fetches, launch, early)
-    n, forwards, ends = len(step.units), 0.0, []
+    n, forwards, ends, due, handed = len(step.units), 0.0, [], _due(step), 0
     for micro in range(shown):
         began = t.run if micro else 0.0
         for w in range(n):
@@ -267,6 +295,9 @@ def _walk(step: Step, fetches: Fetches, shown: int, launch: float,
                 t.window(step.again[w], step.backward_s[w], step.backward_host_s[w], step.both)
             for u in step.leaving[w]:
                 t.offload(u, micro > 0, micro == shown - 1)
+                handed += micro == shown - 1
+                for guest in due.get(handed, ()) if micro == shown - 1 else ():
+                    t.lift(guest)
         ends.append(t.run)
     t.end()
     return t, forwards, ends
@@ -287,7 +318,7 @@ def simulate(step: Step, fetches: Fetches | None = None) -> Timing:
     seconds = t.run + NORM_S + (more * (ends[-2] - ends[-3]) if more else 0.0)
     share = step.micro / shown
     busy = {name: s * share + t.updates.get(name, 0.0) for name, s in t.busy.items()}
-    idle = {name: s * (1.0 if name == "host update" else share) for name, s in t.idle.items() if s > 0}
+    idle = {name: s * (1.0 if name in ("host update", "through") else share) for name, s in t.idle.items() if s > 0}
     return Timing(seconds, forwards * share, busy, idle)
 
 

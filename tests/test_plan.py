@@ -22,6 +22,7 @@ import megatrain_torch.machine as machine_module
 import megatrain_torch.simulate as simulation
 from megatrain_torch import cli, doctor
 from megatrain_torch._core import Engine
+from megatrain_torch.cost import Home
 from megatrain_torch.machine import MACHINES
 from megatrain_torch.placement import Choice, Problem, Wishes
 from megatrain_torch.planner import vram_table
@@ -151,7 +152,8 @@ def test_a_plan_is_of_the_units_and_windows_that_are_streamed(name: str) -> None
     mt.stream(model, device="cpu", plan=plan)
     rt = runtime_of(model)
     assert list(plan.homes) == rt.unit_names and plan.homes == {
-        name: "vram" if u in rt.settled else "ram" for u, name in enumerate(rt.unit_names)}
+        name: "arrive" if u in rt.arrivals.units else "vram" if u in rt.settled else "ram"
+        for u, name in enumerate(rt.unit_names)}
     assert list(plan.activations) == [w.name for w in rt.windows]
     assert all(w.mode == plan.activations[w.name] or w.draws_unseen for w in rt.windows)
     assert mt.plan(model, **asked) == plan, "of the streamed model"
@@ -282,8 +284,9 @@ def every_choice(p: Problem) -> list[Choice]:
     fitting = []
     for micro, homes, ring, slots, planes, host in p.combinations():
         made = p.micro(micro)
-        fitting += [Choice(micro, homes.units, ring, modes) for modes, peak in zip(made.levels, made.peaks)
-                    if slots + planes + peak <= p.machine.vram_bytes and host <= p.machine.host_bytes]
+        fitting += [Choice(micro, homes.units, ring, modes) for level, modes in enumerate(made.levels)
+                    if slots + planes + made.most(level, homes.visiting) <= p.machine.vram_bytes
+                    and host <= p.machine.host_bytes]
     return fitting
 
 
@@ -302,7 +305,7 @@ def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     p = problem(shape, 10**15, 10**15, tokens=data.draw(st.sampled_from([512, 4096, 32768])),
                 speculate=data.draw(st.booleans()))
     micro = data.draw(st.sampled_from(p.micro_counts()))
-    units = tuple(data.draw(st.lists(st.booleans(), min_size=len(shape.units), max_size=len(shape.units))))
+    units = tuple(data.draw(st.lists(st.sampled_from(Home), min_size=len(shape.units), max_size=len(shape.units))))
     made, homes = p.micro(micro), p._homes(units)
     level = data.draw(st.integers(0, len(made.levels) - 1))
     ring, slots = data.draw(st.sampled_from(homes.slots))
@@ -315,6 +318,40 @@ def test_keeping_more_activations_takes_more_bytes_and_less_time() -> None:
         made = problem(WIDE, 10**12, fused=fused).micro(1)
         assert made.peaks == sorted(made.peaks) and made.backward_s == sorted(made.backward_s, reverse=True)
         assert len({modes for modes in made.levels}) == len(made.levels) > 12
+
+
+def test_states_that_arrive_are_chosen_where_memory_is_short() -> None:
+    """They take what the first update takes out of the forward, for a third of the memory of a unit at home."""
+    asked = dict(tokens=65536, seq=4096, micro=1, machine="h200-128g,host=400GiB", activations="saved", slots=3)
+    best = mt.plan(seven(12), vram="96GiB", **asked)
+    assert [home for home in best.homes.values() if home != "ram"] == ["arrive"] * 2
+    assert best.homes["model.embed_tokens"] == best.homes["model.layers.0"] == "arrive"
+    ram = mt.plan(seven(12), homes="ram", **asked)
+    assert best.seconds < 0.95 * ram.seconds and best.idle.get("host update", 0) < 0.1 * ram.idle["host update"]
+    assert re.search(r"model\.embed_tokens .* arrive +saved", str(best)) and best.busy["through"] > 0.2
+    assert best.host["moments"] == ram.host["moments"] and best.host["gradients"] < ram.host["gradients"]
+
+
+def test_states_that_arrive_count_beside_what_is_alive_while_they_are_there() -> None:
+    p = problem(WIDE, 10**15, 10**15, tokens=65536, seq=4096)
+    made, homes = p.micro(1), (Home.ARRIVE, Home.ARRIVE) + (Home.RAM,) * (len(WIDE.units) - 2)
+    states = sum(u.masters + u.moments for u in WIDE.units[:2])
+    full, bare = len(made.levels) - 1, 0
+    assert made.most(full, states) == made.peaks[full] > made.early[full] + states
+    assert made.most(bare, 10**12) == made.early[bare] + 10**12
+    table = vram_table(p, Choice(1, homes, 3, made.levels[full]))
+    assert table["states that arrive, beyond the peak"] == 0 and table["at home: weights"] > 0
+    assert "at home: moments" not in table
+    for level in range(len(made.levels)):
+        assert made.level(made.most(level, states), states) >= level
+        assert made.level(made.most(level, states) - 1, states) < level or made.most(level - 1, states) \
+            == made.most(level, states)
+
+
+def test_states_that_come_late_are_waited_for() -> None:
+    p = problem(WIDE, 10**15, 10**15, tokens=1024, seq=512)
+    made, homes = p.micro(1), (Home.ARRIVE,) * len(WIDE.units)
+    assert p.time(Choice(1, homes, 3, made.levels[0])).idle["through"] > 0.1
 
 
 # ---- the simulation
