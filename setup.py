@@ -34,8 +34,12 @@ WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wstrict-prototypes
 # FMA only where it is written: every instruction set must give the same bits.
 EXACT = ["-ffp-contract=off"]
 FILE_FLAGS = {
-    "csrc/optim/adam_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
-    "csrc/optim/adam_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+    f"csrc/optim/{name}_{isa}.c": flags
+    for name in ("adam", "adam8")
+    for isa, flags in {
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+    }.items()
 }
 CUDA_ARCHES = (80, 90, 100, 120)  # machine code, for those that nvcc knows; PTX of 90 besides
 PTX_ARCH = 90
@@ -44,7 +48,7 @@ INSTALLED = [  # where toolkits lie when nothing says so
     *sorted(Path("/usr/local").glob("cuda-*"), reverse=True),
     Path("/opt/cuda"),
 ]
-X86_ONLY = {"csrc/optim/adam_avx2.c", "csrc/optim/adam_avx512.c"}
+X86_ONLY = set(FILE_FLAGS)
 
 
 class Toolkit(NamedTuple):

@@ -1,5 +1,5 @@
-/* adam_c.c — rates of the host kernels without Python: the update beside a loop with the same reads
- * and writes, and the sums. One JSON line each: G parameters/s, over repetitions.
+/* adam_c.c — rates of the host kernels without Python: the update in every format of states beside a loop
+ * with the same reads and writes, and the sums. One JSON line each: G parameters/s, over repetitions.
  *
  *     make -C tests/c
  *     cc -O2 -std=c11 -D_GNU_SOURCE benchmarks/adam_c.c build/c/libmt.a -lpthread -lm -o build/adam_c
@@ -96,10 +96,11 @@ static double measure(bench *b, const char *name, void (*fn)(bench *), double by
     qsort(rate, (size_t)b->reps, sizeof rate[0], ascending);
 
     double median = rate[b->reps / 2];
-    printf("{\"bench\":\"%s\",\"case\":\"bf16 weights and gradient, %s\",\"params\":%lld,\"threads\":%d,"
+    printf("{\"bench\":\"%s\",\"case\":\"bf16 weights and gradient, %s\",\"states\":\"%s\","
+           "\"params\":%lld,\"threads\":%d,"
            "\"unit\":\"Gparam/s\",\"median\":%.3f,\"p10\":%.3f,\"p90\":%.3f,\"n\":%d,\"GB/s\":%.1f}\n",
-           name, mt_isa_name(b->isa), (long long)b->t.n, b->threads, median, rate[b->reps / 10],
-           rate[b->reps * 9 / 10], b->reps, median * bytes);
+           name, mt_isa_name(b->isa), mt_states_name(b->t.states), (long long)b->t.n, b->threads, median,
+           rate[b->reps / 10], rate[b->reps * 9 / 10], b->reps, median * bytes);
     return median;
 }
 
@@ -123,16 +124,21 @@ int main(int argc, char **argv)
     b.acc = filled(b.pool, n, 4, any, 0x3a000000u);
     b.add = filled(b.pool, n, 2, any, 0x3a000000u);
 
-    for (int isa = MT_ISA_AVX512; isa > MT_ISA_SCALAR; isa--) {
-        if (!mt_isa_runs((mt_isa)isa))
-            continue;
-        b.isa = (mt_isa)isa;
-        double step = measure(&b, "adam_step", do_step, 26);
-        /* Traffic on copies of nothing: what it leaves behind are numbers, if not meaningful ones. */
-        double same = measure(&b, "adam_traffic", do_traffic, 26);
-        printf("{\"bench\":\"adam_of_traffic\",\"case\":\"%s\",\"unit\":\"%%\",\"median\":%.1f}\n",
-               mt_isa_name(b.isa), 100 * step / same);
-    }
+    /* Bytes in the same memory as fp32 moments: the first n of each plane. */
+    b.t.codes = (mt_adam_codes){ .m = (int8_t *)b.t.m, .v = (uint8_t *)b.t.v, .scale = b.acc,
+                                 .lo = (int8_t *)b.t.lo };
+
+    for (int isa = MT_ISA_AVX512; isa > MT_ISA_SCALAR; isa--)
+        for (int states = 0; states < MT_STATES_COUNT && mt_isa_runs((mt_isa)isa); states++) {
+            b.isa = (mt_isa)isa;
+            b.t.states = (mt_states)states;
+            double bytes = (double)mt_adam_moves(MT_BF16, b.t.states, MT_BF16, n) / (double)n;
+            double step = measure(&b, "adam_step", do_step, bytes);
+            /* Traffic on copies of nothing: what it leaves behind are numbers, if not meaningful ones. */
+            double same = measure(&b, "adam_traffic", do_traffic, bytes);
+            printf("{\"bench\":\"adam_of_traffic\",\"case\":\"%s\",\"states\":\"%s\",\"unit\":\"%%\","
+                   "\"median\":%.1f}\n", mt_isa_name(b.isa), mt_states_name(b.t.states), 100 * step / same);
+        }
     measure(&b, "sumsq", do_sumsq, 2);
     measure(&b, "accumulate", do_accumulate, 14);
     mt_pool_close(b.pool);

@@ -164,7 +164,7 @@ static mt_status spared_of(const adam_job *j, mt_adam_tensor **out)
         return st;
     for (int i = 0; i < j->n; i++) {
         MT_TRY(mt_store_at(j->store, j->unit, j->p[i].param, MT_PLANE_UNDO, &mem));
-        t[i].spare = mt_adam_spare_at(t[i].dtype, mem, t[i].n);
+        t[i].spare = mt_adam_spare_at(t[i].dtype, t[i].states, mem, t[i].n);
     }
     *out = t;
     return MT_OK;
@@ -500,7 +500,7 @@ static uint64_t moved(const adam_job *j)
 
         if (j->p[i].grad != NULL)
             grad = j->p[i].grad_dtype;
-        bytes += (uint64_t)d->numel * mt_adam_moves(d->dtype, grad);
+        bytes += mt_adam_moves(d->dtype, MT_STATES_FP32, grad, d->numel);
     }
     return bytes;
 }

@@ -1,8 +1,10 @@
 /* adam.c — checks what is asked, cuts it into chunks, and lets the chosen kernel run over them. */
 #include "adam_kernel.h"
+#include "adam8_code.h"
 #include "../core/fpenv.h"
 #ifdef MT_WITH_CUDA
 #include "adam_cuda.h"
+#include "adam8_cuda.h"
 #endif
 #include <math.h>
 #include <stdlib.h>
@@ -47,16 +49,16 @@ mt_status mt__isa_check(mt_isa isa)
     return MT_OK;
 }
 
-static const mt__adam_fn *kernels_of(mt_isa isa)
+static const mt__adam_kernels *kernels_of(mt_isa isa)
 {
+    static const mt__adam_kernels of[MT_ISA_COUNT] = {
+        [MT_ISA_SCALAR] = { mt__adam_scalar, mt__adam8_scalar },
 #if defined(__x86_64__)
-    if (isa == MT_ISA_AVX512)
-        return mt__adam_avx512;
-    if (isa == MT_ISA_AVX2)
-        return mt__adam_avx2;
+        [MT_ISA_AVX2]   = { mt__adam_avx2,   mt__adam8_avx2 },
+        [MT_ISA_AVX512] = { mt__adam_avx512, mt__adam8_avx512 },
 #endif
-    (void)isa;
-    return mt__adam_scalar;
+    };
+    return &of[isa];
 }
 
 /* ---- checks ---- */
@@ -69,25 +71,46 @@ static int kind_of(mt_dtype weight, mt_dtype grad)
     return -1;
 }
 
+/* How the weight is kept, of which only the kinds of moments of 8 bits have all. */
+static int kind8_of(const mt_adam_tensor *t)
+{
+    int keep = t->dtype != MT_BF16 || t->states == MT_STATES_8BIT ? (int)t->dtype
+             : t->states == MT_STATES_8BIT_LO8 ? MT__KEEP_LO8 : MT__KEEP_SR;
+
+#define KIND8(w, g) if (keep == MT__KEEP_##w && t->grad_dtype == MT_##g) return MT__ADAM8_##w##_##g;
+    MT__ADAM8_KIND_MAP(KIND8)
+#undef KIND8
+    return -1;
+}
+
+static const char *missing_states(mt_dtype weight, mt_states states, const int16_t *lo,
+                                  const float *master, const float *m, const float *v,
+                                  const mt_adam_codes *c)
+{
+    int small = states != MT_STATES_FP32;
+    unsigned low = weight == MT_BF16 ? mt_states_low_bytes(states) : 0;
+
+    return lo == NULL && low == 2                 ? "lo"
+         : c->lo == NULL && low == 1              ? "lo (8 bits)"
+         : master == NULL && weight == MT_F16     ? "master"
+         : (small ? (void *)c->m : m) == NULL     ? "m"
+         : (small ? (void *)c->v : v) == NULL     ? "v"
+         : small && c->scale == NULL              ? "scale" : NULL;
+}
+
 static const char *missing_plane(const mt_adam_tensor *t)
 {
-    return t->n == 0                             ? NULL
-         : t->hi == NULL                         ? "hi"
-         : t->lo == NULL && t->dtype == MT_BF16  ? "lo"
-         : t->master == NULL && t->dtype == MT_F16 ? "master"
-         : t->m == NULL                          ? "m"
-         : t->v == NULL                          ? "v"
-         : t->grad == NULL                       ? "grad" : NULL;
+    return t->n == 0       ? NULL
+         : t->hi == NULL   ? "hi"
+         : t->grad == NULL ? "grad"
+         : missing_states(t->dtype, t->states, t->lo, t->master, t->m, t->v, &t->codes);
 }
 
 static const char *missing_spare(const mt_adam_tensor *t)
 {
     const mt_adam_spare *s = &t->spare;
 
-    return s->lo == NULL && t->dtype == MT_BF16    ? "lo"
-         : s->master == NULL && t->dtype == MT_F16 ? "master"
-         : s->m == NULL                            ? "m"
-         : s->v == NULL                            ? "v" : NULL;
+    return missing_states(t->dtype, t->states, s->lo, s->master, s->m, s->v, &s->codes);
 }
 
 /* Each comparison is written so that NaN fails it. */
@@ -114,6 +137,13 @@ static mt_status check_tensor(int i, const mt_adam_tensor *t)
                        i, mt_dtype_name(t->dtype), mt_dtype_name(t->grad_dtype));
     if (t->n < 0)
         return MT_FAIL(MT_EINVAL, "adam: tensor %d: %lld elements", i, (long long)t->n);
+    if ((unsigned)t->states >= MT_STATES_COUNT)
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d: states %d; there are 0 to %d", i, (int)t->states,
+                       MT_STATES_COUNT - 1);
+    if (t->states != MT_STATES_FP32 && (t->first < 0 || t->first % MT_STATES_GROUP != 0))
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d begins at element %lld of its parameter; with %s states "
+                       "that must be a multiple of %d", i, (long long)t->first,
+                       mt_states_name(t->states), MT_STATES_GROUP);
     if (missing_plane(t) != NULL)
         return MT_FAIL(MT_EINVAL, "adam: tensor %d (%s): no %s plane", i,
                        mt_dtype_name(t->dtype), missing_plane(t));
@@ -125,11 +155,23 @@ static mt_status check_tensor(int i, const mt_adam_tensor *t)
 
 /* ---- work ---- */
 
-/* In fp64, each coefficient rounded to fp32 once. */
-static mt__adam_coef coef_of(const mt_adam_hyper *h, float clip)
+/* splitmix64 (Steele, Lea & Flood 2014): each bit of z decides about each of the result. */
+static uint64_t mixed(uint64_t z)
 {
-    double bc1 = 1.0 - pow(h->beta1, (double)h->step);
-    double bc2 = 1.0 - pow(h->beta2, (double)h->step);
+    z += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+/* In fp64, each coefficient rounded to fp32 once. */
+static mt__adam_coef coef_of(const mt_adam_tensor *t, float clip)
+{
+    const mt_adam_hyper *h = &t->hyper;
+    double   bc1 = 1.0 - pow(h->beta1, (double)h->step);
+    double   bc2 = 1.0 - pow(h->beta2, (double)h->step);
+    double   codes = (double)MT__K_MOST / MT__C_MOST;
+    uint64_t of_moment = mixed(mixed(t->key) ^ (uint64_t)h->step), of_weight = mixed(~of_moment);
 
     return (mt__adam_coef){
         .g_scale      = h->maximize ? -clip : clip,
@@ -139,6 +181,9 @@ static mt__adam_coef coef_of(const mt_adam_hyper *h, float clip)
         .eps          = (float)h->eps,
         .lr_wd        = (float)(h->lr * h->weight_decay),
         .lr_bc1       = (float)(h->lr / bc1),
+        .code_bound   = (float)(codes * codes * sqrt(bc2) / (MT__UPDATE_MOST * bc1)),
+        .seed_moment  = { (uint32_t)of_moment, (uint32_t)(of_moment >> 32) },
+        .seed_weight  = { (uint32_t)of_weight, (uint32_t)(of_weight >> 32) },
     };
 }
 
@@ -156,14 +201,21 @@ typedef struct plan {
     int64_t n_chunks;
 } plan;
 
-static void plan_fill(plan *p, const mt_adam_tensor *t, int n, float clip, const mt__adam_fn *kernels)
+static mt__adam_fn kernel_of(const mt__adam_kernels *kernels, const mt_adam_tensor *t)
+{
+    return t->states == MT_STATES_FP32 ? kernels->fp32[kind_of(t->dtype, t->grad_dtype)]
+                                       : kernels->codes[kind8_of(t)];
+}
+
+static void plan_fill(plan *p, const mt_adam_tensor *t, int n, float clip,
+                      const mt__adam_kernels *kernels)
 {
     for (int i = 0; i < n; i++) {
         if (t[i].n == 0)
             continue;
         p->tasks[p->n_tasks++] = (task){
-            .t = &t[i], .fn = kernels[kind_of(t[i].dtype, t[i].grad_dtype)],
-            .coef = coef_of(&t[i].hyper, clip), .first = p->n_chunks,
+            .t = &t[i], .fn = kernel_of(kernels, &t[i]), .coef = coef_of(&t[i], clip),
+            .first = p->n_chunks,
         };
         p->n_chunks += (t[i].n - 1) / MT__ADAM_CHUNK + 1;
     }
@@ -193,7 +245,7 @@ static void run_chunk(void *arg, int64_t c)
     int64_t  n    = t->n - from < MT__ADAM_CHUNK ? t->n - from : MT__ADAM_CHUNK;
     unsigned was  = mt__fp_begin();
 
-    mt__adam_span all  = { t->hi, t->lo, t->master, t->m, t->v, t->grad, t->n };
+    mt__adam_span all  = { t->hi, t->lo, t->master, t->m, t->v, t->grad, t->n, t->codes, t->first };
     mt__adam_span part = mt__adam_part(&all, t->dtype, t->grad_dtype, from, n);
     if (t->spare.hi != NULL)
         mt__adam_run_saved(t, &part, from, k->fn, &k->coef);
@@ -215,7 +267,7 @@ static mt_status check_all(const mt_adam_tensor *t, int n_tensors, float clip)
 
 /* Checks, and leaves tasks NULL when there is nothing to do. The caller frees them. */
 static mt_status plan_make(plan *p, const mt_adam_tensor *t, int n_tensors, float clip,
-                           const mt__adam_fn *kernels)
+                           const mt__adam_kernels *kernels)
 {
     mt_status st = check_all(t, n_tensors, clip);
 
@@ -238,7 +290,7 @@ static void plan_run(plan *p, mt_pool *pool)
 }
 
 mt_status mt__adam_run(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip,
-                       const mt__adam_fn *kernels)
+                       const mt__adam_kernels *kernels)
 {
     plan      p;
     mt_status st = plan_make(&p, t, n_tensors, clip, kernels);
@@ -298,28 +350,57 @@ fail:
 }
 
 #ifdef MT_WITH_CUDA
-mt_status mt_adam_put_cuda(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip)
+static void *low_of(const mt_adam_tensor *t)
+{
+    return t->dtype != MT_BF16 ? (void *)t->master
+         : t->states == MT_STATES_8BIT_LO8 ? (void *)t->codes.lo : (void *)t->lo;
+}
+
+/* One launch for tensors from *at on, as long as their moments are of one size; *at is then behind them. */
+static const char *put_some(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip, int *at)
 {
     mt__adam_cuda_tensor some[MT__ADAM_CUDA_MOST];
-    const char          *error = NULL;
-    mt_status            st = check_all(t, n_tensors, clip);
+    int                  n = 0;
+
+    for (; *at < n_tensors && n < MT__ADAM_CUDA_MOST && t[*at].states == MT_STATES_FP32; ++*at) {
+        const mt_adam_tensor *k = &t[*at];
+
+        some[n++] = (mt__adam_cuda_tensor){
+            .hi = k->hi, .low = low_of(k),
+            .m = k->m, .v = k->v, .grad = k->grad, .n = k->n,
+            .kind = kind_of(k->dtype, k->grad_dtype), .coef = coef_of(k, clip),
+        };
+    }
+    return mt__adam_cuda(stream, some, n);
+}
+
+static const char *put_some8(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip, int *at)
+{
+    mt__adam8_cuda_tensor some[MT__ADAM8_CUDA_MOST];
+    int                   n = 0;
+
+    for (; *at < n_tensors && n < MT__ADAM8_CUDA_MOST && t[*at].states != MT_STATES_FP32; ++*at) {
+        const mt_adam_tensor *k = &t[*at];
+
+        some[n++] = (mt__adam8_cuda_tensor){
+            .hi = k->hi, .low = low_of(k),
+            .m = k->codes.m, .v = k->codes.v, .scale = k->codes.scale, .grad = k->grad, .n = k->n,
+            .first = k->first, .kind = kind8_of(k), .coef = coef_of(k, clip),
+        };
+    }
+    return mt__adam8_cuda(stream, some, n);
+}
+
+mt_status mt_adam_put_cuda(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip)
+{
+    const char *error = NULL;
+    mt_status   st = check_all(t, n_tensors, clip);
 
     if (st != MT_OK)
         return st;
-    for (int from = 0; from < n_tensors && error == NULL; from += MT__ADAM_CUDA_MOST) {
-        int n = n_tensors - from < MT__ADAM_CUDA_MOST ? n_tensors - from : MT__ADAM_CUDA_MOST;
-
-        for (int i = 0; i < n; i++) {
-            const mt_adam_tensor *k = &t[from + i];
-
-            some[i] = (mt__adam_cuda_tensor){
-                .hi = k->hi, .low = k->dtype == MT_BF16 ? (void *)k->lo : (void *)k->master,
-                .m = k->m, .v = k->v, .grad = k->grad, .n = k->n,
-                .kind = kind_of(k->dtype, k->grad_dtype), .coef = coef_of(&k->hyper, clip),
-            };
-        }
-        error = mt__adam_cuda(stream, some, n);
-    }
+    for (int at = 0; at < n_tensors && error == NULL;)
+        error = t[at].states == MT_STATES_FP32 ? put_some(stream, t, n_tensors, clip, &at)
+                                               : put_some8(stream, t, n_tensors, clip, &at);
     return error == NULL ? MT_OK : MT_FAIL(MT_EDEVICE, "adam of %d tensors: %s", n_tensors, error);
 }
 #else

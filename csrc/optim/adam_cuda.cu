@@ -3,12 +3,11 @@
 // Every operation is an intrinsic that rounds to nearest and is never fused: FMA is where __fmaf_rn
 // stands, division and square root are the true ones, denormals are kept (no -ftz).
 #include "adam_cuda.h"
-#include "../ops/kernel.cuh"
+#include "adam_weight.cuh"
 
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int EACH = 4;                       // neighbours that a thread takes: 16 bytes of fp32
 constexpr int ROUNDS = 2;                     // of those, all loaded before the first is stored
 constexpr int CHUNK = THREADS * EACH * ROUNDS;
 
@@ -21,67 +20,6 @@ struct Table {
     int     n;
 };
 static_assert(sizeof(Table) <= 4096, "what a launch takes as its arguments");
-
-struct bf16 { unsigned short bits; };
-struct f16  { unsigned short bits; };
-
-template <typename T> struct alignas(sizeof(T) * EACH) four { T x[EACH]; };
-
-__device__ inline float wide(float x) { return x; }
-__device__ inline float wide(bf16 x)  { return __uint_as_float((unsigned)x.bits << 16); }
-__device__ inline float wide(f16 x)   { return __half2float(__ushort_as_half(x.bits)); }
-
-// To nearest, ties to even; NaN as core/dtype.c writes it.
-__device__ inline f16 to_f16(float x)
-{
-    unsigned bits = __float_as_uint(x);
-
-    if ((bits & 0x7fffffffu) > 0x7f800000u)
-        return { (unsigned short)((bits >> 16 & 0x8000u) | 0x7e00u) };
-    return { __half_as_ushort(__float2half_rn(x)) };
-}
-
-// How p is kept: see adam.h. Low is the type of what stands beside hi.
-template <typename W> struct Weight;
-
-template <> struct Weight<float> {
-    using Low = float;                        // there is none: neither read nor written
-    static constexpr bool has_low = false;
-    static __device__ float join(float hi, float) { return hi; }
-    static __device__ void  split(float p, float *hi, float *) { *hi = p; }
-};
-
-template <> struct Weight<bf16> {
-    using Low = short;
-    static constexpr bool has_low = true;
-    static __device__ float join(bf16 hi, short lo)
-    {
-        return __uint_as_float(((unsigned)hi.bits << 16) + (unsigned)(int)lo);
-    }
-    static __device__ void split(float p, bf16 *hi, short *lo)
-    {
-        unsigned bits = __float_as_uint(p), sign = bits & 0x80000000u, size = bits ^ sign;
-
-        bits = size > 0x7f800000u ? 0x7fc00000u
-             : sign | (size - 0x7f7f8000u < 0x8000u ? 0x7f7f7fffu : size);
-        hi->bits = (unsigned short)((bits + 0x8000u) >> 16);
-        *lo = (short)(unsigned short)bits;
-    }
-};
-
-template <> struct Weight<f16> {
-    using Low = float;
-    static constexpr bool has_low = true;
-    static __device__ float join(f16 hi, float master)
-    {
-        return hi.bits == to_f16(master).bits ? master : wide(hi);
-    }
-    static __device__ void split(float p, f16 *hi, float *master)
-    {
-        *hi = to_f16(p);
-        *master = p;
-    }
-};
 
 // The formula of adam.h on one element.
 __device__ inline void step(float *p, float *m, float *v, float g, const Coef &c)
@@ -202,23 +140,7 @@ __device__ inline void chunk(const Tensor &t, int64_t from)
     }
 }
 
-// The last tensor whose first chunk is not after c; the same for all threads of a block.
-__device__ inline int tensor_of(const Table &table, int64_t c)
-{
-    int low = 0, high = table.n - 1;
-
-    while (low < high) {
-        int middle = (low + high + 1) / 2;
-
-        if (table.first[middle] <= c)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
-
-// One step of AdamW, the formula of adam.h, on every element of up to 40 tensors [n] of any kinds.
+// One step of AdamW, the formula of adam.h, on every element of up to 36 tensors [n] of any kinds.
 // A block takes a chunk of 2048 elements of one tensor; a thread two groups of 4 neighbours, so that
 // every access of a warp is 512 (fp32) or 256 (16-bit) bytes in a row. Norms and biases cost a block
 // or two each, not a launch.
@@ -253,14 +175,7 @@ extern "C" const char *mt__adam_cuda(uintptr_t handle, const mt__adam_cuda_tenso
 
     if (!current.ok)
         return mt::NO_CONTEXT;
-    for (int i = 0; i < n_tensors; i++) {
-        if (t[i].n <= 0)
-            continue;
-        table.t[table.n] = t[i];
-        table.first[table.n++] = chunks;
-        chunks += (t[i].n - 1) / CHUNK + 1;
-    }
-    table.first[table.n] = chunks;
+    chunks = fill(table, t, n_tensors, CHUNK);
     if (chunks == 0)
         return nullptr;
     update<<<(unsigned)(chunks < most ? chunks : most), THREADS, 0, stream>>>(table);

@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-#define MT__ADAM_CUDA_MOST 40            /* tensors a launch takes: its table fits 4 KiB of arguments */
+#define MT__ADAM_CUDA_MOST 36            /* tensors a launch takes: its table fits 4 KiB of arguments */
 
 typedef struct mt__adam_cuda_tensor {
     void         *hi;

@@ -28,19 +28,26 @@ typedef struct mt__adam_span {
     float      *m, *v;
     const void *grad;
     int64_t     n;
+    mt_adam_codes codes;
+    int64_t     first;                   /* number of its first element in the parameter */
 } mt__adam_span;
 
 typedef void (*mt__adam_fn)(const mt__adam_span *s, const mt__adam_coef *c);
 
-extern const mt__adam_fn mt__adam_scalar[MT__ADAM_KINDS];
+/* The kernels of an instruction set, by the moments' type; or the benchmark's. */
+typedef struct mt__adam_kernels {
+    const mt__adam_fn *fp32;             /* [MT__ADAM_KINDS] */
+    const mt__adam_fn *codes;            /* [MT__ADAM8_KINDS] */
+} mt__adam_kernels;
+
+extern const mt__adam_fn mt__adam_scalar[MT__ADAM_KINDS], mt__adam8_scalar[MT__ADAM8_KINDS];
 #if defined(__x86_64__)
-extern const mt__adam_fn mt__adam_avx2  [MT__ADAM_KINDS];
-extern const mt__adam_fn mt__adam_avx512[MT__ADAM_KINDS];
+extern const mt__adam_fn mt__adam_avx2  [MT__ADAM_KINDS], mt__adam8_avx2  [MT__ADAM8_KINDS];
+extern const mt__adam_fn mt__adam_avx512[MT__ADAM_KINDS], mt__adam8_avx512[MT__ADAM8_KINDS];
 #endif
 
-/* kernels: one of the tables above, or the benchmark's. */
 mt_status mt__adam_run(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip,
-                       const mt__adam_fn *kernels);
+                       const mt__adam_kernels *kernels);
 
 /* One chunk of a tensor with a spare, in pieces. part: of the tensor; from: its first element. */
 void mt__adam_run_saved(const mt_adam_tensor *t, const mt__adam_span *part, int64_t from,
@@ -49,20 +56,29 @@ void mt__adam_run_saved(const mt_adam_tensor *t, const mt__adam_span *part, int6
 /* MT_ENOTSUP when this processor does not run isa, MT_EINVAL when there is no such isa. */
 mt_status mt__isa_check(mt_isa isa);
 
-/* The span that begins i elements further on and is n long. w, g: the kind. */
+/* The span that begins i elements further on and is n long; i is a multiple of 128 where moments have
+ * 8 bits. w, g: types of weight and gradient. */
 static inline mt__adam_span mt__adam_part(const mt__adam_span *s, mt_dtype w, mt_dtype g,
                                           int64_t i, int64_t n)
 {
     size_t w_bytes = w == MT_F32 ? 4 : 2, g_bytes = g == MT_F32 ? 4 : 2;
+    const mt_adam_codes *c = &s->codes;
 
     return (mt__adam_span){
         .hi     = (char *)s->hi + (size_t)i * w_bytes,
         .lo     = s->lo     ? s->lo + i     : NULL,
         .master = s->master ? s->master + i : NULL,
-        .m      = s->m + i,
-        .v      = s->v + i,
+        .m      = s->m ? s->m + i : NULL,
+        .v      = s->v ? s->v + i : NULL,
         .grad   = (const char *)s->grad + (size_t)i * g_bytes,
         .n      = n,
+        .first  = s->first + i,
+        .codes  = {
+            .m     = c->m ? c->m + i : NULL,
+            .v     = c->v ? c->v + i : NULL,
+            .scale = c->scale ? c->scale + i / MT_STATES_GROUP * 2 : NULL,
+            .lo    = c->lo ? c->lo + i : NULL,
+        },
     };
 }
 

@@ -4,23 +4,38 @@
 #include <emmintrin.h>
 #endif
 
-/* The fp32 pieces first, so that each is aligned whatever n is. */
-mt_adam_spare mt_adam_spare_at(mt_dtype weight, void *mem, int64_t n)
+static void *take(char **at, int64_t n, size_t elem)
 {
-    float        *at = mem;
-    mt_adam_spare s = { .m = at, .v = at + n };
+    void *here = *at;
 
-    at += 2 * n;
-    if (weight == MT_F16) {
-        s.master = at;
-        at += n;
+    *at += (size_t)n * elem;
+    return here;
+}
+
+/* Wide elements first, so that each piece is aligned whatever n is. */
+mt_adam_spare mt_adam_spare_at(mt_dtype weight, mt_states states, void *mem, int64_t n)
+{
+    char         *at = mem;
+    mt_adam_spare s = { 0 };
+    unsigned      low = weight == MT_BF16 ? mt_states_low_bytes(states) : 0;
+
+    if (states == MT_STATES_FP32) {
+        s.m = take(&at, n, 4);
+        s.v = take(&at, n, 4);
+    } else {
+        s.codes.scale = take(&at, 2 * mt_states_groups(n), 4);
     }
-    s.hi = at;
-    if (weight == MT_BF16) {
-        s.lo = mem;
-        s.lo += 4 * n;                   /* 16-bit elements: behind m and v */
-        s.hi = s.lo + n;
+    if (weight == MT_F16)
+        s.master = take(&at, n, 4);
+    if (low == 2)
+        s.lo = take(&at, n, 2);
+    s.hi = take(&at, n, mt_dtype_bytes(weight));
+    if (states != MT_STATES_FP32) {
+        s.codes.m = take(&at, n, 1);
+        s.codes.v = take(&at, n, 1);
     }
+    if (low == 1)
+        s.codes.lo = take(&at, n, 1);
     return s;
 }
 
@@ -29,7 +44,7 @@ static mt__adam_span spare_span(const mt_adam_tensor *t)
 {
     const mt_adam_spare *s = &t->spare;
 
-    return (mt__adam_span){ s->hi, s->lo, s->master, s->m, s->v, t->grad, t->n };
+    return (mt__adam_span){ s->hi, s->lo, s->master, s->m, s->v, t->grad, t->n, s->codes, t->first };
 }
 
 /* Bytes that nobody reads soon: past the caches, which would fetch each line before it is written. */
@@ -51,28 +66,29 @@ static void put_away(void *to, const void *from, size_t bytes)
     memcpy((char *)to + i, (const char *)from + i, bytes - i);
 }
 
-static void save_states(const mt__adam_span *to, const mt__adam_span *from)
+static void copied(void *to, const void *from, size_t bytes)
 {
-    size_t n = (size_t)from->n;
-
-    put_away(to->m, from->m, n * sizeof *to->m);
-    put_away(to->v, from->v, n * sizeof *to->v);
-    if (from->lo != NULL)
-        put_away(to->lo, from->lo, n * sizeof *to->lo);
-    if (from->master != NULL)
-        put_away(to->master, from->master, n * sizeof *to->master);
+    memcpy(to, from, bytes);
 }
 
-static void copy_states(const mt__adam_span *to, const mt__adam_span *from)
+/* Whatever the spare has room for, by `copy`. */
+static void copy_states(const mt__adam_span *to, const mt__adam_span *from,
+                        void (*copy)(void *, const void *, size_t))
 {
-    size_t n = (size_t)from->n;
+    const struct { void *to; const void *from; size_t bytes; } pieces[] = {
+        { to->m,           from->m,           (size_t)from->n * 4 },
+        { to->v,           from->v,           (size_t)from->n * 4 },
+        { to->lo,          from->lo,          (size_t)from->n * 2 },
+        { to->master,      from->master,      (size_t)from->n * 4 },
+        { to->codes.m,     from->codes.m,     (size_t)from->n },
+        { to->codes.v,     from->codes.v,     (size_t)from->n },
+        { to->codes.scale, from->codes.scale, (size_t)mt_states_groups(from->n) * 8 },
+        { to->codes.lo,    from->codes.lo,    (size_t)from->n },
+    };
 
-    memcpy(to->m, from->m, n * sizeof *to->m);
-    memcpy(to->v, from->v, n * sizeof *to->v);
-    if (from->lo != NULL)
-        memcpy(to->lo, from->lo, n * sizeof *to->lo);
-    if (from->master != NULL)
-        memcpy(to->master, from->master, n * sizeof *to->master);
+    for (size_t i = 0; i < sizeof pieces / sizeof pieces[0]; i++)
+        if (pieces[i].from != NULL && pieces[i].to != NULL)
+            copy(pieces[i].to, pieces[i].from, pieces[i].bytes);
 }
 
 void mt__adam_run_saved(const mt_adam_tensor *t, const mt__adam_span *part, int64_t from,
@@ -85,7 +101,7 @@ void mt__adam_run_saved(const mt_adam_tensor *t, const mt__adam_span *part, int6
         mt__adam_span now = mt__adam_part(part, t->dtype, t->grad_dtype, i, n);
         mt__adam_span kept = mt__adam_part(&all, t->dtype, t->grad_dtype, from + i, n);
 
-        save_states(&kept, &now);
+        copy_states(&kept, &now, put_away);
         memcpy(kept.hi, now.hi, (size_t)n * mt_dtype_bytes(t->dtype));
         now.hi = kept.hi;
         fn(&now, c);
@@ -106,7 +122,7 @@ static void end_chunk(void *arg, int64_t c)
     const mt_adam_tensor *t = e->t;
     int64_t       from = c * MT__ADAM_CHUNK;
     int64_t       n = t->n - from < MT__ADAM_CHUNK ? t->n - from : MT__ADAM_CHUNK;
-    mt__adam_span all = { t->hi, t->lo, t->master, t->m, t->v, t->grad, t->n };
+    mt__adam_span all = { t->hi, t->lo, t->master, t->m, t->v, t->grad, t->n, t->codes, t->first };
     mt__adam_span spare = spare_span(t);
     mt__adam_span now = mt__adam_part(&all, t->dtype, t->grad_dtype, from, n);
     mt__adam_span kept = mt__adam_part(&spare, t->dtype, t->grad_dtype, from, n);
@@ -114,7 +130,7 @@ static void end_chunk(void *arg, int64_t c)
     if (e->keep)
         memcpy(now.hi, kept.hi, (size_t)n * mt_dtype_bytes(t->dtype));
     else
-        copy_states(&now, &kept);
+        copy_states(&now, &kept, copied);
 }
 
 static void end_all(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, int keep)

@@ -105,7 +105,7 @@ static void tensors_of(const order *a, int spare, mt_adam_tensor *t)
         if (dt == MT_BF16)
             t[p].lo = (int16_t *)(void *)toy_at(y, a->unit, p, MT_PLANE_LO);
         if (spare)
-            t[p].spare = mt_adam_spare_at(dt, toy_at(y, a->unit, p, MT_PLANE_UNDO), t[p].n);
+            t[p].spare = mt_adam_spare_at(dt, MT_STATES_FP32, toy_at(y, a->unit, p, MT_PLANE_UNDO), t[p].n);
     }
 }
 
@@ -634,7 +634,7 @@ static void step_and_end(mt_dtype dt, int64_t n, mt_isa isa)
     memcpy(early, before, bytes);
     a = tensor_over(plain, dt, n, grad);
     b = tensor_over(early, dt, n, grad);
-    b.spare = mt_adam_spare_at(dt, spare, n);
+    b.spare = mt_adam_spare_at(dt, MT_STATES_FP32, spare, n);
     CHECK_OK(mt_adam_step(NULL, &a, 1, 1.0f, isa));
     CHECK_OK(mt_adam_step(NULL, &b, 1, 1.0f, isa));
     CHECK(memcmp(early, before, (size_t)n * mt_dtype_bytes(dt)) == 0);

@@ -1,0 +1,62 @@
+/* adam8_kernel.h — private to csrc/optim: what the kernels for moments of 8 bits share. */
+#ifndef MT_ADAM8_KERNEL_H
+#define MT_ADAM8_KERNEL_H
+
+#include "adam8_code.h"
+#include "adam_kernel.h"
+#include <math.h>
+
+#define MT__ADAM8_AHEAD 1024             /* elements prefetched ahead: as many bytes as MT__ADAM_AHEAD's */
+
+/* What a group's elements are multiplied by below the root, and in units of y the least that it may be:
+ * least * x + floor. */
+typedef struct mt__code_size {
+    float by_m, by_r, least, floor;
+} mt__code_size;
+
+/* bound: mt__adam_coef.code_bound. Writes both scales. */
+static inline mt__code_size mt__code_size_of(float most_m, float most_r, float bound, float *scale)
+{
+    float m = most_m < MT__M_LARGEST ? most_m < MT__M_LEAST ? 0.0f : most_m : MT__M_LARGEST;
+    float r = most_r < MT__R_LARGEST ? most_r < MT__R_LEAST ? 0.0f : most_r : MT__R_LARGEST;
+    float f = r > 0 ? sqrtf(bound * m / r) : 0.0f;
+
+    f = f < MT__LEAST_MOST ? f : MT__LEAST_MOST;
+    scale[0] = m / MT__C_SQUARE;
+    scale[1] = r / MT__K_SQUARE;
+    return (mt__code_size){
+        .by_m  = m > 0 ? MT__C_UNITS * MT__C_UNITS / m : 0.0f,
+        .by_r  = r > 0 ? MT__K_UNITS * MT__K_UNITS / r : 0.0f,
+        .least = 0.5f * f,                              /* a unit of x is half a unit of y */
+        .floor = r > 0 ? (f + 1.0f) * 0x1p23f : 0.0f,
+    };
+}
+
+#if defined(__x86_64__)
+/* Asks for a group's elements of a plane. */
+MT__INLINE void mt__prefetch_group(const void *plane, size_t elem, int64_t i)
+{
+    uintptr_t at = (uintptr_t)plane + (uintptr_t)i * elem;
+
+    for (size_t line = 0; line < MT_STATES_GROUP * elem; line += 64)
+        _mm_prefetch((const char *)(at + line), _MM_HINT_T0);
+}
+
+MT__INLINE void mt__adam8_prefetch(const mt__adam_span *s, int keep, mt_dtype g, int64_t i)
+{
+    mt__prefetch_group(s->hi, keep == MT__KEEP_F32 ? 4 : 2, i);
+    mt__prefetch_group(s->codes.m, 1, i);
+    mt__prefetch_group(s->codes.v, 1, i);
+    mt__prefetch_group(s->grad, g == MT_F32 ? 4 : 2, i);
+    _mm_prefetch((const char *)((uintptr_t)s->codes.scale + (uintptr_t)i / MT_STATES_GROUP * 8),
+                 _MM_HINT_T0);
+    if (keep == MT__KEEP_BF16)
+        mt__prefetch_group(s->lo, 2, i);
+    if (keep == MT__KEEP_LO8)
+        mt__prefetch_group(s->codes.lo, 1, i);
+    if (keep == MT__KEEP_F16)
+        mt__prefetch_group(s->master, 4, i);
+}
+#endif
+
+#endif
