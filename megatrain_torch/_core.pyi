@@ -50,6 +50,9 @@ class Engine:
         """
     def drop(self, unit: int, plane: int) -> None: ...
     def host_bytes(self, plane: int = -1) -> int: ...
+    def unlocked(self) -> tuple[int, str]:
+        """Host bytes that the driver could not lock, and what it said of the first: copied through a buffer."""
+    def lock_limit(self, nbytes: int) -> None: ...      # tests only
 
     # ledger
     def version(self, unit: int) -> int: ...

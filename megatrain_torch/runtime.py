@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from .errors import MegatrainError
 from .guard import plain
 from .handover import HandOver
 from .lazy import Lazy
+from .limits import show_bytes
 from .records import Record
 from .state import enter, in_backward, leave
 from .templates import Weights
@@ -163,6 +165,7 @@ class Runtime:
         self.opened = time.perf_counter()
         self.reported: tuple[float, dict[str, int]] = (self.opened, {})    # the last report without a trace
         self.trace: Any = None               # mt.trace's, while it is on
+        self.told_unlocked = False           # the user knows that host memory could not be locked
         self._split: Any = None
 
     # ---- units and slots ----
@@ -322,6 +325,7 @@ class Runtime:
 
     def _begin(self, who: Any) -> None:
         self.core.check()
+        self.warn_unlocked()
         hf.before_pass(self)
         if self.check_tree is not None:
             self.check_tree()
@@ -337,6 +341,19 @@ class Runtime:
             if self.trace is not None:
                 self.trace.pass_begins()
             self.core.begin()
+
+    def warn_unlocked(self) -> None:
+        """Says once that the driver cannot lock all host memory, as soon as that is known."""
+        if self.told_unlocked:
+            return
+        nbytes, why = self.core.unlocked()
+        if nbytes:
+            self.told_unlocked = True
+            warnings.warn(
+                f"{show_bytes(nbytes)} of host memory, and what comes after, could not be locked for the GPU ({why}). "
+                "Copies of it go through a small buffer: the same results, slower. To lock more: a larger `ulimit -l` "
+                "or memory limit of the container; under WSL2, more memory for Windows, which allows about half of "
+                "its own; or less to lock: fewer parameters, or units at home in VRAM", stacklevel=4)
 
     def _refresh(self) -> None:
         """Notices what the user changed on parameters since the last pass: values, requires_grad."""

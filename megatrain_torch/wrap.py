@@ -132,6 +132,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     debug = dict(options.get("debug", {}))
     threads = options.get("threads") or max(1, _core.build_info()["cpus"] - 1)
     core = _core.Engine(where.type, where.index or 0, threads, debug.pop("delay_us", 0), debug.pop("seed", 0))
+    if "lock" in debug:
+        core.lock_limit(debug.pop("lock"))
     rt = Runtime(module, where, core)
     rt.activations = options.get("activations", "auto")
     rt.speculated = speculated
@@ -146,6 +148,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         if debug:
             core.debug(**debug)
         _install(rt, module, found)
+        rt.warn_unlocked()
     except BaseException:
         _give_back(rt, module)
         raise

@@ -20,6 +20,8 @@ PLACES: dict[str, tuple[dict[str, Any], int]] = {
     "ram-2_slots": ({"slots": 2}, 1),
     "ram-6_slots": ({"slots": 6}, 1),
     "ram-delays": ({"debug": {"delay_us": 300, "seed": 3}}, 1),
+    "unlocked-delays": ({"homes": {"layers.0": "through", "layers.2": "vram"},
+                         "debug": {"delay_us": 300, "seed": 9, "lock": 0}}, 1),
     "vram": ({"homes": "vram"}, 1),
     "some_in_vram": ({"homes": {"layers.0": "vram", "layers.2": "vram"}}, 1),
     "through": ({"homes": "through"}, 1),
@@ -34,6 +36,7 @@ PLACES: dict[str, tuple[dict[str, Any], int]] = {
     "speculative-some_in_vram": ({"speculate": True, "homes": {"layers.1": "vram"}, "slots": 2,
                                   "debug": {"sync": True}}, 1),
     "ram-micro": ({}, 3),
+    "unlocked-micro": ({"debug": {"lock": 0}}, 3),
     "vram-micro": ({"homes": "vram"}, 3),
     "through-micro": ({"homes": "through"}, 3),
     "arrive-micro": ({"homes": "arrive"}, 3),
@@ -68,7 +71,8 @@ def train(name: str, device: str, dtype: torch.dtype) -> tuple[dict[str, Tensor]
             opt.zero_grad()
             if step % 6 == 5:
                 seen[f"norm {step}"] = torch.tensor(opt.grad_norm)
-        counted = mt.wrap.runtime_of(model).core.stats()
+        core = mt.wrap.runtime_of(model).core
+        counted = core.stats() | {"unlocked": core.unlocked()[0]}
         seen |= {f"loss {i}": x.cpu() for i, x in enumerate(losses)}
         seen |= {f"weight {n}": p.detach().clone() for n, p in model.named_parameters()}
         seen |= {f"master {n}": m for n, m in mt.masters(model).items()}
@@ -83,4 +87,6 @@ def difference(name: str, device: str, dtype: torch.dtype, right: dict[str, Tens
     other, counted = train(name, device, dtype)
     if "no_overlap" in name and not (counted["committed"] and counted["undone"]):
         return f"kept {counted['committed']}, taken back {counted['undone']}: both should have happened"
+    if ("unlocked" in name) != (counted["unlocked"] > 0):
+        return f"{counted['unlocked']} bytes were not locked"
     return edges.difference(right, other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -185,6 +186,14 @@ def test_weights_that_are_a_files_make_no_room(tmp_path: Path) -> None:
     for model, n in ((read, 2 * NUMEL // LAYERS), (mapped, 0)):
         groups = [(name, [(name, p)]) for name, p in model.named_parameters()]
         assert preflight.own_bytes(groups) == [n] * LAYERS
+
+
+def test_memory_that_cannot_be_locked_is_told_once() -> None:
+    with pytest.warns(UserWarning, match=r"could not be locked for the GPU \(.*0 may be.*slower.*ulimit -l.*WSL2"):
+        model = stream(plan={"debug": {"lock": 0}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, mt.AdamW(model.parameters()))
 
 
 PEAK = """

@@ -60,6 +60,7 @@ def assert_equal(a: Pair, b: Pair) -> None:
 
 @pytest.mark.parametrize("dtype", placement.DTYPES)
 @pytest.mark.parametrize("name", [n for n in placement.PLACES if placement.first_of(n) != n])
+@pytest.mark.filterwarnings("ignore:.*could not be locked")
 def test_every_placement_gives_the_same_bits(name: str, dtype: str, right: Callable[..., Any]) -> None:
     found = placement.difference(name, "cpu", placement.DTYPES[dtype], right(placement.first_of(name), dtype))
     assert found is None, found

@@ -131,6 +131,7 @@ MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchd
 MT_METHOD(through); MT_METHOD(invite); MT_METHOD(lift_sizes); MT_METHOD(lift); MT_METHOD(leave);
 MT_METHOD(bring); MT_METHOD(push); MT_METHOD(device_plane); MT_METHOD(device_bytes);
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
+MT_METHOD(unlocked); MT_METHOD(lock_limit);
 
 /* engine_run.c: stream and offload */
 MT_METHOD(open_slots); MT_METHOD(settle); MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);

@@ -106,6 +106,7 @@ static mt_status open_device(const char *device, int index, int delay_us, uint64
         return MT_FAIL(MT_EINVAL, "unknown device \"%s\"; there are \"cpu\" and \"cuda\"", device);
     if (delay_us > 0)
         MT_TRY(mt_dev_delay_open(dev, seed, delay_us, &dev));
+    MT_TRY(mt_dev_stage_open(dev, &dev));
     *out = dev;
     return MT_OK;
 
@@ -305,6 +306,11 @@ static PyMethodDef methods[] = {
       "Give a plane's memory back; refused while an array shows it." },
     { "host_bytes", KEYWORDS(mt_engine_host_bytes), METH_VARARGS | METH_KEYWORDS,
       "host_bytes($self, plane=-1)\n--\n\nHost bytes mapped: of one plane, or of all." },
+
+    { "unlocked", mt_engine_unlocked, METH_NOARGS,
+      "unlocked($self)\n--\n\n(host bytes that could not be locked, why the first of them could not)" },
+    { "lock_limit", mt_engine_lock_limit, METH_VARARGS,
+      "lock_limit($self, bytes, /)\n--\n\nTests only: no more host memory is locked from now on." },
 
     { "version", mt_engine_version, METH_VARARGS, "version($self, unit, /)\n--\n\n" },
     { "touch", mt_engine_touch, METH_VARARGS,

@@ -225,6 +225,34 @@ PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
     return PyLong_FromSize_t(mt_store_bytes(e->store, (mt_plane)plane));
 }
 
+/* ---- memory that is not locked ---- */
+
+#define LOCKED_BYTES ((size_t)4096)  /* what kernels write into, sums of squares, is a page a unit */
+
+PyObject *mt_engine_unlocked(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = mt_engine_usable(self);
+    char       why[512];
+    size_t     bytes;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    bytes = mt_dev_stage_noted(e->dev, why, sizeof why);
+    return Py_BuildValue("(ns)", (Py_ssize_t)bytes, why);
+}
+
+PyObject *mt_engine_lock_limit(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    Py_ssize_t bytes;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "n:lock_limit", &bytes))
+        return NULL;
+    mt_dev_stage_limit(e->dev, bytes > 0 ? (size_t)bytes : 0, LOCKED_BYTES);
+    Py_RETURN_NONE;
+}
+
 /* ---- ledger ---- */
 
 PyObject *mt_engine_version(PyObject *self, PyObject *args)

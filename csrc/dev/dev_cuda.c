@@ -200,19 +200,33 @@ static void leave(cuda_dev *d, int pushed)
 
 /* ---- host memory ------------------------------------------------------------------------ */
 
+/* What drivers say when they have locked as much as they may: out of memory, by the data sheet; under WSL2
+ * and in sandboxes also that the call of the system failed, or that it is not supported or permitted. */
+static int cannot_lock(cudaError_t error)
+{
+    return error == cudaErrorMemoryAllocation || error == cudaErrorOperatingSystem ||
+           error == cudaErrorNotSupported || error == cudaErrorNotPermitted;
+}
+
 static mt_status cuda_host_register(mt_dev *dev, void *p, size_t bytes)
 {
-    cuda_dev *d = as_dev(dev);
-    mt_status st;
+    cuda_dev   *d = as_dev(dev);
+    cudaError_t error = cudaSuccess;
+    int         pushed;
+    mt_status   st;
 
     if (p == NULL || bytes == 0)
         return MT_FAIL(MT_EINVAL, "cuda:%d: nothing to register: %zu bytes at %p", d->index, bytes,
                        p);
-    IN_CONTEXT(d, st, cudaHostRegister(p, bytes, cudaHostRegisterMapped
-                                                 | cudaHostRegisterPortable));
-    if (st == MT_EDEVMEM)
-        st = MT_FAIL(MT_ENOMEM, "cuda:%d: %zu bytes of host memory cannot be locked; see "
-                     "`ulimit -l` and the container's memory limit", d->index, bytes);
+    if ((st = enter(d, &pushed)) == MT_OK) {
+        error = cudaHostRegister(p, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+        st = cu(d, error, "cudaHostRegister");
+    }
+    leave(d, pushed);
+    if (st != MT_OK && cannot_lock(error) && !atomic_load(&d->sticky))
+        st = MT_FAIL(MT_ENOMEM, "cuda:%d: %zu bytes of host memory cannot be locked (%s); see `ulimit -l`, the "
+                     "container's memory limit, and under WSL2 the memory of Windows", d->index, bytes,
+                     cudaGetErrorName(error));
     return st;
 }
 

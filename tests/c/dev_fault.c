@@ -9,8 +9,9 @@ typedef struct fault_device {
     mt_dev     base;
     mt_dev_ops ops;              /* fault_ops under the name of the device behind; constant */
     mt_dev    *under;            /* constant */
-    int        n;                /* constant */
+    int        n;                /* constant, but for fault_next */
     fault_mode mode;             /* constant */
+    atomic_int locks;            /* registrations left; below 0: as many as are asked for */
     atomic_int calls, fired, live;
 } fault_device;
 
@@ -85,8 +86,22 @@ static void fault_close(mt_dev *d)
     free(d);
 }
 
+void fault_next(mt_dev *d, int n)
+{
+    as_dev(d)->n = atomic_load(&as_dev(d)->calls) + n;
+}
+
+void fault_locks(mt_dev *d, int n)
+{
+    atomic_store(&as_dev(d)->locks, n);
+}
+
 static mt_status fault_host_register(mt_dev *d, void *p, size_t bytes)
 {
+    if (atomic_load(&as_dev(d)->locks) == 0)
+        return MT_FAIL(MT_ENOMEM, "injected: %zu bytes cannot be locked", bytes);
+    if (atomic_load(&as_dev(d)->locks) > 0)
+        atomic_fetch_sub(&as_dev(d)->locks, 1);
     PASS(d, host_register, 1, under(d), p, bytes);
 }
 
@@ -290,6 +305,7 @@ mt_dev *fault_dev(mt_dev *behind, int n, fault_mode mode)
     d->under = behind;
     d->n = n;
     d->mode = mode;
+    atomic_init(&d->locks, -1);
     return &d->base;
 }
 

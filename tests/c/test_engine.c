@@ -101,6 +101,7 @@ typedef struct config {
     unsigned settled, through;   /* bit u: unit u lives on the device, or goes through it */
     int      look;               /* 1: another forward between the last backward and step() */
     int      traced;
+    int      unlocked;           /* host memory cannot be locked, but for so many pages less one */
     mt_debug debug;
 } config;
 
@@ -275,10 +276,25 @@ fail:
     return st;
 }
 
+static void unlocked_open(toy *t, const config *c)
+{
+    mt_dev *dev = NULL;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    if (c->max_us > 0)
+        REQUIRE(mt_dev_delay_open(dev, c->seed, c->max_us, &dev) == MT_OK);
+    REQUIRE(mt_dev_stage_open(dev, &dev) == MT_OK);
+    mt_dev_stage_limit(dev, 4096 * (size_t)(c->unlocked - 1), 0);
+    toy_open_on(t, dev, UNITS, c->max_us > 0, MT_F32);
+}
+
 static void engine_open(engine *e, const config *c)
 {
     memset(e, 0, sizeof *e);
-    toy_open(&e->t, UNITS, c->seed, c->max_us);
+    if (c->unlocked)
+        unlocked_open(&e->t, c);
+    else
+        toy_open(&e->t, UNITS, c->seed, c->max_us);
     e->naps = c->seed;
     e->settled = c->settled;
     e->through = c->through;
@@ -703,6 +719,15 @@ static void units_that_go_through_equal_the_plain_loop(void)
 /* ---- the timeline ----------------------------------------------------------------------- */
 
 #define RECORDS 4096
+
+static void memory_that_is_not_locked_changes_no_bits(void)
+{
+    for (uint64_t seed = 0; seed < 24; seed++)
+        CHECK(same(&(config){ .seed = seed, .max_us = seed % 3 ? 40 : 0, .odd = seed % 2,
+                              .unlocked = seed % 2 ? 1 : 1 + (int)seed,
+                              .max_norm = seed % 4 ? 0.5 : 0, .settled = seed % 2 ? 5 : 0,
+                              .through = seed % 5 ? 0 : 10, .debug = { .poison = 1 } }));
+}
 
 static void recording_changes_no_bits(void)
 {
@@ -1403,7 +1428,7 @@ static void every_failing_device_call_ends_all_and_frees_everything(void)
 
 #define TESTS(X) \
     X(overlap_off_equals_the_plain_loop) X(overlap_on_the_calling_thread_equals_the_plain_loop) \
-    X(overlap_with_random_delays_equals_the_plain_loop) \
+    X(overlap_with_random_delays_equals_the_plain_loop) X(memory_that_is_not_locked_changes_no_bits) \
     X(odd_orders_with_random_delays_equal_the_plain_loop) \
     X(recording_changes_no_bits) X(the_records_are_what_was_counted) \
     X(work_follows_what_it_needs) X(a_lane_does_one_thing_at_a_time) \

@@ -1,0 +1,564 @@
+/* dev_stage.c — a device in front of another, for host memory that cannot be locked.
+ *
+ * Nouns:
+ *   region    host memory that was to be registered: locked, or only noted
+ *   buffer    locked memory of ours; a queue has one, from its first copy of a noted region on
+ *   piece     what of a copy fits a buffer
+ *   cushion   locked memory that nobody uses: given up when something small must be locked
+ *
+ * A copy from a noted region is, piece by piece, a host function that fills the buffer, and a copy from
+ * there to the device; one to a noted region the other way round. All of it is put in the queue that the
+ * copy was put in, whose order is the only one there is: a buffer belongs to one queue, so a piece fills it
+ * behind the copy of the piece before, and whoever waits for an event behind the copy waits for its last
+ * piece. So no edge is new, and the bits are the same. The host function runs where the device calls
+ * it (CUDA: a thread of the driver's; CPU device: the queue's), and shares its work with a few threads of ours.
+ *
+ * Small regions are what kernels write into (sums of squares), so they must be locked: noting them would
+ * be wrong, not slow. The cushion keeps room for them when larger ones have taken all there was.
+ */
+#include "../core/dev.h"
+#include "../core/pool.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define PAGE_BYTES    ((size_t)4096)
+#define CUSHION_BYTES ((size_t)32 << 20)
+#define SMALL_BYTES   ((size_t)64 << 10)
+#define BUFFERS       10
+#define THREADS       4                     /* one copies some 10 GB/s, a bus takes 25 to 55 */
+#define CHUNK_BYTES   ((size_t)256 << 10)   /* copied by one thread at a go */
+#ifndef PIECE_BYTES                         /* tests take less */
+#define PIECE_BYTES   ((size_t)4 << 20)     /* some 0.2 ms each way, beside 0.05 of calling */
+#endif
+
+typedef struct region {
+    char  *p;
+    size_t bytes;
+    int    locked;
+} region;
+
+typedef struct stage_dev {
+    mt_dev          base;
+    mt_dev_ops      ops;         /* stage_ops under the name of the device behind; constant */
+    mt_dev         *under;       /* constant */
+    mt_pool        *pool;        /* NULL, or written before the first region is noted */
+
+    pthread_mutex_t mu;
+    region         *regions;     /* [n] mu */
+    int             n, cap;      /* mu */
+    atomic_int      n_noted;     /* written under mu, after the region; read by anyone */
+    size_t          locked, noted;       /* bytes. mu */
+    size_t          limit, small;        /* bytes. mu */
+    char           *block;       /* the buffers' memory; NULL before the first registration. mu */
+    char           *cushion;     /* NULL: given up. mu */
+    char           *spare[BUFFERS];      /* buffers that no queue has. mu */
+    int             n_spare;     /* mu */
+    char            why[512];    /* of the first region that was noted. mu */
+} stage_dev;
+
+typedef struct stage_queue {
+    mt_queue  base;
+    mt_queue *under;
+    char     *buffer;            /* NULL before the first copy that needs it. The putting thread */
+} stage_queue;
+
+static stage_dev *as_dev(mt_dev *d)
+{
+    return (stage_dev *)(void *)d;
+}
+
+static stage_queue *as_queue(mt_queue *q)
+{
+    return (stage_queue *)(void *)q;
+}
+
+static mt_dev *under(mt_dev *d)
+{
+    return as_dev(d)->under;
+}
+
+/* ---- memory of ours --------------------------------------------------------------------- */
+
+static mt_status pages_open(stage_dev *d, size_t bytes, char **out)
+{
+    char     *p = aligned_alloc(PAGE_BYTES, bytes);
+    mt_status st;
+
+    if (p == NULL)
+        return MT_FAIL(MT_ENOMEM, "stage: no %zu bytes to pass copies through", bytes);
+    if ((st = d->under->ops->host_register(d->under, p, bytes)) != MT_OK) {
+        free(p);
+        return st;
+    }
+    *out = p;
+    return MT_OK;
+}
+
+static void pages_close(stage_dev *d, char *p)
+{
+    if (p == NULL)
+        return;
+    d->under->ops->host_unregister(d->under, p);
+    free(p);
+}
+
+/* Under mu. Before anything else is locked: afterwards there may be no room for it. */
+static mt_status prepare(stage_dev *d)
+{
+    mt_status st;
+
+    if (d->block != NULL)
+        return MT_OK;
+    MT_TRY(pages_open(d, CUSHION_BYTES, &d->cushion));
+    MT_TRY(pages_open(d, BUFFERS * PIECE_BYTES, &d->block));
+    for (d->n_spare = 0; d->n_spare < BUFFERS; d->n_spare++)
+        d->spare[d->n_spare] = d->block + (size_t)d->n_spare * PIECE_BYTES;
+    return MT_OK;
+
+fail:
+    pages_close(d, d->cushion);
+    d->cushion = NULL;
+    return st;
+}
+
+/* NULL: all are taken. */
+static char *buffer_take(stage_dev *d)
+{
+    char *buffer = NULL;
+
+    pthread_mutex_lock(&d->mu);
+    if (d->n_spare > 0)
+        buffer = d->spare[--d->n_spare];
+    pthread_mutex_unlock(&d->mu);
+    return buffer;
+}
+
+static void buffer_give(stage_dev *d, char *buffer)
+{
+    if (buffer == NULL)
+        return;
+    pthread_mutex_lock(&d->mu);
+    d->spare[d->n_spare++] = buffer;
+    pthread_mutex_unlock(&d->mu);
+}
+
+/* ---- regions: under mu ------------------------------------------------------------------ */
+
+static mt_status make_room(stage_dev *d)
+{
+    int     cap = d->cap > 0 ? 2 * d->cap : 64;
+    region *grown;
+
+    if (d->n < d->cap)
+        return MT_OK;
+    if ((grown = realloc(d->regions, (size_t)cap * sizeof *grown)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "stage: no memory for %d regions", cap);
+    d->regions = grown;
+    d->cap = cap;
+    return MT_OK;
+}
+
+static mt_status lock(stage_dev *d, char *p, size_t bytes)
+{
+    if (bytes > d->small && (bytes > d->limit || d->locked > d->limit - bytes))
+        return MT_FAIL(MT_ENOMEM, "%zu bytes of host memory are locked, and %zu may be", d->locked,
+                       d->limit);
+    return d->under->ops->host_register(d->under, p, bytes);
+}
+
+static mt_status lock_small(stage_dev *d, char *p, size_t bytes)
+{
+    mt_status st = lock(d, p, bytes);
+
+    if (st != MT_ENOMEM || d->cushion == NULL)
+        return st;
+    pages_close(d, d->cushion);
+    d->cushion = NULL;
+    return lock(d, p, bytes);
+}
+
+/* The pool is there before a region is noted, and regions are noted before they are copied. */
+static mt_status note(stage_dev *d)
+{
+    int       threads = mt_cpu_count() < THREADS ? mt_cpu_count() : THREADS;
+    mt_status st;
+
+    if (d->pool != NULL)
+        return MT_OK;
+    (void)snprintf(d->why, sizeof d->why, "%s", mt_last_error());
+    MT_TRY(mt_pool_open(threads, &d->pool));
+fail:
+    return st;
+}
+
+static mt_status add_region(stage_dev *d, char *p, size_t bytes)
+{
+    region    r = { p, bytes, 1 };
+    mt_status st;
+
+    MT_TRY(prepare(d));
+    MT_TRY(make_room(d));
+    st = bytes <= d->small ? lock_small(d, p, bytes) : lock(d, p, bytes);
+    if (st == MT_ENOMEM && bytes > d->small) {
+        r.locked = 0;
+        st = note(d);
+    }
+    MT_TRY(st);
+    *(r.locked ? &d->locked : &d->noted) += bytes;
+    d->regions[d->n++] = r;
+    atomic_fetch_add(&d->n_noted, !r.locked);
+fail:
+    return st;
+}
+
+static mt_status stage_host_register(mt_dev *dev, void *p, size_t bytes)
+{
+    stage_dev *d = as_dev(dev);
+    mt_status  st;
+
+    pthread_mutex_lock(&d->mu);
+    st = add_region(d, p, bytes);
+    pthread_mutex_unlock(&d->mu);
+    return st;
+}
+
+static void stage_host_unregister(mt_dev *dev, void *p)
+{
+    stage_dev *d = as_dev(dev);
+    region     r = { NULL, 0, 0 };
+
+    pthread_mutex_lock(&d->mu);
+    for (int i = 0; i < d->n && r.p == NULL; i++)
+        if (d->regions[i].p == p) {
+            r = d->regions[i];
+            d->regions[i] = d->regions[--d->n];
+            *(r.locked ? &d->locked : &d->noted) -= r.bytes;
+            atomic_fetch_sub(&d->n_noted, !r.locked);
+        }
+    pthread_mutex_unlock(&d->mu);
+    if (r.locked)
+        d->under->ops->host_unregister(d->under, p);
+}
+
+static int is_noted(stage_dev *d, const void *at)
+{
+    const char *p = at;
+    int         found = 0;
+
+    pthread_mutex_lock(&d->mu);
+    for (int i = 0; i < d->n && !found; i++)
+        found = !d->regions[i].locked && p >= d->regions[i].p && p < d->regions[i].p + d->regions[i].bytes;
+    pthread_mutex_unlock(&d->mu);
+    return found;
+}
+
+/* ---- copies ----------------------------------------------------------------------------- */
+
+typedef struct move {
+    mt_pool    *pool;
+    char       *to;
+    const char *from;
+    size_t      bytes;
+} move;
+
+/* Threads of ours, and the one that the device calls on. */
+static void move_chunk(void *arg, int64_t chunk)
+{
+    const move *m = arg;
+    size_t      at = (size_t)chunk * CHUNK_BYTES;
+    size_t      n = m->bytes - at < CHUNK_BYTES ? m->bytes - at : CHUNK_BYTES;
+
+    memcpy(m->to + at, m->from + at, n);
+}
+
+static void run_move(void *arg)
+{
+    move *m = arg;
+
+    mt_pool_run(m->pool, move_chunk, m, (int64_t)((m->bytes + CHUNK_BYTES - 1) / CHUNK_BYTES));
+    free(m);
+}
+
+static mt_status put_move(stage_queue *q, char *to, const char *from, size_t bytes)
+{
+    stage_dev *d = as_dev(q->base.dev);
+    move      *m = malloc(sizeof *m);
+    mt_status  st;
+
+    if (m == NULL)
+        return MT_FAIL(MT_ENOMEM, "stage: no memory for a copy of %zu bytes", bytes);
+    *m = (move){ d->pool, to, from, bytes };
+    if ((st = d->under->ops->call(q->under, run_move, m)) != MT_OK)
+        free(m);
+    return st;
+}
+
+/* up: src is a noted region; else dst is. */
+static mt_status put_pieces(stage_queue *q, char *dst, const char *src, size_t bytes, int up)
+{
+    const mt_dev_ops *v = under(q->base.dev)->ops;
+    mt_status         st;
+
+    for (size_t at = 0; at < bytes; at += PIECE_BYTES) {
+        size_t n = bytes - at < PIECE_BYTES ? bytes - at : PIECE_BYTES;
+
+        if (up)
+            MT_TRY(put_move(q, q->buffer, src + at, n));
+        MT_TRY(v->copy(q->under, up ? dst + at : q->buffer, up ? q->buffer : src + at, n));
+        if (!up)
+            MT_TRY(put_move(q, dst + at, q->buffer, n));
+    }
+    return MT_OK;
+fail:
+    return st;
+}
+
+static mt_status stage_copy(mt_queue *queue, void *dst, const void *src, size_t bytes)
+{
+    stage_queue *q = as_queue(queue);
+    stage_dev   *d = as_dev(queue->dev);
+    int          up, down;
+
+    if (atomic_load(&d->n_noted) == 0)
+        return d->under->ops->copy(q->under, dst, src, bytes);
+    up = is_noted(d, src);
+    down = is_noted(d, dst);
+    if (up != down && q->buffer == NULL)
+        q->buffer = buffer_take(d);
+    /* Without a buffer: CUDA copies memory that is not locked too, but in the caller's time. */
+    if (up == down || q->buffer == NULL)
+        return d->under->ops->copy(q->under, dst, src, bytes);
+    return put_pieces(q, dst, src, bytes, up);
+}
+
+/* ---- what passes ------------------------------------------------------------------------ */
+
+static mt_status stage_mem_alloc(mt_dev *d, size_t bytes, void **out)
+{
+    return under(d)->ops->mem_alloc(under(d), bytes, out);
+}
+
+static void stage_mem_free(mt_dev *d, void *p)
+{
+    under(d)->ops->mem_free(under(d), p);
+}
+
+static mt_status queue_wrap(mt_dev *d, mt_queue *behind, mt_queue **out)
+{
+    stage_queue *q = calloc(1, sizeof *q);
+
+    if (q == NULL) {
+        under(d)->ops->queue_close(behind);
+        return MT_FAIL(MT_ENOMEM, "stage queue: calloc(%zu)", sizeof *q);
+    }
+    q->base.dev = d;
+    q->under = behind;
+    *out = &q->base;
+    return MT_OK;
+}
+
+static mt_status stage_queue_open(mt_dev *d, const char *name, mt_queue **out)
+{
+    mt_queue *behind;
+    mt_status st = under(d)->ops->queue_open(under(d), name, &behind);
+
+    return st == MT_OK ? queue_wrap(d, behind, out) : st;
+}
+
+static mt_status stage_queue_adopt(mt_dev *d, uintptr_t handle, mt_queue **out)
+{
+    mt_queue *behind;
+    mt_status st = under(d)->ops->queue_adopt(under(d), handle, &behind);
+
+    return st == MT_OK ? queue_wrap(d, behind, out) : st;
+}
+
+/* When all that was put is over the buffer is nobody's. */
+static void stage_queue_close(mt_queue *queue)
+{
+    stage_queue *q = as_queue(queue);
+    stage_dev   *d;
+
+    if (q == NULL)
+        return;
+    d = as_dev(queue->dev);
+    if (q->buffer != NULL)
+        (void)d->under->ops->sync(q->under);
+    d->under->ops->queue_close(q->under);
+    buffer_give(d, q->buffer);
+    free(q);
+}
+
+static uintptr_t stage_handle(mt_queue *q)
+{
+    return under(q->dev)->ops->handle(as_queue(q)->under);
+}
+
+static mt_status stage_call(mt_queue *q, void (*fn)(void *), void *arg)
+{
+    return under(q->dev)->ops->call(as_queue(q)->under, fn, arg);
+}
+
+static mt_status stage_sync(mt_queue *q)
+{
+    return under(q->dev)->ops->sync(as_queue(q)->under);
+}
+
+typedef struct stage_event {
+    mt_event  base;
+    mt_event *under;
+} stage_event;
+
+static mt_event *event(mt_event *e)
+{
+    return ((stage_event *)(void *)e)->under;
+}
+
+static mt_status stage_event_open(mt_dev *d, mt_event **out)
+{
+    stage_event *e = calloc(1, sizeof *e);
+    mt_status    st;
+
+    if (e == NULL)
+        return MT_FAIL(MT_ENOMEM, "stage event: calloc(%zu)", sizeof *e);
+    e->base.dev = d;
+    MT_TRY(under(d)->ops->event_open(under(d), &e->under));
+    *out = &e->base;
+    return MT_OK;
+
+fail:
+    free(e);
+    return st;
+}
+
+static void stage_event_close(mt_event *e)
+{
+    if (e == NULL)
+        return;
+    under(e->dev)->ops->event_close(event(e));
+    free(e);
+}
+
+static mt_status stage_record(mt_queue *q, mt_event *e)
+{
+    return under(q->dev)->ops->record(as_queue(q)->under, event(e));
+}
+
+static mt_status stage_wait(mt_queue *q, mt_event *e)
+{
+    return under(q->dev)->ops->wait(as_queue(q)->under, event(e));
+}
+
+static mt_status stage_sync_event(mt_event *e)
+{
+    return under(e->dev)->ops->sync_event(event(e));
+}
+
+static mt_status stage_query(mt_event *e, int *done)
+{
+    return under(e->dev)->ops->query(event(e), done);
+}
+
+static mt_status stage_stamp_open(mt_dev *d, mt_stamp **out)
+{
+    return under(d)->ops->stamp_open(under(d), out);
+}
+
+static void stage_stamp_close(mt_dev *d, mt_stamp *s)
+{
+    under(d)->ops->stamp_close(under(d), s);
+}
+
+static mt_status stage_stamp(mt_queue *q, mt_stamp *s)
+{
+    return under(q->dev)->ops->stamp(as_queue(q)->under, s);
+}
+
+static mt_status stage_stamp_read(mt_dev *d, mt_stamp *s, uint64_t *ns, int *done)
+{
+    return under(d)->ops->stamp_read(under(d), s, ns, done);
+}
+
+/* ---- the device ------------------------------------------------------------------------- */
+
+static void stage_close(mt_dev *dev)
+{
+    stage_dev *d = as_dev(dev);
+
+    pages_close(d, d->cushion);
+    pages_close(d, d->block);
+    d->under->ops->close(d->under);
+    mt_pool_close(d->pool);
+    pthread_mutex_destroy(&d->mu);
+    free(d->regions);
+    free(d);
+}
+
+static const mt_dev_ops stage_ops = {
+    .close           = stage_close,
+    .host_register   = stage_host_register,
+    .host_unregister = stage_host_unregister,
+    .mem_alloc       = stage_mem_alloc,
+    .mem_free        = stage_mem_free,
+    .queue_open      = stage_queue_open,
+    .queue_adopt     = stage_queue_adopt,
+    .queue_close     = stage_queue_close,
+    .handle          = stage_handle,
+    .copy            = stage_copy,
+    .call            = stage_call,
+    .event_open      = stage_event_open,
+    .event_close     = stage_event_close,
+    .record          = stage_record,
+    .wait            = stage_wait,
+    .sync_event      = stage_sync_event,
+    .query           = stage_query,
+    .sync            = stage_sync,
+    .stamp_open      = stage_stamp_open,
+    .stamp_close     = stage_stamp_close,
+    .stamp           = stage_stamp,
+    .stamp_read      = stage_stamp_read,
+};
+
+mt_status mt_dev_stage_open(mt_dev *behind, mt_dev **out)
+{
+    stage_dev *d = calloc(1, sizeof *d);
+
+    if (d == NULL)
+        return MT_FAIL(MT_ENOMEM, "stage: calloc(%zu)", sizeof *d);
+    d->ops = stage_ops;
+    d->ops.name = behind->ops->name;
+    d->base.ops = &d->ops;
+    d->under = behind;
+    d->limit = SIZE_MAX;
+    d->small = SMALL_BYTES;
+    pthread_mutex_init(&d->mu, NULL);
+    atomic_init(&d->n_noted, 0);
+    *out = &d->base;
+    return MT_OK;
+}
+
+size_t mt_dev_stage_noted(mt_dev *dev, char *why, size_t n)
+{
+    stage_dev *d = as_dev(dev);
+    size_t     noted;
+
+    pthread_mutex_lock(&d->mu);
+    noted = d->noted;
+    (void)snprintf(why, n, "%s", d->why);
+    pthread_mutex_unlock(&d->mu);
+    return noted;
+}
+
+void mt_dev_stage_limit(mt_dev *dev, size_t bytes, size_t small)
+{
+    stage_dev *d = as_dev(dev);
+
+    pthread_mutex_lock(&d->mu);
+    d->limit = bytes;
+    d->small = small;
+    pthread_mutex_unlock(&d->mu);
+}

@@ -1,0 +1,292 @@
+/* test_stage.c — dev_stage.c: host memory that cannot be locked is copied all the same, in order. */
+#include "check.h"
+#include "dev_fault.h"
+
+#define PIECE_BYTES ((size_t)8192)      /* the device's own source, with small pieces */
+#include "../../csrc/dev/dev_stage.c"
+
+#define REGION (5 * PIECE_BYTES)
+enum { OURS = 2 };                      /* what the device itself locks: cushion and buffers */
+
+static mt_dev *behind, *faulty, *stage;
+
+/* Behind the stage: a device that locks `locks` regions of ours; below 0 all. */
+static void open_behind(int n, fault_mode mode, int locks, int max_us)
+{
+    REQUIRE(mt_dev_cpu_open(&behind) == MT_OK);
+    if (max_us > 0)
+        REQUIRE(mt_dev_delay_open(behind, 5, max_us, &behind) == MT_OK);
+    faulty = fault_dev(behind, n, mode);
+    fault_locks(faulty, locks);
+    REQUIRE(mt_dev_stage_open(faulty, &stage) == MT_OK);
+}
+
+static void close_all(void)
+{
+    stage->ops->close(stage);
+    behind->ops->close(behind);
+}
+
+static size_t noted(void)
+{
+    char why[512];
+    return mt_dev_stage_noted(stage, why, sizeof why);
+}
+
+/* A region of pages that hold i * step. */
+static unsigned char *region_of(size_t bytes, unsigned step, mt_status want)
+{
+    unsigned char *p = aligned_alloc(PAGE_BYTES, (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES);
+
+    REQUIRE(p != NULL);
+    for (size_t i = 0; i < bytes; i++)
+        p[i] = (unsigned char)(i * step >> 3);
+    CHECK_EQ(stage->ops->host_register(stage, p, bytes), want);
+    return p;
+}
+
+static void region_free(unsigned char *p)
+{
+    stage->ops->host_unregister(stage, p);
+    free(p);
+}
+
+static mt_queue *queue(void)
+{
+    mt_queue *q = NULL;
+
+    REQUIRE(stage->ops->queue_open(stage, "q", &q) == MT_OK);
+    return q;
+}
+
+static void *device(size_t bytes)
+{
+    void *p = NULL;
+
+    REQUIRE(stage->ops->mem_alloc(stage, bytes, &p) == MT_OK);
+    return p;
+}
+
+static void copies_of_any_size_are_whole(void)
+{
+    const size_t   sizes[] = { 0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, REGION };
+    unsigned char *from, *to, *there;
+    mt_queue      *q;
+
+    open_behind(0, FAULT_ONCE, OURS, 0);
+    mt_dev_stage_limit(stage, SIZE_MAX, 0);
+    q = queue();
+    there = device(REGION);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        from = region_of(REGION, 7, MT_OK);
+        to = region_of(REGION, 11, MT_OK);
+        CHECK_EQ(noted(), 2 * REGION);
+        CHECK_OK(stage->ops->copy(q, there, from, sizes[i]));
+        CHECK_OK(stage->ops->copy(q, to, there, sizes[i]));
+        CHECK_OK(stage->ops->sync(q));
+        CHECK_EQ(memcmp(from, to, sizes[i]), 0);
+        for (size_t k = sizes[i]; k < REGION; k++)
+            CHECK_EQ(to[k], (unsigned char)(k * 11 >> 3));
+        region_free(from);
+        region_free(to);
+        CHECK_EQ(noted(), 0);
+    }
+    stage->ops->mem_free(stage, there);
+    stage->ops->queue_close(q);
+    CHECK_EQ(fault_live(faulty), OURS);
+    close_all();
+}
+
+/* Up, down into another region, up again from there: each must find what the one before brought, and the
+ * event behind them must be behind the last piece. Two queues, each with naps, wait for each other. */
+static void copies_keep_the_order_of_their_queues(void)
+{
+    unsigned char *a, *b, *c;
+    void          *there, *other;
+    mt_queue      *one, *two;
+    mt_event      *up, *down;
+
+    open_behind(0, FAULT_ONCE, OURS, 100);
+    mt_dev_stage_limit(stage, SIZE_MAX, 0);
+    a = region_of(REGION, 3, MT_OK);
+    b = region_of(REGION, 0, MT_OK);
+    c = region_of(REGION, 0, MT_OK);
+    one = queue();
+    two = queue();
+    there = device(REGION);
+    other = device(REGION);
+    REQUIRE(stage->ops->event_open(stage, &up) == MT_OK && stage->ops->event_open(stage, &down) == MT_OK);
+    for (int i = 0; i < 20; i++) {
+        memset(a, i, REGION);
+        CHECK_OK(stage->ops->copy(one, there, a, REGION));
+        CHECK_OK(stage->ops->record(one, up));
+        CHECK_OK(stage->ops->wait(two, up));
+        CHECK_OK(stage->ops->copy(two, b, there, REGION));
+        CHECK_OK(stage->ops->copy(two, other, b, REGION));
+        CHECK_OK(stage->ops->copy(two, c, other, REGION));
+        CHECK_OK(stage->ops->record(two, down));
+        CHECK_OK(stage->ops->sync_event(down));
+        CHECK_EQ(memcmp(a, c, REGION), 0);
+    }
+    stage->ops->event_close(up);
+    stage->ops->event_close(down);
+    stage->ops->queue_close(one);
+    stage->ops->queue_close(two);
+    stage->ops->mem_free(stage, there);
+    stage->ops->mem_free(stage, other);
+    region_free(a);
+    region_free(b);
+    region_free(c);
+    close_all();
+}
+
+static void what_is_locked_is_copied_at_once(void)
+{
+    unsigned char *from;
+    void          *there;
+    mt_queue      *q;
+    int            before;
+
+    open_behind(0, FAULT_ONCE, OURS + 1, 0);
+    mt_dev_stage_limit(stage, SIZE_MAX, 0);
+    from = region_of(REGION, 3, MT_OK);
+    CHECK_EQ(noted(), 0);
+    region_free(region_of(REGION, 3, MT_OK));
+    q = queue();
+    there = device(REGION);
+    before = fault_calls(faulty);
+    CHECK_OK(stage->ops->copy(q, there, from, REGION));
+    CHECK_EQ(fault_calls(faulty) - before, 1);
+    CHECK_OK(stage->ops->sync(q));
+    stage->ops->queue_close(q);
+    stage->ops->mem_free(stage, there);
+    region_free(from);
+    close_all();
+}
+
+/* The n-th registration and all after it fail: never worse than what could not be locked. */
+static void whichever_registration_fails_first(void)
+{
+    for (int n = 0; n <= OURS + 4; n++) {
+        unsigned char *p[3];
+
+        open_behind(0, FAULT_ONCE, n, 0);
+        for (int i = 0; i < 3; i++)
+            p[i] = region_of(SMALL_BYTES + PIECE_BYTES, 1, n < OURS ? MT_ENOMEM : MT_OK);
+        CHECK_EQ(noted(), n < OURS || n >= OURS + 3 ? 0 : (size_t)(OURS + 3 - n) * (SMALL_BYTES + PIECE_BYTES));
+        for (int i = 0; i < 3; i++)
+            region_free(p[i]);
+        CHECK_EQ(fault_live(faulty), n < OURS ? 0 : OURS);
+        close_all();
+    }
+}
+
+static void why_is_what_the_device_said_first(void)
+{
+    unsigned char *p;
+    char           why[512];
+
+    open_behind(0, FAULT_ONCE, OURS, 0);
+    p = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
+    CHECK_EQ(mt_dev_stage_noted(stage, why, sizeof why), SMALL_BYTES + PAGE_BYTES);
+    CHECK_HAS(why, "69632 bytes cannot be locked");
+    region_free(p);
+    close_all();
+}
+
+/* What kernels write into is locked in the cushion's place, or refused. */
+static void small_regions_are_never_only_noted(void)
+{
+    unsigned char *large, *small;
+
+    open_behind(0, FAULT_ONCE, OURS, 0);
+    large = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
+    small = aligned_alloc(PAGE_BYTES, PAGE_BYTES);
+    CHECK_EQ(stage->ops->host_register(stage, small, PAGE_BYTES), MT_ENOMEM);
+    CHECK_EQ(fault_live(faulty), OURS - 1);                 /* the cushion was given up for it */
+    fault_locks(faulty, 1);
+    CHECK_OK(stage->ops->host_register(stage, small, PAGE_BYTES));
+    CHECK_EQ(noted(), SMALL_BYTES + PAGE_BYTES);
+    region_free(small);
+    region_free(large);
+    close_all();
+}
+
+static void other_failures_stay_failures(void)
+{
+    for (int n = 1; n <= OURS + 1; n++) {
+        unsigned char *p;
+
+        open_behind(n, FAULT_ONCE, -1, 0);
+        p = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_EDEVICE);
+        CHECK_EQ(noted(), 0);
+        free(p);
+        close_all();
+    }
+}
+
+/* A copy that fails on its way leaves nothing behind. */
+static void a_copy_fails_at_each_of_its_calls(void)
+{
+    for (int n = 1, over = 0; !over; n++) {
+        unsigned char *p;
+        mt_queue      *q;
+        void          *there;
+        mt_status      st;
+
+        open_behind(0, FAULT_ONCE, OURS, 0);
+        mt_dev_stage_limit(stage, SIZE_MAX, 0);
+        p = region_of(REGION, 1, MT_OK);
+        q = queue();
+        there = device(REGION);
+        fault_next(faulty, n);
+        st = stage->ops->copy(q, there, p, REGION);
+        over = fault_fired(faulty) == 0;
+        fault_next(faulty, 0);
+        CHECK_EQ(st, over ? MT_OK : MT_EDEVICE);
+        CHECK_OK(stage->ops->sync(q));
+        stage->ops->queue_close(q);
+        stage->ops->mem_free(stage, there);
+        region_free(p);
+        close_all();
+    }
+}
+
+/* More queues than buffers: those without one copy as the device behind does. Buffers come back. */
+static void queues_without_a_buffer_copy_too(void)
+{
+    unsigned char *from, *to;
+    mt_queue      *q[BUFFERS + 2];
+    void          *there;
+
+    open_behind(0, FAULT_ONCE, OURS, 0);
+    mt_dev_stage_limit(stage, SIZE_MAX, 0);
+    from = region_of(REGION, 5, MT_OK);
+    to = region_of(REGION, 0, MT_OK);
+    there = device(REGION);
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < BUFFERS + 2; i++) {
+            q[i] = queue();
+            memset(from, i, REGION);
+            CHECK_OK(stage->ops->copy(q[i], there, from, REGION));
+            CHECK_OK(stage->ops->copy(q[i], to, there, REGION));
+            CHECK_OK(stage->ops->sync(q[i]));
+            CHECK_EQ(memcmp(from, to, REGION), 0);
+            CHECK_EQ(as_queue(q[i])->buffer != NULL, i < BUFFERS);
+        }
+        for (int i = 0; i < BUFFERS + 2; i++)
+            stage->ops->queue_close(q[i]);
+    }
+    stage->ops->mem_free(stage, there);
+    region_free(from);
+    region_free(to);
+    close_all();
+}
+
+#define TESTS(X)                                                                              \
+    X(copies_of_any_size_are_whole) X(copies_keep_the_order_of_their_queues)                  \
+    X(what_is_locked_is_copied_at_once) X(whichever_registration_fails_first)                 \
+    X(why_is_what_the_device_said_first) X(small_regions_are_never_only_noted)                \
+    X(other_failures_stay_failures) X(a_copy_fails_at_each_of_its_calls)                      \
+    X(queues_without_a_buffer_copy_too)
+CHECK_MAIN(TESTS)
