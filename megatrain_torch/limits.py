@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import _core
 from .errors import MegatrainError
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -163,7 +164,7 @@ def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostL
         left = max(memory["CommitLimit"] - memory.get("Committed_AS", 0), 0)
         bounds.append(Bound("vm.overcommit_memory=2", memory["CommitLimit"], left, "raise vm.overcommit_ratio"))
     return HostLimits(tuple(bounds), grows, certain, together, memory.get("SwapFree", 0), limits.get("locked memory"),
-                      "microsoft" in version.lower(), _files(proc, limits))
+                      "microsoft" in version.lower(), _files(proc, limits), _core.build_info()["nodes"])
 
 
 def _text(path: Path) -> str:

@@ -1,6 +1,7 @@
 /* kernels.c — functions on plain host addresses: for tests, benchmarks, and parameters that are
  * not streamed. Addresses are ints; the caller keeps the memory alive. All run without the GIL. */
 #include "bind.h"
+#include "../core/numa.h"
 #include "../optim/adam.h"
 #include <stdlib.h>
 
@@ -245,8 +246,9 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-    return Py_BuildValue("{sNsssNsi}", "cuda", PyBool_FromLong(mt_dev_cuda_built()),
-                         "isa", mt_isa_name(mt_isa_best()), "isas", isas(), "cpus", mt_cpu_count());
+    return Py_BuildValue("{sNsssNsisi}", "cuda", PyBool_FromLong(mt_dev_cuda_built()),
+                         "isa", mt_isa_name(mt_isa_best()), "isas", isas(), "cpus", mt_cpu_count(),
+                         "nodes", mt_nodes_here()->n);
 }
 
 #define KEYWORDS(fn) ((PyCFunction)(void (*)(void))(fn))
@@ -254,7 +256,7 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
 PyMethodDef mt_kernel_methods[] = {
     { "build_info", py_build_info, METH_NOARGS,
       "build_info()\n--\n\n"
-      "{\"cuda\": bool, \"isa\": best, \"isas\": all that run here, \"cpus\": int}" },
+      "{\"cuda\": bool, \"isa\": best, \"isas\": all that run here, \"cpus\": int, \"nodes\": int}" },
     { "isa_runs", py_isa_runs, METH_VARARGS, "isa_runs(isa, /)\n--\n\n" },
     { "adam_step", KEYWORDS(py_adam_step), METH_VARARGS | METH_KEYWORDS,
       "adam_step(tensors, clip, threads, isa)\n--\n\nAdamW on host addresses." },

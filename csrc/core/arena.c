@@ -4,6 +4,8 @@
  * pages several times as fast as the driver does alone (which is why cudaHostAlloc is not used). */
 #include "arena.h"
 
+#include "numa.h"
+
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -83,8 +85,9 @@ static mt_status map_cold(mt_arena *a, size_t bytes, int flags, const char *what
                            "or keep less on the host",
                            what, bytes, mib(bytes), mapped, mib(mapped));
         made.bytes = whole;
+        (void)mt_numa_spread(made.base, whole);                 /* these two are wishes: else just slower */
         if (huge)
-            (void)madvise(made.base, whole, MADV_HUGEPAGE);     /* a wish: else just slower */
+            (void)madvise(made.base, whole, MADV_HUGEPAGE);
     }
     *a = made;
     return MT_OK;

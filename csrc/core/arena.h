@@ -24,8 +24,8 @@ typedef struct mt_arena {
     int     cold;            /* no page was touched */
 } mt_arena;
 
-/* Maps anonymous memory, asks for huge pages where they pay, touches every page on the pool
- * (pool NULL: on this thread), and registers it with dev unless that is NULL.
+/* Maps anonymous memory, spreads it over the nodes (numa.h), asks for huge pages where they pay, touches
+ * every page on the pool (pool NULL: on this thread), and registers it with dev unless that is NULL.
  * what and mapped (bytes the caller has mapped already) are for the message of MT_ENOMEM.
  * bytes 0: nothing is mapped; base is an address that may be compared but not read. */
 mt_status mt_arena_open  (mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
