@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--slots", type=int, help="ring size")
     add("--speculate", action="store_true", help="updates on the host begin during backward")
     add("--layers", type=int, help="instead of the config's own number")
+    add("--picture", type=Path, help="file to draw what lies in which memory: .png, .svg or .pdf")
     add("--compute", choices=["auto", "fused", "eager"], default="auto")
     plan.set_defaults(run=_plan)
     return parser
@@ -69,8 +70,11 @@ def _doctor(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     from .planner import plan
 
-    asked = {k: v for k, v in vars(args).items() if k not in ("run", "model")}
-    sys.stdout.write(f"{plan(_config(args.model), **asked)}\n")
+    asked = {k: v for k, v in vars(args).items() if k not in ("run", "model", "picture")}
+    found = plan(_config(args.model), **asked)
+    sys.stdout.write(f"{found}\n")
+    if args.picture:
+        found.picture(args.picture)
 
 
 def _config(name: str) -> Any:

@@ -12,6 +12,7 @@ import dataclasses
 import html
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .machine import Machine, resolve
 from .placement import Choice, Problem, Wishes
 from .shapes import MODES, Shape, shape_of
 from .simulate import Timing
+from .tiers import Tier, write_tiers
 from .timeline import LANES
 
 Table = tuple[str, list[tuple[str, ...]]]
@@ -85,6 +87,20 @@ class Plan:
     def bound(self) -> str:
         """The lane with most work in a step."""
         return max(self.busy, key=lambda name: self.busy[name])
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """(title, bytes by what they hold, bytes there are) of each kind of memory."""
+        return [("device memory", self.vram, self.machine.vram_bytes),
+                ("host memory", self.host, self.machine.host_bytes)]
+
+    def picture(self, path: str | Path) -> None:
+        """Draws what lies in which memory; .png, .svg or .pdf.
+
+        Raises:
+            MegatrainError: matplotlib is not installed.
+        """
+        write_tiers(path, _headline(self), self.tiers)
 
     def __str__(self) -> str:
         return "\n\n".join([_headline(self), *(as_text(t) for t in _tables(self))])
@@ -281,8 +297,7 @@ def _headline(p: Plan) -> str:
 
 
 def _tables(p: Plan) -> list[Table]:
-    return [_placement_table(p), _bytes_table("device memory", p.vram, p.machine.vram_bytes),
-            _bytes_table("host memory", p.host, p.machine.host_bytes), _seconds_table(p)]
+    return [_placement_table(p), *(_bytes_table(*tier) for tier in p.tiers), _seconds_table(p)]
 
 
 def _placement_table(p: Plan) -> Table:
