@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -216,3 +217,10 @@ def test_the_module_and_the_store_are_never_there_twice() -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(PEAK)], stdout=subprocess.PIPE, text=True, check=True)
     peak, after = (int(n) >> 10 for n in done.stdout.split())
     assert after <= 64 + 32 and peak <= 2 * 16 + 64 + 32, f"MiB more at the peak: {peak}; afterwards: {after}"
+
+
+def test_at_each_edge_a_model_trains_or_is_refused() -> None:
+    program = Path(__file__).parent / "gpu" / "run_preflight.py"
+    done = subprocess.run([sys.executable, str(program), "--device", "cpu"], stdout=subprocess.PIPE, text=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) >= 20 and [f for f in found if not f["ok"]] == [] and done.returncode == 0

@@ -1,0 +1,269 @@
+"""At the edge of each kind of memory a model trains or is refused before it is allocated; none is killed. No pytest.
+
+    python tests/gpu/run_preflight.py [--device cuda] [--only NAME ...] [--real] [--cgroup FOLDER]
+
+Each configuration runs in a process of its own, with as many bytes as it needs or one less (limits of the kernel:
+some more or less). It trains two steps, or raises the refusal; one JSON line each. Exit status 1 when one did neither, or
+not what it should have. --real: with as much of this machine's own memory as there is, and a little more. --cgroup: a
+memory cgroup that we may make groups in, e.g. of `systemd-run --user --scope -p Delegate=yes`.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path[:0] = [str(Path(__file__).parents[2])]
+
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402 - what the first optimizer imports, once for all children
+from torch import Tensor, nn  # noqa: E402
+
+import megatrain_torch as mt  # noqa: E402
+from megatrain_torch import limits, preflight  # noqa: E402
+from megatrain_torch.limits import Bound, HostLimits, host_limits, with_margin  # noqa: E402
+
+WIDTH, LAYERS = 256, 6
+UNIT = WIDTH * WIDTH
+NUMEL = LAYERS * UNIT
+LOADED, STEP, SUMS = 2 * NUMEL, 12 * NUMEL, 4 * NUMEL + 2 * 2 * UNIT    # bytes of bf16 weights; of a step; of ADD
+MIB = 1 << 20
+
+
+class Stack(nn.Module):
+    """`layers` products of bf16 [width, width]."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            layer = nn.Linear(width, width, bias=False, device="meta", dtype=torch.bfloat16)
+            layer.weight = nn.Parameter(torch.full((width, width), 1e-3, dtype=torch.bfloat16))
+            self.layers.append(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class Case(NamedTuple):
+    """runs: what should come of it. before: called in the child, with the device, before anything else."""
+
+    runs: bool
+    asked: dict[str, Any]
+    micro: int = 1
+    before: Callable[[str], None] | None = None
+    width: int = WIDTH
+    layers: int = LAYERS
+
+
+def train(case: Case, device: str) -> None:
+    model = mt.stream(Stack(case.width, case.layers), device=device, **case.asked)
+    opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    x = torch.ones(4, case.width, dtype=torch.bfloat16, device=device)
+    for _ in range(2):
+        for _ in range(case.micro):
+            model(x).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    assert opt.skipped_steps == 0
+    mt.masters(model.layers[-1]) if hasattr(model.layers[-1], "_mt") else mt.unstream(model)
+
+
+# ---- limits, made in the child ---------------------------------------------------------------------
+
+def said(free: int, files: tuple[int, int] = (3, 1024)) -> Callable[[str], None]:
+    """The kernel says that so many bytes are free."""
+    def make(_: str) -> None:
+        found = HostLimits((Bound("a limit", free, free, "raise it"),), files=files)
+        preflight.host_limits = lambda: found
+    return make
+
+
+def slots_on_host(device: str) -> int:
+    """On the CPU device slots are host memory: they come when the module's own tensors are gone."""
+    return 3 * 2 * UNIT if device == "cpu" else 0
+
+
+def loading(less: int) -> Callable[[str], None]:
+    return lambda device: said(with_margin(max(2 * UNIT, slots_on_host(device))) - less)(device)
+
+
+def grown(reaches: int) -> Callable[[str], None]:
+    """A machine that says it has little, in a group that may have much, and gives `reaches` when touched."""
+    def make(_: str) -> None:
+        found = HostLimits((Bound("the machine", 2 * MIB, MIB, "", False), Bound("a group", 1 << 40, 1 << 40, "")),
+                           grows="it does")
+        preflight.host_limits = lambda: found
+        limits.touch = lambda n: min(n, reaches)
+    return make
+
+
+def rlimit(which: int, field: str, more: int) -> Callable[[str], None]:
+    """The kernel's own: `more` bytes than the process has now."""
+    def make(_: str) -> None:
+        now = next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines()
+                   if line.startswith(field + ":"))
+        resource.setrlimit(which, (now + more, now + more))
+    return make
+
+
+def files(_: str) -> None:
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, used + 8))
+
+
+def written(limit: int, used: int) -> Callable[[str], None]:
+    """A cgroup, as the kernel's files would say."""
+    def make(_: str) -> None:
+        root = Path(tempfile.mkdtemp(prefix="mt-preflight-"))
+        for name, text in {"proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 67108864 kB\n",
+                           "proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.max": str(limit),
+                           "sys/fs/cgroup/job/memory.current": str(used)}.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        preflight.host_limits = lambda: host_limits(root / "proc", root / "sys")
+    return make
+
+
+def in_group(folder: Path, more: int) -> Callable[[str], None]:
+    """A real one, below `folder`: `more` bytes than the process has when it moves there."""
+    def make(_: str) -> None:
+        group = folder / f"preflight-{os.getpid()}"
+        group.mkdir()
+        v2 = (folder / "cgroup.controllers").exists()
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        (group / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(str(more))
+    return make
+
+
+# ---- configurations --------------------------------------------------------------------------------
+
+def cases(device: str) -> dict[str, Case]:
+    """By name; those of the kernel's own limits leave half of the margin to what they cannot know."""
+    slots, unit_home = 3 * 2 * UNIT, 2 * UNIT + 12 * UNIT
+    whole = LOADED + STEP
+    early = {"plan": {"speculate": True}}
+    ample, scant = with_margin(STEP) + 512 * MIB, with_margin(STEP) - 8 * MIB
+    found = {
+        "host=all": Case(True, {"host": whole}),
+        "host=all-1": Case(False, {"host": whole - 1}),
+        "host=all,speculate": Case(True, {"host": whole + STEP, **early}),
+        "host=all-1,speculate": Case(False, {"host": whole + STEP - 1, **early}),
+        "host=all,micro": Case(True, {"host": whole + SUMS}, 2),
+        "host=all-1,micro": Case(False, {"host": whole + SUMS - 1}, 2),
+        "weights": Case(False, {}, before=loading(1)),
+        "weights,host=": Case(True, {"host": whole}, before=loading(1)),
+        "states": Case(True, {}, before=said(with_margin(STEP))),
+        "states-1": Case(False, {}, before=said(with_margin(STEP) - 1)),
+        "grows": Case(True, {}, before=grown(with_margin(STEP))),
+        "grows,not_enough": Case(False, {}, before=grown(with_margin(STEP) - 1)),
+        "cgroup_files": Case(True, {}, before=written(with_margin(STEP) + 10**9, 10**9)),
+        "cgroup_files-1": Case(False, {}, before=written(with_margin(STEP) + 10**9, 10**9 + 1)),
+        "ulimit_-n": Case(False, {}, before=files),
+        "unlocked": Case(True, {"plan": {"debug": {"lock": 0}}}),
+        "unlocked,some": Case(True, {"plan": {"debug": {"lock": 5 * UNIT}}}, 2),
+        "vram=slots": Case(True, {"vram": slots - 2 * UNIT}),                  # two are enough
+        "vram=slots-1": Case(False, {"vram": slots - 2 * UNIT - 1}),
+        "vram=homes": Case(True, {"vram": LAYERS * unit_home, "plan": {"homes": "vram"}}),
+        "vram=homes-1": Case(False, {"vram": LAYERS * unit_home - 1, "plan": {"homes": "vram"}}),
+    }
+    if device == "cpu":                     # the CUDA driver reserves addresses by the terabyte
+        for flag, which, field in (("-d", resource.RLIMIT_DATA, "VmData"), ("-v", resource.RLIMIT_AS, "VmSize")):
+            found[f"ulimit_{flag}"] = Case(True, {}, before=rlimit(which, field, ample))
+            found[f"ulimit_{flag},scant"] = Case(False, {}, before=rlimit(which, field, scant))
+    else:
+        del found["vram=slots"], found["vram=homes"]     # the context alone needs more than these
+    return found
+
+
+def real_cases(device: str) -> dict[str, Case]:
+    """As much of this machine's memory as a step may take, and 6 % more."""
+    width = 8192
+    free = host_limits().tightest().free - 3 * 2**30 * (device == "cuda")       # the driver's, torch's
+    fits = int((free - limits.MARGIN_BYTES) / (1 + limits.MARGIN_SHARE) / (14 * width * width))
+    found = {"real_ram": Case(True, {}, width=width, layers=fits - 1),
+             "real_ram+": Case(False, {}, width=width, layers=fits + max(2, fits // 16))}
+    if device == "cuda":
+        homes = torch.cuda.get_device_properties(0).total_memory // (14 * width * width)
+        found["real_vram"] = Case(True, {"plan": {"homes": "vram"}}, width=width, layers=int(homes * 0.9))
+        found["real_vram+"] = Case(False, {"plan": {"homes": "vram"}}, width=width, layers=homes + 1)
+    return found
+
+
+def cgroup_cases(folder: Path) -> dict[str, Case]:
+    """Of the kernel, which ends who takes more."""
+    width, layers = 2048, 24
+    step = 12 * width * width * layers
+    base = 3 * 2**30                        # Python, torch, a driver
+    return {"cgroup": Case(True, {}, before=in_group(folder, base + 2 * with_margin(step)), width=width, layers=layers),
+            "cgroup,scant": Case(False, {}, before=in_group(folder, step), width=width, layers=layers)}
+
+
+# ---- running ---------------------------------------------------------------------------------------
+
+def child(case: Case, device: str, pipe: Any) -> None:
+    warnings.simplefilter("ignore")
+    if device == "cuda":
+        torch.empty(1, device=device)       # the context is there before limits are read
+    try:
+        if case.before is not None:
+            case.before(device)
+        train(case, device)
+        pipe.send(("ran", ""))
+    except mt.MegatrainError as why:
+        pipe.send(("refused" if "does not fit" in str(why) or "ulimit -n" in str(why) else "failed", str(why)))
+
+
+def run(case: Case, device: str) -> tuple[str, str]:
+    """("ran" | "refused" | "failed" | "killed ...", the message)."""
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+    process = fork.Process(target=child, args=(case, device, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        found = ("", "")
+    process.join()
+    return found if process.exitcode == 0 and found[0] else (f"killed, status {process.exitcode}", found[1])
+
+
+def main() -> int:
+    ask = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ask.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    ask.add_argument("--only", nargs="*")
+    ask.add_argument("--real", action="store_true", help="this machine's own memory too: minutes")
+    ask.add_argument("--cgroup", type=Path, help="folder of a memory cgroup that we may make groups in")
+    args = ask.parse_args()
+    torch.set_num_threads(1)
+    wanted = cases(args.device) | (cgroup_cases(args.cgroup) if args.cgroup else {})
+    if args.real:
+        wanted |= real_cases(args.device)
+    good = True
+    for name, case in wanted.items():
+        if args.only and name not in args.only:
+            continue
+        began = time.perf_counter()
+        outcome, why = run(case, args.device)
+        ok = outcome == ("ran" if case.runs else "refused")
+        good &= ok
+        print(json.dumps({"test": "preflight", "case": name, "outcome": outcome, "ok": ok, "device": args.device,
+                          "why": why if not ok else why.partition("\n")[0], "torch": torch.__version__,
+                          "seconds": round(time.perf_counter() - began, 1)}), flush=True)
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
