@@ -49,6 +49,7 @@ def show_bytes(n: float) -> str:
 # What an allocation takes beside its own bytes: page tables, what the driver notes of registered memory (two runs with
 # 80 GB of planes on an H200 had 1.5 GB), buffers of a pass.
 MARGIN_SHARE, MARGIN_BYTES = 0.02, 64 << 20
+GROWN = 1.25                # times MemTotal: a cgroup that may have more than that is on a machine that grows
 FILES_LEAST = 32            # descriptors that must be left: drivers, libraries, pipes
 # What gVisor's /proc/version says. Its MemTotal begins at 2 GiB and grows with what is touched (pkg/sentry/usage).
 _GVISOR = ("4.4.0", "Jan 10 15:06:54 PST 2016")
@@ -197,14 +198,15 @@ def _grows(total: int, groups: list[Bound], version: str, sysfs: Path) -> tuple[
     """Why a machine may have more memory than MemTotal, "": nothing says so; and whether that is certain.
 
     A cgroup's limit above MemTotal alone is no promise: a run of 124 GiB was ended on a machine whose MemTotal was
-    125.9 GiB, and its cgroup's limit 128.
+    125.9 GiB, and its cgroup's limit 128. That little is what the kernel took first, and no reason to try.
+    A balloon may have taken nothing.
     """
     if all(mark in version for mark in _GVISOR):
         return "gVisor's MemTotal grows with what is touched", True
     for kind in ("mem", "balloon"):
         if any((sysfs / "bus/virtio/drivers" / f"virtio_{kind}").glob("virtio*")):
-            return f"it has a virtio-{kind} device", True
-    if groups and min(g.limit for g in groups) > total:
+            return f"it has a virtio-{kind} device", kind == "mem"
+    if groups and min(g.limit for g in groups) > GROWN * total:
         return f"its cgroup may use more than MemTotal, {show_bytes(total)}", False
     return "", False
 

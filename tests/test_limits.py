@@ -98,6 +98,12 @@ def test_a_machine_that_grows_is_tried_as_far_as_its_cgroup_goes(hint: dict[str,
     assert here.short(20 * GIB).what == "cgroup box: memory.high" and tried == []
 
 
+def test_what_the_kernel_took_first_is_not_tried_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "touch", lambda n: pytest.fail("tried"))
+    here = found(tmp_path, V2, {"proc/meminfo": f"MemTotal:  {29 << 20} kB\nMemAvailable:  {1 << 20} kB\n"})
+    assert here.grows == "" and here.short(2 * GIB).what == "the machine"
+
+
 def test_nothing_is_tried_where_it_would_end_us_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit nobody knows where the memory ends; in a group that dies as a whole we would die of it."""
     monkeypatch.setattr(limits, "touch", lambda n: pytest.fail("tried"))
