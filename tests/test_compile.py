@@ -25,13 +25,12 @@ from megatrain_torch.wrap import runtime_of
 
 pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
 
-TWO = dict(num_hidden_layers=2)
+ONE, TWO = dict(num_hidden_layers=1), dict(num_hidden_layers=2)
 FAMILIES = {
     "llama": lm("llama", **TWO),
-    "dropout": lm("starcoder2", **TWO, residual_dropout=0.2, attention_dropout=0.1, use_cache=False),
-    "experts": lm("qwen3_moe", **TWO, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
-    "two_kinds_of_layers": lm("gemma3_text", **TWO, head_dim=8, sliding_window=6, query_pre_attn_scalar=8,
-                              sliding_window_pattern=2),
+    "dropout": lm("starcoder2", **ONE, residual_dropout=0.2, attention_dropout=0.1, use_cache=False),
+    "experts": lm("qwen3_moe", **ONE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
+    "two_kinds_of_layers": lm("qwen2", **TWO, use_sliding_window=True, sliding_window=6, max_window_layers=1),
 }
 
 
