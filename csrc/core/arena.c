@@ -123,6 +123,14 @@ mt_status mt_arena_warm(mt_arena *a, mt_pool *pool, mt_dev *dev)
     return MT_OK;
 }
 
+/* The addresses stay; from them zeros are read until they are written. */
+void mt_arena_chill(mt_arena *a)
+{
+    if (a->bytes > 0)
+        (void)madvise(a->base, a->bytes, MADV_DONTNEED);
+    a->cold = 1;
+}
+
 mt_status mt_arena_open(mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
                         const char *what, size_t mapped)
 {

@@ -39,7 +39,7 @@
 #include "store.h"
 #include "timeline.h"
 
-#define MT_ARRIVE_PLANES (1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER | 1u << MT_PLANE_M | 1u << MT_PLANE_V)
+#define MT_ARRIVE_PLANES MT_STATE_PLANES
 #define MT_ARRIVE_LEAST  ((size_t)8192)      /* bytes of a piece, at most: not less than this */
 
 typedef struct mt_arrive mt_arrive;
@@ -64,11 +64,7 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
  * for that. *left: the pieces are the caller's; also when there was no stay. */
 mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left);
 
-typedef struct mt_arrive_part {
-    int     param;
-    int64_t from, n;                     /* its elements [from, from + n) */
-    void   *at[MT_PLANE_COUNT];          /* of MT_ARRIVE_PLANES; NULL: the type has none */
-} mt_arrive_part;
+typedef mt_part mt_arrive_part;          /* at: on the device; NULL: the type has none */
 
 /* What resident.c asks. parts: of the stay, until it ends; MT_ESTATE when there is none. before: q goes
  * on when the states are up. behind: copies of what the update changed come down behind `made`. */

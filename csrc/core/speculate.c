@@ -162,9 +162,10 @@ static mt_status check(const mt_speculation *s, const mt_guess *g)
     if (g->unit < 0 || g->unit >= mt_store_units(s->store) || g->n_params < 0)
         return MT_FAIL(MT_EINVAL, "speculation: %d parameters of unit %d; the store has %d units",
                        g->n_params, g->unit, mt_store_units(s->store));
-    if (mt_store_settled(s->store, g->unit) || mt_store_goes_through(s->store, g->unit))
-        return MT_FAIL(MT_ESTATE, "unit %s is updated on the device; only updates on the host can begin "
-                       "early", mt_store_name(s->store, g->unit));
+    if (mt_store_settled(s->store, g->unit) || mt_store_goes_through(s->store, g->unit) ||
+        mt_store_on_disk(s->store, g->unit))
+        return MT_FAIL(MT_ESTATE, "unit %s is updated on the device, or its states are on disk; only updates in "
+                       "host memory can begin early", mt_store_name(s->store, g->unit));
     return mt_ledger_check(s->store);
 }
 

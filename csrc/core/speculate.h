@@ -60,7 +60,7 @@ void      mt_speculation_close(mt_speculation *s);      /* undoes what was not k
 void      mt_speculation_timeline(mt_speculation *s, mt_timeline *t);
 
 /* Copied, params too; arg is owned from here on, also on failure. What the unit had is undone.
- * MT_ESTATE for a unit that is settled or goes through the device. */
+ * MT_ESTATE for a unit that is settled, goes through the device, or is on disk. */
 mt_status mt_speculation_put    (mt_speculation *s, const mt_guess *g);
 int       mt_speculation_waiting(mt_speculation *s);    /* some guess has not run */
 

@@ -299,6 +299,12 @@ size_t mt_store_offset(const mt_store *s, int unit, int param)
     return u != NULL && param >= 0 && param < u->n_params ? u->hi_offset[param] : 0;
 }
 
+size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n)
+{
+    const mt_param_desc *d = mt_store_desc(s, unit, param);
+    return d != NULL ? (size_t)n * mt_plane_elem_bytes(p, d->dtype) : 0;
+}
+
 size_t mt_store_bytes(const mt_store *s, mt_plane p)
 {
     size_t sum = 0;
@@ -320,9 +326,16 @@ static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
     return p == MT_PLANE_HI || p == MT_PLANE_GRAD || all ? s->dev : NULL;
 }
 
+/* Its arena on the host is no more than addresses. late: of a parameter that came after the others. */
+static int is_copy(const mt__unit *u, mt_plane p, int late)
+{
+    return (atomic_load(&u->settled) && p != MT_PLANE_HI) ||
+           (atomic_load(&u->disk) && (MT_STATE_PLANES >> p & 1) && !late);
+}
+
 /* Under map_mu, also while the pool touches the pages: another thread's first `at` waits for it.
  * No chunk of the pool's asks for addresses, so the pool's turn comes. */
-static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, size_t bytes,
+static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, size_t bytes, int late,
                      mt_arena *a)
 {
     size_t    mapped = mt_store_bytes(s, MT_PLANE_COUNT);
@@ -332,7 +345,7 @@ static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, size
     snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
     if (place == MT__DEVICE)
         st = mt_arena_device(a, bytes, s->dev, what);
-    else if (atomic_load(&u->settled) && p != MT_PLANE_HI)
+    else if (is_copy(u, p, late))
         return mt_arena_cold(a, bytes, what, mapped);
     else
         st = mt_arena_open(a, bytes, s->pool, registrar(s, u, p), what, mapped);
@@ -353,7 +366,7 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int place, mt_plane p)
     if ((offset = calloc(u->n_params > 0 ? (size_t)u->n_params : 1, sizeof *offset)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d offsets", u->name, u->n_params);
     MT_TRY(lay_out(u->name, u->desc, u->n_params, p, offset, &bytes));
-    MT_TRY(map(s, u, place, p, bytes, &pl->arena));
+    MT_TRY(map(s, u, place, p, bytes, 0, &pl->arena));
     pl->offset = offset;
     return MT_OK;
 
@@ -374,7 +387,7 @@ static mt_status late_make(mt_store *s, mt__unit *u, int param, int place, mt_pl
     if (pl->late[param].base != NULL)
         return MT_OK;
     MT_TRY(lay_out(u->name, &u->desc[param], 1, p, &offset, &bytes));
-    MT_TRY(map(s, u, place, p, bytes, &pl->late[param]));
+    MT_TRY(map(s, u, place, p, bytes, 1, &pl->late[param]));
     return MT_OK;
 fail:
     return st;
@@ -496,6 +509,8 @@ mt_status mt_store_settle(mt_store *s, int unit)
     if (st == MT_OK && atomic_load(&u->through))
         st = MT_FAIL(MT_ESTATE, "unit %s goes through the device to be updated; it cannot live there too",
                      u->name);
+    if (st == MT_OK && atomic_load(&u->disk))
+        st = MT_FAIL(MT_ESTATE, "unit %s has its states on disk; it cannot live on the device too", u->name);
     if (st == MT_OK)
         atomic_store(&u->settled, 1);
     pthread_mutex_unlock(&s->map_mu);
@@ -583,6 +598,8 @@ mt_status mt_store_set_through(mt_store *s, int unit, int on)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
     if (atomic_load(&u->settled))
         return MT_FAIL(MT_ESTATE, "unit %s lives on the device: its updates are made there", u->name);
+    if (on && atomic_load(&u->disk))
+        return MT_FAIL(MT_ESTATE, "unit %s has its states on disk; they cannot pass through the device", u->name);
     pthread_mutex_lock(&s->map_mu);
     if (on)
         st = register_all(s, u);
@@ -602,4 +619,62 @@ mt_status mt_store_register(mt_store *s, int unit)
     atomic_store(&u->registered, 1);
     pthread_mutex_unlock(&s->map_mu);
     return MT_OK;
+}
+
+/* ---- units on disk ---------------------------------------------------------------------- */
+
+int mt_store_on_disk(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL && atomic_load(&u->disk);
+}
+
+mt_status mt_store_set_disk(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    mt_status st = MT_OK;
+
+    if (u == NULL)
+        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
+    pthread_mutex_lock(&s->map_mu);
+    if (atomic_load(&u->settled) || atomic_load(&u->through))
+        st = MT_FAIL(MT_ESTATE, "unit %s is updated on the device; its states cannot be on disk", u->name);
+    for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
+        if ((MT_STATE_PLANES >> p & 1) && u->plane[MT__HOST][p].offset != NULL)
+            st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; a unit goes to disk before its "
+                         "states are asked for", u->name, mt_plane_name((mt_plane)p));
+    if (st == MT_OK)
+        atomic_store(&u->disk, 1);
+    pthread_mutex_unlock(&s->map_mu);
+    return st;
+}
+
+mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in)
+{
+    mt__unit *u;
+    mt_status st;
+
+    MT_TRY(find(s, unit, param, &u));
+    pthread_mutex_lock(&s->map_mu);
+    if ((st = plane_make(s, u, MT__HOST, p)) == MT_OK)
+        *in = u->plane[MT__HOST][p].offset[param] != MT__ABSENT;
+    pthread_mutex_unlock(&s->map_mu);
+fail:
+    return st;
+}
+
+void mt_store_chill(mt_store *s, int unit, mt_plane p)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    mt_arena *a;
+
+    if (u == NULL || !plane_ok(p))
+        return;
+    a = &u->plane[MT__HOST][p].arena;
+    pthread_mutex_lock(&s->map_mu);
+    if (a->base != NULL && a->dev == NULL) {
+        atomic_fetch_sub(&s->mapped[p], a->cold ? 0 : a->bytes);
+        mt_arena_chill(a);
+    }
+    pthread_mutex_unlock(&s->map_mu);
 }

@@ -4,6 +4,7 @@
  *   unit     parameters streamed as one piece
  *   plane    one kind of value for all parameters of a unit; an arena each, made when first asked for
  *   settled  a unit that lives on the device: its planes there are the true ones (see resident.h)
+ *   on disk  a unit whose states are in a file: its state planes are copies (see disk.h)
  *   ledger   per unit: its version, and the work under way that a reader or writer must wait for
  *
  *     mt_store_open(dev, pool, &s);
@@ -36,11 +37,21 @@ typedef enum mt_plane { MT_PLANE_MAP(MT_PLANE_ENUM) MT_PLANE_COUNT } mt_plane;
 #undef MT_PLANE_ENUM
 const char *mt_plane_name(mt_plane p);
 
+/* What an update reads and writes beside weights and gradients, and keeps: a bit 1u << plane for each. */
+#define MT_STATE_PLANES (1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER | 1u << MT_PLANE_M | 1u << MT_PLANE_V)
+
 typedef struct mt_param_desc {
     mt_dtype dtype;
     int64_t  numel;          /* >= 0 */
     int      trainable;      /* 0: the unit's planes other than HI leave it out */
 } mt_param_desc;
+
+/* A stretch of one parameter whose states are somewhere else than in the host's planes. */
+typedef struct mt_part {
+    int     param;
+    int64_t from, n;         /* its elements [from, from + n) */
+    void   *at[MT_PLANE_COUNT];      /* of MT_STATE_PLANES, aligned to 512; NULL: nothing, or in the host's plane */
+} mt_part;
 
 typedef struct mt_store mt_store;
 
@@ -61,6 +72,9 @@ size_t      mt_store_offset  (const mt_store *s, int unit, int param);   /* byte
  * (LO: bf16 only, MASTER: fp16 only, ACC: 16-bit types only, M, V and UNDO: not fp64, which our AdamW
  * does not take; planes other than HI: nothing for types that cannot be trained). */
 size_t mt_plane_elem_bytes(mt_plane p, mt_dtype dt);
+
+/* Bytes in a plane of n elements of a parameter: its first, or those from a multiple of 4096 on. 0 as above. */
+size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n);
 
 /* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in
  * parallel and (HI, GRAD) registered at the first call. A parameter that was not trainable then
@@ -88,6 +102,17 @@ mt_status mt_store_set_through (mt_store *s, int unit, int on);
 int       mt_store_goes_through(const mt_store *s, int unit);            /* any thread */
 /* All host planes of the unit are registered as they are made. A settled unit's, before any is warm. */
 mt_status mt_store_register(mt_store *s, int unit);
+
+/* From now on the unit's states are in a file: the arenas of its state planes are copies, addresses without
+ * memory until they are warmed. MT_ESTATE when one of those is made already, for a settled unit, and for
+ * one that goes through the device. */
+mt_status mt_store_set_disk(mt_store *s, int unit);
+int       mt_store_on_disk (const mt_store *s, int unit);                /* any thread */
+/* *in: the parameter has its place in the unit's arena of that plane, which is made where it is not. 0: it has
+ * an arena of its own, or nothing there. */
+mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in);
+/* The memory of a copy is given back; its addresses stay. */
+void      mt_store_chill   (mt_store *s, int unit, mt_plane p);
 
 /* Host bytes in memory in all units: of one plane, or of all (MT_PLANE_COUNT). */
 size_t mt_store_bytes       (const mt_store *s, mt_plane p);

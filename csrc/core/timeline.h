@@ -33,7 +33,8 @@
     X(SUM,     "host sum",    "the collector: gradients of further micro-batches added up")   \
     X(HOST,    "host update", "the updater: AdamW on the host, and its waits")                \
     X(DEVICE,  "device update", "AdamW on the device")                                        \
-    X(THROUGH, "through",     "AdamW on the device for units on the host: up, updated and down; guests' states")
+    X(THROUGH, "through",     "AdamW on the device for units on the host: up, updated and down; guests' states") \
+    X(DISK,    "disk",        "states of units on disk: pieces read and written")
 #define MT_LANE_ENUM(name, text, what) MT_LANE_##name,
 typedef enum mt_lane { MT_LANE_MAP(MT_LANE_ENUM) MT_LANE_COUNT } mt_lane;
 #undef MT_LANE_ENUM
@@ -49,7 +50,9 @@ const char *mt_lane_name(mt_lane lane);
     X(ADD,      "add",      "a micro-batch's gradients added; bytes: added")                  \
     X(UPDATE,   "update",   "a unit's update; bytes: read and written")                       \
     X(GUESS,    "guess",    "a unit's update that may be taken back; bytes: read and written") \
-    X(WAIT,     "wait",     "for gradients, or for copies that still read the weights")
+    X(READ,     "read",     "a piece of a unit's states from the disk; bytes: read")          \
+    X(WRITE,    "write",    "a piece back; bytes: written")                                   \
+    X(WAIT,     "wait",     "for gradients, for copies that still read the weights, or for the disk")
 #define MT_WORK_ENUM(name, text, what) MT_WORK_##name,
 typedef enum mt_work { MT_WORK_MAP(MT_WORK_ENUM) MT_WORK_COUNT } mt_work;
 #undef MT_WORK_ENUM

@@ -19,7 +19,7 @@
 typedef struct job {
     mt_update_job  j;        /* params: our copy */
     unsigned char *counted;  /* [n_params] the offload has its sum of squares, as of submit */
-    enum { HOST, SETTLED, THROUGH } way;     /* of its unit's update, as of submit */
+    enum { HOST, SETTLED, THROUGH, DISK } way;     /* of its unit's update, as of submit */
     int            sent;     /* through: another thread ends it. The updater */
 } job;
 
@@ -44,8 +44,9 @@ struct mt_updater {
     mt_pool        *pool;
 
     mt_speculation *guesses;
-    mt_resident    *residents;          /* these three: written before the first submit */
+    mt_resident    *residents;          /* these four: written before the first submit */
     mt_through     *through;
+    mt_disk        *disk;
     mt_timeline    *timeline;
 
     pthread_mutex_t mu;
@@ -88,13 +89,17 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
         return MT_FAIL(MT_ENOMEM, "update: no memory for the %d parameters of unit %s",
                        from->n_params, mt_store_name(u->store, from->unit));
     to->way = mt_store_settled(u->store, from->unit) ? SETTLED
-            : mt_store_goes_through(u->store, from->unit) ? THROUGH : HOST;
+            : mt_store_goes_through(u->store, from->unit) ? THROUGH
+            : mt_store_on_disk(u->store, from->unit) ? DISK : HOST;
     if (to->way == SETTLED && (u->residents == NULL || from->put == NULL))
         return MT_FAIL(MT_ESTATE, "unit %s is settled, and its job has no put, or mt_update_residents() "
                        "was not called", mt_store_name(u->store, from->unit));
     if (to->way == THROUGH && (u->through == NULL || from->list == NULL || from->compute == NULL))
         return MT_FAIL(MT_ESTATE, "unit %s goes through the device, and its job cannot, or "
                        "mt_update_through() was not called", mt_store_name(u->store, from->unit));
+    if (to->way == DISK && (u->disk == NULL || from->pieces == NULL))
+        return MT_FAIL(MT_ESTATE, "unit %s has its states on disk, and its job cannot take them from there, or "
+                       "mt_update_disk() was not called", mt_store_name(u->store, from->unit));
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
         to->counted[i] = (unsigned char)mt_offload_counted(u->grads, from->unit, params[i]);
@@ -270,6 +275,28 @@ fail:
     return st;
 }
 
+static void add_busy(mt_updater *u, uint64_t ns)
+{
+    pthread_mutex_lock(&u->mu);
+    u->busy_ns += ns;
+    pthread_mutex_unlock(&u->mu);
+}
+
+/* States come in by pieces, and go. */
+static mt_status run_pieces(mt_updater *u, const job *b, float clip)
+{
+    mt_disk_job j = { .unit = b->j.unit, .params = b->j.params, .n_params = b->j.n_params, .bytes = b->j.bytes,
+                      .compute = b->j.pieces, .arg = b->j.arg };
+    uint64_t    busy_ns = 0;
+    mt_status   st;
+
+    MT_TRY(wait_turn(u, b));
+    MT_TRY(mt_disk_update(u->disk, &j, u->pool, clip, &busy_ns));
+    add_busy(u, busy_ns);
+fail:
+    return st;
+}
+
 static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
 {
     uint64_t  begun;
@@ -281,6 +308,8 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
         return put_job(u, w, b, clip);
     if (b->way == THROUGH)
         return send_job(u, b, clip);
+    if (b->way == DISK)
+        return run_pieces(u, b, clip);
     MT_TRY(wait_turn(u, b));
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
@@ -291,9 +320,7 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
         goto fail;
     mt_timeline_end(u->timeline, &span, kept ? 2 * mt_store_hi_bytes(u->store, b->j.unit) : b->j.bytes,
                     NULL);
-    pthread_mutex_lock(&u->mu);
-    u->busy_ns += mt_now_ns() - begun;
-    pthread_mutex_unlock(&u->mu);
+    add_busy(u, mt_now_ns() - begun);
 fail:
     return st;
 }
@@ -459,6 +486,11 @@ void mt_update_residents(mt_updater *u, mt_resident *r)
 void mt_update_through(mt_updater *u, mt_through *t)
 {
     u->through = t;
+}
+
+void mt_update_disk(mt_updater *u, mt_disk *d)
+{
+    u->disk = d;
 }
 
 void mt_update_timeline(mt_updater *u, mt_timeline *t)

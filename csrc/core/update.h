@@ -12,6 +12,7 @@
  *      With a max_norm the jobs of settled units (resident.h) come first, all of them: they are only
  *      put in the residents' queue, and end in the ledger when they are. Next come those of units
  *      that go through the device (through.h): they are handed on, and done beside the others.
+ *      The rest is run here; of units on disk (disk.h) piece by piece, as their states come in.
  * A norm that is not finite skips the whole submit: nothing is touched. Without max_norm each
  * unit is judged by its own gradients, and is skipped alone.
  *
@@ -23,6 +24,7 @@
 #ifndef MT_UPDATE_H
 #define MT_UPDATE_H
 
+#include "disk.h"
 #include "offload.h"
 #include "speculate.h"
 #include "through.h"
@@ -39,6 +41,8 @@ typedef struct mt_update_job {
     /* One that goes through the device: see through.h. */
     mt_status (*list)(void *arg, mt_through_tensor **tensors, int *n);
     mt_status (*compute)(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip);
+    /* A unit's on disk: see disk.h. */
+    mt_status (*pieces)(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip);
     uint64_t bytes;              /* that run reads and writes, for the timeline */
     void  (*free)(void *arg);    /* called once, run or skipped; may be NULL */
     void  *arg;
@@ -54,6 +58,8 @@ void      mt_update_close(mt_updater *u);
 void      mt_update_residents(mt_updater *u, mt_resident *r);
 /* Who sends units through the device. Before the first submit of one. */
 void      mt_update_through(mt_updater *u, mt_through *t);
+/* Where states are that are in no memory. Before the first submit of a unit that has them there. */
+void      mt_update_disk(mt_updater *u, mt_disk *d);
 /* Updates and waits are recorded in t. Before the first submit, or never. */
 void      mt_update_timeline(mt_updater *u, mt_timeline *t);
 
@@ -61,7 +67,7 @@ void      mt_update_timeline(mt_updater *u, mt_timeline *t);
  * max_norm <= 0: no clipping, no norm. Announces every unit in the ledger before it returns.
  * run: what computes; all that may read a settled unit's weights as they are is in it by now.
  * MT_ESTATE for a settled unit before mt_update_residents, or without a put; the same for one that
- * goes through. */
+ * goes through, or is on disk. */
 mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
                            mt_queue *run, uint64_t *ticket);
 /* Global norm of a submit (before clipping); waits until it is known. Without max_norm: waits for

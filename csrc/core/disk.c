@@ -1,0 +1,881 @@
+/* disk.c — pieces go round: read into a free buffer, updated there, written from there, and the buffer is
+ * free again.
+ *
+ * Whoever frees a buffer puts the next read, which takes no time: so there is no thread of ours here.
+ * Two locks. mu: buffers, and what is read next. door: one at a time makes a unit's layout, brings or
+ * pushes; requests are waited for behind it, so it is taken before mu and never inside.
+ */
+#include "disk.h"
+
+#include "arena.h"
+#include "clock.h"
+
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ALIGN_BYTES ((size_t)512)
+#define ABSENT      SIZE_MAX
+
+typedef struct place {
+    int     param;
+    int64_t from, n;
+    size_t  offset[MT_PLANE_COUNT];      /* in the buffer, or ABSENT */
+} place;
+
+typedef struct piece {
+    int       first, n;                  /* its places in the layout's */
+    size_t    bytes;                     /* whole pages */
+    uint64_t  at;                        /* in the file */
+    uint64_t *sums;                      /* by whom has a request for it under way */
+} piece;
+
+/* How a unit's states lie in the file. Made once, then read by anyone. */
+typedef struct layout {
+    place    *places;
+    piece    *pieces;
+    int       n_places, n_pieces, most;  /* most: places in one piece */
+    unsigned *planes;                    /* [parameters of the unit] in the file, a bit each */
+} layout;
+
+typedef struct unit {
+    int      on;                         /* it is ours */
+    layout  *lay;                        /* NULL before its states are first used. mu */
+    int      next;                       /* the unit that followed it last; -1: none yet. mu */
+    unsigned copied;                     /* host planes that may have memory. door, or the updater */
+    unsigned fresh;                      /* of which these are as in the file. The same */
+} unit;
+
+typedef enum { FREE, READING, READY, TAKEN, WRITING } stage;
+
+typedef struct buffer {
+    struct mt_disk *disk;
+    char           *mem;
+    mt_request      r;                   /* under way when READING or WRITING */
+    stage           at;                  /* mu, as all below */
+    int             unit, piece;
+    int             dropped;             /* READING: nobody wants it any more */
+    uint64_t        turn;                /* reads are put in turn */
+    uint64_t        begun_ns;
+} buffer;
+
+struct mt_disk {
+    mt_store       *store;
+    mt_blocks      *file;
+    mt_timeline    *timeline;            /* written before the first update */
+    size_t          bytes;               /* of a buffer */
+    int             n_buffers;
+    buffer         *buffers;             /* [n_buffers] */
+    mt_arena        memory;              /* theirs, and one more: the bounce buffer's */
+    char           *bounce;              /* bring and push. door */
+    uint64_t        need;                /* written by add */
+    unit           *units;               /* [n_units] of the store's, as far as added; grown by add */
+    int             n_units;
+    int             last_added, first_added;     /* -1: none */
+
+    pthread_mutex_t door;
+    pthread_mutex_t mu;
+    pthread_cond_t  changed;             /* a request ended */
+    int             next_unit, next_piece;   /* to be read; next_unit -1: nobody knows. mu */
+    int             before;              /* the unit updated last; -1: none. mu */
+    int             held;                /* a unit that is not to be read now; -1: none. mu */
+    int             failed;              /* the ledger has the fault. mu */
+    uint64_t        turns;               /* mu */
+    uint64_t        recorded_ns;         /* the lane's records reach up to here. mu */
+    mt_disk_stats   stats;               /* mu */
+};
+
+/* ---- layout ----------------------------------------------------------------------------- */
+
+static size_t aligned(size_t bytes)
+{
+    return (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
+}
+
+static size_t states_of(const mt_disk *d, int u, int param, unsigned planes, int64_t n)
+{
+    size_t bytes = 0;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1)
+            bytes += aligned(mt_store_plane_bytes(d->store, u, param, (mt_plane)p, n));
+    return bytes;
+}
+
+/* State planes in which the parameter has something; real: of those, where it has its place in the unit's
+ * arena, which is so for good once that is made. */
+static mt_status planes_of(const mt_disk *d, int u, int param, int real, unsigned *out)
+{
+    const mt_param_desc *desc = mt_store_desc(d->store, u, param);
+    unsigned             planes = 0;
+    mt_status            st = MT_OK;
+
+    for (int p = 0; p < MT_PLANE_COUNT && desc->numel > 0; p++) {
+        int in = desc->trainable;
+
+        if (!(MT_STATE_PLANES >> p & 1) || mt_store_plane_bytes(d->store, u, param, (mt_plane)p, 1) == 0)
+            continue;
+        if (real)
+            MT_TRY(mt_store_in_arena(d->store, u, param, (mt_plane)p, &in));
+        planes |= in ? 1u << p : 0;
+    }
+    *out = planes;
+fail:
+    return st;
+}
+
+/* Room for one more at the end of an array that doubles. */
+static mt_status more(void **array, int n, size_t each)
+{
+    void *grown;
+
+    if (n > 0 && (n & (n - 1)) != 0)
+        return MT_OK;
+    if ((grown = realloc(*array, (size_t)(n > 0 ? 2 * n : 1) * each)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d pieces", n);
+    *array = grown;
+    return MT_OK;
+}
+
+static mt_status add_piece(layout *l)
+{
+    mt_status st = more((void **)&l->pieces, l->n_pieces, sizeof *l->pieces);
+
+    if (st == MT_OK)
+        l->pieces[l->n_pieces++] = (piece){ .first = l->n_places };
+    return st;
+}
+
+static mt_status add_place(const mt_disk *d, layout *l, int u, int param, int64_t from, int64_t n)
+{
+    piece    *c = &l->pieces[l->n_pieces - 1];
+    place    *k;
+    mt_status st = more((void **)&l->places, l->n_places, sizeof *l->places);
+
+    if (st != MT_OK)
+        return st;
+    k = &l->places[l->n_places++];
+    *k = (place){ .param = param, .from = from, .n = n };
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        k->offset[p] = l->planes[param] >> p & 1 ? c->bytes : ABSENT;
+        if (k->offset[p] != ABSENT)
+            c->bytes += aligned(mt_store_plane_bytes(d->store, u, param, (mt_plane)p, n));
+    }
+    if (++c->n > l->most)
+        l->most = c->n;
+    return MT_OK;
+}
+
+/* How many of `left` elements fit into so many bytes: all of them, or whole grains. */
+static int64_t fit(const mt_disk *d, int u, int param, unsigned planes, int64_t left, size_t bytes)
+{
+    if (states_of(d, u, param, planes, left) <= bytes)
+        return left;
+    return (int64_t)(bytes / states_of(d, u, param, planes, MT_DISK_GRAIN)) * MT_DISK_GRAIN;
+}
+
+static mt_status cut_param(const mt_disk *d, layout *l, int u, int param)
+{
+    int64_t   numel = mt_store_desc(d->store, u, param)->numel, n;
+    mt_status st = MT_OK;
+
+    for (int64_t from = 0; l->planes[param] != 0 && from < numel; from += n) {
+        if (l->n_pieces == 0)
+            MT_TRY(add_piece(l));
+        n = fit(d, u, param, l->planes[param], numel - from, d->bytes - l->pieces[l->n_pieces - 1].bytes);
+        if (n > 0)
+            MT_TRY(add_place(d, l, u, param, from, n));
+        else
+            MT_TRY(add_piece(l));
+    }
+fail:
+    return st;
+}
+
+static void layout_free(layout *l)
+{
+    if (l == NULL)
+        return;
+    for (int i = 0; i < l->n_pieces; i++)
+        free(l->pieces[i].sums);
+    free(l->places);
+    free(l->pieces);
+    free(l->planes);
+    free(l);
+}
+
+/* real: with the planes as they are made; else as they would be now. */
+static mt_status cut(const mt_disk *d, int u, int real, layout **out)
+{
+    int       n = mt_store_params(d->store, u);
+    layout   *l = calloc(1, sizeof *l);
+    mt_status st = MT_OK;
+
+    if (l == NULL || (l->planes = calloc((size_t)n + 1, sizeof *l->planes)) == NULL) {
+        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to describe its %d parameters", mt_store_name(d->store, u), n);
+        goto fail;
+    }
+    for (int i = 0; i < n; i++) {
+        MT_TRY(planes_of(d, u, i, real, &l->planes[i]));
+        MT_TRY(cut_param(d, l, u, i));
+    }
+    for (int i = 0; i < l->n_pieces; i++) {
+        piece *c = &l->pieces[i];
+
+        c->bytes = (c->bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
+        if ((c->sums = calloc(mt_block_count(c->bytes), sizeof *c->sums)) == NULL) {
+            st = MT_FAIL(MT_ENOMEM, "unit %s: no memory for the sums of a piece", mt_store_name(d->store, u));
+            goto fail;
+        }
+    }
+    *out = l;
+    return MT_OK;
+fail:
+    layout_free(l);
+    return st;
+}
+
+/* Under door. */
+static mt_status lay_out(mt_disk *d, int u, layout **out)
+{
+    layout   *l = NULL;
+    mt_status st;
+
+    if (d->units[u].lay == NULL) {
+        MT_TRY(cut(d, u, 1, &l));
+        for (int i = 0; i < l->n_pieces; i++)
+            MT_TRY(d->file->ops->take(d->file, l->pieces[i].bytes, &l->pieces[i].at));
+        pthread_mutex_lock(&d->mu);
+        d->units[u].lay = l;
+        pthread_mutex_unlock(&d->mu);
+    }
+    *out = d->units[u].lay;
+    return MT_OK;
+fail:
+    layout_free(l);
+    return st;
+}
+
+/* ---- requests --------------------------------------------------------------------------- */
+
+/* Whose bytes are at this offset of the file: for a message. */
+static void owner_of(const mt_disk *d, int u, int number, uint64_t at, char *out, size_t cap)
+{
+    const layout *l = d->units[u].lay;
+    const piece  *c = &l->pieces[number];
+    size_t        offset = (size_t)(at - c->at), best = 0;
+
+    snprintf(out, cap, "unit %s", mt_store_name(d->store, u));
+    for (int i = c->first; i < c->first + c->n; i++)
+        for (int p = 0; p < MT_PLANE_COUNT; p++) {
+            const place *k = &l->places[i];
+
+            if (k->offset[p] == ABSENT || k->offset[p] > offset || k->offset[p] < best)
+                continue;
+            best = k->offset[p];
+            snprintf(out, cap, "unit %s, plane %s of parameter %d", mt_store_name(d->store, u),
+                     mt_plane_name((mt_plane)p), k->param);
+        }
+}
+
+static void tell_fault(mt_disk *d, int u, int number, const mt_request *r)
+{
+    char whose[320];
+
+    owner_of(d, u, number, r->bad_at, whose, sizeof whose);
+    (void)MT_FAIL(r->st, "%s: %s", whose, r->text);
+    mt_ledger_fault(d->store, r->st, mt_last_error());
+}
+
+/* Under mu. Records of the lane follow each other: a piece's begins where the one before ended, at the
+ * earliest. */
+static void record(mt_disk *d, const buffer *b)
+{
+    mt_span span;
+
+    mt_timeline_begin(d->timeline, &span, MT_LANE_DISK, b->r.write ? MT_WORK_WRITE : MT_WORK_READ, b->unit, NULL);
+    span.r.begin_ns = b->begun_ns > d->recorded_ns ? b->begun_ns : d->recorded_ns;
+    mt_timeline_end(d->timeline, &span, b->r.bytes, NULL);
+    d->recorded_ns = mt_now_ns();
+}
+
+static void read_ahead(mt_disk *d);
+
+/* On a thread of the file's. */
+static void buffer_over(mt_request *r)
+{
+    buffer  *b = r->arg;
+    mt_disk *d = b->disk;
+
+    if (r->st != MT_OK)                  /* before anybody is woken: they look for the fault */
+        tell_fault(d, b->unit, b->piece, r);
+    pthread_mutex_lock(&d->mu);
+    d->failed |= r->st != MT_OK;
+    *(r->write ? &d->stats.written_bytes : &d->stats.read_bytes) += r->bytes;
+    record(d, b);
+    b->at = r->write || b->dropped || r->st != MT_OK ? FREE : READY;
+    read_ahead(d);
+    pthread_cond_broadcast(&d->changed);
+    pthread_mutex_unlock(&d->mu);
+}
+
+/* Under mu. */
+static void put(mt_disk *d, buffer *b, int write)
+{
+    const piece *c = &d->units[b->unit].lay->pieces[b->piece];
+
+    b->at = write ? WRITING : READING;
+    b->begun_ns = mt_now_ns();
+    b->r = (mt_request){ .write = write, .at = c->at, .mem = b->mem, .bytes = c->bytes, .sums = c->sums,
+                         .done = buffer_over, .arg = b };
+    d->file->ops->put(d->file, &b->r);
+}
+
+/* ---- reading ahead: under mu ------------------------------------------------------------- */
+
+static buffer *find_free(mt_disk *d)
+{
+    for (int i = 0; i < d->n_buffers; i++)
+        if (d->buffers[i].at == FREE)
+            return &d->buffers[i];
+    return NULL;
+}
+
+/* The buffer that has the piece, or will. */
+static buffer *find_piece(mt_disk *d, int u, int number)
+{
+    for (int i = 0; i < d->n_buffers; i++) {
+        buffer *b = &d->buffers[i];
+
+        if (b->at != FREE && !(b->at == READING && b->dropped) && b->unit == u && b->piece == number)
+            return b;
+    }
+    return NULL;
+}
+
+static void step_on(mt_disk *d)
+{
+    const unit *u = &d->units[d->next_unit];
+
+    if (++d->next_piece < u->lay->n_pieces)
+        return;
+    d->next_piece = 0;
+    d->next_unit = u->next;
+    /* One that was never updated has nothing that could be read. */
+    if (d->next_unit >= 0 && (d->units[d->next_unit].lay == NULL || d->units[d->next_unit].lay->n_pieces == 0))
+        d->next_unit = -1;
+}
+
+/* As far as there are free buffers. A piece that is still in one, not yet updated or not yet written, stops
+ * it: the end of that write calls again. */
+static void read_ahead(mt_disk *d)
+{
+    buffer *b;
+
+    while (!d->failed && d->next_unit >= 0 && d->next_unit != d->held &&
+           find_piece(d, d->next_unit, d->next_piece) == NULL && (b = find_free(d)) != NULL) {
+        b->unit = d->next_unit;
+        b->piece = d->next_piece;
+        b->dropped = 0;
+        b->turn = ++d->turns;
+        put(d, b, 0);
+        step_on(d);
+    }
+}
+
+/* What was read, or is being read, of a unit (-1: of any), up to a turn. */
+static void drop(mt_disk *d, int u, uint64_t turn)
+{
+    for (int i = 0; i < d->n_buffers; i++) {
+        buffer *b = &d->buffers[i];
+
+        if ((u >= 0 && b->unit != u) || b->turn >= turn)
+            continue;
+        if (b->at == READY)
+            b->at = FREE;
+        b->dropped = 1;
+    }
+}
+
+/* The next to be read is not what was thought. */
+static void aim(mt_disk *d, int u, int number)
+{
+    drop(d, -1, UINT64_MAX);
+    d->next_unit = u;
+    d->next_piece = number;
+}
+
+/* ---- an update: the updater's thread ------------------------------------------------------ */
+
+/* Waits until the piece is in a buffer, which is then the updater's. */
+static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
+{
+    uint64_t begun = mt_now_ns();
+    mt_span  span;
+    buffer  *b;
+    int      failed;
+
+    mt_timeline_begin(d->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, u, NULL);
+    pthread_mutex_lock(&d->mu);
+    while (!(failed = d->failed)) {
+        b = find_piece(d, u, number);
+        if (b != NULL && b->at == READY)
+            break;
+        if (b == NULL && (d->next_unit != u || d->next_piece != number))
+            aim(d, u, number);
+        read_ahead(d);
+        pthread_cond_wait(&d->changed, &d->mu);
+    }
+    if (!failed) {
+        drop(d, -1, b->turn);            /* read before it: passed over */
+        b->at = TAKEN;
+        *out = b;
+    }
+    d->stats.wait_ns += mt_now_ns() - begun;
+    pthread_mutex_unlock(&d->mu);
+    mt_timeline_end(d->timeline, &span, 0, NULL);
+    return failed ? mt_ledger_check(d->store) : MT_OK;
+}
+
+/* The buffer goes to the disk; or nowhere, and is free. */
+static void give_piece(mt_disk *d, buffer *b, int write)
+{
+    pthread_mutex_lock(&d->mu);
+    if (write)
+        put(d, b, 1);
+    else
+        b->at = FREE;
+    read_ahead(d);
+    pthread_mutex_unlock(&d->mu);
+}
+
+static int wanted(const mt_disk_job *j, int param)
+{
+    for (int i = 0; i < j->n_params; i++)
+        if (j->params[i] == param)
+            return 1;
+    return 0;
+}
+
+static int piece_wanted(const layout *l, const piece *c, const mt_disk_job *j)
+{
+    for (int i = c->first; i < c->first + c->n; i++)
+        if (wanted(j, l->places[i].param))
+            return 1;
+    return 0;
+}
+
+static mt_status compute(mt_disk *d, const mt_disk_job *j, mt_pool *pool, const mt_part *parts, int n,
+                         float clip, uint64_t bytes, uint64_t *busy_ns)
+{
+    uint64_t  begun = mt_now_ns();
+    mt_span   span;
+    mt_status st;
+
+    mt_timeline_begin(d->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, j->unit, NULL);
+    st = j->compute(j->arg, pool, parts, n, clip);
+    mt_timeline_end(d->timeline, &span, bytes, NULL);
+    *busy_ns += mt_now_ns() - begun;
+    return st;
+}
+
+static void parts_of(const layout *l, const piece *c, char *mem, mt_part *parts)
+{
+    for (int i = 0; i < c->n; i++) {
+        const place *k = &l->places[c->first + i];
+
+        parts[i] = (mt_part){ .param = k->param, .from = k->from, .n = k->n };
+        for (int p = 0; p < MT_PLANE_COUNT; p++)
+            parts[i].at[p] = k->offset[p] != ABSENT ? mem + k->offset[p] : NULL;
+    }
+}
+
+static mt_status update_pieces(mt_disk *d, const layout *l, const mt_disk_job *j, mt_pool *pool, float clip,
+                               mt_part *parts, uint64_t *busy_ns)
+{
+    mt_status st = MT_OK;
+
+    for (int i = 0; i < l->n_pieces && st == MT_OK; i++) {
+        const piece *c = &l->pieces[i];
+        buffer      *b = NULL;
+
+        if (!piece_wanted(l, c, j))
+            continue;
+        MT_TRY(take_piece(d, j->unit, i, &b));
+        parts_of(l, c, b->mem, parts);
+        /* The record of the last piece has the unit's bytes. */
+        st = compute(d, j, pool, parts, c->n, clip, i == l->n_pieces - 1 ? j->bytes : 0, busy_ns);
+        give_piece(d, b, st == MT_OK);
+    }
+fail:
+    return st;
+}
+
+/* Parameters that came after the unit's layout was made have all states in memory. */
+static mt_status update_late(mt_disk *d, const layout *l, const mt_disk_job *j, mt_pool *pool, float clip,
+                             uint64_t *busy_ns)
+{
+    mt_status st = MT_OK;
+
+    for (int i = 0; i < j->n_params && st == MT_OK; i++) {
+        mt_part whole = { .param = j->params[i], .n = mt_store_desc(d->store, j->unit, j->params[i])->numel };
+
+        if (l->planes[j->params[i]] == 0)
+            st = compute(d, j, pool, &whole, 1, clip, 0, busy_ns);
+    }
+    return st;
+}
+
+/* Its copies on the host are old now. Under door. */
+static void chill(mt_disk *d, int u)
+{
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (d->units[u].copied >> p & 1)
+            mt_store_chill(d->store, u, (mt_plane)p);
+    d->units[u].copied = d->units[u].fresh = 0;
+}
+
+/* Under door. The unit's layout, and its place in the order. */
+static mt_status begin_update(mt_disk *d, int u, layout **l)
+{
+    mt_status st;
+
+    MT_TRY(lay_out(d, u, l));
+    chill(d, u);
+    pthread_mutex_lock(&d->mu);
+    if (d->before >= 0)
+        d->units[d->before].next = u;
+    d->before = u;
+    pthread_mutex_unlock(&d->mu);
+fail:
+    return st;
+}
+
+/* The unit, or MT_EINVAL. */
+static mt_status find(const mt_disk *d, int u)
+{
+    if (u >= 0 && u < d->n_units && d->units[u].on)
+        return MT_OK;
+    return MT_FAIL(MT_EINVAL, "unit %s (%d) has no states on disk", mt_store_name(d->store, u), u);
+}
+
+mt_status mt_disk_update(mt_disk *d, const mt_disk_job *j, mt_pool *pool, float clip, uint64_t *busy_ns)
+{
+    mt_part *parts = NULL;
+    layout       *l;
+    mt_status     st;
+
+    MT_TRY(find(d, j->unit));
+    pthread_mutex_lock(&d->door);
+    st = begin_update(d, j->unit, &l);
+    pthread_mutex_unlock(&d->door);
+    if (st != MT_OK)
+        goto fail;
+    if ((parts = calloc((size_t)l->most + 1, sizeof *parts)) == NULL) {
+        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to list %d parts", mt_store_name(d->store, j->unit), l->most);
+        goto fail;
+    }
+    MT_TRY(update_pieces(d, l, j, pool, clip, parts, busy_ns));
+    MT_TRY(update_late(d, l, j, pool, clip, busy_ns));
+fail:
+    free(parts);
+    return st;
+}
+
+/* ---- copies on the host: under door ------------------------------------------------------- */
+
+typedef struct errand {
+    mt_request r;
+    mt_disk   *disk;
+    int        over;             /* mu */
+} errand;
+
+static void errand_over(mt_request *r)
+{
+    errand  *e = r->arg;
+    mt_disk *d = e->disk;
+
+    pthread_mutex_lock(&d->mu);
+    e->over = 1;
+    pthread_cond_broadcast(&d->changed);
+    pthread_mutex_unlock(&d->mu);
+}
+
+static int being_written(const mt_disk *d, int u, int number)
+{
+    for (int i = 0; i < d->n_buffers; i++)
+        if (d->buffers[i].at == WRITING && d->buffers[i].unit == u && d->buffers[i].piece == number)
+            return 1;
+    return 0;
+}
+
+/* A piece to or from the bounce buffer. No update of the unit is under way, but its writes may be. */
+static mt_status move(mt_disk *d, int u, int number, int write)
+{
+    const piece *c = &d->units[u].lay->pieces[number];
+    errand       e = { .disk = d, .r = { .write = write, .at = c->at, .mem = d->bounce, .bytes = c->bytes,
+                                         .sums = c->sums, .done = errand_over, .arg = &e } };
+
+    pthread_mutex_lock(&d->mu);
+    while (being_written(d, u, number))
+        pthread_cond_wait(&d->changed, &d->mu);
+    d->file->ops->put(d->file, &e.r);
+    while (!e.over)
+        pthread_cond_wait(&d->changed, &d->mu);
+    *(write ? &d->stats.written_bytes : &d->stats.read_bytes) += c->bytes;
+    pthread_mutex_unlock(&d->mu);
+    if (e.r.st != MT_OK)
+        tell_fault(d, u, number, &e.r);
+    return mt_ledger_check(d->store);
+}
+
+/* Between the bounce buffer, which has the piece, and host planes; param -1: of all parameters. */
+static mt_status copy_places(mt_disk *d, int u, int number, int param, unsigned planes, int to_host)
+{
+    const layout *l = d->units[u].lay;
+    const piece  *c = &l->pieces[number];
+    mt_status     st = MT_OK;
+
+    for (int i = c->first; i < c->first + c->n; i++)
+        for (int p = 0; p < MT_PLANE_COUNT; p++) {
+            const place *k = &l->places[i];
+            char        *mem = d->bounce + k->offset[p];
+            void        *host;
+
+            if (!(planes >> p & 1) || k->offset[p] == ABSENT || (param >= 0 && k->param != param))
+                continue;
+            MT_TRY(mt_store_at(d->store, u, k->param, (mt_plane)p, &host));
+            host = (char *)host + mt_store_plane_bytes(d->store, u, k->param, (mt_plane)p, k->from);
+            memcpy(to_host ? host : mem, to_host ? mem : host,
+                   mt_store_plane_bytes(d->store, u, k->param, (mt_plane)p, k->n));
+        }
+fail:
+    return st;
+}
+
+static mt_status bring(mt_disk *d, int u, unsigned planes)
+{
+    layout   *l;
+    mt_status st;
+
+    MT_TRY(lay_out(d, u, &l));
+    planes &= ~d->units[u].fresh;
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1) {
+            d->units[u].copied |= 1u << p;
+            MT_TRY(mt_store_warm(d->store, u, (mt_plane)p));
+        }
+    for (int i = 0; i < l->n_pieces && planes != 0; i++) {
+        MT_TRY(move(d, u, i, 0));
+        MT_TRY(copy_places(d, u, i, -1, planes, 1));
+    }
+    d->units[u].fresh |= planes;
+fail:
+    return st;
+}
+
+mt_status mt_disk_bring(mt_disk *d, int u, unsigned planes)
+{
+    mt_status st;
+
+    planes &= MT_STATE_PLANES;
+    if (!mt_store_on_disk(d->store, u) || planes == 0)
+        return MT_OK;
+    MT_TRY(find(d, u));
+    MT_TRY(mt_ledger_wait_updates(d->store, u));
+    pthread_mutex_lock(&d->door);
+    st = bring(d, u, planes);
+    pthread_mutex_unlock(&d->door);
+fail:
+    return st;
+}
+
+/* PUSHED: u, or -1: nobody any more. */
+static void hold(mt_disk *d, int u)
+{
+    pthread_mutex_lock(&d->mu);
+    d->held = u;
+    if (u >= 0)
+        drop(d, u, UINT64_MAX);
+    read_ahead(d);
+    pthread_mutex_unlock(&d->mu);
+}
+
+static int has(const layout *l, int number, int param)
+{
+    const piece *c = &l->pieces[number];
+
+    for (int i = c->first; i < c->first + c->n; i++)
+        if (l->places[i].param == param)
+            return 1;
+    return 0;
+}
+
+static mt_status push(mt_disk *d, int u, int param, unsigned planes)
+{
+    layout   *l;
+    mt_status st;
+
+    MT_TRY(lay_out(d, u, &l));
+    d->units[u].copied |= planes;
+    planes &= l->planes[param];
+    hold(d, u);
+    for (int i = 0; i < l->n_pieces && planes != 0 && st == MT_OK; i++) {
+        if (!has(l, i, param))
+            continue;
+        if ((st = move(d, u, i, 0)) == MT_OK && (st = copy_places(d, u, i, param, planes, 0)) == MT_OK)
+            st = move(d, u, i, 1);
+    }
+    hold(d, -1);
+fail:
+    return st;
+}
+
+mt_status mt_disk_push(mt_disk *d, int u, int param, unsigned planes)
+{
+    mt_status st;
+
+    planes &= MT_STATE_PLANES;
+    if (!mt_store_on_disk(d->store, u) || planes == 0)
+        return MT_OK;
+    MT_TRY(find(d, u));
+    if (mt_store_desc(d->store, u, param) == NULL)
+        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(d->store, u), param,
+                       mt_store_params(d->store, u));
+    MT_TRY(mt_ledger_wait_updates(d->store, u));
+    pthread_mutex_lock(&d->door);
+    st = push(d, u, param, planes);
+    pthread_mutex_unlock(&d->door);
+fail:
+    return st;
+}
+
+/* ---- open and close --------------------------------------------------------------------- */
+
+mt_status mt_disk_open(mt_store *store, mt_blocks *file, int n_buffers, size_t bytes, mt_disk **out)
+{
+    mt_disk  *d;
+    size_t    all;
+    mt_status st;
+
+    if (n_buffers < 1 || bytes < MT_DISK_LEAST || bytes % MT_BLOCK_ALIGN != 0)
+        return MT_FAIL(MT_EINVAL, "disk: %d buffers of %zu bytes; one of %zu is the least, in steps of %zu", n_buffers,
+                       bytes, MT_DISK_LEAST, MT_BLOCK_ALIGN);
+    if ((st = mt_mul_size((size_t)n_buffers + 1, bytes, "buffers of the disk", &all)) != MT_OK)
+        return st;
+    if ((d = calloc(1, sizeof *d)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *d);
+    d->store = store;
+    d->file = file;
+    d->bytes = bytes;
+    d->next_unit = d->before = d->held = d->first_added = d->last_added = -1;
+    pthread_mutex_init(&d->door, NULL);
+    pthread_mutex_init(&d->mu, NULL);
+    pthread_cond_init(&d->changed, NULL);
+    if ((d->buffers = calloc((size_t)n_buffers, sizeof *d->buffers)) == NULL) {
+        st = MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers", n_buffers);
+        goto fail;
+    }
+    MT_TRY(mt_arena_open(&d->memory, all, NULL, NULL, "buffers of the disk", mt_store_bytes(store, MT_PLANE_COUNT)));
+    d->n_buffers = n_buffers;
+    for (int i = 0; i < n_buffers; i++)
+        d->buffers[i] = (buffer){ .disk = d, .mem = (char *)d->memory.base + (size_t)i * bytes, .unit = -1 };
+    d->bounce = (char *)d->memory.base + (size_t)n_buffers * bytes;
+    d->stats.buffer_bytes = d->memory.bytes;
+    *out = d;
+    return MT_OK;
+
+fail:
+    mt_disk_close(d);
+    return st;
+}
+
+static int under_way(const mt_disk *d)
+{
+    for (int i = 0; i < d->n_buffers; i++)
+        if (d->buffers[i].at == READING || d->buffers[i].at == WRITING)
+            return 1;
+    return 0;
+}
+
+void mt_disk_close(mt_disk *d)
+{
+    if (d == NULL)
+        return;
+    pthread_mutex_lock(&d->mu);
+    d->next_unit = -1;                   /* nothing more is read */
+    while (under_way(d))
+        pthread_cond_wait(&d->changed, &d->mu);
+    pthread_mutex_unlock(&d->mu);
+    for (int i = 0; i < d->n_units; i++)
+        layout_free(d->units[i].lay);
+    pthread_cond_destroy(&d->changed);
+    pthread_mutex_destroy(&d->mu);
+    pthread_mutex_destroy(&d->door);
+    mt_arena_close(&d->memory);
+    free(d->buffers);
+    free(d->units);
+    free(d);
+}
+
+void mt_disk_timeline(mt_disk *d, mt_timeline *t)
+{
+    d->timeline = t;
+}
+
+static mt_status room_for(mt_disk *d, int u)
+{
+    unit *grown;
+
+    if (u < d->n_units)
+        return MT_OK;
+    if ((grown = realloc(d->units, (size_t)(u + 1) * sizeof *grown)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d units", u + 1);
+    for (int i = d->n_units; i <= u; i++)
+        grown[i] = (unit){ .next = -1 };
+    d->units = grown;
+    d->n_units = u + 1;
+    return MT_OK;
+}
+
+mt_status mt_disk_add(mt_disk *d, int u)
+{
+    layout   *l = NULL;
+    mt_status st;
+
+    if (u < 0 || u >= mt_store_units(d->store))
+        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", u, mt_store_units(d->store));
+    MT_TRY(room_for(d, u));
+    if (d->units[u].on)
+        return MT_OK;
+    MT_TRY(cut(d, u, 0, &l));
+    MT_TRY(mt_store_set_disk(d->store, u));
+    for (int i = 0; i < l->n_pieces; i++)
+        d->need += l->pieces[i].bytes;
+    d->units[u].on = 1;
+    if (d->last_added >= 0)              /* until the first step says better */
+        d->units[d->last_added].next = u;
+    d->first_added = d->first_added < 0 ? u : d->first_added;
+    d->units[u].next = d->first_added;
+    d->last_added = u;
+fail:
+    layout_free(l);
+    return st;
+}
+
+uint64_t mt_disk_need(mt_disk *d)
+{
+    return d->need;
+}
+
+mt_disk_stats mt_disk_stats_get(mt_disk *d)
+{
+    mt_disk_stats stats;
+
+    pthread_mutex_lock(&d->mu);
+    stats = d->stats;
+    pthread_mutex_unlock(&d->mu);
+    return stats;
+}

@@ -1,0 +1,81 @@
+/* disk.h — units whose states are in a file: read ahead of their update, written back behind it.
+ *
+ * Weights and gradients stay in memory, masters and moments do not: an update reads and writes those once,
+ * in order, and nobody else looks at them.
+ *
+ * Nouns, in the order they appear below:
+ *   on disk  of a unit: its state planes (MT_STATE_PLANES) are in the file. The host planes are copies, and
+ *            no more than addresses until somebody reads them (bring)
+ *   part     a stretch of one parameter: where its states are in a buffer
+ *   piece    parts that fill a buffer, and lie in the file as they lie there: one request in, one out
+ *   buffer   host memory for a piece. There are a few: one is updated, those before are written, those after
+ *            are read, as far ahead as there are buffers; also while nothing is updated, so that the first
+ *            pieces of a step wait for it, and not it for them
+ *   order    which unit follows which: as they did last time
+ *
+ *     mt_disk_open(store, blocks, 8, bytes, &d);
+ *     mt_disk_add(d, unit);                               // before its states are asked for
+ *     mt_disk_update(d, &job, pool, clip, &busy_ns);      // the updater: weights are new when it returns
+ *     mt_disk_bring(d, unit, 1u << MT_PLANE_M);           // host: the copies are as in the file
+ *
+ * Order:
+ *   READ     the updater waits until a piece is in its buffer      told by the file's thread
+ *   WRITTEN  a piece is read again when its last write is over     the same; bring waits for it too
+ *   PUSHED   what was read ahead of a unit is dropped before its states are written from outside, and none
+ *            of it is read until they are
+ *   Fetches and readers of weights wait for the unit's update as ever, and for no write: those are of states.
+ *
+ * Threads: open, add, close: one, before and after the others. update: the updater's. bring, push: any, when
+ *          no update of the unit is asked for meanwhile. Requests end on threads of the file's.
+ * Errors:  a request that failed is the ledger's fault, with unit, plane and parameter, path and offset.
+ */
+#ifndef MT_DISK_H
+#define MT_DISK_H
+
+#include "blocks.h"
+#include "store.h"
+#include "timeline.h"
+
+#define MT_DISK_LEAST ((size_t)64 << 10) /* bytes of a buffer, which are a multiple of MT_BLOCK_ALIGN */
+#define MT_DISK_GRAIN 4096               /* a part begins at a multiple of so many elements */
+
+typedef struct mt_disk_job {
+    int        unit;                     /* its gradients are whole, nobody reads its weights */
+    const int *params;                   /* [n_params] to be updated */
+    int        n_params;
+    uint64_t   bytes;                    /* for the timeline */
+    /* Updates parts in place, but for those of parameters that are not in params. */
+    mt_status (*compute)(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip);
+    void      *arg;
+} mt_disk_job;
+
+typedef struct mt_disk mt_disk;
+
+mt_status mt_disk_open (mt_store *store, mt_blocks *file, int n_buffers, size_t bytes, mt_disk **out);
+void      mt_disk_close(mt_disk *d);                     /* waits for requests; before the file is closed */
+/* Reads, writes and updates are recorded in t. Before the first update, or never. */
+void      mt_disk_timeline(mt_disk *d, mt_timeline *t);
+
+/* MT_ESTATE as mt_store_set_disk. Parameters that become trainable after the unit's first update keep their
+ * states in memory. */
+mt_status mt_disk_add (mt_disk *d, int unit);
+uint64_t  mt_disk_need(mt_disk *d);                      /* bytes of the file that the units added will take */
+
+/* Returns when the unit's weights are new; its states may still be on their way. *busy_ns grows by the time
+ * in compute. */
+mt_status mt_disk_update(mt_disk *d, const mt_disk_job *j, mt_pool *pool, float clip, uint64_t *busy_ns);
+
+/* Host planes of a unit, a bit for each, are as in the file; waits for its updates. They take memory until
+ * its next update. Nothing to do for others, and for other planes. */
+mt_status mt_disk_bring(mt_disk *d, int unit, unsigned planes);
+/* The parameter's host planes were written: the file takes their values. */
+mt_status mt_disk_push (mt_disk *d, int unit, int param, unsigned planes);
+
+typedef struct mt_disk_stats {
+    uint64_t read_bytes, written_bytes;  /* since open, as requests ended */
+    uint64_t wait_ns;                    /* the updater waited for reads */
+    size_t   buffer_bytes;               /* host memory of the buffers */
+} mt_disk_stats;
+mt_disk_stats mt_disk_stats_get(mt_disk *d);
+
+#endif

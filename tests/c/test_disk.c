@@ -1,0 +1,485 @@
+/* test_disk.c — states in a file give the same numbers as states in memory, whatever is read when. */
+#include "check.h"
+#include "../../csrc/core/clock.h"
+#include "../../csrc/core/disk.h"
+#include "../../csrc/io/file.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <time.h>
+
+#define UNITS   3
+#define PARAMS  4
+#define BUFFER  MT_DISK_LEAST
+
+/* In pieces of 64 KiB: parts of several parameters in one, and one parameter in several. */
+static const int64_t numels[UNITS][PARAMS] = { { 5000, 1, 0, 30001 }, { 20000, 777, 4096, 8192 }, { 3, 2, 40000, 1 } };
+
+/* ---- transfers that dawdle, or fail -------------------------------------------------------- */
+
+static struct {
+    atomic_int dawdle_us;        /* at most, before each */
+    atomic_int reads, writes;    /* so far */
+    atomic_int fail_read, fail_write;        /* the n-th from now on fails; 0: none */
+} disk;
+
+static int struck(atomic_int *n)
+{
+    int left = atomic_load(n);
+
+    return left > 0 && (atomic_fetch_sub(n, 1), left == 1);
+}
+
+static void dawdle(uint64_t seed)
+{
+    int             most = atomic_load(&disk.dawdle_us);
+    uint64_t        z = (seed + 1) * 0x9e3779b97f4a7c15u;
+    struct timespec t = { 0, most > 0 ? (long)((z >> 33) % (uint64_t)most) * 1000 : 0 };
+
+    if (most > 0)
+        nanosleep(&t, NULL);
+}
+
+static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
+{
+    dawdle((uint64_t)atomic_fetch_add(&disk.reads, 1));
+    if (struck(&disk.fail_read)) {
+        errno = EIO;
+        return -1;
+    }
+    return pread(fd, p, bytes, at);
+}
+
+static ssize_t slow_write(int fd, const void *p, size_t bytes, off_t at)
+{
+    dawdle(3 * (uint64_t)atomic_fetch_add(&disk.writes, 1));
+    if (struck(&disk.fail_write)) {
+        errno = EIO;
+        return -1;
+    }
+    return pwrite(fd, p, bytes, at);
+}
+
+static int through_the_cache(int fd, int on)
+{
+    (void)fd;
+    (void)on;
+    return EINVAL;
+}
+
+static const mt_file_calls calls = { slow_read, slow_write, posix_fallocate, through_the_cache };
+
+/* ---- a store with its states in a file, and the same numbers in plain memory --------------- */
+
+typedef struct world {
+    char      dir[64];
+    mt_dev   *dev;
+    mt_store *store;
+    mt_pool  *pool;
+    mt_file  *file;
+    mt_disk  *disk;
+    float    *hi[UNITS][PARAMS], *m[UNITS][PARAMS], *v[UNITS][PARAMS];       /* what is right */
+    uint64_t  busy_ns;
+    int       step;
+} world;
+
+static float *plane(world *w, int u, int p, mt_plane plane)
+{
+    void *at;
+
+    REQUIRE(mt_store_at(w->store, u, p, plane, &at) == MT_OK);
+    return at;
+}
+
+static void make_units(world *w)
+{
+    static const char *const names[UNITS] = { "first", "second", "third" };
+
+    for (int u = 0; u < UNITS; u++) {
+        mt_param_desc d[PARAMS];
+        int           unit;
+
+        for (int p = 0; p < PARAMS; p++) {
+            d[p] = (mt_param_desc){ MT_F32, numels[u][p], 1 };
+            w->hi[u][p] = calloc((size_t)numels[u][p] + 1, sizeof(float));
+            w->m[u][p] = calloc((size_t)numels[u][p] + 1, sizeof(float));
+            w->v[u][p] = calloc((size_t)numels[u][p] + 1, sizeof(float));
+        }
+        REQUIRE(mt_store_add(w->store, names[u], d, PARAMS, &unit) == MT_OK);
+    }
+}
+
+static void open_world(world *w, int n_buffers, int dawdle_us)
+{
+    *w = (world){ .dir = "/tmp/mt_test_disk.XXXXXX" };
+    REQUIRE(mkdtemp(w->dir) != NULL);
+    atomic_store(&disk.dawdle_us, dawdle_us);
+    atomic_store(&disk.fail_read, 0);
+    atomic_store(&disk.fail_write, 0);
+    REQUIRE(mt_dev_cpu_open(&w->dev) == MT_OK);
+    REQUIRE(mt_pool_open(1, &w->pool) == MT_OK);
+    REQUIRE(mt_store_open(w->dev, NULL, &w->store) == MT_OK);
+    make_units(w);
+    REQUIRE(mt_file_open(w->dir, 0, 3, &calls, &w->file) == MT_OK);
+    REQUIRE(mt_disk_open(w->store, mt_file_blocks(w->file), n_buffers, BUFFER, &w->disk) == MT_OK);
+    for (int u = 0; u < UNITS; u++)
+        REQUIRE(mt_disk_add(w->disk, u) == MT_OK);
+    REQUIRE(mt_file_reserve(w->file, mt_disk_need(w->disk)) == MT_OK);
+}
+
+static void close_world(world *w)
+{
+    mt_disk_close(w->disk);
+    mt_file_close(w->file);
+    mt_store_close(w->store);
+    mt_pool_close(w->pool);
+    w->dev->ops->close(w->dev);
+    for (int u = 0; u < UNITS; u++)
+        for (int p = 0; p < PARAMS; p++) {
+            free(w->hi[u][p]);
+            free(w->m[u][p]);
+            free(w->v[u][p]);
+        }
+    CHECK_EQ(rmdir(w->dir), 0);
+}
+
+/* One element, the same operations on both sides. */
+#define UPDATE(hi, m, v, i, step) \
+    ((m) += (float)((step) + (int)((i) % 5)), (v) += 2 * (m), (hi) += (v) - (float)((i) % 3))
+
+typedef struct errand {
+    world     *w;
+    const int *params;
+    int        n, unit;
+    int        calls, fail;      /* fail: the call that does; 0: none */
+} errand;
+
+static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip)
+{
+    errand *e = arg;
+
+    (void)pool;
+    CHECK(clip == 0.5f);
+    if (++e->calls == e->fail)
+        return MT_FAIL(MT_EINVAL, "the errand failed");
+    for (int i = 0; i < n; i++) {
+        const mt_part *k = &parts[i];
+        float *hi = plane(e->w, e->unit, k->param, MT_PLANE_HI);
+        float *m = k->at[MT_PLANE_M], *v = k->at[MT_PLANE_V];
+        int    ours = 0;
+
+        for (int p = 0; p < e->n; p++)
+            ours |= e->params[p] == k->param;
+        CHECK_EQ(k->from % MT_DISK_GRAIN, 0);
+        m = m != NULL ? m : plane(e->w, e->unit, k->param, MT_PLANE_M) + k->from;
+        v = v != NULL ? v : plane(e->w, e->unit, k->param, MT_PLANE_V) + k->from;
+        for (int64_t x = 0; ours && x < k->n; x++)
+            UPDATE(hi[k->from + x], m[x], v[x], k->from + x, e->w->step);
+    }
+    return MT_OK;
+}
+
+static mt_status update(world *w, int u, const int *params, int n, int fail)
+{
+    errand      e = { .w = w, .params = params, .n = n, .unit = u, .fail = fail };
+    mt_disk_job j = { .unit = u, .params = params, .n_params = n, .compute = update_parts, .arg = &e };
+
+    if (fail == 0)
+        for (int k = 0; k < n; k++)
+            for (int64_t i = 0; i < numels[u][params[k]]; i++)
+                UPDATE(w->hi[u][params[k]][i], w->m[u][params[k]][i], w->v[u][params[k]][i], i, w->step);
+    return mt_disk_update(w->disk, &j, w->pool, 0.5f, &w->busy_ns);
+}
+
+static const int all[PARAMS] = { 0, 1, 2, 3 };
+
+static void step(world *w, int backwards)
+{
+    w->step++;
+    for (int i = 0; i < UNITS; i++)
+        CHECK_OK(update(w, backwards ? UNITS - 1 - i : i, all, PARAMS, 0));
+}
+
+static void compare(const float *got, const float *want, int64_t n, const char *what, int u, int p)
+{
+    for (int64_t i = 0; i < n; i++)
+        if (got[i] != want[i]) {
+            CHECK_PRINT_("%s of unit %d, parameter %d, element %lld: %g, expected %g", what, u, p, (long long)i,
+                         (double)got[i], (double)want[i]);
+            CHECK(got[i] == want[i]);
+            return;
+        }
+}
+
+/* The unit that was updated last comes first: it is still being written. */
+static void check(world *w)
+{
+    for (int u = UNITS - 1; u >= 0; u--) {
+        CHECK_OK(mt_disk_bring(w->disk, u, MT_STATE_PLANES));
+        for (int p = 0; p < PARAMS; p++) {
+            compare(plane(w, u, p, MT_PLANE_HI), w->hi[u][p], numels[u][p], "weight", u, p);
+            compare(plane(w, u, p, MT_PLANE_M), w->m[u][p], numels[u][p], "M", u, p);
+            compare(plane(w, u, p, MT_PLANE_V), w->v[u][p], numels[u][p], "V", u, p);
+        }
+    }
+}
+
+/* ---- tests ------------------------------------------------------------------------------- */
+
+static void updates_are_those_of_states_in_memory(void)
+{
+    static const int some[2] = { 3, 0 };
+
+    for (int n_buffers = 1; n_buffers <= 12; n_buffers = n_buffers * 2 + 1)
+        for (int dawdle_us = 0; dawdle_us <= 800; dawdle_us += 800) {
+            world w;
+
+            open_world(&w, n_buffers, dawdle_us);
+            for (int i = 0; i < 3; i++)
+                step(&w, 0);
+            step(&w, 1);                                 /* in another order than was read ahead for */
+            step(&w, 1);
+            CHECK_OK(update(&w, 1, some, 2, 0));         /* some parameters; a unit twice, others not at all */
+            CHECK_OK(update(&w, 1, &some[0], 1, 0));
+            check(&w);
+            step(&w, 0);
+            check(&w);
+            CHECK(w.busy_ns > 0);
+            close_world(&w);
+        }
+}
+
+static void pieces_are_read_ahead_before_anybody_asks(void)
+{
+    struct timespec nap = { 0, 1000000 };
+    uint64_t        twice;
+    world           w;
+
+    open_world(&w, 4, 0);
+    twice = 2 * mt_disk_need(w.disk);
+    step(&w, 0);
+    step(&w, 0);
+    for (int i = 0; i < 20000 && (mt_disk_stats_get(w.disk).read_bytes < twice + 2 * BUFFER ||
+                                  mt_disk_stats_get(w.disk).written_bytes < twice); i++)
+        nanosleep(&nap, NULL);
+    CHECK(mt_disk_stats_get(w.disk).read_bytes >= twice + 2 * BUFFER);
+    CHECK(mt_disk_stats_get(w.disk).read_bytes <= twice + 4 * BUFFER);
+    CHECK_EQ(mt_disk_stats_get(w.disk).written_bytes, twice);
+    CHECK_EQ(mt_disk_stats_get(w.disk).buffer_bytes, 5 * BUFFER);
+    step(&w, 0);
+    check(&w);
+    close_world(&w);
+}
+
+static void copies_take_memory_only_from_a_read_to_the_next_update(void)
+{
+    world  w;
+    size_t weights;
+
+    open_world(&w, 2, 0);
+    step(&w, 0);
+    weights = mt_store_bytes(w.store, MT_PLANE_COUNT);
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
+    CHECK_OK(mt_disk_bring(w.disk, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_HI));
+    CHECK(mt_store_bytes(w.store, MT_PLANE_M) > 0);
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_V), 0);
+    compare(plane(&w, 0, 3, MT_PLANE_M), w.m[0][3], numels[0][3], "M", 0, 3);
+    step(&w, 0);
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_COUNT), weights);
+    check(&w);
+    close_world(&w);
+}
+
+/* The piece that is read first was given to the disk last. */
+static void a_reader_waits_for_the_write_of_what_it_reads(void)
+{
+    world w;
+
+    open_world(&w, 3, 5000);
+    step(&w, 0);
+    for (int i = 0; i < 8; i++) {
+        CHECK_OK(update(&w, 0, &all[1], 1, 0));
+        CHECK_OK(mt_disk_bring(w.disk, 0, 1u << MT_PLANE_V));
+        compare(plane(&w, 0, 1, MT_PLANE_V), w.v[0][1], 1, "V", 0, 1);
+    }
+    close_world(&w);
+}
+
+/* One parameter's plane changes; what was read ahead of it is not used, and its neighbours stay. */
+static void what_is_pushed_is_what_the_next_update_reads(void)
+{
+    world w;
+
+    for (int n_buffers = 1; n_buffers < 12; n_buffers += 5) {
+        open_world(&w, n_buffers, 300);
+        CHECK_OK(mt_disk_push(w.disk, 2, 2, 1u << MT_PLANE_M));  /* before the first update: zeros */
+        step(&w, 0);
+        step(&w, 0);
+        for (int u = 0; u < UNITS; u++)
+            for (int p = 0; p < PARAMS; p += 3) {
+                for (int64_t i = 0; i < numels[u][p]; i++)
+                    plane(&w, u, p, MT_PLANE_V)[i] = w.v[u][p][i] = (float)(i % 11);
+                CHECK_OK(mt_disk_push(w.disk, u, p, 1u << MT_PLANE_V));
+            }
+        step(&w, 0);
+        check(&w);
+        CHECK_EQ(mt_disk_push(w.disk, 0, PARAMS, 1u << MT_PLANE_V), MT_EINVAL);
+        CHECK_HAS(mt_last_error(), "first");
+        close_world(&w);
+    }
+}
+
+static void parameters_that_come_later_keep_their_states_in_memory(void)
+{
+    mt_param_desc d[2] = { { MT_F32, 9000, 0 }, { MT_F32, 500, 1 } };
+    static const int both[2] = { 0, 1 };
+    world         w;
+    int           unit;
+
+    open_world(&w, 2, 0);
+    REQUIRE(mt_store_add(w.store, "lora", d, 2, &unit) == MT_OK);
+    CHECK_OK(mt_disk_add(w.disk, unit));
+    CHECK_OK(mt_disk_add(w.disk, unit));                 /* once is enough */
+    for (int i = 0; i < 3; i++) {
+        errand      e = { .w = &w, .params = both, .n = 1 + (i > 0), .unit = unit };
+        mt_disk_job j = { .unit = unit, .params = both + (i == 0), .n_params = e.n,
+                          .compute = update_parts, .arg = &e };
+
+        e.params = j.params;
+        w.step = i + 1;
+        if (i == 1)
+            CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 1));
+        CHECK_OK(mt_disk_update(w.disk, &j, w.pool, 0.5f, &w.busy_ns));
+        CHECK_EQ(e.calls, 1 + (i > 0));
+    }
+    CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));        /* of steps 2 and 3 */
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 9000 * 4 + (4096 - 9000 * 4 % 4096) % 4096);
+    CHECK_OK(mt_disk_bring(w.disk, unit, MT_STATE_PLANES));
+    CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));
+    CHECK(plane(&w, unit, 1, MT_PLANE_M)[1] == 6 + 3);
+    close_world(&w);
+}
+
+/* Whichever transfer fails: it is the ledger's fault, with its name, and nobody waits for ever. */
+static void a_transfer_that_fails_is_a_fault_that_names_what_was_lost(void)
+{
+    for (int write = 0; write < 2; write++)
+        for (int n = 1; n < 12; n += 3) {
+            world     w;
+            mt_status st = MT_OK;
+
+            open_world(&w, 3, 0);
+            step(&w, 0);
+            atomic_store(write ? &disk.fail_write : &disk.fail_read, n);
+            for (int i = 0; i < 4 && st == MT_OK; i++) {
+                w.step++;
+                for (int u = 0; u < UNITS && st == MT_OK; u++)
+                    st = update(&w, u, all, PARAMS, 0);
+            }
+            CHECK_EQ(st, MT_EDISK);
+            CHECK_HAS(mt_last_error(), "unit ");
+            CHECK_HAS(mt_last_error(), "plane ");
+            CHECK_HAS(mt_last_error(), "of parameter ");
+            CHECK_HAS(mt_last_error(), write ? ".states: writing" : ".states: reading");
+            CHECK_EQ(mt_disk_bring(w.disk, 0, MT_STATE_PLANES), MT_EDISK);
+            close_world(&w);
+        }
+}
+
+static void a_changed_byte_names_its_unit_and_plane(void)
+{
+    world          w;
+    DIR           *d;
+    struct dirent *e;
+    char           path[400] = "", bad = 0x7f;
+    int            fd;
+
+    open_world(&w, 1, 0);
+    step(&w, 0);
+    step(&w, 0);
+    d = opendir(w.dir);
+    while ((e = readdir(d)) != NULL)
+        if (strstr(e->d_name, ".states") != NULL)
+            snprintf(path, sizeof path, "%s/%.200s", w.dir, e->d_name);
+    closedir(d);
+    CHECK_OK(mt_disk_bring(w.disk, 2, 1u << MT_PLANE_M));                   /* all is written */
+    fd = open(path, O_RDWR);
+    REQUIRE(fd >= 0);
+    CHECK_EQ(pwrite(fd, &bad, 1, (off_t)mt_disk_need(w.disk) - 5000), 1);
+    close(fd);
+    CHECK_EQ(mt_disk_bring(w.disk, 2, 1u << MT_PLANE_V), MT_EDISK);
+    CHECK_HAS(mt_last_error(), "unit third, plane M of parameter 2");       /* where the block begins */
+    CHECK_HAS(mt_last_error(), path);
+    CHECK_HAS(mt_last_error(), "offset");
+    close_world(&w);
+}
+
+static void a_computation_that_fails_leaves_the_file_as_it_was(void)
+{
+    world w;
+
+    open_world(&w, 2, 0);
+    step(&w, 0);
+    CHECK_EQ(update(&w, 2, all, PARAMS, 1), MT_EINVAL);  /* its first piece */
+    CHECK_HAS(mt_last_error(), "the errand failed");
+    step(&w, 0);
+    check(&w);
+    close_world(&w);
+}
+
+static void a_unit_has_one_home(void)
+{
+    mt_param_desc d[1] = { { MT_BF16, 100, 1 } };
+    world         w;
+    void         *p;
+    int           unit;
+
+    open_world(&w, 1, 0);
+    REQUIRE(mt_store_add(w.store, "settled", d, 1, &unit) == MT_OK);
+    CHECK_OK(mt_store_settle(w.store, unit));
+    CHECK_EQ(mt_disk_add(w.disk, unit), MT_ESTATE);
+    REQUIRE(mt_store_add(w.store, "through", d, 1, &unit) == MT_OK);
+    CHECK_OK(mt_store_set_through(w.store, unit, 1));
+    CHECK_EQ(mt_disk_add(w.disk, unit), MT_ESTATE);
+    REQUIRE(mt_store_add(w.store, "used", d, 1, &unit) == MT_OK);
+    CHECK_OK(mt_store_at(w.store, unit, 0, MT_PLANE_LO, &p));
+    CHECK_EQ(mt_disk_add(w.disk, unit), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "plane LO");
+    CHECK_EQ(mt_store_settle(w.store, 0), MT_ESTATE);
+    CHECK_EQ(mt_store_set_through(w.store, 0, 1), MT_ESTATE);
+    CHECK_EQ(mt_store_on_disk(w.store, 0), 1);
+    CHECK_EQ(mt_store_on_disk(w.store, unit), 0);
+    CHECK_EQ(update(&w, unit, all, 0, 0), MT_EINVAL);
+    CHECK_OK(mt_disk_bring(w.disk, unit, MT_STATE_PLANES));      /* nothing to do */
+    CHECK_EQ(mt_disk_add(w.disk, 77), MT_EINVAL);
+    close_world(&w);
+}
+
+static void open_refuses_buffers_that_hold_nothing(void)
+{
+    world    w;
+    mt_disk *d = NULL;
+
+    open_world(&w, 1, 0);
+    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), 0, BUFFER, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), 1, BUFFER - 4096, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), 1, BUFFER + 1, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), 1 << 20, (size_t)1 << 50, &d), MT_EINVAL);
+    mt_disk_close(NULL);
+    close_world(&w);
+}
+
+#define TESTS(X)                                                    \
+    X(updates_are_those_of_states_in_memory)                        \
+    X(pieces_are_read_ahead_before_anybody_asks)                    \
+    X(copies_take_memory_only_from_a_read_to_the_next_update)       \
+    X(a_reader_waits_for_the_write_of_what_it_reads)                \
+    X(what_is_pushed_is_what_the_next_update_reads)                 \
+    X(parameters_that_come_later_keep_their_states_in_memory)       \
+    X(a_transfer_that_fails_is_a_fault_that_names_what_was_lost)    \
+    X(a_changed_byte_names_its_unit_and_plane)                      \
+    X(a_computation_that_fails_leaves_the_file_as_it_was)           \
+    X(a_unit_has_one_home)                                          \
+    X(open_refuses_buffers_that_hold_nothing)
+CHECK_MAIN(TESTS)
