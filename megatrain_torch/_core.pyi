@@ -88,12 +88,21 @@ class Engine:
     def leave(self, unit: int, wait: bool) -> bool:
         """Whether the memory that lift() took is the caller's again: no update of the unit is under way, and its
         states are on the host. wait: until they are."""
+    def disk(self, path: str, units: Sequence[int], limit: int = 0, buffers: int = 8, buffer_bytes: int = 33554432,
+             threads: int = 16) -> None:
+        """States (LO, MASTER, M, V) of these units are in a scratch file in the directory from now on; room for them
+        is reserved before this returns. Before any of them is asked for, once. limit: bytes the file may have, 0: no
+        limit. Their host planes are copies: see bring and push."""
+    def disk_file(self) -> tuple[str, int, bool] | None:
+        """(path, bytes, transfers go past the page cache) of the scratch file."""
+    def disk_unname(self) -> None:
+        """The file loses its name, and goes with the process or the engine. For the end of a process."""
     def bring(self, unit: int, planes: int) -> None:
         """Host planes become current. planes: bits 1 << plane, or -1. A settled unit's are copied, but for ACC, which
-        has no host copy; waits for updates and gradients under way. Of other units an update that speculate() began
-        is taken back when LO, MASTER, M or V is asked for: before they are read or written."""
+        has no host copy; waits for updates and gradients under way. States on disk are read. Of other units an update
+        that speculate() began is taken back when LO, MASTER, M or V is asked for: before they are read or written."""
     def push(self, unit: int, param: int, planes: int) -> None:
-        """The parameter's host planes were written: the device's take their values (HI: as touch)."""
+        """The parameter's host planes were written: the device's (HI: as touch), or the file, take their values."""
     def device_plane(self, unit: int, param: int, plane: int) -> int:
         """Address on the device of a settled unit's parameter. A gradient made at its GRAD is not copied."""
     def device_bytes(self) -> int:
@@ -107,7 +116,8 @@ class Engine:
     def schedule(self) -> str: ...
     def stats(self) -> dict[str, int]:
         """Since open: fetches, demand_fetches, rebuilds, h2d_bytes, await_ns, d2h_bytes, update_ns (host updates),
-        records_lost (of the timeline), speculated, committed, undone (updates begun early; kept; taken back)."""
+        records_lost (of the timeline), speculated, committed, undone (updates begun early; kept; taken back),
+        disk_read_bytes, disk_written_bytes, disk_wait_ns (updates waited for reads)."""
 
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, int, int, int]], stream: int) -> int:
@@ -171,6 +181,11 @@ def sumsq(dtype: int, address: int, n: int, threads: int = 1) -> float: ...
 def split_join(hi: int, lo: int, out: int, n: int) -> None: ...
 def split_set(p: int, hi: int, lo: int, n: int) -> None: ...
 def isa_runs(isa: int) -> bool: ...
+def disk_room(path: str) -> int:
+    """Bytes that may be taken in a directory, once what crashed processes left there is removed."""
+def disk_measure(path: str, bytes: int, piece: int = 33554432, depth: int = 8, threads: int = 16) -> dict[str, Any]:
+    """{"write", "read", "both": bytes/s, "direct": bool} of requests of `piece` bytes, `depth` under way, over a file
+    of `bytes` that is made and removed; both: as much is read as is written."""
 def register_ops() -> None:
     """Registers torch.ops.megatrain.* through libtorch's stable C shim. torch must be imported."""
 

@@ -244,6 +244,9 @@ def host_planes(unit: Unit, home: str, micro: int, speculate: bool = False) -> d
     """Bytes in host memory by plane; at home in VRAM only the weights as they were loaded, with "arrive" the states."""
     if home == "vram":
         return {"weights": unit.weights}
+    if home == "disk":
+        return {k: n for k, n in {"weights": unit.weights, **_states(unit, micro)}.items()
+                if k not in visiting_planes(unit)}
     if home == "arrive":
         return {"weights": unit.weights, **visiting_planes(unit)}
     early = {"to take updates back": unit.gradients + unit.masters + unit.moments} if speculate else {}

@@ -462,6 +462,7 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
     """Sets weight and master from fp32 values. value: [shape]."""
     record: Record = p._mt
     value = torch.empty_strided(record.shape, record.stride, dtype=torch.float32).copy_(plain(value))
+    record.runtime.core.wait_updates(record.unit)
     record.runtime.before_write(record)
     record.runtime.own_states(record)
     with torch.no_grad():

@@ -24,6 +24,7 @@ import torch
 
 from . import _core
 from .cost import STAGINGS, device_planes, host_planes, visiting_planes
+from .disk import MEMORY_BYTES
 from .errors import MegatrainError
 from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin
 from .planner import as_text
@@ -45,8 +46,8 @@ class Asked:
 
     Attributes:
         name: of the model. groups, dtype: its units, and the type they are converted to.
-        homes: by unit, "ram", "vram", "arrive" or "through". speculated: numbers of units whose updates may begin
-            early.
+        homes: by unit, "ram", "vram", "arrive", "through" or "disk". speculated: numbers of units whose updates may
+            begin early.
         ring: slots of a size. micro: micro-batches of a step, as far as known.
         on_cpu: the "device" is the CPU, so its memory is the host's.
     """
@@ -84,9 +85,11 @@ class Asked:
         """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
         found: dict[str, int] = {}
         for i, (unit, home) in enumerate(zip(self.units(), self.homes)):
-            where = home if home in SETTLED else "ram"
+            where = home if home in (*SETTLED, "disk") else "ram"
             for plane, n in host_planes(unit, where, self.micro, i in self.speculated).items():
                 found[plane] = found.get(plane, 0) + n
+        if "disk" in self.homes:
+            found["buffers of the disk"] = MEMORY_BYTES
         if self.micro > 1:
             found["staging"] = STAGINGS * max((u.gradients for u in self.units()), default=0)
         return found | ({f"the device's {what}": n for what, n in self.device().items()} if self.on_cpu else {})
@@ -144,6 +147,23 @@ def _named(asked: Asked) -> dict[str, str]:
 
 
 # ---- the host ------------------------------------------------------------------------------------
+
+def to_disk(asked: Asked, limit: int | None) -> Asked:
+    """The same with as many units at home on disk, last ones first, as host memory cannot hold in a training step.
+    Their updates have most time before the next forward needs them. limit: the user's."""
+    own, found = own_bytes(asked.groups), host_limits()
+
+    def fits(a: Asked) -> bool:
+        if limit is not None:
+            return sum(_planes(a).values()) <= limit
+        return found.short(sum(a.host().values()) - sum(own)) is None
+
+    tried = asked
+    for tried in () if fits(asked) else _homes(asked, "ram", "disk"):
+        if fits(tried):
+            break
+    return tried
+
 
 def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: int | None = None) -> None:
     """Host memory while the weights are taken over, and, `whole`, of a training step. limit: the user's.

@@ -25,12 +25,13 @@ class StepReport:
         fetches, demand_fetches: copies of units; those that were asked for only when needed.
         await_seconds: time the computing thread waited for a copy to be put in its queue.
         host_bytes: host memory the store holds.
+        disk_read_bytes, disk_written_bytes: states of units at home on disk.
         speculated, committed, undone: updates that began during backward; those kept, and taken back, since: one
             that began in this step ends in the next.
         busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update",
-            "through" (updates that pass through the device; states that arrive and leave). Without mt.trace only "host
-            update". Compute is busy from a window's first kernel to its last, also where the host is slow in launching
-            them.
+            "disk" (states of units on disk), "through" (updates that pass through the device; states that arrive and
+            leave). Without mt.trace only "host update". Compute is busy from a window's first kernel to its last, also
+            where the host is slow in launching them.
         idle: seconds that compute stood still, by what it waited for: a lane, or "host": Python and the user's code.
         between_steps: of idle, seconds before the step's first window.
         least: seconds the bytes of a lane take at the machine's rate, where mt.trace was given one.
@@ -52,6 +53,8 @@ class StepReport:
     speculated: int = 0
     committed: int = 0
     undone: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
 
     @property
     def bound(self) -> str:
@@ -90,6 +93,9 @@ class StepReport:
         if self.speculated or self.undone:
             lines.append(f"{self.speculated} updates begun in backward, {self.committed} kept, "
                          f"{self.undone} taken back")
+        if self.disk_written_bytes:
+            lines.append(f"disk: {self.disk_read_bytes / 1e9:.3g} GB read, "
+                         f"{self.disk_written_bytes / 1e9:.3g} GB written")
         lines.append(f"fetches {self.fetches}, on demand {self.demand_fetches}; waited for copies to be queued "
                      f"{self.await_seconds:.3g} s; host store {self.host_bytes / 1e9:.3g} GB")
         return "\n".join(lines)
@@ -104,7 +110,8 @@ class StepReport:
 
     def _rows(self) -> list[tuple[str, float, float, str, str]]:
         """(lane, busy seconds, share of the step, GB moved, least seconds) of every lane that did something."""
-        moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes}
+        moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes,
+                 "disk": self.disk_read_bytes + self.disk_written_bytes}
         return [(LANES[lane], busy, busy / self.seconds if self.seconds > 0 else 0.0,
                  f"{moved[lane] / 1e9:.3g}" if lane in moved else "",
                  f"{self.least[lane]:.3g}" if lane in self.least else "")
@@ -114,7 +121,7 @@ class StepReport:
 def _called(lane: str) -> str:
     return {"compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
             "host sum": "the host's sums of gradients", "host update": "the host update",
-            "device update": "the device update", "through": "updates through the device",
+            "device update": "the device update", "through": "updates through the device", "disk": "the disk",
             OWN: "the host's own work"}[lane]
 
 
@@ -144,6 +151,8 @@ def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted:
         idle=idle_seconds(lanes, begin, end),
         least={name: moved[name] / rate for name, rate in rates.items() if moved.get(name)},
         between_steps=max(0, first - begin) * 1e-9, traced=True,
+        disk_read_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "read"),
+        disk_written_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "write"),
         **{k: counted.get(k, 0) for k in ("speculated", "committed", "undone")})
 
 
@@ -193,9 +202,12 @@ def _before_fetch(lanes: Mapping[str, Sequence[Slice]], a: int, fetch: Slice) ->
 
 
 def _updates(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> list[tuple[str, int]]:
-    """[a, b), at whose end an update was over: the lane's work, and for the rest the gradients it waited for."""
+    """[a, b), at whose end an update was over: the lane's work, and for the rest the gradients and states it waited
+    for."""
     updating = _busy(lanes, lane, a, b)
-    return [(lane, updating), ("d2h", min(_busy(lanes, "d2h", a, b), b - a - updating))]
+    coming = min(_busy(lanes, "d2h", a, b), b - a - updating)
+    states = min(_busy(lanes, "disk", a, b), b - a - updating - coming) if lane == "host update" else 0
+    return [(lane, updating), ("d2h", coming), ("disk", states)]
 
 
 def _busy(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> int:

@@ -16,6 +16,7 @@ from . import _core, hf
 from .arrive import Arrivals
 from .budget import Budget, Cap
 from .compiled import Structure, refuse_other_units
+from .disk import BUFFER_BYTES, BUFFERS, THREADS, Disk
 from .errors import MegatrainError
 from .guard import plain
 from .handover import HandOver
@@ -142,6 +143,7 @@ class Runtime:
         self.is_cuda = device.type == "cuda"
         self.settled: frozenset[int] = frozenset()           # units that live on the device
         self.speculated: frozenset[int] = frozenset()        # units whose updates may begin during backward
+        self.on_disk: frozenset[int] = frozenset()           # units whose states are in a file
         self.arrivals = Arrivals(self, ())                   # of settled units: whose states come and leave
         self.windows: list[Window] = []
         self.records: list[Record] = []
@@ -182,6 +184,13 @@ class Runtime:
         self.settled = frozenset(settled)
         self.arrivals = Arrivals(self, guests)
         self.arrivals.invite()
+
+    def keep_on_disk(self, disk: Disk, units: list[int], sizes: dict[str, int]) -> None:
+        """The units' states go to a file, which loses its name with the process at the latest. sizes: tests' own."""
+        usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
+        self.core.disk(disk.path, units, limit=disk.limit or 0, **(usual | sizes))
+        self.on_disk = frozenset(units)
+        weakref.finalize(self, self.core.disk_unname)
 
     def note_bounds(self) -> None:
         """Addresses between which all slots lie: most tensors are told apart from weights by these."""
@@ -271,9 +280,9 @@ class Runtime:
         self.core.wait_grads(record.unit)
 
     def bring_states(self, record: Record) -> None:
-        """Host copies of masters and moments are current; only units on the device, and those whose update began
-        early, have anything to do."""
-        if record.unit in self.settled or record.unit in self.speculated:
+        """Host copies of masters and moments are current; only units on the device, those whose update began early,
+        and those whose states are on disk have anything to do."""
+        if record.unit in self.settled or record.unit in self.speculated or record.unit in self.on_disk:
             self.core.bring(record.unit, STATE_PLANES)
 
     def own_states(self, record: Record) -> None:
@@ -283,8 +292,8 @@ class Runtime:
             self.core.bring(record.unit, STATE_PLANES)
 
     def push(self, record: Record, *planes: str) -> None:
-        """These host planes were written: the device takes their values, where the unit lives there."""
-        if record.unit in self.settled:
+        """These host planes were written: the device takes their values, or the file, where the unit has them there."""
+        if record.unit in self.settled or record.unit in self.on_disk:
             self.core.push(record.unit, record.index, _mask(planes))
 
     def before_write(self, record: Record) -> None:

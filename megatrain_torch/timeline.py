@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from .errors import MegatrainError
 
 LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "host sum": "host sum", "host update": "host update",
-         "device update": "device update", "through": "through the device"}
+         "device update": "device update", "through": "through the device", "disk": "disk"}
 COLOURS = {"forward": "#4878a8", "loss": "#8a6fb0", "replay": "#8fb3d1", "backward": "#2b4a6f", "fetch": "#4f9d69",
-           "offload": "#d08a3c", "add": "#b0a14f", "update": "#b5485d", "wait": "#dddddd"}
+           "offload": "#d08a3c", "add": "#b0a14f", "update": "#b5485d",
+           "read": "#4f9d69", "write": "#d08a3c", "wait": "#dddddd"}
 WIDTH, HEIGHT, DPI = 12.0, 4.0, 100            # inches, inches, dots per inch
 
 
@@ -21,9 +22,9 @@ class Slice(NamedTuple):
     """A piece of work on a lane. Times are nanoseconds of `time.perf_counter_ns`.
 
     Attributes:
-        lane: "compute", "h2d", "d2h", "host sum", "host update", "device update" or "through": updates of units
-            on the host that pass through the device.
-        work: "forward", "replay", "backward", "loss", "fetch", "offload", "add", "update" or "wait".
+        lane: "compute", "h2d", "d2h", "host sum", "host update", "device update", "through" (updates of units on
+            the host that pass through the device) or "disk".
+        work: "forward", "replay", "backward", "loss", "fetch", "offload", "add", "update", "read", "write" or "wait".
         unit: the unit's name; "" where there is none.
         nbytes: copied, added, or read and written by the update.
     """

@@ -17,12 +17,23 @@ from . import _core, hf
 from .budget import Cap
 from .compiled import compiled_of
 from .deferred import give_head, head_of
+from .disk import Disk, check_room
 from .errors import MegatrainError
 from .fused import template_of, wanted
 from .guard import StreamedParameter
 from .limits import parse_bytes
 from .planner import Plan
-from .preflight import TRIM_BYTES, Asked, Room, check_device, check_loading, give_back, own_bytes
+from .preflight import (
+    SETTLED,
+    TRIM_BYTES,
+    Asked,
+    Room,
+    check_device,
+    check_loading,
+    give_back,
+    own_bytes,
+    to_disk,
+)
 from .records import DTYPES, Record
 from .runtime import Runtime
 from .state import BoundParameters, HostBuffers
@@ -32,6 +43,7 @@ from .window import Installed, Window
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
 _runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
+_HOMES = ("ram", "vram", "arrive", "through", "disk")
 _PLAN_KEYS = {"activations", "homes", "slots", "speculate", "threads", "debug"}
 _pid = 0
 _registrations = 0
@@ -67,7 +79,8 @@ def find_runtime(module: nn.Module) -> Runtime | None:
 
 def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype: torch.dtype | None = None,
            plan: Plan | dict[str, Any] | None = None, vram: int | str | None = None, host: int | str | None = None,
-           nvme: str | None = None, units: list[str | nn.Module] | None = None, compute: str = "auto") -> nn.Module:
+           nvme: str | dict[str, Any] | None = None, units: list[str | nn.Module] | None = None,
+           compute: str = "auto") -> nn.Module:
     """Moves a model's parameters to streamed storage in host memory; returns the same object.
 
     From here on the model's own forward runs on `device` with weights that are there only while
@@ -83,12 +96,14 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
                 "saved" keeps them; "replay" runs the window's forward again in backward; "selective" (fused layers)
                 keeps all but the largest; "whole" replays in one node (see whole.py); "auto": fused layers keep
                 what fits, others save on the CPU and replay on CUDA.
-            "homes": "ram", "vram", "arrive" or "through" for all units, or {unit name: ...}: where weights, gradients
-                and AdamW's states live. What is at home in VRAM never crosses the bus and is updated there, to the same
-                bits. "arrive": the same, but AdamW's states are at home in RAM, and on the device from the last windows
-                of backward to the first of the next forward: for what the next forward needs first, the embedding
-                and first layers. "through": at home in RAM, but updated on the device, states streaming up and back
-                beside the host's own updates: where the host is what binds. Default "ram".
+            "homes": "ram", "vram", "arrive", "through" or "disk" for all units, or {unit name: ...}: where weights,
+                gradients and AdamW's states live. What is at home in VRAM never crosses the bus and is updated there,
+                to the same bits. "arrive": the same, but AdamW's states are at home in RAM, and on the device from the
+                last windows of backward to the first of the next forward: for what the next forward needs first, the
+                embedding and first layers. "through": at home in RAM, but updated on the device, states streaming up
+                and back beside the host's own updates: where the host is what binds. "disk": at home in RAM but for
+                AdamW's states, which are in a file (nvme=). Default "ram"; with nvme= as many units on "disk", last
+                ones first, as host memory cannot hold.
             "speculate": True, or a list of unit names: their updates begin during backward, as if nothing were
                 clipped, and are taken back where that was wrong; to the same bits. Only units at home in RAM, at 12
                 bytes more of host memory per trained parameter (fp16: 14). Default False.
@@ -97,6 +112,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             between forward and backward is chosen to fit.
         host: limit for host memory: all planes, AdamW's states counted in. None: what is there, by every limit that
             is known (`megatrain doctor` prints them), asked now for the weights and by mt.AdamW for its states.
+        nvme: directory for AdamW's states of units at home on "disk", or {"path": directory, "limit": "200GiB"}.
+            Room for them is reserved at once. The file is removed by mt.unstream, at the end of the process, or, after
+            a crash, by the next run that is given the directory.
         units: names or modules to be streamed as one piece each; None: found from the model.
         compute: "eager": the modules' own code; "fused": layers that a template covers run as one node with an
             explicit backward, the others as they are, and the head makes no logits where the loss is
@@ -115,36 +133,43 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         vram = plan.machine.vram_bytes if vram is None else vram
         micro = plan.micro
         plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate}
-    options = _options(plan, compute, nvme)
+    options, disk = _options(plan, compute), Disk.parse(nvme)
     _refuse_model(module)
     where = _device(device)
     found = find(module, units)
     groups = group(module, found)
-    at_home, guests, through = _homes(options.get("homes", "ram"), groups)
-    settled = sorted(at_home + guests)           # as Asked has their slots
-    speculated = _speculated(options.get("speculate", False), groups, settled + through)
-    asked = Asked(type(module).__name__, groups, dtype, _by_unit(groups, at_home, guests, through), speculated,
-                  options.get("slots", 3), micro, where.type == "cpu")
+    homes = _homes(options.get("homes", "ram"), groups)
+    settled = [i for i, home in enumerate(homes) if home in SETTLED]
+    speculated = _speculated(options.get("speculate", False), groups, homes)
+    asked = Asked(type(module).__name__, groups, dtype, homes, speculated, options.get("slots", 3), micro,
+                  where.type == "cpu")
     limit, free = parse_bytes(vram, "vram"), _free(where)
     sizes = check_device(asked, free, limit)
     room = Room(asked, parse_bytes(host, "host"))
+    if disk is not None and "homes" not in options:
+        asked = to_disk(asked, room.limit)
+        room = Room(asked, room.limit)
+    check_room(asked, disk)
     check_loading(asked, room.limit, whole, min((n for n in (free, limit) if n is not None), default=None))
     debug = dict(options.get("debug", {}))
+    buffers = debug.pop("disk", {})
     threads = options.get("threads") or max(1, _core.build_info()["cpus"] - 1)
     core = _core.Engine(where.type, where.index or 0, threads, debug.pop("delay_us", 0), debug.pop("seed", 0))
     if "lock" in debug:
         core.lock_limit(debug.pop("lock"))
     rt = Runtime(module, where, core)
     rt.activations = options.get("activations", "auto")
-    rt.speculated = speculated
+    rt.speculated = asked.speculated
     rt.compute, rt.vram, rt.room = compute, limit, room
     _fill(rt, groups, dtype)
     rt.store_bytes = sum(n for what, n in asked.device().items() if what.startswith("at home"))
     try:
         rt.cap = Cap(where, rt.vram, rt.store_bytes)
-        rt.open_slots(sizes, settled, guests)
-        for unit in through:
+        rt.open_slots(sizes, settled, _at(asked, "arrive"))
+        for unit in _at(asked, "through"):
             core.through(unit, True)
+        if disk is not None and "disk" in asked.homes:
+            rt.keep_on_disk(disk, _at(asked, "disk"), buffers)
         if debug:
             core.debug(**debug)
         _install(rt, module, found)
@@ -181,11 +206,9 @@ def unstream(module: nn.Module) -> nn.Module:
 
 # ---- refusing ----------------------------------------------------------------------------------
 
-def _options(plan: dict[str, Any] | None, compute: str, nvme: Any) -> dict[str, Any]:
+def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
     if compute not in ("auto", "eager", "fused", "compile"):
         raise MegatrainError(f"compute={compute!r}: use 'auto', 'eager', 'fused' or 'compile'")
-    if nvme is not None:
-        raise MegatrainError("nvme: there is no disk tier in this version; leave it out")
     options = dict(plan or {})
     unknown = set(options) - _PLAN_KEYS
     if unknown:
@@ -248,32 +271,31 @@ def _problem(p: nn.Parameter) -> str:
 
 # ---- units and memory ----------------------------------------------------------------------------
 
-def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[list[int], ...]:
-    """Numbers of the units that live on the device, of those that do but for their states, and of those that are
-    updated there in passing."""
+def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:
+    """By unit."""
     names = [name for name, _ in groups]
     asked = dict.fromkeys(names, homes) if isinstance(homes, str) else homes
     for name, home in asked.items():
         if name not in names:
             raise MegatrainError(f"plan: homes names {name!r}, and there is no such unit; units: {', '.join(names)}")
-        if home not in ("ram", "vram", "arrive", "through"):
-            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use 'ram', 'vram', 'arrive' or 'through'")
-    return tuple([i for i, name in enumerate(names) if asked.get(name) == where]
-                 for where in ("vram", "arrive", "through"))
+        if home not in _HOMES:
+            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use {', '.join(map(repr, _HOMES[:-1]))} "
+                                 f"or {_HOMES[-1]!r}")
+    return tuple(asked.get(name, "ram") for name in names)
 
 
-def _by_unit(groups: list[Group], at_home: list[int], guests: list[int], through: list[int]) -> tuple[str, ...]:
-    known = {**dict.fromkeys(at_home, "vram"), **dict.fromkeys(guests, "arrive"), **dict.fromkeys(through, "through")}
-    return tuple(known.get(i, "ram") for i in range(len(groups)))
+def _at(asked: Asked, home: str) -> list[int]:
+    """Numbers of the units that are at home there."""
+    return [i for i, where in enumerate(asked.homes) if where == home]
 
 
-def _speculated(asked: bool | list[str], groups: list[Group], elsewhere: list[int]) -> frozenset[int]:
-    """Numbers of the units on the host whose updates may begin during backward."""
+def _speculated(asked: bool | list[str], groups: list[Group], homes: tuple[str, ...]) -> frozenset[int]:
+    """Numbers of the units in host memory whose updates may begin during backward."""
     names = [name for name, _ in groups]
     chosen = names if asked is True else asked or []
     if not isinstance(chosen, list) or not set(chosen) <= set(names):
         raise MegatrainError(f"plan: speculate={asked!r}; use True, False, or a list of units: {', '.join(names)}")
-    return frozenset(i for i, name in enumerate(names) if name in chosen and i not in elsewhere)
+    return frozenset(i for i, name in enumerate(names) if name in chosen and homes[i] == "ram")
 
 
 def _free(where: torch.device) -> int | None:

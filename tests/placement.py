@@ -4,6 +4,8 @@ Shared by test_speculate.py (CPU device) and gpu/run_placement.py (CUDA).
 """
 from __future__ import annotations
 
+import os
+import tempfile
 from typing import Any
 
 import edges
@@ -14,6 +16,7 @@ from torch import Tensor
 
 STEPS = 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TIGHT = {"buffers": 2, "buffer_bytes": 65536, "threads": 3}      # of states on disk: some units need several
 # By name: the plan, and micro-batches of a step. Of one number of micro-batches the first is what the rest must equal.
 PLACES: dict[str, tuple[dict[str, Any], int]] = {
     "ram": ({}, 1),
@@ -30,6 +33,9 @@ PLACES: dict[str, tuple[dict[str, Any], int]] = {
     "arrive": ({"homes": "arrive"}, 1),
     "some_arrive-delays": ({"homes": {"layers.0": "arrive", "layers.1": "vram"},
                             "debug": {"delay_us": 300, "seed": 7}}, 1),
+    "disk": ({"homes": "disk", "debug": {"disk": TIGHT}}, 1),
+    "some_on_disk-delays": ({"homes": {"layers.0": "disk", "layers.1": "vram", "layers.2": "disk"},
+                             "debug": {"delay_us": 300, "seed": 7, "disk": TIGHT}}, 1),
     "speculative": ({"speculate": True}, 1),
     "speculative-delays": ({"speculate": True, "debug": {"delay_us": 300, "seed": 4}}, 1),
     "speculative-no_overlap": ({"speculate": True, "debug": {"sync": True}}, 1),
@@ -40,6 +46,7 @@ PLACES: dict[str, tuple[dict[str, Any], int]] = {
     "vram-micro": ({"homes": "vram"}, 3),
     "through-micro": ({"homes": "through"}, 3),
     "arrive-micro": ({"homes": "arrive"}, 3),
+    "disk-micro": ({"homes": "disk", "debug": {"disk": TIGHT}}, 3),
     "speculative-micro": ({"speculate": True, "debug": {"sync": True}}, 3),
     "speculative-micro-delays": ({"speculate": True, "debug": {"delay_us": 300, "seed": 5}}, 3),
 }
@@ -54,9 +61,10 @@ def train(name: str, device: str, dtype: torch.dtype) -> tuple[dict[str, Tensor]
     """Losses, norms, weights, masters and moments after 20 steps, of which some are clipped; and what was counted."""
     import megatrain_torch as mt
     plan, micro = PLACES[name]
-    with parity.exact(device):
+    with parity.exact(device), tempfile.TemporaryDirectory() as scratch:
         parity.seed()
-        model = mt.stream(made(edges.Walk).to(dtype), device=device, plan=plan, compute="eager")
+        model = mt.stream(made(edges.Walk).to(dtype), device=device, plan=plan, compute="eager",
+                          nvme=scratch if "disk" in name else None)
         opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(opt, 7, 0.5)
         losses, seen = [], {}
@@ -79,6 +87,7 @@ def train(name: str, device: str, dtype: torch.dtype) -> tuple[dict[str, Tensor]
         seen |= {f"{k} {n}": opt.state[p][k].clone() for n, p in model.named_parameters()
                  for k in ("exp_avg", "exp_avg_sq", "step")}
         mt.unstream(model)
+        assert not os.listdir(scratch), "the scratch file and its manifest are gone"
     return seen, counted
 
 
@@ -89,4 +98,6 @@ def difference(name: str, device: str, dtype: torch.dtype, right: dict[str, Tens
         return f"kept {counted['committed']}, taken back {counted['undone']}: both should have happened"
     if ("unlocked" in name) != (counted["unlocked"] > 0):
         return f"{counted['unlocked']} bytes were not locked"
+    if "disk" in name and not (counted["disk_read_bytes"] and counted["disk_written_bytes"]):
+        return "nothing was read from the disk, or written there"
     return edges.difference(right, other)

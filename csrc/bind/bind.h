@@ -20,6 +20,7 @@
 #include "../core/offload.h"
 #include "../core/stream.h"
 #include "../core/update.h"
+#include "../io/file.h"
 #include "../ops/sumsq.h"
 #include <pthread.h>
 
@@ -44,6 +45,7 @@ int mt_arg_tuple(PyObject *o);           /* PyArg_ParseTuple takes nothing else 
 
 /* kernels.c, torch_ops.c: functions of the module */
 extern PyMethodDef mt_kernel_methods[];
+extern PyMethodDef mt_disk_methods[];    /* engine_disk.c */
 PyObject *mt_py_register_ops(PyObject *module, PyObject *unused);
 
 /* window.c: which weights a thread sees */
@@ -88,6 +90,8 @@ typedef struct mt_engine {
     mt_timeline *timeline;   /* NULL once closed, as all below */
     mt_resident *residents;
     mt_through *through;     /* NULL before a unit is to go through the device */
+    mt_file    *file;        /* NULL before units have their states on disk, as disk */
+    mt_disk    *disk;
     mt_arrive  *arrive;      /* NULL before a unit's states are to come and leave */
     mt_offload *offload;
     mt_updater *updater;
@@ -132,6 +136,10 @@ MT_METHOD(through); MT_METHOD(invite); MT_METHOD(lift_sizes); MT_METHOD(lift); M
 MT_METHOD(bring); MT_METHOD(push); MT_METHOD(device_plane); MT_METHOD(device_bytes);
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(unlocked); MT_METHOD(lock_limit);
+
+/* engine_disk.c: units on disk */
+PyObject *mt_engine_disk(PyObject *self, PyObject *args, PyObject *kw);
+MT_METHOD(disk_file); MT_METHOD(disk_unname);
 
 /* engine_run.c: stream and offload */
 MT_METHOD(open_slots); MT_METHOD(settle); MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);

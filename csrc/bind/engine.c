@@ -203,6 +203,8 @@ static mt_status engine_stop(mt_engine *e)
     mt_stream_close(e->stream);
     mt_resident_close(e->residents);
     mt_arrive_close(e->arrive);
+    mt_disk_close(e->disk);
+    mt_file_close(e->file);
     mt_through_close(e->through);
     for (int i = 0; i < e->n_adopted; i++)
         e->dev->ops->queue_close(e->adopted[i].queue);
@@ -217,6 +219,8 @@ static mt_status engine_stop(mt_engine *e)
     e->residents = NULL;
     e->through = NULL;
     e->arrive = NULL;
+    e->disk = NULL;
+    e->file = NULL;
     e->adopted = NULL;
     e->n_adopted = 0;
     return MT_OK;
@@ -335,6 +339,13 @@ static PyMethodDef methods[] = {
     { "leave", mt_engine_leave, METH_VARARGS,
       "leave($self, unit, wait, /)\n--\n\n"
       "Whether the memory that lift() took is the caller's again." },
+    { "disk", KEYWORDS(mt_engine_disk), METH_VARARGS | METH_KEYWORDS,
+      "disk($self, path, units, limit=0, buffers=8, buffer_bytes=33554432, threads=16)\n--\n\n"
+      "The states of these units are in a scratch file in the directory, from now on." },
+    { "disk_file", mt_engine_disk_file, METH_NOARGS,
+      "disk_file($self)\n--\n\n(path, bytes, transfers go past the page cache); None: there is no file." },
+    { "disk_unname", mt_engine_disk_unname, METH_NOARGS,
+      "disk_unname($self)\n--\n\nThe file loses its name, and goes with the process or the engine." },
     { "bring", mt_engine_bring, METH_VARARGS,
       "bring($self, unit, planes, /)\n--\n\n"
       "Host planes of a unit become current and may be written; bits 1 << plane, or -1." },

@@ -1,9 +1,9 @@
 /* engine_adam.c — Engine.adam: what one step asks for, copied out of Python, run behind its back; and
  * Engine.speculate: what it is expected to ask for.
  *
- * Threads: parsing is under the GIL; job_sumsq, job_run, job_put, guess_run and guess_keep run on the
- * updater's thread, guess_undo and job_free on any, job_list, job_compute and then job_free on that of
- * updates that go through the device; they know nothing of Python. A job owns copies of everything but
+ * Threads: parsing is under the GIL; job_sumsq, job_run, job_pieces, job_put, guess_run and guess_keep run
+ * on the updater's thread, guess_undo and job_free on any, job_list, job_compute and then job_free on that
+ * of updates that go through the device; they know nothing of Python. A job owns copies of everything but
  * the gradient memory that the caller named, which the caller keeps until the unit's update is over.
  */
 #include "bind.h"
@@ -257,7 +257,7 @@ fail:
 }
 
 /* The stretch of a tensor whose states are in a part. */
-static mt_adam_tensor stretch(const mt_adam_tensor *t, const mt_arrive_part *part)
+static mt_adam_tensor stretch(const mt_adam_tensor *t, const mt_part *part)
 {
     mt_adam_tensor s = *t;
 
@@ -333,6 +333,57 @@ static mt_status job_put(void *arg, mt_queue *q, float clip)
     MT_TRY(mt_adam_put(q, t, j->n, clip));
 fail:
     free(t);
+    return st;
+}
+
+/* What a part has no place for is in the host's plane, at the part's first element. */
+static mt_status fill_in(const adam_job *j, mt_part *part)
+{
+    mt_dtype  dtype = mt_store_desc(j->store, j->unit, part->param)->dtype;
+    mt_status st = MT_OK;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if ((MT_STATE_PLANES >> p & 1) && part->at[p] == NULL && mt_plane_elem_bytes((mt_plane)p, dtype) > 0) {
+            MT_TRY(mt_store_at(j->store, j->unit, part->param, (mt_plane)p, &part->at[p]));
+            part->at[p] = (char *)part->at[p]
+                        + mt_store_plane_bytes(j->store, j->unit, part->param, (mt_plane)p, part->from);
+        }
+fail:
+    return st;
+}
+
+/* The job's parameter, or NULL: it is not to be updated. */
+static const adam_param *asked(const adam_job *j, int param)
+{
+    for (int i = 0; i < j->n; i++)
+        if (j->params[i] == param)
+            return &j->p[i];
+    return NULL;
+}
+
+static mt_status job_pieces(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip)
+{
+    const adam_job *j = arg;
+    mt_adam_tensor *s = calloc((size_t)n + 1, sizeof *s), t;
+    int             met = 0;
+    mt_status       st = MT_OK;
+
+    if (s == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d parts", j->unit,
+                       mt_store_name(j->store, j->unit), n);
+    for (int i = 0; i < n; i++) {
+        const adam_param *p = asked(j, parts[i].param);
+        mt_part           part = parts[i];
+
+        if (p == NULL)
+            continue;
+        MT_TRY(bare_of(j, p, &t));
+        MT_TRY(fill_in(j, &part));
+        s[met++] = stretch(&t, &part);
+    }
+    st = mt_adam_step(pool, s, met, clip, mt_isa_best());
+fail:
+    free(s);
     return st;
 }
 
@@ -521,7 +572,8 @@ static int update_of(mt_engine *e, PyObject *item, mt_update_job *out)
         return -1;
     *out = (mt_update_job){ .unit = unit, .n_params = j->n, .params = j->params, .sumsq = job_sumsq,
                             .run = job_run, .put = job_put, .list = job_list,
-                            .compute = job_compute, .bytes = moved(j), .free = job_free, .arg = j };
+                            .compute = job_compute, .pieces = job_pieces, .bytes = moved(j),
+                            .free = job_free, .arg = j };
     return 0;
 }
 

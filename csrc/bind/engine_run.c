@@ -273,6 +273,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     mt_resident_stats r;
     mt_through_stats  t = { 0 };
     mt_arrive_stats   a = { 0 };
+    mt_disk_stats     d = { 0 };
     mt_speculation_stats g;
 
     (void)unused;
@@ -285,8 +286,10 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
         t = mt_through_stats_get(e->through);
     if (e->arrive != NULL)
         a = mt_arrive_stats_get(e->arrive);
+    if (e->disk != NULL)
+        d = mt_disk_stats_get(e->disk);
     g = mt_update_guesses(e->updater);
-    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsL}", "fetches", (long long)(s.fetches + r.fetches),
+    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsLsKsKsK}", "fetches", (long long)(s.fetches + r.fetches),
                          "demand_fetches", (long long)(s.demand_fetches + r.fetches),
                          "rebuilds", (long long)s.rebuilds,
                          "h2d_bytes", (unsigned long long)(s.h2d_bytes + r.h2d_bytes + t.h2d_bytes
@@ -297,7 +300,10 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
                          "update_ns", (unsigned long long)mt_update_busy_ns(e->updater),
                          "records_lost", (unsigned long long)mt_timeline_lost(e->timeline),
                          "speculated", (long long)g.speculated, "committed", (long long)g.committed,
-                         "undone", (long long)g.undone);
+                         "undone", (long long)g.undone,
+                         "disk_read_bytes", (unsigned long long)d.read_bytes,
+                         "disk_written_bytes", (unsigned long long)d.written_bytes,
+                         "disk_wait_ns", (unsigned long long)d.wait_ns);
 }
 
 /* ---- offload ---- */

@@ -198,6 +198,11 @@ PyObject *mt_engine_drop(PyObject *self, PyObject *args)
                      mt_store_name(e->store, unit), mt_plane_name((mt_plane)plane));
         return NULL;
     }
+    if (mt_store_on_disk(e->store, unit) && (MT_STATE_PLANES >> plane & 1)) {
+        PyErr_Format(e->error, "unit %d (%s) has its plane %s on disk; there is no memory to give back", unit,
+                     mt_store_name(e->store, unit), mt_plane_name((mt_plane)plane));
+        return NULL;
+    }
     if (e->home->views[unit][plane] > 0) {
         PyErr_Format(e->error, "unit %d (%s): %d arrays still show plane %s; let go of them first",
                      unit, mt_store_name(e->store, unit), e->home->views[unit][plane],
@@ -215,6 +220,7 @@ PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
     static char *names[] = { "plane", NULL };
     mt_engine   *e = mt_engine_usable(self);
     int          plane = -1;
+    size_t       bytes;
 
     if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "|i:host_bytes", names, &plane))
         return NULL;
@@ -222,7 +228,10 @@ PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
         plane = MT_PLANE_COUNT;
     else if (plane_ok(e, plane) < 0)
         return NULL;
-    return PyLong_FromSize_t(mt_store_bytes(e->store, (mt_plane)plane));
+    bytes = mt_store_bytes(e->store, (mt_plane)plane);
+    if (plane == MT_PLANE_COUNT && e->disk != NULL)
+        bytes += mt_disk_stats_get(e->disk).buffer_bytes;
+    return PyLong_FromSize_t(bytes);
 }
 
 /* ---- memory that is not locked ---- */
@@ -505,14 +514,13 @@ static int planes_ok(mt_engine *e, int planes)
     return -1;
 }
 
-/* The planes that a guess changes. */
-#define STATES (1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER | 1u << MT_PLANE_M | 1u << MT_PLANE_V)
-
 static mt_status bring_or_undo(mt_engine *e, int unit, unsigned planes)
 {
     if (mt_store_settled(e->store, unit))
         return mt_resident_bring(e->residents, unit, planes);
-    return planes & STATES ? mt_update_undo(e->updater, unit) : MT_OK;
+    if (mt_store_on_disk(e->store, unit))
+        return mt_disk_bring(e->disk, unit, planes);
+    return planes & MT_STATE_PLANES ? mt_update_undo(e->updater, unit) : MT_OK;
 }
 
 PyObject *mt_engine_bring(PyObject *self, PyObject *args)
@@ -531,6 +539,12 @@ PyObject *mt_engine_bring(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static mt_status push_home(mt_engine *e, int unit, int param, unsigned planes)
+{
+    return mt_store_on_disk(e->store, unit) ? mt_disk_push(e->disk, unit, param, planes)
+                                            : mt_resident_push(e->residents, unit, param, planes);
+}
+
 PyObject *mt_engine_push(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
@@ -541,7 +555,7 @@ PyObject *mt_engine_push(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_param(e, unit, param) < 0 || planes_ok(e, planes) < 0)
         return NULL;
-    MT_UNLOCKED(e, st, mt_resident_push(e->residents, unit, param, (unsigned)planes));
+    MT_UNLOCKED(e, st, push_home(e, unit, param, (unsigned)planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;

@@ -1,0 +1,157 @@
+/* engine_disk.c — Engine's methods on units whose states are in a file, and the module's on disks. */
+#include "bind.h"
+#include <limits.h>
+#include <stdlib.h>
+
+/* ---- the engine's file ---- */
+
+/* malloc'd [size of the tuple], or NULL with an exception. */
+static int *units_of(mt_engine *e, PyObject *tuple)
+{
+    Py_ssize_t n = PyTuple_Size(tuple);
+    int       *units = calloc((size_t)n + 1, sizeof *units);
+
+    if (units == NULL)
+        return (int *)(void *)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (mt_arg_int(PyTuple_GetItem(tuple, i), &units[i]) < 0 || mt_engine_unit(e, units[i]) < 0) {
+            free(units);
+            return NULL;
+        }
+    return units;
+}
+
+typedef struct disk_wish {
+    const char        *path;
+    unsigned long long limit;            /* bytes; 0: none */
+    int                n_buffers, threads;
+    Py_ssize_t         bytes;            /* of a buffer */
+    int               *units;            /* [n] */
+    int                n;
+} disk_wish;
+
+/* All room is reserved before any state is made. */
+static mt_status disk_open(mt_engine *e, const disk_wish *w)
+{
+    mt_status st;
+
+    MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &e->file));
+    MT_TRY(mt_disk_open(e->store, mt_file_blocks(e->file), w->n_buffers, (size_t)w->bytes, &e->disk));
+    for (int i = 0; i < w->n; i++)
+        MT_TRY(mt_disk_add(e->disk, w->units[i]));
+    MT_TRY(mt_file_reserve(e->file, mt_disk_need(e->disk)));
+    mt_disk_timeline(e->disk, e->timeline);
+    mt_update_disk(e->updater, e->disk);
+fail:
+    return st;
+}
+
+PyObject *mt_engine_disk(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char *names[] = { "path", "units", "limit", "buffers", "buffer_bytes", "threads", NULL };
+    mt_engine   *e = mt_engine_usable(self);
+    disk_wish    w = { .n_buffers = 8, .bytes = (Py_ssize_t)32 << 20, .threads = 16 };
+    PyObject    *sequence, *tuple;
+    mt_status    st;
+
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "sO|Kini:disk", names, &w.path, &sequence, &w.limit,
+                                                  &w.n_buffers, &w.bytes, &w.threads))
+        return NULL;
+    if (e->file != NULL) {
+        PyErr_SetString(e->error, "the engine has its file already; all units on disk are named at once");
+        return NULL;
+    }
+    if ((tuple = PySequence_Tuple(sequence)) == NULL)
+        return NULL;
+    w.n = (int)PyTuple_Size(tuple);
+    w.units = units_of(e, tuple);
+    Py_DECREF(tuple);
+    if (w.units == NULL)
+        return NULL;
+    MT_UNLOCKED(e, st, disk_open(e, &w));
+    free(w.units);
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_disk_file(PyObject *self, PyObject *unused)
+{
+    mt_engine    *e = mt_engine_usable(self);
+    mt_file_stats s;
+    mt_blocks    *b;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    if (e->disk == NULL)
+        Py_RETURN_NONE;
+    b = mt_file_blocks(e->file);
+    s = mt_file_stats_get(e->file);
+    return Py_BuildValue("(sKO)", b->ops->name(b), (unsigned long long)s.bytes, s.direct ? Py_True : Py_False);
+}
+
+/* Also of an engine that is closed: its file has no name any more. */
+PyObject *mt_engine_disk_unname(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = (mt_engine *)self;
+
+    (void)unused;
+    if (e->file != NULL)
+        mt_file_unname(e->file);
+    Py_RETURN_NONE;
+}
+
+/* ---- disks ---- */
+
+static PyObject *error_of(PyObject *module)
+{
+    mt_state *state = PyModule_GetState(module);
+
+    return state->error;
+}
+
+static PyObject *disk_room(PyObject *module, PyObject *args)
+{
+    const char *path;
+    uint64_t    bytes;
+    mt_status   st;
+
+    if (!PyArg_ParseTuple(args, "s:disk_room", &path))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = mt_file_room(path, &bytes);
+    Py_END_ALLOW_THREADS
+    return st == MT_OK ? PyLong_FromUnsignedLongLong(bytes) : mt_raise(error_of(module), st);
+}
+
+static PyObject *disk_measure(PyObject *module, PyObject *args, PyObject *kw)
+{
+    static char       *names[] = { "path", "bytes", "piece", "depth", "threads", NULL };
+    const char        *path;
+    unsigned long long bytes;
+    Py_ssize_t         piece = (Py_ssize_t)32 << 20;
+    int                depth = 8, threads = 16;
+    mt_disk_rates      r;
+    mt_status          st;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "sK|nii:disk_measure", names, &path, &bytes, &piece, &depth, &threads))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = mt_disk_measure(path, bytes, (size_t)piece, depth, threads, &r);
+    Py_END_ALLOW_THREADS
+    if (st != MT_OK)
+        return mt_raise(error_of(module), st);
+    return Py_BuildValue("{sdsdsdsO}", "write", r.write, "read", r.read, "both", r.both, "direct",
+                         r.direct ? Py_True : Py_False);
+}
+
+PyMethodDef mt_disk_methods[] = {
+    { "disk_room", disk_room, METH_VARARGS,
+      "disk_room($module, path, /)\n--\n\n"
+      "Bytes that may be taken in a directory, once what crashed processes left there is removed." },
+    { "disk_measure", (PyCFunction)(void (*)(void))disk_measure, METH_VARARGS | METH_KEYWORDS,
+      "disk_measure($module, path, bytes, piece=33554432, depth=8, threads=16)\n--\n\n"
+      "Bytes/s of a disk: write, read, both together; and whether transfers were direct." },
+    { NULL, NULL, 0, NULL },
+};

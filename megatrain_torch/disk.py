@@ -1,0 +1,94 @@
+"""States on disk: which directory, how many bytes of it, and how long the drive lasts.
+
+`mt.stream(model, nvme="/scratch")` keeps masters and moments of units at home on "disk" in one scratch file there
+(csrc/core/disk.h); the file goes with the model, or with the process, or, after a crash, with the next run.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from .errors import MegatrainError
+from .limits import parse_bytes, show_bytes
+
+if TYPE_CHECKING:
+    from .preflight import Asked
+
+BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way
+MEMORY_BYTES = (BUFFERS + 1) * BUFFER_BYTES            # one more to bring and push
+PADDING_BYTES = 16384                                  # of a parameter in the file, and of a buffer: at most
+YEAR_S = 365.25 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where states may go.
+
+    Attributes:
+        path: an existing directory. limit: bytes that may be used there; None: what is free.
+    """
+
+    path: str
+    limit: int | None = None
+
+    @staticmethod
+    def parse(nvme: str | Path | dict[str, Any] | None) -> Disk | None:
+        """`"/scratch"`, or `{"path": "/scratch", "limit": "200GiB"}`; None stays None.
+
+        Raises:
+            MegatrainError: neither; or the limit is no size.
+        """
+        if nvme is None:
+            return None
+        given = {"path": nvme} if isinstance(nvme, (str, Path)) else nvme
+        if not isinstance(given, dict) or "path" not in given or set(given) - {"path", "limit"}:
+            raise MegatrainError(f"nvme={nvme!r}: give a directory, or {{'path': directory, 'limit': '200GiB'}}")
+        return Disk(str(given["path"]), parse_bytes(given.get("limit"), "nvme limit"))
+
+    def room(self) -> int:
+        """Bytes that may be taken now; what crashed processes left there is removed first.
+
+        Raises:
+            MegatrainError: there is no such directory.
+        """
+        free = _core.disk_room(self.path)
+        return free if self.limit is None else min(free, self.limit)
+
+
+def file_bytes(asked: Asked) -> int:
+    """What the states at home on disk take there, at most."""
+    found = 0
+    for unit, (_, own), home in zip(asked.units(), asked.groups, asked.homes):
+        if home == "disk":
+            states = unit.masters + unit.moments
+            found += states + PADDING_BYTES * (len(own) + states // BUFFER_BYTES + 1)
+    return found
+
+
+def check_room(asked: Asked, disk: Disk | None) -> None:
+    """Before anything is allocated.
+
+    Raises:
+        MegatrainError: units are at home on disk and no directory was given; or it has less than they take.
+    """
+    need = file_bytes(asked)
+    if "disk" not in asked.homes:
+        return
+    if disk is None:
+        raise MegatrainError("plan: homes has units on 'disk': give mt.stream the directory, nvme='/path'")
+    free = _core.disk_room(disk.path)
+    if need > free:
+        raise MegatrainError(f"nvme={disk.path!r}: AdamW's states of {asked.homes.count('disk')} units need "
+                             f"{show_bytes(need)} there and {show_bytes(free)} are free: free "
+                             f"{show_bytes(need - free)}, or name another path")
+    if disk.limit is not None and need > disk.limit:
+        raise MegatrainError(f"nvme={disk.path!r}: AdamW's states of {asked.homes.count('disk')} units need "
+                             f"{show_bytes(need)} there and the limit is {show_bytes(disk.limit)}: raise it to "
+                             f"{need}, or leave fewer units in homes")
+
+
+def years(written: float, seconds: float, rated_tb: float) -> float:
+    """Of steps that take `seconds` and write so many bytes each, until a drive's rating (10**12 bytes) is written."""
+    return rated_tb * 1e12 / written * seconds / YEAR_S

@@ -1,0 +1,279 @@
+"""States in a file: that it changes no bit, who may look, what is refused, and what is left behind.
+
+That training gives the same bits in each placement is test_speculate.py's; the C side is tests/c/test_disk.c and
+tests/c/test_file.c.
+"""
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("streaming")
+if parity.IDENTITY:
+    pytest.skip("plain against plain was asked for", allow_module_level=True)
+from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
+from test_adamw import SHAPES as USUAL  # noqa: E402
+from test_speculate import BETWEEN, TYPES, assert_equal, states  # noqa: E402
+
+import megatrain_torch as mt  # noqa: E402
+from megatrain_torch import _core, disk, preflight  # noqa: E402
+from megatrain_torch._core import PLANES  # noqa: E402
+
+Pair = tuple[Dots, mt.AdamW]
+SHAPES = [*USUAL, (150, 170)]                    # the last one's states take several buffers
+LAST = f"layers.{len(USUAL)}"
+TIGHT = {"buffers": 2, "buffer_bytes": 65536, "threads": 3}
+DELAYS = {"delay_us": 200, "seed": 5}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Pair]:
+    def trained(homes: Any = "disk", dtype: torch.dtype = torch.bfloat16, steps: int = 2, clip: float | None = 0.5,
+                debug: Any = None, **hyper: Any) -> Pair:
+        on_disk = homes == "disk" or "disk" in homes.values() if homes != "ram" else False
+        model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if on_disk else None,
+                          plan={"homes": homes, "debug": {"disk": TIGHT, **(debug or {})} if on_disk else {}})
+        opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper})
+        for step in range(steps):
+            feed(model, opt, grads_for(model, step))
+        return model, opt
+
+    return trained
+
+
+def core_of(model: Dots) -> _core.Engine:
+    return mt.wrap.runtime_of(model).core
+
+
+# ---- the same bits ----
+
+@TYPES
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
+def test_nothing_between_backward_and_step_matters(make: Callable[..., Pair], dtype: torch.dtype,
+                                                   between: Callable[[Dots, mt.AdamW], None]) -> None:
+    pairs = make("disk", dtype, debug=DELAYS), make("ram", dtype)
+    for model, opt in pairs:
+        for step in (5, 6):
+            model(grads_for(model, step)).backward()
+            between(model, opt)
+            opt.step()
+            between(model, opt)
+            opt.zero_grad()
+        feed(model, opt, grads_for(model, 7))
+    assert_equal(*pairs)
+
+
+@TYPES
+def test_updates_inside_backward(make: Callable[..., Pair], dtype: torch.dtype) -> None:
+    assert_equal(*(make(homes, dtype, 6, None, DELAYS, in_backward=True) for homes in ("disk", "ram")))
+
+
+def test_step_that_is_not_finite_changes_nothing(make: Callable[..., Pair]) -> None:
+    pairs = make("disk"), make("ram")
+    for model, opt in pairs:
+        bad = grads_for(model, 9)
+        bad[1][2, 3] = float("inf")
+        before = states(model, opt)
+        feed(model, opt, bad)
+        assert opt.skipped_steps == 1
+        assert all(torch.equal(v, before[k]) for k, v in states(model, opt).items())
+        feed(model, opt, grads_for(model, 10))
+    assert_equal(*pairs)
+
+
+def test_parameters_that_are_frozen_and_trained_again(make: Callable[..., Pair]) -> None:
+    """One of them is trained for the first time when the file is laid out: its states stay in memory."""
+    pairs = make("disk", steps=0, debug=DELAYS), make("ram", steps=0)
+    for model, opt in pairs:
+        late, frozen = model.layers[0].weight, model.layers[4].weight
+        late.requires_grad_(False)
+        for step, on in ((0, True), (1, True), (2, False), (3, False), (4, True), (5, True)):
+            frozen.requires_grad_(on)
+            late.requires_grad_(step > 1)
+            feed(model, opt, grads_for(model, step))
+    assert_equal(*pairs)
+
+
+def test_loaded_states_are_those_that_were_saved(make: Callable[..., Pair]) -> None:
+    for source in ("disk", "ram"):
+        saved = copy.deepcopy(make(source, steps=3)[1].state_dict())
+        pairs = make("disk", steps=1), make("ram", steps=1)
+        for model, opt in pairs:
+            opt.load_state_dict(saved)
+            feed(model, opt, grads_for(model, 4))
+        assert_equal(*pairs)
+
+
+# ---- memory, counters, the timeline ----
+
+def test_states_take_no_memory_but_while_somebody_reads_them(make: Callable[..., Pair]) -> None:
+    model, opt = make("disk", steps=2)
+    core = core_of(model)
+    core.drain()
+    buffers = (TIGHT["buffers"] + 1) * TIGHT["buffer_bytes"]
+    assert [core.host_bytes(PLANES[p]) for p in ("LO", "M", "V")] == [0, 0, 0]
+    assert core.host_bytes() == buffers + sum(core.host_bytes(PLANES[p]) for p in ("HI", "GRAD"))
+    assert opt.state[model.layers[4].weight]["exp_avg"].abs().sum() > 0
+    assert core.host_bytes(PLANES["M"]) >= 4 * 150 * 170
+    feed(model, opt, grads_for(model, 3))
+    core.drain()
+    assert [core.host_bytes(PLANES[p]) for p in ("LO", "M", "V")] == [0, 0, 0]
+
+
+def test_reports_and_traces_have_the_disk(make: Callable[..., Pair]) -> None:
+    model, opt = make("disk", steps=1)
+    mt.last_step(model)
+    feed(model, opt, grads_for(model, 1))
+    core_of(model).drain()
+    assert mt.last_step(model).disk_read_bytes >= 10 * 150 * 170
+    with mt.trace(model) as trace:
+        for step in range(3):
+            feed(model, opt, grads_for(model, step))
+    lane = [s for s in trace.slices() if s.lane == "disk"]
+    assert {s.work for s in lane} == {"read", "write"} and {s.unit for s in lane} >= {LAST}
+    assert all(a.end <= b.begin for a, b in pairwise(sorted(lane, key=lambda s: s.begin)))
+    report = trace.steps()[1]
+    assert report.busy["disk"] > 0 and report.disk_written_bytes >= 10 * 150 * 170
+    assert "GB written" in str(report)
+
+
+# ---- what is left behind ----
+
+def test_the_file_has_a_manifest_and_goes_with_the_model(make: Callable[..., Pair], tmp_path: Path) -> None:
+    model, _ = make("disk")
+    path, nbytes, direct = core_of(model).disk_file()
+    assert sorted(os.listdir(tmp_path)) == [f"megatrain-{os.getpid()}-0.json", f"megatrain-{os.getpid()}-0.states"]
+    assert Path(path).parent == tmp_path and Path(path).stat().st_size == nbytes and direct in (True, False)
+    assert 10 * sum(p.numel() for p in model.parameters()) <= nbytes <= disk.file_bytes(mt.wrap.runtime_of(model).room.asked)
+    mt.unstream(model)
+    assert os.listdir(tmp_path) == []
+
+
+TRAINS = """
+    import sys, torch
+    import megatrain_torch as mt
+    model = mt.stream(torch.nn.Linear(64, 64), device="cpu", nvme=sys.argv[1], plan={"homes": "disk"})
+    opt = mt.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    opt.step()
+    raise SystemExit("in the middle of a run")
+"""
+HOLDS = """
+    import importlib.util, os, signal, sys
+    spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
+    core = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(core)
+    engine = core.Engine("cpu")
+    engine.disk(sys.argv[2], [engine.add_unit("a", [core.DTYPES["F32"]], [10], [True])])
+    print("holds", flush=True)
+    if sys.argv[3] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.read()
+"""
+
+
+def test_nothing_is_left_by_a_process_that_ends(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(TRAINS), str(tmp_path)], capture_output=True, text=True)
+    assert "in the middle of a run" in done.stderr and os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
+    def start(how: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", textwrap.dedent(HOLDS), _core.__file__, str(tmp_path), how],
+                                text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def owners() -> set[str]:
+        return {name.split("-")[1] for name in os.listdir(tmp_path)}
+
+    with start("live") as lives, start("die") as dies:
+        assert lives.stdout.readline() == dies.stdout.readline() == "holds\n"
+        assert dies.wait() == -signal.SIGKILL
+        assert owners() == {str(lives.pid), str(dies.pid)}
+        assert _core.disk_room(str(tmp_path)) > 0                # removes what nobody lives for
+        assert owners() == {str(lives.pid)} and len(os.listdir(tmp_path)) == 2
+        lives.communicate("")
+
+
+# ---- doors ----
+
+def refused(message: str, **how: Any) -> mt.MegatrainError:
+    model = plain_dots(torch.bfloat16, SHAPES)
+    before = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(mt.MegatrainError, match=message) as found:
+        mt.stream(model, device="cpu", **how)
+    assert [p.data_ptr() for p in model.parameters()] == before and type(model.layers[0].weight) is torch.nn.Parameter
+    return found.value
+
+
+def test_what_makes_no_sense_is_refused_before_anything_is_changed(tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    refused("give mt.stream the directory", plan={"homes": "disk"})
+    refused("No such file or directory", plan={"homes": "disk"}, nvme=str(tmp_path / "none"))
+    refused("give a directory", plan={"homes": "disk"}, nvme={"where": str(tmp_path)})
+    refused("nvme limit='much' is not a size", nvme={"path": str(tmp_path), "limit": "much"})
+    refused("the limit is 1.0 KiB: raise it to", plan={"homes": "disk"}, nvme={"path": str(tmp_path), "limit": "1KiB"})
+    refused(r"'tape'; use 'ram', 'vram', 'arrive', 'through' or 'disk'", plan={"homes": "tape"})
+    monkeypatch.setattr(_core, "disk_room", lambda path: 5000)
+    refused(r"need .* there and 4.9 KiB are free: free .*, or name another path", plan={"homes": "disk"},
+            nvme=str(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_host_memory_cannot_hold_goes_to_disk_last_units_first(tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "MEMORY_BYTES", 1000)
+    def homes(host: int) -> list[str]:
+        model = mt.stream(plain_dots(torch.bfloat16, SHAPES), device="cpu", nvme=str(tmp_path), host=host,
+                          plan={"debug": {"disk": TIGHT}})
+        found = mt.wrap.runtime_of(model).room.asked.homes
+        mt.unstream(model)
+        return list(found)
+
+    everything = refused("does not fit", host=1).changes["host"]
+    assert homes(everything) == ["ram"] * 5
+    assert homes(everything - 1) == homes(everything - 10 * 150 * 170 + 1000) == ["ram"] * 4 + ["disk"]
+    assert homes(everything - 10 * 150 * 170 + 999) == ["ram"] * 3 + ["disk"] * 2
+    refused("does not fit", nvme=str(tmp_path), host=4 * 150 * 170)
+
+
+def test_engine_refuses_what_makes_no_sense(make: Callable[..., Pair], tmp_path: Path) -> None:
+    model, _ = make({"layers.0": "disk", "layers.1": "vram"})
+    core = core_of(model)
+    core.drain()
+    for call, said in ((lambda: core.disk(str(tmp_path), [2]), "has its file already"),
+                       (lambda: core.drop(0, PLANES["M"]), "has its plane M on disk"),
+                       (lambda: core.through(0, True), "has its states on disk"),
+                       (lambda: core.speculate(0, []), "its states are on disk")):
+        with pytest.raises(mt.MegatrainError, match=said):
+            call()
+    assert core_of(make("ram")[0]).disk_file() is None
+    other = _core.Engine("cpu")
+    unit = other.add_unit("a", [_core.DTYPES["F32"]], [10], [True])
+    other.plane(unit, 0, PLANES["M"])
+    with pytest.raises(mt.MegatrainError, match="plane M in memory already"):
+        other.disk(str(tmp_path), [unit])
+    other.close()
+    other.disk_unname()                                          # nothing to do, and no harm
+
+
+def test_a_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
+    rates = _core.disk_measure(str(tmp_path), 1 << 20, piece=1 << 16, depth=4, threads=2)
+    assert min(rates["write"], rates["read"], rates["both"]) > 0 and rates["direct"] in (True, False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_years_of_a_drive() -> None:
+    """One drive write a day of 1 TB for five years is 1,826 TB: so much is written in five years at 1 TB a day."""
+    assert disk.years(1e12, 24 * 3600, 5 * 365.25) == pytest.approx(5.0)
