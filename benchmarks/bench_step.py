@@ -8,6 +8,7 @@
     python benchmarks/bench_step.py --layers 12 --engine fsdp2
     python benchmarks/bench_step.py --layers 8 --overhead          # streamed against resident
     python benchmarks/bench_step.py --layers 12 --overhead vram    # all streamed, all in VRAM
+    python benchmarks/bench_step.py --layers 12 --overhead arrive  # so, but the first unit's states arrive
     python benchmarks/bench_step.py --layers 64 --host-overhead    # Python's time per unit
     python benchmarks/bench_step.py --device cpu                   # toy sizes, to try the script
 
@@ -20,6 +21,7 @@ one's update is in `step_s_with_last_update`, a mean over all of them.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import statistics
 import sys
@@ -86,7 +88,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--batches", type=int, default=4, help="different batches, taken in turn")
     add("--gpu-alone", action="store_true", help="measure the device's part first, by itself")
     add("--trace", nargs="?", const="", metavar="FILE", help=TRACE_HELP)
-    add("--overhead", nargs="?", const="resident", choices=["resident", "vram"], help=OVERHEAD_HELP)
+    add("--overhead", nargs="?", const="resident", choices=["resident", "vram", "arrive"], help=OVERHEAD_HELP)
     add("--host-overhead", action="store_true", help="host time per unit in forward")
     args = parser.parse_args()
     if args.layers == "fit":
@@ -133,7 +135,12 @@ def make_engine(name: str, args: Any, device: torch.device, optimizer: bool) -> 
     model = make_model(name, args, device)
     if name != "streamed" or args.plan is None:
         return ENGINES[name](model, args, device, optimizer)
-    return ENGINES[name](model, args, device, optimizer, plan=planned(model, args))
+    if args.plan != "arrive":
+        return ENGINES[name](model, args, device, optimizer, plan=planned(model, args))
+    plan = planned(model, changed(args, plan="ram"))
+    first = next(iter(plan.homes))
+    plan = dataclasses.replace(plan, homes=plan.homes | {first: "arrive"})
+    return ENGINES[name](model, args, device, optimizer, plan=plan)
 
 
 def changed(args: argparse.Namespace, **settings: Any) -> argparse.Namespace:
@@ -415,10 +422,11 @@ def bench_homes(args: Any, device: torch.device) -> None:
     batches = make_batches(args, device)
     resident, streamed = (
         make_engine("streamed", changed(args, plan=home), device, optimizer=True)
-        for home in ("vram", "ram")
+        for home in ("vram", "arrive" if args.overhead == "arrive" else "ram")
     )
     turns = take_turns((resident, streamed), batches, args, device)
-    show_overhead(args, device, "AdamW on both, ours on the device", turns)
+    states = "the first unit's states arrive" if args.overhead == "arrive" else "all states on the host"
+    show_overhead(args, device, f"AdamW on both, {states}", turns)
 
 
 def take_turns(
@@ -489,7 +497,7 @@ def run(args: Any, device: torch.device) -> None:
         bench_host_overhead(args, device)
     elif args.overhead:
         args.micro = 1
-        (bench_homes if args.overhead == "vram" else bench_overhead)(args, device)
+        (bench_overhead if args.overhead == "resident" else bench_homes)(args, device)
     else:
         bench_steps(args, device)
 

@@ -157,6 +157,14 @@ LINES = (
         (STREAMED,),
     ),
     Line(
+        "arrive-12-64k",
+        step(
+            240, "--layers", 12, "--tokens", 65536, "--overhead", "arrive",
+            "--activations", "selective", "--steps", 4, "--warmup", 1,
+        ),
+        (STREAMED,),
+    ),
+    Line(
         "14b-16-96k",
         planned(210, "--width", "14b", "--layers", 16, "--tokens", 98304, "--steps", 4),
         (rate(15_500), GEMMS),
