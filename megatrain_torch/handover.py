@@ -150,7 +150,9 @@ class HandOver:
             self._send_unit(unit, pairs)
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
-        items, sources = [], []
+        items, sources, room = [], [], self.runtime.room
+        if not room.begun:
+            room.gradients(self.runtime.core)
         for record, grad in pairs:
             grad = self._conform(record, grad)
             mode = self._claim(record)
@@ -163,8 +165,8 @@ class HandOver:
                 sources.append(grad)
         if not items:
             return
-        if not self.runtime.room.summed and any(mode == ADD for _, _, mode, _ in items):
-            self.runtime.room.sums(self.runtime.core)
+        if not room.summed and any(mode == ADD for _, _, mode, _ in items):
+            room.sums(self.runtime.core)
         self.runtime.handed_over()           # before compute is told to wait for copies of earlier gradients
         ticket = self.runtime.core.offload(unit, items, self.stream)
         # The copies read these tensors behind our back; they live until compute waits for the copies.

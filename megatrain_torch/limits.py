@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import _core
@@ -86,6 +86,7 @@ class HostLimits:
         wsl: under WSL2 the driver locks part of the memory only, how much is known when it refuses.
         files: descriptors open, and how many may be.
         nodes: of memory with processors (NUMA).
+        tried: bytes of the last touch: asked for, reached.
     """
 
     bounds: tuple[Bound, ...]
@@ -97,6 +98,7 @@ class HostLimits:
     wsl: bool = False
     files: tuple[int, int] = (0, 1024)
     nodes: int = 1
+    tried: list[int] = field(default_factory=list, compare=False)
 
     def tightest(self, touched: bool = False) -> Bound:
         """The bound with least left. touched: of those that hold although the machine grows."""
@@ -121,7 +123,9 @@ class HostLimits:
         second = self.tightest(touched=True)
         if first.sure or not second.sure or whole > second.free or self.together:
             return second if second.sure and whole > second.free else first
-        return None if touch(whole) >= whole else first
+        if not self.tried or self.tried[1] >= self.tried[0] and whole > self.tried[0]:
+            self.tried[:] = whole, touch(whole)
+        return None if self.tried[1] >= whole else first
 
     def rows(self) -> list[tuple[str, str]]:
         """(what, figure), for a table."""

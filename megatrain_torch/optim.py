@@ -356,8 +356,13 @@ class AdamW(torch.optim.Optimizer):
     # ---- saving and loading ----
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; with `master` (fp32 values) beside the states of 16-bit parameters. Waits for updates."""
+        """As in torch; with `master` (fp32 values) beside the states of 16-bit parameters. Waits for updates.
+
+        Raises:
+            MegatrainError: states that live on the device do not fit the host.
+        """
         for rt in self._runtimes():
+            rt.room.copies(rt.core)
             rt.core.drain()
         self._settle()
         out = super().state_dict()

@@ -30,6 +30,7 @@ from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, 
 from .slots import plan_slots
 
 RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+OVERHEAD = "Python, torch, driver"          # of host memory: what is there besides planes
 MOST_ENDS = 3               # embeddings and heads whose homes are chosen one by one
 GUESTS = 2                  # units, first in the forward, whose states may arrive: what it waits for first
 EARLY = max(GUESTS + AHEAD + 1, STAY)       # windows whose activations may be alive while those states are there
@@ -160,7 +161,7 @@ class Problem:
 
     def host_bytes(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """By plane, and what is there besides."""
-        total = {"Python, torch, driver": self.machine.host_overhead_bytes}
+        total = {OVERHEAD: self.machine.host_overhead_bytes}
         for unit, home in zip(self.shape.units, homes):
             for plane, n in host_planes(unit, Home(home).plain, micro, self.wishes.speculate).items():
                 total[plane] = total.get(plane, 0) + n

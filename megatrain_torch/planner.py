@@ -139,7 +139,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     """
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate)
     limits = resolve(machine)
-    limits = limits.with_limits(parse_bytes(vram, "vram"), parse_bytes(host, "host") or without_margin(limits.host_bytes))
+    most = parse_bytes(host, "host") or without_margin(limits.host_bytes)
+    limits = limits.with_limits(parse_bytes(vram, "vram"), most)
     shape = shape_of(model, dtype=dtype, units=units, layers=layers)
     if compute == "auto":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)

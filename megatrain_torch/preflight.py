@@ -36,6 +36,7 @@ from .units import Group
 _PLANES = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V"), "gradients": ("GRAD",),
            "sums": ("ACC",), "to take updates back": ("UNDO",)}
 _OWN = "the module's own, given back"
+COPIED = ("masters", "moments")    # of what lives on the device, when a state_dict is made
 SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay on the device
 TRIM_BYTES = 64 << 20       # of the module's own tensors, given back before malloc is asked to give back too
 
@@ -50,6 +51,7 @@ class Asked:
             begin early.
         ring: slots of a size. micro: micro-batches of a step, as far as known.
         on_cpu: the "device" is the CPU, so its memory is the host's.
+        besides: what a plan puts in host memory beside planes, by what it is.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Asked:
     ring: int = 3
     micro: int = 1
     on_cpu: bool = False
+    besides: tuple[tuple[str, int], ...] = ()
 
     def units(self) -> list[Unit]:
         """As the parameters are now: some may have been frozen since."""
@@ -92,6 +95,7 @@ class Asked:
             found["buffers of the disk"] = MEMORY_BYTES
         if self.micro > 1:
             found["staging"] = STAGINGS * max((u.gradients for u in self.units()), default=0)
+        found |= {what: n for what, n in self.besides if what not in found}
         return found | ({f"the device's {what}": n for what, n in self.device().items()} if self.on_cpu else {})
 
 
@@ -265,6 +269,7 @@ class Room:
 
     def __init__(self, asked: Asked, limit: int | None) -> None:
         self.asked, self.limit = asked, limit
+        self.begun = False                       # room for gradients was asked for, at least
         self.summed = asked.micro > 1
 
     def states(self, core: _core.Engine) -> None:
@@ -274,23 +279,35 @@ class Room:
             MegatrainError: there is less; what was allocated is as before.
         """
         self._check(core, self.asked, "for gradients and AdamW's states")
+        self.begun = True
+
+    def gradients(self, core: _core.Engine) -> None:
+        """Of gradients, where no mt.AdamW has asked; once. Raises: as `states`."""
+        self._check(core, self.asked, "for gradients", "gradients")
+        self.begun = True
 
     def sums(self, core: _core.Engine) -> None:
-        """Of a second micro-batch; asked once. Raises: as `states`."""
-        if not self.summed:
-            asked = dataclasses.replace(self.asked, micro=2)
-            self._check(core, asked, "to add up micro-batches")
-            self.asked, self.summed = asked, True
+        """Of a second micro-batch; once. Raises: as `states`."""
+        asked = dataclasses.replace(self.asked, micro=2)
+        self._check(core, asked, "to add up micro-batches", "sums", "staging")
+        self.asked, self.summed = asked, True
 
-    def _check(self, core: _core.Engine, asked: Asked, what: str) -> None:
-        if self.limit is not None:
-            _check_word(asked, self.limit, None)
-            return
+    def copies(self, core: _core.Engine) -> None:
+        """States that live on the device are about to be copied to the host. Raises: as `states`."""
+        if any(home in SETTLED for home in self.asked.homes):
+            at_ram = dataclasses.replace(self.asked, homes=("ram",) * len(self.asked.homes))
+            self._check(core, at_ram, "for copies of states at home on the device", *COPIED)
+
+    def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
+        """planes: those that come now; none named: all."""
         def left(a: Asked) -> dict[str, int]:
             return {plane: n - there.get(plane, n) for plane, n in a.host().items()}
 
+        if self.limit is not None:
+            _check_word(self.asked if planes == COPIED else asked, self.limit, None)
+            return
         there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in _PLANES.get(plane, ()))
-                 for plane in asked.host() if plane != "weights" and not plane.endswith("slots")}
+                 for plane in planes or asked.host() if plane != "weights" and not plane.endswith("slots")}
         if (bound := host_limits().short(sum(left(asked).values()))) is not None:
             raise _short(asked, left, bound, what, None)
 

@@ -22,6 +22,7 @@ from .errors import MegatrainError
 from .fused import template_of, wanted
 from .guard import StreamedParameter
 from .limits import parse_bytes
+from .placement import OVERHEAD
 from .planner import Plan
 from .preflight import (
     SETTLED,
@@ -127,11 +128,11 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     Raises:
         MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed.
     """
-    whole, micro = isinstance(plan, Plan), 1
+    whole, micro, besides = isinstance(plan, Plan), 1, ()
     if isinstance(plan, Plan):
         compute = plan.compute if compute == "auto" else compute
         vram = plan.machine.vram_bytes if vram is None else vram
-        micro = plan.micro
+        micro, besides = plan.micro, tuple((what, n) for what, n in plan.host.items() if what != OVERHEAD)
         plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate}
     options, disk = _options(plan, compute), Disk.parse(nvme)
     _refuse_model(module)
@@ -142,7 +143,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     settled = [i for i, home in enumerate(homes) if home in SETTLED]
     speculated = _speculated(options.get("speculate", False), groups, homes)
     asked = Asked(type(module).__name__, groups, dtype, homes, speculated, options.get("slots", 3), micro,
-                  where.type == "cpu")
+                  where.type == "cpu", besides)
     limit, free = parse_bytes(vram, "vram"), _free(where)
     sizes = check_device(asked, free, limit)
     room = Room(asked, parse_bytes(host, "host"))

@@ -93,7 +93,9 @@ def test_a_machine_that_grows_is_tried_as_far_as_its_cgroup_goes(hint: dict[str,
     assert here.grows and here.in_all == (30 * GIB if hint else 2 * GIB)        # a plan counts on what is certain
     assert here.short(GIB // 2) is None and tried == []
     assert here.short(8 * GIB) is None and tried == [with_margin(8 * GIB)]
-    assert here.short(10 * GIB).what == "the machine"
+    assert here.short(7 * GIB) is None and len(tried) == 1
+    assert here.short(10 * GIB).what == "the machine" and here.short(9 * GIB).what == "the machine"
+    assert tried[1:] == [with_margin(10 * GIB)]
     tried.clear()
     assert here.short(20 * GIB).what == "cgroup box: memory.high" and tried == []
 

@@ -133,6 +133,31 @@ def test_a_second_micro_batch_asks_for_its_sums(free: Callable) -> None:
     train(model, opt, 2)                                # what is there is there
 
 
+def test_gradients_are_asked_for_where_no_adamw_has(free: Callable) -> None:
+    free(10**9)
+    model = stream()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    free(with_margin(2 * NUMEL) - 1)
+    with pytest.raises(mt.MegatrainError, match=r"for gradients\b[^$]*gradients"):
+        train(model, opt)
+    free(with_margin(2 * NUMEL))
+    train(model, opt)
+
+
+def test_copies_of_states_on_the_device_are_asked_for(free: Callable) -> None:
+    free(10**9)
+    model = stream(plan={"homes": "vram"})
+    opt = mt.AdamW(model.parameters())
+    train(model, opt)
+    free(with_margin(10 * NUMEL) - 1)
+    with pytest.raises(mt.MegatrainError, match=r"for copies of states[^$]*moments"):
+        opt.state_dict()
+    free(with_margin(10 * NUMEL))
+    assert len(opt.state_dict()["state"]) == LAYERS
+    free(0)
+    opt.state_dict()                                    # they are there
+
+
 def test_a_plan_is_asked_for_as_a_whole(free: Callable) -> None:
     """What mt.plan chose is known from the start: its states and sums count at once."""
     plan = mt.plan(stack(), tokens=64, seq=8, machine="cpu", micro=2)
