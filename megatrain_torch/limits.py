@@ -123,7 +123,7 @@ class HostLimits:
         second = self.tightest(touched=True)
         if first.sure or not second.sure or whole > second.free or self.together:
             return second if second.sure and whole > second.free else first
-        if not self.tried or self.tried[1] >= self.tried[0] and whole > self.tried[0]:
+        if not self.tried or (self.tried[1] >= self.tried[0] and whole > self.tried[0]):
             self.tried[:] = whole, touch(whole)
         return None if self.tried[1] >= whole else first
 
