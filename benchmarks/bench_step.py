@@ -53,11 +53,13 @@ from engines import ENGINES, Engine, planned, weight_dtype, with_loss
 
 import megatrain_torch as mt
 from megatrain_torch.errors import MegatrainError
+from megatrain_torch.modes import MODES
 
 COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
 TRACED_STEPS = 5
 BLOCK_STEPS = 3  # steps of one engine before the other has its turn, in --overhead
-ACTIVATIONS = ["auto", "saved", "selective", "replay", "whole"]
+ACTIVATIONS = ["auto", "whole", *MODES]
+ACTIVATIONS_HELP = f"of all layers: {', '.join(ACTIVATIONS)}"
 TRACE_HELP = "more steps, traced: a report; with FILE: Chrome JSON, and a .png beside it"
 OVERHEAD_HELP = "streamed against plain torch's resident model, or against our own with all in VRAM"
 MOST_LAYERS = 256
@@ -80,7 +82,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--plan", choices=["auto", "ram", "vram"], help="mt.plan's; ram, vram: all units there")
     add("--compute", choices=["auto", "eager", "fused", "compile"], default="auto")
     add("--vram", help='the most of the device that may be used, as "32GiB"')
-    add("--activations", choices=ACTIVATIONS, default="auto")
+    add("--activations", choices=ACTIVATIONS, default="auto", metavar="MODE", help=ACTIVATIONS_HELP)
     add("--loss", choices=["hf", "chunked"], default="hf", help="hf: the model's own, by labels=")
     add("--no-optimizer", action="store_true", help="forward and backward only")
     add("--clip", type=float, default=1.0, help="0: no clipping")

@@ -161,6 +161,8 @@ class Streamed(Engine):
         return {
             "h2d_bytes": last.h2d_bytes / steps,
             "d2h_bytes": last.d2h_bytes / steps,
+            "activations_out_bytes": last.out_bytes / steps,
+            "activations_back_bytes": last.back_bytes / steps,
             "demand_fetches": last.demand_fetches / steps,
             "await_s": last.await_seconds / steps,
             "store_bytes": last.host_bytes,

@@ -129,6 +129,18 @@ class Engine:
         """Host waits for all gradients and all updates."""
     def forget(self, unit: int) -> None: ...
 
+    # activations in host memory (csrc/core/swap.h)
+    def swap_out(self, unit: int, parts: tuple[tuple[int, int], ...], stream: int) -> int:
+        """parts: (address, bytes) of dense device memory, until swap_left. The bundle's number, > 0."""
+    def swap_left(self, bundle: int, stream: int) -> None:
+        """stream waits for the copies out: the sources may be freed in its order."""
+    def swap_back(self, bundle: int, parts: tuple[tuple[int, int], ...], stream: int) -> None:
+        """As many parts as left; address 0: not wanted. Begins behind what stream was given so far."""
+    def swap_await(self, bundle: int, stream: int) -> None: ...
+    def swap_drop(self, bundle: int) -> None: ...
+    def swap_bytes(self) -> tuple[int, int]:
+        """(mapped, in use): bytes of host memory."""
+
     # timeline
     def trace(self, on: bool) -> None:
         """Record what each queue does from now on, or no more. Off costs nothing; on, two stamps a record."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .limits import show_bytes
 from .optim import master
-from .report import StepReport
+from .report import COUNTED, StepReport
 from .state import enter, leave
 from .wrap import runtime_of
 
@@ -32,8 +32,7 @@ def last_step(model: nn.Module) -> StepReport:
     diff = {k: v - old.get(k, 0) for k, v in stats.items()}
     return StepReport(now - before, diff["h2d_bytes"], diff["d2h_bytes"], diff["fetches"], diff["demand_fetches"],
                       diff["await_ns"] * 1e-9, rt.core.host_bytes(), {"host update": diff["update_ns"] * 1e-9},
-                      **{k: diff[k] for k in ("speculated", "committed", "undone", "disk_read_bytes",
-                                              "disk_written_bytes")})
+                      **{k: diff[k] for k in (*COUNTED, "disk_read_bytes", "disk_written_bytes")})
 
 
 def explain(model: nn.Module) -> str:

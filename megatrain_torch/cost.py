@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from .loss import chunk_tokens
 from .machine import Machine
-from .shapes import MODES, Product, Unit, Window
+from .modes import HOST, KEEPS, read
+from .shapes import Product, Unit, Window
 
 OFFLOAD_DEPTH = 2           # units whose gradients may be on their way out: runtime of offload.h
 STAGINGS = 2                # host buffers for gradients that are to be added: offload.c
@@ -30,8 +31,9 @@ class Cost:
     Attributes:
         forward_s, backward_s: on the compute queue; backward with what it runs again.
         forward_host_s, backward_host_s: to launch it.
-        kept: bytes of activations kept from forward to backward.
+        kept: bytes of activations kept on the device from forward to backward.
         work: bytes beside those while its backward runs, weight gradients left out.
+        away: bytes that wait in host memory; of the modes that have any.
     """
 
     forward_s: float
@@ -40,6 +42,26 @@ class Cost:
     backward_host_s: dict[str, float]
     kept: dict[str, int]
     work: dict[str, int]
+    away: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def _with_host(cost: Cost, own: int) -> Cost:
+    """The same, and what it has by keeping it in host memory. own: bytes of its input, which "+split" leaves.
+
+    While its backward runs, what it kept is on the device, and what the window before it kept comes back: as much.
+    """
+    found = dataclasses.replace(cost, **{name: dict(getattr(cost, name)) for name in
+                                         ("backward_s", "backward_host_s", "kept", "work", "away")})
+    for name in HOST:
+        mode = read(name)
+        if mode.keep in cost.kept:
+            stays = 0 if mode.input else min(own, cost.kept[mode.keep])
+            away = cost.kept[mode.keep] - stays
+            found.backward_s[name] = cost.backward_s[mode.keep]
+            found.backward_host_s[name] = cost.backward_host_s[mode.keep]
+            found.kept[name], found.away[name] = stays, away
+            found.work[name] = cost.work[mode.keep] + 2 * away
+    return found
 
 
 def cost_of(window: Window, machine: Machine, tokens: int, seq: int, fused: bool) -> Cost:
@@ -89,7 +111,7 @@ def _launch_s(machine: Machine, operations: float) -> float:
 
 # ---- templates -----------------------------------------------------------------------------------
 
-TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "replay": 12}
+TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "attention": 10, "replay": 12}
 
 
 def _template_bytes(w: Window, tokens: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -113,7 +135,8 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
 
     forward: two norms 4H; rotation 2qkv; the product of gate and up 1.5up; what products are added onto 2H.
     backward: two norms with what they rebuild 10H; rotation 2qkv; attention's sums 2q; gate and up 3up.
-    replay runs everything but the last projection again, selective gate and up behind a norm.
+    replay runs everything but the last projection again, attention all of that but attention itself, selective gate
+    and up behind a norm.
     """
     h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv"), w.width("up"), w.itemsize
     kept, work = _template_bytes(w, tokens)
@@ -124,14 +147,16 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
         + _bytes_s(m, tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up))
     again = {"saved": 0.0,
              "selective": _products_s(m, _joined(w, "up"), tokens) + _bytes_s(m, tokens * size * 2 * h),
-             "replay": forward - _products_s(m, _joined(w, "down"), tokens) + attention
+             "attention": forward - _products_s(m, _joined(w, "down"), tokens)
              + _bytes_s(m, tokens * size * (5 * h + 2 * qkv))}
+    again["replay"] = again["attention"] + attention
     ops = TEMPLATE_OPERATIONS
-    return Cost(
+    return _with_host(Cost(
         forward + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv + 1.5 * up)),
-        {mode: (gradients + again[mode]) * w.learns for mode in MODES},
+        {mode: (gradients + again[mode]) * w.learns for mode in KEEPS},
         _launch_s(m, ops["forward"]),
-        {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in MODES}, kept, work)
+        {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in KEEPS}, kept, work),
+        math.ceil(tokens * w.template.input))
 
 
 def _fused_norm(w: Window, m: Machine, tokens: int) -> Cost:
@@ -193,10 +218,11 @@ def _eager(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
         + _attention_s(m, w, tokens, seq, True) / EAGER_ATTENTION
     last = _products_s(m, [p for p in w.products if p.part == "down"], tokens)
     once, back, again = EAGER_OPERATIONS["layer" if w.kind == "layer" else "other"]
-    return Cost(forward, {"replay": (gradients + forward - last) * w.learns, "saved": gradients * w.learns},
+    cost = Cost(forward, {"replay": (gradients + forward - last) * w.learns, "saved": gradients * w.learns},
                 _launch_s(m, once), {"replay": _launch_s(m, back + again), "saved": _launch_s(m, back)},
                 {mode: math.ceil(tokens * n) for mode, n in kept.items()},
                 {mode: math.ceil(tokens * n) for mode, n in work.items()})
+    return _with_host(cost, 0) if w.kind == "layer" else cost
 
 
 EAGER_LOGIT_BYTES = 12      # per logit, all tokens at once: 16-bit, fp32, its softmax and gradient

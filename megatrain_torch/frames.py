@@ -3,9 +3,10 @@
 Two pairs of pack and unpack hooks, chosen per window (whole.py has a third way, without hooks):
 
 saved    weights are replaced by (unit, offset); everything else is kept, with the in-place check
-         that torch drops when hooks are used;
+         that torch drops when hooks are used; "saved+host": in host memory (swap.py);
 replay   every saved tensor is replaced by (frame, number); the first unpack runs the window's
          forward again and keeps what it saves, up to the last tensor that the first run saved.
+         "replay+host": the inputs with a gradient wait in host memory.
 
 Neither keeps a weight: `unpack` fetches the unit again, wherever it is by then.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from .errors import MegatrainError
 from .state import swap_window
+from .swap import Part, hollow, storage_of
 
 if TYPE_CHECKING:
     from .window import Window
@@ -58,8 +60,8 @@ def keep(t: Tensor) -> tuple[Tensor, int]:
 
 
 def restored(handle: Any) -> Tensor:
-    """The tensor behind what `keep` or `Weight` made."""
-    if type(handle) is Weight:
+    """The tensor behind what `keep`, `Weight` or a bundle made."""
+    if type(handle) is not tuple:
         return handle.tensor()
     value, version = handle
     if value._version != version:
@@ -92,6 +94,25 @@ class SavedFrame:
     def unpack(handle: Any) -> Tensor:
         refuse_create_graph()
         return restored(handle)
+
+
+class HostFrame(SavedFrame):
+    """The same with the tensors in host memory. What came from outside without a gradient (angles, masks) is other
+    windows' too, and stays where it is."""
+
+    def __init__(self, window: Window, args: Any, kwargs: Any) -> None:
+        super().__init__(window)
+        self.bundle = self.runtime.swap.bundle(window)
+        fork = Fork()
+        fork.call(args, kwargs)
+        self.shared = {storage_of(t) for t, _ in fork.watched} - {storage_of(t) for t in fork.with_grad}
+        self.shared |= {storage_of(b) for m in window.buffered for b in m._buffers.values() if b is not None}
+
+    def pack(self, t: Tensor) -> Any:
+        handle = super().pack(t)
+        if type(handle) is Weight or not self.runtime.swap.may(t) or storage_of(t) in self.shared:
+            return handle
+        return self.bundle.add(t)
 
 
 class _StopReplay(BaseException):
@@ -137,16 +158,28 @@ class ReplayFrame:
             frame.replay()
         return restored(frame.saved.pop(number))
 
-    def forward_ended(self) -> None:
-        """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on."""
+    def forward_ended(self, host: bool = False) -> None:
+        """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on.
+        host: the inputs with a gradient go to host memory."""
         self.window.learn_mutable(self.attributes)
         changed = any(t._version != v for t, v in self.watched)
         if changed and self.clones is None:
             raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
                                  "done before, so it cannot be run again; use plan={'activations': 'saved'}")
         if changed:
-            self.inputs, self.watched, self.window.mode = self.clones, [], "saved"
+            self.inputs, self.watched, self.window.mode = self.clones, [], "saved+host" if host else "saved"
         self.clones, self.window.proved = None, True
+        if host and not changed:
+            self._leave()
+
+    def _leave(self) -> None:
+        """The inputs with a gradient wait in host memory."""
+        bundle = self.runtime.swap.bundle(self.window)
+        away = _Away(bundle)
+        self.inputs = away.call(*self.inputs)
+        self.watched = [(hollow(t) if storage_of(t) in away.met_storages else t, v) for t, v in self.watched]
+        self.with_grad = []
+        bundle.leave()
 
     def replay(self) -> None:
         """Runs the forward again until all that the first run saved is there."""
@@ -262,6 +295,8 @@ class Fork:
         kind = type(value)
         if kind in _ATOMS:
             return value
+        if kind is Part:
+            return self._tensor(value.tensor().requires_grad_())
         if kind is Tensor:
             return self._tensor(value)
         if kind is tuple:
@@ -303,6 +338,23 @@ class Fork:
         for k, v in getattr(value, "__dict__", {}).items():
             object.__setattr__(out, k, self(v))
         return out
+
+
+class _Away(Fork):
+    """A copy of the arguments in which parts of a bundle stand for tensors that require a gradient.
+
+    met_storages: of those tensors.
+    """
+
+    def __init__(self, bundle: Any) -> None:
+        super().__init__()
+        self.bundle, self.met_storages = bundle, set()
+
+    def _tensor(self, t: Tensor) -> Any:
+        if not t.requires_grad or not self.bundle.swap.may(t):
+            return t
+        self.met_storages.add(storage_of(t))
+        return self.bundle.add(t)
 
 
 def _is_cache(value: Any) -> bool:

@@ -10,6 +10,8 @@ keys and values, cut off from the graph; a backward through them raises.
 """
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import hf
-from .frames import refuse_create_graph
+from .frames import _pop, _push, keep, refuse_create_graph, restored
+from .modes import Mode
 from .records import Use
 from .state import in_backward, swap_window
+from .swap import Bundle, Part
 from .templates import Unfit, Weights, template
 
 if TYPE_CHECKING:
@@ -36,12 +40,15 @@ class Layer(torch.autograd.Function):
     """x and host parameters in, the layer's output out."""
 
     @staticmethod
-    def forward(ctx: Any, fused: Fused, call: Any, keep: str, x: Tensor, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, fused: Fused, call: Any, mode: Mode, bundle: Bundle | None, x: Tensor, *params: Tensor
+                ) -> Tensor:
         window = fused.window
         ctx.fused, ctx.call, ctx.records = fused, call, window.trainable
         ctx.use = Use(window.trainable) if in_backward() == -1 else None
         ctx.set_materialize_grads(False)
-        y, ctx.kept = fused.template.forward(x, fused.weights(), call, keep)
+        ctx.position = window.runtime.swap.position
+        y, kept = fused.template.forward(x, fused.weights(), call, mode.keep)
+        ctx.kept = kept if bundle is None else _away(kept, bundle, x, mode.input)
         ctx.versions = fused.versions()
         ctx.save_for_backward(x)             # torch's own checks: in-place writes, a second backward
         return y
@@ -50,18 +57,45 @@ class Layer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         refuse_create_graph()
         fused, (x,) = ctx.fused, ctx.saved_tensors
+        fused.window.runtime.swap.approach(ctx.position)
         fused.check_versions(ctx.versions)
         nodes = [edge[0] for edge in ctx.next_functions[1:]]         # the first is x's
         found: tuple[Tensor | None, ...] = (None,) * len(ctx.records)
         dx = None
         if dy is not None:
             kept, ctx.kept = ctx.kept, None      # used up; a second time all is made again
-            kept = fused.template.nothing_kept(x) if kept is None else kept
-            dx, grads = fused.template.backward(dy, kept, fused.weights(), ctx.call, fused.wanted,
-                                                ctx.needs_input_grad[3])
+            kept = fused.template.nothing_kept(x) if kept is None else _mapped(kept, Part, Part.tensor)
+            dx, grads = fused.template.backward(dy.contiguous(), kept, fused.weights(), ctx.call, fused.wanted,
+                                                ctx.needs_input_grad[4])
             found = tuple(grads.get(n) for n in fused.trained_names)
         taken = fused.window.runtime.handover.take(ctx.records, ctx.use, nodes, found)
-        return None, None, None, dx, *taken
+        return None, None, None, None, dx, *taken
+
+
+def _mapped(kept: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
+    """What a template keeps, with fn(v) for each v of this type in it; containers are made anew."""
+    if type(kept) is kind:
+        return fn(kept)
+    if type(kept) is tuple:
+        return tuple([_mapped(v, kind, fn) for v in kept])
+    if type(kept) is dict:
+        return {k: _mapped(v, kind, fn) for k, v in kept.items()}
+    if dataclasses.is_dataclass(kept):
+        return dataclasses.replace(kept, **{k: _mapped(v, kind, fn) for k, v in vars(kept).items()})
+    return kept
+
+
+def _away(kept: Any, bundle: Bundle, x: Tensor, with_input: bool) -> Any:
+    """What is kept, on its way to host memory; small tensors stay, and x stays where it is not asked for."""
+    def put(t: Tensor) -> Any:
+        goes = bundle.swap.may(t) and (with_input or t.data_ptr() != x.data_ptr())
+        return bundle.add(t) if goes else t
+
+    found = _mapped(kept, Tensor, put)
+    if with_input and bundle.swap.may(x):
+        bundle.input = bundle.add(x).number
+    bundle.leave()
+    return found
 
 
 def casts(device: str, dtype: torch.dtype) -> bool:
@@ -145,8 +179,23 @@ class Fused:
         self.declined = ""
         window = self.window
         window.runtime.bindings += 1
-        keep = window.runtime.keep_of(window, x.shape[:2].numel())
-        return Layer.apply(self, call, keep, x, *window.params)
+        mode = window.runtime.keep_of(window, x.shape[:2].numel())
+        if mode.host and self.template.swaps:
+            return self._kept_on_host(x, call, mode)
+        return Layer.apply(self, call, mode, None, x, *window.params)
+
+    def _kept_on_host(self, x: Tensor, call: Any, mode: Mode) -> Tensor:
+        """x too is saved by way of the bundle, whose life then is that of the graph."""
+        bundle = self.window.runtime.swap.bundle(self.window)
+
+        def pack(t: Tensor) -> Any:
+            return keep(t) if bundle.input < 0 else Part(bundle, bundle.input)
+
+        _push(pack, restored)
+        try:
+            return Layer.apply(self, call, mode, bundle, x, *self.window.params)
+        finally:
+            _pop()
 
     def _taken(self, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
         """x and the rest of the call, as a template takes them, if it may be a single node."""

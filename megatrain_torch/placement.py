@@ -1,15 +1,19 @@
 """Which unit is at home where, which activations are kept, how many slots: bytes of a choice, and the best one.
 
-The search: every combination of micro-batches, homes of units, and slots, each with as many activations kept as
-fit; a lower bound on the time of each, and the simulation of those whose bound is below the best
-time found. What may be chosen does not depend on the limits, so that more memory is never slower.
+The search: every combination of micro-batches, homes of units, slots, and first layers that keep in host memory
+what they keep, each with as many activations kept on the device as fit; a lower bound on the time of each, and the
+simulation of those whose bound is below the best time found. What may be chosen does not depend on the limits, so that
+more memory is never slower.
 """
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from .arrive import AHEAD, STAY
 from .cost import (
@@ -25,7 +29,8 @@ from .cost import (
     visiting_planes,
 )
 from .machine import Machine
-from .shapes import MODES, Shape, Unit
+from .modes import KEEPS
+from .shapes import Shape, Unit
 from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
 from .slots import plan_slots
 
@@ -37,6 +42,9 @@ EARLY = max(GUESTS + AHEAD + 1, STAY)       # windows whose activations may be a
 # Bytes per parameter that a gradient moves into the planes of a unit at home in VRAM: measured and copied; by each
 # further micro-batch added to its fp32 sum, rounded and measured. Beside compute, but of the same memory.
 GATHERED = (6, 16)
+# What first layers may keep in host memory, and how many of them, in parts of all.
+ON_HOST = ("replay+host", "attention+split", "attention+host", "selective+host", "saved+host")
+PARTS = 8
 MOST_SIMULATIONS = 1500     # a few seconds; a search of a hundred layers takes some hundred
 
 
@@ -71,20 +79,20 @@ class Choice(NamedTuple):
 
 
 @dataclass
-class Micro:
-    """What follows from the number of micro-batches alone.
+class Track:
+    """The same layers keep the same in host memory; on the device, more is kept from level to level.
 
     Attributes:
-        costs: [window].
         levels: modes of all windows, each list keeping more than the one before; peaks: bytes of activations and
             work of each; backward_s: of each. early: as peaks, while states that arrive are on the device.
+        away: bytes in host memory. out: those that cross the bus, each way: what leaves last does not.
     """
 
-    costs: list[Cost]
+    away: int
+    out: int
     levels: list[tuple[str, ...]] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
-    forward_s: float = 0.0
     early: list[int] = field(default_factory=list)
 
     def most(self, level: int, visiting: int) -> int:
@@ -95,6 +103,19 @@ class Micro:
         """The last that fits into so many bytes; -1: none."""
         fits = bisect.bisect_right(self.peaks, room)
         return (min(fits, bisect.bisect_right(self.early, room - visiting)) if visiting else fits) - 1
+
+
+@dataclass
+class Micro:
+    """What follows from the number of micro-batches alone.
+
+    Attributes:
+        costs: [window]. tracks: the first with nothing in host memory, unless that is asked for.
+    """
+
+    costs: list[Cost]
+    forward_s: float
+    tracks: list[Track]
 
 
 class Homes(NamedTuple):
@@ -144,6 +165,7 @@ class Problem:
         self.needed_again = {u for w, units in enumerate(self.again) for u in units if shape.windows[w].learns}
         self.micros: dict[int, Micro] = {}
         self.fetches: dict[tuple[tuple[Home, ...], int, int], Fetches] = {}
+        self.first_bound: tuple[object, float] = (None, 0.0)       # of the homes asked about last
         self.simulations = 0
 
     # ---- bytes ----
@@ -159,15 +181,21 @@ class Problem:
         units = self.shape.units
         return plan_slots([u.weights for u, home in zip(units, homes) if not home], ring)
 
-    def host_bytes(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
-        """By plane, and what is there besides."""
+    def host_bytes(self, homes: tuple[Home, ...], micro: int, modes: tuple[str, ...] = ()) -> dict[str, int]:
+        """By plane, and what is there besides; modes: with the activations of these."""
         total = {OVERHEAD: self.machine.host_overhead_bytes}
         for unit, home in zip(self.shape.units, homes):
             for plane, n in host_planes(unit, Home(home).plain, micro, self.wishes.speculate).items():
                 total[plane] = total.get(plane, 0) + n
         away = [u.gradients for u, home in zip(self.shape.units, homes) if not home]
         total["staging"] = STAGINGS * max(away, default=0) if micro > 1 else 0
+        total["activations"] = sum(self.away(micro, modes)) if modes else 0
         return total
+
+    def away(self, micro: int, modes: tuple[str, ...]) -> list[int]:
+        """By window, bytes that wait in host memory from its forward to its backward."""
+        costs = self.micro(micro).costs
+        return [c.away.get(mode, 0) * w.learns for c, mode, w in zip(costs, modes, self.shape.windows)]
 
     def planes_at_home(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """Of units at home in VRAM, by plane; what is there all the time."""
@@ -197,12 +225,13 @@ class Problem:
         """Of activations, work and gradients while those states are on the device, at the most."""
         first = list(zip(costs, modes, self.shape.windows, self.flying))[:EARLY]
         kept = sum(cost.kept[mode] * window.learns for cost, mode, window, _ in first)
-        total = kept + max(cost.work[mode] + flying for cost, mode, _, flying in first)
-        return total + int(total * CACHE_SHARE["fused" if self.wishes.fused else "eager"])
+        return self._with_cache(kept + max(cost.work[mode] + flying for cost, mode, _, flying in first))
 
     def passing_bytes(self, costs: list[Cost], modes: tuple[str, ...]) -> int:
         """The peak with what torch's allocator holds beyond it."""
-        total = sum(self.peak(costs, modes))
+        return self._with_cache(sum(self.peak(costs, modes)))
+
+    def _with_cache(self, total: int) -> int:
         return total + int(total * CACHE_SHARE["fused" if self.wishes.fused else "eager"])
 
     # ---- activations ----
@@ -219,28 +248,54 @@ class Problem:
             if w.shape not in known:
                 known[w.shape] = cost_of(w, self.machine, self.wishes.tokens // k, self.wishes.seq, self.wishes.fused)
             costs.append(known[w.shape])
-        made = Micro(costs, forward_s=sum(c.forward_s for c in costs))
-        for modes in self._levels(costs):
-            made.levels.append(modes)
-            made.peaks.append(max(self.passing_bytes(costs, modes), *made.peaks[-1:], 0))
-            made.early.append(max(self.early_bytes(costs, modes), *made.early[-1:], 0))
-            made.backward_s.append(sum(c.backward_s[m] for c, m in zip(costs, modes)))
+        return Micro(costs, sum(c.forward_s for c in costs), self._tracks(costs))
+
+    def _tracks(self, costs: list[Cost]) -> list[Track]:
+        """Nothing in host memory; then the first layers, which wait longest, in each way and in growing number."""
+        asked = self.wishes.activations
+        least = [min((m for m in c.kept if m in KEEPS), key=KEEPS.index) if asked not in c.kept else asked
+                 for c in costs]
+        tracks = [self._track(costs, least, asked is None, {})]
+        for mode in ON_HOST if asked is None else ():
+            able = [w for w, c in enumerate(costs) if mode in c.away and self.shape.windows[w].learns]
+            counts = sorted({-(-len(able) * part // PARTS) for part in range(1, PARTS + 1)} - {0})
+            tracks += [self._track(costs, least, True, dict.fromkeys(able[:n], mode)) for n in counts]
+        return tracks
+
+    def _track(self, costs: list[Cost], least: list[str], free: bool, fixed: dict[int, str]) -> Track:
+        """free: windows that are not fixed may keep more than the least."""
+        modes = [fixed.get(w, mode) for w, mode in enumerate(least)]
+        away = [c.away.get(mode, 0) * w.learns for c, mode, w in zip(costs, modes, self.shape.windows)]
+        made = Track(sum(away), sum(away) - next((n for n in reversed(away) if n), 0))
+        learns, flying = np.array([w.learns for w in self.shape.windows]), np.array(self.flying)
+        kept, work, seconds = (np.array([of(c)[m] for c, m in zip(costs, modes)])
+                               for of in (lambda c: c.kept, lambda c: c.work, lambda c: c.backward_s))
+        for level, changed in self._levels(costs, modes, free, fixed):
+            for w in changed:
+                kept[w], work[w], seconds[w] = (of[level[w]] for of in (costs[w].kept, costs[w].work,
+                                                                        costs[w].backward_s))
+            peak = int((np.cumsum(kept * learns) + work + flying).max())
+            made.levels.append(level)
+            made.peaks.append(max(self._with_cache(max(peak, 0)), *made.peaks[-1:], 0))
+            made.early.append(max(self.early_bytes(costs, level), *made.early[-1:], 0))
+            made.backward_s.append(float(seconds.sum()))
         return made
 
-    def _levels(self, costs: list[Cost]) -> Iterator[tuple[str, ...]]:
+    def _levels(self, costs: list[Cost], modes: list[str], free: bool, fixed: dict[int, str]
+                ) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
         """From keeping least to keeping most, what saves most time per byte first, last windows first: they are
-        needed again soonest, so keeping theirs hardly raises the peak."""
-        asked = self.wishes.activations
-        modes = [min(c.kept, key=MODES.index) if asked not in c.kept else asked for c in costs]
-        yield tuple(modes)
-        if asked is not None:
+        needed again soonest, so keeping theirs hardly raises the peak. Modes, and the windows that changed."""
+        modes = list(modes)
+        yield tuple(modes), ()
+        if not free:
             return
-        steps = [(-gain, -w, order, mode) for w, c in enumerate(costs) for gain, order, mode in _hull(c)]
+        steps = [(-gain, -w, order, mode) for w, c in enumerate(costs) if w not in fixed
+                 for gain, order, mode in _hull(c)]
         for _, minus_w, _, mode in sorted(steps):
             w = -minus_w
             for step in (*_between(costs[w], modes[w], mode), mode):
                 modes[w] = step
-                yield tuple(modes)
+                yield tuple(modes), (w,)
 
     # ---- time ----
 
@@ -256,7 +311,7 @@ class Problem:
              for u, home in zip(units, choice.homes)],
             [u.trained / (m.add_gparams * 1e9) for u in units], self.slots(choice.homes, choice.ring), choice.micro,
             m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9, self.wishes.speculate,
-            self.visiting(choice.homes))
+            self.visiting(choice.homes), self.away(choice.micro, choice.modes))
 
     def gathering_s(self, unit: Unit, micro: int) -> float:
         """A step's gradients into the planes of a unit at home in VRAM: measured and copied, then added up."""
@@ -271,25 +326,34 @@ class Problem:
         self.simulations += 1
         return simulate(step, self.fetches[key])
 
-    def bound(self, homes: Homes, slots: int, micro: int, backward_s: float) -> float:
-        """Seconds that a step cannot undercut, each of its passes by itself.
+    def bound(self, homes: Homes, slots: int, micro: int, backward_s: float, out: int = 0) -> float:
+        """Seconds that a step cannot undercut, each of its passes by itself. out: bytes of activations that cross.
 
         The first forward: compute behind the first weights; updates, and compute behind the last of them; all
-        weights across the bus, beside the updates. Later passes: compute; the weights that no slot can have kept.
-        From the second backward on, the host adds up gradients, and is behind by a few units at the most.
+        weights across the bus, beside the updates; activations out. Later passes: compute; the weights that no slot
+        can have kept; activations. From the second backward on, the host adds up gradients, and is behind by a few
+        units at the most.
         """
         m, made = self.machine, self.micro(micro)
-        up, both, busy = m.h2d_gbps * 1e9, m.both_gbps * 1e9, min(m.h2d_gbps, m.busy_gbps) * 1e9
-        beside = min(homes.weights, homes.update_s * busy)
-        behind = sum(c.forward_s for c in made.costs[homes.last_update:]) if homes.update_s else 0.0
-        first = max(homes.begin_s + made.forward_s, homes.update_s + behind,
-                    beside / busy + (homes.weights - beside) / up)
-        forward = max(made.forward_s, (homes.weights - slots) / up)
-        backward = max(backward_s, (homes.again - slots) / both)
+        key = micro, homes.units
+        if self.first_bound[0] != key:
+            self.first_bound = key, self._first_forward(homes, made)
+        up, both = m.h2d_gbps * 1e9, m.both_gbps * 1e9
+        first = max(self.first_bound[1], out / both)
+        forward = max(made.forward_s, (homes.weights - slots) / up, out / both)
+        backward = max(backward_s, (homes.again - slots + out) / both)
         adding = max(backward, homes.add_s - (OFFLOAD_DEPTH + STAGINGS + 1) * homes.longest_add_s)
         passes = first + backward + (micro - 1) * (forward + adding) + homes.end_s
         added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
         return NORM_S + max(passes, added, micro * homes.gradients / both)
+
+    def _first_forward(self, homes: Homes, made: Micro) -> float:
+        m = self.machine
+        busy = min(m.h2d_gbps, m.busy_gbps) * 1e9
+        beside = min(homes.weights, homes.update_s * busy)
+        behind = sum(c.forward_s for c in made.costs[homes.last_update:]) if homes.update_s else 0.0
+        return max(homes.begin_s + made.forward_s, homes.update_s + behind,
+                   beside / busy + (homes.weights - beside) / (m.h2d_gbps * 1e9))
 
     def _homes(self, homes: tuple[Home, ...]) -> Homes:
         m, units = self.machine, self.shape.units
@@ -366,13 +430,11 @@ class Problem:
         """The choice of least time; of equal ones that with the least VRAM. None: nothing fits."""
         vram, host, open_choices = self.machine.vram_bytes, self.machine.host_bytes, []
         for micro, homes, ring, slots, planes, on_host in self.combinations():
-            made, fixed = self.micro(micro), planes + slots
-            level = made.level(vram - fixed, homes.visiting)
-            if on_host > host or level < 0:
-                continue
-            bound = self.bound(homes, slots, micro, made.backward_s[level])
-            choice = Choice(micro, homes.units, ring, made.levels[level])
-            open_choices.append((bound, fixed + made.most(level, homes.visiting), choice))
+            fixed = planes + slots
+            for made, level in self._fitting(micro, vram - fixed, host - on_host, homes.visiting):
+                bound = self.bound(homes, slots, micro, made.backward_s[level], made.out)
+                choice = Choice(micro, homes.units, ring, made.levels[level])
+                open_choices.append((bound, fixed + made.most(level, homes.visiting), choice))
         open_choices.sort(key=lambda c: c[:2])
         best: tuple[Choice, Timing] | None = None
         for bound, _, choice in open_choices[:MOST_SIMULATIONS]:
@@ -383,22 +445,41 @@ class Problem:
                 best = choice, timing
         return best
 
+    def _fitting(self, micro: int, vram: int, host: int, visiting: int) -> Iterator[tuple[Track, int]]:
+        """Tracks of which a level fits these bytes, beside `visiting` of states that arrive, and the highest such.
+        Those with something in host memory only where that leaves less to compute again than all before."""
+        best = math.inf
+        for track in self.micro(micro).tracks:
+            level = track.level(vram, visiting)
+            if level >= 0 and track.away <= host and track.backward_s[level] < best:
+                yield track, level
+                best = track.backward_s[level] if track.away == 0 else best
+                if best == track.backward_s[-1]:
+                    return                          # all is kept
+
+    def fits(self) -> bool:
+        """Does anything that may be chosen?"""
+        vram, host = self.machine.vram_bytes, self.machine.host_bytes
+        return any(True for micro, homes, _, slots, planes, on_host in self.combinations()
+                   for _ in self._fitting(micro, vram - slots - planes, host - on_host, homes.visiting))
+
     def needs(self) -> tuple[int | None, int | None]:
         """(least VRAM within the host's limit, least host memory within the VRAM's); None: not with any."""
         vram, host = [], []
         for micro, homes, _, slots, planes, on_host in self.combinations():
-            need = slots + planes + self.micro(micro).most(0, homes.visiting)
-            if on_host <= self.machine.host_bytes:
-                vram.append(need)
-            if need <= self.machine.vram_bytes:
-                host.append(on_host)
+            for track in self.micro(micro).tracks:
+                need = slots + planes + track.most(0, homes.visiting)
+                if on_host + track.away <= self.machine.host_bytes:
+                    vram.append(need)
+                if need <= self.machine.vram_bytes:
+                    host.append(on_host + track.away)
         return min(vram, default=None), min(host, default=None)
 
 
 def _hull(cost: Cost) -> list[tuple[float, int, str]]:
     """(seconds saved per byte, order, mode): steps from keeping least to keeping more, each less rewarding than the
     one before; a mode that another line passes below is left out."""
-    points = sorted((cost.kept[m], cost.backward_s[m], m) for m in cost.kept)
+    points = sorted((cost.kept[m], cost.backward_s[m], m) for m in cost.kept if m not in cost.away)
     steps, at = [], points[0]
     while later := [p for p in points if p[0] > at[0] and p[1] < at[1]]:
         best = max(later, key=lambda p: ((at[1] - p[1]) / (p[0] - at[0]), p[0]))
@@ -409,6 +490,6 @@ def _hull(cost: Cost) -> list[tuple[float, int, str]]:
 
 def _between(cost: Cost, low: str, high: str) -> list[str]:
     """Modes that a step passes over: for the last bytes that are left."""
-    inside = [m for m in cost.kept if cost.kept[low] < cost.kept[m] < cost.kept[high]
+    inside = [m for m in cost.kept if m not in cost.away and cost.kept[low] < cost.kept[m] < cost.kept[high]
               and cost.backward_s[m] < cost.backward_s[low]]
     return sorted(inside, key=lambda m: cost.kept[m])

@@ -22,8 +22,9 @@ from .cost import Home
 from .errors import MegatrainError
 from .limits import parse_bytes, show_bytes, without_margin
 from .machine import Machine, resolve
+from .modes import MODES
 from .placement import Choice, Problem, Wishes
-from .shapes import MODES, Shape, shape_of
+from .shapes import Shape, shape_of
 from .simulate import Timing
 from .tiers import Tier, write_tiers
 from .timeline import LANES
@@ -42,7 +43,7 @@ class Plan:
         compute: "fused": templates where they fit; "eager": the model's own code.
         homes: by unit, "vram" (weights, gradients and states on the device), "arrive" (the same, but states are in
             RAM between their updates) or "ram" (weights streamed).
-        activations: by window, "replay", "selective" or "saved".
+        activations: by window, a mode of modes.py: "replay", "selective+host" ...
         slots: ring size of the streamed units, see slots.py.
         vram, host: bytes by what they hold, at the peak of a step; vram_bytes, host_bytes: their sums.
         seconds, forward_s: of a step, and of its forwards.
@@ -126,8 +127,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
             what the machine has; of host memory, by default, 2 % stay free.
         micro: micro-batches of a step; None: as many as are best.
-        homes: "ram", "vram" or "arrive" for all units. activations: "replay", "selective" or "saved" for all windows
-            that have it. slots: ring size. None: what is best.
+        homes: "ram", "vram" or "arrive" for all units. activations: "replay", "attention", "selective" or "saved", with
+            "+host" or "+split" where what is kept waits in host memory, for all windows that have it. slots: ring
+            size. None: what is best.
         speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
             in vain, as where nothing is clipped.
         compute, dtype, units: as for mt.stream.
@@ -175,8 +177,8 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
         "fused" if wishes.fused else "eager",
         {u.name: Home(home).plain for u, home in zip(shape.units, choice.homes)},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
-        problem.host_bytes(choice.homes, choice.micro), timing.seconds, timing.forward_s, timing.busy, timing.idle,
-        _window_weights(shape), wishes.speculate)
+        problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
+        timing.idle, _window_weights(shape), wishes.speculate)
 
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
@@ -218,9 +220,9 @@ def _refusal(problem: Problem, whole: Machine) -> MegatrainError:
 def _least(problem: Problem) -> str:
     machine = problem.machine
     micro, homes, ring, *_ = min(problem.combinations(), key=lambda c: (
-        c[5] > machine.host_bytes, c[3] + c[4] + problem.micro(c[0]).most(0, c[1].visiting)))
-    choice = Choice(micro, homes.units, ring, problem.micro(micro).levels[0])
-    vram, host = vram_table(problem, choice), problem.host_bytes(homes.units, micro)
+        c[5] > machine.host_bytes, c[3] + c[4] + problem.micro(c[0]).tracks[0].most(0, c[1].visiting)))
+    choice = Choice(micro, homes.units, ring, problem.micro(micro).tracks[0].levels[0])
+    vram, host = vram_table(problem, choice), problem.host_bytes(homes.units, micro, choice.modes)
     tables: list[Table] = [_bytes_table("device memory", vram, machine.vram_bytes),
                            _bytes_table("host memory", host, machine.host_bytes)]
     cut = f"in {micro} micro-batches" if micro > 1 else "in one micro-batch"
@@ -249,10 +251,7 @@ def _changes(problem: Problem, whole: Machine) -> dict[str, Any]:
 
 
 def _fits(problem: Problem, **other: Any) -> bool:
-    tried = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, **other))
-    vram, host = problem.machine.vram_bytes, problem.machine.host_bytes
-    return any(slots + planes + tried.micro(k).most(0, homes.visiting) <= vram and on_host <= host
-               for k, homes, _, slots, planes, on_host in tried.combinations())
+    return Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, **other)).fits()
 
 
 def _longest(problem: Problem) -> int | None:

@@ -108,3 +108,8 @@ def dense_stride(t: Tensor) -> tuple[int, ...]:
     Channels-last convolution weights stay channels-last, so that kernels choose as they did.
     """
     return torch.empty_like(t, device="meta").stride() if not t.is_sparse else t.stride()
+
+
+def span_of(t: Tensor) -> int:
+    """Elements of memory from t's first to its last."""
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0

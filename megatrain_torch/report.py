@@ -10,6 +10,7 @@ from .timeline import LANES, Slice, between, busy_seconds
 OWN = "host"                     # what compute waits for when it waits for no copy and no update: the host's own work
 JITTER_NS = 50_000               # times on two queues are compared to within this
 BAR = 24                         # characters
+COUNTED = ("speculated", "committed", "undone", "out_bytes", "back_bytes")       # of the engine's counters
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,11 @@ class StepReport:
         disk_read_bytes, disk_written_bytes: states of units at home on disk.
         speculated, committed, undone: updates that began during backward; those kept, and taken back, since: one
             that began in this step ends in the next.
+        out_bytes, back_bytes: activations that went to host memory, and came back.
         busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update",
             "disk" (states of units on disk), "through" (updates that pass through the device; states that arrive and
-            leave). Without mt.trace only "host update". Compute is busy from a window's first kernel to its last, also
-            where the host is slow in launching them.
+            leave), "swap out", "swap back" (activations). Without mt.trace only "host update". Compute is busy from a
+            window's first kernel to its last, also where the host is slow in launching them.
         idle: seconds that compute stood still, by what it waited for: a lane, or "host": Python and the user's code.
         between_steps: of idle, seconds before the step's first window.
         least: seconds the bytes of a lane take at the machine's rate, where mt.trace was given one.
@@ -55,6 +57,8 @@ class StepReport:
     undone: int = 0
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
+    out_bytes: int = 0
+    back_bytes: int = 0
 
     @property
     def bound(self) -> str:
@@ -110,7 +114,7 @@ class StepReport:
 
     def _rows(self) -> list[tuple[str, float, float, str, str]]:
         """(lane, busy seconds, share of the step, GB moved, least seconds) of every lane that did something."""
-        moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes,
+        moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes, "swap out": self.out_bytes, "swap back": self.back_bytes,
                  "disk": self.disk_read_bytes + self.disk_written_bytes}
         return [(LANES[lane], busy, busy / self.seconds if self.seconds > 0 else 0.0,
                  f"{moved[lane] / 1e9:.3g}" if lane in moved else "",
@@ -122,6 +126,7 @@ def _called(lane: str) -> str:
     return {"compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
             "host sum": "the host's sums of gradients", "host update": "the host update",
             "device update": "the device update", "through": "updates through the device", "disk": "the disk",
+            "swap out": "activations on their way out", "swap back": "activations on their way back",
             OWN: "the host's own work"}[lane]
 
 
@@ -153,15 +158,15 @@ def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted:
         between_steps=max(0, first - begin) * 1e-9, traced=True,
         disk_read_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "read"),
         disk_written_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "write"),
-        **{k: counted.get(k, 0) for k in ("speculated", "committed", "undone")})
+        **{k: counted.get(k, 0) for k in COUNTED})
 
 
 def idle_seconds(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int) -> dict[str, float]:
     """What compute waited for, in seconds.
 
-    A gap in front of a window ends when what the window needs is there: its unit's weights, or room for
-    gradients. Whichever came last is to blame for its own time, and the update that a fetch waited for is for the
-    time before. What is left is the host's own, as is a gap at the step's end.
+    A gap in front of a window ends when what the window needs is there: its unit's weights, what it kept, or room for
+    gradients and activations. Whichever came last is to blame for its own time, and the update that a fetch waited
+    for is for the time before. What is left is the host's own, as is a gap at the step's end.
     """
     found: dict[str, float] = {}
     at = begin
@@ -179,7 +184,9 @@ def _blame(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice |
     ended = {} if window is None else {
         "h2d": _over_in(lanes, "h2d", a, b, window.unit),
         "device update": _over_in(lanes, "device update", a, b, window.unit),      # of a unit that lives there
-        "d2h": _over_in(lanes, "d2h", a, b) if window.work == "backward" else None}
+        "d2h": _over_in(lanes, "d2h", a, b) if window.work == "backward" else None,
+        "swap out": _over_in(lanes, "swap out", a, b) if window.work == "forward" else None,
+        "swap back": _over_in(lanes, "swap back", a, b, window.unit)}
     lane, last = max(((k, s) for k, s in ended.items() if s is not None), key=lambda found: found[1].end,
                      default=(OWN, None))
     if last is not None and lane == "device update":

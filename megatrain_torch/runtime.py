@@ -22,8 +22,10 @@ from .guard import plain
 from .handover import HandOver
 from .lazy import Lazy
 from .limits import show_bytes
+from .modes import Mode, read
 from .records import Record
 from .state import enter, in_backward, leave
+from .swap import Swap
 from .templates import Weights
 from .window import Window
 
@@ -155,6 +157,7 @@ class Runtime:
         self.structures: dict[Any, Structure] = {}           # of windows that torch.compile runs
         self.vram: int | None = None         # limit of what may be used of the device, bytes
         self.budget = Budget(self)
+        self.swap = Swap(self)               # what windows keep in host memory
         self.cap = Cap(device, None, 0)      # of torch's allocator, where there is a limit
         self.room: Any = None                # preflight.Room: whether planes that come later will fit
         self.store_bytes = 0                 # device memory that settled units' planes will take, slots left out
@@ -344,6 +347,7 @@ class Runtime:
             self.handover.sweep()
             self.handover.let_go()
             self.handover.opened = 0
+            self.swap.sweep()
             for r in self.records:
                 r.uses = 0
             self._lazy.clear()
@@ -427,12 +431,12 @@ class Runtime:
             return "saved"
         return "replay"
 
-    def keep_of(self, window: Window, tokens: int) -> str:
-        """How much a fused window keeps of a call with so many tokens."""
+    def keep_of(self, window: Window, tokens: int) -> Mode:
+        """What a fused window keeps of a call with so many tokens, and where."""
         mode = window.mode if window.mode != "auto" else self.activations
         if mode == "auto":
-            return self.budget.keep(window, tokens)
-        return "replay" if mode == "whole" else mode
+            mode = self.budget.keep(window, tokens)
+        return read("replay" if mode == "whole" else mode)
 
     # ---- random numbers ----
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from .errors import MegatrainError
+from .modes import KEEPS
 from .templates import Unfit, template
 from .units import find, group, output_embeddings, stored_dtype, weight_bytes
 
 MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken to be in proportion
-MODES = ("replay", "selective", "saved")    # of activations, by what they keep, least first
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _template(module: nn.Module, item: int) -> Template | None:
     except Unfit:
         return None
     n = MANY_TOKENS
-    kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in MODES)
+    kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in KEEPS)
     return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n)
 
 

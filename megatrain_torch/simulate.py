@@ -34,6 +34,7 @@ class Step:
         slots: bytes of each slot. micro: micro-batches.
         h2d, d2h, both, busy: bytes/s; see Machine.
         speculate: updates on the host begin during backward, and all that do are kept.
+        away: [w] bytes of what it keeps in host memory between forward and backward; none: of no window.
     """
 
     forward_s: list[float]
@@ -56,6 +57,7 @@ class Step:
     busy: float
     speculate: bool = False
     visiting: dict[int, int] = field(default_factory=dict)
+    away: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,16 @@ class _Walk:
         self.run = self.h2d = self.mover = self.d2h = self.adder = 0.0
         self.launch = launch
         self.busy = dict.fromkeys(RESOURCES, 0.0)
-        self.idle = dict.fromkeys(("host update", "h2d", "d2h", "host sum", "through", OWN), 0.0)
+        self.idle = dict.fromkeys(("host update", "h2d", "d2h", "host sum", "through", "swap out", "swap back",
+                                   OWN), 0.0)
         self.opened = 0                         # windows of the forward under way
         self.guests = 0.0                       # when the last copies of states that arrive are over
         self.ready: dict[int, float] = {}       # by unit: when its copy is over, and when it is in the queue
         self.queued: dict[int, float] = {}
         self.late: dict[int, str] = {}          # what held the copy up
+        self.swap_out = 0.0                     # that queue; its copies back share the bus with fetches: h2d
+        self.away: list[int] = []               # windows whose bundles are out, latest last
+        self.back: dict[int, float] = {}        # by window: when its bundle is on the device again
         self.landed: list[float] = []
         self.added: list[float] = []
         self._updates()
@@ -247,6 +253,37 @@ class _Walk:
         self.guessed = begin + self.step.update_s[unit] * GUESS_SHARE
         self.guesses.append((unit, begin, self.guessed))
 
+    def leave(self, w: int) -> None:
+        """A window's bundle leaves behind its forward; compute waits for the one before it, whose memory is needed."""
+        before = self.swap_out
+        self.swap_out = self._copied(max(self.swap_out, self.run), self.step.away[w], self.step.both)
+        self.busy["swap out"] += self.swap_out - max(before, self.run)
+        if self.away:
+            self.wait(before, "swap out")
+        self.away.append(w)
+
+    def come(self, w: int) -> None:
+        """A bundle begins to come back, unless it is the last that left: that is on the device still."""
+        if w in self.back or w not in self.away[:-1]:
+            return
+        start = max(self.h2d, self.run)
+        self.h2d = self.back[w] = self._copied(start, self.step.away[w], self.step.both)
+        self.busy["swap back"] += self.h2d - start
+
+    def bundles(self, w: int) -> None:
+        """In front of a window's backward: its own bundle, and the one of the window before it."""
+        self.come(w)
+        if w in self.back:
+            self.wait(self.back[w], "swap back")
+        if w < self.away[-1]:
+            self.wait(self.swap_out, "swap out")
+        if w > 0:
+            self.come(w - 1)
+
+    def forget(self) -> None:
+        """A backward is through."""
+        self.away, self.back = [], {}
+
     def end(self) -> None:
         """All gradients are home; an update that began before is finished, the others begin in their time."""
         self.wait(self.d2h, "d2h")
@@ -289,8 +326,12 @@ def _walk(step: Step, fetches: Fetches, shown: int, launch: float,
         began = t.run if micro else 0.0
         for w in range(n):
             t.window(step.units[w], step.forward_s[w], step.forward_host_s[w], step.h2d)
+            if step.away and step.away[w]:
+                t.leave(w)
         forwards += t.run - began
         for w in range(n - 1, -1, -1):
+            if t.away:
+                t.bundles(w)
             if step.backward_s[w]:
                 t.window(step.again[w], step.backward_s[w], step.backward_host_s[w], step.both)
             for u in step.leaving[w]:
@@ -298,6 +339,7 @@ def _walk(step: Step, fetches: Fetches, shown: int, launch: float,
                 handed += micro == shown - 1
                 for guest in due.get(handed, ()) if micro == shown - 1 else ():
                     t.lift(guest)
+        t.forget()
         ends.append(t.run)
     t.end()
     return t, forwards, ends

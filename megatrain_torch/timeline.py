@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from .errors import MegatrainError
 
 LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "host sum": "host sum", "host update": "host update",
-         "device update": "device update", "through": "through the device", "disk": "disk"}
+         "device update": "device update", "through": "through the device", "disk": "disk",
+         "swap out": "activations out", "swap back": "activations back"}
 COLOURS = {"forward": "#4878a8", "loss": "#8a6fb0", "replay": "#8fb3d1", "backward": "#2b4a6f", "fetch": "#4f9d69",
-           "offload": "#d08a3c", "add": "#b0a14f", "update": "#b5485d",
+           "offload": "#d08a3c", "add": "#b0a14f", "update": "#b5485d", "swap": "#5f9ea0",
            "read": "#4f9d69", "write": "#d08a3c", "wait": "#dddddd"}
 WIDTH, HEIGHT, DPI = 12.0, 4.0, 100            # inches, inches, dots per inch
 
@@ -23,8 +24,9 @@ class Slice(NamedTuple):
 
     Attributes:
         lane: "compute", "h2d", "d2h", "host sum", "host update", "device update", "through" (updates of units on
-            the host that pass through the device) or "disk".
-        work: "forward", "replay", "backward", "loss", "fetch", "offload", "add", "update", "read", "write" or "wait".
+            the host that pass through the device), "disk", "swap out" or "swap back" (activations).
+        work: "forward", "replay", "backward", "loss", "fetch", "offload", "add", "update", "read", "write", "swap" or
+            "wait".
         unit: the unit's name; "" where there is none.
         nbytes: copied, added, or read and written by the update.
     """

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from . import whole
-from .frames import ReplayFrame, SavedFrame, _pop, _push
+from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push
+from .modes import Mode, read
 from .records import Record, Use
 from .state import enter, in_backward, leave, swap_window
 
@@ -50,8 +51,8 @@ class Window:
     Attributes:
         records: parameters of the subtree, each once, in module order.
         units: units they lie in; acquired one after another when the window opens.
-        mode: "saved", "replay", "whole" (as one node where that is proved right, else
-            replay), or "auto" until the first training step decides.
+        mode: one of modes.py, "whole" (as one node where that is proved right, else replay), or "auto" until the
+            first training step decides.
         closed: a first replayed run has shown that nothing escapes it: whole.py.
         proved: a first replayed run has shown that inputs are not written in place.
     """
@@ -179,6 +180,7 @@ class Window:
         """One forward: by a template, with logits left unmade, compiled, or in the window's way with activations."""
         if not torch.is_grad_enabled():
             return self.run(args, kwargs, False)
+        self.runtime.swap.entered()
         if self.head is not None:
             out = self.head(args, kwargs)
             if out is not None:
@@ -187,23 +189,28 @@ class Window:
             out = self.fused(args, kwargs)
             if out is not None:
                 return out
-        mode = self.mode if self.mode != "auto" else self.runtime.mode_of(self)
-        if self.compiled is not None:
-            done = self.compiled(args, kwargs, replays=mode != "saved")
+        mode = read(self.mode if self.mode != "auto" else self.runtime.mode_of(self))
+        if self.compiled is not None and not mode.host:
+            done = self.compiled(args, kwargs, replays=mode.keep != "saved")
             if done is not None:
                 return done[0]
-        return self._run_saved(args, kwargs) if mode == "saved" else self._run_again(args, kwargs)
+        return self._run_saved(args, kwargs, mode) if mode.keep == "saved" else self._run_again(args, kwargs, mode)
 
-    def _run_saved(self, args: Any, kwargs: Any) -> Any:
-        return self.run(args, kwargs, True, SavedFrame(self))
+    def _run_saved(self, args: Any, kwargs: Any, mode: Mode) -> Any:
+        if not mode.host:
+            return self.run(args, kwargs, True, SavedFrame(self))
+        frame = HostFrame(self, args, kwargs)
+        out = self.run(args, kwargs, True, frame)
+        frame.bundle.leave()
+        return out
 
-    def _run_again(self, args: Any, kwargs: Any) -> Any:
+    def _run_again(self, args: Any, kwargs: Any, mode: Mode) -> Any:
         frame = ReplayFrame(self, args, kwargs)
         if self.closed and whole.may(self, frame):
             return whole.call(self, frame, args, kwargs)
         if self.proved or self.mode != "whole":
             out = self.run(args, kwargs, True, frame)
-            frame.forward_ended()
+            frame.forward_ended(mode.input)
             return out
         with whole.Watch(self) as watch:
             out = self.run(args, kwargs, True, frame)

@@ -22,6 +22,7 @@ from .errors import MegatrainError
 from .fused import template_of, wanted
 from .guard import StreamedParameter
 from .limits import parse_bytes
+from .modes import MODES
 from .placement import OVERHEAD
 from .planner import Plan
 from .preflight import (
@@ -95,8 +96,10 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         plan: what mt.plan gave: that is what runs. Or by hand a dict of
             "activations": one of these for all windows, or {window name: ...}:
                 "saved" keeps them; "replay" runs the window's forward again in backward; "selective" (fused layers)
-                keeps all but the largest; "whole" replays in one node (see whole.py); "auto": fused layers keep
-                what fits, others save on the CPU and replay on CUDA.
+                keeps all but the largest; "attention" (fused layers) attention's output alone; "whole" replays in one
+                node (see whole.py); "auto": fused layers keep what fits, others save on the CPU and replay on CUDA.
+                "saved+host", "replay+host" and so on: what is kept, the input too, waits in host memory behind
+                compute; "saved+split": without the input.
             "homes": "ram", "vram", "arrive", "through" or "disk" for all units, or {unit name: ...}: where weights,
                 gradients and AdamW's states live. What is at home in VRAM never crosses the bus and is updated there,
                 to the same bits. "arrive": the same, but AdamW's states are at home in RAM, and on the device from the
@@ -216,8 +219,8 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
         raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(_PLAN_KEYS - {'debug'})}")
     modes = options.get("activations", "auto")
     for mode in modes.values() if isinstance(modes, dict) else (modes,):
-        if mode not in ("auto", "saved", "selective", "replay", "whole"):
-            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'saved', 'selective', 'replay' or 'whole'")
+        if mode not in ("auto", "whole", *MODES):
+            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'whole', {', '.join(map(repr, MODES))}")
     if options.get("slots", 3) < 2:
         raise MegatrainError(f"plan: slots={options['slots']}: at least 2 are needed")
     return options

@@ -3,7 +3,7 @@
  * Nouns, in the order they appear below:
  *   state    what one import of the module owns: the exception class, the Engine type
  *   home     pool -> device -> store: the memory, which lives until the last view of it is gone
- *   engine   one streamed model: home -> timeline -> residents -> offload -> updater, then its stream
+ *   engine   one streamed model: home -> timeline -> residents -> offload -> updater -> swap, then its stream
  *   view     a NumPy array over host memory of the store; keeps the home, not the engine
  *
  * Threads: everything here runs under Python's lock (GIL) unless a comment says otherwise. The
@@ -19,6 +19,7 @@
 
 #include "../core/offload.h"
 #include "../core/stream.h"
+#include "../core/swap.h"
 #include "../core/update.h"
 #include "../io/file.h"
 #include "../ops/sumsq.h"
@@ -95,6 +96,7 @@ typedef struct mt_engine {
     mt_arrive  *arrive;      /* NULL before a unit's states are to come and leave */
     mt_offload *offload;
     mt_updater *updater;
+    mt_swap    *swap;
     mt_stream  *stream;      /* NULL before open_slots */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
     int         n_adopted;
@@ -146,6 +148,10 @@ MT_METHOD(open_slots); MT_METHOD(settle); MT_METHOD(begin); MT_METHOD(kick); MT_
 MT_METHOD(land); MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
 MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);
 PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw);
+
+/* engine_swap.c: what windows keep in host memory */
+MT_METHOD(swap_out); MT_METHOD(swap_left); MT_METHOD(swap_back); MT_METHOD(swap_await);
+MT_METHOD(swap_drop); MT_METHOD(swap_bytes);
 
 /* engine_trace.c: the timeline */
 MT_METHOD(trace); MT_METHOD(timeline); MT_METHOD(step_mark);

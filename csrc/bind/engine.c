@@ -137,11 +137,13 @@ static mt_status engine_open(mt_engine *e, const char *device, int index, int th
     MT_TRY(mt_resident_open(e->dev, e->store, &e->residents));
     MT_TRY(mt_offload_open(e->dev, e->store, e->pool, GRAD_DEPTH, kernels, &e->offload));
     MT_TRY(mt_update_open(e->store, e->offload, e->pool, &e->updater));
+    MT_TRY(mt_swap_open(e->dev, e->pool, &e->swap));
     mt_offload_residents(e->offload, e->residents);
     mt_update_residents(e->updater, e->residents);
     mt_resident_timeline(e->residents, e->timeline);
     mt_offload_timeline(e->offload, e->timeline);
     mt_update_timeline(e->updater, e->timeline);
+    mt_swap_timeline(e->swap, e->timeline);
     return MT_OK;
 
 fail:
@@ -206,6 +208,7 @@ static mt_status engine_stop(mt_engine *e)
     mt_disk_close(e->disk);
     mt_file_close(e->file);
     mt_through_close(e->through);
+    mt_swap_close(e->swap);
     for (int i = 0; i < e->n_adopted; i++)
         e->dev->ops->queue_close(e->adopted[i].queue);
     mt_sumsq_close(e->sums);
@@ -221,6 +224,7 @@ static mt_status engine_stop(mt_engine *e)
     e->arrive = NULL;
     e->disk = NULL;
     e->file = NULL;
+    e->swap = NULL;
     e->adopted = NULL;
     e->n_adopted = 0;
     return MT_OK;
@@ -390,6 +394,21 @@ static PyMethodDef methods[] = {
       "drain($self)\n--\n\nWait for all gradients and all updates." },
     { "forget", mt_engine_forget, METH_VARARGS,
       "forget($self, unit, /)\n--\n\nzero_grad: the unit's next hand-over is a first one." },
+
+    { "swap_out", mt_engine_swap_out, METH_VARARGS,
+      "swap_out($self, unit, parts, stream, /)\n--\n\n"
+      "Tensors leave for host memory; returns the bundle. parts: (address, bytes)." },
+    { "swap_left", mt_engine_swap_left, METH_VARARGS,
+      "swap_left($self, bundle, stream, /)\n--\n\nThe sources may be freed, in stream's order." },
+    { "swap_back", mt_engine_swap_back, METH_VARARGS,
+      "swap_back($self, bundle, parts, stream, /)\n--\n\n"
+      "They begin to come back; address 0: this one is not wanted." },
+    { "swap_await", mt_engine_swap_await, METH_VARARGS,
+      "swap_await($self, bundle, stream, /)\n--\n\nstream waits until they are there." },
+    { "swap_drop", mt_engine_swap_drop, METH_VARARGS,
+      "swap_drop($self, bundle, /)\n--\n\nThe host memory is free. Also for one that is gone." },
+    { "swap_bytes", mt_engine_swap_bytes, METH_NOARGS,
+      "swap_bytes($self)\n--\n\n(mapped, in use): host memory for activations." },
 
     { "trace", mt_engine_trace, METH_VARARGS,
       "trace($self, on, /)\n--\n\nRecord what each queue does from now on, or no more." },

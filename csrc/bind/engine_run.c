@@ -275,6 +275,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     mt_arrive_stats   a = { 0 };
     mt_disk_stats     d = { 0 };
     mt_speculation_stats g;
+    mt_swap_stats        w;
 
     (void)unused;
     if (e == NULL)
@@ -289,7 +290,8 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     if (e->disk != NULL)
         d = mt_disk_stats_get(e->disk);
     g = mt_update_guesses(e->updater);
-    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsLsKsKsK}", "fetches", (long long)(s.fetches + r.fetches),
+    w = mt_swap_stats_get(e->swap);
+    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsLsKsKsKsKsK}", "fetches", (long long)(s.fetches + r.fetches),
                          "demand_fetches", (long long)(s.demand_fetches + r.fetches),
                          "rebuilds", (long long)s.rebuilds,
                          "h2d_bytes", (unsigned long long)(s.h2d_bytes + r.h2d_bytes + t.h2d_bytes
@@ -303,7 +305,9 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
                          "undone", (long long)g.undone,
                          "disk_read_bytes", (unsigned long long)d.read_bytes,
                          "disk_written_bytes", (unsigned long long)d.written_bytes,
-                         "disk_wait_ns", (unsigned long long)d.wait_ns);
+                         "disk_wait_ns", (unsigned long long)d.wait_ns,
+                         "out_bytes", (unsigned long long)w.out_bytes,
+                         "back_bytes", (unsigned long long)w.back_bytes);
 }
 
 /* ---- offload ---- */
@@ -485,5 +489,6 @@ PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw)
         mt_arrive_debug(e->arrive, d);
     mt_offload_debug(e->offload, d);
     mt_update_debug(e->updater, d);
+    mt_swap_debug(e->swap, d);
     Py_RETURN_NONE;
 }

@@ -34,7 +34,9 @@
     X(HOST,    "host update", "the updater: AdamW on the host, and its waits")                \
     X(DEVICE,  "device update", "AdamW on the device")                                        \
     X(THROUGH, "through",     "AdamW on the device for units on the host: up, updated and down; guests' states") \
-    X(DISK,    "disk",        "states of units on disk: pieces read and written")
+    X(DISK,    "disk",        "states of units on disk: pieces read and written")             \
+    X(OUT,     "swap out",    "activations to the host")                                      \
+    X(BACK,    "swap back",   "and back to the device")
 #define MT_LANE_ENUM(name, text, what) MT_LANE_##name,
 typedef enum mt_lane { MT_LANE_MAP(MT_LANE_ENUM) MT_LANE_COUNT } mt_lane;
 #undef MT_LANE_ENUM
@@ -50,6 +52,7 @@ const char *mt_lane_name(mt_lane lane);
     X(ADD,      "add",      "a micro-batch's gradients added; bytes: added")                  \
     X(UPDATE,   "update",   "a unit's update; bytes: read and written")                       \
     X(GUESS,    "guess",    "a unit's update that may be taken back; bytes: read and written") \
+    X(SWAP,     "swap",     "what a window keeps; bytes: copied")                             \
     X(READ,     "read",     "a piece of a unit's states from the disk; bytes: read")          \
     X(WRITE,    "write",    "a piece back; bytes: written")                                   \
     X(WAIT,     "wait",     "for gradients, for copies that still read the weights, or for the disk")

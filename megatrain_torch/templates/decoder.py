@@ -41,7 +41,7 @@ class Kept:
 class Decoder:
     """The template of one structure: an attention half and an MLP half."""
 
-    differentiable_input = True
+    differentiable_input, swaps = True, True         # what it keeps may wait in host memory
 
     def __init__(self, layer: nn.Module) -> None:
         """Reads the structure of a layer.
@@ -118,8 +118,10 @@ class Decoder:
         k = Kept(x=x, mlp=self.mlp.nothing_kept())
         k.h = self.attention.forward(x.reshape(-1, x.shape[-1]), x.shape[:2], w, call, k.attention)
         y = self.mlp.forward(k.h, w, call.correction, k.mlp)
-        if keep != "saved":
+        if keep == "selective":
             self.mlp.trim(k.mlp)
+        elif keep == "attention":
+            k = Kept(x=x, attention=KeptAttention(out=k.attention.out, extra=k.attention.extra))
         return unflattened(y, x.shape), (Kept(x=x) if keep == "replay" else k)
 
     # ---- backward ----
@@ -156,6 +158,8 @@ class Decoder:
         """
         if keep == "replay":
             return 0
+        if keep == "attention":
+            return tokens * self.attention.output_bytes(item)
         between = self.attention.hidden * item
         return tokens * (self.attention.kept_bytes(item) + between + self.mlp.kept_bytes(keep, item))
 

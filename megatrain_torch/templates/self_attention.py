@@ -126,7 +126,8 @@ class SelfAttention:
     # ---- forward ----
 
     def forward(self, x: Tensor, shape: Any, w: Weights, call: Call, k: KeptAttention) -> Tensor:
-        """h [T, H] from x [T, H]; shape: (B, S). Writes what backward wants into k."""
+        """h [T, H] from x [T, H]; shape: (B, S). Writes what backward wants into k, where attention's output may be
+        already."""
         a = x
         if self.norm1:
             a, k.rstd1 = self.norm1.forward(x, w)
@@ -136,7 +137,8 @@ class SelfAttention:
         if call.cache is not None:
             call.cache(key, v)
             call.cache = None                # once, and not held until backward
-        k.out, k.extra = call.attention.forward(q, key, v, self._sinks(w))
+        if k.out is None:
+            k.out, k.extra = call.attention.forward(q, key, v, self._sinks(w))
         return self._added(x, w, k)
 
     def _sinks(self, w: Weights) -> Tensor | None:
@@ -223,6 +225,10 @@ class SelfAttention:
         norm.backward(d, raw, rstd, w, grads, out=d)
 
     # ---- sizes ----
+
+    def output_bytes(self, item: int) -> int:
+        """Of a token's attention output and log-sum-exp."""
+        return self.o.inputs * item + 4 * self.hq
 
     def kept_bytes(self, item: int) -> int:
         """Bytes that a token takes between forward and backward."""

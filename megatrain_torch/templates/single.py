@@ -1,4 +1,4 @@
-"""Templates of single modules: an embedding, and a norm that stands alone."""
+"""Templates of single modules: an embedding, and a norm that stands alone. What they keep never leaves the device."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,7 @@ from .parts import Grads, Norm, Unfit, Weights, as_input, only
 class Embedding:
     """Rows of a table by number: ids [...] int64 -> [..., H]."""
 
-    differentiable_input = False
+    differentiable_input, swaps = False, False
 
     def __init__(self, module: nn.Module) -> None:
         if type(module) is not nn.Embedding:
@@ -71,7 +71,7 @@ class Embedding:
 class LoneNorm:
     """The last RMSNorm of a model: x [..., H] -> [..., H]."""
 
-    differentiable_input = True
+    differentiable_input, swaps = True, False
 
     def __init__(self, module: nn.Module) -> None:
         self.norm = Norm(module, "")

@@ -1,0 +1,130 @@
+/* engine_swap.c — Engine's methods on tensors that wait in host memory. Twice a window and step. */
+#include "bind.h"
+#include <stdlib.h>
+
+#define NO_WEIGHTS (-2)      /* what run waits for is no unit's weights */
+
+static int part_at(PyObject *pair, mt_swap_part *out)
+{
+    unsigned long long address;
+    Py_ssize_t         bytes;
+
+    if (mt_arg_tuple(pair) < 0 ||
+        !PyArg_ParseTuple(pair, "Kn;a part is (address, bytes)", &address, &bytes))
+        return -1;
+    *out = (mt_swap_part){ .mem = (void *)(uintptr_t)address, .bytes = (size_t)bytes };
+    return 0;
+}
+
+/* malloc'd [size of the tuple], or NULL with an exception. */
+static mt_swap_part *parts_of(PyObject *tuple)
+{
+    Py_ssize_t    n = PyTuple_Size(tuple);
+    mt_swap_part *parts = calloc((size_t)n + 1, sizeof *parts);
+
+    if (parts == NULL)
+        return (mt_swap_part *)(void *)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (part_at(PyTuple_GetItem(tuple, i), &parts[i]) < 0) {
+            free(parts);
+            return NULL;
+        }
+    return parts;
+}
+
+PyObject *mt_engine_swap_out(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = mt_engine_usable(self);
+    unsigned long long handle;
+    mt_swap_part      *parts;
+    mt_queue          *run;
+    PyObject          *tuple;
+    uint64_t           bundle = 0;
+    mt_status          st;
+    int                unit;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iO!K:swap_out", &unit, &PyTuple_Type, &tuple, &handle) ||
+        mt_engine_unit(e, unit) < 0 || (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL ||
+        (parts = parts_of(tuple)) == NULL)
+        return NULL;
+    MT_UNLOCKED(e, st, mt_swap_out(e->swap, unit, parts, (int)PyTuple_Size(tuple), run, &bundle));
+    free(parts);
+    return st == MT_OK ? PyLong_FromUnsignedLongLong(bundle) : mt_raise(e->error, st);
+}
+
+PyObject *mt_engine_swap_back(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = mt_engine_usable(self);
+    unsigned long long handle, bundle;
+    mt_swap_part      *parts;
+    mt_queue          *run;
+    PyObject          *tuple;
+    mt_status          st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "KO!K:swap_back", &bundle, &PyTuple_Type, &tuple, &handle) ||
+        (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL || (parts = parts_of(tuple)) == NULL)
+        return NULL;
+    MT_UNLOCKED(e, st, mt_swap_back(e->swap, bundle, parts, (int)PyTuple_Size(tuple), run));
+    free(parts);
+    if (st == MT_OK)
+        Py_RETURN_NONE;
+    return mt_raise(e->error, st);
+}
+
+/* left and await: a bundle, and the stream that waits. On the CPU that is the calling thread. */
+static PyObject *waited(PyObject *self, PyObject *args, mt_status (*wait)(mt_swap *, uint64_t, mt_queue *))
+{
+    mt_engine         *e = mt_engine_usable(self);
+    unsigned long long handle, bundle;
+    mt_queue          *run;
+    mt_status          st;
+    int                waits;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "KK", &bundle, &handle) ||
+        (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+        return NULL;
+    waits = mt_timeline_wait(e->timeline, NO_WEIGHTS, run);
+    MT_UNLOCKED(e, st, wait(e->swap, bundle, run));
+    if (waits)
+        mt_timeline_waited(e->timeline, run);
+    if (st == MT_OK)
+        Py_RETURN_NONE;
+    return mt_raise(e->error, st);
+}
+
+PyObject *mt_engine_swap_left(PyObject *self, PyObject *args)
+{
+    return waited(self, args, mt_swap_left);
+}
+
+PyObject *mt_engine_swap_await(PyObject *self, PyObject *args)
+{
+    return waited(self, args, mt_swap_await);
+}
+
+/* Called where a graph dies, which may be after close(). */
+PyObject *mt_engine_swap_drop(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = (mt_engine *)self;
+    unsigned long long bundle;
+    mt_status          st = MT_OK;
+
+    if (!PyArg_ParseTuple(args, "K:swap_drop", &bundle))
+        return NULL;
+    if (!e->closed && e->swap != NULL)
+        MT_UNLOCKED(e, st, (mt_swap_drop(e->swap, bundle), MT_OK));
+    (void)st;
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_swap_bytes(PyObject *self, PyObject *unused)
+{
+    mt_engine    *e = mt_engine_usable(self);
+    mt_swap_stats stats;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    stats = mt_swap_stats_get(e->swap);
+    return Py_BuildValue("(nn)", (Py_ssize_t)stats.host_bytes, (Py_ssize_t)stats.used_bytes);
+}

@@ -1,0 +1,76 @@
+/* swap.h — tensors that wait in host memory between a forward and its backward.
+ *
+ * Nouns, in the order they appear below:
+ *   part     dense device memory of one tensor
+ *   bundle   the parts that a window keeps; they leave together and come back together
+ *   block    registered host memory for one bundle, used again by a later one
+ *
+ *     mt_swap_out  (w, unit, parts, n, run, &bundle);  // behind the forward; returns at once
+ *     mt_swap_left (w, bundle, run);                   // the sources may be freed, in run's order
+ *     ...
+ *     mt_swap_back (w, bundle, landing, n, run);       // ahead of the backward; returns at once
+ *     mt_swap_await(w, bundle, run);                   // run goes on when they are there
+ *     mt_swap_drop (w, bundle);                        // the block is free for the next one
+ *
+ * Two queues of its own, one each way, and copies in pieces: so weights and gradients, which have
+ * queues of theirs, never stand behind gigabytes.
+ *
+ * Blocks have the size that was asked for. A bundle takes the smallest free block that holds it; where
+ * all free ones are too small, the largest of them is given up for one that is large enough. So there
+ * are as many blocks as there were bundles at a time, and steps that are alike make none.
+ *
+ * Edges between queues (each can be left out by mt_swap_debug, to see the tests fail):
+ *   COMPUTED out waits for compute up to mt_swap_out: the tensors are made     recorded on run
+ *   LEFT    run waits for the copies out, in mt_swap_left: the sources' memory, in torch's allocator
+ *           again, is reused in run's order, behind that wait                         on out
+ *   ROOM    back waits for compute up to mt_swap_back, which may still use what lay in the landing
+ *           memory before                                                             on run
+ *   KEPT    back waits for the copies out that fill the block                         on out
+ *   BACK    run waits for the copies back, in mt_swap_await                           on back
+ * A block is filled anew behind COMPUTED, and what emptied it was awaited by run before.
+ *
+ * A bundle that never comes back is dropped like any other. One that is on its way back when it is
+ * dropped has to be awaited first, since its landing memory is about to be freed. Coming back twice is
+ * fine, until it is dropped.
+ *
+ * Threads: any; calls take turns. Where a block has to be made, mt_swap_out takes its time.
+ */
+#ifndef MT_SWAP_H
+#define MT_SWAP_H
+
+#include "arena.h"
+#include "debug.h"
+#include "timeline.h"
+
+typedef struct mt_swap_part {
+    void  *mem;              /* device memory. Of a landing: NULL, this part is not wanted back */
+    size_t bytes;
+} mt_swap_part;
+
+typedef struct mt_swap_stats {
+    uint64_t out_bytes, back_bytes;          /* copied since open */
+    size_t   host_bytes;                     /* of all blocks */
+    size_t   used_bytes;                     /* of blocks that hold a bundle, or will before long */
+} mt_swap_stats;
+
+typedef struct mt_swap mt_swap;
+
+mt_status mt_swap_open (mt_dev *dev, mt_pool *pool, mt_swap **out);
+void      mt_swap_close(mt_swap *w);         /* waits for both queues */
+void      mt_swap_timeline(mt_swap *w, mt_timeline *t);      /* before the first out, or never */
+
+/* unit: for the timeline. Sources stay until mt_swap_left. MT_ENOMEM names the bytes. */
+mt_status mt_swap_out  (mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_queue *run,
+                        uint64_t *bundle);
+mt_status mt_swap_left (mt_swap *w, uint64_t bundle, mt_queue *run);
+/* landing: as many parts as left, of the same bytes. */
+mt_status mt_swap_back (mt_swap *w, uint64_t bundle, const mt_swap_part *landing, int n,
+                        mt_queue *run);
+mt_status mt_swap_await(mt_swap *w, uint64_t bundle, mt_queue *run);
+/* The block is free once mt_swap_left was called too. Nothing to do for a bundle that is not there. */
+void      mt_swap_drop (mt_swap *w, uint64_t bundle);
+
+mt_swap_stats mt_swap_stats_get(mt_swap *w);
+void          mt_swap_debug(mt_swap *w, mt_debug d);
+
+#endif

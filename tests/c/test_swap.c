@@ -1,0 +1,385 @@
+/* test_swap.c — the executable form of core/swap.h: a toy's forwards and backwards, whose windows keep two tensors. */
+#include "dev_fault.h"
+#include "toy.h"
+#include "../../csrc/core/swap.h"
+
+#include <time.h>
+
+#define WINDOWS 5
+#define PARTS   2
+#define LONGEST 4000                     /* elements */
+
+static const int length[PARTS] = { LONGEST, 7 };
+
+typedef struct tensors {
+    float at[PARTS][LONGEST];
+} tensors;
+
+/* A run that computes: it makes the tensors of a window, and later looks at what came back. */
+typedef struct scene {
+    toy         t;
+    mt_swap    *w;
+    tensors     source[2], landing[2];   /* taken in turn: memory that torch's allocator gives again */
+    atomic_long wrong;
+    int         slow;                    /* to look at what came back takes longer than copies */
+} scene;
+
+typedef struct act {
+    scene   *s;
+    tensors *on;
+    float    value;
+    int      look;
+} act;
+
+static void perform(void *arg)
+{
+    act            *a = arg;
+    struct timespec nap = { 0, 2000000 };
+
+    if (a->look && a->s->slow)
+        nanosleep(&nap, NULL);
+    for (int p = 0; p < PARTS; p++)
+        for (int i = 0; i < length[p]; i++) {
+            float value = a->value + (float)p + (float)(i % 13);
+
+            if (a->look)
+                atomic_fetch_add(&a->s->wrong, a->on->at[p][i] != value);
+            else
+                a->on->at[p][i] = value;
+        }
+    free(a);
+}
+
+static void run(scene *s, tensors *on, float value, int look)
+{
+    act *a = malloc(sizeof *a);
+
+    REQUIRE(a != NULL);
+    *a = (act){ s, on, value, look };
+    CHECK_OK(s->t.dev->ops->call(s->t.run, perform, a));
+}
+
+static mt_swap_part *parts(tensors *on, mt_swap_part *p)
+{
+    for (int i = 0; i < PARTS; i++)
+        p[i] = (mt_swap_part){ on->at[i], (size_t)length[i] * sizeof(float) };
+    return p;
+}
+
+static void scene_open(scene *s, uint64_t seed, int max_us, unsigned skip)
+{
+    memset(s, 0, sizeof *s);
+    toy_open(&s->t, 1, seed, max_us);
+    REQUIRE(mt_swap_open(s->t.dev, s->t.pool, &s->w) == MT_OK);
+    mt_swap_debug(s->w, (mt_debug){ .skip = skip });
+}
+
+static long scene_close(scene *s)
+{
+    CHECK_OK(s->t.dev->ops->sync(s->t.run));
+    mt_swap_close(s->w);
+    toy_close(&s->t);
+    return atomic_load(&s->wrong);
+}
+
+static float value_of(int step, int w)
+{
+    return (float)(1000 * step + 50 * w);
+}
+
+static void forward(scene *s, int step, uint64_t *bundle)
+{
+    mt_swap_part p[PARTS];
+
+    for (int w = 0; w < WINDOWS; w++) {
+        run(s, &s->source[w % 2], value_of(step, w), 0);
+        CHECK_OK(mt_swap_out(s->w, 0, parts(&s->source[w % 2], p), PARTS, s->t.run, &bundle[w]));
+        if (w > 0)                       /* the next window is made where the one before this one lies */
+            CHECK_OK(mt_swap_left(s->w, bundle[w - 1], s->t.run));
+    }
+}
+
+/* One window ahead. */
+static void backward(scene *s, int step, uint64_t *bundle)
+{
+    mt_swap_part p[PARTS];
+    int          last = WINDOWS - 1;
+
+    CHECK_OK(mt_swap_back(s->w, bundle[last], parts(&s->landing[last % 2], p), PARTS, s->t.run));
+    CHECK_OK(mt_swap_left(s->w, bundle[last], s->t.run));
+    for (int w = last; w >= 0; w--) {
+        CHECK_OK(mt_swap_await(s->w, bundle[w], s->t.run));
+        if (w > 0)
+            CHECK_OK(mt_swap_back(s->w, bundle[w - 1], parts(&s->landing[(w - 1) % 2], p), PARTS,
+                                  s->t.run));
+        run(s, &s->landing[w % 2], value_of(step, w), 1);
+        mt_swap_drop(s->w, bundle[w]);
+    }
+}
+
+static long train(uint64_t seed, int max_us, unsigned skip, int steps)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS];
+
+    scene_open(&s, seed, max_us, skip);
+    s.slow = skip == MT_EDGE_ROOM;
+    for (int step = 0; step < steps; step++) {
+        forward(&s, step, bundle);
+        backward(&s, step, bundle);
+        CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 0);
+    }
+    CHECK_EQ(mt_swap_stats_get(s.w).out_bytes, mt_swap_stats_get(s.w).back_bytes);
+    return scene_close(&s);
+}
+
+static void tensors_come_back_as_they_left(void)
+{
+    CHECK_EQ(train(1, 0, 0, 3), 0);
+    for (uint64_t seed = 1; seed <= 6; seed++)
+        CHECK_EQ(train(seed, 150, 0, 3), 0);
+}
+
+static void expect_wrong(unsigned edge)
+{
+    long wrong = 0;
+
+    for (uint64_t seed = 1; wrong == 0 && seed <= 20; seed++)
+        wrong += train(seed, 300, edge, 2);
+    CHECK(wrong > 0);
+}
+
+#if defined(__SANITIZE_THREAD__)
+#define RACE SKIP("a race on purpose")
+#else
+#define RACE (void)0
+#endif
+
+static void without_computed_something_else_is_kept(void)      { RACE; expect_wrong(MT_EDGE_COMPUTED); }
+static void without_left_what_follows_is_kept(void)        { RACE; expect_wrong(MT_EDGE_LEFT); }
+static void without_room_what_is_used_is_overwritten(void) { RACE; expect_wrong(MT_EDGE_ROOM); }
+static void without_back_compute_is_too_early(void)        { RACE; expect_wrong(MT_EDGE_BACK); }
+
+/* Its sources not given up, nothing else says when the block is full. */
+static void without_kept_the_block_is_read_too_early(void)
+{
+    RACE;
+    for (int skip = 0; skip < 2; skip++) {
+        static scene s;
+        mt_swap_part p[PARTS];
+        uint64_t     bundle;
+        long         wrong = 0;
+
+        for (uint64_t seed = 1; seed <= 12; seed++) {
+            scene_open(&s, seed, 300, skip ? MT_EDGE_KEPT : 0);
+            run(&s, &s.source[0], value_of(3, 3), 0);
+            CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, s.t.run, &bundle));
+            CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.landing[0], p), PARTS, s.t.run));
+            CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
+            run(&s, &s.landing[0], value_of(3, 3), 1);
+            wrong += scene_close(&s);
+        }
+        CHECK_EQ(wrong > 0, skip);
+    }
+}
+
+/* ---- blocks ----------------------------------------------------------------------------- */
+
+static uint64_t out(scene *s, void *mem, size_t bytes)
+{
+    mt_swap_part p = { mem, bytes };
+    uint64_t     bundle = 0;
+
+    CHECK_OK(mt_swap_out(s->w, 0, &p, 1, s->t.run, &bundle));
+    return bundle;
+}
+
+static void gone(scene *s, uint64_t bundle)
+{
+    CHECK_OK(mt_swap_left(s->w, bundle, s->t.run));
+    mt_swap_drop(s->w, bundle);
+}
+
+static void steps_that_are_alike_make_no_blocks(void)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS];
+    size_t       first = 0;
+
+    scene_open(&s, 1, 0, 0);
+    for (int step = 0; step < 4; step++) {
+        forward(&s, step, bundle);
+        CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, mt_swap_stats_get(s.w).host_bytes);
+        backward(&s, step, bundle);
+        first = step == 0 ? mt_swap_stats_get(s.w).host_bytes : first;
+        CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, first);
+    }
+    CHECK_EQ(first, WINDOWS * 5 * 4096);         /* 16,000 and 28 bytes in whole pages; no power of two */
+    CHECK_EQ(scene_close(&s), 0);
+}
+
+static void blocks_are_taken_by_size_and_grow(void)
+{
+    static scene s;
+    static char  mem[40000];
+    uint64_t     a, b;
+
+    scene_open(&s, 1, 0, 0);
+    a = out(&s, mem, 4096);
+    b = out(&s, mem, 32768);
+    gone(&s, a);
+    gone(&s, b);
+    a = out(&s, mem, 4000);                      /* the small one, though the large one is free */
+    CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 4096);
+    b = out(&s, mem, 36864);                     /* the large one is too small: another in its place */
+    CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, 4096 + 36864);
+    gone(&s, b);
+    gone(&s, a);
+    CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 0);
+    scene_close(&s);
+}
+
+static void a_block_stays_until_its_sources_have_left_too(void)
+{
+    static scene s;
+    static char  mem[4096];
+    uint64_t     a;
+
+    scene_open(&s, 1, 100, 0);
+    a = out(&s, mem, sizeof mem);
+    mt_swap_drop(s.w, a);
+    CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, sizeof mem);
+    CHECK_OK(mt_swap_left(s.w, a, s.t.run));
+    CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 0);
+    CHECK_EQ(mt_swap_left(s.w, a, s.t.run), MT_ESTATE);
+    CHECK_EQ(mt_swap_await(s.w, a, s.t.run), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "dropped");
+    mt_swap_drop(s.w, a);
+    scene_close(&s);
+}
+
+static void a_bundle_comes_back_twice_and_in_part(void)
+{
+    static scene s;
+    mt_swap_part p[PARTS];
+    uint64_t     bundle;
+
+    scene_open(&s, 7, 100, 0);
+    run(&s, &s.source[0], 5, 0);
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, s.t.run, &bundle));
+    CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
+    for (int time = 0; time < 2; time++) {
+        parts(&s.landing[time], p);
+        p[0].mem = time == 0 ? p[0].mem : NULL;
+        CHECK_OK(mt_swap_back(s.w, bundle, p, PARTS, s.t.run));
+        CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
+    }
+    run(&s, &s.landing[0], 5, 1);
+    CHECK_OK(s.t.dev->ops->sync(s.t.run));
+    CHECK(s.landing[1].at[0][0] == 0 && s.landing[1].at[1][0] == 6);
+    CHECK_EQ(mt_swap_stats_get(s.w).back_bytes, 2 * 28 + 4 * LONGEST);
+    p[1].bytes--;
+    CHECK_EQ(mt_swap_back(s.w, bundle, p, PARTS, s.t.run), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "tensor 1 left with 28 bytes");
+    CHECK_EQ(mt_swap_back(s.w, bundle, p, 1, s.t.run), MT_EINVAL);
+    CHECK_EQ(scene_close(&s), 0);
+}
+
+static void a_large_tensor_goes_in_pieces(void)
+{
+    static scene s;
+    size_t       bytes = ((size_t)32 << 20) + 100;
+    char        *mem = malloc(bytes);
+    mt_swap_part p = { mem, bytes };
+    uint64_t     bundle;
+
+    REQUIRE(mem != NULL);
+    scene_open(&s, 1, 0, 0);
+    memset(mem, 3, bytes);
+    bundle = out(&s, mem, bytes);
+    CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
+    memset(mem, 0, bytes);
+    CHECK_OK(mt_swap_back(s.w, bundle, &p, 1, s.t.run));
+    CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
+    CHECK(mem[0] == 3 && mem[(32 << 20) - 1] == 3 && mem[32 << 20] == 3 && mem[bytes - 1] == 3);
+    scene_close(&s);
+    free(mem);
+}
+
+static void what_does_not_fit_the_host_is_refused_with_its_bytes(void)
+{
+    static scene s;
+    char         mem[8];
+    mt_swap_part p = { mem, (size_t)1 << 60 };
+    uint64_t     bundle = 7;
+
+    scene_open(&s, 1, 0, 0);
+    CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, s.t.run, &bundle), MT_ENOMEM);
+    CHECK_HAS(mt_last_error(), "activations on the host: 1152921504606846976 bytes");
+    CHECK_EQ(bundle, 7);
+    gone(&s, out(&s, mem, sizeof mem));
+    scene_close(&s);
+}
+
+/* ---- failures --------------------------------------------------------------------------- */
+
+static mt_status errand(mt_dev *d, mt_queue *q, float *mem)
+{
+    mt_swap_part p = { mem, 64 };
+    mt_swap     *w = NULL;
+    uint64_t     bundle;
+    mt_status    st;
+
+    MT_TRY(mt_swap_open(d, NULL, &w));
+    for (size_t bytes = 64; bytes <= 8192; bytes *= 128) {       /* the second is given a new block */
+        p.bytes = bytes;
+        MT_TRY(mt_swap_out(w, 0, &p, 1, q, &bundle));
+        MT_TRY(mt_swap_left(w, bundle, q));
+        MT_TRY(mt_swap_back(w, bundle, &p, 1, q));
+        MT_TRY(mt_swap_await(w, bundle, q));
+        mt_swap_drop(w, bundle);
+    }
+fail:
+    mt_swap_close(w);
+    return st;
+}
+
+static void every_failing_device_call_frees_everything(void)
+{
+    static float mem[2048];
+    mt_dev      *cpu;
+    int          fired = 1;
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    for (int n = 2; fired > 0; n++) {                            /* the first adopts run */
+        mt_dev   *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
+        mt_queue *q = NULL;
+        mt_status st;
+
+        REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
+        st = errand(d, q, mem);
+        fired = fault_fired(d);
+        CHECK_EQ(st, fired ? MT_EDEVICE : MT_OK);
+        d->ops->queue_close(q);
+        CHECK_EQ(fault_live(d), 0);
+        d->ops->close(d);
+    }
+    cpu->ops->close(cpu);
+}
+
+#define TESTS(X)                                                                              \
+    X(tensors_come_back_as_they_left)                                                         \
+    X(without_computed_something_else_is_kept)                                                    \
+    X(without_left_what_follows_is_kept)                                                      \
+    X(without_room_what_is_used_is_overwritten)                                               \
+    X(without_back_compute_is_too_early)                                                      \
+    X(without_kept_the_block_is_read_too_early)                                               \
+    X(steps_that_are_alike_make_no_blocks)                                                    \
+    X(blocks_are_taken_by_size_and_grow)                                                      \
+    X(a_block_stays_until_its_sources_have_left_too)                                          \
+    X(a_bundle_comes_back_twice_and_in_part)                                                  \
+    X(a_large_tensor_goes_in_pieces)                                                          \
+    X(what_does_not_fit_the_host_is_refused_with_its_bytes)                                   \
+    X(every_failing_device_call_frees_everything)
+
+CHECK_MAIN(TESTS)

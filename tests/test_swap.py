@@ -1,0 +1,336 @@
+"""Kept tensors that wait in host memory: the same bits as on the device, whatever the graph is used for.
+
+The control of each run is the same training with the same amount kept on the device.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import edges
+import fusing
+import parity
+import pytest
+import torch
+from edges import Scenario
+from fusing import padded
+from situations import batch, lm_loss, made
+from test_fused import FAMILIES
+from torch import Tensor, nn
+
+import megatrain_torch as mt
+from megatrain_torch.errors import MegatrainError
+from megatrain_torch.modes import HOST, MODES, plainer, read
+from megatrain_torch.simulate import Step, simulate
+from megatrain_torch.wrap import runtime_of
+
+pytestmark = pytest.mark.usefixtures("streaming")
+if parity.IDENTITY:
+    pytest.skip("plain against plain was asked for", allow_module_level=True)
+
+LEFT = 1 << 17                       # MT_EDGE_LEFT of csrc/core/debug.h
+FUSED = [("qwen3", mode) for mode in HOST] + [("gemma3", "saved+host")]      # norms of q and k; behind both halves too
+
+
+# ---------------------------------------------------------------- fused layers
+
+@functools.cache
+def on_device(family: str, keep: str) -> fusing.Run:
+    return fusing.fused(FAMILIES[family], padded, keep)
+
+
+def same(a: fusing.Run, b: fusing.Run) -> bool:
+    fusing.all_fused(b.codes)
+    return all(parity.same_bits(x, y) for x, y in zip(a.losses, b.losses)) and all(
+        parity.same_bits(a.weights[n], b.weights[n]) for n in a.weights)
+
+
+@pytest.mark.parametrize("family, mode", FUSED)
+def test_fused_layers_compute_the_same_bits(family: str, mode: str) -> None:
+    assert same(on_device(family, read(mode).keep), fusing.fused(FAMILIES[family], padded, mode, {"delay_us": 100}))
+
+
+def test_a_mixture_of_experts_does_too() -> None:
+    build = fusing.lm("qwen3_moe", head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    for keep in ("saved", "attention"):
+        right = fusing.fused(build, padded, keep)
+        assert same(right, fusing.fused(build, padded, f"{keep}+host"))
+
+
+@pytest.mark.parametrize("keep", ["attention", "selective"])
+def test_attentions_output_alone_gives_what_all_that_is_kept_gives(keep: str) -> None:
+    """Products are made again by the same code on the same numbers."""
+    assert same(on_device("qwen3", "saved"), on_device("qwen3", keep))
+
+
+def test_a_wait_left_out_is_noticed() -> None:
+    """LEFT: the sources are freed, and others write there, while they are copied. On the CPU device COMPUTED and ROOM
+    change nothing, since compute is never behind, and without BACK a copy would write into freed memory: those are
+    seen in tests/c/test_swap.c and gpu/test_acts_on_gpu.py."""
+    right = on_device("qwen3", "saved")
+    assert not all(same(right, fusing.fused(FAMILIES["qwen3"], padded, "saved+host", {
+        "delay_us": 3000, "seed": seed, "skip": LEFT})) for seed in range(4))
+
+
+# ---------------------------------------------------------------- the model's own code
+
+@functools.cache
+def overlap_off(scenario: Scenario) -> dict[str, Tensor]:
+    return edges.train(scenario, sync=True)
+
+
+@pytest.mark.parametrize("wander", [False, True])
+@pytest.mark.parametrize("keep", ["saved", "replay"])
+def test_own_code_computes_the_same_bits_in_any_order(keep: str, wander: bool) -> None:
+    right = overlap_off(Scenario(keep, wander=wander, accumulate=2))
+    for seed in range(2):
+        run = edges.train(Scenario(f"{keep}+host", wander=wander, accumulate=2), delay_us=200, seed=seed)
+        assert edges.difference(right, run) is None
+
+
+def test_a_forward_that_writes_into_its_input_keeps_its_activations_on_the_host() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x.relu_()) * 2
+
+    def train(mode: str) -> tuple[Tensor, str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), *(Writes() for _ in range(3)))
+        model = mt.stream(model, "cpu", plan={"activations": mode}, units=["0", "1", "2", "3"])
+        for _ in range(2):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+            model(x).square().sum().backward()
+        return model[0].weight.grad.clone(), runtime_of(model).windows[1].mode
+
+    (right, _), (other, mode) = train("saved"), train("replay+host")
+    assert torch.equal(right, other) and mode == "saved+host"
+
+
+# ---------------------------------------------------------------- graphs
+
+def tiny(mode: str, compute: str = "fused", **debug: Any) -> nn.Module:
+    parity.seed()
+    return fusing.stream(FAMILIES["qwen3"](), mode, compute, **debug)
+
+
+def used(model: nn.Module) -> int:
+    return runtime_of(model).core.swap_bytes()[1]
+
+
+WAYS = [("selective+host", "fused"), ("replay+host", "fused"), ("saved+host", "eager"), ("replay+host", "eager")]
+
+
+def grads_of(model: nn.Module, go: Callable[[nn.Module], None]) -> dict[str, Tensor]:
+    model.zero_grad()
+    go(model)
+    return {n: parity.frozen(p.grad) for n, p in model.named_parameters()}
+
+
+def twice(model: nn.Module) -> None:
+    loss = model(**padded(0)).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def crossed(model: nn.Module) -> None:
+    first, second = model(**padded(0)).loss, model(**padded(1)).loss
+    first.backward()
+    second.backward()
+
+
+def in_part(model: nn.Module) -> None:
+    """A backward that begins in the middle, of a graph that is gone through as a whole later."""
+    out = model(**padded(0), output_hidden_states=True)
+    out.hidden_states[1].sum().backward(retain_graph=True)
+    out.loss.backward()
+
+
+@pytest.mark.parametrize("go", [twice, crossed, in_part])
+@pytest.mark.parametrize("mode, compute", WAYS)
+def test_other_ways_through_the_graph(mode: str, compute: str, go: Callable[[nn.Module], None]) -> None:
+    right = grads_of(tiny(read(mode).keep, compute), go)
+    model = tiny(mode, compute, delay_us=100)
+    for _ in range(2):
+        found = grads_of(model, go)
+        assert all(parity.same_bits(right[n], found[n]) for n in right)
+    model(**padded(0)).loss.backward()
+    gc.collect()
+    assert used(model) == 0, "host memory of a graph that is through is free"
+
+
+@pytest.mark.parametrize("mode, compute", WAYS)
+def test_a_dropped_graph_gives_its_memory_back(mode: str, compute: str) -> None:
+    model = tiny(mode, compute, delay_us=100)
+    loss = model(**padded(0)).loss
+    mapped, busy = runtime_of(model).core.swap_bytes()
+    assert mapped >= busy > 0
+    del loss
+    model(**padded(0)).loss.backward()
+    model(**padded(1)).loss.backward()
+    assert runtime_of(model).core.swap_bytes() == (mapped, 0), "the next pass takes the same blocks"
+
+
+def test_a_graph_may_outlive_the_streamed_model() -> None:
+    model = tiny("selective+host", delay_us=100)
+    loss = model(**padded(0)).loss
+    mt.unstream(model)
+    del loss
+    gc.collect()
+
+
+@pytest.mark.parametrize("mode, compute", WAYS)
+def test_an_in_place_write_to_what_waits_is_noticed(mode: str, compute: str) -> None:
+    model = tiny(mode, compute)
+    seen: list[Tensor] = []
+    model.model.layers[1].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    loss = model(**padded(0)).loss
+    with torch.no_grad():
+        seen[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        loss.backward()
+
+
+def test_an_update_between_forward_and_backward_is_noticed() -> None:
+    model = tiny("saved+host")
+    opt = mt.AdamW(model.parameters(), lr=1e-3)
+    model(**padded(0)).loss.backward()
+    late = model(**padded(1)).loss
+    opt.step()
+    with pytest.raises(RuntimeError, match="call backward\\(\\) before step\\(\\)"):
+        late.backward()
+
+
+# ---------------------------------------------------------------- memory
+
+@pytest.mark.parametrize("mode, compute", WAYS)
+def test_the_device_gives_up_all_but_the_last_bundle(mode: str, compute: str) -> None:
+    model = tiny(mode, compute)
+    loss = model(**padded(0)).loss
+    swap = runtime_of(model).swap
+    bundles = [ref() for ref in swap.out]
+    assert len(bundles) >= 2
+    assert [bool(b.sources) for b in bundles] == [False] * (len(bundles) - 1) + [True]
+    assert not any(b.landed for b in bundles)
+    stats = runtime_of(model).core.stats()
+    last = sum(nbytes for *_, nbytes in bundles[-1].shapes)
+    del bundles
+    loss.backward()
+    after = runtime_of(model).core.stats()
+    assert stats["back_bytes"] == 0 and after["back_bytes"] == stats["out_bytes"] - last, "the last one never left"
+
+
+def test_bundles_come_back_one_window_ahead_and_on_time() -> None:
+    model = tiny("saved+host", delay_us=50)
+    with mt.trace(model) as t:
+        for step in range(3):
+            model(**padded(step)).loss.backward()
+    lanes: dict[str, list[Any]] = {}
+    for s in t.slices():
+        lanes.setdefault(s.lane, []).append(s)
+    layers = [n for n in runtime_of(model).unit_names if "layers" in n]
+    assert [s.unit for s in lanes["swap out"]] == layers * 3
+    assert [s.unit for s in lanes["swap back"]] == layers[-2::-1] * 3
+    assert all(s.work == "swap" and s.nbytes > 0 for s in lanes["swap out"] + lanes["swap back"])
+    backwards = {}
+    for s in lanes["compute"]:
+        if s.work == "backward":
+            backwards.setdefault(s.unit, []).append(s)
+    for s in lanes["swap back"]:
+        after = layers[layers.index(s.unit) + 1]
+        assert any(b.begin < s.begin for b in backwards[after]), f"{s.unit} comes back when {after}'s backward begins"
+        assert any(s.end <= b.end for b in backwards[s.unit]), f"{s.unit}'s backward has it"
+
+
+def test_what_is_shared_by_windows_stays_on_the_device() -> None:
+    """Angles are given to each layer: they would be copied once for each, and freed by none."""
+    model = tiny("saved+host", "eager")
+    loss = model(**padded(0)).loss
+    angles = padded(0)["input_ids"].shape[1] * model.config.head_dim
+    layers = [b for ref in runtime_of(model).swap.out if "layers" in runtime_of(model).unit_names[(b := ref()).unit]]
+    assert layers and not any(shape.numel() == angles for b in layers for shape, *_ in b.shapes)
+    loss.backward()
+
+
+# ---------------------------------------------------------------- what is said about it
+
+def test_explain_and_last_step_show_it() -> None:
+    model = tiny("selective+host")
+    mt.last_step(model)
+    model(**padded(0)).loss.backward()
+    assert "selective+host" in mt.explain(model)
+    report = mt.last_step(model)
+    assert report.out_bytes > report.back_bytes > 0
+    with mt.trace(model) as t:
+        for step in range(2):
+            model(**padded(step)).loss.backward()
+    assert "activations out" in str(t.steps()[-1]) and t.steps()[-1].busy["swap back"] > 0
+
+
+def test_a_mode_that_is_none_is_refused() -> None:
+    for mode in ("replay+split", "whole+host", "saved+disk"):
+        with pytest.raises(MegatrainError, match="use 'auto', 'whole', 'replay'"):
+            tiny(mode)
+
+
+def test_modes_are_read_as_they_are_written() -> None:
+    assert all(str(read(m)) == m for m in MODES)
+    assert plainer("selective+host", "replay") == "replay+host" and plainer("attention+split", "replay") == "replay"
+
+
+def test_layers_and_their_order_need_not_be_alike() -> None:
+    """Some windows on the host, others not; tests of own code have what a template has not."""
+    model = made()
+    names = [n for n, m in model.named_modules() if n.startswith("layers.") and n.count(".") == 1]
+    modes = dict(zip(names, ["saved+host", "replay", "replay+host", "saved", "saved+host"]))
+
+    def train(activations: Any) -> dict[str, Tensor]:
+        parity.seed()
+        m = mt.stream(made(), "cpu", plan={"activations": activations, "slots": 2, "debug": {"delay_us": 100}})
+        for step in range(2):
+            lm_loss(m, batch(step)).backward()
+        return {n: parity.frozen(p.grad) for n, p in m.named_parameters()}
+
+    right, found = train("saved"), train(modes)
+    assert all(parity.same_bits(right[n], found[n]) for n in right)
+
+
+# ---------------------------------------------------------------- plans
+
+def test_a_plan_counts_what_waits_in_host_memory() -> None:
+    from test_plan import FLAT
+    model = fusing.lm("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=4)()
+    plan = mt.plan(model, tokens=512, seq=64, machine=dataclasses.replace(FLAT, device="cpu"), compute="fused",
+                   activations="selective+host", micro=1)
+    assert set(plan.activations.values()) == {"saved", "selective+host"} and "activations" in str(plan)
+    model = mt.stream(model, "cpu", plan=plan)
+    ids = torch.randint(90, (8, 64))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert runtime_of(model).core.swap_bytes()[0] == pytest.approx(plan.host["activations"], rel=0.03)
+
+
+def test_copies_hide_behind_compute_where_the_bus_has_time() -> None:
+    """Four windows of 1 s forward and 2 s backward, 10 bytes each. At 10 byte/s a copy takes as long as a forward and
+    hides: what leaves last stays. At 4 byte/s it takes 2.5 s: three copies out before the last window is over, of
+    which a second each hides; of those back 2 s."""
+    def taken(rate: float, away: list[int]) -> Any:
+        return simulate(Step([1.0] * 4, [2.0] * 4, [0.0] * 4, [0.0] * 4, [(0,)] * 4, [(0,)] * 4, [()] * 4, [True],
+                             [0], [0], [0.0], [0.0], [], 1, rate, rate, rate, rate, away=away))
+
+    assert taken(10.0, [10] * 4).seconds == taken(10.0, []).seconds
+    slow = taken(4.0, [10] * 4)
+    assert slow.busy["swap out"] == 10.0 and slow.busy["swap back"] == 7.5
+    assert slow.idle["swap out"] == pytest.approx(3 * 1.5) and slow.idle["swap back"] == pytest.approx(1.5)
+    assert slow.seconds == pytest.approx(taken(4.0, []).seconds + 6.0)
+
+
+def test_a_long_context_is_planned_with_its_boundaries_on_the_device() -> None:
+    from test_plan import seven
+    plan = mt.plan(seven(28), tokens=1 << 18, seq=1 << 18, machine="h200-128g,host=200GiB")
+    assert any(m in ("attention+split", "attention+host", "selective+host") for m in plan.activations.values())
