@@ -24,11 +24,7 @@ class Slice(NamedTuple):
 
     Attributes:
         lane: "compute", "h2d", "d2h", "host sum", "host update", "device update", "through" (updates of units on
-<<<<<<< HEAD
             the host that pass through the device), "disk", "swap out" or "swap back" (activations).
-=======
-            the host that pass through the device), "disk", "swap out" or "swap back" (activations out and back).
->>>>>>> d168a78 (timeline: a line)
         work: "forward", "replay", "backward", "loss", "fetch", "offload", "add", "update", "read", "write", "swap" or
             "wait".
         unit: the unit's name; "" where there is none.
