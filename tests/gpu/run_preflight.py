@@ -10,6 +10,7 @@ memory cgroup that we may make groups in, e.g. of `systemd-run --user --scope -p
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -25,11 +26,11 @@ from typing import Any, NamedTuple
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402 - what the first optimizer imports, once for all children
 from torch import Tensor, nn  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import limits, preflight  # noqa: E402
+from megatrain_torch.disk import file_bytes  # noqa: E402
 from megatrain_torch.limits import Bound, HostLimits, host_limits, with_margin  # noqa: E402
 
 WIDTH, LAYERS = 256, 6
@@ -37,6 +38,7 @@ UNIT = WIDTH * WIDTH
 NUMEL = LAYERS * UNIT
 LOADED, STEP, SUMS = 2 * NUMEL, 12 * NUMEL, 4 * NUMEL + 2 * 2 * UNIT    # bytes of bf16 weights; of a step; of ADD
 MIB = 1 << 20
+REFUSALS = ("does not fit", "ulimit -n", "there and the limit is")
 
 
 class Stack(nn.Module):
@@ -178,6 +180,7 @@ def cases(device: str) -> dict[str, Case]:
         "vram=homes": Case(True, {"vram": LAYERS * unit_home, "plan": {"homes": "vram"}}),
         "vram=homes-1": Case(False, {"vram": LAYERS * unit_home - 1, "plan": {"homes": "vram"}}),
     }
+    found |= disk_cases()
     if device == "cpu":                     # the CUDA driver reserves addresses by the terabyte
         for flag, which, field in (("-d", resource.RLIMIT_DATA, "VmData"), ("-v", resource.RLIMIT_AS, "VmSize")):
             found[f"ulimit_{flag}"] = Case(True, {}, before=rlimit(which, field, ample))
@@ -185,6 +188,25 @@ def cases(device: str) -> dict[str, Case]:
     else:
         del found["vram=slots"], found["vram=homes"]     # the context alone needs more than these
     return found
+
+
+def disk_cases() -> dict[str, Case]:
+    """A directory with room for the states of all units, and one with a byte less."""
+    groups = [(name, [(name, p)]) for name, p in Stack(WIDTH, LAYERS).named_parameters()]
+    need = file_bytes(preflight.Asked("Stack", groups, None, ("disk",) * LAYERS, frozenset()))
+    folder = tempfile.mkdtemp(prefix="mt-preflight-")
+    asked = {n: {"nvme": {"path": folder, "limit": n}, "plan": {"homes": "disk"}} for n in (need, need - 1)}
+    return {"disk": Case(True, asked[need]), "disk-1": Case(False, asked[need - 1])}
+
+
+def device_bytes() -> int:
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def aside(fn: Callable[[], int]) -> int:
+    """fn's result, of a process of its own: CUDA that was begun here could not be used in the children."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(fn)
 
 
 def real_cases(device: str) -> dict[str, Case]:
@@ -195,7 +217,7 @@ def real_cases(device: str) -> dict[str, Case]:
     found = {"real_ram": Case(True, {}, width=width, layers=fits - 1),
              "real_ram+": Case(False, {}, width=width, layers=fits + max(2, fits // 16))}
     if device == "cuda":
-        homes = torch.cuda.get_device_properties(0).total_memory // (14 * width * width)
+        homes = aside(device_bytes) // (14 * width * width)
         found["real_vram"] = Case(True, {"plan": {"homes": "vram"}}, width=width, layers=int(homes * 0.9))
         found["real_vram+"] = Case(False, {"plan": {"homes": "vram"}}, width=width, layers=homes + 1)
     return found
@@ -222,7 +244,7 @@ def child(case: Case, device: str, pipe: Any) -> None:
         train(case, device)
         pipe.send(("ran", ""))
     except mt.MegatrainError as why:
-        pipe.send(("refused" if "does not fit" in str(why) or "ulimit -n" in str(why) else "failed", str(why)))
+        pipe.send(("refused" if any(word in str(why) for word in REFUSALS) else "failed", str(why)))
 
 
 def run(case: Case, device: str) -> tuple[str, str]:
@@ -247,7 +269,14 @@ def main() -> int:
     ask.add_argument("--real", action="store_true", help="this machine's own memory too: minutes")
     ask.add_argument("--cgroup", type=Path, help="folder of a memory cgroup that we may make groups in")
     args = ask.parse_args()
+    with tempfile.TemporaryDirectory(prefix="mt-preflight-") as tempfile.tempdir:
+        return run_all(args)
+
+
+def run_all(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
+    if args.device == "cpu":
+        importlib.import_module("torch._dynamo")         # what the first optimizer imports, once for all children
     wanted = cases(args.device) | (cgroup_cases(args.cgroup) if args.cgroup else {})
     if args.real:
         wanted |= real_cases(args.device)

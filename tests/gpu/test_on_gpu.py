@@ -38,6 +38,10 @@ def test_every_placement_gives_the_same_bits() -> None:
     assert all(row["ok"] for row in lines("run_placement.py"))
 
 
+def test_at_each_edge_of_memory_a_model_trains_or_is_refused() -> None:
+    assert all(row["ok"] for row in lines("run_preflight.py"))
+
+
 def test_trainer_generate_and_lora_agree_with_plain_torch() -> None:
     assert all(row["ok"] for row in lines("run_trainer.py"))
 
