@@ -13,6 +13,7 @@ class MegatrainError(RuntimeError): ...
 
 DTYPES: dict[str, int]          # {"F32": 0, "BF16": 1, ...}
 PLANES: dict[str, int]          # {"HI": 0, "GRAD": 1, ...}
+STATES: dict[str, int]          # {"fp32": 0, "8bit": 1, ...}
 LANES: dict[str, int]           # {"compute": 0, "h2d": 1, ...}: csrc/core/timeline.h
 WORKS: dict[str, int]           # {"step": 0, "forward": 1, ...}
 __version__: str
@@ -73,6 +74,8 @@ class Engine:
         """The unit lives on the device from now on: its weights in that slot, which serves nobody else, its
         other planes in device memory. After open_slots, before the first forward and before any of its
         planes but HI is asked for. Arrays of its host planes are copies: see bring and push."""
+    def set_states(self, unit: int, states: int) -> None:
+        """How the unit's states are kept from now on: a number of STATES. Before any plane of them is asked for."""
     def through(self, unit: int, on: bool) -> None:
         """The unit's updates pass through the device from now on, or no more: its planes go up in pieces, are
         updated there and come down, while the host's cores update others. At any time; not for settled units."""
@@ -166,11 +169,12 @@ class Engine:
         """Submit one AdamW step; returns its ticket at once.
 
         units: in forward order, (unit, [(param, lr, beta1, beta2, eps, weight_decay, step, maximize,
-        grad_address, grad_dtype, changed), ...]). grad_address 0: the GRAD plane, or ACC where a
+        grad_address, grad_dtype, changed, key), ...]). grad_address 0: the GRAD plane, or ACC where a
         16-bit micro-batch sum stands there. Non-zero: host memory kept alive by the caller until the
         unit's update is over. changed: p.grad was written by the user: the GRAD plane (or address)
         counts, not ACC, and its sum of squares is taken anew. max_norm <= 0: no clipping. stream: what
-        computes; updates of settled units wait for what it was given so far.
+        computes; updates of settled units wait for what it was given so far. key: what stochastic rounding is
+        drawn from besides step and element, the parameter's own; 0 where it is left out.
         """
     def speculate(self, unit: int, entries: Sequence[tuple]) -> None:
         """Begin a host unit's update as if the clip factor were 1, behind the gradients handed over so far.
@@ -185,13 +189,18 @@ class Engine:
 def adam_step(tensors: Sequence[tuple], clip: float, threads: int, isa: int) -> None:
     """For tests, benchmarks and parameters that are not streamed: AdamW on host addresses.
 
-    tensors: (dtype, n, hi, lo, master, m, v, grad, grad_dtype, lr, beta1, beta2, eps, weight_decay, step, maximize).
+    tensors: (dtype, n, hi, lo, master, m, v, grad, grad_dtype, lr, beta1, beta2, eps, weight_decay, step, maximize,
+    states, scale, key); the last three may be left out: fp32 states.
     """
 def adam_traffic(tensors: Sequence[tuple], threads: int, isa: int) -> None:
     """The reads and writes of adam_step with next to no arithmetic: what memory allows. Leaves planes unfit for use."""
 def sumsq(dtype: int, address: int, n: int, threads: int = 1) -> float: ...
-def split_join(hi: int, lo: int, out: int, n: int) -> None: ...
-def split_set(p: int, hi: int, lo: int, n: int) -> None: ...
+def split_join(hi: int, lo: int, out: int, n: int, low: int = 2, /) -> None:
+    """fp32 values of split bf16 weights; low: bytes of lo."""
+def split_set(p: int, hi: int, lo: int, n: int, low: int = 2, /) -> None: ...
+def codes_get(m: int, v: int, scale: int, out_m: int, out_v: int, n: int, /) -> None:
+    """fp32 values of moments of 8 bits; addresses."""
+def codes_set(in_m: int, in_v: int, m: int, v: int, scale: int, n: int, /) -> None: ...
 def isa_runs(isa: int) -> bool: ...
 def disk_room(path: str) -> int:
     """Bytes that may be taken in a directory, once what crashed processes left there is removed."""

@@ -109,7 +109,7 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
         for record in written:
             record.runtime.after_write(record)
         for g in (g for g, weight in zip(guarded, weights) if not weight):
-            g._mt.runtime.push(g._mt, "M", "V")
+            g._mt.runtime.push(g._mt, "M", "V", "SCALE")
     elif torch.is_grad_enabled() and isinstance(out, Tensor) and out.requires_grad:
         for g in guarded:
             g._mt.host_graph = True     # autograd itself adds to .grad on the host: see handover.py

@@ -36,7 +36,7 @@ def _mask(planes: Iterable[str]) -> int:
     return sum(1 << _core.PLANES[p] for p in planes)
 
 
-STATE_PLANES = _mask(("LO", "MASTER", "M", "V"))
+STATE_PLANES = _mask(("LO", "MASTER", "M", "V", "SCALE"))
 
 
 def _references(tensors: list[Tensor]) -> int:

@@ -535,7 +535,7 @@ def test_what_a_settled_unit_refuses(engine: Engine) -> None:
         (lambda: engine.settle(7, 1), "unit 7"),
         (lambda: engine.drop(0, M), "lives on the device"),
         (lambda: engine.through(0, True), "lives on the device"),
-        (lambda: engine.bring(0, 1 << 8), "planes 256"),
+        (lambda: engine.bring(0, 1 << len(PLANES)), f"planes {1 << len(PLANES)}"),
         (lambda: engine.push(0, 1, -1), "parameter 1"),
         (lambda: engine.device_plane(0, 0, LO), "LO"),
     ]:

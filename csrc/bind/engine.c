@@ -329,6 +329,9 @@ static PyMethodDef methods[] = {
       "wait_grads($self, unit, /)\n--\n\nThe unit's gradients may be read on the host." },
     { "wait_fetch", mt_engine_wait_fetch, METH_VARARGS,
       "wait_fetch($self, unit, /)\n--\n\nThe unit's weights may be written on the host." },
+    { "set_states", mt_engine_set_states, METH_VARARGS,
+      "set_states($self, unit, states, /)\n--\n\n"
+      "How the unit's states are kept from now on: a number of STATES. Before there are any." },
     { "through", mt_engine_through, METH_VARARGS,
       "through($self, unit, on, /)\n--\n\n"
       "The unit's updates pass through the device from now on, or no more." },

@@ -16,6 +16,7 @@ typedef struct adam_param {
     const void   *grad;      /* NULL: the store's planes */
     mt_dtype      grad_dtype;/* of grad */
     int           changed;   /* by the user since it came home: the sum taken then does not count */
+    uint64_t      key;       /* see mt_adam_tensor */
     int           acc;       /* grad NULL: the fp32 sum of micro-batches is the gradient */
 } adam_param;
 
@@ -88,29 +89,44 @@ static mt_status bare_of(const adam_job *j, const adam_param *p, mt_adam_tensor 
     mt_status st;
 
     MT_TRY(plane_of(j, p->param, MT_PLANE_HI, &hi));
-    *t = (mt_adam_tensor){ .dtype = d->dtype, .n = d->numel, .hi = hi, .hyper = p->hyper };
+    *t = (mt_adam_tensor){ .dtype = d->dtype, .n = d->numel, .hi = hi, .hyper = p->hyper, .key = p->key,
+                           .states = mt_store_states(j->store, j->unit) };
     MT_TRY(gradient(j, p, &t->grad, &t->grad_dtype));
 fail:
     return st;
 }
 
+/* A parameter has something in this plane, and it is of its states. */
+static int has_state(const adam_job *j, int param, int plane)
+{
+    return (MT_STATE_PLANES >> plane & 1) &&
+           mt_store_plane_bytes(j->store, j->unit, param, (mt_plane)plane, 1) > 0;
+}
+
+/* at: of every plane, NULL where there is nothing. */
+static void give_states(mt_adam_tensor *t, void *const *at)
+{
+    int small = t->states != MT_STATES_FP32, lo8 = mt_states_low_bytes(t->states) == 1;
+
+    t->master = at[MT_PLANE_MASTER];
+    t->lo = lo8 ? NULL : at[MT_PLANE_LO];
+    t->m = small ? NULL : at[MT_PLANE_M];
+    t->v = small ? NULL : at[MT_PLANE_V];
+    if (small)
+        t->codes = (mt_adam_codes){ .m = at[MT_PLANE_M], .v = at[MT_PLANE_V], .scale = at[MT_PLANE_SCALE],
+                                    .lo = lo8 ? at[MT_PLANE_LO] : NULL };
+}
+
 static mt_status tensor_of(const adam_job *j, const adam_param *p, mt_adam_tensor *t)
 {
-    const mt_param_desc *d = mt_store_desc(j->store, j->unit, p->param);
-    void     *m, *v, *lo = NULL, *master = NULL;
+    void     *at[MT_PLANE_COUNT] = { NULL };
     mt_status st;
 
     MT_TRY(bare_of(j, p, t));
-    MT_TRY(plane_of(j, p->param, MT_PLANE_M, &m));
-    MT_TRY(plane_of(j, p->param, MT_PLANE_V, &v));
-    if (d->dtype == MT_BF16)
-        MT_TRY(plane_of(j, p->param, MT_PLANE_LO, &lo));
-    if (d->dtype == MT_F16)
-        MT_TRY(plane_of(j, p->param, MT_PLANE_MASTER, &master));
-    t->m = m;
-    t->v = v;
-    t->lo = lo;
-    t->master = master;
+    for (int k = 0; k < MT_PLANE_COUNT; k++)
+        if (has_state(j, p->param, k))
+            MT_TRY(plane_of(j, p->param, (mt_plane)k, &at[k]));
+    give_states(t, at);
 fail:
     return st;
 }
@@ -264,10 +280,8 @@ static mt_adam_tensor stretch(const mt_adam_tensor *t, const mt_part *part)
     s.n = part->n;
     s.hi = (char *)t->hi + (size_t)part->from * mt_dtype_bytes(t->dtype);
     s.grad = (const char *)t->grad + (size_t)part->from * mt_dtype_bytes(t->grad_dtype);
-    s.lo = part->at[MT_PLANE_LO];
-    s.master = part->at[MT_PLANE_MASTER];
-    s.m = part->at[MT_PLANE_M];
-    s.v = part->at[MT_PLANE_V];
+    s.first = part->from;
+    give_states(&s, part->at);
     return s;
 }
 
@@ -339,11 +353,10 @@ fail:
 /* What a part has no place for is in the host's plane, at the part's first element. */
 static mt_status fill_in(const adam_job *j, mt_part *part)
 {
-    mt_dtype  dtype = mt_store_desc(j->store, j->unit, part->param)->dtype;
     mt_status st = MT_OK;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if ((MT_STATE_PLANES >> p & 1) && part->at[p] == NULL && mt_plane_elem_bytes((mt_plane)p, dtype) > 0) {
+        if (has_state(j, part->param, p) && part->at[p] == NULL) {
             MT_TRY(mt_store_at(j->store, j->unit, part->param, (mt_plane)p, &part->at[p]));
             part->at[p] = (char *)part->at[p]
                         + mt_store_plane_bytes(j->store, j->unit, part->param, (mt_plane)p, part->from);
@@ -387,39 +400,72 @@ fail:
     return st;
 }
 
-/* The spans of a tensor on its way through the device, in the order of this list. */
-enum { AT_HI, AT_M, AT_V, AT_GRAD, AT_LOW };
+/* The spans of a tensor on its way through the device: these, and its states in the order of planes. */
+enum { AT_HI, AT_GRAD, AT_STATES };
+
+static mt_status spans_of(const adam_job *j, const adam_param *p, mt_through_tensor *k)
+{
+    mt_adam_tensor t;
+    mt_status      st;
+
+    MT_TRY(bare_of(j, p, &t));
+    *k = (mt_through_tensor){ .n = t.n, .n_spans = AT_STATES, .span = {
+        [AT_HI]   = { t.hi, mt_dtype_bytes(t.dtype), 1, 1 },
+        [AT_GRAD] = { (void *)(uintptr_t)t.grad, mt_dtype_bytes(t.grad_dtype), 1, 0 },
+    } };
+    for (int plane = 0; plane < MT_PLANE_COUNT; plane++) {
+        int   group = plane == MT_PLANE_SCALE ? MT_STATES_GROUP : 1;
+        void *at;
+
+        if (!has_state(j, p->param, plane))
+            continue;
+        MT_TRY(plane_of(j, p->param, (mt_plane)plane, &at));
+        k->span[k->n_spans].host = at;
+        k->span[k->n_spans].elem = mt_store_plane_bytes(j->store, j->unit, p->param, (mt_plane)plane, group);
+        k->span[k->n_spans].group = group;
+        k->span[k->n_spans++].back = 1;
+    }
+fail:
+    return st;
+}
 
 static mt_status job_list(void *arg, mt_through_tensor **out, int *n)
 {
     const adam_job    *j = arg;
-    mt_adam_tensor    *t;
-    mt_through_tensor *k;
-    mt_status          st = tensors_of(j, &t);
+    mt_through_tensor *k = calloc((size_t)j->n + 1, sizeof *k);
+    mt_status          st;
 
-    if (st != MT_OK)
-        return st;
-    if ((k = calloc((size_t)j->n + 1, sizeof *k)) == NULL) {
-        free(t);
+    if (k == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d tensors", j->unit,
                        mt_store_name(j->store, j->unit), j->n);
-    }
-    for (int i = 0; i < j->n; i++) {
-        void  *low = t[i].lo != NULL ? (void *)t[i].lo : (void *)t[i].master;
-        size_t low_elem = t[i].lo != NULL ? sizeof(int16_t) : sizeof(float);
-
-        k[i] = (mt_through_tensor){ .n = t[i].n, .n_spans = low != NULL ? AT_LOW + 1 : AT_LOW, .span = {
-            [AT_HI]   = { t[i].hi, mt_dtype_bytes(t[i].dtype), 1 },
-            [AT_M]    = { t[i].m, sizeof(float), 1 },
-            [AT_V]    = { t[i].v, sizeof(float), 1 },
-            [AT_GRAD] = { (void *)(uintptr_t)t[i].grad, mt_dtype_bytes(t[i].grad_dtype), 0 },
-            [AT_LOW]  = { low, low_elem, 1 },
-        } };
-    }
-    free(t);
+    for (int i = 0; i < j->n; i++)
+        MT_TRY(spans_of(j, &j->p[i], &k[i]));
     *out = k;
     *n = j->n;
     return MT_OK;
+
+fail:
+    free(k);
+    return st;
+}
+
+/* The part of a tensor that is in a buffer. */
+static mt_adam_tensor part_of(const adam_job *j, const mt_through_part *part)
+{
+    const adam_param *p = &j->p[part->tensor];
+    mt_dtype          dtype = mt_store_desc(j->store, j->unit, p->param)->dtype;
+    mt_adam_tensor    t = {
+        .dtype = dtype, .states = mt_store_states(j->store, j->unit), .n = part->n, .hi = part->at[AT_HI],
+        .grad = part->at[AT_GRAD], .grad_dtype = p->grad != NULL ? p->grad_dtype : p->acc ? MT_F32 : dtype,
+        .hyper = p->hyper, .key = p->key, .first = part->from,
+    };
+    void *at[MT_PLANE_COUNT] = { NULL };
+
+    for (int plane = 0, s = AT_STATES; plane < MT_PLANE_COUNT; plane++)
+        if (has_state(j, p->param, plane))
+            at[plane] = part->at[s++];
+    give_states(&t, at);
+    return t;
 }
 
 static mt_status job_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip)
@@ -431,19 +477,8 @@ static mt_status job_compute(void *arg, mt_queue *q, const mt_through_part *part
     if (t == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d parts", j->unit,
                        mt_store_name(j->store, j->unit), n);
-    for (int i = 0; i < n; i++) {
-        const mt_through_part *part = &parts[i];
-        const adam_param      *p = &j->p[part->tensor];
-        mt_dtype               dtype = mt_store_desc(j->store, j->unit, p->param)->dtype;
-
-        t[i] = (mt_adam_tensor){
-            .dtype = dtype, .n = part->n, .hi = part->at[AT_HI], .m = part->at[AT_M],
-            .v = part->at[AT_V], .grad = part->at[AT_GRAD], .hyper = p->hyper,
-            .lo = dtype == MT_BF16 ? part->at[AT_LOW] : NULL,
-            .master = dtype == MT_F16 ? part->at[AT_LOW] : NULL,
-            .grad_dtype = p->grad != NULL ? p->grad_dtype : p->acc ? MT_F32 : dtype,
-        };
-    }
+    for (int i = 0; i < n; i++)
+        t[i] = part_of(j, &parts[i]);
     st = mt_adam_put(q, t, n, clip);
     free(t);
     return st;
@@ -485,19 +520,20 @@ static int param_of(mt_engine *e, int unit, PyObject *tuple, adam_param *out)
 {
     adam_param p = { 0 };
     long long  step;
-    unsigned long long address;
+    unsigned long long address, key = 0;
     int        grad_dtype;
 
     if (mt_arg_tuple(tuple) < 0 ||
-        !PyArg_ParseTuple(tuple, "idddddLpKip;an entry is (param, lr, beta1, beta2, eps, "
-                          "weight_decay, step, maximize, grad_address, grad_dtype, changed)",
+        !PyArg_ParseTuple(tuple, "idddddLpKip|K;an entry is (param, lr, beta1, beta2, eps, "
+                          "weight_decay, step, maximize, grad_address, grad_dtype, changed, key)",
                           &p.param, &p.hyper.lr, &p.hyper.beta1, &p.hyper.beta2, &p.hyper.eps,
                           &p.hyper.weight_decay, &step, &p.hyper.maximize, &address, &grad_dtype,
-                          &p.changed))
+                          &p.changed, &key))
         return -1;
     if (mt_engine_param(e, unit, p.param) < 0)
         return -1;
     p.hyper.step = step;
+    p.key = key;
     p.grad = (const void *)(uintptr_t)address;
     p.grad_dtype = (mt_dtype)grad_dtype;
     /* Asked now: a zero_grad() may come before the update runs. A user's change is in the GRAD
@@ -551,7 +587,7 @@ static uint64_t moved(const adam_job *j)
 
         if (j->p[i].grad != NULL)
             grad = j->p[i].grad_dtype;
-        bytes += mt_adam_moves(d->dtype, MT_STATES_FP32, grad, d->numel);
+        bytes += mt_adam_moves(d->dtype, mt_store_states(j->store, j->unit), grad, d->numel);
     }
     return bytes;
 }
@@ -655,10 +691,11 @@ static uint64_t guess_moves(const adam_job *j)
     uint64_t bytes = moved(j);
 
     for (int i = 0; i < j->n; i++) {
-        const mt_param_desc *d = mt_store_desc(j->store, j->unit, j->p[i].param);
+        int     param = j->p[i].param;
+        int64_t n = mt_store_desc(j->store, j->unit, param)->numel;
 
-        bytes += (uint64_t)d->numel * (mt_plane_elem_bytes(MT_PLANE_UNDO, d->dtype)
-                                       - mt_dtype_bytes(d->dtype));
+        bytes += mt_store_plane_bytes(j->store, j->unit, param, MT_PLANE_UNDO, n)
+               - mt_store_plane_bytes(j->store, j->unit, param, MT_PLANE_HI, n);
     }
     return bytes;
 }

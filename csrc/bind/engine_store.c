@@ -166,7 +166,7 @@ PyObject *mt_engine_plane(PyObject *self, PyObject *args)
         return mt_raise(e->error, st);
     desc = mt_store_desc(e->store, unit, param);
     return mt_view_new(e->home, unit, (mt_plane)plane, p,
-                       (size_t)desc->numel * mt_plane_elem_bytes((mt_plane)plane, desc->dtype));
+                       mt_store_plane_bytes(e->store, unit, param, (mt_plane)plane, desc->numel));
 }
 
 /* Nothing of ours may still be reading or writing the memory that is about to go. */
@@ -359,6 +359,19 @@ static mt_status through_open(mt_engine *e)
     mt_update_through(e->updater, e->through);
 fail:
     return st;
+}
+
+PyObject *mt_engine_set_states(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, states;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "ii:set_states", &unit, &states) || mt_engine_unit(e, unit) < 0)
+        return NULL;
+    if ((st = mt_store_set_states(e->store, unit, (mt_states)states)) != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
 }
 
 PyObject *mt_engine_through(PyObject *self, PyObject *args)

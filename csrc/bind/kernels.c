@@ -4,6 +4,7 @@
 #include "../core/numa.h"
 #include "../optim/adam.h"
 #include <stdlib.h>
+#include <string.h>
 
 static PyObject *error_of(PyObject *module)
 {
@@ -27,16 +28,17 @@ static mt_status pool_for(int threads, mt_pool **out)
 static int tensor_of(PyObject *tuple, mt_adam_tensor *out)
 {
     mt_adam_tensor     t = { 0 };
-    int                dtype, grad_dtype;
+    int                dtype, grad_dtype, states = MT_STATES_FP32;
     long long          n, step;
-    unsigned long long hi, lo, master, m, v, grad;
+    unsigned long long hi, lo, master, m, v, grad, scale = 0, key = 0;
 
     if (mt_arg_tuple(tuple) < 0 ||
-        !PyArg_ParseTuple(tuple, "iLKKKKKKidddddLp;a tensor is (dtype, n, hi, lo, master, m, v, "
-                          "grad, grad_dtype, lr, beta1, beta2, eps, weight_decay, step, maximize)",
+        !PyArg_ParseTuple(tuple, "iLKKKKKKidddddLp|iKK;a tensor is (dtype, n, hi, lo, master, m, v, "
+                          "grad, grad_dtype, lr, beta1, beta2, eps, weight_decay, step, maximize, "
+                          "states, scale, key)",
                           &dtype, &n, &hi, &lo, &master, &m, &v, &grad, &grad_dtype,
                           &t.hyper.lr, &t.hyper.beta1, &t.hyper.beta2, &t.hyper.eps,
-                          &t.hyper.weight_decay, &step, &t.hyper.maximize))
+                          &t.hyper.weight_decay, &step, &t.hyper.maximize, &states, &scale, &key))
         return -1;
     t.dtype = (mt_dtype)dtype;
     t.grad_dtype = (mt_dtype)grad_dtype;
@@ -46,6 +48,9 @@ static int tensor_of(PyObject *tuple, mt_adam_tensor *out)
     t.master = writable(master);
     t.m = writable(m);
     t.v = writable(v);
+    t.codes = (mt_adam_codes){ writable(m), writable(v), writable(scale), writable(lo) };
+    t.states = (mt_states)states;
+    t.key = key;
     t.grad = address(grad);
     t.hyper.step = step;
     *out = t;
@@ -171,17 +176,22 @@ static PyObject *py_sumsq(PyObject *module, PyObject *args, PyObject *kw)
     return st == MT_OK ? PyFloat_FromDouble(sum) : mt_raise(error_of(module), st);
 }
 
-/* Three planes of n elements each; 0, or -1 with an exception. */
-static int planes_arg(PyObject *module, PyObject *args, const char *format, unsigned long long a[3],
-                      long long *n)
+/* Addresses of n_planes planes of n elements each, then n and, where the format has it, a number; 0, or -1
+ * with an exception. */
+static int planes_arg(PyObject *module, PyObject *args, const char *format, int n_planes,
+                      unsigned long long a[5], long long *n, int *number)
 {
     mt_status st = MT_OK;
+    int       some = 1, ok = n_planes == 5
+        ? PyArg_ParseTuple(args, format, &a[0], &a[1], &a[2], &a[3], &a[4], n)
+        : PyArg_ParseTuple(args, format, &a[0], &a[1], &a[2], n, number);
 
-    if (!PyArg_ParseTuple(args, format, &a[0], &a[1], &a[2], n))
+    if (!ok)
         return -1;
-    if (*n < 0 || (*n > 0 && (a[0] == 0 || a[1] == 0 || a[2] == 0)))
-        st = MT_FAIL(MT_EINVAL, "%s: %lld elements at %#llx, %#llx, %#llx", format + 5, *n, a[0],
-                     a[1], a[2]);
+    for (int i = 0; i < n_planes; i++)
+        some = some && a[i] != 0;
+    if (*n < 0 || (*n > 0 && !some))
+        st = MT_FAIL(MT_EINVAL, "%s: %lld elements, planes from %#llx on", strchr(format, ':') + 1, *n, a[0]);
     if (st != MT_OK)
         mt_raise(error_of(module), st);
     return st == MT_OK ? 0 : -1;
@@ -189,26 +199,62 @@ static int planes_arg(PyObject *module, PyObject *args, const char *format, unsi
 
 static PyObject *py_split_join(PyObject *module, PyObject *args)
 {
-    unsigned long long a[3];
+    unsigned long long a[5];
     long long          n;
+    int                low = 2;
 
-    if (planes_arg(module, args, "KKKL:split_join", a, &n) < 0)
+    if (planes_arg(module, args, "KKKL|i:split_join", 3, a, &n, &low) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    mt_split_join(address(a[0]), address(a[1]), writable(a[2]), n);
+    if (low == 1)
+        mt_split8_join(address(a[0]), address(a[1]), writable(a[2]), n);
+    else
+        mt_split_join(address(a[0]), address(a[1]), writable(a[2]), n);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
 static PyObject *py_split_set(PyObject *module, PyObject *args)
 {
-    unsigned long long a[3];
+    unsigned long long a[5];
     long long          n;
+    int                low = 2;
 
-    if (planes_arg(module, args, "KKKL:split_set", a, &n) < 0)
+    if (planes_arg(module, args, "KKKL|i:split_set", 3, a, &n, &low) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    mt_split_set(address(a[0]), writable(a[1]), writable(a[2]), n);
+    if (low == 1)
+        mt_split8_set(address(a[0]), writable(a[1]), writable(a[2]), n);
+    else
+        mt_split_set(address(a[0]), writable(a[1]), writable(a[2]), n);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_codes_get(PyObject *module, PyObject *args)
+{
+    unsigned long long a[5];
+    long long          n;
+
+    if (planes_arg(module, args, "KKKKKL:codes_get", 5, a, &n, NULL) < 0)
+        return NULL;
+    mt_adam_codes c = { .m = writable(a[0]), .v = writable(a[1]), .scale = writable(a[2]) };
+    Py_BEGIN_ALLOW_THREADS
+    mt_codes_get(&c, writable(a[3]), writable(a[4]), n);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_codes_set(PyObject *module, PyObject *args)
+{
+    unsigned long long a[5];
+    long long          n;
+
+    if (planes_arg(module, args, "KKKKKL:codes_set", 5, a, &n, NULL) < 0)
+        return NULL;
+    mt_adam_codes c = { .m = writable(a[2]), .v = writable(a[3]), .scale = writable(a[4]) };
+    Py_BEGIN_ALLOW_THREADS
+    mt_codes_set(address(a[0]), address(a[1]), &c, n);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -267,9 +313,13 @@ PyMethodDef mt_kernel_methods[] = {
       "sumsq(dtype, address, n, threads=1)\n--\n\n"
       "Sum of squares in fp64, in the order of ops/sumsq.h." },
     { "split_join", py_split_join, METH_VARARGS,
-      "split_join(hi, lo, out, n, /)\n--\n\nfp32 values of split bf16 weights." },
+      "split_join(hi, lo, out, n, low=2, /)\n--\n\nfp32 values of split bf16 weights; low: bytes of lo." },
     { "split_set", py_split_set, METH_VARARGS,
-      "split_set(p, hi, lo, n, /)\n--\n\nSplit fp32 values into hi and lo." },
+      "split_set(p, hi, lo, n, low=2, /)\n--\n\nSplit fp32 values into hi and lo." },
+    { "codes_get", py_codes_get, METH_VARARGS,
+      "codes_get(m, v, scale, out_m, out_v, n, /)\n--\n\nfp32 values of moments of 8 bits." },
+    { "codes_set", py_codes_set, METH_VARARGS,
+      "codes_set(in_m, in_v, m, v, scale, n, /)\n--\n\nMoments of 8 bits from fp32 values, to nearest." },
     { "register_ops", mt_py_register_ops, METH_NOARGS,
       "register_ops()\n--\n\n"
       "Register torch.ops.megatrain.*; torch must be imported. Idempotent." },

@@ -3,6 +3,7 @@
 
 static const char *dtype_name(int i) { return mt_dtype_name((mt_dtype)i); }
 static const char *plane_name(int i) { return mt_plane_name((mt_plane)i); }
+static const char *states_name(int i) { return mt_states_name((mt_states)i); }
 static const char *lane_name(int i)  { return mt_lane_name((mt_lane)i); }
 static const char *work_name(int i)  { return mt_work_name((mt_work)i); }
 
@@ -26,6 +27,7 @@ static int add_constants(PyObject *module)
 {
     if (add_names(module, "DTYPES", MT_DTYPE_COUNT, dtype_name) < 0 ||
         add_names(module, "PLANES", MT_PLANE_COUNT, plane_name) < 0 ||
+        add_names(module, "STATES", MT_STATES_COUNT, states_name) < 0 ||
         add_names(module, "LANES", MT_LANE_COUNT, lane_name) < 0 ||
         add_names(module, "WORKS", MT_WORK_COUNT, work_name) < 0)
         return -1;

@@ -9,7 +9,8 @@
 #include <stdlib.h>
 
 #define ALIGN_BYTES ((size_t)512)
-#define ELEMENTS    ((int64_t)128)       /* parts begin at multiples: kernels read them in vectors */
+/* Parts begin at multiples: kernels read them in vectors, and moments of 8 bits share their scales. */
+#define ELEMENTS    ((int64_t)MT_STATES_GROUP)
 
 /* Under mu; the events' pointers are invite's. */
 typedef struct guest {
@@ -138,33 +139,33 @@ static mt_status find(const mt_arrive *a, int unit, guest **out)
 
 static int is_state(int plane)
 {
-    return (int)(MT_ARRIVE_PLANES >> plane & 1);
+    return (int)(MT_STATE_PLANES >> plane & 1);
 }
 
 /* Bytes of n elements of a parameter's states, each plane's aligned. */
-static size_t part_bytes(const mt_param_desc *d, int64_t n)
+static size_t part_bytes(const mt_arrive *a, int unit, int param, int64_t n)
 {
     size_t bytes = 0;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (is_state(p))
-            bytes += ((size_t)n * mt_plane_elem_bytes((mt_plane)p, d->dtype) + ALIGN_BYTES - 1)
+            bytes += (mt_store_plane_bytes(a->store, unit, param, (mt_plane)p, n) + ALIGN_BYTES - 1)
                      / ALIGN_BYTES * ALIGN_BYTES;
     return bytes;
 }
 
 /* Elements of a parameter that a piece holds. */
-static int64_t fit(const mt_param_desc *d, size_t most)
+static int64_t fit(const mt_arrive *a, int unit, int param, size_t most)
 {
     const size_t spare = 4 * ALIGN_BYTES;        /* there are four planes to be aligned */
     size_t       each = 0;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        each += is_state(p) ? mt_plane_elem_bytes((mt_plane)p, d->dtype) : 0;
+        each += is_state(p) ? mt_store_plane_bytes(a->store, unit, param, (mt_plane)p, ELEMENTS) : 0;
     if (each == 0)
         return 0;
     most = most < MT_ARRIVE_LEAST ? MT_ARRIVE_LEAST : most;
-    return (int64_t)((most - spare) / each) / ELEMENTS * ELEMENTS;
+    return (int64_t)((most - spare) / each) * ELEMENTS;
 }
 
 /* The parts of a stay, malloc'd, without addresses: a piece for each. */
@@ -175,7 +176,7 @@ static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_arrive_part *
 
     for (int i = 0; i < mt_store_params(a->store, unit); i++) {
         const mt_param_desc *d = mt_store_desc(a->store, unit, i);
-        int64_t              each = fit(d, most);
+        int64_t              each = fit(a, unit, i, most);
 
         count += d->trainable && each > 0 ? (d->numel + each - 1) / each : 0;
     }
@@ -185,7 +186,7 @@ static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_arrive_part *
     *n = 0;
     for (int i = 0; i < mt_store_params(a->store, unit); i++) {
         const mt_param_desc *d = mt_store_desc(a->store, unit, i);
-        int64_t              each = fit(d, most);
+        int64_t              each = fit(a, unit, i, most);
 
         for (int64_t from = 0; d->trainable && each > 0 && from < d->numel; from += each)
             parts[(*n)++] = (mt_arrive_part){ .param = i, .from = from,
@@ -210,7 +211,7 @@ mt_status mt_arrive_sizes(mt_arrive *a, int unit, size_t most, size_t **bytes, i
                        mt_store_name(a->store, unit));
     }
     for (int i = 0; i < *n; i++)
-        found[i] = part_bytes(mt_store_desc(a->store, unit, parts[i].param), parts[i].n);
+        found[i] = part_bytes(a, unit, parts[i].param, parts[i].n);
     free(parts);
     *bytes = found;
 fail:
@@ -220,11 +221,10 @@ fail:
 /* Where the part's planes are in its piece. */
 static void place(const mt_arrive *a, int unit, mt_arrive_part *part, void *mem)
 {
-    const mt_param_desc *d = mt_store_desc(a->store, unit, part->param);
-    char                *at = mem;
+    char *at = mem;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        size_t bytes = is_state(p) ? (size_t)part->n * mt_plane_elem_bytes((mt_plane)p, d->dtype) : 0;
+        size_t bytes = is_state(p) ? mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p, part->n) : 0;
 
         part->at[p] = bytes > 0 ? at : NULL;
         at += (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
@@ -235,17 +235,16 @@ static void place(const mt_arrive *a, int unit, mt_arrive_part *part, void *mem)
 
 static mt_status copy_part(mt_arrive *a, int unit, const mt_arrive_part *part, unsigned planes, int up)
 {
-    mt_dtype  dt = mt_store_desc(a->store, unit, part->param)->dtype;
     mt_status st = MT_OK;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        size_t elem = mt_plane_elem_bytes((mt_plane)p, dt), bytes = (size_t)part->n * elem;
+        size_t bytes = mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p, part->n);
         void  *host;
 
         if (part->at[p] == NULL || !(planes >> p & 1))
             continue;
         MT_TRY(mt_store_at(a->store, unit, part->param, (mt_plane)p, &host));
-        host = (char *)host + (size_t)part->from * elem;
+        host = (char *)host + mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p, part->from);
         MT_TRY(a->dev->ops->copy(a->queue, up ? part->at[p] : host, up ? host : part->at[p], bytes));
         *(up ? &a->stats.h2d_bytes : &a->stats.d2h_bytes) += bytes;
     }
@@ -309,7 +308,7 @@ static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_arrive_part *part
     MT_TRY(a->dev->ops->record(run, g->lent));
     if (!(a->debug.skip & MT_EDGE_LENT))
         MT_TRY(a->dev->ops->wait(a->queue, g->lent));
-    MT_TRY(put_copies(a, g, unit, NULL, 0, MT_ARRIVE_PLANES, 1));
+    MT_TRY(put_copies(a, g, unit, NULL, 0, MT_STATE_PLANES, 1));
     if (a->debug.sync)
         MT_TRY(a->dev->ops->sync_event(g->last));
     return MT_OK;
@@ -462,7 +461,7 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
     if (!(a->debug.skip & MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
         st = a->dev->ops->wait(a->queue, made);
     if (st == MT_OK)
-        st = put_copies(a, g, unit, params, n, MT_ARRIVE_PLANES, 0);
+        st = put_copies(a, g, unit, params, n, MT_STATE_PLANES, 0);
     if (st == MT_OK && a->debug.sync)
         st = a->dev->ops->sync_event(g->last);
     pthread_mutex_unlock(&a->mu);

@@ -6,7 +6,7 @@
  * activations are alive.
  *
  * Nouns, in the order they appear below:
- *   guest    a settled unit whose states (planes LO, MASTER, M, V) are at home on the host
+ *   guest    a settled unit whose states (MT_STATE_PLANES) are at home on the host
  *   piece    device memory that the caller lends for a stay
  *   part     a stretch of one parameter's states in a piece
  *   stay     from lift, which copies the states up, until leave, which gives the pieces back. The
@@ -39,7 +39,6 @@
 #include "store.h"
 #include "timeline.h"
 
-#define MT_ARRIVE_PLANES MT_STATE_PLANES
 #define MT_ARRIVE_LEAST  ((size_t)8192)      /* bytes of a piece, at most: not less than this */
 
 typedef struct mt_arrive mt_arrive;

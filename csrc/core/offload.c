@@ -419,7 +419,7 @@ static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tal
     MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, &p->grad));
     if (it->mode != MT_GRAD_ADD)
         return MT_OK;
-    if (mt_plane_elem_bytes(MT_PLANE_ACC, p->dt) > 0) {
+    if (mt_plane_bytes(MT_PLANE_ACC, p->dt, MT_STATES_FP32, 1) > 0) {
         MT_TRY(plane_at(o, unit, it->param, MT_PLANE_ACC, &at));
         p->acc = at;
     }

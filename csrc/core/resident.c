@@ -103,7 +103,7 @@ void mt_resident_guests(mt_resident *r, mt_arrive *a)
 /* Of the unit: planes that are on the device around its update alone. */
 static unsigned visiting(const mt_resident *r, int unit)
 {
-    return r->arrive != NULL && mt_arrive_invited(r->arrive, unit) ? MT_ARRIVE_PLANES : 0;
+    return r->arrive != NULL && mt_arrive_invited(r->arrive, unit) ? MT_STATE_PLANES : 0;
 }
 
 /* ---- settling --------------------------------------------------------------------------- */
@@ -207,7 +207,7 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **par
 static size_t plane_bytes(const mt_resident *r, int unit, int param, mt_plane p)
 {
     const mt_param_desc *d = mt_store_desc(r->store, unit, param);
-    return (size_t)d->numel * mt_plane_elem_bytes(p, d->dtype);
+    return mt_store_plane_bytes(r->store, unit, param, p, d->numel);
 }
 
 static unsigned char *behind(const mt_resident *r, const home *h, int unit, int param, int plane)

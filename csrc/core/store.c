@@ -22,50 +22,69 @@ const char *mt_plane_name(mt_plane p)
     return plane_ok(p) ? plane_names[p] : "?";
 }
 
+static mt_states states_of(const mt__unit *u)
+{
+    return (mt_states)atomic_load(&u->states);
+}
+
 static int can_train(mt_dtype dt)
 {
     return dt == MT_F32 || dt == MT_BF16 || dt == MT_F16 || dt == MT_F64;
 }
 
-size_t mt_plane_elem_bytes(mt_plane p, mt_dtype dt)
+/* Of one element; SCALE: of a group. */
+static size_t elem_bytes(mt_plane p, mt_dtype dt, mt_states st)
 {
-    int half = dt == MT_BF16 || dt == MT_F16;
+    int half = dt == MT_BF16 || dt == MT_F16, adam = half || dt == MT_F32;
 
     switch (p) {
     case MT_PLANE_HI:     return mt_dtype_bytes(dt);
     case MT_PLANE_GRAD:   return can_train(dt) ? mt_dtype_bytes(dt) : 0;
-    case MT_PLANE_LO:     return dt == MT_BF16 ? sizeof(int16_t) : 0;
+    case MT_PLANE_LO:     return dt == MT_BF16 ? mt_states_low_bytes(st) : 0;
     case MT_PLANE_MASTER: return dt == MT_F16 ? sizeof(float) : 0;
     case MT_PLANE_M:
-    case MT_PLANE_V:      return half || dt == MT_F32 ? sizeof(float) : 0;
+    case MT_PLANE_V:      return !adam ? 0 : st == MT_STATES_FP32 ? sizeof(float) : 1;
+    case MT_PLANE_SCALE:  return adam && st != MT_STATES_FP32 ? 2 * sizeof(float) : 0;
     case MT_PLANE_ACC:    return half ? sizeof(float) : 0;
-    case MT_PLANE_UNDO:
-        return half || dt == MT_F32 ? mt_plane_elem_bytes(MT_PLANE_HI, dt) + 2 * sizeof(float)
-             + mt_plane_elem_bytes(MT_PLANE_LO, dt) + mt_plane_elem_bytes(MT_PLANE_MASTER, dt) : 0;
+    case MT_PLANE_UNDO:   return !adam ? 0 : elem_bytes(MT_PLANE_HI, dt, st) + elem_bytes(MT_PLANE_LO, dt, st)
+                               + elem_bytes(MT_PLANE_MASTER, dt, st) + 2 * elem_bytes(MT_PLANE_M, dt, st);
     case MT_PLANE_COUNT:  break;
     }
     return 0;
 }
 
+size_t mt_plane_bytes(mt_plane p, mt_dtype dt, mt_states st, int64_t n)
+{
+    size_t elem = elem_bytes(p, dt, st), groups = (size_t)mt_states_groups(n);
+
+    if (p == MT_PLANE_SCALE)
+        return groups * elem;
+    /* What is kept to take an update back has scales too. */
+    return (size_t)n * elem + (p == MT_PLANE_UNDO ? groups * elem_bytes(MT_PLANE_SCALE, dt, st) : 0);
+}
+
 /* ---- offsets ---------------------------------------------------------------------------- */
 
-static size_t elem_bytes_now(const mt_param_desc *d, mt_plane p)
+#define ELEM_MOST 32             /* bytes that an element takes in a plane, at most */
+
+static int has_now(const mt_param_desc *d, mt_plane p, mt_states st)
 {
-    return p == MT_PLANE_HI || d->trainable ? mt_plane_elem_bytes(p, d->dtype) : 0;
+    return (p == MT_PLANE_HI || d->trainable) && elem_bytes(p, d->dtype, st) > 0;
 }
 
 /* Where each of n parameters starts in a plane, and the bytes of all: multiples of 512. */
-static mt_status lay_out(const char *name, const mt_param_desc *d, int n, mt_plane p,
+static mt_status lay_out(const char *name, const mt_param_desc *d, int n, mt_states st, mt_plane p,
                          size_t *offset, size_t *bytes)
 {
     size_t at = 0;
 
     for (int i = 0; i < n; i++) {
-        size_t elem = elem_bytes_now(&d[i], p), len;
+        int    has = has_now(&d[i], p, st);
+        size_t len = has ? mt_plane_bytes(p, d[i].dtype, st, d[i].numel) : 0;
 
-        offset[i] = elem > 0 ? at : MT__ABSENT;
-        if (mt_mul_size((size_t)d[i].numel, elem, "parameter", &len) != MT_OK ||
-            __builtin_add_overflow(at, len, &at) || at > SIZE_MAX - ALIGN_BYTES)
+        offset[i] = has ? at : MT__ABSENT;
+        if ((has && (uint64_t)d[i].numel > SIZE_MAX / ELEM_MOST) || __builtin_add_overflow(at, len, &at) ||
+            at > SIZE_MAX - ALIGN_BYTES)
             return MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
                            "an address space", name, i, d[i].numel, mt_dtype_name(d[i].dtype));
         at = (at + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
@@ -183,7 +202,7 @@ static mt_status unit_open(const mt_store *s, const char *name, const mt_param_d
         MT_TRY(check_desc(name, &d[i], i));
         u->desc[i] = d[i];
     }
-    MT_TRY(lay_out(name, u->desc, n, MT_PLANE_HI, u->hi_offset, &u->hi_bytes));
+    MT_TRY(lay_out(name, u->desc, n, MT_STATES_FP32, MT_PLANE_HI, u->hi_offset, &u->hi_bytes));
     *out = u;
     return MT_OK;
 
@@ -293,16 +312,53 @@ size_t mt_store_hi_bytes(const mt_store *s, int unit)
     return u != NULL ? u->hi_bytes : 0;
 }
 
+size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n)
+{
+    const mt_param_desc *d = mt_store_desc(s, unit, param);
+    return d != NULL ? mt_plane_bytes(p, d->dtype, mt_store_states(s, unit), n) : 0;
+}
+
+mt_states mt_store_states(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL ? states_of(u) : MT_STATES_FP32;
+}
+
+/* Under map_mu. A plane that the unit's states decide about, and that is made; MT_PLANE_COUNT: none. */
+static int made_state(const mt__unit *u)
+{
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (((MT_STATE_PLANES | 1u << MT_PLANE_UNDO) >> p & 1) &&
+            (u->plane[MT__HOST][p].offset != NULL || u->plane[MT__DEVICE][p].offset != NULL))
+            return p;
+    return MT_PLANE_COUNT;
+}
+
+mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    mt_status st = MT_OK;
+    int       made;
+
+    if (u == NULL || (unsigned)states >= MT_STATES_COUNT)
+        return MT_FAIL(MT_EINVAL, "states %d of unit %d; the store has %d units, and states are 0 to %d",
+                       (int)states, unit, mt_store_units(s), MT_STATES_COUNT - 1);
+    pthread_mutex_lock(&s->map_mu);
+    made = states_of(u) != states ? made_state(u) : MT_PLANE_COUNT;
+    if (made != MT_PLANE_COUNT)
+        st = MT_FAIL(MT_ESTATE, "unit %s has %s states already (plane %s); %s ones need a store without them",
+                     u->name, mt_states_name(states_of(u)), mt_plane_name((mt_plane)made),
+                     mt_states_name(states));
+    else
+        atomic_store(&u->states, (int)states);
+    pthread_mutex_unlock(&s->map_mu);
+    return st;
+}
+
 size_t mt_store_offset(const mt_store *s, int unit, int param)
 {
     const mt__unit *u = mt__unit_at(s, unit);
     return u != NULL && param >= 0 && param < u->n_params ? u->hi_offset[param] : 0;
-}
-
-size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n)
-{
-    const mt_param_desc *d = mt_store_desc(s, unit, param);
-    return d != NULL ? (size_t)n * mt_plane_elem_bytes(p, d->dtype) : 0;
 }
 
 size_t mt_store_bytes(const mt_store *s, mt_plane p)
@@ -365,7 +421,7 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int place, mt_plane p)
         return MT_OK;
     if ((offset = calloc(u->n_params > 0 ? (size_t)u->n_params : 1, sizeof *offset)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d offsets", u->name, u->n_params);
-    MT_TRY(lay_out(u->name, u->desc, u->n_params, p, offset, &bytes));
+    MT_TRY(lay_out(u->name, u->desc, u->n_params, states_of(u), p, offset, &bytes));
     MT_TRY(map(s, u, place, p, bytes, 0, &pl->arena));
     pl->offset = offset;
     return MT_OK;
@@ -386,7 +442,7 @@ static mt_status late_make(mt_store *s, mt__unit *u, int param, int place, mt_pl
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d arenas", u->name, u->n_params);
     if (pl->late[param].base != NULL)
         return MT_OK;
-    MT_TRY(lay_out(u->name, &u->desc[param], 1, p, &offset, &bytes));
+    MT_TRY(lay_out(u->name, &u->desc[param], 1, states_of(u), p, &offset, &bytes));
     MT_TRY(map(s, u, place, p, bytes, 1, &pl->late[param]));
     return MT_OK;
 fail:
@@ -401,9 +457,10 @@ static mt_status check_at(const mt__unit *u, int param, int place, mt_plane p)
     int there = pl->offset != NULL && pl->offset[param] != MT__ABSENT;
     int late  = pl->late != NULL && pl->late[param].base != NULL;
 
-    if (mt_plane_elem_bytes(p, d->dtype) == 0)
-        return MT_FAIL(MT_EINVAL, "unit %s: plane %s has nothing for parameter %d, which is %s",
-                       u->name, mt_plane_name(p), param, mt_dtype_name(d->dtype));
+    if (elem_bytes(p, d->dtype, states_of(u)) == 0)
+        return MT_FAIL(MT_EINVAL, "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
+                       "states", u->name, mt_plane_name(p), param, mt_dtype_name(d->dtype),
+                       mt_states_name(states_of(u)));
     if (p != MT_PLANE_HI && !d->trainable && !there && !late)
         return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is not trainable, so plane %s leaves it "
                        "out; call mt_store_set_trainable() first",

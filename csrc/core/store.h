@@ -21,15 +21,17 @@
 
 #include "dev.h"
 #include "pool.h"
+#include "states.h"
 
 /* name, what it holds, who reads and writes it */
 #define MT_PLANE_MAP(X)                                                                        \
     X(HI,     "weights in their own type; registered; the H2D queue reads, the updater writes") \
     X(GRAD,   "gradient in the weight's type; registered; the D2H queue writes, the updater reads") \
-    X(LO,     "16 bits that make a bf16 weight an fp32 master; updater only")                   \
+    X(LO,     "16 bits that make a bf16 weight an fp32 master, or 8 of them; updater only")     \
     X(MASTER, "fp32 master of an fp16 weight; updater only")                                    \
-    X(M,      "first moment, fp32; updater only")                                               \
-    X(V,      "second moment, fp32; updater only")                                              \
+    X(M,      "first moment, fp32 or 8 bits; updater only")                                     \
+    X(V,      "second moment, fp32 or 8 bits; updater only")                                    \
+    X(SCALE,  "of moments of 8 bits: two fp32 for every 128 elements; updater only")            \
     X(ACC,    "fp32 sum of 16-bit micro-batch gradients; the collector writes, the updater reads") \
     X(UNDO,   "new weights and old states of an update that may be taken back; updater only")
 #define MT_PLANE_ENUM(name, what) MT_PLANE_##name,
@@ -38,7 +40,8 @@ typedef enum mt_plane { MT_PLANE_MAP(MT_PLANE_ENUM) MT_PLANE_COUNT } mt_plane;
 const char *mt_plane_name(mt_plane p);
 
 /* What an update reads and writes beside weights and gradients, and keeps: a bit 1u << plane for each. */
-#define MT_STATE_PLANES (1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER | 1u << MT_PLANE_M | 1u << MT_PLANE_V)
+#define MT_STATE_PLANES (1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER | 1u << MT_PLANE_M | 1u << MT_PLANE_V | \
+                         1u << MT_PLANE_SCALE)
 
 typedef struct mt_param_desc {
     mt_dtype dtype;
@@ -68,13 +71,17 @@ const mt_param_desc *mt_store_desc(const mt_store *s, int unit, int param);
 size_t      mt_store_hi_bytes(const mt_store *s, int unit);              /* what a slot must hold */
 size_t      mt_store_offset  (const mt_store *s, int unit, int param);   /* bytes, in HI and in a slot */
 
-/* Bytes of one element of dt in a plane; 0 when the plane has nothing for that type
- * (LO: bf16 only, MASTER: fp16 only, ACC: 16-bit types only, M, V and UNDO: not fp64, which our AdamW
- * does not take; planes other than HI: nothing for types that cannot be trained). */
-size_t mt_plane_elem_bytes(mt_plane p, mt_dtype dt);
-
-/* Bytes in a plane of n elements of a parameter: its first, or those from a multiple of 4096 on. 0 as above. */
+/* Bytes in a plane of n elements of dt, states kept as st; 0 when the plane has nothing for that type
+ * (LO: bf16 with bits below hi, MASTER: fp16 only, SCALE: moments of 8 bits, ACC: 16-bit types only; M, V,
+ * SCALE and UNDO: not fp64, which our AdamW does not take; planes other than HI: nothing for types that
+ * cannot be trained). */
+size_t mt_plane_bytes(mt_plane p, mt_dtype dt, mt_states st, int64_t n);
+/* The same of n elements of a parameter: its first, or those from a multiple of 128 on. */
 size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n);
+
+/* How the unit's states are kept; FP32 until it is set. MT_ESTATE when planes of other states are made. */
+mt_status mt_store_set_states(mt_store *s, int unit, mt_states states);
+mt_states mt_store_states    (const mt_store *s, int unit);              /* any thread */
 
 /* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in
  * parallel and (HI, GRAD) registered at the first call. A parameter that was not trainable then

@@ -34,6 +34,7 @@ typedef struct mt__unit {
     mt_param_desc *desc;             /* [n_params]; `trainable` later too, under map_mu */
 
     mt__plane      plane[MT__PLACES][MT_PLANE_COUNT];
+    atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is made */
     atomic_int     settled;          /* set once, under map_mu; read by anyone */
     atomic_int     through;          /* the same, but set and cleared */
     atomic_int     registered;       /* all host planes are. Set once, under map_mu; read by anyone */

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 
 #define ALIGN_BYTES ((size_t)512)
-#define ELEMENTS    256          /* a smaller part, unless it is a tensor's rest, is not worth its copies */
+#define ELEMENTS    256          /* parts begin at multiples; a smaller one, but a tensor's rest, is none */
 #define PARTS       32           /* in a buffer, at most */
 
 typedef struct buffer {
@@ -54,15 +54,22 @@ static size_t aligned(size_t bytes)
     return (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
 }
 
-/* How many of `left` elements fit into so many bytes. */
+/* Bytes of n elements in a span. */
+static size_t span_bytes(const mt_through_tensor *k, int s, int64_t n)
+{
+    int64_t group = k->span[s].group;
+    return (size_t)((n + group - 1) / group) * k->span[s].elem;
+}
+
+/* How many of `left` elements fit into so many bytes: all, or a multiple of ELEMENTS. */
 static int64_t fit(const mt_through_tensor *k, int64_t left, size_t bytes)
 {
     size_t  each = 0, spare = (size_t)k->n_spans * ALIGN_BYTES;
     int64_t most;
 
     for (int s = 0; s < k->n_spans; s++)
-        each += k->span[s].elem;
-    most = bytes > spare ? (int64_t)((bytes - spare) / each) : 0;
+        each += span_bytes(k, s, ELEMENTS);
+    most = bytes > spare ? (int64_t)((bytes - spare) / each) * ELEMENTS : 0;
     return left < most ? left : most;
 }
 
@@ -84,11 +91,11 @@ static int cut(cursor *c, char *mem, size_t bytes, mt_through_part *parts)
 
         *p = (mt_through_part){ .tensor = c->tensor, .from = c->from };
         p->n = fit(k, k->n - c->from, bytes - at);
-        if (n > 0 && p->n < ELEMENTS && p->n < k->n - c->from)
+        if (n > 0 && p->n == 0 && c->from < k->n)
             break;
         for (int s = 0; s < k->n_spans; s++) {
             p->at[s] = mem + at;
-            at += aligned((size_t)p->n * k->span[s].elem);
+            at += aligned(span_bytes(k, s, p->n));
         }
         n += p->n > 0;
         if ((c->from += p->n) == k->n) {
@@ -111,8 +118,8 @@ static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_through_tensor 
     for (int i = 0; i < n; i++)
         for (int s = 0; s < k[parts[i].tensor].n_spans; s++) {
             const mt_through_tensor *of = &k[parts[i].tensor];
-            size_t elem = of->span[s].elem, bytes = (size_t)parts[i].n * elem;
-            char  *host = (char *)of->span[s].host + (size_t)parts[i].from * elem;
+            size_t bytes = span_bytes(of, s, parts[i].n);
+            char  *host = (char *)of->span[s].host + span_bytes(of, s, parts[i].from);
 
             if (!up && !of->span[s].back)
                 continue;

@@ -34,7 +34,8 @@ typedef struct mt_through_tensor {
     int     n_spans;
     struct {
         void  *host;
-        size_t elem;                     /* bytes of an element; 8 at most */
+        size_t elem;                     /* bytes of an element, or of a group; 8 at most */
+        int    group;                    /* elements that share it: 1, or a divisor of 256 */
         int    back;                     /* 1: copied down again */
     } span[MT_THROUGH_SPANS];
 } mt_through_tensor;

@@ -146,9 +146,9 @@ static void every_state_of_what_is_trained_is_in_one_part(void)
         for (int64_t k = 0; k < p->n; k++)
             seen[p->param][p->from + k]++;
         for (int k = 0; k < MT_PLANE_COUNT; k++) {
-            size_t bytes = (size_t)p->n * mt_plane_elem_bytes((mt_plane)k, mixed[p->param].dtype);
+            size_t bytes = mt_plane_bytes((mt_plane)k, mixed[p->param].dtype, MT_STATES_FP32, p->n);
 
-            CHECK_EQ(p->at[k] != NULL, (MT_ARRIVE_PLANES >> k & 1) && bytes > 0);
+            CHECK_EQ(p->at[k] != NULL, (MT_STATE_PLANES >> k & 1) && bytes > 0);
             if (p->at[k] == NULL)
                 continue;
             CHECK_EQ((uintptr_t)p->at[k] % 512, (uintptr_t)h.mem[i] % 512);

@@ -517,8 +517,8 @@ static mt_status list_update(void *arg, mt_through_tensor **out, int *n)
     REQUIRE(k != NULL);
     for (int p = 0; p < TOY_PARAMS; p++)
         k[p] = (mt_through_tensor){ .n = toy_numel(a->unit, p), .n_spans = 2, .span = {
-            { toy_at(&a->e->t, a->unit, p, MT_PLANE_HI), sizeof(float), 1 },
-            { toy_at(&a->e->t, a->unit, p, MT_PLANE_GRAD), sizeof(float), 0 } } };
+            { toy_at(&a->e->t, a->unit, p, MT_PLANE_HI), sizeof(float), 1, 1 },
+            { toy_at(&a->e->t, a->unit, p, MT_PLANE_GRAD), sizeof(float), 1, 0 } } };
     *out = k;
     *n = TOY_PARAMS;
     return MT_OK;

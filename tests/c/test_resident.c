@@ -341,7 +341,7 @@ static void *plane_of(const adam *a, int p, mt_plane plane)
 {
     void *at = NULL;
 
-    if (mt_plane_elem_bytes(plane, types[a->unit]) == 0 || (a->guest && MT_ARRIVE_PLANES >> plane & 1))
+    if (mt_plane_bytes(plane, types[a->unit], MT_STATES_FP32, 1) == 0 || (a->guest && MT_STATE_PLANES >> plane & 1))
         return NULL;
     if (a->settled)
         REQUIRE(mt_resident_at(a->m->r, a->unit, p, plane, &at) == MT_OK);
@@ -410,9 +410,9 @@ static mt_status adam_list(void *arg, mt_through_tensor **out, int *n)
     tensors(arg, t);
     for (int p = 0; p < PARAMS; p++)
         k[p] = (mt_through_tensor){ .n = t[p].n, .n_spans = t[p].dtype == MT_F32 ? AT_LOW : AT_LOW + 1, .span = {
-            { t[p].hi, mt_dtype_bytes(t[p].dtype), 1 }, { t[p].m, 4, 1 }, { t[p].v, 4, 1 },
-            { (void *)(uintptr_t)t[p].grad, mt_dtype_bytes(t[p].grad_dtype), 0 },
-            { t[p].lo != NULL ? (void *)t[p].lo : (void *)t[p].master, t[p].lo != NULL ? 2 : 4, 1 } } };
+            { t[p].hi, mt_dtype_bytes(t[p].dtype), 1, 1 }, { t[p].m, 4, 1, 1 }, { t[p].v, 4, 1, 1 },
+            { (void *)(uintptr_t)t[p].grad, mt_dtype_bytes(t[p].grad_dtype), 1, 0 },
+            { t[p].lo != NULL ? (void *)t[p].lo : (void *)t[p].master, t[p].lo != NULL ? 2 : 4, 1, 1 } } };
     *out = k;
     *n = PARAMS;
     return MT_OK;
@@ -544,7 +544,7 @@ static void collect(model *m)
         CHECK_OK(mt_resident_bring(m->r, u, ~0u));
         for (int p = 0; p < PARAMS; p++)
             for (int k = 0; k < PLANES; k++) {
-                size_t elem = mt_plane_elem_bytes(planes[k], types[u]);
+                size_t elem = mt_plane_bytes(planes[k], types[u], MT_STATES_FP32, 1);
 
                 if (elem > 0)
                     memcpy(m->out->plane[u][p][k], host(m, u, p, planes[k]), (size_t)numel(u, p) * elem);
@@ -858,8 +858,8 @@ static void of_guests_states_alone_cross(void)
     for (int u = 0; u < UNITS; u++)
         for (int p = 0; p < PARAMS; p++)
             for (int k = 0; k < PLANES; k++)
-                if (MT_ARRIVE_PLANES >> planes[k] & 1)
-                    states += (size_t)numel(u, p) * mt_plane_elem_bytes(planes[k], types[u]);
+                if (MT_STATE_PLANES >> planes[k] & 1)
+                    states += (size_t)numel(u, p) * mt_plane_bytes(planes[k], types[u], MT_STATES_FP32, 1);
     CHECK_EQ(mt_arrive_stats_get(m.a).h2d_bytes, 5 * states);
     CHECK_EQ(mt_arrive_stats_get(m.a).d2h_bytes, 5 * states);
     CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, 0);

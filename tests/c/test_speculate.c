@@ -310,7 +310,7 @@ static const mt_plane compared[] = { MT_PLANE_HI, MT_PLANE_M, MT_PLANE_V, MT_PLA
 
 static size_t plane_bytes(const rig *r, int unit, int param, mt_plane plane)
 {
-    return (size_t)toy_numel(unit, param) * mt_plane_elem_bytes(plane, r->dtype);
+    return (size_t)toy_numel(unit, param) * mt_plane_bytes(plane, r->dtype, MT_STATES_FP32, 1);
 }
 
 static int equal(const rig *a, const rig *b)
@@ -621,7 +621,7 @@ static void step_and_end(mt_dtype dt, int64_t n, mt_isa isa)
     size_t   bytes = 16 * (size_t)n;
     char    *before = malloc(bytes), *plain = malloc(bytes), *early = malloc(bytes);
     void    *grad = malloc(4 * (size_t)n);
-    void    *spare = malloc((size_t)n * mt_plane_elem_bytes(MT_PLANE_UNDO, dt));
+    void    *spare = malloc((size_t)n * mt_plane_bytes(MT_PLANE_UNDO, dt, MT_STATES_FP32, 1));
     uint64_t random = (uint64_t)n;
     mt_adam_tensor a, b;
 

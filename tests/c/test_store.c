@@ -79,22 +79,56 @@ static void frozen_parameters_take_no_room_beyond_hi(void)
 
 static void planes_hold_what_the_type_needs(void)
 {
-    static const struct { mt_dtype dt; size_t bytes[MT_PLANE_COUNT]; } want[] = {
-        /*          HI GRAD LO MASTER M V ACC UNDO */
-        { MT_F32,  { 4, 4,  0, 0,     4, 4, 0, 12 } },
-        { MT_BF16, { 2, 2,  2, 0,     4, 4, 4, 12 } },
-        { MT_F16,  { 2, 2,  0, 4,     4, 4, 4, 14 } },
-        { MT_F64,  { 8, 8,  0, 0,     0, 0, 0, 0 } },
-        { MT_I64,  { 8, 0,  0, 0,     0, 0, 0, 0 } },
-        { MT_BOOL, { 1, 0,  0, 0,     0, 0, 0, 0 } },
+    static const struct { mt_dtype dt; mt_states st; size_t bytes[MT_PLANE_COUNT]; } want[] = {
+        /* of 256 elements:             HI GRAD LO MASTER M V SCALE ACC UNDO */
+        { MT_F32,  MT_STATES_FP32,     { 4, 4,  0, 0,     4, 4, 0,  0, 12 } },
+        { MT_BF16, MT_STATES_FP32,     { 2, 2,  2, 0,     4, 4, 0,  4, 12 } },
+        { MT_F16,  MT_STATES_FP32,     { 2, 2,  0, 4,     4, 4, 0,  4, 14 } },
+        { MT_F64,  MT_STATES_FP32,     { 8, 8,  0, 0,     0, 0, 0,  0, 0 } },
+        { MT_I64,  MT_STATES_FP32,     { 8, 0,  0, 0,     0, 0, 0,  0, 0 } },
+        { MT_BOOL, MT_STATES_FP32,     { 1, 0,  0, 0,     0, 0, 0,  0, 0 } },
+        { MT_F32,  MT_STATES_8BIT,     { 4, 4,  0, 0,     1, 1, 16, 0, 6 } },
+        { MT_BF16, MT_STATES_8BIT,     { 2, 2,  2, 0,     1, 1, 16, 4, 6 } },
+        { MT_BF16, MT_STATES_8BIT_LO8, { 2, 2,  1, 0,     1, 1, 16, 4, 5 } },
+        { MT_BF16, MT_STATES_8BIT_SR,  { 2, 2,  0, 0,     1, 1, 16, 4, 4 } },
+        { MT_F16,  MT_STATES_8BIT_SR,  { 2, 2,  0, 4,     1, 1, 16, 4, 8 } },
+        { MT_F64,  MT_STATES_8BIT,     { 8, 8,  0, 0,     0, 0, 0,  0, 0 } },
     };
 
     for (size_t i = 0; i < sizeof want / sizeof *want; i++)
-        for (int p = 0; p < MT_PLANE_COUNT; p++)
-            CHECK_EQ(mt_plane_elem_bytes((mt_plane)p, want[i].dt), want[i].bytes[p]);
-    CHECK_EQ(mt_plane_elem_bytes(MT_PLANE_COUNT, MT_F32), 0);
+        for (int p = 0; p < MT_PLANE_COUNT; p++) {
+            size_t scales = want[i].bytes[MT_PLANE_SCALE];
+            size_t bytes = p == MT_PLANE_SCALE ? scales : 256 * want[i].bytes[p] + (p == MT_PLANE_UNDO ? scales : 0);
+
+            CHECK_EQ(mt_plane_bytes((mt_plane)p, want[i].dt, want[i].st, 256), bytes);
+        }
+    CHECK_EQ(mt_plane_bytes(MT_PLANE_COUNT, MT_F32, MT_STATES_FP32, 1), 0);
+    CHECK_EQ(mt_plane_bytes(MT_PLANE_SCALE, MT_F32, MT_STATES_8BIT, 129), 16);
     CHECK_STR(mt_plane_name(MT_PLANE_MASTER), "MASTER");
     CHECK_STR(mt_plane_name(MT_PLANE_COUNT), "?");
+}
+
+static void states_are_laid_out_as_they_are_kept(void)
+{
+    int u, other;
+
+    setup();
+    u = add("mixed", mixed, MIXED);
+    other = add("other", mixed, MIXED);
+    CHECK_OK(mt_store_set_states(store, u, MT_STATES_8BIT_LO8));
+    CHECK_EQ(mt_store_states(store, u), MT_STATES_8BIT_LO8);
+    CHECK_EQ(mt_store_states(store, other), MT_STATES_FP32);
+    CHECK_EQ(at(u, HALF, MT_PLANE_M) - at(u, BF, MT_PLANE_M), 512);          /* 300 bytes */
+    CHECK_EQ(at(u, HALF, MT_PLANE_SCALE) - at(u, BF, MT_PLANE_SCALE), 512);
+    CHECK_EQ(mt_store_plane_bytes(store, u, BF, MT_PLANE_LO, 300), 300);
+    CHECK_EQ(mt_store_plane_bytes(store, other, BF, MT_PLANE_LO, 300), 600);
+    CHECK_EQ(mt_store_plane_bytes(store, u, 99, MT_PLANE_LO, 300), 0);
+    CHECK_OK(mt_store_set_states(store, u, MT_STATES_8BIT_LO8));             /* as they are: no change */
+    CHECK_EQ(mt_store_set_states(store, u, MT_STATES_FP32), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "unit mixed has 8bit-lo8 states already (plane M)");
+    CHECK_EQ(mt_store_set_states(store, 7, MT_STATES_FP32), MT_EINVAL);
+    CHECK_EQ(mt_store_set_states(store, u, MT_STATES_COUNT), MT_EINVAL);
+    teardown();
 }
 
 static void plane_without_the_type_is_refused_by_name(void)
@@ -555,6 +589,7 @@ static void threads_that_race_for_a_plane_get_the_same_one(void)
     X(parameters_start_at_multiples_of_512)                                                   \
     X(frozen_parameters_take_no_room_beyond_hi)                                               \
     X(planes_hold_what_the_type_needs)                                                        \
+    X(states_are_laid_out_as_they_are_kept)      \
     X(plane_without_the_type_is_refused_by_name)                                              \
     X(parameter_trainable_later_gets_its_own_place)                                           \
     X(frozen_parameter_keeps_the_place_it_had)                                                \

@@ -7,6 +7,7 @@
 
 #define TENSORS 80
 #define BIG     40000            /* elements of the largest */
+#define GROUP   128              /* that share an element of span 2 */
 
 /* Adds 1 to what goes back, and to what does not. */
 typedef struct errand {
@@ -47,8 +48,10 @@ static void add_one(void *arg)
             for (int64_t j = 0; j < s->parts[i].n; j++)
                 if (s->e->k[s->parts[i].tensor].span[k].elem == 4)
                     ((float *)s->parts[i].at[k])[j] += 1;
-                else
+                else if (s->e->k[s->parts[i].tensor].span[k].elem == 2)
                     ((uint16_t *)s->parts[i].at[k])[j]++;
+                else
+                    ((uint64_t *)s->parts[i].at[k])[j / GROUP]++;
     free(s);
 }
 
@@ -85,7 +88,8 @@ static mt_through_job job_of(errand *e, int unit)
                              .free = errand_free, .arg = e };
 }
 
-/* Tensors of all lengths around what a buffer holds: span 0 comes back, span 1 does not. */
+/* Tensors of all lengths around what a buffer holds: span 0 comes back, span 1 does not, and of span 2, which
+ * does, a group shares an element. */
 static void errand_fill(errand *e, toy *t)
 {
     static const int64_t lengths[] = { 0, 1, 3, 255, 256, 257, 1000, 1365, BIG };
@@ -94,13 +98,19 @@ static void errand_fill(errand *e, toy *t)
     for (int i = 0; i < TENSORS; i++) {
         int64_t n = lengths[i % 9 < 8 || i == 8 ? i % 9 : 1];
 
-        e->k[i] = (mt_through_tensor){ .n = n, .n_spans = 2 };
+        e->k[i] = (mt_through_tensor){ .n = n, .n_spans = 3 };
         e->k[i].span[0].host = calloc((size_t)n + 1, 4);
         e->k[i].span[1].host = calloc((size_t)n + 1, 2);
         REQUIRE(e->k[i].span[0].host != NULL && e->k[i].span[1].host != NULL);
         e->k[i].span[0].elem = 4;
         e->k[i].span[0].back = 1;
         e->k[i].span[1].elem = 2;
+        e->k[i].span[0].group = e->k[i].span[1].group = 1;
+        e->k[i].span[2].host = calloc((size_t)n / GROUP + 1, 8);
+        REQUIRE(e->k[i].span[2].host != NULL);
+        e->k[i].span[2].elem = 8;
+        e->k[i].span[2].group = GROUP;
+        e->k[i].span[2].back = 1;
     }
 }
 
@@ -113,6 +123,10 @@ static void errand_check(const errand *e, float times)
         for (int64_t j = 0; j < e->k[i].n; j++) {
             wrong += ((float *)e->k[i].span[0].host)[j] != times;
             wrong += ((uint16_t *)e->k[i].span[1].host)[j] != 0;
+            if (j % GROUP == 0) {
+                int64_t in = e->k[i].n - j < GROUP ? e->k[i].n - j : GROUP;
+                wrong += ((uint64_t *)e->k[i].span[2].host)[j / GROUP] != (uint64_t)times * (uint64_t)in;
+            }
         }
     CHECK_EQ(wrong, 0);
 }
@@ -122,6 +136,7 @@ static void errand_empty(errand *e)
     for (int i = 0; i < e->n; i++) {
         free(e->k[i].span[0].host);
         free(e->k[i].span[1].host);
+        free(e->k[i].span[2].host);
     }
 }
 
