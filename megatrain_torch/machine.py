@@ -208,8 +208,8 @@ def _nearest() -> Machine:
                                vram_bytes=torch.cuda.get_device_properties(0).total_memory)
 
 
-_BY_GPU = (("gh200", "gh200-480g"), ("h200", "h200-128g"), ("h100", "h100-80g"), ("5090", "rtx5090"),
-           ("4090", "rtx4090-64g"))
+_BY_GPU = (("gh200", "gh200-480g"), ("h200", "h200-128g"), ("h100", "h100-80g"), ("b200", "b200-2t"),
+           ("a100", "a100-80g"), ("5090", "rtx5090"), ("4090", "rtx4090-64g"), ("3090", "rtx3090-64g"))
 
 
 def host_limit_bytes() -> int:
@@ -288,6 +288,26 @@ MACHINES: dict[str, Machine] = {m.name: m for m in (
                         attention=_attention(_H200_ATTENTION, 0.28), hbm_gbps=1600.0, h2d_gbps=54.0, d2h_gbps=54.0,
                         both_gbps=48.0, busy_gbps=25.0, adam_gparams=((1, 1.1), (16, 2.8)), add_gparams=4.5,
                         device_adam_gparams=57.0, launch_us=4.0, source="described"),
+    # RTX 3090: 71 TFLOP/s dense bf16 with fp32 sums, 936 GB/s (data sheet), PCIe 4 x16; host as of the 4090 with DDR4,
+    # 50 GB/s. Products as there.
+    dataclasses.replace(_H200, name="rtx3090-64g", vram_bytes=int(23.6 * GIB), vram_overhead_bytes=int(0.6 * GIB),
+                        host_bytes=62 * GIB, gemm=_scaled(_H200_GEMM, 0.13, 64.0),
+                        attention=_attention(_H200_ATTENTION, 0.1), hbm_gbps=840.0, h2d_gbps=25.0, d2h_gbps=25.0,
+                        both_gbps=20.0, busy_gbps=13.0, adam_gparams=((1, 0.8), (16, 1.8)), add_gparams=3.0,
+                        device_adam_gparams=30.0, launch_us=5.0, source="described"),
+    # A100 SXM: 312 TFLOP/s dense bf16, 2,039 GB/s of 80 GB (data sheet), PCIe 4 x16; products are taken to reach 80 %
+    # of the sheet, and the host to have 512 GiB and 180 GB/s.
+    dataclasses.replace(_H200, name="a100-80g", vram_bytes=int(79.1 * GIB), host_bytes=500 * GIB,
+                        gemm=_scaled(_H200_GEMM, 0.35, 250.0), attention=_attention(_H200_ATTENTION, 0.35),
+                        hbm_gbps=1700.0, h2d_gbps=25.0, d2h_gbps=25.0, both_gbps=22.0, busy_gbps=20.0,
+                        adam_gparams=((1, 0.6), (32, 6.5)), add_gparams=10.0, device_adam_gparams=60.0,
+                        source="described"),
+    # B200: 2,250 TFLOP/s dense bf16 at 1,000 W, 8 TB/s of 192 GB, of which the driver gives 179 GiB (data sheet), in a
+    # host of PCIe 5 with 2 TiB. Products are taken to reach what they reach on the H200, 75 % of its sheet.
+    dataclasses.replace(_H200, name="b200-2t", vram_bytes=179 * GIB, host_bytes=2000 * GIB,
+                        gemm=_scaled(_H200_GEMM, 2.27, 1690.0), attention=_attention(_H200_ATTENTION, 1.8),
+                        hbm_gbps=6500.0, device_adam_gparams=235.0, adam_gparams=((1, 0.70), (64, 9.0)),
+                        add_gparams=14.0, source="described"),
     # The CPU device, for trying things: "device" memory is host memory.
     Machine(name="cpu", device="cpu", vram_bytes=8 * GIB, vram_overhead_bytes=0, host_bytes=8 * GIB,
             host_overhead_bytes=GIB // 2,
