@@ -8,7 +8,7 @@
     python benchmarks/bench_step.py --layers 12 --engine fsdp2
     python benchmarks/bench_step.py --layers 8 --overhead          # streamed against resident
     python benchmarks/bench_step.py --layers 12 --overhead vram    # all streamed, all in VRAM
-    python benchmarks/bench_step.py --layers 12 --overhead arrive  # so, but the first unit's states arrive
+    python benchmarks/bench_step.py --layers 12 --overhead arrive  # so, but the first units' states arrive
     python benchmarks/bench_step.py --layers 64 --host-overhead    # Python's time per unit
     python benchmarks/bench_step.py --device cpu                   # toy sizes, to try the script
 
@@ -91,6 +91,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--gpu-alone", action="store_true", help="measure the device's part first, by itself")
     add("--trace", nargs="?", const="", metavar="FILE", help=TRACE_HELP)
     add("--overhead", nargs="?", const="resident", choices=["resident", "vram", "arrive"], help=OVERHEAD_HELP)
+    add("--guests", type=int, default=3, help="first units whose states arrive, in --overhead arrive")
     add("--host-overhead", action="store_true", help="host time per unit in forward")
     args = parser.parse_args()
     if args.layers == "fit":
@@ -140,8 +141,8 @@ def make_engine(name: str, args: Any, device: torch.device, optimizer: bool) -> 
     if args.plan != "arrive":
         return ENGINES[name](model, args, device, optimizer, plan=planned(model, args))
     plan = planned(model, changed(args, plan="ram"))
-    first = next(iter(plan.homes))
-    plan = dataclasses.replace(plan, homes=plan.homes | {first: "arrive"})
+    guests = dict.fromkeys(list(plan.homes)[: args.guests], "arrive")
+    plan = dataclasses.replace(plan, homes=plan.homes | guests)
     return ENGINES[name](model, args, device, optimizer, plan=plan)
 
 
@@ -427,7 +428,8 @@ def bench_homes(args: Any, device: torch.device) -> None:
         for home in ("vram", "arrive" if args.overhead == "arrive" else "ram")
     )
     turns = take_turns((resident, streamed), batches, args, device)
-    states = "the first unit's states arrive" if args.overhead == "arrive" else "all states on the host"
+    arrive = args.overhead == "arrive"
+    states = f"those of the first {args.guests} arrive" if arrive else "all states on the host"
     show_overhead(args, device, f"AdamW on both, {states}", turns)
 
 

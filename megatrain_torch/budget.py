@@ -49,7 +49,8 @@ class Cap:
     def _join(self, on: str) -> None:
         """Pieces of freed memory that can be joined again: under a limit little is lost. Not where the user chose."""
         if self.joined:
-            torch.cuda.memory._set_allocator_settings(f"expandable_segments:{on}")
+            settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)      # from torch 2.10 on
+            (settings or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{on}")
 
 
 class Budget:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import statistics
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _core
-from .limits import host_limits
+from .limits import host_limits, resident_bytes
 from .machine import Machine, describe, host_limit_bytes, store_path
 from .templates.attention import Attention
 
@@ -279,7 +278,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None) -
     attention = tuple(_attention_at(seq, sizes, device) for seq in sizes.sequences)
     hbm, launch = _stream_gbps(sizes, device), _launch_us(device)
     # By now the libraries of products and attention are loaded.
-    rss = _resident_bytes() + (TRAINING_BYTES if cuda else 0)
+    rss = resident_bytes() + (TRAINING_BYTES if cuda else 0)
     say("copies")
     copies = copy_rates(device, sizes.copy_bytes, sizes.least_s)
     say("AdamW")
@@ -303,12 +302,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_rounded(v) for v in value)
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _resident_bytes() -> int:
-    """Memory this process has, torch and the driver in it."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _vram(device: torch.device) -> tuple[int, int]:

@@ -111,6 +111,12 @@ class HostLimits:
         sure = [b.limit for b in self.bounds if b.sure or not self.certain]
         return min(sure or [b.limit for b in self.bounds])
 
+    @property
+    def within(self) -> int:
+        """Bytes this process may use while others use what they do now."""
+        held = [b for b in self.bounds if b.sure or not self.certain] or self.bounds
+        return min(b.free for b in held) + resident_bytes()
+
     def short(self, need: int) -> Bound | None:
         """The bound under which `need` more bytes do not fit, with what they take besides; None: they fit.
 
@@ -140,6 +146,11 @@ class HostLimits:
         if self.grows:
             found.append(("memory may grow", self.grows))
         return found
+
+
+def resident_bytes() -> int:
+    """Memory this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def with_margin(need: int) -> int:

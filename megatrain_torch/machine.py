@@ -217,6 +217,15 @@ def host_limit_bytes() -> int:
     return host_limits().in_all
 
 
+def host_now(machine: Machine) -> int:
+    """Of a machine's host memory what others leave now, where it is this one."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    here = machine.device == ("cuda" if cuda else "cpu") and (not cuda or torch.cuda.get_device_name() in machine.name)
+    return min(machine.host_bytes, host_limits().within) if here else machine.host_bytes
+
+
 # ---- descriptions --------------------------------------------------------------------------------
 
 def _scaled(table: tuple[tuple[int, int, float], ...], by: float, top: float) -> tuple[tuple[int, int, float], ...]:

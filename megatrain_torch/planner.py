@@ -21,7 +21,7 @@ from torch import nn
 from .cost import Home
 from .errors import MegatrainError
 from .limits import parse_bytes, show_bytes, without_margin
-from .machine import Machine, resolve
+from .machine import Machine, host_now, resolve
 from .modes import MODES
 from .placement import Choice, Problem, Wishes
 from .shapes import Shape, shape_of
@@ -141,7 +141,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     """
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate)
     limits = resolve(machine)
-    most = parse_bytes(host, "host") or without_margin(limits.host_bytes)
+    here = host_now(limits) if machine is None else limits.host_bytes
+    most = parse_bytes(host, "host") or without_margin(here)
     limits = limits.with_limits(parse_bytes(vram, "vram"), most)
     shape = shape_of(model, dtype=dtype, units=units, layers=layers)
     if compute == "auto":       # as mt.stream has it

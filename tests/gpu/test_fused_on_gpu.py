@@ -16,6 +16,7 @@ import test_moe
 import torch
 import zoo
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import megatrain_torch as mt
 from megatrain_torch.templates.attention import Attention
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 FAMILIES = test_fused.FAMILIES | test_fused.ALIKE | test_moe.FAMILIES | test_moe.NEWER
 SIZES = dict(hidden_size=256, intermediate_size=512, head_dim=64, moe_intermediate_size=128, sliding_window=48,
              shared_expert_intermediate_size=128, shared_intermediate_size=128, query_pre_attn_scalar=64)
+KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION)
 BF16 = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "granite", "glm4", "mixtral", "qwen2_moe", "qwen3_moe",
         "olmoe", "gpt_oss", "dots1")
 
@@ -39,6 +41,13 @@ def streamed(model: nn.Module, keep: str) -> nn.Module:
     return mt.stream(model, "cuda", compute="fused", plan={"activations": keep, "slots": 2, "debug": {"poison": True}})
 
 
+def all_fused(model: nn.Module) -> None:
+    codes = fusing.codes(model)
+    if any("its router" in why for why in codes.values()):
+        pytest.skip(f"this transformers has another router: {next(iter(codes.values()))}")
+    fusing.all_fused(codes)
+
+
 @pytest.mark.parametrize("family, keep", [(f, fusing.KEEPS[i % 3]) for i, f in enumerate(FAMILIES)])
 def test_in_fp32_a_fused_family_has_the_gradients_of_plain_torch(family: str, keep: str) -> None:
     build = FAMILIES[family]
@@ -48,7 +57,7 @@ def test_in_fp32_a_fused_family_has_the_gradients_of_plain_torch(family: str, ke
         parity.seed()
         model = streamed(build(), keep)
         found, others = gradients(model, fusing.padded(0))
-    fusing.all_fused(fusing.codes(model))
+    all_fused(model)
     assert fusing.error(loss, found) < fusing.TOLERANCE
     fusing.grads_agree(grads, others)
 
@@ -73,11 +82,14 @@ def long_text(pad: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("family", BF16)
 def test_in_bf16_a_fused_family_passes_its_trials(family: str, pad: bool) -> None:
-    loss, grads = gradients(larger(family).cuda(), long_text(pad))
+    # cuDNN's backward is NaN for rows of padding that see nothing (torch 2.11), and so would be the truth.
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH] if pad else list(KERNELS)):
+        loss, grads = gradients(larger(family).cuda(), long_text(pad))
     model = streamed(larger(family), "selective")
     found, others = gradients(model, long_text(pad))
-    fusing.all_fused(fusing.codes(model))
+    all_fused(model)
     assert fusing.error(loss, found) < 1e-2
+    assert all(g is None or g.isfinite().all() for g in others.values())
     if family in test_fused.FAMILIES:        # in the others rounding decides some choices of experts
         fusing.grads_agree(grads, others, 5e-2)
 
