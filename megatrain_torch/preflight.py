@@ -24,7 +24,7 @@ import torch
 
 from . import _core
 from .cost import STAGINGS, device_planes, host_planes, visiting_planes
-from .disk import MEMORY_BYTES
+from .disk import MEMORY_BYTES, file_bytes
 from .errors import MegatrainError
 from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin
 from .planner import as_text
@@ -33,11 +33,12 @@ from .slots import plan_slots
 from .units import Group
 
 # Labels of cost.host_planes, and the planes whose memory they are.
-_PLANES = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V"), "gradients": ("GRAD",),
+_PLANES = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V", "SCALE"), "gradients": ("GRAD",),
            "sums": ("ACC",), "to take updates back": ("UNDO",)}
 _OWN = "the module's own, given back"
 COPIED = ("masters", "moments")    # of what lives on the device, when a state_dict is made
 SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay on the device
+PASSING_BYTES = 3 * 64 << 20    # buffers of updates that pass through the device: engine_store.c
 TRIM_BYTES = 64 << 20       # of the module's own tensors, given back before malloc is asked to give back too
 
 
@@ -81,6 +82,8 @@ class Asked:
             for plane, n in device_planes(unit, self.micro, home).items() if home in SETTLED else ():
                 if plane != "weights":
                     found[f"at home: {plane}"] = found.get(f"at home: {plane}", 0) + n
+        if "through" in self.homes:
+            found["updates in passing"] = PASSING_BYTES
         visiting = [visiting_planes(u) for u, home in zip(self.units(), self.homes) if home == "arrive"]
         return found | ({"states that arrive": sum(sum(v.values()) for v in visiting)} if visiting else {})
 
@@ -340,6 +343,10 @@ def _changes(asked: Asked, fits: Callable[[Asked], bool], over: int, free_on_dev
         if fits(tried):
             found["homes"] = _named(tried)
             break
+    for tried in _homes(asked, "ram", "disk"):
+        if fits(tried):
+            found["nvme"] = file_bytes(tried)
+            break
     trained = sum(u.trained for u in asked.units())
     states = sum(_planes(asked).values()) - sum(u.weights for u in asked.units())
     frozen = [(name, [(n, _Frozen(p)) for n, p in own]) for name, own in asked.groups]
@@ -374,6 +381,8 @@ def _refusal(asked: Asked, title: str, need: dict[str, int], most: int, whose: s
 def _in_words(name: str, value: Any) -> str:
     if name in ("vram", "host"):
         return f"{name}={value} ({show_bytes(value)}), if so much is there"
+    if name == "nvme":
+        return f"nvme= a directory with {value} bytes ({show_bytes(value)}) free"
     if name == "frozen":
         return f"{value:,} parameters less to train (freeze some, or LoRA)"
     if name == "homes":

@@ -197,6 +197,20 @@ def test_the_device_is_refused_with_the_homes_that_fit() -> None:
     mt.unstream(stream(vram=why.value.changes["vram"], plan={"homes": "vram"}))
 
 
+def test_a_large_model_is_told_of_the_device_and_of_the_disk() -> None:
+    """Without memory for it: parameters on the meta device have sizes."""
+    layers = [nn.Linear(8192, 8192, bias=False, device="meta", dtype=torch.bfloat16) for _ in range(24)]
+    groups = [(f"layers.{i}", [(f"layers.{i}.weight", layer.weight)]) for i, layer in enumerate(layers)]
+    asked = preflight.Asked("Large", groups, None, ("ram",) * 24, frozenset())
+    step, unit = 14 * 24 * 8192**2, 14 * 8192**2
+    free = Bound("a limit", 0, with_margin(step - 3 * 12 * 8192**2), "")
+    why = preflight._short(asked, preflight.Asked.host, free, "for a training step", 10 * unit)
+    assert list(why.changes["homes"].values()) == ["vram"] * 3
+    on_disk = preflight.Asked("Large", groups, None, ("ram",) * 19 + ("disk",) * 5, frozenset())
+    assert why.changes["nvme"] == preflight.file_bytes(on_disk)         # 10 of 12 bytes, and the disk's own buffers
+    assert "3 units at home in VRAM" in str(why) and "nvme= a directory" in str(why)
+
+
 def test_too_few_files_are_refused(free: Callable) -> None:
     free(10**9, files=(1000, 1024))
     with pytest.raises(mt.MegatrainError, match=r"ulimit -n.* to 1032"):
