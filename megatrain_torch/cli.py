@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
     doctor.add_argument("--out", type=Path, help="file to write; default: $MEGATRAIN_MACHINE, "
                         "or ~/.cache/megatrain/machine.json, where plans look")
+    doctor.add_argument("--disk", metavar="DIRECTORY", help="measure the drive too that optimizer states may go to")
     doctor.set_defaults(run=_doctor)
 
     plan = commands.add_parser("plan", help="what a training step takes, without weights or a GPU")
@@ -46,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--vram", help="limit of device memory, e.g. 24GiB")
     add("--host", help="limit of host memory")
     add("--micro", type=int, help="micro-batches; default: as many as are best")
-    add("--homes", choices=["ram", "vram", "arrive"], help="of all units; default: each where it is best")
+    add("--nvme", metavar="DIRECTORY", help="where states may go that host memory does not hold")
+    add("--homes", choices=["ram", "vram", "arrive", "disk"], help="of all units; default: each where it is best")
     add("--activations", choices=["replay", "selective", "saved"], help="of all layers; default: what is best")
     add("--slots", type=int, help="ring size")
     add("--speculate", action="store_true", help="updates on the host begin during backward")
@@ -63,7 +65,7 @@ def _doctor(args: argparse.Namespace) -> None:
     from . import doctor
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    machine, limits = doctor.measure(device, lambda what: sys.stderr.write(f"measuring: {what}\n"))
+    machine, limits = doctor.measure(device, lambda what: sys.stderr.write(f"measuring: {what}\n"), args.disk)
     sys.stdout.write(f"{doctor.report(machine, limits)}\n\nwritten to {doctor.store(machine, args.out)}\n")
 
 

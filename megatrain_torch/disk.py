@@ -27,15 +27,16 @@ class Disk:
     """Where states may go.
 
     Attributes:
-        path: an existing directory. limit: bytes that may be used there; None: what is free.
+        path: an existing directory; "": of a machine that is not at hand. limit: bytes that may be used there; None:
+            what is free.
     """
 
     path: str
     limit: int | None = None
 
     @staticmethod
-    def parse(nvme: str | Path | dict[str, Any] | None) -> Disk | None:
-        """`"/scratch"`, or `{"path": "/scratch", "limit": "200GiB"}`; None stays None.
+    def parse(nvme: str | Path | dict[str, Any] | None, somewhere: bool = False) -> Disk | None:
+        """`"/scratch"`, or `{"path": "/scratch", "limit": "200GiB"}`; None stays None. somewhere: a limit is enough.
 
         Raises:
             MegatrainError: neither; or the limit is no size.
@@ -43,16 +44,19 @@ class Disk:
         if nvme is None:
             return None
         given = {"path": nvme} if isinstance(nvme, (str, Path)) else nvme
-        if not isinstance(given, dict) or "path" not in given or set(given) - {"path", "limit"}:
+        known = {"path", "limit"}
+        if not isinstance(given, dict) or set(given) - known or not ("path" in given or (somewhere and given)):
             raise MegatrainError(f"nvme={nvme!r}: give a directory, or {{'path': directory, 'limit': '200GiB'}}")
-        return Disk(str(given["path"]), parse_bytes(given.get("limit"), "nvme limit"))
+        return Disk(str(given.get("path", "")), parse_bytes(given.get("limit"), "nvme limit"))
 
     def room(self) -> int:
-        """Bytes that may be taken now; what crashed processes left there is removed first.
+        """Bytes that may be taken now; what crashed processes left there is removed first. Without a path: the limit.
 
         Raises:
             MegatrainError: there is no such directory.
         """
+        if not self.path:
+            return self.limit or 0
         free = _core.disk_room(self.path)
         return free if self.limit is None else min(free, self.limit)
 
@@ -76,7 +80,7 @@ def check_room(asked: Asked, disk: Disk | None) -> None:
     need = file_bytes(asked)
     if "disk" not in asked.homes:
         return
-    if disk is None:
+    if disk is None or not disk.path:
         raise MegatrainError("plan: homes has units on 'disk': give mt.stream the directory, nvme='/path'")
     free = _core.disk_room(disk.path)
     if need > free:

@@ -41,11 +41,12 @@ class Sizes(NamedTuple):
     copy_bytes: int                         # PCIe reaches its rate from 16 MiB on
     parameters: int
     least_s: float                          # of repetitions of one thing
+    disk_bytes: int
 
 
 CUDA = Sizes((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536), (1024, 3584, 8192, 12288),
-             (1024, 4096, 16384, 65536), 16384, (28, 4, 128), 512 * MIB, 256 * MIB, 100_000_000, 0.2)
-CPU = Sizes((64, 256), (128, 512), (64, 256), 256, (4, 2, 32), 4 * MIB, 4 * MIB, 1_000_000, 0.02)
+             (1024, 4096, 16384, 65536), 16384, (28, 4, 128), 512 * MIB, 256 * MIB, 100_000_000, 0.2, 16 << 30)
+CPU = Sizes((64, 256), (128, 512), (64, 256), 256, (4, 2, 32), 4 * MIB, 4 * MIB, 1_000_000, 0.02, 16 * MIB)
 
 # A training script's own: transformers, its data, what the driver keeps for registered memory. Six runs on an H200
 # had 1.4 GB resident beyond the store, where the doctor alone has 0.6.
@@ -260,12 +261,21 @@ def _device_adam(sizes: Sizes, device: torch.device) -> float:
 
 # ---- the whole -----------------------------------------------------------------------------------
 
-def measure(device: torch.device, say: Callable[[str], None] = lambda _: None) -> tuple[Machine, dict[str, float]]:
+def _disk_rates(path: str, most: int) -> dict[str, float]:
+    """GB/s of the drive that a directory is on, past the page cache: read, written, and both together."""
+    nbytes = min(most, _core.disk_room(path) // 4)
+    found = _core.disk_measure(path, nbytes, piece=min(32 << 20, nbytes // 16 // 4096 * 4096))
+    return {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
+
+
+def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
+            disk: str | None = None) -> tuple[Machine, dict[str, float]]:
     """This machine, and what is known of its limits: by names of Machine's attributes, in their units.
 
     Args:
         device: the GPU, or the CPU device: then toy sizes, in a second or two.
         say: is told what is measured next.
+        disk: a directory on the drive that states may go to; None: a drive is described, not measured.
     """
     cuda = device.type == "cuda"
     sizes, cpus = CUDA if cuda else CPU, _core.build_info()["cpus"]
@@ -285,7 +295,10 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None) -
     adam, traffic = _host_adam(sizes, sorted({1, max(1, cpus // 2), max(1, cpus - 1)}))
     busy, device_adam = _busy_gbps(sizes, device, adam[-1][0]), _device_adam(sizes, device)
     vram, taken = _vram(device)
-    rates = {"gemm": gemm, "attention": attention, "hbm_gbps": hbm, "launch_us": launch, **copies,
+    if disk is not None:
+        say("disk")
+    drive = _disk_rates(disk, sizes.disk_bytes) if disk is not None else {}
+    rates = {**drive, "gemm": gemm, "attention": attention, "hbm_gbps": hbm, "launch_us": launch, **copies,
              "busy_gbps": min(busy, copies["h2d_gbps"]), "adam_gparams": adam,
              "add_gparams": adam[-1][1] * UPDATE_BYTES / ADD_BYTES, "device_adam_gparams": device_adam}
     host = host_limit_bytes()

@@ -28,6 +28,7 @@ from .cost import (
     host_planes,
     visiting_planes,
 )
+from .disk import MEMORY_BYTES
 from .machine import Machine
 from .modes import KEEPS
 from .shapes import Shape, Unit
@@ -55,8 +56,9 @@ class Wishes:
     Attributes:
         tokens, seq: of a step; tokens is a multiple of seq.
         fused: templates run where they fit, and our own loss behind the head.
-        homes: "ram", "vram" or "arrive" for all units. activations: a mode for all windows that have it.
+        homes: "ram", "vram", "arrive" or "disk" for all units. activations: a mode for all windows that have it.
         speculate: updates on the host begin during backward.
+        nvme: bytes that states may take on disk; None: there is none.
     """
 
     tokens: int
@@ -67,6 +69,7 @@ class Wishes:
     slots: int | None = None
     micro: int | None = None
     speculate: bool = False
+    nvme: int | None = None
 
 
 class Choice(NamedTuple):
@@ -166,9 +169,44 @@ class Problem:
         self.micros: dict[int, Micro] = {}
         self.fetches: dict[tuple[tuple[Home, ...], int, int], Fetches] = {}
         self.first_bound: tuple[object, float] = (None, 0.0)       # of the homes asked about last
+        self.disks: dict[tuple[tuple[Home, ...], bool], frozenset[int]] = {}
         self.simulations = 0
 
     # ---- bytes ----
+
+    def on_disk(self, homes: tuple[Home, ...], micro: int) -> frozenset[int]:
+        """Units whose states are there: as many as host memory cannot hold, those that are used last first. Their
+        updates have most time before the next forward needs them."""
+        key = homes, micro > 1
+        if key not in self.disks:
+            self.disks[key] = frozenset() if self.wishes.nvme is None else self._on_disk(homes, micro)
+        return self.disks[key]
+
+    def _on_disk(self, homes: tuple[Home, ...], micro: int) -> frozenset[int]:
+        over, room, found = 1, self.wishes.nvme, []
+        if self.wishes.homes != "disk":
+            over = sum(self._host_bytes(homes, micro, frozenset()).values()) - self.machine.host_bytes
+        for u in reversed(self.first):
+            states = self.states(u)
+            if over + MEMORY_BYTES * bool(found) <= 0 or states > room:
+                break
+            if homes[u] == Home.RAM and states:
+                found.append(u)
+                room -= states
+                over -= states * (self.wishes.homes != "disk")
+        return frozenset(found)
+
+    def states(self, unit: int) -> int:
+        """Bytes of a unit's masters and moments."""
+        return sum(visiting_planes(self.shape.units[unit]).values())
+
+    def disk_bytes(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
+        """On disk, by plane."""
+        total: dict[str, int] = {}
+        for u in self.on_disk(homes, micro):
+            for plane, n in visiting_planes(self.shape.units[u]).items():
+                total[plane] = total.get(plane, 0) + n
+        return total
 
     def _leaving_bytes(self, unit: int, at: int) -> int:
         """Of a unit's gradients at window `at`, until they have left. A fused head's lie in the memory of their fp32
@@ -183,10 +221,17 @@ class Problem:
 
     def host_bytes(self, homes: tuple[Home, ...], micro: int, modes: tuple[str, ...] = ()) -> dict[str, int]:
         """By plane, and what is there besides; modes: with the activations of these."""
+        return self._host_bytes(homes, micro, self.on_disk(homes, micro), modes)
+
+    def _host_bytes(self, homes: tuple[Home, ...], micro: int, on_disk: frozenset[int],
+                    modes: tuple[str, ...] = ()) -> dict[str, int]:
         total = {OVERHEAD: self.machine.host_overhead_bytes}
-        for unit, home in zip(self.shape.units, homes):
-            for plane, n in host_planes(unit, Home(home).plain, micro, self.wishes.speculate).items():
+        for u, (unit, home) in enumerate(zip(self.shape.units, homes)):
+            where = "disk" if u in on_disk else Home(home).plain
+            for plane, n in host_planes(unit, where, micro, self.wishes.speculate).items():
                 total[plane] = total.get(plane, 0) + n
+        if on_disk:
+            total["buffers of the disk"] = MEMORY_BYTES
         away = [u.gradients for u, home in zip(self.shape.units, homes) if not home]
         total["staging"] = STAGINGS * max(away, default=0) if micro > 1 else 0
         total["activations"] = sum(self.away(micro, modes)) if modes else 0
@@ -311,7 +356,8 @@ class Problem:
              for u, home in zip(units, choice.homes)],
             [u.trained / (m.add_gparams * 1e9) for u in units], self.slots(choice.homes, choice.ring), choice.micro,
             m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9, self.wishes.speculate,
-            self.visiting(choice.homes), self.away(choice.micro, choice.modes))
+            self.visiting(choice.homes), self.away(choice.micro, choice.modes),
+            {u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in self.on_disk(choice.homes, choice.micro)})
 
     def gathering_s(self, unit: Unit, micro: int) -> float:
         """A step's gradients into the planes of a unit at home in VRAM: measured and copied, then added up."""
@@ -385,6 +431,8 @@ class Problem:
         gain most there: the next forward need not wait for their updates. Of the very first, only the states may be
         away."""
         n = len(self.shape.units)
+        if self.wishes.homes == "disk":
+            return [(Home.RAM,) * n]
         if self.wishes.homes:
             return [(Home[self.wishes.homes.upper()],) * n]
         kinds = {u: self.shape.windows[w].kind for u, w in self.first.items()}

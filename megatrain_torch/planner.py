@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from .cost import Home
+from .disk import Disk, years
 from .errors import MegatrainError
 from .limits import parse_bytes, show_bytes, without_margin
 from .machine import Machine, host_now, resolve
@@ -29,6 +31,7 @@ from .simulate import Timing
 from .tiers import Tier, write_tiers
 from .timeline import LANES
 
+ENDLESS = 1 << 62           # bytes of a disk
 Table = tuple[str, list[tuple[str, ...]]]
 
 
@@ -42,7 +45,7 @@ class Plan:
         tokens, seq, micro: of a step; into how many micro-batches the training loop should cut it.
         compute: "fused": templates where they fit; "eager": the model's own code.
         homes: by unit, "vram" (weights, gradients and states on the device), "arrive" (the same, but states are in
-            RAM between their updates) or "ram" (weights streamed).
+            RAM between their updates), "ram" (weights streamed) or "disk" (the same, but states are in a file).
         activations: by window, a mode of modes.py: "replay", "selective+host" ...
         slots: ring size of the streamed units, see slots.py.
         vram, host: bytes by what they hold, at the peak of a step; vram_bytes, host_bytes: their sums.
@@ -50,6 +53,8 @@ class Plan:
         busy: seconds of work by lane. idle: seconds in which compute stands still, by what it waits for. Both by the
             names that mt.last_step has.
         speculate: updates on the host begin during backward.
+        disk: bytes in the file by what they hold; all of them are read and written in a step. nvme: where it may be,
+            and disk_room: bytes it may have; None and 0 without.
     """
 
     model: str
@@ -71,6 +76,18 @@ class Plan:
     idle: dict[str, float]
     weights: dict[str, int]
     speculate: bool = False
+    disk: dict[str, int] = dataclasses.field(default_factory=dict)
+    nvme: Disk | None = None
+    disk_room: int = 0
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self.disk.values())
+
+    @property
+    def disk_years(self) -> float:
+        """Until the drive's rating is written by steps like this, one after the other; infinite where none is."""
+        return years(self.disk_bytes, self.seconds, self.machine.disk_tbw) if self.disk else math.inf
 
     @property
     def vram_bytes(self) -> int:
@@ -92,8 +109,9 @@ class Plan:
     @property
     def tiers(self) -> list[Tier]:
         """(title, bytes by what they hold, bytes there are) of each kind of memory."""
-        return [("device memory", self.vram, self.machine.vram_bytes),
-                ("host memory", self.host, self.machine.host_bytes)]
+        found = [("device memory", self.vram, self.machine.vram_bytes),
+                 ("host memory", self.host, self.machine.host_bytes)]
+        return [*found, ("disk", self.disk, self.disk_room)] if self.disk else found
 
     def picture(self, path: str | Path) -> None:
         """Draws what lies in which memory; .png, .svg or .pdf.
@@ -115,7 +133,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
          host: int | str | None = None, micro: int | None = None, homes: str | None = None,
          activations: str | None = None, slots: int | None = None, speculate: bool = False, compute: str = "auto",
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
-         layers: int | None = None) -> Plan:
+         layers: int | None = None, nvme: str | dict[str, Any] | None = None) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
@@ -127,19 +145,25 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
             what the machine has; of host memory, by default, 2 % stay free.
         micro: micro-batches of a step; None: as many as are best.
-        homes: "ram", "vram" or "arrive" for all units. activations: "replay", "attention", "selective" or "saved", with
-            "+host" or "+split" where what is kept waits in host memory, for all windows that have it. slots: ring
-            size. None: what is best.
+        homes: "ram", "vram", "arrive" or, with nvme, "disk" for all units. activations: "replay", "attention",
+            "selective" or "saved", with "+host" or "+split" where what is kept waits in host memory, for all windows
+            that have it. slots: ring size. None: what is best.
         speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
             in vain, as where nothing is clipped.
         compute, dtype, units: as for mt.stream.
         layers: of a config, instead of its own number.
+        nvme: directory for states that host memory does not hold, as for mt.stream; for another machine
+            {"limit": "2TB"} is enough.
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
             table of what needs least, and `changes` of the exception the arguments that would fit, one at a time.
     """
-    wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate)
+    disk = Disk.parse(nvme, somewhere=True)
+    if homes == "disk" and disk is None:
+        raise MegatrainError("homes='disk': give the directory, nvme='/path'")
+    wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate,
+                                 nvme=None if disk is None else disk.room())
     limits = resolve(machine)
     here = host_now(limits) if machine is None else limits.host_bytes
     most = parse_bytes(host, "host") or without_margin(here)
@@ -152,7 +176,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     best = problem.best()
     if best is None:
         raise _refusal(problem, resolve(machine))
-    return _plan(problem, *best)
+    return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0)
 
 
 def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations: str | None, slots: int | None,
@@ -163,7 +187,8 @@ def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations:
     if micro is not None and (micro < 1 or (tokens // seq) % micro):
         raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
     for name, value, known in (("compute", compute, ("auto", "fused", "eager")),
-                               ("homes", homes, [home.plain for home in Home]), ("activations", activations, MODES)):
+                               ("homes", homes, [*(home.plain for home in Home), "disk"]),
+                               ("activations", activations, MODES)):
         if value is not None and value not in known:
             raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
     if slots is not None and slots < 2:
@@ -173,13 +198,15 @@ def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations:
 
 def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
     shape, wishes = problem.shape, problem.wishes
+    on_disk = problem.on_disk(choice.homes, choice.micro)
     return Plan(
         shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
         "fused" if wishes.fused else "eager",
-        {u.name: Home(home).plain for u, home in zip(shape.units, choice.homes)},
+        {u.name: "disk" if i in on_disk else Home(home).plain for i, (u, home) in enumerate(zip(shape.units,
+                                                                                               choice.homes))},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
-        timing.idle, _window_weights(shape), wishes.speculate)
+        timing.idle, _window_weights(shape), wishes.speculate, problem.disk_bytes(choice.homes, choice.micro))
 
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
@@ -248,11 +275,22 @@ def _changes(problem: Problem, whole: Machine) -> dict[str, Any]:
         found["speculate"] = False
     if seq := _longest(problem):
         found["seq"] = seq
+    if nvme := _least_disk(problem):
+        found["nvme"] = {"limit": nvme}
     return found
 
 
 def _fits(problem: Problem, **other: Any) -> bool:
     return Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, **other)).fits()
+
+
+def _least_disk(problem: Problem) -> int:
+    """Bytes of a disk with which it fits; 0: with none."""
+    tried = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, nvme=ENDLESS))
+    vram, host = problem.machine.vram_bytes, problem.machine.host_bytes
+    return min((sum(tried.disk_bytes(homes.units, k).values()) for k, homes, _, slots, planes, on_host
+                in tried.combinations() if on_host <= host
+                and slots + planes + tried.micro(k).most(0, homes.visiting) <= vram), default=0)
 
 
 def _longest(problem: Problem) -> int | None:
@@ -280,6 +318,8 @@ def _in_words(changes: dict[str, Any], whole: Machine) -> str:
             words.append(f"{name}={value} ({show_bytes(value)})")
         elif value is None:
             words.append(f"no {name} asked for")
+        elif name == "nvme":
+            words.append(f"nvme=a directory with {value['limit']} bytes ({show_bytes(value['limit'])}) for states")
         else:
             words.append(f"{name}={value}" + (" (tokens in proportion)" if name == "seq" else ""))
     return "; ".join(words or ["nothing less than both more device and more host memory, or fewer parameters"]) + "."
@@ -298,7 +338,8 @@ def _headline(p: Plan) -> str:
 
 
 def _tables(p: Plan) -> list[Table]:
-    return [_placement_table(p), *(_bytes_table(*tier) for tier in p.tiers), _seconds_table(p)]
+    return [_placement_table(p), *(_bytes_table(*tier) for tier in p.tiers), *([_endurance(p)] if p.disk else []),
+            _seconds_table(p)]
 
 
 def _placement_table(p: Plan) -> Table:
@@ -306,7 +347,7 @@ def _placement_table(p: Plan) -> Table:
     for names, home, mode in _runs(p):
         rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
     ring = f"ring of {p.slots} slots for what streams" + "; updates begin during backward" * p.speculate
-    return ring if "ram" in p.homes.values() else "nothing streams", rows
+    return ring if {"ram", "disk"} & set(p.homes.values()) else "nothing streams", rows
 
 
 def _runs(p: Plan) -> list[tuple[list[str], str, str]]:
@@ -337,6 +378,13 @@ def _bytes_table(title: str, parts: dict[str, int], limit: int) -> Table:
     rows += [(what, show_bytes(n), "") for what, n in parts.items() if n]
     total = sum(parts.values())
     return "", [*rows, ("in all", show_bytes(total), f"of {show_bytes(limit)}, {total / limit:.0%}")]
+
+
+def _endurance(p: Plan) -> Table:
+    drive = f"{p.machine.disk_tbw:,.0f} TB written" if p.machine.disk_tbw else "not known"
+    lasts = f"{p.disk_years:.3g} years of such steps" if p.machine.disk_tbw else ""
+    return "", [("endurance", "written", ""), ("in a step", f"{p.disk_bytes / 1e9:.3g} GB", ""),
+                ("the drive's rating", drive, lasts)]
 
 
 def _seconds_table(p: Plan) -> Table:

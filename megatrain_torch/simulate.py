@@ -35,6 +35,7 @@ class Step:
         h2d, d2h, both, busy: bytes/s; see Machine.
         speculate: updates on the host begin during backward, and all that do are kept.
         away: [w] bytes of what it keeps in host memory between forward and backward; none: of no window.
+        disk: {u: seconds} in which the states of units that have them there are read and written; beside the update.
     """
 
     forward_s: list[float]
@@ -58,6 +59,7 @@ class Step:
     speculate: bool = False
     visiting: dict[int, int] = field(default_factory=dict)
     away: list[int] = field(default_factory=list)
+    disk: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class _Walk:
         self.run = self.h2d = self.mover = self.d2h = self.adder = 0.0
         self.launch = launch
         self.busy = dict.fromkeys(RESOURCES, 0.0)
-        self.idle = dict.fromkeys(("host update", "h2d", "d2h", "host sum", "through", "swap out", "swap back",
+        self.idle = dict.fromkeys(("host update", "disk", "h2d", "d2h", "host sum", "through", "swap out", "swap back",
                                    OWN), 0.0)
         self.opened = 0                         # windows of the forward under way
         self.guests = 0.0                       # when the last copies of states that arrive are over
@@ -160,9 +162,11 @@ class _Walk:
                 if step.home[u]:
                     self.run += step.update_s[u]
                 elif step.update_s[u]:
-                    now += step.update_s[u] * (KEEP_SHARE if u in self.early else 1.0)
+                    now += max(step.update_s[u] * (KEEP_SHARE if u in self.early else 1.0), step.disk.get(u, 0.0))
                     self.done[u] = now
-        self.updated, self.updates = now, {"host update": now, "device update": self.run}
+        self.updated, self.updates = now, {"host update": now, "device update": self.run,
+                                           "disk": sum(step.disk.values())}
+        self.updates["host update"] -= sum(max(0.0, s - step.update_s[u]) for u, s in step.disk.items())
         for nbytes in step.visiting.values():       # down behind the updates, beside the forward
             self.guests = self._copied(max(self.guests, self.run), nbytes, step.d2h)
         self.updates["through"] = self.guests - self.run if step.visiting else 0.0
@@ -187,7 +191,8 @@ class _Walk:
         for u in self.fetches[self.behind]:
             self.mover = max(self.mover, handed, self.done[u])
             start = max(self.h2d, self.mover, freed if self.behind else 0.0)
-            self.late[u] = "host update" if start == self.done[u] else "h2d"
+            bound = "disk" if self.step.disk.get(u, 0.0) > self.step.update_s[u] else "host update"
+            self.late[u] = bound if start == self.done[u] else "h2d"
             self.queued[u] = self.mover
             self.h2d = self.ready[u] = self._copied(start, self.step.weights[u], rate)
             self.busy["h2d"] += self.h2d - start
@@ -225,7 +230,7 @@ class _Walk:
         self.d2h = max(self.d2h, self.run)
         if not self.step.home[unit]:
             self._send(unit, adding)
-            if last and self.step.speculate:
+            if last and self.step.speculate and unit not in self.step.disk:
                 self._guess(unit, self.adder if adding else self.d2h)
         self.landed.append(self.d2h)
         if len(self.landed) > OFFLOAD_DEPTH:

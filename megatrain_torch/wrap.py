@@ -135,9 +135,10 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     if isinstance(plan, Plan):
         compute = plan.compute if compute == "auto" else compute
         vram = plan.machine.vram_bytes if vram is None else vram
-        micro, besides = plan.micro, tuple((what, n) for what, n in plan.host.items() if what != OVERHEAD)
+        micro, nvme = plan.micro, plan.nvme if nvme is None else Disk.parse(nvme)
+        besides = tuple((what, n) for what, n in plan.host.items() if what != OVERHEAD)
         plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate}
-    options, disk = _options(plan, compute), Disk.parse(nvme)
+    options, disk = _options(plan, compute), nvme if isinstance(nvme, Disk) else Disk.parse(nvme)
     _refuse_model(module)
     where = _device(device)
     found = find(module, units)

@@ -248,6 +248,29 @@ def test_what_host_memory_cannot_hold_goes_to_disk_last_units_first(tmp_path: Pa
     refused("does not fit", nvme=str(tmp_path), host=4 * 150 * 170)
 
 
+def test_a_plan_with_a_disk_runs(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4,
+                         vocab_size=128, num_hidden_layers=2, tie_word_embeddings=False)
+    model = LlamaForCausalLM(config)
+    plan = mt.plan(model, tokens=64, seq=32, homes="disk", machine="cpu", nvme={"limit": "1GB"})
+    with pytest.raises(mt.MegatrainError, match="the directory, nvme="):
+        mt.stream(model, device="cpu", plan=plan)
+    plan = mt.plan(model, tokens=64, seq=32, homes="disk", machine="cpu", nvme=str(tmp_path))
+    mt.stream(model, device="cpu", plan=plan)
+    rt = mt.wrap.runtime_of(model)
+    assert rt.on_disk == frozenset(range(len(plan.homes)))
+    assert plan.disk_bytes <= rt.core.disk_file()[1] <= disk.file_bytes(rt.room.asked)
+    opt = mt.AdamW(model.parameters())
+    ids = torch.arange(64).view(2, 32)
+    model(input_ids=ids, labels=ids).loss.backward()
+    opt.step()
+    for unit in rt.on_disk:
+        rt.core.bring(unit, -1)                  # waits for its writes
+    assert 0 < rt.core.stats()["disk_written_bytes"] - plan.disk_bytes < 1 << 20
+    mt.unstream(model)
+
+
 def test_engine_refuses_what_makes_no_sense(make: Callable[..., Pair], tmp_path: Path) -> None:
     model, _ = make({"layers.0": "disk", "layers.1": "vram"})
     core = core_of(model)

@@ -23,6 +23,7 @@ import megatrain_torch.simulate as simulation
 from megatrain_torch import cli, doctor
 from megatrain_torch._core import Engine
 from megatrain_torch.cost import Home
+from megatrain_torch.disk import MEMORY_BYTES
 from megatrain_torch.machine import MACHINES
 from megatrain_torch.placement import Choice, Problem, Wishes
 from megatrain_torch.planner import vram_table
@@ -271,6 +272,42 @@ def test_a_refusal_names_what_fits_and_one_byte_less_does_not(limits: dict) -> N
                 mt.plan(small(12), **asked | {name: value - 1})
 
 
+def test_states_that_host_memory_cannot_hold_go_to_disk(tmp_path: Path) -> None:
+    """The last units' and no more of them than must; the step is as long as the drive takes for them at least."""
+    asked = {"tokens": 16384, "seq": 1024, "homes": "ram", "machine": dataclasses.replace(FLAT, disk_both_gbps=1.0)}
+    whole = mt.plan(small(24), **asked)
+    assert not whole.disk and whole.disk_years == float("inf")
+    limit = whole.host_bytes - 100_000_000
+    with pytest.raises(mt.MegatrainError) as refused:
+        mt.plan(small(24), **asked, host=limit)
+    least = refused.value.changes["nvme"]
+    plan = mt.plan(small(24), **asked, host=limit, nvme=least)
+    assert plan.disk_bytes == least["limit"] and plan.host_bytes <= limit
+    homes = list(plan.homes.values())
+    assert homes == sorted(homes, reverse=True) and 0 < homes.count("disk") < len(homes)      # "ram" before "disk"
+    assert plan.host_bytes - MEMORY_BYTES + plan.disk_bytes == whole.host_bytes
+    drive_s = 2 * plan.disk_bytes / 1e9
+    assert plan.busy["disk"] == pytest.approx(drive_s) and plan.seconds > drive_s > whole.seconds and plan.idle["disk"]
+    assert plan.disk_years == pytest.approx(3504e12 / plan.disk_bytes * plan.seconds / (365.25 * 86400))
+    assert "TB written" in str(plan) and "years of such steps" in str(plan) and plan.bound == "disk"
+    with pytest.raises(mt.MegatrainError):
+        mt.plan(small(24), **asked, host=limit, nvme={"limit": least["limit"] - 1})
+    forced = mt.plan(small(24), **asked | {"homes": "disk"}, nvme=str(tmp_path))
+    assert set(forced.homes.values()) == {"disk"} and forced.disk_room > forced.disk_bytes > plan.disk_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(memory, memory, st.integers(0, 2 * GIB), wishes)
+def test_a_disk_is_used_only_where_memory_is_short(vram: int, host: int, room: int, asked: dict) -> None:
+    without, found = planned(SMALL, vram, host, **asked), planned(SMALL, vram, host, nvme=room, **asked)
+    if without is not None:
+        assert found is not None and found[2] <= without[2]
+    if found is not None:
+        p, choice, _ = found
+        assert sum(p.disk_bytes(choice.homes, choice.micro).values()) <= room
+        assert sum(p.host_bytes(choice.homes, choice.micro).values()) <= host
+
+
 def test_a_machine_too_small_is_named_as_such() -> None:
     with pytest.raises(mt.MegatrainError, match=r"a machine with \d+ bytes .* of host memory, not 62.0 GiB"):
         mt.plan(seven(28), tokens=8192, seq=1024, machine="rtx4090-64g")
@@ -516,7 +553,9 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
 
 def test_doctor_measures_and_plans_use_it(command: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "CPU", doctor.CPU._replace(parameters=100_000, copy_bytes=2**20, least_s=0.001))
-    status, out, _ = command("doctor", "--device", "cpu")
+    monkeypatch.setattr(doctor, "CPU", doctor.CPU._replace(disk_bytes=2**20))
+    status, out, _ = command("doctor", "--device", "cpu", "--disk", str(tmp_path))
+    assert "disk: read, write; together" in out and "data sheet" not in out
     kept = mt.Machine.parse(str(tmp_path / "kept" / "machine.json"))
     assert status == 0 and "AdamW" in out and f"{kept.h2d_gbps:.4g}" in out
     assert kept.device == "cpu" and kept.versions["torch"] == torch.__version__
