@@ -507,9 +507,13 @@ class Problem:
 
     def fits(self) -> bool:
         """Does anything that may be chosen?"""
+        return any(True for _ in self.fitting())
+
+    def fitting(self) -> Iterator[tuple[int, Homes]]:
+        """(micro-batches, homes) of all that may be chosen, and fits."""
         vram, host = self.machine.vram_bytes, self.machine.host_bytes
-        return any(True for micro, homes, _, slots, planes, on_host in self.combinations()
-                   for _ in self._fitting(micro, vram - slots - planes, host - on_host, homes.visiting))
+        return ((micro, homes) for micro, homes, _, slots, planes, on_host in self.combinations()
+                for _ in self._fitting(micro, vram - slots - planes, host - on_host, homes.visiting))
 
     def needs(self) -> tuple[int | None, int | None]:
         """(least VRAM within the host's limit, least host memory within the VRAM's); None: not with any."""

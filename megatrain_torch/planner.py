@@ -287,10 +287,7 @@ def _fits(problem: Problem, **other: Any) -> bool:
 def _least_disk(problem: Problem) -> int:
     """Bytes of a disk with which it fits; 0: with none."""
     tried = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, nvme=ENDLESS))
-    vram, host = problem.machine.vram_bytes, problem.machine.host_bytes
-    return min((sum(tried.disk_bytes(homes.units, k).values()) for k, homes, _, slots, planes, on_host
-                in tried.combinations() if on_host <= host
-                and slots + planes + tried.micro(k).most(0, homes.visiting) <= vram), default=0)
+    return min((sum(tried.disk_bytes(homes.units, micro).values()) for micro, homes in tried.fitting()), default=0)
 
 
 def _longest(problem: Problem) -> int | None:
