@@ -200,12 +200,13 @@ static void leave(cuda_dev *d, int pushed)
 
 /* ---- host memory ------------------------------------------------------------------------ */
 
-/* What drivers say when they have locked as much as they may: out of memory, by the data sheet; under WSL2
- * and in sandboxes also that the call of the system failed, or that it is not supported or permitted. */
+/* What drivers say when they have locked as much as they may: out of memory, by the manual; under WSL2 and
+ * in sandboxes also that the value is invalid (as reported of cudaHostAlloc there), that the call of the
+ * system failed, or that it is not supported or permitted. */
 static int cannot_lock(cudaError_t error)
 {
-    return error == cudaErrorMemoryAllocation || error == cudaErrorOperatingSystem ||
-           error == cudaErrorNotSupported || error == cudaErrorNotPermitted;
+    return error == cudaErrorMemoryAllocation || error == cudaErrorInvalidValue ||
+           error == cudaErrorOperatingSystem || error == cudaErrorNotSupported || error == cudaErrorNotPermitted;
 }
 
 static mt_status cuda_host_register(mt_dev *dev, void *p, size_t bytes)

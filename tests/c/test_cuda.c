@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <sys/mman.h>
 
 static mt_dev *cuda_open(int index)
 {
@@ -132,6 +133,57 @@ static void a_failure_leaves_no_error_behind(void)
     d->ops->close(d);
 }
 
+/* Up from p and down again into it, by a queue of d. */
+static void there_and_back(mt_dev *d, unsigned char *p, size_t bytes)
+{
+    mt_queue *q;
+    void     *mem;
+    size_t    wrong = 0;
+
+    for (size_t i = 0; i < bytes; i++)
+        p[i] = (unsigned char)(i * 7 >> 5);
+    REQUIRE(d->ops->mem_alloc(d, bytes, &mem) == MT_OK);
+    REQUIRE(d->ops->queue_open(d, "q", &q) == MT_OK);
+    CHECK_OK(d->ops->copy(q, mem, p, bytes));
+    CHECK_OK(d->ops->sync(q));
+    memset(p, 0, bytes);
+    CHECK_OK(d->ops->copy(q, p, mem, bytes));
+    CHECK_OK(d->ops->sync(q));
+    for (size_t i = 0; i < bytes; i++)
+        wrong += p[i] != (unsigned char)(i * 7 >> 5);
+    CHECK_EQ(wrong, 0);
+    d->ops->queue_close(q);
+    d->ops->mem_free(d, mem);
+}
+
+/* Pages that nobody may touch cannot be locked: the driver itself refuses. */
+static void what_the_driver_refuses_to_lock_is_copied_all_the_same(void)
+{
+    const size_t   bytes = (size_t)20 << 20;
+    mt_dev        *d = cuda_open(0);
+    unsigned char *p;
+    char           why[512];
+
+    if (d == NULL)
+        SKIP("%s", mt_last_error());
+    REQUIRE(mt_dev_stage_open(d, &d) == MT_OK);
+    p = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    REQUIRE(p != MAP_FAILED);
+    CHECK_OK(d->ops->host_register(d, p, bytes));
+    CHECK_EQ(mt_dev_stage_noted(d, why, sizeof why), bytes);
+    CHECK_HAS(why, "cannot be locked");
+    CHECK_EQ(cudaGetLastError(), cudaSuccess);
+    REQUIRE(mprotect(p, bytes, PROT_READ | PROT_WRITE) == 0);
+    there_and_back(d, p, bytes);
+    d->ops->host_unregister(d, p);
+    CHECK_OK(d->ops->host_register(d, p, bytes));
+    CHECK_EQ(mt_dev_stage_noted(d, why, sizeof why), 0);
+    there_and_back(d, p, bytes);
+    d->ops->host_unregister(d, p);
+    munmap(p, bytes);
+    d->ops->close(d);
+}
+
 /* Last in the program: the context is gone afterwards, for every user of it. */
 static void a_lost_device_says_why_again_and_again(void)
 {
@@ -170,6 +222,7 @@ static void a_lost_device_says_why_again_and_again(void)
     X(device_1_needs_nothing_of_device_0)                                                     \
     X(the_threads_device_is_left_alone)                                                       \
     X(a_failure_leaves_no_error_behind)                                                       \
+    X(what_the_driver_refuses_to_lock_is_copied_all_the_same)                                 \
     X(a_lost_device_says_why_again_and_again)
 
 #else
