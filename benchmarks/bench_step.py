@@ -21,7 +21,6 @@ one's update is in `step_s_with_last_update`, a mean over all of them.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import statistics
 import sys
@@ -61,6 +60,7 @@ BLOCK_STEPS = 3  # steps of one engine before the other has its turn, in --overh
 ACTIVATIONS = ["auto", "whole", *MODES]
 ACTIVATIONS_HELP = f"of all layers: {', '.join(ACTIVATIONS)}"
 TRACE_HELP = "more steps, traced: a report; with FILE: Chrome JSON, and a .png beside it"
+PLAN_HELP = "mt.plan's; ram, vram: all units there; arrive: in RAM, but the states of the first --guests"
 OVERHEAD_HELP = "streamed against plain torch's resident model, or against our own with all in VRAM"
 MOST_LAYERS = 256
 DOES_NOT_FIT = 3  # exit status
@@ -79,7 +79,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--steps", type=int, default=6)
     add("--warmup", type=int, default=2)
     add("--engine", choices=list(ENGINES), default="streamed")
-    add("--plan", choices=["auto", "ram", "vram"], help="mt.plan's; ram, vram: all units there")
+    add("--plan", choices=["auto", "ram", "vram", "arrive"], help=PLAN_HELP)
     add("--compute", choices=["auto", "eager", "fused", "compile"], default="auto")
     add("--vram", help='the most of the device that may be used, as "32GiB"')
     add("--activations", choices=ACTIVATIONS, default="auto", metavar="MODE", help=ACTIVATIONS_HELP)
@@ -91,7 +91,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--gpu-alone", action="store_true", help="measure the device's part first, by itself")
     add("--trace", nargs="?", const="", metavar="FILE", help=TRACE_HELP)
     add("--overhead", nargs="?", const="resident", choices=["resident", "vram", "arrive"], help=OVERHEAD_HELP)
-    add("--guests", type=int, default=3, help="first units whose states arrive, in --overhead arrive")
+    add("--guests", type=int, default=3, help="first units whose states arrive, with arrive")
     add("--host-overhead", action="store_true", help="host time per unit in forward")
     args = parser.parse_args()
     if args.layers == "fit":
@@ -138,12 +138,7 @@ def make_engine(name: str, args: Any, device: torch.device, optimizer: bool) -> 
     model = make_model(name, args, device)
     if name != "streamed" or args.plan is None:
         return ENGINES[name](model, args, device, optimizer)
-    if args.plan != "arrive":
-        return ENGINES[name](model, args, device, optimizer, plan=planned(model, args))
-    plan = planned(model, changed(args, plan="ram"))
-    guests = dict.fromkeys(list(plan.homes)[: args.guests], "arrive")
-    plan = dataclasses.replace(plan, homes=plan.homes | guests)
-    return ENGINES[name](model, args, device, optimizer, plan=plan)
+    return ENGINES[name](model, args, device, optimizer, plan=planned(model, args))
 
 
 def changed(args: argparse.Namespace, **settings: Any) -> argparse.Namespace:

@@ -9,7 +9,9 @@ Each is made from an ordinary model on the CPU, or what with_loss makes of it, a
 
 from __future__ import annotations
 
+import argparse
 import atexit
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +99,10 @@ def planned(model: Any, args: Any, layers: int | None = None) -> Any:
     """
     import megatrain_torch as mt
 
+    if args.plan == "arrive":
+        plan = planned(model, argparse.Namespace(**vars(args) | {"plan": "ram"}), layers)
+        guests = dict.fromkeys(list(plan.homes)[: args.guests], "arrive")
+        return dataclasses.replace(plan, homes=plan.homes | guests)
     return mt.plan(
         model,
         tokens=args.tokens,
