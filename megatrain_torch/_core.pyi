@@ -76,6 +76,9 @@ class Engine:
         planes but HI is asked for. Arrays of its host planes are copies: see bring and push."""
     def set_states(self, unit: int, states: int) -> None:
         """How the unit's states are kept from now on: a number of STATES. Before any plane of them is asked for."""
+    def pass_gradients(self, unit: int) -> None:
+        """The unit has no GRAD plane from now on but from offload() to the end of the next update of it, in one of
+        three buffers of a size; offload() waits for one. Before its GRAD plane is asked for; not for settled units."""
     def through(self, unit: int, on: bool) -> None:
         """The unit's updates pass through the device from now on, or no more: its planes go up in pieces, are
         updated there and come down, while the host's cores update others. At any time; not for settled units."""

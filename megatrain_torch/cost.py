@@ -15,7 +15,9 @@ from .loss import chunk_tokens
 from .machine import Machine
 from .modes import HOST, KEEPS, read
 from .shapes import Product, Unit, Window
+from .slots import plan_slots
 
+LENT = 3                    # buffers of a size for gradients that are kept nowhere: store.h
 OFFLOAD_DEPTH = 2           # units whose gradients may be on their way out: runtime of offload.h
 STAGINGS = 2                # host buffers for gradients that are to be added: offload.c
 
@@ -277,6 +279,11 @@ def host_planes(unit: Unit, home: str, micro: int, speculate: bool = False) -> d
         return {"weights": unit.weights, **visiting_planes(unit)}
     early = {"to take updates back": unit.gradients + unit.masters + unit.moments} if speculate else {}
     return {"weights": unit.weights, **_states(unit, micro), **early}
+
+
+def passing_bytes(units: list[Unit]) -> int:
+    """Host memory that gradients of these units pass through where they are kept nowhere."""
+    return sum(plan_slots([u.gradients for u in units], LENT))
 
 
 def device_planes(unit: Unit, micro: int, home: str = "vram") -> dict[str, int]:

@@ -153,10 +153,16 @@ class HandOver:
         items, sources, room = [], [], self.runtime.room
         if not room.begun:
             room.gradients(self.runtime.core)
+        passing = unit in self.runtime.passing
+        if passing:
+            self._may_pass([r for r, _ in pairs])
         for record, grad in pairs:
             grad = self._conform(record, grad)
-            mode = self._claim(record)
-            if mode is None:
+            mode = self._claim(record) if not passing else SET
+            if passing and record.numel:
+                items.append((record.index, grad.data_ptr(), SET, 0))
+                sources.append(grad)
+            elif mode is None:
                 self._add_foreign(record, grad)
             elif record.numel:
                 reread = int(mode == ADD and record.grad_view._version != record.grad_version)
@@ -178,6 +184,16 @@ class HandOver:
             self.observer(unit, [r for r, _ in pairs])
         if self.speculation is not None:
             self.speculation.handed(unit, [r for r, _ in pairs])
+
+    def _may_pass(self, records: list[Record]) -> None:
+        """Gradients that are kept nowhere must be used at once."""
+        why = "nobody who updates in backward is there" if self.observer is None else self.observer.declines(records)
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(r.param.grad is not None for r in records):
+                why = "there is a .grad to add to"
+        if why:
+            raise MegatrainError(f"{records[0].name}: its gradient is kept nowhere (plan={{'grads': 'none'}}), and "
+                                 f"{why}; use mt.AdamW(in_backward=True), one backward per step")
 
     def window_opens(self) -> None:
         """Half-way through a forward, compute is told to wait for the last gradients of the backward before: they

@@ -96,7 +96,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if self._in_backward:
             for rt in self._runtimes():
-                rt.handover.observer = _observer(self)
+                rt.handover.observer = _Observer(self)
             return
         self._speculations = []
         for rt in self._runtimes():
@@ -238,14 +238,20 @@ class AdamW(torch.optim.Optimizer):
                     streamed.setdefault(p._mt.runtime, {}).setdefault(p._mt.unit, []).append(item)
         return streamed, others
 
-    def _item(self, p: StreamedParameter, group: dict[str, Any]) -> tuple[Any, ...] | None:
+    def _item(self, p: StreamedParameter, group: dict[str, Any], passing: bool = False) -> tuple[Any, ...] | None:
+        """What the engine is asked for; passing: with a gradient that is kept nowhere, and is on its way."""
         record: Record = p._mt
         with torch._C.DisableTorchFunctionSubclass():
             grad = p.grad
-        if grad is None or record.numel == 0 or record.pid in self._done:
+        if (grad is None and not passing) or record.numel == 0 or record.pid in self._done:
             return None
         self._prepare(p, record)
-        if grad is record.grad_view:
+        if passing:
+            changed = False
+        elif record.unit in record.runtime.passing:
+            raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
+                                 "for one: no hooks on the parameter, no arithmetic on it outside of the model")
+        elif grad is record.grad_view:
             changed = grad._version != record.grad_version
             if changed:
                 record.runtime.push(record, "GRAD")
@@ -314,7 +320,7 @@ class AdamW(torch.optim.Optimizer):
                 if r.pid in self._done:
                     raise MegatrainError(f"{r.name}: a second backward before step(); in_backward=True updates at "
                                          "every backward, so accumulate with in_backward=False")
-                items.append(self._item(r.param, groups[r.param]))
+                items.append(self._item(r.param, groups[r.param], unit in r.runtime.passing))
         items = [i for i in items if i is not None]
         if not items:
             return
@@ -413,16 +419,26 @@ class AdamW(torch.optim.Optimizer):
         return list(found.values())
 
 
-def _observer(optimizer: AdamW) -> Callable[[int, list[Record]], None]:
+class _Observer:
     """What a runtime calls in backward; it does not keep the optimizer alive."""
-    ref = weakref.ref(optimizer)
 
-    def observe(unit: int, records: list[Record]) -> None:
-        alive = ref()
+    def __init__(self, optimizer: AdamW) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, unit: int, records: list[Record]) -> None:
+        alive = self._optimizer()
         if alive is not None:
             alive._update_now(unit, records)
 
-    return observe
+    def declines(self, records: list[Record]) -> str:
+        """Why it will not use these gradients; "": it will."""
+        alive = self._optimizer()
+        if alive is None:
+            return "its optimizer is gone"
+        known = {p for g in alive.param_groups for p in g["params"]}
+        if missing := [r for r in records if r.param not in known]:
+            return f"the optimizer does not have {missing[0].name}"
+        return "this is a second backward before step()" if any(r.pid in alive._done for r in records) else ""
 
 
 def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_grad_norm: float | None, states: str,

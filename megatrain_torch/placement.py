@@ -26,6 +26,7 @@ from .cost import (
     cost_of,
     device_planes,
     host_planes,
+    passing_bytes,
     visiting_planes,
 )
 from .disk import MEMORY_BYTES
@@ -59,6 +60,7 @@ class Wishes:
         homes: "ram", "vram", "arrive" or "disk" for all units. activations: a mode for all windows that have it.
         speculate: updates on the host begin during backward.
         nvme: bytes that states may take on disk; None: there is none.
+        grads: "ram", or "none": gradients of units at home in RAM are kept nowhere.
     """
 
     tokens: int
@@ -70,6 +72,7 @@ class Wishes:
     micro: int | None = None
     speculate: bool = False
     nvme: int | None = None
+    grads: str = "ram"
 
 
 class Choice(NamedTuple):
@@ -235,6 +238,8 @@ class Problem:
         away = [u.gradients for u, home in zip(self.shape.units, homes) if not home]
         total["staging"] = STAGINGS * max(away, default=0) if micro > 1 else 0
         total["activations"] = sum(self.away(micro, modes)) if modes else 0
+        if self.wishes.grads == "none":
+            total["gradients"] = passing_bytes([u for u, home in zip(self.shape.units, homes) if not home])
         return total
 
     def away(self, micro: int, modes: tuple[str, ...]) -> list[int]:
@@ -422,7 +427,9 @@ class Problem:
     # ---- what may be chosen ----
 
     def micro_counts(self) -> list[int]:
-        """Divisors of the number of sequences, or the one that is asked for."""
+        """Divisors of the number of sequences, or the one that is asked for; 1 where no gradient waits for another."""
+        if self.wishes.grads == "none":
+            return [1]
         sequences = self.wishes.tokens // self.wishes.seq
         return [self.wishes.micro] if self.wishes.micro else [k for k in range(1, sequences + 1) if sequences % k == 0]
 

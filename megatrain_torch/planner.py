@@ -55,6 +55,7 @@ class Plan:
         speculate: updates on the host begin during backward.
         disk: bytes in the file by what they hold; all of them are read and written in a step. nvme: where it may be,
             and disk_room: bytes it may have; None and 0 without.
+        grads: "ram", or "none": gradients of units at home in RAM are kept nowhere.
     """
 
     model: str
@@ -79,6 +80,7 @@ class Plan:
     disk: dict[str, int] = dataclasses.field(default_factory=dict)
     nvme: Disk | None = None
     disk_room: int = 0
+    grads: str = "ram"
 
     @property
     def disk_bytes(self) -> int:
@@ -131,7 +133,8 @@ class Plan:
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
          host: int | str | None = None, micro: int | None = None, homes: str | None = None,
-         activations: str | None = None, slots: int | None = None, speculate: bool = False, compute: str = "auto",
+         activations: str | None = None, slots: int | None = None, speculate: bool = False, grads: str = "ram",
+         compute: str = "auto",
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
          layers: int | None = None, nvme: str | dict[str, Any] | None = None) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
@@ -150,6 +153,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             that have it. slots: ring size. None: what is best.
         speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
             in vain, as where nothing is clipped.
+        grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         compute, dtype, units: as for mt.stream.
         layers: of a config, instead of its own number.
         nvme: directory for states that host memory does not hold, as for mt.stream; for another machine
@@ -163,7 +167,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     if homes == "disk" and disk is None:
         raise MegatrainError("homes='disk': give the directory, nvme='/path'")
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate,
-                                 nvme=None if disk is None else disk.room())
+                                 nvme=None if disk is None else disk.room(), grads=_grads(grads, micro, speculate))
     limits = resolve(machine)
     here = host_now(limits) if machine is None else limits.host_bytes
     most = parse_bytes(host, "host") or without_margin(here)
@@ -177,6 +181,15 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     if best is None:
         raise _refusal(problem, resolve(machine))
     return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0)
+
+
+def _grads(grads: str, micro: int | None, speculate: bool) -> str:
+    if grads not in ("ram", "none"):
+        raise MegatrainError(f"grads={grads!r}: use 'ram', 'none'")
+    if grads == "none" and (speculate or micro not in (None, 1)):
+        raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: no speculate, one "
+                             "micro-batch")
+    return grads
 
 
 def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations: str | None, slots: int | None,
@@ -206,7 +219,8 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
                                                                                                choice.homes))},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
-        timing.idle, _window_weights(shape), wishes.speculate, problem.disk_bytes(choice.homes, choice.micro))
+        timing.idle, _window_weights(shape), wishes.speculate, problem.disk_bytes(choice.homes, choice.micro),
+        grads=wishes.grads)
 
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from . import _core
-from .cost import STAGINGS, device_planes, host_planes, visiting_planes
+from .cost import STAGINGS, device_planes, host_planes, passing_bytes, visiting_planes
 from .disk import MEMORY_BYTES, file_bytes
 from .errors import MegatrainError
 from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin
@@ -53,6 +53,7 @@ class Asked:
         ring: slots of a size. micro: micro-batches of a step, as far as known.
         on_cpu: the "device" is the CPU, so its memory is the host's.
         besides: what a plan puts in host memory beside planes, by what it is.
+        keeps: gradients of units at home in RAM are kept there; else they pass through a few buffers.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Asked:
     micro: int = 1
     on_cpu: bool = False
     besides: tuple[tuple[str, int], ...] = ()
+    keeps: bool = True
 
     def units(self) -> list[Unit]:
         """As the parameters are now: some may have been frozen since."""
@@ -94,6 +96,9 @@ class Asked:
             where = home if home in (*SETTLED, "disk") else "ram"
             for plane, n in host_planes(unit, where, self.micro, i in self.speculated).items():
                 found[plane] = found.get(plane, 0) + n
+        if not self.keeps:
+            passing = [u for u, home in zip(self.units(), self.homes) if home not in SETTLED]
+            found["gradients"] = passing_bytes(passing)
         if "disk" in self.homes:
             found["buffers of the disk"] = MEMORY_BYTES
         if self.micro > 1:

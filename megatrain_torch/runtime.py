@@ -147,6 +147,7 @@ class Runtime:
         self.speculated: frozenset[int] = frozenset()        # units whose updates may begin during backward
         self.on_disk: frozenset[int] = frozenset()           # units whose states are in a file
         self.arrivals = Arrivals(self, ())                   # of settled units: whose states come and leave
+        self.passing: frozenset[int] = frozenset()           # units whose gradients are kept nowhere
         self.windows: list[Window] = []
         self.records: list[Record] = []
         self.units: list[list[Record]] = []

@@ -46,7 +46,7 @@ from .window import Installed, Window
 # holds the runtime is what is installed in the modules.
 _runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
 _HOMES = ("ram", "vram", "arrive", "through", "disk")
-_PLAN_KEYS = {"activations", "homes", "slots", "speculate", "threads", "debug"}
+_PLAN_KEYS = {"activations", "homes", "slots", "speculate", "grads", "threads", "debug"}
 _pid = 0
 _registrations = 0
 
@@ -111,6 +111,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             "speculate": True, or a list of unit names: their updates begin during backward, as if nothing were
                 clipped, and are taken back where that was wrong; to the same bits. Only units at home in RAM, at 12
                 bytes more of host memory per trained parameter (fp16: 14). Default False.
+            "grads": "ram": gradients of units at home in RAM wait there for their update; "none": they are used as
+                they come and kept nowhere: for mt.AdamW(in_backward=True) without clipping, one backward per step.
+                `p.grad` stays None, and 2 bytes of host memory per bf16 parameter are not taken. Default "ram".
             "slots": ring size (>= 2, default 3). "threads": host threads of the optimizer.
         vram: limit for what is used of the device (bytes or "24GiB"): weights must fit, and what fused layers keep
             between forward and backward is chosen to fit.
@@ -137,7 +140,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         vram = plan.machine.vram_bytes if vram is None else vram
         micro, nvme = plan.micro, plan.nvme if nvme is None else Disk.parse(nvme)
         besides = tuple((what, n) for what, n in plan.host.items() if what != OVERHEAD)
-        plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate}
+        plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate,
+                "grads": plan.grads}
     options, disk = _options(plan, compute), nvme if isinstance(nvme, Disk) else Disk.parse(nvme)
     _refuse_model(module)
     where = _device(device)
@@ -146,8 +150,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     homes = _homes(options.get("homes", "ram"), groups)
     settled = [i for i, home in enumerate(homes) if home in SETTLED]
     speculated = _speculated(options.get("speculate", False), groups, homes)
+    keeps = options.get("grads", "ram") == "ram"
     asked = Asked(type(module).__name__, groups, dtype, homes, speculated, options.get("slots", 3), micro,
-                  where.type == "cpu", besides)
+                  where.type == "cpu", besides, keeps)
     limit, free = parse_bytes(vram, "vram"), _free(where)
     sizes = check_device(asked, free, limit)
     room = Room(asked, parse_bytes(host, "host"))
@@ -175,6 +180,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             core.through(unit, True)
         if disk is not None and "disk" in asked.homes:
             rt.keep_on_disk(disk, _at(asked, "disk"), buffers)
+        rt.passing = frozenset(range(len(groups))) - rt.settled if not keeps else frozenset()
+        for unit in rt.passing:
+            core.pass_gradients(unit)
         if debug:
             core.debug(**debug)
         _install(rt, module, found)
@@ -222,6 +230,10 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
     for mode in modes.values() if isinstance(modes, dict) else (modes,):
         if mode not in ("auto", "whole", *MODES):
             raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'whole', {', '.join(map(repr, MODES))}")
+    if options.get("grads", "ram") not in ("ram", "none"):
+        raise MegatrainError(f"plan: grads={options['grads']!r}; use 'ram' or 'none'")
+    if options.get("grads") == "none" and options.get("speculate"):
+        raise MegatrainError("plan: speculate=..., grads='none': updates that may be taken back need their gradients")
     if options.get("slots", 3) < 2:
         raise MegatrainError(f"plan: slots={options['slots']}: at least 2 are needed")
     return options

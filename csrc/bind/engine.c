@@ -332,6 +332,9 @@ static PyMethodDef methods[] = {
     { "set_states", mt_engine_set_states, METH_VARARGS,
       "set_states($self, unit, states, /)\n--\n\n"
       "How the unit's states are kept from now on: a number of STATES. Before there are any." },
+    { "pass_gradients", mt_engine_pass_gradients, METH_VARARGS,
+      "pass_gradients($self, unit, /)\n--\n\n"
+      "The unit's gradients are kept nowhere: they are there from offload() to the end of the next update." },
     { "through", mt_engine_through, METH_VARARGS,
       "through($self, unit, on, /)\n--\n\n"
       "The unit's updates pass through the device from now on, or no more." },

@@ -342,6 +342,21 @@ PyObject *mt_engine_wait_fetch(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* ---- gradients that pass ---- */
+
+PyObject *mt_engine_pass_gradients(PyObject *self, PyObject *args)
+{
+    int        unit;
+    mt_engine *e = unit_arg(self, args, "i:pass_gradients", &unit);
+    mt_status  st;
+
+    if (e == NULL)
+        return NULL;
+    if ((st = mt_store_set_passing(e->store, unit)) != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
 /* ---- units that go through the device ---- */
 
 /* What a unit on its way takes on the device: one piece goes up while another comes down. */

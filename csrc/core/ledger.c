@@ -169,8 +169,11 @@ void mt_ledger_grads_begin(mt_store *s, int unit)
 void mt_ledger_update_end(mt_store *s, int unit)
 {
     mt__unit *u = unit_or_fault(s, unit);
-    if (u != NULL)
-        end(s, u, &u->updates, &s->ledger.updates, "an update");
+    if (u == NULL)
+        return;
+    if (atomic_load(&u->passing))
+        mt__take_back(s, unit);         /* before who waits for this hands over again */
+    end(s, u, &u->updates, &s->ledger.updates, "an update");
 }
 
 void mt_ledger_grads_end(mt_store *s, int unit)

@@ -394,6 +394,9 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
     if (it->mode == MT_GRAD_ADD && !can_add)
         return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
                        "given no accumulate", mt_store_name(o->store, unit));
+    if (it->mode == MT_GRAD_ADD && mt_store_passes(o->store, unit))
+        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to",
+                       mt_store_name(o->store, unit));
     if (settled && o->residents == NULL)
         return MT_FAIL(MT_ESTATE, "unit %s is settled, and mt_offload_residents() was not called",
                        mt_store_name(o->store, unit));
@@ -634,6 +637,8 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     pthread_mutex_unlock(&o->mu);
     MT_TRY(tally_of(o, unit, &y));
     MT_TRY(wait_turn(o, unit, items, n, y));
+    if (mt_store_passes(o->store, unit))
+        MT_TRY(mt_store_lend(o->store, unit));
     MT_TRY(prepare(o, t, unit, items, n, y, &g));
 
     mt_ledger_grads_begin(o->store, unit);

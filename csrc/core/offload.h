@@ -17,6 +17,7 @@
  *           most `depth` units are alive on the device; their memory, back in torch's allocator,
  *           is reused in run's order, behind that wait. mt_offload_land puts the wait for the last
  *           ones too, where compute goes on to something else
+ *   the GRAD plane of a unit whose gradients pass is lent by put, which waits for a buffer (store.h)
  *   the GRAD plane is overwritten only once no update of the unit is under way (ledger, host waits;
  *           TAKEN of resident.h for a settled one's)
  *

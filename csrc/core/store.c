@@ -170,6 +170,7 @@ void mt_store_close(mt_store *s)
         unit_close(s, mt__unit_at(s, i));
     for (int i = 0; i < MT__SEGS; i++)
         free(s->seg[i]);
+    mt__lent_close(s);
     mt__ledger_close(&s->ledger);
     pthread_mutex_destroy(&s->map_mu);
     pthread_mutex_destroy(&s->fetched_mu);
@@ -410,18 +411,39 @@ static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, size
     return st;
 }
 
+mt_status mt__lay_out(const mt__unit *u, mt_plane p, size_t **offset, size_t *bytes)
+{
+    size_t   *made = calloc(u->n_params > 0 ? (size_t)u->n_params : 1, sizeof *made);
+    mt_status st;
+
+    if (made == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d offsets", u->name, u->n_params);
+    if ((st = lay_out(u->name, u->desc, u->n_params, states_of(u), p, made, bytes)) != MT_OK) {
+        free(made);
+        return st;
+    }
+    *offset = made;
+    return MT_OK;
+}
+
+void mt__unbind(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    atomic_fetch_sub(&s->mapped[MT_PLANE_GRAD],
+                     plane_close(&u->plane[MT__HOST][MT_PLANE_GRAD], u->n_params));
+}
+
 /* Under map_mu. Nothing to do when the plane is there. */
 static mt_status plane_make(mt_store *s, mt__unit *u, int place, mt_plane p)
 {
     mt__plane *pl = &u->plane[place][p];
-    size_t    *offset, bytes;
+    size_t    *offset = NULL, bytes;
     mt_status  st;
 
     if (pl->offset != NULL)
         return MT_OK;
-    if ((offset = calloc(u->n_params > 0 ? (size_t)u->n_params : 1, sizeof *offset)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d offsets", u->name, u->n_params);
-    MT_TRY(lay_out(u->name, u->desc, u->n_params, states_of(u), p, offset, &bytes));
+    MT_TRY(mt__lay_out(u, p, &offset, &bytes));
     MT_TRY(map(s, u, place, p, bytes, 0, &pl->arena));
     pl->offset = offset;
     return MT_OK;
@@ -461,6 +483,9 @@ static mt_status check_at(const mt__unit *u, int param, int place, mt_plane p)
         return MT_FAIL(MT_EINVAL, "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
                        "states", u->name, mt_plane_name(p), param, mt_dtype_name(d->dtype),
                        mt_states_name(states_of(u)));
+    if (place == MT__HOST && p == MT_PLANE_GRAD && pl->offset == NULL && atomic_load(&u->passing))
+        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; there are none between an update and the next "
+                       "hand-over", u->name);
     if (p != MT_PLANE_HI && !d->trainable && !there && !late)
         return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is not trainable, so plane %s leaves it "
                        "out; call mt_store_set_trainable() first",
@@ -534,7 +559,7 @@ void mt_store_drop(mt_store *s, int unit, mt_plane p)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
-    if (u == NULL || !plane_ok(p))
+    if (u == NULL || !plane_ok(p) || (p == MT_PLANE_GRAD && atomic_load(&u->passing)))
         return;
     pthread_mutex_lock(&s->map_mu);
     atomic_fetch_sub(&s->mapped[p], plane_close(&u->plane[MT__HOST][p], u->n_params));
@@ -563,6 +588,8 @@ mt_status mt_store_settle(mt_store *s, int unit)
         if (p != MT_PLANE_HI && u->plane[MT__HOST][p].offset != NULL)
             st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s on the host already; settle units before "
                          "anything but their weights is asked for", u->name, mt_plane_name((mt_plane)p));
+    if (st == MT_OK && atomic_load(&u->passing))
+        st = MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot live on the device", u->name);
     if (st == MT_OK && atomic_load(&u->through))
         st = MT_FAIL(MT_ESTATE, "unit %s goes through the device to be updated; it cannot live there too",
                      u->name);

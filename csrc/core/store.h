@@ -107,6 +107,15 @@ void      mt_store_device_close(mt_store *s);          /* gives all device memor
  * are registered, so that copies run at full speed. MT_ESTATE for a settled unit. */
 mt_status mt_store_set_through (mt_store *s, int unit, int on);
 int       mt_store_goes_through(const mt_store *s, int unit);            /* any thread */
+/* The unit's gradients pass: it has no GRAD plane but for the time between a hand-over and the end of the next
+ * update of it (mt_ledger_update_end), in a buffer that is lent: MT_STORE_LENT of a size in all. MT_ESTATE for
+ * a settled unit, and for one that has a GRAD plane. */
+#define MT_STORE_LENT 3
+mt_status mt_store_set_passing(mt_store *s, int unit);
+int       mt_store_passes     (const mt_store *s, int unit);             /* any thread */
+/* Waits for a buffer, that is for the update of a unit that has one: MT_ESTATE when no update has used it. */
+mt_status mt_store_lend       (mt_store *s, int unit);
+
 /* All host planes of the unit are registered as they are made. A settled unit's, before any is warm. */
 mt_status mt_store_register(mt_store *s, int unit);
 

@@ -1,7 +1,7 @@
-/* store_impl.h — what store.c and ledger.c share; nobody else includes it.
+/* store_impl.h — what store.c, lend.c and ledger.c share; nobody else includes it.
  *
  * Three locks, never two at a time:
- *   map_mu      the map: units, planes and their arenas        (store.c)
+ *   map_mu      the map: units, planes and their arenas        (store.c, lend.c)
  *   ledger.mu   counts, versions, the fault                    (ledger.c)
  *   fetched_mu  each unit's `fetched` event: its making and its records (ledger.c)
  */
@@ -38,13 +38,20 @@ typedef struct mt__unit {
     atomic_int     settled;          /* set once, under map_mu; read by anyone */
     atomic_int     through;          /* the same, but set and cleared */
     atomic_int     registered;       /* all host planes are. Set once, under map_mu; read by anyone */
-    atomic_int     disk;             /* as settled */
+    atomic_int     disk, passing;    /* as settled. passing: its GRAD plane is lent */
 
     uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
     uint64_t       written;          /* from 1: of which writes from outside. ledger.mu */
     int64_t        updates, grads, fetches;   /* announced and not finished. ledger.mu */
     mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
 } mt__unit;
+
+/* A buffer that is some unit's GRAD plane for a while. Under map_mu. */
+typedef struct mt__lent {
+    mt_arena arena;          /* registered */
+    int      unit;           /* -1: free */
+    uint64_t number;         /* of the lending, from 1 */
+} mt__lent;
 
 typedef struct mt__ledger {
     pthread_mutex_t mu;
@@ -67,10 +74,21 @@ struct mt_store {
     _Atomic int     n_units;                 /* release after a unit is whole; read by anyone */
     _Atomic size_t  mapped[MT_PLANE_COUNT];  /* bytes; written under map_mu, read by anyone */
     _Atomic size_t  on_device;               /* the same */
+    mt__lent       *lent;                    /* [n_lent] map_mu */
+    int             n_lent;
+    uint64_t        lendings;                /* so far. map_mu */
     mt__ledger      ledger;
 };
 
 mt__unit *mt__unit_at(const mt_store *s, int unit);          /* NULL when there is none */
+
+/* store.c. Offsets of a plane as parameters are trained now, malloc'd; and what is given back under map_mu. */
+mt_status mt__lay_out(const mt__unit *u, mt_plane p, size_t **offset, size_t *bytes);
+void      mt__unbind (mt_store *s, int unit);                /* map_mu: the unit's GRAD plane is no more */
+
+/* lend.c. Called when a unit's update ends, before it is told; and by close, after all units are closed. */
+void mt__take_back (mt_store *s, int unit);
+void mt__lent_close(mt_store *s);
 
 mt_status mt__ledger_open (mt__ledger *l);
 void      mt__ledger_close(mt__ledger *l);

@@ -1,0 +1,180 @@
+/* lend.c — GRAD planes of units whose gradients pass: memory for the time between a hand-over and the end of
+ * the update that uses it.
+ *
+ * A unit has no such memory of its own. What a hand-over takes is one of a few registered buffers of about
+ * its size, and the end of the update gives it back; until then the buffer is the unit's GRAD plane, and
+ * nobody else needs to know. Where all are lent, the thread that hands over waits for the update that will
+ * give back the one that was lent first: so it is ahead of the updates by as many units as there are buffers.
+ */
+#include "store_impl.h"
+
+#include <stdlib.h>
+
+#define LEAST_BYTES ((size_t)1 << 20)        /* buffers below this serve units of any smaller size */
+
+/* A buffer at most twice as large as needed: the embedding's does not serve a layer. */
+static int serves(const mt__lent *b, size_t bytes)
+{
+    return b->arena.bytes >= bytes && b->arena.bytes / 2 <= (bytes > LEAST_BYTES ? bytes : LEAST_BYTES);
+}
+
+/* Under map_mu. The unit's; -1: it has none. */
+static int held_by(const mt_store *s, int unit)
+{
+    for (int k = 0; k < s->n_lent; k++)
+        if (s->lent[k].unit == unit)
+            return k;
+    return -1;
+}
+
+/* Under map_mu. A free one, else the one that was lent first; *n: there are so many of that size. */
+static int choose(const mt_store *s, size_t bytes, int *n)
+{
+    int found = -1;
+
+    *n = 0;
+    for (int k = 0; k < s->n_lent; k++) {
+        const mt__lent *b = &s->lent[k];
+
+        if (!serves(b, bytes))
+            continue;
+        *n += 1;
+        if (found < 0 || (s->lent[found].unit >= 0 && (b->unit < 0 || b->number < s->lent[found].number)))
+            found = k;
+    }
+    return found;
+}
+
+/* Under map_mu. */
+static mt_status make(mt_store *s, size_t bytes, int *k)
+{
+    mt__lent *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
+    mt__lent  made = { .unit = -1 };
+    mt_status st;
+
+    if (grown == NULL)
+        return MT_FAIL(MT_ENOMEM, "store: no memory to describe %d buffers", s->n_lent + 1);
+    s->lent = grown;
+    MT_TRY(mt_arena_open(&made.arena, bytes > LEAST_BYTES ? bytes : LEAST_BYTES, s->pool, s->dev,
+                         "gradients that pass", mt_store_bytes(s, MT_PLANE_COUNT)));
+    atomic_fetch_add(&s->mapped[MT_PLANE_GRAD], made.arena.bytes);
+    *k = s->n_lent;
+    s->lent[s->n_lent++] = made;
+fail:
+    return st;
+}
+
+/* Under map_mu. The offsets are the caller's until then, the unit's from here on. */
+static void bind(mt_store *s, int unit, size_t *offset, int k)
+{
+    mt__plane *pl = &mt__unit_at(s, unit)->plane[MT__HOST][MT_PLANE_GRAD];
+
+    pl->offset = offset;
+    pl->arena.base = s->lent[k].arena.base;      /* bytes 0: not the plane's to give back */
+    s->lent[k].unit = unit;
+    s->lent[k].number = ++s->lendings;
+}
+
+/* Lends a buffer, if one is free or may be made. *k: it, or the one to wait for with *holder and *number. */
+static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes, int *holder,
+                             uint64_t *number)
+{
+    int       k, n;
+    mt_status st = MT_OK;
+
+    pthread_mutex_lock(&s->map_mu);
+    k = choose(s, bytes, &n);
+    if ((k < 0 || s->lent[k].unit >= 0) && n < MT_STORE_LENT)
+        st = make(s, bytes, &k);
+    *holder = st == MT_OK ? s->lent[k].unit : -1;
+    *number = st == MT_OK ? s->lent[k].number : 0;
+    if (st == MT_OK && *holder < 0)
+        bind(s, unit, offset, k);
+    pthread_mutex_unlock(&s->map_mu);
+    return st;
+}
+
+static int still_lent(mt_store *s, uint64_t number)
+{
+    int found = 0;
+
+    pthread_mutex_lock(&s->map_mu);
+    for (int k = 0; k < s->n_lent; k++)
+        found |= s->lent[k].unit >= 0 && s->lent[k].number == number;
+    pthread_mutex_unlock(&s->map_mu);
+    return found;
+}
+
+mt_status mt_store_lend(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    size_t   *offset = NULL, bytes;
+    uint64_t  number;
+    int       holder, held;
+    mt_status st;
+
+    if (!mt_store_passes(s, unit))
+        return MT_FAIL(MT_EINVAL, "unit %d (%s) has a GRAD plane of its own", unit, mt_store_name(s, unit));
+    pthread_mutex_lock(&s->map_mu);
+    held = held_by(s, unit);
+    pthread_mutex_unlock(&s->map_mu);
+    if (held >= 0)                               /* handed over again, and no update has used it */
+        return MT_OK;
+    MT_TRY(mt__lay_out(u, MT_PLANE_GRAD, &offset, &bytes));
+    for (;;) {
+        MT_TRY(try_to_lend(s, unit, offset, bytes, &holder, &number));
+        if (holder < 0)
+            return MT_OK;
+        MT_TRY(mt_ledger_wait_updates(s, holder));
+        if (still_lent(s, number)) {
+            st = MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; where they are "
+                         "kept nowhere, each hand-over is followed by its update", mt_store_name(s, holder));
+            goto fail;
+        }
+    }
+fail:
+    free(offset);
+    return st;
+}
+
+void mt__take_back(mt_store *s, int unit)
+{
+    int k;
+
+    pthread_mutex_lock(&s->map_mu);
+    if ((k = held_by(s, unit)) >= 0) {
+        mt__unbind(s, unit);
+        s->lent[k].unit = -1;
+    }
+    pthread_mutex_unlock(&s->map_mu);
+}
+
+void mt__lent_close(mt_store *s)
+{
+    for (int k = 0; k < s->n_lent; k++)
+        mt_arena_close(&s->lent[k].arena);
+    free(s->lent);
+}
+
+int mt_store_passes(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL && atomic_load(&u->passing);
+}
+
+mt_status mt_store_set_passing(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    mt_status st = MT_OK;
+
+    if (u == NULL)
+        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
+    pthread_mutex_lock(&s->map_mu);
+    if (atomic_load(&u->settled) || u->plane[MT__HOST][MT_PLANE_GRAD].offset != NULL)
+        st = MT_FAIL(MT_ESTATE, "unit %s lives on the device, or has a GRAD plane already; its gradients cannot "
+                     "pass", u->name);
+    else
+        atomic_store(&u->passing, 1);
+    pthread_mutex_unlock(&s->map_mu);
+    return st;
+}

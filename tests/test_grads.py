@@ -1,0 +1,156 @@
+"""Gradients that are kept nowhere (plan={"grads": "none"}): the bits of updates inside backward, and what is refused.
+
+The C side is tests/c/test_lend.c.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import edges
+import parity
+import pytest
+import torch
+from situations import batch, lm_loss, made
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.usefixtures("streaming")
+if parity.IDENTITY:
+    pytest.skip("plain against plain was asked for", allow_module_level=True)
+from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
+from test_speculate import TYPES, assert_equal  # noqa: E402
+
+import megatrain_torch as mt  # noqa: E402
+from megatrain_torch import _core  # noqa: E402
+
+NONE = {"grads": "none"}
+GRAD = _core.PLANES["GRAD"]
+
+
+def trained(plan: dict[str, Any], dtype: torch.dtype = torch.bfloat16, steps: int = 6) -> tuple[Dots, mt.AdamW]:
+    model = mt.stream(plain_dots(dtype), device="cpu", plan=plan)
+    opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+    for step in range(steps):
+        feed(model, opt, grads_for(model, step))
+    return model, opt
+
+
+def core_of(model: nn.Module) -> Any:
+    return mt.wrap.runtime_of(model).core
+
+
+@TYPES
+@pytest.mark.parametrize("plan", [{}, {"debug": {"delay_us": 200, "seed": 3}}, {"homes": "through"},
+                                  {"homes": {"layers.0": "arrive", "layers.1": "vram"}}],
+                         ids=["ram", "delays", "through", "some_on_the_device"])
+def test_bits_are_those_of_gradients_that_are_kept(plan: dict[str, Any], dtype: torch.dtype) -> None:
+    none, kept = trained(plan | NONE, dtype), trained({}, dtype)
+    assert_equal(none, kept)
+    assert none[1].grad_norm == kept[1].grad_norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transformer_with_tied_weights_trains_to_the_same_bits(dtype: torch.dtype) -> None:
+    def run(plan: dict[str, Any]) -> dict[str, Tensor]:
+        parity.seed()
+        model = mt.stream(made(edges.Walk).to(dtype), device="cpu", plan=plan, compute="eager")
+        opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, in_backward=True)
+        losses = {}
+        for step in range(8):
+            loss = lm_loss(model, batch(step))
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses[f"loss {step}"] = loss.detach()
+        return losses | {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert edges.difference(run({}), run(NONE)) is None
+
+
+def test_nothing_is_kept() -> None:
+    model, opt = trained(NONE, steps=2)
+    model(grads_for(model, 3)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    opt.step()
+    core_of(model).drain()
+    assert core_of(model).host_bytes(GRAD) <= 3 << 20          # buffers of the least size
+    big = [(1 << 19,)] * 8
+    model = mt.stream(plain_dots(torch.bfloat16, big), device="cpu", plan=NONE)
+    opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+    feed(model, opt, grads_for(model, 0))
+    core_of(model).drain()
+    assert core_of(model).host_bytes(GRAD) <= 3 << 20
+
+
+def test_a_unit_that_is_not_finite_is_skipped_alone() -> None:
+    pairs = trained(NONE), trained({})
+    for model, opt in pairs:
+        bad = grads_for(model, 9)
+        bad[1][2, 3] = float("nan")
+        feed(model, opt, bad)
+        assert opt.skipped_steps == 1
+        feed(model, opt, grads_for(model, 10))
+    assert_equal(*pairs)
+
+
+def test_a_second_backward_is_refused_and_changes_nothing() -> None:
+    pairs = trained(NONE), trained({})
+    for model, opt in pairs:
+        model(grads_for(model, 9)).backward()
+        if (model, opt) == pairs[0]:
+            with pytest.raises(mt.MegatrainError, match=r"kept nowhere .*second backward before step"):
+                model(grads_for(model, 10)).backward()
+        opt.step()
+        opt.zero_grad()
+        feed(model, opt, grads_for(model, 11))
+    assert_equal(*pairs)
+
+
+def test_who_cannot_use_them_at_once_is_refused() -> None:
+    model = mt.stream(plain_dots(), device="cpu", plan=NONE)
+    with pytest.raises(mt.MegatrainError, match="nobody who updates in backward is there"):
+        model(grads_for(model, 0)).backward()
+    late = mt.AdamW(model.parameters(), **HYPER)
+    with pytest.raises(mt.MegatrainError, match="nobody who updates in backward is there"):
+        model(grads_for(model, 0)).backward()
+    del late
+    opt = mt.AdamW([model.layers[0].weight, model.layers[1].weight, model.layers[2].weight], in_backward=True)
+    with pytest.raises(mt.MegatrainError, match=r"does not have layers\.3\.weight"):
+        model(grads_for(model, 0)).backward()
+    opt.step()
+    model.layers[3].weight.requires_grad_(False)
+    feed(model, opt, grads_for(model, 0))
+    model.layers[0].weight.grad = torch.ones(33)
+    with pytest.raises(mt.MegatrainError, match=r"there is a \.grad to add to"):
+        model(grads_for(model, 1)).backward()
+    del opt
+    model.layers[0].weight.grad = None
+    with pytest.raises(mt.MegatrainError, match="its optimizer is gone"):
+        model(grads_for(model, 2)).backward()
+
+
+def test_a_gradient_of_torchs_own_has_no_place() -> None:
+    model, opt = trained(NONE, steps=1)
+    model.layers[1].weight.register_hook(lambda g: g)
+    model(grads_for(model, 2)).backward()
+    with pytest.raises(mt.MegatrainError, match=r"layers\.1\.weight: it has a \.grad of its own"):
+        opt.step()
+
+
+def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
+    from test_plan import FLAT, small
+    asked = dict(tokens=4096, seq=512, machine=FLAT, homes="ram")
+    none, kept = mt.plan(small(12), grads="none", **asked), mt.plan(small(12), **asked)
+    assert none.micro == 1 and none.grads == "none" and none.host["gradients"] < 0.6 * kept.host["gradients"]
+    assert none.host_bytes - none.host["gradients"] == kept.host_bytes - kept.host["gradients"]
+    for wrong, says in (({"grads": "gone"}, "grads='gone'"), ({"grads": "none", "micro": 2}, "one micro-batch"),
+                        ({"grads": "none", "speculate": True}, "no speculate")):
+        with pytest.raises(mt.MegatrainError, match=says):
+            mt.plan(small(), **asked | wrong)
+    with pytest.raises(mt.MegatrainError, match="taken back need their gradients"):
+        mt.stream(plain_dots(), device="cpu", plan=NONE | {"speculate": True})
+    with pytest.raises(mt.MegatrainError, match="grads='disk'"):
+        mt.stream(plain_dots(), device="cpu", plan={"grads": "disk"})
+    with pytest.raises(mt.MegatrainError) as refused:
+        mt.stream(plain_dots(torch.bfloat16, [(1 << 20,)] * 40), device="cpu", plan=NONE, host=1)
+    with pytest.raises(mt.MegatrainError) as more:
+        mt.stream(plain_dots(torch.bfloat16, [(1 << 20,)] * 40), device="cpu", host=1)
+    assert more.value.changes["host"] - refused.value.changes["host"] == (40 - 3) * 2 << 20
