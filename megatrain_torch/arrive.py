@@ -22,8 +22,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-AHEAD = 3                    # a layer's backward on many tokens takes longer than its states take to come up
-STAY = AHEAD + 4             # of a forward on many tokens, in which the states of an embedding and a layer go home
+AHEAD = 5                    # layers, whose backwards take longer than the states of an embedding and a layer: at 7B
+#                              width, and 55 GB/s, from some 16k tokens on
+STAY = AHEAD + 2             # of a forward, in which they go home: from some 64k tokens on
 
 
 class Arrivals:

@@ -20,7 +20,7 @@ from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
 from test_speculate import BETWEEN, TYPES, assert_equal, states  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch.arrive import AHEAD, Arrivals  # noqa: E402
+from megatrain_torch.arrive import Arrivals  # noqa: E402
 
 Pair = tuple[Dots, mt.AdamW]
 DELAYS = {"delay_us": 200, "seed": 5}
@@ -45,7 +45,8 @@ def lifted(model: Dots) -> set[int]:
 
 # ---- when ----
 
-def test_states_come_during_backward_and_leave_during_the_next_forward() -> None:
+def test_states_come_during_backward_and_leave_during_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain_torch.arrive.AHEAD", 2)
     model, opt = trained("arrive")
     arrivals = arrivals_of(model)
     order, up = [], []
@@ -55,7 +56,7 @@ def test_states_come_during_backward_and_leave_during_the_next_forward() -> None
     mt.wrap.runtime_of(model).drain()
     assert lifted(model) == set()
     loss.backward()
-    due = {unit: max(order.index(unit) + 1 - AHEAD, 1) for unit in order}
+    due = {unit: max(order.index(unit) + 1 - 2, 1) for unit in order}
     assert up == [{u for u in order if due[u] <= at} for at in range(1, len(order) + 1)]
     opt.step()
     assert lifted(model) == set(order)

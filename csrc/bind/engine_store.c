@@ -408,8 +408,9 @@ PyObject *mt_engine_through(PyObject *self, PyObject *args)
 
 /* ---- states that come and leave ---- */
 
-/* Of one piece: small enough to be cut out of memory that activations have left. */
-#define PIECE_BYTES ((size_t)128 << 20)
+/* Of one piece: small enough to be cut out of memory that activations have left. With what its owner takes to
+ * align it, a size that torch's allocator need not round up. */
+#define PIECE_BYTES (((size_t)128 << 20) - 512)
 
 static mt_status arrive_open(mt_engine *e)
 {
