@@ -96,7 +96,7 @@ class States:
         """GB/s, read plus written, of one update of all units."""
         before, began = self.core.stats(), time.perf_counter()
         self.steps += 1
-        entry = (0, *HYPER, self.steps, False, 0, _core.DTYPES["BF16"], True)
+        entry = (0, *HYPER, self.steps, False, 0, _core.DTYPES["BF16"], False)  # nor weighed here
         self.core.adam([(unit, [entry]) for unit in self.units], 0.0, 0)
         self.core.drain()
         after = self.core.stats()

@@ -1,6 +1,7 @@
 /* measure.c — a disk's rates: as many requests under way as there are buffers, each put again when it ends. */
 #include "file.h"
 
+#include "../core/arena.h"
 #include "../core/clock.h"
 
 #include <pthread.h>
@@ -69,18 +70,21 @@ static mt_status timed(run *t, mt_request *r, int depth, int mode, double *rate)
     return MT_OK;
 }
 
-/* Memory that is in place, so that no page is made while the clock runs. */
-static mt_status make_requests(run *t, int depth, size_t piece, mt_request *r)
+/* Memory as the engine's buffers have it: its pages are there, and huge. A direct transfer looks at each. */
+static mt_status make_requests(run *t, int depth, size_t piece, mt_arena *memory, mt_request *r)
 {
-    for (int i = 0; i < depth; i++) {
-        void *mem;
+    size_t    all;
+    mt_status st;
 
-        if (posix_memalign(&mem, MT_BLOCK_ALIGN, piece) != 0)
-            return MT_FAIL(MT_ENOMEM, "nvme: no memory for %d pieces of %zu bytes", depth, piece);
-        memset(mem, i + 1, piece);
-        r[i] = (mt_request){ .mem = mem, .bytes = piece, .done = piece_over, .arg = t };
+    MT_TRY(mt_mul_size((size_t)depth, piece, "pieces to measure a disk with", &all));
+    MT_TRY(mt_arena_open(memory, all, NULL, NULL, "pieces to measure a disk with", 0));
+    for (int i = 0; i < depth; i++) {
+        r[i] = (mt_request){ .mem = (char *)memory->base + (size_t)i * piece, .bytes = piece, .done = piece_over,
+                             .arg = t };
+        memset(r[i].mem, i + 1, piece);
     }
-    return MT_OK;
+fail:
+    return st;
 }
 
 mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int depth, int n_threads,
@@ -88,6 +92,7 @@ mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int dep
 {
     run           t = { .mu = PTHREAD_MUTEX_INITIALIZER, .over = PTHREAD_COND_INITIALIZER };
     mt_request   *r = calloc((size_t)(depth > 0 ? depth : 1), sizeof *r);
+    mt_arena      memory = { 0 };
     mt_file      *f = NULL;
     mt_disk_rates found;
     mt_status     st;
@@ -97,7 +102,7 @@ mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int dep
         return MT_FAIL(MT_EINVAL, "nvme: %llu bytes in pieces of %zu, %d under way; a piece is a multiple of %zu",
                        (unsigned long long)bytes, piece, depth, MT_BLOCK_ALIGN);
     }
-    MT_TRY(make_requests(&t, depth, piece, r));
+    MT_TRY(make_requests(&t, depth, piece, &memory, r));
     MT_TRY(mt_file_open(dir, 0, n_threads, NULL, &f));
     MT_TRY(mt_file_reserve(f, bytes));
     t.blocks = mt_file_blocks(f);
@@ -109,8 +114,7 @@ mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int dep
     *out = found;
 fail:
     mt_file_close(f);
-    for (int i = 0; i < depth; i++)
-        free(r[i].mem);
+    mt_arena_close(&memory);
     free(r);
     return st;
 }
