@@ -41,10 +41,11 @@ DELAYS = {"delay_us": 200, "seed": 5}
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Pair]:
     def trained(homes: Any = "disk", dtype: torch.dtype = torch.bfloat16, steps: int = 2, clip: float | None = 0.5,
-                debug: Any = None, **hyper: Any) -> Pair:
+                debug: Any = None, grads: str = "ram", **hyper: Any) -> Pair:
         on_disk = homes == "disk" or "disk" in homes.values() if homes != "ram" else False
         model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if on_disk else None,
-                          plan={"homes": homes, "debug": {"disk": TIGHT, **(debug or {})} if on_disk else {}})
+                          plan={"homes": homes, "grads": grads,
+                                "debug": {"disk": TIGHT, **(debug or {})} if on_disk else {}})
         opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper})
         for step in range(steps):
             feed(model, opt, grads_for(model, step))
@@ -76,8 +77,11 @@ def test_nothing_between_backward_and_step_matters(make: Callable[..., Pair], dt
 
 
 @TYPES
-def test_updates_inside_backward(make: Callable[..., Pair], dtype: torch.dtype) -> None:
-    assert_equal(*(make(homes, dtype, 6, None, DELAYS, in_backward=True) for homes in ("disk", "ram")))
+@pytest.mark.parametrize("grads", ["ram", "none"])
+def test_updates_inside_backward(make: Callable[..., Pair], dtype: torch.dtype, grads: str) -> None:
+    """"none": their gradients are kept nowhere either."""
+    assert_equal(make("disk", dtype, 6, None, DELAYS, grads, in_backward=True),
+                 make("ram", dtype, 6, None, in_backward=True))
 
 
 def test_step_that_is_not_finite_changes_nothing(make: Callable[..., Pair]) -> None:
