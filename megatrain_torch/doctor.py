@@ -183,8 +183,18 @@ class Copies:
 def copy_rates(device: torch.device, nbytes: int, least_s: float) -> dict[str, float]:
     """GB/s host to device, device to host, and each way while both run; pinned host memory."""
     c = Copies(device, nbytes)
-    return {"h2d_gbps": c.gbps(c.up, least_s), "d2h_gbps": c.gbps(c.down, least_s),
-            "both_gbps": c.gbps(c.both, least_s)}
+    found = {"h2d_gbps": c.gbps(c.up, least_s), "d2h_gbps": c.gbps(c.down, least_s),
+             "both_gbps": c.gbps(c.both, least_s)}
+    del c
+    give_back_pinned(device)
+    return found
+
+
+def give_back_pinned(device: torch.device) -> None:
+    """torch keeps pinned memory for the next one who wants such a piece."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._host_emptyCache()
 
 
 def _busy_gbps(sizes: Sizes, device: torch.device, threads: int) -> float:

@@ -316,6 +316,8 @@ class Room:
             return
         there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in _PLANES.get(plane, ()))
                  for plane in planes or asked.host() if plane != "weights" and not plane.endswith("slots")}
+        if "activations" in there:
+            there["activations"] = core.swap_bytes()[0]
         if (bound := host_limits().short(sum(left(asked).values()))) is not None:
             raise _short(asked, left, bound, what, None)
 

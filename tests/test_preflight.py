@@ -101,6 +101,21 @@ def test_states_are_refused_by_the_byte_and_nothing_is_allocated(free: Callable)
     train(model, mt.AdamW(model.parameters()))
 
 
+@pytest.mark.parametrize("there", [0, 1000])
+def test_activations_in_host_memory_count_until_they_are_there(free: Callable, there: int) -> None:
+    class Core:
+        host_bytes = staticmethod(lambda plane: 0)
+        swap_bytes = staticmethod(lambda: (there, there))
+
+    asked = preflight.Asked("Stack", [(n, [(n, p)]) for n, p in stack().named_parameters()], None, ("ram",) * LAYERS,
+                            frozenset(), besides=(("activations", 1000),))
+    free(with_margin(STEP + 1000 - there))
+    preflight.Room(asked, None).states(Core())
+    free(with_margin(STEP + 1000 - there) - 1)
+    with pytest.raises(mt.MegatrainError, match="does not fit"):
+        preflight.Room(asked, None).states(Core())
+
+
 def test_the_first_step_asks_again_for_what_is_not_there_yet(free: Callable) -> None:
     """Gradients have come since AdamW was made; somebody else has taken memory."""
     free(10**9)
