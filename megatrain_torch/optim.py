@@ -11,11 +11,14 @@ from torch import Tensor
 
 from . import _core
 from .errors import MegatrainError
+from .formats import check_states
 from .guard import StreamedParameter, guard, plain
 from .handover import HandOver
 from .records import DTYPES, Record
 from .speculate import Speculation
 
+MOMENTS = ("exp_avg", "exp_avg_sq")                           # names in the state, by plane: fp32
+CODES = ("exp_avg_codes", "exp_avg_sq_codes", "scales")       # 8 bits
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
 
 
@@ -36,14 +39,14 @@ class _Handed:
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW with fp32 states and masters in host memory.
+    """AdamW with its states and fp32 masters in host memory.
 
     `step()` returns at once; updates run in forward order, and each unit's next fetch waits for its
     own update only. Reading a parameter or `state_dict()` waits for what it needs.
 
     bf16 weights get an fp32 master: the weight itself plus 16 bits that continue it (`mt.masters`).
-    12 bytes per parameter, 14 with the gradient that waits for the norm. Order of operations, and how
-    far from exact: docs/numerics.md.
+    With moments in fp32, 12 bytes per parameter, 14 with the gradient that waits for the norm. Order of
+    operations, how far from exact, and what moments of 8 bits do to training: docs/numerics.md.
 
     Parameters that are not streamed are updated too, by torch's own functions. Where there are such, or
     parameters of several streamed models, step() waits for the gradients and clips them in place.
@@ -53,7 +56,11 @@ class AdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
         max_grad_norm: clip the global norm of all gradients to this, exactly, as
             torch.nn.utils.clip_grad_norm_ would; None: no clipping.
-        states: "fp32".
+        states: how moments and masters are kept; the bytes are of a bf16 parameter, its weight counted in:
+            "fp32": 12. "8bit": 6.06, moments in 8 bits with fp32 scales for every 128 elements. "8bit-lo8": 5.06, with
+            8 bits below the weight instead of 16. "8bit-sr": 4.06, with none: the weight is rounded stochastically.
+            Of fp32 and fp16 parameters only the moments change. None: as mt.stream's plan has it, else "fp32".
+            A model's states are of one format. Parameters that are not streamed keep fp32 ones.
         in_backward: update each unit as soon as backward has its gradient, without waiting for
             step(). A promise that every backward() is followed by step() and that nobody reads or
             changes gradients in between; needs max_grad_norm=None.
@@ -70,7 +77,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
-                 states: str = "fp32", maximize: bool = False, in_backward: bool = False,
+                 states: str | None = None, maximize: bool = False, in_backward: bool = False,
                  nonfinite: str = "skip", **torch_only: Any) -> None:
         _check(lr, betas, eps, weight_decay, max_grad_norm, states, in_backward, nonfinite, torch_only)
         self.max_grad_norm = max_grad_norm
@@ -83,6 +90,8 @@ class AdamW(torch.optim.Optimizer):
         self._norm: float | None = None
         self._skipped = 0
         self._complaint = ""
+        self._states = states
+        self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
         self._ask_for_room()
 
@@ -94,6 +103,10 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch."""
         super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            self._keys[p] = len(self._keys)
+        for rt in self._runtimes() if self._states is not None else ():
+            rt.choose_states(self._states)
         if self._in_backward:
             for rt in self._runtimes():
                 rt.handover.observer = _Observer(self)
@@ -260,7 +273,7 @@ class AdamW(torch.optim.Optimizer):
             changed = True
         b1, b2 = group["betas"]
         return (record.index, float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], self._counts[p] + 1,
-                int(group["maximize"]), 0, DTYPES[record.dtype], int(changed))
+                int(group["maximize"]), 0, DTYPES[record.dtype], int(changed), self._keys[p])
 
     @staticmethod
     def _bring(record: Record, grad: Tensor) -> None:
@@ -290,22 +303,24 @@ class AdamW(torch.optim.Optimizer):
             if record.dtype == torch.float16:
                 record.view("MASTER").copy_(record.host)
                 rt.push(record, "MASTER")
-            elif record.master_writes >= 0:      # a new plane is zero, and no memory until it is written
+            elif record.low_bytes and record.master_writes >= 0:     # a new plane is zero, and no memory yet
                 record.view("LO").zero_()
                 rt.push(record, "LO")
         record.master_writes = record.writes
 
     def _begin_state(self, p: StreamedParameter, record: Record) -> None:
         """States of a parameter that has none in this optimizer, over planes that are zero when they are new."""
-        self.state[p] = {"step": torch.zeros(()), "exp_avg": guard(record.view("M"), record),
-                         "exp_avg_sq": guard(record.view("V"), record)}
+        record.runtime.states_chosen = True
+        names = MOMENTS if record.runtime.states == "fp32" else CODES
+        self.state[p] = {"step": torch.zeros(()), **{name: guard(record.view(plane), record)
+                                                     for name, plane in zip(names, record.moments)}}
         self._counts[p] = 0
         if record.owner is not None:
             record.runtime.core.wait_updates(record.unit)
             record.runtime.own_states(record)
-            record.view("M").zero_()
-            record.view("V").zero_()
-            record.runtime.push(record, "M", "V")
+            for plane in record.moments:
+                record.view(plane).zero_()
+            record.runtime.push(record, *record.moments)
         record.owner = weakref.ref(self)
 
     # ---- updating inside backward ----
@@ -364,6 +379,10 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch; with `master` (fp32 values) beside the states of 16-bit parameters. Waits for updates.
 
+        Moments of 8 bits are in it as they are, so that training goes on with the same bits: `exp_avg_codes` and
+        `exp_avg_sq_codes` [shape], and `scales` [groups,2], instead of `exp_avg` and `exp_avg_sq`. `moments(p)` has
+        them in fp32.
+
         Raises:
             MegatrainError: states that live on the device do not fit the host.
         """
@@ -374,12 +393,26 @@ class AdamW(torch.optim.Optimizer):
         out = super().state_dict()
         index = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         for p, s in self.state.items():
-            if isinstance(p, StreamedParameter) and p._mt.dtype != torch.float32 and s:
+            if isinstance(p, StreamedParameter) and s and (p._mt.low_bytes or p._mt.dtype == torch.float16):
                 out["state"][index[id(p)]] = {**s, "master": master(p)}
         return out
 
+    def moments(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """(first, second moment) of a parameter in fp32: [shape], copies, whatever `states` is. Waits for its update.
+
+        Raises:
+            MegatrainError: the parameter has no states in this optimizer yet.
+        """
+        if not self.state.get(p):
+            raise MegatrainError("AdamW: this parameter has no states here yet: step() makes them")
+        if not isinstance(p, StreamedParameter):
+            return tuple(self.state[p][name].to(torch.float32, copy=True) for name in MOMENTS)
+        p._mt.runtime.wait_updates(p._mt)
+        p._mt.runtime.bring_states(p._mt)
+        return moments_of(p._mt)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state_dict of mt.AdamW or torch.optim.AdamW into the store.
+        """Takes a state_dict of mt.AdamW, of any `states`, or of torch.optim.AdamW into the store.
 
         Raises:
             ValueError: groups or sizes do not match, as in torch.
@@ -406,9 +439,8 @@ class AdamW(torch.optim.Optimizer):
         with torch.no_grad():
             self._begin_state(p, record)
             self.state[p]["step"].fill_(float(values["step"]))
-            record.view("M").copy_(plain(values["exp_avg"]))
-            record.view("V").copy_(plain(values["exp_avg_sq"]))
-            record.runtime.push(record, "M", "V")
+            _load_moments(record, values)
+            record.runtime.push(record, *record.moments)
             self._counts[p] = int(values["step"])
             if "master" in values:
                 set_master(p, values["master"])
@@ -441,8 +473,8 @@ class _Observer:
         return "this is a second backward before step()" if any(r.pid in alive._done for r in records) else ""
 
 
-def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_grad_norm: float | None, states: str,
-           in_backward: bool, nonfinite: str, torch_only: dict[str, Any]) -> None:
+def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_grad_norm: float | None,
+           states: str | None, in_backward: bool, nonfinite: str, torch_only: dict[str, Any]) -> None:
     refused = {"amsgrad", "differentiable", "capturable"}
     for name, value in torch_only.items():
         if name not in refused | {"foreach", "fused"}:
@@ -457,8 +489,7 @@ def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_
                              "betas in [0, 1), the others >= 0")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise MegatrainError(f"AdamW: max_grad_norm={max_grad_norm} must be > 0, or None for no clipping")
-    if states != "fp32":
-        raise MegatrainError(f"AdamW: states={states!r}: this version keeps 'fp32' states")
+    check_states(states or "fp32")
     if in_backward and max_grad_norm is not None:
         raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
     if nonfinite not in ("skip", "raise"):
@@ -470,9 +501,10 @@ def master(p: StreamedParameter) -> Tensor:
     record: Record = p._mt
     record.runtime.core.wait_updates(record.unit)
     record.runtime.bring_states(record)
-    if record.dtype == torch.bfloat16 and record.master_writes == record.writes and record.master_writes >= 0:
+    if record.low_bytes and record.master_writes == record.writes and record.master_writes >= 0:
         out = torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
-        _core.split_join(record.host.data_ptr(), record.view("LO").data_ptr(), out.data_ptr(), record.numel)
+        _core.split_join(record.host.data_ptr(), record.view("LO").data_ptr(), out.data_ptr(), record.numel,
+                         record.low_bytes)
         return out
     if record.dtype == torch.float16 and record.master_writes == record.writes:
         return record.view("MASTER").clone()
@@ -487,8 +519,9 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
     record.runtime.before_write(record)
     record.runtime.own_states(record)
     with torch.no_grad():
-        if record.dtype == torch.bfloat16:
-            _core.split_set(value.data_ptr(), record.host.data_ptr(), record.view("LO").data_ptr(), record.numel)
+        if record.low_bytes:
+            _core.split_set(value.data_ptr(), record.host.data_ptr(), record.view("LO").data_ptr(), record.numel,
+                            record.low_bytes)
         else:
             record.host.copy_(value)
             if record.dtype == torch.float16:
@@ -496,6 +529,37 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
     record.runtime.after_write(record)
     record.runtime.push(record, "LO", "MASTER")
     record.master_writes = record.writes
+
+
+def moments_of(record: Record) -> tuple[Tensor, Tensor]:
+    """Both moments in fp32: [shape], copies. Their planes are current."""
+    m, v = (torch.empty_strided(record.shape, record.stride, dtype=torch.float32) for _ in range(2))
+    if record.runtime.states == "fp32":
+        return m.copy_(record.view("M")), v.copy_(record.view("V"))
+    codes = [record.view(plane).data_ptr() for plane in record.moments]
+    _core.codes_get(*codes, m.data_ptr(), v.data_ptr(), record.numel)
+    return m, v
+
+
+def _load_moments(record: Record, values: dict[str, Any]) -> None:
+    """From a state_dict of the same format as they are, else by way of fp32; to 8 bits rounded to nearest."""
+    mine = MOMENTS if record.runtime.states == "fp32" else CODES
+    if mine[0] in values:
+        for name, plane in zip(mine, record.moments):
+            record.view(plane).copy_(plain(values[name]))
+        return
+    m, v = (torch.empty_strided(record.shape, record.stride, dtype=torch.float32) for _ in range(2))
+    if mine is CODES:
+        m.copy_(plain(values["exp_avg"]))
+        v.copy_(plain(values["exp_avg_sq"]))
+        codes = [record.view(plane).data_ptr() for plane in record.moments]
+        _core.codes_set(m.data_ptr(), v.data_ptr(), *codes, record.numel)
+        return
+    codes = [torch.empty_strided(record.shape, record.stride, dtype=kind).copy_(plain(values[name]))
+             for kind, name in zip((torch.int8, torch.uint8), CODES)] + [plain(values["scales"]).contiguous()]
+    _core.codes_get(*(c.data_ptr() for c in codes), m.data_ptr(), v.data_ptr(), record.numel)
+    record.view("M").copy_(m)
+    record.view("V").copy_(v)
 
 
 def _adamw_plain(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

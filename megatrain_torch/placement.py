@@ -61,6 +61,7 @@ class Wishes:
         speculate: updates on the host begin during backward.
         nvme: bytes that states may take on disk; None: there is none.
         grads: "ram", or "none": gradients of units at home in RAM are kept nowhere.
+        states: how AdamW's are kept.
     """
 
     tokens: int
@@ -73,6 +74,7 @@ class Wishes:
     speculate: bool = False
     nvme: int | None = None
     grads: str = "ram"
+    states: str = "fp32"
 
 
 class Choice(NamedTuple):

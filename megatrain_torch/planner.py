@@ -22,6 +22,7 @@ from torch import nn
 from .cost import Home
 from .disk import Disk, years
 from .errors import MegatrainError
+from .formats import check_states
 from .limits import parse_bytes, show_bytes, without_margin
 from .machine import Machine, host_now, resolve
 from .modes import MODES
@@ -56,6 +57,7 @@ class Plan:
         disk: bytes in the file by what they hold; all of them are read and written in a step. nvme: where it may be,
             and disk_room: bytes it may have; None and 0 without.
         grads: "ram", or "none": gradients of units at home in RAM are kept nowhere.
+        states: how mt.AdamW keeps its states.
     """
 
     model: str
@@ -81,6 +83,7 @@ class Plan:
     nvme: Disk | None = None
     disk_room: int = 0
     grads: str = "ram"
+    states: str = "fp32"
 
     @property
     def disk_bytes(self) -> int:
@@ -134,7 +137,7 @@ class Plan:
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
          host: int | str | None = None, micro: int | None = None, homes: str | None = None,
          activations: str | None = None, slots: int | None = None, speculate: bool = False, grads: str = "ram",
-         compute: str = "auto",
+         states: str = "fp32", compute: str = "auto",
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
          layers: int | None = None, nvme: str | dict[str, Any] | None = None) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
@@ -154,6 +157,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
             in vain, as where nothing is clipped.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
+        states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
         compute, dtype, units: as for mt.stream.
         layers: of a config, instead of its own number.
         nvme: directory for states that host memory does not hold, as for mt.stream; for another machine
@@ -167,12 +171,13 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     if homes == "disk" and disk is None:
         raise MegatrainError("homes='disk': give the directory, nvme='/path'")
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate,
-                                 nvme=None if disk is None else disk.room(), grads=_grads(grads, micro, speculate))
+                                 nvme=None if disk is None else disk.room(), grads=_grads(grads, micro, speculate),
+                                 states=check_states(states))
     limits = resolve(machine)
     here = host_now(limits) if machine is None else limits.host_bytes
     most = parse_bytes(host, "host") or without_margin(here)
     limits = limits.with_limits(parse_bytes(vram, "vram"), most)
-    shape = shape_of(model, dtype=dtype, units=units, layers=layers)
+    shape = shape_of(model, dtype=dtype, units=units, layers=layers, states=states)
     if compute == "auto":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)
         wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
@@ -220,7 +225,7 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
         timing.idle, _window_weights(shape), wishes.speculate, problem.disk_bytes(choice.homes, choice.micro),
-        grads=wishes.grads)
+        grads=wishes.grads, states=wishes.states)
 
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:

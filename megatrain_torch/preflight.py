@@ -54,6 +54,7 @@ class Asked:
         on_cpu: the "device" is the CPU, so its memory is the host's.
         besides: what a plan puts in host memory beside planes, by what it is.
         keeps: gradients of units at home in RAM are kept there; else they pass through a few buffers.
+        states: how AdamW's are kept.
     """
 
     name: str
@@ -66,10 +67,11 @@ class Asked:
     on_cpu: bool = False
     besides: tuple[tuple[str, int], ...] = ()
     keeps: bool = True
+    states: str = "fp32"
 
     def units(self) -> list[Unit]:
         """As the parameters are now: some may have been frozen since."""
-        return [unit_bytes(name, own, self.dtype) for name, own in self.groups]
+        return [unit_bytes(name, own, self.dtype, self.states) for name, own in self.groups]
 
     def slots(self) -> list[int]:
         """Bytes of each slot; those of units at home on the device come last."""

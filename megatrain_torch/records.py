@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _core
+from .formats import LOW_BYTES
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -64,12 +65,32 @@ class Record:
         self.host_graph = False
 
     def view(self, plane: str) -> Tensor:
-        """Plain tensor over the parameter's bytes in a plane: [shape], in the plane's type."""
+        """Plain tensor over the parameter's bytes in a plane: [shape], in the plane's type; SCALE: [groups,2]."""
         raw = torch.from_numpy(self.runtime.core.plane(self.unit, self.index, _core.PLANES[plane]))
-        kind = {"LO": torch.int16}.get(plane) or (self.dtype if plane in ("HI", "GRAD") else torch.float32)
+        if plane == "SCALE":
+            return raw.view(torch.float32).view(-1, 2)
+        kind = self._kind(plane)
         if self.numel == 0:
             return torch.empty(self.shape, dtype=kind)
         return raw.view(kind).as_strided(self.shape, self.stride)
+
+    def _kind(self, plane: str) -> torch.dtype:
+        if plane in ("HI", "GRAD"):
+            return self.dtype
+        if plane == "LO":
+            return torch.int16 if LOW_BYTES[self.runtime.states] == 2 else torch.int8
+        codes = {"M": torch.int8, "V": torch.uint8} if self.runtime.states != "fp32" else {}
+        return codes.get(plane, torch.float32)
+
+    @property
+    def low_bytes(self) -> int:
+        """Of plane LO, per element; 0: it has none."""
+        return LOW_BYTES[self.runtime.states] if self.dtype == torch.bfloat16 else 0
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Planes of the moments."""
+        return ("M", "V") if self.runtime.states == "fp32" else ("M", "V", "SCALE")
 
     def owns(self, t: Tensor) -> bool:
         """Does t lie in this parameter's weights?"""

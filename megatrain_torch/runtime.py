@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 import warnings
@@ -143,6 +144,7 @@ class Runtime:
     def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine) -> None:
         self.root, self.device, self.core = weakref.ref(root), device, core
         self.is_cuda = device.type == "cuda"
+        self.states, self.states_chosen = "fp32", False      # how AdamW's are kept; chosen: by somebody, not by default
         self.settled: frozenset[int] = frozenset()           # units that live on the device
         self.speculated: frozenset[int] = frozenset()        # units whose updates may begin during backward
         self.on_disk: frozenset[int] = frozenset()           # units whose states are in a file
@@ -173,6 +175,22 @@ class Runtime:
         self.trace: Any = None               # mt.trace's, while it is on
         self.told_unlocked = False           # the user knows that host memory could not be locked
         self._split: Any = None
+
+    def choose_states(self, states: str) -> None:
+        """How AdamW's states are kept, of the whole model, from before there are any.
+
+        Raises:
+            MegatrainError: they are kept in another way already.
+        """
+        if self.states_chosen and states != self.states:
+            raise MegatrainError(f"AdamW: states={states!r}, and this model keeps {self.states!r} ones, as its plan or "
+                                 f"another optimizer said: ask for these, or mt.unstream and mt.stream it with "
+                                 f"plan={{'states': {states!r}}}")
+        for unit in range(len(self.units)):
+            self.core.set_states(unit, _core.STATES[states])
+        self.states, self.states_chosen = states, True
+        if self.room is not None:
+            self.room.asked = dataclasses.replace(self.room.asked, states=states)
 
     # ---- units and slots ----
 

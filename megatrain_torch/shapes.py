@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .errors import MegatrainError
+from .formats import master_bytes, moment_bytes
 from .modes import KEEPS
 from .templates import Unfit, template
 from .units import find, group, output_embeddings, stored_dtype, weight_bytes
@@ -129,12 +130,13 @@ class Shape:
 
 
 def shape_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
-             layers: int | None = None) -> Shape:
+             layers: int | None = None, states: str = "fp32") -> Shape:
     """The shape of a module, or of a transformers config.
 
     Args:
         dtype, units: as for mt.stream. A config without a dtype of its own is taken for bf16.
         layers: a config's number of layers, instead of its own.
+        states: how AdamW's are kept, see formats.py.
 
     Raises:
         MegatrainError: neither a module nor a config; `layers` with a module.
@@ -150,7 +152,8 @@ def shape_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | 
     for name, module in found.windows:
         learns = learns or any(p.requires_grad for p in module.parameters())
         windows.append(_window(model, name or type(model).__name__, module, unit_of, dtype, learns))
-    return Shape(type(model).__name__, tuple(unit_bytes(name, own, dtype) for name, own in groups), tuple(windows))
+    units_of = tuple(unit_bytes(name, own, dtype, states) for name, own in groups)
+    return Shape(type(model).__name__, units_of, tuple(windows))
 
 
 def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype]:
@@ -174,16 +177,14 @@ def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> 
 
 # ---- units ---------------------------------------------------------------------------------------
 
-def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> Unit:
+def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None,
+               states: str = "fp32") -> Unit:
+    """states: how AdamW's are kept, see formats.py."""
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
-
-    def each(of: dict[torch.dtype, int], other: int = 0) -> int:
-        return sum(n * of.get(kind, other) for n, kind in kinds)
-
-    half = {torch.bfloat16: 2, torch.float16: 4}
     return Unit(name, sum(p.numel() for _, p in own), weight_bytes(own, dtype), sum(n for n, _ in kinds),
-                sum(n * kind.itemsize for n, kind in kinds), each(half), each({torch.float64: 0}, 8),
-                each(dict.fromkeys(half, 4)))
+                sum(n * kind.itemsize for n, kind in kinds), sum(n * master_bytes(states, kind) for n, kind in kinds),
+                sum(moment_bytes(states, kind, n) for n, kind in kinds),
+                sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)))
 
 
 # ---- windows -------------------------------------------------------------------------------------

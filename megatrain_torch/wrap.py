@@ -19,6 +19,7 @@ from .compiled import compiled_of
 from .deferred import give_head, head_of
 from .disk import Disk, check_room
 from .errors import MegatrainError
+from .formats import check_states
 from .fused import template_of, wanted
 from .guard import StreamedParameter
 from .limits import parse_bytes
@@ -46,7 +47,7 @@ from .window import Installed, Window
 # holds the runtime is what is installed in the modules.
 _runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
 _HOMES = ("ram", "vram", "arrive", "through", "disk")
-_PLAN_KEYS = {"activations", "homes", "slots", "speculate", "grads", "threads", "debug"}
+_PLAN_KEYS = {"activations", "states", "homes", "slots", "speculate", "grads", "threads", "debug"}
 _pid = 0
 _registrations = 0
 
@@ -114,6 +115,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             "grads": "ram": gradients of units at home in RAM wait there for their update; "none": they are used as
                 they come and kept nowhere: for mt.AdamW(in_backward=True) without clipping, one backward per step.
                 `p.grad` stays None, and 2 bytes of host memory per bf16 parameter are not taken. Default "ram".
+            "states": how mt.AdamW will keep its states, one of its formats: so that limits count them. Default: as
+                mt.AdamW is told.
             "slots": ring size (>= 2, default 3). "threads": host threads of the optimizer.
         vram: limit for what is used of the device (bytes or "24GiB"): weights must fit, and what fused layers keep
             between forward and backward is chosen to fit.
@@ -141,7 +144,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         micro, nvme = plan.micro, plan.nvme if nvme is None else Disk.parse(nvme)
         besides = tuple((what, n) for what, n in plan.host.items() if what != OVERHEAD)
         plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate,
-                "grads": plan.grads}
+                "grads": plan.grads, "states": plan.states}
     options, disk = _options(plan, compute), nvme if isinstance(nvme, Disk) else Disk.parse(nvme)
     _refuse_model(module)
     where = _device(device)
@@ -152,7 +155,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     speculated = _speculated(options.get("speculate", False), groups, homes)
     keeps = options.get("grads", "ram") == "ram"
     asked = Asked(type(module).__name__, groups, dtype, homes, speculated, options.get("slots", 3), micro,
-                  where.type == "cpu", besides, keeps)
+                  where.type == "cpu", besides, keeps, options.get("states", "fp32"))
     limit, free = parse_bytes(vram, "vram"), _free(where)
     sizes = check_device(asked, free, limit)
     room = Room(asked, parse_bytes(host, "host"))
@@ -172,6 +175,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     rt.speculated = asked.speculated
     rt.compute, rt.vram, rt.room = compute, limit, room
     _fill(rt, groups, dtype)
+    if "states" in options:
+        rt.choose_states(options["states"])
     rt.store_bytes = sum(n for what, n in asked.device().items() if what.startswith("at home"))
     try:
         rt.cap = Cap(where, rt.vram, rt.store_bytes)
@@ -234,6 +239,7 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
         raise MegatrainError(f"plan: grads={options['grads']!r}; use 'ram' or 'none'")
     if options.get("grads") == "none" and options.get("speculate"):
         raise MegatrainError("plan: speculate=..., grads='none': updates that may be taken back need their gradients")
+    check_states(options.get("states", "fp32"))
     if options.get("slots", 3) < 2:
         raise MegatrainError(f"plan: slots={options['slots']}: at least 2 are needed")
     return options

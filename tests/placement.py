@@ -57,7 +57,7 @@ def first_of(name: str) -> str:
     return next(k for k, (_, micro) in PLACES.items() if micro == PLACES[name][1])
 
 
-def train(name: str, device: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, int]]:
+def train(name: str, device: str, dtype: torch.dtype, states: str = "fp32") -> tuple[dict[str, Tensor], dict[str, int]]:
     """Losses, norms, weights, masters and moments after 20 steps, of which some are clipped; and what was counted."""
     import megatrain_torch as mt
     plan, micro = PLACES[name]
@@ -65,7 +65,7 @@ def train(name: str, device: str, dtype: torch.dtype) -> tuple[dict[str, Tensor]
         parity.seed()
         model = mt.stream(made(edges.Walk).to(dtype), device=device, plan=plan, compute="eager",
                           nvme=scratch if "disk" in name else None)
-        opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
+        opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1, states=states)
         schedule = torch.optim.lr_scheduler.StepLR(opt, 7, 0.5)
         losses, seen = [], {}
         for step in range(STEPS):
@@ -84,16 +84,16 @@ def train(name: str, device: str, dtype: torch.dtype) -> tuple[dict[str, Tensor]
         seen |= {f"loss {i}": x.cpu() for i, x in enumerate(losses)}
         seen |= {f"weight {n}": p.detach().clone() for n, p in model.named_parameters()}
         seen |= {f"master {n}": m for n, m in mt.masters(model).items()}
-        seen |= {f"{k} {n}": opt.state[p][k].clone() for n, p in model.named_parameters()
-                 for k in ("exp_avg", "exp_avg_sq", "step")}
+        seen |= {f"{k} {n}": v.clone() for n, p in model.named_parameters() for k, v in opt.state[p].items()}
         mt.unstream(model)
         assert not os.listdir(scratch), "the scratch file and its manifest are gone"
     return seen, counted
 
 
-def difference(name: str, device: str, dtype: torch.dtype, right: dict[str, Tensor]) -> str | None:
+def difference(name: str, device: str, dtype: torch.dtype, right: dict[str, Tensor],
+               states: str = "fp32") -> str | None:
     """What is not the same to the bit; also when nothing began early where it should have."""
-    other, counted = train(name, device, dtype)
+    other, counted = train(name, device, dtype, states)
     if "no_overlap" in name and not (counted["committed"] and counted["undone"]):
         return f"kept {counted['committed']}, taken back {counted['undone']}: both should have happened"
     if ("unlocked" in name) != (counted["unlocked"] > 0):

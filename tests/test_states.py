@@ -1,0 +1,222 @@
+"""Moments of 8 bits through the whole engine: the same bits wherever they are, saved and loaded, and what they take.
+
+What a byte means is tested in tests/c/test_adam8.c; here the definition is `_core.adam_step` on plain memory.
+"""
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import placement
+import pytest
+import torch
+from test_adamw import Dots, dots, feed, grads_for, plain_dots
+from torch import Tensor
+
+import megatrain_torch as mt
+from megatrain_torch import _core
+from megatrain_torch.formats import FORMATS, moved_bytes
+
+EIGHT = [name for name in FORMATS if name != "fp32"]
+BF16 = torch.bfloat16
+SHAPES = [(300, 7), (257,), (64, 32), (1,)]
+
+
+def trained(states: str, steps: int = 5, dtype: torch.dtype = BF16, **plan: Any) -> tuple[Dots, mt.AdamW]:
+    model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", plan=plan)
+    opt = mt.AdamW(model.parameters(), lr=1e-2, states=states)
+    for step in range(steps):
+        feed(model, opt, grads_for(model, step))
+    return model, opt
+
+
+def everything(model: Dots, opt: mt.AdamW) -> dict[str, Tensor]:
+    found = {f"{name} {n}": m.clone() for n, p in model.named_parameters() for name, m in opt.state[p].items()}
+    return found | mt.masters(model) | {f"weight {n}": p.detach().clone() for n, p in model.named_parameters()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+# ---- the same bits everywhere ----
+
+@pytest.fixture(scope="module")
+def at_home() -> dict[str, Any]:
+    return {states: placement.train("ram", "cpu", BF16, states)[0] for states in EIGHT}
+
+
+@pytest.mark.parametrize("name, states", [
+    *[(name, "8bit-lo8") for name in ("some_arrive-delays", "some_on_disk-delays", "speculative-no_overlap")],
+    *[("some_through-delays", states) for states in EIGHT], ("some_arrive-delays", "8bit-sr")])
+def test_every_home_gives_the_same_bits(name: str, states: str, at_home: dict[str, Any]) -> None:
+    found = placement.difference(name, "cpu", BF16, at_home[states], states)
+    assert found is None, found
+
+
+@pytest.mark.parametrize("states", EIGHT)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_the_engine_takes_the_step_of_the_definition(dtype: torch.dtype, states: str) -> None:
+    model, opt = trained(states, steps=1, dtype=dtype)
+    before = plain_dots(dtype, SHAPES)
+    for key, (p, start) in enumerate(zip(model.parameters(), before.parameters())):
+        n, number = p.numel(), _core.DTYPES["F32" if dtype == torch.float32 else "BF16"]
+        hi, grad = start.detach().clone(), grads_for(before, 0)[key].to(dtype).clone()
+        lo, m, v = torch.zeros(n, dtype=torch.int16), torch.zeros(n, dtype=torch.int8), torch.zeros(n, dtype=torch.uint8)
+        scale = torch.zeros(-(-n // 128), 2)
+        _core.adam_step([(number, n, hi.data_ptr(), lo.data_ptr(), 0, m.data_ptr(), v.data_ptr(), grad.data_ptr(),
+                          number, 1e-2, 0.9, 0.999, 1e-8, 1e-2, 1, False, _core.STATES[states], scale.data_ptr(), key)],
+                        1.0, 1, 0)
+        assert torch.equal(p.detach(), hi)
+        state = opt.state[p]
+        assert torch.equal(state["exp_avg_codes"].flatten(), m) and torch.equal(state["exp_avg_sq_codes"].flatten(), v)
+        assert torch.equal(state["scales"], scale)
+
+
+def test_each_parameter_draws_its_own_numbers() -> None:
+    model = mt.stream(plain_dots(BF16, [(4096,), (4096,)]), device="cpu")
+    opt = mt.AdamW(model.parameters(), lr=1e-4, states="8bit-sr")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0)
+    feed(model, opt, [torch.ones(4096), torch.ones(4096)])
+    one, other = (p.detach().clone() for p in model.parameters())
+    assert 20 < (one != 1).sum() < 4000 and not torch.equal(one, other)
+
+
+# ---- saved and loaded ----
+
+@pytest.mark.parametrize("states", EIGHT)
+@pytest.mark.parametrize("home", ["ram", "vram"])
+def test_a_saved_state_goes_on_with_the_same_bits(home: str, states: str) -> None:
+    model, opt = trained(states, homes=home)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    fresh, after = trained(states, steps=0, homes=home)
+    fresh.load_state_dict(saved["model"])
+    after.load_state_dict(saved["opt"])
+    for step in range(5, 9):
+        feed(model, opt, grads_for(model, step))
+        feed(fresh, after, grads_for(fresh, step))
+    assert_same(everything(model, opt), everything(fresh, after))
+
+
+@pytest.mark.parametrize("states", EIGHT)
+def test_a_state_is_taken_from_any_format_to_any(states: str) -> None:
+    model, opt = trained("fp32")
+    _, small = trained(states, steps=0)
+    small.load_state_dict(opt.state_dict())
+    _, wide = trained("fp32", steps=0)
+    wide.load_state_dict(small.state_dict())
+    for p, q, r in zip(model.parameters(), *([p for g in o.param_groups for p in g["params"]] for o in (small, wide))):
+        for mine, rounded, back in zip(opt.moments(p), small.moments(q), wide.moments(r)):
+            assert torch.equal(rounded, back)               # what bytes say is an fp32 value
+            assert (mine - rounded).abs().max() <= mine.abs().max() / 100
+        assert opt.state[p]["step"] == small.state[q]["step"] == wide.state[r]["step"] == 5
+
+
+def test_moments_are_those_of_the_state_in_fp32() -> None:
+    model, opt = trained("fp32")
+    p = next(model.parameters())
+    assert all(torch.equal(a, opt.state[p][k]) for a, k in zip(opt.moments(p), ("exp_avg", "exp_avg_sq")))
+    plain = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(mt.MegatrainError, match="no states"):
+        mt.AdamW([plain]).moments(plain)
+
+
+# ---- weights ----
+
+def test_masters_of_8_bits_continue_the_weight() -> None:
+    model, _ = trained("8bit-lo8")
+    for name, p in model.named_parameters():
+        master = mt.masters(model)[name]
+        assert not (master.view(torch.int32) & 0xff).any(), "24 bits"
+        assert (master - p.detach().float()).abs().max() <= p.detach().float().abs().max() / 250
+        assert p.numel() < 100 or not torch.equal(master, p.detach().float())
+
+
+def test_without_masters_the_weight_is_all_there_is() -> None:
+    model, opt = trained("8bit-sr")
+    assert all(torch.equal(m, p.detach().float()) for m, p in zip(mt.masters(model).values(), model.parameters()))
+    assert not any("master" in s for s in opt.state_dict()["state"].values())
+
+
+@pytest.mark.parametrize("states", EIGHT)
+def test_a_weight_written_between_steps_counts(states: str) -> None:
+    model, opt = trained(states)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    assert all((m == 0.5).all() for m in mt.masters(model).values())
+    feed(model, opt, grads_for(model, 5))
+    assert all((p.detach().float() - 0.5).abs().max() < 0.05 for p in model.parameters())
+
+
+@pytest.mark.parametrize("states", EIGHT)
+def test_a_step_that_is_not_finite_changes_nothing(states: str) -> None:
+    model, opt = trained(states)
+    before = everything(model, opt)
+    grads = grads_for(model, 5)
+    grads[1][0] = torch.inf
+    feed(model, opt, grads)
+    assert opt.skipped_steps == 1
+    assert_same(before, everything(model, opt))
+
+
+# ---- what they take ----
+
+@pytest.mark.parametrize("states, low", [("fp32", 2), ("8bit", 2), ("8bit-lo8", 1), ("8bit-sr", 0)])
+def test_planes_take_what_the_format_says(states: str, low: int) -> None:
+    model = mt.stream(plain_dots(BF16, [(256, 4096)]), device="cpu")
+    feed(model, mt.AdamW(model.parameters(), states=states), [torch.ones(256, 4096)])
+    core, n = mt.wrap.runtime_of(model).core, 256 * 4096
+    core.drain()
+    size = {name: core.host_bytes(number) for name, number in _core.PLANES.items()}
+    assert size["LO"] == low * n
+    assert size["M"] == size["V"] == (4 if states == "fp32" else 1) * n
+    assert size["SCALE"] == (0 if states == "fp32" else n // 128 * 8)
+
+
+def test_moved_bytes_are_those_of_the_kernels() -> None:
+    assert moved_bytes("fp32") == 26 and moved_bytes("8bit") == 14.125
+    assert moved_bytes("8bit-lo8") == 12.125 and moved_bytes("8bit-sr") == 10.125
+
+
+# ---- who says ----
+
+def test_the_plan_says_how_states_are_kept() -> None:
+    model = mt.stream(plain_dots(BF16), device="cpu", plan={"states": "8bit"})
+    opt = mt.AdamW(model.parameters())
+    feed(model, opt, grads_for(model, 0))
+    assert "scales" in opt.state[next(model.parameters())]
+    with pytest.raises(mt.MegatrainError, match="this model keeps '8bit' ones"):
+        mt.AdamW(model.parameters(), states="fp32")
+
+
+def test_a_second_optimizer_cannot_keep_them_in_another_way() -> None:
+    model, _ = trained("fp32", steps=1)
+    with pytest.raises(mt.MegatrainError, match="this model keeps 'fp32' ones"):
+        mt.AdamW(model.parameters(), states="8bit")
+    mt.unstream(model)
+    model = mt.stream(model, device="cpu")
+    feed(model, mt.AdamW(model.parameters(), states="8bit"), grads_for(model, 0))
+
+
+def test_a_limit_of_host_memory_counts_the_format() -> None:
+    shapes = [(1024, 1024)]
+    with pytest.raises(mt.MegatrainError) as refused:
+        mt.stream(plain_dots(BF16, shapes), device="cpu", host=1)
+    limit = refused.value.changes["host"]
+    with pytest.raises(mt.MegatrainError):
+        mt.stream(plain_dots(BF16, shapes), device="cpu", host=limit - 5 * 2**20)
+    mt.stream(plain_dots(BF16, shapes), device="cpu", host=limit - 5 * 2**20, plan={"states": "8bit"})
+
+
+@pytest.mark.parametrize("make", [lambda: mt.AdamW(dots().parameters(), states="4bit"),
+                                  lambda: mt.stream(plain_dots(), device="cpu", plan={"states": "4bit"})])
+def test_an_unknown_format_is_refused(make: Any) -> None:
+    with pytest.raises(mt.MegatrainError, match="'4bit': use 'fp32', '8bit', '8bit-lo8' or '8bit-sr'"):
+        make()
