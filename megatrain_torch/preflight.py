@@ -308,6 +308,17 @@ class Room:
             at_ram = dataclasses.replace(self.asked, homes=("ram",) * len(self.asked.homes))
             self._check(core, at_ram, "for copies of states at home on the device", *COPIED)
 
+    def activations(self, core: _core.Engine, nbytes: int) -> None:
+        """So many bytes of one window are about to wait in host memory. Raises: as `states`."""
+        kept, used = core.swap_bytes()
+        if self.limit is not None or used + nbytes <= kept:
+            return
+        if (bound := host_limits().short(nbytes)) is not None:
+            need = {"kept from one window": nbytes, "margin": with_margin(nbytes) - nbytes}
+            raise _refusal(self.asked, "host memory for activations", need, bound.free, f"free: {bound.what}", {},
+                           "activations that stay on the device, or are run again", "fewer tokens a micro-batch",
+                           f"{show_bytes(with_margin(nbytes) - bound.free)} more ({bound.remedy})")
+
     def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
         """planes: those that come now; none named: all."""
         def left(a: Asked) -> dict[str, int]:

@@ -174,6 +174,7 @@ class Swap:
         rt = self.runtime
         self.sweep()
         parts = tuple((t.data_ptr(), shape[-1]) for t, shape in zip(bundle.sources, bundle.shapes))
+        rt.room.activations(rt.core, sum(n for _, n in parts))
         bundle.number = rt.core.swap_out(bundle.unit, parts, rt.stream())
         self.held.append((bundle, bundle.sources))
         self.out = [ref for ref in self.out if ref() is not None]

@@ -159,6 +159,19 @@ def test_gradients_are_asked_for_where_no_adamw_has(free: Callable) -> None:
     train(model, opt)
 
 
+def test_activations_that_wait_in_host_memory_are_asked_for(free: Callable) -> None:
+    free(10**9)
+    model = stream(plan={"activations": "saved+host"}, compute="eager")
+    x = torch.ones(4096, WIDTH).bfloat16()
+    free(with_margin(2 * x.nbytes) // 2)
+    with pytest.raises(mt.MegatrainError, match=r"for activations[^$]*kept from one window"):
+        model(x)
+    free(10**9)
+    model(x).sum().backward()
+    free(0)
+    model(x)                                            # the memory of the step before is used again
+
+
 def test_copies_of_states_on_the_device_are_asked_for(free: Callable) -> None:
     free(10**9)
     model = stream(plan={"homes": "vram"})

@@ -26,13 +26,13 @@
 #include <string.h>
 
 #define PAGE_BYTES    ((size_t)4096)
-#define CUSHION_BYTES ((size_t)32 << 20)
+#define CUSHION_BYTES ((size_t)16 << 20)
 #define SMALL_BYTES   ((size_t)64 << 10)
-#define BUFFERS       10
+#define BUFFERS       12                    /* three more than queues that an engine has */
 #define THREADS       4                     /* one copies some 10 GB/s, a bus takes 25 to 55 */
 #define CHUNK_BYTES   ((size_t)256 << 10)   /* copied by one thread at a go */
 #ifndef PIECE_BYTES                         /* tests take less */
-#define PIECE_BYTES   ((size_t)4 << 20)     /* some 0.2 ms each way, beside 0.05 of calling */
+#define PIECE_BYTES   ((size_t)2 << 20)     /* some 0.1 ms each way, beside 0.03 of calling */
 #endif
 
 typedef struct region {
