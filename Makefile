@@ -41,7 +41,7 @@ tsan:  ## the C tests under ThreadSanitizer
 	$(MAKE) -C tests/c --no-print-directory -j$(JOBS) -s run SAN=tsan
 
 pytest: $(BUILT)  ## the Python tests; ARGS="-k name" for some
-	$(PY) -m pytest -q tests $(ARGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile tests $(ARGS)
 
 gpu: $(BUILT)  ## the tests that need a GPU
 	$(PY) -m pytest -q tests/gpu $(ARGS)
