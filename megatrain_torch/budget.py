@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .templates import spared
+
 if TYPE_CHECKING:
     from .runtime import Runtime
     from .window import Window
@@ -81,7 +83,8 @@ class Budget:
             free, total = min(free, rt.vram - used), min(total, rt.vram)
         units = sorted((sum(r.nbytes for r in unit) for unit in rt.units), reverse=True)
         inputs = sum(w.fused.template.input_bytes(tokens, w.item) for w in windows)
-        work = max(w.fused.template.work_bytes(tokens, w.item) for w in windows)
+        work = max(w.fused.template.work_bytes(tokens, w.item) - spared(w.fused.template.tiled(w.item), tokens)
+                   for w in windows)
         return free - coming - MARGIN * total - inputs - work - 2 * sum(units[:2]) - LOGITS_BYTES
 
 

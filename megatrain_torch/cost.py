@@ -16,6 +16,7 @@ from .machine import Machine
 from .modes import HOST, KEEPS, read
 from .shapes import Product, Unit, Window
 from .slots import plan_slots
+from .templates import spared
 
 LENT = 3                    # buffers of a size for gradients that are kept nowhere: store.h
 OFFLOAD_DEPTH = 2           # units whose gradients may be on their way out: runtime of offload.h
@@ -120,7 +121,8 @@ def _template_bytes(w: Window, tokens: int) -> tuple[dict[str, int], dict[str, i
     """What it keeps, its input counted in, and what it needs beside that, by mode."""
     t, kept = w.template, dict(w.template.kept)
     return ({mode: math.ceil(tokens * (t.input + n)) for mode, n in kept.items()},
-            {mode: math.ceil(tokens * (t.work - n)) for mode, n in kept.items()})
+            {mode: math.ceil(tokens * (t.work - n)) - (mode != "saved") * spared(t.tiled, tokens)
+             for mode, n in kept.items()})
 
 
 def _joined(w: Window, *parts: str) -> list[Product]:

@@ -66,11 +66,13 @@ class Product:
 @dataclass(frozen=True)
 class Template:
     """Bytes per token, by the template's own word: of the input, of what is kept beside it by mode, and of what
-    backward needs at most beside the input."""
+    backward needs at most beside the input. tiled: of that, where gate|up is not kept: bytes per token that only so
+    many rows have at a time, those rows, and bytes besides where there are more."""
 
     input: float
     kept: tuple[tuple[str, float], ...]
     work: float
+    tiled: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ def _template(module: nn.Module, item: int) -> Template | None:
         return None
     n = MANY_TOKENS
     kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in KEEPS)
-    return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n)
+    return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item))
 
 
 def _products(root: nn.Module, module: nn.Module, matrices: dict[str, nn.Parameter],

@@ -21,7 +21,7 @@ class Window:
 
 
 def window() -> Window:
-    template = SimpleNamespace(kept_bytes=lambda keep, tokens, item: KEPT[keep] * tokens,
+    template = SimpleNamespace(kept_bytes=lambda keep, tokens, item: KEPT[keep] * tokens, tiled=lambda item: (0, 0, 0),
                                input_bytes=lambda tokens, item: 0, work_bytes=lambda tokens, item: 0)
     return Window(template)
 

@@ -31,4 +31,10 @@ def template(module: nn.Module) -> Decoder | Embedding | LoneNorm:
     return Decoder(module)
 
 
-__all__ = ["Unfit", "Weights", "template"]
+def spared(tiled: tuple[int, int, int], tokens: int) -> int:
+    """Bytes that tiles spare so many tokens, from what a template's `tiled` says."""
+    each, rows, sums = tiled
+    return max(0, (tokens - rows) * each - sums) if tokens > rows else 0
+
+
+__all__ = ["Unfit", "Weights", "spared", "template"]

@@ -117,7 +117,7 @@ class Decoder:
         """y [B, S, H] from x [B, S, H], and what backward wants of it."""
         k = Kept(x=x, mlp=self.mlp.nothing_kept())
         k.h = self.attention.forward(x.reshape(-1, x.shape[-1]), x.shape[:2], w, call, k.attention)
-        y = self.mlp.forward(k.h, w, call.correction, k.mlp)
+        y = self.mlp.forward(k.h, w, call.correction, k.mlp, keep == "saved")
         if keep == "selective":
             self.mlp.trim(k.mlp)
         elif keep == "attention":
@@ -167,6 +167,11 @@ class Decoder:
         """Bytes that backward needs at most beside what is kept: a layer made again, its gradients in flight."""
         columns = self.mlp.work_columns() + sum(self.attention.qkv.rows) + 4 * self.attention.hidden
         return self.kept_bytes("saved", tokens, item) + tokens * columns * item
+
+    def tiled(self, item: int) -> tuple[int, int, int]:
+        """Of those, where gate|up is not kept: bytes of a token that only so many rows have at a time, those rows, and
+        bytes besides where there are more."""
+        return self.mlp.tiled(item)
 
 
 def sighted(mask: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The half of a decoder layer that works on each token: y = h + r * norm2b((act(g) * u) Wd), g|u = norm2(h) Wgu."""
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -8,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .parts import Grads, Linears, Norm, Unfit, Weights, activation, child
+from .parts import Grads, Linears, Norm, Sums, Unfit, Weights, activation, child
+
+TILE_BYTES = 1 << 30         # of gate|up that is not kept: products of this many rows are as fast as larger ones
+LEAST_ROWS = 256             # of a tile, and its rows are a multiple of them
 
 
 @dataclass
@@ -63,10 +67,47 @@ class GatedMLP:
     def correction_of(layer: nn.Module) -> None:
         return None
 
+    # ---- tiles ----
+
+    def tile(self, item: int) -> int:
+        """Rows of which gate|up exists at a time, where it is not kept."""
+        rows = TILE_BYTES // (2 * self.down.inputs * item)
+        return max(LEAST_ROWS, rows // LEAST_ROWS * LEAST_ROWS)
+
+    def _tiles(self, h: Tensor, k: KeptMLP) -> Iterator[tuple[slice, KeptMLP]]:
+        """Rows, and what is kept of them."""
+        step = self.tile(h.element_size())
+        for first in range(0, h.shape[0], step):
+            rows = slice(first, first + step)
+            yield rows, KeptMLP(*(None if t is None else t[rows] for t in (k.rstd2, None, k.d, k.rstd2b)))
+
+    def _forward_in_tiles(self, h: Tensor, w: Weights, k: KeptMLP) -> Tensor:
+        y, parts = torch.empty_like(h), []
+        for rows, part in self._tiles(h, k):
+            y[rows] = self._forward(h[rows], w, part)
+            part.gu = None
+            parts.append(part)
+        for name in ("rstd2", "d", "rstd2b"):
+            if getattr(parts[0], name) is not None:
+                setattr(k, name, torch.cat([getattr(part, name) for part in parts]))
+        return y
+
+    def _backward_in_tiles(self, dy: Tensor, h: Tensor, w: Weights, k: KeptMLP, grads: Grads) -> Tensor:
+        dh, sums = torch.empty_like(h), Sums(grads)
+        for rows, part in self._tiles(h, k):
+            dh[rows] = self._backward(dy[rows], h[rows], w, part, sums)
+        sums.finish()
+        return dh
+
     # ---- forward ----
 
-    def forward(self, h: Tensor, w: Weights, correction: None, k: KeptMLP) -> Tensor:
-        """y [T, H] from h [T, H]. Writes what backward wants into k."""
+    def forward(self, h: Tensor, w: Weights, correction: None, k: KeptMLP, whole: bool = True) -> Tensor:
+        """y [T, H] from h [T, H]. Writes what backward wants into k. whole: gate|up is to be kept; else many rows go
+        through it in tiles."""
+        in_tiles = not whole and h.shape[0] > self.tile(h.element_size())
+        return self._forward_in_tiles(h, w, k) if in_tiles else self._forward(h, w, k)
+
+    def _forward(self, h: Tensor, w: Weights, k: KeptMLP) -> Tensor:
         b = h
         if self.norm2:
             b, k.rstd2 = self.norm2.forward(h, w)
@@ -91,6 +132,10 @@ class GatedMLP:
 
     def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: None, k: KeptMLP, grads: Grads) -> Tensor:
         """dh [T, H] from dy [T, H]. Uses up what was kept, and writes into it."""
+        in_tiles = k.gu is None and h.shape[0] > self.tile(h.element_size())
+        return (self._backward_in_tiles if in_tiles else self._backward)(dy, h, w, k, grads)
+
+    def _backward(self, dy: Tensor, h: Tensor, w: Weights, k: KeptMLP, grads: Grads) -> Tensor:
         b = self._make_again(h, w, k)
         dd = dy if self.factor == 1.0 else dy * self.factor
         if self.norm2b:
@@ -135,3 +180,9 @@ class GatedMLP:
     def work_columns(self) -> int:
         """Numbers of a token that backward has beside what "saved" keeps."""
         return self.down.inputs
+
+    def tiled(self, item: int) -> tuple[int, int, int]:
+        """Where gate|up is not kept: bytes of a token that only so many rows have at a time, those rows, and bytes of
+        the weight gradients' sums where there are more."""
+        sums = 4 * (sum(self.gu.rows) * self.gu.inputs + self.down.rows[0] * self.down.inputs)
+        return 3 * self.down.inputs * item, self.tile(item), sums

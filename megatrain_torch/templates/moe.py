@@ -116,8 +116,8 @@ class SparseMLP:
 
     # ---- forward ----
 
-    def forward(self, h: Tensor, w: Weights, correction: Tensor | None, k: KeptExperts) -> Tensor:
-        """y [T, H] from h [T, H]. Writes what backward wants into k."""
+    def forward(self, h: Tensor, w: Weights, correction: Tensor | None, k: KeptExperts, whole: bool = True) -> Tensor:
+        """y [T, H] from h [T, H]. Writes what backward wants into k. Experts' rows go at once, whole or not."""
         b = h
         if self.norm2:
             b, k.rstd2 = self.norm2.forward(h, w)
@@ -199,6 +199,11 @@ class SparseMLP:
     def work_columns(self) -> int:
         """Numbers of a token that backward has beside what "saved" keeps."""
         return self.router.top_k * (2 * self.experts.inter + 2 * self.hidden)
+
+    @staticmethod
+    def tiled(item: int) -> tuple[int, int, int]:
+        """Nothing is: as GatedMLP's."""
+        return 0, 0, 0
 
 
 def _shared_of(layer: nn.Module, name: str) -> Shared | None:

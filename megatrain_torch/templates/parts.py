@@ -117,6 +117,46 @@ class Grads(dict[str, Tensor]):
             if name in self._wanted:
                 self[name] = part
 
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor) -> None:
+        """dy' x [sum of rows, K], from dy [T, sum of rows] and x [T, K]."""
+        self.put(names, rows, torch.mm(dy.t(), x))
+
+
+class Sums(Grads):
+    """Weight gradients of tiles of rows, added up: products by themselves, in fp32 at least, and rounded once."""
+
+    def __init__(self, grads: Grads) -> None:
+        super().__init__(grads._wanted)
+        self._grads = grads
+        self._types: dict[str, torch.dtype] = {}
+        self._matrices: dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype, Tensor]] = {}
+
+    def __setitem__(self, name: str, part: Tensor) -> None:
+        if name in self:
+            self[name].add_(part)
+        else:
+            super().__setitem__(name, part.to(torch.promote_types(part.dtype, torch.float32), copy=True))
+        self._types[name] = part.dtype
+
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor) -> None:
+        begun = names in self._matrices
+        if not begun:
+            wide = torch.promote_types(dy.dtype, torch.float32)
+            self._matrices[names] = rows, dy.dtype, torch.empty(sum(rows), x.shape[1], dtype=wide, device=x.device)
+        total = self._matrices[names][2]
+        if total.dtype != torch.float32:
+            torch.addmm(total, dy.t(), x, beta=float(begun), out=total)
+        else:
+            ops.gemm_(total, dy.t(), x, beta=float(begun))
+
+    def finish(self) -> None:
+        """What was added up, in the gradients' types."""
+        for names in list(self._matrices):
+            rows, dtype, total = self._matrices.pop(names)
+            self._grads.put(names, rows, total.to(dtype))
+        for name, total in self.items():
+            self._grads[name] = total.to(self._types[name])
+
 
 class Linears:
     """One or more nn.Linear over the same input: x [T, K] -> [T, sum of rows]."""
@@ -150,7 +190,7 @@ class Linears:
 
     def weight_grads(self, dy: Tensor, x: Tensor, grads: Grads) -> None:
         if grads.wants(*self.weights):
-            grads.put(self.weights, self.rows, torch.mm(dy.t(), x))
+            grads.product(self.weights, self.rows, dy, x)
         if grads.wants(*self.biases):
             grads.put(self.biases, self.rows, ops.column_sum(dy))
 

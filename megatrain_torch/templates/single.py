@@ -67,6 +67,9 @@ class Embedding:
     def work_bytes(self, tokens: int, item: int) -> int:
         return 0
 
+    def tiled(self, item: int) -> tuple[int, int, int]:
+        return 0, 0, 0
+
 
 class LoneNorm:
     """The last RMSNorm of a model: x [..., H] -> [..., H]."""
@@ -115,3 +118,6 @@ class LoneNorm:
 
     def work_bytes(self, tokens: int, item: int) -> int:
         return 2 * tokens * self.norm.size * item
+
+    def tiled(self, item: int) -> tuple[int, int, int]:
+        return 0, 0, 0
