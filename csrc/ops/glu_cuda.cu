@@ -175,12 +175,11 @@ __device__ inline void put(mt_dtype dt, void *out, int64_t i, float x)
 // Bytes: rows * n * sizeof(T) read, once. Limit: HBM. Rule 2 is the same kernel over the sums as one
 // segment: a 256th of the bytes, a few us of latency.
 template <typename T, int W>
-__global__ void __launch_bounds__(ALONG * LANES)
-sum_rows(const T *x, int64_t stride, int64_t rows, int64_t n, int64_t segment, mt_dtype out_dt, void *out)
+__device__ inline void sum_segment(const T *x, int64_t stride, int64_t rows, int64_t n, int64_t segment, int64_t s,
+                                   float (&lanes)[LANES][ALONG * W], mt_dtype out_dt, void *out)
 {
-    __shared__ float lanes[LANES][ALONG * W];
     const int64_t i = ((int64_t)blockIdx.x * ALONG + threadIdx.x) * W;
-    const int64_t begin = blockIdx.y * segment;
+    const int64_t begin = s * segment;
     const int64_t end = begin + segment < rows ? begin + segment : rows;
     float sum[W] = {};
 
@@ -202,17 +201,31 @@ sum_rows(const T *x, int64_t stride, int64_t rows, int64_t n, int64_t segment, m
     __syncthreads();
     for (int e = threadIdx.y * ALONG + threadIdx.x; e < ALONG * W; e += ALONG * LANES)
         if ((int64_t)blockIdx.x * ALONG * W + e < n)
-            put(out_dt, out, blockIdx.y * n + (int64_t)blockIdx.x * ALONG * W + e, lanes[0][e]);
+            put(out_dt, out, s * n + (int64_t)blockIdx.x * ALONG * W + e, lanes[0][e]);
+}
+
+// The grid's y goes along the segments in strides: it ends at 65535, which is 16.8 M rows.
+template <typename T, int W>
+__global__ void __launch_bounds__(ALONG * LANES)
+sum_rows(const T *x, int64_t stride, int64_t rows, int64_t n, int64_t segment, int64_t segments, mt_dtype out_dt,
+         void *out)
+{
+    __shared__ float lanes[LANES][ALONG * W];
+
+    for (int64_t s = blockIdx.y; s < segments; s += gridDim.y) {
+        sum_segment<T, W>(x, stride, rows, n, segment, s, lanes, out_dt, out);
+        __syncthreads();                                         // lanes are read to the end
+    }
 }
 
 template <typename T, int W>
 void sum_of(cudaStream_t stream, const mt_columns &c, int64_t segment, mt_dtype out_dt, void *out)
 {
     int64_t segments = c.rows > 0 ? ceil_div(c.rows, segment) : 1;       // of no rows: zeros
-    dim3    grid((unsigned)ceil_div(c.n, ALONG * W), (unsigned)segments);
+    dim3    grid((unsigned)ceil_div(c.n, ALONG * W), (unsigned)least(segments, 65535));
 
     sum_rows<T, W><<<grid, dim3(ALONG, LANES), 0, stream>>>(
-        static_cast<const T *>(c.x), c.stride, c.rows, c.n, segment, out_dt, out);
+        static_cast<const T *>(c.x), c.stride, c.rows, c.n, segment, segments, out_dt, out);
 }
 
 template <typename T>

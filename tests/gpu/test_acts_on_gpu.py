@@ -12,12 +12,16 @@ import parity
 import pytest
 import test_fused
 import torch
+import wide
 from edges import Scenario
 from test_fused_on_gpu import gradients, larger, streamed
 from torch import Tensor, nn
 
 import megatrain_torch as mt
+from megatrain_torch import ops
 from megatrain_torch.modes import HOST, read
+from megatrain_torch.templates import mlp
+from megatrain_torch.templates.attention import Attention
 from megatrain_torch.wrap import runtime_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -85,7 +89,7 @@ def test_a_wait_left_out_is_noticed(edge: str) -> None:
 ROWS, LENGTH = 8, 2048
 
 
-def wide() -> nn.Module:
+def twelve() -> nn.Module:
     """Twelve layers of which 16k tokens keep some 150 MiB each."""
     import transformers
     config = transformers.Qwen2Config(
@@ -97,7 +101,7 @@ def wide() -> nn.Module:
 
 def peak(mode: str, compute: str) -> tuple[int, float]:
     """Bytes above what lies there between steps, and the last loss."""
-    model = mt.stream(wide(), "cuda", compute=compute, plan={"activations": mode})
+    model = mt.stream(twelve(), "cuda", compute=compute, plan={"activations": mode})
     ids = torch.randint(1024, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1)).cuda()
     for step in range(2):
         model(input_ids=ids, labels=ids).loss.backward()
@@ -132,3 +136,72 @@ def test_in_bf16_with_cudnns_attention_it_is_within_noise() -> None:
         found, others = gradients(streamed(larger("qwen3"), mode), batch)
         assert fusing.error(loss, found) < 1e-2
         fusing.grads_agree(grads, others, 2e-2)
+
+
+# ---------------------------------------------------------------- long context
+
+@pytest.mark.parametrize("op", wide.OPS)
+def test_elements_beyond_two_to_the_31_are_found(op: str) -> None:
+    assert wide.OPS[op]("cuda")
+
+
+def test_whole_kernels_beyond_two_to_the_31_elements() -> None:
+    """Dense tensors of 2.3e9 elements: the last rows are those of the same rows alone."""
+    rows, n, tail = 600_000, 3840, 64
+    x, weight = torch.randn(rows, n, device="cuda", dtype=torch.bfloat16), torch.ones(n, device="cuda").bfloat16()
+    y, _, rstd = ops.rms_norm(x, weight, 1e-6)
+    near, _, near_rstd = ops.rms_norm(x[-tail:], weight, 1e-6)
+    assert torch.equal(y[-tail:], near) and torch.equal(rstd[-tail:], near_rstd)
+    h = ops.glu(x, y)
+    assert torch.equal(h[-tail:], ops.glu(x[-tail:], near))
+    del h
+    dx, _, _ = ops.rms_norm_backward(y, x, weight, rstd)
+    other, _, _ = ops.rms_norm_backward(near, x[-tail:], weight, near_rstd)
+    assert torch.equal(dx[-tail:], other)
+    total = ops.column_sum(x, torch.float32)
+    assert torch.allclose(total, x.sum(0, dtype=torch.float64).float(), atol=0.5)      # 1e5 roundings of sums near 1e3
+    assert ops.column_sum(x.view(-1, 128), torch.float32).isfinite().all()             # 18 M rows: the grid's y is less
+
+
+@pytest.mark.parametrize("heads, groups", [(28, 4), (40, 8)])
+def test_attention_over_half_a_million_tokens(heads: int, groups: int) -> None:
+    """Output, dq of the last rows and dk, dv of the first keys against sums in fp32; 40 heads are 2.7e9 elements."""
+    seq, dim, scale = 1 << 19, 128, 128 ** -0.5
+    generator = torch.Generator("cuda").manual_seed(0)
+    qkv = torch.randn(1, seq, heads + 2 * groups, dim, device="cuda", dtype=torch.bfloat16, generator=generator)
+    q, k, v = qkv.split((heads, groups, groups), 2)
+    kernel = Attention(scale, causal=True)
+    out, kept = kernel.forward(q, k, v)
+    dout = torch.randn(out.shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+    dq, dk, dv, _ = kernel.backward(dout, q, k, v, out, kept)
+    head, group = heads - 1, groups - 1
+    for row in (seq - 1, seq // 2 + 77):
+        keys, values = k[0, :row + 1, group].float(), v[0, :row + 1, group].float()
+        p = torch.softmax(keys @ q[0, row, head].float() * scale, 0)
+        wanted = p @ values
+        assert fusing.error(wanted.cpu(), out[0, row, head].float().cpu()) < 2e-2
+        do = dout[0, row, head].float()
+        ds = p * (values @ do - (do * wanted).sum())
+        assert fusing.error((ds @ keys * scale).cpu(), dq[0, row, head].float().cpu()) < 5e-2
+    for key in (0, seq - 3):
+        dk_wanted, dv_wanted = torch.zeros(2, dim, device="cuda")
+        for h in range(head - heads // groups + 1, head + 1):        # the query heads of this key's group
+            rows = slice(key, seq)
+            logits = q[0, rows, h].float() @ k[0, key, group].float() * scale
+            lse = kept[0].reshape(1, heads, seq)[0, h, rows].float()
+            p, do = torch.exp(logits - lse), dout[0, rows, h].float()
+            dv_wanted += p @ do
+            delta = (do * out[0, rows, h].float()).sum(1)
+            dk_wanted += (p * (do @ v[0, key, group].float() - delta)) @ q[0, rows, h].float() * scale
+        assert fusing.error(dv_wanted.cpu(), dv[0, key, group].float().cpu()) < 5e-2
+        assert fusing.error(dk_wanted.cpu(), dk[0, key, group].float().cpu()) < 5e-2
+
+
+def test_a_layer_in_tiles_is_within_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"input_ids": torch.randint(0, 50, (4, 192), generator=torch.Generator().manual_seed(0))}
+    batch["labels"] = batch["input_ids"]
+    loss, grads = gradients(streamed(larger("qwen3"), "selective"), batch)
+    monkeypatch.setattr(mlp, "TILE_BYTES", 0)
+    found, others = gradients(streamed(larger("qwen3"), "selective"), batch)
+    assert fusing.error(loss, found) < 1e-2
+    fusing.grads_agree(grads, others, 2e-2)
