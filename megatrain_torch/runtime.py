@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _core, hf
+from . import _core, hf, packed
 from .arrive import Arrivals
 from .budget import Budget, Cap
 from .compiled import Structure, refuse_other_units
@@ -352,6 +352,8 @@ class Runtime:
     def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A root forward starts; its inputs come to the compute device."""
         self._begin(who)
+        if isinstance(who, nn.Module) and kwargs.get("position_ids") is not None:
+            kwargs = packed.prepare(self, who, kwargs)
         return self._to_device(args), self._to_device(kwargs)
 
     def _begin(self, who: Any) -> None:
@@ -411,7 +413,7 @@ class Runtime:
         if not self.is_cuda:
             return value
         if isinstance(value, Tensor):
-            return value.to(self.device, non_blocking=True) if value.device != self.device else value
+            return value if value.device == self.device or value.is_meta else value.to(self.device, non_blocking=True)
         if isinstance(value, dict):
             moved = {k: self._to_device(v) for k, v in value.items()}
             same = all(moved[k] is v for k, v in value.items())

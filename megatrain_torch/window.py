@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import whole
+from . import packed, whole
 from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push
 from .modes import Mode, read
 from .records import Record, Use
@@ -76,6 +76,7 @@ class Window:
         self.modules = list(module.modules())
         # Attributes that forward changes; found by the first run.
         self.mutable: list[tuple[nn.Module, str]] | None = None
+        self.config = next((m.config for m in self.modules if hasattr(m, "config")), None)
         self.recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
         self.hooks = [d for m in self.modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks,
                                                             m._backward_pre_hooks)]
@@ -189,6 +190,7 @@ class Window:
             out = self.fused(args, kwargs)
             if out is not None:
                 return out
+        kwargs = packed.dense(kwargs, self.config, self.records[0].dtype)
         mode = read(self.mode if self.mode != "auto" else self.runtime.mode_of(self))
         if self.compiled is not None and not mode.host:
             done = self.compiled(args, kwargs, replays=mode.keep != "saved")

@@ -19,6 +19,8 @@ and <dout, out> from out.
 """
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +28,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..packed import Packed
+
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+_flash_forward = torch.ops.aten._flash_attention_forward
+_flash_backward = torch.ops.aten._flash_attention_backward
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -41,6 +47,8 @@ class Attention:
     spelled: products and softmax one by one, as transformers' "eager" attention: what models with capped logits
     (cap * tanh(logits / cap), Gemma 2) are trained with, and what has a gradient in rows that see nothing. The mask
     is added then, and is all there is of causality.
+
+    packed: sequences behind one another in the one row, each of which sees itself; without a mask.
     """
 
     scale: float
@@ -48,9 +56,12 @@ class Attention:
     mask: Tensor | None = None
     spelled: bool = False
     cap: float = 0.0
+    packed: Packed | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Any]:
         """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
+        if self.packed is not None:
+            return self._packed_forward(q, k, v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self._cudnn(q, sinks):
             bias, blind = self._seen(q)
@@ -69,6 +80,8 @@ class Attention:
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
                  sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dq, dk, dv: [B, S, h, D], strided; dsinks [hq]."""
+        if self.packed is not None:
+            return *self._packed_backward(dout, q, k, v, out, kept), None
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         dsinks = None
         if kept is None:
@@ -83,6 +96,38 @@ class Attention:
                 self._cudnn_grads(dout, q, k, v, out, *kept)
         dq, dk, dv = (t.transpose(1, 2) for t in (dq, dk, dv))
         return dq, dk, dv, dsinks
+
+    # ---- packed sequences: flash takes all at once, else one by one, which is the definition ----
+
+    def _flash(self, q: Tensor) -> bool:
+        return q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+    def _packed_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
+        if not self._flash(q):
+            one = dataclasses.replace(self, packed=None)
+            found = [one.forward(*part) for part in self._each_sequence(q, k, v)]
+            return torch.cat([out for out, _ in found], 1), tuple([kept for _, kept in found])
+        cu, most = self.packed.cu, self.packed.longest
+        out, lse, rng, unused, _ = _flash_forward(q[0], k[0], v[0], cu, cu, most, most, 0.0, self.causal, False,
+                                                  scale=self.scale)
+        return out.unsqueeze(0), (lse, rng, unused)
+
+    def _packed_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any
+                         ) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._flash(q):
+            one = dataclasses.replace(self, packed=None)
+            found = [one.backward(*part, of)[:3] for part, of in zip(self._each_sequence(dout, q, k, v, out), kept)]
+            dq, dk, dv = (torch.cat(parts, 1) for parts in zip(*found))
+            return dq, dk, dv
+        cu, most, (lse, rng, unused) = self.packed.cu, self.packed.longest, kept
+        grads = _flash_backward(dout[0], q[0], k[0], v[0], out[0], lse, cu, cu, most, most, 0.0, self.causal, rng,
+                                unused, scale=self.scale)
+        dq, dk, dv = (t.unsqueeze(0) for t in grads)
+        return dq, dk, dv
+
+    def _each_sequence(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The rows [1, n, h, D] of each sequence."""
+        return zip(*(t.split(self.packed.lengths, 1) for t in tensors))
 
     # ---- kernels that give log-sum-exp ----
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..packed import example, packed_of
 from .mlp import GatedMLP
 from .moe import SparseMLP
 from .parts import Grads, Norm, Unfit, Weights, as_input, has, unflattened
@@ -104,7 +105,9 @@ class Decoder:
         rest = {k: v for k, v in kwargs.items() if k not in ("hidden_states", "past_key_values", "use_cache")}
         if rest.get("position_embeddings") is not None:
             rest["position_embeddings"] = tuple(t[:1, :n] for t in rest["position_embeddings"])
-        if isinstance(rest.get("attention_mask"), Tensor):
+        if packed_of(rest.get("attention_mask")) is not None:
+            rest["attention_mask"] = example(rest["attention_mask"], n, x.dtype if self.attention.adds_masks else None)
+        elif isinstance(rest.get("attention_mask"), Tensor):
             rest["attention_mask"] = sighted(rest["attention_mask"][:1, :, :n, :n])
         for name in ("position_ids", "cache_position"):
             if isinstance(rest.get(name), Tensor):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..packed import adds, packed_of
 from .attention import Attention
 from .parts import Grads, Linears, Norm, Unfit, Weights, child, cut, has
 from .rotary import Rotary, rotary_of
@@ -90,6 +91,10 @@ class SelfAttention:
         if getattr(self.config, "clip_qkv", None) is not None:
             raise Unfit("it clips q, k and v")
 
+    @property
+    def adds_masks(self) -> bool:
+        return adds(self.config)
+
     # ---- a call ----
 
     def call(self, layer: nn.Module, kwargs: dict[str, Any]) -> Call:
@@ -107,10 +112,15 @@ class SelfAttention:
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4):
             raise Unfit("its attention mask has not four dimensions")
+        packed = packed_of(mask)
+        if packed is not None and (self.sinks or self.cap or not self.causal):
+            raise Unfit("sequences are packed, and its attention has sinks or a cap, or looks ahead")
+        if packed is not None:
+            kind, mask = "sdpa", None
         causal = self.causal and mask is None and kind == "sdpa"     # of eager attention, the mask says all
         if self.sinks and (kind == "sdpa" or (mask is not None and mask.dtype == torch.bool)):
             raise Unfit("its attention has sinks, which torch's kernels do not know")
-        attention = Attention(self.scale, causal, mask, kind == "eager", self.cap)
+        attention = Attention(self.scale, causal, mask, kind == "eager", self.cap, packed)
         call, cache = Call(*self._angles(kwargs.get("position_embeddings")), attention), kwargs.get("past_key_values")
         if cache is not None:
             call.cache = lambda k, v: _fill(cache, k, v, layer.self_attn.layer_idx)
@@ -248,4 +258,6 @@ def _fill(cache: Any, k: Tensor, v: Tensor, index: int) -> None:
 
 # Arguments of layers that say nothing new to a template, or that it reads.
 _COVERED = frozenset(("position_embeddings", "attention_mask", "position_ids", "past_key_values", "use_cache",
-                      "cache_position", "num_items_in_batch", "output_hidden_states"))
+                      "cache_position", "num_items_in_batch", "output_hidden_states",
+                      # For attention in flash's interface, which sdpa's does not read.
+                      "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))

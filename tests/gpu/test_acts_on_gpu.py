@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch import ops
 from megatrain_torch.modes import HOST, read
+from megatrain_torch.packed import Packed
 from megatrain_torch.templates import mlp
 from megatrain_torch.templates.attention import Attention
 from megatrain_torch.wrap import runtime_of
@@ -205,3 +206,38 @@ def test_a_layer_in_tiles_is_within_noise(monkeypatch: pytest.MonkeyPatch) -> No
     found, others = gradients(streamed(larger("qwen3"), "selective"), batch)
     assert fusing.error(loss, found) < 1e-2
     fusing.grads_agree(grads, others, 2e-2)
+
+
+# ---------------------------------------------------------------- packed sequences
+
+def test_packed_attention_is_attention_one_by_one() -> None:
+    """Flash over all sequences at once against cuDNN's kernels on each; both round to 8 bits."""
+    lengths = (1000, 1, 24, 3000, 71)
+    shape = (1, sum(lengths))
+    q, dout = (torch.randn(*shape, 8, 128, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(*shape, 2, 128, device="cuda").bfloat16() for _ in range(2))
+    kernel = Attention(128 ** -0.5, True, packed=Packed.of(lengths, torch.device("cuda")))
+    out, kept = kernel.forward(q, k, v)
+    assert len(kept) == 3, "flash did not take it"
+    found = (out, *kernel.backward(dout, q, k, v, out, kept)[:3])
+    one = Attention(128 ** -0.5, True)
+    at = 0
+    for n in lengths:
+        part = [t[:, at:at + n].contiguous() for t in (q, k, v, dout)]
+        out, kept = one.forward(*part[:3])
+        for a, b in zip((out, *one.backward(part[3], *part[:3], out, kept)[:3]), found):
+            assert fusing.error(a.float().cpu(), b[:, at:at + n].float().cpu()) < 1e-2
+        at += n
+
+
+def test_a_packed_row_trains_as_with_the_models_mask() -> None:
+    lengths = (100, 30, 60)
+    ids = torch.randint(0, 50, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
+    loss, grads = gradients(larger("llama").cuda(), batch)
+    model = streamed(larger("llama"), "selective")
+    found, others = gradients(model, batch)
+    fusing.all_fused(fusing.codes(model))
+    assert fusing.error(loss, found) < 1e-2
+    fusing.grads_agree(grads, others, 5e-2)
