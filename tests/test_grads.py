@@ -17,10 +17,11 @@ pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
 from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
-from test_speculate import TYPES, assert_equal  # noqa: E402
+from test_speculate import assert_equal  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import _core  # noqa: E402
+from megatrain_torch.preflight import Asked  # noqa: E402
 
 NONE = {"grads": "none"}
 GRAD = _core.PLANES["GRAD"]
@@ -38,21 +39,20 @@ def core_of(model: nn.Module) -> Any:
     return mt.wrap.runtime_of(model).core
 
 
-@TYPES
-@pytest.mark.parametrize("plan", [{}, {"debug": {"delay_us": 200, "seed": 3}}, {"homes": "through"},
-                                  {"homes": {"layers.0": "arrive", "layers.1": "vram"}}],
-                         ids=["ram", "delays", "through", "some_on_the_device"])
+@pytest.mark.parametrize("plan, dtype", [
+    ({}, torch.float32), ({}, torch.float16), ({"debug": {"delay_us": 200, "seed": 3}}, torch.bfloat16),
+    ({"homes": "through"}, torch.bfloat16), ({"homes": {"layers.0": "arrive", "layers.1": "vram"}}, torch.bfloat16)],
+    ids=["fp32", "fp16", "delays", "through", "some_on_the_device"])
 def test_bits_are_those_of_gradients_that_are_kept(plan: dict[str, Any], dtype: torch.dtype) -> None:
     none, kept = trained(plan | NONE, dtype), trained({}, dtype)
     assert_equal(none, kept)
     assert none[1].grad_norm == kept[1].grad_norm
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_transformer_with_tied_weights_trains_to_the_same_bits(dtype: torch.dtype) -> None:
+def test_a_transformer_with_tied_weights_trains_to_the_same_bits() -> None:
     def run(plan: dict[str, Any]) -> dict[str, Tensor]:
         parity.seed()
-        model = mt.stream(made(edges.Walk).to(dtype), device="cpu", plan=plan, compute="eager")
+        model = mt.stream(made(edges.Walk).to(torch.bfloat16), device="cpu", plan=plan, compute="eager")
         opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, in_backward=True)
         losses = {}
         for step in range(8):
@@ -138,8 +138,8 @@ def test_a_gradient_of_torchs_own_has_no_place() -> None:
 def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
     from test_plan import FLAT, small
     asked = dict(tokens=4096, seq=512, machine=FLAT, homes="ram")
-    none, kept = mt.plan(small(12), grads="none", **asked), mt.plan(small(12), **asked)
-    assert none.micro == 1 and none.grads == "none" and none.host["gradients"] < 0.6 * kept.host["gradients"]
+    none, kept = mt.plan(small(8), grads="none", **asked), mt.plan(small(8), **asked)
+    assert none.micro == 1 and none.grads == "none" and none.host["gradients"] < 0.7 * kept.host["gradients"]
     assert none.host_bytes - none.host["gradients"] == kept.host_bytes - kept.host["gradients"]
     for wrong, says in (({"grads": "gone"}, "grads='gone'"), ({"grads": "none", "micro": 2}, "one micro-batch"),
                         ({"grads": "none", "speculate": True}, "no speculate")):
@@ -149,8 +149,7 @@ def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
         mt.stream(plain_dots(), device="cpu", plan=NONE | {"speculate": True})
     with pytest.raises(mt.MegatrainError, match="grads='disk'"):
         mt.stream(plain_dots(), device="cpu", plan={"grads": "disk"})
-    with pytest.raises(mt.MegatrainError) as refused:
-        mt.stream(plain_dots(torch.bfloat16, [(1 << 20,)] * 40), device="cpu", plan=NONE, host=1)
-    with pytest.raises(mt.MegatrainError) as more:
-        mt.stream(plain_dots(torch.bfloat16, [(1 << 20,)] * 40), device="cpu", host=1)
-    assert more.value.changes["host"] - refused.value.changes["host"] == (40 - 3) * 2 << 20
+    groups = [(f"layers.{i}", [("weight", nn.Parameter(torch.empty(1 << 20, device="meta")))]) for i in range(40)]
+    counted = [Asked("dots", groups, torch.bfloat16, ("ram",) * 40, frozenset(), keeps=keeps).host()["gradients"]
+               for keeps in (True, False)]
+    assert counted == [40 * 2 << 20, 3 * 2 << 20]
