@@ -363,6 +363,8 @@ def _changes(asked: Asked, fits: Callable[[Asked], bool], over: int, free_on_dev
         if fits(tried):
             found["homes"] = _named(tried)
             break
+    if asked.states == "fp32" and fits(dataclasses.replace(asked, states="8bit")):
+        found["states"] = "8bit"
     for tried in _homes(asked, "ram", "disk"):
         if fits(tried):
             found["nvme"] = file_bytes(tried)
@@ -401,6 +403,8 @@ def _refusal(asked: Asked, title: str, need: dict[str, int], most: int, whose: s
 def _in_words(name: str, value: Any) -> str:
     if name in ("vram", "host"):
         return f"{name}={value} ({show_bytes(value)}), if so much is there"
+    if name == "states":
+        return f"mt.AdamW(states={value!r})"
     if name == "nvme":
         return f"nvme= a directory with {value} bytes ({show_bytes(value)}) free"
     if name == "frozen":

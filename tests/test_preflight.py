@@ -97,6 +97,8 @@ def test_states_are_refused_by_the_byte_and_nothing_is_allocated(free: Callable)
         layer.requires_grad_(False)
     train(model, mt.AdamW(p for p in model.parameters() if p.requires_grad))
     model = stream()
+    train(model, mt.AdamW(model.parameters(), states=why.value.changes["states"]))
+    model = stream()
     free(with_margin(STEP))
     train(model, mt.AdamW(model.parameters()))
 
