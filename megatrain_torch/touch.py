@@ -4,6 +4,7 @@ Run as a program, by limits.touch. It asks the kernel to end it before any other
 """
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ def main(nbytes: int) -> None:
     while reached < nbytes:
         step = min(STEP_BYTES, nbytes - reached)
         memory = mmap.mmap(-1, step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):      # a wish: many times as fast
+            memory.madvise(mmap.MADV_HUGEPAGE)
         memory[::mmap.PAGESIZE] = b"\1" * len(range(0, step, mmap.PAGESIZE))
         kept.append(memory)
         reached += step
