@@ -286,6 +286,8 @@ def run_all(args: argparse.Namespace) -> int:
             continue
         began = time.perf_counter()
         outcome, why = run(case, args.device)
+        for group in args.cgroup.glob("preflight-*") if args.cgroup else ():
+            group.rmdir()
         ok = outcome == ("ran" if case.runs else "refused")
         good &= ok
         print(json.dumps({"test": "preflight", "case": name, "outcome": outcome, "ok": ok, "device": args.device,
