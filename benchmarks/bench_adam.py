@@ -5,7 +5,7 @@
 
 One JSON line per measurement on stdout, a table on stderr:
 
-    adam_step     our update of split bf16 weights (or of fp32 or fp16 ones) with fp32 states
+    adam_step     our update of split bf16 weights (or of fp32 or fp16 ones), in any format of states
     adam_traffic  the same planes read and written with next to no arithmetic: the limit
     torch_adamw   torch.optim.AdamW(fused=True) on fp32 weights, for scale; no bf16 copy is written
 
@@ -35,6 +35,7 @@ def parse_args() -> argparse.Namespace:
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--dtype", choices=list(TORCH), default="BF16", help="of the weights")
     add("--grad-dtype", choices=list(TORCH), help="default: as the weights; F32: a micro-batch sum")
+    add("--states", choices=list(_core.STATES), default="fp32")
     add("--isa", choices=ISAS, default=_core.build_info()["isa"])
     add("--reps", type=int, default=15)
     add("--no-torch", action="store_true")
@@ -47,13 +48,13 @@ def seconds(fn: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def ours(args: argparse.Namespace) -> tuple[int, list[float], list[float]]:
+def ours(args: argparse.Namespace) -> tuple[float, list[float], list[float]]:
     """Bytes per parameter; seconds of each update, and of each pass of the traffic loop.
 
     The loop has planes of its own: what it leaves in them is not fit for an update.
     """
     grad = args.grad_dtype or args.dtype
-    update, loop = (Planes(args.params, args.dtype, grad) for _ in range(2))
+    update, loop = (Planes(args.params, args.dtype, grad, args.states) for _ in range(2))
     isa, step_s, loop_s = ISAS.index(args.isa), [], []
     for i in range(-2, args.reps):  # two to warm up
         step = update.tensors(i + 3)
@@ -84,7 +85,7 @@ def main() -> None:
         # fp32: weight, m, v read and written, gradient read
         rates["torch_adamw"] = (28, [args.params / s / 1e9 for s in torchs(args)])
 
-    case = f"{args.dtype} weights, {args.grad_dtype or args.dtype} gradient, {args.isa}"
+    case = f"{args.dtype} weights, {args.grad_dtype or args.dtype} gradient, {args.states} states, {args.isa}"
     limit = spread(rates["adam_traffic"][1])["median"]
     rows = []
     for name, (bytes_each, rate) in rates.items():

@@ -40,7 +40,7 @@ def explain(model: nn.Module) -> str:
 
     "template" is a layer's explicit forward and backward (compute="fused"), "compiled" are torch.compile's graphs of
     the module's own code (compute="compile"); else that code itself, with the reason where one of them was wanted.
-    The head is "fused with the loss", or its own code runs.
+    The head is "fused with the loss", or its own code runs. Below, how AdamW's states are kept, where not in fp32.
 
     Raises:
         MegatrainError: the model is not streamed.
@@ -53,7 +53,8 @@ def explain(model: nn.Module) -> str:
         rows.append((w.name, ", ".join(rt.unit_names[u] for u in w.units), show_bytes(nbytes), w.keeps, f"{trained:,}",
                      w.code))
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows)
+    lines = ["  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows]
+    return "\n".join(lines + [f"AdamW's states: {rt.states}"] * (rt.states != "fp32"))
 
 
 def masters(model: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MegatrainError
+from .formats import FORMATS
 from .machine import MACHINES
 
 
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--activations", choices=["replay", "selective", "saved"], help="of all layers; default: what is best")
     add("--slots", type=int, help="ring size")
     add("--speculate", action="store_true", help="updates on the host begin during backward")
+    add("--states", choices=FORMATS, default="fp32", help="how AdamW keeps its states")
     add("--layers", type=int, help="instead of the config's own number")
     add("--picture", type=Path, help="file to draw what lies in which memory: .png, .svg or .pdf")
     add("--compute", choices=["auto", "fused", "eager"], default="auto")

@@ -11,6 +11,7 @@ import enum
 import math
 from dataclasses import dataclass
 
+from .formats import moved_bytes
 from .loss import chunk_tokens
 from .machine import Machine
 from .modes import HOST, KEEPS, read
@@ -254,9 +255,13 @@ def _embedding(w: Window, m: Machine, tokens: int) -> Cost:
 
 # ---- where a unit's planes are -------------------------------------------------------------------
 
-# What an update that begins during backward moves then, and what keeping it moves when the norm is known, beside an
-# update in its time: bytes of a bf16 parameter (csrc/optim/adam.h).
-GUESS_SHARE, KEEP_SHARE = 36 / 26, 4 / 26
+def guess_shares(states: str) -> tuple[float, float]:
+    """What an update that begins during backward moves then, and what keeping it moves when the norm is known, beside
+    an update in its time: of a bf16 parameter's bytes (csrc/optim/adam.h)."""
+    moved, weight, grad = moved_bytes(states), 2, 2
+    saved = (moved - grad) / 2 - weight
+    return (moved + saved) / moved, 2 * weight / moved
+
 
 
 class Home(enum.IntEnum):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _core
+from .formats import FORMATS, LOW_BYTES
 from .limits import host_limits, resident_bytes
 from .machine import Machine, describe, host_limit_bytes, store_path
 from .templates.attention import Attention
@@ -220,30 +221,46 @@ def _busy_gbps(sizes: Sizes, device: torch.device, threads: int) -> float:
 class Planes:
     """One tensor's planes in a store's arenas, with their huge pages, and the tuple that `_core.adam_step` takes."""
 
-    def __init__(self, n: int, weight: str, grad: str) -> None:
-        self.n, self.types = n, (_core.DTYPES[weight], _core.DTYPES[grad])
+    def __init__(self, n: int, weight: str, grad: str, states: str = "fp32") -> None:
+        self.n, self.types, self.states = n, (_core.DTYPES[weight], _core.DTYPES[grad]), _core.STATES[states]
         engine = _core.Engine("cpu", threads=_core.build_info()["cpus"])
         engine.add_unit("doctor", [self.types[0]], [n], [True])
+        engine.set_states(0, self.states)
 
         def plane(name: str, dtype: torch.dtype) -> torch.Tensor:
             return torch.from_numpy(engine.plane(0, 0, _core.PLANES[name])).view(dtype)
 
         self.hi = plane("HI", TORCH[weight]).uniform_(-0.05, 0.05)
-        self.lo = plane("LO", torch.int16) if weight == "BF16" else None
+        low = LOW_BYTES[states] if weight == "BF16" else 0
+        self.lo = plane("LO", torch.int16 if low == 2 else torch.int8) if low else None
         self.master = plane("MASTER", torch.float32).copy_(self.hi) if weight == "F16" else None
         self.grad = plane("GRAD" if grad == weight else "ACC", TORCH[grad]).uniform_(-1e-3, 1e-3)
-        self.m, self.v = plane("M", torch.float32), plane("V", torch.float32)
+        moments = (torch.float32, torch.float32) if states == "fp32" else (torch.int8, torch.uint8)
+        self.m, self.v = plane("M", moments[0]), plane("V", moments[1])
+        self.scale = plane("SCALE", torch.float32) if states != "fp32" else None
 
-    def bytes_per_parameter(self) -> int:
+    def bytes_per_parameter(self) -> float:
         """Read plus written in one update."""
-        kept = [p for p in (self.hi, self.lo, self.master, self.m, self.v) if p is not None]
-        return 2 * sum(p.element_size() for p in kept) + self.grad.element_size()
+        kept = [p for p in (self.hi, self.lo, self.master, self.m, self.v, self.scale) if p is not None]
+        return 2 * sum(p.nbytes for p in kept) / self.n + self.grad.element_size()
 
     def tensors(self, step: int) -> list[tuple]:
         planes = (self.hi, self.lo, self.master, self.m, self.v, self.grad)
         addresses = [0 if p is None else p.data_ptr() for p in planes]
         weight, grad = self.types
-        return [(weight, self.n, *addresses, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, step, 0)]
+        return [(weight, self.n, *addresses, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, step, 0, self.states,
+                 0 if self.scale is None else self.scale.data_ptr(), 0)]
+
+
+def _host_adam8(sizes: Sizes, threads: int) -> tuple[tuple[str, float], ...]:
+    """(states, G parameters/s) of updates with moments of 8 bits."""
+    isa, found = ISAS.index(_core.build_info()["isa"]), []
+    for states in FORMATS[1:]:
+        planes = Planes(sizes.parameters, "BF16", "BF16", states)
+        seconds = timed(lambda p=planes: _core.adam_step(p.tensors(1), 1.0, threads, isa), torch.device("cpu"),
+                        sizes.least_s)
+        found.append((states, sizes.parameters / 1e9 / seconds))
+    return tuple(found)
 
 
 def _host_adam(sizes: Sizes, counts: list[int]) -> tuple[tuple[tuple[int, float], ...], float]:
@@ -303,6 +320,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     copies = copy_rates(device, sizes.copy_bytes, sizes.least_s)
     say("AdamW")
     adam, traffic = _host_adam(sizes, sorted({1, max(1, cpus // 2), max(1, cpus - 1)}))
+    adam8 = _host_adam8(sizes, adam[-1][0])
     busy, device_adam = _busy_gbps(sizes, device, adam[-1][0]), _device_adam(sizes, device)
     vram, taken = _vram(device)
     if disk is not None:
@@ -310,7 +328,8 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     drive = _disk_rates(disk, sizes.disk_bytes) if disk is not None else {}
     rates = {**drive, "gemm": gemm, "attention": attention, "hbm_gbps": hbm, "launch_us": launch, **copies,
              "busy_gbps": min(busy, copies["h2d_gbps"]), "adam_gparams": adam,
-             "add_gparams": adam[-1][1] * UPDATE_BYTES / ADD_BYTES, "device_adam_gparams": device_adam}
+             "add_gparams": adam[-1][1] * UPDATE_BYTES / ADD_BYTES, "device_adam_gparams": device_adam,
+             "adam8_gparams": adam8}
     host = host_limit_bytes()
     machine = Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram, taken,
                       host if cuda else host - vram, rss, **_rounded(rates), versions=_versions(),

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MegatrainError
+from .formats import moved_bytes
 from .limits import host_limits, parse_bytes, show_bytes
 
 GIB = 2**30
+CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where arithmetic binds: a Zen 5 core has 1.0
 # Where a drive was not measured: one of 1.92 TB at PCIe 4, by its data sheet (Samsung PM9A3: 6.5 GB/s read, 3.5
 # written, one drive write a day for five years); reads and writes together as if in turn.
 DRIVE = (6.5, 3.5, 4.5, 3504.0)
@@ -44,6 +46,8 @@ class Machine:
         h2d_gbps, d2h_gbps: copies alone; both_gbps: each way while both run; busy_gbps: each way while
             AdamW runs on the host.
         adam_gparams: (threads, 10**9 parameters/s) of AdamW on the host, bf16 weights and fp32 states.
+        adam8_gparams: (states, 10**9 parameters/s) with moments of 8 bits, as many threads as adam_gparams ends with;
+            what is missing is taken to be in proportion to the bytes that move, see adam_rate.
         add_gparams: 10**9 gradients/s added up on the host for micro-batches.
         device_adam_gparams: AdamW on the device.
         launch_us: host time of one small torch operation.
@@ -73,6 +77,7 @@ class Machine:
     disk_write_gbps: float = DRIVE[1]
     disk_both_gbps: float = DRIVE[2]
     disk_tbw: float = DRIVE[3]
+    adam8_gparams: tuple[tuple[str, float], ...] = ()
     source: str = "described"
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -85,10 +90,15 @@ class Machine:
         points = [(float(s), b if backward else f) for s, f, b in self.attention]
         return _along(points, seq) * 1e12
 
-    def adam_rate(self, threads: int | None = None) -> float:
-        """Parameters/s of AdamW on the host; None: with all threads measured."""
+    def adam_rate(self, threads: int | None = None, states: str = "fp32") -> float:
+        """Parameters/s of AdamW on the host; None: with all threads measured. states: see formats.py."""
         points = [(float(n), rate) for n, rate in self.adam_gparams]
-        return _along(points, threads or points[-1][0]) * 1e9
+        rate = _along(points, threads or points[-1][0])
+        if states == "fp32":
+            return rate * 1e9
+        by_bytes = points[-1][1] * moved_bytes("fp32") / moved_bytes(states)
+        found = dict(self.adam8_gparams).get(states, min(by_bytes, points[-1][0] * CODES_A_THREAD))
+        return found * rate / points[-1][1] * 1e9
 
     def with_limits(self, vram: int | None, host: int | None) -> Machine:
         """The same machine with less memory; a limit above what it has changes nothing."""
@@ -146,7 +156,8 @@ def _change(text: str) -> tuple[str, Any]:
 
 
 def _from_dict(fields: dict[str, Any]) -> Machine:
-    tables = {k: tuple(tuple(row) for row in fields[k]) for k in ("gemm", "attention", "adam_gparams") if k in fields}
+    names = ("gemm", "attention", "adam_gparams", "adam8_gparams")
+    tables = {k: tuple(tuple(row) for row in fields[k]) for k in names if k in fields}
     machine = Machine(**{**fields, **tables})
     points = [(n, w) for n, w, _ in machine.gemm]
     if sorted(set(points)) != sorted((n, w) for n in {n for n, _ in points} for w in {w for _, w in points}):
@@ -352,6 +363,8 @@ def describe(machine: Machine) -> list[tuple[str, str]]:
         ("host to device, back", f"{machine.h2d_gbps:.4g}, {machine.d2h_gbps:.4g} GB/s"),
         ("both ways; beside AdamW", f"{machine.both_gbps:.4g}; {machine.busy_gbps:.4g} GB/s each way"),
         (f"AdamW, {threads} threads", f"{adam:.4g} G parameters/s"),
+        ("with moments of 8 bits", f"{machine.adam_rate(states='8bit') / 1e9:.4g} G parameters/s"
+         + ", not measured" * ("8bit" not in dict(machine.adam8_gparams))),
         ("AdamW on the device", f"{machine.device_adam_gparams:.4g} G parameters/s"),
         ("one torch operation", f"{machine.launch_us:.4g} us of host time"),
         ("disk: read, write; together", drive),

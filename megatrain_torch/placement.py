@@ -18,13 +18,13 @@ import numpy as np
 from .arrive import AHEAD, STAY
 from .cost import (
     CACHE_SHARE,
-    KEEP_SHARE,
     OFFLOAD_DEPTH,
     STAGINGS,
     Cost,
     Home,
     cost_of,
     device_planes,
+    guess_shares,
     host_planes,
     passing_bytes,
     visiting_planes,
@@ -353,7 +353,7 @@ class Problem:
 
     def step(self, choice: Choice) -> Step:
         units, m, costs = self.shape.units, self.machine, self.micro(choice.micro).costs
-        host, device = m.adam_rate(), m.device_adam_gparams * 1e9
+        host, device = m.adam_rate(states=self.wishes.states), m.device_adam_gparams * 1e9
         return Step(
             [c.forward_s for c in costs], [c.backward_s[mode] for c, mode in zip(costs, choice.modes)],
             [c.forward_host_s for c in costs], [c.backward_host_s[mode] for c, mode in zip(costs, choice.modes)],
@@ -364,7 +364,8 @@ class Problem:
             [u.trained / (m.add_gparams * 1e9) for u in units], self.slots(choice.homes, choice.ring), choice.micro,
             m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9, self.wishes.speculate,
             self.visiting(choice.homes), self.away(choice.micro, choice.modes),
-            {u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in self.on_disk(choice.homes, choice.micro)})
+            {u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in self.on_disk(choice.homes, choice.micro)},
+            guess_shares(self.wishes.states))
 
     def gathering_s(self, unit: Unit, micro: int) -> float:
         """A step's gradients into the planes of a unit at home in VRAM: measured and copied, then added up."""
@@ -413,7 +414,9 @@ class Problem:
         away = [u for u in self.first if not homes[u]]
         at_once = [u for u in away if self.first[u] == 0]
         trained = [u for u in away if units[u].trained]
-        rate = m.adam_rate() / (KEEP_SHARE if self.wishes.speculate else 1.0)      # at best all began in backward
+        rate = m.adam_rate(states=self.wishes.states)
+        if self.wishes.speculate:                                               # at best all began in backward
+            rate /= guess_shares(self.wishes.states)[1]
         begin = sum(units[u].trained for u in self.first if homes[u]) / (m.device_adam_gparams * 1e9)
         if at_once:
             begin = max(begin, units[at_once[0]].trained / rate + units[at_once[0]].weights / (m.h2d_gbps * 1e9))

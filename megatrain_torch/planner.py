@@ -346,6 +346,7 @@ def _in_words(changes: dict[str, Any], whole: Machine) -> str:
 def _headline(p: Plan) -> str:
     frozen = "all trained" if p.trained == p.parameters else f"{p.trained:,} trained"
     cut = f"{p.micro} micro-batches of {p.tokens // p.micro:,}" if p.micro > 1 else "one micro-batch"
+    cut += f"; {p.states} states" * (p.states != "fp32")
     return (f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}\n"
             f"{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
             f"{p.machine.name}: rates {p.machine.source}\n"

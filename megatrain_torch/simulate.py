@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .arrive import AHEAD, STAY
-from .cost import GUESS_SHARE, KEEP_SHARE, OFFLOAD_DEPTH, STAGINGS
+from .cost import OFFLOAD_DEPTH, STAGINGS
 from .report import OWN
 from .timeline import LANES
 
@@ -35,6 +35,7 @@ class Step:
         h2d, d2h, both, busy: bytes/s; see Machine.
         speculate: updates on the host begin during backward, and all that do are kept.
         away: [w] bytes of what it keeps in host memory between forward and backward; none: of no window.
+        shares: of an update that begins during backward: what it takes then, and when it is kept.
         disk: {u: seconds} in which the states of units that have them there are read and written; beside the update.
     """
 
@@ -60,6 +61,7 @@ class Step:
     visiting: dict[int, int] = field(default_factory=dict)
     away: list[int] = field(default_factory=list)
     disk: dict[int, float] = field(default_factory=dict)
+    shares: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class _Walk:
                 if step.home[u]:
                     self.run += step.update_s[u]
                 elif step.update_s[u]:
-                    now += max(step.update_s[u] * (KEEP_SHARE if u in self.early else 1.0), step.disk.get(u, 0.0))
+                    now += max(step.update_s[u] * (step.shares[1] if u in self.early else 1.0), step.disk.get(u, 0.0))
                     self.done[u] = now
         self.updated, self.updates = now, {"host update": now, "device update": self.run,
                                            "disk": sum(step.disk.values())}
@@ -255,7 +257,7 @@ class _Walk:
 
     def _guess(self, unit: int, home: float) -> None:
         begin = max(self.guessed, home, self.updated)
-        self.guessed = begin + self.step.update_s[unit] * GUESS_SHARE
+        self.guessed = begin + self.step.update_s[unit] * self.step.shares[0]
         self.guesses.append((unit, begin, self.guessed))
 
     def leave(self, w: int) -> None:

@@ -4,6 +4,7 @@ What a byte means is tested in tests/c/test_adam8.c; here the definition is `_co
 """
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor
 
 import megatrain_torch as mt
 from megatrain_torch import _core
-from megatrain_torch.formats import FORMATS, moved_bytes
+from megatrain_torch.formats import FORMATS, LOW_BYTES, moment_bytes, moved_bytes
+from megatrain_torch.machine import MACHINES
+from megatrain_torch.shapes import unit_bytes
 
 EIGHT = [name for name in FORMATS if name != "fp32"]
 BF16 = torch.bfloat16
@@ -178,6 +181,41 @@ def test_planes_take_what_the_format_says(states: str, low: int) -> None:
     assert size["LO"] == low * n
     assert size["M"] == size["V"] == (4 if states == "fp32" else 1) * n
     assert size["SCALE"] == (0 if states == "fp32" else n // 128 * 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("states", FORMATS)
+def test_what_is_planned_is_what_planes_take(states: str, dtype: torch.dtype) -> None:
+    unit = unit_bytes("u", list(plain_dots(dtype, [(300, 7), (257,)]).named_parameters()), dtype, states)
+    sizes = [300 * 7, 257]
+    assert unit.moments == sum(8 * n if states == "fp32" else 2 * n + 8 * -(-n // 128) for n in sizes)
+    low = {torch.float32: 0, torch.float16: 4, BF16: {"fp32": 2, "8bit": 2, "8bit-lo8": 1, "8bit-sr": 0}[states]}
+    assert unit.masters == low[dtype] * sum(sizes)
+
+
+def test_a_plan_counts_bytes_and_the_rate_of_its_format() -> None:
+    model = plain_dots(BF16, [(512, 512)] * 4)
+    plans = {s: mt.plan(model, tokens=64, seq=16, machine="h200-128g", compute="eager", homes="ram", states=s)
+             for s in FORMATS}
+    for states, plan in plans.items():
+        assert plan.states == states and (f"{states} states" in str(plan)) == (states != "fp32")
+        assert plan.host.get("masters", 0) == LOW_BYTES[states] * 4 * 512 * 512
+        assert plan.host["moments"] == moment_bytes(states, BF16, 512 * 512) * 4
+    assert plans["8bit"].busy["host update"] < 0.6 * plans["fp32"].busy["host update"]
+    model = mt.stream(model, device="cpu", plan=dataclasses.replace(plans["8bit-sr"], machine=MACHINES["cpu"]))
+    opt = mt.AdamW(model.parameters())
+    feed(model, opt, [torch.ones(512, 512)] * 4)
+    assert "scales" in opt.state[next(model.parameters())]
+    assert mt.explain(model).endswith("AdamW's states: 8bit-sr")
+
+
+def test_a_rate_that_was_not_measured_follows_the_bytes() -> None:
+    slow, many = MACHINES["cpu"], dataclasses.replace(MACHINES["cpu"], adam_gparams=((1, 0.5), (100, 4.0)))
+    assert many.adam_rate(states="8bit") == pytest.approx(4e9 * 26 / 14.125)
+    assert many.adam_rate(1, "8bit") == pytest.approx(0.5e9 * 26 / 14.125)
+    assert slow.adam_rate(states="8bit-sr") == pytest.approx(1.5e9), "arithmetic binds two threads"
+    known = dataclasses.replace(many, adam8_gparams=(("8bit", 5.0),))
+    assert known.adam_rate(states="8bit") == 5e9 and known.adam_rate(50, "8bit") < 5e9
 
 
 def test_moved_bytes_are_those_of_the_kernels() -> None:
