@@ -2,16 +2,19 @@
 
 Decided at the first training pass of a given size, when tokens per pass are known: memory that is free
 on the device by then, less what a pass needs at least, is spent on kept activations, where it saves
-recomputing. Windows at the end keep most: what they keep lives shortest. mt.plan decides better and
+recomputing. Windows at the end keep most: what they keep lives shortest. Where that leaves windows that run
+again, the first of them keep what they can in host memory, if the bus has time. mt.plan decides better and
 beforehand; this is for those who did not ask.
 """
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .machine import Machine, resolve
 from .templates import spared
 
 if TYPE_CHECKING:
@@ -67,8 +70,17 @@ class Budget:
         if tokens > self.tokens or window not in self.chosen:
             self.tokens = max(tokens, self.tokens)
             windows = [w for w in self.runtime.windows if w.fused is not None and w.mode == "auto"]
-            self.chosen = share(windows, self.tokens, self._free(windows, self.tokens))
+            self.chosen = self._choose(windows, self.tokens)
         return self.chosen.get(window, "replay")
+
+    def _choose(self, windows: list[Window], tokens: int) -> dict[Window, str]:
+        free = self._free(windows, tokens)
+        chosen = share(windows, tokens, free)
+        if free == float("inf") or "replay" not in chosen.values():
+            return chosen
+        machine = resolve(None)
+        spare = self.runtime.room.spare(self.runtime.core) + self.runtime.core.swap_bytes()[0]
+        return with_host(windows, tokens, free, spare, lambda w, n: copies_hide(machine, w.fused.template, tokens, n))
 
     def _free(self, windows: list[Window], tokens: int) -> float:
         """Bytes that may be spent on keeping; below zero when even a bare pass is tight."""
@@ -99,3 +111,39 @@ def share(windows: list[Any], tokens: int, free: float) -> dict[Any, str]:
                 free -= kept[keep]
                 break
     return chosen
+
+
+def copies_hide(machine: Machine, template: Any, tokens: int, nbytes: int) -> bool:
+    """Does compute take longer for a window's forward than so many bytes take on the bus?"""
+    flops = template.flops(tokens)
+    rate = machine.gemm_flops(tokens, template.attention.hidden)
+    return nbytes / (machine.both_gbps * 1e9) <= flops / rate
+
+
+AGAIN = {"saved": 0.0, "selective": 0.5, "replay": 1.0}      # of a forward, about, that backward runs again
+
+
+def with_host(windows: list[Any], tokens: int, free: float, host: float, hide: Callable[[Any, int], bool]
+              ) -> dict[Any, str]:
+    """As `share`, or, where that leaves less to run again, first windows keep all but the largest in `host` bytes of
+    host memory, if its copies hide behind compute. Where not even a bare pass fits, their inputs at least."""
+    best, least = share(windows, tokens, free), float("inf")
+    if free >= 0:
+        least = sum(AGAIN[mode] for mode in best.values())
+    for mode, may in (("selective", hide), ("replay", lambda w, n: free < 0)):
+        away: dict[Any, int] = {}
+        for w in windows:
+            template, item = w.fused.template, w.item
+            nbytes = template.input_bytes(tokens, item) + template.kept_bytes(mode, tokens, item)
+            if not template.swaps:
+                continue
+            if sum(away.values()) + nbytes > host or not may(w, nbytes):
+                break
+            away[w] = nbytes
+            inputs = sum(a.fused.template.input_bytes(tokens, a.item) for a in away)
+            left = free + inputs - 2 * max(away.values())    # one leaves while one is made; one comes while one is used
+            rest = share([r for r in windows if r not in away], tokens, left)
+            again = sum(AGAIN[m] for m in rest.values()) + len(away) * AGAIN[mode]
+            if left >= 0 and again < least:
+                best, least = rest | dict.fromkeys(away, f"{mode}+host"), again
+    return best

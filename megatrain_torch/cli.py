@@ -15,6 +15,7 @@ from typing import Any
 from .errors import MegatrainError
 from .formats import FORMATS
 from .machine import MACHINES
+from .modes import MODES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--micro", type=int, help="micro-batches; default: as many as are best")
     add("--nvme", metavar="DIRECTORY", help="where states may go that host memory does not hold")
     add("--homes", choices=["ram", "vram", "arrive", "disk"], help="of all units; default: each where it is best")
-    add("--activations", choices=["replay", "selective", "saved"], help="of all layers; default: what is best")
+    add("--activations", choices=MODES, metavar="MODE",
+        help=f"of all layers: {', '.join(MODES)}; default: what is best")
     add("--slots", type=int, help="ring size")
     add("--speculate", action="store_true", help="updates on the host begin during backward")
     add("--states", choices=FORMATS, default="fp32", help="how AdamW keeps its states")

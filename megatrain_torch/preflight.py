@@ -26,7 +26,7 @@ from . import _core
 from .cost import STAGINGS, device_planes, host_planes, passing_bytes, visiting_planes
 from .disk import MEMORY_BYTES, file_bytes
 from .errors import MegatrainError
-from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin
+from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin, without_margin
 from .planner import as_text
 from .shapes import Unit, unit_bytes
 from .slots import plan_slots
@@ -318,6 +318,16 @@ class Room:
             raise _refusal(self.asked, "host memory for activations", need, bound.free, f"free: {bound.what}", {},
                            "activations that stay on the device, or are run again", "fewer tokens a micro-batch",
                            f"{show_bytes(with_margin(nbytes) - bound.free)} more ({bound.remedy})")
+
+    def spare(self, core: _core.Engine) -> int:
+        """Bytes of host memory that no plane will take, now or later."""
+        planes = self.asked.host()
+        if self.limit is not None:
+            return self.limit - sum(planes.values())
+        there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in _PLANES[plane]) for plane in planes
+                 if plane in _PLANES and plane != "weights"}
+        coming = sum(max(0, planes[plane] - n) for plane, n in there.items())
+        return without_margin(host_limits().tightest().free) - coming
 
     def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
         """planes: those that come now; none named: all."""

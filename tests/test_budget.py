@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_torch.budget import Budget, share
+from megatrain_torch.budget import Budget, copies_hide, share, with_host
+from megatrain_torch.machine import MACHINES
 
 GIB = 1 << 30
 KEPT = {"saved": 10, "selective": 4, "replay": 0}
@@ -49,3 +50,38 @@ def test_planes_that_settled_units_will_have_are_not_spent(monkeypatch: pytest.M
 
     assert free(0, 0) - free(30 * GIB, 0) == 30 * GIB
     assert free(0, 0) == free(30 * GIB, 30 * GIB), "those that are there are missing from the free memory already"
+
+
+def swapping(n: int) -> list[Window]:
+    """Windows whose input is 5 bytes a token, whose copies take as many seconds as they have bytes."""
+    made = [window() for _ in range(n)]
+    for w in made:
+        w.fused.template.input_bytes, w.fused.template.swaps = (lambda tokens, item: 5 * tokens), True
+    return made
+
+
+def hidden(window: Any, nbytes: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("free, host, hide, expected", [
+    (300, 1000, hidden, ["saved", "saved", "saved"]),
+    (140, 1000, hidden, ["replay", "selective", "saved"]),                # what is in flight would take more
+    (110, 1000, hidden, ["selective+host"] * 3),
+    (100, 100, hidden, ["replay", "replay", "saved"]),                    # one bundle of 90 in host memory
+    (110, 1000, lambda w, n: False, ["replay", "replay", "saved"]),       # the bus has no time
+    (-20, 1000, lambda w, n: False, ["replay+host"] * 3),
+    (-500, 1000, lambda w, n: False, ["replay", "replay", "replay"]),     # nothing helps
+])
+def test_first_windows_keep_in_host_memory_what_the_device_cannot(free: int, host: int, hide: Any, expected: list[str]
+                                                                 ) -> None:
+    windows = swapping(3)
+    chosen = with_host(windows, 10, free, host, hide)
+    assert [chosen[w] for w in windows] == expected
+
+
+def test_copies_hide_where_arithmetic_is_longer() -> None:
+    template = SimpleNamespace(flops=lambda tokens: 1e9 * tokens, attention=SimpleNamespace(hidden=4096))
+    machine = MACHINES["h200-128g"]
+    least = 1e9 * 65536 / machine.gemm_flops(65536, 4096) * machine.both_gbps * 1e9
+    assert copies_hide(machine, template, 65536, int(least)) and not copies_hide(machine, template, 65536, int(least) + 2)

@@ -171,6 +171,11 @@ class Decoder:
         columns = self.mlp.work_columns() + sum(self.attention.qkv.rows) + 4 * self.attention.hidden
         return self.kept_bytes("saved", tokens, item) + tokens * columns * item
 
+    def flops(self, tokens: int) -> float:
+        """Of a forward's products; attention's not counted."""
+        a = self.attention
+        return 2.0 * tokens * (sum(a.qkv.rows) * a.qkv.inputs + a.o.rows[0] * a.o.inputs + self.mlp.weights_used())
+
     def tiled(self, item: int) -> tuple[int, int, int]:
         """Of those, where gate|up is not kept: bytes of a token that only so many rows have at a time, those rows, and
         bytes besides where there are more."""

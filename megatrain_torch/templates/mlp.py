@@ -181,8 +181,11 @@ class GatedMLP:
         """Numbers of a token that backward has beside what "saved" keeps."""
         return self.down.inputs
 
+    def weights_used(self) -> int:
+        """Elements of the matrices that a token meets."""
+        return sum(self.gu.rows) * self.gu.inputs + self.down.rows[0] * self.down.inputs
+
     def tiled(self, item: int) -> tuple[int, int, int]:
         """Where gate|up is not kept: bytes of a token that only so many rows have at a time, those rows, and bytes of
         the weight gradients' sums where there are more."""
-        sums = 4 * (sum(self.gu.rows) * self.gu.inputs + self.down.rows[0] * self.down.inputs)
-        return 3 * self.down.inputs * item, self.tile(item), sums
+        return 3 * self.down.inputs * item, self.tile(item), 4 * self.weights_used()

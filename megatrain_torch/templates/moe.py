@@ -200,6 +200,10 @@ class SparseMLP:
         """Numbers of a token that backward has beside what "saved" keeps."""
         return self.router.top_k * (2 * self.experts.inter + 2 * self.hidden)
 
+    def weights_used(self) -> int:
+        """Elements of the matrices that a token meets, but for the router's and the shared expert's."""
+        return self.router.top_k * 3 * self.experts.inter * self.hidden
+
     @staticmethod
     def tiled(item: int) -> tuple[int, int, int]:
         """Nothing is: as GatedMLP's."""
