@@ -12,6 +12,7 @@ from torch import Tensor
 
 import megatrain_torch as mt
 from megatrain_torch import packed
+from megatrain_torch.templates import attention
 from megatrain_torch.templates.attention import Attention
 from megatrain_torch.wrap import runtime_of
 
@@ -41,8 +42,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("keep", ["saved", "attention+host"])
+@pytest.mark.parametrize("family, keep", [*((f, "saved") for f in FAMILIES), ("qwen3", "attention+host")])
 def test_packed_sequences_train_as_plain_torch_with_its_mask(family: str, keep: str, masks: list[int]) -> None:
     run = fusing.fused(FAMILIES[family], row, keep)
     fusing.all_fused(run.codes)
@@ -112,6 +112,19 @@ def test_attention_by_sequences_is_attention_by_mask() -> None:
     assert torch.allclose(out, right)
     for a, b in zip(found.backward(dout, q, k, v, out, kept)[:3], wanted.backward(dout, q, k, v, right, right_kept)[:3]):
         assert torch.allclose(a, b)
+
+
+def test_rows_that_are_too_long_for_one_kernel_go_by_lengths_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do on CUDA beyond 2^31 elements: rows of a batch as sequences."""
+    q, k, v, dout = (torch.randn(2, 12, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
+    plain = Attention(0.3, True)
+    (right, right_kept), seen = plain.forward(q, k, v), []
+    monkeypatch.setattr(attention, "CUDNN_MOST", 0)
+    monkeypatch.setattr(Attention, "_cudnn", lambda self, q, sinks: self.packed is None)
+    monkeypatch.setattr(Attention, "_packed_forward", lambda self, *a: seen.append(self.packed.lengths) or (right, None))
+    monkeypatch.setattr(Attention, "_packed_backward", lambda self, *a: (a[1], a[2], a[3]))
+    assert plain.forward(q, k, v)[0] is right and seen == [(12, 12)]
+    assert plain.backward(dout, q, k, v, right, right_kept)[3] is None
 
 
 def test_it_is_streamed_without_a_template_too() -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..packed import Packed
+from ..records import span_of
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
@@ -37,6 +38,9 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+# Elements from the first of q to its last that cuDNN's kernels are given: that they count further is not known, and a
+# count that wraps is no error. Longer rows go to flash, whose offsets have 64 bits.
+CUDNN_MOST = 1 << 31
 LEAST = -1e30            # of a bias: cuDNN's logits are multiplied by log2(e), which must not overflow
 
 
@@ -60,8 +64,8 @@ class Attention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Any]:
         """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
-        if self.packed is not None:
-            return self._packed_forward(q, k, v)
+        if self.packed is not None or self._far(q, sinks):
+            return self._by_lengths(q)._packed_forward(q, k, v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self._cudnn(q, sinks):
             bias, blind = self._seen(q)
@@ -80,8 +84,8 @@ class Attention:
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
                  sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dq, dk, dv: [B, S, h, D], strided; dsinks [hq]."""
-        if self.packed is not None:
-            return *self._packed_backward(dout, q, k, v, out, kept), None
+        if self.packed is not None or self._far(q, sinks):
+            return *self._by_lengths(q)._packed_backward(dout, q, k, v, out, kept), None
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         dsinks = None
         if kept is None:
@@ -99,6 +103,16 @@ class Attention:
 
     # ---- packed sequences: flash takes all at once, else one by one, which is the definition ----
 
+    def _far(self, q: Tensor, sinks: Tensor | None) -> bool:
+        """Is it too long for cuDNN's kernels, which would take it otherwise?"""
+        return span_of(q) > CUDNN_MOST and self.mask is None and sinks is None and self._cudnn(q.transpose(1, 2), None)
+
+    def _by_lengths(self, q: Tensor) -> Attention:
+        """Rows of a batch as sequences behind one another."""
+        if self.packed is not None:
+            return self
+        return dataclasses.replace(self, packed=Packed.of((q.shape[1],) * q.shape[0], q.device))
+
     def _flash(self, q: Tensor) -> bool:
         return q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
@@ -108,9 +122,9 @@ class Attention:
             found = [one.forward(*part) for part in self._each_sequence(q, k, v)]
             return torch.cat([out for out, _ in found], 1), tuple([kept for _, kept in found])
         cu, most = self.packed.cu, self.packed.longest
-        out, lse, rng, unused, _ = _flash_forward(q[0], k[0], v[0], cu, cu, most, most, 0.0, self.causal, False,
-                                                  scale=self.scale)
-        return out.unsqueeze(0), (lse, rng, unused)
+        flat = (t.flatten(0, 1) for t in (q, k, v))
+        out, lse, rng, unused, _ = _flash_forward(*flat, cu, cu, most, most, 0.0, self.causal, False, scale=self.scale)
+        return out.view(q.shape), (lse, rng, unused)
 
     def _packed_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any
                          ) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,9 +134,9 @@ class Attention:
             dq, dk, dv = (torch.cat(parts, 1) for parts in zip(*found))
             return dq, dk, dv
         cu, most, (lse, rng, unused) = self.packed.cu, self.packed.longest, kept
-        grads = _flash_backward(dout[0], q[0], k[0], v[0], out[0], lse, cu, cu, most, most, 0.0, self.causal, rng,
-                                unused, scale=self.scale)
-        dq, dk, dv = (t.unsqueeze(0) for t in grads)
+        grads = _flash_backward(*(t.flatten(0, 1) for t in (dout, q, k, v, out)), lse, cu, cu, most, most, 0.0,
+                                self.causal, rng, unused, scale=self.scale)
+        dq, dk, dv = (d.view(t.shape) for d, t in zip(grads, (q, k, v)))
         return dq, dk, dv
 
     def _each_sequence(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
