@@ -343,13 +343,14 @@ static buffer *find_free(mt_disk *d)
     return NULL;
 }
 
-/* The buffer that has the piece, or will. */
+/* The buffer that has the piece, or will; or that is still reading it for nobody: what it reads must not be
+ * written meanwhile, so it is read again when that is over. */
 static buffer *find_piece(mt_disk *d, int u, int number)
 {
     for (int i = 0; i < d->n_buffers; i++) {
         buffer *b = &d->buffers[i];
 
-        if (b->at != FREE && !(b->at == READING && b->dropped) && b->unit == u && b->piece == number)
+        if (b->at != FREE && b->unit == u && b->piece == number)
             return b;
     }
     return NULL;
@@ -603,11 +604,15 @@ static void errand_over(mt_request *r)
     pthread_mutex_unlock(&d->mu);
 }
 
-static int being_written(const mt_disk *d, int u, int number)
+/* A read waits for writes of the piece, a write for reads too: also for those that nobody wants any more. */
+static int in_the_way(const mt_disk *d, int u, int number, int write)
 {
-    for (int i = 0; i < d->n_buffers; i++)
-        if (d->buffers[i].at == WRITING && d->buffers[i].unit == u && d->buffers[i].piece == number)
+    for (int i = 0; i < d->n_buffers; i++) {
+        const buffer *b = &d->buffers[i];
+
+        if (b->unit == u && b->piece == number && (b->at == WRITING || (write && b->at == READING)))
             return 1;
+    }
     return 0;
 }
 
@@ -619,7 +624,7 @@ static mt_status move(mt_disk *d, int u, int number, int write)
                                          .sums = c->sums, .done = errand_over, .arg = &e } };
 
     pthread_mutex_lock(&d->mu);
-    while (being_written(d, u, number))
+    while (in_the_way(d, u, number, write))
         pthread_cond_wait(&d->changed, &d->mu);
     d->file->ops->put(d->file, &e.r);
     while (!e.over)

@@ -21,6 +21,7 @@
  * Order:
  *   READ     the updater waits until a piece is in its buffer      told by the file's thread
  *   WRITTEN  a piece is read again when its last write is over     the same; bring waits for it too
+ *   READ OUT and written when its last read is, also one that nobody wants any more
  *   PUSHED   what was read ahead of a unit is dropped before its states are written from outside, and none
  *            of it is read until they are
  *   Fetches and readers of weights wait for the unit's update as ever, and for no write: those are of states.

@@ -306,6 +306,27 @@ static void a_reader_waits_for_the_write_of_what_it_reads(void)
     close_world(&w);
 }
 
+/* Reads ahead that are slow are still under way when the piece is written: by a push, and by an update in
+ * another order than was read ahead for. */
+static void nothing_is_written_while_it_is_read_for_nobody(void)
+{
+    world w;
+
+    open_world(&w, 6, 3000);
+    step(&w, 0);
+    for (int i = 0; i < 12; i++) {
+        step(&w, i % 2);
+        for (int p = PARAMS - 1; p >= 0; p--) {
+            for (int64_t k = 0; k < numels[0][p]; k++)
+                plane(&w, 0, p, MT_PLANE_V)[k] = w.v[0][p][k] = (float)(i + k % 5);
+            CHECK_OK(mt_disk_push(w.disk, 0, p, 1u << MT_PLANE_V));
+        }
+    }
+    check(&w);
+    CHECK_OK(mt_ledger_check(w.store));
+    close_world(&w);
+}
+
 /* One parameter's plane changes; what was read ahead of it is not used, and its neighbours stay. */
 static void what_is_pushed_is_what_the_next_update_reads(void)
 {
@@ -475,6 +496,7 @@ static void open_refuses_buffers_that_hold_nothing(void)
     X(pieces_are_read_ahead_before_anybody_asks)                    \
     X(copies_take_memory_only_from_a_read_to_the_next_update)       \
     X(a_reader_waits_for_the_write_of_what_it_reads)                \
+    X(nothing_is_written_while_it_is_read_for_nobody)               \
     X(what_is_pushed_is_what_the_next_update_reads)                 \
     X(parameters_that_come_later_keep_their_states_in_memory)       \
     X(a_transfer_that_fails_is_a_fault_that_names_what_was_lost)    \
