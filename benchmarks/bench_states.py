@@ -41,6 +41,7 @@ def parse_args() -> argparse.Namespace:
     add("--batch", type=int, default=16, help="sequences in a step; even")
     add("--lr", type=float, default=2e-3)
     add("--seeds", type=int, default=1, help="runs of each format, with other weights and batches")
+    add("--first-seed", type=int, default=0)
     add("--states", nargs="+", choices=[*FORMATS, AGAIN], default=[*FORMATS, AGAIN])
     add("--device", help='"cpu" or "cuda"; default: CUDA if there is one')
     add("--picture", type=Path, help="file for the curves: .png, .svg or .pdf")
@@ -147,7 +148,7 @@ def main() -> None:
     device = pick_device(args.device)
     runs: dict[str, list[dict[str, Any]]] = {}
     for name in args.states:
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             found = run(args, name, seed, device)
             runs.setdefault(name, []).append(found)
             emit(

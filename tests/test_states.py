@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from pathlib import Path
 from typing import Any
 
 import placement
@@ -58,6 +59,20 @@ def test_every_home_gives_the_same_bits(name: str, states: str, at_home: dict[st
     assert found is None, found
 
 
+def test_a_parameter_that_is_cut_draws_what_a_whole_one_does(tmp_path: Path) -> None:
+    found, numel = [], 77_101
+    for where in ("ram", "disk"):
+        plan = {"homes": where} | ({"debug": {"disk": placement.TIGHT}} if where == "disk" else {})
+        model = mt.stream(plain_dots(BF16, [(numel,)]), device="cpu", plan=plan,
+                          nvme=str(tmp_path) if where == "disk" else None)
+        opt = mt.AdamW(model.parameters(), lr=1e-2, states="8bit-sr")
+        for step in range(2):
+            feed(model, opt, [torch.sin(torch.arange(numel) * (0.37 + step))])
+        found.append(everything(model, opt))
+        mt.unstream(model)
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("states", EIGHT)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_the_engine_takes_the_step_of_the_definition(dtype: torch.dtype, states: str) -> None:
@@ -86,6 +101,34 @@ def test_each_parameter_draws_its_own_numbers() -> None:
     feed(model, opt, [torch.ones(4096), torch.ones(4096)])
     one, other = (p.detach().clone() for p in model.parameters())
     assert 20 < (one != 1).sum() < 4000 and not torch.equal(one, other)
+
+
+def test_updates_pass_bitsandbytes_own_test() -> None:
+    """Its thresholds for the updates of 8-bit Adam in fp32 (tests/test_optim.py, test_optimizer8bit): weights of deviation
+    0.1, gradients of 0.01, lr 1e-3; after each step torch's weights are ours again. There torch's moments are too, and
+    an update would be the same to rounding; here they stay its own, in fp32, over all steps."""
+    shape, rng = (1024, 32), torch.Generator().manual_seed(0)
+    model = mt.stream(plain_dots(torch.float32, [shape]), device="cpu")
+    p = next(model.parameters())
+    with torch.no_grad():
+        p.copy_(torch.randn(shape, generator=rng) * 0.1)
+    q = torch.nn.Parameter(p.detach().clone())
+    opt = mt.AdamW([p], lr=1e-3, weight_decay=0.0, states="8bit")
+    reference = torch.optim.Adam([q], lr=1e-3)
+    errors, shares = [], []
+    for _ in range(50):
+        grad = torch.randn(shape, generator=rng) * 0.01
+        feed(model, opt, [grad])
+        q.grad = grad
+        reference.step()
+        error = (p.detach() - q.detach()).abs()
+        errors.append(error.mean().item())
+        shares.append((error / (q.detach().abs() + 1e-9)).mean().item())
+        with torch.no_grad():
+            q.copy_(p.detach())
+    assert max(errors) < 6e-5, max(errors)                  # measured: 5e-6
+    # The mean of error / |weight| has a long tail, weights near zero: of steps the median counts. Measured: 4.5e-4.
+    assert sorted(shares)[25] < 6e-4, sorted(shares)
 
 
 # ---- saved and loaded ----

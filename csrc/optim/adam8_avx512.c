@@ -77,9 +77,6 @@ typedef struct group {
     __m512 m[VECTORS], r[VECTORS];
 } group;
 
-INLINE __m512 root(__m512 x) { return _mm512_sqrt_ps(x); }
-INLINE __m512 quotient(__m512 x, __m512 by) { return _mm512_div_ps(x, by); }
-
 INLINE __m512 moment_of(__m512 scale, const int8_t *c)
 {
     __m512 x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)c)));
@@ -102,8 +99,8 @@ INLINE void elements(const mt__adam_span *s, const coef16 *c, int keep, mt_dtype
 
     m = _mm512_fmadd_ps(c->one_minus_b1, _mm512_sub_ps(g, m), m);
     v = _mm512_fmadd_ps(c->one_minus_b2, _mm512_fmsub_ps(g, g, v), v);
-    r = root(v);
-    __m512 u = quotient(m, _mm512_fmadd_ps(r, c->rsqrt_bc2, c->eps));
+    r = _mm512_sqrt_ps(v);
+    __m512 u = _mm512_div_ps(m, _mm512_fmadd_ps(r, c->rsqrt_bc2, c->eps));
 
     p = _mm512_sub_ps(p, _mm512_fmadd_ps(c->lr_wd, p, _mm512_mul_ps(c->lr_bc1, u)));
     x->m[j] = m;
@@ -129,8 +126,8 @@ INLINE void encode(const group *x, int8_t *m, uint8_t *v, float *scale, float bo
 #pragma GCC unroll 8
     for (int j = 0; j < VECTORS; j++) {
         __m512i h = hashed(k, j * LANES);
-        __m512  a = root(_mm512_mul_ps(_mm512_abs_ps(x->m[j]), by_m));
-        __m512  b = root(_mm512_mul_ps(x->r[j], by_r));
+        __m512  a = _mm512_sqrt_ps(_mm512_mul_ps(_mm512_abs_ps(x->m[j]), by_m));
+        __m512  b = _mm512_sqrt_ps(_mm512_mul_ps(x->r[j], by_r));
 
         a = _mm512_min_ps(a, _mm512_set1_ps(MT__C_UNITS));
         b = _mm512_min_ps(_mm512_max_ps(b, _mm512_fmadd_ps(a, least, floor)), _mm512_set1_ps(MT__K_UNITS));
