@@ -123,7 +123,8 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """Since open: fetches, demand_fetches, rebuilds, h2d_bytes, await_ns, d2h_bytes, update_ns (host updates),
         records_lost (of the timeline), speculated, committed, undone (updates begun early; kept; taken back),
-        disk_read_bytes, disk_written_bytes, disk_wait_ns (updates waited for reads)."""
+        disk_read_bytes, disk_written_bytes, disk_update_ns (updates of those), disk_wait_ns (they waited for reads),
+        out_bytes, back_bytes (activations to host memory, and back)."""
 
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, int, int, int]], stream: int) -> int:

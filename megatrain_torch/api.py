@@ -31,7 +31,8 @@ def last_step(model: nn.Module) -> StepReport:
         return finished[0]
     diff = {k: v - old.get(k, 0) for k, v in stats.items()}
     return StepReport(now - before, diff["h2d_bytes"], diff["d2h_bytes"], diff["fetches"], diff["demand_fetches"],
-                      diff["await_ns"] * 1e-9, rt.core.host_bytes(), {"host update": diff["update_ns"] * 1e-9},
+                      diff["await_ns"] * 1e-9, rt.core.host_bytes(),
+                      {"host update": diff["update_ns"] * 1e-9, "disk update": diff["disk_update_ns"] * 1e-9},
                       **{k: diff[k] for k in (*COUNTED, "disk_read_bytes", "disk_written_bytes")})
 
 

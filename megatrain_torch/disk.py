@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .preflight import Asked
 
 BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way
+POOL = 4                                               # threads of their updates: csrc/bind/engine_disk.c
 MEMORY_BYTES = (BUFFERS + 1) * BUFFER_BYTES            # one more to bring and push
 PADDING_BYTES = 16384                                  # of a parameter in the file, and of a buffer: at most
 YEAR_S = 365.25 * 24 * 3600

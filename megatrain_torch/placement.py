@@ -29,7 +29,7 @@ from .cost import (
     passing_bytes,
     visiting_planes,
 )
-from .disk import MEMORY_BYTES
+from .disk import MEMORY_BYTES, POOL
 from .machine import Machine
 from .modes import KEEPS
 from .shapes import Shape, Unit
@@ -354,18 +354,18 @@ class Problem:
     def step(self, choice: Choice) -> Step:
         units, m, costs = self.shape.units, self.machine, self.micro(choice.micro).costs
         host, device = m.adam_rate(states=self.wishes.states), m.device_adam_gparams * 1e9
+        on_disk, few = self.on_disk(choice.homes, choice.micro), m.adam_rate(POOL, self.wishes.states)
         return Step(
             [c.forward_s for c in costs], [c.backward_s[mode] for c, mode in zip(costs, choice.modes)],
             [c.forward_host_s for c in costs], [c.backward_host_s[mode] for c, mode in zip(costs, choice.modes)],
             [w.units for w in self.shape.windows], self.again, self.leaving, list(choice.homes),
             [u.weights for u in units], [u.gradients for u in units],
-            [u.trained / host if not home else u.trained / device + self.gathering_s(u, choice.micro)
-             for u, home in zip(units, choice.homes)],
+            [u.trained / device + self.gathering_s(u, choice.micro) if home
+             else u.trained / (few if i in on_disk else host) for i, (u, home) in enumerate(zip(units, choice.homes))],
             [u.trained / (m.add_gparams * 1e9) for u in units], self.slots(choice.homes, choice.ring), choice.micro,
             m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9, self.wishes.speculate,
             self.visiting(choice.homes), self.away(choice.micro, choice.modes),
-            {u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in self.on_disk(choice.homes, choice.micro)},
-            guess_shares(self.wishes.states))
+            {u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in on_disk}, guess_shares(self.wishes.states))
 
     def gathering_s(self, unit: Unit, micro: int) -> float:
         """A step's gradients into the planes of a unit at home in VRAM: measured and copied, then added up."""
@@ -391,7 +391,7 @@ class Problem:
         m, made = self.machine, self.micro(micro)
         key = micro, homes.units
         if self.first_bound[0] != key:
-            self.first_bound = key, self._first_forward(homes, made)
+            self.first_bound = key, self._first_forward(homes, micro)
         up, both = m.h2d_gbps * 1e9, m.both_gbps * 1e9
         first = max(self.first_bound[1], out / both)
         forward = max(made.forward_s, (homes.weights - slots) / up, out / both)
@@ -401,12 +401,15 @@ class Problem:
         added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
         return NORM_S + max(passes, added, micro * homes.gradients / both)
 
-    def _first_forward(self, homes: Homes, made: Micro) -> float:
-        m = self.machine
+    def _first_forward(self, homes: Homes, micro: int) -> float:
+        m, made = self.machine, self.micro(micro)
         busy = min(m.h2d_gbps, m.busy_gbps) * 1e9
-        beside = min(homes.weights, homes.update_s * busy)
+        trained = [self.shape.units[u].trained for u in self.first if not homes.units[u]]
+        from_disk = sum(self.shape.units[u].trained for u in self.on_disk(homes.units, micro))   # beside the others
+        update_s = homes.update_s * (1 - from_disk / max(sum(trained), 1))
+        beside = min(homes.weights, update_s * busy)
         behind = sum(c.forward_s for c in made.costs[homes.last_update:]) if homes.update_s else 0.0
-        return max(homes.begin_s + made.forward_s, homes.update_s + behind,
+        return max(homes.begin_s + made.forward_s, update_s + behind,
                    beside / busy + (homes.weights - beside) / (m.h2d_gbps * 1e9))
 
     def _homes(self, homes: tuple[Home, ...]) -> Homes:

@@ -31,9 +31,10 @@ class StepReport:
             that began in this step ends in the next.
         out_bytes, back_bytes: activations that went to host memory, and came back.
         busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update",
-            "disk" (states of units on disk), "through" (updates that pass through the device; states that arrive and
-            leave), "swap out", "swap back" (activations). Without mt.trace only "host update". Compute is busy from a
-            window's first kernel to its last, also where the host is slow in launching them.
+            "disk" and "disk update" (states of units there, and their updates), "through" (updates that pass through
+            the device; states that arrive and leave), "swap out", "swap back" (activations). Without mt.trace only
+            "host update" and "disk update". Compute is busy from a window's first kernel to its last, also where the
+            host is slow in launching them.
         idle: seconds that compute stood still, by what it waited for: a lane, or "host": Python and the user's code.
         between_steps: of idle, seconds before the step's first window.
         least: seconds the bytes of a lane take at the machine's rate, where mt.trace was given one.
@@ -126,6 +127,7 @@ def _called(lane: str) -> str:
     return {"compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
             "host sum": "the host's sums of gradients", "host update": "the host update",
             "device update": "the device update", "through": "updates through the device", "disk": "the disk",
+            "disk update": "updates from disk",
             "swap out": "activations on their way out", "swap back": "activations on their way back",
             OWN: "the host's own work"}[lane]
 
@@ -201,7 +203,7 @@ def _blame(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice |
 def _before_fetch(lanes: Mapping[str, Sequence[Slice]], a: int, fetch: Slice) -> list[tuple[str, int]]:
     """What the time [a, fetch.begin) went to, where a fetch was waited for: its unit's update and those in front of
     it; else the copies in front of it in line."""
-    for lane in ("host update", "through"):
+    for lane in ("host update", "through", "disk update"):
         own = _over_in(lanes, lane, a, fetch.begin, fetch.unit)
         if own is not None:
             return _updates(lanes, lane, a, min(own.end, fetch.begin))
@@ -213,7 +215,7 @@ def _updates(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) ->
     for."""
     updating = _busy(lanes, lane, a, b)
     coming = min(_busy(lanes, "d2h", a, b), b - a - updating)
-    states = min(_busy(lanes, "disk", a, b), b - a - updating - coming) if lane == "host update" else 0
+    states = min(_busy(lanes, "disk", a, b), b - a - updating - coming) if lane == "disk update" else 0
     return [(lane, updating), ("d2h", coming), ("disk", states)]
 
 

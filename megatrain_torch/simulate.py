@@ -36,7 +36,8 @@ class Step:
         speculate: updates on the host begin during backward, and all that do are kept.
         away: [w] bytes of what it keeps in host memory between forward and backward; none: of no window.
         shares: of an update that begins during backward: what it takes then, and when it is kept.
-        disk: {u: seconds} in which the states of units that have them there are read and written; beside the update.
+        disk: {u: seconds} in which the states of units that have them there are read and written. Those units' updates
+            are made beside the others.
     """
 
     forward_s: list[float]
@@ -154,7 +155,7 @@ class _Walk:
 
     def _updates(self) -> None:
         """Of units at home in VRAM on the device, at once; of the others on the host, in the forward's order."""
-        step, now = self.step, 0.0
+        step, now, drive = self.step, 0.0, 0.0
         self.done: dict[int, float] = {}
         for units in step.units:
             for u in units:
@@ -163,12 +164,15 @@ class _Walk:
                 self.done[u] = 0.0                  # frozen: nothing to wait for
                 if step.home[u]:
                     self.run += step.update_s[u]
+                elif u in step.disk:
+                    drive += max(step.update_s[u], step.disk[u])
+                    self.done[u] = drive
                 elif step.update_s[u]:
-                    now += max(step.update_s[u] * (step.shares[1] if u in self.early else 1.0), step.disk.get(u, 0.0))
+                    now += step.update_s[u] * (step.shares[1] if u in self.early else 1.0)
                     self.done[u] = now
         self.updated, self.updates = now, {"host update": now, "device update": self.run,
-                                           "disk": sum(step.disk.values())}
-        self.updates["host update"] -= sum(max(0.0, s - step.update_s[u]) for u, s in step.disk.items())
+                                           "disk": sum(step.disk.values()),
+                                           "disk update": sum(step.update_s[u] for u in step.disk)}
         for nbytes in step.visiting.values():       # down behind the updates, beside the forward
             self.guests = self._copied(max(self.guests, self.run), nbytes, step.d2h)
         self.updates["through"] = self.guests - self.run if step.visiting else 0.0
@@ -193,7 +197,7 @@ class _Walk:
         for u in self.fetches[self.behind]:
             self.mover = max(self.mover, handed, self.done[u])
             start = max(self.h2d, self.mover, freed if self.behind else 0.0)
-            bound = "disk" if self.step.disk.get(u, 0.0) > self.step.update_s[u] else "host update"
+            bound = "disk" if u in self.step.disk else "host update"
             self.late[u] = bound if start == self.done[u] else "h2d"
             self.queued[u] = self.mover
             self.h2d = self.ready[u] = self._copied(start, self.step.weights[u], rate)

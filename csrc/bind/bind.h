@@ -93,6 +93,7 @@ typedef struct mt_engine {
     mt_through *through;     /* NULL before a unit is to go through the device */
     mt_file    *file;        /* NULL before units have their states on disk, as disk */
     mt_disk    *disk;
+    mt_pool    *disk_pool;   /* its own, so that no update waits for another's turn */
     mt_arrive  *arrive;      /* NULL before a unit's states are to come and leave */
     mt_offload *offload;
     mt_updater *updater;

@@ -207,6 +207,7 @@ static mt_status engine_stop(mt_engine *e)
     mt_arrive_close(e->arrive);
     mt_disk_close(e->disk);
     mt_file_close(e->file);
+    mt_pool_close(e->disk_pool);
     mt_through_close(e->through);
     mt_swap_close(e->swap);
     for (int i = 0; i < e->n_adopted; i++)
@@ -224,6 +225,7 @@ static mt_status engine_stop(mt_engine *e)
     e->arrive = NULL;
     e->disk = NULL;
     e->file = NULL;
+    e->disk_pool = NULL;
     e->swap = NULL;
     e->adopted = NULL;
     e->n_adopted = 0;

@@ -1,10 +1,11 @@
 /* engine_adam.c — Engine.adam: what one step asks for, copied out of Python, run behind its back; and
  * Engine.speculate: what it is expected to ask for.
  *
- * Threads: parsing is under the GIL; job_sumsq, job_run, job_pieces, job_put, guess_run and guess_keep run
- * on the updater's thread, guess_undo and job_free on any, job_list, job_compute and then job_free on that
- * of updates that go through the device; they know nothing of Python. A job owns copies of everything but
- * the gradient memory that the caller named, which the caller keeps until the unit's update is over.
+ * Threads: parsing is under the GIL; job_sumsq, job_run, job_put, guess_run and guess_keep run on the
+ * updater's thread, guess_undo and job_free on any, job_list, job_compute and then job_free on that of
+ * updates that go through the device, job_pieces on that of updates from disk; they know nothing of
+ * Python. A job owns copies of everything but the gradient memory that the caller named, which the caller
+ * keeps until the unit's update is over.
  */
 #include "bind.h"
 #include "../optim/adam.h"

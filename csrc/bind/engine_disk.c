@@ -30,13 +30,18 @@ typedef struct disk_wish {
     int                n;
 } disk_wish;
 
+/* AdamW on one core takes states faster than most drives give them; a few keep up with any. */
+#define DISK_POOL 4
+
 /* All room is reserved before any state is made. */
 static mt_status disk_open(mt_engine *e, const disk_wish *w)
 {
+    int       threads = mt_pool_threads(e->pool);
     mt_status st;
 
     MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &e->file));
-    MT_TRY(mt_disk_open(e->store, mt_file_blocks(e->file), w->n_buffers, (size_t)w->bytes, &e->disk));
+    MT_TRY(mt_pool_open(threads < DISK_POOL ? threads : DISK_POOL, &e->disk_pool));
+    MT_TRY(mt_disk_open(e->store, mt_file_blocks(e->file), e->disk_pool, w->n_buffers, (size_t)w->bytes, &e->disk));
     for (int i = 0; i < w->n; i++)
         MT_TRY(mt_disk_add(e->disk, w->units[i]));
     MT_TRY(mt_file_reserve(e->file, mt_disk_need(e->disk)));

@@ -291,7 +291,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
         d = mt_disk_stats_get(e->disk);
     g = mt_update_guesses(e->updater);
     w = mt_swap_stats_get(e->swap);
-    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsLsKsKsKsKsK}", "fetches", (long long)(s.fetches + r.fetches),
+    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsLsKsKsKsKsKsK}", "fetches", (long long)(s.fetches + r.fetches),
                          "demand_fetches", (long long)(s.demand_fetches + r.fetches),
                          "rebuilds", (long long)s.rebuilds,
                          "h2d_bytes", (unsigned long long)(s.h2d_bytes + r.h2d_bytes + t.h2d_bytes
@@ -305,6 +305,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
                          "undone", (long long)g.undone,
                          "disk_read_bytes", (unsigned long long)d.read_bytes,
                          "disk_written_bytes", (unsigned long long)d.written_bytes,
+                         "disk_update_ns", (unsigned long long)d.busy_ns,
                          "disk_wait_ns", (unsigned long long)d.wait_ns,
                          "out_bytes", (unsigned long long)w.out_bytes,
                          "back_bytes", (unsigned long long)w.back_bytes);

@@ -1,8 +1,8 @@
 /* disk.c — pieces go round: read into a free buffer, updated there, written from there, and the buffer is
  * free again.
  *
- * Whoever frees a buffer puts the next read, which takes no time: so there is no thread of ours here.
- * Two locks. mu: buffers, and what is read next. door: one at a time makes a unit's layout, brings or
+ * Whoever frees a buffer puts the next read, which takes no time: so nobody waits for a free one but updates.
+ * Two locks. mu: buffers, what is read next, and jobs. door: one at a time makes a unit's layout, brings or
  * pushes; requests are waited for behind it, so it is taken before mu and never inside.
  */
 #include "disk.h"
@@ -44,8 +44,8 @@ typedef struct unit {
     int      on;                         /* it is ours */
     layout  *lay;                        /* NULL before its states are first used. mu */
     int      next;                       /* the unit that followed it last; -1: none yet. mu */
-    unsigned copied;                     /* host planes that may have memory. door, or the updater */
-    unsigned fresh;                      /* of which these are as in the file. The same */
+    unsigned copied;                     /* host planes that may have memory. door */
+    unsigned fresh;                      /* of which these are as in the file. door */
 } unit;
 
 typedef enum { FREE, READING, READY, TAKEN, WRITING } stage;
@@ -61,9 +61,16 @@ typedef struct buffer {
     uint64_t        begun_ns;
 } buffer;
 
+typedef struct job {
+    struct job *next;
+    mt_disk_job j;                       /* params: our copy */
+    float       clip;
+} job;
+
 struct mt_disk {
     mt_store       *store;
     mt_blocks      *file;
+    mt_pool        *pool;
     mt_timeline    *timeline;            /* written before the first update */
     size_t          bytes;               /* of a buffer */
     int             n_buffers;
@@ -77,7 +84,13 @@ struct mt_disk {
 
     pthread_mutex_t door;
     pthread_mutex_t mu;
-    pthread_cond_t  changed;             /* a request ended */
+    pthread_cond_t  changed;             /* a request ended, or a job */
+    pthread_cond_t  more;                /* our thread waits: a job, or stop */
+    job            *first, **last;       /* mu */
+    uint64_t        put, done;           /* jobs. mu */
+    int             stop;                /* mu */
+    pthread_t       thread;
+    int             runs;
     int             next_unit, next_piece;   /* to be read; next_unit -1: nobody knows. mu */
     int             before;              /* the unit updated last; -1: none. mu */
     int             held;                /* a unit that is not to be read now; -1: none. mu */
@@ -408,9 +421,9 @@ static void aim(mt_disk *d, int u, int number)
     d->next_piece = number;
 }
 
-/* ---- an update: the updater's thread ------------------------------------------------------ */
+/* ---- an update: our thread ---------------------------------------------------------------- */
 
-/* Waits until the piece is in a buffer, which is then the updater's. */
+/* Waits until the piece is in a buffer, which is then ours. */
 static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
 {
     uint64_t begun = mt_now_ns();
@@ -418,7 +431,7 @@ static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
     buffer  *b;
     int      failed;
 
-    mt_timeline_begin(d->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, u, NULL);
+    mt_timeline_begin(d->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_WAIT, u, NULL);
     pthread_mutex_lock(&d->mu);
     while (!(failed = d->failed)) {
         b = find_piece(d, u, number);
@@ -468,17 +481,18 @@ static int piece_wanted(const layout *l, const piece *c, const mt_disk_job *j)
     return 0;
 }
 
-static mt_status compute(mt_disk *d, const mt_disk_job *j, mt_pool *pool, const mt_part *parts, int n,
-                         float clip, uint64_t bytes, uint64_t *busy_ns)
+static mt_status compute(mt_disk *d, const job *b, const mt_part *parts, int n, uint64_t bytes)
 {
     uint64_t  begun = mt_now_ns();
     mt_span   span;
     mt_status st;
 
-    mt_timeline_begin(d->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, j->unit, NULL);
-    st = j->compute(j->arg, pool, parts, n, clip);
+    mt_timeline_begin(d->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_UPDATE, b->j.unit, NULL);
+    st = b->j.compute(b->j.arg, d->pool, parts, n, b->clip);
     mt_timeline_end(d->timeline, &span, bytes, NULL);
-    *busy_ns += mt_now_ns() - begun;
+    pthread_mutex_lock(&d->mu);
+    d->stats.busy_ns += mt_now_ns() - begun;
+    pthread_mutex_unlock(&d->mu);
     return st;
 }
 
@@ -493,38 +507,37 @@ static void parts_of(const layout *l, const piece *c, char *mem, mt_part *parts)
     }
 }
 
-static mt_status update_pieces(mt_disk *d, const layout *l, const mt_disk_job *j, mt_pool *pool, float clip,
-                               mt_part *parts, uint64_t *busy_ns)
+static mt_status update_pieces(mt_disk *d, const layout *l, const job *b, mt_part *parts)
 {
     mt_status st = MT_OK;
 
     for (int i = 0; i < l->n_pieces && st == MT_OK; i++) {
         const piece *c = &l->pieces[i];
-        buffer      *b = NULL;
+        buffer      *f = NULL;
 
-        if (!piece_wanted(l, c, j))
+        if (!piece_wanted(l, c, &b->j))
             continue;
-        MT_TRY(take_piece(d, j->unit, i, &b));
-        parts_of(l, c, b->mem, parts);
+        MT_TRY(take_piece(d, b->j.unit, i, &f));
+        parts_of(l, c, f->mem, parts);
         /* The record of the last piece has the unit's bytes. */
-        st = compute(d, j, pool, parts, c->n, clip, i == l->n_pieces - 1 ? j->bytes : 0, busy_ns);
-        give_piece(d, b, st == MT_OK);
+        st = compute(d, b, parts, c->n, i == l->n_pieces - 1 ? b->j.bytes : 0);
+        give_piece(d, f, st == MT_OK);
     }
 fail:
     return st;
 }
 
 /* Parameters that came after the unit's layout was made have all states in memory. */
-static mt_status update_late(mt_disk *d, const layout *l, const mt_disk_job *j, mt_pool *pool, float clip,
-                             uint64_t *busy_ns)
+static mt_status update_late(mt_disk *d, const layout *l, const job *b)
 {
     mt_status st = MT_OK;
 
-    for (int i = 0; i < j->n_params && st == MT_OK; i++) {
-        mt_part whole = { .param = j->params[i], .n = mt_store_desc(d->store, j->unit, j->params[i])->numel };
+    for (int i = 0; i < b->j.n_params && st == MT_OK; i++) {
+        int     p = b->j.params[i];
+        mt_part whole = { .param = p, .n = mt_store_desc(d->store, b->j.unit, p)->numel };
 
-        if (l->planes[j->params[i]] == 0)
-            st = compute(d, j, pool, &whole, 1, clip, 0, busy_ns);
+        if (l->planes[p] == 0)
+            st = compute(d, b, &whole, 1, 0);
     }
     return st;
 }
@@ -562,27 +575,129 @@ static mt_status find(const mt_disk *d, int u)
     return MT_FAIL(MT_EINVAL, "unit %s (%d) has no states on disk", mt_store_name(d->store, u), u);
 }
 
-mt_status mt_disk_update(mt_disk *d, const mt_disk_job *j, mt_pool *pool, float clip, uint64_t *busy_ns)
+static mt_status update(mt_disk *d, const job *b)
 {
-    mt_part *parts = NULL;
-    layout       *l;
-    mt_status     st;
+    mt_part  *parts = NULL;
+    layout   *l;
+    mt_status st;
 
-    MT_TRY(find(d, j->unit));
+    MT_TRY(mt_ledger_check(d->store));
+    /* WEIGHTS: they are overwritten. */
+    MT_TRY(mt_ledger_wait_fetch(d->store, b->j.unit));
     pthread_mutex_lock(&d->door);
-    st = begin_update(d, j->unit, &l);
+    st = begin_update(d, b->j.unit, &l);
     pthread_mutex_unlock(&d->door);
     if (st != MT_OK)
         goto fail;
     if ((parts = calloc((size_t)l->most + 1, sizeof *parts)) == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to list %d parts", mt_store_name(d->store, j->unit), l->most);
+        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to list %d parts", mt_store_name(d->store, b->j.unit), l->most);
         goto fail;
     }
-    MT_TRY(update_pieces(d, l, j, pool, clip, parts, busy_ns));
-    MT_TRY(update_late(d, l, j, pool, clip, busy_ns));
+    MT_TRY(update_pieces(d, l, b, parts));
+    MT_TRY(update_late(d, l, b));
 fail:
     free(parts);
     return st;
+}
+
+/* In the ledger first, with its failure: the next fetch of the unit must fail, not read. */
+static void end_job(mt_disk *d, const mt_disk_job *j, mt_status st)
+{
+    if (st != MT_OK)
+        mt_ledger_fault(d->store, st, mt_last_error());
+    mt_ledger_update_end(d->store, j->unit);
+    if (j->free != NULL)
+        j->free(j->arg);
+}
+
+/* NULL: the disk is closed, and nothing is left. */
+static job *next_job(mt_disk *d)
+{
+    job *b;
+
+    pthread_mutex_lock(&d->mu);
+    while (d->first == NULL && !d->stop)
+        pthread_cond_wait(&d->more, &d->mu);
+    if ((b = d->first) != NULL && (d->first = b->next) == NULL)
+        d->last = &d->first;
+    pthread_mutex_unlock(&d->mu);
+    return b;
+}
+
+static void job_free(job *b)
+{
+    free((void *)(uintptr_t)b->j.params);
+    free(b);
+}
+
+static void *disk_main(void *arg)
+{
+    mt_disk *d = arg;
+    job     *b;
+
+    pthread_setname_np(pthread_self(), "mt-disk-update");
+    while ((b = next_job(d)) != NULL) {
+        end_job(d, &b->j, update(d, b));
+        job_free(b);
+        pthread_mutex_lock(&d->mu);
+        d->done++;
+        pthread_cond_broadcast(&d->changed);
+        pthread_mutex_unlock(&d->mu);
+    }
+    return NULL;
+}
+
+/* ---- the updater's side ------------------------------------------------------------------- */
+
+static mt_status job_copy(const mt_disk *d, const mt_disk_job *j, float clip, job **out)
+{
+    job       *b = calloc(1, sizeof *b);
+    int       *params = calloc((size_t)j->n_params + 1, sizeof *params);
+    mt_status  st = find(d, j->unit);
+
+    if (st == MT_OK && (b == NULL || params == NULL))
+        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory for its update from disk", mt_store_name(d->store, j->unit));
+    if (st != MT_OK) {
+        free(params);
+        free(b);
+        return st;
+    }
+    for (int i = 0; i < j->n_params; i++)
+        params[i] = j->params[i];
+    *b = (job){ .j = *j, .clip = clip };
+    b->j.params = params;
+    *out = b;
+    return MT_OK;
+}
+
+mt_status mt_disk_put(mt_disk *d, const mt_disk_job *j, float clip)
+{
+    job      *b;
+    mt_status st = job_copy(d, j, clip, &b);
+
+    if (st != MT_OK) {
+        end_job(d, j, st);
+        return st;
+    }
+    pthread_mutex_lock(&d->mu);
+    d->put++;
+    *d->last = b;
+    d->last = &b->next;
+    pthread_cond_signal(&d->more);
+    pthread_mutex_unlock(&d->mu);
+    return MT_OK;
+}
+
+mt_status mt_disk_wait(mt_disk *d)
+{
+    uint64_t put;
+
+    pthread_mutex_lock(&d->mu);
+    put = d->put;
+    while (d->done < put)
+        pthread_cond_wait(&d->changed, &d->mu);
+    pthread_mutex_unlock(&d->mu);
+    return mt_ledger_check(d->store);
 }
 
 /* ---- copies on the host: under door ------------------------------------------------------- */
@@ -759,7 +874,8 @@ fail:
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_disk_open(mt_store *store, mt_blocks *file, int n_buffers, size_t bytes, mt_disk **out)
+mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
+                       mt_disk **out)
 {
     mt_disk  *d;
     size_t    all;
@@ -774,11 +890,14 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, int n_buffers, size_t b
         return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *d);
     d->store = store;
     d->file = file;
+    d->pool = pool;
     d->bytes = bytes;
+    d->last = &d->first;
     d->next_unit = d->before = d->held = d->first_added = d->last_added = -1;
     pthread_mutex_init(&d->door, NULL);
     pthread_mutex_init(&d->mu, NULL);
     pthread_cond_init(&d->changed, NULL);
+    pthread_cond_init(&d->more, NULL);
     if ((d->buffers = calloc((size_t)n_buffers, sizeof *d->buffers)) == NULL) {
         st = MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers", n_buffers);
         goto fail;
@@ -789,6 +908,11 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, int n_buffers, size_t b
         d->buffers[i] = (buffer){ .disk = d, .mem = (char *)d->memory.base + (size_t)i * bytes, .unit = -1 };
     d->bounce = (char *)d->memory.base + (size_t)n_buffers * bytes;
     d->stats.buffer_bytes = d->memory.bytes;
+    if (pthread_create(&d->thread, NULL, disk_main, d) != 0) {
+        st = MT_FAIL(MT_ENOMEM, "disk: no thread for updates");
+        goto fail;
+    }
+    d->runs = 1;
     *out = d;
     return MT_OK;
 
@@ -810,12 +934,19 @@ void mt_disk_close(mt_disk *d)
     if (d == NULL)
         return;
     pthread_mutex_lock(&d->mu);
+    d->stop = 1;
+    pthread_cond_signal(&d->more);
+    pthread_mutex_unlock(&d->mu);
+    if (d->runs)
+        pthread_join(d->thread, NULL);
+    pthread_mutex_lock(&d->mu);
     d->next_unit = -1;                   /* nothing more is read */
     while (under_way(d))
         pthread_cond_wait(&d->changed, &d->mu);
     pthread_mutex_unlock(&d->mu);
     for (int i = 0; i < d->n_units; i++)
         layout_free(d->units[i].lay);
+    pthread_cond_destroy(&d->more);
     pthread_cond_destroy(&d->changed);
     pthread_mutex_destroy(&d->mu);
     pthread_mutex_destroy(&d->door);

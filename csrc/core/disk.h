@@ -13,21 +13,27 @@
  *            pieces of a step wait for it, and not it for them
  *   order    which unit follows which: as they did last time
  *
- *     mt_disk_open(store, blocks, 8, bytes, &d);
+ *     mt_disk_open(store, blocks, pool, 8, bytes, &d);
  *     mt_disk_add(d, unit);                               // before its states are asked for
- *     mt_disk_update(d, &job, pool, clip, &busy_ns);      // the updater: weights are new when it returns
+ *     mt_disk_put(d, &job, clip);                         // the updater: returns at once
+ *     mt_ledger_wait_updates(store, job.unit);            // its weights are new
  *     mt_disk_bring(d, unit, 1u << MT_PLANE_M);           // host: the copies are as in the file
  *
+ * Updates are made by a thread of ours in the order they were put, beside the updater's: a drive is slow, and
+ * is to move from the first moment on.
+ *
  * Order:
- *   READ     the updater waits until a piece is in its buffer      told by the file's thread
+ *   READ     our thread waits until a piece is in its buffer       told by the file's thread
  *   WRITTEN  a piece is read again when its last write is over     the same; bring waits for it too
  *   READ OUT and written when its last read is, also one that nobody wants any more
  *   PUSHED   what was read ahead of a unit is dropped before its states are written from outside, and none
  *            of it is read until they are
+ *   WEIGHTS  our thread waits in the ledger for copies that read the unit's weights, before its first piece
  *   Fetches and readers of weights wait for the unit's update as ever, and for no write: those are of states.
  *
- * Threads: open, add, close: one, before and after the others. update: the updater's. bring, push: any, when
- *          no update of the unit is asked for meanwhile. Requests end on threads of the file's.
+ * Threads: open, add, close: one, before and after the others. put: the updater's. bring, push: any, when
+ *          no update of the unit is asked for meanwhile. The job's functions run on our thread; requests end on
+ *          threads of the file's.
  * Errors:  a request that failed is the ledger's fault, with unit, plane and parameter, path and offset.
  */
 #ifndef MT_DISK_H
@@ -47,13 +53,16 @@ typedef struct mt_disk_job {
     uint64_t   bytes;                    /* for the timeline */
     /* Updates parts in place, but for those of parameters that are not in params. */
     mt_status (*compute)(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip);
+    void     (*free)(void *arg);         /* called once, also on failure; may be NULL */
     void      *arg;
 } mt_disk_job;
 
 typedef struct mt_disk mt_disk;
 
-mt_status mt_disk_open (mt_store *store, mt_blocks *file, int n_buffers, size_t bytes, mt_disk **out);
-void      mt_disk_close(mt_disk *d);                     /* waits for requests; before the file is closed */
+/* pool: for the updates alone, so that none waits for another unit's turn; NULL: our thread makes them. */
+mt_status mt_disk_open (mt_store *store, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
+                        mt_disk **out);
+void      mt_disk_close(mt_disk *d);         /* finishes what was put, and all requests; before the file is closed */
 /* Reads, writes and updates are recorded in t. Before the first update, or never. */
 void      mt_disk_timeline(mt_disk *d, mt_timeline *t);
 
@@ -62,9 +71,11 @@ void      mt_disk_timeline(mt_disk *d, mt_timeline *t);
 mt_status mt_disk_add (mt_disk *d, int unit);
 uint64_t  mt_disk_need(mt_disk *d);                      /* bytes of the file that the units added will take */
 
-/* Returns when the unit's weights are new; its states may still be on their way. *busy_ns grows by the time
- * in compute. */
-mt_status mt_disk_update(mt_disk *d, const mt_disk_job *j, mt_pool *pool, float clip, uint64_t *busy_ns);
+/* The job is copied, its params until it is over are the caller's; its arg, and the end of the unit's update in
+ * the ledger, are ours, also on failure. That end comes when the unit's weights are new; its states may still be
+ * on their way. */
+mt_status mt_disk_put (mt_disk *d, const mt_disk_job *j, float clip);
+mt_status mt_disk_wait(mt_disk *d);                      /* all that was put has ended */
 
 /* Host planes of a unit, a bit for each, are as in the file; waits for its updates. They take memory until
  * its next update. Nothing to do for others, and for other planes. */
@@ -74,7 +85,7 @@ mt_status mt_disk_push (mt_disk *d, int unit, int param, unsigned planes);
 
 typedef struct mt_disk_stats {
     uint64_t read_bytes, written_bytes;  /* since open, as requests ended */
-    uint64_t wait_ns;                    /* the updater waited for reads */
+    uint64_t wait_ns, busy_ns;           /* updates waited for reads; were computed */
     size_t   buffer_bytes;               /* host memory of the buffers */
 } mt_disk_stats;
 mt_disk_stats mt_disk_stats_get(mt_disk *d);

@@ -34,7 +34,8 @@
     X(HOST,    "host update", "the updater: AdamW on the host, and its waits")                \
     X(DEVICE,  "device update", "AdamW on the device")                                        \
     X(THROUGH, "through",     "AdamW on the device for units on the host: up, updated and down; guests' states") \
-    X(DISK,    "disk",        "states of units on disk: pieces read and written")             \
+    X(DISK,    "disk",        "states of units on disk: pieces read and written")                \
+    X(DISK_UPDATE, "disk update", "AdamW on those states, beside the updater; and its waits for the disk") \
     X(OUT,     "swap out",    "activations to the host")                                      \
     X(BACK,    "swap back",   "and back to the device")
 #define MT_LANE_ENUM(name, text, what) MT_LANE_##name,

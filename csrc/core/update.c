@@ -20,7 +20,7 @@ typedef struct job {
     mt_update_job  j;        /* params: our copy */
     unsigned char *counted;  /* [n_params] the offload has its sum of squares, as of submit */
     enum { HOST, SETTLED, THROUGH, DISK } way;     /* of its unit's update, as of submit */
-    int            sent;     /* through: another thread ends it. The updater */
+    int            sent;     /* through, on disk: another thread ends it. The updater */
 } job;
 
 typedef struct work {
@@ -275,24 +275,16 @@ fail:
     return st;
 }
 
-static void add_busy(mt_updater *u, uint64_t ns)
-{
-    pthread_mutex_lock(&u->mu);
-    u->busy_ns += ns;
-    pthread_mutex_unlock(&u->mu);
-}
-
-/* States come in by pieces, and go. */
-static mt_status run_pieces(mt_updater *u, const job *b, float clip)
+/* The same, to where states come in by pieces, and go. */
+static mt_status send_pieces(mt_updater *u, job *b, float clip)
 {
     mt_disk_job j = { .unit = b->j.unit, .params = b->j.params, .n_params = b->j.n_params, .bytes = b->j.bytes,
-                      .compute = b->j.pieces, .arg = b->j.arg };
-    uint64_t    busy_ns = 0;
+                      .compute = b->j.pieces, .free = b->j.free, .arg = b->j.arg };
     mt_status   st;
 
-    MT_TRY(wait_turn(u, b));
-    MT_TRY(mt_disk_update(u->disk, &j, u->pool, clip, &busy_ns));
-    add_busy(u, busy_ns);
+    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+    b->sent = 1;
+    return mt_disk_put(u->disk, &j, clip);
 fail:
     return st;
 }
@@ -309,7 +301,7 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     if (b->way == THROUGH)
         return send_job(u, b, clip);
     if (b->way == DISK)
-        return run_pieces(u, b, clip);
+        return send_pieces(u, b, clip);
     MT_TRY(wait_turn(u, b));
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
@@ -320,7 +312,9 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
         goto fail;
     mt_timeline_end(u->timeline, &span, kept ? 2 * mt_store_hi_bytes(u->store, b->j.unit) : b->j.bytes,
                     NULL);
-    add_busy(u, mt_now_ns() - begun);
+    pthread_mutex_lock(&u->mu);
+    u->busy_ns += mt_now_ns() - begun;
+    pthread_mutex_unlock(&u->mu);
 fail:
     return st;
 }
@@ -364,7 +358,7 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
         for (int i = 0; i < w->n; i++) {
             job *b = &w->jobs[i];
 
-            if (turn != (!clipped || b->way == SETTLED ? 0 : b->way == THROUGH ? 1 : 2))
+            if (turn != (!clipped || b->way == SETTLED ? 0 : b->way == HOST ? 2 : 1))
                 continue;
             if (st == MT_OK && skip_all)
                 st = mt_speculation_undo(u->guesses, b->j.unit);
@@ -582,6 +576,8 @@ mt_status mt_update_drain(mt_updater *u)
     pthread_mutex_unlock(&u->mu);
     if (u->residents != NULL)
         MT_TRY(mt_resident_drain(u->residents));
+    if (u->disk != NULL)
+        MT_TRY(mt_disk_wait(u->disk));
     return mt_ledger_check(u->store);
 fail:
     return st;

@@ -11,8 +11,8 @@
  *      weights, runs it on the pool, and ends its announcement in the ledger.
  *      With a max_norm the jobs of settled units (resident.h) come first, all of them: they are only
  *      put in the residents' queue, and end in the ledger when they are. Next come those of units
- *      that go through the device (through.h): they are handed on, and done beside the others.
- *      The rest is run here; of units on disk (disk.h) piece by piece, as their states come in.
+ *      that go through the device (through.h) or have their states on disk (disk.h): they are handed
+ *      on, and done beside the others. A submit is over when all but those on disk are.
  * A norm that is not finite skips the whole submit: nothing is touched. Without max_norm each
  * unit is judged by its own gradients, and is skipped alone.
  *

@@ -26,9 +26,7 @@ static struct {
 
 static int struck(atomic_int *n)
 {
-    int left = atomic_load(n);
-
-    return left > 0 && (atomic_fetch_sub(n, 1), left == 1);
+    return atomic_load(n) > 0 && atomic_fetch_sub(n, 1) == 1;
 }
 
 static void dawdle(uint64_t seed)
@@ -80,7 +78,6 @@ typedef struct world {
     mt_file  *file;
     mt_disk  *disk;
     float    *hi[UNITS][PARAMS], *m[UNITS][PARAMS], *v[UNITS][PARAMS];       /* what is right */
-    uint64_t  busy_ns;
     int       step;
 } world;
 
@@ -122,7 +119,8 @@ static void open_world(world *w, int n_buffers, int dawdle_us)
     REQUIRE(mt_store_open(w->dev, NULL, &w->store) == MT_OK);
     make_units(w);
     REQUIRE(mt_file_open(w->dir, 0, 3, &calls, &w->file) == MT_OK);
-    REQUIRE(mt_disk_open(w->store, mt_file_blocks(w->file), n_buffers, BUFFER, &w->disk) == MT_OK);
+    REQUIRE(mt_disk_open(w->store, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL, n_buffers, BUFFER,
+                         &w->disk) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         REQUIRE(mt_disk_add(w->disk, u) == MT_OK);
     REQUIRE(mt_file_reserve(w->file, mt_disk_need(w->disk)) == MT_OK);
@@ -153,7 +151,13 @@ typedef struct errand {
     const int *params;
     int        n, unit;
     int        calls, fail;      /* fail: the call that does; 0: none */
+    int        over, step;
 } errand;
+
+static void errand_over(void *arg)
+{
+    ((errand *)arg)->over++;
+}
 
 static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip)
 {
@@ -175,30 +179,58 @@ static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, in
         m = m != NULL ? m : plane(e->w, e->unit, k->param, MT_PLANE_M) + k->from;
         v = v != NULL ? v : plane(e->w, e->unit, k->param, MT_PLANE_V) + k->from;
         for (int64_t x = 0; ours && x < k->n; x++)
-            UPDATE(hi[k->from + x], m[x], v[x], k->from + x, e->w->step);
+            UPDATE(hi[k->from + x], m[x], v[x], k->from + x, e->step);
     }
     return MT_OK;
 }
 
+/* Announced and put; what is right is updated too, unless it is to fail. */
+static mt_status put(world *w, errand *e)
+{
+    mt_disk_job j = { .unit = e->unit, .params = e->params, .n_params = e->n, .compute = update_parts,
+                      .free = errand_over, .arg = e };
+
+    for (int k = 0; k < e->n && e->fail == 0 && e->unit < UNITS; k++) {
+        int p = e->params[k];
+
+        for (int64_t i = 0; i < numels[e->unit][p]; i++)
+            UPDATE(w->hi[e->unit][p][i], w->m[e->unit][p][i], w->v[e->unit][p][i], i, e->step);
+    }
+    mt_ledger_update_begin(w->store, e->unit);
+    return mt_disk_put(w->disk, &j, 0.5f);
+}
+
+static mt_status over(world *w, errand *e)
+{
+    mt_status st = mt_ledger_wait_updates(w->store, e->unit);
+
+    (void)mt_disk_wait(w->disk);
+    CHECK_EQ(e->over, 1);
+    return st;
+}
+
 static mt_status update(world *w, int u, const int *params, int n, int fail)
 {
-    errand      e = { .w = w, .params = params, .n = n, .unit = u, .fail = fail };
-    mt_disk_job j = { .unit = u, .params = params, .n_params = n, .compute = update_parts, .arg = &e };
+    errand    e = { .w = w, .params = params, .n = n, .unit = u, .fail = fail, .step = w->step };
+    mt_status st = put(w, &e), ended = over(w, &e);
 
-    if (fail == 0)
-        for (int k = 0; k < n; k++)
-            for (int64_t i = 0; i < numels[u][params[k]]; i++)
-                UPDATE(w->hi[u][params[k]][i], w->m[u][params[k]][i], w->v[u][params[k]][i], i, w->step);
-    return mt_disk_update(w->disk, &j, w->pool, 0.5f, &w->busy_ns);
+    return st != MT_OK ? st : ended;
 }
 
 static const int all[PARAMS] = { 0, 1, 2, 3 };
 
+/* Of all units; none waits for another. */
 static void step(world *w, int backwards)
 {
+    errand e[UNITS];
+
     w->step++;
+    for (int i = 0; i < UNITS; i++) {
+        e[i] = (errand){ .w = w, .params = all, .n = PARAMS, .unit = backwards ? UNITS - 1 - i : i, .step = w->step };
+        CHECK_OK(put(w, &e[i]));
+    }
     for (int i = 0; i < UNITS; i++)
-        CHECK_OK(update(w, backwards ? UNITS - 1 - i : i, all, PARAMS, 0));
+        CHECK_OK(over(w, &e[i]));
 }
 
 static void compare(const float *got, const float *want, int64_t n, const char *what, int u, int p)
@@ -245,7 +277,7 @@ static void updates_are_those_of_states_in_memory(void)
             check(&w);
             step(&w, 0);
             check(&w);
-            CHECK(w.busy_ns > 0);
+            CHECK(mt_disk_stats_get(w.disk).busy_ns > 0);
             close_world(&w);
         }
 }
@@ -363,15 +395,12 @@ static void parameters_that_come_later_keep_their_states_in_memory(void)
     CHECK_OK(mt_disk_add(w.disk, unit));
     CHECK_OK(mt_disk_add(w.disk, unit));                 /* once is enough */
     for (int i = 0; i < 3; i++) {
-        errand      e = { .w = &w, .params = both, .n = 1 + (i > 0), .unit = unit };
-        mt_disk_job j = { .unit = unit, .params = both + (i == 0), .n_params = e.n,
-                          .compute = update_parts, .arg = &e };
+        errand e = { .w = &w, .params = both + (i == 0), .n = 1 + (i > 0), .unit = unit, .step = i + 1 };
 
-        e.params = j.params;
-        w.step = i + 1;
         if (i == 1)
             CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 1));
-        CHECK_OK(mt_disk_update(w.disk, &j, w.pool, 0.5f, &w.busy_ns));
+        CHECK_OK(put(&w, &e));
+        CHECK_OK(over(&w, &e));
         CHECK_EQ(e.calls, 1 + (i > 0));
     }
     CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));        /* of steps 2 and 3 */
@@ -436,16 +465,53 @@ static void a_changed_byte_names_its_unit_and_plane(void)
     close_world(&w);
 }
 
-static void a_computation_that_fails_leaves_the_file_as_it_was(void)
+/* Its fault ends every wait, and jobs behind it are only ended. */
+static void a_computation_that_fails_is_a_fault(void)
 {
-    world w;
+    errand behind = { .params = all, .n = PARAMS, .unit = 1 };
+    world  w;
 
     open_world(&w, 2, 0);
     step(&w, 0);
+    behind.w = &w;
     CHECK_EQ(update(&w, 2, all, PARAMS, 1), MT_EINVAL);  /* its first piece */
     CHECK_HAS(mt_last_error(), "the errand failed");
-    step(&w, 0);
-    check(&w);
+    CHECK_OK(put(&w, &behind));
+    CHECK_EQ(over(&w, &behind), MT_EINVAL);
+    CHECK_EQ(behind.calls, 0);
+    close_world(&w);
+}
+
+/* Updates go on while nobody waits for them; close finishes them. */
+static void close_finishes_what_was_put_and_weights_wait_for_their_copies(void)
+{
+    errand          e[UNITS];
+    world           w;
+    mt_queue       *q;
+    uint64_t        version;
+    struct timespec nap = { 0, 5000000 };
+
+    open_world(&w, 3, 300);
+    REQUIRE(w.dev->ops->queue_adopt(w.dev, 0, &q) == MT_OK);
+    CHECK_OK(mt_ledger_fetch_begin(w.store, 0, &version));       /* a mover about to copy the first unit */
+    for (int u = 0; u < UNITS; u++) {
+        mt_disk_job j = { .unit = u, .params = all, .n_params = PARAMS, .compute = update_parts,
+                          .free = errand_over, .arg = &e[u] };
+
+        e[u] = (errand){ .w = &w, .params = all, .n = PARAMS, .unit = u };
+        mt_ledger_update_begin(w.store, u);
+        CHECK_OK(mt_disk_put(w.disk, &j, 0.5f));
+    }
+    nanosleep(&nap, NULL);
+    CHECK_EQ(mt_disk_stats_get(w.disk).busy_ns, 0);
+    CHECK_OK(mt_ledger_fetching(w.store, 0, q));
+    mt_disk_close(w.disk);
+    w.disk = NULL;
+    for (int u = 0; u < UNITS; u++) {
+        CHECK(e[u].over == 1 && e[u].calls > 1);
+        CHECK_OK(mt_ledger_wait_updates(w.store, u));
+    }
+    w.dev->ops->queue_close(q);
     close_world(&w);
 }
 
@@ -471,9 +537,9 @@ static void a_unit_has_one_home(void)
     CHECK_EQ(mt_store_set_through(w.store, 0, 1), MT_ESTATE);
     CHECK_EQ(mt_store_on_disk(w.store, 0), 1);
     CHECK_EQ(mt_store_on_disk(w.store, unit), 0);
-    CHECK_EQ(update(&w, unit, all, 0, 0), MT_EINVAL);
     CHECK_OK(mt_disk_bring(w.disk, unit, MT_STATE_PLANES));      /* nothing to do */
     CHECK_EQ(mt_disk_add(w.disk, 77), MT_EINVAL);
+    CHECK_EQ(update(&w, unit, all, 0, 0), MT_EINVAL);            /* and it is a fault, like any failed update */
     close_world(&w);
 }
 
@@ -483,10 +549,10 @@ static void open_refuses_buffers_that_hold_nothing(void)
     mt_disk *d = NULL;
 
     open_world(&w, 1, 0);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), 0, BUFFER, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), 1, BUFFER - 4096, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), 1, BUFFER + 1, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), 1 << 20, (size_t)1 << 50, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 0, BUFFER, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1, BUFFER - 4096, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d), MT_EINVAL);
     mt_disk_close(NULL);
     close_world(&w);
 }
@@ -501,7 +567,8 @@ static void open_refuses_buffers_that_hold_nothing(void)
     X(parameters_that_come_later_keep_their_states_in_memory)       \
     X(a_transfer_that_fails_is_a_fault_that_names_what_was_lost)    \
     X(a_changed_byte_names_its_unit_and_plane)                      \
-    X(a_computation_that_fails_leaves_the_file_as_it_was)           \
+    X(a_computation_that_fails_is_a_fault)                          \
+    X(close_finishes_what_was_put_and_weights_wait_for_their_copies) \
     X(a_unit_has_one_home)                                          \
     X(open_refuses_buffers_that_hold_nothing)
 CHECK_MAIN(TESTS)
