@@ -60,11 +60,10 @@ def core_of(model: Dots) -> _core.Engine:
 
 # ---- the same bits ----
 
-@TYPES
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
-def test_nothing_between_backward_and_step_matters(make: Callable[..., Pair], dtype: torch.dtype,
+def test_nothing_between_backward_and_step_matters(make: Callable[..., Pair],
                                                    between: Callable[[Dots, mt.AdamW], None]) -> None:
-    pairs = make("disk", dtype, debug=DELAYS), make("ram", dtype)
+    pairs = make("disk", debug=DELAYS), make("ram")
     for model, opt in pairs:
         for step in (5, 6):
             model(grads_for(model, step)).backward()
