@@ -52,6 +52,7 @@ from engines import ENGINES, Engine, planned, weight_dtype, with_loss
 
 import megatrain_torch as mt
 from megatrain_torch.errors import MegatrainError
+from megatrain_torch.formats import FORMATS, moved_bytes
 from megatrain_torch.modes import MODES
 
 COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
@@ -87,6 +88,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--no-optimizer", action="store_true", help="forward and backward only")
     add("--clip", type=float, default=1.0, help="0: no clipping")
     add("--lr", type=float, default=1e-5)
+    add("--states", choices=FORMATS, default="fp32", help="how mt.AdamW keeps its states")
     add("--batches", type=int, default=4, help="different batches, taken in turn")
     add("--gpu-alone", action="store_true", help="measure the device's part first, by itself")
     add("--trace", nargs="?", const="", metavar="FILE", help=TRACE_HELP)
@@ -179,7 +181,7 @@ def bounds(
     """Seconds a step takes at least on each resource, at the rates measured in this run.
 
     gpu_s: forward and backward with everything on the device, where that was measured, else products and
-    attention alone; and the updates of what is at home there, 26 bytes a parameter. Copies: the bytes that
+    attention alone; and the updates of what is at home there, the bytes that AdamW moves. Copies: the bytes that
     were counted. host_update_s: the parameters whose gradients went to the host.
     """
     arithmetic = {name: args.micro * limit[name] for name in ("gemm_s", "attention_s")}
@@ -188,7 +190,8 @@ def bounds(
     at_home = 0 if args.no_optimizer else result["parameters"] - on_host
     return {
         **arithmetic,
-        "gpu_s": (gpu_s or sum(arithmetic.values())) + 26 * at_home / limit["device_gbps"] / 1e9,
+        "gpu_s": (gpu_s or sum(arithmetic.values()))
+        + moved_bytes(args.states) * at_home / limit["device_gbps"] / 1e9,
         "h2d_s": result.get("h2d_bytes", 0) / limit["h2d_gbps"] / 1e9,
         "d2h_s": d2h_bytes / limit["d2h_gbps"] / 1e9,
         "host_update_s": on_host / limit["adam_gparams"] / 1e9,
@@ -252,7 +255,7 @@ def trace_steps(
     rates = {
         "h2d": limit["h2d_gbps"] * 1e9,
         "d2h": limit["d2h_gbps"] * 1e9,
-        "host update": limit["adam_gparams"] * 1e9 * (26 if itemsize == 2 else 28),
+        "host update": limit["adam_gparams"] * 1e9 * (moved_bytes(args.states) + (itemsize - 2)),
     }
     batches, clock = make_batches(args, device), Clock(device)
     with mt.trace(engine.model, rates=rates) as t:
@@ -293,7 +296,9 @@ def gpu_alone(args: Any, device: torch.device) -> float | None:
 def measured_limits(args: Any, device: torch.device) -> dict[str, Any]:
     """Of one micro-batch, and of the machine; see yardstick.measure and limits.rates."""
     tokens = args.tokens // args.micro
-    found = yardstick.measure(args, device, args.layers, tokens, args.seq) | limits.rates(device)
+    found = yardstick.measure(args, device, args.layers, tokens, args.seq) | limits.rates(
+        device, states=args.states
+    )
     return found | {"weight": "BF16" if device.type == "cuda" else "F32"}
 
 
@@ -357,10 +362,11 @@ def describe(args: Any) -> str:
         f"{args.engine} {args.width} hidden={args.hidden} {args.layers} layers {args.tokens} tokens",
         f"S={args.seq} micro={args.micro} {args.activations} loss={args.loss}",
         "no optimizer" if args.no_optimizer else f"clip={args.clip:g}",
+        f"states={args.states}" if args.states != "fp32" else "",
     ]
     if args.engine == "streamed":
         words.append(f"compute={args.compute} plan={args.plan} vram={args.vram}")
-    return " ".join(words)
+    return " ".join(word for word in words if word)
 
 
 def show_steps(case: str, r: dict[str, Any]) -> None:

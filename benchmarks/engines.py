@@ -113,6 +113,7 @@ def planned(model: Any, args: Any, layers: int | None = None) -> Any:
         activations=None if args.activations == "auto" else args.activations,
         compute="eager" if args.compute == "compile" else args.compute,
         layers=layers,
+        states=args.states,
     )
 
 
@@ -150,7 +151,11 @@ class Streamed(Engine):
         import megatrain_torch as mt
 
         self.opt = mt.AdamW(
-            self.model.parameters(), lr=args.lr, weight_decay=0.1, max_grad_norm=args.clip or None
+            self.model.parameters(),
+            lr=args.lr,
+            weight_decay=0.1,
+            max_grad_norm=args.clip or None,
+            states=args.states,
         )
 
     def update(self) -> None:

@@ -56,9 +56,9 @@ def dram_gbps(reps: int, threads: int) -> float:
     return 2 * size / seconds / 1e9
 
 
-def adam_gparams(reps: int, threads: int, weight: str) -> float:
-    """G parameters/s of AdamW on the host, with fp32 states and gradients in the weight's type."""
-    planes = Planes(200_000_000 if threads > 4 else 4_000_000, weight, weight)
+def adam_gparams(reps: int, threads: int, weight: str, states: str) -> float:
+    """G parameters/s of AdamW on the host, with gradients in the weight's type."""
+    planes = Planes(200_000_000 if threads > 4 else 4_000_000, weight, weight, states)
     isa = ISAS.index(_core.build_info()["isa"])
     step_s = [
         seconds(lambda i=i: _core.adam_step(planes.tensors(i + 1), 0.9, threads, isa))
@@ -74,8 +74,8 @@ def device_gbps(device: torch.device, reps: int) -> float:
     return 2 * size / spread(repeat(lambda: target.copy_(source), device, reps))["median"] / 1e9
 
 
-def rates(device: torch.device, reps: int = 5) -> dict[str, float]:
-    """What the machine does besides arithmetic on the device.
+def rates(device: torch.device, reps: int = 5, states: str = "fp32") -> dict[str, float]:
+    """What the machine does besides arithmetic on the device; AdamW in this format of states.
 
     Returns:
         h2d_gbps, d2h_gbps, both_ways_gbps (CUDA; each direction), device_gbps and dram_gbps (read plus
@@ -86,7 +86,7 @@ def rates(device: torch.device, reps: int = 5) -> dict[str, float]:
     found = copy_gbps(device) | {
         "device_gbps": device_gbps(device, reps),
         "dram_gbps": dram_gbps(reps, threads),
-        "adam_gparams": adam_gparams(reps, threads, weight),
+        "adam_gparams": adam_gparams(reps, threads, weight, states),
         "threads": threads,
     }
     synchronize(device)

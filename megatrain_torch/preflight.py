@@ -414,7 +414,7 @@ def _in_words(name: str, value: Any) -> str:
     if name in ("vram", "host"):
         return f"{name}={value} ({show_bytes(value)}), if so much is there"
     if name == "states":
-        return f"mt.AdamW(states={value!r})"
+        return f"states={value!r}, of mt.AdamW or, where host= is given, in mt.stream's plan"
     if name == "nvme":
         return f"nvme= a directory with {value} bytes ({show_bytes(value)}) free"
     if name == "frozen":
