@@ -354,6 +354,18 @@ def test_embeddings_as_input_get_their_gradient() -> None:
     all_fused(codes(model))
 
 
+@pytest.mark.parametrize("keep", ["saved", "replay"])
+def test_an_input_that_is_not_dense_is_taken(keep: str) -> None:
+    """Patches of images come as [B, H, S], transposed; of one row no reshape makes a copy."""
+    def embedded(step: int) -> dict[str, Tensor]:
+        x = torch.randn(1, zoo.H, zoo.T, generator=zoo.generator(step))
+        return {"inputs_embeds": x.requires_grad_().transpose(1, 2), "labels": zoo.text_unpadded(step)["labels"][:1]}
+
+    run = fused(LLAMA, embedded, keep)
+    all_fused(run.codes)
+    fusing.agree(plain(LLAMA, embedded), run)
+
+
 def test_rows_too_short_to_try_a_template_on_run_its_own_code() -> None:
     def short(step: int) -> dict[str, Tensor]:
         return {n: t[:, :3] for n, t in zoo.text_unpadded(step).items()}

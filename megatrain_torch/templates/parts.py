@@ -27,14 +27,14 @@ def only(args: Any, kwargs: Any, name: str) -> Any:
 
 
 def as_input(x: Any, dtype: torch.dtype) -> Tensor:
-    """x, if it is a plain [B, S, H] tensor of this type.
+    """x, if it is a plain [B, S, H] tensor of this type; dense in H (patches of images come transposed).
 
     Raises:
         Unfit: it is not.
     """
     if type(x) is not Tensor or x.dim() != 3 or x.dtype != dtype:
         raise Unfit("its input is no [B, S, H] tensor of the weights' type")
-    return x
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
 class _Cut(torch.autograd.Function):
