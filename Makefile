@@ -21,7 +21,7 @@ CHECK_FLAGS := -std=c11 -D_GNU_SOURCE -O3 -ffp-contract=off -Wall -Wextra -Wshad
                -Wstrict-prototypes -Wvla -Werror
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ctest asan tsan pytest gpu bench performance-page fmt lint wheel check-aarch64 clean inplace
+.PHONY: help demo test ctest asan tsan pytest gpu bench performance-page models fmt lint wheel check-aarch64 clean inplace
 
 help:  ## list the verbs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,10 @@ bench: $(BUILT)  ## benchmarks, each beside the machine's limit
 performance-page:  ## the figures of docs/performance.md: RESULTS=results.jsonl [PICTURE=step.png]
 	$(if $(RESULTS),,$(error RESULTS=file.jsonl is needed: lines of benchmarks))
 	python3 tools/performance_page.py $(RESULTS) $(if $(PICTURE),--picture $(PICTURE))
+
+models: $(BUILT)  ## docs/models.md: tiny models of every architecture; TRANSFORMERS= DIFFUSERS= checkouts
+	nice -n 19 $(PY) tools/try_models.py $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) \
+	    $(if $(DIFFUSERS),--diffusers $(DIFFUSERS)) $(ARGS)
 
 fmt:  ## format the lines you changed (C) and the imports (Python)
 	git diff -U0 --no-color HEAD -- '*.c' '*.h' '*.cu' '*.cuh' | clang-format-diff -p1 -i
