@@ -109,6 +109,29 @@ class Engine:
         that speculate() began is taken back when LO, MASTER, M or V is asked for: before they are read or written."""
     def push(self, unit: int, param: int, planes: int) -> None:
         """The parameter's host planes were written: the device's (HI: as touch), or the file, take their values."""
+    def chill(self, unit: int) -> None:
+        """Gives host memory of the unit's states back where they are at home on the device or on disk; who reads them
+        brings them again. Not while somebody does."""
+
+    # checkpoints
+    def save_begin(self, files: list[tuple[str, int, list[tuple[int, int, int, int]]]], units: list[tuple[int, int]],
+                   spare: int, copiers: int, writers: int) -> None:
+        """Writes files of planes as they are now, with threads of its own; one save at a time.
+
+        Drains the engine. Until a unit's bytes are copied, its updates and writes from outside wait.
+
+        Args:
+            files: (path, bytes, [(offset in the file, address, bytes > 0, unit or -1), ...]), in order and without gaps.
+            units: (unit, planes): what is brought to host memory before it is copied; bits 1 << plane.
+            spare: bytes of blocks that may be copied before they are written.
+        """
+    def save_wait(self, seconds: float) -> tuple[int, bool]:
+        """(bytes written, whether all is written and synced)."""
+    def save_end(self) -> list[bytes]:
+        """Of each file the sums of its blocks, 8 bytes each; what is not over is given up."""
+    def wait_saved(self, unit: int) -> None:
+        """Until no save has the unit's planes to copy: before they are written from outside."""
+
     def device_plane(self, unit: int, param: int, plane: int) -> int:
         """Address on the device of a settled unit's parameter. A gradient made at its GRAD is not copied."""
     def device_bytes(self) -> int:
@@ -211,6 +234,8 @@ def disk_room(path: str) -> int:
 def disk_measure(path: str, bytes: int, piece: int = 33554432, depth: int = 8, threads: int = 16) -> dict[str, Any]:
     """{"write", "read", "both": bytes/s, "direct": bool} of requests of `piece` bytes, `depth` under way, over a file
     of `bytes` that is made and removed; both: as much is read as is written."""
+def read_file(file: tuple[str, int, list[tuple[int, int, int, int]]], sums: bytes | None, threads: int, /) -> None:
+    """Fills the memory of a file's extents; blocks that are read are compared with their sums. Without extents all are."""
 def register_ops() -> None:
     """Registers torch.ops.megatrain.* through libtorch's stable C shim. torch must be imported."""
 

@@ -21,7 +21,7 @@
 #include "../core/stream.h"
 #include "../core/swap.h"
 #include "../core/update.h"
-#include "../io/file.h"
+#include "../io/shards.h"
 #include "../ops/sumsq.h"
 #include <pthread.h>
 
@@ -99,6 +99,7 @@ typedef struct mt_engine {
     mt_updater *updater;
     mt_swap    *swap;
     mt_stream  *stream;      /* NULL before open_slots */
+    struct mt_saving *saving;/* NULL while nothing is saved: engine_save.c */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
     int         n_adopted;
     pthread_mutex_t door;    /* offload and update are entered by one thread at a time */
@@ -144,6 +145,12 @@ MT_METHOD(unlocked); MT_METHOD(lock_limit);
 /* engine_disk.c: units on disk */
 PyObject *mt_engine_disk(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(disk_file); MT_METHOD(disk_unname);
+
+/* engine_save.c: planes to files, and back */
+PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw);
+MT_METHOD(save_wait); MT_METHOD(save_end); MT_METHOD(wait_saved); MT_METHOD(chill);
+void mt_saving_close(mt_engine *e);      /* gives up what is not over */
+extern PyMethodDef mt_save_methods[];
 
 /* engine_run.c: stream and offload */
 MT_METHOD(open_slots); MT_METHOD(settle); MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);

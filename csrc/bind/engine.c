@@ -200,6 +200,7 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
  * one), then gradients come home, then the last weights land. The store stays: arrays show it. */
 static mt_status engine_stop(mt_engine *e)
 {
+    mt_saving_close(e);                  /* first: updates may be waiting for it */
     mt_update_close(e->updater);
     mt_offload_close(e->offload);
     mt_stream_close(e->stream);
@@ -329,6 +330,17 @@ static PyMethodDef methods[] = {
       "wait_updates($self, unit, /)\n--\n\nThe unit's weights may be read on the host." },
     { "wait_grads", mt_engine_wait_grads, METH_VARARGS,
       "wait_grads($self, unit, /)\n--\n\nThe unit's gradients may be read on the host." },
+    { "save_begin", KEYWORDS(mt_engine_save_begin), METH_VARARGS | METH_KEYWORDS,
+      "save_begin($self, files, units, spare, copiers, writers)\n--\n\n"
+      "Write files of the store's planes as they are now; updates wait for their unit's to be copied." },
+    { "save_wait", mt_engine_save_wait, METH_VARARGS,
+      "save_wait($self, seconds, /)\n--\n\n(bytes written, whether all is over); waits so long at most." },
+    { "save_end", mt_engine_save_end, METH_NOARGS,
+      "save_end($self, /)\n--\n\nThe sums of each file; what is not over is given up." },
+    { "chill", mt_engine_chill, METH_VARARGS,
+      "chill($self, unit, /)\n--\n\nGive back host memory of states that are at home elsewhere." },
+    { "wait_saved", mt_engine_wait_saved, METH_VARARGS,
+      "wait_saved($self, unit, /)\n--\n\nThe unit's planes may be written: no save has them to copy." },
     { "wait_fetch", mt_engine_wait_fetch, METH_VARARGS,
       "wait_fetch($self, unit, /)\n--\n\nThe unit's weights may be written on the host." },
     { "set_states", mt_engine_set_states, METH_VARARGS,

@@ -56,7 +56,9 @@ static int module_exec(PyObject *module)
         return -1;
     if (add_type(module, "WindowDict", mt_window_dict_new()) < 0)
         return -1;
-    return PyModule_AddFunctions(module, mt_disk_methods) < 0 ? -1 : add_constants(module);
+    if (PyModule_AddFunctions(module, mt_disk_methods) < 0 || PyModule_AddFunctions(module, mt_save_methods) < 0)
+        return -1;
+    return add_constants(module);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)

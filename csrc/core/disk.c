@@ -812,6 +812,16 @@ fail:
     return st;
 }
 
+mt_status mt_disk_chill(mt_disk *d, int u)
+{
+    if (!mt_store_on_disk(d->store, u))
+        return MT_OK;
+    pthread_mutex_lock(&d->door);
+    chill(d, u);
+    pthread_mutex_unlock(&d->door);
+    return MT_OK;
+}
+
 /* PUSHED: u, or -1: nobody any more. */
 static void hold(mt_disk *d, int u)
 {

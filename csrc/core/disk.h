@@ -80,6 +80,8 @@ mt_status mt_disk_wait(mt_disk *d);                      /* all that was put has
 /* Host planes of a unit, a bit for each, are as in the file; waits for its updates. They take memory until
  * its next update. Nothing to do for others, and for other planes. */
 mt_status mt_disk_bring(mt_disk *d, int unit, unsigned planes);
+/* Their memory is given back before that. Not while somebody reads them. */
+mt_status mt_disk_chill(mt_disk *d, int unit);
 /* The parameter's host planes were written: the file takes their values. */
 mt_status mt_disk_push (mt_disk *d, int unit, int param, unsigned planes);
 

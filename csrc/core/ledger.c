@@ -245,11 +245,17 @@ static mt_status no_unit(const mt_store *s, int unit)
     return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
 }
 
+static _Thread_local int i_save;
+
 mt_status mt_ledger_wait_updates(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    return u == NULL ? no_unit(s, unit)
-                     : wait_zero(s, unit, &u->updates, &s->ledger.updates, "update");
+
+    if (u == NULL)
+        return no_unit(s, unit);
+    if (i_save && mt_ledger_saving(s, unit))
+        return mt_ledger_check(s);
+    return wait_zero(s, unit, &u->updates, &s->ledger.updates, "update");
 }
 
 mt_status mt_ledger_wait_grads(mt_store *s, int unit)
@@ -280,6 +286,82 @@ int mt_ledger_updates_due(mt_store *s, int unit)
         pthread_mutex_unlock(&s->ledger.mu);
     }
     return due;
+}
+
+/* ---- saves ------------------------------------------------------------------------------ */
+
+/* All that was announced is over, so the planes are those of one step; what is announced from here on
+ * finds the announcement. */
+mt_status mt_ledger_save_begin(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    int       idle;
+
+    if (u == NULL)
+        return no_unit(s, unit);
+    pthread_mutex_lock(&s->ledger.mu);
+    if ((idle = u->updates == 0 && u->saves == 0)) {
+        u->saves++;
+        s->ledger.saves++;
+    }
+    pthread_mutex_unlock(&s->ledger.mu);
+    if (!idle)
+        return MT_FAIL(MT_ESTATE, "unit %s: an update or another save of it is under way; drain first", u->name);
+    return mt_ledger_check(s);
+}
+
+void mt_ledger_save_end(mt_store *s, int unit)
+{
+    mt__unit *u = unit_or_fault(s, unit);
+
+    if (u == NULL)
+        return;
+    pthread_mutex_lock(&s->ledger.mu);
+    if (s->ledger.wanted == unit + 1)
+        s->ledger.wanted = 0;
+    pthread_mutex_unlock(&s->ledger.mu);
+    end(s, u, &u->saves, &s->ledger.saves, "a save");
+}
+
+int mt_ledger_saving(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    int             saving = 0;
+
+    if (u != NULL) {
+        pthread_mutex_lock(&s->ledger.mu);
+        saving = u->saves > 0;
+        pthread_mutex_unlock(&s->ledger.mu);
+    }
+    return saving;
+}
+
+int mt_ledger_wanted(mt_store *s)
+{
+    int wanted;
+
+    pthread_mutex_lock(&s->ledger.mu);
+    wanted = s->ledger.wanted - 1;
+    pthread_mutex_unlock(&s->ledger.mu);
+    return wanted;
+}
+
+mt_status mt_ledger_wait_saved(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    if (u == NULL)
+        return no_unit(s, unit);
+    pthread_mutex_lock(&s->ledger.mu);
+    if (u->saves > 0)
+        s->ledger.wanted = unit + 1;
+    pthread_mutex_unlock(&s->ledger.mu);
+    return wait_zero(s, unit, &u->saves, &s->ledger.saves, "save");
+}
+
+void mt_ledger_i_save(int on)
+{
+    i_save = on;
 }
 
 /* ---- copies out of HI ------------------------------------------------------------------- */
@@ -350,6 +432,7 @@ mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
 
     if (u == NULL)
         return no_unit(s, unit);
+    MT_TRY(mt_ledger_wait_saved(s, unit));
     MT_TRY(wait_zero(s, unit, &u->fetches, &s->ledger.fetches, "fetch"));
     pthread_mutex_lock(&s->fetched_mu);
     fetched = u->fetched;

@@ -27,6 +27,9 @@ typedef struct home {
     unsigned char *behind;           /* [MT_PLANE_COUNT * n_params] mu */
 } home;
 
+/* A parameter's host plane beside the device's: both zero since they were made; other, older values; the same. */
+enum { UNUSED, BEHIND, EQUAL };
+
 struct mt_resident {
     mt_dev           *dev;
     mt_store         *store;
@@ -225,7 +228,7 @@ static void change(const mt_resident *r, home *h, int unit, const int *params, i
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int i = 0; i < n && wanted(planes, p); i++)
-            *behind(r, h, unit, params[i], p) = plane_bytes(r, unit, params[i], (mt_plane)p) > 0;
+            *behind(r, h, unit, params[i], p) = plane_bytes(r, unit, params[i], (mt_plane)p) > 0 ? BEHIND : UNUSED;
     h->changes++;
 }
 
@@ -234,7 +237,7 @@ static int first_behind(const mt_resident *r, const home *h, int unit, unsigned 
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
-            if (*behind(r, h, unit, i, p))
+            if (*behind(r, h, unit, i, p) == BEHIND)
                 return p;
     return MT_PLANE_COUNT;
 }
@@ -462,7 +465,7 @@ static mt_status put_bring(mt_resident *r, home *h, int unit, unsigned planes)
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
-            if (*behind(r, h, unit, i, p))
+            if (*behind(r, h, unit, i, p) == BEHIND)
                 MT_TRY(put_copy(r, unit, i, (mt_plane)p, 0));
     return r->dev->ops->record(r->queue, h->done);
 fail:
@@ -497,7 +500,8 @@ mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes)
     pthread_mutex_lock(&r->mu);
     for (int p = 0; p < MT_PLANE_COUNT && h->changes == changes; p++)    /* else some are again */
         for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
-            *behind(r, h, unit, i, p) = 0;
+            if (*behind(r, h, unit, i, p) == BEHIND)
+                *behind(r, h, unit, i, p) = EQUAL;
     pthread_mutex_unlock(&r->mu);
 fail:
     return st;
@@ -511,7 +515,7 @@ static mt_status put_push(mt_resident *r, home *h, int unit, int param, unsigned
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (p != MT_PLANE_HI && wanted(planes, p) && plane_bytes(r, unit, param, (mt_plane)p) > 0) {
             MT_TRY(put_copy(r, unit, param, (mt_plane)p, 1));
-            *behind(r, h, unit, param, p) = 0;
+            *behind(r, h, unit, param, p) = EQUAL;
         }
     return r->dev->ops->record(r->queue, h->done);
 fail:
@@ -540,6 +544,29 @@ mt_status mt_resident_push(mt_resident *r, int unit, int param, unsigned planes)
     pthread_mutex_unlock(&r->mu);
     MT_TRY(st);
     MT_TRY(r->dev->ops->sync_event(h->done));
+fail:
+    return st;
+}
+
+mt_status mt_resident_chill(mt_resident *r, int unit)
+{
+    unsigned  planes = MT_STATE_PLANES & ~visiting(r, unit);
+    home     *h;
+    mt_status st;
+
+    if (!mt_store_settled(r->store, unit))
+        return MT_OK;
+    MT_TRY(find(r, unit, &h));
+    pthread_mutex_lock(&r->mu);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = 0; i < mt_store_params(r->store, unit) && (planes >> p & 1); i++)
+            if (*behind(r, h, unit, i, p) == EQUAL)
+                *behind(r, h, unit, i, p) = BEHIND;
+    h->changes++;
+    pthread_mutex_unlock(&r->mu);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1)
+            mt_store_chill(r->store, unit, (mt_plane)p);
 fail:
     return st;
 }

@@ -82,6 +82,8 @@ mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out);
 mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes);
 /* The parameter's host planes were written: the device's take their values. HI: as mt_ledger_touch. */
 mt_status mt_resident_push (mt_resident *r, int unit, int param, unsigned planes);
+/* Memory of host copies but HI's and GRAD's is given back; who reads them brings them again. Not while one does. */
+mt_status mt_resident_chill(mt_resident *r, int unit);
 mt_status mt_resident_drain(mt_resident *r);     /* host: all that was put so far is over */
 
 typedef struct mt_resident_stats {

@@ -260,7 +260,8 @@ static mt_status make(mt_speculation *s, const mt_guess *g, int asked, int *made
 
     *made = 0;
     MT_TRY(mt_ledger_wait_grads(s->store, g->unit));
-    if ((asked && !mt_ledger_grads_due(s->store)) || !is_finite(s, g))
+    /* While the unit is being saved its states are to stay; its update will wait in its turn. */
+    if ((asked && !mt_ledger_grads_due(s->store)) || !is_finite(s, g) || mt_ledger_saving(s->store, g->unit))
         return MT_OK;
     begun = mt_now_ns();
     mt_timeline_begin(s->timeline, &span, MT_LANE_HOST, MT_WORK_GUESS, g->unit, NULL);

@@ -144,6 +144,10 @@ size_t mt_store_device_bytes(const mt_store *s);
  *   fetches   announced by the mover when updates are 0, finished when the copy is in the H2D
  *             queue, with an event behind it. Host writers, the updater too, wait for 0 and then
  *             for the event: no update begins between the mover's look and its copy.
+ *   saves     announced by who saves the store, for all units at once and when nothing is under way;
+ *             finished, a unit at a time, by whom has copied its planes. Host writers, updates of all
+ *             kinds and guesses wait for 0; fetches and readers do not. A unit somebody waits for is
+ *             `wanted`: copied next.
  *   version   grows with every announced update and every write from outside; a slot holds
  *             current weights exactly when its version is the unit's. Starts at 1.
  *   written   grows with every write from outside alone: what a settled unit, whose updates are
@@ -171,7 +175,17 @@ int       mt_ledger_updates_due (mt_store *s, int unit);     /* the unit's updat
 mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);
 /* Records `fetched` on h2d; fetches -= 1 if it was announced, also on failure. */
 mt_status mt_ledger_fetching    (mt_store *s, int unit, mt_queue *h2d);
-mt_status mt_ledger_wait_fetch  (mt_store *s, int unit);     /* until copies out of HI so far are over */
+mt_status mt_ledger_wait_fetch  (mt_store *s, int unit);     /* until saves == 0, and copies out of HI so far are over */
+
+/* No update of the unit is announced: MT_ESTATE when one is, or a save is. */
+mt_status mt_ledger_save_begin (mt_store *s, int unit);
+void      mt_ledger_save_end   (mt_store *s, int unit);
+mt_status mt_ledger_wait_saved (mt_store *s, int unit);      /* until saves == 0; the unit is wanted meanwhile */
+int       mt_ledger_saving     (mt_store *s, int unit);      /* the unit's saves are not 0 */
+int       mt_ledger_wanted     (mt_store *s);                /* a unit that is waited for, or -1 */
+/* This thread copies planes for a save: mt_ledger_wait_updates of a unit with saves returns at once, since
+ * updates that were announced meanwhile wait for this thread. */
+void      mt_ledger_i_save     (int on);
 
 void      mt_ledger_fault(mt_store *s, mt_status st, const char *text);   /* first one stays */
 mt_status mt_ledger_check(mt_store *s);                      /* the fault, as this thread's error */

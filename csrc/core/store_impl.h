@@ -42,7 +42,7 @@ typedef struct mt__unit {
 
     uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
     uint64_t       written;          /* from 1: of which writes from outside. ledger.mu */
-    int64_t        updates, grads, fetches;   /* announced and not finished. ledger.mu */
+    int64_t        updates, grads, fetches, saves;   /* announced and not finished. ledger.mu */
     mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
 } mt__unit;
 
@@ -56,7 +56,8 @@ typedef struct mt__lent {
 typedef struct mt__ledger {
     pthread_mutex_t mu;
     pthread_cond_t  changed;         /* monotonic clock; broadcast at every change but a begin */
-    int64_t         updates, grads, fetches;  /* of all units together. mu */
+    int64_t         updates, grads, fetches, saves;  /* of all units together. mu */
+    int             wanted;          /* unit plus 1 whose save was waited for last; 0: none. mu */
     double          watchdog_s;      /* mu */
     mt_status       fault;           /* MT_OK until the first. mu */
     char            text[1024];      /* written once, before fault. mu */

@@ -255,6 +255,7 @@ static mt_status put_job(mt_updater *u, const work *w, const job *b, float clip)
     mt_status          st;
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+    MT_TRY(mt_ledger_wait_saved(u->store, b->j.unit));
     return mt_resident_put(u->residents, &update, clip);
 fail:
     return st;

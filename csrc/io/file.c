@@ -52,7 +52,7 @@ static int set_direct(int fd, int on)
     return fcntl(fd, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT) == 0 ? 0 : errno;
 }
 
-static const mt_file_calls system_calls = { pread, pwrite, posix_fallocate, set_direct };
+const mt_file_calls mt_file_system = { pread, pwrite, posix_fallocate, set_direct };
 
 /* ---- a block ---------------------------------------------------------------------------- */
 
@@ -318,7 +318,7 @@ static mt_status file_new(const char *dir, uint64_t limit, const mt_file_calls *
     if ((f = calloc(1, sizeof *f)) == NULL)
         return MT_FAIL(MT_ENOMEM, "nvme: calloc(%zu)", sizeof *f);
     f->base.ops = &file_ops;
-    f->calls = calls != NULL ? *calls : system_calls;
+    f->calls = calls != NULL ? *calls : mt_file_system;
     snprintf(f->dir, sizeof f->dir, "%s", dir);
     f->fd = -1;
     f->owner = getpid();

@@ -32,6 +32,8 @@ typedef struct mt_file_calls {
     int     (*direct)  (int fd, int on);                                     /* O_DIRECT: an errno */
 } mt_file_calls;
 
+extern const mt_file_calls mt_file_system;
+
 typedef struct mt_file mt_file;
 
 /* Bytes of the directory's file system that this process may still take, once those of crashed processes

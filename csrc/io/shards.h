@@ -1,0 +1,66 @@
+/* shards.h — files that are written once, or read, as a whole: by several threads, block by block.
+ *
+ * Nouns, in the order they appear below:
+ *   extent   a stretch of a file that is somewhere in memory, perhaps in planes of a unit
+ *   shard    a file, and its extents. Of one that is written they cover all of it
+ *   block    MT_BLOCK_BYTES of a shard; has a sum (sum.h)
+ *   spare    memory for blocks that are copied and not yet written. What is copied may change again
+ *
+ *     mt_shards_write(shards, n, how, &w);            // files are made, room is reserved, threads begin
+ *     while (st == MT_OK && !over)
+ *         st = mt_shards_wait(w, 0.5, &bytes, &over);
+ *     mt_shards_close(w);                             // sums[] of the shards are whole if it was over
+ *
+ *     mt_shards_read(&shard, 8, NULL);                // fills the extents' memory, and compares sums
+ *
+ * Order: blocks are copied in the order of the shards, but for those of a unit that is wanted, which come
+ *        first. A shard is synced behind its last block, and its name is not: that is the folder's.
+ * Threads: those that copy, and those that write. begin, end and wanted are called by the former; end once
+ *          for every unit, also after a failure or a close before the end. wait: any. The rest: one.
+ * Errors:  MT_EDISK with the path, what was asked and what the system said. Files of a failed write stay.
+ */
+#ifndef MT_SHARDS_H
+#define MT_SHARDS_H
+
+#include "file.h"
+
+typedef struct mt_extent {
+    uint64_t at;                     /* in the file */
+    void    *mem;
+    size_t   bytes;                  /* > 0 */
+    int      unit;                   /* of mt_shards_how's n_units; -1: the memory is nobody's */
+} mt_extent;
+
+typedef struct mt_shard {
+    const char      *path;
+    uint64_t         bytes;
+    const mt_extent *extents;        /* [n_extents] in order of at, side by side or apart */
+    size_t           n_extents;
+    uint64_t        *sums;           /* [mt_block_count(bytes)] out of write, into read; read, NULL: not compared */
+} mt_shard;
+
+typedef struct mt_shards_how {
+    size_t spare_bytes;              /* at least a block for every thread is taken */
+    int    n_copiers, n_writers;     /* >= 1 */
+    int    n_units;
+    mt_status (*begin)(void *arg, int unit);     /* before the unit's first byte is read; may be NULL, as all three */
+    void      (*end)  (void *arg, int unit);     /* its last byte has been read, or never will be */
+    int       (*wanted)(void *arg);              /* a unit somebody waits for, or -1 */
+    void  *arg;
+    const mt_file_calls *calls;      /* NULL: the system's */
+} mt_shards_how;
+
+typedef struct mt_shards mt_shards;
+
+/* The shards' arrays are the caller's, and outlive it. MT_EDISK when a file is there already. On failure
+ * every unit was ended. */
+mt_status mt_shards_write(const mt_shard *shards, int n, mt_shards_how how, mt_shards **out);
+/* *bytes written so far; *over: all is synced. Returns what went wrong, once no thread of ours uses memory. */
+mt_status mt_shards_wait (mt_shards *w, double seconds, uint64_t *bytes, int *over);
+void      mt_shards_close(mt_shards *w);             /* gives up what is not over; NULL is fine */
+
+/* Reads the blocks that extents lie in; without extents all, for their sums' sake.
+ * MT_EDISK also for a file of another size, and for blocks whose sums are others; extents are then partly filled. */
+mt_status mt_shards_read(const mt_shard *shard, int n_threads, const mt_file_calls *calls);
+
+#endif
