@@ -6,13 +6,15 @@
 """
 from ._core import __version__
 from .api import explain, gather, last_step, masters
+from .checkpoint import SavePlan, Saving, save
 from .errors import MegatrainError
 from .machine import Machine
 from .optim import AdamW
 from .planner import Plan, plan
 from .report import StepReport
+from .restore import load
 from .tracing import Trace, trace
 from .wrap import stream, unstream
 
-__all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "StepReport", "Trace", "__version__", "explain", "gather",
-           "last_step", "masters", "plan", "stream", "trace", "unstream"]
+__all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "SavePlan", "Saving", "StepReport", "Trace", "__version__",
+           "explain", "gather", "last_step", "load", "masters", "plan", "save", "stream", "trace", "unstream"]

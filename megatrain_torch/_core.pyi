@@ -121,7 +121,7 @@ class Engine:
         Drains the engine. Until a unit's bytes are copied, its updates and writes from outside wait.
 
         Args:
-            files: (path, bytes, [(offset in the file, address, bytes > 0, unit or -1), ...]), in order and without gaps.
+            files: (path, bytes, [(offset in the file, address, bytes > 0, unit or -1), ...]), in order, without gaps.
             units: (unit, planes): what is brought to host memory before it is copied; bits 1 << plane.
             spare: bytes of blocks that may be copied before they are written.
         """
@@ -235,7 +235,7 @@ def disk_measure(path: str, bytes: int, piece: int = 33554432, depth: int = 8, t
     """{"write", "read", "both": bytes/s, "direct": bool} of requests of `piece` bytes, `depth` under way, over a file
     of `bytes` that is made and removed; both: as much is read as is written."""
 def read_file(file: tuple[str, int, list[tuple[int, int, int, int]]], sums: bytes | None, threads: int, /) -> None:
-    """Fills the memory of a file's extents; blocks that are read are compared with their sums. Without extents all are."""
+    """Fills the memory of a file's extents; blocks that are read are compared with their sums. Without extents: all."""
 def register_ops() -> None:
     """Registers torch.ops.megatrain.* through libtorch's stable C shim. torch must be imported."""
 

@@ -102,6 +102,8 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
     written = [g._mt for g, weight in zip(guarded, weights) if weight] if writes else []
     for record in written:
         record.runtime.before_write(record)
+    for g in (g for g, weight in zip(guarded, weights) if writes and not weight):
+        g._mt.runtime.own_states(g._mt)
     if func == _DATA_SET:
         return guarded[0]._mt.runtime.replace_data(guarded[0], args[1])
     out = _call(func, args, kwargs)

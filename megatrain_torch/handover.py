@@ -35,6 +35,7 @@ SET, ADD = 0, 1
 class HandOver:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.unstepped = False               # gradients were sent since mt.AdamW's last step
         self.alive: deque[tuple[int, list[Tensor]]] = deque()   # sources of copies that are still in flight
         self.opened = 0                                         # windows of this pass, while there are such
         self.tasks: set[int] = set()                            # graph tasks that have our callback
@@ -177,6 +178,7 @@ class HandOver:
         ticket = self.runtime.core.offload(unit, items, self.stream)
         # The copies read these tensors behind our back; they live until compute waits for the copies.
         self.alive.append((ticket, sources))
+        self.unstepped = True
         self.let_go()
         if self.runtime.arrivals.units:
             self.runtime.arrivals.handed(unit)

@@ -148,6 +148,7 @@ class AdamW(torch.optim.Optimizer):
             speculation.stepped()
         for rt in {h.runtime for h in self._handed}:
             rt.arrivals.stepped()
+            rt.handover.unstepped = False
         return loss
 
     def _step_all(self, limit: float) -> None:

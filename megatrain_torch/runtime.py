@@ -173,6 +173,8 @@ class Runtime:
         self.opened = time.perf_counter()
         self.reported: tuple[float, dict[str, int]] = (self.opened, {})    # the last report without a trace
         self.trace: Any = None               # mt.trace's, while it is on
+        self.saving: Any = None              # checkpoint.Saving, until its end has been noticed
+        self.broken = ""                     # why the weights are not to be used: a load that failed half-way
         self.told_unlocked = False           # the user knows that host memory could not be locked
         self._split: Any = None
 
@@ -305,11 +307,15 @@ class Runtime:
         """Host copies of masters and moments are current; only units on the device, those whose update began early,
         and those whose states are on disk have anything to do."""
         if record.unit in self.settled or record.unit in self.speculated or record.unit in self.on_disk:
+            if self.saving is not None:      # whose copies of the unit go when it has them
+                self.core.wait_saved(record.unit)
             self.core.bring(record.unit, STATE_PLANES)
 
     def own_states(self, record: Record) -> None:
         """Masters, moments or gradients are about to be written as a whole: no update that began early uses them, and
-        no copy is on its way to them."""
+        no copy is on its way to them, or into a checkpoint."""
+        if self.saving is not None:
+            self.core.wait_saved(record.unit)
         if record.unit in self.speculated or record.unit in self.arrivals.units:
             self.core.bring(record.unit, STATE_PLANES)
 
@@ -317,6 +323,18 @@ class Runtime:
         """These host planes were written: the device takes their values, or the file, where the unit has them there."""
         if record.unit in self.settled or record.unit in self.on_disk:
             self.core.push(record.unit, record.index, _mask(planes))
+
+    def finish_save(self) -> None:
+        """Waits for a save that is under way, and tells what went wrong with it."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.wait()
+
+    def _look_at_save(self) -> None:
+        if self.broken:
+            raise MegatrainError(self.broken)
+        if self.saving is not None and self.saving.over:
+            self.finish_save()
 
     def before_write(self, record: Record) -> None:
         self.core.wait_fetch(record.unit)
@@ -358,6 +376,7 @@ class Runtime:
 
     def _begin(self, who: Any) -> None:
         self.core.check()
+        self._look_at_save()
         self.warn_unlocked()
         hf.before_pass(self)
         if self.check_tree is not None:

@@ -211,6 +211,7 @@ def unstream(module: nn.Module) -> nn.Module:
     root = rt.root()
     if root is not module:
         raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
+    rt.finish_save()
     rt.drain()
     for r in rt.records:                 # what lives on the device comes home
         rt.wait_updates(r)

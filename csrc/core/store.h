@@ -175,7 +175,8 @@ int       mt_ledger_updates_due (mt_store *s, int unit);     /* the unit's updat
 mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);
 /* Records `fetched` on h2d; fetches -= 1 if it was announced, also on failure. */
 mt_status mt_ledger_fetching    (mt_store *s, int unit, mt_queue *h2d);
-mt_status mt_ledger_wait_fetch  (mt_store *s, int unit);     /* until saves == 0, and copies out of HI so far are over */
+/* Until saves == 0, and copies out of HI so far are over. */
+mt_status mt_ledger_wait_fetch  (mt_store *s, int unit);
 
 /* No update of the unit is announced: MT_ESTATE when one is, or a save is. */
 mt_status mt_ledger_save_begin (mt_store *s, int unit);

@@ -287,6 +287,36 @@ static void fetch_begins_when_no_update_is_under_way(void)
     teardown();
 }
 
+static void save_holds_writers_and_updates_back_and_nobody_else(void)
+{
+    waiter host, update;
+
+    setup(0);
+    mt_ledger_update_begin(store, 1);
+    CHECK_EQ(mt_ledger_save_begin(store, 1), MT_ESTATE);       /* what is saved would be half an update */
+    CHECK_OK(mt_ledger_save_begin(store, 0));
+    CHECK_EQ(mt_ledger_save_begin(store, 0), MT_ESTATE);
+    CHECK_EQ(mt_ledger_wanted(store), -1);
+    waiter_start(&host, mt_ledger_wait_fetch, 0);
+    waiter_start(&update, mt_ledger_wait_saved, 0);
+    CHECK_OK(mt_ledger_wait_updates(store, 0));                /* readers go on */
+    CHECK_OK(mt_ledger_wait_saved(store, 1));
+    sleep_ms(20);
+    CHECK_EQ(mt_ledger_wanted(store), 0);
+    CHECK_EQ(atomic_load(&host.over) + atomic_load(&update.over), 0);
+    mt_ledger_update_begin(store, 0);
+    mt_ledger_i_save(1);
+    CHECK_OK(mt_ledger_wait_updates(store, 0));                /* it waits for this thread */
+    mt_ledger_i_save(0);
+    mt_ledger_save_end(store, 0);
+    pthread_join(host.thread, NULL);
+    pthread_join(update.thread, NULL);
+    CHECK_EQ(host.st, MT_OK);
+    CHECK_EQ(update.st, MT_OK);
+    CHECK_EQ(mt_ledger_wanted(store), -1);
+    teardown();
+}
+
 /* Between the mover's look at the updates and its copy there is a gap. An update announced in it
  * must find the fetch, or it would write what the copy is about to read. */
 static void writer_waits_for_a_copy_announced_but_not_yet_put(void)
@@ -438,6 +468,7 @@ static void readers_movers_and_updater_never_meet(void)
     X(host_writer_waits_for_the_copies_put_before)                                            \
     X(fetch_begins_when_no_update_is_under_way)                                               \
     X(writer_waits_for_a_copy_announced_but_not_yet_put)                                      \
+    X(save_holds_writers_and_updates_back_and_nobody_else)                                    \
     X(fault_ends_the_wait_to_begin_a_fetch)                                                   \
     X(fetching_a_unit_that_is_not_there_is_refused)                                           \
     X(every_failing_device_call_is_reported_and_leaks_nothing)                                \

@@ -1,0 +1,193 @@
+"""A checkpoint's folder: what belongs to it, how it takes its name, and what a killed save left.
+
+    run/last/                        manifest.json: sizes and sums of all files, written last
+    run/last.tmp-<pid>-<number>/     one that is being written; its directory is locked by who writes it
+    run/last.old-<pid>-<number>/     the one before, for the instant in which two names change
+
+A folder gets its name when all in it is on the disk, by one rename; where it replaces another, both names change at
+once (renameat2), or, on file systems that cannot do that, one after the other: then a reader that comes between, or
+after a crash, finds the old one by its other name.
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import glob
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from .errors import MegatrainError
+
+NAME = "manifest.json"
+FORMAT, VERSION = "megatrain checkpoint", 1
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_number = itertools.count()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+# ---- the manifest --------------------------------------------------------------------------------
+
+def dump(body: dict[str, Any]) -> bytes:
+    text = json.dumps(body, sort_keys=True)
+    return json.dumps({"format": FORMAT, "version": VERSION, "sha256": sha256(text.encode()), "body": body},
+                      sort_keys=True, indent=1).encode()
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        MegatrainError: there is none, it is of another version, or it is not as it was written.
+    """
+    path = folder / NAME
+    try:
+        whole = json.loads(path.read_bytes())
+        known = whole["format"] == FORMAT
+        version, wanted, body = whole["version"], whole["sha256"], whole["body"]
+    except FileNotFoundError:
+        raise MegatrainError(f"{folder} is no checkpoint of mt.save: it has no {NAME}") from None
+    except (ValueError, KeyError, TypeError) as e:
+        raise MegatrainError(f"{path} is not as it was written ({type(e).__name__}: {e})") from e
+    if not known or version != VERSION:
+        raise MegatrainError(f"{path} is of format {whole['format']!r}, version {version}; this version of "
+                             f"megatrain_torch reads {FORMAT!r}, version {VERSION}")
+    if sha256(json.dumps(body, sort_keys=True).encode()) != wanted:
+        raise MegatrainError(f"{path} is not as it was written: its checksum differs")
+    return body
+
+
+# ---- files and names -----------------------------------------------------------------------------
+
+def sync(path: Path) -> None:
+    """What the system holds of a file or directory is on the disk when this returns."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write(path: Path, data: bytes) -> None:
+    with path.open("xb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+class Draft:
+    """A folder that is being written, beside the one whose name it will take.
+
+    Raises:
+        MegatrainError: the folder's parent cannot be written to; or something else than a checkpoint has the name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if folder.exists() and not (folder / NAME).exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise MegatrainError(f"{folder} is there and is no checkpoint of mt.save: name another folder")
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            sweep(folder)
+            self.path = folder.parent / f"{folder.name}.tmp-{os.getpid()}-{next(_number)}"
+            self.path.mkdir()
+        except OSError as e:
+            raise MegatrainError(f"{folder.parent}: a checkpoint cannot be written there: {e.strerror}") from e
+        self._fd = _lock(self.path)
+
+    def publish(self) -> None:
+        """The folder has its name, and is on the disk, when this returns."""
+        if self.folder.exists():
+            _carry_others(self.folder, self.path)
+        sync(self.path)
+        if not self.folder.exists():
+            os.rename(self.path, self.folder)
+        else:
+            self._replace()
+        sync(self.folder.parent)
+        self._unlock()
+
+    def _replace(self) -> None:
+        old = self.path
+        if not _exchange(self.path, self.folder):
+            old = self.folder.parent / self.path.name.replace(f"{self.folder.name}.tmp-", f"{self.folder.name}.old-")
+            os.rename(self.folder, old)
+            os.rename(self.path, self.folder)
+        sync(self.folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def drop(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_names(folder: Path) -> list[str]:
+    """Files that a checkpoint is made of; all, where its manifest cannot be read."""
+    try:
+        return [*read(folder)["files"], NAME]
+    except MegatrainError:
+        return [p.name for p in folder.iterdir()]
+
+
+def _carry_others(old: Path, new: Path) -> None:
+    """What somebody put beside the old checkpoint's own files (a tokenizer) is in the new one too."""
+    theirs = set(read_names(old))
+    for path in old.iterdir():
+        if path.name in theirs or (new / path.name).exists():
+            continue
+        if path.is_dir():
+            shutil.copytree(path, new / path.name)
+        else:
+            shutil.copy2(path, new / path.name)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Two names change places at once. False: this system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return rename is not None and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other),
+                                         _RENAME_EXCHANGE) == 0
+
+
+def _lock(path: Path) -> int:
+    """The directory's descriptor, which holds the lock until it is closed, however the process ends; -1: locked."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return -1
+    return fd
+
+
+def _left(folder: Path, kind: str) -> list[Path]:
+    return sorted(folder.parent.glob(f"{glob.escape(folder.name)}.{kind}-*"))
+
+
+def sweep(folder: Path) -> None:
+    """Removes what killed saves of this checkpoint left; a folder that was replaced and not yet gets its name back."""
+    recover(folder)
+    for path in _left(folder, "tmp") + _left(folder, "old"):
+        fd = _lock(path) if path.is_dir() else -1
+        if fd >= 0:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(fd)
+
+
+def recover(folder: Path) -> None:
+    """After a crash between two renames the old checkpoint, which is whole, takes its name again."""
+    if not folder.exists() and (left := _left(folder, "old")):
+        with contextlib.suppress(OSError):
+            os.rename(left[-1], folder)

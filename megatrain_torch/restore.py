@@ -1,0 +1,339 @@
+"""mt.load: a checkpoint of mt.save into a streamed model and its optimizer, wherever their bytes are at home.
+
+What is the same in the checkpoint and in the store (types, formats of states, order in memory) is read straight into
+the planes; the rest goes by way of fp32, a unit at a time. Everything is compared with its sums first, so that a
+checkpoint that is not whole changes nothing.
+"""
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _core, manifest
+from .checkpoint import COPIERS, MASTERS, TRAINING, WRITERS, buffers_of, names_of, set_random_states
+from .errors import MegatrainError
+from .optim import CODES, MOMENTS, AdamW, _load_moments, set_master
+from .records import Record
+from .tensorfiles import DTYPES, Extent, Stored, listed
+from .wrap import runtime_of
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+READERS = COPIERS + WRITERS
+
+
+@dataclass
+class _Checkpoint:
+    """A folder, its manifest's body, and what its files of tensors have."""
+
+    folder: Path
+    body: dict[str, Any]
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    states: dict[str, Stored] = field(default_factory=dict)
+
+    @staticmethod
+    def open(folder: Path) -> _Checkpoint:
+        manifest.recover(folder)
+        found = _Checkpoint(folder, manifest.read(folder))
+        for name, about in found.body["files"].items():
+            found._check_size(name, about["bytes"])
+            if name.endswith(".safetensors"):
+                (found.states if name.startswith("states") else found.tensors).update(listed(folder / name))
+        return found
+
+    def _check_size(self, name: str, nbytes: int) -> None:
+        path = self.folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != nbytes:
+            raise MegatrainError(f"{path} {'is missing' if size is None else f'has {size} bytes'}, and {nbytes} were "
+                                 "written: the checkpoint is not whole; nothing was changed")
+
+    def verify(self) -> None:
+        """Reads everything."""
+        for name, about in self.body["files"].items():
+            if "sums" in about:
+                self.read(name, [])
+            else:
+                self.bytes_of(name)
+
+    def read(self, name: str, extents: list[Extent]) -> None:
+        about = self.body["files"][name]
+        _core.read_file((str(self.folder / name), about["bytes"], extents), bytes.fromhex(about["sums"]), READERS)
+
+    def bytes_of(self, name: str) -> bytes:
+        data = (self.folder / name).read_bytes()
+        if manifest.sha256(data) != self.body["files"][name]["sha256"]:
+            raise MegatrainError(f"{self.folder / name} is not as it was written: its checksum differs")
+        return data
+
+
+class _Reads:
+    """What is to be read, by file: together, so that each file is gone through once for a unit."""
+
+    def __init__(self, source: _Checkpoint) -> None:
+        self._source = source
+        self._extents: dict[str, list[Extent]] = {}
+        self._memory: list[Tensor] = []
+
+    def into(self, stored: Stored, memory: Tensor) -> Tensor:
+        if stored.end > stored.begin:
+            extent = stored.begin, memory.data_ptr(), stored.end - stored.begin, -1
+            self._extents.setdefault(stored.file, []).append(extent)
+            self._memory.append(memory)
+        return memory
+
+    def fresh(self, stored: Stored) -> Tensor:
+        return self.into(stored, torch.empty(stored.shape, dtype=stored.dtype))
+
+    def go(self) -> None:
+        for name, extents in self._extents.items():
+            self._source.read(name, sorted(extents))
+
+
+def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
+         verify: bool = True, convert: bool = False, progress: Callable[[int, int], None] | None = None) -> Any:
+    """Takes a checkpoint of mt.save; returns the `extra` that it was given.
+
+    Training goes on with the bits of an uninterrupted run, whatever plan the model was streamed with then and now.
+    Types and formats may differ where the new ones hold all that the old ones did (moments of 8 bits into fp32 ones,
+    bf16 weights with their masters into fp32 weights).
+
+    Args:
+        model: the streamed model. opt: its optimizer; None: weights and buffers alone, and no random states.
+        folder: what mt.save was given.
+        scheduler: whatever has `load_state_dict()`, if its state was saved.
+        verify: read and compare everything before anything is changed. False: compare while reading; a checkpoint that
+            is found broken then leaves a model that refuses to run until one is loaded.
+        convert: allow types and formats that hold less, by rounding.
+        progress: called with (units loaded, units in all).
+
+    Raises:
+        MegatrainError: there is no whole checkpoint, or it is not this model's; or a format that would lose bits.
+            Nothing was changed, unless verify=False and it says so.
+    """
+    rt = runtime_of(model)
+    if rt.root() is not model:
+        raise MegatrainError("load into the model that was given to mt.stream, not into a part of it")
+    rt.finish_save()
+    source = _Checkpoint.open(Path(os.path.abspath(folder)))
+    names = names_of(model)
+    _match(source, model, names, opt, convert)
+    training = torch.load(io.BytesIO(source.bytes_of(TRAINING)), weights_only=True, map_location="cpu")
+    if opt is not None:
+        _match_groups(training, opt, names)
+    if scheduler is not None and training["scheduler"] is None:
+        raise MegatrainError(f"{source.folder} has no scheduler's state: mt.save was given none")
+    if verify:
+        source.verify()
+    _take(rt, model, opt, source, names, training, progress)
+    if scheduler is not None:
+        scheduler.load_state_dict(training["scheduler"])
+    if opt is not None:
+        set_random_states(training["random"])
+    return training["extra"]
+
+
+def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: _Checkpoint,
+          names: dict[Tensor, str], training: dict[str, Any], progress: Callable[[int, int], None] | None) -> None:
+    rt.core.drain()
+    if isinstance(opt, AdamW):
+        opt._settle()
+    rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
+    with torch.no_grad():
+        _load_buffers(model, source)
+        for done, records in enumerate(rt.units, 1):
+            _load_unit(rt, records, source, names, opt)
+            if progress is not None:
+                progress(done, len(rt.units))
+        if opt is not None:
+            _load_optimizer(opt, source, names, training)
+    rt.broken = ""
+
+
+# ---- does it fit ---------------------------------------------------------------------------------
+
+def _match(source: _Checkpoint, model: nn.Module, names: dict[Tensor, str], opt: torch.optim.Optimizer | None,
+           convert: bool) -> None:
+    mine = {name: p._mt for p, name in names.items()}
+    saved = source.body["parameters"]
+    if mine.keys() != saved.keys():
+        missing, other = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
+        raise MegatrainError(f"{source.folder} is of another model: it lacks {len(missing)} parameters {missing[:3]} "
+                             f"and has {len(other)} more {other[:3]}")
+    if lacking := sorted(buffers_of(model).keys() - source.tensors.keys()):
+        raise MegatrainError(f"{source.folder} lacks {len(lacking)} buffers {lacking[:3]}")
+    for name, record in mine.items():
+        _match_form(f"{source.folder}: {name}", saved[name], record)
+        why = _loses(source, name, record, opt)
+        if why and not convert:
+            raise MegatrainError(f"{source.folder}: {name}: {why}; convert=True allows that")
+    kind = source.body["optimizer"]
+    if opt is not None and kind != type(opt).__name__:
+        raise MegatrainError(f"{source.folder} has states of {kind or 'no optimizer'}, and {type(opt).__name__} is to "
+                             "take them; mt.load(model, None, folder) takes the weights alone")
+
+
+def _match_form(name: str, saved: dict[str, Any], record: Record) -> None:
+    if tuple(saved["shape"]) != tuple(record.shape):
+        raise MegatrainError(f"{name} is {saved['shape']} there and {list(record.shape)} here")
+    if saved.get("strides", list(record.stride)) != list(record.stride):
+        raise MegatrainError(f"{name} lies in memory with strides {saved['strides']} there and {list(record.stride)} "
+                             "here, and its moments of 8 bits have scales in that order")
+
+
+def _loses(source: _Checkpoint, name: str, record: Record, opt: torch.optim.Optimizer | None) -> str:
+    """What of a parameter would be rounded; "": nothing."""
+    saved = source.body["parameters"][name]
+    kind = DTYPES[saved["dtype"]]
+    if isinstance(opt, AdamW) and "step" in saved:
+        if source.body["states"] == "fp32" and record.runtime.states != "fp32":
+            return f"its moments are fp32 there and {record.runtime.states!r} here"
+        before = _master_bits(kind, source.body["low_bytes"] if saved["master"] == "LO" else 0, saved["master"])
+        if before > _master_bits(record.dtype, record.low_bytes, "MASTER"):
+            return f"its master has {before} bits there and fewer here"
+        return ""
+    narrow = kind != record.dtype and torch.promote_types(kind, record.dtype) != record.dtype
+    return f"its weights are {kind} there and {record.dtype} here" if narrow else ""
+
+
+def _master_bits(kind: torch.dtype, low_bytes: int, master: str) -> int:
+    if kind == torch.bfloat16:
+        return 16 + 8 * low_bytes
+    return 32 if kind != torch.float16 or master == "MASTER" else 16
+
+
+def _match_groups(training: dict[str, Any], opt: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
+    mine = [[names.get(p) for p in g["params"]] for g in opt.param_groups]
+    saved = [g["params"] for g in training["groups"]]
+    if mine != saved:
+        raise MegatrainError(f"the optimizer's groups have {[len(g) for g in mine]} parameters here and "
+                             f"{[len(g) for g in saved]} in the checkpoint, or others, or in another order: make the "
+                             "optimizer as it was made then")
+
+
+# ---- units ---------------------------------------------------------------------------------------
+
+def _load_buffers(model: nn.Module, source: _Checkpoint) -> None:
+    reads = _Reads(source)
+    pairs = [(b, reads.fresh(source.tensors[name])) for name, b in buffers_of(model).items()]
+    reads.go()
+    for buffer, value in pairs:
+        buffer.copy_(value)
+
+
+def _load_unit(rt: Runtime, records: list[Record], source: _Checkpoint, names: dict[Tensor, str],
+               opt: torch.optim.Optimizer | None) -> None:
+    rt.before_write(records[0])
+    rt.own_states(records[0])
+    reads = _Reads(source)
+    finish = [_load_record(r, names[r.param], source, reads, opt) for r in records]
+    reads.go()
+    for done in finish:
+        done()
+    rt.core.chill(records[0].unit)
+
+
+def _load_record(record: Record, name: str, source: _Checkpoint, reads: _Reads,
+                 opt: torch.optim.Optimizer | None) -> Callable[[], None]:
+    """Says what is to be read; what is returned is called when it has been."""
+    saved = source.body["parameters"][name]
+    stepped = isinstance(opt, AdamW) and "step" in saved
+    if isinstance(opt, AdamW) and not stepped and opt.state.pop(record.param, None):
+        opt._counts.pop(record.param, None)
+    if stepped:
+        opt._begin_state(record.param, record)
+        opt.state[record.param]["step"].fill_(float(saved["step"]))
+        opt._counts[record.param] = saved["step"]
+    moments = _read_moments(record, name, source, reads) if stepped else lambda: None
+    weights = _read_weights(record, name, source, reads, saved["master"] if stepped else "")
+    return lambda: (weights(), moments())
+
+
+def _read_moments(record: Record, name: str, source: _Checkpoint, reads: _Reads) -> Callable[[], None]:
+    rt = record.runtime
+    keys = MOMENTS if source.body["states"] == "fp32" else CODES
+    stored = [source.states[f"{name}.{key}"] for key in keys]
+    planes = [record.view(plane) for plane in record.moments]
+    if source.body["states"] == rt.states and all(map(_fits, planes, stored)):
+        for plane, s in zip(planes, stored):
+            reads.into(s, plane)
+        return lambda: rt.push(record, *record.moments)
+    values = dict(zip(keys, map(reads.fresh, stored)))
+
+    def convert() -> None:
+        _load_moments(record, values)
+        rt.push(record, *record.moments)
+
+    return convert
+
+
+def _fits(memory: Tensor, stored: Stored) -> bool:
+    """May the file's bytes be those of this memory?"""
+    return memory.is_contiguous() and memory.dtype == stored.dtype and tuple(memory.shape) == stored.shape
+
+
+def _read_weights(record: Record, name: str, source: _Checkpoint, reads: _Reads, master: str) -> Callable[[], None]:
+    """master: the plane that it was saved from; "": the weight is its own."""
+    stored = source.tensors[name]
+    extra = source.states[f"{name}.{MASTERS[master]}"] if master else None
+    low = source.body["low_bytes"] if master == "LO" else 0
+    plane = record.view(master) if master and low in (0, record.low_bytes) and record.dtype == stored.dtype else None
+    if _fits(record.host, stored) and (not master or (plane is not None and _fits(plane, extra))):
+        reads.into(stored, record.host)
+        if master:
+            reads.into(extra, plane)
+        return lambda: _written(record, master)
+    weight, rest = reads.fresh(stored), reads.fresh(extra) if master else None
+    return lambda: _widen(record, weight, rest, master, low)
+
+
+def _written(record: Record, master: str) -> None:
+    record.runtime.after_write(record)
+    if master:
+        record.runtime.push(record, master)
+        record.master_writes = record.writes
+
+
+def _widen(record: Record, weight: Tensor, rest: Tensor | None, master: str, low: int) -> None:
+    """From other types, or another order in memory: by way of fp32, which all of them fit into."""
+    if not weight.is_floating_point() or not (master or record.low_bytes or record.dtype == torch.float16):
+        record.host.copy_(weight)
+        record.runtime.after_write(record)
+        return
+    value = weight.to(torch.float32)
+    if master == "LO":
+        value = torch.empty(weight.shape)
+        _core.split_join(weight.data_ptr(), rest.data_ptr(), value.data_ptr(), weight.numel(), low)
+    elif master == "MASTER":
+        value = rest
+    set_master(record.param, value)
+
+
+def _load_optimizer(opt: torch.optim.Optimizer, source: _Checkpoint, names: dict[Tensor, str],
+                    training: dict[str, Any]) -> None:
+    groups = [{**g, "params": own["params"]} for g, own in
+              zip(training["groups"], torch.optim.Optimizer.state_dict(opt)["param_groups"])]
+    if isinstance(opt, AdamW):
+        for group, saved in zip(opt.param_groups, training["groups"]):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        opt._skipped = source.body["skipped_steps"]
+        opt._keys.update({p: source.body["parameters"][name]["key"] for p, name in names.items() if p in opt._keys})
+        return
+    reads, state = _Reads(source), {}
+    flat = [names[p] for g in opt.param_groups for p in g["params"]]
+    for index, name in enumerate(flat):
+        if name in training["others"]:
+            own = {key: s for key, s in source.states.items() if key.rpartition(".")[0] == name}
+            state[index] = training["others"][name] | {key.rpartition(".")[2]: reads.fresh(s) for key, s in own.items()}
+    reads.go()
+    opt.load_state_dict({"state": state, "param_groups": groups})
+
+

@@ -1,0 +1,132 @@
+"""safetensors files: what is where in them, so that the engine writes and reads their bytes straight from planes.
+
+A file is 8 bytes (the header's length, little-endian), a header in JSON, and the tensors' bytes in its order, without
+gaps. Source: https://github.com/huggingface/safetensors, "Format".
+"""
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import MegatrainError
+
+Extent = tuple[int, int, int, int]          # offset in a file, address, bytes, unit or -1
+File = tuple[str, int, list[Extent]]        # path, bytes, extents: what the engine takes
+LENGTH_BYTES = 8
+HEADER_LIMIT = 100_000_000                  # what other readers take at most
+KINDS = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written. memory: [shape], dense and row-major, over a unit's plane or (unit -1) its own."""
+
+    name: str
+    memory: Tensor
+    unit: int = -1
+    plane: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel() * self.memory.element_size()
+
+
+@dataclass
+class TensorFile:
+    """One file to be written: its name, its tensors in order, and its header."""
+
+    name: str
+    entries: list[Entry]
+    header: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(e.nbytes for e in self.entries)
+
+    def located(self, folder: Path) -> tuple[File, Tensor]:
+        """What the engine writes, and the header's memory, which is to be kept until it has."""
+        head = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        extents, at = [(0, head.data_ptr(), len(self.header), -1)], len(self.header)
+        for e in self.entries:
+            if e.nbytes:
+                extents.append((at, e.memory.data_ptr(), e.nbytes, e.unit))
+                at += e.nbytes
+        return (str(folder / self.name), self.nbytes, extents), head
+
+
+def packed(entries: list[Entry], stem: str, limit: int) -> list[TensorFile]:
+    """Files of at most `limit` bytes (or one tensor), named as transformers names them."""
+    parts: list[list[Entry]] = [[]]
+    filled = 0
+    for e in entries:
+        if parts[-1] and filled + e.nbytes > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(e)
+        filled += e.nbytes
+    if len(parts) == 1:
+        return [_file(f"{stem}.safetensors", parts[0])]
+    return [_file(f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors", part) for i, part in enumerate(parts, 1)]
+
+
+def _file(name: str, entries: list[Entry]) -> TensorFile:
+    """Larger elements first, so that each tensor begins at a multiple of its own: readers view a mapped file."""
+    entries = sorted(entries, key=lambda e: -e.memory.element_size())
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for e in entries:
+        table[e.name] = {"dtype": KINDS[e.memory.dtype], "shape": list(e.memory.shape),
+                         "data_offsets": [at, at + e.nbytes]}
+        at += e.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + LENGTH_BYTES) % 8)
+    return TensorFile(name, entries, struct.pack("<Q", len(text)) + text)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: where its bytes begin and end there."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def listed(path: Path) -> dict[str, Stored]:
+    """The tensors of a file, by name.
+
+    Raises:
+        MegatrainError: it is no safetensors file, or is shorter or longer than its header says.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        length = struct.unpack("<Q", f.read(LENGTH_BYTES).ljust(LENGTH_BYTES, b"\0"))[0]
+        if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, HEADER_LIMIT):
+            raise MegatrainError(f"{path} has {size} bytes and is no safetensors file: its header would take {length}")
+        text = f.read(length)
+    try:
+        table = json.loads(text)
+        found = {name: Stored(path.name, DTYPES[t["dtype"]], tuple(t["shape"]),
+                              *(LENGTH_BYTES + length + at for at in t["data_offsets"]))
+                 for name, t in table.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError) as e:
+        raise MegatrainError(f"{path}: its header cannot be read ({type(e).__name__}: {e})") from e
+    for name, s in found.items():
+        if s.end - s.begin != torch.Size(s.shape).numel() * s.dtype.itemsize:
+            raise MegatrainError(f"{path}: {name} has {s.end - s.begin} bytes for {list(s.shape)} {s.dtype}")
+    end = max((s.end for s in found.values()), default=LENGTH_BYTES + length)
+    if end != size:
+        raise MegatrainError(f"{path} has {size} bytes, and {end} by its header")
+    return found

@@ -1,0 +1,420 @@
+"""Checkpoints: the same bits after a resume, wherever things were at home; nothing torn, nothing lost.
+
+The C side is tests/c/test_shards.c and test_ledger.c; kill -9 at random moments is tests/run_kill.py.
+"""
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.usefixtures("streaming")
+if parity.IDENTITY:
+    pytest.skip("plain against plain was asked for", allow_module_level=True)
+from test_adamw import Dots, feed, grads_for, plain_dots  # noqa: E402
+from test_states import everything  # noqa: E402
+
+import megatrain_torch as mt  # noqa: E402
+from megatrain_torch import checkpoint, manifest  # noqa: E402
+from megatrain_torch.wrap import runtime_of  # noqa: E402
+
+BF16 = torch.bfloat16
+SHAPES = [(300, 7), (257,), (64, 32), (1,), (700, 1000)]
+DELAYS = {"delay_us": 300, "seed": 3}
+SOME = {"layers.0": "vram", "layers.1": "arrive", "layers.2": "through", "layers.4": "disk"}
+Pair = tuple[Dots, mt.AdamW]
+
+
+def make(tmp_path: Path, homes: Any = "ram", states: str | None = None, dtype: torch.dtype = BF16, **plan: Any) -> Pair:
+    disk = {"disk": {"buffers": 2, "buffer_bytes": 65536, "threads": 2}} if homes == SOME else {}
+    model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if homes == SOME else None,
+                      plan={"homes": homes, **plan, "debug": {**plan.get("debug", {}), **disk}})
+    return model, mt.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5, states=states)
+
+
+def train(pair: Pair, begin: int, end: int) -> Pair:
+    for step in range(begin, end):
+        feed(*pair, grads_for(pair[0], step))
+    return pair
+
+
+def assert_same(one: Pair, other: Pair) -> None:
+    a, b = everything(*one), everything(*other)
+    assert a.keys() == b.keys()
+    assert not [name for name in a if not torch.equal(a[name], b[name])]
+    assert [one[1]._counts[p] for p in one[0].parameters()] == [other[1]._counts[p] for p in other[0].parameters()]
+
+
+# ---- the same bits ----
+
+@pytest.mark.parametrize("states", ["fp32", "8bit-sr"])
+@pytest.mark.parametrize("saved, loaded", [("ram", SOME), (SOME, "ram")], ids=["ram-some", "some-ram"])
+def test_resume_gives_the_bits_of_an_uninterrupted_run(tmp_path: Path, saved: Any, loaded: Any, states: str) -> None:
+    first = train(make(tmp_path, saved, states), 0, 2)
+    mt.save(*first, tmp_path / "c", extra={"position": 2})
+    again = train(make(tmp_path, loaded, states), 0, 1)          # it had other states
+    assert mt.load(*again, tmp_path / "c") == {"position": 2}
+    assert_same(first, again)
+    assert_same(train(first, 2, 4), train(again, 2, 4))
+
+
+@pytest.mark.parametrize("homes, plan", [("ram", {}), (SOME, {}), ("ram", {"speculate": True})], ids=["ram", "some", "guess"])
+def test_training_that_goes_on_does_not_change_what_is_saved(tmp_path: Path, homes: Any, plan: dict[str, Any],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no spare memory, one slow copier, delays in every queue, and updates and writes at once."""
+    monkeypatch.setattr(checkpoint, "COPIERS", 1)
+    pair = train(make(tmp_path, homes, debug=DELAYS, **plan), 0, 2)
+    for save in range(2):
+        want = everything(*pair)
+        saving = mt.save(*pair, tmp_path / "c", asynchronous=True, spare=1)
+        train(pair, 2 + save, 3 + save)
+        with torch.no_grad():
+            pair[0].layers[0].weight.mul_(0.5)
+            pair[1].state[pair[0].layers[4].weight]["exp_avg"].mul_(0.5)
+        saving.wait()
+        other = make(tmp_path)
+        mt.load(*other, tmp_path / "c")
+        found = everything(*other)
+        assert not [name for name in want if not torch.equal(want[name], found[name])]
+
+
+class Dropped(nn.Module):
+    """With dropout, BatchNorm's buffers, a tied weight, and a convolution in channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Dropout(0.3)) for _ in range(2))
+        self.head = nn.Linear(12, 12, bias=False)
+        self.head.weight = self.layers[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).flatten(1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def dropped(folder: Path | None = None, states: str = "fp32") -> Any:
+    torch.manual_seed(7)
+    model = mt.stream(Dropped(), device="cpu")
+    opt = mt.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, states=states)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
+    at = mt.load(model, opt, folder, scheduler=scheduler) if folder is not None else 0
+    return model, opt, scheduler, at
+
+
+def go_on(model: nn.Module, opt: mt.AdamW, scheduler: Any, begin: int, end: int) -> list[float]:
+    seen = []
+    for step in range(begin, end):
+        for micro in range(2):
+            x = torch.randn(4, 2, 4, 4, generator=torch.Generator().manual_seed(2 * step + micro))
+            loss = model(x).square().mean() * (float("nan") if step == 1 else 1.0)
+            loss.backward()
+            seen.append(loss.item())
+        opt.step()
+        scheduler.step()
+        opt.zero_grad()
+    return [*seen, random.random(), *scheduler.get_last_lr()]
+
+
+def test_scheduler_dropout_buffers_micro_batches_and_skipped_steps_resume(tmp_path: Path) -> None:
+    model, opt, scheduler, _ = dropped()
+    go_on(model, opt, scheduler, 0, 3)
+    mt.save(model, opt, tmp_path / "c", scheduler=scheduler, extra=3)
+    want = go_on(model, opt, scheduler, 3, 5)
+    other, opt2, scheduler2, at = dropped(tmp_path / "c")
+    assert go_on(other, opt2, scheduler2, at, 5) == want
+    assert opt2.skipped_steps == opt.skipped_steps == 1
+    assert not [k for k, v in model.state_dict().items() if not torch.equal(v, other.state_dict()[k])]
+
+
+def test_other_optimizers_resume(tmp_path: Path) -> None:
+    model = mt.stream(plain_dots(torch.float32, SHAPES), device="cpu")
+    opt = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    feed(model, opt, grads_for(model, 0))
+    mt.save(model, opt, tmp_path / "c")
+    other = mt.stream(plain_dots(torch.float32, SHAPES), device="cpu")
+    opt2 = torch.optim.Adagrad(other.parameters(), lr=0.2)
+    mt.load(other, opt2, tmp_path / "c")
+    for pair in ((model, opt), (other, opt2)):
+        feed(*pair, grads_for(model, 1))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
+# ---- other types and formats ----
+
+@pytest.mark.parametrize("kind, states, to_kind, to_states", [
+    (BF16, "fp32", torch.float32, "fp32"), (torch.float32, "fp32", BF16, "fp32"), (torch.float16, "fp32", BF16, "fp32"),
+    (BF16, "8bit-lo8", BF16, "fp32"), (BF16, "8bit-sr", BF16, "8bit"), (BF16, "8bit", torch.float32, "8bit")])
+def test_formats_that_hold_as_much_take_the_same_values(tmp_path: Path, kind: torch.dtype, states: str,
+                                                        to_kind: torch.dtype, to_states: str) -> None:
+    one, other = train(make(tmp_path, "ram", states, kind), 0, 2), make(tmp_path, "vram", to_states, to_kind)
+    mt.save(*one, tmp_path / "c")
+    mt.load(*other, tmp_path / "c")
+    assert all(torch.equal(a, b) for a, b in zip(mt.masters(one[0]).values(), mt.masters(other[0]).values()))
+    for p, q in zip(one[0].parameters(), other[0].parameters()):
+        assert all(torch.equal(a, b) for a, b in zip(one[1].moments(p), other[1].moments(q)))
+
+
+@pytest.mark.parametrize("kind, states, to_kind, to_states, why", [
+    (BF16, "fp32", BF16, "8bit", "its moments are fp32 there"), (BF16, "8bit", BF16, "8bit-lo8", "master has 32 bits"),
+    (torch.float32, "8bit", BF16, "8bit-sr", "master has 32 bits")])
+def test_formats_that_hold_less_are_converted_on_request(tmp_path: Path, kind: torch.dtype, states: str,
+                                                         to_kind: torch.dtype, to_states: str, why: str) -> None:
+    one, other = train(make(tmp_path, "ram", states, kind), 0, 2), make(tmp_path, "ram", to_states, to_kind)
+    mt.save(*one, tmp_path / "c")
+    before = everything(*other)
+    with pytest.raises(mt.MegatrainError, match=f"{why}.*convert=True"):
+        mt.load(*other, tmp_path / "c")
+    assert all(torch.equal(v, before[k]) for k, v in everything(*other).items())
+    mt.load(*other, tmp_path / "c", convert=True)
+    for a, b in zip(mt.masters(one[0]).values(), mt.masters(other[0]).values()):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=0)           # half a bf16 ulp, and a carry
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    one = train(make(tmp_path), 0, 1)
+    mt.save(one[0], None, tmp_path / "c")
+    with pytest.raises(mt.MegatrainError, match="states of no optimizer"):
+        mt.load(*make(tmp_path), tmp_path / "c")
+    other = mt.stream(plain_dots(BF16, SHAPES), device="cpu")
+    mt.load(other, None, tmp_path / "c")
+    assert all(torch.equal(a, b) for a, b in zip(one[0].parameters(), other.parameters()))
+
+
+# ---- what others read ----
+
+def test_other_readers_find_weights_and_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 1 << 20)
+    model, opt = train(make(tmp_path), 0, 2)
+    mt.save(model, opt, tmp_path / "c")
+    index = json.loads((tmp_path / "c" / checkpoint.INDEX).read_text())["weight_map"]
+    assert len(set(index.values())) == 2
+    for name, p in model.named_parameters():
+        assert torch.equal(load_file(tmp_path / "c" / index[name])[name], p)
+    found: dict[str, Tensor] = {}
+    for path in (tmp_path / "c").glob("states-*-of-*.safetensors"):
+        found |= load_file(path)
+    for name, p in model.named_parameters():
+        assert torch.equal(found[f"{name}.exp_avg_sq"], opt.state[p]["exp_avg_sq"])
+
+
+# ---- what goes wrong ----
+
+def break_file(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "flipped":
+        data[len(data) * 2 // 3] ^= 4
+    path.write_bytes(data[:-1] if how == "truncated" else data)
+    if how == "missing":
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+def test_each_broken_file_is_told_and_changes_nothing(tmp_path: Path, how: str) -> None:
+    pair, other = train(make(tmp_path), 0, 1), train(make(tmp_path), 3, 4)
+    mt.save(*pair, tmp_path / "c")
+    before = everything(*other)
+    files = sorted(p.name for p in (tmp_path / "c").iterdir())
+    assert files == [manifest.NAME, "model.safetensors", "states.safetensors", checkpoint.TRAINING]
+    for name in files:
+        whole = (tmp_path / "c" / name).read_bytes()
+        break_file(tmp_path / "c" / name, how)
+        with pytest.raises(mt.MegatrainError, match=name):
+            mt.load(*other, tmp_path / "c")
+        (tmp_path / "c" / name).write_bytes(whole)
+    assert all(torch.equal(v, before[k]) for k, v in everything(*other).items())
+    train(other, 5, 6)
+
+
+def test_model_that_is_half_loaded_says_so_until_it_is_loaded(tmp_path: Path) -> None:
+    pair, other = train(make(tmp_path), 0, 1), make(tmp_path)
+    mt.save(*pair, tmp_path / "c")
+    whole = (tmp_path / "c" / "states.safetensors").read_bytes()
+    break_file(tmp_path / "c" / "states.safetensors", "flipped")
+    with pytest.raises(mt.MegatrainError, match="not those that were written"):
+        mt.load(*other, tmp_path / "c", verify=False)
+    for refused in (lambda: train(other, 1, 2), lambda: mt.save(*other, tmp_path / "d")):
+        with pytest.raises(mt.MegatrainError, match="half-loaded"):
+            refused()
+    (tmp_path / "c" / "states.safetensors").write_bytes(whole)
+    mt.load(*other, tmp_path / "c", verify=False)
+    assert_same(pair, other)
+
+
+def test_failed_save_leaves_the_one_before_and_says_so(tmp_path: Path) -> None:
+    """The disk's part is played by RLIMIT_FSIZE."""
+    pair = train(make(tmp_path), 0, 1)
+    mt.save(*pair, tmp_path / "c")
+    want = everything(*pair)
+    train(pair, 1, 2)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, old[1]))
+    try:
+        with pytest.raises(mt.MegatrainError, match="File too large"):
+            mt.save(*pair, tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    train(pair, 2, 3)                                            # nothing is held back
+    other = make(tmp_path)
+    mt.load(*other, tmp_path / "c")
+    assert all(torch.equal(v, want[k]) for k, v in everything(*other).items())
+    mt.save(*pair, tmp_path / "c")
+
+
+def test_failure_behind_the_callers_back_reaches_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = train(make(tmp_path), 0, 1)
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    for caller in (lambda: train(pair, 1, 2), lambda: mt.save(*pair, tmp_path / "d"), None):
+        monkeypatch.setattr(manifest, "write", full)
+        saving = mt.save(*pair, tmp_path / "c", asynchronous=True)
+        saving._thread.join()
+        monkeypatch.undo()
+        with pytest.raises(mt.MegatrainError, match="No space left.*" if caller is None else "saving .* failed"):
+            (caller or saving.wait)()
+        assert not list(tmp_path.iterdir())
+        train(pair, 2, 3)
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, opt = train(make(tmp_path), 0, 1)
+    with pytest.raises(mt.MegatrainError, match=r"extra: what .* is given"):
+        mt.save(model, opt, tmp_path / "c", extra=object())
+    model(grads_for(model, 1)).backward()
+    with pytest.raises(mt.MegatrainError, match="gradients of 5 parameters"):
+        mt.save(model, opt, tmp_path / "c")
+    opt.zero_grad()
+    with pytest.raises(mt.MegatrainError, match="not a part of it"):
+        mt.save(model.layers[0], opt, tmp_path / "c")
+    with pytest.raises(mt.MegatrainError, match="that is not the model's"):
+        mt.save(model, mt.AdamW([*model.parameters(), nn.Parameter(torch.ones(3))]), tmp_path / "c")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    with pytest.raises(mt.MegatrainError, match="is no checkpoint"):
+        mt.save(model, opt, tmp_path / "mine")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(mt.MegatrainError, match="cannot be written there: File exists"):
+        mt.save(model, opt, tmp_path / "file" / "c")
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as m, pytest.raises(mt.MegatrainError, match="are free in"):
+        m.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+        mt.save(model, opt, tmp_path / "c")
+    with pytest.raises(mt.MegatrainError, match="there is no host memory"):
+        mt.save(model, opt, tmp_path / "c", spare="1000TiB")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine"]
+
+
+def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
+    mt.save(*train(make(tmp_path), 0, 1), tmp_path / "c")
+    for shapes, why in ((SHAPES[:-1], "of another model"), ([*SHAPES[:-1], (5, 5)], "is .700, 1000. there")):
+        model = mt.stream(plain_dots(BF16, shapes), device="cpu")
+        with pytest.raises(mt.MegatrainError, match=why):
+            mt.load(model, mt.AdamW(model.parameters()), tmp_path / "c")
+    model, _ = make(tmp_path)
+    groups = [{"params": [p]} for p in model.parameters()]
+    with pytest.raises(mt.MegatrainError, match="groups have"):
+        mt.load(model, mt.AdamW(groups), tmp_path / "c")
+    with pytest.raises(mt.MegatrainError, match="no checkpoint"):
+        mt.load(model, None, tmp_path / "nowhere")
+
+
+# ---- names and leftovers ----
+
+def test_dry_run_writes_nothing_and_knows_the_bytes(tmp_path: Path) -> None:
+    pair = train(make(tmp_path), 0, 1)
+    found = mt.save(*pair, tmp_path / "c", dry_run=True)
+    assert not list(tmp_path.iterdir())
+    saving = mt.save(*pair, tmp_path / "c")
+    sizes = {p.name: p.stat().st_size for p in (tmp_path / "c").iterdir()}
+    assert set(found.files) == set(sizes) and found.seconds > 0
+    assert found.bytes == sum(n for name, n in sizes.items() if name != manifest.NAME) > saving.bytes > 0
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_files_beside_a_checkpoints_own_stay_when_it_is_replaced(tmp_path: Path, at_once: bool,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    if not at_once:
+        monkeypatch.setattr(manifest, "_exchange", lambda one, other: False)
+    pair = make(tmp_path)
+    mt.save(*pair, tmp_path / "c")
+    (tmp_path / "c" / "tokenizer.json").write_text("{}")
+    (tmp_path / "c" / "more").mkdir()
+    train(pair, 0, 1)
+    mt.save(*pair, tmp_path / "c")
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    assert {p.name for p in (tmp_path / "c").iterdir()} == {
+        manifest.NAME, "model.safetensors", "more", "states.safetensors", "tokenizer.json", checkpoint.TRAINING}
+
+
+def save_and_die(folder: Path, at: str) -> None:
+    pair = train(make(folder), 0, 1)
+    mt.save(*pair, folder / "c", extra=1)
+    train(pair, 1, 2)
+    rename = os.rename
+    if at == "write":
+        manifest.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        manifest._exchange = lambda one, other: False
+        os.rename = lambda one, other: (rename(one, other), os.kill(os.getpid(), signal.SIGKILL))
+    mt.save(*pair, folder / "c", extra=2)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each way to die. Children of a process that has no threads yet, where torch is imported once."""
+    folder = tmp_path_factory.mktemp("killed")
+    script = f"""if True:
+        import os, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_checkpoint import save_and_die
+        for at in ("write", "rename"):
+            folder = Path({str(folder)!r}) / at
+            folder.mkdir()
+            if os.fork() == 0:
+                save_and_die(folder, at)
+            assert os.waitstatus_to_exitcode(os.wait()[1]) == -9
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=60)
+    return folder
+
+
+@pytest.mark.parametrize("at", ["write", "rename"])
+def test_killed_save_leaves_a_checkpoint_and_what_the_next_save_removes(killed: Path, at: str) -> None:
+    """Between two renames, where names cannot change at once, the old one is found under its other name."""
+    tmp_path = killed / at
+    left = {p.name.split("-")[0] for p in tmp_path.iterdir()}
+    assert left == ({"c", "c.tmp"} if at == "write" else {"c.old", "c.tmp"})
+    pair = make(tmp_path)
+    assert mt.load(*pair, tmp_path / "c") == 1
+    assert_same(pair, train(make(tmp_path), 0, 1))
+    mt.save(*pair, tmp_path / "c")
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_unstream_waits_for_a_save(tmp_path: Path) -> None:
+    model, opt = train(make(tmp_path), 0, 1)
+    mt.save(model, opt, tmp_path / "c", asynchronous=True)
+    assert runtime_of(model).saving is not None
+    mt.unstream(model)
+    mt.load(*make(tmp_path), tmp_path / "c")
