@@ -13,8 +13,10 @@ from .optim import AdamW
 from .planner import Plan, plan
 from .report import StepReport
 from .restore import load
+from .storage import Storage, storage
 from .tracing import Trace, trace
 from .wrap import stream, unstream
 
-__all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "SavePlan", "Saving", "StepReport", "Trace", "__version__",
-           "explain", "gather", "last_step", "load", "masters", "plan", "save", "stream", "trace", "unstream"]
+__all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "SavePlan", "Saving", "StepReport", "Storage", "Trace",
+           "__version__", "explain", "gather", "last_step", "load", "masters", "plan", "save", "storage", "stream",
+           "trace", "unstream"]

@@ -1,5 +1,11 @@
 """The `megatrain` command.
 
+    megatrain train path/to/model my.txt --out runs/mine
+    megatrain resume runs/mine                          from its last checkpoint, to the same bits
+    megatrain eval runs/mine other.txt
+    megatrain generate runs/mine --prompt "Once"
+    megatrain export runs/mine folder                   as transformers has it
+    megatrain report runs/mine                          a page with curves, time line and memory
     megatrain doctor                                    measure this machine, for plans
     megatrain plan Qwen/Qwen2.5-7B --tokens 65536 --seq 1024 --vram 24GiB
     megatrain plan path/with/config.json --tokens 65536 --seq 1024 --machine rtx4090-64g
@@ -12,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .commands import evaluate, export, generate, report, train
+from .commands.settings import unknown
 from .errors import MegatrainError
 from .formats import FORMATS
 from .machine import MACHINES
@@ -20,18 +28,34 @@ from .modes import MODES
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; 0, or 1 with the reason on stderr."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         args.run(args)
     except MegatrainError as why:
         sys.stderr.write(f"megatrain: {why}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("megatrain: interrupted\n")
+        return 130
     return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Leaves with status 2 and the nearest flag's name where one is not known."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        verbs = next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        flags = [flag for flag in verbs[args.verb]._option_string_actions if flag.startswith("--")]
+        parser.error(unknown(rest[0].split("=")[0], flags))
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("megatrain", description="Training models larger than the GPU, on one GPU.")
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(required=True, dest="verb", metavar="VERB")
+    for verb in (train, evaluate, export, generate, report):
+        verb.add(commands)
 
     doctor = commands.add_parser("doctor", help="measure what this machine can do, and keep it for plans")
     doctor.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
@@ -76,7 +100,7 @@ def _doctor(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     from .planner import plan
 
-    asked = {k: v for k, v in vars(args).items() if k not in ("run", "model", "picture")}
+    asked = {k: v for k, v in vars(args).items() if k not in ("run", "verb", "model", "picture")}
     found = plan(_config(args.model), **asked)
     sys.stdout.write(f"{found}\n")
     if args.picture:

@@ -56,6 +56,11 @@ def _draw(axes: Any, row: int, tier: Tier) -> None:
     axes.barh(row, 1, height=0.7, facecolor="none", edgecolor="black", linewidth=0.8)
 
 
+def colour(what: str) -> str:
+    """Of a label, in every picture the same."""
+    return _colour(what)[1]
+
+
 def _colour(what: str) -> tuple[str, str]:
     """(plane, colour) of a label such as "at home: moments"."""
     plane = what.removeprefix("at home: ")

@@ -1,0 +1,332 @@
+"""Texts, prompts and conversations become rows of tokens.
+
+    documents -> tokens with a mark on those that are trained -> rows of `seq` tokens
+
+In a row documents stand behind one another, and position_ids start again at each: a model of transformers, given no
+mask, lets each see itself alone. Plain text is cut where a row ends, so that rows are full; what has a beginning that
+the rest needs (prompts, conversations) stays whole, put where it fits best. What is left of a row is a sequence of
+its own without labels.
+"""
+from __future__ import annotations
+
+import bisect
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import MegatrainError
+
+IGNORED = -100                       # a label that is no target, torch's own
+TEXT_KINDS = (".txt", ".text", ".md", ".py", ".rst")
+RECORD_KINDS = (".jsonl", ".json", ".parquet")
+TOGETHER = 1000                      # texts that the tokenizer is given at once
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens of one document: ids [n] int32; trained [n] bool. whole: it may not be cut for a row's sake."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+    whole: bool = False
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def cut(self, begin: int, end: int) -> Document:
+        return Document(self.ids[begin:end], self.trained[begin:end], self.whole)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+def records(data: str, split: str = "train") -> Iterator[dict[str, Any]]:
+    """The records of a file, of all files of a folder in the order of their names, or of a data set on the hub.
+
+    Raises:
+        MegatrainError: there is none, or it cannot be read; the message has the file and the line.
+    """
+    path = Path(data)
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in (*TEXT_KINDS, *RECORD_KINDS))
+        if not files:
+            raise MegatrainError(f"{data}: no file in it ends in {', '.join((*TEXT_KINDS, *RECORD_KINDS))}")
+        for file in files:
+            yield from _file(file)
+    elif path.is_file():
+        yield from _file(path)
+    elif path.suffix in (*TEXT_KINDS, *RECORD_KINDS) or data.startswith((".", "/", "~")):
+        raise MegatrainError(f"{data}: there is no such file")
+    else:
+        yield from _hub(data, split)
+
+
+def _file(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    if path.suffix == ".jsonl":
+        return _lines(path)
+    if path.suffix == ".json":
+        return _array(path)
+    return iter([{"text": _text(path)}])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except UnicodeDecodeError as why:
+        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8: a text file, or one of "
+                             f"{', '.join(RECORD_KINDS)}, is needed") from None
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _record(_json(line, f"{path}:{number}"), f"{path}:{number}")
+
+
+def _array(path: Path) -> Iterator[dict[str, Any]]:
+    found = _json(_text(path), str(path))
+    for number, record in enumerate(found if isinstance(found, list) else [found], 1):
+        yield _record(record, f"{path}, record {number}")
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as why:
+        raise MegatrainError(f"{where}: not JSON: {why}") from None
+
+
+def _record(found: Any, where: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise MegatrainError(f"{where}: an object such as {{\"text\": ...}} is needed, not a {type(found).__name__}")
+    return found
+
+
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise MegatrainError(f"{path}: parquet needs pyarrow: pip install pyarrow") from None
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    except pyarrow.ArrowInvalid as why:
+        raise MegatrainError(f"{path}: not parquet: {why}") from None
+
+
+def _hub(name: str, split: str) -> Iterator[dict[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise MegatrainError(f"{name!r} is no file or folder here; as a name on the hub it needs "
+                             "pip install datasets") from None
+    try:
+        yield from datasets.load_dataset(name, split=split)
+    except (OSError, ValueError) as why:
+        raise MegatrainError(f"data set {name!r}, split {split!r}: {why}") from None
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+def documents(found: Iterable[dict[str, Any]], tokenizer: Any, column: str | None = None) -> list[Document]:
+    """Tokens of all records that have any.
+
+    A record is a conversation (`messages`, a list of {"role", "content"}; the assistant's words are trained), a
+    `prompt` with its `completion` (which is trained), or a `text`; `column` names the field where it is another.
+
+    Raises:
+        MegatrainError: a record has none of them; or there are no tokens.
+    """
+    made: list[Document] = []
+    waiting: list[str] = []                          # texts, given to the tokenizer together
+    for number, record in enumerate(found, 1):
+        field = column or next((k for k in ("messages", "prompt", "text") if k in record), None)
+        if field is None or field not in record:
+            raise MegatrainError(f"record {number} has {', '.join(map(repr, record))} and no "
+                                 f"{column or 'messages, prompt or text'}; name the field with --column")
+        if isinstance(record[field], list):
+            made.append(_conversation(record[field], tokenizer, number))
+        elif field == "prompt":
+            made.append(_completion(record, tokenizer, number))
+        elif isinstance(record[field], str):
+            waiting.append(record[field])
+        else:
+            raise MegatrainError(f"record {number}: {field} is a {type(record[field]).__name__}: a text, or a list of "
+                                 "messages, is needed")
+        if len(waiting) == TOGETHER:
+            made += _texts(waiting, tokenizer)
+            waiting = []
+    made = [d for d in made + _texts(waiting, tokenizer) if d.trained.any()]
+    if not made:
+        raise MegatrainError("the data has no tokens to train on")
+    return made
+
+
+def _document(ids: Sequence[int], trained: Sequence[bool] | None = None) -> Document:
+    marks = np.ones(len(ids), bool) if trained is None else np.asarray(trained, bool)
+    return Document(np.asarray(ids, np.int32), marks, trained is not None)
+
+
+def _texts(texts: list[str], tokenizer: Any) -> list[Document]:
+    if not texts:
+        return []
+    # verbose=False: a text may well be longer than the model's window, rows are not.
+    return [_document(_ended(ids, tokenizer)) for ids in tokenizer(texts, verbose=False)["input_ids"] if ids]
+
+
+def _ended(ids: list[int], tokenizer: Any) -> list[int]:
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def _completion(record: dict[str, Any], tokenizer: Any, number: int) -> Document:
+    answer = record.get("completion", record.get("response"))
+    if not isinstance(answer, str) or not isinstance(record["prompt"], str):
+        raise MegatrainError(f"record {number}: a prompt needs a completion (or response) beside it, both texts")
+    prompt = tokenizer(record["prompt"], verbose=False)["input_ids"]
+    if prompt and prompt[-1] == tokenizer.eos_token_id:
+        prompt = prompt[:-1]
+    rest = _ended(tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"], tokenizer)
+    return _document([*prompt, *rest], [False] * len(prompt) + [True] * len(rest))
+
+
+def _conversation(messages: list[dict[str, Any]], tokenizer: Any, number: int) -> Document:
+    if not tokenizer.chat_template:
+        raise MegatrainError("the data has conversations and the model's tokenizer no chat template: take an "
+                             "instruction-tuned model's tokenizer, or data with prompt and completion")
+    try:
+        if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+            found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+            return _document(found["input_ids"], found["assistant_masks"])
+        return _by_prefixes(messages, tokenizer, number)
+    except MegatrainError:
+        raise
+    except Exception as why:                         # a template is a program, and raises what it likes
+        raise MegatrainError(f"record {number}: the chat template does not take it: {why}") from None
+
+
+def _by_prefixes(messages: list[dict[str, Any]], tokenizer: Any, number: int) -> Document:
+    """A template that does not mark the assistant's words: they are what each of its messages adds."""
+    def ids(most: int, prompt: bool = False) -> list[int]:
+        return tokenizer.apply_chat_template(messages[:most], add_generation_prompt=prompt, return_dict=False)
+
+    whole = ids(len(messages))
+    trained = np.zeros(len(whole), bool)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = ids(i, True), ids(i + 1)
+            if whole[:len(before)] != before or whole[:len(after)] != after:
+                raise MegatrainError(f"record {number}: the chat template changes earlier messages when later ones "
+                                     "come, so what the assistant said cannot be told; keep its last answer alone, as "
+                                     "prompt and completion")
+            trained[len(before):len(after)] = True
+    return _document(whole, trained)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Document], list[Document]]:
+    """(documents to train on, documents held out): in an order drawn once, the last `share` of the tokens. A text on
+    the border is cut there; a document that stays whole is held out."""
+    order = random.Random(seed).sample(found, len(found))
+    left = sum(map(len, found)) - int(share * sum(map(len, found)))
+    for i, document in enumerate(order):
+        if left < len(document):
+            parts = [document.cut(0, left), document.cut(left, len(document))]
+            if document.whole:
+                parts = [document.cut(0, 0), document] if i else [document, document.cut(0, 0)]
+            return [d for d in [*order[:i], parts[0]] if len(d)], [d for d in [parts[1], *order[i + 1:]] if len(d)]
+        left -= len(document)
+    return order, []
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(torch.utils.data.Dataset):
+    """ids, positions, labels: [rows, seq] int32. cut: documents that lost their end, being longer than a row."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    labels: np.ndarray
+    cut: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": _long(self.ids[i]), "position_ids": _long(self.positions[i]),
+                "labels": _long(self.labels[i])}
+
+    @property
+    def targets(self) -> int:
+        """Tokens that are predicted."""
+        return int((self.labels != IGNORED).sum())
+
+
+def _long(row: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(row.astype(np.int64))
+
+
+def packed(found: Sequence[Document], seq: int, filler: int) -> Rows:
+    """Documents in rows of `seq` tokens; filler: a token for what is left of a row."""
+    plan = _streamed([d for d in found if not d.whole], seq) + _fitted([d for d in found if d.whole], seq)
+    ids = np.full((len(plan), seq), filler, np.int32)
+    positions = np.zeros((len(plan), seq), np.int32)
+    labels = np.full((len(plan), seq), IGNORED, np.int32)
+    for row, parts in enumerate(plan):
+        at = 0
+        for part in parts:
+            here = slice(at, at + len(part))
+            ids[row, here] = part.ids
+            positions[row, here] = np.arange(len(part))
+            # The first token follows nothing: its place is the last of the document before, which must not learn it.
+            labels[row, here][1:] = np.where(part.trained, part.ids, IGNORED)[1:]
+            at += len(part)
+        positions[row, at:] = np.arange(seq - at)
+    return Rows(ids, positions, labels, sum(d.whole and len(d) > seq for d in found))
+
+
+def _streamed(found: Sequence[Document], seq: int) -> list[list[Document]]:
+    """Rows that are full but for the last: a text goes on in the next row."""
+    rows: list[list[Document]] = []
+    room = 0
+    for document in found:
+        at = 0
+        while at < len(document):
+            if room == 0:
+                rows.append([])
+                room = seq
+            part = document.cut(at, at + room)
+            rows[-1].append(part)
+            at, room = at + len(part), room - len(part)
+    return rows
+
+
+def _fitted(found: Sequence[Document], seq: int) -> list[list[Document]]:
+    """Best fit, longest first: each where least room is left over. Longer than a row: its beginning."""
+    rows: list[list[Document]] = []
+    rooms: list[tuple[int, int]] = []                # (room, row), ascending
+    for document in sorted((d.cut(0, seq) for d in found), key=len, reverse=True):
+        i = bisect.bisect_left(rooms, (len(document), -1))
+        room, row = rooms.pop(i) if i < len(rooms) else (seq, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(document)
+        bisect.insort(rooms, (room - len(document), row))
+    return rows
+
+
+def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
+    """Rows to a micro-batch: [B, seq], or, flat, [1, B * seq]: positions start again at each row anyhow."""
+    def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        stacked = {name: torch.stack([r[name] for r in rows]) for name in rows[0]}
+        return {name: t.reshape(1, -1) for name, t in stacked.items()} if flat else stacked
+
+    return batch

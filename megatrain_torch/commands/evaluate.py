@@ -1,0 +1,52 @@
+"""megatrain eval."""
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatrain_torch as mt
+
+from . import folder
+from .data import IGNORED, collate, documents, packed, records
+from .say import say
+from .settings import Settings, add_flags, given
+from .train import _for_machine, _for_model
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("eval", help="loss and perplexity of a model on data", allow_abbrev=False)
+    parser.add_argument("model", help="a run, a folder in Hugging Face format, or a name on the hub")
+    parser.add_argument("data", help="as for train")
+    add_flags(parser, ("column", "split", "seq", "device", "dtype", "vram"))
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    settings = _for_machine(Settings.of(given(args), "command line"))
+    source = folder.model_of(settings.model)
+    if source != settings.model and settings.seq is None:        # a run: rows as long as in training
+        settings = settings.with_(seq=folder.settings_of(Path(settings.model)).seq)
+    tokenizer = folder.load_tokenizer(source)
+    settings = _for_model(settings, folder.load_config(source))
+    rows = packed(documents(records(settings.data, settings.split), tokenizer, settings.column), settings.seq, 0)
+    model = mt.stream(folder.load_model(source, settings.dtype), settings.device, vram=settings.vram)
+    loss = mean_loss(model, rows)
+    say(f"loss {loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):.4g}; {rows.targets:,} tokens in "
+        f"{len(rows)} rows of {settings.seq}")
+
+
+@torch.no_grad()
+def mean_loss(model: Any, rows: Any) -> float:
+    """Nats per predicted token."""
+    model.eval()
+    total = 0.0
+    for row in rows:
+        batch = {k: v.to(model.device) for k, v in collate(False)([row]).items()}
+        targets = int((batch["labels"][:, 1:] != IGNORED).sum())
+        if targets:
+            total += model(**batch, use_cache=False).loss.item() * targets
+    return total / rows.targets

@@ -1,0 +1,99 @@
+"""A run's folder, and models by name.
+
+    config.yaml               settings, those that were chosen too
+    log.jsonl                 a line for each logged step and each evaluation
+    checkpoint-200/ ...       all that resume needs, in Hugging Face format
+    model/                    the model at the end
+    plan.html, step.html, storage.html, timeline.svg      for `megatrain report`
+"""
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import MegatrainError
+from .settings import Settings, read_yaml
+
+CONFIG, LOG, FINAL = "config.yaml", "log.jsonl", "model"
+WHOLE = "trainer_state.json"                 # of a checkpoint, written last
+
+
+def settings_of(run: Path) -> Settings:
+    """Raises: MegatrainError: it is no run's folder."""
+    if not (run / CONFIG).is_file():
+        raise MegatrainError(f"{run} is no run: it has no {CONFIG}; megatrain train makes one")
+    return Settings.of(read_yaml(run / CONFIG), str(run / CONFIG))
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The whole ones, oldest first."""
+    found = [(int(m[1]), p) for p in run.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))]
+    return [p for _, p in sorted(found) if (p / WHOLE).is_file()]
+
+
+def last_checkpoint(run: Path) -> Path:
+    """Raises: MegatrainError: there is none."""
+    found = checkpoints(run)
+    if not found:
+        raise MegatrainError(f"{run} has no checkpoint yet; megatrain train --out {run} --overwrite begins again")
+    return found[-1]
+
+
+def model_of(name: str) -> str:
+    """What to load: of a run its model, or its last checkpoint before there is one; anything else as it is."""
+    run = Path(name)
+    if not (run / CONFIG).is_file():
+        return name
+    return str(run / FINAL if (run / FINAL / "config.json").is_file() else last_checkpoint(run))
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """Of log.jsonl. A line that a crash cut short is left out."""
+    found = []
+    for line in (run / LOG).read_text().splitlines() if (run / LOG).is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+def transformers() -> Any:
+    """The package, without its progress bars. Raises: MegatrainError: it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        raise MegatrainError("this needs transformers: pip install 'megatrain-torch[cli]'") from None
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def load_config(name: str) -> Any:
+    return _load(transformers().AutoConfig, name, "config")
+
+
+def load_model(name: str, dtype: str) -> Any:
+    """On the CPU. Raises: MegatrainError: there is none, or it is no language model."""
+    return _load(transformers().AutoModelForCausalLM, name, "language model", dtype=dtype)
+
+
+def load_tokenizer(name: str) -> Any:
+    return _load(transformers().AutoTokenizer, name, "tokenizer")
+
+
+def _load(auto: Any, name: str, what: str, **kw: Any) -> Any:
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise MegatrainError(f"{name}: there is no such folder")
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run of megatrain, "
+                             "is needed")
+    try:
+        return auto.from_pretrained(name, **kw)
+    except (OSError, ValueError, KeyError) as why:
+        first = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
+        hint = "" if Path(name).is_dir() else " (no folder of this name here; the hub was asked)"
+        raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {first}") from None

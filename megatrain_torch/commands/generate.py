@@ -1,0 +1,67 @@
+"""megatrain generate."""
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+import megatrain_torch as mt
+
+from ..errors import MegatrainError
+from . import folder
+from .say import say
+
+FITS = 0.7                           # of the free device memory, for weights that are put there whole
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="let a model write", allow_abbrev=False)
+    parser.add_argument("model", help="a run, a folder in Hugging Face format, or a name on the hub")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message, in the chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0: always the likeliest token")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="X")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--device", choices=["cuda", "cpu"])
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    source = folder.model_of(args.model)
+    tokenizer = folder.load_tokenizer(source)
+    inputs = _inputs(tokenizer, args.prompt, args.chat)
+    model = _placed(folder.load_model(source, "auto"), args.device)
+    torch.manual_seed(args.seed)
+    sampled = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature > 0 \
+        else {"do_sample": False}
+    out = model.generate(**{k: v.to(model.device) for k, v in inputs.items()}, max_new_tokens=args.max_new_tokens,
+                         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id, **sampled)
+    begin = inputs["input_ids"].shape[1] if args.chat else 0
+    say(tokenizer.decode(out[0][begin:], skip_special_tokens=True))
+
+
+def _inputs(tokenizer: Any, prompt: str, chat: bool) -> dict[str, torch.Tensor]:
+    if not chat:
+        found = tokenizer(prompt, return_tensors="pt")
+        ids = {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}
+    elif tokenizer.chat_template:
+        ids = dict(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
+                                                 return_tensors="pt", return_dict=True))
+    else:
+        raise MegatrainError("--chat: the tokenizer has no chat template")
+    if ids["input_ids"].shape[1] == 0:
+        raise MegatrainError("the prompt has no tokens: give it some words")
+    return ids
+
+
+def _placed(model: Any, device: str | None) -> Any:
+    """Where there is room for all weights, there; else streamed."""
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model.eval()
+    if where == "cpu":
+        return model
+    if sum(p.nbytes for p in model.parameters()) < FITS * torch.cuda.mem_get_info()[0]:
+        return model.to(where)
+    return mt.stream(model, where)

@@ -1,0 +1,191 @@
+"""transformers' Trainer around a streamed model.
+
+Trainer does what it does well: accumulation averaged by tokens, schedules, the data's order and its place in it,
+evaluation, rotation of checkpoints, TensorBoard and Weights & Biases. What it is given here: mt.AdamW, whose exact
+clipping and norm need no pass of their own over the gradients; checkpoints that have their name when they are whole;
+a log with what bound each step; signals that save and stop.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
+
+from ..api import last_step
+from ..errors import MegatrainError
+from ..storage import storage
+from ..tracing import Trace
+from .folder import LOG
+
+UNFINISHED = ".unfinished"           # in the run's folder: a checkpoint that is being written
+
+
+class StreamedTrainer(Trainer):
+    """Trainer for a model of mt.stream with mt.AdamW as optimizer; the optimizer clips."""
+
+    def __init__(self, *args: Any, trace: Trace, tokens: int, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self._trace, self._tokens = trace, tokens
+        self._logged = (0, time.perf_counter())              # step, and when
+
+    # mt.AdamW knows the norm and clips by it; Trainer would read every gradient for that.
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        return None
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        return None
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kw: Any) -> Any:
+        """Without a cache of keys and values: with one, a packed row is taken for one sequence."""
+        return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kw)
+
+    # ---- log.jsonl ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            step, now = self.state.global_step, time.perf_counter()
+            before, then = self._logged
+            self._logged = (step, now)
+            report = last_step(self.model)
+            logs |= {"grad_norm": self._optimizer().grad_norm, "bound": report.bound,
+                     "tokens_per_second": round((step - before) * self._tokens / (now - then), 1)}
+        if "loss" in logs or "eval_loss" in logs:
+            line = {"step": self.state.global_step} | logs
+            with Path(self.args.output_dir, LOG).open("a") as out:
+                out.write(json.dumps(line) + "\n")
+        super().log(logs, start_time)
+
+    def _optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)      # accelerate wraps it
+
+    # ---- checkpoints ----
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._saving or super()._get_output_dir(trial)
+
+    _saving = ""
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Written beside, then renamed: what has a checkpoint's name is whole, also after kill -9."""
+        run = Path(self.args.output_dir)
+        beside = run / UNFINISHED
+        shutil.rmtree(beside, ignore_errors=True)
+        self._saving, keep, self.args.save_total_limit = str(beside), self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saving, self.args.save_total_limit = "", keep
+        for made in beside.iterdir():
+            _sync(made)
+            shutil.rmtree(run / made.name, ignore_errors=True)
+            made.rename(run / made.name)
+        beside.rmdir()
+        rotate_checkpoints(output_dir=str(run), save_total_limit=keep)
+        self.write_pages()
+
+    def write_pages(self) -> None:
+        """What `megatrain report` shows of the last steps."""
+        run = Path(self.args.output_dir)
+        (run / "storage.html").write_text(storage(self.model)._repr_html_())
+        if steps := self._trace.steps(1):
+            (run / "step.html").write_text(steps[-1]._repr_html_())
+            with contextlib.suppress(MegatrainError):        # matplotlib is not needed for training
+                self._trace.picture(run / "timeline.svg")
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+# ---- stopping and saving on request --------------------------------------------------------------
+
+class Requests(TrainerCallback):
+    """SIGINT and SIGTERM: a checkpoint after this step, and the end; a second SIGINT interrupts at once. SIGUSR1: a
+    checkpoint. Python runs a handler between two instructions of the main thread; it only leaves a note."""
+
+    def __init__(self) -> None:
+        self.save = self.stop = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {s: signal.signal(s, self._heard) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _heard(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT and self.stop:
+            raise KeyboardInterrupt
+        self.save = True
+        self.stop |= number != signal.SIGUSR1
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.save:
+            control.should_save, self.save = True, False
+        control.should_training_stop |= self.stop
+
+
+# ---- what a person sees --------------------------------------------------------------------------
+
+class Bar(TrainerCallback):
+    """A live line on a terminal; else a line for each evaluation and each checkpoint."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._say = say
+        console = Console()
+        self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=12),
+                             TextColumn("{task.description}"), TimeRemainingColumn(), console=console,
+                             disable=not console.is_terminal)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step)
+        self._bar.start()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._bar.stop()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._bar.update(self._task, completed=state.global_step)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
+               logs: dict[str, Any] | None = None, **_: Any) -> None:
+        logs = logs or {}
+        if "loss" in logs and hasattr(self, "_task"):
+            text = f"loss {logs['loss']:.4g}  norm {logs['grad_norm']:.3g}  {logs['tokens_per_second']:,.0f} tokens/s"
+            self._bar.update(self._task, description=text)
+        if "eval_loss" in logs:
+            self._line(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}")
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._line(f"step {state.global_step}: checkpoint-{state.global_step}")
+
+    def _line(self, text: str) -> None:
+        if self._bar.live.is_started:
+            self._bar.console.print(text, highlight=False)
+        else:
+            self._say(text)

@@ -1,0 +1,187 @@
+"""What a training run is asked for: flags and YAML make the same Settings.
+
+The same table makes docs/cli.md (tools/cli_page.py).
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import MegatrainError
+from ..formats import FORMATS
+from ..limits import parse_bytes
+
+SCHEDULES = ("cosine", "linear", "constant_with_warmup")
+REPORTS = ("none", "tensorboard", "wandb")
+# What others call a setting, for messages.
+ALSO = {"learning_rate": "lr", "batch_size": "tokens", "max_steps": "steps", "num_train_epochs": "epochs",
+        "output_dir": "out", "max_length": "seq", "dataset": "data", "max_grad_norm": "clip", "model_name": "model",
+        "gradient_accumulation_steps": "micro", "save_steps": "save_every", "eval_steps": "eval_every",
+        "logging_steps": "log_every", "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation"}
+
+
+def _setting(default: Any, kind: type, text: str, choices: Iterable[str] = ()) -> Any:
+    return field(default=default, metadata={"kind": kind, "text": text, "choices": tuple(choices)})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a run. None: chosen when model, data and machine are known; config.yaml of the run has what was chosen."""
+
+    model: str = _setting(None, str, "folder of a model in Hugging Face format, or its name on the hub")
+    data: str = _setting(None, str, "text, .jsonl, .json or .parquet file, a folder of them, or a data set's name on "
+                         "the hub")
+    out: str = _setting(None, str, "the run's folder; default: runs/ and the model's name")
+
+    column: str = _setting(None, str, "of records, the field to train on; default: messages, prompt with completion, "
+                           "or text")
+    split: str = _setting("train", str, "of a data set on the hub")
+    validation: float = _setting(0.02, float, "share of the tokens that is held out, from the end")
+    seq: int = _setting(None, int, "tokens of a row; default: 4096, on the CPU 256, and at most what the model takes")
+
+    tokens: int = _setting(None, int, "of a step; default: 65536, on the CPU 2048, and at most a twentieth of the data")
+    micro: int = _setting(None, int, "micro-batches that a step is cut into; default: the plan's, on the CPU 1")
+    epochs: float = _setting(1.0, float, "times through the data")
+    steps: int = _setting(None, int, "instead of epochs")
+    lr: float = _setting(1e-5, float, "highest learning rate")
+    schedule: str = _setting("cosine", str, "of the learning rate", SCHEDULES)
+    warmup: float = _setting(0.03, float, "share of the steps in which the learning rate rises")
+    weight_decay: float = _setting(0.0, float, "of AdamW")
+    beta2: float = _setting(0.95, float, "of AdamW")
+    clip: float = _setting(1.0, float, "highest norm of a step's gradients; 0: any")
+    seed: int = _setting(0, int, "of the order of the data and of dropout")
+
+    device: str = _setting(None, str, "cuda or cpu; default: cuda if there is one", ("cuda", "cpu"))
+    dtype: str = _setting(None, str, "of the weights; default: bfloat16, on the CPU float32",
+                          ("bfloat16", "float32"))
+    states: str = _setting("fp32", str, "how AdamW keeps its states", FORMATS)
+    vram: str = _setting(None, str, "limit of device memory, e.g. 24GiB")
+    host: str = _setting(None, str, "limit of host memory")
+    nvme: str = _setting(None, str, "directory for states that host memory does not hold")
+
+    log_every: int = _setting(1, int, "steps between two lines of log.jsonl")
+    eval_every: int = _setting(None, int, "steps between two looks at what is held out; default: a tenth of the run")
+    save_every: int = _setting(None, int, "steps between two checkpoints; default: a fifth of the run")
+    keep: int = _setting(2, int, "checkpoints that stay; older ones are removed")
+    report_to: str = _setting("none", str, "who else is told", REPORTS)
+
+    @staticmethod
+    def of(values: Mapping[str, Any], where: str) -> Settings:
+        """Settings from names and values, checked. where: for messages.
+
+        Raises:
+            MegatrainError: a name is not known, or a value is not of its kind or out of its range.
+        """
+        known = {f.name: f for f in dataclasses.fields(Settings)}
+        for name in values:
+            if name not in known:
+                raise MegatrainError(f"{where}: {unknown(name, known)}")
+        return _ranges(Settings(**{name: _of_kind(known[name], value, where) for name, value in values.items()}))
+
+    def with_(self, **changes: Any) -> Settings:
+        return dataclasses.replace(self, **changes)
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Words for a setting or a flag that is none, with the nearest that is one."""
+    names = {n.strip("-").replace("-", "_"): n for n in known}
+    others = {other: names[own] for other, own in ALSO.items() if own in names}
+    near = difflib.get_close_matches(name.strip("-").replace("-", "_"), [*names, *others], 1, 0.5)
+    return f"there is no {name!r}" + (f"; did you mean {(names | others)[near[0]]!r}?" if near
+                                      else f"; known: {', '.join(known)}")
+
+
+def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
+    """YAML reads 1e-5 as a word: numbers may come as words."""
+    kind, choices = f.metadata["kind"], f.metadata["choices"]
+    if value is None and f.default is None:
+        return None
+    try:
+        if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
+            raise ValueError
+        found = kind(value)
+        if kind is int and float(value) != found:
+            raise ValueError
+    except (TypeError, ValueError):
+        said = {int: "a whole number", float: "a number", str: "a word"}[kind]
+        raise MegatrainError(f"{where}: {f.name}={value!r}: {said} is needed") from None
+    if choices and found not in choices:
+        raise MegatrainError(f"{where}: {f.name}={found!r}: use one of {', '.join(choices)}")
+    return found
+
+
+def _ranges(s: Settings) -> Settings:
+    for name in ("seq", "tokens", "micro", "steps", "log_every", "eval_every", "save_every", "keep"):
+        if getattr(s, name) is not None and getattr(s, name) < 1:
+            raise MegatrainError(f"{name}={getattr(s, name)}: at least 1")
+    for name, least, most in (("validation", 0, 0.5), ("warmup", 0, 1), ("beta2", 0, 0.99999)):
+        if not least <= getattr(s, name) <= most:
+            raise MegatrainError(f"{name}={getattr(s, name)}: from {least} to {most}")
+    for name in ("epochs", "lr"):
+        if not getattr(s, name) > 0:
+            raise MegatrainError(f"{name}={getattr(s, name)}: more than 0")
+    for name in ("vram", "host"):
+        parse_bytes(getattr(s, name), name)
+    if s.seq and s.tokens and s.tokens % s.seq:
+        raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
+                             f"nearest: tokens={max(1, round(s.tokens / s.seq)) * s.seq}")
+    return s
+
+
+# ---- flags and YAML ------------------------------------------------------------------------------
+
+def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
+    """A flag for each setting, model and data left out; what is not given is not in the namespace."""
+    for f in dataclasses.fields(Settings):
+        if f.name in ("model", "data") or (names is not None and f.name not in names):
+            continue
+        kind, choices = f.metadata["kind"], f.metadata["choices"]
+        parser.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, type=str, dest=f.name,
+                            metavar="|".join(choices) if choices else {int: "N", float: "X", str: "WORD"}[kind],
+                            help=f.metadata["text"] + ("" if f.default is None else f"; default: {f.default}"))
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that the command line has."""
+    names = {f.name for f in dataclasses.fields(Settings)}
+    return {k: v for k, v in vars(args).items() if k in names and v is not None}
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Names and values in a YAML file.
+
+    Raises:
+        MegatrainError: there is no such file, or it is not a table of names and values.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text())
+    except OSError as why:
+        raise MegatrainError(f"{path}: {why.strerror}") from None
+    except yaml.YAMLError as why:
+        raise MegatrainError(f"{path}: not YAML: {why}") from None
+    if not isinstance(found, dict):
+        raise MegatrainError(f"{path}: lines of `name: value` are needed")
+    return found
+
+
+def write_yaml(path: str | Path, settings: Settings) -> None:
+    import yaml
+
+    Path(path).write_text(yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False))
+
+
+def page() -> str:
+    """The table of docs/cli.md."""
+    lines = ["| setting | default | what |", "|---|---|---|"]
+    for f in dataclasses.fields(Settings):
+        flag = f"`{f.name}`" if f.name in ("model", "data") else f"`--{f.name.replace('_', '-')}`"
+        text = f.metadata["text"] + (f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else "")
+        lines.append(f"| {flag} | {'' if f.default is None else f'`{f.default}`'} | {text} |")
+    return "\n".join(lines)

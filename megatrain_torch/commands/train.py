@@ -1,0 +1,237 @@
+"""megatrain train, megatrain resume."""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatrain_torch as mt
+
+from ..errors import MegatrainError
+from . import folder
+from .data import Rows, collate, documents, held_out, packed, records
+from .say import say
+from .settings import Settings, add_flags, given, read_yaml, write_yaml
+
+HELD_OUT_ROWS = 200                  # at most, by default: an evaluation is a small part of a run
+STEPS_LEAST = 20                     # times through the data, where `tokens` is not said
+
+
+def add(commands: Any) -> None:
+    train = commands.add_parser("train", help="train a model on texts, prompts or conversations", allow_abbrev=False)
+    train.add_argument("model", nargs="?", help="folder in Hugging Face format, a run, or a name on the hub")
+    train.add_argument("data", nargs="?", help="text, .jsonl, .json or .parquet, a folder, or a name on the hub")
+    train.add_argument("--config", type=Path, metavar="FILE", help="YAML with the same names; flags come first")
+    train.add_argument("--overwrite", action="store_true", help="remove what the run's folder has of a run before")
+    add_flags(train)
+    train.set_defaults(run=run)
+    resume = commands.add_parser("resume", help="go on with a run from its last checkpoint, to the same bits",
+                                 allow_abbrev=False)
+    resume.add_argument("folder", type=Path, help="the run's folder")
+    resume.set_defaults(run=again)
+
+
+def run(args: argparse.Namespace) -> None:
+    """megatrain train."""
+    values = (read_yaml(args.config) if args.config else {}) | given(args)
+    settings = Settings.of(values, str(args.config) if args.config else "command line")
+    for name in ("model", "data"):
+        if getattr(settings, name) is None:
+            raise MegatrainError(f"which {name}? megatrain train MODEL DATA, or --config with a line `{name}: ...`")
+    _check_reports(settings)
+    out = Path(settings.out or f"runs/{Path(settings.model).resolve().name}")
+    if (out / folder.CONFIG).exists():
+        if not args.overwrite:
+            raise MegatrainError(f"{out} has a run already: megatrain resume {out} goes on with it, --overwrite "
+                                 "removes it, --out names another folder")
+        _clear(out)
+    _train(_for_machine(settings.with_(out=str(out))), None)
+
+
+def again(args: argparse.Namespace) -> None:
+    """megatrain resume."""
+    settings = folder.settings_of(args.folder).with_(out=str(args.folder))
+    if (args.folder / folder.FINAL / "config.json").is_file():
+        raise MegatrainError(f"{args.folder} is finished: its model is {args.folder / folder.FINAL}")
+    _train(settings, folder.last_checkpoint(args.folder))
+
+
+def _clear(out: Path) -> None:
+    """Removes what a run makes, and nothing else."""
+    for path in [*out.glob("checkpoint-*"), out / folder.FINAL]:
+        shutil.rmtree(path, ignore_errors=True)
+    for name in (folder.LOG, folder.CONFIG, "plan.html", "step.html", "storage.html", "timeline.svg"):
+        (out / name).unlink(missing_ok=True)
+
+
+def _check_reports(settings: Settings) -> None:
+    if settings.report_to != "none" and importlib.util.find_spec(settings.report_to) is None:
+        raise MegatrainError(f"report_to={settings.report_to}: pip install {settings.report_to}")
+
+
+# ---- what is not said ----------------------------------------------------------------------------
+
+def _for_machine(settings: Settings) -> Settings:
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MegatrainError("device=cuda: torch sees no CUDA device here; use --device cpu")
+    return settings.with_(device=device, dtype=settings.dtype or ("bfloat16" if device == "cuda" else "float32"))
+
+
+def _for_model(settings: Settings, config: Any) -> Settings:
+    most = getattr(config, "max_position_embeddings", None) or settings.seq or 4096
+    seq = settings.seq or min(4096 if settings.device == "cuda" else 256, most)
+    if seq > most:
+        raise MegatrainError(f"seq={seq}: the model was made for {most} positions at most")
+    return settings.with_(seq=seq)
+
+
+def _for_data(settings: Settings, rows: Rows) -> Settings:
+    """Tokens of a step, how many steps, and what is done how often."""
+    s, there = settings, len(rows)
+    if s.tokens is None:
+        usual = (65536 if s.device == "cuda" else 2048) // s.seq
+        s = s.with_(tokens=max(1, min(usual, there // STEPS_LEAST)) * s.seq)
+    if s.tokens % s.seq:
+        raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
+                             f"nearest: tokens={max(1, round(s.tokens / s.seq)) * s.seq}")
+    if s.tokens // s.seq > there:
+        raise MegatrainError(f"tokens={s.tokens}: the data has {there} rows of {s.seq} tokens; --tokens "
+                             f"{there * s.seq} takes them all in one step, fewer make more steps")
+    if s.micro and (s.tokens // s.seq) % s.micro:
+        raise MegatrainError(f"micro={s.micro}: {s.tokens // s.seq} rows cannot be cut into so many equal parts")
+    steps = s.steps or math.ceil(s.epochs * there / (s.tokens // s.seq))
+    return s.with_(steps=steps, eval_every=s.eval_every or max(1, steps // 10),
+                   save_every=s.save_every or max(1, steps // 5))
+
+
+# ---- the run -------------------------------------------------------------------------------------
+
+def _train(settings: Settings, checkpoint: Path | None) -> None:
+    began = time.perf_counter()
+    torch.manual_seed(settings.seed)
+    if settings.device == "cpu":
+        # Torch's threads spin while they wait for each other: one core is left to the engine's.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+    source = str(checkpoint or folder.model_of(settings.model))
+    tokenizer = folder.load_tokenizer(source)
+    settings = _for_model(settings, folder.load_config(source))
+    train, held = _rows(settings, tokenizer)
+    settings = _for_data(settings, train)
+    model = folder.load_model(source, settings.dtype)
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds "
+                             f"{model.get_input_embeddings().num_embeddings}: they are not of one model")
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+    model, settings = _streamed(model, settings, out)
+    write_yaml(out / folder.CONFIG, settings)
+    _say_begin(model, settings, train, held)
+    stopped = _loop(model, tokenizer, settings, train, held, checkpoint)
+    if stopped is not None:
+        say(f"stopped at step {stopped}; megatrain resume {out} goes on")
+        return
+    mt.unstream(model)
+    export(model, tokenizer, out / folder.FINAL)
+    say(f"done in {time.perf_counter() - began:.0f} s; the model is {out / folder.FINAL}\n"
+        f"try it: megatrain generate {out} --prompt '...'     look: megatrain report {out}")
+
+
+def _rows(settings: Settings, tokenizer: Any) -> tuple[Rows, Rows]:
+    found = documents(records(settings.data, settings.split), tokenizer, settings.column)
+    train, held = held_out(found, settings.validation, settings.seed)
+    filler = next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
+    rows = [packed(part, settings.seq, filler) for part in (train, held)]
+    if rows[0].targets == 0:
+        raise MegatrainError(f"the data has {sum(map(len, found))} tokens, and none is left to train on; "
+                             f"--validation {settings.validation} of them are held out")
+    return rows[0], rows[1]
+
+
+def _streamed(model: Any, settings: Settings, out: Path) -> tuple[Any, Settings]:
+    """The model, streamed; on CUDA by the plan of least time for this machine."""
+    if settings.device == "cpu":
+        stream = {"plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme}
+        return mt.stream(model, "cpu", **stream), settings.with_(micro=settings.micro or 1)
+    plan = mt.plan(model, tokens=settings.tokens, seq=settings.seq, vram=settings.vram, host=settings.host,
+                   micro=settings.micro, states=settings.states, nvme=settings.nvme)
+    (out / "plan.html").write_text(plan._repr_html_())
+    say(str(plan).split("\n\n")[0])
+    return mt.stream(model, "cuda", plan=plan), settings.with_(micro=plan.micro)
+
+
+def _say_begin(model: Any, settings: Settings, train: Rows, held: Rows) -> None:
+    parameters = sum(p.numel() for p in model.parameters())
+    say(f"{parameters / 1e6:,.1f} M parameters in host memory, computing on {settings.device}; "
+        f"{train.targets:,} tokens to learn in {len(train)} rows of {settings.seq}, {held.targets:,} held out; "
+        f"{settings.steps} steps of {settings.tokens:,} tokens; run in {settings.out}")
+    if train.cut + held.cut:
+        say(f"{train.cut + held.cut} conversations are longer than {settings.seq} tokens and lost their end; "
+            "--seq makes room")
+
+
+def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Rows,
+          checkpoint: Path | None) -> int | None:
+    """The step at which it was asked to stop; None: it came to the end."""
+    from .loop import Bar, Requests, StreamedTrainer
+
+    no_decay = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2]},
+              {"params": no_decay, "weight_decay": 0.0}]
+    opt = mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
+                   weight_decay=settings.weight_decay, max_grad_norm=settings.clip or None, states=settings.states)
+    requests, flat = Requests(), settings.device == "cuda"
+    with mt.trace(model) as trace, requests.listening():
+        trainer = StreamedTrainer(
+            model, _arguments(settings, bool(len(held))), collate(flat), train,
+            _some(held, HELD_OUT_ROWS) if len(held) else None, processing_class=tokenizer, optimizers=(opt, None),
+            callbacks=[requests, Bar(say)], trace=trace, tokens=settings.tokens)
+        trainer.remove_callback(_printer())
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if requests.stop and trainer.state.global_step < settings.steps:
+            return trainer.state.global_step
+        trainer.write_pages()
+    return None
+
+
+def _some(rows: Rows, most: int) -> Rows:
+    return Rows(rows.ids[:most], rows.positions[:most], rows.labels[:most])
+
+
+def _printer() -> Any:
+    from transformers.trainer_callback import PrinterCallback
+
+    return PrinterCallback
+
+
+def _arguments(settings: Settings, held: bool) -> Any:
+    from transformers import TrainingArguments
+
+    s, micro_rows = settings, settings.tokens // settings.seq // settings.micro
+    return TrainingArguments(
+        output_dir=s.out, per_device_train_batch_size=micro_rows, gradient_accumulation_steps=s.micro,
+        per_device_eval_batch_size=micro_rows, max_steps=s.steps, learning_rate=s.lr, lr_scheduler_type=s.schedule,
+        warmup_steps=int(s.warmup * s.steps), max_grad_norm=0.0, seed=s.seed, logging_steps=s.log_every,
+        logging_first_step=True, eval_strategy="steps" if held else "no", eval_steps=s.eval_every,
+        save_strategy="steps", save_steps=s.save_every, save_total_limit=s.keep, prediction_loss_only=True,
+        report_to=[] if s.report_to == "none" else [s.report_to], use_cpu=s.device == "cpu", disable_tqdm=True,
+        dataloader_pin_memory=False, remove_unused_columns=False)
+
+
+def export(model: Any, tokenizer: Any, to: Path) -> None:
+    """The model, ordinary again, and its tokenizer; the folder has its name when it is whole."""
+    beside = to.with_name(to.name + ".unfinished")
+    shutil.rmtree(beside, ignore_errors=True)
+    model.save_pretrained(beside)
+    tokenizer.save_pretrained(beside)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(to)
+    beside.rename(to)

@@ -1,0 +1,90 @@
+"""mt.storage: what a streamed model has in which memory, now."""
+from __future__ import annotations
+
+import html
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from . import _core
+from .limits import host_limits, show_bytes
+from .planner import as_text
+from .tiers import Tier, colour, write_tiers
+from .wrap import runtime_of
+
+# By what planes of the engine hold; the words are those of plans.
+_PLANES = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V", "SCALE"), "gradients": ("GRAD",),
+           "sums": ("ACC",), "to take updates back": ("UNDO",)}
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes that the engine holds for a model. In a notebook it shows itself.
+
+    Attributes:
+        model: its class.
+        homes: how many units are at home where.
+        tiers: (title, bytes by what they hold, bytes there are) of each kind of memory.
+    """
+
+    model: str
+    homes: dict[str, int]
+    tiers: list[Tier]
+
+    def picture(self, path: str | Path) -> None:
+        """Draws what lies in which memory; .png, .svg or .pdf.
+
+        Raises:
+            MegatrainError: matplotlib is not installed.
+        """
+        write_tiers(path, self._head(), self.tiers)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = []
+        for title, parts, most in self.tiers:
+            rows += [(title, "", ""), *((f"  {what}", show_bytes(n), "") for what, n in parts.items())]
+            rows.append(("  in all", show_bytes(sum(parts.values())), f"of {show_bytes(most)}"))
+        return f"{self._head()}\n{as_text(('', rows))}"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><td>{html.escape(title)}</td><td>{show_bytes(sum(parts.values()))} of "
+                       f"{show_bytes(most)}</td><td>{_bar(parts)}</td></tr>" for title, parts, most in self.tiers)
+        return f"<p>{html.escape(self._head())}</p><table>{rows}</table>"
+
+    def _head(self) -> str:
+        return f"{self.model}: units at home " + ", ".join(f"in {home} {n}" for home, n in self.homes.items())
+
+
+def _bar(parts: dict[str, int]) -> str:
+    """A tier's contents beside one another, as shares of them all; their words are seen by pointing there."""
+    total = sum(parts.values()) or 1
+    return "".join(f"<div title='{html.escape(what)}: {show_bytes(n)}' style='display:inline-block;overflow:hidden;"
+                   f"white-space:nowrap;width:{360 * n / total:.0f}px;background:{colour(what)};color:white'>"
+                   f"{html.escape(what)}</div>" for what, n in parts.items())
+
+
+def storage(model: nn.Module) -> Storage:
+    """What the engine holds for a streamed model: weights, masters, moments and gradients, tier by tier.
+
+    Planes are made when they are first needed: before a step of mt.AdamW there are weights alone.
+
+    Raises:
+        MegatrainError: the model is not streamed.
+    """
+    rt = runtime_of(model)
+    host = {what: sum(rt.core.host_bytes(_core.PLANES[p]) for p in planes) for what, planes in _PLANES.items()}
+    host["activations"] = rt.core.swap_bytes()[0]
+    device = {"slots": sum(s.nbytes for s in rt.slots), "at home": rt.core.device_bytes()}
+    there = torch.cuda.mem_get_info(rt.device)[1] if rt.is_cuda else host_limits().in_all
+    title = "device memory" if rt.is_cuda else "host memory, as the device's"
+    tiers: list[Tier] = [(title, _some(device), there), ("host memory", _some(host), host_limits().in_all)]
+    if (file := rt.core.disk_file()) is not None:
+        tiers.append(("disk", {"states": file[1]}, file[1] + _core.disk_room(str(Path(file[0]).parent))))
+    return Storage(type(rt.root()).__name__, dict(Counter(rt.room.asked.homes)), tiers)
+
+
+def _some(parts: dict[str, int]) -> dict[str, int]:
+    return {what: n for what, n in parts.items() if n}

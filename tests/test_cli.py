@@ -1,0 +1,315 @@
+"""The command line: what is asked for, rows of tokens, and a run from its first step to what it wrote."""
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import xml.dom.minidom
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain_torch import MegatrainError, cli
+from megatrain_torch.commands import data, folder
+from megatrain_torch.commands.settings import Settings, page
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "examples/data/tinyshakespeare.txt").read_text()
+MARKED = ("{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+          "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+          "{% if add_generation_prompt %}assistant: {% endif %}")
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "so"}, {"role": "assistant", "content": "la"}]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def bytes_tokenizer() -> Any:
+    """A token for each byte, and one for the end."""
+    from tokenizers import Tokenizer, decoders, models
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+    letters = {c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters | {"<end>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def toy_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, bos_token_id=None, eos_token_id=256, max_position_embeddings=128,
+        attention_dropout=0.1))
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    where = tmp_path_factory.mktemp("toy")
+    toy_model().save_pretrained(where)
+    bytes_tokenizer().save_pretrained(where)
+    return str(where)
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("values, words", [
+    ({"learning_rate": 1}, "no 'learning_rate'; did you mean 'lr'"),
+    ({"sed": 1}, "did you mean 'seed'"),
+    ({"zzz": 1}, "known: model, data"),
+    ({"lr": "fast"}, "lr='fast': a number"),
+    ({"steps": 1.5}, "steps=1.5: a whole number"),
+    ({"seed": True}, "seed=True: a whole number"),
+    ({"schedule": "cosinus"}, "use one of cosine"),
+    ({"validation": 0.9}, "from 0 to 0.5"),
+    ({"keep": 0}, "at least 1"),
+    ({"lr": 0}, "more than 0"),
+    ({"vram": "much"}, "is not a size"),
+    ({"seq": 100, "tokens": 250}, "nearest: tokens=200"),
+], ids=str)
+def test_a_setting_that_makes_no_sense_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(MegatrainError) as why:
+        Settings.of(values, "here")
+    assert words in str(why.value)
+
+
+def test_yaml_may_write_a_number_as_a_word() -> None:
+    assert Settings.of({"lr": "1e-5", "steps": "3"}, "") == Settings(lr=1e-5, steps=3)
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "m", "d", "--batch-size", "3"])
+    assert "did you mean '--tokens'" in capsys.readouterr().err
+
+
+def test_the_page_has_the_settings_of_today() -> None:
+    spec = importlib.util.spec_from_file_location("cli_page", ROOT / "tools/cli_page.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    text = tool.PAGE.read_text()
+    assert tool.renewed(text, page()) == text, "run python tools/cli_page.py"
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, content, words", [
+    ("a.jsonl", b'{"text": "a"}\n{"text": }\n', "a.jsonl:2: not JSON"),
+    ("a.jsonl", b"[1]\n", "a.jsonl:1: an object"),
+    ("a.jsonl", b'{"body": "a"}\n', "record 1 has 'body' and no messages, prompt or text; name the field"),
+    ("a.jsonl", b'{"prompt": "a"}\n', "a prompt needs a completion"),
+    ("a.jsonl", b'{"text": 3}\n', "text is a int"),
+    ("a.jsonl", json.dumps({"messages": TALK}).encode(), "no chat template"),
+    ("a.txt", b"\xff\xfe", "byte 0 is not UTF-8"),
+    ("a.txt", b"", "no tokens"),
+    ("b/readme", b"", "no file in it ends in"),
+], ids=str)
+def test_data_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    with pytest.raises(MegatrainError) as why:
+        data.documents(data.records(str(path.parent if "/" in name else path)), bytes_tokenizer())
+    assert words in str(why.value)
+
+
+def trained_words(document: data.Document) -> list[str]:
+    """What is trained, a word for each stretch."""
+    text, found = bytes_tokenizer(), [[]]
+    for token, trained in zip(document.ids, document.trained):
+        if trained:
+            found[-1].append(int(token))
+        elif found[-1]:
+            found.append([])
+    return [text.decode(part) for part in found if part]
+
+
+@pytest.mark.parametrize("template", [MARKED, MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")],
+                         ids=["its own marks", "by prefixes"])
+def test_of_a_conversation_the_assistants_words_are_trained(template: str) -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = template
+    [found] = data.documents([{"messages": TALK}], tokenizer)
+    assert trained_words(found) == ["ho<end>", "la<end>"] and found.whole
+
+
+def test_of_a_prompt_the_completion_is_trained() -> None:
+    [found] = data.documents([{"prompt": "one ", "completion": "two"}], bytes_tokenizer())
+    assert trained_words(found) == ["two<end>"]
+
+
+def piece(begin: int, length: int, whole: bool) -> data.Document:
+    return data.Document(np.arange(begin, begin + length, dtype=np.int32), np.ones(length, bool), whole)
+
+
+@given(st.lists(st.tuples(st.integers(1, 25), st.booleans()), min_size=1, max_size=12), st.integers(2, 12))
+@settings(max_examples=60, deadline=None)
+def test_rows_hold_every_token_once_and_predict_none_across_documents(spec: list[tuple[int, bool]], seq: int) -> None:
+    found = [piece(100 * (i + 1), n, whole) for i, (n, whole) in enumerate(spec)]
+    rows = data.packed(found, seq, filler=7)
+    kept = sorted(t for d in found for t in d.ids[:seq if d.whole else None].tolist())
+    assert sorted(rows.ids[rows.ids != 7].tolist()) == kept
+    for ids, positions, labels in zip(rows.ids, rows.positions, rows.labels):
+        for at in range(seq):
+            follows = at > 0 and positions[at] == positions[at - 1] + 1
+            assert positions[at] == 0 or follows
+            if follows and ids[at] != 7:
+                assert ids[at] == ids[at - 1] + 1 and labels[at] == ids[at], "it goes on, and is a target"
+            else:
+                assert labels[at] == data.IGNORED
+
+
+def test_a_packed_row_has_the_losses_of_its_documents_alone() -> None:
+    model, rng = toy_model().eval(), np.random.default_rng(0)
+    ids = [rng.integers(0, 256, n).astype(np.int32) for n in (9, 17, 5, 30)]
+    rows = data.packed([data.Document(i, np.ones(len(i), bool), True) for i in ids], 40, 0)
+    batch = data.collate(False)([rows[i] for i in range(len(rows))])
+
+    def total(batch: dict[str, torch.Tensor]) -> float:
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(),
+                                                 ignore_index=data.IGNORED, reduction="sum").item()
+
+    with torch.no_grad():
+        alone = [total({"input_ids": (t := torch.from_numpy(i.astype(np.int64))[None]), "labels": t}) for i in ids]
+        flat = {k: v.reshape(1, -1) for k, v in batch.items()}
+        # fp32 sums in another order: some ulps of a few hundred nats.
+        assert total(batch) == pytest.approx(sum(alone), rel=1e-6)
+        assert total(flat) == pytest.approx(sum(alone), rel=1e-6)
+
+
+def test_what_is_held_out_is_not_trained() -> None:
+    found = [piece(0, 50, False), piece(100, 50, False), piece(200, 50, True)]
+    train, held = data.held_out(found, 0.2, seed=1)
+    tokens = [set(np.concatenate([d.ids for d in part]).tolist()) for part in (train, held)]
+    assert not tokens[0] & tokens[1] and len(tokens[0] | tokens[1]) == 150
+    assert len(tokens[1]) == 30 or set(range(200, 250)) <= tokens[1]
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+def megatrain(*words: Any) -> int:
+    return cli.main([str(w) for w in words])
+
+
+@pytest.fixture(scope="module")
+def whole_run(toy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("runs")
+    (where / "my.txt").write_text(TEXT[:6000])
+    (where / "run.yaml").write_text(f"model: {toy}\ndata: {where / 'my.txt'}\nseq: 64\nlr: 9e-3\nsteps: 8\n"
+                                    "tokens: 512\nmicro: 2\nsave_every: 50\nvalidation: 0.1\n")
+    assert megatrain("train", "--config", where / "run.yaml", "--out", where / "whole", "--lr", "3e-3") == 0
+    return where
+
+
+def test_a_run_learns_and_says_what_bound_it(whole_run: Path) -> None:
+    found = folder.lines(whole_run / "whole")
+    steps = [line for line in found if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.2
+    assert all(line["grad_norm"] > 0 and line["tokens_per_second"] > 0 for line in steps) and steps[-1]["bound"]
+    assert [line["step"] for line in found if "eval_loss" in line] == list(range(1, 9))
+    assert folder.settings_of(whole_run / "whole").lr == 3e-3, "flags come before the file"
+
+
+def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
+        whole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatrain_torch.commands.loop import UNFINISHED, StreamedTrainer
+    half, log = whole_run / "half", StreamedTrainer.log
+
+    def stop_in_step_3(self: Any, logs: dict[str, Any], *args: Any) -> None:
+        log(self, logs, *args)
+        if "loss" in logs and self.state.global_step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StreamedTrainer, "log", stop_in_step_3)
+        assert megatrain("train", "--config", whole_run / "run.yaml", "--out", half, "--lr", "3e-3") == 0
+    assert "megatrain resume" in capsys.readouterr().out
+    (half / "checkpoint-7").mkdir()                      # as a crash of another program leaves one
+    (half / UNFINISHED / "checkpoint-9").mkdir(parents=True)         # as kill -9 while one is written
+    stopped = folder.last_checkpoint(half).name
+    assert stopped in ("checkpoint-3", "checkpoint-4") and not (half / "model").exists()
+    assert megatrain("resume", half) == 0
+    files = [(whole_run / run / "model/model.safetensors").read_bytes() for run in ("whole", "half")]
+    assert files[0] == files[1]
+    losses = [{line["step"]: line["loss"] for line in folder.lines(whole_run / run) if "loss" in line}
+              for run in ("whole", "half")]
+    assert losses[0] == losses[1]
+
+
+def test_what_a_run_made_is_exported_and_read_by_transformers(whole_run: Path, toy: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    to = whole_run / "exported"
+    assert megatrain("export", whole_run / "whole", to, "--dtype", "bfloat16") == 0
+    model = AutoModelForCausalLM.from_pretrained(to, dtype="auto")
+    trained = AutoModelForCausalLM.from_pretrained(whole_run / "whole/model")
+    begin = AutoModelForCausalLM.from_pretrained(toy)
+    assert model.dtype == torch.bfloat16 and len(AutoTokenizer.from_pretrained(to)) == 257
+    weights = [m.lm_head.weight.float() for m in (model, trained, begin)]
+    assert torch.equal(weights[0], weights[1].bfloat16().float()) and not torch.equal(weights[1], weights[2])
+
+
+def test_a_run_generates_and_is_evaluated(whole_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert megatrain("generate", whole_run / "whole", "--prompt", "ROMEO:", "--max-new-tokens", 5) == 0
+    assert capsys.readouterr().out.startswith("ROMEO:")
+    assert megatrain("eval", whole_run / "whole", whole_run / "my.txt") == 0
+    said = capsys.readouterr().out
+    last = [line["loss"] for line in folder.lines(whole_run / "whole") if "loss" in line][-1]
+    assert abs(float(said.split()[1]) - last) < 0.5 and "rows of 64" in said
+
+
+def test_the_report_is_one_page_with_curves_a_time_line_and_memory(whole_run: Path) -> None:
+    with (whole_run / "whole/log.jsonl").open("a") as log:
+        log.write('{"step": 9, "lo')                     # as a crash leaves it
+    assert megatrain("report", whole_run / "whole") == 0
+    text = (whole_run / "whole/report.html").read_text()
+    assert "http://" not in text.replace("http://www.w3.org", "") or "src=" not in text
+    for words in ("norm of the gradients", "what bound it", "tier by tier", "moments", "eval_loss", "Step 8 of 8"):
+        assert words in text, words
+    from megatrain_torch.commands.report import curve
+    xml.dom.minidom.parseString(curve("a < b", {"x": [(1.0, 2.0)], "y": [(1.0, 2.0), (2.0, 2.0)]}))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    assert megatrain(*words) == 1
+    return capsys.readouterr().err
+
+
+def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, run = whole_run / "my.txt", whole_run / "whole"
+    for words, said in [
+        (("train",), "which model? megatrain train MODEL DATA"),
+        (("train", toy, text, "--out", run), "--overwrite removes it"),
+        (("train", toy, "./nothing.txt"), "no such file"),
+        (("train", "./nothing", text), "no such folder"),
+        (("train", whole_run, text), "has no config.json"),
+        (("train", toy, text, "--out", whole_run / "n", "--tokens", 64000, "--seq", 64), "all in one step"),
+        (("train", toy, text, "--out", whole_run / "n", "--seq", 256), "128 positions at most"),
+        (("train", toy, text, "--out", whole_run / "n", "--micro", 3, "--tokens", 256), "equal parts"),
+        (("train", toy, text, "--report-to", "wandb"), "pip install wandb"),
+        (("train", "--config", whole_run / "no.yaml"), "No such file"),
+        (("resume", run), "is finished"),
+        (("resume", toy), "is no run"),
+        (("export", run, whole_run / "e", "--step", 3), "there are 8"),
+        (("export", run, run), "is there already"),
+        (("generate", run, "--prompt", "a", "--chat"), "no chat template"),
+    ]:
+        if "wandb" in words and importlib.util.find_spec("wandb"):
+            continue
+        assert said in refused(capsys, *words), words
+    assert not (whole_run / "n/config.yaml").exists(), "nothing is begun that is refused"
