@@ -130,6 +130,17 @@ def test_an_architecture_without_a_template_says_why_and_runs_its_own_code(name:
     none_fused(codes(model), UNFIT[name])
 
 
+def test_an_mlp_that_names_no_activation_runs_its_own_code() -> None:
+    """MiniMax M3 VL writes it out in its forward."""
+    model = LLAMA()
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.forward = lambda x, m=layer.mlp: m.down_proj(torch.sigmoid(m.gate_proj(x)) * m.up_proj(x))
+    model = stream(model)
+    zoo.model_loss(model, zoo.text(0)).backward()
+    none_fused(codes(model), "it names no activation")
+
+
 # ---------------------------------------------------------------- numbers
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])

@@ -275,6 +275,8 @@ def activation(fn: Any) -> int:
     Raises:
         Unfit: none of them.
     """
+    if not callable(fn):
+        raise Unfit("it names no activation")
     x = torch.linspace(-6, 6, 97)
     with torch.no_grad():
         y = fn(x)
