@@ -134,7 +134,8 @@ def compare(build: Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Ten
 
 # ---------------------------------------------------------------- architectures
 
-NO_HEAD = {"distilbert", "vit", "dinov2", "beit", "swin", "convnext", "resnet", "clip", "siglip", "wav2vec2", "hubert"}
+NO_HEAD = {"distilbert", "vit", "dinov2", "beit", "swin", "convnext", "resnet", "clip", "siglip", "wav2vec2", "hubert",
+           "perceiver", "patchtst", "segformer", "videomae"}
 
 
 @everywhere

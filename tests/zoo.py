@@ -353,3 +353,45 @@ def audio_batch(step: int) -> dict[str, Tensor]:
 add("wav2vec2", from_config("CTC", "wav2vec2", **AUDIO, layerdrop=0.2), audio_batch,
     notes="weight norm is a parametrization; masks from NumPy's generator; layer drop")
 add("hubert", from_config("CTC", "hubert", **AUDIO), audio_batch)
+
+# ---------------------------------------------------------------- what the others have not
+
+add("xlnet", from_config("CausalLM", "xlnet", vocab_size=V, d_model=H, n_layer=2, n_head=4, d_inner=64, bos_token_id=1,
+                         eos_token_id=2), text_unpadded, notes="two streams; biases of attention are bare parameters")
+add("perceiver", from_config("MaskedLM", "perceiver", vocab_size=V, d_model=H, d_latents=H, num_latents=8, num_blocks=2,
+                             num_self_attends_per_block=2, num_self_attention_heads=4, num_cross_attention_heads=4,
+                             qk_channels=H, v_channels=H, max_position_embeddings=T), text_unpadded,
+    notes="the same layers are called for each block; the head reads the embedding's weight")
+
+
+def series_batch(step: int) -> dict[str, Tensor]:
+    g = generator(step)
+    return {"past_values": torch.randn(B, 32, 2, generator=g), "future_values": torch.randn(B, 8, 2, generator=g)}
+
+
+def patchtst() -> nn.Module:
+    import transformers as tf
+    return tf.PatchTSTForPrediction(tf.PatchTSTConfig(
+        context_length=32, prediction_length=8, patch_length=8, patch_stride=4, num_input_channels=2, d_model=H,
+        num_attention_heads=4, ffn_dim=64, num_hidden_layers=2))
+
+
+add("patchtst", seeded(patchtst), series_batch, notes="BatchNorm between layers; a distribution's likelihood")
+
+
+def segments(step: int) -> dict[str, Tensor]:
+    g = generator(step)
+    return {"pixel_values": torch.randn(B, 3, 32, 32, generator=g), "labels": torch.randint(0, 5, (B, 32, 32), generator=g)}
+
+
+add("segformer", from_config("SemanticSegmentation", "segformer", num_labels=5, depths=[1, 1, 1, 1], drop_path_rate=0.2,
+                             hidden_sizes=[16, 16, 32, 32], num_attention_heads=[1, 2, 2, 4], sr_ratios=[4, 2, 1, 1],
+                             decoder_hidden_size=H), segments, notes="four stages are read by one head")
+
+
+def frames(step: int) -> dict[str, Tensor]:
+    g = generator(step)
+    return {"pixel_values": torch.randn(B, 4, 3, 16, 16, generator=g), "labels": torch.randint(0, 5, (B,), generator=g)}
+
+
+add("videomae", from_config("VideoClassification", "videomae", **IMAGE, num_frames=4, tubelet_size=2, num_labels=5), frames)
