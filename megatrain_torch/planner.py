@@ -29,7 +29,7 @@ from .modes import MODES
 from .placement import Choice, Problem, Wishes
 from .shapes import Shape, shape_of
 from .simulate import Timing
-from .tiers import Tier, write_tiers
+from .tiers import Tier, bars, write_tiers
 from .timeline import LANES
 
 ENDLESS = 1 << 62           # bytes of a disk
@@ -131,7 +131,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         head = "".join(f"<p>{html.escape(line)}</p>" for line in _headline(self).splitlines())
-        return head + "".join(_as_html(t) for t in _tables(self))
+        return head + bars(self.tiers) + "".join(_as_html(t) for t in _tables(self))
 
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,

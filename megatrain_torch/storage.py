@@ -12,7 +12,7 @@ from torch import nn
 from . import _core
 from .limits import host_limits, show_bytes
 from .planner import as_text
-from .tiers import Tier, colour, write_tiers
+from .tiers import Tier, bars, write_tiers
 from .wrap import runtime_of
 
 # By what planes of the engine hold; the words are those of plans.
@@ -50,20 +50,10 @@ class Storage:
         return f"{self._head()}\n{as_text(('', rows))}"
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><td>{html.escape(title)}</td><td>{show_bytes(sum(parts.values()))} of "
-                       f"{show_bytes(most)}</td><td>{_bar(parts)}</td></tr>" for title, parts, most in self.tiers)
-        return f"<p>{html.escape(self._head())}</p><table>{rows}</table>"
+        return f"<p>{html.escape(self._head())}</p>{bars(self.tiers)}"
 
     def _head(self) -> str:
         return f"{self.model}: units at home " + ", ".join(f"in {home} {n}" for home, n in self.homes.items())
-
-
-def _bar(parts: dict[str, int]) -> str:
-    """A tier's contents beside one another, as shares of them all; their words are seen by pointing there."""
-    total = sum(parts.values()) or 1
-    return "".join(f"<div title='{html.escape(what)}: {show_bytes(n)}' style='display:inline-block;overflow:hidden;"
-                   f"white-space:nowrap;width:{360 * n / total:.0f}px;background:{colour(what)};color:white'>"
-                   f"{html.escape(what)}</div>" for what, n in parts.items())
 
 
 def storage(model: nn.Module) -> Storage:

@@ -1,6 +1,7 @@
 """A picture of tiers: what lies in device memory, in host memory, on disk, plane by plane."""
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ WIDTH, HEIGHT, DPI = 10.0, 1.1, 150         # inches; HEIGHT of a tier
 COLOURS = {"weights": "#4c72b0", "slots": "#8fa8cf", "gradients": "#c44e52", "masters": "#55a868", "moments": "#8dc891",
            "sums": "#dd8452", "activations": "#8172b3", "work": "#b3a8d1", "staging": "#937860"}
 OTHER = "#9a9a9a"
+BAR_PIXELS = 420                            # of a bar in HTML
 LEAST_SHARE = 0.06                          # of a bar: narrower pieces have no words in them
 
 
@@ -56,9 +58,20 @@ def _draw(axes: Any, row: int, tier: Tier) -> None:
     axes.barh(row, 1, height=0.7, facecolor="none", edgecolor="black", linewidth=0.8)
 
 
-def colour(what: str) -> str:
-    """Of a label, in every picture the same."""
-    return _colour(what)[1]
+def bars(tiers: list[Tier]) -> str:
+    """HTML: a row for each tier, its contents beside one another as shares of them all. Pointing at one shows what it
+    is."""
+    rows = "".join(f"<tr><td>{html.escape(title)}</td><td>{show_bytes(sum(parts.values()))} of {show_bytes(most)}</td>"
+                   f"<td style='white-space:nowrap'>{_bar(parts)}</td></tr>" for title, parts, most in tiers)
+    return f"<table>{rows}</table>"
+
+
+def _bar(parts: dict[str, int]) -> str:
+    total = sum(parts.values()) or 1
+    style = "display:inline-block;overflow:hidden;vertical-align:top;color:white"
+    return "".join(f"<div title='{html.escape(what)}: {show_bytes(n)}' style='{style};background:{_colour(what)[1]};"
+                   f"width:{BAR_PIXELS * n / total:.0f}px'>{html.escape(what)}</div>"
+                   for what, n in parts.items() if n)
 
 
 def _colour(what: str) -> tuple[str, str]:

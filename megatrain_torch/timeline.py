@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from .errors import MegatrainError
 
@@ -109,11 +109,11 @@ def write_chrome(path: str | Path, slices: Sequence[Slice], marks: Sequence[int]
 
 # ---- picture -----------------------------------------------------------------------------------
 
-def write_picture(path: str | Path, slices: Sequence[Slice], marks: Sequence[int], title: str = "") -> None:
+def write_picture(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequence[int], title: str = "") -> None:
     """Lanes against time from the first mark to the last; how busy each was stands at its right.
 
     Args:
-        path: .png, .svg or .pdf.
+        path: .png, .svg or .pdf; or an open file, for PNG.
         marks: at least two: when each step shown began, and when the last ended; nanoseconds.
 
     Raises:

@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import nn
@@ -216,8 +217,8 @@ class Trace:
         """Writes all slices as a Chrome trace, JSON, for https://ui.perfetto.dev or chrome://tracing."""
         write_chrome(path, self.slices(), self._step_times())
 
-    def picture(self, path: str | Path, steps: int = SHOWN) -> None:
-        """Draws the last finished steps, lanes against time; .png, .svg or .pdf.
+    def picture(self, path: str | Path | BinaryIO, steps: int = SHOWN) -> None:
+        """Draws the last finished steps, lanes against time; .png, .svg or .pdf; PNG into an open file.
 
         Raises:
             MegatrainError: no step is finished, or matplotlib is not installed.
@@ -227,6 +228,15 @@ class Trace:
         if len(marks) < 2:
             raise MegatrainError("no step is finished yet: leave the `with` first, or train another step")
         write_picture(path, slices, marks, self.steps(1)[0].why)
+
+    def _repr_png_(self) -> bytes | None:
+        """The picture, for notebooks; None where there is none to draw."""
+        drawn = io.BytesIO()
+        try:
+            self.picture(drawn)
+        except MegatrainError:
+            return None
+        return drawn.getvalue()
 
 
 def _joined(compute: list[Slice]) -> list[Slice]:

@@ -2,8 +2,8 @@
 
 Trainer does what it does well: accumulation averaged by tokens, schedules, the data's order and its place in it,
 evaluation, rotation of checkpoints, TensorBoard and Weights & Biases. What it is given here: mt.AdamW, whose exact
-clipping and norm need no pass of their own over the gradients; checkpoints that have their name when they are whole;
-a log with what bound each step; signals that save and stop.
+clipping and norm need no pass of their own over the gradients; checkpoints of mt.save, written while training goes
+on; a log with what bound each step; signals that save and stop.
 """
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import rotate_checkpoints
 
 from ..api import last_step
+from ..checkpoint import Saving, save
 from ..errors import MegatrainError
+from ..restore import load
 from ..storage import storage
 from ..tracing import Trace
-from .folder import LOG
+from .folder import LOG, WHOLE
 
-UNFINISHED = ".unfinished"           # in the run's folder: a checkpoint that is being written
+UNFINISHED = ".unfinished"           # in the run's folder: small files of a checkpoint that is being written
 
 
 class StreamedTrainer(Trainer):
@@ -38,6 +40,7 @@ class StreamedTrainer(Trainer):
         super().__init__(*args, **kw)
         self._trace, self._tokens = trace, tokens
         self._logged = (0, time.perf_counter())              # step, and when
+        self._saving: Saving | None = None
 
     # mt.AdamW knows the norm and clips by it; Trainer would read every gradient for that.
 
@@ -70,30 +73,47 @@ class StreamedTrainer(Trainer):
     def _optimizer(self) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)      # accelerate wraps it
 
-    # ---- checkpoints ----
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._saving or super()._get_output_dir(trial)
-
-    _saving = ""
+    # ---- checkpoints: mt.save's, with Trainer's small files beside, trainer_state.json last ----
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Written beside, then renamed: what has a checkpoint's name is whole, also after kill -9."""
+        """Begins one: training goes on while the disk writes. It counts when it has its trainer_state.json."""
+        self.finish_saving()
         run = Path(self.args.output_dir)
         beside = run / UNFINISHED
         shutil.rmtree(beside, ignore_errors=True)
-        self._saving, keep, self.args.save_total_limit = str(beside), self.args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._saving, self.args.save_total_limit = "", keep
-        for made in beside.iterdir():
-            _sync(made)
-            shutil.rmtree(run / made.name, ignore_errors=True)
-            made.rename(run / made.name)
-        beside.rmdir()
-        rotate_checkpoints(output_dir=str(run), save_total_limit=keep)
+        beside.mkdir()
+        self._save_rng_state(str(beside))
+        self.processing_class.save_pretrained(beside)
+        self.state.save_to_json(str(beside / WHOLE))
+        self._saving = save(self.model, self._optimizer(), run / f"checkpoint-{self.state.global_step}",
+                            scheduler=self.lr_scheduler, asynchronous=True)
         self.write_pages()
+
+    def finish_saving(self) -> None:
+        """Waits for the checkpoint under way; then older ones may go."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.wait()
+        beside = saving.folder.parent / UNFINISHED
+        for path in sorted(beside.iterdir(), key=lambda p: p.name == WHOLE):
+            _sync(path)
+            path.rename(saving.folder / path.name)
+        _sync(saving.folder)
+        beside.rmdir()
+        rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.args.save_total_limit)
+
+    def training_step(self, *args: Any, **kw: Any) -> Any:
+        if self._saving is not None and self._saving.over:
+            self.finish_saving()
+        return super().training_step(*args, **kw)
+
+    def _load_from_checkpoint(self, *_: Any, **__: Any) -> None:
+        """The weights come with the states, below."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load(self.model, self._optimizer(), checkpoint, scheduler=self.lr_scheduler)
 
     def write_pages(self) -> None:
         """What `megatrain report` shows of the last steps."""
@@ -105,13 +125,12 @@ class StreamedTrainer(Trainer):
                 self._trace.picture(run / "timeline.svg")
 
 
-def _sync(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 # ---- stopping and saving on request --------------------------------------------------------------

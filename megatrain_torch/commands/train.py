@@ -139,7 +139,6 @@ def _train(settings: Settings, checkpoint: Path | None) -> None:
     if stopped is not None:
         say(f"stopped at step {stopped}; megatrain resume {out} goes on")
         return
-    mt.unstream(model)
     export(model, tokenizer, out / folder.FINAL)
     say(f"done in {time.perf_counter() - began:.0f} s; the model is {out / folder.FINAL}\n"
         f"try it: megatrain generate {out} --prompt '...'     look: megatrain report {out}")
@@ -195,7 +194,10 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
             _some(held, HELD_OUT_ROWS) if len(held) else None, processing_class=tokenizer, optimizers=(opt, None),
             callbacks=[requests, Bar(say)], trace=trace, tokens=settings.tokens)
         trainer.remove_callback(_printer())
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            trainer.finish_saving()
         if requests.stop and trainer.state.global_step < settings.steps:
             return trainer.state.global_step
         trainer.write_pages()
@@ -227,7 +229,7 @@ def _arguments(settings: Settings, held: bool) -> Any:
 
 
 def export(model: Any, tokenizer: Any, to: Path) -> None:
-    """The model, ordinary again, and its tokenizer; the folder has its name when it is whole."""
+    """A model, streamed or not, and its tokenizer; the folder has its name when it is whole."""
     beside = to.with_name(to.name + ".unfinished")
     shutil.rmtree(beside, ignore_errors=True)
     model.save_pretrained(beside)
