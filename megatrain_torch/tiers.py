@@ -61,8 +61,10 @@ def _draw(axes: Any, row: int, tier: Tier) -> None:
 def bars(tiers: list[Tier]) -> str:
     """HTML: a row for each tier, its contents beside one another as shares of them all. Pointing at one shows what it
     is."""
-    rows = "".join(f"<tr><td>{html.escape(title)}</td><td>{show_bytes(sum(parts.values()))} of {show_bytes(most)}</td>"
-                   f"<td style='white-space:nowrap'>{_bar(parts)}</td></tr>" for title, parts, most in tiers)
+    line = "style='white-space:nowrap'"
+    rows = "".join(f"<tr><td>{html.escape(title)}</td><td>{show_bytes(sum(parts.values()))}</td>"
+                   f"<td {line}>of {show_bytes(most)}</td><td {line}>{_bar(parts)}</td></tr>"
+                   for title, parts, most in tiers)
     return f"<table>{rows}</table>"
 
 
