@@ -203,24 +203,27 @@ static void several_units_are_on_their_way_and_end_in_order(void)
 
 static void close_finishes_what_was_put(void)
 {
-    errand         e;
-    toy            t;
-    mt_through    *h = NULL;
-    mt_through_job j;
+    errand      e[3];
+    toy         t;
+    mt_through *h = NULL;
 
-    toy_open(&t, 1, 1, 50);
-    errand_fill(&e, &t);
+    toy_open(&t, 3, 1, 50);
     REQUIRE(mt_through_open(t.dev, t.store, 2, 20000, &h) == MT_OK);
-    j = job_of(&e, 0);
-    for (int i = 0; i < 3; i++) {
-        mt_ledger_update_begin(t.store, 0);
+    for (int u = 0; u < 3; u++) {
+        mt_through_job j;
+
+        errand_fill(&e[u], &t);
+        mt_ledger_update_begin(t.store, u);
+        j = job_of(&e[u], u);
         CHECK_OK(mt_through_put(h, &j, 0.5f));
     }
     mt_through_close(h);
-    errand_check(&e, 3);
-    CHECK_EQ(e.frees, 3);
+    for (int u = 0; u < 3; u++) {
+        errand_check(&e[u], 1);
+        CHECK_EQ(e[u].frees, 1);
+        errand_empty(&e[u]);
+    }
     mt_through_close(NULL);
-    errand_empty(&e);
     toy_close(&t);
 }
 
