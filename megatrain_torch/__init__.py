@@ -11,6 +11,7 @@ from .errors import MegatrainError
 from .machine import Machine
 from .optim import AdamW
 from .planner import Plan, plan
+from .pretrained import from_pretrained
 from .report import StepReport
 from .restore import load
 from .storage import Storage, storage
@@ -18,5 +19,5 @@ from .tracing import Trace, trace
 from .wrap import stream, unstream
 
 __all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "SavePlan", "Saving", "StepReport", "Storage", "Trace",
-           "__version__", "explain", "gather", "last_step", "load", "masters", "plan", "save", "storage", "stream",
-           "trace", "unstream"]
+           "__version__", "explain", "from_pretrained", "gather", "last_step", "load", "masters", "plan", "save",
+           "storage", "stream", "trace", "unstream"]

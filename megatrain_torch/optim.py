@@ -301,7 +301,10 @@ class AdamW(torch.optim.Optimizer):
         if record.dtype != torch.float32 and record.master_writes != record.writes:
             rt.core.wait_updates(record.unit)    # the weight was set from outside: it is its own master
             rt.own_states(record)
-            if record.dtype == torch.float16:
+            exact, record.exact = record.exact, None
+            if exact is not None and record.writes == 0:
+                set_master(p, exact)             # what lies just between two bf16 values may become the other one
+            elif record.dtype == torch.float16:
                 record.view("MASTER").copy_(record.host)
                 rt.push(record, "MASTER")
             elif record.low_bytes and record.master_writes >= 0:     # a new plane is zero, and no memory yet
@@ -509,6 +512,8 @@ def master(p: StreamedParameter) -> Tensor:
         return out
     if record.dtype == torch.float16 and record.master_writes == record.writes:
         return record.view("MASTER").clone()
+    if record.exact is not None and record.writes == 0:
+        return record.exact.clone()
     return record.host.to(torch.float32, copy=True)
 
 

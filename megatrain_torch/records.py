@@ -38,13 +38,15 @@ class Record:
         writes, master_writes: writes from outside so far, and those the fp32 master has followed (-1:
             there is no master yet).
         owner: weak reference to the optimizer whose moments the M and V planes hold; None: they are new.
+        exact: the fp32 values that a 16-bit parameter was made from, until its master is: [shape]; None: they are its
+            own.
         host_graph: the parameter took part in arithmetic on the host; autograd adds its gradient.
     """
 
     __slots__ = ("runtime", "unit", "unit_name", "index", "pid", "name", "param", "host", "version", "shape",
                  "stride", "dtype", "offset", "numel", "nbytes", "grad_view", "grad_version", "uses",
                  "open", "set_in", "pending", "host_graph", "address", "was_trainable",
-                 "writes", "master_writes", "owner")
+                 "writes", "master_writes", "owner", "exact")
 
     def __init__(self, runtime: Runtime, unit: int, unit_name: str, index: int, pid: int, name: str,
                  param: torch.nn.Parameter) -> None:
@@ -63,6 +65,7 @@ class Record:
         self.writes, self.master_writes = 0, -1
         self.owner: weakref.ref[torch.optim.Optimizer] | None = None
         self.host_graph = False
+        self.exact: Tensor | None = None
 
     def view(self, plane: str) -> Tensor:
         """Plain tensor over the parameter's bytes in a plane: [shape], in the plane's type; SCALE: [groups,2]."""

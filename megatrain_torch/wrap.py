@@ -23,6 +23,7 @@ from .formats import check_states
 from .fused import template_of, wanted
 from .guard import StreamedParameter
 from .limits import parse_bytes
+from .mapped import Mapped
 from .modes import MODES
 from .placement import OVERHEAD
 from .planner import Plan
@@ -83,7 +84,7 @@ def find_runtime(module: nn.Module) -> Runtime | None:
 def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype: torch.dtype | None = None,
            plan: Plan | dict[str, Any] | None = None, vram: int | str | None = None, host: int | str | None = None,
            nvme: str | dict[str, Any] | None = None, units: list[str | nn.Module] | None = None,
-           compute: str = "auto") -> nn.Module:
+           compute: str = "auto", masters: bool = False) -> nn.Module:
     """Moves a model's parameters to streamed storage in host memory; returns the same object.
 
     From here on the model's own forward runs on `device` with weights that are there only while
@@ -133,6 +134,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             those that dynamo cannot take as they are, and the head too; no templates;
             "auto": fused on CUDA for 16-bit weights, else eager. Fused and compiled results differ from the module's
             own code in the last bits.
+        masters: where `dtype` makes fp32 parameters 16-bit ones, mt.AdamW's fp32 masters begin with their own values.
+            They are kept until its first step: no memory where they are mapped from a file, which must stay as it is.
 
     Raises:
         MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed.
@@ -174,7 +177,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     rt.activations = options.get("activations", "auto")
     rt.speculated = asked.speculated
     rt.compute, rt.vram, rt.room = compute, limit, room
-    _fill(rt, groups, dtype)
+    _fill(rt, groups, dtype, masters)
     if "states" in options:
         rt.choose_states(options["states"])
     rt.store_bytes = sum(n for what, n in asked.device().items() if what.startswith("at home"))
@@ -329,18 +332,21 @@ def _free(where: torch.device) -> int | None:
     return torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
 
 
-def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> None:
+def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None, masters: bool) -> None:
     """Units in the store, weights in their planes; each old tensor is freed as its values are in."""
     global _pid
-    given = 0
+    given, files = 0, Mapped()
     try:
         for (name, params), own in zip(groups, own_bytes(groups)):
             kinds = [DTYPES[stored_dtype(p, dtype)] for _, p in params]
             unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
-            records = []
-            for i, (full, p) in enumerate(params):
-                records.append(_adopt(rt, unit, name, i, _pid, full, p, dtype))
-                _pid += 1
+            records = [_record(rt, unit, name, i, _pid + i, full, p, dtype) for i, (full, p) in enumerate(params)]
+            _pid += len(params)
+            with torch.no_grad():
+                for hi, value in files.fill([(r.view("HI"), r.param.detach()) for r in records]):
+                    hi.copy_(value)
+            for r in records:
+                _adopt(rt, r, masters)
             rt.units.append(records)
             rt.unit_names.append(name)
             given += own
@@ -353,24 +359,29 @@ def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> None:
         raise
 
 
-def _adopt(rt: Runtime, unit: int, unit_name: str, index: int, pid: int, full: str, p: nn.Parameter,
-           dtype: torch.dtype | None) -> Record:
+def _record(rt: Runtime, unit: int, unit_name: str, index: int, pid: int, full: str, p: nn.Parameter,
+            dtype: torch.dtype | None) -> Record:
     r = Record(rt, unit, unit_name, index, pid, full, p)
     r.dtype = stored_dtype(p, dtype)
     r.nbytes = r.numel * r.dtype.itemsize
-    hi = r.view("HI")
+    return r
+
+
+def _adopt(rt: Runtime, r: Record, masters: bool) -> None:
+    """The HI plane has the parameter's values; it becomes a view of that."""
+    p, hi = r.param, r.view("HI")
+    if masters and p.dtype == torch.float32 and r.dtype in (torch.bfloat16, torch.float16) and p.requires_grad:
+        r.exact = p.detach()
     with torch.no_grad():
-        hi.copy_(p.detach())
         grad, p.grad = p.grad, None
         p.data = hi
     r.host = p.detach()
-    r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(unit, index), r.host._version
+    r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(r.unit, r.index), r.host._version
     if grad is not None:
         p.grad = grad.to("cpu", r.dtype)
     p.__class__ = StreamedParameter
     p._mt = r
     rt.records.append(r)
-    return r
 
 
 # ---- installing ----------------------------------------------------------------------------------

@@ -1,0 +1,104 @@
+"""Weights that are a file's bytes: read straight into the store, by several threads, past the page cache.
+
+transformers maps safetensors files and gives each parameter a view, so nothing of them is in memory yet. The store
+then takes the bytes from the file itself, rather than by touching the mapping a page at a time; the most that host
+memory holds is one model. A mapping of which a page was written to (copied, then: it is the process's own) is read
+as memory, like any other.
+"""
+from __future__ import annotations
+
+import bisect
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from . import _core
+from .tensorfiles import Extent
+
+READERS = 12
+_HEAD = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) (\S+) (\d+) +(/.*)$")
+_COPIED = ("Anonymous", "Swap")  # of a mapping: pages that are the process's own by now
+
+
+@dataclass
+class _Mapping:
+    begin: int
+    end: int
+    offset: int
+    device: str
+    inode: int
+    path: str
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def as_in_file(self) -> bool:
+        """No page was written to; the name is still that file's."""
+        if any(self.sizes.get(key) != 0 for key in _COPIED):
+            return False
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+        return (found.st_ino, device) == (self.inode, self.device)
+
+
+def _mappings(smaps: str) -> list[_Mapping]:
+    found: list[_Mapping] = []
+    inside = False
+    for line in smaps.splitlines():
+        key, _, rest = line.partition(":")
+        if key.replace("_", "").isalpha():
+            if inside and rest.endswith("kB"):
+                found[-1].sizes[key] = int(rest.split()[0])
+            continue
+        head = _HEAD.match(line)
+        inside = head is not None
+        if head:
+            begin, end, offset = (int(x, 16) for x in head.groups()[:3])
+            found.append(_Mapping(begin, end, offset, head[4], int(head[5]), head[6]))
+    return found
+
+
+class Mapped:
+    """The files that are mapped now, with what is to be read from them."""
+
+    def __init__(self, smaps: Path = Path("/proc/self/smaps")) -> None:
+        try:
+            self._maps = [m for m in _mappings(smaps.read_text()) if m.as_in_file]
+        except OSError:
+            self._maps = []
+
+    def source(self, t: Tensor) -> tuple[str, int] | None:
+        """(path, offset) where the file has just the bytes of a dense, row-major tensor."""
+        if t.device.type != "cpu" or not t.is_contiguous() or t.numel() == 0:
+            return None
+        address = t.data_ptr()
+        at = bisect.bisect_right(self._maps, address, key=lambda m: m.begin) - 1
+        m = self._maps[at] if at >= 0 else None
+        if m is None or address + t.nbytes > m.end:
+            return None
+        return m.path, m.offset + address - m.begin
+
+    def fill(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Reads values [shape] into memory [shape] of the same type and order; returns the pairs it has not.
+
+        Raises:
+            MegatrainError: a file could not be read; what is in memory then is undefined.
+        """
+        files: dict[str, list[Extent]] = {}
+        left = []
+        for memory, value in pairs:
+            same = memory.dtype == value.dtype and memory.is_contiguous()
+            found = self.source(value) if same else None
+            if found is None:
+                left.append((memory, value))
+            else:
+                files.setdefault(found[0], []).append((found[1], memory.data_ptr(), value.nbytes, -1))
+        for path, extents in files.items():
+            _core.read_file((path, os.stat(path).st_size, sorted(extents)), None, READERS)
+        return left

@@ -1,0 +1,116 @@
+"""Saved models into the store: straight from the file, with exact masters, and back out in transformers' format."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("streaming")
+if parity.IDENTITY:
+    pytest.skip("plain against plain was asked for", allow_module_level=True)
+
+import megatrain_torch as mt  # noqa: E402
+from megatrain_torch import _core, checkpoint  # noqa: E402
+from megatrain_torch.mapped import Mapped, _mappings  # noqa: E402
+
+SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=500, eos_token_id=1, bos_token_id=0)
+IDS = torch.arange(24).view(2, 12)
+
+
+def built(kind: str, **config: Any) -> Any:
+    torch.manual_seed(5)
+    if kind == "moe":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZE, num_local_experts=4, **config))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, **config))
+
+
+def stepped(model: Any) -> mt.AdamW:
+    opt = mt.AdamW(model.parameters(), lr=1e-2)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return opt
+
+
+@pytest.mark.parametrize("kind, tied", [("llama", True), ("llama", False), ("moe", False)])
+def test_a_checkpoint_is_a_folder_that_transformers_reads(tmp_path: Path, kind: str, tied: bool,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
+    model = mt.stream(built(kind, tie_word_embeddings=tied).to(torch.bfloat16), device="cpu")
+    opt = stepped(model)
+    mt.save(model, opt, tmp_path / "c")
+    plain, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and plain.dtype == torch.bfloat16
+    own = dict(model.named_parameters())
+    assert not [n for n, p in plain.named_parameters() if not torch.equal(p, own[n])]
+    again = mt.from_pretrained(type(model), tmp_path / "c", device="cpu")
+    mt.load(again, opt2 := mt.AdamW(again.parameters(), lr=1e-2), tmp_path / "c")
+    assert all(torch.equal(a, b) for a, b in zip(mt.masters(model).values(), mt.masters(again).values()))
+    assert again.lm_head.weight is again.model.embed_tokens.weight or not tied
+    assert opt2._counts
+
+
+def test_weights_are_read_from_the_file_itself_and_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = built("llama").to(torch.bfloat16)
+    plain.save_pretrained(tmp_path)
+    read: list[int] = []
+    real = _core.read_file
+
+    def counted(file: Any, sums: Any, threads: int) -> None:
+        read.append(sum(nbytes for _, _, nbytes, _ in file[2]))
+        real(file, sums, threads)
+
+    monkeypatch.setattr(_core, "read_file", counted)
+    model = mt.from_pretrained(transformers.AutoModelForCausalLM, tmp_path, device="cpu")
+    assert sum(read) == sum(p.nbytes for p in model.parameters())
+    assert not [n for n, p in plain.named_parameters() if not torch.equal(p, model.get_parameter(n))]
+
+
+def test_a_mapping_that_was_written_to_is_memory_like_any_other(tmp_path: Path) -> None:
+    built("llama").save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert Mapped().source(model.lm_head.weight.detach()) is not None
+    with torch.no_grad():
+        model.lm_head.weight[3] = 7.0
+    assert Mapped().source(model.lm_head.weight.detach()) is None
+    assert (mt.stream(model, device="cpu").lm_head.weight[3] == 7).all()
+
+
+def test_what_the_system_does_not_say_is_not_believed(tmp_path: Path) -> None:
+    """A system whose smaps lack a field, or a file that was replaced since."""
+    path = tmp_path / "weights"
+    path.write_bytes(b"x")
+    about = path.stat()
+    head = f"1000-2000 rw-p 00000000 {about.st_dev >> 8:02x}:{about.st_dev & 255:02x} {about.st_ino}     {path}\n"
+    fields = "Rss:   4 kB\nAnonymous:     0 kB\nSwap:     0 kB\nVmFlags: rd\n"
+    assert _mappings(head + fields)[0].as_in_file
+    assert not _mappings(head + fields.replace("Swap:", "Swop:"))[0].as_in_file
+    assert not _mappings(head + fields.replace("Anonymous:     0", "Anonymous:     4"))[0].as_in_file
+    assert not _mappings(head.replace(f"{about.st_ino} ", f"{about.st_ino + 1} ") + fields)[0].as_in_file
+    assert not _mappings(head.replace(str(path), f"{path} (deleted)") + fields)[0].as_in_file
+
+
+@pytest.mark.parametrize("home", ["ram", "vram"])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_fp32_files_give_exact_masters(tmp_path: Path, kind: torch.dtype, home: str) -> None:
+    plain = built("llama")
+    plain.save_pretrained(tmp_path)
+    model = mt.from_pretrained(transformers.AutoModelForCausalLM, tmp_path, dtype=kind, device="cpu",
+                               plan={"homes": home})
+    values = dict(plain.named_parameters())
+    assert not [n for n, p in model.named_parameters() if not torch.equal(p, values[n].to(kind))]
+    assert not [n for n, m in mt.masters(model).items() if not torch.equal(m, values[n])]
+    other = mt.stream(built("llama"), device="cpu", dtype=kind)                # begins with rounded ones
+    one = mt.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for m, opt in ((model, one), (other, mt.AdamW(other.parameters(), lr=0.0, weight_decay=0.0))):
+        m(input_ids=IDS, labels=IDS).loss.backward()
+        opt.step()
+    assert not [n for n, m in mt.masters(model).items() if not torch.equal(m, values[n])]
+    assert [n for n, m in mt.masters(other).items() if not torch.equal(m, values[n])]
+    for n, p in model.named_parameters():              # bf16: rounded to nearest, but ties to either side
+        torch.testing.assert_close(p.float(), values[n], rtol=2**-8, atol=2**-24)
