@@ -14,7 +14,9 @@ from . import folder
 from .data import IGNORED, collate, documents, packed, records
 from .say import say
 from .settings import Settings, add_flags, given
-from .train import _for_machine, _for_model
+from .train import for_machine, for_model
+
+TOGETHER = 8                         # rows: weights are streamed once for all of them
 
 
 def add(commands: Any) -> None:
@@ -26,12 +28,12 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    settings = _for_machine(Settings.of(given(args), "command line"))
+    settings = for_machine(Settings.of(given(args), "command line"))
     source = folder.model_of(settings.model)
     if source != settings.model and settings.seq is None:        # a run: rows as long as in training
         settings = settings.with_(seq=folder.settings_of(Path(settings.model)).seq)
     tokenizer = folder.load_tokenizer(source)
-    settings = _for_model(settings, folder.load_config(source))
+    settings = for_model(settings, folder.load_config(source))
     rows = packed(documents(records(settings.data, settings.split), tokenizer, settings.column), settings.seq, 0)
     model = mt.stream(folder.load_model(source, settings.dtype), settings.device, vram=settings.vram)
     loss = mean_loss(model, rows)
@@ -44,8 +46,9 @@ def mean_loss(model: Any, rows: Any) -> float:
     """Nats per predicted token."""
     model.eval()
     total = 0.0
-    for row in rows:
-        batch = {k: v.to(model.device) for k, v in collate(False)([row]).items()}
+    for first in range(0, len(rows), TOGETHER):
+        some = [rows[i] for i in range(first, min(first + TOGETHER, len(rows)))]
+        batch = {k: v.to(model.device) for k, v in collate(False)(some).items()}
         targets = int((batch["labels"][:, 1:] != IGNORED).sum())
         if targets:
             total += model(**batch, use_cache=False).loss.item() * targets

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
             raise MegatrainError(f"{out} has a run already: megatrain resume {out} goes on with it, --overwrite "
                                  "removes it, --out names another folder")
         _clear(out)
-    _train(_for_machine(settings.with_(out=str(out))), None)
+    _train(for_machine(settings.with_(out=str(out))), None)
 
 
 def again(args: argparse.Namespace) -> None:
@@ -61,7 +61,7 @@ def again(args: argparse.Namespace) -> None:
     settings = folder.settings_of(args.folder).with_(out=str(args.folder))
     if (args.folder / folder.FINAL / "config.json").is_file():
         raise MegatrainError(f"{args.folder} is finished: its model is {args.folder / folder.FINAL}")
-    _train(settings, folder.last_checkpoint(args.folder))
+    _train(for_machine(settings), folder.last_checkpoint(args.folder))
 
 
 def _clear(out: Path) -> None:
@@ -79,14 +79,17 @@ def _check_reports(settings: Settings) -> None:
 
 # ---- what is not said ----------------------------------------------------------------------------
 
-def _for_machine(settings: Settings) -> Settings:
+def for_machine(settings: Settings) -> Settings:
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise MegatrainError("device=cuda: torch sees no CUDA device here; use --device cpu")
+    if device == "cpu":
+        # Torch's threads spin while they wait for each other: one core is left to the engine's.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     return settings.with_(device=device, dtype=settings.dtype or ("bfloat16" if device == "cuda" else "float32"))
 
 
-def _for_model(settings: Settings, config: Any) -> Settings:
+def for_model(settings: Settings, config: Any) -> Settings:
     most = getattr(config, "max_position_embeddings", None) or settings.seq or 4096
     seq = settings.seq or min(4096 if settings.device == "cuda" else 256, most)
     if seq > most:
@@ -118,12 +121,9 @@ def _for_data(settings: Settings, rows: Rows) -> Settings:
 def _train(settings: Settings, checkpoint: Path | None) -> None:
     began = time.perf_counter()
     torch.manual_seed(settings.seed)
-    if settings.device == "cpu":
-        # Torch's threads spin while they wait for each other: one core is left to the engine's.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     source = str(checkpoint or folder.model_of(settings.model))
     tokenizer = folder.load_tokenizer(source)
-    settings = _for_model(settings, folder.load_config(source))
+    settings = for_model(settings, folder.load_config(source))
     train, held = _rows(settings, tokenizer)
     settings = _for_data(settings, train)
     model = folder.load_model(source, settings.dtype)
