@@ -10,14 +10,20 @@
  *     cs = M / 127^2,  ks = R / 255^2
  *     x = 127 * sqrt(|m| / M)                   at most 127
  *     y = 255 * sqrt(r / R)                     at least x * f + f + 1, at most 255
- *     |c| = round(x), k = round(y)              stochastically: what lies between two codes becomes the
+ *     c = round(+-x), k = round(y)              stochastically: what lies between two codes becomes the
  *                                               upper one as often as it is near it
  *   f = 255/127 * sqrt(M / (L R)), at most 2, and L = 1.75 * (1 - b1^t) / sqrt(1 - b2^t): however x and y are
  *   rounded, no code says |m| > L r. So no update that follows from codes alone is above 1.75 lr.
  *
- * Units: x and y are made in 2^-24 and 2^-23 of a code, sqrt(|m| * (127 * 2^24)^2 / M), rounded to an integer,
- * and the upper 24 or lower 23 bits of the element's hash are added before all below a code is cut off. A
- * comparison with NaN keeps the other value.
+ * round: a number of [0, 1) from the element's hash is added, and all below a code is cut off. x with its sign
+ * gets 15 bits and a half, and 128 more, so that no sum is negative; y gets 23 bits, and 1 more, which keeps them
+ * in a float. Sums are rounded to nearest, by at most 2^-17 of a code. A comparison with NaN keeps the other value.
+ *
+ * y's root is rounded correctly. x's need not be, and is 8 operations that every processor has: with q = |m| / M
+ * times a little less than 127^2, a guess w of 1/sqrt(q) from q's bits (within 4 %), s = q w, e = s w = q w^2, and
+ * sqrt(q) = s / sqrt(e) = s * P(e), P a cubic within 1e-6. x is 1e-6 to 3e-6 of itself too small: by at most 4e-4 of
+ * a code, and never above 127. That is 6e-6 of m in a step that forgets 1 - b1 of it; a step forgets 100 times less
+ * of v, so y's is rounded correctly.
  *
  * Why square roots: elements of one group differ by more than 255. A byte for sqrt(v) itself says 0 where an
  * element is 500 times smaller than its group's largest, and then the next gradient moves it 3 lr; with the
@@ -36,12 +42,27 @@
 #include <stdint.h>
 
 #define MT__C_MOST      127
-#define MT__K_MOST      255
-#define MT__C_UNITS     (127.0f * 0x1p24f)
-#define MT__K_UNITS     (255.0f * 0x1p23f)
-#define MT__K_RANDOM    0x7fffff
+#define MT__K_MOST      255.0f
 #define MT__C_SQUARE    16129.0f                 /* 127^2 */
 #define MT__K_SQUARE    65025.0f                 /* 255^2 */
+#define MT__C_INVERSE   (1.0f / MT__C_SQUARE)
+#define MT__K_INVERSE   (1.0f / MT__K_SQUARE)
+#define MT__C_BELOW     16128.9375f              /* the largest q */
+
+/* What is added before all below a code is cut off: bits of the hash, in a float's bits. */
+#define MT__C_RANDOM    0x0000fffeu
+#define MT__C_ONTO      0x43000001u              /* 128 + 2^-16 */
+#define MT__C_OFFSET    128
+#define MT__K_RANDOM    0x007fffffu
+#define MT__K_ONTO      0x3f800000u              /* 1 */
+#define MT__K_OFFSET    1
+
+/* w = MT__ROOT_GUESS - bits / 2; P(e) = ((D e + C) e + B) e + A, the least relative error where w leaves e. */
+#define MT__ROOT_GUESS  0x5f360000u
+#define MT__ROOT_A      0x1.1a26f2p+1f
+#define MT__ROOT_B      -0x1.1e5976p+1f
+#define MT__ROOT_C      0x1.5c7a18p+0f
+#define MT__ROOT_D      -0x1.505460p-2f
 #define MT__LEAST_MOST  2.0f                     /* f */
 #define MT__M_LEAST     0x1p-64f                 /* of a group's largest */
 #define MT__R_LEAST     0x1p-60f

@@ -83,6 +83,16 @@ __device__ inline float largest(float x)
     return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x)));
 }
 
+// As mt__root_near.
+__device__ inline float root_near(float q)
+{
+    const float w = __uint_as_float(MT__ROOT_GUESS - (__float_as_uint(q) >> 1)), s = __fmul_rn(q, w);
+    const float e = __fmul_rn(s, w);
+    const float p = __fmaf_rn(__fmaf_rn(MT__ROOT_D, e, MT__ROOT_C), e, MT__ROOT_B);
+
+    return __fmul_rn(s, __fmaf_rn(p, e, MT__ROOT_A));
+}
+
 // The formula of adam.h on one element: m, and r, the root of v.
 __device__ inline void step(float *p, float *m, float *r, float g, const Coef &c)
 {
@@ -180,25 +190,27 @@ template <typename K, typename G> struct Lane {
 
         most_m = most_m < MT__M_LARGEST ? most_m < MT__M_LEAST ? 0.0f : most_m : MT__M_LARGEST;
         most_r = most_r < MT__R_LARGEST ? most_r < MT__R_LEAST ? 0.0f : most_r : MT__R_LARGEST;
-        const float by_m = most_m > 0 ? __fdiv_rn(MT__C_UNITS * MT__C_UNITS, most_m) : 0.0f;
-        const float by_r = most_r > 0 ? __fdiv_rn(MT__K_UNITS * MT__K_UNITS, most_r) : 0.0f;
-        const float ratio = most_r > 0 ? __fdiv_rn(__fmul_rn(c.code_bound, most_m), most_r) : 0.0f;
+        const float by_m = most_m > 0 ? __fdiv_rn(MT__C_BELOW, most_m) : 0.0f;
+        const float by_r = most_r > 0 ? __fdiv_rn(MT__K_SQUARE, most_r) : 0.0f;
+        const float ratio = __fmul_rn(__fmul_rn(c.code_bound, most_m), __fmul_rn(by_r, MT__K_INVERSE));
         const float f = fminf(__fsqrt_rn(ratio), MT__LEAST_MOST);
-        const float floor = most_r > 0 ? __fmul_rn(__fadd_rn(f, 1.0f), 0x1p23f) : 0.0f;
+        const float floor = most_r > 0 ? __fadd_rn(f, 1.0f) : 0.0f;
 
-        scale = make_float2(__fdiv_rn(most_m, MT__C_SQUARE), __fdiv_rn(most_r, MT__K_SQUARE));
+        scale = make_float2(__fmul_rn(most_m, MT__C_INVERSE), __fmul_rn(most_r, MT__K_INVERSE));
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             const unsigned h = hashed(MT__HASH_FIRST(c.seed_moment, at + e), c.seed_moment[1]);
-            float x = __fsqrt_rn(__fmul_rn(fabsf(m[e]), by_m)), y = __fsqrt_rn(__fmul_rn(r[e], by_r));
+            const float q = __fmul_rn(fabsf(m[e]), by_m);
+            const float x = root_near(q < MT__C_BELOW ? q : MT__C_BELOW), least = __fmaf_rn(x, f, floor);
+            float y = __fsqrt_rn(__fmul_rn(r[e], by_r));
 
-            x = x < MT__C_UNITS ? x : MT__C_UNITS;
-            const float least = __fmaf_rn(x, __fmul_rn(0.5f, f), floor);
             y = y > least ? y : least;
-            y = y < MT__K_UNITS ? y : MT__K_UNITS;
-            const int k = (__float2int_rn(x) + (int)(h >> 8)) >> 24;
-            mc.x[e] = (signed char)(__float_as_int(m[e]) < 0 ? -k : k);
-            vc.x[e] = (unsigned char)((__float2int_rn(y) + (int)(h & MT__K_RANDOM)) >> 23);
+            y = y < MT__K_MOST ? y : MT__K_MOST;
+            const float c_sum = __fadd_rn(copysignf(x, m[e]), __uint_as_float((h & MT__C_RANDOM) | MT__C_ONTO));
+            const float k_sum = __fadd_rn(y, __uint_as_float((h & MT__K_RANDOM) | MT__K_ONTO));
+            const int k = __float2int_rz(k_sum) - MT__K_OFFSET;
+            mc.x[e] = (signed char)(__float2int_rz(c_sum) - MT__C_OFFSET);
+            vc.x[e] = (unsigned char)(k < 255 ? k : 255);
         }
     }
 
@@ -253,8 +265,8 @@ __device__ inline void chunk(const Tensor &t, int64_t from)
 // One step of AdamW, the formula of adam8_code.h, on every element of up to 30 tensors [n] of any kinds.
 // A block takes a chunk of 1024 elements of one tensor, a warp a group of it; many warps hide what each waits for.
 // Bytes an element with a 16-bit gradient: BF16 r8.06 w6.06, LO8 1 less each way, SR 2; F32 r10.06 w6.06.
-// Expected: 14.1 bytes at 4.0 to 4.3 TB/s of an H200's HBM are 280 to 300 G bf16 parameters/s; four square
-// roots and divisions of 8 to 20 instructions each may hold it below.
+// Expected: 14.1 bytes at 4.0 to 4.3 TB/s of an H200's HBM are 280 to 300 G bf16 parameters/s; two square
+// roots and a division of 8 to 20 instructions each may hold it below.
 __global__ void __launch_bounds__(WARPS * 32, 4) update8(const __grid_constant__ Table table)
 {
     for (int64_t c = blockIdx.x; c < table.first[table.n]; c += gridDim.x) {

@@ -8,8 +8,7 @@
 
 #define MT__ADAM8_AHEAD 1024             /* elements prefetched ahead: as many bytes as MT__ADAM_AHEAD's */
 
-/* What a group's elements are multiplied by below the root, and in units of y the least that it may be:
- * least * x + floor. */
+/* What a group's elements are multiplied by below the root, and the least that y may be: least * x + floor. */
 typedef struct mt__code_size {
     float by_m, by_r, least, floor;
 } mt__code_size;
@@ -19,17 +18,25 @@ static inline mt__code_size mt__code_size_of(float most_m, float most_r, float b
 {
     float m = most_m < MT__M_LARGEST ? most_m < MT__M_LEAST ? 0.0f : most_m : MT__M_LARGEST;
     float r = most_r < MT__R_LARGEST ? most_r < MT__R_LEAST ? 0.0f : most_r : MT__R_LARGEST;
-    float f = r > 0 ? sqrtf(bound * m / r) : 0.0f;
+    float by_r = r > 0 ? MT__K_SQUARE / r : 0.0f, f = sqrtf(bound * m * (by_r * MT__K_INVERSE));
 
     f = f < MT__LEAST_MOST ? f : MT__LEAST_MOST;
-    scale[0] = m / MT__C_SQUARE;
-    scale[1] = r / MT__K_SQUARE;
+    scale[0] = m * MT__C_INVERSE;
+    scale[1] = r * MT__K_INVERSE;
     return (mt__code_size){
-        .by_m  = m > 0 ? MT__C_UNITS * MT__C_UNITS / m : 0.0f,
-        .by_r  = r > 0 ? MT__K_UNITS * MT__K_UNITS / r : 0.0f,
-        .least = 0.5f * f,                              /* a unit of x is half a unit of y */
-        .floor = r > 0 ? (f + 1.0f) * 0x1p23f : 0.0f,
+        .by_m  = m > 0 ? MT__C_BELOW / m : 0.0f,
+        .by_r  = by_r,
+        .least = f,
+        .floor = r > 0 ? f + 1.0f : 0.0f,
     };
+}
+
+/* sqrt(q), q not negative, within 1e-6. */
+static inline float mt__root_near(float q)
+{
+    float w = mt__float(MT__ROOT_GUESS - (mt__bits(q) >> 1)), s = q * w, e = s * w;
+
+    return s * fmaf(fmaf(fmaf(MT__ROOT_D, e, MT__ROOT_C), e, MT__ROOT_B), e, MT__ROOT_A);
 }
 
 #if defined(__x86_64__)

@@ -88,17 +88,18 @@ static mt__code_size size_of(const group *x, float bound, float *scale)
 static inline void encode(float m, float r, const mt__code_size *size, uint32_t hash, int8_t *to_m,
                           uint8_t *to_v)
 {
-    float x = sqrtf(fabsf(m) * size->by_m), y = sqrtf(r * size->by_r);
-
-    x = x < MT__C_UNITS ? x : MT__C_UNITS;
+    float q = fabsf(m) * size->by_m;
+    float x = mt__root_near(q < MT__C_BELOW ? q : MT__C_BELOW), y = sqrtf(r * size->by_r);
     float least = fmaf(x, size->least, size->floor);
-    y = y > least ? y : least;
-    y = y < MT__K_UNITS ? y : MT__K_UNITS;
 
-    int32_t c = ((int32_t)lrintf(x) + (int32_t)(hash >> 8)) >> 24;
-    int32_t k = ((int32_t)lrintf(y) + (int32_t)(hash & MT__K_RANDOM)) >> 23;
-    *to_m = (int8_t)(signbit(m) ? -c : c);
-    *to_v = (uint8_t)k;
+    y = y > least ? y : least;
+    y = y < MT__K_MOST ? y : MT__K_MOST;
+    x = copysignf(x, m) + mt__float((hash & MT__C_RANDOM) | MT__C_ONTO);
+    y = y + mt__float((hash & MT__K_RANDOM) | MT__K_ONTO);
+
+    int k = (int)y - MT__K_OFFSET;                       /* 256 where the last sum was rounded up */
+    *to_m = (int8_t)((int)x - MT__C_OFFSET);
+    *to_v = (uint8_t)(k < 255 ? k : 255);
 }
 
 /* One element of the step; its new moments go into x. */
@@ -175,11 +176,11 @@ void mt_codes_get(const mt_adam_codes *c, float *m, float *v, int64_t n)
     }
 }
 
-/* Half a code in each hash's bits: to nearest. The bound is that of moments that only ever saw one
+/* Half a code in the hash's bits for either: to nearest. The bound is that of moments that only ever saw one
  * gradient, with betas up to 0.9 and 0.999; no true moments are above it. */
 void mt_codes_set(const float *m, const float *v, const mt_adam_codes *c, int64_t n)
 {
-    const uint32_t half = 0x80400000u;
+    const uint32_t half = 0x00408000u;
     const float    bound = MT__K_SQUARE / MT__C_SQUARE / 8;
 
     for (int64_t i = 0; i < n; i += MT_STATES_GROUP) {

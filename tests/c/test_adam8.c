@@ -1,7 +1,7 @@
 /* test_adam8.c — the executable form of optim/adam8_code.h: moments of 8 bits. */
 #include "check.h"
 #include "dev_fault.h"
-#include "../../csrc/optim/adam.h"
+#include "../../csrc/optim/adam8_kernel.h"
 #include <math.h>
 
 #define GROUP MT_STATES_GROUP
@@ -556,9 +556,27 @@ static void rounding_is_unbiased(void)
     }
 }
 
+/* Every exponent's parity and 20 bits of fraction, over all sizes that a code has; the largest exactly. */
+static void the_root_of_m_is_a_little_below(void)
+{
+    double least = 1, most = -1;
+
+    for (uint32_t bits = 0x20000000u; bits < 0x46800000u; bits += 0x1237u) {
+        float q = mt__float(bits);
+        double off = (double)mt__root_near(q) / sqrt((double)q) - 1;
+
+        least = fmin(least, off);
+        most = fmax(most, off);
+    }
+    CHECK(least > -1e-6 && most < 1e-6);
+    CHECK(mt__root_near(MT__C_BELOW) < 127);
+    CHECK_EQ(mt__root_near(0), 0);
+}
+
+/* Tolerance: 0.0024 of a code. */
 static void moments_are_rounded_without_bias(void)
 {
-    enum { N = 1 << 16 };
+    enum { N = 1 << 20 };
     const double coins = 5 * 0.5 / sqrt(N);
     mt_adam_tensor t;
     double         c = 0, k = 0;
@@ -995,6 +1013,7 @@ static void cuda_queue_takes_many_tensors(void) { check_many(1); }
     X(moments_are_tracked_over_4000_steps)                  \
     X(a_gradient_that_vanishes_is_forgotten)                \
     X(rounding_is_unbiased)                                 \
+    X(the_root_of_m_is_a_little_below)                      \
     X(moments_are_rounded_without_bias)                     \
     X(draws_depend_on_key_and_element_alone)                \
     X(a_weight_without_gradient_stays)                      \
