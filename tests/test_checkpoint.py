@@ -69,7 +69,28 @@ def test_resume_gives_the_bits_of_an_uninterrupted_run(tmp_path: Path, saved: An
     assert_same(train(first, 2, 4), train(again, 2, 4))
 
 
-@pytest.mark.parametrize("homes, plan", [("ram", {}), (SOME, {}), ("ram", {"speculate": True})], ids=["ram", "some", "guess"])
+@pytest.mark.parametrize("home", ["vram", "disk"])
+def test_updates_of_every_home_wait_for_the_copy(tmp_path: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients are home already, so they would begin at once, and the first unit's copy takes longer."""
+    monkeypatch.setattr(checkpoint, "COPIERS", 1)
+    monkeypatch.setattr(checkpoint, "WRITERS", 1)
+    monkeypatch.setattr(checkpoint, "_check", lambda *_: None)           # which refuses to save with gradients
+    model = mt.stream(plain_dots(BF16, [(2100, 2100), (70, 50)]), device="cpu", nvme=str(tmp_path),
+                      plan={"homes": {"layers.1": home}})
+    opt = mt.AdamW(model.parameters(), lr=1e-2)
+    train((model, opt), 0, 1)
+    want = everything(model, opt)
+    model(grads_for(model, 1)).backward()
+    saving = mt.save(model, opt, tmp_path / "c", asynchronous=True, spare=1)
+    opt.step()
+    saving.wait()
+    mt.load(model, opt, tmp_path / "c")
+    found = everything(model, opt)
+    assert not [name for name in want if not torch.equal(want[name], found[name])]
+
+
+@pytest.mark.parametrize("homes, plan", [("ram", {}), (SOME, {}), ("ram", {"speculate": True})],
+                         ids=["ram", "some", "guess"])
 def test_training_that_goes_on_does_not_change_what_is_saved(tmp_path: Path, homes: Any, plan: dict[str, Any],
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """With no spare memory, one slow copier, delays in every queue, and updates and writes at once."""
