@@ -244,7 +244,10 @@ def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
     (half / UNFINISHED / "checkpoint-9").mkdir(parents=True)         # as kill -9 while one is written
     stopped = folder.last_checkpoint(half).name
     assert stopped in ("checkpoint-3", "checkpoint-4") and not (half / "model").exists()
+    with (half / folder.LOG).open("a") as log_file:      # steps that were made and not saved
+        log_file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
     assert megatrain("resume", half) == 0
+    assert sum(line["step"] == 5 and "loss" in line for line in folder.lines(half)) == 1
     files = [(whole_run / run / "model/model.safetensors").read_bytes() for run in ("whole", "half")]
     assert files[0] == files[1]
     losses = [{line["step"]: line["loss"] for line in folder.lines(whole_run / run) if "loss" in line}

@@ -60,6 +60,12 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return found
 
 
+def forget_after(run: Path, step: int) -> None:
+    """Takes from log.jsonl what comes after a checkpoint: these steps will be made again."""
+    kept = [json.dumps(line) + "\n" for line in lines(run) if line["step"] <= step]
+    (run / LOG).write_text("".join(kept))
+
+
 # ---- models --------------------------------------------------------------------------------------
 
 def transformers() -> Any:

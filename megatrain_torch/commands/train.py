@@ -61,7 +61,9 @@ def again(args: argparse.Namespace) -> None:
     settings = folder.settings_of(args.folder).with_(out=str(args.folder))
     if (args.folder / folder.FINAL / "config.json").is_file():
         raise MegatrainError(f"{args.folder} is finished: its model is {args.folder / folder.FINAL}")
-    _train(for_machine(settings), folder.last_checkpoint(args.folder))
+    checkpoint = folder.last_checkpoint(args.folder)
+    folder.forget_after(args.folder, int(checkpoint.name.removeprefix("checkpoint-")))
+    _train(for_machine(settings), checkpoint)
 
 
 def _clear(out: Path) -> None:
