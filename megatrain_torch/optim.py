@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core
+from . import _core, clipping
 from .errors import MegatrainError
 from .formats import check_states
 from .guard import StreamedParameter, guard, plain
@@ -88,12 +88,17 @@ class AdamW(torch.optim.Optimizer):
         self._speculations: list[Speculation] = []         # one for each streamed model
         self._counts: dict[Tensor, int] = {}               # steps taken, as state["step"] says
         self._norm: float | None = None
+        self._limit_once = math.inf                        # of the next step, beside max_grad_norm
+        self._steps = 0                                    # calls of step()
+        self._asked: clipping.LateNorm | None = None       # for the next step; taken over by it
+        self._late: clipping.LateNorm | None = None        # of the last step
         self._skipped = 0
         self._complaint = ""
         self._states = states
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
         self._ask_for_room()
+        clipping.prepare()
 
     def _ask_for_room(self) -> None:
         """Refuses before planes are made that do not fit."""
@@ -129,7 +134,12 @@ class AdamW(torch.optim.Optimizer):
             MegatrainError: a worker failed since the last call; or nonfinite="raise" and the step
                 before this one was skipped.
         """
+        clipping.prepare()
         self._settle()
+        if self._late is not None:
+            self._late.settle()
+        self._late, self._asked = self._asked, None
+        self._steps += 1
         complaint, self._complaint = self._complaint, ""
         if complaint and self._nonfinite == "raise":
             raise MegatrainError(complaint)
@@ -139,8 +149,9 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         self._handed, self._early, self._norm = self._early, [], None
         elsewhere = self._gradients_elsewhere()
+        limit, self._limit_once = min(self.max_grad_norm or math.inf, self._limit_once), math.inf
         if not elsewhere:
-            self._step_all(self.max_grad_norm or math.inf)
+            self._step_all(limit)
         elif self._clip_here(elsewhere):
             self._step_all(math.inf)
         self._done.clear()
@@ -174,6 +185,9 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With set_to_none waits for nothing, else for the updates that still read the gradients."""
+        if self._asked is not None:          # a batch that is dropped, its limit too
+            self._asked.settle()
+            self._asked, self._limit_once = None, math.inf
         if not set_to_none:
             return super().zero_grad(set_to_none=False)
         with torch._C.DisableTorchFunctionSubclass():
@@ -211,6 +225,50 @@ class AdamW(torch.optim.Optimizer):
     def _note_skipped(self) -> None:
         self._skipped += not self._complaint         # once a step
         self._complaint = f"step skipped: the global gradient norm was {self._norm}; weights and states are as before"
+
+    # ---- a limit that is given with each step: see clipping.py ----
+
+    def clips_alone(self, params: list[Tensor]) -> bool:
+        """Are these parameters' gradients all that the next step() uses, weighed by one engine and not clipped yet?"""
+        if self._asked is not None:
+            self._asked.settle()
+            if not self._in_backward:
+                return False
+        mine = {p for g in self.param_groups for p in g["params"]}
+        with torch._C.DisableTorchFunctionSubclass():
+            theirs = {p for p in params if p.grad is not None}
+            used = {p for p in mine if p.grad is not None}
+        return theirs == used and mine <= set(params) and not self._gradients_elsewhere()
+
+    def clip_next(self, limit: float) -> clipping.LateNorm:
+        """The next step() clips the global norm of its gradients to this; they stay as they are until then.
+
+        Returns:
+            [] fp32, the norm before clipping; reading it waits for the gradients, before step() for longer.
+
+        Raises:
+            MegatrainError: in_backward=True, and there is a limit: weights have been updated by now.
+        """
+        if self._in_backward and limit < math.inf:
+            raise MegatrainError(f"clipping to {limit} after mt.AdamW(in_backward=True) has updated: leave in_backward "
+                                 "out, or do not clip (TrainingArguments(max_grad_norm=0))")
+        steps = self._steps
+
+        def find() -> float:
+            if self._steps == steps:
+                return self._norm_here()
+            self._settle()                   # the step was just the next: a later one takes the norm before it begins
+            return self._norm or 0.0
+
+        self._limit_once, self._asked = limit, clipping.LateNorm.of(find)
+        return self._asked
+
+    def _norm_here(self) -> float:
+        """The norm of the gradients there are, before any step: of what was updated in backward, else on the host."""
+        if self._early:
+            return math.hypot(*(h.result()[0] for h in self._early))
+        grads = [p.grad for g in self.param_groups for p in g["params"]]
+        return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads if g is not None))
 
     # ---- gradients that are not all in one store ----
 

@@ -284,7 +284,8 @@ def _problem(p: nn.Parameter) -> str:
     if isinstance(p, nn.parameter.UninitializedTensorMixin):
         return "has no shape yet: run one forward first, then mt.stream"
     if type(p) is not nn.Parameter:
-        return f"is a {type(p).__name__}, a Parameter subclass that is not handled; stream before quantising"
+        return (f"is of {type(p).__name__}, a subclass of Parameter, and only plain ones are streamed; if the model is "
+                "quantised, load it without that: a frozen bf16 parameter takes 2 bytes of host memory")
     if p.is_meta:
         return "is on the meta device: load its weights first"
     if p.is_complex():
@@ -484,7 +485,8 @@ def _apply(rt: Runtime, module: nn.Module, fn: Any) -> nn.Module:
         out = fn(probe)
         if out.dtype != t.dtype and isinstance(t, StreamedParameter):
             raise MegatrainError(f"{name}: {t.dtype} to {out.dtype}: a streamed model's types are fixed; "
-                                 "convert it before mt.stream, or give mt.stream(dtype=...)")
+                                 "convert it before mt.stream, or give mt.stream(dtype=...); bf16_full_eval and "
+                                 "fp16_full_eval of TrainingArguments ask for this: leave them out")
     for m in module.modules():
         for k, b in m._buffers.items():
             if isinstance(b, Tensor):
@@ -507,7 +509,8 @@ def _tree_check(rt: Runtime, root: nn.Module) -> Any:
         for name, p in ref().named_parameters():
             if not isinstance(p, StreamedParameter) or p._mt.runtime is not rt:
                 raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
-                                     "change the model first (get_peft_model, new heads), then stream it")
+                                     "change the model first (get_peft_model, load_adapter, new heads), then stream "
+                                     "it; SFTTrainer(peft_config=...) changes it too late")
         seen = _registrations
 
     return check

@@ -1,0 +1,78 @@
+"""Accelerate's clip_grad_norm_, and so Trainer's max_grad_norm, where mt.AdamW makes the step: it clips.
+
+torch's own function reads all gradients on the host, multiplies them there, and has the caller wait for both, in
+every step; Trainer calls it for the norm alone too. mt.AdamW has the norm from the device, and clips as it updates.
+So where the gradients are those of one prepared mt.AdamW, the limit is passed on to its next step, and the norm is a
+tensor that waits when it is read. In all other cases Accelerate's own code runs.
+"""
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .optim import AdamW
+
+_patched = False
+
+
+class LateNorm(Tensor):
+    """[] fp32: the norm of a step's gradients, known when they are home; what is done with it waits until then."""
+
+    _find: Callable[[], float] | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for a in args:
+            for norm in a if isinstance(a, (list, tuple)) else (a,):
+                if isinstance(norm, LateNorm):
+                    norm.settle()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def settle(self) -> None:
+        """Its value is there from now on."""
+        find, self._find = self._find, None
+        if find is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.fill_(find())
+
+    @staticmethod
+    def of(find: Callable[[], float]) -> LateNorm:
+        out = torch.zeros(()).as_subclass(LateNorm)
+        out._find = find
+        return out
+
+
+def prepare() -> None:
+    """Once accelerate is imported."""
+    global _patched
+    module = sys.modules.get("accelerate")
+    cls = getattr(module, "Accelerator", None)
+    if _patched or cls is None:
+        return
+    own = cls.clip_grad_norm_
+
+    @functools.wraps(own)
+    def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        opt = _prepared(self) if norm_type == 2 and max_norm > 0 else None
+        if opt is None or not opt.clips_alone(parameters):
+            return own(self, parameters, max_norm, norm_type)
+        return opt.clip_next(float(max_norm))
+
+    cls.clip_grad_norm_ = clip_grad_norm_
+    _patched = True
+
+
+def _prepared(accelerator: Any) -> AdamW | None:
+    """The mt.AdamW that will make the next step, if that is certain."""
+    from .optim import AdamW
+    optimizers = [o.optimizer for o in accelerator._optimizers]
+    certain = len(optimizers) == 1 and accelerator.sync_gradients and accelerator.scaler is None
+    return optimizers[0] if certain and isinstance(optimizers[0], AdamW) else None
