@@ -39,8 +39,9 @@ class LateNorm(Tensor):
         """Its value is there from now on."""
         find, self._find = self._find, None
         if find is not None:
+            value = find()                   # reads gradients: their guards must be on
             with torch._C.DisableTorchFunctionSubclass():
-                self.fill_(find())
+                self.fill_(value)
 
     @staticmethod
     def of(find: Callable[[], float]) -> LateNorm:
