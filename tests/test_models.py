@@ -120,13 +120,14 @@ def test_errors_of_fused_gradients_are_seen() -> None:
 
 def test_the_page_counts_and_lists_what_is_wrong() -> None:
     good = {"class": "A", "test": "t", "plain": "trained", "saved": "equal", "replay": "equal", "fused": "within 1e-07 (3)"}
-    known = {"versions": {"torch": "torch 1", "timm": "timm 2"}, "timm/a": [good],
+    known = {"versions": {"torch": "torch 1", "timm": "timm 2"}, "installed": {"timm": ["a", "z"]}, "timm/a": [good],
              "timm/b": [good | {"replay": "differs: loss"}], "timm/c": [good | {"saved": "refused: no", "replay": "refused: no"}],
              "timm/d": [{"class": "", "test": "t", "plain": "ValueError: no"}],
              "timm/e": [good | {"saved": "last bits (1e-07): loss"}], "timm/f": [good | {"fused": "off by 1e-05"}]}
     text = models_page.page(known, "5e-06")
     assert "| all | 6 | 6 | 5 | 3 | 3 | 1 | 1 | 1 | 5 | 4 |" in text
     assert "| b | A | replay: differs: loss |" in text and "| d | t | ValueError: no |" in text
+    assert "yet to come): z." in text
     assert "| f | A |  |  | equal | equal | off by 1e-05 |" in text
 
 

@@ -8,7 +8,7 @@
 Where the models come from: tiny_models.py. Of each, two plain runs must agree first: then the same loop is streamed
 with activations kept, replayed, and with fused layers. Two steps of torch's AdamW in fp32; compared are losses, every
 gradient, weights and buffers at the end, and the next random number. Each file of trials runs in a process of its
-own, with a limit of time and memory.
+own, with a limit of time and memory. Besides the test extra it needs diffusers, timm, scipy and what the tests import.
 """
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ import megatrain_torch as mt
 from megatrain_torch.wrap import runtime_of
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 240                 # for one model, all its runs
+SECONDS = 600                 # for one model, all its runs
 MEMORY_BYTES = 12 << 30       # of address space
 STEPS = 2
 LAST_BITS = 1e-6              # relative: some ten roundings of fp32, as when a sum is taken in another order
@@ -320,6 +320,7 @@ def try_all(source: Source, only: re.Pattern[str], again: bool, cache: Path) -> 
         known[f"{source.name}/{file}"] = rows
         known["versions"] = known.get("versions", {}) | {"torch": f"torch {torch.__version__}",
                                                          source.name: versions(source)}
+        known["installed"] = known.get("installed", {}) | {source.name: sorted(source.installed())}
         write(cache, known)
         for row in rows:
             sys.stdout.write(f"{i + 1}/{len(todo)} {file} {brief(row)}\n")
