@@ -71,6 +71,8 @@ class SelfAttention:
             raise Unfit(f"its projections have {self.qkv.rows} rows, which are no q, k and v heads of {self.head}")
 
     def _read_heads(self, attn: nn.Module) -> None:
+        if isinstance(attn.scaling, Tensor):             # TimesFM learns one for each channel
+            raise Unfit("its attention's scale is learnt")
         self.scale = float(attn.scaling)
         self.causal = bool(getattr(attn, "is_causal", True))
         self.rotary: Rotary | None = rotary_of(attn) if getattr(attn, "use_rope", True) else None
