@@ -32,6 +32,16 @@ TOLERANCE = 5e-6
 # What may be nothing but rounding (the gradient of a bias that attention does not see) is measured against the largest
 # gradient of the model.
 FLOOR = 2e-2
+# In bf16, where every product is rounded by up to 2^-8. Relative to the same model in fp32, plain torch's own gradients
+# are off by up to 1.0e-2 (Llama), 1.8e-2 (Qwen 3) and 2.3e-2 (Gemma 3), by 0.7e-2 to 1.1e-2 in the median, and its
+# losses by 3e-5 (test_fused_on_gpu.larger on torch's CPU kernels). Two computations that round in different places are
+# thus up to twice the worst of these apart. A wrong formula is off by more: a term left out is of the gradient's size.
+ROUNDED = 5e-2
+# One computation whose parts round alike, but for attention's kernel or the order of a sum: no further apart than one of
+# them is from fp32.
+ROUNDED_ONCE = 2e-2
+# A mean over hundreds of tokens; three roundings of every logit, all to one side.
+ROUNDED_LOSS = 1e-2
 # Losses and weights after three steps. AdamW divides by the root of v, so what is small in a gradient moves its weight
 # as far as what is large, its error with it; then the steps amplify each other: a tenfold of 5e-6 was seen (Gemma 3).
 # A gradient that is left out in one step moves its weights by 1e-2 of themselves.
