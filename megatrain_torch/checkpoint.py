@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 FILE_BYTES = 5 * 10**9               # of a file of tensors, at most
-COPIERS, WRITERS = 4, 8              # threads; a copier sums as it copies, some 4 GB/s
+COPIERS, WRITERS = 4, 8              # threads; a copier sums as it copies: 2.2 to 2.9 GB/s (Zen 4 server of 2 cores)
 SPARE_BYTES = 2 << 30                # of an asynchronous save, unless it is said
 POLL_S = 0.25                        # between two calls of progress
 TRIAL_BYTES = 256 << 20              # that a dry run writes, to tell the disk's rate
