@@ -50,6 +50,19 @@ def test_packed_sequences_train_as_plain_torch_with_its_mask(family: str, keep: 
     assert len(masks) == len(run.codes), "real masks were made for the trials alone"
 
 
+@pytest.mark.parametrize("rows", [2, 3])
+def test_several_rows_with_the_same_positions_run_the_models_own_code(rows: int) -> None:
+    """Kernels that go by lengths would take the first row alone."""
+    def several(step: int) -> dict[str, Tensor]:
+        ids = zoo.tokens(zoo.generator(step), rows=rows, length=sum(LENGTHS))
+        positions = row(step)["position_ids"]
+        return {**row(step), "input_ids": ids, "labels": ids.masked_fill(positions == 0, -100)}
+
+    run = fusing.fused(FAMILIES["llama"], several)
+    fusing.none_fused(run.codes, "packed in several rows")
+    fusing.agree(fusing.plain(FAMILIES["llama"], several), run)
+
+
 def test_each_sequence_is_as_if_it_were_alone() -> None:
     model = fusing.stream(FAMILIES["llama"](), "saved")
     batch = row(0)
