@@ -28,12 +28,13 @@ class LateNorm(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for a in args:
+        kwargs = kwargs or {}
+        for a in (*args, *kwargs.values()):
             for norm in a if isinstance(a, (list, tuple)) else (a,):
                 if isinstance(norm, LateNorm):
                     norm.settle()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     def settle(self) -> None:
         """Its value is there from now on."""

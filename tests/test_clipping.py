@@ -91,6 +91,18 @@ def test_a_norm_is_of_its_own_step_whenever_it_is_read(accelerator: Any, steps: 
     assert type(norm + 0) is torch.Tensor and norm.shape == () and norm.dtype == torch.float32
 
 
+@pytest.mark.parametrize("read", [
+    lambda norm: torch.add(input=norm, other=0), lambda norm: torch.stack(tensors=[norm])[0],
+    lambda norm: torch.zeros(()).add(other=norm), lambda norm: torch.where(torch.tensor(True), input=norm, other=norm)],
+    ids=["input", "tensors", "other", "where"])
+def test_a_norm_that_is_given_by_name_is_known_too(accelerator: Any, read: Any) -> None:
+    model, _ = prepared(accelerator)
+    backward(model)
+    expected = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()])).item()
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+    assert read(norm).item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_dropped_batch_takes_its_limit_along(accelerator: Any, no_host_norm: None) -> None:
     ends = []
     for dropped in (False, True):
