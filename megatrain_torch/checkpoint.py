@@ -46,10 +46,11 @@ FILE_BYTES = 5 * 10**9               # of a file of tensors, at most
 COPIERS, WRITERS = 4, 8              # threads; a copier sums as it copies: 2.2 to 2.9 GB/s (Zen 4 server of 2 cores)
 SPARE_BYTES = 2 << 30                # of an asynchronous save, unless it is said
 POLL_S = 0.25                        # between two calls of progress
-TRIAL_BYTES = 256 << 20              # that a dry run writes, to tell the disk's rate
+TRIAL_BYTES, TRIAL_PIECE = 256 << 20, 4 << 20        # that a dry run writes, to tell the disk's rate: at most, at least
 TRAINING = "training.pt"
 INDEX = "model.safetensors.index.json"
 OWN_FILES = ("config.json", "generation_config.json")
+_AS_BEFORE = ", and what was there before is as it was"
 
 
 @dataclass(frozen=True)
@@ -83,30 +84,36 @@ class Saving:
         self.folder, self.bytes = folder, nbytes
         self.seconds = self.held = 0.0
         self._progress, self._begun = progress, time.perf_counter()
-        self._thread: threading.Thread | None = None
+        self._over = threading.Event()       # not the thread's own: a join that is interrupted takes it for dead
         self._error: BaseException | None = None
+        self._named = False                  # it has its name: what failed came after
 
     @property
     def over(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
+        return self._over.is_set()
 
     def wait(self) -> Saving:
         """Returns itself when the checkpoint has its name and is on the disk.
 
         Raises:
-            MegatrainError: it could not be written; the one before is as it was.
+            MegatrainError: it could not be written, and the one before is as it was; or it has its name, and whether
+                that is on the disk is not known.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._over.wait()
         self.check()
         return self
 
     def check(self) -> None:
         """Raises, once, what went wrong so far; waits for nothing."""
         error, self._error = self._error, None
-        if error is not None:
-            raise MegatrainError(f"saving {self.folder} failed, and what was there before is as it was: "
+        if error is None:
+            return
+        if not isinstance(error, Exception):                 # an interruption stays one
+            raise error
+        if self._named:
+            raise MegatrainError(f"{self.folder} is whole and has its name, but the disk may not know it yet: "
                                  f"{error}") from error
+        raise MegatrainError(f"saving {self.folder} failed{_AS_BEFORE}: {error}") from error
 
     # ---- the work, on the caller's thread or on its own ----
 
@@ -121,10 +128,12 @@ class Saving:
             manifest.write(draft.path / manifest.NAME, manifest.dump(body))
             draft.publish()
         except BaseException as e:
-            self._error = e
+            self._error, self._named = e, draft.published
             _give_up(core)
             draft.drop()
-        self.seconds = time.perf_counter() - self._begun
+        finally:
+            self.seconds = time.perf_counter() - self._begun
+            self._over.set()
 
     def _follow(self, core: _core.Engine) -> None:
         over = False
@@ -140,8 +149,7 @@ class Saving:
             self.held = self.seconds
             self.check()
             return
-        self._thread = threading.Thread(target=self._run, args=work, name="mt-save")     # no daemon: it ends its work
-        self._thread.start()
+        threading.Thread(target=self._run, args=work, name="mt-save").start()        # no daemon: it ends its work
 
 
 def _give_up(core: _core.Engine) -> None:
@@ -202,8 +210,11 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         located = [f.located(draft.path) for f in files]
         rt.core.save_begin([where for where, _ in located], _held(rt, weights + states), nbytes, COPIERS, WRITERS)
     except BaseException as e:
+        _give_up(rt.core)                    # an interruption may come behind save_begin
         draft.drop()
-        raise MegatrainError(f"saving {folder} failed, and what was there before is as it was: {e}") from e
+        if not isinstance(e, Exception):
+            raise
+        raise MegatrainError(f"saving {folder} failed{_AS_BEFORE}: {e}") from e
     saving = Saving(folder, sum(f.nbytes for f in files), progress)
     saving._begun = begun
     rt.saving = saving if asynchronous else None
@@ -242,7 +253,8 @@ def _check_room(folder: Path, need: int, spare: int) -> None:
 def _trial(folder: Path, need: int, files: list[str]) -> SavePlan:
     draft = manifest.Draft(folder)
     try:
-        rate = _core.disk_measure(str(draft.path), max(min(need, TRIAL_BYTES), 1 << 20), 4 << 20, WRITERS, WRITERS)
+        nbytes = max(min(need, TRIAL_BYTES), TRIAL_PIECE)
+        rate = _core.disk_measure(str(draft.path), nbytes, TRIAL_PIECE, WRITERS, WRITERS)
         return SavePlan(need, tuple(files), shutil.disk_usage(draft.path).free, rate["write"])
     finally:
         draft.drop()

@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from .errors import MegatrainError
 NAME = "manifest.json"
 FORMAT, VERSION = "megatrain checkpoint", 1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_TENSORS = re.compile(r"(model|states)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _number = itertools.count()
 
 
@@ -86,12 +88,15 @@ def write(path: Path, data: bytes) -> None:
 class Draft:
     """A folder that is being written, beside the one whose name it will take.
 
+    Attributes:
+        published: it has that name.
+
     Raises:
         MegatrainError: the folder's parent cannot be written to; or something else than a checkpoint has the name.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.published = folder, False
         if folder.exists() and not (folder / NAME).exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise MegatrainError(f"{folder} is there and is no checkpoint of mt.save: name another folder")
         try:
@@ -104,28 +109,42 @@ class Draft:
         self._fd = _lock(self.path)
 
     def publish(self) -> None:
-        """The folder has its name, and is on the disk, when this returns."""
+        """The folder has its name, and is on the disk, when this returns. The one before stays until then.
+
+        Raises:
+            OSError: it is not; `published` says whether names have changed.
+        """
         if self.folder.exists():
             _carry_others(self.folder, self.path)
         sync(self.path)
-        if not self.folder.exists():
-            os.rename(self.path, self.folder)
-        else:
-            self._replace()
+        old = self._take_name()
+        self.published = True
         sync(self.folder.parent)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
         self._unlock()
 
-    def _replace(self) -> None:
-        old = self.path
-        if not _exchange(self.path, self.folder):
-            old = self.folder.parent / self.path.name.replace(f"{self.folder.name}.tmp-", f"{self.folder.name}.old-")
+    def _take_name(self) -> Path | None:
+        """The name that the one before has now; None: there was none."""
+        if not self.folder.exists():
+            os.rename(self.path, self.folder)
+            return None
+        if _exchange(self.path, self.folder):
+            return self.path
+        old = self.folder.parent / self.path.name.replace(f"{self.folder.name}.tmp-", f"{self.folder.name}.old-")
+        try:
             os.rename(self.folder, old)
             os.rename(self.path, self.folder)
-        sync(self.folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        except BaseException:
+            if not self.folder.exists():
+                os.rename(old, self.folder)
+            raise
+        return old
 
     def drop(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Gives up. What has its name keeps it; the one before is then left to the next sweep."""
+        if not self.published:
+            shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -134,24 +153,26 @@ class Draft:
             self._fd = -1
 
 
-def read_names(folder: Path) -> list[str]:
-    """Files that a checkpoint is made of; all, where its manifest cannot be read."""
+def _own_names(folder: Path) -> set[str]:
+    """Files that a checkpoint is made of; where its manifest cannot be read, those that go by the names of such."""
     try:
-        return [*read(folder)["files"], NAME]
+        return {*read(folder)["files"], NAME}
     except MegatrainError:
-        return [p.name for p in folder.iterdir()]
+        return {p.name for p in folder.iterdir() if _TENSORS.fullmatch(p.name)}
 
 
 def _carry_others(old: Path, new: Path) -> None:
-    """What somebody put beside the old checkpoint's own files (a tokenizer) is in the new one too."""
-    theirs = set(read_names(old))
+    """What somebody put beside the old checkpoint's own files (a tokenizer) is in the new one too, and on the disk."""
+    own = _own_names(old)
     for path in old.iterdir():
-        if path.name in theirs or (new / path.name).exists():
+        if path.name in own or (new / path.name).exists():
             continue
         if path.is_dir():
             shutil.copytree(path, new / path.name)
         else:
             shutil.copy2(path, new / path.name)
+        for copy in (new / path.name, *(new / path.name).rglob("*")):
+            sync(copy)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -90,7 +90,7 @@ class Mapped:
         Raises:
             MegatrainError: a file could not be read; what is in memory then is undefined.
         """
-        files: dict[str, list[Extent]] = {}
+        files: dict[str, list[tuple[Extent, tuple[Tensor, Tensor]]]] = {}
         left = []
         for memory, value in pairs:
             same = memory.dtype == value.dtype and memory.is_contiguous()
@@ -98,7 +98,16 @@ class Mapped:
             if found is None:
                 left.append((memory, value))
             else:
-                files.setdefault(found[0], []).append((found[1], memory.data_ptr(), value.nbytes, -1))
-        for path, extents in files.items():
-            _core.read_file((path, os.stat(path).st_size, sorted(extents)), None, READERS)
+                extent = found[1], memory.data_ptr(), value.nbytes, -1
+                files.setdefault(found[0], []).append((extent, (memory, value)))
+        for path, wanted in files.items():
+            extents: list[Extent] = []
+            end = 0
+            for extent, pair in sorted(wanted, key=lambda item: item[0]):
+                if extent[0] < end:          # views of the same bytes: these are read once, and the rest is copied
+                    left.append(pair)
+                    continue
+                extents.append(extent)
+                end = extent[0] + extent[2]
+            _core.read_file((path, os.stat(path).st_size, extents), None, READERS)
         return left

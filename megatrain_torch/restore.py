@@ -171,7 +171,7 @@ def _match(source: _Checkpoint, model: nn.Module, names: dict[Tensor, str], opt:
     if lacking := sorted(buffers_of(model).keys() - source.tensors.keys()):
         raise MegatrainError(f"{source.folder} lacks {len(lacking)} buffers {lacking[:3]}")
     for name, record in mine.items():
-        _match_form(f"{source.folder}: {name}", saved[name], record)
+        _match_form(f"{source.folder}: {name}", saved[name], record, opt)
         why = _loses(source, name, record, opt)
         if why and not convert:
             raise MegatrainError(f"{source.folder}: {name}: {why}; convert=True allows that")
@@ -181,10 +181,10 @@ def _match(source: _Checkpoint, model: nn.Module, names: dict[Tensor, str], opt:
                              "take them; mt.load(model, None, folder) takes the weights alone")
 
 
-def _match_form(name: str, saved: dict[str, Any], record: Record) -> None:
+def _match_form(name: str, saved: dict[str, Any], record: Record, opt: torch.optim.Optimizer | None) -> None:
     if tuple(saved["shape"]) != tuple(record.shape):
         raise MegatrainError(f"{name} is {saved['shape']} there and {list(record.shape)} here")
-    if saved.get("strides", list(record.stride)) != list(record.stride):
+    if isinstance(opt, AdamW) and saved.get("strides", list(record.stride)) != list(record.stride):
         raise MegatrainError(f"{name} lies in memory with strides {saved['strides']} there and {list(record.stride)} "
                              "here, and its moments of 8 bits have scales in that order")
 

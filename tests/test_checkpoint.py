@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -308,12 +309,49 @@ def test_failure_behind_the_callers_back_reaches_the_next_call(tmp_path: Path, m
     for caller in (lambda: train(pair, 1, 2), lambda: mt.save(*pair, tmp_path / "d"), None):
         monkeypatch.setattr(manifest, "write", full)
         saving = mt.save(*pair, tmp_path / "c", asynchronous=True)
-        saving._thread.join()
+        saving._over.wait()
         monkeypatch.undo()
         with pytest.raises(mt.MegatrainError, match="No space left.*" if caller is None else "saving .* failed"):
             (caller or saving.wait)()
         assert not list(tmp_path.iterdir())
         train(pair, 2, 3)
+
+
+def test_interrupted_save_stays_an_interruption_and_leaves_the_one_before(tmp_path: Path) -> None:
+    pair = train(make(tmp_path), 0, 1)
+    mt.save(*pair, tmp_path / "c")
+    want = everything(*pair)
+    train(pair, 1, 2)
+
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mt.save(*pair, tmp_path / "c", progress=interrupt)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(checkpoint, "_held", interrupt)
+        mt.save(*pair, tmp_path / "c")
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    train(pair, 2, 3)                                            # nothing is held back
+    other = make(tmp_path)
+    mt.load(*other, tmp_path / "c")
+    assert all(torch.equal(v, want[k]) for k, v in everything(*other).items())
+
+
+def test_save_that_somebody_stopped_waiting_for_is_still_under_way(tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = train(make(tmp_path), 0, 1)
+    write, may_write = manifest.write, threading.Event()
+    monkeypatch.setattr(manifest, "write", lambda *args: (may_write.wait(30), write(*args)))
+    saving = mt.save(*pair, tmp_path / "c", asynchronous=True)
+    main = threading.main_thread().ident
+    threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        mt.save(*pair, tmp_path / "d")
+    assert not saving.over and runtime_of(pair[0]).saving is saving and not (tmp_path / "d").exists()
+    may_write.set()
+    mt.save(*pair, tmp_path / "d")
+    assert saving.over and sorted(p.name for p in tmp_path.iterdir()) == ["c", "d"]
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -344,6 +382,19 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine"]
 
 
+def test_another_order_in_memory_matters_to_moments_of_8_bits_alone(tmp_path: Path) -> None:
+    model, opt, scheduler, _ = dropped(states="8bit")
+    go_on(model, opt, scheduler, 0, 1)
+    mt.save(model, opt, tmp_path / "c")
+    plain = Dropped()
+    plain.conv.to(memory_format=torch.contiguous_format)
+    other = mt.stream(plain, device="cpu")
+    mt.load(other, None, tmp_path / "c")
+    assert not [k for k, v in model.state_dict().items() if not torch.equal(v, other.state_dict()[k])]
+    with pytest.raises(mt.MegatrainError, match=r"conv\.weight lies in memory with strides"):
+        mt.load(other, mt.AdamW(other.parameters(), states="8bit"), tmp_path / "c")
+
+
 def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
     mt.save(*train(make(tmp_path), 0, 1), tmp_path / "c")
     for shapes, why in ((SHAPES[:-1], "of another model"), ([*SHAPES[:-1], (5, 5)], "is .700, 1000. there")):
@@ -370,6 +421,13 @@ def test_dry_run_writes_nothing_and_knows_the_bytes(tmp_path: Path) -> None:
     assert found.bytes == sum(n for name, n in sizes.items() if name != manifest.NAME) > saving.bytes > 0
 
 
+def test_dry_run_of_a_small_model(tmp_path: Path) -> None:
+    """Less than the disk is tried with."""
+    model = mt.stream(plain_dots(BF16, SHAPES[:2]), device="cpu")
+    found = mt.save(model, None, tmp_path / "c", dry_run=True)
+    assert found.bytes < checkpoint.TRIAL_PIECE and found.rate > 0 and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_files_beside_a_checkpoints_own_stay_when_it_is_replaced(tmp_path: Path, at_once: bool,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,6 +442,83 @@ def test_files_beside_a_checkpoints_own_stay_when_it_is_replaced(tmp_path: Path,
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     assert {p.name for p in (tmp_path / "c").iterdir()} == {
         manifest.NAME, "model.safetensors", "more", "states.safetensors", "tokenizer.json", checkpoint.TRAINING}
+
+
+def test_files_beside_a_checkpoints_own_are_on_the_disk_before_its_name(tmp_path: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make(tmp_path)
+    mt.save(*pair, tmp_path / "c")
+    (tmp_path / "c" / "more").mkdir()
+    (tmp_path / "c" / "more" / "tokenizer.json").write_text("{}")
+    synced, fsync, take = [], os.fsync, manifest.Draft._take_name
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(Path(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd)))
+    monkeypatch.setattr(manifest.Draft, "_take_name", lambda draft: (synced.append(draft.path / "renamed"), take(draft))[1])
+    mt.save(*pair, tmp_path / "c")
+    before = [p.name for p in synced[:[p.name for p in synced].index("renamed")]]
+    assert {"tokenizer.json", "more", manifest.NAME} <= set(before) and before[-1].startswith("c.tmp-")
+
+
+def test_files_beside_a_checkpoint_that_cannot_be_read_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "FILE_BYTES", 1 << 20)
+        mt.save(*pair, tmp_path / "c")
+    assert (tmp_path / "c" / checkpoint.INDEX).exists()
+    (tmp_path / "c" / "tokenizer.json").write_text("{}")
+    break_file(tmp_path / "c" / manifest.NAME, "flipped")
+    mt.save(*pair, tmp_path / "c")
+    assert {p.name for p in (tmp_path / "c").iterdir()} == {
+        manifest.NAME, "model.safetensors", "tokenizer.json", checkpoint.TRAINING}
+    mt.load(*make(tmp_path), tmp_path / "c")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_failure_behind_the_new_name_is_told_and_both_are_left(tmp_path: Path, at_once: bool,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = train(make(tmp_path), 0, 1)
+    mt.save(*pair, tmp_path / "c")
+    train(pair, 1, 2)
+    sync = manifest.sync
+
+    def failing(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "sync", failing)
+        if not at_once:
+            patched.setattr(manifest, "_exchange", lambda one, other: False)
+        with pytest.raises(mt.MegatrainError, match=r"c is whole and has its name.*Input/output error"):
+            mt.save(*pair, tmp_path / "c")
+    assert len([p for p in tmp_path.iterdir() if (p / manifest.NAME).exists()]) == 2, "which one a crash leaves is open"
+    other = make(tmp_path)
+    mt.load(*other, tmp_path / "c")
+    assert_same(pair, other)
+    mt.save(*pair, tmp_path / "c")
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_failure_between_two_renames_gives_the_name_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, rename = train(make(tmp_path), 0, 1), os.rename
+    mt.save(*pair, tmp_path / "c")
+    want = everything(*pair)
+    train(pair, 1, 2)
+
+    def failing(one: Path, other: Path) -> None:
+        if ".tmp-" in one.name:
+            raise OSError(13, "Permission denied")
+        rename(one, other)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "_exchange", lambda one, other: False)
+        patched.setattr(os, "rename", failing)
+        with pytest.raises(mt.MegatrainError, match=r"as it was: .*Permission denied"):
+            mt.save(*pair, tmp_path / "c")
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    other = make(tmp_path)
+    mt.load(*other, tmp_path / "c")
+    assert all(torch.equal(v, want[k]) for k, v in everything(*other).items())
 
 
 def save_and_die(folder: Path, at: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
@@ -79,6 +80,19 @@ def test_a_mapping_that_was_written_to_is_memory_like_any_other(tmp_path: Path) 
         model.lm_head.weight[3] = 7.0
     assert Mapped().source(model.lm_head.weight.detach()) is None
     assert (mt.stream(model, device="cpu").lm_head.weight[3] == 7).all()
+
+
+def test_two_views_of_the_same_bytes_of_a_file_both_have_them(tmp_path: Path) -> None:
+    safetensors.save_file({"all": torch.arange(4096.0).view(64, 64)}, tmp_path / "f.safetensors")
+    whole = safetensors.load_file(tmp_path / "f.safetensors")["all"]
+    model = torch.nn.ParameterDict({"whole": torch.nn.Parameter(whole), "part": torch.nn.Parameter(whole[16:48]),
+                                    "end": torch.nn.Parameter(whole[48:])})
+    wanted = {name: p.detach().clone() for name, p in model.items()}
+    mt.stream(model, device="cpu")
+    assert not [name for name, p in model.items() if not torch.equal(p, wanted[name])]
+    fresh = [torch.empty(n, 64) for n in (64, 32)]
+    left = Mapped().fill([(fresh[0], whole), (fresh[1], whole[16:48])])
+    assert [memory.shape[0] for memory, _ in left] == [32] and torch.equal(fresh[0], whole)
 
 
 def test_what_the_system_does_not_say_is_not_believed(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class Decoder:
         rest = dict(kwargs)
         x = as_input(args[0] if args else rest.pop("hidden_states", None), dtype)
         call = self.attention.call(layer, rest)
-        if call.attention.packed is not None and x.shape[0] != 1:        # flash's kernels would take the first row alone
+        if call.attention.packed is not None and x.shape[0] != 1:     # flash's kernels would take the first alone
             raise Unfit("sequences are packed in several rows")
         call.correction = self.mlp.correction_of(layer)
         return x, call
