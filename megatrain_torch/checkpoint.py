@@ -55,7 +55,12 @@ _AS_BEFORE = ", and what was there before is as it was"
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a dry run found. bytes: of the checkpoint. free: bytes of the file system. rate: bytes/s written there."""
+    """What a dry run found.
+
+    Attributes:
+        bytes, files: of the checkpoint.
+        free: bytes of the file system. rate: bytes/s written there.
+    """
 
     bytes: int
     files: tuple[str, ...]
@@ -64,6 +69,7 @@ class SavePlan:
 
     @property
     def seconds(self) -> float:
+        """That writing it takes at that rate."""
         return self.bytes / self.rate
 
     def __str__(self) -> str:
@@ -90,6 +96,7 @@ class Saving:
 
     @property
     def over(self) -> bool:
+        """Nothing is being written any more, whether it succeeded or failed."""
         return self._over.is_set()
 
     def wait(self) -> Saving:

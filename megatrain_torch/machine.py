@@ -108,11 +108,16 @@ class Machine:
     # ---- as text ----
 
     def to_json(self) -> str:
+        """As from_json takes it."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> Machine:
-        """Raises: MegatrainError: not a machine's description; the message names the field."""
+        """The machine that a text of to_json describes.
+
+        Raises:
+            MegatrainError: not a machine's description; the message names the field.
+        """
         try:
             return _from_dict(json.loads(text))
         except (TypeError, ValueError) as why:

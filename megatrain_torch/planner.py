@@ -87,6 +87,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
+        """Of states in a file."""
         return sum(self.disk.values())
 
     @property
@@ -96,14 +97,17 @@ class Plan:
 
     @property
     def vram_bytes(self) -> int:
+        """Of device memory, at a step's peak."""
         return sum(self.vram.values())
 
     @property
     def host_bytes(self) -> int:
+        """Of host memory, at a step's peak."""
         return sum(self.host.values())
 
     @property
     def tokens_per_second(self) -> float:
+        """As predicted."""
         return self.tokens / self.seconds
 
     @property

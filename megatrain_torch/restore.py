@@ -102,7 +102,8 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
          verify: bool = True, convert: bool = False, progress: Callable[[int, int], None] | None = None) -> Any:
     """Takes a checkpoint of mt.save; returns the `extra` that it was given.
 
-    Training goes on with the bits of an uninterrupted run, whatever plan the model was streamed with then and now.
+    Training goes on with the bits of an uninterrupted run, whatever plan the model was streamed with then and now; on a
+    GPU where its kernels give the same bits twice (`torch.use_deterministic_algorithms`).
     Types and formats may differ where the new ones hold all that the old ones did (moments of 8 bits into fp32 ones,
     bf16 weights with their masters into fp32 weights).
 
