@@ -21,7 +21,8 @@ CHECK_FLAGS := -std=c11 -D_GNU_SOURCE -O3 -ffp-contract=off -Wall -Wextra -Wshad
                -Wstrict-prototypes -Wvla -Werror
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ctest asan tsan pytest gpu bench performance-page models fmt lint wheel check-aarch64 clean inplace
+.PHONY: help demo test ctest asan tsan pytest gpu bench performance-page models fmt lint sdist wheel api \
+        check-aarch64 clean inplace
 
 help:  ## list the verbs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -68,8 +69,15 @@ lint: $(BUILT)  ## the project's rules, ruff, and clang-tidy where there is one
 	    clang-tidy --quiet $(filter csrc/core/%.c csrc/ops/%.c,$(C_SOURCES)) -- -std=c11 -D_GNU_SOURCE; \
 	else echo "clang-tidy: not installed, left out"; fi
 
-wheel: $(BUILT)  ## an abi3 wheel in dist/
-	$(PY) -m pip wheel --no-deps --no-build-isolation -q -w dist .
+# Isolated, from the source distribution; the Python is there for its torch, with which each is tried.
+sdist: $(BUILT)  ## a source distribution in dist/, tried: built without CUDA, installed alone, trained
+	$(PY) tools/wheels.py sdist
+
+wheel: $(BUILT)  ## abi3 manylinux wheels in dist/, for CPU and CUDA, tried; WHEELS=cpu for one
+	$(PY) tools/wheels.py $(or $(WHEELS),cpu cuda)
+
+api: $(BUILT)  ## docs/api.md, from the docstrings
+	$(PY) tools/api_page.py
 
 # Without csrc/bind, whose headers are this machine's Python.
 check-aarch64:  ## do the C files compile for aarch64? needs aarch64-linux-gnu-gcc

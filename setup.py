@@ -7,6 +7,7 @@ here.
 Environment:
     MEGATRAIN_CUDA   0: leave the CUDA part out. 1: fail when it cannot be built. Unset: if possible
     MEGATRAIN_CUDA_ARCHES   e.g. "90": machine code for these only (a build for one's own machine is quicker)
+    MEGATRAIN_LABEL  1: the version says which build it is, as 0.1.0+cpu or 0.1.0+cuda13 (tools/wheels.py)
     CUDA_HOME, CC, CFLAGS, LDFLAGS   as everywhere
 """
 
@@ -26,6 +27,7 @@ from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 
 ROOT = Path(__file__).resolve().parent
 LIMITED_API = "0x030B0000"  # Python 3.11; bdist_wheel's cp311 below says the same
@@ -131,6 +133,30 @@ def c_sources(cuda: bool, machine: str) -> list[str]:
     return sorted(found if machine in ("x86_64", "AMD64") else found - X86_ONLY)
 
 
+def label() -> str:
+    """What follows the version where it is wanted (PEP 440, local version).
+
+    "cuda13" sorts above "cpu": pip takes the build with CUDA, which runs without a GPU too, unless told otherwise.
+    """
+    if os.environ.get("MEGATRAIN_LABEL") != "1":
+        return ""
+    try:
+        header = find_toolkit().include / "cuda_runtime_api.h"
+    except NoToolkit:
+        return "+cpu"
+    number = re.search(r"^#define CUDART_VERSION\s+(\d+)", header.read_text(), re.MULTILINE)
+    return f"+cuda{int(number[1]) // 1000}"
+
+
+class Labelled(egg_info):
+    """egg_info, with which every distribution gets its version."""
+
+    def finalize_options(self) -> None:
+        """A source distribution's setup.cfg says that there is no label, so this comes later."""
+        self.tag_build = label()
+        super().finalize_options()
+
+
 class BuildCore(build_ext):
     """build_ext for one extension of C and CUDA files, compiled in parallel."""
 
@@ -225,8 +251,9 @@ def cc() -> list[str]:
 
 
 def version() -> str:
-    """As pyproject.toml says."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    """As pyproject.toml says, with its label."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project["version"] + label()
 
 
 def fresh(out: Path) -> bool:
@@ -252,6 +279,6 @@ def run(command: list[str]) -> None:
 if __name__ == "__main__":
     setup(
         ext_modules=[Extension("megatrain_torch._core", sources=[], py_limited_api=True)],
-        cmdclass={"build_ext": BuildCore},
+        cmdclass={"build_ext": BuildCore, "egg_info": Labelled},
         options={"bdist_wheel": {"py_limited_api": "cp311"}},
     )

@@ -123,6 +123,26 @@ def test_cuda_can_be_left_out_by_force(alone: Path, monkeypatch: pytest.MonkeyPa
         build.find_toolkit()
 
 
+@pytest.mark.parametrize("asked, cuda, said", [("1", "1", "+cuda13"), ("1", "0", "+cpu"), ("", "1", "")])
+def test_the_version_names_the_build_where_it_is_wanted(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, asked: str, cuda: str, said: str
+) -> None:
+    root = toolkit(alone / "home")
+    (root / "include/cuda_runtime_api.h").write_text("#define CUDART_VERSION  13020\n")
+    for name, value in {"CUDA_HOME": str(root), "MEGATRAIN_CUDA": cuda, "MEGATRAIN_LABEL": asked}.items():
+        monkeypatch.setenv(name, value)
+    assert build.label() == said
+    assert build.version().endswith(said)
+
+
+def test_pip_takes_the_build_with_cuda_unless_the_other_is_named() -> None:
+    packaging = pytest.importorskip("packaging.specifiers")
+    builds = ["0.1.0+cpu", "0.1.0+cuda13"]
+    assert list(packaging.SpecifierSet("==0.1.0").filter(builds)) == builds
+    assert list(packaging.SpecifierSet("==0.1.0+cpu").filter(builds)) == ["0.1.0+cpu"]
+    assert max(builds, key=packaging.Version) == "0.1.0+cuda13"
+
+
 def test_vector_kernels_are_for_x86_only() -> None:
     intel, arm = build.c_sources(False, "x86_64"), build.c_sources(False, "aarch64")
     assert set(intel) - set(arm) == build.X86_ONLY
@@ -147,7 +167,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hidden = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("csrc", "megatrain_torch"):
         shutil.copytree(ROOT / name, copy / name, ignore=hidden)
-    env = {**os.environ, "MEGATRAIN_CUDA": "0", "CFLAGS": WERROR}
+    env = {**os.environ, "MEGATRAIN_CUDA": "0", "MEGATRAIN_LABEL": "1", "CFLAGS": WERROR}
     said = run(sys.executable, "setup.py", "bdist_wheel", cwd=copy, env=env)
     assert "CUDA part left out (MEGATRAIN_CUDA=0)" in said
     (made,) = (copy / "dist").glob("*.whl")
@@ -155,7 +175,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_serves_every_python_from_3_11(wheel: Path) -> None:
-    assert re.fullmatch(r"megatrain_torch-[\d.]+-cp311-abi3-linux_\w+\.whl", wheel.name)
+    assert re.fullmatch(r"megatrain_torch-[\d.]+\+cpu-cp311-abi3-linux_\w+\.whl", wheel.name)
 
 
 def test_the_wheel_holds_the_package_and_the_licence(wheel: Path) -> None:
@@ -181,6 +201,8 @@ def test_the_wheel_works_without_cuda_numpy_or_torch(wheel: Path, tmp_path: Path
         "try: c.Engine('cuda')\n"
         "except c.MegatrainError as error: print(error)\n"
         "print(c.build_info()['cuda'], sorted({'numpy', 'torch'} & set(sys.modules)))\n"
+        "print(c.__version__)\n"
     )
     said = run(sys.executable, "-I", "-c", code).splitlines()
     assert "this build has no CUDA" in said[0] and said[1] == "False []"
+    assert said[2] == wheel.name.split("-")[1], "the core and the distribution differ in their version"
