@@ -23,7 +23,7 @@ from .commands.settings import unknown
 from .errors import MegatrainError
 from .formats import FORMATS
 from .machine import MACHINES
-from .modes import MODES
+from .modes import GRADS, MODES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", help="limit of host memory")
     add("--micro", type=int, help="micro-batches; default: as many as are best")
     add("--nvme", metavar="DIRECTORY", help="where states may go that host memory does not hold")
+    add("--nvme-limit", metavar="SIZE", help="of it; alone: of a disk that is not at hand")
+    add("--grads", choices=GRADS, default="ram", help="none: used as they come and kept nowhere, without clipping")
     add("--homes", choices=["ram", "vram", "arrive", "disk"], help="of all units; default: each where it is best")
     add("--activations", choices=MODES, metavar="MODE",
         help=f"of all layers: {', '.join(MODES)}; default: what is best")
@@ -100,7 +102,9 @@ def _doctor(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     from .planner import plan
 
-    asked = {k: v for k, v in vars(args).items() if k not in ("run", "verb", "model", "picture")}
+    asked = {k: v for k, v in vars(args).items() if k not in ("run", "verb", "model", "picture", "nvme_limit")}
+    if args.nvme_limit:
+        asked["nvme"] = {"limit": args.nvme_limit} | ({"path": args.nvme} if args.nvme else {})
     found = plan(_config(args.model), **asked)
     sys.stdout.write(f"{found}\n")
     if args.picture:

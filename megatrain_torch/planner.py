@@ -12,6 +12,7 @@ import dataclasses
 import html
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from torch import nn
 from .cost import Home
 from .disk import Disk, years
 from .errors import MegatrainError
-from .formats import check_states
+from .formats import FORMATS, check_states
 from .limits import parse_bytes, show_bytes, without_margin
 from .machine import Machine, host_now, resolve
-from .modes import MODES
+from .modes import GRADS, MODES
 from .placement import Choice, Problem, Wishes
 from .shapes import Shape, shape_of
 from .simulate import Timing
@@ -181,20 +182,23 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     here = host_now(limits) if machine is None else limits.host_bytes
     most = parse_bytes(host, "host") or without_margin(here)
     limits = limits.with_limits(parse_bytes(vram, "vram"), most)
-    shape = shape_of(model, dtype=dtype, units=units, layers=layers, states=states)
+    def shape_with(states: str) -> Shape:
+        return shape_of(model, dtype=dtype, units=units, layers=layers, states=states)
+
+    shape = shape_with(states)
     if compute == "auto":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)
         wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
     problem = Problem(shape, limits, wishes)
     best = problem.best()
     if best is None:
-        raise _refusal(problem, resolve(machine))
+        raise _refusal(problem, resolve(machine), shape_with)
     return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0)
 
 
 def _grads(grads: str, micro: int | None, speculate: bool) -> str:
-    if grads not in ("ram", "none"):
-        raise MegatrainError(f"grads={grads!r}: use 'ram', 'none'")
+    if grads not in GRADS:
+        raise MegatrainError(f"grads={grads!r}: use {', '.join(map(repr, GRADS))}")
     if grads == "none" and (speculate or micro not in (None, 1)):
         raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: no speculate, one "
                              "micro-batch")
@@ -260,9 +264,9 @@ def _window_weights(shape: Shape) -> dict[str, int]:
 
 # ---- refusing ------------------------------------------------------------------------------------
 
-def _refusal(problem: Problem, whole: Machine) -> MegatrainError:
-    """What needs least, and what would fit."""
-    changes = _changes(problem, whole)
+def _refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> MegatrainError:
+    """What needs least, and what would fit. shape_with: the same model with other states of AdamW."""
+    changes = _changes(problem, whole, shape_with)
     error = MegatrainError("\n".join([_least(problem), "", "What would fit, each alone: " + _in_words(changes, whole)]))
     error.changes = {k: v for k, v in changes.items() if not k.startswith("machine ")}
     return error
@@ -281,7 +285,7 @@ def _least(problem: Problem) -> str:
     return "\n\n".join([f"{head}; what needs least, {cut}:", *map(as_text, tables)])
 
 
-def _changes(problem: Problem, whole: Machine) -> dict[str, Any]:
+def _changes(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> dict[str, Any]:
     """Arguments of plan(), each of which alone makes the problem fit; "machine ..." where it has too little."""
     found: dict[str, Any] = {}
     for name, need, most in zip(("vram", "host"), problem.needs(), (whole.vram_bytes, whole.host_bytes)):
@@ -296,6 +300,12 @@ def _changes(problem: Problem, whole: Machine) -> dict[str, Any]:
         found["micro"] = next(k for k in counts if k > wishes.micro and _fits(problem, micro=k))
     if wishes.speculate and _fits(problem, speculate=False):
         found["speculate"] = False
+    if wishes.grads == "ram" and not wishes.speculate and wishes.micro in (None, 1) and _fits(problem, grads="none"):
+        found["grads"] = "none"
+    for states in FORMATS[FORMATS.index(wishes.states) + 1:]:
+        if Problem(shape_with(states), problem.machine, dataclasses.replace(wishes, states=states)).fits():
+            found["states"] = states
+            break
     if seq := _longest(problem):
         found["seq"] = seq
     if nvme := _least_disk(problem):
@@ -326,6 +336,9 @@ def _longest(problem: Problem) -> int | None:
     return fits or None
 
 
+_WHAT_IT_TAKES = {"seq": " (tokens in proportion)", "grads": " (mt.AdamW(in_backward=True), without clipping)"}
+
+
 def _in_words(changes: dict[str, Any], whole: Machine) -> str:
     words = []
     for name, value in changes.items():
@@ -341,7 +354,7 @@ def _in_words(changes: dict[str, Any], whole: Machine) -> str:
         elif name == "nvme":
             words.append(f"nvme=a directory with {value['limit']} bytes ({show_bytes(value['limit'])}) for states")
         else:
-            words.append(f"{name}={value}" + (" (tokens in proportion)" if name == "seq" else ""))
+            words.append(f"{name}={value!r}" + _WHAT_IT_TAKES.get(name, ""))
     return "; ".join(words or ["nothing less than both more device and more host memory, or fewer parameters"]) + "."
 
 

@@ -272,6 +272,18 @@ def test_a_refusal_names_what_fits_and_one_byte_less_does_not(limits: dict) -> N
                 mt.plan(small(12), **asked | {name: value - 1})
 
 
+@pytest.mark.parametrize("host, changes", [("4700MiB", {"states", "grads"}), ("3700MiB", {"states"})])
+def test_a_refusal_names_smaller_states_and_gradients_kept_nowhere(host: str, changes: set[str]) -> None:
+    asked = {"tokens": 8192, "seq": 1024, "machine": FLAT, "homes": "ram", "host": host}
+    with pytest.raises(mt.MegatrainError) as refused:
+        mt.plan(small(20), **asked)
+    found = {k: v for k, v in refused.value.changes.items() if k in ("states", "grads")}
+    assert set(found) == changes
+    for name, value in found.items():
+        assert mt.plan(small(20), **asked, **{name: value}).host_bytes <= refused.value.changes["host"]
+        assert f"{name}={value!r}" in str(refused.value)
+
+
 def test_states_that_host_memory_cannot_hold_go_to_disk(tmp_path: Path) -> None:
     """The last units' and no more of them than must; the step is as long as the drive takes for them at least."""
     asked = {"tokens": 16384, "seq": 1024, "homes": "ram", "machine": dataclasses.replace(FLAT, disk_both_gbps=1.0)}
@@ -573,6 +585,11 @@ def test_plan_of_a_folder_says_what_mt_plan_says(command: Callable, tmp_path: Pa
     plan = mt.plan(small(2), tokens=4096, seq=512, machine="h200-128g,vram=24GiB", vram="3GiB", host="20GiB", micro=2,
                    homes="ram", activations="replay", slots=2, compute="fused")
     assert command(*words) == (0, f"{plan}\n", "")
+    words = [*words[:6], "--machine", "h200-128g,host=4GiB", "--vram", "3GiB", "--grads", "none", "--nvme-limit", "9GB",
+             "--layers", "24"]
+    plan = mt.plan(small(24), tokens=4096, seq=512, machine="h200-128g,host=4GiB", vram="3GiB", grads="none",
+                   nvme={"limit": "9GB"})
+    assert "disk" in plan.homes.values() and command(*words) == (0, f"{plan}\n", "")
 
 
 def test_a_picture_shows_each_tier(command: Callable, tmp_path: Path) -> None:
