@@ -54,6 +54,7 @@ def arguments(name: str, toy: bool) -> argparse.Namespace:
     return argparse.Namespace(
         **shape, layers=layers, tokens=tokens, seq=seq, plan=plan, vram=vram, micro=micro, activations=activations,
         compute="auto", loss="hf", clip=1.0, lr=1e-5, states="fp32", batches=2, warmup=WARMUP, steps=STEPS,
+        host=None, nvme=None, grads="ram",
     )  # fmt: skip
 
 

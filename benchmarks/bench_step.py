@@ -53,7 +53,7 @@ from engines import ENGINES, Engine, planned, weight_dtype, with_loss
 import megatrain_torch as mt
 from megatrain_torch.errors import MegatrainError
 from megatrain_torch.formats import FORMATS, moved_bytes
-from megatrain_torch.modes import MODES
+from megatrain_torch.modes import GRADS, MODES
 
 COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
 TRACED_STEPS = 5
@@ -89,6 +89,9 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--clip", type=float, default=1.0, help="0: no clipping")
     add("--lr", type=float, default=1e-5)
     add("--states", choices=FORMATS, default="fp32", help="how mt.AdamW keeps its states")
+    add("--host", help='the most of host memory that may be used, as "64GiB"')
+    add("--nvme", metavar="DIRECTORY", help="where states go that host memory does not hold")
+    add("--grads", choices=GRADS, default="ram", help="none: kept nowhere, used as they come; --clip 0")
     add("--batches", type=int, default=4, help="different batches, taken in turn")
     add("--gpu-alone", action="store_true", help="measure the device's part first, by itself")
     add("--trace", nargs="?", const="", metavar="FILE", help=TRACE_HELP)
@@ -96,6 +99,10 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--guests", type=int, default=3, help="first units whose states arrive, with arrive")
     add("--host-overhead", action="store_true", help="host time per unit in forward")
     args = parser.parse_args()
+    if args.grads == "none" and args.clip:
+        parser.error("--grads none: gradients are used before their norm is known; give --clip 0")
+    if (args.nvme or args.grads == "none") and args.plan is None:
+        parser.error("--nvme, --grads none: with --plan")
     if args.layers == "fit":
         args.plan = args.plan or "auto"
         args.layers = most_layers(args)
@@ -308,6 +315,7 @@ def prediction(plan: Any) -> dict[str, Any]:
         "seconds": plan.seconds,
         "vram_gib": plan.vram_bytes / GIB,
         "host_gib": plan.host_bytes / GIB,
+        "disk_gib": plan.disk_bytes / GIB,
         "bound": plan.bound,
         "vram_units": sum(home == "vram" for home in plan.homes.values()),
         "units": len(plan.homes),
@@ -366,6 +374,8 @@ def describe(args: Any) -> str:
     ]
     if args.engine == "streamed":
         words.append(f"compute={args.compute} plan={args.plan} vram={args.vram}")
+        words += [f"host={args.host}"] * bool(args.host) + ["states on disk"] * bool(args.nvme)
+        words += ["grads=none"] * (args.grads == "none")
     return " ".join(word for word in words if word)
 
 

@@ -114,6 +114,9 @@ def planned(model: Any, args: Any, layers: int | None = None) -> Any:
         compute="eager" if args.compute == "compile" else args.compute,
         layers=layers,
         states=args.states,
+        host=args.host,
+        nvme=args.nvme,
+        grads=args.grads,
     )
 
 
@@ -141,6 +144,7 @@ class Streamed(Engine):
             device=device,
             plan=plan or {"activations": args.activations},
             vram=args.vram,
+            host=args.host,
             compute=args.compute,
         )
         self.opt = None
@@ -156,6 +160,7 @@ class Streamed(Engine):
             weight_decay=0.1,
             max_grad_norm=args.clip or None,
             states=args.states,
+            in_backward=args.grads == "none",
         )
 
     def update(self) -> None:
