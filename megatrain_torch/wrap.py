@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -140,59 +141,16 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     Raises:
         MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed.
     """
-    whole, micro, besides = isinstance(plan, Plan), 1, ()
-    if isinstance(plan, Plan):
-        compute = plan.compute if compute == "auto" else compute
-        vram = plan.machine.vram_bytes if vram is None else vram
-        micro, nvme = plan.micro, plan.nvme if nvme is None else Disk.parse(nvme)
-        besides = tuple((what, n) for what, n in plan.host.items() if what != OVERHEAD)
-        plan = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate,
-                "grads": plan.grads, "states": plan.states}
-    options, disk = _options(plan, compute), nvme if isinstance(nvme, Disk) else Disk.parse(nvme)
+    choices = _choices(plan, compute, vram, nvme)
     _refuse_model(module)
-    where = _device(device)
-    found = find(module, units)
-    groups = group(module, found)
-    homes = _homes(options.get("homes", "ram"), groups)
-    settled = [i for i, home in enumerate(homes) if home in SETTLED]
-    speculated = _speculated(options.get("speculate", False), groups, homes)
-    keeps = options.get("grads", "ram") == "ram"
-    asked = Asked(type(module).__name__, groups, dtype, homes, speculated, options.get("slots", 3), micro,
-                  where.type == "cpu", besides, keeps, options.get("states", "fp32"))
-    limit, free = parse_bytes(vram, "vram"), _free(where)
-    sizes = check_device(asked, free, limit)
-    room = Room(asked, parse_bytes(host, "host"))
-    if disk is not None and "homes" not in options:
-        asked = to_disk(asked, room.limit)
-        room = Room(asked, room.limit)
-    check_room(asked, disk)
-    check_loading(asked, room.limit, whole, min((n for n in (free, limit) if n is not None), default=None))
-    debug = dict(options.get("debug", {}))
-    buffers = debug.pop("disk", {})
-    threads = options.get("threads") or max(1, _core.build_info()["cpus"] - 1)
-    core = _core.Engine(where.type, where.index or 0, threads, debug.pop("delay_us", 0), debug.pop("seed", 0))
-    if "lock" in debug:
-        core.lock_limit(debug.pop("lock"))
-    rt = Runtime(module, where, core)
-    rt.activations = options.get("activations", "auto")
-    rt.speculated = asked.speculated
-    rt.compute, rt.vram, rt.room = compute, limit, room
-    _fill(rt, groups, dtype, masters)
-    if "states" in options:
-        rt.choose_states(options["states"])
-    rt.store_bytes = sum(n for what, n in asked.device().items() if what.startswith("at home"))
+    where, found = _device(device), find(module, units)
+    asked, sizes, room = _check(_asked(module, group(module, found), dtype, where, choices), where, choices,
+                                parse_bytes(host, "host"))
+    rt = Runtime(module, where, _engine(where, choices.options))
     try:
-        rt.cap = Cap(where, rt.vram, rt.store_bytes)
-        rt.open_slots(sizes, settled, _at(asked, "arrive"))
-        for unit in _at(asked, "through"):
-            core.through(unit, True)
-        if disk is not None and "disk" in asked.homes:
-            rt.keep_on_disk(disk, _at(asked, "disk"), buffers)
-        rt.passing = frozenset(range(len(groups))) - rt.settled if not keeps else frozenset()
-        for unit in rt.passing:
-            core.pass_gradients(unit)
-        if debug:
-            core.debug(**debug)
+        rt.compute, rt.vram, rt.room = choices.compute, choices.vram, room
+        _fill(rt, asked.groups, dtype, masters)
+        _open(rt, asked, sizes, choices)
         _install(rt, module, found)
         rt.warn_unlocked()
     except BaseException:
@@ -226,7 +184,62 @@ def unstream(module: nn.Module) -> nn.Module:
     return module
 
 
-# ---- refusing ----------------------------------------------------------------------------------
+# ---- what is asked for, and whether it fits ------------------------------------------------------
+
+@dataclass(frozen=True)
+class _Choices:
+    """A plan of mt.plan, or arguments by hand, in one form.
+
+    Attributes:
+        options: a plan's dict. vram: bytes. micro, besides: as in preflight.Asked.
+        whole: what a training step takes is known, not its weights alone.
+    """
+
+    options: dict[str, Any]
+    compute: str
+    vram: int | None
+    disk: Disk | None
+    micro: int = 1
+    besides: tuple[tuple[str, int], ...] = ()
+    whole: bool = False
+
+
+def _choices(plan: Plan | dict[str, Any] | None, compute: str, vram: int | str | None,
+             nvme: str | dict[str, Any] | None) -> _Choices:
+    """What is given beside a plan counts instead of the plan's."""
+    disk = Disk.parse(nvme)
+    if not isinstance(plan, Plan):
+        return _Choices(_options(plan, compute), compute, parse_bytes(vram, "vram"), disk)
+    options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate,
+               "grads": plan.grads, "states": plan.states}
+    compute = plan.compute if compute == "auto" else compute
+    vram = plan.machine.vram_bytes if vram is None else vram
+    besides = tuple((what, n) for what, n in plan.host.items() if what != OVERHEAD)
+    return _Choices(_options(options, compute), compute, parse_bytes(vram, "vram"), plan.nvme if disk is None else disk,
+                    plan.micro, besides, True)
+
+
+def _asked(module: nn.Module, groups: list[Group], dtype: torch.dtype | None, where: torch.device,
+           choices: _Choices) -> Asked:
+    options = choices.options
+    homes = _homes(options.get("homes", "ram"), groups)
+    speculated = _speculated(options.get("speculate", False), groups, homes)
+    return Asked(type(module).__name__, groups, dtype, homes, speculated, options.get("slots", 3), choices.micro,
+                 where.type == "cpu", choices.besides, options.get("grads", "ram") == "ram",
+                 options.get("states", "fp32"))
+
+
+def _check(asked: Asked, where: torch.device, choices: _Choices, host: int | None) -> tuple[Asked, list[int], Room]:
+    """With as many units on disk as must be there, where that is left open; sizes of slots. Refuses what does not
+    fit."""
+    free = _free(where)
+    sizes = check_device(asked, free, choices.vram)
+    if choices.disk is not None and "homes" not in choices.options:
+        asked = to_disk(asked, host)
+    check_room(asked, choices.disk)
+    check_loading(asked, host, choices.whole, min((n for n in (free, choices.vram) if n is not None), default=None))
+    return asked, sizes, Room(asked, host)
+
 
 def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
     if compute not in ("auto", "eager", "fused", "compile"):
@@ -299,6 +312,36 @@ def _problem(p: nn.Parameter) -> str:
 
 # ---- units and memory ----------------------------------------------------------------------------
 
+def _engine(where: torch.device, options: dict[str, Any]) -> _core.Engine:
+    threads, debug = options.get("threads") or max(1, _core.build_info()["cpus"] - 1), options.get("debug", {})
+    core = _core.Engine(where.type, where.index or 0, threads, debug.get("delay_us", 0), debug.get("seed", 0))
+    if "lock" in debug:
+        core.lock_limit(debug["lock"])
+    return core
+
+
+def _open(rt: Runtime, asked: Asked, sizes: list[int], choices: _Choices) -> None:
+    """Slots, and what is at home elsewhere or goes another way; the units are there."""
+    options, core = choices.options, rt.core
+    rt.activations, rt.speculated = options.get("activations", "auto"), asked.speculated
+    if "states" in options:
+        rt.choose_states(options["states"])
+    rt.store_bytes = sum(n for what, n in asked.device().items() if what.startswith("at home"))
+    rt.cap = Cap(rt.device, rt.vram, rt.store_bytes)
+    rt.open_slots(sizes, _at(asked, *SETTLED), _at(asked, "arrive"))
+    for unit in _at(asked, "through"):
+        core.through(unit, True)
+    debug = {k: v for k, v in options.get("debug", {}).items() if k not in ("delay_us", "seed", "lock")}
+    buffers = debug.pop("disk", {})
+    if choices.disk is not None and "disk" in asked.homes:
+        rt.keep_on_disk(choices.disk, _at(asked, "disk"), buffers)
+    rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups))) - rt.settled
+    for unit in rt.passing:
+        core.pass_gradients(unit)
+    if debug:
+        core.debug(**debug)
+
+
 def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:
     """By unit."""
     names = [name for name, _ in groups]
@@ -312,9 +355,9 @@ def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:
     return tuple(asked.get(name, "ram") for name in names)
 
 
-def _at(asked: Asked, home: str) -> list[int]:
+def _at(asked: Asked, *homes: str) -> list[int]:
     """Numbers of the units that are at home there."""
-    return [i for i, where in enumerate(asked.homes) if where == home]
+    return [i for i, home in enumerate(asked.homes) if home in homes]
 
 
 def _speculated(asked: bool | list[str], groups: list[Group], homes: tuple[str, ...]) -> frozenset[int]:
@@ -337,27 +380,22 @@ def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None, masters: 
     """Units in the store, weights in their planes; each old tensor is freed as its values are in."""
     global _pid
     given, files = 0, Mapped()
-    try:
-        for (name, params), own in zip(groups, own_bytes(groups)):
-            kinds = [DTYPES[stored_dtype(p, dtype)] for _, p in params]
-            unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
-            records = [_record(rt, unit, name, i, _pid + i, full, p, dtype) for i, (full, p) in enumerate(params)]
-            _pid += len(params)
-            with torch.no_grad():
-                for hi, value in files.fill([(r.view("HI"), r.param.detach()) for r in records]):
-                    hi.copy_(value)
-            for r in records:
-                _adopt(rt, r, masters)
-            rt.units.append(records)
-            rt.unit_names.append(name)
-            given += own
-            if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
-                give_back()
-                given = 0
-    except BaseException:
-        for r in rt.records:
-            _restore(r)
-        raise
+    for (name, params), own in zip(groups, own_bytes(groups)):
+        kinds = [DTYPES[stored_dtype(p, dtype)] for _, p in params]
+        unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
+        records = [_record(rt, unit, name, i, _pid + i, full, p, dtype) for i, (full, p) in enumerate(params)]
+        _pid += len(params)
+        with torch.no_grad():
+            for hi, value in files.fill([(r.view("HI"), r.param.detach()) for r in records]):
+                hi.copy_(value)
+        for r in records:
+            _adopt(rt, r, masters)
+        rt.units.append(records)
+        rt.unit_names.append(name)
+        given += own
+        if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
+            give_back()
+            given = 0
 
 
 def _record(rt: Runtime, unit: int, unit_name: str, index: int, pid: int, full: str, p: nn.Parameter,
@@ -374,15 +412,15 @@ def _adopt(rt: Runtime, r: Record, masters: bool) -> None:
     if masters and p.dtype == torch.float32 and r.dtype in (torch.bfloat16, torch.float16) and p.requires_grad:
         r.exact = p.detach()
     with torch.no_grad():
-        grad, p.grad = p.grad, None
+        grad = None if p.grad is None else p.grad.to("cpu", r.dtype)
+        p.grad = None
         p.data = hi
     r.host = p.detach()
+    rt.records.append(r)                 # from here on it is given back when something fails
     r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(r.unit, r.index), r.host._version
-    if grad is not None:
-        p.grad = grad.to("cpu", r.dtype)
+    p.grad = grad
     p.__class__ = StreamedParameter
     p._mt = r
-    rt.records.append(r)
 
 
 # ---- installing ----------------------------------------------------------------------------------

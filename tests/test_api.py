@@ -380,6 +380,49 @@ def test_stream_refuses_and_changes_nothing(bad: dict[str, Any], words: str) -> 
     lm_loss(model, batch(0)).backward()
 
 
+@pytest.mark.parametrize("late, at", [("own_bytes", 1), ("add_unit", 2), ("offset", 5), ("choose_states", 1), ("Cap", 1),
+                                      ("open_slots", 1), ("_install", 1), ("_move_buffers", 3)])
+def test_a_failure_while_memory_is_taken_gives_all_of_it_back(late: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The at-th call of something fails, of the engine or on the way."""
+    from megatrain_torch import _core, wrap
+    engines, calls, open_engine = [], [], _core.Engine
+
+    def failing(right: Any) -> Any:
+        def call(*args: Any, **kw: Any) -> Any:
+            calls.append(late)
+            if len(calls) == at:
+                raise MemoryError(late)
+            return right(*args, **kw)
+        return call
+
+    class Engine:
+        def __init__(self, *args: Any) -> None:
+            self.real = open_engine(*args)
+            engines.append(self.real)
+
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(self.real, name)
+            return failing(found) if name == late else found
+
+    monkeypatch.setattr(_core, "Engine", Engine)
+    for owner in (wrap, wrap.Runtime):
+        if hasattr(owner, late) and late != "open_slots":
+            monkeypatch.setattr(owner, late, failing(getattr(owner, late)))
+    model = made()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(MemoryError, match=late):
+        mt().stream(model, device="cpu", plan={"states": "8bit"})
+    monkeypatch.undo()
+    assert all(type(p) is nn.Parameter and "_mt" not in vars(p) for p in model.parameters()), "parameters were changed"
+    assert all("forward" not in vars(m) for m in model.modules()), "modules were wrapped"
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert (model.head.weight.grad == 1).all()
+    with pytest.raises(mt().MegatrainError, match="closed"):
+        engines[0].stats()
+    lm_loss(streamed(model), batch(0)).backward()
+
+
 def test_streaming_twice_is_refused() -> None:
     model = streamed(made())
     with pytest.raises(mt().MegatrainError, match="unstream"):
