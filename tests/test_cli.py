@@ -2,8 +2,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import re
 import signal
+import types
 import xml.dom.minidom
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megatrain_torch as mt
 from megatrain_torch import MegatrainError, cli
 from megatrain_torch.commands import data, folder
-from megatrain_torch.commands.settings import Settings, page
+from megatrain_torch.commands.settings import Settings, page, write_yaml
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
@@ -228,8 +232,10 @@ def test_a_run_learns_and_says_what_bound_it(whole_run: Path) -> None:
 
 def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
         whole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatrain_torch.commands import loop
     from megatrain_torch.commands.loop import UNFINISHED, StreamedTrainer
-    half, log = whole_run / "half", StreamedTrainer.log
+    half, log, finish = whole_run / "half", StreamedTrainer.log, StreamedTrainer.finish_saving
+    clip_next, limits = mt.AdamW.clip_next, []
 
     def stop_in_step_3(self: Any, logs: dict[str, Any], *args: Any) -> None:
         log(self, logs, *args)
@@ -238,15 +244,32 @@ def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
 
     with monkeypatch.context() as patched:
         patched.setattr(StreamedTrainer, "log", stop_in_step_3)
+        patched.setattr(mt.AdamW, "clip_next", lambda opt, limit: limits.append(limit) or clip_next(opt, limit))
         assert megatrain("train", "--config", whole_run / "run.yaml", "--out", half, "--lr", "3e-3") == 0
     assert "megatrain resume" in capsys.readouterr().out
-    (half / "checkpoint-7").mkdir()                      # as a crash of another program leaves one
-    (half / UNFINISHED / "checkpoint-9").mkdir(parents=True)         # as kill -9 while one is written
+    (half / "checkpoint-9").mkdir()                      # as kill -9 leaves one without Trainer's files
+    (half / "checkpoint-9.tmp-1-0").mkdir()              # and while one is written
+    (half / UNFINISHED / "checkpoint-9").mkdir(parents=True)
     stopped = folder.last_checkpoint(half).name
     assert stopped in ("checkpoint-3", "checkpoint-4") and not (half / "model").exists()
+    assert limits == [1.0] * int(stopped[-1]), "the optimizer clips, once a step"
     with (half / folder.LOG).open("a") as log_file:      # steps that were made and not saved
         log_file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
+    write_yaml(half / folder.CONFIG, folder.settings_of(half).with_(keep=1))
+    whole, clock = [], itertools.count()
+
+    def finish_and_look(trainer: Any) -> None:
+        finish(trainer)
+        whole.append([p.name for p in folder.checkpoints(half)])
+
+    monkeypatch.setattr(StreamedTrainer, "finish_saving", finish_and_look)
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
     assert megatrain("resume", half) == 0
+    assert "checkpoint-9 was being written" in capsys.readouterr().out
+    assert all(whole), "there is a whole one at any time"
+    assert [p.name for p in half.glob("checkpoint-*")] == whole[-1] == ["checkpoint-8"]
+    rates = [line["tokens_per_second"] for line in folder.lines(half) if line["step"] > int(stopped[-1]) and "loss" in line]
+    assert rates and set(rates) == {512.0}, "steps of this process alone, a second each"
     assert sum(line["step"] == 5 and "loss" in line for line in folder.lines(half)) == 1
     files = [(whole_run / run / "model/model.safetensors").read_bytes() for run in ("whole", "half")]
     assert files[0] == files[1]
@@ -274,6 +297,19 @@ def test_a_run_generates_and_is_evaluated(whole_run: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     last = [line["loss"] for line in folder.lines(whole_run / "whole") if "loss" in line][-1]
     assert abs(float(said.split()[1]) - last) < 0.5 and "rows of 64" in said
+    pairs = whole_run / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": "a" * n, "completion": "b"}) + "\n" for n in (70, 70, 5)))
+    assert megatrain("eval", whole_run / "whole", pairs) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("2 conversations are longer than 64 tokens") and "; 2 tokens in" in said
+    assert "rows of 5 tokens have none to predict" in refused(capsys, "eval", whole_run / "whole", pairs, "--seq", 5)
+
+
+def outside(page: str) -> list[str]:
+    """What a page would fetch from elsewhere: all but its own anchors and data."""
+    links = re.findall(r"""(?:src|href|srcset|data|action)\s*=\s*["']?\s*([^"'\s>]+)""", page)
+    links += re.findall(r"""url\(\s*["']?([^"')]+)""", page) + re.findall(r"@import\s+([^;]+)", page)
+    return [link for link in links if not link.startswith(("#", "data:"))]
 
 
 def test_the_report_is_one_page_with_curves_a_time_line_and_memory(whole_run: Path) -> None:
@@ -281,7 +317,9 @@ def test_the_report_is_one_page_with_curves_a_time_line_and_memory(whole_run: Pa
         log.write('{"step": 9, "lo')                     # as a crash leaves it
     assert megatrain("report", whole_run / "whole") == 0
     text = (whole_run / "whole/report.html").read_text()
-    assert "http://" not in text.replace("http://www.w3.org", "") or "src=" not in text
+    assert not outside(text), "it loads something"
+    assert outside(text + "<img src='https://a.org/b.png'>") and outside(text + '<a href = "//a.org">')
+    assert outside(text + "<style>p{background:url(http://a.org/b)}</style>")
     for words in ("norm of the gradients", "what bound it", "tier by tier", "moments", "eval_loss", "Step 8 of 8"):
         assert words in text, words
     from megatrain_torch.commands.report import curve

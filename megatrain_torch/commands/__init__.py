@@ -1,4 +1,4 @@
 """The verbs of the `megatrain` command, a file each: `add` tells the parser, `run` does it.
 
-settings.py is what a training run was asked for, data.py makes rows of tokens, run.py knows a run's folder.
+settings.py is what a training run was asked for, data.py makes rows of tokens, folder.py knows a run's folder.
 """

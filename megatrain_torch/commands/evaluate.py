@@ -10,11 +10,12 @@ import torch
 
 import megatrain_torch as mt
 
+from ..errors import MegatrainError
 from . import folder
 from .data import IGNORED, collate, documents, packed, records
 from .say import say
 from .settings import Settings, add_flags, given
-from .train import for_machine, for_model
+from .train import for_machine, for_model, say_cut
 
 TOGETHER = 8                         # rows: weights are streamed once for all of them
 
@@ -35,6 +36,9 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = folder.load_tokenizer(source)
     settings = for_model(settings, folder.load_config(source))
     rows = packed(documents(records(settings.data, settings.split), tokenizer, settings.column), settings.seq, 0)
+    if rows.targets == 0:
+        raise MegatrainError(f"{settings.data}: rows of {settings.seq} tokens have none to predict; --seq makes room")
+    say_cut(rows.cut, settings.seq)
     model = mt.stream(folder.load_model(source, settings.dtype), settings.device, vram=settings.vram)
     loss = mean_loss(model, rows)
     say(f"loss {loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):.4g}; {rows.targets:,} tokens in "

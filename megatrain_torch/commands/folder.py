@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+from .. import manifest
 from ..errors import MegatrainError
 from .settings import Settings, read_yaml
 
@@ -31,6 +33,17 @@ def checkpoints(run: Path) -> list[Path]:
     """The whole ones, oldest first."""
     found = [(int(m[1]), p) for p in run.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))]
     return [p for _, p in sorted(found) if (p / WHOLE).is_file()]
+
+
+def remove_torn(run: Path) -> list[str]:
+    """Names of checkpoints that were never finished. They are gone then, as is what killed saves left."""
+    for name in {m[0] for p in run.glob("checkpoint-*") if (m := re.match(r"checkpoint-\d+", p.name))}:
+        manifest.sweep(run / name)
+    whole = checkpoints(run)
+    torn = [p for p in run.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p not in whole]
+    for path in torn:
+        shutil.rmtree(path)
+    return sorted(p.name for p in torn)
 
 
 def last_checkpoint(run: Path) -> Path:

@@ -1,9 +1,9 @@
 """transformers' Trainer around a streamed model.
 
 Trainer does what it does well: accumulation averaged by tokens, schedules, the data's order and its place in it,
-evaluation, rotation of checkpoints, TensorBoard and Weights & Biases. What it is given here: mt.AdamW, whose exact
-clipping and norm need no pass of their own over the gradients; checkpoints of mt.save, written while training goes
-on; a log with what bound each step; signals that save and stop.
+evaluation, TensorBoard and Weights & Biases. What it is given here: mt.AdamW, whose exact clipping and norm need no
+pass of their own over the gradients (clipping.py); checkpoints of mt.save, written while training goes on; a log with
+what bound each step; signals that save and stop.
 """
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import rotate_checkpoints
 
 from ..api import last_step
 from ..checkpoint import Saving, save
@@ -28,27 +27,19 @@ from ..errors import MegatrainError
 from ..restore import load
 from ..storage import storage
 from ..tracing import Trace
-from .folder import LOG, WHOLE
+from .folder import LOG, WHOLE, checkpoints
 
 UNFINISHED = ".unfinished"           # in the run's folder: small files of a checkpoint that is being written
 
 
 class StreamedTrainer(Trainer):
-    """Trainer for a model of mt.stream with mt.AdamW as optimizer; the optimizer clips."""
+    """Trainer for a model of mt.stream with mt.AdamW as optimizer."""
 
     def __init__(self, *args: Any, trace: Trace, tokens: int, **kw: Any) -> None:
         super().__init__(*args, **kw)
         self._trace, self._tokens = trace, tokens
-        self._logged = (0, time.perf_counter())              # step, and when
+        self._logged: tuple[int, float] | None = None        # step, and when; None: before the first of this process
         self._saving: Saving | None = None
-
-    # mt.AdamW knows the norm and clips by it; Trainer would read every gradient for that.
-
-    def _clip_grad_norm(self, model: nn.Module) -> None:
-        return None
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
-        return None
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kw: Any) -> Any:
         """Without a cache of keys and values: with one, a packed row is taken for one sequence."""
@@ -61,8 +52,7 @@ class StreamedTrainer(Trainer):
             step, now = self.state.global_step, time.perf_counter()
             before, then = self._logged
             self._logged = (step, now)
-            report = last_step(self.model)
-            logs |= {"grad_norm": self._optimizer().grad_norm, "bound": report.bound,
+            logs |= {"bound": last_step(self.model).bound,
                      "tokens_per_second": round((step - before) * self._tokens / (now - then), 1)}
         if "loss" in logs or "eval_loss" in logs:
             line = {"step": self.state.global_step} | logs
@@ -90,22 +80,30 @@ class StreamedTrainer(Trainer):
         self.write_pages()
 
     def finish_saving(self) -> None:
-        """Waits for the checkpoint under way; then older ones may go."""
-        saving, self._saving = self._saving, None
+        """Waits for the checkpoint under way; then older ones may go. Interrupted, it is under way still."""
+        saving = self._saving
         if saving is None:
             return
-        saving.wait()
+        try:
+            saving.wait()
+        except MegatrainError:
+            self._saving = None
+            raise
         beside = saving.folder.parent / UNFINISHED
         for path in sorted(beside.iterdir(), key=lambda p: p.name == WHOLE):
             _sync(path)
             path.rename(saving.folder / path.name)
         _sync(saving.folder)
         beside.rmdir()
-        rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.args.save_total_limit)
+        self._saving = None
+        for old in checkpoints(saving.folder.parent)[:-self.args.save_total_limit]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def training_step(self, *args: Any, **kw: Any) -> Any:
         if self._saving is not None and self._saving.over:
             self.finish_saving()
+        if self._logged is None:
+            self._logged = (self.state.global_step, time.perf_counter())
         return super().training_step(*args, **kw)
 
     def _load_from_checkpoint(self, *_: Any, **__: Any) -> None:

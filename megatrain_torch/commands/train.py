@@ -62,6 +62,8 @@ def again(args: argparse.Namespace) -> None:
     if (args.folder / folder.FINAL / "config.json").is_file():
         raise MegatrainError(f"{args.folder} is finished: its model is {args.folder / folder.FINAL}")
     checkpoint = folder.last_checkpoint(args.folder)
+    for torn in folder.remove_torn(args.folder):
+        say(f"{torn} was being written when the run ended: removed")
     folder.forget_after(args.folder, int(checkpoint.name.removeprefix("checkpoint-")))
     _train(for_machine(settings), checkpoint)
 
@@ -174,9 +176,12 @@ def _say_begin(model: Any, settings: Settings, train: Rows, held: Rows) -> None:
     say(f"{parameters / 1e6:,.1f} M parameters in host memory, computing on {settings.device}; "
         f"{train.targets:,} tokens to learn in {len(train)} rows of {settings.seq}, {held.targets:,} held out; "
         f"{settings.steps} steps of {settings.tokens:,} tokens; run in {settings.out}")
-    if train.cut + held.cut:
-        say(f"{train.cut + held.cut} conversations are longer than {settings.seq} tokens and lost their end; "
-            "--seq makes room")
+    say_cut(train.cut + held.cut, settings.seq)
+
+
+def say_cut(cut: int, seq: int) -> None:
+    if cut:
+        say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
 
 
 def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Rows,
@@ -188,7 +193,7 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
     groups = [{"params": [p for p in model.parameters() if p.ndim >= 2]},
               {"params": no_decay, "weight_decay": 0.0}]
     opt = mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
-                   weight_decay=settings.weight_decay, max_grad_norm=settings.clip or None, states=settings.states)
+                   weight_decay=settings.weight_decay, states=settings.states)
     requests, flat = Requests(), settings.device == "cuda"
     with mt.trace(model) as trace, requests.listening():
         trainer = StreamedTrainer(
@@ -223,7 +228,7 @@ def _arguments(settings: Settings, held: bool) -> Any:
     return TrainingArguments(
         output_dir=s.out, per_device_train_batch_size=micro_rows, gradient_accumulation_steps=s.micro,
         per_device_eval_batch_size=micro_rows, max_steps=s.steps, learning_rate=s.lr, lr_scheduler_type=s.schedule,
-        warmup_steps=int(s.warmup * s.steps), max_grad_norm=0.0, seed=s.seed, logging_steps=s.log_every,
+        warmup_steps=int(s.warmup * s.steps), max_grad_norm=s.clip, seed=s.seed, logging_steps=s.log_every,
         logging_first_step=True, eval_strategy="steps" if held else "no", eval_steps=s.eval_every,
         save_strategy="steps", save_steps=s.save_every, save_total_limit=s.keep, prediction_loss_only=True,
         report_to=[] if s.report_to == "none" else [s.report_to], use_cpu=s.device == "cpu", disable_tqdm=True,
