@@ -34,9 +34,3 @@ class Mode(NamedTuple):
 def read(mode: str) -> Mode:
     keep, _, where = mode.partition("+")
     return Mode(keep, bool(where), where == "host")
-
-
-def plainer(mode: str, keep: str) -> str:
-    """The same place for another amount: what a window does that has no `mode`."""
-    host = read(mode)
-    return str(Mode(keep, host.host and (host.input or keep != "replay"), host.input))
