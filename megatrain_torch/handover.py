@@ -159,16 +159,12 @@ class HandOver:
             self._may_pass([r for r, _ in pairs])
         for record, grad in pairs:
             grad = self._conform(record, grad)
-            mode = self._claim(record) if not passing else SET
-            if passing and record.numel:
-                items.append((record.index, grad.data_ptr(), SET, 0))
-                sources.append(grad)
-            elif mode is None:
+            mode = SET if passing else self._claim(record)
+            if mode is None:
                 self._add_foreign(record, grad)
             elif record.numel:
-                reread = int(mode == ADD and record.grad_view._version != record.grad_version)
-                record.grad_version = record.grad_view._version
-                items.append((record.index, grad.data_ptr(), mode, reread))
+                reread = not passing and self._written(record) and mode == ADD
+                items.append((record.index, grad.data_ptr(), mode, int(reread)))
                 sources.append(grad)
         if not items:
             return
@@ -243,6 +239,12 @@ class HandOver:
             with torch.no_grad():
                 kept.data = kept.clone()
         record.grad_view = record.view("GRAD")
+
+    @staticmethod
+    def _written(record: Record) -> bool:
+        """Did somebody write to its `.grad` since the last gradient came? Asked once for each."""
+        before, record.grad_version = record.grad_version, record.grad_view._version
+        return record.grad_version != before
 
     def _add_foreign(self, record: Record, grad: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
