@@ -23,6 +23,10 @@ LENT = 3                    # buffers of a size for gradients that are kept nowh
 OFFLOAD_DEPTH = 2           # units whose gradients may be on their way out: runtime of offload.h
 STAGINGS = 2                # host buffers for gradients that are to be added: offload.c
 
+# Labels of host_planes, and the engine's planes whose memory they are.
+PLANES_OF = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V", "SCALE"), "gradients": ("GRAD",),
+             "sums": ("ACC",), "to take updates back": ("UNDO",)}
+
 # Bytes that torch's allocator holds beyond what is used, as a share of all that is not slots or homes.
 # Eager: 7 to 47 % in five runs of benchmarks/results, 15 % where tokens are many.
 CACHE_SHARE = {"fused": 0.05, "eager": 0.15}

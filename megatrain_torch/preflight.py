@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from . import _core
-from .cost import STAGINGS, device_planes, host_planes, passing_bytes, visiting_planes
+from .cost import PLANES_OF, STAGINGS, device_planes, host_planes, passing_bytes, visiting_planes
 from .disk import MEMORY_BYTES, file_bytes
 from .errors import MegatrainError
 from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin, without_margin
@@ -32,9 +32,6 @@ from .shapes import Unit, unit_bytes
 from .slots import plan_slots
 from .units import Group
 
-# Labels of cost.host_planes, and the planes whose memory they are.
-_PLANES = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V", "SCALE"), "gradients": ("GRAD",),
-           "sums": ("ACC",), "to take updates back": ("UNDO",)}
 _OWN = "the module's own, given back"
 COPIED = ("masters", "moments")    # of what lives on the device, when a state_dict is made
 SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay on the device
@@ -324,8 +321,8 @@ class Room:
         planes = self.asked.host()
         if self.limit is not None:
             return self.limit - sum(planes.values())
-        there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in _PLANES[plane]) for plane in planes
-                 if plane in _PLANES and plane != "weights"}
+        there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in PLANES_OF[plane]) for plane in planes
+                 if plane in PLANES_OF and plane != "weights"}
         coming = sum(max(0, planes[plane] - n) for plane, n in there.items())
         return without_margin(host_limits().tightest().free) - coming
 
@@ -337,7 +334,7 @@ class Room:
         if self.limit is not None:
             _check_word(self.asked if planes == COPIED else asked, self.limit, None)
             return
-        there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in _PLANES.get(plane, ()))
+        there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in PLANES_OF.get(plane, ()))
                  for plane in planes or asked.host() if plane != "weights" and not plane.endswith("slots")}
         if "activations" in there:
             there["activations"] = core.swap_bytes()[0]

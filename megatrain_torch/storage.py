@@ -10,14 +10,11 @@ import torch
 from torch import nn
 
 from . import _core
+from .cost import PLANES_OF
 from .limits import host_limits, show_bytes
 from .planner import as_text
 from .tiers import Tier, bars, write_tiers
 from .wrap import runtime_of
-
-# By what planes of the engine hold; the words are those of plans.
-_PLANES = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V", "SCALE"), "gradients": ("GRAD",),
-           "sums": ("ACC",), "to take updates back": ("UNDO",)}
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ def storage(model: nn.Module) -> Storage:
         MegatrainError: the model is not streamed.
     """
     rt = runtime_of(model)
-    host = {what: sum(rt.core.host_bytes(_core.PLANES[p]) for p in planes) for what, planes in _PLANES.items()}
+    host = {what: sum(rt.core.host_bytes(_core.PLANES[p]) for p in planes) for what, planes in PLANES_OF.items()}
     host["activations"] = rt.core.swap_bytes()[0]
     device = {"slots": sum(s.nbytes for s in rt.slots), "at home": rt.core.device_bytes()}
     there = torch.cuda.mem_get_info(rt.device)[1] if rt.is_cuda else host_limits().in_all
