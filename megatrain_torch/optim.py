@@ -184,7 +184,8 @@ class AdamW(torch.optim.Optimizer):
         return handed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. With set_to_none waits for nothing, else for the updates that still read the gradients."""
+        """As in torch. With set_to_none waits for nothing but a norm that was asked for and not stepped with; else for
+        the updates that still read the gradients."""
         if self._asked is not None:          # a batch that is dropped, its limit too
             self._asked.settle()
             self._asked, self._limit_once = None, math.inf

@@ -489,7 +489,8 @@ def _loader(module: nn.Module) -> Any:
 
 
 def _zero_grad(module: nn.Module) -> Any:
-    """As torch's, without a look at gradients that an update is still reading (Trainer calls it after each step)."""
+    """As torch's, which reads each `.grad`, and so would wait for its update (Trainer calls it after each step). With
+    set_to_none=True, as by default, this waits for nothing."""
     own = module.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:

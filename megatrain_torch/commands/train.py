@@ -154,8 +154,8 @@ def _rows(settings: Settings, tokenizer: Any) -> tuple[Rows, Rows]:
     filler = next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
     rows = [packed(part, settings.seq, filler) for part in (train, held)]
     if rows[0].targets == 0:
-        raise MegatrainError(f"the data has {sum(map(len, found))} tokens, and none is left to train on; "
-                             f"--validation {settings.validation} of them are held out")
+        raise MegatrainError(f"the data has {sum(map(len, found))} tokens; {settings.validation:.0%} of them are held "
+                             f"out (--validation), and the rest, in rows of {settings.seq} (--seq), has none to learn")
     return rows[0], rows[1]
 
 
@@ -173,7 +173,7 @@ def _streamed(model: Any, settings: Settings, out: Path) -> tuple[Any, Settings]
 
 def _say_begin(model: Any, settings: Settings, train: Rows, held: Rows) -> None:
     parameters = sum(p.numel() for p in model.parameters())
-    say(f"{parameters / 1e6:,.1f} M parameters in host memory, computing on {settings.device}; "
+    say(f"{parameters / 1e6:,.1f} M parameters, streamed, computing on {settings.device}; "
         f"{train.targets:,} tokens to learn in {len(train)} rows of {settings.seq}, {held.targets:,} held out; "
         f"{settings.steps} steps of {settings.tokens:,} tokens; run in {settings.out}")
     say_cut(train.cut + held.cut, settings.seq)

@@ -123,7 +123,8 @@ class Grads(dict[str, Tensor]):
 
 
 class Sums(Grads):
-    """Weight gradients of tiles of rows, added up: products by themselves, in fp32 at least, and rounded once."""
+    """Weight gradients of tiles of rows, added up in fp32 at least. Of products only the whole sum is rounded; what
+    comes by its name (of biases, norms) has been rounded tile by tile. `finish` hands them on."""
 
     def __init__(self, grads: Grads) -> None:
         super().__init__(grads._wanted)
