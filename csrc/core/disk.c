@@ -437,7 +437,9 @@ static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
         b = find_piece(d, u, number);
         if (b != NULL && b->at == READY)
             break;
-        if (b == NULL && (d->next_unit != u || d->next_piece != number))
+        /* Nobody reads it: another was thought to be next, or all buffers have pieces that this one came
+         * instead of. Either way what was read ahead gives way, or no buffer would ever be free. */
+        if (b == NULL)
             aim(d, u, number);
         read_ahead(d);
         pthread_cond_wait(&d->changed, &d->mu);

@@ -282,6 +282,21 @@ static void updates_are_those_of_states_in_memory(void)
         }
 }
 
+/* Nothing is under way any more, and so nothing begins. */
+static void read_as_far_as_it_goes(world *w)
+{
+    struct timespec nap = { 0, 1000000 };
+    mt_disk_stats   before, now = mt_disk_stats_get(w->disk);
+    int             quiet = 0;
+
+    while (quiet < 3) {
+        before = now;
+        nanosleep(&nap, NULL);
+        now = mt_disk_stats_get(w->disk);
+        quiet = now.read_bytes == before.read_bytes && now.written_bytes == before.written_bytes ? quiet + 1 : 0;
+    }
+}
+
 static void pieces_are_read_ahead_before_anybody_asks(void)
 {
     struct timespec nap = { 0, 1000000 };
@@ -302,6 +317,28 @@ static void pieces_are_read_ahead_before_anybody_asks(void)
     step(&w, 0);
     check(&w);
     close_world(&w);
+}
+
+/* An update of later parameters alone, when its unit's first pieces are in all buffers, and what it wants is what
+ * would be read next. */
+static void what_was_read_ahead_may_be_passed_over(void)
+{
+    static const int last[1] = { 3 };
+
+    for (int n_buffers = 1; n_buffers < 4; n_buffers++)
+        for (int u = 0; u < UNITS; u++) {
+            world w;
+
+            open_world(&w, n_buffers, 0);
+            step(&w, 0);
+            for (int i = 0; i < 2; i++) {
+                CHECK_OK(update(&w, (u + UNITS - 1) % UNITS, all, PARAMS, 0));   /* reads ahead of u */
+                read_as_far_as_it_goes(&w);
+                CHECK_OK(update(&w, u, last, 1, 0));
+            }
+            check(&w);
+            close_world(&w);
+        }
 }
 
 static void copies_take_memory_only_from_a_read_to_the_next_update(void)
@@ -560,6 +597,7 @@ static void open_refuses_buffers_that_hold_nothing(void)
 #define TESTS(X)                                                    \
     X(updates_are_those_of_states_in_memory)                        \
     X(pieces_are_read_ahead_before_anybody_asks)                    \
+    X(what_was_read_ahead_may_be_passed_over)                       \
     X(copies_take_memory_only_from_a_read_to_the_next_update)       \
     X(a_reader_waits_for_the_write_of_what_it_reads)                \
     X(nothing_is_written_while_it_is_read_for_nobody)               \
