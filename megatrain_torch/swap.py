@@ -129,9 +129,12 @@ class Bundle:
         self.coming = True
 
     def _await(self) -> None:
+        """The current stream waits for the copies back; so does the one whose allocations the landing memory is, since
+        what follows there may be given that memory next."""
         if self.coming:
             self.coming = False
-            self.swap.runtime.core.swap_await(self.number, self.swap.runtime.stream())
+            for stream in {self.stream, self.swap.runtime.stream()}:
+                self.swap.runtime.core.swap_await(self.number, stream)
 
     def __del__(self) -> None:
         core = self.swap.runtime.core

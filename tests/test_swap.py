@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import edges
@@ -25,6 +26,7 @@ import megatrain_torch as mt
 from megatrain_torch.errors import MegatrainError
 from megatrain_torch.modes import HOST, MODES, read
 from megatrain_torch.simulate import Step, simulate
+from megatrain_torch.swap import Bundle
 from megatrain_torch.wrap import runtime_of
 
 pytestmark = pytest.mark.usefixtures("streaming")
@@ -204,6 +206,21 @@ def test_an_update_between_forward_and_backward_is_noticed() -> None:
     opt.step()
     with pytest.raises(RuntimeError, match="call backward\\(\\) before step\\(\\)"):
         late.backward()
+
+
+def test_what_comes_back_is_awaited_by_its_allocations_stream_too() -> None:
+    """A backward on another stream than the one that asked for the bundle: torch gives the landing memory to what
+    follows on that one, which must not be there before the copies. (The CPU has one stream only.)"""
+    waits: list[int] = []
+    core = SimpleNamespace(swap_await=lambda number, stream: waits.append(stream), swap_drop=lambda number: None)
+    bundle = Bundle(SimpleNamespace(runtime=SimpleNamespace(core=core, stream=lambda: 7), position=0),
+                    SimpleNamespace(units=[0]))
+    for asked, expected in ((5, [5, 7]), (7, [7])):
+        waits.clear()
+        bundle.coming, bundle.stream = True, asked
+        bundle._await()
+        bundle._await()
+        assert sorted(waits) == expected
 
 
 # ---------------------------------------------------------------- memory

@@ -2,7 +2,7 @@
  *
  * A block is free as soon as nobody knows its bundle any more; copies from and to it may still be in
  * their queues. So nothing waits on the host: the next bundle's copies stand behind them, by the order
- * of `out` and by COMPUTED. Only a block that is given up for a larger one has to be waited for. */
+ * of `out` and by EMPTIED. Only a block that is given up for a larger one has to be waited for. */
 #include "swap.h"
 
 #include <pthread.h>
@@ -232,6 +232,7 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
         b->bytes[i] = parts[i].bytes;
     b->unit = unit;
     MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
+    MT_TRY(wait_for(w, w->out, b->landed, MT_EDGE_EMPTIED));
     MT_TRY(copy_all(w, b, parts, 1, &w->stats.out_bytes));
     b->bundle = ++w->bundles;
     b->needed = SOURCES | TENSORS;

@@ -27,7 +27,8 @@
  *           memory before                                                             on run
  *   KEPT    back waits for the copies out that fill the block                         on out
  *   BACK    run waits for the copies back, in mt_swap_await                           on back
- * A block is filled anew behind COMPUTED, and what emptied it was awaited by run before.
+ *   EMPTIED out waits for the copies back that empty the block it is about to fill. Where one stream does
+ *           it all COMPUTED says so already, since run awaited them; another stream's did not     on back
  *
  * A bundle that never comes back is dropped like any other. One that is on its way back when it is
  * dropped has to be awaited first, since its landing memory is about to be freed. Coming back twice is

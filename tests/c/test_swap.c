@@ -183,6 +183,43 @@ static void without_kept_the_block_is_read_too_early(void)
     }
 }
 
+/* One stream reads what came back, and drops it; another, which never waited for that, gives the block its next
+ * bundle. */
+static long filled_from_another_stream(uint64_t seed, unsigned skip)
+{
+    static scene s;
+    mt_swap_part p[PARTS];
+    mt_queue    *other;
+    uint64_t     bundle;
+
+    scene_open(&s, seed, 300, skip);
+    REQUIRE(s.t.dev->ops->queue_open(s.t.dev, "other", &other) == MT_OK);
+    run(&s, &s.source[0], value_of(3, 3), 0);
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, s.t.run, &bundle));
+    CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
+    CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.landing[0], p), PARTS, s.t.run));
+    CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
+    mt_swap_drop(s.w, bundle);
+    run(&s, &s.landing[0], value_of(3, 3), 1);
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[1], p), PARTS, other, &bundle));
+    CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, 5 * 4096);       /* the same block */
+    CHECK_OK(mt_swap_left(s.w, bundle, other));
+    s.t.dev->ops->queue_close(other);
+    return scene_close(&s);
+}
+
+static void without_emptied_a_block_is_filled_while_it_is_read(void)
+{
+    long wrong = 0;
+
+    for (uint64_t seed = 1; seed <= 12; seed++)
+        CHECK_EQ(filled_from_another_stream(seed, 0), 0);
+    RACE;
+    for (uint64_t seed = 1; wrong == 0 && seed <= 20; seed++)
+        wrong += filled_from_another_stream(seed, MT_EDGE_EMPTIED);
+    CHECK(wrong > 0);
+}
+
 /* ---- blocks ----------------------------------------------------------------------------- */
 
 static uint64_t out(scene *s, void *mem, size_t bytes)
@@ -374,6 +411,7 @@ static void every_failing_device_call_frees_everything(void)
     X(without_room_what_is_used_is_overwritten)                                               \
     X(without_back_compute_is_too_early)                                                      \
     X(without_kept_the_block_is_read_too_early)                                               \
+    X(without_emptied_a_block_is_filled_while_it_is_read)                                     \
     X(steps_that_are_alike_make_no_blocks)                                                    \
     X(blocks_are_taken_by_size_and_grow)                                                      \
     X(a_block_stays_until_its_sources_have_left_too)                                          \
