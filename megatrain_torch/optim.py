@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _core, clipping
 from .errors import MegatrainError
-from .formats import check_states
+from .formats import GROUP, check_states
 from .guard import StreamedParameter, guard, plain
 from .handover import HandOver
 from .records import DTYPES, Record
@@ -607,8 +607,15 @@ def moments_of(record: Record) -> tuple[Tensor, Tensor]:
 
 
 def _load_moments(record: Record, values: dict[str, Any]) -> None:
-    """From a state_dict of the same format as they are, else by way of fp32; to 8 bits rounded to nearest."""
-    mine = MOMENTS if record.runtime.states == "fp32" else CODES
+    """From a state_dict of the same format as they are, else by way of fp32; to 8 bits rounded to nearest.
+
+    Raises:
+        MegatrainError: scales are not [groups,2] of this parameter's groups.
+    """
+    mine, groups = MOMENTS if record.runtime.states == "fp32" else CODES, -(-record.numel // GROUP)
+    if CODES[2] in values and values[CODES[2]].shape != (groups, 2):
+        raise MegatrainError(f"{record.name}: scales of shape {list(values[CODES[2]].shape)} in the state to load; its "
+                             f"{record.numel} elements have [{groups}, 2]")
     if mine[0] in values:
         for name, plane in zip(mine, record.moments):
             record.view(plane).copy_(plain(values[name]))
@@ -621,7 +628,8 @@ def _load_moments(record: Record, values: dict[str, Any]) -> None:
         _core.codes_set(m.data_ptr(), v.data_ptr(), *codes, record.numel)
         return
     codes = [torch.empty_strided(record.shape, record.stride, dtype=kind).copy_(plain(values[name]))
-             for kind, name in zip((torch.int8, torch.uint8), CODES)] + [plain(values["scales"]).contiguous()]
+             for kind, name in zip((torch.int8, torch.uint8), CODES)]
+    codes.append(torch.empty(groups, 2).copy_(plain(values[CODES[2]])))      # on the host and in fp32, as C reads them
     _core.codes_get(*(c.data_ptr() for c in codes), m.data_ptr(), v.data_ptr(), record.numel)
     record.view("M").copy_(m)
     record.view("V").copy_(v)

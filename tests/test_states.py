@@ -164,6 +164,29 @@ def test_a_state_is_taken_from_any_format_to_any(states: str) -> None:
         assert opt.state[p]["step"] == small.state[q]["step"] == wide.state[r]["step"] == 5
 
 
+@pytest.mark.parametrize("states", FORMATS)
+def test_scales_of_another_type_count_by_their_values(states: str) -> None:
+    """A checkpoint that went through .half(), into states of any format."""
+    _, opt = trained("8bit")
+    saved = opt.state_dict()
+    for state in saved["state"].values():
+        state["scales"] = (state["scales"] * 2.0**20).half()
+    _, after = trained(states, steps=0)
+    after.load_state_dict(saved)
+    for p, q in zip(*([p for g in o.param_groups for p in g["params"]] for o in (opt, after))):
+        for mine, theirs, power in zip(opt.moments(p), after.moments(q), (20, 40)):      # v is a scale's square
+            assert torch.allclose(theirs, mine * 2.0**power, rtol=2e-3, atol=0.0) and theirs.any()
+
+
+def test_scales_of_another_size_are_refused() -> None:
+    _, opt = trained("8bit")
+    for states in ("8bit", "fp32"):
+        saved = opt.state_dict()
+        saved["state"][0]["scales"] = saved["state"][0]["scales"][:1]
+        with pytest.raises(mt.MegatrainError, match=r"scales of shape \[1, 2\]"):
+            trained(states, steps=0)[1].load_state_dict(saved)
+
+
 def test_moments_are_those_of_the_state_in_fp32() -> None:
     model, opt = trained("fp32")
     p = next(model.parameters())
