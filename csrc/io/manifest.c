@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #define BOOT_ID "/proc/sys/kernel/random/boot_id"
@@ -54,17 +55,28 @@ static void boot_id(char *out, size_t cap)
     out[strcspn(out, "\n")] = 0;
 }
 
-/* By what the manifest says; what cannot be told counts as alive. */
+/* As it stands in a manifest. */
+static void host_field(char *out, size_t cap)
+{
+    struct utsname about;
+
+    snprintf(out, cap, "\"host\": \"%.64s\"", uname(&about) == 0 ? about.nodename : "");
+}
+
+/* By what the manifest says; what cannot be told counts as alive, and so does what another machine's process
+ * holds: its boots and processes are not ours to look up. */
 static int process_lives(const char *text)
 {
     const char *pid_at = strstr(text, "\"pid\": "), *ticks_at = strstr(text, "\"started\": ");
     const char *boot_at = strstr(text, "\"boot\": \"");
-    char        boot[64];
+    char        boot[64], host[80];
     long        pid = 0;
     uint64_t    ticks = 0;
 
+    host_field(host, sizeof host);
     if (pid_at == NULL || ticks_at == NULL || boot_at == NULL || sscanf(pid_at, "\"pid\": %ld", &pid) != 1 ||
-        sscanf(ticks_at, "\"started\": %" SCNu64, &ticks) != 1 || started((long)getpid()) == 0)
+        sscanf(ticks_at, "\"started\": %" SCNu64, &ticks) != 1 || started((long)getpid()) == 0 ||
+        strstr(text, host) == NULL)
         return 1;
     boot_id(boot, sizeof boot);
     if (boot[0] != 0 && strncmp(boot_at + strlen("\"boot\": \""), boot, strlen(boot)) != 0)
@@ -120,14 +132,16 @@ static mt_status write_text(const char *path, const char *text)
 
 mt_status mt_manifest_write(const char *dir, const char *name, uint64_t bytes)
 {
-    char      path[PATH_MAX], beside[PATH_MAX], text[512], boot[64];
+    char      path[PATH_MAX], beside[PATH_MAX], text[512], boot[64], host[80];
     mt_status st;
 
     if (!path_of(path, dir, name, MT_MANIFEST_SUFFIX) || !path_of(beside, dir, name, ".json.new"))
         return MT_FAIL(MT_EINVAL, "nvme: the path of a file in %s is longer than %d characters", dir, PATH_MAX);
     boot_id(boot, sizeof boot);
-    snprintf(text, sizeof text, "{\"pid\": %ld, \"started\": %" PRIu64 ", \"boot\": \"%s\", \"file\": \"%s\", "
-             "\"bytes\": %" PRIu64 "}\n", (long)getpid(), started((long)getpid()), boot, name, bytes);
+    host_field(host, sizeof host);
+    snprintf(text, sizeof text, "{\"pid\": %ld, \"started\": %" PRIu64 ", \"boot\": \"%s\", %s, "
+             "\"file\": \"%s\", \"bytes\": %" PRIu64 "}\n", (long)getpid(), started((long)getpid()), boot, host,
+             name, bytes);
     MT_TRY(write_text(beside, text));
     if (rename(beside, path) != 0) {
         st = failed("nvme: cannot put the manifest in its place,", path);

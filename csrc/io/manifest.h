@@ -2,12 +2,13 @@
  *
  * A scratch file is `megatrain-<pid>-<number>.states`; beside it lies `megatrain-<pid>-<number>.json`:
  *
- *     {"pid": 4711, "started": 8812345, "boot": "0c0f...", "file": "megatrain-4711-0.states", "bytes": 1048576}
+ *     {"pid": 4711, "started": 8812345, "boot": "0c0f...", "host": "node7", "file": "megatrain-4711-0.states",
+ *      "bytes": 1048576}
  *
  * pid and started (clock ticks since boot, as /proc/<pid>/stat has it) name a process that no other can
- * be taken for while the machine is up, boot tells when it was up. The process also holds a lock on the
- * scratch file, which the kernel lets go of when it ends, however it ends; across containers that share a
- * directory, whose pids mean nothing to each other, that lock alone tells.
+ * be taken for while the machine is up, boot tells when it was up, and host which machine it is. The process
+ * also holds a lock on the scratch file, which the kernel lets go of when it ends, however it ends; across
+ * containers that share a directory, whose pids mean nothing to each other, that lock alone tells.
  *
  * Order: the scratch file is made and locked, then the manifest is written, then room is reserved. It goes the
  *        other way round: scratch file, then manifest. So a file that takes room always has a manifest.

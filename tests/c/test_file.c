@@ -9,6 +9,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/stat.h>
+#include <sys/utsname.h>
 #include <sys/wait.h>
 
 #define PAGE  MT_BLOCK_ALIGN
@@ -441,13 +442,16 @@ static long dead(void)
 
 static void what_crashed_processes_left_goes_and_what_lives_stays(void)
 {
-    char     text[200];
-    uint64_t room;
-    mt_file *f, *g;
+    struct utsname about;
+    char           text[300];
+    uint64_t       room;
+    mt_file       *f, *g;
 
     enter();
     f = opened(NOTHING, 0, 0);                           /* lives, and is locked */
-    snprintf(text, sizeof text, "{\"pid\": %ld, \"started\": 5, \"boot\": \"x\", \"file\": \"?\"}", dead());
+    REQUIRE(uname(&about) == 0);
+    snprintf(text, sizeof text, "{\"pid\": %ld, \"started\": 5, \"boot\": \"x\", \"host\": \"%.64s\", \"file\": \"?\"}",
+             dead(), about.nodename);
     put_file("megatrain-1-0.json", text);                /* crashed: nobody locks it */
     put_file("megatrain-1-0.states", "left");
     put_file("megatrain-1-1.json", text);                /* crashed after the first half of its removal */
@@ -469,8 +473,8 @@ static void what_crashed_processes_left_goes_and_what_lives_stays(void)
     leave();
 }
 
-/* Where a file system knows no locks the process decides: its number, its start, and the boot. */
-static void a_process_is_told_by_its_number_its_start_and_the_boot(void)
+/* Where a file system knows no locks the process decides: its number, its start, the boot and the host. */
+static void a_process_is_told_by_its_number_its_start_the_boot_and_the_host(void)
 {
     char     name[64], text[300], wrong_start[300];
     FILE    *m;
@@ -496,6 +500,11 @@ static void a_process_is_told_by_its_number_its_start_and_the_boot(void)
     put_file("megatrain-2-0.json", text);
     CHECK_OK(mt_file_room(here, &room));
     CHECK(!there("megatrain-2-0.json"));
+    *(strstr(text, "\"host\": \"") + 9) ^= 1;           /* another machine's, whose boots are others */
+    put_file("megatrain-2-0.json", text);
+    CHECK_OK(mt_file_room(here, &room));
+    CHECK(there("megatrain-2-0.json"));
+    unlink(in("megatrain-2-0.json"));
     mt_file_close(f);
     leave();
 }
@@ -541,7 +550,7 @@ static void rates_are_measured_and_nothing_is_left(void)
     X(a_full_disk_is_known_before_and_a_limit_holds)                \
     X(a_file_without_a_name_goes_on)                                \
     X(what_crashed_processes_left_goes_and_what_lives_stays)        \
-    X(a_process_is_told_by_its_number_its_start_and_the_boot)       \
+    X(a_process_is_told_by_its_number_its_start_the_boot_and_the_host) \
     X(a_child_leaves_the_file_of_its_parent_alone)                  \
     X(rates_are_measured_and_nothing_is_left)
 CHECK_MAIN(TESTS)
