@@ -56,11 +56,16 @@ const mt_file_calls mt_file_system = { pread, pwrite, posix_fallocate, set_direc
 
 /* ---- a block ---------------------------------------------------------------------------- */
 
-/* `got` of the block at `at` have been moved. */
-static mt_status move_failed(const mt_file *f, int write, uint64_t at, size_t bytes, size_t got)
+/* `got` of them were moved; n: what the last call said. */
+static mt_status move_failed(const mt_file *f, int write, uint64_t at, size_t bytes, size_t got, ssize_t n)
 {
-    return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": %s", f->path, write ? "writing" : "reading",
-                   bytes, at, got == bytes ? "?" : errno != 0 ? strerror(errno) : "the file ends before them");
+    const char *doing = write ? "writing" : "reading";
+
+    if (n >= 0 && write)
+        return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": the file system took only %zu of them",
+                       f->path, doing, bytes, at, got + (size_t)n);
+    return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": %s", f->path, doing, bytes, at,
+                   n < 0 ? strerror(errno) : "the file ends before them");
 }
 
 /* A call may move less than it was asked to; a direct one goes on only from a multiple of the alignment. */
@@ -71,15 +76,14 @@ static mt_status move(mt_file *f, int write, char *mem, size_t bytes, uint64_t a
     while (got < bytes) {
         ssize_t n;
 
-        errno = 0;
         n = write ? f->calls.write(f->fd, mem + got, bytes - got, (off_t)(at + got))
                   : f->calls.read(f->fd, mem + got, bytes - got, (off_t)(at + got));
         if (n < 0 && errno == EINTR)
             continue;
-        if (n > 0 && (size_t)n < bytes - got)
+        if (n >= (ssize_t)MT_BLOCK_ALIGN && (size_t)n < bytes - got)
             n = n / (ssize_t)MT_BLOCK_ALIGN * (ssize_t)MT_BLOCK_ALIGN;
-        if (n <= 0)
-            return move_failed(f, write, at, bytes, got);
+        else if (n <= 0 || (size_t)n < bytes - got)
+            return move_failed(f, write, at, bytes, got, n);
         got += (size_t)n;
     }
     return MT_OK;

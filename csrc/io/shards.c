@@ -21,7 +21,6 @@
 
 typedef struct shard_file {
     int      fd;                     /* -1: not open */
-    int      direct;                 /* constant once threads run, but for a disk that refuses. mu */
     uint64_t left;                   /* blocks not yet written. mu */
 } shard_file;
 
@@ -91,57 +90,52 @@ static size_t whole_pages(size_t bytes)
     return (bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
 }
 
-static mt_status said(const char *path, const char *doing, size_t bytes, uint64_t at)
+/* `done` of them were moved; n: what the last call said. */
+static mt_status said(const char *path, int write, size_t bytes, uint64_t at, size_t done, ssize_t n)
 {
+    const char *doing = write ? "writing" : "reading";
+
+    if (n >= 0 && write)
+        return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": the file system took only %zu of them", path,
+                       doing, bytes, at, done + (size_t)n);
     return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": %s", path, doing, bytes, at,
-                   errno != 0 ? strerror(errno) : "the file ends before them");
+                   n < 0 ? strerror(errno) : "the file ends before them");
 }
 
-/* Whole pages, so that direct transfers will do; what is beyond the file's end is cut off later. */
-static mt_status write_pages(const mt_file_calls *c, int fd, const char *path, const char *mem, size_t bytes,
-                             uint64_t at)
+static ssize_t move_once(const mt_file_calls *c, int fd, int write, char *mem, size_t bytes, uint64_t at)
 {
-    size_t pages = whole_pages(bytes), done = 0;
+    ssize_t n;
 
-    while (done < pages) {
-        ssize_t n;
-
-        errno = 0;
-        n = c->write(fd, mem + done, pages - done, (off_t)(at + done));
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0 && errno == EINVAL && c->direct(fd, 0) == 0) {     /* it takes direct transfers, and does none */
-            errno = 0;
-            n = c->write(fd, mem + done, pages - done, (off_t)(at + done));
-        }
-        if (n > 0 && (size_t)n < pages - done)
-            n = n / (ssize_t)MT_BLOCK_ALIGN * (ssize_t)MT_BLOCK_ALIGN;
-        if (n <= 0)
-            return said(path, "writing", bytes, at);
-        done += (size_t)n;
-    }
-    return MT_OK;
+    do
+        n = write ? c->write(fd, mem, bytes, (off_t)at) : c->read(fd, mem, bytes, (off_t)at);
+    while (n < 0 && errno == EINTR);
+    return n;
 }
 
-static mt_status read_pages(const mt_file_calls *c, int fd, const char *path, char *mem, size_t bytes, uint64_t at)
+/* A file system may say that it takes direct transfers, and refuse the first. */
+static ssize_t move_some(const mt_file_calls *c, int fd, int write, char *mem, size_t bytes, uint64_t at)
 {
-    size_t done = 0;
+    ssize_t n = move_once(c, fd, write, mem, bytes, at);
 
-    while (done < bytes) {
-        ssize_t n;
+    if (n < 0 && errno == EINVAL && c->direct(fd, 0) == 0)
+        n = move_once(c, fd, write, mem, bytes, at);
+    return n;
+}
 
-        errno = 0;
-        n = c->read(fd, mem + done, whole_pages(bytes) - done, (off_t)(at + done));
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0 && errno == EINVAL && c->direct(fd, 0) == 0) {
-            errno = 0;
-            n = c->read(fd, mem + done, whole_pages(bytes) - done, (off_t)(at + done));
-        }
-        if (n > 0 && (size_t)n < bytes - done)
+/* Whole pages, so that direct transfers will do: of a file that is written, what is beyond its end is cut off
+ * later; one that is read need not have more than the bytes. */
+static mt_status move_pages(const mt_file_calls *c, int fd, const char *path, int write, char *mem, size_t bytes,
+                            uint64_t at)
+{
+    size_t pages = whole_pages(bytes), needed = write ? pages : bytes, done = 0;
+
+    while (done < needed) {
+        ssize_t n = move_some(c, fd, write, mem + done, pages - done, at + done);
+
+        if (n > 0 && (size_t)n < needed - done && (size_t)n >= MT_BLOCK_ALIGN)
             n = n / (ssize_t)MT_BLOCK_ALIGN * (ssize_t)MT_BLOCK_ALIGN;
-        if (n <= 0)
-            return said(path, "reading", bytes, at);
+        else if (n <= 0 || (size_t)n < needed - done)
+            return said(path, write, bytes, at, done, n);
         done += (size_t)n;
     }
     return MT_OK;
@@ -399,8 +393,8 @@ static mt_status write_block(mt_shards *w, const buffer *m)
     int             last;
     mt_status       st;
 
-    MT_TRY(write_pages(calls_of(w->how.calls), w->files[b->shard].fd, s->path, m->mem, bytes,
-                       (uint64_t)b->number * MT_BLOCK_BYTES));
+    MT_TRY(move_pages(calls_of(w->how.calls), w->files[b->shard].fd, s->path, 1, m->mem, bytes,
+                      (uint64_t)b->number * MT_BLOCK_BYTES));
     pthread_mutex_lock(&w->mu);
     last = --w->files[b->shard].left == 0;
     w->bytes += bytes;
@@ -661,7 +655,7 @@ static mt_status read_block(const reading *r, size_t k, char *mem)
 
     if (s->n_extents > 0 && (first == s->n_extents || s->extents[first].at >= at + bytes))
         return MT_OK;                    /* nobody asks for anything in it */
-    MT_TRY(read_pages(r->calls, r->fd, s->path, mem, bytes, at));
+    MT_TRY(move_pages(r->calls, r->fd, s->path, 0, mem, bytes, at));
     if (s->sums != NULL && mt_block_sum(mem, bytes) != s->sums[k])
         return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were written", s->path,
                        bytes, at);

@@ -239,6 +239,26 @@ static void writes_that_are_refused_or_short_go_on(void)
     teardown();
 }
 
+static ssize_t take_a_little(int fd, const void *p, size_t bytes, off_t at)
+{
+    return pwrite(fd, p, bytes > 100 ? 100 : bytes, at);
+}
+
+/* Direct transfers go on from a multiple of the alignment only: less than that is no progress. */
+static void a_file_system_that_takes_less_than_a_page_is_told(void)
+{
+    mt_file_calls c = mt_file_system;
+    mt_shards_how h = how();
+
+    c.write = take_a_little;
+    setup();
+    h.calls = &c;
+    CHECK_EQ(run(h), MT_EDISK);
+    CHECK_HAS(mt_last_error(), "the file system took only 100 of them");
+    CHECK(strstr(mt_last_error(), "file ends") == NULL);
+    teardown();
+}
+
 static void other_bytes_and_other_sizes_are_told(void)
 {
     int fd;
@@ -264,5 +284,6 @@ static void other_bytes_and_other_sizes_are_told(void)
     X(full_disk_is_told_and_lets_all_units_go)              \
     X(failures_before_and_between_let_all_units_go)         \
     X(writes_that_are_refused_or_short_go_on)               \
+    X(a_file_system_that_takes_less_than_a_page_is_told)    \
     X(other_bytes_and_other_sizes_are_told)
 CHECK_MAIN(TESTS)
