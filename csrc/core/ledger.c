@@ -296,18 +296,23 @@ mt_status mt_ledger_save_begin(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
     int       idle;
+    mt_status fault;
 
     if (u == NULL)
         return no_unit(s, unit);
     pthread_mutex_lock(&s->ledger.mu);
-    if ((idle = u->updates == 0 && u->saves == 0)) {
+    fault = s->ledger.fault;
+    idle = u->updates == 0 && u->saves == 0;
+    if (fault == MT_OK && idle) {
         u->saves++;
         s->ledger.saves++;
     }
     pthread_mutex_unlock(&s->ledger.mu);
+    if (fault != MT_OK)
+        return fault_again(&s->ledger);
     if (!idle)
         return MT_FAIL(MT_ESTATE, "unit %s: an update or another save of it is under way; drain first", u->name);
-    return mt_ledger_check(s);
+    return MT_OK;
 }
 
 void mt_ledger_save_end(mt_store *s, int unit)

@@ -317,6 +317,17 @@ static void save_holds_writers_and_updates_back_and_nobody_else(void)
     teardown();
 }
 
+/* Who is refused does not end it, so nothing may be counted: a later waiter would wait for ever. */
+static void a_save_that_is_refused_is_not_announced(void)
+{
+    setup(0);
+    mt_ledger_fault(store, MT_EDISK, "the disk is gone");
+    CHECK_EQ(mt_ledger_save_begin(store, 0), MT_EDISK);
+    CHECK_STR(mt_last_error(), "the disk is gone");
+    CHECK_EQ(mt_ledger_saving(store, 0), 0);
+    teardown();
+}
+
 /* Between the mover's look at the updates and its copy there is a gap. An update announced in it
  * must find the fetch, or it would write what the copy is about to read. */
 static void writer_waits_for_a_copy_announced_but_not_yet_put(void)
@@ -469,6 +480,7 @@ static void readers_movers_and_updater_never_meet(void)
     X(fetch_begins_when_no_update_is_under_way)                                               \
     X(writer_waits_for_a_copy_announced_but_not_yet_put)                                      \
     X(save_holds_writers_and_updates_back_and_nobody_else)                                    \
+    X(a_save_that_is_refused_is_not_announced)                                                \
     X(fault_ends_the_wait_to_begin_a_fetch)                                                   \
     X(fetching_a_unit_that_is_not_there_is_refused)                                           \
     X(every_failing_device_call_is_reported_and_leaks_nothing)                                \
