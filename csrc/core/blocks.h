@@ -33,7 +33,8 @@ typedef struct mt_request {
     void    (*done)(struct mt_request *r);       /* once; r is the caller's again */
     void     *arg;           /* the caller's */
 
-    mt_status st;            /* these three are written before done. MT_EDISK: see text */
+    mt_status st;            /* these four are written before done. MT_EDISK: see text */
+    size_t    moved;         /* bytes that went to the disk or came from it; blocks that never were do not */
     uint64_t  bad_at;        /* where the block that failed is in the file */
     char      text[320];
 

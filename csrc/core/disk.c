@@ -273,14 +273,12 @@ fail:
 
 /* ---- requests --------------------------------------------------------------------------- */
 
-/* Whose bytes are at this offset of the file: for a message. */
-static void owner_of(const mt_disk *d, int u, int number, uint64_t at, char *out, size_t cap)
+/* Whose byte is at this offset of the piece. */
+static const place *owner_of(const layout *l, const piece *c, size_t offset, mt_plane *plane)
 {
-    const layout *l = d->units[u].lay;
-    const piece  *c = &l->pieces[number];
-    size_t        offset = (size_t)(at - c->at), best = 0;
+    const place *owner = NULL;
+    size_t       best = 0;
 
-    snprintf(out, cap, "unit %s", mt_store_name(d->store, u));
     for (int i = c->first; i < c->first + c->n; i++)
         for (int p = 0; p < MT_PLANE_COUNT; p++) {
             const place *k = &l->places[i];
@@ -288,29 +286,50 @@ static void owner_of(const mt_disk *d, int u, int number, uint64_t at, char *out
             if (k->offset[p] == ABSENT || k->offset[p] > offset || k->offset[p] < best)
                 continue;
             best = k->offset[p];
-            snprintf(out, cap, "unit %s, plane %s of parameter %d", mt_store_name(d->store, u),
-                     mt_plane_name((mt_plane)p), k->param);
+            owner = k;
+            *plane = (mt_plane)p;
         }
+    return owner;
+}
+
+/* What lies in the block that begins there, for a message: the first and the last. */
+static void whose(const mt_disk *d, int u, int number, uint64_t at, char *out, size_t cap)
+{
+    const layout *l = d->units[u].lay;
+    const piece  *c = &l->pieces[number];
+    size_t        offset = (size_t)(at - c->at);
+    size_t        end = c->bytes - offset < MT_BLOCK_BYTES ? c->bytes : offset + MT_BLOCK_BYTES;
+    mt_plane      from = MT_PLANE_HI, to = MT_PLANE_HI;
+    const place  *first = owner_of(l, c, offset, &from), *last = owner_of(l, c, end - 1, &to);
+
+    if (first == last && from == to)
+        snprintf(out, cap, "unit %s, plane %s of parameter %d", mt_store_name(d->store, u), mt_plane_name(from),
+                 first->param);
+    else
+        snprintf(out, cap, "unit %s, from plane %s of parameter %d to plane %s of parameter %d",
+                 mt_store_name(d->store, u), mt_plane_name(from), first->param, mt_plane_name(to), last->param);
 }
 
 static void tell_fault(mt_disk *d, int u, int number, const mt_request *r)
 {
-    char whose[320];
+    char lost[320];
 
-    owner_of(d, u, number, r->bad_at, whose, sizeof whose);
-    (void)MT_FAIL(r->st, "%s: %s", whose, r->text);
+    whose(d, u, number, r->bad_at, lost, sizeof lost);
+    (void)MT_FAIL(r->st, "%s: %s", lost, r->text);
     mt_ledger_fault(d->store, r->st, mt_last_error());
 }
 
 /* Under mu. Records of the lane follow each other: a piece's begins where the one before ended, at the
- * earliest. */
+ * earliest. A piece that was never written is not read. */
 static void record(mt_disk *d, const buffer *b)
 {
     mt_span span;
 
+    if (b->r.moved == 0)
+        return;
     mt_timeline_begin(d->timeline, &span, MT_LANE_DISK, b->r.write ? MT_WORK_WRITE : MT_WORK_READ, b->unit, NULL);
     span.r.begin_ns = b->begun_ns > d->recorded_ns ? b->begun_ns : d->recorded_ns;
-    mt_timeline_end(d->timeline, &span, b->r.bytes, NULL);
+    mt_timeline_end(d->timeline, &span, b->r.moved, NULL);
     d->recorded_ns = mt_now_ns();
 }
 
@@ -326,7 +345,7 @@ static void buffer_over(mt_request *r)
         tell_fault(d, b->unit, b->piece, r);
     pthread_mutex_lock(&d->mu);
     d->failed |= r->st != MT_OK;
-    *(r->write ? &d->stats.written_bytes : &d->stats.read_bytes) += r->bytes;
+    *(r->write ? &d->stats.written_bytes : &d->stats.read_bytes) += r->moved;
     record(d, b);
     b->at = r->write || b->dropped || r->st != MT_OK ? FREE : READY;
     read_ahead(d);
@@ -509,11 +528,22 @@ static void parts_of(const layout *l, const piece *c, char *mem, mt_part *parts)
     }
 }
 
+/* -1: none. */
+static int last_wanted(const layout *l, const mt_disk_job *j)
+{
+    int i = l->n_pieces - 1;
+
+    while (i >= 0 && !piece_wanted(l, &l->pieces[i], j))
+        i--;
+    return i;
+}
+
 static mt_status update_pieces(mt_disk *d, const layout *l, const job *b, mt_part *parts)
 {
+    int       last = last_wanted(l, &b->j);
     mt_status st = MT_OK;
 
-    for (int i = 0; i < l->n_pieces && st == MT_OK; i++) {
+    for (int i = 0; i <= last && st == MT_OK; i++) {
         const piece *c = &l->pieces[i];
         buffer      *f = NULL;
 
@@ -522,24 +552,28 @@ static mt_status update_pieces(mt_disk *d, const layout *l, const job *b, mt_par
         MT_TRY(take_piece(d, b->j.unit, i, &f));
         parts_of(l, c, f->mem, parts);
         /* The record of the last piece has the unit's bytes. */
-        st = compute(d, b, parts, c->n, i == l->n_pieces - 1 ? b->j.bytes : 0);
+        st = compute(d, b, parts, c->n, i == last ? b->j.bytes : 0);
         give_piece(d, f, st == MT_OK);
     }
 fail:
     return st;
 }
 
-/* Parameters that came after the unit's layout was made have all states in memory. */
+/* Parameters that came after the unit's layout was made have all states in memory. Where there is nothing else
+ * the first one's record has the unit's bytes. */
 static mt_status update_late(mt_disk *d, const layout *l, const job *b)
 {
+    uint64_t  bytes = last_wanted(l, &b->j) < 0 ? b->j.bytes : 0;
     mt_status st = MT_OK;
 
     for (int i = 0; i < b->j.n_params && st == MT_OK; i++) {
         int     p = b->j.params[i];
         mt_part whole = { .param = p, .n = mt_store_desc(d->store, b->j.unit, p)->numel };
 
-        if (l->planes[p] == 0)
-            st = compute(d, b, &whole, 1, 0);
+        if (l->planes[p] != 0)
+            continue;
+        st = compute(d, b, &whole, 1, bytes);
+        bytes = 0;
     }
     return st;
 }
@@ -746,7 +780,7 @@ static mt_status move(mt_disk *d, int u, int number, int write)
     d->file->ops->put(d->file, &e.r);
     while (!e.over)
         pthread_cond_wait(&d->changed, &d->mu);
-    *(write ? &d->stats.written_bytes : &d->stats.read_bytes) += c->bytes;
+    *(write ? &d->stats.written_bytes : &d->stats.read_bytes) += e.r.moved;
     pthread_mutex_unlock(&d->mu);
     if (e.r.st != MT_OK)
         tell_fault(d, u, number, &e.r);

@@ -99,7 +99,8 @@ static mt_status check_sum(const mt_file *f, const char *mem, size_t bytes, uint
                    PRIx64 ", written %016" PRIx64 ")", f->path, bytes, at, found, sum);
 }
 
-static mt_status move_block(mt_file *f, mt_request *r, size_t k)
+/* *moved: bytes that crossed. */
+static mt_status move_block(mt_file *f, mt_request *r, size_t k, size_t *moved)
 {
     size_t    from = k * MT_BLOCK_BYTES;
     size_t    bytes = r->bytes - from < MT_BLOCK_BYTES ? r->bytes - from : MT_BLOCK_BYTES;
@@ -116,6 +117,7 @@ static mt_status move_block(mt_file *f, mt_request *r, size_t k)
     pthread_mutex_lock(&f->mu);
     *(r->write ? &f->written_bytes : &f->read_bytes) += bytes;
     pthread_mutex_unlock(&f->mu);
+    *moved = bytes;
     if (!r->write && r->sums != NULL)
         st = check_sum(f, mem, bytes, r->at + from, r->sums[k]);
 fail:
@@ -142,7 +144,7 @@ static mt_request *next_block(mt_file *f, size_t *k)
 }
 
 /* The last of a request's blocks ends it. Without our lock: done may put requests. */
-static void end_block(mt_file *f, mt_request *r, size_t k, mt_status st)
+static void end_block(mt_file *f, mt_request *r, size_t k, mt_status st, size_t moved)
 {
     int over;
 
@@ -152,6 +154,7 @@ static void end_block(mt_file *f, mt_request *r, size_t k, mt_status st)
         r->bad_at = r->at + k * MT_BLOCK_BYTES;
         snprintf(r->text, sizeof r->text, "%s", mt_last_error());
     }
+    r->moved += moved;
     over = --r->left == 0;
     pthread_mutex_unlock(&f->mu);
     if (over)
@@ -165,8 +168,12 @@ static void *file_main(void *arg)
     size_t      k = 0;
 
     pthread_setname_np(pthread_self(), "mt-disk");
-    while ((r = next_block(f, &k)) != NULL)
-        end_block(f, r, k, move_block(f, r, k));
+    while ((r = next_block(f, &k)) != NULL) {
+        size_t    moved = 0;
+        mt_status st = move_block(f, r, k, &moved);
+
+        end_block(f, r, k, st, moved);
+    }
     return NULL;
 }
 
@@ -175,6 +182,7 @@ static void put(mt_blocks *b, mt_request *r)
     mt_file *f = (mt_file *)(void *)b;
 
     r->st = MT_OK;
+    r->moved = 0;
     r->next = NULL;
     r->begun = 0;
     r->left = mt_block_count(r->bytes);

@@ -12,6 +12,7 @@
 #define UNITS   3
 #define PARAMS  4
 #define BUFFER  MT_DISK_LEAST
+#define UPDATE_BYTES 1000u               /* of any update, for the timeline */
 
 /* In pieces of 64 KiB: parts of several parameters in one, and one parameter in several. */
 static const int64_t numels[UNITS][PARAMS] = { { 5000, 1, 0, 30001 }, { 20000, 777, 4096, 8192 }, { 3, 2, 40000, 1 } };
@@ -187,8 +188,8 @@ static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, in
 /* Announced and put; what is right is updated too, unless it is to fail. */
 static mt_status put(world *w, errand *e)
 {
-    mt_disk_job j = { .unit = e->unit, .params = e->params, .n_params = e->n, .compute = update_parts,
-                      .free = errand_over, .arg = e };
+    mt_disk_job j = { .unit = e->unit, .params = e->params, .n_params = e->n, .bytes = UPDATE_BYTES,
+                      .compute = update_parts, .free = errand_over, .arg = e };
 
     for (int k = 0; k < e->n && e->fail == 0 && e->unit < UNITS; k++) {
         int p = e->params[k];
@@ -300,18 +301,19 @@ static void read_as_far_as_it_goes(world *w)
 static void pieces_are_read_ahead_before_anybody_asks(void)
 {
     struct timespec nap = { 0, 1000000 };
-    uint64_t        twice;
+    uint64_t        once, twice;
     world           w;
 
     open_world(&w, 4, 0);
-    twice = 2 * mt_disk_need(w.disk);
+    once = mt_disk_need(w.disk);         /* the first step's pieces were never written, and are not read */
+    twice = 2 * once;
     step(&w, 0);
     step(&w, 0);
-    for (int i = 0; i < 20000 && (mt_disk_stats_get(w.disk).read_bytes < twice + 2 * BUFFER ||
+    for (int i = 0; i < 20000 && (mt_disk_stats_get(w.disk).read_bytes < once + 2 * BUFFER ||
                                   mt_disk_stats_get(w.disk).written_bytes < twice); i++)
         nanosleep(&nap, NULL);
-    CHECK(mt_disk_stats_get(w.disk).read_bytes >= twice + 2 * BUFFER);
-    CHECK(mt_disk_stats_get(w.disk).read_bytes <= twice + 4 * BUFFER);
+    CHECK(mt_disk_stats_get(w.disk).read_bytes >= once + 2 * BUFFER);
+    CHECK(mt_disk_stats_get(w.disk).read_bytes <= once + 4 * BUFFER);
     CHECK_EQ(mt_disk_stats_get(w.disk).written_bytes, twice);
     CHECK_EQ(mt_disk_stats_get(w.disk).buffer_bytes, 5 * BUFFER);
     step(&w, 0);
@@ -496,7 +498,8 @@ static void a_changed_byte_names_its_unit_and_plane(void)
     CHECK_EQ(pwrite(fd, &bad, 1, (off_t)mt_disk_need(w.disk) - 5000), 1);
     close(fd);
     CHECK_EQ(mt_disk_bring(w.disk, 2, 1u << MT_PLANE_V), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "unit third, plane M of parameter 2");       /* where the block begins */
+    /* The piece is one block: anything in it may be what changed. */
+    CHECK_HAS(mt_last_error(), "unit third, from plane M of parameter 2 to plane V of parameter 3");
     CHECK_HAS(mt_last_error(), path);
     CHECK_HAS(mt_last_error(), "offset");
     close_world(&w);
@@ -549,6 +552,31 @@ static void close_finishes_what_was_put_and_weights_wait_for_their_copies(void)
         CHECK_OK(mt_ledger_wait_updates(w.store, u));
     }
     w.dev->ops->queue_close(q);
+    close_world(&w);
+}
+
+/* Each update has its unit's bytes in the timeline once, whichever of its pieces is wanted. */
+static void an_updates_bytes_are_recorded_whatever_it_leaves_out(void)
+{
+    static const int some[3][2] = { { 0, 1 }, { 2, 1 }, { 0, 3 } };
+    mt_timeline     *t;
+    mt_record        r[64];
+    uint64_t         bytes = 0;
+    world            w;
+
+    open_world(&w, 3, 0);
+    REQUIRE(mt_timeline_open(w.dev, &t) == MT_OK);
+    CHECK_OK(mt_timeline_on(t, 1));
+    mt_disk_timeline(w.disk, t);
+    for (int i = 0; i < 3; i++)
+        CHECK_OK(update(&w, 2, some[i], 1 + i / 2, 0));
+    for (int64_t n = mt_timeline_read(t, r, 64); n > 0; n--)
+        bytes += r[n - 1].lane == MT_LANE_DISK_UPDATE ? r[n - 1].bytes : 0;
+    CHECK_EQ(bytes, 3 * UPDATE_BYTES);
+    check(&w);
+    mt_disk_close(w.disk);
+    w.disk = NULL;
+    mt_timeline_close(t);
     close_world(&w);
 }
 
@@ -607,6 +635,7 @@ static void open_refuses_buffers_that_hold_nothing(void)
     X(a_changed_byte_names_its_unit_and_plane)                      \
     X(a_computation_that_fails_is_a_fault)                          \
     X(close_finishes_what_was_put_and_weights_wait_for_their_copies) \
+    X(an_updates_bytes_are_recorded_whatever_it_leaves_out)         \
     X(a_unit_has_one_home)                                          \
     X(open_refuses_buffers_that_hold_nothing)
 CHECK_MAIN(TESTS)
