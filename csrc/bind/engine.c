@@ -202,13 +202,13 @@ static mt_status engine_stop(mt_engine *e)
 {
     mt_saving_close(e);                  /* first: updates may be waiting for it */
     mt_update_close(e->updater);
+    mt_disk_close(e->disk);              /* what the updater handed on is finished too */
+    mt_file_close(e->file);
+    mt_pool_close(e->disk_pool);
     mt_offload_close(e->offload);
     mt_stream_close(e->stream);
     mt_resident_close(e->residents);
     mt_arrive_close(e->arrive);
-    mt_disk_close(e->disk);
-    mt_file_close(e->file);
-    mt_pool_close(e->disk_pool);
     mt_through_close(e->through);
     mt_swap_close(e->swap);
     for (int i = 0; i < e->n_adopted; i++)

@@ -33,21 +33,34 @@ typedef struct disk_wish {
 /* AdamW on one core takes states faster than most drives give them; a few keep up with any. */
 #define DISK_POOL 4
 
-/* All room is reserved before any state is made. */
+/* All room is reserved before any state is made. On failure the engine is as it was. */
 static mt_status disk_open(mt_engine *e, const disk_wish *w)
 {
-    int       threads = mt_pool_threads(e->pool);
+    int       threads = mt_pool_threads(e->pool), added = 0;
+    mt_file  *file = NULL;
+    mt_pool  *pool = NULL;
+    mt_disk  *disk = NULL;
     mt_status st;
 
-    MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &e->file));
-    MT_TRY(mt_pool_open(threads < DISK_POOL ? threads : DISK_POOL, &e->disk_pool));
-    MT_TRY(mt_disk_open(e->store, mt_file_blocks(e->file), e->disk_pool, w->n_buffers, (size_t)w->bytes, &e->disk));
-    for (int i = 0; i < w->n; i++)
-        MT_TRY(mt_disk_add(e->disk, w->units[i]));
-    MT_TRY(mt_file_reserve(e->file, mt_disk_need(e->disk)));
-    mt_disk_timeline(e->disk, e->timeline);
-    mt_update_disk(e->updater, e->disk);
+    MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &file));
+    MT_TRY(mt_pool_open(threads < DISK_POOL ? threads : DISK_POOL, &pool));
+    MT_TRY(mt_disk_open(e->store, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes, &disk));
+    for (; added < w->n; added++)
+        MT_TRY(mt_disk_add(disk, w->units[added]));
+    MT_TRY(mt_file_reserve(file, mt_disk_need(disk)));
+    mt_disk_timeline(disk, e->timeline);
+    mt_update_disk(e->updater, disk);
+    e->file = file;
+    e->disk_pool = pool;
+    e->disk = disk;
+    return MT_OK;
+
 fail:
+    while (added-- > 0)
+        (void)mt_store_set_disk(e->store, w->units[added], 0);   /* none of its states was asked for yet */
+    mt_disk_close(disk);
+    mt_file_close(file);
+    mt_pool_close(pool);
     return st;
 }
 

@@ -1033,7 +1033,7 @@ mt_status mt_disk_add(mt_disk *d, int u)
     if (d->units[u].on)
         return MT_OK;
     MT_TRY(cut(d, u, 0, &l));
-    MT_TRY(mt_store_set_disk(d->store, u));
+    MT_TRY(mt_store_set_disk(d->store, u, 1));
     for (int i = 0; i < l->n_pieces; i++)
         d->need += l->pieces[i].bytes;
     d->units[u].on = 1;

@@ -713,7 +713,7 @@ int mt_store_on_disk(const mt_store *s, int unit)
     return u != NULL && atomic_load(&u->disk);
 }
 
-mt_status mt_store_set_disk(mt_store *s, int unit)
+mt_status mt_store_set_disk(mt_store *s, int unit, int on)
 {
     mt__unit *u = mt__unit_at(s, unit);
     mt_status st = MT_OK;
@@ -728,7 +728,7 @@ mt_status mt_store_set_disk(mt_store *s, int unit)
             st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; a unit goes to disk before its "
                          "states are asked for", u->name, mt_plane_name((mt_plane)p));
     if (st == MT_OK)
-        atomic_store(&u->disk, 1);
+        atomic_store(&u->disk, on != 0);
     pthread_mutex_unlock(&s->map_mu);
     return st;
 }

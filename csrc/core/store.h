@@ -119,10 +119,10 @@ mt_status mt_store_lend       (mt_store *s, int unit);
 /* All host planes of the unit are registered as they are made. A settled unit's, before any is warm. */
 mt_status mt_store_register(mt_store *s, int unit);
 
-/* From now on the unit's states are in a file: the arenas of its state planes are copies, addresses without
- * memory until they are warmed. MT_ESTATE when one of those is made already, for a settled unit, and for
+/* From now on the unit's states are in a file, or no more: the arenas of its state planes are copies, addresses
+ * without memory until they are warmed. MT_ESTATE when one of those is made already, for a settled unit, and for
  * one that goes through the device. */
-mt_status mt_store_set_disk(mt_store *s, int unit);
+mt_status mt_store_set_disk(mt_store *s, int unit, int on);
 int       mt_store_on_disk (const mt_store *s, int unit);                /* any thread */
 /* *in: the parameter has its place in the unit's arena of that plane, which is made where it is not. 0: it has
  * an arena of its own, or nothing there. */
