@@ -120,8 +120,8 @@ static int end_guess(mt_speculation *s, int unit, const void *job, int keep, mt_
         mt_ledger_fault(s->store, *st, mt_last_error());
 
     pthread_mutex_lock(&s->mu);
-    s->stats.committed += made && keep;
-    s->stats.undone += made && !keep;
+    s->stats.committed += made && keep && *st == MT_OK;
+    s->stats.undone += made && !keep && *st == MT_OK;
     go_to(s, unit, NONE);
     pthread_mutex_unlock(&s->mu);
     return keep;

@@ -478,6 +478,21 @@ static void guess_of_another_step_is_not_kept(void)
     rig_close(&r);
 }
 
+static void guess_that_could_not_be_kept_is_not_counted_as_kept(void)
+{
+    static rig r;
+    int64_t    step;
+    uint64_t   ticket;
+
+    guessed(&r, &step);
+    atomic_store(&calls_left, 0);
+    CHECK_EQ(submit(&r, step, 0.05, 1e30, 0, &ticket), MT_EDEVICE);
+    CHECK_HAS(mt_last_error(), "keep failed");
+    CHECK_EQ(mt_update_guesses(r.u).committed, 0);
+    CHECK_EQ(mt_update_guesses(r.u).undone, 0);
+    rig_close(&r);
+}
+
 /* ---- guesses while a step waits ---- */
 
 typedef struct gate {
@@ -679,6 +694,7 @@ static void spare_without_room_for_a_plane_is_refused(void)
     X(states_move_and_weights_do_not)                                                         \
     X(close_takes_back_what_no_step_took)                                                     \
     X(guess_on_weights_written_since_is_not_kept)                                             \
+    X(guess_that_could_not_be_kept_is_not_counted_as_kept)                                    \
     X(guess_of_another_step_is_not_kept)                                                      \
     X(guesses_go_on_while_a_step_waits_for_gradients)                                         \
     X(unit_without_finite_gradients_is_left_alone)                                            \
