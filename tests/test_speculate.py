@@ -115,6 +115,19 @@ def test_of_several_micro_batches_only_the_last_begins_updates() -> None:
     assert_equal(*pairs)
 
 
+def test_an_update_that_drew_other_numbers_is_not_kept() -> None:
+    """The same parameter, under another number than its update began with."""
+    model, opt = trained(steps=4)
+    before = counted(model)
+    model(grads_for(model, 4)).backward()
+    opt._keys[model.layers[1].weight] += 1000
+    opt.step()
+    mt.wrap.runtime_of(model).core.drain()
+    after = counted(model)
+    assert after["undone"] - before["undone"] == 1
+    assert after["committed"] - before["committed"] == UNITS - 1
+
+
 def test_named_units_alone_begin_early() -> None:
     early = trained(["layers.1", "layers.3"], steps=4)
     assert counted(early[0])["committed"] == 3 * 2

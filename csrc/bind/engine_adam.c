@@ -241,7 +241,7 @@ static int guess_same(const void *guessed, const void *asked)
 
     for (int i = 0; same && i < j->n; i++)
         same = g->p[i].param == j->p[i].param && g->p[i].acc == j->p[i].acc && !on_host(&j->p[i]) &&
-               same_hyper(&g->p[i].hyper, &j->p[i].hyper);
+               g->p[i].key == j->p[i].key && same_hyper(&g->p[i].hyper, &j->p[i].hyper);
     return same;
 }
 
