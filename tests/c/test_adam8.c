@@ -557,7 +557,7 @@ static void rounding_is_unbiased(void)
 }
 
 /* Every exponent's parity and 20 bits of fraction, over all sizes that a code has; the largest exactly. */
-static void the_root_of_m_is_a_little_below(void)
+static void the_root_of_m_is_within_a_millionth(void)
 {
     double least = 1, most = -1;
 
@@ -598,14 +598,15 @@ static void moments_are_rounded_without_bias(void)
     tensor_free(&t);
 }
 
-/* How many weights of `t` differ after a step with another key, step's number or place. */
-static int64_t other_draws(const mt_adam_tensor *t, uint64_t key, int64_t first)
+/* How many weights of `t` differ after a step with another key, place or step's number. */
+static int64_t other_draws(const mt_adam_tensor *t, uint64_t key, int64_t first, int64_t number)
 {
     mt_adam_tensor a = tensor_twin(t), b = tensor_twin(t);
     int64_t        bad;
 
     b.key = key;
     b.first = first;
+    b.hyper.step = number;
     step(&a, mt_isa_best());
     step(&b, mt_isa_best());
     bad = differences(&a, &b);
@@ -614,16 +615,25 @@ static int64_t other_draws(const mt_adam_tensor *t, uint64_t key, int64_t first)
     return bad;
 }
 
-static void draws_depend_on_key_and_element_alone(void)
+static void draws_depend_on_key_element_and_step_alone(void)
 {
     random_state = 62;
     mt_adam_tensor t = tensor_new(kinds[6], 4096);
 
     fill_grad(&t);
-    CHECK_EQ(other_draws(&t, t.key, 0), 0);
-    CHECK(other_draws(&t, t.key + 1, 0) > 2000);
-    CHECK(other_draws(&t, t.key, GROUP) > 2000);
-    CHECK(other_draws(&t, t.key, (int64_t)1 << 32) > 2000);
+    CHECK_EQ(other_draws(&t, t.key, 0, 1), 0);
+    CHECK(other_draws(&t, t.key + 1, 0, 1) > 2000);
+    CHECK(other_draws(&t, t.key, GROUP, 1) > 2000);
+    CHECK(other_draws(&t, t.key, (int64_t)1 << 32, 1) > 2000);
+    tensor_free(&t);
+
+    /* Decay alone, which no step's number enters: weights between two values, and nothing else that could differ.
+     * Two draws of such a weight are apart a third of the time. */
+    t = tensor_new(kinds[6], 4096);
+    t.hyper.weight_decay = 100;
+    CHECK_EQ(other_draws(&t, t.key, 0, 1), 0);
+    for (int64_t number = 2; number <= 1 << 20; number *= 32)
+        CHECK(other_draws(&t, t.key, 0, number) > 1000);
     tensor_free(&t);
 }
 
@@ -1013,9 +1023,9 @@ static void cuda_queue_takes_many_tensors(void) { check_many(1); }
     X(moments_are_tracked_over_4000_steps)                  \
     X(a_gradient_that_vanishes_is_forgotten)                \
     X(rounding_is_unbiased)                                 \
-    X(the_root_of_m_is_a_little_below)                      \
+    X(the_root_of_m_is_within_a_millionth)                  \
     X(moments_are_rounded_without_bias)                     \
-    X(draws_depend_on_key_and_element_alone)                \
+    X(draws_depend_on_key_element_and_step_alone)           \
     X(a_weight_without_gradient_stays)                      \
     X(gradients_not_finite_stay_in_their_element)           \
     X(huge_gradients_make_no_large_update)                  \
