@@ -13,11 +13,13 @@
  *     c = round(+-x), k = round(y)              stochastically: what lies between two codes becomes the
  *                                               upper one as often as it is near it
  *   f = 255/127 * sqrt(M / (L R)), at most 2, and L = 1.75 * (1 - b1^t) / sqrt(1 - b2^t): however x and y are
- *   rounded, no code says |m| > L r. So no update that follows from codes alone is above 1.75 lr.
+ *   rounded, no code says |m| > L r, and no update that follows from codes alone is above 1.75 lr. Where M itself
+ *   is more than 0.99 L R, f is 2 and the bound M / R: no code says |m| > 1.01 (M / R) r.
  *
  * round: a number of [0, 1) from the element's hash is added, and all below a code is cut off. x with its sign
  * gets 15 bits and a half, and 128 more, so that no sum is negative; y gets 23 bits, and 1 more, which keeps them
- * in a float. Sums are rounded to nearest, by at most 2^-17 of a code. A comparison with NaN keeps the other value.
+ * in a float. Sums are rounded to nearest, by at most 2^-17 of a code. A comparison with NaN keeps the other value;
+ * c has the gradient's sign then.
  *
  * y's root is rounded correctly. x's need not be, and is 8 operations that every processor has: with q = |m| / M
  * times a little less than 127^2, a guess w of 1/sqrt(q) from q's bits (within 4 %), s = q w, e = s w = q w^2, and
