@@ -106,6 +106,15 @@ __device__ inline void step(float *p, float *m, float *r, float g, const Coef &c
     *p = __fsub_rn(*p, __fmaf_rn(c.lr_wd, *p, __fmul_rn(c.lr_bc1, u)));
 }
 
+__device__ inline unsigned sign_of(float x) { return __float_as_uint(x) & 0x80000000u; }
+template <typename T> __device__ inline unsigned sign_of(T x) { return (unsigned)x.bits << 16 & 0x80000000u; }
+
+// As on the host, where a NaN keeps its sign through arithmetic; here it loses that, and its byte has one.
+template <typename G> __device__ inline float signed_as(float m, G g)
+{
+    return m != m ? __uint_as_float(0x7fc00000u | sign_of(g)) : m;
+}
+
 // The planes of one tensor, typed. A few registers, made anew by each chunk.
 template <typename K, typename G> struct Planes {
     using Hi = typename K::Hi;
@@ -176,6 +185,7 @@ template <typename K, typename G> struct Lane {
             m[e] = __fmul_rn(scale.x, __fmul_rn(x, fabsf(x)));
             r[e] = __fmul_rn(scale.y, __fmul_rn(y, y));
             step(&p, &m[e], &r[e], wide(grad.x[e]), c);
+            m[e] = signed_as(m[e], grad.x[e]);
             if constexpr (K::rounds)
                 hash = hashed(MT__HASH_FIRST(c.seed_weight, at + e), c.seed_weight[1]);
             K::split(p, hash, &hi.x[e], &low.x[e]);
