@@ -141,6 +141,9 @@ REFUSALS: dict[str, tuple[Callable[[Engine], object], str]] = {
     "isa": (lambda e: _core.adam_step([], 1.0, 1, 9), "isa 9"),
     "sumsq-dtype": (lambda e: _core.sumsq(DTYPES["I64"], 64, 1), "I64"),
     "split-null": (lambda e: _core.split_join(0, 0, 0, 4), "split_join"),
+    "split-low": (lambda e: _core.split_join(64, 64, 64, 0, 0), "split_join: 0 bytes below the weight"),
+    "split-set-low": (lambda e: _core.split_set(64, 64, 64, 0, 4), "split_set: 4 bytes below the weight"),
+    "codes-null": (lambda e: _core.codes_set(64, 64, 64, 64, 0, 1), "codes_set"),
 }
 
 

@@ -4,7 +4,8 @@
 #include "../core/numa.h"
 #include "../optim/adam.h"
 #include <stdlib.h>
-#include <string.h>
+
+#define MOST_PLANES 5     /* that a function here takes */
 
 static PyObject *error_of(PyObject *module)
 {
@@ -176,88 +177,94 @@ static PyObject *py_sumsq(PyObject *module, PyObject *args, PyObject *kw)
     return st == MT_OK ? PyFloat_FromDouble(sum) : mt_raise(error_of(module), st);
 }
 
-/* Addresses of n_planes planes of n elements each, then n and, where the format has it, a number; 0, or -1
- * with an exception. */
-static int planes_arg(PyObject *module, PyObject *args, const char *format, int n_planes,
-                      unsigned long long a[5], long long *n, int *number)
+/* A function of planes of n elements each, given by their addresses. */
+typedef struct planes_of {
+    const char *name, *format;
+    int         n_planes;
+    int         low_bytes;               /* what its number of them is where none is given; 0: it takes none */
+    void      (*run)(void *const *plane, int64_t n, int low);
+} planes_of;
+
+static mt_status planes_check(const planes_of *f, const unsigned long long *a, long long n, int low)
 {
-    mt_status st = MT_OK;
-    int       some = 1, ok = n_planes == 5
-        ? PyArg_ParseTuple(args, format, &a[0], &a[1], &a[2], &a[3], &a[4], n)
-        : PyArg_ParseTuple(args, format, &a[0], &a[1], &a[2], n, number);
+    int some = 1;
+
+    for (int i = 0; i < f->n_planes; i++)
+        some = some && a[i] != 0;
+    if (n < 0 || (n > 0 && !some))
+        return MT_FAIL(MT_EINVAL, "%s: %lld elements, planes from %#llx on", f->name, n, a[0]);
+    if (f->low_bytes != 0 && low != 1 && low != 2)
+        return MT_FAIL(MT_EINVAL, "%s: %d bytes below the weight; there are 1 and 2", f->name, low);
+    return MT_OK;
+}
+
+static PyObject *planes_call(PyObject *module, PyObject *args, const planes_of *f)
+{
+    unsigned long long a[MOST_PLANES];
+    void              *plane[MOST_PLANES];
+    long long          n;
+    int                low = f->low_bytes;
+    int                ok = f->n_planes == MOST_PLANES
+        ? PyArg_ParseTuple(args, f->format, &a[0], &a[1], &a[2], &a[3], &a[4], &n)
+        : PyArg_ParseTuple(args, f->format, &a[0], &a[1], &a[2], &n, &low);
+    mt_status          st;
 
     if (!ok)
-        return -1;
-    for (int i = 0; i < n_planes; i++)
-        some = some && a[i] != 0;
-    if (*n < 0 || (*n > 0 && !some))
-        st = MT_FAIL(MT_EINVAL, "%s: %lld elements, planes from %#llx on", strchr(format, ':') + 1, *n, a[0]);
-    if (st != MT_OK)
-        mt_raise(error_of(module), st);
-    return st == MT_OK ? 0 : -1;
+        return NULL;
+    if ((st = planes_check(f, a, n, low)) != MT_OK)
+        return mt_raise(error_of(module), st);
+    for (int i = 0; i < f->n_planes; i++)
+        plane[i] = writable(a[i]);
+    Py_BEGIN_ALLOW_THREADS
+    f->run(plane, n, low);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }
 
-static PyObject *py_split_join(PyObject *module, PyObject *args)
+static void split_join(void *const *p, int64_t n, int low)
 {
-    unsigned long long a[5];
-    long long          n;
-    int                low = 2;
-
-    if (planes_arg(module, args, "KKKL|i:split_join", 3, a, &n, &low) < 0)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
     if (low == 1)
-        mt_split8_join(address(a[0]), address(a[1]), writable(a[2]), n);
+        mt_split8_join(p[0], p[1], p[2], n);
     else
-        mt_split_join(address(a[0]), address(a[1]), writable(a[2]), n);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+        mt_split_join(p[0], p[1], p[2], n);
 }
 
-static PyObject *py_split_set(PyObject *module, PyObject *args)
+static void split_set(void *const *p, int64_t n, int low)
 {
-    unsigned long long a[5];
-    long long          n;
-    int                low = 2;
-
-    if (planes_arg(module, args, "KKKL|i:split_set", 3, a, &n, &low) < 0)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
     if (low == 1)
-        mt_split8_set(address(a[0]), writable(a[1]), writable(a[2]), n);
+        mt_split8_set(p[0], p[1], p[2], n);
     else
-        mt_split_set(address(a[0]), writable(a[1]), writable(a[2]), n);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+        mt_split_set(p[0], p[1], p[2], n);
 }
 
-static PyObject *py_codes_get(PyObject *module, PyObject *args)
+static void codes_get(void *const *p, int64_t n, int low)
 {
-    unsigned long long a[5];
-    long long          n;
+    const mt_adam_codes c = { .m = p[0], .v = p[1], .scale = p[2] };
 
-    if (planes_arg(module, args, "KKKKKL:codes_get", 5, a, &n, NULL) < 0)
-        return NULL;
-    mt_adam_codes c = { .m = writable(a[0]), .v = writable(a[1]), .scale = writable(a[2]) };
-    Py_BEGIN_ALLOW_THREADS
-    mt_codes_get(&c, writable(a[3]), writable(a[4]), n);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    (void)low;
+    mt_codes_get(&c, p[3], p[4], n);
 }
 
-static PyObject *py_codes_set(PyObject *module, PyObject *args)
+static void codes_set(void *const *p, int64_t n, int low)
 {
-    unsigned long long a[5];
-    long long          n;
+    const mt_adam_codes c = { .m = p[2], .v = p[3], .scale = p[4] };
 
-    if (planes_arg(module, args, "KKKKKL:codes_set", 5, a, &n, NULL) < 0)
-        return NULL;
-    mt_adam_codes c = { .m = writable(a[2]), .v = writable(a[3]), .scale = writable(a[4]) };
-    Py_BEGIN_ALLOW_THREADS
-    mt_codes_set(address(a[0]), address(a[1]), &c, n);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    (void)low;
+    mt_codes_set(p[0], p[1], &c, n);
 }
+
+#define PLANES_MAP(X)                                   \
+    X(split_join, "KKKL|i:split_join",  3, 2)           \
+    X(split_set,  "KKKL|i:split_set",   3, 2)           \
+    X(codes_get,  "KKKKKL:codes_get",   5, 0)           \
+    X(codes_set,  "KKKKKL:codes_set",   5, 0)
+#define PLANES_ENTRY(name, format, n, low)                                          \
+    static PyObject *py_##name(PyObject *module, PyObject *args)                    \
+    {                                                                               \
+        static const planes_of f = { #name, format, n, low, name };                 \
+        return planes_call(module, args, &f);                                       \
+    }
+PLANES_MAP(PLANES_ENTRY)
 
 /* ---- what this build and this processor can do ---- */
 
