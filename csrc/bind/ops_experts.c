@@ -160,7 +160,7 @@ static mt_status weight_args(const mt_op_call *c, const mt_op_tensor *weights, c
         MT_TRY(mt_op_type(c, "dweights", dweights, MT_F32));
         MT_TRY(mt_op_vector(c, "dweights", dweights, g->rows));
     }
-    if (order->handle != NULL)
+    if (order->handle != NULL)       /* a permutation (experts.h); what can be out of memory is looked at */
         MT_TRY(rows_below(c, "order", order, g->rows, g->rows));
     g->weights = weights->data;
     g->dweights = dweights->data;
@@ -216,12 +216,6 @@ static mt_status cpu_expert_glu_backward(const mt_op_call *c, const mt_op_arg *a
 }
 
 #ifdef MT_WITH_CUDA
-static mt_status told(const mt_op_call *c, const char *error)
-{
-    return error == NULL ? MT_OK
-                         : MT_FAIL(MT_EDEVICE, "%s on cuda:%d: %s", c->name, c->device_index, error);
-}
-
 static mt_status cuda_sum_rows(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
     mt_row_sums s;
@@ -229,7 +223,7 @@ static mt_status cuda_sum_rows(const mt_op_call *c, const mt_op_arg *a, StableIV
 
     (void)result;
     MT_TRY(sum_args(c, a, &s));
-    MT_TRY(told(c, mt__sum_rows_cuda(c->stream, &s)));
+    MT_TRY(mt_op_launched(c, mt__sum_rows_cuda(c->stream, &s)));
 fail:
     return st;
 }
@@ -241,7 +235,7 @@ static mt_status cuda_expert_glu(const mt_op_call *c, const mt_op_arg *a, Stable
 
     (void)result;
     MT_TRY(forward_args(c, a, &g));
-    MT_TRY(told(c, mt__gates_forward_cuda(c->stream, &g)));
+    MT_TRY(mt_op_launched(c, mt__gates_forward_cuda(c->stream, &g)));
 fail:
     return st;
 }
@@ -253,7 +247,7 @@ static mt_status cuda_expert_glu_backward(const mt_op_call *c, const mt_op_arg *
 
     (void)result;
     MT_TRY(backward_args(c, a, &g));
-    MT_TRY(told(c, mt__gates_backward_cuda(c->stream, &g)));
+    MT_TRY(mt_op_launched(c, mt__gates_backward_cuda(c->stream, &g)));
 fail:
     return st;
 }

@@ -21,6 +21,9 @@
  * dact is the gradient for a weight of 1, so that what an expert gives is never made again: its product
  * with the gradient of its weighted sum is that of dact with h. Order of the sum, here: lane l of 8 adds
  * numbers l, l+8, ... and the lanes are folded (4, 2, 1); CUDA has another, as fixed.
+ *
+ * order is a permutation: each dweights[c] has one row that writes it, and that makes it a fixed sum. Whoever
+ * sorts rows has one at hand; it is not checked here that no number comes twice.
  */
 #ifndef MT_EXPERTS_H
 #define MT_EXPERTS_H
