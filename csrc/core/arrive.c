@@ -8,7 +8,6 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-#define ALIGN_BYTES ((size_t)512)
 /* Parts begin at multiples: kernels read them in vectors, and moments of 8 bits share their scales. */
 #define ELEMENTS    ((int64_t)MT_STATES_GROUP)
 
@@ -142,22 +141,10 @@ static int is_state(int plane)
     return (int)(MT_STATE_PLANES >> plane & 1);
 }
 
-/* Bytes of n elements of a parameter's states, each plane's aligned. */
-static size_t part_bytes(const mt_arrive *a, int unit, int param, int64_t n)
-{
-    size_t bytes = 0;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (is_state(p))
-            bytes += (mt_store_plane_bytes(a->store, unit, param, (mt_plane)p, n) + ALIGN_BYTES - 1)
-                     / ALIGN_BYTES * ALIGN_BYTES;
-    return bytes;
-}
-
 /* Elements of a parameter that a piece holds. */
 static int64_t fit(const mt_arrive *a, int unit, int param, size_t most)
 {
-    const size_t spare = 4 * ALIGN_BYTES;        /* there are four planes to be aligned */
+    const size_t spare = 4 * MT_PART_ALIGN;       /* there are four planes to be aligned */
     size_t       each = 0;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
@@ -211,7 +198,7 @@ mt_status mt_arrive_sizes(mt_arrive *a, int unit, size_t most, size_t **bytes, i
                        mt_store_name(a->store, unit));
     }
     for (int i = 0; i < *n; i++)
-        found[i] = part_bytes(a, unit, parts[i].param, parts[i].n);
+        found[i] = mt_store_part_bytes(a->store, unit, parts[i].param, MT_STATE_PLANES, parts[i].n);
     free(parts);
     *bytes = found;
 fail:
@@ -221,13 +208,11 @@ fail:
 /* Where the part's planes are in its piece. */
 static void place(const mt_arrive *a, int unit, mt_arrive_part *part, void *mem)
 {
-    char *at = mem;
-
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        size_t bytes = is_state(p) ? mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p, part->n) : 0;
+        int some = is_state(p) && mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p, part->n) > 0;
 
-        part->at[p] = bytes > 0 ? at : NULL;
-        at += (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
+        part->at[p] = !some ? NULL : (char *)mem + mt_store_part_at(a->store, unit, part->param, MT_STATE_PLANES,
+                                                                    part->n, (mt_plane)p);
     }
 }
 

@@ -16,8 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ALIGN_BYTES ((size_t)512)
-#define ABSENT      SIZE_MAX
+#define ABSENT SIZE_MAX
 
 typedef struct place {
     int     param;
@@ -102,21 +101,6 @@ struct mt_disk {
 
 /* ---- layout ----------------------------------------------------------------------------- */
 
-static size_t aligned(size_t bytes)
-{
-    return (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
-}
-
-static size_t states_of(const mt_disk *d, int u, int param, unsigned planes, int64_t n)
-{
-    size_t bytes = 0;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1)
-            bytes += aligned(mt_store_plane_bytes(d->store, u, param, (mt_plane)p, n));
-    return bytes;
-}
-
 /* State planes in which the parameter has something; real: of those, where it has its place in the unit's
  * arena, which is so for good once that is made. */
 static mt_status planes_of(const mt_disk *d, int u, int param, int real, unsigned *out)
@@ -171,11 +155,10 @@ static mt_status add_place(const mt_disk *d, layout *l, int u, int param, int64_
         return st;
     k = &l->places[l->n_places++];
     *k = (place){ .param = param, .from = from, .n = n };
-    for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        k->offset[p] = l->planes[param] >> p & 1 ? c->bytes : ABSENT;
-        if (k->offset[p] != ABSENT)
-            c->bytes += aligned(mt_store_plane_bytes(d->store, u, param, (mt_plane)p, n));
-    }
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        k->offset[p] = !(l->planes[param] >> p & 1) ? ABSENT
+            : c->bytes + mt_store_part_at(d->store, u, param, l->planes[param], n, (mt_plane)p);
+    c->bytes += mt_store_part_bytes(d->store, u, param, l->planes[param], n);
     if (++c->n > l->most)
         l->most = c->n;
     return MT_OK;
@@ -184,9 +167,9 @@ static mt_status add_place(const mt_disk *d, layout *l, int u, int param, int64_
 /* How many of `left` elements fit into so many bytes: all of them, or whole grains. */
 static int64_t fit(const mt_disk *d, int u, int param, unsigned planes, int64_t left, size_t bytes)
 {
-    if (states_of(d, u, param, planes, left) <= bytes)
+    if (mt_store_part_bytes(d->store, u, param, planes, left) <= bytes)
         return left;
-    return (int64_t)(bytes / states_of(d, u, param, planes, MT_DISK_GRAIN)) * MT_DISK_GRAIN;
+    return (int64_t)(bytes / mt_store_part_bytes(d->store, u, param, planes, MT_DISK_GRAIN)) * MT_DISK_GRAIN;
 }
 
 static mt_status cut_param(const mt_disk *d, layout *l, int u, int param)

@@ -53,8 +53,10 @@ typedef struct mt_param_desc {
 typedef struct mt_part {
     int     param;
     int64_t from, n;         /* its elements [from, from + n) */
-    void   *at[MT_PLANE_COUNT];      /* of MT_STATE_PLANES, aligned to 512; NULL: nothing, or in the host's plane */
+    void   *at[MT_PLANE_COUNT];      /* of MT_STATE_PLANES, aligned to MT_PART_ALIGN; NULL: nothing, or in the host's plane */
 } mt_part;
+
+#define MT_PART_ALIGN ((size_t)512)
 
 typedef struct mt_store mt_store;
 
@@ -78,6 +80,11 @@ size_t      mt_store_offset  (const mt_store *s, int unit, int param);   /* byte
 size_t mt_plane_bytes(mt_plane p, mt_dtype dt, mt_states st, int64_t n);
 /* The same of n elements of a parameter: its first, or those from a multiple of 128 on. */
 size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n);
+
+/* Bytes of a part of n elements: those planes one after the other, each a multiple of MT_PART_ALIGN. */
+size_t mt_store_part_bytes(const mt_store *s, int unit, int param, unsigned planes, int64_t n);
+/* Where in it plane p is. */
+size_t mt_store_part_at(const mt_store *s, int unit, int param, unsigned planes, int64_t n, mt_plane p);
 
 /* How the unit's states are kept; FP32 until it is set. MT_ESTATE when planes of other states are made. */
 mt_status mt_store_set_states(mt_store *s, int unit, mt_states states);

@@ -9,7 +9,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-#define ALIGN_BYTES ((size_t)512)
+#define ALIGN_BYTES MT_PART_ALIGN
 #define ELEMENTS    256          /* parts begin at multiples; a smaller one, but a tensor's rest, is none */
 #define PARTS       32           /* in a buffer, at most */
 
