@@ -15,13 +15,6 @@ constexpr int CHUNK = WARPS * GROUP;
 using Tensor = mt__adam8_cuda_tensor;
 using Coef = mt__adam_coef;
 
-struct Table {
-    Tensor  t[MT__ADAM8_CUDA_MOST];
-    int64_t first[MT__ADAM8_CUDA_MOST + 1];   // number of each one's first chunk, then of all chunks
-    int     n;
-};
-static_assert(sizeof(Table) <= 4096, "what a launch takes as its arguments");
-
 /* ---- how a weight is kept ---- */
 
 // bits of a weight that can be held, plus what rounds it stochastically when it is cut.
@@ -246,15 +239,6 @@ template <typename K, typename G> struct Lane {
     bool                whole;
 };
 
-// 16 bytes suit every plane; torch may hand out tensors that begin anywhere.
-__device__ inline bool aligned(const Tensor &t)
-{
-    uintptr_t all = reinterpret_cast<uintptr_t>(t.hi) | reinterpret_cast<uintptr_t>(t.low)
-                  | reinterpret_cast<uintptr_t>(t.m) | reinterpret_cast<uintptr_t>(t.v)
-                  | reinterpret_cast<uintptr_t>(t.grad);
-    return all % 16 == 0;
-}
-
 // Elements [from, from + CHUNK) of a tensor, those that there are.
 template <typename K, typename G>
 __device__ inline void chunk(const Tensor &t, int64_t from)
@@ -277,7 +261,7 @@ __device__ inline void chunk(const Tensor &t, int64_t from)
 // Bytes an element with a 16-bit gradient: BF16 r8.06 w6.06, LO8 1 less each way, SR 2; F32 r10.06 w6.06.
 // Expected: 14.1 bytes at 4.0 to 4.3 TB/s of an H200's HBM are 280 to 300 G bf16 parameters/s; two square
 // roots and a division of 8 to 20 instructions each may hold it below.
-__global__ void __launch_bounds__(WARPS * 32, 4) update8(const __grid_constant__ Table table)
+__global__ void __launch_bounds__(WARPS * 32, 4) update8(const __grid_constant__ Table<Tensor, MT__ADAM8_CUDA_MOST> table)
 {
     for (int64_t c = blockIdx.x; c < table.first[table.n]; c += gridDim.x) {
         const int     i = tensor_of(table, c);
@@ -302,17 +286,5 @@ __global__ void __launch_bounds__(WARPS * 32, 4) update8(const __grid_constant__
 
 extern "C" const char *mt__adam8_cuda(uintptr_t handle, const mt__adam8_cuda_tensor *t, int n_tensors)
 {
-    const int64_t most = 1 << 20;             // blocks; what is beyond, they take in turn
-    cudaStream_t  stream = reinterpret_cast<cudaStream_t>(handle);
-    mt::Current   current(stream);
-    Table         table = {};
-    int64_t       chunks = 0;
-
-    if (!current.ok)
-        return mt::NO_CONTEXT;
-    chunks = fill(table, t, n_tensors, CHUNK);
-    if (chunks == 0)
-        return nullptr;
-    update8<<<(unsigned)(chunks < most ? chunks : most), WARPS * 32, 0, stream>>>(table);
-    return mt::launch_error();
+    return launch<MT__ADAM8_CUDA_MOST>(update8, handle, t, n_tensors, WARPS * 32, CHUNK);
 }

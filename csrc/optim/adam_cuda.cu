@@ -14,13 +14,6 @@ constexpr int CHUNK = THREADS * EACH * ROUNDS;
 using Tensor = mt__adam_cuda_tensor;
 using Coef = mt__adam_coef;
 
-struct Table {
-    Tensor  t[MT__ADAM_CUDA_MOST];
-    int64_t first[MT__ADAM_CUDA_MOST + 1];    // number of each one's first chunk, then of all chunks
-    int     n;
-};
-static_assert(sizeof(Table) <= 4096, "what a launch takes as its arguments");
-
 // The formula of adam.h on one element.
 __device__ inline void step(float *p, float *m, float *v, float g, const Coef &c)
 {
@@ -108,15 +101,6 @@ template <typename W, typename G> struct Group {
     four<G>     grad;
 };
 
-// 16 bytes suit every plane; torch may hand out tensors that begin anywhere.
-__device__ inline bool aligned(const Tensor &t)
-{
-    uintptr_t all = reinterpret_cast<uintptr_t>(t.hi) | reinterpret_cast<uintptr_t>(t.low)
-                  | reinterpret_cast<uintptr_t>(t.m) | reinterpret_cast<uintptr_t>(t.v)
-                  | reinterpret_cast<uintptr_t>(t.grad);
-    return all % 16 == 0;
-}
-
 // Elements [from, from + CHUNK) of a tensor, those that there are.
 template <typename W, typename G>
 __device__ inline void chunk(const Tensor &t, int64_t from)
@@ -146,7 +130,7 @@ __device__ inline void chunk(const Tensor &t, int64_t from)
 // or two each, not a launch.
 // Bytes an element: F32 r16 w12; BF16 r14 w12, F16 r16 w14 with a 16-bit gradient, 2 more with an fp32
 // one. Expected: 4.0 to 4.3 TB/s of an H200's HBM, 155 to 165 G bf16 parameters/s.
-__global__ void __launch_bounds__(THREADS) update(const __grid_constant__ Table table)
+__global__ void __launch_bounds__(THREADS) update(const __grid_constant__ Table<Tensor, MT__ADAM_CUDA_MOST> table)
 {
     for (int64_t c = blockIdx.x; c < table.first[table.n]; c += gridDim.x) {
         const int     i = tensor_of(table, c);
@@ -167,17 +151,5 @@ __global__ void __launch_bounds__(THREADS) update(const __grid_constant__ Table 
 
 extern "C" const char *mt__adam_cuda(uintptr_t handle, const mt__adam_cuda_tensor *t, int n_tensors)
 {
-    const int64_t most = 1 << 20;             // blocks; what is beyond, they take in turn
-    cudaStream_t  stream = reinterpret_cast<cudaStream_t>(handle);
-    mt::Current   current(stream);
-    Table         table = {};
-    int64_t       chunks = 0;
-
-    if (!current.ok)
-        return mt::NO_CONTEXT;
-    chunks = fill(table, t, n_tensors, CHUNK);
-    if (chunks == 0)
-        return nullptr;
-    update<<<(unsigned)(chunks < most ? chunks : most), THREADS, 0, stream>>>(table);
-    return mt::launch_error();
+    return launch<MT__ADAM_CUDA_MOST>(update, handle, t, n_tensors, THREADS, CHUNK);
 }

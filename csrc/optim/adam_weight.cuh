@@ -69,8 +69,25 @@ template <> struct Weight<f16> {
     }
 };
 
+// 16 bytes suit every plane; torch may hand out tensors that begin anywhere.
+template <typename Tensor> __device__ inline bool aligned(const Tensor &t)
+{
+    uintptr_t all = reinterpret_cast<uintptr_t>(t.hi) | reinterpret_cast<uintptr_t>(t.low)
+                  | reinterpret_cast<uintptr_t>(t.m) | reinterpret_cast<uintptr_t>(t.v)
+                  | reinterpret_cast<uintptr_t>(t.grad);
+    return all % 16 == 0;
+}
+
+/* ---- a launch: a table of tensors, and blocks that take a chunk of one at a time ---- */
+
+template <typename Tensor, int MOST> struct Table {
+    Tensor  t[MOST];
+    int64_t first[MOST + 1];                  // number of each one's first chunk, then of all chunks
+    int     n;
+};
+
 // The last tensor whose first chunk is not after c; the same for all threads of a block.
-template <typename Table> __device__ inline int tensor_of(const Table &table, int64_t c)
+template <typename T> __device__ inline int tensor_of(const T &table, int64_t c)
 {
     int low = 0, high = table.n - 1;
 
@@ -86,8 +103,8 @@ template <typename Table> __device__ inline int tensor_of(const Table &table, in
 }
 
 // The table of a launch; the number of all chunks.
-template <typename Table, typename Tensor>
-inline int64_t fill(Table &table, const Tensor *t, int n_tensors, int64_t chunk)
+template <typename Tensor, int MOST>
+inline int64_t fill(Table<Tensor, MOST> &table, const Tensor *t, int n_tensors, int64_t chunk)
 {
     int64_t chunks = 0;
 
@@ -100,6 +117,26 @@ inline int64_t fill(Table &table, const Tensor *t, int n_tensors, int64_t chunk)
     }
     table.first[table.n] = chunks;
     return chunks;
+}
+
+// NULL, or what went wrong. chunk: elements of one tensor that a block takes at a time.
+template <int MOST, typename Tensor>
+inline const char *launch(void (*kernel)(Table<Tensor, MOST>), uintptr_t handle, const Tensor *t, int n_tensors,
+                          int threads, int64_t chunk)
+{
+    static_assert(sizeof(Table<Tensor, MOST>) <= 4096, "what a launch takes as its arguments");
+    const int64_t       most = 1 << 20;       // blocks; what is beyond, they take in turn
+    cudaStream_t        stream = reinterpret_cast<cudaStream_t>(handle);
+    mt::Current         current(stream);
+    Table<Tensor, MOST> table = {};
+
+    if (!current.ok)
+        return mt::NO_CONTEXT;
+    const int64_t chunks = fill(table, t, n_tensors, chunk);
+    if (chunks == 0)
+        return nullptr;
+    kernel<<<(unsigned)(chunks < most ? chunks : most), threads, 0, stream>>>(table);
+    return mt::launch_error();
 }
 
 } // namespace
