@@ -177,11 +177,6 @@ typedef struct group {
     pair m[PAIRS], r[PAIRS];
 } group;
 
-INLINE __m256 size_of(__m256 x)
-{
-    return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
-}
-
 INLINE pair times(__m256 scale, bits16 squares)
 {
     return (pair){ _mm256_mul_ps(scale, _mm256_cvtepi32_ps(squares.a)),
@@ -264,7 +259,7 @@ INLINE __m256 random_of(__m256i h, uint32_t which, uint32_t onto)
 INLINE void codes_of(__m256 m, __m256 r, const mt__code_size *size, __m256i h, __m256i *out_m, __m256i *out_v)
 {
     const __m256 sign = _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)), m);
-    __m256 q = _mm256_min_ps(_mm256_mul_ps(size_of(m), _mm256_set1_ps(size->by_m)), _mm256_set1_ps(MT__C_BELOW));
+    __m256 q = _mm256_min_ps(_mm256_mul_ps(magnitude(m), _mm256_set1_ps(size->by_m)), _mm256_set1_ps(MT__C_BELOW));
     __m256 a = root_near(q), b = _mm256_sqrt_ps(_mm256_mul_ps(r, _mm256_set1_ps(size->by_r)));
 
     b = _mm256_max_ps(b, _mm256_fmadd_ps(a, _mm256_set1_ps(size->least), _mm256_set1_ps(size->floor)));
@@ -275,12 +270,12 @@ INLINE void codes_of(__m256 m, __m256 r, const mt__code_size *size, __m256i h, _
     *out_v = _mm256_cvttps_epi32(b);
 }
 
-INLINE mt__code_size sizes_of(const group *x, float bound, float *scale)
+INLINE mt__code_size size_of(const group *x, float bound, float *scale)
 {
     __m256 most_m = _mm256_setzero_ps(), most_r = most_m;
 
     for (int j = 0; j < PAIRS; j++) {
-        most_m = _mm256_max_ps(size_of(x->m[j].b), _mm256_max_ps(size_of(x->m[j].a), most_m));
+        most_m = _mm256_max_ps(magnitude(x->m[j].b), _mm256_max_ps(magnitude(x->m[j].a), most_m));
         most_r = _mm256_max_ps(x->r[j].b, _mm256_max_ps(x->r[j].a, most_r));
     }
     return mt__code_size_of(largest(most_m), largest(most_r), bound, scale);
@@ -294,7 +289,7 @@ INLINE void store_bytes(void *to, __m256i bytes)
 
 INLINE void encode(const group *x, int8_t *m, uint8_t *v, float *scale, float bound, hash8 k)
 {
-    const mt__code_size size = sizes_of(x, bound, scale);
+    const mt__code_size size = size_of(x, bound, scale);
     const __m256i one = _mm256_set1_epi16(MT__K_OFFSET), sign = _mm256_set1_epi8(-128);
 
     for (int j = 0; j < PAIRS; j += 2) {

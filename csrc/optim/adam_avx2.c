@@ -16,7 +16,6 @@ INLINE __m256 flush(__m256 x, __m256 size, float smallest)
 /* Updates both moments; returns the new weights, which the caller stores. */
 INLINE __m256 elements(const mt__adam_span *s, const coef8 *c, mt_dtype w, mt_dtype gt, int64_t i)
 {
-    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     __m256 p = load_weight(s, w, i);
     __m256 m = _mm256_loadu_ps(s->m + i);
     __m256 v = _mm256_loadu_ps(s->v + i);
@@ -26,7 +25,7 @@ INLINE __m256 elements(const mt__adam_span *s, const coef8 *c, mt_dtype w, mt_dt
     v = _mm256_fmadd_ps(c->one_minus_b2, _mm256_fmsub_ps(g, g, v), v);
     __m256 u = _mm256_div_ps(m, _mm256_fmadd_ps(_mm256_sqrt_ps(v), c->rsqrt_bc2, c->eps));
 
-    _mm256_storeu_ps(s->m + i, flush(m, _mm256_and_ps(m, magnitude), MT__M_SMALLEST));
+    _mm256_storeu_ps(s->m + i, flush(m, magnitude(m), MT__M_SMALLEST));
     _mm256_storeu_ps(s->v + i, flush(v, v, MT__V_SMALLEST));
     return _mm256_sub_ps(p, _mm256_fmadd_ps(c->lr_wd, p, _mm256_mul_ps(c->lr_bc1, u)));
 }

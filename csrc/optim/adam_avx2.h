@@ -31,6 +31,11 @@ INLINE coef8 coef_set(const mt__adam_coef *c)
     };
 }
 
+INLINE __m256 magnitude(__m256 x)
+{
+    return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
+}
+
 INLINE __m128i load8(const void *x) { return _mm_loadu_si128((const __m128i *)x); }
 
 INLINE __m256i widen_bf16(const uint16_t *x)
