@@ -20,6 +20,14 @@ static inline mt_status mt_op_type(const mt_op_call *c, const char *name, const 
                    mt_dtype_name((mt_dtype)dt));
 }
 
+/* What a launch said; NULL: nothing went wrong. */
+static inline mt_status mt_op_launched(const mt_op_call *c, const char *error)
+{
+    if (error == NULL)
+        return MT_OK;
+    return MT_FAIL(MT_EDEVICE, "%s on cuda:%d: %s", c->name, c->device_index, error);
+}
+
 /* [n]. */
 static inline mt_status mt_op_vector(const mt_op_call *c, const char *name, const mt_op_tensor *t, int64_t n)
 {

@@ -62,7 +62,6 @@ static mt_status cuda_embedding_backward(const mt_op_call *c, const mt_op_arg *a
 {
     AtenTensorHandle rows = NULL, sums = NULL;
     void            *begins, *pieces;
-    const char      *error;
     mt_embedding     e;
     mt_status        st;
 
@@ -70,8 +69,7 @@ static mt_status cuda_embedding_backward(const mt_op_call *c, const mt_op_arg *a
     MT_TRY(args_of(c, a, &e));
     MT_TRY(mt_op_new(&a[0].t, MT_I32, e.rows + 1, &rows, &begins));
     MT_TRY(mt_op_new(&a[0].t, MT_F32, mt__embedding_pieces(&e), &sums, &pieces));
-    if ((error = mt__embedding_backward_cuda(c->stream, &e, begins, pieces)) != NULL)
-        st = MT_FAIL(MT_EDEVICE, "%s on cuda:%d: %s", c->name, c->device_index, error);
+    st = mt_op_launched(c, mt__embedding_backward_cuda(c->stream, &e, begins, pieces));
 fail:
     mt_op_free(rows);
     mt_op_free(sums);

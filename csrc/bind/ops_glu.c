@@ -127,13 +127,11 @@ static mt_status cpu_glu_backward(const mt_op_call *c, const mt_op_arg *a, Stabl
 static mt_status on_cuda(const mt_op_call *c, const mt_op_arg *a, read_args read,
                          const char *(*run)(uintptr_t, const mt_glu *))
 {
-    const char *error;
     mt_glu      g;
     mt_status   st;
 
     MT_TRY(read(c, a, &g));
-    if ((error = run(c->stream, &g)) != NULL)
-        st = MT_FAIL(MT_EDEVICE, "%s on cuda:%d: %s", c->name, c->device_index, error);
+    st = mt_op_launched(c, run(c->stream, &g));
 fail:
     return st;
 }
@@ -188,7 +186,6 @@ static mt_status cuda_column_sum(const mt_op_call *c, const mt_op_arg *a, Stable
 {
     AtenTensorHandle scratch = NULL;
     void            *sums = NULL;
-    const char      *error;
     mt_columns       s;
     int64_t          segments;
     mt_status        st;
@@ -198,8 +195,7 @@ static mt_status cuda_column_sum(const mt_op_call *c, const mt_op_arg *a, Stable
     segments = (s.rows + MT_SUM_ROWS - 1) / MT_SUM_ROWS;
     if (segments > 1)
         MT_TRY(mt_op_new(&a[0].t, MT_F32, segments * s.n, &scratch, &sums));
-    if ((error = mt__column_sum_cuda(c->stream, &s, sums)) != NULL)
-        st = MT_FAIL(MT_EDEVICE, "%s on cuda:%d: %s", c->name, c->device_index, error);
+    st = mt_op_launched(c, mt__column_sum_cuda(c->stream, &s, sums));
 fail:
     mt_op_free(scratch);
     return st;

@@ -82,13 +82,11 @@ fail:
 static mt_status cuda_cross_entropy_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
     mt_cross_entropy e;
-    const char      *error;
     mt_status        st;
 
     (void)result;
     MT_TRY(args_of(c, a, &e));
-    if ((error = mt__cross_entropy_cuda(c->stream, &e)) != NULL)
-        st = MT_FAIL(MT_EDEVICE, "%s on cuda:%d: %s", c->name, c->device_index, error);
+    st = mt_op_launched(c, mt__cross_entropy_cuda(c->stream, &e));
 fail:
     return st;
 }

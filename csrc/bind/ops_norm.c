@@ -303,12 +303,10 @@ static mt_status cuda_ahead(const mt_op_call *c, const mt_op_arg *a, read_ahead 
 {
     mt_norm       f = { 0 };
     mt_norm_ahead p = { 0 };
-    const char   *error;
     mt_status     st;
 
     MT_TRY(read(c, a, &f, &p));
-    if ((error = mt__norm_forward_cuda(c->stream, &f, &p)) != NULL)
-        st = MT_FAIL(MT_EDEVICE, "%s on cuda:%d: %s", c->name, c->device_index, error);
+    st = mt_op_launched(c, mt__norm_forward_cuda(c->stream, &f, &p));
 fail:
     return st;
 }
@@ -319,14 +317,12 @@ static mt_status cuda_back(const mt_op_call *c, const mt_op_arg *a, read_back re
     mt_norm          f = { 0 };
     mt_norm_back     p = { 0 };
     void            *partial;
-    const char      *error;
     mt_status        st;
 
     MT_TRY(read(c, a, &f, &p));
     MT_TRY(mt_op_new(&a[0].t, MT_F32, mt__norm_partials_cuda(&f, &p), &scratch, &partial));
     p.partial = partial;
-    if ((error = mt__norm_backward_cuda(c->stream, &f, &p)) != NULL)
-        st = MT_FAIL(MT_EDEVICE, "%s on cuda:%d: %s", c->name, c->device_index, error);
+    st = mt_op_launched(c, mt__norm_backward_cuda(c->stream, &f, &p));
 fail:
     mt_op_free(scratch);
     return st;

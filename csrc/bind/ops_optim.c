@@ -1,5 +1,5 @@
 /* ops_optim.c — torch.ops.megatrain: sums of squares and AdamW, with the bits of the core. */
-#include "ops.h"
+#include "ops_check.h"
 #include "../ops/sumsq.h"
 #include "../optim/adam.h"
 #ifdef MT_WITH_CUDA
@@ -39,17 +39,12 @@ static mt_status cuda_sumsq(const mt_op_call *c, const mt_op_arg *a, StableIValu
     const mt_op_tensor *x = &a[0].t;
     AtenTensorHandle out = NULL, scratch = NULL;
     void            *sum, *sums;
-    const char      *error;
     mt_status        st;
 
     MT_TRY(sumsq_dtype(x));
     MT_TRY(mt_op_new(x, MT_F64, -1, &out, &sum));
     MT_TRY(mt_op_new(x, MT_F64, x->n / MT_SUMSQ_CHUNK + 1, &scratch, &sums));
-    error = mt__sumsq_cuda(c->stream, (mt_dtype)x->dtype, x->data, x->n, sums, sum);
-    if (error != NULL) {
-        st = MT_FAIL(MT_EDEVICE, "sumsq on cuda:%d: %s", c->device_index, error);
-        goto fail;
-    }
+    MT_TRY(mt_op_launched(c, mt__sumsq_cuda(c->stream, (mt_dtype)x->dtype, x->data, x->n, sums, sum)));
     *result = (StableIValue)(uintptr_t)out;
     out = NULL;
 fail:

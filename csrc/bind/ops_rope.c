@@ -159,15 +159,13 @@ fail:
 static mt_status cuda_rope(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
     mt_rope     r = { 0 };
-    const char *error;
     mt_status   st;
 
     (void)result;
     MT_TRY(rope_of(c, a, &r));
     if (numbers(&r) == 0)
         return MT_OK;
-    if ((error = mt__rope_cuda(c->stream, &r)) != NULL)
-        st = MT_FAIL(MT_EDEVICE, "%s on cuda:%d: %s", c->name, c->device_index, error);
+    st = mt_op_launched(c, mt__rope_cuda(c->stream, &r));
 fail:
     return st;
 }
