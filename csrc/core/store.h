@@ -53,7 +53,8 @@ typedef struct mt_param_desc {
 typedef struct mt_part {
     int     param;
     int64_t from, n;         /* its elements [from, from + n) */
-    void   *at[MT_PLANE_COUNT];      /* of MT_STATE_PLANES, aligned to MT_PART_ALIGN; NULL: nothing, or in the host's plane */
+    /* Of MT_STATE_PLANES, aligned to MT_PART_ALIGN; NULL: nothing, or in the host's plane. */
+    void   *at[MT_PLANE_COUNT];
 } mt_part;
 
 #define MT_PART_ALIGN ((size_t)512)
