@@ -245,6 +245,19 @@ static int among(int param, const int *params, int n)
     return 0;
 }
 
+static void nothing(void *arg)
+{
+    (void)arg;
+}
+
+/* Between two pieces the queue waits for the host for a moment. A copy engine serves one stream until that
+ * has to wait, and a few bytes that compute reads back meanwhile (a model's look at its mask, loss.item())
+ * would wait for all that is put here: 97 ms behind 5 GB on an H200, with such waits one piece's 2.4 ms. */
+static mt_status let_others(mt_arrive *a)
+{
+    return a->dev->ops->call(a->queue, nothing, NULL);
+}
+
 /* params NULL: all. What was put is waited for by whoever waits for `last`, also after a failure. */
 static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params, int n,
                             unsigned planes, int up)
@@ -255,9 +268,12 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
 
     mt_timeline_begin(a->timeline, &span, MT_LANE_THROUGH, up ? MT_WORK_FETCH : MT_WORK_OFFLOAD, unit,
                       a->queue);
-    for (int i = 0; i < g->n && st == MT_OK; i++)
-        if (params == NULL || among(g->parts[i].param, params, n))
-            st = copy_part(a, unit, &g->parts[i], planes, up);
+    for (int i = 0; i < g->n && st == MT_OK; i++) {
+        if (params != NULL && !among(g->parts[i].param, params, n))
+            continue;
+        if ((st = copy_part(a, unit, &g->parts[i], planes, up)) == MT_OK)
+            st = let_others(a);
+    }
     mt_timeline_end(a->timeline, &span, a->stats.h2d_bytes + a->stats.d2h_bytes - before, a->queue);
     end = a->dev->ops->record(a->queue, g->last);
     return st != MT_OK ? st : end;
