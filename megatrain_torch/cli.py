@@ -1,7 +1,7 @@
 """The `megatrain` command.
 
     megatrain train path/to/model my.txt --out runs/mine
-    megatrain resume runs/mine                          from its last checkpoint, to the same bits
+    megatrain resume runs/mine                          from its last checkpoint
     megatrain eval runs/mine other.txt
     megatrain generate runs/mine --prompt "Once"
     megatrain export runs/mine folder                   as transformers has it

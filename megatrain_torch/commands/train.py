@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     train.add_argument("--overwrite", action="store_true", help="remove what the run's folder has of a run before")
     add_flags(train)
     train.set_defaults(run=run)
-    resume = commands.add_parser("resume", help="go on with a run from its last checkpoint, to the same bits",
+    resume = commands.add_parser("resume", help="go on with a run from its last checkpoint",
                                  allow_abbrev=False)
     resume.add_argument("folder", type=Path, help="the run's folder")
     resume.set_defaults(run=again)
