@@ -150,6 +150,17 @@ def test_vector_kernels_are_for_x86_only() -> None:
     assert "csrc/dev/dev_cuda.c" in build.c_sources(True, "x86_64")
 
 
+# ---- the image ----
+
+
+def test_the_image_copies_what_is_there() -> None:
+    """No test builds it; what it takes from this folder is at least here."""
+    copies = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    names = {name for line in copies for name in line.split()}
+    assert {"csrc", "megatrain_torch", "setup.py"} <= names
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
 # ---- a wheel from a clean copy, without CUDA ----
 
 # As in tests/c/Makefile; what GCC thinks of initialisation depends on how it inlines.
