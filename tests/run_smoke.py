@@ -8,17 +8,13 @@ tools/wheels.py runs it on each wheel, the Dockerfile on each image. A few secon
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parents[1]]
-
-import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import _core, ops  # noqa: E402
+import megatrain_torch as mt
+from megatrain_torch import _core, ops
 
 WIDTH, LAYERS, STEPS = 64, 4, 3
 
