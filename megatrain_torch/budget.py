@@ -79,7 +79,7 @@ class Budget:
         if free == float("inf") or "replay" not in chosen.values():
             return chosen
         machine = resolve(None)
-        spare = self.runtime.room.spare(self.runtime.core) + self.runtime.core.swap_bytes()[0]
+        spare = self.runtime.room.spare(self.runtime.core)
         return with_host(windows, tokens, free, spare, lambda w, n: copies_hide(machine, w.fused.template, tokens, n))
 
     def _free(self, windows: list[Window], tokens: int) -> float:

@@ -317,14 +317,14 @@ class Room:
                            f"{show_bytes(with_margin(nbytes) - bound.free)} more ({bound.remedy})")
 
     def spare(self, core: _core.Engine) -> int:
-        """Bytes of host memory that no plane will take, now or later."""
+        """Bytes of host memory that no plane will take, now or later: free, or in blocks for activations already."""
         planes = self.asked.host()
         if self.limit is not None:
             return self.limit - sum(planes.values())
         there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in PLANES_OF[plane]) for plane in planes
                  if plane in PLANES_OF and plane != "weights"}
         coming = sum(max(0, planes[plane] - n) for plane, n in there.items())
-        return without_margin(host_limits().tightest().free) - coming
+        return without_margin(host_limits().tightest().free) - coming + core.swap_bytes()[0]
 
     def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
         """planes: those that come now; none named: all."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain_torch import budget
 from megatrain_torch.budget import Budget, copies_hide, share, with_host
 from megatrain_torch.machine import MACHINES
 
@@ -78,6 +79,16 @@ def test_first_windows_keep_in_host_memory_what_the_device_cannot(free: int, hos
     windows = swapping(3)
     chosen = with_host(windows, 10, free, host, hide)
     assert [chosen[w] for w in windows] == expected
+
+
+def test_what_the_room_has_to_spare_is_spent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that bundles have already are in it."""
+    asked: list[float] = []
+    monkeypatch.setattr(budget, "with_host", lambda windows, tokens, free, host, hide: asked.append(host) or {})
+    monkeypatch.setattr(Budget, "_free", lambda self, windows, tokens: 100)
+    core = SimpleNamespace(swap_bytes=lambda: (500, 500))
+    Budget(SimpleNamespace(core=core, room=SimpleNamespace(spare=lambda core: 1000)))._choose(swapping(3), 10)
+    assert asked == [1000]
 
 
 def test_copies_hide_where_arithmetic_is_longer() -> None:

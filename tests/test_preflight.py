@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +173,18 @@ def test_activations_that_wait_in_host_memory_are_asked_for(free: Callable) -> N
     model(x).sum().backward()
     free(0)
     model(x)                                            # the memory of the step before is used again
+
+
+@pytest.mark.parametrize("limit", [None, 10**9])
+def test_activations_may_have_the_same_memory_before_and_after_they_took_it(limit: int | None, free: Callable) -> None:
+    there, found = 10**8, []
+    asked = preflight.Asked("Stack", [(n, [(n, p)]) for n, p in stack().named_parameters()], None, ("ram",) * LAYERS,
+                            frozenset())
+    for n in (0, there):
+        free(10**9 - n)
+        core = SimpleNamespace(host_bytes=lambda plane: 0, swap_bytes=lambda n=n: (n, n))
+        found.append(preflight.Room(asked, limit).spare(core))
+    assert found[1] == pytest.approx(found[0], abs=0.02 * there)        # the margin of what was taken
 
 
 def test_copies_of_states_on_the_device_are_asked_for(free: Callable) -> None:
