@@ -15,11 +15,13 @@ from .limits import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
     from .preflight import Asked
+    from .shapes import Unit
 
 BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way
 POOL = 4                                               # threads of their updates: csrc/bind/engine_disk.c
 MEMORY_BYTES = (BUFFERS + 1) * BUFFER_BYTES            # one more to bring and push
 PADDING_BYTES = 16384                                  # of a parameter in the file, and of a buffer: at most
+PADDING = "between, at most"                           # these bytes in a plan's table
 YEAR_S = 365.25 * 24 * 3600
 
 
@@ -62,14 +64,15 @@ class Disk:
         return free if self.limit is None else min(free, self.limit)
 
 
+def unit_file_bytes(unit: Unit) -> tuple[int, int]:
+    """(states of a unit, at most so many bytes between them) in the file: planes begin at whole blocks of it."""
+    states = unit.masters + unit.moments
+    return states, PADDING_BYTES * (unit.count + states // BUFFER_BYTES + 1) if states else 0
+
+
 def file_bytes(asked: Asked) -> int:
     """What the states at home on disk take there, at most."""
-    found = 0
-    for unit, (_, own), home in zip(asked.units(), asked.groups, asked.homes):
-        if home == "disk":
-            states = unit.masters + unit.moments
-            found += states + PADDING_BYTES * (len(own) + states // BUFFER_BYTES + 1)
-    return found
+    return sum(sum(unit_file_bytes(unit)) for unit, home in zip(asked.units(), asked.homes) if home == "disk")
 
 
 def check_room(asked: Asked, disk: Disk | None) -> None:

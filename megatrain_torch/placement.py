@@ -29,7 +29,7 @@ from .cost import (
     passing_bytes,
     visiting_planes,
 )
-from .disk import MEMORY_BYTES, POOL
+from .disk import MEMORY_BYTES, PADDING, POOL, unit_file_bytes
 from .machine import Machine
 from .modes import KEEPS
 from .shapes import Shape, Unit
@@ -192,12 +192,12 @@ class Problem:
         if self.wishes.homes != "disk":
             over = sum(self._host_bytes(homes, micro, frozenset()).values()) - self.machine.host_bytes
         for u in reversed(self.first):
-            states = self.states(u)
-            if over + MEMORY_BYTES * bool(found) <= 0 or states > room:
+            states, padding = unit_file_bytes(self.shape.units[u])
+            if over + MEMORY_BYTES * bool(found) <= 0 or states + padding > room:
                 break
             if homes[u] == Home.RAM and states:
                 found.append(u)
-                room -= states
+                room -= states + padding
                 over -= states * (self.wishes.homes != "disk")
         return frozenset(found)
 
@@ -206,11 +206,12 @@ class Problem:
         return sum(visiting_planes(self.shape.units[unit]).values())
 
     def disk_bytes(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
-        """On disk, by plane."""
+        """On disk, by plane, and between them."""
         total: dict[str, int] = {}
         for u in self.on_disk(homes, micro):
-            for plane, n in visiting_planes(self.shape.units[u]).items():
-                total[plane] = total.get(plane, 0) + n
+            unit = self.shape.units[u]
+            for what, n in {**visiting_planes(unit), PADDING: unit_file_bytes(unit)[1]}.items():
+                total[what] = total.get(what, 0) + n
         return total
 
     def _leaving_bytes(self, unit: int, at: int) -> int:

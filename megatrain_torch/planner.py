@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .cost import Home
-from .disk import Disk, years
+from .disk import PADDING, Disk, years
 from .errors import MegatrainError
 from .formats import FORMATS, check_states
 from .limits import parse_bytes, show_bytes, without_margin
@@ -55,7 +55,7 @@ class Plan:
         busy: seconds of work by lane. idle: seconds in which compute stands still, by what it waits for. Both by the
             names that mt.last_step has.
         speculate: updates on the host begin during backward.
-        disk: bytes in the file by what they hold; all of them are read and written in a step. nvme: where it may be,
+        disk: bytes in the file by what they hold; states are read and written once in a step. nvme: where it may be,
             and disk_room: bytes it may have; None and 0 without.
         grads: "ram", or "none": gradients of units at home in RAM are kept nowhere.
         states: how mt.AdamW keeps its states.
@@ -92,9 +92,14 @@ class Plan:
         return sum(self.disk.values())
 
     @property
+    def disk_written(self) -> int:
+        """Bytes, in a step."""
+        return self.disk_bytes - self.disk.get(PADDING, 0)
+
+    @property
     def disk_years(self) -> float:
         """Until the drive's rating is written by steps like this, one after the other; infinite where none is."""
-        return years(self.disk_bytes, self.seconds, self.machine.disk_tbw) if self.disk else math.inf
+        return years(self.disk_written, self.seconds, self.machine.disk_tbw) if self.disk else math.inf
 
     @property
     def vram_bytes(self) -> int:
@@ -417,7 +422,7 @@ def _bytes_table(title: str, parts: dict[str, int], limit: int) -> Table:
 def _endurance(p: Plan) -> Table:
     drive = f"{p.machine.disk_tbw:,.0f} TB written" if p.machine.disk_tbw else "not known"
     lasts = f"{p.disk_years:.3g} years of such steps" if p.machine.disk_tbw else ""
-    return "", [("endurance", "written", ""), ("in a step", f"{p.disk_bytes / 1e9:.3g} GB", ""),
+    return "", [("endurance", "written", ""), ("in a step", f"{p.disk_written / 1e9:.3g} GB", ""),
                 ("the drive's rating", drive, lasts)]
 
 

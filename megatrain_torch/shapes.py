@@ -30,7 +30,7 @@ class Unit:
     Attributes:
         weights: HI plane, and a slot for it. gradients: GRAD. masters: LO, or MASTER of fp16 weights.
         moments: M and V. sums: ACC, which exists with several micro-batches only.
-        trained, numel: parameters.
+        trained, numel: elements. count: tensors.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Unit:
     masters: int
     moments: int
     sums: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtyp
     return Unit(name, sum(p.numel() for _, p in own), weight_bytes(own, dtype), sum(n for n, _ in kinds),
                 sum(n * kind.itemsize for n, kind in kinds), sum(n * master_bytes(states, kind) for n, kind in kinds),
                 sum(moment_bytes(states, kind, n) for n, kind in kinds),
-                sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)))
+                sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)), len(own))
 
 
 # ---- windows -------------------------------------------------------------------------------------

@@ -259,18 +259,21 @@ def test_a_plan_with_a_disk_runs(tmp_path: Path) -> None:
     plan = mt.plan(model, tokens=64, seq=32, homes="disk", machine="cpu", nvme={"limit": "1GB"})
     with pytest.raises(mt.MegatrainError, match="the directory, nvme="):
         mt.stream(model, device="cpu", plan=plan)
-    plan = mt.plan(model, tokens=64, seq=32, homes="disk", machine="cpu", nvme=str(tmp_path))
+    least = {"path": str(tmp_path), "limit": plan.disk_bytes}            # is enough, and a byte less is not
+    less = mt.plan(model, tokens=64, seq=32, homes="disk", machine="cpu", nvme=least | {"limit": plan.disk_bytes - 1})
+    assert "ram" in less.homes.values()
+    plan = mt.plan(model, tokens=64, seq=32, homes="disk", machine="cpu", nvme=least)
     mt.stream(model, device="cpu", plan=plan)
     rt = mt.wrap.runtime_of(model)
     assert rt.on_disk == frozenset(range(len(plan.homes)))
-    assert plan.disk_bytes <= rt.core.disk_file()[1] <= disk.file_bytes(rt.room.asked)
+    assert plan.disk_written <= rt.core.disk_file()[1] <= disk.file_bytes(rt.room.asked) == plan.disk_bytes
     opt = mt.AdamW(model.parameters())
     ids = torch.arange(64).view(2, 32)
     model(input_ids=ids, labels=ids).loss.backward()
     opt.step()
     for unit in rt.on_disk:
         rt.core.bring(unit, -1)                  # waits for its writes
-    assert 0 < rt.core.stats()["disk_written_bytes"] - plan.disk_bytes < 1 << 20
+    assert 0 < rt.core.stats()["disk_written_bytes"] - plan.disk_written < 1 << 20
     mt.unstream(model)
 
 

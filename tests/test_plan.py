@@ -297,10 +297,10 @@ def test_states_that_host_memory_cannot_hold_go_to_disk(tmp_path: Path) -> None:
     assert plan.disk_bytes == least["limit"] and plan.host_bytes <= limit
     homes = list(plan.homes.values())
     assert homes == sorted(homes, reverse=True) and 0 < homes.count("disk") < len(homes)      # "ram" before "disk"
-    assert plan.host_bytes - MEMORY_BYTES + plan.disk_bytes == whole.host_bytes
-    drive_s = 2 * plan.disk_bytes / 1e9
+    assert plan.host_bytes - MEMORY_BYTES + plan.disk_written == whole.host_bytes
+    drive_s = 2 * plan.disk_written / 1e9
     assert plan.busy["disk"] == pytest.approx(drive_s) and plan.seconds > drive_s > whole.seconds and plan.idle["disk"]
-    assert plan.disk_years == pytest.approx(3504e12 / plan.disk_bytes * plan.seconds / (365.25 * 86400))
+    assert plan.disk_years == pytest.approx(3504e12 / plan.disk_written * plan.seconds / (365.25 * 86400))
     assert "TB written" in str(plan) and "years of such steps" in str(plan) and plan.bound == "disk"
     with pytest.raises(mt.MegatrainError):
         mt.plan(small(24), **asked, host=limit, nvme={"limit": least["limit"] - 1})
