@@ -15,7 +15,7 @@ import bisect
 import ctypes
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from .slots import plan_slots
 from .units import Group
 
 _OWN = "the module's own, given back"
-COPIED = ("masters", "moments")    # of what lives on the device, when a state_dict is made
+DISK_BUFFERS = "buffers of the disk"
 SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay on the device
 PASSING_BYTES = 3 * 64 << 20    # buffers of updates that pass through the device: engine_store.c
 TRIM_BYTES = 64 << 20       # of the module's own tensors, given back before malloc is asked to give back too
@@ -52,6 +52,7 @@ class Asked:
         besides: what a plan puts in host memory beside planes, by what it is.
         keeps: gradients of units at home in RAM are kept there; else they pass through a few buffers.
         states: how AdamW's are kept.
+        copied: those that live on the device have copies in host memory, for a state_dict.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Asked:
     besides: tuple[tuple[str, int], ...] = ()
     keeps: bool = True
     states: str = "fp32"
+    copied: bool = False
 
     def units(self) -> list[Unit]:
         """As the parameters are now: some may have been frozen since."""
@@ -93,15 +95,17 @@ class Asked:
         found: dict[str, int] = {}
         for i, (unit, home) in enumerate(zip(self.units(), self.homes)):
             where = home if home in (*SETTLED, "disk") else "ram"
+            where = "arrive" if home == "vram" and self.copied else where       # its planes in host memory
             for plane, n in host_planes(unit, where, self.micro, i in self.speculated).items():
                 found[plane] = found.get(plane, 0) + n
         if not self.keeps:
             passing = [u for u, home in zip(self.units(), self.homes) if home not in SETTLED]
             found["gradients"] = passing_bytes(passing)
         if "disk" in self.homes:
-            found["buffers of the disk"] = MEMORY_BYTES
+            found[DISK_BUFFERS] = MEMORY_BYTES
         if self.micro > 1:
-            found["staging"] = STAGINGS * max((u.gradients for u in self.units()), default=0)
+            away = [u.gradients for u, home in zip(self.units(), self.homes) if home not in SETTLED]
+            found["staging"] = STAGINGS * max(away, default=0)
         found |= {what: n for what, n in self.besides if what not in found}
         return found | ({f"the device's {what}": n for what, n in self.device().items()} if self.on_cpu else {})
 
@@ -301,9 +305,9 @@ class Room:
 
     def copies(self, core: _core.Engine) -> None:
         """States that live on the device are about to be copied to the host. Raises: as `states`."""
-        if any(home in SETTLED for home in self.asked.homes):
-            at_ram = dataclasses.replace(self.asked, homes=("ram",) * len(self.asked.homes))
-            self._check(core, at_ram, "for copies of states at home on the device", *COPIED)
+        if "vram" in self.asked.homes:
+            asked = dataclasses.replace(self.asked, copied=True)
+            self._check(core, asked, "for copies of states at home on the device", "masters", "moments")
 
     def activations(self, core: _core.Engine, nbytes: int) -> None:
         """So many bytes of one window are about to wait in host memory. Raises: as `states`."""
@@ -318,28 +322,32 @@ class Room:
 
     def spare(self, core: _core.Engine) -> int:
         """Bytes of host memory that no plane will take, now or later: free, or in blocks for activations already."""
-        planes = self.asked.host()
         if self.limit is not None:
-            return self.limit - sum(planes.values())
-        there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in PLANES_OF[plane]) for plane in planes
-                 if plane in PLANES_OF and plane != "weights"}
-        coming = sum(max(0, planes[plane] - n) for plane, n in there.items())
+            return self.limit - sum(self.asked.host().values())
+        coming = sum(self._coming(core, self.asked, PLANES_OF).values())
         return without_margin(host_limits().tightest().free) - coming + core.swap_bytes()[0]
 
     def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
         """planes: those that come now; none named: all."""
-        def left(a: Asked) -> dict[str, int]:
-            return {plane: n - there.get(plane, n) for plane, n in a.host().items()}
-
         if self.limit is not None:
-            _check_word(self.asked if planes == COPIED else asked, self.limit, None)
+            _check_word(asked, self.limit, None)
             return
-        there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in PLANES_OF.get(plane, ()))
-                 for plane in planes or asked.host() if plane != "weights" and not plane.endswith("slots")}
-        if "activations" in there:
-            there["activations"] = core.swap_bytes()[0]
-        if (bound := host_limits().short(sum(left(asked).values()))) is not None:
-            raise _short(asked, left, bound, what, None)
+
+        def need(a: Asked) -> dict[str, int]:
+            return self._coming(core, a, planes or a.host())
+
+        if (bound := host_limits().short(sum(need(asked).values()))) is not None:
+            raise _short(asked, need, bound, what, None)
+
+    def _coming(self, core: _core.Engine, asked: Asked, planes: Iterable[str]) -> dict[str, int]:
+        """Bytes of these that are not there yet. Weights and slots are, and the buffers of a disk that there is;
+        staging comes with the first sums."""
+        there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in own) for plane, own in PLANES_OF.items()}
+        there["activations"] = core.swap_bytes()[0]
+        need = asked.host()
+        made = {"weights": True, DISK_BUFFERS: DISK_BUFFERS in self.asked.host(), "staging": there["sums"] > 0}
+        there |= {what: n for what, n in need.items() if made.get(what) or what.endswith("slots")}
+        return {what: max(n - there.get(what, 0), 0) for what, n in need.items() if what in planes}
 
 
 # ---- refusing ------------------------------------------------------------------------------------

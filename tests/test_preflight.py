@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch import preflight
 from megatrain_torch.limits import Bound, HostLimits, with_margin
+from megatrain_torch.placement import OVERHEAD
 from megatrain_torch.wrap import runtime_of
 
 WIDTH, LAYERS = 128, 4
@@ -149,6 +150,7 @@ def test_a_second_micro_batch_asks_for_its_sums(free: Callable) -> None:
     train(model, opt, 2)
     free(0)
     train(model, opt, 2)                                # what is there is there
+    mt.AdamW(model.parameters())                        # staging too
 
 
 def test_gradients_are_asked_for_where_no_adamw_has(free: Callable) -> None:
@@ -199,6 +201,37 @@ def test_copies_of_states_on_the_device_are_asked_for(free: Callable) -> None:
     assert len(opt.state_dict()["state"]) == LAYERS
     free(0)
     opt.state_dict()                                    # they are there
+
+
+def test_a_limit_counts_copies_of_states_on_the_device(free: Callable) -> None:
+    model = stream(plan={"homes": "vram"}, host=2 * NUMEL + 10 * NUMEL - 1)
+    opt = mt.AdamW(model.parameters())
+    train(model, opt)
+    with pytest.raises(mt.MegatrainError, match=r"host memory[^$]*moments") as why:
+        opt.state_dict()
+    model = stream(plan={"homes": "vram"}, host=why.value.changes["host"])
+    opt = mt.AdamW(model.parameters())
+    train(model, opt)
+    assert why.value.changes["host"] == 12 * NUMEL and len(opt.state_dict()["state"]) == LAYERS
+
+
+def test_buffers_of_a_disk_are_asked_for_once(free: Callable, tmp_path: Path) -> None:
+    free(10**9)
+    model = stream(plan={"homes": "disk", "debug": {"disk": {"buffer_bytes": 1 << 20}}}, nvme=str(tmp_path))
+    free(with_margin(2 * NUMEL))                        # gradients
+    mt.AdamW(model.parameters())
+    mt.unstream(model)
+
+
+@pytest.mark.parametrize("asked", [{"micro": 2}, {"grads": "none"}, {"homes": "vram", "micro": 2}, {"homes": "arrive"},
+                                   {"nvme": {"limit": "1GB"}, "homes": "disk"}, {"speculate": True}], ids=str)
+def test_a_plan_and_what_is_asked_for_it_are_the_same_bytes(asked: dict, tmp_path: Path) -> None:
+    """So that a plan for a limit is not refused under that limit."""
+    plan = mt.plan(stack(), tokens=64, seq=8, machine="cpu", **asked)
+    model = stream(plan=plan, nvme=str(tmp_path) if plan.disk else None)
+    need = preflight._planes(runtime_of(model).room.asked)
+    assert sum(need.values()) == plan.host_bytes - plan.host[OVERHEAD]
+    mt.unstream(model)
 
 
 def test_a_plan_is_asked_for_as_a_whole(free: Callable) -> None:
