@@ -16,7 +16,7 @@ import ctypes
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Asked:
         keeps: gradients of units at home in RAM are kept there; else they pass through a few buffers.
         states: how AdamW's are kept.
         copied: those that live on the device have copies in host memory, for a state_dict.
+        known: units by what their bytes depend on; the same dict in all that is made from this by `replace`.
     """
 
     name: str
@@ -67,10 +68,14 @@ class Asked:
     keeps: bool = True
     states: str = "fp32"
     copied: bool = False
+    known: dict[tuple[Any, ...], list[Unit]] = field(default_factory=dict, compare=False, repr=False)
 
     def units(self) -> list[Unit]:
         """As the parameters are now: some may have been frozen since."""
-        return [unit_bytes(name, own, self.dtype, self.states) for name, own in self.groups]
+        key = self.dtype, self.states, *(p.requires_grad for _, own in self.groups for _, p in own)
+        if key not in self.known:
+            self.known[key] = [unit_bytes(name, own, self.dtype, self.states) for name, own in self.groups]
+        return self.known[key]
 
     def slots(self) -> list[int]:
         """Bytes of each slot; those of units at home on the device come last."""

@@ -19,6 +19,7 @@ import megatrain_torch as mt
 from megatrain_torch import preflight
 from megatrain_torch.limits import Bound, HostLimits, with_margin
 from megatrain_torch.placement import OVERHEAD
+from megatrain_torch.shapes import unit_bytes
 from megatrain_torch.wrap import runtime_of
 
 WIDTH, LAYERS = 128, 4
@@ -285,6 +286,18 @@ def test_a_large_model_is_told_of_the_device_and_of_the_disk() -> None:
     on_disk = preflight.Asked("Large", groups, None, ("ram",) * 19 + ("disk",) * 5, frozenset())
     assert why.changes["nvme"] == preflight.file_bytes(on_disk)         # 10 of 12 bytes, and the disk's own buffers
     assert "3 units at home in VRAM" in str(why) and "nvme= a directory" in str(why)
+
+
+def test_units_are_measured_once_for_all_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+    monkeypatch.setattr(preflight, "unit_bytes", lambda *asked: measured.append(asked[0]) or unit_bytes(*asked))
+    model = stack()
+    asked = preflight.Asked("Stack", [(n, [(n, p)]) for n, p in model.named_parameters()], None, ("vram",) * LAYERS,
+                            frozenset())
+    whole = asked.host()
+    assert [t.host() for t in preflight._homes(asked, "vram", "ram")][0] != whole and len(measured) == LAYERS
+    model.layers[0].weight.requires_grad_(False)
+    assert sum(u.trained for u in asked.units()) == NUMEL * 3 // 4, "frozen since"
 
 
 def test_too_few_files_are_refused(free: Callable) -> None:
