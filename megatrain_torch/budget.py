@@ -43,7 +43,7 @@ class Cap:
         self.before = torch.cuda.get_per_process_memory_fraction(device)
         room = (min(limit, total) - others - store_bytes) / total
         torch.cuda.set_per_process_memory_fraction(min(self.before, max(room, 0.0)), device)
-        self.joined = not any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR)
+        self.joined = not any(os.environ.get(name) for name in _ALLOCATOR)
         self._join("True")
 
     def lift(self) -> None:
@@ -52,7 +52,8 @@ class Cap:
             torch.cuda.set_per_process_memory_fraction(self.before, self.device)
 
     def _join(self, on: str) -> None:
-        """Pieces of freed memory that can be joined again: under a limit little is lost. Not where the user chose."""
+        """Pieces of freed memory that can be joined again: under a limit little is lost. Settings are taken as a whole,
+        so none are made where the user made some."""
         if self.joined:
             settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)      # from torch 2.10 on
             (settings or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{on}")

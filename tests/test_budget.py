@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatrain_torch import budget
-from megatrain_torch.budget import Budget, copies_hide, share, with_host
+from megatrain_torch.budget import Budget, Cap, copies_hide, share, with_host
 from megatrain_torch.machine import MACHINES
 
 GIB = 1 << 30
@@ -51,6 +51,26 @@ def test_planes_that_settled_units_will_have_are_not_spent(monkeypatch: pytest.M
 
     assert free(0, 0) - free(30 * GIB, 0) == 30 * GIB
     assert free(0, 0) == free(30 * GIB, 30 * GIB), "those that are there are missing from the free memory already"
+
+
+@pytest.mark.parametrize("settings, calls", [
+    ({}, ["expandable_segments:True", "expandable_segments:False"]),
+    ({"PYTORCH_ALLOC_CONF": ""}, ["expandable_segments:True", "expandable_segments:False"]),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, []), ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, [])])
+def test_the_allocators_settings_are_left_to_a_user_who_made_some(settings: dict[str, str], calls: list[str],
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    for name in budget._ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", made.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: None)
+    Cap(torch.device("cuda"), 50 * GIB, 0).lift()
+    assert made == calls
 
 
 def swapping(n: int) -> list[Window]:
