@@ -289,10 +289,11 @@ def _device_adam(sizes: Sizes, device: torch.device) -> float:
 # ---- the whole -----------------------------------------------------------------------------------
 
 def _disk_rates(path: str, most: int) -> dict[str, float]:
-    """GB/s of the drive that a directory is on, past the page cache: read, written, and both together."""
+    """GB/s of the drive that a directory is on, past the page cache: read, written, and both together.
+    Its rating is in no file; who knows it says disk_tbw=."""
     nbytes = min(most, _core.disk_room(path) // 4)
     found = _core.disk_measure(path, nbytes, piece=min(32 << 20, nbytes // 16 // 4096 * 4096))
-    return {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
+    return {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")} | {"disk_tbw": 0.0}
 
 
 def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,

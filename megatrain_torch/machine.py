@@ -23,9 +23,9 @@ from .limits import host_limits, parse_bytes, show_bytes
 
 GIB = 2**30
 CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where arithmetic binds: a Zen 5 core has 1.0
-# Where a drive was not measured: one of 1.92 TB at PCIe 4, by its data sheet (Samsung PM9A3: 6.5 GB/s read, 3.5
-# written, one drive write a day for five years); reads and writes together as if in turn.
-DRIVE = (6.5, 3.5, 4.5, 3504.0)
+# Where a drive was not measured: this one at PCIe 4, by its data sheet (6.5 GB/s read, 3.5 written, one drive write a
+# day for five years); reads and writes together as if in turn.
+DRIVE_NAME, DRIVE = "Samsung PM9A3 of 1.92 TB", (6.5, 3.5, 4.5, 3504.0)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Machine:
         device_adam_gparams: AdamW on the device.
         launch_us: host time of one small torch operation.
         disk_read_gbps, disk_write_gbps: of a drive alone, past the page cache; disk_both_gbps: read plus written while
-            both run. disk_tbw: 10**12 bytes that the drive is rated to have written to it.
+            both run. disk_tbw: 10**12 bytes that the drive is rated to have written to it; 0: not known.
         versions: of torch, CUDA and this package, where measured.
     """
 
@@ -358,7 +358,7 @@ def describe(machine: Machine) -> list[tuple[str, str]]:
     threads, adam = machine.adam_gparams[-1]
     seq, fwd, bwd = machine.attention[-1]
     rates = machine.disk_read_gbps, machine.disk_write_gbps, machine.disk_both_gbps
-    drive = "{:.4g}, {:.4g}; {:.4g} GB/s".format(*rates) + " (a data sheet's)" * (rates == DRIVE[:3])
+    drive = "{:.4g}, {:.4g}; {:.4g} GB/s".format(*rates) + f" (a {DRIVE_NAME}'s)" * (rates == DRIVE[:3])
     return [
         ("device memory", f"{show_bytes(machine.vram_bytes)}, {show_bytes(machine.vram_overhead_bytes)} of it taken"),
         ("host memory", f"{show_bytes(machine.host_bytes)}, {show_bytes(machine.host_overhead_bytes)} of it taken"),
@@ -373,4 +373,5 @@ def describe(machine: Machine) -> list[tuple[str, str]]:
         ("AdamW on the device", f"{machine.device_adam_gparams:.4g} G parameters/s"),
         ("one torch operation", f"{machine.launch_us:.4g} us of host time"),
         ("disk: read, write; together", drive),
+        ("disk: its rating", f"{machine.disk_tbw:,.0f} TB written" if machine.disk_tbw else "not known"),
     ]

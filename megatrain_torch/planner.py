@@ -25,7 +25,7 @@ from .disk import PADDING, Disk, years
 from .errors import MegatrainError
 from .formats import FORMATS, check_states
 from .limits import parse_bytes, show_bytes, without_margin
-from .machine import Machine, host_now, resolve
+from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .modes import GRADS, MODES
 from .placement import Choice, Problem, Wishes
 from .shapes import Shape, shape_of
@@ -98,8 +98,10 @@ class Plan:
 
     @property
     def disk_years(self) -> float:
-        """Until the drive's rating is written by steps like this, one after the other; infinite where none is."""
-        return years(self.disk_written, self.seconds, self.machine.disk_tbw) if self.disk else math.inf
+        """Until the drive's rating is written by steps like this, one after the other. Infinite where nothing is, nan
+        where the rating is not known."""
+        rated = self.machine.disk_tbw or math.nan
+        return years(self.disk_written, self.seconds, rated) if self.disk else math.inf
 
     @property
     def vram_bytes(self) -> int:
@@ -420,10 +422,12 @@ def _bytes_table(title: str, parts: dict[str, int], limit: int) -> Table:
 
 
 def _endurance(p: Plan) -> Table:
-    drive = f"{p.machine.disk_tbw:,.0f} TB written" if p.machine.disk_tbw else "not known"
-    lasts = f"{p.disk_years:.3g} years of such steps" if p.machine.disk_tbw else ""
-    return "", [("endurance", "written", ""), ("in a step", f"{p.disk_written / 1e9:.3g} GB", ""),
-                ("the drive's rating", drive, lasts)]
+    rated = p.machine.disk_tbw
+    drive, lasts = (f"{rated:,.0f} TB written", f"{p.disk_years:.3g} years of such steps") if rated else \
+        ("not known", "with it: machine=\"...,disk_tbw=TERABYTES\"")
+    whose = f"the rating of a {DRIVE_NAME}" if rated == DRIVE[3] else "the drive's rating"
+    rows = [("in a step", f"{p.disk_written / 1e9:.3g} GB", ""), (whose, drive, lasts)]
+    return "", [("endurance", "written", ""), *rows]
 
 
 def _seconds_table(p: Plan) -> Table:

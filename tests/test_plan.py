@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
 import time
 from collections.abc import Callable
@@ -301,7 +302,10 @@ def test_states_that_host_memory_cannot_hold_go_to_disk(tmp_path: Path) -> None:
     drive_s = 2 * plan.disk_written / 1e9
     assert plan.busy["disk"] == pytest.approx(drive_s) and plan.seconds > drive_s > whole.seconds and plan.idle["disk"]
     assert plan.disk_years == pytest.approx(3504e12 / plan.disk_written * plan.seconds / (365.25 * 86400))
-    assert "TB written" in str(plan) and "years of such steps" in str(plan) and plan.bound == "disk"
+    assert "rating of a Samsung PM9A3" in str(plan) and "years of such steps" in str(plan) and plan.bound == "disk"
+    unknown = mt.plan(small(24), **asked | {"machine": dataclasses.replace(asked["machine"], disk_tbw=0.0)}, host=limit,
+                      nvme=least)
+    assert "not known" in str(unknown) and math.isnan(unknown.disk_years)
     with pytest.raises(mt.MegatrainError):
         mt.plan(small(24), **asked, host=limit, nvme={"limit": least["limit"] - 1})
     forced = mt.plan(small(24), **asked | {"homes": "disk"}, nvme=str(tmp_path))
@@ -567,8 +571,9 @@ def test_doctor_measures_and_plans_use_it(command: Callable, monkeypatch: pytest
     monkeypatch.setattr(doctor, "CPU", doctor.CPU._replace(parameters=100_000, copy_bytes=2**20, least_s=0.001))
     monkeypatch.setattr(doctor, "CPU", doctor.CPU._replace(disk_bytes=2**20))
     status, out, _ = command("doctor", "--device", "cpu", "--disk", str(tmp_path))
-    assert "disk: read, write; together" in out and "data sheet" not in out
+    assert "disk: read, write; together" in out and "PM9A3" not in out and re.search(r"its rating +not known", out)
     kept = mt.Machine.parse(str(tmp_path / "kept" / "machine.json"))
+    assert kept.disk_tbw == 0 and mt.Machine.parse(f"{tmp_path}/kept/machine.json,disk_tbw=1200").disk_tbw == 1200
     assert status == 0 and "AdamW" in out and f"{kept.h2d_gbps:.4g}" in out
     assert kept.device == "cpu" and kept.versions["torch"] == torch.__version__
     assert all(rate > 0 for *_, rate in (*kept.gemm, *kept.attention, *kept.adam_gparams))
