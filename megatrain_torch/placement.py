@@ -513,7 +513,7 @@ class Problem:
         """Tracks of which a level fits these bytes, beside `visiting` of states that arrive, and the highest such.
         Those with something in host memory only where that leaves less to compute again than all before."""
         best = math.inf
-        for track in self.micro(micro).tracks:
+        for track in self.micro(micro).tracks if vram >= 0 and host >= 0 else ():
             level = track.level(vram, visiting)
             if level >= 0 and track.away <= host and track.backward_s[level] < best:
                 yield track, level

@@ -335,9 +335,11 @@ def _longest(problem: Problem) -> int | None:
     sequences = problem.wishes.tokens // problem.wishes.seq
     fits, fails = 0, problem.wishes.seq
     while fails - fits > 1:
-        middle = (fits + fails) // 2
+        middle = (fits + fails) // 2 if fits else 1         # mostly it is not the tokens
         if _fits(problem, seq=middle, tokens=middle * sequences):
             fits = middle
+        elif not fits:
+            return None
         else:
             fails = middle
     return fits or None

@@ -21,7 +21,7 @@ from transformers import GptOssConfig, LlamaConfig, Qwen2Config, Qwen2ForCausalL
 import megatrain_torch as mt
 import megatrain_torch.machine as machine_module
 import megatrain_torch.simulate as simulation
-from megatrain_torch import cli, doctor
+from megatrain_torch import cli, doctor, planner
 from megatrain_torch._core import Engine
 from megatrain_torch.cost import Home
 from megatrain_torch.disk import MEMORY_BYTES
@@ -271,6 +271,14 @@ def test_a_refusal_names_what_fits_and_one_byte_less_does_not(limits: dict) -> N
         if name in ("vram", "host"):
             with pytest.raises(mt.MegatrainError):
                 mt.plan(small(12), **asked | {name: value - 1})
+
+
+def test_shorter_sequences_are_not_tried_where_a_token_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, fits = [], planner._fits
+    monkeypatch.setattr(planner, "_fits", lambda problem, **other: tried.append(other) or fits(problem, **other))
+    with pytest.raises(mt.MegatrainError):
+        mt.plan(small(12), tokens=16384, seq=1024, machine=FLAT, vram="3GiB", host="1500MiB")
+    assert [other["seq"] for other in tried if "seq" in other] == [1]
 
 
 @pytest.mark.parametrize("host, changes", [("4700MiB", {"states", "grads"}), ("3700MiB", {"states"})])
