@@ -88,12 +88,12 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Of states in a file."""
+        """Of the file: states, and what lies between them."""
         return sum(self.disk.values())
 
     @property
     def disk_written(self) -> int:
-        """Bytes, in a step."""
+        """Bytes of states in a step."""
         return self.disk_bytes - self.disk.get(PADDING, 0)
 
     @property
