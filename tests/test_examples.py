@@ -1,0 +1,70 @@
+"""The recipes in examples/ run as they stand there, with --tiny: they learn, and resume where they can."""
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
+FOLDER = Path(__file__).parents[1] / "examples"
+RECIPES = {"finetune_chat": (), "continue_pretraining": (), "lora_70b": ("peft",), "long_context": (),
+           "dpo_trl": ("trl", "datasets"), "diffusion_transformer": ("diffusers",)}
+FROM_TO = re.compile(r"^(.*?)(\d+\.\d+) at first, (\d+\.\d+) at last", re.MULTILINE)
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Runs a recipe as `python examples/name.py ...` in a fresh folder; what it says."""
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def of(name: str, *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield of
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_learns(name: str, run: Run) -> None:
+    for package in RECIPES[name]:
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[examples]'")
+    said = run(name, "--tiny")
+    ends = {what: (float(first), float(last)) for what, first, last in FROM_TO.findall(said)}
+    rewards = ends.pop("rewards/margins ", None)
+    assert ends and all(last < 0.97 * first for first, last in ends.values()), said
+    assert rewards is None or rewards[1] > rewards[0] + 0.5
+
+
+def steps(said: str) -> dict[str, str]:
+    """Loss and norm of each step."""
+    return dict(re.findall(r"^step (\d+)  (loss \S+  norm \S+)", said, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name, at, end", [("finetune_chat", 8, 12), ("continue_pretraining", 16, 20)])
+def test_a_recipe_resumes_as_if_it_had_not_stopped(name: str, at: int, end: int, run: Run) -> None:
+    whole = steps(run(name, "--tiny", "--save-every", str(at)))
+    again = steps(run(name, "--tiny", "--save-every", str(at), "--resume"))
+    assert list(again) == [str(i) for i in range(at + 1, end + 1)]
+    assert again == {step: whole[step] for step in again}
+
+
+def test_the_page_lists_every_recipe_and_what_is_asked_for_is_said(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (FOLDER / "README.md").read_text()
+    assert {p.stem for p in FOLDER.glob("*.py")} == {*RECIPES, "tiny", "train_shakespeare"}
+    assert all(f"`{name}.py`" in page for name in RECIPES)
+    with pytest.raises(SystemExit):
+        run("finetune_chat")
+    assert "a model and data are needed, or --tiny" in capsys.readouterr().err
