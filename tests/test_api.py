@@ -524,6 +524,22 @@ def test_micro_batches_of_bf16_are_summed_in_fp32() -> None:
             assert torch.equal(p.grad, total[name].bfloat16()), f"after {step + 1} micro-batches: {name}"
 
 
+@pytest.mark.parametrize("home", ["ram", "vram"])
+def test_gradients_that_are_edited_between_micro_batches_are_added_to_as_they_are(home: str) -> None:
+    """Sums of 16-bit gradients are kept in fp32 elsewhere, which an edit of `.grad` is not in."""
+    model = mt().stream(made().bfloat16(), device="cpu", plan={"homes": home})
+    for micro in range(2):
+        lm_loss(model, batch(micro)).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.grad.zero_()
+    lm_loss(model, batch(2)).backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    lm_loss(model, batch(2)).backward()
+    assert_same(found, {n: p.grad for n, p in model.named_parameters()})
+
+
 def test_activations_can_differ_by_window() -> None:
     model = made()
     mt().stream(model, device="cpu", plan={"activations": {"layers.0": "replay", "layers.1": "saved"}})

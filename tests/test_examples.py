@@ -13,8 +13,9 @@ import torch
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
 FOLDER = Path(__file__).parents[1] / "examples"
-RECIPES = {"finetune_chat": (), "continue_pretraining": (), "lora_70b": ("peft",), "long_context": (),
-           "dpo_trl": ("trl", "datasets"), "diffusion_transformer": ("diffusers",)}
+# The loss that --tiny comes down to, at most; what it needs besides transformers.
+RECIPES = {"finetune_chat": (3.6, ()), "continue_pretraining": (3.5, ()), "lora_70b": (5.35, ("peft",)),
+           "long_context": (3.8, ()), "dpo_trl": (0.1, ("trl", "datasets")), "diffusion_transformer": (0.8, ("diffusers",))}
 FROM_TO = re.compile(r"^(.*?)(\d+\.\d+) at first, (\d+\.\d+) at last", re.MULTILINE)
 Run = Callable[..., str]
 
@@ -39,13 +40,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_learns(name: str, run: Run) -> None:
-    for package in RECIPES[name]:
+    most, packages = RECIPES[name]
+    for package in packages:
         pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[examples]'")
     said = run(name, "--tiny")
     ends = {what: (float(first), float(last)) for what, first, last in FROM_TO.findall(said)}
     rewards = ends.pop("rewards/margins ", None)
-    assert ends and all(last < 0.97 * first for first, last in ends.values()), said
-    assert rewards is None or rewards[1] > rewards[0] + 0.5
+    assert ends and all(last < most for _, last in ends.values()), said
+    assert rewards is None or rewards[1] > rewards[0] + 2
 
 
 def steps(said: str) -> dict[str, str]:
