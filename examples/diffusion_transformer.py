@@ -88,16 +88,15 @@ def tiny_data(folder: Path) -> Path:
     return folder
 
 
-def batch_of(files: list[Path], many: int, like: Any) -> dict[str, torch.Tensor]:
+def batch_of(files: list[Path], many: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """What the files have of some images, drawn by chance, and noise of the amount s [many]."""
     images = [load_file(files[i]) for i in torch.randint(len(files), (many,)).tolist()]
     batch = {
-        name: torch.stack([image[name] for image in images]).to(like.device, like.dtype)
+        name: torch.stack([image[name] for image in images]).to(dtype)
         for name in ("latents", "prompt", "pooled")
     }
-    s = torch.sigmoid(torch.randn(many)).to(like.device)
-    noise = torch.randn(batch["latents"].shape).to(like.device, like.dtype)
-    return batch | {"s": s, "noise": noise}
+    noise = torch.randn(batch["latents"].shape).to(dtype)
+    return batch | {"s": torch.sigmoid(torch.randn(many)), "noise": noise}
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -110,7 +109,8 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         pooled_projections=batch["pooled"],
         timestep=batch["s"] * NOISE_STEPS,
     ).sample
-    return (found.float() - (batch["noise"].float() - batch["latents"].float())).square().mean()
+    wanted = batch["noise"].float() - batch["latents"].float()
+    return (found.float() - wanted.to(found.device)).square().mean()
 
 
 def train(model: Any, files: list[Path], args: argparse.Namespace) -> list[float]:
@@ -120,7 +120,9 @@ def train(model: Any, files: list[Path], args: argparse.Namespace) -> list[float
     for step in range(1, args.steps + 1):
         began, loss = time.perf_counter(), 0.0
         for _ in range(args.micro):
-            part = loss_of(model, batch_of(files, args.images // args.micro, model)) / args.micro
+            part = (
+                loss_of(model, batch_of(files, args.images // args.micro, model.dtype)) / args.micro
+            )
             part.backward()
             loss += part.item()
         opt.step()

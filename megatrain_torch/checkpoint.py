@@ -156,7 +156,10 @@ class Saving:
             self.held = self.seconds
             self.check()
             return
-        threading.Thread(target=self._run, args=work, name="mt-save").start()        # no daemon: it ends its work
+        try:
+            threading.Thread(target=self._run, args=work, name="mt-save").start()    # no daemon: it ends its work
+        except RuntimeError:                 # the system has no thread to give: at once, then
+            self._run(*work)
 
 
 def _give_up(core: _core.Engine) -> None:
@@ -224,8 +227,8 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         raise MegatrainError(f"saving {folder} failed{_AS_BEFORE}: {e}") from e
     saving = Saving(folder, sum(f.nbytes for f in files), progress)
     saving._begun = begun
-    rt.saving = saving if asynchronous else None
     saving._start(asynchronous, rt.core, draft, small, body, files, (located, weights, states))
+    rt.saving = saving if asynchronous else None
     return saving
 
 

@@ -354,6 +354,20 @@ def test_save_that_somebody_stopped_waiting_for_is_still_under_way(tmp_path: Pat
     assert saving.over and sorted(p.name for p in tmp_path.iterdir()) == ["c", "d"]
 
 
+def test_save_that_is_given_no_thread_is_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = train(make(tmp_path), 0, 1)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        saving = mt.save(*pair, tmp_path / "c", asynchronous=True)
+    assert saving.over and saving.wait() is saving
+    train(pair, 1, 2)
+    mt.load(*make(tmp_path), tmp_path / "c")
+
+
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     model, opt = train(make(tmp_path), 0, 1)
     with pytest.raises(mt.MegatrainError, match=r"extra: what .* is given"):
