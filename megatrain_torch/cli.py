@@ -23,7 +23,7 @@ from .commands.settings import unknown
 from .errors import MegatrainError
 from .formats import FORMATS
 from .machine import MACHINES
-from .modes import GRADS, MODES
+from .modes import GRADS, HOMES, MODES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nvme", metavar="DIRECTORY", help="where states may go that host memory does not hold")
     add("--nvme-limit", metavar="SIZE", help="of it; alone: of a disk that is not at hand")
     add("--grads", choices=GRADS, default="ram", help="none: used as they come and kept nowhere, without clipping")
-    add("--homes", choices=["ram", "vram", "arrive", "disk"], help="of all units; default: each where it is best")
+    add("--homes", choices=HOMES, help="of all units; default: each where it is best")
     add("--activations", choices=MODES, metavar="MODE",
         help=f"of all layers: {', '.join(MODES)}; default: what is best")
     add("--slots", type=int, help="ring size")

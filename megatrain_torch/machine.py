@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MegatrainError
-from .formats import moved_bytes
+from .formats import moved_bytes, passing_up
 from .limits import host_limits, parse_bytes, show_bytes
 
 GIB = 2**30
+WEIGHT = 2                  # bytes of a bf16 weight, as it is fetched
 CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where arithmetic binds: a Zen 5 core has 1.0
 # Where a drive was not measured: this one at PCIe 4, by its data sheet (6.5 GB/s read, 3.5 written, one drive write a
 # day for five years); reads and writes together as if in turn.
@@ -99,6 +100,18 @@ class Machine:
         by_bytes = points[-1][1] * moved_bytes("fp32") / moved_bytes(states)
         found = dict(self.adam8_gparams).get(states, min(by_bytes, points[-1][0] * CODES_A_THREAD))
         return found * rate / points[-1][1] * 1e9
+
+    def passing_rate(self, states: str = "fp32", alone: bool = False) -> float:
+        """Parameters/s of updates that pass through the device, alone or beside AdamW on the host; 0: nothing is left.
+
+        Of the bus each way, and of the host's memory, what AdamW leaves, and fetches of what both have updated. The
+        memory is taken to give what AdamW, or copies both ways, take alone: more may be there, and is not known.
+        """
+        moved, host = moved_bytes(states), 0.0 if alone else self.adam_rate(states=states)
+        bus = (self.both_gbps if alone else min(self.both_gbps, self.busy_gbps)) * 1e9
+        memory = max(self.adam_gparams[-1][1] * moved_bytes("fp32"), 2 * self.both_gbps) * 1e9
+        return max(0.0, min((bus - WEIGHT * host) / (passing_up(states) + WEIGHT),
+                            (memory - (moved + WEIGHT) * host) / (moved + WEIGHT)))
 
     def with_limits(self, vram: int | None, host: int | None) -> Machine:
         """The same machine with less memory; a limit above what it has changes nothing."""

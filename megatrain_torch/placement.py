@@ -19,6 +19,7 @@ from .arrive import AHEAD, STAY
 from .cost import (
     CACHE_SHARE,
     OFFLOAD_DEPTH,
+    PASSING_BYTES,
     STAGINGS,
     Cost,
     Home,
@@ -57,7 +58,8 @@ class Wishes:
     Attributes:
         tokens, seq: of a step; tokens is a multiple of seq.
         fused: templates run where they fit, and our own loss behind the head.
-        homes: "ram", "vram", "arrive" or "disk" for all units. activations: a mode for all windows that have it.
+        homes: "ram", "vram", "arrive", "through" or "disk" for all units. activations: a mode for all windows that
+            have it.
         speculate: updates on the host begin during backward.
         nvme: bytes that states may take on disk; None: there is none.
         grads: "ram", or "none": gradients of units at home in RAM are kept nowhere.
@@ -78,12 +80,14 @@ class Wishes:
 
 
 class Choice(NamedTuple):
-    """micro-batches; [unit] where it is at home; ring size; [window] activation mode."""
+    """micro-batches; [unit] where it is at home; ring size; [window] activation mode; units at home in RAM whose
+    updates pass through the device."""
 
     micro: int
     homes: tuple[Home, ...]
     ring: int
     modes: tuple[str, ...]
+    passing: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -135,7 +139,7 @@ class Homes(NamedTuple):
         add_s: to add up a further micro-batch's gradients there; longest_add_s: those of one unit.
         weights, gradients: bytes that cross; again: of the weights, those that backward needs. visiting: of states
             that arrive.
-        slots: (ring, bytes of its slots).
+        slots: (ring, bytes of its slots). passing: units whose updates pass through the device; passing_s: all of them.
     """
 
     units: tuple[Home, ...]
@@ -150,6 +154,8 @@ class Homes(NamedTuple):
     longest_add_s: float
     visiting: int
     slots: list[tuple[int, int]]
+    passing: frozenset[int]
+    passing_s: float
 
 
 class Problem:
@@ -175,6 +181,7 @@ class Problem:
         self.fetches: dict[tuple[tuple[Home, ...], int, int], Fetches] = {}
         self.first_bound: tuple[object, float] = (None, 0.0)       # of the homes asked about last
         self.disks: dict[tuple[tuple[Home, ...], bool], frozenset[int]] = {}
+        self.passing_rate = machine.passing_rate(wishes.states, alone=wishes.homes == "through")
         self.simulations = 0
 
     # ---- bytes ----
@@ -366,7 +373,12 @@ class Problem:
             [u.trained / (m.add_gparams * 1e9) for u in units], self.slots(choice.homes, choice.ring), choice.micro,
             m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9, self.wishes.speculate,
             self.visiting(choice.homes), self.away(choice.micro, choice.modes),
-            {u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in on_disk}, guess_shares(self.wishes.states))
+            {u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in on_disk}, guess_shares(self.wishes.states),
+            {u: self.passing_s(u) for u in choice.passing})
+
+    def passing_s(self, unit: int) -> float:
+        """Of an update through the device."""
+        return self.shape.units[unit].trained / self.passing_rate
 
     def gathering_s(self, unit: Unit, micro: int) -> float:
         """A step's gradients into the planes of a unit at home in VRAM: measured and copied, then added up."""
@@ -390,7 +402,7 @@ class Problem:
         units at the most.
         """
         m, made = self.machine, self.micro(micro)
-        key = micro, homes.units
+        key = micro, homes.units, homes.passing
         if self.first_bound[0] != key:
             self.first_bound = key, self._first_forward(homes, micro)
         up, both = m.h2d_gbps * 1e9, m.both_gbps * 1e9
@@ -405,33 +417,55 @@ class Problem:
     def _first_forward(self, homes: Homes, micro: int) -> float:
         m, made = self.machine, self.micro(micro)
         busy = min(m.h2d_gbps, m.busy_gbps) * 1e9
-        trained = [self.shape.units[u].trained for u in self.first if not homes.units[u]]
+        trained = [self.shape.units[u].trained for u in self.first if not homes.units[u] and u not in homes.passing]
         from_disk = sum(self.shape.units[u].trained for u in self.on_disk(homes.units, micro))   # beside the others
         update_s = homes.update_s * (1 - from_disk / max(sum(trained), 1))
         beside = min(homes.weights, update_s * busy)
         behind = sum(c.forward_s for c in made.costs[homes.last_update:]) if homes.update_s else 0.0
-        return max(homes.begin_s + made.forward_s, update_s + behind,
+        return max(homes.begin_s + made.forward_s, update_s + behind, homes.passing_s,
                    beside / busy + (homes.weights - beside) / (m.h2d_gbps * 1e9))
 
-    def _homes(self, homes: tuple[Home, ...]) -> Homes:
+    def passing(self, homes: tuple[Home, ...]) -> frozenset[int]:
+        """Units at home in RAM whose updates are over sooner through the device than behind the others on the host.
+        None where some are on disk: then the drive is what a step waits for."""
+        if self.wishes.homes == "through":
+            return frozenset(u for u in self.first if self.shape.units[u].trained)
+        early = self.wishes.speculate or self.wishes.grads == "none"
+        if self.wishes.homes or early or not self.passing_rate or self.on_disk(homes, 1):
+            return frozenset()
+        host_s, device_s, found = 0.0, 0.0, []
+        rate = self.machine.adam_rate(states=self.wishes.states)
+        for u in self.first:
+            if not homes[u] and (trained := self.shape.units[u].trained):
+                there, here = device_s + self.passing_s(u), host_s + trained / rate
+                if there < here:
+                    device_s = there
+                    found.append(u)
+                else:
+                    host_s = here
+        return frozenset(found)
+
+    def _homes(self, homes: tuple[Home, ...], passing: frozenset[int] = frozenset()) -> Homes:
         m, units = self.machine, self.shape.units
         away = [u for u in self.first if not homes[u]]
         at_once = [u for u in away if self.first[u] == 0]
-        trained = [u for u in away if units[u].trained]
+        added = [u for u in away if units[u].trained]
+        trained = [u for u in added if u not in passing]
         rate = m.adam_rate(states=self.wishes.states)
         if self.wishes.speculate:                                               # at best all began in backward
             rate /= guess_shares(self.wishes.states)[1]
         begin = sum(units[u].trained for u in self.first if homes[u]) / (m.device_adam_gparams * 1e9)
         if at_once:
-            begin = max(begin, units[at_once[0]].trained / rate + units[at_once[0]].weights / (m.h2d_gbps * 1e9))
+            update = self.passing_s(at_once[0]) if at_once[0] in passing else units[at_once[0]].trained / rate
+            begin = max(begin, update + units[at_once[0]].weights / (m.h2d_gbps * 1e9))
         return Homes(
             homes, begin, sum(units[u].gradients for u in self.leaving[0] if not homes[u]) / (m.both_gbps * 1e9),
             sum(units[u].trained for u in trained) / rate, self.first[trained[-1]] if trained else 0,
             sum(units[u].weights for u in away), sum(units[u].weights for u in away if u in self.needed_again),
-            sum(units[u].gradients for u in away), sum(units[u].trained for u in trained) / (m.add_gparams * 1e9),
-            max((units[u].trained for u in trained), default=0) / (m.add_gparams * 1e9),
+            sum(units[u].gradients for u in away), sum(units[u].trained for u in added) / (m.add_gparams * 1e9),
+            max((units[u].trained for u in added), default=0) / (m.add_gparams * 1e9),
             sum(self.visiting(homes).values()),
-            [(r, sum(self.slots(homes, r))) for r in self.rings()])
+            [(r, sum(self.slots(homes, r))) for r in self.rings()], passing, sum(self.passing_s(u) for u in passing))
 
     # ---- what may be chosen ----
 
@@ -447,7 +481,7 @@ class Problem:
         gain most there: the next forward need not wait for their updates. Of the very first, only the states may be
         away."""
         n = len(self.shape.units)
-        if self.wishes.homes == "disk":
+        if self.wishes.homes in ("disk", "through"):
             return [(Home.RAM,) * n]
         if self.wishes.homes:
             return [(Home[self.wishes.homes.upper()],) * n]
@@ -475,18 +509,23 @@ class Problem:
 
     def combinations(self) -> Iterator[tuple[int, Homes, int, int, int, int]]:
         """(micro, homes, ring, bytes of its slots, bytes at home in VRAM, bytes in host memory)."""
-        overhead = self.machine.vram_overhead_bytes
-        for choice in self.home_choices():
-            homes = self._homes(choice)
+        for homes in (h for choice in self.home_choices() for h in self._ways(choice)):
+            choice, overhead = homes.units, self.machine.vram_overhead_bytes + PASSING_BYTES * bool(homes.passing)
             for several in (False, True):
                 counts = [k for k in self.micro_counts() if (k > 1) == several]
-                if not counts:
+                if not counts or (homes.passing and self.on_disk(choice, counts[0])):
                     continue
                 host = sum(self.host_bytes(choice, counts[0]).values())
                 planes = overhead + sum(self.planes_at_home(choice, counts[0]).values())
                 for slots, ring in {slots: ring for ring, slots in reversed(homes.slots)}.items():
                     for micro in counts:                # a larger ring than the units fill is no other choice
                         yield micro, homes, ring, slots, planes, host
+
+    def _ways(self, choice: tuple[Home, ...]) -> list[Homes]:
+        """All updates on the host, or some through the device; or all, where that is asked for."""
+        passing = self.passing(choice)
+        host = [self._homes(choice)] if self.wishes.homes != "through" else []
+        return host + [self._homes(choice, passing)] * bool(passing)
 
     # ---- the best ----
 
@@ -497,7 +536,7 @@ class Problem:
             fixed = planes + slots
             for made, level in self._fitting(micro, vram - fixed, host - on_host, homes.visiting):
                 bound = self.bound(homes, slots, micro, made.backward_s[level], made.out)
-                choice = Choice(micro, homes.units, ring, made.levels[level])
+                choice = Choice(micro, homes.units, ring, made.levels[level], homes.passing)
                 open_choices.append((bound, fixed + made.most(level, homes.visiting), choice))
         open_choices.sort(key=lambda c: c[:2])
         best: tuple[Choice, Timing] | None = None

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cost import Home
+from .cost import PASSING_BYTES, Home
 from .disk import PADDING, Disk, years
 from .errors import MegatrainError
 from .formats import FORMATS, check_states
 from .limits import parse_bytes, show_bytes, without_margin
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
-from .modes import GRADS, MODES
+from .modes import GRADS, HOMES, MODES
 from .placement import Choice, Problem, Wishes
 from .shapes import Shape, shape_of
 from .simulate import Timing
@@ -47,7 +47,8 @@ class Plan:
         tokens, seq, micro: of a step; into how many micro-batches the training loop should cut it.
         compute: "fused": templates where they fit; "eager": the model's own code.
         homes: by unit, "vram" (weights, gradients and states on the device), "arrive" (the same, but states are in
-            RAM between their updates), "ram" (weights streamed) or "disk" (the same, but states are in a file).
+            RAM between their updates), "ram" (weights streamed), "through" (the same, but updated on the device) or
+            "disk" (streamed too, but states are in a file).
         activations: by window, a mode of modes.py: "replay", "selective+host" ...
         slots: ring size of the streamed units, see slots.py.
         vram, host: bytes by what they hold, at the peak of a step; vram_bytes, host_bytes: their sums.
@@ -163,9 +164,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
             what the machine has; of host memory, by default, 2 % stay free.
         micro: micro-batches of a step; None: as many as are best.
-        homes: "ram", "vram", "arrive" or, with nvme, "disk" for all units. activations: "replay", "attention",
-            "selective" or "saved", with "+host" or "+split" where what is kept waits in host memory, for all windows
-            that have it. slots: ring size. None: what is best.
+        homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" for all units. activations: "replay",
+            "attention", "selective" or "saved", with "+host" or "+split" where what is kept waits in host memory, for
+            all windows that have it. slots: ring size. None: what is best.
         speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
             in vain, as where nothing is clipped.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
@@ -220,7 +221,7 @@ def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations:
     if micro is not None and (micro < 1 or (tokens // seq) % micro):
         raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
     for name, value, known in (("compute", compute, ("auto", "fused", "eager")),
-                               ("homes", homes, [*(home.plain for home in Home), "disk"]),
+                               ("homes", homes, HOMES),
                                ("activations", activations, MODES)):
         if value is not None and value not in known:
             raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
@@ -235,8 +236,8 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
     return Plan(
         shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
         "fused" if wishes.fused else "eager",
-        {u.name: "disk" if i in on_disk else Home(home).plain for i, (u, home) in enumerate(zip(shape.units,
-                                                                                               choice.homes))},
+        {u.name: "disk" if i in on_disk else "through" if i in choice.passing else Home(home).plain
+         for i, (u, home) in enumerate(zip(shape.units, choice.homes))},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
         timing.idle, _window_weights(shape), wishes.speculate, problem.disk_bytes(choice.homes, choice.micro),
@@ -251,7 +252,8 @@ def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
     table = {"context, libraries": problem.machine.vram_overhead_bytes,
              "slots": sum(problem.slots(choice.homes, choice.ring)),
              **{f"at home: {plane}": n for plane, n in at_home.items()},
-             "activations": kept, "work": work, "gradients under way": flying,
+             "updates in passing": PASSING_BYTES * bool(choice.passing), "activations": kept, "work": work,
+             "gradients under way": flying,
              "torch's cache": problem.passing_bytes(costs, choice.modes) - kept - work - flying}
     if visiting := sum(problem.visiting(choice.homes).values()):
         beyond = visiting + problem.early_bytes(costs, choice.modes) - problem.passing_bytes(costs, choice.modes)
@@ -283,7 +285,7 @@ def _least(problem: Problem) -> str:
     machine = problem.machine
     micro, homes, ring, *_ = min(problem.combinations(), key=lambda c: (
         c[5] > machine.host_bytes, c[3] + c[4] + problem.micro(c[0]).tracks[0].most(0, c[1].visiting)))
-    choice = Choice(micro, homes.units, ring, problem.micro(micro).tracks[0].levels[0])
+    choice = Choice(micro, homes.units, ring, problem.micro(micro).tracks[0].levels[0], homes.passing)
     vram, host = vram_table(problem, choice), problem.host_bytes(homes.units, micro, choice.modes)
     tables: list[Table] = [_bytes_table("device memory", vram, machine.vram_bytes),
                            _bytes_table("host memory", host, machine.host_bytes)]
@@ -390,7 +392,7 @@ def _placement_table(p: Plan) -> Table:
     for names, home, mode in _runs(p):
         rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
     ring = f"ring of {p.slots} slots for what streams" + "; updates begin during backward" * p.speculate
-    return ring if {"ram", "disk"} & set(p.homes.values()) else "nothing streams", rows
+    return ring if {"ram", "through", "disk"} & set(p.homes.values()) else "nothing streams", rows
 
 
 def _runs(p: Plan) -> list[tuple[list[str], str, str]]:

@@ -23,7 +23,15 @@ from typing import Any
 import torch
 
 from . import _core
-from .cost import PLANES_OF, STAGINGS, device_planes, host_planes, passing_bytes, visiting_planes
+from .cost import (
+    PASSING_BYTES,
+    PLANES_OF,
+    STAGINGS,
+    device_planes,
+    host_planes,
+    passing_bytes,
+    visiting_planes,
+)
 from .disk import MEMORY_BYTES, file_bytes
 from .errors import MegatrainError
 from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin, without_margin
@@ -35,7 +43,6 @@ from .units import Group
 _OWN = "the module's own, given back"
 DISK_BUFFERS = "buffers of the disk"
 SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay on the device
-PASSING_BYTES = 3 * 64 << 20    # buffers of updates that pass through the device: engine_store.c
 TRIM_BYTES = 64 << 20       # of the module's own tensors, given back before malloc is asked to give back too
 
 

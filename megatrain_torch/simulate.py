@@ -35,6 +35,7 @@ class Step:
         h2d, d2h, both, busy: bytes/s; see Machine.
         speculate: updates on the host begin during backward, and all that do are kept.
         away: [w] bytes of what it keeps in host memory between forward and backward; none: of no window.
+        passing: {u: seconds} of updates that pass through the device, beside the host's.
         shares: of an update that begins during backward: what it takes then, and when it is kept.
         disk: {u: seconds} in which the states of units that have them there are read and written. Those units' updates
             are made beside the others.
@@ -63,6 +64,7 @@ class Step:
     away: list[int] = field(default_factory=list)
     disk: dict[int, float] = field(default_factory=dict)
     shares: tuple[float, float] = (1.0, 1.0)
+    passing: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class _Walk:
 
     def _updates(self) -> None:
         """Of units at home in VRAM on the device, at once; of the others on the host, in the forward's order."""
-        step, now, drive = self.step, 0.0, 0.0
+        step, now, drive, passed = self.step, 0.0, 0.0, 0.0
         self.done: dict[int, float] = {}
         for units in step.units:
             for u in units:
@@ -167,15 +169,18 @@ class _Walk:
                 elif u in step.disk:
                     drive += max(step.update_s[u], step.disk[u])
                     self.done[u] = drive
+                elif u in step.passing:
+                    passed += step.passing[u]
+                    self.done[u] = passed
                 elif step.update_s[u]:
                     now += step.update_s[u] * (step.shares[1] if u in self.early else 1.0)
                     self.done[u] = now
-        self.updated, self.updates = now, {"host update": now, "device update": self.run,
+        self.updated, self.updates = max(now, passed), {"host update": now, "device update": self.run,
                                            "disk": sum(step.disk.values()),
                                            "disk update": sum(step.update_s[u] for u in step.disk)}
         for nbytes in step.visiting.values():       # down behind the updates, beside the forward
             self.guests = self._copied(max(self.guests, self.run), nbytes, step.d2h)
-        self.updates["through"] = self.guests - self.run if step.visiting else 0.0
+        self.updates["through"] = passed + (self.guests - self.run if step.visiting else 0.0)
         self.d2h = self.guests
 
     def _copied(self, start: float, nbytes: float, rate: float) -> float:
@@ -197,7 +202,7 @@ class _Walk:
         for u in self.fetches[self.behind]:
             self.mover = max(self.mover, handed, self.done[u])
             start = max(self.h2d, self.mover, freed if self.behind else 0.0)
-            bound = "disk" if u in self.step.disk else "host update"
+            bound = "disk" if u in self.step.disk else "through" if u in self.step.passing else "host update"
             self.late[u] = bound if start == self.done[u] else "h2d"
             self.queued[u] = self.mover
             self.h2d = self.ready[u] = self._copied(start, self.step.weights[u], rate)
@@ -236,7 +241,7 @@ class _Walk:
         self.d2h = max(self.d2h, self.run)
         if not self.step.home[unit]:
             self._send(unit, adding)
-            if last and self.step.speculate and unit not in self.step.disk:
+            if last and self.step.speculate and unit not in {*self.step.disk, *self.step.passing}:
                 self._guess(unit, self.adder if adding else self.d2h)
         self.landed.append(self.d2h)
         if len(self.landed) > OFFLOAD_DEPTH:
