@@ -144,6 +144,7 @@ static mt_status engine_open(mt_engine *e, const char *device, int index, int th
     mt_offload_timeline(e->offload, e->timeline);
     mt_update_timeline(e->updater, e->timeline);
     mt_swap_timeline(e->swap, e->timeline);
+    mt_swap_store(e->swap, e->store);
     return MT_OK;
 
 fail:
@@ -385,7 +386,8 @@ static PyMethodDef methods[] = {
     { "check", mt_engine_check, METH_NOARGS,
       "check($self)\n--\n\nRaise the failure of a worker, if there was one." },
     { "watchdog", mt_engine_watchdog, METH_VARARGS,
-      "watchdog($self, seconds, /)\n--\n\nWaits longer than this raise, naming the unit." },
+      "watchdog($self, seconds, /)\n--\n\n"
+      "A wait during which nothing moves for so long raises, naming all waits: queue, unit, what for, since when." },
 
     { "open_slots", mt_engine_open_slots, METH_VARARGS,
       "open_slots($self, slots, hooks, /)\n--\n\nslots: (address, bytes) of device memory." },

@@ -118,6 +118,7 @@ static mt_status begin_unit(void *arg, int unit)
     mt_status        st = MT_OK;
 
     mt_ledger_i_save(1);
+    mt_watch_i_am("save");
     if (mt_store_settled(e->store, unit))
         st = mt_resident_bring(e->residents, unit, g->planes[unit]);
     else if (mt_store_on_disk(e->store, unit))
@@ -145,10 +146,12 @@ static void end_unit(void *arg, int unit)
     mt_ledger_save_end(g->e->store, unit);
 }
 
+/* Asked for every block, so a save that goes on moves, however long it takes. */
 static int wanted_unit(void *arg)
 {
     const mt_saving *g = arg;
 
+    mt_watch_moved(mt_store_watch(g->e->store));
     return mt_ledger_wanted(g->e->store);
 }
 

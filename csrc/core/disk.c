@@ -56,6 +56,7 @@ typedef struct buffer {
     stage           at;                  /* mu, as all below */
     int             unit, piece;
     int             dropped;             /* READING: nobody wants it any more */
+    mt_post         post;                /* of the request */
     uint64_t        turn;                /* reads are put in turn */
     uint64_t        begun_ns;
 } buffer;
@@ -327,6 +328,7 @@ static void buffer_over(mt_request *r)
     if (r->st != MT_OK)                  /* before anybody is woken: they look for the fault */
         tell_fault(d, b->unit, b->piece, r);
     pthread_mutex_lock(&d->mu);
+    mt_watch_end(mt_store_watch(d->store), &b->post, r->st);
     d->failed |= r->st != MT_OK;
     *(r->write ? &d->stats.written_bytes : &d->stats.read_bytes) += r->moved;
     record(d, b);
@@ -345,6 +347,8 @@ static void put(mt_disk *d, buffer *b, int write)
     b->begun_ns = mt_now_ns();
     b->r = (mt_request){ .write = write, .at = c->at, .mem = b->mem, .bytes = c->bytes, .sums = c->sums,
                          .done = buffer_over, .arg = b };
+    mt_watch_begin(mt_store_watch(d->store), &b->post, "disk", mt_store_name(d->store, b->unit),
+                   write ? "a piece to be written" : "a piece to be read (READ)");
     d->file->ops->put(d->file, &b->r);
 }
 
@@ -428,14 +432,18 @@ static void aim(mt_disk *d, int u, int number)
 /* Waits until the piece is in a buffer, which is then ours. */
 static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
 {
-    uint64_t begun = mt_now_ns();
-    mt_span  span;
-    buffer  *b;
-    int      failed;
+    mt_watch *watch = mt_store_watch(d->store);
+    uint64_t  begun = mt_now_ns();
+    mt_span   span;
+    mt_post   post;
+    buffer   *b;
+    int       failed;
+    mt_status st = MT_OK;
 
     mt_timeline_begin(d->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_WAIT, u, NULL);
+    mt_watch_begin(watch, &post, NULL, mt_store_name(d->store, u), "a piece of its states (READ)");
     pthread_mutex_lock(&d->mu);
-    while (!(failed = d->failed)) {
+    while (!(failed = d->failed) && st == MT_OK) {
         b = find_piece(d, u, number);
         if (b != NULL && b->at == READY)
             break;
@@ -444,17 +452,18 @@ static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
         if (b == NULL)
             aim(d, u, number);
         read_ahead(d);
-        pthread_cond_wait(&d->changed, &d->mu);
+        st = mt_watch_wait(watch, &post, &d->changed, &d->mu);
     }
-    if (!failed) {
+    if (!failed && st == MT_OK) {
         drop(d, -1, b->turn);            /* read before it: passed over */
         b->at = TAKEN;
         *out = b;
     }
     d->stats.wait_ns += mt_now_ns() - begun;
     pthread_mutex_unlock(&d->mu);
+    mt_watch_end(watch, &post, st);
     mt_timeline_end(d->timeline, &span, 0, NULL);
-    return failed ? mt_ledger_check(d->store) : MT_OK;
+    return failed ? mt_ledger_check(d->store) : st;
 }
 
 /* The buffer goes to the disk; or nowhere, and is free. */
@@ -487,12 +496,16 @@ static int piece_wanted(const layout *l, const piece *c, const mt_disk_job *j)
 
 static mt_status compute(mt_disk *d, const job *b, const mt_part *parts, int n, uint64_t bytes)
 {
+    mt_watch *watch = mt_store_watch(d->store);
     uint64_t  begun = mt_now_ns();
     mt_span   span;
+    mt_post   post;
     mt_status st;
 
     mt_timeline_begin(d->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_UPDATE, b->j.unit, NULL);
+    mt_watch_begin(watch, &post, NULL, mt_store_name(d->store, b->j.unit), "the pool, which computes its update");
     st = b->j.compute(b->j.arg, d->pool, parts, n, b->clip);
+    mt_watch_end(watch, &post, st);
     mt_timeline_end(d->timeline, &span, bytes, NULL);
     pthread_mutex_lock(&d->mu);
     d->stats.busy_ns += mt_now_ns() - begun;
@@ -655,6 +668,7 @@ static void *disk_main(void *arg)
     job     *b;
 
     pthread_setname_np(pthread_self(), "mt-disk-update");
+    mt_watch_i_am("disk update");
     while ((b = next_job(d)) != NULL) {
         end_job(d, &b->j, update(d, b));
         job_free(b);
@@ -709,14 +723,21 @@ mt_status mt_disk_put(mt_disk *d, const mt_disk_job *j, float clip)
 
 mt_status mt_disk_wait(mt_disk *d)
 {
-    uint64_t put;
+    mt_watch *watch = mt_store_watch(d->store);
+    mt_post   post = { 0 };
+    mt_status st = MT_OK;
+    uint64_t  put;
 
     pthread_mutex_lock(&d->mu);
     put = d->put;
-    while (d->done < put)
-        pthread_cond_wait(&d->changed, &d->mu);
+    if (d->done < put)
+        mt_watch_begin(watch, &post, NULL, NULL, "updates from disk");
+    while (d->done < put && st == MT_OK)
+        st = mt_watch_wait(watch, &post, &d->changed, &d->mu);
     pthread_mutex_unlock(&d->mu);
-    return mt_ledger_check(d->store);
+    if (post.since_ns != 0)
+        mt_watch_end(watch, &post, st);
+    return st == MT_OK ? mt_ledger_check(d->store) : st;
 }
 
 /* ---- copies on the host: under door ------------------------------------------------------- */
@@ -754,15 +775,21 @@ static int in_the_way(const mt_disk *d, int u, int number, int write)
 static mt_status move(mt_disk *d, int u, int number, int write)
 {
     const piece *c = &d->units[u].lay->pieces[number];
+    mt_watch    *watch = mt_store_watch(d->store);
+    mt_post      post;
     errand       e = { .disk = d, .r = { .write = write, .at = c->at, .mem = d->bounce, .bytes = c->bytes,
                                          .sums = c->sums, .done = errand_over, .arg = &e } };
 
+    /* The request's memory is this thread's stack: so this wait has no end but its own, and is only listed. */
+    mt_watch_begin(watch, &post, "disk", mt_store_name(d->store, u),
+                   write ? "a piece to be written (PUSHED)" : "a piece to be read for the host (WRITTEN)");
     pthread_mutex_lock(&d->mu);
     while (in_the_way(d, u, number, write))
         pthread_cond_wait(&d->changed, &d->mu);
     d->file->ops->put(d->file, &e.r);
     while (!e.over)
         pthread_cond_wait(&d->changed, &d->mu);
+    mt_watch_end(watch, &post, e.r.st);
     *(write ? &d->stats.written_bytes : &d->stats.read_bytes) += e.r.moved;
     pthread_mutex_unlock(&d->mu);
     if (e.r.st != MT_OK)
@@ -925,7 +952,7 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
     d->next_unit = d->before = d->held = d->first_added = d->last_added = -1;
     pthread_mutex_init(&d->door, NULL);
     pthread_mutex_init(&d->mu, NULL);
-    pthread_cond_init(&d->changed, NULL);
+    (void)mt_watch_cond(&d->changed);
     pthread_cond_init(&d->more, NULL);
     if ((d->buffers = calloc((size_t)n_buffers, sizeof *d->buffers)) == NULL) {
         st = MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers", n_buffers);

@@ -4,30 +4,17 @@
  * hundred a step, so a broadcast that wakes a thread for another unit's sake costs nothing. */
 #include "store_impl.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
-
-#define WATCHDOG_S     600.0
-#define WATCHDOG_MAX_S 1e9          /* thirty years, and far from any overflow */
 
 mt_status mt__ledger_open(mt__ledger *l)
 {
-    pthread_condattr_t attr;
-    int                err = pthread_condattr_init(&attr);
+    int err = mt_watch_cond(&l->changed);
 
-    if (err == 0) {
-        /* Monotonic, so that setting the machine's clock neither ends nor prolongs a wait. */
-        pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-        err = pthread_cond_init(&l->changed, &attr);
-        pthread_condattr_destroy(&attr);
-    }
     if (err != 0)
         return MT_FAIL(MT_ENOMEM, "ledger: no condition variable (%s)", strerror(err));
     pthread_mutex_init(&l->mu, NULL);
-    l->watchdog_s = WATCHDOG_S;
     return MT_OK;
 }
 
@@ -124,6 +111,7 @@ static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
     s->ledger.updates += updates;
     s->ledger.grads += grads;
     pthread_mutex_unlock(&s->ledger.mu);
+    mt_watch_moved(&s->watch);
 }
 
 /* One off a unit's count and off the sum of all; what is 0 was ended twice, which is a fault. */
@@ -137,6 +125,7 @@ static void end(mt_store *s, const mt__unit *u, int64_t *count, int64_t *all, co
         *count -= 1;
         *all -= 1;
         pthread_cond_broadcast(&s->ledger.changed);
+        mt_watch_moved(&s->watch);
     }
     pthread_mutex_unlock(&s->ledger.mu);
     if (twice) {
@@ -185,59 +174,66 @@ void mt_ledger_grads_end(mt_store *s, int unit)
 
 /* ---- waits ------------------------------------------------------------------------------ */
 
-static struct timespec after(struct timespec t, double seconds)
-{
-    time_t whole = (time_t)seconds;
-
-    t.tv_sec += whole;
-    t.tv_nsec += (long)((seconds - (double)whole) * 1e9);
-    if (t.tv_nsec >= 1000000000L) {
-        t.tv_nsec -= 1000000000L;
-        t.tv_sec += 1;
-    }
-    return t;
-}
-
 void mt_ledger_watchdog(mt_store *s, double seconds)
 {
+    mt_watch_limit(&s->watch, seconds);
     pthread_mutex_lock(&s->ledger.mu);
-    s->ledger.watchdog_s = seconds >= 0 && seconds < WATCHDOG_MAX_S ? seconds : WATCHDOG_MAX_S;
-    pthread_cond_broadcast(&s->ledger.changed);     /* those who wait count anew */
+    pthread_cond_broadcast(&s->ledger.changed);     /* those who wait look at it */
     pthread_mutex_unlock(&s->ledger.mu);
 }
 
-/* Until *count is 0, a fault, or the watchdog, whose time is read again at every waking. */
-static mt_status wait_zero(mt_store *s, int unit, const int64_t *count, const int64_t *all,
-                           const char *what)
+mt_watch *mt_store_watch(mt_store *s)
 {
-    mt__ledger     *l = &s->ledger;
-    struct timespec begun, end_at;
-    double          waited_s = 0;
-    int64_t         left, left_all;
-    mt_status       st = MT_OK, fault;
+    return &s->watch;
+}
 
-    clock_gettime(CLOCK_MONOTONIC, &begun);
+/* What a unit is waited for: the count, that of all units, and its name. */
+typedef struct awaited {
+    const int64_t *count, *all;
+    const char    *what, *post;
+} awaited;
+
+static mt_status stuck(mt_store *s, int unit, const awaited *a)
+{
+    char    list[768];
+    int64_t left, all;
+    double  limit_s = (double)atomic_load(&s->watch.limit_ns) / 1e9;
+
+    pthread_mutex_lock(&s->ledger.mu);
+    left = *a->count;
+    all = *a->all;
+    pthread_mutex_unlock(&s->ledger.mu);
+    mt_watch_tell(&s->watch, list, sizeof list);
+    return MT_FAIL(MT_ESTUCK, "unit %s: its %s has not finished after %g s in which nothing moved (announced and "
+                   "unfinished: %" PRId64 " of this unit, %" PRId64 " of all). Longest first: %s",
+                   mt_store_name(s, unit), a->what, limit_s, left, all, list);
+}
+
+/* Until the count is 0, a fault, or the watchdog. */
+static mt_status wait_zero(mt_store *s, int unit, const awaited *a)
+{
+    mt__ledger *l = &s->ledger;
+    mt_post     post = { 0 };
+    mt_status   st = MT_OK, fault;
+
     pthread_mutex_lock(&l->mu);
-    while (l->fault == MT_OK && *count > 0 && st == MT_OK) {
-        waited_s = l->watchdog_s;
-        end_at = after(begun, waited_s);
-        if (pthread_cond_timedwait(&l->changed, &l->mu, &end_at) == ETIMEDOUT &&
-            waited_s >= l->watchdog_s && *count > 0)
-            st = MT_ESTUCK;
-    }
-    left = *count;
-    left_all = *all;
+    if (l->fault == MT_OK && *a->count > 0)
+        mt_watch_begin(&s->watch, &post, NULL, mt_store_name(s, unit), a->post);
+    while (l->fault == MT_OK && *a->count > 0 && st == MT_OK)
+        st = mt_watch_wait(&s->watch, &post, &l->changed, &l->mu);
     fault = l->fault;
     pthread_mutex_unlock(&l->mu);
 
-    if (fault != MT_OK)
-        return fault_again(l);
-    if (st == MT_ESTUCK)
-        return MT_FAIL(MT_ESTUCK, "unit %s: its %s has not finished after %g s (announced and "
-                       "unfinished: %" PRId64 " of this unit, %" PRId64 " of all); its worker is "
-                       "stuck, or the machine so slow that mt_ledger_watchdog() must allow more",
-                       mt_store_name(s, unit), what, waited_s, left, left_all);
-    return MT_OK;
+    if (fault == MT_OK && st != MT_OK)
+        st = stuck(s, unit, a);
+    if (post.since_ns != 0)
+        mt_watch_end(&s->watch, &post, st);
+    return fault != MT_OK ? fault_again(l) : st;
+}
+
+static mt_status wait_updates(mt_store *s, int unit, const mt__unit *u)
+{
+    return wait_zero(s, unit, &(awaited){ &u->updates, &s->ledger.updates, "update", "its update" });
 }
 
 static mt_status no_unit(const mt_store *s, int unit)
@@ -255,14 +251,16 @@ mt_status mt_ledger_wait_updates(mt_store *s, int unit)
         return no_unit(s, unit);
     if (i_save && mt_ledger_saving(s, unit))
         return mt_ledger_check(s);
-    return wait_zero(s, unit, &u->updates, &s->ledger.updates, "update");
+    return wait_updates(s, unit, u);
 }
 
 mt_status mt_ledger_wait_grads(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    return u == NULL ? no_unit(s, unit)
-                     : wait_zero(s, unit, &u->grads, &s->ledger.grads, "hand-over of gradients");
+    if (u == NULL)
+        return no_unit(s, unit);
+    return wait_zero(s, unit, &(awaited){ &u->grads, &s->ledger.grads, "hand-over of gradients",
+                                          "the hand-over of its gradients" });
 }
 
 int mt_ledger_grads_due(mt_store *s)
@@ -361,7 +359,7 @@ mt_status mt_ledger_wait_saved(mt_store *s, int unit)
     if (u->saves > 0)
         s->ledger.wanted = unit + 1;
     pthread_mutex_unlock(&s->ledger.mu);
-    return wait_zero(s, unit, &u->saves, &s->ledger.saves, "save");
+    return wait_zero(s, unit, &(awaited){ &u->saves, &s->ledger.saves, "save", "its save (SAVED)" });
 }
 
 void mt_ledger_i_save(int on)
@@ -403,6 +401,7 @@ static void fetch_end(mt_store *s, mt__unit *u)
         u->fetches--;
         s->ledger.fetches--;
         pthread_cond_broadcast(&s->ledger.changed);
+        mt_watch_moved(&s->watch);
     }
     pthread_mutex_unlock(&s->ledger.mu);
 }
@@ -421,6 +420,9 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
         st = ops->event_open(s->dev, &u->fetched);
     if (st == MT_OK)
         st = ops->record(h2d, u->fetched);
+    if (st == MT_OK)
+        mt_watch_put(&s->watch, &u->copying, atomic_load(&u->settled) ? "device update" : "h2d", u->name,
+                     "copies of its weights (the event FETCHED)", u->fetched);
     pthread_mutex_unlock(&s->fetched_mu);
     fetch_end(s, u);
     return st;
@@ -438,12 +440,12 @@ mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
     if (u == NULL)
         return no_unit(s, unit);
     MT_TRY(mt_ledger_wait_saved(s, unit));
-    MT_TRY(wait_zero(s, unit, &u->fetches, &s->ledger.fetches, "fetch"));
+    MT_TRY(wait_zero(s, unit, &(awaited){ &u->fetches, &s->ledger.fetches, "fetch", "its fetch to be put" }));
     pthread_mutex_lock(&s->fetched_mu);
     fetched = u->fetched;
     pthread_mutex_unlock(&s->fetched_mu);
     if (fetched != NULL)
-        MT_TRY(s->dev->ops->sync_event(fetched));
+        MT_TRY(mt_watch_event(&s->watch, fetched, u->name, "copies of its weights (the event FETCHED)"));
     return mt_ledger_check(s);
 fail:
     return st;

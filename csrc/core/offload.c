@@ -139,13 +139,19 @@ static void add_up(mt_offload *o, const ticket *t)
 static void *collector_main(void *arg)
 {
     mt_offload *o = arg;
+    mt_watch   *watch = mt_store_watch(o->store);
     ticket     *t;
 
     pthread_setname_np(pthread_self(), "mt-collector");
+    mt_watch_i_am("d2h");
     while ((t = next_ticket(o)) != NULL) {
-        mt_status st = o->dev->ops->sync_event(t->landed);
         int       unit = t->unit;
+        mt_post   post;
+        mt_status st;
 
+        mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, unit), "its gradients' copies (the event LANDED)");
+        st = o->dev->ops->sync_event(t->landed);
+        mt_watch_end(watch, &post, st);
         if (st == MT_OK)
             add_up(o, t);
         else
@@ -162,13 +168,22 @@ static void *collector_main(void *arg)
     return NULL;
 }
 
-/* The collector never stops short of the latest ticket, so this ends when the device answers. */
-static void wait_home(mt_offload *o, uint64_t t)
+/* The collector never stops short of the latest ticket, so this ends when the device answers, or is stuck. */
+static mt_status wait_home(mt_offload *o, uint64_t t)
 {
+    mt_watch *watch = mt_store_watch(o->store);
+    mt_post   post = { 0 };
+    mt_status st = MT_OK;
+
     pthread_mutex_lock(&o->mu);
-    while (o->home < t)
-        pthread_cond_wait(&o->came, &o->mu);
+    if (o->home < t)
+        mt_watch_begin(watch, &post, NULL, NULL, "gradients to be home");
+    while (o->home < t && st == MT_OK)
+        st = mt_watch_wait(watch, &post, &o->came, &o->mu);
     pthread_mutex_unlock(&o->mu);
+    if (post.since_ns != 0)
+        mt_watch_end(watch, &post, st);
+    return st;
 }
 
 /* ---- host memory that the device writes ------------------------------------------------- */
@@ -272,7 +287,7 @@ static mt_status staging_take(mt_offload *o, size_t bytes, staging **out)
     void     *mem;
     mt_status st;
 
-    wait_home(o, g->user);
+    MT_TRY(wait_home(o, g->user));
     if (g->bytes < bytes) {
         pages_close(o, g->mem);
         *g = (staging){ .user = g->user };
@@ -320,7 +335,7 @@ mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth
     o->depth = (uint64_t)depth;
     pthread_mutex_init(&o->mu, NULL);
     pthread_cond_init(&o->more, NULL);
-    pthread_cond_init(&o->came, NULL);
+    (void)mt_watch_cond(&o->came);
     MT_TRY(ring_open(o));
     MT_TRY(dev->ops->event_open(dev, &o->handed));
     MT_TRY(dev->ops->queue_open(dev, "d2h", &o->d2h));
@@ -613,7 +628,7 @@ static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, i
     if (sets > 0 && adds > 0)
         MT_TRY(mt_ledger_wait_grads(o->store, unit));
     if (o->put + 1 > AHEAD)
-        wait_home(o, o->put + 1 - AHEAD);
+        MT_TRY(wait_home(o, o->put + 1 - AHEAD));
     return MT_OK;
 fail:
     return st;
@@ -694,7 +709,7 @@ mt_status mt_offload_drain(mt_offload *o)
     /* The ledger first: its waits have a watchdog, which names a unit whose copy is stuck. */
     for (int u = 0; u < mt_store_units(o->store); u++)
         MT_TRY(mt_ledger_wait_grads(o->store, u));
-    wait_home(o, put);
+    MT_TRY(wait_home(o, put));
     return mt_ledger_check(o->store);
 fail:
     return st;

@@ -17,6 +17,8 @@
 /* Planes that have a host copy. */
 #define COPIED (~(1u << MT_PLANE_ACC | 1u << MT_PLANE_UNDO))
 
+#define DONE "its updates and copies on the device (the event STEPPED)"
+
 /* One settled unit. */
 typedef struct home {
     void          *mem;              /* its slot. These three: written by settle */
@@ -24,6 +26,7 @@ typedef struct home {
     mt_event      *used;             /* recorded on run by an await that fetches. mu */
     uint64_t       holds;            /* mt_ledger_written of the weights in mem; 0: none. mu */
     uint64_t       changes;          /* of planes on the device, so far. mu */
+    mt_post        post;             /* of the queue that `done` was recorded in. mu */
     unsigned char *behind;           /* [MT_PLANE_COUNT * n_params] mu */
 } home;
 
@@ -72,6 +75,7 @@ static void home_close(const mt_resident *r, home *h)
 {
     if (h == NULL)
         return;
+    mt_watch_take(mt_store_watch(r->store), &h->post);
     r->dev->ops->event_close(h->done);
     r->dev->ops->event_close(h->used);
     free(h->behind);
@@ -242,6 +246,16 @@ static int first_behind(const mt_resident *r, const home *h, int unit, unsigned 
     return MT_PLANE_COUNT;
 }
 
+/* Under mu. Behind all that was put for the unit. */
+static mt_status record_done(mt_resident *r, home *h, int unit)
+{
+    mt_status st = r->dev->ops->record(r->queue, h->done);
+
+    if (st == MT_OK)
+        mt_watch_put(mt_store_watch(r->store), &h->post, "device update", mt_store_name(r->store, unit), DONE, h->done);
+    return st;
+}
+
 /* ---- weights up ------------------------------------------------------------------------- */
 
 /* Under mu. Nothing to do when somebody was here before. run NULL: the queue has waited for it. */
@@ -270,7 +284,7 @@ static mt_status put_fetch(mt_resident *r, home *h, int unit, mt_queue *run)
     if (bytes > 0)
         MT_TRY(v->copy(r->queue, h->mem, hi, bytes));
     mt_timeline_end(r->timeline, &span, bytes, r->queue);
-    MT_TRY(v->record(r->queue, h->done));
+    MT_TRY(record_done(r, h, unit));
     h->holds = written;
     r->stats.fetches++;
     r->stats.h2d_bytes += bytes;
@@ -363,7 +377,7 @@ static mt_status put_update(mt_resident *r, home *h, const mt_resident_update *u
     mt_timeline_begin(r->timeline, &span, MT_LANE_DEVICE, MT_WORK_UPDATE, u->unit, r->queue);
     MT_TRY(u->put(u->arg, r->queue, clip));
     mt_timeline_end(r->timeline, &span, u->bytes, r->queue);
-    MT_TRY(v->record(r->queue, h->done));
+    MT_TRY(record_done(r, h, u->unit));
     change(r, h, u->unit, u->params, u->n_params, written);
     if (away)
         MT_TRY(mt_arrive_behind(r->arrive, u->unit, u->params, u->n_params, h->done));
@@ -467,7 +481,7 @@ static mt_status put_bring(mt_resident *r, home *h, int unit, unsigned planes)
         for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
             if (*behind(r, h, unit, i, p) == BEHIND)
                 MT_TRY(put_copy(r, unit, i, (mt_plane)p, 0));
-    return r->dev->ops->record(r->queue, h->done);
+    return record_done(r, h, unit);
 fail:
     return st;
 }
@@ -496,7 +510,7 @@ mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes)
     changes = h->changes;
     pthread_mutex_unlock(&r->mu);
     MT_TRY(st);
-    MT_TRY(r->dev->ops->sync_event(h->done));
+    MT_TRY(mt_watch_event(mt_store_watch(r->store), h->done, mt_store_name(r->store, unit), DONE));
     pthread_mutex_lock(&r->mu);
     for (int p = 0; p < MT_PLANE_COUNT && h->changes == changes; p++)    /* else some are again */
         for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
@@ -517,7 +531,7 @@ static mt_status put_push(mt_resident *r, home *h, int unit, int param, unsigned
             MT_TRY(put_copy(r, unit, param, (mt_plane)p, 1));
             *behind(r, h, unit, param, p) = EQUAL;
         }
-    return r->dev->ops->record(r->queue, h->done);
+    return record_done(r, h, unit);
 fail:
     return st;
 }
@@ -543,7 +557,7 @@ mt_status mt_resident_push(mt_resident *r, int unit, int param, unsigned planes)
     st = put_push(r, h, unit, param, planes);
     pthread_mutex_unlock(&r->mu);
     MT_TRY(st);
-    MT_TRY(r->dev->ops->sync_event(h->done));
+    MT_TRY(mt_watch_event(mt_store_watch(r->store), h->done, mt_store_name(r->store, unit), DONE));
 fail:
     return st;
 }

@@ -124,6 +124,7 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
     }
     pthread_mutex_init(&s->map_mu, NULL);
     pthread_mutex_init(&s->fetched_mu, NULL);
+    mt_watch_open(&s->watch);
     s->dev = dev;
     s->pool = pool;
     *out = s;
@@ -146,7 +147,7 @@ static size_t plane_close(mt__plane *pl, int n_params)
     return bytes;
 }
 
-static void unit_close(const mt_store *s, mt__unit *u)
+static void unit_close(mt_store *s, mt__unit *u)
 {
     if (u == NULL)
         return;
@@ -154,6 +155,7 @@ static void unit_close(const mt_store *s, mt__unit *u)
         plane_close(&u->plane[MT__HOST][p], u->n_params);
         plane_close(&u->plane[MT__DEVICE][p], u->n_params);
     }
+    mt_watch_take(&s->watch, &u->copying);
     s->dev->ops->event_close(u->fetched);
     free(u->hi_offset);
     free(u->desc);
@@ -172,13 +174,14 @@ void mt_store_close(mt_store *s)
         free(s->seg[i]);
     mt__lent_close(s);
     mt__ledger_close(&s->ledger);
+    mt_watch_close(&s->watch);
     pthread_mutex_destroy(&s->map_mu);
     pthread_mutex_destroy(&s->fetched_mu);
     free(s);
 }
 
 /* A whole unit that nobody knows of yet. */
-static mt_status unit_open(const mt_store *s, const char *name, const mt_param_desc *d, int n,
+static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d, int n,
                            mt__unit **out)
 {
     size_t    slots = n > 0 ? (size_t)n : 1;

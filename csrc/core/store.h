@@ -22,6 +22,7 @@
 #include "dev.h"
 #include "pool.h"
 #include "states.h"
+#include "watch.h"
 
 /* name, what it holds, who reads and writes it */
 #define MT_PLANE_MAP(X)                                                                        \
@@ -164,7 +165,9 @@ size_t mt_store_device_bytes(const mt_store *s);
  * A fault (sticky) set by any worker ends every wait with that worker's message; finishing what
  * was not announced, or naming a unit that is not there, is such a fault. The wait for `fetched`
  * is the device's own, and a device that fails ends it.
- * A wait longer than the watchdog (default 600 s) returns MT_ESTUCK naming unit and what is awaited.
+ * A wait during which nothing moves for the watchdog's time (default 600 s) returns MT_ESTUCK: which unit, what is
+ * awaited, and all waits under way (watch.h). Every begin and end of the ledger's moves, and so does every block of
+ * a save, every request of a disk and whatever else says mt_watch_moved.
  */
 uint64_t  mt_ledger_version(mt_store *s, int unit);
 void      mt_ledger_touch  (mt_store *s, int unit);          /* written from outside: both grow */
@@ -199,5 +202,6 @@ void      mt_ledger_i_save     (int on);
 void      mt_ledger_fault(mt_store *s, mt_status st, const char *text);   /* first one stays */
 mt_status mt_ledger_check(mt_store *s);                      /* the fault, as this thread's error */
 void      mt_ledger_watchdog(mt_store *s, double seconds);
+mt_watch *mt_store_watch    (mt_store *s);                   /* of all that works on the store */
 
 #endif

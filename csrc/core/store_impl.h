@@ -44,6 +44,7 @@ typedef struct mt__unit {
     uint64_t       written;          /* from 1: of which writes from outside. ledger.mu */
     int64_t        updates, grads, fetches, saves;   /* announced and not finished. ledger.mu */
     mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
+    mt_post        copying;          /* of the queue that `fetched` was recorded in. fetched_mu */
 } mt__unit;
 
 /* A buffer that is some unit's GRAD plane for a while. Under map_mu. */
@@ -58,7 +59,6 @@ typedef struct mt__ledger {
     pthread_cond_t  changed;         /* monotonic clock; broadcast at every change but a begin */
     int64_t         updates, grads, fetches, saves;  /* of all units together. mu */
     int             wanted;          /* unit plus 1 whose save was waited for last; 0: none. mu */
-    double          watchdog_s;      /* mu */
     mt_status       fault;           /* MT_OK until the first. mu */
     char            text[1024];      /* written once, before fault. mu */
 } mt__ledger;
@@ -79,6 +79,7 @@ struct mt_store {
     int             n_lent;
     uint64_t        lendings;                /* so far. map_mu */
     mt__ledger      ledger;
+    mt_watch        watch;
 };
 
 mt__unit *mt__unit_at(const mt_store *s, int unit);          /* NULL when there is none */

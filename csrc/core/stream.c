@@ -189,6 +189,7 @@ static void *mover_main(void *arg)
     request    r;
 
     pthread_setname_np(pthread_self(), "mt-mover");
+    mt_watch_i_am("h2d");
     while (take(s, &r)) {
         uint64_t  version = 0;
         mt_status st = deliver(s, &r, &version);
@@ -243,7 +244,7 @@ mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots
     mt__course_open(&s->course);
     pthread_mutex_init(&s->mu, NULL);
     pthread_cond_init(&s->work, NULL);
-    pthread_cond_init(&s->moved, NULL);
+    (void)mt_watch_cond(&s->moved);
     MT_TRY(open_slots(s, slots, n_slots));
     MT_TRY(dev->ops->queue_open(dev, "h2d", &s->h2d));
     if (pthread_create(&s->mover, NULL, mover_main, s) != 0) {
@@ -631,17 +632,24 @@ fail:
  * this wait does too. */
 static mt_status wait_issued(mt_stream *s, int k, mt_debug *debug)
 {
-    uint64_t asked;
-    int      failed;
+    mt_watch *watch = mt_store_watch(s->store);
+    mt_post   post = { 0 };
+    mt_status st = MT_OK;
+    uint64_t  asked;
+    int       failed;
 
     pthread_mutex_lock(&s->mu);
     asked = s->slots[k].asked;
-    while (s->slots[k].issued < asked && !s->failed)
-        pthread_cond_wait(&s->moved, &s->mu);
+    if (s->slots[k].issued < asked && !s->failed)
+        mt_watch_begin(watch, &post, NULL, mt_store_name(s->store, s->slots[k].unit), "its fetch to be put");
+    while (s->slots[k].issued < asked && !s->failed && st == MT_OK)
+        st = mt_watch_wait(watch, &post, &s->moved, &s->mu);
     failed = s->failed;
     *debug = s->debug;
     pthread_mutex_unlock(&s->mu);
-    return failed ? mt_ledger_check(s->store) : MT_OK;
+    if (post.since_ns != 0)
+        mt_watch_end(watch, &post, st);
+    return failed ? mt_ledger_check(s->store) : st;
 }
 
 static mt_status await_copy(mt_stream *s, int k, mt_queue *run)

@@ -19,6 +19,7 @@ typedef struct block {                   /* all under mu */
     mt_event *filled;                    /* recorded on out behind the copies out */
     mt_event *landed;                   /* recorded on back behind the copies back */
     uint64_t  bundle;                    /* 0: free */
+    mt_post   filling, landing;          /* of the two queues, until those are done */
     int       needed, unit;
     size_t   *bytes;                     /* [n] of its parts */
     int       n;
@@ -31,6 +32,7 @@ struct mt_swap {
     mt_queue       *out, *back;          /* whoever holds mu puts */
     mt_event       *made, *room;         /* recorded on run, and waited for at once */
     mt_timeline    *timeline;
+    mt_store       *store;               /* NULL: nobody watches */
     pthread_mutex_t mu;
     block          *blocks;              /* mu, as what follows */
     uint64_t        bundles;             /* made so far */
@@ -66,6 +68,10 @@ static block *find(mt_swap *w, uint64_t bundle)
 static void block_close(mt_swap *w, block *b)
 {
     w->stats.host_bytes -= b->arena.bytes;
+    if (w->store != NULL) {
+        mt_watch_take(mt_store_watch(w->store), &b->filling);
+        mt_watch_take(mt_store_watch(w->store), &b->landing);
+    }
     w->dev->ops->event_close(b->filled);
     w->dev->ops->event_close(b->landed);
     mt_arena_close(&b->arena);
@@ -207,6 +213,11 @@ static mt_status copy_all(mt_swap *w, block *b, const mt_swap_part *parts, int l
     }
     mt_timeline_end(w->timeline, &span, copied, q);
     MT_TRY(w->dev->ops->record(q, leaving ? b->filled : b->landed));
+    if (w->store != NULL)
+        mt_watch_put(mt_store_watch(w->store), leaving ? &b->filling : &b->landing,
+                     leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit),
+                     leaving ? "copies of what it keeps (the event LEFT)" : "copies of what it keeps (the event BACK)",
+                     leaving ? b->filled : b->landed);
     *count += copied;
     if (w->debug.sync)
         st = w->dev->ops->sync(q);
@@ -355,6 +366,11 @@ void mt_swap_close(mt_swap *w)
 void mt_swap_timeline(mt_swap *w, mt_timeline *t)
 {
     w->timeline = t;
+}
+
+void mt_swap_store(mt_swap *w, mt_store *s)
+{
+    w->store = s;
 }
 
 void mt_swap_debug(mt_swap *w, mt_debug d)

@@ -41,6 +41,7 @@
 
 #include "arena.h"
 #include "debug.h"
+#include "store.h"
 #include "timeline.h"
 
 typedef struct mt_swap_part {
@@ -59,6 +60,7 @@ typedef struct mt_swap mt_swap;
 mt_status mt_swap_open (mt_dev *dev, mt_pool *pool, mt_swap **out);
 void      mt_swap_close(mt_swap *w);         /* waits for both queues */
 void      mt_swap_timeline(mt_swap *w, mt_timeline *t);      /* before the first out, or never */
+void      mt_swap_store   (mt_swap *w, mt_store *s);         /* whose units they are, for its watch. The same */
 
 /* unit: for the timeline. Sources stay until mt_swap_left. MT_ENOMEM names the bytes. */
 mt_status mt_swap_out  (mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_queue *run,

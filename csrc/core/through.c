@@ -192,8 +192,11 @@ fail:
 /* Waits until nothing of the unit is on its way, and ends its record and its update. */
 static void finish(mt_through *t, job *b, mt_span *span)
 {
+    mt_watch *watch = mt_store_watch(t->store);
+    mt_post   post;
     mt_status st = b->st;
 
+    mt_watch_begin(watch, &post, NULL, mt_store_name(t->store, b->j.unit), "its pieces to come down");
     for (int i = 0; i < t->n_buffers; i++) {
         mt_status one = b->st == MT_OK
             ? t->dev->ops->sync_event(t->buffers[i].over[b->number % 2])
@@ -202,6 +205,7 @@ static void finish(mt_through *t, job *b, mt_span *span)
         if (st == MT_OK)
             st = one;
     }
+    mt_watch_end(watch, &post, st);
     if (st != MT_OK)
         mt_ledger_fault(t->store, st, mt_last_error());
     mt_timeline_end(t->timeline, span, b->j.bytes, NULL);
@@ -237,6 +241,7 @@ static void *through_main(void *arg)
     mt_span     span = { 0 };
 
     pthread_setname_np(pthread_self(), "mt-through");
+    mt_watch_i_am("through");
     for (;;) {
         now = next_job(t, before == NULL);
         if (now == NULL && before == NULL)
@@ -289,7 +294,7 @@ mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t by
     t->last = &t->first;
     pthread_mutex_init(&t->mu, NULL);
     pthread_cond_init(&t->more, NULL);
-    pthread_cond_init(&t->came, NULL);
+    (void)mt_watch_cond(&t->came);
     MT_TRY(open_buffers(t, n_buffers));
     if (pthread_create(&t->thread, NULL, through_main, t) != 0) {
         st = MT_FAIL(MT_ENOMEM, "through: no thread");
@@ -362,14 +367,21 @@ mt_status mt_through_put(mt_through *t, const mt_through_job *j, float clip)
 
 mt_status mt_through_wait(mt_through *t)
 {
-    uint64_t put;
+    mt_watch *watch = mt_store_watch(t->store);
+    mt_post   post = { 0 };
+    mt_status st = MT_OK;
+    uint64_t  put;
 
     pthread_mutex_lock(&t->mu);
     put = t->put;
-    while (t->done < put)
-        pthread_cond_wait(&t->came, &t->mu);
+    if (t->done < put)
+        mt_watch_begin(watch, &post, NULL, NULL, "updates that go through the device");
+    while (t->done < put && st == MT_OK)
+        st = mt_watch_wait(watch, &post, &t->came, &t->mu);
     pthread_mutex_unlock(&t->mu);
-    return mt_ledger_check(t->store);
+    if (post.since_ns != 0)
+        mt_watch_end(watch, &post, st);
+    return st == MT_OK ? mt_ledger_check(t->store) : st;
 }
 
 mt_through_stats mt_through_stats_get(mt_through *t)

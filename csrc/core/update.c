@@ -293,7 +293,9 @@ fail:
 static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
 {
     uint64_t  begun;
+    mt_watch *watch = mt_store_watch(u->store);
     mt_span   span;
+    mt_post   post;
     mt_status st;
     int       kept;
 
@@ -306,9 +308,11 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     MT_TRY(wait_turn(u, b));
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
+    mt_watch_begin(watch, &post, NULL, mt_store_name(u->store, b->j.unit), "the pool, which computes its update");
     kept = mt_speculation_keep(u->guesses, b->j.unit, b->j.arg, clip, &st);
     if (st == MT_OK && !kept)
         st = b->j.run(b->j.arg, u->pool, clip);
+    mt_watch_end(watch, &post, st);
     if (st != MT_OK)
         goto fail;
     mt_timeline_end(u->timeline, &span, kept ? 2 * mt_store_hi_bytes(u->store, b->j.unit) : b->j.bytes,
@@ -415,6 +419,7 @@ static void *updater_main(void *arg)
     int         guess;
 
     pthread_setname_np(pthread_self(), "mt-updater");
+    mt_watch_i_am("host update");
     while ((w = next_work(u, &guess)) != NULL || guess) {
         if (guess) {
             mt_speculation_run(u->guesses, 0);
@@ -441,7 +446,7 @@ mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_u
     u->last = &u->first;
     pthread_mutex_init(&u->mu, NULL);
     pthread_cond_init(&u->more, NULL);
-    pthread_cond_init(&u->news, NULL);
+    (void)mt_watch_cond(&u->news);
     MT_TRY(mt_speculation_open(store, grads, pool, &u->guesses));
     if (pthread_create(&u->thread, NULL, updater_main, u) != 0) {
         st = MT_FAIL(MT_ENOMEM, "update: no thread for the updater");
@@ -496,6 +501,38 @@ void mt_update_timeline(mt_updater *u, mt_timeline *t)
 
 /* ---- submit, and what came of it -------------------------------------------------------- */
 
+/* Under mu. Until the updater has come so far. */
+static mt_status wait_until(mt_updater *u, int (*so_far)(const mt_updater *, uint64_t), uint64_t number,
+                            const char *awaits)
+{
+    mt_watch *watch = mt_store_watch(u->store);
+    mt_post   post = { 0 };
+    mt_status st = MT_OK;
+
+    if (so_far(u, number))
+        return MT_OK;
+    mt_watch_begin(watch, &post, NULL, NULL, awaits);
+    while (st == MT_OK && !so_far(u, number))
+        st = mt_watch_wait(watch, &post, &u->news, &u->mu);
+    mt_watch_end(watch, &post, st);
+    return st;
+}
+
+static int steps_are_few(const mt_updater *u, uint64_t most)
+{
+    return u->submitted - u->done < most;
+}
+
+static int is_normed(const mt_updater *u, uint64_t ticket)
+{
+    return u->results[ticket % RESULTS].normed;
+}
+
+static int is_done(const mt_updater *u, uint64_t ticket)
+{
+    return u->done >= ticket;
+}
+
 /* Announces, then hands over: the updater never ends what was not begun. Returns the ticket; w may
  * be gone by then. */
 static uint64_t hand_over(mt_updater *u, work *w, int *sync)
@@ -505,8 +542,8 @@ static uint64_t hand_over(mt_updater *u, work *w, int *sync)
     for (int i = 0; i < w->n; i++)
         mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
     pthread_mutex_lock(&u->mu);
-    while (u->submitted - u->done >= AHEAD)
-        pthread_cond_wait(&u->news, &u->mu);
+    /* Stuck: it is put all the same, since it was announced. Who waits for it is told. */
+    (void)wait_until(u, steps_are_few, AHEAD, "a step before this one");
     ticket = w->ticket = ++u->submitted;
     u->results[ticket % RESULTS] = (result){ 0 };
     *u->last = w;
@@ -553,10 +590,10 @@ mt_status mt_update_norm(mt_updater *u, uint64_t ticket, double *norm, int *skip
         return MT_FAIL(MT_EINVAL, "update: there is no result of submit %" PRIu64 "; the latest "
                        "is %" PRIu64 ", and %d are kept", ticket, submitted, RESULTS);
     }
-    while (!r->normed)
-        pthread_cond_wait(&u->news, &u->mu);
+    st = wait_until(u, is_normed, ticket, "the gradients' norm");
     got = *r;
     pthread_mutex_unlock(&u->mu);
+    MT_TRY(st);
     MT_TRY(mt_ledger_check(u->store));
     *norm = got.norm;
     *skipped = got.skipped;
@@ -572,9 +609,9 @@ mt_status mt_update_drain(mt_updater *u)
 
     pthread_mutex_lock(&u->mu);
     submitted = u->submitted;
-    while (u->done < submitted)
-        pthread_cond_wait(&u->news, &u->mu);
+    st = wait_until(u, is_done, submitted, "the steps that were asked for");
     pthread_mutex_unlock(&u->mu);
+    MT_TRY(st);
     if (u->residents != NULL)
         MT_TRY(mt_resident_drain(u->residents));
     if (u->disk != NULL)

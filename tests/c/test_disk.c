@@ -23,6 +23,7 @@ static struct {
     atomic_int dawdle_us;        /* at most, before each */
     atomic_int reads, writes;    /* so far */
     atomic_int fail_read, fail_write;        /* the n-th from now on fails; 0: none */
+    atomic_int stalled;                      /* reads wait until it is 0 */
 } disk;
 
 static int struck(atomic_int *n)
@@ -43,6 +44,8 @@ static void dawdle(uint64_t seed)
 static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
 {
     dawdle((uint64_t)atomic_fetch_add(&disk.reads, 1));
+    while (atomic_load(&disk.stalled))
+        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
     if (struck(&disk.fail_read)) {
         errno = EIO;
         return -1;
@@ -555,6 +558,27 @@ static void close_finishes_what_was_put_and_weights_wait_for_their_copies(void)
     close_world(&w);
 }
 
+/* A drive that answers no more: the request is named, and ends the updates that wait for it. */
+static void a_stalled_drive_is_named(void)
+{
+    errand e = { .params = all, .n = PARAMS, .unit = 0, .fail = 99 };
+    world  w;
+
+    open_world(&w, 1, 0);
+    step(&w, 0);
+    CHECK_OK(mt_disk_bring(w.disk, 2, MT_STATE_PLANES));         /* all is written */
+    mt_ledger_watchdog(w.store, 0.1);
+    atomic_store(&disk.stalled, 1);
+    e.w = &w;
+    CHECK_OK(put(&w, &e));
+    CHECK_EQ(mt_ledger_wait_updates(w.store, 0), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "disk, unit first waits for a piece to be read (READ), since ");
+    atomic_store(&disk.stalled, 0);
+    CHECK_EQ(mt_disk_wait(w.disk), MT_ESTUCK);                   /* the updates' own wait was a fault */
+    CHECK_EQ(e.over, 1);
+    close_world(&w);
+}
+
 /* Each update has its unit's bytes in the timeline once, whichever of its pieces is wanted. */
 static void an_updates_bytes_are_recorded_whatever_it_leaves_out(void)
 {
@@ -635,6 +659,7 @@ static void open_refuses_buffers_that_hold_nothing(void)
     X(a_changed_byte_names_its_unit_and_plane)                      \
     X(a_computation_that_fails_is_a_fault)                          \
     X(close_finishes_what_was_put_and_weights_wait_for_their_copies) \
+    X(a_stalled_drive_is_named)                                     \
     X(an_updates_bytes_are_recorded_whatever_it_leaves_out)         \
     X(a_unit_has_one_home)                                          \
     X(open_refuses_buffers_that_hold_nothing)

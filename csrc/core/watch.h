@@ -1,0 +1,74 @@
+/* watch.h — who waits for what, and since when: for the day on which nothing moves any more.
+ *
+ * Nouns, in the order they appear below:
+ *   watch    of a store, and of all that works on it. Has a limit, in seconds
+ *   post     a wait: which queue, which unit, for what, since when. A thread's, while it waits; or that of a device's
+ *            queue, until its event is done
+ *   moved    when anything was last begun, ended or copied
+ *   stuck    somebody waits, and for the limit nothing has moved. A wait that finds itself stuck ends with MT_ESTUCK
+ *            and the list of all posts, longest first: the first is where it began
+ *
+ *     mt_watch_i_am("d2h");                                // a thread of ours, once
+ *
+ *     mt_watch_begin(w, &post, NULL, "layers.0", "...");   // around a wait that nobody can end
+ *     st = dev->ops->sync_event(e);
+ *     mt_watch_end(w, &post, st);
+ *
+ *     while (!over && st == MT_OK)                         // one that this can; `changed` is of mt_watch_cond
+ *         st = mt_watch_wait(w, &post, &changed, &mu);
+ *
+ *     mt_watch_put(w, &post, "h2d", "layers.0", "...", e); // a queue was given something, with e behind it
+ *
+ * Threads: any. A post is one thread's at a time. The lock inside is taken last, and nothing is called under it but
+ *          the device's `query`.
+ */
+#ifndef MT_WATCH_H
+#define MT_WATCH_H
+
+#include "dev.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+typedef struct mt_post {
+    const char     *queue, *unit, *awaits;   /* all outlive the post; unit NULL: none */
+    mt_event       *event;                   /* a device queue's: listed until this is done. NULL: a thread's */
+    uint64_t        since_ns;                /* 0: not in the list */
+    struct mt_post *next, *before;
+} mt_post;
+
+typedef struct mt_watch {
+    pthread_mutex_t      mu;
+    mt_post             *first;              /* mu */
+    atomic_uint_least64_t moved_ns, limit_ns;
+} mt_watch;
+
+void mt_watch_open (mt_watch *w);
+void mt_watch_close(mt_watch *w);            /* after all posts */
+void mt_watch_limit(mt_watch *w, double seconds);
+void mt_watch_moved(mt_watch *w);
+
+/* Whose waits this thread's are, in a list: a literal. "the caller" before. */
+void mt_watch_i_am(const char *queue);
+
+/* queue NULL: this thread's. A wait that ended well has moved. */
+void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits);
+void mt_watch_end  (mt_watch *w, mt_post *p, mt_status st);
+
+/* Monotonic, as mt_watch_wait needs it. 0, or an errno. */
+int       mt_watch_cond(pthread_cond_t *c);
+/* Until c is signalled, or some time has gone by: look again. MT_ESTUCK: p's wait is stuck. */
+mt_status mt_watch_wait(mt_watch *w, const mt_post *p, pthread_cond_t *c, pthread_mutex_t *mu);
+/* The same for a wait that is not on a condition: MT_ESTUCK or MT_OK, at once. */
+mt_status mt_watch_look(mt_watch *w, const mt_post *p);
+/* The host waits for an event. In steps of up to a millisecond: not where every wait is one for the step's end. */
+mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char *awaits);
+
+/* Again for one that is in the list: the new unit's, from now on. */
+void mt_watch_put (mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits, mt_event *e);
+void mt_watch_take(mt_watch *w, mt_post *p);         /* before its event is closed; NULL or not in the list is fine */
+
+/* The list as text, cut where `cap` ends. */
+void mt_watch_tell(mt_watch *w, char *out, size_t cap);
+
+#endif

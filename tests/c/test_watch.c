@@ -1,0 +1,277 @@
+/* test_watch.c — queues that stall on purpose: the watchdog says which, for whose sake, on what, and since when; and
+ * what goes on, however slowly, is left alone. */
+#include "toy.h"
+#include "../../csrc/core/clock.h"
+#include "../../csrc/core/swap.h"
+
+#include <pthread.h>
+#include <time.h>
+
+#define LIMIT_S 0.1
+
+static void sleep_ms(int ms)
+{
+    struct timespec t = { 0, ms * 1000000L };
+
+    nanosleep(&t, NULL);
+}
+
+/* What stands in a queue until it is opened. */
+typedef struct gate { atomic_int open; } gate;
+
+static void wait_for_gate(void *arg)
+{
+    while (!atomic_load(&((gate *)arg)->open))
+        sleep_ms(1);
+}
+
+static void shut(toy *t, mt_queue *q, gate *g)
+{
+    atomic_store(&g->open, 0);
+    REQUIRE(t->dev->ops->call(q, wait_for_gate, g) == MT_OK);
+}
+
+/* Units in memory, and a compute queue of its own. */
+static void scene_open(toy *t, int n_units)
+{
+    mt_dev *dev;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    toy_open_on(t, dev, n_units, 1, MT_F32);
+    mt_ledger_watchdog(t->store, LIMIT_S);
+}
+
+/* ---- the list --------------------------------------------------------------------------- */
+
+static void posts_are_told_longest_first_until_they_are_over(void)
+{
+    mt_watch w;
+    mt_post  a, b, c;
+    char     text[400], little[20];
+
+    mt_watch_open(&w);
+    mt_watch_tell(&w, text, sizeof text);
+    CHECK_STR(text, "");
+    mt_watch_i_am("d2h");
+    mt_watch_begin(&w, &a, NULL, "layers.3", "the event LANDED");
+    mt_watch_i_am("the caller");
+    sleep_ms(5);
+    mt_watch_begin(&w, &b, "disk", "layers.1", "a piece");
+    mt_watch_begin(&w, &c, NULL, NULL, "all");
+    mt_watch_tell(&w, text, sizeof text);
+    CHECK_HAS(text, "d2h, unit layers.3 waits for the event LANDED, since 0.");
+    CHECK_HAS(text, "; disk, unit layers.1 waits for a piece, since ");
+    CHECK_HAS(text, "the caller waits for all, since ");
+    CHECK_EQ(strncmp(text, "d2h", 3), 0);
+    mt_watch_tell(&w, little, sizeof little);
+    CHECK_STR(little, "d2h, unit layers.3 ");
+    mt_watch_end(&w, &b, MT_OK);
+    mt_watch_tell(&w, text, sizeof text);
+    CHECK(strstr(text, "disk") == NULL);
+    mt_watch_end(&w, &a, MT_OK);
+    mt_watch_end(&w, &c, MT_OK);
+    mt_watch_tell(&w, text, sizeof text);
+    CHECK_STR(text, "");
+    mt_watch_close(&w);
+}
+
+static void a_wait_is_stuck_when_nothing_moved_for_the_limit(void)
+{
+    mt_watch w;
+    mt_post  a;
+
+    mt_watch_open(&w);
+    mt_watch_limit(&w, 0.03);
+    mt_watch_begin(&w, &a, NULL, "layers.0", "its gradients");
+    for (int i = 0; i < 20; i++) {                       /* twice the limit */
+        sleep_ms(3);
+        mt_watch_moved(&w);
+        CHECK_OK(mt_watch_look(&w, &a));
+    }
+    sleep_ms(35);
+    CHECK_EQ(mt_watch_look(&w, &a), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "layers.0: its gradients has not come in 0.03 s, and nothing else has moved");
+    CHECK_HAS(mt_last_error(), "the caller, unit layers.0 waits for its gradients, since 0.");
+    mt_watch_limit(&w, 60);
+    CHECK_OK(mt_watch_look(&w, &a));
+    mt_watch_end(&w, &a, MT_ESTUCK);
+    mt_watch_close(&w);
+}
+
+/* ---- queues ----------------------------------------------------------------------------- */
+
+/* Weights on their way to the device: a host writer waits for them. */
+static void a_stalled_h2d_is_named(void)
+{
+    uint64_t  version;
+    mt_queue *h2d;
+    toy       t;
+    gate      g;
+
+    scene_open(&t, 2);
+    REQUIRE(t.dev->ops->queue_open(t.dev, "h2d", &h2d) == MT_OK);
+    CHECK_OK(mt_ledger_fetch_begin(t.store, 1, &version));
+    shut(&t, h2d, &g);
+    CHECK_OK(mt_ledger_fetching(t.store, 1, h2d));
+    CHECK_EQ(mt_ledger_wait_fetch(t.store, 1), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "Longest first: h2d, unit layers.1 waits for copies of its weights (the event FETCHED)");
+    CHECK_HAS(mt_last_error(), "; the caller, unit layers.1 waits for copies of its weights (the event FETCHED)");
+    CHECK_OK(mt_ledger_check(t.store));                  /* no fault: it may have been slow only */
+    atomic_store(&g.open, 1);
+    CHECK_OK(mt_ledger_wait_fetch(t.store, 1));
+    t.dev->ops->queue_close(h2d);
+    toy_close(&t);
+}
+
+/* What compute had before its gradients is never over: edge GRAD holds d2h, the collector and the updater wait for
+ * it, and the caller for them. */
+static void run_nothing(void *arg) { (void)arg; }
+
+static mt_status update_nothing(void *arg, mt_pool *pool, float clip)
+{
+    (void)pool;
+    (void)clip;
+    if (arg != NULL)
+        wait_for_gate(arg);
+    return MT_OK;
+}
+
+static void a_stalled_d2h_is_named(void)
+{
+    static float    grads[64];
+    static const int params[1] = { 0 };
+    mt_grad_item    item = { 0, grads, MT_GRAD_SET, 0 };
+    mt_update_job   job = { .unit = 0, .n_params = 1, .params = params, .run = update_nothing, .free = run_nothing };
+    mt_offload     *o;
+    mt_updater     *u;
+    uint64_t        ticket;
+    double          norm;
+    int             skipped;
+    toy             t;
+    gate            g;
+
+    scene_open(&t, 2);
+    REQUIRE(mt_offload_open(t.dev, t.store, t.pool, 2, toy_kernels, &o) == MT_OK);
+    REQUIRE(mt_update_open(t.store, o, t.pool, &u) == MT_OK);
+    shut(&t, t.run, &g);
+    CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
+    CHECK_OK(mt_update_submit(u, &job, 1, 1.0, t.run, &ticket));
+    CHECK_EQ(mt_update_norm(u, ticket, &norm, &skipped), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "d2h, unit layers.0 waits for its gradients' copies (the event LANDED), since ");
+    CHECK_HAS(mt_last_error(), "waits for the hand-over of its gradients");
+    atomic_store(&g.open, 1);
+    (void)mt_update_drain(u);                            /* the updater's own wait was a fault */
+    mt_update_close(u);
+    mt_offload_close(o);
+    toy_close(&t);
+}
+
+static void a_stalled_update_is_named(void)
+{
+    static const int params[1] = { 0 };
+    mt_update_job   job = { .unit = 1, .params = params, .run = update_nothing, .free = run_nothing };
+    mt_offload     *o;
+    mt_updater     *u;
+    uint64_t        ticket;
+    toy             t;
+    gate            g = { 0 };
+
+    scene_open(&t, 2);
+    job.arg = &g;
+    REQUIRE(mt_offload_open(t.dev, t.store, t.pool, 2, toy_kernels, &o) == MT_OK);
+    REQUIRE(mt_update_open(t.store, o, t.pool, &u) == MT_OK);
+    CHECK_OK(mt_update_submit(u, &job, 1, 0, t.run, &ticket));
+    CHECK_EQ(mt_ledger_wait_updates(t.store, 1), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "unit layers.1: its update has not finished after 0.1 s in which nothing moved");
+    CHECK_HAS(mt_last_error(), "host update, unit layers.1 waits for the pool, which computes its update, since ");
+    CHECK_EQ(mt_update_drain(u), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "the steps that were asked for has not come in 0.1 s");
+    atomic_store(&g.open, 1);
+    CHECK_OK(mt_update_drain(u));
+    CHECK_OK(mt_ledger_wait_updates(t.store, 1));
+    mt_update_close(u);
+    mt_offload_close(o);
+    toy_close(&t);
+}
+
+/* Nobody on the host waits for activations: their queues are in the list all the same, until they are through. */
+static void a_stalled_swap_is_in_the_list(void)
+{
+    char         mem[4096], list[600];
+    mt_swap_part p = { mem, sizeof mem };
+    mt_swap     *w;
+    uint64_t     bundle;
+    toy          t;
+    gate         g;
+
+    scene_open(&t, 2);
+    REQUIRE(mt_swap_open(t.dev, t.pool, &w) == MT_OK);
+    mt_swap_store(w, t.store);
+    shut(&t, t.run, &g);
+    CHECK_OK(mt_swap_out(w, 1, &p, 1, t.run, &bundle));
+    CHECK_OK(mt_swap_left(w, bundle, t.run));
+    CHECK_OK(mt_swap_back(w, bundle, &p, 1, t.run));
+    mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
+    CHECK_HAS(list, "swap out, unit layers.1 waits for copies of what it keeps (the event LEFT)");
+    CHECK_HAS(list, "swap back, unit layers.1 waits for copies of what it keeps (the event BACK)");
+    atomic_store(&g.open, 1);
+    CHECK_OK(mt_swap_await(w, bundle, t.run));
+    CHECK_OK(t.dev->ops->sync(t.run));
+    mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
+    CHECK_STR(list, "");
+    mt_swap_drop(w, bundle);
+    mt_swap_close(w);
+    toy_close(&t);
+}
+
+/* ---- what goes on ----------------------------------------------------------------------- */
+
+typedef struct slow_save {
+    mt_store *store;
+    int       blocks;
+} slow_save;
+
+/* As copiers of a save do it: the unit is let go when its last block is copied. */
+static void *save_slowly(void *arg)
+{
+    slow_save *s = arg;
+
+    for (int i = 0; i < s->blocks; i++) {
+        sleep_ms(50);
+        mt_watch_moved(mt_store_watch(s->store));
+    }
+    mt_ledger_save_end(s->store, 0);
+    return NULL;
+}
+
+/* Longer than the watchdog waits, in steps that are much shorter. Then one that does nothing. */
+static void a_long_save_that_goes_on_is_waited_for(void)
+{
+    toy       t;
+    slow_save s = { .blocks = 10 };
+    pthread_t thread;
+
+    scene_open(&t, 2);
+    s.store = t.store;
+    mt_ledger_watchdog(t.store, 0.3);
+    CHECK_OK(mt_ledger_save_begin(t.store, 0));
+    CHECK_EQ(pthread_create(&thread, NULL, save_slowly, &s), 0);
+    CHECK_OK(mt_ledger_wait_saved(t.store, 0));
+    pthread_join(thread, NULL);
+    CHECK_OK(mt_ledger_save_begin(t.store, 0));
+    CHECK_EQ(mt_ledger_wait_saved(t.store, 0), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "its save has not finished after 0.3 s in which nothing moved");
+    CHECK_HAS(mt_last_error(), "the caller, unit layers.0 waits for its save (SAVED)");
+    mt_ledger_save_end(t.store, 0);
+    toy_close(&t);
+}
+
+#define TESTS(X)                                            \
+    X(posts_are_told_longest_first_until_they_are_over)     \
+    X(a_wait_is_stuck_when_nothing_moved_for_the_limit)     \
+    X(a_stalled_h2d_is_named)                               \
+    X(a_stalled_d2h_is_named)                               \
+    X(a_stalled_update_is_named)                            \
+    X(a_stalled_swap_is_in_the_list)                        \
+    X(a_long_save_that_goes_on_is_waited_for)
+CHECK_MAIN(TESTS)
