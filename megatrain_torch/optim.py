@@ -391,6 +391,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _update_now(self, unit: int, records: list[Record]) -> None:
         """A unit's gradients are on their way home: its update follows them. Runs in autograd's thread."""
+        self._settle()                       # what the step before skipped counts no more; known for a forward
         groups = {p: g for g in self.param_groups for p in g["params"]}
         items = []
         for r in records:
@@ -405,7 +406,7 @@ class AdamW(torch.optim.Optimizer):
         rt = records[0].runtime
         self._early.append(self._hand(rt, [(unit, items)], 0.0))
         if len(self._early) > RESULTS_KEPT:
-            self._early[-RESULTS_KEPT].result()
+            self._early[-RESULTS_KEPT - 1].result()
         self._done.update(rt.units[unit][i[0]].pid for i in items)
 
     # ---- updates that may be taken back ----

@@ -645,6 +645,21 @@ def test_in_backward_refuses_a_second_backward() -> None:
     del opt
 
 
+@pytest.mark.parametrize("units", [67, 150])
+def test_in_backward_takes_any_number_of_units(units: int) -> None:
+    """More than half, and more than all, of the results that an engine keeps."""
+    model = dots(shapes=[(3,)] * units)
+    refs, opt = references(model), mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+    for step in range(3):
+        grads = grads_for(model, step)
+        if step == 1:
+            grads[0] = torch.full((3,), math.nan)        # the oldest unread result is not lost either
+        feed(model, opt, grads)
+        follow(refs, grads if step != 1 else [None, *grads[1:]])
+    assert opt.skipped_steps == 1
+    assert_follows(model, opt, refs)
+
+
 def test_in_backward_skips_units_that_are_not_finite() -> None:
     """The norm of all is not known yet, so each unit is judged by its own gradients."""
     model = dots(BF16)

@@ -83,10 +83,17 @@ def sum_rows(device: str) -> bool:
 
 
 def gemm(device: str) -> bool:
-    """A column of weights' sums from two rows that far apart, and into them."""
+    """A column of weights' sums from two rows that far apart; on CUDA from so many dense rows, of which the first and the
+    last are not zero: cublasLt refuses rows beyond 2^31 from each other.
+    """
     x, other = rows(device), random(6, 2, 8).to(device)
     near, wide = (torch.zeros(8, N, device=device) for _ in range(2))
     ops.gemm_(near, other.t(), x.contiguous())
+    if device == "cuda":
+        dense = torch.zeros(APART // N + 2, N, dtype=torch.bfloat16, device=device)
+        several = torch.zeros(len(dense), 8, dtype=torch.bfloat16, device=device)
+        dense[::len(dense) - 1], several[::len(dense) - 1] = x, other
+        x, other = dense, several
     ops.gemm_(wide, other.t(), x)
     return same((near, wide))
 

@@ -38,9 +38,11 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Elements from the first of q to its last that cuDNN's kernels are given: that they count further is not known, and a
-# count that wraps is no error. Longer rows go to flash, whose offsets have 64 bits.
+# Elements of q, and from the first of them to the last, that cuDNN's kernels are given: so many have been compared with
+# sums in fp32 (tests/gpu/test_acts_on_gpu.py), and a count that wraps would be no error. What is more goes to flash,
+# whose offsets have 64 bits.
 CUDNN_MOST = 1 << 31
+CUDNN_SPAN = 15 << 28
 LEAST = -1e30            # of a bias: cuDNN's logits are multiplied by log2(e), which must not overflow
 
 
@@ -105,7 +107,8 @@ class Attention:
 
     def _far(self, q: Tensor, sinks: Tensor | None) -> bool:
         """Is it too long for cuDNN's kernels, which would take it otherwise?"""
-        return span_of(q) > CUDNN_MOST and self.mask is None and sinks is None and self._cudnn(q.transpose(1, 2), None)
+        long = q.numel() > CUDNN_MOST or span_of(q) > CUDNN_SPAN
+        return long and self.mask is None and sinks is None and self._cudnn(q.transpose(1, 2), None)
 
     def _by_lengths(self, q: Tensor) -> Attention:
         """Rows of a batch as sequences behind one another."""
