@@ -77,6 +77,7 @@ struct mt_disk {
     buffer         *buffers;             /* [n_buffers] */
     mt_arena        memory;              /* theirs, and one more: the bounce buffer's */
     char           *bounce;              /* bring and push. door */
+    int             bounced_unit, bounced_piece; /* that it has as the file does; -1: none. door */
     uint64_t        need;                /* written by add */
     unit           *units;               /* [n_units] of the store's, as far as added; grown by add */
     int             n_units;
@@ -590,6 +591,8 @@ static mt_status begin_update(mt_disk *d, int u, layout **l)
 
     MT_TRY(lay_out(d, u, l));
     chill(d, u);
+    if (d->bounced_unit == u)
+        d->bounced_unit = -1;
     pthread_mutex_lock(&d->mu);
     if (d->before >= 0)
         d->units[d->before].next = u;
@@ -771,7 +774,8 @@ static int in_the_way(const mt_disk *d, int u, int number, int write)
     return 0;
 }
 
-/* A piece to or from the bounce buffer. No update of the unit is under way, but its writes may be. */
+/* A piece to or from the bounce buffer. No update of the unit is under way, but its writes may be. Parameters that are
+ * pushed one after the other often share a piece, which is then read once. */
 static mt_status move(mt_disk *d, int u, int number, int write)
 {
     const piece *c = &d->units[u].lay->pieces[number];
@@ -780,6 +784,9 @@ static mt_status move(mt_disk *d, int u, int number, int write)
     errand       e = { .disk = d, .r = { .write = write, .at = c->at, .mem = d->bounce, .bytes = c->bytes,
                                          .sums = c->sums, .done = errand_over, .arg = &e } };
 
+    if (!write && d->bounced_unit == u && d->bounced_piece == number)
+        return mt_ledger_check(d->store);
+    d->bounced_unit = -1;
     /* The request's memory is this thread's stack: so this wait has no end but its own, and is only listed. */
     mt_watch_begin(watch, &post, "disk", mt_store_name(d->store, u),
                    write ? "a piece to be written (PUSHED)" : "a piece to be read for the host (WRITTEN)");
@@ -794,6 +801,9 @@ static mt_status move(mt_disk *d, int u, int number, int write)
     pthread_mutex_unlock(&d->mu);
     if (e.r.st != MT_OK)
         tell_fault(d, u, number, &e.r);
+    else
+        d->bounced_unit = u;
+    d->bounced_piece = number;
     return mt_ledger_check(d->store);
 }
 
@@ -949,7 +959,7 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
     d->pool = pool;
     d->bytes = bytes;
     d->last = &d->first;
-    d->next_unit = d->before = d->held = d->first_added = d->last_added = -1;
+    d->next_unit = d->before = d->held = d->first_added = d->last_added = d->bounced_unit = -1;
     pthread_mutex_init(&d->door, NULL);
     pthread_mutex_init(&d->mu, NULL);
     (void)mt_watch_cond(&d->changed);

@@ -61,7 +61,8 @@ int       mt_watch_cond(pthread_cond_t *c);
 mt_status mt_watch_wait(mt_watch *w, const mt_post *p, pthread_cond_t *c, pthread_mutex_t *mu);
 /* The same for a wait that is not on a condition: MT_ESTUCK or MT_OK, at once. */
 mt_status mt_watch_look(mt_watch *w, const mt_post *p);
-/* The host waits for an event. In steps of up to a millisecond: not where every wait is one for the step's end. */
+/* The host waits for an event, and for a record that is made meanwhile. In steps of up to a millisecond: not where
+ * every wait is one for the step's end. */
 mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char *awaits);
 
 /* Again for one that is in the list: the new unit's, from now on. */

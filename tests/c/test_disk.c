@@ -425,6 +425,35 @@ static void what_is_pushed_is_what_the_next_update_reads(void)
     }
 }
 
+/* Of the second unit; new values, which the next update reads. */
+static uint64_t bytes_read_by_push(world *w, int param)
+{
+    uint64_t before = mt_disk_stats_get(w->disk).read_bytes;
+
+    for (int64_t i = 0; i < numels[1][param]; i++)
+        plane(w, 1, param, MT_PLANE_V)[i] = w->v[1][param][i] = (float)(i % 9);
+    CHECK_OK(mt_disk_push(w->disk, 1, param, 1u << MT_PLANE_V));
+    return mt_disk_stats_get(w->disk).read_bytes - before;
+}
+
+/* Parameters are pushed one by one; what is in the piece that came last need not come again, until it changes. */
+static void a_piece_that_several_pushes_change_is_read_once(void)
+{
+    world w;
+
+    open_world(&w, 1, 0);
+    step(&w, 0);
+    read_as_far_as_it_goes(&w);                          /* of the first unit, which stays */
+    for (int i = 0; i < 3; i++) {
+        CHECK(bytes_read_by_push(&w, 1) > 0);
+        CHECK_EQ(bytes_read_by_push(&w, 1), 0);
+        step(&w, 0);
+        read_as_far_as_it_goes(&w);
+    }
+    check(&w);
+    close_world(&w);
+}
+
 static void parameters_that_come_later_keep_their_states_in_memory(void)
 {
     mt_param_desc d[2] = { { MT_F32, 9000, 0 }, { MT_F32, 500, 1 } };
@@ -561,8 +590,9 @@ static void close_finishes_what_was_put_and_weights_wait_for_their_copies(void)
 /* A drive that answers no more: the request is named, and ends the updates that wait for it. */
 static void a_stalled_drive_is_named(void)
 {
-    errand e = { .params = all, .n = PARAMS, .unit = 0, .fail = 99 };
-    world  w;
+    errand    e = { .params = all, .n = PARAMS, .unit = 0, .fail = 99 };
+    world     w;
+    mt_status st;
 
     open_world(&w, 1, 0);
     step(&w, 0);
@@ -574,7 +604,8 @@ static void a_stalled_drive_is_named(void)
     CHECK_EQ(mt_ledger_wait_updates(w.store, 0), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "disk, unit first waits for a piece to be read (READ), since ");
     atomic_store(&disk.stalled, 0);
-    CHECK_EQ(mt_disk_wait(w.disk), MT_ESTUCK);                   /* the updates' own wait was a fault */
+    st = mt_disk_wait(w.disk);                                   /* a fault, if the updates' own wait ended too */
+    CHECK(st == MT_OK || st == MT_ESTUCK);
     CHECK_EQ(e.over, 1);
     close_world(&w);
 }
@@ -654,6 +685,7 @@ static void open_refuses_buffers_that_hold_nothing(void)
     X(a_reader_waits_for_the_write_of_what_it_reads)                \
     X(nothing_is_written_while_it_is_read_for_nobody)               \
     X(what_is_pushed_is_what_the_next_update_reads)                 \
+    X(a_piece_that_several_pushes_change_is_read_once)              \
     X(parameters_that_come_later_keep_their_states_in_memory)       \
     X(a_transfer_that_fails_is_a_fault_that_names_what_was_lost)    \
     X(a_changed_byte_names_its_unit_and_plane)                      \
