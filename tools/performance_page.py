@@ -57,7 +57,13 @@ def steps(lines: list[Line]) -> str:
     """Whole training steps, beside the time of their products and of the resource that needs most."""
     heads = "model, tokens, sequence | placement | tokens/s | TFLOP/s | step s | x GEMMs | x attention too"
     heads += " | x bound | GPU GiB | host B/param"
-    return table(heads.split(" | "), [step_row(line) for line in of_bench(lines, "step")])
+    latest = {line["case"]: line for line in of_bench(lines, "step")}
+    return table(heads.split(" | "), [step_row(line) for line in sorted(latest.values(), key=size)])
+
+
+def size(line: Line) -> tuple[int, int, int]:
+    """Width, layers and tokens: what rows are sorted by."""
+    return tuple(int(setting(line, p, "0")) for p in (r"hidden=(\d+)", r"(\d+) layers", r"(\d+) tokens"))  # type: ignore[return-value]
 
 
 def step_row(line: Line) -> list[str]:
@@ -66,12 +72,13 @@ def step_row(line: Line) -> list[str]:
     width = width or "hidden " + setting(line, r"hidden=(\d+)")
     plan = setting(line, r"plan=(\w+)", "None")
     place = engine if plan == "None" else f"plan {plan}"
-    cap = setting(line, r"vram=(\S+)", "None")
+    limits = [setting(line, p, "None") for p in (r"states=(\S+)", r"vram=(\S+)", r"( host=\S+)")]
+    place += "".join(f", {limit.strip()}" for limit in limits if limit != "None")
     over = [number(line.get(name)) for name in ("over_gemm", "over_gemm_attention")]
     bound = f"{number(line['over_bound'])} ({line['bound']})" if "over_bound" in line else ""
     return [
         f"{width}, {layers} layers, {int(tokens):,}, " + setting(line, r"S=(\d+)"),
-        place + (f", {cap}" if cap != "None" else ""),
+        place,
         f"**{number(line['median'])}**",
         number(line.get("tflops")),
         number(line["step_s"]),
@@ -84,18 +91,19 @@ def step_row(line: Line) -> list[str]:
 
 
 def trace(lines: list[Line]) -> str:
-    """The last traced step: what each resource was busy with, and what compute waited for."""
+    """The longest traced step: what each resource was busy with, and what compute waited for."""
     traced = [line for line in of_bench(lines, "step") if line.get("trace")]
     if not traced:
         return ""
-    t = traced[-1]["trace"]
+    longest = max(traced, key=lambda line: line["step_s"])
+    t = longest["trace"]
     step_s = t["seconds"]
     rows = [
         [name, number(s), f"{s / step_s:.0%}", number(t["least_s"].get(name))]
         for name, s in t["busy_s"].items()
     ]
     waits = ", ".join(f"{number(s)} s for {name}" for name, s in t["idle_s"].items())
-    text = f"`{traced[-1]['case']}`\n\n{t['why'][:1].upper()}{t['why'][1:]}.\n\n"
+    text = f"`{longest['case']}`\n\n{t['why'][:1].upper()}{t['why'][1:]}.\n\n"
     text += table(["resource", "busy, s", "of the step", "at least, s"], rows)
     between = f"{number(t['between_steps_s'])} s, {t['between_steps_s'] / step_s:.1%} of the step"
     return text + f"\nCompute stood still: {waits}. Between two steps: {between}.\n"
@@ -126,12 +134,24 @@ def host_overhead(lines: list[Line]) -> str:
 
 def adam(lines: list[Line]) -> str:
     """AdamW on the host, beside a loop with the same reads and writes."""
+    loops = {(line["case"], line.get("states")): line["median"] for line in of_bench(lines, "adam_traffic")}
     rows = [
-        [name, line["case"], number(line["median"]), number(line.get("limit"))]
+        [name, line["case"], line.get("states", "fp32"), number(line["median"]), number(limit)]
         for name in ("adam_step", "torch_adamw")
         for line in of_bench(lines, name)
+        for limit in [line.get("limit") or loops.get((line["case"], line.get("states")))]
     ]
-    return table(["what", "case", "G parameters/s", "the loop alone"], rows)
+    return table(["what", "case", "states", "G parameters/s", "the loop alone"], rows)
+
+
+def plans(lines: list[Line]) -> str:
+    """What mt.plan said of a step and what the step took."""
+    rows = []
+    for line in of_bench(lines, "plan"):
+        said = line["predicted"]
+        cells = [f"{number(found, 4)}, {said[k] / found - 1:+.1%}" for k, found in line["found"].items()]
+        rows.append([line["case"], *cells])
+    return table(["case", "step s, said", "host GiB, said", "GPU GiB, said"], rows)
 
 
 FIGURES: dict[str, Callable[[list[Line]], str]] = {
@@ -140,6 +160,7 @@ FIGURES: dict[str, Callable[[list[Line]], str]] = {
     "overhead": overhead,
     "host-overhead": host_overhead,
     "adam": adam,
+    "plans": plans,
 }
 
 
