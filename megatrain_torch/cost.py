@@ -293,9 +293,9 @@ def host_planes(unit: Unit, home: str, micro: int, speculate: bool = False) -> d
     return {"weights": unit.weights, **_states(unit, micro), **early}
 
 
-def passing_bytes(units: list[Unit]) -> int:
-    """Host memory that gradients of these units pass through where they are kept nowhere."""
-    return sum(plan_slots([u.gradients for u in units], LENT))
+def lent_buffers(units: list[Unit]) -> list[int]:
+    """Bytes of each buffer of host memory that gradients of these units pass through where they are kept nowhere."""
+    return plan_slots([u.gradients for u in units], LENT)
 
 
 def device_planes(unit: Unit, micro: int, home: str = "vram") -> dict[str, int]:

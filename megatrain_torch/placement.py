@@ -27,7 +27,7 @@ from .cost import (
     device_planes,
     guess_shares,
     host_planes,
-    passing_bytes,
+    lent_buffers,
     visiting_planes,
 )
 from .disk import MEMORY_BYTES, PADDING, POOL, unit_file_bytes
@@ -187,8 +187,7 @@ class Problem:
     # ---- bytes ----
 
     def on_disk(self, homes: tuple[Home, ...], micro: int) -> frozenset[int]:
-        """Units whose states are there: as many as host memory cannot hold, those that are used last first. Their
-        updates have most time before the next forward needs them."""
+        """Units whose states are there: as many as host memory cannot hold."""
         key = homes, micro > 1
         if key not in self.disks:
             self.disks[key] = frozenset() if self.wishes.nvme is None else self._on_disk(homes, micro)
@@ -198,15 +197,26 @@ class Problem:
         over, room, found = 1, self.wishes.nvme, []
         if self.wishes.homes != "disk":
             over = sum(self._host_bytes(homes, micro, frozenset()).values()) - self.machine.host_bytes
-        for u in reversed(self.first):
+        for u in self._disk_order(homes):
             states, padding = unit_file_bytes(self.shape.units[u])
             if over + MEMORY_BYTES * bool(found) <= 0 or states + padding > room:
                 break
-            if homes[u] == Home.RAM and states:
+            if states:
                 found.append(u)
                 room -= states + padding
                 over -= states * (self.wishes.homes != "disk")
         return frozenset(found)
+
+    def _disk_order(self, homes: tuple[Home, ...]) -> list[int]:
+        """Units at home in RAM, those that are used last first: their updates have most time before the next forward
+        needs them. Where updates follow gradients that are kept nowhere, any first few are spread over the model (van
+        der Corput's sequence): the drive has the time between them, and a backward waits for each."""
+        order = [u for u in reversed(self.first) if not homes[u]]
+        if self.wishes.grads == "ram":
+            return order
+        bits = len(order).bit_length()
+        places = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
+        return [order[place] for place in places if place < len(order)]
 
     def states(self, unit: int) -> int:
         """Bytes of a unit's masters and moments."""
@@ -249,7 +259,7 @@ class Problem:
         total["staging"] = STAGINGS * max(away, default=0) if micro > 1 else 0
         total["activations"] = sum(self.away(micro, modes)) if modes else 0
         if self.wishes.grads == "none":
-            total["gradients"] = passing_bytes([u for u, home in zip(self.shape.units, homes) if not home])
+            total["gradients"] = sum(self.lent(homes))
         return total
 
     def away(self, micro: int, modes: tuple[str, ...]) -> list[int]:
@@ -374,7 +384,12 @@ class Problem:
             m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9, self.wishes.speculate,
             self.visiting(choice.homes), self.away(choice.micro, choice.modes),
             {u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in on_disk}, guess_shares(self.wishes.states),
-            {u: self.passing_s(u) for u in choice.passing})
+            {u: self.passing_s(u) for u in choice.passing}, self.lent(choice.homes))
+
+    def lent(self, homes: tuple[Home, ...]) -> list[int]:
+        """Bytes of the buffers that gradients pass through, where they are kept nowhere."""
+        away = [u for u, home in zip(self.shape.units, homes) if not home]
+        return lent_buffers(away) if self.wishes.grads == "none" else []
 
     def passing_s(self, unit: int) -> float:
         """Of an update through the device."""
@@ -412,11 +427,21 @@ class Problem:
         adding = max(backward, homes.add_s - (OFFLOAD_DEPTH + STAGINGS + 1) * homes.longest_add_s)
         passes = first + backward + (micro - 1) * (forward + adding) + homes.end_s
         added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
-        return NORM_S + max(passes, added, micro * homes.gradients / both)
+        alone = self._updates_alone(homes, micro) if self.wishes.grads == "none" else 0.0
+        return NORM_S + max(passes, added, alone, micro * homes.gradients / both)
+
+    def _updates_alone(self, homes: Homes, micro: int) -> float:
+        """Seconds of them, which a step takes at least where they run beside all of it."""
+        on_disk = self.on_disk(homes.units, micro)
+        host = sum(unit.trained for u, unit in enumerate(self.shape.units) if not homes.units[u] and u not in on_disk)
+        return max(host / self.machine.adam_rate(states=self.wishes.states),
+                   2 * sum(self.states(u) for u in on_disk) / (self.machine.disk_both_gbps * 1e9))
 
     def _first_forward(self, homes: Homes, micro: int) -> float:
         m, made = self.machine, self.micro(micro)
         busy = min(m.h2d_gbps, m.busy_gbps) * 1e9
+        if self.wishes.grads == "none":         # updates began in the backward before
+            return max(made.forward_s, homes.weights / (m.h2d_gbps * 1e9))
         trained = [self.shape.units[u].trained for u in self.first if not homes.units[u] and u not in homes.passing]
         from_disk = sum(self.shape.units[u].trained for u in self.on_disk(homes.units, micro))   # beside the others
         update_s = homes.update_s * (1 - from_disk / max(sum(trained), 1))

@@ -29,7 +29,7 @@ from .cost import (
     STAGINGS,
     device_planes,
     host_planes,
-    passing_bytes,
+    lent_buffers,
     visiting_planes,
 )
 from .disk import MEMORY_BYTES, file_bytes
@@ -112,7 +112,7 @@ class Asked:
                 found[plane] = found.get(plane, 0) + n
         if not self.keeps:
             passing = [u for u, home in zip(self.units(), self.homes) if home not in SETTLED]
-            found["gradients"] = passing_bytes(passing)
+            found["gradients"] = sum(lent_buffers(passing))
         if "disk" in self.homes:
             found[DISK_BUFFERS] = MEMORY_BYTES
         if self.micro > 1:

@@ -15,6 +15,7 @@ from .report import OWN
 from .timeline import LANES
 
 NORM_S = 0.0005             # clip factor, and waking the updater
+SETTLE = 3                  # steps until what updates leave to the next forward hardly changes
 SHOWN_MICRO = 8             # micro-batches walked through; of more, those before the last are taken to be alike
 RESOURCES = (*LANES, OWN)   # by the names that a measured step has them by; OWN: Python, launching kernels
 
@@ -35,6 +36,8 @@ class Step:
         h2d, d2h, both, busy: bytes/s; see Machine.
         speculate: updates on the host begin during backward, and all that do are kept.
         away: [w] bytes of what it keeps in host memory between forward and backward; none: of no window.
+        lent: bytes of the buffers that gradients pass through where they are kept nowhere; [] where they are kept.
+            Updates then follow their gradients, in backward.
         passing: {u: seconds} of updates that pass through the device, beside the host's.
         shares: of an update that begins during backward: what it takes then, and when it is kept.
         disk: {u: seconds} in which the states of units that have them there are read and written. Those units' updates
@@ -65,6 +68,7 @@ class Step:
     disk: dict[int, float] = field(default_factory=dict)
     shares: tuple[float, float] = (1.0, 1.0)
     passing: dict[int, float] = field(default_factory=dict)
+    lent: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -133,9 +137,14 @@ def schedule(uses: list[int], weights: list[int], slots: list[int]) -> Fetches:
 class _Walk:
     """Times at which each queue is through with what it was given so far; 0 is when the norm is known."""
 
-    def __init__(self, step: Step, fetches: Fetches, launch: float, early: frozenset[int]) -> None:
+    def __init__(self, step: Step, fetches: Fetches, launch: float, early: frozenset[int],
+                 left: dict[int, float]) -> None:
         self.step, self.fetches, self.behind = step, fetches, 0
         self.early = early                      # units whose updates began in the backward before
+        self.left = left                        # by unit, of updates that follow their gradients: when the last is over
+        self.lanes = {on_disk: max((s for u, s in left.items() if (u in step.disk) == on_disk), default=0.0)
+                      for on_disk in (False, True)}
+        self.lent: dict[int, list[float]] = {}  # by bytes of a buffer: when each of the latest is given back
         self.guesses: list[tuple[int, float, float]] = []       # (unit, begin, end) of updates in this backward
         self.guessed = 0.0                      # when the last of them is over
         self.run = self.h2d = self.mover = self.d2h = self.adder = 0.0
@@ -153,7 +162,20 @@ class _Walk:
         self.back: dict[int, float] = {}        # by window: when its bundle is on the device again
         self.landed: list[float] = []
         self.added: list[float] = []
-        self._updates()
+        if step.lent:
+            self._rest_of_updates()
+        else:
+            self._updates()
+
+    def _rest_of_updates(self) -> None:
+        """Those of the backward before that are not over."""
+        step = self.step
+        self.done = {u: self.left.get(u, 0.0) for units in step.units for u in units}
+        self.updated, host = self.lanes[False], [u for u, home in enumerate(step.home) if not home]
+        self.updates = {"host update": sum(step.update_s[u] for u in host if u not in step.disk),
+                        "device update": sum(step.update_s) - sum(step.update_s[u] for u in host),
+                        "disk": sum(step.disk.values()), "disk update": sum(step.update_s[u] for u in step.disk)}
+        self._guests_leave(0.0)
 
     def _updates(self) -> None:
         """Of units at home in VRAM on the device, at once; of the others on the host, in the forward's order."""
@@ -178,7 +200,13 @@ class _Walk:
         self.updated, self.updates = max(now, passed), {"host update": now, "device update": self.run,
                                            "disk": sum(step.disk.values()),
                                            "disk update": sum(step.update_s[u] for u in step.disk)}
-        for nbytes in step.visiting.values():       # down behind the updates, beside the forward
+        self._guests_leave(passed)
+
+    def _guests_leave(self, passed: float) -> None:
+        """States that arrived go down behind their updates, beside the forward. passed: seconds of updates in passing.
+        """
+        step = self.step
+        for nbytes in step.visiting.values():
             self.guests = self._copied(max(self.guests, self.run), nbytes, step.d2h)
         self.updates["through"] = passed + (self.guests - self.run if step.visiting else 0.0)
         self.d2h = self.guests
@@ -239,13 +267,35 @@ class _Walk:
         """Gradients leave behind compute; LANDED bounds how many units' are alive. At home in VRAM they take the
         same queue, and next to no time."""
         self.d2h = max(self.d2h, self.run)
+        if self.step.lent and self.step.home[unit]:
+            self.run += self.step.update_s[unit]
         if not self.step.home[unit]:
+            buffers = self._borrow(unit) if self.step.lent else []
             self._send(unit, adding)
+            if self.step.lent:
+                self._follow(unit, buffers)
             if last and self.step.speculate and unit not in {*self.step.disk, *self.step.passing}:
                 self._guess(unit, self.adder if adding else self.d2h)
         self.landed.append(self.d2h)
         if len(self.landed) > OFFLOAD_DEPTH:
             self.wait(self.landed[-1 - OFFLOAD_DEPTH], "d2h")
+
+    def _borrow(self, unit: int) -> list[float]:
+        """A buffer for its gradients; Python waits for the one that was lent first."""
+        nbytes = min(n for n in self.step.lent if n >= self.step.gradients[unit])
+        taken = self.lent.setdefault(nbytes, [])
+        if len(taken) == self.step.lent.count(nbytes):
+            free = taken.pop(0)
+            self.launch, self.d2h = max(self.launch, free), max(self.d2h, free)
+        return taken
+
+    def _follow(self, unit: int, buffers: list[float]) -> None:
+        """The unit's update begins when its gradients are home, behind those before it."""
+        step, on_disk = self.step, unit in self.step.disk
+        took = max(step.update_s[unit], step.disk.get(unit, 0.0))
+        self.lanes[on_disk] = self.done[unit] = max(self.lanes[on_disk], self.d2h) + took
+        self.updated = max(self.updated, self.lanes[False])
+        buffers.append(self.done[unit])
 
     def lift(self, unit: int) -> None:
         """A unit's states are asked for: up behind compute so far, beside what else crosses."""
@@ -333,10 +383,10 @@ def _due(step: Step) -> dict[int, list[int]]:
     return due
 
 
-def _walk(step: Step, fetches: Fetches, shown: int, launch: float,
-          early: frozenset[int] = frozenset()) -> tuple[_Walk, float, list[float]]:
+def _walk(step: Step, fetches: Fetches, shown: int, launch: float, early: frozenset[int] = frozenset(),
+          left: dict[int, float] | None = None) -> tuple[_Walk, float, list[float]]:
     """The walk, the seconds of its forwards, and `run` at the end of each micro-batch."""
-    t = _Walk(step, fetches, launch, early)
+    t = _Walk(step, fetches, launch, early, left or {})
     n, forwards, ends, due, handed = len(step.units), 0.0, [], _due(step), 0
     for micro in range(shown):
         began = t.run if micro else 0.0
@@ -372,8 +422,12 @@ def simulate(step: Step, fetches: Fetches | None = None) -> Timing:
         t, forwards, ends = _walk(step, fetches, shown, ahead)
     if t.guesses:               # what begins early in this step leaves the next one less to do
         t, forwards, ends = _walk(step, fetches, shown, ahead, frozenset(g[0] for g in t.guesses))
+    for _ in range(SETTLE if step.lent else 0):
+        left = {u: s - t.run for u, s in t.done.items() if s > t.run}
+        t, forwards, ends = _walk(step, fetches, shown, ahead, left=left)
     more = step.micro - shown
-    seconds = t.run + NORM_S + (more * (ends[-2] - ends[-3]) if more else 0.0)
+    least = max(t.updates["host update"], t.updates["disk"]) if step.lent else 0.0      # step after step
+    seconds = max(t.run, least) + NORM_S + (more * (ends[-2] - ends[-3]) if more else 0.0)
     share = step.micro / shown
     busy = {name: s * share + t.updates.get(name, 0.0) for name, s in t.busy.items()}
     idle = {name: s * (1.0 if name in ("host update", "through") else share) for name, s in t.idle.items() if s > 0}

@@ -325,6 +325,28 @@ def test_states_that_host_memory_cannot_hold_go_to_disk(tmp_path: Path) -> None:
     assert set(forced.homes.values()) == {"disk"} and forced.disk_room > forced.disk_bytes > plan.disk_bytes
 
 
+def test_updates_follow_gradients_that_are_kept_nowhere() -> None:
+    """In backward, so the next forward waits for the last of them alone; step after step they are over."""
+    slow = dataclasses.replace(FLAT, adam_gparams=((1, 0.5),))
+    asked = {"tokens": 8192, "seq": 1024, "homes": "ram", "machine": slow, "activations": "replay"}
+    kept, nowhere = mt.plan(small(24), **asked), mt.plan(small(24), **asked, grads="none")
+    assert nowhere.busy["host update"] == pytest.approx(kept.busy["host update"])
+    assert nowhere.busy["host update"] < nowhere.seconds < 0.9 * kept.seconds
+    assert nowhere.host["gradients"] < kept.host["gradients"] / 2
+    few = mt.plan(small(24), **asked | {"tokens": 1024}, grads="none")      # what binds is nothing but updates
+    assert few.busy["host update"] <= few.seconds < 1.05 * few.busy["host update"]
+
+
+def test_states_on_disk_are_spread_where_gradients_are_kept_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"tokens": 32768, "seq": 1024, "homes": "ram", "machine": dataclasses.replace(FLAT, disk_both_gbps=1.5),
+             "host": "4500MiB", "nvme": {"limit": "9GB"}, "grads": "none", "activations": "replay"}
+    spread = mt.plan(small(24), **asked)
+    places = [i for i, home in enumerate(spread.homes.values()) if home == "disk"]
+    assert len(places) >= 4 and all(b - a > 1 for a, b in itertools.pairwise(places[:-2])), places
+    monkeypatch.setattr(Problem, "_disk_order", lambda self, homes: list(reversed(self.first)))
+    assert spread.seconds < 0.9 * mt.plan(small(24), **asked).seconds
+
+
 @settings(max_examples=40, deadline=None)
 @given(memory, memory, st.integers(0, 2 * GIB), wishes)
 def test_a_disk_is_used_only_where_memory_is_short(vram: int, host: int, room: int, asked: dict) -> None:
@@ -377,7 +399,7 @@ def test_the_search_finds_the_least_time_of_all_choices(vram: int, fused: bool) 
 def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([SMALL, WIDE]))
     p = problem(shape, 10**15, 10**15, tokens=data.draw(st.sampled_from([512, 4096, 32768])),
-                speculate=data.draw(st.booleans()))
+                **data.draw(st.sampled_from([{}, {"speculate": True}, {"grads": "none"}])))
     p = few_cores(p) if data.draw(st.booleans()) else p
     micro = data.draw(st.sampled_from(p.micro_counts()))
     units = tuple(data.draw(st.lists(st.sampled_from(Home), min_size=len(shape.units), max_size=len(shape.units))))
