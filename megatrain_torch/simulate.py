@@ -144,7 +144,9 @@ class _Walk:
         self.left = left                        # by unit, of updates that follow their gradients: when the last is over
         self.lanes = {on_disk: max((s for u, s in left.items() if (u in step.disk) == on_disk), default=0.0)
                       for on_disk in (False, True)}
-        self.lent: dict[int, list[float]] = {}  # by bytes of a buffer: when each of the latest is given back
+        # By bytes of a buffer: when each of the latest is given back, and what it waits for.
+        self.lent: dict[int, list[tuple[float, str]]] = {}
+        self.held = OWN                         # what Python last waited for
         self.guesses: list[tuple[int, float, float]] = []       # (unit, begin, end) of updates in this backward
         self.guessed = 0.0                      # when the last of them is over
         self.run = self.h2d = self.mover = self.d2h = self.adder = 0.0
@@ -252,7 +254,8 @@ class _Walk:
             if self.ready[u] > begin:
                 begin, cause = self.ready[u], self.late[u]
         if self.launch > begin:
-            begin, cause = self.launch, OWN
+            begin, cause = self.launch, self.held
+        self.held = OWN
         if cause:
             self.idle[cause] += begin - self.run
         self.launch += host_s
@@ -280,22 +283,24 @@ class _Walk:
         if len(self.landed) > OFFLOAD_DEPTH:
             self.wait(self.landed[-1 - OFFLOAD_DEPTH], "d2h")
 
-    def _borrow(self, unit: int) -> list[float]:
+    def _borrow(self, unit: int) -> list[tuple[float, str]]:
         """A buffer for its gradients; Python waits for the one that was lent first."""
         nbytes = min(n for n in self.step.lent if n >= self.step.gradients[unit])
         taken = self.lent.setdefault(nbytes, [])
         if len(taken) == self.step.lent.count(nbytes):
-            free = taken.pop(0)
-            self.launch, self.d2h = max(self.launch, free), max(self.d2h, free)
+            free, cause = taken.pop(0)
+            if free > self.launch:
+                self.launch, self.held = free, cause
+            self.d2h = max(self.d2h, free)
         return taken
 
-    def _follow(self, unit: int, buffers: list[float]) -> None:
+    def _follow(self, unit: int, buffers: list[tuple[float, str]]) -> None:
         """The unit's update begins when its gradients are home, behind those before it."""
         step, on_disk = self.step, unit in self.step.disk
         took = max(step.update_s[unit], step.disk.get(unit, 0.0))
         self.lanes[on_disk] = self.done[unit] = max(self.lanes[on_disk], self.d2h) + took
         self.updated = max(self.updated, self.lanes[False])
-        buffers.append(self.done[unit])
+        buffers.append((self.done[unit], "disk" if on_disk else "host update"))
 
     def lift(self, unit: int) -> None:
         """A unit's states are asked for: up behind compute so far, beside what else crosses."""

@@ -334,7 +334,8 @@ def test_updates_follow_gradients_that_are_kept_nowhere() -> None:
     assert nowhere.busy["host update"] < nowhere.seconds < 0.9 * kept.seconds
     assert nowhere.host["gradients"] < kept.host["gradients"] / 2
     few = mt.plan(small(24), **asked | {"tokens": 1024}, grads="none")      # what binds is nothing but updates
-    assert few.busy["host update"] <= few.seconds < 1.05 * few.busy["host update"]
+    assert few.busy["host update"] <= few.seconds < 1.1 * few.busy["host update"]
+    assert few.idle["host update"] > 0.9 * sum(few.idle.values()), "Python waits for buffers, and is not waited for"
 
 
 def test_states_on_disk_are_spread_where_gradients_are_kept_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
