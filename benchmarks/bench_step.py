@@ -61,7 +61,7 @@ BLOCK_STEPS = 3  # steps of one engine before the other has its turn, in --overh
 ACTIVATIONS = ["auto", "whole", *MODES]
 ACTIVATIONS_HELP = f"of all layers: {', '.join(ACTIVATIONS)}"
 TRACE_HELP = "more steps, traced: a report; with FILE: Chrome JSON, and a .png beside it"
-PLAN_HELP = "mt.plan's; ram, vram: all units there; arrive: in RAM, but the states of the first --guests"
+PLAN_HELP = "mt.plan's; ram, vram, through: all units there; arrive: in RAM, but the states of --guests units"
 OVERHEAD_HELP = "streamed against plain torch's resident model, or against our own with all in VRAM"
 MOST_LAYERS = 256
 DOES_NOT_FIT = 3  # exit status
@@ -80,7 +80,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--steps", type=int, default=6)
     add("--warmup", type=int, default=2)
     add("--engine", choices=list(ENGINES), default="streamed")
-    add("--plan", choices=["auto", "ram", "vram", "arrive"], help=PLAN_HELP)
+    add("--plan", choices=["auto", "ram", "vram", "arrive", "through"], help=PLAN_HELP)
     add("--compute", choices=["auto", "eager", "fused", "compile"], default="auto")
     add("--vram", help='the most of the device that may be used, as "32GiB"')
     add("--activations", choices=ACTIVATIONS, default="auto", metavar="MODE", help=ACTIVATIONS_HELP)
