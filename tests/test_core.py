@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,6 +176,47 @@ def test_the_watchdog_names_the_queue_that_stalls() -> None:
     engine.check()
     assert torch.equal(weights(engine, unit, GRAD), grad)
     engine.close()
+
+
+SLOW_DRIVE = """
+    #define _GNU_SOURCE
+    #include <dlfcn.h>
+    #include <sys/types.h>
+    #include <time.h>
+    typedef ssize_t call(int, const void *, size_t, off_t);
+    static ssize_t slowly(const char *name, int fd, const void *p, size_t n, off_t at)
+    {
+        nanosleep(&(struct timespec){ 0, 50000000 }, NULL);
+        return ((call *)dlsym(RTLD_NEXT, name))(fd, p, n, at);
+    }
+    ssize_t pwrite(int fd, const void *p, size_t n, off_t at) { return slowly("pwrite", fd, p, n, at); }
+    ssize_t pwrite64(int fd, const void *p, size_t n, off_t at) { return slowly("pwrite64", fd, p, n, at); }
+"""
+SAVES = """
+    import importlib.util, sys, time
+    spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
+    core = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(core)
+    engine = core.Engine("cpu")
+    unit = engine.add_unit("layers.0", [core.DTYPES["F32"]], [12 << 20], [True])
+    plane = engine.plane(unit, 0, core.PLANES["HI"])
+    engine.watchdog(0.3)
+    begun = time.monotonic()
+    engine.save_begin([(sys.argv[2], plane.nbytes, [(0, plane.ctypes.data, plane.nbytes, unit)])], [(unit, 1)], 0, 1, 1)
+    engine.wait_saved(unit)
+    print(time.monotonic() - begun)
+    engine.close()
+"""
+
+
+def test_a_long_save_is_waited_for_however_patient_the_watchdog_is(tmp_path: Path) -> None:
+    """12 blocks, a twentieth of a second each: twice the watchdog's time, and never a tenth without a block."""
+    (tmp_path / "slow.c").write_text(textwrap.dedent(SLOW_DRIVE))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "slow.so", "slow.c", "-ldl"], cwd=tmp_path, check=True)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(SAVES), _core.__file__, str(tmp_path / "saved")],
+                          env=os.environ | {"LD_PRELOAD": str(tmp_path / "slow.so")}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0.4
 
 
 WRONG_TYPES: dict[str, Callable[[Engine], object]] = {

@@ -146,12 +146,10 @@ static void end_unit(void *arg, int unit)
     mt_ledger_save_end(g->e->store, unit);
 }
 
-/* Asked for every block, so a save that goes on moves, however long it takes. */
 static int wanted_unit(void *arg)
 {
     const mt_saving *g = arg;
 
-    mt_watch_moved(mt_store_watch(g->e->store));
     return mt_ledger_wanted(g->e->store);
 }
 
@@ -262,6 +260,7 @@ PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw)
     how.arg = g;
     how.spare_bytes = (size_t)spare;
     how.n_units = mt_store_units(e->store);
+    how.watch = mt_store_watch(e->store);
     if (files_from(e->error, files, &g->files) < 0 || (g->planes = planes_from(e, units, how.n_units)) == NULL ||
         units_ok(e, g, how.n_units) < 0) {
         saving_free(g);

@@ -139,7 +139,7 @@ void mt_watch_tell(mt_watch *w, char *out, size_t cap)
     for (const mt_post *p = next_longest(w, NULL); p != NULL && told < TOLD && n < cap; p = next_longest(w, p)) {
         if (is_over(p))
             continue;
-        n += (size_t)snprintf(out + n, cap - n, "%s%s%s%s waits for %s, since %.3g s", told++ > 0 ? "; " : "",
+        n += (size_t)snprintf(out + n, cap - n, "%s%s%s%s waits for %s, since %.2f s", told++ > 0 ? "; " : "",
                               p->queue, p->unit != NULL ? ", unit " : "", p->unit != NULL ? p->unit : "", p->awaits,
                               (double)(now > p->since_ns ? now - p->since_ns : 0) / 1e9);
     }

@@ -412,8 +412,15 @@ static void *writer_main(void *arg)
 
     pthread_setname_np(pthread_self(), "mt-save-write");
     while ((m = take_full(w)) != NULL) {
-        mt_status st = write_block(w, m);
+        mt_post   post;
+        mt_status st;
 
+        /* A block that is written has moved: so does a save, however long it takes. */
+        if (w->how.watch != NULL)
+            mt_watch_begin(w->how.watch, &post, "save", NULL, w->shards[w->blocks[m->block].shard].path);
+        st = write_block(w, m);
+        if (w->how.watch != NULL)
+            mt_watch_end(w->how.watch, &post, st);
         if (st != MT_OK)
             fail(w, st);
         pthread_mutex_lock(&w->mu);

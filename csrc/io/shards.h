@@ -22,6 +22,7 @@
 #ifndef MT_SHARDS_H
 #define MT_SHARDS_H
 
+#include "../core/watch.h"
 #include "file.h"
 
 typedef struct mt_extent {
@@ -48,6 +49,7 @@ typedef struct mt_shards_how {
     int       (*wanted)(void *arg);              /* a unit somebody waits for, or -1 */
     void  *arg;
     const mt_file_calls *calls;      /* NULL: the system's */
+    mt_watch *watch;                 /* every block that is being written is in its list; NULL: nobody watches */
 } mt_shards_how;
 
 typedef struct mt_shards mt_shards;

@@ -259,6 +259,51 @@ static void a_file_system_that_takes_less_than_a_page_is_told(void)
     teardown();
 }
 
+static atomic_int stalled;
+
+static ssize_t stall(int fd, const void *p, size_t bytes, off_t at)
+{
+    while (atomic_load(&stalled))
+        usleep(1000);
+    return pwrite(fd, p, bytes, at);
+}
+
+/* A drive that does not answer: its file is in the list, until it does. */
+static void a_stalled_write_is_listed_by_its_file(void)
+{
+    mt_file_calls c = mt_file_system;
+    mt_shards_how h = how();
+    mt_shards    *w = NULL;
+    mt_watch      watch;
+    uint64_t      bytes;
+    char          text[400] = "", part[200];
+    int           over = 0;
+    mt_status     st = MT_OK;
+
+    mt_watch_open(&watch);
+    setup();
+    c.write = stall;
+    h.calls = &c;
+    h.watch = &watch;
+    atomic_store(&stalled, 1);
+    CHECK_OK(mt_shards_write(shards, 2, h, &w));
+    for (int i = 0; i < 5000 && text[0] == 0; i++) {
+        usleep(1000);
+        mt_watch_tell(&watch, text, sizeof text);
+    }
+    snprintf(part, sizeof part, "save waits for %s, since ", path[0]);
+    CHECK_HAS(text, part);
+    atomic_store(&stalled, 0);
+    while (st == MT_OK && !over)
+        st = mt_shards_wait(w, 0.01, &bytes, &over);
+    CHECK_OK(st);
+    mt_shards_close(w);
+    mt_watch_tell(&watch, text, sizeof text);
+    CHECK_STR(text, "");
+    mt_watch_close(&watch);
+    teardown();
+}
+
 static void other_bytes_and_other_sizes_are_told(void)
 {
     int fd;
@@ -285,5 +330,6 @@ static void other_bytes_and_other_sizes_are_told(void)
     X(failures_before_and_between_let_all_units_go)         \
     X(writes_that_are_refused_or_short_go_on)               \
     X(a_file_system_that_takes_less_than_a_page_is_told)    \
+    X(a_stalled_write_is_listed_by_its_file)                \
     X(other_bytes_and_other_sizes_are_told)
 CHECK_MAIN(TESTS)
