@@ -12,6 +12,7 @@ from torch import Tensor
 
 import megatrain_torch as mt
 from megatrain_torch import packed
+from megatrain_torch.records import span_of
 from megatrain_torch.templates import attention
 from megatrain_torch.templates.attention import Attention
 from megatrain_torch.wrap import runtime_of
@@ -127,13 +128,43 @@ def test_attention_by_sequences_is_attention_by_mask() -> None:
         assert torch.allclose(a, b)
 
 
-def test_rows_that_are_too_long_for_one_kernel_go_by_lengths_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they do on CUDA beyond 2^31 elements: rows of a batch as sequences."""
+def cudnn_takes(monkeypatch: pytest.MonkeyPatch, most: int, span: int) -> list[tuple[int, int]]:
+    """As on CUDA where q has more elements than cuDNN's kernels are given: (elements of q, its span) of each call."""
+    seen, attend = [], Attention._torch
+    monkeypatch.setattr(attention, "CUDNN_MOST", most)
+    monkeypatch.setattr(attention, "CUDNN_SPAN", span)
+    monkeypatch.setattr(Attention, "_far", lambda self, q, sinks: q.numel() > most or span_of(q) > span)
+
+    def note(self: Attention, q: Tensor, *rest: Any) -> Tensor:
+        seen.append((q.numel(), span_of(q)))
+        return attend(self, q, *rest)
+
+    monkeypatch.setattr(Attention, "_torch", note)
+    return seen
+
+
+@pytest.mark.parametrize("most, span, parts", [(1 << 20, 1 << 20, 1), (1 << 20, 24 * 64, 1), (24 * 64 - 1, 1 << 20, 2),
+                                               (24 * 20, 1 << 20, 4), (24 * 20, 24 * 64, 4)])
+def test_rows_that_are_too_long_for_one_kernel_go_some_heads_at_a_time(most: int, span: int, parts: int,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, dout = torch.randn(2, 12, 16, 8, dtype=torch.float64), torch.randn(2, 12, 8, 8, dtype=torch.float64)
+    q, k, v = qkv.split((8, 4, 4), 2)
+    plain = Attention(0.3, True)
+    right, right_kept = plain.forward(q, k, v)
+    grads = plain.backward(dout, q, k, v, right, right_kept)
+    seen = cudnn_takes(monkeypatch, most, span)
+    out, kept = plain.forward(q, k, v)
+    assert torch.equal(out, right)
+    assert all(torch.equal(a, b) for a, b in zip(plain.backward(dout, q, k, v, out, kept)[:3], grads))
+    assert len(seen) == 2 * parts and all(n <= most and far <= span for n, far in seen)
+
+
+def test_heads_that_are_too_long_one_by_one_go_by_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a batch as sequences."""
     q, k, v, dout = (torch.randn(2, 12, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
     plain = Attention(0.3, True)
     (right, right_kept), seen = plain.forward(q, k, v), []
-    monkeypatch.setattr(attention, "CUDNN_MOST", 0)
-    monkeypatch.setattr(Attention, "_cudnn", lambda self, q, sinks: self.packed is None)
+    cudnn_takes(monkeypatch, 2 * 12 * 2 * 8 - 1, 1 << 20)
     monkeypatch.setattr(Attention, "_packed_forward", lambda self, *a: seen.append(self.packed.lengths) or (right, None))
     monkeypatch.setattr(Attention, "_packed_backward", lambda self, *a: (a[1], a[2], a[3]))
     assert plain.forward(q, k, v)[0] is right and seen == [(12, 12)]

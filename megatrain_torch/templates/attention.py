@@ -38,9 +38,8 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Elements of q, and from the first of them to the last, that cuDNN's kernels are given: so many have been compared with
-# sums in fp32 (tests/gpu/test_acts_on_gpu.py), and a count that wraps would be no error. What is more goes to flash,
-# whose offsets have 64 bits.
+# Elements of q, and from the first of them to the last, that cuDNN's kernels are given at once: so many have been
+# compared with sums in fp32 (tests/gpu/test_acts_on_gpu.py), and a count that wraps would be no error.
 CUDNN_MOST = 1 << 31
 CUDNN_SPAN = 15 << 28
 LEAST = -1e30            # of a bias: cuDNN's logits are multiplied by log2(e), which must not overflow
@@ -66,8 +65,10 @@ class Attention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Any]:
         """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
-        if self.packed is not None or self._far(q, sinks):
-            return self._by_lengths(q)._packed_forward(q, k, v)
+        if self.packed is not None:
+            return self._packed_forward(q, k, v)
+        if self._far(q, sinks):
+            return self._forward_by_heads(q, k, v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self._cudnn(q, sinks):
             bias, blind = self._seen(q)
@@ -86,8 +87,10 @@ class Attention:
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
                  sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dq, dk, dv: [B, S, h, D], strided; dsinks [hq]."""
-        if self.packed is not None or self._far(q, sinks):
-            return *self._by_lengths(q)._packed_backward(dout, q, k, v, out, kept), None
+        if self.packed is not None:
+            return *self._packed_backward(dout, q, k, v, out, kept), None
+        if self._far(q, sinks):
+            return *self._backward_by_heads(dout, q, k, v, out, kept), None
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         dsinks = None
         if kept is None:
@@ -103,18 +106,47 @@ class Attention:
         dq, dk, dv = (t.transpose(1, 2) for t in (dq, dk, dv))
         return dq, dk, dv, dsinks
 
-    # ---- packed sequences: flash takes all at once, else one by one, which is the definition ----
+    # ---- rows that are too long for cuDNN's kernels: some heads at a time ----
 
     def _far(self, q: Tensor, sinks: Tensor | None) -> bool:
-        """Is it too long for cuDNN's kernels, which would take it otherwise?"""
-        long = q.numel() > CUDNN_MOST or span_of(q) > CUDNN_SPAN
-        return long and self.mask is None and sinks is None and self._cudnn(q.transpose(1, 2), None)
+        """Are these more elements than cuDNN's kernels are given, which would take them otherwise?"""
+        many = q.numel() > CUDNN_MOST or span_of(q) > CUDNN_SPAN
+        return many and self.mask is None and sinks is None and self._cudnn(q.transpose(1, 2), None)
+
+    @staticmethod
+    def _head_parts(q: Tensor, k: Tensor) -> int | None:
+        """The fewest equal parts of the heads, queries with their keys, none of them too long; None: one head is."""
+        heads = k.shape[2]
+        return next((n for n in range(1, heads + 1) if heads % n == 0 and q.numel() // n <= CUDNN_MOST), None)
+
+    def _forward_by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
+        parts = self._head_parts(q, k)
+        if parts is None:
+            return self._by_lengths(q)._packed_forward(q, k, v)
+        out, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), []
+        for to, *heads in _by_heads(parts, out, q, k, v):
+            found, extra = self.forward(*map(_near, heads))
+            to.copy_(found)
+            kept.append(extra)
+        return out, tuple(kept)
+
+    def _backward_by_heads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any
+                           ) -> tuple[Tensor, Tensor, Tensor]:
+        parts = self._head_parts(q, k)
+        if parts is None:
+            return self._by_lengths(q)._packed_backward(dout, q, k, v, out, kept)
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        for extra, (to_q, to_k, to_v, *heads) in zip(kept, _by_heads(parts, dq, dk, dv, dout, q, k, v, out)):
+            found = self.backward(*map(_near, heads), extra)
+            for to, d in zip((to_q, to_k, to_v), found):
+                to.copy_(d)
+        return dq, dk, dv
 
     def _by_lengths(self, q: Tensor) -> Attention:
-        """Rows of a batch as sequences behind one another."""
-        if self.packed is not None:
-            return self
+        """Rows of a batch as sequences behind one another, for flash, whose offsets have 64 bits."""
         return dataclasses.replace(self, packed=Packed.of((q.shape[1],) * q.shape[0], q.device))
+
+    # ---- packed sequences: flash takes all at once, else one by one, which is the definition ----
 
     def _flash(self, q: Tensor) -> bool:
         return q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
@@ -207,6 +239,16 @@ class Attention:
             logits = torch.cat((logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), -1)
         p = F.softmax(logits, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         return torch.matmul(p[..., :k.shape[2]], v)
+
+
+def _by_heads(parts: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of [B, S, h, D]: the i-th part of each one's heads."""
+    return zip(*(t.chunk(parts, 2) for t in tensors))
+
+
+def _near(t: Tensor) -> Tensor:
+    """The same values, within a span that cuDNN's kernels are given."""
+    return t if span_of(t) <= CUDNN_SPAN else t.contiguous()
 
 
 def _each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

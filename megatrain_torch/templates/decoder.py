@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..packed import example, packed_of
+from .attention import CUDNN_MOST
 from .mlp import GatedMLP
 from .moe import SparseMLP
 from .parts import Grads, Norm, Unfit, Weights, as_input, has, unflattened
@@ -171,6 +172,8 @@ class Decoder:
     def work_bytes(self, tokens: int, item: int) -> int:
         """Bytes that backward needs at most beside what is kept: a layer made again, its gradients in flight."""
         columns = self.mlp.work_columns() + sum(self.attention.qkv.rows) + 4 * self.attention.hidden
+        if tokens * self.attention.qkv.rows[0] > CUDNN_MOST:             # some heads at a time, copied
+            columns += sum(self.attention.qkv.rows)
         return self.kept_bytes("saved", tokens, item) + tokens * columns * item
 
     def flops(self, tokens: int) -> float:

@@ -166,25 +166,28 @@ def test_whole_kernels_beyond_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.parametrize("heads, groups, unused, by", [(28, 4, 0, "flash"), (40, 8, 0, "flash"), (28, 4, 0, "cudnn"),
-                                                       (28, 4, 24, "cudnn")])
+                                                       (28, 4, 24, "cudnn"), (40, 8, 0, "cudnn by heads")])
 def test_attention_over_half_a_million_tokens(heads: int, groups: int, unused: int, by: str,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """Output, dq of the last rows and dk, dv of the first keys against sums in fp32. 28 heads are 1.9e9 elements, which
-    with unused heads beside them span 4.0e9: attention.CUDNN_SPAN; 40 heads are 2.7e9, more than CUDNN_MOST.
+    with unused heads beside them span 4.0e9: attention.CUDNN_SPAN; 40 heads are 2.7e9, more than CUDNN_MOST, and cuDNN
+    takes 20 at a time.
 
     P and dS are rounded to 8 bits, each by up to 2^-8, and so is the result: 4e-3 apiece, of terms as good as
     independent. Five of these for the output; for gradients twelve, since dS is a difference that cancels. An element of
     another row or head would be off by 1.
     """
     if by == "flash":
-        monkeypatch.setattr(attention, "CUDNN_MOST", 0)
+        monkeypatch.setattr(attention, "CUDNN_MOST", 0)      # not one head at a time
     seq, dim, scale = 1 << 19, 128, 128 ** -0.5
     generator = torch.Generator("cuda").manual_seed(0)
     qkv = torch.randn(1, seq, heads + 2 * groups + unused, dim, device="cuda", dtype=torch.bfloat16, generator=generator)
     q, k, v, _ = qkv.split((heads, groups, groups, unused), 2)
     kernel = Attention(scale, causal=True)
     out, kept = kernel.forward(q, k, v)
-    assert len(kept) == (3 if by == "flash" else 7)
+    assert len(kept) == {"flash": 3, "cudnn": 7, "cudnn by heads": 2}[by]
+    lses = [extra[0] for extra in kept] if by == "cudnn by heads" else [kept[0]]
+    lses = torch.cat([lse.reshape(1, -1, seq) for lse in lses], 1).float()
     dout = torch.randn(out.shape, device="cuda", dtype=torch.bfloat16, generator=generator)
     dq, dk, dv, _ = kernel.backward(dout, q, k, v, out, kept)
     head, group = heads - 1, groups - 1
@@ -201,8 +204,7 @@ def test_attention_over_half_a_million_tokens(heads: int, groups: int, unused: i
         for h in range(head - heads // groups + 1, head + 1):        # the query heads of this key's group
             rows = slice(key, seq)
             logits = q[0, rows, h].float() @ k[0, key, group].float() * scale
-            lse = kept[0].reshape(1, heads, seq)[0, h, rows].float()
-            p, do = torch.exp(logits - lse), dout[0, rows, h].float()
+            p, do = torch.exp(logits - lses[0, h, rows]), dout[0, rows, h].float()
             dv_wanted += p @ do
             delta = (do * out[0, rows, h].float()).sum(1)
             dk_wanted += (p * (do @ v[0, key, group].float() - delta)) @ q[0, rows, h].float() * scale
