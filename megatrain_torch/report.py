@@ -215,8 +215,9 @@ def _updates(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) ->
     for."""
     updating = _busy(lanes, lane, a, b)
     coming = min(_busy(lanes, "d2h", a, b), b - a - updating)
-    states = min(_busy(lanes, "disk", a, b), b - a - updating - coming) if lane == "disk update" else 0
-    return [(lane, updating), ("d2h", coming), ("disk", states)]
+    source = {"disk update": "disk", "device update": "through"}.get(lane, "")      # through: of states that arrive
+    states = min(_busy(lanes, source, a, b), b - a - updating - coming)
+    return [(lane, updating), ("d2h", coming), (source, states)]
 
 
 def _busy(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> int:

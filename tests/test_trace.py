@@ -420,6 +420,12 @@ def test_a_unit_that_lives_on_the_device_waits_for_its_update_there() -> None:
         == {"device update": 30, "d2h": 5, "host": 6}
 
 
+def test_states_that_arrive_late_are_what_an_update_on_the_device_waits_for() -> None:
+    assert idle(("compute", "backward", "a", 0, 10), ("through", "fetch", "a", 5, 30),
+                ("device update", "update", "a", 30, 40), ("compute", "forward", "a", 40, 100)) \
+        == {"device update": 10, "through": 20}
+
+
 def test_a_fetch_that_stood_in_line_is_the_lines() -> None:
     assert idle(("h2d", "fetch", "a", 0, 20), ("h2d", "fetch", "b", 20, 40), ("compute", "forward", "b", 40, 100)) \
         == {"h2d": 40}
