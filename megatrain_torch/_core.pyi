@@ -51,6 +51,8 @@ class Engine:
         """
     def drop(self, unit: int, plane: int) -> None: ...
     def host_bytes(self, plane: int = -1) -> int: ...
+    def cold_bytes(self, unit: int, plane: int) -> int:
+        """Host bytes that it takes to bring the plane there: 0 where its memory is there, or it was never asked for."""
     def unlocked(self) -> tuple[int, str]:
         """Host bytes that the driver could not lock, and what it said of the first: copied through a buffer."""
     def lock_limit(self, nbytes: int) -> None: ...      # tests only
@@ -109,9 +111,10 @@ class Engine:
         that speculate() began is taken back when LO, MASTER, M or V is asked for: before they are read or written."""
     def push(self, unit: int, param: int, planes: int) -> None:
         """The parameter's host planes were written: the device's (HI: as touch), or the file, take their values."""
-    def chill(self, unit: int) -> None:
-        """Gives host memory of the unit's states back where they are at home on the device or on disk; who reads them
-        brings them again. Not while somebody does."""
+    def take(self, unit: int, stream: int) -> None:
+        """Weights of a settled unit that were written on the host are fetched, behind what `stream` was given so far; then
+        host memory is given back of all planes that are at home on the device or on disk, but GRAD; who reads them brings
+        them again. Waits for updates of the unit. Not while somebody reads."""
 
     # checkpoints
     def save_begin(self, files: list[tuple[str, int, list[tuple[int, int, int, int]]]], units: list[tuple[int, int]],

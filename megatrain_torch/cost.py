@@ -281,20 +281,25 @@ class Home(enum.IntEnum):
 
 
 def host_planes(unit: Unit, home: str, micro: int, speculate: bool = False) -> dict[str, int]:
-    """Bytes in host memory by plane; at home in VRAM only the weights as they were loaded, with "arrive" the states."""
+    """Bytes in host memory by plane; at home in VRAM none, with "arrive" the states."""
     if home == "vram":
-        return {"weights": unit.weights}
+        return {}
     if home == "disk":
         return {k: n for k, n in {"weights": unit.weights, **_states(unit, micro)}.items()
                 if k not in visiting_planes(unit)}
     if home == "arrive":
-        return {"weights": unit.weights, **visiting_planes(unit)}
+        return visiting_planes(unit)
     early = {"to take updates back": unit.gradients + unit.masters + unit.moments} if speculate else {}
     return {"weights": unit.weights, **_states(unit, micro), **early}
 
 
+def copied_planes(unit: Unit) -> dict[str, int]:
+    """The same of copies that a state_dict makes of what is at home in VRAM: a master is weight and rest."""
+    return visiting_planes(unit) | ({"weights": unit.weights} if unit.masters else {})
+
+
 def lent_buffers(units: list[Unit]) -> list[int]:
-    """Bytes of each buffer of host memory that gradients of these units pass through where they are kept nowhere."""
+    """Bytes of each buffer of memory that gradients of these units pass through where they are kept nowhere."""
     return plan_slots([u.gradients for u in units], LENT)
 
 

@@ -357,19 +357,16 @@ class AdamW(torch.optim.Optimizer):
         elif record.owner() is not self:
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
-        if record.dtype != torch.float32 and record.master_writes != record.writes:
-            rt.core.wait_updates(record.unit)    # the weight was set from outside: it is its own master
-            rt.own_states(record)
-            exact, record.exact = record.exact, None
-            if exact is not None and record.writes == 0:
-                set_master(p, exact)             # what lies just between two bf16 values may become the other one
-            elif record.dtype == torch.float16:
-                record.view("MASTER").copy_(record.host)
-                rt.push(record, "MASTER")
-            elif record.low_bytes and record.master_writes >= 0:     # a new plane is zero, and no memory yet
-                record.view("LO").zero_()
-                rt.push(record, "LO")
-        record.master_writes = record.writes
+        if _lacks_master(record):
+            # Of a unit on the device all at once, so that host memory has one such unit at a time.
+            mates = [r for r in rt.units[record.unit] if r.was_trainable and r.owner in (None, record.owner)]
+            for r in mates if record.unit in rt.settled else [record]:
+                if _lacks_master(r):
+                    _make_master(r)
+                    r.master_writes = r.writes
+            if record.unit in rt.settled:
+                rt.take(record.unit)
+        record.exact, record.master_writes = None, record.writes
 
     def _begin_state(self, p: StreamedParameter, record: Record) -> None:
         """States of a parameter that has none in this optimizer, over planes that are zero when they are new."""
@@ -558,6 +555,32 @@ def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_
         raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
     if nonfinite not in ("skip", "raise"):
         raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
+
+
+def _lacks_master(record: Record) -> bool:
+    """The weight was set from outside, and what makes it an fp32 master does not follow. A new plane LO is zero, and no
+    memory yet."""
+    if record.dtype == torch.float32 or record.master_writes == record.writes:
+        return False
+    if record.exact is not None and record.writes == 0:
+        return True
+    return record.dtype == torch.float16 or bool(record.low_bytes and record.master_writes >= 0)
+
+
+def _make_master(record: Record) -> None:
+    """Of a parameter that lacks one: its own values are it."""
+    rt = record.runtime
+    rt.wait_updates(record)
+    rt.own_states(record)
+    exact, record.exact = record.exact, None
+    if exact is not None and record.writes == 0:
+        set_master(record.param, exact)      # what lies just between two bf16 values may become the other one
+    elif record.dtype == torch.float16:
+        record.view("MASTER").copy_(record.host)
+        rt.push(record, "MASTER")
+    else:
+        record.view("LO").zero_()
+        rt.push(record, "LO")
 
 
 def master(p: StreamedParameter) -> Tensor:

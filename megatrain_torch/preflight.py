@@ -27,6 +27,7 @@ from .cost import (
     PASSING_BYTES,
     PLANES_OF,
     STAGINGS,
+    copied_planes,
     device_planes,
     host_planes,
     lent_buffers,
@@ -59,7 +60,7 @@ class Asked:
         besides: what a plan puts in host memory beside planes, by what it is.
         keeps: gradients of units at home in RAM are kept there; else they pass through a few buffers.
         states: how AdamW's are kept.
-        copied: those that live on the device have copies in host memory, for a state_dict.
+        copied: those that live on the device, and masters there, have copies in host memory, for a state_dict.
         known: units by what their bytes depend on; the same dict in all that is made from this by `replace`.
     """
 
@@ -107,8 +108,8 @@ class Asked:
         found: dict[str, int] = {}
         for i, (unit, home) in enumerate(zip(self.units(), self.homes)):
             where = home if home in (*SETTLED, "disk") else "ram"
-            where = "arrive" if home == "vram" and self.copied else where       # its planes in host memory
-            for plane, n in host_planes(unit, where, self.micro, i in self.speculated).items():
+            planes = host_planes(unit, where, self.micro, i in self.speculated)
+            for plane, n in (copied_planes(unit) if home in SETTLED and self.copied else planes).items():
                 found[plane] = found.get(plane, 0) + n
         if not self.keeps:
             passing = [u for u, home in zip(self.units(), self.homes) if home not in SETTLED]
@@ -230,16 +231,17 @@ def _planes(asked: Asked) -> dict[str, int]:
 
 def _loading(asked: Asked, own: list[int]) -> dict[str, int]:
     """The most that is held at once beyond what is there: planes are filled unit by unit, each giving back the
-    module's own tensors; then, on the CPU device, come the slots."""
-    at = peak = given = 0
-    for unit, n in zip(asked.units(), own):
-        at += unit.weights
-        peak = max(peak, at - given)
+    module's own tensors, and its memory where it goes to the device; then, on the CPU device, come the other slots."""
+    at = slots = given = 0
+    steps: list[dict[str, int]] = []
+    for unit, home, n in zip(asked.units(), asked.homes, own):
+        settled = home in SETTLED
+        slots += unit.weights * (settled and asked.on_cpu)
+        steps.append({"weights": at + unit.weights, "the device's slots": slots, _OWN: -given})
+        at += unit.weights * (not settled)
         given += n
-    slots = sum(asked.slots()) if asked.on_cpu else 0
-    if at - given + slots > peak:
-        return {"weights": at, "the device's slots": slots, _OWN: -given}
-    return {"weights": at, _OWN: peak - at}
+    steps.append({"weights": at, "the device's slots": sum(asked.slots()) * asked.on_cpu, _OWN: -given})
+    return max(steps, key=lambda held: sum(held.values()))
 
 
 def own_bytes(groups: list[Group]) -> list[int]:
@@ -317,9 +319,20 @@ class Room:
 
     def copies(self, core: _core.Engine) -> None:
         """States that live on the device are about to be copied to the host. Raises: as `states`."""
-        if "vram" in self.asked.homes:
+        if any(home in SETTLED for home in self.asked.homes):
             asked = dataclasses.replace(self.asked, copied=True)
-            self._check(core, asked, "for copies of states at home on the device", "masters", "moments")
+            self._check(core, asked, "for copies of states at home on the device", "weights", "masters", "moments")
+
+    def weights(self, core: _core.Engine, unit: int) -> None:
+        """Of a unit that lives on the device, before they are read on the host. Raises: as `states`."""
+        need = core.cold_bytes(unit, _core.PLANES["HI"])
+        bound = host_limits().short(need) if need and self.limit is None else None
+        if bound is not None:
+            table = {"weights": need, "margin": with_margin(need) - need}
+            raise _refusal(self.asked, f"host memory to read {self.asked.groups[unit][0]}", table, bound.free,
+                           f"free: {bound.what}", {}, "mt.save, which brings units one by one",
+                           "an optimizer step and a forward after what was read so far, which give its memory back",
+                           f"{show_bytes(with_margin(need) - bound.free)} more ({bound.remedy})")
 
     def activations(self, core: _core.Engine, nbytes: int) -> None:
         """So many bytes of one window are about to wait in host memory. Raises: as `states`."""
@@ -357,7 +370,7 @@ class Room:
         there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in own) for plane, own in PLANES_OF.items()}
         there["activations"] = core.swap_bytes()[0]
         need = asked.host()
-        made = {"weights": True, DISK_BUFFERS: DISK_BUFFERS in self.asked.host(), "staging": there["sums"] > 0}
+        made = {"weights": not asked.copied, DISK_BUFFERS: DISK_BUFFERS in self.asked.host(), "staging": there["sums"] > 0}
         there |= {what: n for what, n in need.items() if made.get(what) or what.endswith("slots")}
         return {what: max(n - there.get(what, 0), 0) for what, n in need.items() if what in planes}
 

@@ -239,7 +239,7 @@ def _load_unit(rt: Runtime, records: list[Record], source: _Checkpoint, names: d
     reads.go()
     for done in finish:
         done()
-    rt.core.chill(records[0].unit)
+    rt.take(records[0].unit)
 
 
 def _load_record(record: Record, name: str, source: _Checkpoint, reads: _Reads,

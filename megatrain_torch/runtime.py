@@ -145,7 +145,7 @@ class Runtime:
         self.root, self.device, self.core = weakref.ref(root), device, core
         self.is_cuda = device.type == "cuda"
         self.states, self.states_chosen = "fp32", False      # how AdamW's are kept; chosen: by somebody, not by default
-        self.settled: frozenset[int] = frozenset()           # units that live on the device
+        self.settled: dict[int, int] = {}                    # units that live on the device: their slots
         self.speculated: frozenset[int] = frozenset()        # units whose updates may begin during backward
         self.on_disk: frozenset[int] = frozenset()           # units whose states are in a file
         self.arrivals = Arrivals(self, ())                   # of settled units: whose states come and leave
@@ -196,18 +196,23 @@ class Runtime:
 
     # ---- units and slots ----
 
-    def open_slots(self, sizes: list[int], settled: list[int], guests: Iterable[int] = ()) -> None:
-        """Slots of these sizes; the last ones belong to the units that live on the device, guests among them."""
+    def open_slots(self, sizes: list[int], settled: list[int]) -> None:
+        """Slots of these sizes; the last ones belong to the units that will live on the device."""
         self.slots = [Slot(n, self.device) for n in sizes]
         if self.is_cuda:
             torch.cuda.current_stream(self.device).synchronize()   # former owners of this memory are done
         self.note_bounds()
         self.core.open_slots([(s.address, s.nbytes) for s in self.slots], SlotHooks(self))
-        for slot, unit in enumerate(settled, len(sizes) - len(settled)):
-            self.core.settle(unit, slot)
-        self.settled = frozenset(settled)
+        self.settled = {unit: slot for slot, unit in enumerate(settled, len(sizes) - len(settled))}
+
+    def invite(self, guests: Iterable[int]) -> None:
+        """States of these units, which live on the device, come and leave."""
         self.arrivals = Arrivals(self, guests)
         self.arrivals.invite()
+
+    def take(self, unit: int) -> None:
+        """What of the unit is at home elsewhere goes there, and its memory on the host is given back."""
+        self.core.take(unit, self.stream())
 
     def keep_on_disk(self, disk: Disk, units: list[int], sizes: dict[str, int]) -> None:
         """The units' states go to a file, which loses its name with the process at the latest. sizes: tests' own."""
@@ -298,6 +303,9 @@ class Runtime:
     # ---- host reads and writes ----
 
     def wait_updates(self, record: Record) -> None:
+        """The weights may be read in host memory. Raises: a unit at home on the device has no room for a copy there."""
+        if record.unit in self.settled:
+            self.room.weights(self.core, record.unit)
         self.core.wait_updates(record.unit)
 
     def wait_grads(self, record: Record) -> None:
@@ -342,6 +350,9 @@ class Runtime:
             self.finish_save()
 
     def before_write(self, record: Record) -> None:
+        """As `wait_updates`, and nothing reads them for the device."""
+        if record.unit in self.settled:
+            self.room.weights(self.core, record.unit)
         self.core.wait_fetch(record.unit)
 
     def after_write(self, record: Record) -> None:

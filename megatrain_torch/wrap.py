@@ -6,6 +6,7 @@ deepcopy and pickle turn back into an ordinary model.
 """
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from dataclasses import dataclass
@@ -149,8 +150,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     rt = Runtime(module, where, _engine(where, choices.options))
     try:
         rt.compute, rt.vram, rt.room = choices.compute, choices.vram, room
-        _fill(rt, asked.groups, dtype, masters)
         _open(rt, asked, sizes, choices)
+        _fill(rt, asked.groups, dtype, masters)
+        _place(rt, asked, choices)
         _install(rt, module, found)
         rt.warn_unlocked()
     except BaseException:
@@ -174,9 +176,6 @@ def unstream(module: nn.Module) -> nn.Module:
         raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
     rt.finish_save()
     rt.drain()
-    for r in rt.records:                 # what lives on the device comes home
-        rt.wait_updates(r)
-        rt.wait_grads(r)
     if rt.trace is not None:
         rt.trace.finish()
         rt.trace.stop()
@@ -321,21 +320,26 @@ def _engine(where: torch.device, options: dict[str, Any]) -> _core.Engine:
 
 
 def _open(rt: Runtime, asked: Asked, sizes: list[int], choices: _Choices) -> None:
-    """Slots, and what is at home elsewhere or goes another way; the units are there."""
-    options, core = choices.options, rt.core
-    rt.activations, rt.speculated = options.get("activations", "auto"), asked.speculated
-    if "states" in options:
-        rt.choose_states(options["states"])
+    """Slots; there are no units yet."""
+    rt.activations, rt.speculated = choices.options.get("activations", "auto"), asked.speculated
     rt.store_bytes = sum(n for what, n in asked.device().items() if what.startswith("at home"))
     rt.cap = Cap(rt.device, rt.vram, rt.store_bytes)
-    rt.open_slots(sizes, _at(asked, *SETTLED), _at(asked, "arrive"))
+    rt.open_slots(sizes, _at(asked, *SETTLED))
+
+
+def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
+    """What is at home elsewhere than weights, or goes another way; the units are there."""
+    options, core = choices.options, rt.core
+    if "states" in options:
+        rt.choose_states(options["states"])
+    rt.invite(_at(asked, "arrive"))
     for unit in _at(asked, "through"):
         core.through(unit, True)
     debug = {k: v for k, v in options.get("debug", {}).items() if k not in ("delay_us", "seed", "lock")}
     buffers = debug.pop("disk", {})
     if choices.disk is not None and "disk" in asked.homes:
         rt.keep_on_disk(choices.disk, _at(asked, "disk"), buffers)
-    rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups))) - rt.settled
+    rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups))) - rt.settled.keys()
     for unit in rt.passing:
         core.pass_gradients(unit)
     if debug:
@@ -377,7 +381,8 @@ def _free(where: torch.device) -> int | None:
 
 
 def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None, masters: bool) -> None:
-    """Units in the store, weights in their planes; each old tensor is freed as its values are in."""
+    """Units in the store, weights in their planes; each old tensor is freed as its values are in. What lives on the
+    device goes there at once: host memory has one such unit at a time."""
     global _pid
     given, files = 0, Mapped()
     for (name, params), own in zip(groups, own_bytes(groups)):
@@ -385,11 +390,15 @@ def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None, masters: 
         unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
         records = [_record(rt, unit, name, i, _pid + i, full, p, dtype) for i, (full, p) in enumerate(params)]
         _pid += len(params)
+        if unit in rt.settled:
+            rt.core.settle(unit, rt.settled[unit])
         with torch.no_grad():
             for hi, value in files.fill([(r.view("HI"), r.param.detach()) for r in records]):
                 hi.copy_(value)
         for r in records:
             _adopt(rt, r, masters)
+        if unit in rt.settled:
+            rt.take(unit)
         rt.units.append(records)
         rt.unit_names.append(name)
         given += own
@@ -579,8 +588,14 @@ def _give_back(rt: Runtime, root: nn.Module) -> None:
             m.__dict__["_parameters"] = dict(m._parameters)
         m.__dict__["_buffers"] = {k: b.cpu() if isinstance(b, Tensor) else b for k, b in m._buffers.items()}
         _runtimes.pop(m, None)
-    for r in rt.records:
-        _restore(r)
+    for unit, records in itertools.groupby(rt.records, lambda r: r.unit):
+        if unit in rt.settled:           # it comes home, through host memory that is one unit's at a time
+            rt.core.wait_updates(unit)
+            rt.core.wait_grads(unit)
+        for r in records:
+            _restore(r)
+        if unit in rt.settled:
+            rt.take(unit)
     rt.cap.lift()
     rt.core.close()
 

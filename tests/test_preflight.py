@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -71,6 +73,8 @@ def test_loading_holds_one_unit_twice_and_then_the_slots(free: Callable) -> None
     unit = 2 * NUMEL // LAYERS
     assert sum(preflight._loading(asked, [unit] * LAYERS).values()) == unit
     assert sum(preflight._loading(asked, [0] * LAYERS).values()) == LAYERS * unit
+    at_home = dataclasses.replace(asked, homes=("vram",) * LAYERS)
+    assert sum(preflight._loading(at_home, [0] * LAYERS).values()) == unit
 
 
 def test_weights_are_refused_by_the_byte(free: Callable) -> None:
@@ -195,17 +199,36 @@ def test_copies_of_states_on_the_device_are_asked_for(free: Callable) -> None:
     model = stream(plan={"homes": "vram"})
     opt = mt.AdamW(model.parameters())
     train(model, opt)
-    free(with_margin(10 * NUMEL) - 1)
+    free(with_margin(12 * NUMEL) - 1)                   # masters are in it: weights too
     with pytest.raises(mt.MegatrainError, match=r"for copies of states[^$]*moments"):
         opt.state_dict()
-    free(with_margin(10 * NUMEL))
+    free(with_margin(12 * NUMEL))
     assert len(opt.state_dict()["state"]) == LAYERS
     free(0)
     opt.state_dict()                                    # they are there
 
 
+def test_weights_on_the_device_are_asked_for_before_they_are_read(free: Callable) -> None:
+    free(10**9)
+    unit = 2 * NUMEL // LAYERS
+    model = stream(plan={"homes": "vram"})
+    core = runtime_of(model).core
+    free(with_margin(unit) - 1)
+    first = model.layers[0].weight
+    for look in (first.norm, lambda: first.data.zero_(), model.state_dict, lambda: copy.deepcopy(model)):
+        with pytest.raises(mt.MegatrainError, match=r"to read layers\.0[^$]*mt\.save, which brings units one by one"):
+            look()
+    assert core.host_bytes() == 0
+    free(with_margin(unit))
+    assert first.norm() > 0 and core.host_bytes() == unit
+    free(0)
+    assert first.norm() > 0, "it is there"
+    free(10**9)
+    train(model, mt.AdamW(model.parameters(), lr=0.1))
+
+
 def test_a_limit_counts_copies_of_states_on_the_device(free: Callable) -> None:
-    model = stream(plan={"homes": "vram"}, host=2 * NUMEL + 10 * NUMEL - 1)
+    model = stream(plan={"homes": "vram"}, host=12 * NUMEL - 1)
     opt = mt.AdamW(model.parameters())
     train(model, opt)
     with pytest.raises(mt.MegatrainError, match=r"host memory[^$]*moments") as why:
@@ -326,7 +349,7 @@ def test_memory_that_cannot_be_locked_is_told_once() -> None:
 
 
 PEAK = """
-    import re, torch, megatrain_torch as mt
+    import json, re, sys, torch, megatrain_torch as mt
     from torch import nn
     def kib(name):
         return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
@@ -335,16 +358,23 @@ PEAK = """
                                             for _ in range(8)]) for _ in range(16)])
     mt.stream(model[:1], device="cpu")          # threads and libraries
     before = kib("VmRSS")
-    mt.stream(model[1:], device="cpu", plan={"slots": 2})
+    mt.stream(model[1:], device="cpu", plan=json.loads(sys.argv[1]))
     print(kib("VmHWM") - before, kib("VmRSS") - before)
+    for p in model[1:].parameters():
+        p.norm()
+    print(kib("VmRSS") - before)
 """
 
 
-def test_the_module_and_the_store_are_never_there_twice() -> None:
-    """15 units of 16 MiB, of pieces that malloc would keep: at most a few of them at once."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(PEAK)], stdout=subprocess.PIPE, text=True, check=True)
-    peak, after = (int(n) >> 10 for n in done.stdout.split())
+@pytest.mark.parametrize("plan, read", [({"slots": 2}, 0), ({"homes": "vram"}, 240)], ids=["ram", "vram"])
+def test_the_module_and_the_store_are_never_there_twice(plan: dict, read: int) -> None:
+    """15 units of 16 MiB, of pieces that malloc would keep: at most a few of them at once. At home on the device (its
+    memory is the host's here) they have host memory once somebody reads them."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(PEAK), json.dumps(plan)], stdout=subprocess.PIPE,
+                          text=True, check=True)
+    peak, after, at_last = (int(n) >> 10 for n in done.stdout.split())
     assert after <= 64 + 32 and peak <= 2 * 16 + 64 + 32, f"MiB more at the peak: {peak}; afterwards: {after}"
+    assert abs(at_last - after - read) <= 32, f"MiB more after, and when all was read: {after}, {at_last}"
 
 
 def test_at_each_edge_a_model_trains_or_is_refused() -> None:

@@ -138,7 +138,7 @@ MT_METHOD(drop); MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
 MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
 MT_METHOD(set_states); MT_METHOD(pass_gradients); MT_METHOD(through); MT_METHOD(invite); MT_METHOD(lift_sizes);
 MT_METHOD(lift); MT_METHOD(leave); MT_METHOD(bring); MT_METHOD(push); MT_METHOD(device_plane);
-MT_METHOD(device_bytes);
+MT_METHOD(device_bytes); MT_METHOD(cold_bytes);
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(unlocked); MT_METHOD(lock_limit);
 
@@ -148,7 +148,7 @@ MT_METHOD(disk_file); MT_METHOD(disk_unname);
 
 /* engine_save.c: planes to files, and back */
 PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw);
-MT_METHOD(save_wait); MT_METHOD(save_end); MT_METHOD(wait_saved); MT_METHOD(chill);
+MT_METHOD(save_wait); MT_METHOD(save_end); MT_METHOD(wait_saved); MT_METHOD(take);
 void mt_saving_close(mt_engine *e);      /* gives up what is not over */
 extern PyMethodDef mt_save_methods[];
 

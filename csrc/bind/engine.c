@@ -316,6 +316,8 @@ static PyMethodDef methods[] = {
     { "drop", mt_engine_drop, METH_VARARGS,
       "drop($self, unit, plane, /)\n--\n\n"
       "Give a plane's memory back; refused while an array shows it." },
+    { "cold_bytes", mt_engine_cold_bytes, METH_VARARGS,
+      "cold_bytes($self, unit, plane, /)\n--\n\nHost bytes that it takes to bring a plane there." },
     { "host_bytes", KEYWORDS(mt_engine_host_bytes), METH_VARARGS | METH_KEYWORDS,
       "host_bytes($self, plane=-1)\n--\n\nHost bytes mapped: of one plane, or of all." },
 
@@ -338,8 +340,9 @@ static PyMethodDef methods[] = {
       "save_wait($self, seconds, /)\n--\n\n(bytes written, whether all is over); waits so long at most." },
     { "save_end", mt_engine_save_end, METH_NOARGS,
       "save_end($self, /)\n--\n\nThe sums of each file; what is not over is given up." },
-    { "chill", mt_engine_chill, METH_VARARGS,
-      "chill($self, unit, /)\n--\n\nGive back host memory of states that are at home elsewhere." },
+    { "take", mt_engine_take, METH_VARARGS,
+      "take($self, unit, stream, /)\n--\n\n"
+      "Weights written on the host are fetched, and memory of what is at home elsewhere is given back." },
     { "wait_saved", mt_engine_wait_saved, METH_VARARGS,
       "wait_saved($self, unit, /)\n--\n\nThe unit's planes may be written: no save has them to copy." },
     { "wait_fetch", mt_engine_wait_fetch, METH_VARARGS,

@@ -120,7 +120,7 @@ static mt_status begin_unit(void *arg, int unit)
     mt_ledger_i_save(1);
     mt_watch_i_am("save");
     if (mt_store_settled(e->store, unit))
-        st = mt_resident_bring(e->residents, unit, g->planes[unit]);
+        st = mt_resident_peek(e->residents, unit, g->planes[unit]);
     else if (mt_store_on_disk(e->store, unit))
         st = mt_disk_bring(e->disk, unit, g->planes[unit]);
     return st;
@@ -343,15 +343,23 @@ PyObject *mt_engine_save_end(PyObject *self, PyObject *unused)
     return sums;
 }
 
-PyObject *mt_engine_chill(PyObject *self, PyObject *args)
+static mt_status take(mt_engine *e, int unit, mt_queue *run)
 {
-    mt_engine *e = mt_engine_usable(self);
-    int        unit;
-    mt_status  st;
+    return mt_store_settled(e->store, unit) ? mt_resident_take(e->residents, unit, run) : chill(e, unit);
+}
 
-    if (e == NULL || !PyArg_ParseTuple(args, "i:chill", &unit) || mt_engine_unit(e, unit) < 0)
+PyObject *mt_engine_take(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = mt_engine_usable(self);
+    unsigned long long handle;
+    mt_queue          *run;
+    int                unit;
+    mt_status          st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iK:take", &unit, &handle) || mt_engine_unit(e, unit) < 0 ||
+        (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, chill(e, unit));
+    MT_UNLOCKED(e, st, take(e, unit, run));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;

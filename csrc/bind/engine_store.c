@@ -234,6 +234,18 @@ PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
     return PyLong_FromSize_t(bytes);
 }
 
+PyObject *mt_engine_cold_bytes(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, plane;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "ii:cold_bytes", &unit, &plane))
+        return NULL;
+    if (mt_engine_unit(e, unit) < 0 || plane_ok(e, plane) < 0)
+        return NULL;
+    return PyLong_FromSize_t(mt_store_cold(e->store, unit, (mt_plane)plane));
+}
+
 /* ---- memory that is not locked ---- */
 
 #define LOCKED_BYTES ((size_t)4096)  /* what kernels write into, sums of squares, is a page a unit */

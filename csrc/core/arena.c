@@ -126,6 +126,9 @@ mt_status mt_arena_warm(mt_arena *a, mt_pool *pool, mt_dev *dev)
 /* The addresses stay; from them zeros are read until they are written. */
 void mt_arena_chill(mt_arena *a)
 {
+    if (a->dev != NULL)
+        a->dev->ops->host_unregister(a->dev, a->base);
+    a->dev = NULL;
     if (a->bytes > 0)
         (void)madvise(a->base, a->bytes, MADV_DONTNEED);
     a->cold = 1;

@@ -35,7 +35,7 @@ mt_status mt_arena_cold  (mt_arena *a, size_t bytes, const char *what, size_t ma
 mt_status mt_arena_warm  (mt_arena *a, mt_pool *pool, mt_dev *dev);
 /* Registers one that is in memory; nothing to do when that is done, or nothing is mapped. */
 mt_status mt_arena_register(mt_arena *a, mt_dev *dev);
-/* Its pages are given back, and it is cold again: what it held is gone. Not for a registered one. */
+/* Its pages are given back, registered or not, and it is cold again: what it held is gone. */
 void      mt_arena_chill (mt_arena *a);
 mt_status mt_arena_device(mt_arena *a, size_t bytes, mt_dev *dev, const char *what);
 void      mt_arena_close (mt_arena *a);            /* closed or zeroed: nothing to do */

@@ -3,11 +3,17 @@
  * A unit's weights are in its slot, and their host copy is a copy, either way one of the two
  * is the newest:
  *
- *   holds != written   the host's is: somebody wrote it. Fetched by the next await or update
- *   behind (HI)        the device's is: an update was put. Brought when somebody reads
+ *   holds != written   the host's is: somebody wrote it. Fetched by the next take, await or update
+ *   behind (HI)        the device's is: an update was put, or the host's memory given back. Brought when somebody
+ *                      reads
  *
  * Both at once is a write that did not wait for the copy it changed, and is refused: a fetch would
  * undo the update.
+ *
+ * The host copy of weights has memory from the first address until `take`, then from a bring on: who brought it may
+ * read for as long as the values are what they were. An update ends that, as it does for whoever kept a tensor in a
+ * plain model, and the next await of the unit gives the memory back: in a loop of one thread that is behind whatever
+ * read it, a backward in which the update began included.
  */
 #include "resident.h"
 
@@ -28,6 +34,9 @@ typedef struct home {
     uint64_t       changes;          /* of planes on the device, so far. mu */
     mt_post        post;             /* of the queue that `done` was recorded in. mu */
     unsigned char *behind;           /* [MT_PLANE_COUNT * n_params] mu */
+    int            warm;             /* the weights' host copy has memory. mu */
+    int            wanted;           /* who brought that reads it beyond the call: not a save. mu */
+    int            bringing;         /* calls that copy down. mu */
 } home;
 
 /* A parameter's host plane beside the device's: both zero since they were made; other, older values; the same. */
@@ -138,6 +147,7 @@ static mt_status home_open(const mt_resident *r, int unit, void *mem, home **out
     if (h == NULL)
         return MT_FAIL(MT_ENOMEM, "resident: calloc(%zu)", sizeof *h);
     h->mem = mem;
+    h->warm = h->wanted = 1;
     h->behind = calloc((size_t)mt_store_params(r->store, unit) + 1, MT_PLANE_COUNT);
     if (h->behind == NULL) {
         st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to note what is behind",
@@ -236,6 +246,18 @@ static void change(const mt_resident *r, home *h, int unit, const int *params, i
     h->changes++;
 }
 
+/* Memory of the weights' host copy is given back, unless somebody is about to read it, or wrote it. No fetch from it
+ * is under way. */
+static void weights_leave(const mt_resident *r, home *h, int unit)
+{
+    if (!h->warm || h->bringing > 0 || h->holds != mt_ledger_written(r->store, unit))
+        return;
+    for (int i = 0; i < mt_store_params(r->store, unit); i++)
+        change(r, h, unit, &i, 1, 1u << MT_PLANE_HI);
+    mt_store_chill(r->store, unit, MT_PLANE_HI);
+    h->warm = h->wanted = 0;
+}
+
 /* The first plane of those asked for of which some parameter is behind; MT_PLANE_COUNT: none. */
 static int first_behind(const mt_resident *r, const home *h, int unit, unsigned planes)
 {
@@ -309,10 +331,31 @@ fail:
     return st;
 }
 
+/* Under mu. An update made the host copy of the weights old, and it has memory. */
+static int is_old(const mt_resident *r, const home *h, int unit)
+{
+    return h->warm && first_behind(r, h, unit, 1u << MT_PLANE_HI) != MT_PLANE_COUNT;
+}
+
+/* FETCHED: a fetch of what was written there before the update may be in the queue still. */
+static mt_status old_leave(mt_resident *r, home *h, int unit, unsigned skip)
+{
+    mt_status st = MT_OK;
+
+    if (!(skip & MT_EDGE_FETCHED))
+        MT_TRY(mt_ledger_wait_fetch(r->store, unit));
+    pthread_mutex_lock(&r->mu);
+    if (is_old(r, h, unit))
+        weights_leave(r, h, unit);
+    pthread_mutex_unlock(&r->mu);
+fail:
+    return st;
+}
+
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
 {
     mt_debug  debug;
-    int       current;
+    int       current, old;
     home     *h;
     mt_status st;
 
@@ -325,7 +368,10 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
         MT_TRY(mt_ledger_wait_updates(r->store, unit));
     pthread_mutex_lock(&r->mu);
     current = h->holds == mt_ledger_written(r->store, unit);
+    old = is_old(r, h, unit);
     pthread_mutex_unlock(&r->mu);
+    if (old)
+        MT_TRY(old_leave(r, h, unit, debug.skip));
     if (!current)
         MT_TRY(fetch(r, h, unit, run));
     if (debug.sync)
@@ -333,6 +379,29 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
     /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
     if (!(debug.skip & MT_EDGE_STEPPED))
         MT_TRY(r->dev->ops->wait(run, h->done));
+fail:
+    return st;
+}
+
+mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run)
+{
+    unsigned  skip;
+    home     *h;
+    mt_status st;
+
+    MT_TRY(find(r, unit, &h));
+    MT_TRY(mt_ledger_wait_saved(r->store, unit));
+    MT_TRY(fetch(r, h, unit, run));
+    pthread_mutex_lock(&r->mu);
+    skip = r->debug.skip;
+    pthread_mutex_unlock(&r->mu);
+    /* FETCHED: the copy reads what is then given back. */
+    if (!(skip & MT_EDGE_FETCHED))
+        MT_TRY(mt_watch_event(mt_store_watch(r->store), h->done, mt_store_name(r->store, unit), DONE));
+    pthread_mutex_lock(&r->mu);
+    weights_leave(r, h, unit);
+    pthread_mutex_unlock(&r->mu);
+    st = mt_resident_chill(r, unit);
 fail:
     return st;
 }
@@ -450,7 +519,7 @@ static mt_status warm_behind(mt_resident *r, home *h, int unit, unsigned planes)
         pthread_mutex_lock(&r->mu);
         some = first_behind(r, h, unit, planes & 1u << p) != MT_PLANE_COUNT;
         pthread_mutex_unlock(&r->mu);
-        if (some && p != MT_PLANE_HI)
+        if (some)
             MT_TRY(mt_store_warm(r->store, unit, (mt_plane)p));
     }
 fail:
@@ -486,26 +555,15 @@ fail:
     return st;
 }
 
-mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes)
+/* What is behind comes down. h->bringing keeps its memory meanwhile. */
+static mt_status bring_behind(mt_resident *r, home *h, int unit, unsigned planes)
 {
     uint64_t  changes;
-    int       first;
-    home     *h;
     mt_status st;
 
-    if (!mt_store_settled(r->store, unit))
-        return MT_OK;
-    MT_TRY(find(r, unit, &h));
-    MT_TRY(wait_for(r, unit, planes));
-    if (planes & visiting(r, unit))
-        MT_TRY(mt_arrive_wait(r->arrive, unit));
-    pthread_mutex_lock(&r->mu);
-    first = first_behind(r, h, unit, planes);
-    pthread_mutex_unlock(&r->mu);
-    if (first == MT_PLANE_COUNT)
-        return MT_OK;
     MT_TRY(warm_behind(r, h, unit, planes));
     pthread_mutex_lock(&r->mu);
+    h->warm |= wanted(planes, MT_PLANE_HI);
     st = put_bring(r, h, unit, planes);
     changes = h->changes;
     pthread_mutex_unlock(&r->mu);
@@ -519,6 +577,43 @@ mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes)
     pthread_mutex_unlock(&r->mu);
 fail:
     return st;
+}
+
+static mt_status bring(mt_resident *r, int unit, unsigned planes, int stays)
+{
+    int       first;
+    home     *h;
+    mt_status st;
+
+    if (!mt_store_settled(r->store, unit))
+        return MT_OK;
+    MT_TRY(find(r, unit, &h));
+    MT_TRY(wait_for(r, unit, planes));
+    if (planes & visiting(r, unit))
+        MT_TRY(mt_arrive_wait(r->arrive, unit));
+    pthread_mutex_lock(&r->mu);
+    h->wanted |= stays && wanted(planes, MT_PLANE_HI);
+    first = first_behind(r, h, unit, planes);
+    h->bringing += first != MT_PLANE_COUNT;
+    pthread_mutex_unlock(&r->mu);
+    if (first == MT_PLANE_COUNT)
+        return MT_OK;
+    st = bring_behind(r, h, unit, planes);
+    pthread_mutex_lock(&r->mu);
+    h->bringing--;
+    pthread_mutex_unlock(&r->mu);
+fail:
+    return st;
+}
+
+mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes)
+{
+    return bring(r, unit, planes, 1);
+}
+
+mt_status mt_resident_peek(mt_resident *r, int unit, unsigned planes)
+{
+    return bring(r, unit, planes, 0);
 }
 
 /* Under mu. */
@@ -577,6 +672,8 @@ mt_status mt_resident_chill(mt_resident *r, int unit)
             if (*behind(r, h, unit, i, p) == EQUAL)
                 *behind(r, h, unit, i, p) = BEHIND;
     h->changes++;
+    if (!h->wanted)                      /* nobody wrote it either: no fetch is under way */
+        weights_leave(r, h, unit);
     pthread_mutex_unlock(&r->mu);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)

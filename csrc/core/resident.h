@@ -5,11 +5,13 @@
  *             device memory of the store; an update is a kernel, gradients stay where they are
  *   queue     the residents' own, in whose order the planes are used: updates, weights up (fetch),
  *             planes up (push) and down (bring)
- *   behind    of a parameter's host plane: the device has newer values. Only who reads it brings it
+ *   behind    of a parameter's host plane: the device has newer values, or all there are: the host's memory
+ *             was given back. Only who reads it brings it
  *   guest     a settled unit whose states are on the device around its update alone (arrive.h)
  *
  *     mt_resident_open(dev, store, &r);
  *     mt_resident_settle(r, unit, mem);                   // before anything is done with the unit
+ *     mt_resident_take(r, unit, run);                     // its weights move: no host memory is theirs now
  *     mt_resident_await(r, unit, run);                    // run: until its weights are current
  *     ... compute; mt_offload_put; mt_update_submit ...
  *     mt_resident_bring(r, unit, 1u << MT_PLANE_HI);      // host: the weights are as on the device
@@ -21,6 +23,8 @@
  *            before weights are fetched over                    finds them written from outside
  *   TAKEN    d2h waits for the update that reads a gradient     the event of STEPPED
  *            before it writes the next one
+ *   FETCHED  who gives the weights' host memory back waits on the  recorded on the queue, behind the fetch
+ *            host for copies out of it
  *   UPDATED  await waits for the unit's updates to be in the queue: on the host, in the ledger
  *   An update is put when the unit's gradients are whole: the updater waits for that, in the ledger.
  *
@@ -44,6 +48,10 @@ void      mt_resident_guests(mt_resident *r, mt_arrive *a);
 /* mem: device memory of the unit's hi_bytes, which nobody else uses; it outlives r.
  * MT_ESTATE when the unit is settled, or has host planes besides HI. */
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem);
+/* The weights that the host has, if they are newer, are fetched, as by await; then the memory of host copies but
+ * GRAD's is given back; who reads them brings them again. Returns when that is done. Waits for updates that are
+ * announced, and a save. Not while somebody reads. */
+mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run);
 /* Address on the device of a settled unit's parameter; HI: in its slot. MT_ESTATE for a guest's
  * states, which have none for good: mt_resident_parts. */
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out);
@@ -54,7 +62,8 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **par
 
 /* What run is given from now on finds the unit's current weights. Waits on the host until updates
  * announced so far are in the queue; asks for the weights where they were written from outside.
- * MT_ESTATE when that was done to a host copy that was behind (mt_resident_bring comes first). */
+ * MT_ESTATE when that was done to a host copy that was behind (mt_resident_bring comes first).
+ * Weights that were brought to be read have their memory until here, once an update made them old. */
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run);
 
 /* Work that d2h is given from now on may write the gradients of params[0..n). */
@@ -80,9 +89,12 @@ mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out);
  * and for copies of what is behind. Nothing to do for others than settled units, and for ACC,
  * which has no host copy. */
 mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes);
+/* The same for who ends with mt_resident_chill. */
+mt_status mt_resident_peek (mt_resident *r, int unit, unsigned planes);
 /* The parameter's host planes were written: the device's take their values. HI: as mt_ledger_touch. */
 mt_status mt_resident_push (mt_resident *r, int unit, int param, unsigned planes);
-/* Memory of host copies but HI's and GRAD's is given back; who reads them brings them again. Not while one does. */
+/* Memory of host copies but GRAD's is given back, and not of weights that somebody brought and may read still, or
+ * wrote. Not while somebody reads the others. */
 mt_status mt_resident_chill(mt_resident *r, int unit);
 mt_status mt_resident_drain(mt_resident *r);     /* host: all that was put so far is over */
 

@@ -399,7 +399,9 @@ static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 {
     int all = atomic_load(&u->through) || atomic_load(&u->registered);
 
-    return p == MT_PLANE_HI || p == MT_PLANE_GRAD || all ? s->dev : NULL;
+    if (p == MT_PLANE_HI)
+        return atomic_load(&u->settled) ? NULL : s->dev;       /* a settled unit's is there to be read once */
+    return p == MT_PLANE_GRAD || all ? s->dev : NULL;
 }
 
 /* Its arena on the host is no more than addresses. late: of a parameter that came after the others. */
@@ -775,9 +777,24 @@ void mt_store_chill(mt_store *s, int unit, mt_plane p)
         return;
     a = &u->plane[MT__HOST][p].arena;
     pthread_mutex_lock(&s->map_mu);
-    if (a->base != NULL && a->dev == NULL) {
+    if (a->base != NULL && (a->dev == NULL || p == MT_PLANE_HI)) {
         atomic_fetch_sub(&s->mapped[p], a->cold ? 0 : a->bytes);
         mt_arena_chill(a);
     }
     pthread_mutex_unlock(&s->map_mu);
+}
+
+size_t mt_store_cold(mt_store *s, int unit, mt_plane p)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    mt_arena *a;
+    size_t    bytes;
+
+    if (u == NULL || !plane_ok(p))
+        return 0;
+    a = &u->plane[MT__HOST][p].arena;
+    pthread_mutex_lock(&s->map_mu);
+    bytes = a->cold ? a->bytes : 0;
+    pthread_mutex_unlock(&s->map_mu);
+    return bytes;
 }

@@ -93,16 +93,18 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states);
 mt_states mt_store_states    (const mt_store *s, int unit);              /* any thread */
 
 /* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in
- * parallel and (HI, GRAD) registered at the first call. A parameter that was not trainable then
- * gets an arena of its own when it is asked for later. MT_EINVAL when the plane has nothing for it,
- * or leaves it out because it is not trainable. Addresses stay until the plane is dropped. */
+ * parallel and (GRAD, and HI unless it is a settled unit's) registered at the first call. A parameter
+ * that was not trainable then gets an arena of its own when it is asked for later. MT_EINVAL when the
+ * plane has nothing for it, or leaves it out because it is not trainable. Addresses stay until the plane
+ * is dropped. */
 mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* The whole HI plane of a unit: what one H2D copy reads. */
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
 void      mt_store_drop(mt_store *s, int unit, mt_plane p);              /* gives the memory back */
 
 /* From now on the unit's planes but HI are device memory, and their host planes copies: addresses
- * without memory until they are warmed. MT_ESTATE when one of those is made already. */
+ * without memory until they are warmed. HI is in a slot, and its host plane a copy too, which is made with
+ * memory to be filled, and chilled when the slot has it. MT_ESTATE when one of those but HI is made already. */
 mt_status mt_store_settle (mt_store *s, int unit);
 int       mt_store_settled(const mt_store *s, int unit);                 /* any thread */
 /* As mt_store_at, of a settled unit's plane other than HI: an address on the device; zero at first. */
@@ -136,8 +138,9 @@ int       mt_store_on_disk (const mt_store *s, int unit);                /* any 
 /* *in: the parameter has its place in the unit's arena of that plane, which is made where it is not. 0: it has
  * an arena of its own, or nothing there. */
 mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in);
-/* The memory of a copy is given back; its addresses stay. */
+/* The memory of a copy is given back; its addresses stay. Of a plane but HI that is registered: nothing. */
 void      mt_store_chill   (mt_store *s, int unit, mt_plane p);
+size_t    mt_store_cold    (mt_store *s, int unit, mt_plane p);          /* bytes that warming it takes */
 
 /* Host bytes in memory in all units: of one plane, or of all (MT_PLANE_COUNT). */
 size_t mt_store_bytes       (const mt_store *s, mt_plane p);

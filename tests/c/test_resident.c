@@ -73,6 +73,7 @@ typedef struct config {
     int      micros, max_us;
     int      meddle;             /* 1: the user reads and writes planes between the steps */
     int      in_place;           /* 1: gradients are made in the GRAD plane where that is on the device */
+    int      take;               /* 1: settled units' weights move at once; else they are copied by the first await */
     double   max_norm;           /* 0: units are judged one by one */
     mt_debug debug;
 } config;
@@ -143,6 +144,9 @@ static void open_slots(model *m)
     for (int u = 0; u < UNITS; u++)
         if (m->c->settled >> u & 1)
             CHECK_OK(mt_stream_settle(m->s, m->r, u, n++));
+    for (int u = 0; u < UNITS && m->c->take; u++)
+        if (m->c->settled >> u & 1)
+            CHECK_OK(mt_resident_take(m->r, u, m->run));
 }
 
 static void open_guests(model *m)
@@ -528,6 +532,7 @@ static void meddle(model *m, int more)
         case 2: if (more) write_grad(m, u, p); break;
         case 3: CHECK_OK(mt_resident_bring(m->r, u, ~0u)); break;
         case 4: CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_HI)); break;
+        case 5: if (m->c->take && mt_store_settled(m->store, u)) CHECK_OK(mt_resident_take(m->r, u, m->run)); break;
         default: break;
         }
     }
@@ -610,7 +615,7 @@ static void settled_units_have_the_bits_of_host_units(void)
                 CHECK(equals_host(&(config){
                     .seed = (uint64_t)(micros * 100 + norm * 10 + k), .micros = micros,
                     .max_norm = norm == 0 ? 0 : norm == 1 ? 0.5 : (double)INFINITY,
-                    .settled = k == 0 ? ALL : k == 1 ? 5 : 10, .in_place = k != 1 }));
+                    .settled = k == 0 ? ALL : k == 1 ? 5 : 10, .in_place = k != 1, .take = k < 2 }));
 }
 
 static void delays_change_no_bits(void)
@@ -618,7 +623,7 @@ static void delays_change_no_bits(void)
     for (uint64_t seed = 0; seed < 8; seed++)
         CHECK(equals_host(&(config){ .seed = seed, .micros = seed % 2 ? 1 : 3, .max_us = 40,
                                      .max_norm = seed % 3 ? 0.5 : 0, .in_place = seed % 4 == 0,
-                                     .settled = seed % 3 ? ALL : 6 }));
+                                     .settled = seed % 3 ? ALL : 6, .take = 1 }));
 }
 
 static void whatever_the_user_reads_and_writes(void)
@@ -626,7 +631,7 @@ static void whatever_the_user_reads_and_writes(void)
     for (uint64_t seed = 0; seed < 16; seed++)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
                                      .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
-                                     .settled = seed % 4 ? ALL : 9 }));
+                                     .settled = seed % 4 ? ALL : 9, .take = seed % 8 != 0 }));
 }
 
 static void overlap_off_changes_no_bits(void)
@@ -672,7 +677,7 @@ static void guests_with_delays_and_a_user_change_no_bits(void)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
                                      .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
                                      .settled = seed % 4 ? ALL : 13, .guests = seed % 4 ? ALL : 9,
-                                     .through = 2, .debug = { .sync = seed % 5 == 4 } }));
+                                     .through = 2, .take = seed % 8 != 0, .debug = { .sync = seed % 5 == 4 } }));
 }
 
 /* A step with an infinite gradient changes nothing; without a limit, only its own unit stays. */
@@ -796,6 +801,120 @@ static void host_planes_that_nobody_reads_cost_nothing(void)
     CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_V), 0);
     CHECK(((float *)host(&m, 0, 0, MT_PLANE_M))[0] != 0);
     model_close(&m);
+}
+
+static const unsigned hi_plane = 1u << MT_PLANE_HI;
+
+static size_t hi_bytes(model *m)
+{
+    return mt_store_bytes(m->store, MT_PLANE_HI);
+}
+
+/* Their memory is the kernel's again: from the addresses zeros are read. */
+static void weights_that_were_taken_have_no_host_memory(void)
+{
+    static model   m;
+    static outcome out;
+    size_t         before = 0;
+
+    model_open(&m, &(config){ .seed = 1, .settled = 7, .micros = 1, .max_norm = 1 }, &out);
+    before = hi_bytes(&m);
+    for (int u = 0; u < 3; u++) {
+        size_t all = hi_bytes(&m);
+
+        CHECK(*(uint16_t *)host(&m, u, 0, MT_PLANE_HI) != 0);
+        CHECK_OK(mt_resident_take(m.r, u, m.run));
+        CHECK(hi_bytes(&m) < all);
+        CHECK_EQ(*(uint16_t *)host(&m, u, 0, MT_PLANE_HI), 0);
+        CHECK(mt_store_cold(m.store, u, MT_PLANE_HI) >= mt_store_hi_bytes(m.store, u));
+    }
+    CHECK_EQ(mt_resident_take(m.r, 3, m.run), MT_EINVAL);
+    CHECK_EQ(mt_store_cold(m.store, 3, MT_PLANE_HI), 0);
+    for (int step = 0; step < 3; step++)
+        step_once(&m, step);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK_EQ(mt_resident_stats_get(m.r).fetches, 3);
+    CHECK_OK(mt_resident_bring(m.r, 0, hi_plane));
+    CHECK_OK(mt_resident_bring(m.r, 1, hi_plane));
+    CHECK_OK(mt_resident_bring(m.r, 2, hi_plane));
+    CHECK_EQ(hi_bytes(&m), before);
+    model_close(&m);
+}
+
+/* Until an update made it old, and then until compute wants the unit: no longer, and not shorter. */
+static void who_brought_weights_reads_them_until_they_are_old(void)
+{
+    static model   m;
+    static outcome out;
+    const float   *w;
+    float          was;
+    void          *mem;
+    int            slot;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 }, &out);
+    w = host(&m, 1, 0, MT_PLANE_HI);
+    CHECK_OK(mt_resident_bring(m.r, 1, hi_plane));
+    was = *w;
+    CHECK(was != 0);
+    CHECK_OK(mt_resident_peek(m.r, 1, hi_plane));
+    CHECK_OK(mt_resident_chill(m.r, 1));                    /* a save's end: not its to give back */
+    CHECK_OK(mt_stream_acquire(m.s, 1, m.run, &slot, &mem));
+    CHECK_OK(mt_stream_await(m.s, slot, m.run));
+    CHECK(*w == was);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK(*w == was);
+    CHECK_OK(mt_stream_acquire(m.s, 1, m.run, &slot, &mem));
+    CHECK_OK(mt_stream_await(m.s, slot, m.run));
+    CHECK(*w == 0);
+    CHECK_EQ(hi_bytes(&m), 0);
+    CHECK_OK(mt_resident_peek(m.r, 1, hi_plane));
+    CHECK(*w != 0 && *w != was);
+    CHECK_OK(mt_resident_chill(m.r, 1));
+    CHECK_EQ(hi_bytes(&m), 0);
+    model_close(&m);
+}
+
+/* A write, and at once its memory's end: what the device has. */
+static float taken_after_a_write(unsigned skip)
+{
+    static model   m;
+    static outcome out;
+    struct timespec nap = { 0, 20000000 };
+    slow_read      r = { 0 };
+    float         *w, found;
+    void          *mem;
+    int            slot;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .take = 1, .debug = { .skip = skip } }, &out);
+    w = host(&m, 1, 0, MT_PLANE_HI);
+    CHECK_OK(mt_resident_bring(m.r, 1, hi_plane));
+    CHECK_OK(mt_ledger_wait_fetch(m.store, 1));
+    *w = 6;
+    mt_ledger_touch(m.store, 1);
+    CHECK_OK(mt_stream_acquire(m.s, 1, m.run, &slot, &mem));
+    r.weight = mem;
+    CHECK_OK(m.dev->ops->call(m.run, read_late, &r));       /* the fetch waits for this: FREED */
+    CHECK_OK(mt_resident_take(m.r, 1, m.run));
+    nanosleep(&nap, NULL);
+    nanosleep(&nap, NULL);
+    CHECK_OK(m.dev->ops->sync(m.run));
+    CHECK_OK(mt_resident_drain(m.r));
+    found = *(float *)mem;
+    model_close(&m);
+    return found;
+}
+
+static void memory_is_given_back_behind_the_fetch_from_it(void)
+{
+    CHECK(taken_after_a_write(0) == 6);
+}
+
+static void without_fetched_it_is_not(void)
+{
+    if (UNDER_TSAN)
+        SKIP("an edge left out is a race, as it should be");
+    CHECK(taken_after_a_write(MT_EDGE_FETCHED) == 0);
 }
 
 /* Bringing what is current copies nothing. */
@@ -987,6 +1106,10 @@ static void nobody_else_gets_a_settled_slot(void)
     X(without_freed_they_are_not)                           \
     X(nothing_crosses_but_the_first_weights)                \
     X(host_planes_that_nobody_reads_cost_nothing)           \
+    X(weights_that_were_taken_have_no_host_memory)          \
+    X(who_brought_weights_reads_them_until_they_are_old)    \
+    X(memory_is_given_back_behind_the_fetch_from_it)        \
+    X(without_fetched_it_is_not)                            \
     X(a_plane_is_brought_once)                              \
     X(bringing_touches_no_other_parameter)                  \
     X(weights_written_over_an_older_copy_are_refused)       \
