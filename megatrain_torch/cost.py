@@ -126,8 +126,9 @@ TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "attention
 def _template_bytes(w: Window, tokens: int) -> tuple[dict[str, int], dict[str, int]]:
     """What it keeps, its input counted in, and what it needs beside that, by mode."""
     t, kept = w.template, dict(w.template.kept)
+    copied = tokens * t.copied[0] if tokens > t.copied[1] else 0
     return ({mode: math.ceil(tokens * (t.input + n)) for mode, n in kept.items()},
-            {mode: math.ceil(tokens * (t.work - n)) - (mode != "saved") * spared(t.tiled, tokens)
+            {mode: math.ceil(tokens * (t.work - n)) - (mode != "saved") * spared(t.tiled, tokens) + copied
              for mode, n in kept.items()})
 
 

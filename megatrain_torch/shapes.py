@@ -68,12 +68,14 @@ class Product:
 class Template:
     """Bytes per token, by the template's own word: of the input, of what is kept beside it by mode, and of what
     backward needs at most beside the input. tiled: of that, where gate|up is not kept: bytes per token that only so
-    many rows have at a time, those rows, and bytes besides where there are more."""
+    many rows have at a time, those rows, and bytes besides where there are more. copied: bytes per token besides where
+    there are more tokens than the second."""
 
     input: float
     kept: tuple[tuple[str, float], ...]
     work: float
     tiled: tuple[int, int, int] = (0, 0, 0)
+    copied: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,8 @@ def _template(module: nn.Module, item: int) -> Template | None:
         return None
     n = MANY_TOKENS
     kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in KEEPS)
-    return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item))
+    return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item),
+                    found.copied(item))
 
 
 def _products(root: nn.Module, module: nn.Module, matrices: dict[str, nn.Parameter],

@@ -11,7 +11,7 @@ import zoo
 from torch import Tensor
 
 import megatrain_torch as mt
-from megatrain_torch import packed
+from megatrain_torch import packed, templates
 from megatrain_torch.records import span_of
 from megatrain_torch.templates import attention
 from megatrain_torch.templates.attention import Attention
@@ -129,46 +129,90 @@ def test_attention_by_sequences_is_attention_by_mask() -> None:
 
 
 def cudnn_takes(monkeypatch: pytest.MonkeyPatch, most: int, span: int) -> list[tuple[int, int]]:
-    """As on CUDA where q has more elements than cuDNN's kernels are given: (elements of q, its span) of each call."""
-    seen, attend = [], Attention._torch
+    """Attention as on CUDA, where cuDNN's kernels are given so much at once: (elements of q, its span) of each call."""
+    seen: list[tuple[int, int]] = []
     monkeypatch.setattr(attention, "CUDNN_MOST", most)
     monkeypatch.setattr(attention, "CUDNN_SPAN", span)
-    monkeypatch.setattr(Attention, "_far", lambda self, q, sinks: q.numel() > most or span_of(q) > span)
-
-    def note(self: Attention, q: Tensor, *rest: Any) -> Tensor:
-        seen.append((q.numel(), span_of(q)))
-        return attend(self, q, *rest)
-
-    monkeypatch.setattr(Attention, "_torch", note)
+    monkeypatch.setattr(Attention, "_cudnn", lambda self, q, sinks: True)
+    monkeypatch.setattr(attention, "_forward", lambda q, k, v, bias, *rest, scale: (
+        seen.append((q.numel(), span_of(q))) or attend(q, k, v, bias, rest[2], scale), torch.zeros(()), *[None] * 7))
+    monkeypatch.setattr(attention, "_backward", gradients)
+    monkeypatch.setattr(attention, "_sunk", lambda out, lse, sinks: (out if sinks is None else out * times(sinks), lse))
+    monkeypatch.setattr(attention, "_sinks_grad", lambda dout, out, lse, sinks: (dout * out).sum((0, 2, 3)))
     return seen
 
 
-@pytest.mark.parametrize("most, span, parts", [(1 << 20, 1 << 20, 1), (1 << 20, 24 * 64, 1), (24 * 64 - 1, 1 << 20, 2),
-                                               (24 * 20, 1 << 20, 4), (24 * 20, 24 * 64, 4)])
-def test_rows_that_are_too_long_for_one_kernel_go_some_heads_at_a_time(most: int, span: int, parts: int,
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv, dout = torch.randn(2, 12, 16, 8, dtype=torch.float64), torch.randn(2, 12, 8, 8, dtype=torch.float64)
+def times(sinks: Tensor) -> Tensor:
+    return sinks.view(1, -1, 1, 1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+    n = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(n, 1), v.repeat_interleave(n, 1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=scale)
+
+
+def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Any, offset: Any,
+              bias: Tensor | None, *rest: Any, scale: float) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        return torch.autograd.grad(attend(*leaves, bias, rest[5], scale), leaves, dout)
+
+
+def both(one: Attention, sinks: Tensor | None, rows: int) -> list[Tensor]:
+    """Output and gradients of 8 query heads and 4 key heads, views of one matrix as a layer's projections are."""
+    g = torch.Generator().manual_seed(0)
+    qkv, dout = (torch.randn(rows, 12, h, 8, dtype=torch.float64, generator=g) for h in (16, 8))
     q, k, v = qkv.split((8, 4, 4), 2)
-    plain = Attention(0.3, True)
-    right, right_kept = plain.forward(q, k, v)
-    grads = plain.backward(dout, q, k, v, right, right_kept)
+    out, kept = one.forward(q, k, v, sinks)
+    return [out, *(d for d in one.backward(dout, q, k, v, out, kept, sinks) if d is not None)]
+
+
+ROW = 12 * 8 * 8        # elements of q
+
+
+@pytest.mark.parametrize("rows, most, span, calls", [
+    (1, ROW, 1 << 20, 1), (1, 1 << 20, ROW, 1), (1, ROW - 1, 1 << 20, 2), (1, ROW // 3, 1 << 20, 4),
+    (1, ROW // 3, ROW, 4), (3, ROW, 1 << 20, 3), (3, 2 * ROW, 1 << 20, 2), (3, 1 << 20, 3 * ROW, 2),
+    (2, ROW // 2, ROW, 4)])
+@pytest.mark.parametrize("kind", ["causal", "mask", "mask of each head", "sinks"])
+def test_what_is_too_much_for_one_kernel_goes_in_parts(rows: int, most: int, span: int, calls: int, kind: str,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.randn(rows if "each" in kind else 1, 8 if "each" in kind else 1, 12, 12, dtype=torch.float64)
+    one = Attention(0.3, True) if "mask" not in kind else Attention(0.3, False, mask)
+    sinks = torch.rand(8, dtype=torch.float64) if kind == "sinks" else None
+    cudnn_takes(monkeypatch, 1 << 40, 1 << 40)
+    right = both(one, sinks, rows)
     seen = cudnn_takes(monkeypatch, most, span)
-    out, kept = plain.forward(q, k, v)
-    assert torch.equal(out, right)
-    assert all(torch.equal(a, b) for a, b in zip(plain.backward(dout, q, k, v, out, kept)[:3], grads))
-    assert len(seen) == 2 * parts and all(n <= most and far <= span for n, far in seen)
+    found = both(one, sinks, rows)
+    assert len(found) == (5 if kind == "sinks" else 4)
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, right))
+    assert len(seen) == calls and all(n <= most and far <= span for n, far in seen)
 
 
-def test_heads_that_are_too_long_one_by_one_go_by_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a batch as sequences."""
-    q, k, v, dout = (torch.randn(2, 12, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
+def test_queries_of_one_key_that_are_too_many_go_by_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row; flash takes neither masks nor sinks."""
+    q, k, v, dout = (torch.randn(1, 12, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
     plain = Attention(0.3, True)
     (right, right_kept), seen = plain.forward(q, k, v), []
-    cudnn_takes(monkeypatch, 2 * 12 * 2 * 8 - 1, 1 << 20)
+    cudnn_takes(monkeypatch, 12 * 2 * 8 - 1, 1 << 20)
     monkeypatch.setattr(Attention, "_packed_forward", lambda self, *a: seen.append(self.packed.lengths) or (right, None))
     monkeypatch.setattr(Attention, "_packed_backward", lambda self, *a: (a[1], a[2], a[3]))
-    assert plain.forward(q, k, v)[0] is right and seen == [(12, 12)]
+    assert plain.forward(q, k, v)[0] is right and seen == [(12,)]
     assert plain.backward(dout, q, k, v, right, right_kept)[3] is None
+    with pytest.raises(RuntimeError, match="192 elements of queries have the same key head, at most 191"):
+        plain.forward(q, k, v, torch.ones(4))
+
+
+def test_a_plan_counts_what_long_rows_copy() -> None:
+    """Tokens of 8 bytes of q and 16 of q, k and v: both are copied from some length on."""
+    layer = FAMILIES["llama"]().model.layers[0]
+    found = templates.template(layer)
+    q, qkv = found.attention.o.inputs, sum(found.attention.qkv.rows)
+    most = attention.long_tokens(q, qkv)
+    assert most == min((1 << 31) // q, (15 << 28) // qkv) and found.copied(2) == (2 * (q + qkv), most)
+    each = found.work_bytes(most, 2) / most
+    assert found.work_bytes(most + 1, 2) == pytest.approx((most + 1) * (each + 2 * (q + qkv)), rel=1e-9)
 
 
 def test_it_is_streamed_without_a_template_too() -> None:

@@ -20,6 +20,7 @@ and <dout, out> from out.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ class Attention:
         if self.packed is not None:
             return self._packed_forward(q, k, v)
         if self._far(q, sinks):
-            return self._forward_by_heads(q, k, v)
+            return self._forward_in_parts(q, k, v, sinks)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self._cudnn(q, sinks):
             bias, blind = self._seen(q)
@@ -90,7 +91,7 @@ class Attention:
         if self.packed is not None:
             return *self._packed_backward(dout, q, k, v, out, kept), None
         if self._far(q, sinks):
-            return *self._backward_by_heads(dout, q, k, v, out, kept), None
+            return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         dsinks = None
         if kept is None:
@@ -106,41 +107,63 @@ class Attention:
         dq, dk, dv = (t.transpose(1, 2) for t in (dq, dk, dv))
         return dq, dk, dv, dsinks
 
-    # ---- rows that are too long for cuDNN's kernels: some heads at a time ----
+    # ---- more than cuDNN's kernels are given: some rows or some heads at a time ----
 
     def _far(self, q: Tensor, sinks: Tensor | None) -> bool:
         """Are these more elements than cuDNN's kernels are given, which would take them otherwise?"""
-        many = q.numel() > CUDNN_MOST or span_of(q) > CUDNN_SPAN
-        return many and self.mask is None and sinks is None and self._cudnn(q.transpose(1, 2), None)
+        return _share(q) > 1 and self._cudnn(q.transpose(1, 2), sinks)
 
-    @staticmethod
-    def _head_parts(q: Tensor, k: Tensor) -> int | None:
-        """The fewest equal parts of the heads, queries with their keys, none of them too long; None: one head is."""
-        heads = k.shape[2]
-        return next((n for n in range(1, heads + 1) if heads % n == 0 and q.numel() // n <= CUDNN_MOST), None)
-
-    def _forward_by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
-        parts = self._head_parts(q, k)
-        if parts is None:
+    def _forward_in_parts(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
+        cut = self._cut(q, k, sinks)
+        if cut is None:
             return self._by_lengths(q)._packed_forward(q, k, v)
         out, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), []
-        for to, *heads in _by_heads(parts, out, q, k, v):
-            found, extra = self.forward(*map(_near, heads))
+        for one, sink, to, *part in self._parts(cut, sinks, out, q, k, v):
+            found, extra = one.forward(*map(_near, part), sink)
             to.copy_(found)
             kept.append(extra)
         return out, tuple(kept)
 
-    def _backward_by_heads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any
-                           ) -> tuple[Tensor, Tensor, Tensor]:
-        parts = self._head_parts(q, k)
-        if parts is None:
-            return self._by_lengths(q)._packed_backward(dout, q, k, v, out, kept)
+    def _backward_in_parts(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
+                           sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        cut = self._cut(q, k, sinks)
+        if cut is None:
+            return *self._by_lengths(q)._packed_backward(dout, q, k, v, out, kept), None
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        for extra, (to_q, to_k, to_v, *heads) in zip(kept, _by_heads(parts, dq, dk, dv, dout, q, k, v, out)):
-            found = self.backward(*map(_near, heads), extra)
-            for to, d in zip((to_q, to_k, to_v), found):
+        dsinks = []
+        for extra, (one, sink, *parts) in zip(kept, self._parts(cut, sinks, dq, dk, dv, dout, q, k, v, out)):
+            *found, dsink = one.backward(*map(_near, parts[3:]), extra, sink)
+            for to, d in zip(parts, found):
                 to.copy_(d)
-        return dq, dk, dv
+            dsinks.append(dsink)
+        if sinks is None:
+            return dq, dk, dv, None
+        return dq, dk, dv, torch.cat(dsinks) if cut[0] == 2 else torch.stack(dsinks).sum(0)
+
+    def _cut(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[int, int] | None:
+        """(dimension, parts): rows of the batch, which may have to be cut again; of a single row the fewest equal parts
+        of the heads, queries with their keys, none of them too long. None: one key's queries are, and flash takes them.
+
+        Raises:
+            RuntimeError: flash takes no such attention.
+        """
+        if q.shape[0] > 1:
+            return 0, min(q.shape[0], math.ceil(_share(q)))
+        heads = k.shape[2]
+        parts = next((n for n in range(1, heads + 1) if heads % n == 0 and q.numel() // n <= CUDNN_MOST), None)
+        if parts is None and (sinks is not None or self.mask is not None):
+            raise RuntimeError(f"attention with a mask or sinks: {q.numel() // heads} elements of queries have the same"
+                               f" key head, at most {CUDNN_MOST} can: shorter rows")
+        return None if parts is None else (2, parts)
+
+    def _parts(self, cut: tuple[int, int], sinks: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Of each part: this with its mask, its sinks, and views of its [B, S, h, D]."""
+        dim, n = cut
+        views = [t.chunk(n, dim) for t in tensors]
+        of_mask = {0: 0, 2: 1}[dim]
+        masks = [self.mask] * n if self.mask is None or self.mask.shape[of_mask] == 1 else self.mask.chunk(n, of_mask)
+        own = [sinks] * n if sinks is None or dim == 0 else sinks.chunk(n)
+        return ((dataclasses.replace(self, mask=mask), *rest) for mask, *rest in zip(masks, own, *views))
 
     def _by_lengths(self, q: Tensor) -> Attention:
         """Rows of a batch as sequences behind one another, for flash, whose offsets have 64 bits."""
@@ -241,9 +264,14 @@ class Attention:
         return torch.matmul(p[..., :k.shape[2]], v)
 
 
-def _by_heads(parts: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of [B, S, h, D]: the i-th part of each one's heads."""
-    return zip(*(t.chunk(parts, 2) for t in tensors))
+def _share(q: Tensor) -> float:
+    """How many times what cuDNN's kernels are given at once."""
+    return max(q.numel() / CUDNN_MOST, span_of(q) / CUDNN_SPAN)
+
+
+def long_tokens(q_columns: int, qkv_columns: int) -> int:
+    """The most tokens in one row, q being a part of so wide a matrix, of which attention copies nothing."""
+    return min(CUDNN_MOST // q_columns, CUDNN_SPAN // qkv_columns)
 
 
 def _near(t: Tensor) -> Tensor:

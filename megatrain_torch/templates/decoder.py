@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..packed import example, packed_of
-from .attention import CUDNN_MOST
+from .attention import long_tokens
 from .mlp import GatedMLP
 from .moe import SparseMLP
 from .parts import Grads, Norm, Unfit, Weights, as_input, has, unflattened
@@ -172,9 +172,13 @@ class Decoder:
     def work_bytes(self, tokens: int, item: int) -> int:
         """Bytes that backward needs at most beside what is kept: a layer made again, its gradients in flight."""
         columns = self.mlp.work_columns() + sum(self.attention.qkv.rows) + 4 * self.attention.hidden
-        if tokens * self.attention.qkv.rows[0] > CUDNN_MOST:             # some heads at a time, copied
-            columns += sum(self.attention.qkv.rows)
-        return self.kept_bytes("saved", tokens, item) + tokens * columns * item
+        each, most = self.copied(item)
+        return self.kept_bytes("saved", tokens, item) + tokens * (columns * item + each * (tokens > most))
+
+    def copied(self, item: int) -> tuple[int, int]:
+        """Bytes of a token that attention copies at a time where there are more than so many, and how many."""
+        q, qkv = self.attention.o.inputs, sum(self.attention.qkv.rows)
+        return (q + qkv) * item, long_tokens(q, qkv)
 
     def flops(self, tokens: int) -> float:
         """Of a forward's products; attention's not counted."""

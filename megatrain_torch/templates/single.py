@@ -67,6 +67,9 @@ class Embedding:
     def work_bytes(self, tokens: int, item: int) -> int:
         return 0
 
+    def copied(self, item: int) -> tuple[int, int]:
+        return 0, 0
+
     def tiled(self, item: int) -> tuple[int, int, int]:
         return 0, 0, 0
 
@@ -118,6 +121,9 @@ class LoneNorm:
 
     def work_bytes(self, tokens: int, item: int) -> int:
         return 2 * tokens * self.norm.size * item
+
+    def copied(self, item: int) -> tuple[int, int]:
+        return 0, 0
 
     def tiled(self, item: int) -> tuple[int, int, int]:
         return 0, 0, 0
