@@ -430,41 +430,53 @@ static void aim(mt_disk *d, int u, int number)
 
 /* ---- an update: our thread ---------------------------------------------------------------- */
 
+typedef struct wanted_piece {
+    mt_disk *d;
+    int      unit, number;
+    buffer  *b;                  /* has it, and is ours; NULL: not yet, or the disk failed */
+} wanted_piece;
+
+static int is_taken(void *arg)
+{
+    wanted_piece *a = arg;
+    mt_disk      *d = a->d;
+    buffer       *b = find_piece(d, a->unit, a->number);
+
+    if (d->failed)
+        return 1;
+    if (b != NULL && b->at == READY) {
+        drop(d, -1, b->turn);            /* read before it: passed over */
+        b->at = TAKEN;
+        a->b = b;
+        return 1;
+    }
+    /* Nobody reads it: another was thought to be next, or all buffers have pieces that this one came
+     * instead of. Either way what was read ahead gives way, or no buffer would ever be free. */
+    if (b == NULL)
+        aim(d, a->unit, a->number);
+    read_ahead(d);
+    return 0;
+}
+
 /* Waits until the piece is in a buffer, which is then ours. */
 static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
 {
-    mt_watch *watch = mt_store_watch(d->store);
-    uint64_t  begun = mt_now_ns();
-    mt_span   span;
-    mt_post   post;
-    buffer   *b;
-    int       failed;
-    mt_status st = MT_OK;
+    uint64_t     begun = mt_now_ns();
+    wanted_piece a = { .d = d, .unit = u, .number = number };
+    mt_span      span;
+    mt_status    st;
 
     mt_timeline_begin(d->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_WAIT, u, NULL);
-    mt_watch_begin(watch, &post, NULL, mt_store_name(d->store, u), "a piece of its states (READ)");
+    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_taken, &a, mt_store_name(d->store, u),
+                        "a piece of its states (READ)");
+    mt_timeline_end(d->timeline, &span, 0, NULL);
     pthread_mutex_lock(&d->mu);
-    while (!(failed = d->failed) && st == MT_OK) {
-        b = find_piece(d, u, number);
-        if (b != NULL && b->at == READY)
-            break;
-        /* Nobody reads it: another was thought to be next, or all buffers have pieces that this one came
-         * instead of. Either way what was read ahead gives way, or no buffer would ever be free. */
-        if (b == NULL)
-            aim(d, u, number);
-        read_ahead(d);
-        st = mt_watch_wait(watch, &post, &d->changed, &d->mu);
-    }
-    if (!failed && st == MT_OK) {
-        drop(d, -1, b->turn);            /* read before it: passed over */
-        b->at = TAKEN;
-        *out = b;
-    }
     d->stats.wait_ns += mt_now_ns() - begun;
     pthread_mutex_unlock(&d->mu);
-    mt_watch_end(watch, &post, st);
-    mt_timeline_end(d->timeline, &span, 0, NULL);
-    return failed ? mt_ledger_check(d->store) : st;
+    if (a.b == NULL)
+        return st != MT_OK ? st : mt_ledger_check(d->store);
+    *out = a.b;
+    return MT_OK;
 }
 
 /* The buffer goes to the disk; or nowhere, and is free. */
@@ -724,22 +736,27 @@ mt_status mt_disk_put(mt_disk *d, const mt_disk_job *j, float clip)
     return MT_OK;
 }
 
+typedef struct all_done {
+    const mt_disk *d;
+    uint64_t       put;
+} all_done;
+
+static int are_done(void *arg)
+{
+    const all_done *a = arg;
+
+    return a->d->done >= a->put;
+}
+
 mt_status mt_disk_wait(mt_disk *d)
 {
-    mt_watch *watch = mt_store_watch(d->store);
-    mt_post   post = { 0 };
-    mt_status st = MT_OK;
-    uint64_t  put;
+    all_done  a = { .d = d };
+    mt_status st;
 
     pthread_mutex_lock(&d->mu);
-    put = d->put;
-    if (d->done < put)
-        mt_watch_begin(watch, &post, NULL, NULL, "updates from disk");
-    while (d->done < put && st == MT_OK)
-        st = mt_watch_wait(watch, &post, &d->changed, &d->mu);
+    a.put = d->put;
     pthread_mutex_unlock(&d->mu);
-    if (post.since_ns != 0)
-        mt_watch_end(watch, &post, st);
+    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, are_done, &a, NULL, "updates from disk");
     return st == MT_OK ? mt_ledger_check(d->store) : st;
 }
 
@@ -962,7 +979,7 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
     d->next_unit = d->before = d->held = d->first_added = d->last_added = d->bounced_unit = -1;
     pthread_mutex_init(&d->door, NULL);
     pthread_mutex_init(&d->mu, NULL);
-    (void)mt_watch_cond(&d->changed);
+    MT_TRY(mt_watch_cond(&d->changed));
     pthread_cond_init(&d->more, NULL);
     if ((d->buffers = calloc((size_t)n_buffers, sizeof *d->buffers)) == NULL) {
         st = MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers", n_buffers);

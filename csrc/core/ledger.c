@@ -10,12 +10,11 @@
 
 mt_status mt__ledger_open(mt__ledger *l)
 {
-    int err = mt_watch_cond(&l->changed);
+    mt_status st = mt_watch_cond(&l->changed);
 
-    if (err != 0)
-        return MT_FAIL(MT_ENOMEM, "ledger: no condition variable (%s)", strerror(err));
-    pthread_mutex_init(&l->mu, NULL);
-    return MT_OK;
+    if (st == MT_OK)
+        pthread_mutex_init(&l->mu, NULL);
+    return st;
 }
 
 void mt__ledger_close(mt__ledger *l)
@@ -187,53 +186,29 @@ mt_watch *mt_store_watch(mt_store *s)
     return &s->watch;
 }
 
-/* What a unit is waited for: the count, that of all units, and its name. */
 typedef struct awaited {
-    const int64_t *count, *all;
-    const char    *what, *post;
+    const mt__ledger *l;
+    const int64_t    *count;
+    mt_status         fault;
 } awaited;
 
-static mt_status stuck(mt_store *s, int unit, const awaited *a)
+static int is_zero_or_fault(void *arg)
 {
-    char    list[768];
-    int64_t left, all;
-    double  limit_s = (double)atomic_load(&s->watch.limit_ns) / 1e9;
+    awaited *a = arg;
 
-    pthread_mutex_lock(&s->ledger.mu);
-    left = *a->count;
-    all = *a->all;
-    pthread_mutex_unlock(&s->ledger.mu);
-    mt_watch_tell(&s->watch, list, sizeof list);
-    return MT_FAIL(MT_ESTUCK, "unit %s: its %s has not finished after %g s in which nothing moved (announced and "
-                   "unfinished: %" PRId64 " of this unit, %" PRId64 " of all). Longest first: %s",
-                   mt_store_name(s, unit), a->what, limit_s, left, all, list);
+    a->fault = a->l->fault;
+    return a->fault != MT_OK || *a->count == 0;
 }
 
 /* Until the count is 0, a fault, or the watchdog. */
-static mt_status wait_zero(mt_store *s, int unit, const awaited *a)
+static mt_status wait_zero(mt_store *s, int unit, const int64_t *count, const char *awaits)
 {
     mt__ledger *l = &s->ledger;
-    mt_post     post = { 0 };
-    mt_status   st = MT_OK, fault;
+    awaited     a = { .l = l, .count = count };
+    mt_status   st = mt_watch_until(&s->watch, &l->changed, &l->mu, is_zero_or_fault, &a, mt_store_name(s, unit),
+                                    awaits);
 
-    pthread_mutex_lock(&l->mu);
-    if (l->fault == MT_OK && *a->count > 0)
-        mt_watch_begin(&s->watch, &post, NULL, mt_store_name(s, unit), a->post);
-    while (l->fault == MT_OK && *a->count > 0 && st == MT_OK)
-        st = mt_watch_wait(&s->watch, &post, &l->changed, &l->mu);
-    fault = l->fault;
-    pthread_mutex_unlock(&l->mu);
-
-    if (fault == MT_OK && st != MT_OK)
-        st = stuck(s, unit, a);
-    if (post.since_ns != 0)
-        mt_watch_end(&s->watch, &post, st);
-    return fault != MT_OK ? fault_again(l) : st;
-}
-
-static mt_status wait_updates(mt_store *s, int unit, const mt__unit *u)
-{
-    return wait_zero(s, unit, &(awaited){ &u->updates, &s->ledger.updates, "update", "its update" });
+    return a.fault != MT_OK ? fault_again(l) : st;
 }
 
 static mt_status no_unit(const mt_store *s, int unit)
@@ -251,7 +226,7 @@ mt_status mt_ledger_wait_updates(mt_store *s, int unit)
         return no_unit(s, unit);
     if (i_save && mt_ledger_saving(s, unit))
         return mt_ledger_check(s);
-    return wait_updates(s, unit, u);
+    return wait_zero(s, unit, &u->updates, "its update");
 }
 
 mt_status mt_ledger_wait_grads(mt_store *s, int unit)
@@ -259,8 +234,7 @@ mt_status mt_ledger_wait_grads(mt_store *s, int unit)
     const mt__unit *u = mt__unit_at(s, unit);
     if (u == NULL)
         return no_unit(s, unit);
-    return wait_zero(s, unit, &(awaited){ &u->grads, &s->ledger.grads, "hand-over of gradients",
-                                          "the hand-over of its gradients" });
+    return wait_zero(s, unit, &u->grads, "the hand-over of its gradients");
 }
 
 int mt_ledger_grads_due(mt_store *s)
@@ -359,7 +333,7 @@ mt_status mt_ledger_wait_saved(mt_store *s, int unit)
     if (u->saves > 0)
         s->ledger.wanted = unit + 1;
     pthread_mutex_unlock(&s->ledger.mu);
-    return wait_zero(s, unit, &(awaited){ &u->saves, &s->ledger.saves, "save", "its save (SAVED)" });
+    return wait_zero(s, unit, &u->saves, "its save (SAVED)");
 }
 
 void mt_ledger_i_save(int on)
@@ -440,7 +414,7 @@ mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
     if (u == NULL)
         return no_unit(s, unit);
     MT_TRY(mt_ledger_wait_saved(s, unit));
-    MT_TRY(wait_zero(s, unit, &(awaited){ &u->fetches, &s->ledger.fetches, "fetch", "its fetch to be put" }));
+    MT_TRY(wait_zero(s, unit, &u->fetches, "its fetch to be put"));
     pthread_mutex_lock(&s->fetched_mu);
     fetched = u->fetched;
     pthread_mutex_unlock(&s->fetched_mu);

@@ -168,22 +168,23 @@ static void *collector_main(void *arg)
     return NULL;
 }
 
+typedef struct awaited {
+    const mt_offload *o;
+    uint64_t          ticket;
+} awaited;
+
+static int is_home(void *arg)
+{
+    const awaited *a = arg;
+
+    return a->o->home >= a->ticket;
+}
+
 /* The collector never stops short of the latest ticket, so this ends when the device answers, or is stuck. */
 static mt_status wait_home(mt_offload *o, uint64_t t)
 {
-    mt_watch *watch = mt_store_watch(o->store);
-    mt_post   post = { 0 };
-    mt_status st = MT_OK;
-
-    pthread_mutex_lock(&o->mu);
-    if (o->home < t)
-        mt_watch_begin(watch, &post, NULL, NULL, "gradients to be home");
-    while (o->home < t && st == MT_OK)
-        st = mt_watch_wait(watch, &post, &o->came, &o->mu);
-    pthread_mutex_unlock(&o->mu);
-    if (post.since_ns != 0)
-        mt_watch_end(watch, &post, st);
-    return st;
+    return mt_watch_until(mt_store_watch(o->store), &o->came, &o->mu, is_home, &(awaited){ o, t }, NULL,
+                          "gradients to be home");
 }
 
 /* ---- host memory that the device writes ------------------------------------------------- */
@@ -335,7 +336,7 @@ mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth
     o->depth = (uint64_t)depth;
     pthread_mutex_init(&o->mu, NULL);
     pthread_cond_init(&o->more, NULL);
-    (void)mt_watch_cond(&o->came);
+    MT_TRY(mt_watch_cond(&o->came));
     MT_TRY(ring_open(o));
     MT_TRY(dev->ops->event_open(dev, &o->handed));
     MT_TRY(dev->ops->queue_open(dev, "d2h", &o->d2h));

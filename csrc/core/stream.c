@@ -244,7 +244,7 @@ mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots
     mt__course_open(&s->course);
     pthread_mutex_init(&s->mu, NULL);
     pthread_cond_init(&s->work, NULL);
-    (void)mt_watch_cond(&s->moved);
+    MT_TRY(mt_watch_cond(&s->moved));
     MT_TRY(open_slots(s, slots, n_slots));
     MT_TRY(dev->ops->queue_open(dev, "h2d", &s->h2d));
     if (pthread_create(&s->mover, NULL, mover_main, s) != 0) {
@@ -627,29 +627,32 @@ fail:
 
 /* ---- waiting ---------------------------------------------------------------------------- */
 
+typedef struct awaited {
+    const mt_stream *s;
+    const slot      *k;
+    int              failed;
+    mt_debug         debug;
+} awaited;
+
+static int is_issued(void *arg)
+{
+    awaited *a = arg;
+
+    a->failed = a->s->failed;
+    a->debug = a->s->debug;
+    return a->failed || a->k->issued >= a->k->asked;
+}
+
 /* The host waits for the mover, so that `ready` has been recorded for this copy when run is told
- * to wait for it. The mover's own waits have the ledger's watchdog; when one ends in a fault,
- * this wait does too. */
+ * to wait for it. A wait of the mover's that the watchdog ends is a fault, and ends this one. */
 static mt_status wait_issued(mt_stream *s, int k, mt_debug *debug)
 {
-    mt_watch *watch = mt_store_watch(s->store);
-    mt_post   post = { 0 };
-    mt_status st = MT_OK;
-    uint64_t  asked;
-    int       failed;
+    awaited   a = { .s = s, .k = &s->slots[k] };
+    mt_status st = mt_watch_until(mt_store_watch(s->store), &s->moved, &s->mu, is_issued, &a,
+                                  mt_store_name(s->store, s->slots[k].unit), "its fetch to be put");
 
-    pthread_mutex_lock(&s->mu);
-    asked = s->slots[k].asked;
-    if (s->slots[k].issued < asked && !s->failed)
-        mt_watch_begin(watch, &post, NULL, mt_store_name(s->store, s->slots[k].unit), "its fetch to be put");
-    while (s->slots[k].issued < asked && !s->failed && st == MT_OK)
-        st = mt_watch_wait(watch, &post, &s->moved, &s->mu);
-    failed = s->failed;
-    *debug = s->debug;
-    pthread_mutex_unlock(&s->mu);
-    if (post.since_ns != 0)
-        mt_watch_end(watch, &post, st);
-    return failed ? mt_ledger_check(s->store) : st;
+    *debug = a.debug;
+    return a.failed ? mt_ledger_check(s->store) : st;
 }
 
 static mt_status await_copy(mt_stream *s, int k, mt_queue *run)

@@ -294,7 +294,7 @@ mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t by
     t->last = &t->first;
     pthread_mutex_init(&t->mu, NULL);
     pthread_cond_init(&t->more, NULL);
-    (void)mt_watch_cond(&t->came);
+    MT_TRY(mt_watch_cond(&t->came));
     MT_TRY(open_buffers(t, n_buffers));
     if (pthread_create(&t->thread, NULL, through_main, t) != 0) {
         st = MT_FAIL(MT_ENOMEM, "through: no thread");
@@ -365,22 +365,28 @@ mt_status mt_through_put(mt_through *t, const mt_through_job *j, float clip)
     return MT_OK;
 }
 
+typedef struct awaited {
+    const mt_through *t;
+    uint64_t          put;
+} awaited;
+
+static int is_through(void *arg)
+{
+    const awaited *a = arg;
+
+    return a->t->done >= a->put;
+}
+
 mt_status mt_through_wait(mt_through *t)
 {
-    mt_watch *watch = mt_store_watch(t->store);
-    mt_post   post = { 0 };
-    mt_status st = MT_OK;
-    uint64_t  put;
+    awaited   a = { .t = t };
+    mt_status st;
 
     pthread_mutex_lock(&t->mu);
-    put = t->put;
-    if (t->done < put)
-        mt_watch_begin(watch, &post, NULL, NULL, "updates that go through the device");
-    while (t->done < put && st == MT_OK)
-        st = mt_watch_wait(watch, &post, &t->came, &t->mu);
+    a.put = t->put;
     pthread_mutex_unlock(&t->mu);
-    if (post.since_ns != 0)
-        mt_watch_end(watch, &post, st);
+    st = mt_watch_until(mt_store_watch(t->store), &t->came, &t->mu, is_through, &a, NULL,
+                        "updates that go through the device");
     return st == MT_OK ? mt_ledger_check(t->store) : st;
 }
 

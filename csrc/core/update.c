@@ -446,7 +446,7 @@ mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_u
     u->last = &u->first;
     pthread_mutex_init(&u->mu, NULL);
     pthread_cond_init(&u->more, NULL);
-    (void)mt_watch_cond(&u->news);
+    MT_TRY(mt_watch_cond(&u->news));
     MT_TRY(mt_speculation_open(store, grads, pool, &u->guesses));
     if (pthread_create(&u->thread, NULL, updater_main, u) != 0) {
         st = MT_FAIL(MT_ENOMEM, "update: no thread for the updater");
@@ -501,49 +501,53 @@ void mt_update_timeline(mt_updater *u, mt_timeline *t)
 
 /* ---- submit, and what came of it -------------------------------------------------------- */
 
-/* Under mu. Until the updater has come so far. */
-static mt_status wait_until(mt_updater *u, int (*so_far)(const mt_updater *, uint64_t), uint64_t number,
-                            const char *awaits)
-{
-    mt_watch *watch = mt_store_watch(u->store);
-    mt_post   post = { 0 };
-    mt_status st = MT_OK;
+typedef struct awaited {
+    mt_updater *u;
+    uint64_t    ticket;
+    result      r;               /* of it */
+} awaited;
 
-    if (so_far(u, number))
-        return MT_OK;
-    mt_watch_begin(watch, &post, NULL, NULL, awaits);
-    while (st == MT_OK && !so_far(u, number))
-        st = mt_watch_wait(watch, &post, &u->news, &u->mu);
-    mt_watch_end(watch, &post, st);
-    return st;
+static int steps_are_few(void *arg)
+{
+    const mt_updater *u = ((const awaited *)arg)->u;
+
+    return u->submitted - u->done < AHEAD;
 }
 
-static int steps_are_few(const mt_updater *u, uint64_t most)
+static int is_normed(void *arg)
 {
-    return u->submitted - u->done < most;
+    awaited *a = arg;
+
+    a->r = a->u->results[a->ticket % RESULTS];
+    return a->r.normed;
 }
 
-static int is_normed(const mt_updater *u, uint64_t ticket)
+static int is_done(void *arg)
 {
-    return u->results[ticket % RESULTS].normed;
+    const awaited *a = arg;
+
+    return a->u->done >= a->ticket;
 }
 
-static int is_done(const mt_updater *u, uint64_t ticket)
+static mt_status wait_until(awaited *a, int (*so_far)(void *), const char *awaits)
 {
-    return u->done >= ticket;
+    mt_updater *u = a->u;
+
+    return mt_watch_until(mt_store_watch(u->store), &u->news, &u->mu, so_far, a, NULL, awaits);
 }
 
 /* Announces, then hands over: the updater never ends what was not begun. Returns the ticket; w may
  * be gone by then. */
 static uint64_t hand_over(mt_updater *u, work *w, int *sync)
 {
+    awaited  a = { .u = u };
     uint64_t ticket;
 
     for (int i = 0; i < w->n; i++)
         mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
-    pthread_mutex_lock(&u->mu);
     /* Stuck: it is put all the same, since it was announced. Who waits for it is told. */
-    (void)wait_until(u, steps_are_few, AHEAD, "a step before this one");
+    (void)wait_until(&a, steps_are_few, "a step before this one");
+    pthread_mutex_lock(&u->mu);
     ticket = w->ticket = ++u->submitted;
     u->results[ticket % RESULTS] = (result){ 0 };
     *u->last = w;
@@ -579,24 +583,20 @@ fail:
 
 mt_status mt_update_norm(mt_updater *u, uint64_t ticket, double *norm, int *skipped)
 {
-    result   *r = &u->results[ticket % RESULTS], got;
+    awaited   a = { .u = u, .ticket = ticket };
     uint64_t  submitted;
     mt_status st;
 
     pthread_mutex_lock(&u->mu);
     submitted = u->submitted;
-    if (ticket == 0 || ticket > submitted || submitted - ticket >= RESULTS) {
-        pthread_mutex_unlock(&u->mu);
+    pthread_mutex_unlock(&u->mu);
+    if (ticket == 0 || ticket > submitted || submitted - ticket >= RESULTS)
         return MT_FAIL(MT_EINVAL, "update: there is no result of submit %" PRIu64 "; the latest "
                        "is %" PRIu64 ", and %d are kept", ticket, submitted, RESULTS);
-    }
-    st = wait_until(u, is_normed, ticket, "the gradients' norm");
-    got = *r;
-    pthread_mutex_unlock(&u->mu);
-    MT_TRY(st);
+    MT_TRY(wait_until(&a, is_normed, "the gradients' norm"));
     MT_TRY(mt_ledger_check(u->store));
-    *norm = got.norm;
-    *skipped = got.skipped;
+    *norm = a.r.norm;
+    *skipped = a.r.skipped;
     return MT_OK;
 fail:
     return st;
@@ -604,14 +604,13 @@ fail:
 
 mt_status mt_update_drain(mt_updater *u)
 {
-    uint64_t  submitted;
+    awaited   a = { .u = u };
     mt_status st;
 
     pthread_mutex_lock(&u->mu);
-    submitted = u->submitted;
-    st = wait_until(u, is_done, submitted, "the steps that were asked for");
+    a.ticket = u->submitted;
     pthread_mutex_unlock(&u->mu);
-    MT_TRY(st);
+    MT_TRY(wait_until(&a, is_done, "the steps that were asked for"));
     if (u->residents != NULL)
         MT_TRY(mt_resident_drain(u->residents));
     if (u->disk != NULL)

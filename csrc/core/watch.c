@@ -11,6 +11,8 @@
 #define SLICE_NS     1000000000u             /* of a wait: a new limit counts after so long */
 #define NAP_LEAST_NS 20000u
 #define NAP_MOST_NS  1000000u
+#define LATE_LEAST_NS 50000000u              /* a sleep that ends so much later than it should: we were stopped */
+#define LATE_MOST_NS  10000000000u
 #define TOLD         8                       /* posts of a list */
 
 static _Thread_local const char *i_am = "the caller";
@@ -22,6 +24,7 @@ void mt_watch_i_am(const char *queue)
 
 void mt_watch_open(mt_watch *w)
 {
+    pthread_mutex_init(&w->asking, NULL);
     pthread_mutex_init(&w->mu, NULL);
     w->first = NULL;
     mt_watch_limit(w, LIMIT_S);
@@ -31,6 +34,7 @@ void mt_watch_open(mt_watch *w)
 void mt_watch_close(mt_watch *w)
 {
     pthread_mutex_destroy(&w->mu);
+    pthread_mutex_destroy(&w->asking);
 }
 
 void mt_watch_limit(mt_watch *w, double seconds)
@@ -79,14 +83,19 @@ void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, 
     pthread_mutex_unlock(&w->mu);
 }
 
-void mt_watch_take(mt_watch *w, mt_post *p)
+static void take(mt_watch *w, mt_post *p)
 {
-    if (w == NULL || p == NULL)
-        return;
     pthread_mutex_lock(&w->mu);
     if (p->since_ns != 0)
         unlink_post(w, p);
     pthread_mutex_unlock(&w->mu);
+}
+
+void mt_watch_take(mt_watch *w, mt_post *p)
+{
+    pthread_mutex_lock(&w->asking);
+    take(w, p);
+    pthread_mutex_unlock(&w->asking);
 }
 
 void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits)
@@ -97,102 +106,160 @@ void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit
 
 void mt_watch_end(mt_watch *w, mt_post *p, mt_status st)
 {
-    mt_watch_take(w, p);
+    take(w, p);
     if (st != MT_ESTUCK)
         mt_watch_moved(w);
 }
 
 /* ---- the list --------------------------------------------------------------------------- */
 
-/* Under mu. A device that does not answer is not done. */
-static int is_over(const mt_post *p)
-{
-    int done = 0;
+/* A post as it was: it may be gone by now, but not its event, as long as `asking` is held. */
+typedef struct seen {
+    const mt_post *at;
+    uint64_t       since_ns;
+    mt_event      *event;
+    char           text[256];
+} seen;
 
-    return p->event != NULL && p->event->dev->ops->query(p->event, &done) == MT_OK && done;
+/* Two of the same nanosecond are told apart by their places. */
+static int is_later(const mt_post *p, uint64_t since_ns, const mt_post *at)
+{
+    return p->since_ns > since_ns || (p->since_ns == since_ns && p > at);
 }
 
-/* Under mu. The one that waits longest of those behind `from_ns`; two of the same nanosecond are told apart by
- * their places. */
-static const mt_post *next_longest(const mt_watch *w, const mt_post *after)
+/* Under asking. The one that waits longest of those behind *s, which begins as zeros; 0: no more. */
+static int next_longest(mt_watch *w, seen *s)
 {
     const mt_post *found = NULL;
 
-    for (const mt_post *p = w->first; p != NULL; p = p->next) {
-        int later = after == NULL || p->since_ns > after->since_ns || (p->since_ns == after->since_ns && p > after);
-
-        if (later && (found == NULL || p->since_ns < found->since_ns ||
-                      (p->since_ns == found->since_ns && p < found)))
+    pthread_mutex_lock(&w->mu);
+    for (const mt_post *p = w->first; p != NULL; p = p->next)
+        if (is_later(p, s->since_ns, s->at) && (found == NULL || is_later(found, p->since_ns, p)))
             found = p;
+    if (found != NULL) {
+        s->at = found;
+        s->since_ns = found->since_ns;
+        s->event = found->event;
+        snprintf(s->text, sizeof s->text, "%s%s%s waits for %s", found->queue, found->unit != NULL ? ", unit " : "",
+                 found->unit != NULL ? found->unit : "", found->awaits);
     }
-    return found;
+    pthread_mutex_unlock(&w->mu);
+    return found != NULL;
+}
+
+/* Under asking, and no other lock. A device that does not answer is not done. */
+static int is_done(mt_event *e)
+{
+    int done = 0;
+
+    return e != NULL && e->dev->ops->query(e, &done) == MT_OK && done;
 }
 
 void mt_watch_tell(mt_watch *w, char *out, size_t cap)
 {
     uint64_t now = mt_now_ns();
+    seen     s = { 0 };
     size_t   n = 0;
     int      told = 0;
 
     out[0] = 0;
-    pthread_mutex_lock(&w->mu);
-    for (const mt_post *p = next_longest(w, NULL); p != NULL && told < TOLD && n < cap; p = next_longest(w, p)) {
-        if (is_over(p))
+    pthread_mutex_lock(&w->asking);
+    while (told < TOLD && n < cap && next_longest(w, &s)) {
+        if (is_done(s.event))
             continue;
-        n += (size_t)snprintf(out + n, cap - n, "%s%s%s%s waits for %s, since %.2f s", told++ > 0 ? "; " : "",
-                              p->queue, p->unit != NULL ? ", unit " : "", p->unit != NULL ? p->unit : "", p->awaits,
-                              (double)(now > p->since_ns ? now - p->since_ns : 0) / 1e9);
+        n += (size_t)snprintf(out + n, cap - n, "%s%s, since %.2f s", told++ > 0 ? "; " : "", s.text,
+                              (double)(now > s.since_ns ? now - s.since_ns : 0) / 1e9);
     }
-    pthread_mutex_unlock(&w->mu);
+    pthread_mutex_unlock(&w->asking);
 }
 
 /* ---- waits ------------------------------------------------------------------------------ */
 
+static uint64_t limit_of(mt_watch *w)
+{
+    return atomic_load_explicit(&w->limit_ns, memory_order_relaxed);
+}
+
 /* Nanoseconds until p's wait is stuck, if nothing moves; 0: it is. */
 static uint64_t left_of(mt_watch *w, const mt_post *p)
 {
-    uint64_t moved = atomic_load_explicit(&w->moved_ns, memory_order_relaxed), now = mt_now_ns();
-    uint64_t limit = atomic_load_explicit(&w->limit_ns, memory_order_relaxed);
+    uint64_t moved = atomic_load_explicit(&w->moved_ns, memory_order_relaxed), now = mt_now_ns(), limit = limit_of(w);
     uint64_t from = moved > p->since_ns ? moved : p->since_ns, gone = now > from ? now - from : 0;
 
     return gone < limit ? limit - gone : 0;
 }
 
-mt_status mt_watch_look(mt_watch *w, const mt_post *p)
+/* Whoever is stopped, with the machine or by a signal, sees time go by in which nothing could move. */
+static void woken(mt_watch *w, uint64_t due_ns)
 {
-    double limit_s = (double)atomic_load_explicit(&w->limit_ns, memory_order_relaxed) / 1e9;
-    char   list[768];
+    uint64_t now = mt_now_ns(), late = limit_of(w) / 10;
+
+    late = late < LATE_LEAST_NS ? LATE_LEAST_NS : late > LATE_MOST_NS ? LATE_MOST_NS : late;
+    if (now > due_ns && now - due_ns > late)
+        mt_watch_moved(w);
+}
+
+/* Under no lock of the caller's. MT_OK: p's wait goes on. */
+static mt_status judge(mt_watch *w, const mt_post *p)
+{
+    char list[768];
 
     if (left_of(w, p) > 0)
         return MT_OK;
     mt_watch_tell(w, list, sizeof list);
     return MT_FAIL(MT_ESTUCK, "%s%s%s has not come in %g s, and nothing else has moved. Longest first: %s",
-                   p->unit != NULL ? p->unit : "", p->unit != NULL ? ": " : "", p->awaits, limit_s, list);
+                   p->unit != NULL ? p->unit : "", p->unit != NULL ? ": " : "", p->awaits,
+                   (double)limit_of(w) / 1e9, list);
 }
 
-int mt_watch_cond(pthread_cond_t *c)
+mt_status mt_watch_cond(pthread_cond_t *c)
 {
     pthread_condattr_t attr;
     int                err = pthread_condattr_init(&attr);
 
-    if (err != 0)
-        return err;
-    /* Monotonic, so that setting the machine's clock neither ends nor prolongs a wait. */
-    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-    err = pthread_cond_init(c, &attr);
-    pthread_condattr_destroy(&attr);
-    return err;
+    if (err == 0) {
+        /* Monotonic, so that setting the machine's clock neither ends nor prolongs a wait. */
+        err = pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+        err = err != 0 ? err : pthread_cond_init(c, &attr);
+        pthread_condattr_destroy(&attr);
+    }
+    return err == 0 ? MT_OK : MT_FAIL(MT_ENOMEM, "no condition variable: %s", strerror(err));
 }
 
-mt_status mt_watch_wait(mt_watch *w, const mt_post *p, pthread_cond_t *c, pthread_mutex_t *mu)
+/* Under mu. Until c is signalled, or some time has gone by. */
+static void slice(mt_watch *w, const mt_post *p, pthread_cond_t *c, pthread_mutex_t *mu)
 {
     uint64_t        left = left_of(w, p), until = mt_now_ns() + (left < SLICE_NS ? left : SLICE_NS);
     struct timespec t = { (time_t)(until / 1000000000u), (long)(until % 1000000000u) };
 
-    if (left == 0)
-        return mt_watch_look(w, p);
     (void)pthread_cond_timedwait(c, mu, &t);
-    return MT_OK;
+    woken(w, until);
+}
+
+mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu, int (*over)(void *arg), void *arg,
+                         const char *unit, const char *awaits)
+{
+    mt_post   post = { 0 };
+    mt_status st = MT_OK;
+    int       done;
+
+    pthread_mutex_lock(mu);
+    if (!(done = over(arg)))
+        mt_watch_begin(w, &post, NULL, unit, awaits);
+    while (!done && st == MT_OK) {
+        slice(w, &post, c, mu);
+        if (!(done = over(arg)) && left_of(w, &post) == 0) {
+            pthread_mutex_unlock(mu);
+            st = judge(w, &post);
+            pthread_mutex_lock(mu);
+            done = over(arg);
+        }
+    }
+    pthread_mutex_unlock(mu);
+    st = done ? MT_OK : st;
+    if (post.since_ns != 0)
+        mt_watch_end(w, &post, st);
+    return st;
 }
 
 mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char *awaits)
@@ -205,12 +272,14 @@ mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char 
         return st;
     mt_watch_begin(w, &post, NULL, unit, awaits);
     while (st == MT_OK && !done) {
-        uint64_t        nap = (mt_now_ns() - post.since_ns) / 8;
+        uint64_t        now = mt_now_ns(), nap = (now - post.since_ns) / 8;
         struct timespec t = { 0, (long)(nap < NAP_LEAST_NS ? NAP_LEAST_NS : nap < NAP_MOST_NS ? nap : NAP_MOST_NS) };
 
         nanosleep(&t, NULL);
-        if ((st = e->dev->ops->query(e, &done)) == MT_OK && !done)
-            st = mt_watch_look(w, &post);
+        st = e->dev->ops->query(e, &done);
+        woken(w, now + (uint64_t)t.tv_nsec);
+        if (st == MT_OK && !done)
+            st = judge(w, &post);
     }
     mt_watch_end(w, &post, st);
     return st;

@@ -14,13 +14,12 @@
  *     st = dev->ops->sync_event(e);
  *     mt_watch_end(w, &post, st);
  *
- *     while (!over && st == MT_OK)                         // one that this can; `changed` is of mt_watch_cond
- *         st = mt_watch_wait(w, &post, &changed, &mu);
+ *     st = mt_watch_until(w, &changed, &mu, over, arg, "layers.0", "...");     // one that the watchdog can
  *
  *     mt_watch_put(w, &post, "h2d", "layers.0", "...", e); // a queue was given something, with e behind it
  *
- * Threads: any. A post is one thread's at a time. The lock inside is taken last, and nothing is called under it but
- *          the device's `query`.
+ * Threads: any. A post is one thread's at a time. The locks inside are taken last. The device is asked under `asking`
+ *          alone, which only who makes a list takes, and who closes an event that is in it.
  */
 #ifndef MT_WATCH_H
 #define MT_WATCH_H
@@ -38,6 +37,7 @@ typedef struct mt_post {
 } mt_post;
 
 typedef struct mt_watch {
+    pthread_mutex_t      asking;             /* then mu; no event that is in the list is closed meanwhile */
     pthread_mutex_t      mu;
     mt_post             *first;              /* mu */
     atomic_uint_least64_t moved_ns, limit_ns;
@@ -51,23 +51,24 @@ void mt_watch_moved(mt_watch *w);
 /* Whose waits this thread's are, in a list: a literal. "the caller" before. */
 void mt_watch_i_am(const char *queue);
 
-/* queue NULL: this thread's. A wait that ended well has moved. */
+/* queue NULL: this thread's. A wait that ended has moved, unless it was stuck. */
 void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits);
 void mt_watch_end  (mt_watch *w, mt_post *p, mt_status st);
 
-/* Monotonic, as mt_watch_wait needs it. 0, or an errno. */
-int       mt_watch_cond(pthread_cond_t *c);
-/* Until c is signalled, or some time has gone by: look again. MT_ESTUCK: p's wait is stuck. */
-mt_status mt_watch_wait(mt_watch *w, const mt_post *p, pthread_cond_t *c, pthread_mutex_t *mu);
-/* The same for a wait that is not on a condition: MT_ESTUCK or MT_OK, at once. */
-mt_status mt_watch_look(mt_watch *w, const mt_post *p);
+/* Monotonic, as mt_watch_until needs it. On failure *c may be destroyed if its bytes were 0. */
+mt_status mt_watch_cond(pthread_cond_t *c);
+/* Until over(arg), which is called under mu, at least once, and may take down what the caller wants to know of that
+ * moment. mu is not held before and after; c, of mt_watch_cond, is broadcast when `over` may have changed. MT_ESTUCK,
+ * unless it is over. In the list from the first time that it is not. */
+mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu, int (*over)(void *arg), void *arg,
+                         const char *unit, const char *awaits);
 /* The host waits for an event, and for a record that is made meanwhile. In steps of up to a millisecond: not where
  * every wait is one for the step's end. */
 mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char *awaits);
 
 /* Again for one that is in the list: the new unit's, from now on. */
 void mt_watch_put (mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits, mt_event *e);
-void mt_watch_take(mt_watch *w, mt_post *p);         /* before its event is closed; NULL or not in the list is fine */
+void mt_watch_take(mt_watch *w, mt_post *p);         /* before its event is closed; not in the list is fine */
 
 /* The list as text, cut where `cap` ends. */
 void mt_watch_tell(mt_watch *w, char *out, size_t cap);

@@ -526,8 +526,7 @@ static void end_absent(mt_shards *w)
 
 static mt_status shards_new(const mt_shard *shards, int n, mt_shards_how how, mt_shards **out)
 {
-    pthread_condattr_t attr;
-    mt_shards         *w = calloc(1, sizeof *w);
+    mt_shards *w = calloc(1, sizeof *w);
 
     if (w == NULL)
         return MT_FAIL(MT_ENOMEM, "save: calloc(%zu)", sizeof *w);
@@ -537,12 +536,8 @@ static mt_status shards_new(const mt_shard *shards, int n, mt_shards_how how, mt
     w->last_full = &w->full;
     w->wanted = -1;
     pthread_mutex_init(&w->mu, NULL);
-    pthread_condattr_init(&attr);
-    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-    pthread_cond_init(&w->changed, &attr);
-    pthread_condattr_destroy(&attr);
     *out = w;
-    return MT_OK;
+    return mt_watch_cond(&w->changed);
 }
 
 mt_status mt_shards_write(const mt_shard *shards, int n, mt_shards_how how, mt_shards **out)

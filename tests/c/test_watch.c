@@ -75,27 +75,136 @@ static void posts_are_told_longest_first_until_they_are_over(void)
     mt_watch_close(&w);
 }
 
+/* A wait of the tests' own: over at a given look. */
+typedef struct waited {
+    mt_watch        w;
+    pthread_mutex_t mu;
+    pthread_cond_t  c;
+    int             looks, enough, moves;    /* moves: each look is one */
+} waited;
+
+static void waited_open(waited *a, double limit_s, int enough)
+{
+    *a = (waited){ .enough = enough };
+    mt_watch_open(&a->w);
+    mt_watch_limit(&a->w, limit_s);
+    pthread_mutex_init(&a->mu, NULL);
+    CHECK_OK(mt_watch_cond(&a->c));
+}
+
+static void waited_close(waited *a)
+{
+    pthread_cond_destroy(&a->c);
+    pthread_mutex_destroy(&a->mu);
+    mt_watch_close(&a->w);
+}
+
+static int look(void *arg)
+{
+    waited *a = arg;
+
+    if (a->moves)
+        mt_watch_moved(&a->w);
+    return ++a->looks >= a->enough;
+}
+
+static mt_status wait_for_looks(waited *a)
+{
+    return mt_watch_until(&a->w, &a->c, &a->mu, look, a, "layers.0", "its gradients");
+}
+
 static void a_wait_is_stuck_when_nothing_moved_for_the_limit(void)
 {
-    mt_watch w;
-    mt_post  a;
+    waited a;
 
-    mt_watch_open(&w);
-    mt_watch_limit(&w, 0.03);
-    mt_watch_begin(&w, &a, NULL, "layers.0", "its gradients");
-    for (int i = 0; i < 20; i++) {                       /* twice the limit */
-        sleep_ms(3);
-        mt_watch_moved(&w);
-        CHECK_OK(mt_watch_look(&w, &a));
-    }
-    sleep_ms(35);
-    CHECK_EQ(mt_watch_look(&w, &a), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "layers.0: its gradients has not come in 0.03 s, and nothing else has moved");
+    waited_open(&a, 0.02, 4);
+    a.moves = 1;
+    CHECK_OK(wait_for_looks(&a));                        /* three times the limit */
+    a.moves = 0;
+    a.enough = 1000;
+    CHECK_EQ(wait_for_looks(&a), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "layers.0: its gradients has not come in 0.02 s, and nothing else has moved");
     CHECK_HAS(mt_last_error(), "the caller, unit layers.0 waits for its gradients, since 0.");
-    mt_watch_limit(&w, 60);
-    CHECK_OK(mt_watch_look(&w, &a));
-    mt_watch_end(&w, &a, MT_ESTUCK);
-    mt_watch_close(&w);
+    waited_close(&a);
+}
+
+/* Holds what the waiting thread needs to go on, for longer than the limit: as if the process had been stopped. */
+static void *hold_up(void *arg)
+{
+    waited *a = arg;
+    int     waits = 0;
+
+    while (!waits) {
+        pthread_mutex_lock(&a->mu);
+        waits = a->looks > 0;
+        if (waits)
+            sleep_ms(250);
+        pthread_mutex_unlock(&a->mu);
+    }
+    return NULL;
+}
+
+/* A device of which only events are known: asked for the second time it says nothing for longer than the limit. */
+static int asked;
+
+static mt_status query_slowly(mt_event *e, int *done)
+{
+    (void)e;
+    if (++asked == 2)
+        sleep_ms(250);
+    *done = asked >= 6;
+    return MT_OK;
+}
+
+static void a_process_that_was_stopped_is_not_stuck(void)
+{
+    const mt_dev_ops ops = { .query = query_slowly };
+    mt_dev           dev = { &ops };
+    mt_event         e = { &dev };
+    waited           a;
+    pthread_t        thread;
+
+    waited_open(&a, 0.1, 4);
+    CHECK_EQ(pthread_create(&thread, NULL, hold_up, &a), 0);
+    CHECK_OK(wait_for_looks(&a));
+    pthread_join(thread, NULL);
+    asked = 0;
+    CHECK_OK(mt_watch_event(&a.w, &e, "layers.0", "an event"));
+    waited_close(&a);
+}
+
+static waited *watched;
+static int     free_when_asked;
+
+static mt_status query_locks(mt_event *e, int *done)
+{
+    (void)e;
+    free_when_asked = pthread_mutex_trylock(&watched->mu) == 0;
+    if (free_when_asked)
+        pthread_mutex_unlock(&watched->mu);
+    if (free_when_asked && (free_when_asked = pthread_mutex_trylock(&watched->w.mu) == 0))
+        pthread_mutex_unlock(&watched->w.mu);
+    *done = 0;
+    return MT_OK;
+}
+
+/* A driver that takes its time over a question holds up nobody but who asks. */
+static void no_lock_is_held_while_the_device_is_asked(void)
+{
+    const mt_dev_ops ops = { .query = query_locks };
+    mt_dev           dev = { &ops };
+    mt_event         e = { &dev };
+    mt_post          p = { 0 };
+    waited           a;
+
+    waited_open(&a, 0.02, 1000);
+    watched = &a;
+    mt_watch_put(&a.w, &p, "h2d", "layers.1", "copies", &e);
+    CHECK_EQ(wait_for_looks(&a), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "Longest first: h2d, unit layers.1 waits for copies, since ");
+    CHECK_EQ(free_when_asked, 1);
+    mt_watch_take(&a.w, &p);
+    waited_close(&a);
 }
 
 /* ---- queues ----------------------------------------------------------------------------- */
@@ -182,7 +291,7 @@ static void a_stalled_update_is_named(void)
     REQUIRE(mt_update_open(t.store, o, t.pool, &u) == MT_OK);
     CHECK_OK(mt_update_submit(u, &job, 1, 0, t.run, &ticket));
     CHECK_EQ(mt_ledger_wait_updates(t.store, 1), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "unit layers.1: its update has not finished after 0.1 s in which nothing moved");
+    CHECK_HAS(mt_last_error(), "layers.1: its update has not come in 0.1 s, and nothing else has moved");
     CHECK_HAS(mt_last_error(), "host update, unit layers.1 waits for the pool, which computes its update, since ");
     CHECK_EQ(mt_update_drain(u), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "the steps that were asked for has not come in 0.1 s");
@@ -260,7 +369,7 @@ static void a_long_save_that_goes_on_is_waited_for(void)
     pthread_join(thread, NULL);
     CHECK_OK(mt_ledger_save_begin(t.store, 0));
     CHECK_EQ(mt_ledger_wait_saved(t.store, 0), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "its save has not finished after 0.3 s in which nothing moved");
+    CHECK_HAS(mt_last_error(), "its save (SAVED) has not come in 0.3 s, and nothing else has moved");
     CHECK_HAS(mt_last_error(), "the caller, unit layers.0 waits for its save (SAVED)");
     mt_ledger_save_end(t.store, 0);
     toy_close(&t);
@@ -269,6 +378,8 @@ static void a_long_save_that_goes_on_is_waited_for(void)
 #define TESTS(X)                                            \
     X(posts_are_told_longest_first_until_they_are_over)     \
     X(a_wait_is_stuck_when_nothing_moved_for_the_limit)     \
+    X(a_process_that_was_stopped_is_not_stuck)              \
+    X(no_lock_is_held_while_the_device_is_asked)            \
     X(a_stalled_h2d_is_named)                               \
     X(a_stalled_d2h_is_named)                               \
     X(a_stalled_update_is_named)                            \
