@@ -80,7 +80,8 @@ class Engine:
         """How the unit's states are kept from now on: a number of STATES. Before any plane of them is asked for."""
     def pass_gradients(self, unit: int) -> None:
         """The unit has no GRAD plane from now on but from offload() to the end of the next update of it, in one of
-        three buffers of a size; offload() waits for one. Before its GRAD plane is asked for; not for settled units."""
+        three buffers of a size (a settled unit's on the device); offload() waits for one. Before its GRAD plane is
+        asked for, after settle()."""
     def through(self, unit: int, on: bool) -> None:
         """The unit's updates pass through the device from now on, or no more: its planes go up in pieces, are
         updated there and come down, while the host's cores update others. At any time; not for settled units."""

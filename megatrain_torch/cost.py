@@ -304,9 +304,11 @@ def lent_buffers(units: list[Unit]) -> list[int]:
     return plan_slots([u.gradients for u in units], LENT)
 
 
-def device_planes(unit: Unit, micro: int, home: str = "vram") -> dict[str, int]:
-    """Bytes in device memory by plane of a unit at home there; with "arrive" what is there all the time."""
-    away = visiting_planes(unit) if home == "arrive" else {}
+def device_planes(unit: Unit, micro: int, home: str = "vram", keeps: bool = True) -> dict[str, int]:
+    """Bytes in device memory by plane of a unit at home there; with "arrive" what is there all the time. keeps: its
+    gradients have a plane."""
+    away = visiting_planes(unit).keys() if home == "arrive" else set()
+    away = away | (set() if keeps else {"gradients"})
     return {k: n for k, n in {"weights": unit.weights, **_states(unit, micro)}.items() if k not in away}
 
 

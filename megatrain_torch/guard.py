@@ -68,7 +68,7 @@ def _grad_access(func: Any, args: Any, kwargs: Any) -> Any:
     record: Record = args[0]._mt
     if func == _GRAD_GET:
         record.runtime.wait_grads(record)
-        record.runtime.wait_updates(record)     # one may still read what the caller is about to change
+        record.runtime.wait_used(record)        # an update may still read what the caller is about to change
     return _call(func, args, kwargs)
 
 
@@ -167,8 +167,10 @@ def plain(t: Tensor) -> Tensor:
 def _current(t: HostTensor) -> Tensor:
     """The plain tensor, once the update is over and its values are in host memory."""
     record, out = t._mt, plain(t)
-    record.runtime.wait_updates(record)
-    if not record.owns(out):
+    if record.owns(out) or not record.numel:
+        record.runtime.wait_updates(record)
+    else:
+        record.runtime.wait_used(record)
         record.runtime.bring_states(record)
     return out
 

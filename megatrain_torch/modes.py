@@ -14,7 +14,7 @@ KEEPS = ("replay", "attention", "selective", "saved")        # least first
 HOST = ("replay+host", *(f"{keep}{where}" for keep in KEEPS[1:] for where in ("+split", "+host")))
 MODES = (*KEEPS, *HOST)
 HOMES = ("ram", "vram", "arrive", "through", "disk")        # of a unit: weights, gradients and states
-GRADS = ("ram", "none")     # where gradients of units at home in RAM are kept
+GRADS = ("ram", "none")     # where gradients wait for their update: at home with their unit, or nowhere
 
 
 class Mode(NamedTuple):

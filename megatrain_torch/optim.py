@@ -340,7 +340,7 @@ class AdamW(torch.optim.Optimizer):
         """A gradient that the user put there goes where the update reads."""
         core = record.runtime.core
         core.wait_grads(record.unit)
-        core.wait_updates(record.unit)
+        record.runtime.wait_used(record)
         record.runtime.own_states(record)
         HandOver._renew_view(record)
         record.grad_view.copy_(plain(grad))
@@ -376,7 +376,7 @@ class AdamW(torch.optim.Optimizer):
                                                      for name, plane in zip(names, record.moments)}}
         self._counts[p] = 0
         if record.owner is not None:
-            record.runtime.core.wait_updates(record.unit)
+            record.runtime.wait_used(record)
             record.runtime.own_states(record)
             for plane in record.moments:
                 record.view(plane).zero_()
@@ -468,7 +468,7 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError("AdamW: this parameter has no states here yet: step() makes them")
         if not isinstance(p, StreamedParameter):
             return tuple(self.state[p][name].to(torch.float32, copy=True) for name in MOMENTS)
-        p._mt.runtime.wait_updates(p._mt)
+        p._mt.runtime.wait_used(p._mt)
         p._mt.runtime.bring_states(p._mt)
         return moments_of(p._mt)
 

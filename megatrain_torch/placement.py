@@ -62,7 +62,7 @@ class Wishes:
             have it.
         speculate: updates on the host begin during backward.
         nvme: bytes that states may take on disk; None: there is none.
-        grads: "ram", or "none": gradients of units at home in RAM are kept nowhere.
+        grads: "ram", or "none": gradients are kept nowhere.
         states: how AdamW's are kept.
     """
 
@@ -270,10 +270,12 @@ class Problem:
     def planes_at_home(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """Of units at home in VRAM, by plane; what is there all the time."""
         total: dict[str, int] = {}
-        for unit, home in zip(self.shape.units, homes):
-            if home:
-                for plane, n in device_planes(unit, micro, Home(home).plain).items():
-                    total[plane] = total.get(plane, 0) + n
+        keeps, there = self.wishes.grads == "ram", [(u, home) for u, home in zip(self.shape.units, homes) if home]
+        for unit, home in there:
+            for plane, n in device_planes(unit, micro, Home(home).plain, keeps).items():
+                total[plane] = total.get(plane, 0) + n
+        if not keeps and there:
+            total["gradients"] = sum(lent_buffers([u for u, _ in there]))
         return total
 
     def peak(self, costs: list[Cost], modes: tuple[str, ...]) -> tuple[int, int, int]:

@@ -58,7 +58,7 @@ class Plan:
         speculate: updates on the host begin during backward.
         disk: bytes in the file by what they hold; states are read and written once in a step. nvme: where it may be,
             and disk_room: bytes it may have; None and 0 without.
-        grads: "ram", or "none": gradients of units at home in RAM are kept nowhere.
+        grads: "ram", or "none": gradients are kept nowhere.
         states: how mt.AdamW keeps its states.
     """
 

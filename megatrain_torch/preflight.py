@@ -58,7 +58,7 @@ class Asked:
         ring: slots of a size. micro: micro-batches of a step, as far as known.
         on_cpu: the "device" is the CPU, so its memory is the host's.
         besides: what a plan puts in host memory beside planes, by what it is.
-        keeps: gradients of units at home in RAM are kept there; else they pass through a few buffers.
+        keeps: gradients are kept where their units are at home; else they pass through a few buffers there.
         states: how AdamW's are kept.
         copied: those that live on the device, and masters there, have copies in host memory, for a state_dict.
         known: units by what their bytes depend on; the same dict in all that is made from this by `replace`.
@@ -94,10 +94,13 @@ class Asked:
     def device(self) -> dict[str, int]:
         """Bytes of device memory by what they hold, activations left out."""
         found = {"slots": sum(self.slots())}
-        for unit, home in zip(self.units(), self.homes):
-            for plane, n in device_planes(unit, self.micro, home).items() if home in SETTLED else ():
+        there = [(unit, home) for unit, home in zip(self.units(), self.homes) if home in SETTLED]
+        for unit, home in there:
+            for plane, n in device_planes(unit, self.micro, home, self.keeps).items():
                 if plane != "weights":
                     found[f"at home: {plane}"] = found.get(f"at home: {plane}", 0) + n
+        if there and not self.keeps:
+            found["at home: gradients"] = sum(lent_buffers([unit for unit, _ in there]))
         if "through" in self.homes:
             found["updates in passing"] = PASSING_BYTES
         visiting = [visiting_planes(u) for u, home in zip(self.units(), self.homes) if home == "arrive"]

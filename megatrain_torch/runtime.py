@@ -308,6 +308,13 @@ class Runtime:
             self.room.weights(self.core, record.unit)
         self.core.wait_updates(record.unit)
 
+    def wait_used(self, record: Record) -> None:
+        """No update of the unit is under way. Of units on the device nothing is brought: ACC has no host copy."""
+        if record.unit in self.settled:
+            self.core.bring(record.unit, _mask(("ACC",)))
+        else:
+            self.core.wait_updates(record.unit)
+
     def wait_grads(self, record: Record) -> None:
         self.core.wait_grads(record.unit)
 

@@ -115,9 +115,10 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             "speculate": True, or a list of unit names: their updates begin during backward, as if nothing were
                 clipped, and are taken back where that was wrong; to the same bits. Only units at home in RAM, at 12
                 bytes more of host memory per trained parameter (fp16: 14). Default False.
-            "grads": "ram": gradients of units at home in RAM wait there for their update; "none": they are used as
-                they come and kept nowhere: for mt.AdamW(in_backward=True) without clipping, one backward per step.
-                `p.grad` stays None, and 2 bytes of host memory per bf16 parameter are not taken. Default "ram".
+            "grads": "ram": gradients wait for their update, in RAM or where the unit is at home; "none": they are used
+                as they come and kept nowhere: for mt.AdamW(in_backward=True) without clipping, one backward per step.
+                `p.grad` stays None, and 2 bytes per bf16 parameter of host memory, or VRAM, are not taken. Default
+                "ram".
             "states": how mt.AdamW will keep its states, one of its formats: so that limits count them. Default: as
                 mt.AdamW is told.
             "slots": ring size (>= 2, default 3). "threads": host threads of the optimizer.
@@ -339,7 +340,7 @@ def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     buffers = debug.pop("disk", {})
     if choices.disk is not None and "disk" in asked.homes:
         rt.keep_on_disk(choices.disk, _at(asked, "disk"), buffers)
-    rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups))) - rt.settled.keys()
+    rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups)))
     for unit in rt.passing:
         core.pass_gradients(unit)
     if debug:

@@ -41,8 +41,9 @@ def core_of(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("plan, dtype", [
     ({}, torch.float32), ({}, torch.float16), ({"debug": {"delay_us": 200, "seed": 3}}, torch.bfloat16),
-    ({"homes": "through"}, torch.bfloat16), ({"homes": {"layers.0": "arrive", "layers.1": "vram"}}, torch.bfloat16)],
-    ids=["fp32", "fp16", "delays", "through", "some_on_the_device"])
+    ({"homes": "through"}, torch.bfloat16), ({"homes": {"layers.0": "arrive", "layers.1": "vram"}}, torch.bfloat16),
+    ({"homes": "vram", "debug": {"delay_us": 200, "seed": 4}}, torch.bfloat16)],
+    ids=["fp32", "fp16", "delays", "through", "some_on_the_device", "vram-delays"])
 def test_bits_are_those_of_gradients_that_are_kept(plan: dict[str, Any], dtype: torch.dtype) -> None:
     none, kept = trained(plan | NONE, dtype), trained({}, dtype)
     assert_equal(none, kept)
@@ -80,8 +81,27 @@ def test_nothing_is_kept() -> None:
     assert core_of(model).host_bytes(GRAD) <= 3 << 20
 
 
-def test_a_unit_that_is_not_finite_is_skipped_alone() -> None:
-    pairs = trained(NONE), trained({})
+def test_nothing_is_kept_on_the_device_either() -> None:
+    big = [(1 << 19,)] * 8
+
+    def device_bytes(plan: dict[str, Any]) -> int:
+        model = mt.stream(plain_dots(torch.bfloat16, big), device="cpu", plan=plan | {"homes": "vram"})
+        opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+        for step in range(2):
+            feed(model, opt, grads_for(model, step))
+        assert plan != NONE or all(p.grad is None for p in model.parameters())
+        core_of(model).drain()
+        asked = mt.wrap.runtime_of(model).room.asked.device()
+        assert core_of(model).device_bytes() <= sum(n for what, n in asked.items() if what.startswith("at home"))
+        assert core_of(model).host_bytes() == 0
+        return core_of(model).device_bytes()
+
+    assert device_bytes({}) - device_bytes(NONE) >= 5 << 20         # 8 planes of 1 MiB, or 3 buffers
+
+
+@pytest.mark.parametrize("homes", ["ram", "vram"])
+def test_a_unit_that_is_not_finite_is_skipped_alone(homes: str) -> None:
+    pairs = trained(NONE | {"homes": homes}), trained({})
     for model, opt in pairs:
         bad = grads_for(model, 9)
         bad[1][2, 3] = float("nan")
@@ -91,8 +111,9 @@ def test_a_unit_that_is_not_finite_is_skipped_alone() -> None:
     assert_equal(*pairs)
 
 
-def test_a_second_backward_is_refused_and_changes_nothing() -> None:
-    pairs = trained(NONE), trained({})
+@pytest.mark.parametrize("homes", ["ram", "vram"])
+def test_a_second_backward_is_refused_and_changes_nothing(homes: str) -> None:
+    pairs = trained(NONE | {"homes": homes}), trained({})
     for model, opt in pairs:
         model(grads_for(model, 9)).backward()
         if (model, opt) == pairs[0]:
@@ -137,7 +158,11 @@ def test_a_gradient_of_torchs_own_has_no_place() -> None:
 
 def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
     from test_plan import FLAT, small
-    asked = dict(tokens=4096, seq=512, machine=FLAT, homes="ram")
+    asked = dict(tokens=4096, seq=512, machine=FLAT, homes="vram")
+    none, kept = mt.plan(small(8), grads="none", **asked), mt.plan(small(8), micro=1, **asked)
+    there = "at home: gradients"
+    assert none.vram[there] < 0.7 * kept.vram[there] and "weights" not in none.host
+    asked["homes"] = "ram"
     none, kept = mt.plan(small(8), grads="none", **asked), mt.plan(small(8), **asked)
     assert none.micro == 1 and none.grads == "none" and none.host["gradients"] < 0.7 * kept.host["gradients"]
     assert none.host_bytes - none.host["gradients"] == kept.host_bytes - kept.host["gradients"]

@@ -1,10 +1,13 @@
 /* lend.c — GRAD planes of units whose gradients pass: memory for the time between a hand-over and the end of
  * the update that uses it.
  *
- * A unit has no such memory of its own. What a hand-over takes is one of a few registered buffers of about
+ * A unit has no such memory of its own. What a hand-over takes is one of a few buffers of about
  * its size, and the end of the update gives it back; until then the buffer is the unit's GRAD plane, and
  * nobody else needs to know. Where all are lent, the thread that hands over waits for the update that will
  * give back the one that was lent first: so it is ahead of the updates by as many units as there are buffers.
+ *
+ * Buffers are registered host memory, or for settled units the device's. A settled unit's update ends in the
+ * ledger when it is put in its queue: whoever writes into the buffer next waits for that queue (TAKEN, resident.h).
  */
 #include "store_impl.h"
 
@@ -27,8 +30,13 @@ static int held_by(const mt_store *s, int unit)
     return -1;
 }
 
-/* Under map_mu. A free one, else the one that was lent first; *n: there are so many of that size. */
-static int choose(const mt_store *s, size_t bytes, int *n)
+static int place_of(const mt__unit *u)
+{
+    return atomic_load(&u->settled) ? MT__DEVICE : MT__HOST;
+}
+
+/* Under map_mu. A free one, else the one that was lent first; *n: there are so many of that size in that place. */
+static int choose(const mt_store *s, int place, size_t bytes, int *n)
 {
     int found = -1;
 
@@ -36,7 +44,7 @@ static int choose(const mt_store *s, size_t bytes, int *n)
     for (int k = 0; k < s->n_lent; k++) {
         const mt__lent *b = &s->lent[k];
 
-        if (!serves(b, bytes))
+        if (b->arena.on_device != (place == MT__DEVICE) || !serves(b, bytes))
             continue;
         *n += 1;
         if (found < 0 || (s->lent[found].unit >= 0 && (b->unit < 0 || b->number < s->lent[found].number)))
@@ -46,18 +54,22 @@ static int choose(const mt_store *s, size_t bytes, int *n)
 }
 
 /* Under map_mu. */
-static mt_status make(mt_store *s, size_t bytes, int *k)
+static mt_status make(mt_store *s, int place, size_t bytes, int *k)
 {
-    mt__lent *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
-    mt__lent  made = { .unit = -1 };
-    mt_status st;
+    mt__lent   *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
+    mt__lent    made = { .unit = -1 };
+    const char *what = "gradients that pass";
+    mt_status   st;
 
     if (grown == NULL)
         return MT_FAIL(MT_ENOMEM, "store: no memory to describe %d buffers", s->n_lent + 1);
     s->lent = grown;
-    MT_TRY(mt_arena_open(&made.arena, bytes > LEAST_BYTES ? bytes : LEAST_BYTES, s->pool, s->dev,
-                         "gradients that pass", mt_store_bytes(s, MT_PLANE_COUNT)));
-    atomic_fetch_add(&s->mapped[MT_PLANE_GRAD], made.arena.bytes);
+    bytes = bytes > LEAST_BYTES ? bytes : LEAST_BYTES;
+    if (place == MT__DEVICE)
+        MT_TRY(mt_arena_device(&made.arena, bytes, s->dev, what));
+    else
+        MT_TRY(mt_arena_open(&made.arena, bytes, s->pool, s->dev, what, mt_store_bytes(s, MT_PLANE_COUNT)));
+    atomic_fetch_add(place == MT__DEVICE ? &s->on_device : &s->mapped[MT_PLANE_GRAD], made.arena.bytes);
     *k = s->n_lent;
     s->lent[s->n_lent++] = made;
 fail:
@@ -67,7 +79,8 @@ fail:
 /* Under map_mu. The offsets are the caller's until then, the unit's from here on. */
 static void bind(mt_store *s, int unit, size_t *offset, int k)
 {
-    mt__plane *pl = &mt__unit_at(s, unit)->plane[MT__HOST][MT_PLANE_GRAD];
+    mt__unit  *u = mt__unit_at(s, unit);
+    mt__plane *pl = &u->plane[place_of(u)][MT_PLANE_GRAD];
 
     pl->offset = offset;
     pl->arena.base = s->lent[k].arena.base;      /* bytes 0: not the plane's to give back */
@@ -79,13 +92,13 @@ static void bind(mt_store *s, int unit, size_t *offset, int k)
 static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes, int *holder,
                              uint64_t *number)
 {
-    int       k, n;
+    int       place = place_of(mt__unit_at(s, unit)), k, n;
     mt_status st = MT_OK;
 
     pthread_mutex_lock(&s->map_mu);
-    k = choose(s, bytes, &n);
+    k = choose(s, place, bytes, &n);
     if ((k < 0 || s->lent[k].unit >= 0) && n < MT_STORE_LENT)
-        st = make(s, bytes, &k);
+        st = make(s, place, bytes, &k);
     *holder = st == MT_OK ? s->lent[k].unit : -1;
     *number = st == MT_OK ? s->lent[k].number : 0;
     if (st == MT_OK && *holder < 0)
@@ -149,6 +162,15 @@ void mt__take_back(mt_store *s, int unit)
     pthread_mutex_unlock(&s->map_mu);
 }
 
+void mt__lent_device_close(mt_store *s)
+{
+    for (int k = 0; k < s->n_lent; k++)
+        if (s->lent[k].arena.on_device) {
+            atomic_fetch_sub(&s->on_device, s->lent[k].arena.bytes);
+            mt_arena_close(&s->lent[k].arena);
+        }
+}
+
 void mt__lent_close(mt_store *s)
 {
     for (int k = 0; k < s->n_lent; k++)
@@ -170,9 +192,8 @@ mt_status mt_store_set_passing(mt_store *s, int unit)
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
     pthread_mutex_lock(&s->map_mu);
-    if (atomic_load(&u->settled) || u->plane[MT__HOST][MT_PLANE_GRAD].offset != NULL)
-        st = MT_FAIL(MT_ESTATE, "unit %s lives on the device, or has a GRAD plane already; its gradients cannot "
-                     "pass", u->name);
+    if (u->plane[place_of(u)][MT_PLANE_GRAD].offset != NULL)
+        st = MT_FAIL(MT_ESTATE, "unit %s has a GRAD plane already; its gradients cannot pass", u->name);
     else
         atomic_store(&u->passing, 1);
     pthread_mutex_unlock(&s->map_mu);

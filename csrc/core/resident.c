@@ -55,6 +55,7 @@ struct mt_resident {
     void             *scratch;       /* mu */
     size_t            scratch_bytes; /* mu */
     int               lifted;        /* the update that is being put asked for scratch. mu */
+    mt_event         *updated;       /* a home's `done`, of the last update that was put; NULL: none. mu */
     mt_resident_stats stats;         /* mu */
     mt_debug          debug;         /* mu */
 };
@@ -410,18 +411,23 @@ fail:
 
 mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, mt_queue *d2h)
 {
+    int       passes = mt_store_passes(r->store, unit);
+    mt_event *taken;
     home     *h;
     unsigned  skip;
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
     pthread_mutex_lock(&r->mu);
-    change(r, h, unit, params, n, 1u << MT_PLANE_GRAD);
+    if (!passes)                         /* else there is no host copy */
+        change(r, h, unit, params, n, 1u << MT_PLANE_GRAD);
+    taken = passes && r->updated != NULL ? r->updated : h->done;
     skip = r->debug.skip;
     pthread_mutex_unlock(&r->mu);
-    /* TAKEN: the update before reads what d2h is about to write. */
+    /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a unit whose update is
+     * in the queue by now. */
     if (!(skip & MT_EDGE_TAKEN))
-        MT_TRY(r->dev->ops->wait(d2h, h->done));
+        MT_TRY(r->dev->ops->wait(d2h, taken));
 fail:
     return st;
 }
@@ -447,6 +453,7 @@ static mt_status put_update(mt_resident *r, home *h, const mt_resident_update *u
     MT_TRY(u->put(u->arg, r->queue, clip));
     mt_timeline_end(r->timeline, &span, u->bytes, r->queue);
     MT_TRY(record_done(r, h, u->unit));
+    r->updated = h->done;
     change(r, h, u->unit, u->params, u->n_params, written);
     if (away)
         MT_TRY(mt_arrive_behind(r->arrive, u->unit, u->params, u->n_params, h->done));

@@ -21,8 +21,8 @@
  *   ASKED    the queue waits for compute launched before step() recorded on run, by step()
  *   FREED    the queue waits for compute that used the slot     recorded on run, by the await that
  *            before weights are fetched over                    finds them written from outside
- *   TAKEN    d2h waits for the update that reads a gradient     the event of STEPPED
- *            before it writes the next one
+ *   TAKEN    d2h waits for the update that reads a gradient     the event of STEPPED; where gradients pass, of
+ *            before it writes the next one                      the last update put: memory was another unit's
  *   FETCHED  who gives the weights' host memory back waits on the  recorded on the queue, behind the fetch
  *            host for copies out of it
  *   UPDATED  await waits for the unit's updates to be in the queue: on the host, in the ledger

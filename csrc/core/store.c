@@ -453,6 +453,7 @@ void mt__unbind(mt_store *s, int unit)
 
     atomic_fetch_sub(&s->mapped[MT_PLANE_GRAD],
                      plane_close(&u->plane[MT__HOST][MT_PLANE_GRAD], u->n_params));
+    atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][MT_PLANE_GRAD], u->n_params));
 }
 
 /* Under map_mu. Nothing to do when the plane is there. */
@@ -504,7 +505,7 @@ static mt_status check_at(const mt__unit *u, int param, int place, mt_plane p)
         return MT_FAIL(MT_EINVAL, "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
                        "states", u->name, mt_plane_name(p), param, mt_dtype_name(d->dtype),
                        mt_states_name(states_of(u)));
-    if (place == MT__HOST && p == MT_PLANE_GRAD && pl->offset == NULL && atomic_load(&u->passing))
+    if (p == MT_PLANE_GRAD && pl->offset == NULL && atomic_load(&u->passing))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; there are none between an update and the next "
                        "hand-over", u->name);
     if (p != MT_PLANE_HI && !d->trainable && !there && !late)
@@ -662,6 +663,7 @@ void mt_store_device_close(mt_store *s)
         for (int p = 0; p < MT_PLANE_COUNT; p++)
             atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
     }
+    mt__lent_device_close(s);
     pthread_mutex_unlock(&s->map_mu);
 }
 

@@ -119,8 +119,8 @@ void      mt_store_device_close(mt_store *s);          /* gives all device memor
 mt_status mt_store_set_through (mt_store *s, int unit, int on);
 int       mt_store_goes_through(const mt_store *s, int unit);            /* any thread */
 /* The unit's gradients pass: it has no GRAD plane but for the time between a hand-over and the end of the next
- * update of it (mt_ledger_update_end), in a buffer that is lent: MT_STORE_LENT of a size in all. MT_ESTATE for
- * a settled unit, and for one that has a GRAD plane. */
+ * update of it (mt_ledger_update_end), in a buffer that is lent: MT_STORE_LENT of a size in all, and as many on the
+ * device for settled units. MT_ESTATE for one that has a GRAD plane. Units are settled before. */
 #define MT_STORE_LENT 3
 mt_status mt_store_set_passing(mt_store *s, int unit);
 int       mt_store_passes     (const mt_store *s, int unit);             /* any thread */

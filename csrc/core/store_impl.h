@@ -49,7 +49,7 @@ typedef struct mt__unit {
 
 /* A buffer that is some unit's GRAD plane for a while. Under map_mu. */
 typedef struct mt__lent {
-    mt_arena arena;          /* registered */
+    mt_arena arena;          /* registered, or on the device */
     int      unit;           /* -1: free */
     uint64_t number;         /* of the lending, from 1 */
 } mt__lent;
@@ -91,6 +91,7 @@ void      mt__unbind (mt_store *s, int unit);                /* map_mu: the unit
 /* lend.c. Called when a unit's update ends, before it is told; and by close, after all units are closed. */
 void mt__take_back (mt_store *s, int unit);
 void mt__lent_close(mt_store *s);
+void mt__lent_device_close(mt_store *s);                     /* map_mu, when no device plane is left */
 
 mt_status mt__ledger_open (mt__ledger *l);
 void      mt__ledger_close(mt__ledger *l);

@@ -72,6 +72,44 @@ static void a_unit_has_gradients_from_hand_over_to_update(void)
     dev->ops->close(dev);
 }
 
+/* Of units that live there, and of those alone. */
+static void settled_units_have_theirs_on_the_device(void)
+{
+    const int64_t numel[1] = { 100 };
+    mt_param_desc d = { MT_F32, 100, 1 };
+    mt_store     *s = NULL;
+    mt_dev       *dev;
+    void         *at, *first;
+    int           unit;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    REQUIRE(shop_open(dev, numel, 1, &s) == MT_OK);
+    for (int u = 1; u < 3; u++) {
+        REQUIRE(mt_store_add(s, "settled", &d, 1, &unit) == MT_OK);
+        CHECK_OK(mt_store_settle(s, u));
+        CHECK_OK(mt_store_set_passing(s, u));
+    }
+    CHECK_EQ(mt_store_device_at(s, 1, 0, MT_PLANE_GRAD, &at), MT_ESTATE);
+    CHECK_OK(mt_store_lend(s, 1));
+    CHECK_OK(mt_store_device_at(s, 1, 0, MT_PLANE_GRAD, &first));
+    CHECK_EQ(mt_store_at(s, 1, 0, MT_PLANE_GRAD, &at), MT_ESTATE);        /* and no copy of it */
+    CHECK_EQ(mt_store_device_bytes(s), 1 << 20);
+    CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 0);
+    update(s, 1);
+    CHECK_EQ(mt_store_device_at(s, 1, 0, MT_PLANE_GRAD, &at), MT_ESTATE);
+    CHECK_OK(mt_store_lend(s, 0));
+    CHECK(grad_of(s, 0) != first);
+    CHECK_OK(mt_store_lend(s, 2));
+    CHECK_OK(mt_store_device_at(s, 2, 0, MT_PLANE_GRAD, &at));
+    CHECK(at == first);
+    CHECK_EQ(mt_store_device_bytes(s), 1 << 20);
+    CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 1 << 20);
+    mt_store_device_close(s);
+    CHECK_EQ(mt_store_device_bytes(s), 0);
+    mt_store_close(s);
+    dev->ops->close(dev);
+}
+
 /* Three of a size; one of another size is another's. */
 static void there_are_three_buffers_of_a_size(void)
 {
@@ -232,6 +270,7 @@ static void what_cannot_pass_is_refused(void)
     CHECK_EQ(mt_store_set_passing(s, 1), MT_ESTATE);
     REQUIRE(mt_store_add(s, "settled", &d, 1, &unit) == MT_OK);
     CHECK_OK(mt_store_settle(s, 2));
+    CHECK_OK(mt_store_device_at(s, 2, 0, MT_PLANE_GRAD, &at));
     CHECK_EQ(mt_store_set_passing(s, 2), MT_ESTATE);
     CHECK_EQ(mt_store_passes(s, 0), 1);
     CHECK_EQ(mt_store_passes(s, 1), 0);
@@ -289,6 +328,7 @@ static void every_failing_device_call_frees_everything(void)
 
 #define TESTS(X)                                            \
     X(a_unit_has_gradients_from_hand_over_to_update)        \
+    X(settled_units_have_theirs_on_the_device)              \
     X(there_are_three_buffers_of_a_size)                    \
     X(where_all_are_lent_the_first_is_waited_for)           \
     X(gradients_that_nobody_used_are_named)                 \
