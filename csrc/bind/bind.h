@@ -98,6 +98,7 @@ typedef struct mt_engine {
     mt_offload *offload;
     mt_updater *updater;
     mt_swap    *swap;
+    mt_file    *swap_file;   /* NULL before what windows keep may go to a file */
     mt_stream  *stream;      /* NULL before open_slots */
     struct mt_saving *saving;/* NULL while nothing is saved: engine_save.c */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
@@ -158,9 +159,10 @@ MT_METHOD(land); MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
 MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);
 PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw);
 
-/* engine_swap.c: what windows keep in host memory */
+/* engine_swap.c: what windows keep in host memory, or in a file */
 MT_METHOD(swap_out); MT_METHOD(swap_left); MT_METHOD(swap_back); MT_METHOD(swap_await);
-MT_METHOD(swap_drop); MT_METHOD(swap_bytes);
+MT_METHOD(swap_drop); MT_METHOD(swap_bytes); MT_METHOD(swap_file);
+PyObject *mt_engine_swap_disk(PyObject *self, PyObject *args, PyObject *kw);
 
 /* engine_trace.c: the timeline */
 MT_METHOD(trace); MT_METHOD(timeline); MT_METHOD(step_mark);

@@ -212,6 +212,7 @@ static mt_status engine_stop(mt_engine *e)
     mt_arrive_close(e->arrive);
     mt_through_close(e->through);
     mt_swap_close(e->swap);
+    mt_file_close(e->swap_file);
     for (int i = 0; i < e->n_adopted; i++)
         e->dev->ops->queue_close(e->adopted[i].queue);
     mt_sumsq_close(e->sums);
@@ -229,6 +230,7 @@ static mt_status engine_stop(mt_engine *e)
     e->file = NULL;
     e->disk_pool = NULL;
     e->swap = NULL;
+    e->swap_file = NULL;
     e->adopted = NULL;
     e->n_adopted = 0;
     return MT_OK;
@@ -373,7 +375,7 @@ static PyMethodDef methods[] = {
     { "disk_file", mt_engine_disk_file, METH_NOARGS,
       "disk_file($self)\n--\n\n(path, bytes, transfers go past the page cache); None: there is no file." },
     { "disk_unname", mt_engine_disk_unname, METH_NOARGS,
-      "disk_unname($self)\n--\n\nThe file loses its name, and goes with the process or the engine." },
+      "disk_unname($self)\n--\n\nFiles lose their names, and go with the process or the engine." },
     { "bring", mt_engine_bring, METH_VARARGS,
       "bring($self, unit, planes, /)\n--\n\n"
       "Host planes of a unit become current and may be written; bits 1 << plane, or -1." },
@@ -421,7 +423,7 @@ static PyMethodDef methods[] = {
       "forget($self, unit, /)\n--\n\nzero_grad: the unit's next hand-over is a first one." },
 
     { "swap_out", mt_engine_swap_out, METH_VARARGS,
-      "swap_out($self, unit, parts, stream, /)\n--\n\n"
+      "swap_out($self, unit, parts, stream, to_file=False, /)\n--\n\n"
       "Tensors leave for host memory; returns the bundle. parts: (address, bytes)." },
     { "swap_left", mt_engine_swap_left, METH_VARARGS,
       "swap_left($self, bundle, stream, /)\n--\n\nThe sources may be freed, in stream's order." },
@@ -432,6 +434,11 @@ static PyMethodDef methods[] = {
       "swap_await($self, bundle, stream, /)\n--\n\nstream waits until they are there." },
     { "swap_drop", mt_engine_swap_drop, METH_VARARGS,
       "swap_drop($self, bundle, /)\n--\n\nThe host memory is free. Also for one that is gone." },
+    { "swap_disk", KEYWORDS(mt_engine_swap_disk), METH_VARARGS | METH_KEYWORDS,
+      "swap_disk($self, path, bytes=0, limit=0, blocks=4, threads=16)\n--\n\n"
+      "Bundles may go to a file in the directory, by way of so many blocks. Room for `bytes` is reserved." },
+    { "swap_file", mt_engine_swap_file, METH_NOARGS,
+      "swap_file($self)\n--\n\n(path, bytes, bytes of bundles that are there now); None: there is no file." },
     { "swap_bytes", mt_engine_swap_bytes, METH_NOARGS,
       "swap_bytes($self)\n--\n\n(mapped, in use): host memory for activations." },
 

@@ -109,7 +109,7 @@ PyObject *mt_engine_disk_file(PyObject *self, PyObject *unused)
     return Py_BuildValue("(sKO)", b->ops->name(b), (unsigned long long)s.bytes, s.direct ? Py_True : Py_False);
 }
 
-/* Also of an engine that is closed: its file has no name any more. */
+/* Also of an engine that is closed: its files have no names any more. */
 PyObject *mt_engine_disk_unname(PyObject *self, PyObject *unused)
 {
     mt_engine *e = (mt_engine *)self;
@@ -117,6 +117,8 @@ PyObject *mt_engine_disk_unname(PyObject *self, PyObject *unused)
     (void)unused;
     if (e->file != NULL)
         mt_file_unname(e->file);
+    if (e->swap_file != NULL)
+        mt_file_unname(e->swap_file);
     Py_RETURN_NONE;
 }
 

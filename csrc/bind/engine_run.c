@@ -291,7 +291,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
         d = mt_disk_stats_get(e->disk);
     g = mt_update_guesses(e->updater);
     w = mt_swap_stats_get(e->swap);
-    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsLsKsKsKsKsKsK}", "fetches", (long long)(s.fetches + r.fetches),
+    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsLsKsKsKsKsKsKsKsKsK}", "fetches", (long long)(s.fetches + r.fetches),
                          "demand_fetches", (long long)(s.demand_fetches + r.fetches),
                          "rebuilds", (long long)s.rebuilds,
                          "h2d_bytes", (unsigned long long)(s.h2d_bytes + r.h2d_bytes + t.h2d_bytes
@@ -308,7 +308,10 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
                          "disk_update_ns", (unsigned long long)d.busy_ns,
                          "disk_wait_ns", (unsigned long long)d.wait_ns,
                          "out_bytes", (unsigned long long)w.out_bytes,
-                         "back_bytes", (unsigned long long)w.back_bytes);
+                         "back_bytes", (unsigned long long)w.back_bytes,
+                         "spill_written_bytes", (unsigned long long)w.spill.written_bytes,
+                         "spill_read_bytes", (unsigned long long)w.spill.read_bytes,
+                         "spill_wait_ns", (unsigned long long)w.spill.wait_ns);
 }
 
 /* ---- offload ---- */

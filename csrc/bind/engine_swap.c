@@ -1,4 +1,4 @@
-/* engine_swap.c — Engine's methods on tensors that wait in host memory. Twice a window and step. */
+/* engine_swap.c — Engine's methods on tensors that wait in host memory, or in a file. Twice a window and step. */
 #include "bind.h"
 #include <stdlib.h>
 
@@ -41,13 +41,14 @@ PyObject *mt_engine_swap_out(PyObject *self, PyObject *args)
     PyObject          *tuple;
     uint64_t           bundle = 0;
     mt_status          st;
-    int                unit;
+    int                unit, to_file = 0;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iO!K:swap_out", &unit, &PyTuple_Type, &tuple, &handle) ||
+    if (e == NULL || !PyArg_ParseTuple(args, "iO!K|p:swap_out", &unit, &PyTuple_Type, &tuple, &handle, &to_file) ||
         mt_engine_unit(e, unit) < 0 || (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL ||
         (parts = parts_of(tuple)) == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, mt_swap_out(e->swap, unit, parts, (int)PyTuple_Size(tuple), run, &bundle));
+    MT_UNLOCKED(e, st, mt_swap_out(e->swap, unit, parts, (int)PyTuple_Size(tuple),
+                                   to_file ? MT_SWAP_FILE : MT_SWAP_HOST, run, &bundle));
     free(parts);
     return st == MT_OK ? PyLong_FromUnsignedLongLong(bundle) : mt_raise(e->error, st);
 }
@@ -127,4 +128,58 @@ PyObject *mt_engine_swap_bytes(PyObject *self, PyObject *unused)
         return NULL;
     stats = mt_swap_stats_get(e->swap);
     return Py_BuildValue("(nn)", (Py_ssize_t)stats.host_bytes, (Py_ssize_t)stats.used_bytes);
+}
+
+/* ---- the file ---- */
+
+/* Room for `bytes` is reserved. On failure the engine is as it was. */
+static mt_status swap_disk(mt_engine *e, const char *path, uint64_t limit, uint64_t bytes, int blocks, int threads)
+{
+    mt_file  *file = NULL;
+    mt_status st;
+
+    MT_TRY(mt_file_open(path, limit, threads, NULL, &file));
+    MT_TRY(mt_file_reserve(file, bytes));
+    MT_TRY(mt_swap_disk(e->swap, mt_file_blocks(file), blocks));
+    e->swap_file = file;
+    return MT_OK;
+
+fail:
+    mt_file_close(file);
+    return st;
+}
+
+PyObject *mt_engine_swap_disk(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char       *names[] = { "path", "bytes", "limit", "blocks", "threads", NULL };
+    mt_engine         *e = mt_engine_usable(self);
+    const char        *path;
+    unsigned long long bytes = 0, limit = 0;
+    int                blocks = 4, threads = 16;
+    mt_status          st;
+
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "s|KKii:swap_disk", names, &path, &bytes, &limit, &blocks,
+                                                  &threads))
+        return NULL;
+    MT_UNLOCKED(e, st, swap_disk(e, path, limit, bytes, blocks, threads));
+    if (st == MT_OK)
+        Py_RETURN_NONE;
+    return mt_raise(e->error, st);
+}
+
+PyObject *mt_engine_swap_file(PyObject *self, PyObject *unused)
+{
+    mt_engine    *e = mt_engine_usable(self);
+    mt_swap_stats s;
+    mt_blocks    *b;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    if (e->swap_file == NULL)
+        Py_RETURN_NONE;
+    b = mt_file_blocks(e->swap_file);
+    s = mt_swap_stats_get(e->swap);
+    return Py_BuildValue("(sKK)", b->ops->name(b), (unsigned long long)mt_file_stats_get(e->swap_file).bytes,
+                         (unsigned long long)s.spill.used_bytes);
 }

@@ -1,6 +1,6 @@
-/* swap.c — blocks in a list, and two queues that fill and empty them.
+/* swap.c — bundles and blocks in lists, and two queues that fill and empty blocks.
  *
- * A block is free as soon as nobody knows its bundle any more; copies from and to it may still be in
+ * A block of ours is free as soon as nobody knows its bundle any more; copies from and to it may still be in
  * their queues. So nothing waits on the host: the next bundle's copies stand behind them, by the order
  * of `out` and by EMPTIED. Only a block that is given up for a larger one has to be waited for. */
 #include "swap.h"
@@ -14,17 +14,21 @@
 
 enum { SOURCES = 1, TENSORS = 2 };       /* who still needs a bundle: mt_swap_left, mt_swap_drop */
 
-typedef struct block {                   /* all under mu */
-    mt_arena  arena;
-    mt_event *filled;                    /* recorded on out behind the copies out */
-    mt_event *landed;                   /* recorded on back behind the copies back */
-    uint64_t  bundle;                    /* 0: free */
-    mt_post   filling, landing;          /* of the two queues, until those are done */
-    int       needed, unit;
-    size_t   *bytes;                     /* [n] of its parts */
-    int       n;
+typedef struct block {                   /* of bundles that stay in host memory. All under mu */
+    mt_swap_block b;
+    int           taken;                 /* a bundle's */
     struct block *next;
 } block;
+
+typedef struct bundle {                  /* all under mu */
+    uint64_t    number;
+    int         needed, unit;
+    block      *block;                   /* one of these two */
+    mt_spilled *spilled;
+    struct bundle *next;
+    int         n;
+    size_t      bytes[];                 /* [n] of its parts */
+} bundle;
 
 struct mt_swap {
     mt_dev         *dev;
@@ -33,12 +37,19 @@ struct mt_swap {
     mt_event       *made, *room;         /* recorded on run, and waited for at once */
     mt_timeline    *timeline;
     mt_store       *store;               /* NULL: nobody watches */
+    mt_spill       *spill;               /* NULL: there is no file */
     pthread_mutex_t mu;
     block          *blocks;              /* mu, as what follows */
+    bundle         *there;               /* the latest first */
     uint64_t        bundles;             /* made so far */
     mt_swap_stats   stats;
     mt_debug        debug;
 };
+
+static mt_watch *watch_of(const mt_swap *w)
+{
+    return w->store != NULL ? mt_store_watch(w->store) : NULL;
+}
 
 /* ---- blocks ----------------------------------------------------------------------------- */
 
@@ -56,26 +67,10 @@ static size_t bytes_of(const mt_swap_part *parts, int n)
     return total;
 }
 
-static block *find(mt_swap *w, uint64_t bundle)
-{
-    block *b = bundle > 0 ? w->blocks : NULL;
-
-    while (b != NULL && b->bundle != bundle)
-        b = b->next;
-    return b;
-}
-
 static void block_close(mt_swap *w, block *b)
 {
-    w->stats.host_bytes -= b->arena.bytes;
-    if (w->store != NULL) {
-        mt_watch_take(mt_store_watch(w->store), &b->filling);
-        mt_watch_take(mt_store_watch(w->store), &b->landing);
-    }
-    w->dev->ops->event_close(b->filled);
-    w->dev->ops->event_close(b->landed);
-    mt_arena_close(&b->arena);
-    free(b->bytes);
+    w->stats.host_bytes -= b->b.arena.bytes;
+    mt_swap_block_close(&b->b, w->dev, watch_of(w));
     free(b);
 }
 
@@ -86,19 +81,15 @@ static mt_status block_open(mt_swap *w, size_t bytes, block **out)
 
     if (b == NULL)
         return MT_FAIL(MT_ENOMEM, "swap: calloc(%zu)", sizeof *b);
-    MT_TRY(w->dev->ops->event_open(w->dev, &b->filled));
-    MT_TRY(w->dev->ops->event_open(w->dev, &b->landed));
-    MT_TRY(mt_arena_open(&b->arena, bytes, w->pool, w->dev, "activations on the host",
-                         w->stats.host_bytes));
-    w->stats.host_bytes += b->arena.bytes;
+    if ((st = mt_swap_block_open(&b->b, bytes, w->dev, w->pool, w->stats.host_bytes)) != MT_OK) {
+        free(b);
+        return st;
+    }
+    w->stats.host_bytes += b->b.arena.bytes;
     b->next = w->blocks;
     w->blocks = b;
     *out = b;
     return MT_OK;
-
-fail:
-    block_close(w, b);
-    return st;
 }
 
 /* The smallest free block that holds `bytes`; else *largest is the largest free one, NULL if none is. */
@@ -108,11 +99,11 @@ static block *fitting(mt_swap *w, size_t bytes, block **largest)
 
     *largest = NULL;
     for (block *b = w->blocks; b != NULL; b = b->next) {
-        if (b->bundle != 0)
+        if (b->taken)
             continue;
-        if (b->arena.bytes >= bytes && (best == NULL || b->arena.bytes < best->arena.bytes))
+        if (b->b.arena.bytes >= bytes && (best == NULL || b->b.arena.bytes < best->b.arena.bytes))
             best = b;
-        if (*largest == NULL || b->arena.bytes > (*largest)->arena.bytes)
+        if (*largest == NULL || b->b.arena.bytes > (*largest)->b.arena.bytes)
             *largest = b;
     }
     return best;
@@ -124,8 +115,8 @@ static mt_status give_up(mt_swap *w, block *b)
     block   **at = &w->blocks;
     mt_status st;
 
-    MT_TRY(w->dev->ops->sync_event(b->filled));
-    MT_TRY(w->dev->ops->sync_event(b->landed));
+    MT_TRY(w->dev->ops->sync_event(b->b.filled));
+    MT_TRY(w->dev->ops->sync_event(b->b.landed));
     while (*at != b)
         at = &(*at)->next;
     *at = b->next;
@@ -134,37 +125,91 @@ fail:
     return st;
 }
 
-static mt_status take(mt_swap *w, size_t bytes, int n, block **out)
+static mt_status take(mt_swap *w, size_t bytes, block **out)
 {
     block    *largest, *b = fitting(w, bytes, &largest);
-    size_t   *grown;
     mt_status st;
 
     if (b == NULL && largest != NULL)
         MT_TRY(give_up(w, largest));
     if (b == NULL)
         MT_TRY(block_open(w, bytes, &b));
-    if (n > b->n) {
-        if ((grown = realloc(b->bytes, (size_t)n * sizeof *grown)) == NULL)
-            return MT_FAIL(MT_ENOMEM, "swap: no memory to note %d tensors", n);
-        b->bytes = grown;
-    }
-    b->n = n;
+    b->taken = 1;
+    w->stats.used_bytes += b->b.arena.bytes;
     *out = b;
     return MT_OK;
 fail:
     return st;
 }
 
-static void no_longer(mt_swap *w, block *b, int who)
+static void give(mt_swap *w, block *b)
 {
+    b->taken = 0;
+    w->stats.used_bytes -= b->b.arena.bytes;
+}
+
+/* ---- bundles ---------------------------------------------------------------------------- */
+
+static bundle *find(mt_swap *w, uint64_t number)
+{
+    bundle *b = w->there;
+
+    while (b != NULL && b->number != number)
+        b = b->next;
+    return b;
+}
+
+/* NULL: its bytes are in the file alone, so no copy of it is under way. */
+static mt_swap_block *block_of(mt_swap *w, const bundle *b)
+{
+    return b->block != NULL ? &b->block->b : mt_spill_block(w->spill, b->spilled);
+}
+
+/* With a block that nothing but copies in `out` and `back` uses. */
+static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_home home, bundle **out)
+{
+    bundle   *b = calloc(1, sizeof *b + (size_t)n * sizeof *b->bytes);
+    mt_status st = MT_OK;
+
     if (b == NULL)
+        return MT_FAIL(MT_ENOMEM, "swap: no memory to note %d tensors", n);
+    b->number = w->bundles + 1;
+    b->unit = unit;
+    b->n = n;
+    for (int i = 0; i < n; i++)
+        b->bytes[i] = parts[i].bytes;
+    if (home == MT_SWAP_HOST)
+        st = take(w, bytes_of(parts, n), &b->block);
+    else if (w->spill != NULL)
+        st = mt_spill_new(w->spill, unit, b->number, bytes_of(parts, n), &b->spilled);
+    else
+        st = MT_FAIL(MT_ESTATE, "swap: what windows keep is to go to a file, and there is none; name a directory");
+    if (st != MT_OK)
+        free(b);
+    else
+        *out = b;
+    return st;
+}
+
+static void bundle_close(mt_swap *w, bundle *b)
+{
+    if (b->block != NULL)
+        give(w, b->block);
+    else
+        mt_spill_drop(w->spill, b->spilled);
+    free(b);
+}
+
+static void no_longer(mt_swap *w, bundle *b, int who)
+{
+    bundle **at = &w->there;
+
+    if (b == NULL || (b->needed &= ~who) != 0)
         return;
-    b->needed &= ~who;
-    if (b->needed == 0) {
-        b->bundle = 0;
-        w->stats.used_bytes -= b->arena.bytes;
-    }
+    while (*at != b)
+        at = &(*at)->next;
+    *at = b->next;
+    bundle_close(w, b);
 }
 
 /* ---- copies ----------------------------------------------------------------------------- */
@@ -193,10 +238,11 @@ static mt_status behind(mt_swap *w, mt_queue *q, mt_event *e, mt_queue *run, uns
 }
 
 /* All wanted parts between device memory and the block, and the event behind them. */
-static mt_status copy_all(mt_swap *w, block *b, const mt_swap_part *parts, int leaving, uint64_t *count)
+static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const mt_swap_part *parts, int leaving,
+                          uint64_t *count)
 {
     mt_queue *q = leaving ? w->out : w->back;
-    char     *host = b->arena.base;
+    char     *host = m->arena.base;
     uint64_t  copied = 0;
     mt_span   span = { 0 };
     mt_status st = MT_OK;
@@ -212,12 +258,12 @@ static mt_status copy_all(mt_swap *w, block *b, const mt_swap_part *parts, int l
         host += aligned(parts[i].bytes);
     }
     mt_timeline_end(w->timeline, &span, copied, q);
-    MT_TRY(w->dev->ops->record(q, leaving ? b->filled : b->landed));
+    MT_TRY(w->dev->ops->record(q, leaving ? m->filled : m->landed));
     if (w->store != NULL)
-        mt_watch_put(mt_store_watch(w->store), leaving ? &b->filling : &b->landing,
+        mt_watch_put(mt_store_watch(w->store), leaving ? &m->filling : &m->landing,
                      leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit),
                      leaving ? "copies of what it keeps (the event LEFT)" : "copies of what it keeps (the event BACK)",
-                     leaving ? b->filled : b->landed);
+                     leaving ? m->filled : m->landed);
     *count += copied;
     if (w->debug.sync)
         st = w->dev->ops->sync(q);
@@ -231,50 +277,75 @@ fail:
 
 /* ---- the door --------------------------------------------------------------------------- */
 
-mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_queue *run,
-                      uint64_t *bundle)
+/* Behind what fills it: it may be written. */
+static mt_status fill(mt_swap *w, bundle *b, const mt_swap_part *parts, mt_queue *run)
 {
-    block    *b;
+    mt_swap_block *m = block_of(w, b);
+    mt_status      st;
+
+    MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
+    if (b->block != NULL)                /* of another's the spill has waited: DRAINED */
+        MT_TRY(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
+    MT_TRY(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
+    if (b->spilled != NULL)
+        MT_TRY(mt_spill_filled(w->spill, b->spilled));
+fail:
+    return st;
+}
+
+mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_home home, mt_queue *run,
+                      uint64_t *number)
+{
+    bundle   *b = NULL;
     mt_status st;
 
     pthread_mutex_lock(&w->mu);
-    MT_TRY(take(w, bytes_of(parts, n), n, &b));
-    for (int i = 0; i < n; i++)
-        b->bytes[i] = parts[i].bytes;
-    b->unit = unit;
-    MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
-    MT_TRY(wait_for(w, w->out, b->landed, MT_EDGE_EMPTIED));
-    MT_TRY(copy_all(w, b, parts, 1, &w->stats.out_bytes));
-    b->bundle = ++w->bundles;
+    MT_TRY(bundle_new(w, unit, parts, n, home, &b));
+    MT_TRY(fill(w, b, parts, run));
     b->needed = SOURCES | TENSORS;
-    w->stats.used_bytes += b->arena.bytes;
-    *bundle = b->bundle;
+    b->next = w->there;
+    w->there = b;
+    *number = b->number;
+    w->bundles = b->number;
+    pthread_mutex_unlock(&w->mu);
+    return MT_OK;
+
 fail:
+    if (b != NULL)
+        bundle_close(w, b);
     pthread_mutex_unlock(&w->mu);
     return st;
 }
 
-static mt_status unknown(uint64_t bundle)
+static mt_status unknown(uint64_t number)
 {
     return MT_FAIL(MT_ESTATE, "swap: bundle %llu is not there; it was dropped",
-                   (unsigned long long)bundle);
+                   (unsigned long long)number);
 }
 
-mt_status mt_swap_left(mt_swap *w, uint64_t bundle, mt_queue *run)
+/* run waits for the copies one way, unless they are over. */
+static mt_status waits(mt_swap *w, const bundle *b, mt_queue *run, unsigned edge)
 {
-    block    *b;
+    mt_swap_block *m = block_of(w, b);
+
+    return m == NULL ? MT_OK : wait_for(w, run, edge == MT_EDGE_LEFT ? m->filled : m->landed, edge);
+}
+
+mt_status mt_swap_left(mt_swap *w, uint64_t number, mt_queue *run)
+{
+    bundle   *b;
     mt_status st;
 
     pthread_mutex_lock(&w->mu);
-    b = find(w, bundle);
-    st = b == NULL ? unknown(bundle) : wait_for(w, run, b->filled, MT_EDGE_LEFT);
+    b = find(w, number);
+    st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_LEFT);
     if (st == MT_OK)
         no_longer(w, b, SOURCES);
     pthread_mutex_unlock(&w->mu);
     return st;
 }
 
-static mt_status fits(const block *b, const mt_swap_part *landing, int n)
+static mt_status fits(const bundle *b, const mt_swap_part *landing, int n)
 {
     if (n != b->n)
         return MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, b->n);
@@ -285,39 +356,50 @@ static mt_status fits(const block *b, const mt_swap_part *landing, int n)
     return MT_OK;
 }
 
-mt_status mt_swap_back(mt_swap *w, uint64_t bundle, const mt_swap_part *landing, int n, mt_queue *run)
+static mt_status empty(mt_swap *w, bundle *b, const mt_swap_part *landing)
 {
-    block    *b;
+    mt_swap_block *m = block_of(w, b);
+    mt_status      st = wait_for(w, w->back, m->filled, MT_EDGE_KEPT);
+
+    return st == MT_OK ? copy_all(w, b, m, landing, 0, &w->stats.back_bytes) : st;
+}
+
+mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing, int n, mt_queue *run)
+{
+    bundle   *b;
     mt_status st;
 
     pthread_mutex_lock(&w->mu);
-    if ((b = find(w, bundle)) == NULL)
-        MT_TRY(unknown(bundle));
+    if ((b = find(w, number)) == NULL)
+        MT_TRY(unknown(number));
     MT_TRY(fits(b, landing, n));
     MT_TRY(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
-    MT_TRY(wait_for(w, w->back, b->filled, MT_EDGE_KEPT));
-    MT_TRY(copy_all(w, b, landing, 0, &w->stats.back_bytes));
+    if (b->spilled != NULL)
+        MT_TRY(mt_spill_bring(w->spill, b->spilled));
+    st = empty(w, b, landing);
+    if (b->spilled != NULL)
+        mt_spill_landing(w->spill, b->spilled);
 fail:
     pthread_mutex_unlock(&w->mu);
     return st;
 }
 
-mt_status mt_swap_await(mt_swap *w, uint64_t bundle, mt_queue *run)
+mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
 {
-    block    *b;
+    bundle   *b;
     mt_status st;
 
     pthread_mutex_lock(&w->mu);
-    b = find(w, bundle);
-    st = b == NULL ? unknown(bundle) : wait_for(w, run, b->landed, MT_EDGE_BACK);
+    b = find(w, number);
+    st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_BACK);
     pthread_mutex_unlock(&w->mu);
     return st;
 }
 
-void mt_swap_drop(mt_swap *w, uint64_t bundle)
+void mt_swap_drop(mt_swap *w, uint64_t number)
 {
     pthread_mutex_lock(&w->mu);
-    no_longer(w, find(w, bundle), TENSORS);
+    no_longer(w, find(w, number), TENSORS);
     pthread_mutex_unlock(&w->mu);
 }
 
@@ -349,10 +431,16 @@ void mt_swap_close(mt_swap *w)
 {
     if (w == NULL)
         return;
+    mt_spill_stop(w->spill);             /* it waits for what is in the queues */
     if (w->out != NULL)
         w->dev->ops->queue_close(w->out);
     if (w->back != NULL)
         w->dev->ops->queue_close(w->back);
+    for (bundle *b = w->there, *next; b != NULL; b = next) {
+        next = b->next;
+        bundle_close(w, b);
+    }
+    mt_spill_close(w->spill);
     for (block *b = w->blocks, *next; b != NULL; b = next) {
         next = b->next;
         block_close(w, b);
@@ -361,6 +449,19 @@ void mt_swap_close(mt_swap *w)
     w->dev->ops->event_close(w->room);
     pthread_mutex_destroy(&w->mu);
     free(w);
+}
+
+mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_blocks)
+{
+    mt_status st;
+
+    if (w->store == NULL || w->spill != NULL)
+        return MT_FAIL(MT_ESTATE, "swap: %s", w->store == NULL ? "its store is named first" : "it has a file already");
+    if ((st = mt_spill_open(w->dev, w->pool, w->store, file, n_blocks, &w->spill)) != MT_OK)
+        return st;
+    mt_spill_timeline(w->spill, w->timeline);
+    mt_spill_debug(w->spill, w->debug);
+    return MT_OK;
 }
 
 void mt_swap_timeline(mt_swap *w, mt_timeline *t)
@@ -377,6 +478,8 @@ void mt_swap_debug(mt_swap *w, mt_debug d)
 {
     pthread_mutex_lock(&w->mu);
     w->debug = d;
+    if (w->spill != NULL)
+        mt_spill_debug(w->spill, d);
     pthread_mutex_unlock(&w->mu);
 }
 
@@ -386,6 +489,9 @@ mt_swap_stats mt_swap_stats_get(mt_swap *w)
 
     pthread_mutex_lock(&w->mu);
     stats = w->stats;
+    if (w->spill != NULL)
+        stats.spill = mt_spill_stats_get(w->spill);
+    stats.host_bytes += stats.spill.host_bytes;
     pthread_mutex_unlock(&w->mu);
     return stats;
 }

@@ -4,8 +4,9 @@
  *   part     dense device memory of one tensor
  *   bundle   the parts that a window keeps; they leave together and come back together
  *   block    registered host memory for one bundle, used again by a later one
+ *   home     of a bundle: a block of its own; or the file (spill.h), and a block on its way there and back
  *
- *     mt_swap_out  (w, unit, parts, n, run, &bundle);  // behind the forward; returns at once
+ *     mt_swap_out  (w, unit, parts, n, MT_SWAP_HOST, run, &bundle);    // behind the forward; returns at once
  *     mt_swap_left (w, bundle, run);                   // the sources may be freed, in run's order
  *     ...
  *     mt_swap_back (w, bundle, landing, n, run);       // ahead of the backward; returns at once
@@ -19,7 +20,10 @@
  * all free ones are too small, the largest of them is given up for one that is large enough. So there
  * are as many blocks as there were bundles at a time, and steps that are alike make none.
  *
- * Edges between queues (each can be left out by mt_swap_debug, to see the tests fail):
+ * With the file for a home mt_swap_out waits where all blocks are on their way to it, and mt_swap_back until the
+ * bundle was read: so the thread that computes is at most as many windows before the file as there are blocks.
+ *
+ * Edges between queues; spill.h has those of the file (each can be left out by mt_swap_debug, to see the tests fail):
  *   COMPUTED out waits for compute up to mt_swap_out: the tensors are made     recorded on run
  *   LEFT    run waits for the copies out, in mt_swap_left: the sources' memory, in torch's allocator
  *           again, is reused in run's order, behind that wait                         on out
@@ -29,18 +33,21 @@
  *   BACK    run waits for the copies back, in mt_swap_await                           on back
  *   EMPTIED out waits for the copies back that empty the block it is about to fill. Where one stream does
  *           it all COMPUTED says so already, since run awaited them; another stream's did not     on back
+ * LEFT and BACK of a bundle whose block was given away meanwhile are no waits: the spill has made them.
  *
  * A bundle that never comes back is dropped like any other. One that is on its way back when it is
  * dropped has to be awaited first, since its landing memory is about to be freed. Coming back twice is
  * fine, until it is dropped.
  *
  * Threads: any; calls take turns. Where a block has to be made, mt_swap_out takes its time.
+ * Errors:  spill.h says which call tells of the file's.
  */
 #ifndef MT_SWAP_H
 #define MT_SWAP_H
 
 #include "arena.h"
 #include "debug.h"
+#include "spill.h"
 #include "store.h"
 #include "timeline.h"
 
@@ -51,9 +58,12 @@ typedef struct mt_swap_part {
 
 typedef struct mt_swap_stats {
     uint64_t out_bytes, back_bytes;          /* copied since open */
-    size_t   host_bytes;                     /* of all blocks */
-    size_t   used_bytes;                     /* of blocks that hold a bundle, or will before long */
+    size_t   host_bytes;                     /* of all blocks, the spill's too */
+    size_t   used_bytes;                     /* of those that hold a bundle whose home they are */
+    mt_spill_stats spill;
 } mt_swap_stats;
+
+typedef enum mt_swap_home { MT_SWAP_HOST, MT_SWAP_FILE } mt_swap_home;
 
 typedef struct mt_swap mt_swap;
 
@@ -62,8 +72,12 @@ void      mt_swap_close(mt_swap *w);         /* waits for both queues */
 void      mt_swap_timeline(mt_swap *w, mt_timeline *t);      /* before the first out, or never */
 void      mt_swap_store   (mt_swap *w, mt_store *s);         /* whose units they are, for its watch. The same */
 
-/* unit: for the timeline. Sources stay until mt_swap_left. MT_ENOMEM names the bytes. */
-mt_status mt_swap_out  (mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_queue *run,
+/* Bundles may go to this file, by way of so many blocks, from now on. After timeline and store, once. The file is closed
+ * after w. */
+mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_blocks);
+
+/* unit: for the timeline. Sources stay until mt_swap_left. MT_ENOMEM names the bytes. MT_ESTATE: there is no file. */
+mt_status mt_swap_out  (mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_home home, mt_queue *run,
                         uint64_t *bundle);
 mt_status mt_swap_left (mt_swap *w, uint64_t bundle, mt_queue *run);
 /* landing: as many parts as left, of the same bytes. */

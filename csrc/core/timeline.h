@@ -37,7 +37,8 @@
     X(DISK,    "disk",        "states of units on disk: pieces read and written")                \
     X(DISK_UPDATE, "disk update", "AdamW on those states, beside the updater; and its waits for the disk") \
     X(OUT,     "swap out",    "activations to the host")                                      \
-    X(BACK,    "swap back",   "and back to the device")
+    X(BACK,    "swap back",   "and back to the device")                                       \
+    X(SPILL,   "swap disk",   "and on to a file: written and read")
 #define MT_LANE_ENUM(name, text, what) MT_LANE_##name,
 typedef enum mt_lane { MT_LANE_MAP(MT_LANE_ENUM) MT_LANE_COUNT } mt_lane;
 #undef MT_LANE_ENUM

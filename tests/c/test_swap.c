@@ -93,7 +93,8 @@ static void forward(scene *s, int step, uint64_t *bundle)
 
     for (int w = 0; w < WINDOWS; w++) {
         run(s, &s->source[w % 2], value_of(step, w), 0);
-        CHECK_OK(mt_swap_out(s->w, 0, parts(&s->source[w % 2], p), PARTS, s->t.run, &bundle[w]));
+        CHECK_OK(mt_swap_out(s->w, 0, parts(&s->source[w % 2], p), PARTS, MT_SWAP_HOST, s->t.run,
+                             &bundle[w]));
         if (w > 0)                       /* the next window is made where the one before this one lies */
             CHECK_OK(mt_swap_left(s->w, bundle[w - 1], s->t.run));
     }
@@ -173,7 +174,7 @@ static void without_kept_the_block_is_read_too_early(void)
         for (uint64_t seed = 1; seed <= 12; seed++) {
             scene_open(&s, seed, 300, skip ? MT_EDGE_KEPT : 0);
             run(&s, &s.source[0], value_of(3, 3), 0);
-            CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, s.t.run, &bundle));
+            CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
             CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.landing[0], p), PARTS, s.t.run));
             CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
             run(&s, &s.landing[0], value_of(3, 3), 1);
@@ -195,13 +196,13 @@ static long filled_from_another_stream(uint64_t seed, unsigned skip)
     scene_open(&s, seed, 300, skip);
     REQUIRE(s.t.dev->ops->queue_open(s.t.dev, "other", &other) == MT_OK);
     run(&s, &s.source[0], value_of(3, 3), 0);
-    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, s.t.run, &bundle));
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
     CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
     CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.landing[0], p), PARTS, s.t.run));
     CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
     mt_swap_drop(s.w, bundle);
     run(&s, &s.landing[0], value_of(3, 3), 1);
-    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[1], p), PARTS, other, &bundle));
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[1], p), PARTS, MT_SWAP_HOST, other, &bundle));
     CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, 5 * 4096);       /* the same block */
     CHECK_OK(mt_swap_left(s.w, bundle, other));
     s.t.dev->ops->queue_close(other);
@@ -227,7 +228,7 @@ static uint64_t out(scene *s, void *mem, size_t bytes)
     mt_swap_part p = { mem, bytes };
     uint64_t     bundle = 0;
 
-    CHECK_OK(mt_swap_out(s->w, 0, &p, 1, s->t.run, &bundle));
+    CHECK_OK(mt_swap_out(s->w, 0, &p, 1, MT_SWAP_HOST, s->t.run, &bundle));
     return bundle;
 }
 
@@ -303,7 +304,7 @@ static void a_bundle_comes_back_twice_and_in_part(void)
 
     scene_open(&s, 7, 100, 0);
     run(&s, &s.source[0], 5, 0);
-    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, s.t.run, &bundle));
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
     CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
     for (int time = 0; time < 2; time++) {
         parts(&s.landing[time], p);
@@ -351,7 +352,7 @@ static void what_does_not_fit_the_host_is_refused_with_its_bytes(void)
     uint64_t     bundle = 7;
 
     scene_open(&s, 1, 0, 0);
-    CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, s.t.run, &bundle), MT_ENOMEM);
+    CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, MT_SWAP_HOST, s.t.run, &bundle), MT_ENOMEM);
     CHECK_HAS(mt_last_error(), "activations on the host: 1152921504606846976 bytes");
     CHECK_EQ(bundle, 7);
     gone(&s, out(&s, mem, sizeof mem));
@@ -370,7 +371,7 @@ static mt_status errand(mt_dev *d, mt_queue *q, float *mem)
     MT_TRY(mt_swap_open(d, NULL, &w));
     for (size_t bytes = 64; bytes <= 8192; bytes *= 128) {       /* the second is given a new block */
         p.bytes = bytes;
-        MT_TRY(mt_swap_out(w, 0, &p, 1, q, &bundle));
+        MT_TRY(mt_swap_out(w, 0, &p, 1, MT_SWAP_HOST, q, &bundle));
         MT_TRY(mt_swap_left(w, bundle, q));
         MT_TRY(mt_swap_back(w, bundle, &p, 1, q));
         MT_TRY(mt_swap_await(w, bundle, q));

@@ -317,7 +317,7 @@ static void a_stalled_swap_is_in_the_list(void)
     REQUIRE(mt_swap_open(t.dev, t.pool, &w) == MT_OK);
     mt_swap_store(w, t.store);
     shut(&t, t.run, &g);
-    CHECK_OK(mt_swap_out(w, 1, &p, 1, t.run, &bundle));
+    CHECK_OK(mt_swap_out(w, 1, &p, 1, MT_SWAP_HOST, t.run, &bundle));
     CHECK_OK(mt_swap_left(w, bundle, t.run));
     CHECK_OK(mt_swap_back(w, bundle, &p, 1, t.run));
     mt_watch_tell(mt_store_watch(t.store), list, sizeof list);

@@ -1,0 +1,106 @@
+/* place.c — a list in the file's order. */
+#include "place.h"
+
+#include <stdlib.h>
+
+static mt_place *smallest_free(const mt_places *l, uint64_t bytes)
+{
+    mt_place *best = NULL;
+
+    for (mt_place *p = l->first; p != NULL; p = p->next)
+        if (!p->used && p->bytes >= bytes && (best == NULL || p->bytes < best->bytes))
+            best = p;
+    return best;
+}
+
+static void put_behind(mt_places *l, mt_place *before, mt_place *p)
+{
+    p->before = before;
+    p->next = before != NULL ? before->next : l->first;
+    *(before != NULL ? &before->next : &l->first) = p;
+    *(p->next != NULL ? &p->next->before : &l->last) = p;
+}
+
+static void take_out(mt_places *l, mt_place *p)
+{
+    *(p->before != NULL ? &p->before->next : &l->first) = p->next;
+    *(p->next != NULL ? &p->next->before : &l->last) = p->before;
+    free(p);
+}
+
+/* The last one comes to have so many bytes, and is free. */
+static mt_status grow(mt_places *l, uint64_t bytes, mt_place **out)
+{
+    mt_place *p = l->last != NULL && !l->last->used ? l->last : NULL;
+    uint64_t  at, more = bytes - (p != NULL ? p->bytes : 0);
+    mt_status st;
+
+    if (p == NULL) {
+        if ((p = calloc(1, sizeof *p)) == NULL)
+            return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *p);
+        p->at = l->bytes;
+        put_behind(l, l->last, p);
+    }
+    if ((st = l->file->ops->take(l->file, more, &at)) != MT_OK) {
+        if (p->bytes == 0)
+            take_out(l, p);
+        return st;
+    }
+    p->bytes += more;
+    l->bytes += more;
+    *out = p;
+    return MT_OK;
+}
+
+/* What is behind its first bytes becomes one of its own; where there is no memory to note that, it stays. */
+static void cut(mt_places *l, mt_place *p, uint64_t bytes)
+{
+    mt_place *rest = p->bytes > bytes ? calloc(1, sizeof *rest) : NULL;
+
+    if (rest == NULL)
+        return;
+    *rest = (mt_place){ .at = p->at + bytes, .bytes = p->bytes - bytes };
+    p->bytes = bytes;
+    put_behind(l, p, rest);
+}
+
+mt_status mt_places_take(mt_places *l, uint64_t bytes, mt_place **out)
+{
+    mt_place *p = smallest_free(l, bytes);
+    mt_status st;
+
+    if (p == NULL)
+        MT_TRY(grow(l, bytes, &p));
+    cut(l, p, bytes);
+    p->used = 1;
+    l->used_bytes += p->bytes;
+    *out = p;
+    return MT_OK;
+fail:
+    return st;
+}
+
+/* The first takes what the second has. */
+static void join(mt_places *l, mt_place *a, mt_place *b)
+{
+    if (a == NULL || b == NULL || a->used || b->used)
+        return;
+    a->bytes += b->bytes;
+    take_out(l, b);
+}
+
+void mt_places_give(mt_places *l, mt_place *p)
+{
+    if (p == NULL)
+        return;
+    p->used = 0;
+    l->used_bytes -= p->bytes;
+    join(l, p, p->next);
+    join(l, p->before, p);
+}
+
+void mt_places_close(mt_places *l)
+{
+    while (l->first != NULL)
+        take_out(l, l->first);
+}

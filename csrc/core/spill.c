@@ -1,0 +1,660 @@
+/* spill.c — blocks go round: filled by the device and written, or read and emptied by the device.
+ *
+ * Our thread waits for the device, in the order in which the copies were put; what may begin then is begun by it.
+ * Whoever sets a block free puts the next read, which takes no time. Nothing that the device has to do is put
+ * here, and nothing is called under mu that waits for the device: a queue that is full waits for us.
+ */
+#include "spill.h"
+
+#include "clock.h"
+#include "place.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+typedef struct block {
+    mt_swap_block b;                     /* opened and closed by whoever holds swap's lock */
+    mt_spilled   *owner;                 /* NULL: nobody's. mu, as all below */
+    mt_spilled   *filling;               /* whose copies out our thread is to wait for */
+    uint64_t      filled_turn;           /* of that wait; 0: none */
+    uint64_t      landed_turn;           /* of the wait for copies back; 0: none is owed */
+    struct block *next;
+} block;
+
+typedef enum { NEW, FILLING, WRITING, STORED, LOST } stage;
+
+struct mt_spilled {                      /* all under mu, but for what is constant */
+    mt_spill   *spill;                   /* these four: constant */
+    int         unit;
+    uint64_t    number;
+    size_t      bytes;                   /* whole MT_BLOCK_ALIGN */
+    block      *block;                   /* that it owns; NULL: the file alone has it */
+    mt_place   *place;
+    stage       at;
+    int         reading;                 /* into its block */
+    int         wanted;                  /* brought, and copies back not put yet: the block stays */
+    int         dropped;                 /* goes when its request is over */
+    int         told;                    /* LOST: mt_spill_new has said so */
+    mt_status   st;                      /* of the request that failed; MT_OK: none */
+    char        text[400];
+    mt_request  r;                       /* under way when WRITING, or reading */
+    uint64_t   *sums;
+    uint64_t    begun_ns;                /* the request */
+    mt_post     post;                    /* of the request */
+    mt_spilled *older, *newer;
+};
+
+struct mt_spill {
+    mt_dev         *dev;
+    mt_pool        *pool;
+    mt_store       *store;
+    mt_blocks      *file;
+    mt_timeline    *timeline;            /* written before the first bundle */
+    int             n_blocks;            /* at most */
+    pthread_mutex_t mu;
+    pthread_cond_t  changed;             /* a block, a request, a wait of ours */
+    pthread_cond_t  more;                /* our thread waits: something owed, or stop */
+    block          *blocks;              /* mu, as all below. The list itself: swap's lock too */
+    int             made;                /* of those */
+    mt_spilled     *newest;
+    mt_places       places;
+    uint64_t        cursor;              /* a bundle's number; 0: nothing is read ahead */
+    uint64_t        turns;
+    int             requests;            /* under way */
+    int             stop;
+    mt_status       broken;              /* of the device's, told by every call from then on */
+    char            why[400];
+    uint64_t        recorded_ns;         /* the lane's records reach up to here */
+    mt_spill_stats  stats;
+    mt_debug        debug;
+    pthread_t       thread;
+    int             opened, runs;
+};
+
+static mt_watch *watch_of(const mt_spill *s)
+{
+    return mt_store_watch(s->store);
+}
+
+/* ---- whose blocks are: under mu --------------------------------------------------------- */
+
+static int skips(const mt_spill *s, unsigned edge)
+{
+    return (s->debug.skip & edge) != 0;
+}
+
+/* Nothing moves in it, and what it has is nobody's, or in the file, or told to be lost. */
+static int may_go(const mt_spill *s, const block *b)
+{
+    const mt_spilled *k = b->owner;
+
+    if (b->filled_turn != 0 || (b->landed_turn != 0 && !skips(s, MT_EDGE_DRAINED)))
+        return 0;
+    if (k == NULL)
+        return 1;
+    return !k->wanted && !k->reading &&
+           (k->at == STORED || k->at == LOST || (k->at == WRITING && skips(s, MT_EDGE_WRITTEN)));
+}
+
+static void part(block *b)
+{
+    if (b->owner != NULL)
+        b->owner->block = NULL;
+    b->owner = NULL;
+}
+
+static void join(block *b, mt_spilled *k)
+{
+    part(b);
+    b->owner = k;
+    k->block = b;
+}
+
+static void unlink_spilled(mt_spill *s, mt_spilled *k)
+{
+    if (k->newer != NULL)
+        k->newer->older = k->older;
+    else
+        s->newest = k->older;
+    if (k->older != NULL)
+        k->older->newer = k->newer;
+}
+
+/* No request of it is under way. */
+static void forget(mt_spill *s, mt_spilled *k)
+{
+    if (k->block != NULL)
+        part(k->block);
+    mt_places_give(&s->places, k->place);
+    unlink_spilled(s, k);
+    free(k->sums);
+    free(k);
+}
+
+/* ---- requests: under mu ----------------------------------------------------------------- */
+
+static void failed(mt_spill *s, mt_spilled *k, int write, mt_status st, const char *text)
+{
+    k->st = st;
+    snprintf(k->text, sizeof k->text, "unit %s: what its window keeps could not be %s the file: %s",
+             mt_store_name(s->store, k->unit), write ? "written to" : "read from", text);
+}
+
+/* Records of the lane follow each other, as disk.c's. */
+static void record(mt_spill *s, const mt_spilled *k)
+{
+    mt_span span;
+
+    if (k->r.moved == 0)
+        return;
+    mt_timeline_begin(s->timeline, &span, MT_LANE_SPILL, k->r.write ? MT_WORK_WRITE : MT_WORK_READ, k->unit, NULL);
+    span.r.begin_ns = k->begun_ns > s->recorded_ns ? k->begun_ns : s->recorded_ns;
+    mt_timeline_end(s->timeline, &span, k->r.moved, NULL);
+    s->recorded_ns = mt_now_ns();
+}
+
+static void read_ahead(mt_spill *s);
+
+/* On a thread of the file's. */
+static void request_over(mt_request *r)
+{
+    mt_spilled *k = r->arg;
+    mt_spill   *s = k->spill;
+
+    pthread_mutex_lock(&s->mu);
+    mt_watch_end(watch_of(s), &k->post, r->st);
+    record(s, k);
+    *(r->write ? &s->stats.written_bytes : &s->stats.read_bytes) += r->moved;
+    if (r->write)
+        k->at = r->st == MT_OK ? STORED : LOST;
+    k->reading = 0;
+    if (r->st != MT_OK)
+        failed(s, k, r->write, r->st, r->text);
+    if (k->dropped)
+        forget(s, k);
+    read_ahead(s);
+    s->requests--;
+    pthread_cond_broadcast(&s->changed);
+    pthread_mutex_unlock(&s->mu);
+}
+
+static void put(mt_spill *s, mt_spilled *k, int write)
+{
+    k->r = (mt_request){ .write = write, .at = k->place->at, .mem = k->block->b.arena.base, .bytes = k->bytes,
+                         .sums = k->sums, .done = request_over, .arg = k };
+    k->begun_ns = mt_now_ns();
+    s->requests++;
+    mt_watch_begin(watch_of(s), &k->post, "swap disk", mt_store_name(s->store, k->unit),
+                   write ? "what it keeps to be written (WRITTEN)" : "what it keeps to be read (READ)");
+    s->file->ops->put(s->file, &k->r);
+}
+
+static void read_into(mt_spill *s, mt_spilled *k, block *b)
+{
+    join(b, k);
+    k->reading = 1;
+    put(s, k, 0);
+}
+
+/* Free for what is needed at that number: not one whose owner is needed sooner. */
+static block *spare(const mt_spill *s, uint64_t number, size_t bytes)
+{
+    for (block *b = s->blocks; b != NULL; b = b->next)
+        if (may_go(s, b) && b->b.arena.bytes >= bytes &&
+            (b->owner == NULL || b->owner->number >= s->cursor || b->owner->number < number))
+            return b;
+    return NULL;
+}
+
+static void read_ahead(mt_spill *s)
+{
+    block *b;
+
+    if (s->cursor == 0 || s->stop)
+        return;
+    for (mt_spilled *k = s->newest; k != NULL; k = k->older) {
+        if (k->number >= s->cursor || k->block != NULL || k->at != STORED || k->dropped || k->st != MT_OK)
+            continue;
+        if ((b = spare(s, k->number, k->bytes)) == NULL)
+            return;
+        read_into(s, k, b);
+    }
+}
+
+/* ---- our thread ------------------------------------------------------------------------- */
+
+/* What is owed first; *filled: it is a wait for copies out. */
+static block *owed(const mt_spill *s, int *filled, uint64_t *turn)
+{
+    block *found = NULL;
+
+    *turn = UINT64_MAX;
+    for (block *b = s->blocks; b != NULL; b = b->next) {
+        if (b->filled_turn != 0 && b->filled_turn < *turn) {
+            found = b;
+            *filled = 1;
+            *turn = b->filled_turn;
+        }
+        if (b->landed_turn != 0 && b->landed_turn < *turn) {
+            found = b;
+            *filled = 0;
+            *turn = b->landed_turn;
+        }
+    }
+    return found;
+}
+
+static void copies_over(mt_spill *s, block *b, int filled, uint64_t turn)
+{
+    mt_spilled *k = b->filling;
+
+    if (!filled) {
+        b->landed_turn = b->landed_turn == turn ? 0 : b->landed_turn;
+        return;
+    }
+    b->filled_turn = 0;
+    b->filling = NULL;
+    if (k->dropped || s->stop || s->broken != MT_OK) {
+        k->at = LOST;
+        if (k->dropped)
+            forget(s, k);
+        return;
+    }
+    k->at = WRITING;
+    put(s, k, 1);
+}
+
+/* FULL and DRAINED. Without mu: the device takes its time. The block stays, since a wait of it is owed. */
+static mt_status wait_for_device(mt_spill *s, const block *b, int filled)
+{
+    if (skips(s, filled ? MT_EDGE_FULL : MT_EDGE_DRAINED))
+        return MT_OK;
+    return s->dev->ops->sync_event(filled ? b->b.filled : b->b.landed);
+}
+
+static void *spill_main(void *arg)
+{
+    mt_spill *s = arg;
+    block    *b;
+    int       filled = 0;
+    uint64_t  turn;
+    mt_status st;
+
+    pthread_setname_np(pthread_self(), "mt-spill");
+    mt_watch_i_am("swap disk");
+    pthread_mutex_lock(&s->mu);
+    for (;;) {
+        while ((b = owed(s, &filled, &turn)) == NULL && !s->stop)
+            pthread_cond_wait(&s->more, &s->mu);
+        if (b == NULL)
+            break;
+        pthread_mutex_unlock(&s->mu);
+        st = wait_for_device(s, b, filled);
+        pthread_mutex_lock(&s->mu);
+        if (st != MT_OK && s->broken == MT_OK) {
+            s->broken = st;
+            snprintf(s->why, sizeof s->why, "%s", mt_last_error());
+        }
+        copies_over(s, b, filled, turn);
+        read_ahead(s);
+        pthread_cond_broadcast(&s->changed);
+    }
+    pthread_mutex_unlock(&s->mu);
+    return NULL;
+}
+
+static uint64_t owe(mt_spill *s)
+{
+    pthread_cond_signal(&s->more);
+    return ++s->turns;
+}
+
+/* ---- a block for somebody: under mu, and swap's lock ------------------------------------- */
+
+/* Of those that may go: nobody's, then what is needed latest. The smallest number is, as long as all is to come in
+ * reverse; from the cursor on all has come. */
+static block *choose(const mt_spill *s, size_t bytes)
+{
+    block   *best = NULL;
+    uint64_t least = UINT64_MAX;
+
+    for (block *b = s->blocks; b != NULL; b = b->next) {
+        uint64_t number = b->owner == NULL ? 0 : 1 + b->owner->number;
+
+        if (s->cursor > 0 && number > s->cursor)
+            number = 1;
+        if (may_go(s, b) && b->b.arena.bytes >= bytes && number < least) {
+            best = b;
+            least = number;
+        }
+    }
+    return best;
+}
+
+static void close_block(mt_spill *s, block *b)
+{
+    block **at = &s->blocks;
+
+    while (*at != b)
+        at = &(*at)->next;
+    *at = b->next;
+    s->made--;
+    part(b);
+    s->stats.host_bytes -= b->b.arena.bytes;
+    mt_swap_block_close(&b->b, s->dev, watch_of(s));
+    free(b);
+}
+
+/* Lets go of mu meanwhile: memory is slow to come, and the file's threads go on. */
+static mt_status open_block(mt_spill *s, size_t bytes, block **out)
+{
+    block    *b = calloc(1, sizeof *b);
+    size_t    mapped = s->stats.host_bytes;
+    mt_status st;
+
+    if (b == NULL)
+        return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *b);
+    pthread_mutex_unlock(&s->mu);
+    st = mt_swap_block_open(&b->b, bytes, s->dev, s->pool, mapped);
+    pthread_mutex_lock(&s->mu);
+    if (st != MT_OK) {
+        free(b);
+        return st;
+    }
+    b->next = s->blocks;
+    s->blocks = b;
+    s->made++;
+    s->stats.host_bytes += b->b.arena.bytes;
+    *out = b;
+    return MT_OK;
+}
+
+/* *out NULL: not now. */
+static mt_status try_block(mt_spill *s, size_t bytes, block **out)
+{
+    block *small;
+
+    *out = choose(s, bytes);
+    if (s->made < s->n_blocks && (*out == NULL || (*out)->owner != NULL))
+        return open_block(s, bytes, out);
+    if (*out == NULL && (small = choose(s, 0)) != NULL) {
+        close_block(s, small);
+        return open_block(s, bytes, out);
+    }
+    return MT_OK;
+}
+
+/* Until `changed`; what for is in the watch's list. */
+static mt_status wait_changed(mt_spill *s, const mt_spilled *k, const char *what)
+{
+    uint64_t  from = mt_now_ns();
+    mt_post   post = { 0 };
+    mt_status st;
+
+    mt_watch_begin(watch_of(s), &post, NULL, mt_store_name(s->store, k->unit), what);
+    st = mt_watch_wait(watch_of(s), &post, &s->changed, &s->mu);
+    mt_watch_end(watch_of(s), &post, st);
+    s->stats.wait_ns += mt_now_ns() - from;
+    return st;
+}
+
+static mt_status get_block(mt_spill *s, mt_spilled *k, block **out)
+{
+    block    *b = NULL;
+    mt_status st;
+
+    do {
+        if (s->broken != MT_OK)
+            return mt_fail_again(s->broken, s->why);
+        MT_TRY(try_block(s, k->bytes, &b));
+        if (b == NULL)
+            MT_TRY(wait_changed(s, k, "host memory for what it keeps (WRITTEN)"));
+    } while (b == NULL);
+    *out = b;
+fail:
+    return st;
+}
+
+/* ---- the door --------------------------------------------------------------------------- */
+
+/* Of a bundle that is still there, once. */
+static mt_status tell_lost(mt_spill *s)
+{
+    for (mt_spilled *k = s->newest; k != NULL; k = k->older)
+        if (k->at == LOST && k->st != MT_OK && !k->told && !k->dropped) {
+            k->told = 1;
+            return mt_fail_again(k->st, k->text);
+        }
+    return MT_OK;
+}
+
+static mt_status make(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_spilled **out)
+{
+    mt_spilled *k = calloc(1, sizeof *k);
+    size_t      whole = (bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
+
+    if (k == NULL || (k->sums = calloc(mt_block_count(whole), sizeof *k->sums)) == NULL) {
+        free(k);
+        return MT_FAIL(MT_ENOMEM, "spill: no memory to note %zu bytes", bytes);
+    }
+    k->spill = s;
+    k->unit = unit;
+    k->number = number;
+    k->bytes = whole;
+    k->older = s->newest;
+    if (s->newest != NULL)
+        s->newest->newer = k;
+    s->newest = k;
+    *out = k;
+    return MT_OK;
+}
+
+mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_spilled **out)
+{
+    mt_spilled *k = NULL;
+    block      *b;
+    mt_status   st;
+
+    pthread_mutex_lock(&s->mu);
+    s->cursor = 0;
+    MT_TRY(tell_lost(s));
+    MT_TRY(make(s, unit, number, bytes, &k));
+    MT_TRY(get_block(s, k, &b));
+    join(b, k);
+    MT_TRY(mt_places_take(&s->places, k->bytes, &k->place));
+    *out = k;
+    pthread_mutex_unlock(&s->mu);
+    return MT_OK;
+
+fail:
+    if (k != NULL)
+        forget(s, k);
+    pthread_mutex_unlock(&s->mu);
+    return st;
+}
+
+mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
+{
+    mt_status st = MT_OK;
+
+    pthread_mutex_lock(&s->mu);
+    k->at = FILLING;
+    k->block->filling = k;
+    k->block->filled_turn = owe(s);
+    while (s->debug.sync && st == MT_OK && (k->at == FILLING || k->at == WRITING))
+        st = wait_changed(s, k, "what it keeps to be written (WRITTEN)");
+    pthread_mutex_unlock(&s->mu);
+    return st;
+}
+
+/* Its bytes are in its block, or on their way there. read_ahead leaves it alone: the cursor is on it. */
+static mt_status have_block(mt_spill *s, mt_spilled *k)
+{
+    block    *b;
+    mt_status st;
+
+    if (s->broken != MT_OK)
+        return mt_fail_again(s->broken, s->why);
+    while (k->block == NULL && k->at == WRITING)         /* where WRITTEN is left out: it has one request */
+        MT_TRY(wait_changed(s, k, "what it keeps to be written (WRITTEN)"));
+    if (k->block != NULL || k->st != MT_OK)
+        return MT_OK;
+    MT_TRY(get_block(s, k, &b));
+    read_into(s, k, b);
+fail:
+    return st;
+}
+
+/* A block whose read failed has nothing; a place that was written may be read again. */
+static mt_status tell_failed(mt_spilled *k)
+{
+    mt_status st = k->st != MT_OK ? mt_fail_again(k->st, k->text) : MT_OK;
+
+    if (st != MT_OK && k->block != NULL)
+        part(k->block);
+    k->st = k->at == LOST ? k->st : MT_OK;
+    k->told = 1;
+    return st;
+}
+
+mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
+{
+    mt_status st;
+
+    pthread_mutex_lock(&s->mu);
+    s->cursor = k->number;
+    k->wanted = 1;                       /* from now on: the end of its read looks for blocks that may go */
+    MT_TRY(have_block(s, k));
+    while (k->reading && !skips(s, MT_EDGE_READ))
+        MT_TRY(wait_changed(s, k, "what it keeps to be read (READ)"));
+    MT_TRY(tell_failed(k));
+    read_ahead(s);
+    pthread_mutex_unlock(&s->mu);
+    return MT_OK;
+
+fail:
+    k->wanted = 0;
+    pthread_cond_broadcast(&s->changed);
+    pthread_mutex_unlock(&s->mu);
+    return st;
+}
+
+void mt_spill_landing(mt_spill *s, mt_spilled *k)
+{
+    pthread_mutex_lock(&s->mu);
+    k->wanted = 0;
+    k->block->landed_turn = owe(s);
+    pthread_mutex_unlock(&s->mu);
+}
+
+void mt_spill_drop(mt_spill *s, mt_spilled *k)
+{
+    pthread_mutex_lock(&s->mu);
+    k->dropped = 1;
+    if (skips(s, MT_EDGE_GONE)) {
+        mt_places_give(&s->places, k->place);
+        k->place = NULL;
+    }
+    if (k->at != FILLING && k->at != WRITING && !k->reading)
+        forget(s, k);
+    read_ahead(s);
+    pthread_cond_broadcast(&s->changed);
+    pthread_mutex_unlock(&s->mu);
+}
+
+mt_swap_block *mt_spill_block(mt_spill *s, const mt_spilled *k)
+{
+    mt_swap_block *b;
+
+    pthread_mutex_lock(&s->mu);
+    b = k->block != NULL ? &k->block->b : NULL;
+    pthread_mutex_unlock(&s->mu);
+    return b;
+}
+
+/* ---- open and close --------------------------------------------------------------------- */
+
+mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *file, int n_blocks, mt_spill **out)
+{
+    mt_spill *s;
+
+    if (n_blocks < 2)
+        return MT_FAIL(MT_EINVAL, "spill: %d blocks; 2 are the least: one moves to the device, one to the file",
+                       n_blocks);
+    if ((s = calloc(1, sizeof *s)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *s);
+    s->dev = dev;
+    s->pool = pool;
+    s->store = store;
+    s->file = s->places.file = file;
+    s->n_blocks = n_blocks;
+    pthread_mutex_init(&s->mu, NULL);
+    pthread_cond_init(&s->more, NULL);
+    s->opened = mt_watch_cond(&s->changed) == 0;
+    s->runs = s->opened && pthread_create(&s->thread, NULL, spill_main, s) == 0;
+    if (!s->runs) {
+        mt_spill_close(s);
+        return MT_FAIL(MT_ENOMEM, "spill: no thread to be had");
+    }
+    *out = s;
+    return MT_OK;
+}
+
+/* What is owed is waited for; nothing new is read. */
+void mt_spill_stop(mt_spill *s)
+{
+    if (s == NULL || !s->runs)
+        return;
+    pthread_mutex_lock(&s->mu);
+    s->stop = 1;
+    pthread_cond_signal(&s->more);
+    pthread_mutex_unlock(&s->mu);
+    pthread_join(s->thread, NULL);
+    s->runs = 0;
+    pthread_mutex_lock(&s->mu);
+    while (s->requests > 0)
+        pthread_cond_wait(&s->changed, &s->mu);
+    pthread_mutex_unlock(&s->mu);
+}
+
+void mt_spill_close(mt_spill *s)
+{
+    if (s == NULL)
+        return;
+    mt_spill_stop(s);
+    while (s->newest != NULL)
+        forget(s, s->newest);
+    while (s->blocks != NULL)
+        close_block(s, s->blocks);
+    mt_places_close(&s->places);
+    if (s->opened)
+        pthread_cond_destroy(&s->changed);
+    pthread_cond_destroy(&s->more);
+    pthread_mutex_destroy(&s->mu);
+    free(s);
+}
+
+void mt_spill_timeline(mt_spill *s, mt_timeline *t)
+{
+    s->timeline = t;
+}
+
+void mt_spill_debug(mt_spill *s, mt_debug d)
+{
+    pthread_mutex_lock(&s->mu);
+    s->debug = d;
+    pthread_mutex_unlock(&s->mu);
+}
+
+mt_spill_stats mt_spill_stats_get(mt_spill *s)
+{
+    mt_spill_stats stats;
+
+    pthread_mutex_lock(&s->mu);
+    stats = s->stats;
+    stats.file_bytes = s->places.bytes;
+    stats.used_bytes = s->places.used_bytes;
+    pthread_mutex_unlock(&s->mu);
+    return stats;
+}

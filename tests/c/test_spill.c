@@ -1,0 +1,696 @@
+/* test_spill.c — the executable form of core/spill.h, through swap.h: a toy's forwards and backwards, whose windows keep
+ * two tensors in a file. */
+#include "dev_fault.h"
+#include "toy.h"
+#include "../../csrc/core/clock.h"
+#include "../../csrc/core/place.h"
+#include "../../csrc/core/swap.h"
+#include "../../csrc/io/file.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <time.h>
+
+#define WINDOWS 7
+#define BLOCKS  3
+#define PARTS   2
+#define LONGEST 4000                     /* elements */
+#define KEEPS   (5 * 4096)               /* bytes of a bundle: 16,000 and 28 in whole pages */
+
+static const int length[PARTS] = { LONGEST, 7 };
+
+/* ---- transfers that dawdle, or fail -------------------------------------------------------- */
+
+static struct {
+    atomic_int dawdle_us;                /* at most, before each */
+    atomic_int calls;                    /* so far */
+    atomic_int fail_write;               /* the n-th from now on fails; 0: none */
+    atomic_long fail_at;                 /* a read there fails, once; -1: none */
+    atomic_int stalled;                  /* writes wait until it is 0 */
+    atomic_int begun;                    /* writes */
+    atomic_int reads;
+    off_t      read_at[64];              /* the first of those, in the order they began */
+} disk;
+
+static void nap(long us)
+{
+    nanosleep(&(struct timespec){ us / 1000000, us % 1000000 * 1000 }, NULL);
+}
+
+static void dawdle(void)
+{
+    int      most = atomic_load(&disk.dawdle_us);
+    uint64_t seed = (uint64_t)atomic_fetch_add(&disk.calls, 1);
+
+    if (most > 0)
+        nap((long)(toy_random(&seed) % (uint64_t)most));
+}
+
+static int struck(atomic_int *n)
+{
+    return atomic_load(n) > 0 && atomic_fetch_sub(n, 1) == 1;
+}
+
+static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
+{
+    int n = atomic_fetch_add(&disk.reads, 1);
+
+    if (n < 64)
+        disk.read_at[n] = at;
+    dawdle();
+    if (atomic_compare_exchange_strong(&disk.fail_at, &(long){ (long)at }, -1)) {
+        errno = EIO;
+        return -1;
+    }
+    return pread(fd, p, bytes, at);
+}
+
+static ssize_t slow_write(int fd, const void *p, size_t bytes, off_t at)
+{
+    dawdle();
+    if (atomic_fetch_add(&disk.begun, 1) == 0)
+        while (atomic_load(&disk.stalled))
+            nap(200);
+    if (struck(&disk.fail_write)) {
+        errno = ENOSPC;
+        return -1;
+    }
+    return pwrite(fd, p, bytes, at);
+}
+
+static int through_the_cache(int fd, int on)
+{
+    (void)fd;
+    (void)on;
+    return EINVAL;
+}
+
+static const mt_file_calls calls = { slow_read, slow_write, posix_fallocate, through_the_cache };
+
+/* ---- a run that computes: it makes the tensors of a window, and later looks at what came back --- */
+
+typedef struct tensors {
+    float at[PARTS][LONGEST];
+} tensors;
+
+typedef struct scene {
+    toy         t;
+    char        dir[64];
+    mt_file    *file;
+    mt_swap    *w;
+    tensors     source[2], landing[2];   /* taken in turn: memory that torch's allocator gives again */
+    atomic_long wrong;
+} scene;
+
+typedef struct act {
+    scene   *s;
+    tensors *on;
+    float    value;
+    int      look;
+} act;
+
+static void perform(void *arg)
+{
+    act *a = arg;
+
+    for (int p = 0; p < PARTS; p++)
+        for (int i = 0; i < length[p]; i++) {
+            float value = a->value + (float)p + (float)(i % 13);
+
+            if (a->look)
+                atomic_fetch_add(&a->s->wrong, a->on->at[p][i] != value);
+            else
+                a->on->at[p][i] = value;
+        }
+    free(a);
+}
+
+static void run(scene *s, tensors *on, float value, int look)
+{
+    act *a = malloc(sizeof *a);
+
+    REQUIRE(a != NULL);
+    *a = (act){ s, on, value, look };
+    CHECK_OK(s->t.dev->ops->call(s->t.run, perform, a));
+}
+
+static mt_swap_part *parts(tensors *on, mt_swap_part *p)
+{
+    for (int i = 0; i < PARTS; i++)
+        p[i] = (mt_swap_part){ on->at[i], (size_t)length[i] * sizeof(float) };
+    return p;
+}
+
+static void disk_reset(int dawdle_us)
+{
+    atomic_store(&disk.dawdle_us, dawdle_us);
+    atomic_store(&disk.fail_at, -1);
+    atomic_store(&disk.fail_write, 0);
+    atomic_store(&disk.stalled, 0);
+    atomic_store(&disk.begun, 0);
+    atomic_store(&disk.reads, 0);
+}
+
+static void scene_file(scene *s, uint64_t limit, unsigned skip)
+{
+    snprintf(s->dir, sizeof s->dir, "/tmp/mt_test_spill.XXXXXX");
+    REQUIRE(mkdtemp(s->dir) != NULL);
+    REQUIRE(mt_file_open(s->dir, limit, 3, &calls, &s->file) == MT_OK);
+    REQUIRE(mt_swap_open(s->t.dev, s->t.pool, &s->w) == MT_OK);
+    mt_swap_store(s->w, s->t.store);
+    mt_swap_debug(s->w, (mt_debug){ .skip = skip });
+    REQUIRE(mt_swap_disk(s->w, mt_file_blocks(s->file), BLOCKS) == MT_OK);
+}
+
+/* max_us: that the device sleeps before each copy; disk_us: the file before each transfer. */
+static void scene_open(scene *s, uint64_t seed, int max_us, int disk_us, unsigned skip)
+{
+    memset(s, 0, sizeof *s);
+    disk_reset(disk_us);
+    toy_open(&s->t, WINDOWS, seed, max_us);
+    scene_file(s, 0, skip);
+}
+
+static long scene_close(scene *s)
+{
+    CHECK_OK(s->t.dev->ops->sync(s->t.run));
+    mt_swap_close(s->w);
+    mt_file_close(s->file);
+    toy_close(&s->t);
+    CHECK_EQ(rmdir(s->dir), 0);          /* nothing is left there */
+    return atomic_load(&s->wrong);
+}
+
+static mt_spill_stats stats(scene *s)
+{
+    return mt_swap_stats_get(s->w).spill;
+}
+
+static float value_of(int step, int w)
+{
+    return (float)(1000 * step + 50 * w);
+}
+
+static mt_status leave(scene *s, int step, int w, uint64_t *bundle)
+{
+    mt_swap_part p[PARTS];
+    mt_status    st;
+
+    run(s, &s->source[w % 2], value_of(step, w), 0);
+    st = mt_swap_out(s->w, w, parts(&s->source[w % 2], p), PARTS, MT_SWAP_FILE, s->t.run, bundle);
+    if (st == MT_OK)
+        CHECK_OK(mt_swap_left(s->w, *bundle, s->t.run));
+    return st;
+}
+
+static mt_status come(scene *s, int w, uint64_t bundle)
+{
+    mt_swap_part p[PARTS];
+
+    return mt_swap_back(s->w, bundle, parts(&s->landing[w % 2], p), PARTS, s->t.run);
+}
+
+/* Sums find much of what a wait left out does to the file: told, or wrong. */
+static void expect(scene *s, mt_status st)
+{
+    if (st != MT_OK)
+        atomic_fetch_add(&s->wrong, 1);
+}
+
+static void look(scene *s, int step, int w, uint64_t bundle)
+{
+    CHECK_OK(mt_swap_await(s->w, bundle, s->t.run));
+    run(s, &s->landing[w % 2], value_of(step, w), 1);
+}
+
+static void forward(scene *s, int step, uint64_t *bundle)
+{
+    for (int w = 0; w < WINDOWS; w++)
+        CHECK_OK(leave(s, step, w, &bundle[w]));
+}
+
+/* One after the other: the last BLOCKS bundles are in memory still, and in the file. */
+static void forward_in_order(scene *s, int step, uint64_t *bundle)
+{
+    mt_swap_debug(s->w, (mt_debug){ .sync = 1 });
+    forward(s, step, bundle);
+    mt_swap_debug(s->w, (mt_debug){ 0 });
+}
+
+/* One window ahead. */
+static void backward(scene *s, int step, uint64_t *bundle)
+{
+    expect(s, come(s, WINDOWS - 1, bundle[WINDOWS - 1]));
+    for (int w = WINDOWS - 1; w >= 0; w--) {
+        CHECK_OK(mt_swap_await(s->w, bundle[w], s->t.run));
+        if (w > 0)
+            expect(s, come(s, w - 1, bundle[w - 1]));
+        run(s, &s->landing[w % 2], value_of(step, w), 1);
+        mt_swap_drop(s->w, bundle[w]);
+    }
+}
+
+static long train(uint64_t seed, int max_us, int disk_us, unsigned skip, int steps)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS];
+
+    scene_open(&s, seed, max_us, disk_us, skip);
+    for (int step = 0; step < steps; step++) {
+        forward(&s, step, bundle);
+        backward(&s, step, bundle);
+    }
+    CHECK_OK(s.t.dev->ops->sync(s.t.run));
+    return scene_close(&s);
+}
+
+static void tensors_come_back_as_they_left(void)
+{
+    CHECK_EQ(train(1, 0, 0, 0, 3), 0);
+    for (uint64_t seed = 1; seed <= 6; seed++)
+        CHECK_EQ(train(seed, seed % 2 ? 200 : 20, 200, 0, 3), 0);
+}
+
+static void a_few_blocks_carry_any_number_of_bundles(void)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS];
+
+    scene_open(&s, 3, 50, 50, 0);
+    for (int step = 0; step < 3; step++) {
+        forward(&s, step, bundle);
+        CHECK_EQ(stats(&s).used_bytes, WINDOWS * KEEPS);
+        backward(&s, step, bundle);
+        CHECK_EQ(stats(&s).host_bytes, BLOCKS * KEEPS);
+        CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, BLOCKS * KEEPS);
+    }
+    CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 0);
+    CHECK_EQ(stats(&s).used_bytes, 0);
+    /* A place that is still written is another's only later: the file may be longer by what was under way. */
+    CHECK(stats(&s).file_bytes >= WINDOWS * KEEPS && stats(&s).file_bytes <= (WINDOWS + BLOCKS) * KEEPS);
+    CHECK(stats(&s).written_bytes >= 3 * (WINDOWS - BLOCKS) * KEEPS);
+    CHECK_EQ(scene_close(&s), 0);
+}
+
+/* ---- edges ------------------------------------------------------------------------------ */
+
+#if defined(__SANITIZE_THREAD__)
+#define RACE SKIP("a race on purpose")
+#else
+#define RACE (void)0
+#endif
+
+static void expect_wrong(unsigned edge, int max_us, int disk_us)
+{
+    long wrong = 0;
+
+    for (uint64_t seed = 1; wrong == 0 && seed <= 20; seed++)
+        wrong += train(seed, max_us, disk_us, edge, 2);
+    CHECK(wrong > 0);
+}
+
+static void without_full_what_is_written_is_not_there_yet(void)   { RACE; expect_wrong(MT_EDGE_FULL, 300, 20); }
+static void without_written_a_block_is_filled_while_written(void) { RACE; expect_wrong(MT_EDGE_WRITTEN, 20, 2000); }
+static void without_read_it_comes_back_too_early(void)            { RACE; expect_wrong(MT_EDGE_READ, 20, 2000); }
+static void without_drained_a_block_is_read_into_too_early(void)  { RACE; expect_wrong(MT_EDGE_DRAINED, 300, 20); }
+
+static void until_written(scene *s, uint64_t bytes)
+{
+    for (int i = 0; i < 5000 && stats(s).written_bytes < bytes; i++)
+        nap(200);
+    CHECK(stats(s).written_bytes >= bytes);
+}
+
+/* Its first write is under way when a bundle is dropped; the next one's is over before. */
+static long dropped_while_it_is_written(unsigned skip)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS];
+
+    scene_open(&s, 1, 0, 0, skip);
+    atomic_store(&disk.stalled, 1);
+    CHECK_OK(leave(&s, 0, 0, &bundle[0]));
+    while (atomic_load(&disk.begun) == 0)
+        nap(200);
+    mt_swap_drop(s.w, bundle[0]);
+    CHECK_OK(leave(&s, 0, 1, &bundle[1]));
+    until_written(&s, KEEPS);
+    atomic_store(&disk.stalled, 0);
+    for (int w = 2; w < 2 + BLOCKS; w++)                     /* the second one's block is taken */
+        CHECK_OK(leave(&s, 0, w, &bundle[w]));
+    until_written(&s, (2 + BLOCKS) * KEEPS);
+    expect(&s, come(&s, 1, bundle[1]));
+    look(&s, 0, 1, bundle[1]);
+    return scene_close(&s);
+}
+
+static void without_gone_a_place_is_written_by_two(void)
+{
+    CHECK_EQ(dropped_while_it_is_written(0), 0);
+    RACE;
+    CHECK(dropped_while_it_is_written(MT_EDGE_GONE) > 0);
+}
+
+/* ---- reading ahead ---------------------------------------------------------------------- */
+
+/* Each block that is emptied makes room for one more bundle, the latest first. */
+static void what_comes_next_is_read_before_it_is_asked_for(void)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS];
+
+    scene_open(&s, 1, 0, 0, 0);
+    forward_in_order(&s, 0, bundle);
+    CHECK_EQ(atomic_load(&disk.reads), 0);
+    for (int w = WINDOWS - 1; w >= BLOCKS; w--) {
+        int soon = WINDOWS - w;
+
+        CHECK_OK(come(&s, w, bundle[w]));
+        look(&s, 0, w, bundle[w]);
+        mt_swap_drop(s.w, bundle[w]);
+        for (int i = 0; i < 5000 && atomic_load(&disk.reads) < soon; i++)
+            nap(200);
+        CHECK_EQ(atomic_load(&disk.reads), soon);
+        CHECK_EQ(disk.read_at[soon - 1], (w - BLOCKS) * KEEPS);
+    }
+    CHECK_EQ(scene_close(&s), 0);
+}
+
+static void graphs_may_cross_and_be_gone_through_twice(void)
+{
+    static scene s;
+    uint64_t     a[WINDOWS], b[WINDOWS];
+
+    for (uint64_t seed = 1; seed <= 3; seed++) {
+        scene_open(&s, seed, 60, 60, 0);
+        forward(&s, 0, a);
+        forward(&s, 1, b);
+        for (int time = 0; time < 2; time++)
+            for (int w = WINDOWS - 1; w >= 0; w--) {
+                CHECK_OK(come(&s, w, a[w]));
+                look(&s, 0, w, a[w]);
+            }
+        for (int w = 0; w < WINDOWS; w++) {                  /* not the way that was expected either */
+            mt_swap_drop(s.w, a[w]);
+            CHECK_OK(come(&s, w, b[w]));
+            look(&s, 1, w, b[w]);
+        }
+        CHECK_EQ(stats(&s).host_bytes, BLOCKS * KEEPS);
+        CHECK_EQ(scene_close(&s), 0);
+    }
+}
+
+static void what_is_dropped_is_not_written(void)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS];
+
+    scene_open(&s, 1, 0, 0, 0);
+    atomic_store(&disk.stalled, 1);
+    CHECK_OK(leave(&s, 0, 0, &bundle[0]));
+    while (atomic_load(&disk.begun) == 0)
+        nap(200);
+    mt_swap_drop(s.w, bundle[0]);                            /* too late for this one */
+    CHECK_EQ(stats(&s).used_bytes, KEEPS);
+    atomic_store(&disk.stalled, 0);
+    until_written(&s, KEEPS);
+    while (stats(&s).used_bytes > 0)
+        nap(200);
+    for (int step = 0; step < 20; step++) {
+        CHECK_OK(leave(&s, step, 0, &bundle[0]));
+        mt_swap_drop(s.w, bundle[0]);
+    }
+    CHECK_EQ(scene_close(&s), 0);
+}
+
+static uint64_t out(scene *s, void *mem, size_t bytes)
+{
+    mt_swap_part p = { mem, bytes };
+    uint64_t     bundle = 0;
+
+    CHECK_OK(mt_swap_out(s->w, 0, &p, 1, MT_SWAP_FILE, s->t.run, &bundle));
+    CHECK_OK(mt_swap_left(s->w, bundle, s->t.run));
+    return bundle;
+}
+
+static void bundles_differ_in_size_and_are_padded(void)
+{
+    static scene  s;
+    static char   mem[6][70000];
+    static size_t bytes[6] = { 7, 70000, 513, 4096, 50001, 8193 };
+    uint64_t      bundle[6];
+
+    scene_open(&s, 1, 60, 60, 0);
+    for (int step = 0; step < 3; step++) {
+        for (int i = 0; i < 6; i++) {
+            memset(mem[i], 'a' + i + step, bytes[i]);
+            bundle[i] = out(&s, mem[i], bytes[i]);
+        }
+        CHECK_OK(s.t.dev->ops->sync(s.t.run));
+        CHECK_EQ(stats(&s).used_bytes, 4096 + 73728 + 4096 + 4096 + 53248 + 12288);
+        memset(mem, 0, sizeof mem);
+        for (int i = 5; i >= 0; i--) {
+            mt_swap_part p = { mem[i], bytes[i] };
+
+            CHECK_OK(mt_swap_back(s.w, bundle[i], &p, 1, s.t.run));
+            CHECK_OK(mt_swap_await(s.w, bundle[i], s.t.run));
+            CHECK_OK(s.t.dev->ops->sync(s.t.run));
+            CHECK(mem[i][0] == 'a' + i + step && mem[i][bytes[i] - 1] == 'a' + i + step);
+            mt_swap_drop(s.w, bundle[i]);
+        }
+        CHECK(stats(&s).host_bytes <= BLOCKS * 73728);
+    }
+    CHECK_EQ(scene_close(&s), 0);
+}
+
+static void overlap_off_means_that_all_is_written_at_once(void)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS];
+
+    scene_open(&s, 1, 60, 60, 0);
+    mt_swap_debug(s.w, (mt_debug){ .sync = 1 });
+    for (int w = 0; w < WINDOWS; w++) {
+        CHECK_OK(leave(&s, 0, w, &bundle[w]));
+        CHECK_EQ(stats(&s).written_bytes, (w + 1) * KEEPS);
+    }
+    backward(&s, 0, bundle);
+    CHECK_EQ(scene_close(&s), 0);
+}
+
+/* ---- the file is no good ---------------------------------------------------------------- */
+
+static void without_a_file_a_bundle_is_refused(void)
+{
+    static scene s;
+    mt_swap_part p = { s.source, 64 };
+    uint64_t     bundle = 7;
+
+    memset(&s, 0, sizeof s);
+    toy_open(&s.t, 1, 1, 0);
+    REQUIRE(mt_swap_open(s.t.dev, s.t.pool, &s.w) == MT_OK);
+    CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, MT_SWAP_FILE, s.t.run, &bundle), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "name a directory");
+    CHECK_EQ(bundle, 7);
+    mt_swap_close(s.w);
+    toy_close(&s.t);
+}
+
+static void a_file_that_may_not_grow_is_told_with_its_bytes(void)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS], more = 0;
+
+    memset(&s, 0, sizeof s);
+    disk_reset(0);
+    toy_open(&s.t, WINDOWS, 1, 0);
+    scene_file(&s, 2 * KEEPS, 0);
+    CHECK_OK(leave(&s, 0, 0, &bundle[0]));
+    CHECK_OK(leave(&s, 0, 1, &bundle[1]));
+    CHECK_EQ(leave(&s, 0, 2, &more), MT_EDISK);
+    CHECK_HAS(mt_last_error(), "61440 bytes are needed");
+    CHECK_EQ(more, 0);
+    mt_swap_drop(s.w, bundle[0]);
+    until_written(&s, KEEPS);
+    while (stats(&s).used_bytes > KEEPS)
+        nap(200);
+    CHECK_OK(leave(&s, 0, 2, &bundle[2]));                   /* in the dropped one's place */
+    CHECK_EQ(scene_close(&s), 0);
+}
+
+static void a_write_that_fails_is_told_and_harms_nobody_else(void)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS], lost;
+    mt_status    st;
+
+    scene_open(&s, 1, 0, 0, 0);
+    atomic_store(&disk.fail_write, 1);
+    CHECK_OK(leave(&s, 0, 2, &lost));
+    for (st = MT_OK; st == MT_OK; nap(200))                  /* told once to whoever comes when that is known, */
+        if ((st = leave(&s, 0, 3, &bundle[3])) == MT_OK)
+            mt_swap_drop(s.w, bundle[3]);
+    CHECK_EQ(st, MT_EDISK);
+    CHECK_HAS(mt_last_error(), "unit layers.2: what its window keeps could not be written to the file: ");
+    CHECK_HAS(mt_last_error(), s.dir);
+    CHECK_HAS(mt_last_error(), strerror(ENOSPC));
+    CHECK_EQ(come(&s, 2, lost), MT_EDISK);                   /* and always to who wants it back */
+    CHECK_EQ(come(&s, 2, lost), MT_EDISK);
+    CHECK_HAS(mt_last_error(), "unit layers.2");
+    mt_swap_drop(s.w, lost);
+    for (int step = 1; step < 3; step++) {
+        forward(&s, step, bundle);
+        backward(&s, step, bundle);
+    }
+    CHECK_EQ(scene_close(&s), 0);
+}
+
+static void a_read_that_fails_is_told_and_may_be_tried_again(void)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS];
+
+    for (int n = 1; n <= 2; n++) {                           /* the one asked for; one that is read ahead */
+        int w = n == 1 ? 0 : 3;
+
+        scene_open(&s, 1, 0, 0, 0);
+        forward_in_order(&s, 0, bundle);
+        atomic_store(&disk.fail_at, w * KEEPS);
+        for (int last = WINDOWS - 1; n == 2 && last > w; last--) {
+            CHECK_OK(come(&s, last, bundle[last]));
+            look(&s, 0, last, bundle[last]);
+        }
+        CHECK_EQ(come(&s, w, bundle[w]), MT_EDISK);
+        CHECK_HAS(mt_last_error(), n == 1 ? "unit layers.0: " : "unit layers.3: ");
+        CHECK_HAS(mt_last_error(), "could not be read from the file: ");
+        CHECK_HAS(mt_last_error(), strerror(EIO));
+        CHECK_OK(come(&s, w, bundle[w]));
+        look(&s, 0, w, bundle[w]);
+        CHECK_EQ(scene_close(&s), 0);
+    }
+}
+
+/* ---- failing device calls --------------------------------------------------------------- */
+
+static mt_status errand(scene *s, mt_queue *q)
+{
+    mt_swap_part p = { s->source, 0 };
+    uint64_t     bundle[4];
+    mt_status    st;
+
+    for (int i = 0; i < 4; i++) {                            /* the last two are given larger blocks */
+        p.bytes = i < 2 ? 64 : 8192;
+        MT_TRY(mt_swap_out(s->w, 0, &p, 1, MT_SWAP_FILE, q, &bundle[i]));
+        MT_TRY(mt_swap_left(s->w, bundle[i], q));
+    }
+    for (int i = 3; i >= 0; i--) {
+        p.bytes = i < 2 ? 64 : 8192;
+        MT_TRY(mt_swap_back(s->w, bundle[i], &p, 1, q));
+        MT_TRY(mt_swap_await(s->w, bundle[i], q));
+        mt_swap_drop(s->w, bundle[i]);
+    }
+fail:
+    return st;
+}
+
+static void every_failing_device_call_frees_everything(void)
+{
+    static scene s;
+    mt_dev      *cpu;
+    int          fired = 1;
+
+    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    for (int n = 1; fired > 0; n++) {
+        mt_dev   *d = fault_dev(cpu, 0, n % 2 ? FAULT_ONCE : FAULT_STAYS);
+        mt_status st;
+
+        memset(&s, 0, sizeof s);
+        disk_reset(0);
+        toy_open_on(&s.t, d, 1, 0, MT_F32);
+        scene_file(&s, 0, 0);
+        fault_next(d, n);
+        st = errand(&s, s.t.run);
+        mt_swap_close(s.w);
+        fired = fault_fired(d);
+        CHECK(st == MT_OK || (st == MT_EDEVICE && fired));   /* a wait behind a write may fail when all is over */
+        mt_file_close(s.file);
+        rmdir(s.dir);
+        fault_next(d, 0);
+        s.t.dev->ops->queue_close(s.t.run);
+        mt_store_close(s.t.store);
+        mt_pool_close(s.t.pool);
+        CHECK_EQ(fault_live(d), 0);
+        d->ops->close(d);
+    }
+    cpu->ops->close(cpu);
+}
+
+/* ---- places ----------------------------------------------------------------------------- */
+
+typedef struct paper {                   /* a file that only grows */
+    mt_blocks base;
+    uint64_t  bytes, limit;
+} paper;
+
+static mt_status paper_take(mt_blocks *b, size_t bytes, uint64_t *at)
+{
+    paper *p = (paper *)(void *)b;
+
+    if (p->bytes + bytes > p->limit)
+        return MT_FAIL(MT_EDISK, "paper: no room");
+    *at = p->bytes;
+    p->bytes += bytes;
+    return MT_OK;
+}
+
+static void places_are_cut_and_joined(void)
+{
+    static const mt_blocks_ops ops = { paper_take, NULL, NULL };
+    paper     file = { { &ops }, 0, 10 * 4096 };
+    mt_places l = { .file = &file.base };
+    mt_place *a, *b, *c, *d = NULL;
+
+    REQUIRE(mt_places_take(&l, 3 * 4096, &a) == MT_OK && mt_places_take(&l, 4096, &b) == MT_OK);
+    REQUIRE(mt_places_take(&l, 2 * 4096, &c) == MT_OK);
+    CHECK_EQ(c->at, 4 * 4096);
+    mt_places_give(&l, a);
+    mt_places_give(&l, c);
+    REQUIRE(mt_places_take(&l, 2 * 4096, &c) == MT_OK);      /* the smallest that holds it */
+    CHECK_EQ(c->at, 4 * 4096);
+    REQUIRE(mt_places_take(&l, 4096, &a) == MT_OK && mt_places_take(&l, 2 * 4096, &d) == MT_OK);
+    CHECK(a->at == 0 && d->at == 4096);                      /* of three, one and two */
+    CHECK_EQ(l.used_bytes, 6 * 4096);
+    mt_places_give(&l, a);
+    mt_places_give(&l, b);
+    mt_places_give(&l, d);                                   /* with both neighbours */
+    REQUIRE(mt_places_take(&l, 4 * 4096, &a) == MT_OK);
+    CHECK(a->at == 0 && file.bytes == 6 * 4096);
+    mt_places_give(&l, c);
+    CHECK_EQ(mt_places_take(&l, 7 * 4096, &b), MT_EDISK);    /* 2 are free at the end, 4 may be added */
+    REQUIRE(mt_places_take(&l, 6 * 4096, &b) == MT_OK);
+    CHECK(b->at == 4 * 4096 && file.bytes == 10 * 4096 && l.bytes == 10 * 4096);
+    mt_places_close(&l);
+}
+
+#define TESTS(X)                                                                              \
+    X(tensors_come_back_as_they_left)                                                         \
+    X(a_few_blocks_carry_any_number_of_bundles)                                               \
+    X(without_full_what_is_written_is_not_there_yet)                                          \
+    X(without_written_a_block_is_filled_while_written)                                        \
+    X(without_read_it_comes_back_too_early)                                                   \
+    X(without_drained_a_block_is_read_into_too_early)                                         \
+    X(without_gone_a_place_is_written_by_two)                                                 \
+    X(what_comes_next_is_read_before_it_is_asked_for)                                         \
+    X(graphs_may_cross_and_be_gone_through_twice)                                             \
+    X(what_is_dropped_is_not_written)                                                         \
+    X(bundles_differ_in_size_and_are_padded)                                                  \
+    X(overlap_off_means_that_all_is_written_at_once)                                          \
+    X(without_a_file_a_bundle_is_refused)                                                     \
+    X(a_file_that_may_not_grow_is_told_with_its_bytes)                                        \
+    X(a_write_that_fails_is_told_and_harms_nobody_else)                                       \
+    X(a_read_that_fails_is_told_and_may_be_tried_again)                                       \
+    X(every_failing_device_call_frees_everything)                                             \
+    X(places_are_cut_and_joined)
+
+CHECK_MAIN(TESTS)
