@@ -105,7 +105,7 @@ class Engine:
     def disk_file(self) -> tuple[str, int, bool] | None:
         """(path, bytes, transfers go past the page cache) of the scratch file."""
     def disk_unname(self) -> None:
-        """The file loses its name, and goes with the process or the engine. For the end of a process."""
+        """Files lose their names, and go with the process or the engine. For the end of a process."""
     def bring(self, unit: int, planes: int) -> None:
         """Host planes become current. planes: bits 1 << plane, or -1. A settled unit's are copied, but for ACC, which
         has no host copy; waits for updates and gradients under way. States on disk are read. Of other units an update
@@ -151,7 +151,8 @@ class Engine:
         """Since open: fetches, demand_fetches, rebuilds, h2d_bytes, await_ns, d2h_bytes, update_ns (host updates),
         records_lost (of the timeline), speculated, committed, undone (updates begun early; kept; taken back),
         disk_read_bytes, disk_written_bytes, disk_update_ns (updates of those), disk_wait_ns (they waited for reads),
-        out_bytes, back_bytes (activations to host memory, and back)."""
+        out_bytes, back_bytes (activations to host memory, and back), spill_written_bytes, spill_read_bytes (on to a
+        file, and from there), spill_wait_ns (somebody waited for that)."""
 
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, int, int, int]], stream: int) -> int:
@@ -163,13 +164,20 @@ class Engine:
         """Host waits for all gradients and all updates."""
     def forget(self, unit: int) -> None: ...
 
-    # activations in host memory (csrc/core/swap.h)
-    def swap_out(self, unit: int, parts: tuple[tuple[int, int], ...], stream: int) -> int:
-        """parts: (address, bytes) of dense device memory, until swap_left. The bundle's number, > 0."""
+    # activations in host memory, or in a file (csrc/core/swap.h)
+    def swap_disk(self, path: str, bytes: int = 0, limit: int = 0, blocks: int = 4, threads: int = 16) -> None:
+        """Bundles may go to a file in the directory, by way of so many blocks of host memory. `bytes` are reserved.
+        limit: of the file; 0: none."""
+    def swap_file(self) -> tuple[str, int, int] | None:
+        """(path, bytes, bytes of bundles that are there now) of the scratch file."""
+    def swap_out(self, unit: int, parts: tuple[tuple[int, int], ...], stream: int, to_file: bool = False) -> int:
+        """parts: (address, bytes) of dense device memory, until swap_left. The bundle's number, > 0. to_file: waits
+        while all blocks are on their way there."""
     def swap_left(self, bundle: int, stream: int) -> None:
         """stream waits for the copies out: the sources may be freed in its order."""
     def swap_back(self, bundle: int, parts: tuple[tuple[int, int], ...], stream: int) -> None:
-        """As many parts as left; address 0: not wanted. Begins behind what stream was given so far."""
+        """As many parts as left; address 0: not wanted. Begins behind what stream was given so far. Waits until a
+        bundle in the file was read."""
     def swap_await(self, bundle: int, stream: int) -> None: ...
     def swap_drop(self, bundle: int) -> None: ...
     def swap_bytes(self) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""States on disk: which directory, how many bytes of it, and how long the drive lasts.
+"""States and activations on disk: which directory, how many bytes of it, and how long the drive lasts.
 
 `mt.stream(model, nvme="/scratch")` keeps masters and moments of units at home on "disk" in one scratch file there
-(csrc/core/disk.h); the file goes with the model, or with the process, or, after a crash, with the next run.
+(csrc/core/disk.h), and what windows with "+disk" keep in another (csrc/core/spill.h); the files go with the model, or
+with the process, or, after a crash, with the next run.
 """
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
     from .shapes import Unit
 
 BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way
+BLOCKS = 4                                             # of host memory that carry activations: engine_swap.c
 POOL = 4                                               # threads of their updates: csrc/bind/engine_disk.c
 MEMORY_BYTES = (BUFFERS + 1) * BUFFER_BYTES            # one more to bring and push
 PADDING_BYTES = 16384                                  # of a parameter in the file, and of a buffer: at most
 PADDING = "between, at most"                           # these bytes in a plan's table
+SPILLED = "activations"                                # there too: of windows that keep what they keep on disk
 YEAR_S = 365.25 * 24 * 3600
 
 
@@ -75,26 +78,27 @@ def file_bytes(asked: Asked) -> int:
     return sum(sum(unit_file_bytes(unit)) for unit, home in zip(asked.units(), asked.homes) if home == "disk")
 
 
-def check_room(asked: Asked, disk: Disk | None) -> None:
-    """Before anything is allocated.
+def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: int = 0) -> None:
+    """Before anything is allocated. spills: windows keep something there; spilled: so many bytes, as far as known.
 
     Raises:
-        MegatrainError: units are at home on disk and no directory was given; or it has less than they take.
+        MegatrainError: something goes there and no directory was given; or it has less than that takes.
     """
-    need = file_bytes(asked)
-    if "disk" not in asked.homes:
+    if "disk" not in asked.homes and not spills:
         return
     if disk is None or not disk.path:
-        raise MegatrainError("plan: homes has units on 'disk': give mt.stream the directory, nvme='/path'")
-    free = _core.disk_room(disk.path)
+        what = "homes has units on 'disk'" if "disk" in asked.homes else "activations has windows with '+disk'"
+        raise MegatrainError(f"plan: {what}: give mt.stream the directory, nvme='/path'")
+    need, free = file_bytes(asked) + spilled, _core.disk_room(disk.path)
+    words = [f"AdamW's states of {asked.homes.count('disk')} units"] * ("disk" in asked.homes) \
+        + ["what windows keep"] * bool(spilled)
+    what = f"nvme={disk.path!r}: {' and '.join(words)} need {show_bytes(need)} there and"
     if need > free:
-        raise MegatrainError(f"nvme={disk.path!r}: AdamW's states of {asked.homes.count('disk')} units need "
-                             f"{show_bytes(need)} there and {show_bytes(free)} are free: free "
-                             f"{show_bytes(need - free)}, or name another path")
+        raise MegatrainError(f"{what} {show_bytes(free)} are free: free {show_bytes(need - free)}, or name another "
+                             "path")
     if disk.limit is not None and need > disk.limit:
-        raise MegatrainError(f"nvme={disk.path!r}: AdamW's states of {asked.homes.count('disk')} units need "
-                             f"{show_bytes(need)} there and the limit is {show_bytes(disk.limit)}: raise it to "
-                             f"{need}, or leave fewer units in homes")
+        raise MegatrainError(f"{what} the limit is {show_bytes(disk.limit)}: raise it to {need}, or leave fewer units "
+                             f"in homes")
 
 
 def years(written: float, seconds: float, rated_tb: float) -> float:

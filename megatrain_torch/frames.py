@@ -3,10 +3,10 @@
 Two pairs of pack and unpack hooks, chosen per window (whole.py has a third way, without hooks):
 
 saved    weights are replaced by (unit, offset); everything else is kept, with the in-place check
-         that torch drops when hooks are used; "saved+host": in host memory (swap.py);
+         that torch drops when hooks are used; "saved+host", "+disk": elsewhere (swap.py);
 replay   every saved tensor is replaced by (frame, number); the first unpack runs the window's
          forward again and keeps what it saves, up to the last tensor that the first run saved.
-         "replay+host": the inputs with a gradient wait in host memory.
+         "replay+host", "+disk": the inputs with a gradient wait elsewhere.
 
 Neither keeps a weight: `unpack` fetches the unit again, wherever it is by then.
 """
@@ -26,6 +26,7 @@ from .state import swap_window
 from .swap import Part, hollow, storage_of
 
 if TYPE_CHECKING:
+    from .modes import Mode
     from .window import Window
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
@@ -97,12 +98,12 @@ class SavedFrame:
 
 
 class HostFrame(SavedFrame):
-    """The same with the tensors in host memory. What came from outside without a gradient (angles, masks) is other
-    windows' too, and stays where it is."""
+    """The same with the tensors in host memory or a file. What came from outside without a gradient (angles, masks) is
+    other windows' too, and stays where it is."""
 
-    def __init__(self, window: Window, args: Any, kwargs: Any) -> None:
+    def __init__(self, window: Window, args: Any, kwargs: Any, mode: Mode) -> None:
         super().__init__(window)
-        self.bundle = self.runtime.swap.bundle(window)
+        self.bundle = self.runtime.swap.bundle(window, mode)
         fork = Fork()
         fork.call(args, kwargs)
         self.shared = {storage_of(t) for t, _ in fork.watched} - {storage_of(t) for t in fork.with_grad}
@@ -158,23 +159,23 @@ class ReplayFrame:
             frame.replay()
         return restored(frame.saved.pop(number))
 
-    def forward_ended(self, host: bool = False) -> None:
+    def forward_ended(self, mode: Mode) -> None:
         """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on.
-        host: the inputs with a gradient go to host memory."""
+        mode: what it says of the input goes for the inputs with a gradient."""
         self.window.learn_mutable(self.attributes)
         changed = any(t._version != v for t, v in self.watched)
         if changed and self.clones is None:
             raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
                                  "done before, so it cannot be run again; use plan={'activations': 'saved'}")
         if changed:
-            self.inputs, self.watched, self.window.mode = self.clones, [], "saved+host" if host else "saved"
+            self.inputs, self.watched, self.window.mode = self.clones, [], str(mode._replace(keep="saved"))
         self.clones, self.window.proved = None, True
-        if host and not changed:
-            self._leave()
+        if mode.input and not changed:
+            self._leave(mode)
 
-    def _leave(self) -> None:
-        """The inputs with a gradient wait in host memory."""
-        bundle = self.runtime.swap.bundle(self.window)
+    def _leave(self, mode: Mode) -> None:
+        """The inputs with a gradient wait elsewhere."""
+        bundle = self.runtime.swap.bundle(self.window, mode)
         away = _Away(bundle)
         self.inputs = away.call(*self.inputs)
         self.watched = [(hollow(t) if storage_of(t) in away.met_storages else t, v) for t, v in self.watched]

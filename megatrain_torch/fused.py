@@ -86,7 +86,7 @@ def _mapped(kept: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
 
 
 def _away(kept: Any, bundle: Bundle, x: Tensor, with_input: bool) -> Any:
-    """What is kept, on its way to host memory; small tensors stay, and x stays where it is not asked for."""
+    """What is kept, on its way off the device; small tensors stay, and x stays where it is not asked for."""
     def put(t: Tensor) -> Any:
         goes = bundle.swap.may(t) and (with_input or t.data_ptr() != x.data_ptr())
         return bundle.add(t) if goes else t
@@ -186,7 +186,7 @@ class Fused:
 
     def _kept_on_host(self, x: Tensor, call: Any, mode: Mode) -> Tensor:
         """x too is saved by way of the bundle, whose life then is that of the graph."""
-        bundle = self.window.runtime.swap.bundle(self.window)
+        bundle = self.window.runtime.swap.bundle(self.window, mode)
 
         def pack(t: Tensor) -> Any:
             return keep(t) if bundle.input < 0 else Part(bundle, bundle.input)

@@ -3,7 +3,8 @@
 keep        "replay": its input alone; "attention": attention's output and log-sum-exp besides; "selective": all but
             the largest part; "saved": everything that backward needs.
 where       nothing: on the device. "+host": in host memory, the input too. "+split": in host memory, the input on the
-            device. So "selective+host", "replay+host", "attention+split".
+            device. "+disk": in a file, by way of a few blocks of host memory, the input too. So "selective+host",
+            "replay+disk", "attention+split".
 """
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import NamedTuple
 
 KEEPS = ("replay", "attention", "selective", "saved")        # least first
 HOST = ("replay+host", *(f"{keep}{where}" for keep in KEEPS[1:] for where in ("+split", "+host")))
-MODES = (*KEEPS, *HOST)
+DISK = tuple(f"{keep}+disk" for keep in KEEPS)
+MODES = (*KEEPS, *HOST, *DISK)
 HOMES = ("ram", "vram", "arrive", "through", "disk")        # of a unit: weights, gradients and states
 GRADS = ("ram", "none")     # where gradients wait for their update: at home with their unit, or nowhere
 
@@ -20,18 +22,20 @@ GRADS = ("ram", "none")     # where gradients wait for their update: at home wit
 class Mode(NamedTuple):
     """
     Attributes:
-        keep: one of KEEPS, or "whole". host: what is kept goes to host memory. input: so does the window's input.
+        keep: one of KEEPS, or "whole". host: what is kept leaves the device. input: so does the window's input. disk:
+            for a file.
     """
 
     keep: str
     host: bool
     input: bool
+    disk: bool
 
     def __str__(self) -> str:
-        return self.keep + ("+host" if self.input else "+split" if self.host else "")
+        return self.keep + ("+disk" if self.disk else "+host" if self.input else "+split" if self.host else "")
 
 
 @functools.cache
 def read(mode: str) -> Mode:
     keep, _, where = mode.partition("+")
-    return Mode(keep, bool(where), where == "host")
+    return Mode(keep, bool(where), where in ("host", "disk"), where == "disk")

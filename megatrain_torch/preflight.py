@@ -337,11 +337,14 @@ class Room:
                            "an optimizer step and a forward after what was read so far, which give its memory back",
                            f"{show_bytes(with_margin(need) - bound.free)} more ({bound.remedy})")
 
-    def activations(self, core: _core.Engine, nbytes: int) -> None:
-        """So many bytes of one window are about to wait in host memory. Raises: as `states`."""
+    def activations(self, core: _core.Engine, nbytes: int, blocks: int = 1) -> None:
+        """So many bytes of one window are about to wait in host memory; or to pass through so many blocks of it.
+        Raises: as `states`."""
         kept, used = core.swap_bytes()
+        nbytes = blocks * nbytes
         if self.limit is not None or used + nbytes <= kept:
             return
+        nbytes = min(nbytes, used + nbytes - kept) if blocks > 1 else nbytes
         if (bound := host_limits().short(nbytes)) is not None:
             need = {"kept from one window": nbytes, "margin": with_margin(nbytes) - nbytes}
             raise _refusal(self.asked, "host memory for activations", need, bound.free, f"free: {bound.what}", {},

@@ -10,7 +10,8 @@ from .timeline import LANES, Slice, between, busy_seconds
 OWN = "host"                     # what compute waits for when it waits for no copy and no update: the host's own work
 JITTER_NS = 50_000               # times on two queues are compared to within this
 BAR = 24                         # characters
-COUNTED = ("speculated", "committed", "undone", "out_bytes", "back_bytes")       # of the engine's counters
+COUNTED = ("speculated", "committed", "undone", "out_bytes", "back_bytes", "spill_written_bytes",
+           "spill_read_bytes")   # of the engine's counters
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,13 @@ class StepReport:
         disk_read_bytes, disk_written_bytes: states of units at home on disk.
         speculated, committed, undone: updates that began during backward; those kept, and taken back, since: one
             that began in this step ends in the next.
-        out_bytes, back_bytes: activations that went to host memory, and came back.
+        out_bytes, back_bytes: activations that went to host memory, and came back. spill_written_bytes,
+            spill_read_bytes: of those on to a file, and from there.
         busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update",
             "disk" and "disk update" (states of units there, and their updates), "through" (updates that pass through
-            the device; states that arrive and leave), "swap out", "swap back" (activations). Without mt.trace only
-            "host update" and "disk update". Compute is busy from a window's first kernel to its last, also where the
-            host is slow in launching them.
+            the device; states that arrive and leave), "swap out", "swap back", "swap disk" (activations: to the host,
+            back, and between there and a file). Without mt.trace only "host update" and "disk update". Compute is busy
+            from a window's first kernel to its last, also where the host is slow in launching them.
         idle: seconds that compute stood still, by what it waited for: a lane, or "host": Python and the user's code.
         between_steps: of idle, seconds before the step's first window.
         least: seconds the bytes of a lane take at the machine's rate, where mt.trace was given one.
@@ -60,6 +62,8 @@ class StepReport:
     disk_written_bytes: int = 0
     out_bytes: int = 0
     back_bytes: int = 0
+    spill_written_bytes: int = 0
+    spill_read_bytes: int = 0
 
     @property
     def bound(self) -> str:
@@ -101,6 +105,9 @@ class StepReport:
         if self.disk_written_bytes:
             lines.append(f"disk: {self.disk_read_bytes / 1e9:.3g} GB read, "
                          f"{self.disk_written_bytes / 1e9:.3g} GB written")
+        if self.spill_written_bytes:
+            lines.append(f"activations on disk: {self.spill_read_bytes / 1e9:.3g} GB read, "
+                         f"{self.spill_written_bytes / 1e9:.3g} GB written")
         lines.append(f"fetches {self.fetches}, on demand {self.demand_fetches}; waited for copies to be queued "
                      f"{self.await_seconds:.3g} s; host store {self.host_bytes / 1e9:.3g} GB")
         return "\n".join(lines)
@@ -116,7 +123,8 @@ class StepReport:
     def _rows(self) -> list[tuple[str, float, float, str, str]]:
         """(lane, busy seconds, share of the step, GB moved, least seconds) of every lane that did something."""
         moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes, "swap out": self.out_bytes, "swap back": self.back_bytes,
-                 "disk": self.disk_read_bytes + self.disk_written_bytes}
+                 "disk": self.disk_read_bytes + self.disk_written_bytes,
+                 "swap disk": self.spill_read_bytes + self.spill_written_bytes}
         return [(LANES[lane], busy, busy / self.seconds if self.seconds > 0 else 0.0,
                  f"{moved[lane] / 1e9:.3g}" if lane in moved else "",
                  f"{self.least[lane]:.3g}" if lane in self.least else "")
@@ -129,6 +137,7 @@ def _called(lane: str) -> str:
             "device update": "the device update", "through": "updates through the device", "disk": "the disk",
             "disk update": "updates from disk",
             "swap out": "activations on their way out", "swap back": "activations on their way back",
+            "swap disk": "activations on disk",
             OWN: "the host's own work"}[lane]
 
 
@@ -188,7 +197,8 @@ def _blame(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice |
         "device update": _over_in(lanes, "device update", a, b, window.unit),      # of a unit that lives there
         "d2h": _over_in(lanes, "d2h", a, b) if window.work == "backward" else None,
         "swap out": _over_in(lanes, "swap out", a, b) if window.work == "forward" else None,
-        "swap back": _over_in(lanes, "swap back", a, b, window.unit)}
+        "swap back": _over_in(lanes, "swap back", a, b, window.unit),
+        "swap disk": _over_in(lanes, "swap disk", a, b)}        # the computing thread waits for it, window by window
     lane, last = max(((k, s) for k, s in ended.items() if s is not None), key=lambda found: found[1].end,
                      default=(OWN, None))
     if last is not None and lane == "device update":

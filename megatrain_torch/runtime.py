@@ -17,7 +17,7 @@ from . import _core, hf, packed
 from .arrive import Arrivals
 from .budget import Budget, Cap
 from .compiled import Structure, refuse_other_units
-from .disk import BUFFER_BYTES, BUFFERS, THREADS, Disk
+from .disk import BLOCKS, BUFFER_BYTES, BUFFERS, THREADS, Disk
 from .errors import MegatrainError
 from .guard import plain
 from .handover import HandOver
@@ -219,6 +219,12 @@ class Runtime:
         usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
         self.core.disk(disk.path, units, limit=disk.limit or 0, **(usual | sizes))
         self.on_disk = frozenset(units)
+        weakref.finalize(self, self.core.disk_unname)
+
+    def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: dict[str, int]) -> None:
+        """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states."""
+        limit = 0 if disk.limit is None else max(disk.limit - taken, 1)
+        self.core.swap_disk(disk.path, nbytes, limit, **({"blocks": BLOCKS, "threads": THREADS} | sizes))
         weakref.finalize(self, self.core.disk_unname)
 
     def note_bounds(self) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from . import _core
 from .cost import PLANES_OF
+from .disk import SPILLED
 from .limits import host_limits, show_bytes
 from .planner import as_text
 from .tiers import Tier, bars, write_tiers
@@ -68,8 +69,11 @@ def storage(model: nn.Module) -> Storage:
     there = torch.cuda.mem_get_info(rt.device)[1] if rt.is_cuda else host_limits().in_all
     title = "device memory" if rt.is_cuda else "host memory, as the device's"
     tiers: list[Tier] = [(title, _some(device), there), ("host memory", _some(host), host_limits().in_all)]
-    if (file := rt.core.disk_file()) is not None:
-        tiers.append(("disk", {"states": file[1]}, file[1] + _core.disk_room(str(Path(file[0]).parent))))
+    files = {what: file for what, file in (("states", rt.core.disk_file()), (SPILLED, rt.core.swap_file())) if file}
+    if files:
+        parts = {what: file[1] for what, file in files.items()}
+        path = str(Path(next(iter(files.values()))[0]).parent)
+        tiers.append(("disk", _some(parts), sum(parts.values()) + _core.disk_room(path)))
     return Storage(type(rt.root()).__name__, dict(Counter(rt.room.asked.homes)), tiers)
 
 

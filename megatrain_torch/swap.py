@@ -1,6 +1,6 @@
-"""Kept tensors that wait in host memory, from a window's forward to its backward (csrc/core/swap.h).
+"""Kept tensors that wait in host memory, or in a file, from a window's forward to its backward (csrc/core/swap.h).
 
-    bundle = swap.bundle(window)         # in the window's forward
+    bundle = swap.bundle(window, mode)   # in the window's forward
     part = bundle.add(tensor)            # what stands for it in the graph
     bundle.leave()                       # behind the window's kernels
     ...
@@ -10,6 +10,9 @@ When a window's backward begins, the bundles of the windows before it begin to c
 memory that a bundle leaves on the device goes back to torch's allocator when the next window's bundle leaves: compute
 waits for the copies then, so no more than two windows' tensors lie there. The last bundle of a forward is
 still there when its backward begins, need not come back, and is not waited for.
+
+A bundle for the file waits for host memory where the file is behind, and comes back when it was read: `Swap.ahead` of
+the window that needs it, and the engine reads ahead of that.
 
 A graph that is dropped, gone through twice or in another order is right too: a bundle's host memory is its own until
 the last of its parts is gone.
@@ -24,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .disk import BLOCKS
 from .errors import MegatrainError
 from .records import span_of
 
 if TYPE_CHECKING:
+    from .modes import Mode
     from .runtime import Runtime
     from .window import Window
 
@@ -51,15 +56,15 @@ class Bundle:
     """What one window keeps of one call.
 
     Attributes:
-        position: the window's place in the order of forwards.
+        position: the window's place in the order of forwards. disk: its home is the file.
         sources: the tensors, until they have left or were asked for.
         landed: by number, those that came back and were not asked for yet.
         input: the number of the window's input, for whoever saves that too; -1: it is not among them.
         wanted: how often each is still to be asked for, by the backward that comes first.
     """
 
-    def __init__(self, swap: Swap, window: Window) -> None:
-        self.swap, self.unit, self.position = swap, window.units[0], swap.position
+    def __init__(self, swap: Swap, window: Window, disk: bool = False) -> None:
+        self.swap, self.unit, self.position, self.disk = swap, window.units[0], swap.position, disk
         self.sources: list[Tensor] = []
         self.versions: list[tuple[Tensor, int]] = []
         self.shapes: list[tuple[Any, Any, torch.dtype, int]] = []
@@ -125,7 +130,12 @@ class Bundle:
                 size, stride, dtype, nbytes = self.shapes[n]
                 self.landed[n] = torch.empty_strided(size, stride, dtype=dtype, device=rt.device)
                 parts[n] = self.landed[n].data_ptr(), nbytes
-        rt.core.swap_back(self.number, tuple(parts), self.stream)
+        try:
+            rt.core.swap_back(self.number, tuple(parts), self.stream)
+        except MegatrainError:               # nothing is under way, and nothing has landed
+            for n in numbers:
+                del self.landed[n]
+            raise
         self.coming = True
 
     def _await(self) -> None:
@@ -158,8 +168,8 @@ class Swap:
         self.held: deque[tuple[Bundle, list[Tensor]]] = deque()      # whose sources may not be freed yet
         self.out: list[weakref.ref[Bundle]] = []         # in the order in which they left
 
-    def bundle(self, window: Window) -> Bundle:
-        return Bundle(self, window)
+    def bundle(self, window: Window, mode: Mode) -> Bundle:
+        return Bundle(self, window, mode.disk)
 
     def may(self, t: Any) -> bool:
         """Is this a tensor on the compute device that is worth a copy, and as dense as its elements?"""
@@ -177,8 +187,8 @@ class Swap:
         rt = self.runtime
         self.sweep()
         parts = tuple((t.data_ptr(), shape[-1]) for t, shape in zip(bundle.sources, bundle.shapes))
-        rt.room.activations(rt.core, sum(n for _, n in parts))
-        bundle.number = rt.core.swap_out(bundle.unit, parts, rt.stream())
+        rt.room.activations(rt.core, sum(n for _, n in parts), BLOCKS if bundle.disk else 1)
+        bundle.number = rt.core.swap_out(bundle.unit, parts, rt.stream(), bundle.disk)
         self.held.append((bundle, bundle.sources))
         self.out = [ref for ref in self.out if ref() is not None]
         self.out.append(weakref.ref(bundle))

@@ -12,7 +12,8 @@ from .errors import MegatrainError
 
 LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "host sum": "host sum", "host update": "host update",
          "device update": "device update", "through": "through the device", "disk": "disk",
-         "disk update": "disk update", "swap out": "activations out", "swap back": "activations back"}
+         "disk update": "disk update", "swap out": "activations out", "swap back": "activations back",
+         "swap disk": "activations on disk"}
 COLOURS = {"forward": "#4878a8", "loss": "#8a6fb0", "replay": "#8fb3d1", "backward": "#2b4a6f", "fetch": "#4f9d69",
            "offload": "#d08a3c", "add": "#b0a14f", "update": "#b5485d", "swap": "#5f9ea0",
            "read": "#4f9d69", "write": "#d08a3c", "wait": "#dddddd"}
@@ -24,8 +25,8 @@ class Slice(NamedTuple):
 
     Attributes:
         lane: "compute", "h2d", "d2h", "host sum", "host update", "device update", "through" (updates of units on
-            the host that pass through the device), "disk", "disk update", "swap out" or "swap back"
-            (activations).
+            the host that pass through the device), "disk", "disk update", "swap out", "swap back" or
+            "swap disk" (activations).
         work: "forward", "replay", "backward", "loss", "fetch", "offload", "add", "update", "read", "write", "swap" or
             "wait".
         unit: the unit's name; "" where there is none.

@@ -201,7 +201,7 @@ class Window:
     def _run_saved(self, args: Any, kwargs: Any, mode: Mode) -> Any:
         if not mode.host:
             return self.run(args, kwargs, True, SavedFrame(self))
-        frame = HostFrame(self, args, kwargs)
+        frame = HostFrame(self, args, kwargs, mode)
         out = self.run(args, kwargs, True, frame)
         frame.bundle.leave()
         return out
@@ -212,11 +212,11 @@ class Window:
             return whole.call(self, frame, args, kwargs)
         if self.proved or self.mode != "whole":
             out = self.run(args, kwargs, True, frame)
-            frame.forward_ended(mode.input)
+            frame.forward_ended(mode)
             return out
         with whole.Watch(self) as watch:
             out = self.run(args, kwargs, True, frame)
-        frame.forward_ended()
+        frame.forward_ended(mode)
         self.closed = self.mode == "whole" and whole.closed(self, frame, watch, (args, kwargs), out)
         return out
 

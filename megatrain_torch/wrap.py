@@ -19,14 +19,14 @@ from . import _core, hf
 from .budget import Cap
 from .compiled import compiled_of
 from .deferred import give_head, head_of
-from .disk import Disk, check_room
+from .disk import SPILLED, Disk, check_room, file_bytes
 from .errors import MegatrainError
 from .formats import check_states
 from .fused import template_of, wanted
 from .guard import StreamedParameter
 from .limits import parse_bytes
 from .mapped import Mapped
-from .modes import MODES
+from .modes import DISK, MODES
 from .placement import OVERHEAD
 from .planner import Plan
 from .preflight import (
@@ -103,7 +103,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
                 keeps all but the largest; "attention" (fused layers) attention's output alone; "whole" replays in one
                 node (see whole.py); "auto": fused layers keep what fits, others save on the CPU and replay on CUDA.
                 "saved+host", "replay+host" and so on: what is kept, the input too, waits in host memory behind
-                compute; "saved+split": without the input.
+                compute; "saved+split": without the input. "saved+disk" and so on: in a file (nvme=), by way of a few
+                blocks of host memory.
             "homes": "ram", "vram", "arrive", "through" or "disk" for all units, or {unit name: ...}: where weights,
                 gradients and AdamW's states live. What is at home in VRAM never crosses the bus and is updated there,
                 to the same bits. "arrive": the same, but AdamW's states are at home in RAM, and on the device from the
@@ -126,9 +127,10 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             between forward and backward is chosen to fit.
         host: limit for host memory: all planes, AdamW's states counted in. None: what is there, by every limit that
             is known (`megatrain doctor` prints them), asked now for the weights and by mt.AdamW for its states.
-        nvme: directory for AdamW's states of units at home on "disk", or {"path": directory, "limit": "200GiB"}.
-            Room for them is reserved at once. The file is removed by mt.unstream, at the end of the process, or, after
-            a crash, by the next run that is given the directory.
+        nvme: directory for AdamW's states of units at home on "disk", and for activations with "+disk"; or {"path":
+            directory, "limit": "200GiB"}. Room for states is reserved at once, and for activations as far as a plan of
+            mt.plan says how much. Files are removed by mt.unstream, at the end of the process, or, after a crash, by
+            the next run that is given the directory.
         units: names or modules to be streamed as one piece each; None: found from the model.
         compute: "eager": the modules' own code; "fused": layers that a template covers run as one node with an
             explicit backward, the others as they are, and the head makes no logits where the loss is
@@ -191,7 +193,8 @@ class _Choices:
     """A plan of mt.plan, or arguments by hand, in one form.
 
     Attributes:
-        options: a plan's dict. vram: bytes. micro, besides: as in preflight.Asked.
+        options: a plan's dict. vram: bytes. micro, besides: as in preflight.Asked. spilled: bytes of activations on
+            disk, as far as known.
         whole: what a training step takes is known, not its weights alone.
     """
 
@@ -202,6 +205,13 @@ class _Choices:
     micro: int = 1
     besides: tuple[tuple[str, int], ...] = ()
     whole: bool = False
+    spilled: int = 0
+
+    @property
+    def spills(self) -> bool:
+        """Does any window keep what it keeps on disk?"""
+        modes = self.options.get("activations", "auto")
+        return any(mode in DISK for mode in (modes.values() if isinstance(modes, dict) else (modes,)))
 
 
 def _choices(plan: Plan | dict[str, Any] | None, compute: str, vram: int | str | None,
@@ -216,7 +226,7 @@ def _choices(plan: Plan | dict[str, Any] | None, compute: str, vram: int | str |
     vram = plan.machine.vram_bytes if vram is None else vram
     besides = tuple((what, n) for what, n in plan.host.items() if what != OVERHEAD)
     return _Choices(_options(options, compute), compute, parse_bytes(vram, "vram"), plan.nvme if disk is None else disk,
-                    plan.micro, besides, True)
+                    plan.micro, besides, True, plan.disk.get(SPILLED, 0))
 
 
 def _asked(module: nn.Module, groups: list[Group], dtype: torch.dtype | None, where: torch.device,
@@ -236,7 +246,7 @@ def _check(asked: Asked, where: torch.device, choices: _Choices, host: int | Non
     sizes = check_device(asked, free, choices.vram)
     if choices.disk is not None and "homes" not in choices.options:
         asked = to_disk(asked, host)
-    check_room(asked, choices.disk)
+    check_room(asked, choices.disk, choices.spills, choices.spilled)
     check_loading(asked, host, choices.whole, min((n for n in (free, choices.vram) if n is not None), default=None))
     return asked, sizes, Room(asked, host)
 
@@ -337,9 +347,11 @@ def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     for unit in _at(asked, "through"):
         core.through(unit, True)
     debug = {k: v for k, v in options.get("debug", {}).items() if k not in ("delay_us", "seed", "lock")}
-    buffers = debug.pop("disk", {})
+    buffers, blocks = debug.pop("disk", {}), debug.pop("spill", {})
     if choices.disk is not None and "disk" in asked.homes:
         rt.keep_on_disk(choices.disk, _at(asked, "disk"), buffers)
+    if choices.disk is not None and choices.spills:
+        rt.spill_to(choices.disk, choices.spilled, file_bytes(asked), blocks)
     rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups)))
     for unit in rt.passing:
         core.pass_gradients(unit)

@@ -89,18 +89,19 @@ class Scenario:
         return "-".join(parts + ["accumulate"] * (self.accumulate > 1) + ["wander"] * self.wander)
 
 
-def train(scenario: Scenario, device: str = "cpu", compute_us: int = 0, **debug: Any) -> dict[str, Tensor]:
+def train(scenario: Scenario, device: str = "cpu", compute_us: int = 0, nvme: str | None = None,
+          **debug: Any) -> dict[str, Tensor]:
     """Losses, gradient norms, weights and fp32 masters of a short training.
 
     Args:
-        compute_us: longest sleep of the compute stream (CUDA).
+        compute_us: longest sleep of the compute stream (CUDA). nvme: directory for what goes to disk.
         debug: switches of the engine: delay_us, seed, sync, skip.
     """
     import megatrain_torch as mt
     with parity.exact(device):
         parity.seed()
         pace.us, pace.random = compute_us, random.Random(debug.get("seed", 0))
-        model = mt.stream(made(Walk).to(scenario.dtype), device=device, plan={
+        model = mt.stream(made(Walk).to(scenario.dtype), device=device, nvme=nvme, plan={
             "activations": scenario.activations, "slots": scenario.slots, "debug": {"poison": True, **debug}})
         opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1, max_grad_norm=1.0)
         seen = loop(scenario, model, opt, device)

@@ -80,8 +80,9 @@ class Run:
     codes: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def stream(model: nn.Module, keep: str = "saved", compute: str = "fused", slots: int = 2, **debug: Any) -> nn.Module:
-    return mt.stream(model, "cpu", compute=compute,
+def stream(model: nn.Module, keep: str = "saved", compute: str = "fused", slots: int = 2, nvme: Any = None,
+           **debug: Any) -> nn.Module:
+    return mt.stream(model, "cpu", compute=compute, nvme=nvme,
                      plan={"activations": keep, "slots": slots, "debug": {"poison": True, **debug}})
 
 

@@ -1,0 +1,199 @@
+"""Kept tensors that wait in a file: the same bits as in host memory, in a few blocks of it, and what is said of a file
+that is no good.
+
+The control of each run is the same training with the same amount kept on the device.
+"""
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import edges
+import fusing
+import parity
+import pytest
+from edges import Scenario
+from fusing import padded
+from test_fused import FAMILIES
+from test_swap import crossed, grads_of, in_part, on_device, overlap_off, same, twice
+from torch import nn
+
+import megatrain_torch as mt
+from megatrain_torch.errors import MegatrainError
+from megatrain_torch.modes import DISK, read
+from megatrain_torch.wrap import runtime_of
+
+pytestmark = pytest.mark.usefixtures("streaming")
+if parity.IDENTITY:
+    pytest.skip("plain against plain was asked for", allow_module_level=True)
+
+FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/debug.h
+FEW = {"spill": {"blocks": 2, "threads": 3}}
+WAYS = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]
+DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=4)
+
+
+def tiny(mode: str, nvme: Any, compute: str = "fused", build: Callable[[], nn.Module] = DEEP, **debug: Any) -> nn.Module:
+    parity.seed()
+    return fusing.stream(build(), mode, compute, nvme=nvme, **FEW | debug)
+
+
+# ---------------------------------------------------------------- bits
+
+@pytest.mark.parametrize("mode", DISK)
+def test_fused_layers_compute_the_same_bits(mode: str, tmp_path: Path) -> None:
+    found = fusing.fused(FAMILIES["qwen3"], padded, mode, {"delay_us": 50, "nvme": str(tmp_path), **FEW})
+    assert same(on_device("qwen3", read(mode).keep), found)
+    assert not os.listdir(tmp_path), "the file goes with the streamed model"
+
+
+@pytest.mark.parametrize("keep, wander", [("saved", True), ("replay", False), ("replay", True)])
+def test_own_code_computes_the_same_bits_in_any_order(keep: str, wander: bool, tmp_path: Path) -> None:
+    right = overlap_off(Scenario(keep, wander=wander, accumulate=2))
+    run = edges.train(Scenario(f"{keep}+disk", wander=wander, accumulate=2), delay_us=200, nvme=str(tmp_path), **FEW)
+    assert edges.difference(right, run) is None
+
+
+def test_a_wait_left_out_is_noticed(tmp_path: Path) -> None:
+    """FULL: a block is written while it is being filled. The others are left out in tests/c/test_spill.c, where the
+    file dawdles."""
+    right = grads_of(tiny("saved", None), twice)
+    found = grads_of(tiny("saved+disk", str(tmp_path), delay_us=3000, skip=FULL), twice)
+    assert not all(parity.same_bits(right[n], found[n]) for n in right)
+
+
+# ---------------------------------------------------------------- graphs
+
+@pytest.mark.parametrize("mode, compute, go", [(*WAYS[0], twice), (*WAYS[1], crossed), (*WAYS[2], twice),
+                                               (*WAYS[0], in_part)])
+def test_other_ways_through_the_graph(mode: str, compute: str, go: Callable[[nn.Module], None], tmp_path: Path) -> None:
+    right = grads_of(tiny(read(mode).keep, None, compute), go)
+    model = tiny(mode, str(tmp_path), compute, delay_us=30)
+    for _ in range(2):
+        found = grads_of(model, go)
+        assert all(parity.same_bits(right[n], found[n]) for n in right)
+    model(**padded(0)).loss.backward()
+    gc.collect()
+    assert settled(model) == 0, "the file has room again where a graph is through"
+
+
+def settled(model: nn.Module) -> int:
+    """Bytes of bundles in the file. One that was dropped while it was written counts until that is over."""
+    core = runtime_of(model).core
+    for _ in range(2000):
+        if core.swap_file()[2] == 0:
+            break
+        time.sleep(0.001)
+    return core.swap_file()[2]
+
+
+def test_a_dropped_graph_gives_its_room_back(tmp_path: Path) -> None:
+    model = tiny("selective+disk", str(tmp_path), delay_us=100)
+    loss = model(**padded(0)).loss
+    assert runtime_of(model).core.swap_file()[2] > 0
+    del loss
+    model(**padded(0)).loss.backward()
+    gc.collect()
+    assert settled(model) == 0
+
+
+def test_a_graph_may_outlive_the_streamed_model(tmp_path: Path) -> None:
+    model = tiny("selective+disk", str(tmp_path), delay_us=100)
+    loss = model(**padded(0)).loss
+    mt.unstream(model)
+    assert not os.listdir(tmp_path)
+    del loss
+    gc.collect()
+
+
+# ---------------------------------------------------------------- memory, and what is said about it
+
+def test_host_memory_holds_a_few_blocks_whatever_the_number_of_windows(tmp_path: Path) -> None:
+    model = tiny("saved+disk", str(tmp_path))
+    loss = model(**padded(0)).loss
+    rt = runtime_of(model)
+    bundles = [ref() for ref in rt.swap.out]
+    sizes = [sum(-(-nbytes // 512) * 512 for *_, nbytes in b.shapes) for b in bundles]
+    assert len(bundles) >= 4
+    block = -(-max(sizes) // 4096) * 4096
+    assert rt.core.swap_bytes() == (2 * block, 0) and rt.core.swap_file()[2] == len(bundles) * block
+    assert mt.storage(model).tiers[-1][1] == {"activations": rt.core.swap_file()[1]}
+    del bundles
+    loss.backward()
+    assert rt.core.swap_bytes() == (2 * block, 0)
+
+
+def test_reports_and_traces_show_it(tmp_path: Path) -> None:
+    model = tiny("saved+disk", str(tmp_path))
+    mt.last_step(model)
+    model(**padded(0)).loss.backward()
+    report = mt.last_step(model)
+    assert report.spill_written_bytes >= report.spill_read_bytes > 0 and "activations on disk" in str(report)
+    assert "saved+disk" in mt.explain(model)
+    with mt.trace(model) as t:
+        for step in range(2):
+            model(**padded(step)).loss.backward()
+    lane = [s for s in t.slices() if s.lane == "swap disk"]
+    assert {s.work for s in lane} == {"read", "write"} and t.steps()[-1].busy["swap disk"] > 0
+    reads = [s.unit for s in lane if s.work == "read"]
+    layers = [n for n in runtime_of(model).unit_names if "layers" in n]
+    assert all(unit in layers for unit in reads)
+
+
+# ---------------------------------------------------------------- the file is no good
+
+def test_without_a_directory_nothing_is_begun() -> None:
+    model = DEEP()
+    before = {n: p for n, p in model.named_parameters()}
+    for activations in ("saved+disk", {"model.layers.1": "replay+disk"}):
+        with pytest.raises(MegatrainError, match=r"windows with '\+disk': give mt.stream the directory"):
+            mt.stream(model, "cpu", plan={"activations": activations})
+    assert all(type(p) is nn.Parameter and p is before[n] for n, p in model.named_parameters())
+
+
+def test_a_limit_that_is_reached_is_an_error_in_the_step(tmp_path: Path) -> None:
+    model = tiny("saved+disk", {"path": str(tmp_path), "limit": 1 << 16})
+    with pytest.raises(MegatrainError, match="the limit is 65536"):
+        model(**padded(0))
+    short = {k: v[:, :4] for k, v in padded(0).items()}
+    model(**short).loss.backward()
+
+
+def works(model: nn.Module, right: dict[str, Any]) -> None:
+    found = grads_of(model, lambda m: m(**padded(0)).loss.backward())
+    assert all(parity.same_bits(right[n], found[n]) for n in right)
+
+
+@pytest.mark.parametrize("mode, compute", WAYS)
+def test_a_read_that_fails_is_an_error_in_the_step_and_the_next_one_works(mode: str, compute: str,
+                                                                          tmp_path: Path) -> None:
+    right = grads_of(tiny(read(mode).keep, None, compute), lambda m: m(**padded(0)).loss.backward())
+    model = tiny(mode, str(tmp_path), compute, sync=True)       # all is written when a window's forward is over
+    loss = model(**padded(0)).loss
+    path = runtime_of(model).core.swap_file()[0]
+    os.truncate(path, 0)
+    with pytest.raises(MegatrainError, match=r"unit model.layers.\d: .* could not be read from the file: " + path):
+        loss.backward()
+    del loss
+    works(model, right)
+
+
+@pytest.mark.parametrize("mode, compute", WAYS[:2])
+def test_a_write_that_fails_is_an_error_in_the_step_and_the_next_one_works(mode: str, compute: str,
+                                                                           tmp_path: Path) -> None:
+    right = grads_of(tiny(read(mode).keep, None, compute), lambda m: m(**padded(0)).loss.backward())
+    model = tiny(mode, str(tmp_path), compute, sync=True)
+    works(model, right)                                          # the file has its room
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(MegatrainError, match=r"unit model.layers.0: .* written to the file: .* File too large"):
+            model(**padded(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    works(model, right)
