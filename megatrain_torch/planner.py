@@ -26,7 +26,7 @@ from .errors import MegatrainError
 from .formats import FORMATS, check_states
 from .limits import parse_bytes, show_bytes, without_margin
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
-from .modes import GRADS, HOMES, MODES
+from .modes import GRADS, HOMES, HOST, KEEPS
 from .placement import Choice, Problem, Wishes
 from .shapes import Shape, shape_of
 from .simulate import Timing
@@ -222,7 +222,7 @@ def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations:
         raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
     for name, value, known in (("compute", compute, ("auto", "fused", "eager")),
                                ("homes", homes, HOMES),
-                               ("activations", activations, MODES)):
+                               ("activations", activations, (*KEEPS, *HOST))):
         if value is not None and value not in known:
             raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
     if slots is not None and slots < 2:

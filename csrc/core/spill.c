@@ -385,16 +385,37 @@ static mt_status try_block(mt_spill *s, size_t bytes, block **out)
     return MT_OK;
 }
 
-/* Until `changed`; what for is in the watch's list. */
-static mt_status wait_changed(mt_spill *s, const mt_spilled *k, const char *what)
+/* Of a bundle, for wait_until. */
+static int may_have_block(void *arg)
+{
+    const mt_spill *s = ((const mt_spilled *)arg)->spill;
+
+    return s->broken != MT_OK || s->made < s->n_blocks || choose(s, 0) != NULL;
+}
+
+static int is_written(void *arg)
+{
+    const mt_spilled *k = arg;
+
+    return k->at != FILLING && k->at != WRITING;
+}
+
+static int is_read(void *arg)
+{
+    return !((const mt_spilled *)arg)->reading;
+}
+
+/* Lets go of mu meanwhile, and a moment longer: nobody who holds swap's lock comes in between. */
+static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), const char *what)
 {
     uint64_t  from = mt_now_ns();
-    mt_post   post = { 0 };
     mt_status st;
 
-    mt_watch_begin(watch_of(s), &post, NULL, mt_store_name(s->store, k->unit), what);
-    st = mt_watch_wait(watch_of(s), &post, &s->changed, &s->mu);
-    mt_watch_end(watch_of(s), &post, st);
+    if (over(k))
+        return MT_OK;
+    pthread_mutex_unlock(&s->mu);
+    st = mt_watch_until(watch_of(s), &s->changed, &s->mu, over, k, mt_store_name(s->store, k->unit), what);
+    pthread_mutex_lock(&s->mu);
     s->stats.wait_ns += mt_now_ns() - from;
     return st;
 }
@@ -409,7 +430,7 @@ static mt_status get_block(mt_spill *s, mt_spilled *k, block **out)
             return mt_fail_again(s->broken, s->why);
         MT_TRY(try_block(s, k->bytes, &b));
         if (b == NULL)
-            MT_TRY(wait_changed(s, k, "host memory for what it keeps (WRITTEN)"));
+            MT_TRY(wait_until(s, k, may_have_block, "host memory for what it keeps (WRITTEN)"));
     } while (b == NULL);
     *out = b;
 fail:
@@ -482,8 +503,8 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
     k->at = FILLING;
     k->block->filling = k;
     k->block->filled_turn = owe(s);
-    while (s->debug.sync && st == MT_OK && (k->at == FILLING || k->at == WRITING))
-        st = wait_changed(s, k, "what it keeps to be written (WRITTEN)");
+    if (s->debug.sync)
+        st = wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)");
     pthread_mutex_unlock(&s->mu);
     return st;
 }
@@ -496,8 +517,8 @@ static mt_status have_block(mt_spill *s, mt_spilled *k)
 
     if (s->broken != MT_OK)
         return mt_fail_again(s->broken, s->why);
-    while (k->block == NULL && k->at == WRITING)         /* where WRITTEN is left out: it has one request */
-        MT_TRY(wait_changed(s, k, "what it keeps to be written (WRITTEN)"));
+    if (k->block == NULL)                /* where WRITTEN is left out: it has one request */
+        MT_TRY(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
     if (k->block != NULL || k->st != MT_OK)
         return MT_OK;
     MT_TRY(get_block(s, k, &b));
@@ -526,8 +547,8 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
     s->cursor = k->number;
     k->wanted = 1;                       /* from now on: the end of its read looks for blocks that may go */
     MT_TRY(have_block(s, k));
-    while (k->reading && !skips(s, MT_EDGE_READ))
-        MT_TRY(wait_changed(s, k, "what it keeps to be read (READ)"));
+    if (!skips(s, MT_EDGE_READ))
+        MT_TRY(wait_until(s, k, is_read, "what it keeps to be read (READ)"));
     MT_TRY(tell_failed(k));
     read_ahead(s);
     pthread_mutex_unlock(&s->mu);
@@ -591,7 +612,7 @@ mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *
     s->n_blocks = n_blocks;
     pthread_mutex_init(&s->mu, NULL);
     pthread_cond_init(&s->more, NULL);
-    s->opened = mt_watch_cond(&s->changed) == 0;
+    s->opened = mt_watch_cond(&s->changed) == MT_OK;
     s->runs = s->opened && pthread_create(&s->thread, NULL, spill_main, s) == 0;
     if (!s->runs) {
         mt_spill_close(s);

@@ -72,8 +72,8 @@ void      mt_swap_close(mt_swap *w);         /* waits for both queues */
 void      mt_swap_timeline(mt_swap *w, mt_timeline *t);      /* before the first out, or never */
 void      mt_swap_store   (mt_swap *w, mt_store *s);         /* whose units they are, for its watch. The same */
 
-/* Bundles may go to this file, by way of so many blocks, from now on. After timeline and store, once. The file is closed
- * after w. */
+/* Bundles may go to this file, by way of so many blocks, from now on. After timeline and store, once. The file is
+ * closed after w. */
 mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_blocks);
 
 /* unit: for the timeline. Sources stay until mt_swap_left. MT_ENOMEM names the bytes. MT_ESTATE: there is no file. */

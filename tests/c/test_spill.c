@@ -1,5 +1,5 @@
-/* test_spill.c — the executable form of core/spill.h, through swap.h: a toy's forwards and backwards, whose windows keep
- * two tensors in a file. */
+/* test_spill.c — the executable form of core/spill.h, through swap.h: a toy's forwards and backwards, whose windows
+ * keep two tensors in a file. */
 #include "dev_fault.h"
 #include "toy.h"
 #include "../../csrc/core/clock.h"
