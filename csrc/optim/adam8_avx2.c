@@ -12,12 +12,15 @@
 
 #define WIDTH (2 * LANES)                        /* of a pair */
 #define PAIRS (MT_STATES_GROUP / WIDTH)
-#define NEXT  4                                  /* from an element in a to the one in b */
+
+/* The float whose last bit is MT__CODE_UNIT, and its upper 16 bits. */
+#define UNITS_ONTO       0x1p-40f
+#define UNITS_ONTO_UPPER 0x2b80
 
 typedef struct bits16 { __m256i a, b; } bits16;
 typedef struct hash8  { __m256i first, second; } hash8;
 
-/* Of a's 8 elements, or with NEXT more of b's, in the pair that begins with the group's element j. */
+/* Of the 16 elements that begin with the group's j: 16 bits each, in a row. */
 INLINE __m256i hashed(hash8 k, int j)
 {
     __m256i x = _mm256_add_epi32(k.first, _mm256_set1_epi32((int)((uint32_t)j * MT__HASH_STEP)));
@@ -28,7 +31,7 @@ INLINE __m256i hashed(hash8 k, int j)
 
 INLINE hash8 hash_of(const uint32_t *seed, int64_t first)
 {
-    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11);
+    const __m256i lanes = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
     __m256i steps = _mm256_mullo_epi32(lanes, _mm256_set1_epi32((int)MT__HASH_STEP));
     __m256i at = _mm256_set1_epi32((int)MT__HASH_FIRST(seed, first));
 
@@ -51,10 +54,15 @@ INLINE __m256i upper_words(bits16 x)
     return _mm256_packus_epi32(_mm256_srli_epi32(x.a, 16), _mm256_srli_epi32(x.b, 16));
 }
 
-INLINE __m256i lower_words(bits16 x)
+typedef struct halves { __m256i top, low; } halves;
+
+INLINE halves halves_of(bits16 x)
 {
-    const __m256i low = _mm256_set1_epi32(0xffff);
-    return _mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
+    const __m256i low_first = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    __m256i a = _mm256_shuffle_epi8(x.a, low_first), b = _mm256_shuffle_epi8(x.b, low_first);
+
+    return (halves){ .top = _mm256_unpackhi_epi64(a, b), .low = _mm256_unpacklo_epi64(a, b) };
 }
 
 INLINE pair float_of(bits16 x) { return (pair){ _mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b) }; }
@@ -95,13 +103,21 @@ INLINE pair load_kept(const mt__adam_span *s, int keep, int64_t i)
     return joined(hi, _mm256_slli_epi16(_mm256_cvtepi8_epi16(load8(s->codes.lo + i)), 8));
 }
 
-/* Whether some of these upper words, with no carry yet, are as large as MT__SR_MOST's, or not finite. */
+/* Whether some of these upper words are as large as MT__SR_MOST's, or not finite. */
 INLINE int rarely_held(__m256i top)
 {
     const __m256i below = _mm256_set1_epi16((short)(MT__SR_MOST >> 16) - 1);
     __m256i size = _mm256_and_si256(top, _mm256_set1_epi16(0x7fff));
 
     return _mm256_movemask_epi8(_mm256_cmpgt_epi16(size, below)) != 0;
+}
+
+INLINE int rarely_spread(bits16 p)
+{
+    const __m256i sizes = _mm256_set1_epi32(0x7fffffff), below = _mm256_set1_epi32(MT__SR_MOST - 1);
+    __m256i most = _mm256_max_epi32(_mm256_and_si256(p.a, sizes), _mm256_and_si256(p.b, sizes));
+
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(most, below)) != 0;
 }
 
 /* bits of a weight that split_holds, plus what rounds it stochastically when it is cut. */
@@ -114,34 +130,30 @@ INLINE __m256i spread(__m256i p, __m256i add)
     return _mm256_add_epi32(bits, _mm256_and_si256(add, some));
 }
 
-/* shift: what it leaves of a hash lies below all that is kept. */
+/* shift: what it leaves of 16 bits lies below all that is kept. */
 INLINE bits16 spread_pair(bits16 p, hash8 k, int j, int shift)
 {
-    __m256i a = _mm256_srli_epi32(hashed(k, j), shift), b = _mm256_srli_epi32(hashed(k, j + NEXT), shift);
+    bits16 add = unpacked(_mm256_srli_epi16(hashed(k, j), shift), _mm256_setzero_si256());
 
-    if (__builtin_expect(rarely_held(upper_words(p)), 0))
-        return (bits16){ spread(p.a, a), spread(p.b, b) };
-    return (bits16){ _mm256_add_epi32(p.a, a), _mm256_add_epi32(p.b, b) };
+    if (__builtin_expect(rarely_spread(p), 0))
+        return (bits16){ spread(p.a, add.a), spread(p.b, add.b) };
+    return (bits16){ _mm256_add_epi32(p.a, add.a), _mm256_add_epi32(p.b, add.b) };
 }
 
 /* The upper words to nearest, ties away, as mt__split_store. */
-INLINE void store_hi(const mt__adam_span *s, int64_t i, __m256i top, __m256i lo)
+INLINE void store_hi(const mt__adam_span *s, int64_t i, halves x)
 {
-    store_words((uint16_t *)s->hi + i, _mm256_add_epi16(top, _mm256_srli_epi16(lo, 15)));
+    store_words((uint16_t *)s->hi + i, _mm256_add_epi16(x.top, _mm256_srli_epi16(x.low, 15)));
 }
 
 INLINE void store_halves(const mt__adam_span *s, int64_t i, pair p)
 {
-    bits16  bits = { _mm256_castps_si256(p.a), _mm256_castps_si256(p.b) };
-    __m256i top = upper_words(bits), lo = lower_words(bits);
+    halves x = halves_of((bits16){ _mm256_castps_si256(p.a), _mm256_castps_si256(p.b) });
 
-    if (__builtin_expect(rarely_held(top), 0)) {
-        bits = (bits16){ split_holds(p.a), split_holds(p.b) };
-        top = upper_words(bits);
-        lo = lower_words(bits);
-    }
-    store_hi(s, i, top, lo);
-    store_words(s->lo + i, lo);
+    if (__builtin_expect(rarely_held(x.top), 0))
+        x = halves_of((bits16){ split_holds(p.a), split_holds(p.b) });
+    store_hi(s, i, x);
+    store_words(s->lo + i, x.low);
 }
 
 /* The upper bytes of 16 words. */
@@ -157,12 +169,11 @@ INLINE void store_kept(const mt__adam_span *s, int keep, int64_t i, pair p, hash
     bits16 bits = { _mm256_castps_si256(p.a), _mm256_castps_si256(p.b) };
 
     if (keep == MT__KEEP_SR) {
-        store_words((uint16_t *)s->hi + i, upper_words(spread_pair(bits, k, j, 16)));
+        store_words((uint16_t *)s->hi + i, upper_words(spread_pair(bits, k, j, 0)));
     } else if (keep == MT__KEEP_LO8) {
-        bits = spread_pair(bits, k, j, 24);
-        __m256i lo = lower_words(bits);
-        store_hi(s, i, upper_words(bits), lo);
-        store_upper(s->codes.lo + i, lo);
+        halves x = halves_of(spread_pair(bits, k, j, 8));
+        store_hi(s, i, x);
+        store_upper(s->codes.lo + i, x.low);
     } else if (keep == MT__KEEP_BF16) {
         store_halves(s, i, p);
     } else {
@@ -172,30 +183,47 @@ INLINE void store_kept(const mt__adam_span *s, int keep, int64_t i, pair p, hash
 
 /* ---- a group ---- */
 
-/* New moments. */
+/* New moments, and how large they are. */
 typedef struct group {
     pair m[PAIRS], r[PAIRS];
+    mt__code_size size;
 } group;
 
-INLINE pair times(__m256 scale, bits16 squares)
+/* magnitude, with the sign of x. */
+INLINE __m256 with_sign(__m256 magnitude_of, __m256 x)
 {
-    return (pair){ _mm256_mul_ps(scale, _mm256_cvtepi32_ps(squares.a)),
-                   _mm256_mul_ps(scale, _mm256_cvtepi32_ps(squares.b)) };
+    const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32((int)0x80000000u));
+    return _mm256_or_ps(magnitude_of, _mm256_and_ps(x, sign));
 }
 
-/* Squares of codes fit 16 bits, and are as exact there as in fp32. */
+INLINE __m256 square(__m256 code)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(code), 1));
+}
+
+/* Words as floats, in units, less what `zero` is in units: the float whose last bits they are, less it. */
+INLINE pair codes_from(__m256i words, float zero)
+{
+    const __m256 onto = _mm256_set1_ps(UNITS_ONTO + zero);
+    pair         x = float_of(unpacked(words, _mm256_set1_epi16(UNITS_ONTO_UPPER)));
+
+    return (pair){ _mm256_sub_ps(x.a, onto), _mm256_sub_ps(x.b, onto) };
+}
+
 INLINE pair moments_of(__m256 scale, const int8_t *c)
 {
-    __m256i x = _mm256_cvtepi8_epi16(load8(c));
+    __m256i words = _mm256_cvtepi8_epi16(load8(c));
+    pair    x = codes_from(_mm256_add_epi16(words, _mm256_set1_epi16(128)), 128 * MT__CODE_UNIT);
 
-    x = _mm256_mullo_epi16(x, _mm256_abs_epi16(x));
-    return times(scale, unpacked(x, _mm256_srai_epi16(x, 15)));
+    return (pair){ _mm256_mul_ps(with_sign(scale, x.a), square(x.a)),
+                   _mm256_mul_ps(with_sign(scale, x.b), square(x.b)) };
 }
 
 INLINE pair roots_of(__m256 scale, const uint8_t *k)
 {
-    __m256i x = _mm256_cvtepu8_epi16(load8(k));
-    return times(scale, unpacked(_mm256_mullo_epi16(x, x), _mm256_setzero_si256()));
+    pair x = codes_from(_mm256_cvtepu8_epi16(load8(k)), 0);
+
+    return (pair){ _mm256_mul_ps(scale, square(x.a)), _mm256_mul_ps(scale, square(x.b)) };
 }
 
 /* The step of 8 elements: from their moments, old, to new ones. */
@@ -235,39 +263,19 @@ INLINE float largest(__m256 x)
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-/* As mt__root_near. */
-INLINE __m256 root_near(__m256 q)
+INLINE __m256i root(__m256 q) { return _mm256_srli_epi32(_mm256_castps_si256(q), 1); }
+
+/* How far 8 elements' codes are below MT__CODE_TOP; negative where they are above, or not finite. */
+INLINE void codes_of(__m256 m, __m256 r, const mt__code_size *size, __m256 onto, __m256i *out_m, __m256i *out_v)
 {
-    const __m256i half = _mm256_srli_epi32(_mm256_castps_si256(q), 1);
-    const __m256 w = _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_set1_epi32((int)MT__ROOT_GUESS), half));
-    const __m256 s = _mm256_mul_ps(q, w), e = _mm256_mul_ps(s, w);
-    __m256 p = _mm256_fmadd_ps(_mm256_set1_ps(MT__ROOT_D), e, _mm256_set1_ps(MT__ROOT_C));
+    const __m256 units = _mm256_set1_ps(MT__CODE_UNITS);
+    __m256  x = _mm256_castsi256_ps(root(_mm256_mul_ps(magnitude(m), _mm256_set1_ps(size->by_m))));
+    __m256i y = root(_mm256_mul_ps(r, _mm256_set1_ps(size->by_r)));
+    __m256  least = _mm256_fmadd_ps(x, _mm256_set1_ps(size->least), _mm256_set1_ps(size->floor));
 
-    p = _mm256_fmadd_ps(p, e, _mm256_set1_ps(MT__ROOT_B));
-    return _mm256_mul_ps(s, _mm256_fmadd_ps(p, e, _mm256_set1_ps(MT__ROOT_A)));
-}
-
-/* Bits of hashes in the bits of a float. */
-INLINE __m256 random_of(__m256i h, uint32_t which, uint32_t onto)
-{
-    __m256i bits = _mm256_and_si256(h, _mm256_set1_epi32((int)which));
-    return _mm256_castsi256_ps(_mm256_or_si256(bits, _mm256_set1_epi32((int)onto)));
-}
-
-/* What 8 elements become, in dwords: m's byte above MT__C_OFFSET, v's MT__K_OFFSET more. Of two operands with a
- * NaN, max and min give the second. */
-INLINE void codes_of(__m256 m, __m256 r, const mt__code_size *size, __m256i h, __m256i *out_m, __m256i *out_v)
-{
-    const __m256 sign = _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)), m);
-    __m256 q = _mm256_min_ps(_mm256_mul_ps(magnitude(m), _mm256_set1_ps(size->by_m)), _mm256_set1_ps(MT__C_BELOW));
-    __m256 a = root_near(q), b = _mm256_sqrt_ps(_mm256_mul_ps(r, _mm256_set1_ps(size->by_r)));
-
-    b = _mm256_max_ps(b, _mm256_fmadd_ps(a, _mm256_set1_ps(size->least), _mm256_set1_ps(size->floor)));
-    b = _mm256_min_ps(b, _mm256_set1_ps(MT__K_MOST));
-    a = _mm256_add_ps(_mm256_or_ps(a, sign), random_of(h, MT__C_RANDOM, MT__C_ONTO));
-    b = _mm256_add_ps(b, random_of(h, MT__K_RANDOM, MT__K_ONTO));
-    *out_m = _mm256_cvttps_epi32(a);
-    *out_v = _mm256_cvttps_epi32(b);
+    y = _mm256_max_epu32(y, _mm256_castps_si256(least));
+    *out_m = _mm256_cvttps_epi32(_mm256_fnmadd_ps(x, with_sign(units, m), onto));
+    *out_v = _mm256_cvttps_epi32(_mm256_fnmadd_ps(_mm256_castsi256_ps(y), units, onto));
 }
 
 INLINE mt__code_size size_of(const group *x, float bound, float *scale)
@@ -287,52 +295,62 @@ INLINE void store_bytes(void *to, __m256i bytes)
     store_words(to, _mm256_permute4x64_epi64(bytes, 0xd8));
 }
 
-INLINE void encode(const group *x, int8_t *m, uint8_t *v, float *scale, float bound, hash8 k)
+INLINE void encode(const group *x, int8_t *m, uint8_t *v, hash8 k)
 {
-    const mt__code_size size = size_of(x, bound, scale);
-    const __m256i one = _mm256_set1_epi16(MT__K_OFFSET), sign = _mm256_set1_epi8(-128);
+    const __m256i top = _mm256_set1_epi16(MT__CODE_TOP), all = _mm256_set1_epi32(-1);
 
     for (int j = 0; j < PAIRS; j += 2) {
         __m256i words_m[2], words_v[2];
 
         for (int h = 0; h < 2; h++) {
+            pair   onto = float_of(unpacked(hashed(k, (j + h) * WIDTH), _mm256_set1_epi16(MT__RANDOM_ONTO >> 16)));
             bits16 c, d;
-            int    at = (j + h) * WIDTH;
 
-            codes_of(x->m[j + h].a, x->r[j + h].a, &size, hashed(k, at), &c.a, &d.a);
-            codes_of(x->m[j + h].b, x->r[j + h].b, &size, hashed(k, at + NEXT), &c.b, &d.b);
-            words_m[h] = _mm256_packus_epi32(c.a, c.b);
-            words_v[h] = _mm256_sub_epi16(_mm256_packus_epi32(d.a, d.b), one);
+            codes_of(x->m[j + h].a, x->r[j + h].a, &x->size, onto.a, &c.a, &d.a);
+            codes_of(x->m[j + h].b, x->r[j + h].b, &x->size, onto.b, &c.b, &d.b);
+            words_m[h] = _mm256_sub_epi16(top, _mm256_packus_epi32(c.a, c.b));
+            words_v[h] = _mm256_packus_epi32(d.a, d.b);
         }
-        store_bytes(m + j * WIDTH, _mm256_xor_si256(_mm256_packus_epi16(words_m[0], words_m[1]), sign));
-        store_bytes(v + j * WIDTH, _mm256_packus_epi16(words_v[0], words_v[1]));
+        store_bytes(m + j * WIDTH, _mm256_packs_epi16(words_m[0], words_m[1]));
+        store_bytes(v + j * WIDTH, _mm256_xor_si256(_mm256_packus_epi16(words_v[0], words_v[1]), all));
     }
 }
 
+/* The group at i: its weights, and what its moments are to become. */
 INLINE void step_group(const mt__adam_span *s, const mt__adam_coef *c, const coef8 *k, int keep, mt_dtype gt,
-                       int64_t i)
+                       int64_t i, group *x)
 {
     float *scale = s->codes.scale + i / MT_STATES_GROUP * 2;
     __m256 cs = _mm256_set1_ps(scale[0]), ks = _mm256_set1_ps(scale[1]);
     hash8  of_weight = hash_of(c->seed_weight, s->first + i);
-    group  x;
 
     for (int j = 0; j < PAIRS; j++)
-        elements(s, k, keep, gt, i + j * WIDTH, cs, ks, &x.m[j], &x.r[j], of_weight, j * WIDTH);
-    encode(&x, s->codes.m + i, s->codes.v + i, scale, c->code_bound, hash_of(c->seed_moment, s->first + i));
+        elements(s, k, keep, gt, i + j * WIDTH, cs, ks, &x->m[j], &x->r[j], of_weight, j * WIDTH);
+    x->size = size_of(x, c->code_bound, scale);
 }
 
+INLINE void encode_at(const mt__adam_span *s, const mt__adam_coef *c, const group *x, int64_t i)
+{
+    encode(x, s->codes.m + i, s->codes.v + i, hash_of(c->seed_moment, s->first + i));
+}
+
+/* As in adam8_avx512.c: a group becomes bytes after the next one's step. */
 INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, int keep, mt_dtype g, mt__adam_fn rest)
 {
     const mt__adam_span s = *where;     /* ours: no store can change it, so it stays in registers */
     const coef8         k = coef_set(c);
     mt_dtype            w = keep < MT__KEEP_LO8 ? (mt_dtype)keep : MT_BF16;
     int64_t             i = 0;
+    group               x[2];
 
     for (; i + MT_STATES_GROUP <= s.n; i += MT_STATES_GROUP) {
         mt__adam8_prefetch(&s, keep, g, i + MT__ADAM8_AHEAD);
-        step_group(&s, c, &k, keep, g, i);
+        step_group(&s, c, &k, keep, g, i, &x[i / MT_STATES_GROUP % 2]);
+        if (i > 0)
+            encode_at(&s, c, &x[(i / MT_STATES_GROUP + 1) % 2], i - MT_STATES_GROUP);
     }
+    if (i > 0)
+        encode_at(&s, c, &x[(i / MT_STATES_GROUP + 1) % 2], i - MT_STATES_GROUP);
     mt__adam_span tail = mt__adam_part(&s, w, g, i, s.n - i);
     rest(&tail, c);
 }

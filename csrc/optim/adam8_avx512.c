@@ -12,14 +12,17 @@
 
 #define WIDTH  (2 * LANES)                       /* of a pair */
 #define PAIRS  (MT_STATES_GROUP / WIDTH)
-#define NEXT   4                                 /* from an element in a to the one in b */
 #define SIGN   ((int)0x80000000u)
+
+/* The float whose last bit is MT__CODE_UNIT, and its upper 16 bits. */
+#define UNITS_ONTO       0x1p-40f
+#define UNITS_ONTO_UPPER 0x2b80
 
 typedef struct pair   { __m512  a, b; } pair;
 typedef struct bits32 { __m512i a, b; } bits32;
 typedef struct hash16 { __m512i first, second; } hash16;
 
-/* Of a's 16 elements, or with NEXT more of b's, in the pair that begins with the group's element j. */
+/* Of the 32 elements that begin with the group's j: 16 bits each, in a row. */
 INLINE __m512i hashed(hash16 k, int j)
 {
     __m512i x = _mm512_add_epi32(k.first, _mm512_set1_epi32((int)((uint32_t)j * MT__HASH_STEP)));
@@ -30,7 +33,7 @@ INLINE __m512i hashed(hash16 k, int j)
 
 INLINE hash16 hash_of(const uint32_t *seed, int64_t first)
 {
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    const __m512i lanes = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     __m512i steps = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)MT__HASH_STEP));
     __m512i at = _mm512_set1_epi32((int)MT__HASH_FIRST(seed, first));
 
@@ -50,10 +53,15 @@ INLINE __m512i upper_words(bits32 x)
     return _mm512_packus_epi32(_mm512_srli_epi32(x.a, 16), _mm512_srli_epi32(x.b, 16));
 }
 
-INLINE __m512i lower_words(bits32 x)
+typedef struct halves { __m512i top, low; } halves;
+
+INLINE halves halves_of(bits32 x)
 {
-    const __m512i low = _mm512_set1_epi32(0xffff);
-    return _mm512_packus_epi32(_mm512_and_si512(x.a, low), _mm512_and_si512(x.b, low));
+    const __m512i low_first = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    __m512i a = _mm512_shuffle_epi8(x.a, low_first), b = _mm512_shuffle_epi8(x.b, low_first);
+
+    return (halves){ .top = _mm512_unpackhi_epi64(a, b), .low = _mm512_unpacklo_epi64(a, b) };
 }
 
 INLINE pair float_of(bits32 x) { return (pair){ _mm512_castsi512_ps(x.a), _mm512_castsi512_ps(x.b) }; }
@@ -105,12 +113,19 @@ INLINE pair load_kept(const mt__adam_span *s, int keep, int64_t i)
     return joined(hi, _mm512_slli_epi16(lo, 8));
 }
 
-/* Whether some of these upper words, with no carry yet, are as large as MT__SR_MOST's, or not finite. */
+/* Whether some of these upper words are as large as MT__SR_MOST's, or not finite. */
 INLINE int rarely_held(__m512i top)
 {
     __m512i size = _mm512_add_epi16(top, top);          /* without signs */
 
     return _mm512_cmpge_epu16_mask(size, _mm512_set1_epi16((short)(MT__SR_MOST >> 15 & 0xffff))) != 0;
+}
+
+INLINE int rarely_spread(bits32 p)
+{
+    __m512i size = _mm512_max_epu32(_mm512_add_epi32(p.a, p.a), _mm512_add_epi32(p.b, p.b));
+
+    return _mm512_cmpge_epu32_mask(size, _mm512_set1_epi32((int)(MT__SR_MOST << 1))) != 0;
 }
 
 /* bits of a weight that split_holds, plus what rounds it stochastically when it is cut. */
@@ -123,33 +138,30 @@ INLINE __m512i spread(__m512i p, __m512i add)
     return _mm512_mask_add_epi32(bits, some, bits, add);
 }
 
-/* shift: what it leaves of a hash lies below all that is kept. */
-INLINE bits32 spread_pair(bits32 p, hash16 k, int j, unsigned shift)
+/* shift: what it leaves of 16 bits lies below all that is kept. */
+INLINE bits32 spread_pair(bits32 p, hash16 k, int j, int shift)
 {
-    __m512i a = _mm512_srli_epi32(hashed(k, j), shift), b = _mm512_srli_epi32(hashed(k, j + NEXT), shift);
+    bits32 add = unpacked(_mm512_srli_epi16(hashed(k, j), shift), _mm512_setzero_si512());
 
-    if (__builtin_expect(rarely_held(upper_words(p)), 0))
-        return (bits32){ spread(p.a, a), spread(p.b, b) };
-    return (bits32){ _mm512_add_epi32(p.a, a), _mm512_add_epi32(p.b, b) };
+    if (__builtin_expect(rarely_spread(p), 0))
+        return (bits32){ spread(p.a, add.a), spread(p.b, add.b) };
+    return (bits32){ _mm512_add_epi32(p.a, add.a), _mm512_add_epi32(p.b, add.b) };
 }
 
 /* The upper words to nearest, ties away, as mt__split_store. */
-INLINE void store_hi(const mt__adam_span *s, int64_t i, __m512i top, __m512i lo)
+INLINE void store_hi(const mt__adam_span *s, int64_t i, halves x)
 {
-    _mm512_storeu_si512((uint16_t *)s->hi + i, _mm512_add_epi16(top, _mm512_srli_epi16(lo, 15)));
+    _mm512_storeu_si512((uint16_t *)s->hi + i, _mm512_add_epi16(x.top, _mm512_srli_epi16(x.low, 15)));
 }
 
 INLINE void store_halves(const mt__adam_span *s, int64_t i, bits32 p)
 {
-    __m512i top = upper_words(p), lo = lower_words(p);
+    halves x = halves_of(p);
 
-    if (__builtin_expect(rarely_held(top), 0)) {
-        p = (bits32){ split_holds(p.a), split_holds(p.b) };
-        top = upper_words(p);
-        lo = lower_words(p);
-    }
-    store_hi(s, i, top, lo);
-    _mm512_storeu_si512(s->lo + i, lo);
+    if (__builtin_expect(rarely_held(x.top), 0))
+        x = halves_of((bits32){ split_holds(p.a), split_holds(p.b) });
+    store_hi(s, i, x);
+    _mm512_storeu_si512(s->lo + i, x.low);
 }
 
 INLINE void store_kept(const mt__adam_span *s, int keep, int64_t i, pair p, hash16 k, int j)
@@ -157,12 +169,11 @@ INLINE void store_kept(const mt__adam_span *s, int keep, int64_t i, pair p, hash
     bits32 bits = { _mm512_castps_si512(p.a), _mm512_castps_si512(p.b) };
 
     if (keep == MT__KEEP_SR) {
-        _mm512_storeu_si512((uint16_t *)s->hi + i, upper_words(spread_pair(bits, k, j, 16)));
+        _mm512_storeu_si512((uint16_t *)s->hi + i, upper_words(spread_pair(bits, k, j, 0)));
     } else if (keep == MT__KEEP_LO8) {
-        bits = spread_pair(bits, k, j, 24);
-        __m512i lo = lower_words(bits);
-        store_hi(s, i, upper_words(bits), lo);
-        _mm256_storeu_si256((void *)(s->codes.lo + i), _mm512_cvtepi16_epi8(_mm512_srli_epi16(lo, 8)));
+        halves x = halves_of(spread_pair(bits, k, j, 8));
+        store_hi(s, i, x);
+        _mm256_storeu_si256((void *)(s->codes.lo + i), _mm512_cvtepi16_epi8(_mm512_srli_epi16(x.low, 8)));
     } else if (keep == MT__KEEP_BF16) {
         store_halves(s, i, bits);
     } else {
@@ -173,30 +184,47 @@ INLINE void store_kept(const mt__adam_span *s, int keep, int64_t i, pair p, hash
 
 /* ---- a group ---- */
 
-/* New moments. */
+/* New moments, and how large they are. */
 typedef struct group {
     pair m[PAIRS], r[PAIRS];
+    mt__code_size size;
 } group;
 
-INLINE pair times(__m512 scale, bits32 squares)
+/* magnitude, with the sign of x. */
+INLINE __m512 with_sign(__m512 magnitude, __m512 x)
 {
-    return (pair){ _mm512_mul_ps(scale, _mm512_cvtepi32_ps(squares.a)),
-                   _mm512_mul_ps(scale, _mm512_cvtepi32_ps(squares.b)) };
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+        _mm512_castps_si512(magnitude), _mm512_castps_si512(x), _mm512_set1_epi32(SIGN), 0xd8));
 }
 
-/* Squares of codes fit 16 bits, and are as exact there as in fp32. */
+INLINE __m512 square(__m512 code)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(code), 1));
+}
+
+/* Words as floats, in units, less what `zero` is in units: the float whose last bits they are, less it. */
+INLINE pair codes_from(__m512i words, float zero)
+{
+    const __m512 onto = _mm512_set1_ps(UNITS_ONTO + zero);
+    pair         x = float_of(unpacked(words, _mm512_set1_epi16(UNITS_ONTO_UPPER)));
+
+    return (pair){ _mm512_sub_ps(x.a, onto), _mm512_sub_ps(x.b, onto) };
+}
+
 INLINE pair moments_of(__m512 scale, const int8_t *c)
 {
-    __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)c));
+    __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)c));
+    pair    x = codes_from(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 128 * MT__CODE_UNIT);
 
-    x = _mm512_mullo_epi16(x, _mm512_abs_epi16(x));
-    return times(scale, unpacked(x, _mm512_srai_epi16(x, 15)));
+    return (pair){ _mm512_mul_ps(with_sign(scale, x.a), square(x.a)),
+                   _mm512_mul_ps(with_sign(scale, x.b), square(x.b)) };
 }
 
 INLINE pair roots_of(__m512 scale, const uint8_t *k)
 {
-    __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)k));
-    return times(scale, unpacked(_mm512_mullo_epi16(x, x), _mm512_setzero_si512()));
+    pair x = codes_from(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)k)), 0);
+
+    return (pair){ _mm512_mul_ps(scale, square(x.a)), _mm512_mul_ps(scale, square(x.b)) };
 }
 
 /* The step of 16 elements: from their moments, old, to new ones. */
@@ -228,44 +256,31 @@ INLINE void elements(const mt__adam_span *s, const coef16 *c, int keep, mt_dtype
     store_kept(s, keep, i, p, of_weight, j);
 }
 
-/* As mt__root_near. */
-INLINE __m512 root_near(__m512 q)
-{
-    const __m512i half = _mm512_srli_epi32(_mm512_castps_si512(q), 1);
-    const __m512  w = _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_set1_epi32((int)MT__ROOT_GUESS), half));
-    const __m512  s = _mm512_mul_ps(q, w), e = _mm512_mul_ps(s, w);
-    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(MT__ROOT_D), e, _mm512_set1_ps(MT__ROOT_C));
+enum { LARGER = 0xb };                           /* of two magnitudes; of a NaN and another, that */
 
-    p = _mm512_fmadd_ps(p, e, _mm512_set1_ps(MT__ROOT_B));
-    return _mm512_mul_ps(s, _mm512_fmadd_ps(p, e, _mm512_set1_ps(MT__ROOT_A)));
+INLINE __m512i root(__m512 q) { return _mm512_srli_epi32(_mm512_castps_si512(q), 1); }
+
+/* How far 16 elements' codes are below MT__CODE_TOP; negative where they are above, or not finite. */
+INLINE void codes_of(__m512 m, __m512 r, const mt__code_size *size, __m512 onto, __m512i *out_m, __m512i *out_v)
+{
+    const __m512 units = _mm512_set1_ps(MT__CODE_UNITS);
+    __m512  x = _mm512_castsi512_ps(root(_mm512_mul_ps(_mm512_abs_ps(m), _mm512_set1_ps(size->by_m))));
+    __m512i y = root(_mm512_mul_ps(r, _mm512_set1_ps(size->by_r)));
+    __m512  least = _mm512_fmadd_ps(x, _mm512_set1_ps(size->least), _mm512_set1_ps(size->floor));
+
+    y = _mm512_max_epu32(y, _mm512_castps_si512(least));
+    *out_m = _mm512_cvttps_epi32(_mm512_fnmadd_ps(x, with_sign(units, m), onto));
+    *out_v = _mm512_cvttps_epi32(_mm512_fnmadd_ps(_mm512_castsi512_ps(y), units, onto));
 }
 
-/* onto, and those bits of x that `which` has. */
-INLINE __m512 with_bits(__m512i onto, __m512i x, int which)
+/* The largest of either, in the first element and in the ninth. */
+INLINE __m512 largest(__m512 m, __m512 r)
 {
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(onto, x, _mm512_set1_epi32(which), 0xf8));
-}
+    __m512 x = _mm512_max_ps(_mm512_shuffle_f32x4(m, r, 0x44), _mm512_shuffle_f32x4(m, r, 0xee));
 
-INLINE __m512 with_random(int onto, __m512i h, int which)
-{
-    return with_bits(_mm512_set1_epi32(onto), h, which);
-}
-
-enum { SMALLER = 0xa, LARGER = 0xb };            /* of two magnitudes; of a NaN and another, that */
-
-/* What 16 elements become: m's bytes above MT__C_OFFSET, v's MT__K_OFFSET more. Of two operands with a NaN, max
- * and min give the second. */
-INLINE void codes_of(__m512 m, __m512 r, const mt__code_size *size, __m512i h, __m512i *out_m, __m512i *out_v)
-{
-    __m512 q = _mm512_mul_ps(m, _mm512_set1_ps(size->by_m));
-    __m512 a = root_near(_mm512_range_ps(q, _mm512_set1_ps(MT__C_BELOW), SMALLER));
-    __m512 b = _mm512_sqrt_ps(_mm512_mul_ps(r, _mm512_set1_ps(size->by_r)));
-
-    b = _mm512_max_ps(b, _mm512_fmadd_ps(a, _mm512_set1_ps(size->least), _mm512_set1_ps(size->floor)));
-    b = _mm512_min_ps(b, _mm512_set1_ps(MT__K_MOST));
-    a = with_bits(_mm512_castps_si512(a), _mm512_castps_si512(m), SIGN);
-    *out_m = _mm512_cvttps_epi32(_mm512_add_ps(a, with_random(MT__C_ONTO, h, MT__C_RANDOM)));
-    *out_v = _mm512_cvttps_epi32(_mm512_add_ps(b, with_random(MT__K_ONTO, h, MT__K_RANDOM)));
+    x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+    x = _mm512_max_ps(x, _mm512_permute_ps(x, 0x4e));
+    return _mm512_max_ps(x, _mm512_permute_ps(x, 0xb1));
 }
 
 INLINE mt__code_size size_of(const group *x, float bound, float *scale)
@@ -277,7 +292,8 @@ INLINE mt__code_size size_of(const group *x, float bound, float *scale)
         most_m = _mm512_range_ps(_mm512_range_ps(most_m, x->m[j].a, LARGER), x->m[j].b, LARGER);
         most_r = _mm512_max_ps(x->r[j].b, _mm512_max_ps(x->r[j].a, most_r));
     }
-    return mt__code_size_of(_mm512_reduce_max_ps(most_m), _mm512_reduce_max_ps(most_r), bound, scale);
+    most_m = largest(most_m, most_r);
+    return mt__code_size_of(_mm512_cvtss_f32(most_m), _mm_cvtss_f32(_mm512_extractf32x4_ps(most_m, 2)), bound, scale);
 }
 
 /* 64 elements' words as bytes in a row. */
@@ -287,53 +303,64 @@ INLINE void store_bytes(void *to, __m512i bytes)
     _mm512_storeu_si512(to, _mm512_permutexvar_epi64(order, bytes));
 }
 
-INLINE void encode(const group *x, int8_t *m, uint8_t *v, float *scale, float bound, hash16 k)
+INLINE void encode(const group *x, int8_t *m, uint8_t *v, hash16 k)
 {
-    const mt__code_size size = size_of(x, bound, scale);
-    const __m512i one = _mm512_set1_epi16(MT__K_OFFSET), sign = _mm512_set1_epi8(-128);
+    const __m512i top = _mm512_set1_epi16(MT__CODE_TOP), all = _mm512_set1_epi32(-1);
     __m512i words_m[2], words_v[2];
 
 #pragma GCC unroll 4
     for (int j = 0; j < PAIRS; j++) {
+        pair   onto = float_of(unpacked(hashed(k, j * WIDTH), _mm512_set1_epi16(MT__RANDOM_ONTO >> 16)));
         bits32 c, d;
 
-        codes_of(x->m[j].a, x->r[j].a, &size, hashed(k, j * WIDTH), &c.a, &d.a);
-        codes_of(x->m[j].b, x->r[j].b, &size, hashed(k, j * WIDTH + NEXT), &c.b, &d.b);
-        words_m[j % 2] = _mm512_packus_epi32(c.a, c.b);
-        words_v[j % 2] = _mm512_sub_epi16(_mm512_packus_epi32(d.a, d.b), one);
+        codes_of(x->m[j].a, x->r[j].a, &x->size, onto.a, &c.a, &d.a);
+        codes_of(x->m[j].b, x->r[j].b, &x->size, onto.b, &c.b, &d.b);
+        words_m[j % 2] = _mm512_sub_epi16(top, _mm512_packus_epi32(c.a, c.b));
+        words_v[j % 2] = _mm512_packus_epi32(d.a, d.b);
         if (j % 2 == 0)
             continue;
-        store_bytes(m + (j - 1) * WIDTH,
-                    _mm512_xor_si512(_mm512_packus_epi16(words_m[0], words_m[1]), sign));   /* less 128 */
-        store_bytes(v + (j - 1) * WIDTH, _mm512_packus_epi16(words_v[0], words_v[1]));
+        store_bytes(m + (j - 1) * WIDTH, _mm512_packs_epi16(words_m[0], words_m[1]));
+        store_bytes(v + (j - 1) * WIDTH, _mm512_xor_si512(_mm512_packus_epi16(words_v[0], words_v[1]), all));
     }
 }
 
+/* The group at i: its weights, and what its moments are to become. */
 INLINE void step_group(const mt__adam_span *s, const mt__adam_coef *c, const coef16 *k, int keep, mt_dtype gt,
-                       int64_t i)
+                       int64_t i, group *x)
 {
     float *scale = s->codes.scale + i / MT_STATES_GROUP * 2;
     __m512 cs = _mm512_set1_ps(scale[0]), ks = _mm512_set1_ps(scale[1]);
     hash16 of_weight = hash_of(c->seed_weight, s->first + i);
-    group  x;
 
 #pragma GCC unroll 4
     for (int j = 0; j < PAIRS; j++)
-        elements(s, k, keep, gt, i + j * WIDTH, cs, ks, &x.m[j], &x.r[j], of_weight, j * WIDTH);
-    encode(&x, s->codes.m + i, s->codes.v + i, scale, c->code_bound, hash_of(c->seed_moment, s->first + i));
+        elements(s, k, keep, gt, i + j * WIDTH, cs, ks, &x->m[j], &x->r[j], of_weight, j * WIDTH);
+    x->size = size_of(x, c->code_bound, scale);
 }
 
+INLINE void encode_at(const mt__adam_span *s, const mt__adam_coef *c, const group *x, int64_t i)
+{
+    encode(x, s->codes.m + i, s->codes.v + i, hash_of(c->seed_moment, s->first + i));
+}
+
+/* A group becomes bytes after the next one's step, beside which its scales are found: a chain of a maximum, a
+ * division and a root. */
 INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, int keep, mt_dtype g, mt__adam_fn rest)
 {
     const mt__adam_span s = *where;     /* ours: no store can change it, so it stays in registers */
     const coef16        k = coef_set(c);
     mt_dtype            w = keep < MT__KEEP_LO8 ? (mt_dtype)keep : MT_BF16;
     int64_t             i = 0;
+    group               x[2];
 
     for (; i + MT_STATES_GROUP <= s.n; i += MT_STATES_GROUP) {
         mt__adam8_prefetch(&s, keep, g, i + MT__ADAM8_AHEAD);
-        step_group(&s, c, &k, keep, g, i);
+        step_group(&s, c, &k, keep, g, i, &x[i / MT_STATES_GROUP % 2]);
+        if (i > 0)
+            encode_at(&s, c, &x[(i / MT_STATES_GROUP + 1) % 2], i - MT_STATES_GROUP);
     }
+    if (i > 0)
+        encode_at(&s, c, &x[(i / MT_STATES_GROUP + 1) % 2], i - MT_STATES_GROUP);
     mt__adam_span tail = mt__adam_part(&s, w, g, i, s.n - i);
     rest(&tail, c);
 }

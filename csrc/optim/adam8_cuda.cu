@@ -45,7 +45,7 @@ struct Lo8 {
     }
     static __device__ void split(float p, unsigned hash, bf16 *hi, signed char *lo)
     {
-        unsigned bits = spread(p, hash >> 24);
+        unsigned bits = spread(p, hash >> 8);
 
         hi->bits = (unsigned short)(((bits & 0xffffff00u) + 0x8000u) >> 16);
         *lo = (signed char)(unsigned char)(bits >> 8);
@@ -59,15 +59,18 @@ struct Sr {
     static __device__ float join(bf16 hi, signed char) { return wide(hi); }
     static __device__ void  split(float p, unsigned hash, bf16 *hi, signed char *)
     {
-        hi->bits = (unsigned short)(spread(p, hash >> 16) >> 16);
+        hi->bits = (unsigned short)(spread(p, hash) >> 16);
     }
 };
 
 /* ---- a group ---- */
 
-__device__ inline unsigned hashed(unsigned x, unsigned second)
+// The 16 bits of element e of the lane's, whose first has the number `at`, an even one.
+__device__ inline unsigned hashed(const unsigned *seed, int64_t at, int e)
 {
-    return (x ^ x >> 15 ^ second) * MT__HASH_MIX;
+    const unsigned x = MT__HASH_FIRST(seed, at + e / 2 * 2), h = (x ^ x >> 15 ^ seed[1]) * MT__HASH_MIX;
+
+    return e % 2 == 0 ? h & MT__RANDOM : h >> 16;
 }
 
 // The largest of a warp; none is negative, so their bits are in their order.
@@ -76,14 +79,18 @@ __device__ inline float largest(float x)
     return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x)));
 }
 
-// As mt__root_near.
-__device__ inline float root_near(float q)
+// As mt__square, of a code with a sign, and mt__root.
+__device__ inline float square(float code)
 {
-    const float w = __uint_as_float(MT__ROOT_GUESS - (__float_as_uint(q) >> 1)), s = __fmul_rn(q, w);
-    const float e = __fmul_rn(s, w);
-    const float p = __fmaf_rn(__fmaf_rn(MT__ROOT_D, e, MT__ROOT_C), e, MT__ROOT_B);
+    return copysignf(__uint_as_float(__float_as_uint(__fmul_rn(fabsf(code), MT__CODE_UNIT)) << 1), code);
+}
 
-    return __fmul_rn(s, __fmaf_rn(p, e, MT__ROOT_A));
+__device__ inline unsigned root(float q) { return __float_as_uint(q) >> 1; }
+
+// A code: MT__CODE_TOP where sum is negative or not a number of codes.
+__device__ inline int code_of(float sum)
+{
+    return MT__CODE_TOP - (sum > 0.0f && sum < 0x1p31f ? __float2int_rz(sum) : 0);
 }
 
 // The formula of adam.h on one element: m, and r, the root of v.
@@ -97,15 +104,6 @@ __device__ inline void step(float *p, float *m, float *r, float g, const Coef &c
     float u = __fdiv_rn(*m, __fmaf_rn(*r, c.rsqrt_bc2, c.eps));
 
     *p = __fsub_rn(*p, __fmaf_rn(c.lr_wd, *p, __fmul_rn(c.lr_bc1, u)));
-}
-
-__device__ inline unsigned sign_of(float x) { return __float_as_uint(x) & 0x80000000u; }
-template <typename T> __device__ inline unsigned sign_of(T x) { return (unsigned)x.bits << 16 & 0x80000000u; }
-
-// As on the host, where a NaN keeps its sign through arithmetic; here it loses that, and its byte has one.
-template <typename G> __device__ inline float signed_as(float m, G g)
-{
-    return m != m ? __uint_as_float(0x7fc00000u | sign_of(g)) : m;
 }
 
 // The planes of one tensor, typed. A few registers, made anew by each chunk.
@@ -172,15 +170,14 @@ template <typename K, typename G> struct Lane {
     {
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
-            float x = (float)mc.x[e], y = (float)vc.x[e], p = K::join(hi.x[e], low.x[e]);
+            float    p = K::join(hi.x[e], low.x[e]);
             unsigned hash = 0;
 
-            m[e] = __fmul_rn(scale.x, __fmul_rn(x, fabsf(x)));
-            r[e] = __fmul_rn(scale.y, __fmul_rn(y, y));
+            m[e] = __fmul_rn(scale.x, square((float)mc.x[e]));
+            r[e] = __fmul_rn(scale.y, square((float)vc.x[e]));
             step(&p, &m[e], &r[e], wide(grad.x[e]), c);
-            m[e] = signed_as(m[e], grad.x[e]);
             if constexpr (K::rounds)
-                hash = hashed(MT__HASH_FIRST(c.seed_weight, at + e), c.seed_weight[1]);
+                hash = hashed(c.seed_weight, at, e);
             K::split(p, hash, &hi.x[e], &low.x[e]);
         }
     }
@@ -191,29 +188,26 @@ template <typename K, typename G> struct Lane {
         float most_m = largest(fmaxf(fmaxf(fabsf(m[0]), fabsf(m[1])), fmaxf(fabsf(m[2]), fmaxf(fabsf(m[3]), 0.0f))));
         float most_r = largest(fmaxf(fmaxf(r[0], r[1]), fmaxf(r[2], fmaxf(r[3], 0.0f))));
 
-        most_m = most_m < MT__M_LARGEST ? most_m < MT__M_LEAST ? 0.0f : most_m : MT__M_LARGEST;
+        most_m = most_m < MT__M_FINITE ? most_m < MT__M_LEAST ? 0.0f : most_m : MT__M_FINITE;
         most_r = most_r < MT__R_LARGEST ? most_r < MT__R_LEAST ? 0.0f : most_r : MT__R_LARGEST;
+        const float says = most_m < MT__M_LARGEST ? most_m : MT__M_LARGEST;
         const float by_m = most_m > 0 ? __fdiv_rn(MT__C_BELOW, most_m) : 0.0f;
         const float by_r = most_r > 0 ? __fdiv_rn(MT__K_SQUARE, most_r) : 0.0f;
-        const float ratio = __fmul_rn(__fmul_rn(c.code_bound, most_m), __fmul_rn(by_r, MT__K_INVERSE));
+        const float ratio = __fmul_rn(__fmul_rn(c.code_bound, says), __fmul_rn(by_r, MT__K_INVERSE));
         const float f = fminf(__fsqrt_rn(ratio), MT__LEAST_MOST);
-        const float floor = most_r > 0 ? __fadd_rn(f, 1.0f) : 0.0f;
+        const float floor = most_r > 0 ? __fmul_rn(__fadd_rn(f, 1.0f), MT__CODE_UNIT) : 0.0f;
 
-        scale = make_float2(__fmul_rn(most_m, MT__C_INVERSE), __fmul_rn(most_r, MT__K_INVERSE));
+        scale = make_float2(__fmul_rn(says, MT__C_INVERSE), __fmul_rn(most_r, MT__K_INVERSE));
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
-            const unsigned h = hashed(MT__HASH_FIRST(c.seed_moment, at + e), c.seed_moment[1]);
-            const float q = __fmul_rn(fabsf(m[e]), by_m);
-            const float x = root_near(q < MT__C_BELOW ? q : MT__C_BELOW), least = __fmaf_rn(x, f, floor);
-            float y = __fsqrt_rn(__fmul_rn(r[e], by_r));
+            const float    onto = __uint_as_float(MT__RANDOM_ONTO | hashed(c.seed_moment, at, e));
+            const float    x = __uint_as_float(root(__fmul_rn(fabsf(m[e]), by_m)));
+            const float    least = __fmaf_rn(x, f, floor);
+            const unsigned y = max(root(__fmul_rn(r[e], by_r)), __float_as_uint(least));
+            const int      signed_code = code_of(__fmaf_rn(-x, copysignf(MT__CODE_UNITS, m[e]), onto));
 
-            y = y > least ? y : least;
-            y = y < MT__K_MOST ? y : MT__K_MOST;
-            const float c_sum = __fadd_rn(copysignf(x, m[e]), __uint_as_float((h & MT__C_RANDOM) | MT__C_ONTO));
-            const float k_sum = __fadd_rn(y, __uint_as_float((h & MT__K_RANDOM) | MT__K_ONTO));
-            const int k = __float2int_rz(k_sum) - MT__K_OFFSET;
-            mc.x[e] = (signed char)(__float2int_rz(c_sum) - MT__C_OFFSET);
-            vc.x[e] = (unsigned char)(k < 255 ? k : 255);
+            mc.x[e] = (signed char)max(-128, min(signed_code, 127));
+            vc.x[e] = (unsigned char)code_of(__fmaf_rn(-__uint_as_float(y), MT__CODE_UNITS, onto));
         }
     }
 

@@ -8,35 +8,42 @@
 
 #define MT__ADAM8_AHEAD 1024             /* elements prefetched ahead: as many bytes as MT__ADAM_AHEAD's */
 
-/* What a group's elements are multiplied by below the root, and the least that y may be: least * x + floor. */
+/* What a group's elements are multiplied by below the root, and the least that y may be: least * x + floor, x, y
+ * and floor in units. */
 typedef struct mt__code_size {
     float by_m, by_r, least, floor;
 } mt__code_size;
 
-/* bound: mt__adam_coef.code_bound. Writes both scales. */
+/* bound: mt__adam_coef.code_bound. Writes both scales. Where the largest |m| is above what a scale says, all of the
+ * group's are that much smaller. */
 static inline mt__code_size mt__code_size_of(float most_m, float most_r, float bound, float *scale)
 {
-    float m = most_m < MT__M_LARGEST ? most_m < MT__M_LEAST ? 0.0f : most_m : MT__M_LARGEST;
+    float m = most_m < MT__M_FINITE ? most_m < MT__M_LEAST ? 0.0f : most_m : MT__M_FINITE;
     float r = most_r < MT__R_LARGEST ? most_r < MT__R_LEAST ? 0.0f : most_r : MT__R_LARGEST;
-    float by_r = r > 0 ? MT__K_SQUARE / r : 0.0f, f = sqrtf(bound * m * (by_r * MT__K_INVERSE));
+    float says = m < MT__M_LARGEST ? m : MT__M_LARGEST;
+    float by_r = r > 0 ? MT__K_SQUARE / r : 0.0f, f = sqrtf(bound * says * (by_r * MT__K_INVERSE));
 
     f = f < MT__LEAST_MOST ? f : MT__LEAST_MOST;
-    scale[0] = m * MT__C_INVERSE;
+    scale[0] = says * MT__C_INVERSE;
     scale[1] = r * MT__K_INVERSE;
     return (mt__code_size){
         .by_m  = m > 0 ? MT__C_BELOW / m : 0.0f,
         .by_r  = by_r,
         .least = f,
-        .floor = r > 0 ? f + 1.0f : 0.0f,
+        .floor = r > 0 ? (f + 1.0f) * MT__CODE_UNIT : 0.0f,
     };
 }
 
-/* sqrt(q), q not negative, within 1e-6. */
-static inline float mt__root_near(float q)
+/* D of a code's magnitude. */
+static inline float mt__square(float code)
 {
-    float w = mt__float(MT__ROOT_GUESS - (mt__bits(q) >> 1)), s = q * w, e = s * w;
+    return mt__float(mt__bits(code * MT__CODE_UNIT) << 1);
+}
 
-    return s * fmaf(fmaf(fmaf(MT__ROOT_D, e, MT__ROOT_C), e, MT__ROOT_B), e, MT__ROOT_A);
+/* Its inverse, in units: q not negative. */
+static inline float mt__root(float q)
+{
+    return mt__float(mt__bits(q) >> 1);
 }
 
 #if defined(__x86_64__)

@@ -40,31 +40,32 @@ static inline void store_kept(const mt__adam_span *s, int keep, int64_t i, float
     uint16_t *hi = (uint16_t *)s->hi + i;
 
     if (keep == MT__KEEP_LO8)
-        lo8_store(spread(p, hash >> 24), hi, s->codes.lo + i);
+        lo8_store(spread(p, hash >> 8), hi, s->codes.lo + i);
     else if (keep == MT__KEEP_SR)
-        *hi = (uint16_t)(spread(p, hash >> 16) >> 16);
+        *hi = (uint16_t)(spread(p, hash) >> 16);
     else
         store_weight(s, (mt_dtype)keep, i, p);
 }
 
 /* ---- a group ---- */
 
-/* x: MT__HASH_FIRST and MT__HASH_STEP for every element from there. */
-static inline uint32_t hashed(uint32_t x, uint32_t second)
+/* The 16 bits of a group's element j; first: the group's MT__HASH_FIRST. */
+static inline uint32_t hashed(uint32_t first, int j, uint32_t second)
 {
-    return (x ^ x >> 15 ^ second) * MT__HASH_MIX;
+    uint32_t x = first + (uint32_t)(j & ~1) * MT__HASH_STEP, h = (x ^ x >> 15 ^ second) * MT__HASH_MIX;
+
+    return j % 2 == 0 ? h & MT__RANDOM : h >> 16;
 }
 
 static inline float moment_of(float scale, int8_t c)
 {
     float x = (float)c;
-    return scale * (x * fabsf(x));
+    return copysignf(scale, x) * mt__square(fabsf(x));
 }
 
 static inline float root_of(float scale, uint8_t k)
 {
-    float x = (float)k;
-    return scale * (x * x);
+    return scale * mt__square((float)k);
 }
 
 /* New moments of a group, or of what is left. */
@@ -84,22 +85,22 @@ static mt__code_size size_of(const group *x, float bound, float *scale)
     return mt__code_size_of(most_m, most_r, bound, scale);
 }
 
-/* hash: of the element. */
-static inline void encode(float m, float r, const mt__code_size *size, uint32_t hash, int8_t *to_m,
-                          uint8_t *to_v)
+/* Codes below MT__CODE_TOP, whole; none where sum is negative or not a number of codes. */
+static inline int below_top(float sum)
 {
-    float q = fabsf(m) * size->by_m;
-    float x = mt__root_near(q < MT__C_BELOW ? q : MT__C_BELOW), y = sqrtf(r * size->by_r);
-    float least = fmaf(x, size->least, size->floor);
+    return sum > 0 && sum < 0x1p31f ? (int)sum : 0;
+}
 
-    y = y > least ? y : least;
-    y = y < MT__K_MOST ? y : MT__K_MOST;
-    x = copysignf(x, m) + mt__float((hash & MT__C_RANDOM) | MT__C_ONTO);
-    y = y + mt__float((hash & MT__K_RANDOM) | MT__K_ONTO);
+/* random: the element's 16 bits. A y that is NaN is larger than any other. */
+static inline void encode(float m, float r, const mt__code_size *size, uint32_t random, int8_t *to_m, uint8_t *to_v)
+{
+    float    x = mt__root(fabsf(m) * size->by_m), y = mt__root(r * size->by_r);
+    float    onto = mt__float(MT__RANDOM_ONTO | random), least = fmaf(x, size->least, size->floor);
+    uint32_t most = mt__bits(least) > mt__bits(y) ? mt__bits(least) : mt__bits(y);
+    int      c = MT__CODE_TOP - below_top(fmaf(-x, copysignf(MT__CODE_UNITS, m), onto));
 
-    int k = (int)y - MT__K_OFFSET;                       /* 256 where the last sum was rounded up */
-    *to_m = (int8_t)((int)x - MT__C_OFFSET);
-    *to_v = (uint8_t)(k < 255 ? k : 255);
+    *to_m = (int8_t)(c > 127 ? 127 : c < -128 ? -128 : c);
+    *to_v = (uint8_t)(MT__CODE_TOP - below_top(fmaf(-mt__float(most), MT__CODE_UNITS, onto)));
 }
 
 /* One element of the step; its new moments go into x. */
@@ -119,7 +120,7 @@ static inline void element(const mt__adam_span *s, const mt__adam_coef *c, int k
     p = p - fmaf(c->lr_wd, p, c->lr_bc1 * u);
     x->m[j] = m;
     x->r[j] = r;
-    store_kept(s, keep, j, p, hashed(first + (uint32_t)j * MT__HASH_STEP, c->seed_weight[1]));
+    store_kept(s, keep, j, p, hashed(first, j, c->seed_weight[1]));
 }
 
 /* A group, or what is left of the last one. */
@@ -134,8 +135,7 @@ static inline void step_group(const mt__adam_span *s, const mt__adam_coef *c, in
         element(s, c, keep, gt, &x, j, MT__HASH_FIRST(c->seed_weight, s->first));
     size = size_of(&x, c->code_bound, to->scale);
     for (int j = 0; j < x.n; j++)
-        encode(x.m[j], x.r[j], &size, hashed(first + (uint32_t)j * MT__HASH_STEP, c->seed_moment[1]),
-               to->m + j, to->v + j);
+        encode(x.m[j], x.r[j], &size, hashed(first, j, c->seed_moment[1]), to->m + j, to->v + j);
 }
 
 static inline int64_t at_most_a_group(int64_t n)
@@ -176,12 +176,12 @@ void mt_codes_get(const mt_adam_codes *c, float *m, float *v, int64_t n)
     }
 }
 
-/* Half a code in the hash's bits for either: to nearest. The bound is that of moments that only ever saw one
- * gradient, with betas up to 0.9 and 0.999; no true moments are above it. */
+/* Half a code in the hash's bits: to nearest. The bound is that of moments that only ever saw one gradient, with
+ * betas up to 0.9 and 0.999; no true moments are above it. */
 void mt_codes_set(const float *m, const float *v, const mt_adam_codes *c, int64_t n)
 {
-    const uint32_t half = 0x00408000u;
-    const float    bound = MT__K_SQUARE / MT__C_SQUARE / 8;
+    const uint32_t half = 0x8000u;
+    const float    bound = (float)MT__SQUARE_SAG * MT__K_SQUARE / MT__C_SQUARE / 8;
 
     for (int64_t i = 0; i < n; i += MT_STATES_GROUP) {
         group x = { .n = (int)at_most_a_group(n - i) };

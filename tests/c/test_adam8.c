@@ -368,13 +368,26 @@ static void the_first_step_is_that_of_fp32_states(void)
     }
 }
 
+/* The code, not rounded, of q in [0, 1]; most: the largest code. What a code says is a line from 2^n to 3/2 2^n, and
+ * from there to 2^(n + 1): the squares of both ends, and half of the latter's between them. */
+static double code_of(double q, double most)
+{
+    double top = exp2(floor(log2(most))), h;
+
+    q *= most < 1.5 * top ? top * (2 * most - top) : top * (4 * most - 4 * top);
+    if (q == 0)
+        return 0;
+    h = exp2(floor(log2(q) / 2));
+    return q < 2 * h * h ? (q / h + h) / 2 : (q / h + 4 * h) / 4;
+}
+
 /* A model in double precision: each code is one of the two beside the truth, or at least what keeps an
- * update small, and what it says is that close. */
+ * update small, and no two codes say more than is allowed. */
 static void codes_lie_beside_the_truth(void)
 {
     enum { N = 20 * GROUP };
     mt_adam_tensor t;
-    float          m0[N], v0[N];
+    float          m0[N], v0[N], m1[N], v1[N];
 
     random_state = 10;
     t = tensor_new(kinds[0], N);
@@ -384,6 +397,7 @@ static void codes_lie_beside_the_truth(void)
         mt_codes_get(&t.codes, m0, v0, N);
         fill_grad(&t);
         step(&t, mt_isa_best());
+        mt_codes_get(&t.codes, m1, v1, N);
         for (int from = 0; from < N; from += GROUP) {
             double m[GROUP], r[GROUP], most_m = 0, most_r = 0;
 
@@ -396,12 +410,13 @@ static void codes_lie_beside_the_truth(void)
             }
             for (int i = 0; i < GROUP; i++) {
                 int    c = t.codes.m[from + i], k = t.codes.v[from + i];
-                double x = 127 * sqrt(fabs(m[i]) / most_m), y = 255 * sqrt(r[i] / most_r);
-                double f = fmin(255.0 / 127 * sqrt(most_m / most_r / limit), 2);
+                double x = code_of(fabs(m[i]) / most_m, 127), y = code_of(r[i] / most_r, 255);
+                double f = fmin(sqrt(1.125 * 65024 / 16128 * most_m / most_r / limit), 2);
 
                 CHECK(abs(c) > x - 1.001 && abs(c) < x + 1.001 && (c == 0 || (c > 0) == (m[i] > 0)));
                 CHECK(k > y - 1.001 && k < fmax(y, x * f + f + 1) + 1.001);
                 CHECK(k >= fmin(abs(c) * f - 0.001, 255) && (c == 0 || k > 0));
+                CHECK(fabsf(m1[from + i]) <= fmax(limit, 1.01 * most_m / most_r) * 1.0001 * sqrt(v1[from + i]));
             }
         }
     }
@@ -556,30 +571,29 @@ static void rounding_is_unbiased(void)
     }
 }
 
-/* Every exponent's parity and 20 bits of fraction, over all sizes that a code has; the largest exactly. */
-static void the_root_of_m_is_within_a_millionth(void)
+/* Each code's square has that code as its root, and half-way to the next one's is half-way to the next code: so what
+ * is rounded stochastically is right in the mean. Between 1 and 2 half-way is less than half-way, as below 1. */
+static void squares_and_roots_are_lines_between_codes(void)
 {
-    double least = 1, most = -1;
+    CHECK(mt__square(0) == 0 && mt__root(0) == 0);
+    CHECK(mt__square(127) == MT__C_SQUARE && mt__square(255) == MT__K_SQUARE);
+    for (int k = 1; k < 256; k++) {
+        float x = (float)k, d = mt__square(x), middle = (d + mt__square(x + 1)) / 2;
 
-    for (uint32_t bits = 0x20000000u; bits < 0x46800000u; bits += 0x1237u) {
-        float q = mt__float(bits);
-        double off = (double)mt__root_near(q) / sqrt((double)q) - 1;
-
-        least = fmin(least, off);
-        most = fmax(most, off);
+        CHECK(mt__root(d) == x * MT__CODE_UNIT);
+        CHECK(d <= 2 * x * x && d * (float)MT__SQUARE_SAG >= 2 * x * x);
+        CHECK(k == 1 ? mt__root(middle) > 1.5f * MT__CODE_UNIT : mt__root(middle) == (x + 0.5f) * MT__CODE_UNIT);
     }
-    CHECK(least > -1e-6 && most < 1e-6);
-    CHECK(mt__root_near(MT__C_BELOW) < 127);
-    CHECK_EQ(mt__root_near(0), 0);
 }
 
-/* Tolerance: 0.0024 of a code. */
+/* Tolerance: 0.0024 of a code, and what that many are of what codes say. */
 static void moments_are_rounded_without_bias(void)
 {
     enum { N = 1 << 20 };
     const double coins = 5 * 0.5 / sqrt(N);
+    static float   m[N], v[N];
     mt_adam_tensor t;
-    double         c = 0, k = 0;
+    double         c = 0, k = 0, mean_m = 0, mean_r = 0;
     int            n = 0;
 
     random_state = 61;
@@ -587,14 +601,19 @@ static void moments_are_rounded_without_bias(void)
     for (int i = 0; i < N; i++)                          /* the first of a group is its largest */
         set_grad(&t, i, i % GROUP == 0 ? 1.0f : -0.3f);
     step(&t, mt_isa_best());
+    mt_codes_get(&t.codes, m, v, N);
     for (int i = 0; i < N; i++)
         if (i % GROUP != 0) {
             n++;
             c += t.codes.m[i];
             k += t.codes.v[i];
+            mean_m += (double)m[i];
+            mean_r += sqrt((double)v[i]);
         }
-    CHECK(fabs(c / n + 127 * sqrt(0.3)) < coins);
-    CHECK(fabs(k / n - 255 * sqrt(0.3)) < coins);
+    CHECK(fabs(c / n + code_of(0.3, 127)) < coins);
+    CHECK(fabs(k / n - code_of(0.3, 255)) < coins);
+    CHECK(fabs(mean_m / n / (-0.1 * 0.75 * 0.3) - 1) < 4 * coins / code_of(0.3, 127));
+    CHECK(fabs(mean_r / n / (sqrt(0.001) * 0.75 * 0.3) - 1) < 4 * coins / code_of(0.3, 255));
     tensor_free(&t);
 }
 
@@ -1039,7 +1058,7 @@ static void cuda_queue_takes_many_tensors(void) { check_many(1); }
     X(moments_are_tracked_over_4000_steps)                  \
     X(a_gradient_that_vanishes_is_forgotten)                \
     X(rounding_is_unbiased)                                 \
-    X(the_root_of_m_is_within_a_millionth)                  \
+    X(squares_and_roots_are_lines_between_codes)            \
     X(moments_are_rounded_without_bias)                     \
     X(draws_depend_on_key_element_and_step_alone)           \
     X(a_weight_without_gradient_stays)                      \
