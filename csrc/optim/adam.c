@@ -171,7 +171,7 @@ static mt__adam_coef coef_of(const mt_adam_tensor *t, float clip)
     double   bc1 = 1.0 - pow(h->beta1, (double)h->step);
     double   bc2 = 1.0 - pow(h->beta2, (double)h->step);
     double   codes = MT__SQUARE_SAG * (double)MT__K_SQUARE / (double)MT__C_SQUARE;
-    uint64_t of_moment = mixed(mixed(t->key) ^ (uint64_t)h->step), of_weight = mixed(~of_moment);
+    uint64_t seed = mixed(mixed(t->key) ^ (uint64_t)h->step);
 
     return (mt__adam_coef){
         .g_scale      = h->maximize ? -clip : clip,
@@ -182,8 +182,7 @@ static mt__adam_coef coef_of(const mt_adam_tensor *t, float clip)
         .lr_wd        = (float)(h->lr * h->weight_decay),
         .lr_bc1       = (float)(h->lr / bc1),
         .code_bound   = (float)(codes * sqrt(bc2) / (MT__UPDATE_MOST * bc1)),
-        .seed_moment  = { (uint32_t)of_moment, (uint32_t)(of_moment >> 32) },
-        .seed_weight  = { (uint32_t)of_weight, (uint32_t)(of_weight >> 32) },
+        .seed         = { (uint32_t)seed, (uint32_t)(seed >> 32) },
     };
 }
 

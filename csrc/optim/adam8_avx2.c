@@ -130,14 +130,24 @@ INLINE __m256i spread(__m256i p, __m256i add)
     return _mm256_add_epi32(bits, _mm256_and_si256(add, some));
 }
 
-/* shift: what it leaves of 16 bits lies below all that is kept. */
-INLINE bits16 spread_pair(bits16 p, hash8 k, int j, int shift)
+/* What rounds a pair, of which `shift` leaves so many bits as are cut off, and the sum of both. */
+INLINE bits16 rounding(__m256i random, int shift)
 {
-    bits16 add = unpacked(_mm256_srli_epi16(hashed(k, j), shift), _mm256_setzero_si256());
+    return unpacked(_mm256_srli_epi16(random, shift), _mm256_setzero_si256());
+}
 
-    if (__builtin_expect(rarely_spread(p), 0))
-        return (bits16){ spread(p.a, add.a), spread(p.b, add.b) };
+INLINE bits16 sum_of(bits16 p, bits16 add)
+{
     return (bits16){ _mm256_add_epi32(p.a, add.a), _mm256_add_epi32(p.b, add.b) };
+}
+
+INLINE bits16 spread_pair(bits16 p, bits16 add) { return (bits16){ spread(p.a, add.a), spread(p.b, add.b) }; }
+
+/* Whether spread_pair may be anything but sum_of, whose upper words are `top`. No NaN carries into its sign there but
+ * one from a gradient in fp32: others have no bits so low. */
+INLINE int rarely_sum(bits16 p, __m256i top, mt_dtype g)
+{
+    return g == MT_F32 ? rarely_spread(p) : rarely_held(top);
 }
 
 /* The upper words to nearest, ties away, as mt__split_store. */
@@ -164,14 +174,23 @@ INLINE void store_upper(void *to, __m256i words)
     _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(x));
 }
 
-INLINE void store_kept(const mt__adam_span *s, int keep, int64_t i, pair p, hash8 k, int j)
+INLINE void store_kept(const mt__adam_span *s, int keep, mt_dtype g, int64_t i, pair p, __m256i random)
 {
     bits16 bits = { _mm256_castps_si256(p.a), _mm256_castps_si256(p.b) };
 
     if (keep == MT__KEEP_SR) {
-        store_words((uint16_t *)s->hi + i, upper_words(spread_pair(bits, k, j, 0)));
+        bits16  add = rounding(random, 0);
+        __m256i top = upper_words(sum_of(bits, add));
+
+        if (__builtin_expect(rarely_sum(bits, top, g), 0))
+            top = upper_words(spread_pair(bits, add));
+        store_words((uint16_t *)s->hi + i, top);
     } else if (keep == MT__KEEP_LO8) {
-        halves x = halves_of(spread_pair(bits, k, j, 8));
+        bits16 add = rounding(random, 8);
+        halves x = halves_of(sum_of(bits, add));
+
+        if (__builtin_expect(rarely_sum(bits, x.top, g), 0))
+            x = halves_of(spread_pair(bits, add));
         store_hi(s, i, x);
         store_upper(s->codes.lo + i, x.low);
     } else if (keep == MT__KEEP_BF16) {
@@ -183,9 +202,10 @@ INLINE void store_kept(const mt__adam_span *s, int keep, int64_t i, pair p, hash
 
 /* ---- a group ---- */
 
-/* New moments, and how large they are. */
+/* New moments, what they are rounded by, and how large they are. */
 typedef struct group {
-    pair m[PAIRS], r[PAIRS];
+    pair    m[PAIRS], r[PAIRS];
+    __m256i random[PAIRS];
     mt__code_size size;
 } group;
 
@@ -244,7 +264,7 @@ INLINE __m256 updated(const coef8 *c, __m256 p, __m256 g, __m256 *moment, __m256
 
 /* 16 elements; their new moments go into m and r. */
 INLINE void elements(const mt__adam_span *s, const coef8 *c, int keep, mt_dtype gt, int64_t i, __m256 cs,
-                     __m256 ks, pair *m, pair *r, hash8 of_weight, int j)
+                     __m256 ks, pair *m, pair *r, __m256i random)
 {
     pair p = load_kept(s, keep, i), g = load_grads(s, gt, i);
 
@@ -252,15 +272,17 @@ INLINE void elements(const mt__adam_span *s, const coef8 *c, int keep, mt_dtype 
     *r = roots_of(ks, s->codes.v + i);
     p.a = updated(c, p.a, g.a, &m->a, &r->a);
     p.b = updated(c, p.b, g.b, &m->b, &r->b);
-    store_kept(s, keep, i, p, of_weight, j);
+    store_kept(s, keep, gt, i, p, random);
 }
 
-INLINE float largest(__m256 x)
+/* The largest of m, and of r. */
+INLINE __m128 largest(__m256 m, __m256 r)
 {
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+    __m128 z = _mm_max_ps(_mm256_castps256_ps128(r), _mm256_extractf128_ps(r, 1));
 
-    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+    y = _mm_max_ps(_mm_unpacklo_ps(y, z), _mm_unpackhi_ps(y, z));
+    return _mm_max_ps(y, _mm_movehl_ps(y, y));
 }
 
 INLINE __m256i root(__m256 q) { return _mm256_srli_epi32(_mm256_castps_si256(q), 1); }
@@ -278,15 +300,16 @@ INLINE void codes_of(__m256 m, __m256 r, const mt__code_size *size, __m256 onto,
     *out_v = _mm256_cvttps_epi32(_mm256_fnmadd_ps(_mm256_castsi256_ps(y), units, onto));
 }
 
-INLINE mt__code_size size_of(const group *x, float bound, float *scale)
+INLINE void size_set(group *x, float bound, float *scale)
 {
     __m256 most_m = _mm256_setzero_ps(), most_r = most_m;
 
+#pragma GCC unroll 8
     for (int j = 0; j < PAIRS; j++) {
         most_m = _mm256_max_ps(magnitude(x->m[j].b), _mm256_max_ps(magnitude(x->m[j].a), most_m));
         most_r = _mm256_max_ps(x->r[j].b, _mm256_max_ps(x->r[j].a, most_r));
     }
-    return mt__code_size_of(largest(most_m), largest(most_r), bound, scale);
+    mt__code_size_set(&x->size, largest(most_m, most_r), bound, scale);
 }
 
 /* The words of two pairs as bytes in a row. */
@@ -295,15 +318,17 @@ INLINE void store_bytes(void *to, __m256i bytes)
     store_words(to, _mm256_permute4x64_epi64(bytes, 0xd8));
 }
 
-INLINE void encode(const group *x, int8_t *m, uint8_t *v, hash8 k)
+INLINE void encode(const group *x, int8_t *m, uint8_t *v)
 {
     const __m256i top = _mm256_set1_epi16(MT__CODE_TOP), all = _mm256_set1_epi32(-1);
 
+#pragma GCC unroll 4
     for (int j = 0; j < PAIRS; j += 2) {
         __m256i words_m[2], words_v[2];
 
+#pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
-            pair   onto = float_of(unpacked(hashed(k, (j + h) * WIDTH), _mm256_set1_epi16(MT__RANDOM_ONTO >> 16)));
+            pair   onto = float_of(unpacked(x->random[j + h], _mm256_set1_epi16(MT__RANDOM_ONTO >> 16)));
             bits16 c, d;
 
             codes_of(x->m[j + h].a, x->r[j + h].a, &x->size, onto.a, &c.a, &d.a);
@@ -316,41 +341,34 @@ INLINE void encode(const group *x, int8_t *m, uint8_t *v, hash8 k)
     }
 }
 
-/* The group at i: its weights, and what its moments are to become. */
 INLINE void step_group(const mt__adam_span *s, const mt__adam_coef *c, const coef8 *k, int keep, mt_dtype gt,
-                       int64_t i, group *x)
+                       int64_t i)
 {
     float *scale = s->codes.scale + i / MT_STATES_GROUP * 2;
     __m256 cs = _mm256_set1_ps(scale[0]), ks = _mm256_set1_ps(scale[1]);
-    hash8  of_weight = hash_of(c->seed_weight, s->first + i);
+    hash8 hash = hash_of(c->seed, s->first + i);
+    group  x;
 
-    for (int j = 0; j < PAIRS; j++)
-        elements(s, k, keep, gt, i + j * WIDTH, cs, ks, &x->m[j], &x->r[j], of_weight, j * WIDTH);
-    x->size = size_of(x, c->code_bound, scale);
+#pragma GCC unroll 8
+    for (int j = 0; j < PAIRS; j++) {
+        x.random[j] = hashed(hash, j * WIDTH);
+        elements(s, k, keep, gt, i + j * WIDTH, cs, ks, &x.m[j], &x.r[j], x.random[j]);
+    }
+    size_set(&x, c->code_bound, scale);
+    encode(&x, s->codes.m + i, s->codes.v + i);
 }
 
-INLINE void encode_at(const mt__adam_span *s, const mt__adam_coef *c, const group *x, int64_t i)
-{
-    encode(x, s->codes.m + i, s->codes.v + i, hash_of(c->seed_moment, s->first + i));
-}
-
-/* As in adam8_avx512.c: a group becomes bytes after the next one's step. */
 INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, int keep, mt_dtype g, mt__adam_fn rest)
 {
     const mt__adam_span s = *where;     /* ours: no store can change it, so it stays in registers */
-    const coef8         k = coef_set(c);
+    const coef8        k = coef_set(c);
     mt_dtype            w = keep < MT__KEEP_LO8 ? (mt_dtype)keep : MT_BF16;
     int64_t             i = 0;
-    group               x[2];
 
     for (; i + MT_STATES_GROUP <= s.n; i += MT_STATES_GROUP) {
         mt__adam8_prefetch(&s, keep, g, i + MT__ADAM8_AHEAD);
-        step_group(&s, c, &k, keep, g, i, &x[i / MT_STATES_GROUP % 2]);
-        if (i > 0)
-            encode_at(&s, c, &x[(i / MT_STATES_GROUP + 1) % 2], i - MT_STATES_GROUP);
+        step_group(&s, c, &k, keep, g, i);
     }
-    if (i > 0)
-        encode_at(&s, c, &x[(i / MT_STATES_GROUP + 1) % 2], i - MT_STATES_GROUP);
     mt__adam_span tail = mt__adam_part(&s, w, g, i, s.n - i);
     rest(&tail, c);
 }

@@ -138,14 +138,24 @@ INLINE __m512i spread(__m512i p, __m512i add)
     return _mm512_mask_add_epi32(bits, some, bits, add);
 }
 
-/* shift: what it leaves of 16 bits lies below all that is kept. */
-INLINE bits32 spread_pair(bits32 p, hash16 k, int j, int shift)
+/* What rounds a pair, of which `shift` leaves so many bits as are cut off, and the sum of both. */
+INLINE bits32 rounding(__m512i random, int shift)
 {
-    bits32 add = unpacked(_mm512_srli_epi16(hashed(k, j), shift), _mm512_setzero_si512());
+    return unpacked(_mm512_srli_epi16(random, shift), _mm512_setzero_si512());
+}
 
-    if (__builtin_expect(rarely_spread(p), 0))
-        return (bits32){ spread(p.a, add.a), spread(p.b, add.b) };
+INLINE bits32 sum_of(bits32 p, bits32 add)
+{
     return (bits32){ _mm512_add_epi32(p.a, add.a), _mm512_add_epi32(p.b, add.b) };
+}
+
+INLINE bits32 spread_pair(bits32 p, bits32 add) { return (bits32){ spread(p.a, add.a), spread(p.b, add.b) }; }
+
+/* Whether spread_pair may be anything but sum_of, whose upper words are `top`. No NaN carries into its sign there but
+ * one from a gradient in fp32: others have no bits so low. */
+INLINE int rarely_sum(bits32 p, __m512i top, mt_dtype g)
+{
+    return g == MT_F32 ? rarely_spread(p) : rarely_held(top);
 }
 
 /* The upper words to nearest, ties away, as mt__split_store. */
@@ -164,14 +174,23 @@ INLINE void store_halves(const mt__adam_span *s, int64_t i, bits32 p)
     _mm512_storeu_si512(s->lo + i, x.low);
 }
 
-INLINE void store_kept(const mt__adam_span *s, int keep, int64_t i, pair p, hash16 k, int j)
+INLINE void store_kept(const mt__adam_span *s, int keep, mt_dtype g, int64_t i, pair p, __m512i random)
 {
     bits32 bits = { _mm512_castps_si512(p.a), _mm512_castps_si512(p.b) };
 
     if (keep == MT__KEEP_SR) {
-        _mm512_storeu_si512((uint16_t *)s->hi + i, upper_words(spread_pair(bits, k, j, 0)));
+        bits32  add = rounding(random, 0);
+        __m512i top = upper_words(sum_of(bits, add));
+
+        if (__builtin_expect(rarely_sum(bits, top, g), 0))
+            top = upper_words(spread_pair(bits, add));
+        _mm512_storeu_si512((uint16_t *)s->hi + i, top);
     } else if (keep == MT__KEEP_LO8) {
-        halves x = halves_of(spread_pair(bits, k, j, 8));
+        bits32 add = rounding(random, 8);
+        halves x = halves_of(sum_of(bits, add));
+
+        if (__builtin_expect(rarely_sum(bits, x.top, g), 0))
+            x = halves_of(spread_pair(bits, add));
         store_hi(s, i, x);
         _mm256_storeu_si256((void *)(s->codes.lo + i), _mm512_cvtepi16_epi8(_mm512_srli_epi16(x.low, 8)));
     } else if (keep == MT__KEEP_BF16) {
@@ -184,9 +203,10 @@ INLINE void store_kept(const mt__adam_span *s, int keep, int64_t i, pair p, hash
 
 /* ---- a group ---- */
 
-/* New moments, and how large they are. */
+/* New moments, what they are rounded by, and how large they are. */
 typedef struct group {
-    pair m[PAIRS], r[PAIRS];
+    pair    m[PAIRS], r[PAIRS];
+    __m512i random[PAIRS];
     mt__code_size size;
 } group;
 
@@ -245,7 +265,7 @@ INLINE __m512 updated(const coef16 *c, __m512 p, __m512 g, __m512 *moment, __m51
 
 /* 32 elements; their new moments go into m and r. */
 INLINE void elements(const mt__adam_span *s, const coef16 *c, int keep, mt_dtype gt, int64_t i, __m512 cs,
-                     __m512 ks, pair *m, pair *r, hash16 of_weight, int j)
+                     __m512 ks, pair *m, pair *r, __m512i random)
 {
     pair p = load_kept(s, keep, i), g = load_grads(s, gt, i);
 
@@ -253,7 +273,7 @@ INLINE void elements(const mt__adam_span *s, const coef16 *c, int keep, mt_dtype
     *r = roots_of(ks, s->codes.v + i);
     p.a = updated(c, p.a, g.a, &m->a, &r->a);
     p.b = updated(c, p.b, g.b, &m->b, &r->b);
-    store_kept(s, keep, i, p, of_weight, j);
+    store_kept(s, keep, gt, i, p, random);
 }
 
 enum { LARGER = 0xb };                           /* of two magnitudes; of a NaN and another, that */
@@ -273,17 +293,18 @@ INLINE void codes_of(__m512 m, __m512 r, const mt__code_size *size, __m512 onto,
     *out_v = _mm512_cvttps_epi32(_mm512_fnmadd_ps(_mm512_castsi512_ps(y), units, onto));
 }
 
-/* The largest of either, in the first element and in the ninth. */
-INLINE __m512 largest(__m512 m, __m512 r)
+/* The largest of m, and of r. */
+INLINE __m128 largest(__m512 m, __m512 r)
 {
     __m512 x = _mm512_max_ps(_mm512_shuffle_f32x4(m, r, 0x44), _mm512_shuffle_f32x4(m, r, 0xee));
 
     x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
-    x = _mm512_max_ps(x, _mm512_permute_ps(x, 0x4e));
-    return _mm512_max_ps(x, _mm512_permute_ps(x, 0xb1));
+    __m128 y = _mm512_castps512_ps128(x), z = _mm512_extractf32x4_ps(x, 2);
+    y = _mm_max_ps(_mm_unpacklo_ps(y, z), _mm_unpackhi_ps(y, z));
+    return _mm_max_ps(y, _mm_movehl_ps(y, y));
 }
 
-INLINE mt__code_size size_of(const group *x, float bound, float *scale)
+INLINE void size_set(group *x, float bound, float *scale)
 {
     __m512 most_m = _mm512_setzero_ps(), most_r = most_m;
 
@@ -292,8 +313,7 @@ INLINE mt__code_size size_of(const group *x, float bound, float *scale)
         most_m = _mm512_range_ps(_mm512_range_ps(most_m, x->m[j].a, LARGER), x->m[j].b, LARGER);
         most_r = _mm512_max_ps(x->r[j].b, _mm512_max_ps(x->r[j].a, most_r));
     }
-    most_m = largest(most_m, most_r);
-    return mt__code_size_of(_mm512_cvtss_f32(most_m), _mm_cvtss_f32(_mm512_extractf32x4_ps(most_m, 2)), bound, scale);
+    mt__code_size_set(&x->size, largest(most_m, most_r), bound, scale);
 }
 
 /* 64 elements' words as bytes in a row. */
@@ -303,14 +323,14 @@ INLINE void store_bytes(void *to, __m512i bytes)
     _mm512_storeu_si512(to, _mm512_permutexvar_epi64(order, bytes));
 }
 
-INLINE void encode(const group *x, int8_t *m, uint8_t *v, hash16 k)
+INLINE void encode(const group *x, int8_t *m, uint8_t *v)
 {
     const __m512i top = _mm512_set1_epi16(MT__CODE_TOP), all = _mm512_set1_epi32(-1);
     __m512i words_m[2], words_v[2];
 
 #pragma GCC unroll 4
     for (int j = 0; j < PAIRS; j++) {
-        pair   onto = float_of(unpacked(hashed(k, j * WIDTH), _mm512_set1_epi16(MT__RANDOM_ONTO >> 16)));
+        pair   onto = float_of(unpacked(x->random[j], _mm512_set1_epi16(MT__RANDOM_ONTO >> 16)));
         bits32 c, d;
 
         codes_of(x->m[j].a, x->r[j].a, &x->size, onto.a, &c.a, &d.a);
@@ -324,43 +344,34 @@ INLINE void encode(const group *x, int8_t *m, uint8_t *v, hash16 k)
     }
 }
 
-/* The group at i: its weights, and what its moments are to become. */
 INLINE void step_group(const mt__adam_span *s, const mt__adam_coef *c, const coef16 *k, int keep, mt_dtype gt,
-                       int64_t i, group *x)
+                       int64_t i)
 {
     float *scale = s->codes.scale + i / MT_STATES_GROUP * 2;
     __m512 cs = _mm512_set1_ps(scale[0]), ks = _mm512_set1_ps(scale[1]);
-    hash16 of_weight = hash_of(c->seed_weight, s->first + i);
+    hash16 hash = hash_of(c->seed, s->first + i);
+    group  x;
 
 #pragma GCC unroll 4
-    for (int j = 0; j < PAIRS; j++)
-        elements(s, k, keep, gt, i + j * WIDTH, cs, ks, &x->m[j], &x->r[j], of_weight, j * WIDTH);
-    x->size = size_of(x, c->code_bound, scale);
+    for (int j = 0; j < PAIRS; j++) {
+        x.random[j] = hashed(hash, j * WIDTH);
+        elements(s, k, keep, gt, i + j * WIDTH, cs, ks, &x.m[j], &x.r[j], x.random[j]);
+    }
+    size_set(&x, c->code_bound, scale);
+    encode(&x, s->codes.m + i, s->codes.v + i);
 }
 
-INLINE void encode_at(const mt__adam_span *s, const mt__adam_coef *c, const group *x, int64_t i)
-{
-    encode(x, s->codes.m + i, s->codes.v + i, hash_of(c->seed_moment, s->first + i));
-}
-
-/* A group becomes bytes after the next one's step, beside which its scales are found: a chain of a maximum, a
- * division and a root. */
 INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, int keep, mt_dtype g, mt__adam_fn rest)
 {
     const mt__adam_span s = *where;     /* ours: no store can change it, so it stays in registers */
     const coef16        k = coef_set(c);
     mt_dtype            w = keep < MT__KEEP_LO8 ? (mt_dtype)keep : MT_BF16;
     int64_t             i = 0;
-    group               x[2];
 
     for (; i + MT_STATES_GROUP <= s.n; i += MT_STATES_GROUP) {
         mt__adam8_prefetch(&s, keep, g, i + MT__ADAM8_AHEAD);
-        step_group(&s, c, &k, keep, g, i, &x[i / MT_STATES_GROUP % 2]);
-        if (i > 0)
-            encode_at(&s, c, &x[(i / MT_STATES_GROUP + 1) % 2], i - MT_STATES_GROUP);
+        step_group(&s, c, &k, keep, g, i);
     }
-    if (i > 0)
-        encode_at(&s, c, &x[(i / MT_STATES_GROUP + 1) % 2], i - MT_STATES_GROUP);
     mt__adam_span tail = mt__adam_part(&s, w, g, i, s.n - i);
     rest(&tail, c);
 }

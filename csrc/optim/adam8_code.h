@@ -37,9 +37,11 @@
  * softsign, v by its square root, groups of 32, fp16 scales, rounded to nearest). That a float's bits are nearly its
  * logarithm: Mitchell 1962.
  *
- * The hash of two neighbours, the even one of which has its lower 16 bits, depends on the step, the parameter's key
- * and the even one's number alone, so on neither threads nor placement: a Weyl sequence (Knuth's multiplier), one
- * shift, a word of the step's own, and one multiplication (of C. Wellons' search for mixers of least bias).
+ * The same 16 bits round an element's weight where it is kept in fewer than 32: what is lost of it and of its moments
+ * is right in the mean, each for itself. The hash of two neighbours, the even one of which has its lower 16 bits,
+ * depends on the step, the parameter's key and the even one's number alone, so on neither threads nor placement: a Weyl
+ * sequence (Knuth's multiplier), one shift, a word of the step's own, and one multiplication (of C. Wellons' search for
+ * mixers of least bias).
  */
 #ifndef MT_ADAM8_CODE_H
 #define MT_ADAM8_CODE_H

@@ -177,7 +177,7 @@ template <typename K, typename G> struct Lane {
             r[e] = __fmul_rn(scale.y, square((float)vc.x[e]));
             step(&p, &m[e], &r[e], wide(grad.x[e]), c);
             if constexpr (K::rounds)
-                hash = hashed(c.seed_weight, at, e);
+                hash = hashed(c.seed, at, e);
             K::split(p, hash, &hi.x[e], &low.x[e]);
         }
     }
@@ -200,7 +200,7 @@ template <typename K, typename G> struct Lane {
         scale = make_float2(__fmul_rn(says, MT__C_INVERSE), __fmul_rn(most_r, MT__K_INVERSE));
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
-            const float    onto = __uint_as_float(MT__RANDOM_ONTO | hashed(c.seed_moment, at, e));
+            const float    onto = __uint_as_float(MT__RANDOM_ONTO | hashed(c.seed, at, e));
             const float    x = __uint_as_float(root(__fmul_rn(fabsf(m[e]), by_m)));
             const float    least = __fmaf_rn(x, f, floor);
             const unsigned y = max(root(__fmul_rn(r[e], by_r)), __float_as_uint(least));

@@ -47,6 +47,27 @@ static inline float mt__root(float q)
 }
 
 #if defined(__x86_64__)
+/* mt__code_size_of, of both at once: most is { m, r }, neither a NaN. */
+MT__INLINE void mt__code_size_set(mt__code_size *to, __m128 most, float bound, float *scale)
+{
+    const __m128 one = _mm_set_ss(1), above = _mm_setr_ps(MT__M_FINITE, MT__R_LARGEST, 0, 0);
+    const __m128 largest = _mm_setr_ps(MT__M_LARGEST, MT__R_LARGEST, 0, 0);
+    const __m128 squares = _mm_setr_ps(MT__C_BELOW, MT__K_SQUARE, 0, 0);
+    const __m128 inverse = _mm_setr_ps(MT__C_INVERSE, MT__K_INVERSE, 0, 0);
+    __m128 some = _mm_cmpge_ps(most, _mm_setr_ps(MT__M_LEAST, MT__R_LEAST, 1, 1));
+    __m128 x = _mm_and_ps(some, _mm_min_ps(most, above)), says = _mm_min_ps(x, largest);
+    __m128 by = _mm_and_ps(some, _mm_div_ps(squares, x)), r = _mm_mul_ps(by, inverse);
+    __m128 f = _mm_sqrt_ss(_mm_mul_ss(_mm_mul_ss(_mm_set_ss(bound), says), _mm_shuffle_ps(r, r, 0x55)));
+
+    f = _mm_min_ss(f, _mm_set_ss(MT__LEAST_MOST));              /* of a NaN and another, that */
+    __m128 floor = _mm_mul_ss(_mm_add_ss(f, one), _mm_set_ss(MT__CODE_UNIT));
+    floor = _mm_and_ps(floor, _mm_shuffle_ps(some, some, 0x55));
+    _mm_storel_pi((__m64 *)scale, _mm_mul_ps(says, inverse));
+    _mm_storeu_ps((float *)to, _mm_movelh_ps(by, _mm_unpacklo_ps(f, floor)));
+    /* Read back one by one: a broadcast from memory is a load, one from a register competes with all shuffles. */
+    __asm__("" : "+m"(*to));
+}
+
 /* Asks for a group's elements of a plane. */
 MT__INLINE void mt__prefetch_group(const void *plane, size_t elem, int64_t i)
 {

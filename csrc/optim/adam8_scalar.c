@@ -120,22 +120,22 @@ static inline void element(const mt__adam_span *s, const mt__adam_coef *c, int k
     p = p - fmaf(c->lr_wd, p, c->lr_bc1 * u);
     x->m[j] = m;
     x->r[j] = r;
-    store_kept(s, keep, j, p, hashed(first, j, c->seed_weight[1]));
+    store_kept(s, keep, j, p, hashed(first, j, c->seed[1]));
 }
 
 /* A group, or what is left of the last one. */
 static inline void step_group(const mt__adam_span *s, const mt__adam_coef *c, int keep, mt_dtype gt)
 {
     const mt_adam_codes *to = &s->codes;
-    uint32_t             first = MT__HASH_FIRST(c->seed_moment, s->first);
+    uint32_t             first = MT__HASH_FIRST(c->seed, s->first);
     group                x = { .n = (int)s->n };
     mt__code_size        size;
 
     for (int j = 0; j < x.n; j++)
-        element(s, c, keep, gt, &x, j, MT__HASH_FIRST(c->seed_weight, s->first));
+        element(s, c, keep, gt, &x, j, first);
     size = size_of(&x, c->code_bound, to->scale);
     for (int j = 0; j < x.n; j++)
-        encode(x.m[j], x.r[j], &size, hashed(first, j, c->seed_moment[1]), to->m + j, to->v + j);
+        encode(x.m[j], x.r[j], &size, hashed(first, j, c->seed[1]), to->m + j, to->v + j);
 }
 
 static inline int64_t at_most_a_group(int64_t n)

@@ -14,7 +14,7 @@ typedef struct mt__adam_coef {
     float rsqrt_bc2, eps;
     float lr_wd, lr_bc1;
     float code_bound;                    /* see adam8_code.h, as the next */
-    uint32_t seed_moment[2], seed_weight[2];
+    uint32_t seed[2];
 } mt__adam_coef;
 
 /* weight type, gradient type */
