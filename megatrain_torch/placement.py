@@ -187,10 +187,12 @@ class Problem:
     # ---- bytes ----
 
     def on_disk(self, homes: tuple[Home, ...], micro: int) -> frozenset[int]:
-        """Units whose states are there: as many as host memory cannot hold."""
+        """Units whose states are there: as many as host memory cannot hold. None where all updates are to pass through
+        the device: they read states from memory."""
         key = homes, micro > 1
         if key not in self.disks:
-            self.disks[key] = frozenset() if self.wishes.nvme is None else self._on_disk(homes, micro)
+            none = self.wishes.nvme is None or self.wishes.homes == "through"
+            self.disks[key] = frozenset() if none else self._on_disk(homes, micro)
         return self.disks[key]
 
     def _on_disk(self, homes: tuple[Home, ...], micro: int) -> frozenset[int]:
@@ -549,9 +551,9 @@ class Problem:
                         yield micro, homes, ring, slots, planes, host
 
     def _ways(self, choice: tuple[Home, ...]) -> list[Homes]:
-        """All updates on the host, or some through the device; or all, where that is asked for."""
+        """All updates on the host, or some through the device; or all, where that is asked for and any are."""
         passing = self.passing(choice)
-        host = [self._homes(choice)] if self.wishes.homes != "through" else []
+        host = [self._homes(choice)] if self.wishes.homes != "through" or not passing else []
         return host + [self._homes(choice, passing)] * bool(passing)
 
     # ---- the best ----

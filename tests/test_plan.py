@@ -16,7 +16,7 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GptOssConfig, LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
+from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 import megatrain_torch as mt
 import megatrain_torch.machine as machine_module
@@ -445,6 +445,16 @@ def test_updates_pass_through_the_device_where_a_host_has_few_cores(monkeypatch:
     assert set(whole.homes.values()) == {"through"} and "ring of" in str(whole) and not whole.busy["host update"]
     moved = sum(whole.host[plane] for plane in ("weights", "masters", "moments", "gradients"))
     assert whole.busy["through"] > moved / (FLAT.both_gbps * 1e9)
+
+
+def test_through_the_device_is_refused_or_moot_as_any_wish() -> None:
+    """No states on disk, whatever there is of one; and of a model of which nothing is trained, no updates."""
+    asked = {"tokens": 4096, "seq": 512, "machine": FLAT, "homes": "through"}
+    with pytest.raises(mt.MegatrainError, match="does not fit") as refused:
+        mt.plan(small(), **asked, host="2GiB", nvme={"limit": "500GB"})
+    assert refused.value.changes["homes"] is None and "nvme" not in refused.value.changes
+    frozen = LlamaForCausalLM(small(1, hidden_size=64, intermediate_size=128)).requires_grad_(False)
+    assert set(mt.plan(frozen, **asked).homes.values()) == {"ram"}
 
 
 def test_a_plan_whose_updates_pass_through_the_device_runs() -> None:
