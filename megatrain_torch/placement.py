@@ -437,8 +437,9 @@ class Problem:
     def _updates_alone(self, homes: Homes, micro: int) -> float:
         """Seconds of them, which a step takes at least where they run beside all of it."""
         on_disk = self.on_disk(homes.units, micro)
-        host = sum(unit.trained for u, unit in enumerate(self.shape.units) if not homes.units[u] and u not in on_disk)
-        return max(host / self.machine.adam_rate(states=self.wishes.states),
+        elsewhere = on_disk | homes.passing
+        host = sum(unit.trained for u, unit in enumerate(self.shape.units) if not homes.units[u] and u not in elsewhere)
+        return max(host / self.machine.adam_rate(states=self.wishes.states), homes.passing_s,
                    2 * sum(self.states(u) for u in on_disk) / (self.machine.disk_both_gbps * 1e9))
 
     def _first_forward(self, homes: Homes, micro: int) -> float:
@@ -458,7 +459,7 @@ class Problem:
         """Units at home in RAM whose updates are over sooner through the device than behind the others on the host.
         None where some are on disk: then the drive is what a step waits for."""
         if self.wishes.homes == "through":
-            return frozenset(u for u in self.first if self.shape.units[u].trained)
+            return frozenset(u for u in self.first if self.shape.units[u].trained and not homes[u])
         early = self.wishes.speculate or self.wishes.grads == "none"
         if self.wishes.homes or early or not self.passing_rate or self.on_disk(homes, 1):
             return frozenset()

@@ -16,6 +16,7 @@ from .timeline import LANES
 
 NORM_S = 0.0005             # clip factor, and waking the updater
 SETTLE = 3                  # steps until what updates leave to the next forward hardly changes
+UPDATERS = ("host update", "disk", "through")       # where units at home in RAM are updated, each beside the others
 SHOWN_MICRO = 8             # micro-batches walked through; of more, those before the last are taken to be alike
 RESOURCES = (*LANES, OWN)   # by the names that a measured step has them by; OWN: Python, launching kernels
 
@@ -38,7 +39,8 @@ class Step:
         away: [w] bytes of what it keeps in host memory between forward and backward; none: of no window.
         lent: bytes of the buffers that gradients pass through where they are kept nowhere; [] where they are kept.
             Updates then follow their gradients, in backward.
-        passing: {u: seconds} of updates that pass through the device, beside the host's.
+        passing: {u: seconds} of updates that pass through the device, beside the host's. No unit is in both this and
+            disk.
         shares: of an update that begins during backward: what it takes then, and when it is kept.
         disk: {u: seconds} in which the states of units that have them there are read and written. Those units' updates
             are made beside the others.
@@ -142,8 +144,9 @@ class _Walk:
         self.step, self.fetches, self.behind = step, fetches, 0
         self.early = early                      # units whose updates began in the backward before
         self.left = left                        # by unit, of updates that follow their gradients: when the last is over
-        self.lanes = {on_disk: max((s for u, s in left.items() if (u in step.disk) == on_disk), default=0.0)
-                      for on_disk in (False, True)}
+        self.lanes = dict.fromkeys(UPDATERS, 0.0)
+        for u, s in left.items():
+            self.lanes[self._updater(u)] = max(self.lanes[self._updater(u)], s)
         # By bytes of a buffer: when each of the latest is given back, and what it waits for.
         self.lent: dict[int, list[tuple[float, str]]] = {}
         self.held = OWN                         # what Python last waited for
@@ -169,15 +172,19 @@ class _Walk:
         else:
             self._updates()
 
+    def _updater(self, unit: int) -> str:
+        return "disk" if unit in self.step.disk else "through" if unit in self.step.passing else "host update"
+
     def _rest_of_updates(self) -> None:
         """Those of the backward before that are not over."""
         step = self.step
         self.done = {u: self.left.get(u, 0.0) for units in step.units for u in units}
-        self.updated, host = self.lanes[False], [u for u, home in enumerate(step.home) if not home]
-        self.updates = {"host update": sum(step.update_s[u] for u in host if u not in step.disk),
+        self.updated = max(self.lanes["host update"], self.lanes["through"])
+        host = [u for u, home in enumerate(step.home) if not home]
+        self.updates = {"host update": sum(step.update_s[u] for u in host if self._updater(u) == "host update"),
                         "device update": sum(step.update_s) - sum(step.update_s[u] for u in host),
                         "disk": sum(step.disk.values()), "disk update": sum(step.update_s[u] for u in step.disk)}
-        self._guests_leave(0.0)
+        self._guests_leave(sum(step.passing.values()))
 
     def _updates(self) -> None:
         """Of units at home in VRAM on the device, at once; of the others on the host, in the forward's order."""
@@ -232,8 +239,7 @@ class _Walk:
         for u in self.fetches[self.behind]:
             self.mover = max(self.mover, handed, self.done[u])
             start = max(self.h2d, self.mover, freed if self.behind else 0.0)
-            bound = "disk" if u in self.step.disk else "through" if u in self.step.passing else "host update"
-            self.late[u] = bound if start == self.done[u] else "h2d"
+            self.late[u] = self._updater(u) if start == self.done[u] else "h2d"
             self.queued[u] = self.mover
             self.h2d = self.ready[u] = self._copied(start, self.step.weights[u], rate)
             self.busy["h2d"] += self.h2d - start
@@ -295,12 +301,13 @@ class _Walk:
         return taken
 
     def _follow(self, unit: int, buffers: list[tuple[float, str]]) -> None:
-        """The unit's update begins when its gradients are home, behind those before it."""
-        step, on_disk = self.step, unit in self.step.disk
-        took = max(step.update_s[unit], step.disk.get(unit, 0.0))
-        self.lanes[on_disk] = self.done[unit] = max(self.lanes[on_disk], self.d2h) + took
-        self.updated = max(self.updated, self.lanes[False])
-        buffers.append((self.done[unit], "disk" if on_disk else "host update"))
+        """The unit's update begins when its gradients are home, behind those before it in the same place."""
+        step, place = self.step, self._updater(unit)
+        took = step.passing[unit] if place == "through" else max(step.update_s[unit], step.disk.get(unit, 0.0))
+        self.lanes[place] = self.done[unit] = max(self.lanes[place], self.d2h) + took
+        if place != "disk":
+            self.updated = max(self.updated, self.done[unit])
+        buffers.append((self.done[unit], place))
 
     def lift(self, unit: int) -> None:
         """A unit's states are asked for: up behind compute so far, beside what else crosses."""
@@ -431,7 +438,8 @@ def simulate(step: Step, fetches: Fetches | None = None) -> Timing:
         left = {u: s - t.run for u, s in t.done.items() if s > t.run}
         t, forwards, ends = _walk(step, fetches, shown, ahead, left=left)
     more = step.micro - shown
-    least = max(t.updates["host update"], t.updates["disk"]) if step.lent else 0.0      # step after step
+    passed = sum(step.passing.values())
+    least = max(t.updates["host update"], t.updates["disk"], passed) if step.lent else 0.0      # step after step
     seconds = max(t.run, least) + NORM_S + (more * (ends[-2] - ends[-3]) if more else 0.0)
     share = step.micro / shown
     busy = {name: s * share + t.updates.get(name, 0.0) for name, s in t.busy.items()}

@@ -400,7 +400,8 @@ def test_the_search_finds_the_least_time_of_all_choices(vram: int, fused: bool) 
 def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([SMALL, WIDE]))
     p = problem(shape, 10**15, 10**15, tokens=data.draw(st.sampled_from([512, 4096, 32768])),
-                **data.draw(st.sampled_from([{}, {"speculate": True}, {"grads": "none"}])))
+                **data.draw(st.sampled_from([{}, {"speculate": True}, {"grads": "none"}, {"homes": "through"},
+                                             {"homes": "through", "grads": "none"}])))
     p = few_cores(p) if data.draw(st.booleans()) else p
     micro = data.draw(st.sampled_from(p.micro_counts()))
     units = tuple(data.draw(st.lists(st.sampled_from(Home), min_size=len(shape.units), max_size=len(shape.units))))
@@ -436,6 +437,7 @@ def test_updates_pass_through_the_device_where_a_host_has_few_cores(monkeypatch:
     assert "through" not in mt.plan(small(12), **asked).homes.values(), "AdamW takes all of its memory's rate"
     asked["machine"] = dataclasses.replace(FLAT, adam_gparams=((1, 0.2),))
     best, whole = mt.plan(small(12), **asked), mt.plan(small(12), **asked, homes="through")
+    early = mt.plan(small(12), **asked, homes="through", grads="none")
     monkeypatch.setattr(mt.Machine, "passing_rate", lambda self, states, alone: 0.0)
     host = mt.plan(small(12), **asked)
     homes = list(best.homes.values())
@@ -445,6 +447,8 @@ def test_updates_pass_through_the_device_where_a_host_has_few_cores(monkeypatch:
     assert set(whole.homes.values()) == {"through"} and "ring of" in str(whole) and not whole.busy["host update"]
     moved = sum(whole.host[plane] for plane in ("weights", "masters", "moments", "gradients"))
     assert whole.busy["through"] > moved / (FLAT.both_gbps * 1e9)
+    assert early.busy["through"] == whole.busy["through"] and not early.busy["host update"]
+    assert early.seconds < whole.seconds and "host update" not in early.idle, "beside backward, by the device alone"
 
 
 def test_through_the_device_is_refused_or_moot_as_any_wish() -> None:
