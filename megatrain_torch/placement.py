@@ -251,9 +251,10 @@ class Problem:
     def _host_bytes(self, homes: tuple[Home, ...], micro: int, on_disk: frozenset[int],
                     modes: tuple[str, ...] = ()) -> dict[str, int]:
         total = {OVERHEAD: self.machine.host_overhead_bytes}
+        early = self.wishes.speculate and self.wishes.homes != "through"    # an update on the host alone begins early
         for u, (unit, home) in enumerate(zip(self.shape.units, homes)):
             where = "disk" if u in on_disk else Home(home).plain
-            for plane, n in host_planes(unit, where, micro, self.wishes.speculate).items():
+            for plane, n in host_planes(unit, where, micro, early).items():
                 total[plane] = total.get(plane, 0) + n
         if on_disk:
             total["buffers of the disk"] = MEMORY_BYTES

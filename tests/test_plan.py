@@ -461,6 +461,12 @@ def test_through_the_device_is_refused_or_moot_as_any_wish() -> None:
     assert set(mt.plan(frozen, **asked).homes.values()) == {"ram"}
 
 
+def test_updates_through_the_device_never_begin_early_and_need_no_room_to_be_taken_back() -> None:
+    asked = {"tokens": 4096, "seq": 512, "machine": FLAT, "speculate": True}
+    assert mt.plan(small(), **asked, homes="ram").host["to take updates back"]
+    assert "to take updates back" not in mt.plan(small(), **asked, homes="through").host
+
+
 def test_a_plan_whose_updates_pass_through_the_device_runs() -> None:
     model = Qwen2ForCausalLM(seven(3, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=512))
     machine = dataclasses.replace(MACHINES["cpu"], adam_gparams=((1, 0.001),))
