@@ -78,7 +78,7 @@ class SavePlan:
 
 
 class Saving:
-    """A save that was begun. `wait()` returns when it is over, and raises what went wrong.
+    """A save that was begun. `wait()` returns when it is over, and raises what went wrong, each time.
 
     Attributes:
         folder: the name it takes, or has.
@@ -93,6 +93,7 @@ class Saving:
         self._over = threading.Event()       # not the thread's own: a join that is interrupted takes it for dead
         self._error: BaseException | None = None
         self._named = False                  # it has its name: what failed came after
+        self._told = False                   # its end was noticed: no later call needs to tell of it
 
     @property
     def over(self) -> bool:
@@ -107,12 +108,23 @@ class Saving:
                 that is on the disk is not known.
         """
         self._over.wait()
-        self.check()
+        self._told = True
+        self._raise()
         return self
 
     def check(self) -> None:
-        """Raises, once, what went wrong so far; waits for nothing."""
-        error, self._error = self._error, None
+        """Raises what went wrong, unless somebody was told of it; waits for nothing."""
+        if self.over and not self._told:
+            self._told = True
+            self._raise()
+
+    def _finish(self) -> None:
+        """As `check()`, when it is over."""
+        self._over.wait()
+        self.check()
+
+    def _raise(self) -> None:
+        error = self._error
         if error is None:
             return
         if not isinstance(error, Exception):                 # an interruption stays one

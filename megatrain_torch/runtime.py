@@ -346,15 +346,15 @@ class Runtime:
             self.core.push(record.unit, record.index, _mask(planes))
 
     def finish_save(self) -> None:
-        """Waits for a save that is under way, and tells what went wrong with it. Interrupted, it is under way still."""
+        """Waits for a save that is under way, and tells what went wrong with it, unless its own wait() did. Interrupted,
+        it is under way still."""
         if self.saving is None:
             return
         try:
-            self.saving.wait()
-        except MegatrainError:
-            self.saving = None
-            raise
-        self.saving = None
+            self.saving._finish()
+        finally:
+            if self.saving._told:
+                self.saving = None
 
     def _look_at_save(self) -> None:
         if self.broken:

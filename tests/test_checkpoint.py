@@ -313,8 +313,11 @@ def test_failure_behind_the_callers_back_reaches_the_next_call(tmp_path: Path, m
         monkeypatch.undo()
         with pytest.raises(mt.MegatrainError, match="No space left.*" if caller is None else "saving .* failed"):
             (caller or saving.wait)()
+        for _ in range(2):
+            with pytest.raises(mt.MegatrainError, match="No space left"):
+                saving.wait()                                    # whoever was told before
         assert not list(tmp_path.iterdir())
-        train(pair, 2, 3)
+        train(pair, 2, 3)                                        # which is told no more
 
 
 def test_interrupted_save_stays_an_interruption_and_leaves_the_one_before(tmp_path: Path) -> None:
