@@ -94,6 +94,7 @@ class Saving:
         self._error: BaseException | None = None
         self._named = False                  # it has its name: what failed came after
         self._told = False                   # its end was noticed: no later call needs to tell of it
+        self._taken = threading.Lock()       # whoever has it ends the save, its own thread or the caller's; never let go
 
     @property
     def over(self) -> bool:
@@ -161,17 +162,19 @@ class Saving:
             if self._progress is not None:
                 self._progress(done, self.bytes)
 
+    def _run_if_left(self, *work: Any) -> None:
+        if self._taken.acquire(blocking=False):
+            self._run(*work)
+
     def _start(self, asynchronous: bool, *work: Any) -> None:
         self.held = time.perf_counter() - self._begun
-        if not asynchronous:
-            self._run(*work)
-            self.held = self.seconds
-            self.check()
-            return
-        try:
-            threading.Thread(target=self._run, args=work, name="mt-save").start()    # no daemon: it ends its work
-        except RuntimeError:                 # the system has no thread to give: at once, then
-            self._run(*work)
+        if asynchronous:
+            try:
+                threading.Thread(target=self._run_if_left, args=work, name="mt-save").start()    # ends its work: no daemon
+                return
+            except RuntimeError:             # the system has no thread to give: at once, then
+                pass
+        self._run(*work)
 
 
 def _give_up(core: _core.Engine) -> None:
@@ -227,20 +230,28 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     if dry_run:
         return _trial(folder, need, [f.name for f in files] + [*small, manifest.NAME])
     nbytes = asked if asked is not None else SPARE_BYTES if asynchronous else 0
-    draft = manifest.Draft(folder)
+    draft, asked_for = manifest.Draft(folder), False
+    saving = Saving(folder, sum(f.nbytes for f in files), progress)
+    saving._begun = begun
     try:
         located = [f.located(draft.path) for f in files]
-        rt.core.save_begin([where for where, _ in located], _held(rt, weights + states), nbytes, COPIERS, WRITERS)
+        held = _held(rt, weights + states)
+        asked_for = True
+        rt.core.save_begin([where for where, _ in located], held, nbytes, COPIERS, WRITERS)
+        rt.saving = saving if asynchronous else None         # before its thread is there: start() may be interrupted
+        saving._start(asynchronous, rt.core, draft, small, body, files, (located, weights, states))
     except BaseException as e:
-        _give_up(rt.core)                    # an interruption may come behind save_begin
-        draft.drop()
+        if saving._taken.acquire(blocking=False):            # else its thread goes on with it
+            rt.saving = None
+            if asked_for and not isinstance(e, MegatrainError):      # which save_begin raises where it begins nothing
+                _give_up(rt.core)
+            draft.drop()
         if not isinstance(e, Exception):
             raise
         raise MegatrainError(f"saving {folder} failed{_AS_BEFORE}: {e}") from e
-    saving = Saving(folder, sum(f.nbytes for f in files), progress)
-    saving._begun = begun
-    saving._start(asynchronous, rt.core, draft, small, body, files, (located, weights, states))
-    rt.saving = saving if asynchronous else None
+    if not asynchronous:
+        saving.held = saving.seconds
+        saving.check()
     return saving
 
 

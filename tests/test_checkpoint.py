@@ -357,6 +357,37 @@ def test_save_that_somebody_stopped_waiting_for_is_still_under_way(tmp_path: Pat
     assert saving.over and sorted(p.name for p in tmp_path.iterdir()) == ["c", "d"]
 
 
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_interruption_while_the_thread_starts(tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is a thread nothing is left of the save; with one it goes on, and is waited for as any."""
+    pair = train(make(tmp_path), 0, 1)
+    begin, follow, runs, may_end = threading.Thread.start, checkpoint.Saving._follow, threading.Event(), threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        if when == "behind":
+            begin(thread)
+            runs.wait(30)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", start)
+        patched.setattr(checkpoint.Saving, "_follow", lambda *args: (runs.set(), may_end.wait(30), follow(*args)))
+        mt.save(*pair, tmp_path / "c", asynchronous=True)
+    rt = runtime_of(pair[0])
+    if when == "before":
+        assert rt.saving is None and not list(tmp_path.iterdir())
+    else:
+        saving, rt.saving = rt.saving, None                      # as another thread's call would find it
+        with pytest.raises(mt.MegatrainError, match="a save is under way"):
+            mt.save(*pair, tmp_path / "d")
+        rt.saving = saving
+        may_end.set()
+    mt.save(*pair, tmp_path / "d")
+    assert {p.name for p in tmp_path.iterdir()} == ({"d"} if when == "before" else {"c", "d"})
+    train(pair, 1, 2)                                            # nothing is held back
+    mt.load(*make(tmp_path), tmp_path / "d")
+
+
 def test_save_that_is_given_no_thread_is_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = train(make(tmp_path), 0, 1)
 
