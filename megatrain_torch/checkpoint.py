@@ -175,6 +175,9 @@ class Saving:
             except RuntimeError:             # the system has no thread to give: at once, then
                 pass
         self._run(*work)
+        self.held = self.seconds
+        if not isinstance(self._error, Exception):           # an interruption is the caller's, now
+            self.check()
 
 
 def _give_up(core: _core.Engine) -> None:
@@ -250,7 +253,6 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             raise
         raise MegatrainError(f"saving {folder} failed{_AS_BEFORE}: {e}") from e
     if not asynchronous:
-        saving.held = saving.seconds
         saving.check()
     return saving
 

@@ -397,7 +397,15 @@ def test_save_that_is_given_no_thread_is_made_at_once(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         saving = mt.save(*pair, tmp_path / "c", asynchronous=True)
-    assert saving.over and saving.wait() is saving
+    assert saving.over and saving.wait() is saving and saving.held == saving.seconds
+
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", refuse)
+        mt.save(*pair, tmp_path / "d", asynchronous=True, progress=interrupt)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
     train(pair, 1, 2)
     mt.load(*make(tmp_path), tmp_path / "c")
 
