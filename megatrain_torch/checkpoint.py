@@ -94,7 +94,7 @@ class Saving:
         self._error: BaseException | None = None
         self._named = False                  # it has its name: what failed came after
         self._told = False                   # its end was noticed: no later call needs to tell of it
-        self._taken = threading.Lock()       # whoever has it ends the save, its own thread or the caller's; never let go
+        self._taken = threading.Lock()       # whoever has it ends the save: its thread or the caller's; never let go
 
     @property
     def over(self) -> bool:
@@ -170,7 +170,7 @@ class Saving:
         self.held = time.perf_counter() - self._begun
         if asynchronous:
             try:
-                threading.Thread(target=self._run_if_left, args=work, name="mt-save").start()    # ends its work: no daemon
+                threading.Thread(target=self._run_if_left, args=work, name="mt-save").start()    # no daemon: it ends it
                 return
             except RuntimeError:             # the system has no thread to give: at once, then
                 pass

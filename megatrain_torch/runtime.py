@@ -346,8 +346,8 @@ class Runtime:
             self.core.push(record.unit, record.index, _mask(planes))
 
     def finish_save(self) -> None:
-        """Waits for a save that is under way, and tells what went wrong with it, unless its own wait() did. Interrupted,
-        it is under way still."""
+        """Waits for a save that is under way, and tells what went wrong with it, unless its own wait() did.
+        Interrupted, it is under way still."""
         if self.saving is None:
             return
         try:

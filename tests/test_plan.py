@@ -16,7 +16,14 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
+from transformers import (
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+)
 
 import megatrain_torch as mt
 import megatrain_torch.machine as machine_module
