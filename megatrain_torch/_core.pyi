@@ -113,9 +113,9 @@ class Engine:
     def push(self, unit: int, param: int, planes: int) -> None:
         """The parameter's host planes were written: the device's (HI: as touch), or the file, take their values."""
     def take(self, unit: int, stream: int) -> None:
-        """Weights of a settled unit that were written on the host are fetched, behind what `stream` was given so far; then
-        host memory is given back of all planes that are at home on the device or on disk, but GRAD; who reads them brings
-        them again. Waits for updates of the unit. Not while somebody reads."""
+        """Weights of a settled unit that were written on the host are fetched, behind what `stream` was given so far;
+        then host memory is given back of all planes that are at home on the device or on disk, but GRAD; who reads them
+        brings them again. Waits for updates of the unit. Not while somebody reads."""
 
     # checkpoints
     def save_begin(self, files: list[tuple[str, int, list[tuple[int, int, int, int]]]], units: list[tuple[int, int]],

@@ -269,7 +269,6 @@ def guess_shares(states: str) -> tuple[float, float]:
     return (moved + saved) / moved, 2 * weight / moved
 
 
-
 class Home(enum.IntEnum):
     """Where a unit is at home; not 0: its weights and gradients are on the device."""
 

@@ -190,6 +190,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     here = host_now(limits) if machine is None else limits.host_bytes
     most = parse_bytes(host, "host") or without_margin(here)
     limits = limits.with_limits(parse_bytes(vram, "vram"), most)
+
     def shape_with(states: str) -> Shape:
         return shape_of(model, dtype=dtype, units=units, layers=layers, states=states)
 

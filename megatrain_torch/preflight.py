@@ -376,7 +376,8 @@ class Room:
         there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in own) for plane, own in PLANES_OF.items()}
         there["activations"] = core.swap_bytes()[0]
         need = asked.host()
-        made = {"weights": not asked.copied, DISK_BUFFERS: DISK_BUFFERS in self.asked.host(), "staging": there["sums"] > 0}
+        made = {"weights": not asked.copied, DISK_BUFFERS: DISK_BUFFERS in self.asked.host(),
+                "staging": there["sums"] > 0}
         there |= {what: n for what, n in need.items() if made.get(what) or what.endswith("slots")}
         return {what: max(n - there.get(what, 0), 0) for what, n in need.items() if what in planes}
 
