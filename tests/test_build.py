@@ -20,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("build_of_the_core", ROOT / "setup.py")
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
+spec = importlib.util.spec_from_file_location("wheels", ROOT / "tools/wheels.py")
+wheels = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(wheels)
 
 
 def run(*command: object, **settings: object) -> str:
@@ -133,6 +136,22 @@ def test_the_version_names_the_build_where_it_is_wanted(
         monkeypatch.setenv(name, value)
     assert build.label() == said
     assert build.version().endswith(said)
+
+
+def test_what_is_released_has_nothing_of_the_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of all that setup.py would take from it; but a compiler, and where CUDA is."""
+    taken = set(re.findall(r"environ\.get\(\"(\w+)\"", (ROOT / "setup.py").read_text())) - {"CC"}
+    assert taken >= {"MEGATRAIN_CUDA_ARCHES", "MEGATRAIN_LABEL", "CFLAGS", "LDFLAGS"}
+    for name in taken:
+        monkeypatch.setenv(name, "90")
+    commands = []
+    monkeypatch.setattr(wheels, "tools", lambda: Path(sys.executable))
+    monkeypatch.setattr(subprocess, "run", lambda command, check, env: commands.append(env))
+    for name, make in (("m.tar.gz", wheels.sdist), ("m.whl", lambda out: wheels.wheel(out, out, MEGATRAIN_CUDA="0"))):
+        (tmp_path / name).touch()
+        make(tmp_path)
+    assert [{name: env[name] for name in taken if name in env} for env in commands] == [{}, {"MEGATRAIN_CUDA": "0"}]
+    assert all(env["PATH"] == os.environ["PATH"] for env in commands)
 
 
 def test_pip_takes_the_build_with_cuda_unless_the_other_is_named() -> None:

