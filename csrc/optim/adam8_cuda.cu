@@ -253,8 +253,8 @@ __device__ inline void chunk(const Tensor &t, int64_t from)
 // One step of AdamW, the formula of adam8_code.h, on every element of up to 30 tensors [n] of any kinds.
 // A block takes a chunk of 1024 elements of one tensor, a warp a group of it; many warps hide what each waits for.
 // Bytes an element with a 16-bit gradient: BF16 r8.06 w6.06, LO8 1 less each way, SR 2; F32 r10.06 w6.06.
-// Expected: 14.1 bytes at 4.0 to 4.3 TB/s of an H200's HBM are 280 to 300 G bf16 parameters/s; two square
-// roots and a division of 8 to 20 instructions each may hold it below.
+// Expected: 14.1 bytes at 4.0 to 4.3 TB/s of an H200's HBM are 280 to 300 G bf16 parameters/s; a square root and a
+// division of 8 to 20 instructions each may hold it below.
 __global__ void __launch_bounds__(WARPS * 32, 4)
 update8(const __grid_constant__ Table<Tensor, MT__ADAM8_CUDA_MOST> table)
 {

@@ -64,8 +64,6 @@ MT__INLINE void mt__code_size_set(mt__code_size *to, __m128 most, float bound, f
     floor = _mm_and_ps(floor, _mm_shuffle_ps(some, some, 0x55));
     _mm_storel_pi((__m64 *)scale, _mm_mul_ps(says, inverse));
     _mm_storeu_ps((float *)to, _mm_movelh_ps(by, _mm_unpacklo_ps(f, floor)));
-    /* Read back one by one: a broadcast from memory is a load, one from a register competes with all shuffles. */
-    __asm__("" : "+m"(*to));
 }
 
 /* Asks for a group's elements of a plane. */
