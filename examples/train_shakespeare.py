@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,7 +199,8 @@ def main() -> None:
     sample = check_and_sample(model, args.out, prompt="ROMEO:\n", characters=300)
     print(f"checkpoint in {args.out}: stock transformers loads it to the same logits and writes\n")
     print(f"{sample}\n")
-    print(f"done in {time.perf_counter() - began:.0f} s")
+    print(f"done in {time.perf_counter() - began:.0f} s; to train it on a text of your own:")
+    print(f"{Path(sys.executable).parent / 'megatrain'} train {args.out} my.txt --lr 5e-4 --out runs/mine")
 
 
 if __name__ == "__main__":

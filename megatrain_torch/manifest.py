@@ -56,7 +56,10 @@ def read(folder: Path) -> dict[str, Any]:
         known = whole["format"] == FORMAT
         version, wanted, body = whole["version"], whole["sha256"], whole["body"]
     except FileNotFoundError:
-        raise MegatrainError(f"{folder} is no checkpoint of mt.save: it has no {NAME}") from None
+        if not folder.is_dir():
+            raise MegatrainError(f"{folder}: there is no such folder") from None
+        way = "; mt.from_pretrained loads a folder in Hugging Face format" if (folder / "config.json").is_file() else ""
+        raise MegatrainError(f"{folder} is no checkpoint of mt.save: it has no {NAME}{way}") from None
     except (ValueError, KeyError, TypeError) as e:
         raise MegatrainError(f"{path} is not as it was written ({type(e).__name__}: {e})") from e
     if not known or version != VERSION:

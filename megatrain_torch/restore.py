@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 READERS = COPIERS + WRITERS
 
 
+def check(folder: Path) -> None:
+    """That the files of a checkpoint are there, as long as they were written. Their contents are not read.
+
+    Raises:
+        MegatrainError: one is not, or it is no checkpoint; the message names the file.
+    """
+    _Checkpoint.open(folder)
+
+
 @dataclass
 class _Checkpoint:
     """A folder, its manifest's body, and what its files of tensors have."""

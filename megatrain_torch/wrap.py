@@ -10,6 +10,7 @@ import itertools
 import sys
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -254,6 +255,8 @@ def _check(asked: Asked, where: torch.device, choices: _Choices, host: int | Non
 def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
     if compute not in ("auto", "eager", "fused", "compile"):
         raise MegatrainError(f"compute={compute!r}: use 'auto', 'eager', 'fused' or 'compile'")
+    if not isinstance(plan, dict | None):
+        raise MegatrainError(f"plan={plan!r}: give what mt.plan made, or a dict of {sorted(_PLAN_KEYS - {'debug'})}")
     options = dict(plan or {})
     unknown = set(options) - _PLAN_KEYS
     if unknown:
@@ -289,6 +292,10 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _refuse_model(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        way = ("; mt.from_pretrained(AutoModelForCausalLM, path) loads a model and streams it"
+               if isinstance(module, str | Path) else "")
+        raise MegatrainError(f"mt.stream takes a torch.nn.Module, not {module!r:.80}{way}")
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise MegatrainError(f"{type(module).__name__} is not supported: one streamed model uses one GPU; "
                              "stream the module inside it")

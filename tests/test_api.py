@@ -366,6 +366,7 @@ def test_gather_gives_weights_on_the_compute_device_and_takes_gradients() -> Non
 @pytest.mark.parametrize("bad, words", [
     (dict(plan={"slots": 1}), "at least 2"), (dict(plan={"activation": "saved"}), "activation"),
     (dict(plan={"activations": "all"}), "activations"), (dict(compute="jit"), "compute"),
+    (dict(plan="auto"), "plan='auto': give what mt.plan made, or a dict of"),
     (dict(units=["layers.9"]), "layers.9"), (dict(units=["layers", "layers.1"]), "inside"),
     (dict(host="1kB"), "host"), (dict(vram="1kB"), "vram"), (dict(vram="much"), "much"), (dict(device="xla"), "device"),
 ], ids=str)
@@ -421,6 +422,13 @@ def test_a_failure_while_memory_is_taken_gives_all_of_it_back(late: str, at: int
     with pytest.raises(mt().MegatrainError, match="closed"):
         engines[0].stats()
     lm_loss(streamed(model), batch(0)).backward()
+
+
+def test_what_is_no_module_is_refused_with_the_way() -> None:
+    with pytest.raises(mt().MegatrainError, match=r"not 'runs/mine'; mt.from_pretrained\(AutoModelForCausalLM, path\)"):
+        mt().stream("runs/mine")
+    with pytest.raises(mt().MegatrainError, match=r"takes a torch.nn.Module, not \[1\]$"):
+        mt().stream([1])
 
 
 def test_streaming_twice_is_refused() -> None:

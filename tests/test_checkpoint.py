@@ -461,8 +461,14 @@ def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
     groups = [{"params": [p]} for p in model.parameters()]
     with pytest.raises(mt.MegatrainError, match="groups have"):
         mt.load(model, mt.AdamW(groups), tmp_path / "c")
-    with pytest.raises(mt.MegatrainError, match="no checkpoint"):
+    with pytest.raises(mt.MegatrainError, match="nowhere: there is no such folder"):
         mt.load(model, None, tmp_path / "nowhere")
+    (tmp_path / "c" / manifest.NAME).unlink()
+    with pytest.raises(mt.MegatrainError, match=r"no checkpoint of mt.save: it has no manifest\.json$"):
+        mt.load(model, None, tmp_path / "c")
+    (tmp_path / "c" / "config.json").write_text("{}")
+    with pytest.raises(mt.MegatrainError, match=r"no checkpoint.*mt.from_pretrained loads a folder in Hugging Face"):
+        mt.load(model, None, tmp_path / "c")
 
 
 # ---- names and leftovers ----

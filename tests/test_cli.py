@@ -4,7 +4,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import re
+import shutil
 import signal
 import types
 import xml.dom.minidom
@@ -114,12 +116,12 @@ def test_the_page_has_the_settings_of_today() -> None:
 @pytest.mark.parametrize("name, content, words", [
     ("a.jsonl", b'{"text": "a"}\n{"text": }\n', "a.jsonl:2: not JSON"),
     ("a.jsonl", b"[1]\n", "a.jsonl:1: an object"),
-    ("a.jsonl", b'{"body": "a"}\n', "record 1 has 'body' and no messages, prompt or text; name the field"),
+    ("a.jsonl", b'{"body": "a"}\n', "a.jsonl: record 1 has 'body' and no messages, prompt or text; name the field"),
     ("a.jsonl", b'{"prompt": "a"}\n', "a prompt needs a completion"),
-    ("a.jsonl", b'{"text": 3}\n', "text is a int"),
+    ("a.jsonl", b'{"text": 3}\n', "a.jsonl: record 1: text is a int"),
     ("a.jsonl", json.dumps({"messages": TALK}).encode(), "no chat template"),
     ("a.txt", b"\xff\xfe", "byte 0 is not UTF-8"),
-    ("a.txt", b"", "no tokens"),
+    ("a.txt", b"", "a.txt has no tokens"),
     ("b/readme", b"", "no file in it ends in"),
 ], ids=str)
 def test_data_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -127,7 +129,7 @@ def test_data_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: b
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     with pytest.raises(MegatrainError) as why:
-        data.documents(data.records(str(path.parent if "/" in name else path)), bytes_tokenizer())
+        data.documents(data.records(str(path.parent if "/" in name else path)), bytes_tokenizer(), None, str(path))
     assert words in str(why.value)
 
 
@@ -331,13 +333,31 @@ def refused(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     return capsys.readouterr().err
 
 
+def test_a_checkpoint_that_was_cut_short_is_named_with_the_one_before(whole_run: Path, tmp_path: Path,
+                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole_run / "whole", run, ignore=shutil.ignore_patterns("model"))
+    log = (run / "log.jsonl").read_text()
+    shutil.copytree(run / "checkpoint-8", run / "checkpoint-9")
+    os.truncate(run / "checkpoint-9/states.safetensors", 100)
+    said = refused(capsys, "resume", run)
+    assert "checkpoint-9/states.safetensors has 100 bytes, and" in said
+    assert f"remove {run}/checkpoint-9, and megatrain resume {run} goes on from checkpoint-8" in said
+    shutil.rmtree(run / "checkpoint-8")
+    assert f"there is none before it; megatrain train --out {run} --overwrite begins" in refused(capsys, "resume", run)
+    assert (run / "log.jsonl").read_text() == log, "nothing is changed"
+
+
 def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pytest.CaptureFixture[str]) -> None:
     text, run = whole_run / "my.txt", whole_run / "whole"
     for words, said in [
         (("train",), "which model? megatrain train MODEL DATA"),
         (("train", toy, text, "--out", run), "--overwrite removes it"),
         (("train", toy, "./nothing.txt"), "no such file"),
+        (("train", toy, whole_run / "mine.txt"), f"no such file; did you mean {text}?"),
         (("train", "./nothing", text), "no such folder"),
+        (("train", whole_run / "whola", text), f"no such folder; did you mean {run}?"),
+        (("train", toy, text, "--out", "/proc/n"), "out=/proc/n: the folder cannot be made (No such file or directory)"),
         (("train", whole_run, text), "has no config.json"),
         (("train", toy, text, "--out", whole_run / "n", "--tokens", 64000, "--seq", 64), "all in one step"),
         (("train", toy, text, "--out", whole_run / "n", "--seq", 256), "128 positions at most"),

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import MegatrainError
+from .folder import near
 
 IGNORED = -100                       # a label that is no target, torch's own
 TEXT_KINDS = (".txt", ".text", ".md", ".py", ".rst")
@@ -61,7 +62,7 @@ def records(data: str, split: str = "train") -> Iterator[dict[str, Any]]:
     elif path.is_file():
         yield from _file(path)
     elif path.suffix in (*TEXT_KINDS, *RECORD_KINDS) or data.startswith((".", "/", "~")):
-        raise MegatrainError(f"{data}: there is no such file")
+        raise MegatrainError(f"{data}: there is no such file{near(data)}")
     else:
         yield from _hub(data, split)
 
@@ -136,21 +137,22 @@ def _hub(name: str, split: str) -> Iterator[dict[str, Any]]:
 
 # ---- tokens --------------------------------------------------------------------------------------
 
-def documents(found: Iterable[dict[str, Any]], tokenizer: Any, column: str | None = None) -> list[Document]:
+def documents(found: Iterable[dict[str, Any]], tokenizer: Any, column: str | None = None,
+              source: str = "the data") -> list[Document]:
     """Tokens of all records that have any.
 
     A record is a conversation (`messages`, a list of {"role", "content"}; the assistant's words are trained), a
     `prompt` with its `completion` (which is trained), or a `text`; `column` names the field where it is another.
 
     Raises:
-        MegatrainError: a record has none of them; or there are no tokens.
+        MegatrainError: a record has none of them; or there are no tokens. The message begins with `source`.
     """
     made: list[Document] = []
     waiting: list[str] = []                          # texts, given to the tokenizer together
     for number, record in enumerate(found, 1):
         field = column or next((k for k in ("messages", "prompt", "text") if k in record), None)
         if field is None or field not in record:
-            raise MegatrainError(f"record {number} has {', '.join(map(repr, record))} and no "
+            raise MegatrainError(f"{source}: record {number} has {', '.join(map(repr, record))} and no "
                                  f"{column or 'messages, prompt or text'}; name the field with --column")
         if isinstance(record[field], list):
             made.append(_conversation(record[field], tokenizer, number))
@@ -159,14 +161,14 @@ def documents(found: Iterable[dict[str, Any]], tokenizer: Any, column: str | Non
         elif isinstance(record[field], str):
             waiting.append(record[field])
         else:
-            raise MegatrainError(f"record {number}: {field} is a {type(record[field]).__name__}: a text, or a list of "
-                                 "messages, is needed")
+            raise MegatrainError(f"{source}: record {number}: {field} is a {type(record[field]).__name__}: a text, "
+                                 "or a list of messages, is needed")
         if len(waiting) == TOGETHER:
             made += _texts(waiting, tokenizer)
             waiting = []
     made = [d for d in made + _texts(waiting, tokenizer) if d.trained.any()]
     if not made:
-        raise MegatrainError("the data has no tokens to train on")
+        raise MegatrainError(f"{source} has no tokens to train on")
     return made
 
 

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> None:
         settings = settings.with_(seq=folder.settings_of(Path(settings.model)).seq)
     tokenizer = folder.load_tokenizer(source)
     settings = for_model(settings, folder.load_config(source))
-    rows = packed(documents(records(settings.data, settings.split), tokenizer, settings.column), settings.seq, 0)
+    found = documents(records(settings.data, settings.split), tokenizer, settings.column, settings.data)
+    rows = packed(found, settings.seq, 0)
     if rows.targets == 0:
         raise MegatrainError(f"{settings.data}: rows of {settings.seq} tokens have none to predict; --seq makes room")
     say_cut(rows.cut, settings.seq)

@@ -8,6 +8,7 @@
 """
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import shutil
@@ -104,9 +105,17 @@ def load_tokenizer(name: str) -> Any:
     return _load(transformers().AutoTokenizer, name, "tokenizer")
 
 
+def near(name: str) -> str:
+    """Words for what a path that is not there may have meant: the nearest name beside it, or nothing."""
+    path = Path(name)
+    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    found = difflib.get_close_matches(path.name, beside, 1)
+    return f"; did you mean {path.parent / found[0]}?" if found else ""
+
+
 def _load(auto: Any, name: str, what: str, **kw: Any) -> Any:
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        raise MegatrainError(f"{name}: there is no such folder")
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise MegatrainError(f"{name}: there is no such folder{near(name)}")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run of megatrain, "
                              "is needed")
@@ -114,5 +123,5 @@ def _load(auto: Any, name: str, what: str, **kw: Any) -> Any:
         return auto.from_pretrained(name, **kw)
     except (OSError, ValueError, KeyError) as why:
         first = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
-        hint = "" if Path(name).is_dir() else " (no folder of this name here; the hub was asked)"
+        hint = "" if Path(name).is_dir() else f" (no folder of this name here, so the hub was asked{near(name)})"
         raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {first}") from None

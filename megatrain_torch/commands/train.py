@@ -16,6 +16,7 @@ import torch
 import megatrain_torch as mt
 
 from ..errors import MegatrainError
+from ..restore import check
 from . import folder
 from .data import Rows, collate, documents, held_out, packed, records
 from .say import say
@@ -62,10 +63,31 @@ def again(args: argparse.Namespace) -> None:
     if (args.folder / folder.FINAL / "config.json").is_file():
         raise MegatrainError(f"{args.folder} is finished: its model is {args.folder / folder.FINAL}")
     checkpoint = folder.last_checkpoint(args.folder)
+    _check_whole(args.folder, checkpoint)
     for torn in folder.remove_torn(args.folder):
         say(f"{torn} was being written when the run ended: removed")
     folder.forget_after(args.folder, int(checkpoint.name.removeprefix("checkpoint-")))
     _train(for_machine(settings), checkpoint)
+
+
+def _check_whole(run: Path, checkpoint: Path) -> None:
+    """Before anything is loaded: that no file of a checkpoint is gone or cut short."""
+    try:
+        check(checkpoint)
+    except MegatrainError as why:
+        older = [p for p in folder.checkpoints(run) if p != checkpoint]
+        way = (f"remove {checkpoint}, and megatrain resume {run} goes on from {older[-1].name}" if older
+               else f"there is none before it; megatrain train --out {run} --overwrite begins again")
+        raise MegatrainError(f"{why}; {way}") from None
+
+
+def _made(out: Path) -> Path:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as why:
+        raise MegatrainError(f"out={out}: the folder cannot be made ({why.strerror}); "
+                             "--out names another") from None
+    return out
 
 
 def _clear(out: Path) -> None:
@@ -134,8 +156,7 @@ def _train(settings: Settings, checkpoint: Path | None) -> None:
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds "
                              f"{model.get_input_embeddings().num_embeddings}: they are not of one model")
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = _made(Path(settings.out))
     model, settings = _streamed(model, settings, out)
     write_yaml(out / folder.CONFIG, settings)
     _say_begin(model, settings, train, held)
@@ -149,7 +170,7 @@ def _train(settings: Settings, checkpoint: Path | None) -> None:
 
 
 def _rows(settings: Settings, tokenizer: Any) -> tuple[Rows, Rows]:
-    found = documents(records(settings.data, settings.split), tokenizer, settings.column)
+    found = documents(records(settings.data, settings.split), tokenizer, settings.column, settings.data)
     train, held = held_out(found, settings.validation, settings.seed)
     filler = next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
     rows = [packed(part, settings.seq, filler) for part in (train, held)]
