@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Runs transformers' own tests of its Trainer, plain and with every model streamed, and compares what became of each.
+"""Runs transformers' own tests of its Trainer, and Accelerate's of its Accelerator, plain and with models streamed.
 
-    python tools/run_transformers_tests.py CHECKOUT [-k EXPRESSION] [--files test_trainer.py ...]
+    python tools/run_transformers_tests.py CHECKOUT [-k EXPRESSION] [--files FILE ...] [--known FILE.json] [--page]
 
-CHECKOUT is transformers' source with its tests; the installed package is what they test, so the nearest version is
-best. This file is also the plugin that pytest is given: under it `Trainer` streams the model that it is handed, or that
-its `model_init` makes, to the CPU device, and does nothing else. What is on the Hub has a stand-in, in both runs: a
-tokenizer of words, tiny models with random weights and some text, by the names that the tests ask for.
+CHECKOUT is transformers' or Accelerate's source with its tests; the installed package is what they test, so the nearest
+version is best. This file is also the plugin that pytest is given. Under it a Trainer streams the model that it is
+handed, or that its `model_init` makes, to the CPU device, and an Accelerator each model that it prepares; nothing else
+is changed. A third run gives Trainer `mt.AdamW` wherever it would make torch's AdamW. What is on the Hub has a
+stand-in, in all runs: a tokenizer of words, tiny models with random weights and some text, by the names that the tests
+ask for. Tests that are marked as needing an accelerator are tried on the CPU too.
 
-One JSON line per run and per test that came out otherwise, then a table. Exit status 1 if a test that passes plain does
-not pass streamed.
+`--known` keeps what was found, so that a run can be made in parts; `--page` then writes docs/trainer-tests.md from it.
+One JSON line per test that came out otherwise than plain, then a table. Exit status 1 if a test fails, or comes out
+otherwise than plain, and `trainer_page.py` has no reason for it.
 """
 from __future__ import annotations
 
@@ -20,25 +23,39 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "examples/data/tinyshakespeare.txt"
-FILES = ["test_trainer.py", "test_trainer_optimizers.py", "test_trainer_checkpointing.py", "test_trainer_evaluation.py",
-         "test_trainer_data.py", "test_trainer_seq2seq.py"]
+PAGE = ROOT / "docs/trainer-tests.md"
+FILES = {
+    "transformers": [f"trainer/test_trainer{part}.py" for part in
+                     ("", "_accelerator", "_callback", "_checkpointing", "_data", "_evaluation", "_hyperparameter",
+                      "_optimizers", "_seq2seq")] + ["optimization/test_optimization.py",
+                                                     "optimization/test_greedy_lr.py"],
+    "accelerate": ["test_accelerator.py", "test_grad_sync.py", "test_optimizer.py", "test_scheduler.py",
+                   "test_state_checkpointing.py"]}
+RUNS = {"plain": "0", "streamed": "1", "mt.AdamW": "2"}           # the name of a run and its STREAMED
 SETTINGS = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": ""}
 ROWS = {"passed": 0, "failed": 1, "skipped": 2}       # a test's phases: the worst outcome counts
+
+Stream = Callable[[Any], Any]
 
 
 # ---------------------------------------------------------------- the plugin
 
 def pytest_configure(config: Any) -> None:
-    config.streamed = {"models": 0, "windows": 0}
-    _stand_in(Path(os.environ["STAND_INS"]))
-    if os.environ["STREAMED"] == "1":
-        _stream_all(config.streamed)
+    if os.environ["LIBRARY"] == "transformers":
+        _stand_in(Path(os.environ["STAND_INS"]))
+        _try_on_cpu()
+    if os.environ["STREAMED"] == "0":
+        return
+    (_stream_trainers if os.environ["LIBRARY"] == "transformers" else _stream_accelerators)(_streamer())
+    if os.environ["STREAMED"] == "2":
+        _give_adamw()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -51,7 +68,7 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def pytest_unconfigure(config: Any) -> None:
-    Path(os.environ["OUTCOMES"]).write_text(json.dumps({"tests": _outcomes, "streamed": config.streamed}))
+    Path(os.environ["OUTCOMES"]).write_text(json.dumps(_outcomes))
 
 
 _outcomes: dict[str, list[tuple[str, str]]] = {}
@@ -64,20 +81,25 @@ def _reason(report: Any) -> str:
     return str(crash.message if crash else report.longrepr or "")[:400]
 
 
-def _stream_all(count: dict[str, int]) -> None:
-    """Trainer's models, and nothing else of it."""
-    import transformers
-
+def _streamer() -> Stream:
+    """What streams a model and notes it, by the test that runs: a line of a file, which children write too."""
     import megatrain_torch as mt
     from megatrain_torch.wrap import find_runtime
 
     def stream(model: Any) -> Any:
         if find_runtime(model) is None:
             mt.stream(model, device="cpu")
-            count["models"] += 1
-            count["windows"] += len(find_runtime(model).windows)
+            test = os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" (", 1)[0].split("/")[-1]
+            with open(os.environ["MODELS"], "a") as models:
+                models.write(f"{test}\n")
         return model
 
+    return stream
+
+
+def _stream_trainers(stream: Stream) -> None:
+    """Trainer's models, and nothing else of it."""
+    import transformers
     own, made = transformers.Trainer.__init__, transformers.Trainer.call_model_init
 
     @functools.wraps(own)
@@ -91,7 +113,38 @@ def _stream_all(count: dict[str, int]) -> None:
     transformers.Trainer.__init__, transformers.Trainer.call_model_init = init, call_model_init
 
 
-# ---------------------------------------------------------------- what is on the Hub
+def _stream_accelerators(stream: Stream) -> None:
+    """What Accelerator.prepare is given as a model; its optimizer may have been made before."""
+    import accelerate
+    import torch
+    own = accelerate.Accelerator.prepare
+
+    @functools.wraps(own)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *(stream(a) if isinstance(a, torch.nn.Module) else a for a in args), **kwargs)
+
+    accelerate.Accelerator.prepare = prepare
+
+
+def _give_adamw() -> None:
+    """mt.AdamW where Trainer would make torch's for a streamed model, with the same arguments."""
+    import torch
+    import transformers
+
+    import megatrain_torch as mt
+    own = transformers.Trainer.get_optimizer_cls_and_kwargs
+
+    @functools.wraps(own)
+    def choose(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        cls, kwargs = own(args, model)
+        if cls is torch.optim.AdamW:
+            return mt.AdamW, {k: v for k, v in kwargs.items() if k != "fused"}
+        return cls, kwargs
+
+    transformers.Trainer.get_optimizer_cls_and_kwargs = staticmethod(choose)
+
+
+# ---------------------------------------------------------------- what is on the Hub, and what needs a GPU
 
 def make_stand_ins(folder: Path) -> None:
     """A tokenizer of the text's words and one tiny model of each kind that is asked for, in `folder`."""
@@ -147,58 +200,86 @@ def _stand_in(folder: Path) -> None:
     datasets.load_dataset = load_dataset
 
 
-# ---------------------------------------------------------------- the two runs
+def _try_on_cpu() -> None:
+    """Most tests marked so train a tiny model with some optimizer; what the CPU cannot do fails plain too."""
+    from transformers import testing_utils
 
-def run(ask: argparse.Namespace, stand_ins: Path, streamed: bool) -> dict[str, Any]:
+    def as_it_is(test: Any) -> Any:
+        return test
+
+    testing_utils.require_torch_accelerator = as_it_is
+
+
+# ---------------------------------------------------------------- the runs
+
+def run(ask: argparse.Namespace, library: str, files: list[str], stand_ins: Path, name: str) -> dict[str, Any]:
+    """The files' tests, in one process: outcome, reason and number of streamed models by test."""
     with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "outcomes.json"
-        env = os.environ | SETTINGS | {"STREAMED": str(int(streamed)), "STAND_INS": str(stand_ins),
-                                       "OUTCOMES": str(out)}
+        out, models = Path(scratch) / "outcomes.json", Path(scratch) / "models"
+        models.touch()
+        env = os.environ | SETTINGS | {"STREAMED": RUNS[name], "LIBRARY": library, "STAND_INS": str(stand_ins),
+                                       "OUTCOMES": str(out), "MODELS": str(models)}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tools"), str(ROOT), env.get("PYTHONPATH", "")]))
         command = [sys.executable, "-m", "pytest", "-q", "-p", Path(__file__).stem, "-p", "no:cacheprovider",
                    "--timeout", str(ask.timeout), "-W", "ignore", "--tb=short",
-                   "--continue-on-collection-errors", *(["-k", ask.k] if ask.k else [])]
-        done = subprocess.run(command + [f"tests/trainer/{f}" for f in ask.files], cwd=ask.checkout, env=env, text=True,
+                   "--continue-on-collection-errors", *(["-k", ask.k] if ask.k else []),
+                   *(f"tests/{file}" for file in files)]
+        done = subprocess.run(command, cwd=ask.checkout, env=env, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if ask.log:
-            (Path(ask.log) / f"{'streamed' if streamed else 'plain'}.log").write_text(done.stdout)
+            (Path(ask.log) / f"{Path(files[0]).stem}-{name}.log").write_text(done.stdout)
         if not out.exists():
             raise SystemExit(done.stdout[-4000:])
-        found = json.loads(out.read_text())
-    worst = {test: max(phases, key=lambda p: ROWS[p[0]]) for test, phases in found["tests"].items()}
-    return {"tests": worst, "streamed": found["streamed"]}
+        streamed = models.read_text().splitlines()
+        worst = {test: max(phases, key=lambda p: ROWS[p[0]]) for test, phases in json.loads(out.read_text()).items()}
+    return {test: [outcome, reason, streamed.count(test)] for test, (outcome, reason) in worst.items()}
 
 
-def count(run: dict[str, Any]) -> dict[str, int]:
-    outcomes = [outcome for outcome, _ in run["tests"].values()]
-    return {kind: outcomes.count(kind) for kind in ROWS}
+def run_all(ask: argparse.Namespace, known: dict[str, Any]) -> None:
+    """All files of a checkout, plain, then streamed; what is found goes into `known`."""
+    library = next((kind for kind in FILES if (ask.checkout / f"tests/{FILES[kind][0]}").exists()), None)
+    if library is None:
+        raise SystemExit(f"{ask.checkout}/tests has neither {' nor '.join(FILES[kind][0] for kind in FILES)}: "
+                         "give a checkout of transformers or of accelerate")
+    if ask.version:
+        known.setdefault("sources", {})[library] = ask.version
+    names = [name for name in RUNS if library == "transformers" or name != "mt.AdamW"]
+    with tempfile.TemporaryDirectory() as folder:
+        if library == "transformers":
+            make_stand_ins(Path(folder))
+        files = ask.files or FILES[library]
+        found = {name: run(ask, library, files, Path(folder), name) for name in names}
+    for test in dict.fromkeys(t for name in names for t in found[name]):
+        row = {name: found[name].get(test, ["missing", "", 0]) for name in names}
+        file = next(file for file in files if Path(file).name == test.split("::")[0])
+        known.setdefault(library, {}).setdefault(file, {})[test] = row
+        if any(row[name][0] != row["plain"][0] for name in names):
+            print(json.dumps({"test": test, **row}))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("checkout", type=Path)
+    parser.add_argument("checkout", type=Path, nargs="?", help="without one, only --page")
     parser.add_argument("-k", default="", help="pytest's expression")
-    parser.add_argument("--files", nargs="*", default=FILES)
+    parser.add_argument("--files", nargs="*", help="in the checkout's tests/; default: those that concern training")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one test")
     parser.add_argument("--log", help="folder for pytest's own output")
+    parser.add_argument("--known", type=Path, help="JSON file of what was found; added to")
+    parser.add_argument("--version", help="of the checkout, for the page")
+    parser.add_argument("--page", action="store_true", help="write docs/trainer-tests.md")
     ask = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        make_stand_ins(Path(folder))
-        plain, streamed = (run(ask, Path(folder), s) for s in (False, True))
-    for name, found in (("plain", plain), ("streamed", streamed)):
-        print(json.dumps({"run": name, **count(found), **found["streamed"]}))
-    lost = 0
-    for test, (outcome, reason) in streamed["tests"].items():
-        before, why = plain["tests"].get(test, ("missing", ""))
-        lost += before == "passed" and outcome != "passed"
-        if outcome == "failed" or outcome != before:
-            print(json.dumps({"test": test, "plain": before, "streamed": outcome, "reason": reason or why}))
-    print(f"\n{'':12}{'passed':>8}{'failed':>8}{'skipped':>9}")
-    for name, found in (("plain", plain), ("streamed", streamed)):
-        n = count(found)
-        print(f"{name:12}{n['passed']:8}{n['failed']:8}{n['skipped']:9}")
-    return 1 if lost else 0
+    known = json.loads(ask.known.read_text()) if ask.known and ask.known.exists() else {}
+    if ask.checkout:
+        run_all(ask, known)
+        known["versions"] = trainer_page.versions()
+    if ask.known:
+        ask.known.write_text(json.dumps(known, indent=1))
+    if ask.page:
+        PAGE.write_text(trainer_page.page(known))
+    print(trainer_page.totals(known))
+    return 1 if trainer_page.unexplained(known) else 0
 
 
 if __name__ == "__main__":
+    import trainer_page
     raise SystemExit(main())
