@@ -67,6 +67,12 @@ typedef struct job {
     float       clip;
 } job;
 
+/* Of a piece to or from the bounce buffer. */
+typedef struct way {
+    mt_disk *d;
+    int      unit, number, write;
+} way;
+
 struct mt_disk {
     mt_store       *store;
     mt_blocks      *file;
@@ -77,6 +83,10 @@ struct mt_disk {
     buffer         *buffers;             /* [n_buffers] */
     mt_arena        memory;              /* theirs, and one more: the bounce buffer's */
     char           *bounce;              /* bring and push. door */
+    mt_request      errand;              /* with the bounce buffer. These two: mu, and the file's while it is away */
+    way             sent;
+    mt_post         post;                /* of it. mu */
+    int             away;                /* its unit plus 1; 0: it is back. mu */
     int             bounced_unit, bounced_piece; /* that it has as the file does; -1: none. door */
     uint64_t        need;                /* written by add */
     unit           *units;               /* [n_units] of the store's, as far as added; grown by add */
@@ -395,7 +405,7 @@ static void read_ahead(mt_disk *d)
 {
     buffer *b;
 
-    while (!d->failed && d->next_unit >= 0 && d->next_unit != d->held &&
+    while (!d->failed && d->next_unit >= 0 && d->next_unit != d->held && d->next_unit + 1 != d->away &&
            find_piece(d, d->next_unit, d->next_piece) == NULL && (b = find_free(d)) != NULL) {
         b->unit = d->next_unit;
         b->piece = d->next_piece;
@@ -762,19 +772,19 @@ mt_status mt_disk_wait(mt_disk *d)
 
 /* ---- copies on the host: under door ------------------------------------------------------- */
 
-typedef struct errand {
-    mt_request r;
-    mt_disk   *disk;
-    int        over;             /* mu */
-} errand;
-
+/* On a thread of the file's. */
 static void errand_over(mt_request *r)
 {
-    errand  *e = r->arg;
-    mt_disk *d = e->disk;
+    const way e = *(const way *)r->arg;
+    mt_disk  *d = e.d;
 
+    if (r->st != MT_OK)
+        tell_fault(d, e.unit, e.number, r);
     pthread_mutex_lock(&d->mu);
-    e->over = 1;
+    mt_watch_end(mt_store_watch(d->store), &d->post, r->st);
+    *(r->write ? &d->stats.written_bytes : &d->stats.read_bytes) += r->moved;
+    d->away = 0;
+    read_ahead(d);
     pthread_cond_broadcast(&d->changed);
     pthread_mutex_unlock(&d->mu);
 }
@@ -791,37 +801,49 @@ static int in_the_way(const mt_disk *d, int u, int number, int write)
     return 0;
 }
 
+static int is_sent(void *arg)
+{
+    const way   *e = arg;
+    mt_disk     *d = e->d;
+    const piece *c = &d->units[e->unit].lay->pieces[e->number];
+
+    /* One that the watchdog did not wait for still has the buffer. */
+    if (d->away != 0 || in_the_way(d, e->unit, e->number, e->write))
+        return 0;
+    d->sent = *e;
+    d->away = e->unit + 1;
+    d->errand = (mt_request){ .write = e->write, .at = c->at, .mem = d->bounce, .bytes = c->bytes, .sums = c->sums,
+                              .done = errand_over, .arg = &d->sent };
+    mt_watch_begin(mt_store_watch(d->store), &d->post, "disk", mt_store_name(d->store, e->unit),
+                   e->write ? "a piece to be written (PUSHED)" : "a piece to be read for the host (WRITTEN)");
+    d->file->ops->put(d->file, &d->errand);
+    return 1;
+}
+
+static int is_back(void *arg)
+{
+    return ((const way *)arg)->d->away == 0;
+}
+
 /* A piece to or from the bounce buffer. No update of the unit is under way, but its writes may be. Parameters that are
  * pushed one after the other often share a piece, which is then read once. */
 static mt_status move(mt_disk *d, int u, int number, int write)
 {
-    const piece *c = &d->units[u].lay->pieces[number];
-    mt_watch    *watch = mt_store_watch(d->store);
-    mt_post      post;
-    errand       e = { .disk = d, .r = { .write = write, .at = c->at, .mem = d->bounce, .bytes = c->bytes,
-                                         .sums = c->sums, .done = errand_over, .arg = &e } };
+    way         e = { d, u, number, write };
+    mt_watch   *watch = mt_store_watch(d->store);
+    const char *name = mt_store_name(d->store, u);
+    mt_status   st;
 
     if (!write && d->bounced_unit == u && d->bounced_piece == number)
         return mt_ledger_check(d->store);
     d->bounced_unit = -1;
-    /* The request's memory is this thread's stack: so this wait has no end but its own, and is only listed. */
-    mt_watch_begin(watch, &post, "disk", mt_store_name(d->store, u),
-                   write ? "a piece to be written (PUSHED)" : "a piece to be read for the host (WRITTEN)");
-    pthread_mutex_lock(&d->mu);
-    while (in_the_way(d, u, number, write))
-        pthread_cond_wait(&d->changed, &d->mu);
-    d->file->ops->put(d->file, &e.r);
-    while (!e.over)
-        pthread_cond_wait(&d->changed, &d->mu);
-    mt_watch_end(watch, &post, e.r.st);
-    *(write ? &d->stats.written_bytes : &d->stats.read_bytes) += e.r.moved;
-    pthread_mutex_unlock(&d->mu);
-    if (e.r.st != MT_OK)
-        tell_fault(d, u, number, &e.r);
-    else
-        d->bounced_unit = u;
+    MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_sent, &e, name, "requests for the same piece"));
+    MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_back, &e, name, "a piece, for who reads or writes it here"));
+    MT_TRY(mt_ledger_check(d->store));
+    d->bounced_unit = u;
     d->bounced_piece = number;
-    return mt_ledger_check(d->store);
+fail:
+    return st;
 }
 
 /* Between the bounce buffer, which has the piece, and host planes; param -1: of all parameters. */
@@ -928,7 +950,10 @@ static mt_status push(mt_disk *d, int u, int param, unsigned planes)
     for (int i = 0; i < l->n_pieces && planes != 0 && st == MT_OK; i++) {
         if (!has(l, i, param))
             continue;
-        if ((st = move(d, u, i, 0)) == MT_OK && (st = copy_places(d, u, i, param, planes, 0)) == MT_OK)
+        if ((st = move(d, u, i, 0)) != MT_OK)
+            break;
+        d->bounced_unit = -1;            /* until it is written, the file has something else */
+        if ((st = copy_places(d, u, i, param, planes, 0)) == MT_OK)
             st = move(d, u, i, 1);
     }
     hold(d, -1);
@@ -1024,7 +1049,7 @@ void mt_disk_close(mt_disk *d)
         pthread_join(d->thread, NULL);
     pthread_mutex_lock(&d->mu);
     d->next_unit = -1;                   /* nothing more is read */
-    while (under_way(d))
+    while (under_way(d) || d->away != 0)
         pthread_cond_wait(&d->changed, &d->mu);
     pthread_mutex_unlock(&d->mu);
     for (int i = 0; i < d->n_units; i++)

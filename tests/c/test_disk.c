@@ -610,6 +610,44 @@ static void a_stalled_drive_is_named(void)
     close_world(&w);
 }
 
+/* Who reads on the host is told so too, and may ask again: what came late is not taken for what it asks for then. */
+static void a_stalled_read_for_the_host_is_named(void)
+{
+    world w;
+
+    open_world(&w, 1, 0);
+    step(&w, 0);
+    CHECK_OK(mt_disk_bring(w.disk, 2, MT_STATE_PLANES));         /* all is written */
+    mt_ledger_watchdog(w.store, 0.1);
+    atomic_store(&disk.stalled, 1);
+    CHECK_EQ(mt_disk_bring(w.disk, 1, MT_STATE_PLANES), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "disk, unit second waits for a piece to be read for the host (WRITTEN), since ");
+    CHECK_HAS(mt_last_error(), "; the caller, unit second waits for a piece");
+    CHECK_EQ(mt_disk_bring(w.disk, 0, MT_STATE_PLANES), MT_ESTUCK);
+    atomic_store(&disk.stalled, 0);
+    check(&w);
+    CHECK_OK(mt_ledger_check(w.store));
+    close_world(&w);
+}
+
+/* A push that failed half-way has changed the bounce buffer, and not the file. */
+static void what_was_not_pushed_is_not_read(void)
+{
+    world w;
+
+    open_world(&w, 1, 0);
+    step(&w, 0);
+    CHECK_OK(mt_disk_bring(w.disk, 2, MT_STATE_PLANES));
+    plane(&w, 2, 0, MT_PLANE_M)[0] = 77;
+    mt_store_drop(w.store, 2, MT_PLANE_V);
+    REQUIRE(mt_store_set_trainable(w.store, 2, 0, 0) == MT_OK);
+    CHECK_EQ(mt_disk_push(w.disk, 2, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_V), MT_EINVAL);
+    REQUIRE(mt_store_set_trainable(w.store, 2, 0, 1) == MT_OK);
+    CHECK_OK(mt_disk_chill(w.disk, 2));
+    check(&w);
+    close_world(&w);
+}
+
 /* Each update has its unit's bytes in the timeline once, whichever of its pieces is wanted. */
 static void an_updates_bytes_are_recorded_whatever_it_leaves_out(void)
 {
@@ -691,6 +729,8 @@ static void open_refuses_buffers_that_hold_nothing(void)
     X(a_changed_byte_names_its_unit_and_plane)                      \
     X(a_computation_that_fails_is_a_fault)                          \
     X(close_finishes_what_was_put_and_weights_wait_for_their_copies) \
+    X(a_stalled_read_for_the_host_is_named)                         \
+    X(what_was_not_pushed_is_not_read)                              \
     X(a_stalled_drive_is_named)                                     \
     X(an_updates_bytes_are_recorded_whatever_it_leaves_out)         \
     X(a_unit_has_one_home)                                          \
