@@ -17,7 +17,10 @@ typedef struct guest {
     mt_event       *lent;        /* recorded on run by lift */
     mt_arrive_part *parts;       /* [n] of the stay; NULL: there is none */
     int             n;
+    mt_post         post;        /* of `last` */
 } guest;
+
+#define COPIED "copies of its states (the event STORED)"
 
 struct mt_arrive {
     mt_dev         *dev;
@@ -28,6 +31,7 @@ struct mt_arrive {
 
     pthread_mutex_t mu;          /* held around puts too: one thread at a time */
     mt_queue       *queue;
+    mt_event       *drained;     /* recorded on the queue by who waits for all of it. mu */
     mt_arrive_stats stats;       /* mu */
     mt_debug        debug;       /* mu */
 };
@@ -44,6 +48,7 @@ mt_status mt_arrive_open(mt_dev *dev, mt_store *store, mt_arrive **out)
     a->dev = dev;
     a->store = store;
     pthread_mutex_init(&a->mu, NULL);
+    MT_TRY(dev->ops->event_open(dev, &a->drained));
     MT_TRY(dev->ops->queue_open(dev, "guests", &a->queue));
     *out = a;
     return MT_OK;
@@ -57,6 +62,7 @@ static void guest_close(const mt_arrive *a, guest *g)
 {
     if (g == NULL)
         return;
+    mt_watch_take(mt_store_watch(a->store), &g->post);
     a->dev->ops->event_close(g->last);
     a->dev->ops->event_close(g->lent);
     free(g->parts);
@@ -71,6 +77,7 @@ void mt_arrive_close(mt_arrive *a)
         a->dev->ops->queue_close(a->queue);
     for (int u = 0; u < a->n_guests; u++)
         guest_close(a, a->guests[u]);
+    a->dev->ops->event_close(a->drained);
     pthread_mutex_destroy(&a->mu);
     free(a->guests);
     free(a);
@@ -250,9 +257,10 @@ static void nothing(void *arg)
     (void)arg;
 }
 
-/* Between two pieces the queue waits for the host for a moment. A copy engine serves one stream until that
- * has to wait, and a few bytes that compute reads back meanwhile (a model's look at its mask, loss.item())
- * would wait for all that is put here: 97 ms behind 5 GB on an H200, with such waits one piece's 2.4 ms. */
+/* Behind each piece, the last too, which another unit's may follow, the queue waits for the host for a moment. A copy
+ * engine serves one stream until that has to wait, and a few bytes that compute reads back meanwhile (a model's look
+ * at its mask, loss.item()) would wait for all that is put here: 97 ms behind 5 GB on an H200, with such waits one
+ * piece's 2.4 ms. */
 static mt_status let_others(mt_arrive *a)
 {
     return a->dev->ops->call(a->queue, nothing, NULL);
@@ -275,7 +283,8 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
             st = let_others(a);
     }
     mt_timeline_end(a->timeline, &span, a->stats.h2d_bytes + a->stats.d2h_bytes - before, a->queue);
-    end = a->dev->ops->record(a->queue, g->last);
+    if ((end = a->dev->ops->record(a->queue, g->last)) == MT_OK)
+        mt_watch_put(mt_store_watch(a->store), &g->post, "guests", mt_store_name(a->store, unit), COPIED, g->last);
     return st != MT_OK ? st : end;
 }
 
@@ -470,6 +479,11 @@ fail:
     return st;
 }
 
+static mt_status wait_copied(mt_arrive *a, const guest *g, int unit)
+{
+    return mt_watch_event(mt_store_watch(a->store), g->last, mt_store_name(a->store, unit), COPIED);
+}
+
 mt_status mt_arrive_wait(mt_arrive *a, int unit)
 {
     guest    *g;
@@ -482,7 +496,7 @@ mt_status mt_arrive_wait(mt_arrive *a, int unit)
     skip = a->debug.skip;
     pthread_mutex_unlock(&a->mu);
     if (!(skip & MT_EDGE_STORED))
-        MT_TRY(a->dev->ops->sync_event(g->last));
+        MT_TRY(wait_copied(a, g, unit));
 fail:
     return st;
 }
@@ -497,14 +511,22 @@ mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
     st = g->parts != NULL ? put_copies(a, g, unit, &param, 1, planes, 1) : MT_OK;
     pthread_mutex_unlock(&a->mu);
     MT_TRY(st);
-    MT_TRY(a->dev->ops->sync_event(g->last));
+    MT_TRY(wait_copied(a, g, unit));
 fail:
     return st;
 }
 
 mt_status mt_arrive_drain(mt_arrive *a)
 {
-    return a->dev->ops->sync(a->queue);
+    mt_status st;
+
+    pthread_mutex_lock(&a->mu);
+    st = a->dev->ops->record(a->queue, a->drained);
+    pthread_mutex_unlock(&a->mu);
+    MT_TRY(st);
+    st = mt_watch_event(mt_store_watch(a->store), a->drained, NULL, "all copies of guests' states");
+fail:
+    return st;
 }
 
 /* ---- looking in ------------------------------------------------------------------------- */

@@ -52,6 +52,7 @@ struct mt_resident {
 
     pthread_mutex_t   mu;            /* held around puts too: one thread at a time */
     mt_queue         *queue;
+    mt_event         *drained;       /* recorded on the queue by who waits for all of it. mu */
     void             *scratch;       /* mu */
     size_t            scratch_bytes; /* mu */
     int               lifted;        /* the update that is being put asked for scratch. mu */
@@ -72,6 +73,7 @@ mt_status mt_resident_open(mt_dev *dev, mt_store *store, mt_resident **out)
     r->dev = dev;
     r->store = store;
     pthread_mutex_init(&r->mu, NULL);
+    MT_TRY(dev->ops->event_open(dev, &r->drained));
     MT_TRY(dev->ops->queue_open(dev, "resident", &r->queue));
     *out = r;
     return MT_OK;
@@ -100,6 +102,7 @@ void mt_resident_close(mt_resident *r)
         r->dev->ops->queue_close(r->queue);
     for (int u = 0; u < r->n_homes; u++)
         home_close(r, r->homes[u]);
+    r->dev->ops->event_close(r->drained);
     r->dev->ops->mem_free(r->dev, r->scratch);
     mt_store_device_close(r->store);
     pthread_mutex_destroy(&r->mu);
@@ -279,6 +282,17 @@ static mt_status record_done(mt_resident *r, home *h, int unit)
     return st;
 }
 
+/* On the host. */
+static mt_status wait_done(mt_resident *r, const home *h, int unit)
+{
+    return mt_watch_event(mt_store_watch(r->store), h->done, mt_store_name(r->store, unit), DONE);
+}
+
+static mt_status wait_drained(mt_resident *r)
+{
+    return mt_watch_event(mt_store_watch(r->store), r->drained, NULL, "all that residents were given");
+}
+
 /* ---- weights up ------------------------------------------------------------------------- */
 
 /* Under mu. Nothing to do when somebody was here before. run NULL: the queue has waited for it. */
@@ -376,7 +390,7 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
     if (!current)
         MT_TRY(fetch(r, h, unit, run));
     if (debug.sync)
-        MT_TRY(r->dev->ops->sync_event(h->done));
+        MT_TRY(wait_done(r, h, unit));
     /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
     if (!(debug.skip & MT_EDGE_STEPPED))
         MT_TRY(r->dev->ops->wait(run, h->done));
@@ -398,7 +412,7 @@ mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run)
     pthread_mutex_unlock(&r->mu);
     /* FETCHED: the copy reads what is then given back. */
     if (!(skip & MT_EDGE_FETCHED))
-        MT_TRY(mt_watch_event(mt_store_watch(r->store), h->done, mt_store_name(r->store, unit), DONE));
+        MT_TRY(wait_done(r, h, unit));
     pthread_mutex_lock(&r->mu);
     weights_leave(r, h, unit);
     pthread_mutex_unlock(&r->mu);
@@ -475,7 +489,7 @@ mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float cli
     pthread_mutex_unlock(&r->mu);
     MT_TRY(st);
     if (wait)
-        MT_TRY(r->dev->ops->sync_event(h->done));
+        MT_TRY(wait_done(r, h, u->unit));
 fail:
     return st;
 }
@@ -487,7 +501,8 @@ mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out)
     mt_status st;
 
     if (r->scratch_bytes < bytes) {
-        MT_TRY(r->dev->ops->sync(r->queue));
+        MT_TRY(r->dev->ops->record(r->queue, r->drained));
+        MT_TRY(wait_drained(r));
         MT_TRY(r->dev->ops->mem_alloc(r->dev, bytes, &mem));
         r->dev->ops->mem_free(r->dev, r->scratch);
         r->scratch = mem;
@@ -575,7 +590,7 @@ static mt_status bring_behind(mt_resident *r, home *h, int unit, unsigned planes
     changes = h->changes;
     pthread_mutex_unlock(&r->mu);
     MT_TRY(st);
-    MT_TRY(mt_watch_event(mt_store_watch(r->store), h->done, mt_store_name(r->store, unit), DONE));
+    MT_TRY(wait_done(r, h, unit));
     pthread_mutex_lock(&r->mu);
     for (int p = 0; p < MT_PLANE_COUNT && h->changes == changes; p++)    /* else some are again */
         for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
@@ -659,7 +674,7 @@ mt_status mt_resident_push(mt_resident *r, int unit, int param, unsigned planes)
     st = put_push(r, h, unit, param, planes);
     pthread_mutex_unlock(&r->mu);
     MT_TRY(st);
-    MT_TRY(mt_watch_event(mt_store_watch(r->store), h->done, mt_store_name(r->store, unit), DONE));
+    MT_TRY(wait_done(r, h, unit));
 fail:
     return st;
 }
@@ -691,9 +706,16 @@ fail:
 
 mt_status mt_resident_drain(mt_resident *r)
 {
-    mt_status st = r->dev->ops->sync(r->queue);
+    mt_status st;
 
-    return st == MT_OK && r->arrive != NULL ? mt_arrive_drain(r->arrive) : st;
+    pthread_mutex_lock(&r->mu);
+    st = r->dev->ops->record(r->queue, r->drained);
+    pthread_mutex_unlock(&r->mu);
+    MT_TRY(st);
+    MT_TRY(wait_drained(r));
+    st = r->arrive != NULL ? mt_arrive_drain(r->arrive) : MT_OK;
+fail:
+    return st;
 }
 
 /* ---- looking in ------------------------------------------------------------------------- */

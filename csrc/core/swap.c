@@ -109,14 +109,22 @@ static block *fitting(mt_swap *w, size_t bytes, block **largest)
     return best;
 }
 
+#define LEFT "copies of what it keeps (the event LEFT)"
+#define BACK "copies of what it keeps (the event BACK)"
+
+static mt_status host_waits(mt_swap *w, mt_event *e, const mt_post *p, const char *awaits)
+{
+    return w->store == NULL ? w->dev->ops->sync_event(e) : mt_watch_event(watch_of(w), e, p->unit, awaits);
+}
+
 /* Its copies must be over before its memory goes. */
 static mt_status give_up(mt_swap *w, block *b)
 {
     block   **at = &w->blocks;
     mt_status st;
 
-    MT_TRY(w->dev->ops->sync_event(b->b.filled));
-    MT_TRY(w->dev->ops->sync_event(b->b.landed));
+    MT_TRY(host_waits(w, b->b.filled, &b->b.filling, LEFT));
+    MT_TRY(host_waits(w, b->b.landed, &b->b.landing, BACK));
     while (*at != b)
         at = &(*at)->next;
     *at = b->next;
@@ -261,8 +269,7 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const m
     MT_TRY(w->dev->ops->record(q, leaving ? m->filled : m->landed));
     if (w->store != NULL)
         mt_watch_put(mt_store_watch(w->store), leaving ? &m->filling : &m->landing,
-                     leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit),
-                     leaving ? "copies of what it keeps (the event LEFT)" : "copies of what it keeps (the event BACK)",
+                     leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit), leaving ? LEFT : BACK,
                      leaving ? m->filled : m->landed);
     *count += copied;
     if (w->debug.sync)

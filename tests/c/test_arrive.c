@@ -358,6 +358,75 @@ static void a_stay_neither_begins_nor_ends_while_an_update_is_announced(void)
 
 /* ---- refusals and failures -------------------------------------------------------------- */
 
+/* ---- waits of the host ------------------------------------------------------------------ */
+
+static atomic_int open_gate;
+
+static void wait_for_gate(void *arg)
+{
+    while (!atomic_load(&open_gate))
+        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+    (void)arg;
+}
+
+#define STUCK(call) do {                                                                                      \
+        CHECK_EQ((call), MT_ESTUCK);                                                                          \
+        CHECK_HAS(mt_last_error(), "guests, unit embedding waits for copies of its states (the event STORED)"); \
+    } while (0)
+
+/* The host waits for copies that never come: told which, in the watchdog's time. */
+static void stalled_guests_are_named(void)
+{
+    hotel h;
+    char  list[200];
+
+    on_cpu(&h, 0);
+    mt_ledger_watchdog(h.store, 0.05);
+    moment(&h)[0] = 1;
+    atomic_store(&open_gate, 0);
+    REQUIRE(h.dev->ops->call(h.run, wait_for_gate, NULL) == MT_OK);      /* LENT holds the guests */
+    CHECK_OK(lift(&h));
+    STUCK(mt_arrive_wait(h.a, 0));
+    STUCK(mt_arrive_drain(h.a));
+    STUCK(mt_arrive_push(h.a, 0, 0, 1u << MT_PLANE_M));
+    atomic_store(&open_gate, 1);
+    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK_OK(mt_arrive_wait(h.a, 0));
+    mt_watch_tell(mt_store_watch(h.store), list, sizeof list);
+    CHECK_STR(list, "");
+    off_cpu(&h);
+}
+
+/* ---- others on the bus ------------------------------------------------------------------ */
+
+static mt_status (*call_really)(mt_queue *q, void (*fn)(void *arg), void *arg);
+static atomic_int calls;
+
+static mt_status call_counted(mt_queue *q, void (*fn)(void *arg), void *arg)
+{
+    atomic_fetch_add(&calls, 1);
+    return call_really(q, fn, arg);
+}
+
+static void the_host_comes_between_pieces(void)
+{
+    hotel      h;
+    mt_dev    *dev;
+    mt_dev_ops ops;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    ops = *dev->ops;
+    call_really = ops.call;
+    ops.call = call_counted;
+    dev->ops = &ops;
+    atomic_store(&calls, 0);
+    REQUIRE(hotel_open(&h, dev, mixed, PARAMS) == MT_OK);
+    CHECK_OK(lift(&h));
+    CHECK(h.n > 2);
+    CHECK_EQ(atomic_load(&calls), h.n);
+    off_cpu(&h);
+}
+
 static void what_makes_no_sense_is_refused(void)
 {
     mt_param_desc d = { MT_F32, 10, 1 };
@@ -429,6 +498,8 @@ static void every_failing_device_call_frees_everything(void)
     X(every_edge_is_kept)                                           \
     X(without_it_each_is_seen_to_matter)                            \
     X(a_stay_neither_begins_nor_ends_while_an_update_is_announced)  \
+    X(stalled_guests_are_named)                                     \
+    X(the_host_comes_between_pieces)                                \
     X(what_makes_no_sense_is_refused)                               \
     X(every_failing_device_call_frees_everything)
 CHECK_MAIN(TESTS)

@@ -3,6 +3,7 @@
 #include "toy.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/swap.h"
+#include "../../csrc/core/through.h"
 
 #include <pthread.h>
 #include <time.h>
@@ -333,6 +334,113 @@ static void a_stalled_swap_is_in_the_list(void)
     toy_close(&t);
 }
 
+/* A block that is given up for a larger one: who asks waits for its copies, and then it is in no list. */
+static void a_block_whose_copies_stall_is_not_given_up(void)
+{
+    char         mem[8192], list[600];
+    mt_swap_part small = { mem, 4096 }, large = { mem, sizeof mem };
+    mt_swap     *w;
+    uint64_t     bundle;
+    toy          t;
+    gate         g;
+
+    scene_open(&t, 2);
+    REQUIRE(mt_swap_open(t.dev, t.pool, &w) == MT_OK);
+    mt_swap_store(w, t.store);
+    shut(&t, t.run, &g);
+    CHECK_OK(mt_swap_out(w, 1, &small, 1, MT_SWAP_HOST, t.run, &bundle));
+    CHECK_OK(mt_swap_left(w, bundle, t.run));
+    CHECK_OK(mt_swap_back(w, bundle, &small, 1, t.run));
+    mt_swap_drop(w, bundle);
+    CHECK_EQ(mt_swap_out(w, 0, &large, 1, MT_SWAP_HOST, t.run, &bundle), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "swap out, unit layers.1 waits for copies of what it keeps (the event LEFT)");
+    CHECK_HAS(mt_last_error(), "; the caller, unit layers.1 waits for copies of what it keeps (the event LEFT)");
+    atomic_store(&g.open, 1);
+    CHECK_OK(t.dev->ops->sync(t.run));
+    shut(&t, t.run, &g);
+    atomic_store(&g.open, 1);
+    CHECK_OK(mt_swap_out(w, 0, &large, 1, MT_SWAP_HOST, t.run, &bundle));
+    CHECK_OK(mt_swap_left(w, bundle, t.run));
+    CHECK_OK(t.dev->ops->sync(t.run));
+    mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
+    CHECK_STR(list, "");
+    mt_swap_drop(w, bundle);
+    mt_swap_close(w);
+    toy_close(&t);
+}
+
+static mt_status put_gate(void *arg, mt_queue *q, float clip)
+{
+    (void)clip;
+    return q->dev->ops->call(q, wait_for_gate, arg);
+}
+
+static void a_stalled_device_update_is_named(void)
+{
+    static const int   params[1] = { 0 };
+    gate               g = { 0 };
+    mt_resident_update u = { .unit = 1, .params = params, .n_params = 1, .put = put_gate, .arg = &g };
+    mt_resident       *r;
+    void              *mem;
+    toy                t;
+
+    scene_open(&t, 2);
+    REQUIRE(mt_resident_open(t.dev, t.store, &r) == MT_OK);
+    REQUIRE(t.dev->ops->mem_alloc(t.dev, mt_store_hi_bytes(t.store, 1), &mem) == MT_OK);
+    REQUIRE(t.dev->ops->event_open(t.dev, &u.asked) == MT_OK);
+    CHECK_OK(mt_resident_settle(r, 1, mem));
+    CHECK_OK(mt_resident_put(r, &u, 1.0f));
+    CHECK_EQ(mt_resident_drain(r), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "device update, unit layers.1 waits for ");
+    CHECK_HAS(mt_last_error(), "; the caller waits for all that residents were given, since ");
+    atomic_store(&g.open, 1);
+    CHECK_OK(mt_resident_drain(r));
+    mt_resident_close(r);
+    t.dev->ops->event_close(u.asked);
+    t.dev->ops->mem_free(t.dev, mem);
+    toy_close(&t);
+}
+
+static mt_status list_one(void *arg, mt_through_tensor **out, int *n)
+{
+    static float one;
+
+    (void)arg;
+    REQUIRE((*out = calloc(1, sizeof **out)) != NULL);
+    **out = (mt_through_tensor){ .n = 1, .n_spans = 1 };
+    (*out)->span[0].host = &one;
+    (*out)->span[0].elem = sizeof one;
+    (*out)->span[0].group = 1;
+    *n = 1;
+    return MT_OK;
+}
+
+static mt_status gate_through(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip)
+{
+    (void)parts;
+    (void)n;
+    return put_gate(arg, q, clip);
+}
+
+static void a_stalled_piece_is_named(void)
+{
+    gate           g = { 0 };
+    mt_through_job job = { .unit = 1, .list = list_one, .compute = gate_through, .arg = &g };
+    mt_through    *th;
+    toy            t;
+
+    scene_open(&t, 2);
+    REQUIRE(mt_through_open(t.dev, t.store, 2, MT_THROUGH_LEAST, &th) == MT_OK);
+    mt_ledger_update_begin(t.store, 1);
+    CHECK_OK(mt_through_put(th, &job, 1.0f));
+    CHECK_EQ(mt_through_wait(th), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "through, unit layers.1 waits for its pieces to come down, since ");
+    atomic_store(&g.open, 1);
+    CHECK_OK(mt_through_wait(th));
+    mt_through_close(th);
+    toy_close(&t);
+}
+
 /* ---- what goes on ----------------------------------------------------------------------- */
 
 typedef struct slow_save {
@@ -384,5 +492,8 @@ static void a_long_save_that_goes_on_is_waited_for(void)
     X(a_stalled_d2h_is_named)                               \
     X(a_stalled_update_is_named)                            \
     X(a_stalled_swap_is_in_the_list)                        \
+    X(a_block_whose_copies_stall_is_not_given_up)           \
+    X(a_stalled_device_update_is_named)                     \
+    X(a_stalled_piece_is_named)                             \
     X(a_long_save_that_goes_on_is_waited_for)
 CHECK_MAIN(TESTS)
