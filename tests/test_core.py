@@ -190,6 +190,11 @@ SLOW_DRIVE = """
         return ((call *)dlsym(RTLD_NEXT, name))(fd, p, n, at);
     }
     ssize_t pwrite(int fd, const void *p, size_t n, off_t at) { return slowly("pwrite", fd, p, n, at); }
+    int fsync(int fd)
+    {
+        nanosleep(&(struct timespec){ 0, 700000000 }, NULL);
+        return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd);
+    }
     ssize_t pwrite64(int fd, const void *p, size_t n, off_t at) { return slowly("pwrite64", fd, p, n, at); }
 """
 SAVES = """
@@ -202,15 +207,21 @@ SAVES = """
     plane = engine.plane(unit, 0, core.PLANES["HI"])
     engine.watchdog(0.3)
     begun = time.monotonic()
-    engine.save_begin([(sys.argv[2], plane.nbytes, [(0, plane.ctypes.data, plane.nbytes, unit)])], [(unit, 1)], 0, 1, 1)
+    late = engine.add_unit("layers.1", [core.DTYPES["F32"]], [4 << 20], [True])
+    last = engine.plane(late, 0, core.PLANES["HI"])
+    engine.save_begin([(sys.argv[2], plane.nbytes, [(0, plane.ctypes.data, plane.nbytes, unit)]),
+                       (sys.argv[2] + ".1", last.nbytes, [(0, last.ctypes.data, last.nbytes, late)])],
+                      [(unit, 1), (late, 1)], 0, 1, 1)
     engine.wait_saved(unit)
+    engine.wait_saved(late)
     print(time.monotonic() - begun)
     engine.close()
 """
 
 
 def test_a_long_save_is_waited_for_however_patient_the_watchdog_is(tmp_path: Path) -> None:
-    """12 blocks, a twentieth of a second each: twice the watchdog's time, and never a tenth without a block."""
+    """12 blocks, a twentieth of a second each: twice the watchdog's time, and never a tenth without a block. And a sync of
+    their file that is longer than that, while the one thread that writes has blocks of another file to come."""
     (tmp_path / "slow.c").write_text(textwrap.dedent(SLOW_DRIVE))
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "slow.so", "slow.c", "-ldl"], cwd=tmp_path, check=True)
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(SAVES), _core.__file__, str(tmp_path / "saved")],

@@ -385,23 +385,46 @@ static mt_status finish_file(mt_shards *w, int i)
     return MT_OK;
 }
 
-static mt_status write_block(mt_shards *w, const buffer *m)
+/* *last: of its file. */
+static mt_status write_block(mt_shards *w, const buffer *m, int *last)
 {
     const stretch  *b = &w->blocks[m->block];
     const mt_shard *s = &w->shards[b->shard];
     size_t          bytes = block_bytes(s, b->number);
-    int             last;
     mt_status       st;
 
+    *last = 0;
     MT_TRY(move_pages(calls_of(w->how.calls), w->files[b->shard].fd, s->path, 1, m->mem, bytes,
                       (uint64_t)b->number * MT_BLOCK_BYTES));
     pthread_mutex_lock(&w->mu);
-    last = --w->files[b->shard].left == 0;
+    *last = --w->files[b->shard].left == 0;
     w->bytes += bytes;
     pthread_mutex_unlock(&w->mu);
-    if (last)
-        MT_TRY(finish_file(w, b->shard));
 fail:
+    return st;
+}
+
+/* For others, before the file's sync: a drive may take its time for that. */
+static void give_back(mt_shards *w, buffer *m)
+{
+    pthread_mutex_lock(&w->mu);
+    m->next = w->idle;
+    w->idle = m;
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->mu);
+}
+
+/* Nothing shows how far a sync has come: it is patient. */
+static mt_status sync_file(mt_shards *w, int i)
+{
+    mt_post   post = { .patient = 1 };
+    mt_status st;
+
+    if (w->how.watch != NULL)
+        mt_watch_put(w->how.watch, &post, "save", NULL, w->shards[i].path, NULL);
+    st = finish_file(w, i);
+    if (w->how.watch != NULL)
+        mt_watch_end(w->how.watch, &post, st);
     return st;
 }
 
@@ -412,20 +435,22 @@ static void *writer_main(void *arg)
 
     pthread_setname_np(pthread_self(), "mt-save-write");
     while ((m = take_full(w)) != NULL) {
+        int       last, file = w->blocks[m->block].shard;
         mt_post   post;
         mt_status st;
 
         /* A block that is written has moved: so does a save, however long it takes. */
         if (w->how.watch != NULL)
-            mt_watch_begin(w->how.watch, &post, "save", NULL, w->shards[w->blocks[m->block].shard].path);
-        st = write_block(w, m);
+            mt_watch_begin(w->how.watch, &post, "save", NULL, w->shards[file].path);
+        st = write_block(w, m, &last);
         if (w->how.watch != NULL)
             mt_watch_end(w->how.watch, &post, st);
+        give_back(w, m);
+        if (st == MT_OK && last)
+            st = sync_file(w, file);
         if (st != MT_OK)
             fail(w, st);
         pthread_mutex_lock(&w->mu);
-        m->next = w->idle;
-        w->idle = m;
         w->written += st == MT_OK;       /* behind its file's sync: all written is all synced */
         pthread_cond_broadcast(&w->changed);
         pthread_mutex_unlock(&w->mu);
