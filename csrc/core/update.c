@@ -536,26 +536,26 @@ static mt_status wait_until(awaited *a, int (*so_far)(void *), const char *await
     return mt_watch_until(mt_store_watch(u->store), &u->news, &u->mu, so_far, a, NULL, awaits);
 }
 
-/* Announces, then hands over: the updater never ends what was not begun. Returns the ticket; w may
- * be gone by then. */
-static uint64_t hand_over(mt_updater *u, work *w, int *sync)
+/* Waits for its turn, announces, then hands over: the updater never ends what was not begun. w is the updater's from
+ * here on, but after a failure, with which nothing was announced. */
+static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
 {
-    awaited  a = { .u = u };
-    uint64_t ticket;
+    awaited   a = { .u = u };
+    mt_status st;
 
+    MT_TRY(wait_until(&a, steps_are_few, "a step before this one"));
     for (int i = 0; i < w->n; i++)
         mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
-    /* Stuck: it is put all the same, since it was announced. Who waits for it is told. */
-    (void)wait_until(&a, steps_are_few, "a step before this one");
     pthread_mutex_lock(&u->mu);
-    ticket = w->ticket = ++u->submitted;
-    u->results[ticket % RESULTS] = (result){ 0 };
+    *ticket = w->ticket = ++u->submitted;
+    u->results[*ticket % RESULTS] = (result){ 0 };
     *u->last = w;
     u->last = &w->next;
     *sync = u->sync;
     pthread_cond_signal(&u->more);
     pthread_mutex_unlock(&u->mu);
-    return ticket;
+fail:
+    return st;
 }
 
 mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
@@ -568,13 +568,14 @@ mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, doub
 
     MT_TRY(mt_ledger_check(u->store));
     MT_TRY(work_make(u, jobs, n, max_norm, run, &w));
-    number = hand_over(u, w, &sync);        /* w is the updater's from here on */
+    MT_TRY(hand_over(u, w, &sync, &number));
     if (sync)
         st = mt_update_drain(u);
     *ticket = number;
     return st;
 
 fail:
+    work_free(w);
     for (int i = 0; i < n; i++)
         if (jobs[i].free != NULL)
             jobs[i].free(jobs[i].arg);

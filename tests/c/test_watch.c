@@ -296,6 +296,13 @@ static void a_stalled_update_is_named(void)
     CHECK_HAS(mt_last_error(), "host update, unit layers.1 waits for the pool, which computes its update, since ");
     CHECK_EQ(mt_update_drain(u), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "the steps that were asked for has not come in 0.1 s");
+    job.arg = NULL;
+    job.unit = 0;
+    for (int i = 1; i < 64; i++)                         /* as many as may wait */
+        CHECK_OK(mt_update_submit(u, &job, 1, 0, t.run, &ticket));
+    CHECK_EQ(mt_update_submit(u, &job, 1, 0, t.run, &ticket), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "a step before this one has not come");
+    CHECK_EQ(mt_ledger_version(t.store, 0), 64);         /* nothing was announced for the one too many */
     atomic_store(&g.open, 1);
     CHECK_OK(mt_update_drain(u));
     CHECK_OK(mt_ledger_wait_updates(t.store, 1));
