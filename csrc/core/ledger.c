@@ -402,9 +402,8 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
     return st;
 }
 
-/* The event, once made, stays; the device itself orders sync_event and a later record ("the
- * record that happened before this call"). So the lock covers the pointer only, and a host
- * writer that waits here never holds up the mover. */
+/* The event, once made, stays. The host asks until it is done, and so waits for records that are made meanwhile too.
+ * The lock covers the pointer only: a host writer that waits here never holds up the mover. */
 mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);

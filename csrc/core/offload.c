@@ -707,7 +707,7 @@ mt_status mt_offload_drain(mt_offload *o)
     pthread_mutex_lock(&o->mu);
     put = o->put;
     pthread_mutex_unlock(&o->mu);
-    /* The ledger first: its waits have a watchdog, which names a unit whose copy is stuck. */
+    /* The ledger first: its waits name the unit. */
     for (int u = 0; u < mt_store_units(o->store); u++)
         MT_TRY(mt_ledger_wait_grads(o->store, u));
     MT_TRY(wait_home(o, put));

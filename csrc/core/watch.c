@@ -27,7 +27,6 @@ void mt_watch_open(mt_watch *w)
     pthread_mutex_init(&w->asking, NULL);
     pthread_mutex_init(&w->mu, NULL);
     w->first = NULL;
-    w->suspect = NULL;
     mt_watch_limit(w, LIMIT_S);
     mt_watch_moved(w);
 }
@@ -118,8 +117,7 @@ void mt_watch_end(mt_watch *w, mt_post *p, mt_status st)
 typedef struct seen {
     const mt_post *at;
     uint64_t       since_ns;
-    mt_event      *event, *begun;
-    int            patient;
+    mt_event      *event;
     char           text[256];
 } seen;
 
@@ -142,8 +140,6 @@ static int next_longest(mt_watch *w, seen *s)
         s->at = found;
         s->since_ns = found->since_ns;
         s->event = found->event;
-        s->begun = found->begun;
-        s->patient = found->patient;
         snprintf(s->text, sizeof s->text, "%s%s%s waits for %s", found->queue, found->unit != NULL ? ", unit " : "",
                  found->unit != NULL ? found->unit : "", found->awaits);
     }
@@ -203,44 +199,26 @@ static void woken(mt_watch *w, uint64_t due_ns)
         mt_watch_moved(w);
 }
 
-/* Under asking. Something patient is not over, and no queue is seen at the same work a second time: the limit lies
- * between, since this moves. Compute may wait for a copy that is stuck, so compute alone would excuse too much. */
+/* Something patient is in the list. */
 static int is_excused(mt_watch *w)
 {
-    seen           s = { 0 };
-    const mt_post *at_work = NULL;
-    uint64_t       since_ns = 0;
-    int            patient = 0;
+    int patient = 0;
 
-    while (next_longest(w, &s)) {
-        if (s.patient)
-            patient |= !is_done(s.event);
-        else if (at_work == NULL && is_done(s.begun) && !is_done(s.event)) {
-            at_work = s.at;
-            since_ns = s.since_ns;
-        }
-    }
-    if (!patient || (at_work != NULL && at_work == w->suspect && since_ns == w->suspect_ns))
-        return 0;
-    w->suspect = at_work;
-    w->suspect_ns = since_ns;
-    mt_watch_moved(w);
-    return 1;
+    pthread_mutex_lock(&w->mu);
+    for (const mt_post *p = w->first; p != NULL && !patient; p = p->next)
+        patient = p->patient;
+    pthread_mutex_unlock(&w->mu);
+    if (patient)
+        mt_watch_moved(w);
+    return patient;
 }
 
 /* Under no lock of the caller's. MT_OK: p's wait goes on. */
 static mt_status judge(mt_watch *w, const mt_post *p)
 {
     char list[768];
-    int  excused;
 
-    if (left_of(w, p) > 0)
-        return MT_OK;
-    pthread_mutex_lock(&w->asking);
-    /* Another thread may have been here just now. */
-    excused = left_of(w, p) > 0 || is_excused(w);
-    pthread_mutex_unlock(&w->asking);
-    if (excused)
+    if (left_of(w, p) > 0 || is_excused(w))
         return MT_OK;
     mt_watch_tell(w, list, sizeof list);
     return MT_FAIL(MT_ESTUCK, "%s%s%s has not come in %g s, and nothing else has moved. Longest first: %s",

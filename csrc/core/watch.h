@@ -7,8 +7,8 @@
  *   moved    when anything was last begun, ended or copied
  *   stuck    somebody waits, and for the limit nothing has moved. A wait that finds itself stuck ends with MT_ESTUCK
  *            and the list of all posts, longest first: the first is where it began
- *   patient  of a post: what it waits for may take any time (compute, a drive's sync). While there is one nothing is
- *            stuck, but for a queue that has begun with something and is at it for the limit
+ *   patient  of a post: what it waits for may take any time, and shows nothing (a drive's sync). While there is one
+ *            nothing is stuck
  *
  *     mt_watch_i_am("d2h");                                // a thread of ours, once
  *
@@ -34,7 +34,6 @@
 typedef struct mt_post {
     const char     *queue, *unit, *awaits;   /* all outlive the post; unit NULL: none */
     mt_event       *event;                   /* a device queue's: listed until this is done. NULL: a thread's */
-    mt_event       *begun;                   /* done: the queue has come to it. NULL: nobody can say. The owner's */
     int             patient;                 /* what it waits for may take any time, and shows nothing. The owner's */
     uint64_t        since_ns;                /* 0: not in the list */
     struct mt_post *next, *before;
@@ -44,8 +43,6 @@ typedef struct mt_watch {
     pthread_mutex_t      asking;             /* then mu; no event that is in the list is closed meanwhile */
     pthread_mutex_t      mu;
     mt_post             *first;              /* mu */
-    const mt_post       *suspect;            /* a queue that was at work when all that moved was patient. asking */
-    uint64_t             suspect_ns;         /* its since_ns */
     atomic_uint_least64_t moved_ns, limit_ns;
 } mt_watch;
 
