@@ -144,7 +144,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             They are kept until its first step: no memory where they are mapped from a file, which must stay as it is.
 
     Raises:
-        MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed.
+        MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed. Where memory, or
+            room on the disk, is gone between check and use, the model is an ordinary one again, but weights that were
+            taken over by then have the type that `dtype` gave them.
     """
     choices = _choices(plan, compute, vram, nvme)
     _refuse_model(module)
