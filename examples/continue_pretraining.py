@@ -7,8 +7,8 @@
 
 The data is a text file or a folder of them; documents lie behind one another in rows of --seq
 tokens. A share of the rows is of the old kind, so that less of it is forgotten; the rate rises,
-stays, and falls at the end, so that a run can be made longer from any checkpoint. Loss on held-out
-text of both kinds is told before and after.
+stays, and falls in the last fifth, so that a run that was stopped before can be made longer: --resume
+with more --steps. Loss on held-out text of both kinds is told before and after.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def rows_of(path: Path, tokenizer: Any, seq: int) -> tuple[torch.Tensor, torch.T
         ids += [*tokenizer(file.read_text()).input_ids, tokenizer.eos_token_id]
     rows = torch.tensor(ids[: len(ids) // seq * seq]).view(-1, seq)
     held = min(HELD_OUT, len(rows) // 10)
+    if not held:
+        raise SystemExit(f"{path}: {len(rows)} rows of {seq} tokens; at least 10 are needed")
     return rows[: len(rows) - held], rows[len(rows) - held :]
 
 

@@ -51,6 +51,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not args.tiny and args.data is None:
         parser.error("a model and data are needed, or --tiny")
+    if args.images % args.micro:
+        parser.error(f"{args.images} images cannot be cut into {args.micro} equal micro-batches")
     return args
 
 
@@ -139,12 +141,15 @@ def main() -> None:
     if args.tiny:
         torch.set_num_threads(1)
         args.model, args.data = tiny_model(args.out / "random"), tiny_data(args.out / "latents")
+    files = sorted(args.data.glob("*.safetensors"))
+    if not files:
+        raise SystemExit(f"{args.data}: no .safetensors there")
     dtype = torch.float32 if args.tiny else torch.bfloat16
     model = SD3Transformer2DModel.from_pretrained(
         args.model, subfolder="transformer", torch_dtype=dtype
     )
     model = mt.stream(model, vram=args.vram)
-    losses = train(model, sorted(args.data.glob("*.safetensors")), args)
+    losses = train(model, files, args)
     model.save_pretrained(args.out / "transformer")
     tenth = max(1, len(losses) // 10)
     first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))

@@ -105,9 +105,10 @@ def train(model: Any, talks: list[Any], micro: int, args: argparse.Namespace) ->
     data = rows(talks, args.tokens // micro, begin * micro)
     for step in range(begin + 1, args.steps + 1):
         began, seen, loss = time.perf_counter(), 0, 0.0
-        for _ in range(micro):
-            batch = next(data)
-            part = model(**batch, use_cache=False).loss / micro
+        batches = [next(data) for _ in range(micro)]
+        targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        for batch in batches:  # losses are sums over the step's targets: rows have more or fewer
+            part = model(**batch, num_items_in_batch=targets, use_cache=False).loss
             part.backward()
             seen, loss = seen + batch["input_ids"].numel(), loss + part.item()
         opt.step()
@@ -149,6 +150,8 @@ def main() -> None:
     talks = [json.loads(line)["messages"] for line in args.data.read_text().splitlines()]
     talks = [tokens_of(messages, tokenizer, args.seq) for messages in talks]
     talks = [talk for talk in talks if any(label != -100 for label in talk["labels"])]
+    if not talks:
+        raise SystemExit(f"{args.data}: the assistant says nothing in the first {args.seq} tokens")
 
     config = AutoConfig.from_pretrained(args.model)
     plan = mt.plan(
@@ -159,7 +162,8 @@ def main() -> None:
     losses = train(model, talks, plan.micro, args)
     model.save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")
-    print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last; {args.out / 'model'}")
+    if losses:  # none where a run is resumed that was at its end
+        print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last; {args.out / 'model'}")
     print("Q: Who are you?\nA:", answer(model, tokenizer, "Who are you?"))
 
 

@@ -86,7 +86,7 @@ def train(model: Any, ids: torch.Tensor, args: argparse.Namespace) -> list[float
     opt = mt.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), max_grad_norm=1.0)
     losses = []
     for step in range(1, args.steps + 1):
-        began, at = time.perf_counter(), int(torch.randint(len(ids) - args.seq, ()))
+        began, at = time.perf_counter(), int(torch.randint(len(ids) - args.seq + 1, ()))
         row = ids[None, at : at + args.seq]
         loss = model(input_ids=row, labels=row, use_cache=False).loss
         loss.backward()
@@ -116,6 +116,8 @@ def main() -> None:
         return
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = tokens_of(args.data, tokenizer)
+    if len(ids) < 2 * args.seq:  # as much is held out as a step takes
+        raise SystemExit(f"{args.data}: {len(ids):,} tokens; at least {2 * args.seq:,} are needed")
     held, ids = ids[-args.seq :], ids[: -args.seq]
     model = mt.from_pretrained(AutoModelForCausalLM, args.model, config=config, plan=plan)
     losses = train(model, ids, args)

@@ -1,6 +1,7 @@
 """The recipes in examples/ run as they stand there, with --tiny: they learn, and resume where they can."""
 from __future__ import annotations
 
+import argparse
 import re
 import runpy
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+import megatrain_torch as mt
+
+transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
 FOLDER = Path(__file__).parents[1] / "examples"
 # The loss that --tiny comes down to, at most; what it needs besides transformers.
@@ -61,6 +64,42 @@ def test_a_recipe_resumes_as_if_it_had_not_stopped(name: str, at: int, end: int,
     again = steps(run(name, "--tiny", "--save-every", str(at), "--resume"))
     assert list(again) == [str(i) for i in range(at + 1, end + 1)]
     assert again == {step: whole[step] for step in again}
+
+
+@pytest.mark.parametrize("name, words, says", [
+    ("finetune_chat", ["--seq", "1"], "the assistant says nothing"),
+    ("continue_pretraining", ["--seq", "4096"], "7 rows of 4096 tokens; at least 10"),
+    ("long_context", ["--seq", "20000"], "30,000 tokens; at least 40,000"),
+    ("diffusion_transformer", ["--micro", "3"], "8 images cannot be cut into 3")])
+def test_what_cannot_be_trained_on_is_said_before_a_model_is_loaded(
+        name: str, words: list[str], says: str, run: Run, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    for package in RECIPES[name][1]:
+        pytest.importorskip(package)
+    monkeypatch.setattr(mt, "from_pretrained", None)
+    monkeypatch.setattr(mt, "stream", None)
+    with pytest.raises(SystemExit) as ended:
+        run(name, "--tiny", *words)
+    assert says in f"{ended.value} {capsys.readouterr().err}"
+
+
+def test_a_conversation_counts_by_what_is_learnt_of_it(run: Run, tmp_path: Path) -> None:
+    """Two rows, of which one has few targets; and a run that is resumed at its end is not told of twice."""
+    recipe = runpy.run_path(str(FOLDER / "finetune_chat.py"))
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **shape))
+    talks = [{"input_ids": torch.randint(64, (9,)).tolist(), "labels": [-100] * 9} for _ in range(4)]
+    for talk, learnt in zip(talks, (1, 8, 8, 8)):
+        talk["labels"][-learnt:] = talk["input_ids"][-learnt:]
+    some = [row for row, _ in zip(recipe["rows"](talks, 9, 0), range(2))]
+    counts = [int((row["labels"] != -100).sum()) for row in some]
+    want = sum(plain(**row).loss.item() * n for row, n in zip(some, counts)) / sum(counts)
+    args = argparse.Namespace(lr=1e-3, states="fp32", steps=1, out=tmp_path, resume=False, tokens=18, save_every=1)
+    model = mt.stream(plain, device="cpu")
+    assert counts[0] != counts[1] and recipe["train"](model, talks, 2, args) == [pytest.approx(want, rel=1e-5)]
+    args.resume = True
+    assert recipe["train"](model, talks, 2, args) == []
 
 
 def test_the_page_lists_every_recipe_and_what_is_asked_for_is_said(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
