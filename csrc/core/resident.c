@@ -352,11 +352,14 @@ static int is_old(const mt_resident *r, const home *h, int unit)
     return h->warm && first_behind(r, h, unit, 1u << MT_PLANE_HI) != MT_PLANE_COUNT;
 }
 
-/* FETCHED: a fetch of what was written there before the update may be in the queue still. */
+/* FETCHED: a fetch of what was written there before the update may be in the queue still. A save, which is about to
+ * bring what is newer, is not waited for: the next await is soon enough. */
 static mt_status old_leave(mt_resident *r, home *h, int unit, unsigned skip)
 {
     mt_status st = MT_OK;
 
+    if (mt_ledger_saving(r->store, unit))
+        return MT_OK;
     if (!(skip & MT_EDGE_FETCHED))
         MT_TRY(mt_ledger_wait_fetch(r->store, unit));
     pthread_mutex_lock(&r->mu);
