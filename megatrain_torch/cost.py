@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .formats import moved_bytes
 from .loss import chunk_tokens
 from .machine import Machine
-from .modes import HOST, KEEPS, read
+from .modes import DISK, HOST, KEEPS, read
 from .shapes import Product, Unit, Window
 from .slots import plan_slots
 from .templates import spared
@@ -42,7 +42,7 @@ class Cost:
         forward_host_s, backward_host_s: to launch it.
         kept: bytes of activations kept on the device from forward to backward.
         work: bytes beside those while its backward runs, weight gradients left out.
-        away: bytes that wait in host memory; of the modes that have any.
+        away: bytes that wait in host memory, or on disk; of the modes that have any.
     """
 
     forward_s: float
@@ -55,13 +55,14 @@ class Cost:
 
 
 def _with_host(cost: Cost, own: int) -> Cost:
-    """The same, and what it has by keeping it in host memory. own: bytes of its input, which "+split" leaves.
+    """The same, and what it has by keeping it in host memory or on disk. own: bytes of its input, which "+split"
+    leaves.
 
     While its backward runs, what it kept is on the device, and what the window before it kept comes back: as much.
     """
     found = dataclasses.replace(cost, **{name: dict(getattr(cost, name)) for name in
                                          ("backward_s", "backward_host_s", "kept", "work", "away")})
-    for name in HOST:
+    for name in (*HOST, *DISK):
         mode = read(name)
         if mode.keep in cost.kept:
             stays = 0 if mode.input else min(own, cost.kept[mode.keep])

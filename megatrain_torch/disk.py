@@ -6,6 +6,7 @@ with the process, or, after a crash, with the next run.
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ BLOCKS = 4                                             # of host memory that car
 POOL = 4                                               # threads of their updates: csrc/bind/engine_disk.c
 MEMORY_BYTES = (BUFFERS + 1) * BUFFER_BYTES            # one more to bring and push
 PADDING_BYTES = 16384                                  # of a parameter in the file, and of a buffer: at most
+BUNDLE_PADDING_BYTES = 65536                           # of a bundle: at most
 PADDING = "between, at most"                           # these bytes in a plan's table
 SPILLED = "activations"                                # there too: of windows that keep what they keep on disk
 YEAR_S = 365.25 * 24 * 3600
@@ -71,6 +73,11 @@ def unit_file_bytes(unit: Unit) -> tuple[int, int]:
     """(states of a unit, at most so many bytes between them) in the file: planes begin at whole blocks of it."""
     states = unit.masters + unit.moments
     return states, PADDING_BYTES * (unit.count + states // BUFFER_BYTES + 1) if states else 0
+
+
+def spilled_bytes(windows: Iterable[int]) -> int:
+    """Of the file, for what windows keep there: parts of a bundle, and bundles, begin at whole blocks."""
+    return sum(n + BUNDLE_PADDING_BYTES for n in windows)
 
 
 def file_bytes(asked: Asked) -> int:

@@ -1,15 +1,16 @@
 """Which unit is at home where, which activations are kept, how many slots: bytes of a choice, and the best one.
 
-The search: every combination of micro-batches, homes of units, slots, and first layers that keep in host memory
-what they keep, each with as many activations kept on the device as fit; a lower bound on the time of each, and the
-simulation of those whose bound is below the best time found. What may be chosen does not depend on the limits, so that
-more memory is never slower.
+The search: every combination of micro-batches, homes of units, slots, and first layers that keep in host memory, or on
+disk, what they keep, each with as many activations kept on the device as fit; a lower bound on the time of each, and
+the simulation of those whose bound is below the best time found. What may be chosen does not depend on the limits, so
+that more memory is never slower.
 """
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,9 +31,9 @@ from .cost import (
     lent_buffers,
     visiting_planes,
 )
-from .disk import MEMORY_BYTES, PADDING, POOL, unit_file_bytes
+from .disk import BLOCKS, MEMORY_BYTES, PADDING, POOL, SPILLED, spilled_bytes, unit_file_bytes
 from .machine import Machine
-from .modes import KEEPS
+from .modes import DISK, KEEPS
 from .shapes import Shape, Unit
 from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
 from .slots import plan_slots
@@ -61,7 +62,7 @@ class Wishes:
         homes: "ram", "vram", "arrive", "through" or "disk" for all units. activations: a mode for all windows that
             have it.
         speculate: updates on the host begin during backward.
-        nvme: bytes that states may take on disk; None: there is none.
+        nvme: bytes that states and activations may take on disk; None: there is none.
         grads: "ram", or "none": gradients are kept nowhere.
         states: how AdamW's are kept.
     """
@@ -97,11 +98,14 @@ class Track:
     Attributes:
         levels: modes of all windows, each list keeping more than the one before; peaks: bytes of activations and
             work of each; backward_s: of each. early: as peaks, while states that arrive are on the device.
-        away: bytes in host memory. out: those that cross the bus, each way: what leaves last does not.
+        away: bytes in host memory. out: those that cross the bus, each way: what leaves last does not. spilled: bytes
+            on disk; spill_s: seconds in which they are written and read.
     """
 
     away: int
     out: int
+    spilled: int = 0
+    spill_s: float = 0.0
     levels: list[tuple[str, ...]] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
@@ -224,9 +228,10 @@ class Problem:
         """Bytes of a unit's masters and moments."""
         return sum(visiting_planes(self.shape.units[unit]).values())
 
-    def disk_bytes(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
-        """On disk, by plane, and between them."""
-        total: dict[str, int] = {}
+    def disk_bytes(self, homes: tuple[Home, ...], micro: int, modes: tuple[str, ...] = ()) -> dict[str, int]:
+        """On disk, by plane, and between them; modes: with the activations of these."""
+        spilled = self.spills(self.micro(micro).costs, modes) if modes else {}
+        total: dict[str, int] = {SPILLED: spilled_bytes(spilled.values())} if spilled else {}
         for u in self.on_disk(homes, micro):
             unit = self.shape.units[u]
             for what, n in {**visiting_planes(unit), PADDING: unit_file_bytes(unit)[1]}.items():
@@ -260,15 +265,34 @@ class Problem:
             total["buffers of the disk"] = MEMORY_BYTES
         away = [u.gradients for u, home in zip(self.shape.units, homes) if not home]
         total["staging"] = STAGINGS * max(away, default=0) if micro > 1 else 0
-        total["activations"] = sum(self.away(micro, modes)) if modes else 0
+        total["activations"] = self.kept_there(self.micro(micro).costs, modes) if modes else 0
         if self.wishes.grads == "none":
             total["gradients"] = sum(self.lent(homes))
         return total
 
     def away(self, micro: int, modes: tuple[str, ...]) -> list[int]:
-        """By window, bytes that wait in host memory from its forward to its backward."""
-        costs = self.micro(micro).costs
+        """By window, bytes that wait in host memory, or on disk, from its forward to its backward."""
+        return self._away(self.micro(micro).costs, modes)
+
+    def _away(self, costs: list[Cost], modes: Sequence[str]) -> list[int]:
         return [c.away.get(mode, 0) * w.learns for c, mode, w in zip(costs, modes, self.shape.windows)]
+
+    def kept_there(self, costs: list[Cost], modes: Sequence[str]) -> int:
+        """Bytes of activations in host memory, with the blocks that carry those that are on disk."""
+        spilled = self.spills(costs, modes)
+        away = sum(n for n, mode in zip(self._away(costs, modes), modes) if mode not in DISK)
+        return away + min(BLOCKS, len(spilled)) * max(spilled.values(), default=0)
+
+    def spills(self, costs: list[Cost], modes: Sequence[str]) -> dict[int, int]:
+        """By window that keeps something on disk, its bytes."""
+        away = self._away(costs, modes)
+        return {w: n for w, (n, mode) in enumerate(zip(away, modes)) if n and mode in DISK}
+
+    def spill_s(self, spilled: dict[int, int]) -> float:
+        """Seconds of the drive; what is in host memory still is not read."""
+        sizes = list(spilled.values())
+        return sum(sizes) / (self.machine.disk_write_gbps * 1e9) \
+            + sum(sizes[:-BLOCKS]) / (self.machine.disk_read_gbps * 1e9)
 
     def planes_at_home(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """Of units at home in VRAM, by plane; what is there all the time."""
@@ -335,13 +359,25 @@ class Problem:
             able = [w for w, c in enumerate(costs) if mode in c.away and self.shape.windows[w].learns]
             counts = sorted({-(-len(able) * part // PARTS) for part in range(1, PARTS + 1)} - {0})
             tracks += [self._track(costs, least, True, dict.fromkeys(able[:n], mode)) for n in counts]
-        return tracks
+        return tracks + (self._disk_tracks(costs, least) if asked is None and self.wishes.nvme else [])
+
+    def _disk_tracks(self, costs: list[Cost], least: list[str]) -> list[Track]:
+        """The first layers keep on disk what some behind them keep in host memory."""
+        found = []
+        for keep in KEEPS:
+            able = [w for w, c in enumerate(costs) if f"{keep}+disk" in c.away and self.shape.windows[w].learns]
+            counts = sorted({-(-len(able) * part // PARTS) for part in range(1, PARTS + 1)} - {0})
+            for on_disk, away in itertools.combinations_with_replacement(counts, 2):
+                modes = dict.fromkeys(able[:away], f"{keep}+host") | dict.fromkeys(able[:on_disk], f"{keep}+disk")
+                found.append(self._track(costs, least, True, modes))
+        return found
 
     def _track(self, costs: list[Cost], least: list[str], free: bool, fixed: dict[int, str]) -> Track:
         """free: windows that are not fixed may keep more than the least."""
         modes = [fixed.get(w, mode) for w, mode in enumerate(least)]
-        away = [c.away.get(mode, 0) * w.learns for c, mode, w in zip(costs, modes, self.shape.windows)]
-        made = Track(sum(away), sum(away) - next((n for n in reversed(away) if n), 0))
+        away, spilled = self._away(costs, modes), self.spills(costs, modes)
+        made = Track(self.kept_there(costs, modes), sum(away) - next((n for n in reversed(away) if n), 0),
+                     spilled_bytes(spilled.values()), self.spill_s(spilled))
         learns, flying = np.array([w.learns for w in self.shape.windows]), np.array(self.flying)
         kept, work, seconds = (np.array([of(c)[m] for c, m in zip(costs, modes)])
                                for of in (lambda c: c.kept, lambda c: c.work, lambda c: c.backward_s))
@@ -389,7 +425,8 @@ class Problem:
             m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9, self.wishes.speculate,
             self.visiting(choice.homes), self.away(choice.micro, choice.modes),
             {u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in on_disk}, guess_shares(self.wishes.states),
-            {u: self.passing_s(u) for u in choice.passing}, self.lent(choice.homes))
+            {u: self.passing_s(u) for u in choice.passing}, self.lent(choice.homes),
+            frozenset(self.spills(costs, choice.modes)), m.disk_write_gbps * 1e9, m.disk_read_gbps * 1e9)
 
     def lent(self, homes: tuple[Home, ...]) -> list[int]:
         """Bytes of the buffers that gradients pass through, where they are kept nowhere."""
@@ -413,8 +450,10 @@ class Problem:
         self.simulations += 1
         return simulate(step, self.fetches[key])
 
-    def bound(self, homes: Homes, slots: int, micro: int, backward_s: float, out: int = 0) -> float:
+    def bound(self, homes: Homes, slots: int, micro: int, backward_s: float, out: int = 0, spill_s: float = 0.0
+              ) -> float:
         """Seconds that a step cannot undercut, each of its passes by itself. out: bytes of activations that cross.
+        spill_s: of the drive, which moves them one way at a time.
 
         The first forward: compute behind the first weights; updates, and compute behind the last of them; all
         weights across the bus, beside the updates; activations out. Later passes: compute; the weights that no slot
@@ -433,7 +472,7 @@ class Problem:
         passes = first + backward + (micro - 1) * (forward + adding) + homes.end_s
         added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
         alone = self._updates_alone(homes, micro) if self.wishes.grads == "none" else 0.0
-        return NORM_S + max(passes, added, alone, micro * homes.gradients / both)
+        return NORM_S + max(passes, added, alone, micro * homes.gradients / both, micro * spill_s)
 
     def _updates_alone(self, homes: Homes, micro: int) -> float:
         """Seconds of them, which a step takes at least where they run beside all of it."""
@@ -561,17 +600,17 @@ class Problem:
     # ---- the best ----
 
     def best(self) -> tuple[Choice, Timing] | None:
-        """The choice of least time; of equal ones that with the least VRAM. None: nothing fits."""
+        """The choice of least time; of equal ones that with the least on disk, then in VRAM. None: nothing fits."""
         vram, host, open_choices = self.machine.vram_bytes, self.machine.host_bytes, []
         for micro, homes, ring, slots, planes, on_host in self.combinations():
             fixed = planes + slots
-            for made, level in self._fitting(micro, vram - fixed, host - on_host, homes.visiting):
-                bound = self.bound(homes, slots, micro, made.backward_s[level], made.out)
+            for made, level in self._fitting(micro, vram - fixed, host - on_host, homes):
+                bound = self.bound(homes, slots, micro, made.backward_s[level], made.out, made.spill_s)
                 choice = Choice(micro, homes.units, ring, made.levels[level], homes.passing)
-                open_choices.append((bound, fixed + made.most(level, homes.visiting), choice))
-        open_choices.sort(key=lambda c: c[:2])
+                open_choices.append((bound, made.spilled, fixed + made.most(level, homes.visiting), choice))
+        open_choices.sort(key=lambda c: c[:3])
         best: tuple[Choice, Timing] | None = None
-        for bound, _, choice in open_choices[:MOST_SIMULATIONS]:
+        for bound, _, _, choice in open_choices[:MOST_SIMULATIONS]:
             if best is not None and bound >= best[1].seconds:
                 break
             timing = self.time(choice)
@@ -579,13 +618,17 @@ class Problem:
                 best = choice, timing
         return best
 
-    def _fitting(self, micro: int, vram: int, host: int, visiting: int) -> Iterator[tuple[Track, int]]:
-        """Tracks of which a level fits these bytes, beside `visiting` of states that arrive, and the highest such.
-        Those with something in host memory only where that leaves less to compute again than all before."""
-        best = math.inf
+    def _room(self, homes: tuple[Home, ...], micro: int) -> int:
+        """Bytes that states leave on disk."""
+        return (self.wishes.nvme or 0) - sum(self.disk_bytes(homes, micro).values())
+
+    def _fitting(self, micro: int, vram: int, host: int, homes: Homes) -> Iterator[tuple[Track, int]]:
+        """Tracks of which a level fits these bytes, beside states that arrive, and the highest such. Those with
+        something in host memory, or on disk, only where that leaves less to compute again than all before."""
+        best, room = math.inf, self._room(homes.units, micro)
         for track in self.micro(micro).tracks if vram >= 0 and host >= 0 else ():
-            level = track.level(vram, visiting)
-            if level >= 0 and track.away <= host and track.backward_s[level] < best:
+            level = track.level(vram, homes.visiting)
+            if level >= 0 and track.away <= host and track.spilled <= room and track.backward_s[level] < best:
                 yield track, level
                 best = track.backward_s[level] if track.away == 0 else best
                 if best == track.backward_s[-1]:
@@ -595,17 +638,18 @@ class Problem:
         """Does anything that may be chosen?"""
         return any(True for _ in self.fitting())
 
-    def fitting(self) -> Iterator[tuple[int, Homes]]:
-        """(micro-batches, homes) of all that may be chosen, and fits."""
+    def fitting(self) -> Iterator[tuple[int, Homes, Track]]:
+        """(micro-batches, homes, activations) of all that may be chosen, and fits."""
         vram, host = self.machine.vram_bytes, self.machine.host_bytes
-        return ((micro, homes) for micro, homes, _, slots, planes, on_host in self.combinations()
-                for _ in self._fitting(micro, vram - slots - planes, host - on_host, homes.visiting))
+        return ((micro, homes, track) for micro, homes, _, slots, planes, on_host in self.combinations()
+                for track, _ in self._fitting(micro, vram - slots - planes, host - on_host, homes))
 
     def needs(self) -> tuple[int | None, int | None]:
         """(least VRAM within the host's limit, least host memory within the VRAM's); None: not with any."""
         vram, host = [], []
         for micro, homes, _, slots, planes, on_host in self.combinations():
-            for track in self.micro(micro).tracks:
+            room = self._room(homes.units, micro)
+            for track in (t for t in self.micro(micro).tracks if t.spilled <= room):
                 need = slots + planes + track.most(0, homes.visiting)
                 if on_host + track.away <= self.machine.host_bytes:
                     vram.append(need)

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from .cost import PASSING_BYTES, Home
-from .disk import PADDING, Disk, years
+from .disk import PADDING, SPILLED, Disk, years
 from .errors import MegatrainError
 from .formats import FORMATS, check_states
 from .limits import parse_bytes, show_bytes, without_margin
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
-from .modes import GRADS, HOMES, HOST, KEEPS
+from .modes import DISK, GRADS, HOMES, MODES
 from .placement import Choice, Problem, Wishes
 from .shapes import Shape, shape_of
 from .simulate import Timing
@@ -56,7 +56,8 @@ class Plan:
         busy: seconds of work by lane. idle: seconds in which compute stands still, by what it waits for. Both by the
             names that mt.last_step has.
         speculate: updates on the host begin during backward.
-        disk: bytes in the file by what they hold; states are read and written once in a step. nvme: where it may be,
+        disk: bytes in files by what they hold; states are read and written once in a step, activations once in a
+            micro-batch. nvme: where it may be,
             and disk_room: bytes it may have; None and 0 without.
         grads: "ram", or "none": gradients are kept nowhere.
         states: how mt.AdamW keeps its states.
@@ -89,13 +90,13 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Of the file: states, and what lies between them."""
+        """Of the files: states, what lies between them, and activations."""
         return sum(self.disk.values())
 
     @property
     def disk_written(self) -> int:
-        """Bytes of states in a step."""
-        return self.disk_bytes - self.disk.get(PADDING, 0)
+        """Bytes of states in a step, and of activations of each micro-batch."""
+        return self.disk_bytes - self.disk.get(PADDING, 0) + (self.micro - 1) * self.disk.get(SPILLED, 0)
 
     @property
     def disk_years(self) -> float:
@@ -165,15 +166,15 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             what the machine has; of host memory, by default, 2 % stay free.
         micro: micro-batches of a step; None: as many as are best.
         homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" for all units. activations: "replay",
-            "attention", "selective" or "saved", with "+host" or "+split" where what is kept waits in host memory, for
-            all windows that have it. slots: ring size. None: what is best.
+            "attention", "selective" or "saved", with "+host" or "+split" where what is kept waits in host memory, with
+            "+disk" and nvme in a file, for all windows that have it. slots: ring size. None: what is best.
         speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
             in vain, as where nothing is clipped.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
         compute, dtype, units: as for mt.stream.
         layers: of a config, instead of its own number.
-        nvme: directory for states that host memory does not hold, as for mt.stream; for another machine
+        nvme: directory for states and activations that host memory does not hold, as for mt.stream; for another machine
             {"limit": "2TB"} is enough.
 
     Raises:
@@ -183,6 +184,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     disk = Disk.parse(nvme, somewhere=True)
     if homes == "disk" and disk is None:
         raise MegatrainError("homes='disk': give the directory, nvme='/path'")
+    if activations in DISK and disk is None:
+        raise MegatrainError(f"activations={activations!r}: give the directory, nvme='/path'")
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate,
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro, speculate),
                                  states=check_states(states))
@@ -223,7 +226,7 @@ def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations:
         raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
     for name, value, known in (("compute", compute, ("auto", "fused", "eager")),
                                ("homes", homes, HOMES),
-                               ("activations", activations, (*KEEPS, *HOST))):
+                               ("activations", activations, MODES)):
         if value is not None and value not in known:
             raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
     if slots is not None and slots < 2:
@@ -241,8 +244,8 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
          for i, (u, home) in enumerate(zip(shape.units, choice.homes))},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
-        timing.idle, _window_weights(shape), wishes.speculate, problem.disk_bytes(choice.homes, choice.micro),
-        grads=wishes.grads, states=wishes.states)
+        timing.idle, _window_weights(shape), wishes.speculate,
+        problem.disk_bytes(choice.homes, choice.micro, choice.modes), grads=wishes.grads, states=wishes.states)
 
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
@@ -330,7 +333,8 @@ def _fits(problem: Problem, **other: Any) -> bool:
 def _least_disk(problem: Problem) -> int:
     """Bytes of a disk with which it fits; 0: with none."""
     tried = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, nvme=ENDLESS))
-    return min((sum(tried.disk_bytes(homes.units, micro).values()) for micro, homes in tried.fitting()), default=0)
+    return min((sum(tried.disk_bytes(homes.units, micro).values()) + track.spilled
+                for micro, homes, track in tried.fitting()), default=0)
 
 
 def _longest(problem: Problem) -> int | None:
@@ -364,7 +368,7 @@ def _in_words(changes: dict[str, Any], whole: Machine) -> str:
         elif value is None:
             words.append(f"no {name} asked for")
         elif name == "nvme":
-            words.append(f"nvme=a directory with {value['limit']} bytes ({show_bytes(value['limit'])}) for states")
+            words.append(f"nvme=a directory with {value['limit']} bytes ({show_bytes(value['limit'])})")
         else:
             words.append(f"{name}={value!r}" + _WHAT_IT_TAKES.get(name, ""))
     return "; ".join(words or ["nothing less than both more device and more host memory, or fewer parameters"]) + "."

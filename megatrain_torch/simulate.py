@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from .arrive import AHEAD, STAY
 from .cost import OFFLOAD_DEPTH, STAGINGS
+from .disk import BLOCKS
 from .report import OWN
 from .timeline import LANES
 
@@ -36,7 +37,8 @@ class Step:
         slots: bytes of each slot. micro: micro-batches.
         h2d, d2h, both, busy: bytes/s; see Machine.
         speculate: updates on the host begin during backward, and all that do are kept.
-        away: [w] bytes of what it keeps in host memory between forward and backward; none: of no window.
+        away: [w] bytes of what it keeps in host memory between forward and backward; none: of no window. spilled:
+            windows of those that keep it in a file; write, read: its bytes/s.
         lent: bytes of the buffers that gradients pass through where they are kept nowhere; [] where they are kept.
             Updates then follow their gradients, in backward.
         passing: {u: seconds} of updates that pass through the device, beside the host's. No unit is in both this and
@@ -71,6 +73,9 @@ class Step:
     shares: tuple[float, float] = (1.0, 1.0)
     passing: dict[int, float] = field(default_factory=dict)
     lent: list[int] = field(default_factory=list)
+    spilled: frozenset[int] = frozenset()
+    write: float = 1.0
+    read: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ class _Walk:
         self.launch = launch
         self.busy = dict.fromkeys(RESOURCES, 0.0)
         self.idle = dict.fromkeys(("host update", "disk", "h2d", "d2h", "host sum", "through", "swap out", "swap back",
-                                   OWN), 0.0)
+                                   "swap disk", OWN), 0.0)
         self.opened = 0                         # windows of the forward under way
         self.guests = 0.0                       # when the last copies of states that arrive are over
         self.ready: dict[int, float] = {}       # by unit: when its copy is over, and when it is in the queue
@@ -165,6 +170,11 @@ class _Walk:
         self.swap_out = 0.0                     # that queue; its copies back share the bus with fetches: h2d
         self.away: list[int] = []               # windows whose bundles are out, latest last
         self.back: dict[int, float] = {}        # by window: when its bundle is on the device again
+        self.out_for = "swap out"               # what held the last copy out up
+        self.back_for: dict[int, str] = {}      # by window: what held its copy back up, where it was not that queue
+        self.spills: list[int] = []             # windows whose bundles are in the file, latest last
+        self.written: dict[int, float] = {}     # by window: when
+        self.drive = 0.0                        # when the file is through; states on disk come first
         self.landed: list[float] = []
         self.added: list[float] = []
         if step.lent:
@@ -184,6 +194,7 @@ class _Walk:
         self.updates = {"host update": sum(step.update_s[u] for u in host if self._updater(u) == "host update"),
                         "device update": sum(step.update_s) - sum(step.update_s[u] for u in host),
                         "disk": sum(step.disk.values()), "disk update": sum(step.update_s[u] for u in step.disk)}
+        self.drive = self.lanes["disk"]
         self._guests_leave(sum(step.passing.values()))
 
     def _updates(self) -> None:
@@ -206,6 +217,7 @@ class _Walk:
                 elif step.update_s[u]:
                     now += step.update_s[u] * (step.shares[1] if u in self.early else 1.0)
                     self.done[u] = now
+        self.drive = drive
         self.updated, self.updates = max(now, passed), {"host update": now, "device update": self.run,
                                            "disk": sum(step.disk.values()),
                                            "disk update": sum(step.update_s[u] for u in step.disk)}
@@ -333,18 +345,51 @@ class _Walk:
 
     def leave(self, w: int) -> None:
         """A window's bundle leaves behind its forward; compute waits for the one before it, whose memory is needed."""
-        before = self.swap_out
-        self.swap_out = self._copied(max(self.swap_out, self.run), self.step.away[w], self.step.both)
-        self.busy["swap out"] += self.swap_out - max(before, self.run)
+        before, held = self.swap_out, self.out_for
+        start, self.out_for = max(before, self.run), "swap out"
+        if w in self.step.spilled:
+            start = self._block(start)
+        self.swap_out = self._copied(start, self.step.away[w], self.step.both)
+        self.busy["swap out"] += self.swap_out - start
+        if w in self.step.spilled:
+            self._write(w)
         if self.away:
-            self.wait(before, "swap out")
+            self.wait(before, held)
         self.away.append(w)
+
+    def _block(self, start: float) -> float:
+        """Python waits for a block that is written; none is free of the bundles that left last."""
+        if len(self.spills) >= BLOCKS and (free := self.written[self.spills[-BLOCKS]]) > self.launch:
+            self.launch, self.held = free, "swap disk"
+            if free > start:
+                start, self.out_for = free, "swap disk"
+        return start
+
+    def _write(self, w: int) -> None:
+        took = self.step.away[w] / self.step.write
+        self.drive = self.written[w] = max(self.drive, self.swap_out) + took
+        self.busy["swap disk"] += took
+        self.spills.append(w)
+
+    def _read(self, w: int) -> float:
+        """When a bundle is in host memory: the latest are still; each that came back leaves its block to one more."""
+        at = self.spills.index(w)
+        if at + BLOCKS >= len(self.spills):
+            return 0.0
+        took = self.step.away[w] / self.step.read
+        self.drive = max(self.drive, self.back.get(self.spills[at + BLOCKS], 0.0)) + took
+        self.busy["swap disk"] += took
+        if self.drive > self.launch:
+            self.launch, self.held = self.drive, "swap disk"
+        return self.drive
 
     def come(self, w: int) -> None:
         """A bundle begins to come back, unless it is the last that left: that is on the device still."""
         if w in self.back or w not in self.away[:-1]:
             return
         start = max(self.h2d, self.run)
+        if w in self.step.spilled and (there := self._read(w)) > start:
+            start, self.back_for[w] = there, "swap disk"
         self.h2d = self.back[w] = self._copied(start, self.step.away[w], self.step.both)
         self.busy["swap back"] += self.h2d - start
 
@@ -352,7 +397,7 @@ class _Walk:
         """In front of a window's backward: its own bundle, and the one of the window before it."""
         self.come(w)
         if w in self.back:
-            self.wait(self.back[w], "swap back")
+            self.wait(self.back[w], self.back_for.get(w, "swap back"))
         if w < self.away[-1]:
             self.wait(self.swap_out, "swap out")
         if w > 0:
@@ -360,7 +405,8 @@ class _Walk:
 
     def forget(self) -> None:
         """A backward is through."""
-        self.away, self.back = [], {}
+        self.away, self.back, self.back_for = [], {}, {}
+        self.spills, self.written = [], {}
 
     def end(self) -> None:
         """All gradients are home; an update that began before is finished, the others begin in their time."""

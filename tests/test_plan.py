@@ -389,7 +389,8 @@ def every_choice(p: Problem) -> list[Choice]:
         fitting += [Choice(micro, homes.units, ring, modes, homes.passing) for made in p.micro(micro).tracks
                     for level, modes in enumerate(made.levels)
                     if slots + planes + made.most(level, homes.visiting) <= p.machine.vram_bytes
-                    and host + made.away <= p.machine.host_bytes]
+                    and host + made.away <= p.machine.host_bytes
+                    and made.spilled <= (p.wishes.nvme or 0) - sum(p.disk_bytes(homes.units, micro).values())]
     return fitting
 
 

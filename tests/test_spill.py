@@ -5,6 +5,7 @@ The control of each run is the same training with the same amount kept on the de
 """
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import resource
@@ -17,6 +18,7 @@ import edges
 import fusing
 import parity
 import pytest
+import torch
 from edges import Scenario
 from fusing import padded
 from test_fused import FAMILIES
@@ -26,6 +28,7 @@ from torch import nn
 import megatrain_torch as mt
 from megatrain_torch.errors import MegatrainError
 from megatrain_torch.modes import DISK, read
+from megatrain_torch.simulate import Step, simulate
 from megatrain_torch.wrap import runtime_of
 
 pytestmark = pytest.mark.usefixtures("streaming")
@@ -143,6 +146,58 @@ def test_reports_and_traces_show_it(tmp_path: Path) -> None:
     reads = [s.unit for s in lane if s.work == "read"]
     layers = [n for n in runtime_of(model).unit_names if "layers" in n]
     assert all(unit in layers for unit in reads)
+
+
+# ---------------------------------------------------------------- plans
+
+def test_a_plan_is_what_happens(tmp_path: Path) -> None:
+    from test_plan import FLAT
+    model = fusing.lm("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=6)()
+    asked = {"tokens": 512, "seq": 64, "machine": dataclasses.replace(FLAT, device="cpu"), "compute": "fused",
+             "activations": "selective+disk", "micro": 1}
+    with pytest.raises(MegatrainError, match=r"activations='selective\+disk': give the directory"):
+        mt.plan(model, **asked)
+    plan = mt.plan(model, **asked, nvme=str(tmp_path))
+    assert set(plan.activations.values()) == {"saved", "selective+disk"} and "years of such steps" in str(plan)
+    model = mt.stream(model, "cpu", plan=plan)
+    core = runtime_of(model).core
+    assert core.swap_file()[1] == plan.disk["activations"] == plan.disk_written
+    ids = torch.randint(90, (8, 64))
+    loss = model(input_ids=ids, labels=ids).loss
+    assert core.swap_bytes()[0] == pytest.approx(plan.host["activations"], rel=0.03)
+    assert core.swap_file()[2] == pytest.approx(plan.disk["activations"] - 6 * 65536, rel=0.03)
+    loss.backward()
+    assert core.swap_file()[1] == plan.disk["activations"], "the room that was reserved was enough"
+
+
+def test_a_million_tokens_go_to_device_host_and_disk() -> None:
+    from test_plan import seven
+    asked = {"tokens": 1 << 20, "seq": 1 << 20, "machine": "h200-128g", "states": "8bit"}
+    with pytest.raises(MegatrainError) as refused:
+        mt.plan(seven(20), **asked)
+    least = refused.value.changes["nvme"]["limit"]
+    plan = mt.plan(seven(20), **asked, nvme={"limit": "64GiB"})
+    kinds = {m.partition("+")[2] for m in plan.activations.values()}
+    assert kinds == {"", "host", "disk"} and least <= plan.disk_bytes <= 64 << 30
+    assert plan.disk_written == plan.disk["activations"] and plan.disk_years < 5
+    assert plan.vram_bytes <= plan.machine.vram_bytes and plan.host_bytes <= plan.machine.host_bytes
+
+
+def test_the_disk_hides_behind_compute_where_it_has_time() -> None:
+    """Six windows of 1 s forward and 2 s backward, 10 bytes each, four blocks. At 10 byte/s a write takes 1 s,
+    and the two that are read have come in time. At 2 byte/s it takes 5 s: the fifth
+    window leaves when the first is written, at 6 s, the sixth at 11 s; the last write ends at 31 s, and the read of the
+    second window at 32 s, for which Python waits before the third's backward, at 17 s without."""
+    def taken(write: float, spilled: int) -> Any:
+        return simulate(Step([1.0] * 6, [2.0] * 6, [0.0] * 6, [0.0] * 6, [(0,)] * 6, [(0,)] * 6, [()] * 6, [True],
+                             [0], [0], [0.0], [0.0], [], 1, 1e9, 1e9, 1e9, 1e9, away=[10] * 6,
+                             spilled=frozenset(range(spilled)), write=write, read=10.0))
+
+    free = taken(1.0, 0)
+    assert taken(10.0, 6).seconds == pytest.approx(free.seconds)
+    slow = taken(2.0, 6)
+    assert slow.seconds == pytest.approx(free.seconds + 20.0) and slow.busy["swap disk"] == 32.0
+    assert slow.idle["swap disk"] == pytest.approx(20.0)
 
 
 # ---------------------------------------------------------------- the file is no good
