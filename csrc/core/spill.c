@@ -211,7 +211,8 @@ static void read_ahead(mt_spill *s)
 {
     block *b;
 
-    if (s->cursor == 0 || s->stop)
+    /* Broken: a wait for the device failed, so a block that looks idle may not be. */
+    if (s->cursor == 0 || s->stop || s->broken != MT_OK)
         return;
     for (mt_spilled *k = s->newest; k != NULL; k = k->older) {
         if (k->number >= s->cursor || k->block != NULL || k->at != STORED || k->dropped || k->st != MT_OK)

@@ -30,7 +30,7 @@ static struct {
     atomic_int stalled;                  /* writes wait until it is 0 */
     atomic_int begun;                    /* writes */
     atomic_int reads;
-    off_t      read_at[64];              /* the first of those, in the order they began */
+    atomic_long read_at[64];             /* the first of those, in the order they began */
 } disk;
 
 static void nap(long us)
@@ -54,10 +54,11 @@ static int struck(atomic_int *n)
 
 static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
 {
-    int n = atomic_fetch_add(&disk.reads, 1);
+    int n = atomic_load(&disk.reads);
 
     if (n < 64)
-        disk.read_at[n] = at;
+        atomic_store(&disk.read_at[n], (long)at);
+    atomic_fetch_add(&disk.reads, 1);
     dawdle();
     if (atomic_compare_exchange_strong(&disk.fail_at, &(long){ (long)at }, -1)) {
         errno = EIO;
@@ -372,7 +373,7 @@ static void what_comes_next_is_read_before_it_is_asked_for(void)
         for (int i = 0; i < 5000 && atomic_load(&disk.reads) < soon; i++)
             nap(200);
         CHECK_EQ(atomic_load(&disk.reads), soon);
-        CHECK_EQ(disk.read_at[soon - 1], (w - BLOCKS) * KEEPS);
+        CHECK_EQ(atomic_load(&disk.read_at[soon - 1]), (w - BLOCKS) * KEEPS);
     }
     CHECK_EQ(scene_close(&s), 0);
 }
