@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,7 @@ def test_interrupted_save_stays_an_interruption_and_leaves_the_one_before(tmp_pa
     assert all(torch.equal(v, want[k]) for k, v in everything(*other).items())
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_save_that_somebody_stopped_waiting_for_is_still_under_way(tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     pair = train(make(tmp_path), 0, 1)
@@ -355,6 +357,14 @@ def test_save_that_somebody_stopped_waiting_for_is_still_under_way(tmp_path: Pat
     may_write.set()
     mt.save(*pair, tmp_path / "d")
     assert saving.over and sorted(p.name for p in tmp_path.iterdir()) == ["c", "d"]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as in a terminal: a shell's background job is born with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])
