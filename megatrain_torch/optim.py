@@ -358,13 +358,13 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
         if _lacks_master(record):
-            # Of a unit on the device or on disk all at once, so that host memory has one such unit at a time.
+            # Of a unit on the device all at once, so that host memory has one such unit at a time.
             mates = [r for r in rt.units[record.unit] if r.was_trainable and r.owner in (None, record.owner)]
-            for r in mates if rt.away(record.unit) else [record]:
+            for r in mates if record.unit in rt.settled else [record]:
                 if _lacks_master(r):
                     _make_master(r)
                     r.master_writes = r.writes
-            if rt.away(record.unit):
+            if record.unit in rt.settled:
                 rt.take(record.unit)
         record.exact, record.master_writes = None, record.writes
 
@@ -586,7 +586,7 @@ def _make_master(record: Record) -> None:
 def master(p: StreamedParameter) -> Tensor:
     """The fp32 value of a streamed parameter: [shape] fp32, a copy. Waits for its update."""
     record: Record = p._mt
-    record.runtime.wait_updates(record)
+    record.runtime.core.wait_updates(record.unit)
     record.runtime.bring_states(record)
     if record.low_bytes and record.master_writes == record.writes and record.master_writes >= 0:
         out = torch.empty_strided(record.shape, record.stride, dtype=torch.float32)

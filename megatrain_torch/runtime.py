@@ -148,7 +148,6 @@ class Runtime:
         self.settled: dict[int, int] = {}                    # units that live on the device: their slots
         self.speculated: frozenset[int] = frozenset()        # units whose updates may begin during backward
         self.on_disk: frozenset[int] = frozenset()           # units whose states are in a file
-        self.filed: set[int] = set()                         # of which weights are too, as soon as they are there
         self.arrivals = Arrivals(self, ())                   # of settled units: whose states come and leave
         self.passing: frozenset[int] = frozenset()           # units whose gradients are kept nowhere
         self.windows: list[Window] = []
@@ -215,23 +214,12 @@ class Runtime:
         """What of the unit is at home elsewhere goes there, and its memory on the host is given back."""
         self.core.take(unit, self.stream())
 
-    def away(self, unit: int) -> bool:
-        """The unit's weights are at home on the device or on disk: those in host memory are copies."""
-        return unit in self.settled or unit in self.filed
-
-    def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: dict[str, int]) -> None:
-        """The units' states go to a file, which loses its name with the process at the latest. weights: of further
-        units, whose weights go there too. sizes: tests' own."""
+    def keep_on_disk(self, disk: Disk, units: list[int], sizes: dict[str, int]) -> None:
+        """The units' states go to a file, which loses its name with the process at the latest. sizes: tests' own."""
         usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
-        self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **(usual | sizes))
-        self.on_disk = frozenset(units) | frozenset(weights)
+        self.core.disk(disk.path, units, limit=disk.limit or 0, **(usual | sizes))
+        self.on_disk = frozenset(units)
         weakref.finalize(self, self.core.disk_unname)
-
-    def file_weights(self, unit: int) -> None:
-        """Weights that were put into the unit's plane go to the file; their memory is given back."""
-        self.core.push(unit, -1, _mask(("HI",)))
-        self.filed.add(unit)
-        self.take(unit)
 
     def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: dict[str, int]) -> None:
         """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states."""
@@ -312,7 +300,7 @@ class Runtime:
     def device_copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""
         self.bindings += 1
-        if self.away(record.unit):
+        if record.unit in self.settled:
             return self.slot_view(record.unit, record.offset, record.dtype, record.shape, record.stride).clone()
         self.core.wait_updates(record.unit)
         with torch.no_grad():
@@ -321,22 +309,17 @@ class Runtime:
     # ---- host reads and writes ----
 
     def wait_updates(self, record: Record) -> None:
-        """The weights may be read in host memory. Raises: a unit at home elsewhere has no room for a copy there."""
-        self._want_weights(record.unit)
+        """The weights may be read in host memory. Raises: a unit at home on the device has no room for a copy there."""
+        if record.unit in self.settled:
+            self.room.weights(self.core, record.unit)
         self.core.wait_updates(record.unit)
 
-    def _want_weights(self, unit: int) -> None:
-        if unit in self.filed and self.saving is not None:       # whose copies of the unit go when it has them
-            self.core.wait_saved(unit)
-        if self.away(unit):
-            self.room.weights(self.core, unit)
-
     def wait_used(self, record: Record) -> None:
-        """No update of the unit is under way; nothing is brought. Of units on the device: ACC has no host copy."""
+        """No update of the unit is under way. Of units on the device nothing is brought: ACC has no host copy."""
         if record.unit in self.settled:
             self.core.bring(record.unit, _mask(("ACC",)))
         else:
-            self.core.updated(record.unit)
+            self.core.wait_updates(record.unit)
 
     def wait_grads(self, record: Record) -> None:
         self.core.wait_grads(record.unit)
@@ -381,12 +364,11 @@ class Runtime:
 
     def before_write(self, record: Record) -> None:
         """As `wait_updates`, and nothing reads them for the device."""
-        self._want_weights(record.unit)
+        if record.unit in self.settled:
+            self.room.weights(self.core, record.unit)
         self.core.wait_fetch(record.unit)
 
     def after_write(self, record: Record) -> None:
-        if record.unit in self.filed:        # first: who asks for the new version reads it there
-            self.push(record, "HI")
         self.core.touch(record.unit)
         record.writes += 1
         if record.host is not None:

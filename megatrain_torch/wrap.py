@@ -27,7 +27,7 @@ from .fused import template_of, wanted
 from .guard import StreamedParameter
 from .limits import parse_bytes
 from .mapped import Mapped
-from .modes import DISK, HOMES, MODES
+from .modes import DISK, MODES
 from .placement import OVERHEAD
 from .planner import Plan
 from .preflight import (
@@ -50,6 +50,7 @@ from .window import Installed, Window
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
 _runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
+_HOMES = ("ram", "vram", "arrive", "through", "disk")
 _PLAN_KEYS = {"activations", "states", "homes", "slots", "speculate", "grads", "threads", "debug"}
 _pid = 0
 _registrations = 0
@@ -105,16 +106,14 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
                 "saved+host", "replay+host" and so on: what is kept, the input too, waits in host memory behind
                 compute; "saved+split": without the input. "saved+disk" and so on: in a file (nvme=), by way of a few
                 blocks of host memory.
-            "homes": "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units, or {unit name: ...}:
-                where weights, gradients and AdamW's states live. What is at home in VRAM never crosses the bus and is
-                updated there,
+            "homes": "ram", "vram", "arrive", "through" or "disk" for all units, or {unit name: ...}: where weights,
+                gradients and AdamW's states live. What is at home in VRAM never crosses the bus and is updated there,
                 to the same bits. "arrive": the same, but AdamW's states are at home in RAM, and on the device from the
                 last windows of backward to the first of the next forward: for what the next forward needs first, the
                 embedding and first layers. "through": at home in RAM, but updated on the device, states streaming up
                 and back beside the host's own updates: where the host is what binds. "disk": at home in RAM but for
-                AdamW's states, which are in a file (nvme=). "disk+weights": weights are there too, and each fetch
-                reads them: where host memory is too short even for those; "states" is then how AdamW keeps its own.
-                Default "ram"; with nvme= as many units on "disk", last ones first, as host memory cannot hold.
+                AdamW's states, which are in a file (nvme=). Default "ram"; with nvme= as many units on "disk", last
+                ones first, as host memory cannot hold.
             "speculate": True, or a list of unit names: their updates begin during backward, as if nothing were
                 clipped, and are taken back where that was wrong; to the same bits. Only units at home in RAM, at 12
                 bytes more of host memory per trained parameter (fp16: 14). Default False.
@@ -129,8 +128,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             between forward and backward is chosen to fit.
         host: limit for host memory: all planes, AdamW's states counted in. None: what is there, by every limit that
             is known (`megatrain doctor` prints them), asked now for the weights and by mt.AdamW for its states.
-        nvme: directory for what is at home on "disk", and for activations with "+disk"; or {"path": directory,
-            "limit": "200GiB"}. Room for the former is reserved at once, and for activations as far as a plan of
+        nvme: directory for AdamW's states of units at home on "disk", and for activations with "+disk"; or {"path":
+            directory, "limit": "200GiB"}. Room for states is reserved at once, and for activations as far as a plan of
             mt.plan says how much. Files are removed by mt.unstream, at the end of the process, or, after a crash, by
             the next run that is given the directory.
         units: names or modules to be streamed as one piece each; None: found from the model.
@@ -158,9 +157,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     try:
         rt.compute, rt.vram, rt.room = choices.compute, choices.vram, room
         _open(rt, asked, sizes, choices)
-        _declare(rt, asked.groups, dtype)
-        _to_disk(rt, asked, choices)
-        _fill(rt, asked.groups, masters)
+        _fill(rt, asked.groups, dtype, masters)
         _place(rt, asked, choices)
         _install(rt, module, found)
         rt.warn_unlocked()
@@ -353,11 +350,15 @@ def _open(rt: Runtime, asked: Asked, sizes: list[int], choices: _Choices) -> Non
 def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     """What is at home elsewhere than weights, or goes another way; the units are there."""
     options, core = choices.options, rt.core
+    if "states" in options:
+        rt.choose_states(options["states"])
     rt.invite(_at(asked, "arrive"))
     for unit in _at(asked, "through"):
         core.through(unit, True)
-    debug = {k: v for k, v in options.get("debug", {}).items() if k not in ("delay_us", "seed", "lock", "disk")}
-    blocks = debug.pop("spill", {})
+    debug = {k: v for k, v in options.get("debug", {}).items() if k not in ("delay_us", "seed", "lock")}
+    buffers, blocks = debug.pop("disk", {}), debug.pop("spill", {})
+    if choices.disk is not None and "disk" in asked.homes:
+        rt.keep_on_disk(choices.disk, _at(asked, "disk"), buffers)
     if choices.disk is not None and choices.spills:
         rt.spill_to(choices.disk, choices.spilled, file_bytes(asked), blocks)
     rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups)))
@@ -367,16 +368,6 @@ def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
         core.debug(**debug)
 
 
-def _to_disk(rt: Runtime, asked: Asked, choices: _Choices) -> None:
-    """The file, where units have states there. With weights it is laid out at once, for states as they will be kept.
-    """
-    options, weights = choices.options, _at(asked, "disk+weights")
-    if "states" in options or weights:
-        rt.choose_states(options.get("states", "fp32"))
-    if choices.disk is not None and asked.on_disk():
-        rt.keep_on_disk(choices.disk, _at(asked, "disk"), weights, options.get("debug", {}).get("disk", {}))
-
-
 def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:
     """By unit."""
     names = [name for name, _ in groups]
@@ -384,9 +375,9 @@ def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:
     for name, home in asked.items():
         if name not in names:
             raise MegatrainError(f"plan: homes names {name!r}, and there is no such unit; units: {', '.join(names)}")
-        if home not in HOMES:
-            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use {', '.join(map(repr, HOMES[:-1]))} "
-                                 f"or {HOMES[-1]!r}")
+        if home not in _HOMES:
+            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use {', '.join(map(repr, _HOMES[:-1]))} "
+                                 f"or {_HOMES[-1]!r}")
     return tuple(asked.get(name, "ram") for name in names)
 
 
@@ -411,25 +402,18 @@ def _free(where: torch.device) -> int | None:
     return torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
 
 
-def _declare(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> None:
-    """Units in the store; nothing is in their planes."""
+def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None, masters: bool) -> None:
+    """Units in the store, weights in their planes; each old tensor is freed as its values are in. What lives on the
+    device goes there at once: host memory has one such unit at a time."""
     global _pid
-    for name, params in groups:
+    given, files = 0, Mapped()
+    for (name, params), own in zip(groups, own_bytes(groups)):
         kinds = [DTYPES[stored_dtype(p, dtype)] for _, p in params]
         unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
         records = [_record(rt, unit, name, i, _pid + i, full, p, dtype) for i, (full, p) in enumerate(params)]
         _pid += len(params)
         if unit in rt.settled:
             rt.core.settle(unit, rt.settled[unit])
-        rt.units.append(records)
-        rt.unit_names.append(name)
-
-
-def _fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
-    """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
-    goes there at once: host memory has one such unit at a time."""
-    given, files, filed = 0, Mapped(), set(_at(rt.room.asked, "disk+weights"))
-    for unit, (records, own) in enumerate(zip(rt.units, own_bytes(groups))):
         with torch.no_grad():
             for hi, value in files.fill([(r.view("HI"), r.param.detach()) for r in records]):
                 hi.copy_(value)
@@ -437,8 +421,8 @@ def _fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
             _adopt(rt, r, masters)
         if unit in rt.settled:
             rt.take(unit)
-        if unit in filed:
-            rt.file_weights(unit)
+        rt.units.append(records)
+        rt.unit_names.append(name)
         given += own
         if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
             give_back()
@@ -627,12 +611,12 @@ def _give_back(rt: Runtime, root: nn.Module) -> None:
         m.__dict__["_buffers"] = {k: b.cpu() if isinstance(b, Tensor) else b for k, b in m._buffers.items()}
         _runtimes.pop(m, None)
     for unit, records in itertools.groupby(rt.records, lambda r: r.unit):
-        if rt.away(unit):                # it comes home, through host memory that is one unit's at a time
+        if unit in rt.settled:           # it comes home, through host memory that is one unit's at a time
             rt.core.wait_updates(unit)
             rt.core.wait_grads(unit)
         for r in records:
             _restore(r)
-        if rt.away(unit):
+        if unit in rt.settled:
             rt.take(unit)
     rt.cap.lift()
     rt.core.close()
