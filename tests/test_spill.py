@@ -63,11 +63,19 @@ def test_own_code_computes_the_same_bits_in_any_order(keep: str, wander: bool, t
 
 
 def test_a_wait_left_out_is_noticed(tmp_path: Path) -> None:
-    """FULL: a block is written while it is being filled. The others are left out in tests/c/test_spill.c, where the
-    file dawdles."""
+    """FULL: a block is written while it is being filled. Other gradients come of it, or the file's sum and its bytes
+    are of two moments and reading says so. One of five trainings is asked for, since a pace cannot be promised. The
+    other waits are left out in tests/c/test_spill.c, where the file dawdles."""
     right = grads_of(tiny("saved", None), twice)
-    found = grads_of(tiny("saved+disk", str(tmp_path), delay_us=3000, skip=FULL), twice)
-    assert not all(parity.same_bits(right[n], found[n]) for n in right)
+
+    def noticed() -> bool:
+        try:
+            found = grads_of(tiny("saved+disk", str(tmp_path), delay_us=3000, skip=FULL), twice)
+        except MegatrainError as error:
+            return "are not those that were written" in str(error)
+        return not all(parity.same_bits(right[n], found[n]) for n in right)
+
+    assert any(noticed() for _ in range(5)), "five trainings without the wait all equal the one on the device"
 
 
 # ---------------------------------------------------------------- graphs
