@@ -5,6 +5,7 @@
     python benchmarks/bench_step.py --layers 20 --plan auto --vram 24GiB
     python benchmarks/bench_step.py --width 32b --layers fit --tokens 32768
     python benchmarks/bench_step.py --layers 20 --trace step.json  # what bound it; step.png beside it
+    python benchmarks/bench_step.py --layers 28 --plan auto --seq 524288 --tokens 524288 --warmup 0 --steps 1
     python benchmarks/bench_step.py --layers 12 --engine fsdp2
     python benchmarks/bench_step.py --layers 8 --overhead          # streamed against resident
     python benchmarks/bench_step.py --layers 12 --overhead vram    # all streamed, all in VRAM
@@ -243,6 +244,7 @@ def run_steps(engine: Engine, args: Any, device: torch.device) -> dict[str, Any]
     engine.settle()
     total_s = time.perf_counter() - began
     times = step_times(clock, args)
+    times["step_s"] = times["step_s"] or [total_s]  # of a single step: to the end of its update
     counts = engine.counts(args.steps)
     return {
         **spread([args.tokens / s for s in times["step_s"]]),

@@ -26,7 +26,9 @@ from torch import Tensor
 from megatrain_torch.templates.attention import Attention
 
 HEAD_TOKENS = 4096  # of the head's products: logits are made in chunks
+MOST_TOKENS = 65536  # of other products: those of a longer micro-batch are as many of these
 WARM_PASSES, LEAST_PASSES = 2, 5
+LONG_S = 15.0  # passes that have taken so long are enough, behind a first one
 
 
 class Call(NamedTuple):
@@ -113,12 +115,14 @@ def attention(new: Memory, args: Any, tokens: int, seq: int, times: float) -> It
 
 def all_calls(new: Memory, args: Any, layers: int, tokens: int, seq: int) -> Iterator[Call]:
     """Of one micro-batch, each once, with how often it occurs."""
+    rows = min(tokens, MOST_TOKENS)
+    times = layers * tokens / rows
     for group, parts in layer_products(args).items():
         for name, (fan_in, fan_out) in parts.items():
-            yield from product(new, group, name, tokens, fan_in, fan_out, layers)
+            yield from product(new, group, name, rows, fan_in, fan_out, times)
         if len(parts) > 1:
             fan_out = sum(out for _, out in parts.values())
-            yield from product(new, group, group, tokens, args.hidden, fan_out, layers)
+            yield from product(new, group, group, rows, args.hidden, fan_out, times)
     rows = min(tokens, HEAD_TOKENS)
     yield from product(new, "head", "head", rows, args.hidden, args.vocab, tokens / rows)
     yield from attention(new, args, tokens, seq, layers)
@@ -129,14 +133,20 @@ def medians(calls: list[Call], device: torch.device, least_s: float) -> dict[str
     """Seconds of each call, in passes over all of them for at least `least_s` seconds."""
     passes: list[list[float]] = []
     began = time.perf_counter()
-    while len(passes) < WARM_PASSES + LEAST_PASSES or time.perf_counter() - began < least_s:
+
+    def enough() -> bool:
+        gone = time.perf_counter() - began
+        long = len(passes) > 1 and gone >= LONG_S
+        return long or (len(passes) >= WARM_PASSES + LEAST_PASSES and gone >= least_s)
+
+    while not enough():
         clock = Clock(device)
         clock.mark()
         for call in calls:
             call.run()
             clock.mark()
         passes.append(clock.intervals())
-    columns = zip(*passes[WARM_PASSES:], strict=True)
+    columns = zip(*passes[min(WARM_PASSES, len(passes) - 1) :], strict=True)
     return {c.name: statistics.median(column) for c, column in zip(calls, columns, strict=True)}
 
 
