@@ -119,6 +119,10 @@ def curve(losses: list[float]) -> list[float]:
     return [statistics.mean(losses[i : i + AVERAGED]) for i in range(0, len(losses), AVERAGED)]
 
 
+def final(found: dict[str, Any]) -> float:
+    return statistics.mean(found["losses"][-LAST:])
+
+
 def picture(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
     """Curves of the first seed, and how far each is from the one of fp32 states."""
     import matplotlib
@@ -143,6 +147,13 @@ def picture(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
     figure.savefig(path, dpi=110)
 
 
+def change(pairs: list[tuple[float, float]]) -> str:
+    """By how much the first of each pair is above the second, in percent: mean, and its standard error."""
+    each = [100 * (a / b - 1) for a, b in pairs]
+    error = f" +- {statistics.stdev(each) / len(each) ** 0.5:.2f}" if len(each) > 1 else ""
+    return f"{statistics.mean(each):+.2f}{error} %"
+
+
 def main() -> None:
     args = parse_args()
     device = pick_device(args.device)
@@ -160,21 +171,20 @@ def main() -> None:
                 steps=args.steps,
                 lr=args.lr,
                 unit="nats a character",
-                final=statistics.mean(found["losses"][-LAST:]),
+                final=final(found),
                 held_out=found["held_out"],
                 curve=curve(found["losses"]),
                 seconds=found["seconds"],
             )
     say(f"{args.steps} steps, {args.seeds} seed(s); mean of the last {LAST} steps, and of text never seen")
     for name, found in runs.items():
-        last = statistics.mean(statistics.mean(f["losses"][-LAST:]) for f in found)
+        last = statistics.mean(final(f) for f in found)
         kept = statistics.mean(f["held_out"] for f in found)
         against = ""
         if "fp32" in runs and name != "fp32":
             pairs = list(zip(found, runs["fp32"]))
-            shares = [statistics.mean(a["losses"][-LAST:]) / statistics.mean(b["losses"][-LAST:]) for a, b in pairs]
-            against = f"{100 * (statistics.mean(shares) - 1):+.2f} %"
-            against += f", {100 * (statistics.mean(a['held_out'] / b['held_out'] for a, b in pairs) - 1):+.2f} %"
+            against = change([(final(a), final(b)) for a, b in pairs])
+            against += ", " + change([(a["held_out"], b["held_out"]) for a, b in pairs])
         say(f"  {name:24} {last:.4f}  {kept:.4f}  {against}")
     if args.picture and "fp32" in runs:
         picture(args.picture, runs)
