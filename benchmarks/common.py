@@ -177,15 +177,17 @@ def add_shape_arguments(parser: argparse.ArgumentParser, tiny: bool) -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
 
 
-def model_config(args: Any, layers: int, max_seq: int) -> Any:
+def qwen2_config(shape: Sequence[int], layers: int, max_seq: int) -> Any:
+    """shape: the numbers that SHAPE names."""
     from transformers import Qwen2Config
 
+    hidden, inter, heads, kv, vocab = shape
     return Qwen2Config(
-        hidden_size=args.hidden,
-        intermediate_size=args.inter,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.kv,
-        vocab_size=args.vocab,
+        hidden_size=hidden,
+        intermediate_size=inter,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        vocab_size=vocab,
         num_hidden_layers=layers,
         max_position_embeddings=max_seq,
         tie_word_embeddings=False,
@@ -194,26 +196,33 @@ def model_config(args: Any, layers: int, max_seq: int) -> Any:
     )
 
 
+def model_config(args: Any, layers: int, max_seq: int) -> Any:
+    return qwen2_config([getattr(args, name) for name in SHAPE], layers, max_seq)
+
+
 def build_model(args: Any, layers: int, max_seq: int, dtype: torch.dtype) -> torch.nn.Module:
-    """A Qwen2ForCausalLM with random weights on the CPU.
+    """A Qwen2ForCausalLM with random weights on the CPU."""
+    return build_from(model_config(args, layers, max_seq), dtype)
+
+
+def build_from(config: Any, dtype: torch.dtype) -> torch.nn.Module:
+    """A causal language model of transformers with random weights on the CPU.
 
     Built on the meta device, then each parameter is filled once: host memory holds the weights
     once, and no time goes into an initialisation that nothing depends on.
     """
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = model_config(args, layers, max_seq)
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(config)
-    model.model.rotary_emb = type(model.model.rotary_emb)(
-        config
-    )  # its buffers are values, not weights
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config)  # its buffers are values, not weights
     for seed, (name, parameter) in enumerate(list(model.named_parameters())):
         owner, _, leaf = name.rpartition(".")
         if parameter.dim() > 1:
             value = fill_cheaply(parameter.shape, dtype, config.initializer_range, seed)
         else:
-            value = torch.full(parameter.shape, 0.0 if leaf == "bias" else 1.0, dtype=dtype)
+            value = torch.full(parameter.shape, 1.0 if leaf == "weight" else 0.0, dtype=dtype)
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value))
     return model.train()
 

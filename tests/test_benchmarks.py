@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -82,3 +85,16 @@ def test_a_plan_is_held_against_bytes_and_time(load: Any, changed: dict[str, flo
 def test_toy_runs_leave_out_what_sets_a_size(load: Any) -> None:
     words = ["benchmarks/bench_step.py", "--plan", "auto", "--layers", "fit", "--vram", "24GiB", "--trace"]
     assert load("gpu_session").shrunk(words) == [words[0], "--plan", "auto", "--trace", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-120b", "qwen2.5-72b"])
+def test_large_models_have_their_parameters(load: Any, model: str) -> None:
+    """Their names say how many, in thousand millions; and toys of them are of the same kind."""
+    big = load("bench_big")
+    args = argparse.Namespace(model=model, seq=1024, layers=None, tiny=False)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(big.config_of(args))
+    assert round(sum(p.numel() for p in whole.parameters()) / 1e9) == {"gpt-oss-120b": 117, "qwen2.5-72b": 73}[model]
+    args.tiny, args.layers = True, 2
+    toy = big.config_of(args)
+    assert type(toy) is type(whole.config) and toy.num_hidden_layers == 2 and toy.hidden_size == 64
