@@ -7,9 +7,11 @@ import gc
 import os
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -228,6 +230,32 @@ def test_a_long_save_is_waited_for_however_patient_the_watchdog_is(tmp_path: Pat
                           env=os.environ | {"LD_PRELOAD": str(tmp_path / "slow.so")}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) > 0.4
+
+
+def test_the_watchdog_warns_from_any_thread(tmp_path: Path) -> None:
+    """The CPU device computes in the calling thread, so that it never has work there: the channel by itself. Where
+    warnings are errors, the hook for what nobody can catch has it."""
+    csrc = Path(__file__).resolve().parents[1] / "csrc"
+    subprocess.run(["cc", "-std=c11", "-D_GNU_SOURCE", "-DPy_LIMITED_API=0x030b0000", "-shared", "-fPIC", "-I",
+                    sysconfig.get_paths()["include"], "-o", "warn.so", csrc / "bind/errors.c", csrc / "core/status.c"],
+                   cwd=tmp_path, check=True)
+    told: list[str] = []
+    warn = ctypes.CDLL(str(tmp_path / "warn.so")).mt_warn
+    before = sys.unraisablehook
+    try:
+        sys.unraisablehook = lambda caught: told.append(f"error: {caught.exc_value}")
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, kind, *_: told.append(f"{kind.__name__}: {message}")
+            for action in ("always", "error"):
+                warnings.simplefilter(action)
+                warn("compute, unit lägers.3".encode()[:-1] + b"\xc3")
+                deadline = time.monotonic() + 20
+                while not told or (action == "error" and len(told) < 2):
+                    assert time.monotonic() < deadline, told
+                    time.sleep(0.001)
+    finally:
+        sys.unraisablehook = before
+    assert told == ["RuntimeWarning: compute, unit lägers.\ufffd", "error: compute, unit lägers.\ufffd"]
 
 
 WRONG_TYPES: dict[str, Callable[[Engine], object]] = {

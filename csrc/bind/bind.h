@@ -39,6 +39,8 @@ typedef struct mt_state {
 /* errors.c */
 /* Always NULL; an exception that is set already stays. */
 PyObject *mt_raise(PyObject *error, mt_status st);
+/* A RuntimeWarning, soon: the watchdog's. From any thread, whatever it holds. */
+void mt_warn(const char *text);
 /* 0, or -1 with TypeError or OverflowError. */
 int mt_arg_int (PyObject *o, int *out);
 int mt_arg_addr(PyObject *o, uintptr_t *out);

@@ -131,6 +131,7 @@ static mt_status engine_open(mt_engine *e, const char *device, int index, int th
     e->pool = h->pool;
     e->dev = h->dev;
     e->store = h->store;
+    mt_watch_listen(mt_store_watch(e->store), mt_warn);
     MT_TRY(mt_sumsq_open(e->dev, &e->sums));
     kernels.ctx = e->sums;
     MT_TRY(mt_timeline_open(e->dev, &e->timeline));
@@ -392,7 +393,8 @@ static PyMethodDef methods[] = {
       "check($self)\n--\n\nRaise the failure of a worker, if there was one." },
     { "watchdog", mt_engine_watchdog, METH_VARARGS,
       "watchdog($self, seconds, /)\n--\n\n"
-      "A wait during which nothing moves for so long raises, naming all waits: queue, unit, what for, since when." },
+      "A wait during which nothing moves for so long raises, naming all waits: queue, unit, what for, since when.\n"
+      "While the device computes it warns, and raises after six times as long." },
 
     { "open_slots", mt_engine_open_slots, METH_VARARGS,
       "open_slots($self, slots, hooks, /)\n--\n\nslots: (address, bytes) of device memory." },

@@ -1,5 +1,6 @@
 /* errors.c — from mt_status to MegatrainError, and integers at the door. */
 #include "bind.h"
+#include <stdlib.h>
 #include <string.h>
 
 PyObject *mt_raise(PyObject *error, mt_status st)
@@ -17,6 +18,36 @@ PyObject *mt_raise(PyObject *error, mt_status st)
         PyErr_SetObject(error, message);
     Py_XDECREF(message);
     return NULL;
+}
+
+static void *warn_main(void *text)
+{
+    PyGILState_STATE gil;
+    PyObject        *message;
+
+    if (Py_IsInitialized()) {
+        gil = PyGILState_Ensure();
+        message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+        /* Where warnings are errors there is nobody here who could raise one. */
+        if (message == NULL || PyErr_WarnFormat(PyExc_RuntimeWarning, 1, "%U", message) < 0)
+            PyErr_WriteUnraisable(NULL);
+        Py_XDECREF(message);
+        PyGILState_Release(gil);
+    }
+    free(text);
+    return NULL;
+}
+
+/* By a thread of its own, which nobody joins: who calls may hold a lock that another thread waits for under the GIL. */
+void mt_warn(const char *text)
+{
+    char     *copy = strdup(text);
+    pthread_t thread;
+
+    if (copy == NULL || pthread_create(&thread, NULL, warn_main, copy) != 0)
+        free(copy);
+    else
+        pthread_detach(thread);
 }
 
 int mt_arg_int(PyObject *o, int *out)

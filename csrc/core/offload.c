@@ -35,6 +35,8 @@ typedef struct piece {
 
 /* Written by the putting thread while it is none of the AHEAD that the collector may look at. */
 typedef struct ticket {
+    mt_event *handed;        /* recorded on run at the hand-over */
+    mt_post   making;        /* `handed`, for the watchdog. Putting thread */
     mt_event *landed;        /* recorded on d2h behind the last copy */
     int       unit;
     piece    *pieces;
@@ -66,7 +68,6 @@ struct mt_offload {
     mt_offload_kernels kernels;
     uint64_t           depth;
     mt_queue          *d2h;          /* putting thread */
-    mt_event          *handed;       /* recorded on run at each hand-over */
     mt_resident       *residents;    /* these two: written before the first put */
     mt_timeline       *timeline;
     ticket            *ring;         /* [n_ring]; ticket t is at t % n_ring */
@@ -311,8 +312,10 @@ static mt_status ring_open(mt_offload *o)
     o->n_ring = o->depth + AHEAD;
     if ((o->ring = calloc(o->n_ring, sizeof *o->ring)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: no memory for %" PRIu64 " tickets", o->n_ring);
-    for (uint64_t i = 0; i < o->n_ring; i++)
+    for (uint64_t i = 0; i < o->n_ring; i++) {
+        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].handed));
         MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
+    }
     return MT_OK;
 fail:
     return st;
@@ -338,7 +341,6 @@ mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth
     pthread_cond_init(&o->more, NULL);
     MT_TRY(mt_watch_cond(&o->came));
     MT_TRY(ring_open(o));
-    MT_TRY(dev->ops->event_open(dev, &o->handed));
     MT_TRY(dev->ops->queue_open(dev, "d2h", &o->d2h));
     if (pthread_create(&o->collector, NULL, collector_main, o) != 0) {
         st = MT_FAIL(MT_ENOMEM, "offload: no thread for the collector");
@@ -365,8 +367,9 @@ void mt_offload_close(mt_offload *o)
         pthread_join(o->collector, NULL);
     if (o->d2h != NULL)
         o->dev->ops->queue_close(o->d2h);
-    o->dev->ops->event_close(o->handed);
     for (uint64_t i = 0; o->ring != NULL && i < o->n_ring; i++) {
+        mt_watch_take(mt_store_watch(o->store), &o->ring[i].making);
+        o->dev->ops->event_close(o->ring[i].handed);
         o->dev->ops->event_close(o->ring[i].landed);
         free(o->ring[i].pieces);
         free(o->ring[i].params);
@@ -545,9 +548,11 @@ static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned ski
     mt_status         st;
 
     /* GRAD: the sources are written by what run was given up to now. */
-    MT_TRY(v->record(run, o->handed));
+    MT_TRY(v->record(run, t->handed));
+    mt_watch_compute(mt_store_watch(o->store), &t->making, mt_store_name(o->store, t->unit),
+                     "its gradients' kernels (the event GRAD)", t->handed);
     if (!(skip & MT_EDGE_GRAD))
-        MT_TRY(v->wait(o->d2h, o->handed));
+        MT_TRY(v->wait(o->d2h, t->handed));
     if (mt_store_settled(o->store, t->unit))
         MT_TRY(mt_resident_grads(o->residents, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);

@@ -30,6 +30,7 @@ typedef struct home {
     void          *mem;              /* its slot. These three: written by settle */
     mt_event      *done;             /* recorded on the queue behind whatever was put for the unit */
     mt_event      *used;             /* recorded on run by an await that fetches. mu */
+    mt_post        using;            /* `used`, for the watchdog. mu */
     uint64_t       holds;            /* mt_ledger_written of the weights in mem; 0: none. mu */
     uint64_t       changes;          /* of planes on the device, so far. mu */
     mt_post        post;             /* of the queue that `done` was recorded in. mu */
@@ -88,6 +89,7 @@ static void home_close(const mt_resident *r, home *h)
     if (h == NULL)
         return;
     mt_watch_take(mt_store_watch(r->store), &h->post);
+    mt_watch_take(mt_store_watch(r->store), &h->using);
     r->dev->ops->event_close(h->done);
     r->dev->ops->event_close(h->used);
     free(h->behind);
@@ -315,6 +317,8 @@ static mt_status put_fetch(mt_resident *r, home *h, int unit, mt_queue *run)
     /* FREED: compute on the weights that are overwritten was put in run before. */
     if (run != NULL && !(r->debug.skip & MT_EDGE_FREED)) {
         MT_TRY(v->record(run, h->used));
+        mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
+                         "kernels that read its weights (the event FREED)", h->used);
         MT_TRY(v->wait(r->queue, h->used));
     }
     mt_timeline_begin(r->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);

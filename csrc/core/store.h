@@ -169,8 +169,9 @@ size_t mt_store_device_bytes(const mt_store *s);
  * was not announced, or naming a unit that is not there, is such a fault. The wait for `fetched`
  * asks the device again and again; a device that fails, or the watchdog, ends it.
  * A wait during which nothing moves for the watchdog's time (default 600 s) returns MT_ESTUCK: which unit, what is
- * awaited, and all waits under way (watch.h). Every end in the ledger moves, every begin but a save's or a
- * fetch's, every block of a save, every request of a disk and whatever else says mt_watch_moved.
+ * awaited, and all waits under way (watch.h); while compute has work, after six times as long. Every end in the ledger
+ * moves, every begin but a save's or a fetch's, every block of a save, every request of a disk and whatever else says
+ * mt_watch_moved.
  */
 uint64_t  mt_ledger_version(mt_store *s, int unit);
 void      mt_ledger_touch  (mt_store *s, int unit);          /* written from outside: both grow */

@@ -38,6 +38,7 @@ typedef struct slot {
     int       settled;       /* its unit never changes: no copy of ours goes there. Written by settle */
     mt_event *ready;         /* recorded on h2d by the mover, behind the copy */
     mt_event *freed;         /* recorded on run by the acquiring thread, when a copy is asked for */
+    mt_post   using;         /* `freed`, for the watchdog. Acquiring thread */
     uint64_t  last_use;      /* tick of the latest acquire or fetch. Acquiring thread */
 
     /* Written by the acquiring thread under mu; it may read them without. */
@@ -71,6 +72,7 @@ struct mt_stream {
     mt__course    course;
     uint64_t      tick, requests;
     int           last_unit;          /* of the latest acquire since begin; -1: none */
+    int           computing;          /* of the latest window whose kernels are in run; -1: none yet */
     mt_debug      debug;
 
     pthread_mutex_t mu;
@@ -240,7 +242,7 @@ mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots
     s->dev = dev;
     s->store = store;
     s->hooks = hooks;
-    s->last_unit = -1;
+    s->last_unit = s->computing = -1;
     mt__course_open(&s->course);
     pthread_mutex_init(&s->mu, NULL);
     pthread_cond_init(&s->work, NULL);
@@ -274,6 +276,7 @@ void mt_stream_close(mt_stream *s)
         s->dev->ops->queue_close(s->h2d);
     for (int i = 0; i < s->n_slots; i++) {
         s->dev->ops->event_close(s->slots[i].ready);
+        mt_watch_take(mt_store_watch(s->store), &s->slots[i].using);
         s->dev->ops->event_close(s->slots[i].freed);
     }
     mt__course_close(&s->course);
@@ -414,6 +417,8 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     if (held(s, k))
         MT_TRY(renew(s, k));
     MT_TRY(s->dev->ops->record(run, sl->freed));
+    mt_watch_compute(mt_store_watch(s->store), &sl->using, mt_store_name(s->store, s->computing),
+                     "its kernels (the event FREED)", sl->freed);
     pthread_mutex_lock(&s->mu);
     withdraw(s, k);
     sl->unit = unit;
@@ -593,6 +598,7 @@ mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out
         if (unit != s->last_unit || (k = holding(s, unit, -1)) < 0)
             MT_TRY(open_window(s, unit, run, &k));
     }
+    s->computing = unit;
     *slot_out = k;
     *mem = s->slots[k].mem;
     return MT_OK;

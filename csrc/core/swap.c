@@ -35,6 +35,7 @@ struct mt_swap {
     mt_pool        *pool;
     mt_queue       *out, *back;          /* whoever holds mu puts */
     mt_event       *made, *room;         /* recorded on run, and waited for at once */
+    mt_post         making;              /* `made`, for the watchdog. mu */
     mt_timeline    *timeline;
     mt_store       *store;               /* NULL: nobody watches */
     mt_spill       *spill;               /* NULL: there is no file */
@@ -291,6 +292,9 @@ static mt_status fill(mt_swap *w, bundle *b, const mt_swap_part *parts, mt_queue
     mt_status      st;
 
     MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
+    if (w->store != NULL)
+        mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, b->unit), "its kernels (the event COMPUTED)",
+                         w->made);
     if (b->block != NULL)                /* of another's the spill has waited: DRAINED */
         MT_TRY(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
     MT_TRY(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
@@ -452,6 +456,8 @@ void mt_swap_close(mt_swap *w)
         next = b->next;
         block_close(w, b);
     }
+    if (w->store != NULL)
+        mt_watch_take(watch_of(w), &w->making);
     w->dev->ops->event_close(w->made);
     w->dev->ops->event_close(w->room);
     pthread_mutex_destroy(&w->mu);

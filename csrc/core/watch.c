@@ -14,6 +14,7 @@
 #define LATE_LEAST_NS 50000000u              /* a sleep that ends so much later than it should: we were stopped */
 #define LATE_MOST_NS  10000000000u
 #define TOLD         8                       /* posts of a list */
+#define SPARED       6                       /* limits that compute may take, for one */
 
 static _Thread_local const char *i_am = "the caller";
 
@@ -27,6 +28,7 @@ void mt_watch_open(mt_watch *w)
     pthread_mutex_init(&w->asking, NULL);
     pthread_mutex_init(&w->mu, NULL);
     w->first = NULL;
+    w->say = NULL;
     mt_watch_limit(w, LIMIT_S);
     mt_watch_moved(w);
 }
@@ -47,6 +49,12 @@ void mt_watch_limit(mt_watch *w, double seconds)
 void mt_watch_moved(mt_watch *w)
 {
     atomic_store_explicit(&w->moved_ns, mt_now_ns(), memory_order_relaxed);
+    atomic_store_explicit(&w->spared, 0, memory_order_relaxed);
+}
+
+void mt_watch_listen(mt_watch *w, void (*say)(const char *text))
+{
+    w->say = say;
 }
 
 /* ---- posts ------------------------------------------------------------------------------ */
@@ -70,7 +78,8 @@ static void unlink_post(mt_watch *w, mt_post *p)
     p->since_ns = 0;
 }
 
-void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits, mt_event *e)
+static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits, mt_event *e,
+                int computes)
 {
     pthread_mutex_lock(&w->mu);
     if (p->since_ns == 0)
@@ -79,8 +88,19 @@ void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, 
     p->unit = unit;
     p->awaits = awaits;
     p->event = e;
+    p->computes = computes;
     p->since_ns = mt_now_ns();
     pthread_mutex_unlock(&w->mu);
+}
+
+void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits, mt_event *e)
+{
+    put(w, p, queue, unit, awaits, e, 0);
+}
+
+void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awaits, mt_event *e)
+{
+    put(w, p, "compute", unit, awaits, e, 1);
 }
 
 static void take(mt_watch *w, mt_post *p)
@@ -118,6 +138,7 @@ typedef struct seen {
     const mt_post *at;
     uint64_t       since_ns;
     mt_event      *event;
+    int            computes;
     char           text[256];
 } seen;
 
@@ -140,6 +161,7 @@ static int next_longest(mt_watch *w, seen *s)
         s->at = found;
         s->since_ns = found->since_ns;
         s->event = found->event;
+        s->computes = found->computes;
         snprintf(s->text, sizeof s->text, "%s%s%s waits for %s", found->queue, found->unit != NULL ? ", unit " : "",
                  found->unit != NULL ? found->unit : "", found->awaits);
     }
@@ -155,18 +177,34 @@ static int is_done(mt_event *e)
     return e != NULL && e->dev->ops->query(e, &done) == MT_OK && done;
 }
 
+/* Has compute anything left to do, on a device that answers? */
+static int computes(mt_watch *w)
+{
+    seen s = { 0 };
+    int  done = 1;
+
+    pthread_mutex_lock(&w->asking);
+    while (done && next_longest(w, &s))
+        if (s.computes && s.event->dev->ops->query(s.event, &done) != MT_OK)
+            done = 1;
+    pthread_mutex_unlock(&w->asking);
+    return !done;
+}
+
+/* Of compute's posts the first alone: the others only wait their turn. */
 void mt_watch_tell(mt_watch *w, char *out, size_t cap)
 {
     uint64_t now = mt_now_ns();
     seen     s = { 0 };
     size_t   n = 0;
-    int      told = 0;
+    int      told = 0, computing = 0;
 
     out[0] = 0;
     pthread_mutex_lock(&w->asking);
     while (told < TOLD && n < cap && next_longest(w, &s)) {
-        if (is_done(s.event))
+        if ((s.computes && computing) || is_done(s.event))
             continue;
+        computing |= s.computes;
         n += (size_t)snprintf(out + n, cap - n, "%s%s, since %.2f s", told++ > 0 ? "; " : "", s.text,
                               (double)(now > s.since_ns ? now - s.since_ns : 0) / 1e9);
     }
@@ -213,17 +251,57 @@ static int is_excused(mt_watch *w)
     return patient;
 }
 
+static double limits_s(mt_watch *w, int n)
+{
+    return (double)limit_of(w) * n / 1e9;
+}
+
+static void warn(mt_watch *w)
+{
+    char list[768], text[1280];
+
+    if (w->say == NULL)
+        return;
+    mt_watch_tell(w, list, sizeof list);
+    snprintf(text, sizeof text,
+             "nothing has moved in %g s, and compute has work: one window that takes so long, a kernel that never ends, "
+             "or a copy that compute waits for. What waits ends with an error after %g s. Longest first: %s",
+             limits_s(w, 1), limits_s(w, SPARED), list);
+    w->say(text);
+}
+
+/* A window may take longer than the limit, and nothing tells it from one that hangs: so its limit is another. */
+static int is_spared(mt_watch *w, const mt_post *p)
+{
+    int spared = 0, goes_on = 1;
+
+    if (!computes(w))
+        return 0;
+    pthread_mutex_lock(&w->mu);
+    if (left_of(w, p) == 0) {            /* else another wait was here first */
+        spared = atomic_load_explicit(&w->spared, memory_order_relaxed) + 1;
+        if ((goes_on = spared < SPARED)) {
+            mt_watch_moved(w);
+            atomic_store_explicit(&w->spared, spared, memory_order_relaxed);
+        }
+    }
+    pthread_mutex_unlock(&w->mu);
+    if (spared == 1)
+        warn(w);
+    return goes_on;
+}
+
 /* Under no lock of the caller's. MT_OK: p's wait goes on. */
 static mt_status judge(mt_watch *w, const mt_post *p)
 {
     char list[768];
 
-    if (left_of(w, p) > 0 || is_excused(w))
+    if (left_of(w, p) > 0 || is_excused(w) || is_spared(w, p))
         return MT_OK;
     mt_watch_tell(w, list, sizeof list);
     return MT_FAIL(MT_ESTUCK, "%s%s%s has not come in %g s, and nothing else has moved. Longest first: %s",
                    p->unit != NULL ? p->unit : "", p->unit != NULL ? ": " : "", p->awaits,
-                   (double)limit_of(w) / 1e9, list);
+                   limits_s(w, 1 + atomic_load_explicit(&w->spared, memory_order_relaxed)), list);
 }
 
 mt_status mt_watch_cond(pthread_cond_t *c)

@@ -9,6 +9,8 @@
  *            and the list of all posts, longest first: the first is where it began
  *   patient  of a post: what it waits for may take any time, and shows nothing (a drive's sync). While there is one
  *            nothing is stuck
+ *   compute  a device queue whose work may take longer than any copy, and shows nothing either. While it has some, the
+ *            limit is told of, once, and what waits is stuck after six times as long
  *
  *     mt_watch_i_am("d2h");                                // a thread of ours, once
  *
@@ -19,6 +21,7 @@
  *     st = mt_watch_until(w, &changed, &mu, over, arg, "layers.0", "...");     // one that the watchdog can
  *
  *     mt_watch_put(w, &post, "h2d", "layers.0", "...", e); // a queue was given something, with e behind it
+ *     mt_watch_compute(w, &post, "layers.0", "...", e);    // and the one that computes
  *
  * Threads: any. A post is one thread's at a time. The locks inside are taken last. The device is asked under `asking`
  *          alone, which only who makes a list takes, and who closes an event that is in it.
@@ -35,6 +38,7 @@ typedef struct mt_post {
     const char     *queue, *unit, *awaits;   /* all outlive the post; unit NULL: none */
     mt_event       *event;                   /* a device queue's: listed until this is done. NULL: a thread's */
     int             patient;                 /* what it waits for may take any time, and shows nothing. The owner's */
+    int             computes;                /* the event is on the queue that computes */
     uint64_t        since_ns;                /* 0: not in the list */
     struct mt_post *next, *before;
 } mt_post;
@@ -44,12 +48,17 @@ typedef struct mt_watch {
     pthread_mutex_t      mu;
     mt_post             *first;              /* mu */
     atomic_uint_least64_t moved_ns, limit_ns;
+    atomic_int            spared;            /* limits that have gone by for compute's sake since anything moved */
+    void                (*say)(const char *text);
 } mt_watch;
 
 void mt_watch_open (mt_watch *w);
 void mt_watch_close(mt_watch *w);            /* after all posts */
 void mt_watch_limit(mt_watch *w, double seconds);
 void mt_watch_moved(mt_watch *w);
+/* say is told of what is no error yet, by any thread that waits, whose caller may hold locks. Set before the first
+ * wait, or never. */
+void mt_watch_listen(mt_watch *w, void (*say)(const char *text));
 
 /* Whose waits this thread's are, in a list: a literal. "the caller" before. */
 void mt_watch_i_am(const char *queue);
@@ -71,6 +80,9 @@ mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char 
 
 /* Again for one that is in the list: the new unit's, from now on. */
 void mt_watch_put (mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits, mt_event *e);
+/* The same, of the queue that computes. One thread at a time, in the order in which events were recorded there: of all
+ * such posts a list has the first. */
+void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awaits, mt_event *e);
 void mt_watch_take(mt_watch *w, mt_post *p);         /* before its event is closed; not in the list is fine */
 
 /* The list as text, cut where `cap` ends. */

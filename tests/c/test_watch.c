@@ -2,6 +2,7 @@
  * what goes on, however slowly, is left alone. */
 #include "toy.h"
 #include "../../csrc/core/clock.h"
+#include "../../csrc/core/stream.h"
 #include "../../csrc/core/swap.h"
 #include "../../csrc/core/through.h"
 
@@ -208,6 +209,141 @@ static void no_lock_is_held_while_the_device_is_asked(void)
     waited_close(&a);
 }
 
+/* ---- compute ---------------------------------------------------------------------------- */
+
+/* An event that is done when the test says so, on a device that answers as long as it says so. */
+static atomic_int computed, answers, warned;
+static char       warning[1280];
+
+static mt_status query_compute(mt_event *e, int *done)
+{
+    (void)e;
+    *done = atomic_load(&computed);
+    return atomic_load(&answers) ? MT_OK : MT_FAIL(MT_EDEVICE, "the device is gone");
+}
+
+static void hear(const char *text)
+{
+    snprintf(warning, sizeof warning, "%s", text);
+    atomic_fetch_add(&warned, 1);
+}
+
+typedef struct computing {
+    waited   a;
+    mt_dev   dev;
+    mt_event e;
+    mt_post  post;
+} computing;
+
+static const mt_dev_ops compute_ops = { .query = query_compute };
+
+/* A wait that never ends, of the limit of 0.02 s, while layers.3 computes. */
+static void computing_open(computing *c)
+{
+    atomic_store(&computed, 0);
+    atomic_store(&answers, 1);
+    atomic_store(&warned, 0);
+    *c = (computing){ .dev = { &compute_ops } };
+    c->e = (mt_event){ &c->dev };
+    waited_open(&c->a, 0.02, 100000);
+    mt_watch_listen(&c->a.w, hear);
+    mt_watch_compute(&c->a.w, &c->post, "layers.3", "its kernels", &c->e);
+}
+
+static void computing_close(computing *c)
+{
+    mt_watch_take(&c->a.w, &c->post);
+    waited_close(&c->a);
+}
+
+static void a_window_may_take_longer_than_the_limit_and_is_told_of_once(void)
+{
+    computing c;
+    uint64_t  begun = mt_now_ns();
+
+    computing_open(&c);
+    CHECK_EQ(wait_for_looks(&c.a), MT_ESTUCK);
+    CHECK(mt_now_ns() - begun >= 120000000u);            /* six limits */
+    CHECK_HAS(mt_last_error(), "layers.0: its gradients has not come in 0.12 s");
+    CHECK_HAS(mt_last_error(), "Longest first: compute, unit layers.3 waits for its kernels, since 0.");
+    CHECK_EQ(atomic_load(&warned), 1);
+    CHECK_HAS(warning, "nothing has moved in 0.02 s, and compute has work");
+    CHECK_HAS(warning, "ends with an error after 0.12 s. Longest first: compute, unit layers.3 waits for its kernels");
+    CHECK_HAS(warning, "; the caller, unit layers.0 waits for its gradients, since 0.");
+    computing_close(&c);
+}
+
+/* Moves once, after four limits: six more are there from then on. */
+static int look_and_move_late(void *arg)
+{
+    computing *c = arg;
+    uint64_t   now = mt_now_ns(), gone = now - c->post.since_ns;
+
+    if (gone > 80000000u && c->a.moves == 0) {
+        c->a.moves = 1;
+        mt_watch_moved(&c->a.w);
+    }
+    return gone > 160000000u;
+}
+
+static void compute_that_goes_on_slowly_is_waited_for(void)
+{
+    computing c;
+
+    computing_open(&c);
+    CHECK_OK(mt_watch_until(&c.a.w, &c.a.c, &c.a.mu, look_and_move_late, &c, "layers.0", "its gradients"));
+    CHECK(atomic_load(&warned) >= 1);
+    computing_close(&c);
+}
+
+static void compute_that_is_done_excuses_nobody(void)
+{
+    computing c;
+
+    computing_open(&c);
+    atomic_store(&computed, 1);
+    CHECK_EQ(wait_for_looks(&c.a), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "has not come in 0.02 s");
+    CHECK(strstr(mt_last_error(), "compute") == NULL);
+    CHECK_EQ(atomic_load(&warned), 0);
+    computing_close(&c);
+}
+
+static void a_device_that_is_gone_is_not_given_more_time(void)
+{
+    computing c;
+
+    computing_open(&c);
+    atomic_store(&answers, 0);
+    CHECK_EQ(wait_for_looks(&c.a), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "has not come in 0.02 s");
+    CHECK_HAS(mt_last_error(), "compute, unit layers.3 waits for its kernels");
+    CHECK_EQ(atomic_load(&warned), 0);
+    computing_close(&c);
+}
+
+/* The event that a queue comes by first is where compute is; those behind it wait their turn. */
+static void of_compute_the_first_alone_is_told(void)
+{
+    computing c;
+    mt_post   next = { 0 }, copy = { 0 };
+    char      text[600];
+
+    computing_open(&c);
+    mt_watch_put(&c.a.w, &copy, "h2d", "layers.5", "copies", &c.e);
+    mt_watch_compute(&c.a.w, &next, "layers.4", "its kernels", &c.e);
+    mt_watch_tell(&c.a.w, text, sizeof text);
+    CHECK_HAS(text, "compute, unit layers.3 waits for its kernels, since 0.");
+    CHECK_HAS(text, "; h2d, unit layers.5 waits for copies");
+    CHECK(strstr(text, "layers.4") == NULL);
+    mt_watch_take(&c.a.w, &c.post);
+    mt_watch_tell(&c.a.w, text, sizeof text);
+    CHECK_HAS(text, "compute, unit layers.4 waits for its kernels");
+    mt_watch_take(&c.a.w, &next);
+    mt_watch_take(&c.a.w, &copy);
+    computing_close(&c);
+}
+
 /* ---- queues ----------------------------------------------------------------------------- */
 
 /* Weights on their way to the device: a host writer waits for them. */
@@ -233,8 +369,8 @@ static void a_stalled_h2d_is_named(void)
     toy_close(&t);
 }
 
-/* What compute had before its gradients is never over: edge GRAD holds d2h, the collector and the updater wait for
- * it, and the caller for them. */
+/* What compute had before its gradients is not over for long: edge GRAD holds d2h, the collector and the updater wait
+ * for it, and the caller for them. */
 static void run_nothing(void *arg) { (void)arg; }
 
 static mt_status update_nothing(void *arg, mt_pool *pool, float clip)
@@ -246,7 +382,7 @@ static mt_status update_nothing(void *arg, mt_pool *pool, float clip)
     return MT_OK;
 }
 
-static void a_stalled_d2h_is_named(void)
+static void a_stalled_compute_is_named(void)
 {
     static float    grads[64];
     static const int params[1] = { 0 };
@@ -263,16 +399,88 @@ static void a_stalled_d2h_is_named(void)
     scene_open(&t, 2);
     REQUIRE(mt_offload_open(t.dev, t.store, t.pool, 2, toy_kernels, &o) == MT_OK);
     REQUIRE(mt_update_open(t.store, o, t.pool, &u) == MT_OK);
+    mt_ledger_watchdog(t.store, 0.03);
+    mt_watch_listen(mt_store_watch(t.store), hear);
+    atomic_store(&warned, 0);
     shut(&t, t.run, &g);
     CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
+    CHECK_OK(mt_offload_put(o, 1, &item, 1, t.run, &ticket));
     CHECK_OK(mt_update_submit(u, &job, 1, 1.0, t.run, &ticket));
     CHECK_EQ(mt_update_norm(u, ticket, &norm, &skipped), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "has not come in 0.18 s");
+    CHECK_HAS(mt_last_error(), "compute, unit layers.0 waits for its gradients' kernels (the event GRAD), since 0.");
+    CHECK_EQ(atomic_load(&warned), 1);
+    CHECK_HAS(warning, "compute, unit layers.0 waits for its gradients' kernels (the event GRAD)");
     CHECK_HAS(mt_last_error(), "d2h, unit layers.0 waits for its gradients' copies (the event LANDED), since ");
     CHECK_HAS(mt_last_error(), "waits for the hand-over of its gradients");
     atomic_store(&g.open, 1);
     (void)mt_update_drain(u);                            /* the updater's own wait was a fault */
     mt_update_close(u);
     mt_offload_close(o);
+    toy_close(&t);
+}
+
+/* On the D2H queue, in front of the copies. */
+static mt_status gate_sumsq(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n, double *sum)
+{
+    (void)dt;
+    (void)src;
+    (void)n;
+    (void)sum;
+    return q->dev->ops->call(q, wait_for_gate, ctx);
+}
+
+/* Compute has done its part: nobody is given more time. */
+static void a_stalled_d2h_is_named(void)
+{
+    static float       grads[64];
+    gate               g = { 0 };
+    mt_grad_item       item = { 0, grads, MT_GRAD_SET, 0 };
+    mt_offload_kernels kernels = { .ctx = &g, .sumsq = gate_sumsq };
+    mt_offload        *o;
+    uint64_t           ticket;
+    toy                t;
+
+    scene_open(&t, 2);
+    REQUIRE(mt_offload_open(t.dev, t.store, t.pool, 2, kernels, &o) == MT_OK);
+    CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
+    CHECK_EQ(mt_ledger_wait_grads(t.store, 0), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "has not come in 0.1 s");
+    CHECK_HAS(mt_last_error(), "d2h, unit layers.0 waits for its gradients' copies (the event LANDED)");
+    CHECK(strstr(mt_last_error(), "compute") == NULL);
+    atomic_store(&g.open, 1);
+    CHECK_OK(mt_ledger_wait_grads(t.store, 0));
+    mt_offload_close(o);
+    toy_close(&t);
+}
+
+/* A slot that compute still reads is to be overwritten. */
+static void what_holds_a_slot_is_named(void)
+{
+    mt_slot_desc slot = { .bytes = 4096 };
+    char         list[600];
+    mt_stream   *s;
+    void        *mem;
+    int          k;
+    toy          t;
+    gate         g;
+
+    scene_open(&t, 2);
+    REQUIRE(t.dev->ops->mem_alloc(t.dev, slot.bytes, &slot.mem) == MT_OK);
+    REQUIRE(mt_stream_open(t.dev, t.store, &slot, 1, (mt_slot_hooks){ 0 }, &s) == MT_OK);
+    CHECK_OK(mt_stream_begin(s));
+    CHECK_OK(mt_stream_acquire(s, 0, t.run, &k, &mem));
+    CHECK_OK(mt_stream_await(s, k, t.run));
+    shut(&t, t.run, &g);
+    CHECK_OK(mt_stream_acquire(s, 1, t.run, &k, &mem));
+    CHECK_OK(mt_stream_await(s, k, t.run));
+    mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
+    CHECK_HAS(list, "compute, unit layers.0 waits for its kernels (the event FREED), since 0.");
+    CHECK_HAS(list, "h2d, unit layers.1 waits for copies of its weights (the event FETCHED)");
+    atomic_store(&g.open, 1);
+    CHECK_OK(t.dev->ops->sync(t.run));
+    mt_stream_close(s);
+    t.dev->ops->mem_free(t.dev, slot.mem);
     toy_close(&t);
 }
 
@@ -331,6 +539,7 @@ static void a_stalled_swap_is_in_the_list(void)
     mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
     CHECK_HAS(list, "swap out, unit layers.1 waits for copies of what it keeps (the event LEFT)");
     CHECK_HAS(list, "swap back, unit layers.1 waits for copies of what it keeps (the event BACK)");
+    CHECK_HAS(list, "compute, unit layers.1 waits for its kernels (the event COMPUTED), since ");
     atomic_store(&g.open, 1);
     CHECK_OK(mt_swap_await(w, bundle, t.run));
     CHECK_OK(t.dev->ops->sync(t.run));
@@ -352,6 +561,7 @@ static void a_block_whose_copies_stall_is_not_given_up(void)
     gate         g;
 
     scene_open(&t, 2);
+    mt_ledger_watchdog(t.store, 0.03);       /* six times, for compute's sake */
     REQUIRE(mt_swap_open(t.dev, t.pool, &w) == MT_OK);
     mt_swap_store(w, t.store);
     shut(&t, t.run, &g);
@@ -495,8 +705,15 @@ static void a_long_save_that_goes_on_is_waited_for(void)
     X(a_wait_is_stuck_when_nothing_moved_for_the_limit)     \
     X(a_process_that_was_stopped_is_not_stuck)              \
     X(no_lock_is_held_while_the_device_is_asked)            \
+    X(a_window_may_take_longer_than_the_limit_and_is_told_of_once) \
+    X(compute_that_goes_on_slowly_is_waited_for)            \
+    X(compute_that_is_done_excuses_nobody)                  \
+    X(a_device_that_is_gone_is_not_given_more_time)         \
+    X(of_compute_the_first_alone_is_told)                   \
     X(a_stalled_h2d_is_named)                               \
+    X(a_stalled_compute_is_named)                           \
     X(a_stalled_d2h_is_named)                               \
+    X(what_holds_a_slot_is_named)                           \
     X(a_stalled_update_is_named)                            \
     X(a_stalled_swap_is_in_the_list)                        \
     X(a_block_whose_copies_stall_is_not_given_up)           \

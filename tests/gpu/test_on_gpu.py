@@ -24,6 +24,31 @@ def lines(script: str, *words: str) -> list[dict[str, object]]:
     return found
 
 
+def test_a_long_kernel_is_warned_of_and_one_that_hangs_ends_the_wait() -> None:
+    """_sleep(2e9) takes one to two seconds: more than one limit of 0.4 s, less than six; and 4e9 more than six of 0.1."""
+    engine = _core.Engine("cuda", threads=1)
+    unit = engine.add_unit("layers.0", [_core.DTYPES["F32"]], [1000], [True])
+    grad = torch.ones(1000, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    names = r"compute, unit layers\.0 waits for its gradients' kernels \(the event GRAD\)"
+
+    engine.watchdog(0.4)
+    torch.cuda._sleep(2_000_000_000)
+    with pytest.warns(RuntimeWarning, match=names):
+        engine.offload(unit, [(0, grad.data_ptr(), 0, False)], stream)
+        engine.wait_grads(unit)
+    engine.watchdog(0.1)
+    torch.cuda._sleep(4_000_000_000)
+    with pytest.warns(RuntimeWarning, match=names):
+        engine.offload(unit, [(0, grad.data_ptr(), 0, False)], stream)
+        with pytest.raises(_core.MegatrainError, match=names):
+            engine.wait_grads(unit)
+    engine.watchdog(60)
+    engine.drain()
+    engine.check()
+    engine.close()
+
+
 def test_models_and_situations_equal_plain_torch_on_the_gpu() -> None:
     report = lines("run_parity.py", "--seconds", "600")[-1]
     wrong = [r for r in report["not_ok"] if not str(r["control"]).startswith("plain torch fails")]
