@@ -2,6 +2,7 @@
  * edge matters. That training with guests gives the same bits is test_resident.c's.
  */
 #include "dev_fault.h"
+#include "gate.h"
 #include "toy.h"
 #include "../../csrc/core/arrive.h"
 
@@ -360,15 +361,6 @@ static void a_stay_neither_begins_nor_ends_while_an_update_is_announced(void)
 
 /* ---- waits of the host ------------------------------------------------------------------ */
 
-static atomic_int open_gate;
-
-static void wait_for_gate(void *arg)
-{
-    while (!atomic_load(&open_gate))
-        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
-    (void)arg;
-}
-
 #define STUCK(call) do {                                                                                      \
         CHECK_EQ((call), MT_ESTUCK);                                                                          \
         CHECK_HAS(mt_last_error(), "guests, unit embedding waits for copies of its states (the event STORED)"); \
@@ -378,18 +370,18 @@ static void wait_for_gate(void *arg)
 static void stalled_guests_are_named(void)
 {
     hotel h;
+    gate  g = { 0 };
     char  list[200];
 
     on_cpu(&h, 0);
     mt_ledger_watchdog(h.store, 0.05);
     moment(&h)[0] = 1;
-    atomic_store(&open_gate, 0);
-    REQUIRE(h.dev->ops->call(h.run, wait_for_gate, NULL) == MT_OK);      /* LENT holds the guests */
+    REQUIRE(h.dev->ops->call(h.run, wait_for_gate, &g) == MT_OK);            /* LENT holds the guests */
     CHECK_OK(lift(&h));
     STUCK(mt_arrive_wait(h.a, 0));
     STUCK(mt_arrive_drain(h.a));
     STUCK(mt_arrive_push(h.a, 0, 0, 1u << MT_PLANE_M));
-    atomic_store(&open_gate, 1);
+    atomic_store(&g.open, 1);
     CHECK_OK(mt_arrive_drain(h.a));
     CHECK_OK(mt_arrive_wait(h.a, 0));
     mt_watch_tell(mt_store_watch(h.store), list, sizeof list);

@@ -1,6 +1,7 @@
 /* test_ledger.c — the ledger of store.h: who waits for whom, and what ends a wait. */
 #include "check.h"
 #include "dev_fault.h"
+#include "gate.h"
 
 #include "../../csrc/core/store.h"
 #include <pthread.h>
@@ -29,11 +30,6 @@ static void teardown(void)
     CHECK_EQ(fault_live(dev), 0);
     dev->ops->close(dev);
     real->ops->close(real);
-}
-
-static void sleep_ms(long ms)
-{
-    nanosleep(&(struct timespec){ ms / 1000, ms % 1000 * 1000000L }, NULL);
 }
 
 /* A thread that waits, and says what it got. */
@@ -226,29 +222,21 @@ static void announcing_for_a_unit_that_is_not_there_is_a_fault(void)
 
 /* ---- fetched ----------------------------------------------------------------------------- */
 
-static atomic_int gate;
-static void wait_for_gate(void *arg)
-{
-    (void)arg;
-    while (!atomic_load(&gate))
-        sleep_ms(1);
-}
-
 static void host_writer_waits_for_the_copies_put_before(void)
 {
     mt_queue *h2d = NULL;
+    gate      g = { 0 };
     waiter    w;
 
     setup(0);
-    atomic_store(&gate, 0);
     REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
-    CHECK_OK(dev->ops->call(h2d, wait_for_gate, NULL));
+    CHECK_OK(dev->ops->call(h2d, wait_for_gate, &g));
     CHECK_OK(mt_ledger_fetching(store, 0, h2d));
     waiter_start(&w, mt_ledger_wait_fetch, 0);
     CHECK_OK(mt_ledger_wait_fetch(store, 1));       /* nothing of its own is on the way */
     sleep_ms(20);
     CHECK_EQ(atomic_load(&w.over), 0);
-    atomic_store(&gate, 1);
+    atomic_store(&g.open, 1);
     pthread_join(w.thread, NULL);
     CHECK_EQ(w.st, MT_OK);
     dev->ops->queue_close(h2d);

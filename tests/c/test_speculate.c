@@ -5,6 +5,7 @@
  * hand-over, right or wrong.
  */
 #include "../../csrc/optim/adam.h"
+#include "gate.h"
 #include "toy.h"
 
 #include <pthread.h>
@@ -494,18 +495,6 @@ static void guess_that_could_not_be_kept_is_not_counted_as_kept(void)
 }
 
 /* ---- guesses while a step waits ---- */
-
-typedef struct gate {
-    atomic_int open;
-} gate;
-
-static void wait_for_gate(void *arg)
-{
-    gate *g = arg;
-
-    while (!atomic_load(&g->open))
-        usleep(100);
-}
 
 static void await_speculated(rig *r, int64_t n)
 {

@@ -1,10 +1,9 @@
 /* test_spill.c — the executable form of core/spill.h, through swap.h: a toy's forwards and backwards, whose windows
  * keep two tensors in a file. */
 #include "dev_fault.h"
-#include "toy.h"
+#include "keeping.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/place.h"
-#include "../../csrc/core/swap.h"
 #include "../../csrc/io/file.h"
 
 #include <dirent.h>
@@ -14,11 +13,7 @@
 
 #define WINDOWS 7
 #define BLOCKS  3
-#define PARTS   2
-#define LONGEST 4000                     /* elements */
 #define KEEPS   (5 * 4096)               /* bytes of a bundle: 16,000 and 28 in whole pages */
-
-static const int length[PARTS] = { LONGEST, 7 };
 
 /* ---- transfers that dawdle, or fail -------------------------------------------------------- */
 
@@ -89,58 +84,19 @@ static int through_the_cache(int fd, int on)
 
 static const mt_file_calls calls = { slow_read, slow_write, posix_fallocate, through_the_cache };
 
-/* ---- a run that computes: it makes the tensors of a window, and later looks at what came back --- */
-
-typedef struct tensors {
-    float at[PARTS][LONGEST];
-} tensors;
+/* ---- a scene ----------------------------------------------------------------------------- */
 
 typedef struct scene {
     toy         t;
     char        dir[64];
     mt_file    *file;
     mt_swap    *w;
-    tensors     source[2], landing[2];   /* taken in turn: memory that torch's allocator gives again */
-    atomic_long wrong;
+    keeper      k;
 } scene;
-
-typedef struct act {
-    scene   *s;
-    tensors *on;
-    float    value;
-    int      look;
-} act;
-
-static void perform(void *arg)
-{
-    act *a = arg;
-
-    for (int p = 0; p < PARTS; p++)
-        for (int i = 0; i < length[p]; i++) {
-            float value = a->value + (float)p + (float)(i % 13);
-
-            if (a->look)
-                atomic_fetch_add(&a->s->wrong, a->on->at[p][i] != value);
-            else
-                a->on->at[p][i] = value;
-        }
-    free(a);
-}
 
 static void run(scene *s, tensors *on, float value, int look)
 {
-    act *a = malloc(sizeof *a);
-
-    REQUIRE(a != NULL);
-    *a = (act){ s, on, value, look };
-    CHECK_OK(s->t.dev->ops->call(s->t.run, perform, a));
-}
-
-static mt_swap_part *parts(tensors *on, mt_swap_part *p)
-{
-    for (int i = 0; i < PARTS; i++)
-        p[i] = (mt_swap_part){ on->at[i], (size_t)length[i] * sizeof(float) };
-    return p;
+    keeper_run(&s->k, &s->t, on, value, look);
 }
 
 static void disk_reset(int dawdle_us)
@@ -180,7 +136,7 @@ static long scene_close(scene *s)
     mt_file_close(s->file);
     toy_close(&s->t);
     CHECK_EQ(rmdir(s->dir), 0);          /* nothing is left there */
-    return atomic_load(&s->wrong);
+    return atomic_load(&s->k.wrong);
 }
 
 static mt_spill_stats stats(scene *s)
@@ -188,18 +144,13 @@ static mt_spill_stats stats(scene *s)
     return mt_swap_stats_get(s->w).spill;
 }
 
-static float value_of(int step, int w)
-{
-    return (float)(1000 * step + 50 * w);
-}
-
 static mt_status leave(scene *s, int step, int w, uint64_t *bundle)
 {
     mt_swap_part p[PARTS];
     mt_status    st;
 
-    run(s, &s->source[w % 2], value_of(step, w), 0);
-    st = mt_swap_out(s->w, w, parts(&s->source[w % 2], p), PARTS, MT_SWAP_FILE, s->t.run, bundle);
+    run(s, &s->k.source[w % 2], value_of(step, w), 0);
+    st = mt_swap_out(s->w, w, parts(&s->k.source[w % 2], p), PARTS, MT_SWAP_FILE, s->t.run, bundle);
     if (st == MT_OK)
         CHECK_OK(mt_swap_left(s->w, *bundle, s->t.run));
     return st;
@@ -209,20 +160,20 @@ static mt_status come(scene *s, int w, uint64_t bundle)
 {
     mt_swap_part p[PARTS];
 
-    return mt_swap_back(s->w, bundle, parts(&s->landing[w % 2], p), PARTS, s->t.run);
+    return mt_swap_back(s->w, bundle, parts(&s->k.landing[w % 2], p), PARTS, s->t.run);
 }
 
 /* Sums find much of what a wait left out does to the file: told, or wrong. */
 static void expect(scene *s, mt_status st)
 {
     if (st != MT_OK)
-        atomic_fetch_add(&s->wrong, 1);
+        atomic_fetch_add(&s->k.wrong, 1);
 }
 
 static void look(scene *s, int step, int w, uint64_t bundle)
 {
     CHECK_OK(mt_swap_await(s->w, bundle, s->t.run));
-    run(s, &s->landing[w % 2], value_of(step, w), 1);
+    run(s, &s->k.landing[w % 2], value_of(step, w), 1);
 }
 
 static void forward(scene *s, int step, uint64_t *bundle)
@@ -247,7 +198,7 @@ static void backward(scene *s, int step, uint64_t *bundle)
         CHECK_OK(mt_swap_await(s->w, bundle[w], s->t.run));
         if (w > 0)
             expect(s, come(s, w - 1, bundle[w - 1]));
-        run(s, &s->landing[w % 2], value_of(step, w), 1);
+        run(s, &s->k.landing[w % 2], value_of(step, w), 1);
         mt_swap_drop(s->w, bundle[w]);
     }
 }
@@ -485,7 +436,7 @@ static void overlap_off_means_that_all_is_written_at_once(void)
 static void without_a_file_a_bundle_is_refused(void)
 {
     static scene s;
-    mt_swap_part p = { s.source, 64 };
+    mt_swap_part p = { s.k.source, 64 };
     uint64_t     bundle = 7;
 
     memset(&s, 0, sizeof s);
@@ -576,7 +527,7 @@ static void a_read_that_fails_is_told_and_may_be_tried_again(void)
 
 static mt_status errand(scene *s, mt_queue *q)
 {
-    mt_swap_part p = { s->source, 0 };
+    mt_swap_part p = { s->k.source, 0 };
     uint64_t     bundle[4];
     mt_status    st;
 

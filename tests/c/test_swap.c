@@ -1,69 +1,18 @@
 /* test_swap.c — the executable form of core/swap.h: a toy's forwards and backwards, whose windows keep two tensors. */
 #include "dev_fault.h"
-#include "toy.h"
-#include "../../csrc/core/swap.h"
-
-#include <time.h>
+#include "keeping.h"
 
 #define WINDOWS 5
-#define PARTS   2
-#define LONGEST 4000                     /* elements */
 
-static const int length[PARTS] = { LONGEST, 7 };
-
-typedef struct tensors {
-    float at[PARTS][LONGEST];
-} tensors;
-
-/* A run that computes: it makes the tensors of a window, and later looks at what came back. */
 typedef struct scene {
     toy         t;
     mt_swap    *w;
-    tensors     source[2], landing[2];   /* taken in turn: memory that torch's allocator gives again */
-    atomic_long wrong;
-    int         slow;                    /* to look at what came back takes longer than copies */
+    keeper      k;
 } scene;
-
-typedef struct act {
-    scene   *s;
-    tensors *on;
-    float    value;
-    int      look;
-} act;
-
-static void perform(void *arg)
-{
-    act            *a = arg;
-    struct timespec nap = { 0, 2000000 };
-
-    if (a->look && a->s->slow)
-        nanosleep(&nap, NULL);
-    for (int p = 0; p < PARTS; p++)
-        for (int i = 0; i < length[p]; i++) {
-            float value = a->value + (float)p + (float)(i % 13);
-
-            if (a->look)
-                atomic_fetch_add(&a->s->wrong, a->on->at[p][i] != value);
-            else
-                a->on->at[p][i] = value;
-        }
-    free(a);
-}
 
 static void run(scene *s, tensors *on, float value, int look)
 {
-    act *a = malloc(sizeof *a);
-
-    REQUIRE(a != NULL);
-    *a = (act){ s, on, value, look };
-    CHECK_OK(s->t.dev->ops->call(s->t.run, perform, a));
-}
-
-static mt_swap_part *parts(tensors *on, mt_swap_part *p)
-{
-    for (int i = 0; i < PARTS; i++)
-        p[i] = (mt_swap_part){ on->at[i], (size_t)length[i] * sizeof(float) };
-    return p;
+    keeper_run(&s->k, &s->t, on, value, look);
 }
 
 static void scene_open(scene *s, uint64_t seed, int max_us, unsigned skip)
@@ -79,12 +28,7 @@ static long scene_close(scene *s)
     CHECK_OK(s->t.dev->ops->sync(s->t.run));
     mt_swap_close(s->w);
     toy_close(&s->t);
-    return atomic_load(&s->wrong);
-}
-
-static float value_of(int step, int w)
-{
-    return (float)(1000 * step + 50 * w);
+    return atomic_load(&s->k.wrong);
 }
 
 static void forward(scene *s, int step, uint64_t *bundle)
@@ -92,8 +36,8 @@ static void forward(scene *s, int step, uint64_t *bundle)
     mt_swap_part p[PARTS];
 
     for (int w = 0; w < WINDOWS; w++) {
-        run(s, &s->source[w % 2], value_of(step, w), 0);
-        CHECK_OK(mt_swap_out(s->w, 0, parts(&s->source[w % 2], p), PARTS, MT_SWAP_HOST, s->t.run,
+        run(s, &s->k.source[w % 2], value_of(step, w), 0);
+        CHECK_OK(mt_swap_out(s->w, 0, parts(&s->k.source[w % 2], p), PARTS, MT_SWAP_HOST, s->t.run,
                              &bundle[w]));
         if (w > 0)                       /* the next window is made where the one before this one lies */
             CHECK_OK(mt_swap_left(s->w, bundle[w - 1], s->t.run));
@@ -106,14 +50,14 @@ static void backward(scene *s, int step, uint64_t *bundle)
     mt_swap_part p[PARTS];
     int          last = WINDOWS - 1;
 
-    CHECK_OK(mt_swap_back(s->w, bundle[last], parts(&s->landing[last % 2], p), PARTS, s->t.run));
+    CHECK_OK(mt_swap_back(s->w, bundle[last], parts(&s->k.landing[last % 2], p), PARTS, s->t.run));
     CHECK_OK(mt_swap_left(s->w, bundle[last], s->t.run));
     for (int w = last; w >= 0; w--) {
         CHECK_OK(mt_swap_await(s->w, bundle[w], s->t.run));
         if (w > 0)
-            CHECK_OK(mt_swap_back(s->w, bundle[w - 1], parts(&s->landing[(w - 1) % 2], p), PARTS,
+            CHECK_OK(mt_swap_back(s->w, bundle[w - 1], parts(&s->k.landing[(w - 1) % 2], p), PARTS,
                                   s->t.run));
-        run(s, &s->landing[w % 2], value_of(step, w), 1);
+        run(s, &s->k.landing[w % 2], value_of(step, w), 1);
         mt_swap_drop(s->w, bundle[w]);
     }
 }
@@ -124,7 +68,7 @@ static long train(uint64_t seed, int max_us, unsigned skip, int steps)
     uint64_t     bundle[WINDOWS];
 
     scene_open(&s, seed, max_us, skip);
-    s.slow = skip == MT_EDGE_ROOM;
+    s.k.slow = skip == MT_EDGE_ROOM;
     for (int step = 0; step < steps; step++) {
         forward(&s, step, bundle);
         backward(&s, step, bundle);
@@ -173,11 +117,11 @@ static void without_kept_the_block_is_read_too_early(void)
 
         for (uint64_t seed = 1; seed <= 12; seed++) {
             scene_open(&s, seed, 300, skip ? MT_EDGE_KEPT : 0);
-            run(&s, &s.source[0], value_of(3, 3), 0);
-            CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
-            CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.landing[0], p), PARTS, s.t.run));
+            run(&s, &s.k.source[0], value_of(3, 3), 0);
+            CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
+            CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.k.landing[0], p), PARTS, s.t.run));
             CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
-            run(&s, &s.landing[0], value_of(3, 3), 1);
+            run(&s, &s.k.landing[0], value_of(3, 3), 1);
             wrong += scene_close(&s);
         }
         CHECK_EQ(wrong > 0, skip);
@@ -195,14 +139,14 @@ static long filled_from_another_stream(uint64_t seed, unsigned skip)
 
     scene_open(&s, seed, 300, skip);
     REQUIRE(s.t.dev->ops->queue_open(s.t.dev, "other", &other) == MT_OK);
-    run(&s, &s.source[0], value_of(3, 3), 0);
-    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
+    run(&s, &s.k.source[0], value_of(3, 3), 0);
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
     CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
-    CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.landing[0], p), PARTS, s.t.run));
+    CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.k.landing[0], p), PARTS, s.t.run));
     CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
     mt_swap_drop(s.w, bundle);
-    run(&s, &s.landing[0], value_of(3, 3), 1);
-    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[1], p), PARTS, MT_SWAP_HOST, other, &bundle));
+    run(&s, &s.k.landing[0], value_of(3, 3), 1);
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[1], p), PARTS, MT_SWAP_HOST, other, &bundle));
     CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, 5 * 4096);       /* the same block */
     CHECK_OK(mt_swap_left(s.w, bundle, other));
     s.t.dev->ops->queue_close(other);
@@ -303,18 +247,18 @@ static void a_bundle_comes_back_twice_and_in_part(void)
     uint64_t     bundle;
 
     scene_open(&s, 7, 100, 0);
-    run(&s, &s.source[0], 5, 0);
-    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
+    run(&s, &s.k.source[0], 5, 0);
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
     CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
     for (int time = 0; time < 2; time++) {
-        parts(&s.landing[time], p);
+        parts(&s.k.landing[time], p);
         p[0].mem = time == 0 ? p[0].mem : NULL;
         CHECK_OK(mt_swap_back(s.w, bundle, p, PARTS, s.t.run));
         CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
     }
-    run(&s, &s.landing[0], 5, 1);
+    run(&s, &s.k.landing[0], 5, 1);
     CHECK_OK(s.t.dev->ops->sync(s.t.run));
-    CHECK(s.landing[1].at[0][0] == 0 && s.landing[1].at[1][0] == 6);
+    CHECK(s.k.landing[1].at[0][0] == 0 && s.k.landing[1].at[1][0] == 6);
     CHECK_EQ(mt_swap_stats_get(s.w).back_bytes, 2 * 28 + 4 * LONGEST);
     p[1].bytes--;
     CHECK_EQ(mt_swap_back(s.w, bundle, p, PARTS, s.t.run), MT_EINVAL);

@@ -1,5 +1,6 @@
 /* test_watch.c — queues that stall on purpose: the watchdog says which, for whose sake, on what, and since when; and
  * what goes on, however slowly, is left alone. */
+#include "gate.h"
 #include "toy.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/stream.h"
@@ -7,25 +8,8 @@
 #include "../../csrc/core/through.h"
 
 #include <pthread.h>
-#include <time.h>
 
 #define LIMIT_S 0.1
-
-static void sleep_ms(int ms)
-{
-    struct timespec t = { 0, ms * 1000000L };
-
-    nanosleep(&t, NULL);
-}
-
-/* What stands in a queue until it is opened. */
-typedef struct gate { atomic_int open; } gate;
-
-static void wait_for_gate(void *arg)
-{
-    while (!atomic_load(&((gate *)arg)->open))
-        sleep_ms(1);
-}
 
 static void shut(toy *t, mt_queue *q, gate *g)
 {
