@@ -21,14 +21,14 @@ import pytest
 import torch
 from edges import Scenario
 from fusing import padded
+from kept import crossed, grads_of, in_part, on_device, once, overlap_off, same, simulated, twice
 from test_fused import FAMILIES
-from test_swap import crossed, grads_of, in_part, on_device, overlap_off, same, twice
 from torch import nn
 
 import megatrain_torch as mt
 from megatrain_torch.errors import MegatrainError
 from megatrain_torch.modes import DISK, read
-from megatrain_torch.simulate import Step, simulate
+from megatrain_torch.simulate import Timing
 from megatrain_torch.wrap import runtime_of
 
 pytestmark = pytest.mark.usefixtures("streaming")
@@ -38,7 +38,7 @@ if parity.IDENTITY:
 FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/debug.h
 FEW = {"spill": {"blocks": 2, "threads": 3}}
 WAYS = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]
-DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=4)
+DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=3)           # one more than there are blocks
 
 
 def tiny(mode: str, nvme: Any, compute: str = "fused", build: Callable[[], nn.Module] = DEEP, **debug: Any) -> nn.Module:
@@ -57,8 +57,8 @@ def test_fused_layers_compute_the_same_bits(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep, wander", [("saved", True), ("replay", False), ("replay", True)])
 def test_own_code_computes_the_same_bits_in_any_order(keep: str, wander: bool, tmp_path: Path) -> None:
-    right = overlap_off(Scenario(keep, wander=wander, accumulate=2))
-    run = edges.train(Scenario(f"{keep}+disk", wander=wander, accumulate=2), delay_us=200, nvme=str(tmp_path), **FEW)
+    right = overlap_off(Scenario(keep, wander=wander, accumulate=2, steps=2))
+    run = edges.train(Scenario(f"{keep}+disk", wander=wander, accumulate=2, steps=2), delay_us=200, nvme=str(tmp_path), **FEW)
     assert edges.difference(right, run) is None
 
 
@@ -88,7 +88,7 @@ def test_other_ways_through_the_graph(mode: str, compute: str, go: Callable[[nn.
     for _ in range(2):
         found = grads_of(model, go)
         assert all(parity.same_bits(right[n], found[n]) for n in right)
-    model(**padded(0)).loss.backward()
+    once(model)
     gc.collect()
     assert settled(model) == 0, "the file has room again where a graph is through"
 
@@ -108,7 +108,7 @@ def test_a_dropped_graph_gives_its_room_back(tmp_path: Path) -> None:
     loss = model(**padded(0)).loss
     assert runtime_of(model).core.swap_file()[2] > 0
     del loss
-    model(**padded(0)).loss.backward()
+    once(model)
     gc.collect()
     assert settled(model) == 0
 
@@ -130,7 +130,7 @@ def test_host_memory_holds_a_few_blocks_whatever_the_number_of_windows(tmp_path:
     rt = runtime_of(model)
     bundles = [ref() for ref in rt.swap.out]
     sizes = [sum(-(-nbytes // 512) * 512 for *_, nbytes in b.shapes) for b in bundles]
-    assert len(bundles) >= 4
+    assert len(bundles) > 2
     block = -(-max(sizes) // 4096) * 4096
     assert rt.core.swap_bytes() == (2 * block, 0) and rt.core.swap_file()[2] == len(bundles) * block
     assert mt.storage(model).tiers[-1][1] == {"activations": rt.core.swap_file()[1]}
@@ -142,7 +142,7 @@ def test_host_memory_holds_a_few_blocks_whatever_the_number_of_windows(tmp_path:
 def test_reports_and_traces_show_it(tmp_path: Path) -> None:
     model = tiny("saved+disk", str(tmp_path))
     mt.last_step(model)
-    model(**padded(0)).loss.backward()
+    once(model)
     report = mt.last_step(model)
     assert report.spill_written_bytes >= report.spill_read_bytes > 0 and "activations on disk" in str(report)
     assert "saved+disk" in mt.explain(model)
@@ -160,8 +160,8 @@ def test_reports_and_traces_show_it(tmp_path: Path) -> None:
 
 def test_a_plan_is_what_happens(tmp_path: Path) -> None:
     from test_plan import FLAT
-    model = fusing.lm("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=6)()
-    asked = {"tokens": 512, "seq": 64, "machine": dataclasses.replace(FLAT, device="cpu"), "compute": "fused",
+    model = fusing.lm("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=5)()
+    asked = {"tokens": 256, "seq": 64, "machine": dataclasses.replace(FLAT, device="cpu"), "compute": "fused",
              "activations": "selective+disk", "micro": 1}
     with pytest.raises(MegatrainError, match=r"activations='selective\+disk': give the directory"):
         mt.plan(model, **asked)
@@ -170,21 +170,21 @@ def test_a_plan_is_what_happens(tmp_path: Path) -> None:
     model = mt.stream(model, "cpu", plan=plan)
     core = runtime_of(model).core
     assert core.swap_file()[1] == plan.disk["activations"] == plan.disk_written
-    ids = torch.randint(90, (8, 64))
+    ids = torch.randint(90, (4, 64))
     loss = model(input_ids=ids, labels=ids).loss
     assert core.swap_bytes()[0] == pytest.approx(plan.host["activations"], rel=0.03)
-    assert core.swap_file()[2] == pytest.approx(plan.disk["activations"] - 6 * 65536, rel=0.03)
+    assert core.swap_file()[2] == pytest.approx(plan.disk["activations"] - 5 * 65536, rel=0.03)
     loss.backward()
     assert core.swap_file()[1] == plan.disk["activations"], "the room that was reserved was enough"
 
 
 def test_a_million_tokens_go_to_device_host_and_disk() -> None:
     from test_plan import seven
-    asked = {"tokens": 1 << 20, "seq": 1 << 20, "machine": "h200-128g", "states": "8bit"}
+    asked = {"tokens": 1 << 20, "seq": 1 << 20, "machine": "h200-128g,host=64GiB", "states": "8bit"}
     with pytest.raises(MegatrainError) as refused:
-        mt.plan(seven(20), **asked)
+        mt.plan(seven(12), **asked)
     least = refused.value.changes["nvme"]["limit"]
-    plan = mt.plan(seven(20), **asked, nvme={"limit": "64GiB"})
+    plan = mt.plan(seven(12), **asked, nvme={"limit": "64GiB"})
     kinds = {m.partition("+")[2] for m in plan.activations.values()}
     assert kinds == {"", "host", "disk"} and least <= plan.disk_bytes <= 64 << 30
     assert plan.disk_written == plan.disk["activations"] and plan.disk_years < 5
@@ -196,10 +196,8 @@ def test_the_disk_hides_behind_compute_where_it_has_time() -> None:
     and the two that are read have come in time. At 2 byte/s it takes 5 s: the fifth
     window leaves when the first is written, at 6 s, the sixth at 11 s; the last write ends at 31 s, and the read of the
     second window at 32 s, for which Python waits before the third's backward, at 17 s without."""
-    def taken(write: float, spilled: int) -> Any:
-        return simulate(Step([1.0] * 6, [2.0] * 6, [0.0] * 6, [0.0] * 6, [(0,)] * 6, [(0,)] * 6, [()] * 6, [True],
-                             [0], [0], [0.0], [0.0], [], 1, 1e9, 1e9, 1e9, 1e9, away=[10] * 6,
-                             spilled=frozenset(range(spilled)), write=write, read=10.0))
+    def taken(write: float, spilled: int) -> Timing:
+        return simulated(6, away=[10] * 6, spilled=frozenset(range(spilled)), write=write, read=10.0)
 
     free = taken(1.0, 0)
     assert taken(10.0, 6).seconds == pytest.approx(free.seconds)
@@ -228,14 +226,14 @@ def test_a_limit_that_is_reached_is_an_error_in_the_step(tmp_path: Path) -> None
 
 
 def works(model: nn.Module, right: dict[str, Any]) -> None:
-    found = grads_of(model, lambda m: m(**padded(0)).loss.backward())
+    found = grads_of(model, once)
     assert all(parity.same_bits(right[n], found[n]) for n in right)
 
 
 @pytest.mark.parametrize("mode, compute", WAYS)
 def test_a_read_that_fails_is_an_error_in_the_step_and_the_next_one_works(mode: str, compute: str,
                                                                           tmp_path: Path) -> None:
-    right = grads_of(tiny(read(mode).keep, None, compute), lambda m: m(**padded(0)).loss.backward())
+    right = grads_of(tiny(read(mode).keep, None, compute), once)
     model = tiny(mode, str(tmp_path), compute, sync=True)       # all is written when a window's forward is over
     loss = model(**padded(0)).loss
     path = runtime_of(model).core.swap_file()[0]
@@ -249,7 +247,7 @@ def test_a_read_that_fails_is_an_error_in_the_step_and_the_next_one_works(mode: 
 @pytest.mark.parametrize("mode, compute", WAYS[:2])
 def test_a_write_that_fails_is_an_error_in_the_step_and_the_next_one_works(mode: str, compute: str,
                                                                            tmp_path: Path) -> None:
-    right = grads_of(tiny(read(mode).keep, None, compute), lambda m: m(**padded(0)).loss.backward())
+    right = grads_of(tiny(read(mode).keep, None, compute), once)
     model = tiny(mode, str(tmp_path), compute, sync=True)
     works(model, right)                                          # the file has its room
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -5,7 +5,6 @@ The control of each run is the same training with the same amount kept on the de
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import pytest
 import torch
 from edges import Scenario
 from fusing import padded
+from kept import crossed, grads_of, in_part, on_device, overlap_off, same, simulated, twice
 from situations import batch, lm_loss, made
 from test_fused import FAMILIES
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch.errors import MegatrainError
 from megatrain_torch.modes import HOST, MODES, read
-from megatrain_torch.simulate import Step, simulate
+from megatrain_torch.simulate import Timing
 from megatrain_torch.swap import Bundle
 from megatrain_torch.wrap import runtime_of
 
@@ -38,17 +38,6 @@ FUSED = [("qwen3", mode) for mode in HOST] + [("gemma3", "saved+host")]      # n
 
 
 # ---------------------------------------------------------------- fused layers
-
-@functools.cache
-def on_device(family: str, keep: str) -> fusing.Run:
-    return fusing.fused(FAMILIES[family], padded, keep)
-
-
-def same(a: fusing.Run, b: fusing.Run) -> bool:
-    fusing.all_fused(b.codes)
-    return all(parity.same_bits(x, y) for x, y in zip(a.losses, b.losses)) and all(
-        parity.same_bits(a.weights[n], b.weights[n]) for n in a.weights)
-
 
 @pytest.mark.parametrize("family, mode", FUSED)
 def test_fused_layers_compute_the_same_bits(family: str, mode: str) -> None:
@@ -79,16 +68,11 @@ def test_a_wait_left_out_is_noticed() -> None:
 
 # ---------------------------------------------------------------- the model's own code
 
-@functools.cache
-def overlap_off(scenario: Scenario) -> dict[str, Tensor]:
-    return edges.train(scenario, sync=True)
-
-
 @pytest.mark.parametrize("wander", [False, True])
 @pytest.mark.parametrize("keep", ["saved", "replay"])
 def test_own_code_computes_the_same_bits_in_any_order(keep: str, wander: bool) -> None:
-    right = overlap_off(Scenario(keep, wander=wander, accumulate=2))
-    run = edges.train(Scenario(f"{keep}+host", wander=wander, accumulate=2), delay_us=200)
+    right = overlap_off(Scenario(keep, wander=wander, accumulate=2, steps=2))
+    run = edges.train(Scenario(f"{keep}+host", wander=wander, accumulate=2, steps=2), delay_us=200)
     assert edges.difference(right, run) is None
 
 
@@ -126,31 +110,6 @@ def used(model: nn.Module) -> int:
 
 
 WAYS = [("selective+host", "fused"), ("replay+host", "fused"), ("saved+host", "eager"), ("replay+host", "eager")]
-
-
-def grads_of(model: nn.Module, go: Callable[[nn.Module], None]) -> dict[str, Tensor]:
-    model.zero_grad()
-    go(model)
-    return {n: parity.frozen(p.grad) for n, p in model.named_parameters()}
-
-
-def twice(model: nn.Module) -> None:
-    loss = model(**padded(0)).loss
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def crossed(model: nn.Module) -> None:
-    first, second = model(**padded(0)).loss, model(**padded(1)).loss
-    first.backward()
-    second.backward()
-
-
-def in_part(model: nn.Module) -> None:
-    """A backward that begins in the middle, of a graph that is gone through as a whole later."""
-    out = model(**padded(0), output_hidden_states=True)
-    out.hidden_states[1].sum().backward(retain_graph=True)
-    out.loss.backward()
 
 
 @pytest.mark.parametrize("mode, compute, go", [*((*way, twice) for way in WAYS), (*WAYS[0], crossed), (*WAYS[0], in_part),
@@ -334,9 +293,8 @@ def test_copies_hide_behind_compute_where_the_bus_has_time() -> None:
     """Four windows of 1 s forward and 2 s backward, 10 bytes each. At 10 byte/s a copy takes as long as a forward and
     hides: what leaves last stays. At 4 byte/s it takes 2.5 s: three copies out before the last window is over, of
     which a second each hides; of those back 2 s."""
-    def taken(rate: float, away: list[int]) -> Any:
-        return simulate(Step([1.0] * 4, [2.0] * 4, [0.0] * 4, [0.0] * 4, [(0,)] * 4, [(0,)] * 4, [()] * 4, [True],
-                             [0], [0], [0.0], [0.0], [], 1, rate, rate, rate, rate, away=away))
+    def taken(rate: float, away: list[int]) -> Timing:
+        return simulated(4, h2d=rate, d2h=rate, both=rate, busy=rate, away=away)
 
     assert taken(10.0, [10] * 4).seconds == taken(10.0, []).seconds
     slow = taken(4.0, [10] * 4)

@@ -1,0 +1,72 @@
+"""What the tests of kept tensors on the host and on disk share: the controls, which keep the same on the device; ways
+through the graph; and a plain step of the simulation."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import edges
+import fusing
+import parity
+from edges import Scenario
+from fusing import padded
+from test_fused import FAMILIES
+from torch import Tensor, nn
+
+from megatrain_torch.simulate import Step, Timing, simulate
+
+
+@functools.cache
+def on_device(family: str, keep: str) -> fusing.Run:
+    return fusing.fused(FAMILIES[family], padded, keep)
+
+
+def same(a: fusing.Run, b: fusing.Run) -> bool:
+    fusing.all_fused(b.codes)
+    return all(parity.same_bits(x, y) for x, y in zip(a.losses, b.losses)) and all(
+        parity.same_bits(a.weights[n], b.weights[n]) for n in a.weights)
+
+
+@functools.cache
+def overlap_off(scenario: Scenario) -> dict[str, Tensor]:
+    return edges.train(scenario, sync=True)
+
+
+def grads_of(model: nn.Module, go: Callable[[nn.Module], None]) -> dict[str, Tensor]:
+    model.zero_grad()
+    go(model)
+    return {n: parity.frozen(p.grad) for n, p in model.named_parameters()}
+
+
+def once(model: nn.Module) -> None:
+    model(**padded(0)).loss.backward()
+
+
+def twice(model: nn.Module) -> None:
+    loss = model(**padded(0)).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def crossed(model: nn.Module) -> None:
+    first, second = model(**padded(0)).loss, model(**padded(1)).loss
+    first.backward()
+    second.backward()
+
+
+def in_part(model: nn.Module) -> None:
+    """A backward that begins in the middle, of a graph that is gone through as a whole later."""
+    out = model(**padded(0), output_hidden_states=True)
+    out.hidden_states[1].sum().backward(retain_graph=True)
+    out.loss.backward()
+
+
+def simulated(windows: int, **changes: Any) -> Timing:
+    """Windows of 1 s forward and 2 s backward, all of one unit that is at home in VRAM."""
+    none = [0.0] * windows
+    asked = {"forward_s": [1.0] * windows, "backward_s": [2.0] * windows, "forward_host_s": none,
+             "backward_host_s": none, "units": [(0,)] * windows, "again": [(0,)] * windows, "leaving": [()] * windows,
+             "home": [True], "weights": [0], "gradients": [0], "update_s": [0.0], "add_s": [0.0], "slots": [],
+             "micro": 1, "h2d": 1e9, "d2h": 1e9, "both": 1e9, "busy": 1e9}
+    return simulate(Step(**asked | changes))
