@@ -218,6 +218,41 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     rt.finish_save()
     folder = Path(folder).absolute()
     begun = time.perf_counter()
+    parts = _parts(rt, model, opt, scheduler, extra)
+    asked = parse_bytes(spare, "spare")
+    _check_room(folder, parts.nbytes, asked or 0)
+    if dry_run:
+        return _trial(folder, parts.nbytes, [f.name for f in parts.files] + [*parts.small, manifest.NAME])
+    saving = Saving(folder, sum(f.nbytes for f in parts.files), progress)
+    saving._begun = begun
+    _begin(rt, saving, parts, asynchronous, asked if asked is not None else SPARE_BYTES if asynchronous else 0)
+    if not asynchronous:
+        saving.check()
+    return saving
+
+
+# ---- what it is made of, and its beginning -------------------------------------------------------
+
+@dataclass(frozen=True)
+class _Parts:
+    """A checkpoint that is not written yet.
+
+    Attributes:
+        tensors: all of them, as their files have them. small: {file name: its bytes}. body: of the manifest.
+    """
+
+    files: list[TensorFile]
+    tensors: list[Entry]
+    small: dict[str, bytes]
+    body: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(f.nbytes for f in self.files) + sum(len(data) for data in self.small.values())
+
+
+def _parts(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, scheduler: Any, extra: Any) -> _Parts:
+    """When nothing is under way."""
     if isinstance(opt, AdamW):
         opt._settle()
     names = names_of(model)
@@ -226,23 +261,19 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         weights, states = _weights(model, names), _states(opt, names)
     files = packed(weights, "model", FILE_BYTES) + (packed(states, "states", FILE_BYTES) if states else [])
     small = {TRAINING: _training(opt, names, scheduler, extra), **_beside(model, files)}
-    body = _body(rt, opt, names, small)
-    need = sum(f.nbytes for f in files) + sum(len(data) for data in small.values())
-    asked = parse_bytes(spare, "spare")
-    _check_room(folder, need, asked or 0)
-    if dry_run:
-        return _trial(folder, need, [f.name for f in files] + [*small, manifest.NAME])
-    nbytes = asked if asked is not None else SPARE_BYTES if asynchronous else 0
-    draft, asked_for = manifest.Draft(folder), False
-    saving = Saving(folder, sum(f.nbytes for f in files), progress)
-    saving._begun = begun
+    return _Parts(files, weights + states, small, _body(rt, opt, names, small))
+
+
+def _begin(rt: Runtime, saving: Saving, parts: _Parts, asynchronous: bool, spare: int) -> None:
+    """A folder beside the one that it will be, and the work; what was begun is given up where that fails."""
+    draft, asked_for = manifest.Draft(saving.folder), False
     try:
-        located = [f.located(draft.path) for f in files]
-        held = _held(rt, weights + states)
+        located = [f.located(draft.path) for f in parts.files]
+        held = _held(rt, parts.tensors)
         asked_for = True
-        rt.core.save_begin([where for where, _ in located], held, nbytes, COPIERS, WRITERS)
+        rt.core.save_begin([where for where, _ in located], held, spare, COPIERS, WRITERS)
         rt.saving = saving if asynchronous else None         # before its thread is there: start() may be interrupted
-        saving._start(asynchronous, rt.core, draft, small, body, files, (located, weights, states))
+        saving._start(asynchronous, rt.core, draft, parts.small, parts.body, parts.files, (located, parts.tensors))
     except BaseException as e:
         if saving._taken.acquire(blocking=False):            # else its thread goes on with it
             rt.saving = None
@@ -251,10 +282,7 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             draft.drop()
         if not isinstance(e, Exception):
             raise
-        raise MegatrainError(f"saving {folder} failed{_AS_BEFORE}: {e}") from e
-    if not asynchronous:
-        saving.check()
-    return saving
+        raise MegatrainError(f"saving {saving.folder} failed{_AS_BEFORE}: {e}") from e
 
 
 # ---- what is refused -----------------------------------------------------------------------------
