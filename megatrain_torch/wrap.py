@@ -144,9 +144,10 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             They are kept until its first step: no memory where they are mapped from a file, which must stay as it is.
 
     Raises:
-        MegatrainError: the model cannot be streamed rightly, or does not fit; nothing was changed. Where memory, or
-            room on the disk, is gone between check and use, the model is an ordinary one again, but weights that were
-            taken over by then have the type that `dtype` gave them.
+        MegatrainError: the model cannot be streamed rightly, it does not fit, or the disk refuses its file; nothing was
+            changed. Only where memory is gone between check and use, or a warning is an error, weights may have been
+            taken over already: then the model is an ordinary one again with all its values, but these weights have the
+            type that `dtype` gave them, and are on the CPU.
     """
     choices = _choices(plan, compute, vram, nvme)
     _refuse_model(module)
@@ -157,8 +158,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     try:
         rt.compute, rt.vram, rt.room = choices.compute, choices.vram, room
         _open(rt, asked, sizes, choices)
-        _fill(rt, asked.groups, dtype, masters)
+        _declare(rt, asked.groups, dtype)
         _place(rt, asked, choices)
+        _fill(rt, asked.groups, masters)         # from here on the model changes, and nothing is checked any more
         _install(rt, module, found)
         rt.warn_unlocked()
     except BaseException:
@@ -348,7 +350,7 @@ def _open(rt: Runtime, asked: Asked, sizes: list[int], choices: _Choices) -> Non
 
 
 def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
-    """What is at home elsewhere than weights, or goes another way; the units are there."""
+    """What is at home elsewhere than weights, or goes another way; the units are there, without values."""
     options, core = choices.options, rt.core
     if "states" in options:
         rt.choose_states(options["states"])
@@ -402,18 +404,25 @@ def _free(where: torch.device) -> int | None:
     return torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
 
 
-def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None, masters: bool) -> None:
-    """Units in the store, weights in their planes; each old tensor is freed as its values are in. What lives on the
-    device goes there at once: host memory has one such unit at a time."""
+def _declare(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> None:
+    """Units in the store; nothing is in their planes."""
     global _pid
-    given, files = 0, Mapped()
-    for (name, params), own in zip(groups, own_bytes(groups)):
+    for name, params in groups:
         kinds = [DTYPES[stored_dtype(p, dtype)] for _, p in params]
         unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
         records = [_record(rt, unit, name, i, _pid + i, full, p, dtype) for i, (full, p) in enumerate(params)]
         _pid += len(params)
         if unit in rt.settled:
             rt.core.settle(unit, rt.settled[unit])
+        rt.units.append(records)
+        rt.unit_names.append(name)
+
+
+def _fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
+    """Weights in their planes; each old tensor is freed as its values are in. What lives on the device goes there at
+    once: host memory has one such unit at a time."""
+    given, files = 0, Mapped()
+    for unit, (records, own) in enumerate(zip(rt.units, own_bytes(groups))):
         with torch.no_grad():
             for hi, value in files.fill([(r.view("HI"), r.param.detach()) for r in records]):
                 hi.copy_(value)
@@ -421,8 +430,6 @@ def _fill(rt: Runtime, groups: list[Group], dtype: torch.dtype | None, masters: 
             _adopt(rt, r, masters)
         if unit in rt.settled:
             rt.take(unit)
-        rt.units.append(records)
-        rt.unit_names.append(name)
         given += own
         if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
             give_back()

@@ -217,6 +217,24 @@ def test_without_a_directory_nothing_is_begun() -> None:
     assert all(type(p) is nn.Parameter and p is before[n] for n, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("plan", [{"homes": "disk"}, {"activations": "saved+disk", "debug": {"spill": {"blocks": 0}}}])
+def test_a_file_that_is_refused_leaves_the_model_as_it_was(plan: dict[str, Any], tmp_path: Path) -> None:
+    """Room is there, but the process may not write files of any size: known when the file is made, no sooner."""
+    model = DEEP().float()
+    before = {n: (p, p.data_ptr(), p.detach().clone()) for n, p in model.named_parameters()}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(MegatrainError):
+            mt.stream(model, "cpu", dtype=torch.bfloat16, nvme=str(tmp_path), plan=plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    after = dict(model.named_parameters())
+    assert all(type(p) is nn.Parameter and p is after[n] and p.dtype == torch.float32 and p.data_ptr() == address
+               and torch.equal(p, values) for n, (p, address, values) in before.items())
+    assert not os.listdir(tmp_path)
+
+
 def test_a_limit_that_is_reached_is_an_error_in_the_step(tmp_path: Path) -> None:
     model = tiny("saved+disk", {"path": str(tmp_path), "limit": 1 << 16})
     with pytest.raises(MegatrainError, match="the limit is 65536"):
