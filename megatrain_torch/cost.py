@@ -19,7 +19,7 @@ from .shapes import Product, Unit, Window
 from .slots import plan_slots
 from .templates import spared
 
-PASSING_BYTES = 3 * 64 << 20    # on the device, of updates that pass through it: engine_store.c
+THROUGH_BYTES = 3 * 64 << 20    # on the device, of updates that pass through it: engine_store.c
 LENT = 3                    # buffers of a size for gradients that are kept nowhere: store.h
 OFFLOAD_DEPTH = 2           # units whose gradients may be on their way out: runtime of offload.h
 STAGINGS = 2                # host buffers for gradients that are to be added: offload.c

@@ -35,7 +35,7 @@ def moment_bytes(states: str, kind: torch.dtype, numel: int) -> int:
     return 8 * numel if states == "fp32" else 2 * numel + 8 * -(-numel // GROUP)
 
 
-def passing_up(states: str) -> float:
+def through_up(states: str) -> float:
     """Of a bf16 parameter with a bf16 gradient: bytes to the device for an update there. All but the gradient come
     back."""
     return moved_bytes(states) / 2 + 1

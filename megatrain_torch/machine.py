@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MegatrainError
-from .formats import moved_bytes, passing_up
+from .formats import moved_bytes, through_up
 from .limits import host_limits, parse_bytes, show_bytes
 
 GIB = 2**30
@@ -101,7 +101,7 @@ class Machine:
         found = dict(self.adam8_gparams).get(states, min(by_bytes, points[-1][0] * CODES_A_THREAD))
         return found * rate / points[-1][1] * 1e9
 
-    def passing_rate(self, states: str = "fp32", alone: bool = False) -> float:
+    def through_rate(self, states: str = "fp32", alone: bool = False) -> float:
         """Parameters/s of updates that pass through the device, alone or beside AdamW on the host; 0: nothing is left.
 
         Of the bus each way, and of the host's memory, what AdamW leaves, and fetches of what both have updated. The
@@ -110,7 +110,7 @@ class Machine:
         moved, host = moved_bytes(states), 0.0 if alone else self.adam_rate(states=states)
         bus = (self.both_gbps if alone else min(self.both_gbps, self.busy_gbps)) * 1e9
         memory = max(self.adam_gparams[-1][1] * moved_bytes("fp32"), 2 * self.both_gbps) * 1e9
-        return max(0.0, min((bus - WEIGHT * host) / (passing_up(states) + WEIGHT),
+        return max(0.0, min((bus - WEIGHT * host) / (through_up(states) + WEIGHT),
                             (memory - (moved + WEIGHT) * host) / (moved + WEIGHT)))
 
     def with_limits(self, vram: int | None, host: int | None) -> Machine:

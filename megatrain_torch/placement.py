@@ -20,8 +20,8 @@ from .arrive import AHEAD, STAY
 from .cost import (
     CACHE_SHARE,
     OFFLOAD_DEPTH,
-    PASSING_BYTES,
     STAGINGS,
+    THROUGH_BYTES,
     Cost,
     Home,
     cost_of,
@@ -88,7 +88,7 @@ class Choice(NamedTuple):
     homes: tuple[Home, ...]
     ring: int
     modes: tuple[str, ...]
-    passing: frozenset[int] = frozenset()
+    through: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Homes(NamedTuple):
         add_s: to add up a further micro-batch's gradients there; longest_add_s: those of one unit.
         weights, gradients: bytes that cross; again: of the weights, those that backward needs. visiting: of states
             that arrive.
-        slots: (ring, bytes of its slots). passing: units whose updates pass through the device; passing_s: all of them.
+        slots: (ring, bytes of its slots). through: units whose updates pass through the device; through_s: all of them.
     """
 
     units: tuple[Home, ...]
@@ -158,8 +158,8 @@ class Homes(NamedTuple):
     longest_add_s: float
     visiting: int
     slots: list[tuple[int, int]]
-    passing: frozenset[int]
-    passing_s: float
+    through: frozenset[int]
+    through_s: float
 
 
 class Problem:
@@ -185,7 +185,7 @@ class Problem:
         self.fetches: dict[tuple[tuple[Home, ...], int, int], Fetches] = {}
         self.first_bound: tuple[object, float] = (None, 0.0)       # of the homes asked about last
         self.disks: dict[tuple[tuple[Home, ...], bool], frozenset[int]] = {}
-        self.passing_rate = machine.passing_rate(wishes.states, alone=wishes.homes == "through")
+        self.through_rate = machine.through_rate(wishes.states, alone=wishes.homes == "through")
         self.simulations = 0
 
     # ---- bytes ----
@@ -415,27 +415,33 @@ class Problem:
         host, device = m.adam_rate(states=self.wishes.states), m.device_adam_gparams * 1e9
         on_disk, few = self.on_disk(choice.homes, choice.micro), m.adam_rate(POOL, self.wishes.states)
         return Step(
-            [c.forward_s for c in costs], [c.backward_s[mode] for c, mode in zip(costs, choice.modes)],
-            [c.forward_host_s for c in costs], [c.backward_host_s[mode] for c, mode in zip(costs, choice.modes)],
-            [w.units for w in self.shape.windows], self.again, self.leaving, list(choice.homes),
-            [u.weights for u in units], [u.gradients for u in units],
-            [u.trained / device + self.gathering_s(u, choice.micro) if home
-             else u.trained / (few if i in on_disk else host) for i, (u, home) in enumerate(zip(units, choice.homes))],
-            [u.trained / (m.add_gparams * 1e9) for u in units], self.slots(choice.homes, choice.ring), choice.micro,
-            m.h2d_gbps * 1e9, m.d2h_gbps * 1e9, m.both_gbps * 1e9, m.busy_gbps * 1e9, self.wishes.speculate,
-            self.visiting(choice.homes), self.away(choice.micro, choice.modes),
-            {u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in on_disk}, guess_shares(self.wishes.states),
-            {u: self.passing_s(u) for u in choice.passing}, self.lent(choice.homes),
-            frozenset(self.spills(costs, choice.modes)), m.disk_write_gbps * 1e9, m.disk_read_gbps * 1e9)
+            forward_s=[c.forward_s for c in costs],
+            backward_s=[c.backward_s[mode] for c, mode in zip(costs, choice.modes)],
+            forward_host_s=[c.forward_host_s for c in costs],
+            backward_host_s=[c.backward_host_s[mode] for c, mode in zip(costs, choice.modes)],
+            units=[w.units for w in self.shape.windows], again=self.again, leaving=self.leaving,
+            home=list(choice.homes), weights=[u.weights for u in units], gradients=[u.gradients for u in units],
+            update_s=[u.trained / device + self.gathering_s(u, choice.micro) if home
+                      else u.trained / (few if i in on_disk else host)
+                      for i, (u, home) in enumerate(zip(units, choice.homes))],
+            add_s=[u.trained / (m.add_gparams * 1e9) for u in units],
+            slots=self.slots(choice.homes, choice.ring), micro=choice.micro,
+            h2d=m.h2d_gbps * 1e9, d2h=m.d2h_gbps * 1e9, both=m.both_gbps * 1e9, busy=m.busy_gbps * 1e9,
+            speculate=self.wishes.speculate, visiting=self.visiting(choice.homes),
+            away=self.away(choice.micro, choice.modes),
+            disk={u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in on_disk},
+            shares=guess_shares(self.wishes.states), through={u: self.through_s(u) for u in choice.through},
+            lent=self.lent(choice.homes), spilled=frozenset(self.spills(costs, choice.modes)),
+            write=m.disk_write_gbps * 1e9, read=m.disk_read_gbps * 1e9)
 
     def lent(self, homes: tuple[Home, ...]) -> list[int]:
         """Bytes of the buffers that gradients pass through, where they are kept nowhere."""
         away = [u for u, home in zip(self.shape.units, homes) if not home]
         return lent_buffers(away) if self.wishes.grads == "none" else []
 
-    def passing_s(self, unit: int) -> float:
+    def through_s(self, unit: int) -> float:
         """Of an update through the device."""
-        return self.shape.units[unit].trained / self.passing_rate
+        return self.shape.units[unit].trained / self.through_rate
 
     def gathering_s(self, unit: Unit, micro: int) -> float:
         """A step's gradients into the planes of a unit at home in VRAM: measured and copied, then added up."""
@@ -461,7 +467,7 @@ class Problem:
         units at the most.
         """
         m, made = self.machine, self.micro(micro)
-        key = micro, homes.units, homes.passing
+        key = micro, homes.units, homes.through
         if self.first_bound[0] != key:
             self.first_bound = key, self._first_forward(homes, micro)
         up, both = m.h2d_gbps * 1e9, m.both_gbps * 1e9
@@ -477,9 +483,9 @@ class Problem:
     def _updates_alone(self, homes: Homes, micro: int) -> float:
         """Seconds of them, which a step takes at least where they run beside all of it."""
         on_disk = self.on_disk(homes.units, micro)
-        elsewhere = on_disk | homes.passing
+        elsewhere = on_disk | homes.through
         host = sum(unit.trained for u, unit in enumerate(self.shape.units) if not homes.units[u] and u not in elsewhere)
-        return max(host / self.machine.adam_rate(states=self.wishes.states), homes.passing_s,
+        return max(host / self.machine.adam_rate(states=self.wishes.states), homes.through_s,
                    2 * sum(self.states(u) for u in on_disk) / (self.machine.disk_both_gbps * 1e9))
 
     def _first_forward(self, homes: Homes, micro: int) -> float:
@@ -487,27 +493,27 @@ class Problem:
         busy = min(m.h2d_gbps, m.busy_gbps) * 1e9
         if self.wishes.grads == "none":         # updates began in the backward before
             return max(made.forward_s, homes.weights / (m.h2d_gbps * 1e9))
-        trained = [self.shape.units[u].trained for u in self.first if not homes.units[u] and u not in homes.passing]
+        trained = [self.shape.units[u].trained for u in self.first if not homes.units[u] and u not in homes.through]
         from_disk = sum(self.shape.units[u].trained for u in self.on_disk(homes.units, micro))   # beside the others
         update_s = homes.update_s * (1 - from_disk / max(sum(trained), 1))
         beside = min(homes.weights, update_s * busy)
         behind = sum(c.forward_s for c in made.costs[homes.last_update:]) if homes.update_s else 0.0
-        return max(homes.begin_s + made.forward_s, update_s + behind, homes.passing_s,
+        return max(homes.begin_s + made.forward_s, update_s + behind, homes.through_s,
                    beside / busy + (homes.weights - beside) / (m.h2d_gbps * 1e9))
 
-    def passing(self, homes: tuple[Home, ...]) -> frozenset[int]:
+    def through(self, homes: tuple[Home, ...]) -> frozenset[int]:
         """Units at home in RAM whose updates are over sooner through the device than behind the others on the host.
         None where some are on disk: then the drive is what a step waits for."""
         if self.wishes.homes == "through":
             return frozenset(u for u in self.first if self.shape.units[u].trained and not homes[u])
         early = self.wishes.speculate or self.wishes.grads == "none"
-        if self.wishes.homes or early or not self.passing_rate or self.on_disk(homes, 1):
+        if self.wishes.homes or early or not self.through_rate or self.on_disk(homes, 1):
             return frozenset()
         host_s, device_s, found = 0.0, 0.0, []
         rate = self.machine.adam_rate(states=self.wishes.states)
         for u in self.first:
             if not homes[u] and (trained := self.shape.units[u].trained):
-                there, here = device_s + self.passing_s(u), host_s + trained / rate
+                there, here = device_s + self.through_s(u), host_s + trained / rate
                 if there < here:
                     device_s = there
                     found.append(u)
@@ -515,18 +521,18 @@ class Problem:
                     host_s = here
         return frozenset(found)
 
-    def _homes(self, homes: tuple[Home, ...], passing: frozenset[int] = frozenset()) -> Homes:
+    def _homes(self, homes: tuple[Home, ...], through: frozenset[int] = frozenset()) -> Homes:
         m, units = self.machine, self.shape.units
         away = [u for u in self.first if not homes[u]]
         at_once = [u for u in away if self.first[u] == 0]
         added = [u for u in away if units[u].trained]
-        trained = [u for u in added if u not in passing]
+        trained = [u for u in added if u not in through]
         rate = m.adam_rate(states=self.wishes.states)
         if self.wishes.speculate:                                               # at best all began in backward
             rate /= guess_shares(self.wishes.states)[1]
         begin = sum(units[u].trained for u in self.first if homes[u]) / (m.device_adam_gparams * 1e9)
         if at_once:
-            update = self.passing_s(at_once[0]) if at_once[0] in passing else units[at_once[0]].trained / rate
+            update = self.through_s(at_once[0]) if at_once[0] in through else units[at_once[0]].trained / rate
             begin = max(begin, update + units[at_once[0]].weights / (m.h2d_gbps * 1e9))
         return Homes(
             homes, begin, sum(units[u].gradients for u in self.leaving[0] if not homes[u]) / (m.both_gbps * 1e9),
@@ -535,7 +541,7 @@ class Problem:
             sum(units[u].gradients for u in away), sum(units[u].trained for u in added) / (m.add_gparams * 1e9),
             max((units[u].trained for u in added), default=0) / (m.add_gparams * 1e9),
             sum(self.visiting(homes).values()),
-            [(r, sum(self.slots(homes, r))) for r in self.rings()], passing, sum(self.passing_s(u) for u in passing))
+            [(r, sum(self.slots(homes, r))) for r in self.rings()], through, sum(self.through_s(u) for u in through))
 
     # ---- what may be chosen ----
 
@@ -580,10 +586,10 @@ class Problem:
     def combinations(self) -> Iterator[tuple[int, Homes, int, int, int, int]]:
         """(micro, homes, ring, bytes of its slots, bytes at home in VRAM, bytes in host memory)."""
         for homes in (h for choice in self.home_choices() for h in self._ways(choice)):
-            choice, overhead = homes.units, self.machine.vram_overhead_bytes + PASSING_BYTES * bool(homes.passing)
+            choice, overhead = homes.units, self.machine.vram_overhead_bytes + THROUGH_BYTES * bool(homes.through)
             for several in (False, True):
                 counts = [k for k in self.micro_counts() if (k > 1) == several]
-                if not counts or (homes.passing and self.on_disk(choice, counts[0])):
+                if not counts or (homes.through and self.on_disk(choice, counts[0])):
                     continue
                 host = sum(self.host_bytes(choice, counts[0]).values())
                 planes = overhead + sum(self.planes_at_home(choice, counts[0]).values())
@@ -593,9 +599,9 @@ class Problem:
 
     def _ways(self, choice: tuple[Home, ...]) -> list[Homes]:
         """All updates on the host, or some through the device; or all, where that is asked for and any are."""
-        passing = self.passing(choice)
-        host = [self._homes(choice)] if self.wishes.homes != "through" or not passing else []
-        return host + [self._homes(choice, passing)] * bool(passing)
+        through = self.through(choice)
+        host = [self._homes(choice)] if self.wishes.homes != "through" or not through else []
+        return host + [self._homes(choice, through)] * bool(through)
 
     # ---- the best ----
 
@@ -606,7 +612,7 @@ class Problem:
             fixed = planes + slots
             for made, level in self._fitting(micro, vram - fixed, host - on_host, homes):
                 bound = self.bound(homes, slots, micro, made.backward_s[level], made.out, made.spill_s)
-                choice = Choice(micro, homes.units, ring, made.levels[level], homes.passing)
+                choice = Choice(micro, homes.units, ring, made.levels[level], homes.through)
                 open_choices.append((bound, made.spilled, fixed + made.most(level, homes.visiting), choice))
         open_choices.sort(key=lambda c: c[:3])
         best: tuple[Choice, Timing] | None = None

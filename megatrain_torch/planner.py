@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cost import PASSING_BYTES, Home
+from .cost import THROUGH_BYTES, Home
 from .disk import PADDING, SPILLED, Disk, years
 from .errors import MegatrainError
 from .formats import FORMATS, check_states
@@ -240,7 +240,7 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
     return Plan(
         shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
         "fused" if wishes.fused else "eager",
-        {u.name: "disk" if i in on_disk else "through" if i in choice.passing else Home(home).plain
+        {u.name: "disk" if i in on_disk else "through" if i in choice.through else Home(home).plain
          for i, (u, home) in enumerate(zip(shape.units, choice.homes))},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
@@ -256,7 +256,7 @@ def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
     table = {"context, libraries": problem.machine.vram_overhead_bytes,
              "slots": sum(problem.slots(choice.homes, choice.ring)),
              **{f"at home: {plane}": n for plane, n in at_home.items()},
-             "updates in passing": PASSING_BYTES * bool(choice.passing), "activations": kept, "work": work,
+             "updates through the device": THROUGH_BYTES * bool(choice.through), "activations": kept, "work": work,
              "gradients under way": flying,
              "torch's cache": problem.passing_bytes(costs, choice.modes) - kept - work - flying}
     if visiting := sum(problem.visiting(choice.homes).values()):
@@ -289,7 +289,7 @@ def _least(problem: Problem) -> str:
     machine = problem.machine
     micro, homes, ring, *_ = min(problem.combinations(), key=lambda c: (
         c[5] > machine.host_bytes, c[3] + c[4] + problem.micro(c[0]).tracks[0].most(0, c[1].visiting)))
-    choice = Choice(micro, homes.units, ring, problem.micro(micro).tracks[0].levels[0], homes.passing)
+    choice = Choice(micro, homes.units, ring, problem.micro(micro).tracks[0].levels[0], homes.through)
     vram, host = vram_table(problem, choice), problem.host_bytes(homes.units, micro, choice.modes)
     tables: list[Table] = [_bytes_table("device memory", vram, machine.vram_bytes),
                            _bytes_table("host memory", host, machine.host_bytes)]

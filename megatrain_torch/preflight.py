@@ -24,9 +24,9 @@ import torch
 
 from . import _core
 from .cost import (
-    PASSING_BYTES,
     PLANES_OF,
     STAGINGS,
+    THROUGH_BYTES,
     copied_planes,
     device_planes,
     host_planes,
@@ -102,7 +102,7 @@ class Asked:
         if there and not self.keeps:
             found["at home: gradients"] = sum(lent_buffers([unit for unit, _ in there]))
         if "through" in self.homes:
-            found["updates in passing"] = PASSING_BYTES
+            found["updates through the device"] = THROUGH_BYTES
         visiting = [visiting_planes(u) for u, home in zip(self.units(), self.homes) if home == "arrive"]
         return found | ({"states that arrive": sum(sum(v.values()) for v in visiting)} if visiting else {})
 

@@ -22,7 +22,7 @@ SHOWN_MICRO = 8             # micro-batches walked through; of more, those befor
 RESOURCES = (*LANES, OWN)   # by the names that a measured step has them by; OWN: Python, launching kernels
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Step:
     """What a step is made of. Lists by window (w) or by unit (u); seconds and bytes.
 
@@ -41,7 +41,7 @@ class Step:
             windows of those that keep it in a file; write, read: its bytes/s.
         lent: bytes of the buffers that gradients pass through where they are kept nowhere; [] where they are kept.
             Updates then follow their gradients, in backward.
-        passing: {u: seconds} of updates that pass through the device, beside the host's. No unit is in both this and
+        through: {u: seconds} of updates that pass through the device, beside the host's. No unit is in both this and
             disk.
         shares: of an update that begins during backward: what it takes then, and when it is kept.
         disk: {u: seconds} in which the states of units that have them there are read and written. Those units' updates
@@ -71,7 +71,7 @@ class Step:
     away: list[int] = field(default_factory=list)
     disk: dict[int, float] = field(default_factory=dict)
     shares: tuple[float, float] = (1.0, 1.0)
-    passing: dict[int, float] = field(default_factory=dict)
+    through: dict[int, float] = field(default_factory=dict)
     lent: list[int] = field(default_factory=list)
     spilled: frozenset[int] = frozenset()
     write: float = 1.0
@@ -183,7 +183,7 @@ class _Walk:
             self._updates()
 
     def _updater(self, unit: int) -> str:
-        return "disk" if unit in self.step.disk else "through" if unit in self.step.passing else "host update"
+        return "disk" if unit in self.step.disk else "through" if unit in self.step.through else "host update"
 
     def _rest_of_updates(self) -> None:
         """Those of the backward before that are not over."""
@@ -195,7 +195,7 @@ class _Walk:
                         "device update": sum(step.update_s) - sum(step.update_s[u] for u in host),
                         "disk": sum(step.disk.values()), "disk update": sum(step.update_s[u] for u in step.disk)}
         self.drive = self.lanes["disk"]
-        self._guests_leave(sum(step.passing.values()))
+        self._guests_leave(sum(step.through.values()))
 
     def _updates(self) -> None:
         """Of units at home in VRAM on the device, at once; of the others on the host, in the forward's order."""
@@ -211,8 +211,8 @@ class _Walk:
                 elif u in step.disk:
                     drive += max(step.update_s[u], step.disk[u])
                     self.done[u] = drive
-                elif u in step.passing:
-                    passed += step.passing[u]
+                elif u in step.through:
+                    passed += step.through[u]
                     self.done[u] = passed
                 elif step.update_s[u]:
                     now += step.update_s[u] * (step.shares[1] if u in self.early else 1.0)
@@ -224,8 +224,8 @@ class _Walk:
         self._guests_leave(passed)
 
     def _guests_leave(self, passed: float) -> None:
-        """States that arrived go down behind their updates, beside the forward. passed: seconds of updates in passing.
-        """
+        """States that arrived go down behind their updates, beside the forward. passed: seconds of updates
+        that pass through the device."""
         step = self.step
         for nbytes in step.visiting.values():
             self.guests = self._copied(max(self.guests, self.run), nbytes, step.d2h)
@@ -295,7 +295,7 @@ class _Walk:
             self._send(unit, adding)
             if self.step.lent:
                 self._follow(unit, buffers)
-            if last and self.step.speculate and unit not in {*self.step.disk, *self.step.passing}:
+            if last and self.step.speculate and unit not in {*self.step.disk, *self.step.through}:
                 self._guess(unit, self.adder if adding else self.d2h)
         self.landed.append(self.d2h)
         if len(self.landed) > OFFLOAD_DEPTH:
@@ -315,7 +315,7 @@ class _Walk:
     def _follow(self, unit: int, buffers: list[tuple[float, str]]) -> None:
         """The unit's update begins when its gradients are home, behind those before it in the same place."""
         step, place = self.step, self._updater(unit)
-        took = step.passing[unit] if place == "through" else max(step.update_s[unit], step.disk.get(unit, 0.0))
+        took = step.through[unit] if place == "through" else max(step.update_s[unit], step.disk.get(unit, 0.0))
         self.lanes[place] = self.done[unit] = max(self.lanes[place], self.d2h) + took
         if place != "disk":
             self.updated = max(self.updated, self.done[unit])
@@ -484,7 +484,7 @@ def simulate(step: Step, fetches: Fetches | None = None) -> Timing:
         left = {u: s - t.run for u, s in t.done.items() if s > t.run}
         t, forwards, ends = _walk(step, fetches, shown, ahead, left=left)
     more = step.micro - shown
-    passed = sum(step.passing.values())
+    passed = sum(step.through.values())
     least = max(t.updates["host update"], t.updates["disk"], passed) if step.lent else 0.0      # step after step
     seconds = max(t.run, least) + NORM_S + (more * (ends[-2] - ends[-3]) if more else 0.0)
     share = step.micro / shown

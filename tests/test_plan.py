@@ -386,7 +386,7 @@ def test_arguments_that_make_no_sense_are_refused(asked: dict, says: str) -> Non
 def every_choice(p: Problem) -> list[Choice]:
     fitting = []
     for micro, homes, ring, slots, planes, host in p.combinations():
-        fitting += [Choice(micro, homes.units, ring, modes, homes.passing) for made in p.micro(micro).tracks
+        fitting += [Choice(micro, homes.units, ring, modes, homes.through) for made in p.micro(micro).tracks
                     for level, modes in enumerate(made.levels)
                     if slots + planes + made.most(level, homes.visiting) <= p.machine.vram_bytes
                     and host + made.away <= p.machine.host_bytes
@@ -414,10 +414,10 @@ def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     micro = data.draw(st.sampled_from(p.micro_counts()))
     units = tuple(data.draw(st.lists(st.sampled_from(Home), min_size=len(shape.units), max_size=len(shape.units))))
     made = data.draw(st.sampled_from(p.micro(micro).tracks))
-    homes = p._homes(units, data.draw(st.sampled_from([p.passing(units), frozenset()])))
+    homes = p._homes(units, data.draw(st.sampled_from([p.through(units), frozenset()])))
     level = data.draw(st.integers(0, len(made.levels) - 1))
     ring, slots = data.draw(st.sampled_from(homes.slots))
-    choice = Choice(micro, units, ring, made.levels[level], homes.passing)
+    choice = Choice(micro, units, ring, made.levels[level], homes.through)
     assert p.bound(homes, slots, micro, made.backward_s[level], made.out) <= p.time(choice).seconds * (1 + 1e-12)
 
 
@@ -446,12 +446,12 @@ def test_updates_pass_through_the_device_where_a_host_has_few_cores(monkeypatch:
     asked["machine"] = dataclasses.replace(FLAT, adam_gparams=((1, 0.2),))
     best, whole = mt.plan(small(12), **asked), mt.plan(small(12), **asked, homes="through")
     early = mt.plan(small(12), **asked, homes="through", grads="none")
-    monkeypatch.setattr(mt.Machine, "passing_rate", lambda self, states, alone: 0.0)
+    monkeypatch.setattr(mt.Machine, "through_rate", lambda self, states, alone: 0.0)
     host = mt.plan(small(12), **asked)
     homes = list(best.homes.values())
     assert homes.count("through") >= 3 and homes.count("ram") >= 1
     assert best.seconds < 0.8 * host.seconds
-    assert best.vram["updates in passing"] == 3 * 64 << 20 and not host.vram["updates in passing"]
+    assert best.vram["updates through the device"] == 3 * 64 << 20 and not host.vram["updates through the device"]
     assert set(whole.homes.values()) == {"through"} and "ring of" in str(whole) and not whole.busy["host update"]
     moved = sum(whole.host[plane] for plane in ("weights", "masters", "moments", "gradients"))
     assert whole.busy["through"] > moved / (FLAT.both_gbps * 1e9)
