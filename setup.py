@@ -6,13 +6,15 @@ here.
 
 Environment:
     MEGATRAIN_CUDA   0: leave the CUDA part out. 1: fail when it cannot be built. Unset: if possible
-    MEGATRAIN_CUDA_ARCHES   e.g. "90": machine code for these only (a build for one's own machine is quicker)
+    MEGATRAIN_CUDA_ARCHES   "90": machine code for these only, which is quicker. "native": for the GPUs that are here;
+                     where there is none the CUDA part is left out, unless MEGATRAIN_CUDA=1. `make` says so
     MEGATRAIN_LABEL  1: the version says which build it is, as 0.1.0+cpu or 0.1.0+cuda13 (tools/wheels.py)
     CUDA_HOME, CC, CFLAGS, LDFLAGS   as everywhere
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -107,6 +109,8 @@ def find_toolkit() -> Toolkit:
         raise NoToolkit("MEGATRAIN_CUDA=0")
     if not (ROOT / "csrc/dev/dev_cuda.c").is_file():
         raise NoToolkit("csrc/dev/dev_cuda.c is not there")
+    if native() and os.environ.get("MEGATRAIN_CUDA") != "1" and not cards():
+        raise NoToolkit("no GPU here, and it takes minutes; MEGATRAIN_CUDA=1 builds it")
     for root in toolkit_roots():
         if toolkit := toolkit_at(root):
             return toolkit
@@ -115,14 +119,46 @@ def find_toolkit() -> Toolkit:
     )
 
 
+def native() -> bool:
+    """Whether the build is for this machine alone."""
+    return os.environ.get("MEGATRAIN_CUDA_ARCHES") == "native"
+
+
+def cards() -> list[int]:
+    """Compute capabilities of the GPUs here, 90 for 9.0, as the driver says; none without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, value, found = ctypes.c_int(), ctypes.c_int(), set()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    for device in range(count.value):
+        number = 0
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+            if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+                return []
+            number = 10 * number + value.value
+        found.add(number)
+    return sorted(found)
+
+
+def arches() -> list[int]:
+    """What machine code is wanted for."""
+    if native():
+        return cards() or list(CUDA_ARCHES)
+    asked = os.environ.get("MEGATRAIN_CUDA_ARCHES", "").replace(",", " ").split()
+    if bad := [word for word in asked if not word.isdigit()]:
+        raise SystemExit(f"megatrain_torch: MEGATRAIN_CUDA_ARCHES: {bad[0]!r}: numbers such as 90, or native")
+    return [int(n) for n in asked] or list(CUDA_ARCHES)
+
+
 def gencode(nvcc: str) -> list[str]:
     """-gencode flags for the architectures that this nvcc knows."""
     command = [nvcc, "--list-gpu-arch"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     known = {int(n) for n in re.findall(r"compute_(\d+)", listed)}
-    asked = os.environ.get("MEGATRAIN_CUDA_ARCHES", "").replace(",", " ").split()
-    wanted = [int(n) for n in asked] or CUDA_ARCHES
-    flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in wanted if n in known]
+    flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in arches() if n in known]
     return [*flags, f"-gencode=arch=compute_{PTX_ARCH},code=compute_{PTX_ARCH}"]
 
 
@@ -179,9 +215,9 @@ class BuildCore(build_ext):
         sources = c_sources(bool(toolkit), platform.machine())
         commands = [self.c_command(source, toolkit) for source in sources]
         if toolkit:
-            arches = gencode(toolkit.nvcc)
+            targets = gencode(toolkit.nvcc)
             cu = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").glob("*/*.cu"))
-            commands += [self.cu_command(source, toolkit, arches) for source in cu]
+            commands += [self.cu_command(source, toolkit, targets) for source in cu]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             return list(pool.map(self.compile, commands))
 
@@ -217,11 +253,11 @@ class BuildCore(build_ext):
         flags = [f"-DPy_LIMITED_API={LIMITED_API}", f'-DMT_VERSION="{version()}"']
         return [*flags, *(f"-isystem{folder}" for folder in [*headers, numpy.get_include()])]
 
-    def cu_command(self, source: str, toolkit: Toolkit, arches: list[str]) -> list[str]:
+    def cu_command(self, source: str, toolkit: Toolkit, targets: list[str]) -> list[str]:
         """nvcc for one kernel file."""
         flags = ["-O3", "-std=c++17", "--fmad=false", "-DMT_WITH_CUDA"]
         host = ["-Xcompiler", "-fPIC,-fvisibility=hidden"]
-        return [toolkit.nvcc, *flags, *arches, *host, *self.in_and_out(source)]
+        return [toolkit.nvcc, *flags, *targets, *host, *self.in_and_out(source)]
 
     def compile(self, command: list[str]) -> Path:
         """Run a compiler, unless the object is newer than all it was made from."""

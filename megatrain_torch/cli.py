@@ -13,13 +13,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from .commands import evaluate, export, generate, report, train
+from .commands import evaluate, export, folder, generate, report, train
 from .commands.settings import unknown
+from .commands.train import device_of, made
 from .errors import MegatrainError
 from .formats import FORMATS
 from .machine import MACHINES
@@ -31,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     try:
         args.run(args)
-    except MegatrainError as why:
-        sys.stderr.write(f"megatrain: {why}\n")
+    except (MegatrainError, OSError) as why:
+        sys.stderr.write(f"megatrain: {_of_system(why) if isinstance(why, OSError) else why}\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("megatrain: interrupted\n")
@@ -40,12 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _of_system(why: OSError) -> str:
+    """What the system refused: a file's name and its reason, and what helps where the disk is full."""
+    said = f"{why.filename}: {why.strerror}" if why.filename else str(why)
+    return said + ("; make room there, or name a folder on another disk"
+                   if why.errno in (errno.ENOSPC, errno.EDQUOT) else "")
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Leaves with status 2 and the nearest flag's name where one is not known."""
+    """Leaves with status 2 and the nearest verb's or flag's name where one is not known."""
     parser = _parser()
-    args, rest = parser.parse_known_args(argv)
+    verbs = next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.error(f"say what to do: {', '.join(verbs)}; megatrain VERB --help has each one's flags")
+    if not words[0].startswith("-") and words[0] not in verbs:
+        parser.error(unknown(words[0], verbs))
+    args, rest = parser.parse_known_args(words)
     if rest:
-        verbs = next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         flags = [flag for flag in verbs[args.verb]._option_string_actions if flag.startswith("--")]
         parser.error(unknown(rest[0].split("=")[0], flags))
     return args
@@ -89,12 +102,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+PICTURES = (".png", ".svg", ".pdf")
+
+
 def _doctor(args: argparse.Namespace) -> None:
     import torch
 
     from . import doctor
 
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(device_of(args.device))
+    if args.out:
+        made(args.out.parent, "out")
     machine, limits = doctor.measure(device, lambda what: sys.stderr.write(f"measuring: {what}\n"), args.disk)
     sys.stdout.write(f"{doctor.report(machine, limits)}\n\nwritten to {doctor.store(machine, args.out)}\n")
 
@@ -102,24 +120,15 @@ def _doctor(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     from .planner import plan
 
+    if args.picture:
+        folder.may_write(args.picture, "picture", PICTURES)
     asked = {k: v for k, v in vars(args).items() if k not in ("run", "verb", "model", "picture", "nvme_limit")}
     if args.nvme_limit:
         asked["nvme"] = {"limit": args.nvme_limit} | ({"path": args.nvme} if args.nvme else {})
-    found = plan(_config(args.model), **asked)
+    found = plan(folder.load_config(folder.model_of(args.model)), **asked)
     sys.stdout.write(f"{found}\n")
     if args.picture:
         found.picture(args.picture)
-
-
-def _config(name: str) -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise MegatrainError("megatrain plan needs transformers: pip install transformers") from None
-    try:
-        return transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as why:
-        raise MegatrainError(f"{name!r}: no config to be had: {why}") from None
 
 
 if __name__ == "__main__":

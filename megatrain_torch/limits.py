@@ -33,6 +33,8 @@ def parse_bytes(value: int | float | str | None, what: str) -> int | None:
     match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in _UNITS:
         raise MegatrainError(f"{what}={value!r} is not a size: give bytes, or a string such as '24GiB'")
+    if not match[2] and float(match[1]) < 2**20:     # as a word of a command line
+        raise MegatrainError(f"{what}={value!r} is {match[1]} bytes: give a unit, such as '{match[1]}GiB'")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 

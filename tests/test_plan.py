@@ -708,4 +708,4 @@ def test_a_plan_that_fails_is_told_on_stderr(command: Callable, tmp_path: Path) 
                                "--machine", "rtx4090-64g")
     assert (status, out) == (1, "") and "does not fit" in err and "vram=" in err
     status, _, err = command("plan", str(tmp_path / "nothing"), "--tokens", "4096", "--seq", "512")
-    assert status == 1 and "no config to be had" in err
+    assert status == 1 and "there is no such folder" in err

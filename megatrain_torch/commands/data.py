@@ -58,13 +58,20 @@ def records(data: str, split: str = "train") -> Iterator[dict[str, Any]]:
         if not files:
             raise MegatrainError(f"{data}: no file in it ends in {', '.join((*TEXT_KINDS, *RECORD_KINDS))}")
         for file in files:
-            yield from _file(file)
+            yield from _opened(file)
     elif path.is_file():
-        yield from _file(path)
+        yield from _opened(path)
     elif path.suffix in (*TEXT_KINDS, *RECORD_KINDS) or data.startswith((".", "/", "~")):
         raise MegatrainError(f"{data}: there is no such file{near(data)}")
     else:
         yield from _hub(data, split)
+
+
+def _opened(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        yield from _file(path)
+    except OSError as why:
+        raise MegatrainError(f"{path}: cannot be read ({why.strerror})") from None
 
 
 def _file(path: Path) -> Iterator[dict[str, Any]]:
@@ -79,14 +86,15 @@ def _file(path: Path) -> Iterator[dict[str, Any]]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as why:
         raise MegatrainError(f"{path}: byte {why.start} is not UTF-8: a text file, or one of "
-                             f"{', '.join(RECORD_KINDS)}, is needed") from None
+                             f"{', '.join(RECORD_KINDS)}, is needed; a text of another encoding: iconv -f LATIN1 -t "
+                             f"UTF-8 {path}") from None
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _record(_json(line, f"{path}:{number}"), f"{path}:{number}")
@@ -98,11 +106,18 @@ def _array(path: Path) -> Iterator[dict[str, Any]]:
         yield _record(record, f"{path}, record {number}")
 
 
-def _json(text: str, where: str) -> Any:
+def _json(text: str | bytes, where: str) -> Any:
     try:
         return json.loads(text)
+    except UnicodeDecodeError as why:
+        raise MegatrainError(f"{where}: byte {why.start} is not UTF-8, as JSON is") from None
     except json.JSONDecodeError as why:
-        raise MegatrainError(f"{where}: not JSON: {why}") from None
+        raise MegatrainError(f"{where}: not JSON: {why.msg} at {_place(why)}") from None
+
+
+def _place(why: json.JSONDecodeError) -> str:
+    """In a line, the column; an error at the end of a line is told as one at the beginning of the next."""
+    return f"line {why.lineno}, column {why.colno}" if "\n" in why.doc.rstrip() else f"column {why.pos + 1}"
 
 
 def _record(found: Any, where: str) -> dict[str, Any]:
@@ -127,12 +142,12 @@ def _hub(name: str, split: str) -> Iterator[dict[str, Any]]:
     try:
         import datasets
     except ImportError:
-        raise MegatrainError(f"{name!r} is no file or folder here; as a name on the hub it needs "
-                             "pip install datasets") from None
+        raise MegatrainError(f"{name!r} is no file or folder here, and a name on the hub needs pip install datasets"
+                             f"{near(name)}") from None
     try:
         yield from datasets.load_dataset(name, split=split)
     except (OSError, ValueError) as why:
-        raise MegatrainError(f"data set {name!r}, split {split!r}: {why}") from None
+        raise MegatrainError(f"data set {name!r}, split {split!r}{near(name)}: {why}") from None
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -154,21 +169,23 @@ def documents(found: Iterable[dict[str, Any]], tokenizer: Any, column: str | Non
         if field is None or field not in record:
             raise MegatrainError(f"{source}: record {number} has {', '.join(map(repr, record))} and no "
                                  f"{column or 'messages, prompt or text'}; name the field with --column")
+        where = f"{source}: record {number}"
         if isinstance(record[field], list):
-            made.append(_conversation(record[field], tokenizer, number))
+            made.append(_conversation(record[field], tokenizer, where))
         elif field == "prompt":
-            made.append(_completion(record, tokenizer, number))
-        elif isinstance(record[field], str):
+            made.append(_completion(record, tokenizer, where))
+        elif isinstance(record[field], str) and field != "messages":
             waiting.append(record[field])
         else:
-            raise MegatrainError(f"{source}: record {number}: {field} is a {type(record[field]).__name__}: a text, "
-                                 "or a list of messages, is needed")
+            kind = "null" if record[field] is None else f"a {type(record[field]).__name__}"
+            needed = "a list of messages" if field == "messages" else "a text, or a list of messages,"
+            raise MegatrainError(f"{where}: {field} is {kind}: {needed} is needed")
         if len(waiting) == TOGETHER:
             made += _texts(waiting, tokenizer)
             waiting = []
     made = [d for d in made + _texts(waiting, tokenizer) if d.trained.any()]
     if not made:
-        raise MegatrainError(f"{source} has no tokens to train on")
+        raise MegatrainError(f"{source} has no tokens to train on: it is empty, or its texts are")
     return made
 
 
@@ -189,10 +206,11 @@ def _ended(ids: list[int], tokenizer: Any) -> list[int]:
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def _completion(record: dict[str, Any], tokenizer: Any, number: int) -> Document:
+def _completion(record: dict[str, Any], tokenizer: Any, where: str) -> Document:
     answer = record.get("completion", record.get("response"))
     if not isinstance(answer, str) or not isinstance(record["prompt"], str):
-        raise MegatrainError(f"record {number}: a prompt needs a completion (or response) beside it, both texts")
+        raise MegatrainError(f"{where} has {', '.join(map(repr, record))}: a prompt needs a completion (or response) "
+                             "beside it, both texts")
     prompt = tokenizer(record["prompt"], verbose=False)["input_ids"]
     if prompt and prompt[-1] == tokenizer.eos_token_id:
         prompt = prompt[:-1]
@@ -200,22 +218,27 @@ def _completion(record: dict[str, Any], tokenizer: Any, number: int) -> Document
     return _document([*prompt, *rest], [False] * len(prompt) + [True] * len(rest))
 
 
-def _conversation(messages: list[dict[str, Any]], tokenizer: Any, number: int) -> Document:
+def _conversation(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> Document:
     if not tokenizer.chat_template:
-        raise MegatrainError("the data has conversations and the model's tokenizer no chat template: take an "
+        raise MegatrainError(f"{where} is a conversation, and the model's tokenizer has no chat template: take an "
                              "instruction-tuned model's tokenizer, or data with prompt and completion")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not {"role"} < message.keys():
+            has = ", ".join(map(repr, message)) if isinstance(message, dict) else repr(message)
+            raise MegatrainError(f"{where}: message {number} has {has}; `role` (user, assistant) and `content` are "
+                                 "needed")
     try:
         if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
             found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
             return _document(found["input_ids"], found["assistant_masks"])
-        return _by_prefixes(messages, tokenizer, number)
+        return _by_prefixes(messages, tokenizer, where)
     except MegatrainError:
         raise
     except Exception as why:                         # a template is a program, and raises what it likes
-        raise MegatrainError(f"record {number}: the chat template does not take it: {why}") from None
+        raise MegatrainError(f"{where}: the chat template does not take it: {why}") from None
 
 
-def _by_prefixes(messages: list[dict[str, Any]], tokenizer: Any, number: int) -> Document:
+def _by_prefixes(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> Document:
     """A template that does not mark the assistant's words: they are what each of its messages adds."""
     def ids(most: int, prompt: bool = False) -> list[int]:
         return tokenizer.apply_chat_template(messages[:most], add_generation_prompt=prompt, return_dict=False)
@@ -226,7 +249,7 @@ def _by_prefixes(messages: list[dict[str, Any]], tokenizer: Any, number: int) ->
         if message["role"] == "assistant":
             before, after = ids(i, True), ids(i + 1)
             if whole[:len(before)] != before or whole[:len(after)] != after:
-                raise MegatrainError(f"record {number}: the chat template changes earlier messages when later ones "
+                raise MegatrainError(f"{where}: the chat template changes earlier messages when later ones "
                                      "come, so what the assistant said cannot be told; keep its last answer alone, as "
                                      "prompt and completion")
             trained[len(before):len(after)] = True

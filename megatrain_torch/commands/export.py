@@ -22,7 +22,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     settings = folder.settings_of(args.run_folder)
     if args.to.exists():
-        raise MegatrainError(f"{args.to} is there already")
+        raise MegatrainError(f"{args.to} is there already; name a folder that is not")
+    train.made(args.to.parent, "to")
     source = folder.model_of(str(args.run_folder))
     if args.step is not None:
         found = {int(p.name.removeprefix("checkpoint-")): str(p) for p in folder.checkpoints(args.run_folder)}

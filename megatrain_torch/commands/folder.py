@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -21,10 +22,14 @@ from .settings import Settings, read_yaml
 
 CONFIG, LOG, FINAL = "config.yaml", "log.jsonl", "model"
 WHOLE = "trainer_state.json"                 # of a checkpoint, written last
+# What a tokenizer's files begin with, one of them at least.
+TOKENIZER_FILES = ("tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "spm", "source.spm")
 
 
 def settings_of(run: Path) -> Settings:
     """Raises: MegatrainError: it is no run's folder."""
+    if not run.exists():
+        raise MegatrainError(f"{run}: there is no such folder{near(str(run))}")
     if not (run / CONFIG).is_file():
         raise MegatrainError(f"{run} is no run: it has no {CONFIG}; megatrain train makes one")
     return Settings.of(read_yaml(run / CONFIG), str(run / CONFIG))
@@ -93,15 +98,35 @@ def transformers() -> Any:
 
 
 def load_config(name: str) -> Any:
+    if Path(name).is_file():                         # the file itself will do
+        name = str(Path(name).parent)
     return _load(transformers().AutoConfig, name, "config")
 
 
 def load_model(name: str, dtype: str) -> Any:
-    """On the CPU. Raises: MegatrainError: there is none, or it is no language model."""
-    return _load(transformers().AutoModelForCausalLM, name, "language model", dtype=dtype)
+    """On the CPU.
+
+    Raises:
+        MegatrainError: there is none, it is no language model, or some of its weights are not there.
+    """
+    tf = transformers()
+    before = tf.utils.logging.get_verbosity()
+    tf.utils.logging.set_verbosity_error()           # what its report says is said below
+    try:
+        model, found = _load(tf.AutoModelForCausalLM, name, "language model", dtype=dtype, output_loading_info=True)
+    finally:
+        tf.utils.logging.set_verbosity(before)
+    if missing := sorted(found["missing_keys"]):
+        raise MegatrainError(f"{name}: its files have no {missing[0]}, and {len(missing) - 1} more of the weights that "
+                             f"a {type(model).__name__} has: they are of another model than config.json says")
+    return model
 
 
 def load_tokenizer(name: str) -> Any:
+    if Path(name).is_dir() and (Path(name) / "config.json").is_file() and not any(
+            p.name.startswith(TOKENIZER_FILES) for p in Path(name).iterdir()):
+        raise MegatrainError(f"{name} has no tokenizer (tokenizer.json): copy tokenizer.json and "
+                             "tokenizer_config.json from the model that it was made from")
     return _load(transformers().AutoTokenizer, name, "tokenizer")
 
 
@@ -113,7 +138,26 @@ def near(name: str) -> str:
     return f"; did you mean {path.parent / found[0]}?" if found else ""
 
 
+def may_write(path: Path, name: str, kinds: tuple[str, ...] = ()) -> None:
+    """That a file can be made, before much time is spent on what goes into it.
+
+    Raises:
+        MegatrainError: it cannot; the message begins with `name`, the flag.
+    """
+    if kinds and path.suffix not in kinds:
+        raise MegatrainError(f"{name}={path}: a name that ends in {' or '.join(kinds)} is needed")
+    if path.is_dir():
+        raise MegatrainError(f"{name}={path} is a folder: the name of a file is needed")
+    if not path.parent.is_dir():
+        raise MegatrainError(f"{name}={path}: there is no folder {path.parent}{near(str(path.parent))}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise MegatrainError(f"{name}={path} may not be written; name another")
+
+
 def _load(auto: Any, name: str, what: str, **kw: Any) -> Any:
+    if Path(name).is_file():
+        raise MegatrainError(f"{name} is a file: a model is a folder in Hugging Face format, or a run of megatrain; "
+                             "MODEL comes before DATA")
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
         raise MegatrainError(f"{name}: there is no such folder{near(name)}")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
@@ -121,7 +165,36 @@ def _load(auto: Any, name: str, what: str, **kw: Any) -> Any:
                              "is needed")
     try:
         return auto.from_pretrained(name, **kw)
-    except (OSError, ValueError, KeyError) as why:
-        first = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
+    except Exception as why:                         # what a folder says is run, and raises what it likes
         hint = "" if Path(name).is_dir() else f" (no folder of this name here, so the hub was asked{near(name)})"
-        raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {first}") from None
+        raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {_words(why, Path(name))}") from None
+
+
+def _words(why: Exception, folder: Path) -> str:
+    """What from_pretrained raised, in a line that says what to do where it does not."""
+    lines = str(why).strip().splitlines() or [type(why).__name__]
+    if "Unrecognized configuration class" in lines[0]:
+        return "it does not write one token after another (AutoModelForCausalLM); mt.stream in a loop of one's own does"
+    if "ignore_mismatched_sizes" in lines[0]:
+        return "its weights have other shapes than config.json says: the two are not of one model"
+    if torn := _torn(folder):
+        return f"{torn} is damaged or cut short: copy it again"
+    return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and lines[1:] else lines[0]
+
+
+def _torn(folder: Path) -> Path | None:
+    """A file of weights or of JSON that cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError:
+            return path
+    for path in sorted(folder.glob("*.json")):
+        try:
+            json.loads(path.read_bytes())
+        except ValueError:
+            return path
+    return None

@@ -11,6 +11,7 @@ import megatrain_torch as mt
 from ..errors import MegatrainError
 from . import folder
 from .say import say
+from .train import device_of
 
 FITS = 0.7                           # of the free device memory, for weights that are put there whole
 
@@ -20,7 +21,8 @@ def add(commands: Any) -> None:
     parser.add_argument("model", help="a run, a folder in Hugging Face format, or a name on the hub")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message, in the chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N",
+                        help="default: 200, and at most what the model takes")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0: always the likeliest token")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="X")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
@@ -29,17 +31,39 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    source = folder.model_of(args.model)
+    _check(args)
+    source, device = folder.model_of(args.model), device_of(args.device)
     tokenizer = folder.load_tokenizer(source)
     inputs = _inputs(tokenizer, args.prompt, args.chat)
-    model = _placed(folder.load_model(source, "auto"), args.device)
+    new = _new_tokens(args.max_new_tokens, inputs["input_ids"].shape[1], folder.load_config(source))
+    model = _placed(folder.load_model(source, "auto"), device)
     torch.manual_seed(args.seed)
     sampled = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature > 0 \
         else {"do_sample": False}
-    out = model.generate(**{k: v.to(model.device) for k, v in inputs.items()}, max_new_tokens=args.max_new_tokens,
+    out = model.generate(**{k: v.to(model.device) for k, v in inputs.items()}, max_new_tokens=new,
                          pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id, **sampled)
     begin = inputs["input_ids"].shape[1] if args.chat else 0
     say(tokenizer.decode(out[0][begin:], skip_special_tokens=True))
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.max_new_tokens is not None and args.max_new_tokens < 1:
+        raise MegatrainError(f"max_new_tokens={args.max_new_tokens}: at least 1 is needed")
+    if args.temperature < 0:
+        raise MegatrainError(f"temperature={args.temperature}: 0 or more is needed; 0: always the likeliest token")
+    if not 0 < args.top_p <= 1:
+        raise MegatrainError(f"top_p={args.top_p}: a share is needed, more than 0 and at most 1")
+
+
+def _new_tokens(asked: int | None, there: int, config: Any) -> int:
+    """How many are made after a prompt of `there` tokens."""
+    most = getattr(config, "max_position_embeddings", None) or there + 200
+    new = asked or min(200, most - there)
+    if there + new > most or new < 1:
+        raise MegatrainError(f"a prompt of {there} tokens and {max(new, 1)} new ones: the model was made for {most} "
+                             "positions at most" + (f"; --max-new-tokens {most - there}" if there < most
+                                                    else "; give a shorter prompt"))
+    return new
 
 
 def _inputs(tokenizer: Any, prompt: str, chat: bool) -> dict[str, torch.Tensor]:
@@ -50,15 +74,15 @@ def _inputs(tokenizer: Any, prompt: str, chat: bool) -> dict[str, torch.Tensor]:
         ids = dict(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
                                                  return_tensors="pt", return_dict=True))
     else:
-        raise MegatrainError("--chat: the tokenizer has no chat template")
+        raise MegatrainError("--chat: the model's tokenizer has no chat template; without --chat the prompt is taken "
+                             "as it is")
     if ids["input_ids"].shape[1] == 0:
         raise MegatrainError("the prompt has no tokens: give it some words")
     return ids
 
 
-def _placed(model: Any, device: str | None) -> Any:
+def _placed(model: Any, where: str) -> Any:
     """Where there is room for all weights, there; else streamed."""
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model.eval()
     if where == "cpu":
         return model

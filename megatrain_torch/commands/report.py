@@ -32,7 +32,9 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     out = args.out or args.run_folder / "report.html"
-    out.write_text(page(args.run_folder))
+    text = page(args.run_folder)
+    folder.may_write(out, "out")
+    out.write_text(text)
     say(f"{out}")
 
 
@@ -44,7 +46,7 @@ def page(run_folder: Path) -> str:
     """
     settings, lines = folder.settings_of(run_folder), folder.lines(run_folder)
     if not lines:
-        raise MegatrainError(f"{run_folder} has logged no step yet")
+        raise MegatrainError(f"{run_folder} has logged no step yet; come back when one is made")
     parts = [f"<h1>{html.escape(run_folder.resolve().name)}</h1>", _summary(lines, settings), _curves(lines)]
     for title, name in (("The last step, and what bound it", "step.html"), ("The last steps", "timeline.svg"),
                         ("Memory, tier by tier", "storage.html"), ("The plan", "plan.html")):

@@ -118,13 +118,13 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
 def _ranges(s: Settings) -> Settings:
     for name in ("seq", "tokens", "micro", "steps", "log_every", "eval_every", "save_every", "keep"):
         if getattr(s, name) is not None and getattr(s, name) < 1:
-            raise MegatrainError(f"{name}={getattr(s, name)}: at least 1")
+            raise MegatrainError(f"{name}={getattr(s, name)}: at least 1 is needed")
     for name, least, most in (("validation", 0, 0.5), ("warmup", 0, 1), ("beta2", 0, 0.99999)):
         if not least <= getattr(s, name) <= most:
-            raise MegatrainError(f"{name}={getattr(s, name)}: from {least} to {most}")
+            raise MegatrainError(f"{name}={getattr(s, name)}: a number from {least} to {most} is needed")
     for name in ("epochs", "lr"):
         if not getattr(s, name) > 0:
-            raise MegatrainError(f"{name}={getattr(s, name)}: more than 0")
+            raise MegatrainError(f"{name}={getattr(s, name)}: more than 0 is needed")
     for name in ("vram", "host"):
         parse_bytes(getattr(s, name), name)
     if s.seq and s.tokens and s.tokens % s.seq:
@@ -164,8 +164,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         found = yaml.safe_load(Path(path).read_text())
     except OSError as why:
         raise MegatrainError(f"{path}: {why.strerror}") from None
+    except UnicodeDecodeError:
+        raise MegatrainError(f"{path}: not UTF-8: lines of `name: value` are needed") from None
     except yaml.YAMLError as why:
-        raise MegatrainError(f"{path}: not YAML: {why}") from None
+        mark, problem = getattr(why, "problem_mark", None), getattr(why, "problem", None) or why
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise MegatrainError(f"{where}: not YAML: {problem}; lines of `name: value` are needed") from None
     if not isinstance(found, dict):
         raise MegatrainError(f"{path}: lines of `name: value` are needed")
     return found

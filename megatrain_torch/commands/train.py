@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ import megatrain_torch as mt
 from ..errors import MegatrainError
 from ..restore import check
 from . import folder
-from .data import Rows, collate, documents, held_out, packed, records
+from .data import Document, Rows, collate, documents, held_out, packed, records
 from .say import say
 from .settings import Settings, add_flags, given, read_yaml, write_yaml
 
 HELD_OUT_ROWS = 200                  # at most, by default: an evaluation is a small part of a run
+UNKNOWN = 0.02                       # share of the tokens, above which it is said
 STEPS_LEAST = 20                     # times through the data, where `tokens` is not said
 
 
@@ -49,6 +51,9 @@ def run(args: argparse.Namespace) -> None:
             raise MegatrainError(f"which {name}? megatrain train MODEL DATA, or --config with a line `{name}: ...`")
     _check_reports(settings)
     out = Path(settings.out or f"runs/{Path(settings.model).resolve().name}")
+    if (out / "config.json").exists():
+        raise MegatrainError(f"out={out} is a model's folder, and stays as it is; --out names another"
+                             + ("" if settings.out else f", such as runs/{Path(settings.data).stem}"))
     if (out / folder.CONFIG).exists():
         if not args.overwrite:
             raise MegatrainError(f"{out} has a run already: megatrain resume {out} goes on with it, --overwrite "
@@ -61,7 +66,8 @@ def again(args: argparse.Namespace) -> None:
     """megatrain resume."""
     settings = folder.settings_of(args.folder).with_(out=str(args.folder))
     if (args.folder / folder.FINAL / "config.json").is_file():
-        raise MegatrainError(f"{args.folder} is finished: its model is {args.folder / folder.FINAL}")
+        raise MegatrainError(f"{args.folder} is finished: its model is {args.folder / folder.FINAL}; megatrain train "
+                             f"{args.folder} DATA --out OTHER trains that on")
     checkpoint = folder.last_checkpoint(args.folder)
     _check_whole(args.folder, checkpoint)
     for torn in folder.remove_torn(args.folder):
@@ -81,12 +87,21 @@ def _check_whole(run: Path, checkpoint: Path) -> None:
         raise MegatrainError(f"{why}; {way}") from None
 
 
-def _made(out: Path) -> Path:
+def made(out: Path, name: str = "out") -> Path:
+    """A folder into which something can be written.
+
+    Raises:
+        MegatrainError: it cannot be made, or not be written; the message begins with `name`.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as why:
-        raise MegatrainError(f"out={out}: the folder cannot be made ({why.strerror}); "
-                             "--out names another") from None
+        raise MegatrainError(f"{name}={out}: the folder cannot be made ({why.strerror}); name another") from None
+    try:
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as why:
+        raise MegatrainError(f"{name}={out}: nothing can be written there ({why.strerror}); name another") from None
     return out
 
 
@@ -100,15 +115,24 @@ def _clear(out: Path) -> None:
 
 def _check_reports(settings: Settings) -> None:
     if settings.report_to != "none" and importlib.util.find_spec(settings.report_to) is None:
-        raise MegatrainError(f"report_to={settings.report_to}: pip install {settings.report_to}")
+        raise MegatrainError(f"report_to={settings.report_to} is not installed: pip install {settings.report_to}")
 
 
 # ---- what is not said ----------------------------------------------------------------------------
 
-def for_machine(settings: Settings) -> Settings:
-    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def device_of(asked: str | None) -> str:
+    """Raises: MegatrainError: CUDA is asked for, and is not there."""
+    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise MegatrainError("device=cuda: torch sees no CUDA device here; use --device cpu")
+    return device
+
+
+def for_machine(settings: Settings) -> Settings:
+    device = device_of(settings.device)
+    if settings.nvme is not None and not Path(settings.nvme).is_dir():
+        raise MegatrainError(f"nvme={settings.nvme}: there is no such directory; make one on the drive that is to hold "
+                             "states")
     if device == "cpu":
         # Torch's threads spin while they wait for each other: one core is left to the engine's.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
@@ -119,7 +143,7 @@ def for_model(settings: Settings, config: Any) -> Settings:
     most = getattr(config, "max_position_embeddings", None) or settings.seq or 4096
     seq = settings.seq or min(4096 if settings.device == "cuda" else 256, most)
     if seq > most:
-        raise MegatrainError(f"seq={seq}: the model was made for {most} positions at most")
+        raise MegatrainError(f"seq={seq}: the model was made for {most} positions at most; --seq {most} or less")
     return settings.with_(seq=seq)
 
 
@@ -136,7 +160,10 @@ def _for_data(settings: Settings, rows: Rows) -> Settings:
         raise MegatrainError(f"tokens={s.tokens}: the data has {there} rows of {s.seq} tokens; --tokens "
                              f"{there * s.seq} takes them all in one step, fewer make more steps")
     if s.micro and (s.tokens // s.seq) % s.micro:
-        raise MegatrainError(f"micro={s.micro}: {s.tokens // s.seq} rows cannot be cut into so many equal parts")
+        rows = s.tokens // s.seq
+        fit = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+        raise MegatrainError(f"micro={s.micro}: {rows} rows (tokens / seq) cannot be cut into so many equal parts; "
+                             f"{fit} can")
     steps = s.steps or math.ceil(s.epochs * there / (s.tokens // s.seq))
     return s.with_(steps=steps, eval_every=s.eval_every or max(1, steps // 10),
                    save_every=s.save_every or max(1, steps // 5))
@@ -156,7 +183,7 @@ def _train(settings: Settings, checkpoint: Path | None) -> None:
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds "
                              f"{model.get_input_embeddings().num_embeddings}: they are not of one model")
-    out = _made(Path(settings.out))
+    out = made(Path(settings.out))
     model, settings = _streamed(model, settings, out)
     write_yaml(out / folder.CONFIG, settings)
     _say_begin(model, settings, train, held)
@@ -171,6 +198,7 @@ def _train(settings: Settings, checkpoint: Path | None) -> None:
 
 def _rows(settings: Settings, tokenizer: Any) -> tuple[Rows, Rows]:
     found = documents(records(settings.data, settings.split), tokenizer, settings.column, settings.data)
+    _say_unknown(found, tokenizer)
     train, held = held_out(found, settings.validation, settings.seed)
     filler = next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
     rows = [packed(part, settings.seq, filler) for part in (train, held)]
@@ -178,6 +206,15 @@ def _rows(settings: Settings, tokenizer: Any) -> tuple[Rows, Rows]:
         raise MegatrainError(f"the data has {sum(map(len, found))} tokens; {settings.validation:.0%} of them are held "
                              f"out (--validation), and the rest, in rows of {settings.seq} (--seq), has none to learn")
     return rows[0], rows[1]
+
+
+def _say_unknown(found: list[Document], tokenizer: Any) -> None:
+    """A tokenizer of another language or alphabet makes the same token of all that it does not know."""
+    unknown = tokenizer.unk_token_id
+    share = sum(int((d.ids == unknown).sum()) for d in found) / sum(map(len, found)) if unknown is not None else 0
+    if unknown != tokenizer.eos_token_id and share > UNKNOWN:
+        say(f"{share:.0%} of the data's tokens are {tokenizer.unk_token!r}, which stands for what the model's "
+            "tokenizer does not know; it will write that too")
 
 
 def _streamed(model: Any, settings: Settings, out: Path) -> tuple[Any, Settings]:
@@ -226,6 +263,9 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         finally:
             trainer.finish_saving()
+        if opt.skipped_steps:
+            say(f"{opt.skipped_steps} steps had gradients that are not finite and changed nothing; a lower --lr than "
+                f"{settings.lr:g} may do")
         if requests.stop and trainer.state.global_step < settings.steps:
             return trainer.state.global_step
         trainer.write_pages()
