@@ -87,7 +87,7 @@ def toolkit(root: Path, *, header: bool = True, nvcc: bool = True) -> Path:
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No toolkit but what the test makes."""
     monkeypatch.setattr(build, "INSTALLED", [])
-    for name in ("CUDA_HOME", "CUDA_PATH", "MEGATRAIN_CUDA"):
+    for name in ("CUDA_HOME", "CUDA_PATH", "MEGATRAIN_CUDA", "MEGATRAIN_CUDA_ARCHES"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "path").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
@@ -124,6 +124,43 @@ def test_cuda_can_be_left_out_by_force(alone: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MEGATRAIN_CUDA", "0")
     with pytest.raises(build.NoToolkit, match="MEGATRAIN_CUDA=0"):
         build.find_toolkit()
+
+
+class Driver:
+    """What cards() asks of libcuda: two cards, of compute capabilities 9.0 and 8.6."""
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGetCount(self, count: object) -> int:
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGetAttribute(self, value: object, attribute: int, device: int) -> int:
+        value._obj.value = {75: (9, 8), 76: (0, 6)}[attribute][device]
+        return 0
+
+
+def test_a_build_for_this_machine_is_for_its_cards(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(alone / "home")))
+    monkeypatch.setenv("MEGATRAIN_CUDA_ARCHES", "native")
+    monkeypatch.setattr(build.ctypes, "CDLL", lambda name: Driver())
+    assert build.arches() == [86, 90] and build.find_toolkit()
+    monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)  # CUDA_ERROR_NO_DEVICE
+    with pytest.raises(build.NoToolkit, match=r"no GPU here.*MEGATRAIN_CUDA=1 builds it"):
+        build.find_toolkit()
+    monkeypatch.setenv("MEGATRAIN_CUDA", "1")
+    assert build.find_toolkit() and build.arches() == list(build.CUDA_ARCHES)
+    monkeypatch.setenv("MEGATRAIN_CUDA_ARCHES", "sm_90")
+    with pytest.raises(SystemExit, match="MEGATRAIN_CUDA_ARCHES: 'sm_90': numbers such as 90, or native"):
+        build.arches()
+
+
+def test_make_builds_for_this_machine_unless_told_otherwise() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    assert "MEGATRAIN_CUDA_ARCHES = native" in run("make", "-pn", "help", cwd=ROOT, env={"PATH": os.environ["PATH"]})
+    assert run("make", "-pn", "help", "CARD=", cwd=ROOT).count("download.pytorch.org/whl/cpu")
 
 
 @pytest.mark.parametrize("asked, cuda, said", [("1", "1", "+cuda13"), ("1", "0", "+cpu"), ("", "1", "")])

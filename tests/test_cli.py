@@ -1,6 +1,7 @@
 """The command line: what is asked for, rows of tokens, and a run from its first step to what it wrote."""
 from __future__ import annotations
 
+import errno
 import importlib.util
 import itertools
 import json
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, cli
-from megatrain_torch.commands import data, folder
+from megatrain_torch.commands import data, export, folder, train
 from megatrain_torch.commands.settings import Settings, page, write_yaml
 
 pytest.importorskip("transformers")
@@ -81,10 +82,11 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
     ({"steps": 1.5}, "steps=1.5: a whole number"),
     ({"seed": True}, "seed=True: a whole number"),
     ({"schedule": "cosinus"}, "use one of cosine"),
-    ({"validation": 0.9}, "from 0 to 0.5"),
-    ({"keep": 0}, "at least 1"),
-    ({"lr": 0}, "more than 0"),
+    ({"validation": 0.9}, "validation=0.9: a number from 0 to 0.5 is needed"),
+    ({"keep": 0}, "keep=0: at least 1 is needed"),
+    ({"lr": 0}, "lr=0.0: more than 0 is needed"),
     ({"vram": "much"}, "is not a size"),
+    ({"host": "24"}, "host='24' is 24 bytes: give a unit, such as '24GiB'"),
     ({"seq": 100, "tokens": 250}, "nearest: tokens=200"),
 ], ids=str)
 def test_a_setting_that_makes_no_sense_is_refused(values: dict[str, Any], words: str) -> None:
@@ -103,6 +105,17 @@ def test_an_unknown_flag_is_refused_with_the_nearest(capsys: pytest.CaptureFixtu
     assert "did you mean '--tokens'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words, said", [
+    ([], "say what to do: train, resume, eval,"),
+    (["trian", "m", "d"], "there is no 'trian'; did you mean 'train'?"),
+], ids=str)
+def test_a_verb_that_is_none_is_refused_with_those_there_are(words: list[str], said: str,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert said in capsys.readouterr().err
+
+
 def test_the_page_has_the_settings_of_today() -> None:
     spec = importlib.util.spec_from_file_location("cli_page", ROOT / "tools/cli_page.py")
     tool = importlib.util.module_from_spec(spec)
@@ -117,11 +130,17 @@ def test_the_page_has_the_settings_of_today() -> None:
     ("a.jsonl", b'{"text": "a"}\n{"text": }\n', "a.jsonl:2: not JSON"),
     ("a.jsonl", b"[1]\n", "a.jsonl:1: an object"),
     ("a.jsonl", b'{"body": "a"}\n', "a.jsonl: record 1 has 'body' and no messages, prompt or text; name the field"),
-    ("a.jsonl", b'{"prompt": "a"}\n', "a prompt needs a completion"),
+    ("a.jsonl", b'{"prompt": "a"}\n', "a.jsonl: record 1 has 'prompt': a prompt needs a completion"),
+    ("a.jsonl", b'{"text": "a"\n', "a.jsonl:1: not JSON: Expecting ',' delimiter at column 13"),
+    ("a.json", b'[\n{"text": 1]\n', "a.json: not JSON: Expecting ',' delimiter at line 2, column 11"),
+    ("a.jsonl", b'{"text": "\xe9"}\n', "a.jsonl:1: byte 10 is not UTF-8"),
+    ("a.jsonl", b'{"text": null}\n', "record 1: text is null: a text, or a list of messages, is needed"),
+    ("a.jsonl", b'{"messages": "hi"}\n', "record 1: messages is a str: a list of messages is needed"),
     ("a.jsonl", b'{"text": 3}\n', "a.jsonl: record 1: text is a int"),
     ("a.jsonl", json.dumps({"messages": TALK}).encode(), "no chat template"),
     ("a.txt", b"\xff\xfe", "byte 0 is not UTF-8"),
-    ("a.txt", b"", "a.txt has no tokens"),
+    ("a.txt", b"caf\xe9", "iconv -f LATIN1 -t UTF-8"),
+    ("a.txt", b"", "a.txt has no tokens to train on: it is empty"),
     ("b/readme", b"", "no file in it ends in"),
 ], ids=str)
 def test_data_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -131,6 +150,29 @@ def test_data_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: b
     with pytest.raises(MegatrainError) as why:
         data.documents(data.records(str(path.parent if "/" in name else path)), bytes_tokenizer(), None, str(path))
     assert words in str(why.value)
+
+
+def test_data_of_another_form_or_out_of_reach_is_named(tmp_path: Path) -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = MARKED
+    with pytest.raises(MegatrainError, match=r"here: record 1: message 1 has 'from', 'value'; `role` .* are needed"):
+        data.documents([{"messages": [{"from": "human", "value": "hi"}]}], tokenizer, None, "here")
+    with pytest.raises(MegatrainError, match=r"/proc/self/mem: cannot be read \(Input/output error\)"):
+        list(data.records("/proc/self/mem"))
+    (tmp_path / "notes.md").mkdir()
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwords")
+    assert list(data.records(str(tmp_path))) == [{"text": "words"}], "a mark of UTF-8 is no text"
+    (tmp_path / "texts").touch()
+    with pytest.raises(MegatrainError, match=f"did you mean {tmp_path / 'texts'}"):
+        list(data.records(str(tmp_path / "text")))
+
+
+def test_tokens_that_stand_for_what_is_not_known_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = types.SimpleNamespace(unk_token_id=7, eos_token_id=1, unk_token="<unk>")
+    train._say_unknown([piece(0, 10, False)], tokenizer)
+    assert "10% of the data's tokens are '<unk>'" in capsys.readouterr().out
+    train._say_unknown([piece(0, 100, False)], tokenizer)
+    assert capsys.readouterr().out == ""
 
 
 def trained_words(document: data.Document) -> list[str]:
@@ -350,6 +392,9 @@ def test_a_checkpoint_that_was_cut_short_is_named_with_the_one_before(whole_run:
 
 def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pytest.CaptureFixture[str]) -> None:
     text, run = whole_run / "my.txt", whole_run / "whole"
+    (whole_run / "torn.yaml").write_text("model: a\n  lr: 3\n")
+    (whole_run / "bytes.yaml").write_bytes(b"\xff")
+    (whole_run / "list.json").write_text("[]")
     for words, said in [
         (("train",), "which model? megatrain train MODEL DATA"),
         (("train", toy, text, "--out", run), "--overwrite removes it"),
@@ -358,19 +403,102 @@ def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pyt
         (("train", "./nothing", text), "no such folder"),
         (("train", whole_run / "whola", text), f"no such folder; did you mean {run}?"),
         (("train", toy, text, "--out", "/proc/n"), "out=/proc/n: the folder cannot be made (No such file or directory)"),
+        (("train", toy, text, "--out", "/proc"), "out=/proc: nothing can be written there"),
+        (("train", toy, text, "--out", toy), f"out={toy} is a model's folder, and stays as it is"),
+        (("train", toy, text, "--nvme", "/nothing"), "nvme=/nothing: there is no such directory"),
+        (("train", text, toy), "my.txt is a file: a model is a folder"),
         (("train", whole_run, text), "has no config.json"),
         (("train", toy, text, "--out", whole_run / "n", "--tokens", 64000, "--seq", 64), "all in one step"),
-        (("train", toy, text, "--out", whole_run / "n", "--seq", 256), "128 positions at most"),
-        (("train", toy, text, "--out", whole_run / "n", "--micro", 3, "--tokens", 256), "equal parts"),
-        (("train", toy, text, "--report-to", "wandb"), "pip install wandb"),
+        (("train", toy, text, "--out", whole_run / "n", "--seq", 256), "at most; --seq 128 or less"),
+        (("train", toy, text, "--out", whole_run / "n", "--micro", 3, "--tokens", 256), "equal parts; 1, 2 can"),
+        (("train", toy, text, "--report-to", "wandb"), "is not installed: pip install wandb"),
         (("train", "--config", whole_run / "no.yaml"), "No such file"),
-        (("resume", run), "is finished"),
+        (("train", "--config", whole_run / "torn.yaml"), "torn.yaml:2: not YAML: mapping values are not allowed here"),
+        (("train", "--config", whole_run / "bytes.yaml"), "bytes.yaml: not UTF-8"),
+        (("resume", run), f"is finished: its model is {run / 'model'}; megatrain train {run} DATA"),
         (("resume", toy), "is no run"),
+        (("resume", whole_run / "whola"), f"no such folder; did you mean {run}?"),
         (("export", run, whole_run / "e", "--step", 3), "there are 8"),
-        (("export", run, run), "is there already"),
-        (("generate", run, "--prompt", "a", "--chat"), "no chat template"),
+        (("export", run, run), "is there already; name a folder that is not"),
+        (("export", run, "/proc/a/b"), "to=/proc/a: the folder cannot be made"),
+        (("generate", run, "--prompt", "a", "--chat"), "no chat template; without --chat"),
+        (("generate", run, "--prompt", "a", "--max-new-tokens", 0), "max_new_tokens=0: at least 1"),
+        (("generate", run, "--prompt", "a", "--max-new-tokens", 128), "128 positions at most; --max-new-tokens 127"),
+        (("generate", run, "--prompt", "a" * 128), "128 positions at most; give a shorter prompt"),
+        (("generate", run, "--prompt", "a", "--temperature", -1), "temperature=-1.0: 0 or more is needed"),
+        (("generate", run, "--prompt", "a", "--top-p", 7), "top_p=7.0: a share is needed"),
+        (("generate", run, "--prompt", "a", "--device", "cuda"), "device=cuda: torch sees no CUDA device"),
+        (("report", run, "--out", toy), f"out={toy} is a folder: the name of a file"),
+        (("report", run, "--out", run / "no/a.html"), f"there is no folder {run / 'no'}"),
+        (("doctor", "--device", "cuda"), "device=cuda: torch sees no CUDA device"),
+        (("doctor", "--out", "/proc/n/m.json"), "out=/proc/n: the folder cannot be made"),
+        (("plan", run, "--tokens", 64, "--seq", 64, "--picture", "a.foo"), "ends in .png or .svg or .pdf"),
+        (("plan", run, "--tokens", 64, "--seq", 64, "--machine", whole_run / "list.json"), "list.json: not a machine"),
     ]:
-        if "wandb" in words and importlib.util.find_spec("wandb"):
+        if ("wandb" in words and importlib.util.find_spec("wandb")) or ("cuda" in words and torch.cuda.is_available()):
             continue
         assert said in refused(capsys, *words), words
     assert not (whole_run / "n/config.yaml").exists(), "nothing is begun that is refused"
+
+
+def test_a_model_whose_files_do_not_fit_is_named(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file, save_file
+    (tmp_path / "my.txt").write_text(TEXT[:500])
+
+    def spoilt(name: str) -> Path:
+        return Path(shutil.copytree(toy, tmp_path / name))
+
+    for path in spoilt("untold").glob("tokenizer*"):
+        path.unlink()
+    (spoilt("torn_words") / "tokenizer.json").write_text('{"a":')
+    os.truncate(spoilt("torn") / "model.safetensors", 5000)
+    weights = load_file(spoilt("less") / "model.safetensors")
+    save_file({k: w for k, w in weights.items() if "norm" not in k}, tmp_path / "less/model.safetensors",
+              {"format": "pt"})
+    config = json.loads((spoilt("wider") / "config.json").read_text())
+    (tmp_path / "wider/config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    for name, said in [
+        ("untold", "untold has no tokenizer (tokenizer.json): copy"),
+        ("torn_words", "torn_words/tokenizer.json is damaged or cut short: copy it again"),
+        ("torn", "torn/model.safetensors is damaged or cut short: copy it again"),
+        ("less", "its files have no model.layers.0.input_layernorm.weight, and 4 more of the weights"),
+        ("wider", "other shapes than config.json says"),
+    ]:
+        assert said in refused(capsys, "train", tmp_path / name, tmp_path / "my.txt", "--out", tmp_path / "out"), name
+    assert not (tmp_path / "out").exists()
+    why = ValueError("Unrecognized configuration class <class 'T5Config'> for this kind of AutoModel: ...\nModel ...")
+    assert "it does not write one token after another" in folder._words(why, Path(toy))
+
+
+def test_what_the_disk_or_the_packages_do_not_allow_is_said_first(
+        whole_run: Path, toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    begin = ("train", toy, whole_run / "my.txt", "--out", tmp_path / "n", "--seq", 64, "--steps", 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=300_000))
+        said = refused(capsys, *begin)
+        assert "3 more checkpoints of 410.6 KiB and the model take 1.3 MiB, and 293.0 KiB are free" in said
+        assert not (tmp_path / "n/config.yaml").exists()
+        patched.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100_000))
+        assert "the model takes 136.9 KiB, and 97.7 KiB are free" in refused(
+            capsys, "export", whole_run / "whole", tmp_path / "e")
+        assert not (tmp_path / "e").exists()
+    with monkeypatch.context() as patched:
+        find = importlib.util.find_spec
+        patched.setattr(importlib.util, "find_spec", lambda name: None if name in ("rich", "yaml") else find(name))
+        assert "needs rich and yaml: pip install rich pyyaml" in refused(capsys, *begin)
+
+    def full(_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "a/b")
+
+    monkeypatch.setattr(export, "run", full)
+    assert refused(capsys, "export", toy, "b") == ("megatrain: a/b: No space left on device; make room there, or name "
+                                                   "a folder on another disk\n")
+
+
+def test_steps_that_changed_nothing_are_counted_at_the_end(whole_run: Path, toy: str, tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    assert megatrain("train", toy, whole_run / "my.txt", "--out", tmp_path / "run", "--lr", "1e30", "--steps", 2,
+                     "--seq", 64, "--tokens", 64, "--validation", 0) == 0
+    assert "1 steps had gradients that are not finite and changed nothing; a lower --lr than 1e+30" in (
+        capsys.readouterr().out)

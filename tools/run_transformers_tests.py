@@ -8,7 +8,8 @@ version is best. This file is also the plugin that pytest is given. Under it a T
 handed, or that its `model_init` makes, to the CPU device, and an Accelerator each model that it prepares; nothing else
 is changed. A third run gives Trainer `mt.AdamW` wherever it would make torch's AdamW. What is on the Hub has a
 stand-in, in all runs: a tokenizer of words, tiny models with random weights and some text, by the names that the tests
-ask for. Tests that are marked as needing an accelerator are tried on the CPU too.
+ask for. Tests that are marked as needing an accelerator are tried on the CPU too. A Llama whose test leaves its MLP at
+the default, 11,008 wide, has one of 64.
 
 `--known` keeps what was found, so that a run can be made in parts; `--page` then writes docs/trainer-tests.md from it.
 One JSON line per test that came out otherwise than plain, then a table. Exit status 1 if a test fails, or comes out
@@ -51,6 +52,7 @@ def pytest_configure(config: Any) -> None:
     if os.environ["LIBRARY"] == "transformers":
         _stand_in(Path(os.environ["STAND_INS"]))
         _try_on_cpu()
+        _narrow_llamas()
     if os.environ["STREAMED"] == "0":
         return
     (_stream_trainers if os.environ["LIBRARY"] == "transformers" else _stream_accelerators)(_streamer())
@@ -208,6 +210,18 @@ def _try_on_cpu() -> None:
         return test
 
     testing_utils.require_torch_accelerator = as_it_is
+
+
+def _narrow_llamas() -> None:
+    """Tests that say a tiny Llama's hidden size and layers leave its MLP at 7B's: most of the time would go there."""
+    import transformers
+    own = transformers.LlamaConfig.__init__
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **({"intermediate_size": 64} | kwargs))
+
+    transformers.LlamaConfig.__init__ = init
 
 
 # ---------------------------------------------------------------- the runs

@@ -25,8 +25,8 @@ left out.
 **Plain** is the test as it is. **Streamed**: a Trainer streams the model that it is handed, or that its `model_init`
 makes; an Accelerator each model that it prepares, whose optimizer may have been made before. **Streamed, `mt.AdamW`**:
 Trainer makes `mt.AdamW` besides, with the same arguments, where it would make torch's AdamW. Nothing else is changed.
-In all three, models and text that are on the Hub have small stand-ins, and tests marked as needing an accelerator are
-tried on the CPU.
+In all three, models and text that are on the Hub have small stand-ins, tests marked as needing an accelerator are
+tried on the CPU, and a Llama whose test leaves its MLP at the default, 11,008 wide, has one of 64.
 
 Versions: {versions}.
 """

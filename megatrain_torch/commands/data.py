@@ -54,7 +54,7 @@ def records(data: str, split: str = "train") -> Iterator[dict[str, Any]]:
     """
     path = Path(data)
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in (*TEXT_KINDS, *RECORD_KINDS))
+        files = sorted(p for p in path.rglob("*") if p.suffix in (*TEXT_KINDS, *RECORD_KINDS) and p.is_file())
         if not files:
             raise MegatrainError(f"{data}: no file in it ends in {', '.join((*TEXT_KINDS, *RECORD_KINDS))}")
         for file in files:
@@ -116,8 +116,9 @@ def _json(text: str | bytes, where: str) -> Any:
 
 
 def _place(why: json.JSONDecodeError) -> str:
-    """In a line, the column; an error at the end of a line is told as one at the beginning of the next."""
-    return f"line {why.lineno}, column {why.colno}" if "\n" in why.doc.rstrip() else f"column {why.pos + 1}"
+    """In a line alone the column; what is missing at its end json tells as at the beginning of the next."""
+    text = why.doc.rstrip()
+    return f"line {why.lineno}, column {why.colno}" if "\n" in text else f"column {min(why.pos, len(text)) + 1}"
 
 
 def _record(found: Any, where: str) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise MegatrainError("this needs transformers: pip install 'megatrain-torch[cli]'") from None
+        raise MegatrainError("this needs transformers: pip install transformers") from None
     transformers.utils.logging.disable_progress_bar()
     return transformers
 

@@ -17,6 +17,8 @@ import torch
 import megatrain_torch as mt
 
 from ..errors import MegatrainError
+from ..formats import master_bytes, moment_bytes
+from ..limits import show_bytes
 from ..restore import check
 from . import folder
 from .data import Document, Rows, collate, documents, held_out, packed, records
@@ -44,6 +46,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """megatrain train."""
+    _check_packages()
     values = (read_yaml(args.config) if args.config else {}) | given(args)
     settings = Settings.of(values, str(args.config) if args.config else "command line")
     for name in ("model", "data"):
@@ -64,6 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
 def again(args: argparse.Namespace) -> None:
     """megatrain resume."""
+    _check_packages()
     settings = folder.settings_of(args.folder).with_(out=str(args.folder))
     if (args.folder / folder.FINAL / "config.json").is_file():
         raise MegatrainError(f"{args.folder} is finished: its model is {args.folder / folder.FINAL}; megatrain train "
@@ -111,6 +115,14 @@ def _clear(out: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for name in (folder.LOG, folder.CONFIG, "plan.html", "step.html", "storage.html", "timeline.svg"):
         (out / name).unlink(missing_ok=True)
+
+
+def _check_packages() -> None:
+    """What the loop imports, all of them at once."""
+    gone = [name for name in ("transformers", "accelerate", "rich", "yaml") if importlib.util.find_spec(name) is None]
+    if gone:
+        raise MegatrainError(f"megatrain train needs {' and '.join(gone)}: pip install "
+                             f"{' '.join(gone).replace('yaml', 'pyyaml')}")
 
 
 def _check_reports(settings: Settings) -> None:
@@ -185,6 +197,7 @@ def _train(settings: Settings, checkpoint: Path | None) -> None:
                              f"{model.get_input_embeddings().num_embeddings}: they are not of one model")
     out = made(Path(settings.out))
     model, settings = _streamed(model, settings, out)
+    _check_disk(model, settings)
     write_yaml(out / folder.CONFIG, settings)
     _say_begin(model, settings, train, held)
     stopped = _loop(model, tokenizer, settings, train, held, checkpoint)
@@ -272,6 +285,19 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
     return None
 
 
+def _check_disk(model: Any, settings: Settings) -> None:
+    """Before a step is made: that the checkpoints which stay, the one being written and the model at the end fit."""
+    out, weights = Path(settings.out), sum(p.nbytes for p in model.parameters())
+    one = weights + sum(master_bytes(settings.states, p.dtype) * p.numel()
+                        + moment_bytes(settings.states, p.dtype, p.numel()) for p in model.parameters())
+    more = min(settings.keep + 1, math.ceil(settings.steps / settings.save_every)) - len(folder.checkpoints(out))
+    need, free = max(more, 1) * one + weights, shutil.disk_usage(out).free
+    if need > free:
+        raise MegatrainError(f"out={out}: {max(more, 1)} more checkpoints of {show_bytes(one)} and the model take "
+                             f"{show_bytes(need)}, and {show_bytes(free)} are free: make room, keep fewer (--keep "
+                             f"{settings.keep}), or name a folder on another disk (--out)")
+
+
 def _some(rows: Rows, most: int) -> Rows:
     return Rows(rows.ids[:most], rows.positions[:most], rows.labels[:most])
 
@@ -297,7 +323,15 @@ def _arguments(settings: Settings, held: bool) -> Any:
 
 
 def export(model: Any, tokenizer: Any, to: Path) -> None:
-    """A model, streamed or not, and its tokenizer; the folder has its name when it is whole."""
+    """A model, streamed or not, and its tokenizer; the folder has its name when it is whole.
+
+    Raises:
+        MegatrainError: there is no room for it.
+    """
+    need, free = sum(p.nbytes for p in model.parameters()), shutil.disk_usage(to.parent).free
+    if need > free:
+        raise MegatrainError(f"{to}: the model takes {show_bytes(need)}, and {show_bytes(free)} are free in "
+                             f"{to.parent}: make room, or name a folder on another disk")
     beside = to.with_name(to.name + ".unfinished")
     shutil.rmtree(beside, ignore_errors=True)
     model.save_pretrained(beside)
