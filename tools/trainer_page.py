@@ -41,6 +41,8 @@ REASONS: list[tuple[str, str]] = [
     ("feature extractor|wav2vec2", "Needs a feature extractor from the Hub, which has no stand-in."),
     ("test_run_seq2seq", "Runs the example `run_translation.py`, which needs `evaluate` and a model from the Hub."),
     ("test_(bf|fp)16_full_eval", "Reads the memory of a GPU."),
+    ("test_adalomo|galore_adamw_8bit", "The optimizer's own package asks torch for a CUDA device."),
+    ("test_galore_adafactor", "Holds a GPU's peak memory to bounds, with the MLP of 11,008."),
     ("a streamed model's types are fixed", "Sets `fp16_full_eval`, which would convert the model: refused. Right so."),
     ("test_bad_generation_config_fail_early", "Needs a tokenizer and a T5 from the Hub, which have no stand-in."),
     ("staging test", "Pushes to the Hub's staging server."),
