@@ -125,8 +125,8 @@ class Machine:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @staticmethod
-    def from_json(text: str, where: str = "") -> Machine:
-        """The machine that a text of to_json describes. where: the file, for messages.
+    def from_json(text: str) -> Machine:
+        """The machine that a text of to_json describes.
 
         Raises:
             MegatrainError: not a machine's description; the message names the field.
@@ -134,8 +134,7 @@ class Machine:
         try:
             return _from_dict(json.loads(text))
         except (TypeError, ValueError) as why:
-            raise MegatrainError(f"{where + ': ' if where else ''}not a machine's description: {why}; "
-                                 "`megatrain doctor` writes one") from None
+            raise MegatrainError(f"not a machine's description: {why}; `megatrain doctor` writes one") from None
 
     @staticmethod
     def parse(text: str) -> Machine:
@@ -148,7 +147,7 @@ class Machine:
         if first in MACHINES:
             machine = MACHINES[first]
         elif Path(first).is_file():
-            machine = Machine.from_json(Path(first).read_text(), first)
+            machine = _of_file(Path(first))
         else:
             raise MegatrainError(f"machine {first!r}: no such description and no such file; "
                                  f"known: {', '.join(MACHINES)}")
@@ -172,6 +171,13 @@ def _change(text: str) -> tuple[str, Any]:
         if rate > 0:
             return key, rate
     raise MegatrainError(f"machine: {text!r}: give vram=SIZE, host=SIZE, or a rate: {', '.join(sorted(_SCALARS))}")
+
+
+def _of_file(path: Path) -> Machine:
+    try:
+        return Machine.from_json(path.read_text())
+    except MegatrainError as why:
+        raise MegatrainError(f"{path}: {why}") from None
 
 
 def _from_dict(fields: dict[str, Any]) -> Machine:
@@ -229,7 +235,7 @@ def resolve(machine: Machine | str | None) -> Machine:
     if machine is not None:
         return Machine.parse(machine)
     if store_path().is_file():
-        return Machine.from_json(store_path().read_text(), str(store_path()))
+        return _of_file(store_path())
     return _nearest()
 
 
