@@ -264,8 +264,8 @@ static void warn(mt_watch *w)
         return;
     mt_watch_tell(w, list, sizeof list);
     snprintf(text, sizeof text,
-             "nothing has moved in %g s, and compute has work: one window that takes so long, a kernel that never ends, "
-             "or a copy that compute waits for. What waits ends with an error after %g s. Longest first: %s",
+             "nothing has moved in %g s, and compute has work: one window that takes so long, a kernel that never "
+             "ends, or a copy that compute waits for. What waits ends with an error after %g s. Longest first: %s",
              limits_s(w, 1), limits_s(w, SPARED), list);
     w->say(text);
 }
