@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
         "--states", default="fp32", help='"8bit": moments in a quarter of the bytes'
     )
     parser.add_argument("--vram", help='limit of device memory, as "24GiB"')
-    parser.add_argument("--nvme", help="directory for states that host memory does not hold")
+    parser.add_argument("--nvme", help="directory for what host memory does not hold")
     parser.add_argument("--save-every", type=int, default=200, help="steps")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a random model; no other argument")

@@ -60,6 +60,8 @@ class Engine:
     # ledger
     def version(self, unit: int) -> int: ...
     def touch(self, unit: int) -> None: ...
+    def updated(self, unit: int) -> None:
+        """As wait_updates, but nothing is brought to the host."""
     def wait_updates(self, unit: int) -> None:
         """Until the unit's weights may be read in host memory; a settled unit's are brought there."""
     def wait_grads(self, unit: int) -> None:
@@ -97,21 +99,23 @@ class Engine:
     def leave(self, unit: int, wait: bool) -> bool:
         """Whether the memory that lift() took is the caller's again: no update of the unit is under way, and its
         states are on the host. wait: until they are."""
-    def disk(self, path: str, units: Sequence[int], limit: int = 0, buffers: int = 8, buffer_bytes: int = 33554432,
-             threads: int = 16) -> None:
+    def disk(self, path: str, units: Sequence[int], weights: Sequence[int] = (), limit: int = 0, buffers: int = 8,
+             buffer_bytes: int = 33554432, threads: int = 16) -> None:
         """States (LO, MASTER, M, V) of these units are in a scratch file in the directory from now on; room for them
-        is reserved before this returns. Before any of them is asked for, once. limit: bytes the file may have, 0: no
-        limit. Their host planes are copies: see bring and push."""
+        is reserved before this returns. weights: further units, whose weights are there too, zeros until they are
+        pushed; states of these are kept in one way from then on (set_states). Before any of them is asked for, once.
+        limit: bytes the file may have, 0: no limit. Their host planes are copies: see bring and push."""
     def disk_file(self) -> tuple[str, int, bool] | None:
         """(path, bytes, transfers go past the page cache) of the scratch file."""
     def disk_unname(self) -> None:
         """Files lose their names, and go with the process or the engine. For the end of a process."""
     def bring(self, unit: int, planes: int) -> None:
         """Host planes become current. planes: bits 1 << plane, or -1. A settled unit's are copied, but for ACC, which
-        has no host copy; waits for updates and gradients under way. States on disk are read. Of other units an update
+        has no host copy; waits for updates and gradients under way. What is on disk is read. Of other units an update
         that speculate() began is taken back when LO, MASTER, M or V is asked for: before they are read or written."""
     def push(self, unit: int, param: int, planes: int) -> None:
-        """The parameter's host planes were written: the device's (HI: as touch), or the file, take their values."""
+        """The parameter's host planes were written: the device's (HI: as touch), or the file, take their values.
+        param -1, of a unit on disk: all parameters'."""
     def take(self, unit: int, stream: int) -> None:
         """Weights of a settled unit that were written on the host are fetched, behind what `stream` was given so far;
         then host memory is given back of all planes that are at home on the device or on disk, but GRAD; who reads them

@@ -257,6 +257,7 @@ def _parts(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sch
         opt._settle()
     names = names_of(model)
     with torch.no_grad():
+        rt.notice_writes(rt.records)
         rt.core.drain()
         weights, states = _weights(model, names), _states(opt, names)
     files = packed(weights, "model", FILE_BYTES) + (packed(states, "states", FILE_BYTES) if states else [])

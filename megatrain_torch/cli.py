@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--vram", help="limit of device memory, e.g. 24GiB")
     add("--host", help="limit of host memory")
     add("--micro", type=int, help="micro-batches; default: as many as are best")
-    add("--nvme", metavar="DIRECTORY", help="where states may go that host memory does not hold")
+    add("--nvme", metavar="DIRECTORY", help="where states and weights may go that host memory does not hold")
     add("--nvme-limit", metavar="SIZE", help="of it; alone: of a disk that is not at hand")
     add("--grads", choices=GRADS, default="ram", help="none: used as they come and kept nowhere, without clipping")
     add("--homes", choices=HOMES, help="of all units; default: each where it is best")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .formats import moved_bytes
 from .loss import chunk_tokens
 from .machine import Machine
-from .modes import DISK, HOST, KEEPS, read
+from .modes import DISK, DISKS, HOST, KEEPS, read
 from .shapes import Product, Unit, Window
 from .slots import plan_slots
 from .templates import spared
@@ -285,9 +285,9 @@ def host_planes(unit: Unit, home: str, micro: int, speculate: bool = False) -> d
     """Bytes in host memory by plane; at home in VRAM none, with "arrive" the states."""
     if home == "vram":
         return {}
-    if home == "disk":
-        return {k: n for k, n in {"weights": unit.weights, **_states(unit, micro)}.items()
-                if k not in visiting_planes(unit)}
+    if home in DISKS:
+        weights = {"weights": unit.weights} if home == "disk" else {}
+        return {k: n for k, n in {**weights, **_states(unit, micro)}.items() if k not in visiting_planes(unit)}
     if home == "arrive":
         return visiting_planes(unit)
     early = {"to take updates back": unit.gradients + unit.masters + unit.moments} if speculate else {}

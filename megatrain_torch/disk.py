@@ -1,8 +1,8 @@
-"""States and activations on disk: which directory, how many bytes of it, and how long the drive lasts.
+"""States, weights and activations on disk: which directory, how many bytes of it, and how long the drive lasts.
 
-`mt.stream(model, nvme="/scratch")` keeps masters and moments of units at home on "disk" in one scratch file there
-(csrc/core/disk.h), and what windows with "+disk" keep in another (csrc/core/spill.h); the files go with the model, or
-with the process, or, after a crash, with the next run.
+`mt.stream(model, nvme="/scratch")` keeps masters and moments of units at home on "disk" in one scratch file there, and
+weights of those at home on "disk+weights" (csrc/core/disk.h), and what windows with "+disk" keep in another
+(csrc/core/spill.h); the files go with the model, or with the process, or, after a crash, with the next run.
 """
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from .errors import MegatrainError
 from .limits import parse_bytes, show_bytes
+from .modes import DISKS
 
 if TYPE_CHECKING:
     from .preflight import Asked
@@ -23,8 +24,10 @@ BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive'
 BLOCKS = 4                                             # of host memory that carry activations: engine_swap.c
 POOL = 4                                               # threads of their updates: csrc/bind/engine_disk.c
 MEMORY_BYTES = (BUFFERS + 1) * BUFFER_BYTES            # one more to bring and push
+FEED_BYTES = BUFFERS * BUFFER_BYTES                    # of those that weights pass through, besides
 PADDING_BYTES = 16384                                  # of a parameter in the file, and of a buffer: at most
 BUNDLE_PADDING_BYTES = 65536                           # of a bundle: at most
+FROZEN = "weights that are not trained"                # read, and never written
 PADDING = "between, at most"                           # these bytes in a plan's table
 SPILLED = "activations"                                # there too: of windows that keep what they keep on disk
 YEAR_S = 365.25 * 24 * 3600
@@ -69,10 +72,16 @@ class Disk:
         return free if self.limit is None else min(free, self.limit)
 
 
-def unit_file_bytes(unit: Unit) -> tuple[int, int]:
-    """(states of a unit, at most so many bytes between them) in the file: planes begin at whole blocks of it."""
-    states = unit.masters + unit.moments
-    return states, PADDING_BYTES * (unit.count + states // BUFFER_BYTES + 1) if states else 0
+def unit_file_bytes(unit: Unit, home: str = "disk") -> tuple[int, int]:
+    """(planes of a unit, at most so many bytes between them) in the file: planes begin at whole blocks of it."""
+    planes = unit.masters + unit.moments + (unit.weights if home == "disk+weights" else 0)
+    return planes, PADDING_BYTES * (unit.count + planes // BUFFER_BYTES + 1) if planes else 0
+
+
+def buffer_bytes(homes: Iterable[str]) -> int:
+    """Host memory of what passes between the file and units at home in these places."""
+    found = set(homes)
+    return MEMORY_BYTES * bool(found & set(DISKS)) + FEED_BYTES * ("disk+weights" in found)
 
 
 def spilled_bytes(windows: Iterable[int]) -> int:
@@ -81,8 +90,8 @@ def spilled_bytes(windows: Iterable[int]) -> int:
 
 
 def file_bytes(asked: Asked) -> int:
-    """What the states at home on disk take there, at most."""
-    return sum(sum(unit_file_bytes(unit)) for unit, home in zip(asked.units(), asked.homes) if home == "disk")
+    """What is at home on disk takes there, at most."""
+    return sum(sum(unit_file_bytes(unit, home)) for unit, home in zip(asked.units(), asked.homes) if home in DISKS)
 
 
 def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: int = 0) -> None:
@@ -91,13 +100,14 @@ def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: i
     Raises:
         MegatrainError: something goes there and no directory was given; or it has less than that takes.
     """
-    if "disk" not in asked.homes and not spills:
+    units = sum(home in DISKS for home in asked.homes)
+    if not units and not spills:
         return
     if disk is None or not disk.path:
-        what = "homes has units on 'disk'" if "disk" in asked.homes else "activations has windows with '+disk'"
+        what = "homes has units on 'disk'" if units else "activations has windows with '+disk'"
         raise MegatrainError(f"plan: {what}: give mt.stream the directory, nvme='/path'")
     need, free = file_bytes(asked) + spilled, _core.disk_room(disk.path)
-    words = [f"AdamW's states of {asked.homes.count('disk')} units"] * ("disk" in asked.homes) \
+    words = [f"AdamW's states of {units} units" + " and weights" * ("disk+weights" in asked.homes)] * bool(units) \
         + ["what windows keep"] * bool(spilled)
     what = f"nvme={disk.path!r}: {' and '.join(words)} need {show_bytes(need)} there and"
     if need > free:

@@ -15,7 +15,8 @@ KEEPS = ("replay", "attention", "selective", "saved")        # least first
 HOST = ("replay+host", *(f"{keep}{where}" for keep in KEEPS[1:] for where in ("+split", "+host")))
 DISK = tuple(f"{keep}+disk" for keep in KEEPS)
 MODES = (*KEEPS, *HOST, *DISK)
-HOMES = ("ram", "vram", "arrive", "through", "disk")        # of a unit: weights, gradients and states
+HOMES = ("ram", "vram", "arrive", "through", "disk", "disk+weights")        # of a unit: weights, gradients and states
+DISKS = ("disk", "disk+weights")            # of which states are in a file; weights too
 GRADS = ("ram", "none")     # where gradients wait for their update: at home with their unit, or nowhere
 
 

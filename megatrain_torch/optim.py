@@ -176,6 +176,9 @@ class AdamW(torch.optim.Optimizer):
     def _hand(self, rt: Any, units: list[tuple[int, list[Any]]], limit: float) -> _Handed:
         """Submits updates; from here on they count as steps."""
         params = [rt.units[u][item[0]].param for u, items in units for item in items]
+        for u, _ in units:
+            if u in rt.filed:                # what is updated there is not what was written here
+                rt.notice_writes(rt.units[u])
         rt.arrivals.bring(u for u, _ in units)
         handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), params)
         for p in params:
@@ -358,13 +361,14 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
         if _lacks_master(record):
-            # Of a unit on the device all at once, so that host memory has one such unit at a time.
+            # Of a unit on the device or on disk all at once, so that host memory has one such unit at a time.
             mates = [r for r in rt.units[record.unit] if r.was_trainable and r.owner in (None, record.owner)]
-            for r in mates if record.unit in rt.settled else [record]:
+            for r in mates if rt.away(record.unit) else [record]:
                 if _lacks_master(r):
                     _make_master(r)
                     r.master_writes = r.writes
-            if record.unit in rt.settled:
+            if rt.away(record.unit):
+                rt.notice_writes(rt.units[record.unit])      # whose copies go now
                 rt.take(record.unit)
         record.exact, record.master_writes = None, record.writes
 
@@ -586,7 +590,7 @@ def _make_master(record: Record) -> None:
 def master(p: StreamedParameter) -> Tensor:
     """The fp32 value of a streamed parameter: [shape] fp32, a copy. Waits for its update."""
     record: Record = p._mt
-    record.runtime.core.wait_updates(record.unit)
+    record.runtime.wait_updates(record)
     record.runtime.bring_states(record)
     if record.low_bytes and record.master_writes == record.writes and record.master_writes >= 0:
         out = torch.empty_strided(record.shape, record.stride, dtype=torch.float32)

@@ -31,9 +31,20 @@ from .cost import (
     lent_buffers,
     visiting_planes,
 )
-from .disk import BLOCKS, MEMORY_BYTES, PADDING, POOL, SPILLED, spilled_bytes, unit_file_bytes
+from .disk import (
+    BLOCKS,
+    FEED_BYTES,
+    FROZEN,
+    MEMORY_BYTES,
+    PADDING,
+    POOL,
+    SPILLED,
+    buffer_bytes,
+    spilled_bytes,
+    unit_file_bytes,
+)
 from .machine import Machine
-from .modes import DISK, KEEPS
+from .modes import DISK, DISKS, KEEPS
 from .shapes import Shape, Unit
 from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
 from .slots import plan_slots
@@ -59,10 +70,10 @@ class Wishes:
     Attributes:
         tokens, seq: of a step; tokens is a multiple of seq.
         fused: templates run where they fit, and our own loss behind the head.
-        homes: "ram", "vram", "arrive", "through" or "disk" for all units. activations: a mode for all windows that
-            have it.
+        homes: "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units. activations: a mode for all
+            windows that have it.
         speculate: updates on the host begin during backward.
-        nvme: bytes that states and activations may take on disk; None: there is none.
+        nvme: bytes that states, weights and activations may take on disk; None: there is none.
         grads: "ram", or "none": gradients are kept nowhere.
         states: how AdamW's are kept.
     """
@@ -184,7 +195,7 @@ class Problem:
         self.micros: dict[int, Micro] = {}
         self.fetches: dict[tuple[tuple[Home, ...], int, int], Fetches] = {}
         self.first_bound: tuple[object, float] = (None, 0.0)       # of the homes asked about last
-        self.disks: dict[tuple[tuple[Home, ...], bool], frozenset[int]] = {}
+        self.disks: dict[tuple[tuple[Home, ...], bool], tuple[frozenset[int], frozenset[int]]] = {}
         self.through_rate = machine.through_rate(wishes.states, alone=wishes.homes == "through")
         self.simulations = 0
 
@@ -193,25 +204,49 @@ class Problem:
     def on_disk(self, homes: tuple[Home, ...], micro: int) -> frozenset[int]:
         """Units whose states are there: as many as host memory cannot hold. None where all updates are to pass through
         the device: they read states from memory."""
+        return self._disks(homes, micro)[0]
+
+    def filed(self, homes: tuple[Home, ...], micro: int) -> frozenset[int]:
+        """Of these, units whose weights are there too: where host memory cannot hold those either."""
+        return self._disks(homes, micro)[1]
+
+    def _disks(self, homes: tuple[Home, ...], micro: int) -> tuple[frozenset[int], frozenset[int]]:
         key = homes, micro > 1
         if key not in self.disks:
             none = self.wishes.nvme is None or self.wishes.homes == "through"
-            self.disks[key] = frozenset() if none else self._on_disk(homes, micro)
+            self.disks[key] = (frozenset(), frozenset()) if none else self._on_disk(homes, micro)
         return self.disks[key]
 
-    def _on_disk(self, homes: tuple[Home, ...], micro: int) -> frozenset[int]:
+    def _on_disk(self, homes: tuple[Home, ...], micro: int) -> tuple[frozenset[int], frozenset[int]]:
         over, room, found = 1, self.wishes.nvme, []
-        if self.wishes.homes != "disk":
-            over = sum(self._host_bytes(homes, micro, frozenset()).values()) - self.machine.host_bytes
-        for u in self._disk_order(homes):
+        forced, order = self.wishes.homes in DISKS, self._disk_order(homes)
+        if not forced:
+            over = sum(self._host_bytes(homes, micro, frozenset(), frozenset()).values()) - self.machine.host_bytes
+        for u in order:
             states, padding = unit_file_bytes(self.shape.units[u])
             if over + MEMORY_BYTES * bool(found) <= 0 or states + padding > room:
                 break
             if states:
                 found.append(u)
                 room -= states + padding
-                over -= states * (self.wishes.homes != "disk")
-        return frozenset(found)
+                over -= states * (not forced)
+        if self.wishes.homes == "disk" or (not forced and over + MEMORY_BYTES * bool(found) <= 0):
+            return frozenset(found), frozenset()
+        return self._file(order, found, over + (0 if forced else MEMORY_BYTES + FEED_BYTES), room, forced)
+
+    def _file(self, order: list[int], found: list[int], over: int, room: int, forced: bool
+              ) -> tuple[frozenset[int], frozenset[int]]:
+        """Weights too, until there is enough host memory, or no more room in the file. over, room: bytes of these."""
+        filed: list[int] = []
+        for u in order:
+            unit = self.shape.units[u]
+            more = sum(unit_file_bytes(unit, "disk+weights")) - (sum(unit_file_bytes(unit)) if u in found else 0)
+            if over <= 0 or more > room or (u not in found and unit.trained):
+                break
+            filed.append(u)
+            room -= more
+            over -= unit.weights * (not forced)
+        return frozenset(found) | frozenset(filed), frozenset(filed)
 
     def _disk_order(self, homes: tuple[Home, ...]) -> list[int]:
         """Units at home in RAM, those that are used last first: their updates have most time before the next forward
@@ -233,10 +268,19 @@ class Problem:
         spilled = self.spills(self.micro(micro).costs, modes) if modes else {}
         total: dict[str, int] = {SPILLED: spilled_bytes(spilled.values())} if spilled else {}
         for u in self.on_disk(homes, micro):
-            unit = self.shape.units[u]
-            for what, n in {**visiting_planes(unit), PADDING: unit_file_bytes(unit)[1]}.items():
+            unit, home = self.shape.units[u], self._disk_home(u, homes, micro)
+            weights = {"weights": unit.gradients, FROZEN: unit.weights - unit.gradients} if home != "disk" else {}
+            for what, n in {**weights, **visiting_planes(unit), PADDING: unit_file_bytes(unit, home)[1]}.items():
                 total[what] = total.get(what, 0) + n
         return total
+
+    def _disk_home(self, unit: int, homes: tuple[Home, ...], micro: int) -> str:
+        return "disk+weights" if unit in self.filed(homes, micro) else "disk"
+
+    def home_of(self, unit: int, homes: tuple[Home, ...], micro: int) -> str:
+        """As mt.stream's plan has it, updates that pass through the device left out."""
+        on_disk = unit in self.on_disk(homes, micro)
+        return self._disk_home(unit, homes, micro) if on_disk else Home(homes[unit]).plain
 
     def _leaving_bytes(self, unit: int, at: int) -> int:
         """Of a unit's gradients at window `at`, until they have left. A fused head's lie in the memory of their fp32
@@ -251,18 +295,18 @@ class Problem:
 
     def host_bytes(self, homes: tuple[Home, ...], micro: int, modes: tuple[str, ...] = ()) -> dict[str, int]:
         """By plane, and what is there besides; modes: with the activations of these."""
-        return self._host_bytes(homes, micro, self.on_disk(homes, micro), modes)
+        return self._host_bytes(homes, micro, *self._disks(homes, micro), modes)
 
-    def _host_bytes(self, homes: tuple[Home, ...], micro: int, on_disk: frozenset[int],
+    def _host_bytes(self, homes: tuple[Home, ...], micro: int, on_disk: frozenset[int], filed: frozenset[int],
                     modes: tuple[str, ...] = ()) -> dict[str, int]:
         total = {OVERHEAD: self.machine.host_overhead_bytes}
         early = self.wishes.speculate and self.wishes.homes != "through"    # an update on the host alone begins early
         for u, (unit, home) in enumerate(zip(self.shape.units, homes)):
-            where = "disk" if u in on_disk else Home(home).plain
+            where = "disk+weights" if u in filed else "disk" if u in on_disk else Home(home).plain
             for plane, n in host_planes(unit, where, micro, early).items():
                 total[plane] = total.get(plane, 0) + n
         if on_disk:
-            total["buffers of the disk"] = MEMORY_BYTES
+            total["buffers of the disk"] = buffer_bytes(["disk+weights" if filed else "disk"])
         away = [u.gradients for u, home in zip(self.shape.units, homes) if not home]
         total["staging"] = STAGINGS * max(away, default=0) if micro > 1 else 0
         total["activations"] = self.kept_there(self.micro(micro).costs, modes) if modes else 0
@@ -429,10 +473,20 @@ class Problem:
             h2d=m.h2d_gbps * 1e9, d2h=m.d2h_gbps * 1e9, both=m.both_gbps * 1e9, busy=m.busy_gbps * 1e9,
             speculate=self.wishes.speculate, visiting=self.visiting(choice.homes),
             away=self.away(choice.micro, choice.modes),
-            disk={u: 2 * self.states(u) / (m.disk_both_gbps * 1e9) for u in on_disk},
+            disk={u: self.drive_s(u, choice.homes, choice.micro) for u in on_disk},
             shares=guess_shares(self.wishes.states), through={u: self.through_s(u) for u in choice.through},
             lent=self.lent(choice.homes), spilled=frozenset(self.spills(costs, choice.modes)),
-            write=m.disk_write_gbps * 1e9, read=m.disk_read_gbps * 1e9)
+            write=m.disk_write_gbps * 1e9, read=m.disk_read_gbps * 1e9,
+            reads={u: self.read_s(u) for u in self.filed(choice.homes, choice.micro)})
+
+    def drive_s(self, unit: int, homes: tuple[Home, ...], micro: int) -> float:
+        """Of an update's reads and writes."""
+        weights = self.shape.units[unit].gradients * (unit in self.filed(homes, micro))
+        return 2 * (self.states(unit) + weights) / (self.machine.disk_both_gbps * 1e9)
+
+    def read_s(self, unit: int) -> float:
+        """Of a unit's weights from the disk, for a fetch."""
+        return self.shape.units[unit].weights / (self.machine.disk_read_gbps * 1e9)
 
     def lent(self, homes: tuple[Home, ...]) -> list[int]:
         """Bytes of the buffers that gradients pass through, where they are kept nowhere."""
@@ -478,7 +532,16 @@ class Problem:
         passes = first + backward + (micro - 1) * (forward + adding) + homes.end_s
         added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
         alone = self._updates_alone(homes, micro) if self.wishes.grads == "none" else 0.0
-        return NORM_S + max(passes, added, alone, micro * homes.gradients / both, micro * spill_s)
+        reading = self._reading(homes, slots, micro)
+        return NORM_S + max(passes, added, alone, micro * homes.gradients / both, micro * spill_s, reading)
+
+    def _reading(self, homes: Homes, slots: int, micro: int) -> float:
+        """Seconds of the drive's for weights that are there, at least: a first forward finds none in a slot."""
+        filed = self.filed(homes.units, micro)
+        once = sum(self.shape.units[u].weights for u in filed)
+        again = sum(self.shape.units[u].weights for u in filed if u in self.needed_again)
+        passes = once + max(again - slots, 0) + (micro - 1) * (max(once - slots, 0) + max(again - slots, 0))
+        return passes / (self.machine.disk_read_gbps * 1e9)
 
     def _updates_alone(self, homes: Homes, micro: int) -> float:
         """Seconds of them, which a step takes at least where they run beside all of it."""
@@ -486,7 +549,7 @@ class Problem:
         elsewhere = on_disk | homes.through
         host = sum(unit.trained for u, unit in enumerate(self.shape.units) if not homes.units[u] and u not in elsewhere)
         return max(host / self.machine.adam_rate(states=self.wishes.states), homes.through_s,
-                   2 * sum(self.states(u) for u in on_disk) / (self.machine.disk_both_gbps * 1e9))
+                   sum(self.drive_s(u, homes.units, micro) for u in on_disk))
 
     def _first_forward(self, homes: Homes, micro: int) -> float:
         m, made = self.machine, self.micro(micro)
@@ -557,7 +620,7 @@ class Problem:
         gain most there: the next forward need not wait for their updates. Of the very first, only the states may be
         away."""
         n = len(self.shape.units)
-        if self.wishes.homes in ("disk", "through"):
+        if self.wishes.homes in (*DISKS, "through"):
             return [(Home.RAM,) * n]
         if self.wishes.homes:
             return [(Home[self.wishes.homes.upper()],) * n]

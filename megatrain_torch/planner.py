@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cost import THROUGH_BYTES, Home
-from .disk import PADDING, SPILLED, Disk, years
+from .cost import THROUGH_BYTES
+from .disk import FROZEN, PADDING, SPILLED, Disk, years
 from .errors import MegatrainError
 from .formats import FORMATS, check_states
 from .limits import parse_bytes, show_bytes, without_margin
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
-from .modes import DISK, GRADS, HOMES, MODES
+from .modes import DISK, DISKS, GRADS, HOMES, MODES
 from .placement import Choice, Problem, Wishes
 from .shapes import Shape, shape_of
 from .simulate import Timing
@@ -48,7 +48,7 @@ class Plan:
         compute: "fused": templates where they fit; "eager": the model's own code.
         homes: by unit, "vram" (weights, gradients and states on the device), "arrive" (the same, but states are in
             RAM between their updates), "ram" (weights streamed), "through" (the same, but updated on the device) or
-            "disk" (streamed too, but states are in a file).
+            "disk" (streamed too, but states are in a file), "disk+weights" (weights too, which each fetch reads).
         activations: by window, a mode of modes.py: "replay", "selective+host" ...
         slots: ring size of the streamed units, see slots.py.
         vram, host: bytes by what they hold, at the peak of a step; vram_bytes, host_bytes: their sums.
@@ -56,9 +56,8 @@ class Plan:
         busy: seconds of work by lane. idle: seconds in which compute stands still, by what it waits for. Both by the
             names that mt.last_step has.
         speculate: updates on the host begin during backward.
-        disk: bytes in files by what they hold; states are read and written once in a step, activations once in a
-            micro-batch. nvme: where it may be,
-            and disk_room: bytes it may have; None and 0 without.
+        disk: bytes in files by what they hold; what is trained is read and written once in a step, activations once in
+            a micro-batch. nvme: where it may be, and disk_room: bytes it may have; None and 0 without.
         grads: "ram", or "none": gradients are kept nowhere.
         states: how mt.AdamW keeps its states.
     """
@@ -95,8 +94,9 @@ class Plan:
 
     @property
     def disk_written(self) -> int:
-        """Bytes of states in a step, and of activations of each micro-batch."""
-        return self.disk_bytes - self.disk.get(PADDING, 0) + (self.micro - 1) * self.disk.get(SPILLED, 0)
+        """Bytes of what is trained in a step, and of activations of each micro-batch."""
+        kept = self.disk.get(PADDING, 0) + self.disk.get(FROZEN, 0)
+        return self.disk_bytes - kept + (self.micro - 1) * self.disk.get(SPILLED, 0)
 
     @property
     def disk_years(self) -> float:
@@ -165,25 +165,25 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
             what the machine has; of host memory, by default, 2 % stay free.
         micro: micro-batches of a step; None: as many as are best.
-        homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" for all units. activations: "replay",
-            "attention", "selective" or "saved", with "+host" or "+split" where what is kept waits in host memory, with
-            "+disk" and nvme in a file, for all windows that have it. slots: ring size. None: what is best.
+        homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. activations:
+            "replay", "attention", "selective" or "saved", with "+host" or "+split" where what is kept waits in host
+            memory, with "+disk" and nvme in a file, for all windows that have it. slots: ring size. None: what is best.
         speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
             in vain, as where nothing is clipped.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
         compute, dtype, units: as for mt.stream.
         layers: of a config, instead of its own number.
-        nvme: directory for states and activations that host memory does not hold, as for mt.stream; for another machine
-            {"limit": "2TB"} is enough.
+        nvme: directory for states, weights and activations that host memory does not hold, as for mt.stream; for
+            another machine {"limit": "2TB"} is enough.
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
             table of what needs least, and `changes` of the exception the arguments that would fit, one at a time.
     """
     disk = Disk.parse(nvme, somewhere=True)
-    if homes == "disk" and disk is None:
-        raise MegatrainError("homes='disk': give the directory, nvme='/path'")
+    if homes in DISKS and disk is None:
+        raise MegatrainError(f"homes={homes!r}: give the directory, nvme='/path'")
     if activations in DISK and disk is None:
         raise MegatrainError(f"activations={activations!r}: give the directory, nvme='/path'")
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate,
@@ -236,12 +236,11 @@ def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations:
 
 def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
     shape, wishes = problem.shape, problem.wishes
-    on_disk = problem.on_disk(choice.homes, choice.micro)
     return Plan(
         shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
         "fused" if wishes.fused else "eager",
-        {u.name: "disk" if i in on_disk else "through" if i in choice.through else Home(home).plain
-         for i, (u, home) in enumerate(zip(shape.units, choice.homes))},
+        {u.name: "through" if i in choice.through else problem.home_of(i, choice.homes, choice.micro)
+         for i, u in enumerate(shape.units)},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
         timing.idle, _window_weights(shape), wishes.speculate,
@@ -397,7 +396,7 @@ def _placement_table(p: Plan) -> Table:
     for names, home, mode in _runs(p):
         rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
     ring = f"ring of {p.slots} slots for what streams" + "; updates begin during backward" * p.speculate
-    return ring if {"ram", "through", "disk"} & set(p.homes.values()) else "nothing streams", rows
+    return ring if {"ram", "through", *DISKS} & set(p.homes.values()) else "nothing streams", rows
 
 
 def _runs(p: Plan) -> list[tuple[list[str], str, str]]:

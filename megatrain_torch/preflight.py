@@ -33,9 +33,10 @@ from .cost import (
     lent_buffers,
     visiting_planes,
 )
-from .disk import MEMORY_BYTES, file_bytes
+from .disk import buffer_bytes, file_bytes
 from .errors import MegatrainError
 from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin, without_margin
+from .modes import DISKS
 from .planner import as_text
 from .shapes import Unit, unit_bytes
 from .slots import plan_slots
@@ -53,8 +54,8 @@ class Asked:
 
     Attributes:
         name: of the model. groups, dtype: its units, and the type they are converted to.
-        homes: by unit, "ram", "vram", "arrive", "through" or "disk". speculated: numbers of units whose updates may
-            begin early.
+        homes: by unit, "ram", "vram", "arrive", "through", "disk" or "disk+weights". speculated: numbers of units whose
+            updates may begin early.
         ring: slots of a size. micro: micro-batches of a step, as far as known.
         on_cpu: the "device" is the CPU, so its memory is the host's.
         besides: what a plan puts in host memory beside planes, by what it is.
@@ -85,6 +86,10 @@ class Asked:
             self.known[key] = [unit_bytes(name, own, self.dtype, self.states) for name, own in self.groups]
         return self.known[key]
 
+    def on_disk(self) -> bool:
+        """Some unit's states are."""
+        return any(home in DISKS for home in self.homes)
+
     def slots(self) -> list[int]:
         """Bytes of each slot; those of units at home on the device come last."""
         weights = [(u.weights, home in SETTLED) for u, home in zip(self.units(), self.homes)]
@@ -110,15 +115,15 @@ class Asked:
         """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
         found: dict[str, int] = {}
         for i, (unit, home) in enumerate(zip(self.units(), self.homes)):
-            where = home if home in (*SETTLED, "disk") else "ram"
+            where = home if home in (*SETTLED, *DISKS) else "ram"
             planes = host_planes(unit, where, self.micro, i in self.speculated)
             for plane, n in (copied_planes(unit) if home in SETTLED and self.copied else planes).items():
                 found[plane] = found.get(plane, 0) + n
         if not self.keeps:
             passing = [u for u, home in zip(self.units(), self.homes) if home not in SETTLED]
             found["gradients"] = sum(lent_buffers(passing))
-        if "disk" in self.homes:
-            found[DISK_BUFFERS] = MEMORY_BYTES
+        if self.on_disk():
+            found[DISK_BUFFERS] = buffer_bytes(self.homes)
         if self.micro > 1:
             away = [u.gradients for u, home in zip(self.units(), self.homes) if home not in SETTLED]
             found["staging"] = STAGINGS * max(away, default=0)
@@ -241,7 +246,7 @@ def _loading(asked: Asked, own: list[int]) -> dict[str, int]:
         settled = home in SETTLED
         slots += unit.weights * (settled and asked.on_cpu)
         steps.append({"weights": at + unit.weights, "the device's slots": slots, _OWN: -given})
-        at += unit.weights * (not settled)
+        at += unit.weights * (not settled and home != "disk+weights")
         given += n
     steps.append({"weights": at, "the device's slots": sum(asked.slots()) * asked.on_cpu, _OWN: -given})
     return max(steps, key=lambda held: sum(held.values()))
@@ -327,7 +332,7 @@ class Room:
             self._check(core, asked, "for copies of states at home on the device", "weights", "masters", "moments")
 
     def weights(self, core: _core.Engine, unit: int) -> None:
-        """Of a unit that lives on the device, before they are read on the host. Raises: as `states`."""
+        """Of a unit that lives on the device or on disk, before they are read on the host. Raises: as `states`."""
         need = core.cold_bytes(unit, _core.PLANES["HI"])
         bound = host_limits().short(need) if need and self.limit is None else None
         if bound is not None:

@@ -24,19 +24,20 @@ class StepReport:
     Attributes:
         seconds: wall time.
         h2d_bytes, d2h_bytes: weights streamed in, gradients streamed out.
-        fetches, demand_fetches: copies of units; those that were asked for only when needed.
+        fetches, demand_fetches: copies of units; those that were asked for only when needed. With mt.trace, of units
+            whose weights are on disk: copies of their pieces.
         await_seconds: time the computing thread waited for a copy to be put in its queue.
         host_bytes: host memory the store holds.
-        disk_read_bytes, disk_written_bytes: states of units at home on disk.
+        disk_read_bytes, disk_written_bytes: states of units at home on disk, and weights of those that have them there.
         speculated, committed, undone: updates that began during backward; those kept, and taken back, since: one
             that began in this step ends in the next.
         out_bytes, back_bytes: activations that went to host memory, and came back. spill_written_bytes,
             spill_read_bytes: of those on to a file, and from there.
         busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update",
-            "disk" and "disk update" (states of units there, and their updates), "through" (updates that pass through
-            the device; states that arrive and leave), "swap out", "swap back", "swap disk" (activations: to the host,
-            back, and between there and a file). Without mt.trace only "host update" and "disk update". Compute is busy
-            from a window's first kernel to its last, also where the host is slow in launching them.
+            "disk" and "disk update" (states and weights of units there, and their updates), "through" (updates that
+            pass through the device; states that arrive and leave), "swap out", "swap back", "swap disk" (activations:
+            to the host, back, and between there and a file). Without mt.trace only "host update" and "disk update".
+            Compute is busy from a window's first kernel to its last, also where the host is slow in launching them.
         idle: seconds that compute stood still, by what it waited for: a lane, or "host": Python and the user's code.
         between_steps: of idle, seconds before the step's first window.
         least: seconds the bytes of a lane take at the machine's rate, where mt.trace was given one.
@@ -102,7 +103,7 @@ class StepReport:
         if self.speculated or self.undone:
             lines.append(f"{self.speculated} updates begun in backward, {self.committed} kept, "
                          f"{self.undone} taken back")
-        if self.disk_written_bytes:
+        if self.disk_read_bytes or self.disk_written_bytes:
             lines.append(f"disk: {self.disk_read_bytes / 1e9:.3g} GB read, "
                          f"{self.disk_written_bytes / 1e9:.3g} GB written")
         if self.spill_written_bytes:
@@ -212,12 +213,15 @@ def _blame(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice |
 
 def _before_fetch(lanes: Mapping[str, Sequence[Slice]], a: int, fetch: Slice) -> list[tuple[str, int]]:
     """What the time [a, fetch.begin) went to, where a fetch was waited for: its unit's update and those in front of
-    it; else the copies in front of it in line."""
+    it; else the copies in front of it in line, and the disk where its weights were read there."""
     for lane in ("host update", "through", "disk update"):
         own = _over_in(lanes, lane, a, fetch.begin, fetch.unit)
         if own is not None:
             return _updates(lanes, lane, a, min(own.end, fetch.begin))
-    return [("h2d", _busy(lanes, "h2d", a, fetch.begin))]
+    copies = _busy(lanes, "h2d", a, fetch.begin)
+    read = _over_in(lanes, "disk", a, fetch.begin, fetch.unit)
+    reading = _busy(lanes, "disk", a, fetch.begin) if read is not None and read.work == "read" else 0
+    return [("h2d", copies), ("disk", min(reading, max(fetch.begin - a - copies, 0)))]
 
 
 def _updates(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> list[tuple[str, int]]:

@@ -148,6 +148,7 @@ class Runtime:
         self.settled: dict[int, int] = {}                    # units that live on the device: their slots
         self.speculated: frozenset[int] = frozenset()        # units whose updates may begin during backward
         self.on_disk: frozenset[int] = frozenset()           # units whose states are in a file
+        self.filed: set[int] = set()                         # of which weights are too, as soon as they are there
         self.arrivals = Arrivals(self, ())                   # of settled units: whose states come and leave
         self.passing: frozenset[int] = frozenset()           # units whose gradients are kept nowhere
         self.windows: list[Window] = []
@@ -214,12 +215,23 @@ class Runtime:
         """What of the unit is at home elsewhere goes there, and its memory on the host is given back."""
         self.core.take(unit, self.stream())
 
-    def keep_on_disk(self, disk: Disk, units: list[int], sizes: dict[str, int]) -> None:
-        """The units' states go to a file, which loses its name with the process at the latest. sizes: tests' own."""
+    def away(self, unit: int) -> bool:
+        """The unit's weights are at home on the device or on disk: those in host memory are copies."""
+        return unit in self.settled or unit in self.filed
+
+    def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: dict[str, int]) -> None:
+        """The units' states go to a file, which loses its name with the process at the latest. weights: of further
+        units, whose weights go there too. sizes: tests' own."""
         usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
-        self.core.disk(disk.path, units, limit=disk.limit or 0, **(usual | sizes))
-        self.on_disk = frozenset(units)
+        self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **(usual | sizes))
+        self.on_disk = frozenset(units) | frozenset(weights)
         weakref.finalize(self, self.core.disk_unname)
+
+    def file_weights(self, unit: int) -> None:
+        """Weights that were put into the unit's plane go to the file; their memory is given back."""
+        self.core.push(unit, -1, _mask(("HI",)))
+        self.filed.add(unit)
+        self.take(unit)
 
     def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: dict[str, int]) -> None:
         """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states."""
@@ -300,7 +312,7 @@ class Runtime:
     def device_copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""
         self.bindings += 1
-        if record.unit in self.settled:
+        if self.away(record.unit):
             return self.slot_view(record.unit, record.offset, record.dtype, record.shape, record.stride).clone()
         self.core.wait_updates(record.unit)
         with torch.no_grad():
@@ -309,17 +321,22 @@ class Runtime:
     # ---- host reads and writes ----
 
     def wait_updates(self, record: Record) -> None:
-        """The weights may be read in host memory. Raises: a unit at home on the device has no room for a copy there."""
-        if record.unit in self.settled:
-            self.room.weights(self.core, record.unit)
+        """The weights may be read in host memory. Raises: a unit at home elsewhere has no room for a copy there."""
+        self._want_weights(record.unit)
         self.core.wait_updates(record.unit)
 
+    def _want_weights(self, unit: int) -> None:
+        if unit in self.filed and self.saving is not None:       # whose copies of the unit go when it has them
+            self.core.wait_saved(unit)
+        if self.away(unit):
+            self.room.weights(self.core, unit)
+
     def wait_used(self, record: Record) -> None:
-        """No update of the unit is under way. Of units on the device nothing is brought: ACC has no host copy."""
+        """No update of the unit is under way; nothing is brought. Of units on the device: ACC has no host copy."""
         if record.unit in self.settled:
             self.core.bring(record.unit, _mask(("ACC",)))
         else:
-            self.core.wait_updates(record.unit)
+            self.core.updated(record.unit)
 
     def wait_grads(self, record: Record) -> None:
         self.core.wait_grads(record.unit)
@@ -364,11 +381,20 @@ class Runtime:
 
     def before_write(self, record: Record) -> None:
         """As `wait_updates`, and nothing reads them for the device."""
-        if record.unit in self.settled:
-            self.room.weights(self.core, record.unit)
+        self._want_weights(record.unit)
         self.core.wait_fetch(record.unit)
 
+    def notice_writes(self, records: Iterable[Record]) -> None:
+        """What was written past the guard, by an operation that does not say that it writes, is told like the rest."""
+        for r in records:
+            if r.host._version != r.version:
+                self.core.wait_fetch(r.unit)
+                self.after_write(r)
+
     def after_write(self, record: Record) -> None:
+        if record.unit in self.filed:        # first: who asks for the new version reads it there
+            self.core.bring(record.unit, _mask(("HI",)))     # it was: else zeros would go there
+            self.push(record, "HI")
         self.core.touch(record.unit)
         record.writes += 1
         if record.host is not None:
@@ -441,10 +467,8 @@ class Runtime:
         """Notices what the user changed on parameters since the last pass: values, requires_grad."""
         with torch._C.DisableTorchFunctionSubclass():
             trains = [r.param.requires_grad for r in self.records]
+        self.notice_writes(self.records)
         for r, on in zip(self.records, trains):
-            if r.host._version != r.version:
-                self.core.wait_fetch(r.unit)
-                self.after_write(r)
             if on != r.was_trainable:
                 r.was_trainable = on
                 self.arrivals.dismiss(r.unit)

@@ -46,6 +46,7 @@ class Step:
         shares: of an update that begins during backward: what it takes then, and when it is kept.
         disk: {u: seconds} in which the states of units that have them there are read and written. Those units' updates
             are made beside the others.
+        reads: {u: seconds} in which a fetch reads weights that are there too; updates from disk stand back meanwhile.
     """
 
     forward_s: list[float]
@@ -76,6 +77,7 @@ class Step:
     spilled: frozenset[int] = frozenset()
     write: float = 1.0
     read: float = 1.0
+    reads: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -252,10 +254,26 @@ class _Walk:
             self.mover = max(self.mover, handed, self.done[u])
             start = max(self.h2d, self.mover, freed if self.behind else 0.0)
             self.late[u] = self._updater(u) if start == self.done[u] else "h2d"
-            self.queued[u] = self.mover
-            self.h2d = self.ready[u] = self._copied(start, self.step.weights[u], rate)
+            self.h2d = self._copied(start, self.step.weights[u], rate)
             self.busy["h2d"] += self.h2d - start
+            if u in self.step.reads:
+                self._read_weights(u, start)
+            self.queued[u], self.ready[u] = self.mover, self.h2d
         self.behind += 1
+
+    def _read_weights(self, unit: int, start: float) -> None:
+        """Weights come from the drive, a piece read while another is copied; the mover is at it until the last is read.
+        What the drive has to do for updates waits so long."""
+        took = self.step.reads[unit]
+        if start + took > self.h2d:
+            self.h2d, self.late[unit] = start + took, "disk"
+        self.mover = max(self.mover, start + took)
+        self.busy["disk"] += took
+        for u in self.step.disk:
+            if self.done.get(u, 0.0) > start:
+                self.done[u] += took
+        if self.lanes["disk"] > start:
+            self.lanes["disk"] += took
 
     def window(self, units: tuple[int, ...], seconds: float, host_s: float, rate: float) -> None:
         """A window's kernels: launched once its copies are in their queue, run once they are over."""
@@ -484,10 +502,12 @@ def simulate(step: Step, fetches: Fetches | None = None) -> Timing:
         left = {u: s - t.run for u, s in t.done.items() if s > t.run}
         t, forwards, ends = _walk(step, fetches, shown, ahead, left=left)
     more = step.micro - shown
+    share = step.micro / shown
     passed = sum(step.through.values())
     least = max(t.updates["host update"], t.updates["disk"], passed) if step.lent else 0.0      # step after step
-    seconds = max(t.run, least) + NORM_S + (more * (ends[-2] - ends[-3]) if more else 0.0)
-    share = step.micro / shown
+    if step.reads:
+        least = max(least, t.updates["disk"] + t.busy["disk"] * share)
+    seconds = max(t.run + (more * (ends[-2] - ends[-3]) if more else 0.0), least) + NORM_S
     busy = {name: s * share + t.updates.get(name, 0.0) for name, s in t.busy.items()}
     idle = {name: s * (1.0 if name in ("host update", "through") else share) for name, s in t.idle.items() if s > 0}
     return Timing(seconds, forwards * share, busy, idle)

@@ -27,7 +27,7 @@ from .fused import template_of, wanted
 from .guard import StreamedParameter
 from .limits import parse_bytes
 from .mapped import Mapped
-from .modes import DISK, MODES
+from .modes import DISK, HOMES, MODES
 from .placement import OVERHEAD
 from .planner import Plan
 from .preflight import (
@@ -50,7 +50,6 @@ from .window import Installed, Window
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
 _runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
-_HOMES = ("ram", "vram", "arrive", "through", "disk")
 _PLAN_KEYS = {"activations", "states", "homes", "slots", "speculate", "grads", "threads", "debug"}
 _pid = 0
 _registrations = 0
@@ -106,14 +105,16 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
                 "saved+host", "replay+host" and so on: what is kept, the input too, waits in host memory behind
                 compute; "saved+split": without the input. "saved+disk" and so on: in a file (nvme=), by way of a few
                 blocks of host memory.
-            "homes": "ram", "vram", "arrive", "through" or "disk" for all units, or {unit name: ...}: where weights,
-                gradients and AdamW's states live. What is at home in VRAM never crosses the bus and is updated there,
+            "homes": "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units, or {unit name: ...}:
+                where weights, gradients and AdamW's states live. What is at home in VRAM never crosses the bus and is
+                updated there,
                 to the same bits. "arrive": the same, but AdamW's states are at home in RAM, and on the device from the
                 last windows of backward to the first of the next forward: for what the next forward needs first, the
                 embedding and first layers. "through": at home in RAM, but updated on the device, states streaming up
                 and back beside the host's own updates: where the host is what binds. "disk": at home in RAM but for
-                AdamW's states, which are in a file (nvme=). Default "ram"; with nvme= as many units on "disk", last
-                ones first, as host memory cannot hold.
+                AdamW's states, which are in a file (nvme=). "disk+weights": weights are there too, and each fetch
+                reads them: where host memory is too short even for those; "states" is then how AdamW keeps its own.
+                Default "ram"; with nvme= as many units on "disk", last ones first, as host memory cannot hold.
             "speculate": True, or a list of unit names: their updates begin during backward, as if nothing were
                 clipped, and are taken back where that was wrong; to the same bits. Only units at home in RAM, at 12
                 bytes more of host memory per trained parameter (fp16: 14). Default False.
@@ -128,8 +129,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             between forward and backward is chosen to fit.
         host: limit for host memory: all planes, AdamW's states counted in. None: what is there, by every limit that
             is known (`megatrain doctor` prints them), asked now for the weights and by mt.AdamW for its states.
-        nvme: directory for AdamW's states of units at home on "disk", and for activations with "+disk"; or {"path":
-            directory, "limit": "200GiB"}. Room for states is reserved at once, and for activations as far as a plan of
+        nvme: directory for what is at home on "disk", and for activations with "+disk"; or {"path": directory,
+            "limit": "200GiB"}. Room for the former is reserved at once, and for activations as far as a plan of
             mt.plan says how much. Files are removed by mt.unstream, at the end of the process, or, after a crash, by
             the next run that is given the directory.
         units: names or modules to be streamed as one piece each; None: found from the model.
@@ -147,7 +148,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         MegatrainError: the model cannot be streamed rightly, it does not fit, or the disk refuses its file; nothing was
             changed. Only where memory is gone between check and use, or a warning is an error, weights may have been
             taken over already: then the model is an ordinary one again with all its values, but these weights have the
-            type that `dtype` gave them, and are on the CPU.
+            type that `dtype` gave them, and are on the CPU. A drive that fails while weights go there takes those with
+            it.
     """
     choices = _choices(plan, compute, vram, nvme)
     _refuse_model(module)
@@ -159,6 +161,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         rt.compute, rt.vram, rt.room = choices.compute, choices.vram, room
         _open(rt, asked, sizes, choices)
         _declare(rt, asked.groups, dtype)
+        _to_disk(rt, asked, choices)
         _place(rt, asked, choices)
         _fill(rt, asked.groups, masters)         # from here on the model changes, and nothing is checked any more
         _install(rt, module, found)
@@ -352,15 +355,11 @@ def _open(rt: Runtime, asked: Asked, sizes: list[int], choices: _Choices) -> Non
 def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     """What is at home elsewhere than weights, or goes another way; the units are there, without values."""
     options, core = choices.options, rt.core
-    if "states" in options:
-        rt.choose_states(options["states"])
     rt.invite(_at(asked, "arrive"))
     for unit in _at(asked, "through"):
         core.through(unit, True)
-    debug = {k: v for k, v in options.get("debug", {}).items() if k not in ("delay_us", "seed", "lock")}
-    buffers, blocks = debug.pop("disk", {}), debug.pop("spill", {})
-    if choices.disk is not None and "disk" in asked.homes:
-        rt.keep_on_disk(choices.disk, _at(asked, "disk"), buffers)
+    debug = {k: v for k, v in options.get("debug", {}).items() if k not in ("delay_us", "seed", "lock", "disk")}
+    blocks = debug.pop("spill", {})
     if choices.disk is not None and choices.spills:
         rt.spill_to(choices.disk, choices.spilled, file_bytes(asked), blocks)
     rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups)))
@@ -370,6 +369,16 @@ def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
         core.debug(**debug)
 
 
+def _to_disk(rt: Runtime, asked: Asked, choices: _Choices) -> None:
+    """The file, where units have states there. With weights it is laid out at once, for states as they will be kept.
+    """
+    options, weights = choices.options, _at(asked, "disk+weights")
+    if "states" in options or weights:
+        rt.choose_states(options.get("states", "fp32"))
+    if choices.disk is not None and asked.on_disk():
+        rt.keep_on_disk(choices.disk, _at(asked, "disk"), weights, options.get("debug", {}).get("disk", {}))
+
+
 def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:
     """By unit."""
     names = [name for name, _ in groups]
@@ -377,9 +386,9 @@ def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:
     for name, home in asked.items():
         if name not in names:
             raise MegatrainError(f"plan: homes names {name!r}, and there is no such unit; units: {', '.join(names)}")
-        if home not in _HOMES:
-            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use {', '.join(map(repr, _HOMES[:-1]))} "
-                                 f"or {_HOMES[-1]!r}")
+        if home not in HOMES:
+            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use {', '.join(map(repr, HOMES[:-1]))} "
+                                 f"or {HOMES[-1]!r}")
     return tuple(asked.get(name, "ram") for name in names)
 
 
@@ -419,9 +428,9 @@ def _declare(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> Non
 
 
 def _fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
-    """Weights in their planes; each old tensor is freed as its values are in. What lives on the device goes there at
-    once: host memory has one such unit at a time."""
-    given, files = 0, Mapped()
+    """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
+    goes there at once: host memory has one such unit at a time."""
+    given, files, filed = 0, Mapped(), set(_at(rt.room.asked, "disk+weights"))
     for unit, (records, own) in enumerate(zip(rt.units, own_bytes(groups))):
         with torch.no_grad():
             for hi, value in files.fill([(r.view("HI"), r.param.detach()) for r in records]):
@@ -430,6 +439,8 @@ def _fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
             _adopt(rt, r, masters)
         if unit in rt.settled:
             rt.take(unit)
+        if unit in filed:
+            rt.file_weights(unit)
         given += own
         if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
             give_back()
@@ -618,12 +629,12 @@ def _give_back(rt: Runtime, root: nn.Module) -> None:
         m.__dict__["_buffers"] = {k: b.cpu() if isinstance(b, Tensor) else b for k, b in m._buffers.items()}
         _runtimes.pop(m, None)
     for unit, records in itertools.groupby(rt.records, lambda r: r.unit):
-        if unit in rt.settled:           # it comes home, through host memory that is one unit's at a time
+        if rt.away(unit):                # it comes home, through host memory that is one unit's at a time
             rt.core.wait_updates(unit)
             rt.core.wait_grads(unit)
         for r in records:
             _restore(r)
-        if unit in rt.settled:
+        if rt.away(unit):
             rt.take(unit)
     rt.cap.lift()
     rt.core.close()

@@ -36,6 +36,9 @@ PLACES: dict[str, tuple[dict[str, Any], int]] = {
     "disk": ({"homes": "disk", "debug": {"disk": TIGHT}}, 1),
     "some_on_disk-delays": ({"homes": {"layers.0": "disk", "layers.1": "vram", "layers.2": "disk"},
                              "debug": {"delay_us": 300, "seed": 7, "disk": TIGHT}}, 1),
+    "weights_on_disk": ({"homes": "disk+weights", "slots": 2, "debug": {"disk": TIGHT}}, 1),
+    "some_weights_on_disk-delays": ({"homes": {"layers.0": "disk+weights", "layers.1": "vram", "layers.2": "disk"},
+                                     "debug": {"delay_us": 300, "seed": 8, "disk": TIGHT}}, 1),
     "speculative": ({"speculate": True}, 1),
     "speculative-delays": ({"speculate": True, "debug": {"delay_us": 300, "seed": 4}}, 1),
     "speculative-no_overlap": ({"speculate": True, "debug": {"sync": True}}, 1),
@@ -47,6 +50,7 @@ PLACES: dict[str, tuple[dict[str, Any], int]] = {
     "through-micro": ({"homes": "through"}, 3),
     "arrive-micro": ({"homes": "arrive"}, 3),
     "disk-micro": ({"homes": "disk", "debug": {"disk": TIGHT}}, 3),
+    "weights_on_disk-micro": ({"homes": "disk+weights", "debug": {"disk": TIGHT}}, 3),
     "speculative-micro": ({"speculate": True, "debug": {"sync": True}}, 3),
     "speculative-micro-delays": ({"speculate": True, "debug": {"delay_us": 300, "seed": 5}}, 3),
 }
@@ -63,7 +67,7 @@ def train(name: str, device: str, dtype: torch.dtype, states: str = "fp32") -> t
     plan, micro = PLACES[name]
     with parity.exact(device), tempfile.TemporaryDirectory() as scratch:
         parity.seed()
-        model = mt.stream(made(edges.Walk).to(dtype), device=device, plan=plan, compute="eager",
+        model = mt.stream(made(edges.Walk).to(dtype), device=device, plan={"states": states} | plan, compute="eager",
                           nvme=scratch if "disk" in name else None)
         opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1, states=states)
         schedule = torch.optim.lr_scheduler.StepLR(opt, 7, 0.5)

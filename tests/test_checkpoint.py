@@ -39,8 +39,9 @@ Pair = tuple[Dots, mt.AdamW]
 
 
 def make(tmp_path: Path, homes: Any = "ram", states: str | None = None, dtype: torch.dtype = BF16, **plan: Any) -> Pair:
-    disk = {"disk": {"buffers": 2, "buffer_bytes": 65536, "threads": 2}} if homes == SOME else {}
-    model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if homes == SOME else None,
+    disk = {"disk": {"buffers": 2, "buffer_bytes": 65536, "threads": 2}} if "disk" in str(homes) else {}
+    plan |= {"states": states} if homes == "disk+weights" and states else {}
+    model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if disk else None,
                       plan={"homes": homes, **plan, "debug": {**plan.get("debug", {}), **disk}})
     return model, mt.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5, states=states)
 
@@ -61,7 +62,8 @@ def assert_same(one: Pair, other: Pair) -> None:
 # ---- the same bits ----
 
 @pytest.mark.parametrize("states", ["fp32", "8bit-sr"])
-@pytest.mark.parametrize("saved, loaded", [("ram", SOME), (SOME, "ram")], ids=["ram-some", "some-ram"])
+@pytest.mark.parametrize("saved, loaded", [("ram", SOME), (SOME, "disk+weights"), ("disk+weights", "ram")],
+                         ids=["ram-some", "some-weights on disk", "weights on disk-ram"])
 def test_resume_gives_the_bits_of_an_uninterrupted_run(tmp_path: Path, saved: Any, loaded: Any, states: str) -> None:
     first = train(make(tmp_path, saved, states), 0, 2)
     mt.save(*first, tmp_path / "c", extra={"position": 2})
@@ -71,7 +73,7 @@ def test_resume_gives_the_bits_of_an_uninterrupted_run(tmp_path: Path, saved: An
     assert_same(train(first, 2, 4), train(again, 2, 4))
 
 
-@pytest.mark.parametrize("home", ["vram", "disk"])
+@pytest.mark.parametrize("home", ["vram", "disk", "disk+weights"])
 def test_updates_of_every_home_wait_for_the_copy(tmp_path: Path, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their gradients are home already, so they would begin at once, and the first unit's copy takes longer."""
     monkeypatch.setattr(checkpoint, "COPIERS", 1)
@@ -91,8 +93,8 @@ def test_updates_of_every_home_wait_for_the_copy(tmp_path: Path, home: str, monk
     assert not [name for name in want if not torch.equal(want[name], found[name])]
 
 
-@pytest.mark.parametrize("homes, plan", [("ram", {}), (SOME, {}), ("ram", {"speculate": True})],
-                         ids=["ram", "some", "guess"])
+@pytest.mark.parametrize("homes, plan", [("ram", {}), (SOME, {}), ("ram", {"speculate": True}), ("disk+weights", {})],
+                         ids=["ram", "some", "guess", "weights on disk"])
 def test_training_that_goes_on_does_not_change_what_is_saved(tmp_path: Path, homes: Any, plan: dict[str, Any],
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """With no spare memory, one slow copier, delays in every queue, and updates and writes at once."""
@@ -110,6 +112,20 @@ def test_training_that_goes_on_does_not_change_what_is_saved(tmp_path: Path, hom
         mt.load(*other, tmp_path / "c")
         found = everything(*other)
         assert not [name for name in want if not torch.equal(want[name], found[name])]
+
+
+def test_weights_on_disk_that_are_read_during_a_save_stay_until_they_were(tmp_path: Path,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "COPIERS", 1)
+    monkeypatch.setattr(checkpoint, "WRITERS", 1)
+    plain = plain_dots(BF16, [(2100, 2100)] * 3)
+    want = [p.detach().clone() for p in plain.parameters()]
+    model = mt.stream(plain, device="cpu", nvme=str(tmp_path), plan={"homes": "disk+weights"})
+    for _ in range(2):
+        saving = mt.save(model, None, tmp_path / "c", asynchronous=True, spare=1)
+        while not saving.over:
+            assert all(torch.equal(p, value) for p, value in zip(model.parameters(), want))
+        saving.wait()
 
 
 class Dropped(nn.Module):

@@ -1,4 +1,4 @@
-"""States in a file: that it changes no bit, who may look, what is refused, and what is left behind.
+"""States and weights in a file: that it changes no bit, who may look, what is refused, and what is left behind.
 
 That training gives the same bits in each placement is test_speculate.py's; the C side is tests/c/test_disk.c and
 tests/c/test_file.c.
@@ -20,6 +20,7 @@ import parity
 import pytest
 import torch
 
+HOMES = pytest.mark.parametrize("homes", ["disk", "disk+weights"])
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
@@ -28,7 +29,7 @@ from test_adamw import SHAPES as USUAL  # noqa: E402
 from test_speculate import BETWEEN, TYPES, assert_equal, states  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import _core, disk, preflight  # noqa: E402
+from megatrain_torch import _core, disk  # noqa: E402
 from megatrain_torch._core import PLANES  # noqa: E402
 
 Pair = tuple[Dots, mt.AdamW]
@@ -42,7 +43,7 @@ DELAYS = {"delay_us": 200, "seed": 5}
 def make(tmp_path: Path) -> Callable[..., Pair]:
     def trained(homes: Any = "disk", dtype: torch.dtype = torch.bfloat16, steps: int = 2, clip: float | None = 0.5,
                 debug: Any = None, grads: str = "ram", **hyper: Any) -> Pair:
-        on_disk = homes == "disk" or "disk" in homes.values() if homes != "ram" else False
+        on_disk = "disk" in str(homes)
         model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if on_disk else None,
                           plan={"homes": homes, "grads": grads,
                                 "debug": {"disk": TIGHT, **(debug or {})} if on_disk else {}})
@@ -60,10 +61,11 @@ def core_of(model: Dots) -> _core.Engine:
 
 # ---- the same bits ----
 
+@HOMES
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
-def test_nothing_between_backward_and_step_matters(make: Callable[..., Pair],
+def test_nothing_between_backward_and_step_matters(make: Callable[..., Pair], homes: str,
                                                    between: Callable[[Dots, mt.AdamW], None]) -> None:
-    pairs = make("disk", debug=DELAYS), make("ram")
+    pairs = make(homes, debug=DELAYS), make("ram")
     for model, opt in pairs:
         for step in (5, 6):
             model(grads_for(model, step)).backward()
@@ -76,10 +78,11 @@ def test_nothing_between_backward_and_step_matters(make: Callable[..., Pair],
 
 
 @TYPES
+@HOMES
 @pytest.mark.parametrize("grads", ["ram", "none"])
-def test_updates_inside_backward(make: Callable[..., Pair], dtype: torch.dtype, grads: str) -> None:
+def test_updates_inside_backward(make: Callable[..., Pair], dtype: torch.dtype, homes: str, grads: str) -> None:
     """"none": their gradients are kept nowhere either."""
-    assert_equal(make("disk", dtype, 6, None, DELAYS, grads, in_backward=True),
+    assert_equal(make(homes, dtype, 6, None, DELAYS, grads, in_backward=True),
                  make("ram", dtype, 6, None, in_backward=True))
 
 
@@ -96,9 +99,10 @@ def test_step_that_is_not_finite_changes_nothing(make: Callable[..., Pair]) -> N
     assert_equal(*pairs)
 
 
-def test_parameters_that_are_frozen_and_trained_again(make: Callable[..., Pair]) -> None:
+@HOMES
+def test_parameters_that_are_frozen_and_trained_again(make: Callable[..., Pair], homes: str) -> None:
     """One of them is trained for the first time when the file is laid out: its states stay in memory."""
-    pairs = make("disk", steps=0, debug=DELAYS), make("ram", steps=0)
+    pairs = make(homes, steps=0, debug=DELAYS), make("ram", steps=0)
     for model, opt in pairs:
         late, frozen = model.layers[0].weight, model.layers[4].weight
         late.requires_grad_(False)
@@ -110,9 +114,9 @@ def test_parameters_that_are_frozen_and_trained_again(make: Callable[..., Pair])
 
 
 def test_loaded_states_are_those_that_were_saved(make: Callable[..., Pair]) -> None:
-    for source in ("disk", "ram"):
+    for source, other in (("disk", "disk+weights"), ("disk+weights", "disk"), ("ram", "disk")):
         saved = copy.deepcopy(make(source, steps=3)[1].state_dict())
-        pairs = make("disk", steps=1), make("ram", steps=1)
+        pairs = make(other, steps=1), make("ram", steps=1)
         for model, opt in pairs:
             opt.load_state_dict(saved)
             feed(model, opt, grads_for(model, 4))
@@ -133,6 +137,131 @@ def test_states_take_no_memory_but_while_somebody_reads_them(make: Callable[...,
     feed(model, opt, grads_for(model, 3))
     core.drain()
     assert [core.host_bytes(PLANES[p]) for p in ("LO", "M", "V")] == [0, 0, 0]
+
+
+def test_weights_take_no_memory_but_while_somebody_reads_them(make: Callable[..., Pair]) -> None:
+    model, opt = make("disk+weights", steps=0)
+    core, last = core_of(model), model.layers[4].weight
+    assert core.host_bytes(PLANES["HI"]) == 0
+    plain = plain_dots(torch.bfloat16, SHAPES)
+    assert torch.equal(mt.wrap.runtime_of(model).device_copy(last._mt), plain.layers[4].weight)
+    assert core.host_bytes(PLANES["HI"]) == 0
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters()))
+    for step in range(3):
+        model(grads_for(model, step)).backward()                 # gives back what an update has made old
+        assert last.grad is not None                             # waits, and brings no weights
+        assert (core.host_bytes(PLANES["HI"]) == 0) == (step > 0)
+        opt.step()
+        opt.zero_grad()
+        core.drain()
+    assert last.abs().sum() > 0 and core.host_bytes(PLANES["HI"]) == -(-2 * 150 * 170 // 4096) * 4096      # its unit's
+    with torch.no_grad():
+        last.fill_(2.0)
+    feed(model, opt, grads_for(model, 3))
+    model(grads_for(model, 4))
+    assert core.host_bytes(PLANES["HI"]) == 0 and 1.0 < float(last.detach().float().mean()) < 3.0
+
+
+def test_masters_are_made_of_one_units_weights_at_a_time(make: Callable[..., Pair]) -> None:
+    model, opt = make("disk+weights", torch.float16, steps=0)
+    feed(model, opt, grads_for(model, 0))
+    assert core_of(model).host_bytes(PLANES["HI"]) == 0
+
+
+@torch.library.custom_op("disk_test::scale", mutates_args=("p",))
+def scale(p: torch.Tensor, by: float) -> None:
+    p.mul_(by)
+
+
+@pytest.mark.parametrize("then", ["forward", "step", "save", "save a frozen one"])
+def test_writes_past_the_guard_are_not_lost(make: Callable[..., Pair], tmp_path: Path, then: str) -> None:
+    """The operation's name does not say that it writes."""
+    pairs = make("disk+weights", steps=1), make("ram", steps=1)
+    for model, opt in pairs:
+        layer = model.layers[0]
+        layer.weight.requires_grad_("frozen" not in then)
+        feed(model, opt, grads_for(model, 2))
+        if "step" in then:
+            model(grads_for(model, 3)).backward()
+        with torch.no_grad():
+            scale(layer.weight, 1.5)
+        if "step" in then:
+            opt.step()
+            opt.zero_grad()
+        if "save" in then:
+            mt.save(model, opt, tmp_path / "saved")
+        layer.weight.requires_grad_(True)
+        feed(model, opt, grads_for(model, 4))
+    assert_equal(*pairs)
+
+
+class Regular(torch.nn.Module):
+    """forward(x): its loss holds the square of each bias, taken on the host and used by backward last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def test_writes_past_the_guard_are_not_lost_to_an_update_of_the_unit(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    plain, found = Regular(), []
+    for homes in ("disk+weights", "ram"):
+        model = mt.stream(copy.deepcopy(plain), device="cpu", nvme=str(tmp_path) if homes != "ram" else None,
+                          plan={"homes": homes, "debug": {"disk": TIGHT} if homes != "ram" else {}},
+                          units=["layers.0", "layers.1", "layers.2"])
+        for layer in model.layers:
+            layer.bias.requires_grad_(False)
+        opt = mt.AdamW(model.parameters(), lr=0.05)
+        for _ in range(2):
+            model(torch.ones(5, 24)).backward()
+            with torch.no_grad():
+                scale(model.layers[1].bias, 1.5)
+            opt.step()
+            opt.zero_grad()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*found))
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_weights_in_a_graph_of_the_hosts_stay_until_it_was_used(tmp_path: Path, in_backward: bool) -> None:
+    torch.manual_seed(3)
+    plain, found = Regular(), []
+    for homes in ("disk+weights", "ram"):
+        model = mt.stream(copy.deepcopy(plain), device="cpu", nvme=str(tmp_path) if homes != "ram" else None,
+                          plan={"homes": homes, "debug": {"disk": TIGHT} if homes != "ram" else {}},
+                          units=["layers.0", "layers.1", "layers.2"])
+        opt = mt.AdamW(model.parameters(), lr=0.05, in_backward=in_backward)
+        for step in range(4):
+            regular = sum((layer.bias ** 2).sum() for layer in model.layers)
+            (model(torch.full((5, 24), 0.1 * step + 0.2)) + 10 * regular).backward()
+            core_of(model).drain()
+            opt.step()
+            opt.zero_grad()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*found))
+
+
+def test_saved_weights_are_those_on_disk(make: Callable[..., Pair], tmp_path: Path) -> None:
+    pairs = make("disk+weights", steps=3), make("disk+weights", steps=1), make("ram", steps=3)
+    folder = tmp_path / "saved"
+    mt.save(*pairs[0], folder)
+    assert core_of(pairs[0][0]).host_bytes(PLANES["HI"]) == 0
+    mt.load(*pairs[1], folder)
+    assert core_of(pairs[1][0]).host_bytes(PLANES["HI"]) == 0
+    for pair in pairs:
+        feed(*pair, grads_for(pair[0], 8))
+    assert_equal(pairs[0], pairs[2])
+    assert_equal(pairs[1], pairs[2])
+    for pair in pairs[1:]:
+        feed(*pair, grads_for(pair[0], 9))
+        mt.unstream(pair[0])
+    assert all(torch.equal(p, q) for p, q in zip(pairs[1][0].parameters(), pairs[2][0].parameters()))
 
 
 def test_reports_and_traces_have_the_disk(make: Callable[..., Pair]) -> None:
@@ -227,7 +356,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_changed(tmp_path: Pat
     refused("give a directory", plan={"homes": "disk"}, nvme={"where": str(tmp_path)})
     refused("nvme limit='much' is not a size", nvme={"path": str(tmp_path), "limit": "much"})
     refused("the limit is 1.0 KiB: raise it to", plan={"homes": "disk"}, nvme={"path": str(tmp_path), "limit": "1KiB"})
-    refused(r"'tape'; use 'ram', 'vram', 'arrive', 'through' or 'disk'", plan={"homes": "tape"})
+    refused(r"'tape'; use 'ram', 'vram', 'arrive', 'through', 'disk' or 'disk\+weights'", plan={"homes": "tape"})
     monkeypatch.setattr(_core, "disk_room", lambda path: 5000)
     refused(r"need .* there and 4.9 KiB are free: free .*, or name another path", plan={"homes": "disk"},
             nvme=str(tmp_path))
@@ -236,7 +365,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_changed(tmp_path: Pat
 
 def test_what_host_memory_cannot_hold_goes_to_disk_last_units_first(tmp_path: Path,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "MEMORY_BYTES", 1000)
+    monkeypatch.setattr(disk, "MEMORY_BYTES", 1000)
     def homes(host: int) -> list[str]:
         model = mt.stream(plain_dots(torch.bfloat16, SHAPES), device="cpu", nvme=str(tmp_path), host=host,
                           plan={"debug": {"disk": TIGHT}})
@@ -275,6 +404,28 @@ def test_a_plan_with_a_disk_runs(tmp_path: Path) -> None:
         rt.core.bring(unit, -1)                  # waits for its writes
     assert 0 < rt.core.stats()["disk_written_bytes"] - plan.disk_written < 1 << 20
     mt.unstream(model)
+
+
+def test_a_plan_puts_weights_on_disk_where_states_are_not_enough() -> None:
+    from transformers import LlamaConfig
+    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8,
+                         vocab_size=8192, num_hidden_layers=8, tie_word_embeddings=False)
+
+    def planned(host: int | None = None, vram: int | str = "2GiB", **how: Any) -> mt.planner.Plan:
+        return mt.plan(config, tokens=2048, seq=1024, vram=vram, host=host, machine="h200-128g", micro=1, slots=2,
+                       nvme={"limit": "8GiB"}, activations="replay", **how)
+
+    states = planned(homes="disk")
+    assert set(states.homes.values()) == {"disk"} and "weights" not in states.disk
+    everything = planned(homes="disk+weights")
+    assert set(everything.homes.values()) == {"disk+weights"} and "weights" not in everything.host
+    assert everything.disk["weights"] == states.host["weights"]
+    assert everything.disk_written == states.disk_written + everything.disk["weights"]
+    assert everything.seconds > states.seconds
+    assert sum(states.host.values()) - sum(everything.host.values()) == states.host["weights"] - disk.FEED_BYTES
+    host = sum(states.host.values()) - 1
+    some = planned(host, sum(everything.vram.values()))
+    assert "disk+weights" in some.homes.values() and sum(some.host.values()) <= host
 
 
 def test_engine_refuses_what_makes_no_sense(make: Callable[..., Pair], tmp_path: Path) -> None:

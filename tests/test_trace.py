@@ -431,6 +431,14 @@ def test_a_fetch_that_stood_in_line_is_the_lines() -> None:
         == {"h2d": 40}
 
 
+def test_weights_that_come_from_the_disk_are_the_disks() -> None:
+    """Its first piece is copied while the second is read."""
+    assert idle(("disk", "read", "b", 0, 20), ("h2d", "fetch", "b", 20, 25), ("disk", "read", "b", 20, 40),
+                ("h2d", "fetch", "b", 40, 45), ("compute", "forward", "b", 45, 100)) == {"h2d": 10, "disk": 35}
+    assert idle(("disk", "read", "c", 0, 20), ("h2d", "fetch", "b", 20, 25),
+                ("compute", "forward", "b", 25, 100)) == {"h2d": 5, "host": 20}
+
+
 def test_before_backward_it_may_be_gradients_that_leave() -> None:
     assert idle(("compute", "backward", "c", 0, 10), ("d2h", "offload", "d", 5, 30),
                 ("compute", "backward", "b", 30, 100)) == {"d2h": 20}

@@ -95,6 +95,7 @@ typedef struct mt_engine {
     mt_through *through;     /* NULL before a unit is to go through the device */
     mt_file    *file;        /* NULL before units have their states on disk, as disk */
     mt_disk    *disk;
+    mt_feed    *feed;        /* NULL: no unit's weights are on disk */
     mt_pool    *disk_pool;   /* its own, so that no update waits for another's turn */
     mt_arrive  *arrive;      /* NULL before a unit's states are to come and leave */
     mt_offload *offload;
@@ -141,7 +142,7 @@ MT_METHOD(drop); MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
 MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
 MT_METHOD(set_states); MT_METHOD(pass_gradients); MT_METHOD(through); MT_METHOD(invite); MT_METHOD(lift_sizes);
 MT_METHOD(lift); MT_METHOD(leave); MT_METHOD(bring); MT_METHOD(push); MT_METHOD(device_plane);
-MT_METHOD(device_bytes); MT_METHOD(cold_bytes);
+MT_METHOD(device_bytes); MT_METHOD(cold_bytes); MT_METHOD(updated);
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(unlocked); MT_METHOD(lock_limit);
 

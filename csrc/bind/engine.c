@@ -204,11 +204,12 @@ static mt_status engine_stop(mt_engine *e)
 {
     mt_saving_close(e);                  /* first: updates may be waiting for it */
     mt_update_close(e->updater);
+    mt_offload_close(e->offload);
+    mt_stream_close(e->stream);
+    mt_feed_close(e->feed);              /* nobody fetches any more */
     mt_disk_close(e->disk);              /* what the updater handed on is finished too */
     mt_file_close(e->file);
     mt_pool_close(e->disk_pool);
-    mt_offload_close(e->offload);
-    mt_stream_close(e->stream);
     mt_resident_close(e->residents);
     mt_arrive_close(e->arrive);
     mt_through_close(e->through);
@@ -227,6 +228,7 @@ static mt_status engine_stop(mt_engine *e)
     e->residents = NULL;
     e->through = NULL;
     e->arrive = NULL;
+    e->feed = NULL;
     e->disk = NULL;
     e->file = NULL;
     e->disk_pool = NULL;
@@ -332,6 +334,8 @@ static PyMethodDef methods[] = {
     { "version", mt_engine_version, METH_VARARGS, "version($self, unit, /)\n--\n\n" },
     { "touch", mt_engine_touch, METH_VARARGS,
       "touch($self, unit, /)\n--\n\nThe unit's weights were written from outside." },
+    { "updated", mt_engine_updated, METH_VARARGS,
+      "updated($self, unit, /)\n--\n\nWait for the unit's updates; nothing is brought to the host." },
     { "wait_updates", mt_engine_wait_updates, METH_VARARGS,
       "wait_updates($self, unit, /)\n--\n\nThe unit's weights may be read on the host." },
     { "wait_grads", mt_engine_wait_grads, METH_VARARGS,
@@ -371,8 +375,9 @@ static PyMethodDef methods[] = {
       "leave($self, unit, wait, /)\n--\n\n"
       "Whether the memory that lift() took is the caller's again." },
     { "disk", KEYWORDS(mt_engine_disk), METH_VARARGS | METH_KEYWORDS,
-      "disk($self, path, units, limit=0, buffers=8, buffer_bytes=33554432, threads=16)\n--\n\n"
-      "The states of these units are in a scratch file in the directory, from now on." },
+      "disk($self, path, units, weights=(), limit=0, buffers=8, buffer_bytes=33554432, threads=16)\n--\n\n"
+      "The states of these units are in a scratch file in the directory, from now on; weights: further units, whose\n"
+      "weights are there too; push() them next." },
     { "disk_file", mt_engine_disk_file, METH_NOARGS,
       "disk_file($self)\n--\n\n(path, bytes, transfers go past the page cache); None: there is no file." },
     { "disk_unname", mt_engine_disk_unname, METH_NOARGS,

@@ -279,7 +279,8 @@ static mt_adam_tensor stretch(const mt_adam_tensor *t, const mt_part *part)
     mt_adam_tensor s = *t;
 
     s.n = part->n;
-    s.hi = (char *)t->hi + (size_t)part->from * mt_dtype_bytes(t->dtype);
+    s.hi = part->at[MT_PLANE_HI] != NULL ? part->at[MT_PLANE_HI]
+                                         : (char *)t->hi + (size_t)part->from * mt_dtype_bytes(t->dtype);
     s.grad = (const char *)t->grad + (size_t)part->from * mt_dtype_bytes(t->grad_dtype);
     s.first = part->from;
     give_states(&s, part->at);

@@ -1,4 +1,4 @@
-/* engine_disk.c — Engine's methods on units whose states are in a file, and the module's on disks. */
+/* engine_disk.c — Engine's methods on units whose states, and weights, are in a file, and the module's on disks. */
 #include "bind.h"
 #include <limits.h>
 #include <stdlib.h>
@@ -26,8 +26,8 @@ typedef struct disk_wish {
     unsigned long long limit;            /* bytes; 0: none */
     int                n_buffers, threads;
     Py_ssize_t         bytes;            /* of a buffer */
-    int               *units;            /* [n] */
-    int                n;
+    int               *units;            /* [n] of which the first n_weights have their weights there too */
+    int                n, n_weights;
 } disk_wish;
 
 /* AdamW on one core takes states faster than most drives give them; a few keep up with any. */
@@ -40,16 +40,22 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
     mt_file  *file = NULL;
     mt_pool  *pool = NULL;
     mt_disk  *disk = NULL;
+    mt_feed  *feed = NULL;
     mt_status st;
 
     MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &file));
     MT_TRY(mt_pool_open(threads < DISK_POOL ? threads : DISK_POOL, &pool));
     MT_TRY(mt_disk_open(e->store, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes, &disk));
     for (; added < w->n; added++)
-        MT_TRY(mt_disk_add(disk, w->units[added]));
+        MT_TRY(mt_disk_add(disk, w->units[added], added < w->n_weights));
     MT_TRY(mt_file_reserve(file, mt_disk_need(disk)));
+    if (w->n_weights > 0)
+        MT_TRY(mt_feed_open(e->dev, disk, (size_t)w->n_buffers * (size_t)w->bytes, &feed));
     mt_disk_timeline(disk, e->timeline);
     mt_update_disk(e->updater, disk);
+    if (e->stream != NULL)
+        mt_stream_feed(e->stream, feed);
+    e->feed = feed;
     e->file = file;
     e->disk_pool = pool;
     e->disk = disk;
@@ -57,29 +63,42 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
 
 fail:
     while (added-- > 0)
-        (void)mt_store_set_disk(e->store, w->units[added], 0);   /* none of its states was asked for yet */
+        (void)mt_store_set_disk(e->store, w->units[added], 0);   /* nothing of it was asked for yet */
+    mt_feed_close(feed);
     mt_disk_close(disk);
     mt_file_close(file);
     mt_pool_close(pool);
     return st;
 }
 
+/* A tuple of both sequences, or NULL with an exception; first NULL: none. */
+static PyObject *both(PyObject *first, PyObject *second, int *n_first)
+{
+    PyObject *a = first != NULL ? PySequence_Tuple(first) : PyTuple_New(0), *b = PySequence_Tuple(second);
+    PyObject *out = a != NULL && b != NULL ? PySequence_Concat(a, b) : NULL;
+
+    *n_first = a != NULL ? (int)PyTuple_Size(a) : 0;
+    Py_XDECREF(a);
+    Py_XDECREF(b);
+    return out;
+}
+
 PyObject *mt_engine_disk(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "path", "units", "limit", "buffers", "buffer_bytes", "threads", NULL };
+    static char *names[] = { "path", "units", "weights", "limit", "buffers", "buffer_bytes", "threads", NULL };
     mt_engine   *e = mt_engine_usable(self);
     disk_wish    w = { .n_buffers = 8, .bytes = (Py_ssize_t)32 << 20, .threads = 16 };
-    PyObject    *sequence, *tuple;
+    PyObject    *units, *weights = NULL, *tuple;
     mt_status    st;
 
-    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "sO|Kini:disk", names, &w.path, &sequence, &w.limit,
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "sO|OKini:disk", names, &w.path, &units, &weights, &w.limit,
                                                   &w.n_buffers, &w.bytes, &w.threads))
         return NULL;
     if (e->file != NULL) {
         PyErr_SetString(e->error, "the engine has its file already; all units on disk are named at once");
         return NULL;
     }
-    if ((tuple = PySequence_Tuple(sequence)) == NULL)
+    if ((tuple = both(weights, units, &w.n_weights)) == NULL)
         return NULL;
     w.n = (int)PyTuple_Size(tuple);
     w.units = units_of(e, tuple);

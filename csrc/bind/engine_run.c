@@ -120,6 +120,7 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
     if ((st = mt_stream_open(e->dev, e->store, d, n, hooks, &e->stream)) == MT_OK) {
         mt_stream_debug(e->stream, e->debug);
         mt_stream_timeline(e->stream, e->timeline);
+        mt_stream_feed(e->stream, e->feed);
     }
     free(d);
     if (st == MT_OK)

@@ -198,7 +198,7 @@ PyObject *mt_engine_drop(PyObject *self, PyObject *args)
                      mt_store_name(e->store, unit), mt_plane_name((mt_plane)plane));
         return NULL;
     }
-    if (mt_store_on_disk(e->store, unit) && (MT_STATE_PLANES >> plane & 1)) {
+    if (mt_store_on_disk(e->store, unit) >> plane & 1) {
         PyErr_Format(e->error, "unit %d (%s) has its plane %s on disk; there is no memory to give back", unit,
                      mt_store_name(e->store, unit), mt_plane_name((mt_plane)plane));
         return NULL;
@@ -295,13 +295,16 @@ PyObject *mt_engine_touch(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Until host memory of the plane is the unit's: its copy, too, when the unit is settled. */
+/* Until host memory of the plane is the unit's: its copy, too, when the unit is settled or has the plane on disk. */
 static mt_status wait_and_bring(mt_engine *e, int unit, mt_plane plane,
                                 mt_status (*wait)(mt_store *, int))
 {
     mt_status st = wait(e->store, unit);
 
-    return st == MT_OK ? mt_resident_bring(e->residents, unit, 1u << plane) : st;
+    if (st != MT_OK)
+        return st;
+    return mt_store_on_disk(e->store, unit) ? mt_disk_bring(e->disk, unit, 1u << plane)
+                                            : mt_resident_bring(e->residents, unit, 1u << plane);
 }
 
 static PyObject *wait_for(PyObject *self, PyObject *args, const char *format, mt_plane plane,
@@ -322,6 +325,20 @@ static PyObject *wait_for(PyObject *self, PyObject *args, const char *format, mt
 PyObject *mt_engine_wait_updates(PyObject *self, PyObject *args)
 {
     return wait_for(self, args, "i:wait_updates", MT_PLANE_HI, mt_ledger_wait_updates);
+}
+
+PyObject *mt_engine_updated(PyObject *self, PyObject *args)
+{
+    int        unit;
+    mt_engine *e = unit_arg(self, args, "i:updated", &unit);
+    mt_status  st;
+
+    if (e == NULL)
+        return NULL;
+    MT_UNLOCKED(e, st, mt_ledger_wait_updates(e->store, unit));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
 }
 
 PyObject *mt_engine_wait_grads(PyObject *self, PyObject *args)
@@ -594,8 +611,13 @@ PyObject *mt_engine_push(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "iii:push", &unit, &param, &planes))
         return NULL;
-    if (mt_engine_param(e, unit, param) < 0 || planes_ok(e, planes) < 0)
+    if ((param == -1 ? mt_engine_unit(e, unit) : mt_engine_param(e, unit, param)) < 0 || planes_ok(e, planes) < 0)
         return NULL;
+    if (param == -1 && !mt_store_on_disk(e->store, unit)) {
+        PyErr_Format(e->error, "unit %d (%s) is not on disk: push its parameters one by one", unit,
+                     mt_store_name(e->store, unit));
+        return NULL;
+    }
     MT_UNLOCKED(e, st, push_home(e, unit, param, (unsigned)planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);

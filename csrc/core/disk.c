@@ -5,61 +5,17 @@
  * Two locks. mu: buffers, what is read next, and jobs. door: one at a time makes a unit's layout, brings or
  * pushes; requests are waited for behind it, so it is taken before mu and never inside.
  */
-#include "disk.h"
+#include "disk_impl.h"
 
-#include "arena.h"
 #include "clock.h"
 
 #include <inttypes.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define ABSENT SIZE_MAX
-
-typedef struct place {
-    int     param;
-    int64_t from, n;
-    size_t  offset[MT_PLANE_COUNT];      /* in the buffer, or ABSENT */
-} place;
-
-typedef struct piece {
-    int       first, n;                  /* its places in the layout's */
-    size_t    bytes;                     /* whole pages */
-    uint64_t  at;                        /* in the file */
-    uint64_t *sums;                      /* by whom has a request for it under way */
-} piece;
-
-/* How a unit's states lie in the file. Made once, then read by anyone. */
-typedef struct layout {
-    place    *places;
-    piece    *pieces;
-    int       n_places, n_pieces, most;  /* most: places in one piece */
-    unsigned *planes;                    /* [parameters of the unit] in the file, a bit each */
-} layout;
-
-typedef struct unit {
-    int      on;                         /* it is ours */
-    layout  *lay;                        /* NULL before its states are first used. mu */
-    int      next;                       /* the unit that followed it last; -1: none yet. mu */
-    unsigned copied;                     /* host planes that may have memory. door */
-    unsigned fresh;                      /* of which these are as in the file. door */
-} unit;
-
-typedef enum { FREE, READING, READY, TAKEN, WRITING } stage;
-
-typedef struct buffer {
-    struct mt_disk *disk;
-    char           *mem;
-    mt_request      r;                   /* under way when READING or WRITING */
-    stage           at;                  /* mu, as all below */
-    int             unit, piece;
-    int             dropped;             /* READING: nobody wants it any more */
-    mt_post         post;                /* of the request */
-    uint64_t        turn;                /* reads are put in turn */
-    uint64_t        begun_ns;
-} buffer;
+#define HI     (1u << MT_PLANE_HI)
 
 typedef struct job {
     struct job *next;
@@ -67,64 +23,20 @@ typedef struct job {
     float       clip;
 } job;
 
-/* Of a piece to or from the bounce buffer. */
-typedef struct way {
-    mt_disk *d;
-    int      unit, number, write;
-} way;
-
-struct mt_disk {
-    mt_store       *store;
-    mt_blocks      *file;
-    mt_pool        *pool;
-    mt_timeline    *timeline;            /* written before the first update */
-    size_t          bytes;               /* of a buffer */
-    int             n_buffers;
-    buffer         *buffers;             /* [n_buffers] */
-    mt_arena        memory;              /* theirs, and one more: the bounce buffer's */
-    char           *bounce;              /* bring and push. door */
-    mt_request      errand;              /* with the bounce buffer. These two: mu, and the file's while it is away */
-    way             sent;
-    mt_post         post;                /* of it. mu */
-    int             away;                /* its unit plus 1; 0: it is back. mu */
-    int             bounced_unit, bounced_piece; /* that it has as the file does; -1: none. door */
-    uint64_t        need;                /* written by add */
-    unit           *units;               /* [n_units] of the store's, as far as added; grown by add */
-    int             n_units;
-    int             last_added, first_added;     /* -1: none */
-
-    pthread_mutex_t door;
-    pthread_mutex_t mu;
-    pthread_cond_t  changed;             /* a request ended, or a job */
-    pthread_cond_t  more;                /* our thread waits: a job, or stop */
-    job            *first, **last;       /* mu */
-    uint64_t        put, done;           /* jobs. mu */
-    int             stop;                /* mu */
-    pthread_t       thread;
-    int             runs;
-    int             next_unit, next_piece;   /* to be read; next_unit -1: nobody knows. mu */
-    int             before;              /* the unit updated last; -1: none. mu */
-    int             held;                /* a unit that is not to be read now; -1: none. mu */
-    int             failed;              /* the ledger has the fault. mu */
-    uint64_t        turns;               /* mu */
-    uint64_t        recorded_ns;         /* the lane's records reach up to here. mu */
-    mt_disk_stats   stats;               /* mu */
-};
-
 /* ---- layout ----------------------------------------------------------------------------- */
 
-/* State planes in which the parameter has something; real: of those, where it has its place in the unit's
- * arena, which is so for good once that is made. */
+/* Planes at home in the file in which the parameter has something; real: of those, where it has its place in the
+ * unit's arena, which is so for good once that is made. */
 static mt_status planes_of(const mt_disk *d, int u, int param, int real, unsigned *out)
 {
     const mt_param_desc *desc = mt_store_desc(d->store, u, param);
-    unsigned             planes = 0;
+    unsigned             ours = mt_store_on_disk(d->store, u), planes = 0;
     mt_status            st = MT_OK;
 
     for (int p = 0; p < MT_PLANE_COUNT && desc->numel > 0; p++) {
-        int in = desc->trainable;
+        int in = desc->trainable || p == MT_PLANE_HI;
 
-        if (!(MT_STATE_PLANES >> p & 1) || mt_store_plane_bytes(d->store, u, param, (mt_plane)p, 1) == 0)
+        if (!(ours >> p & 1) || mt_store_plane_bytes(d->store, u, param, (mt_plane)p, 1) == 0)
             continue;
         if (real)
             MT_TRY(mt_store_in_arena(d->store, u, param, (mt_plane)p, &in));
@@ -148,32 +60,62 @@ static mt_status more(void **array, int n, size_t each)
     return MT_OK;
 }
 
-static mt_status add_piece(layout *l)
+static mt_status add_piece(mt__layout *l)
 {
     mt_status st = more((void **)&l->pieces, l->n_pieces, sizeof *l->pieces);
 
     if (st == MT_OK)
-        l->pieces[l->n_pieces++] = (piece){ .first = l->n_places };
+        l->pieces[l->n_pieces++] = (mt__piece){ .first = l->n_places };
     return st;
 }
 
-static mt_status add_place(const mt_disk *d, layout *l, int u, int param, int64_t from, int64_t n)
+/* Weights as they lie in plane HI, so that a stretch of it is one copy; states one part after the other. Where these
+ * begin is known when the piece is whole. */
+static size_t place_at(const mt_disk *d, const mt__piece *c, int u, const mt__place *k, unsigned planes, mt_plane p)
 {
-    piece    *c = &l->pieces[l->n_pieces - 1];
-    place    *k;
-    mt_status st = more((void **)&l->places, l->n_places, sizeof *l->places);
+    if (!(planes >> p & 1))
+        return ABSENT;
+    if (p == MT_PLANE_HI)
+        return mt_store_offset(d->store, u, k->param) + mt_store_plane_bytes(d->store, u, k->param, p, k->from)
+               - c->hi_at;
+    return c->section[MT__STATES].bytes + mt_store_part_at(d->store, u, k->param, planes & ~HI, k->n, p);
+}
+
+static mt_status add_place(const mt_disk *d, mt__layout *l, int u, int param, int64_t from, int64_t n)
+{
+    mt__piece *c = &l->pieces[l->n_pieces - 1];
+    unsigned   planes = l->planes[param];
+    mt__place *k;
+    mt_status  st = more((void **)&l->places, l->n_places, sizeof *l->places);
 
     if (st != MT_OK)
         return st;
     k = &l->places[l->n_places++];
-    *k = (place){ .param = param, .from = from, .n = n };
+    *k = (mt__place){ .param = param, .from = from, .n = n };
+    if (c->n == 0)
+        c->hi_at = mt_store_offset(d->store, u, param) + mt_store_plane_bytes(d->store, u, param, MT_PLANE_HI, from);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        k->offset[p] = !(l->planes[param] >> p & 1) ? ABSENT
-            : c->bytes + mt_store_part_at(d->store, u, param, l->planes[param], n, (mt_plane)p);
-    c->bytes += mt_store_part_bytes(d->store, u, param, l->planes[param], n);
+        k->offset[p] = place_at(d, c, u, k, planes, (mt_plane)p);
+    if (planes & HI)
+        c->hi_bytes = k->offset[MT_PLANE_HI] + mt_store_plane_bytes(d->store, u, param, MT_PLANE_HI, n);
+    c->section[MT__STATES].bytes += mt_store_part_bytes(d->store, u, param, planes & ~HI, n);
     if (++c->n > l->most)
         l->most = c->n;
     return MT_OK;
+}
+
+static size_t up_to(size_t bytes, size_t align)
+{
+    return (bytes + align - 1) / align * align;
+}
+
+/* Bytes of a buffer that a piece has left. Two sections in whole pages may take a page more than both together. */
+static size_t left_in(const mt_disk *d, const mt__piece *c, unsigned planes)
+{
+    size_t most = d->bytes - (planes & HI ? MT_BLOCK_ALIGN : 0);
+    size_t used = up_to(c->hi_bytes, MT_PART_ALIGN) + c->section[MT__STATES].bytes;
+
+    return most > used ? most - used : 0;
 }
 
 /* How many of `left` elements fit into so many bytes: all of them, or whole grains. */
@@ -184,15 +126,25 @@ static int64_t fit(const mt_disk *d, int u, int param, unsigned planes, int64_t 
     return (int64_t)(bytes / mt_store_part_bytes(d->store, u, param, planes, MT_DISK_GRAIN)) * MT_DISK_GRAIN;
 }
 
-static mt_status cut_param(const mt_disk *d, layout *l, int u, int param)
+/* What is trained and what is not are in pieces of their own: an update reads and writes no weights that it leaves as
+ * they are. */
+static int is_mixed(const mt__layout *l, unsigned planes)
+{
+    const mt__piece *c = &l->pieces[l->n_pieces - 1];
+
+    return c->n > 0 && ((planes & ~HI) != 0) != ((l->planes[l->places[c->first].param] & ~HI) != 0);
+}
+
+static mt_status cut_param(const mt_disk *d, mt__layout *l, int u, int param)
 {
     int64_t   numel = mt_store_desc(d->store, u, param)->numel, n;
+    unsigned  planes = l->planes[param];
     mt_status st = MT_OK;
 
-    for (int64_t from = 0; l->planes[param] != 0 && from < numel; from += n) {
-        if (l->n_pieces == 0)
+    for (int64_t from = 0; planes != 0 && from < numel; from += n) {
+        if (l->n_pieces == 0 || is_mixed(l, planes))
             MT_TRY(add_piece(l));
-        n = fit(d, u, param, l->planes[param], numel - from, d->bytes - l->pieces[l->n_pieces - 1].bytes);
+        n = fit(d, u, param, planes, numel - from, left_in(d, &l->pieces[l->n_pieces - 1], planes));
         if (n > 0)
             MT_TRY(add_place(d, l, u, param, from, n));
         else
@@ -202,23 +154,48 @@ fail:
     return st;
 }
 
-static void layout_free(layout *l)
+static void layout_free(mt__layout *l)
 {
     if (l == NULL)
         return;
     for (int i = 0; i < l->n_pieces; i++)
-        free(l->pieces[i].sums);
+        for (int k = 0; k < MT__SECTIONS; k++)
+            free(l->pieces[i].section[k].sums);
     free(l->places);
     free(l->pieces);
     free(l->planes);
     free(l);
 }
 
+/* Sections in whole pages, and states behind weights. */
+static mt_status finish_piece(const mt_disk *d, mt__layout *l, int u, mt__piece *c)
+{
+    c->section[MT__WEIGHTS].bytes = up_to(c->hi_bytes, MT_BLOCK_ALIGN);
+    c->section[MT__STATES].bytes = up_to(c->section[MT__STATES].bytes, MT_BLOCK_ALIGN);
+    c->section[MT__STATES].from = c->section[MT__WEIGHTS].bytes;
+    for (int i = c->first; i < c->first + c->n; i++)
+        for (int p = 0; p < MT_PLANE_COUNT; p++)
+            if (p != MT_PLANE_HI && l->places[i].offset[p] != ABSENT)
+                l->places[i].offset[p] += c->section[MT__STATES].from;
+    for (int k = 0; k < MT__SECTIONS; k++) {
+        mt__section *n = &c->section[k];
+
+        if ((n->sums = calloc(mt_block_count(n->bytes) + 1, sizeof *n->sums)) == NULL)
+            return MT_FAIL(MT_ENOMEM, "unit %s: no memory for the sums of a piece", mt_store_name(d->store, u));
+    }
+    return MT_OK;
+}
+
+static size_t piece_bytes(const mt__piece *c)
+{
+    return c->section[MT__WEIGHTS].bytes + c->section[MT__STATES].bytes;
+}
+
 /* real: with the planes as they are made; else as they would be now. */
-static mt_status cut(const mt_disk *d, int u, int real, layout **out)
+static mt_status cut(const mt_disk *d, int u, int real, mt__layout **out)
 {
     int       n = mt_store_params(d->store, u);
-    layout   *l = calloc(1, sizeof *l);
+    mt__layout *l = calloc(1, sizeof *l);
     mt_status st = MT_OK;
 
     if (l == NULL || (l->planes = calloc((size_t)n + 1, sizeof *l->planes)) == NULL) {
@@ -229,15 +206,8 @@ static mt_status cut(const mt_disk *d, int u, int real, layout **out)
         MT_TRY(planes_of(d, u, i, real, &l->planes[i]));
         MT_TRY(cut_param(d, l, u, i));
     }
-    for (int i = 0; i < l->n_pieces; i++) {
-        piece *c = &l->pieces[i];
-
-        c->bytes = (c->bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
-        if ((c->sums = calloc(mt_block_count(c->bytes), sizeof *c->sums)) == NULL) {
-            st = MT_FAIL(MT_ENOMEM, "unit %s: no memory for the sums of a piece", mt_store_name(d->store, u));
-            goto fail;
-        }
-    }
+    for (int i = 0; i < l->n_pieces; i++)
+        MT_TRY(finish_piece(d, l, u, &l->pieces[i]));
     *out = l;
     return MT_OK;
 fail:
@@ -245,19 +215,37 @@ fail:
     return st;
 }
 
-/* Under door. */
-static mt_status lay_out(mt_disk *d, int u, layout **out)
+/* Under mu. The feed's buffers were made for the largest weights of a piece that there were. */
+static mt_status note_weights(mt_disk *d, int u, const mt__layout *l)
 {
-    layout   *l = NULL;
+    for (int i = 0; i < l->n_pieces; i++) {
+        size_t bytes = l->pieces[i].section[MT__WEIGHTS].bytes;
+
+        if (bytes > d->most_weights && d->feed != NULL)
+            return MT_FAIL(MT_ESTATE, "unit %s: %zu bytes of weights in a piece, and fetches have buffers of %zu; what "
+                           "is trained, and how its states are kept, may change when its weights are on disk",
+                           mt_store_name(d->store, u), bytes, d->most_weights);
+        d->most_weights = bytes > d->most_weights ? bytes : d->most_weights;
+    }
+    return MT_OK;
+}
+
+/* Under door. */
+static mt_status lay_out(mt_disk *d, int u, mt__layout **out)
+{
+    mt__layout *l = NULL;
     mt_status st;
 
     if (d->units[u].lay == NULL) {
         MT_TRY(cut(d, u, 1, &l));
         for (int i = 0; i < l->n_pieces; i++)
-            MT_TRY(d->file->ops->take(d->file, l->pieces[i].bytes, &l->pieces[i].at));
+            MT_TRY(d->file->ops->take(d->file, piece_bytes(&l->pieces[i]), &l->pieces[i].at));
         pthread_mutex_lock(&d->mu);
-        d->units[u].lay = l;
+        if ((st = note_weights(d, u, l)) == MT_OK)
+            d->units[u].lay = l;
         pthread_mutex_unlock(&d->mu);
+        if (st != MT_OK)
+            goto fail;
     }
     *out = d->units[u].lay;
     return MT_OK;
@@ -269,14 +257,14 @@ fail:
 /* ---- requests --------------------------------------------------------------------------- */
 
 /* Whose byte is at this offset of the piece. */
-static const place *owner_of(const layout *l, const piece *c, size_t offset, mt_plane *plane)
+static const mt__place *owner_of(const mt__layout *l, const mt__piece *c, size_t offset, mt_plane *plane)
 {
-    const place *owner = NULL;
+    const mt__place *owner = NULL;
     size_t       best = 0;
 
     for (int i = c->first; i < c->first + c->n; i++)
         for (int p = 0; p < MT_PLANE_COUNT; p++) {
-            const place *k = &l->places[i];
+            const mt__place *k = &l->places[i];
 
             if (k->offset[p] == ABSENT || k->offset[p] > offset || k->offset[p] < best)
                 continue;
@@ -287,15 +275,16 @@ static const place *owner_of(const layout *l, const piece *c, size_t offset, mt_
     return owner;
 }
 
-/* What lies in the block that begins there, for a message: the first and the last. */
+/* What lies in the block that begins there, for a message: the first and the last. A block is of one section. */
 static void whose(const mt_disk *d, int u, int number, uint64_t at, char *out, size_t cap)
 {
-    const layout *l = d->units[u].lay;
-    const piece  *c = &l->pieces[number];
+    const mt__layout *l = d->units[u].lay;
+    const mt__piece *c = &l->pieces[number];
     size_t        offset = (size_t)(at - c->at);
-    size_t        end = c->bytes - offset < MT_BLOCK_BYTES ? c->bytes : offset + MT_BLOCK_BYTES;
+    size_t        of = offset < c->section[MT__STATES].from ? c->section[MT__STATES].from : piece_bytes(c);
+    size_t        end = of - offset < MT_BLOCK_BYTES ? of : offset + MT_BLOCK_BYTES;
     mt_plane      from = MT_PLANE_HI, to = MT_PLANE_HI;
-    const place  *first = owner_of(l, c, offset, &from), *last = owner_of(l, c, end - 1, &to);
+    const mt__place *first = owner_of(l, c, offset, &from), *last = owner_of(l, c, end - 1, &to);
 
     if (first == last && from == to)
         snprintf(out, cap, "unit %s, plane %s of parameter %d", mt_store_name(d->store, u), mt_plane_name(from),
@@ -305,27 +294,44 @@ static void whose(const mt_disk *d, int u, int number, uint64_t at, char *out, s
                  mt_store_name(d->store, u), mt_plane_name(from), first->param, mt_plane_name(to), last->param);
 }
 
-static void tell_fault(mt_disk *d, int u, int number, const mt_request *r)
+void mt__disk_tell(mt_disk *d, int u, int number, const mt_request *r)
 {
     char lost[320];
 
+    if (r->st == MT_OK)
+        return;
     whose(d, u, number, r->bad_at, lost, sizeof lost);
     (void)MT_FAIL(r->st, "%s: %s", lost, r->text);
     mt_ledger_fault(d->store, r->st, mt_last_error());
 }
 
-/* Under mu. Records of the lane follow each other: a piece's begins where the one before ended, at the
- * earliest. A piece that was never written is not read. */
-static void record(mt_disk *d, const buffer *b)
+/* Records of the lane follow each other: a request's begins where the one before ended, at the earliest. A section
+ * that was never written is not read. */
+static void record(mt_disk *d, int u, const mt_request *r, uint64_t begun_ns)
 {
     mt_span span;
 
-    if (b->r.moved == 0)
+    if (r->moved == 0)
         return;
-    mt_timeline_begin(d->timeline, &span, MT_LANE_DISK, b->r.write ? MT_WORK_WRITE : MT_WORK_READ, b->unit, NULL);
-    span.r.begin_ns = b->begun_ns > d->recorded_ns ? b->begun_ns : d->recorded_ns;
-    mt_timeline_end(d->timeline, &span, b->r.moved, NULL);
+    mt_timeline_begin(d->timeline, &span, MT_LANE_DISK, r->write ? MT_WORK_WRITE : MT_WORK_READ, u, NULL);
+    span.r.begin_ns = begun_ns > d->recorded_ns ? begun_ns : d->recorded_ns;
+    mt_timeline_end(d->timeline, &span, r->moved, NULL);
     d->recorded_ns = mt_now_ns();
+}
+
+void mt__disk_note(mt_disk *d, int u, const mt_request *r, uint64_t begun_ns)
+{
+    d->failed |= r->st != MT_OK;
+    *(r->write ? &d->stats.written_bytes : &d->stats.read_bytes) += r->moved;
+    record(d, u, r, begun_ns);
+}
+
+mt_request mt__disk_request(const mt_disk *d, int u, int number, int section, int write, char *mem)
+{
+    const mt__piece   *c = &d->units[u].lay->pieces[number];
+    const mt__section *n = &c->section[section];
+
+    return (mt_request){ .write = write, .at = c->at + n->from, .mem = mem, .bytes = n->bytes, .sums = n->sums };
 }
 
 static void read_ahead(mt_disk *d);
@@ -333,54 +339,59 @@ static void read_ahead(mt_disk *d);
 /* On a thread of the file's. */
 static void buffer_over(mt_request *r)
 {
-    buffer  *b = r->arg;
-    mt_disk *d = b->disk;
+    mt__buffer *b = r->arg;
+    mt_disk    *d = b->disk;
 
-    if (r->st != MT_OK)                  /* before anybody is woken: they look for the fault */
-        tell_fault(d, b->unit, b->piece, r);
+    mt__disk_tell(d, b->unit, b->piece, r);      /* before anybody is woken: they look for the fault */
     pthread_mutex_lock(&d->mu);
-    mt_watch_end(mt_store_watch(d->store), &b->post, r->st);
-    d->failed |= r->st != MT_OK;
-    *(r->write ? &d->stats.written_bytes : &d->stats.read_bytes) += r->moved;
-    record(d, b);
-    b->at = r->write || b->dropped || r->st != MT_OK ? FREE : READY;
-    read_ahead(d);
-    pthread_cond_broadcast(&d->changed);
+    mt__disk_note(d, b->unit, r, b->begun_ns);
+    if (--b->left == 0) {
+        mt_watch_end(mt_store_watch(d->store), &b->post, r->st);
+        b->at = r->write || b->dropped || d->failed ? MT__FREE : MT__READY;
+        read_ahead(d);
+        pthread_cond_broadcast(&d->changed);
+    }
     pthread_mutex_unlock(&d->mu);
 }
 
 /* Under mu. */
-static void put(mt_disk *d, buffer *b, int write)
+static void put(mt_disk *d, mt__buffer *b, int write)
 {
-    const piece *c = &d->units[b->unit].lay->pieces[b->piece];
+    const mt__piece *c = &d->units[b->unit].lay->pieces[b->piece];
 
-    b->at = write ? WRITING : READING;
+    b->at = write ? MT__WRITING : MT__READING;
     b->begun_ns = mt_now_ns();
-    b->r = (mt_request){ .write = write, .at = c->at, .mem = b->mem, .bytes = c->bytes, .sums = c->sums,
-                         .done = buffer_over, .arg = b };
+    b->left = (c->section[MT__WEIGHTS].bytes > 0) + (c->section[MT__STATES].bytes > 0);
     mt_watch_begin(mt_store_watch(d->store), &b->post, "disk", mt_store_name(d->store, b->unit),
                    write ? "a piece to be written" : "a piece to be read (READ)");
-    d->file->ops->put(d->file, &b->r);
+    for (int k = 0; k < MT__SECTIONS; k++) {
+        if (c->section[k].bytes == 0)
+            continue;
+        b->r[k] = mt__disk_request(d, b->unit, b->piece, k, write, b->mem + c->section[k].from);
+        b->r[k].done = buffer_over;
+        b->r[k].arg = b;
+        d->file->ops->put(d->file, &b->r[k]);
+    }
 }
 
 /* ---- reading ahead: under mu ------------------------------------------------------------- */
 
-static buffer *find_free(mt_disk *d)
+static mt__buffer *find_free(mt_disk *d)
 {
     for (int i = 0; i < d->n_buffers; i++)
-        if (d->buffers[i].at == FREE)
+        if (d->buffers[i].at == MT__FREE)
             return &d->buffers[i];
     return NULL;
 }
 
 /* The buffer that has the piece, or will; or that is still reading it for nobody: what it reads must not be
  * written meanwhile, so it is read again when that is over. */
-static buffer *find_piece(mt_disk *d, int u, int number)
+static mt__buffer *find_piece(mt_disk *d, int u, int number)
 {
     for (int i = 0; i < d->n_buffers; i++) {
-        buffer *b = &d->buffers[i];
+        mt__buffer *b = &d->buffers[i];
 
-        if (b->at != FREE && b->unit == u && b->piece == number)
+        if (b->at != MT__FREE && b->unit == u && b->piece == number)
             return b;
     }
     return NULL;
@@ -388,10 +399,11 @@ static buffer *find_piece(mt_disk *d, int u, int number)
 
 static void step_on(mt_disk *d)
 {
-    const unit *u = &d->units[d->next_unit];
+    const mt__disk_unit *u = &d->units[d->next_unit];
 
-    if (++d->next_piece < u->lay->n_pieces)
-        return;
+    while (++d->next_piece < u->lay->n_pieces)
+        if (u->lay->pieces[d->next_piece].section[MT__STATES].bytes > 0)
+            return;                      /* what has no states is rarely updated, and then read when it is asked for */
     d->next_piece = 0;
     d->next_unit = u->next;
     /* One that was never updated has nothing that could be read. */
@@ -403,7 +415,10 @@ static void step_on(mt_disk *d)
  * it: the end of that write calls again. */
 static void read_ahead(mt_disk *d)
 {
-    buffer *b;
+    mt__buffer *b;
+
+    if (d->feed != NULL)
+        mt__feed_ahead(d->feed);
 
     while (!d->failed && d->next_unit >= 0 && d->next_unit != d->held && d->next_unit + 1 != d->away &&
            find_piece(d, d->next_unit, d->next_piece) == NULL && (b = find_free(d)) != NULL) {
@@ -420,12 +435,12 @@ static void read_ahead(mt_disk *d)
 static void drop(mt_disk *d, int u, uint64_t turn)
 {
     for (int i = 0; i < d->n_buffers; i++) {
-        buffer *b = &d->buffers[i];
+        mt__buffer *b = &d->buffers[i];
 
         if ((u >= 0 && b->unit != u) || b->turn >= turn)
             continue;
-        if (b->at == READY)
-            b->at = FREE;
+        if (b->at == MT__READY)
+            b->at = MT__FREE;
         b->dropped = 1;
     }
 }
@@ -443,20 +458,20 @@ static void aim(mt_disk *d, int u, int number)
 typedef struct wanted_piece {
     mt_disk *d;
     int      unit, number;
-    buffer  *b;                  /* has it, and is ours; NULL: not yet, or the disk failed */
+    mt__buffer *b;               /* has it, and is ours; NULL: not yet, or the disk failed */
 } wanted_piece;
 
 static int is_taken(void *arg)
 {
     wanted_piece *a = arg;
     mt_disk      *d = a->d;
-    buffer       *b = find_piece(d, a->unit, a->number);
+    mt__buffer   *b = find_piece(d, a->unit, a->number);
 
     if (d->failed)
         return 1;
-    if (b != NULL && b->at == READY) {
+    if (b != NULL && b->at == MT__READY) {
         drop(d, -1, b->turn);            /* read before it: passed over */
-        b->at = TAKEN;
+        b->at = MT__TAKEN;
         a->b = b;
         return 1;
     }
@@ -469,7 +484,7 @@ static int is_taken(void *arg)
 }
 
 /* Waits until the piece is in a buffer, which is then ours. */
-static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
+static mt_status take_piece(mt_disk *d, int u, int number, mt__buffer **out)
 {
     uint64_t     begun = mt_now_ns();
     wanted_piece a = { .d = d, .unit = u, .number = number };
@@ -478,7 +493,7 @@ static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
 
     mt_timeline_begin(d->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_WAIT, u, NULL);
     st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_taken, &a, mt_store_name(d->store, u),
-                        "a piece of its states (READ)");
+                        "a piece to update (READ)");
     mt_timeline_end(d->timeline, &span, 0, NULL);
     pthread_mutex_lock(&d->mu);
     d->stats.wait_ns += mt_now_ns() - begun;
@@ -490,15 +505,23 @@ static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
 }
 
 /* The buffer goes to the disk; or nowhere, and is free. */
-static void give_piece(mt_disk *d, buffer *b, int write)
+static void give_piece(mt_disk *d, mt__buffer *b, int write)
 {
     pthread_mutex_lock(&d->mu);
     if (write)
         put(d, b, 1);
     else
-        b->at = FREE;
+        b->at = MT__FREE;
     read_ahead(d);
     pthread_mutex_unlock(&d->mu);
+}
+
+int mt__disk_writing(const mt_disk *d, int u, int number)
+{
+    for (int i = 0; i < d->n_buffers; i++)
+        if (d->buffers[i].unit == u && d->buffers[i].piece == number && d->buffers[i].at == MT__WRITING)
+            return 1;
+    return 0;
 }
 
 static int wanted(const mt_disk_job *j, int param)
@@ -509,7 +532,7 @@ static int wanted(const mt_disk_job *j, int param)
     return 0;
 }
 
-static int piece_wanted(const layout *l, const piece *c, const mt_disk_job *j)
+static int piece_wanted(const mt__layout *l, const mt__piece *c, const mt_disk_job *j)
 {
     for (int i = c->first; i < c->first + c->n; i++)
         if (wanted(j, l->places[i].param))
@@ -536,10 +559,10 @@ static mt_status compute(mt_disk *d, const job *b, const mt_part *parts, int n, 
     return st;
 }
 
-static void parts_of(const layout *l, const piece *c, char *mem, mt_part *parts)
+static void parts_of(const mt__layout *l, const mt__piece *c, char *mem, mt_part *parts)
 {
     for (int i = 0; i < c->n; i++) {
-        const place *k = &l->places[c->first + i];
+        const mt__place *k = &l->places[c->first + i];
 
         parts[i] = (mt_part){ .param = k->param, .from = k->from, .n = k->n };
         for (int p = 0; p < MT_PLANE_COUNT; p++)
@@ -548,7 +571,7 @@ static void parts_of(const layout *l, const piece *c, char *mem, mt_part *parts)
 }
 
 /* -1: none. */
-static int last_wanted(const layout *l, const mt_disk_job *j)
+static int last_wanted(const mt__layout *l, const mt_disk_job *j)
 {
     int i = l->n_pieces - 1;
 
@@ -557,14 +580,14 @@ static int last_wanted(const layout *l, const mt_disk_job *j)
     return i;
 }
 
-static mt_status update_pieces(mt_disk *d, const layout *l, const job *b, mt_part *parts)
+static mt_status update_pieces(mt_disk *d, const mt__layout *l, const job *b, mt_part *parts)
 {
     int       last = last_wanted(l, &b->j);
     mt_status st = MT_OK;
 
     for (int i = 0; i <= last && st == MT_OK; i++) {
-        const piece *c = &l->pieces[i];
-        buffer      *f = NULL;
+        const mt__piece *c = &l->pieces[i];
+        mt__buffer *f = NULL;
 
         if (!piece_wanted(l, c, &b->j))
             continue;
@@ -580,7 +603,7 @@ fail:
 
 /* Parameters that came after the unit's layout was made have all states in memory. Where there is nothing else
  * the first one's record has the unit's bytes. */
-static mt_status update_late(mt_disk *d, const layout *l, const job *b)
+static mt_status update_late(mt_disk *d, const mt__layout *l, const job *b)
 {
     uint64_t  bytes = last_wanted(l, &b->j) < 0 ? b->j.bytes : 0;
     mt_status st = MT_OK;
@@ -597,29 +620,55 @@ static mt_status update_late(mt_disk *d, const layout *l, const job *b)
     return st;
 }
 
-/* Its copies on the host are old now. Under door. */
-static void chill(mt_disk *d, int u)
+/* Its copies on the host are old now, and the memory of these is given back. Under door. */
+static void chill(mt_disk *d, int u, unsigned planes)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (d->units[u].copied >> p & 1)
+        if (d->units[u].copied & planes & 1u << p)
             mt_store_chill(d->store, u, (mt_plane)p);
-    d->units[u].copied = d->units[u].fresh = 0;
+    d->units[u].copied &= ~planes;
+    d->units[u].fresh = 0;
 }
 
-/* Under door. The unit's layout, and its place in the order. */
-static mt_status begin_update(mt_disk *d, int u, layout **l)
+typedef struct reader {
+    const mt_disk *d;
+    int            unit;
+} reader;
+
+static int has_read(void *arg)
+{
+    const reader *r = arg;
+
+    return r->d->feed == NULL || !mt__feed_reads(r->d->feed, r->unit);
+}
+
+/* FED: no read for a fetch to come is under way when the update writes. None begins: the update is announced. */
+static mt_status end_reads(mt_disk *d, int u)
+{
+    reader r = { .d = d, .unit = u };
+
+    return mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, has_read, &r, mt_store_name(d->store, u),
+                          "reads of its weights ahead of a fetch (FED)");
+}
+
+/* Under door. The unit's layout, and its place in the order. Weights that were copied may be in somebody's graph, which
+ * wants them as they were: see mt_disk_forget. */
+static mt_status begin_update(mt_disk *d, int u, mt__layout **l)
 {
     mt_status st;
 
     MT_TRY(lay_out(d, u, l));
-    chill(d, u);
+    chill(d, u, ~HI);
     if (d->bounced_unit == u)
         d->bounced_unit = -1;
     pthread_mutex_lock(&d->mu);
     if (d->before >= 0)
         d->units[d->before].next = u;
     d->before = u;
+    if (d->feed != NULL)
+        mt__feed_drop(d->feed, u);
     pthread_mutex_unlock(&d->mu);
+    st = end_reads(d, u);
 fail:
     return st;
 }
@@ -635,7 +684,7 @@ static mt_status find(const mt_disk *d, int u)
 static mt_status update(mt_disk *d, const job *b)
 {
     mt_part  *parts = NULL;
-    layout   *l;
+    mt__layout *l;
     mt_status st;
 
     MT_TRY(mt_ledger_check(d->store));
@@ -775,11 +824,10 @@ mt_status mt_disk_wait(mt_disk *d)
 /* On a thread of the file's. */
 static void errand_over(mt_request *r)
 {
-    const way e = *(const way *)r->arg;
-    mt_disk  *d = e.d;
+    const mt__way e = *(const mt__way *)r->arg;
+    mt_disk      *d = e.d;
 
-    if (r->st != MT_OK)
-        tell_fault(d, e.unit, e.number, r);
+    mt__disk_tell(d, e.unit, e.number, r);
     pthread_mutex_lock(&d->mu);
     mt_watch_end(mt_store_watch(d->store), &d->post, r->st);
     *(r->write ? &d->stats.written_bytes : &d->stats.read_bytes) += r->moved;
@@ -793,27 +841,28 @@ static void errand_over(mt_request *r)
 static int in_the_way(const mt_disk *d, int u, int number, int write)
 {
     for (int i = 0; i < d->n_buffers; i++) {
-        const buffer *b = &d->buffers[i];
+        const mt__buffer *b = &d->buffers[i];
 
-        if (b->unit == u && b->piece == number && (b->at == WRITING || (write && b->at == READING)))
+        if (b->unit == u && b->piece == number && (b->at == MT__WRITING || (write && b->at == MT__READING)))
             return 1;
     }
-    return 0;
+    return write && d->feed != NULL && mt__feed_reads(d->feed, u);
 }
 
 static int is_sent(void *arg)
 {
-    const way   *e = arg;
-    mt_disk     *d = e->d;
-    const piece *c = &d->units[e->unit].lay->pieces[e->number];
+    const mt__way *e = arg;
+    mt_disk       *d = e->d;
+    size_t         from = d->units[e->unit].lay->pieces[e->number].section[e->section].from;
 
     /* One that the watchdog did not wait for still has the buffer. */
     if (d->away != 0 || in_the_way(d, e->unit, e->number, e->write))
         return 0;
     d->sent = *e;
     d->away = e->unit + 1;
-    d->errand = (mt_request){ .write = e->write, .at = c->at, .mem = d->bounce, .bytes = c->bytes, .sums = c->sums,
-                              .done = errand_over, .arg = &d->sent };
+    d->errand = mt__disk_request(d, e->unit, e->number, e->section, e->write, d->bounce + from);
+    d->errand.done = errand_over;
+    d->errand.arg = &d->sent;
     mt_watch_begin(mt_store_watch(d->store), &d->post, "disk", mt_store_name(d->store, e->unit),
                    e->write ? "a piece to be written (PUSHED)" : "a piece to be read for the host (WRITTEN)");
     d->file->ops->put(d->file, &d->errand);
@@ -822,19 +871,21 @@ static int is_sent(void *arg)
 
 static int is_back(void *arg)
 {
-    return ((const way *)arg)->d->away == 0;
+    return ((const mt__way *)arg)->d->away == 0;
 }
 
-/* A piece to or from the bounce buffer. No update of the unit is under way, but its writes may be. Parameters that are
- * pushed one after the other often share a piece, which is then read once. */
-static mt_status move(mt_disk *d, int u, int number, int write)
+/* A piece's section to or from its place in the bounce buffer. No update of the unit is under way, but its writes may
+ * be. Parameters that are pushed one after the other often share a piece, which is then read once. */
+static mt_status move(mt_disk *d, int u, int number, int section, int write)
 {
-    way         e = { d, u, number, write };
+    const mt__section *n = &d->units[u].lay->pieces[number].section[section];
+    mt__way     e = { d, u, number, section, write };
     mt_watch   *watch = mt_store_watch(d->store);
     const char *name = mt_store_name(d->store, u);
     mt_status   st;
 
-    if (!write && d->bounced_unit == u && d->bounced_piece == number)
+    if (n->bytes == 0 || (!write && d->bounced_unit == u && d->bounced_piece == number &&
+                          d->bounced_section == section))
         return mt_ledger_check(d->store);
     d->bounced_unit = -1;
     MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_sent, &e, name, "requests for the same piece"));
@@ -842,6 +893,7 @@ static mt_status move(mt_disk *d, int u, int number, int write)
     MT_TRY(mt_ledger_check(d->store));
     d->bounced_unit = u;
     d->bounced_piece = number;
+    d->bounced_section = section;
 fail:
     return st;
 }
@@ -849,13 +901,13 @@ fail:
 /* Between the bounce buffer, which has the piece, and host planes; param -1: of all parameters. */
 static mt_status copy_places(mt_disk *d, int u, int number, int param, unsigned planes, int to_host)
 {
-    const layout *l = d->units[u].lay;
-    const piece  *c = &l->pieces[number];
+    const mt__layout *l = d->units[u].lay;
+    const mt__piece *c = &l->pieces[number];
     mt_status     st = MT_OK;
 
     for (int i = c->first; i < c->first + c->n; i++)
         for (int p = 0; p < MT_PLANE_COUNT; p++) {
-            const place *k = &l->places[i];
+            const mt__place *k = &l->places[i];
             char        *mem = d->bounce + k->offset[p];
             void        *host;
 
@@ -870,9 +922,28 @@ fail:
     return st;
 }
 
+static unsigned planes_in(int section, unsigned planes)
+{
+    return planes & (section == MT__WEIGHTS ? HI : ~HI);
+}
+
+static mt_status bring_piece(mt_disk *d, int u, int number, unsigned planes)
+{
+    mt_status st = MT_OK;
+
+    for (int k = 0; k < MT__SECTIONS; k++) {
+        if (planes_in(k, planes) == 0)
+            continue;
+        MT_TRY(move(d, u, number, k, 0));
+        MT_TRY(copy_places(d, u, number, -1, planes_in(k, planes), 1));
+    }
+fail:
+    return st;
+}
+
 static mt_status bring(mt_disk *d, int u, unsigned planes)
 {
-    layout   *l;
+    mt__layout *l;
     mt_status st;
 
     MT_TRY(lay_out(d, u, &l));
@@ -882,10 +953,8 @@ static mt_status bring(mt_disk *d, int u, unsigned planes)
             d->units[u].copied |= 1u << p;
             MT_TRY(mt_store_warm(d->store, u, (mt_plane)p));
         }
-    for (int i = 0; i < l->n_pieces && planes != 0; i++) {
-        MT_TRY(move(d, u, i, 0));
-        MT_TRY(copy_places(d, u, i, -1, planes, 1));
-    }
+    for (int i = 0; i < l->n_pieces && planes != 0; i++)
+        MT_TRY(bring_piece(d, u, i, planes));
     d->units[u].fresh |= planes;
 fail:
     return st;
@@ -895,8 +964,8 @@ mt_status mt_disk_bring(mt_disk *d, int u, unsigned planes)
 {
     mt_status st;
 
-    planes &= MT_STATE_PLANES;
-    if (!mt_store_on_disk(d->store, u) || planes == 0)
+    planes &= mt_store_on_disk(d->store, u);
+    if (planes == 0)
         return MT_OK;
     MT_TRY(find(d, u));
     MT_TRY(mt_ledger_wait_updates(d->store, u));
@@ -912,9 +981,18 @@ mt_status mt_disk_chill(mt_disk *d, int u)
     if (!mt_store_on_disk(d->store, u))
         return MT_OK;
     pthread_mutex_lock(&d->door);
-    chill(d, u);
+    chill(d, u, ~0u);
     pthread_mutex_unlock(&d->door);
     return MT_OK;
+}
+
+void mt_disk_forget(mt_disk *d, int u)
+{
+    if (pthread_mutex_trylock(&d->door) != 0)
+        return;                          /* it is not worth a wait: the next time is soon enough */
+    if (d->units[u].copied & ~d->units[u].fresh & HI)
+        chill(d, u, HI);
+    pthread_mutex_unlock(&d->door);
 }
 
 /* PUSHED: u, or -1: nobody any more. */
@@ -924,13 +1002,15 @@ static void hold(mt_disk *d, int u)
     d->held = u;
     if (u >= 0)
         drop(d, u, UINT64_MAX);
+    if (u >= 0 && d->feed != NULL)
+        mt__feed_drop(d->feed, u);
     read_ahead(d);
     pthread_mutex_unlock(&d->mu);
 }
 
-static int has(const layout *l, int number, int param)
+static int has(const mt__layout *l, int number, int param)
 {
-    const piece *c = &l->pieces[number];
+    const mt__piece *c = &l->pieces[number];
 
     for (int i = c->first; i < c->first + c->n; i++)
         if (l->places[i].param == param)
@@ -938,24 +1018,38 @@ static int has(const layout *l, int number, int param)
     return 0;
 }
 
+/* What else is in the section stays; where all of it is written, it is not read first. */
+static mt_status push_piece(mt_disk *d, int u, int number, int param, unsigned planes)
+{
+    mt_status st = MT_OK;
+
+    for (int k = 0; k < MT__SECTIONS; k++) {
+        int all = k == MT__WEIGHTS && param < 0;
+
+        if (planes_in(k, planes) == 0 || d->units[u].lay->pieces[number].section[k].bytes == 0)
+            continue;
+        if (!all)
+            MT_TRY(move(d, u, number, k, 0));
+        d->bounced_unit = -1;            /* until it is written, the file has something else */
+        MT_TRY(copy_places(d, u, number, param, planes_in(k, planes), 0));
+        MT_TRY(move(d, u, number, k, 1));
+    }
+fail:
+    return st;
+}
+
 static mt_status push(mt_disk *d, int u, int param, unsigned planes)
 {
-    layout   *l;
-    mt_status st;
+    mt__layout *l;
+    mt_status   st;
 
     MT_TRY(lay_out(d, u, &l));
     d->units[u].copied |= planes;
-    planes &= l->planes[param];
+    planes &= param < 0 ? planes : l->planes[param];
     hold(d, u);
-    for (int i = 0; i < l->n_pieces && planes != 0 && st == MT_OK; i++) {
-        if (!has(l, i, param))
-            continue;
-        if ((st = move(d, u, i, 0)) != MT_OK)
-            break;
-        d->bounced_unit = -1;            /* until it is written, the file has something else */
-        if ((st = copy_places(d, u, i, param, planes, 0)) == MT_OK)
-            st = move(d, u, i, 1);
-    }
+    for (int i = 0; i < l->n_pieces && planes != 0 && st == MT_OK; i++)
+        if (param < 0 || has(l, i, param))
+            st = push_piece(d, u, i, param, planes);
     hold(d, -1);
 fail:
     return st;
@@ -965,11 +1059,11 @@ mt_status mt_disk_push(mt_disk *d, int u, int param, unsigned planes)
 {
     mt_status st;
 
-    planes &= MT_STATE_PLANES;
-    if (!mt_store_on_disk(d->store, u) || planes == 0)
+    planes &= mt_store_on_disk(d->store, u);
+    if (planes == 0)
         return MT_OK;
     MT_TRY(find(d, u));
-    if (mt_store_desc(d->store, u, param) == NULL)
+    if (param != -1 && mt_store_desc(d->store, u, param) == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(d->store, u), param,
                        mt_store_params(d->store, u));
     MT_TRY(mt_ledger_wait_updates(d->store, u));
@@ -1013,7 +1107,7 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
     MT_TRY(mt_arena_open(&d->memory, all, NULL, NULL, "buffers of the disk", mt_store_bytes(store, MT_PLANE_COUNT)));
     d->n_buffers = n_buffers;
     for (int i = 0; i < n_buffers; i++)
-        d->buffers[i] = (buffer){ .disk = d, .mem = (char *)d->memory.base + (size_t)i * bytes, .unit = -1 };
+        d->buffers[i] = (mt__buffer){ .disk = d, .mem = (char *)d->memory.base + (size_t)i * bytes, .unit = -1 };
     d->bounce = (char *)d->memory.base + (size_t)n_buffers * bytes;
     d->stats.buffer_bytes = d->memory.bytes;
     if (pthread_create(&d->thread, NULL, disk_main, d) != 0) {
@@ -1032,7 +1126,7 @@ fail:
 static int under_way(const mt_disk *d)
 {
     for (int i = 0; i < d->n_buffers; i++)
-        if (d->buffers[i].at == READING || d->buffers[i].at == WRITING)
+        if (d->buffers[i].at == MT__READING || d->buffers[i].at == MT__WRITING)
             return 1;
     return 0;
 }
@@ -1071,22 +1165,38 @@ void mt_disk_timeline(mt_disk *d, mt_timeline *t)
 
 static mt_status room_for(mt_disk *d, int u)
 {
-    unit *grown;
+    mt__disk_unit *grown;
 
     if (u < d->n_units)
         return MT_OK;
     if ((grown = realloc(d->units, (size_t)(u + 1) * sizeof *grown)) == NULL)
         return MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d units", u + 1);
     for (int i = d->n_units; i <= u; i++)
-        grown[i] = (unit){ .next = -1 };
+        grown[i] = (mt__disk_unit){ .next = -1 };
     d->units = grown;
     d->n_units = u + 1;
     return MT_OK;
 }
 
-mt_status mt_disk_add(mt_disk *d, int u)
+/* What its planes would take, as they would be now. */
+static mt_status count(mt_disk *d, int u)
 {
-    layout   *l = NULL;
+    mt__layout *l = NULL;
+    mt_status   st = cut(d, u, 0, &l);
+
+    if (st != MT_OK)
+        return st;
+    pthread_mutex_lock(&d->mu);
+    st = note_weights(d, u, l);
+    pthread_mutex_unlock(&d->mu);
+    for (int i = 0; i < l->n_pieces && st == MT_OK; i++)
+        d->need += piece_bytes(&l->pieces[i]);
+    layout_free(l);
+    return st;
+}
+
+mt_status mt_disk_add(mt_disk *d, int u, int weights)
+{
     mt_status st;
 
     if (u < 0 || u >= mt_store_units(d->store))
@@ -1094,10 +1204,11 @@ mt_status mt_disk_add(mt_disk *d, int u)
     MT_TRY(room_for(d, u));
     if (d->units[u].on)
         return MT_OK;
-    MT_TRY(cut(d, u, 0, &l));
-    MT_TRY(mt_store_set_disk(d->store, u, 1));
-    for (int i = 0; i < l->n_pieces; i++)
-        d->need += l->pieces[i].bytes;
+    MT_TRY(mt_store_set_disk(d->store, u, MT_STATE_PLANES | (weights ? HI : 0)));
+    if ((st = count(d, u)) != MT_OK) {
+        (void)mt_store_set_disk(d->store, u, 0);
+        return st;
+    }
     d->units[u].on = 1;
     if (d->last_added >= 0)              /* until the first step says better */
         d->units[d->last_added].next = u;
@@ -1105,7 +1216,6 @@ mt_status mt_disk_add(mt_disk *d, int u)
     d->units[u].next = d->first_added;
     d->last_added = u;
 fail:
-    layout_free(l);
     return st;
 }
 

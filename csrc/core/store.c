@@ -399,8 +399,8 @@ static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 {
     int all = atomic_load(&u->through) || atomic_load(&u->registered);
 
-    if (p == MT_PLANE_HI)
-        return atomic_load(&u->settled) ? NULL : s->dev;       /* a settled unit's is there to be read once */
+    if (p == MT_PLANE_HI)                /* a settled unit's is read once; one on disk goes by buffers */
+        return atomic_load(&u->settled) || (atomic_load(&u->disk) & 1u << MT_PLANE_HI) ? NULL : s->dev;
     return p == MT_PLANE_GRAD || all ? s->dev : NULL;
 }
 
@@ -408,7 +408,7 @@ static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 static int is_copy(const mt__unit *u, mt_plane p, int late)
 {
     return (atomic_load(&u->settled) && p != MT_PLANE_HI) ||
-           (atomic_load(&u->disk) && (MT_STATE_PLANES >> p & 1) && !late);
+           ((atomic_load(&u->disk) >> p & 1) && !late);
 }
 
 /* Under map_mu, also while the pool touches the pages: another thread's first `at` waits for it.
@@ -730,13 +730,13 @@ mt_status mt_store_register(mt_store *s, int unit)
 
 /* ---- units on disk ---------------------------------------------------------------------- */
 
-int mt_store_on_disk(const mt_store *s, int unit)
+unsigned mt_store_on_disk(const mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL && atomic_load(&u->disk);
+    return u != NULL ? atomic_load(&u->disk) : 0;
 }
 
-mt_status mt_store_set_disk(mt_store *s, int unit, int on)
+mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
 {
     mt__unit *u = mt__unit_at(s, unit);
     mt_status st = MT_OK;
@@ -747,11 +747,11 @@ mt_status mt_store_set_disk(mt_store *s, int unit, int on)
     if (atomic_load(&u->settled) || atomic_load(&u->through))
         st = MT_FAIL(MT_ESTATE, "unit %s is updated on the device; its states cannot be on disk", u->name);
     for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
-        if ((MT_STATE_PLANES >> p & 1) && u->plane[MT__HOST][p].offset != NULL)
-            st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; a unit goes to disk before its "
-                         "states are asked for", u->name, mt_plane_name((mt_plane)p));
+        if ((planes >> p & 1) && u->plane[MT__HOST][p].offset != NULL)
+            st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; a unit goes to disk before that is "
+                         "asked for", u->name, mt_plane_name((mt_plane)p));
     if (st == MT_OK)
-        atomic_store(&u->disk, on != 0);
+        atomic_store(&u->disk, planes);
     pthread_mutex_unlock(&s->map_mu);
     return st;
 }

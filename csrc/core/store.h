@@ -4,7 +4,7 @@
  *   unit     parameters streamed as one piece
  *   plane    one kind of value for all parameters of a unit; an arena each, made when first asked for
  *   settled  a unit that lives on the device: its planes there are the true ones (see resident.h)
- *   on disk  a unit whose states are in a file: its state planes are copies (see disk.h)
+ *   on disk  a unit whose states, or states and weights, are in a file: these planes are copies (see disk.h)
  *   ledger   per unit: its version, and the work under way that a reader or writer must wait for
  *
  *     mt_store_open(dev, pool, &s);
@@ -54,7 +54,7 @@ typedef struct mt_param_desc {
 typedef struct mt_part {
     int     param;
     int64_t from, n;         /* its elements [from, from + n) */
-    /* Of MT_STATE_PLANES, aligned to MT_PART_ALIGN; NULL: nothing, or in the host's plane. */
+    /* Of MT_STATE_PLANES and HI, aligned to MT_PART_ALIGN; NULL: nothing, or in the host's plane. */
     void   *at[MT_PLANE_COUNT];
 } mt_part;
 
@@ -130,11 +130,11 @@ mt_status mt_store_lend       (mt_store *s, int unit);
 /* All host planes of the unit are registered as they are made. A settled unit's, before any is warm. */
 mt_status mt_store_register(mt_store *s, int unit);
 
-/* From now on the unit's states are in a file, or no more: the arenas of its state planes are copies, addresses
- * without memory until they are warmed. MT_ESTATE when one of those is made already, for a settled unit, and for
- * one that goes through the device. */
-mt_status mt_store_set_disk(mt_store *s, int unit, int on);
-int       mt_store_on_disk (const mt_store *s, int unit);                /* any thread */
+/* From now on these planes of the unit are in a file: MT_STATE_PLANES, and HI, or none any more. Their arenas are
+ * copies: addresses without memory until they are warmed, never registered. MT_ESTATE when one of those is made
+ * already, for a settled unit, and for one that goes through the device. */
+mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes);
+unsigned  mt_store_on_disk (const mt_store *s, int unit);                /* these planes. Any thread */
 /* *in: the parameter has its place in the unit's arena of that plane, which is made where it is not. 0: it has
  * an arena of its own, or nothing there. */
 mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in);

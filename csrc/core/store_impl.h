@@ -38,7 +38,8 @@ typedef struct mt__unit {
     atomic_int     settled;          /* set once, under map_mu; read by anyone */
     atomic_int     through;          /* the same, but set and cleared */
     atomic_int     registered;       /* all host planes are. Set once, under map_mu; read by anyone */
-    atomic_int     disk, passing;    /* as settled. passing: its GRAD plane is lent */
+    atomic_int     passing;          /* as settled: its GRAD plane is lent */
+    atomic_uint    disk;             /* planes in a file, a bit each. Set under map_mu; read by anyone */
 
     uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
     uint64_t       written;          /* from 1: of which writes from outside. ledger.mu */

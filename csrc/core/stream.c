@@ -63,6 +63,7 @@ struct mt_stream {
     mt_slot_hooks hooks;
     mt_queue     *h2d;       /* the mover's alone */
     mt_timeline  *timeline;  /* written before the first request */
+    mt_feed      *feed;      /* NULL: no unit's weights are on disk. Written before the first request */
     mt_resident  *residents; /* NULL: no unit is settled. Written by settle */
     slot         *slots;
     size_t       *slot_bytes;/* as schedules see them: what is settled fits nobody else */
@@ -89,6 +90,25 @@ struct mt_stream {
 
 /* ---- the mover -------------------------------------------------------------------------- */
 
+#define TOLD 8                   /* units in line that the feed is told of */
+
+static int on_disk(const mt_stream *s, int unit)
+{
+    return s->feed != NULL && (mt_store_on_disk(s->store, unit) >> MT_PLANE_HI & 1);
+}
+
+/* Under mu. What stands in line will be fetched in this order. */
+static void tell_feed(mt_stream *s)
+{
+    int units[TOLD], n = s->n_line < TOLD ? s->n_line : TOLD;
+
+    if (s->feed == NULL)
+        return;
+    for (int i = 0; i < n; i++)
+        units[i] = s->slots[s->line[i]].unit;
+    mt_feed_expect(s->feed, units, n);
+}
+
 /* Waits until there is a request, and takes it. 0: the stream closes. */
 static int take(mt_stream *s, request *r)
 {
@@ -102,6 +122,9 @@ static int take(mt_stream *s, request *r)
 
         memmove(s->line, s->line + 1, (size_t)--s->n_line * sizeof *s->line);
         *r = (request){ k, s->slots[k].unit, s->slots[k].mem, s->slots[k].asked, s->debug };
+        if (on_disk(s, r->unit))
+            mt_feed_next(s->feed, r->unit);
+        tell_feed(s);
     }
     pthread_mutex_unlock(&s->mu);
     return go;
@@ -130,12 +153,26 @@ fail:
     return st;
 }
 
+static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
+{
+    size_t    bytes = mt_store_hi_bytes(s->store, r->unit);
+    mt_span   span;
+    mt_status st = MT_OK;
+
+    mt_timeline_begin(s->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, r->unit, s->h2d);
+    if (bytes > 0)
+        MT_TRY(s->dev->ops->copy(s->h2d, r->mem, hi, bytes));
+    mt_timeline_end(s->timeline, &span, bytes, s->h2d);
+fail:
+    return st;
+}
+
+/* hi: NULL where the weights are on disk. */
 static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
 {
     const mt_dev_ops *v = s->dev->ops;
     slot             *k = &s->slots[r->slot];
     size_t            bytes = mt_store_hi_bytes(s->store, r->unit);
-    mt_span           span;
     mt_status         st;
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
@@ -143,28 +180,29 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
         MT_TRY(v->wait(s->h2d, k->freed));
     if (r->debug.poison && s->poison != NULL)
         MT_TRY(put_poison(s, r, bytes));
-    mt_timeline_begin(s->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, r->unit, s->h2d);
-    if (bytes > 0)
-        MT_TRY(v->copy(s->h2d, r->mem, hi, bytes));
-    mt_timeline_end(s->timeline, &span, bytes, s->h2d);
+    MT_TRY(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->feed, r->unit, r->mem, s->h2d));
     return v->record(s->h2d, k->ready);
 fail:
     return st;
 }
 
-/* Between begin and fetching nothing waits: an updater may be waiting for us. */
+/* Between begin and fetching nothing waits for updates: an updater may be waiting for us. Reads of the disk, and copies
+ * put before, end without it. */
 static mt_status deliver(mt_stream *s, const request *r, uint64_t *version)
 {
-    void     *hi;
+    void     *hi = NULL;
     mt_status st, end;
 
-    MT_TRY(mt_store_hi(s->store, r->unit, &hi));
+    if (!on_disk(s, r->unit))
+        MT_TRY(mt_store_hi(s->store, r->unit, &hi));
     MT_TRY(fetch_begin(s, r, version));
     if ((st = put_copy(s, r, hi)) != MT_OK)
         mt_ledger_fault(s->store, st, mt_last_error());   /* before the updater may go on */
     end = mt_ledger_fetching(s->store, r->unit, s->h2d);
     return st != MT_OK ? st : end;
 fail:
+    if (s->feed != NULL)
+        mt_feed_next(s->feed, -1);       /* nothing is read for what is not fetched */
     return st;
 }
 
@@ -293,6 +331,11 @@ void mt_stream_close(mt_stream *s)
 void mt_stream_timeline(mt_stream *s, mt_timeline *t)
 {
     s->timeline = t;
+}
+
+void mt_stream_feed(mt_stream *s, mt_feed *f)
+{
+    s->feed = f;
 }
 
 mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int k)
@@ -427,6 +470,7 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     s->line[s->n_line++] = k;
     s->stats.fetches++;
     s->stats.h2d_bytes += bytes;
+    tell_feed(s);
     pthread_cond_signal(&s->work);
     pthread_mutex_unlock(&s->mu);
     sl->last_use = ++s->tick;
@@ -666,6 +710,8 @@ static mt_status await_copy(mt_stream *s, int k, mt_queue *run)
     mt_debug  debug;
     mt_status st;
 
+    if (on_disk(s, s->slots[k].unit))
+        mt_feed_forget(s->feed, s->slots[k].unit);
     MT_TRY(wait_issued(s, k, &debug));
     if (debug.sync)
         MT_TRY(s->dev->ops->sync_event(s->slots[k].ready));

@@ -17,6 +17,9 @@
  *           overwrites it is decided: all use so far was launched by then, and nobody holds it
  *   UPDATED the mover waits for updates announced so far      ledger, on the host, before the copy
  *
+ * Weights of units that have them on disk are read by a feed (disk.h), which is told what stands in line, and copied
+ * from its buffers. The mover is then busy until the unit's last piece was read; READY stands behind that one's copy.
+ *
  * A slot may be given to one unit for good: mt_stream_settle. Such units are no part of traces and
  * schedules; their edges are in resident.h.
  *
@@ -28,6 +31,7 @@
 #ifndef MT_STREAM_H
 #define MT_STREAM_H
 
+#include "disk.h"
 #include "resident.h"
 #include "schedule.h"
 
@@ -54,6 +58,9 @@ void      mt_stream_close(mt_stream *s);       /* waits for the mover and the H2
 
 /* Fetches are recorded in t from now on. Before the first acquire, or never. */
 void      mt_stream_timeline(mt_stream *s, mt_timeline *t);
+
+/* Who reads weights that are on disk; it outlives the stream. Before the first acquire. */
+void      mt_stream_feed    (mt_stream *s, mt_feed *f);
 
 /* Slot `slot` is the unit's for good. r is the same each time. Before the first acquire.
  * MT_EINVAL when the slot is too small, MT_ESTATE when it is in use, and as mt_resident_settle. */

@@ -62,7 +62,7 @@ class Settings:
     states: str = _setting("fp32", str, "how AdamW keeps its states", FORMATS)
     vram: str = _setting(None, str, "limit of device memory, e.g. 24GiB")
     host: str = _setting(None, str, "limit of host memory")
-    nvme: str = _setting(None, str, "directory for states and activations that host memory does not hold")
+    nvme: str = _setting(None, str, "directory for states, weights and activations that host memory does not hold")
 
     log_every: int = _setting(1, int, "steps between two lines of log.jsonl")
     eval_every: int = _setting(None, int, "steps between two looks at what is held out; default: a tenth of the run")

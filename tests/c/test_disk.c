@@ -1,4 +1,4 @@
-/* test_disk.c — states in a file give the same numbers as states in memory, whatever is read when. */
+/* test_disk.c — states and weights in a file give the same numbers as in memory, whatever is read when. */
 #include "check.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/disk.h"
@@ -24,6 +24,8 @@ static struct {
     atomic_int reads, writes;    /* so far */
     atomic_int fail_read, fail_write;        /* the n-th from now on fails; 0: none */
     atomic_int stalled;                      /* reads wait until it is 0 */
+    atomic_int hold_read, hold_write;        /* the n-th from now on is as slow as can be; 0: none */
+    atomic_int holding;                      /* it waits, with what it has read or before it writes, until this is 0 */
 } disk;
 
 static int struck(atomic_int *n)
@@ -41,8 +43,16 @@ static void dawdle(uint64_t seed)
         nanosleep(&t, NULL);
 }
 
+static void wait_released(void)
+{
+    while (atomic_load(&disk.holding))
+        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+}
+
 static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
 {
+    ssize_t n;
+
     dawdle((uint64_t)atomic_fetch_add(&disk.reads, 1));
     while (atomic_load(&disk.stalled))
         nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
@@ -50,7 +60,10 @@ static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
         errno = EIO;
         return -1;
     }
-    return pread(fd, p, bytes, at);
+    n = pread(fd, p, bytes, at);
+    if (struck(&disk.hold_read))
+        wait_released();
+    return n;
 }
 
 static ssize_t slow_write(int fd, const void *p, size_t bytes, off_t at)
@@ -60,6 +73,8 @@ static ssize_t slow_write(int fd, const void *p, size_t bytes, off_t at)
         errno = EIO;
         return -1;
     }
+    if (struck(&disk.hold_write))
+        wait_released();
     return pwrite(fd, p, bytes, at);
 }
 
@@ -81,6 +96,8 @@ typedef struct world {
     mt_pool  *pool;
     mt_file  *file;
     mt_disk  *disk;
+    mt_feed  *feed;              /* NULL: weights are in memory */
+    mt_queue *h2d;
     float    *hi[UNITS][PARAMS], *m[UNITS][PARAMS], *v[UNITS][PARAMS];       /* what is right */
     int       step;
 } world;
@@ -111,27 +128,50 @@ static void make_units(world *w)
     }
 }
 
-static void open_world(world *w, int n_buffers, int dawdle_us)
+/* delay_us: of the device's copies, at most. */
+static void open_device(world *w, int delay_us)
+{
+    REQUIRE(mt_dev_cpu_open(&w->dev) == MT_OK);
+    if (delay_us > 0)
+        REQUIRE(mt_dev_delay_open(w->dev, 7, delay_us, &w->dev) == MT_OK);
+    REQUIRE(mt_store_open(w->dev, NULL, &w->store) == MT_OK);
+    REQUIRE(w->dev->ops->queue_open(w->dev, "h2d", &w->h2d) == MT_OK);
+}
+
+static void open_disk(world *w, int n_buffers, int weights)
+{
+    REQUIRE(mt_file_open(w->dir, 0, 3, &calls, &w->file) == MT_OK);
+    REQUIRE(mt_disk_open(w->store, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL, n_buffers, BUFFER,
+                         &w->disk) == MT_OK);
+    for (int u = 0; u < UNITS; u++)
+        REQUIRE(mt_disk_add(w->disk, u, weights) == MT_OK);
+    REQUIRE(mt_file_reserve(w->file, mt_disk_need(w->disk)) == MT_OK);
+}
+
+static void open_store(world *w, int delay_us, int dawdle_us)
 {
     *w = (world){ .dir = "/tmp/mt_test_disk.XXXXXX" };
     REQUIRE(mkdtemp(w->dir) != NULL);
     atomic_store(&disk.dawdle_us, dawdle_us);
     atomic_store(&disk.fail_read, 0);
     atomic_store(&disk.fail_write, 0);
-    REQUIRE(mt_dev_cpu_open(&w->dev) == MT_OK);
+    atomic_store(&disk.hold_read, 0);
+    atomic_store(&disk.hold_write, 0);
     REQUIRE(mt_pool_open(1, &w->pool) == MT_OK);
-    REQUIRE(mt_store_open(w->dev, NULL, &w->store) == MT_OK);
+    open_device(w, delay_us);
     make_units(w);
-    REQUIRE(mt_file_open(w->dir, 0, 3, &calls, &w->file) == MT_OK);
-    REQUIRE(mt_disk_open(w->store, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL, n_buffers, BUFFER,
-                         &w->disk) == MT_OK);
-    for (int u = 0; u < UNITS; u++)
-        REQUIRE(mt_disk_add(w->disk, u) == MT_OK);
-    REQUIRE(mt_file_reserve(w->file, mt_disk_need(w->disk)) == MT_OK);
+}
+
+static void open_world(world *w, int n_buffers, int dawdle_us)
+{
+    open_store(w, 0, dawdle_us);
+    open_disk(w, n_buffers, 0);
 }
 
 static void close_world(world *w)
 {
+    w->dev->ops->queue_close(w->h2d);
+    mt_feed_close(w->feed);
     mt_disk_close(w->disk);
     mt_file_close(w->file);
     mt_store_close(w->store);
@@ -173,17 +213,19 @@ static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, in
         return MT_FAIL(MT_EINVAL, "the errand failed");
     for (int i = 0; i < n; i++) {
         const mt_part *k = &parts[i];
-        float *hi = plane(e->w, e->unit, k->param, MT_PLANE_HI);
-        float *m = k->at[MT_PLANE_M], *v = k->at[MT_PLANE_V];
+        float *hi = k->at[MT_PLANE_HI], *m = k->at[MT_PLANE_M], *v = k->at[MT_PLANE_V];
         int    ours = 0;
 
         for (int p = 0; p < e->n; p++)
             ours |= e->params[p] == k->param;
         CHECK_EQ(k->from % MT_DISK_GRAIN, 0);
+        if (!ours)
+            continue;
+        hi = hi != NULL ? hi : plane(e->w, e->unit, k->param, MT_PLANE_HI) + k->from;
         m = m != NULL ? m : plane(e->w, e->unit, k->param, MT_PLANE_M) + k->from;
         v = v != NULL ? v : plane(e->w, e->unit, k->param, MT_PLANE_V) + k->from;
-        for (int64_t x = 0; ours && x < k->n; x++)
-            UPDATE(hi[k->from + x], m[x], v[x], k->from + x, e->step);
+        for (int64_t x = 0; x < k->n; x++)
+            UPDATE(hi[x], m[x], v[x], k->from + x, e->step);
     }
     return MT_OK;
 }
@@ -252,7 +294,7 @@ static void compare(const float *got, const float *want, int64_t n, const char *
 static void check(world *w)
 {
     for (int u = UNITS - 1; u >= 0; u--) {
-        CHECK_OK(mt_disk_bring(w->disk, u, MT_STATE_PLANES));
+        CHECK_OK(mt_disk_bring(w->disk, u, MT_STATE_PLANES | 1u << MT_PLANE_HI));
         for (int p = 0; p < PARAMS; p++) {
             compare(plane(w, u, p, MT_PLANE_HI), w->hi[u][p], numels[u][p], "weight", u, p);
             compare(plane(w, u, p, MT_PLANE_M), w->m[u][p], numels[u][p], "M", u, p);
@@ -463,8 +505,8 @@ static void parameters_that_come_later_keep_their_states_in_memory(void)
 
     open_world(&w, 2, 0);
     REQUIRE(mt_store_add(w.store, "lora", d, 2, &unit) == MT_OK);
-    CHECK_OK(mt_disk_add(w.disk, unit));
-    CHECK_OK(mt_disk_add(w.disk, unit));                 /* once is enough */
+    CHECK_OK(mt_disk_add(w.disk, unit, 0));
+    CHECK_OK(mt_disk_add(w.disk, unit, 0));                 /* once is enough */
     for (int i = 0; i < 3; i++) {
         errand e = { .w = &w, .params = both + (i == 0), .n = 1 + (i > 0), .unit = unit, .step = i + 1 };
 
@@ -683,20 +725,20 @@ static void a_unit_has_one_home(void)
     open_world(&w, 1, 0);
     REQUIRE(mt_store_add(w.store, "settled", d, 1, &unit) == MT_OK);
     CHECK_OK(mt_store_settle(w.store, unit));
-    CHECK_EQ(mt_disk_add(w.disk, unit), MT_ESTATE);
+    CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
     REQUIRE(mt_store_add(w.store, "through", d, 1, &unit) == MT_OK);
     CHECK_OK(mt_store_set_through(w.store, unit, 1));
-    CHECK_EQ(mt_disk_add(w.disk, unit), MT_ESTATE);
+    CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
     REQUIRE(mt_store_add(w.store, "used", d, 1, &unit) == MT_OK);
     CHECK_OK(mt_store_at(w.store, unit, 0, MT_PLANE_LO, &p));
-    CHECK_EQ(mt_disk_add(w.disk, unit), MT_ESTATE);
+    CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "plane LO");
     CHECK_EQ(mt_store_settle(w.store, 0), MT_ESTATE);
     CHECK_EQ(mt_store_set_through(w.store, 0, 1), MT_ESTATE);
-    CHECK_EQ(mt_store_on_disk(w.store, 0), 1);
+    CHECK_EQ(mt_store_on_disk(w.store, 0), MT_STATE_PLANES);
     CHECK_EQ(mt_store_on_disk(w.store, unit), 0);
     CHECK_OK(mt_disk_bring(w.disk, unit, MT_STATE_PLANES));      /* nothing to do */
-    CHECK_EQ(mt_disk_add(w.disk, 77), MT_EINVAL);
+    CHECK_EQ(mt_disk_add(w.disk, 77, 0), MT_EINVAL);
     CHECK_EQ(update(&w, unit, all, 0, 0), MT_EINVAL);            /* and it is a fault, like any failed update */
     close_world(&w);
 }
@@ -712,6 +754,432 @@ static void open_refuses_buffers_that_hold_nothing(void)
     CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
     CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d), MT_EINVAL);
     mt_disk_close(NULL);
+    close_world(&w);
+}
+
+/* ---- weights on disk --------------------------------------------------------------------- */
+
+static float value(int u, int p, int64_t i)
+{
+    return (float)(u + 1) + 0.25f * (float)p + (float)(i % 999) / 8.0f;
+}
+
+/* Weights are in the file, and no host memory has any. The feed has few buffers, each of a piece's weights. */
+static void open_fed(world *w, int n_buffers, int dawdle_us, int delay_us)
+{
+    open_store(w, delay_us, 0);
+    open_disk(w, n_buffers, 1);
+    REQUIRE(mt_feed_open(w->dev, w->disk, (size_t)n_buffers * 30000, &w->feed) == MT_OK);
+    for (int u = 0; u < UNITS; u++) {
+        for (int p = 0; p < PARAMS; p++)
+            for (int64_t i = 0; i < numels[u][p]; i++)
+                plane(w, u, p, MT_PLANE_HI)[i] = w->hi[u][p][i] = value(u, p, i);
+        CHECK_OK(mt_disk_push(w->disk, u, -1, 1u << MT_PLANE_HI));
+        CHECK_OK(mt_disk_chill(w->disk, u));
+    }
+    CHECK_EQ(mt_store_bytes(w->store, MT_PLANE_HI), 0);
+    atomic_store(&disk.dawdle_us, dawdle_us);
+}
+
+/* As the mover does it: into a slot, with what comes next known. */
+static mt_status fetch(world *w, int u, char *slot)
+{
+    int       next[2] = { (u + 1) % UNITS, (u + 2) % UNITS };
+    uint64_t  version;
+    mt_status st, end;
+
+    mt_feed_next(w->feed, u);
+    mt_feed_expect(w->feed, next, 2);
+    if ((st = mt_ledger_fetch_begin(w->store, u, &version)) != MT_OK)
+        return st;
+    st = mt_feed_copy(w->feed, u, slot, w->h2d);
+    end = mt_ledger_fetching(w->store, u, w->h2d);
+    return st != MT_OK ? st : end;
+}
+
+static char *slot_of(world *w, int u)
+{
+    size_t bytes = mt_store_hi_bytes(w->store, u);
+    char  *slot = malloc(bytes);
+
+    REQUIRE(slot != NULL);
+    memset(slot, 0xff, bytes);
+    return slot;
+}
+
+/* Slots are filled one after the other, and looked at when the last copy is over. */
+static void fetch_from(world *w, int first, int n)
+{
+    char *slot[UNITS];
+
+    for (int i = 0; i < n; i++) {
+        slot[i] = slot_of(w, first + i);
+        CHECK_OK(fetch(w, first + i, slot[i]));
+    }
+    CHECK_OK(w->dev->ops->sync(w->h2d));
+    for (int i = 0, u = first; i < n; i++, u++) {
+        for (int p = 0; p < PARAMS; p++)
+            compare((float *)(void *)(slot[i] + mt_store_offset(w->store, u, p)), w->hi[u][p], numels[u][p],
+                    "fetched weight", u, p);
+        free(slot[i]);
+    }
+}
+
+static void fetch_all(world *w)
+{
+    fetch_from(w, 0, UNITS);
+}
+
+/* Fetches while updates of other units are under way, and their writes. */
+static void step_and_fetch(world *w, int backwards)
+{
+    errand e[UNITS];
+
+    w->step++;
+    for (int i = 0; i < UNITS; i++) {
+        e[i] = (errand){ .w = w, .params = all, .n = PARAMS, .unit = backwards ? UNITS - 1 - i : i, .step = w->step };
+        CHECK_OK(put(w, &e[i]));
+    }
+    fetch_all(w);
+    for (int i = 0; i < UNITS; i++)
+        CHECK_OK(over(w, &e[i]));
+}
+
+static void fetches_bring_what_updates_have_written(void)
+{
+    for (int n_buffers = 1; n_buffers <= 9; n_buffers += 4)
+        for (int us = 0; us <= 800; us += 800) {
+            world w;
+
+            open_fed(&w, n_buffers, us, us);
+            fetch_all(&w);
+            for (int i = 0; i < 4; i++)
+                step_and_fetch(&w, i == 2);
+            fetch_all(&w);
+            CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
+            check(&w);
+            step_and_fetch(&w, 0);
+            check(&w);
+            CHECK_OK(mt_ledger_check(w.store));
+            close_world(&w);
+        }
+}
+
+static void *release(void *arg)
+{
+    (void)arg;
+    nanosleep(&(struct timespec){ 0, 20000000 }, NULL);
+    atomic_store(&disk.holding, 0);
+    return NULL;
+}
+
+/* The next read, or write, takes 20 ms: what should wait for it has time to come too early. */
+static pthread_t hold_next(atomic_int *which)
+{
+    pthread_t thread;
+
+    atomic_store(&disk.holding, 1);
+    atomic_store(which, 1);
+    REQUIRE(pthread_create(&thread, NULL, release, NULL) == 0);
+    return thread;
+}
+
+/* FED: else its sum would be compared with that of what was written meanwhile. */
+static void an_update_waits_for_reads_of_its_weights_ahead(void)
+{
+    static const int first = 0;
+    world            w;
+
+    open_fed(&w, 4, 0, 0);
+    for (int i = 0; i < 3; i++) {
+        pthread_t thread;
+
+        step_and_fetch(&w, 0);
+        mt_feed_expect(w.feed, &first, 0);
+        fetch_all(&w);                   /* the last one's piece in every buffer */
+        read_as_far_as_it_goes(&w);      /* of the first unit's states, too */
+        thread = hold_next(&disk.hold_read);
+        mt_feed_expect(w.feed, &first, 1);
+        CHECK_OK(update(&w, 0, all, PARAMS, 0));
+        read_as_far_as_it_goes(&w);
+        pthread_join(thread, NULL);
+        fetch_all(&w);
+        CHECK_OK(mt_ledger_check(w.store));
+    }
+    close_world(&w);
+}
+
+typedef struct fetching {
+    world    *w;
+    char     *slot;
+    mt_status st;
+} fetching;
+
+static void *fetch_first(void *arg)
+{
+    fetching *f = arg;
+
+    f->st = fetch(f->w, 0, f->slot);
+    return NULL;
+}
+
+/* The update waits for the fetch that began before it, so that must not wait for the update. */
+static void a_fetch_that_began_reads_on_when_an_update_is_announced(void)
+{
+    errand    e;
+    fetching  f;
+    pthread_t thread;
+    world     w;
+
+    open_fed(&w, 2, 0, 0);
+    mt_ledger_watchdog(w.store, 5);
+    f = (fetching){ .w = &w, .slot = slot_of(&w, 0) };
+    atomic_store(&disk.stalled, 1);
+    REQUIRE(pthread_create(&thread, NULL, fetch_first, &f) == 0);
+    nanosleep(&(struct timespec){ 0, 20000000 }, NULL);
+    e = (errand){ .w = &w, .params = all, .n = PARAMS, .unit = 0, .step = 1 };
+    CHECK_OK(put(&w, &e));
+    atomic_store(&disk.stalled, 0);
+    CHECK_OK(over(&w, &e));
+    pthread_join(thread, NULL);
+    CHECK_OK(f.st);
+    CHECK_OK(mt_ledger_check(w.store));
+    free(f.slot);
+    close_world(&w);
+}
+
+/* WRITTEN: the unit's update is over, and its first piece is still on its way to the disk. */
+static void a_fetch_waits_for_the_write_of_what_it_reads(void)
+{
+    pthread_t thread;
+    world     w;
+
+    open_fed(&w, 9, 0, 0);
+    step_and_fetch(&w, 0);
+    read_as_far_as_it_goes(&w);
+    thread = hold_next(&disk.hold_write);
+    CHECK_OK(update(&w, 0, all, PARAMS, 0));
+    fetch_all(&w);
+    pthread_join(thread, NULL);
+    CHECK_OK(mt_ledger_check(w.store));
+    close_world(&w);
+}
+
+/* PUSHED: what was read ahead is not used, and what is being read is waited for. */
+static void a_push_meets_no_read_ahead_of_its_weights(void)
+{
+    static const int second = 1;
+    world            w;
+
+    open_fed(&w, 4, 0, 0);
+    fetch_all(&w);
+    for (int held = 0; held < 2; held++) {
+        pthread_t thread;
+
+        CHECK_OK(mt_disk_bring(w.disk, 1, 1u << MT_PLANE_HI));
+        read_as_far_as_it_goes(&w);
+        plane(&w, 1, 0, MT_PLANE_HI)[3] = w.hi[1][0][3] = (float)(17 + held);
+        thread = hold_next(held ? &disk.hold_read : &disk.hold_write);
+        mt_feed_expect(w.feed, &second, 1);
+        if (!held)
+            read_as_far_as_it_goes(&w);
+        CHECK_OK(mt_disk_push(w.disk, 1, 0, 1u << MT_PLANE_HI));
+        pthread_join(thread, NULL);
+        fetch_from(&w, 1, 1);
+        CHECK_OK(mt_ledger_check(w.store));
+    }
+    close_world(&w);
+}
+
+static void weights_are_read_ahead_before_anybody_fetches_them(void)
+{
+    static const int units[2] = { 1, 2 };
+    world            w;
+    uint64_t         read;
+
+    open_fed(&w, 9, 0, 0);
+    read = mt_disk_stats_get(w.disk).read_bytes;
+    mt_feed_expect(w.feed, units, 2);
+    read_as_far_as_it_goes(&w);
+    CHECK(mt_disk_stats_get(w.disk).read_bytes > read + mt_store_hi_bytes(w.store, 1));
+    read = mt_disk_stats_get(w.disk).read_bytes;
+    mt_feed_expect(w.feed, units, 0);
+    fetch_all(&w);               /* those are given up for what is fetched first */
+    CHECK(mt_disk_stats_get(w.disk).read_bytes > read);
+    CHECK(mt_disk_stats_get(w.disk).buffer_bytes > 10 * BUFFER);
+    close_world(&w);
+}
+
+typedef struct mover {
+    world     *w;
+    int        unit;
+    atomic_int stop;
+} mover;
+
+static void *keep_fetching(void *arg)
+{
+    mover *m = arg;
+    char  *slot = slot_of(m->w, m->unit);
+
+    while (!atomic_load(&m->stop))
+        CHECK_OK(fetch(m->w, m->unit, slot));
+    CHECK_OK(m->w->dev->ops->sync(m->w->h2d));
+    free(slot);
+    return NULL;
+}
+
+/* PUSHED: fetches of the unit go on meanwhile. What they bring is old or new; none reads what is being written. */
+static void weights_are_written_from_outside_while_they_are_fetched(void)
+{
+    world     w;
+    mover     m = { .w = &w, .unit = 1 };
+    pthread_t thread;
+
+    open_fed(&w, 3, 300, 0);
+    step_and_fetch(&w, 0);
+    REQUIRE(pthread_create(&thread, NULL, keep_fetching, &m) == 0);
+    for (int i = 0; i < 8; i++)
+        for (int p = 0; p < PARAMS; p++) {
+            CHECK_OK(mt_disk_bring(w.disk, 1, 1u << MT_PLANE_HI));
+            for (int64_t k = 0; k < numels[1][p]; k++)
+                plane(&w, 1, p, MT_PLANE_HI)[k] = w.hi[1][p][k] = value(i, p, k);
+            CHECK_OK(mt_disk_push(w.disk, 1, p, 1u << MT_PLANE_HI));
+        }
+    atomic_store(&m.stop, 1);
+    pthread_join(thread, NULL);
+    fetch_all(&w);
+    step_and_fetch(&w, 0);
+    check(&w);
+    CHECK_OK(mt_ledger_check(w.store));
+    close_world(&w);
+}
+
+static void weights_take_memory_only_from_a_read_to_behind_the_next_update(void)
+{
+    float old;
+    world w;
+
+    open_fed(&w, 2, 0, 0);
+    CHECK_OK(mt_disk_bring(w.disk, 2, 1u << MT_PLANE_HI));
+    CHECK(mt_store_bytes(w.store, MT_PLANE_HI) >= mt_store_hi_bytes(w.store, 2));
+    CHECK(mt_store_bytes(w.store, MT_PLANE_HI) < 2 * mt_store_hi_bytes(w.store, 2));
+    compare(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2], numels[2][2], "weight", 2, 2);
+    mt_disk_forget(w.disk, 2);           /* they are no older than the file's */
+    CHECK(mt_store_bytes(w.store, MT_PLANE_HI) >= mt_store_hi_bytes(w.store, 2));
+    old = w.hi[2][2][77];
+    step_and_fetch(&w, 0);
+    CHECK(plane(&w, 2, 2, MT_PLANE_HI)[77] == old);      /* somebody's graph may have them */
+    for (int u = 0; u < UNITS; u++)
+        mt_feed_forget(w.feed, u);
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_COUNT), 0);
+    check(&w);
+    close_world(&w);
+}
+
+/* LoRA: large weights that are not trained, small ones between them that are. */
+static void what_is_not_trained_is_read_by_fetches_alone(void)
+{
+    mt_param_desc    d[3] = { { MT_F32, 30000, 0 }, { MT_F32, 500, 1 }, { MT_F32, 30000, 0 } };
+    static const int second = 1;
+    mt_disk_stats    before, now;
+    world            w;
+    errand           e;
+    int              unit;
+
+    open_fed(&w, 2, 0, 0);
+    mt_feed_close(w.feed);
+    w.feed = NULL;
+    REQUIRE(mt_store_add(w.store, "lora", d, 3, &unit) == MT_OK);
+    CHECK_OK(mt_disk_add(w.disk, unit, 1));
+    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    CHECK_OK(mt_disk_push(w.disk, unit, -1, 1u << MT_PLANE_HI));
+    before = mt_disk_stats_get(w.disk);
+    e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = 1 };
+    CHECK_OK(put(&w, &e));
+    CHECK_OK(over(&w, &e));
+    CHECK_OK(mt_disk_bring(w.disk, unit, 1u << MT_PLANE_M));     /* waits for what is written of it */
+    now = mt_disk_stats_get(w.disk);
+    CHECK_EQ(now.written_bytes - before.written_bytes, 2 * MT_BLOCK_ALIGN);      /* 500 weights, 1,000 moments */
+    close_world(&w);
+}
+
+/* Buffers of the feed were made for pieces of weights with their states: one without would not fit. */
+static void what_is_trained_is_settled_when_weights_go_to_disk(void)
+{
+    mt_param_desc d = { MT_F32, 40000, 1 };
+    world         w;
+    int           unit;
+
+    open_world(&w, 2, 0);
+    REQUIRE(mt_store_add(w.store, "late", &d, 1, &unit) == MT_OK);
+    CHECK_OK(mt_disk_add(w.disk, unit, 1));
+    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 0));
+    CHECK_EQ(mt_disk_push(w.disk, unit, -1, 1u << MT_PLANE_HI), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "unit late");
+    CHECK_HAS(mt_last_error(), "fetches have buffers of");
+    close_world(&w);
+}
+
+/* A frozen one's weights alone are in the file; trained later, its states are in memory. */
+static void frozen_weights_are_fetched_and_trained_later(void)
+{
+    mt_param_desc    d[2] = { { MT_F32, 40000, 0 }, { MT_F32, 500, 1 } };
+    static const int both[2] = { 0, 1 };
+    world            w;
+    char            *slot;
+    int              unit;
+
+    open_fed(&w, 2, 0, 0);
+    mt_feed_close(w.feed);
+    REQUIRE(mt_store_add(w.store, "lora", d, 2, &unit) == MT_OK);
+    CHECK_OK(mt_disk_add(w.disk, unit, 1));
+    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    for (int p = 0; p < 2; p++)
+        for (int64_t i = 0; i < d[p].numel; i++)
+            plane(&w, unit, p, MT_PLANE_HI)[i] = (float)(i % 7);
+    CHECK_OK(mt_disk_push(w.disk, unit, -1, 1u << MT_PLANE_HI));
+    CHECK_OK(mt_disk_chill(w.disk, unit));
+    for (int i = 0; i < 2; i++) {
+        errand e = { .w = &w, .params = both + (i == 0), .n = 1 + i, .unit = unit, .step = i + 1 };
+
+        if (i == 1)
+            CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 1));
+        CHECK_OK(put(&w, &e));
+        CHECK_OK(over(&w, &e));
+    }
+    slot = slot_of(&w, unit);
+    CHECK_OK(fetch(&w, unit, slot));
+    CHECK_OK(w.dev->ops->sync(w.h2d));
+    /* Step 2 alone: m = 2 + i % 5, v = 2 m. */
+    CHECK(((float *)(void *)slot)[39999] == (float)(39999 % 7) + 2 * (float)(2 + 39999 % 5) - (float)(39999 % 3));
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
+    CHECK(mt_store_bytes(w.store, MT_PLANE_M) >= 40000 * 4);
+    CHECK(plane(&w, unit, 0, MT_PLANE_M)[39999] == (float)(2 + 39999 % 5));
+    free(slot);
+    close_world(&w);
+}
+
+static void a_fetch_that_fails_is_a_fault_that_names_its_weights(void)
+{
+    world w;
+    char *slot;
+
+    open_fed(&w, 3, 0, 0);
+    slot = slot_of(&w, 1);
+    atomic_store(&disk.fail_read, 1);
+    CHECK_EQ(fetch(&w, 1, slot), MT_EDISK);
+    CHECK_HAS(mt_last_error(), "plane HI of parameter ");
+    CHECK_HAS(mt_last_error(), "reading");
+    CHECK_EQ(mt_ledger_check(w.store), MT_EDISK);
+    close_world(&w);
+    free(slot);
+
+    open_world(&w, 1, 0);
+    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    CHECK_EQ(mt_feed_copy(w.feed, 0, NULL, w.h2d), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "unit first");
     close_world(&w);
 }
 
@@ -734,5 +1202,17 @@ static void open_refuses_buffers_that_hold_nothing(void)
     X(a_stalled_drive_is_named)                                     \
     X(an_updates_bytes_are_recorded_whatever_it_leaves_out)         \
     X(a_unit_has_one_home)                                          \
-    X(open_refuses_buffers_that_hold_nothing)
+    X(open_refuses_buffers_that_hold_nothing)                       \
+    X(fetches_bring_what_updates_have_written)                      \
+    X(an_update_waits_for_reads_of_its_weights_ahead)               \
+    X(a_fetch_that_began_reads_on_when_an_update_is_announced)      \
+    X(a_fetch_waits_for_the_write_of_what_it_reads)                 \
+    X(a_push_meets_no_read_ahead_of_its_weights)                    \
+    X(weights_are_read_ahead_before_anybody_fetches_them)           \
+    X(weights_are_written_from_outside_while_they_are_fetched)      \
+    X(weights_take_memory_only_from_a_read_to_behind_the_next_update) \
+    X(what_is_not_trained_is_read_by_fetches_alone)                 \
+    X(what_is_trained_is_settled_when_weights_go_to_disk)           \
+    X(frozen_weights_are_fetched_and_trained_later)                 \
+    X(a_fetch_that_fails_is_a_fault_that_names_its_weights)
 CHECK_MAIN(TESTS)

@@ -8,8 +8,10 @@
  */
 #include "dev_fault.h"
 #include "toy.h"
+#include "../../csrc/io/file.h"
 
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__SANITIZE_THREAD__)
 #define UNDER_TSAN 1
@@ -98,7 +100,7 @@ typedef struct config {
     int      max_us;             /* 0: run is the calling thread */
     int      odd;
     double   max_norm;
-    unsigned settled, through;   /* bit u: unit u lives on the device, or goes through it */
+    unsigned settled, through, filed;    /* bit u: unit u lives on the device, goes through it, or is on disk */
     int      look;               /* 1: another forward between the last backward and step() */
     int      traced;
     int      unlocked;           /* host memory cannot be locked, but for so many pages less one */
@@ -208,7 +210,11 @@ typedef struct engine {
     mt_offload  *o;
     mt_updater  *u;
     mt_through  *h;
-    unsigned     settled, through;
+    mt_file     *file;           /* these three: NULL where no unit is on disk */
+    mt_disk     *d;
+    mt_feed     *f;
+    char         dir[32];
+    unsigned     settled, through, filed;
     mt_slot_desc slots[SLOTS + UNITS];          /* the ring, then the settled units' */
     int          n_slots;
     source       source[SOURCES];
@@ -249,6 +255,31 @@ static mt_status engine_settle(engine *e)
             MT_TRY(mt_store_set_through(e->t.store, u, 1));
 fail:
     return st;
+}
+
+/* States and weights of these units; the toy had filled planes of theirs in memory. */
+static void engine_file(engine *e)
+{
+    strcpy(e->dir, "/tmp/mt_test_engine.XXXXXX");
+    REQUIRE(mkdtemp(e->dir) != NULL);
+    REQUIRE(mt_file_open(e->dir, 0, 3, NULL, &e->file) == MT_OK);
+    REQUIRE(mt_disk_open(e->t.store, mt_file_blocks(e->file), NULL, 3, MT_DISK_LEAST, &e->d) == MT_OK);
+    for (int u = 0; u < UNITS; u++)
+        if (e->filed >> u & 1) {
+            mt_store_drop(e->t.store, u, MT_PLANE_HI);
+            REQUIRE(mt_disk_add(e->d, u, 1) == MT_OK);
+        }
+    REQUIRE(mt_feed_open(e->t.dev, e->d, 3 * MT_BLOCK_ALIGN, &e->f) == MT_OK);
+    for (int u = 0; u < UNITS; u++) {
+        for (int p = 0; p < TOY_PARAMS && (e->filed >> u & 1); p++)
+            for (int64_t i = 0; i < toy_numel(u, p); i++)
+                toy_at(&e->t, u, p, MT_PLANE_HI)[i] = toy_value(u, p, i);
+        CHECK_OK(mt_disk_push(e->d, u, -1, 1u << MT_PLANE_HI));
+        CHECK_OK(mt_disk_chill(e->d, u));
+    }
+    mt_disk_timeline(e->d, e->timeline);
+    mt_update_disk(e->u, e->d);
+    mt_stream_feed(e->s, e->f);
 }
 
 static mt_status engine_threads(engine *e)
@@ -298,8 +329,11 @@ static void engine_open(engine *e, const config *c)
     e->naps = c->seed;
     e->settled = c->settled;
     e->through = c->through;
+    e->filed = c->filed;
     engine_slots(e);
     REQUIRE(engine_threads(e) == MT_OK);
+    if (e->filed != 0)
+        engine_file(e);
     CHECK_OK(mt_timeline_on(e->timeline, c->traced));
     engine_debug(e, c->debug);
 }
@@ -310,6 +344,11 @@ static void engine_stop(engine *e)
     mt_through_close(e->h);
     mt_offload_close(e->o);
     mt_stream_close(e->s);
+    mt_feed_close(e->f);
+    mt_disk_close(e->d);
+    mt_file_close(e->file);
+    if (e->filed != 0)
+        CHECK_EQ(rmdir(e->dir), 0);
     mt_resident_close(e->r);
     (void)e->t.dev->ops->sync(e->t.run);
     mt_timeline_close(e->timeline);
@@ -318,6 +357,10 @@ static void engine_stop(engine *e)
     e->s = NULL;
     e->r = NULL;
     e->h = NULL;
+    e->f = NULL;
+    e->d = NULL;
+    e->file = NULL;
+    e->filed = 0;
     e->timeline = NULL;
 }
 
@@ -542,6 +585,18 @@ static mt_status compute_update(void *arg, mt_queue *q, const mt_through_part *p
     return st;
 }
 
+/* And of one on disk. */
+static mt_status update_pieces(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip)
+{
+    const update_arg *a = arg;
+
+    (void)pool;
+    for (int i = 0; i < n; i++)
+        update_param((float *)parts[i].at[MT_PLANE_HI],
+                     toy_at(&a->e->t, a->unit, parts[i].param, MT_PLANE_GRAD) + parts[i].from, parts[i].n, clip);
+    return MT_OK;
+}
+
 /* As an update whose gradient is on the host. */
 static mt_status put_nothing(void *arg, mt_queue *q, float clip)
 {
@@ -581,8 +636,8 @@ static uint64_t submit(engine *e, double max_norm)
         *a = (update_arg){ e, u };
         jobs[n++] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
                                      .run = run_update, .put = put_update, .list = list_update,
-                                     .compute = compute_update, .bytes = 1000, .free = free,
-                                     .arg = a };
+                                     .compute = compute_update, .pieces = update_pieces, .bytes = 1000,
+                                     .free = free, .arg = a };
     }
     CHECK_OK(mt_update_submit(e->u, jobs, n, max_norm, e->t.run, &ticket));
     for (int u = 0; u < UNITS; u++)             /* zero_grad() at once, as users do */
@@ -596,7 +651,8 @@ static void read_back(engine *e)
 {
     for (int u = 0; u < UNITS; u++) {
         CHECK_OK(mt_ledger_wait_updates(e->t.store, u));
-        CHECK_OK(mt_resident_bring(e->r, u, 1u << MT_PLANE_HI));
+        CHECK_OK(e->filed >> u & 1 ? mt_disk_bring(e->d, u, 1u << MT_PLANE_HI)
+                                   : mt_resident_bring(e->r, u, 1u << MT_PLANE_HI));
         for (int p = 0; p < TOY_PARAMS; p++)
             memcpy(e->out.w[u][p], toy_at(&e->t, u, p, MT_PLANE_HI),
                    (size_t)toy_numel(u, p) * sizeof(float));
@@ -618,6 +674,8 @@ static void train(engine *e, const config *c, uint64_t *ticket)
         }
         if (s.backward)
             ticket[step] = submit(e, c->max_norm);
+        if (step % 2 && e->filed != 0)           /* what is read here is forgotten by a later window */
+            CHECK_OK(mt_disk_bring(e->d, __builtin_ctz(e->filed), 1u << MT_PLANE_HI));
     }
     CHECK_OK(e->t.dev->ops->sync(e->t.run));
     read_back(e);
@@ -713,6 +771,15 @@ static void units_that_go_through_equal_the_plain_loop(void)
         CHECK(same(&(config){ .seed = seed, .max_us = seed % 3 ? 60 : 0, .odd = seed % 2,
                               .max_norm = seed % 3 ? 0.5 : 0, .through = (unsigned)seed * 13 & ALL_UNITS,
                               .settled = seed % 4 ? 0 : 2, .traced = seed % 5 == 0,
+                              .debug = { .poison = seed % 2, .sync = seed % 7 == 6 } }));
+}
+
+static void units_on_disk_equal_the_plain_loop(void)
+{
+    for (uint64_t seed = 0; seed < 14; seed++)
+        CHECK(same(&(config){ .seed = seed, .max_us = seed % 3 ? 60 : 0, .odd = seed % 2,
+                              .max_norm = seed % 3 ? 0.5 : 0, .settled = seed % 4 ? 0 : 2, .look = seed % 5 == 1,
+                              .filed = seed % 2 ? ALL_UNITS & ~2u : 0x15, .traced = seed % 5 == 0,
                               .debug = { .poison = seed % 2, .sync = seed % 7 == 6 } }));
 }
 
@@ -1440,7 +1507,7 @@ static void every_failing_device_call_ends_all_and_frees_everything(void)
     X(settled_units_equal_the_plain_loop_without_overlap) \
     X(settled_units_on_the_calling_thread_equal_the_plain_loop) \
     X(settled_units_with_random_delays_equal_the_plain_loop) \
-    X(units_that_go_through_equal_the_plain_loop) \
+    X(units_that_go_through_equal_the_plain_loop) X(units_on_disk_equal_the_plain_loop) \
     X(without_settled_updated_bytes_are_wrong) X(without_settled_grad_bytes_are_wrong) \
     X(without_settled_landed_bytes_are_wrong) X(without_stepped_bytes_are_wrong) \
     X(without_asked_bytes_are_wrong) X(without_taken_bytes_are_wrong) \

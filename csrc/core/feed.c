@@ -1,0 +1,410 @@
+/* feed.c — weights from the file to slots: read into a buffer, copied from there, and the buffer is free again.
+ *
+ * All under the disk's mu, but for waits on the device: those are the mover's, which alone puts copies.
+ */
+#include "disk_impl.h"
+
+#include "clock.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define LEAST    2                       /* buffers: one is read while another is copied */
+#define MOST     64                      /* what keeps sixteen threads of the file at work, and more */
+#define EXPECTED 8                       /* units */
+
+typedef enum { EMPTY, LOADING, LOADED, TAKEN, COPYING } stage;    /* TAKEN: by the mover, which puts its copy */
+
+typedef struct load {
+    mt_feed   *feed;
+    char      *mem;
+    mt_request r;                        /* under way when LOADING */
+    stage      at;                       /* mu, as all below */
+    int        unit, piece;
+    int        dropped;                  /* LOADING: nobody wants it any more */
+    mt_event  *copied;                   /* recorded on h2d by the mover, behind the copy */
+    mt_post    post;                     /* of the request */
+    uint64_t   begun_ns;
+} load;
+
+struct mt_feed {
+    mt_disk *disk;
+    mt_dev  *dev;
+    load    *loads;                      /* [n_loads] */
+    int      n_loads;
+    mt_arena memory;
+    int      unit, piece;                /* to be copied next; unit -1: nothing is fetched now. mu */
+    int      begun;                      /* and its fetch is in the ledger. mu */
+    int      expected[EXPECTED], n_expected;         /* units. mu */
+};
+
+/* ---- reading ahead: under mu ------------------------------------------------------------ */
+
+static load *find(const mt_feed *f, stage at, int unit, int piece)
+{
+    for (int i = 0; i < f->n_loads; i++) {
+        load *k = &f->loads[i];
+
+        if (k->at == at && (unit < 0 || (k->unit == unit && k->piece == piece)))
+            return k;
+    }
+    return NULL;
+}
+
+static int expected(const mt_feed *f, int unit)
+{
+    for (int i = 0; i < f->n_expected; i++)
+        if (f->expected[i] == unit)
+            return 1;
+    return 0;
+}
+
+/* A buffer for a piece of the unit: an empty one, or one whose weights nobody expects any more. What the unit that is
+ * fetched now needs comes before what others will. */
+static load *find_room(const mt_feed *f, int unit)
+{
+    load *k = find(f, EMPTY, -1, 0);
+
+    for (int i = 0; i < f->n_loads && k == NULL; i++) {
+        int of = f->loads[i].unit;
+
+        if (f->loads[i].at == LOADED && of != f->unit && (unit == f->unit || !expected(f, of)))
+            k = &f->loads[i];
+    }
+    return k;
+}
+
+/* On a thread of the file's. */
+static void load_over(mt_request *r)
+{
+    load    *k = r->arg;
+    mt_feed *f = k->feed;
+    mt_disk *d = f->disk;
+
+    mt__disk_tell(d, k->unit, k->piece, r);
+    pthread_mutex_lock(&d->mu);
+    mt__disk_note(d, k->unit, r, k->begun_ns);
+    mt_watch_end(mt_store_watch(d->store), &k->post, r->st);
+    k->at = k->dropped || r->st != MT_OK ? EMPTY : LOADED;
+    mt__feed_ahead(f);
+    pthread_cond_broadcast(&d->changed);
+    pthread_mutex_unlock(&d->mu);
+}
+
+static void put_read(mt_feed *f, load *k, int unit, int piece)
+{
+    mt_disk *d = f->disk;
+
+    k->at = LOADING;
+    k->unit = unit;
+    k->piece = piece;
+    k->dropped = 0;
+    k->begun_ns = mt_now_ns();
+    k->r = mt__disk_request(d, unit, piece, MT__WEIGHTS, 0, k->mem);
+    k->r.done = load_over;
+    k->r.arg = k;
+    mt_watch_begin(mt_store_watch(d->store), &k->post, "disk", mt_store_name(d->store, unit),
+                   "weights to be read for a fetch");
+    d->file->ops->put(d->file, &k->r);
+}
+
+/* The unit's pieces from one on, as far as there is room. 0: what comes behind them has to wait. A piece that is still
+ * being written stops it (WRITTEN), and so does a unit that is written from outside (PUSHED); the end of either calls
+ * again. */
+static int read_unit(mt_feed *f, int unit, int from)
+{
+    mt_disk          *d = f->disk;
+    const mt__layout *l = unit < d->n_units ? d->units[unit].lay : NULL;
+
+    for (int i = from; l != NULL && i < l->n_pieces; i++) {
+        load *room;
+
+        if (l->pieces[i].hi_bytes == 0 || find(f, LOADED, unit, i) != NULL)
+            continue;
+        if ((room = find(f, LOADING, unit, i)) != NULL && !room->dropped)
+            continue;
+        if (room != NULL || unit == d->held || (unit + 1 == d->away && d->sent.write) ||
+            mt__disk_writing(d, unit, i) ||
+            (room = find_room(f, unit)) == NULL)
+            return 0;
+        put_read(f, room, unit, i);
+    }
+    return 1;
+}
+
+/* FED: of a unit whose update is announced nothing is read ahead. Once its fetch has begun, the update waits for
+ * that. */
+static int may_read(const mt_feed *f, int unit)
+{
+    return (unit == f->unit && f->begun) || !mt_ledger_updates_due(f->disk->store, unit);
+}
+
+void mt__feed_ahead(mt_feed *f)
+{
+    mt_disk *d = f->disk;
+    int      go = !d->failed;
+
+    if (go && f->unit >= 0)
+        go = may_read(f, f->unit) && read_unit(f, f->unit, f->piece);
+    for (int i = 0; go && i < f->n_expected; i++)
+        if (f->expected[i] != f->unit)
+            go = may_read(f, f->expected[i]) && read_unit(f, f->expected[i], 0);
+}
+
+void mt__feed_drop(mt_feed *f, int unit)
+{
+    for (int i = 0; i < f->n_loads; i++) {
+        load *k = &f->loads[i];
+
+        if (k->unit != unit)
+            continue;
+        if (k->at == LOADED)
+            k->at = EMPTY;
+        k->dropped = 1;
+    }
+}
+
+int mt__feed_reads(const mt_feed *f, int unit)
+{
+    for (int i = 0; i < f->n_loads; i++)
+        if (f->loads[i].at == LOADING && f->loads[i].unit == unit)
+            return 1;
+    return 0;
+}
+
+/* Buffers whose copies are over (COPIED) are read into again. */
+static mt_status reclaim(mt_feed *f)
+{
+    mt_status st = MT_OK;
+
+    for (int i = 0; i < f->n_loads; i++) {
+        load *k = &f->loads[i];
+        int   done = 0;
+
+        if (k->at != COPYING)
+            continue;
+        MT_TRY(f->dev->ops->query(k->copied, &done));
+        k->at = done ? EMPTY : COPYING;
+    }
+    mt__feed_ahead(f);
+fail:
+    return st;
+}
+
+void mt_feed_expect(mt_feed *f, const int *units, int n)
+{
+    mt_disk *d = f->disk;
+
+    pthread_mutex_lock(&d->mu);
+    f->n_expected = 0;
+    for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
+        if (mt_store_on_disk(d->store, units[i]) >> MT_PLANE_HI & 1)
+            f->expected[f->n_expected++] = units[i];
+    (void)reclaim(f);                    /* a device that fails fails the mover's calls too */
+    pthread_mutex_unlock(&d->mu);
+}
+
+/* ---- a fetch: the mover ------------------------------------------------------------------ */
+
+typedef struct awaited {
+    mt_feed  *f;
+    load     *k;                 /* has the piece, and is the mover's; NULL: not yet */
+    load     *copying;           /* to be waited for first, since no buffer is free; NULL: none */
+    mt_status st;
+} awaited;
+
+/* Under mu. */
+static int is_loaded(void *arg)
+{
+    awaited *a = arg;
+    mt_feed *f = a->f;
+
+    if (f->disk->failed || (a->st = reclaim(f)) != MT_OK)
+        return 1;
+    if ((a->k = find(f, LOADED, f->unit, f->piece)) != NULL) {
+        a->k->at = TAKEN;
+        f->piece++;
+        return 1;
+    }
+    if (find(f, LOADING, f->unit, f->piece) == NULL && find_room(f, f->unit) == NULL)
+        a->copying = find(f, COPYING, -1, 0);
+    return a->copying != NULL;
+}
+
+/* COPIED. Somebody else may have seen the same meanwhile, and read into k again. */
+static mt_status wait_copied(mt_feed *f, load *k)
+{
+    mt_disk  *d = f->disk;
+    mt_status st = mt_watch_event(mt_store_watch(d->store), k->copied, mt_store_name(d->store, f->unit),
+                                  "a copy of weights out of a buffer (COPIED)");
+
+    pthread_mutex_lock(&d->mu);
+    if (st == MT_OK && k->at == COPYING)
+        k->at = EMPTY;
+    pthread_mutex_unlock(&d->mu);
+    return st;
+}
+
+/* Until the next piece is in a buffer, which is then the mover's. */
+static mt_status take_load(mt_feed *f, load **out)
+{
+    mt_disk  *d = f->disk;
+    awaited   a = { .f = f };
+    mt_status st;
+
+    while (a.k == NULL) {
+        a.copying = NULL;
+        st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_loaded, &a,
+                            mt_store_name(d->store, f->unit), "its weights from disk (READ)");
+        if (st == MT_OK && a.st != MT_OK)
+            st = a.st;
+        if (st == MT_OK && a.copying != NULL)
+            st = wait_copied(f, a.copying);
+        else if (st == MT_OK && a.k == NULL)
+            st = mt_ledger_check(d->store);          /* the disk failed */
+        if (st != MT_OK)
+            return st;
+    }
+    *out = a.k;
+    return MT_OK;
+}
+
+static mt_status put_copy(mt_feed *f, load *k, char *mem, mt_queue *h2d)
+{
+    mt_disk         *d = f->disk;
+    const mt__piece *c = &d->units[k->unit].lay->pieces[k->piece];
+    mt_span          span;
+    mt_status        st;
+
+    mt_timeline_begin(d->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, k->unit, h2d);
+    MT_TRY(f->dev->ops->copy(h2d, mem + c->hi_at, k->mem, c->hi_bytes));
+    mt_timeline_end(d->timeline, &span, c->hi_bytes, h2d);
+    MT_TRY(f->dev->ops->record(h2d, k->copied));
+fail:
+    pthread_mutex_lock(&d->mu);
+    k->at = COPYING;                     /* from here on its event is that of this copy */
+    pthread_mutex_unlock(&d->mu);
+    return st;
+}
+
+static mt_status copy_unit(mt_feed *f, const mt__layout *l, char *mem, mt_queue *h2d)
+{
+    mt_status st = MT_OK;
+
+    for (int i = 0; i < l->n_pieces; i++) {
+        load *k;
+
+        MT_TRY(take_load(f, &k));
+        MT_TRY(put_copy(f, k, mem, h2d));
+    }
+fail:
+    return st;
+}
+
+/* unit -1: none. */
+static const mt__layout *aim(mt_feed *f, int unit, int begun)
+{
+    mt_disk          *d = f->disk;
+    const mt__layout *l;
+
+    pthread_mutex_lock(&d->mu);
+    l = unit >= 0 && unit < d->n_units ? d->units[unit].lay : NULL;
+    f->unit = l != NULL ? unit : -1;
+    f->piece = 0;
+    f->begun = begun;
+    mt__feed_ahead(f);
+    pthread_mutex_unlock(&d->mu);
+    return l;
+}
+
+void mt_feed_next(mt_feed *f, int unit)
+{
+    (void)aim(f, unit, 0);
+}
+
+void mt_feed_forget(mt_feed *f, int unit)
+{
+    mt_disk_forget(f->disk, unit);
+}
+
+mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
+{
+    const mt__layout *l = aim(f, unit, 1);
+    mt_status         st;
+
+    if (l == NULL)
+        return MT_FAIL(MT_ESTATE, "unit %s: its weights were never written to disk; push them first",
+                       mt_store_name(f->disk->store, unit));
+    st = copy_unit(f, l, mem, h2d);
+    (void)aim(f, -1, 0);
+    return st;
+}
+
+/* ---- open and close --------------------------------------------------------------------- */
+
+static mt_status open_loads(mt_feed *f, int n, size_t each)
+{
+    mt_status st;
+
+    if ((f->loads = calloc((size_t)n, sizeof *f->loads)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers of weights", n);
+    f->n_loads = n;
+    for (int i = 0; i < n; i++) {
+        f->loads[i] = (load){ .feed = f, .mem = (char *)f->memory.base + (size_t)i * each, .unit = -1 };
+        MT_TRY(f->dev->ops->event_open(f->dev, &f->loads[i].copied));
+    }
+    return MT_OK;
+fail:
+    return st;
+}
+
+mt_status mt_feed_open(mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out)
+{
+    size_t    each = d->most_weights > 0 ? d->most_weights : MT_BLOCK_ALIGN;
+    int       n = (int)(bytes / each);
+    mt_feed  *f = calloc(1, sizeof *f);
+    mt_status st;
+
+    if (f == NULL)
+        return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *f);
+    n = n < LEAST ? LEAST : n > MOST ? MOST : n;
+    *f = (mt_feed){ .disk = d, .dev = dev, .unit = -1 };
+    MT_TRY(mt_arena_open(&f->memory, (size_t)n * each, NULL, dev, "buffers of weights on disk",
+                         mt_store_bytes(d->store, MT_PLANE_COUNT)));
+    MT_TRY(open_loads(f, n, each));
+    pthread_mutex_lock(&d->mu);
+    d->stats.buffer_bytes += f->memory.bytes;
+    d->feed = f;
+    pthread_mutex_unlock(&d->mu);
+    *out = f;
+    return MT_OK;
+
+fail:
+    mt_feed_close(f);
+    return st;
+}
+
+/* Reads that are under way end first; the queue's copies are over, since the mover's queue was closed. */
+void mt_feed_close(mt_feed *f)
+{
+    mt_disk *d;
+
+    if (f == NULL)
+        return;
+    d = f->disk;
+    pthread_mutex_lock(&d->mu);
+    f->unit = -1;                        /* nothing more is read */
+    f->n_expected = 0;
+    while (find(f, LOADING, -1, 0) != NULL)
+        pthread_cond_wait(&d->changed, &d->mu);
+    if (d->feed == f) {
+        d->feed = NULL;
+        d->stats.buffer_bytes -= f->memory.bytes;
+    }
+    pthread_mutex_unlock(&d->mu);
+    for (int i = 0; i < f->n_loads; i++)
+        f->dev->ops->event_close(f->loads[i].copied);
+    mt_arena_close(&f->memory);
+    free(f->loads);
+    free(f);
+}
