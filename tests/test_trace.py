@@ -349,7 +349,7 @@ def test_slow_layers_are_bound_by_compute() -> None:
 
 def test_slow_fetches_are_bound_by_copies_to_the_device() -> None:
     """Evaluation: nothing but fetches goes through a delayed queue."""
-    model = streamed(delay_us=20_000)
+    model = streamed(delay_us=60_000)
     with mt.trace(model) as t, torch.no_grad():
         for _ in range(3):
             model(torch.ones(2, 8))
