@@ -4,9 +4,12 @@
 #   make test PYTHON=path/to/python        with an environment you have: torch and the test extra in it
 #   make test TORCH="torch --index-url https://download.pytorch.org/whl/cu130"    another torch
 
-# Without an NVIDIA driver (of WSL2: dxg) PyTorch's own build for the CPU: a tenth of what PyPI's brings.
+# Without an NVIDIA driver (of WSL2: dxg) PyTorch's own build for the CPU: a tenth of what PyPI's brings. Asked once
+# whether it is there: pip would ask again and again, for every package.
 CARD  := $(wildcard /dev/nvidiactl /dev/dxg)
-TORCH ?= torch==2.13.0 $(if $(CARD),,--extra-index-url https://download.pytorch.org/whl/cpu)
+INDEX := https://download.pytorch.org/whl/cpu
+ASK    = from urllib.request import urlopen; urlopen("$(INDEX)/torch/", timeout=5)
+TORCH ?= torch==2.13.0 $(if $(CARD),,$(shell python3 -c '$(ASK)' 2>/dev/null && echo --extra-index-url $(INDEX)))
 JOBS  ?= $(shell nproc)
 
 ifdef PYTHON
