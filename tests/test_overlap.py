@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
 
-SEEDS = 20
+SEEDS = 10
 DELAY_US = 200          # a layer of the model computes for about as long
 
 SCENARIOS = [
