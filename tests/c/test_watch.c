@@ -378,6 +378,7 @@ static mt_status update_nothing(void *arg, mt_pool *pool, float clip)
 
 static void a_stalled_compute_is_named(void)
 {
+    static const char updater[] = "waits for the hand-over of its gradients";
     static float    grads[64];
     static const int params[1] = { 0 };
     mt_grad_item    item = { 0, grads, MT_GRAD_SET, 0 };
@@ -406,7 +407,8 @@ static void a_stalled_compute_is_named(void)
     CHECK(atomic_load(&warned) >= 1);
     CHECK_HAS(warning, "compute, unit layers.0 waits for its gradients' kernels (the event GRAD)");
     CHECK_HAS(mt_last_error(), "d2h, unit layers.0 waits for its gradients' copies (the event LANDED), since ");
-    CHECK_HAS(mt_last_error(), "waits for the hand-over of its gradients");
+    /* The updater's wait may find itself stuck just before the caller's: it was there when compute was warned of. */
+    CHECK(strstr(mt_last_error(), updater) != NULL || strstr(warning, updater) != NULL);
     atomic_store(&g.open, 1);
     (void)mt_update_drain(u);                            /* the updater's own wait was a fault */
     mt_update_close(u);
