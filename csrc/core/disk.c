@@ -194,9 +194,9 @@ static size_t piece_bytes(const mt__piece *c)
 /* real: with the planes as they are made; else as they would be now. */
 static mt_status cut(const mt_disk *d, int u, int real, mt__layout **out)
 {
-    int       n = mt_store_params(d->store, u);
+    int         n = mt_store_params(d->store, u);
     mt__layout *l = calloc(1, sizeof *l);
-    mt_status st = MT_OK;
+    mt_status   st = MT_OK;
 
     if (l == NULL || (l->planes = calloc((size_t)n + 1, sizeof *l->planes)) == NULL) {
         st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to describe its %d parameters", mt_store_name(d->store, u), n);
@@ -397,17 +397,28 @@ static mt__buffer *find_piece(mt_disk *d, int u, int number)
     return NULL;
 }
 
+/* The first piece from one on that has states, or how many pieces there are. What has none is rarely updated, and then
+ * read when it is asked for. */
+static int with_states(const mt__layout *l, int from)
+{
+    while (from < l->n_pieces && l->pieces[from].section[MT__STATES].bytes == 0)
+        from++;
+    return from;
+}
+
 static void step_on(mt_disk *d)
 {
     const mt__disk_unit *u = &d->units[d->next_unit];
+    const mt__layout    *l = u->lay;
 
-    while (++d->next_piece < u->lay->n_pieces)
-        if (u->lay->pieces[d->next_piece].section[MT__STATES].bytes > 0)
-            return;                      /* what has no states is rarely updated, and then read when it is asked for */
-    d->next_piece = 0;
+    d->next_piece = with_states(l, d->next_piece + 1);
+    if (d->next_piece < l->n_pieces)
+        return;
     d->next_unit = u->next;
+    l = d->next_unit >= 0 ? d->units[d->next_unit].lay : NULL;
+    d->next_piece = l != NULL ? with_states(l, 0) : 0;
     /* One that was never updated has nothing that could be read. */
-    if (d->next_unit >= 0 && (d->units[d->next_unit].lay == NULL || d->units[d->next_unit].lay->n_pieces == 0))
+    if (l == NULL || d->next_piece == l->n_pieces)
         d->next_unit = -1;
 }
 

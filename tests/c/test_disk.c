@@ -1101,6 +1101,13 @@ static void what_is_not_trained_is_read_by_fetches_alone(void)
     CHECK_OK(mt_disk_bring(w.disk, unit, 1u << MT_PLANE_M));     /* waits for what is written of it */
     now = mt_disk_stats_get(w.disk);
     CHECK_EQ(now.written_bytes - before.written_bytes, 2 * MT_BLOCK_ALIGN);      /* 500 weights, 1,000 moments */
+    for (int step = 2; step <= 3; step++) {
+        e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = step };
+        CHECK_OK(put(&w, &e));
+        CHECK_OK(over(&w, &e));
+    }
+    read_as_far_as_it_goes(&w);          /* ahead too, for a fourth */
+    CHECK(mt_disk_stats_get(w.disk).read_bytes - now.read_bytes <= 3 * 2 * MT_BLOCK_ALIGN);
     close_world(&w);
 }
 
