@@ -39,6 +39,7 @@ from common import (
 import megatrain_torch as mt
 from megatrain_torch import _core
 from megatrain_torch.checkpoint import WRITERS
+from megatrain_torch.formats import FORMATS
 
 REQUEST = 4 << 20
 PAUSE_S = 1.0  # before each run: what a drive still does of the one before
@@ -57,6 +58,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--raw-gib", type=float, default=16.0 if cuda else 0.0625, help="of the raw file")
     add("--reps", type=int, default=3)
     add("--steps", type=int, default=6, help="without a save, to compare with")
+    add("--states", choices=FORMATS, default="fp32", help="how mt.AdamW keeps its states")
     add("--spare", help="of the save behind training; default: as much as it has bytes")
     return parser.parse_args(), device
 
@@ -73,7 +75,7 @@ class Run:
         self.device = device
         self.ids = torch.randint(args.vocab, (args.tokens // args.seq, args.seq), device=device)
         self.model = mt.stream(build_model(args, args.layers, args.seq, torch.bfloat16), device=device)
-        self.opt = mt.AdamW(self.model.parameters(), lr=1e-5, max_grad_norm=1.0)
+        self.opt = mt.AdamW(self.model.parameters(), lr=1e-5, max_grad_norm=1.0, states=args.states)
 
     def step(self) -> float:
         """Seconds, from an idle device to the next: updates run on, behind the next step."""
@@ -89,7 +91,7 @@ def against_raw(bench: str, device: torch.device, args: Any, rates: list[float],
                 **fields: Any) -> None:  # fmt: skip
     limit = statistics.mean(r[way] for r in limits) / 1e9
     found = spread(rates)
-    emit("save", device, case=bench, unit="GB/s", **found, limit=limit, share=found["median"] / limit,
+    emit("save", device, case=bench, unit="GB/s", **found, limit=limit, states=args.states, share=found["median"] / limit,
          limit_from="the same file system moved raw, before and after, in this run", layers=args.layers,
          direct=limits[0]["direct"], **fields)  # fmt: skip
     table([(bench, f"{found['median']:.2f} GB/s, {found['median'] / limit:.1%} of {limit:.2f} raw")])
@@ -127,7 +129,7 @@ def bench_behind(run: Run, args: Any, folder: Path, spare: int | str, plain: dic
     mean = (sum(times) + saving.held) / len(times)  # what the call held up is the first step's
     emit("save", run.device, case="behind", unit="s", median=mean, n=len(times), slowest=max(times), held_s=saving.held,
          limit=plain["median"], limit_from="steps without a save, in this run", over=mean / plain["median"] - 1,
-         spare=str(spare), save_s=saving.seconds, gbps=saving.bytes / saving.seconds / 1e9, layers=args.layers,
+         states=args.states, spare=str(spare), save_s=saving.seconds, gbps=saving.bytes / saving.seconds / 1e9, layers=args.layers,
          tokens=args.tokens)  # fmt: skip
     table([(f"steps beside a save, spare {spare}", f"{mean:.3f} s, {mean / plain['median'] - 1:+.1%}; the slowest "
             f"{max(times):.3f} s; the call {saving.held:.3f} s; {len(times)} steps")])  # fmt: skip

@@ -95,7 +95,8 @@ def gemm(device: str) -> bool:
         dense[::len(dense) - 1], several[::len(dense) - 1] = x, other
         x, other = dense, several
     ops.gemm_(wide, other.t(), x)
-    return same((near, wide))
+    # tensor cores cut off what they align: two products added in one instruction or in two differ in the last bits
+    return same((near, wide)) if device == "cpu" else torch.allclose(near, wide, rtol=1e-5, atol=1e-5)
 
 
 OPS: dict[str, Callable[[str], bool]] = {f.__name__: f for f in (
