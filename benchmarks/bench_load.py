@@ -5,8 +5,8 @@
     python benchmarks/bench_load.py --path . --device cpu          # toy sizes, to try the script
 
 A process of its own writes the model's files, as transformers does; another, which has done nothing else, loads them.
-"limit": what that process had with its libraries and the device at hand, and the bytes of the store's planes; "peak": the
-most it had at any time, by the kernel's account (VmHWM), which counts pages of mapped files too.
+"limit": what that process had with its libraries and the device at hand, and the bytes of the store's planes; "peak":
+the most it had at any time, by the kernel's account (VmHWM), which counts pages of mapped files too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import GIB, add_device_argument, add_shape_arguments, build_model, emit, host_rss_bytes, table
+from common import (
+    GIB,
+    add_device_argument,
+    add_shape_arguments,
+    build_model,
+    emit,
+    host_rss_bytes,
+    table,
+)
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -92,12 +100,13 @@ def main() -> None:
         limits.append(raw(args.path, nbytes))
     limit, most = found["before"] + found["kept"], statistics.mean(r["read"] for r in limits) / 1e9
     rate = nbytes / found["seconds"] / 1e9
-    emit("load", device, case=f"{args.width} {args.layers} layers", unit="GiB", median=found["peak"] / GIB, limit=limit / GIB,
-         over=found["peak"] / limit - 1, before_gib=found["before"] / GIB, kept_gib=found["kept"] / GIB,
-         weights_gib=found["weights"] / GIB, seconds=found["seconds"], gbps=rate, raw_gbps=most)  # fmt: skip
+    emit("load", device, case=f"{args.width} {args.layers} layers", unit="GiB", median=found["peak"] / GIB,
+         limit=limit / GIB, over=found["peak"] / limit - 1, before_gib=found["before"] / GIB,
+         kept_gib=found["kept"] / GIB, weights_gib=found["weights"] / GIB, seconds=found["seconds"], gbps=rate,
+         raw_gbps=most)  # fmt: skip
     table([("peak", f"{found['peak'] / GIB:.2f} GiB, x{found['peak'] / limit:.3f} of {limit / GIB:.2f} GiB: "
             f"{found['before'] / GIB:.2f} before, {found['kept'] / GIB:.2f} kept"),
-           ("loaded", f"{nbytes / 1e9:.2f} GB in {found['seconds']:.1f} s: {rate:.2f} GB/s of {most:.2f} raw")])  # fmt: skip
+           ("loaded", f"{nbytes / 1e9:.2f} GB in {found['seconds']:.1f} s: {rate:.2f} GB/s of {most:.2f} raw")])
 
 
 if __name__ == "__main__":

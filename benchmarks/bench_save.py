@@ -5,7 +5,8 @@
     python benchmarks/bench_save.py --path . --device cpu          # toy sizes, to try the script
 
 "save": mt.save of weights and states while nothing else is done, synced and named, against the same file system
-written raw: 4 MiB requests, 8 under way, no sums. "load": mt.load of it, read twice (verify) and once.
+written raw: 4 MiB requests, 8 under way, no sums, where nothing was written before, as a checkpoint's files are;
+"again": against raw writes over that. "load": mt.load of it, read twice (verify) and once.
 "behind": steps from the call of an asynchronous save until it is over, against steps without, once with all the
 spare memory that the checkpoint takes (or --spare) and once with the least. The first step waits until units are
 copied, which is at the rate of memory in the one case and of the drive in the other, so the mean over all steps of
@@ -42,6 +43,7 @@ from megatrain_torch.checkpoint import WRITERS
 from megatrain_torch.formats import FORMATS
 
 REQUEST = 4 << 20
+PARTS = ["save", "behind", "load"]
 PAUSE_S = 1.0  # before each run: what a drive still does of the one before
 
 
@@ -59,7 +61,8 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--reps", type=int, default=3)
     add("--steps", type=int, default=6, help="without a save, to compare with")
     add("--states", choices=FORMATS, default="fp32", help="how mt.AdamW keeps its states")
-    add("--spare", help="of the save behind training; default: as much as it has bytes")
+    add("--spare", help="of the save behind training; default: as much as it has bytes, and the least")
+    add("--only", nargs="*", choices=PARTS, default=PARTS)
     return parser.parse_args(), device
 
 
@@ -91,31 +94,36 @@ def against_raw(bench: str, device: torch.device, args: Any, rates: list[float],
                 **fields: Any) -> None:  # fmt: skip
     limit = statistics.mean(r[way] for r in limits) / 1e9
     found = spread(rates)
-    emit("save", device, case=bench, unit="GB/s", **found, limit=limit, states=args.states, share=found["median"] / limit,
-         limit_from="the same file system moved raw, before and after, in this run", layers=args.layers,
-         direct=limits[0]["direct"], **fields)  # fmt: skip
-    table([(bench, f"{found['median']:.2f} GB/s, {found['median'] / limit:.1%} of {limit:.2f} raw")])
+    emit("save", device, case=bench, unit="GB/s", **found, limit=limit, share=found["median"] / limit,
+         states=args.states, limit_from="the same file system moved raw, before and after, in this run",
+         layers=args.layers, direct=limits[0]["direct"], **fields)  # fmt: skip
+    table([(bench, f"{found['median']:.2f} GB/s, {found['median'] / limit:.1%} of {limit:.2f} raw, {way}")])
 
 
-def bench_rates(run: Run, args: Any, folder: Path) -> int:
-    """Bytes of a checkpoint."""
-    limits, saves, loads, verified = [raw(args)], [], [], []
+def bench_saves(run: Run, args: Any, folder: Path) -> None:
+    limits, saves = [raw(args)], []
     for _ in range(args.reps):
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(PAUSE_S)
         saving = mt.save(run.model, run.opt, folder)
         saves.append(saving.bytes / saving.seconds / 1e9)
     limits.append(raw(args))
+    for name, way in (("save", "fresh"), ("save, again", "write")):
+        against_raw(name, run.device, args, saves, limits, way, gb=saving.bytes / 1e9)
+
+
+def bench_loads(run: Run, args: Any, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    nbytes = mt.save(run.model, run.opt, folder).bytes
+    limits, loads, verified = [raw(args)], [], []
     for _ in range(args.reps):
         for times, verify in ((loads, False), (verified, True)):
             began = time.perf_counter()
             mt.load(run.model, run.opt, folder, verify=verify)
-            times.append(saving.bytes / (time.perf_counter() - began) / 1e9)
-    gb = saving.bytes / 1e9
-    against_raw("save", run.device, args, saves, limits, "write", gb=gb)
-    against_raw("load", run.device, args, loads, limits, "read", gb=gb)
-    against_raw("load, verified first", run.device, args, verified, limits, "read", gb=gb)
-    return saving.bytes
+            times.append(nbytes / (time.perf_counter() - began) / 1e9)
+    limits.append(raw(args))
+    against_raw("load", run.device, args, loads, limits, "read", gb=nbytes / 1e9)
+    against_raw("load, verified first", run.device, args, verified, limits, "read", gb=nbytes / 1e9)
 
 
 def bench_behind(run: Run, args: Any, folder: Path, spare: int | str, plain: dict[str, Any]) -> None:
@@ -129,8 +137,8 @@ def bench_behind(run: Run, args: Any, folder: Path, spare: int | str, plain: dic
     mean = (sum(times) + saving.held) / len(times)  # what the call held up is the first step's
     emit("save", run.device, case="behind", unit="s", median=mean, n=len(times), slowest=max(times), held_s=saving.held,
          limit=plain["median"], limit_from="steps without a save, in this run", over=mean / plain["median"] - 1,
-         states=args.states, spare=str(spare), save_s=saving.seconds, gbps=saving.bytes / saving.seconds / 1e9, layers=args.layers,
-         tokens=args.tokens)  # fmt: skip
+         states=args.states, spare=str(spare), save_s=saving.seconds, gbps=saving.bytes / saving.seconds / 1e9,
+         layers=args.layers, tokens=args.tokens)  # fmt: skip
     table([(f"steps beside a save, spare {spare}", f"{mean:.3f} s, {mean / plain['median'] - 1:+.1%}; the slowest "
             f"{max(times):.3f} s; the call {saving.held:.3f} s; {len(times)} steps")])  # fmt: skip
 
@@ -143,12 +151,17 @@ def main() -> None:
         run.step()
     with tempfile.TemporaryDirectory(dir=args.path) as name:
         folder = Path(name) / "checkpoint"
-        nbytes = bench_rates(run, args, folder)
-        run.step()
-        plain = spread([run.step() for _ in range(args.steps)])
-        table([("step", f"{plain['median']:.3f} s")])
-        for spare in (args.spare or nbytes, 1):
-            bench_behind(run, args, folder, spare, plain)
+        nbytes = mt.save(run.model, run.opt, folder, dry_run=True).bytes
+        if "save" in args.only:
+            bench_saves(run, args, folder)
+        if "behind" in args.only:
+            run.step()
+            plain = spread([run.step() for _ in range(args.steps)])
+            table([("step", f"{plain['median']:.3f} s")])
+            for spare in (args.spare,) if args.spare else (nbytes, 1):
+                bench_behind(run, args, folder, spare, plain)
+        if "load" in args.only:
+            bench_loads(run, args, folder)
 
 
 if __name__ == "__main__":

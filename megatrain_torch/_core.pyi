@@ -248,8 +248,8 @@ def isa_runs(isa: int) -> bool: ...
 def disk_room(path: str) -> int:
     """Bytes that may be taken in a directory, once what crashed processes left there is removed."""
 def disk_measure(path: str, bytes: int, piece: int = 33554432, depth: int = 8, threads: int = 16) -> dict[str, Any]:
-    """{"write", "read", "both": bytes/s, "direct": bool} of requests of `piece` bytes, `depth` under way, over a file
-    of `bytes` that is made and removed; both: as much is read as is written."""
+    """{"fresh", "write", "read", "both": bytes/s, "direct": bool} of requests of `piece` bytes, `depth` under way, over
+    a file of `bytes` that is made and removed; fresh: written where nothing was; both: as much read as written."""
 def read_file(file: tuple[str, int, list[tuple[int, int, int, int]]], sums: bytes | None, threads: int, /) -> None:
     """Fills the memory of a file's extents; blocks that are read are compared with their sums. Without extents: all."""
 def register_ops() -> None:

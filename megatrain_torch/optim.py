@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _core, clipping
+from .astray import StoreStates
 from .errors import MegatrainError
 from .formats import GROUP, check_states
 from .guard import StreamedParameter, guard, plain
@@ -376,8 +377,8 @@ class AdamW(torch.optim.Optimizer):
         """States of a parameter that has none in this optimizer, over planes that are zero when they are new."""
         record.runtime.states_chosen = True
         names = MOMENTS if record.runtime.states == "fp32" else CODES
-        self.state[p] = {"step": torch.zeros(()), **{name: guard(record.view(plane), record)
-                                                     for name, plane in zip(names, record.moments)}}
+        views = {name: guard(record.view(plane), record) for name, plane in zip(names, record.moments)}
+        self.state[p] = StoreStates(step=torch.zeros(()), **views)
         self._counts[p] = 0
         if record.owner is not None:
             record.runtime.wait_used(record)
@@ -458,8 +459,9 @@ class AdamW(torch.optim.Optimizer):
         out = super().state_dict()
         index = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         for p, s in self.state.items():
-            if isinstance(p, StreamedParameter) and s and (p._mt.low_bytes or p._mt.dtype == torch.float16):
-                out["state"][index[id(p)]] = {**s, "master": master(p)}
+            if isinstance(p, StreamedParameter) and s:
+                below = p._mt.low_bytes or p._mt.dtype == torch.float16
+                out["state"][index[id(p)]] = {**s, **({"master": master(p)} if below else {})}
         return out
 
     def moments(self, p: Tensor) -> tuple[Tensor, Tensor]:

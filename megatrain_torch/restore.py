@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, manifest
-from .checkpoint import COPIERS, MASTERS, TRAINING, WRITERS, buffers_of, names_of, set_random_states
+from .checkpoint import MASTERS, TRAINING, buffers_of, names_of, set_random_states
 from .errors import MegatrainError
 from .optim import CODES, MOMENTS, AdamW, _load_moments, set_master
 from .records import Record
@@ -27,7 +27,7 @@ from .wrap import runtime_of
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-READERS = COPIERS + WRITERS
+READERS = 12
 
 
 def check(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _core, hf
+from . import _core, astray, hf
 from .budget import Cap
 from .compiled import compiled_of
 from .deferred import give_head, head_of
@@ -475,6 +475,7 @@ def _adopt(rt: Runtime, r: Record, masters: bool) -> None:
 # ---- installing ----------------------------------------------------------------------------------
 
 def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
+    astray.watch()
     by_param = {id(r.param): r for r in rt.records}
     for m in root.modules():
         records = {n: by_param[id(p)] for n, p in m._parameters.items() if p is not None}

@@ -154,6 +154,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, s
 
 def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Any, offset: Any,
               bias: Tensor | None, *rest: Any, scale: float) -> tuple[Tensor, ...]:
+    assert max(span_of(dout), span_of(out)) <= attention.CUDNN_MOST
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         return torch.autograd.grad(attend(*leaves, bias, rest[5], scale), leaves, dout)

@@ -181,8 +181,8 @@ static PyObject *disk_measure(PyObject *module, PyObject *args, PyObject *kw)
     Py_END_ALLOW_THREADS
     if (st != MT_OK)
         return mt_raise(error_of(module), st);
-    return Py_BuildValue("{sdsdsdsO}", "write", r.write, "read", r.read, "both", r.both, "direct",
-                         r.direct ? Py_True : Py_False);
+    return Py_BuildValue("{sdsdsdsdsO}", "fresh", r.fresh, "write", r.write, "read", r.read, "both", r.both,
+                         "direct", r.direct ? Py_True : Py_False);
 }
 
 PyMethodDef mt_disk_methods[] = {
@@ -191,6 +191,6 @@ PyMethodDef mt_disk_methods[] = {
       "Bytes that may be taken in a directory, once what crashed processes left there is removed." },
     { "disk_measure", (PyCFunction)(void (*)(void))disk_measure, METH_VARARGS | METH_KEYWORDS,
       "disk_measure($module, path, bytes, piece=33554432, depth=8, threads=16)\n--\n\n"
-      "Bytes/s of a disk: write, read, both together; and whether transfers were direct." },
+      "Bytes/s of a disk: fresh, write, read, both together; and whether transfers were direct." },
     { NULL, NULL, 0, NULL },
 };

@@ -107,9 +107,10 @@ mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int dep
     MT_TRY(mt_file_reserve(f, bytes));
     t.blocks = mt_file_blocks(f);
     t.pieces = bytes / piece;
-    /* The first write of a place costs the file system more than the next: it is not what is measured. */
-    for (int mode = 0, again = 0; mode < 3; mode += again++ > 0)
-        MT_TRY(timed(&t, r, depth, mode, mode == 0 ? &found.write : mode == 1 ? &found.read : &found.both));
+    MT_TRY(timed(&t, r, depth, 0, &found.fresh));
+    MT_TRY(timed(&t, r, depth, 0, &found.write));
+    MT_TRY(timed(&t, r, depth, 1, &found.read));
+    MT_TRY(timed(&t, r, depth, 2, &found.both));
     found.direct = mt_file_stats_get(f).direct;
     *out = found;
 fail:

@@ -6,6 +6,7 @@ fusing.ROUNDED_ONCE of what keeps more, and within fusing.ROUNDED of plain torch
 from __future__ import annotations
 
 import functools
+import itertools
 
 import edges
 import fusing
@@ -173,9 +174,9 @@ def test_attention_over_half_a_million_tokens(heads: int, groups: int, unused: i
     with unused heads beside them span 4.0e9: attention.CUDNN_SPAN; 40 heads are 2.7e9, more than CUDNN_MOST, and cuDNN
     takes 20 at a time.
 
-    P and dS are rounded to 8 bits, each by up to 2^-8, and so is the result: 4e-3 apiece, of terms as good as
-    independent. Five of these for the output; for gradients twelve, since dS is a difference that cancels. An element of
-    another row or head would be off by 1.
+    P and dS are rounded to 8 bits, each by up to 2^-8, and so is the result: outputs and dq differ by 0.0018 to 0.0027
+    at 64k and 512k tokens, dS alone by 0.0015 to 0.0020. An element of another row or head would be off by 1; row sums
+    of the wrong rows, as cuDNN has where dout reaches beyond 2^31 elements, are as little as 0.06.
     """
     if by == "flash":
         monkeypatch.setattr(attention, "CUDNN_MOST", 1)      # not one head at a time
@@ -190,15 +191,16 @@ def test_attention_over_half_a_million_tokens(heads: int, groups: int, unused: i
     lses = torch.cat([lse.reshape(1, -1, seq) for lse in lses], 1).float()
     dout = torch.randn(out.shape, device="cuda", dtype=torch.bfloat16, generator=generator)
     dq, dk, dv, _ = kernel.backward(dout, q, k, v, out, kept)
-    head, group = heads - 1, groups - 1
-    for row in (seq - 1, seq // 2 + 77):
+    for head, row in itertools.product((0, heads - 1), (seq - 1, seq // 2 + 77)):
+        group = head * groups // heads
         keys, values = k[0, :row + 1, group].float(), v[0, :row + 1, group].float()
         p = torch.softmax(keys @ q[0, row, head].float() * scale, 0)
         wanted = p @ values
-        assert fusing.error(wanted.cpu(), out[0, row, head].float().cpu()) < 2e-2
+        assert fusing.error(wanted.cpu(), out[0, row, head].float().cpu()) < 1e-2
         do = dout[0, row, head].float()
         ds = p * (values @ do - (do * wanted).sum())
-        assert fusing.error((ds @ keys * scale).cpu(), dq[0, row, head].float().cpu()) < 5e-2
+        assert fusing.error((ds @ keys * scale).cpu(), dq[0, row, head].float().cpu()) < 1e-2
+    head, group = heads - 1, groups - 1
     for key in (0, seq - 3):
         dk_wanted, dv_wanted = torch.zeros(2, dim, device="cuda")
         for h in range(head - heads // groups + 1, head + 1):        # the query heads of this key's group
@@ -208,8 +210,8 @@ def test_attention_over_half_a_million_tokens(heads: int, groups: int, unused: i
             dv_wanted += p @ do
             delta = (do * out[0, rows, h].float()).sum(1)
             dk_wanted += (p * (do @ v[0, key, group].float() - delta)) @ q[0, rows, h].float() * scale
-        assert fusing.error(dv_wanted.cpu(), dv[0, key, group].float().cpu()) < 5e-2
-        assert fusing.error(dk_wanted.cpu(), dk[0, key, group].float().cpu()) < 5e-2
+        assert fusing.error(dv_wanted.cpu(), dv[0, key, group].float().cpu()) < 1e-2
+        assert fusing.error(dk_wanted.cpu(), dk[0, key, group].float().cpu()) < 1e-2
 
 
 def test_a_layer_in_tiles_is_within_noise(monkeypatch: pytest.MonkeyPatch) -> None:
