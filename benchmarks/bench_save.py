@@ -7,10 +7,10 @@
 "save": mt.save of weights and states while nothing else is done, synced and named, against the same file system
 written raw: 4 MiB requests, 8 under way, no sums, where nothing was written before, as a checkpoint's files are;
 "again": against raw writes over that. "load": mt.load of it, read twice (verify) and once.
-"behind": steps from the call of an asynchronous save until it is over, against steps without, once with all the
-spare memory that the checkpoint takes (or --spare) and once with the least. The first step waits until units are
-copied, which is at the rate of memory in the one case and of the drive in the other, so the mean over all steps of
-a save is what counts; the slowest is told too.
+"behind": steps from the call of an asynchronous save until it is over, against steps without, twice with all the
+spare memory that the checkpoint takes (or --spare) and once with the least: a virtual machine may have to find that
+memory, the first time. The first step waits until units are copied, which is at the rate of memory in the one case
+and of the drive in the other, so the mean over all steps of a save is what counts; the slowest is told too.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def bench_loads(run: Run, args: Any, folder: Path) -> None:
     against_raw("load, verified first", run.device, args, verified, limits, "read", gb=nbytes / 1e9)
 
 
-def bench_behind(run: Run, args: Any, folder: Path, spare: int | str, plain: dict[str, Any]) -> None:
+def bench_behind(run: Run, args: Any, folder: Path, spare: int | str, plain: dict[str, Any],
+                 nth: int) -> None:  # fmt: skip
     shutil.rmtree(folder, ignore_errors=True)
     run.step()
     saving = mt.save(run.model, run.opt, folder, asynchronous=True, spare=spare)
@@ -135,11 +136,11 @@ def bench_behind(run: Run, args: Any, folder: Path, spare: int | str, plain: dic
         times.append(run.step())
     saving.wait()
     mean = (sum(times) + saving.held) / len(times)  # what the call held up is the first step's
-    emit("save", run.device, case="behind", unit="s", median=mean, n=len(times), slowest=max(times), held_s=saving.held,
-         limit=plain["median"], limit_from="steps without a save, in this run", over=mean / plain["median"] - 1,
+    emit("save", run.device, case="behind", nth=nth, unit="s", median=mean, n=len(times), slowest=max(times),
+         held_s=saving.held, limit=plain["median"], limit_from="steps without a save, in this run", over=mean / plain["median"] - 1,
          states=args.states, spare=str(spare), save_s=saving.seconds, gbps=saving.bytes / saving.seconds / 1e9,
          layers=args.layers, tokens=args.tokens)  # fmt: skip
-    table([(f"steps beside a save, spare {spare}", f"{mean:.3f} s, {mean / plain['median'] - 1:+.1%}; the slowest "
+    table([(f"steps beside save {nth}, spare {spare}", f"{mean:.3f} s, {mean / plain['median'] - 1:+.1%}; the slowest "
             f"{max(times):.3f} s; the call {saving.held:.3f} s; {len(times)} steps")])  # fmt: skip
 
 
@@ -158,8 +159,8 @@ def main() -> None:
             run.step()
             plain = spread([run.step() for _ in range(args.steps)])
             table([("step", f"{plain['median']:.3f} s")])
-            for spare in (args.spare,) if args.spare else (nbytes, 1):
-                bench_behind(run, args, folder, spare, plain)
+            for nth, spare in enumerate((args.spare or nbytes,) * 2 + (() if args.spare else (1,)), 1):
+                bench_behind(run, args, folder, spare, plain, nth)
         if "load" in args.only:
             bench_loads(run, args, folder)
 

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -455,6 +456,7 @@ def main() -> int:
     ask.add_argument("--only", nargs="*", default=[""], help="checks whose name begins so")
     given = ask.parse_args()
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(given.device != "cpu", warn_only=True)
     rows = []
     left_out = CPU_ONLY if given.device != "cpu" else set()
     for name in [n for n in CHECKS if n.startswith(tuple(given.only)) and n not in left_out]:
