@@ -9,6 +9,9 @@ import os
 import re
 import shutil
 import signal
+import socket
+import threading
+import time
 import types
 import xml.dom.minidom
 from collections.abc import Iterator
@@ -502,3 +505,63 @@ def test_steps_that_changed_nothing_are_counted_at_the_end(whole_run: Path, toy:
                      "--seq", 64, "--tokens", 64, "--validation", 0) == 0
     assert "1 steps had gradients that are not finite and changed nothing; a lower --lr than 1e+30" in (
         capsys.readouterr().out)
+
+
+# ---- the hub, out of reach -----------------------------------------------------------------------
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """Hosts whose names were looked up, all in vain; and an empty cache of the hub in tmp_path."""
+    from huggingface_hub import constants
+    asked: list[str] = []
+
+    def lookup(host: str, *_: Any, **__: Any) -> None:
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(time, "sleep", lambda _: None)            # between huggingface_hub's own tries
+    folder.hub_answers.cache_clear()
+    yield asked
+    folder.hub_answers.cache_clear()
+
+
+def test_a_name_that_is_nowhere_is_refused_after_one_request(unreachable: list[str], tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my.txt").write_text(TEXT[:500])
+    said = refused(capsys, "train", "no-such-model", tmp_path / "my.txt", "--out", tmp_path / "out")
+    assert "no folder of this name here, so the hub was asked" in said and "does not answer, and its cache here" in said
+    assert len(unreachable) == 1 and not (tmp_path / "out").exists()
+    assert "Repo id must use" in refused(capsys, "plan", "no model", "--tokens", 64, "--seq", 64)
+
+
+def test_a_model_in_the_hubs_cache_is_used_where_the_hub_does_not_answer(
+        unreachable: list[str], toy: str, tmp_path: Path) -> None:
+    cached = tmp_path / "models--toys--toy"
+    shutil.copytree(toy, cached / "snapshots/0123")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0123")
+    assert len(folder.load_tokenizer("toys/toy")) == 257
+    assert folder.load_model("toys/toy", "float32").config.hidden_size == 32
+    assert len(unreachable) == 1
+
+
+def test_a_hub_that_answers_late_counts_as_none(unreachable: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+    over = threading.Event()
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.05)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60))
+    assert not folder.hub_answers()
+    over.set()
+
+
+def test_a_hub_that_answers_is_asked_by_name(unreachable: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it answers: that is transformers' to deal with."""
+    from huggingface_hub import utils
+    heads = []
+    session = types.SimpleNamespace(head=lambda url, timeout: heads.append((url, timeout)) or "503")
+    monkeypatch.setattr(utils, "get_session", lambda: session)
+    assert folder._source("toys/toy") == folder._source("toys/toy") == "toys/toy"
+    assert len(heads) == 1 and heads[0][1] > 0 and not unreachable

@@ -8,11 +8,14 @@
 """
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import json
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +167,48 @@ def _load(auto: Any, name: str, what: str, **kw: Any) -> Any:
         raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run of megatrain, "
                              "is needed")
     try:
-        return auto.from_pretrained(name, **kw)
+        return auto.from_pretrained(_source(name), **kw)
     except Exception as why:                         # what a folder says is run, and raises what it likes
         hint = "" if Path(name).is_dir() else f" (no folder of this name here, so the hub was asked{near(name)})"
         raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {_words(why, Path(name))}") from None
+
+
+def _source(name: str) -> str:
+    """What from_pretrained is given: a name on the hub, or its folder in the hub's cache where the hub does not answer.
+
+    Raises:
+        OSError: it does not, and the cache has none.
+    """
+    if Path(name).is_dir() or hub_answers():
+        return name
+    from huggingface_hub import constants, errors, snapshot_download
+
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except errors.LocalEntryNotFoundError:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
+        raise OSError(f"{why}, and its cache here has no {name}") from None
+
+
+@functools.cache
+def hub_answers() -> bool:
+    """One request, of HF_HUB_ETAG_TIMEOUT seconds at most (10 by default). Without it each file of a model is asked for
+    six times, 23 seconds long, before its place in the cache is looked at."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):         # of httpx, or of huggingface_hub where it may not ask at all
+            answers.append(get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT))
+
+    # A thread of its own, left behind when it is late: looking up a host's name has no time limit, and each of its
+    # addresses has one. The answer is read after the join, or not at all.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(constants.HF_HUB_ETAG_TIMEOUT)
+    return bool(answers)
 
 
 def _words(why: Exception, folder: Path) -> str:
