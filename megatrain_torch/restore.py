@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from . import _core, manifest
 from .checkpoint import MASTERS, TRAINING, buffers_of, names_of, set_random_states
 from .errors import MegatrainError
+from .formats import LOW_BYTES
 from .optim import CODES, MOMENTS, AdamW, _load_moments, set_master
 from .records import Record
 from .tensorfiles import DTYPES, Extent, Stored, listed
@@ -37,6 +38,16 @@ def check(folder: Path) -> None:
         MegatrainError: one is not, or it is no checkpoint; the message names the file.
     """
     _Checkpoint.open(folder)
+
+
+def rounds(folder: Path, states: str, kinds: Callable[[torch.dtype], torch.dtype]) -> bool:
+    """Would mt.load round any of it for an mt.AdamW with states of this format? Raises: as `check`.
+
+    Args:
+        kinds: the type that a parameter has here, by its type there.
+    """
+    body = _Checkpoint.open(folder).body
+    return any(_loses(body, name, kinds(DTYPES[saved["dtype"]]), states) for name, saved in body["parameters"].items())
 
 
 @dataclass
@@ -182,7 +193,7 @@ def _match(source: _Checkpoint, model: nn.Module, names: dict[Tensor, str], opt:
         raise MegatrainError(f"{source.folder} lacks {len(lacking)} buffers {lacking[:3]}")
     for name, record in mine.items():
         _match_form(f"{source.folder}: {name}", saved[name], record, opt)
-        why = _loses(source, name, record, opt)
+        why = _loses(source.body, name, record.dtype, record.runtime.states if isinstance(opt, AdamW) else None)
         if why and not convert:
             raise MegatrainError(f"{source.folder}: {name}: {why}; convert=True allows that")
     kind = source.body["optimizer"]
@@ -199,19 +210,19 @@ def _match_form(name: str, saved: dict[str, Any], record: Record, opt: torch.opt
                              "here, and its moments of 8 bits have scales in that order")
 
 
-def _loses(source: _Checkpoint, name: str, record: Record, opt: torch.optim.Optimizer | None) -> str:
-    """What of a parameter would be rounded; "": nothing."""
-    saved = source.body["parameters"][name]
-    kind = DTYPES[saved["dtype"]]
-    if isinstance(opt, AdamW) and "step" in saved:
-        if source.body["states"] == "fp32" and record.runtime.states != "fp32":
-            return f"its moments are fp32 there and {record.runtime.states!r} here"
-        before = _master_bits(kind, source.body["low_bytes"] if saved["master"] == "LO" else 0, saved["master"])
-        if before > _master_bits(record.dtype, record.low_bytes, "MASTER"):
+def _loses(body: dict[str, Any], name: str, here: torch.dtype, states: str | None) -> str:
+    """What of a parameter would be rounded; "": nothing. states: of mt.AdamW's, None: it is another's."""
+    saved = body["parameters"][name]
+    there = DTYPES[saved["dtype"]]
+    if states is not None and "step" in saved:
+        if body["states"] == "fp32" and states != "fp32":
+            return f"its moments are fp32 there and {states!r} here"
+        before = _master_bits(there, body["low_bytes"] if saved["master"] == "LO" else 0, saved["master"])
+        if before > _master_bits(here, LOW_BYTES[states], "MASTER"):
             return f"its master has {before} bits there and fewer here"
         return ""
-    narrow = kind != record.dtype and torch.promote_types(kind, record.dtype) != record.dtype
-    return f"its weights are {kind} there and {record.dtype} here" if narrow else ""
+    narrow = there != here and torch.promote_types(there, here) != here
+    return f"its weights are {there} there and {here} here" if narrow else ""
 
 
 def _master_bits(kind: torch.dtype, low_bytes: int, master: str) -> int:

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatrain_torch as mt
-from megatrain_torch import MegatrainError, cli
+from megatrain_torch import MegatrainError, cli, manifest
 from megatrain_torch.commands import data, export, folder, train
 from megatrain_torch.commands.settings import Settings, page, write_yaml
 
@@ -391,6 +391,30 @@ def test_a_checkpoint_that_was_cut_short_is_named_with_the_one_before(whole_run:
     shutil.rmtree(run / "checkpoint-8")
     assert f"there is none before it; megatrain train --out {run} --overwrite begins" in refused(capsys, "resume", run)
     assert (run / "log.jsonl").read_text() == log, "nothing is changed"
+
+
+@pytest.mark.parametrize("changes, before, now", [
+    ({"states": "8bit"}, "states: fp32", "states: 8bit"),
+    ({"states": "8bit-sr", "dtype": "bfloat16"}, "states: fp32, dtype: float32", "states: 8bit-sr, dtype: bfloat16"),
+], ids=["states", "states and dtype"])
+def test_states_that_hold_less_than_the_checkpoints_are_refused_or_rounded_when_told(
+        whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], before: str,
+        now: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole_run / "whole", run, ignore=shutil.ignore_patterns("model"))
+    begun = folder.settings_of(run).with_(out=str(run), steps=9)
+    (run / "checkpoint-9.tmp-1-0").mkdir()
+    write_yaml(run / folder.CONFIG, begun.with_(**changes))
+    assert refused(capsys, "resume", run) == (
+        f"megatrain: {run}/config.yaml says {now} now, and checkpoint-8 was written with {before}, which holds more: "
+        f"put {before} back there to go on to the same bits, or megatrain resume {run} --convert rounds to {now}\n")
+    assert (run / "checkpoint-9.tmp-1-0").exists(), "nothing is changed"
+    assert megatrain("resume", run, "--convert") == 0
+    assert manifest.read(run / "checkpoint-9")["states"] == changes["states"]
+    shutil.rmtree(run / "model")
+    write_yaml(run / folder.CONFIG, begun.with_(steps=10))
+    assert megatrain("resume", run) == 0, "states that hold more need no word"
+    assert manifest.read(run / "checkpoint-10")["states"] == "fp32"
 
 
 def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,11 @@ def last_checkpoint(run: Path) -> Path:
     return found[-1]
 
 
+def dtype_of(checkpoint: Path) -> str | None:
+    """Of the model, as its config.json says."""
+    return json.loads((checkpoint / "config.json").read_text()).get("dtype")
+
+
 def model_of(name: str) -> str:
     """What to load: of a run its model, or its last checkpoint before there is one; anything else as it is."""
     run = Path(name)

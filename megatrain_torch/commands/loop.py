@@ -33,11 +33,11 @@ UNFINISHED = ".unfinished"           # in the run's folder: small files of a che
 
 
 class StreamedTrainer(Trainer):
-    """Trainer for a model of mt.stream with mt.AdamW as optimizer."""
+    """Trainer for a model of mt.stream with mt.AdamW as optimizer. convert: as in mt.load, of what it resumes from."""
 
-    def __init__(self, *args: Any, trace: Trace, tokens: int, **kw: Any) -> None:
+    def __init__(self, *args: Any, trace: Trace, tokens: int, convert: bool, **kw: Any) -> None:
         super().__init__(*args, **kw)
-        self._trace, self._tokens = trace, tokens
+        self._trace, self._tokens, self._convert = trace, tokens, convert
         self._logged: tuple[int, float] | None = None        # step, and when; None: before the first of this process
         self._saving: Saving | None = None
 
@@ -111,7 +111,7 @@ class StreamedTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            load(self.model, self._optimizer(), checkpoint, scheduler=self.lr_scheduler)
+            load(self.model, self._optimizer(), checkpoint, scheduler=self.lr_scheduler, convert=self._convert)
 
     def write_pages(self) -> None:
         """What `megatrain report` shows of the last steps."""

@@ -16,10 +16,11 @@ import torch
 
 import megatrain_torch as mt
 
+from .. import manifest
 from ..errors import MegatrainError
 from ..formats import master_bytes, moment_bytes
 from ..limits import show_bytes
-from ..restore import check
+from ..restore import check, rounds
 from . import folder
 from .data import Document, Rows, collate, documents, held_out, packed, records
 from .say import say
@@ -41,6 +42,8 @@ def add(commands: Any) -> None:
     resume = commands.add_parser("resume", help="go on with a run from its last checkpoint",
                                  allow_abbrev=False)
     resume.add_argument("folder", type=Path, help="the run's folder")
+    resume.add_argument("--convert", action="store_true", help="round the checkpoint's states where states: or dtype: "
+                        "of its config.yaml were changed to what holds less")
     resume.set_defaults(run=again)
 
 
@@ -74,10 +77,13 @@ def again(args: argparse.Namespace) -> None:
                              f"{args.folder} DATA --out OTHER trains that on")
     checkpoint = folder.last_checkpoint(args.folder)
     _check_whole(args.folder, checkpoint)
+    settings = for_machine(settings)
+    if not args.convert:
+        _check_kept(args.folder, checkpoint, settings)
     for torn in folder.remove_torn(args.folder):
         say(f"{torn} was being written when the run ended: removed")
     folder.forget_after(args.folder, int(checkpoint.name.removeprefix("checkpoint-")))
-    _train(for_machine(settings), checkpoint)
+    _train(settings, checkpoint, args.convert)
 
 
 def _check_whole(run: Path, checkpoint: Path) -> None:
@@ -89,6 +95,23 @@ def _check_whole(run: Path, checkpoint: Path) -> None:
         way = (f"remove {checkpoint}, and megatrain resume {run} goes on from {older[-1].name}" if older
                else f"there is none before it; megatrain train --out {run} --overwrite begins again")
         raise MegatrainError(f"{why}; {way}") from None
+
+
+def _check_kept(run: Path, checkpoint: Path, settings: Settings) -> None:
+    """Before anything is loaded: that states and dtype of today hold all bits of the checkpoint's."""
+    then = {"states": manifest.read(checkpoint)["states"], "dtype": folder.dtype_of(checkpoint)}
+    today = {"states": settings.states, "dtype": settings.dtype}
+
+    def kind(there: torch.dtype) -> torch.dtype:         # a model may have kept some in a type of their own
+        return getattr(torch, today["dtype"]) if str(there) == f"torch.{then['dtype']}" else there
+
+    if not rounds(checkpoint, settings.states, kind):
+        return
+    changed = [name for name in today if then[name] not in (None, today[name])]
+    before, now = (", ".join(f"{name}: {values[name]}" for name in changed) for values in (then, today))
+    raise MegatrainError(f"{run / folder.CONFIG} says {now} now, and {checkpoint.name} was written with {before}, "
+                         f"which holds more: put {before} back there to go on to the same bits, or megatrain resume "
+                         f"{run} --convert rounds to {now}")
 
 
 def made(out: Path, name: str = "out") -> Path:
@@ -183,7 +206,7 @@ def _for_data(settings: Settings, rows: Rows) -> Settings:
 
 # ---- the run -------------------------------------------------------------------------------------
 
-def _train(settings: Settings, checkpoint: Path | None) -> None:
+def _train(settings: Settings, checkpoint: Path | None, convert: bool = False) -> None:
     began = time.perf_counter()
     torch.manual_seed(settings.seed)
     source = str(checkpoint or folder.model_of(settings.model))
@@ -200,7 +223,7 @@ def _train(settings: Settings, checkpoint: Path | None) -> None:
     _check_disk(model, settings)
     write_yaml(out / folder.CONFIG, settings)
     _say_begin(model, settings, train, held)
-    stopped = _loop(model, tokenizer, settings, train, held, checkpoint)
+    stopped = _loop(model, tokenizer, settings, train, held, checkpoint, convert)
     if stopped is not None:
         say(f"stopped at step {stopped}; megatrain resume {out} goes on")
         return
@@ -256,7 +279,7 @@ def say_cut(cut: int, seq: int) -> None:
 
 
 def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Rows,
-          checkpoint: Path | None) -> int | None:
+          checkpoint: Path | None, convert: bool) -> int | None:
     """The step at which it was asked to stop; None: it came to the end."""
     from .loop import Bar, Requests, StreamedTrainer
 
@@ -270,7 +293,7 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
         trainer = StreamedTrainer(
             model, _arguments(settings, bool(len(held))), collate(flat), train,
             _some(held, HELD_OUT_ROWS) if len(held) else None, processing_class=tokenizer, optimizers=(opt, None),
-            callbacks=[requests, Bar(say)], trace=trace, tokens=settings.tokens)
+            callbacks=[requests, Bar(say)], trace=trace, tokens=settings.tokens, convert=convert)
         trainer.remove_callback(_printer())
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
