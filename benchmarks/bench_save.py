@@ -137,7 +137,8 @@ def bench_behind(run: Run, args: Any, folder: Path, spare: int | str, plain: dic
     saving.wait()
     mean = (sum(times) + saving.held) / len(times)  # what the call held up is the first step's
     emit("save", run.device, case="behind", nth=nth, unit="s", median=mean, n=len(times), slowest=max(times),
-         held_s=saving.held, limit=plain["median"], limit_from="steps without a save, in this run", over=mean / plain["median"] - 1,
+         held_s=saving.held, limit=plain["median"], limit_from="steps without a save, in this run",
+         over=mean / plain["median"] - 1,
          states=args.states, spare=str(spare), save_s=saving.seconds, gbps=saving.bytes / saving.seconds / 1e9,
          layers=args.layers, tokens=args.tokens)  # fmt: skip
     table([(f"steps beside save {nth}, spare {spare}", f"{mean:.3f} s, {mean / plain['median'] - 1:+.1%}; the slowest "

@@ -299,9 +299,10 @@ def copied_planes(unit: Unit) -> dict[str, int]:
     return visiting_planes(unit) | ({"weights": unit.weights} if unit.masters else {})
 
 
-def lent_buffers(units: list[Unit]) -> list[int]:
-    """Bytes of each buffer of memory that gradients of these units pass through where they are kept nowhere."""
-    return plan_slots([u.gradients for u in units], LENT)
+def lent_buffers(units: list[Unit], most: int) -> list[int]:
+    """Bytes of each buffer of memory that gradients of these units pass through where they are kept nowhere; of a size
+    there are so many at most."""
+    return plan_slots([u.gradients for u in units], most)
 
 
 def device_planes(unit: Unit, micro: int, home: str = "vram", keeps: bool = True) -> dict[str, int]:

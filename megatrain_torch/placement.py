@@ -19,6 +19,7 @@ import numpy as np
 from .arrive import AHEAD, STAY
 from .cost import (
     CACHE_SHARE,
+    LENT,
     OFFLOAD_DEPTH,
     STAGINGS,
     THROUGH_BYTES,
@@ -74,7 +75,7 @@ class Wishes:
             windows that have it.
         speculate: updates on the host begin during backward.
         nvme: bytes that states, weights and activations may take on disk; None: there is none.
-        grads: "ram", or "none": gradients are kept nowhere.
+        grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size for these, at the most.
         states: how AdamW's are kept.
     """
 
@@ -88,6 +89,7 @@ class Wishes:
     speculate: bool = False
     nvme: int | None = None
     grads: str = "ram"
+    lent: int = LENT
     states: str = "fp32"
 
 
@@ -187,8 +189,9 @@ class Problem:
                 self.last[u] = w
         self.leaving = [tuple(u for u, w in self.first.items() if w == at and shape.units[u].trained)
                         for at in range(n)]
+        depth = min(OFFLOAD_DEPTH, wishes.lent) if wishes.grads == "none" else OFFLOAD_DEPTH
         self.flying = [sum(self._leaving_bytes(u, at) for u in self.first
-                           if self.first[u] - OFFLOAD_DEPTH <= at <= self.last[u]) for at in range(n)]
+                           if self.first[u] - depth <= at <= self.last[u]) for at in range(n)]
         self.again = [() if w.kind in ("embedding",) or (w.kind == "head" and wishes.fused) else w.units
                       for w in shape.windows]
         self.needed_again = {u for w, units in enumerate(self.again) for u in units if shape.windows[w].learns}
@@ -346,7 +349,7 @@ class Problem:
             for plane, n in device_planes(unit, micro, Home(home).plain, keeps).items():
                 total[plane] = total.get(plane, 0) + n
         if not keeps and there:
-            total["gradients"] = sum(lent_buffers([u for u, _ in there]))
+            total["gradients"] = sum(lent_buffers([u for u, _ in there], self.wishes.lent))
         return total
 
     def peak(self, costs: list[Cost], modes: tuple[str, ...]) -> tuple[int, int, int]:
@@ -491,7 +494,7 @@ class Problem:
     def lent(self, homes: tuple[Home, ...]) -> list[int]:
         """Bytes of the buffers that gradients pass through, where they are kept nowhere."""
         away = [u for u, home in zip(self.shape.units, homes) if not home]
-        return lent_buffers(away) if self.wishes.grads == "none" else []
+        return lent_buffers(away, self.wishes.lent) if self.wishes.grads == "none" else []
 
     def through_s(self, unit: int) -> float:
         """Of an update through the device."""

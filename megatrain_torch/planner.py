@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cost import THROUGH_BYTES
+from .cost import LENT, THROUGH_BYTES
 from .disk import FROZEN, PADDING, SPILLED, Disk, years
 from .errors import MegatrainError
 from .formats import FORMATS, check_states
@@ -58,7 +58,8 @@ class Plan:
         speculate: updates on the host begin during backward.
         disk: bytes in files by what they hold; what is trained is read and written once in a step, activations once in
             a micro-batch. nvme: where it may be, and disk_room: bytes it may have; None and 0 without.
-        grads: "ram", or "none": gradients are kept nowhere.
+        grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size that they pass through then, 3, or
+            fewer where nothing fits otherwise: then a backward waits for the updates of the last units.
         states: how mt.AdamW keeps its states.
     """
 
@@ -86,6 +87,7 @@ class Plan:
     disk_room: int = 0
     grads: str = "ram"
     states: str = "fp32"
+    lent: int = LENT
 
     @property
     def disk_bytes(self) -> int:
@@ -201,11 +203,27 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     if compute == "auto":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)
         wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
-    problem = Problem(shape, limits, wishes)
-    best = problem.best()
+    problem, best = _solve(shape, limits, wishes)
     if best is None:
         raise _refusal(problem, resolve(machine), shape_with)
     return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0)
+
+
+def _solve(shape: Shape, limits: Machine, wishes: Wishes) -> tuple[Problem, tuple[Choice, Timing] | None]:
+    """With as many buffers for gradients that are kept nowhere as there is memory for."""
+    for lent in range(LENT, _least_lent(shape, wishes.grads) - 1, -1):
+        problem = Problem(shape, limits, dataclasses.replace(wishes, lent=lent))
+        best = problem.best()
+        if best is not None:
+            break
+    return problem, best
+
+
+def _least_lent(shape: Shape, grads: str) -> int:
+    """One buffer would never come back where a unit is in several windows and others are between: its update is behind
+    the first of them."""
+    used = [u for window in shape.windows for u in window.units]
+    return LENT if grads == "ram" else 1 if len(used) == len(set(used)) else 2
 
 
 def _grads(grads: str, micro: int | None, speculate: bool) -> str:
@@ -244,7 +262,8 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
         timing.idle, _window_weights(shape), wishes.speculate,
-        problem.disk_bytes(choice.homes, choice.micro, choice.modes), grads=wishes.grads, states=wishes.states)
+        problem.disk_bytes(choice.homes, choice.micro, choice.modes), grads=wishes.grads, states=wishes.states,
+        lent=wishes.lent)
 
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
@@ -312,7 +331,8 @@ def _changes(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape
         found["micro"] = next(k for k in counts if k > wishes.micro and _fits(problem, micro=k))
     if wishes.speculate and _fits(problem, speculate=False):
         found["speculate"] = False
-    if wishes.grads == "ram" and not wishes.speculate and wishes.micro in (None, 1) and _fits(problem, grads="none"):
+    if wishes.grads == "ram" and not wishes.speculate and wishes.micro in (None, 1) and \
+            _fits(problem, grads="none", lent=_least_lent(problem.shape, "none")):
         found["grads"] = "none"
     for states in FORMATS[FORMATS.index(wishes.states) + 1:]:
         if Problem(shape_with(states), problem.machine, dataclasses.replace(wishes, states=states)).fits():
@@ -396,6 +416,7 @@ def _placement_table(p: Plan) -> Table:
     for names, home, mode in _runs(p):
         rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
     ring = f"ring of {p.slots} slots for what streams" + "; updates begin during backward" * p.speculate
+    ring += f"; {p.lent} buffer{'s' * (p.lent > 1)} for gradients" * (p.lent < LENT)
     return ring if {"ram", "through", *DISKS} & set(p.homes.values()) else "nothing streams", rows
 
 

@@ -24,6 +24,7 @@ import torch
 
 from . import _core
 from .cost import (
+    LENT,
     PLANES_OF,
     STAGINGS,
     THROUGH_BYTES,
@@ -61,6 +62,7 @@ class Asked:
         besides: what a plan puts in host memory beside planes, by what it is.
         keeps: gradients are kept where their units are at home; else they pass through a few buffers there.
         states: how AdamW's are kept.
+        lent: such buffers of a size.
         copied: those that live on the device, and masters there, have copies in host memory, for a state_dict.
         known: units by what their bytes depend on; the same dict in all that is made from this by `replace`.
     """
@@ -76,6 +78,7 @@ class Asked:
     besides: tuple[tuple[str, int], ...] = ()
     keeps: bool = True
     states: str = "fp32"
+    lent: int = LENT
     copied: bool = False
     known: dict[tuple[Any, ...], list[Unit]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -105,7 +108,7 @@ class Asked:
                 if plane != "weights":
                     found[f"at home: {plane}"] = found.get(f"at home: {plane}", 0) + n
         if there and not self.keeps:
-            found["at home: gradients"] = sum(lent_buffers([unit for unit, _ in there]))
+            found["at home: gradients"] = sum(lent_buffers([unit for unit, _ in there], self.lent))
         if "through" in self.homes:
             found["updates through the device"] = THROUGH_BYTES
         visiting = [visiting_planes(u) for u, home in zip(self.units(), self.homes) if home == "arrive"]
@@ -121,7 +124,7 @@ class Asked:
                 found[plane] = found.get(plane, 0) + n
         if not self.keeps:
             passing = [u for u, home in zip(self.units(), self.homes) if home not in SETTLED]
-            found["gradients"] = sum(lent_buffers(passing))
+            found["gradients"] = sum(lent_buffers(passing, self.lent))
         if self.on_disk():
             found[DISK_BUFFERS] = buffer_bytes(self.homes)
         if self.micro > 1:

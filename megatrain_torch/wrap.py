@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from . import _core, astray, hf
 from .budget import Cap
 from .compiled import compiled_of
+from .cost import LENT
 from .deferred import give_head, head_of
 from .disk import SPILLED, Disk, check_room, file_bytes
 from .errors import MegatrainError
@@ -50,7 +51,7 @@ from .window import Installed, Window
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
 _runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
-_PLAN_KEYS = {"activations", "states", "homes", "slots", "speculate", "grads", "threads", "debug"}
+_PLAN_KEYS = {"activations", "states", "homes", "slots", "speculate", "grads", "lent", "threads", "debug"}
 _pid = 0
 _registrations = 0
 
@@ -121,7 +122,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             "grads": "ram": gradients wait for their update, in RAM or where the unit is at home; "none": they are used
                 as they come and kept nowhere: for mt.AdamW(in_backward=True) without clipping, one backward per step.
                 `p.grad` stays None, and 2 bytes per bf16 parameter of host memory, or VRAM, are not taken. Default
-                "ram".
+                "ram". "lent": buffers that they pass through, of the size of the largest unit, there and on the device:
+                1 to 3, default 3; with fewer a backward waits for the updates of the last units.
             "states": how mt.AdamW will keep its states, one of its formats: so that limits count them. Default: as
                 mt.AdamW is told.
             "slots": ring size (>= 2, default 3). "threads": host threads of the optimizer.
@@ -229,7 +231,7 @@ def _choices(plan: Plan | dict[str, Any] | None, compute: str, vram: int | str |
     if not isinstance(plan, Plan):
         return _Choices(_options(plan, compute), compute, parse_bytes(vram, "vram"), disk)
     options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate,
-               "grads": plan.grads, "states": plan.states}
+               "grads": plan.grads, "states": plan.states, "lent": plan.lent}
     compute = plan.compute if compute == "auto" else compute
     vram = plan.machine.vram_bytes if vram is None else vram
     besides = tuple((what, n) for what, n in plan.host.items() if what != OVERHEAD)
@@ -244,7 +246,7 @@ def _asked(module: nn.Module, groups: list[Group], dtype: torch.dtype | None, wh
     speculated = _speculated(options.get("speculate", False), groups, homes)
     return Asked(type(module).__name__, groups, dtype, homes, speculated, options.get("slots", 3), choices.micro,
                  where.type == "cpu", choices.besides, options.get("grads", "ram") == "ram",
-                 options.get("states", "fp32"))
+                 options.get("states", "fp32"), options.get("lent", LENT))
 
 
 def _check(asked: Asked, where: torch.device, choices: _Choices, host: int | None) -> tuple[Asked, list[int], Room]:
@@ -276,6 +278,8 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
         raise MegatrainError(f"plan: grads={options['grads']!r}; use 'ram' or 'none'")
     if options.get("grads") == "none" and options.get("speculate"):
         raise MegatrainError("plan: speculate=..., grads='none': updates that may be taken back need their gradients")
+    if options.get("lent", LENT) not in range(1, LENT + 1):
+        raise MegatrainError(f"plan: lent={options['lent']!r}: 1 to {LENT} buffers for gradients that are kept nowhere")
     check_states(options.get("states", "fp32"))
     if options.get("slots", 3) < 2:
         raise MegatrainError(f"plan: slots={options['slots']}: at least 2 are needed")
@@ -362,6 +366,7 @@ def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     blocks = debug.pop("spill", {})
     if choices.disk is not None and choices.spills:
         rt.spill_to(choices.disk, choices.spilled, file_bytes(asked), blocks)
+    core.lend_most(asked.lent)
     rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups)))
     for unit in rt.passing:
         core.pass_gradients(unit)

@@ -42,8 +42,9 @@ def core_of(model: nn.Module) -> Any:
 @pytest.mark.parametrize("plan, dtype", [
     ({}, torch.float32), ({}, torch.float16), ({"debug": {"delay_us": 200, "seed": 3}}, torch.bfloat16),
     ({"homes": "through"}, torch.bfloat16), ({"homes": {"layers.0": "arrive", "layers.1": "vram"}}, torch.bfloat16),
-    ({"homes": "vram", "debug": {"delay_us": 200, "seed": 4}}, torch.bfloat16)],
-    ids=["fp32", "fp16", "delays", "through", "some_on_the_device", "vram-delays"])
+    ({"homes": "vram", "debug": {"delay_us": 200, "seed": 4}}, torch.bfloat16), ({"lent": 2}, torch.bfloat16),
+    ({"lent": 1, "homes": {"layers.1": "vram"}, "debug": {"delay_us": 200, "seed": 5}}, torch.bfloat16)],
+    ids=["fp32", "fp16", "delays", "through", "some_on_the_device", "vram-delays", "two buffers", "one-delays"])
 def test_bits_are_those_of_gradients_that_are_kept(plan: dict[str, Any], dtype: torch.dtype) -> None:
     none, kept = trained(plan | NONE, dtype), trained({}, dtype)
     assert_equal(none, kept)
@@ -63,7 +64,9 @@ def test_a_transformer_with_tied_weights_trains_to_the_same_bits() -> None:
             opt.zero_grad()
             losses[f"loss {step}"] = loss.detach()
         return losses | {n: p.detach().clone() for n, p in model.named_parameters()}
-    assert edges.difference(run({}), run(NONE)) is None
+    kept = run({})
+    assert edges.difference(kept, run(NONE)) is None
+    assert edges.difference(kept, run(NONE | {"lent": 2})) is None
 
 
 def test_nothing_is_kept() -> None:
@@ -79,6 +82,18 @@ def test_nothing_is_kept() -> None:
     feed(model, opt, grads_for(model, 0))
     core_of(model).drain()
     assert core_of(model).host_bytes(GRAD) <= 3 << 20
+
+
+def test_fewer_buffers_are_fewer_bytes() -> None:
+    big = [(1 << 19,)] * 8
+    model = mt.stream(plain_dots(torch.bfloat16, big), device="cpu", plan=NONE | {"lent": 1})
+    opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+    feed(model, opt, grads_for(model, 0))
+    core_of(model).drain()
+    assert core_of(model).host_bytes(GRAD) == 1 << 20
+    assert mt.wrap.runtime_of(model).room.asked.host()["gradients"] == 1 << 20
+    with pytest.raises(mt.MegatrainError, match="lent=4: 1 to 3 buffers"):
+        mt.stream(plain_dots(), device="cpu", plan=NONE | {"lent": 4})
 
 
 def test_nothing_is_kept_on_the_device_either() -> None:
@@ -166,6 +181,9 @@ def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
     none, kept = mt.plan(small(8), grads="none", **asked), mt.plan(small(8), **asked)
     assert none.micro == 1 and none.grads == "none" and none.host["gradients"] < 0.7 * kept.host["gradients"]
     assert none.host_bytes - none.host["gradients"] == kept.host_bytes - kept.host["gradients"]
+    tight = mt.plan(small(8), grads="none", **asked, host=none.host_bytes - 1)
+    assert (none.lent, tight.lent) == (3, 2) and tight.host["gradients"] < none.host["gradients"]
+    assert "2 buffers for gradients" in str(tight) and "buffers for gradients" not in str(none)
     for wrong, says in (({"grads": "gone"}, "grads='gone'"), ({"grads": "none", "micro": 2}, "one micro-batch"),
                         ({"grads": "none", "speculate": True}, "no speculate")):
         with pytest.raises(mt.MegatrainError, match=says):

@@ -140,7 +140,7 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(set_trainable); MT_METHOD(hi_bytes); MT_METHOD(offset); MT_METHOD(plane);
 MT_METHOD(drop); MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
 MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
-MT_METHOD(set_states); MT_METHOD(pass_gradients); MT_METHOD(through); MT_METHOD(invite); MT_METHOD(lift_sizes);
+MT_METHOD(set_states); MT_METHOD(pass_gradients); MT_METHOD(lend_most); MT_METHOD(through); MT_METHOD(invite); MT_METHOD(lift_sizes);
 MT_METHOD(lift); MT_METHOD(leave); MT_METHOD(bring); MT_METHOD(push); MT_METHOD(device_plane);
 MT_METHOD(device_bytes); MT_METHOD(cold_bytes); MT_METHOD(updated);
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);

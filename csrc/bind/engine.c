@@ -360,6 +360,8 @@ static PyMethodDef methods[] = {
     { "pass_gradients", mt_engine_pass_gradients, METH_VARARGS,
       "pass_gradients($self, unit, /)\n--\n\n"
       "The unit's gradients are kept nowhere: they are there from offload() to the end of the next update." },
+    { "lend_most", mt_engine_lend_most, METH_VARARGS,
+      "lend_most($self, n, /)\n--\n\nBuffers of a size for such gradients: 1 to 3." },
     { "through", mt_engine_through, METH_VARARGS,
       "through($self, unit, on, /)\n--\n\n"
       "The unit's updates pass through the device from now on, or no more." },

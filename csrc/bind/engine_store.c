@@ -386,6 +386,19 @@ PyObject *mt_engine_pass_gradients(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyObject *mt_engine_lend_most(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        n;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "i:lend_most", &n))
+        return NULL;
+    if ((st = mt_store_lend_most(e->store, n)) != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
 /* ---- units that go through the device ---- */
 
 /* What a unit on its way takes on the device: one piece goes up while another comes down. */

@@ -97,7 +97,7 @@ static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes
 
     pthread_mutex_lock(&s->map_mu);
     k = choose(s, place, bytes, &n);
-    if ((k < 0 || s->lent[k].unit >= 0) && n < MT_STORE_LENT)
+    if ((k < 0 || s->lent[k].unit >= 0) && n < s->most_lent)
         st = make(s, place, bytes, &k);
     *holder = st == MT_OK ? s->lent[k].unit : -1;
     *number = st == MT_OK ? s->lent[k].number : 0;
@@ -176,6 +176,15 @@ void mt__lent_close(mt_store *s)
     for (int k = 0; k < s->n_lent; k++)
         mt_arena_close(&s->lent[k].arena);
     free(s->lent);
+}
+
+mt_status mt_store_lend_most(mt_store *s, int n)
+{
+    if (n < 1 || n > MT_STORE_LENT || s->n_lent > 0)
+        return MT_FAIL(MT_EINVAL, "store: %d buffers of a size for gradients; 1 to %d, before any is lent", n,
+                       MT_STORE_LENT);
+    s->most_lent = n;
+    return MT_OK;
 }
 
 int mt_store_passes(const mt_store *s, int unit)

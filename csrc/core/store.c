@@ -127,6 +127,7 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
     mt_watch_open(&s->watch);
     s->dev = dev;
     s->pool = pool;
+    s->most_lent = MT_STORE_LENT;
     *out = s;
     return MT_OK;
 }

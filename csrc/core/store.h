@@ -123,6 +123,8 @@ int       mt_store_goes_through(const mt_store *s, int unit);            /* any 
  * device for settled units. MT_ESTATE for one that has a GRAD plane. Units are settled before. */
 #define MT_STORE_LENT 3
 mt_status mt_store_set_passing(mt_store *s, int unit);
+/* Fewer of a size, at least one: then a hand-over waits for the update before. Before anything is lent. */
+mt_status mt_store_lend_most  (mt_store *s, int n);
 int       mt_store_passes     (const mt_store *s, int unit);             /* any thread */
 /* Waits for a buffer, that is for the update of a unit that has one: MT_ESTATE when no update has used it. */
 mt_status mt_store_lend       (mt_store *s, int unit);

@@ -77,7 +77,7 @@ struct mt_store {
     _Atomic size_t  mapped[MT_PLANE_COUNT];  /* bytes; written under map_mu, read by anyone */
     _Atomic size_t  on_device;               /* the same */
     mt__lent       *lent;                    /* [n_lent] map_mu */
-    int             n_lent;
+    int             n_lent, most_lent;       /* most: of a size in a place; constant once anything is lent */
     uint64_t        lendings;                /* so far. map_mu */
     mt__ledger      ledger;
     mt_watch        watch;

@@ -185,6 +185,32 @@ static void where_all_are_lent_the_first_is_waited_for(void)
     dev->ops->close(dev);
 }
 
+static void fewer_are_made_when_that_is_said_before(void)
+{
+    const int64_t numel[3] = { 10, 10, 10 };
+    mt_store     *s = NULL;
+    mt_dev       *dev;
+    size_t        one;
+
+    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    REQUIRE(shop_open(dev, numel, 3, &s) == MT_OK);
+    CHECK_EQ(mt_store_lend_most(s, 0), MT_EINVAL);
+    CHECK_EQ(mt_store_lend_most(s, 4), MT_EINVAL);
+    CHECK_OK(mt_store_lend_most(s, 1));
+    CHECK_OK(mt_store_lend(s, 0));
+    one = mt_store_bytes(s, MT_PLANE_GRAD);
+    CHECK_EQ(mt_store_lend(s, 1), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.0");
+    for (int u = 1; u < 3; u++) {
+        update(s, u - 1);
+        CHECK_OK(mt_store_lend(s, u));
+    }
+    CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), one);
+    CHECK_EQ(mt_store_lend_most(s, 2), MT_EINVAL);                        /* something was lent */
+    mt_store_close(s);
+    dev->ops->close(dev);
+}
+
 static void gradients_that_nobody_used_are_named(void)
 {
     const int64_t numel[4] = { 10, 10, 10, 10 };
@@ -331,6 +357,7 @@ static void every_failing_device_call_frees_everything(void)
     X(settled_units_have_theirs_on_the_device)              \
     X(there_are_three_buffers_of_a_size)                    \
     X(where_all_are_lent_the_first_is_waited_for)           \
+    X(fewer_are_made_when_that_is_said_before)              \
     X(gradients_that_nobody_used_are_named)                 \
     X(a_failing_update_elsewhere_ends_the_wait)             \
     X(parameters_trained_since_have_gradients_too)          \
