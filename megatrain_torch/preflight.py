@@ -241,17 +241,19 @@ def _planes(asked: Asked) -> dict[str, int]:
 
 
 def _loading(asked: Asked, own: list[int]) -> dict[str, int]:
-    """The most that is held at once beyond what is there: planes are filled unit by unit, each giving back the
-    module's own tensors, and its memory where it goes to the device; then, on the CPU device, come the other slots."""
+    """The most that is held at once beyond what is there: buffers of the disk come first; planes are filled unit by
+    unit, each giving back the module's own tensors, and its memory where it goes to the device or the disk; then, on
+    the CPU device, come the other slots."""
     at = slots = given = 0
+    buffers = {DISK_BUFFERS: buffer_bytes(asked.homes)}
     steps: list[dict[str, int]] = []
     for unit, home, n in zip(asked.units(), asked.homes, own):
         settled = home in SETTLED
         slots += unit.weights * (settled and asked.on_cpu)
-        steps.append({"weights": at + unit.weights, "the device's slots": slots, _OWN: -given})
+        steps.append(buffers | {"weights": at + unit.weights, "the device's slots": slots, _OWN: -given})
         at += unit.weights * (not settled and home != "disk+weights")
         given += n
-    steps.append({"weights": at, "the device's slots": sum(asked.slots()) * asked.on_cpu, _OWN: -given})
+    steps.append(buffers | {"weights": at, "the device's slots": sum(asked.slots()) * asked.on_cpu, _OWN: -given})
     return max(steps, key=lambda held: sum(held.values()))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import preflight
+from megatrain_torch.disk import buffer_bytes
 from megatrain_torch.limits import Bound, HostLimits, with_margin
 from megatrain_torch.placement import OVERHEAD
 from megatrain_torch.shapes import unit_bytes
@@ -75,6 +76,8 @@ def test_loading_holds_one_unit_twice_and_then_the_slots(free: Callable) -> None
     assert sum(preflight._loading(asked, [0] * LAYERS).values()) == LAYERS * unit
     at_home = dataclasses.replace(asked, homes=("vram",) * LAYERS)
     assert sum(preflight._loading(at_home, [0] * LAYERS).values()) == unit
+    filed = dataclasses.replace(asked, homes=("disk+weights",) * LAYERS)
+    assert sum(preflight._loading(filed, [0] * LAYERS).values()) == buffer_bytes(filed.homes) + unit
 
 
 def test_weights_are_refused_by_the_byte(free: Callable) -> None:
