@@ -4,22 +4,26 @@
 
 Each configuration runs in a process of its own, with as many bytes as it needs or one less (limits of the kernel:
 some more or less). It trains two steps, or raises the refusal; one JSON line each. Exit status 1 when one did neither, or
-not what it should have. --real: with as much of this machine's own memory as there is, and a little more. --cgroup: a
-memory cgroup that we may make groups in, e.g. of `systemd-run --user --scope -p Delegate=yes`.
+not what it should have. Some run at the same time: their limits are told, or the process's own, and they need a thousandth
+of a machine. --real: with as much of this machine's own memory as there is, and a little more. --cgroup: a memory cgroup
+that we may make groups in, e.g. of `systemd-run --user --scope -p Delegate=yes`. These run alone, since what the others
+took would be missing, and the kernel might end them.
 """
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import resource
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +33,8 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import limits, preflight  # noqa: E402
-from megatrain_torch.disk import file_bytes  # noqa: E402
+from megatrain_torch import limits, preflight, wrap  # noqa: E402
+from megatrain_torch.disk import buffer_bytes, file_bytes  # noqa: E402
 from megatrain_torch.limits import Bound, HostLimits, host_limits, with_margin  # noqa: E402
 
 WIDTH, LAYERS = 256, 6
@@ -38,6 +42,7 @@ UNIT = WIDTH * WIDTH
 NUMEL = LAYERS * UNIT
 LOADED, STEP, SUMS = 2 * NUMEL, 12 * NUMEL, 4 * NUMEL + 2 * 2 * UNIT    # bytes of bf16 weights; of a step; of ADD
 MIB = 1 << 20
+AT_ONCE = 4             # cases: most of a case's time is imports and the driver's, of one thread
 REFUSALS = ("does not fit", "ulimit -n", "there and the limit is")
 
 
@@ -59,7 +64,8 @@ class Stack(nn.Module):
 
 
 class Case(NamedTuple):
-    """runs: what should come of it. before: called in the child, with the device, before anything else."""
+    """runs: what should come of it. before: called in the child, with the device, before anything else. early: it is
+    mt.stream that refuses, before it allocates. says: the refusal does. alone: nothing else may run at that time."""
 
     runs: bool
     asked: dict[str, Any]
@@ -67,6 +73,9 @@ class Case(NamedTuple):
     before: Callable[[str], None] | None = None
     width: int = WIDTH
     layers: int = LAYERS
+    early: bool = False
+    says: str = ""
+    alone: bool = False
 
 
 def train(case: Case, device: str) -> None:
@@ -99,6 +108,10 @@ def slots_on_host(device: str) -> int:
 
 def loading(less: int) -> Callable[[str], None]:
     return lambda device: said(with_margin(max(2 * UNIT, slots_on_host(device))) - less)(device)
+
+
+def no_engine(*_: Any) -> None:
+    raise AssertionError("mt.stream has begun to allocate")
 
 
 def grown(reaches: int) -> Callable[[str], None]:
@@ -159,12 +172,12 @@ def cases(device: str) -> dict[str, Case]:
     ample, scant = with_margin(STEP) + 512 * MIB, with_margin(STEP) - 8 * MIB
     found = {
         "host=all": Case(True, {"host": whole}),
-        "host=all-1": Case(False, {"host": whole - 1}),
+        "host=all-1": Case(False, {"host": whole - 1}, early=True),
         "host=all,speculate": Case(True, {"host": whole + STEP, **early}),
-        "host=all-1,speculate": Case(False, {"host": whole + STEP - 1, **early}),
+        "host=all-1,speculate": Case(False, {"host": whole + STEP - 1, **early}, early=True),
         "host=all,micro": Case(True, {"host": whole + SUMS}, 2),
         "host=all-1,micro": Case(False, {"host": whole + SUMS - 1}, 2),
-        "weights": Case(False, {}, before=loading(1)),
+        "weights": Case(False, {}, before=loading(1), early=True),
         "weights,host=": Case(True, {"host": whole}, before=loading(1)),
         "states": Case(True, {}, before=said(with_margin(STEP))),
         "states-1": Case(False, {}, before=said(with_margin(STEP) - 1)),
@@ -176,9 +189,9 @@ def cases(device: str) -> dict[str, Case]:
         "unlocked": Case(True, {"plan": {"debug": {"lock": 0}}}),
         "unlocked,some": Case(True, {"plan": {"debug": {"lock": 5 * UNIT}}}, 2),
         "vram=slots": Case(True, {"vram": slots - 2 * UNIT}),                  # two are enough
-        "vram=slots-1": Case(False, {"vram": slots - 2 * UNIT - 1}),
+        "vram=slots-1": Case(False, {"vram": slots - 2 * UNIT - 1}, early=True),
         "vram=homes": Case(True, {"vram": LAYERS * unit_home, "plan": {"homes": "vram"}}),
-        "vram=homes-1": Case(False, {"vram": LAYERS * unit_home - 1, "plan": {"homes": "vram"}}),
+        "vram=homes-1": Case(False, {"vram": LAYERS * unit_home - 1, "plan": {"homes": "vram"}}, early=True),
     }
     found |= disk_cases()
     if device == "cpu":                     # the CUDA driver reserves addresses by the terabyte
@@ -191,12 +204,32 @@ def cases(device: str) -> dict[str, Case]:
 
 
 def disk_cases() -> dict[str, Case]:
-    """A directory with room for the states of all units, and one with a byte less."""
+    """Directories with room for what is at home there of all units, and with a byte less; then host memory, with and
+    without a byte of what is left to it: gradients, and the disk's buffers, which come before the first unit's weights.
+    """
+    found: dict[str, Case] = {}
+    for name, home in (("disk", "disk"), ("weights_on_disk", "disk+weights")):
+        need = file_bytes(at_home(home))
+        found[name] = Case(True, on_disk(home, need))
+        found[f"{name}-1"] = Case(False, on_disk(home, need - 1), early=True, says=f"raise it to {need},")
+    host, begin = sum(at_home(home).host().values()), with_margin(buffer_bytes([home]) + 2 * UNIT)
+    return found | {
+        "weights_on_disk,host=all": Case(True, on_disk(home) | {"host": host}),
+        "weights_on_disk,host=all-1": Case(False, on_disk(home) | {"host": host - 1}, early=True, says=f"host={host} ("),
+        "weights_on_disk,free": Case(True, on_disk(home), before=said(begin)),
+        "weights_on_disk,free-1": Case(False, on_disk(home), before=said(begin - 1), early=True,
+                                       says="1 B more under the limit"),
+    }
+
+
+def at_home(home: str) -> preflight.Asked:
     groups = [(name, [(name, p)]) for name, p in Stack(WIDTH, LAYERS).named_parameters()]
-    need = file_bytes(preflight.Asked("Stack", groups, None, ("disk",) * LAYERS, frozenset()))
-    folder = tempfile.mkdtemp(prefix="mt-preflight-")
-    asked = {n: {"nvme": {"path": folder, "limit": n}, "plan": {"homes": "disk"}} for n in (need, need - 1)}
-    return {"disk": Case(True, asked[need]), "disk-1": Case(False, asked[need - 1])}
+    return preflight.Asked("Stack", groups, None, (home,) * LAYERS, frozenset())
+
+
+def on_disk(home: str, limit: int | None = None) -> dict[str, Any]:
+    """Of mt.stream's arguments those with a directory of its own, and so many bytes of it."""
+    return {"nvme": {"path": tempfile.mkdtemp(prefix="mt-preflight-"), "limit": limit}, "plan": {"homes": home}}
 
 
 def device_bytes() -> int:
@@ -214,12 +247,12 @@ def real_cases(device: str) -> dict[str, Case]:
     width = 8192
     free = host_limits().tightest().free - 3 * 2**30 * (device == "cuda")       # the driver's, torch's
     fits = int((free - limits.MARGIN_BYTES) / (1 + limits.MARGIN_SHARE) / (14 * width * width))
-    found = {"real_ram": Case(True, {}, width=width, layers=fits - 1),
-             "real_ram+": Case(False, {}, width=width, layers=fits + max(2, fits // 16))}
+    found = {"real_ram": Case(True, {}, width=width, layers=fits - 1, alone=True),
+             "real_ram+": Case(False, {}, width=width, layers=fits + max(2, fits // 16), alone=True)}
     if device == "cuda":
         homes = aside(device_bytes) // (14 * width * width)
-        found["real_vram"] = Case(True, {"plan": {"homes": "vram"}}, width=width, layers=int(homes * 0.9))
-        found["real_vram+"] = Case(False, {"plan": {"homes": "vram"}}, width=width, layers=homes + 1)
+        found["real_vram"] = Case(True, {"plan": {"homes": "vram"}}, width=width, layers=int(homes * 0.9), alone=True)
+        found["real_vram+"] = Case(False, {"plan": {"homes": "vram"}}, width=width, layers=homes + 1, alone=True)
     return found
 
 
@@ -228,8 +261,9 @@ def cgroup_cases(folder: Path) -> dict[str, Case]:
     width, layers = 2048, 24
     step = 12 * width * width * layers
     base = 3 * 2**30                        # Python, torch, a driver
-    return {"cgroup": Case(True, {}, before=in_group(folder, base + 2 * with_margin(step)), width=width, layers=layers),
-            "cgroup,scant": Case(False, {}, before=in_group(folder, step), width=width, layers=layers)}
+    sizes = {"width": width, "layers": layers, "alone": True}
+    return {"cgroup": Case(True, {}, before=in_group(folder, base + 2 * with_margin(step)), **sizes),
+            "cgroup,scant": Case(False, {}, before=in_group(folder, step), **sizes)}
 
 
 # ---- running ---------------------------------------------------------------------------------------
@@ -241,21 +275,48 @@ def child(case: Case, device: str, pipe: Any) -> None:
     try:
         if case.before is not None:
             case.before(device)
+        if case.early:
+            wrap._engine = no_engine
         train(case, device)
         pipe.send(("ran", ""))
     except mt.MegatrainError as why:
         pipe.send(("refused" if any(word in str(why) for word in REFUSALS) else "failed", str(why)))
 
 
-def run(case: Case, device: str) -> tuple[str, str]:
-    """("ran" | "refused" | "failed" | "killed ...", the message)."""
+class Running(NamedTuple):
+    name: str
+    case: Case
+    process: Any
+    began: float
+
+
+def run(wanted: list[tuple[str, Case]], most: int, device: str) -> Iterator[tuple[Running, str, str]]:
+    """(which, "ran" | "refused" | "failed" | "killed ...", the message) as they end; at most so many at once."""
+    left, under_way = iter(wanted), {}
+    while True:
+        for name, case in itertools.islice(left, most - len(under_way)):
+            pipe, process = begin(case, device)
+            under_way[pipe] = Running(name, case, process, time.perf_counter())
+        if not under_way:
+            return
+        for pipe in multiprocessing.connection.wait(list(under_way)):
+            one = under_way.pop(pipe)
+            yield one, *ended(pipe, one.process)
+
+
+def begin(case: Case, device: str) -> tuple[Any, Any]:
+    """(the end of a pipe that reads, the process)."""
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe(duplex=False)
     process = fork.Process(target=child, args=(case, device, theirs))
     process.start()
-    theirs.close()
+    theirs.close()                          # before the next one is begun, or that would hold this pipe open
+    return ours, process
+
+
+def ended(pipe: Any, process: Any) -> tuple[str, str]:
     try:
-        found = ours.recv()
+        found = pipe.recv()
     except EOFError:
         found = ("", "")
     process.join()
@@ -280,19 +341,17 @@ def run_all(args: argparse.Namespace) -> int:
     wanted = cases(args.device) | (cgroup_cases(args.cgroup) if args.cgroup else {})
     if args.real:
         wanted |= real_cases(args.device)
+    chosen = [(name, case) for name, case in wanted.items() if not args.only or name in args.only]
+    together, alone = ([(name, case) for name, case in chosen if case.alone == apart] for apart in (False, True))
     good = True
-    for name, case in wanted.items():
-        if args.only and name not in args.only:
-            continue
-        began = time.perf_counter()
-        outcome, why = run(case, args.device)
+    for one, outcome, why in itertools.chain(run(together, AT_ONCE, args.device), run(alone, 1, args.device)):
         for group in args.cgroup.glob("preflight-*") if args.cgroup else ():
             group.rmdir()
-        ok = outcome == ("ran" if case.runs else "refused")
+        ok = outcome == ("ran" if one.case.runs else "refused") and one.case.says in why
         good &= ok
-        print(json.dumps({"test": "preflight", "case": name, "outcome": outcome, "ok": ok, "device": args.device,
+        print(json.dumps({"test": "preflight", "case": one.name, "outcome": outcome, "ok": ok, "device": args.device,
                           "why": why if not ok else why.partition("\n")[0], "torch": torch.__version__,
-                          "seconds": round(time.perf_counter() - began, 1)}), flush=True)
+                          "seconds": round(time.perf_counter() - one.began, 1)}), flush=True)
     return int(not good)
 
 
