@@ -80,7 +80,7 @@ def _reason(report: Any) -> str:
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
     crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash else report.longrepr or "")[:400]
+    return str(crash.message)[:400] if crash else str(report.longrepr or "")[-400:]     # the error is at its end
 
 
 def _streamer() -> Stream:
