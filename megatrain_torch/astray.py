@@ -1,7 +1,8 @@
 """Optimizer states that somebody moves to the GPU: they belong where their parameter is.
 
 Lightning moves all states that it loads to its device, as if every parameter were there. mt.AdamW's are the store's:
-what is put in their place is copied into it. Those of torch's optimizers come back before the next step.
+what is put in their place is copied into it. Those of torch's optimizers come back before the next step; other people's
+may have theirs on the GPU on purpose.
 """
 from __future__ import annotations
 
@@ -34,10 +35,12 @@ def watch() -> None:
 
 
 def _bring_home(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if isinstance(p, StreamedParameter):
             states = optimizer.state.get(p)
-            if states and not isinstance(states, StoreStates):
+            if states:
                 for name, value in states.items():
                     if isinstance(value, Tensor) and not value.is_cpu:
                         states[name] = value.to("cpu")

@@ -58,6 +58,20 @@ def test_torchs_states_come_home_before_the_step() -> None:
         feed(model, opt, grads_for(model, 2))
 
 
+def test_an_optimizer_of_somebody_elses_may_keep_states_elsewhere() -> None:
+    class Momentum(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            seen.extend(s["m"].device.type for s in self.state.values())
+
+    seen: list[str] = []
+    model = dots()
+    opt = Momentum(model.parameters(), {})
+    for p in model.parameters():
+        opt.state[p]["m"] = torch.empty(p.shape, device="meta")
+    feed(model, opt, grads_for(model, 0))
+    assert set(seen) == {"meta"}
+
+
 def test_an_optimizer_of_other_parameters_is_left_alone() -> None:
     dots()
     p = torch.nn.Parameter(torch.ones(3, device="meta"))
