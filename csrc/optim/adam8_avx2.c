@@ -1,7 +1,7 @@
-/* adam8_avx2.c — the update of adam8_scalar.c, a group of 128 parameters an iteration.
+/* adam8_avx2.c — the update of adam8_scalar.c, MT__GROUPS groups of 128 parameters an iteration.
  *
- * Compiled and entered as adam_avx2.c is. A group's moments lie on the stack between the step and the bytes
- * that they become; what is left after the last whole group goes through the definition.
+ * Compiled and entered as adam_avx2.c is. Groups' moments lie on the stack between the step and the bytes that they
+ * become, as in adam8_avx512.c; what is left after the last whole group goes through the definition.
  *
  * Unpacking and packing work within 128-bit halves. So 16 elements are a pair whose half h has elements 8 h to
  * 8 h + 3 in a, the next four in b: what unpacking 16 words in a row gives, and packing takes.
@@ -202,11 +202,11 @@ INLINE void store_kept(const mt__adam_span *s, int keep, mt_dtype g, int64_t i, 
 
 /* ---- a group ---- */
 
-/* New moments, what they are rounded by, and how large they are. */
+/* New moments, what they are rounded by, and the largest at each of 8 places. */
 typedef struct group {
     pair    m[PAIRS], r[PAIRS];
     __m256i random[PAIRS];
-    mt__code_size size;
+    __m256  most_m, most_r;
 } group;
 
 /* magnitude, with the sign of x. */
@@ -275,16 +275,6 @@ INLINE void elements(const mt__adam_span *s, const coef8 *c, int keep, mt_dtype 
     store_kept(s, keep, gt, i, p, random);
 }
 
-/* The largest of m, and of r. */
-INLINE __m128 largest(__m256 m, __m256 r)
-{
-    __m128 y = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
-    __m128 z = _mm_max_ps(_mm256_castps256_ps128(r), _mm256_extractf128_ps(r, 1));
-
-    y = _mm_max_ps(_mm_unpacklo_ps(y, z), _mm_unpackhi_ps(y, z));
-    return _mm_max_ps(y, _mm_movehl_ps(y, y));
-}
-
 INLINE __m256i root(__m256 q) { return _mm256_srli_epi32(_mm256_castps_si256(q), 1); }
 
 /* How far 8 elements' codes are below MT__CODE_TOP; negative where they are above, or not finite. */
@@ -300,16 +290,25 @@ INLINE void codes_of(__m256 m, __m256 r, const mt__code_size *size, __m256 onto,
     *out_v = _mm256_cvttps_epi32(_mm256_fnmadd_ps(_mm256_castsi256_ps(y), units, onto));
 }
 
-INLINE void size_set(group *x, float bound, float *scale)
+/* Half of m's places, m and r in turns; and half of these, of two groups. */
+INLINE __m256 in_turns(const group *x)
 {
-    __m256 most_m = _mm256_setzero_ps(), most_r = most_m;
+    return _mm256_max_ps(_mm256_unpacklo_ps(x->most_m, x->most_r), _mm256_unpackhi_ps(x->most_m, x->most_r));
+}
 
-#pragma GCC unroll 8
-    for (int j = 0; j < PAIRS; j++) {
-        most_m = _mm256_max_ps(magnitude(x->m[j].b), _mm256_max_ps(magnitude(x->m[j].a), most_m));
-        most_r = _mm256_max_ps(x->r[j].b, _mm256_max_ps(x->r[j].a, most_r));
-    }
-    mt__code_size_set(&x->size, largest(most_m, most_r), bound, scale);
+INLINE __m256 halved(__m256 a, __m256 b)
+{
+    return _mm256_max_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+/* The largest m and r of each group, in a row. */
+INLINE __m256 largest(const group *x)
+{
+    __m256d a = _mm256_castps_pd(halved(in_turns(&x[0]), in_turns(&x[1])));
+    __m256d b = _mm256_castps_pd(halved(in_turns(&x[2]), in_turns(&x[3])));
+    __m256  y = _mm256_max_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(y), 0xd8));
 }
 
 /* The words of two pairs as bytes in a row. */
@@ -318,7 +317,7 @@ INLINE void store_bytes(void *to, __m256i bytes)
     store_words(to, _mm256_permute4x64_epi64(bytes, 0xd8));
 }
 
-INLINE void encode(const group *x, int8_t *m, uint8_t *v)
+INLINE void encode(const group *x, const mt__code_size *size, int8_t *m, uint8_t *v)
 {
     const __m256i top = _mm256_set1_epi16(MT__CODE_TOP), all = _mm256_set1_epi32(-1);
 
@@ -331,8 +330,8 @@ INLINE void encode(const group *x, int8_t *m, uint8_t *v)
             pair   onto = float_of(unpacked(x->random[j + h], _mm256_set1_epi16(MT__RANDOM_ONTO >> 16)));
             bits16 c, d;
 
-            codes_of(x->m[j + h].a, x->r[j + h].a, &x->size, onto.a, &c.a, &d.a);
-            codes_of(x->m[j + h].b, x->r[j + h].b, &x->size, onto.b, &c.b, &d.b);
+            codes_of(x->m[j + h].a, x->r[j + h].a, size, onto.a, &c.a, &d.a);
+            codes_of(x->m[j + h].b, x->r[j + h].b, size, onto.b, &c.b, &d.b);
             words_m[h] = _mm256_sub_epi16(top, _mm256_packus_epi32(c.a, c.b));
             words_v[h] = _mm256_packus_epi32(d.a, d.b);
         }
@@ -342,20 +341,45 @@ INLINE void encode(const group *x, int8_t *m, uint8_t *v)
 }
 
 INLINE void step_group(const mt__adam_span *s, const mt__adam_coef *c, const coef8 *k, int keep, mt_dtype gt,
-                       int64_t i)
+                       int64_t i, group *x)
 {
-    float *scale = s->codes.scale + i / MT_STATES_GROUP * 2;
+    const float *scale = s->codes.scale + i / MT_STATES_GROUP * 2;
     __m256 cs = _mm256_set1_ps(scale[0]), ks = _mm256_set1_ps(scale[1]);
+    __m256 most_m = _mm256_setzero_ps(), most_r = most_m;
     hash8 hash = hash_of(c->seed, s->first + i);
-    group  x;
 
 #pragma GCC unroll 8
     for (int j = 0; j < PAIRS; j++) {
-        x.random[j] = hashed(hash, j * WIDTH);
-        elements(s, k, keep, gt, i + j * WIDTH, cs, ks, &x.m[j], &x.r[j], x.random[j]);
+        pair m, r;
+
+        x->random[j] = hashed(hash, j * WIDTH);
+        elements(s, k, keep, gt, i + j * WIDTH, cs, ks, &m, &r, x->random[j]);
+        most_m = _mm256_max_ps(magnitude(m.b), _mm256_max_ps(magnitude(m.a), most_m));
+        most_r = _mm256_max_ps(r.b, _mm256_max_ps(r.a, most_r));
+        x->m[j] = m;
+        x->r[j] = r;
     }
-    size_set(&x, c->code_bound, scale);
-    encode(&x, s->codes.m + i, s->codes.v + i);
+    x->most_m = most_m;
+    x->most_r = most_r;
+}
+
+/* n groups, at most MT__GROUPS. Sizes of groups that are not there are those of zeros. */
+INLINE void step_groups(const mt__adam_span *s, const mt__adam_coef *c, const coef8 *k, int keep, mt_dtype g,
+                        int64_t i, int n, group *x)
+{
+    mt__code_size size[MT__GROUPS];
+
+    for (int j = 0; j < n; j++) {
+        int64_t at = i + j * MT_STATES_GROUP;
+
+        mt__adam8_prefetch(s, keep, g, at + MT__ADAM8_AHEAD);
+        step_group(s, c, k, keep, g, at, &x[j]);
+    }
+    for (int j = n; j < MT__GROUPS; j++)
+        x[j].most_m = x[j].most_r = _mm256_setzero_ps();
+    mt__code_sizes_set(size, largest(x), c->code_bound, s->codes.scale + i / MT_STATES_GROUP * 2, n);
+    for (int j = 0; j < n; j++)
+        encode(&x[j], &size[j], s->codes.m + i + j * MT_STATES_GROUP, s->codes.v + i + j * MT_STATES_GROUP);
 }
 
 INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, int keep, mt_dtype g, mt__adam_fn rest)
@@ -363,11 +387,12 @@ INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, int keep, m
     const mt__adam_span s = *where;     /* ours: no store can change it, so it stays in registers */
     const coef8        k = coef_set(c);
     mt_dtype            w = keep < MT__KEEP_LO8 ? (mt_dtype)keep : MT_BF16;
-    int64_t             i = 0;
+    int64_t             i = 0, groups = s.n / MT_STATES_GROUP;
+    group               x[MT__GROUPS];
 
-    for (; i + MT_STATES_GROUP <= s.n; i += MT_STATES_GROUP) {
-        mt__adam8_prefetch(&s, keep, g, i + MT__ADAM8_AHEAD);
-        step_group(&s, c, &k, keep, g, i);
+    for (int n; groups > 0; groups -= n, i += n * MT_STATES_GROUP) {
+        n = groups < MT__GROUPS ? (int)groups : MT__GROUPS;
+        step_groups(&s, c, &k, keep, g, i, n, x);
     }
     mt__adam_span tail = mt__adam_part(&s, w, g, i, s.n - i);
     rest(&tail, c);

@@ -5,6 +5,9 @@
 #include "adam8_code.h"
 #include "adam_kernel.h"
 #include <math.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #define MT__ADAM8_AHEAD 1024             /* elements prefetched ahead: as many bytes as MT__ADAM_AHEAD's */
 
@@ -46,26 +49,42 @@ static inline float mt__root(float q)
     return mt__float(mt__bits(q) >> 1);
 }
 
-#if defined(__x86_64__)
-/* mt__code_size_of, of both at once: most is { m, r }, neither a NaN. */
-MT__INLINE void mt__code_size_set(mt__code_size *to, __m128 most, float bound, float *scale)
-{
-    const __m128 one = _mm_set_ss(1), above = _mm_setr_ps(MT__M_FINITE, MT__R_LARGEST, 0, 0);
-    const __m128 largest = _mm_setr_ps(MT__M_LARGEST, MT__R_LARGEST, 0, 0);
-    const __m128 squares = _mm_setr_ps(MT__C_BELOW, MT__K_SQUARE, 0, 0);
-    const __m128 inverse = _mm_setr_ps(MT__C_INVERSE, MT__K_INVERSE, 0, 0);
-    __m128 some = _mm_cmpge_ps(most, _mm_setr_ps(MT__M_LEAST, MT__R_LEAST, 1, 1));
-    __m128 x = _mm_and_ps(some, _mm_min_ps(most, above)), says = _mm_min_ps(x, largest);
-    __m128 by = _mm_and_ps(some, _mm_div_ps(squares, x)), r = _mm_mul_ps(by, inverse);
-    __m128 f = _mm_sqrt_ss(_mm_mul_ss(_mm_mul_ss(_mm_set_ss(bound), says), _mm_shuffle_ps(r, r, 0x55)));
+#if defined(__AVX2__)
+#define MT__GROUPS 4                     /* whose sizes are made at once: after their steps, before their bytes */
+#define MT__BOTH(m, r) _mm256_setr_ps(m, r, m, r, m, r, m, r)
 
-    f = _mm_min_ss(f, _mm_set_ss(MT__LEAST_MOST));              /* of a NaN and another, that */
-    __m128 floor = _mm_mul_ss(_mm_add_ss(f, one), _mm_set_ss(MT__CODE_UNIT));
-    floor = _mm_and_ps(floor, _mm_shuffle_ps(some, some, 0x55));
-    _mm_storel_pi((__m64 *)scale, _mm_mul_ps(says, inverse));
-    _mm_storeu_ps((float *)to, _mm_movelh_ps(by, _mm_unpacklo_ps(f, floor)));
+/* by is { by_m, by_r } of each group, f and floor are in the first place of each. */
+MT__INLINE void mt__code_sizes_store(mt__code_size *to, __m256 by, __m256 f, __m256 floor)
+{
+    __m256d x = _mm256_castps_pd(by), y = _mm256_castps_pd(_mm256_blend_ps(f, _mm256_moveldup_ps(floor), 0xaa));
+    __m256d even = _mm256_unpacklo_pd(x, y), odd = _mm256_unpackhi_pd(x, y);
+
+    _mm256_storeu_pd((double *)to, _mm256_permute2f128_pd(even, odd, 0x20));
+    _mm256_storeu_pd((double *)(to + 2), _mm256_permute2f128_pd(even, odd, 0x31));
 }
 
+/* mt__code_size_of, of MT__GROUPS groups, of which n have scales to write: most is { m, r } of each, none a NaN. */
+MT__INLINE void mt__code_sizes_set(mt__code_size *to, __m256 most, float bound, float *scale, int n)
+{
+    const __m256 above = MT__BOTH(MT__M_FINITE, MT__R_LARGEST), inverse = MT__BOTH(MT__C_INVERSE, MT__K_INVERSE);
+    __m256 some = _mm256_cmp_ps(most, MT__BOTH(MT__M_LEAST, MT__R_LEAST), _CMP_GE_OQ);
+    __m256 x = _mm256_and_ps(some, _mm256_min_ps(most, above));
+    __m256 says = _mm256_min_ps(x, MT__BOTH(MT__M_LARGEST, MT__R_LARGEST));
+    __m256 by = _mm256_and_ps(some, _mm256_div_ps(MT__BOTH(MT__C_BELOW, MT__K_SQUARE), x));
+    __m256 r = _mm256_movehdup_ps(_mm256_mul_ps(by, inverse));
+    __m256 f = _mm256_sqrt_ps(_mm256_mul_ps(_mm256_mul_ps(_mm256_set1_ps(bound), says), r));
+    float  scales[2 * MT__GROUPS];
+
+    f = _mm256_min_ps(f, _mm256_set1_ps(MT__LEAST_MOST));       /* of a NaN and another, that */
+    __m256 floor = _mm256_mul_ps(_mm256_add_ps(f, _mm256_set1_ps(1)), _mm256_set1_ps(MT__CODE_UNIT));
+    mt__code_sizes_store(to, by, f, _mm256_and_ps(floor, _mm256_movehdup_ps(some)));
+    _mm256_storeu_ps(scales, _mm256_mul_ps(says, inverse));
+    for (int g = 0; g < n; g++)
+        memcpy(scale + 2 * g, scales + 2 * g, 2 * sizeof *scale);
+}
+#endif
+
+#if defined(__x86_64__)
 /* Asks for a group's elements of a plane. */
 MT__INLINE void mt__prefetch_group(const void *plane, size_t elem, int64_t i)
 {
