@@ -1107,7 +1107,8 @@ static void what_is_not_trained_is_read_by_fetches_alone(void)
         CHECK_OK(over(&w, &e));
     }
     read_as_far_as_it_goes(&w);          /* ahead too, for a fourth */
-    CHECK(mt_disk_stats_get(w.disk).read_bytes - now.read_bytes <= 3 * 2 * MT_BLOCK_ALIGN);
+    /* What was read ahead when M was brought may have been read again, but nothing of what is frozen was. */
+    CHECK(mt_disk_stats_get(w.disk).read_bytes - now.read_bytes < 30000 * sizeof(float));
     close_world(&w);
 }
 
