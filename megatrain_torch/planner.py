@@ -211,19 +211,12 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
 
 def _solve(shape: Shape, limits: Machine, wishes: Wishes) -> tuple[Problem, tuple[Choice, Timing] | None]:
     """With as many buffers for gradients that are kept nowhere as there is memory for."""
-    for lent in range(LENT, _least_lent(shape, wishes.grads) - 1, -1):
+    for lent in range(LENT, 0, -1) if wishes.grads == "none" else (LENT,):
         problem = Problem(shape, limits, dataclasses.replace(wishes, lent=lent))
         best = problem.best()
         if best is not None:
             break
     return problem, best
-
-
-def _least_lent(shape: Shape, grads: str) -> int:
-    """One buffer would never come back where a unit is in several windows and others are between: its update is behind
-    the first of them."""
-    used = [u for window in shape.windows for u in window.units]
-    return LENT if grads == "ram" else 1 if len(used) == len(set(used)) else 2
 
 
 def _grads(grads: str, micro: int | None, speculate: bool) -> str:
@@ -332,7 +325,7 @@ def _changes(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape
     if wishes.speculate and _fits(problem, speculate=False):
         found["speculate"] = False
     if wishes.grads == "ram" and not wishes.speculate and wishes.micro in (None, 1) and \
-            _fits(problem, grads="none", lent=_least_lent(problem.shape, "none")):
+            _fits(problem, grads="none", lent=1):
         found["grads"] = "none"
     for states in FORMATS[FORMATS.index(wishes.states) + 1:]:
         if Problem(shape_with(states), problem.machine, dataclasses.replace(wishes, states=states)).fits():
