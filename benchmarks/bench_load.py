@@ -28,6 +28,7 @@ from common import (
     build_model,
     emit,
     host_rss_bytes,
+    raw_disk,
     table,
 )
 from transformers import AutoModelForCausalLM
@@ -35,9 +36,6 @@ from transformers.utils.logging import disable_progress_bar
 
 import megatrain_torch as mt
 from megatrain_torch import _core
-from megatrain_torch.checkpoint import WRITERS
-
-REQUEST = 4 << 20
 
 
 def parse_args() -> tuple[argparse.Namespace, torch.device]:
@@ -76,10 +74,6 @@ def load(device: str, folder: str, results: Any) -> None:
     results.put({"before": before, "kept": kept, "peak": peak, "seconds": seconds, "weights": weights})
 
 
-def raw(path: str, nbytes: int) -> dict[str, Any]:
-    return _core.disk_measure(path, max(min(nbytes, 8 * GIB), WRITERS * REQUEST), REQUEST, WRITERS, WRITERS)
-
-
 def apart(function: Any, *args: Any) -> None:
     process = multiprocessing.get_context("spawn").Process(target=function, args=args)
     process.start()
@@ -93,11 +87,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.path) as folder:
         apart(write, args, folder)
         nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-        limits = [raw(args.path, nbytes)]
+        limits = [raw_disk(args.path, min(nbytes, 8 * GIB))]
         results = multiprocessing.get_context("spawn").SimpleQueue()
         apart(load, str(device), folder, results)
         found = results.get()
-        limits.append(raw(args.path, nbytes))
+        limits.append(raw_disk(args.path, min(nbytes, 8 * GIB)))
     limit, most = found["before"] + found["kept"], statistics.mean(r["read"] for r in limits) / 1e9
     rate = nbytes / found["seconds"] / 1e9
     emit("load", device, case=f"{args.width} {args.layers} layers", unit="GiB", median=found["peak"] / GIB,

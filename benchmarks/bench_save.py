@@ -31,6 +31,7 @@ from common import (
     build_model,
     emit,
     parameter_count,
+    raw_disk,
     say,
     spread,
     synchronize,
@@ -38,11 +39,8 @@ from common import (
 )
 
 import megatrain_torch as mt
-from megatrain_torch import _core
-from megatrain_torch.checkpoint import WRITERS
 from megatrain_torch.formats import FORMATS
 
-REQUEST = 4 << 20
 PARTS = ["save", "behind", "load"]
 PAUSE_S = 1.0  # before each run: what a drive still does of the one before
 
@@ -68,7 +66,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
 
 def raw(args: Any) -> dict[str, Any]:
     time.sleep(PAUSE_S)
-    return _core.disk_measure(args.path, int(args.raw_gib * GIB), REQUEST, WRITERS, WRITERS)
+    return raw_disk(args.path, int(args.raw_gib * GIB))
 
 
 class Run:

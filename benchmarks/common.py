@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+REQUEST = 4 << 20  # bytes of one transfer
 GIB = 2**30
 
 
@@ -122,6 +123,14 @@ def table(rows: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         say(f"  {name:<{width}}  {value}")
+
+
+def raw_disk(path: str, nbytes: int) -> dict[str, Any]:
+    """Rates of a file of about so many bytes, moved as a checkpoint is but without sums: _core.disk_measure."""
+    from megatrain_torch import _core
+    from megatrain_torch.checkpoint import WRITERS
+
+    return _core.disk_measure(path, max(nbytes, WRITERS * REQUEST), REQUEST, WRITERS, WRITERS)
 
 
 def host_rss_bytes() -> tuple[int, int]:
