@@ -19,7 +19,7 @@ from torch import Tensor
 from . import _core
 from .tensorfiles import Extent
 
-READERS = 12
+READERS = 12             # threads that fill memory from files
 _HEAD = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) (\S+) (\d+) +(/.*)$")
 _COPIED = ("Anonymous", "Swap")  # of a mapping: pages that are the process's own by now
 

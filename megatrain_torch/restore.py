@@ -20,6 +20,7 @@ from . import _core, manifest
 from .checkpoint import MASTERS, TRAINING, buffers_of, names_of, set_random_states
 from .errors import MegatrainError
 from .formats import LOW_BYTES
+from .mapped import READERS
 from .optim import CODES, MOMENTS, AdamW, _load_moments, set_master
 from .records import Record
 from .tensorfiles import DTYPES, Extent, Stored, listed
@@ -27,8 +28,6 @@ from .wrap import runtime_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime
-
-READERS = 12
 
 
 def check(folder: Path) -> None:
