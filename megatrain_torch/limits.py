@@ -51,6 +51,9 @@ def show_bytes(n: float) -> str:
 # What an allocation takes beside its own bytes: page tables, what the driver notes of registered memory (two runs with
 # 80 GB of planes on an H200 had 1.5 GB), buffers of a pass.
 MARGIN_SHARE, MARGIN_BYTES = 0.02, 64 << 20
+# A plan leaves more than is asked for when a step's memory is about to be taken: by then Python and the driver have
+# theirs, which is known to half a GiB (on an H200 a plan to the last byte was refused for 30 MiB of 120 GiB).
+PLANNED_SHARE = 0.025
 GROWN = 1.25                # times MemTotal: a cgroup that may have more than that is on a machine that grows
 FILES_LEAST = 32            # descriptors that must be left: drivers, libraries, pipes
 # What gVisor's /proc/version says. Its MemTotal begins at 2 GiB and grows with what is touched (pkg/sentry/usage).
@@ -160,9 +163,9 @@ def with_margin(need: int) -> int:
     return need + int(need * MARGIN_SHARE) + MARGIN_BYTES if need > 0 else 0
 
 
-def without_margin(limit: int) -> int:
-    """The most bytes whose with_margin is within the limit."""
-    return max(int((limit - MARGIN_BYTES) / (1 + MARGIN_SHARE)), 0)
+def without_margin(limit: int, share: float = MARGIN_SHARE) -> int:
+    """The most bytes whose with_margin is within the limit. share: another than with_margin's."""
+    return max(int((limit - MARGIN_BYTES) / (1 + share)), 0)
 
 
 def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostLimits:

@@ -24,7 +24,7 @@ from .cost import LENT, THROUGH_BYTES
 from .disk import FROZEN, PADDING, SPILLED, Disk, years
 from .errors import MegatrainError
 from .formats import FORMATS, check_states
-from .limits import parse_bytes, show_bytes, without_margin
+from .limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .modes import DISK, DISKS, GRADS, HOMES, MODES
 from .placement import Choice, Problem, Wishes
@@ -193,7 +193,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
                                  states=check_states(states))
     limits = resolve(machine)
     here = host_now(limits) if machine is None else limits.host_bytes
-    most = parse_bytes(host, "host") or without_margin(here)
+    most = parse_bytes(host, "host") or without_margin(here, PLANNED_SHARE)
     limits = limits.with_limits(parse_bytes(vram, "vram"), most)
 
     def shape_with(states: str) -> Shape:

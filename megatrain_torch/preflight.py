@@ -339,13 +339,22 @@ class Room:
     def weights(self, core: _core.Engine, unit: int) -> None:
         """Of a unit that lives on the device or on disk, before they are read on the host. Raises: as `states`."""
         need = core.cold_bytes(unit, _core.PLANES["HI"])
-        bound = host_limits().short(need) if need and self.limit is None else None
-        if bound is not None:
-            table = {"weights": need, "margin": with_margin(need) - need}
+        if not need:
+            return
+        if (bound := self._bound(core, need)) is not None:
+            table = {"weights": need} | ({} if self.limit else {"margin": with_margin(need) - need})
             raise _refusal(self.asked, f"host memory to read {self.asked.groups[unit][0]}", table, bound.free,
                            f"free: {bound.what}", {}, "mt.save, which brings units one by one",
                            "an optimizer step and a forward after what was read so far, which give its memory back",
-                           f"{show_bytes(with_margin(need) - bound.free)} more ({bound.remedy})")
+                           f"{show_bytes(sum(table.values()) - bound.free)} more ({bound.remedy})")
+
+    def _bound(self, core: _core.Engine, need: int) -> Bound | None:
+        """What stands against so many bytes of copies of weights beside those that were read, and all planes."""
+        if self.limit is None:
+            return host_limits().short(need)
+        planes = _planes(self.asked)
+        free = self.limit - sum(planes.values()) + planes.get("weights", 0) - core.host_bytes(_core.PLANES["HI"])
+        return Bound("host=", self.limit, max(free, 0), "a larger host=") if need > free else None
 
     def activations(self, core: _core.Engine, nbytes: int, blocks: int = 1) -> None:
         """So many bytes of one window are about to wait in host memory; or to pass through so many blocks of it.

@@ -17,6 +17,7 @@ import zoo
 from torch import Tensor, nn
 
 import megatrain_torch as mt
+from megatrain_torch import _core
 from megatrain_torch.templates import Weights
 from megatrain_torch.templates.decoder import Decoder
 from megatrain_torch.wrap import runtime_of
@@ -252,3 +253,26 @@ def bytes_are_as_reckoned(model: nn.Module) -> None:
         assert sum(storages.values()) == max(reckoned - lse, 0), keep
         sizes.append(reckoned)
     assert sizes[0] > sizes[1] > sizes[2] == 0
+
+
+def stays_on_the_device(build: Build, keep: str) -> None:
+    """Host copies of layers at home there are read by nobody: one would take its layer's bytes again."""
+    model = build()
+    homes = {name: "vram" for name, _ in model.named_modules() if name.rpartition(".")[0].endswith("layers")}
+    model = mt.stream(model, "cpu", compute="fused", plan={"activations": keep, "homes": homes})
+    rt, opt = runtime_of(model), mt.AdamW(model.parameters())
+
+    def warm() -> list[str]:
+        return [rt.unit_names[u] for u in rt.settled if not rt.core.cold_bytes(u, _core.PLANES["HI"])]
+
+    assert len(rt.settled) == len(homes) > 1
+    for step in range(2):
+        assert not warm(), f"before step {step}"
+        loss = zoo.model_loss(model, padded(step))
+        assert not warm(), f"after forward {step}"
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    assert not warm()
+    all_fused(codes(model))
+    assert model.get_parameter(f"{min(homes)}.input_layernorm.weight").sum() and warm() == [min(homes)]

@@ -122,6 +122,11 @@ UNFIT = {
 }
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+def test_layers_on_the_device_are_not_copied_to_the_host_to_be_fused(family: str) -> None:
+    fusing.stays_on_the_device(FAMILIES[family], "selective")
+
+
 @pytest.mark.parametrize("name", UNFIT)
 def test_an_architecture_without_a_template_says_why_and_runs_its_own_code(name: str) -> None:
     case = zoo.CASES[name]

@@ -333,6 +333,12 @@ def test_a_template_needs_no_values_to_be_read(family: str) -> None:
         assert getattr(here.mlp.router, name) == getattr(nowhere.mlp.router, name)
 
 
+@pytest.mark.parametrize("keep", ["selective", "replay"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "flex_olmo"])
+def test_layers_on_the_device_are_not_copied_to_the_host_to_be_fused(family: str, keep: str) -> None:
+    fusing.stays_on_the_device(FAMILIES[family], keep)
+
+
 def test_a_router_that_ignores_its_correction_would_be_noticed() -> None:
     layer = FAMILIES["glm4_moe"]().model.layers[1]
     found = router.Router(layer, "mlp", "gate")

@@ -230,6 +230,20 @@ def test_weights_on_the_device_are_asked_for_before_they_are_read(free: Callable
     train(model, mt.AdamW(model.parameters(), lr=0.1))
 
 
+def test_a_limit_counts_weights_that_are_read(free: Callable) -> None:
+    free(10**9)
+    unit = 2 * NUMEL // LAYERS
+    model = stream(plan={"homes": "vram"}, host=unit)
+    core = runtime_of(model).core
+    assert model.layers[0].weight.norm() > 0 and core.host_bytes() == unit
+    with pytest.raises(mt.MegatrainError, match=r"to read layers\.1[^$]*free: host=[^$]*a larger host="):
+        model.layers[1].weight.norm()
+    opt = mt.AdamW(model.parameters(), lr=0.1)
+    train(model, opt)
+    train(model, opt)
+    assert model.layers[1].weight.norm() > 0, "a step and a forward gave the other's memory back"
+
+
 def test_a_limit_counts_copies_of_states_on_the_device(free: Callable) -> None:
     model = stream(plan={"homes": "vram"}, host=12 * NUMEL - 1)
     opt = mt.AdamW(model.parameters())

@@ -136,6 +136,12 @@ def spread_out(d: Tensor, r: Routed) -> Tensor:
     return torch.zeros(r.logits.shape, dtype=d.dtype, device=d.device).scatter_(1, r.index, d)
 
 
+def _without_values(router: nn.Module) -> nn.Module:
+    """A copy with parameters on the meta device: to read one would bring all of its layer to the host."""
+    empty = {id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in router.parameters()}
+    return copy.deepcopy(router, empty)
+
+
 class _Twin:
     """What a copy of a router gives for random numbers.
 
@@ -146,7 +152,7 @@ class _Twin:
 
     def __init__(self, router: nn.Module, top_k: int, corrected: bool) -> None:
         rng = torch.Generator().manual_seed(0)
-        twin = copy.deepcopy(router).to_empty(device="cpu").float()     # a planned model's is on the meta device
+        twin = _without_values(router).to_empty(device="cpu").float()
         experts, hidden = twin.weight.shape
         if any(b.shape != (experts,) for b in twin.buffers()):
             raise Unfit(f"its router ({type(router).__name__}) has buffers that are no correction of scores")
