@@ -7,8 +7,9 @@
     python benchmarks/bench_big.py --model gpt-oss-120b --tiny --device cpu      # a small model of that kind
 
 Random weights in bf16. One JSON line on stdout; plan, progress and a table on stderr. "seconds": a step from its start
-to the start of the next, the last one's to the end of its update, the median without the first. Status 3 when
-there is no plan that fits: nothing has been allocated by then, and the plan says what would.
+to the start of the next, the last one's to the end of its update, the median without the first. In the first,
+kernels are chosen, layers are tried and memory is first touched: --warm takes it over fewer tokens, before. Status 3
+when there is no plan that fits: nothing has been allocated by then, and the plan says what would.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from common import (
 from engines import ENGINES, planned
 from transformers import AutoConfig, GptOssConfig
 
+import megatrain_torch as mt
 from megatrain_torch.errors import MegatrainError
 from megatrain_torch.formats import FORMATS
 from megatrain_torch.modes import GRADS
@@ -58,6 +60,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--seq", type=int, default=1024)
     add("--tokens", type=int, default=16384, help="in a step")
     add("--steps", type=int, default=5)
+    add("--warm", type=int, default=0, metavar="TOKENS", help="of a step before, which is not counted; 0: none")
     add("--lr", type=float, default=1e-5)
     add("--clip", type=float, default=1.0, help="0, and --grads none: no clipping")
     add("--states", choices=FORMATS, default="8bit-sr", help="how mt.AdamW keeps its states")
@@ -67,6 +70,8 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--host", help='the most of host memory that may be used, as "64GiB"')
     add("--nvme", metavar="DIRECTORY", help="where goes what host memory does not hold")
     args = parser.parse_args()
+    if args.warm % min(args.seq, args.warm or 1):
+        parser.error(f"--warm {args.warm}: no multiple of --seq {args.seq}")
     if args.tokens % args.seq:
         parser.error(f"--tokens {args.tokens}: no multiple of --seq {args.seq}")
     fixed = {"plan": "auto", "micro": None, "compute": "auto", "batches": 1}
@@ -93,6 +98,10 @@ def config_of(args: argparse.Namespace) -> Any:
 def train(engine: Any, args: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:
     """Seconds and losses of the steps. Reading the loss waits for compute, not for the update."""
     ids, losses, begins = make_batches(args, device)[0], [], []
+    if args.warm:
+        engine.backward(ids.flatten()[: args.warm].view(-1, min(args.seq, args.warm)), 1.0)
+        engine.update()
+        engine.settle()
     for step in range(args.steps):
         begins.append(time.perf_counter())
         loss = sum(float(engine.backward(part, 1 / args.micro)) for part in ids.chunk(args.micro)) / args.micro
@@ -138,10 +147,13 @@ def main() -> int:
     del model
     built_s = time.perf_counter() - began
     say(f"{parameters / 1e9:.2f} B parameters built in {built_s:.0f} s")
-    seconds, losses = train(engine, args, device)
+    with mt.trace(engine.model) as trace:
+        seconds, losses = train(engine, args, device)
+    last = trace.steps()[-1]
+    say(str(last))
     used = memory(device, parameters, before)
     found = {
-        "seconds": statistics.median(seconds[1:] or seconds),
+        "seconds": statistics.median(seconds[not args.warm :] or seconds),
         "each_s": seconds,
         "losses": losses,
         "parameters": parameters,
@@ -149,6 +161,8 @@ def main() -> int:
         "host_gib": used["host_gib"],
         "host_peak_gib": host_rss_bytes()[1] / 2**30,
         "vram_gib": used.get("vram_used_gib"),
+        "busy_s": dict(last.busy),
+        "idle_s": dict(last.idle),
         "predicted": prediction(plan),
     }
     found["median"] = args.tokens / found["seconds"]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .window import Window
 
 TRIAL_TOKENS = 64
-PIECE = 1 << 24          # elements that are compared at a time
+PIECE = 1 << 22          # elements that are compared at a time: malloc keeps as much for the next
 LEAST_TOKENS = 4         # of a row: with fewer, attention and rotary embedding hardly show
 # Relative error (2-norm) of the template against the module's own code that is noise: some 5 roundings.
 NOISE = {torch.bfloat16: 2e-2, torch.float16: 2.5e-3, torch.float32: 1e-5, torch.float64: 1e-5}
@@ -289,8 +289,11 @@ def _error(truth: dict[str, Tensor], found: dict[str, Tensor]) -> float:
 
 
 def _rms(t: Tensor, other: Tensor | None = None) -> float:
-    """Root of the mean square of t, or of other - t; in pieces, as experts' gradients are large."""
+    """Root of the mean square of t, or of other - t, to a few digits: in pieces, as experts' gradients are large, and
+    as wide as fp32."""
     parts = t.flatten().split(PIECE)
     others = parts if other is None else other.flatten().split(PIECE)
-    sums = [(a.double() if other is None else b.double() - a.double()).square().sum() for a, b in zip(parts, others)]
-    return float((torch.stack(sums).sum() / t.numel()).sqrt())
+    wide = torch.promote_types(t.dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(a.to(wide) if other is None else b.to(wide) - a.to(wide))
+             for a, b in zip(parts, others)]
+    return float(torch.linalg.vector_norm(torch.stack(norms).double())) / t.numel() ** 0.5

@@ -9,7 +9,7 @@ from .timeline import LANES, Slice, between, busy_seconds
 
 OWN = "host"                     # what compute waits for when it waits for no copy and no update: the host's own work
 JITTER_NS = 50_000               # times on two queues are compared to within this
-BAR = 24                         # characters
+BAR, NAME = 24, 14               # characters, a lane's name at least
 COUNTED = ("speculated", "committed", "undone", "out_bytes", "back_bytes", "spill_written_bytes",
            "spill_read_bytes")   # of the engine's counters
 
@@ -92,11 +92,12 @@ class StepReport:
     def __str__(self) -> str:
         lines = [self.why]
         rows = self._rows()
+        wide = max([NAME, *(len(lane) + 1 for lane, *_ in rows)])
         if rows:
-            lines.append(f"{'':<14}{'busy s':>8}{'':>6}  {'':<{BAR}}{'GB':>9}{'at least s':>12}")
+            lines.append(f"{'':<{wide}}{'busy s':>8}{'':>6}  {'':<{BAR}}{'GB':>9}{'at least s':>12}")
         for lane, busy, share, nbytes, least in rows:
             bar = "█" * round(share * BAR)
-            lines.append(f"{lane:<14}{busy:>8.3g}{share:>6.0%}  {bar:<{BAR}}{nbytes:>9}{least:>12}".rstrip())
+            lines.append(f"{lane:<{wide}}{busy:>8.3g}{share:>6.0%}  {bar:<{BAR}}{nbytes:>9}{least:>12}".rstrip())
         if self.idle:
             parts = ", ".join(f"{v:.3g} s for {_called(k)}" for k, v in _largest_first(self.idle))
             lines.append(f"compute idle: {parts}; {self.between_steps:.3g} s of it between steps")

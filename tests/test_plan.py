@@ -104,7 +104,7 @@ masters                127.0 MiB
 moments                508.1 MiB
 gradients              127.0 MiB
 activations            108.8 MiB
-in all                   2.0 GiB  of 62.7 GiB, 3%
+in all                   2.0 GiB  of 62.4 GiB, 3%
 
 lane                busy s  of the step  compute waits for it
 compute            0.02545  43%
