@@ -154,6 +154,28 @@ def plans(lines: list[Line]) -> str:
     return table(["case", "step s, said", "host GiB, said", "GPU GiB, said"], rows)
 
 
+def large(lines: list[Line]) -> str:
+    """Models of which nothing else on the machine can hold the states, beside what mt.plan said of them."""
+    heads = "model, tokens, sequence | states, gradients | limits | tokens/s | step s, said | host GiB, said"
+    rows = []
+    for line in {line["case"]: line for line in of_bench(lines, "big")}.values():
+        said = line["predicted"]
+        pairs = [(line["seconds"], said["seconds"]), (line["host_gib"], said["host_gib"])]
+        pairs.append((line["vram_gib"], said["vram_gib"]))
+        limits = [f"{k} {v}" for k in ("vram", "host") if (v := setting(line, rf"{k}=(\d\S*)"))]
+        name, sequence = setting(line, r"^(\S+ \d+ layers)"), int(setting(line, r"S=(\d+)"))
+        tokens, states = int(setting(line, r"(\d+) tokens")), setting(line, r"states=(\S+)")
+        rows.append([
+            f"{name}, {tokens:,}, {sequence:,}",
+            f"{states}, {setting(line, 'grads=(.*?) ')}",
+            ", ".join(limits),
+            f"**{number(line['median'])}**",
+            *(f"{number(found, 4)}, {guess / found - 1:+.1%}" for found, guess in pairs),
+            number(said["disk_gib"]) if said["disk_gib"] else "",
+        ])  # fmt: skip
+    return table([*heads.split(" | "), "GPU GiB, said", "disk GiB"], rows)
+
+
 FIGURES: dict[str, Callable[[list[Line]], str]] = {
     "steps": steps,
     "trace": trace,
@@ -161,6 +183,7 @@ FIGURES: dict[str, Callable[[list[Line]], str]] = {
     "host-overhead": host_overhead,
     "adam": adam,
     "plans": plans,
+    "large": large,
 }
 
 
