@@ -1,6 +1,7 @@
 """The command line: what is asked for, rows of tokens, and a run from its first step to what it wrote."""
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import itertools
@@ -141,6 +142,11 @@ def test_the_page_has_the_settings_of_today() -> None:
     ("a.jsonl", b'{"messages": "hi"}\n', "record 1: messages is a str: a list of messages is needed"),
     ("a.jsonl", b'{"text": 3}\n', "a.jsonl: record 1: text is a int"),
     ("a.jsonl", json.dumps({"messages": TALK}).encode(), "no chat template"),
+    ("a.jsonl", json.dumps({"prompt": TALK}).encode(), "record 1: prompt is a list of messages and needs a completion"),
+    ("a.jsonl", json.dumps({"prompt": TALK, "completion": "a"}).encode(), "a list of messages and completion a text"),
+    ("a.jsonl", json.dumps({"prompt": "a", "response": TALK}).encode(), "a text and response a list of messages: both"),
+    ("a.jsonl", json.dumps({"prompt": TALK, "completion": []}).encode(), "and completion an empty list: both"),
+    ("a.jsonl", b'{"conversations": "hi"}\n', "record 1: conversations is a str: a list of messages is needed"),
     ("a.txt", b"\xff\xfe", "byte 0 is not UTF-8"),
     ("a.txt", b"caf\xe9", "iconv -f LATIN1 -t UTF-8"),
     ("a.txt", b"", "a.txt has no tokens to train on: it is empty"),
@@ -158,8 +164,15 @@ def test_data_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: b
 def test_data_of_another_form_or_out_of_reach_is_named(tmp_path: Path) -> None:
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template = MARKED
-    with pytest.raises(MegatrainError, match=r"here: record 1: message 1 has 'from', 'value'; `role` .* are needed"):
-        data.documents([{"messages": [{"from": "human", "value": "hi"}]}], tokenizer, None, "here")
+    with pytest.raises(MegatrainError, match=r"here: record 1: message 1 has 'by', 'value'; `role` .* are needed"):
+        data.documents([{"messages": [{"by": "human", "value": "hi"}]}], tokenizer, None, "here")
+    with pytest.raises(MegatrainError, match=r"message 1 is from 'it', and known are human, user, gpt, .*; rename it"):
+        data.documents([{"conversations": [{"from": "it", "value": "hi"}]}], tokenizer, None, "here")
+    for beside, words in [({"tools": 3}, "must be a list of tools"), ({"tools": "["}, "tools: not JSON"),
+                          ({"chat_template_kwargs": None, "tools": []}, None),
+                          ({"chat_template_kwargs": [1]}, "must be a list of tools, and chat_template_kwargs an obj")]:
+        with pytest.raises(MegatrainError, match=words) if words else contextlib.nullcontext():
+            data.documents([{"messages": TALK, **beside}], tokenizer, None, "here")
     with pytest.raises(MegatrainError, match=r"/proc/self/mem: cannot be read \(Input/output error\)"):
         list(data.records("/proc/self/mem"))
     (tmp_path / "notes.md").mkdir()
@@ -189,13 +202,44 @@ def trained_words(document: data.Document) -> list[str]:
     return [text.decode(part) for part in found if part]
 
 
-@pytest.mark.parametrize("template", [MARKED, MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")],
-                         ids=["its own marks", "by prefixes"])
+both_templates = pytest.mark.parametrize(
+    "template", [MARKED, MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")],
+    ids=["its own marks", "by prefixes"])
+
+
+@both_templates
 def test_of_a_conversation_the_assistants_words_are_trained(template: str) -> None:
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template = template
     [found] = data.documents([{"messages": TALK}], tokenizer)
     assert trained_words(found) == ["ho<end>", "la<end>"] and found.whole
+    other = [{"from": "human" if m["role"] == "user" else "gpt", "value": m["content"]} for m in TALK]
+    [same] = data.documents([{"conversations": other}], tokenizer)
+    assert same.ids.tolist() == found.ids.tolist() and same.trained.tolist() == found.trained.tolist()
+
+
+@both_templates
+def test_of_a_prompt_of_messages_only_the_completion_is_trained(template: str) -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = template
+    [found] = data.documents([{"prompt": TALK[:3], "completion": TALK[3:]}], tokenizer)
+    [whole] = data.documents([{"messages": TALK}], tokenizer)
+    assert found.ids.tolist() == whole.ids.tolist() and trained_words(found) == ["la<end>"] and found.whole
+    tokenizer.chat_template = "{{ messages | length }} messages: " + template
+    with pytest.raises(MegatrainError, match="changes the prompt when the completion comes"):
+        data.documents([{"prompt": TALK[:3], "completion": TALK[3:]}], tokenizer)
+
+
+@both_templates
+def test_the_chat_template_has_a_records_tools_and_words_of_its_own(template: str) -> None:
+    tokenizer, tools = bytes_tokenizer(), [{"type": "function", "function": {"name": "add"}}]
+    tokenizer.chat_template = "{{ (tools or [])[0].function.name }} {{ mood }}|" + template
+    beside = {"tools": tools, "chat_template_kwargs": {"mood": "kind"}}
+    for record in ({"messages": TALK}, {"prompt": TALK[:1], "completion": TALK[1:2]}):
+        for tools_here in (tools, json.dumps(tools)):
+            [found] = data.documents([{**record, **beside, "tools": tools_here}], tokenizer)
+            assert tokenizer.decode(found.ids).startswith("add kind|user: hi")
+            assert trained_words(found)[0] == "ho<end>"
 
 
 def test_of_a_prompt_the_completion_is_trained() -> None:

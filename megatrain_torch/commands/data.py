@@ -27,6 +27,9 @@ IGNORED = -100                       # a label that is no target, torch's own
 TEXT_KINDS = (".txt", ".text", ".md", ".py", ".rst")
 RECORD_KINDS = (".jsonl", ".json", ".parquet")
 TOGETHER = 1000                      # texts that the tokenizer is given at once
+FIELDS = ("messages", "conversations", "prompt", "text")
+# ShareGPT's names, {"from": ..., "value": ...}, for those of chat templates.
+SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,10 @@ def documents(found: Iterable[dict[str, Any]], tokenizer: Any, column: str | Non
               source: str = "the data") -> list[Document]:
     """Tokens of all records that have any.
 
-    A record is a conversation (`messages`, a list of {"role", "content"}; the assistant's words are trained), a
-    `prompt` with its `completion` (which is trained), or a `text`; `column` names the field where it is another.
+    A record is a conversation (`messages` or `conversations`, a list of {"role", "content"} or {"from", "value"}; the
+    assistant's words are trained), a `prompt` with its `completion` (which is trained), both texts or both lists of
+    messages, or a `text`; `column` names the field where it is another. `tools` and `chat_template_kwargs` beside
+    messages are for the chat template.
 
     Raises:
         MegatrainError: a record has none of them; or there are no tokens. The message begins with `source`.
@@ -166,20 +171,20 @@ def documents(found: Iterable[dict[str, Any]], tokenizer: Any, column: str | Non
     made: list[Document] = []
     waiting: list[str] = []                          # texts, given to the tokenizer together
     for number, record in enumerate(found, 1):
-        field = column or next((k for k in ("messages", "prompt", "text") if k in record), None)
+        field = column or next((k for k in FIELDS if k in record), None)
         if field is None or field not in record:
             raise MegatrainError(f"{source}: record {number} has {', '.join(map(repr, record))} and no "
                                  f"{column or 'messages, prompt or text'}; name the field with --column")
         where = f"{source}: record {number}"
-        if isinstance(record[field], list):
-            made.append(_conversation(record[field], tokenizer, where))
-        elif field == "prompt":
+        if field == "prompt":
             made.append(_completion(record, tokenizer, where))
-        elif isinstance(record[field], str) and field != "messages":
+        elif isinstance(record[field], list):
+            made.append(_conversation(_messages(record[field], where), _Template(record, tokenizer, where)))
+        elif isinstance(record[field], str) and field not in FIELDS[:2]:
             waiting.append(record[field])
         else:
             kind = "null" if record[field] is None else f"a {type(record[field]).__name__}"
-            needed = "a list of messages" if field == "messages" else "a text, or a list of messages,"
+            needed = "a list of messages" if field in FIELDS[:2] else "a text, or a list of messages,"
             raise MegatrainError(f"{where}: {field} is {kind}: {needed} is needed")
         if len(waiting) == TOGETHER:
             made += _texts(waiting, tokenizer)
@@ -208,41 +213,93 @@ def _ended(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def _completion(record: dict[str, Any], tokenizer: Any, where: str) -> Document:
-    answer = record.get("completion", record.get("response"))
-    if not isinstance(answer, str) or not isinstance(record["prompt"], str):
+    prompt, name = record["prompt"], "response" if "response" in record and "completion" not in record else "completion"
+    answer = record.get(name)
+    if isinstance(prompt, list) and answer is None:
+        raise MegatrainError(f"{where}: prompt is a list of messages and needs a completion beside it; if it is the "
+                             "whole conversation, rename it to messages")
+    if isinstance(prompt, list) and isinstance(answer, list) and answer:
+        return _answer(_messages(prompt, where), _messages(answer, where), _Template(record, tokenizer, where))
+    if isinstance(prompt, list) or isinstance(answer, list):
+        raise MegatrainError(f"{where}: prompt is {_kind(prompt)} and {name} {_kind(answer)}: both must be texts, or "
+                             "both lists of messages")
+    if not isinstance(answer, str) or not isinstance(prompt, str):
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))}: a prompt needs a completion (or response) "
-                             "beside it, both texts")
-    prompt = tokenizer(record["prompt"], verbose=False)["input_ids"]
-    if prompt and prompt[-1] == tokenizer.eos_token_id:
-        prompt = prompt[:-1]
+                             "beside it, both texts or both lists of messages")
+    first = tokenizer(prompt, verbose=False)["input_ids"]
+    if first and first[-1] == tokenizer.eos_token_id:
+        first = first[:-1]
     rest = _ended(tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"], tokenizer)
-    return _document([*prompt, *rest], [False] * len(prompt) + [True] * len(rest))
+    return _document([*first, *rest], [False] * len(first) + [True] * len(rest))
 
 
-def _conversation(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> Document:
-    if not tokenizer.chat_template:
-        raise MegatrainError(f"{where} is a conversation, and the model's tokenizer has no chat template: take an "
-                             "instruction-tuned model's tokenizer, or data with prompt and completion")
-    for number, message in enumerate(messages, 1):
+def _kind(value: Any) -> str:
+    if isinstance(value, list):
+        return "a list of messages" if value else "an empty list"
+    return "a text" if isinstance(value, str) else f"a {type(value).__name__}"
+
+
+# ---- conversations -------------------------------------------------------------------------------
+
+def _messages(found: list[Any], where: str) -> list[dict[str, Any]]:
+    """With `role` and `content`, whichever of the two ways they are written."""
+    made = []
+    for number, message in enumerate(found, 1):
+        if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
+            if str(message["from"]) not in SPEAKERS:
+                raise MegatrainError(f"{where}: message {number} is from {message['from']!r}, and known are "
+                                     f"{', '.join(SPEAKERS)}; rename it, or write messages with `role` and `content`")
+            message = {"role": SPEAKERS[message["from"]], "content": message["value"]}
         if not isinstance(message, dict) or not {"role"} < message.keys():
             has = ", ".join(map(repr, message)) if isinstance(message, dict) else repr(message)
             raise MegatrainError(f"{where}: message {number} has {has}; `role` (user, assistant) and `content` are "
                                  "needed")
-    try:
-        if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
-            found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-            return _document(found["input_ids"], found["assistant_masks"])
-        return _by_prefixes(messages, tokenizer, where)
-    except MegatrainError:
-        raise
-    except Exception as why:                         # a template is a program, and raises what it likes
-        raise MegatrainError(f"{where}: the chat template does not take it: {why}") from None
+        made.append(message)
+    return made
 
 
-def _by_prefixes(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> Document:
+class _Template:
+    """The tokenizer's chat template, with what a record has for it beside its messages.
+
+    Raises:
+        MegatrainError: there is none; called: it does not take the messages. The message begins with `where`.
+    """
+
+    def __init__(self, record: dict[str, Any], tokenizer: Any, where: str) -> None:
+        if not tokenizer.chat_template:
+            raise MegatrainError(f"{where} is a conversation, and the model's tokenizer has no chat template: take an "
+                                 "instruction-tuned model's tokenizer, or data with prompt and completion")
+        tools, more = record.get("tools"), record.get("chat_template_kwargs") or {}
+        if isinstance(tools, str) and tools:         # tables keep what differs from row to row as JSON
+            tools = _json(tools, f"{where}: tools")
+        if not isinstance(tools or [], list) or not isinstance(more, dict):
+            raise MegatrainError(f"{where}: tools must be a list of tools, and chat_template_kwargs an object")
+        self._tokenizer, self._more, self.where = tokenizer, {**more, "tools": tools or None}, where
+
+    def __call__(self, messages: list[dict[str, Any]], **kw: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, **self._more, **kw)
+        except Exception as why:                     # a template is a program, and raises what it likes
+            raise MegatrainError(f"{self.where}: the chat template does not take it: {why}") from None
+
+    @property
+    def marks(self) -> bool:
+        """It marks the assistant's words itself."""
+        text = self._tokenizer.chat_template
+        return "{% generation" in text or "{%- generation" in text
+
+
+def _conversation(messages: list[dict[str, Any]], template: _Template) -> Document:
+    if template.marks:
+        found = template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return _document(found["input_ids"], found["assistant_masks"])
+    return _by_prefixes(messages, template)
+
+
+def _by_prefixes(messages: list[dict[str, Any]], template: _Template) -> Document:
     """A template that does not mark the assistant's words: they are what each of its messages adds."""
     def ids(most: int, prompt: bool = False) -> list[int]:
-        return tokenizer.apply_chat_template(messages[:most], add_generation_prompt=prompt, return_dict=False)
+        return template(messages[:most], add_generation_prompt=prompt, return_dict=False)
 
     whole = ids(len(messages))
     trained = np.zeros(len(whole), bool)
@@ -250,11 +307,21 @@ def _by_prefixes(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> 
         if message["role"] == "assistant":
             before, after = ids(i, True), ids(i + 1)
             if whole[:len(before)] != before or whole[:len(after)] != after:
-                raise MegatrainError(f"{where}: the chat template changes earlier messages when later ones "
+                raise MegatrainError(f"{template.where}: the chat template changes earlier messages when later ones "
                                      "come, so what the assistant said cannot be told; keep its last answer alone, as "
                                      "prompt and completion")
             trained[len(before):len(after)] = True
     return _document(whole, trained)
+
+
+def _answer(prompt: list[dict[str, Any]], completion: list[dict[str, Any]], template: _Template) -> Document:
+    """All that the completion adds to the prompt is trained, and nothing of the prompt."""
+    first = template(prompt, add_generation_prompt=completion[0]["role"] == "assistant", return_dict=False)
+    whole = template(prompt + completion, return_dict=False)
+    if whole[:len(first)] != first:
+        raise MegatrainError(f"{template.where}: the chat template changes the prompt when the completion comes, so "
+                             "what is to be trained cannot be told; write both as texts")
+    return _document(whole, [False] * len(first) + [True] * (len(whole) - len(first)))
 
 
 # ---- rows ----------------------------------------------------------------------------------------
