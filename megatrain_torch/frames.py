@@ -137,6 +137,7 @@ class ReplayFrame:
         self.with_grad = fork.with_grad                  # inputs that require a gradient, as they came
         self.plain_inputs = fork.plain                   # tensors, numbers and tuples of them only
         self.bound: dict[Any, Tensor] = {}               # slot tensors while it runs again
+        self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.buffers = window.snapshot_buffers()
         self.attributes = window.snapshot_attributes()
@@ -213,7 +214,7 @@ class ReplayFrame:
             set_autocast_state(rt.device.type, (*self.autocast[:2], False, *self.autocast[3:]))
             with torch.enable_grad():
                 inputs = Fork(as_results=True).call(*self.inputs)
-                self.bound = window.bind_leaves()
+                self.bound = window.bind_leaves(self.trainable)
                 outer, opened = swap_window(self.bound), True
                 with window.flat_weights():
                     yield inputs

@@ -44,6 +44,7 @@ class Layer(torch.autograd.Function):
                 ) -> Tensor:
         window = fused.window
         ctx.fused, ctx.call, ctx.records = fused, call, window.trainable
+        ctx.names, ctx.wanted = fused.trained_names, fused.wanted        # requires_grad may change meanwhile
         ctx.use = Use(window.trainable) if in_backward() == -1 else None
         ctx.set_materialize_grads(False)
         ctx.position = window.runtime.swap.position
@@ -65,9 +66,9 @@ class Layer(torch.autograd.Function):
         if dy is not None:
             kept, ctx.kept = ctx.kept, None      # used up; a second time all is made again
             kept = fused.template.nothing_kept(x) if kept is None else _mapped(kept, Part, Part.tensor)
-            dx, grads = fused.template.backward(dy.contiguous(), kept, fused.weights(), ctx.call, fused.wanted,
+            dx, grads = fused.template.backward(dy.contiguous(), kept, fused.weights(), ctx.call, ctx.wanted,
                                                 ctx.needs_input_grad[4])
-            found = tuple(grads.get(n) for n in fused.trained_names)
+            found = tuple(grads.get(n) for n in ctx.names)
         taken = fused.window.runtime.handover.take(ctx.records, ctx.use, nodes, found)
         return None, None, None, None, dx, *taken
 

@@ -71,6 +71,11 @@ class HandOver:
     def _kind(self, record: Record, node: Any) -> str:
         with torch._C.DisableTorchFunctionSubclass():
             hooked = record.param._backward_hooks or record.param._post_accumulate_grad_hooks
+            trains = record.param.requires_grad
+        if not trains:                       # frozen since the forward: torch drops it too
+            return "unwanted"
+        if not record.was_trainable:         # frozen in a forward since then, and trained again
+            self.runtime.follow()
         try:
             wanted = node is None or torch._C._will_engine_execute_node(node)
         except RuntimeError:                 # a leaf under autograd.grad(): torch cannot say, and captures it

@@ -464,10 +464,16 @@ class Runtime:
                 "its own; or less to lock: fewer parameters, or units at home in VRAM", stacklevel=4)
 
     def _refresh(self) -> None:
-        """Notices what the user changed on parameters since the last pass: values, requires_grad."""
+        """Notices what the user changed on parameters since the last pass: values; and requires_grad, which a pass that
+        records nothing need not know: adapters are switched for one, and back before the backward of another."""
+        self.notice_writes(self.records)
+        if self._split is None or torch.is_grad_enabled():
+            self.follow()
+
+    def follow(self) -> None:
+        """Of which parameters there are gradients is as they say now."""
         with torch._C.DisableTorchFunctionSubclass():
             trains = [r.param.requires_grad for r in self.records]
-        self.notice_writes(self.records)
         for r, on in zip(self.records, trains):
             if on != r.was_trainable:
                 r.was_trainable = on

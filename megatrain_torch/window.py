@@ -121,11 +121,11 @@ class Window:
             out.update({r: cached[r.index].detach() for r in records if r.unit == unit})
         return [out[r] for r in records]
 
-    def bind_leaves(self) -> dict[Record, Tensor]:
-        """Slot tensors with the parameters' own requires_grad, outside of any graph."""
+    def bind_leaves(self, trainable: list[Record] | None = None) -> dict[Record, Tensor]:
+        """Slot tensors with the parameters' own requires_grad, outside of any graph. trainable: as it was."""
         with torch.no_grad():
             bound = dict(zip(self.records, self.views(self.records)))
-        for r in self.trainable:
+        for r in self.trainable if trainable is None else trainable:
             bound[r].requires_grad_()
         return bound
 

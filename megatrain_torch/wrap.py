@@ -604,7 +604,8 @@ def _tree_check(rt: Runtime, root: nn.Module) -> Any:
             if not isinstance(p, StreamedParameter) or p._mt.runtime is not rt:
                 raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
                                      "change the model first (get_peft_model, load_adapter, new heads), then stream "
-                                     "it; SFTTrainer(peft_config=...) changes it too late")
+                                     "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
+                                     "adapter of its own to LoRA: make the trainer first there")
         seen = _registrations
 
     return check

@@ -337,6 +337,29 @@ def thawing_between_steps(t: Trial) -> None:
 
 
 @situation
+def frozen_between_forward_and_backward(t: Trial) -> None:
+    """Thawed in time, after a pass that records nothing or one that does; or not: then torch gives it no gradient."""
+    model = t.stream(made())
+    opt = t.optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    part = model.layers[1]
+    for step in range(4):
+        value = lm_loss(model, t.batch(batch(step)))
+        part.requires_grad_(False)
+        with torch.set_grad_enabled(step == 1):
+            other = lm_loss(model, t.batch(batch(step + 4)))
+        if step == 1:
+            other.backward()
+        if step < 3:
+            part.requires_grad_(True)
+        value.backward()
+        t.note(f"step {step}, losses", (value, other))
+        t.note_grads(f"step {step}", model)
+        opt.step()
+        opt.zero_grad()
+    t.note_state("at the end", model)
+
+
+@situation
 def everything_frozen_but_the_input(t: Trial) -> None:
     model = made(lambda: Block()).requires_grad_(False)
     model = t.stream(model)
@@ -2037,3 +2060,27 @@ def compiled_model(t: Trial) -> None:
         opt.step()
         opt.zero_grad()
     torch._dynamo.reset()
+
+
+@situation
+def adapters_switched_for_a_reference(t: Trial) -> None:
+    """As TRL's DPOTrainer does: a second adapter's forward between the first one's forward and its backward."""
+    import peft
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = peft.get_peft_model(llama(), config)
+    model.add_adapter("ref", config)
+    model.set_adapter("default")
+    model = t.stream(model)
+    opt = t.default_optimizer(model)
+    for step in range(3):
+        loss = hf_loss(model, t.batch(text(step)))
+        model.set_adapter("ref")
+        with torch.no_grad():
+            ref = hf_loss(model, t.batch(text(step + 3)))
+        model.set_adapter("default")
+        (loss - 0.5 * ref).backward()
+        t.note(f"step {step}, losses", (loss, ref))
+        t.note_grads(f"step {step}", model)
+        opt.step()
+        opt.zero_grad()
+    t.note_state("at the end", model)

@@ -127,6 +127,24 @@ def test_layers_on_the_device_are_not_copied_to_the_host_to_be_fused(family: str
     fusing.stays_on_the_device(FAMILIES[family], "selective")
 
 
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_layer_frozen_for_another_pass_hands_over_the_same(keep: str) -> None:
+    def grads(switched: bool) -> dict[str, Tensor | None]:
+        model = stream(FAMILIES["llama"](), keep)
+        part = model.model.layers[1]
+        loss = zoo.model_loss(model, zoo.text(0))
+        if switched:
+            part.requires_grad_(False)
+            (zoo.model_loss(model, zoo.text(1)) * 0).backward()
+            part.requires_grad_(True)
+        loss.backward()
+        all_fused(codes(model))
+        return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+    plain, found = grads(False), grads(True)
+    assert all(torch.equal(plain[n], g) for n, g in found.items())
+
+
 @pytest.mark.parametrize("name", UNFIT)
 def test_an_architecture_without_a_template_says_why_and_runs_its_own_code(name: str) -> None:
     case = zoo.CASES[name]
