@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import dataclasses
+import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -190,12 +191,15 @@ def _named(asked: Asked) -> dict[str, str]:
 def to_disk(asked: Asked, limit: int | None) -> Asked:
     """The same with as many units at home on disk, last ones first, as host memory cannot hold in a training step.
     Their updates have most time before the next forward needs them. limit: the user's."""
-    own, found = own_bytes(asked.groups), host_limits()
+    own = sum(own_bytes(asked.groups))
+    if limit is None and _shortage(sum(asked.host().values()) - own) is None:
+        return asked
+    found = host_limits()
 
     def fits(a: Asked) -> bool:
         if limit is not None:
             return sum(_planes(a).values()) <= limit
-        return found.short(sum(a.host().values()) - sum(own)) is None
+        return found.short(sum(a.host().values()) - own) is None
 
     tried = asked
     for tried in () if fits(asked) else _homes(asked, "ram", "disk"):
@@ -223,7 +227,7 @@ def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: 
     if whole:
         steps.append(("for a training step", lambda a: a.host() | {_OWN: -sum(own)}))
     for what, need in steps:
-        if (bound := found.short(sum(need(asked).values()))) is not None:
+        if (bound := _shortage(sum(need(asked).values()))) is not None:
             raise _short(asked, need, bound, what, free_on_device)
 
 
@@ -351,7 +355,7 @@ class Room:
     def _bound(self, core: _core.Engine, need: int) -> Bound | None:
         """What stands against so many bytes of copies of weights beside those that were read, and all planes."""
         if self.limit is None:
-            return host_limits().short(need)
+            return _shortage(need)
         planes = _planes(self.asked)
         free = self.limit - sum(planes.values()) + planes.get("weights", 0) - core.host_bytes(_core.PLANES["HI"])
         return Bound("host=", self.limit, max(free, 0), "a larger host=") if need > free else None
@@ -364,7 +368,7 @@ class Room:
         if self.limit is not None or used + nbytes <= kept:
             return
         nbytes = min(nbytes, used + nbytes - kept) if blocks > 1 else nbytes
-        if (bound := host_limits().short(nbytes)) is not None:
+        if (bound := _shortage(nbytes)) is not None:
             need = {"kept from one window": nbytes, "margin": with_margin(nbytes) - nbytes}
             raise _refusal(self.asked, "host memory for activations", need, bound.free, f"free: {bound.what}", {},
                            "activations that stay on the device, or are run again", "fewer tokens a micro-batch",
@@ -386,7 +390,7 @@ class Room:
         def need(a: Asked) -> dict[str, int]:
             return self._coming(core, a, planes or a.host())
 
-        if (bound := host_limits().short(sum(need(asked).values()))) is not None:
+        if (bound := _shortage(sum(need(asked).values()))) is not None:
             raise _short(asked, need, bound, what, None)
 
     def _coming(self, core: _core.Engine, asked: Asked, planes: Iterable[str]) -> dict[str, int]:
@@ -399,6 +403,16 @@ class Room:
                 "staging": there["sums"] > 0}
         there |= {what: n for what, n in need.items() if made.get(what) or what.endswith("slots")}
         return {what: max(n - there.get(what, 0), 0) for what, n in need.items() if what in planes}
+
+
+def _shortage(need: int) -> Bound | None:
+    """What stands against so many bytes more, when models that were dropped are gone: they are in cycles, and Python's
+    collector, which counts objects, not bytes, may not come by for long."""
+    bound = host_limits().short(need)
+    if bound is not None and gc.collect():
+        give_back()
+        bound = host_limits().short(need)
+    return bound
 
 
 # ---- refusing ------------------------------------------------------------------------------------

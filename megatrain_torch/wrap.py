@@ -6,6 +6,7 @@ deepcopy and pickle turn back into an ordinary model.
 """
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import weakref
@@ -415,6 +416,7 @@ def _free(where: torch.device) -> int | None:
     """Bytes of the device that may still be taken; None on the CPU device, whose memory is the host's."""
     if where.type != "cuda":
         return None
+    gc.collect()                             # models that were dropped, and their slots
     return torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
 import textwrap
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,6 +230,27 @@ def test_weights_on_the_device_are_asked_for_before_they_are_read(free: Callable
     assert first.norm() > 0, "it is there"
     free(10**9)
     train(model, mt.AdamW(model.parameters(), lr=0.1))
+
+
+def test_models_that_were_dropped_are_collected_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a notebook's cell runs again: the old model is in cycles."""
+    model = stream()
+    opt = mt.AdamW(model.parameters(), lr=0.1)
+    train(model, opt)
+    old = weakref.ref(runtime_of(model))
+
+    def found() -> HostLimits:
+        return HostLimits((Bound("cgroup box: memory.max", 10**9, 0 if old() else 10**9, "raise it"),), nodes=1)
+
+    monkeypatch.setattr(preflight, "host_limits", found)
+    gc.disable()
+    try:
+        del model, opt
+        assert old() is not None
+        stream()
+        assert old() is None
+    finally:
+        gc.enable()
 
 
 def test_a_limit_counts_weights_that_are_read(free: Callable) -> None:
