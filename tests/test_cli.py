@@ -287,6 +287,63 @@ def test_a_packed_row_has_the_losses_of_its_documents_alone() -> None:
         assert total(flat) == pytest.approx(sum(alone), rel=1e-6)
 
 
+def small(kind: str) -> Any:
+    """A model of this kind, in fp32."""
+    import transformers as tf
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "bos_token_id": None, "pad_token_id": None, "eos_token_id": 256}
+    if kind == "llama":
+        return toy_model()
+    if kind == "gpt2":
+        return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes))
+    if kind == "opt":
+        return tf.OPTForCausalLM(tf.OPTConfig(**sizes, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0,
+                                              max_position_embeddings=128))
+    if kind == "bloom":
+        return tf.BloomForCausalLM(tf.BloomConfig(**sizes))
+    return tf.MambaForCausalLM(tf.MambaConfig(**sizes, state_size=4))
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["rows", "flat"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind, leaks", [("llama", False), ("gpt2", False), ("opt", True), ("bloom", True),
+                                         ("mamba", True)])
+def test_a_model_whose_documents_see_each_other_in_a_row_is_known(kind: str, leaks: bool, dtype: torch.dtype,
+                                                                  flat: bool) -> None:
+    model, state = small(kind).to(dtype).train(), torch.get_rng_state()
+    why = data.why_alone(model, 64, flat)
+    assert bool(why) is leaks
+    assert why is None or why.endswith("see each other, whatever position_ids say")
+    assert torch.equal(torch.get_rng_state(), state), "a run's random numbers stay what they were"
+
+
+def test_a_model_that_cannot_be_asked_gets_rows_of_one_document() -> None:
+    def fails(**_: Any) -> None:
+        raise RuntimeError("no kernel here")
+
+    model = toy_model()
+    model.forward = fails
+    assert "could not be asked (no kernel here)" in data.why_alone(model, 64, False)
+    model = toy_model()
+    model.lm_head.weight.data.fill_(float("nan"))
+    assert "see each other" in data.why_alone(model, 64, False)
+    assert data.why_alone(toy_model(), 2, False) is None, "rows may be as short as this"
+
+
+@given(st.lists(st.tuples(st.integers(1, 25), st.booleans()), min_size=1, max_size=8), st.integers(2, 12))
+@settings(max_examples=30, deadline=None)
+def test_rows_of_one_document_hold_every_token_once(spec: list[tuple[int, bool]], seq: int) -> None:
+    found = [piece(100 * (i + 1), n, whole) for i, (n, whole) in enumerate(spec)]
+    rows = data.packed(found, seq, filler=7, alone=True)
+    kept = sorted(t for d in found for t in d.ids[:seq if d.whole else None].tolist())
+    assert sorted(rows.ids[rows.ids != 7].tolist()) == kept and rows.shared == 0
+    for ids, labels in zip(rows.ids, rows.labels):
+        length = int((ids != 7).sum())
+        assert (ids[:length] == np.arange(ids[0], ids[0] + length)).all(), "one document, from its row's beginning"
+        assert (labels[1:length] == ids[1:length]).all() and (labels[length:] == data.IGNORED).all()
+
+
 def test_what_is_held_out_is_not_trained() -> None:
     found = [piece(0, 50, False), piece(100, 50, False), piece(200, 50, True)]
     train, held = data.held_out(found, 0.2, seed=1)
@@ -393,7 +450,8 @@ def test_a_run_generates_and_is_evaluated(whole_run: Path, capsys: pytest.Captur
     assert megatrain("eval", whole_run / "whole", pairs) == 0
     said = capsys.readouterr().out
     assert said.startswith("2 conversations are longer than 64 tokens") and "; 2 tokens in" in said
-    assert "rows of 5 tokens have none to predict" in refused(capsys, "eval", whole_run / "whole", pairs, "--seq", 5)
+    said = refused(capsys, "eval", whole_run / "whole", pairs, "--seq", 5)
+    assert "every prompt is longer than a row of 5 (--seq), or as long" in said
 
 
 def outside(page: str) -> list[str]:
@@ -459,6 +517,45 @@ def test_states_that_hold_less_than_the_checkpoints_are_refused_or_rounded_when_
     write_yaml(run / folder.CONFIG, begun.with_(steps=10))
     assert megatrain("resume", run) == 0, "states that hold more need no word"
     assert manifest.read(run / "checkpoint-10")["states"] == "fp32"
+
+
+def test_documents_that_would_see_each_other_get_rows_of_their_own(tmp_path: Path,
+                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    model = small("opt").eval()
+    torch.nn.init.normal_(model.lm_head.weight, std=0.5)     # so that what is seen matters
+    model.save_pretrained(tmp_path / "opt")
+    bytes_tokenizer().save_pretrained(tmp_path / "opt")
+    pairs = [{"prompt": TEXT[i:i + 10], "completion": TEXT[i + 10:i + 20 + i % 7]} for i in range(0, 300, 30)]
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    these = (tmp_path / "opt", tmp_path / "my.jsonl", "--seq", 64)
+    losses, targets = 0.0, 0
+    for document in data.documents(pairs, bytes_tokenizer()):
+        ids = torch.from_numpy(document.ids.astype(np.int64))
+        labels = ids.masked_fill(~torch.from_numpy(document.trained), data.IGNORED)
+        with torch.no_grad():
+            losses += model(ids[None], labels=labels[None]).loss.item() * int(document.trained.sum())
+        targets += int(document.trained.sum())
+    said = ("documents in one row of OPTForCausalLM see each other, whatever position_ids say; so each has rows of its "
+            "own, filled up at the end: 10 rows, not 5")
+    assert megatrain("eval", *these) == 0
+    out = capsys.readouterr().out
+    assert said in out
+    assert f"loss {losses / targets:.3f}" in out
+    assert megatrain("train", *these, "--out", tmp_path / "run", "--steps", 1, "--tokens", 640, "--validation", 0) == 0
+    assert said in capsys.readouterr().out
+    assert folder.lines(tmp_path / "run")[0]["loss"] == pytest.approx(losses / targets, rel=1e-4)
+    write_yaml(tmp_path / "run/config.yaml", folder.settings_of(tmp_path / "run").with_(steps=2))
+    shutil.rmtree(tmp_path / "run/model")
+    assert megatrain("resume", tmp_path / "run") == 0, "a step may be more than the packed data has"
+
+
+def test_prompts_that_fill_their_rows_are_told_as_that(toy: str, tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my.jsonl").write_text(json.dumps({"prompt": "a" * 70, "completion": "b"}) + "\n")
+    said = "my.jsonl: every prompt is longer than a row of 64 (--seq), or as long, and nothing is left"
+    for words in (("train", "--out", tmp_path / "run", "--validation", 0), ("eval",)):
+        assert said in refused(capsys, words[0], toy, tmp_path / "my.jsonl", "--seq", 64, *words[1:])
+    assert "has 72 tokens" in refused(capsys, "eval", toy, tmp_path / "my.jsonl", "--seq", 64)
 
 
 def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pytest.CaptureFixture[str]) -> None:

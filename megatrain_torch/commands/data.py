@@ -2,10 +2,10 @@
 
     documents -> tokens with a mark on those that are trained -> rows of `seq` tokens
 
-In a row documents stand behind one another, and position_ids start again at each: a model of transformers, given no
-mask, lets each see itself alone. Plain text is cut where a row ends, so that rows are full; what has a beginning that
-the rest needs (prompts, conversations) stays whole, put where it fits best. What is left of a row is a sequence of
-its own without labels.
+In a row documents stand behind one another, and position_ids start again at each: most models of transformers, given
+no mask, let each see itself alone. With a model that does not, each document has rows of its own. Plain text is cut
+where a row ends, so that rows are full; what has a beginning that the rest needs (prompts, conversations) stays whole,
+put where it fits best. What is left of a row is a sequence of its own without labels.
 """
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ TOGETHER = 1000                      # texts that the tokenizer is given at once
 FIELDS = ("messages", "conversations", "prompt", "text")
 # ShareGPT's names, {"from": ..., "value": ...}, for those of chat templates.
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+PROBE = 8                            # tokens of a document of why_alone
+# Of the distance that a leak makes, the share that rounding may make where there is none: 1e-6 and nothing were seen,
+# and 0.2 for the least of true leaks (OPT, whose positions do start again).
+LEAK, LEAK_FP32 = 0.05, 1e-3
 
 
 @dataclass(frozen=True)
@@ -343,12 +347,15 @@ def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Docum
 
 @dataclass(frozen=True, eq=False)
 class Rows(torch.utils.data.Dataset):
-    """ids, positions, labels: [rows, seq] int32. cut: documents that lost their end, being longer than a row."""
+    """ids, positions, labels: [rows, seq] int32. cut: documents that lost their end, being longer than a row; shared:
+    rows with several documents; alone: there were to be none."""
 
     ids: np.ndarray
     positions: np.ndarray
     labels: np.ndarray
     cut: int = 0
+    shared: int = 0
+    alone: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -367,9 +374,12 @@ def _long(row: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(row.astype(np.int64))
 
 
-def packed(found: Sequence[Document], seq: int, filler: int) -> Rows:
-    """Documents in rows of `seq` tokens; filler: a token for what is left of a row."""
-    plan = _streamed([d for d in found if not d.whole], seq) + _fitted([d for d in found if d.whole], seq)
+def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False) -> Rows:
+    """Documents in rows of `seq` tokens; filler: a token for what is left of a row; alone: no two in one row."""
+    if alone:
+        plan = [[d.cut(at, at + seq)] for d in found for at in range(0, seq if d.whole else len(d), seq)]
+    else:
+        plan = _streamed([d for d in found if not d.whole], seq) + _fitted([d for d in found if d.whole], seq)
     ids = np.full((len(plan), seq), filler, np.int32)
     positions = np.zeros((len(plan), seq), np.int32)
     labels = np.full((len(plan), seq), IGNORED, np.int32)
@@ -383,7 +393,16 @@ def packed(found: Sequence[Document], seq: int, filler: int) -> Rows:
             labels[row, here][1:] = np.where(part.trained, part.ids, IGNORED)[1:]
             at += len(part)
         positions[row, at:] = np.arange(seq - at)
-    return Rows(ids, positions, labels, sum(d.whole and len(d) > seq for d in found))
+    cut, shared = sum(d.whole and len(d) > seq for d in found), sum(len(parts) > 1 for parts in plan)
+    return Rows(ids, positions, labels, cut, shared, alone)
+
+
+def prompts_too_long(found: Sequence[Document], seq: int) -> str | None:
+    """Words for it, if all that is to be trained comes behind what a row holds."""
+    if not all(d.whole and not d.trained[1:seq].any() for d in found):
+        return None
+    return (f"every prompt is longer than a row of {seq} (--seq), or as long, and nothing is left of what is to be "
+            f"learned; the longest, with its completion, has {max(map(len, found))} tokens")
 
 
 def _streamed(found: Sequence[Document], seq: int) -> list[list[Document]]:
@@ -423,3 +442,37 @@ def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, t
         return {name: t.reshape(1, -1) for name, t in stacked.items()} if flat else stacked
 
     return batch
+
+
+# ---- whether documents may share a row -----------------------------------------------------------
+
+def why_alone(model: Any, seq: int, flat: bool) -> str | None:
+    """Why each document needs rows of its own with this model, or None: they may share rows. It is the model that is
+    asked, before it is streamed: one forward pass of 48 tokens, which reads the weights once."""
+    name = type(model).__name__
+    try:
+        leak, scale = _leak(model, max(1, min(PROBE, seq // 2)), flat)
+    except Exception as why:                         # a model is a program; without an answer, what is always right
+        return f"whether documents in one row of {name} see each other could not be asked ({why})"
+    share = LEAK_FP32 if model.dtype == torch.float32 else LEAK
+    if leak <= share * scale:                        # not so of NaN, which is no answer either
+        return None
+    return f"documents in one row of {name} see each other, whatever position_ids say"
+
+
+@torch.no_grad()
+def _leak(model: Any, length: int, flat: bool) -> tuple[float, float]:
+    """Logits of one document [length], by how far they move (root of the mean square) when another comes before it:
+    with positions that start again, and with positions that go on, as if both were one. Rows are in the form that
+    training gives them; the first has the document at its very beginning, where nothing can be seen before it.
+
+    The second distance is the scale: how much a leak is depends on the weights, 1e-3 to 0.2 of the logits' range.
+    """
+    one, other = torch.randint(model.get_input_embeddings().num_embeddings, (2, length),
+                               generator=torch.Generator().manual_seed(0))
+    again = torch.arange(length).repeat(2)
+    rows = [(torch.cat([one, other]), again), (torch.cat([other, one]), again),
+            (torch.cat([other, one]), torch.arange(2 * length))]
+    batch = collate(flat)([{"input_ids": ids, "position_ids": positions} for ids, positions in rows])
+    logits = model.eval()(**batch, use_cache=False).logits.float().view(3, 2, length, -1)
+    return tuple((logits[row, 1] - logits[0, 0]).square().mean().sqrt().item() for row in (1, 2))

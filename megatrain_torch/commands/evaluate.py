@@ -12,10 +12,10 @@ import megatrain_torch as mt
 
 from ..errors import MegatrainError
 from . import folder
-from .data import IGNORED, collate, documents, packed, records
+from .data import IGNORED, collate, documents, packed, prompts_too_long, records, why_alone
 from .say import say
 from .settings import Settings, add_flags, given
-from .train import for_machine, for_model, say_cut
+from .train import for_machine, for_model, say_alone, say_cut
 
 TOGETHER = 8                         # rows: weights are streamed once for all of them
 
@@ -38,9 +38,15 @@ def run(args: argparse.Namespace) -> None:
     found = documents(records(settings.data, settings.split), tokenizer, settings.column, settings.data)
     rows = packed(found, settings.seq, 0)
     if rows.targets == 0:
+        if why := prompts_too_long(found, settings.seq):
+            raise MegatrainError(f"{settings.data}: {why}")
         raise MegatrainError(f"{settings.data}: rows of {settings.seq} tokens have none to predict; --seq makes room")
     say_cut(rows.cut, settings.seq)
-    model = mt.stream(folder.load_model(source, settings.dtype), settings.device, vram=settings.vram)
+    model = folder.load_model(source, settings.dtype)
+    if rows.shared and (why := why_alone(model, settings.seq, False)):
+        packed_rows, rows = len(rows), packed(found, settings.seq, 0, alone=True)
+        say_alone(why, packed_rows, len(rows))
+    model = mt.stream(model, settings.device, vram=settings.vram)
     loss = mean_loss(model, rows)
     say(f"loss {loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):.4g}; {rows.targets:,} tokens in "
         f"{len(rows)} rows of {settings.seq}")

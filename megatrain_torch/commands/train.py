@@ -22,7 +22,17 @@ from ..formats import master_bytes, moment_bytes
 from ..limits import show_bytes
 from ..restore import check, rounds
 from . import folder
-from .data import Document, Rows, collate, documents, held_out, packed, records
+from .data import (
+    Document,
+    Rows,
+    collate,
+    documents,
+    held_out,
+    packed,
+    prompts_too_long,
+    records,
+    why_alone,
+)
 from .say import say
 from .settings import Settings, add_flags, given, read_yaml, write_yaml
 
@@ -182,9 +192,9 @@ def for_model(settings: Settings, config: Any) -> Settings:
     return settings.with_(seq=seq)
 
 
-def _for_data(settings: Settings, rows: Rows) -> Settings:
-    """Tokens of a step, how many steps, and what is done how often."""
-    s, there = settings, len(rows)
+def _for_data(settings: Settings, there: int) -> Settings:
+    """Tokens of a step, how many steps, and what is done how often; there: rows of the data."""
+    s = settings
     if s.tokens is None:
         usual = (65536 if s.device == "cuda" else 2048) // s.seq
         s = s.with_(tokens=max(1, min(usual, there // STEPS_LEAST)) * s.seq)
@@ -212,12 +222,20 @@ def _train(settings: Settings, checkpoint: Path | None, convert: bool = False) -
     source = str(checkpoint or folder.model_of(settings.model))
     tokenizer = folder.load_tokenizer(source)
     settings = for_model(settings, folder.load_config(source))
-    train, held = _rows(settings, tokenizer)
-    settings = _for_data(settings, train)
+    parts = _parts(settings, tokenizer)
+    train, held = _rows(settings, tokenizer, parts)
+    # What no packing would allow is refused before the model is loaded.
+    _for_data(settings, sum(1 if d.whole else math.ceil(len(d) / settings.seq) for d in parts[0]))
     model = folder.load_model(source, settings.dtype)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds "
                              f"{model.get_input_embeddings().num_embeddings}: they are not of one model")
+    flat = settings.device == "cuda"                 # rows of a micro-batch are joined then: they share a row anyhow
+    if (flat or train.shared or held.shared) and (why := why_alone(model, settings.seq, flat)):
+        packed_rows = len(train)
+        train, held = _rows(settings, tokenizer, parts, alone=True)
+        say_alone(why, packed_rows, len(train))
+    settings = _for_data(settings, len(train))
     out = made(Path(settings.out))
     model, settings = _streamed(model, settings, out)
     _check_disk(model, settings)
@@ -232,14 +250,22 @@ def _train(settings: Settings, checkpoint: Path | None, convert: bool = False) -
         f"try it: megatrain generate {out} --prompt '...'     look: megatrain report {out}")
 
 
-def _rows(settings: Settings, tokenizer: Any) -> tuple[Rows, Rows]:
+def _parts(settings: Settings, tokenizer: Any) -> tuple[list[Document], list[Document]]:
+    """To train on, and held out."""
     found = documents(records(settings.data, settings.split), tokenizer, settings.column, settings.data)
     _say_unknown(found, tokenizer)
-    train, held = held_out(found, settings.validation, settings.seed)
+    return held_out(found, settings.validation, settings.seed)
+
+
+def _rows(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]],
+          alone: bool = False) -> tuple[Rows, Rows]:
     filler = next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
-    rows = [packed(part, settings.seq, filler) for part in (train, held)]
+    rows = [packed(part, settings.seq, filler, alone) for part in parts]
     if rows[0].targets == 0:
-        raise MegatrainError(f"the data has {sum(map(len, found))} tokens; {settings.validation:.0%} of them are held "
+        if parts[0] and (why := prompts_too_long(parts[0], settings.seq)):
+            raise MegatrainError(f"{settings.data}: {why}")
+        tokens = sum(len(d) for part in parts for d in part)
+        raise MegatrainError(f"the data has {tokens} tokens; {settings.validation:.0%} of them are held "
                              f"out (--validation), and the rest, in rows of {settings.seq} (--seq), has none to learn")
     return rows[0], rows[1]
 
@@ -278,6 +304,10 @@ def say_cut(cut: int, seq: int) -> None:
         say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
 
 
+def say_alone(why: str, packed_rows: int, rows: int) -> None:
+    say(f"{why}; so each has rows of its own, filled up at the end: {rows} rows, not {packed_rows}")
+
+
 def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Rows,
           checkpoint: Path | None, convert: bool) -> int | None:
     """The step at which it was asked to stop; None: it came to the end."""
@@ -288,7 +318,7 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
               {"params": no_decay, "weight_decay": 0.0}]
     opt = mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
                    weight_decay=settings.weight_decay, states=settings.states)
-    requests, flat = Requests(), settings.device == "cuda"
+    requests, flat = Requests(), settings.device == "cuda" and not train.alone
     with mt.trace(model) as trace, requests.listening():
         trainer = StreamedTrainer(
             model, _arguments(settings, bool(len(held))), collate(flat), train,
