@@ -2,6 +2,7 @@
 
     model-00001-of-00003.safetensors ...   weights and persistent buffers, with model.safetensors.index.json and
                                             config.json as transformers has them: `from_pretrained(folder)` reads it
+                                            (weights-..., without these, of a transformers model with an adapter)
     states-00001-of-00009.safetensors ...  AdamW's planes as they are, unit by unit
     training.pt                            groups, scheduler, random states, `extra`: torch.load(weights_only=True)
     manifest.json                          sizes, sums, what belongs to which parameter (manifest.py)
@@ -53,6 +54,7 @@ TRIAL_BYTES, TRIAL_PIECE = 256 << 20, 4 << 20        # that a dry run writes, to
 TRAINING = "training.pt"
 INDEX = "model.safetensors.index.json"
 OWN_FILES = ("config.json", "generation_config.json")
+OURS, TORCHS = "mt.AdamW", "torch.optim.AdamW"       # as kind_of says
 _AS_BEFORE = ", and what was there before is as it was"
 
 
@@ -198,6 +200,11 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     Call it between steps. The folder appears, whole and synced, under its name, or replaces the checkpoint that has
     it; until then that one is untouched. Files that somebody put beside a checkpoint's own stay.
 
+    transformers' from_pretrained reads the folder, but for a PeftModel, or another model around transformers' own,
+    whose weights it does not know by their names: then they are in files that it does not take, without config.json.
+    `model.save_pretrained(folder)` after each save adds PEFT's files of the adapter alone, for
+    `PeftModel.from_pretrained(base, folder)`.
+
     Args:
         model: the streamed model.
         opt: mt.AdamW, or a torch optimizer over its parameters (whose states are copied); None: weights alone.
@@ -213,8 +220,9 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         progress: called with (bytes written, bytes in all) four times a second, from the thread that writes.
 
     Raises:
-        MegatrainError: the model is not streamed; gradients of an unfinished step stand; `extra` or the scheduler's
-            state cannot be loaded back; there is no room, or no permission; or writing failed. Nothing is lost then.
+        MegatrainError: the model is not streamed, or was streamed anew since its mt.AdamW was made; gradients of an
+            unfinished step stand; `extra` or the scheduler's state cannot be loaded back; there is no room, or no
+            permission; or writing failed. Nothing is lost then.
     """
     rt = runtime_of(model)
     _check(rt, model, opt)
@@ -263,7 +271,8 @@ def _parts(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sch
         rt.notice_writes(rt.records)
         rt.core.drain()
         weights, states = _weights(model, names), _states(opt, names)
-    files = packed(weights, "model", FILE_BYTES) + (packed(states, "states", FILE_BYTES) if states else [])
+    stem = "model" if _has_its_names(model) else "weights"
+    files = packed(weights, stem, FILE_BYTES) + (packed(states, "states", FILE_BYTES) if states else [])
     small = {TRAINING: _training(opt, names, scheduler, extra), **_beside(model, files)}
     return _Parts(files, weights + states, small, _body(rt, opt, names, small))
 
@@ -296,6 +305,8 @@ def _check(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None) -> 
         raise MegatrainError("save the model that was given to mt.stream, not a part of it")
     if rt.broken:
         raise MegatrainError(rt.broken)
+    if isinstance(opt, AdamW):
+        opt._check_served()
     with torch._C.DisableTorchFunctionSubclass():
         standing = [r.name for r in rt.records if r.param.grad is not None]
     if isinstance(opt, AdamW) and rt.handover.unstepped and standing:
@@ -476,10 +487,20 @@ def _beside(model: nn.Module, files: list[TensorFile]) -> dict[str, bytes]:
         index = {"metadata": {"total_size": sum(e.nbytes for f in own for e in f.entries)},
                  "weight_map": {e.name: f.name for f in own for e in f.entries}}
         found[INDEX] = json.dumps(index, indent=1, sort_keys=True).encode()
-    for name, config in zip(OWN_FILES, (getattr(model, "config", None), getattr(model, "generation_config", None))):
-        if hasattr(config, "to_json_string"):
-            found[name] = _config(model, config).encode()
+    if _has_its_names(model):
+        for name, config in zip(OWN_FILES, (getattr(model, "config", None), getattr(model, "generation_config", None))):
+            if hasattr(config, "to_json_string"):
+                found[name] = _config(model, config).encode()
     return found
+
+
+def _has_its_names(model: nn.Module) -> bool:
+    """Are transformers' parameters in it under the names that from_pretrained looks for? A wrapper, or an adapter,
+    changes them; from what it takes for its files it would make a model of random weights, with a warning."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not any(isinstance(m, modeling.PreTrainedModel) for m in model.modules()):
+        return True
+    return isinstance(model, modeling.PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
 
 
 def _config(model: nn.Module, config: Any) -> str:
@@ -488,6 +509,15 @@ def _config(model: nn.Module, config: Any) -> str:
         config.architectures = [type(model).__name__]
         config.dtype = str(model.dtype).split(".")[1]
     return config.to_json_string(use_diff=True)
+
+
+def kind_of(opt: torch.optim.Optimizer | None) -> str | None:
+    """Package and class of an optimizer: several packages have an AdamW."""
+    kind = type(opt)
+    if opt is None or kind is AdamW:
+        return None if opt is None else OURS
+    package = kind.__module__.partition(".")[0]
+    return f"{'torch.optim' if package == 'torch' else package}.{kind.__name__}"
 
 
 def _body(rt: Runtime, opt: torch.optim.Optimizer | None, names: dict[Tensor, str],
@@ -503,7 +533,7 @@ def _body(rt: Runtime, opt: torch.optim.Optimizer | None, names: dict[Tensor, st
         for p, key in opt._keys.items():
             parameters[names[p]]["key"] = key
     return {"written_by": f"megatrain_torch {_core.__version__}", "parameters": parameters,
-            "optimizer": type(opt).__name__ if opt is not None else None,
+            "optimizer": kind_of(opt),
             "states": rt.states if ours else None, "low_bytes": LOW_BYTES[rt.states],
             "skipped_steps": opt._skipped if ours else 0,
             "files": {name: {"bytes": len(data), "sha256": manifest.sha256(data)} for name, data in small.items()}}

@@ -26,9 +26,10 @@ from typing import Any
 from .errors import MegatrainError
 
 NAME = "manifest.json"
+BROKEN = "the checkpoint is not whole; nothing was changed; load another one"
 FORMAT, VERSION = "megatrain checkpoint", 1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_TENSORS = re.compile(r"(model|states)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_TENSORS = re.compile(r"(model|weights|states)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _number = itertools.count()
 
 
@@ -61,12 +62,12 @@ def read(folder: Path) -> dict[str, Any]:
         way = "; mt.from_pretrained loads a folder in Hugging Face format" if (folder / "config.json").is_file() else ""
         raise MegatrainError(f"{folder} is no checkpoint of mt.save: it has no {NAME}{way}") from None
     except (ValueError, KeyError, TypeError) as e:
-        raise MegatrainError(f"{path} is not as it was written ({type(e).__name__}: {e})") from e
+        raise MegatrainError(f"{path} is not as it was written ({type(e).__name__}: {e}): {BROKEN}") from e
     if not known or version != VERSION:
         raise MegatrainError(f"{path} is of format {whole['format']!r}, version {version}; this version of "
                              f"megatrain_torch reads {FORMAT!r}, version {VERSION}")
     if sha256(json.dumps(body, sort_keys=True).encode()) != wanted:
-        raise MegatrainError(f"{path} is not as it was written: its checksum differs")
+        raise MegatrainError(f"{path} is not as it was written (its checksum differs): {BROKEN}")
     return body
 
 

@@ -97,6 +97,7 @@ class AdamW(torch.optim.Optimizer):
         self._complaint = ""
         self._states = states
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
+        self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
         self._ask_for_room()
         clipping.prepare()
@@ -111,6 +112,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             self._keys[p] = len(self._keys)
+        self._served.update(self._runtimes())
         for rt in self._runtimes() if self._states is not None else ():
             rt.choose_states(self._states)
         if self._in_backward:
@@ -132,10 +134,11 @@ class AdamW(torch.optim.Optimizer):
         Returns at once, with the closure's result if there is one.
 
         Raises:
-            MegatrainError: a worker failed since the last call; or nonfinite="raise" and the step
-                before this one was skipped.
+            MegatrainError: a worker failed since the last call; its model was unstreamed; or nonfinite="raise" and the
+                step before this one was skipped.
         """
         clipping.prepare()
+        self._check_served()
         self._settle()
         if self._late is not None:
             self._late.settle()
@@ -217,6 +220,7 @@ class AdamW(torch.optim.Optimizer):
         """Takes the results of the last step: what was skipped has not stepped."""
         if not self._handed:
             return
+        self._check_served()
         handed, self._handed = self._handed, []
         if self._norm is None:
             self._norm = math.hypot(*(h.result()[0] for h in handed))
@@ -226,6 +230,12 @@ class AdamW(torch.optim.Optimizer):
             self.state[p]["step"] -= 1
         if skipped:
             self._note_skipped()
+
+    def _check_served(self) -> None:
+        """That no store with states of its parameters is gone."""
+        if any(_was_unstreamed(rt) for rt in self._served):
+            raise MegatrainError("this mt.AdamW belonged to a model that was unstreamed, and its states went with the "
+                                 "store: make a new one")
 
     def _note_skipped(self) -> None:
         self._skipped += not self._complaint         # once a step
@@ -358,6 +368,9 @@ class AdamW(torch.optim.Optimizer):
             rt.after_write(record)
         if p not in self.state:
             self._begin_state(p, record)
+        elif record.owner is None:
+            raise MegatrainError(f"{record.name}: it was streamed after this mt.AdamW had stepped with it: make the "
+                                 "optimizer after mt.stream")
         elif record.owner() is not self:
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
@@ -376,6 +389,7 @@ class AdamW(torch.optim.Optimizer):
     def _begin_state(self, p: StreamedParameter, record: Record) -> None:
         """States of a parameter that has none in this optimizer, over planes that are zero when they are new."""
         record.runtime.states_chosen = True
+        self._served.add(record.runtime)
         names = MOMENTS if record.runtime.states == "fp32" else CODES
         views = {name: guard(record.view(plane), record) for name, plane in zip(names, record.moments)}
         self.state[p] = StoreStates(step=torch.zeros(()), **views)
@@ -427,7 +441,7 @@ class AdamW(torch.optim.Optimizer):
     def _is_ready(self, record: Record, grad: Tensor) -> bool:
         """States and masters are there and follow the weight; the gradient is the store's."""
         mastered = record.dtype == torch.float32 or record.master_writes == record.writes
-        return (record.param in self.state and record.owner() is self and mastered
+        return (record.param in self.state and record.owner is not None and record.owner() is self and mastered
                 and record.host._version == record.version
                 and grad is record.grad_view and grad._version == record.grad_version)
 
@@ -450,8 +464,9 @@ class AdamW(torch.optim.Optimizer):
         them in fp32.
 
         Raises:
-            MegatrainError: states that live on the device do not fit the host.
+            MegatrainError: states that live on the device do not fit the host; or its model was unstreamed.
         """
+        self._check_served()
         for rt in self._runtimes():
             rt.room.copies(rt.core)
             rt.core.drain()
@@ -468,8 +483,9 @@ class AdamW(torch.optim.Optimizer):
         """(first, second moment) of a parameter in fp32: [shape], copies, whatever `states` is. Waits for its update.
 
         Raises:
-            MegatrainError: the parameter has no states in this optimizer yet.
+            MegatrainError: the parameter has no states in this optimizer yet; or its model was unstreamed.
         """
+        self._check_served()
         if not self.state.get(p):
             raise MegatrainError("AdamW: this parameter has no states here yet: step() makes them")
         if not isinstance(p, StreamedParameter):
@@ -483,8 +499,9 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             ValueError: groups or sizes do not match, as in torch.
-            MegatrainError: the state is of torch's AdamW(amsgrad=True).
+            MegatrainError: the state is of torch's AdamW(amsgrad=True); or its model was unstreamed.
         """
+        self._check_served()
         if any(g.get("amsgrad") for g in state_dict["param_groups"]):
             raise MegatrainError("AdamW: the state to load was made with amsgrad=True, which is not supported")
         for rt in self._runtimes():
@@ -561,6 +578,11 @@ def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_
         raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
     if nonfinite not in ("skip", "raise"):
         raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
+
+
+def _was_unstreamed(runtime: Any) -> bool:
+    first = runtime.records[0]
+    return getattr(first.param, "_mt", None) is not first
 
 
 def _lacks_master(record: Record) -> bool:
@@ -642,27 +664,39 @@ def _load_moments(record: Record, values: dict[str, Any]) -> None:
     Raises:
         MegatrainError: scales are not [groups,2] of this parameter's groups.
     """
-    mine, groups = MOMENTS if record.runtime.states == "fp32" else CODES, -(-record.numel // GROUP)
-    if CODES[2] in values and values[CODES[2]].shape != (groups, 2):
-        raise MegatrainError(f"{record.name}: scales of shape {list(values[CODES[2]].shape)} in the state to load; its "
-                             f"{record.numel} elements have [{groups}, 2]")
+    mine = MOMENTS if record.runtime.states == "fp32" else CODES
+    _check_scales(record, values)
     if mine[0] in values:
         for name, plane in zip(mine, record.moments):
             record.view(plane).copy_(plain(values[name]))
         return
-    m, v = (torch.empty_strided(record.shape, record.stride, dtype=torch.float32) for _ in range(2))
     if mine is CODES:
+        m, v = (torch.empty_strided(record.shape, record.stride, dtype=torch.float32) for _ in range(2))
         m.copy_(plain(values["exp_avg"]))
         v.copy_(plain(values["exp_avg_sq"]))
         codes = [record.view(plane).data_ptr() for plane in record.moments]
         _core.codes_set(m.data_ptr(), v.data_ptr(), *codes, record.numel)
         return
+    for plane, value in zip(("M", "V"), decoded(record, values)):
+        record.view(plane).copy_(value)
+
+
+def _check_scales(record: Record, values: dict[str, Any]) -> None:
+    groups = -(-record.numel // GROUP)
+    if CODES[2] in values and values[CODES[2]].shape != (groups, 2):
+        raise MegatrainError(f"{record.name}: scales of shape {list(values[CODES[2]].shape)} in the state to load; its "
+                             f"{record.numel} elements have [{groups}, 2]")
+
+
+def decoded(record: Record, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Both moments in fp32, [shape], from a parameter's codes and scales; these are in the order of its memory."""
+    m, v = (torch.empty_strided(record.shape, record.stride, dtype=torch.float32) for _ in range(2))
     codes = [torch.empty_strided(record.shape, record.stride, dtype=kind).copy_(plain(values[name]))
              for kind, name in zip((torch.int8, torch.uint8), CODES)]
-    codes.append(torch.empty(groups, 2).copy_(plain(values[CODES[2]])))      # on the host and in fp32, as C reads them
+    scales = plain(values[CODES[2]])
+    codes.append(torch.empty(scales.shape, dtype=torch.float32).copy_(scales))       # on the host, as C reads them
     _core.codes_get(*(c.data_ptr() for c in codes), m.data_ptr(), v.data_ptr(), record.numel)
-    record.view("M").copy_(m)
-    record.view("V").copy_(v)
+    return m, v
 
 
 def _adamw_plain(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +18,28 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, manifest
-from .checkpoint import MASTERS, TRAINING, buffers_of, names_of, set_random_states
+from .checkpoint import (
+    MASTERS,
+    OURS,
+    TORCHS,
+    TRAINING,
+    buffers_of,
+    kind_of,
+    names_of,
+    set_random_states,
+)
 from .errors import MegatrainError
 from .formats import LOW_BYTES
 from .mapped import READERS
-from .optim import CODES, MOMENTS, AdamW, _load_moments, set_master
+from .optim import CODES, MOMENTS, AdamW, _load_moments, decoded, set_master
 from .records import Record
 from .tensorfiles import DTYPES, Extent, Stored, listed
 from .wrap import runtime_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime
+
+_SCRIPT = "__main__"
 
 
 def check(folder: Path) -> None:
@@ -73,15 +85,16 @@ class _Checkpoint:
         size = path.stat().st_size if path.is_file() else None
         if size != nbytes:
             raise MegatrainError(f"{path} {'is missing' if size is None else f'has {size} bytes'}, and {nbytes} were "
-                                 "written: the checkpoint is not whole; nothing was changed")
+                                 f"written: {manifest.BROKEN}")
 
     def verify(self) -> None:
-        """Reads everything."""
+        """Reads everything, before anything is changed."""
         for name, about in self.body["files"].items():
-            if "sums" in about:
-                self.read(name, [])
-            else:
+            if "sums" not in about:
                 self.bytes_of(name)
+                continue
+            with _adding(manifest.BROKEN):
+                self.read(name, [])
 
     def read(self, name: str, extents: list[Extent]) -> None:
         about = self.body["files"][name]
@@ -90,8 +103,18 @@ class _Checkpoint:
     def bytes_of(self, name: str) -> bytes:
         data = (self.folder / name).read_bytes()
         if manifest.sha256(data) != self.body["files"][name]["sha256"]:
-            raise MegatrainError(f"{self.folder / name} is not as it was written: its checksum differs")
+            raise MegatrainError(f"{self.folder / name} is not as it was written (its checksum differs): "
+                                 f"{manifest.BROKEN}")
         return data
+
+
+@contextmanager
+def _adding(rest: str) -> Iterator[None]:
+    """What it means, behind an error's own words."""
+    try:
+        yield
+    except MegatrainError as e:
+        raise MegatrainError(f"{e}: {rest}") from e
 
 
 class _Reads:
@@ -124,7 +147,8 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     Training goes on with the bits of an uninterrupted run, whatever plan the model was streamed with then and now; on a
     GPU where its kernels give the same bits twice (`torch.use_deterministic_algorithms`).
     Types and formats may differ where the new ones hold all that the old ones did (moments of 8 bits into fp32 ones,
-    bf16 weights with their masters into fp32 weights).
+    bf16 weights with their masters into fp32 weights). mt.AdamW takes states of torch.optim.AdamW, and the reverse, as
+    their load_state_dict do; torch's keeps moments in the parameter's type, and no master.
 
     Args:
         model: the streamed model. opt: its optimizer; None: weights and buffers alone, and no random states.
@@ -142,11 +166,15 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     rt = runtime_of(model)
     if rt.root() is not model:
         raise MegatrainError("load into the model that was given to mt.stream, not into a part of it")
+    if isinstance(opt, AdamW):
+        opt._check_served()
     rt.finish_save()
     source = _Checkpoint.open(Path(os.path.abspath(folder)))
     names = names_of(model)
-    _match(source, model, names, opt, convert)
     training = torch.load(io.BytesIO(source.bytes_of(TRAINING)), weights_only=True, map_location="cpu")
+    if opt is not None:
+        _match_kind(source, training, opt)
+    _match(source, model, names, opt, convert)
     if opt is not None:
         _match_groups(training, opt, names)
     if scheduler is not None and training["scheduler"] is None:
@@ -166,15 +194,17 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
     rt.core.drain()
     if isinstance(opt, AdamW):
         opt._settle()
+    if opt is not None and not isinstance(opt, AdamW):       # first: its class is a stranger, and may refuse them
+        _load_other(opt, source, names, training)
     rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
-    with torch.no_grad():
+    with _adding(rt.broken), torch.no_grad():
         _load_buffers(model, source)
         for done, records in enumerate(rt.units, 1):
             _load_unit(rt, records, source, names, opt)
             if progress is not None:
                 progress(done, len(rt.units))
-        if opt is not None:
-            _load_optimizer(opt, source, names, training)
+    if isinstance(opt, AdamW):
+        _load_ours(opt, source, names, training)
     rt.broken = ""
 
 
@@ -192,19 +222,16 @@ def _match(source: _Checkpoint, model: nn.Module, names: dict[Tensor, str], opt:
         raise MegatrainError(f"{source.folder} lacks {len(lacking)} buffers {lacking[:3]}")
     for name, record in mine.items():
         _match_form(f"{source.folder}: {name}", saved[name], record, opt)
-        why = _loses(source.body, name, record.dtype, record.runtime.states if isinstance(opt, AdamW) else None)
+        why = (_loses(source.body, name, record.dtype, record.runtime.states if isinstance(opt, AdamW) else None)
+               or _loses_in_torch(saved[name], record, opt))
         if why and not convert:
             raise MegatrainError(f"{source.folder}: {name}: {why}; convert=True allows that")
-    kind = source.body["optimizer"]
-    if opt is not None and kind != type(opt).__name__:
-        raise MegatrainError(f"{source.folder} has states of {kind or 'no optimizer'}, and {type(opt).__name__} is to "
-                             "take them; mt.load(model, None, folder) takes the weights alone")
 
 
 def _match_form(name: str, saved: dict[str, Any], record: Record, opt: torch.optim.Optimizer | None) -> None:
     if tuple(saved["shape"]) != tuple(record.shape):
         raise MegatrainError(f"{name} is {saved['shape']} there and {list(record.shape)} here")
-    if isinstance(opt, AdamW) and saved.get("strides", list(record.stride)) != list(record.stride):
+    if opt is not None and saved.get("strides", list(record.stride)) != list(record.stride):
         raise MegatrainError(f"{name} lies in memory with strides {saved['strides']} there and {list(record.stride)} "
                              "here, and its moments of 8 bits have scales in that order")
 
@@ -224,10 +251,66 @@ def _loses(body: dict[str, Any], name: str, here: torch.dtype, states: str | Non
     return f"its weights are {there} there and {here} here" if narrow else ""
 
 
+def _loses_in_torch(saved: dict[str, Any], record: Record, opt: torch.optim.Optimizer | None) -> str:
+    """As `_loses`, of states of mt.AdamW that another's takes."""
+    if opt is None or isinstance(opt, AdamW) or "step" not in saved or record.dtype == torch.float32:
+        return ""
+    return f"its moments and master become {record.dtype} in {TORCHS}"
+
+
 def _master_bits(kind: torch.dtype, low_bytes: int, master: str) -> int:
     if kind == torch.bfloat16:
         return 16 + 8 * low_bytes
     return 32 if kind != torch.float16 or master == "MASTER" else 16
+
+
+def _match_kind(source: _Checkpoint, training: dict[str, Any], opt: torch.optim.Optimizer) -> None:
+    """Are these states the optimizer's? Those of one AdamW become the other's."""
+    there, here = _kind_in(source.body), kind_of(opt)
+    if _is_one(there, here):
+        return
+    if {there, here} != {OURS, TORCHS}:
+        raise MegatrainError(f"{source.folder} has states of {there or 'no optimizer'}, and {here} is to take them; "
+                             "mt.load(model, None, folder) takes the weights alone")
+    if any(g.get("amsgrad") for g in [*training["groups"], *opt.param_groups]):
+        raise MegatrainError(f"{source.folder} has states of {there}, and {here} is to take them, but mt.AdamW has no "
+                             "amsgrad=True; mt.load(model, None, folder) takes the weights alone")
+    (_as_ours if here == OURS else _as_torchs)(source.body, training)
+
+
+def _kind_in(body: dict[str, Any]) -> str | None:
+    """As kind_of says; checkpoints were written that have the class's name alone."""
+    name = body["optimizer"]
+    if name is None or "." in name:
+        return name
+    if name == "AdamW" and body["states"] is not None:
+        return OURS
+    return f"{'torch.optim' if hasattr(torch.optim, name) else _SCRIPT}.{name}"
+
+
+def _is_one(there: str | None, here: str) -> bool:
+    """Of a class in a script no package is known: it may be imported the next time."""
+    if there is None or there == here:
+        return there == here
+    (package, _, name), (own, _, own_name) = there.rpartition("."), here.rpartition(".")
+    return name == own_name and _SCRIPT in (package, own) and not {package, own} & {"mt", "torch.optim"}
+
+
+def _as_ours(body: dict[str, Any], training: dict[str, Any]) -> None:
+    """torch.optim.AdamW's states, as mt.AdamW would have saved them: with moments in fp32, and no master."""
+    parameters = body["parameters"]
+    for number, name in enumerate(name for g in training["groups"] for name in g["params"]):
+        parameters[name]["key"] = number
+    for name, own in training["others"].items():
+        if own:
+            parameters[name] |= {"step": int(own["step"]), "master": ""}
+    body |= {"states": "fp32", "skipped_steps": 0}
+
+
+def _as_torchs(body: dict[str, Any], training: dict[str, Any]) -> None:
+    """mt.AdamW's states, as far as torch.optim.AdamW has them beside tensors."""
+    training["others"] = {name: {"step": torch.tensor(float(saved["step"]))}
+                          for name, saved in body["parameters"].items() if "step" in saved}
 
 
 def _match_groups(training: dict[str, Any], opt: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
@@ -273,7 +356,8 @@ def _load_record(record: Record, name: str, source: _Checkpoint, reads: _Reads,
         opt.state[record.param]["step"].fill_(float(saved["step"]))
         opt._counts[record.param] = saved["step"]
     moments = _read_moments(record, name, source, reads) if stepped else lambda: None
-    weights = _read_weights(record, name, source, reads, saved["master"] if stepped else "")
+    mastered = stepped or (opt is not None and "step" in saved and record.dtype == torch.float32)
+    weights = _read_weights(record, name, source, reads, saved["master"] if mastered else "")
     return lambda: (weights(), moments())
 
 
@@ -337,23 +421,32 @@ def _widen(record: Record, weight: Tensor, rest: Tensor | None, master: str, low
     set_master(record.param, value)
 
 
-def _load_optimizer(opt: torch.optim.Optimizer, source: _Checkpoint, names: dict[Tensor, str],
-                    training: dict[str, Any]) -> None:
-    groups = [{**g, "params": own["params"]} for g, own in
+def _load_ours(opt: AdamW, source: _Checkpoint, names: dict[Tensor, str], training: dict[str, Any]) -> None:
+    for group, saved in zip(opt.param_groups, training["groups"]):
+        group.update({k: v for k, v in saved.items() if k != "params"})
+    opt._skipped = source.body["skipped_steps"]
+    opt._keys.update({p: source.body["parameters"][name]["key"] for p, name in names.items() if p in opt._keys})
+
+
+def _load_other(opt: torch.optim.Optimizer, source: _Checkpoint, names: dict[Tensor, str],
+                training: dict[str, Any]) -> None:
+    """Raises: what its load_state_dict does."""
+    reads, found = _Reads(source), {}
+    flat = [p for g in opt.param_groups for p in g["params"]]
+    tensors: dict[str, dict[str, Tensor]] = {names[p]: {} for p in flat}
+    ours = source.body["states"] is not None
+    for path, stored in source.states.items():
+        name, _, key = path.rpartition(".")
+        if name in tensors and not (ours and key in MASTERS.values()):
+            tensors[name][key] = reads.fresh(stored)
+    with _adding(manifest.BROKEN):
+        reads.go()
+    for index, p in enumerate(flat):
+        own = tensors[names[p]]
+        if ours and CODES[0] in own:
+            own = dict(zip(MOMENTS, decoded(p._mt, own)))
+        if names[p] in training["others"]:
+            found[index] = training["others"][names[p]] | own
+    groups = [{**mine, **g, "params": mine["params"]} for g, mine in
               zip(training["groups"], torch.optim.Optimizer.state_dict(opt)["param_groups"])]
-    if isinstance(opt, AdamW):
-        for group, saved in zip(opt.param_groups, training["groups"]):
-            group.update({k: v for k, v in saved.items() if k != "params"})
-        opt._skipped = source.body["skipped_steps"]
-        opt._keys.update({p: source.body["parameters"][name]["key"] for p, name in names.items() if p in opt._keys})
-        return
-    reads, state = _Reads(source), {}
-    flat = [names[p] for g in opt.param_groups for p in g["params"]]
-    for index, name in enumerate(flat):
-        if name in training["others"]:
-            own = {key: s for key, s in source.states.items() if key.rpartition(".")[0] == name}
-            state[index] = training["others"][name] | {key.rpartition(".")[2]: reads.fresh(s) for key, s in own.items()}
-    reads.go()
-    opt.load_state_dict({"state": state, "param_groups": groups})
-
-
+    opt.load_state_dict({"state": found, "param_groups": groups})

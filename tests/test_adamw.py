@@ -75,6 +75,12 @@ def feed(model: nn.Module, opt: torch.optim.Optimizer, grads: list[Tensor | None
     opt.zero_grad()
 
 
+def feed_only(model: nn.Module, step: int) -> None:
+    """Gradients, and no step with them."""
+    model.zero_grad()
+    model(grads_for(model, step)).backward()
+
+
 class Reference:
     """The definition: fp32 weight and moments in plain memory."""
 
@@ -779,6 +785,37 @@ def test_an_optimizer_whose_moments_were_taken_over_is_refused() -> None:
     model(grads_for(model, 1)).backward()
     with pytest.raises(mt.MegatrainError, match=r"layers\.0\.weight: .*another mt\.AdamW"):
         first.step()
+
+
+@pytest.mark.parametrize("between", ["a step", "nothing"])
+def test_an_optimizer_whose_model_was_unstreamed_is_refused_from_then_on(between: str) -> None:
+    model, opt = halfway(F32)
+    state = opt.state_dict()
+    mt.unstream(model)
+    refused = [opt.step, opt.state_dict, lambda: opt.load_state_dict(state), lambda: opt.moments(model.layers[0].weight)]
+    for again in (False, True):
+        if again:
+            mt.stream(model, device="cpu")
+        if again or between == "a step":
+            feed_only(model, 3)
+            for call in refused:
+                with pytest.raises(mt.MegatrainError, match=r"belonged to a model that was unstreamed.*make a new one"):
+                    call()
+    with pytest.raises(mt.MegatrainError, match=r"was unstreamed.*make a new one"):
+        mt.save(model, opt, "nowhere")
+    with pytest.raises(mt.MegatrainError, match=r"was unstreamed.*make a new one"):
+        mt.load(model, opt, "nowhere")
+    finish(model, mt.AdamW(model.parameters(), **HYPER))
+
+
+def test_an_optimizer_that_stepped_before_its_model_was_streamed_is_refused() -> None:
+    plain = plain_dots()
+    opt = mt.AdamW(plain.parameters(), **HYPER)
+    feed(plain, opt, grads_for(plain, 0))
+    model = mt.stream(plain, device="cpu")
+    feed_only(model, 1)
+    with pytest.raises(mt.MegatrainError, match=r"layers.0.weight: it was streamed after.*make the optimizer after"):
+        opt.step()
 
 
 def test_a_state_dict_is_whole_for_who_reads_memory() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -233,6 +234,117 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one[0].parameters(), other.parameters()))
 
 
+# ---- other optimizers' states ----
+
+def stepped(opt_class: Any, dtype: torch.dtype = torch.float32, steps: int = 2, states: str | None = None,
+            **hyper: Any) -> tuple[Any, Any]:
+    model = mt.stream(plain_dots(dtype, SHAPES), device="cpu")
+    opt = opt_class(model.parameters(), lr=1e-2, **hyper, **({"states": states} if states else {}))
+    for step in range(steps):
+        feed(model, opt, grads_for(model, step))
+    return model, opt
+
+
+def assert_states(found: Any, want: Any) -> None:
+    a, b = found.state_dict(), want.state_dict()
+    assert a["param_groups"] == b["param_groups"] and a["state"].keys() == b["state"].keys()
+    for i, own in b["state"].items():
+        assert not [k for k, v in own.items() if not torch.equal(a["state"][i][k], v)]
+
+
+@pytest.mark.parametrize("states, dtype", [("fp32", torch.float32), ("8bit", torch.float32), ("fp32", BF16)])
+def test_torchs_adamw_takes_ours_as_its_load_state_dict_does(tmp_path: Path, states: str, dtype: torch.dtype) -> None:
+    one = stepped(mt.AdamW, dtype, states=states)
+    other = stepped(torch.optim.AdamW, dtype, 1)
+    mt.save(*one, tmp_path / "c")
+    if dtype == BF16:
+        before = everything(other[0], other[1])
+        with pytest.raises(mt.MegatrainError, match=r"become torch.bfloat16 in torch.optim.AdamW; convert=True"):
+            mt.load(*other, tmp_path / "c")
+        assert all(torch.equal(v, before[k]) for k, v in everything(*other).items())
+    mt.load(*other, tmp_path / "c", convert=True)
+    want = torch.optim.AdamW(other[0].parameters())
+    whole = one[1].state_dict()
+    for i, p in enumerate(one[0].parameters()):
+        whole["state"][i] = {"step": whole["state"][i]["step"], **dict(zip(("exp_avg", "exp_avg_sq"), one[1].moments(p)))}
+    want.load_state_dict(whole)
+    assert_states(other[1], want)
+    assert all(torch.equal(a, b) for a, b in zip(other[0].parameters(), one[0].parameters()))
+    feed(*other, grads_for(other[0], 2))
+
+
+def test_masters_of_ours_become_fp32_weights_of_torchs(tmp_path: Path) -> None:
+    one, other = stepped(mt.AdamW, BF16), stepped(torch.optim.AdamW, torch.float32, 0)
+    mt.save(*one, tmp_path / "c")
+    mt.load(*other, tmp_path / "c")
+    assert all(torch.equal(a, b) for a, b in zip(mt.masters(one[0]).values(), other[0].parameters()))
+
+
+@pytest.mark.parametrize("there, here, states", [
+    (torch.float32, torch.float32, "fp32"), (BF16, BF16, "fp32"), (torch.float32, BF16, "fp32"),
+    (torch.float32, torch.float32, "8bit")])
+def test_ours_takes_torchs_adamw_as_its_load_state_dict_does(tmp_path: Path, there: torch.dtype, here: torch.dtype,
+                                                             states: str) -> None:
+    one, other = stepped(torch.optim.AdamW, there), stepped(mt.AdamW, here, 1, states=states)
+    mt.save(*one, tmp_path / "c")
+    if states == "8bit":
+        with pytest.raises(mt.MegatrainError, match="moments are fp32 there and '8bit' here; convert=True"):
+            mt.load(*other, tmp_path / "c")
+    mt.load(*other, tmp_path / "c", convert=states == "8bit")
+    assert all(torch.equal(a, b) for a, b in zip(one[0].parameters(), mt.masters(other[0]).values()))
+    third = stepped(mt.AdamW, here, 0, states=states)
+    third[0].load_state_dict(other[0].state_dict())
+    third[1].load_state_dict(one[1].state_dict())
+    for p, q in zip(other[0].parameters(), third[0].parameters()):
+        assert other[1]._counts[p] == third[1]._counts[q] == 2
+        assert all(torch.equal(a, b) for a, b in zip(other[1].moments(p), third[1].moments(q)))
+    feed(*other, grads_for(other[0], 2))
+    mt.save(*other, tmp_path / "d")
+    mt.load(*third, tmp_path / "d")
+
+
+def test_optimizers_that_share_a_name_alone_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    strange = type("AdamW", (torch.optim.Adagrad,), {"__module__": "other.optimizers"})
+    mt.save(*stepped(strange), tmp_path / "c")
+    mt.save(*stepped(torch.optim.AdamW, amsgrad=True), tmp_path / "d")
+    for kind, folder, why in ((mt.AdamW, "c", "states of other.AdamW, and mt.AdamW is to"),
+                              (torch.optim.AdamW, "c", "states of other.AdamW, and torch.optim.AdamW"),
+                              (mt.AdamW, "d", "amsgrad=True")):
+        pair = stepped(kind, steps=1)
+        before = everything(*pair)
+        with pytest.raises(mt.MegatrainError, match=why):
+            mt.load(*pair, tmp_path / folder)
+        assert all(torch.equal(v, before[k]) for k, v in everything(*pair).items())
+        feed(*pair, grads_for(pair[0], 1))
+    mt.load(*stepped(type("AdamW", (torch.optim.Adagrad,), {"__module__": "__main__"})), tmp_path / "c")
+
+
+def test_checkpoints_with_the_bare_name_of_a_class_are_taken(tmp_path: Path) -> None:
+    for there, here in ((mt.AdamW, torch.optim.AdamW), (torch.optim.AdamW, mt.AdamW), (mt.AdamW, mt.AdamW),
+                        (torch.optim.Adagrad, torch.optim.Adagrad)):
+        one, other = stepped(there), stepped(here, steps=0)
+        mt.save(*one, tmp_path / "c")
+        body = manifest.read(tmp_path / "c")
+        body["optimizer"] = there.__name__
+        (tmp_path / "c" / manifest.NAME).write_bytes(manifest.dump(body))
+        mt.load(*other, tmp_path / "c")
+        assert all(torch.equal(a, b) for a, b in zip(one[0].parameters(), other[0].parameters()))
+
+
+def test_an_optimizer_that_refuses_its_states_does_so_before_weights_change(tmp_path: Path) -> None:
+    class Picky(torch.optim.Adagrad):
+        def load_state_dict(self, state_dict: Any) -> None:
+            raise KeyError("of another version")
+
+    mt.save(*stepped(Picky), tmp_path / "c")
+    pair = stepped(Picky, steps=1)
+    before = [p.clone() for p in pair[0].parameters()]
+    with pytest.raises(KeyError, match="another version"):
+        mt.load(*pair, tmp_path / "c")
+    assert all(torch.equal(a, b) for a, b in zip(before, pair[0].parameters()))
+    feed(*pair, grads_for(pair[0], 1))
+
+
 # ---- what others read ----
 
 def test_other_readers_find_weights_and_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +384,8 @@ def test_each_broken_file_is_told_and_changes_nothing(tmp_path: Path, how: str) 
     for name in files:
         whole = (tmp_path / "c" / name).read_bytes()
         break_file(tmp_path / "c" / name, how)
-        with pytest.raises(mt.MegatrainError, match=name):
+        why = "has no manifest" if (name, how) == (manifest.NAME, "missing") else "nothing was changed; load another one"
+        with pytest.raises(mt.MegatrainError, match=f"{re.escape(name)}.*{why}" if why[:3] != "has" else why):
             mt.load(*other, tmp_path / "c")
         (tmp_path / "c" / name).write_bytes(whole)
     assert all(torch.equal(v, before[k]) for k, v in everything(*other).items())
@@ -284,7 +397,7 @@ def test_model_that_is_half_loaded_says_so_until_it_is_loaded(tmp_path: Path) ->
     mt.save(*pair, tmp_path / "c")
     whole = (tmp_path / "c" / "states.safetensors").read_bytes()
     break_file(tmp_path / "c" / "states.safetensors", "flipped")
-    with pytest.raises(mt.MegatrainError, match="not those that were written"):
+    with pytest.raises(mt.MegatrainError, match=r"not those that were written.*half-loaded.*load a checkpoint that is"):
         mt.load(*other, tmp_path / "c", verify=False)
     for refused in (lambda: train(other, 1, 2), lambda: mt.save(*other, tmp_path / "d")):
         with pytest.raises(mt.MegatrainError, match="half-loaded"):

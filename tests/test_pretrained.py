@@ -56,6 +56,46 @@ def test_a_checkpoint_is_a_folder_that_transformers_reads(tmp_path: Path, kind: 
     assert opt2._counts
 
 
+@pytest.mark.parametrize("how", ["get_peft_model", "add_adapter", "wrapped"])
+def test_weights_that_transformers_does_not_know_by_their_names_are_not_read_by_it(tmp_path: Path, how: str) -> None:
+    """It would make a model of random weights, with a warning; without a config one of 7 B parameters."""
+    peft = pytest.importorskip("peft")
+
+    class Around(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = built("llama")
+            self.config = self.model.config
+
+        def forward(self, **inputs: Any) -> Any:
+            return self.model(**inputs)
+
+    def fresh() -> Any:
+        if how == "wrapped":
+            return mt.stream(Around(), device="cpu")
+        config, model = peft.LoraConfig(r=2, target_modules=["q_proj"]), built("llama")
+        if how == "get_peft_model":
+            return mt.stream(peft.get_peft_model(model, config), device="cpu")
+        model.add_adapter(config)
+        return mt.stream(model, device="cpu")
+
+    model = fresh()
+    opt = stepped(model)
+    mt.save(model, opt, tmp_path / "c")
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == [
+        "manifest.json", "states.safetensors", "training.pt", "weights.safetensors"]
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "c")
+    if how == "get_peft_model":
+        model.save_pretrained(tmp_path / "c")
+        again = peft.PeftModel.from_pretrained(built("llama"), tmp_path / "c")
+        want = peft.get_peft_model_state_dict(model)
+        assert not [k for k, v in peft.get_peft_model_state_dict(again).items() if not torch.equal(v, want[k])]
+    other = fresh()
+    mt.load(other, mt.AdamW(other.parameters(), lr=1e-2), tmp_path / "c")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
 def test_weights_are_read_from_the_file_itself_and_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = built("llama").to(torch.bfloat16)
     plain.save_pretrained(tmp_path)
