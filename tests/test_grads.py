@@ -4,6 +4,8 @@ The C side is tests/c/test_lend.c.
 """
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import edges
@@ -21,6 +23,7 @@ from test_speculate import assert_equal  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import _core  # noqa: E402
+from megatrain_torch.placement import Problem  # noqa: E402
 from megatrain_torch.preflight import Asked  # noqa: E402
 
 NONE = {"grads": "none"}
@@ -169,6 +172,20 @@ def test_a_gradient_of_torchs_own_has_no_place() -> None:
     model(grads_for(model, 2)).backward()
     with pytest.raises(mt.MegatrainError, match=r"layers\.1\.weight: it has a \.grad of its own"):
         opt.step()
+
+
+def test_a_plan_with_a_disk_has_the_buffers_that_take_least_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from test_plan import FLAT, small
+    best, seconds = Problem.best, {3: 3.0, 2: 1.0, 1: 2.0}
+
+    def timed(self: Problem) -> Any:
+        choice, timing = best(self)
+        return choice, dataclasses.replace(timing, seconds=seconds[self.wishes.lent])
+
+    monkeypatch.setattr(Problem, "best", timed)
+    asked = dict(tokens=4096, seq=512, machine=FLAT, nvme=tmp_path, grads="none")
+    lent = {home: mt.plan(small(8), homes=home, **asked).lent for home in ("ram", "disk", "disk+weights")}
+    assert lent == {"ram": 3, "disk": 2, "disk+weights": 2}
 
 
 def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
