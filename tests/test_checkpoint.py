@@ -407,6 +407,23 @@ def test_model_that_is_half_loaded_says_so_until_it_is_loaded(tmp_path: Path) ->
     assert_same(pair, other)
 
 
+def test_what_to_do_is_told_when_the_store_is_lost(tmp_path: Path) -> None:
+    """By everything that waits for it, from the first read of states that the drive changed on."""
+    pair = train(make(tmp_path, "disk"), 0, 2)
+    model, _ = pair
+    model.state_dict()
+    path = next(tmp_path.glob("*.states"))
+    with path.open("r+b") as f:
+        data = f.read()
+        f.seek(0)
+        f.write(bytes(x ^ 1 for x in data))
+    why = "not those that were written.*the run cannot go on: make the model again, stream it, and load the last checkpoint"
+    for call in (lambda: train(pair, 2, 6), model.state_dict, lambda: mt.save(model, None, tmp_path / "c"),
+                 lambda: mt.unstream(model)):
+        with pytest.raises(mt.MegatrainError, match=why):
+            call()
+
+
 def test_failed_save_leaves_the_one_before_and_says_so(tmp_path: Path) -> None:
     """The disk's part is played by RLIMIT_FSIZE."""
     pair = train(make(tmp_path), 0, 1)

@@ -301,7 +301,8 @@ void mt__disk_tell(mt_disk *d, int u, int number, const mt_request *r)
     if (r->st == MT_OK)
         return;
     whose(d, u, number, r->bad_at, lost, sizeof lost);
-    (void)MT_FAIL(r->st, "%s: %s", lost, r->text);
+    (void)MT_FAIL(r->st, "%s: %s; the run cannot go on: make the model again, stream it, and load the last checkpoint",
+                  lost, r->text);
     mt_ledger_fault(d->store, r->st, mt_last_error());
 }
 
