@@ -310,7 +310,8 @@ def small(kind: str) -> Any:
 @pytest.mark.parametrize("kind, leaks", [("llama", False), ("gpt2", False), ("opt", True), ("bloom", True),
                                          ("mamba", True)])
 def test_a_model_whose_documents_see_each_other_in_a_row_is_known(kind: str, leaks: bool, dtype: torch.dtype,
-                                                                  flat: bool) -> None:
+                                                                  flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "SEPARATE", frozenset())
     model, state = small(kind).to(dtype).train(), torch.get_rng_state()
     why = data.why_alone(model, 64, flat)
     assert bool(why) is leaks
@@ -318,10 +319,22 @@ def test_a_model_whose_documents_see_each_other_in_a_row_is_known(kind: str, lea
     assert torch.equal(torch.get_rng_state(), state), "a run's random numbers stay what they were"
 
 
-def test_a_model_that_cannot_be_asked_gets_rows_of_one_document() -> None:
+@pytest.mark.parametrize("kind", sorted(data.SEPARATE))
+def test_kinds_that_are_not_asked_would_say_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import test_fused
+    import test_moe
+    model = (test_fused.FAMILIES | test_moe.FAMILIES)[kind.removesuffix("_text")]()
+    assert model.config.model_type == kind and data.why_alone(model, 64, False) is None
+    monkeypatch.setattr(data, "SEPARATE", frozenset())
+    for flat in (False, True):
+        assert data.why_alone(model, 64, flat) is None
+
+
+def test_a_model_that_cannot_be_asked_gets_rows_of_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(**_: Any) -> None:
         raise RuntimeError("no kernel here")
 
+    monkeypatch.setattr(data, "SEPARATE", frozenset())
     model = toy_model()
     model.forward = fails
     assert "could not be asked (no kernel here)" in data.why_alone(model, 64, False)
