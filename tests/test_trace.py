@@ -469,6 +469,12 @@ def test_a_host_that_keeps_compute_waiting_is_the_bound() -> None:
                      "0.7 s, 0.7 s of it for the host's own work")
 
 
+def test_a_long_lane_does_not_touch_its_figures() -> None:
+    r = StepReport(1.0, 0, 0, 0, 0, 0.0, 0, {"compute": 0.5, "through": 9.06e-06}, traced=True)
+    head, *rows = str(r).splitlines()[1:4]
+    assert rows[1].startswith("through the device 9.06e-06") and rows[0].index("0.5") + 3 == head.index("busy s") + 6
+
+
 def test_a_report_prints_as_a_table() -> None:
     r = StepReport(1.0, 2_000_000_000, 0, 3, 0, 0.25, 5_000_000_000, {"compute": 0.5, "h2d": 0.75, "d2h": 0.0},
                    {"h2d": 0.4, "host": 0.1}, {"h2d": 0.7}, 0.05, True)
