@@ -189,9 +189,9 @@ class Problem:
                 self.last[u] = w
         self.leaving = [tuple(u for u, w in self.first.items() if w == at and shape.units[u].trained)
                         for at in range(n)]
-        depth = min(OFFLOAD_DEPTH, wishes.lent) if wishes.grads == "none" else OFFLOAD_DEPTH
+        self.depth = min(OFFLOAD_DEPTH, wishes.lent) if wishes.grads == "none" else OFFLOAD_DEPTH
         self.flying = [sum(self._leaving_bytes(u, at) for u in self.first
-                           if self.first[u] - depth <= at <= self.last[u]) for at in range(n)]
+                           if self.first[u] - self.depth <= at <= self.last[u]) for at in range(n)]
         self.again = [() if w.kind in ("embedding",) or (w.kind == "head" and wishes.fused) else w.units
                       for w in shape.windows]
         self.needed_again = {u for w, units in enumerate(self.again) for u in units if shape.windows[w].learns}
@@ -478,7 +478,7 @@ class Problem:
             away=self.away(choice.micro, choice.modes),
             disk={u: self.drive_s(u, choice.homes, choice.micro) for u in on_disk},
             shares=guess_shares(self.wishes.states), through={u: self.through_s(u) for u in choice.through},
-            lent=self.lent(choice.homes), spilled=frozenset(self.spills(costs, choice.modes)),
+            lent=self.lent(choice.homes), depth=self.depth, spilled=frozenset(self.spills(costs, choice.modes)),
             write=m.disk_write_gbps * 1e9, read=m.disk_read_gbps * 1e9,
             reads={u: self.read_s(u) for u in self.filed(choice.homes, choice.micro)})
 

@@ -74,6 +74,7 @@ class Step:
     shares: tuple[float, float] = (1.0, 1.0)
     through: dict[int, float] = field(default_factory=dict)
     lent: list[int] = field(default_factory=list)
+    depth: int = OFFLOAD_DEPTH
     spilled: frozenset[int] = frozenset()
     write: float = 1.0
     read: float = 1.0
@@ -316,8 +317,8 @@ class _Walk:
             if last and self.step.speculate and unit not in {*self.step.disk, *self.step.through}:
                 self._guess(unit, self.adder if adding else self.d2h)
         self.landed.append(self.d2h)
-        if len(self.landed) > OFFLOAD_DEPTH:
-            self.wait(self.landed[-1 - OFFLOAD_DEPTH], "d2h")
+        if len(self.landed) > self.step.depth:
+            self.wait(self.landed[-1 - self.step.depth], "d2h")
 
     def _borrow(self, unit: int) -> list[tuple[float, str]]:
         """A buffer for its gradients; Python waits for the one that was lent first."""

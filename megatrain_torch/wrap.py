@@ -367,7 +367,8 @@ def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     blocks = debug.pop("spill", {})
     if choices.disk is not None and choices.spills:
         rt.spill_to(choices.disk, choices.spilled, file_bytes(asked), blocks)
-    core.lend_most(asked.lent)
+    if not asked.keeps:
+        core.lend_most(asked.lent)
     rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups)))
     for unit in rt.passing:
         core.pass_gradients(unit)

@@ -117,6 +117,28 @@ def test_nothing_is_kept_on_the_device_either() -> None:
     assert device_bytes({}) - device_bytes(NONE) >= 5 << 20         # 8 planes of 1 MiB, or 3 buffers
 
 
+@pytest.mark.parametrize("lent, most", [(1, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("homes", ["ram", "vram", {"layers.1": "vram", "layers.3": "vram"}], ids=["ram", "vram", "turns"])
+def test_gradients_of_so_many_units_are_on_their_way(homes: Any, lent: int, most: int) -> None:
+    """Beside those that are being computed: what a plan counts. Each place has buffers of its own to wait for."""
+    debug = {"delay_us": 3000, "seed": 1}
+    model = mt.stream(plain_dots(), device="cpu", plan=NONE | {"homes": homes, "lent": lent, "debug": debug})
+    opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+    rt = mt.wrap.runtime_of(model)
+    found, sent = [], rt.handover._send_unit
+
+    def send(unit: int, pairs: Any) -> None:
+        sent(unit, pairs)
+        found.append(len(rt.handover.alive))
+
+    rt.handover._send_unit = send
+    for step in range(3):
+        feed(model, opt, grads_for(model, step))
+    assert max(found) <= most
+    if lent > 1 or homes != "ram":
+        assert max(found) == most
+
+
 @pytest.mark.parametrize("homes", ["ram", "vram"])
 def test_a_unit_that_is_not_finite_is_skipped_alone(homes: str) -> None:
     pairs = trained(NONE | {"homes": homes}), trained({})

@@ -113,6 +113,10 @@ typedef struct mt_engine {
     mt_debug    debug;
 } mt_engine;
 
+/* Gradients of at most this many units are alive on the device at once: one leaves while the
+ * next one is computed. */
+#define GRAD_DEPTH 2
+
 /* engine.c */
 PyObject *mt_engine_type_new(PyObject *module);
 mt_engine *mt_engine_usable(PyObject *self);            /* NULL and MegatrainError once closed */

@@ -3,10 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Gradients of at most this many units are alive on the device at once: one leaves while the
- * next one is computed. */
-#define GRAD_DEPTH 2
-
 /* ---- checks ---- */
 
 mt_engine *mt_engine_usable(PyObject *self)

@@ -396,6 +396,9 @@ PyObject *mt_engine_lend_most(PyObject *self, PyObject *args)
         return NULL;
     if ((st = mt_store_lend_most(e->store, n)) != MT_OK)
         return mt_raise(e->error, st);
+    /* A hand-over waits for a buffer in its own place; this one bounds what is alive in both. */
+    if (n < GRAD_DEPTH && (st = mt_offload_depth(e->offload, n)) != MT_OK)
+        return mt_raise(e->error, st);
     Py_RETURN_NONE;
 }
 

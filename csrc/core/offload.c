@@ -66,7 +66,7 @@ struct mt_offload {
     mt_store          *store;
     mt_pool           *pool;
     mt_offload_kernels kernels;
-    uint64_t           depth;
+    uint64_t           depth;        /* constant once anything is put */
     mt_queue          *d2h;          /* putting thread */
     mt_resident       *residents;    /* these two: written before the first put */
     mt_timeline       *timeline;
@@ -394,6 +394,14 @@ void mt_offload_timeline(mt_offload *o, mt_timeline *t)
 void mt_offload_residents(mt_offload *o, mt_resident *r)
 {
     o->residents = r;
+}
+
+mt_status mt_offload_depth(mt_offload *o, int depth)
+{
+    if (depth < 1 || (uint64_t)depth > o->depth || o->put > 0)
+        return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to %" PRIu64 ", before anything is put", depth, o->depth);
+    o->depth = (uint64_t)depth;
+    return MT_OK;
 }
 
 /* ---- put: first everything that can be refused, then the queue -------------------------- */

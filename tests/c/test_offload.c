@@ -305,22 +305,32 @@ static void a_full_line_makes_put_wait(void)
 
 /* ---- edges with the host ---------------------------------------------------------------- */
 
-static void sources_pass_depth_tickets_later_or_when_home(void)
+static void pass_at(uint64_t depth)
 {
     rig      r;
     uint64_t ticket = 0;
 
     rig_open(&r, MT_F32, 5, 2000);
+    CHECK_EQ(mt_offload_depth(r.o, 0), MT_EINVAL);
+    CHECK_EQ(mt_offload_depth(r.o, DEPTH + 1), MT_EINVAL);
+    CHECK_OK(mt_offload_depth(r.o, (int)depth));
     CHECK_EQ(mt_offload_passed(r.o), 0);
     fill(&r, MT_F32, 1.0f);
     for (int i = 0; i < 6; i++) {
         ticket = put(&r, i % UNITS, MT_GRAD_SET, 0);
         CHECK_EQ(ticket, i + 1);
-        CHECK(mt_offload_passed(r.o) + DEPTH >= ticket);
+        CHECK(mt_offload_passed(r.o) + depth >= ticket);
     }
+    CHECK_EQ(mt_offload_depth(r.o, 1), MT_EINVAL);          /* too late */
     CHECK_OK(mt_offload_drain(r.o));
     CHECK_EQ(mt_offload_passed(r.o), ticket);
     rig_close(&r);
+}
+
+static void sources_pass_depth_tickets_later_or_when_home(void)
+{
+    pass_at(1);
+    pass_at(DEPTH);
 }
 
 /* 1: gradients of ones came home whole, though run overwrites their memory right behind land. */
