@@ -5,9 +5,10 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .timeline import LANES, Slice, between, busy_seconds
+from .timeline import LANES, WAITS, Slice, between, busy_seconds
 
 OWN = "host"                     # what compute waits for when it waits for no copy and no update: the host's own work
+UPDATED = ("host update", "through", "disk update")     # lanes that updates of units on the host end on
 JITTER_NS = 50_000               # times on two queues are compared to within this
 BAR, NAME = 24, 14               # characters, a lane's name at least
 COUNTED = ("speculated", "committed", "undone", "out_bytes", "back_bytes", "spill_written_bytes",
@@ -165,7 +166,8 @@ def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted:
         seconds=(end - begin) * 1e-9, h2d_bytes=moved.get("h2d", 0), d2h_bytes=moved.get("d2h", 0),
         fetches=len(done.get("h2d", ())), demand_fetches=counted["demand_fetches"],
         await_seconds=counted["await_ns"] * 1e-9, host_bytes=host_bytes,
-        busy={name: busy_seconds(between(lane, begin, end), begin, end) for name, lane in lanes.items()},
+        busy={name: busy_seconds(between(lane, begin, end), begin, end) for name, lane in lanes.items()
+              if name != WAITS},
         idle=idle_seconds(lanes, begin, end),
         least={name: moved[name] / rate for name, rate in rates.items() if moved.get(name)},
         between_steps=max(0, first - begin) * 1e-9, traced=True,
@@ -179,7 +181,8 @@ def idle_seconds(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int) -> 
 
     A gap in front of a window ends when what the window needs is there: its unit's weights, what it kept, or room for
     gradients and activations. Whichever came last is to blame for its own time, and the update that a fetch waited
-    for is for the time before. What is left is the host's own, as is a gap at the step's end.
+    for is for the time before. While the thread that launches windows waited for a buffer to hand gradients over in,
+    it is the update's that gave one back, or the sums'. What is left is the host's own, as is a gap at the step's end.
     """
     found: dict[str, float] = {}
     at = begin
@@ -192,8 +195,32 @@ def idle_seconds(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int) -> 
 
 
 def _blame(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice | None) -> list[tuple[str, int]]:
-    """(cause, nanoseconds) of the gap [a, b) in front of a window; None: at the step's end."""
-    parts = []
+    """(cause, nanoseconds) of the gap [a, b) in front of a window; None: at the step's end. The window was launched
+    after the last wait of a hand-over that ended in the gap; one that ended later was behind it."""
+    parts, at = [], a
+    for wait in (s for s in between(lanes.get(WAITS, ()), a, b) if s.end <= b + JITTER_NS):
+        at = min(wait.end, b)
+        parts += _before_launch(lanes, max(wait.begin, a), at, wait)
+    parts += _before_window(lanes, at, b, window)
+    rest = b - a - sum(ns for _, ns in parts)
+    return [(cause, ns) for cause, ns in [*parts, (OWN, rest)] if ns > 0]
+
+
+def _before_launch(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, wait: Slice) -> list[tuple[str, int]]:
+    """What [a, b) of a hand-over's wait went to, all of it: the update of the unit it names, or with none the sums of
+    earlier gradients. An update on the device is over for the host when it is put, behind those that the updater has
+    to make; its gradients wait for those on the device."""
+    lane = next((k for k in UPDATED if _over_in(lanes, k, wait.begin, wait.end, wait.unit)), "")
+    if lane:
+        parts = _updates(lanes, lane, a, b)
+    else:
+        parts = _shares(lanes, a, b, ("host update", "d2h", "device update") if wait.unit else ("host sum", "d2h"))
+    longest = max(parts, key=lambda part: part[1])[0]
+    return [*parts, (longest, b - a - sum(ns for _, ns in parts))]
+
+
+def _before_window(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice | None) -> list[tuple[str, int]]:
+    """What [a, b) went to that is not the host's own, where it launched the window at a or later."""
     ended = {} if window is None else {
         "h2d": _over_in(lanes, "h2d", a, b, window.unit),
         "device update": _over_in(lanes, "device update", a, b, window.unit),      # of a unit that lives there
@@ -203,19 +230,17 @@ def _blame(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice |
         "swap disk": _over_in(lanes, "swap disk", a, b)}        # the computing thread waits for it, window by window
     lane, last = max(((k, s) for k, s in ended.items() if s is not None), key=lambda found: found[1].end,
                      default=(OWN, None))
-    if last is not None and lane == "device update":
-        parts = _updates(lanes, lane, a, min(last.end, b))
-    elif last is not None:
-        parts = [(lane, min(last.end, b) - max(a, last.begin))]
-        parts += _before_fetch(lanes, a, last) if lane == "h2d" else []
-    rest = b - a - sum(ns for _, ns in parts)
-    return [(cause, ns) for cause, ns in [*parts, (OWN, rest)] if ns > 0]
+    if last is None:
+        return []
+    if lane == "device update":
+        return _updates(lanes, lane, a, min(last.end, b))
+    return [(lane, min(last.end, b) - max(a, last.begin)), *(_before_fetch(lanes, a, last) if lane == "h2d" else [])]
 
 
 def _before_fetch(lanes: Mapping[str, Sequence[Slice]], a: int, fetch: Slice) -> list[tuple[str, int]]:
     """What the time [a, fetch.begin) went to, where a fetch was waited for: its unit's update and those in front of
     it; else the copies in front of it in line, and the disk where its weights were read there."""
-    for lane in ("host update", "through", "disk update"):
+    for lane in UPDATED:
         own = _over_in(lanes, lane, a, fetch.begin, fetch.unit)
         if own is not None:
             return _updates(lanes, lane, a, min(own.end, fetch.begin))
@@ -226,13 +251,20 @@ def _before_fetch(lanes: Mapping[str, Sequence[Slice]], a: int, fetch: Slice) ->
 
 
 def _updates(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> list[tuple[str, int]]:
-    """[a, b), at whose end an update was over: the lane's work, and for the rest the gradients and states it waited
-    for."""
-    updating = _busy(lanes, lane, a, b)
-    coming = min(_busy(lanes, "d2h", a, b), b - a - updating)
+    """[a, b), at whose end an update was over: the lane's work or that of the one its states come by, whichever was
+    at it longer, as they go on beside each other; for the rest the gradients it waited for, and the other lane."""
     source = {"disk update": "disk", "device update": "through"}.get(lane, "")      # through: of states that arrive
-    states = min(_busy(lanes, source, a, b), b - a - updating - coming)
-    return [(lane, updating), ("d2h", coming), (source, states)]
+    longer, other = sorted((lane, source), key=lambda k: -_busy(lanes, k, a, b))
+    return _shares(lanes, a, b, (longer, "d2h", other))
+
+
+def _shares(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, causes: Sequence[str]) -> list[tuple[str, int]]:
+    """Of [a, b) what each lane worked, as far as those before it have left any."""
+    parts, rest = [], b - a
+    for cause in causes:
+        parts.append((cause, min(_busy(lanes, cause, a, b), rest)))
+        rest -= parts[-1][1]
+    return parts
 
 
 def _busy(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> int:

@@ -13,13 +13,13 @@ from .arrive import AHEAD, STAY
 from .cost import OFFLOAD_DEPTH, STAGINGS
 from .disk import BLOCKS
 from .report import OWN
-from .timeline import LANES
+from .timeline import LANES, WAITS
 
 NORM_S = 0.0005             # clip factor, and waking the updater
 SETTLE = 3                  # steps until what updates leave to the next forward hardly changes
 UPDATERS = ("host update", "disk", "through")       # where units at home in RAM are updated, each beside the others
 SHOWN_MICRO = 8             # micro-batches walked through; of more, those before the last are taken to be alike
-RESOURCES = (*LANES, OWN)   # by the names that a measured step has them by; OWN: Python, launching kernels
+RESOURCES = (*(k for k in LANES if k != WAITS), OWN)    # as a measured step names them; OWN: Python, launching
 
 
 @dataclass(kw_only=True)

@@ -10,10 +10,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 from .errors import MegatrainError
 
-LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "host sum": "host sum", "host update": "host update",
-         "device update": "device update", "through": "through the device", "disk": "disk",
-         "disk update": "disk update", "swap out": "activations out", "swap back": "activations back",
+LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "hand-over": "hand-over", "host sum": "host sum",
+         "host update": "host update", "device update": "device update", "through": "through the device",
+         "disk": "disk", "disk update": "disk update", "swap out": "activations out", "swap back": "activations back",
          "swap disk": "activations on disk"}
+WAITS = "hand-over"             # a lane without work, so that nothing says how busy it is
 COLOURS = {"forward": "#4878a8", "loss": "#8a6fb0", "replay": "#8fb3d1", "backward": "#2b4a6f", "fetch": "#4f9d69",
            "offload": "#d08a3c", "add": "#b0a14f", "update": "#b5485d", "swap": "#5f9ea0",
            "read": "#4f9d69", "write": "#d08a3c", "wait": "#dddddd"}
@@ -24,9 +25,9 @@ class Slice(NamedTuple):
     """A piece of work on a lane. Times are nanoseconds of `time.perf_counter_ns`.
 
     Attributes:
-        lane: "compute", "h2d", "d2h", "host sum", "host update", "device update", "through" (updates of units on
-            the host that pass through the device), "disk", "disk update", "swap out", "swap back" or
-            "swap disk" (activations).
+        lane: "compute", "h2d", "d2h", "hand-over" (waits of the thread that hands gradients over and launches
+            windows), "host sum", "host update", "device update", "through" (updates of units on the host that pass
+            through the device), "disk", "disk update", "swap out", "swap back" or "swap disk" (activations).
         work: "forward", "replay", "backward", "loss", "fetch", "offload", "add", "update", "read", "write", "swap" or
             "wait".
         unit: the unit's name; "" where there is none.

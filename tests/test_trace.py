@@ -140,7 +140,7 @@ def test_work_follows_what_it_needs(way: str, micro: int) -> None:
 def test_a_lane_does_one_thing_at_a_time(way: str) -> None:
     t, _ = traced(way=way, micro=2, delay_us=200)
     lanes = by_lane(t.slices())
-    assert set(lanes) == {"compute", "h2d", "d2h", "host sum", "host update"}
+    assert set(lanes) - {"hand-over"} == {"compute", "h2d", "d2h", "host sum", "host update"}
     for lane in lanes.values():
         assert all(a.end <= b.begin for a, b in pairwise(lane))
 
@@ -444,6 +444,90 @@ def test_before_backward_it_may_be_gradients_that_leave() -> None:
                 ("compute", "backward", "b", 30, 100)) == {"d2h": 20}
 
 
+HANDS_OVER = [("compute", "backward", "b", 0, 10), ("hand-over", "wait", "c", 12, 40), ("compute", "backward", "a", 41, 80)]
+
+
+def test_a_wait_for_a_buffer_is_the_updates_that_gave_it_back() -> None:
+    """Python hands b's gradients over from 10 on, and waits until c's update is over; then it launches a."""
+    assert idle(*HANDS_OVER, ("d2h", "offload", "c", 0, 15), ("host update", "update", "c", 15, 40), until=80) \
+        == {"host update": 25, "d2h": 3, "host": 3}
+    assert idle(*HANDS_OVER, ("through", "update", "c", 10, 39), until=80) == {"through": 28, "host": 3}
+    assert idle(*HANDS_OVER, ("h2d", "fetch", "a", 38, 41), ("host update", "update", "c", 10, 40), until=80) \
+        == {"host update": 28, "h2d": 1, "host": 2}
+
+
+def test_a_wait_for_an_update_from_disk_is_that_of_which_there_was_more() -> None:
+    pieces = [("disk", "read", "c", 10, 20), ("disk", "write", "c", 20, 38)]
+    assert idle(*HANDS_OVER, *pieces, ("disk update", "update", "c", 30, 40), until=80) \
+        == {"disk": 26, "disk update": 2, "host": 3}
+    assert idle(*HANDS_OVER, ("disk", "read", "c", 10, 20), ("disk update", "update", "c", 20, 40), until=80) \
+        == {"disk update": 20, "disk": 8, "host": 3}
+
+
+def test_a_wait_for_an_update_on_the_device_is_for_what_comes_before_it_is_put() -> None:
+    assert idle(*HANDS_OVER, ("device update", "update", "d", 10, 30), ("d2h", "offload", "c", 30, 39),
+                ("device update", "update", "c", 41, 50), until=80) == {"device update": 19, "d2h": 9, "host": 3}
+    assert idle(*HANDS_OVER, ("host update", "update", "d", 10, 39), until=80) == {"host update": 28, "host": 3}
+
+
+def test_a_wait_for_earlier_gradients_is_their_sums() -> None:
+    assert idle(("compute", "backward", "b", 0, 10), ("hand-over", "wait", "", 10, 40), ("d2h", "offload", "c", 5, 16),
+                ("host sum", "add", "c", 16, 39), ("compute", "backward", "a", 40, 80), until=80) \
+        == {"host sum": 24, "d2h": 6}
+
+
+def test_a_window_that_was_launched_before_a_hand_over_does_not_wait_for_it() -> None:
+    """Compute is behind: a's backward waits for its weights while Python hands its gradients over already."""
+    assert idle(("compute", "backward", "b", 0, 10), ("h2d", "fetch", "a", 10, 30), ("hand-over", "wait", "c", 5, 60),
+                ("host update", "update", "c", 20, 60), ("compute", "backward", "a", 30, 80), until=80) == {"h2d": 20}
+
+
+def test_a_wait_between_the_last_window_and_the_steps_end_counts() -> None:
+    assert idle(("compute", "backward", "b", 0, 10), ("hand-over", "wait", "c", 10, 30),
+                ("host update", "update", "c", 10, 30), until=32) == {"host update": 20, "host": 2}
+
+
+def overlap(slices: list[Slice], gaps: list[tuple[int, int]]) -> float:
+    return sum(max(0, min(s.end, b) - max(s.begin, a)) for s in slices for a, b in gaps) * 1e-9
+
+
+def assert_no_wait_is_the_hosts_own(t: mt.Trace) -> set[str]:
+    """Compute's gaps less the time in which Python waited is the most that may be its own. Returns all causes."""
+    lanes, marks, causes = by_lane(t.slices()), t._step_times(), set()
+    assert lanes["hand-over"] and all(s.work == "wait" for s in lanes["hand-over"])
+    for report, a, b in zip(t.steps(), marks, marks[1:]):
+        edges = [a, *(x for s in lanes["compute"] for x in (s.begin, s.end) if a <= s.begin and s.end <= b), b]
+        gaps = list(zip(edges[::2], edges[1::2]))
+        waited = overlap(lanes["hand-over"], gaps)
+        assert report.idle.get("host", 0.0) <= overlap([Slice("", "", "", 0, a, b)], gaps) - waited + 1e-6
+        causes |= {k for k, v in report.idle.items() if v > 0}
+        assert "hand-over" not in report.busy and report.bound != "hand-over"
+    return causes
+
+
+@pytest.mark.parametrize("homes, one_of", [("ram", {"host update"}), ("through", {"through"}), ("vram", {"d2h"}),
+                                           ("disk", {"disk", "disk update"})])
+def test_python_that_waits_for_an_update_is_not_the_hosts_own_work(homes: str, one_of: set[str], tmp_path: Path) -> None:
+    """One buffer for gradients that are kept nowhere: each hand-over waits for the update before."""
+    torch.manual_seed(5)
+    model = mt.stream(Net(), device="cpu", nvme=tmp_path if homes == "disk" else None,
+                      plan={"homes": homes, "grads": "none", "lent": 1, "debug": {"delay_us": 2000, "seed": 1}})
+    opt = mt.AdamW(model.parameters(), lr=1e-2, in_backward=True)
+    step(model, opt)
+    with mt.trace(model) as t:
+        for _ in range(2):
+            step(model, opt)
+    assert assert_no_wait_is_the_hosts_own(t) & one_of
+    assert {s.unit for s in t.slices() if s.lane == "hand-over"} <= set(ORDER)
+
+
+def test_python_that_waits_for_sums_is_not_the_hosts_own_work() -> None:
+    """Gradients of further micro-batches go through two staging buffers."""
+    t, _ = traced(micro=2, steps=2, before=1, delay_us=2000)
+    assert assert_no_wait_is_the_hosts_own(t) & {"d2h", "host sum"}
+    assert {s.unit for s in t.slices() if s.lane == "hand-over"} == {""}
+
+
 def test_fetches_of_other_units_and_of_other_times_are_not_blamed() -> None:
     assert idle(("compute", "forward", "a", 0, 10), ("h2d", "fetch", "c", 10, 20), ("h2d", "fetch", "b", 0, 9),
                 ("compute", "forward", "b", 25, 80)) == {"host": 35}
@@ -499,7 +583,7 @@ def test_the_chrome_trace_is_valid_and_its_rows_do_not_overlap(tmp_path: Path) -
     assert {e["ph"] for e in events} == {"M", "X"} and len(work) > 100
     for tid, name in names.items():
         row = sorted((e["ts"], e["ts"] + e["dur"]) for e in work if e["tid"] == tid)
-        assert row or name in ("device update", "through", "disk", "disk update", "swap out", "swap back", "swap disk"), name
+        assert row or name in ("hand-over", "device update", "through", "disk", "disk update", "swap out", "swap back", "swap disk"), name
         assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(row)), name          # us; a float's last digits
         assert all(a[0] >= 0 and a[1] >= a[0] for a in row)
     fetch = next(e for e in work if e["name"] == "fetch layers.1")

@@ -137,6 +137,7 @@ static mt_status engine_open(mt_engine *e, const char *device, int index, int th
     MT_TRY(mt_swap_open(e->dev, e->pool, &e->swap));
     mt_offload_residents(e->offload, e->residents);
     mt_update_residents(e->updater, e->residents);
+    mt_store_timeline(e->store, e->timeline);
     mt_resident_timeline(e->residents, e->timeline);
     mt_offload_timeline(e->offload, e->timeline);
     mt_update_timeline(e->updater, e->timeline);

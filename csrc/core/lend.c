@@ -118,6 +118,18 @@ static int still_lent(mt_store *s, uint64_t number)
     return found;
 }
 
+/* The thread that waits launches windows: what it waits for, compute waits for. */
+static mt_status wait_for(mt_store *s, int holder)
+{
+    mt_span   span;
+    mt_status st;
+
+    mt_timeline_begin(s->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, holder, NULL);
+    st = mt_ledger_wait_updates(s, holder);
+    mt_timeline_end(s->timeline, &span, 0, NULL);
+    return st;
+}
+
 mt_status mt_store_lend(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
@@ -138,7 +150,7 @@ mt_status mt_store_lend(mt_store *s, int unit)
         MT_TRY(try_to_lend(s, unit, offset, bytes, &holder, &number));
         if (holder < 0)
             return MT_OK;
-        MT_TRY(mt_ledger_wait_updates(s, holder));
+        MT_TRY(wait_for(s, holder));
         if (still_lent(s, number)) {
             st = MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; where they are "
                          "kept nowhere, each hand-over is followed by its update", mt_store_name(s, holder));
@@ -185,6 +197,11 @@ mt_status mt_store_lend_most(mt_store *s, int n)
                        MT_STORE_LENT);
     s->most_lent = n;
     return MT_OK;
+}
+
+void mt_store_timeline(mt_store *s, mt_timeline *t)
+{
+    s->timeline = t;
 }
 
 int mt_store_passes(const mt_store *s, int unit)

@@ -188,6 +188,24 @@ static mt_status wait_home(mt_offload *o, uint64_t t)
                           "gradients to be home");
 }
 
+/* The putting thread, which launches windows too: as wait_home, and where it does wait that is recorded. */
+static mt_status wait_room(mt_offload *o, uint64_t t)
+{
+    mt_span   span;
+    mt_status st;
+    int       home;
+
+    pthread_mutex_lock(&o->mu);
+    home = o->home >= t;
+    pthread_mutex_unlock(&o->mu);
+    if (home)
+        return MT_OK;
+    mt_timeline_begin(o->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
+    st = wait_home(o, t);
+    mt_timeline_end(o->timeline, &span, 0, NULL);
+    return st;
+}
+
 /* ---- host memory that the device writes ------------------------------------------------- */
 
 static mt_status pages_open(mt_offload *o, size_t bytes, const char *what, void **out)
@@ -289,7 +307,7 @@ static mt_status staging_take(mt_offload *o, size_t bytes, staging **out)
     void     *mem;
     mt_status st;
 
-    MT_TRY(wait_home(o, g->user));
+    MT_TRY(wait_room(o, g->user));
     if (g->bytes < bytes) {
         pages_close(o, g->mem);
         *g = (staging){ .user = g->user };
@@ -642,7 +660,7 @@ static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, i
     if (sets > 0 && adds > 0)
         MT_TRY(mt_ledger_wait_grads(o->store, unit));
     if (o->put + 1 > AHEAD)
-        MT_TRY(wait_home(o, o->put + 1 - AHEAD));
+        MT_TRY(wait_room(o, o->put + 1 - AHEAD));
     return MT_OK;
 fail:
     return st;

@@ -22,6 +22,7 @@
 #include "dev.h"
 #include "pool.h"
 #include "states.h"
+#include "timeline.h"
 #include "watch.h"
 
 /* name, what it holds, who reads and writes it */
@@ -128,6 +129,8 @@ mt_status mt_store_lend_most  (mt_store *s, int n);
 int       mt_store_passes     (const mt_store *s, int unit);             /* any thread */
 /* Waits for a buffer, that is for the update of a unit that has one: MT_ESTATE when no update has used it. */
 mt_status mt_store_lend       (mt_store *s, int unit);
+/* Those waits are recorded in t, with that unit. Before anything is lent, or never. */
+void      mt_store_timeline   (mt_store *s, mt_timeline *t);
 
 /* All host planes of the unit are registered as they are made. A settled unit's, before any is warm. */
 mt_status mt_store_register(mt_store *s, int unit);

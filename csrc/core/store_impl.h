@@ -79,6 +79,7 @@ struct mt_store {
     mt__lent       *lent;                    /* [n_lent] map_mu */
     int             n_lent, most_lent;       /* most: of a size in a place; constant once anything is lent */
     uint64_t        lendings;                /* so far. map_mu */
+    mt_timeline    *timeline;                /* of waits for a buffer. Constant once anything is lent */
     mt__ledger      ledger;
     mt_watch        watch;
 };

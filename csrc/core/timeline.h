@@ -30,6 +30,8 @@
     X(COMPUTE, "compute",     "the stream that torch computes on")                            \
     X(H2D,     "h2d",         "weights to the device")                                        \
     X(D2H,     "d2h",         "gradients to the host, and their sums of squares")             \
+    X(HAND,    "hand-over",   "who hands gradients over, and launches windows: waits for the unit's update, which " \
+                              "gives a buffer back; with no unit: for earlier gradients to be home")  \
     X(SUM,     "host sum",    "the collector: gradients of further micro-batches added up")   \
     X(HOST,    "host update", "the updater: AdamW on the host, and its waits")                \
     X(DEVICE,  "device update", "AdamW on the device")                                        \
@@ -57,7 +59,7 @@ const char *mt_lane_name(mt_lane lane);
     X(SWAP,     "swap",     "what a window keeps; bytes: copied")                             \
     X(READ,     "read",     "a piece of a unit's states from the disk; bytes: read")          \
     X(WRITE,    "write",    "a piece back; bytes: written")                                   \
-    X(WAIT,     "wait",     "for gradients, for copies that still read the weights, or for the disk")
+    X(WAIT,     "wait",     "for gradients, for copies that still read the weights, for the disk; HAND: see there")
 #define MT_WORK_ENUM(name, text, what) MT_WORK_##name,
 typedef enum mt_work { MT_WORK_MAP(MT_WORK_ENUM) MT_WORK_COUNT } mt_work;
 #undef MT_WORK_ENUM

@@ -153,19 +153,24 @@ static void *lend_main(void *arg)
     return NULL;
 }
 
-/* The one that was lent first is waited for, though others come back before. */
+/* The one that was lent first is waited for, though others come back before. A trace has that wait, and no other. */
 static void where_all_are_lent_the_first_is_waited_for(void)
 {
     const int64_t   numel[4] = { 10, 10, 10, 10 };
     struct timespec nap = { 0, 5000000 };
     turn            t = { .unit = 3 };
     pthread_t       thread;
+    mt_timeline    *line;
+    mt_record       got[4];
     mt_dev         *dev;
     void           *first;
     int             over;
 
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
     REQUIRE(shop_open(dev, numel, 4, &t.s) == MT_OK);
+    REQUIRE(mt_timeline_open(dev, &line) == MT_OK);
+    mt_store_timeline(t.s, line);
+    CHECK_OK(mt_timeline_on(line, 1));
     for (int u = 0; u < 3; u++) {
         CHECK_OK(mt_store_lend(t.s, u));
         mt_ledger_update_begin(t.s, u);
@@ -179,6 +184,11 @@ static void where_all_are_lent_the_first_is_waited_for(void)
     pthread_join(thread, NULL);
     CHECK_EQ(t.st, MT_OK);
     CHECK(grad_of(t.s, 3) == first);
+    REQUIRE(mt_timeline_read(line, got, 4) == 1);
+    CHECK_EQ(got[0].lane, MT_LANE_HAND);
+    CHECK_EQ(got[0].work, MT_WORK_WAIT);
+    CHECK_EQ(got[0].unit, 0);
+    mt_timeline_close(line);
     for (int u = 1; u < 3; u++)
         mt_ledger_update_end(t.s, u);
     mt_store_close(t.s);

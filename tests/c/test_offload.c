@@ -272,19 +272,41 @@ static void hand_overs_of_one_unit_keep_their_order(void)
     rig_close(&r);
 }
 
-/* More tickets than the collector's line and the two staging buffers hold, of all sizes. */
+/* Waits of the thread that hands over, of no unit. */
+static int waits_in(mt_timeline *line)
+{
+    static mt_record got[2048];
+    int64_t          n = mt_timeline_read(line, got, 2048);
+    int              waits = 0;
+
+    for (int64_t i = 0; i < n; i++)
+        waits += got[i].lane == MT_LANE_HAND && got[i].work == MT_WORK_WAIT && got[i].unit == -1;
+    return waits;
+}
+
+/* More tickets than the collector's line and the two staging buffers hold, of all sizes; a trace has the waits. */
 static void many_hand_overs_in_flight_all_count(void)
 {
-    rig r;
+    mt_timeline *line;
+    rig          r;
 
     rig_open(&r, MT_F32, 7, 20);
+    REQUIRE(mt_timeline_open(r.t.dev, &line) == MT_OK);
+    mt_offload_timeline(r.o, line);
+    CHECK_OK(mt_timeline_on(line, 1));
     fill(&r, MT_F32, 1.0f);
+    (void)put(&r, 0, MT_GRAD_SET, 0);
+    CHECK_EQ(waits_in(line), 0);
     for (int i = 0; i < 100; i++)
         for (int u = 0; u < UNITS; u++)
             (void)put(&r, u, i == 0 ? MT_GRAD_SET : MT_GRAD_ADD, 0);
     CHECK_OK(mt_offload_drain(r.o));
+    CHECK(waits_in(line) > 0);
     for (int u = 0; u < UNITS; u++)
         CHECK(grad_is(&r, MT_F32, u, 100.0f));
+    mt_offload_close(r.o);
+    mt_timeline_close(line);             /* its stamps were in d2h */
+    r.o = NULL;
     rig_close(&r);
 }
 
