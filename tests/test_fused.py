@@ -412,6 +412,29 @@ def test_rows_too_short_to_try_a_template_on_run_its_own_code() -> None:
     all_fused(codes(model))
 
 
+@pytest.mark.parametrize("tokens", [1, 10])
+@pytest.mark.parametrize("tried", [False, True])
+def test_what_a_cache_holds_is_attended_to(tokens: int, tried: bool) -> None:
+    """In training too, by the layers' own code (prefixes that are learnt come so), also once templates are in use."""
+    ids = torch.randint(0, 50, (1, 40), generator=torch.Generator().manual_seed(0))
+
+    def loss(model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            cache = model(input_ids=ids[:, :-tokens], use_cache=True).past_key_values
+        return model(input_ids=ids[:, -tokens:], past_key_values=cache).logits.square().mean()
+
+    plain, model = LLAMA(), stream(LLAMA())
+    if tried:
+        model(input_ids=ids, use_cache=False).logits.mean().backward()
+        all_fused(codes(model))
+        model.zero_grad()
+    right, found = loss(plain), loss(model)
+    right.backward()
+    found.backward()
+    assert fusing.error(right.detach(), found.detach()) < fusing.TOLERANCE
+    fusing.grads_agree(*({n: p.grad for n, p in m.named_parameters()} for m in (plain, model)), fusing.TOLERANCE)
+
+
 @pytest.mark.parametrize("keep", ["saved", "replay"])
 def test_a_key_value_cache_is_filled_once_and_cut_off_from_the_graph(keep: str) -> None:
     batch = zoo.text_unpadded(0)

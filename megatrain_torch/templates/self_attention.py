@@ -124,6 +124,8 @@ class SelfAttention:
             raise Unfit("its attention has sinks, which torch's kernels do not know")
         attention = Attention(self.scale, causal, mask, kind == "eager", self.cap, packed)
         call, cache = Call(*self._angles(kwargs.get("position_embeddings")), attention), kwargs.get("past_key_values")
+        if cache is not None and int(cache.get_seq_length(layer.self_attn.layer_idx)):
+            raise Unfit("there are keys and values in its cache")
         if cache is not None:
             call.cache = lambda k, v: _fill(cache, k, v, layer.self_attn.layer_idx)
         return call
