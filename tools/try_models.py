@@ -49,7 +49,7 @@ from megatrain_torch.wrap import runtime_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 600                 # for one model, all its runs
-MEMORY_BYTES = 12 << 30       # of address space
+MEMORY_BYTES = 12 << 30       # of address space, beside what the process that forks has
 STEPS = 2
 LAST_BITS = 1e-6              # relative: some ten roundings of fp32, as when a sum is taken in another order
 Row = dict[str, Any]
@@ -217,7 +217,8 @@ def child(source: Source, file: str, done: set[str], out: int) -> None:
     def tell(message: Any) -> None:
         os.write(out, (json.dumps(message) + "\n").encode())
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES,) * 2)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
