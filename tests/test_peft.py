@@ -1,0 +1,74 @@
+"""PEFT's methods beside LoRA: each trains a streamed model to plain torch's bits, by the layers' own code.
+
+Methods that learn a prefix hand every layer keys and values in its cache; others put their weights into modules,
+in front of embeddings, or behind attention.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import fusing
+import parity
+import pytest
+import torch
+from situations import hf_loss, llama, text
+from torch import Tensor, nn
+
+peft = pytest.importorskip("peft")
+pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
+
+AT = {"target_modules": ["q_proj", "v_proj"]}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 5}),
+    "prefix, projected": ("PrefixTuningConfig", {"num_virtual_tokens": 5, "prefix_projection": True,
+                                                 "encoder_hidden_size": 16}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 5}),
+    "P-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 5, "encoder_hidden_size": 16}),
+    "LLaMA-Adapter": ("AdaptionPromptConfig", {"adapter_len": 4, "adapter_layers": 2}),
+    "IA3": ("IA3Config", {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "LoHa": ("LoHaConfig", {**AT, "r": 4}),
+    "LoKr": ("LoKrConfig", {**AT, "r": 4}),
+    "AdaLoRA": ("AdaLoraConfig", {**AT, "init_r": 4, "target_r": 2, "total_step": 10}),
+    "OFT": ("OFTConfig", {**AT, "r": 0, "oft_block_size": 4}),
+    "BOFT": ("BOFTConfig", {**AT, "boft_block_size": 4}),
+    "VeRA": ("VeraConfig", {"target_modules": ["q_proj"], "r": 4}),
+    "HRA": ("HRAConfig", {"target_modules": ["q_proj"], "r": 4}),
+    "FourierFT": ("FourierFTConfig", {"target_modules": ["q_proj"], "n_frequency": 20}),
+    "norms": ("LNTuningConfig", {"target_modules": ["input_layernorm", "post_attention_layernorm"]}),
+    "tokens": ("TrainableTokensConfig", {"target_modules": ["embed_tokens"], "token_indices": [1, 2, 3]}),
+}
+
+
+def trained(method: str, wrap: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of three steps, and what was trained."""
+    name, settings = METHODS[method]
+    parity.seed()
+    model: nn.Module = wrap(peft.get_peft_model(llama(), getattr(peft, name)(task_type="CAUSAL_LM", **settings)).train())
+    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    opt, losses = torch.optim.AdamW(weights.values(), lr=1e-2, eps=1e-4), []
+    for step in range(3):
+        loss = hf_loss(model, text(step))
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(float(loss))
+    return losses, {n: parity.frozen(p) for n, p in weights.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_trains_to_plain_torchs_bits(method: str) -> None:
+    (losses, weights), (found, others) = trained(method, lambda m: m), trained(method, parity.stream_for_test)
+    assert found == losses
+    assert list(others) == list(weights)
+    assert all(parity.same_bits(w, others[n]) for n, w in weights.items())
+
+
+@pytest.mark.skipif(parity.IDENTITY, reason="nothing is streamed")
+@pytest.mark.parametrize("method", ["prefix", "IA3", "norms", "tokens"])
+def test_where_layers_may_be_fused_it_trains_as_plain_torch(method: str) -> None:
+    """Prefixes wait in the cache of layers that a template would take otherwise."""
+    import megatrain_torch as mt
+    losses, weights = trained(method, lambda m: m)
+    found, others = trained(method, lambda m: mt.stream(m, "cpu", compute="fused"))
+    assert found == pytest.approx(losses, rel=1e-6)
+    assert all(fusing.error(w, others[n]) < fusing.TRAINED for n, w in weights.items())
