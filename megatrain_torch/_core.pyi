@@ -85,7 +85,8 @@ class Engine:
         three buffers of a size (a settled unit's on the device); offload() waits for one. Before its GRAD plane is
         asked for, after settle()."""
     def lend_most(self, n: int) -> None:
-        """Fewer such buffers, 1 or 2: offload() waits for the last update, or the last but one. Before any is lent."""
+        """Fewer such buffers, 1 or 2: offload() waits for the last update, or the last but one; with
+        1, gradients of one unit alone are on their way, in whatever place. Before any is lent."""
     def through(self, unit: int, on: bool) -> None:
         """The unit's updates pass through the device from now on, or no more: its planes go up in pieces, are
         updated there and come down, while the host's cores update others. At any time; not for settled units."""

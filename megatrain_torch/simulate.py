@@ -40,7 +40,8 @@ class Step:
         away: [w] bytes of what it keeps in host memory between forward and backward; none: of no window. spilled:
             windows of those that keep it in a file; write, read: its bytes/s.
         lent: bytes of the buffers that gradients pass through where they are kept nowhere; [] where they are kept.
-            Updates then follow their gradients, in backward.
+            Updates then follow their gradients, in backward. depth: units whose gradients may be alive on the device,
+            beside those that are being computed.
         through: {u: seconds} of updates that pass through the device, beside the host's. No unit is in both this and
             disk.
         shares: of an update that begins during backward: what it takes then, and when it is kept.

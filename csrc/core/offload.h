@@ -68,7 +68,7 @@ void      mt_offload_close(mt_offload *o);
 
 /* Where settled units live. Before the first put of one. */
 void      mt_offload_residents(mt_offload *o, mt_resident *r);
-/* Gradients of at most `depth` units, which are no more than at the opening. Before the first put. */
+/* Gradients of at most `depth` units may be on the device, no more than at the opening. Before the first put. */
 mt_status mt_offload_depth(mt_offload *o, int depth);
 /* Hand-overs, the collector's sums and the waits for them are recorded in t. Before the first put, or never. */
 void      mt_offload_timeline(mt_offload *o, mt_timeline *t);
