@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from ..packed import Packed
 from ..records import span_of
+from .rows import LONG, ROWS, by_rows
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
@@ -68,17 +69,18 @@ class Attention:
         """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
         if self.packed is not None:
             return self._packed_forward(q, k, v)
+        if self._long(q, k, sinks):
+            return self._forward_by_rows(q, k, v, sinks)
         if self._far(q, sinks):
             return self._forward_in_parts(q, k, v, sinks)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self._cudnn(q, sinks):
             bias, blind = self._seen(q)
-            out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _forward(
-                q, k, v, bias, True, 0.0, self.causal, False, scale=self.scale)
+            out, lse, *rest = self._kernel(q, k, v, bias)
             out, lse = _sunk(out, lse, sinks)
             if blind is not None:
                 out.masked_fill_(blind, 0)
-            return out.transpose(1, 2), (lse, seed, offset, cum_q, cum_k, max_q, max_k)
+            return out.transpose(1, 2), (lse, *rest)
         if self._cpu(q, sinks):
             out, lse = _cpu_forward(q, *_each(q, k, v), 0.0, self.causal, attn_mask=self._bias(q), scale=self.scale)
             out, lse = _sunk(out, lse, sinks)
@@ -107,6 +109,27 @@ class Attention:
         dq, dk, dv = (t.transpose(1, 2) for t in (dq, dk, dv))
         return dq, dk, dv, dsinks
 
+    # ---- a long row: forward some queries at a time, for speed ----
+
+    def _long(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> bool:
+        """Also where backward goes in parts; not where it is flash's, which keeps its own."""
+        return (self.causal and self.mask is None and q.shape[1] >= LONG and self._cudnn(q.transpose(1, 2), sinks)
+                and (_share(q) <= 1 or self._cut(q, k, sinks) is not None))
+
+    def _forward_by_rows(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
+        """As forward; what is kept is that of one call over the row."""
+        rest: list[Any] = []
+
+        def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+            near = (_near(t).transpose(1, 2) for t in (q, k, v))
+            out, lse, *rest[:] = dataclasses.replace(self, causal=causal)._kernel(*near, None)
+            return out, lse
+
+        out, lse = by_rows(kernel, q, k, v, ROWS)
+        seed, offset, *_ = rest                          # of a dropout that there is none of
+        out, lse = _sunk(out.transpose(1, 2), lse, sinks)
+        return out.transpose(1, 2), (lse, seed, offset, None, None, q.shape[1], k.shape[1])
+
     # ---- more than cuDNN's kernels are given: some rows or some heads at a time ----
 
     def _far(self, q: Tensor, sinks: Tensor | None) -> bool:
@@ -130,8 +153,8 @@ class Attention:
         if cut is None:
             return *self._by_lengths(q)._packed_backward(dout, q, k, v, out, kept), None
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        dsinks = []
-        for extra, (one, sink, *parts) in zip(kept, self._parts(cut, sinks, dq, dk, dv, dout, q, k, v, out)):
+        dsinks, each = [], kept if isinstance(kept[0], tuple) else _of_parts(kept, *cut)
+        for extra, (one, sink, *parts) in zip(each, self._parts(cut, sinks, dq, dk, dv, dout, q, k, v, out)):
             *found, dsink = one.backward(*map(_near, parts[3:]), extra, sink)
             for to, d in zip(parts, found):
                 to.copy_(d)
@@ -228,6 +251,12 @@ class Attention:
         blind = bias.amax(-1, keepdim=True) <= max(LEAST, torch.finfo(q.dtype).min) / 2
         return bias.masked_fill_(blind, 0), blind
 
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        """Output [B, hq, S, D], log-sum-exp, and the rest of what the kernel's backward wants."""
+        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _forward(
+            q, k, v, bias, True, 0.0, self.causal, False, scale=self.scale)
+        return out, lse, seed, offset, cum_q, cum_k, max_q, max_k
+
     def _cudnn_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor,
                      offset: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int) -> Any:
         bias, blind = self._seen(q)
@@ -270,6 +299,12 @@ class Attention:
 def _share(q: Tensor) -> float:
     """How many times what cuDNN's kernels are given at once."""
     return max(q.numel() / CUDNN_MOST, span_of(q) / CUDNN_SPAN)
+
+
+def _of_parts(kept: tuple[Any, ...], dim: int, parts: int) -> list[tuple[Any, ...]]:
+    """What one call kept, for each part of the rows (dim 0) or the heads (dim 2)."""
+    lse, *rest = kept
+    return [(part.contiguous(), *rest) for part in lse.chunk(parts, {0: 0, 2: 1}[dim])]
 
 
 def long_tokens(q_columns: int, qkv_columns: int) -> int:

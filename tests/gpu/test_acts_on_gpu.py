@@ -166,13 +166,14 @@ def test_whole_kernels_beyond_two_to_the_31_elements() -> None:
     assert ops.column_sum(x.view(-1, 128), torch.float32).isfinite().all()             # 18 M rows: the grid's y is less
 
 
-@pytest.mark.parametrize("heads, groups, unused, by", [(28, 4, 0, "flash"), (40, 8, 0, "flash"), (28, 4, 0, "cudnn"),
-                                                       (28, 4, 24, "cudnn copied"), (40, 8, 0, "cudnn by heads")])
+@pytest.mark.parametrize("heads, groups, unused, by", [
+    (28, 4, 0, "flash"), (40, 8, 0, "flash"), (28, 4, 0, "cudnn"), (28, 4, 24, "cudnn copied"),
+    (40, 8, 0, "cudnn by heads"), (28, 4, 0, "cudnn by rows"), (40, 8, 0, "cudnn by rows")])
 def test_attention_over_half_a_million_tokens(heads: int, groups: int, unused: int, by: str,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """Output, dq of the last rows and dk, dv of the first keys against sums in fp32. 28 heads are 1.9e9 elements, which
     with their keys and values span 2.4e9: attention.CUDNN_SPAN; with unused heads beside them 4.0e9, which is copied.
-    40 heads are 2.7e9, more than CUDNN_MOST, and cuDNN takes 20 at a time.
+    40 heads are 2.7e9, more than CUDNN_MOST, and cuDNN takes 20 at a time. By rows: forward, some queries at a time.
 
     P and dS are rounded to 8 bits, each by up to 2^-8, and so is the result: outputs and dq differ by 0.0018 to 0.0027
     at 64k and 512k tokens, dS alone by 0.0015 to 0.0020. An element of another row or head would be off by 1; row sums
@@ -180,13 +181,15 @@ def test_attention_over_half_a_million_tokens(heads: int, groups: int, unused: i
     """
     if by == "flash":
         monkeypatch.setattr(attention, "CUDNN_MOST", 1)      # not one head at a time
+    if by != "cudnn by rows":
+        monkeypatch.setattr(attention, "LONG", 1 << 40)
     seq, dim, scale = 1 << 19, 128, 128 ** -0.5
     generator = torch.Generator("cuda").manual_seed(0)
     qkv = torch.randn(1, seq, heads + 2 * groups + unused, dim, device="cuda", dtype=torch.bfloat16, generator=generator)
     q, k, v, _ = qkv.split((heads, groups, groups, unused), 2)
     kernel = Attention(scale, causal=True)
     out, kept = kernel.forward(q, k, v)
-    assert len(kept) == {"flash": 3, "cudnn": 7, "cudnn copied": 1, "cudnn by heads": 2}[by]
+    assert len(kept) == {"flash": 3, "cudnn": 7, "cudnn by rows": 7, "cudnn copied": 1, "cudnn by heads": 2}[by]
     lses = [extra[0] for extra in kept] if by in ("cudnn copied", "cudnn by heads") else [kept[0]]
     lses = torch.cat([lse.reshape(1, -1, seq) for lse in lses], 1).float()
     dout = torch.randn(out.shape, device="cuda", dtype=torch.bfloat16, generator=generator)
