@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from . import masks
 from .errors import MegatrainError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def prepare(rt: Runtime, root: nn.Module, put: Any) -> None:
     if base is None:
         return
     _report_compute_device(base)
+    masks.install()
     for m in root.modules():
         if isinstance(m, base):
             put(m, "resize_token_embeddings", _refuse_resize)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _core, hf, packed
+from . import _core, hf, masks
 from .arrive import Arrivals
 from .budget import Budget, Cap
 from .compiled import Structure, refuse_other_units
@@ -418,15 +418,15 @@ class Runtime:
         """Around a container's forward; the outermost streamed forward begins a pass."""
         outermost = enter()
         try:
-            yield self.begin(who, args, kwargs) if outermost and in_backward() == -1 else (args, kwargs)
+            begins = outermost and in_backward() == -1
+            with masks.spared(self) if begins else contextlib.nullcontext():
+                yield self.begin(who, args, kwargs) if begins else (args, kwargs)
         finally:
             leave()
 
     def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A root forward starts; its inputs come to the compute device."""
         self._begin(who)
-        if isinstance(who, nn.Module) and kwargs.get("position_ids") is not None:
-            kwargs = packed.prepare(self, who, kwargs)
         return self._to_device(args), self._to_device(kwargs)
 
     def _begin(self, who: Any) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import packed, whole
+from . import masks, whole
 from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push
 from .modes import Mode, read
 from .records import Record, Use
@@ -190,7 +190,7 @@ class Window:
             out = self.fused(args, kwargs)
             if out is not None:
                 return out
-        kwargs = packed.dense(kwargs, self.config, self.records[0].dtype)
+        args, kwargs = masks.dense(args, kwargs)
         mode = read(self.mode if self.mode != "auto" else self.runtime.mode_of(self))
         if self.compiled is not None and not mode.host:
             done = self.compiled(args, kwargs, replays=mode.keep != "saved")

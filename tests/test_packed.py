@@ -11,6 +11,7 @@ import zoo
 from torch import Tensor
 
 import megatrain_torch as mt
+from megatrain_torch import masks as masks_of
 from megatrain_torch import packed, templates
 from megatrain_torch.records import span_of
 from megatrain_torch.templates import attention
@@ -38,8 +39,8 @@ def row(step: int) -> dict[str, Tensor]:
 def masks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each real mask that is made."""
     made: list[int] = []
-    own = packed.Packed.mask
-    monkeypatch.setattr(packed.Packed, "mask", lambda self, dtype: (made.append(sum(self.lengths)), own(self, dtype))[1])
+    own = masks_of.Sight.real.func
+    monkeypatch.setattr(masks_of.Sight, "real", property(lambda self: (made.append(self.tokens), own(self))[1]))
     return made
 
 
@@ -52,7 +53,7 @@ def test_packed_sequences_train_as_plain_torch_with_its_mask(family: str, keep: 
 
 
 @pytest.mark.parametrize("rows", [2, 3])
-def test_several_rows_with_the_same_positions_run_the_models_own_code(rows: int) -> None:
+def test_several_rows_with_the_same_positions_have_the_models_mask(rows: int, masks: list[int]) -> None:
     """Kernels that go by lengths would take the first row alone."""
     def several(step: int) -> dict[str, Tensor]:
         ids = zoo.tokens(zoo.generator(step), rows=rows, length=sum(LENGTHS))
@@ -60,8 +61,9 @@ def test_several_rows_with_the_same_positions_run_the_models_own_code(rows: int)
         return {**row(step), "input_ids": ids, "labels": ids.masked_fill(positions == 0, -100)}
 
     run = fusing.fused(FAMILIES["llama"], several)
-    fusing.none_fused(run.codes, "packed in several rows")
+    fusing.all_fused(run.codes)
     fusing.agree(fusing.plain(FAMILIES["llama"], several), run)
+    assert not masks
 
 
 def test_each_sequence_is_as_if_it_were_alone() -> None:
@@ -93,35 +95,18 @@ def test_a_layer_that_runs_its_own_code_is_given_the_mask() -> None:
 
 @pytest.mark.parametrize("change", [
     {"attention_mask": torch.ones(1, 24, dtype=torch.long)}, {"use_cache": True}, {"position_ids": torch.arange(24)[None]}])
-def test_other_rows_keep_the_models_own_mask(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(packed.Packed, "stand_in", lambda self: seen.append(self))
-    model = fusing.stream(FAMILIES["llama"](), "saved")
-    model(**{**row(0), **change}).loss.backward()
-    assert not seen
-    sliding = fusing.stream(fusing.lm("mistral", sliding_window=6)(), "saved")
-    sliding(**row(0)).loss.backward()
-    with torch.no_grad():
-        model(**row(0))
-    assert not seen
-
-
-def test_lengths_are_read_from_positions() -> None:
-    assert packed.lengths_of(torch.tensor([[0, 1, 2, 0, 0, 1]])) == (3, 1, 2)
-    assert packed.lengths_of(torch.tensor([[5, 6, 7]])) == (3,)
-    assert packed.lengths_of(torch.zeros(2, 3, dtype=torch.long)) == () == packed.lengths_of(torch.zeros(1, 3))
-
-
-def test_a_real_mask_is_block_diagonal_and_causal() -> None:
-    p = packed.Packed.of((2, 1), torch.device("cpu"))
-    assert p.mask(None)[0, 0].tolist() == [[True, False, False], [True, True, False], [False, False, True]]
-    assert p.mask(torch.float32)[0, 0, 2, 0] == torch.finfo(torch.float32).min and p.cu.tolist() == [0, 2, 3]
+def test_what_transformers_takes_for_one_sequence_is_one(change: dict[str, Any]) -> None:
+    batch = lambda step: {**row(step), **change}  # noqa: E731
+    run = fusing.fused(FAMILIES["llama"], batch)
+    fusing.all_fused(run.codes)
+    fusing.agree(fusing.plain(FAMILIES["llama"], batch), run)
 
 
 def test_attention_by_sequences_is_attention_by_mask() -> None:
     q, k, v, dout = (torch.randn(1, 24, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
     p = packed.Packed.of(LENGTHS, torch.device("cpu"))
-    found, wanted = Attention(0.3, True, packed=p), Attention(0.3, False, p.mask(None))
+    mask = masks_of.Sight(1, 24, torch.device("cpu"), packed=p).real
+    found, wanted = Attention(0.3, True, packed=p), Attention(0.3, False, mask)
     (out, kept), (right, right_kept) = found.forward(q, k, v), wanted.forward(q, k, v)
     assert torch.allclose(out, right)
     for a, b in zip(found.backward(dout, q, k, v, out, kept)[:3], wanted.backward(dout, q, k, v, right, right_kept)[:3]):
@@ -197,8 +182,8 @@ def test_queries_of_one_key_that_are_too_many_go_by_lengths(monkeypatch: pytest.
     plain = Attention(0.3, True)
     (right, right_kept), seen = plain.forward(q, k, v), []
     cudnn_takes(monkeypatch, 12 * 2 * 8 - 1, 1 << 20)
-    monkeypatch.setattr(Attention, "_packed_forward", lambda self, *a: seen.append(self.packed.lengths) or (right, None))
-    monkeypatch.setattr(Attention, "_packed_backward", lambda self, *a: (a[1], a[2], a[3]))
+    monkeypatch.setattr(Attention, "_by_flash", lambda self, *a: seen.append(self.packed.lengths) or (right, None))
+    monkeypatch.setattr(Attention, "_flash_grads", lambda self, *a: (a[1], a[2], a[3], None))
     assert plain.forward(q, k, v)[0] is right and seen == [(12,)]
     assert plain.backward(dout, q, k, v, right, right_kept)[3] is None
     with pytest.raises(RuntimeError, match="192 elements of queries have the same key head, at most 191"):

@@ -107,7 +107,7 @@ def test_other_rows_go_at_once(cudnn: None) -> None:
 def test_no_block_where_backward_is_flashs(cudnn: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which keeps something of its own."""
     monkeypatch.setattr(attention, "CUDNN_MOST", 12 * 8 - 1)
-    monkeypatch.setattr(Attention, "_packed_forward", lambda self, *a: ("flash", None))
+    monkeypatch.setattr(Attention, "_by_flash", lambda self, *a: ("flash", None))
     assert Attention(SCALE, True).forward(*heads(1, 12)[:3]) == ("flash", None) and not seen
 
 

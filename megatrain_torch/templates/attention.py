@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..masks import Sight
 from ..packed import Packed
 from ..records import span_of
 from .rows import LONG, ROWS, by_rows
@@ -55,7 +56,8 @@ class Attention:
     (cap * tanh(logits / cap), Gemma 2) are trained with, and what has a gradient in rows that see nothing. The mask
     is added then, and is all there is of causality.
 
-    packed: sequences behind one another in the one row, each of which sees itself; without a mask.
+    packed: sequences behind one another in the one row, each of which sees itself. reach: how many tokens one sees,
+    itself the last; 0: all before it. Both causal, without a mask.
     """
 
     scale: float
@@ -64,11 +66,14 @@ class Attention:
     spelled: bool = False
     cap: float = 0.0
     packed: Packed | None = None
+    reach: int = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Any]:
         """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
-        if self.packed is not None:
-            return self._packed_forward(q, k, v)
+        if self.packed is not None or self.reach:
+            return self._sighted_forward(q, k, v, sinks)
+        if self._unmasked(q, sinks):
+            return self._masked(q, sinks).forward(q, k, v, sinks)
         if self._long(q, k, sinks):
             return self._forward_by_rows(q, k, v, sinks)
         if self._far(q, sinks):
@@ -90,8 +95,10 @@ class Attention:
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
                  sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dq, dk, dv: [B, S, h, D], strided; dsinks [hq]."""
-        if self.packed is not None:
-            return *self._packed_backward(dout, q, k, v, out, kept), None
+        if self.packed is not None or self.reach:
+            return self._sighted_backward(dout, q, k, v, out, kept, sinks)
+        if self._unmasked(q, sinks):
+            return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
         if self._far(q, sinks):
             return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
@@ -139,7 +146,7 @@ class Attention:
     def _forward_in_parts(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
         cut = self._cut(q, k, sinks)
         if cut is None:
-            return self._by_lengths(q)._packed_forward(q, k, v)
+            return self._by_lengths(q)._by_flash(q, k, v, None)
         out, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), []
         for one, sink, to, *part in self._parts(cut, sinks, out, q, k, v):
             found, extra = one.forward(*map(_near, part), sink)
@@ -151,7 +158,7 @@ class Attention:
                            sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         cut = self._cut(q, k, sinks)
         if cut is None:
-            return *self._by_lengths(q)._packed_backward(dout, q, k, v, out, kept), None
+            return self._by_lengths(q)._flash_grads(dout, q, k, v, out, kept, None)
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         dsinks, each = [], kept if isinstance(kept[0], tuple) else _of_parts(kept, *cut)
         for extra, (one, sink, *parts) in zip(each, self._parts(cut, sinks, dq, dk, dv, dout, q, k, v, out)):
@@ -192,37 +199,68 @@ class Attention:
         """Rows of a batch as sequences behind one another, for flash, whose offsets have 64 bits."""
         return dataclasses.replace(self, packed=Packed.of((q.shape[1],) * q.shape[0], q.device))
 
-    # ---- packed sequences: flash takes all at once, else one by one, which is the definition ----
+    # ---- packed sequences, windows: flash takes all; else one by one, or by a mask, which is the definition ----
 
-    def _flash(self, q: Tensor) -> bool:
-        return q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    def _sighted_forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
+        if self._flash(q):
+            return (self if self.packed else self._by_lengths(q))._by_flash(q, k, v, sinks)
+        if self.reach:
+            return self._masked(q, sinks).forward(q, k, v, sinks)
+        one = dataclasses.replace(self, packed=None)
+        found = [one.forward(*part, sinks) for part in self._each_sequence(q, k, v)]
+        return torch.cat([out for out, _ in found], 1), tuple([kept for _, kept in found])
 
-    def _packed_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
-        if not self._flash(q):
-            one = dataclasses.replace(self, packed=None)
-            found = [one.forward(*part) for part in self._each_sequence(q, k, v)]
-            return torch.cat([out for out, _ in found], 1), tuple([kept for _, kept in found])
-        cu, most = self.packed.cu, self.packed.longest
-        flat = (t.flatten(0, 1) for t in (q, k, v))
-        out, lse, rng, unused, _ = _flash_forward(*flat, cu, cu, most, most, 0.0, self.causal, False, scale=self.scale)
-        return out.view(q.shape), (lse, rng, unused)
-
-    def _packed_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any
-                         ) -> tuple[Tensor, Tensor, Tensor]:
-        if not self._flash(q):
-            one = dataclasses.replace(self, packed=None)
-            found = [one.backward(*part, of)[:3] for part, of in zip(self._each_sequence(dout, q, k, v, out), kept)]
-            dq, dk, dv = (torch.cat(parts, 1) for parts in zip(*found))
-            return dq, dk, dv
-        cu, most, (lse, rng, unused) = self.packed.cu, self.packed.longest, kept
-        grads = _flash_backward(*(t.flatten(0, 1) for t in (dout, q, k, v, out)), lse, cu, cu, most, most, 0.0,
-                                self.causal, rng, unused, scale=self.scale)
-        dq, dk, dv = (d.view(t.shape) for d, t in zip(grads, (q, k, v)))
-        return dq, dk, dv
+    def _sighted_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
+                          sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if self._flash(q):
+            return (self if self.packed else self._by_lengths(q))._flash_grads(dout, q, k, v, out, kept, sinks)
+        if self.reach:
+            return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
+        one = dataclasses.replace(self, packed=None)
+        found = [one.backward(*part, of, sinks) for part, of in zip(self._each_sequence(dout, q, k, v, out), kept)]
+        dq, dk, dv = (torch.cat(parts, 1) for parts in list(zip(*found))[:3])
+        return dq, dk, dv, None if sinks is None else torch.stack([d for *_, d in found]).sum(0)
 
     def _each_sequence(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """The rows [1, n, h, D] of each sequence."""
         return zip(*(t.split(self.packed.lengths, 1) for t in tensors))
+
+    def _masked(self, q: Tensor, sinks: Tensor | None) -> Attention:
+        """The same by a mask: to be added where products and softmax are spelled out."""
+        sight = Sight(1, q.shape[1], q.device, self.reach, self.packed, None if sinks is None else q.dtype)
+        return dataclasses.replace(self, causal=False, mask=sight.real, packed=None, reach=0)
+
+    def _unmasked(self, q: Tensor, sinks: Tensor | None) -> bool:
+        """Is this causal without a mask, and spelled out, where only a mask says so?"""
+        spelled = sinks is not None and not self._cudnn(q.transpose(1, 2), sinks) and not self._cpu(q, sinks)
+        return self.causal and self.mask is None and spelled
+
+    def _flash(self, q: Tensor) -> bool:
+        return (q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+                and torch.cuda.get_device_capability(q.device) >= (8, 0))
+
+    def _flash_args(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cu, most = self.packed.cu, self.packed.longest
+        window = {"window_size_left": self.reach - 1, "window_size_right": 0} if self.reach else {}
+        return (cu, cu, most, most, 0.0, self.causal), {"scale": self.scale, **window}
+
+    def _by_flash(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
+        lengths, rest = self._flash_args()
+        out, lse, rng, unused, _ = _flash_forward(*(t.flatten(0, 1) for t in (q, k, v)), *lengths, False, **rest)
+        if sinks is not None:
+            out, lse = (t[0] for t in _sunk(out.transpose(0, 1)[None], lse[None], sinks))
+            out = out.transpose(0, 1)
+        return out.view(q.shape), (lse, rng, unused)
+
+    def _flash_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
+                        sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        (lengths, rest), (lse, rng, unused) = self._flash_args(), kept
+        flat = [t.flatten(0, 1) for t in (dout, q, k, v, out)]
+        grads = _flash_backward(*flat, lse, *lengths, rng, unused, **rest)
+        dq, dk, dv = (d.view(t.shape) for d, t in zip(grads, (q, k, v)))
+        dsinks = None if sinks is None else _sinks_grad(*(t.transpose(0, 1)[None] for t in (flat[0], flat[4])),
+                                                        lse[None], sinks)
+        return dq, dk, dv, dsinks
 
     # ---- kernels that give log-sum-exp ----
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..packed import example, packed_of
+from ..masks import example, sight_of
 from .attention import long_tokens
 from .mlp import GatedMLP
 from .moe import SparseMLP
@@ -92,8 +92,7 @@ class Decoder:
         rest = dict(kwargs)
         x = as_input(args[0] if args else rest.pop("hidden_states", None), dtype)
         call = self.attention.call(layer, rest)
-        if call.attention.packed is not None and x.shape[0] != 1:     # flash's kernels would take the first alone
-            raise Unfit("sequences are packed in several rows")
+        self.attention.tell_of_cache(call, x)
         call.correction = self.mlp.correction_of(layer)
         return x, call
 
@@ -108,8 +107,9 @@ class Decoder:
         rest = {k: v for k, v in kwargs.items() if k not in ("hidden_states", "past_key_values", "use_cache")}
         if rest.get("position_embeddings") is not None:
             rest["position_embeddings"] = tuple(t[:1, :n] for t in rest["position_embeddings"])
-        if packed_of(rest.get("attention_mask")) is not None:
-            rest["attention_mask"] = example(rest["attention_mask"], n, x.dtype if self.attention.adds_masks else None)
+        sight = sight_of(rest.get("attention_mask"))
+        if sight is not None:
+            rest["attention_mask"] = example(sight, n)
         elif isinstance(rest.get("attention_mask"), Tensor):
             rest["attention_mask"] = sighted(rest["attention_mask"][:1, :, :n, :n])
         for name in ("position_ids", "cache_position"):

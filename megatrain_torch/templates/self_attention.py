@@ -1,6 +1,7 @@
 """The half of a decoder layer that mixes tokens: h = x + r * norm1b(attention(rope(norm1(x) Wqkv)) Wo)."""
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..packed import adds, packed_of
+from ..limits import show_bytes
+from ..masks import sight_of
 from .attention import Attention
 from .parts import Grads, Linears, Norm, Unfit, Weights, child, cut, has
 from .rotary import Rotary, rotary_of
@@ -93,10 +95,6 @@ class SelfAttention:
         if getattr(self.config, "clip_qkv", None) is not None:
             raise Unfit("it clips q, k and v")
 
-    @property
-    def adds_masks(self) -> bool:
-        return adds(self.config)
-
     # ---- a call ----
 
     def call(self, layer: nn.Module, kwargs: dict[str, Any]) -> Call:
@@ -114,15 +112,9 @@ class SelfAttention:
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4):
             raise Unfit("its attention mask has not four dimensions")
-        packed = packed_of(mask)
-        if packed is not None and (self.sinks or self.cap or not self.causal):
-            raise Unfit("sequences are packed, and its attention has sinks or a cap, or looks ahead")
-        if packed is not None:
-            kind, mask = "sdpa", None
-        causal = self.causal and mask is None and kind == "sdpa"     # of eager attention, the mask says all
         if self.sinks and (kind == "sdpa" or (mask is not None and mask.dtype == torch.bool)):
             raise Unfit("its attention has sinks, which torch's kernels do not know")
-        attention = Attention(self.scale, causal, mask, kind == "eager", self.cap, packed)
+        attention = self._attention(kind, mask)
         call, cache = Call(*self._angles(kwargs.get("position_embeddings")), attention), kwargs.get("past_key_values")
         if cache is not None and int(cache.get_seq_length(layer.self_attn.layer_idx)):
             raise Unfit("there are keys and values in its cache")
@@ -130,12 +122,31 @@ class SelfAttention:
             call.cache = lambda k, v: _fill(cache, k, v, layer.self_attn.layer_idx)
         return call
 
+    def _attention(self, kind: str, mask: Tensor | None) -> Attention:
+        sight = sight_of(mask)
+        if sight is not None and not self.cap:
+            return Attention(self.scale, True, packed=sight.packed, reach=sight.window)
+        mask = mask if sight is None else sight.real
+        causal = self.causal and mask is None and kind == "sdpa"     # of eager attention, the mask says all
+        return Attention(self.scale, causal, mask, kind == "eager", self.cap)
+
     def _angles(self, given: Any) -> tuple[Tensor | None, Tensor | None]:
         if self.rotary is None:
             return None, None
         if not isinstance(given, tuple) or len(given) != 2 or given[0].dim() != 3:
             raise Unfit("called without position_embeddings, or with more than cos and sin [B, S, R]")
         return self.rotary.angles(given[0]), self.rotary.angles(given[1])
+
+    def tell_of_cache(self, call: Call, x: Tensor) -> None:
+        """Warns, once, of keys and values of all layers that a training forward gathers on the device."""
+        layers = getattr(self.config, "num_hidden_layers", 1)
+        found = 2 * self.hk * self.head * x.element_size() * x.shape[:2].numel() * layers
+        if call.cache is None or found < LARGE_CACHE or _told:
+            return
+        _told.append(True)
+        warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(found)}, which training "
+                      "does not read and no plan counts: call the model with use_cache=False, or set "
+                      "model.config.use_cache = False", stacklevel=2)
 
     # ---- forward ----
 
@@ -252,6 +263,10 @@ class SelfAttention:
             rms += self.hq if self.q_norm.size == self.head else 1
             rms += self.hk if self.k_norm.size == self.head else 1
         return columns * item + 4 * (self.hq + rms)
+
+
+LARGE_CACHE = 1 << 28        # bytes
+_told: list[bool] = []       # has it been warned of in this process?
 
 
 @torch.enable_grad()

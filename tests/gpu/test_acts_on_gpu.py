@@ -15,12 +15,14 @@ import pytest
 import test_fused
 import torch
 import wide
+import zoo
 from edges import Scenario
 from test_fused_on_gpu import gradients, larger, streamed
 from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import ops
+from megatrain_torch.masks import Sight
 from megatrain_torch.modes import HOST, read
 from megatrain_torch.packed import Packed
 from megatrain_torch.templates import attention, mlp
@@ -227,7 +229,45 @@ def test_a_layer_in_tiles_is_within_noise(monkeypatch: pytest.MonkeyPatch) -> No
     fusing.grads_agree(grads, others, fusing.ROUNDED_ONCE)
 
 
-# ---------------------------------------------------------------- packed sequences
+# ---------------------------------------------------------------- windows, packed sequences
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("rows, lengths, reach", [(2, (), 700), (1, (1000, 1, 999), 300), (1, (1000, 1, 999), 0)])
+def test_flash_with_windows_and_sinks_is_attention_by_a_mask(rows: int, lengths: tuple[int, ...], reach: int,
+                                                             with_sinks: bool) -> None:
+    """Against cuDNN's kernels with the mask added; as in the test below, 4e-3 lie between two kernels."""
+    device = torch.device("cuda")
+    packed, seq = Packed.of(lengths, device) if lengths else None, 2000
+    q, dout = (torch.randn(rows, seq, 8, 64, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(rows, seq, 2, 64, device="cuda").bfloat16() for _ in range(2))
+    sinks = torch.randn(8, device="cuda").bfloat16() if with_sinks else None
+    sight = Sight(rows, seq, device, reach, packed, torch.bfloat16)
+    one, by_mask = Attention(64 ** -0.5, True, packed=packed, reach=reach), Attention(64 ** -0.5, False, sight.real)
+    out, kept = one.forward(q, k, v, sinks)
+    assert len(kept) == 3, "flash did not take it"
+    found = (out, *one.backward(dout, q, k, v, out, kept, sinks))
+    right, kept = by_mask.forward(q, k, v, sinks)
+    for a, b in zip((right, *by_mask.backward(dout, q, k, v, right, kept, sinks)), found):
+        assert (a is b is None) or fusing.error(a.float().cpu(), b.float().cpu()) < 1e-2
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "gpt_oss"])
+def test_no_mask_of_all_pairs_of_tokens_is_made(family: str) -> None:
+    """48k tokens: such a mask is 2.25 GiB, and 4.5 where it is added."""
+    tokens, sizes = 49152, {**zoo.DECODER, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    build = fusing.lm(family, **{**sizes, "sliding_window": 1024, "max_position_embeddings": tokens,
+                                 "num_local_experts": 4, "num_experts_per_tok": 2})
+    model = streamed(build().bfloat16(), "replay")
+    ids = torch.randint(0, 50, (1, tokens), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    torch.cuda.synchronize()
+    fusing.all_fused(fusing.codes(model))
+    assert torch.isfinite(loss) and torch.cuda.max_memory_allocated() - before < 1 << 31
+    mt.unstream(model)
+
 
 def test_packed_attention_is_attention_one_by_one() -> None:
     """Flash over all sequences at once against cuDNN's kernels on each. Both round P, dS and the result to 8 bits, by some
