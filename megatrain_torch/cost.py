@@ -124,12 +124,14 @@ def _launch_s(machine: Machine, operations: float) -> float:
 TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "attention": 10, "replay": 12}
 
 
-def _template_bytes(w: Window, tokens: int) -> tuple[dict[str, int], dict[str, int]]:
+def _template_bytes(w: Window, m: Machine, tokens: int, seq: int) -> tuple[dict[str, int], dict[str, int]]:
     """What it keeps, its input counted in, and what it needs beside that, by mode."""
     t, kept = w.template, dict(w.template.kept)
     copied = tokens * t.copied[0] if tokens > t.copied[1] else 0
+    by_rows = m.device == "cuda" and not w.context and tokens == seq >= t.long[2]
+    in_tiles = spared(t.tiled, tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows
     return ({mode: math.ceil(tokens * (t.input + n)) for mode, n in kept.items()},
-            {mode: math.ceil(tokens * (t.work - n)) - (mode != "saved") * spared(t.tiled, tokens) + copied
+            {mode: math.ceil(tokens * (t.work - n)) - (mode != "saved") * in_tiles + copied
              for mode, n in kept.items()})
 
 
@@ -151,7 +153,7 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
     and up behind a norm.
     """
     h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv"), w.width("up"), w.itemsize
-    kept, work = _template_bytes(w, tokens)
+    kept, work = _template_bytes(w, m, tokens, seq)
     joined = dataclasses.replace(w, products=tuple(_joined(w)))
     forward = _products_s(m, joined.products, tokens)
     attention = _attention_s(m, w, tokens, seq, False)
@@ -173,7 +175,7 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
 
 def _fused_norm(w: Window, m: Machine, tokens: int) -> Cost:
     """A norm that stands alone: reads and writes, and in backward reads two and writes one."""
-    kept, work = _template_bytes(w, tokens)
+    kept, work = _template_bytes(w, m, tokens, tokens)
     row = tokens * w.hidden * w.itemsize
     return Cost(_bytes_s(m, 2 * row), {"saved": _bytes_s(m, 3 * row) * w.learns}, _launch_s(m, 6),
                 {"saved": _launch_s(m, 8)}, {"saved": kept["saved"]}, {"saved": work["saved"]})

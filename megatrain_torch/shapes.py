@@ -69,13 +69,15 @@ class Template:
     """Bytes per token, by the template's own word: of the input, of what is kept beside it by mode, and of what
     backward needs at most beside the input. tiled: of that, where gate|up is not kept: bytes per token that only so
     many rows have at a time, those rows, and bytes besides where there are more. copied: bytes per token besides where
-    there are more tokens than the second."""
+    there are more tokens than the second. long: bytes per token that a single row of so many tokens, the third, spares
+    backward where gate|up is not kept, and bytes besides."""
 
     input: float
     kept: tuple[tuple[str, float], ...]
     work: float
     tiled: tuple[int, int, int] = (0, 0, 0)
     copied: tuple[int, int] = (0, 0)
+    long: tuple[int, int, int] = (0, 0, 1 << 62)
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ def _template(module: nn.Module, item: int) -> Template | None:
     n = MANY_TOKENS
     kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in KEEPS)
     return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item),
-                    found.copied(item))
+                    found.copied(item), found.long(item))
 
 
 def _products(root: nn.Module, module: nn.Module, matrices: dict[str, nn.Parameter],

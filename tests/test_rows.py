@@ -3,12 +3,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import parity
 import pytest
 import torch
+import zoo
+from fusing import TOLERANCE, Build, error, lm
 from torch import Tensor
 
-from megatrain_torch.templates import attention
+from megatrain_torch.templates import Weights, attention
 from megatrain_torch.templates.attention import Attention
+from megatrain_torch.templates.decoder import Decoder
 from megatrain_torch.templates.rows import by_rows
 
 SCALE = 0.3
@@ -35,9 +39,9 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, bias: Any, *rest: Any, scale:
 def cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: float
                    ) -> tuple[Tensor, Tensor, Tensor]:
     """By what was kept, as the kernel does: P from log-sum-exp, its row sums from the output."""
-    assert rest[5] == q.shape[2] and rest[8]                 # max_q; causal
+    assert (rest[5], rest[6]) == (q.shape[2], k.shape[2])    # max_q, max_k
     groups = q.shape[1] // k.shape[1]
-    p = torch.exp(parts(q, k, True) - lse)
+    p = torch.exp(parts(q, k, rest[8]) - lse)
     ds = p * (dout @ v.repeat_interleave(groups, 1).transpose(2, 3) - (dout * out).sum(3, keepdim=True)) * SCALE
     dk, dv = (t.transpose(2, 3) @ x for t, x in ((ds, q), (p, dout)))
     return ds @ k.repeat_interleave(groups, 1), *(t.unflatten(1, (-1, groups)).sum(2) for t in (dk, dv))
@@ -119,3 +123,53 @@ def test_long_rows_span_no_more_than_a_kernel_is_given(cudnn: None, monkeypatch:
     monkeypatch.setattr(attention, "CUDNN_SPAN", 12 * 4 * 8)
     Attention(SCALE, True).forward(*heads(1, 12)[:3])
     assert len(seen) == 5 and max(spans) <= 12 * 4 * 8
+
+
+# ---- a whole layer's backward, from the end of its row ----
+
+FAMILIES = {
+    "llama": lm("llama", attention_bias=True), "qwen3": lm("qwen3", head_dim=8), "olmo2": lm("olmo2"),
+    "gemma3": lm("gemma3_text", head_dim=8, query_pre_attn_scalar=8), "granite": lm("granite", residual_multiplier=0.5),
+    "phi3": lm("phi3"), "gpt_oss": lm("gpt_oss", head_dim=8, num_local_experts=4, num_experts_per_tok=2)}
+
+
+def layer_grads(build: Build, keep: str, wanted: str = "") -> dict[str, Tensor]:
+    """y, dx and gradients of the first layer's weights whose name holds `wanted`."""
+    parity.seed()
+    model = build()
+    model.set_attn_implementation("eager" if "sinks" in str(model.state_dict().keys()) else "sdpa")
+    layer, x = model.model.layers[0], torch.randn(1, 12, zoo.H)
+    template, dy = Decoder(layer), torch.randn_like(x)
+    template.use(template.variants()[0][0])
+    angles = tuple(torch.rand(1, 12, 4 if hasattr(layer.self_attn, "sinks") else 8) for _ in range(2))      # as good as any
+    _, call = template.take(layer, (x,), {"position_embeddings": angles}, torch.float32)
+    call.attention = Attention(SCALE, True)
+    w, names = Weights(dict(layer.named_parameters())), [n for n, _ in layer.named_parameters() if wanted in n]
+    with torch.no_grad(), template.observed(layer):
+        y, kept = template.forward(x, w, call, keep)
+        dx, grads = template.backward(dy, kept, w, call, names, True)
+    assert sorted(grads) == sorted(names)
+    return {"y": y, "dx": dx, **grads}
+
+
+@pytest.mark.parametrize("keep", ["saved", "replay", "attention"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layers_gradients_by_blocks_are_the_whole(family: str, keep: str, cudnn: None, monkeypatch: pytest.MonkeyPatch
+                                                    ) -> None:
+    monkeypatch.setattr(attention, "LONG", 1 << 40)
+    right = layer_grads(FAMILIES[family], keep)
+    monkeypatch.setattr(attention, "LONG", 11)
+    found, calls = layer_grads(FAMILIES[family], keep), []
+    assert all(error(t, found[n]) < TOLERANCE for n, t in right.items())
+    monkeypatch.setattr(attention, "_backward", lambda *a, **k: calls.append((a[1].shape[2], a[2].shape[2], a[14]))
+                        or cudnn_backward(*a, **k))
+    some = layer_grads(FAMILIES[family], keep, "self_attn.o_proj")
+    assert calls == [(2, 2, True), (2, 10, False), (5, 5, True), (5, 5, False), (5, 5, True)]
+    assert all(error(right[n], some[n]) < TOLERANCE for n in some)
+
+
+def test_several_rows_or_a_window_go_back_at_once(cudnn: None) -> None:
+    q, k, _, _ = heads(2, 12)
+    for one, rows, takes in ((Attention(SCALE, True), 1, True), (Attention(SCALE, True), 2, False),
+                             (Attention(SCALE, True, reach=3), 1, False), (Attention(SCALE, False), 1, False)):
+        assert one.single_long_row(q[:rows], k[:rows], None) is takes

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from ..masks import Sight
 from ..packed import Packed
 from ..records import span_of
-from .rows import LONG, ROWS, by_rows
+from .rows import LONG, ROWS, Backward, by_rows
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
@@ -116,7 +116,7 @@ class Attention:
         dq, dk, dv = (t.transpose(1, 2) for t in (dq, dk, dv))
         return dq, dk, dv, dsinks
 
-    # ---- a long row: forward some queries at a time, for speed ----
+    # ---- a long row: some queries at a time ----
 
     def _long(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> bool:
         """Also where backward goes in parts; not where it is flash's, which keeps its own."""
@@ -126,9 +126,10 @@ class Attention:
     def _forward_by_rows(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
         """As forward; what is kept is that of one call over the row."""
         rest: list[Any] = []
+        k, v = _near(k), _near(v)
 
         def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-            near = (_near(t).transpose(1, 2) for t in (q, k, v))
+            near = (t.transpose(1, 2) for t in (_near(q), k, v))
             out, lse, *rest[:] = dataclasses.replace(self, causal=causal)._kernel(*near, None)
             return out, lse
 
@@ -136,6 +137,25 @@ class Attention:
         seed, offset, *_ = rest                          # of a dropout that there is none of
         out, lse = _sunk(out.transpose(1, 2), lse, sinks)
         return out.transpose(1, 2), (lse, seed, offset, None, None, q.shape[1], k.shape[1])
+
+    def single_long_row(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> bool:
+        """Can gradients be had some rows at a time (walk_back)?"""
+        return q.shape[0] == 1 and self.packed is None and not self.reach and self._long(q, k, sinks)
+
+    def walk_back(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any) -> Backward:
+        """Gradients of a single long row, for who goes on with some rows of them."""
+        lse, *rest = kept
+
+        def kernel(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Any:
+            near = (t.transpose(1, 2) for t in (dout, _near(q), k, v, out))
+            one = dataclasses.replace(self, causal=causal)
+            return one._cudnn_grads(*near, lse, *rest[:4], q.shape[1], k.shape[1])
+
+        return Backward(kernel, q, _near(k), _near(v), out, lse, ROWS)
+
+    def sinks_grad(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+        """Of rows [B, n, hq, D], with their log-sum-exp."""
+        return _sinks_grad(dout.transpose(1, 2), out.transpose(1, 2), lse, sinks)
 
     # ---- more than cuDNN's kernels are given: some rows or some heads at a time ----
 

@@ -25,9 +25,11 @@ from .mlp import GatedMLP
 from .moe import SparseMLP
 from .parts import Grads, Norm, Unfit, Weights, as_input, has, unflattened
 from .rotary import Rotary
+from .rows import LONG, ROWS
 from .self_attention import Call, KeptAttention, SelfAttention
 
 Variant = tuple[int, Rotary | None]
+NEVER = 1 << 62
 
 
 @dataclass
@@ -179,6 +181,20 @@ class Decoder:
         """Bytes of a token that attention copies at a time where there are more than so many, and how many."""
         q, qkv = self.attention.o.inputs, sum(self.attention.qkv.rows)
         return (q + qkv) * item, long_tokens(q, qkv)
+
+    def long(self, item: int) -> tuple[int, int, int]:
+        """Bytes of a token that backward is spared in a single row (rows.py), bytes besides, and from how many tokens on.
+
+        Spared: the gradients of qkv and of what it is made from; dx has dh's place. There instead: keys and values copied,
+        their gradients of a block, and the sums; h is gone by then.
+        """
+        a, h = self.attention, self.attention.hidden
+        if not self.mlp.tiled(item)[0] or item != 2 or a.cap or not a.causal or a.head > 128 or a.head % 8:
+            return 0, 0, NEVER
+        q, qkv = a.o.inputs, sum(a.qkv.rows)
+        instead = (qkv - q) * (2 * item + 4) + (q + (qkv - q) // 2) * item * bool(a.q_norm)
+        besides = ROWS * (3 * qkv + 6 * h) * item + 4 * (qkv * a.qkv.inputs + q * h)
+        return (qkv + 2 * h) * item - max(0, instead - h * item), besides, LONG
 
     def flops(self, tokens: int) -> float:
         """Of a forward's products; attention's not counted."""

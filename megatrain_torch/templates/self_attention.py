@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from .. import ops
 from ..limits import show_bytes
 from ..masks import sight_of
 from .attention import Attention
-from .parts import Grads, Linears, Norm, Unfit, Weights, child, cut, has
+from .parts import Grads, Linears, Norm, Sums, Unfit, Weights, child, cut, has
 from .rotary import Rotary, rotary_of
 
 
@@ -42,6 +43,14 @@ class KeptAttention:
     extra: Any = None                    # attention's own: log-sum-exp
     o: Tensor | None = None              # [T, H], only where norm1b is
     inner: dict[str, Tensor] = field(default_factory=dict)       # 1/rms of the other norms
+
+    def rows(self, rows: slice) -> KeptAttention:
+        """Of these rows of the only row of the batch; without attention's own."""
+        def cut(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t[rows]
+
+        inner = {name: t[:, rows] if name in "qk" else t[rows] for name, t in self.inner.items()}
+        return KeptAttention(cut(self.rstd1), cut(self.qkv), self.out[:, rows], None, cut(self.o), inner)
 
 
 class SelfAttention:
@@ -204,15 +213,52 @@ class SelfAttention:
 
     def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: KeptAttention, grads: Grads,
                  input_grad: bool) -> Tensor:
-        """dx [T, H] from dh [T, H]. Uses up what was kept."""
+        """dx [T, H] from dh [T, H], and may write into it. Uses up what was kept."""
+        if call.attention.single_long_row(*self._heads(k.qkv, shape)[:2], self._sinks(w)):
+            return self._backward_by_rows(dh, x, shape, w, call, k, grads, input_grad)
+        dqkv = self._heads_backward(self._output_backward(dh, w, k, grads), shape, w, call, k, grads)
+        return self._input_backward(dqkv, dh, x, w, k, grads, input_grad)
+
+    def _backward_by_rows(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: KeptAttention,
+                          grads: Grads, input_grad: bool) -> Tensor:
+        """As backward, of one row, whose gradients never exist whole but for dx, which takes dh's place."""
+        sums = Sums(grads)
+        walk = call.attention.walk_back(*self._rotated(k, shape, w, call, in_place=False), k.out, k.extra)
+        for rows in walk.blocks():
+            part = k.rows(rows)
+            dout = self._output_backward(dh[rows], w, part, sums)
+            if self.sinks and sums.wants(self.sinks):
+                sums[self.sinks] = call.attention.sinks_grad(dout, part.out, walk.lse[:, :, rows], self._sinks(w))
+            cos, sin = (None if t is None else t[:, rows] for t in (call.cos, call.sin))
+            dqkv = self._unrotated(walk.of(rows, dout), part.out.shape[:2], w, cos, sin, part, sums)
+            del dout
+            dh[rows] = self._input_backward(dqkv, dh[rows], x[rows], w, part, sums, input_grad)
+        sums.finish()
+        k.out = k.extra = None
+        return dh
+
+    def _heads_backward(self, dout: Tensor, shape: Any, w: Weights, call: Call, k: KeptAttention, grads: Grads
+                        ) -> Tensor:
+        """d(qkv) [T, (hq + 2 hk) D]."""
+        q, key, v = self._rotated(k, shape, w, call, in_place=False)
+        *d, dsinks = call.attention.backward(dout, q, key, v, k.out, k.extra, self._sinks(w))
+        if self.sinks and grads.wants(self.sinks):
+            grads[self.sinks] = dsinks
+        k.out = k.extra = None
+        return self._unrotated(d, shape, w, call.cos, call.sin, k, grads)
+
+    def _output_backward(self, dh: Tensor, w: Weights, k: KeptAttention, grads: Grads) -> Tensor:
+        """Gradient of attention's output, [B, S, hq, D]."""
         do = dh if self.factor == 1.0 else dh * self.factor
         if self.norm1b:
             do, _ = self.norm1b.backward(do, k.o, k.inner["o"], w, grads)
             k.o = None
-        dout = self.o.input_grad(do, w).view(k.out.shape)
         self.o.weight_grads(do, k.out.reshape(do.shape[0], -1), grads)
-        del do
-        dqkv = self._heads_backward(dout, shape, w, call, k, grads)
+        return self.o.input_grad(do, w).view(k.out.shape)
+
+    def _input_backward(self, dqkv: Tensor, dh: Tensor, x: Tensor, w: Weights, k: KeptAttention, grads: Grads,
+                        input_grad: bool) -> Tensor:
+        """dx [T, H] from d(qkv), the residual's own gradient added."""
         da = self.qkv.input_grad(dqkv, w)
         if self.norm1:
             dx, a = self.norm1.backward(da, x, k.rstd1, w, grads, add=dh, rebuild=True)
@@ -221,22 +267,17 @@ class SelfAttention:
         self.qkv.weight_grads(dqkv, a, grads)
         return dx
 
-    def _heads_backward(self, dout: Tensor, shape: Any, w: Weights, call: Call, k: KeptAttention, grads: Grads
-                        ) -> Tensor:
-        """d(qkv) [T, (hq + 2 hk) D]."""
-        q, key, v = self._rotated(k, shape, w, call, in_place=False)
-        dq, dk, dv, dsinks = call.attention.backward(dout, q, key, v, k.out, k.extra, self._sinks(w))
-        if self.sinks and grads.wants(self.sinks):
-            grads[self.sinks] = dsinks
-        k.out = k.extra = None
+    def _unrotated(self, d: Sequence[Tensor], shape: Any, w: Weights, cos: Tensor | None, sin: Tensor | None,
+                   k: KeptAttention, grads: Grads) -> Tensor:
+        """d(qkv) [T, (hq + 2 hk) D] from dq, dk and dv as attention gives them."""
         dqkv = torch.empty_like(k.qkv)
         to_q, to_k, to_v = self._heads(dqkv, shape)
-        if call.cos is not None:
-            ops.rope(dq, dk, call.cos, call.sin, to_q, to_k, v=dv, out_v=to_v, interleaved=self.rotary.interleaved,
+        if cos is not None:
+            ops.rope(d[0], d[1], cos, sin, to_q, to_k, v=d[2], out_v=to_v, interleaved=self.rotary.interleaved,
                      inverse=True)
         else:
-            for to, d in ((to_q, dq), (to_k, dk), (to_v, dv)):
-                to.copy_(d)
+            for to, part in zip((to_q, to_k, to_v), d):
+                to.copy_(part)
         if self.q_norm:
             raw_q, raw_k, _ = self._heads(k.qkv, shape)
             self._normed_backward(self.q_norm, to_q, raw_q, k.inner["q"], w, grads)

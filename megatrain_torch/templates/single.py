@@ -70,6 +70,9 @@ class Embedding:
     def copied(self, item: int) -> tuple[int, int]:
         return 0, 0
 
+    def long(self, item: int) -> tuple[int, int, int]:
+        return 0, 0, 1 << 62
+
     def tiled(self, item: int) -> tuple[int, int, int]:
         return 0, 0, 0
 
@@ -124,6 +127,9 @@ class LoneNorm:
 
     def copied(self, item: int) -> tuple[int, int]:
         return 0, 0
+
+    def long(self, item: int) -> tuple[int, int, int]:
+        return 0, 0, 1 << 62
 
     def tiled(self, item: int) -> tuple[int, int, int]:
         return 0, 0, 0

@@ -25,7 +25,7 @@ from megatrain_torch import ops
 from megatrain_torch.masks import Sight
 from megatrain_torch.modes import HOST, read
 from megatrain_torch.packed import Packed
-from megatrain_torch.templates import attention, mlp
+from megatrain_torch.templates import attention, mlp, rows
 from megatrain_torch.templates.attention import Attention
 from megatrain_torch.wrap import runtime_of
 
@@ -217,6 +217,22 @@ def test_attention_over_half_a_million_tokens(heads: int, groups: int, unused: i
             dk_wanted += (p * (do @ v[0, key, group].float() - delta)) @ q[0, rows, h].float() * scale
         assert fusing.error(dv_wanted.cpu(), dv[0, key, group].float().cpu()) < 1e-2
         assert fusing.error(dk_wanted.cpu(), dk[0, key, group].float().cpu()) < 1e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+def test_a_long_row_by_blocks_is_within_noise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward in blocks of 256 queries, where it is one call each otherwise."""
+    ids = torch.randint(0, 50, (1, 1000), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    loss, grads = gradients(streamed(larger(family), "replay"), batch)
+    calls, own = [], rows.Backward.of
+    monkeypatch.setattr(attention, "ROWS", 256)
+    monkeypatch.setattr(attention, "LONG", 1000)
+    monkeypatch.setattr(rows.Backward, "of", lambda self, *a: (calls.append(a[0]), own(self, *a))[1])
+    found, others = gradients(streamed(larger(family), "replay"), batch)
+    assert calls[:4] == [slice(768, 1000), slice(512, 768), slice(256, 512), slice(0, 256)]
+    assert fusing.error(loss, found) < fusing.ROUNDED_LOSS
+    fusing.grads_agree(grads, others, fusing.ROUNDED_ONCE)
 
 
 def test_a_layer_in_tiles_is_within_noise(monkeypatch: pytest.MonkeyPatch) -> None:
