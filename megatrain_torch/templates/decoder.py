@@ -185,16 +185,16 @@ class Decoder:
     def long(self, item: int) -> tuple[int, int, int]:
         """Bytes of a token that backward is spared in a single row (rows.py), bytes besides, and from how many tokens on.
 
-        Spared: the gradients of qkv and of what it is made from; dx has dh's place. There instead: keys and values copied,
-        their gradients of a block, and the sums; h is gone by then.
+        Spared: the gradients of qkv, of attention's output and of what qkv is made from; dx has dh's place. There
+        instead: keys and values copied, their gradients of a block, and sums; h is gone by then, and a tile's gate|up.
         """
-        a, h = self.attention, self.attention.hidden
-        if not self.mlp.tiled(item)[0] or item != 2 or a.cap or not a.causal or a.head > 128 or a.head % 8:
+        a, h, tiled = self.attention, self.attention.hidden, self.mlp.tiled(item)
+        if not tiled[0] or item != 2 or a.cap or not a.causal or a.head > 128 or a.head % 8:
             return 0, 0, NEVER
         q, qkv = a.o.inputs, sum(a.qkv.rows)
         instead = (qkv - q) * (2 * item + 4) + (q + (qkv - q) // 2) * item * bool(a.q_norm)
-        besides = ROWS * (3 * qkv + 6 * h) * item + 4 * (qkv * a.qkv.inputs + q * h)
-        return (qkv + 2 * h) * item - max(0, instead - h * item), besides, LONG
+        besides = ROWS * (3 * qkv + 6 * h) * item + 4 * (qkv * a.qkv.inputs + q * h) - (tiled[0] * tiled[1] + tiled[2])
+        return (qkv + 3 * h) * item - max(0, instead - h * item), max(0, besides), LONG
 
     def flops(self, tokens: int) -> float:
         """Of a forward's products; attention's not counted."""

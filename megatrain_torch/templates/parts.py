@@ -89,9 +89,9 @@ class Weights:
 
 
 def _neighbours(parts: list[Tensor]) -> bool:
-    here = parts[0].data_ptr()
+    here, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
     for p in parts:
-        if p.data_ptr() != here or not p.is_contiguous():
+        if p.data_ptr() != here or not p.is_contiguous() or p.untyped_storage().data_ptr() != storage:
             return False
         here += p.numel() * p.element_size()
     return True

@@ -219,7 +219,32 @@ def test_attention_over_half_a_million_tokens(heads: int, groups: int, unused: i
         assert fusing.error(dk_wanted.cpu(), dk[0, key, group].float().cpu()) < 1e-2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_by_blocks_of_queries_is_the_whole(with_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's kernels on the whole row and on its parts: of the last bits of 8, as between two kernels."""
+    seq = 2500
+    qkv, dout = (torch.randn(1, seq, h, 64, device="cuda").bfloat16() for h in (12, 8))
+    q, k, v = qkv.split((8, 2, 2), 2)
+    sinks = torch.randn(8, device="cuda").bfloat16() if with_sinks else None
+    one = Attention(64 ** -0.5, True)
+    right, kept = one.forward(q, k, v, sinks)
+    *grads, dsinks = one.backward(dout, q, k, v, right, kept, sinks)
+    monkeypatch.setattr(attention, "ROWS", 512)
+    monkeypatch.setattr(attention, "LONG", seq)
+    assert one.single_long_row(q, k, sinks)
+    out, kept = one.forward(q, k, v, sinks)
+    walk, found = one.walk_back(q, k, v, out, kept), [torch.empty_like(t) for t in (q, k, v)]
+    for block in walk.blocks():
+        for to, d in zip(found, walk.of(block, dout[:, block])):
+            to[:, block] = d
+    for a, b in zip((right, *grads), (out, *found)):
+        assert fusing.error(a.float().cpu(), b.float().cpu()) < 1e-2
+    if with_sinks:
+        parts = [one.sinks_grad(dout[:, b], out[:, b], walk.lse[:, :, b], sinks).float() for b in walk.blocks()]
+        assert fusing.error(dsinks.float().cpu(), sum(parts).cpu()) < 1e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_long_row_by_blocks_is_within_noise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward in blocks of 256 queries, where it is one call each otherwise."""
     ids = torch.randint(0, 50, (1, 1000), generator=torch.Generator().manual_seed(0))
