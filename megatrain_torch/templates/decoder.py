@@ -183,7 +183,7 @@ class Decoder:
         return (q + qkv) * item, long_tokens(q, qkv)
 
     def long(self, item: int) -> tuple[int, int, int]:
-        """Bytes of a token that backward is spared in a single row (rows.py), bytes besides, and from how many tokens on.
+        """Bytes of a token that backward is spared in a single row (rows.py), bytes besides, and from how many tokens.
 
         Spared: the gradients of qkv, of attention's output and of what qkv is made from; dx has dh's place. There
         instead: keys and values copied, their gradients of a block, and sums; h is gone by then, and a tile's gate|up.
