@@ -61,6 +61,7 @@ GATHERED = (6, 16)
 # What first layers may keep in host memory, and how many of them, in parts of all.
 ON_HOST = ("replay+host", "attention+split", "attention+host", "selective+host", "saved+host")
 PARTS = 8
+LONG_SEQ = 1 << 16          # tokens of a sequence from which attention is most of a layer
 MOST_SIMULATIONS = 1500     # a few seconds; a search of a hundred layers takes some hundred
 
 
@@ -406,7 +407,18 @@ class Problem:
             able = [w for w, c in enumerate(costs) if mode in c.away and self.shape.windows[w].learns]
             counts = sorted({-(-len(able) * part // PARTS) for part in range(1, PARTS + 1)} - {0})
             tracks += [self._track(costs, least, True, dict.fromkeys(able[:n], mode)) for n in counts]
+        if asked is None and self.wishes.seq >= LONG_SEQ:
+            tracks += self._long_tracks(costs, least)
         return tracks + (self._disk_tracks(costs, least) if asked is None and self.wishes.nvme else [])
+
+    def _long_tracks(self, costs: list[Cost], least: list[str]) -> list[Track]:
+        """Of long sequences an attention's output spares more time than all else: some layers keep it in host memory,
+        with their input, and those before them the input alone, in what is left there."""
+        able = [w for w, c in enumerate(costs) if "attention+host" in c.away and self.shape.windows[w].learns]
+        counts = sorted({-(-len(able) * part // PARTS) for part in range(1, PARTS + 1)} - {0})
+        return [self._track(costs, least, True, dict.fromkeys(able[:both], "attention+host")
+                            | dict.fromkeys(able[:inputs], "replay+host"))
+                for inputs, both in itertools.combinations(counts, 2)]
 
     def _disk_tracks(self, costs: list[Cost], least: list[str]) -> list[Track]:
         """The first layers keep on disk what some behind them keep in host memory."""

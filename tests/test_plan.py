@@ -28,11 +28,11 @@ from transformers import (
 import megatrain_torch as mt
 import megatrain_torch.machine as machine_module
 import megatrain_torch.simulate as simulation
-from megatrain_torch import cli, doctor, planner
+from megatrain_torch import cli, doctor, placement, planner
 from megatrain_torch._core import Engine
-from megatrain_torch.cost import Home
+from megatrain_torch.cost import Home, cost_of
 from megatrain_torch.disk import MEMORY_BYTES
-from megatrain_torch.machine import MACHINES
+from megatrain_torch.machine import MACHINES, Machine
 from megatrain_torch.placement import Choice, Problem, Wishes
 from megatrain_torch.planner import vram_table
 from megatrain_torch.shapes import Shape, shape_of
@@ -207,6 +207,34 @@ def test_what_is_planned_to_begin_early_does() -> None:
     rt = runtime_of(mt.stream(model, device="cpu", plan=mt.plan(model, **asked, speculate=True)))
     assert len(rt.speculated) == len(rt.units)
     mt.unstream(model)
+
+
+def test_a_long_row_works_in_less() -> None:
+    """Backward of a layer of 7B width on one row: without gradients of qkv, of attention's output and of the norm's, in
+    whose place keys and values are copied and summed up, 1 KB a token more than h has taken."""
+    layer = next(w for w in shape_of(seven(1)).windows if w.kind == "layer")
+    h200, tokens = MACHINES["h200-128g"], 1 << 18
+
+    def work(machine: Machine, seq: int) -> dict[str, int]:
+        return cost_of(layer, machine, tokens, seq, True).work
+
+    whole, row = work(h200, tokens // 2), work(h200, tokens)
+    block = layer.template.long[1]       # what blocks of rows take more than tiles of the MLP
+    spared = tokens * (2 * (4608 + 3 * 3584) - 8 * 1024 + 2 * 3584) - block
+    assert 0 <= block < 1 << 30
+    assert {m: whole[m] - row[m] for m in ("replay", "attention", "selective", "saved")} == \
+        {"replay": spared, "attention": spared, "selective": spared, "saved": 0}
+    assert work(dataclasses.replace(h200, device="cpu"), tokens) == work(dataclasses.replace(h200, device="cpu"), tokens // 2)
+    short = cost_of(layer, h200, tokens // 4, tokens // 4, True).work
+    assert short == cost_of(layer, h200, tokens // 4, tokens // 8, True).work
+
+
+def test_of_a_long_row_some_layers_keep_attention_and_some_their_input_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = dict(tokens=1 << 20, seq=1 << 20, machine="h200-1.5t,host=250GiB", states="8bit-sr", grads="none")
+    plan = mt.plan(seven(28), **asked)
+    assert {"replay+host", "attention+host"} <= set(plan.activations.values())
+    monkeypatch.setattr(placement, "LONG_SEQ", 1 << 40)
+    assert plan.seconds < 0.95 * mt.plan(seven(28), **asked).seconds
 
 
 @pytest.mark.parametrize("config, per_token", [(Qwen3MoeConfig, 8), (GptOssConfig, 4)])
