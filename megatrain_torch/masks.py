@@ -89,11 +89,16 @@ _SAID = (Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor
 
 
 def _real(value: Any) -> Any:
+    """With real masks; what has no stand-in in it stays the object that it is: a layer may append to a list."""
     if isinstance(value, StandIn):
         return value.sight.real
     if type(value) in (tuple, list):
-        return type(value)(map(_real, value))
-    return {k: _real(v) for k, v in value.items()} if type(value) is dict else value
+        found = [_real(v) for v in value]
+        return value if all(a is b for a, b in zip(found, value)) else type(value)(found)
+    if type(value) is dict:
+        found = {k: _real(v) for k, v in value.items()}
+        return value if all(found[k] is v for k, v in value.items()) else found
+    return value
 
 
 def dense(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -148,7 +153,7 @@ def install() -> None:
 def _sparing(own: Callable[..., Any], adds: bool) -> Callable[..., Any]:
     @functools.wraps(own)
     def mask(*args: Any, **kwargs: Any) -> Any:
-        if args or not getattr(_now, "spared", False) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or args or not getattr(_now, "spared", False):
             return own(*args, **kwargs)
         sight = _wanted(kwargs, adds)
         skipped = sight is not None and not (adds or sight.window or sight.packed)       # none is made of it

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -198,7 +198,7 @@ class Problem:
         self.needed_again = {u for w, units in enumerate(self.again) for u in units if shape.windows[w].learns}
         self.micros: dict[int, Micro] = {}
         self.fetches: dict[tuple[tuple[Home, ...], int, int], Fetches] = {}
-        self.first_bound: tuple[object, float] = (None, 0.0)       # of the homes asked about last
+        self.asked: tuple[Any, ...] = (None, 0, ())        # homes and micro-batches asked about last, and _of_homes
         self.disks: dict[tuple[tuple[Home, ...], bool], tuple[frozenset[int], frozenset[int]]] = {}
         self.through_rate = machine.through_rate(wishes.states, alone=wishes.homes == "through")
         self.simulations = 0
@@ -447,7 +447,8 @@ class Problem:
             peak = int((np.cumsum(kept * learns) + work + flying).max())
             made.levels.append(level)
             made.peaks.append(max(self._with_cache(max(peak, 0)), *made.peaks[-1:], 0))
-            made.early.append(max(self.early_bytes(costs, level), *made.early[-1:], 0))
+            at_first = not changed or changed[0] < EARLY
+            made.early.append(max(self.early_bytes(costs, level), *made.early[-1:], 0) if at_first else made.early[-1])
             made.backward_s.append(float(seconds.sum()))
         return made
 
@@ -536,27 +537,28 @@ class Problem:
         units at the most.
         """
         m, made = self.machine, self.micro(micro)
-        key = micro, homes.units, homes.through
-        if self.first_bound[0] != key:
-            self.first_bound = key, self._first_forward(homes, micro)
+        if self.asked[0] is not homes or self.asked[1] != micro:
+            self.asked = homes, micro, self._of_homes(homes, micro)
+        first, alone, once, again = self.asked[2]
         up, both = m.h2d_gbps * 1e9, m.both_gbps * 1e9
-        first = max(self.first_bound[1], out / both)
+        first = max(first, out / both)
         forward = max(made.forward_s, (homes.weights - slots) / up, out / both)
         backward = max(backward_s, (homes.again - slots + out) / both)
         adding = max(backward, homes.add_s - (OFFLOAD_DEPTH + STAGINGS + 1) * homes.longest_add_s)
         passes = first + backward + (micro - 1) * (forward + adding) + homes.end_s
         added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
-        alone = self._updates_alone(homes, micro) if self.wishes.grads == "none" else 0.0
-        reading = self._reading(homes, slots, micro)
+        read = once + max(again - slots, 0) + (micro - 1) * (max(once - slots, 0) + max(again - slots, 0))
+        reading = read / (m.disk_read_gbps * 1e9)    # a first forward finds none in a slot
         return NORM_S + max(passes, added, alone, micro * homes.gradients / both, micro * spill_s, reading)
 
-    def _reading(self, homes: Homes, slots: int, micro: int) -> float:
-        """Seconds of the drive's for weights that are there, at least: a first forward finds none in a slot."""
+    def _of_homes(self, homes: Homes, micro: int) -> tuple[float, float, int, int]:
+        """What a bound takes from homes alone: seconds of the first forward, and of updates where nothing else is to be
+        done; bytes of weights that are on the drive, and of those that backward needs again."""
         filed = self.filed(homes.units, micro)
-        once = sum(self.shape.units[u].weights for u in filed)
-        again = sum(self.shape.units[u].weights for u in filed if u in self.needed_again)
-        passes = once + max(again - slots, 0) + (micro - 1) * (max(once - slots, 0) + max(again - slots, 0))
-        return passes / (self.machine.disk_read_gbps * 1e9)
+        return (self._first_forward(homes, micro),
+                self._updates_alone(homes, micro) if self.wishes.grads == "none" else 0.0,
+                sum(self.shape.units[u].weights for u in filed),
+                sum(self.shape.units[u].weights for u in filed if u in self.needed_again))
 
     def _updates_alone(self, homes: Homes, micro: int) -> float:
         """Seconds of them, which a step takes at least where they run beside all of it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,11 +283,13 @@ def _hidden(products: tuple[Product, ...], parameters: dict[str, nn.Parameter]) 
 
 def _attribute(root: nn.Module, module: nn.Module, names: tuple[str, ...], default: int, root_too: bool = True) -> int:
     """An int that some module of the window, or the model's config, calls by one of these names."""
-    places: list[Any] = list(module.modules())
-    places += [config for m in root.modules() if (config := getattr(m, "config", None)) is not None] if root_too else []
-    for place in places:
-        for name in names:
-            value = getattr(place, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-    return default
+    found = _int_of(module.modules(), names)
+    if found is None and root_too:
+        configs = {id(c): c for m in root.modules() if (c := vars(m).get("config")) is not None}     # most share theirs
+        found = _int_of(configs.values(), names)
+    return default if found is None else found
+
+
+def _int_of(places: Iterable[Any], names: tuple[str, ...]) -> int | None:
+    values = (getattr(place, name, None) for place in places for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)

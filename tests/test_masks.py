@@ -150,6 +150,15 @@ def test_only_where_gradients_are_wanted_and_layers_have_templates(monkeypatch: 
     eager(**text(0)).loss.backward()
 
 
+def test_a_plain_model_beside_it_still_compiles_to_one_graph() -> None:
+    mt.unstream(fusing.stream(FAMILIES["gemma3"](), "saved"))
+    model = FAMILIES["gemma3"]().eval()
+    batch = {"input_ids": text(0)["input_ids"], "use_cache": False}
+    with torch.no_grad():
+        found = torch.compile(model, backend="eager", fullgraph=True)(**batch).logits
+        assert parity.same_bits(found, model(**batch).logits)
+
+
 def test_a_layer_that_runs_its_own_code_is_given_the_mask(made: list[Sight]) -> None:
     def train(streamed: bool) -> list[Tensor]:
         parity.seed()
@@ -179,8 +188,9 @@ def test_a_stand_in_used_as_a_tensor_is_the_mask() -> None:
     q = torch.randn(2, 3, 5, 4)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     assert torch.equal(sdpa(q, q, q, attn_mask=mask), sdpa(q, q, q, attn_mask=sight.real))
-    (args,), rest = masks.dense((mask,), {"masks": {"full": mask}, "n": 3})
-    assert args is sight.real and rest["masks"]["full"] is sight.real and rest["n"] == 3
+    seen: list[Tensor] = []
+    (args, same), rest = masks.dense((mask, seen), {"masks": {"full": mask}, "n": 3})
+    assert args is sight.real and rest["masks"]["full"] is sight.real and rest["n"] == 3 and same is seen
 
 
 def test_an_example_shows_its_window_and_its_sequences() -> None:

@@ -180,11 +180,11 @@ def test_a_plan_is_what_happens(tmp_path: Path) -> None:
 
 def test_a_million_tokens_go_to_device_host_and_disk() -> None:
     from test_plan import seven
-    asked = {"tokens": 1 << 20, "seq": 1 << 20, "machine": "h200-128g,host=64GiB", "states": "8bit"}
+    asked = {"tokens": 1 << 20, "seq": 1 << 20, "machine": "h200-128g,host=120GiB", "states": "8bit-sr", "grads": "none"}
     with pytest.raises(MegatrainError) as refused:
-        mt.plan(seven(12), **asked)
+        mt.plan(seven(28), **asked)
     least = refused.value.changes["nvme"]["limit"]
-    plan = mt.plan(seven(12), **asked, nvme={"limit": "64GiB"})
+    plan = mt.plan(seven(28), **asked, nvme={"limit": "64GiB"})
     kinds = {m.partition("+")[2] for m in plan.activations.values()}
     assert kinds == {"", "host", "disk"} and least <= plan.disk_bytes <= 64 << 30
     assert plan.disk_written == plan.disk["activations"] and plan.disk_years < 5
