@@ -161,6 +161,7 @@ def main() -> int:
         "host_gib": used["host_gib"],
         "host_peak_gib": host_rss_bytes()[1] / 2**30,
         "vram_gib": used.get("vram_used_gib"),
+        "vram_allocated_gib": used.get("vram_peak_gib"),
         "busy_s": dict(last.busy),
         "idle_s": dict(last.idle),
         "predicted": prediction(plan),

@@ -48,7 +48,8 @@ def _report_compute_device(base: Any) -> None:
 
     def device(self: Any) -> torch.device:
         from .wrap import find_runtime
-        rt = find_runtime(self)
+        streamed = "_apply" in self.__dict__     # of itself alone: torch.compile guards all that this looks at
+        rt = find_runtime(self) if streamed else None
         return rt.device if rt is not None else own.fget(self)
 
     base.device = property(device, doc=own.__doc__)

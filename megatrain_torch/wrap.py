@@ -60,6 +60,8 @@ _registrations = 0
 def _count_registration(module: nn.Module, *_: Any) -> None:
     """Something was put into a module: of a streamed model, the next pass looks what."""
     global _registrations
+    if torch.compiler.is_compiling():        # a plain model's graph would be guarded against the lives of others
+        return
     if module in _runtimes:
         _registrations += 1
 
