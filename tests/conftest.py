@@ -13,6 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("no deadline", deadline=None)      # a busy machine is no failure
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session", autouse=True)
