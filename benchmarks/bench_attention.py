@@ -26,8 +26,7 @@ from common import add_device_argument, emit, say, synchronize, table
 
 from megatrain_torch.templates import attention
 from megatrain_torch.templates.attention import Attention
-
-NEVER = 1 << 62
+from megatrain_torch.templates.rows import NEVER
 
 
 def parse_args() -> tuple[argparse.Namespace, torch.device]:

@@ -244,16 +244,16 @@ def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("lengths, rows, reach", [((), 2, 5), ((7, 1, 4), 1, 0), ((7, 1, 4), 1, 3), ((), 1, 1)])
-def test_flash_is_given_windows_sequences_and_sinks(lengths: tuple[int, ...], rows: int, reach: int, with_sinks: bool,
+@pytest.mark.parametrize("lengths, rows, window", [((), 2, 5), ((7, 1, 4), 1, 0), ((7, 1, 4), 1, 3), ((), 1, 1)])
+def test_flash_is_given_windows_sequences_and_sinks(lengths: tuple[int, ...], rows: int, window: int, with_sinks: bool,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(0)
     qkv, dout = (torch.randn(rows, 12, h, 8, dtype=torch.float64, generator=g) for h in (8, 4))
     q, k, v = qkv.split((4, 2, 2), 2)
     sinks = torch.rand(4, dtype=torch.float64, generator=g) if with_sinks else None
     packed = Packed.of(lengths, CPU) if lengths else None
-    one = Attention(0.3, True, packed=packed, reach=reach)
-    sight = Sight(rows, 12, CPU, reach, packed, torch.float64)
+    one = Attention(0.3, True, packed=packed, window=window)
+    sight = Sight(rows, 12, CPU, window, packed, torch.float64)
     by_mask = Attention(0.3, False, sight.real, spelled=True)
 
     def all_of(one: Attention) -> list[Tensor]:

@@ -171,5 +171,5 @@ def test_a_layers_gradients_by_blocks_are_the_whole(family: str, keep: str, cudn
 def test_several_rows_or_a_window_go_back_at_once(cudnn: None) -> None:
     q, k, _, _ = heads(2, 12)
     for one, rows, takes in ((Attention(SCALE, True), 1, True), (Attention(SCALE, True), 2, False),
-                             (Attention(SCALE, True, reach=3), 1, False), (Attention(SCALE, False), 1, False)):
+                             (Attention(SCALE, True, window=3), 1, False), (Attention(SCALE, False), 1, False)):
         assert one.single_long_row(q[:rows], k[:rows], None) is takes

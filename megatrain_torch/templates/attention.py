@@ -56,7 +56,7 @@ class Attention:
     (cap * tanh(logits / cap), Gemma 2) are trained with, and what has a gradient in rows that see nothing. The mask
     is added then, and is all there is of causality.
 
-    packed: sequences behind one another in the one row, each of which sees itself. reach: how many tokens one sees,
+    packed: sequences behind one another in the one row, each of which sees itself. window: how many tokens one sees,
     itself the last; 0: all before it. Both causal, without a mask.
     """
 
@@ -66,11 +66,11 @@ class Attention:
     spelled: bool = False
     cap: float = 0.0
     packed: Packed | None = None
-    reach: int = 0
+    window: int = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Any]:
         """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
-        if self.packed is not None or self.reach:
+        if self.packed is not None or self.window:
             return self._sighted_forward(q, k, v, sinks)
         if self._unmasked(q, sinks):
             return self._masked(q, sinks).forward(q, k, v, sinks)
@@ -95,7 +95,7 @@ class Attention:
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
                  sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dq, dk, dv: [B, S, h, D], strided; dsinks [hq]."""
-        if self.packed is not None or self.reach:
+        if self.packed is not None or self.window:
             return self._sighted_backward(dout, q, k, v, out, kept, sinks)
         if self._unmasked(q, sinks):
             return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
@@ -140,7 +140,7 @@ class Attention:
 
     def single_long_row(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> bool:
         """Can gradients be had some rows at a time (walk_back)?"""
-        return q.shape[0] == 1 and self.packed is None and not self.reach and self._long(q, k, sinks)
+        return q.shape[0] == 1 and self.packed is None and not self.window and self._long(q, k, sinks)
 
     def walk_back(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any) -> Backward:
         """Gradients of a single long row, for who goes on with some rows of them."""
@@ -224,7 +224,7 @@ class Attention:
     def _sighted_forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
         if self._flash(q):
             return (self if self.packed else self._by_lengths(q))._by_flash(q, k, v, sinks)
-        if self.reach:
+        if self.window:
             return self._masked(q, sinks).forward(q, k, v, sinks)
         one = dataclasses.replace(self, packed=None)
         found = [one.forward(*part, sinks) for part in self._each_sequence(q, k, v)]
@@ -234,7 +234,7 @@ class Attention:
                           sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if self._flash(q):
             return (self if self.packed else self._by_lengths(q))._flash_grads(dout, q, k, v, out, kept, sinks)
-        if self.reach:
+        if self.window:
             return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
         one = dataclasses.replace(self, packed=None)
         found = [one.backward(*part, of, sinks) for part, of in zip(self._each_sequence(dout, q, k, v, out), kept)]
@@ -247,8 +247,8 @@ class Attention:
 
     def _masked(self, q: Tensor, sinks: Tensor | None) -> Attention:
         """The same by a mask: to be added where products and softmax are spelled out."""
-        sight = Sight(1, q.shape[1], q.device, self.reach, self.packed, None if sinks is None else q.dtype)
-        return dataclasses.replace(self, causal=False, mask=sight.real, packed=None, reach=0)
+        sight = Sight(1, q.shape[1], q.device, self.window, self.packed, None if sinks is None else q.dtype)
+        return dataclasses.replace(self, causal=False, mask=sight.real, packed=None, window=0)
 
     def _unmasked(self, q: Tensor, sinks: Tensor | None) -> bool:
         """Is this causal without a mask, and spelled out, where only a mask says so?"""
@@ -261,7 +261,7 @@ class Attention:
 
     def _flash_args(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         cu, most = self.packed.cu, self.packed.longest
-        window = {"window_size_left": self.reach - 1, "window_size_right": 0} if self.reach else {}
+        window = {"window_size_left": self.window - 1, "window_size_right": 0} if self.window else {}
         return (cu, cu, most, most, 0.0, self.causal), {"scale": self.scale, **window}
 
     def _by_flash(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:

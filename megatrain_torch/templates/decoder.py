@@ -25,11 +25,10 @@ from .mlp import GatedMLP
 from .moe import SparseMLP
 from .parts import Grads, Norm, Unfit, Weights, as_input, has, unflattened
 from .rotary import Rotary
-from .rows import LONG, ROWS
+from .rows import LONG, NEVER, ROWS
 from .self_attention import Call, KeptAttention, SelfAttention
 
 Variant = tuple[int, Rotary | None]
-NEVER = 1 << 62
 
 
 @dataclass

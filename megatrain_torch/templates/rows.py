@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 ROWS, LONG = 1 << 15, 1 << 17        # queries at a time; tokens of a row from which it is done
+NEVER = 1 << 62                      # in place of LONG, where it is not
 
 # (q, k, v, causal) -> output [B, hq, n, D] and log-sum-exp [B, hq, n], or with a last dimension of 1.
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]

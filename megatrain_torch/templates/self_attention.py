@@ -46,11 +46,11 @@ class KeptAttention:
 
     def rows(self, rows: slice) -> KeptAttention:
         """Of these rows of the only row of the batch; without attention's own."""
-        def cut(t: Tensor | None) -> Tensor | None:
+        def of(t: Tensor | None) -> Tensor | None:
             return None if t is None else t[rows]
 
-        inner = {name: t[:, rows] if name in "qk" else t[rows] for name, t in self.inner.items()}
-        return KeptAttention(cut(self.rstd1), cut(self.qkv), self.out[:, rows], None, cut(self.o), inner)
+        inner = {name: t[:, rows] if name in ("q", "k") else t[rows] for name, t in self.inner.items()}
+        return KeptAttention(of(self.rstd1), of(self.qkv), self.out[:, rows], None, of(self.o), inner)
 
 
 class SelfAttention:
@@ -134,7 +134,7 @@ class SelfAttention:
     def _attention(self, kind: str, mask: Tensor | None) -> Attention:
         sight = sight_of(mask)
         if sight is not None and not self.cap:
-            return Attention(self.scale, True, packed=sight.packed, reach=sight.window)
+            return Attention(self.scale, True, packed=sight.packed, window=sight.window)
         mask = mask if sight is None else sight.real
         causal = self.causal and mask is None and kind == "sdpa"     # of eager attention, the mask says all
         return Attention(self.scale, causal, mask, kind == "eager", self.cap)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from .parts import Grads, Norm, Unfit, Weights, as_input, only
+from .rows import NEVER
 
 
 class Embedding:
@@ -71,7 +72,7 @@ class Embedding:
         return 0, 0
 
     def long(self, item: int) -> tuple[int, int, int]:
-        return 0, 0, 1 << 62
+        return 0, 0, NEVER
 
     def tiled(self, item: int) -> tuple[int, int, int]:
         return 0, 0, 0
@@ -129,7 +130,7 @@ class LoneNorm:
         return 0, 0
 
     def long(self, item: int) -> tuple[int, int, int]:
-        return 0, 0, 1 << 62
+        return 0, 0, NEVER
 
     def tiled(self, item: int) -> tuple[int, int, int]:
         return 0, 0, 0

@@ -273,8 +273,8 @@ def test_a_layer_in_tiles_is_within_noise(monkeypatch: pytest.MonkeyPatch) -> No
 # ---------------------------------------------------------------- windows, packed sequences
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("rows, lengths, reach", [(2, (), 700), (1, (1000, 1, 999), 300), (1, (1000, 1, 999), 0)])
-def test_flash_with_windows_and_sinks_is_attention_by_a_mask(rows: int, lengths: tuple[int, ...], reach: int,
+@pytest.mark.parametrize("rows, lengths, window", [(2, (), 700), (1, (1000, 1, 999), 300), (1, (1000, 1, 999), 0)])
+def test_flash_with_windows_and_sinks_is_attention_by_a_mask(rows: int, lengths: tuple[int, ...], window: int,
                                                              with_sinks: bool) -> None:
     """Against cuDNN's kernels with the mask added; as in the test below, 4e-3 lie between two kernels."""
     device = torch.device("cuda")
@@ -282,8 +282,8 @@ def test_flash_with_windows_and_sinks_is_attention_by_a_mask(rows: int, lengths:
     q, dout = (torch.randn(rows, seq, 8, 64, device="cuda").bfloat16() for _ in range(2))
     k, v = (torch.randn(rows, seq, 2, 64, device="cuda").bfloat16() for _ in range(2))
     sinks = torch.randn(8, device="cuda").bfloat16() if with_sinks else None
-    sight = Sight(rows, seq, device, reach, packed, torch.bfloat16)
-    one, by_mask = Attention(64 ** -0.5, True, packed=packed, reach=reach), Attention(64 ** -0.5, False, sight.real)
+    sight = Sight(rows, seq, device, window, packed, torch.bfloat16)
+    one, by_mask = Attention(64 ** -0.5, True, packed=packed, window=window), Attention(64 ** -0.5, False, sight.real)
     out, kept = one.forward(q, k, v, sinks)
     assert len(kept) == 3, "flash did not take it"
     found = (out, *one.backward(dout, q, k, v, out, kept, sinks))
