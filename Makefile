@@ -38,7 +38,7 @@ help:  ## list the verbs
 demo: $(BUILT)  ## train a small Llama on Shakespeare through the streaming engine
 	$(PY) examples/train_shakespeare.py $(ARGS)
 
-test: $(BUILT) ctest asan tsan pytest  ## everything: C tests plain, under ASan and TSan, then pytest
+test: $(BUILT) asan tsan pytest  ## everything: C tests under ASan and TSan, then pytest
 
 ctest:  ## the C tests; a C compiler is enough
 	$(MAKE) -C tests/c --no-print-directory -j$(JOBS) -s run

@@ -9,12 +9,6 @@
 #include <pthread.h>
 #include <time.h>
 
-#if defined(__SANITIZE_THREAD__)
-#define UNDER_TSAN 1
-#else
-#define UNDER_TSAN 0
-#endif
-
 #define NAP_NS 20000000
 
 /* bf16 and fp32 of several pieces, fp16, fp64, and one that is frozen; the unit is settled. */

@@ -847,7 +847,7 @@ static void step_and_fetch(world *w, int backwards)
 
 static void fetches_bring_what_updates_have_written(void)
 {
-    for (int n_buffers = 1; n_buffers <= 9; n_buffers += 4)
+    for (int n_buffers = 1; n_buffers <= 9; n_buffers += UNDER_TSAN ? 8 : 4)
         for (int us = 0; us <= 800; us += 800) {
             world w;
 

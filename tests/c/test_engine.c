@@ -13,12 +13,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#if defined(__SANITIZE_THREAD__)
-#define UNDER_TSAN 1
-#else
-#define UNDER_TSAN 0
-#endif
-
 #define UNITS    5
 #define SLOTS    3
 #define STEPS    3

@@ -6,12 +6,6 @@
 #include <time.h>
 
 /* A race on purpose is what it would find. */
-#if defined(__SANITIZE_THREAD__)
-#define UNDER_TSAN 1
-#else
-#define UNDER_TSAN 0
-#endif
-
 #define UNITS 3
 #define DEPTH 2
 

@@ -15,12 +15,6 @@
 #include <math.h>
 #include <time.h>
 
-#if defined(__SANITIZE_THREAD__)
-#define UNDER_TSAN 1
-#else
-#define UNDER_TSAN 0
-#endif
-
 #define UNITS  4
 #define PARAMS 3
 #define STEPS  20
@@ -649,7 +643,7 @@ static int equals_host(const config *c)
 static void settled_units_have_the_bits_of_host_units(void)
 {
     for (int micros = 1; micros <= MICROS; micros += 2)
-        for (int norm = 0; norm < 3; norm++)
+        for (int norm = 0; norm < 3; norm += UNDER_TSAN ? 2 : 1)
             for (int k = 0; k < 3; k++)
                 CHECK(equals_host(&(config){
                     .seed = (uint64_t)(micros * 100 + norm * 10 + k), .micros = micros,
@@ -667,7 +661,7 @@ static void delays_change_no_bits(void)
 
 static void whatever_the_user_reads_and_writes(void)
 {
-    for (uint64_t seed = 0; seed < 16; seed++)
+    for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
                                      .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
                                      .settled = seed % 4 ? ALL : 9, .take = seed % 8 != 0 }));
@@ -682,7 +676,7 @@ static void overlap_off_changes_no_bits(void)
 static void units_that_go_through_have_the_bits_of_host_units(void)
 {
     for (int micros = 1; micros <= MICROS; micros += 2)
-        for (int norm = 0; norm < 3; norm++)
+        for (int norm = 0; norm < 3; norm += UNDER_TSAN ? 2 : 1)
             for (int k = 0; k < 3; k++)
                 CHECK(equals_host(&(config){
                     .seed = (uint64_t)(micros * 100 + norm * 10 + k), .micros = micros,
@@ -692,7 +686,7 @@ static void units_that_go_through_have_the_bits_of_host_units(void)
 
 static void going_through_with_delays_and_a_user_changes_no_bits(void)
 {
-    for (uint64_t seed = 0; seed < 16; seed++)
+    for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
                                      .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
                                      .settled = seed % 4 ? 0 : 4, .through = seed % 3 ? ALL : 11,
@@ -702,7 +696,7 @@ static void going_through_with_delays_and_a_user_changes_no_bits(void)
 static void guests_have_the_bits_of_host_units(void)
 {
     for (int micros = 1; micros <= MICROS; micros += 2)
-        for (int norm = 0; norm < 3; norm++)
+        for (int norm = 0; norm < 3; norm += UNDER_TSAN ? 2 : 1)
             for (int k = 0; k < 2; k++)
                 CHECK(equals_host(&(config){
                     .seed = (uint64_t)(micros * 100 + norm * 10 + k), .micros = micros,
@@ -712,7 +706,7 @@ static void guests_have_the_bits_of_host_units(void)
 
 static void guests_with_delays_and_a_user_change_no_bits(void)
 {
-    for (uint64_t seed = 0; seed < 16; seed++)
+    for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
                                      .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
                                      .settled = seed % 4 ? ALL : 13, .guests = seed % 4 ? ALL : 9,
@@ -728,7 +722,7 @@ static config passing(uint64_t seed, unsigned skip)
 
 static void gradients_of_settled_units_that_pass_change_no_bits(void)
 {
-    for (uint64_t seed = 0; seed < 12; seed++) {
+    for (uint64_t seed = 0; seed < 12; seed += UNDER_TSAN ? 3 : 1) {
         config c = passing(seed, 0);
 
         c.meddle = seed % 2 ? 1 : 0;
