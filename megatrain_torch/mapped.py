@@ -8,6 +8,7 @@ as memory, like any other.
 from __future__ import annotations
 
 import bisect
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -64,20 +65,44 @@ def _mappings(smaps: str) -> list[_Mapping]:
     return found
 
 
-class Mapped:
-    """The files that are mapped now, with what is to be read from them."""
+def _files(maps: str) -> list[tuple[int, int]]:
+    """(begin, end) of what is mapped from files."""
+    lines = (line.split(maxsplit=5) for line in maps.splitlines() if "/" in line)
+    ranges = (line[0].split("-") for line in lines if len(line) == 6)
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
-    def __init__(self, smaps: Path = Path("/proc/self/smaps")) -> None:
+
+class Mapped:
+    """The files that are mapped now, with what is to be read from them.
+
+    The kernel goes through all pages of a process to say what was written to, so it is asked only where a tensor lies
+    in a file's mapping.
+    """
+
+    def __init__(self) -> None:
         try:
-            self._maps = [m for m in _mappings(smaps.read_text()) if m.as_in_file]
+            self._files = _files(Path("/proc/self/maps").read_text())
         except OSError:
-            self._maps = []
+            self._files = []
+
+    @functools.cached_property
+    def _maps(self) -> list[_Mapping]:
+        try:
+            return [m for m in _mappings(Path("/proc/self/smaps").read_text()) if m.as_in_file]
+        except OSError:
+            return []
+
+    def _in_file(self, address: int) -> bool:
+        at = bisect.bisect_right(self._files, address, key=lambda f: f[0]) - 1
+        return at >= 0 and address < self._files[at][1]
 
     def source(self, t: Tensor) -> tuple[str, int] | None:
         """(path, offset) where the file has just the bytes of a dense, row-major tensor."""
         if t.device.type != "cpu" or not t.is_contiguous() or t.numel() == 0:
             return None
         address = t.data_ptr()
+        if not self._in_file(address):
+            return None
         at = bisect.bisect_right(self._maps, address, key=lambda m: m.begin) - 1
         m = self._maps[at] if at >= 0 else None
         if m is None or address + t.nbytes > m.end:

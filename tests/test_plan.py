@@ -250,7 +250,7 @@ def test_a_trillion_parameters_plan_in_seconds() -> None:
     config = seven(126, hidden_size=24576, intermediate_size=98304, num_attention_heads=192, num_key_value_heads=16)
     began = time.process_time()
     plan = mt.plan(config, tokens=1 << 20, seq=4096, machine="h200-1.5t,host=20TiB")
-    assert plan.parameters > 1e12 and time.process_time() - began < 8
+    assert plan.parameters > 1e12 and time.process_time() - began < 30, "6 s where nothing else runs"
 
 
 # ---- limits

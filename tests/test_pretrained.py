@@ -122,6 +122,12 @@ def test_a_mapping_that_was_written_to_is_memory_like_any_other(tmp_path: Path) 
     assert (mt.stream(model, device="cpu").lm_head.weight[3] == 7).all()
 
 
+def test_the_kernel_is_not_asked_about_pages_where_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes through all of a process's pages to answer: seconds of a large one."""
+    monkeypatch.setattr("megatrain_torch.mapped._mappings", lambda text: pytest.fail("it was asked"))
+    mt.stream(built("llama"), device="cpu")
+
+
 def test_two_views_of_the_same_bytes_of_a_file_both_have_them(tmp_path: Path) -> None:
     safetensors.save_file({"all": torch.arange(4096.0).view(64, 64)}, tmp_path / "f.safetensors")
     whole = safetensors.load_file(tmp_path / "f.safetensors")["all"]
