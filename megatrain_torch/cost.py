@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .formats import moved_bytes
 from .loss import chunk_tokens
 from .machine import Machine
-from .modes import DISK, DISKS, HOST, KEEPS, read
+from .modes import DISK, DISKS, HOST, LINKED, read
 from .shapes import Product, Unit, Window
 from .slots import plan_slots
 from .templates import spared
@@ -121,17 +121,18 @@ def _launch_s(machine: Machine, operations: float) -> float:
 
 # ---- templates -----------------------------------------------------------------------------------
 
-TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "attention": 10, "replay": 12}
+TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "attention": 10, "replay": 12, LINKED: 20}
 
 
 def _template_bytes(w: Window, m: Machine, tokens: int, seq: int) -> tuple[dict[str, int], dict[str, int]]:
     """What it keeps, its input counted in, and what it needs beside that, by mode."""
     t, kept = w.template, dict(w.template.kept)
+    kept[LINKED] = kept["attention"]
     copied = tokens * t.copied[0] if tokens > t.copied[1] else 0
     by_rows = m.device == "cuda" and not w.context and tokens == seq >= t.long[2]
     in_tiles = spared(t.tiled, tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows
-    return ({mode: math.ceil(tokens * (t.input + n)) for mode, n in kept.items()},
-            {mode: math.ceil(tokens * (t.work - n)) - (mode != "saved") * in_tiles + copied
+    return ({mode: math.ceil(tokens * (t.input * (mode != LINKED) + n)) for mode, n in kept.items()},
+            {mode: math.ceil(tokens * (t.input * (mode == LINKED) + t.work - n)) - (mode != "saved") * in_tiles + copied
              for mode, n in kept.items()})
 
 
@@ -150,7 +151,8 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
     forward: two norms 4H; rotation 2qkv; the product of gate and up 1.5up; what products are added onto 2H.
     backward: two norms with what they rebuild 10H; rotation 2qkv; attention's sums 2q; gate and up 3up.
     replay runs everything but the last projection again, attention all of that but attention itself, selective gate
-    and up behind a norm.
+    and up behind a norm; linked as attention, and of the layer before, which is taken to be alike, what is behind
+    attention.
     """
     h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv"), w.width("up"), w.itemsize
     kept, work = _template_bytes(w, m, tokens, seq)
@@ -164,12 +166,14 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
              "attention": forward - _products_s(m, _joined(w, "down"), tokens)
              + _bytes_s(m, tokens * size * (5 * h + 2 * qkv))}
     again["replay"] = again["attention"] + attention
+    again[LINKED] = again["attention"] + forward - _products_s(m, _joined(w, "qkv"), tokens) \
+        + _bytes_s(m, tokens * size * (4 * h + 1.5 * up))
     ops = TEMPLATE_OPERATIONS
     return _with_host(Cost(
         forward + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv + 1.5 * up)),
-        {mode: (gradients + again[mode]) * w.learns for mode in KEEPS},
+        {mode: (gradients + again[mode]) * w.learns for mode in again},
         _launch_s(m, ops["forward"]),
-        {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in KEEPS}, kept, work),
+        {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in again}, kept, work),
         math.ceil(tokens * w.template.input))
 
 

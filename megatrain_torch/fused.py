@@ -20,7 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from . import hf
 from .frames import _pop, _push, keep, refuse_create_graph, restored
-from .modes import Mode
+from .modes import LINKED, Mode
 from .records import Use
 from .state import in_backward, swap_window
 from .swap import Bundle, Part
@@ -43,13 +43,13 @@ class Layer(torch.autograd.Function):
     def forward(ctx: Any, fused: Fused, call: Any, mode: Mode, bundle: Bundle | None, x: Tensor, *params: Tensor
                 ) -> Tensor:
         window = fused.window
-        ctx.fused, ctx.call, ctx.records = fused, call, window.trainable
+        ctx.fused, ctx.call, ctx.records, ctx.keep, ctx.bundle = fused, call, window.trainable, mode.keep, bundle
         ctx.names, ctx.wanted = fused.trained_names, fused.wanted        # requires_grad may change meanwhile
         ctx.use = Use(window.trainable) if in_backward() == -1 else None
         ctx.set_materialize_grads(False)
         ctx.position = window.runtime.swap.position
         y, kept = fused.template.forward(x, fused.weights(), call, mode.keep)
-        ctx.kept = kept if bundle is None else _away(kept, bundle, x, mode.input)
+        ctx.kept = kept if bundle is None else _away(kept, bundle, x, mode.input and mode.keep != LINKED)
         ctx.versions = fused.versions()
         ctx.save_for_backward(x)             # torch's own checks: in-place writes, a second backward
         return y
@@ -57,7 +57,7 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         refuse_create_graph()
-        fused, (x,) = ctx.fused, ctx.saved_tensors
+        fused, (x,) = ctx.fused, ctx.saved_tensors         # x of a linked window is made again here
         fused.window.runtime.swap.approach(ctx.position)
         fused.check_versions(ctx.versions)
         nodes = [edge[0] for edge in ctx.next_functions[1:]]         # the first is x's
@@ -66,11 +66,42 @@ class Layer(torch.autograd.Function):
         if dy is not None:
             kept, ctx.kept = ctx.kept, None      # used up; a second time all is made again
             kept = fused.template.nothing_kept(x) if kept is None else _mapped(kept, Part, Part.tensor)
+            if ctx.keep == LINKED:
+                kept.x = x
             dx, grads = fused.template.backward(dy.contiguous(), kept, fused.weights(), ctx.call, ctx.wanted,
                                                 ctx.needs_input_grad[4])
             found = tuple(grads.get(n) for n in ctx.names)
         taken = fused.window.runtime.handover.take(ctx.records, ctx.use, nodes, found)
         return None, None, None, None, dx, *taken
+
+
+class Link:
+    """Stands for a linked window's input, which is the output of the layer before: `node`, its part of the graph, which
+    makes it again from what it keeps.
+
+    What that layer keeps elsewhere comes back in time for this one, which comes first in backward, and is asked for
+    once more than by its own backward.
+    """
+
+    __slots__ = ("node", "made_from")
+
+    def __init__(self, node: Any, position: int) -> None:
+        """position: of the linked window, in the order of forwards."""
+        self.node, self.made_from = node, node.fused.template.made_from(node.kept)
+        bundle = node.bundle
+        if bundle is not None:
+            bundle.needed = position
+            numbers = [self.made_from.number] * (type(self.made_from) is Part) + [bundle.input] * (bundle.input >= 0)
+            for n in numbers:
+                bundle.wanted[n] += 1
+
+    def tensor(self) -> Tensor:
+        node, fused = self.node, self.node.fused
+        (x,) = node.saved_tensors
+        fused.check_versions(node.versions)
+        with fused.window.runtime.during(fused.window, "replay"), torch.no_grad():
+            out = _mapped(self.made_from, Part, Part.tensor)
+            return fused.template.again(x, out, fused.weights(), node.call, node.keep)
 
 
 def _mapped(kept: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
@@ -180,23 +211,41 @@ class Fused:
         self.declined = ""
         window = self.window
         window.runtime.bindings += 1
-        mode = window.runtime.keep_of(window, x.shape[:2].numel())
-        if mode.host and self.template.swaps:
-            return self._kept_on_host(x, call, mode)
+        mode, link = window.runtime.keep_of(window, x.shape[:2].numel()), None
+        if mode.keep == LINKED:
+            mode, link = self._linked(x, mode)
+        if link is not None or (mode.host and self.template.swaps):
+            return self._kept_elsewhere(x, call, mode, link)
         return Layer.apply(self, call, mode, None, x, *window.params)
 
-    def _kept_on_host(self, x: Tensor, call: Any, mode: Mode) -> Tensor:
-        """x too is saved by way of the bundle, whose life then is that of the graph."""
-        bundle = self.window.runtime.swap.bundle(self.window, mode)
+    def _kept_elsewhere(self, x: Tensor, call: Any, mode: Mode, link: Link | None) -> Tensor:
+        """x too is saved by way of the bundle, whose life then is that of the graph, or not at all."""
+        bundle = self.window.runtime.swap.bundle(self.window, mode) if mode.host else None
 
         def pack(t: Tensor) -> Any:
-            return keep(t) if bundle.input < 0 else Part(bundle, bundle.input)
+            if link is not None:
+                return link
+            return keep(t) if bundle is None or bundle.input < 0 else Part(bundle, bundle.input)
 
         _push(pack, restored)
         try:
             return Layer.apply(self, call, mode, bundle, x, *self.window.params)
         finally:
             _pop()
+
+    def _linked(self, x: Tensor, mode: Mode) -> tuple[Mode, Link | None]:
+        """The mode that a linked window so given its input can have, and what stands for that.
+
+        Where x is no window's output as it came, the input is kept alone. Where the window before is no layer, keeps
+        no attention's output or is linked itself, the input is kept beside attention's output.
+        """
+        node: Any = x.grad_fn
+        if not isinstance(node, Layer._backward_cls):
+            return mode._replace(keep="replay"), None
+        before = node.fused.template
+        if not (self.template.links and before.links) or node.keep in (LINKED, "replay") or node.kept is None:
+            return mode._replace(keep="attention"), None
+        return mode, Link(node, self.window.runtime.swap.position)
 
     def _taken(self, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
         """x and the rest of the call, as a template takes them, if it may be a single node."""

@@ -1,7 +1,8 @@
 """What a window keeps between forward and backward, and where: the words of a plan's "activations".
 
 keep        "replay": its input alone; "attention": attention's output and log-sum-exp besides; "selective": all but
-            the largest part; "saved": everything that backward needs.
+            the largest part; "saved": everything that backward needs. "linked": attention's output and log-sum-exp in
+            place of the input, which the layer before makes again from what it keeps, without attention.
 where       nothing: on the device. "+host": in host memory, the input too. "+split": in host memory, the input on the
             device. "+disk": in a file, by way of a few blocks of host memory, the input too. So "selective+host",
             "replay+disk", "attention+split".
@@ -12,9 +13,10 @@ import functools
 from typing import NamedTuple
 
 KEEPS = ("replay", "attention", "selective", "saved")        # least first
-HOST = ("replay+host", *(f"{keep}{where}" for keep in KEEPS[1:] for where in ("+split", "+host")))
-DISK = tuple(f"{keep}+disk" for keep in KEEPS)
-MODES = (*KEEPS, *HOST, *DISK)
+LINKED = "linked"
+HOST = ("replay+host", *(f"{keep}{where}" for keep in KEEPS[1:] for where in ("+split", "+host")), "linked+host")
+DISK = (*(f"{keep}+disk" for keep in KEEPS), "linked+disk")
+MODES = (*KEEPS, LINKED, *HOST, *DISK)
 HOMES = ("ram", "vram", "arrive", "through", "disk", "disk+weights")        # of a unit: weights, gradients and states
 DISKS = ("disk", "disk+weights")            # of which states are in a file; weights too
 GRADS = ("ram", "none")     # where gradients wait for their update: at home with their unit, or nowhere
@@ -23,8 +25,8 @@ GRADS = ("ram", "none")     # where gradients wait for their update: at home wit
 class Mode(NamedTuple):
     """
     Attributes:
-        keep: one of KEEPS, or "whole". host: what is kept leaves the device. input: so does the window's input. disk:
-            for a file.
+        keep: one of KEEPS, LINKED, or "whole". host: what is kept leaves the device. input: so does the window's input.
+            disk: for a file.
     """
 
     keep: str

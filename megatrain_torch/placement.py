@@ -45,7 +45,7 @@ from .disk import (
     unit_file_bytes,
 )
 from .machine import Machine
-from .modes import DISK, DISKS, KEEPS
+from .modes import DISK, DISKS, KEEPS, LINKED, read
 from .shapes import Shape, Unit
 from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
 from .slots import plan_slots
@@ -356,12 +356,24 @@ class Problem:
     def peak(self, costs: list[Cost], modes: tuple[str, ...]) -> tuple[int, int, int]:
         """(activations, work, gradients under way) in bytes where their sum is largest in a backward."""
         kept, best = 0, (0, 0, 0)
-        for cost, mode, window, flying in zip(costs, modes, self.shape.windows, self.flying):
+        for cost, mode, coming, window, flying in zip(costs, modes, self.coming(costs, modes), self.shape.windows,
+                                                      self.flying):
             kept += cost.kept[mode] * window.learns
-            here = (kept, cost.work[mode], flying)
+            here = (kept, cost.work[mode] + coming, flying)
             if sum(here) > sum(best):
                 best = here
         return best
+
+    def coming(self, costs: list[Cost], modes: Sequence[str]) -> list[int]:
+        """By window, bytes beside its work, for links: a linked window's own input is made from what the layer before
+        keeps, which has come back with its own; both come while the window behind it runs."""
+        found, away = [0] * len(costs), self._away(costs, modes)
+        for w, mode in enumerate(modes):
+            if read(mode).keep == LINKED:
+                found[w] += away[w - 1]
+                if w + 1 < len(costs):
+                    found[w + 1] += away[w]
+        return found
 
     def visiting(self, homes: tuple[Home, ...]) -> dict[int, int]:
         """Bytes of states that arrive, by unit."""
@@ -370,9 +382,11 @@ class Problem:
 
     def early_bytes(self, costs: list[Cost], modes: tuple[str, ...]) -> int:
         """Of activations, work and gradients while those states are on the device, at the most."""
-        first = list(zip(costs, modes, self.shape.windows, self.flying))[:EARLY]
-        kept = sum(cost.kept[mode] * window.learns for cost, mode, window, _ in first)
-        return self._with_cache(kept + max(cost.work[mode] + flying for cost, mode, _, flying in first))
+        first = list(zip(costs, modes, self.shape.windows))[:EARLY]
+        kept = sum(cost.kept[mode] * window.learns for cost, mode, window in first)
+        beside = zip(first, self.flying, self.coming(costs, modes))
+        return self._with_cache(kept + max(cost.work[mode] + flying + coming
+                                           for (cost, mode, _), flying, coming in beside))
 
     def passing_bytes(self, costs: list[Cost], modes: tuple[str, ...]) -> int:
         """The peak with what torch's allocator holds beyond it."""
@@ -402,13 +416,18 @@ class Problem:
         asked = self.wishes.activations
         least = [min((m for m in c.kept if m in KEEPS), key=KEEPS.index) if asked not in c.kept else asked
                  for c in costs]
+        if asked is not None and read(asked).keep == LINKED:
+            mode = read(asked)
+            followers = set(self._pairs(costs).values())
+            least = [str(mode._replace(keep="attention")) if one == asked and w not in followers else one
+                     for w, one in enumerate(least)]
         tracks = [self._track(costs, least, asked is None, {})]
         for mode in ON_HOST if asked is None else ():
             able = [w for w, c in enumerate(costs) if mode in c.away and self.shape.windows[w].learns]
             counts = sorted({-(-len(able) * part // PARTS) for part in range(1, PARTS + 1)} - {0})
             tracks += [self._track(costs, least, True, dict.fromkeys(able[:n], mode)) for n in counts]
         if asked is None and self.wishes.seq >= LONG_SEQ:
-            tracks += self._long_tracks(costs, least)
+            tracks += self._long_tracks(costs, least) + self._linked_tracks(costs, least)
         return tracks + (self._disk_tracks(costs, least) if asked is None and self.wishes.nvme else [])
 
     def _long_tracks(self, costs: list[Cost], least: list[str]) -> list[Track]:
@@ -419,6 +438,34 @@ class Problem:
         return [self._track(costs, least, True, dict.fromkeys(able[:both], "attention+host")
                             | dict.fromkeys(able[:inputs], "replay+host"))
                 for inputs, both in itertools.combinations(counts, 2)]
+
+    def _pairs(self, costs: list[Cost]) -> dict[int, int]:
+        """Layers that may be linked, by the layers before them, each of which is in one pair."""
+        found: dict[int, int] = {}
+        learns = [w.learns for w in self.shape.windows]
+        for w in range(len(costs) - 1):
+            if all(LINKED in costs[i].kept and learns[i] for i in (w, w + 1)) and w not in found.values():
+                found[w] = w + 1
+        return found
+
+    def _linked_tracks(self, costs: list[Cost], least: list[str]) -> list[Track]:
+        """Pairs of layers of which the first keeps its input and the outputs of attention are kept of both: the first
+        of them on disk, those behind in host memory, or there the inputs alone, and the others on the device. Or inputs
+        alone on disk."""
+        pairs = {a: b for a, b in self._pairs(costs).items()
+                 if costs[b].backward_s[LINKED] < costs[b].backward_s["replay"]}
+        counts, found = sorted({-(-len(pairs) * part // PARTS) for part in range(PARTS + 1)}), []
+        order = list(pairs.items())
+        ways = (("attention", LINKED, "+host"), ("replay", "replay", "+host"))
+        on_disk = (("attention", LINKED, "+disk"), ("replay", "replay", "+disk")) if self.wishes.nvme else ()
+        for first in (None, *on_disk) if pairs else ():
+            for ends in itertools.combinations_with_replacement(counts, 3):
+                if (first is None) != (ends[0] == 0):
+                    continue
+                parts = zip((first, *ways), (order[:ends[0]], order[ends[0]:ends[1]], order[ends[1]:ends[2]]))
+                fixed = {w: keep + way[2] for way, of in parts for pair in of for w, keep in zip(pair, way)}
+                found.append(self._track(costs, least, True, fixed, dict(order[ends[2]:])))
+        return found
 
     def _disk_tracks(self, costs: list[Cost], least: list[str]) -> list[Track]:
         """The first layers keep on disk what some behind them keep in host memory."""
@@ -431,8 +478,9 @@ class Problem:
                 found.append(self._track(costs, least, True, modes))
         return found
 
-    def _track(self, costs: list[Cost], least: list[str], free: bool, fixed: dict[int, str]) -> Track:
-        """free: windows that are not fixed may keep more than the least."""
+    def _track(self, costs: list[Cost], least: list[str], free: bool, fixed: dict[int, str],
+               pairs: dict[int, int] | None = None) -> Track:
+        """free: windows that are not fixed may keep more than the least. pairs: of these, those that may be linked."""
         modes = [fixed.get(w, mode) for w, mode in enumerate(least)]
         away, spilled = self._away(costs, modes), self.spills(costs, modes)
         made = Track(self.kept_there(costs, modes), sum(away) - next((n for n in reversed(away) if n), 0),
@@ -440,10 +488,12 @@ class Problem:
         learns, flying = np.array([w.learns for w in self.shape.windows]), np.array(self.flying)
         kept, work, seconds = (np.array([of(c)[m] for c, m in zip(costs, modes)])
                                for of in (lambda c: c.kept, lambda c: c.work, lambda c: c.backward_s))
-        for level, changed in self._levels(costs, modes, free, fixed):
+        coming = np.array(self.coming(costs, modes))     # the links that free windows have make none
+        work += coming
+        for level, changed in self._levels(costs, modes, free, fixed, pairs or {}):
             for w in changed:
-                kept[w], work[w], seconds[w] = (of[level[w]] for of in (costs[w].kept, costs[w].work,
-                                                                        costs[w].backward_s))
+                cost, mode = costs[w], level[w]
+                kept[w], work[w], seconds[w] = cost.kept[mode], cost.work[mode] + coming[w], cost.backward_s[mode]
             peak = int((np.cumsum(kept * learns) + work + flying).max())
             made.levels.append(level)
             made.peaks.append(max(self._with_cache(max(peak, 0)), *made.peaks[-1:], 0))
@@ -452,21 +502,26 @@ class Problem:
             made.backward_s.append(float(seconds.sum()))
         return made
 
-    def _levels(self, costs: list[Cost], modes: list[str], free: bool, fixed: dict[int, str]
+    def _levels(self, costs: list[Cost], modes: list[str], free: bool, fixed: dict[int, str], pairs: dict[int, int]
                 ) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
         """From keeping least to keeping most, what saves most time per byte first, last windows first: they are
-        needed again soonest, so keeping theirs hardly raises the peak. Modes, and the windows that changed."""
+        needed again soonest, so keeping theirs hardly raises the peak. Modes, and the windows that changed. Of a pair,
+        the second is linked once the first keeps attention's output."""
         modes = list(modes)
         yield tuple(modes), ()
         if not free:
             return
+        spared = {a: costs[b].backward_s["replay"] - costs[b].backward_s[LINKED] for a, b in pairs.items()}
+        begins = dict.fromkeys(pairs.values(), LINKED)
         steps = [(-gain, -w, order, mode) for w, c in enumerate(costs) if w not in fixed
-                 for gain, order, mode in _hull(c)]
+                 for gain, order, mode in _hull(c, begins.get(w), spared.get(w, 0.0))]
         for _, minus_w, _, mode in sorted(steps):
             w = -minus_w
             for step in (*_between(costs[w], modes[w], mode), mode):
-                modes[w] = step
-                yield tuple(modes), (w,)
+                modes[w], changed = step, (w,)
+                if w in pairs and modes[pairs[w]] == "replay":
+                    modes[pairs[w]], changed = LINKED, (w, pairs[w])
+                yield tuple(modes), changed
 
     # ---- time ----
 
@@ -744,20 +799,21 @@ class Problem:
         return min(vram, default=None), min(host, default=None)
 
 
-def _hull(cost: Cost) -> list[tuple[float, int, str]]:
-    """(seconds saved per byte, order, mode): steps from keeping least to keeping more, each less rewarding than the
-    one before; a mode that another line passes below is left out."""
-    points = sorted((cost.kept[m], cost.backward_s[m], m) for m in cost.kept if m not in cost.away)
-    steps, at = [], points[0]
+def _hull(cost: Cost, begin: str | None = None, spared: float = 0.0) -> list[tuple[float, int, str]]:
+    """(seconds saved per byte, order, mode): steps from keeping least, or from `begin`, to keeping more, each less
+    rewarding than the one before; a mode that another line passes below is left out. spared: seconds of another window,
+    by the first step."""
+    points = sorted((cost.kept[m], cost.backward_s[m], m) for m in cost.kept if m in KEEPS)
+    steps, at = [], points[0] if begin is None else (cost.kept[begin], cost.backward_s[begin], begin)
     while later := [p for p in points if p[0] > at[0] and p[1] < at[1]]:
-        best = max(later, key=lambda p: ((at[1] - p[1]) / (p[0] - at[0]), p[0]))
-        steps.append(((at[1] - best[1]) / (best[0] - at[0]), len(steps), best[2]))
-        at = best
+        best = max(later, key=lambda p: ((at[1] - p[1] + spared) / (p[0] - at[0]), p[0]))
+        steps.append(((at[1] - best[1] + spared) / (best[0] - at[0]), len(steps), best[2]))
+        at, spared = best, 0.0
     return steps
 
 
 def _between(cost: Cost, low: str, high: str) -> list[str]:
     """Modes that a step passes over: for the last bytes that are left."""
-    inside = [m for m in cost.kept if m not in cost.away and cost.kept[low] < cost.kept[m] < cost.kept[high]
+    inside = [m for m in cost.kept if m in KEEPS and cost.kept[low] < cost.kept[m] < cost.kept[high]
               and cost.backward_s[m] < cost.backward_s[low]]
     return sorted(inside, key=lambda m: cost.kept[m])

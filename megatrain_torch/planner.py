@@ -168,8 +168,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             what the machine has; of host memory, by default, 2 % stay free.
         micro: micro-batches of a step; None: as many as are best.
         homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. activations:
-            "replay", "attention", "selective" or "saved", with "+host" or "+split" where what is kept waits in host
-            memory, with "+disk" and nvme in a file, for all windows that have it. slots: ring size. None: what is best.
+            "replay", "attention", "linked" (of every second layer; of the others "attention"), "selective" or "saved",
+            with "+host" or "+split" where what is kept waits in host memory, with "+disk" and nvme in a file, for all
+            windows that have it. slots: ring size. None: what is best.
         speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
             in vain, as where nothing is clipped.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.

@@ -56,7 +56,8 @@ class Bundle:
     """What one window keeps of one call.
 
     Attributes:
-        position: the window's place in the order of forwards. disk: its home is the file.
+        position: the window's place in the order of forwards. needed: that of the window whose backward asks for it
+            first: its own, or the next, which makes its input again from it. disk: its home is the file.
         sources: the tensors, until they have left or were asked for.
         landed: by number, those that came back and were not asked for yet.
         input: the number of the window's input, for whoever saves that too; -1: it is not among them.
@@ -65,6 +66,7 @@ class Bundle:
 
     def __init__(self, swap: Swap, window: Window, disk: bool = False) -> None:
         self.swap, self.unit, self.position, self.disk = swap, window.units[0], swap.position, disk
+        self.needed = swap.position
         self.sources: list[Tensor] = []
         self.versions: list[tuple[Tensor, int]] = []
         self.shapes: list[tuple[Any, Any, torch.dtype, int]] = []
@@ -115,7 +117,7 @@ class Bundle:
         self._await()
         if not self.met:
             self.met = True
-            self.swap.approach(self.position)
+            self.swap.approach(self.needed)
         self.wanted[number] -= 1
         return self.landed.pop(number) if self.wanted[number] <= 0 else self.landed[number]
 
@@ -212,9 +214,9 @@ class Swap:
             self.sweep()
         for ref in reversed(self.out):
             bundle = ref()
-            if bundle is None or bundle.position >= position:
+            if bundle is None or bundle.needed >= position:
                 continue
-            if bundle.position < position - self.ahead:
+            if bundle.needed < position - self.ahead:
                 break
             if not bundle.landed and not bundle.sources and any(times > 0 for times in bundle.wanted):
                 bundle.come()

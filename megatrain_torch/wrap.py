@@ -104,11 +104,12 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         plan: what mt.plan gave: that is what runs. Or by hand a dict of
             "activations": one of these for all windows, or {window name: ...}:
                 "saved" keeps them; "replay" runs the window's forward again in backward; "selective" (fused layers)
-                keeps all but the largest; "attention" (fused layers) attention's output alone; "whole" replays in one
-                node (see whole.py); "auto": fused layers keep what fits, others save on the CPU and replay on CUDA.
-                "saved+host", "replay+host" and so on: what is kept, the input too, waits in host memory behind
-                compute; "saved+split": without the input. "saved+disk" and so on: in a file (nvme=), by way of a few
-                blocks of host memory.
+                keeps all but the largest; "attention" (fused layers) attention's output alone; "linked" (fused layers)
+                that in place of the input, which the layer before makes again: every second layer, where all are
+                asked; "whole" replays in one node (see whole.py); "auto": fused layers keep what fits, others save on
+                the CPU and replay on CUDA. "saved+host", "replay+host" and so on: what is kept, the input too, waits
+                in host memory behind compute; "saved+split": without the input. "saved+disk" and so on: in a file
+                (nvme=), by way of a few blocks of host memory.
             "homes": "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units, or {unit name: ...}:
                 where weights, gradients and AdamW's states live. What is at home in VRAM never crosses the bus and is
                 updated there,

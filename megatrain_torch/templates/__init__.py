@@ -7,6 +7,8 @@ saved       everything that backward needs and that costs a product to make agai
 selective   all but the MLP's gate|up, two thirds of the bytes for a sixth of the arithmetic
 attention   the layer's input, and attention's output and log-sum-exp
 replay      the layer's input alone
+linked      attention's output and log-sum-exp without the input; a decoder layer makes its output again from its own
+            (`again`), which is the input of the next
 """
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class Kept:
 class Decoder:
     """The template of one structure: an attention half and an MLP half."""
 
-    differentiable_input, swaps = True, True         # what it keeps may wait in host memory
+    differentiable_input = True
+    swaps, links = True, True            # what it keeps may wait in host memory; it can make its output again
 
     def __init__(self, layer: nn.Module) -> None:
         """Reads the structure of a layer.
@@ -127,9 +128,20 @@ class Decoder:
         y = self.mlp.forward(k.h, w, call.correction, k.mlp, keep == "saved")
         if keep == "selective":
             self.mlp.trim(k.mlp)
-        elif keep == "attention":
-            k = Kept(x=x, attention=KeptAttention(out=k.attention.out, extra=k.attention.extra))
+        elif keep in ("attention", "linked"):
+            output = KeptAttention(out=k.attention.out, extra=k.attention.extra)
+            k = Kept(x=x if keep == "attention" else None, attention=output)
         return unflattened(y, x.shape), (Kept(x=x) if keep == "replay" else k)
+
+    @staticmethod
+    def made_from(k: Kept) -> Any:
+        """What `again` wants of what was kept, the input left out; None: attention would have to run again."""
+        return k.attention.out
+
+    def again(self, x: Tensor, out: Tensor, w: Weights, call: Call, keep: str) -> Tensor:
+        """y [B, S, H] to the bits of forward, from x [B, S, H] and attention's output."""
+        h = self.attention.after(x.reshape(-1, x.shape[-1]), w, KeptAttention(out=out))
+        return unflattened(self.mlp.forward(h, w, call.correction, self.mlp.nothing_kept(), keep == "saved"), x.shape)
 
     # ---- backward ----
 
@@ -165,7 +177,7 @@ class Decoder:
         """
         if keep == "replay":
             return 0
-        if keep == "attention":
+        if keep in ("attention", "linked"):
             return tokens * self.attention.output_bytes(item)
         between = self.attention.hidden * item
         return tokens * (self.attention.kept_bytes(item) + between + self.mlp.kept_bytes(keep, item))

@@ -173,7 +173,7 @@ class SelfAttention:
             call.cache = None                # once, and not held until backward
         if k.out is None:
             k.out, k.extra = call.attention.forward(q, key, v, self._sinks(w))
-        return self._added(x, w, k)
+        return self.after(x, w, k)
 
     def _sinks(self, w: Weights) -> Tensor | None:
         return w[self.sinks] if self.sinks else None
@@ -201,7 +201,8 @@ class SelfAttention:
         y, rstd = norm.forward(x if norm.size == self.head else x.flatten(2), w)
         return y.view(x.shape), rstd
 
-    def _added(self, x: Tensor, w: Weights, k: KeptAttention) -> Tensor:
+    def after(self, x: Tensor, w: Weights, k: KeptAttention) -> Tensor:
+        """h [T, H] from x [T, H] and attention's output, which is in k."""
         out = k.out.reshape(x.shape[0], -1)
         if not self.norm1b:
             return self.o.forward_onto(x, out, w, self.factor)

@@ -15,7 +15,7 @@ from .rows import NEVER
 class Embedding:
     """Rows of a table by number: ids [...] int64 -> [..., H]."""
 
-    differentiable_input, swaps = False, False
+    differentiable_input, swaps, links = False, False, False
 
     def __init__(self, module: nn.Module) -> None:
         if type(module) is not nn.Embedding:
@@ -81,7 +81,7 @@ class Embedding:
 class LoneNorm:
     """The last RMSNorm of a model: x [..., H] -> [..., H]."""
 
-    differentiable_input, swaps = True, False
+    differentiable_input, swaps, links = True, False, False
 
     def __init__(self, module: nn.Module) -> None:
         self.norm = Norm(module, "")

@@ -1,0 +1,253 @@
+"""Linked layers, whose input the layer before makes again from attention's output: the bits of keeping both, in less.
+
+The control of each run is the same training with "attention", which keeps the input as well.
+"""
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fusing
+import parity
+import pytest
+from fusing import padded
+from kept import crossed, grads_of, in_part, once, same, twice
+from test_fused import FAMILIES
+from test_moe import FAMILIES as MIXTURES
+from torch import Tensor, nn
+
+import megatrain_torch as mt
+from megatrain_torch import placement
+from megatrain_torch.cost import cost_of
+from megatrain_torch.machine import MACHINES
+from megatrain_torch.placement import Problem, Wishes
+from megatrain_torch.shapes import shape_of
+from megatrain_torch.swap import Bundle, Swap
+from megatrain_torch.wrap import runtime_of
+
+pytestmark = pytest.mark.usefixtures("streaming")
+if parity.IDENTITY:
+    pytest.skip("plain against plain was asked for", allow_module_level=True)
+
+MODES = ("linked", "linked+host", "linked+disk")
+DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=5)
+FEW = {"spill": {"blocks": 2, "threads": 3}}
+
+
+def tiny(mode: str, nvme: Path | None = None, build: Callable[[], nn.Module] = DEEP, **debug: Any) -> nn.Module:
+    parity.seed()
+    return fusing.stream(build(), mode, nvme=nvme and str(nvme), **(FEW if nvme else {}), **debug)
+
+
+def place(mode: str, tmp_path: Path) -> Path | None:
+    return tmp_path if mode.endswith("+disk") else None
+
+
+def kept_by(model: nn.Module) -> list[str]:
+    """What each layer's node keeps of a forward, the last one's first."""
+    node, found = model(**padded(0)).logits.grad_fn, []
+    while node is not None:
+        found += [node.keep] if hasattr(node, "keep") and node.fused.template.links else []
+        node = node.next_functions[0][0] if node.next_functions else None
+    return found
+
+
+# ---------------------------------------------------------------- bits
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama_biases", "qwen3", "gemma3", "olmo2", "granite"])
+def test_a_linked_layer_has_the_bits_of_one_that_keeps_its_input(family: str, mode: str, tmp_path: Path) -> None:
+    right = fusing.fused(FAMILIES[family], padded, "attention")
+    nvme = place(mode, tmp_path)
+    engine = {"delay_us": 100, "nvme": nvme and str(nvme), **(FEW if nvme else {})}
+    assert same(right, fusing.fused(FAMILIES[family], padded, mode, engine, accumulate=1))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_so_has_a_mixture_of_experts(family: str) -> None:
+    right = fusing.fused(MIXTURES[family], padded, "attention")
+    assert same(right, fusing.fused(MIXTURES[family], padded, "linked+host", {"delay_us": 100}))
+
+
+@pytest.mark.parametrize("keep", ["attention", "selective", "saved"])
+@pytest.mark.parametrize("where", ["", "+host", "+split"])
+def test_the_layer_before_may_keep_more(keep: str, where: str) -> None:
+    def train(first: str, second: str) -> dict[str, Tensor]:
+        modes = {f"model.layers.{i}": (first, second)[i % 2] for i in range(5)}
+        return grads_of(tiny(modes, delay_us=50), once)
+
+    right, found = train(keep, keep), train(keep + where, "linked" if where == "+split" else f"linked{where}")
+    assert all(parity.same_bits(right[n], found[n]) for n in right)
+
+
+# ---------------------------------------------------------------- what is kept
+
+def test_every_second_layer_is_linked_where_all_are_asked_to_be() -> None:
+    assert kept_by(tiny("linked")) == ["linked" if i % 2 else "attention" for i in range(5)][::-1]
+
+
+@pytest.mark.parametrize("mode", ["linked", "linked+host"])
+def test_the_input_is_gone_between_forward_and_backward(mode: str) -> None:
+    def alive(mode: str) -> list[bool]:
+        model, seen = tiny(mode), []
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(lambda m, args: seen.append(weakref.ref(args[0].untyped_storage())))
+        loss = model(**padded(0)).loss
+        gc.collect()
+        found = [ref() is not None for ref in seen]
+        loss.backward()                                    # till here it has held the graph
+        return found
+
+    assert all(alive("attention"))
+    assert alive("linked") == [i % 2 == 0 for i in range(5)]
+    assert not any(alive(mode)[1::2])
+
+
+def test_attentions_output_alone_leaves_for_the_host() -> None:
+    model = tiny("linked+host")
+    loss = model(**padded(0)).loss
+    bundles = [b for ref in runtime_of(model).swap.out if "layers" in runtime_of(model).unit_names[(b := ref()).unit]]
+    assert [len(b.shapes) for b in bundles] == [2, 1, 2, 1, 2], "of a linked layer, without its input"
+    loss.backward()
+
+
+def test_an_output_that_others_change_is_kept_as_input() -> None:
+    """Between layers something is done: no layer's output is the next one's input as it came."""
+    def hooked(mode: str) -> nn.Module:
+        model = tiny(mode)
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda m, args, out: out.mul(0.5))
+        return model
+
+    assert set(kept_by(hooked("linked"))[:-1]) == {"replay"}
+    right, found = grads_of(hooked("attention"), once), grads_of(hooked("linked"), once)
+    assert all(parity.same_bits(right[n], found[n]) for n in right)
+
+
+def test_layers_before_the_first_trained_weight_are_no_part_of_it() -> None:
+    def build() -> nn.Module:
+        model = DEEP()
+        for name, p in model.named_parameters():
+            p.requires_grad_(not any(part in name for part in ("embed", "layers.0.", "layers.1.")))
+        return model
+
+    right, found = (grads_of(tiny(mode, build=build), once) for mode in ("attention", "linked"))
+    assert all(parity.same_bits(right[n], found[n]) for n in right)
+    assert kept_by(tiny("linked", build=build)) == ["linked", "attention", "replay"]
+
+
+# ---------------------------------------------------------------- graphs
+
+@pytest.mark.parametrize("go", [twice, crossed, in_part])
+@pytest.mark.parametrize("mode", MODES)
+def test_other_ways_through_the_graph(mode: str, go: Callable[[nn.Module], None], tmp_path: Path) -> None:
+    right = grads_of(tiny("attention"), go)
+    model = tiny(mode, place(mode, tmp_path), delay_us=50)
+    for _ in range(2):
+        found = grads_of(model, go)
+        assert all(parity.same_bits(right[n], found[n]) for n in right)
+    once(model)
+    gc.collect()
+    assert runtime_of(model).core.swap_bytes()[1] == 0, "host memory of a graph that is through is free"
+
+
+def test_an_update_between_forward_and_backward_is_noticed() -> None:
+    model = tiny("linked")
+    opt = mt.AdamW(model.parameters(), lr=1e-3)
+    once(model)
+    late = model(**padded(1)).loss
+    opt.step()
+    with pytest.raises(RuntimeError, match="call backward\\(\\) before step\\(\\)"):
+        late.backward()
+
+
+def test_an_update_of_the_layer_before_is_noticed_before_its_output_is_made_again() -> None:
+    model = tiny("linked")
+    opt = mt.AdamW(model.model.layers[0].parameters(), lr=1e-3)
+    once(model)
+    opt.step()
+    model.zero_grad()
+    late = model(**padded(1)).loss
+    model(**padded(0)).loss.backward()
+    grads = {n: parity.frozen(p.grad) for n, p in model.model.layers[1].named_parameters()}
+    opt.step()
+    with pytest.raises(RuntimeError, match=r"weights of 'model\.layers\.0'"):
+        late.backward()
+    assert all(parity.same_bits(grads[n], p.grad) for n, p in model.model.layers[1].named_parameters())
+
+
+def test_what_a_link_needs_comes_back_with_what_its_layer_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both while the layer behind them runs backward; of each, all but what never left comes back once."""
+    model, events = tiny("linked+host"), []
+    approach, come = Swap.approach, Bundle.come
+
+    def coming(self: Bundle, only: list[int] | None = None) -> None:
+        events.append(("comes", self.position, only))
+        come(self, only)
+
+    def approaching(self: Swap, position: int) -> None:
+        events.append(("backward", position, None))
+        approach(self, position)
+
+    monkeypatch.setattr(Bundle, "come", coming)
+    monkeypatch.setattr(Swap, "approach", approaching)
+    once(model)
+    first = min(position for what, position, _ in events if what == "comes")
+    comes = [(at, position - first) for at, (what, position, only) in enumerate(events) if what == "comes" and not only]
+    assert [layer for _, layer in comes] == [3, 2, 1, 0] == [e[1] - first for e in events if e[0] == "comes"]
+    begins = {layer: events.index(("backward", layer + first, None)) for layer in range(1, 5)}
+    assert all(begins[4] < at < begins[3] for at, layer in comes[:2])
+    assert all(begins[2] < at < begins[1] for at, layer in comes[2:])
+
+
+# ---------------------------------------------------------------- plans
+
+def seven(layers: int) -> Any:
+    from test_plan import seven
+    return seven(layers)
+
+
+def test_pairs_are_planned_for_a_long_sequence_that_memory_is_short_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = dict(tokens=1 << 20, seq=1 << 20, machine="h200-1.5t,host=250GiB", states="8bit-sr", grads="none")
+    plan = mt.plan(seven(28), **asked)
+    modes = [plan.activations[f"model.layers.{i}"] for i in range(28)]
+    linked = [i for i, mode in enumerate(modes) if mode.startswith("linked")]
+    assert len(linked) >= 4
+    assert all(modes[i - 1].startswith(("attention", "selective", "saved")) for i in linked)
+    monkeypatch.setattr(placement, "LONG_SEQ", 1 << 40)
+    assert plan.seconds < 0.9 * mt.plan(seven(28), **asked).seconds
+
+
+def test_short_sequences_have_no_links() -> None:
+    plan = mt.plan(seven(28), tokens=1 << 16, seq=4096, machine="h200-128g")
+    assert not any(mode.startswith("linked") for mode in plan.activations.values())
+
+
+def test_a_plan_may_be_asked_for_links() -> None:
+    plan = mt.plan(seven(4), tokens=1 << 17, seq=1 << 17, machine="h200-128g", activations="linked+host")
+    assert [plan.activations[f"model.layers.{i}"] for i in range(4)] == ["attention+host", "linked+host"] * 2
+
+
+def test_a_link_costs_what_is_behind_attention_and_spares_the_input() -> None:
+    """7B's widths: of a token's forward products of a layer, q, k and v are 33 of 466 MFLOP."""
+    layer, tokens = shape_of(seven(1)).windows[1], 1 << 17
+    cost = cost_of(layer, MACHINES["h200-128g"], tokens, tokens, True)
+    assert cost.kept["attention"] - cost.kept["linked"] == tokens * 3584 * 2
+    assert cost.away["linked+host"] == cost.kept["linked"] and cost.kept["linked+host"] == 0
+    assert cost.work["linked"] == cost.work["attention"] + tokens * 3584 * 2, "the input that was made again"
+    more = cost.backward_s["linked"] - cost.backward_s["attention"]
+    assert 0.8 * cost.forward_s > more > 0 and cost.backward_s["linked"] < cost.backward_s["replay"]
+
+
+def test_what_comes_for_links_is_counted() -> None:
+    """Three layers in host memory: while the last runs, both others' come; the second makes its input from the first's."""
+    problem = Problem(shape_of(seven(3)), MACHINES["h200-128g"], Wishes(1 << 17, 1 << 17))
+    costs = problem.micro(1).costs
+    away = costs[1].away
+    modes = ("saved", "attention+host", "linked+host", "attention+host", "saved", "saved")
+    assert problem.coming(costs, modes) == [0, 0, away["attention+host"], away["linked+host"], 0, 0]
+    plain = ("saved", *["attention+host"] * 3, "saved", "saved")
+    assert problem.coming(costs, plain) == [0] * 6
