@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from .errors import MegatrainError
 from .formats import FORMATS, check_states
 from .limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
-from .modes import DISK, DISKS, GRADS, HOMES, MODES
+from .modes import DISK, DISKS, GRADS, HOMES, LINKED, MODES, read
 from .placement import Choice, Problem, Wishes
 from .shapes import Shape, shape_of
 from .simulate import Timing
@@ -421,13 +422,22 @@ def _placement_table(p: Plan) -> Table:
 def _runs(p: Plan) -> list[tuple[list[str], str, str]]:
     """Neighbouring windows of which the same is chosen; only layers that differ by a number share a row."""
     runs: list[tuple[list[str], str, str]] = []
-    for name, mode in p.activations.items():
+    for name, mode in _in_turn(p.activations).items():
         home = p.homes.get(name, "shared")
         if runs and runs[-1][1:] == (home, mode) and _stem(runs[-1][0][-1]) == _stem(name):
             runs[-1][0].append(name)
         else:
             runs.append(([name], home, mode))
     return runs
+
+
+def _in_turn(activations: dict[str, str]) -> dict[str, str]:
+    """With the same words for both layers of a pair of which the second is linked."""
+    found = dict(activations)
+    for a, b in itertools.pairwise(activations):
+        if read(activations[b]).keep == LINKED:
+            found[a] = found[b] = f"{activations[a]}, {activations[b]} in turn"
+    return found
 
 
 def _stem(name: str) -> str:

@@ -154,6 +154,16 @@ def test_other_ways_through_the_graph(mode: str, go: Callable[[nn.Module], None]
     assert runtime_of(model).core.swap_bytes()[1] == 0, "host memory of a graph that is through is free"
 
 
+def test_a_dropped_graph_gives_its_memory_back() -> None:
+    model = tiny("linked+host", delay_us=100)
+    loss = model(**padded(0)).loss
+    assert runtime_of(model).core.swap_bytes()[1] > 0
+    del loss
+    once(model)
+    once(model)
+    assert runtime_of(model).core.swap_bytes()[1] == 0
+
+
 def test_an_update_between_forward_and_backward_is_noticed() -> None:
     model = tiny("linked")
     opt = mt.AdamW(model.parameters(), lr=1e-3)
@@ -229,6 +239,8 @@ def test_short_sequences_have_no_links() -> None:
 def test_a_plan_may_be_asked_for_links() -> None:
     plan = mt.plan(seven(4), tokens=1 << 17, seq=1 << 17, machine="h200-128g", activations="linked+host")
     assert [plan.activations[f"model.layers.{i}"] for i in range(4)] == ["attention+host", "linked+host"] * 2
+    rows = [line for line in str(plan).splitlines() if line.startswith("model.layers.")]
+    assert len(rows) < 4 and all(row.endswith("attention+host, linked+host in turn") for row in rows)
 
 
 def test_a_link_costs_what_is_behind_attention_and_spares_the_input() -> None:
