@@ -8,10 +8,11 @@ that more memory is never slower.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,34 +106,52 @@ class Choice(NamedTuple):
     through: frozenset[int] = frozenset()
 
 
+class Levels(NamedTuple):
+    """Modes of all windows, each keeping more than the one before; bytes of activations and work at the peak of each,
+    and seconds of backward. early: as peaks, while states that arrive are on the device."""
+
+    modes: list[tuple[str, ...]]
+    peaks: list[int]
+    backward_s: list[float]
+    early: list[int]
+
+
 @dataclass
 class Track:
     """The same layers keep the same in host memory; on the device, more is kept from level to level.
 
     Attributes:
-        levels: modes of all windows, each list keeping more than the one before; peaks: bytes of activations and
-            work of each; backward_s: of each. early: as peaks, while states that arrive are on the device.
         away: bytes in host memory. out: those that cross the bus, each way: what leaves last does not. spilled: bytes
             on disk; spill_s: seconds in which they are written and read.
+        make: the levels, or, with True, the first alone; each is asked once, where it matters.
     """
 
     away: int
     out: int
-    spilled: int = 0
-    spill_s: float = 0.0
-    levels: list[tuple[str, ...]] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
-    early: list[int] = field(default_factory=list)
+    spilled: int
+    spill_s: float
+    make: Callable[[bool], Levels]
+
+    @functools.cached_property
+    def first(self) -> Levels:
+        """The one that keeps least."""
+        return self.make(True)
+
+    @functools.cached_property
+    def all(self) -> Levels:
+        return self.make(False)
 
     def most(self, level: int, visiting: int) -> int:
         """Bytes at the peak, with so many of states that arrive."""
-        return max(self.peaks[level], visiting and visiting + self.early[level])
+        of = self.all if level else self.first
+        return max(of.peaks[level], visiting and visiting + of.early[level])
 
     def level(self, room: int, visiting: int) -> int:
         """The last that fits into so many bytes; -1: none."""
-        fits = bisect.bisect_right(self.peaks, room)
-        return (min(fits, bisect.bisect_right(self.early, room - visiting)) if visiting else fits) - 1
+        if self.most(0, visiting) > room:
+            return -1
+        fits = bisect.bisect_right(self.all.peaks, room)
+        return (min(fits, bisect.bisect_right(self.all.early, room - visiting)) if visiting else fits) - 1
 
 
 @dataclass
@@ -200,6 +219,7 @@ class Problem:
         self.fetches: dict[tuple[tuple[Home, ...], int, int], Fetches] = {}
         self.asked: tuple[Any, ...] = (None, 0, ())        # homes and micro-batches asked about last, and _of_homes
         self.disks: dict[tuple[tuple[Home, ...], bool], tuple[frozenset[int], frozenset[int]]] = {}
+        self.rooms: dict[tuple[tuple[Home, ...], bool], int] = {}
         self.through_rate = machine.through_rate(wishes.states, alone=wishes.homes == "through")
         self.simulations = 0
 
@@ -483,19 +503,28 @@ class Problem:
         """free: windows that are not fixed may keep more than the least. pairs: of these, those that may be linked."""
         modes = [fixed.get(w, mode) for w, mode in enumerate(least)]
         away, spilled = self._away(costs, modes), self.spills(costs, modes)
-        made = Track(self.kept_there(costs, modes), sum(away) - next((n for n in reversed(away) if n), 0),
-                     spilled_bytes(spilled.values()), self.spill_s(spilled))
+
+        def make(first_alone: bool) -> Levels:
+            return self._made(costs, self._levels(costs, modes, free and not first_alone, fixed, pairs or {}))
+
+        return Track(self.kept_there(costs, modes), sum(away) - next((n for n in reversed(away) if n), 0),
+                     spilled_bytes(spilled.values()), self.spill_s(spilled), make)
+
+    def _made(self, costs: list[Cost], levels: Iterator[tuple[tuple[str, ...], tuple[int, ...]]]) -> Levels:
+        """Bytes and seconds of each, from the one before it."""
+        made = Levels([], [], [], [])
         learns, flying = np.array([w.learns for w in self.shape.windows]), np.array(self.flying)
-        kept, work, seconds = (np.array([of(c)[m] for c, m in zip(costs, modes)])
-                               for of in (lambda c: c.kept, lambda c: c.work, lambda c: c.backward_s))
-        coming = np.array(self.coming(costs, modes))     # the links that free windows have make none
-        work += coming
-        for level, changed in self._levels(costs, modes, free, fixed, pairs or {}):
+        for level, changed in levels:
+            if not made.modes:
+                kept, work, seconds = (np.array([of(c)[m] for c, m in zip(costs, level)])
+                                       for of in (lambda c: c.kept, lambda c: c.work, lambda c: c.backward_s))
+                coming = np.array(self.coming(costs, level))     # the links that later levels have make none
+                work += coming
             for w in changed:
                 cost, mode = costs[w], level[w]
                 kept[w], work[w], seconds[w] = cost.kept[mode], cost.work[mode] + coming[w], cost.backward_s[mode]
             peak = int((np.cumsum(kept * learns) + work + flying).max())
-            made.levels.append(level)
+            made.modes.append(level)
             made.peaks.append(max(self._with_cache(max(peak, 0)), *made.peaks[-1:], 0))
             at_first = not changed or changed[0] < EARLY
             made.early.append(max(self.early_bytes(costs, level), *made.early[-1:], 0) if at_first else made.early[-1])
@@ -746,8 +775,8 @@ class Problem:
         for micro, homes, ring, slots, planes, on_host in self.combinations():
             fixed = planes + slots
             for made, level in self._fitting(micro, vram - fixed, host - on_host, homes):
-                bound = self.bound(homes, slots, micro, made.backward_s[level], made.out, made.spill_s)
-                choice = Choice(micro, homes.units, ring, made.levels[level], homes.through)
+                bound = self.bound(homes, slots, micro, made.all.backward_s[level], made.out, made.spill_s)
+                choice = Choice(micro, homes.units, ring, made.all.modes[level], homes.through)
                 open_choices.append((bound, made.spilled, fixed + made.most(level, homes.visiting), choice))
         open_choices.sort(key=lambda c: c[:3])
         best: tuple[Choice, Timing] | None = None
@@ -761,29 +790,38 @@ class Problem:
 
     def _room(self, homes: tuple[Home, ...], micro: int) -> int:
         """Bytes that states leave on disk."""
-        return (self.wishes.nvme or 0) - sum(self.disk_bytes(homes, micro).values())
+        key = homes, micro > 1
+        if key not in self.rooms:
+            self.rooms[key] = (self.wishes.nvme or 0) - sum(self.disk_bytes(homes, micro).values())
+        return self.rooms[key]
 
     def _fitting(self, micro: int, vram: int, host: int, homes: Homes) -> Iterator[tuple[Track, int]]:
         """Tracks of which a level fits these bytes, beside states that arrive, and the highest such. Those with
         something in host memory, or on disk, only where that leaves less to compute again than all before."""
-        best, room = math.inf, self._room(homes.units, micro)
-        for track in self.micro(micro).tracks if vram >= 0 and host >= 0 else ():
+        best = math.inf
+        for track in self._least(micro, vram, host, homes):
             level = track.level(vram, homes.visiting)
-            if level >= 0 and track.away <= host and track.spilled <= room and track.backward_s[level] < best:
+            if track.all.backward_s[level] < best:
                 yield track, level
-                best = track.backward_s[level] if track.away == 0 else best
-                if best == track.backward_s[-1]:
+                best = track.all.backward_s[level] if track.away == 0 else best
+                if best == track.all.backward_s[-1]:
                     return                          # all is kept
+
+    def _least(self, micro: int, vram: int, host: int, homes: Homes) -> Iterator[Track]:
+        """Tracks whose first level fits these bytes."""
+        room = self._room(homes.units, micro)
+        return (track for track in (self.micro(micro).tracks if vram >= 0 and host >= 0 else ())
+                if track.away <= host and track.spilled <= room and track.most(0, homes.visiting) <= vram)
 
     def fits(self) -> bool:
         """Does anything that may be chosen?"""
         return any(True for _ in self.fitting())
 
     def fitting(self) -> Iterator[tuple[int, Homes, Track]]:
-        """(micro-batches, homes, activations) of all that may be chosen, and fits."""
+        """(micro-batches, homes, activations) of all that fits."""
         vram, host = self.machine.vram_bytes, self.machine.host_bytes
         return ((micro, homes, track) for micro, homes, _, slots, planes, on_host in self.combinations()
-                for track, _ in self._fitting(micro, vram - slots - planes, host - on_host, homes))
+                for track in self._least(micro, vram - slots - planes, host - on_host, homes))
 
     def needs(self) -> tuple[int | None, int | None]:
         """(least VRAM within the host's limit, least host memory within the VRAM's); None: not with any."""

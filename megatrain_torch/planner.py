@@ -306,7 +306,7 @@ def _least(problem: Problem) -> str:
     machine = problem.machine
     micro, homes, ring, *_ = min(problem.combinations(), key=lambda c: (
         c[5] > machine.host_bytes, c[3] + c[4] + problem.micro(c[0]).tracks[0].most(0, c[1].visiting)))
-    choice = Choice(micro, homes.units, ring, problem.micro(micro).tracks[0].levels[0], homes.through)
+    choice = Choice(micro, homes.units, ring, problem.micro(micro).tracks[0].first.modes[0], homes.through)
     vram, host = vram_table(problem, choice), problem.host_bytes(homes.units, micro, choice.modes)
     tables: list[Table] = [_bytes_table("device memory", vram, machine.vram_bytes),
                            _bytes_table("host memory", host, machine.host_bytes)]
@@ -351,8 +351,11 @@ def _fits(problem: Problem, **other: Any) -> bool:
 def _least_disk(problem: Problem) -> int:
     """Bytes of a disk with which it fits; 0: with none."""
     tried = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, nvme=ENDLESS))
-    return min((sum(tried.disk_bytes(homes.units, micro).values()) + track.spilled
-                for micro, homes, track in tried.fitting()), default=0)
+    spilled: dict[tuple[Any, int], int] = {}
+    for micro, homes, track in tried.fitting():
+        key = homes.units, micro
+        spilled[key] = min(spilled.get(key, track.spilled), track.spilled)
+    return min((sum(tried.disk_bytes(*key).values()) + n for key, n in spilled.items()), default=0)
 
 
 def _longest(problem: Problem) -> int | None:
