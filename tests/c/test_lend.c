@@ -18,7 +18,7 @@ static mt_status shop_open(mt_dev *dev, const int64_t *numel, int n, mt_store **
     MT_TRY(mt_store_open(dev, NULL, s));
     for (int u = 0; u < n; u++) {
         mt_param_desc d[2] = { { MT_F32, numel[u], 1 }, { MT_F32, 10, 0 } };
-        char          name[16];
+        char          name[24];
 
         snprintf(name, sizeof name, "layers.%d", u);
         MT_TRY(mt_store_add(*s, name, d, 2, &unit));

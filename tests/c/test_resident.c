@@ -109,7 +109,7 @@ static void add_units(model *m)
 {
     for (int u = 0; u < UNITS; u++) {
         mt_param_desc d[PARAMS];
-        char          name[16];
+        char          name[24];
         int           unit;
 
         for (int p = 0; p < PARAMS; p++)
