@@ -127,7 +127,6 @@ TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "attention
 def _template_bytes(w: Window, m: Machine, tokens: int, seq: int) -> tuple[dict[str, int], dict[str, int]]:
     """What it keeps, its input counted in, and what it needs beside that, by mode."""
     t, kept = w.template, dict(w.template.kept)
-    kept[LINKED] = kept["attention"]
     copied = tokens * t.copied[0] if tokens > t.copied[1] else 0
     by_rows = m.device == "cuda" and not w.context and tokens == seq >= t.long[2]
     in_tiles = spared(t.tiled, tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows

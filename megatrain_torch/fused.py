@@ -85,13 +85,13 @@ class Link:
 
     __slots__ = ("node", "made_from")
 
-    def __init__(self, node: Any, position: int) -> None:
-        """position: of the linked window, in the order of forwards."""
-        self.node, self.made_from = node, node.fused.template.made_from(node.kept)
+    def __init__(self, node: Any, made_from: Any, position: int) -> None:
+        """made_from: what that layer keeps for it. position: of the linked window, in the order of forwards."""
+        self.node, self.made_from = node, made_from
         bundle = node.bundle
         if bundle is not None:
             bundle.needed = position
-            numbers = [self.made_from.number] * (type(self.made_from) is Part) + [bundle.input] * (bundle.input >= 0)
+            numbers = [made_from.number] * (type(made_from) is Part) + [bundle.input] * (bundle.input >= 0)
             for n in numbers:
                 bundle.wanted[n] += 1
 
@@ -242,10 +242,11 @@ class Fused:
         node: Any = x.grad_fn
         if not isinstance(node, Layer._backward_cls):
             return mode._replace(keep="replay"), None
-        before = node.fused.template
-        if not (self.template.links and before.links) or node.keep in (LINKED, "replay") or node.kept is None:
+        may = self.template.links and node.fused.template.links and node.keep != LINKED and node.kept is not None
+        made_from = node.fused.template.made_from(node.kept) if may else None
+        if made_from is None:
             return mode._replace(keep="attention"), None
-        return mode, Link(node, self.window.runtime.swap.position)
+        return mode, Link(node, made_from, self.window.runtime.swap.position)
 
     def _taken(self, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
         """x and the rest of the call, as a template takes them, if it may be a single node."""

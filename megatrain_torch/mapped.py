@@ -65,11 +65,11 @@ def _mappings(smaps: str) -> list[_Mapping]:
     return found
 
 
-def _files(maps: str) -> list[tuple[int, int]]:
+def _ranges(maps: str) -> list[tuple[int, int]]:
     """(begin, end) of what is mapped from files."""
     lines = (line.split(maxsplit=5) for line in maps.splitlines() if "/" in line)
-    ranges = (line[0].split("-") for line in lines if len(line) == 6)
-    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+    found = (line[0].split("-") for line in lines if len(line) == 6)
+    return [(int(begin, 16), int(end, 16)) for begin, end in found]
 
 
 class Mapped:
@@ -81,7 +81,7 @@ class Mapped:
 
     def __init__(self) -> None:
         try:
-            self._files = _files(Path("/proc/self/maps").read_text())
+            self._files = _ranges(Path("/proc/self/maps").read_text())
         except OSError:
             self._files = []
 

@@ -138,20 +138,20 @@ class Track:
         return self.make(True)
 
     @functools.cached_property
-    def all(self) -> Levels:
+    def levels(self) -> Levels:
         return self.make(False)
 
     def most(self, level: int, visiting: int) -> int:
         """Bytes at the peak, with so many of states that arrive."""
-        of = self.all if level else self.first
+        of = self.levels if level else self.first
         return max(of.peaks[level], visiting and visiting + of.early[level])
 
     def level(self, room: int, visiting: int) -> int:
         """The last that fits into so many bytes; -1: none."""
         if self.most(0, visiting) > room:
             return -1
-        fits = bisect.bisect_right(self.all.peaks, room)
-        return (min(fits, bisect.bisect_right(self.all.early, room - visiting)) if visiting else fits) - 1
+        fits = bisect.bisect_right(self.levels.peaks, room)
+        return (min(fits, bisect.bisect_right(self.levels.early, room - visiting)) if visiting else fits) - 1
 
 
 @dataclass
@@ -775,8 +775,8 @@ class Problem:
         for micro, homes, ring, slots, planes, on_host in self.combinations():
             fixed = planes + slots
             for made, level in self._fitting(micro, vram - fixed, host - on_host, homes):
-                bound = self.bound(homes, slots, micro, made.all.backward_s[level], made.out, made.spill_s)
-                choice = Choice(micro, homes.units, ring, made.all.modes[level], homes.through)
+                bound = self.bound(homes, slots, micro, made.levels.backward_s[level], made.out, made.spill_s)
+                choice = Choice(micro, homes.units, ring, made.levels.modes[level], homes.through)
                 open_choices.append((bound, made.spilled, fixed + made.most(level, homes.visiting), choice))
         open_choices.sort(key=lambda c: c[:3])
         best: tuple[Choice, Timing] | None = None
@@ -799,15 +799,15 @@ class Problem:
         """Tracks of which a level fits these bytes, beside states that arrive, and the highest such. Those with
         something in host memory, or on disk, only where that leaves less to compute again than all before."""
         best = math.inf
-        for track in self._least(micro, vram, host, homes):
+        for track in self._that_fit(micro, vram, host, homes):
             level = track.level(vram, homes.visiting)
-            if track.all.backward_s[level] < best:
+            if track.levels.backward_s[level] < best:
                 yield track, level
-                best = track.all.backward_s[level] if track.away == 0 else best
-                if best == track.all.backward_s[-1]:
+                best = track.levels.backward_s[level] if track.away == 0 else best
+                if best == track.levels.backward_s[-1]:
                     return                          # all is kept
 
-    def _least(self, micro: int, vram: int, host: int, homes: Homes) -> Iterator[Track]:
+    def _that_fit(self, micro: int, vram: int, host: int, homes: Homes) -> Iterator[Track]:
         """Tracks whose first level fits these bytes."""
         room = self._room(homes.units, micro)
         return (track for track in (self.micro(micro).tracks if vram >= 0 and host >= 0 else ())
@@ -821,7 +821,7 @@ class Problem:
         """(micro-batches, homes, activations) of all that fits."""
         vram, host = self.machine.vram_bytes, self.machine.host_bytes
         return ((micro, homes, track) for micro, homes, _, slots, planes, on_host in self.combinations()
-                for track in self._least(micro, vram - slots - planes, host - on_host, homes))
+                for track in self._that_fit(micro, vram - slots - planes, host - on_host, homes))
 
     def needs(self) -> tuple[int | None, int | None]:
         """(least VRAM within the host's limit, least host memory within the VRAM's); None: not with any."""

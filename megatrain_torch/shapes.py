@@ -17,7 +17,7 @@ from torch import nn
 
 from .errors import MegatrainError
 from .formats import master_bytes, moment_bytes
-from .modes import KEEPS
+from .modes import KEEPS, LINKED
 from .templates import Unfit, template
 from .units import find, group, output_embeddings, stored_dtype, weight_bytes
 
@@ -233,7 +233,7 @@ def _template(module: nn.Module, item: int) -> Template | None:
     except Unfit:
         return None
     n = MANY_TOKENS
-    kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in KEEPS)
+    kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in (*KEEPS, LINKED))
     return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item),
                     found.copied(item), found.long(item))
 

@@ -37,7 +37,7 @@ DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=5)
 FEW = {"spill": {"blocks": 2, "threads": 3}}
 
 
-def tiny(mode: str, nvme: Path | None = None, build: Callable[[], nn.Module] = DEEP, **debug: Any) -> nn.Module:
+def tiny(mode: Any, nvme: Path | None = None, build: Callable[[], nn.Module] = DEEP, **debug: Any) -> nn.Module:
     parity.seed()
     return fusing.stream(build(), mode, nvme=nvme and str(nvme), **(FEW if nvme else {}), **debug)
 
@@ -63,7 +63,7 @@ def test_a_linked_layer_has_the_bits_of_one_that_keeps_its_input(family: str, mo
     right = fusing.fused(FAMILIES[family], padded, "attention")
     nvme = place(mode, tmp_path)
     engine = {"delay_us": 100, "nvme": nvme and str(nvme), **(FEW if nvme else {})}
-    assert same(right, fusing.fused(FAMILIES[family], padded, mode, engine, accumulate=1))
+    assert same(right, fusing.fused(FAMILIES[family], padded, mode, engine))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -89,8 +89,7 @@ def test_every_second_layer_is_linked_where_all_are_asked_to_be() -> None:
     assert kept_by(tiny("linked")) == ["linked" if i % 2 else "attention" for i in range(5)][::-1]
 
 
-@pytest.mark.parametrize("mode", ["linked", "linked+host"])
-def test_the_input_is_gone_between_forward_and_backward(mode: str) -> None:
+def test_the_input_is_gone_between_forward_and_backward() -> None:
     def alive(mode: str) -> list[bool]:
         model, seen = tiny(mode), []
         for layer in model.model.layers:
@@ -103,7 +102,7 @@ def test_the_input_is_gone_between_forward_and_backward(mode: str) -> None:
 
     assert all(alive("attention"))
     assert alive("linked") == [i % 2 == 0 for i in range(5)]
-    assert not any(alive(mode)[1::2])
+    assert not any(alive("linked+host")[1::2])
 
 
 def test_attentions_output_alone_leaves_for_the_host() -> None:
@@ -177,11 +176,8 @@ def test_an_update_between_forward_and_backward_is_noticed() -> None:
 def test_an_update_of_the_layer_before_is_noticed_before_its_output_is_made_again() -> None:
     model = tiny("linked")
     opt = mt.AdamW(model.model.layers[0].parameters(), lr=1e-3)
-    once(model)
-    opt.step()
-    model.zero_grad()
     late = model(**padded(1)).loss
-    model(**padded(0)).loss.backward()
+    once(model)
     grads = {n: parity.frozen(p.grad) for n, p in model.model.layers[1].named_parameters()}
     opt.step()
     with pytest.raises(RuntimeError, match=r"weights of 'model\.layers\.0'"):

@@ -252,7 +252,7 @@ def test_a_trillion_parameters_plan_in_seconds() -> None:
     config = seven(126, hidden_size=24576, intermediate_size=98304, num_attention_heads=192, num_key_value_heads=16)
     began = time.process_time()
     plan = mt.plan(config, tokens=1 << 20, seq=4096, machine="h200-1.5t,host=20TiB")
-    assert plan.parameters > 1e12 and time.process_time() - began < 30, "6 s where nothing else runs"
+    assert plan.parameters > 1e12 and time.process_time() - began < 10, "3 s where nothing else runs"
 
 
 # ---- limits
@@ -417,7 +417,7 @@ def every_choice(p: Problem) -> list[Choice]:
     fitting = []
     for micro, homes, ring, slots, planes, host in p.combinations():
         fitting += [Choice(micro, homes.units, ring, modes, homes.through) for made in p.micro(micro).tracks
-                    for level, modes in enumerate(made.all.modes)
+                    for level, modes in enumerate(made.levels.modes)
                     if slots + planes + made.most(level, homes.visiting) <= p.machine.vram_bytes
                     and host + made.away <= p.machine.host_bytes
                     and made.spilled <= (p.wishes.nvme or 0) - sum(p.disk_bytes(homes.units, micro).values())]
@@ -445,17 +445,17 @@ def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     units = tuple(data.draw(st.lists(st.sampled_from(Home), min_size=len(shape.units), max_size=len(shape.units))))
     made = data.draw(st.sampled_from(p.micro(micro).tracks))
     homes = p._homes(units, data.draw(st.sampled_from([p.through(units), frozenset()])))
-    level = data.draw(st.integers(0, len(made.all.modes) - 1))
+    level = data.draw(st.integers(0, len(made.levels.modes) - 1))
     ring, slots = data.draw(st.sampled_from(homes.slots))
-    choice = Choice(micro, units, ring, made.all.modes[level], homes.through)
-    assert p.bound(homes, slots, micro, made.all.backward_s[level], made.out) <= p.time(choice).seconds * (1 + 1e-12)
+    choice = Choice(micro, units, ring, made.levels.modes[level], homes.through)
+    assert p.bound(homes, slots, micro, made.levels.backward_s[level], made.out) <= p.time(choice).seconds * (1 + 1e-12)
 
 
 def test_keeping_more_activations_takes_more_bytes_and_less_time() -> None:
     for fused in (True, False):
         made = problem(WIDE, 10**12, fused=fused).micro(1).tracks[0]
-        assert made.all.peaks == sorted(made.all.peaks) and made.all.backward_s == sorted(made.all.backward_s, reverse=True)
-        assert len({modes for modes in made.all.modes}) == len(made.all.modes) > 12
+        assert made.levels.peaks == sorted(made.levels.peaks) and made.levels.backward_s == sorted(made.levels.backward_s, reverse=True)
+        assert len({modes for modes in made.levels.modes}) == len(made.levels.modes) > 12
 
 
 def test_states_that_arrive_are_chosen_where_memory_is_short() -> None:
@@ -523,13 +523,13 @@ def test_states_that_arrive_count_beside_what_is_alive_while_they_are_there() ->
     p = problem(WIDE, 10**15, 10**15, tokens=65536, seq=4096)
     made, homes = p.micro(1).tracks[0], (Home.ARRIVE, Home.ARRIVE) + (Home.RAM,) * (len(WIDE.units) - 2)
     states = sum(u.masters + u.moments for u in WIDE.units[:2])
-    full, bare = len(made.all.modes) - 1, 0
-    assert made.most(full, states) == made.all.peaks[full] > made.all.early[full] + states
-    assert made.most(bare, 10**12) == made.all.early[bare] + 10**12
-    table = vram_table(p, Choice(1, homes, 3, made.all.modes[full]))
+    full, bare = len(made.levels.modes) - 1, 0
+    assert made.most(full, states) == made.levels.peaks[full] > made.levels.early[full] + states
+    assert made.most(bare, 10**12) == made.levels.early[bare] + 10**12
+    table = vram_table(p, Choice(1, homes, 3, made.levels.modes[full]))
     assert table["states that arrive, beyond the peak"] == 0 and table["at home: weights"] > 0
     assert "at home: moments" not in table
-    for level in range(len(made.all.modes)):
+    for level in range(len(made.levels.modes)):
         assert made.level(made.most(level, states), states) >= level
         assert made.level(made.most(level, states) - 1, states) < level or made.most(level - 1, states) \
             == made.most(level, states)
@@ -538,7 +538,7 @@ def test_states_that_arrive_count_beside_what_is_alive_while_they_are_there() ->
 def test_states_that_come_late_are_waited_for() -> None:
     p = problem(WIDE, 10**15, 10**15, tokens=1024, seq=512)
     made, homes = p.micro(1).tracks[0], (Home.ARRIVE,) * len(WIDE.units)
-    assert p.time(Choice(1, homes, 3, made.all.modes[0])).idle["through"] > 0.1
+    assert p.time(Choice(1, homes, 3, made.levels.modes[0])).idle["through"] > 0.1
 
 
 # ---- the simulation
@@ -626,7 +626,7 @@ def test_predicted_steps_agree_with_measured_ones(line: dict) -> None:
     layers, tokens, seq = (int(re.search(p, line["case"])[1]) for p in (r"(\d+) layers", r"(\d+) tokens", r"S=(\d+)"))
     p = Problem(shape_of(seven(layers)), MACHINES["h200-128g"], Wishes(tokens, seq, fused=False))
     made, homes = p.micro(1).tracks[0], (False,) * len(p.shape.units)
-    timing = p.time(Choice(1, homes, 3, made.all.modes[0]))
+    timing = p.time(Choice(1, homes, 3, made.levels.modes[0]))
     assert timing.seconds == pytest.approx(line["step_s"], rel=0.08)
     assert timing.busy["h2d"] * 55.5e9 >= 0.98 * line["h2d_bytes"]
     store = sum(n for what, n in p.host_bytes(homes, 1).items() if "torch" not in what)
