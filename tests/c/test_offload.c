@@ -5,7 +5,6 @@
 #include <pthread.h>
 #include <time.h>
 
-/* A race on purpose is what it would find. */
 #define UNITS 3
 #define DEPTH 2
 
