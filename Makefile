@@ -38,7 +38,11 @@ help:  ## list the verbs
 demo: $(BUILT)  ## train a small Llama on Shakespeare through the streaming engine
 	$(PY) examples/train_shakespeare.py $(ARGS)
 
-test: $(BUILT) asan tsan pytest  ## everything: C tests under ASan and TSan, then pytest
+# ASan's need no Python: they run while packages come.
+test:  ## everything: C tests under ASan and TSan, then pytest
+	$(MAKE) --no-print-directory asan & asan=$$!; $(MAKE) --no-print-directory $(BUILT); built=$$?; \
+	wait $$asan && exit $$built
+	$(MAKE) --no-print-directory tsan pytest
 
 ctest:  ## the C tests; a C compiler is enough
 	$(MAKE) -C tests/c --no-print-directory -j$(JOBS) -s run

@@ -7,11 +7,9 @@ that more memory is never slower.
 """
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,6 +48,7 @@ from .modes import DISK, DISKS, KEEPS, LINKED, read
 from .shapes import Shape, Unit
 from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
 from .slots import plan_slots
+from .tracks import Levels, Track, Tracks
 
 RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 OVERHEAD = "Python, torch, driver"          # of host memory: what is there besides planes
@@ -106,65 +105,13 @@ class Choice(NamedTuple):
     through: frozenset[int] = frozenset()
 
 
-class Levels(NamedTuple):
-    """Modes of all windows, each keeping more than the one before; bytes of activations and work at the peak of each,
-    and seconds of backward. early: as peaks, while states that arrive are on the device."""
-
-    modes: list[tuple[str, ...]]
-    peaks: list[int]
-    backward_s: list[float]
-    early: list[int]
-
-
-@dataclass
-class Track:
-    """The same layers keep the same in host memory; on the device, more is kept from level to level.
-
-    Attributes:
-        away: bytes in host memory. out: those that cross the bus, each way: what leaves last does not. spilled: bytes
-            on disk; spill_s: seconds in which they are written and read.
-        make: the levels, or, with True, the first alone; each is asked once, where it matters.
-    """
-
-    away: int
-    out: int
-    spilled: int
-    spill_s: float
-    make: Callable[[bool], Levels]
-
-    @functools.cached_property
-    def first(self) -> Levels:
-        """The one that keeps least."""
-        return self.make(True)
-
-    @functools.cached_property
-    def levels(self) -> Levels:
-        return self.make(False)
-
-    def most(self, level: int, visiting: int) -> int:
-        """Bytes at the peak, with so many of states that arrive."""
-        of = self.levels if level else self.first
-        return max(of.peaks[level], visiting and visiting + of.early[level])
-
-    def level(self, room: int, visiting: int) -> int:
-        """The last that fits into so many bytes; -1: none."""
-        if self.most(0, visiting) > room:
-            return -1
-        fits = bisect.bisect_right(self.levels.peaks, room)
-        return (min(fits, bisect.bisect_right(self.levels.early, room - visiting)) if visiting else fits) - 1
-
-
 @dataclass
 class Micro:
-    """What follows from the number of micro-batches alone.
-
-    Attributes:
-        costs: [window]. tracks: the first with nothing in host memory, unless that is asked for.
-    """
+    """What follows from the number of micro-batches alone. costs: [window]."""
 
     costs: list[Cost]
     forward_s: float
-    tracks: list[Track]
+    tracks: Tracks
 
 
 class Homes(NamedTuple):
@@ -429,7 +376,7 @@ class Problem:
             if w.shape not in known:
                 known[w.shape] = cost_of(w, self.machine, self.wishes.tokens // k, self.wishes.seq, self.wishes.fused)
             costs.append(known[w.shape])
-        return Micro(costs, sum(c.forward_s for c in costs), self._tracks(costs))
+        return Micro(costs, sum(c.forward_s for c in costs), Tracks(self._tracks(costs)))
 
     def _tracks(self, costs: list[Cost]) -> list[Track]:
         """Nothing in host memory; then the first layers, which wait longest, in each way and in growing number."""
@@ -610,10 +557,9 @@ class Problem:
         self.simulations += 1
         return simulate(step, self.fetches[key])
 
-    def bound(self, homes: Homes, slots: int, micro: int, backward_s: float, out: int = 0, spill_s: float = 0.0
-              ) -> float:
-        """Seconds that a step cannot undercut, each of its passes by itself. out: bytes of activations that cross.
-        spill_s: of the drive, which moves them one way at a time.
+    def bound(self, homes: Homes, slots: int, micro: int, backward_s: Any, out: Any = 0, spill_s: Any = 0.0) -> Any:
+        """Seconds that a step cannot undercut, each of its passes by itself. backward_s: of one; out: bytes of
+        activations that cross; spill_s: of the drive, which moves them one way at a time. Numbers, or arrays of these.
 
         The first forward: compute behind the first weights; updates, and compute behind the last of them; all
         weights across the bus, beside the updates; activations out. Later passes: compute; the weights that no slot
@@ -625,15 +571,16 @@ class Problem:
             self.asked = homes, micro, self._of_homes(homes, micro)
         first, alone, once, again = self.asked[2]
         up, both = m.h2d_gbps * 1e9, m.both_gbps * 1e9
-        first = max(first, out / both)
-        forward = max(made.forward_s, (homes.weights - slots) / up, out / both)
-        backward = max(backward_s, (homes.again - slots + out) / both)
-        adding = max(backward, homes.add_s - (OFFLOAD_DEPTH + STAGINGS + 1) * homes.longest_add_s)
+        first = np.maximum(first, out / both)
+        forward = np.maximum(max(made.forward_s, (homes.weights - slots) / up), out / both)
+        backward = np.maximum(backward_s, (homes.again - slots + out) / both)
+        adding = np.maximum(backward, homes.add_s - (OFFLOAD_DEPTH + STAGINGS + 1) * homes.longest_add_s)
         passes = first + backward + (micro - 1) * (forward + adding) + homes.end_s
         added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
         read = once + max(again - slots, 0) + (micro - 1) * (max(once - slots, 0) + max(again - slots, 0))
         reading = read / (m.disk_read_gbps * 1e9)    # a first forward finds none in a slot
-        return NORM_S + max(passes, added, alone, micro * homes.gradients / both, micro * spill_s, reading)
+        least = max(alone, micro * homes.gradients / both, reading)
+        return NORM_S + functools.reduce(np.maximum, (passes, added, micro * spill_s, least))
 
     def _of_homes(self, homes: Homes, micro: int) -> tuple[float, float, int, int]:
         """What a bound takes from homes alone: seconds of the first forward, and of updates where nothing else is to be
@@ -771,22 +718,34 @@ class Problem:
 
     def best(self) -> tuple[Choice, Timing] | None:
         """The choice of least time; of equal ones that with the least on disk, then in VRAM. None: nothing fits."""
-        vram, host, open_choices = self.machine.vram_bytes, self.machine.host_bytes, []
-        for micro, homes, ring, slots, planes, on_host in self.combinations():
-            fixed = planes + slots
-            for made, level in self._fitting(micro, vram - fixed, host - on_host, homes):
-                bound = self.bound(homes, slots, micro, made.levels.backward_s[level], made.out, made.spill_s)
-                choice = Choice(micro, homes.units, ring, made.levels.modes[level], homes.through)
-                open_choices.append((bound, made.spilled, fixed + made.most(level, homes.visiting), choice))
-        open_choices.sort(key=lambda c: c[:3])
         best: tuple[Choice, Timing] | None = None
-        for bound, _, _, choice in open_choices[:MOST_SIMULATIONS]:
+        for bound, choice in itertools.islice(self._by_bound(), MOST_SIMULATIONS):
             if best is not None and bound >= best[1].seconds:
                 break
             timing = self.time(choice)
             if best is None or timing.seconds < best[1].seconds:
                 best = choice, timing
         return best
+
+    def _by_bound(self) -> Iterator[tuple[float, Choice]]:
+        """All that fits, the least bound first; of equal ones what takes least on disk, then in VRAM."""
+        vram, host, found, keys = self.machine.vram_bytes, self.machine.host_bytes, [], []
+        for micro, homes, ring, slots, planes, on_host in self.combinations():
+            fixed, tracks = planes + slots, self.micro(micro).tracks
+            fit = tracks.fitting(vram - fixed, host - on_host, self._room(homes.units, micro), homes.visiting)
+            if fit.tracks:
+                bounds = self.bound(homes, slots, micro, fit.backward_s, fit.out, fit.spill_s)
+                keys.append((fixed + fit.tops, fit.spilled, bounds))
+                found.append((micro, homes, ring, fit))
+        if not found:
+            return
+        tops, spilled, bounds = (np.concatenate(column) for column in zip(*keys))
+        begins = np.cumsum([0, *(len(fit.tracks) for *_, fit in found)])
+        for i in np.lexsort((tops, spilled, bounds)):
+            at = int(np.searchsorted(begins, i, side="right")) - 1
+            micro, homes, ring, fit = found[at]
+            track, level = fit.tracks[i - begins[at]], fit.levels[i - begins[at]]
+            yield float(bounds[i]), Choice(micro, homes.units, ring, track.levels.modes[level], homes.through)
 
     def _room(self, homes: tuple[Home, ...], micro: int) -> int:
         """Bytes that states leave on disk."""
@@ -795,24 +754,6 @@ class Problem:
             self.rooms[key] = (self.wishes.nvme or 0) - sum(self.disk_bytes(homes, micro).values())
         return self.rooms[key]
 
-    def _fitting(self, micro: int, vram: int, host: int, homes: Homes) -> Iterator[tuple[Track, int]]:
-        """Tracks of which a level fits these bytes, beside states that arrive, and the highest such. Those with
-        something in host memory, or on disk, only where that leaves less to compute again than all before."""
-        best = math.inf
-        for track in self._that_fit(micro, vram, host, homes):
-            level = track.level(vram, homes.visiting)
-            if track.levels.backward_s[level] < best:
-                yield track, level
-                best = track.levels.backward_s[level] if track.away == 0 else best
-                if best == track.levels.backward_s[-1]:
-                    return                          # all is kept
-
-    def _that_fit(self, micro: int, vram: int, host: int, homes: Homes) -> Iterator[Track]:
-        """Tracks whose first level fits these bytes."""
-        room = self._room(homes.units, micro)
-        return (track for track in (self.micro(micro).tracks if vram >= 0 and host >= 0 else ())
-                if track.away <= host and track.spilled <= room and track.most(0, homes.visiting) <= vram)
-
     def fits(self) -> bool:
         """Does anything that may be chosen?"""
         return any(True for _ in self.fitting())
@@ -820,20 +761,20 @@ class Problem:
     def fitting(self) -> Iterator[tuple[int, Homes, Track]]:
         """(micro-batches, homes, activations) of all that fits."""
         vram, host = self.machine.vram_bytes, self.machine.host_bytes
-        return ((micro, homes, track) for micro, homes, _, slots, planes, on_host in self.combinations()
-                for track in self._that_fit(micro, vram - slots - planes, host - on_host, homes))
+        for micro, homes, _, slots, planes, on_host in self.combinations():
+            tracks, room = self.micro(micro).tracks, self._room(homes.units, micro)
+            for i in tracks.that_fit(vram - slots - planes, host - on_host, room, homes.visiting):
+                yield micro, homes, tracks[i]
 
     def needs(self) -> tuple[int | None, int | None]:
         """(least VRAM within the host's limit, least host memory within the VRAM's); None: not with any."""
         vram, host = [], []
         for micro, homes, _, slots, planes, on_host in self.combinations():
-            room = self._room(homes.units, micro)
-            for track in (t for t in self.micro(micro).tracks if t.spilled <= room):
-                need = slots + planes + track.most(0, homes.visiting)
-                if on_host + track.away <= self.machine.host_bytes:
-                    vram.append(need)
-                if need <= self.machine.vram_bytes:
-                    host.append(on_host + track.away)
+            tracks = self.micro(micro).tracks
+            at, away = tracks.within(self._room(homes.units, micro))
+            there, here = on_host + away, slots + planes + tracks.least(at, homes.visiting)
+            vram += here[there <= self.machine.host_bytes].tolist()
+            host += there[here <= self.machine.vram_bytes].tolist()
         return min(vram, default=None), min(host, default=None)
 
 

@@ -29,7 +29,7 @@ from .limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .modes import DISK, DISKS, GRADS, HOMES, LINKED, MODES, read
 from .placement import Choice, Problem, Wishes
-from .shapes import Shape, shape_of
+from .shapes import Shape, shapes_of
 from .simulate import Timing
 from .tiers import Tier, bars, write_tiers
 from .timeline import LANES
@@ -198,17 +198,25 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     most = parse_bytes(host, "host") or without_margin(here, PLANNED_SHARE)
     limits = limits.with_limits(parse_bytes(vram, "vram"), most)
 
-    def shape_with(states: str) -> Shape:
-        return shape_of(model, dtype=dtype, units=units, layers=layers, states=states)
-
+    shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers)
     shape = shape_with(states)
     if compute == "auto":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)
         wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
+    _check_activations(Problem(shape, limits, wishes))
     problem, best = _solve(shape, limits, wishes)
     if best is None:
         raise _refusal(problem, resolve(machine), shape_with)
     return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0)
+
+
+def _check_activations(problem: Problem) -> None:
+    """A mode that no window has would be left out without a word."""
+    asked, had = problem.wishes.activations, {mode for cost in problem.micro(1).costs for mode in cost.kept}
+    if asked not in {None, *had}:
+        layers = "fused" if problem.wishes.fused else "eager"
+        raise MegatrainError(f"activations={asked!r}: no window of {problem.shape.name} has it with {layers} layers; "
+                             f"they have {', '.join(repr(mode) for mode in MODES if mode in had)}")
 
 
 def _solve(shape: Shape, limits: Machine, wishes: Wishes) -> tuple[Problem, tuple[Choice, Timing] | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,14 +137,13 @@ class Shape:
         return sum(u.trained for u in self.units)
 
 
-def shape_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
-             layers: int | None = None, states: str = "fp32") -> Shape:
-    """The shape of a module, or of a transformers config.
+def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
+              layers: int | None = None) -> Callable[[str], Shape]:
+    """The shape of a module, or of a transformers config, by how AdamW's states are kept (formats.py).
 
     Args:
         dtype, units: as for mt.stream. A config without a dtype of its own is taken for bf16.
         layers: a config's number of layers, instead of its own.
-        states: how AdamW's are kept, see formats.py.
 
     Raises:
         MegatrainError: neither a module nor a config; `layers` with a module.
@@ -160,8 +159,12 @@ def shape_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | 
     for name, module in found.windows:
         learns = learns or any(p.requires_grad for p in module.parameters())
         windows.append(_window(model, name or type(model).__name__, module, unit_of, dtype, learns))
-    units_of = tuple(unit_bytes(name, own, dtype, states) for name, own in groups)
-    return Shape(type(model).__name__, units_of, tuple(windows))
+
+    def shape_with(states: str) -> Shape:
+        own = tuple(unit_bytes(name, params, dtype, states) for name, params in groups)
+        return Shape(type(model).__name__, own, tuple(windows))
+
+    return shape_with
 
 
 def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype]:

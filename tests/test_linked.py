@@ -24,7 +24,7 @@ from megatrain_torch import placement
 from megatrain_torch.cost import cost_of
 from megatrain_torch.machine import MACHINES
 from megatrain_torch.placement import Problem, Wishes
-from megatrain_torch.shapes import shape_of
+from megatrain_torch.shapes import shapes_of
 from megatrain_torch.swap import Bundle, Swap
 from megatrain_torch.wrap import runtime_of
 
@@ -241,7 +241,7 @@ def test_a_plan_may_be_asked_for_links() -> None:
 
 def test_a_link_costs_what_is_behind_attention_and_spares_the_input() -> None:
     """7B's widths: of a token's forward products of a layer, q, k and v are 33 of 466 MFLOP."""
-    layer, tokens = shape_of(seven(1)).windows[1], 1 << 17
+    layer, tokens = shapes_of(seven(1))("fp32").windows[1], 1 << 17
     cost = cost_of(layer, MACHINES["h200-128g"], tokens, tokens, True)
     assert cost.kept["attention"] - cost.kept["linked"] == tokens * 3584 * 2
     assert cost.away["linked+host"] == cost.kept["linked"] and cost.kept["linked+host"] == 0
@@ -252,7 +252,7 @@ def test_a_link_costs_what_is_behind_attention_and_spares_the_input() -> None:
 
 def test_what_comes_for_links_is_counted() -> None:
     """Three layers in host memory: while the last runs, both others' come; the second makes its input from the first's."""
-    problem = Problem(shape_of(seven(3)), MACHINES["h200-128g"], Wishes(1 << 17, 1 << 17))
+    problem = Problem(shapes_of(seven(3))("fp32"), MACHINES["h200-128g"], Wishes(1 << 17, 1 << 17))
     costs = problem.micro(1).costs
     away = costs[1].away
     modes = ("saved", "attention+host", "linked+host", "attention+host", "saved", "saved")

@@ -6,6 +6,7 @@ that does not happen in these tests; in bf16 a trial follows the choice of the m
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import fusing
@@ -347,6 +348,30 @@ def test_a_router_that_ignores_its_correction_would_be_noticed() -> None:
     layer.mlp.gate.forward = lambda h, own=layer.mlp.gate.forward: (*own(h)[:2], own(h)[2].flip(0))
     with pytest.raises(Exception, match="none of the known routers"):
         router.Router(layer, "mlp", "gate")
+
+
+def test_of_routers_alike_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(router, "_KNOWN", {})
+    monkeypatch.setattr(router, "_Twin", lambda *args, own=router._Twin: tried.append(args) or own(*args))
+
+    def tries(change: Callable[[nn.Module], None]) -> int:
+        layers = FAMILIES["glm4_moe"]().model.layers
+        change(layers[2].mlp.gate)
+        found = [router.Router(layers[i], "mlp", "gate") for i in (1, 2)]
+        assert found[0].normalised and vars(found[0]).keys() == vars(found[1]).keys()
+        count = len(tried)
+        tried.clear()
+        return count
+
+    assert tries(lambda gate: None) == 1
+    assert tries(lambda gate: None) == 0
+    assert tries(lambda gate: setattr(gate, "forward", gate.forward)) == 1, "its own code"
+    assert tries(lambda gate: gate.register_forward_hook(lambda *_: None)) == 1
+    assert tries(lambda gate: setattr(gate, "routed_scaling_factor", 3.0)) == 1
+    kind = type(FAMILIES["glm4_moe"]().model.layers[1].mlp.gate)
+    monkeypatch.setattr(kind, "forward", lambda *args, own=kind.forward: own(*args))
+    assert tries(lambda gate: None) == 1
 
 
 # ---------------------------------------------------------------- uses

@@ -20,6 +20,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
@@ -35,7 +36,7 @@ from megatrain_torch.disk import MEMORY_BYTES
 from megatrain_torch.machine import MACHINES, Machine
 from megatrain_torch.placement import Choice, Problem, Wishes
 from megatrain_torch.planner import vram_table
-from megatrain_torch.shapes import Shape, shape_of
+from megatrain_torch.shapes import Shape, shapes_of
 from megatrain_torch.simulate import schedule, simulate
 from megatrain_torch.slots import plan_slots
 from megatrain_torch.wrap import runtime_of
@@ -62,6 +63,10 @@ def small(layers: int = 4, **other: int) -> LlamaConfig:
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
              "vocab_size": 32000, "num_hidden_layers": layers, "tie_word_embeddings": False}
     return LlamaConfig(**shape | other)
+
+
+def shape_of(model: torch.nn.Module | PretrainedConfig) -> Shape:
+    return shapes_of(model)("fp32")
 
 
 SMALL, WIDE = shape_of(small(6)), shape_of(seven(12))
@@ -405,6 +410,8 @@ def test_a_machine_too_small_is_named_as_such() -> None:
 @pytest.mark.parametrize("asked, says", [
     ({"tokens": 1000}, "nearest: tokens=1024"), ({"micro": 3}, "cannot be cut"), ({"homes": "disk"}, "homes='disk'"),
     ({"activations": "none"}, "'replay', 'attention', 'selective', 'saved'"), ({"slots": 1}, "at least 2"),
+    ({"activations": "linked", "compute": "eager"}, "no window of LlamaForCausalLM has it with eager layers; they have "
+     "'replay', 'saved', 'replay+host'"),
     ({"machine": "abacus"}, "known: h200-128g"), ({"machine": "h200-128g,vram=much"}, "is not a size")])
 def test_arguments_that_make_no_sense_are_refused(asked: dict, says: str) -> None:
     with pytest.raises(mt.MegatrainError, match=re.escape(says)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,16 @@ class Router:
         self._find(router)
 
     def _find(self, router: nn.Module) -> None:
+        """Of routers alike, one is tried."""
+        key = _alike(router, self.top_k, self.correction is not None)
+        if key not in _KNOWN:
+            self._try(router)
+            if key is not None:
+                _KNOWN[key] = self.wide, self.rounds, self.sigmoid, self.normalised, self.factor
+            return
+        self.wide, self.rounds, self.sigmoid, self.normalised, self.factor = _KNOWN[key]
+
+    def _try(self, router: nn.Module) -> None:
         twin = _Twin(router, self.top_k, self.correction is not None)
         self.wide, self.rounds = twin.wide, twin.rounds
         for self.sigmoid, self.normalised in product((False, True), (True, False)):
@@ -140,6 +151,22 @@ def _without_values(router: nn.Module) -> nn.Module:
     """A copy with parameters on the meta device: to read one would bring all of its layer to the host."""
     empty = {id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in router.parameters()}
     return copy.deepcopy(router, empty)
+
+
+_KNOWN: dict[tuple[Any, ...], tuple[bool, bool, bool, bool, float]] = {}
+_PLAIN = (int, float, str, type(None))
+_INSIDE = set(vars(nn.Module()))             # torch's own attributes of any module
+
+
+def _alike(router: nn.Module, top_k: int, corrected: bool) -> tuple[Any, ...] | None:
+    """What is equal of routers that do the same; None where more than plain numbers may tell them apart."""
+    own = {name: value for name, value in vars(router).items() if name not in _INSIDE}
+    fresh = vars(nn.Module())
+    changed = any(vars(router)[name] != fresh[name] for name in _INSIDE - {"training", "_parameters", "_buffers"})
+    if changed or not all(isinstance(value, _PLAIN) for value in own.values()):
+        return None
+    shapes = [(name, tuple(t.shape)) for name, t in (*router.named_parameters(), *router.named_buffers())]
+    return type(router), type(router).forward, router.training, top_k, corrected, *shapes, *sorted(own.items())
 
 
 class _Twin:
