@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ from .disk import (
 from .machine import Machine
 from .modes import DISK, DISKS, KEEPS, LINKED, read
 from .shapes import Shape, Unit
-from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
+from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, faster, plan_fetches
 from .slots import plan_slots
 from .tracks import Levels, Track, Tracks
 
@@ -550,12 +551,18 @@ class Problem:
         return unit.trained * moved / (self.machine.hbm_gbps * 1e9)
 
     def time(self, choice: Choice) -> Timing:
+        timing = self.faster(choice, math.inf)
+        assert timing is not None
+        return timing
+
+    def faster(self, choice: Choice, than: float) -> Timing | None:
+        """None where it takes so many seconds or more."""
         step = self.step(choice)
         key = (choice.homes, choice.ring, min(choice.micro, SHOWN_MICRO))
         if key not in self.fetches:
             self.fetches[key] = plan_fetches(step)
         self.simulations += 1
-        return simulate(step, self.fetches[key])
+        return faster(step, than, self.fetches[key])
 
     def bound(self, homes: Homes, slots: int, micro: int, backward_s: Any, out: Any = 0, spill_s: Any = 0.0) -> Any:
         """Seconds that a step cannot undercut, each of its passes by itself. backward_s: of one; out: bytes of
@@ -716,15 +723,15 @@ class Problem:
 
     # ---- the best ----
 
-    def best(self) -> tuple[Choice, Timing] | None:
-        """The choice of least time; of equal ones that with the least on disk, then in VRAM. None: nothing fits."""
+    def best(self, than: float = math.inf) -> tuple[Choice, Timing] | None:
+        """The choice of least time; of equal ones that with the least on disk, then in VRAM. None: nothing fits, or all
+        takes so many seconds or more."""
         best: tuple[Choice, Timing] | None = None
         for bound, choice in itertools.islice(self._by_bound(), MOST_SIMULATIONS):
-            if best is not None and bound >= best[1].seconds:
+            if bound >= than:
                 break
-            timing = self.time(choice)
-            if best is None or timing.seconds < best[1].seconds:
-                best = choice, timing
+            if timing := self.faster(choice, than):
+                best, than = (choice, timing), timing.seconds
         return best
 
     def _by_bound(self) -> Iterator[tuple[float, Choice]]:

@@ -222,15 +222,16 @@ def _check_activations(problem: Problem) -> None:
 def _solve(shape: Shape, limits: Machine, wishes: Wishes) -> tuple[Problem, tuple[Choice, Timing] | None]:
     """With as many buffers for gradients that are kept nowhere as there is memory for; or fewer, where that keeps
     what would be on disk in memory, and so takes less time."""
-    found: list[tuple[Problem, tuple[Choice, Timing]]] = []
+    best: tuple[Problem, tuple[Choice, Timing]] | None = None
     for lent in range(LENT, 0, -1) if wishes.grads == "none" else (LENT,):
         problem = Problem(shape, limits, dataclasses.replace(wishes, lent=lent))
-        best = problem.best()
-        if best is not None:
-            found.append((problem, best))
-            if not problem.disk_bytes(best[0].homes, best[0].micro, best[0].modes):
-                break
-    return min(found, key=lambda f: f[1][1].seconds, default=(problem, None))
+        found = problem.best(best[1][1].seconds if best else math.inf)
+        if found is None:
+            continue
+        best = problem, found
+        if not problem.disk_bytes(found[0].homes, found[0].micro, found[0].modes):
+            break
+    return best or (problem, None)
 
 
 def _grads(grads: str, micro: int | None, speculate: bool) -> str:

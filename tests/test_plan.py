@@ -455,7 +455,10 @@ def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     level = data.draw(st.integers(0, len(made.levels.modes) - 1))
     ring, slots = data.draw(st.sampled_from(homes.slots))
     choice = Choice(micro, units, ring, made.levels.modes[level], homes.through)
-    assert p.bound(homes, slots, micro, made.levels.backward_s[level], made.out) <= p.time(choice).seconds * (1 + 1e-12)
+    timing = p.time(choice)
+    assert p.bound(homes, slots, micro, made.levels.backward_s[level], made.out) <= timing.seconds * (1 + 1e-12)
+    assert p.faster(choice, timing.seconds) is None
+    assert p.faster(choice, math.nextafter(timing.seconds, math.inf)) == timing
 
 
 def test_keeping_more_activations_takes_more_bytes_and_less_time() -> None:
