@@ -15,10 +15,13 @@ when there is no plan that fits: nothing has been allocated by then, and the pla
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +116,24 @@ def train(engine: Any, args: argparse.Namespace, device: torch.device) -> tuple[
     return [b - a for a, b in itertools.pairwise(begins)], losses
 
 
+@contextlib.contextmanager
+def telling(trace: mt.Trace, every_s: float = 60.0) -> Iterator[None]:
+    """A line a minute on stderr: how far a step is."""
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(every_s):
+            say(f"  {trace.progress()}")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def show(args: argparse.Namespace, found: dict[str, Any]) -> None:
     plan = found["predicted"]
 
@@ -147,7 +168,7 @@ def main() -> int:
     del model
     built_s = time.perf_counter() - began
     say(f"{parameters / 1e9:.2f} B parameters built in {built_s:.0f} s")
-    with mt.trace(engine.model) as trace:
+    with mt.trace(engine.model) as trace, telling(trace):
         seconds, losses = train(engine, args, device)
     last = trace.steps()[-1]
     say(str(last))

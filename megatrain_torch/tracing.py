@@ -3,11 +3,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
 from torch import nn
@@ -64,6 +65,17 @@ def trace(model: nn.Module, *, rates: Mapping[str, float] | None = None) -> Iter
         t.stop()
 
 
+class Progress(NamedTuple):
+    """How far compute is in a forward and its backward: windows with parameters that are behind it, of how many."""
+
+    forward: int
+    backward: int
+    windows: int
+
+    def __str__(self) -> str:
+        return f"backward {self.backward}/{self.windows}" if self.backward else f"forward {self.forward}/{self.windows}"
+
+
 class Trace:
     """The work of a streamed model's queues, and its steps.
 
@@ -84,6 +96,8 @@ class Trace:
         self._host_bytes = 0
         self._stepped, self._graded, self._passes = False, True, 0
         self._open: Window | None = None                 # whose backward runs
+        self._lock = threading.Lock()                    # of slices and marks: progress() is anybody's to ask
+        self._windows = len({w.units[0] for w in rt.windows if w.units})
         rt.core.timeline()                               # what an earlier trace left
         rt.core.trace(True)
         self._hook = register_optimizer_step_pre_hook(self.optimizer_steps)
@@ -170,8 +184,11 @@ class Trace:
 
     def _collect(self) -> None:
         """Takes the records that are over by now."""
-        if self._rt.trace is not self:
-            return
+        with self._lock:
+            if self._rt.trace is self:
+                self._take()
+
+    def _take(self) -> None:
         self._host_bytes = self._rt.core.host_bytes()
         records = self._rt.core.timeline()
         lost = self._rt.core.stats()["records_lost"]
@@ -185,7 +202,8 @@ class Trace:
                 self._slices.append(Slice(_LANES[lane], _WORKS[work], name, nbytes, begin, end))
 
     def _lanes(self, since: int = 0) -> dict[str, list[Slice]]:
-        lanes = by_lane([s for s in self._slices if s.end > since])
+        with self._lock:
+            lanes = by_lane([s for s in self._slices if s.end > since])
         if "compute" in lanes:
             lanes["compute"] = _with_loss(_joined(lanes["compute"]), sorted(self._marks.values()))
         return lanes
@@ -194,6 +212,20 @@ class Trace:
         """All that is over so far, by lane and in order; the stretch between forward and backward is "loss"."""
         self._collect()
         return [s for lane in self._lanes().values() for s in lane]
+
+    def progress(self) -> Progress:
+        """How far compute is in the pass under way, by the device's own clock, for steps that take minutes: windows
+        that are behind it, `forward` and `backward` of `windows`; as text "backward 7/31". Any thread may ask, such as
+        a progress bar's."""
+        self._collect()
+        with self._lock:
+            begun, over = max(self._marks.values(), default=0), {"forward": set[str](), "backward": set[str]()}
+            for s in reversed(self._slices):
+                if s.lane == "compute" and s.work in over:
+                    if s.end <= begun:
+                        break
+                    over[s.work].add(s.unit)
+        return Progress(len(over["forward"]), len(over["backward"]), self._windows)
 
     def steps(self, last: int = KEPT) -> list[StepReport]:
         """Reports of the last finished steps, oldest first."""

@@ -391,6 +391,32 @@ def test_a_run_learns_and_says_what_bound_it(whole_run: Path) -> None:
     assert folder.settings_of(whole_run / "whole").lr == 3e-3, "flags come before the file"
 
 
+def test_a_step_that_takes_long_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    from megatrain_torch.commands import loop
+    from megatrain_torch.tracing import Progress
+    monkeypatch.setenv("FORCE_COLOR", "1")               # rich takes that for a terminal
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    clock = iter([100.0, 100.0, 104.9, 105.0, 105.9, 106.0, 200.0, 204.9])
+    places = iter([Progress(12, 0, 31), Progress(31, 2, 31)])
+    monkeypatch.setattr(loop, "monotonic", lambda: next(clock))
+    within = loop.Within(types.SimpleNamespace(progress=lambda: next(places)))
+    within.begin()
+    texts = [str(within) for _ in range(4)]
+    within.begin()
+    assert [*texts, str(within)] == ["", "forward 12/31  ", "forward 12/31  ", "backward 2/31  ", ""]
+
+    monkeypatch.setattr(loop, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(loop, "LONG_S", 0.0)
+    monkeypatch.setattr(loop.Within, "__str__", lambda self: str(self._trace.progress()))
+    bar = loop.Bar(print, types.SimpleNamespace(progress=lambda: Progress(31, 7, 31)))
+    state = types.SimpleNamespace(max_steps=3, global_step=1)
+    bar.on_train_begin(None, state, None)
+    bar.on_step_begin(None, state, None)
+    bar.on_train_end(None, state, None)
+    assert "backward 7/31" in capsys.readouterr().out
+
+
 def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
         whole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from megatrain_torch.commands import loop

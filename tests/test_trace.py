@@ -5,6 +5,7 @@ import json
 import struct
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,27 @@ def test_without_a_trace_nothing_is_recorded() -> None:
     rt.core.timeline()
     step(model)
     assert rt.core.timeline() == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_progress_tells_another_thread_how_far_a_step_is(way: str) -> None:
+    model, found = streamed(way), []
+    opt = adamw(model)
+
+    def ask(*_: Any) -> None:
+        found.append(str(other.submit(t.progress).result()))
+
+    def before(_: nn.Module, args: tuple[Tensor]) -> None:
+        ask()
+        args[0].register_hook(ask)
+
+    model.layers[2].register_forward_pre_hook(before)
+    with ThreadPoolExecutor(1) as other, mt.trace(model) as t:
+        for _ in range(2):
+            ask()
+            step(model, opt, micro=2)
+    assert found == ["forward 0/6", *["forward 3/6", "backward 3/6"] * 2] * 2
+    assert t.progress() == (0, 0, 6)
 
 
 def test_a_backward_that_raises_leaves_no_window_open() -> None:

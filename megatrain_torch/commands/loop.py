@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,7 @@ from ..storage import storage
 from ..tracing import Trace
 from .folder import LOG, WHOLE, checkpoints
 
+LONG_S = 5.0                         # a step that takes longer tells how far it is
 UNFINISHED = ".unfinished"           # in the run's folder: small files of a checkpoint that is being written
 
 
@@ -166,22 +168,45 @@ class Requests(TrainerCallback):
 
 # ---- what a person sees --------------------------------------------------------------------------
 
-class Bar(TrainerCallback):
-    """A live line on a terminal; else a line for each evaluation and each checkpoint."""
+class Within:
+    """As text: how far a step is that has taken LONG_S; of others "". The bar's own thread asks, ten times a second."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, trace: Trace) -> None:
+        self._trace, self._text, self._asked = trace, "", 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        self._begun = monotonic()
+
+    def __str__(self) -> str:
+        now = monotonic()
+        if now - self._begun < LONG_S:
+            return ""
+        if now - self._asked >= 1:
+            self._asked, self._text = now, f"{self._trace.progress()}  "
+        return self._text
+
+
+class Bar(TrainerCallback):
+    """A live line on a terminal; else a line for each evaluation and each checkpoint. In a step that takes long the
+    line tells how far it is."""
+
+    def __init__(self, say: Callable[[str], None], trace: Trace) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._say = say
+        self._say, self._within = say, Within(trace)
         console = Console()
         self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=12),
-                             TextColumn("{task.description}"), TimeRemainingColumn(), console=console,
-                             disable=not console.is_terminal)
+                             TextColumn("{task.fields[within]}{task.description}"), TimeRemainingColumn(),
+                             console=console, disable=not console.is_terminal)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step)
+        self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, within=self._within)
         self._bar.start()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._within.begin()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._bar.stop()

@@ -323,7 +323,7 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
         trainer = StreamedTrainer(
             model, _arguments(settings, bool(len(held))), collate(flat), train,
             _some(held, HELD_OUT_ROWS) if len(held) else None, processing_class=tokenizer, optimizers=(opt, None),
-            callbacks=[requests, Bar(say)], trace=trace, tokens=settings.tokens, convert=convert)
+            callbacks=[requests, Bar(say, trace)], trace=trace, tokens=settings.tokens, convert=convert)
         trainer.remove_callback(_printer())
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
