@@ -23,6 +23,7 @@ from .commands.settings import unknown
 from .commands.train import device_of, made
 from .errors import MegatrainError
 from .formats import FORMATS
+from .limits import is_size
 from .machine import MACHINES
 from .modes import GRADS, HOMES, MODES
 
@@ -84,10 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq", type=int, required=True, help="tokens of a sequence")
     add("--machine", help=f"measured JSON, or one of {', '.join(MACHINES)}; with changes: h200-128g,vram=24GiB")
     add("--vram", help="limit of device memory, e.g. 24GiB")
-    add("--host", help="limit of host memory")
+    add("--host", "--ram", help="limit of host memory")
     add("--micro", type=int, help="micro-batches; default: as many as are best")
-    add("--nvme", metavar="DIRECTORY", help="where states and weights may go that host memory does not hold")
-    add("--nvme-limit", metavar="SIZE", help="of it; alone: of a disk that is not at hand")
+    add("--nvme", metavar="DIRECTORY", help="where states and weights may go that host memory does not hold; or a "
+        "size, as 500GB, of a disk that is not at hand")
+    add("--nvme-limit", metavar="SIZE", help="of that directory's")
     add("--grads", choices=GRADS, default="ram", help="none: used as they come and kept nowhere, without clipping")
     add("--homes", choices=HOMES, help="of all units; default: each where it is best")
     add("--activations", choices=MODES, metavar="MODE",
@@ -125,6 +127,8 @@ def _plan(args: argparse.Namespace) -> None:
     asked = {k: v for k, v in vars(args).items() if k not in ("run", "verb", "model", "picture", "nvme_limit")}
     if args.nvme_limit:
         asked["nvme"] = {"limit": args.nvme_limit} | ({"path": args.nvme} if args.nvme else {})
+    elif args.nvme and is_size(args.nvme) and not Path(args.nvme).is_dir():
+        asked["nvme"] = {"limit": args.nvme}
     found = plan(folder.load_config(folder.model_of(args.model)), **asked)
     sys.stdout.write(f"{found}\n")
     if args.picture:

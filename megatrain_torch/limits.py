@@ -38,6 +38,14 @@ def parse_bytes(value: int | float | str | None, what: str) -> int | None:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def is_size(word: str) -> bool:
+    """Would parse_bytes take it?"""
+    try:
+        return parse_bytes(word, "") is not None
+    except MegatrainError:
+        return False
+
+
 def show_bytes(n: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:

@@ -732,6 +732,8 @@ def test_plan_of_a_folder_says_what_mt_plan_says(command: Callable, tmp_path: Pa
     plan = mt.plan(small(24), tokens=4096, seq=512, machine="h200-128g,host=4GiB", vram="3GiB", grads="none",
                    nvme={"limit": "9GB"})
     assert "disk" in plan.homes.values() and command(*words) == (0, f"{plan}\n", "")
+    assert command(*[{"--nvme-limit": "--nvme"}.get(word, word) for word in words]) == (0, f"{plan}\n", "")
+    assert command(*words, "--ram", "3.9GiB") == command(*words, "--host", "3.9GiB") != command(*words)
 
 
 def test_a_picture_shows_each_tier(command: Callable, tmp_path: Path) -> None:
