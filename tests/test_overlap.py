@@ -61,11 +61,10 @@ def test_what_is_compared_moves(scenario: Scenario) -> None:
 @pytest.mark.parametrize("edge", ["ready", "landed", "updated"])
 @pytest.mark.parametrize("scenario", [SCENARIOS[0], SCENARIOS[3]], ids=Scenario.name)
 def test_a_wait_left_out_is_noticed(scenario: Scenario, edge: str) -> None:
-    """All of ten seeds notice on a quiet machine; one is asked for, since a pace cannot be promised."""
+    """Any of ten seeds notices on a quiet machine; one is asked for, since a pace cannot be promised."""
     right = overlap_off(scenario)
-    noticed = [s for s in range(10) if edges.difference(
-        right, edges.train(scenario, delay_us=DELAY_US, seed=s, skip=EDGES[edge]))]
-    assert noticed, f"ten trainings without the wait {edge!r} all equal overlap off"
+    assert any(edges.difference(right, edges.train(scenario, delay_us=DELAY_US, seed=seed, skip=EDGES[edge]))
+               for seed in range(10)), f"ten trainings without the wait {edge!r} all equal overlap off"
 
 
 @pytest.mark.parametrize("edge", ["freed", "grad"])
