@@ -160,6 +160,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     choices = _choices(plan, compute, vram, nvme)
     _refuse_model(module)
     where, found = _device(device), find(module, units)
+    _check_windows(choices.options.get("activations"), [name or type(module).__name__ for name, _ in found.windows])
     asked, sizes, room = _check(_asked(module, group(module, found), dtype, where, choices), where, choices,
                                 parse_bytes(host, "host"))
     rt = Runtime(module, where, _engine(where, choices.options))
@@ -387,6 +388,13 @@ def _to_disk(rt: Runtime, asked: Asked, choices: _Choices) -> None:
         rt.choose_states(options.get("states", "fp32"))
     if choices.disk is not None and asked.on_disk():
         rt.keep_on_disk(choices.disk, _at(asked, "disk"), weights, options.get("debug", {}).get("disk", {}))
+
+
+def _check_windows(activations: str | dict[str, str] | None, names: list[str]) -> None:
+    for name in activations if isinstance(activations, dict) else ():
+        if name not in names:
+            raise MegatrainError(f"plan: activations names {name!r}, and there is no such window; "
+                                 f"windows: {', '.join(names)}")
 
 
 def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:

@@ -100,7 +100,7 @@ def test_a_forward_that_writes_into_its_input_keeps_its_activations_on_the_host(
 
 # ---------------------------------------------------------------- graphs
 
-def tiny(mode: str, compute: str = "fused", **debug: Any) -> nn.Module:
+def tiny(mode: Any, compute: str = "fused", **debug: Any) -> nn.Module:
     parity.seed()
     return fusing.stream(FAMILIES["qwen3"](), mode, compute, **debug)
 
@@ -252,6 +252,13 @@ def test_a_mode_that_is_none_is_refused() -> None:
     for mode in ("replay+split", "whole+host", "saved+tape"):
         with pytest.raises(MegatrainError, match="use 'auto', 'whole', 'replay'"):
             tiny(mode)
+
+
+def test_names_that_no_window_has_are_refused() -> None:
+    with pytest.raises(MegatrainError, match=r"'model\.layer\.1', and there is no such window; windows: .*model\.layers\.1"):
+        tiny({"model.layers.0": "replay+host", "model.layer.1": "replay+host"})
+    with pytest.raises(MegatrainError, match=r"'model\.layer\.1', and there is no such unit; units: .*model\.layers\.1"):
+        mt.stream(FAMILIES["llama"](), device="cpu", plan={"homes": {"model.layer.1": "vram"}})
 
 
 def test_modes_are_read_as_they_are_written() -> None:
