@@ -35,7 +35,9 @@ def parse_bytes(value: int | float | str | None, what: str) -> int | None:
         raise MegatrainError(f"{what}={value!r} is not a size: give bytes, or a string such as '24GiB'")
     if not match[2] and float(match[1]) < 2**20:     # as a word of a command line
         raise MegatrainError(f"{what}={value!r} is {match[1]} bytes: give a unit, such as '{match[1]}GiB'")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    if (found := int(float(match[1]) * _UNITS[match[2].lower()])) < 1:
+        raise MegatrainError(f"{what}={value!r} is nothing: give at least a byte")
+    return found
 
 
 def is_size(word: str) -> bool:

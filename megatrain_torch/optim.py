@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -566,6 +567,8 @@ def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_
         if value and name in refused:
             raise MegatrainError(f"AdamW({name}=True) is not supported; "
                                  "use torch.optim.AdamW on the host tensors for that")
+    if not isinstance(lr, numbers.Real | Tensor):
+        raise MegatrainError(f"AdamW: lr={lr!r} must be a number")
     if not 0.0 <= float(lr) < math.inf:
         raise MegatrainError(f"AdamW: lr={lr} must be >= 0 and finite")
     if not all(0.0 <= b < 1.0 for b in betas) or eps < 0 or weight_decay < 0:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .arguments import check_count
 from .cost import LENT, THROUGH_BYTES
 from .disk import FROZEN, PADDING, SPILLED, Disk, years
 from .errors import MegatrainError
@@ -245,18 +246,19 @@ def _grads(grads: str, micro: int | None, speculate: bool) -> str:
 
 def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations: str | None, slots: int | None,
             micro: int | None) -> Wishes:
-    if seq < 1 or tokens < 1 or tokens % seq:
+    for name, value, least in (("tokens", tokens, 1), ("seq", seq, 1), ("micro", micro, 1), ("slots", slots, 2)):
+        if value is not None:
+            check_count(value, name, least)
+    if tokens % seq:
         raise MegatrainError(f"tokens={tokens}, seq={seq}: a step is a whole number of sequences; "
-                             f"nearest: tokens={max(1, round(tokens / max(seq, 1))) * max(seq, 1)}")
-    if micro is not None and (micro < 1 or (tokens // seq) % micro):
+                             f"nearest: tokens={max(1, round(tokens / seq)) * seq}")
+    if micro is not None and (tokens // seq) % micro:
         raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
     for name, value, known in (("compute", compute, ("auto", "fused", "eager")),
                                ("homes", homes, HOMES),
                                ("activations", activations, MODES)):
         if value is not None and value not in known:
             raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
-    if slots is not None and slots < 2:
-        raise MegatrainError(f"slots={slots}: at least 2 are needed")
     return Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .arguments import check_count, check_dtype
 from .errors import MegatrainError
 from .formats import master_bytes, moment_bytes
 from .modes import KEEPS, LINKED
@@ -148,6 +149,9 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     Raises:
         MegatrainError: neither a module nor a config; `layers` with a module.
     """
+    check_dtype(dtype)
+    if layers is not None:
+        check_count(layers, "layers")
     if not isinstance(model, nn.Module):
         model, dtype = _from_config(model, layers, dtype)
     elif layers is not None:

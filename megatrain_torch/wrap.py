@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, astray, hf
+from .arguments import check_count, check_dtype
 from .budget import Cap
 from .compiled import compiled_of
 from .cost import LENT
@@ -159,6 +160,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     """
     choices = _choices(plan, compute, vram, nvme)
     _refuse_model(module)
+    check_dtype(dtype)
     where, found = _device(device), find(module, units)
     _check_windows(choices.options.get("activations"), [name or type(module).__name__ for name, _ in found.windows])
     asked, sizes, room = _check(_asked(module, group(module, found), dtype, where, choices), where, choices,
@@ -233,6 +235,8 @@ def _choices(plan: Plan | dict[str, Any] | None, compute: str, vram: int | str |
              nvme: str | dict[str, Any] | None) -> _Choices:
     """What is given beside a plan counts instead of the plan's."""
     disk = Disk.parse(nvme)
+    if disk is not None:
+        disk.room()                          # there is such a directory
     if not isinstance(plan, Plan):
         return _Choices(_options(plan, compute), compute, parse_bytes(vram, "vram"), disk)
     options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate,
@@ -286,15 +290,18 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
     if options.get("lent", LENT) not in range(1, LENT + 1):
         raise MegatrainError(f"plan: lent={options['lent']!r}: 1 to {LENT} buffers for gradients that are kept nowhere")
     check_states(options.get("states", "fp32"))
-    if options.get("slots", 3) < 2:
-        raise MegatrainError(f"plan: slots={options['slots']}: at least 2 are needed")
+    check_count(options.get("slots", 3), "plan: slots", least=2)
+    check_count(options.get("threads") or 1, "plan: threads")
     return options
 
 
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.device(device)
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise MegatrainError(f"device={device!r}: 'cuda' or 'cpu'") from None
     if where.type not in ("cpu", "cuda"):
         raise MegatrainError(f"device={str(where)!r}: 'cuda' or 'cpu'")
     if where.type == "cpu":
@@ -400,6 +407,8 @@ def _check_windows(activations: str | dict[str, str] | None, names: list[str]) -
 def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:
     """By unit."""
     names = [name for name, _ in groups]
+    if not isinstance(homes, str | dict):
+        raise MegatrainError(f"plan: homes={homes!r}; use {', '.join(map(repr, HOMES))}, or {{unit name: a home}}")
     asked = dict.fromkeys(names, homes) if isinstance(homes, str) else homes
     for name, home in asked.items():
         if name not in names:

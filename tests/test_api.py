@@ -308,7 +308,7 @@ def test_adamw_groups_and_schedule_follow_torch() -> None:
 
 
 @pytest.mark.parametrize("bad", [dict(amsgrad=True), dict(betas=(1.0, 0.9)), dict(eps=-1.0), dict(max_grad_norm=0.0),
-                                 dict(states="4bit"), dict(in_backward=True, max_grad_norm=1.0)], ids=str)
+                                 dict(states="4bit"), dict(in_backward=True, max_grad_norm=1.0), dict(lr="1e-3")], ids=str)
 def test_adamw_refuses(bad: dict[str, Any]) -> None:
     model = streamed(made(lambda: nn.Linear(4, 4)))
     with pytest.raises(mt().MegatrainError, match=str(next(iter(bad)))):
@@ -369,6 +369,11 @@ def test_gather_gives_weights_on_the_compute_device_and_takes_gradients() -> Non
     (dict(plan="auto"), "plan='auto': give what mt.plan made, or a dict of"),
     (dict(units=["layers.9"]), "layers.9"), (dict(units=["layers", "layers.1"]), "inside"),
     (dict(host="1kB"), "host"), (dict(vram="1kB"), "vram"), (dict(vram="much"), "much"), (dict(device="xla"), "device"),
+    (dict(device="tpu"), "device='tpu'"), (dict(dtype="bf16"), "give a torch.dtype"), (dict(vram="0GiB"), "is nothing"),
+    (dict(plan={"slots": "3"}), "slots='3': a whole number"), (dict(plan={"slots": 2.5}), "slots=2.5"),
+    (dict(plan={"slots": None}), "slots=None"), (dict(plan={"threads": "many"}), "threads='many'"),
+    (dict(plan={"homes": ["ram"]}), r"homes=\['ram'\]"), (dict(nvme="/no/such"), "/no/such: No such file or directory"),
+    (dict(plan={"activations": {"layers.9": "saved"}}), "layers.9"),
 ], ids=str)
 def test_stream_refuses_and_changes_nothing(bad: dict[str, Any], words: str) -> None:
     model = made()
