@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--micro", type=int, help="micro-batches; default: as many as are best")
     add("--nvme", metavar="DIRECTORY", help="where states and weights may go that host memory does not hold; or a "
         "size, as 500GB, of a disk that is not at hand")
-    add("--nvme-limit", metavar="SIZE", help="of that directory's")
+    add("--nvme-limit", metavar="SIZE", help="the most to take there")
     add("--grads", choices=GRADS, default="ram", help="none: used as they come and kept nowhere, without clipping")
     add("--homes", choices=HOMES, help="of all units; default: each where it is best")
     add("--activations", choices=MODES, metavar="MODE",

@@ -247,7 +247,7 @@ def _grads(grads: str, micro: int | None, speculate: bool) -> str:
 def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations: str | None, slots: int | None,
             micro: int | None) -> Wishes:
     for name, value, least in (("tokens", tokens, 1), ("seq", seq, 1), ("micro", micro, 1), ("slots", slots, 2)):
-        if value is not None:
+        if value is not None or name in ("tokens", "seq"):
             check_count(value, name, least)
     if tokens % seq:
         raise MegatrainError(f"tokens={tokens}, seq={seq}: a step is a whole number of sequences; "

@@ -162,7 +162,7 @@ def _alike(router: nn.Module, top_k: int, corrected: bool) -> tuple[Any, ...] | 
     """What is equal of routers that do the same; None where more than plain numbers may tell them apart."""
     own = {name: value for name, value in vars(router).items() if name not in _INSIDE}
     fresh = vars(nn.Module())
-    changed = any(vars(router)[name] != fresh[name] for name in _INSIDE - {"training", "_parameters", "_buffers"})
+    changed = any(vars(router).get(name) != fresh[name] for name in _INSIDE - {"training", "_parameters", "_buffers"})
     if changed or not all(isinstance(value, _PLAIN) for value in own.values()):
         return None
     shapes = [(name, tuple(t.shape)) for name, t in (*router.named_parameters(), *router.named_buffers())]
