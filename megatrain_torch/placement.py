@@ -47,7 +47,7 @@ from .disk import (
 from .machine import Machine
 from .modes import DISK, DISKS, KEEPS, LINKED, read
 from .shapes import Shape, Unit
-from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, faster, plan_fetches
+from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
 from .slots import plan_slots
 from .tracks import Levels, Track, Tracks
 
@@ -550,19 +550,14 @@ class Problem:
         moved = GATHERED[0] + (micro - 1) * GATHERED[1]
         return unit.trained * moved / (self.machine.hbm_gbps * 1e9)
 
-    def time(self, choice: Choice) -> Timing:
-        timing = self.faster(choice, math.inf)
-        assert timing is not None
-        return timing
-
-    def faster(self, choice: Choice, than: float) -> Timing | None:
+    def time(self, choice: Choice, than: float = math.inf) -> Timing | None:
         """None where it takes so many seconds or more."""
         step = self.step(choice)
         key = (choice.homes, choice.ring, min(choice.micro, SHOWN_MICRO))
         if key not in self.fetches:
             self.fetches[key] = plan_fetches(step)
         self.simulations += 1
-        return faster(step, than, self.fetches[key])
+        return simulate(step, self.fetches[key], than)
 
     def bound(self, homes: Homes, slots: int, micro: int, backward_s: Any, out: Any = 0, spill_s: Any = 0.0) -> Any:
         """Seconds that a step cannot undercut, each of its passes by itself. backward_s: of one; out: bytes of
@@ -730,7 +725,7 @@ class Problem:
         for bound, choice in itertools.islice(self._by_bound(), MOST_SIMULATIONS):
             if bound >= than:
                 break
-            if timing := self.faster(choice, than):
+            if timing := self.time(choice, than):
                 best, than = (choice, timing), timing.seconds
         return best
 

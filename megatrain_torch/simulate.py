@@ -491,15 +491,9 @@ def _walk(step: Step, fetches: Fetches, shown: int, launch: float, early: frozen
     return t, forwards, ends
 
 
-def simulate(step: Step, fetches: Fetches | None = None) -> Timing:
-    """One step in the steady state. fetches: what `plan_fetches` gives, where it is known already."""
-    found = faster(step, math.inf, fetches)
-    assert found is not None
-    return found
-
-
-def faster(step: Step, than: float, fetches: Fetches | None = None) -> Timing | None:
-    """As simulate; None where a step takes so many seconds or more, in a part of the time."""
+def simulate(step: Step, fetches: Fetches | None = None, than: float = math.inf) -> Timing | None:
+    """One step in the steady state; None, which is known sooner, where it takes `than` seconds or more. fetches: what
+    `plan_fetches` gives, where it is known already."""
     shown = min(step.micro, SHOWN_MICRO)
     fetches = plan_fetches(step) if fetches is None else fetches
     ahead = -sum(step.backward_s) / 2                   # Python is ahead of the device by about this

@@ -236,7 +236,7 @@ def _choices(plan: Plan | dict[str, Any] | None, compute: str, vram: int | str |
     """What is given beside a plan counts instead of the plan's."""
     disk = Disk.parse(nvme)
     if disk is not None:
-        disk.room()                          # there is such a directory
+        disk.room()                          # refuses a directory that is not there
     if not isinstance(plan, Plan):
         return _Choices(_options(plan, compute), compute, parse_bytes(vram, "vram"), disk)
     options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate,

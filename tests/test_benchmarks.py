@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,3 +99,15 @@ def test_large_models_have_their_parameters(load: Any, model: str) -> None:
     args.tiny, args.layers = True, 2
     toy = big.config_of(args)
     assert type(toy) is type(whole.config) and toy.num_hidden_layers == 2 and toy.hidden_size == 64
+
+
+def test_a_long_step_of_a_large_model_tells_how_far_it_is(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = threading.Event()
+    trace = SimpleNamespace(progress=lambda: asked.set() or "forward 3/7")
+    with load("bench_big").telling(trace, every_s=0.01):
+        assert asked.wait(60)
+    assert "forward 3/7" in capsys.readouterr().err
+    before = threading.active_count()
+    with load("bench_big").telling(trace):
+        pass
+    assert threading.active_count() == before, "nobody tells any more"

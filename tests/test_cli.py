@@ -391,12 +391,9 @@ def test_a_run_learns_and_says_what_bound_it(whole_run: Path) -> None:
     assert folder.settings_of(whole_run / "whole").lr == 3e-3, "flags come before the file"
 
 
-def test_a_step_that_takes_long_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch,
-                                                    capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_far_a_step_is_is_asked_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain_torch.commands import loop
     from megatrain_torch.tracing import Progress
-    monkeypatch.setenv("FORCE_COLOR", "1")               # rich takes that for a terminal
-    monkeypatch.delenv("NO_COLOR", raising=False)
     clock = iter([100.0, 100.0, 104.9, 105.0, 105.9, 106.0, 200.0, 204.9])
     places = iter([Progress(12, 0, 31), Progress(31, 2, 31)])
     monkeypatch.setattr(loop, "monotonic", lambda: next(clock))
@@ -406,13 +403,24 @@ def test_a_step_that_takes_long_tells_how_far_it_is(monkeypatch: pytest.MonkeyPa
     within.begin()
     assert [*texts, str(within)] == ["", "forward 12/31  ", "forward 12/31  ", "backward 2/31  ", ""]
 
-    monkeypatch.setattr(loop, "monotonic", lambda: 0.0)
-    monkeypatch.setattr(loop, "LONG_S", 0.0)
-    monkeypatch.setattr(loop.Within, "__str__", lambda self: str(self._trace.progress()))
+
+def test_the_bar_tells_how_far_a_step_is_that_takes_long(monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    from megatrain_torch.commands import loop
+    from megatrain_torch.tracing import Progress
+    monkeypatch.setenv("FORCE_COLOR", "1")               # rich takes that for a terminal
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    now = [0.0]
+    monkeypatch.setattr(loop, "monotonic", lambda: now[0])
     bar = loop.Bar(print, types.SimpleNamespace(progress=lambda: Progress(31, 7, 31)))
     state = types.SimpleNamespace(max_steps=3, global_step=1)
-    bar.on_train_begin(None, state, None)
+    now[0] = 100.0
     bar.on_step_begin(None, state, None)
+    bar.on_train_begin(None, state, None)
+    bar.on_train_end(None, state, None)
+    assert "step 1/3" in (said := capsys.readouterr().out) and "backward" not in said
+    now[0] = 106.0
+    bar.on_train_begin(None, state, None)
     bar.on_train_end(None, state, None)
     assert "backward 7/31" in capsys.readouterr().out
 

@@ -412,8 +412,8 @@ def test_a_machine_too_small_is_named_as_such() -> None:
     ({"activations": "none"}, "'replay', 'attention', 'selective', 'saved'"), ({"slots": 1}, "at least 2"),
     ({"activations": "linked", "compute": "eager"}, "no window of LlamaForCausalLM has it with eager layers; they have "
      "'replay', 'saved', 'replay+host'"),
-    ({"tokens": None}, "tokens=None"), ({"tokens": "4096"}, "tokens='4096': a whole number"), ({"tokens": 4096.0}, "tokens=4096.0"), ({"seq": 0}, "seq=0"),
-    ({"micro": "2"}, "micro='2'"), ({"slots": "3"}, "slots='3'"), ({"layers": 0}, "layers=0"), ({"dtype": "bf16"}, "dtype"),
+    ({"tokens": None}, "tokens=None"), ({"tokens": "4096"}, "tokens='4096': a whole number"),
+    ({"tokens": 4096.0}, "tokens=4096.0"), ({"seq": 0}, "seq=0"), ({"micro": "2"}, "micro='2'"), ({"slots": "3"}, "slots='3'"), ({"layers": 0}, "layers=0"), ({"dtype": "bf16"}, "dtype"),
     ({"micro": True}, "micro=True"), ({"vram": "0GiB"}, "vram='0GiB' is nothing"),
     ({"machine": "abacus"}, "known: h200-128g"), ({"machine": "h200-128g,vram=much"}, "is not a size")])
 def test_arguments_that_make_no_sense_are_refused(asked: dict, says: str) -> None:
@@ -460,8 +460,8 @@ def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     choice = Choice(micro, units, ring, made.levels.modes[level], homes.through)
     timing = p.time(choice)
     assert p.bound(homes, slots, micro, made.levels.backward_s[level], made.out) <= timing.seconds * (1 + 1e-12)
-    assert p.faster(choice, timing.seconds) is None
-    assert p.faster(choice, math.nextafter(timing.seconds, math.inf)) == timing
+    assert p.time(choice, timing.seconds) is None
+    assert p.time(choice, math.nextafter(timing.seconds, math.inf)) == timing
 
 
 def test_keeping_more_activations_takes_more_bytes_and_less_time() -> None:
