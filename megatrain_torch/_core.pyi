@@ -260,6 +260,9 @@ def register_ops() -> None:
 
 def swap_window(window: dict[Any, Any] | None, /) -> dict[Any, Any] | None:
     """This thread's open window, {record: slot tensor}, from now on; returns the one before."""
+def changed(places: list[dict[Any, Any] | list[Any]], before: list[tuple[Any, ...]], begin: int, /) -> int:
+    """The number of the first place from `begin` on that holds other objects than before (a dict's as key, value, key,
+    value ..., in its order), or -1."""
 def enter() -> bool:
     """A streamed forward starts in this thread; True when no other is open."""
 def leave() -> None: ...

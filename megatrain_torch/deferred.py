@@ -86,11 +86,22 @@ class Head:
 
     def __init__(self, window: Window, module: nn.Linear) -> None:
         self.window, self.module = window, module
-        by_param = {id(r.param): r for r in window.records}
-        named = dict(module.named_parameters())
-        self.weight = by_param[id(named["weight"])]
-        self.bias = by_param[id(named["bias"])] if "bias" in named else None
+        self.by_param = {id(r.param): r for r in window.records}
         self.declined = ""
+        self.read()
+
+    def read(self) -> None:
+        """Is it the plain Linear that was streamed? Asked anew when something of the module changed."""
+        m = self.module
+        self.changed = unfit(m)
+        named = {} if self.changed else dict(m.named_parameters())
+        if not self.changed and {id(p) for p in named.values()} != set(self.by_param):
+            self.changed = "its parameters are not those that it was streamed with"
+        elif not self.changed and getattr(self.window.inner, "__func__", None) is not nn.Linear.forward:
+            self.changed = "it has a forward of its own put in"
+        if not self.changed:
+            self.weight = self.by_param[id(named["weight"])]
+            self.bias = self.by_param[id(named["bias"])] if "bias" in named else None
 
     def versions(self) -> list[int]:
         core = self.window.runtime.core
@@ -114,8 +125,8 @@ class Head:
 
     def _why_not(self, hidden: Any) -> str:
         m = self.module
-        if not m.training:
-            return "in evaluation"
+        if self.changed:
+            return self.changed
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks \
                 or _has_any_global_hook():
             return "there are hooks on it"

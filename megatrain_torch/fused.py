@@ -1,7 +1,8 @@
 """Windows that a template runs: one node of the graph, explicit backward, no hooks.
 
-A template is used for a window only after it has done on random data what the module's own code does,
-forward and backward, within the noise of the weights' type. Calls that it does not cover, and all
+A template is used for a window only where it is proved to compute what the module's own code does (proof/), for this
+structure, this way of being called and these training flags, and while the module stays the one that was proved; and
+after its kernels have given, on random data, the numbers of the module's own code. Calls that it does not cover, and all
 calls without gradients, run the module's own code. `mt.explain(model)` says which and why.
 
 The node is coarse: nothing of the layer's inside is in the graph. So it is used only where nothing can
@@ -10,26 +11,36 @@ keys and values, cut off from the graph; a backward through them raises.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_map
 
 from . import hf
 from .frames import _pop, _push, keep, refuse_create_graph, restored
 from .modes import LINKED, Mode
+from .proof.case import Case, Refused, Same, numbers_of, structure_of
+from .proof.watch import OFTEN, Code, Watch
 from .records import Use
 from .state import in_backward, swap_window
 from .swap import Bundle, Part
 from .templates import Unfit, Weights, template
 
+from .window import Installed
+
 if TYPE_CHECKING:
+    from .proof.prove import Proof
     from .window import Window
 
 TRIAL_TOKENS = 64
+MAGNITUDES = 1.0, 30.0
+WIDE_BYTES = 1 << 31     # a layer of 16 bits is looked at in fp32 where weights, gradients and work are no more
 PIECE = 1 << 22          # elements that are compared at a time: malloc keeps as much for the next
 LEAST_TOKENS = 4         # of a row: with fewer, attention and rotary embedding hardly show
 # Relative error (2-norm) of the template against the module's own code that is noise: some 5 roundings.
@@ -156,17 +167,42 @@ class Fused:
     """What a window knows of its template.
 
     Attributes:
-        verdict: None before the trial; "" when the template is used; else why it is not.
-        declined: why the last call ran the module's own code although the trial went well; "" when it did not.
+        verdicts: by the case that a call was; "" where the template is used, else why it is not. The structure that they
+            hold for is the module's as long as the runtime's watch says so.
+        verdict: that of the last call; None before the first.
+        declined: why the last call ran the module's own code although its case is proved; "" when it did not.
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
-        self.window, self.module, self.template = window, module, template(module)
-        names = {id(p): n for n, p in module.named_parameters()}
-        self.names = [names[id(r.param)] for r in window.records]
+        self.window, self.module = window, module
         self.verdict: str | None = None
         self.declined = ""
+        self._known: dict[Any, tuple[Any, dict[Case, str]]] = {}      # templates and verdicts by structure
+        self.read()
+
+    def read(self) -> bool:
+        """The module's structure, anew; True: it is one that it has not had before.
+
+        Raises:
+            Unfit: no template covers it.
+        """
+        names = {id(p): n for n, p in self.module.named_parameters()}
+        if set(names) != {id(r.param) for r in self.window.records}:
+            raise Unfit("its parameters are not those that it was streamed with")
+        self.names = [names[id(r.param)] for r in self.window.records]
+        inner = self.window.inner
+        self.structure = ((*structure_of(self.module, Installed), Same(getattr(inner, "__func__", inner))),
+                          numbers_of(self.module))
+        new = self.structure not in self._known
+        if new:
+            self._known[self.structure] = template(self.module), {}
+        self.template, self.verdicts = self._known[self.structure]
         self.split()
+        return new
+
+    def forget(self) -> None:
+        """What was found of all structures."""
+        self._known.clear()
 
     def split(self) -> None:
         """Follows requires_grad."""
@@ -195,20 +231,19 @@ class Fused:
 
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """The layer's output, or None when the module's own code has to run."""
-        if self.verdict:
-            return None
         try:
             x, call = self._taken(args, kwargs)
+            case = self.template.case(x, kwargs)
+            self.verdict = self.verdicts.get(case)
             if self.verdict is None:
-                if x.shape[1:2].numel() < LEAST_TOKENS:
-                    raise Unfit(f"its first calls have fewer than {LEAST_TOKENS} tokens in a row, too few to try it on")
-                if not self._try(x, args, kwargs):
-                    return None
-                x, call = self._taken(args, kwargs)      # as the variant that won takes it
-        except Unfit as reason:
+                self.verdict = self.verdicts[case] = self._judged(case, x, args, kwargs)
+                x, call = self._taken(args, kwargs)      # as what was found takes it
+        except (Unfit, Refused) as reason:
             self.declined = str(reason)
             return None
         self.declined = ""
+        if self.verdict:
+            return None
         window = self.window
         window.runtime.bindings += 1
         mode, link = window.runtime.keep_of(window, x.shape[:2].numel()), None
@@ -260,41 +295,80 @@ class Fused:
             raise Unfit("nothing needs a gradient")
         return x, call
 
-    # ---- the trial ----
+    # ---- the proof, and a look at numbers ----
 
-    def _try(self, x: Tensor, args: Any, kwargs: Any) -> bool:
-        dtype = self.window.records[0].dtype
-        limit = NOISE.get(dtype, 1e-5)
+    def _judged(self, case: Case, x: Tensor, args: Any, kwargs: Any) -> str:
+        """The verdict of a case: "", or why the module's own code runs. Windows of one structure share it."""
+        proofs, device = self.window.runtime.proofs, self.window.runtime.device.type
+        verdict = proofs.verdict(self, case, x.dtype if x.is_floating_point() else None)
+        if verdict:
+            return verdict
+        if x.shape[1:2].numel() < LEAST_TOKENS:
+            raise Unfit(f"its first calls have fewer than {LEAST_TOKENS} tokens in a row, too few to look at")
+        key = self.structure[0], case, device
+        if key not in proofs.looked:
+            proofs.looked[key] = self._look(x, args, kwargs)
+        return proofs.looked[key]
+
+    def prove(self, case: Case, dtype: torch.dtype | None) -> Proof:
+        """Raises:
+            Refused: the module's code is not proved to compute what the template does.
+        """
+        from .proof.prove import prove                   # brings sympy, for which a model that is not fused need not wait
+        weights = {n: (tuple(r.shape), r.dtype) for n, r in zip(self.names, self.window.records)}
+        return prove(self._bound_to, self.module, self.window.inner, self.template, weights,
+                     self.window.runtime.device, dtype, case)
+
+    @contextlib.contextmanager
+    def _bound_to(self, tensors: dict[str, Tensor]) -> Iterator[None]:
+        """The module reads these weights, by name, instead of its own."""
+        outer = swap_window({r: tensors[n] for r, n in zip(self.window.records, self.names)})
         try:
-            error = self._best_variant(x, args, kwargs, limit)
+            yield
+        finally:
+            swap_window(outer)
+
+    def _look(self, x: Tensor, args: Any, kwargs: Any) -> str:
+        """Compares numbers: kernels could be wrong where the computation is right. "", or how far they are off."""
+        try:
+            wide = self._wide(x)
+            for magnitude, last in itertools.product(MAGNITUDES, (False, True)):
+                error, limit = self._off(x, args, kwargs, wide, magnitude, last), NOISE.get(wide or x.dtype, 1e-5)
+                if not error <= limit:
+                    return f"on random data the template is off by {error:.1e} (relative), more than {limit:.0e}"
         except Unfit as reason:
-            self.verdict = str(reason)
-        else:
-            self.verdict = "" if error <= limit else (
-                f"on random data the template is off by {error:.1e} (relative), more than {limit:.0e}")
-        return not self.verdict
+            return str(reason)
+        return ""
 
-    def _best_variant(self, x: Tensor, args: Any, kwargs: Any, limit: float) -> float:
-        """Tries what the structure leaves open; leaves the best in force and yields its error."""
+    def _wide(self, x: Tensor) -> torch.dtype | None:
+        """fp32, if a layer of 16 bits may be looked at in that: weights and gradients fit, and products are exact to it;
+        None: its own type."""
+        rt, numel = self.window.runtime, sum(r.numel for r in self.window.records)
+        few = 16 * numel <= (rt.vram or WIDE_BYTES)
+        exact = not rt.is_cuda or torch.get_float32_matmul_precision() == "highest"
+        half = x.dtype in (torch.bfloat16, torch.float16)
+        return torch.float32 if half and few and exact and numel * 16 <= WIDE_BYTES else None
+
+    def _off(self, x: Tensor, args: Any, kwargs: Any, wide: torch.dtype | None, magnitude: float, last: bool) -> float:
+        """The worst relative error of output and gradients, for one random input."""
         rng = torch.Generator(x.device).manual_seed(0)
-        x, args, kwargs = self.template.small(x, rng, TRIAL_TOKENS, args, kwargs)
+        x, args, kwargs = self.template.small(x, rng, TRIAL_TOKENS, args, kwargs, last)
+        if x.is_floating_point():
+            x = x.mul_(magnitude)
+        if wide is not None:
+            (x, args, kwargs), given = tree_map(lambda t: _as(t, wide), (x, args, kwargs)), args
+            args = (x, *args[1:]) if given else args
         with self.template.observed(self.module):
-            truth, dy = self._own(x, args, kwargs, rng)
-            found = []
-            for likely in self.template.variants():
-                for variant in likely:
-                    self.template.use(variant)
-                    found.append((_error(truth, self._templates(dy, args, kwargs)), variant))
-                error, variant = min(found, key=lambda pair: pair[0])
-                if error <= limit:
-                    break
-        self.template.use(variant)
-        return error
+            truth, dy = self._own(x, args, kwargs, rng, wide)
+            return _error(truth, self._templates(dy, args, kwargs, x.dtype if x.is_floating_point() else None, wide))
 
-    def _own(self, x: Tensor, args: Any, kwargs: Any, rng: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    def _own(self, x: Tensor, args: Any, kwargs: Any, rng: torch.Generator, wide: torch.dtype | None
+             ) -> tuple[dict[str, Tensor], Tensor]:
         """Output and gradients of the module's own code for a random output gradient, and that."""
         window, into = self.window, self.template.differentiable_input
         bound = window.bind_leaves()
+        if wide is not None:
+            bound = {r: _as(t.detach(), wide).requires_grad_(t.requires_grad) for r, t in bound.items()}
         with torch.enable_grad():
             x.requires_grad_(into)
             outer = swap_window(bound)
@@ -311,16 +385,109 @@ class Fused:
         x.requires_grad_(False)
         return found | {n: g for n, g in zip(self.trained_names, grads) if g is not None}, dy
 
-    def _templates(self, dy: Tensor, args: Any, kwargs: Any) -> dict[str, Tensor]:
-        x, call = self.template.take(self.module, args, kwargs, self.window.records[0].dtype)
+    def _templates(self, dy: Tensor, args: Any, kwargs: Any, dtype: torch.dtype | None, wide: torch.dtype | None
+                   ) -> dict[str, Tensor]:
+        x, call = self.template.take(self.module, args, kwargs, dtype or self.window.records[0].dtype)
         with torch.no_grad():
             w = self.weights()
+            w = w if wide is None else Weights({n: _as(t, wide) for n, t in w.by_name.items()})
             try:
                 y, kept = self.template.forward(x, w, call, "saved")
                 dx, grads = self.template.backward(dy, kept, w, call, self.wanted, True)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise Unfit(f"the template fails: {error}") from error
         return {"y": y, **({} if dx is None else {"dx": dx}), **grads}
+
+
+def _as(t: Any, wide: torch.dtype) -> Any:
+    """Floating-point tensors in this type; masks that are additions hide as before."""
+    return t.to(wide) if isinstance(t, Tensor) and t.is_floating_point() else t
+
+
+class Proofs:
+    """What has been proved of a model's windows, and the watch over them.
+
+    Attributes:
+        looked: what a look at numbers gave, by structure, case and device.
+    """
+
+    def __init__(self) -> None:
+        self.watch, self.looked = Watch(), {}
+        self._changes: dict[Any, int] = {}
+
+    def verdict(self, fused: Fused, case: Case, dtype: torch.dtype | None) -> str:
+        """"", or why not; proved once for all windows alike."""
+        structure, numbers = fused.structure
+        device = fused.window.runtime.device.type
+        found = None
+        for key in ((structure, case, dtype, device, None), (structure, case, dtype, device, numbers)):
+            known = _PROVED.get(key)
+            if known is not None and not known[1].changed():
+                found = known[0]
+        if found is None:
+            found = self._prove(fused, case, dtype, device)
+        if isinstance(found, str):
+            return found
+        from .proof.prove import adopt
+        adopt(fused.template, found.settings)
+        self.watch.code.add_globals(found.globals)
+        return ""
+
+    @staticmethod
+    def _prove(fused: Fused, case: Case, dtype: torch.dtype | None, device: str) -> Proof | str:
+        structure, numbers = fused.structure
+        code = Code()
+        code.add_classes(set(map(type, fused.module.modules())))
+        try:
+            found: Proof | str = fused.prove(case, dtype)
+            code.add_globals(found.globals)
+            looked = found.looked
+        except Refused as reason:
+            found, looked = str(reason), True
+        except ImportError as error:
+            found, looked = f"this torch has not what a proof needs: {error}", True
+        _PROVED[(structure, case, dtype, device, numbers if looked else None)] = found, code
+        return found
+
+    def look(self) -> None:
+        """Once a pass: windows that changed are read anew, and proved again at their next call."""
+        windows, code = self.watch.look()
+        if code:
+            self.looked.clear()
+        for window in windows:
+            module = self.watch.snapshots[window].modules[0]
+            if window.head is not None:
+                window.head.read()
+            else:
+                self._read(window.fused, code)
+            self.watch.add(window, module)
+
+    def _read(self, fused: Fused, code: bool) -> None:
+        """code: what its classes do may have changed."""
+        if code:
+            fused.forget()
+        try:
+            new = fused.read()
+            times = self._changes[fused.window] = self._changes.get(fused.window, 0) + new
+            if times > OFTEN:
+                raise Unfit("it changes from pass to pass")
+        except Unfit as reason:
+            fused.verdict, fused.verdicts = str(reason), _Always(str(reason))
+
+
+class _Always(dict[Any, str]):
+    """One verdict for every case."""
+
+    def __init__(self, verdict: str) -> None:
+        self.verdict = verdict
+
+    def get(self, key: Any, default: Any = None) -> str:
+        return self.verdict
+
+
+# By structure, case, types, device and, where they were looked at, layers' numbers: what was found, and the code that it
+# is of. For all models of the process.
+_PROVED: dict[tuple[Any, ...], tuple[Proof | str, Code]] = {}
 
 
 def _error(truth: dict[str, Tensor], found: dict[str, Tensor]) -> float:

@@ -19,6 +19,7 @@ from .budget import Budget, Cap
 from .compiled import Structure, refuse_other_units
 from .disk import BLOCKS, BUFFER_BYTES, BUFFERS, THREADS, Disk
 from .errors import MegatrainError
+from .fused import Proofs
 from .guard import plain
 from .handover import HandOver
 from .lazy import Lazy
@@ -161,6 +162,7 @@ class Runtime:
         self.structures: dict[Any, Structure] = {}           # of windows that torch.compile runs
         self.vram: int | None = None         # limit of what may be used of the device, bytes
         self.budget = Budget(self)
+        self.proofs = Proofs()               # that templates are what windows' modules are
         self.swap = Swap(self)               # what windows keep in host memory
         self.cap = Cap(device, None, 0)      # of torch's allocator, where there is a limit
         self.room: Any = None                # preflight.Room: whether planes that come later will fit
@@ -437,6 +439,8 @@ class Runtime:
         if self.check_tree is not None:
             self.check_tree()
         self._refresh()
+        if torch.is_grad_enabled():
+            self.proofs.look()
         if self._backward_seen or self._first_root is None or who is self._first_root:
             self._first_root, self._backward_seen = who, False
             self.handover.sweep()

@@ -525,6 +525,8 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
             give_head(w, m)
         rt.windows.append(w)
         _put(m, "forward", w)
+        if w.fused is not None or w.head is not None:
+            rt.proofs.watch.add(w, m)
     if isinstance(rt.activations, dict):
         rt.activations = "auto"
     for _, m in found.containers:

@@ -52,6 +52,62 @@ PyObject *mt_py_inside(PyObject *module, PyObject *unused)
     return PyBool_FromLong(open_forwards > 0 || open_window != NULL);
 }
 
+/* ---- what a module is made of ---- */
+
+/* Are these entries, in their order, the very objects that `before` has: key, value, key, value ...? */
+static int same_entries(PyObject *dict, PyObject *before)
+{
+    PyObject  *key, *value;
+    Py_ssize_t at = 0, n = 0;
+
+    if (2 * PyDict_Size(dict) != PyTuple_Size(before))
+        return 0;
+    while (PyDict_Next(dict, &at, &key, &value)) {
+        if (PyTuple_GetItem(before, n) != key || PyTuple_GetItem(before, n + 1) != value)
+            return 0;
+        n += 2;
+    }
+    return 1;
+}
+
+static int same_items(PyObject *list, PyObject *before)
+{
+    if (PyList_Size(list) != PyTuple_Size(before))
+        return 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
+        if (PyList_GetItem(list, i) != PyTuple_GetItem(before, i))
+            return 0;
+    return 1;
+}
+
+static int same(PyObject *place, PyObject *before)
+{
+    return PyDict_Check(place) ? same_entries(place, before) : PyList_Check(place) && same_items(place, before);
+}
+
+/* The number of the first place from `begin` on that holds other objects than it did, or -1. Tuples in `before` keep what
+ * was there alive, so that an address is not another object's; this is why objects are compared, and not their values. */
+PyObject *mt_py_changed(PyObject *module, PyObject *args)
+{
+    PyObject  *places, *before, *place, *was;
+    Py_ssize_t begin;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!n:changed", &PyList_Type, &places, &PyList_Type, &before, &begin))
+        return NULL;
+    if (PyList_Size(places) != PyList_Size(before) || begin < 0) {
+        PyErr_SetString(PyExc_ValueError, "changed(places, before, begin): as many tuples as places, begin >= 0");
+        return NULL;
+    }
+    for (Py_ssize_t i = begin; i < PyList_Size(places); i++) {
+        place = PyList_GetItem(places, i);
+        was = PyList_GetItem(before, i);
+        if (!PyTuple_Check(was) || !same(place, was))
+            return PyLong_FromSsize_t(i);
+    }
+    return PyLong_FromLong(-1);
+}
+
 /* ---- the dict ---- */
 
 /* self[name]: the window's tensor for the record of that name; without one, what outside(record,

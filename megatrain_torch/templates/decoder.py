@@ -7,7 +7,7 @@
 Each norm may be missing: Llama has norm1 and norm2, OLMo 2 the two after, Gemma 2, 3 and GLM 4 all four;
 q and k have norms of their own in Qwen 3, Gemma 3 and OLMo 2; Granite has r. One class serves them, as
 data, in two halves (self_attention.py, mlp.py); which data is right for a module is found from its
-structure and then tried (fused.py).
+structure and then proved (proof/).
 """
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
 from ..masks import example, sight_of
+from ..proof.case import Case, case_of
 from .attention import long_tokens
 from .mlp import GatedMLP
 from .moe import SparseMLP
 from .parts import Grads, Norm, Unfit, Weights, as_input, has, unflattened
-from .rotary import Rotary
 from .rows import LONG, NEVER, ROWS
 from .self_attention import Call, KeptAttention, SelfAttention
-
-Variant = tuple[int, Rotary | None]
 
 
 @dataclass
@@ -71,18 +68,6 @@ class Decoder:
             if isinstance(m, nn.Dropout) and m.p > 0:
                 raise Unfit(f"{name} drops out")
 
-    def variants(self) -> list[list[Variant]]:
-        """What cannot be read from the structure, the likelier first: how all norms apply their weights, and
-        whether a layer that is given angles turns by them (layers with global attention may not: EXAONE 4)."""
-        rotary = self.attention.rotary
-        return [[(style, used) for style in ops.NORM_STYLES]
-                for used in ((rotary, None) if rotary else (None,))]
-
-    def use(self, variant: Variant) -> None:
-        style, self.attention.rotary = variant
-        for n in self.norms:
-            n.style = style
-
     def take(self, layer: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, Call]:
         """x [B, S, H] and the rest of a call.
 
@@ -102,21 +87,30 @@ class Decoder:
         """Around a trial: where the template follows choices that the module's own code makes."""
         return self.mlp.observed(layer)
 
-    def small(self, x: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any) -> tuple[Tensor, Any, Any]:
-        """A random x [1, n, H], and args and kwargs like the call's own, cut to it."""
+    def case(self, x: Tensor, kwargs: dict[str, Any]) -> Case:
+        """How it is called, for a proof."""
+        return case_of(x, kwargs, self.attention.kind)
+
+    def small(self, x: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any, last: bool
+              ) -> tuple[Tensor, Any, Any]:
+        """A random x [1, n, H], and args and kwargs like the call's own, cut to its first tokens or its last. The latter
+        are said to be at the last positions that the model can have."""
         n = min(n, x.shape[1])
+        cut = slice(x.shape[1] - n, None) if last else slice(n)
         x = torch.randn(1, n, x.shape[2], generator=rng, device=x.device).to(x.dtype)
         rest = {k: v for k, v in kwargs.items() if k not in ("hidden_states", "past_key_values", "use_cache")}
         if rest.get("position_embeddings") is not None:
-            rest["position_embeddings"] = tuple(t[:1, :n] for t in rest["position_embeddings"])
+            rest["position_embeddings"] = tuple(t[:1, cut] for t in rest["position_embeddings"])
         sight = sight_of(rest.get("attention_mask"))
         if sight is not None:
             rest["attention_mask"] = example(sight, n)
         elif isinstance(rest.get("attention_mask"), Tensor):
-            rest["attention_mask"] = sighted(rest["attention_mask"][:1, :, :n, :n])
+            rest["attention_mask"] = sighted(rest["attention_mask"][:1, :, cut, cut])
         for name in ("position_ids", "cache_position"):
             if isinstance(rest.get(name), Tensor):
-                rest[name] = rest[name][..., :n][:1]
+                rest[name] = rest[name][..., cut][:1]
+                if last:
+                    rest[name] = rest[name] + (self.attention.positions - 1 - rest[name].max()).clamp(min=0)
         return x, (x,), rest
 
     # ---- forward ----

@@ -43,6 +43,7 @@ class Router:
         """
         router = child(layer, f"{block}.{name}")
         self.name, self.forced = f"{block}.{name}", None
+        self.least = 0.0                     # added to the sum that normalises; a proof finds it
         own = {n: p.shape for n, p in router.named_parameters()}
         self.top_k, self.experts = int(getattr(router, "top_k", 0)), int(getattr(router, "num_experts", 0))
         if "weight" not in own or own.get("bias", (self.experts,)) != (self.experts,) or not self.top_k or \
@@ -112,7 +113,7 @@ class Router:
             chosen = logits.gather(1, index)
             return torch.softmax(chosen, -1, torch.promote_types(chosen.dtype, torch.float32)) * self.factor
         chosen = self._scores(logits).gather(1, index)
-        return self.factor * (chosen / chosen.sum(-1, keepdim=True) if self.normalised else chosen)
+        return self.factor * (chosen / (chosen.sum(-1, keepdim=True) + self.least) if self.normalised else chosen)
 
     # ---- backward ----
 
@@ -135,7 +136,7 @@ class Router:
         scores = self._scores(r.logits)
         chosen = scores.gather(1, r.index)
         if self.normalised:
-            total = chosen.sum(-1, keepdim=True)
+            total = chosen.sum(-1, keepdim=True) + self.least
             d = (d - (chosen * d).sum(-1, keepdim=True) / total) / total
         if self.sigmoid:
             return spread_out(d * chosen * (1 - chosen), r)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import hf, ops
 from ..limits import show_bytes
 from ..masks import sight_of
 from .attention import Attention
@@ -85,6 +85,7 @@ class SelfAttention:
         if isinstance(attn.scaling, Tensor):             # TimesFM learns one for each channel
             raise Unfit("its attention's scale is learnt")
         self.scale = float(attn.scaling)
+        self.positions = int(getattr(self.config, "max_position_embeddings", 0) or 0)
         self.causal = bool(getattr(attn, "is_causal", True))
         self.rotary: Rotary | None = rotary_of(attn) if getattr(attn, "use_rope", True) else None
         self.cap = float(getattr(attn, "attn_logit_softcapping", None) or 0.0)
@@ -106,11 +107,16 @@ class SelfAttention:
 
     # ---- a call ----
 
+    @property
+    def kind(self) -> str:
+        """Of attention, as transformers names it."""
+        return str(getattr(self.config, "_attn_implementation", None))
+
     def call(self, layer: nn.Module, kwargs: dict[str, Any]) -> Call:
         """Raises:
             Unfit: there is an argument that the template does not cover.
         """
-        kind = getattr(self.config, "_attn_implementation", None)
+        kind = self.kind
         if kind not in ("sdpa", "eager"):
             raise Unfit(f"attention by {kind!r}")
         if self.cap and kind == "sdpa":
@@ -125,8 +131,8 @@ class SelfAttention:
             raise Unfit("its attention has sinks, which torch's kernels do not know")
         attention = self._attention(kind, mask)
         call, cache = Call(*self._angles(kwargs.get("position_embeddings")), attention), kwargs.get("past_key_values")
-        if cache is not None and int(cache.get_seq_length(layer.self_attn.layer_idx)):
-            raise Unfit("there are keys and values in its cache")
+        if cache is not None and not hf.empty_entry(cache, layer.self_attn.layer_idx):
+            raise Unfit("its cache is no empty DynamicCache")
         if cache is not None:
             call.cache = lambda k, v: _fill(cache, k, v, layer.self_attn.layer_idx)
         return call

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..proof.case import Case
 from .parts import Grads, Norm, Unfit, Weights, as_input, only
 from .rows import NEVER
+
+ANY = Case(False, False, "", ())
 
 
 class Embedding:
@@ -29,11 +32,9 @@ class Embedding:
     def observed(module: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def variants(self) -> list[list[None]]:
-        return [[None]]
-
-    def use(self, variant: None) -> None:
-        """There is one way only."""
+    @staticmethod
+    def case(ids: Tensor, kwargs: dict[str, Any]) -> Case:
+        return ANY
 
     def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
         ids = only(args, kwargs, "input")
@@ -41,7 +42,8 @@ class Embedding:
             raise Unfit("called with something else than int64 numbers")
         return ids, None
 
-    def small(self, ids: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any) -> tuple[Tensor, Any, Any]:
+    def small(self, ids: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any, last: bool
+              ) -> tuple[Tensor, Any, Any]:
         ids = torch.randint(self.rows, (1, n), generator=rng, device=ids.device)
         return ids, (ids,), {}
 
@@ -90,16 +92,15 @@ class LoneNorm:
     def observed(module: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def variants(self) -> list[list[int]]:
-        return [list(ops.NORM_STYLES)]
-
-    def use(self, style: int) -> None:
-        self.norm.style = style
+    @staticmethod
+    def case(x: Tensor, kwargs: dict[str, Any]) -> Case:
+        return Case(x.shape[0] == 1, x.shape[1] == 1, "", ())
 
     def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
         return as_input(only(args, kwargs, "hidden_states"), dtype), None
 
-    def small(self, x: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any) -> tuple[Tensor, Any, Any]:
+    def small(self, x: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any, last: bool
+              ) -> tuple[Tensor, Any, Any]:
         x = torch.randn(1, n, x.shape[-1], generator=rng, device=x.device).to(x.dtype)
         return x, (x,), {}
 

@@ -1,0 +1,248 @@
+"""Proves that a module computes what its template stands for, for every input that it can get (docs/design.md).
+
+`prove` runs the module's own forward and backward on fake tensors, reads the Python that ran, puts the template's
+meaning together from forms, and compares numbers. What it settles holds for one structure, one way of being called, one
+set of training flags: `Case` says which, and is the key under which a verdict is kept.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..templates import Embedding, LoneNorm
+from ..templates.moe import SparseMLP
+from . import forms
+from .case import NUMBERED, Case, Given
+from .experts import known_loop
+from .layer import LayerProof, Parts
+from .python import Witness
+from .session import Noted, Session, put
+from .values import Refused
+
+
+@dataclasses.dataclass
+class Proof:
+    """A module's code computes what a template so set does.
+
+    Attributes:
+        settings: of the template, for `adopt`.
+        globals: by their dictionary and name, what the code read.
+        looked: it read the layer's numbers, so that it holds for these alone.
+    """
+
+    settings: tuple[Any, ...]
+    globals: list[tuple[dict[str, Any], str]]
+    looked: bool
+
+
+def settings_of(template: Any) -> tuple[Any, ...]:
+    """What a proof finds out of a template, but for its structure."""
+    if isinstance(template, LoneNorm):
+        return (template.norm.style,)
+    if isinstance(template, Embedding):
+        return ()
+    router = getattr(template.mlp, "router", None)
+    routed = () if router is None else (router.factor, router.least)
+    return (tuple(n.style for n in template.norms), template.attention.rotary, *routed)
+
+
+def adopt(template: Any, settings: tuple[Any, ...]) -> None:
+    """What was found of a module of the same structure."""
+    if isinstance(template, LoneNorm):
+        (template.norm.style,) = settings
+    elif not isinstance(template, Embedding):
+        styles, template.attention.rotary, *routed = settings
+        for norm, norm.style in zip(template.norms, styles):
+            pass
+        if routed:
+            template.mlp.router.factor, template.mlp.router.least = routed
+
+
+class _Call:
+    """The arguments of a fake call, and what a reference reads of them."""
+
+    def __init__(self, session: Session, case: Case) -> None:
+        self.kind, self.session = case.kind, session
+        self.kwargs = {name: self._value(name, g) for name, g in case.given}
+        self.numbers = [v for v in self.kwargs.values() if isinstance(v, Noted)]
+        self.cos, self.sin = self.kwargs.get("position_embeddings") or (None, None)
+        self.mask = self.kwargs.get("attention_mask")
+        self.correction: Tensor | None = None
+
+    def _value(self, name: str, g: Any) -> Any:
+        if isinstance(g, Given):
+            letters = {"B": self.session.rows, "S": self.session.tokens, "C": 7}
+            return self.session.atom(name, [letters.get(n, n) for n in g.sizes], g.dtype)
+        if isinstance(g, tuple):
+            return tuple(self._value(f"{name}[{i}]", part) for i, part in enumerate(g))
+        return Noted(3) if g is int else g if not isinstance(g, type) else 3.0
+
+
+@contextlib.contextmanager
+def _bound_to_fakes(session: Session, module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Buffers of the module are fake tensors meanwhile; by name."""
+    found: dict[str, Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        for prefix, m in module.named_modules():
+            fakes = {}
+            for name, b in m._buffers.items():
+                if isinstance(b, Tensor):
+                    full = f"{prefix}.{name}" if prefix else name
+                    fakes[name] = found[full] = session.atom(f"buffer {full}", b.shape, b.dtype)
+            stack.enter_context(put(m._buffers, fakes))
+        yield found
+
+
+@contextlib.contextmanager
+def _numbered(module: nn.Module) -> Iterator[list[Noted]]:
+    """A layer's numbers note who looks at them meanwhile."""
+    noted: list[Noted] = []
+    with contextlib.ExitStack() as stack:
+        for m in module.modules():
+            own = {n: Noted(v) for n, v in vars(m).items() if n in NUMBERED and type(v) is int}
+            noted.extend(own.values())
+            stack.enter_context(put(vars(m), own))
+        yield noted
+
+
+def prove(bind: Any, module: nn.Module, run: Any, template: Any, weights: dict[str, Any], device: torch.device,
+          dtype: torch.dtype, case: Case) -> Proof:
+    """
+    Args:
+        bind: a context in which the module's code reads these fake weights, by name.
+        run: the module's own forward.
+        weights: name -> (shape, dtype) of its parameters.
+        dtype: of the input.
+
+    Raises:
+        Refused: it is not proved; the text says what is to blame.
+    """
+    try:
+        session = Session(device, case.one_row, case.one_token)
+        fakes = {n: session.atom(n, shape, kind, grad=True) for n, (shape, kind) in weights.items()}
+        with bind(fakes), _bound_to_fakes(session, module) as buffers, _numbered(module) as noted:
+            if isinstance(template, Embedding):
+                witnesses = _embedding(session, run, template, fakes)
+            elif isinstance(template, LoneNorm):
+                witnesses = _lone_norm(session, module, run, template, fakes, dtype)
+            else:
+                witnesses = _decoder(session, module, run, template, fakes, dtype, case, buffers)
+    except Refused:
+        raise
+    except Exception as error:               # whatever cannot be run on fake tensors is not proved
+        raise Refused(f"its code cannot be followed: {_brief(error)}") from error
+    return Proof(settings_of(template), [pair for w in witnesses for pair in w.used()], any(n.looked for n in noted))
+
+
+def _brief(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def _compared(session: Session, theirs: list[int | None], ours: Iterator[list[int | None]]) -> None:
+    tried = []
+    for numbers in ours:
+        if numbers == theirs:
+            return
+        tried.append(numbers)
+    raise Refused(session.difference(theirs, tried))
+
+
+def _embedding(session: Session, run: Any, template: Embedding, w: dict[str, Tensor]) -> list[Witness]:
+    ids = session.atom("input", (session.rows, session.tokens), torch.int64)
+    leaves = [w["weight"]]
+    theirs, witness = session.watched(lambda: session.numbers(lambda: run(ids), leaves))
+    ours = session.numbers(lambda: torch.nn.functional.embedding(ids, w["weight"], template.padding), leaves)
+    _compared(session, theirs, iter([ours]))
+    return [witness]
+
+
+def _lone_norm(session: Session, module: nn.Module, run: Any, template: LoneNorm, w: dict[str, Tensor],
+               dtype: torch.dtype) -> list[Witness]:
+    norm = template.norm
+    x = session.atom("input", (session.rows, session.tokens, norm.size), dtype, grad=True)
+    leaves = [x, w["weight"]]
+    theirs, witness = session.watched(lambda: session.numbers(lambda: run(x), leaves))
+    tried = []
+    for style, form in forms.NORMS:
+        numbers = session.numbers(lambda form=form: form(x, w["weight"], norm.eps), leaves)
+        if numbers == theirs:
+            norm.style = style
+            return [witness]
+        tried.append(numbers)
+    raise Refused(session.difference(theirs, tried))
+
+
+def _decoder(session: Session, module: nn.Module, run: Any, template: Any, w: dict[str, Tensor], dtype: torch.dtype,
+             case: Case, buffers: dict[str, Tensor]) -> list[Witness]:
+    proof = LayerProof(session, module, template, w, dtype)
+    call = _Call(session, case)
+    x = session.atom("hidden_states", (session.rows, session.tokens, template.attention.hidden), dtype, grad=True)
+    sparse = isinstance(template.mlp, SparseMLP)
+    call.correction = buffers.get(template.mlp.router.correction) if sparse and template.mlp.router.correction else None
+    leaves = [x, *w.values()]
+
+    with _opaque_experts(proof, module) if sparse else contextlib.nullcontext():
+        theirs, witness = session.watched(lambda: session.numbers(lambda: run(x, **call.kwargs), leaves))
+    if any(n.looked for n in call.numbers):
+        raise Refused("its code looks at a number that the model is called with")
+    proof.witnesses.append(witness)
+    tried = []
+    for parts in _ways(proof, call, sparse):
+        numbers = session.numbers(lambda parts=parts: proof.whole(parts, x, call), leaves)
+        if numbers == theirs:
+            template.attention.rotary = template.attention.rotary if parts.rotary else None
+            return proof.witnesses
+        tried.append(numbers)
+    raise Refused(session.difference(theirs, tried))
+
+
+def _ways(proof: LayerProof, call: _Call, sparse: bool) -> Iterator[Parts]:
+    """What is left open when the parts are known: orders that mean the same, and whether a layer that is given angles
+    turns by them."""
+    t = proof.template
+    norm = proof.norms()
+    router = proof.router(call.correction) if sparse else None
+    act = None
+    if sparse:
+        proof.gate()
+        if t.mlp.shared:
+            act = proof.activation(_act_of(proof.layer, t.mlp.shared), t.mlp.shared.act)
+    else:
+        act = proof.activation(_act_of(proof.layer, t.mlp), t.mlp.act)
+    rotary = proof.rotary(call.cos, call.sin) if t.attention.rotary is not None and call.cos is not None else None
+    orders = (True, False) if t.attention.q_norm else (True,)
+    flats = (True, False) if sparse and t.mlp.shared else (True,)
+    sinks = forms.SINKS if t.attention.sinks else forms.SINKS[:1]
+    for turned, *rest in itertools.product((rotary, None) if rotary else (None,), orders, flats, sinks):
+        yield Parts(norm, act, turned, router, *rest)
+
+
+def _act_of(layer: nn.Module, half: Any) -> Any:
+    mlp = layer.get_submodule(half.down.weights[0].rsplit(".", 2)[0])
+    return next(getattr(mlp, n) for n in ("act_fn", "activation", "activation_fn") if getattr(mlp, n, None) is not None)
+
+
+@contextlib.contextmanager
+def _opaque_experts(proof: LayerProof, layer: nn.Module) -> Iterator[None]:
+    """The experts are one function meanwhile, once their loop is known."""
+    module = layer.get_submodule(proof.mlp.experts.gu.rsplit(".", 1)[0])
+    known_loop(module)
+
+    def forward(hidden_states: Tensor, index: Tensor | None = None, weights: Tensor | None = None, **named: Tensor
+                ) -> Tensor:
+        index = named.get("top_k_index", named.get("router_indices", index))
+        weights = named.get("top_k_weights", named.get("routing_weights", weights))
+        return proof.experts(hidden_states, index, weights)
+
+    with put(vars(module), {"forward": forward}):
+        yield
+
+
+__all__ = ["Proof", "adopt", "prove", "settings_of"]

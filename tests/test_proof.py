@@ -1,0 +1,305 @@
+"""A window runs by a template only where it is proved to compute what its module computes, and while it is that module.
+
+Every module here is a tiny Llama with something in it that random numbers at the first call do not show. None may run by
+a template where it differs: its gradients are those of plain torch, and what mt.explain says names what is to blame.
+"""
+from __future__ import annotations
+
+import contextvars
+import copy
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import fusing
+import parity
+import pytest
+import torch
+import zoo
+from fusing import codes, lm, none_fused, stream
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import megatrain_torch as mt
+
+pytestmark = pytest.mark.usefixtures("streaming")
+
+LLAMA = lm("llama", num_hidden_layers=2)
+COUNT = [0]
+NUMBER = 0
+VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("VARIABLE", default=0)
+
+
+def grads(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def own(mlp: nn.Module, kind: type) -> None:
+    """The MLP has this class's forward, and its own children."""
+    mlp.__class__ = type(kind.__name__, (kind, type(mlp)), {})
+
+
+def forward_of(body: Callable[[Any, Tensor, Tensor], Tensor]) -> type:
+    """An MLP whose output goes through body(self, x, y)."""
+    class Changed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return body(self, x, self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+    return Changed
+
+
+def counted_in_a_global(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    global NUMBER
+    NUMBER += 1
+    return y * 2 if NUMBER > 4 else y
+
+
+def counted_on_itself(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    self.calls = getattr(self, "calls", 0) + 1
+    return y * 2 if self.calls > 4 else y
+
+
+def counted_in_a_list(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    COUNT.append(1)
+    return y * 2 if len(COUNT) > 4 else y
+
+
+def counted_in_a_default(self: Any, x: Tensor, y: Tensor, seen: list[int] = []) -> Tensor:     # noqa: B006
+    seen += [1]
+    return y * 2 if len(seen) > 4 else y
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+def hooked(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    y.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    return y
+
+
+def nothing_of(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        z = y * 0.5
+    return y * 0.5 + z
+
+
+SHIFT = itertools.count()
+ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "clamps": lambda self, x, y: y.clamp(-7, 7),
+    "clamps where it is large": lambda self, x, y: torch.where(y.abs() > 50, y * 2, y),
+    "relu": lambda self, x, y: F.relu(y + 100) - 100,
+    "rows of 1024": lambda self, x, y: y * 2 if x.shape[1] == 1024 else y,
+    "long rows": lambda self, x, y: y * 2 if x.shape[1] > 1024 else y,
+    "batch": lambda self, x, y: y * 2 if x.shape[0] > 7 else y,
+    "elements": lambda self, x, y: y * 2 if x.numel() > 100_000 else y,
+    "every second token": lambda self, x, y: torch.stack((y[:, ::2], y[:, 1::2] * 1.0001), 2).flatten(1, 2),
+    "position": lambda self, x, y: y * (1 + torch.arange(y.shape[1])[:, None] // 1000),
+    "values": lambda self, x, y: y * 2 if float(x.detach().abs().max()) > 30 else y,
+    "a weight's value": lambda self, x, y: y * 2 if self.up_proj.weight.abs().max() > 30 else y,
+    "dropout": lambda self, x, y: F.dropout(y, 0.1, self.training),
+    "noise": lambda self, x, y: y + torch.randn_like(y) * 1e-9,
+    "Python's noise": lambda self, x, y: y * 2 if random.random() < 1e-6 else y,
+    "a clock": lambda self, x, y: y * 2 if time.time() > 1e12 else y,
+    "the environment": lambda self, x, y: y * 2 if os.environ.get("MT_TEST_DOUBLED") else y,
+    "a context variable": lambda self, x, y: y * 2 if VARIABLE.get() else y,
+    "a global list": lambda self, x, y: y * 2 if len(COUNT) > 4 else y,
+    "an iterator": lambda self, x, y: y * 2 if next(SHIFT) > 4 else y,
+    "is_compiling": lambda self, x, y: y * 2 if torch.compiler.is_compiling() else y * torch.initial_seed() / torch.initial_seed(),
+    "its type": lambda self, x, y: y * 2 if type(x) is Tensor else y,
+    "its memory": lambda self, x, y: y * 2 if x.data_ptr() % 7 == 1 else y,
+    "strides": lambda self, x, y: y * 2 if x.stride(0) == 7 else y,
+    "its gradient's need": lambda self, x, y: y if x.requires_grad else y * 2,
+    "an unknown constant": lambda self, x, y: y + torch.tensor(1e-9),
+    "a systematic error": lambda self, x, y: y * 1.015,
+    "a small one": lambda self, x, y: y * 1.0000001,
+    "another backward": lambda self, x, y: Doubled.apply(y),
+    "a hook on a tensor": hooked,
+    "no gradient inside": nothing_of,
+    "detached": lambda self, x, y: y.detach() + y - y.detach() * 1.0 if False else y * 0.5 + y.detach() * 0.5,
+    "straight through": lambda self, x, y: y + (y.round() - y).detach(),
+    "counted in a global": counted_in_a_global,
+    "counted on itself": counted_on_itself,
+    "counted in a list": counted_in_a_list,
+    "counted in a default": counted_in_a_default,
+    "written in place": lambda self, x, y: y.mul_(1.0 + 1e-9),
+    "another's type": lambda self, x, y: y.half().float(),
+}
+
+
+@pytest.fixture(scope="module")
+def judged() -> dict[str, str]:
+    """Whose code runs a layer with this MLP: one model has them all."""
+    parity.seed()
+    model = lm("llama", num_hidden_layers=len(ADVERSARIES))()
+    for layer, body in zip(model.model.layers, ADVERSARIES.values()):
+        own(layer.mlp, forward_of(body))
+    model = stream(model)
+    model(**zoo.text_unpadded(0)).loss.backward()
+    return dict(zip(ADVERSARIES, codes(model).values()))
+
+
+@pytest.mark.parametrize("what", ADVERSARIES)
+def test_a_module_with_something_of_its_own_runs_its_own_code(what: str, judged: dict[str, str]) -> None:
+    assert judged[what].startswith("its own (its code") or judged[what].startswith("its own (no template") \
+        or judged[what].startswith("its own (it "), judged[what]
+
+
+def test_what_is_to_blame_is_named() -> None:
+    parity.seed()
+    model = LLAMA()
+    own(model.model.layers[0].mlp, forward_of(ADVERSARIES["clamps"]))
+    model = stream(model)
+    model(**zoo.text_unpadded(0)).loss.backward()
+    code = codes(model)["model.layers.0"]
+    assert "no template has its clamp" in code and "test_proof.py:" in code, code
+
+
+def test_what_positions_do_to_a_layer_is_seen() -> None:
+    """Ministral 3 scales its queries beyond the positions that it was first trained with."""
+    model = stream(lm("ministral3", head_dim=8)())
+    model(**zoo.text_unpadded(0)).loss.backward()
+    none_fused(codes(model), "position_ids")
+
+
+def test_a_flag_is_part_of_what_is_proved() -> None:
+    """In evaluation SeedOss drops nothing out; in training it does."""
+    build = lm("seed_oss", attention_dropout=0.0, residual_dropout=0.2)
+    model = stream(build().eval())
+    model(**zoo.text_unpadded(0)).loss.backward()
+    fusing.all_fused(codes(model))
+    model.train()
+    model(**zoo.text_unpadded(0)).loss.backward()
+    assert not any(code == "template" for code in codes(model).values()), codes(model)
+    model.eval()
+    model(**zoo.text_unpadded(0)).loss.backward()
+    fusing.all_fused(codes(model))
+
+
+def test_a_layers_number_is_part_of_what_is_proved_where_it_is_looked_at() -> None:
+    class Numbered(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+            return y * 2 if self.layer_idx == 1 else y
+
+    parity.seed()
+    model = LLAMA()
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.layer_idx = i
+        own(layer.mlp, Numbered)
+    plain = copy.deepcopy(model)
+    model = stream(model)
+    fusing.grads_agree(grads(plain, zoo.text_unpadded(0)), grads(model, zoo.text_unpadded(0)))
+    assert codes(model)["model.layers.0"] == "template" and codes(model)["model.layers.1"].startswith("its own (")
+
+
+# ---------------------------------------------------------------- changes after the first step
+
+def wrapped(layer: nn.Module) -> None:
+    class Twice(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.inner(x)
+
+    layer.mlp = Twice(layer.mlp)
+
+
+class Other(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def patched(layer: nn.Module) -> None:
+    own = layer.mlp.forward
+    layer.mlp.forward = lambda x: 2 * own(x)
+
+
+def patched_class(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = type(layer.mlp).forward
+    monkeypatch.setattr(type(layer.mlp), "forward", lambda self, x: 2 * own(self, x))
+
+
+def parametrized(layer: nn.Module) -> None:
+    class Twice(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return 2 * w
+
+    nn.utils.parametrize.register_parametrization(layer.mlp.up_proj, "weight", Twice())
+
+
+CHANGES: dict[str, Callable[..., None]] = {
+    "the activation": lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()),
+    "the scale": lambda layer: setattr(layer.self_attn, "scaling", 0.5),
+    "a norm's eps": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1),
+    "a forward": patched,
+    "a class's forward": patched_class,
+    "a class": lambda layer: setattr(layer.mlp, "__class__", type("Other", (Other, type(layer.mlp)), {})),
+    "a wrapper": wrapped,
+    "a parametrization": parametrized,
+    "no norm": lambda layer: setattr(layer, "input_layernorm", nn.Identity()),
+    "no causality": lambda layer: setattr(layer.self_attn, "is_causal", False),
+    "dropout": lambda layer: setattr(layer.mlp, "act_fn", nn.Sequential(nn.SiLU(), nn.Dropout(0.0), nn.Tanh())),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_after_the_first_step_is_followed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parity.seed()
+    model = LLAMA()
+    own = copy.deepcopy(model)
+    model = stream(model)
+    batch = zoo.text_unpadded(0)
+    fusing.grads_agree(grads(own, batch), grads(model, batch))
+    fusing.all_fused(codes(model))
+    change = CHANGES[what]
+    more = (monkeypatch,) if what == "a class's forward" else ()
+    for m in (own, model):
+        change(m.model.layers[1], *more) if m is own or not more else None
+    before, after = grads(own, batch), grads(model, batch)
+    names = {n.replace(".inner.", ".").replace("parametrizations.weight.original", "weight"): g for n, g in after.items()}
+    known = {n.replace(".inner.", ".").replace("parametrizations.weight.original", "weight"): g for n, g in before.items()}
+    fusing.grads_agree(known, {n: names[n] for n in known})
+
+
+def test_a_head_that_is_tied_afterwards_is_followed() -> None:
+    parity.seed()
+    model = LLAMA()
+    own = copy.deepcopy(model)
+    model = stream(model)
+    batch = zoo.text_unpadded(0)
+    grads(model, batch)
+    for m in (own, model):
+        m.lm_head.weight = m.model.embed_tokens.weight
+    fusing.grads_agree(grads(own, batch), grads(model, batch))
+
+
+def test_the_head_fuses_in_evaluation_too_where_gradients_are_wanted() -> None:
+    model = stream(LLAMA().eval())
+    model(**zoo.text_unpadded(0)).loss.backward()
+    assert "fused with the loss" in mt.explain(model)
+
+
+def test_a_look_at_80_layers_takes_a_millisecond() -> None:
+    """It is made once a pass. Five times that, of the least of many: other work on the machine is no failure."""
+    from megatrain_torch.wrap import runtime_of
+    model = stream(lm("llama", num_hidden_layers=80)())
+    model(**zoo.text_unpadded(0)).loss.backward()
+    look, best = runtime_of(model).proofs.look, float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        look()
+        best = min(best, time.perf_counter() - start)
+    assert best < 5e-3, f"{best * 1e3:.2f} ms"
