@@ -443,7 +443,7 @@ class Proofs:
             code.add_globals(found.globals)
             looked = found.looked
         except Refused as reason:
-            found, looked = str(reason), True
+            found, looked = str(reason), reason.looked
         except ImportError as error:
             found, looked = f"this torch has not what a proof needs: {error}", True
         _PROVED[(structure, case, dtype, device, numbers if looked else None)] = found, code

@@ -14,7 +14,9 @@ _PLAIN = (int, float, complex, str, bool, type(None), torch.dtype)
 
 
 class Refused(Exception):
-    """A computation that cannot be proved; the text says what is to blame."""
+    """A computation that cannot be proved; the text says what is to blame. looked: the layer's number was read."""
+
+    looked = False
 
 
 # ---- structure -------------------------------------------------------------------------------------

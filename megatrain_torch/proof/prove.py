@@ -100,15 +100,14 @@ def _bound_to_fakes(session: Session, module: nn.Module) -> Iterator[dict[str, T
 
 
 @contextlib.contextmanager
-def _numbered(module: nn.Module) -> Iterator[list[Noted]]:
+def _numbered(module: nn.Module, noted: list[Noted]) -> Iterator[None]:
     """A layer's numbers note who looks at them meanwhile."""
-    noted: list[Noted] = []
     with contextlib.ExitStack() as stack:
         for m in module.modules():
             own = {n: Noted(v) for n, v in vars(m).items() if n in NUMBERED and type(v) is int}
             noted.extend(own.values())
             stack.enter_context(put(vars(m), own))
-        yield noted
+        yield
 
 
 def prove(bind: Any, module: nn.Module, run: Any, template: Any, weights: dict[str, Any], device: torch.device,
@@ -123,20 +122,21 @@ def prove(bind: Any, module: nn.Module, run: Any, template: Any, weights: dict[s
     Raises:
         Refused: it is not proved; the text says what is to blame.
     """
+    noted: list[Noted] = []
     try:
         session = Session(device, case.one_row, case.one_token)
         fakes = {n: session.atom(n, shape, kind, grad=True) for n, (shape, kind) in weights.items()}
-        with bind(fakes), _bound_to_fakes(session, module) as buffers, _numbered(module) as noted:
+        with bind(fakes), _bound_to_fakes(session, module) as buffers, _numbered(module, noted):
             if isinstance(template, Embedding):
                 witnesses = _embedding(session, run, template, fakes)
             elif isinstance(template, LoneNorm):
                 witnesses = _lone_norm(session, module, run, template, fakes, dtype)
             else:
                 witnesses = _decoder(session, module, run, template, fakes, dtype, case, buffers)
-    except Refused:
-        raise
     except Exception as error:               # whatever cannot be run on fake tensors is not proved
-        raise Refused(f"its code cannot be followed: {_brief(error)}") from error
+        refused = error if isinstance(error, Refused) else Refused(f"its code cannot be followed: {_brief(error)}")
+        refused.looked = any(n.looked for n in noted)
+        raise refused from error
     return Proof(settings_of(template), [pair for w in witnesses for pair in w.used()], any(n.looked for n in noted))
 
 

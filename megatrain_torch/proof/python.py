@@ -45,7 +45,7 @@ _CHANGES = frozenset(("append", "extend", "insert", "pop", "remove", "clear", "u
 # Modules of the standard library, and of torch, whose Python functions are functions of their arguments.
 _LIBRARY = ("contextlib", "functools", "collections", "typing", "enum", "abc", "operator", "types", "_collections_abc",
             "dataclasses", "copy", "math", "numbers", "inspect", "re")
-_TENSORS = ("torch.nn.", "torch._tensor", "torch.functional", "torch.overrides", "torch.autograd.", "torch.amp.",
+_TENSORS = ("torch.nn.", "torch._tensor", "torch._subclasses.fake_tensor", "torch.functional", "torch.overrides", "torch.autograd.", "torch.amp.",
             "torch.utils._contextlib", "torch._jit_internal", "torch._VF", "torch.utils._device", "torch.special")
 _MODULES = ("torch", "transformers", "math", "functools", "typing", "collections", "einops", "operator", "contextlib")
 _STATES = ("is_grad_enabled", "is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled", "is_tracing",
@@ -98,6 +98,18 @@ def _at(code: types.CodeType, line: int | None) -> str:
     return f"{os.path.basename(code.co_filename)}:{line or code.co_firstlineno}"
 
 
+class _Eye:
+    """A witness's function, told from others' profilers."""
+
+    witness = True
+
+    def __init__(self, see: Any) -> None:
+        self.see = see
+
+    def __call__(self, frame: Frame, event: str, arg: Any) -> None:
+        self.see(frame, event, arg)
+
+
 class Witness:
     """Around a run of a module's code: collects what ran.
 
@@ -117,7 +129,7 @@ class Witness:
         self._before = sys.getprofile()
         if hasattr(self._before, "disable"):             # cProfile's, which is no function
             self._before.disable()
-        sys.setprofile(self._see)
+        sys.setprofile(_Eye(self._see))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,6 +13,7 @@ their gradients are one expression each, so that nothing depends on which kernel
 """
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,20 @@ from .case import Refused
 
 aten = torch.ops.aten
 _ALL = 1 << 62                   # slices that end here or beyond end with their dimension
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """What torch does inside is not for a witness (python.py), and would take him long."""
+    profile = sys.getprofile()
+    if profile is None or not getattr(profile, "witness", False):
+        yield
+        return
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(profile)
 
 
 class Values:
@@ -123,13 +138,8 @@ class Recorder(TorchDispatchMode):
         self.where: Callable[[], str] = lambda: ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch does in here is not for a witness (python.py), and takes him long."""
-        profile = sys.getprofile()
-        sys.setprofile(None)
-        try:
+        with unseen():
             return self._run(func, args, kwargs or {})
-        finally:
-            sys.setprofile(profile)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.is_mutable:
@@ -453,12 +463,8 @@ class Functions(TorchFunctionMode):
         self.values, self.outsider = values, outsider
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        profile = sys.getprofile()
-        sys.setprofile(None)
-        try:
+        with unseen():
             return self._run(func, args, kwargs or {})
-        finally:
-            sys.setprofile(profile)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.linear:
