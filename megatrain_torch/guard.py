@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import gradient
+
 if TYPE_CHECKING:
     from .records import Record
 
@@ -65,11 +67,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grad_access(func: Any, args: Any, kwargs: Any) -> Any:
-    record: Record = args[0]._mt
-    if func == _GRAD_GET:
-        record.runtime.wait_grads(record)
-        record.runtime.wait_used(record)        # an update may still read what the caller is about to change
-    return _call(func, args, kwargs)
+    return gradient.current(args[0]._mt) if func == _GRAD_GET else _call(func, args, kwargs)
 
 
 class HostTensor(Tensor):

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core, clipping
+from . import _core, clipping, gradient
 from .astray import StoreStates
 from .errors import MegatrainError
 from .formats import GROUP, check_states
 from .guard import StreamedParameter, guard, plain
-from .handover import HandOver
 from .records import DTYPES, Record
 from .speculate import Speculation
 
@@ -188,6 +187,7 @@ class AdamW(torch.optim.Optimizer):
         handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), params)
         for p in params:
             self._counts[p] += 1
+        _note_update([p._mt for p in params])
         torch._foreach_add_([self.state[p]["step"] for p in params], 1)
         return handed
 
@@ -197,13 +197,7 @@ class AdamW(torch.optim.Optimizer):
         if self._asked is not None:          # a batch that is dropped, its limit too
             self._asked.settle()
             self._asked, self._limit_once = None, math.inf
-        if not set_to_none:
-            return super().zero_grad(set_to_none=False)
-        with torch._C.DisableTorchFunctionSubclass():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.grad = None
-        return None
+        gradient.clear((p for group in self.param_groups for p in group["params"]), set_to_none)
 
     @property
     def grad_norm(self) -> float | None:
@@ -283,21 +277,22 @@ class AdamW(torch.optim.Optimizer):
         """The norm of the gradients there are, before any step: of what was updated in backward, else on the host."""
         if self._early:
             return math.hypot(*(h.result()[0] for h in self._early))
-        grads = [p.grad for g in self.param_groups for p in g["params"]]
+        grads = [_peek(p) for g in self.param_groups for p in g["params"]]
         return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads if g is not None))
 
     # ---- gradients that are not all in one store ----
 
     def _gradients_elsewhere(self) -> list[Tensor]:
-        """All gradients, where one engine alone cannot weigh them; else none. Reading them waits for them."""
+        """Parameters with gradients, where one engine alone cannot weigh them; else none."""
         with torch._C.DisableTorchFunctionSubclass():
             params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
         params = [p for p in params if not (isinstance(p, StreamedParameter) and p._mt.pid in self._done)]
         homes = {p._mt.runtime if isinstance(p, StreamedParameter) else None for p in params}
-        return [p.grad for p in params] if None in homes or len(homes) > 1 else []
+        return params if None in homes or len(homes) > 1 else []
 
-    def _clip_here(self, grads: list[Tensor]) -> bool:
-        """Clips gradients in place by their global norm, taken in fp64. False: it is not finite."""
+    def _clip_here(self, params: list[Tensor]) -> bool:
+        """Waits for gradients, and clips them in place by their global norm, in fp64. False: it is not finite."""
+        grads = [_peek(p) for p in params]
         here = math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads))
         self._norm = math.hypot(here, *(h.result()[0] for h in self._handed))
         if not math.isfinite(here):
@@ -305,8 +300,10 @@ class AdamW(torch.optim.Optimizer):
             return False
         factor = self.max_grad_norm / (self._norm + 1e-6) if self.max_grad_norm else 1.0
         if factor < 1.0:
-            for g in grads:
+            for p, g in zip(params, grads):
                 g.mul_(factor)
+                if isinstance(p, StreamedParameter):
+                    p._mt.written = True
         return True
 
     # ---- gathering work ----
@@ -329,37 +326,53 @@ class AdamW(torch.optim.Optimizer):
     def _item(self, p: StreamedParameter, group: dict[str, Any], passing: bool = False) -> tuple[Any, ...] | None:
         """What the engine is asked for; passing: with a gradient that is kept nowhere, and is on its way."""
         record: Record = p._mt
-        with torch._C.DisableTorchFunctionSubclass():
-            grad = p.grad
-        if (grad is None and not passing) or record.numel == 0 or record.pid in self._done:
+        if record.pid in self._done:
+            self._check_used(record)
+            return None
+        if record.numel == 0 or (gradient.standing(record) is None and not passing):
             return None
         self._prepare(p, record)
-        if passing:
-            changed = False
-        elif record.unit in record.runtime.passing:
+        if not passing and record.unit in record.runtime.passing:
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
                                  "for one: no hooks on the parameter, no arithmetic on it outside of the model")
-        elif grad is record.grad_view:
-            changed = grad._version != record.grad_version
-            if changed:
-                record.runtime.push(record, "GRAD")
-        else:
-            self._bring(record, grad)
-            changed = True
+        address, changed = (0, False) if passing else self._source(record)
         b1, b2 = group["betas"]
         return (record.index, float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], self._counts[p] + 1,
-                int(group["maximize"]), 0, DTYPES[record.dtype], int(changed), self._keys[p])
+                int(group["maximize"]), address, DTYPES[record.dtype], int(changed), self._keys[p])
 
     @staticmethod
-    def _bring(record: Record, grad: Tensor) -> None:
-        """A gradient that the user put there goes where the update reads."""
-        core = record.runtime.core
-        core.wait_grads(record.unit)
-        record.runtime.wait_used(record)
-        record.runtime.own_states(record)
-        HandOver._renew_view(record)
-        record.grad_view.copy_(plain(grad))
-        record.runtime.push(record, "GRAD")
+    def _source(record: Record) -> tuple[int, bool]:
+        """Where the update finds the gradient, 0: where hand-overs put it; and whether host memory counts. Nobody else
+        writes there until the update is over."""
+        rt = record.runtime
+        if gradient.take_back(record):
+            return 0, record.written
+        grad = plain(gradient.standing(record))
+        rt.core.wait_grads(record.unit)
+        rt.wait_used(record)
+        if gradient.kept(record):            # plane GRAD is somebody's
+            lent = rt.handover.lent.setdefault(record.unit, {})
+            lent[record] = torch.empty_strided(record.shape, record.stride, dtype=record.dtype).copy_(grad)
+            return lent[record].data_ptr(), True
+        rt.own_states(record)
+        record.view("GRAD").copy_(grad)
+        rt.push(record, "GRAD")
+        return 0, True
+
+    def _check_used(self, record: Record) -> None:
+        """A gradient that an update in backward has used is what it was."""
+        grad = gradient.standing(record)
+        if grad is None or grad is record.late:
+            return
+        same = record.unit not in record.runtime.passing
+        if same:
+            lent = record.runtime.handover.lent.get(record.unit, {}).get(record)
+            used = record.view("GRAD") if lent is None else lent
+            same = torch.equal(plain(grad).contiguous().view(torch.uint8), used.contiguous().view(torch.uint8))
+        if not same:
+            raise MegatrainError(f"{record.name}: its .grad came or changed after its update in backward: with "
+                                 "in_backward=True there is one backward per step, and gradients are not changed "
+                                 "(GradScaler, clipping, a penalty's own backward)")
 
     def _prepare(self, p: StreamedParameter, record: Record) -> None:
         if record.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -432,19 +445,17 @@ class AdamW(torch.optim.Optimizer):
     def _expected(self, records: list[Record], groups: dict[Tensor, dict[str, Any]]) -> list[Any]:
         """What the next step() will ask for of a unit, if nothing happens until then. Empty: that cannot be told."""
         self._settle()                       # a skipped step counts no more; its norm has been known for long
-        with torch._C.DisableTorchFunctionSubclass():
-            given = [(r, r.param.grad) for r in records if r.numel and r.param in groups]
-        given = [(r, g) for r, g in given if g is not None]
-        if not all(self._is_ready(r, g) for r, g in given):
+        given = [r for r in records if r.numel and r.param in groups and gradient.standing(r) is not None]
+        if not all(self._is_ready(r) for r in given):
             return []
-        return [self._item(r.param, groups[r.param]) for r, _ in given]
+        return [self._item(r.param, groups[r.param]) for r in given]
 
-    def _is_ready(self, record: Record, grad: Tensor) -> bool:
+    def _is_ready(self, record: Record) -> bool:
         """States and masters are there and follow the weight; the gradient is the store's."""
         mastered = record.dtype == torch.float32 or record.master_writes == record.writes
         return (record.param in self.state and record.owner is not None and record.owner() is self and mastered
                 and record.host._version == record.version
-                and grad is record.grad_view and grad._version == record.grad_version)
+                and gradient.standing(record) is record.late and not record.written)
 
     # ---- parameters that are not streamed ----
 
@@ -547,6 +558,11 @@ class _Observer:
         if alive is not None:
             alive._update_now(unit, records)
 
+    def has_used(self, record: Record) -> bool:
+        """It updated with the gradient that stands."""
+        alive = self._optimizer()
+        return alive is not None and record.pid in alive._done
+
     def declines(self, records: list[Record]) -> str:
         """Why it will not use these gradients; "": it will."""
         alive = self._optimizer()
@@ -581,6 +597,17 @@ def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_
         raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
     if nonfinite not in ("skip", "raise"):
         raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
+
+
+def _note_update(records: list[Record]) -> None:
+    """A graph on the host that keeps these weights is told by torch that they changed, as by another optimizer."""
+    torch.autograd.graph.increment_version([r.host for r in records])
+    for r in records:
+        r.version = r.host._version
+
+
+def _peek(p: Tensor) -> Tensor | None:
+    return gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad
 
 
 def _was_unstreamed(runtime: Any) -> bool:
