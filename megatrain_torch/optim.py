@@ -15,11 +15,14 @@ from .astray import StoreStates
 from .errors import MegatrainError
 from .formats import GROUP, check_states
 from .guard import StreamedParameter, guard, plain
-from .records import DTYPES, Record
+from .records import DTYPES, Record, dense_stride
 from .speculate import Speculation
 
 MOMENTS = ("exp_avg", "exp_avg_sq")                           # names in the state, by plane: fp32
 CODES = ("exp_avg_codes", "exp_avg_sq_codes", "scales")       # 8 bits
+HALVES = (torch.bfloat16, torch.float16)
+COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done", "_speculations", "_counts",
+          "_norm", "_limit_once", "_steps", "_asked", "_late", "_skipped", "_complaint", "_states", "_keys", "_served")
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
 
 
@@ -49,8 +52,9 @@ class AdamW(torch.optim.Optimizer):
     With moments in fp32, 12 bytes per parameter, 14 with the gradient that waits for the norm. Order of
     operations, how far from exact, and what moments of 8 bits do to training: docs/numerics.md.
 
-    Parameters that are not streamed are updated too, by torch's own functions. Where there are such, or
-    parameters of several streamed models, step() waits for the gradients and clips them in place.
+    Parameters that are not streamed are updated too: 16-bit ones as streamed ones are, with an fp32 master and moments
+    in fp32, others by torch's own functions. Where there are such, or parameters of several streamed models, step()
+    waits for the gradients and clips them in place.
 
     Args:
         params: as in torch: parameters, (name, parameter) pairs, or groups.
@@ -99,22 +103,37 @@ class AdamW(torch.optim.Optimizer):
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
         self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
-        self._ask_for_room()
         clipping.prepare()
 
-    def _ask_for_room(self) -> None:
+    @staticmethod
+    def _ask_for_room(runtimes: list[Any]) -> None:
         """Refuses before planes are made that do not fit."""
-        for rt in self._runtimes():
+        for rt in runtimes:
             rt.room.states(rt.core)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch."""
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Parameters that came since the last look: by add_param_group, or into a group's list."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        fresh = [p for p in params if p not in self._keys]
+        if not fresh:
+            return
+        if len(set(params)) < len(params):
+            raise ValueError("some parameters appear in more than one parameter group")
+        for p in fresh:
             self._keys[p] = len(self._keys)
-        self._served.update(self._runtimes())
         for rt in self._runtimes() if self._states is not None else ():
             rt.choose_states(self._states)
+        self._ask_for_room([rt for rt in self._runtimes() if rt not in self._served])
+        self._served.update(self._runtimes())
+        self._attend()
+
+    def _attend(self) -> None:
+        """Models tell of their gradients in backward, where that is used."""
         if self._in_backward:
             for rt in self._runtimes():
                 rt.handover.observer = _Observer(self)
@@ -139,6 +158,7 @@ class AdamW(torch.optim.Optimizer):
         """
         clipping.prepare()
         self._check_served()
+        self._adopt()
         self._settle()
         if self._late is not None:
             self._late.settle()
@@ -168,7 +188,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _step_all(self, limit: float) -> None:
         if not self._counts:
-            self._ask_for_room()             # the gradients have come since
+            self._ask_for_room(self._runtimes())     # the gradients have come since
         streamed, others = self._collect()
         for rt, units in streamed.items():
             self._handed.append(self._hand(rt, sorted(units.items()), limit))
@@ -421,6 +441,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _update_now(self, unit: int, records: list[Record]) -> None:
         """A unit's gradients are on their way home: its update follows them. Runs in autograd's thread."""
+        self._adopt()
         self._settle()                       # what the step before skipped counts no more; known for a forward
         groups = {p: g for g in self.param_groups for p in g["params"]}
         items = []
@@ -462,9 +483,26 @@ class AdamW(torch.optim.Optimizer):
     def _step_other(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if not state:
-            state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
-                         exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format))
-        _adamw_plain(p, state, group)       # counts the step itself
+            state.update(step=torch.zeros(()), **{name: torch.zeros_like(_fp32_like(p)) for name in MOMENTS})
+        if p.dtype not in HALVES:
+            _adamw_plain(p, state, group)       # counts the step itself
+            return
+        if "master" not in state:
+            state["master"] = _fp32_like(p).copy_(p)
+        _adamw_half(p, state, group)
+
+    # ---- copies ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle.
+
+        Raises:
+            MegatrainError: it has streamed parameters.
+        """
+        if self._served:
+            raise MegatrainError("an mt.AdamW of streamed parameters can be neither copied nor pickled: its states are "
+                                 "in the model's store; use state_dict(), or mt.save")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in COPIED}}
 
     # ---- saving and loading ----
 
@@ -528,8 +566,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _load_one(self, p: Tensor, values: dict[str, Any]) -> None:
         if not isinstance(p, StreamedParameter):
-            self.state[p] = {k: torch.as_tensor(v).clone() if k == "step" else v.to(p.device, p.dtype, copy=True)
-                             for k, v in values.items()}
+            self.state[p] = _state_of(p, values)
             return
         record = p._mt
         with torch.no_grad():
@@ -695,7 +732,7 @@ def _load_moments(record: Record, values: dict[str, Any]) -> None:
         MegatrainError: scales are not [groups,2] of this parameter's groups.
     """
     mine = MOMENTS if record.runtime.states == "fp32" else CODES
-    _check_scales(record, values)
+    _check_scales(record.name, record.numel, values)
     if mine[0] in values:
         for name, plane in zip(mine, record.moments):
             record.view(plane).copy_(plain(values[name]))
@@ -707,26 +744,68 @@ def _load_moments(record: Record, values: dict[str, Any]) -> None:
         codes = [record.view(plane).data_ptr() for plane in record.moments]
         _core.codes_set(m.data_ptr(), v.data_ptr(), *codes, record.numel)
         return
-    for plane, value in zip(("M", "V"), decoded(record, values)):
+    for plane, value in zip(("M", "V"), decoded(record.shape, record.stride, values)):
         record.view(plane).copy_(value)
 
 
-def _check_scales(record: Record, values: dict[str, Any]) -> None:
-    groups = -(-record.numel // GROUP)
+def _check_scales(name: str, numel: int, values: dict[str, Any]) -> None:
+    groups = -(-numel // GROUP)
     if CODES[2] in values and values[CODES[2]].shape != (groups, 2):
-        raise MegatrainError(f"{record.name}: scales of shape {list(values[CODES[2]].shape)} in the state to load; its "
-                             f"{record.numel} elements have [{groups}, 2]")
+        raise MegatrainError(f"{name}: scales of shape {list(values[CODES[2]].shape)} in the state to load; its "
+                             f"{numel} elements have [{groups}, 2]")
 
 
-def decoded(record: Record, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def decoded(shape: Any, stride: Any, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Both moments in fp32, [shape], from a parameter's codes and scales; these are in the order of its memory."""
-    m, v = (torch.empty_strided(record.shape, record.stride, dtype=torch.float32) for _ in range(2))
-    codes = [torch.empty_strided(record.shape, record.stride, dtype=kind).copy_(plain(values[name]))
+    m, v = (torch.empty_strided(shape, stride, dtype=torch.float32) for _ in range(2))
+    codes = [torch.empty_strided(shape, stride, dtype=kind).copy_(plain(values[name]))
              for kind, name in zip((torch.int8, torch.uint8), CODES)]
     scales = plain(values[CODES[2]])
     codes.append(torch.empty(scales.shape, dtype=torch.float32).copy_(scales))       # on the host, as C reads them
-    _core.codes_get(*(c.data_ptr() for c in codes), m.data_ptr(), v.data_ptr(), record.numel)
+    _core.codes_get(*(c.data_ptr() for c in codes), m.data_ptr(), v.data_ptr(), m.numel())
     return m, v
+
+
+# ---- parameters that are not streamed ----
+
+def _fp32_like(p: Tensor) -> Tensor:
+    """[shape] fp32, or fp64 of an fp64 parameter: of p's order in memory, without gaps."""
+    kind = torch.float32 if p.dtype in HALVES else p.dtype
+    return torch.empty_strided(p.shape, dense_stride(p), dtype=kind, device=p.device)
+
+
+def _state_of(p: Tensor, values: dict[str, Any]) -> dict[str, Any]:
+    """From a state_dict, of any format."""
+    _check_scales("a parameter that is not streamed", p.numel(), values)
+    found = {"step": torch.as_tensor(values["step"]).clone()}
+    moments = (decoded(p.shape, dense_stride(p), values) if CODES[0] in values else
+               [plain(values[name]) for name in MOMENTS])
+    found.update((name, _fp32_like(p).copy_(value)) for name, value in zip(MOMENTS, moments))
+    if "master" in values and p.dtype in HALVES:
+        found["master"] = _fp32_like(p).copy_(plain(values["master"]))
+    return found
+
+
+def _narrowed(master: Tensor, kind: torch.dtype) -> Tensor:
+    """The 16-bit weight of a master: to nearest, bf16 with ties away from zero, as split weights have it."""
+    if kind == torch.float16:
+        return master.to(kind)
+    near = (master.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
+    most = torch.finfo(torch.bfloat16).max
+    return torch.where(master.isfinite(), near.clamp(-most, most), master.to(kind))
+
+
+def _adamw_half(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """To the bits of a streamed parameter's update. Where the weight is not its master's, it was set from outside."""
+    master, grad = state["master"], _fp32_like(p).copy_(p.grad)
+    master.copy_(torch.where((_narrowed(master, p.dtype) == p).all(), master, p.float()))
+    if group["maximize"]:
+        grad.neg_()
+    state["step"] += 1
+    flat = [t.as_strided((t.numel(),), (1,)) for t in (master, *(state[name] for name in MOMENTS), grad)]
+    torch.ops.megatrain.adamw_(flat[0], None, *flat[1:], float(group["lr"]), *group["betas"], group["eps"],
+                               group["weight_decay"], int(state["step"]), 1.0)
+    p.copy_(_narrowed(master, p.dtype))
 
 
 def _adamw_plain(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
