@@ -8,10 +8,10 @@
               that sum, rounded
     foreign   a tensor in memory of its own, which autograd or the user put there
 
-`show` makes the first into the second, whoever asks: Python by the parameter's guard, C++ (AccumulateGrad adds what a
-graph on the host gives; GradScaler's kernel) by the dispatcher, which asks `LateGrad`. `take_back` is the way back, where
-nobody has the tensor any more, or a view of it. As long as somebody has, plane GRAD is theirs: further gradients of the
-parameter are added to their tensor as they come, or get memory of their own, and updates read a copy.
+`show` makes the first into the second, whoever asks: Python by the parameter's guard, C++ (AccumulateGrad, which adds
+what a graph on the host gives) by the dispatcher, which asks `LateGrad`. `take_back` is the way back, where nobody has
+the tensor any more, or a view of it. As long as somebody has, plane GRAD is theirs: further gradients of the parameter
+are added to their tensor as they come, or get memory of their own, and updates read a copy.
 """
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class LateGrad(Tensor):
 
     @staticmethod
     def __new__(cls, record: Record) -> LateGrad:
-        out = Tensor._make_wrapper_subclass(cls, record.shape, strides=record.stride, dtype=record.dtype)
+        out = Tensor._make_wrapper_subclass(cls, record.shape, strides=record.stride, dtype=record.dtype,
+                                            device="cpu")
         out._record = weakref.ref(record)        # which holds it
         return out
 
@@ -101,14 +102,20 @@ def show(record: Record) -> Tensor:
     grad = peek(record)
     observer = record.runtime.handover.observer
     if observer is not None and observer.has_used(record):
-        grad = grad.clone()
+        with torch.inference_mode(False):
+            grad = record.view("GRAD").clone()
     elif record.numel:
         array = record.memory("GRAD")
-        grad, record.shown = record.over(array, "GRAD"), weakref.ref(array)
+        grad, record.shown = _over(record, array), weakref.ref(array)
         if record.summed and record.unit in record.runtime.settled:
             record.seen = grad.clone()
     _stand(record, grad)
     return grad
+
+
+def _over(record: Record, array: Any) -> Tensor:
+    with torch.inference_mode(False):        # whoever looks: a backward may add to it
+        return record.over(array, "GRAD")
 
 
 def kept(record: Record) -> bool:
@@ -132,7 +139,7 @@ def take_back(record: Record) -> bool:
         record.seen = None
         return True
     found = again()                          # else a view of it is kept, and not the tensor
-    _stand(record, record.over(record.shown(), "GRAD") if found is None else found)
+    _stand(record, _over(record, record.shown()) if found is None else found)
     return False
 
 
@@ -180,7 +187,7 @@ def add(record: Record, grad: Tensor) -> None:
     found = standing(record)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         if found is None:
-            out = torch.empty_strided(record.shape, record.stride, dtype=record.dtype)
+            out = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="cpu")
             record.param.grad = out.copy_(grad)
         else:
             found.add_(grad.to(found.device))

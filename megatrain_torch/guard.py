@@ -36,9 +36,9 @@ _META = ({getattr(_T, n).__get__ for n in _META_GETTERS if hasattr(_T, n)}
          | {_T.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.zeros_like,
             torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
             torch.is_tensor, torch.numel, torch.is_same_size})
-_GRAD_GET, _GRAD_SET, _GRAD_DEL = _T.grad.__get__, _T.grad.__set__, _T.grad.__delete__
 # Slot wrappers are made anew at each look: compare them with ==, not `is`.
-_GRAD = {_GRAD_GET, _GRAD_SET, _GRAD_DEL}
+_GRAD_GET = {_T.grad.__get__, _T._grad.__get__}
+_GRAD = _GRAD_GET | {_T.grad.__set__, _T.grad.__delete__, _T._grad.__set__}
 _DATA_SET = _T.data.__set__
 _SETITEM = _T.__setitem__
 _READS = {"__int__", "__index__", "__invert__"}
@@ -75,7 +75,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grad_access(func: Any, args: Any, kwargs: Any) -> Any:
-    return gradient.current(args[0]._mt) if func == _GRAD_GET else _call(func, args, kwargs)
+    return gradient.current(args[0]._mt) if func in _GRAD_GET else _call(func, args, kwargs)
 
 
 class HostTensor(Tensor):

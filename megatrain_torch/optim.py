@@ -67,8 +67,8 @@ class AdamW(torch.optim.Optimizer):
             Of fp32 and fp16 parameters only the moments change. None: as mt.stream's plan has it, else "fp32".
             A model's states are of one format. Parameters that are not streamed keep fp32 ones.
         in_backward: update each unit as soon as backward has its gradient, without waiting for
-            step(). A promise that every backward() is followed by step() and that nobody reads or
-            changes gradients in between; needs max_grad_norm=None.
+            step(). A promise that every backward() is followed by step() and that nobody changes
+            gradients in between; needs max_grad_norm=None.
         nonfinite: a step whose gradients are not finite changes nothing (with in_backward: no unit whose
             own are not); "skip" counts it (`skipped_steps`), "raise" also raises at the next step().
 
@@ -153,8 +153,8 @@ class AdamW(torch.optim.Optimizer):
         Returns at once, with the closure's result if there is one.
 
         Raises:
-            MegatrainError: a worker failed since the last call; its model was unstreamed; or nonfinite="raise" and the
-                step before this one was skipped.
+            MegatrainError: a worker failed since the last call; its model was unstreamed; nonfinite="raise" and the
+                step before this one was skipped; or in_backward=True and a gradient changed after its update.
         """
         clipping.prepare()
         self._check_served()
@@ -372,7 +372,8 @@ class AdamW(torch.optim.Optimizer):
         rt.wait_used(record)
         if gradient.kept(record):            # plane GRAD is somebody's
             lent = rt.handover.lent.setdefault(record.unit, {})
-            lent[record] = torch.empty_strided(record.shape, record.stride, dtype=record.dtype).copy_(grad)
+            own = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="cpu")
+            lent[record] = own.copy_(grad)
             return lent[record].data_ptr(), True
         rt.own_states(record)
         record.view("GRAD").copy_(grad)
@@ -388,7 +389,7 @@ class AdamW(torch.optim.Optimizer):
         if same:
             lent = record.runtime.handover.lent.get(record.unit, {}).get(record)
             used = record.view("GRAD") if lent is None else lent
-            same = torch.equal(plain(grad).contiguous().view(torch.uint8), used.contiguous().view(torch.uint8))
+            same = torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (plain(grad), used)))
         if not same:
             raise MegatrainError(f"{record.name}: its .grad came or changed after its update in backward: with "
                                  "in_backward=True there is one backward per step, and gradients are not changed "
@@ -526,7 +527,9 @@ class AdamW(torch.optim.Optimizer):
         for p, s in self.state.items():
             if isinstance(p, StreamedParameter) and s:
                 below = p._mt.low_bytes or p._mt.dtype == torch.float16
-                out["state"][index[id(p)]] = {**s, **({"master": master(p)} if below else {})}
+                number, key = index[id(p)], self._keys[p]        # they differ where it was put into a group
+                out["state"][number] = {**s, **({"master": master(p)} if below else {}),
+                                        **({"key": key} if key != number else {})}
         return out
 
     def moments(self, p: Tensor) -> tuple[Tensor, Tensor]:
@@ -575,6 +578,7 @@ class AdamW(torch.optim.Optimizer):
             _load_moments(record, values)
             record.runtime.push(record, *record.moments)
             self._counts[p] = int(values["step"])
+            self._keys[p] = int(values.get("key", self._keys[p]))
             if "master" in values:
                 set_master(p, values["master"])
 

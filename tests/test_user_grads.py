@@ -39,7 +39,7 @@ from test_adamw import (  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 
-PLACES = ["ram", "vram", "arrive", "through", "disk", "disk+weights"]
+PLACES = ["ram", "vram", "arrive", "through", "disk", "disk+weights", "guessed"]
 HOMES = pytest.mark.parametrize("homes", PLACES)
 NEAR_AND_FAR = pytest.mark.parametrize("homes", ["ram", "vram", "disk+weights"])
 HALF = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
@@ -49,7 +49,8 @@ HALF = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 def make(tmp_path: Path) -> Callable[..., tuple[Dots, Dots, mt.AdamW]]:
     """(streamed, plain, the streamed one's optimizer); copies dawdle."""
     def pair(homes: Any = "ram", dtype: torch.dtype = F32, **kw: Any) -> tuple[Dots, Dots, mt.AdamW]:
-        plan = {"homes": homes, "debug": {"delay_us": 300, "seed": 7}, **kw.pop("plan", {})}
+        homes, guessed = ("ram", True) if homes == "guessed" else (homes, False)
+        plan = {"homes": homes, "speculate": guessed, "debug": {"delay_us": 100, "seed": 7}, **kw.pop("plan", {})}
         model = mt.stream(plain_dots(dtype), device="cpu", nvme=str(tmp_path) if "disk" in str(homes) else None,
                           plan=plan)
         return model, plain_dots(dtype), mt.AdamW(model.parameters(), **{**HYPER, **kw})
@@ -147,8 +148,8 @@ def crossed(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
 ORDERS = [before, after, between, inside, crossed, twice]
 
 
-@HOMES
-@pytest.mark.parametrize("pen", PENALTIES)
+@pytest.mark.parametrize("homes, pen", [*((homes, pen) for homes in ("ram", "vram") for pen in PENALTIES),
+                                        *((homes, pen) for homes in PLACES[2:] for pen in ("sum", "function"))])
 def test_graphs_on_the_host_give_torchs_gradients(make: Any, homes: str, pen: str) -> None:
     for dtype in (F32, BF16):
         model, plain, opt = make(homes, dtype)
@@ -159,6 +160,43 @@ def test_graphs_on_the_host_give_torchs_gradients(make: Any, homes: str, pen: st
             if step % 2:
                 same_grads(model, plain)         # nobody looks before the other steps
             stepped(model, plain, opt, refs)
+
+
+@NEAR_AND_FAR
+def test_a_graph_in_a_hook_of_the_models_backward(make: Any, homes: str) -> None:
+    """A backward inside of a backward, for parameters that had their gradient already and for others."""
+    def penalize(m: Dots) -> None:
+        with torch.enable_grad():
+            PENALTIES["function"](list(m.parameters())).backward()
+
+    model, plain, opt = make(homes)
+    refs = references(model)
+    for step in range(2):
+        for m in (model, plain):
+            grads = [g.clone().requires_grad_() for g in grads_for(m, step)]
+            grads[2].register_hook(lambda _, m=m: penalize(m))
+            m(grads).backward()
+        stepped(model, plain, opt, refs)
+
+
+def test_a_graph_on_the_host_may_be_differentiated_again(make: Any) -> None:
+    model, plain, _ = make("vram")
+    with pytest.warns(UserWarning, match="create_graph"):
+        for m in (model, plain):
+            m(grads_for(m, 0)).backward()
+            PENALTIES["sum"](list(m.parameters())).backward(create_graph=True)
+    same_grads(model, plain)
+
+
+def test_who_looks_in_inference_mode_changes_nothing(make: Any) -> None:
+    model, plain, opt = make("vram")
+    refs = references(model)
+    for m in (model, plain):
+        m(grads_for(m, 0)).backward()
+        with torch.inference_mode():
+            assert all(bool(p.grad.isfinite().all()) for p in m.parameters())
+        PENALTIES["sum"](list(m.parameters())).backward()
+    stepped(model, plain, opt, refs)
 
 
 def test_a_graph_on_the_host_after_a_step_is_refused_as_by_torch(make: Any) -> None:
@@ -173,25 +211,36 @@ def test_a_graph_on_the_host_after_a_step_is_refused_as_by_torch(make: Any) -> N
             penalty.backward()
 
 
-@pytest.mark.parametrize("grads", ["ram", "none"])
+LATE: dict[str, Callable[[Dots], Any]] = {
+    "penalty": lambda m: PENALTIES["sum"](list(m.parameters())).backward(),
+    "function": lambda m: PENALTIES["function"](list(m.parameters())).backward(),
+    "scaler": lambda m: unscaled(m.layers[0].weight),
+    "data": lambda m: m.layers[0].weight.grad.data.mul_(2),
+    "another": lambda m: setattr(m.layers[0].weight, "grad", torch.ones(33))}
+
+
+@pytest.mark.parametrize("grads, late", [*(("ram", late) for late in LATE), ("none", "penalty"), ("none", "another")])
 @pytest.mark.parametrize("homes", ["ram", "vram"])
-def test_what_comes_after_an_update_in_backward_is_refused(make: Any, homes: str, grads: str) -> None:
+def test_what_comes_after_an_update_in_backward_is_refused(make: Any, homes: str, grads: str, late: str) -> None:
     model, _, opt = make(homes, in_backward=True, plan={"grads": grads})
-    for change in (lambda: PENALTIES["sum"](list(model.parameters())).backward(),
-                   lambda: PENALTIES["function"](list(model.parameters())).backward(),
-                   *([lambda: model.layers[1].weight.grad.data.mul_(2)] if grads == "ram" else [])):
-        model(grads_for(model, 0)).backward()
-        change()
-        with pytest.raises(mt.MegatrainError, match=r"layers\.\d\.weight: its \.grad came or changed after its update"):
-            opt.step()
-        opt.zero_grad()
-        opt = mt.AdamW(model.parameters(), **HYPER, in_backward=True) if grads == "none" else opt
-        opt._done.clear()
-        break
-    if grads == "ram":
-        model(grads_for(model, 1)).backward()
-        assert all(p.grad is not None for p in model.parameters())       # who only looks may
+    model(grads_for(model, 0)).backward()
+    LATE[late](model)
+    with pytest.raises(mt.MegatrainError, match=r"layers\.0\.weight: its \.grad came or changed after its update"):
         opt.step()
+
+
+def test_who_looks_at_what_an_update_in_backward_used_may(make: Any) -> None:
+    for homes in ("ram", "vram"):
+        model, _, opt = make(homes, in_backward=True)
+        refs = references(model)
+        for step in range(2):
+            model(grads_for(model, step)).backward()
+            for p, g in zip(model.parameters(), grads_for(model, step)):
+                assert_same(p.grad, g, "gradient")
+            opt.step()
+            opt.zero_grad()
+            follow(refs, grads_for(model, step))
+        assert_follows(model, opt, refs)
 
 
 def test_a_penalty_before_or_inside_is_used_where_updates_are_in_backward(make: Any) -> None:
@@ -343,11 +392,11 @@ def value(kept: Any) -> bytes:
         else kept.numpy().tobytes()
 
 
-@NEAR_AND_FAR
+@pytest.mark.parametrize("homes", ["ram", "vram"])
 @pytest.mark.parametrize("keep", KEEPERS)
 @pytest.mark.parametrize("to_none", [True, False], ids=["dropped", "zeroed"])
 def test_what_is_kept_shows_what_torch_shows(make: Any, homes: str, keep: str, to_none: bool) -> None:
-    """Over step(), zero_grad() and further gradients, while the parameter's own are right; for as long as it is kept."""
+    """Over step(), zero_grad() and further gradients, while the parameter's own are right."""
     model, plain, opt = make(homes)
     if keep == "graph" and not to_none:
         return                               # torch refuses it: the graph's gradient was zeroed
@@ -466,29 +515,52 @@ def test_a_mean_of_weights_leaves_masters_as_they_are(make: Any) -> None:
 
 # ---------------------------------------------------------------- the optimizer object
 
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
-def test_a_parameter_that_is_put_into_a_group_is_trained(make: Any, states: str) -> None:
-    model, whole, _ = make(BF16 and "ram", BF16, states=states)
-    mt.stream(whole, device="cpu")
-    for in_backward in (False, True):
-        params = list(model.parameters())
-        opt = mt.AdamW(params[:2], states=states, in_backward=in_backward, **HYPER)
-        theirs = mt.AdamW(whole.parameters(), states=states, in_backward=in_backward, **HYPER)
-        opt.param_groups[0]["params"].append(params[2])
-        feed(model, opt, grads_for(model, 0)[:3] + [None])
-        feed(whole, theirs, grads_for(model, 0)[:3] + [None])
-        opt.param_groups[0]["params"].append(params[3])
-        for step in (1, 2):
-            feed(model, opt, grads_for(model, step))
-            feed(whole, theirs, grads_for(model, step))
-        for p, q in zip(model.parameters(), whole.parameters()):
-            assert_same(p, q, "weight")
-        opt.param_groups[0]["params"].append(params[3])
-        model(grads_for(model, 3)).backward()
-        opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
-        with pytest.raises(ValueError, match="more than one parameter group"):
-            opt.step()
-        break
+def test_a_parameter_that_is_put_into_a_group_is_trained(states: str, in_backward: bool) -> None:
+    model, whole = (mt.stream(plain_dots(BF16), device="cpu") for _ in range(2))
+    params, chosen = list(model.parameters()), dict(states=states, in_backward=in_backward, **HYPER)
+    opt, theirs = mt.AdamW(params[:2], **chosen), mt.AdamW(whole.parameters(), **chosen)
+    group = opt.param_groups[0]["params"]
+    group.append(params[2])
+    for step in range(3):
+        if step == 1:
+            group.append(params[3])
+        for m, o in ((model, opt), (whole, theirs)):
+            feed(m, o, [*grads_for(m, step)[:3], grads_for(m, step)[3] if step else None])
+    for p, q in zip(params, whole.parameters()):
+        assert_same(p, q, "weight")
+
+
+def test_training_goes_on_from_the_state_of_such_a_group() -> None:
+    """8-bit states are rounded by a parameter's number, which is then not its place."""
+    model, other = (mt.stream(plain_dots(BF16), device="cpu") for _ in range(2))
+    params, theirs, chosen = list(model.parameters()), list(other.parameters()), dict(states="8bit-sr", **HYPER)
+    opt = mt.AdamW([{"params": params[:1]}, {"params": params[3:]}], **chosen)
+    opt.param_groups[0]["params"].extend(params[1:3])
+    feed(model, opt, grads_for(model, 0))
+    other.load_state_dict(model.state_dict())
+    again = mt.AdamW([{"params": theirs[:3]}, {"params": theirs[3:]}], **chosen)
+    again.load_state_dict(opt.state_dict())
+    for m, o in ((model, opt), (other, again)):
+        feed(m, o, grads_for(model, 1))
+    for p, q in zip(params, theirs):
+        assert_same(q, p, "weight")
+
+
+def test_parameters_of_another_model_and_of_none_may_be_put_there() -> None:
+    one, two, extra = (mt.stream(plain_dots(), device="cpu"), mt.stream(plain_dots(), device="cpu"),
+                       nn.Parameter(torch.ones(3)))
+    opt = mt.AdamW(one.parameters(), max_grad_norm=1.0, states="8bit")
+    opt.param_groups[0]["params"].extend([*two.parameters(), extra])
+    (one(grads_for(one, 0)) + two(grads_for(two, 1)) + extra.sum()).backward()
+    opt.step()
+    assert opt.grad_norm == pytest.approx(norm([*grads_for(one, 0), *grads_for(two, 1), torch.ones(3)]), rel=1e-12)
+    assert mt.wrap.runtime_of(two).states == "8bit" and extra.max() < 1
+    opt.param_groups[0]["params"].append(extra)
+    opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        opt.step()
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
@@ -518,7 +590,7 @@ def test_16_bit_parameters_that_are_not_streamed_are_updated_as_if_they_were(dty
             for a, b in zip(opt.moments(q), theirs.moments(p)):
                 assert_same(a, b, f"moment of {name}")
     theirs.load_state_dict(opt.state_dict())
-    for (name, p), q in zip(twin.named_parameters(), ours.parameters()):
+    for (name, _), q in zip(twin.named_parameters(), ours.parameters()):
         assert_same(opt.state[q]["master"], mt.masters(twin)[name], name)
 
 
