@@ -69,13 +69,17 @@ def _stand(record: Record, grad: Tensor | None) -> None:
         record.param.grad = grad
 
 
-def begin(record: Record) -> None:
-    """A hand-over is about to set plane GRAD: `.grad` is late."""
-    if record.late is None:
-        record.late = LateGrad(record)
-    _stand(record, record.late)
+def begin(record: Record) -> bool:
+    """For a hand-over that sets plane GRAD: `.grad` is late from now on, if there is none and the plane nobody's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if record.param.grad is not None or kept(record):
+            return False
+        if record.late is None:
+            record.late = LateGrad(record)
+        record.param.grad = record.late
     record.written = record.summed = False
     record.seen = None
+    return True
 
 
 def peek(record: Record) -> Tensor | None:

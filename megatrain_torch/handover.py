@@ -225,13 +225,10 @@ class HandOver:
     @staticmethod
     def _claim(record: Record) -> int | None:
         """SET or ADD into the GRAD plane; None when somebody has a tensor over it, or `.grad` is one of the user's."""
-        if gradient.standing(record) is not None:
-            return ADD if gradient.take_back(record) else None
-        record.set_in = in_backward()
-        if gradient.kept(record):
-            return None
-        gradient.begin(record)
-        return SET
+        if gradient.begin(record):
+            record.set_in = in_backward()
+            return SET
+        return ADD if gradient.take_back(record) else None
 
     def release(self) -> None:
         """Compute has waited for every copy: nothing needs to be kept."""

@@ -80,6 +80,8 @@ class AdamW(torch.optim.Optimizer):
     Source: Loshchilov & Hutter 2019, Algorithm 2.
     """
 
+    _known: list[int] = []           # ids of parameters as of the last look; they differ in a copy
+
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
                  states: str | None = None, maximize: bool = False, in_backward: bool = False,
@@ -119,17 +121,18 @@ class AdamW(torch.optim.Optimizer):
     def _adopt(self) -> None:
         """Parameters that came since the last look: by add_param_group, or into a group's list."""
         params = [p for group in self.param_groups for p in group["params"]]
-        fresh = [p for p in params if p not in self._keys]
-        if not fresh:
+        ids = [id(p) for p in params]
+        if ids == self._known:
             return
-        if len(set(params)) < len(params):
+        if len(set(ids)) < len(ids):
             raise ValueError("some parameters appear in more than one parameter group")
-        for p in fresh:
-            self._keys[p] = len(self._keys)
         for rt in self._runtimes() if self._states is not None else ():
             rt.choose_states(self._states)
         self._ask_for_room([rt for rt in self._runtimes() if rt not in self._served])
         self._served.update(self._runtimes())
+        for p in params:
+            self._keys.setdefault(p, len(self._keys))
+        self._known = ids
         self._attend()
 
     def _attend(self) -> None:
@@ -349,13 +352,16 @@ class AdamW(torch.optim.Optimizer):
         if record.pid in self._done:
             self._check_used(record)
             return None
-        if record.numel == 0 or (gradient.standing(record) is None and not passing):
+        grad = gradient.standing(record)
+        if record.numel == 0 or (grad is None and not passing):
             return None
+        late = grad is record.late           # the usual case: nobody has looked at it
+        del grad                             # nor have we
         self._prepare(p, record)
         if not passing and record.unit in record.runtime.passing:
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
                                  "for one: no hooks on the parameter, no arithmetic on it outside of the model")
-        address, changed = (0, False) if passing else self._source(record)
+        address, changed = (0, record.written) if passing or late else self._source(record)
         b1, b2 = group["betas"]
         return (record.index, float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], self._counts[p] + 1,
                 int(group["maximize"]), address, DTYPES[record.dtype], int(changed), self._keys[p])
