@@ -65,7 +65,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
         return _guarded(args, kwargs)
     found = _guarded((kwargs["out"],), {}) if "out" in kwargs else []
     if in_place or func == _SETITEM or func == _DATA_SET or (name.startswith("__i") and name not in _READS):
-        found += _guarded(args[:1], {"self": kwargs.get("self")})
+        found += _guarded(args[:1], {}) if args else _guarded((), kwargs)
     return found
 
 

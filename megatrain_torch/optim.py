@@ -514,7 +514,8 @@ class AdamW(torch.optim.Optimizer):
     # ---- saving and loading ----
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; with `master` (fp32 values) beside the states of 16-bit parameters. Waits for updates.
+        """As in torch; with `master` (fp32 values) beside the states of 16-bit parameters, and `key`, what rounding is
+        drawn from, where that is not the parameter's place in the groups. Waits for updates.
 
         Moments of 8 bits are in it as they are, so that training goes on with the same bits: `exp_avg_codes` and
         `exp_avg_sq_codes` [shape], and `scales` [groups,2], instead of `exp_avg` and `exp_avg_sq`. `moments(p)` has
@@ -571,9 +572,9 @@ class AdamW(torch.optim.Optimizer):
         flat = [p for g in self.param_groups for p in g["params"]]
         super().load_state_dict({**saved, "state": {}})
         for index, values in state_dict["state"].items():
-            self._load_one(flat[index], values)
+            self._load_one(flat[index], values, values.get("key", index))
 
-    def _load_one(self, p: Tensor, values: dict[str, Any]) -> None:
+    def _load_one(self, p: Tensor, values: dict[str, Any], key: int) -> None:
         if not isinstance(p, StreamedParameter):
             self.state[p] = _state_of(p, values)
             return
@@ -584,7 +585,7 @@ class AdamW(torch.optim.Optimizer):
             _load_moments(record, values)
             record.runtime.push(record, *record.moments)
             self._counts[p] = int(values["step"])
-            self._keys[p] = int(values.get("key", self._keys[p]))
+            self._keys[p] = key
             if "master" in values:
                 set_master(p, values["master"])
 
