@@ -177,7 +177,8 @@ class HandOver:
             room.sums(self.runtime.core)
         self.runtime.handed_over()           # before compute is told to wait for copies of earlier gradients
         ticket = self.runtime.core.offload(unit, items, self.stream)
-        self.lent.pop(unit, None)            # it has waited for the unit's updates
+        for record in [r for r, _ in pairs if unit in self.lent]:
+            self.lent[unit].pop(record, None)        # the unit's updates are over: the hand-over waited for them
         # The copies read these tensors behind our back; they live until compute waits for the copies.
         self.alive.append((ticket, sources))
         self.unstepped = True
