@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import gradient
+
 if TYPE_CHECKING:
     from .records import Record
 
@@ -34,11 +36,13 @@ _META = ({getattr(_T, n).__get__ for n in _META_GETTERS if hasattr(_T, n)}
          | {_T.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.zeros_like,
             torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
             torch.is_tensor, torch.numel, torch.is_same_size})
-_GRAD_GET, _GRAD_SET, _GRAD_DEL = _T.grad.__get__, _T.grad.__set__, _T.grad.__delete__
 # Slot wrappers are made anew at each look: compare them with ==, not `is`.
-_GRAD = {_GRAD_GET, _GRAD_SET, _GRAD_DEL}
+_GRAD_GET = {_T.grad.__get__, _T._grad.__get__}
+_GRAD = _GRAD_GET | {_T.grad.__set__, _T.grad.__delete__, _T._grad.__set__}
 _DATA_SET = _T.data.__set__
 _SETITEM = _T.__setitem__
+_READS = {"__int__", "__index__", "__invert__"}
+_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 # In-place by name, but changing no value of the tensor.
 _HARMLESS = {"requires_grad_", "retain_grad", "share_memory_"}
 
@@ -53,10 +57,16 @@ def _guarded(args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
-def _writes(func: Any, kwargs: Any) -> bool:
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Of the guarded: those that the operation writes. `ema.add_(p)` only reads p."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-    return in_place or func == _SETITEM or func == _DATA_SET or name.startswith("__i") or "out" in kwargs
+    if in_place and (name.startswith("_fused") or isinstance(func, _OPS)):      # several of its arguments
+        return _guarded(args, kwargs)
+    found = _guarded((kwargs["out"],), {}) if "out" in kwargs else []
+    if in_place or func == _SETITEM or func == _DATA_SET or (name.startswith("__i") and name not in _READS):
+        found += _guarded(args[:1], {}) if args else _guarded((), kwargs)
+    return found
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
@@ -65,11 +75,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _grad_access(func: Any, args: Any, kwargs: Any) -> Any:
-    record: Record = args[0]._mt
-    if func == _GRAD_GET:
-        record.runtime.wait_grads(record)
-        record.runtime.wait_used(record)        # an update may still read what the caller is about to change
-    return _call(func, args, kwargs)
+    return gradient.current(args[0]._mt) if func in _GRAD_GET else _call(func, args, kwargs)
 
 
 class HostTensor(Tensor):
@@ -96,26 +102,31 @@ class HostTensor(Tensor):
 
 
 def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
-    guarded = _guarded(args, kwargs)
-    writes = _writes(func, kwargs)
-    weights = [g._mt.owns(_current(g)) for g in guarded]          # or the optimizer's states
-    written = [g._mt for g, weight in zip(guarded, weights) if weight] if writes else []
-    for record in written:
+    guarded, written = _guarded(args, kwargs), _written(func, args, kwargs)
+    for g in guarded:
+        _current(g)
+    weights = [g._mt for g in written if g._mt.owns(plain(g))]
+    states = [g._mt for g in written if not g._mt.owns(plain(g))]        # the optimizer's
+    for record in weights:
         record.runtime.before_write(record)
-    for g in (g for g, weight in zip(guarded, weights) if writes and not weight):
-        g._mt.runtime.own_states(g._mt)
+    for record in states:
+        record.runtime.own_states(record)
     if func == _DATA_SET:
         return guarded[0]._mt.runtime.replace_data(guarded[0], args[1])
     out = _call(func, args, kwargs)
-    if writes:
-        for record in written:
-            record.runtime.after_write(record)
-        for g in (g for g, weight in zip(guarded, weights) if not weight):
-            g._mt.runtime.push(g._mt, "M", "V", "SCALE")
-    elif torch.is_grad_enabled() and isinstance(out, Tensor) and out.requires_grad:
+    for record in weights:
+        record.runtime.after_write(record)
+    for record in states:
+        record.runtime.push(record, "M", "V", "SCALE")
+    if not written and torch.is_grad_enabled() and _in_graph(out):
         for g in guarded:
             g._mt.host_graph = True     # autograd itself adds to .grad on the host: see handover.py
     return _guard_aliases(out, guarded)
+
+
+def _in_graph(out: Any) -> bool:
+    found = out if isinstance(out, (list, tuple)) else (out,)
+    return any(isinstance(t, Tensor) and t.requires_grad for t in found)
 
 
 def _guard_aliases(out: Any, guarded: list[Any]) -> Any:

@@ -2,8 +2,7 @@
 
 A window's weight gradients arrive together in `Bind.backward`. Each parameter is one of
 
-    streamed   the usual case: copied home behind compute; autograd is told None, and `p.grad` is the
-               GRAD plane's view
+    streamed   the usual case: copied home behind compute; autograd is told None, and `p.grad` is late: gradient.py
     summed     used more than once in this backward (tied weights, a module called twice): kept on the
                device until the last use, then streamed, so that sums are made in torch's order
     real       autograd wants the tensor itself (autograd.grad, hooks on the parameter, arithmetic on
@@ -14,15 +13,14 @@ What is under way in one graph task is flushed when the task ends, by autograd's
 """
 from __future__ import annotations
 
-import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from . import gradient
 from .errors import MegatrainError
-from .guard import plain
 from .records import Record, Use
 from .state import in_backward
 
@@ -41,6 +39,7 @@ class HandOver:
         self.tasks: set[int] = set()                            # graph tasks that have our callback
         self.summed: dict[int, Record] = {}                     # records with a pending device sum
         self.stream = 0                                         # where the last hand-over happened
+        self.lent: dict[int, dict[Record, Tensor]] = {}         # by unit: copies of gradients that an update reads
         self.observer: Any = None                               # an optimizer that updates in backward
         self.speculation: Any = None                            # one whose updates may be taken back
 
@@ -107,13 +106,12 @@ class HandOver:
     @staticmethod
     def _had_gradient(record: Record) -> bool:
         """Did .grad stand before this backward began?"""
-        with torch._C.DisableTorchFunctionSubclass():
-            return record.param.grad is not None and record.set_in != in_backward()
+        return gradient.standing(record) is not None and record.set_in != in_backward()
 
-    def _to_host(self, record: Record, grad: Tensor | None) -> Tensor | None:
+    @staticmethod
+    def _to_host(record: Record, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
-        self.runtime.wait_grads(record)      # autograd may add this to a .grad that is still landing
         out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype)
         return out.copy_(grad)
 
@@ -166,9 +164,11 @@ class HandOver:
             grad = self._conform(record, grad)
             mode = SET if passing else self._claim(record)
             if mode is None:
-                self._add_foreign(record, grad)
+                gradient.add(record, grad)
+                self.unstepped = True
             elif record.numel:
-                reread = not passing and self._written(record) and mode == ADD
+                reread, record.written = mode == ADD and record.written, False
+                record.summed = mode == ADD and record.dtype.itemsize == 2
                 items.append((record.index, grad.data_ptr(), mode, int(reread)))
                 sources.append(grad)
         if not items:
@@ -177,6 +177,8 @@ class HandOver:
             room.sums(self.runtime.core)
         self.runtime.handed_over()           # before compute is told to wait for copies of earlier gradients
         ticket = self.runtime.core.offload(unit, items, self.stream)
+        for record in [r for r, _ in pairs if unit in self.lent]:
+            self.lent[unit].pop(record, None)        # the unit's updates are over: the hand-over waited for them
         # The copies read these tensors behind our back; they live until compute waits for the copies.
         self.alive.append((ticket, sources))
         self.unstepped = True
@@ -191,9 +193,8 @@ class HandOver:
     def _may_pass(self, records: list[Record]) -> None:
         """Gradients that are kept nowhere must be used at once."""
         why = "nobody who updates in backward is there" if self.observer is None else self.observer.declines(records)
-        with torch._C.DisableTorchFunctionSubclass():
-            if any(r.param.grad is not None for r in records):
-                why = "there is a .grad to add to"
+        if any(gradient.standing(r) is not None for r in records):
+            why = "there is a .grad to add to"
         if why:
             raise MegatrainError(f"{records[0].name}: its gradient is kept nowhere (plan={{'grads': 'none'}}), and "
                                  f"{why}; use mt.AdamW(in_backward=True), one backward per step")
@@ -224,36 +225,11 @@ class HandOver:
 
     @staticmethod
     def _claim(record: Record) -> int | None:
-        """SET or ADD into the GRAD plane; None when p.grad is a tensor of the user's."""
-        with torch._C.DisableTorchFunctionSubclass():
-            current = record.param.grad
-            if current is not None:
-                return ADD if current is record.grad_view else None
-            HandOver._renew_view(record)
-            record.param.grad = record.grad_view
+        """SET or ADD into the GRAD plane; None when somebody has a tensor over it, or `.grad` is one of the user's."""
+        if gradient.begin(record):
             record.set_in = in_backward()
             return SET
-
-    @staticmethod
-    def _renew_view(record: Record) -> None:
-        """The tensor that becomes .grad. One that somebody kept from before gets its values as its own."""
-        if record.grad_view is not None:
-            if sys.getrefcount(record.grad_view) <= 2:      # the record's own and the call's argument
-                return
-            kept = record.grad_view
-            with torch.no_grad():
-                kept.data = kept.clone()
-        record.grad_view = record.view("GRAD")
-
-    @staticmethod
-    def _written(record: Record) -> bool:
-        """Did somebody write to its `.grad` since the last gradient came? Asked once for each."""
-        before, record.grad_version = record.grad_version, record.grad_view._version
-        return record.grad_version != before
-
-    def _add_foreign(self, record: Record, grad: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            plain(record.param.grad).add_(grad.to(record.param.grad.device))
+        return ADD if gradient.take_back(record) else None
 
     def release(self) -> None:
         """Compute has waited for every copy: nothing needs to be kept."""

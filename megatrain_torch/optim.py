@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core, clipping
+from . import _core, clipping, gradient
 from .astray import StoreStates
 from .errors import MegatrainError
 from .formats import GROUP, check_states
 from .guard import StreamedParameter, guard, plain
-from .handover import HandOver
-from .records import DTYPES, Record
+from .records import DTYPES, Record, dense_stride
 from .speculate import Speculation
 
 MOMENTS = ("exp_avg", "exp_avg_sq")                           # names in the state, by plane: fp32
 CODES = ("exp_avg_codes", "exp_avg_sq_codes", "scales")       # 8 bits
+HALVES = (torch.bfloat16, torch.float16)
+COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done", "_speculations", "_counts",
+          "_norm", "_limit_once", "_steps", "_asked", "_late", "_skipped", "_complaint", "_states", "_keys", "_served")
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
 
 
@@ -50,8 +52,9 @@ class AdamW(torch.optim.Optimizer):
     With moments in fp32, 12 bytes per parameter, 14 with the gradient that waits for the norm. Order of
     operations, how far from exact, and what moments of 8 bits do to training: docs/numerics.md.
 
-    Parameters that are not streamed are updated too, by torch's own functions. Where there are such, or
-    parameters of several streamed models, step() waits for the gradients and clips them in place.
+    Parameters that are not streamed are updated too: 16-bit ones as streamed ones are, with an fp32 master and moments
+    in fp32, others by torch's own functions. Where there are such, or parameters of several streamed models, step()
+    waits for the gradients and clips them in place.
 
     Args:
         params: as in torch: parameters, (name, parameter) pairs, or groups.
@@ -64,8 +67,8 @@ class AdamW(torch.optim.Optimizer):
             Of fp32 and fp16 parameters only the moments change. None: as mt.stream's plan has it, else "fp32".
             A model's states are of one format. Parameters that are not streamed keep fp32 ones.
         in_backward: update each unit as soon as backward has its gradient, without waiting for
-            step(). A promise that every backward() is followed by step() and that nobody reads or
-            changes gradients in between; needs max_grad_norm=None.
+            step(). A promise that every backward() is followed by step() and that nobody changes
+            gradients in between; needs max_grad_norm=None.
         nonfinite: a step whose gradients are not finite changes nothing (with in_backward: no unit whose
             own are not); "skip" counts it (`skipped_steps`), "raise" also raises at the next step().
 
@@ -76,6 +79,8 @@ class AdamW(torch.optim.Optimizer):
 
     Source: Loshchilov & Hutter 2019, Algorithm 2.
     """
+
+    _known: list[int] = []           # ids of parameters as of the last look; they differ in a copy
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
@@ -100,22 +105,38 @@ class AdamW(torch.optim.Optimizer):
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
         self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
-        self._ask_for_room()
         clipping.prepare()
 
-    def _ask_for_room(self) -> None:
+    @staticmethod
+    def _ask_for_room(runtimes: list[Any]) -> None:
         """Refuses before planes are made that do not fit."""
-        for rt in self._runtimes():
+        for rt in runtimes:
             rt.room.states(rt.core)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch."""
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            self._keys[p] = len(self._keys)
-        self._served.update(self._runtimes())
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Parameters that came since the last look: by add_param_group, or into a group's list."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        ids = [id(p) for p in params]
+        if ids == self._known:
+            return
+        if len(set(ids)) < len(ids):
+            raise ValueError("some parameters appear in more than one parameter group")
         for rt in self._runtimes() if self._states is not None else ():
             rt.choose_states(self._states)
+        self._ask_for_room([rt for rt in self._runtimes() if rt not in self._served])
+        self._served.update(self._runtimes())
+        for p in params:
+            self._keys.setdefault(p, len(self._keys))
+        self._known = ids
+        self._attend()
+
+    def _attend(self) -> None:
+        """Models tell of their gradients in backward, where that is used."""
         if self._in_backward:
             for rt in self._runtimes():
                 rt.handover.observer = _Observer(self)
@@ -135,11 +156,12 @@ class AdamW(torch.optim.Optimizer):
         Returns at once, with the closure's result if there is one.
 
         Raises:
-            MegatrainError: a worker failed since the last call; its model was unstreamed; or nonfinite="raise" and the
-                step before this one was skipped.
+            MegatrainError: a worker failed since the last call; its model was unstreamed; nonfinite="raise" and the
+                step before this one was skipped; or in_backward=True and a gradient changed after its update.
         """
         clipping.prepare()
         self._check_served()
+        self._adopt()
         self._settle()
         if self._late is not None:
             self._late.settle()
@@ -169,7 +191,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _step_all(self, limit: float) -> None:
         if not self._counts:
-            self._ask_for_room()             # the gradients have come since
+            self._ask_for_room(self._runtimes())     # the gradients have come since
         streamed, others = self._collect()
         for rt, units in streamed.items():
             self._handed.append(self._hand(rt, sorted(units.items()), limit))
@@ -188,6 +210,7 @@ class AdamW(torch.optim.Optimizer):
         handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), params)
         for p in params:
             self._counts[p] += 1
+        _note_update([p._mt for p in params])
         torch._foreach_add_([self.state[p]["step"] for p in params], 1)
         return handed
 
@@ -197,13 +220,7 @@ class AdamW(torch.optim.Optimizer):
         if self._asked is not None:          # a batch that is dropped, its limit too
             self._asked.settle()
             self._asked, self._limit_once = None, math.inf
-        if not set_to_none:
-            return super().zero_grad(set_to_none=False)
-        with torch._C.DisableTorchFunctionSubclass():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.grad = None
-        return None
+        gradient.clear((p for group in self.param_groups for p in group["params"]), set_to_none)
 
     @property
     def grad_norm(self) -> float | None:
@@ -283,21 +300,22 @@ class AdamW(torch.optim.Optimizer):
         """The norm of the gradients there are, before any step: of what was updated in backward, else on the host."""
         if self._early:
             return math.hypot(*(h.result()[0] for h in self._early))
-        grads = [p.grad for g in self.param_groups for p in g["params"]]
+        grads = [_peek(p) for g in self.param_groups for p in g["params"]]
         return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads if g is not None))
 
     # ---- gradients that are not all in one store ----
 
     def _gradients_elsewhere(self) -> list[Tensor]:
-        """All gradients, where one engine alone cannot weigh them; else none. Reading them waits for them."""
+        """Parameters with gradients, where one engine alone cannot weigh them; else none."""
         with torch._C.DisableTorchFunctionSubclass():
             params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
         params = [p for p in params if not (isinstance(p, StreamedParameter) and p._mt.pid in self._done)]
         homes = {p._mt.runtime if isinstance(p, StreamedParameter) else None for p in params}
-        return [p.grad for p in params] if None in homes or len(homes) > 1 else []
+        return params if None in homes or len(homes) > 1 else []
 
-    def _clip_here(self, grads: list[Tensor]) -> bool:
-        """Clips gradients in place by their global norm, taken in fp64. False: it is not finite."""
+    def _clip_here(self, params: list[Tensor]) -> bool:
+        """Waits for gradients, and clips them in place by their global norm, in fp64. False: it is not finite."""
+        grads = [_peek(p) for p in params]
         here = math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads))
         self._norm = math.hypot(here, *(h.result()[0] for h in self._handed))
         if not math.isfinite(here):
@@ -305,8 +323,10 @@ class AdamW(torch.optim.Optimizer):
             return False
         factor = self.max_grad_norm / (self._norm + 1e-6) if self.max_grad_norm else 1.0
         if factor < 1.0:
-            for g in grads:
+            for p, g in zip(params, grads):
                 g.mul_(factor)
+                if isinstance(p, StreamedParameter):
+                    p._mt.written = True
         return True
 
     # ---- gathering work ----
@@ -329,37 +349,57 @@ class AdamW(torch.optim.Optimizer):
     def _item(self, p: StreamedParameter, group: dict[str, Any], passing: bool = False) -> tuple[Any, ...] | None:
         """What the engine is asked for; passing: with a gradient that is kept nowhere, and is on its way."""
         record: Record = p._mt
-        with torch._C.DisableTorchFunctionSubclass():
-            grad = p.grad
-        if (grad is None and not passing) or record.numel == 0 or record.pid in self._done:
+        if record.pid in self._done:
+            self._check_used(record)
             return None
+        grad = gradient.standing(record)
+        if record.numel == 0 or (grad is None and not passing):
+            return None
+        late = grad is record.late           # the usual case: nobody has looked at it
+        del grad                             # nor have we
         self._prepare(p, record)
-        if passing:
-            changed = False
-        elif record.unit in record.runtime.passing:
+        if not passing and record.unit in record.runtime.passing:
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
                                  "for one: no hooks on the parameter, no arithmetic on it outside of the model")
-        elif grad is record.grad_view:
-            changed = grad._version != record.grad_version
-            if changed:
-                record.runtime.push(record, "GRAD")
-        else:
-            self._bring(record, grad)
-            changed = True
+        address, changed = (0, record.written) if passing or late else self._source(record)
         b1, b2 = group["betas"]
         return (record.index, float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], self._counts[p] + 1,
-                int(group["maximize"]), 0, DTYPES[record.dtype], int(changed), self._keys[p])
+                int(group["maximize"]), address, DTYPES[record.dtype], int(changed), self._keys[p])
 
     @staticmethod
-    def _bring(record: Record, grad: Tensor) -> None:
-        """A gradient that the user put there goes where the update reads."""
-        core = record.runtime.core
-        core.wait_grads(record.unit)
-        record.runtime.wait_used(record)
-        record.runtime.own_states(record)
-        HandOver._renew_view(record)
-        record.grad_view.copy_(plain(grad))
-        record.runtime.push(record, "GRAD")
+    def _source(record: Record) -> tuple[int, bool]:
+        """Where the update finds the gradient, 0: where hand-overs put it; and whether host memory counts. Nobody else
+        writes there until the update is over."""
+        rt = record.runtime
+        if gradient.take_back(record):
+            return 0, record.written
+        grad = plain(gradient.standing(record))
+        rt.core.wait_grads(record.unit)
+        rt.wait_used(record)
+        if gradient.kept(record):            # plane GRAD is somebody's
+            lent = rt.handover.lent.setdefault(record.unit, {})
+            own = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="cpu")
+            lent[record] = own.copy_(grad)
+            return lent[record].data_ptr(), True
+        rt.own_states(record)
+        record.view("GRAD").copy_(grad)
+        rt.push(record, "GRAD")
+        return 0, True
+
+    def _check_used(self, record: Record) -> None:
+        """A gradient that an update in backward has used is what it was."""
+        grad = gradient.standing(record)
+        if grad is None or grad is record.late:
+            return
+        same = record.unit not in record.runtime.passing
+        if same:
+            lent = record.runtime.handover.lent.get(record.unit, {}).get(record)
+            used = record.view("GRAD") if lent is None else lent
+            same = torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (plain(grad), used)))
+        if not same:
+            raise MegatrainError(f"{record.name}: its .grad came or changed after its update in backward: with "
+                                 "in_backward=True there is one backward per step, and gradients are not changed "
+                                 "(GradScaler, clipping, a penalty's own backward)")
 
     def _prepare(self, p: StreamedParameter, record: Record) -> None:
         if record.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -408,6 +448,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _update_now(self, unit: int, records: list[Record]) -> None:
         """A unit's gradients are on their way home: its update follows them. Runs in autograd's thread."""
+        self._adopt()
         self._settle()                       # what the step before skipped counts no more; known for a forward
         groups = {p: g for g in self.param_groups for p in g["params"]}
         items = []
@@ -432,33 +473,49 @@ class AdamW(torch.optim.Optimizer):
     def _expected(self, records: list[Record], groups: dict[Tensor, dict[str, Any]]) -> list[Any]:
         """What the next step() will ask for of a unit, if nothing happens until then. Empty: that cannot be told."""
         self._settle()                       # a skipped step counts no more; its norm has been known for long
-        with torch._C.DisableTorchFunctionSubclass():
-            given = [(r, r.param.grad) for r in records if r.numel and r.param in groups]
-        given = [(r, g) for r, g in given if g is not None]
-        if not all(self._is_ready(r, g) for r, g in given):
+        given = [r for r in records if r.numel and r.param in groups and gradient.standing(r) is not None]
+        if not all(self._is_ready(r) for r in given):
             return []
-        return [self._item(r.param, groups[r.param]) for r, _ in given]
+        return [self._item(r.param, groups[r.param]) for r in given]
 
-    def _is_ready(self, record: Record, grad: Tensor) -> bool:
+    def _is_ready(self, record: Record) -> bool:
         """States and masters are there and follow the weight; the gradient is the store's."""
         mastered = record.dtype == torch.float32 or record.master_writes == record.writes
         return (record.param in self.state and record.owner is not None and record.owner() is self and mastered
                 and record.host._version == record.version
-                and grad is record.grad_view and grad._version == record.grad_version)
+                and gradient.standing(record) is record.late and not record.written)
 
     # ---- parameters that are not streamed ----
 
     def _step_other(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if not state:
-            state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
-                         exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format))
-        _adamw_plain(p, state, group)       # counts the step itself
+            state.update(step=torch.zeros(()), **{name: torch.zeros_like(_fp32_like(p)) for name in MOMENTS})
+        if p.dtype not in HALVES:
+            _adamw_plain(p, state, group)       # counts the step itself
+            return
+        if "master" not in state:
+            state["master"] = _fp32_like(p).copy_(p)
+        _adamw_half(p, state, group)
+
+    # ---- copies ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle.
+
+        Raises:
+            MegatrainError: it has streamed parameters.
+        """
+        if self._served:
+            raise MegatrainError("an mt.AdamW of streamed parameters can be neither copied nor pickled: its states are "
+                                 "in the model's store; use state_dict(), or mt.save")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in COPIED}}
 
     # ---- saving and loading ----
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; with `master` (fp32 values) beside the states of 16-bit parameters. Waits for updates.
+        """As in torch; with `master` (fp32 values) beside the states of 16-bit parameters, and `key`, what rounding is
+        drawn from, where that is not the parameter's place in the groups. Waits for updates.
 
         Moments of 8 bits are in it as they are, so that training goes on with the same bits: `exp_avg_codes` and
         `exp_avg_sq_codes` [shape], and `scales` [groups,2], instead of `exp_avg` and `exp_avg_sq`. `moments(p)` has
@@ -477,7 +534,9 @@ class AdamW(torch.optim.Optimizer):
         for p, s in self.state.items():
             if isinstance(p, StreamedParameter) and s:
                 below = p._mt.low_bytes or p._mt.dtype == torch.float16
-                out["state"][index[id(p)]] = {**s, **({"master": master(p)} if below else {})}
+                number, key = index[id(p)], self._keys[p]        # they differ where it was put into a group
+                out["state"][number] = {**s, **({"master": master(p)} if below else {}),
+                                        **({"key": key} if key != number else {})}
         return out
 
     def moments(self, p: Tensor) -> tuple[Tensor, Tensor]:
@@ -513,12 +572,11 @@ class AdamW(torch.optim.Optimizer):
         flat = [p for g in self.param_groups for p in g["params"]]
         super().load_state_dict({**saved, "state": {}})
         for index, values in state_dict["state"].items():
-            self._load_one(flat[index], values)
+            self._load_one(flat[index], values, values.get("key", index))
 
-    def _load_one(self, p: Tensor, values: dict[str, Any]) -> None:
+    def _load_one(self, p: Tensor, values: dict[str, Any], key: int) -> None:
         if not isinstance(p, StreamedParameter):
-            self.state[p] = {k: torch.as_tensor(v).clone() if k == "step" else v.to(p.device, p.dtype, copy=True)
-                             for k, v in values.items()}
+            self.state[p] = _state_of(p, values)
             return
         record = p._mt
         with torch.no_grad():
@@ -527,6 +585,7 @@ class AdamW(torch.optim.Optimizer):
             _load_moments(record, values)
             record.runtime.push(record, *record.moments)
             self._counts[p] = int(values["step"])
+            self._keys[p] = key
             if "master" in values:
                 set_master(p, values["master"])
 
@@ -546,6 +605,11 @@ class _Observer:
         alive = self._optimizer()
         if alive is not None:
             alive._update_now(unit, records)
+
+    def has_used(self, record: Record) -> bool:
+        """It updated with the gradient that stands."""
+        alive = self._optimizer()
+        return alive is not None and record.pid in alive._done
 
     def declines(self, records: list[Record]) -> str:
         """Why it will not use these gradients; "": it will."""
@@ -581,6 +645,17 @@ def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_
         raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
     if nonfinite not in ("skip", "raise"):
         raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
+
+
+def _note_update(records: list[Record]) -> None:
+    """A graph on the host that keeps these weights is told by torch that they changed, as by another optimizer."""
+    torch.autograd.graph.increment_version([r.host for r in records])
+    for r in records:
+        r.version = r.host._version
+
+
+def _peek(p: Tensor) -> Tensor | None:
+    return gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad
 
 
 def _was_unstreamed(runtime: Any) -> bool:
@@ -668,7 +743,7 @@ def _load_moments(record: Record, values: dict[str, Any]) -> None:
         MegatrainError: scales are not [groups,2] of this parameter's groups.
     """
     mine = MOMENTS if record.runtime.states == "fp32" else CODES
-    _check_scales(record, values)
+    _check_scales(record.name, record.numel, values)
     if mine[0] in values:
         for name, plane in zip(mine, record.moments):
             record.view(plane).copy_(plain(values[name]))
@@ -680,26 +755,68 @@ def _load_moments(record: Record, values: dict[str, Any]) -> None:
         codes = [record.view(plane).data_ptr() for plane in record.moments]
         _core.codes_set(m.data_ptr(), v.data_ptr(), *codes, record.numel)
         return
-    for plane, value in zip(("M", "V"), decoded(record, values)):
+    for plane, value in zip(("M", "V"), decoded(record.shape, record.stride, values)):
         record.view(plane).copy_(value)
 
 
-def _check_scales(record: Record, values: dict[str, Any]) -> None:
-    groups = -(-record.numel // GROUP)
+def _check_scales(name: str, numel: int, values: dict[str, Any]) -> None:
+    groups = -(-numel // GROUP)
     if CODES[2] in values and values[CODES[2]].shape != (groups, 2):
-        raise MegatrainError(f"{record.name}: scales of shape {list(values[CODES[2]].shape)} in the state to load; its "
-                             f"{record.numel} elements have [{groups}, 2]")
+        raise MegatrainError(f"{name}: scales of shape {list(values[CODES[2]].shape)} in the state to load; its "
+                             f"{numel} elements have [{groups}, 2]")
 
 
-def decoded(record: Record, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def decoded(shape: Any, stride: Any, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Both moments in fp32, [shape], from a parameter's codes and scales; these are in the order of its memory."""
-    m, v = (torch.empty_strided(record.shape, record.stride, dtype=torch.float32) for _ in range(2))
-    codes = [torch.empty_strided(record.shape, record.stride, dtype=kind).copy_(plain(values[name]))
+    m, v = (torch.empty_strided(shape, stride, dtype=torch.float32) for _ in range(2))
+    codes = [torch.empty_strided(shape, stride, dtype=kind).copy_(plain(values[name]))
              for kind, name in zip((torch.int8, torch.uint8), CODES)]
     scales = plain(values[CODES[2]])
     codes.append(torch.empty(scales.shape, dtype=torch.float32).copy_(scales))       # on the host, as C reads them
-    _core.codes_get(*(c.data_ptr() for c in codes), m.data_ptr(), v.data_ptr(), record.numel)
+    _core.codes_get(*(c.data_ptr() for c in codes), m.data_ptr(), v.data_ptr(), m.numel())
     return m, v
+
+
+# ---- parameters that are not streamed ----
+
+def _fp32_like(p: Tensor) -> Tensor:
+    """[shape] fp32, or fp64 of an fp64 parameter: of p's order in memory, without gaps."""
+    kind = torch.float32 if p.dtype in HALVES else p.dtype
+    return torch.empty_strided(p.shape, dense_stride(p), dtype=kind, device=p.device)
+
+
+def _state_of(p: Tensor, values: dict[str, Any]) -> dict[str, Any]:
+    """From a state_dict, of any format."""
+    _check_scales("a parameter that is not streamed", p.numel(), values)
+    found = {"step": torch.as_tensor(values["step"]).clone()}
+    moments = (decoded(p.shape, dense_stride(p), values) if CODES[0] in values else
+               [plain(values[name]) for name in MOMENTS])
+    found.update((name, _fp32_like(p).copy_(value)) for name, value in zip(MOMENTS, moments))
+    if "master" in values and p.dtype in HALVES:
+        found["master"] = _fp32_like(p).copy_(plain(values["master"]))
+    return found
+
+
+def _narrowed(master: Tensor, kind: torch.dtype) -> Tensor:
+    """The 16-bit weight of a master: to nearest, bf16 with ties away from zero, as split weights have it."""
+    if kind == torch.float16:
+        return master.to(kind)
+    near = (master.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
+    most = torch.finfo(torch.bfloat16).max
+    return torch.where(master.isfinite(), near.clamp(-most, most), master.to(kind))
+
+
+def _adamw_half(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """To the bits of a streamed parameter's update. Where the weight is not its master's, it was set from outside."""
+    master, grad = state["master"], _fp32_like(p).copy_(p.grad)
+    master.copy_(torch.where((_narrowed(master, p.dtype) == p).all(), master, p.float()))
+    if group["maximize"]:
+        grad.neg_()
+    state["step"] += 1
+    flat = [t.as_strided((t.numel(),), (1,)) for t in (master, *(state[name] for name in MOMENTS), grad)]
+    torch.ops.megatrain.adamw_(flat[0], None, *flat[1:], float(group["lr"]), *group["betas"], group["eps"],
+                               group["weight_decay"], int(state["step"]), 1.0)
+    p.copy_(_narrowed(master, p.dtype))
 
 
 def _adamw_plain(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,11 @@ class Record:
     Attributes:
         host: plain tensor over the HI plane; shares the parameter's version counter.
         version: `host._version` when the ledger last heard of a write.
-        grad_view: plain tensor over the GRAD plane; `param.grad` is this very object after backward.
-        grad_version: its `_version` then; a difference means that the user changed the gradient.
+        late: what `param.grad` holds while its gradient is the engine's: see gradient.py; None: there was none yet.
+        shown: weak reference to the memory of the tensor that user code was last given of plane GRAD; None: of none.
+        written: the gradient was written in host memory, which counts, and no hand-over came since.
+        summed: the engine has an fp32 sum of 16-bit micro-batches, of which plane GRAD is the rounded copy.
+        seen: of a unit on the device: that copy, as it was when user code was given it; else None.
         uses: uses opened in the pass under way; more than one: the weights are tied.
         open: uses, of any pass, whose gradient has not been handed over yet.
         set_in: graph task in which the GRAD plane was set, not added to.
@@ -44,9 +47,9 @@ class Record:
     """
 
     __slots__ = ("runtime", "unit", "unit_name", "index", "pid", "name", "param", "host", "version", "shape",
-                 "stride", "dtype", "offset", "numel", "nbytes", "grad_view", "grad_version", "uses",
+                 "stride", "dtype", "offset", "numel", "nbytes", "late", "shown", "written", "summed", "seen", "uses",
                  "open", "set_in", "pending", "host_graph", "address", "was_trainable",
-                 "writes", "master_writes", "owner", "exact")
+                 "writes", "master_writes", "owner", "exact", "__weakref__")
 
     def __init__(self, runtime: Runtime, unit: int, unit_name: str, index: int, pid: int, name: str,
                  param: torch.nn.Parameter) -> None:
@@ -55,11 +58,14 @@ class Record:
         self.shape, self.dtype, self.numel = param.shape, param.dtype, param.numel()
         self.stride = dense_stride(param)
         self.nbytes = self.numel * param.element_size()
-        self.offset = self.address = self.version = self.grad_version = 0
+        self.offset = self.address = self.version = 0
         self.uses = self.open = 0
         self.set_in = -1
         self.host: Tensor | None = None
-        self.grad_view: Tensor | None = None
+        self.late: Tensor | None = None
+        self.shown: weakref.ref[Any] | None = None
+        self.written = self.summed = False
+        self.seen: Tensor | None = None
         self.pending: Tensor | None = None
         self.was_trainable = param.requires_grad
         self.writes, self.master_writes = 0, -1
@@ -69,7 +75,15 @@ class Record:
 
     def view(self, plane: str) -> Tensor:
         """Plain tensor over the parameter's bytes in a plane: [shape], in the plane's type; SCALE: [groups,2]."""
-        raw = torch.from_numpy(self.runtime.core.plane(self.unit, self.index, _core.PLANES[plane]))
+        return self.over(self.memory(plane), plane)
+
+    def memory(self, plane: str) -> Any:
+        """The parameter's bytes in a plane: NumPy's, which live as long as anything made from them."""
+        return self.runtime.core.plane(self.unit, self.index, _core.PLANES[plane])
+
+    def over(self, memory: Any, plane: str) -> Tensor:
+        """As `view`, of that memory."""
+        raw = torch.from_numpy(memory)
         if plane == "SCALE":
             return raw.view(torch.float32).view(-1, 2)
         kind = self._kind(plane)

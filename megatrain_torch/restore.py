@@ -444,7 +444,7 @@ def _load_other(opt: torch.optim.Optimizer, source: _Checkpoint, names: dict[Ten
     for index, p in enumerate(flat):
         own = tensors[names[p]]
         if ours and CODES[0] in own:
-            own = dict(zip(MOMENTS, decoded(p._mt, own)))
+            own = dict(zip(MOMENTS, decoded(p.shape, p._mt.stride, own)))
         if names[p] in training["others"]:
             found[index] = training["others"][names[p]] | own
     groups = [{**mine, **g, "params": mine["params"]} for g, mine in

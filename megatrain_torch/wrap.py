@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _core, astray, hf
+from . import _core, astray, gradient, hf
 from .arguments import check_count, check_dtype
 from .budget import Cap
 from .compiled import compiled_of
@@ -571,15 +571,8 @@ def _loader(module: nn.Module) -> Any:
 def _zero_grad(module: nn.Module) -> Any:
     """As torch's, which reads each `.grad`, and so would wait for its update (Trainer calls it after each step). With
     set_to_none=True, as by default, this waits for nothing."""
-    own = module.zero_grad
-
     def zero_grad(set_to_none: bool = True) -> None:
-        if not set_to_none:
-            return own(set_to_none=False)
-        with torch._C.DisableTorchFunctionSubclass():
-            for p in module.parameters():
-                p.grad = None
-        return None
+        gradient.clear(module.parameters(), set_to_none)
 
     return zero_grad
 
@@ -641,11 +634,9 @@ def _tree_check(rt: Runtime, root: nn.Module) -> Any:
 def _restore(r: Record) -> None:
     p = r.param
     value = r.host.clone()
-    grad = None
+    gradient.release(r)
     with torch._C.DisableTorchFunctionSubclass():
-        if p.grad is not None:
-            grad = p.grad.clone() if p.grad is r.grad_view else p.grad
-            p.grad = None
+        grad, p.grad = p.grad, None
     p.__dict__.pop("_mt", None)
     p.__class__ = nn.Parameter
     p.data = value

@@ -875,7 +875,7 @@ def test_torch_takes_our_state() -> None:
 
 # ---------------------------------------------------------------- parameters that are not streamed
 
-@TYPES
+@pytest.mark.parametrize("dtype", [F32, torch.float64], ids=["fp32", "fp64"])
 def test_plain_parameters_get_torchs_update(dtype: torch.dtype) -> None:
     model, ours, theirs = dots(), plain_dots(dtype), plain_dots(dtype)
     refs, opt = references(model), mt.AdamW([*model.parameters(), *ours.parameters()], **HYPER)
