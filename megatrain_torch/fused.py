@@ -331,23 +331,24 @@ class Fused:
     def _look(self, x: Tensor, args: Any, kwargs: Any) -> str:
         """Compares numbers: kernels could be wrong where the computation is right. "", or how far they are off."""
         try:
-            wide = self._wide(x)
+            wide = self._wide()
+            limit = NOISE.get(wide or self.window.records[0].dtype, 1e-5)
             for magnitude, last in itertools.product(MAGNITUDES, (False, True)):
-                error, limit = self._off(x, args, kwargs, wide, magnitude, last), NOISE.get(wide or x.dtype, 1e-5)
+                with torch.autocast(x.device.type, enabled=False):       # it is to the weights' own type, if at all
+                    error = self._off(x, args, kwargs, wide, magnitude, last)
                 if not error <= limit:
                     return f"on random data the template is off by {error:.1e} (relative), more than {limit:.0e}"
         except Unfit as reason:
             return str(reason)
         return ""
 
-    def _wide(self, x: Tensor) -> torch.dtype | None:
-        """fp32, if a layer of 16 bits may be looked at in that: weights and gradients fit, and products are exact to it;
+    def _wide(self) -> torch.dtype | None:
+        """fp32, if a layer of 16 bits may be looked at in that: weights and gradients are few, and products exact to it;
         None: its own type."""
-        rt, numel = self.window.runtime, sum(r.numel for r in self.window.records)
-        few = 16 * numel <= (rt.vram or WIDE_BYTES)
-        exact = not rt.is_cuda or torch.get_float32_matmul_precision() == "highest"
-        half = x.dtype in (torch.bfloat16, torch.float16)
-        return torch.float32 if half and few and exact and numel * 16 <= WIDE_BYTES else None
+        few = 16 * sum(r.numel for r in self.window.records) <= WIDE_BYTES
+        exact = not self.window.runtime.is_cuda or torch.get_float32_matmul_precision() == "highest"
+        half = self.window.records[0].dtype in (torch.bfloat16, torch.float16)
+        return torch.float32 if half and few and exact else None
 
     def _off(self, x: Tensor, args: Any, kwargs: Any, wide: torch.dtype | None, magnitude: float, last: bool) -> float:
         """The worst relative error of output and gradients, for one random input."""

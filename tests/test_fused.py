@@ -117,7 +117,7 @@ def test_so_does_one_of_the_same_structure(family: str) -> None:
 # What does not fuse, and the words of the reason. A few carry structure that no template has (yet); Cohere's layers look
 # like Llama's by their names, and are told by the trial alone.
 UNFIT = {
-    "cohere": "template is off by", "cohere2": "template is off by", "deepseek_v3": "no config, head_dim or scaling",
+    "cohere": "no template has its mean", "cohere2": "no template has its mean", "deepseek_v3": "no config, head_dim or scaling",
     "gpt_neox": "no RMSNorm", "nemotron": "no RMSNorm", "phi": "no RMSNorm", "stablelm": "no RMSNorm",
     "starcoder2": "no RMSNorm", "llama_eager": "attention drops out", "llama4_text": "no template covers",
     "lfm2": "no template covers", "jamba": "no template covers", "falcon_h1": "no template covers",
@@ -552,7 +552,7 @@ def test_a_module_that_widens_its_output_keeps_its_own_code(monkeypatch: pytest.
     norm = model.model.norm
     norm(torch.randn(2, 4, norm.weight.shape[0], dtype=torch.bfloat16, requires_grad=True)).sum().backward()
     line = next(x for x in mt.explain(model).splitlines() if x.startswith("model.norm"))
-    assert "its own (the template fails:" in line, line        # a gradient of another type is refused by its ops
+    assert "its own (" in line, line
 
 
 def test_autocast_keeps_the_layers_own_code() -> None:

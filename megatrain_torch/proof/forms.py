@@ -75,7 +75,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     r = cos.shape[-1]
     first = x[..., :r] if part else x
-    y = first * cos + turn(first) * sin
+    y = (first * cos + turn(first) * sin).to(x.dtype)
     return torch.cat((y, x[..., r:]), -1) if part else y
 
 
