@@ -187,7 +187,7 @@ class Draft:
             self._fd = -1
 
 
-def _own_names(folder: Path) -> set[str]:
+def own_names(folder: Path) -> set[str]:
     """Files that a checkpoint is made of; where its manifest cannot be read, those that go by the names of such."""
     try:
         return {*read(folder)["files"], NAME}
@@ -197,7 +197,7 @@ def _own_names(folder: Path) -> set[str]:
 
 def _carry_others(old: Path, new: Path) -> None:
     """What somebody put beside the old checkpoint's own files (a tokenizer) is in the new one too, and on the disk."""
-    own = _own_names(old)
+    own = own_names(old)
     for path in old.iterdir():
         if path.name in own or (new / path.name).exists():
             continue
