@@ -262,7 +262,9 @@ def _train(settings: Settings, owned: Owned, checkpoint: Path | None = None, con
         (out / "plan.html").write_text(plan)
     write_yaml(out / folder.CONFIG, settings)
     _say_begin(model, settings, train, held)
-    stopped = _loop(model, tokenizer, settings, train, held, owned, checkpoint, convert, other)
+    # A run that was stopped in its last step has none left to make: Trainer would make one more.
+    over = checkpoint is not None and folder.step_of(checkpoint.name) >= settings.steps
+    stopped = None if over else _loop(model, tokenizer, settings, train, held, owned, checkpoint, convert, other)
     if stopped is not None:
         say(f"stopped at step {stopped[0]}; megatrain resume {out} goes on")
         raise Stopped(stopped[1])
@@ -304,8 +306,9 @@ def _is_other(owned: Owned, identity: dict[str, Any], allowed: bool) -> bool:
     """
     said = mixture.difference(owned.data, identity)
     if said and not allowed:
-        raise MegatrainError(f"{said}: the run's place in its data is none in this. Put it back as it was to go "
-                             f"on to the same bits, or megatrain resume {owned.run} --new-data begins this from its beginning")
+        raise MegatrainError(f"{said}: the run's place in its data is none in this. Put it back as it was to go on to the "
+                             "same bits, or begin this from its beginning: megatrain resume "
+                             f"{owned.run} --new-data")
     return bool(said)
 
 
