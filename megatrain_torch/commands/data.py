@@ -104,7 +104,8 @@ def _counted(document: Document, meter: Meter | None) -> Document:
 
 def _document(ids: Any, trained: Sequence[bool] | None = None) -> Document:
     marks = np.broadcast_to(np.True_, len(ids)) if trained is None else np.asarray(trained, bool)
-    return Document(tokens.compact(ids), marks, trained is not None)
+    ids = ids if isinstance(ids, np.ndarray) else tokens.compact(ids)
+    return Document(ids, marks, trained is not None)
 
 
 class _Waiting:
@@ -117,8 +118,8 @@ class _Waiting:
         """Documents that were made meanwhile."""
         if isinstance(text, TextFile) or len(text) > tokens.LONG:
             before = self.flushed()
-            ids = tokens.ids_of(text, self._tokenizer, meter=self._meter)
-            return [*before, _document(_ended(ids, self._tokenizer))] if len(ids) else before
+            ids = tokens.ids_of(text, self._tokenizer, meter=self._meter, end=self._tokenizer.eos_token_id)
+            return [*before, _document(ids)] if len(ids) else before
         self._texts.append(text)
         self._length += len(text)
         return self.flushed() if self._length >= tokens.TOGETHER or len(self._texts) == tokens.TEXTS else []
@@ -129,15 +130,8 @@ class _Waiting:
         # verbose=False: a text may well be longer than the model's window, rows are not.
         found = self._tokenizer(self._texts, verbose=False)["input_ids"]
         self._texts, self._length = [], 0
-        return [_counted(_document(_ended(ids, self._tokenizer)), self._meter) for ids in found if ids]
-
-
-def _ended(ids: Any, tokenizer: Any) -> Any:
-    end = tokenizer.eos_token_id
-    if end is None or (len(ids) and ids[-1] == end):
-        return ids
-    return np.append(ids, np.asarray([end], ids.dtype if end < 1 << 16 else np.uint32)) if isinstance(ids, np.ndarray) \
-        else [*ids, end]
+        end = self._tokenizer.eos_token_id
+        return [_counted(_document(tokens.ended(ids, end)), self._meter) for ids in found if ids]
 
 
 def _completion(record: dict[str, Any], tokenizer: Any, where: str) -> Document:
@@ -157,7 +151,9 @@ def _completion(record: dict[str, Any], tokenizer: Any, where: str) -> Document:
     first = tokens.ids_of(prompt, tokenizer)
     if len(first) and first[-1] == tokenizer.eos_token_id:
         first = first[:-1]
-    rest = _ended(tokens.ids_of(answer, tokenizer, special=False), tokenizer)
+    end = tokenizer.eos_token_id
+    rest = tokens.ids_of(answer, tokenizer, special=False, end=end)
+    rest = rest if len(rest) or end is None else tokens.compact([end])
     return _document(np.concatenate([first, rest]), [False] * len(first) + [True] * len(rest))
 
 

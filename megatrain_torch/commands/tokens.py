@@ -9,6 +9,7 @@ which do not tell, the text is cut at the piece's end.
 """
 from __future__ import annotations
 
+import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,17 +31,51 @@ def compact(ids: Sequence[int]) -> np.ndarray:
     return found.astype(np.uint16) if not len(found) or found.max() < 1 << 16 else found
 
 
-def ids_of(text: str | Blocks, tokenizer: Any, special: bool = True, meter: Any = None) -> np.ndarray:
-    """Tokens of one text, long or not. special: with those that the tokenizer puts around a text."""
+def ids_of(text: str | Blocks, tokenizer: Any, special: bool = True, meter: Any = None,
+           end: int | None = None) -> np.ndarray:
+    """Tokens of one text, long or not: [n]; none, if it is empty.
+
+    Args:
+        special: with those that the tokenizer puts around a text. end: a token that is to be the last.
+    """
     if isinstance(text, str) and len(text) <= LONG:
-        return compact(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-    begin, end = _around(tokenizer) if special else ([], [])
-    parts = [compact(begin)]
+        return compact(ended(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"], end))
+    first, last = _around(tokenizer) if special else ([], [])
+    made = _Gathered()
     for part in _pieced(_blocks(text), tokenizer):
-        parts.append(compact(part))
+        made.add(first if not len(made) else [])
+        made.add(part)
         if meter is not None:
             meter.add(len(part))
-    return np.concatenate([*parts, compact(end)]) if any(map(len, parts)) or len(end) else compact([])
+    made.add(last)
+    if len(made) and end is not None and made[-1] != end:
+        made.add([end])
+    return made.ids()
+
+
+def ended(ids: list[int], end: int | None) -> list[int]:
+    return ids if end is None or not ids or ids[-1] == end else [*ids, end]
+
+
+class _Gathered:
+    """Tokens, some after the other, in two bytes each until one does not fit; nothing is copied at the end."""
+
+    def __init__(self) -> None:
+        self._ids = array.array("H")
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, i: int) -> int:
+        return self._ids[i]
+
+    def add(self, ids: Sequence[int]) -> None:
+        if self._ids.typecode == "H" and len(ids) and max(ids) >= 1 << 16:
+            self._ids = array.array("I", self._ids)
+        self._ids.extend(array.array(self._ids.typecode, ids))
+
+    def ids(self) -> np.ndarray:
+        return np.frombuffer(self._ids, np.uint16 if self._ids.typecode == "H" else np.uint32)
 
 
 def _blocks(text: str | Blocks) -> Blocks:
@@ -60,29 +95,43 @@ def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 @dataclass
 class _Piece:
-    """A piece of a text, [begin, end) in characters of it; ids, and where each begins and ends there: [n], [n,2]."""
+    """A piece of a text, which begins at a character of it. ids: of its tokens; encoding: says where each is; skip:
+    tokens at its beginning that are in the piece before."""
 
     text: str
     begin: int
-    ids: np.ndarray
-    places: np.ndarray
+    ids: list[int]
+    encoding: Any
+    skip: int = 0
 
     @property
     def end(self) -> int:
         return self.begin + len(self.text)
 
+    def place(self, token: int) -> tuple[int, int]:
+        """[begin, end) of a token in the whole text."""
+        first, last = self.encoding.token_to_chars(token) or (0, 0)
+        return self.begin + first, self.begin + last
 
-def _pieced(blocks: Blocks, tokenizer: Any) -> Iterator[np.ndarray]:
+    def beyond(self, character: int) -> int:
+        """The first token, from the end on, that begins there or later."""
+        at = len(self.ids)
+        while at > self.skip and self.place(at - 1)[0] >= character:
+            at -= 1
+        return at
+
+
+def _pieced(blocks: Blocks, tokenizer: Any) -> Iterator[list[int]]:
     """Tokens of a text, some after the other."""
     told = bool(getattr(tokenizer, "is_fast", False))
     before: _Piece | None = None
     for some in _batched(_cut(blocks, OVERLAPS[0] if told else 0)):
-        for piece in _encoded(some, tokenizer, told):
+        for piece in _encoded(some, tokenizer):
             if before is not None:
                 yield _joined(before, piece, tokenizer) if told else before.ids
             before = piece
     if before is not None:
-        yield before.ids
+        yield before.ids[before.skip:]
 
 
 def _cut(blocks: Blocks, overlap: int) -> Iterator[tuple[int, str]]:
@@ -118,42 +167,44 @@ def _batched(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]
         yield some
 
 
-def _encoded(pieces: list[tuple[int, str]], tokenizer: Any, told: bool) -> list[_Piece]:
-    found = tokenizer([text for _, text in pieces], add_special_tokens=False, return_offsets_mapping=told,
-                      return_attention_mask=False, return_token_type_ids=False, verbose=False)
-    made = []
-    for i, (begin, text) in enumerate(pieces):
-        places = np.asarray(found["offset_mapping"][i] if told else [], np.int64).reshape(-1, 2) + begin
-        made.append(_Piece(text, begin, np.asarray(found["input_ids"][i], np.uint32), places))
-    return made
+def _encoded(pieces: list[tuple[int, str]], tokenizer: Any) -> list[_Piece]:
+    found = tokenizer([text for _, text in pieces], add_special_tokens=False, return_attention_mask=False,
+                      return_token_type_ids=False, verbose=False)
+    encodings = found.encodings or [None] * len(pieces)
+    return [_Piece(text, begin, ids, encoding)
+            for (begin, text), ids, encoding in zip(pieces, found["input_ids"], encodings)]
 
 
-def _joined(before: _Piece, piece: _Piece, tokenizer: Any) -> np.ndarray:
+def _joined(before: _Piece, piece: _Piece, tokenizer: Any) -> list[int]:
     """The tokens of `before` up to where `piece` goes on; those of `piece` are from there on then."""
     found = _agreed(before, piece)
     if found is None:
         longer = min(OVERLAPS[1], len(before.text))
-        text = before.text[len(before.text) - longer:] + piece.text[before.end - piece.begin:]
-        [again] = _encoded([(before.end - longer, text)], tokenizer, True)
+        new = piece.text[before.end - piece.begin:]
+        [again] = _encoded([(before.end - longer, before.text[len(before.text) - longer:] + new)], tokenizer)
         found = _agreed(before, again)
         if found is None:                                # nowhere: one ends, the other begins
-            [again] = _encoded([(before.end, piece.text[before.end - piece.begin:])], tokenizer, True)
+            [again] = _encoded([(before.end, new)], tokenizer)
             found = len(before.ids), 0
-        piece.text, piece.begin, piece.ids, piece.places = again.text, again.begin, again.ids, again.places
-    first, second = found
-    piece.ids, piece.places = piece.ids[second:], piece.places[second:]
-    return before.ids[:first]
+        piece.text, piece.begin, piece.ids, piece.encoding = again.text, again.begin, again.ids, again.encoding
+    first, piece.skip = found
+    return before.ids[before.skip:first]
 
 
 def _agreed(before: _Piece, piece: _Piece) -> tuple[int, int] | None:
-    """Tokens of both from which on they are the same ones at the same places, from the middle of what they share on."""
-    middle = (piece.begin + before.end) // 2
-    starts = before.places[:, 0]
-    for i in range(int(np.searchsorted(starts, middle)), len(starts) - AGREED + 1):
-        for j in range(int(np.searchsorted(piece.places[:, 0], starts[i])), len(piece.ids) - AGREED + 1):
-            if piece.places[j, 0] != starts[i]:
+    """Tokens of both from which on they are the same ones at the same places, in the second half of what they share."""
+    first = before.beyond((piece.begin + before.end) // 2)
+    if first + AGREED > len(before.ids):
+        return None
+    places = [before.place(i) for i in range(first, len(before.ids))]
+    j = 0
+    for i in range(first, len(before.ids) - AGREED + 1):
+        while j < len(piece.ids) and piece.place(j)[0] < places[i - first][0]:
+            j += 1
+        for k in range(j, len(piece.ids) - AGREED + 1):
+            if piece.place(k)[0] != places[i - first][0]:
                 break
-            if (np.array_equal(before.ids[i:i + AGREED], piece.ids[j:j + AGREED])
-                    and np.array_equal(before.places[i:i + AGREED], piece.places[j:j + AGREED])):
-                return i, j
+            if (before.ids[i:i + AGREED] == piece.ids[k:k + AGREED]
+                    and [piece.place(k + n) for n in range(AGREED)] == places[i - first:i - first + AGREED]):
+                return i, k
     return None

@@ -306,8 +306,8 @@ def _is_other(owned: Owned, identity: dict[str, Any], allowed: bool) -> bool:
     """
     said = mixture.difference(owned.data, identity)
     if said and not allowed:
-        raise MegatrainError(f"{said}: the run's place in its data is none in this. Put it back as it was to go on to the "
-                             "same bits, or begin this from its beginning: megatrain resume "
+        raise MegatrainError(f"{said}: the run's place in its data is none in this. Put it back as it was to go on to "
+                             "the same bits, or begin this from its beginning: megatrain resume "
                              f"{owned.run} --new-data")
     return bool(said)
 
