@@ -4,8 +4,8 @@ What a tokenizer makes of a call takes 200 bytes a character, and one text is on
 into pieces, at the end of a paragraph where there is one, which are tokenized several at once. Each piece but the first
 begins in the one before: where both have the same tokens at the same characters, several in a row, one goes on as the
 other. So the tokens are those of one call, for any tokenizer that tells where its tokens are. Where two pieces agree on
-nothing (a text without a border for 8,000 characters, in a tokenizer without words), and with tokenizers in Python,
-which do not tell, the text is cut at the piece's end.
+nothing (the same few characters again and again, 8,000 of them), and with tokenizers in Python, which do not tell, the
+text is cut at the piece's end.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIECE = 1 << 14                      # characters
 LONG = 4 * PIECE                     # a text of more is cut
 TOGETHER, TEXTS = 1 << 17, 1000      # characters, and texts, that the tokenizer is given at once
 OVERLAPS = (1 << 10, 1 << 13)        # characters that a piece has of the one before: first, and where they disagree
-AGREED = 8                           # tokens in a row
+AGREED, DISTINCT = 8, 3              # tokens in a row, so many of them different: a run of spaces agrees with itself
 BORDERS = ("\n\n", "\n", " ")
 Blocks = Iterable[str]
 
@@ -199,6 +199,8 @@ def _agreed(before: _Piece, piece: _Piece) -> tuple[int, int] | None:
     places = [before.place(i) for i in range(first, len(before.ids))]
     j = 0
     for i in range(first, len(before.ids) - AGREED + 1):
+        if len(set(before.ids[i:i + AGREED])) < DISTINCT:
+            continue
         while j < len(piece.ids) and piece.place(j)[0] < places[i - first][0]:
             j += 1
         for k in range(j, len(piece.ids) - AGREED + 1):
