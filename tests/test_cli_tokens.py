@@ -14,7 +14,14 @@ import pytest
 
 pytest.importorskip("transformers")
 from test_cli import TEXT, bytes_tokenizer
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from megatrain_torch import MegatrainError
