@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 pytest.importorskip("transformers")
 from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, threads, toy, trained_words  # noqa: F401
+from test_cli_keeps import unpainted  # noqa: F401
 
 from megatrain_torch import MegatrainError
-from megatrain_torch.commands import data, folder, mixture
+from megatrain_torch.commands import data, folder, mixture, train
 from megatrain_torch.commands.settings import Settings, read_yaml, write_yaml
 
 
@@ -192,16 +194,13 @@ def begun(toy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: 
     (where / "held.txt").write_text(TEXT[5000:5600])
     assert megatrain("train", toy, where / "my.txt", where / "other.jsonl", "--out", where / "run", "--seq", 64, "--tokens",
                      128, "--steps", 2, "--validation", where / "held.txt") == 0
-    import shutil
     shutil.rmtree(where / "run/model")
     write_yaml(where / "run/config.yaml", folder.settings_of(where / "run").with_(steps=3))
     return where
 
 
 def test_what_is_held_out_is_data_of_its_own(begun: Path) -> None:
-    from test_cli import bytes_tokenizer
     settings = folder.settings_of(begun / "run")
-    from megatrain_torch.commands import train
     (parts, identity) = train._parts(settings, bytes_tokenizer())
     assert bytes_tokenizer().decode(parts[1][0].ids) == TEXT[5000:5600] + "<end>" and len(parts[0]) == 2
     assert "validation" not in identity and len(identity["validation sources"]) == 1
@@ -229,7 +228,6 @@ def test_resume_with_other_data_is_refused_or_told(begun: Path, capsys: pytest.C
     write_yaml(run / "config.yaml", settings.with_(data=moved))
     assert megatrain("resume", run, "--new-data") == 0
     assert [line["step"] for line in folder.lines(run) if "loss" in line] == [1, 2, 3]
-    import shutil
     shutil.rmtree(run / "model")
     write_yaml(run / "config.yaml", settings.with_(data=moved, steps=4))
     assert megatrain("resume", run) == 0, "the same data by another name, and it is the run's now"

@@ -87,7 +87,7 @@ def again(args: argparse.Namespace) -> None:
     _check_packages()
     settings = folder.settings_of(args.folder).with_(out=str(args.folder))
     with Owned.opened(args.folder).locked() as owned:
-        if folder.is_finished(args.folder):
+        if folder.is_finished(args.folder) and not owned.changed(folder.FINAL):
             raise MegatrainError(f"{args.folder} is finished: its model is {args.folder / folder.FINAL}; megatrain "
                                  f"train {args.folder} DATA --out OTHER trains that on")
         checkpoint = folder.last_checkpoint(args.folder)
