@@ -29,6 +29,7 @@ from .formats import FORMATS
 from .limits import is_size
 from .machine import MACHINES
 from .modes import GRADS, HOMES, MODES
+from .strict import parsed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,8 +123,18 @@ def _doctor(args: argparse.Namespace) -> None:
     device = torch.device(device_of(args.device))
     if args.out:
         made(args.out.parent, "out")
+        if args.out.exists() and not _is_table(args.out):
+            raise MegatrainError(f"out={args.out} is there, and describes no machine: it stays; name another")
     machine, limits = doctor.measure(device, lambda what: sys.stderr.write(f"measuring: {what}\n"), args.disk)
     sys.stdout.write(f"{doctor.report(machine, limits)}\n\nwritten to {doctor.store(machine, args.out)}\n")
+
+
+def _is_table(path: Path) -> bool:
+    """Is it a file such as doctor writes, of this version or another?"""
+    try:
+        return isinstance(parsed(path.read_bytes(), path), dict)
+    except (MegatrainError, OSError):
+        return False
 
 
 def _plan(args: argparse.Namespace) -> None:

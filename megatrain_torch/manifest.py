@@ -190,7 +190,8 @@ class Draft:
 def own_names(folder: Path) -> set[str]:
     """Files that a checkpoint is made of; where its manifest cannot be read, those that go by the names of such."""
     try:
-        return {*read(folder)["files"], NAME}
+        files = read(folder).get("files")
+        return {*files, NAME} if isinstance(files, dict) else {NAME}
     except MegatrainError:
         return {p.name for p in folder.iterdir() if _TENSORS.fullmatch(p.name)}
 

@@ -22,7 +22,7 @@ from ..errors import MegatrainError
 from ..formats import master_bytes, moment_bytes
 from ..limits import show_bytes
 from ..restore import check, rounds
-from ..strict import field, is_count, parsed, table
+from ..strict import field, is_count, parsed, shown, table
 from . import folder, mixture
 from .data import (
     Document,
@@ -121,12 +121,24 @@ def _check_whole(run: Path, checkpoint: Path) -> None:
 
 
 def _check_state(checkpoint: Path) -> None:
-    """That Trainer's own file says what it is."""
-    path = checkpoint / folder.WHOLE
+    """That Trainer's own files can be read, and are of this step."""
+    from transformers import TrainerState
+    from transformers.trainer_pt_utils import safe_globals
+
+    path, random = checkpoint / folder.WHOLE, checkpoint / "rng_state.pth"
     found = table(parsed(path.read_bytes(), path), str(path))
     step = field(found, "global_step", is_count, "a whole number", str(path))
     if step != folder.step_of(checkpoint.name):
         raise MegatrainError(f"{path}: it is of step {step}")
+    field(found, "epoch", lambda v: v is None or type(v) in (int, float), "a number", str(path))
+    field(found, "log_history", lambda v: isinstance(v, list), "a list", str(path))
+    for what, read in ((path, lambda: TrainerState.load_from_json(str(path))),
+                       (random, lambda: torch.load(random, weights_only=True))):
+        try:
+            with safe_globals():
+                read() if what.exists() else None
+        except Exception as why:                     # of a class that is a stranger, and of a pickle
+            raise MegatrainError(f"{what} cannot be read: {shown(why)}") from None
     folder.dtype_of(checkpoint)
 
 
