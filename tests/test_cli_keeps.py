@@ -229,6 +229,20 @@ def test_a_folder_that_is_written_by_another_is_left_alone(run: Path, toy: str, 
     assert megatrain("resume", run) == 0 and not (run / LOCK).exists()
 
 
+def test_a_run_that_came_between_is_seen(run: Path, toy: str, tmp_path: Path,  # noqa: F811
+                                         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """While the model is loaded: into a folder that was not there, so that nothing was locked."""
+    load = folder.load_model
+    monkeypatch.setattr(folder, "load_model", lambda *words: (shutil.copytree(run, tmp_path / "new"), load(*words))[1])
+    said = refused(capsys, "train", toy, tmp_path / "my.txt", "--out", tmp_path / "new", "--seq", 64, "--overwrite")
+    assert "has another run since this one was asked for" in said and tree(run) == tree(tmp_path / "new")
+
+
+def test_a_folder_of_data_leaves_runs_out(run: Path) -> None:
+    from megatrain_torch.commands import reading
+    assert reading.files_of(str(run.parent)) == [run.parent / "my.txt"]
+
+
 def test_a_lock_that_was_removed_meanwhile_is_taken_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
     flock, taken = fcntl.flock, []
@@ -377,3 +391,27 @@ def test_an_export_leaves_what_has_its_name(run: Path, monkeypatch: pytest.Monke
         train.export(model, tokenizer, run.parent / "e")
     assert {p.name for p in run.parent.iterdir()} == before | {"e"} and (run.parent / "e/a").read_text() == "mine"
     assert (run.parent / "e.unfinished/a").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name, content", [
+    ("trainer_state.json", b""), ("trainer_state.json", b"[" * 100_000), ("trainer_state.json", b"[]"),
+    ("trainer_state.json", b'{"global_step": 4, "epoch": 1, "log_history": []}'),
+    ("trainer_state.json", b'{"global_step": "3", "epoch": 1, "log_history": []}'),
+    ("trainer_state.json", b'{"global_step": 3, "epoch": "a", "log_history": []}'),
+    ("trainer_state.json", b'{"global_step": 3, "epoch": 1, "log_history": 3}'),
+    ("trainer_state.json", b'{"global_step": 3, "epoch": 1, "log_history": [], "strange": 3}'),
+    ("rng_state.pth", b"abc"), ("config.json", b"[]"), ("manifest.json", b"{}")], ids=str)
+def test_a_checkpoint_whose_small_files_are_odd_is_named_before_anything_changes(
+        run: Path, name: str, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "model")
+    write_yaml(run / "config.yaml", folder.settings_of(run).with_(steps=5))
+    (run / "checkpoint-3" / name).write_bytes(content)
+    before = tree(run)
+    said = refused(capsys, "resume", run)
+    assert f"checkpoint-3/{name}" in said and "goes on from checkpoint-2" in said and tree(run) == before
+
+
+def test_doctor_replaces_no_file_that_describes_no_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    assert "describes no machine: it stays" in refused(capsys, "doctor", "--device", "cpu", "--out", tmp_path / "thesis.tex")
+    assert (tmp_path / "thesis.tex").read_text() == "mine"

@@ -109,6 +109,8 @@ class Owned:
                 self._lock = fd
             else:
                 os.close(fd)
+        if (self.run / MARKER).is_file():                # as whoever had the lock before left it
+            self._read()
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -194,7 +196,10 @@ class Owned:
         Raises:
             MegatrainError: the folder has what no run made, or another process writes there.
         """
+        known = set(self.entries)
         self.lock()
+        if set(self.entries) != known:
+            raise MegatrainError(f"{self.run} has another run since this one was asked for: name another folder")
         self.check_free()
         for name in list(self.entries):
             if _CHECKPOINT.fullmatch(name):

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from ..errors import MegatrainError
 from .folder import near
+from .owned import MARKER
 from .say import say
 
 TEXT_KINDS = (".txt", ".text", ".md", ".py", ".rst")
@@ -107,7 +108,9 @@ def files_of(data: str) -> list[Path] | None:
     """
     path, kinds = Path(data), (*TEXT_KINDS, *RECORD_KINDS)
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in kinds and p.is_file())
+        runs = {marker.parent for marker in path.rglob(MARKER)} - {path}
+        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in kinds and p.is_file()
+                       and not runs.intersection(p.parents))
         if not files:
             raise MegatrainError(f"{data}: no file in it ends in {', '.join(kinds)}")
         return files

@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     resume.add_argument("--convert", action="store_true", help="round the checkpoint's states where states: or dtype: "
                         "of its config.yaml were changed to what holds less")
     resume.add_argument("--new-data", action="store_true", help="go on with data, or rows, other than those of the run "
-                        "so far, at their beginning")
+                        "so far")
     resume.set_defaults(run=again)
 
 
@@ -252,7 +252,8 @@ def _train(settings: Settings, owned: Owned, checkpoint: Path | None = None, con
     tokenizer = folder.load_tokenizer(source)
     settings = for_model(settings, folder.load_config(source))
     parts, identity = _parts(settings, tokenizer)
-    other = checkpoint is not None and _is_other(owned, identity, new_data)
+    if checkpoint is not None and not new_data:
+        _check_data(owned, identity)
     train, held = _rows(settings, tokenizer, parts)
     # What no packing would allow is refused before the model is loaded.
     _for_data(settings, sum(1 if d.whole else math.ceil(len(d) / settings.seq) for d in parts[0]))
@@ -276,7 +277,7 @@ def _train(settings: Settings, owned: Owned, checkpoint: Path | None = None, con
     _say_begin(model, settings, train, held)
     # A run that was stopped in its last step has none left to make: Trainer would make one more.
     over = checkpoint is not None and folder.step_of(checkpoint.name) >= settings.steps
-    stopped = None if over else _loop(model, tokenizer, settings, train, held, owned, checkpoint, convert, other)
+    stopped = None if over else _loop(model, tokenizer, settings, train, held, owned, checkpoint, convert)
     if stopped is not None:
         say(f"stopped at step {stopped[0]}; megatrain resume {out} goes on")
         raise Stopped(stopped[1])
@@ -310,18 +311,11 @@ def _begin(owned: Owned, checkpoint: Path | None, identity: dict[str, Any]) -> N
     owned.note_data(identity)
 
 
-def _is_other(owned: Owned, identity: dict[str, Any], allowed: bool) -> bool:
-    """Are the rows others than those of the run so far?
-
-    Raises:
-        MegatrainError: they are, and that is not allowed.
-    """
-    said = mixture.difference(owned.data, identity)
-    if said and not allowed:
-        raise MegatrainError(f"{said}: the run's place in its data is none in this. Put it back as it was to go on to "
-                             "the same bits, or begin this from its beginning: megatrain resume "
-                             f"{owned.run} --new-data")
-    return bool(said)
+def _check_data(owned: Owned, identity: dict[str, Any]) -> None:
+    """Raises: MegatrainError: the rows are others than those of the run so far."""
+    if said := mixture.difference(owned.data, identity):
+        raise MegatrainError(f"{said}. Put it back as it was to go on to the same bits; megatrain resume {owned.run} "
+                             "--new-data goes on with this")
 
 
 def _export_final(model: Any, tokenizer: Any, owned: Owned) -> None:
@@ -398,9 +392,8 @@ def say_alone(why: str, packed_rows: int, rows: int) -> None:
 
 
 def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Rows, owned: Owned,
-          checkpoint: Path | None, convert: bool, other: bool) -> tuple[int, int] | None:
-    """(step, signal) at which it was asked to stop; None: it came to the end. other: these are other rows than the
-    checkpoint's, and begin at their beginning."""
+          checkpoint: Path | None, convert: bool) -> tuple[int, int] | None:
+    """(step, signal) at which it was asked to stop; None: it came to the end."""
     from .loop import Bar, Requests, StreamedTrainer
 
     no_decay = [p for p in model.parameters() if p.ndim < 2]
@@ -411,7 +404,7 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
     requests, flat = Requests(), settings.device == "cuda" and not train.alone
     with mt.trace(model) as trace, requests.listening():
         trainer = StreamedTrainer(
-            model, _arguments(settings, bool(len(held)), other), collate(flat), train,
+            model, _arguments(settings, bool(len(held))), collate(flat), train,
             held.first(HELD_OUT_ROWS) if len(held) else None, processing_class=tokenizer, optimizers=(opt, None),
             callbacks=[requests, Bar(say, trace)], trace=trace, tokens=settings.tokens, convert=convert, owned=owned)
         trainer.remove_callback(_printer())
@@ -449,7 +442,7 @@ def _printer() -> Any:
     return PrinterCallback
 
 
-def _arguments(settings: Settings, held: bool, other: bool) -> Any:
+def _arguments(settings: Settings, held: bool) -> Any:
     from transformers import TrainingArguments
 
     s, micro_rows = settings, settings.tokens // settings.seq // settings.micro
@@ -460,7 +453,7 @@ def _arguments(settings: Settings, held: bool, other: bool) -> Any:
         logging_first_step=True, eval_strategy="steps" if held else "no", eval_steps=s.eval_every,
         save_strategy="steps", save_steps=s.save_every, save_total_limit=s.keep, prediction_loss_only=True,
         report_to=[] if s.report_to == "none" else [s.report_to], use_cpu=s.device == "cpu", disable_tqdm=True,
-        dataloader_pin_memory=False, remove_unused_columns=False, ignore_data_skip=other)
+        dataloader_pin_memory=False, remove_unused_columns=False)
 
 
 def export(model: Any, tokenizer: Any, to: Path, beside: Path | None = None,
