@@ -210,5 +210,7 @@ def _check_random(found: Any, where: str) -> None:
             numpy.random.RandomState().set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
         if not all(isinstance(t, Tensor) and t.dtype == torch.uint8 for t in found.get("cuda", [])):
             raise TypeError("cuda: states of bytes are needed")
+        for state in found.get("cuda", []) if torch.cuda.is_available() else []:
+            torch.Generator("cuda").set_state(state)
     except Exception as why:                         # each of the three raises what it likes
         raise MegatrainError(f"{where}: these are no states of random numbers: {shown(why)}") from None

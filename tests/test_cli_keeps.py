@@ -195,7 +195,7 @@ def test_a_run_that_was_stopped_in_its_last_step_makes_no_more(run: Path) -> Non
 # ---- the marker and the lock ----
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "3", "[" * 100_000, '{"program": "other"}', "entries ../x", "entries /a",
-                                  "entries notes.txt", "files ../../x", "files /x", "files a//b", "mark", "data"])
+                                  "entries notes.txt", "entries checkpoint-1", "files ../../x", "files /x", "files a//b", "mark", "data"])
 def test_a_marker_that_is_none_is_refused(run: Path, toy: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     found = json.loads((run / MARKER).read_text())
     kind, _, name = text.partition(" ")
@@ -415,3 +415,16 @@ def test_doctor_replaces_no_file_that_describes_no_machine(tmp_path: Path, capsy
     (tmp_path / "thesis.tex").write_text("mine")
     assert "describes no machine: it stays" in refused(capsys, "doctor", "--device", "cpu", "--out", tmp_path / "thesis.tex")
     assert (tmp_path / "thesis.tex").read_text() == "mine"
+
+
+def test_where_there_are_no_locks_it_is_said(run: Path, monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    import errno
+    import fcntl
+
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with Owned(run).locked():
+        assert "this file system has no locks (Function not implemented)" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from typing import Any
 from .. import manifest
 from ..errors import MegatrainError
 from ..strict import field, is_count, is_plain_name, parsed, table
+from .say import say
 
 MARKER, LOCK = "megatrain-run.json", ".megatrain-run.lock"
 PROGRAM, VERSION = "megatrain", 1
@@ -69,7 +70,7 @@ class Owned:
         self.data = field(found, "data", lambda v: isinstance(v, dict), "a table", where)
         self.entries = field(found, "entries", lambda v: isinstance(v, dict), "a table", where)
         for name, entry in self.entries.items():
-            if not _is_ours(name) or not (entry in (FILE, SCRATCH) or _is_files(entry)):
+            if not _is_entry(name, entry):
                 raise MegatrainError(f"{where}: entry {name!r} is none that a run makes")
 
     # ---- who writes ----
@@ -102,17 +103,21 @@ class Owned:
             except OSError as why:
                 who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
                 os.close(fd)
-                held = why.errno in (errno.EWOULDBLOCK, errno.EACCES)
-                raise MegatrainError(f"{self.run} is being written by {who}: wait for it, or name another folder"
-                                     if held else f"{path} cannot be locked ({why.strerror})") from None
+                if why.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    path.unlink(missing_ok=True)
+                    say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
+                    break
+                raise MegatrainError(f"{self.run} is being written by {who}: wait for it, or name another "
+                                     "folder") from None
             if _is_at(fd, path):                         # else whoever had it before removed it meanwhile
                 self._lock = fd
             else:
                 os.close(fd)
         if (self.run / MARKER).is_file():                # as whoever had the lock before left it
             self._read()
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        if self._lock >= 0:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def _unlock(self) -> None:
         if self._lock >= 0:
@@ -244,6 +249,16 @@ def replace(path: Path, data: bytes) -> None:
 def _is_ours(name: str) -> bool:
     """May a run give this name to something in its folder?"""
     return name in NAMES or _CHECKPOINT.fullmatch(name) is not None
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """May a marker list this?"""
+    if name in (UNFINISHED, HALF):
+        return entry == SCRATCH
+    if name in (CONFIG, LOG, *PAGES):
+        return entry == FILE
+    found = _CHECKPOINT.fullmatch(name)
+    return (name == FINAL or (found is not None and found[1] == name)) and _is_files(entry)
 
 
 def _entry_of(name: str) -> str:
