@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, manifest
+from .contents import MASTERS
 from .errors import MegatrainError
 from .formats import LOW_BYTES
 from .guard import plain
@@ -372,9 +373,6 @@ def master_plane(record: Record) -> str:
     if record.master_writes != record.writes or record.master_writes < 0:
         return ""
     return "LO" if record.low_bytes else "MASTER" if record.dtype == torch.float16 else ""
-
-
-MASTERS = {"LO": "master_low", "MASTER": "master"}
 
 
 def _entry(record: Record, plane: str, name: str) -> Entry:

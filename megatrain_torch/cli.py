@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import errno
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ._core import __version__
 from .commands import evaluate, export, folder, generate, report, train
+from .commands.say import Stopped
 from .commands.settings import unknown
 from .commands.train import device_of, made
 from .errors import MegatrainError
@@ -26,19 +29,22 @@ from .formats import FORMATS
 from .limits import is_size
 from .machine import MACHINES
 from .modes import GRADS, HOMES, MODES
+from .strict import parsed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; 0, or 1 with the reason on stderr."""
+    """Runs a command; 0, or 1 with the reason on stderr; 128 and a signal's number where that stopped it."""
     args = _parse(argv)
     try:
         args.run(args)
     except (MegatrainError, OSError) as why:
         sys.stderr.write(f"megatrain: {_of_system(why) if isinstance(why, OSError) else why}\n")
         return 1
+    except Stopped as why:
+        return 128 + why.signal
     except KeyboardInterrupt:
         sys.stderr.write("megatrain: interrupted\n")
-        return 130
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -67,38 +73,40 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("megatrain", description="Training models larger than the GPU, on one GPU.")
+    parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
     commands = parser.add_subparsers(required=True, dest="verb", metavar="VERB")
     for verb in (train, evaluate, export, generate, report):
         verb.add(commands)
 
     doctor = commands.add_parser("doctor", help="measure what this machine can do, and keep it for plans")
     doctor.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
-    doctor.add_argument("--out", type=Path, help="file to write; default: $MEGATRAIN_MACHINE, "
+    doctor.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: $MEGATRAIN_MACHINE, "
                         "or ~/.cache/megatrain/machine.json, where plans look")
-    doctor.add_argument("--disk", metavar="DIRECTORY", help="measure the drive too that optimizer states may go to")
+    doctor.add_argument("--disk", metavar="FOLDER", help="measure the drive too that optimizer states may go to")
     doctor.set_defaults(run=_doctor)
 
     plan = commands.add_parser("plan", help="what a training step takes, without weights or a GPU")
     add = plan.add_argument
-    add("model", help="folder with a config.json, or a name on the Hugging Face hub")
-    add("--tokens", type=int, required=True, help="of a step")
-    add("--seq", type=int, required=True, help="tokens of a sequence")
-    add("--machine", help=f"measured JSON, or one of {', '.join(MACHINES)}; with changes: h200-128g,vram=24GiB")
-    add("--vram", help="limit of device memory, e.g. 24GiB")
-    add("--host", "--ram", help="limit of host memory")
-    add("--micro", type=int, help="micro-batches; default: as many as are best")
-    add("--nvme", metavar="DIRECTORY", help="where states and weights may go that host memory does not hold; or a "
+    add("model", metavar="MODEL", help="folder with a config.json, or a name on the Hugging Face hub")
+    add("--tokens", type=int, metavar="N", required=True, help="of a step")
+    add("--seq", type=int, metavar="N", required=True, help="tokens of a sequence")
+    add("--machine", metavar="FILE|NAME",
+        help=f"measured JSON, or one of {', '.join(MACHINES)}; with changes: h200-128g,vram=24GiB")
+    add("--vram", metavar="SIZE", help="limit of device memory, e.g. 24GiB")
+    add("--host", "--ram", metavar="SIZE", help="limit of host memory")
+    add("--micro", type=int, metavar="N", help="micro-batches; default: as many as are best")
+    add("--nvme", metavar="FOLDER|SIZE", help="where states and weights may go that host memory does not hold; or a "
         "size, as 500GB, of a disk that is not at hand")
     add("--nvme-limit", metavar="SIZE", help="the most to take there")
     add("--grads", choices=GRADS, default="ram", help="none: used as they come and kept nowhere, without clipping")
     add("--homes", choices=HOMES, help="of all units; default: each where it is best")
     add("--activations", choices=MODES, metavar="MODE",
         help=f"of all layers: {', '.join(MODES)}; default: what is best")
-    add("--slots", type=int, help="ring size")
+    add("--slots", type=int, metavar="N", help="ring size")
     add("--speculate", action="store_true", help="updates on the host begin during backward")
     add("--states", choices=FORMATS, default="fp32", help="how AdamW keeps its states")
-    add("--layers", type=int, help="instead of the config's own number")
-    add("--picture", type=Path, help="file to draw what lies in which memory: .png, .svg or .pdf")
+    add("--layers", type=int, metavar="N", help="instead of the config's own number")
+    add("--picture", type=Path, metavar="FILE", help="file to draw what lies in which memory: .png, .svg or .pdf")
     add("--compute", choices=["auto", "fused", "eager"], default="auto")
     plan.set_defaults(run=_plan)
     return parser
@@ -115,8 +123,18 @@ def _doctor(args: argparse.Namespace) -> None:
     device = torch.device(device_of(args.device))
     if args.out:
         made(args.out.parent, "out")
+        if args.out.exists() and not _is_table(args.out):
+            raise MegatrainError(f"out={args.out} is there, and describes no machine: it stays; name another")
     machine, limits = doctor.measure(device, lambda what: sys.stderr.write(f"measuring: {what}\n"), args.disk)
     sys.stdout.write(f"{doctor.report(machine, limits)}\n\nwritten to {doctor.store(machine, args.out)}\n")
+
+
+def _is_table(path: Path) -> bool:
+    """Is it a file such as doctor writes, of this version or another?"""
+    try:
+        return isinstance(parsed(path.read_bytes(), path), dict)
+    except (MegatrainError, OSError):
+        return False
 
 
 def _plan(args: argparse.Namespace) -> None:

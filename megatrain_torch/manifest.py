@@ -20,9 +20,11 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from . import strict
 from .errors import MegatrainError
 
 NAME = "manifest.json"
@@ -52,23 +54,51 @@ def read(folder: Path) -> dict[str, Any]:
         MegatrainError: there is none, it is of another version, or it is not as it was written.
     """
     path = folder / NAME
+    data = _bytes(folder)
+    with adding(BROKEN):
+        whole = strict.table(strict.parsed(data, path), str(path))
+        for name, kind in (("format", str), ("version", int), ("sha256", str), ("body", dict)):
+            strict.field(whole, name, lambda v, kind=kind: type(v) is kind, f"a {kind.__name__}", str(path))
+    if whole["format"] != FORMAT or whole["version"] != VERSION:
+        raise MegatrainError(f"{path} is of format {whole['format']!r}, version {whole['version']}; this version of "
+                             f"megatrain_torch reads {FORMAT!r}, version {VERSION}")
+    if sha256(json.dumps(whole["body"], sort_keys=True).encode()) != whole["sha256"]:
+        raise MegatrainError(f"{path} is not as it was written (its checksum differs): {BROKEN}")
+    return whole["body"]
+
+
+def _bytes(folder: Path) -> bytes:
+    path = folder / NAME
     try:
-        whole = json.loads(path.read_bytes())
-        known = whole["format"] == FORMAT
-        version, wanted, body = whole["version"], whole["sha256"], whole["body"]
+        return inside(folder, NAME).read_bytes()
     except FileNotFoundError:
         if not folder.is_dir():
             raise MegatrainError(f"{folder}: there is no such folder") from None
         way = "; mt.from_pretrained loads a folder in Hugging Face format" if (folder / "config.json").is_file() else ""
         raise MegatrainError(f"{folder} is no checkpoint of mt.save: it has no {NAME}{way}") from None
-    except (ValueError, KeyError, TypeError) as e:
-        raise MegatrainError(f"{path} is not as it was written ({type(e).__name__}: {e}): {BROKEN}") from e
-    if not known or version != VERSION:
-        raise MegatrainError(f"{path} is of format {whole['format']!r}, version {version}; this version of "
-                             f"megatrain_torch reads {FORMAT!r}, version {VERSION}")
-    if sha256(json.dumps(body, sort_keys=True).encode()) != wanted:
-        raise MegatrainError(f"{path} is not as it was written (its checksum differs): {BROKEN}")
-    return body
+    except OSError as e:
+        raise MegatrainError(f"{path} cannot be read ({e.strerror})") from None
+
+
+def inside(folder: Path, name: str) -> Path:
+    """A file of a folder, by its name there.
+
+    Raises:
+        MegatrainError: the name, or a link that has it, leads out of the folder.
+    """
+    path = folder / name
+    if not strict.is_plain_name(name) or (path.is_symlink() and path.resolve().parent != folder.resolve()):
+        raise MegatrainError(f"{path} leads out of its folder: a checkpoint's files lie in it")
+    return path
+
+
+@contextlib.contextmanager
+def adding(rest: str) -> Iterator[None]:
+    """What it means, behind an error's own words."""
+    try:
+        yield
+    except MegatrainError as e:
+        raise MegatrainError(f"{e}: {rest}") from e
 
 
 # ---- files and names -----------------------------------------------------------------------------
@@ -157,17 +187,18 @@ class Draft:
             self._fd = -1
 
 
-def _own_names(folder: Path) -> set[str]:
+def own_names(folder: Path) -> set[str]:
     """Files that a checkpoint is made of; where its manifest cannot be read, those that go by the names of such."""
     try:
-        return {*read(folder)["files"], NAME}
+        files = read(folder).get("files")
+        return {*files, NAME} if isinstance(files, dict) else {NAME}
     except MegatrainError:
         return {p.name for p in folder.iterdir() if _TENSORS.fullmatch(p.name)}
 
 
 def _carry_others(old: Path, new: Path) -> None:
     """What somebody put beside the old checkpoint's own files (a tokenizer) is in the new one too, and on the disk."""
-    own = _own_names(old)
+    own = own_names(old)
     for path in old.iterdir():
         if path.name in own or (new / path.name).exists():
             continue
@@ -198,7 +229,9 @@ def _lock(path: Path) -> int:
 
 
 def _left(folder: Path, kind: str) -> list[Path]:
-    return sorted(folder.parent.glob(f"{glob.escape(folder.name)}.{kind}-*"))
+    """By the names that Draft gives, and no others that begin as they do."""
+    return sorted(path for path in folder.parent.glob(f"{glob.escape(folder.name)}.{kind}-*")
+                  if re.fullmatch(r"\d+-\d+", path.name.removeprefix(f"{folder.name}.{kind}-")))
 
 
 def sweep(folder: Path) -> None:

@@ -6,10 +6,8 @@ checkpoint that is not whole changes nothing.
 """
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import _core, manifest
+from . import _core, contents, manifest
 from .checkpoint import (
-    MASTERS,
+    INDEX,
     OURS,
     TORCHS,
     TRAINING,
@@ -28,11 +26,13 @@ from .checkpoint import (
     names_of,
     set_random_states,
 )
+from .contents import MASTERS
 from .errors import MegatrainError
 from .formats import LOW_BYTES
 from .mapped import READERS
 from .optim import CODES, MOMENTS, AdamW, _load_moments, decoded, set_master
 from .records import Record
+from .strict import shown
 from .tensorfiles import DTYPES, Extent, Stored, listed
 from .wrap import runtime_of
 
@@ -72,29 +72,42 @@ class _Checkpoint:
 
     @staticmethod
     def open(folder: Path) -> _Checkpoint:
+        """All that is in it is checked but the tensors' bytes."""
         manifest.recover(folder)
-        found = _Checkpoint(folder, manifest.read(folder))
-        for name, about in found.body["files"].items():
-            found._check_size(name, about["bytes"])
-            if name.endswith(".safetensors"):
-                (found.states if name.startswith("states") else found.tensors).update(listed(folder / name))
+        found, where = _Checkpoint(folder, manifest.read(folder)), str(folder / manifest.NAME)
+        with manifest.adding(manifest.BROKEN):
+            contents.check_body(found.body, where, TRAINING)
+            for name, about in found.body["files"].items():
+                found._check_size(name, about["bytes"])
+                if name.endswith(".safetensors"):
+                    found._list(name)
+            contents.check_tensors(found.body, found.tensors, found.states, where)
+            if INDEX in found.body["files"]:
+                contents.check_index(found.bytes_of(INDEX), str(folder / INDEX), found.tensors)
         return found
 
+    def _list(self, name: str) -> None:
+        mine = self.states if name.startswith("states") else self.tensors
+        there = listed(self.folder / name)
+        if twice := sorted(there.keys() & mine.keys()):
+            raise MegatrainError(f"{self.folder / name} has {shown(twice[0])}, which is in {mine[twice[0]].file} too")
+        mine.update(there)
+
     def _check_size(self, name: str, nbytes: int) -> None:
-        path = self.folder / name
+        path = manifest.inside(self.folder, name)
         size = path.stat().st_size if path.is_file() else None
         if size != nbytes:
             raise MegatrainError(f"{path} {'is missing' if size is None else f'has {size} bytes'}, and {nbytes} were "
-                                 f"written: {manifest.BROKEN}")
+                                 "written")
 
     def verify(self) -> None:
         """Reads everything, before anything is changed."""
-        for name, about in self.body["files"].items():
-            if "sums" not in about:
-                self.bytes_of(name)
-                continue
-            with _adding(manifest.BROKEN):
-                self.read(name, [])
+        with manifest.adding(manifest.BROKEN):
+            for name, about in self.body["files"].items():
+                if "sums" in about:
+                    self.read(name, [])
+                else:
+                    self.bytes_of(name)
 
     def read(self, name: str, extents: list[Extent]) -> None:
         about = self.body["files"][name]
@@ -103,18 +116,8 @@ class _Checkpoint:
     def bytes_of(self, name: str) -> bytes:
         data = (self.folder / name).read_bytes()
         if manifest.sha256(data) != self.body["files"][name]["sha256"]:
-            raise MegatrainError(f"{self.folder / name} is not as it was written (its checksum differs): "
-                                 f"{manifest.BROKEN}")
+            raise MegatrainError(f"{self.folder / name} is not as it was written (its checksum differs)")
         return data
-
-
-@contextmanager
-def _adding(rest: str) -> Iterator[None]:
-    """What it means, behind an error's own words."""
-    try:
-        yield
-    except MegatrainError as e:
-        raise MegatrainError(f"{e}: {rest}") from e
 
 
 class _Reads:
@@ -171,22 +174,32 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     rt.finish_save()
     source = _Checkpoint.open(Path(os.path.abspath(folder)))
     names = names_of(model)
-    training = torch.load(io.BytesIO(source.bytes_of(TRAINING)), weights_only=True, map_location="cpu")
+    with manifest.adding(manifest.BROKEN):
+        training = contents.training_of(source.bytes_of(TRAINING), str(source.folder / TRAINING),
+                                        source.body["optimizer"] is not None)
     if opt is not None:
         _match_kind(source, training, opt)
     _match(source, model, names, opt, convert)
     if opt is not None:
-        _match_groups(training, opt, names)
+        _match_groups(source, training, opt, names)
     if scheduler is not None and training["scheduler"] is None:
         raise MegatrainError(f"{source.folder} has no scheduler's state: mt.save was given none")
     if verify:
         source.verify()
+    if scheduler is not None:                        # first: its class is a stranger, and may refuse its state
+        _load_scheduler(scheduler, training["scheduler"], source.folder)
     _take(rt, model, opt, source, names, training, progress)
-    if scheduler is not None:
-        scheduler.load_state_dict(training["scheduler"])
     if opt is not None:
         set_random_states(training["random"])
     return training["extra"]
+
+
+def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except Exception as why:
+        raise MegatrainError(f"{folder / TRAINING}: {type(scheduler).__name__} does not take the scheduler's state "
+                             f"({type(why).__name__}: {shown(why)}); nothing else was changed") from why
 
 
 def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: _Checkpoint,
@@ -197,7 +210,7 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
     if opt is not None and not isinstance(opt, AdamW):       # first: its class is a stranger, and may refuse them
         _load_other(opt, source, names, training)
     rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
-    with _adding(rt.broken), torch.no_grad():
+    with manifest.adding(rt.broken), torch.no_grad():
         _load_buffers(model, source)
         for done, records in enumerate(rt.units, 1):
             _load_unit(rt, records, source, names, opt)
@@ -218,8 +231,13 @@ def _match(source: _Checkpoint, model: nn.Module, names: dict[Tensor, str], opt:
         missing, other = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
         raise MegatrainError(f"{source.folder} is of another model: it lacks {len(missing)} parameters {missing[:3]} "
                              f"and has {len(other)} more {other[:3]}")
-    if lacking := sorted(buffers_of(model).keys() - source.tensors.keys()):
+    buffers = buffers_of(model)
+    if lacking := sorted(buffers.keys() - source.tensors.keys()):
         raise MegatrainError(f"{source.folder} lacks {len(lacking)} buffers {lacking[:3]}")
+    for name, b in buffers.items():
+        if source.tensors[name].shape != tuple(b.shape):
+            raise MegatrainError(f"{source.folder}: buffer {name} is {list(source.tensors[name].shape)} there and "
+                                 f"{list(b.shape)} here")
     for name, record in mine.items():
         _match_form(f"{source.folder}: {name}", saved[name], record, opt)
         why = (_loses(source.body, name, record.dtype, record.runtime.states if isinstance(opt, AdamW) else None)
@@ -275,7 +293,10 @@ def _match_kind(source: _Checkpoint, training: dict[str, Any], opt: torch.optim.
     if any(g.get("amsgrad") for g in [*training["groups"], *opt.param_groups]):
         raise MegatrainError(f"{source.folder} has states of {there}, and {here} is to take them, but mt.AdamW has no "
                              "amsgrad=True; mt.load(model, None, folder) takes the weights alone")
-    (_as_ours if here == OURS else _as_torchs)(source.body, training)
+    if here == OURS:
+        _as_ours(source, training)
+    else:
+        _as_torchs(source.body, training)
 
 
 def _kind_in(body: dict[str, Any]) -> str | None:
@@ -296,15 +317,18 @@ def _is_one(there: str | None, here: str) -> bool:
     return name == own_name and _SCRIPT in (package, own) and not {package, own} & {"mt", "torch.optim"}
 
 
-def _as_ours(body: dict[str, Any], training: dict[str, Any]) -> None:
+def _as_ours(source: _Checkpoint, training: dict[str, Any]) -> None:
     """torch.optim.AdamW's states, as mt.AdamW would have saved them: with moments in fp32, and no master."""
+    body, where = source.body, str(source.folder / TRAINING)
     parameters = body["parameters"]
-    for number, name in enumerate(name for g in training["groups"] for name in g["params"]):
-        parameters[name]["key"] = number
-    for name, own in training["others"].items():
-        if own:
-            parameters[name] |= {"step": int(own["step"]), "master": ""}
     body |= {"states": "fp32", "skipped_steps": 0}
+    for number, name in enumerate(name for g in training["groups"] for name in g["params"]):
+        contents.table(parameters.get(name), f"{where}: parameter {shown(name)}")["key"] = number
+    for name, own in contents.field(training, "others", lambda _: True, "torch.optim.AdamW's steps", where).items():
+        if own:
+            about = contents.table(parameters.get(name), f"{where}: others: {shown(name)}")
+            about |= {"step": contents.step_of(own, f"{where}: others of {name}"), "master": ""}
+            contents.check_states(body, name, source.states, where, DTYPES[about["dtype"]])
 
 
 def _as_torchs(body: dict[str, Any], training: dict[str, Any]) -> None:
@@ -313,13 +337,36 @@ def _as_torchs(body: dict[str, Any], training: dict[str, Any]) -> None:
                           for name, saved in body["parameters"].items() if "step" in saved}
 
 
-def _match_groups(training: dict[str, Any], opt: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
+def _match_groups(source: _Checkpoint, training: dict[str, Any], opt: torch.optim.Optimizer,
+                  names: dict[Tensor, str]) -> None:
     mine = [[names.get(p) for p in g["params"]] for g in opt.param_groups]
     saved = [g["params"] for g in training["groups"]]
     if mine != saved:
-        raise MegatrainError(f"the optimizer's groups have {[len(g) for g in mine]} parameters here and "
-                             f"{[len(g) for g in saved]} in the checkpoint, or others, or in another order: make the "
-                             "optimizer as it was made then")
+        raise MegatrainError(f"{source.folder}: the optimizer's groups have {[len(g) for g in mine]} parameters here "
+                             f"and {[len(g) for g in saved]} in the checkpoint, or others, or in another order: make "
+                             "the optimizer as it was made then")
+    where = str(source.folder / TRAINING)
+    contents.check_hyper(training["groups"], opt.param_groups, where)
+    parameters = source.body["parameters"]
+    if isinstance(opt, AdamW) and (lacking := [n for g in saved for n in g if "key" not in parameters[n]]):
+        raise MegatrainError(f"{source.folder / manifest.NAME}: parameter {lacking[0]} has no key: {manifest.BROKEN}")
+    if not isinstance(opt, AdamW) and "others" not in training:
+        raise MegatrainError(f"{where} has no 'others': {manifest.BROKEN}")
+    if kind_of(opt) == TORCHS and source.body["states"] is None:
+        _match_torchs(source, training["others"], where)
+
+
+def _match_torchs(source: _Checkpoint, others: dict[str, Any], where: str) -> None:
+    """What torch.optim.AdamW would find missing, or of another form, when it has taken it, or in its next step."""
+    for name, own in others.items():
+        about = contents.table(source.body["parameters"].get(name), f"{where}: others: {shown(name)}")
+        if own:
+            contents.step_of(own, f"{where}: others of {name}")
+            for key in MOMENTS:
+                found = source.states.get(f"{name}.{key}")
+                if found is None or found.shape != tuple(about["shape"]):
+                    raise MegatrainError(f"{source.folder} has no {name}.{key} of shape {about['shape']}: "
+                                         f"{manifest.BROKEN}")
 
 
 # ---- units ---------------------------------------------------------------------------------------
@@ -439,7 +486,7 @@ def _load_other(opt: torch.optim.Optimizer, source: _Checkpoint, names: dict[Ten
         name, _, key = path.rpartition(".")
         if name in tensors and not (ours and key in MASTERS.values()):
             tensors[name][key] = reads.fresh(stored)
-    with _adding(manifest.BROKEN):
+    with manifest.adding(manifest.BROKEN):
         reads.go()
     for index, p in enumerate(flat):
         own = tensors[names[p]]

@@ -6,13 +6,16 @@ gaps. Source: https://github.com/huggingface/safetensors, "Format".
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import strict
 from .errors import MegatrainError
 
 Extent = tuple[int, int, int, int]          # offset in a file, address, bytes, unit or -1
@@ -108,7 +111,8 @@ def listed(path: Path) -> dict[str, Stored]:
     """The tensors of a file, by name.
 
     Raises:
-        MegatrainError: it is no safetensors file, or is shorter or longer than its header says.
+        MegatrainError: it is no safetensors file; or its header has something else than tensors that follow one another
+            without a gap, from its end to the file's.
     """
     size = path.stat().st_size
     with path.open("rb") as f:
@@ -116,17 +120,45 @@ def listed(path: Path) -> dict[str, Stored]:
         if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, HEADER_LIMIT):
             raise MegatrainError(f"{path} has {size} bytes and is no safetensors file: its header would take {length}")
         text = f.read(length)
-    try:
-        table = json.loads(text)
-        found = {name: Stored(path.name, DTYPES[t["dtype"]], tuple(t["shape"]),
-                              *(LENGTH_BYTES + length + at for at in t["data_offsets"]))
-                 for name, t in table.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError) as e:
-        raise MegatrainError(f"{path}: its header cannot be read ({type(e).__name__}: {e})") from e
-    for name, s in found.items():
-        if s.end - s.begin != torch.Size(s.shape).numel() * s.dtype.itemsize:
-            raise MegatrainError(f"{path}: {name} has {s.end - s.begin} bytes for {list(s.shape)} {s.dtype}")
-    end = max((s.end for s in found.values()), default=LENGTH_BYTES + length)
-    if end != size:
-        raise MegatrainError(f"{path} has {size} bytes, and {end} by its header")
+    begin, where = LENGTH_BYTES + length, f"{path}: its header"
+    table = strict.table(strict.parsed(text, where), where)
+    _check_metadata(table.pop("__metadata__", {}), where)
+    found = {name: _stored(path.name, about, begin, f"{where}: {strict.shown(name)}") for name, about in table.items()}
+    _check_gapless(found, begin, size, path)
     return found
+
+
+def _check_metadata(found: Any, where: str) -> None:
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        raise MegatrainError(f"{where}: __metadata__={strict.shown(found)}: a table of words is needed")
+
+
+def _stored(file: str, about: Any, begin: int, where: str) -> Stored:
+    """begin: of the tensors' bytes in the file."""
+    strict.table(about, where)
+    kinds = ", ".join(DTYPES)
+    kind = strict.field(about, "dtype", lambda v: isinstance(v, str) and v in DTYPES, f"one of {kinds}", where)
+    shape = strict.field(about, "shape", strict.is_shape, "a list of sizes", where)
+    first, end = strict.field(about, "data_offsets", _is_pair, "two whole numbers", where)
+    if about.keys() - {"dtype", "shape", "data_offsets"}:
+        raise MegatrainError(f"{where} has more than dtype, shape and data_offsets: {strict.shown(list(about))}")
+    need = math.prod(shape) * DTYPES[kind].itemsize
+    if end - first != need:
+        raise MegatrainError(f"{where} has bytes {first} to {end}, and {need} make {shape} {kind}")
+    return Stored(file, DTYPES[kind], tuple(shape), begin + first, begin + end)
+
+
+def _is_pair(value: Any) -> bool:
+    return strict.is_counts(value) and len(value) == 2
+
+
+def _check_gapless(found: dict[str, Stored], begin: int, size: int, path: Path) -> None:
+    """Each tensor begins where the one before ends: two may not share bytes, and no byte is nobody's."""
+    at = begin
+    for name, s in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if s.begin != at:
+            raise MegatrainError(f"{path}: its header: {strict.shown(name)} begins at byte {s.begin}, and the one "
+                                 f"before ends at {at}")
+        at = s.end
+    if at != size:
+        raise MegatrainError(f"{path} has {size} bytes, and {at} by its header")

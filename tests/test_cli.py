@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, cli, manifest
-from megatrain_torch.commands import data, export, folder, train
+from megatrain_torch.commands import data, export, folder, owned, train
 from megatrain_torch.commands.settings import Settings, page, write_yaml
 
 pytest.importorskip("transformers")
@@ -428,7 +428,7 @@ def test_the_bar_tells_how_far_a_step_is_that_takes_long(monkeypatch: pytest.Mon
 def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
         whole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from megatrain_torch.commands import loop
-    from megatrain_torch.commands.loop import UNFINISHED, StreamedTrainer
+    from megatrain_torch.commands.loop import UNFINISHED, WHOLE, StreamedTrainer
     half, log, finish = whole_run / "half", StreamedTrainer.log, StreamedTrainer.finish_saving
     clip_next, limits = mt.AdamW.clip_next, []
 
@@ -440,8 +440,9 @@ def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
     with monkeypatch.context() as patched:
         patched.setattr(StreamedTrainer, "log", stop_in_step_3)
         patched.setattr(mt.AdamW, "clip_next", lambda opt, limit: limits.append(limit) or clip_next(opt, limit))
-        assert megatrain("train", "--config", whole_run / "run.yaml", "--out", half, "--lr", "3e-3") == 0
+        assert megatrain("train", "--config", whole_run / "run.yaml", "--out", half, "--lr", "3e-3") == 143
     assert "megatrain resume" in capsys.readouterr().out
+    owned.Owned(half).begin("checkpoint-9", {WHOLE: None})
     (half / "checkpoint-9").mkdir()                      # as kill -9 leaves one without Trainer's files
     (half / "checkpoint-9.tmp-1-0").mkdir()              # and while one is written
     (half / UNFINISHED / "checkpoint-9").mkdir(parents=True)
@@ -533,6 +534,9 @@ def test_a_checkpoint_that_was_cut_short_is_named_with_the_one_before(whole_run:
     shutil.copytree(whole_run / "whole", run, ignore=shutil.ignore_patterns("model"))
     log = (run / "log.jsonl").read_text()
     shutil.copytree(run / "checkpoint-8", run / "checkpoint-9")
+    state = json.loads((run / "checkpoint-9" / folder.WHOLE).read_text())
+    (run / "checkpoint-9" / folder.WHOLE).write_text(json.dumps(state | {"global_step": 9}))
+    owned.Owned(run).made("checkpoint-9")
     os.truncate(run / "checkpoint-9/states.safetensors", 100)
     said = refused(capsys, "resume", run)
     assert "checkpoint-9/states.safetensors has 100 bytes, and" in said
@@ -552,6 +556,7 @@ def test_states_that_hold_less_than_the_checkpoints_are_refused_or_rounded_when_
     run = tmp_path / "run"
     shutil.copytree(whole_run / "whole", run, ignore=shutil.ignore_patterns("model"))
     begun = folder.settings_of(run).with_(out=str(run), steps=9)
+    owned.Owned(run).begin("checkpoint-9", {})
     (run / "checkpoint-9.tmp-1-0").mkdir()
     write_yaml(run / folder.CONFIG, begun.with_(**changes))
     assert refused(capsys, "resume", run) == (

@@ -10,24 +10,22 @@ put where it fits best. What is left of a row is a sequence of its own without l
 from __future__ import annotations
 
 import bisect
-import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import MegatrainError
-from .folder import near
+from . import forms, tokens
+from .forms import ANSWERED
+from .forms import KNOWN as FIELDS
+from .reading import Meter, TextFile, from_json, records
 
+__all__ = ["Document", "Rows", "collate", "documents", "held_out", "packed", "records", "why_alone"]
 IGNORED = -100                       # a label that is no target, torch's own
-TEXT_KINDS = (".txt", ".text", ".md", ".py", ".rst")
-RECORD_KINDS = (".jsonl", ".json", ".parquet")
-TOGETHER = 1000                      # texts that the tokenizer is given at once
-FIELDS = ("messages", "conversations", "prompt", "text")
 # ShareGPT's names, {"from": ..., "value": ...}, for those of chat templates.
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 PROBE = 8                            # tokens of a document of why_alone
@@ -41,7 +39,8 @@ SEPARATE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of one document: ids [n] int32; trained [n] bool. whole: it may not be cut for a row's sake."""
+    """Tokens of one document: ids [n], of two bytes where they fit; trained [n] bool, of a text a view of one True.
+    whole: it may not be cut for a row's sake."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -54,173 +53,89 @@ class Document:
         return Document(self.ids[begin:end], self.trained[begin:end], self.whole)
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-def records(data: str, split: str = "train") -> Iterator[dict[str, Any]]:
-    """The records of a file, of all files of a folder in the order of their names, or of a data set on the hub.
-
-    Raises:
-        MegatrainError: there is none, or it cannot be read; the message has the file and the line.
-    """
-    path = Path(data)
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in (*TEXT_KINDS, *RECORD_KINDS) and p.is_file())
-        if not files:
-            raise MegatrainError(f"{data}: no file in it ends in {', '.join((*TEXT_KINDS, *RECORD_KINDS))}")
-        for file in files:
-            yield from _opened(file)
-    elif path.is_file():
-        yield from _opened(path)
-    elif path.suffix in (*TEXT_KINDS, *RECORD_KINDS) or data.startswith((".", "/", "~")):
-        raise MegatrainError(f"{data}: there is no such file{near(data)}")
-    else:
-        yield from _hub(data, split)
-
-
-def _opened(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        yield from _file(path)
-    except OSError as why:
-        raise MegatrainError(f"{path}: cannot be read ({why.strerror})") from None
-
-
-def _file(path: Path) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        return _parquet(path)
-    if path.suffix == ".jsonl":
-        return _lines(path)
-    if path.suffix == ".json":
-        return _array(path)
-    return iter([{"text": _text(path)}])
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as why:
-        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8: a text file, or one of "
-                             f"{', '.join(RECORD_KINDS)}, is needed; a text of another encoding: iconv -f LATIN1 -t "
-                             f"UTF-8 {path}") from None
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _record(_json(line, f"{path}:{number}"), f"{path}:{number}")
-
-
-def _array(path: Path) -> Iterator[dict[str, Any]]:
-    found = _json(_text(path), str(path))
-    for number, record in enumerate(found if isinstance(found, list) else [found], 1):
-        yield _record(record, f"{path}, record {number}")
-
-
-def _json(text: str | bytes, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except UnicodeDecodeError as why:
-        raise MegatrainError(f"{where}: byte {why.start} is not UTF-8, as JSON is") from None
-    except json.JSONDecodeError as why:
-        raise MegatrainError(f"{where}: not JSON: {why.msg} at {_place(why)}") from None
-
-
-def _place(why: json.JSONDecodeError) -> str:
-    """In a line alone the column; what is missing at its end json tells as at the beginning of the next."""
-    text = why.doc.rstrip()
-    return f"line {why.lineno}, column {why.colno}" if "\n" in text else f"column {min(why.pos, len(text)) + 1}"
-
-
-def _record(found: Any, where: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise MegatrainError(f"{where}: an object such as {{\"text\": ...}} is needed, not a {type(found).__name__}")
-    return found
-
-
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise MegatrainError(f"{path}: parquet needs pyarrow: pip install pyarrow") from None
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as why:
-        raise MegatrainError(f"{path}: not parquet: {why}") from None
-
-
-def _hub(name: str, split: str) -> Iterator[dict[str, Any]]:
-    try:
-        import datasets
-    except ImportError:
-        raise MegatrainError(f"{name!r} is no file or folder here, and a name on the hub needs pip install datasets"
-                             f"{near(name)}") from None
-    try:
-        yield from datasets.load_dataset(name, split=split)
-    except (OSError, ValueError) as why:
-        raise MegatrainError(f"data set {name!r}, split {split!r}{near(name)}: {why}") from None
-
-
 # ---- tokens --------------------------------------------------------------------------------------
 
 def documents(found: Iterable[dict[str, Any]], tokenizer: Any, column: str | None = None,
-              source: str = "the data") -> list[Document]:
+              source: str = "the data", meter: Meter | None = None) -> list[Document]:
     """Tokens of all records that have any.
 
     A record is a conversation (`messages` or `conversations`, a list of {"role", "content"} or {"from", "value"}; the
     assistant's words are trained), a `prompt` with its `completion` (which is trained), both texts or both lists of
-    messages, or a `text`; `column` names the field where it is another. `tools` and `chat_template_kwargs` beside
-    messages are for the chat template.
+    messages, an `instruction` with its `output`, a `question` with its `answer` (forms.py), or a `text`; `column` names
+    the field where it is another. `tools` and `chat_template_kwargs` beside messages are for the chat template.
 
     Raises:
         MegatrainError: a record has none of them; or there are no tokens. The message begins with `source`.
     """
     made: list[Document] = []
-    waiting: list[str] = []                          # texts, given to the tokenizer together
+    waiting = _Waiting(tokenizer, meter)
+    chat = bool(getattr(tokenizer, "chat_template", None))
     for number, record in enumerate(found, 1):
+        where = f"{source}: record {number}"
+        if column is None:
+            record = forms.read(record, chat, where)
         field = column or next((k for k in FIELDS if k in record), None)
         if field is None or field not in record:
-            raise MegatrainError(f"{source}: record {number} has {', '.join(map(repr, record))} and no "
-                                 f"{column or 'messages, prompt or text'}; name the field with --column")
-        where = f"{source}: record {number}"
+            way = "" if column else ", or call two instruction and output, or question and answer"
+            raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no "
+                                 f"{column or 'messages, prompt or text'}; name the field with --column{way}")
         if field == "prompt":
-            made.append(_completion(record, tokenizer, where))
+            made.append(_counted(_completion(record, tokenizer, where), meter))
         elif isinstance(record[field], list):
-            made.append(_conversation(_messages(record[field], where), _Template(record, tokenizer, where)))
-        elif isinstance(record[field], str) and field not in FIELDS[:2]:
-            waiting.append(record[field])
+            template = _Template(record, tokenizer, where)
+            made.append(_counted(_conversation(_messages(record[field], where), template), meter))
+        elif isinstance(record[field], (str, TextFile)) and field not in FIELDS[:2]:
+            made += waiting.given(record[field])
         else:
             kind = "null" if record[field] is None else f"a {type(record[field]).__name__}"
             needed = "a list of messages" if field in FIELDS[:2] else "a text, or a list of messages,"
             raise MegatrainError(f"{where}: {field} is {kind}: {needed} is needed")
-        if len(waiting) == TOGETHER:
-            made += _texts(waiting, tokenizer)
-            waiting = []
-    made = [d for d in made + _texts(waiting, tokenizer) if d.trained.any()]
+    made = [d for d in made + waiting.flushed() if d.trained.any()]
     if not made:
         raise MegatrainError(f"{source} has no tokens to train on: it is empty, or its texts are")
     return made
 
 
-def _document(ids: Sequence[int], trained: Sequence[bool] | None = None) -> Document:
-    marks = np.ones(len(ids), bool) if trained is None else np.asarray(trained, bool)
-    return Document(np.asarray(ids, np.int32), marks, trained is not None)
+def _counted(document: Document, meter: Meter | None) -> Document:
+    if meter is not None:
+        meter.add(len(document))
+    return document
 
 
-def _texts(texts: list[str], tokenizer: Any) -> list[Document]:
-    if not texts:
-        return []
-    # verbose=False: a text may well be longer than the model's window, rows are not.
-    return [_document(_ended(ids, tokenizer)) for ids in tokenizer(texts, verbose=False)["input_ids"] if ids]
+def _document(ids: Any, trained: Sequence[bool] | None = None) -> Document:
+    marks = np.broadcast_to(np.True_, len(ids)) if trained is None else np.asarray(trained, bool)
+    ids = ids if isinstance(ids, np.ndarray) else tokens.compact(ids)
+    return Document(ids, marks, trained is not None)
 
 
-def _ended(ids: list[int], tokenizer: Any) -> list[int]:
-    end = tokenizer.eos_token_id
-    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+class _Waiting:
+    """Texts on their way to the tokenizer: short ones together, a long one alone, in their order."""
+
+    def __init__(self, tokenizer: Any, meter: Meter | None) -> None:
+        self._tokenizer, self._meter, self._texts, self._length = tokenizer, meter, [], 0
+
+    def given(self, text: str | TextFile) -> list[Document]:
+        """Documents that were made meanwhile."""
+        if isinstance(text, TextFile) or len(text) > tokens.LONG:
+            before = self.flushed()
+            ids = tokens.ids_of(text, self._tokenizer, meter=self._meter, end=self._tokenizer.eos_token_id)
+            return [*before, _document(ids)] if len(ids) else before
+        self._texts.append(text)
+        self._length += len(text)
+        return self.flushed() if self._length >= tokens.TOGETHER or len(self._texts) == tokens.TEXTS else []
+
+    def flushed(self) -> list[Document]:
+        if not self._texts:
+            return []
+        # verbose=False: a text may well be longer than the model's window, rows are not.
+        found = self._tokenizer(self._texts, verbose=False)["input_ids"]
+        self._texts, self._length = [], 0
+        end = self._tokenizer.eos_token_id
+        return [_counted(_document(tokens.ended(ids, end)), self._meter) for ids in found if ids]
 
 
 def _completion(record: dict[str, Any], tokenizer: Any, where: str) -> Document:
-    prompt, name = record["prompt"], "response" if "response" in record and "completion" not in record else "completion"
+    prompt, name = record["prompt"], next((n for n in ("completion", *ANSWERED) if n in record), "completion")
     answer = record.get(name)
     if isinstance(prompt, list) and answer is None:
         raise MegatrainError(f"{where}: prompt is a list of messages and needs a completion beside it; if it is the "
@@ -233,11 +148,13 @@ def _completion(record: dict[str, Any], tokenizer: Any, where: str) -> Document:
     if not isinstance(answer, str) or not isinstance(prompt, str):
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))}: a prompt needs a completion (or response) "
                              "beside it, both texts or both lists of messages")
-    first = tokenizer(prompt, verbose=False)["input_ids"]
-    if first and first[-1] == tokenizer.eos_token_id:
+    first = tokens.ids_of(prompt, tokenizer)
+    if len(first) and first[-1] == tokenizer.eos_token_id:
         first = first[:-1]
-    rest = _ended(tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"], tokenizer)
-    return _document([*first, *rest], [False] * len(first) + [True] * len(rest))
+    end = tokenizer.eos_token_id
+    rest = tokens.ids_of(answer, tokenizer, special=False, end=end)
+    rest = rest if len(rest) or end is None else tokens.compact([end])
+    return _document(np.concatenate([first, rest]), [False] * len(first) + [True] * len(rest))
 
 
 def _kind(value: Any) -> str:
@@ -278,7 +195,7 @@ class _Template:
                                  "instruction-tuned model's tokenizer, or data with prompt and completion")
         tools, more = record.get("tools"), record.get("chat_template_kwargs") or {}
         if isinstance(tools, str) and tools:         # tables keep what differs from row to row as JSON
-            tools = _json(tools, f"{where}: tools")
+            tools = from_json(tools, f"{where}: tools")
         if not isinstance(tools or [], list) or not isinstance(more, dict):
             raise MegatrainError(f"{where}: tools must be a list of tools, and chat_template_kwargs an object")
         self._tokenizer, self._more, self.where = tokenizer, {**more, "tools": tools or None}, where
@@ -350,12 +267,13 @@ def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Docum
 
 @dataclass(frozen=True, eq=False)
 class Rows(torch.utils.data.Dataset):
-    """ids, positions, labels: [rows, seq] int32. cut: documents that lost their end, being longer than a row; shared:
-    rows with several documents; alone: there were to be none."""
+    """ids: [rows, seq], of two bytes where they fit; learned, begins: [rows, seq] bool: what is a target, where a
+    document's positions start again. cut: documents that lost their end, being longer than a row; shared: rows with
+    several documents; alone: there were to be none."""
 
     ids: np.ndarray
-    positions: np.ndarray
-    labels: np.ndarray
+    learned: np.ndarray
+    begins: np.ndarray
     cut: int = 0
     shared: int = 0
     alone: bool = False
@@ -364,17 +282,33 @@ class Rows(torch.utils.data.Dataset):
         return len(self.ids)
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": _long(self.ids[i]), "position_ids": _long(self.positions[i]),
-                "labels": _long(self.labels[i])}
+        ids = self.ids[i].astype(np.int64)
+        return {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(_positions(self.begins[i])),
+                "labels": torch.from_numpy(np.where(self.learned[i], ids, IGNORED))}
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[rows, seq], all of them."""
+        return np.stack([_positions(row) for row in self.begins]) if len(self) else np.zeros(self.ids.shape, np.int64)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """[rows, seq], all of them."""
+        return np.where(self.learned, self.ids.astype(np.int64), IGNORED)
 
     @property
     def targets(self) -> int:
         """Tokens that are predicted."""
-        return int((self.labels != IGNORED).sum())
+        return int(self.learned.sum())
+
+    def first(self, most: int) -> Rows:
+        return Rows(self.ids[:most], self.learned[:most], self.begins[:most])
 
 
-def _long(row: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(row.astype(np.int64))
+def _positions(begins: np.ndarray) -> np.ndarray:
+    """[seq], which start again at 0 wherever a document begins."""
+    at = np.arange(len(begins))
+    return at - np.maximum.accumulate(np.where(begins, at, 0))
 
 
 def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False) -> Rows:
@@ -383,21 +317,22 @@ def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False
         plan = [[d.cut(at, at + seq)] for d in found for at in range(0, seq if d.whole else len(d), seq)]
     else:
         plan = _streamed([d for d in found if not d.whole], seq) + _fitted([d for d in found if d.whole], seq)
-    ids = np.full((len(plan), seq), filler, np.int32)
-    positions = np.zeros((len(plan), seq), np.int32)
-    labels = np.full((len(plan), seq), IGNORED, np.int32)
+    kind = np.result_type(np.uint16 if filler < 1 << 16 else np.uint32, *{d.ids.dtype for d in found})
+    ids = np.full((len(plan), seq), filler, kind)
+    learned, begins = np.zeros((len(plan), seq), bool), np.zeros((len(plan), seq), bool)
     for row, parts in enumerate(plan):
         at = 0
         for part in parts:
             here = slice(at, at + len(part))
             ids[row, here] = part.ids
-            positions[row, here] = np.arange(len(part))
+            begins[row, at] = True
             # The first token follows nothing: its place is the last of the document before, which must not learn it.
-            labels[row, here][1:] = np.where(part.trained, part.ids, IGNORED)[1:]
+            learned[row, here][1:] = part.trained[1:]
             at += len(part)
-        positions[row, at:] = np.arange(seq - at)
+        if at < seq:
+            begins[row, at] = True
     cut, shared = sum(d.whole and len(d) > seq for d in found), sum(len(parts) > 1 for parts in plan)
-    return Rows(ids, positions, labels, cut, shared, alone)
+    return Rows(ids, learned, begins, cut, shared, alone)
 
 
 def prompts_too_long(found: Sequence[Document], seq: int) -> str | None:

@@ -11,8 +11,8 @@ import torch
 import megatrain_torch as mt
 
 from ..errors import MegatrainError
-from . import folder
-from .data import IGNORED, collate, documents, packed, prompts_too_long, records, why_alone
+from . import folder, mixture
+from .data import IGNORED, collate, packed, prompts_too_long, why_alone
 from .say import say
 from .settings import Settings, add_flags, given
 from .train import for_machine, for_model, say_alone, say_cut
@@ -22,8 +22,8 @@ TOGETHER = 8                         # rows: weights are streamed once for all o
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("eval", help="loss and perplexity of a model on data", allow_abbrev=False)
-    parser.add_argument("model", help="a run, a folder in Hugging Face format, or a name on the hub")
-    parser.add_argument("data", help="as for train")
+    parser.add_argument("model", metavar="MODEL", help="a run, a folder in Hugging Face format, or a name on the hub")
+    parser.add_argument("data", nargs="+", metavar="DATA", help="as for train")
     add_flags(parser, ("column", "split", "seq", "device", "dtype", "vram"))
     parser.set_defaults(run=run)
 
@@ -35,12 +35,13 @@ def run(args: argparse.Namespace) -> None:
         settings = settings.with_(seq=folder.settings_of(Path(settings.model)).seq)
     tokenizer = folder.load_tokenizer(source)
     settings = for_model(settings, folder.load_config(source))
-    found = documents(records(settings.data, settings.split), tokenizer, settings.column, settings.data)
+    found = mixture.mixed(mixture.sources(settings, settings.data, tokenizer), settings.seed)
+    said = ", ".join(settings.data)
     rows = packed(found, settings.seq, 0)
     if rows.targets == 0:
         if why := prompts_too_long(found, settings.seq):
-            raise MegatrainError(f"{settings.data}: {why}")
-        raise MegatrainError(f"{settings.data}: rows of {settings.seq} tokens have none to predict; --seq makes room")
+            raise MegatrainError(f"{said}: {why}")
+        raise MegatrainError(f"{said}: rows of {settings.seq} tokens have none to predict; --seq makes room")
     say_cut(rows.cut, settings.seq)
     model = folder.load_model(source, settings.dtype)
     if rows.shared and (why := why_alone(model, settings.seq, False)):

@@ -13,8 +13,9 @@ from .say import say
 def add(commands: Any) -> None:
     parser = commands.add_parser("export", help="a run's model as a folder in Hugging Face format", allow_abbrev=False)
     parser.add_argument("run_folder", type=Path, metavar="RUN")
-    parser.add_argument("to", type=Path, help="folder to make")
-    parser.add_argument("--step", type=int, help="of a checkpoint; default: the model at the end, or the last one")
+    parser.add_argument("to", type=Path, metavar="FOLDER", help="to make")
+    parser.add_argument("--step", type=int, metavar="N",
+                        help="of a checkpoint; default: the model at the end, or the last one")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: as it was trained")
     parser.set_defaults(run=run)
 
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     train.made(args.to.parent, "to")
     source = folder.model_of(str(args.run_folder))
     if args.step is not None:
-        found = {int(p.name.removeprefix("checkpoint-")): str(p) for p in folder.checkpoints(args.run_folder)}
+        found = {folder.step_of(p.name): str(p) for p in folder.checkpoints(args.run_folder)}
         if args.step not in found:
             there = ", ".join(map(str, found)) or "none"
             raise MegatrainError(f"step {args.step} has no checkpoint; there are {there}")

@@ -5,6 +5,7 @@
     checkpoint-200/ ...       all that resume needs, in Hugging Face format
     model/                    the model at the end
     plan.html, step.html, storage.html, timeline.svg      for `megatrain report`
+    megatrain-run.json        what of all this the run made (owned.py)
 """
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ import functools
 import json
 import os
 import re
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 from .. import manifest
 from ..errors import MegatrainError
+from ..strict import is_count, parsed, table
+from .owned import CONFIG, FINAL, HALF, LOG, MARKER, SCRATCH, WHOLE, Owned, replace
 from .settings import Settings, read_yaml
 
-CONFIG, LOG, FINAL = "config.yaml", "log.jsonl", "model"
-WHOLE = "trainer_state.json"                 # of a checkpoint, written last
+__all__ = ["CONFIG", "FINAL", "HALF", "LOG", "SCRATCH", "WHOLE"]
 # What a tokenizer's files begin with, one of them at least.
 TOKENIZER_FILES = ("tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "spm", "source.spm")
 
@@ -33,26 +34,33 @@ def settings_of(run: Path) -> Settings:
     """Raises: MegatrainError: it is no run's folder."""
     if not run.exists():
         raise MegatrainError(f"{run}: there is no such folder{near(str(run))}")
-    if not (run / CONFIG).is_file():
-        raise MegatrainError(f"{run} is no run: it has no {CONFIG}; megatrain train makes one")
+    Owned.opened(run)
     return Settings.of(read_yaml(run / CONFIG), str(run / CONFIG))
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The whole ones, oldest first."""
-    found = [(int(m[1]), p) for p in run.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))]
+    """The whole ones that the run made, oldest first."""
+    found = [(step_of(name), run / name) for name in Owned(run).entries if step_of(name) >= 0]
     return [p for _, p in sorted(found) if (p / WHOLE).is_file()]
 
 
-def remove_torn(run: Path) -> list[str]:
-    """Names of checkpoints that were never finished. They are gone then, as is what killed saves left."""
-    for name in {m[0] for p in run.glob("checkpoint-*") if (m := re.match(r"checkpoint-\d+", p.name))}:
-        manifest.sweep(run / name)
-    whole = checkpoints(run)
-    torn = [p for p in run.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p not in whole]
-    for path in torn:
-        shutil.rmtree(path)
-    return sorted(p.name for p in torn)
+def step_of(name: str) -> int:
+    """Of a checkpoint, by its name; -1: it is none."""
+    found = re.fullmatch(r"checkpoint-(\d{1,18})", name)
+    return int(found[1]) if found else -1
+
+
+def remove_torn(owned: Owned) -> list[str]:
+    """Names of checkpoints that the run never finished. They are gone then, as is what killed saves left."""
+    whole = {p.name for p in checkpoints(owned.run)}
+    listed = [name for name in owned.entries if step_of(name) >= 0]
+    for name in listed:
+        manifest.sweep(owned.run / name)
+    torn = [name for name in listed if name not in whole]
+    found = [name for name in torn if (owned.run / name).exists()]
+    for name in torn:
+        owned.remove(name)
+    return sorted(found)
 
 
 def last_checkpoint(run: Path) -> Path:
@@ -65,32 +73,49 @@ def last_checkpoint(run: Path) -> Path:
 
 def dtype_of(checkpoint: Path) -> str | None:
     """Of the model, as its config.json says."""
-    return json.loads((checkpoint / "config.json").read_text()).get("dtype")
+    path = checkpoint / "config.json"
+    return table(parsed(path.read_bytes(), path), str(path)).get("dtype")
 
 
 def model_of(name: str) -> str:
     """What to load: of a run its model, or its last checkpoint before there is one; anything else as it is."""
     run = Path(name)
-    if not (run / CONFIG).is_file():
+    if not (run / MARKER).is_file():
         return name
-    return str(run / FINAL if (run / FINAL / "config.json").is_file() else last_checkpoint(run))
+    return str(run / FINAL if is_finished(run) else last_checkpoint(run))
+
+
+def is_finished(run: Path) -> bool:
+    """Has the run made its model?"""
+    return FINAL in Owned(run).entries and (run / FINAL / "config.json").is_file()
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """Of log.jsonl. A line that a crash cut short is left out."""
-    found = []
-    for line in (run / LOG).read_text().splitlines() if (run / LOG).is_file() else ():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found
+    """Of log.jsonl. What is no line of ours, such as one that a crash cut short, is left out."""
+    return [line for _, line in _lines(run) if line is not None]
+
+
+def _lines(run: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Each line, and what it says; None: it is none of ours."""
+    if not (run / LOG).is_file():
+        return []
+    return [(line, _line(line)) for line in (run / LOG).read_bytes().splitlines()]
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and is_count(found.get("step")) else None
 
 
 def forget_after(run: Path, step: int) -> None:
-    """Takes from log.jsonl what comes after a checkpoint: these steps will be made again."""
-    kept = [json.dumps(line) + "\n" for line in lines(run) if line["step"] <= step]
-    (run / LOG).write_text("".join(kept))
+    """Takes from log.jsonl what comes after a checkpoint, as these steps will be made again, and a line cut short."""
+    kept = [(text, line) for text, line in _lines(run) if line is None or line["step"] <= step]
+    if kept and kept[-1][1] is None:
+        kept.pop()
+    replace(run / LOG, b"".join(text + b"\n" for text, _ in kept))
 
 
 # ---- models --------------------------------------------------------------------------------------

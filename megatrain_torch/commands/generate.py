@@ -18,8 +18,8 @@ FITS = 0.7                           # of the free device memory, for weights th
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("generate", help="let a model write", allow_abbrev=False)
-    parser.add_argument("model", help="a run, a folder in Hugging Face format, or a name on the hub")
-    parser.add_argument("--prompt", required=True)
+    parser.add_argument("model", metavar="MODEL", help="a run, a folder in Hugging Face format, or a name on the hub")
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message, in the chat template")
     parser.add_argument("--max-new-tokens", type=int, metavar="N",
                         help="default: 200, and at most what the model takes")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -28,18 +29,20 @@ from ..errors import MegatrainError
 from ..restore import load
 from ..storage import storage
 from ..tracing import Trace
-from .folder import LOG, WHOLE, checkpoints
+from .folder import checkpoints
+from .owned import LOG, UNFINISHED, WHOLE, Owned
+from .say import say
 
 LONG_S = 5.0                         # a step that takes longer tells how far it is
-UNFINISHED = ".unfinished"           # in the run's folder: small files of a checkpoint that is being written
+EVERY_S = 30.0                       # without a terminal: between two lines with the loss
 
 
 class StreamedTrainer(Trainer):
     """Trainer for a model of mt.stream with mt.AdamW as optimizer. convert: as in mt.load, of what it resumes from."""
 
-    def __init__(self, *args: Any, trace: Trace, tokens: int, convert: bool, **kw: Any) -> None:
+    def __init__(self, *args: Any, trace: Trace, tokens: int, convert: bool, owned: Owned, **kw: Any) -> None:
         super().__init__(*args, **kw)
-        self._trace, self._tokens, self._convert = trace, tokens, convert
+        self._trace, self._tokens, self._convert, self._owned = trace, tokens, convert, owned
         self._logged: tuple[int, float] | None = None        # step, and when; None: before the first of this process
         self._saving: Saving | None = None
 
@@ -77,7 +80,9 @@ class StreamedTrainer(Trainer):
         self._save_rng_state(str(beside))
         self.processing_class.save_pretrained(beside)
         self.state.save_to_json(str(beside / WHOLE))
-        self._saving = save(self.model, self._optimizer(), run / f"checkpoint-{self.state.global_step}",
+        name = f"checkpoint-{self.state.global_step}"
+        self._owned.begin(name, {path.name: None for path in beside.iterdir()})
+        self._saving = save(self.model, self._optimizer(), run / name,
                             scheduler=self.lr_scheduler, asynchronous=True)
         self.write_pages()
 
@@ -98,8 +103,10 @@ class StreamedTrainer(Trainer):
         _sync(saving.folder)
         beside.rmdir()
         self._saving = None
+        self._owned.made(saving.folder.name)
         for old in checkpoints(saving.folder.parent)[:-self.args.save_total_limit]:
-            shutil.rmtree(old, ignore_errors=True)
+            if stays := self._owned.remove(old.name):
+                say(f"{old} is old, but {stays[0]} is not as this run wrote it: that stays")
 
     def training_step(self, *args: Any, **kw: Any) -> Any:
         if self._saving is not None and self._saving.over:
@@ -137,10 +144,14 @@ def _sync(path: Path) -> None:
 
 class Requests(TrainerCallback):
     """SIGINT and SIGTERM: a checkpoint after this step, and the end; a second SIGINT interrupts at once. SIGUSR1: a
-    checkpoint. Python runs a handler between two instructions of the main thread; it only leaves a note."""
+    checkpoint. Python runs a handler between two instructions of the main thread; it only leaves a note.
+
+    Attributes:
+        stop: the signal that asked for the end, 0: none.
+    """
 
     def __init__(self) -> None:
-        self.save = self.stop = False
+        self.save, self.stop = False, 0
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -158,12 +169,13 @@ class Requests(TrainerCallback):
         if number == signal.SIGINT and self.stop:
             raise KeyboardInterrupt
         self.save = True
-        self.stop |= number != signal.SIGUSR1
+        if number != signal.SIGUSR1 and not self.stop:
+            self.stop = number
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.save:
             control.should_save, self.save = True, False
-        control.should_training_stop |= self.stop
+        control.should_training_stop |= self.stop > 0
 
 
 # ---- what a person sees --------------------------------------------------------------------------
@@ -188,14 +200,16 @@ class Within:
 
 
 class Bar(TrainerCallback):
-    """A live line on a terminal; else a line for each evaluation and each checkpoint. In a step that takes long the
-    line tells how far it is."""
+    """A live line on a terminal; else a line with the loss every EVERY_S seconds, the first step's and the last one's
+    too, and one for each evaluation and each checkpoint. In a step that takes long the live line says how far it is."""
 
     def __init__(self, say: Callable[[str], None], trace: Trace) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._say, self._within = say, Within(trace)
+        self._told: float | None = None              # when a line with the loss was written, and what came since
+        self._untold = ""
         console = Console()
         self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=12),
                              TextColumn("{task.fields[within]}{task.description}"), TimeRemainingColumn(),
@@ -210,6 +224,8 @@ class Bar(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._bar.stop()
+        if self._untold and not self._bar.console.is_terminal:
+            self._tell(self._untold)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._bar.update(self._task, completed=state.global_step)
@@ -218,13 +234,21 @@ class Bar(TrainerCallback):
                logs: dict[str, Any] | None = None, **_: Any) -> None:
         logs = logs or {}
         if "loss" in logs and hasattr(self, "_task"):
-            text = f"loss {logs['loss']:.4g}  norm {logs['grad_norm']:.3g}  {logs['tokens_per_second']:,.0f} tokens/s"
+            norm = logs.get("grad_norm", math.nan)
+            text = f"loss {logs['loss']:.4g}  norm {norm:.3g}  {logs['tokens_per_second']:,.0f} tokens/s"
             self._bar.update(self._task, description=text)
+            self._untold = f"step {state.global_step}/{state.max_steps}: {text}"
+            if not self._bar.console.is_terminal and (self._told is None or monotonic() - self._told >= EVERY_S):
+                self._tell(self._untold)
         if "eval_loss" in logs:
             self._line(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._line(f"step {state.global_step}: checkpoint-{state.global_step}")
+
+    def _tell(self, text: str) -> None:
+        self._told, self._untold = monotonic(), ""
+        self._say(text)
 
     def _line(self, text: str) -> None:
         if self._bar.live.is_started:

@@ -5,21 +5,22 @@ import argparse
 import dataclasses
 import html
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import MegatrainError
-from . import folder
+from . import folder, inlined
 from .say import say
 
 WIDTH, HEIGHT, LEFT, BELOW = 460, 180, 56, 20        # of a curve, in pixels; room for its numbers
+LARGEST = 1e100                                      # of a number in a curve
 COLOURS = ("#4c72b0", "#c44e52")
 CURVES = (("loss", ("loss", "eval_loss")), ("norm of the gradients", ("grad_norm",)),
           ("learning rate", ("learning_rate",)), ("tokens a second", ("tokens_per_second",)))
 STYLE = ("body{font:14px sans-serif;margin:2em;max-width:1000px}table{border-collapse:collapse}"
          "td,th{padding:2px 10px;text-align:left}svg{max-width:100%;height:auto}h2{margin-top:1.5em}")
+HEAD = "<!doctype html><meta charset='utf-8'><title>megatrain</title>"
 Point = tuple[float, float]
 
 
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> None:
     out = args.out or args.run_folder / "report.html"
     text = page(args.run_folder)
     folder.may_write(out, "out")
+    if out.exists() and not out.read_bytes().startswith(HEAD.encode()):
+        raise MegatrainError(f"out={out} is there, and is no report of megatrain: it stays; name another")
     out.write_text(text)
     say(f"{out}")
 
@@ -51,28 +54,32 @@ def page(run_folder: Path) -> str:
     for title, name in (("The last step, and what bound it", "step.html"), ("The last steps", "timeline.svg"),
                         ("Memory, tier by tier", "storage.html"), ("The plan", "plan.html")):
         if (run_folder / name).is_file():
-            parts.append(f"<h2>{title}</h2>{_inline((run_folder / name).read_text())}")
-    rows = "".join(f"<tr><td>{name}</td><td>{html.escape(str(value))}</td></tr>"
+            parts.append(f"<h2>{title}</h2>{inlined.file(run_folder / name)}")
+    rows = "".join(f"<tr><td>{name}</td><td>{html.escape(_words(value))}</td></tr>"
                    for name, value in dataclasses.asdict(settings).items() if value is not None)
     parts.append(f"<h2>Settings</h2><table>{rows}</table>")
-    return f"<!doctype html><meta charset='utf-8'><title>megatrain</title><style>{STYLE}</style>{''.join(parts)}"
+    return f"{HEAD}<style>{STYLE}</style>{''.join(parts)}"
 
 
-def _inline(text: str) -> str:
-    """A picture's own head does not belong inside a page."""
-    return re.sub(r"<\?xml.*?\?>|<!DOCTYPE.*?>", "", text, flags=re.DOTALL)
+def _words(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _numbers(lines: list[dict[str, Any]], name: str) -> list[Point]:
+    """(step, value) of all lines that have a finite number there: what else may stand in a log is no point."""
+    found = [(line["step"], line.get(name)) for line in lines]
+    return [(float(step), float(value)) for step, value in found
+            if type(value) in (int, float) and abs(value) < LARGEST and math.isfinite(value)]
 
 
 def _summary(lines: list[dict[str, Any]], settings: Any) -> str:
-    steps = [line for line in lines if "loss" in line]
     words = f"Step {lines[-1]['step']} of {settings.steps}"
-    if steps:
-        bounds = [line["bound"] for line in steps if line.get("bound")]
-        words += f"; loss {steps[0]['loss']:.4g} at first, {steps[-1]['loss']:.4g} at last"
-        if bounds:
-            most = max(set(bounds), key=bounds.count)
-            words += f"; {bounds.count(most) / len(bounds):.0%} of the steps were bound by {most}"
-    if held := [line["eval_loss"] for line in lines if "eval_loss" in line]:
+    if losses := [loss for _, loss in _numbers(lines, "loss")]:
+        words += f"; loss {losses[0]:.4g} at first, {losses[-1]:.4g} at last"
+    if bounds := [line["bound"] for line in lines if isinstance(line.get("bound"), str) and line["bound"]]:
+        most = max(sorted(set(bounds)), key=bounds.count)
+        words += f"; {bounds.count(most) / len(bounds):.0%} of the steps were bound by {most}"
+    if held := [loss for _, loss in _numbers(lines, "eval_loss")]:
         words += f"; held-out loss {held[-1]:.4g}, at best {min(held):.4g}"
     return f"<p>{html.escape(words)}.</p>"
 
@@ -82,8 +89,7 @@ def _summary(lines: list[dict[str, Any]], settings: Any) -> str:
 def _curves(lines: list[dict[str, Any]]) -> str:
     found = []
     for title, names in CURVES:
-        series = {name: [(float(line["step"]), float(line[name])) for line in lines
-                         if isinstance(line.get(name), (int, float)) and math.isfinite(line[name])] for name in names}
+        series = {name: _numbers(lines, name) for name in names}
         if series := {name: points for name, points in series.items() if points}:
             found.append(curve(title, series))
     return "".join(found)

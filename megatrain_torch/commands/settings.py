@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import MegatrainError
 from ..formats import FORMATS
 from ..limits import parse_bytes
+from .owned import replace
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup")
 REPORTS = ("none", "tensorboard", "wandb")
@@ -25,23 +26,50 @@ ALSO = {"learning_rate": "lr", "batch_size": "tokens", "max_steps": "steps", "nu
         "logging_steps": "log_every", "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation"}
 
 
-def _setting(default: Any, kind: type, text: str, choices: Iterable[str] = ()) -> Any:
-    return field(default=default, metadata={"kind": kind, "text": text, "choices": tuple(choices)})
+# Of the command line, for those verbs that have it.
+DATA = ("text, .jsonl, .json, .csv, .tsv or .parquet, a folder of such, or a name on the hub; of several each may have "
+        "a weight: a.jsonl:0.9 b.csv:0.1")
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
+    if not found or not all(isinstance(word, str) and word for word in found):
+        raise ValueError
+    return found
+
+
+def _share(value: Any) -> float | str:
+    """A number, or the name of a file."""
+    try:
+        return float(value)
+    except ValueError:
+        if not value:
+            raise
+        return str(value)
+
+
+KINDS = {int: ("a whole number", "N"), float: ("a number", "X"), str: ("a word", "WORD"),
+         _words: ("a word, or a list of words", "DATA"), _share: ("a number, or a file", "SHARE|DATA")}
+
+
+def _setting(default: Any, kind: Any, text: str, choices: Iterable[str] = (), shown: str = "") -> Any:
+    return field(default=default, metadata={"kind": kind, "text": text, "choices": tuple(choices),
+                                            "shown": shown or KINDS[kind][1]})
 
 
 @dataclass(frozen=True)
 class Settings:
     """Of a run. None: chosen when model, data and machine are known; config.yaml of the run has what was chosen."""
 
-    model: str = _setting(None, str, "folder of a model in Hugging Face format, or its name on the hub")
-    data: str = _setting(None, str, "text, .jsonl, .json or .parquet file, a folder of them, or a data set's name on "
-                         "the hub")
-    out: str = _setting(None, str, "the run's folder; default: runs/ and the model's name")
+    model: str = _setting(None, str, "folder of a model in Hugging Face format, or its name on the hub", shown="MODEL")
+    data: tuple[str, ...] = _setting(None, _words, DATA)
+    out: str = _setting(None, str, "the run's folder; default: runs/ and the model's name", shown="FOLDER")
 
-    column: str = _setting(None, str, "of records, the field to train on; default: messages, prompt with completion, "
-                           "or text")
-    split: str = _setting("train", str, "of a data set on the hub")
-    validation: float = _setting(0.02, float, "share of the tokens that is held out, from the end")
+    column: str = _setting(None, str, "of records, the field to train on; default: by what they have: messages, prompt "
+                           "with completion, instruction with output, question with answer, or text", shown="FIELD")
+    split: str = _setting("train", str, "of a data set on the hub", shown="NAME")
+    validation: float | str = _setting(0.02, _share, "share of the tokens that is held out, from the end; or data of "
+                                       "its own, read as the data is")
     seq: int = _setting(None, int, "tokens of a row; default: 4096, on the CPU 256, and at most what the model takes")
 
     tokens: int = _setting(None, int, "of a step; default: 65536, on the CPU 2048, and at most a twentieth of the data")
@@ -60,9 +88,10 @@ class Settings:
     dtype: str = _setting(None, str, "of the weights; default: bfloat16, on the CPU float32",
                           ("bfloat16", "float32"))
     states: str = _setting("fp32", str, "how AdamW keeps its states", FORMATS)
-    vram: str = _setting(None, str, "limit of device memory, e.g. 24GiB")
-    host: str = _setting(None, str, "limit of host memory")
-    nvme: str = _setting(None, str, "directory for states, weights and activations that host memory does not hold")
+    vram: str = _setting(None, str, "limit of device memory, e.g. 24GiB", shown="SIZE")
+    host: str = _setting(None, str, "limit of host memory", shown="SIZE")
+    nvme: str = _setting(None, str, "folder for states, weights and activations that host memory does not hold",
+                         shown="FOLDER")
 
     log_every: int = _setting(1, int, "steps between two lines of log.jsonl")
     eval_every: int = _setting(None, int, "steps between two looks at what is held out; default: a tenth of the run")
@@ -108,8 +137,7 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
         if kind is int and float(value) != found:
             raise ValueError
     except (TypeError, ValueError):
-        said = {int: "a whole number", float: "a number", str: "a word"}[kind]
-        raise MegatrainError(f"{where}: {f.name}={value!r}: {said} is needed") from None
+        raise MegatrainError(f"{where}: {f.name}={value!r}: {KINDS[kind][0]} is needed") from None
     if choices and found not in choices:
         raise MegatrainError(f"{where}: {f.name}={found!r}: use one of {', '.join(choices)}")
     return found
@@ -120,7 +148,7 @@ def _ranges(s: Settings) -> Settings:
         if getattr(s, name) is not None and getattr(s, name) < 1:
             raise MegatrainError(f"{name}={getattr(s, name)}: at least 1 is needed")
     for name, least, most in (("validation", 0, 0.5), ("warmup", 0, 1), ("beta2", 0, 0.99999)):
-        if not least <= getattr(s, name) <= most:
+        if not isinstance(getattr(s, name), str) and not least <= getattr(s, name) <= most:
             raise MegatrainError(f"{name}={getattr(s, name)}: a number from {least} to {most} is needed")
     for name in ("epochs", "lr"):
         if not getattr(s, name) > 0:
@@ -140,16 +168,16 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = Non
     for f in dataclasses.fields(Settings):
         if f.name in ("model", "data") or (names is not None and f.name not in names):
             continue
-        kind, choices = f.metadata["kind"], f.metadata["choices"]
+        choices = f.metadata["choices"]
         parser.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, type=str, dest=f.name,
-                            metavar="|".join(choices) if choices else {int: "N", float: "X", str: "WORD"}[kind],
+                            metavar="|".join(choices) or f.metadata["shown"],
                             help=f.metadata["text"] + ("" if f.default is None else f"; default: {f.default}"))
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that the command line has."""
     names = {f.name for f in dataclasses.fields(Settings)}
-    return {k: v for k, v in vars(args).items() if k in names and v is not None}
+    return {k: v for k, v in vars(args).items() if k in names and v not in (None, [])}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -178,7 +206,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def write_yaml(path: str | Path, settings: Settings) -> None:
     import yaml
 
-    Path(path).write_text(yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False))
+    found = dataclasses.asdict(settings)
+    if found["data"] is not None:                    # as it is written by hand
+        found["data"] = found["data"][0] if len(found["data"]) == 1 else list(found["data"])
+    replace(Path(path), yaml.safe_dump(found, sort_keys=False).encode())
 
 
 def page() -> str:

@@ -1,0 +1,352 @@
+"""Checkpoints that somebody else wrote: each is refused by the file's name, before anything is changed.
+
+Sums are made anew after each change, so that what is looked at is the contents.
+"""
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("streaming")
+if parity.IDENTITY:
+    pytest.skip("plain against plain was asked for", allow_module_level=True)
+from test_adamw import feed, grads_for, plain_dots  # noqa: E402
+from test_states import everything  # noqa: E402
+
+import megatrain_torch as mt  # noqa: E402
+from megatrain_torch import checkpoint, manifest, strict, tensorfiles  # noqa: E402
+from megatrain_torch.contents import training_of  # noqa: E402
+from megatrain_torch.wrap import runtime_of  # noqa: E402
+
+SHAPES = [(30, 7), (257,), (8,)]
+DEEP = b"[" * 100_000
+Body = dict[str, Any]
+
+
+def pair(kind: Any = mt.AdamW) -> tuple[Any, Any, Any]:
+    model = mt.stream(plain_dots(torch.bfloat16, SHAPES), device="cpu")
+    opt = kind(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 10)
+    feed(model, opt, grads_for(model, 0))
+    return model, opt, scheduler
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("forged")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checkpoint, "FILE_BYTES", 500)               # several files, with an index
+        model, opt, scheduler = pair()
+        mt.save(model, opt, folder / "ours", scheduler=scheduler)
+        mt.save(*pair(torch.optim.AdamW)[:2], folder / "torchs")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target() -> tuple[Any, Any, Any]:
+    return pair()
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved / "ours", tmp_path / "c"))
+
+
+def refused(folder: Path, target: tuple[Any, Any, Any], verify: bool = True) -> str:
+    """What is said; nothing is changed."""
+    model, opt, scheduler = target
+    before, rates = everything(model, opt), scheduler.state_dict()
+    with pytest.raises(mt.MegatrainError) as why:
+        mt.load(model, opt, folder, scheduler=scheduler, verify=verify)
+    assert not runtime_of(model).broken
+    after = everything(model, opt)
+    assert not [k for k, v in before.items() if not torch.equal(v, after[k])] and scheduler.state_dict() == rates
+    assert "half-loaded" not in str(why.value) and str(folder) in str(why.value)
+    return str(why.value)
+
+
+def rewrite(folder: Path, change: Callable[[Body], Any]) -> None:
+    """The manifest, with a sum of its own."""
+    body = manifest.read(folder)
+    change(body)
+    (folder / manifest.NAME).write_bytes(manifest.dump(body))
+
+
+def replace(folder: Path, name: str, data: bytes) -> None:
+    """A file, as the manifest has it."""
+    (folder / name).write_bytes(data)
+    if name.endswith(".safetensors"):        # sums of nothing: what a file says of itself is looked at before its bytes
+        entry = {"bytes": len(data), "sums": "00" * 8}
+    else:
+        entry = {"bytes": len(data), "sha256": manifest.sha256(data)}
+    rewrite(folder, lambda body: body["files"].update({name: entry}))
+
+
+# ---- the manifest --------------------------------------------------------------------------------
+
+WHOLE = [b"", b"{", b"null", b"[]", b"3", b'"a"', b"NaN", DEEP, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 10_000,
+         b'{"format": "megatrain checkpoint", "format": "b"}', b'{"format": 3}', b'{"body": 1e999}',
+         b'{"format": "megatrain checkpoint", "version": true, "sha256": "", "body": {}}',
+         b'{"format": "megatrain checkpoint", "version": 1, "sha256": [], "body": {}}']
+
+
+@pytest.mark.parametrize("data", WHOLE, ids=lambda data: repr(data[:20]))
+def test_a_manifest_that_is_none_is_refused(folder: Path, target: Any, data: bytes) -> None:
+    (folder / manifest.NAME).write_bytes(data)
+    assert manifest.NAME in refused(folder, target)
+
+
+FIRST = "layers.0.weight"
+BODIES: dict[str, Callable[[Body], Any]] = {
+    **{f"no {name}": lambda b, name=name: b.pop(name)
+       for name in ("parameters", "files", "optimizer", "states", "low_bytes", "skipped_steps")},
+    **{f"{name}={value!r}": lambda b, name=name, value=value: b.update({name: value})
+       for name, value in [("parameters", []), ("parameters", {FIRST: 3}), ("files", []), ("files", {"a": None}),
+                           ("optimizer", 3), ("states", 3), ("states", []), ("states", "8bit"), ("states", "4bit"),
+                           ("low_bytes", 7), ("low_bytes", 1), ("low_bytes", True), ("low_bytes", "2"),
+                           ("skipped_steps", -1), ("skipped_steps", "a"), ("skipped_steps", 1.5), ("states", None)]},
+    **{f"parameter {name}={value!r}": lambda b, name=name, value=value: b["parameters"][FIRST].update({name: value})
+       for name, value in [("dtype", 3), ("dtype", "F3"), ("dtype", []), ("dtype", "F32"), ("shape", 3),
+                           ("shape", [30, 8]), ("shape", [-30, -7]), ("shape", [2.0, 105]), ("shape", [True, 210]),
+                           ("shape", [2**62, 2**62]), ("shape", None), ("shape", [210]), ("step", "a"), ("step", -1),
+                           ("step", 1.5), ("step", True), ("step", None), ("step", 2**60), ("master", "HI"),
+                           ("master", 3), ("master", []), ("master", "MASTER"), ("strides", 3), ("strides", [1]),
+                           ("key", "a"), ("key", -1)]},
+    **{f"no parameter's {name}": lambda b, name=name: b["parameters"][FIRST].pop(name)
+       for name in ("dtype", "shape", "master", "key")},
+    "no parameter": lambda b: b["parameters"].pop(FIRST),
+    "another parameter": lambda b: b["parameters"].update({"more": b["parameters"][FIRST]}),
+    **{f"file {name!r}": lambda b, name=name: b["files"].update({name: {"bytes": 0, "sha256": "0" * 64}})
+       for name in ("../x", "/etc/passwd", "a/b", "..", ".", "", "a\0b", "\ud800", "a" * 300, "more.safetensors",
+                    "gone.json")},
+    **{f"file's {name}={value!r}": lambda b, name=name, value=value: b["files"]["states-00001-of-00007.safetensors"]
+       .update({name: value}) for name, value in [("bytes", "a"), ("bytes", -1), ("bytes", 2**70), ("bytes", 1.0),
+                                                  ("sums", 3), ("sums", "xy"), ("sums", "0"), ("sums", "00")]},
+    **{f"no {name}": lambda b, name=name: b["files"].pop(name)
+       for name in (checkpoint.TRAINING, "states-00001-of-00007.safetensors", "model-00002-of-00003.safetensors")},
+}
+
+
+@pytest.mark.parametrize("change", BODIES.values(), ids=[k[:40] for k in BODIES])
+def test_a_body_with_something_else_in_it_is_refused(folder: Path, target: Any, change: Callable[[Body], Any]) -> None:
+    rewrite(folder, change)
+    refused(folder, target)
+
+
+def test_files_that_links_lead_out_of_the_folder_to_are_refused(folder: Path, target: Any, tmp_path: Path) -> None:
+    for name in (manifest.NAME, checkpoint.TRAINING, "states-00001-of-00007.safetensors"):
+        (folder / name).rename(tmp_path / "elsewhere")
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+        assert "leads out of its folder" in refused(folder, target)
+        (folder / name).unlink()
+        (tmp_path / "elsewhere").rename(folder / name)
+    (tmp_path / "link").symlink_to(folder)
+    mt.load(target[0], None, tmp_path / "link")                      # the folder itself may be elsewhere
+
+
+# ---- headers -------------------------------------------------------------------------------------
+
+def header_of(path: Path) -> tuple[Body, bytes]:
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    return json.loads(data[8:8 + length]), data[8 + length:]
+
+
+def packed(header: bytes, rest: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header + rest
+
+
+def one(**changes: Any) -> Callable[[Body], Any]:
+    """Changes the first tensor's entry."""
+    return lambda h: h[next(k for k in h if k != "__metadata__")].update(changes)
+
+
+def without(name: str) -> Callable[[Body], Any]:
+    return lambda h: h[next(k for k in h if k != "__metadata__")].pop(name)
+
+
+HEADERS: dict[str, Callable[[Body], Any] | bytes] = {
+    **{repr(raw[:24]): raw for raw in (b"", b"{", b"[]", b"null", b"3", DEEP, b'{"a":' * 100_000, b"\xff", b'{"a": NaN}',
+                                       b'{"a": 1e999}', b'{"a": {}, "a": {}}', b'{"a": ' + b"9" * 5000 + b"}",
+                                       b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}')},
+    **{f"{k}={v!r}": one(**{k: v}) for k, v in [
+        ("dtype", 3), ("dtype", "F3"), ("dtype", []), ("dtype", "F64"), ("shape", 3), ("shape", "30"), ("shape", [-1]),
+        ("shape", [2.0]), ("shape", [True]), ("shape", [2**62, 2**62]), ("shape", [0, 2**63]), ("shape", []),
+        ("shape", [1] * 100_000), ("data_offsets", 3), ("data_offsets", [0]), ("data_offsets", [0, 1, 2]),
+        ("data_offsets", ["0", "1"]), ("data_offsets", [0.0, 1.0]), ("data_offsets", [-8, 8]),
+        ("data_offsets", [1 << 60, 1 << 61]), ("data_offsets", None), ("more", 1)]},
+    **{f"no {k}": without(k) for k in ("dtype", "shape", "data_offsets")},
+    "metadata": lambda h: h.update(__metadata__=3), "metadata of numbers": lambda h: h.update(__metadata__={"a": 3}),
+    "a number": lambda h: h.update(more=3), "a list": lambda h: h.update(more=[]),
+    "an overlap": lambda h: h.update(more={"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}),
+    "one more of no bytes, elsewhere": lambda h: h.update(more={"dtype": "I8", "shape": [0], "data_offsets": [1, 1]}),
+    "none": lambda h: h.clear(),
+}
+
+
+@pytest.mark.parametrize("change", HEADERS.values(), ids=[k[:40] for k in HEADERS])
+@pytest.mark.parametrize("stem", ["model", "states"])
+def test_a_header_with_something_else_in_it_is_refused(folder: Path, target: Any, stem: str,
+                                                       change: Callable[[Body], Any] | bytes) -> None:
+    name = sorted(p.name for p in folder.glob(f"{stem}-*"))[-1]
+    header, rest = header_of(folder / name)
+    if isinstance(change, bytes):
+        data = packed(change, rest)
+    else:
+        change(header)
+        data = packed(json.dumps(header).encode(), rest)
+    replace(folder, name, data)
+    assert name in refused(folder, target)
+
+
+@pytest.mark.parametrize("change", ["a gap", "a byte more", "no length", "a length too long"])
+def test_bytes_that_are_no_tensors_are_refused(folder: Path, target: Any, change: str) -> None:
+    name = "model-00001-of-00003.safetensors"
+    header, rest = header_of(folder / name)
+    text = json.dumps(header).encode()
+    first = next(k for k in header if k != "__metadata__")
+    header[first]["data_offsets"] = [n + 8 for n in header[first]["data_offsets"]]
+    data = {"a gap": packed(json.dumps(header).encode(), b"\0" * 8 + rest), "a byte more": packed(text, rest + b"\0"),
+            "no length": b"\0\0", "a length too long": struct.pack("<Q", 2**63) + text}[change]
+    replace(folder, name, data)
+    assert name in refused(folder, target)
+
+
+def test_a_state_of_another_form_than_its_parameter_is_refused_without_a_look_at_the_sums(folder: Path,
+                                                                                          target: Any) -> None:
+    """Types and shapes that make the same bytes."""
+    found = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        whole, (header, rest) = path.read_bytes(), header_of(path)
+        for name, about in list(header.items()):
+            if name == "__metadata__":
+                continue
+            was = dict(about)
+            numbers = about["shape"]
+            for changed in ({"shape": [1, *numbers]}, {"dtype": {"F32": "I32", "BF16": "F16", "I16": "F16"}[was["dtype"]]}):
+                header[name] = was | changed
+                replace(folder, path.name, packed(json.dumps(header).encode(), rest))
+                said = refused(folder, target, verify=False)
+                assert name in said and path.name in said
+                found += 1
+            header[name] = was
+        replace(folder, path.name, whole)
+    assert found >= 2 * 4 * len(SHAPES) - 2
+
+
+def test_a_tensor_that_two_files_have_is_refused(folder: Path, target: Any) -> None:
+    data = (folder / "model-00001-of-00003.safetensors").read_bytes()
+    replace(folder, "model-00009-of-00003.safetensors", data)
+    assert "which is in model-00001-of-00003.safetensors too" in refused(folder, target)
+
+
+# ---- index and training.pt -----------------------------------------------------------------------
+
+@pytest.mark.parametrize("data", [b"", b"[]", DEEP, b"{}", b'{"weight_map": 3}', b'{"weight_map": {}}',
+                                  b'{"weight_map": {"layers.0.weight": "../x"}}',
+                                  b'{"weight_map": {"layers.0.weight": 3}}'], ids=lambda data: repr(data[:40]))
+def test_an_index_with_something_else_in_it_is_refused(folder: Path, target: Any, data: bytes) -> None:
+    replace(folder, checkpoint.INDEX, data)
+    assert checkpoint.INDEX in refused(folder, target)
+
+
+def pickled(value: Any) -> bytes:
+    memory = io.BytesIO()
+    torch.save(value, memory)
+    return memory.getvalue()
+
+
+def changed(folder: Path, **changes: Any) -> bytes:
+    whole = training_of((folder / checkpoint.TRAINING).read_bytes(), "", True)
+    return pickled({k: v for k, v in (whole | changes).items() if v is not ...})
+
+
+class Strange:
+    pass
+
+
+GROUP: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "maximize": False,
+                         "params": [f"layers.{i}.weight" for i in range(3)]}
+TRAININGS: dict[str, Callable[[Path], bytes]] = {
+    "empty": lambda _: b"", "text": lambda _: b"abc", "cut": lambda f: (f / checkpoint.TRAINING).read_bytes()[:-99],
+    "a class": lambda _: pickled(Strange()), "a list": lambda _: pickled([]), "a number": lambda _: pickled(3),
+    "no zip": lambda _: b"\x80\x02." + b"a" * 40,
+    **{f"no {name}": lambda f, name=name: changed(f, **{name: ...}) for name in ("random", "scheduler", "extra", "groups")},
+    **{f"{name}={value!r}": lambda f, name=name, value=value: changed(f, **{name: value}) for name, value in [
+        ("random", 3), ("random", {}), ("random", {"python": 3, "torch": 3}), ("groups", 3), ("groups", [3]),
+        ("groups", [{}]), ("groups", [{"params": 3}]), ("groups", [{"params": [3]}]), ("groups", []), ("scheduler", 3),
+        ("scheduler", [1]), ("scheduler", "a"), ("others", 3), ("others", {FIRST: 3}), ("others", {3: {}}),
+        *(("groups", [GROUP | {k: v}]) for k, v in [("lr", "fast"), ("lr", float("nan")), ("lr", None), ("betas", 3),
+                                                    ("betas", (0.9,)), ("betas", ("a", "b")), ("eps", []),
+                                                    ("maximize", 3)])]},
+}
+
+
+@pytest.mark.parametrize("make", TRAININGS.values(), ids=[k[:60] for k in TRAININGS])
+def test_a_training_pt_with_something_else_in_it_is_refused(folder: Path, target: Any,
+                                                            make: Callable[[Path], bytes]) -> None:
+    replace(folder, checkpoint.TRAINING, make(folder))
+    assert checkpoint.TRAINING in refused(folder, target) or "groups have" in refused(folder, target)
+
+
+@pytest.mark.parametrize("others", [..., {FIRST: {"step": "a"}}, {FIRST: {}, "x": {"step": 1}}, {FIRST: {"moments": 1}},
+                                    {FIRST: {"step": torch.tensor(float("nan"))}}, {FIRST: {"step": -1}}],
+                         ids=lambda o: repr(o)[:50])
+@pytest.mark.parametrize("kind", [mt.AdamW, torch.optim.AdamW], ids=["ours", "torchs"])
+def test_states_of_torchs_adamw_are_looked_at_too(saved: Path, tmp_path: Path, target: Any, kind: Any,
+                                                  others: Any) -> None:
+    folder = Path(shutil.copytree(saved / "torchs", tmp_path / "t"))
+    replace(folder, checkpoint.TRAINING, changed(folder, others=others))
+    model, opt, _ = target if kind is mt.AdamW else pair(kind)
+    before = everything(model, opt) if kind is mt.AdamW else {"w": model.layers[0].weight.clone()}
+    try:
+        mt.load(model, opt, folder)
+    except mt.MegatrainError:
+        after = everything(model, opt) if kind is mt.AdamW else {"w": model.layers[0].weight.clone()}
+        assert not [k for k, v in before.items() if not torch.equal(v, after[k])]
+    else:
+        raise AssertionError("states that are incomplete were taken")
+
+
+# ---- the reader itself ---------------------------------------------------------------------------
+
+def test_files_of_more_than_4_GB_have_offsets_that_are_taken(tmp_path: Path) -> None:
+    n = 6_000_000_000
+    table = {"a": {"dtype": "I8", "shape": [n], "data_offsets": [0, n]},
+             "b": {"dtype": "I8", "shape": [n], "data_offsets": [n, 2 * n]}}
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(packed(json.dumps(table).encode(), b""))
+    with path.open("r+b") as f:
+        f.truncate(path.stat().st_size + 2 * n)                      # a hole
+    assert tensorfiles.listed(path)["b"].end == path.stat().st_size
+
+
+def test_entries_may_come_in_any_order(tmp_path: Path) -> None:
+    table = {"b": {"dtype": "I8", "shape": [2], "data_offsets": [1, 3]}, "a": {"dtype": "I8", "shape": [], "data_offsets": [0, 1]}}
+    (tmp_path / "a.safetensors").write_bytes(packed(json.dumps(table).encode(), b"abc"))
+    assert set(tensorfiles.listed(tmp_path / "a.safetensors")) == {"a", "b"}
+
+
+@pytest.mark.parametrize("text, words", [
+    (b'{"a": 1, "a": 2}', "'a' is there twice"), (b"[NaN]", "NaN is no JSON"), (b"[-Infinity]", "no JSON"),
+    (b"[1e400]", "beyond what a number holds"), (b"[18446744073709551616]", "64 bits"), (b"\xc3", "utf-8"),
+    (DEEP, "too deep")], ids=lambda v: repr(v[:20]))
+def test_what_is_no_json_of_ours_is_named(text: bytes, words: str) -> None:
+    with pytest.raises(mt.MegatrainError, match=words):
+        strict.parsed(text, "here")
+
+
+def test_left_overs_of_other_names_stay(tmp_path: Path) -> None:
+    for name in ("c.tmp-backup", "c.old-2024", "c.tmp-1-2-mine", "c.tmp-1-2"):
+        (tmp_path / name).mkdir()
+    manifest.sweep(tmp_path / "c")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.old-2024", "c.tmp-1-2-mine", "c.tmp-backup"]
