@@ -38,7 +38,7 @@ from .guard import HostTensor
 from .lazy import Lazy
 from .loss import linear_cross_entropy
 from .records import Use
-from .state import in_backward
+from .state import graph_stays, in_backward
 from .units import output_embeddings
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ class Defer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.saved_tensors                               # there are none; torch's own error for a graph given back
         logits, head = ctx.logits, ctx.logits.head
         logits.check()
         hidden, dhidden, found = logits.hidden.detach(), None, {}
@@ -211,6 +212,8 @@ class Defer(torch.autograd.Function):
                 found[head.weight] = grad.t() @ rows
             if head.bias in ctx.records:
                 found[head.bias] = grad.sum(0)
+        if not graph_stays():
+            ctx.logits = None                           # with logits that were made; this object lives as long as the loss
         return None, dhidden, *_hand_over(ctx, head, logits.use, [found[r] for r in ctx.records])
 
 
@@ -477,7 +480,7 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grads = ctx.saved_tensors
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        if graph_stays():
             grads = [None if g is None else g * grad for g in grads]
         else:                                           # nobody will ask for them again
             for g in grads:

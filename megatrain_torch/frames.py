@@ -186,6 +186,7 @@ class ReplayFrame:
     def replay(self) -> None:
         """Runs the forward again until all that the first run saved is there."""
         self.saved = {}
+        self.runtime.handover.at_end(self)
         packed = self._collector()
         try:
             with self.runtime.during(self.window, "replay"), self.as_it_was() as (args, kwargs):
@@ -198,6 +199,10 @@ class ReplayFrame:
             pass
         if len(self.saved) < self.count:
             self._refuse(f"saved {len(self.saved)} tensors where the first run saved {self.count}")
+
+    def backward_ended(self) -> None:
+        """What nobody has asked for is made again by the next backward that does."""
+        self.saved = {}
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[tuple[Any, Any]]:
