@@ -91,6 +91,7 @@ class Head:
         self.weight = by_param[id(named["weight"])]
         self.bias = by_param[id(named["bias"])] if "bias" in named else None
         self.declined = ""
+        self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()
 
     def versions(self) -> list[int]:
         core = self.window.runtime.core
@@ -110,6 +111,8 @@ class Head:
         if self.declined:
             return None
         _keep_from_tracing()
+        for earlier in self.calls:
+            earlier.let_go()
         return Defer.apply(Logits(self, hidden), hidden, *self.window.params)
 
     def _why_not(self, hidden: Any) -> str:
@@ -134,7 +137,7 @@ class Logits:
     """One call of the head: what its output is made from, if it must be.
 
     Attributes:
-        hidden: [..., H], with its history.
+        hidden: [..., H], with its history; None once the weights have moved on, since then nothing can be made of it.
         value: the output [..., V], once it was made; without history.
         fused: a loss was computed without making it.
         watched: the user asked for gradients of logits, so that losses must go by way of them.
@@ -143,12 +146,18 @@ class Logits:
     """
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
-        self.head, self.hidden = head, hidden
+        self.head, self.device, self.rows = head, hidden.device, hidden.shape[:-1].numel()
+        self.hidden: Tensor | None = hidden
+        head.calls.add(self)
         self.hidden_version, self.versions = hidden._version, head.versions()
         self.value: Tensor | None = None
         self.fused = self.watched = False
         self.use: Use | None = None
         self.born: list[weakref.ref[DeferredLogits]] = []
+
+    def let_go(self) -> None:
+        if self.head.versions() != self.versions:
+            self.hidden = None
 
     def check(self) -> None:
         """Hidden states and weights are those of the call."""
@@ -170,7 +179,7 @@ class Logits:
             self.check()
             if not self.fused:
                 head.declined = f"its logits are read by {reader}"
-            with torch.no_grad(), exactly(self.hidden.device):
+            with torch.no_grad(), exactly(self.device):
                 self.value = head.window.run((self.hidden.detach(),), {}, grad=False)
         return self.value
 
@@ -286,7 +295,7 @@ class DeferredLogits(Tensor):
                 step: tuple[Any, ...] | None = None) -> DeferredLogits:
         out = Tensor._make_wrapper_subclass(
             cls, form.shape, strides=form.stride(), storage_offset=form.storage_offset(), dtype=form.dtype,
-            device=logits.hidden.device)
+            device=logits.device)
         out._logits, out._form, out._rows, out._step, out._values = logits, form, rows, step, None
         out._curve = curve or Curve()
         logits.born.append(weakref.ref(out))
@@ -338,7 +347,7 @@ class DeferredLogits(Tensor):
         return DeferredLogits(self._logits, form, rows, curve or self._curve, step)
 
     def picked(self, pick: Pick) -> tuple[Pick, ...]:
-        before = math.prod(self._rows[-1][0]) if self._rows else self._logits.hidden.shape[:-1].numel()
+        before = math.prod(self._rows[-1][0]) if self._rows else self._logits.rows
         return self._rows if _all(pick, before) else (*self._rows, pick)
 
     @property

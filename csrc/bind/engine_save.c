@@ -107,6 +107,7 @@ typedef struct mt_saving {
     mt_engine *e;
     file_list  files;
     unsigned  *planes;       /* [n_units] of each unit, a bit each; 0: it is not saved */
+    size_t    *brings;       /* [n_units] bytes of those that are not in host memory */
     mt_shards *shards;
 } mt_saving;
 
@@ -160,6 +161,7 @@ static void saving_free(mt_saving *g)
     mt_shards_close(g->shards);
     files_free(&g->files);
     free(g->planes);
+    free(g->brings);
     free(g);
 }
 
@@ -190,10 +192,24 @@ fail:
     return st;
 }
 
+/* When nothing is under way, so that nothing is given back after it was counted. */
+static mt_status count_brought(mt_engine *e, mt_saving *g, int n_units)
+{
+    if ((g->brings = calloc((size_t)n_units + 1, sizeof *g->brings)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "save: no memory for %d units", n_units);
+    for (int unit = 0; unit < n_units; unit++)
+        for (int p = 0; p < MT_PLANE_COUNT; p++)
+            if (g->planes[unit] >> p & 1)
+                g->brings[unit] += mt_store_cold(e->store, unit, (mt_plane)p);
+    return MT_OK;
+}
+
 static mt_status saving_begin(mt_engine *e, mt_saving *g, mt_shards_how how)
 {
     mt_status st;
 
+    MT_TRY(count_brought(e, g, how.n_units));
+    how.brings = g->brings;
     MT_TRY(hold(e, g, how.n_units));
     MT_TRY(mt_shards_write(g->files.shards, g->files.n, how, &g->shards));
 fail:
