@@ -8,10 +8,11 @@
     manifest.json                          sizes, sums, what belongs to which parameter (manifest.py)
 
 No second copy of the model is made: the engine copies blocks of 4 MiB out of the planes and writes them, unit by unit
-(csrc/io/shards.h); what a unit has on the device or on disk is in host memory until its bytes are copied. What is saved is one step's: everything under way ends first, and from then on each unit's next
-update, and writes from outside, wait until its bytes are copied. So asynchronously training goes on while the disk
-writes, as far ahead as `spare` memory allows: with none, the next step's updates wait for the disk; with as much as
-the checkpoint is large, for a copy alone.
+(csrc/io/shards.h); what a unit has on the device or on disk is in host memory until its bytes are copied. What is
+saved is one step's: everything under way ends first, and from then on each unit's next update, and writes from
+outside, wait until its bytes are copied. So asynchronously training goes on while the disk writes, as far ahead as
+`spare` memory allows: with none, the next step's updates wait for the disk; with as much as the checkpoint is large,
+for a copy alone.
 """
 from __future__ import annotations
 

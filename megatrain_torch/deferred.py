@@ -33,6 +33,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import MegatrainError
+from .frames import refuse_again
 from .fused import casts
 from .guard import HostTensor
 from .lazy import Lazy
@@ -209,7 +210,7 @@ class Defer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.saved_tensors                               # there are none; torch's own error for a graph given back
+        refuse_again(ctx)
         logits, head = ctx.logits, ctx.logits.head
         logits.check()
         hidden, dhidden, found = logits.hidden.detach(), None, {}
@@ -222,7 +223,7 @@ class Defer(torch.autograd.Function):
             if head.bias in ctx.records:
                 found[head.bias] = grad.sum(0)
         if not graph_stays():
-            ctx.logits = None                           # with logits that were made; this object lives as long as the loss
+            ctx.logits = None                           # and what was made of them; this object lives as the loss does
         return None, dhidden, *_hand_over(ctx, head, logits.use, [found[r] for r in ctx.records])
 
 

@@ -79,6 +79,11 @@ def refuse_create_graph() -> None:
                              "mt.unstream(model) first, or use a model that fits")
 
 
+def refuse_again(ctx: Any) -> None:
+    """torch's own error for a graph that was given back, by a node whose backward asks for nothing that it saved."""
+    _ = ctx.saved_tensors
+
+
 class SavedFrame:
     """Hooks of a window that keeps its activations."""
 

@@ -22,7 +22,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
 
 from .errors import MegatrainError
-from .frames import ReplayFrame, refuse_create_graph
+from .frames import ReplayFrame, refuse_again, refuse_create_graph
 from .records import Record, Use
 from .state import graph_stays, in_backward
 
@@ -44,7 +44,7 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_create_graph()
-        ctx.saved_tensors                    # there are none; torch's own error where the graph was given back
+        refuse_again(ctx)
         window, frame = ctx.window, ctx.frame
         nodes = [edge[0] for edge in ctx.next_functions[ctx.n_inputs:]]
         before = window.runtime.bindings

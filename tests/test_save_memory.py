@@ -103,7 +103,8 @@ WAYS = [*((home, False) for home in ELSEWHERE), ("disk+weights", True)]
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """Of a process of its own, whose memory is nobody else's."""
     command = [sys.executable, __file__, str(tmp_path_factory.mktemp("peaks"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -51,7 +51,7 @@ typedef struct share {
 enum { FRESH, BEGINNING, BEGUN, ENDED };
 
 typedef struct owner {               /* a unit; behind the last one, nobody */
-    size_t next, end;                /* its shares, but for those before next, which are taken. next: mu, as what follows */
+    size_t next, end;                /* its shares, less those before next, which are taken. mu but for end, as below */
     size_t left;                     /* of them that nobody copied yet */
     int    at;
 } owner;

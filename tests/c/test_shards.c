@@ -485,7 +485,8 @@ static void any_order_comes_to_an_end(void)
             unsigned state = seed;
 
             write_many(seed % 2 ? 300000 : BLOCK / 2, shuffle, (mt_shards_how){
-                .n_copiers = 1 + (int)seed % 3, .n_writers = shuffle ? 1 : 8, .wanted = wanted_at_random, .arg = &state });
+                .n_copiers = 1 + (int)seed % 3, .n_writers = shuffle ? 1 : 8,
+                .wanted = wanted_at_random, .arg = &state });
             CHECK(shuffle || most <= (seed % 2 ? BLOCK : 4 * (BLOCK / 2 + MANY * 100)));
         }
 }
