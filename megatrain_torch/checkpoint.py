@@ -385,13 +385,8 @@ MASTERS = {"LO": "master_low", "MASTER": "master"}
 
 
 def _entry(record: Record, plane: str, name: str) -> Entry:
-    """Over the plane itself; over a copy, where its order in memory is not the file's (convolutions, channels last)."""
-    memory = record.view(plane)
-    if memory.is_contiguous():
-        return Entry(name, memory, record.unit, plane)
-    record.runtime.wait_updates(record)
-    record.runtime.bring_states(record)
-    return Entry(name, memory.contiguous())
+    """Over the plane itself, whatever order it has (convolutions, channels last)."""
+    return Entry(name, record.view(plane), record.unit, plane)
 
 
 def _weights(model: nn.Module, names: dict[Tensor, str]) -> list[Entry]:

@@ -142,6 +142,32 @@ def test_units_that_share_blocks_and_updates_that_wait_are_one_steps(tmp_path: P
     assert all(torch.equal(p, right[n]) for n, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("home", ["vram", "disk", "disk+weights"])
+def test_another_order_in_memory_needs_no_copies(home: str, tmp_path: Path) -> None:
+    """Channels last: the file is row-major, so elements are turned on their way."""
+    names = [str(i) for i in range(6)]
+    unit = 4 * 256 * 256 * 9 * ELSEWHERE[home] // WEIGHTS
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(256, 256, 3, padding=1, bias=False) for _ in names))
+    small = {"disk": {"buffer_bytes": 1 << 20}} if "disk" in home else {}
+    model = mt.stream(model.to(memory_format=torch.channels_last), "cpu", units=names, nvme=str(tmp_path), plan={
+        "slots": 2, "homes": dict.fromkeys(names, home), "debug": small})
+    opt = mt.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(torch.randn(1, 256, 4, 4)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    runtime_of(model).drain()
+    with Peak(runtime_of(model).core) as peak:
+        mt.save(model, opt, tmp_path / "c")
+    assert peak.planes <= unit
+    from safetensors.torch import load_file
+    saved, states = load_file(tmp_path / "c" / "model.safetensors"), load_file(tmp_path / "c" / "states.safetensors")
+    for name, p in model.named_parameters():
+        assert not p.is_contiguous() and torch.equal(saved[name], p)
+        assert torch.equal(states[f"{name}.exp_avg_sq"], opt.state[p]["exp_avg_sq"])
+
+
 @pytest.mark.parametrize("home", ["vram", "disk"])
 def test_a_save_is_refused_where_a_unit_does_not_fit(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is written; a dry run says so too. With the default, an asynchronous one takes what there is."""

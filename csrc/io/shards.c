@@ -155,6 +155,34 @@ static mt_status move_pages(const mt_file_calls *c, int fd, const char *path, in
     return MT_OK;
 }
 
+/* `bytes` of a turned tensor, from the file's byte `from` of it on: element by element, the first and last in part. */
+static void copy_turned(const mt_extent *e, uint64_t from, size_t bytes, char *mem, int to_extent)
+{
+    const mt_turn *t = e->turn;
+    size_t         index[MT_TURN_DIMS], left = (size_t)(from / t->item), skip = (size_t)(from % t->item);
+    char          *at = e->mem;
+
+    for (int d = t->dims; d-- > 0; left /= t->shape[d]) {
+        index[d] = left % t->shape[d];
+        at += index[d] * t->stride[d];
+    }
+    while (bytes > 0) {
+        size_t n = t->item - skip < bytes ? t->item - skip : bytes;
+
+        memcpy(to_extent ? at + skip : mem, to_extent ? mem : at + skip, n);
+        mem += n;
+        bytes -= n;
+        skip = 0;
+        for (int d = t->dims; d-- > 0;) {
+            at += t->stride[d];
+            if (++index[d] < t->shape[d])
+                break;
+            at -= t->shape[d] * t->stride[d];
+            index[d] = 0;
+        }
+    }
+}
+
 /* What an extent and [at, at + bytes) have in common, one way or the other. */
 static void copy_extent(const mt_extent *e, uint64_t at, size_t bytes, char *mem, int to_extent)
 {
@@ -163,7 +191,9 @@ static void copy_extent(const mt_extent *e, uint64_t at, size_t bytes, char *mem
 
     if (from >= to)
         return;
-    if (to_extent)
+    if (e->turn != NULL)
+        copy_turned(e, from - e->at, (size_t)(to - from), mem + (from - at), to_extent);
+    else if (to_extent)
         memcpy((char *)e->mem + (from - e->at), mem + (from - at), to - from);
     else
         memcpy(mem + (from - at), (char *)e->mem + (from - e->at), to - from);

@@ -28,11 +28,21 @@
 #include "../core/watch.h"
 #include "file.h"
 
+#define MT_TURN_DIMS 64      /* as torch's */
+
+/* A tensor whose elements lie in memory in another order than in the file, which is row-major. */
+typedef struct mt_turn {
+    int    dims;                     /* 1 to MT_TURN_DIMS */
+    size_t item;                     /* bytes of an element */
+    size_t shape[MT_TURN_DIMS], stride[MT_TURN_DIMS];        /* elements; bytes */
+} mt_turn;
+
 typedef struct mt_extent {
     uint64_t at;                     /* in the file */
     void    *mem;
     size_t   bytes;                  /* > 0 */
     int      unit;                   /* of mt_shards_how's n_units; -1: the memory is nobody's */
+    const mt_turn *turn;             /* NULL: the bytes lie as in the file */
 } mt_extent;
 
 typedef struct mt_shard {

@@ -34,11 +34,11 @@ static void setup(void)
         for (size_t i = 0; i < bytes_of[u]; i++)
             plane[u][i] = (char)(i * 7 + i / 4096 + (size_t)u);
     }
-    extents[0][0] = (mt_extent){ 0, header, sizeof header, -1 };
-    extents[0][1] = (mt_extent){ sizeof header, plane[0], bytes_of[0], 0 };
-    extents[0][2] = (mt_extent){ sizeof header + bytes_of[0], plane[1], bytes_of[1], 1 };
-    extents[1][0] = (mt_extent){ 0, plane[2], bytes_of[2], 2 };
-    extents[1][1] = (mt_extent){ bytes_of[2], plane[0], 5000, 0 };
+    extents[0][0] = (mt_extent){ 0, header, sizeof header, -1, NULL };
+    extents[0][1] = (mt_extent){ sizeof header, plane[0], bytes_of[0], 0, NULL };
+    extents[0][2] = (mt_extent){ sizeof header + bytes_of[0], plane[1], bytes_of[1], 1, NULL };
+    extents[1][0] = (mt_extent){ 0, plane[2], bytes_of[2], 2, NULL };
+    extents[1][1] = (mt_extent){ bytes_of[2], plane[0], 5000, 0, NULL };
     shards[0] = (mt_shard){ path[0], sizeof header + bytes_of[0] + bytes_of[1], extents[0], 3, sums[0] };
     shards[1] = (mt_shard){ path[1], bytes_of[2] + 5000, extents[1], 2, sums[1] };
 }
@@ -323,6 +323,42 @@ static void other_bytes_and_other_sizes_are_told(void)
     teardown();
 }
 
+/* A tensor [A, B, 1, C] that lies in memory as [A, C, B]: in pieces of a file, from any byte to any other. */
+static void turned_tensors_are_row_major_in_files(void)
+{
+    enum { A = 300000, B = 3, C = 2 };
+    uint32_t *memory = malloc(A * B * C * 4), *right = malloc(A * B * C * 4), *back = malloc(A * B * C * 4);
+    mt_turn   turn = { .dims = 4, .item = 4, .shape = { A, B, 1, C }, .stride = { B * C * 4, 4, 77, B * 4 } };
+    mt_extent turned[2] = { { 0, header, 17, -1, NULL }, { 17, memory, A * B * C * 4, 0, &turn } };
+    mt_shard  file = { .extents = turned, .n_extents = 2, .bytes = 17 + A * B * C * 4, .sums = sums[0] };
+    mt_shards_how h = how();
+    mt_shards *w = NULL;
+    uint64_t  bytes;
+    int       over = 0;
+
+    setup();
+    file.path = path[0];
+    for (uint32_t a = 0, n = 0; a < A; a++)
+        for (uint32_t b = 0; b < B; b++)
+            for (uint32_t c = 0; c < C; c++, n++)
+                right[n] = memory[a * B * C + c * B + b] = n * 2654435761u;
+    h.end = NULL;
+    CHECK_OK(mt_shards_write(&file, 1, h, &w));
+    while (!over)
+        CHECK_OK(mt_shards_wait(w, 0.01, &bytes, &over));
+    mt_shards_close(w);
+    turned[1].mem = back;
+    CHECK_OK(mt_shards_read(&file, 2, NULL));
+    CHECK(memcmp(back, memory, A * B * C * 4) == 0);
+    turned[1].turn = NULL;
+    CHECK_OK(mt_shards_read(&file, 2, NULL));
+    CHECK(memcmp(back, right, A * B * C * 4) == 0);
+    free(memory);
+    free(right);
+    free(back);
+    teardown();
+}
+
 /* ---- many units: who is begun beside whom --------------------------------------------------- */
 
 #define MANY 12
@@ -396,7 +432,7 @@ static void setup_many(size_t bytes, int shuffle, mt_shard *files, mt_extent *li
                     some = part[u][f] - (shuffle ? some : part[u][f]);
                 if (some == 0)
                     continue;
-                list[n++] = (mt_extent){ at, mem[u] + (f == 0 ? 0 : part[u][0]) + from, some, u };
+                list[n++] = (mt_extent){ at, mem[u] + (f == 0 ? 0 : part[u][0]) + from, some, u, NULL };
                 at += some;
                 files[f].n_extents++;
             }
@@ -492,6 +528,7 @@ static void any_order_comes_to_an_end(void)
 }
 
 #define TESTS(X)                                            \
+    X(turned_tensors_are_row_major_in_files)                \
     X(one_unit_at_a_time_takes_memory)                      \
     X(small_units_are_begun_together)                       \
     X(any_order_comes_to_an_end)                            \
