@@ -58,12 +58,10 @@ class Layer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         refuse_create_graph()
         fused, (x,) = ctx.fused, ctx.saved_tensors         # x of a linked window is made again here
-        kept, call = ctx.kept, ctx.call
+        kept = ctx.kept
         # This object lives as long as the loss, what it keeps not: a second time all is made again from x. What that
         # needs of a bundle, x as it was saved holds.
         ctx.kept = ctx.bundle = None
-        if not graph_stays():
-            ctx.call = None
         fused.window.runtime.swap.approach(ctx.position)
         fused.check_versions(ctx.versions)
         nodes = [edge[0] for edge in ctx.next_functions[1:]]         # the first is x's
@@ -73,10 +71,12 @@ class Layer(torch.autograd.Function):
             kept = fused.template.nothing_kept(x) if kept is None else _mapped(kept, Part, Part.tensor)
             if ctx.keep == LINKED:
                 kept.x = x
-            dx, grads = fused.template.backward(dy.contiguous(), kept, fused.weights(), call, ctx.wanted,
+            dx, grads = fused.template.backward(dy.contiguous(), kept, fused.weights(), ctx.call, ctx.wanted,
                                                 ctx.needs_input_grad[4])
             found = tuple(grads.get(n) for n in ctx.names)
         taken = fused.window.runtime.handover.take(ctx.records, ctx.use, nodes, found)
+        if not graph_stays():
+            ctx.call = None
         return None, None, None, None, dx, *taken
 
 

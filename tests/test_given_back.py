@@ -127,8 +127,11 @@ def left_over(mode: str, compute: str, held: Callable[[Any], Any], nvme: Any) ->
 
 # ---------------------------------------------------------------- ordinary loops
 
-@pytest.mark.parametrize("compute", ["eager", "fused"])
-@pytest.mark.parametrize("mode", [*MODES, "whole"])
+# A module's own code knows two amounts to keep, and "whole".
+OWN = ["whole", *(m for m in MODES if m.partition("+")[0] in ("saved", "replay"))]
+
+
+@pytest.mark.parametrize("mode, compute", [*((m, "eager") for m in OWN), *((m, "fused") for m in MODES)])
 def test_a_held_loss_keeps_no_activations(mode: str, compute: str, tmp_path: Path) -> None:
     more = left_over(mode, compute, of_loss, tmp_path) - of_plain(of_loss)
     assert more < OBJECTS, f"each step's loss keeps {more / INPUT:.2f} times a layer's input more than plain torch's"
@@ -260,6 +263,33 @@ def test_a_backward_that_fails_leaves_nothing(mode: str, compute: str, tmp_path:
         assert waiting(model) == (0, 0)
         used.append(in_use())
     assert used[-1] - used[1] < OBJECTS
+
+
+@pytest.mark.parametrize("mode", ["saved", "selective+host"])
+def test_a_node_that_failed_may_be_asked_again(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's own: only what is through is given back."""
+    model = tiny(mode, "fused")
+    model(**batch(0)).loss.backward()
+    model.zero_grad()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    take, grads = runtime_of(model).handover.take, []
+    for failures in (0, 1):
+        def fail(*args: Any) -> Any:
+            nonlocal failures
+            failures -= 1
+            if failures == 0:
+                raise MegatrainError("no memory")
+            return take(*args)
+
+        loss = model(**batch(1), output_hidden_states=True).hidden_states[1].sum()
+        monkeypatch.setattr(runtime_of(model).handover, "take", fail)
+        if failures:
+            with pytest.raises(MegatrainError, match="no memory"):
+                loss.backward()
+        loss.backward()
+        grads.append(weight.grad.clone())
+        model.zero_grad()
+    assert torch.equal(*grads)
 
 
 def test_two_models_in_one_graph() -> None:
