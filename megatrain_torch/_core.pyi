@@ -125,14 +125,15 @@ class Engine:
         brings them again. Waits for updates of the unit. Not while somebody reads."""
 
     # checkpoints
-    def save_begin(self, files: list[tuple[str, int, list[tuple[int, int, int, int]]]], units: list[tuple[int, int]],
-                   spare: int, copiers: int, writers: int) -> None:
+    def save_begin(self, files: list[tuple[str, int, list[tuple[Any, ...]]]], units: list[tuple[int, int]], spare: int,
+                   copiers: int, writers: int) -> None:
         """Writes files of planes as they are now, with threads of its own; one save at a time.
 
         Drains the engine. Until a unit's bytes are copied, its updates and writes from outside wait.
 
         Args:
-            files: (path, bytes, [(offset in the file, address, bytes > 0, unit or -1), ...]), in order, without gaps.
+            files: (path, bytes, [(offset in the file, address, bytes > 0, unit or -1), ...]), in order, without gaps. A
+                fifth element says in which order memory has them: tensorfiles.Extent.
             units: (unit, planes): what is brought to host memory before it is copied; bits 1 << plane.
             spare: bytes of blocks that may be copied before they are written.
         """

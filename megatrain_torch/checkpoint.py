@@ -7,11 +7,12 @@
     training.pt                            groups, scheduler, random states, `extra`: torch.load(weights_only=True)
     manifest.json                          sizes, sums, what belongs to which parameter (manifest.py)
 
-No second copy of the model is made: the engine copies blocks of 4 MiB out of the planes and writes them
-(csrc/io/shards.h). What is saved is one step's: everything under way ends first, and from then on each unit's next
-update, and writes from outside, wait until its bytes are copied. So asynchronously training goes on while the disk
-writes, as far ahead as `spare` memory allows: with none, the next step's updates wait for the disk; with as much as
-the checkpoint is large, for a copy alone.
+No second copy of the model is made: the engine copies blocks of 4 MiB out of the planes and writes them, unit by unit
+(csrc/io/shards.h); what a unit has on the device or on disk is in host memory until its bytes are copied. What is
+saved is one step's: everything under way ends first, and from then on each unit's next update, and writes from
+outside, wait until its bytes are copied. So asynchronously training goes on while the disk writes, as far ahead as
+`spare` memory allows: with none, the next step's updates wait for the disk; with as much as the checkpoint is large,
+for a copy alone.
 """
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ FILE_BYTES = 5 * 10**9               # of a file of tensors, at most
 # asynchronous save waits for it, so there are as many as cores allow; of 16 cores 12 had a step wait 2.0 s for 46 GB, 4
 # another 2.3, both in memory that was used for the first time.
 COPIERS, WRITERS = max(4, min(16, _core.build_info()["cpus"] * 3 // 4)), 8
-SPARE_BYTES = 2 << 30                # of an asynchronous save, unless it is said
+LEAST_BYTES = (COPIERS + WRITERS) * (4 << 20)        # of blocks on their way: one for each thread
+SPARE_BYTES = 2 << 30                # of an asynchronous save, unless it is said, or there is less
 POLL_S = 0.25                        # between two calls of progress
 TRIAL_BYTES, TRIAL_PIECE = 256 << 20, 4 << 20        # that a dry run writes, to tell the disk's rate: at most, at least
 TRAINING = "training.pt"
@@ -215,15 +217,16 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         asynchronous: return as soon as what is to be saved is held; the next save, load, forward or `wait()` of what is
             returned tells of a failure.
         spare: host memory for blocks that are copied and not yet written (bytes or "8GiB"). None: 2 GiB where
-            asynchronous, else the least, 4 MiB for each thread.
+            asynchronous and so much is free, else the least, 4 MiB for each thread. Besides, what a unit has on the
+            device or on disk is in host memory while it is copied, one unit at a time.
         dry_run: write nothing but a trial of the disk: check that the folder can be made, that there is room, that all
             can be serialised; return a SavePlan.
         progress: called with (bytes written, bytes in all) four times a second, from the thread that writes.
 
     Raises:
         MegatrainError: the model is not streamed, or was streamed anew since its mt.AdamW was made; gradients of an
-            unfinished step stand; `extra` or the scheduler's state cannot be loaded back; there is no room, or no
-            permission; or writing failed. Nothing is lost then.
+            unfinished step stand; `extra` or the scheduler's state cannot be loaded back; there is no room on the disk
+            or in host memory, or no permission; or writing failed. Nothing is lost then.
     """
     rt = runtime_of(model)
     _check(rt, model, opt)
@@ -231,13 +234,17 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     folder = Path(folder).absolute()
     begun = time.perf_counter()
     parts = _parts(rt, model, opt, scheduler, extra)
-    asked = parse_bytes(spare, "spare")
-    _check_room(folder, parts.nbytes, asked or 0)
+    room, held = parse_bytes(spare, "spare"), _held(rt, parts.tensors)
+    _check_room(folder, parts.nbytes, room or 0)
+    blocks = min(SPARE_BYTES, parts.nbytes)
+    if room is None:
+        room = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
+    rt.room.saving(rt.core, held, min(max(room, LEAST_BYTES), parts.nbytes))
     if dry_run:
         return _trial(folder, parts.nbytes, [f.name for f in parts.files] + [*parts.small, manifest.NAME])
     saving = Saving(folder, sum(f.nbytes for f in parts.files), progress)
     saving._begun = begun
-    _begin(rt, saving, parts, asynchronous, asked if asked is not None else SPARE_BYTES if asynchronous else 0)
+    _begin(rt, saving, parts, held, asynchronous, room)
     if not asynchronous:
         saving.check()
     return saving
@@ -278,12 +285,12 @@ def _parts(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sch
     return _Parts(files, weights + states, small, _body(rt, opt, names, small))
 
 
-def _begin(rt: Runtime, saving: Saving, parts: _Parts, asynchronous: bool, spare: int) -> None:
+def _begin(rt: Runtime, saving: Saving, parts: _Parts, held: list[tuple[int, int]], asynchronous: bool, spare: int
+           ) -> None:
     """A folder beside the one that it will be, and the work; what was begun is given up where that fails."""
     draft, asked_for = manifest.Draft(saving.folder), False
     try:
         located = [f.located(draft.path) for f in parts.files]
-        held = _held(rt, parts.tensors)
         asked_for = True
         rt.core.save_begin([where for where, _ in located], held, spare, COPIERS, WRITERS)
         rt.saving = saving if asynchronous else None         # before its thread is there: start() may be interrupted
@@ -376,13 +383,8 @@ def master_plane(record: Record) -> str:
 
 
 def _entry(record: Record, plane: str, name: str) -> Entry:
-    """Over the plane itself; over a copy, where its order in memory is not the file's (convolutions, channels last)."""
-    memory = record.view(plane)
-    if memory.is_contiguous():
-        return Entry(name, memory, record.unit, plane)
-    record.runtime.wait_updates(record)
-    record.runtime.bring_states(record)
-    return Entry(name, memory.contiguous())
+    """Over the plane itself, whatever order it has (convolutions, channels last)."""
+    return Entry(name, record.view(plane), record.unit, plane)
 
 
 def _weights(model: nn.Module, names: dict[Tensor, str]) -> list[Entry]:

@@ -164,6 +164,7 @@ class GraphFrame:
     def replay(self) -> None:
         """Runs the graph again; what it saves is kept until autograd has asked for it."""
         saved: dict[int, Any] = {}
+        self.runtime.handover.at_end(self)
 
         def pack(t: Tensor) -> Any:
             saved[len(saved)] = handle = self._handle(t)
@@ -175,6 +176,10 @@ class GraphFrame:
             raise MegatrainError(f"{self.window.name}: run again, its graph saved {len(saved)} tensors where the first "
                                  f"run saved {self.count}; use plan={{'activations': 'saved'}}")
         self.saved = saved
+
+    def backward_ended(self) -> None:
+        """What nobody has asked for is made again by the next backward that does."""
+        self.saved = {}
 
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[None]:

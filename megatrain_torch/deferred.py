@@ -33,12 +33,13 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import MegatrainError
+from .frames import refuse_again
 from .fused import casts
 from .guard import HostTensor
 from .lazy import Lazy
 from .loss import linear_cross_entropy
 from .records import Use
-from .state import in_backward
+from .state import graph_stays, in_backward
 from .units import output_embeddings
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Head:
         self.window, self.module = window, module
         self.by_param = {id(r.param): r for r in window.records}
         self.declined = ""
+        self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()
         self.read()
 
     def read(self) -> None:
@@ -121,6 +123,8 @@ class Head:
         if self.declined:
             return None
         _keep_from_tracing()
+        for earlier in self.calls:
+            earlier.let_go()
         return Defer.apply(Logits(self, hidden), hidden, *self.window.params)
 
     def _why_not(self, hidden: Any) -> str:
@@ -145,7 +149,7 @@ class Logits:
     """One call of the head: what its output is made from, if it must be.
 
     Attributes:
-        hidden: [..., H], with its history.
+        hidden: [..., H], with its history; None once the weights have moved on, since then nothing can be made of it.
         value: the output [..., V], once it was made; without history.
         fused: a loss was computed without making it.
         watched: the user asked for gradients of logits, so that losses must go by way of them.
@@ -154,12 +158,18 @@ class Logits:
     """
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
-        self.head, self.hidden = head, hidden
+        self.head, self.device, self.rows = head, hidden.device, hidden.shape[:-1].numel()
+        self.hidden: Tensor | None = hidden
+        head.calls.add(self)
         self.hidden_version, self.versions = hidden._version, head.versions()
         self.value: Tensor | None = None
         self.fused = self.watched = False
         self.use: Use | None = None
         self.born: list[weakref.ref[DeferredLogits]] = []
+
+    def let_go(self) -> None:
+        if self.head.versions() != self.versions:
+            self.hidden = None
 
     def check(self) -> None:
         """Hidden states and weights are those of the call."""
@@ -181,7 +191,7 @@ class Logits:
             self.check()
             if not self.fused:
                 head.declined = f"its logits are read by {reader}"
-            with torch.no_grad(), exactly(self.hidden.device):
+            with torch.no_grad(), exactly(self.device):
                 self.value = head.window.run((self.hidden.detach(),), {}, grad=False)
         return self.value
 
@@ -211,6 +221,7 @@ class Defer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_again(ctx)
         logits, head = ctx.logits, ctx.logits.head
         logits.check()
         hidden, dhidden, found = logits.hidden.detach(), None, {}
@@ -222,6 +233,8 @@ class Defer(torch.autograd.Function):
                 found[head.weight] = grad.t() @ rows
             if head.bias in ctx.records:
                 found[head.bias] = grad.sum(0)
+        if not graph_stays():
+            ctx.logits = None                           # and what was made of them; this object lives as the loss does
         return None, dhidden, *_hand_over(ctx, head, logits.use, [found[r] for r in ctx.records])
 
 
@@ -294,7 +307,7 @@ class DeferredLogits(Tensor):
                 step: tuple[Any, ...] | None = None) -> DeferredLogits:
         out = Tensor._make_wrapper_subclass(
             cls, form.shape, strides=form.stride(), storage_offset=form.storage_offset(), dtype=form.dtype,
-            device=logits.hidden.device)
+            device=logits.device)
         out._logits, out._form, out._rows, out._step, out._values = logits, form, rows, step, None
         out._curve = curve or Curve()
         logits.born.append(weakref.ref(out))
@@ -346,7 +359,7 @@ class DeferredLogits(Tensor):
         return DeferredLogits(self._logits, form, rows, curve or self._curve, step)
 
     def picked(self, pick: Pick) -> tuple[Pick, ...]:
-        before = math.prod(self._rows[-1][0]) if self._rows else self._logits.hidden.shape[:-1].numel()
+        before = math.prod(self._rows[-1][0]) if self._rows else self._logits.rows
         return self._rows if _all(pick, before) else (*self._rows, pick)
 
     @property
@@ -488,7 +501,7 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grads = ctx.saved_tensors
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        if graph_stays():
             grads = [None if g is None else g * grad for g in grads]
         else:                                           # nobody will ask for them again
             for g in grads:

@@ -79,6 +79,11 @@ def refuse_create_graph() -> None:
                              "mt.unstream(model) first, or use a model that fits")
 
 
+def refuse_again(ctx: Any) -> None:
+    """torch's own error for a graph that was given back, by a node whose backward asks for nothing that it saved."""
+    _ = ctx.saved_tensors
+
+
 class SavedFrame:
     """Hooks of a window that keeps its activations."""
 
@@ -186,6 +191,7 @@ class ReplayFrame:
     def replay(self) -> None:
         """Runs the forward again until all that the first run saved is there."""
         self.saved = {}
+        self.runtime.handover.at_end(self)
         packed = self._collector()
         try:
             with self.runtime.during(self.window, "replay"), self.as_it_was() as (args, kwargs):
@@ -198,6 +204,10 @@ class ReplayFrame:
             pass
         if len(self.saved) < self.count:
             self._refuse(f"saved {len(self.saved)} tensors where the first run saved {self.count}")
+
+    def backward_ended(self) -> None:
+        """What nobody has asked for is made again by the next backward that does."""
+        self.saved = {}
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[tuple[Any, Any]]:

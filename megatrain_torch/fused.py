@@ -28,7 +28,7 @@ from .modes import LINKED, Mode
 from .proof.case import Case, Refused, Same, numbers_of, structure_of
 from .proof.watch import OFTEN, Code, Watch
 from .records import Use
-from .state import in_backward, swap_window
+from .state import graph_stays, in_backward, swap_window
 from .swap import Bundle, Part
 from .templates import Unfit, Weights, template
 
@@ -69,13 +69,16 @@ class Layer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         refuse_create_graph()
         fused, (x,) = ctx.fused, ctx.saved_tensors         # x of a linked window is made again here
+        kept = ctx.kept
+        # This object lives as long as the loss, what it keeps not: a second time all is made again from x. What that
+        # needs of a bundle, x as it was saved holds.
+        ctx.kept = ctx.bundle = None
         fused.window.runtime.swap.approach(ctx.position)
         fused.check_versions(ctx.versions)
         nodes = [edge[0] for edge in ctx.next_functions[1:]]         # the first is x's
         found: tuple[Tensor | None, ...] = (None,) * len(ctx.records)
         dx = None
         if dy is not None:
-            kept, ctx.kept = ctx.kept, None      # used up; a second time all is made again
             kept = fused.template.nothing_kept(x) if kept is None else _mapped(kept, Part, Part.tensor)
             if ctx.keep == LINKED:
                 kept.x = x
@@ -83,6 +86,8 @@ class Layer(torch.autograd.Function):
                                                 ctx.needs_input_grad[4])
             found = tuple(grads.get(n) for n in ctx.names)
         taken = fused.window.runtime.handover.take(ctx.records, ctx.use, nodes, found)
+        if not graph_stays():
+            ctx.call = None
         return None, None, None, None, dx, *taken
 
 

@@ -13,6 +13,8 @@ What is under way in one graph task is flushed when the task ends, by autograd's
 """
 from __future__ import annotations
 
+import sys
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,7 @@ class HandOver:
         self.unstepped = False               # gradients were sent since mt.AdamW's last step
         self.alive: deque[tuple[int, list[Tensor]]] = deque()   # sources of copies that are still in flight
         self.opened = 0                                         # windows of this pass, while there are such
-        self.tasks: set[int] = set()                            # graph tasks that have our callback
+        self.tasks: dict[int, list[weakref.ref[Any]]] = {}      # graph tasks that have our callback, and whom it tells
         self.summed: dict[int, Record] = {}                     # records with a pending device sum
         self.stream = 0                                         # where the last hand-over happened
         self.lent: dict[int, dict[Record, Tensor]] = {}         # by unit: copies of gradients that an update reads
@@ -49,7 +51,8 @@ class HandOver:
              grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         if torch.is_grad_enabled():
             raise MegatrainError("backward(create_graph=True) through a streamed model is not supported")
-        self._join_task()
+        self.stream = self.runtime.stream()
+        self._whom_it_tells()
         again = use is None or use.handed          # a graph that is gone through twice
         if use is not None:
             use.hand()
@@ -115,19 +118,32 @@ class HandOver:
         out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype)
         return out.copy_(grad)
 
-    # ---- a graph task, from its first hand-over to its end ----
+    # ---- a graph task, from the first that we see of it to its end ----
 
-    def _join_task(self) -> None:
-        self.stream = self.runtime.stream()
+    def at_end(self, what: Any) -> None:
+        """Where a backward is under way, what.backward_ended() is called when it is over, if that lives by then."""
+        if in_backward() != -1:
+            self._whom_it_tells().append(weakref.ref(what))
+
+    def _whom_it_tells(self) -> list[weakref.ref[Any]]:
         task = in_backward()
         if task not in self.tasks:
-            self.tasks.add(task)
+            self.tasks[task] = []
             self.runtime.backward_began()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_ended(task))
+        return self.tasks[task]
+
+    def _tell(self, task: int) -> None:
+        """What backward brought or made and did not use is given back, whoever holds the graph."""
+        for ref in self.tasks.pop(task, ()):
+            what = ref()
+            if what is not None:
+                what.backward_ended()
 
     def _task_ended(self, task: int) -> None:
         """Runs in whichever thread ends the task: sends what waited for uses that never came."""
-        self.tasks.discard(task)
+        self._tell(task)
+        self.runtime.swap.sweep()
         rest = []
         for record in self.summed.values():
             if record.pending is not None:
@@ -142,7 +158,8 @@ class HandOver:
         for record in self.summed.values():
             record.pending = None
         self.summed.clear()
-        self.tasks.clear()
+        for task in list(self.tasks):
+            self._tell(task)
 
     # ---- to the store ----
 

@@ -352,6 +352,20 @@ class Room:
                            "an optimizer step and a forward after what was read so far, which give its memory back",
                            f"{show_bytes(sum(table.values()) - bound.free)} more ({bound.remedy})")
 
+    def may_save(self, core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> bool:
+        """Is there room for mt.save with so many bytes of blocks that are not yet written? held: as `saving`."""
+        return self.limit is not None or _shortage(sum(_saved(core, held, blocks).values())) is None
+
+    def saving(self, core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> None:
+        """What mt.save takes while it runs. held: (unit, planes that are saved, a bit each). Raises: as `states`."""
+        need = _saved(core, held, blocks)
+        if self.limit is None and (bound := _shortage(sum(need.values()))) is not None:
+            margin = with_margin(sum(need.values())) - sum(need.values())
+            over = sum(need.values()) + margin - bound.free
+            raise _refusal(self.asked, "host memory to save", need | {"margin": margin}, bound.free,
+                           f"free: {bound.what}", {}, f"{show_bytes(over)} more ({bound.remedy})",
+                           "a smaller spare=, if one was given", "smaller units")
+
     def _bound(self, core: _core.Engine, need: int) -> Bound | None:
         """What stands against so many bytes of copies of weights beside those that were read, and all planes."""
         if self.limit is None:
@@ -403,6 +417,12 @@ class Room:
                 "staging": there["sums"] > 0}
         there |= {what: n for what, n in need.items() if made.get(what) or what.endswith("slots")}
         return {what: max(n - there.get(what, 0), 0) for what, n in need.items() if what in planes}
+
+
+def _saved(core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> dict[str, int]:
+    """Bytes of host memory beside the planes that are there: units at home elsewhere are brought one by one."""
+    brought = [sum(core.cold_bytes(unit, p) for p in _core.PLANES.values() if planes >> p & 1) for unit, planes in held]
+    return {"copies of a unit": max(brought, default=0), "blocks to be written": blocks}
 
 
 def _shortage(need: int) -> Bound | None:

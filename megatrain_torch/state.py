@@ -9,6 +9,7 @@ from torch import Tensor
 from ._core import WindowDict, enter, inside, leave, swap_window
 
 in_backward = torch._C._current_graph_task_id     # -1 outside of backward; for the thread that runs it
+graph_stays = torch._C._autograd._get_current_graph_task_keep_graph      # retain_graph, of the backward under way
 
 
 class BoundParameters(WindowDict):
@@ -50,4 +51,4 @@ class HostBuffers(dict):
         return dict, (), None, None, iter(items.items())
 
 
-__all__ = ["BoundParameters", "HostBuffers", "enter", "in_backward", "inside", "leave", "swap_window"]
+__all__ = ["BoundParameters", "HostBuffers", "enter", "graph_stays", "in_backward", "inside", "leave", "swap_window"]

@@ -111,6 +111,7 @@ class Bundle:
                 f"operation: a tensor of shape {list(self.shapes[number][0])} is at version {hold._version}; "
                 f"expected version {version} instead")
         if self.sources:                     # on the device still; Swap.held has them until their copies are over
+            self.swap.runtime.handover.at_end(self)
             self.landed, self.sources = dict(enumerate(self.sources)), []
         if number not in self.landed:
             self.come([number] if self.wanted[number] <= 0 else None)
@@ -125,6 +126,7 @@ class Bundle:
         """Begins to come back: all that is still to be asked for, or `only` these."""
         numbers = only or [n for n, times in enumerate(self.wanted) if times > 0 and n not in self.landed]
         rt, parts = self.swap.runtime, [(0, nbytes) for *_, nbytes in self.shapes]
+        rt.handover.at_end(self)
         self._await()
         self.stream = rt.stream()
         with torch.no_grad():
@@ -147,6 +149,11 @@ class Bundle:
             self.coming = False
             for stream in {self.stream, self.swap.runtime.stream()}:
                 self.swap.runtime.core.swap_await(self.number, stream)
+
+    def backward_ended(self) -> None:
+        """What came back and was not asked for comes again for the next backward that does."""
+        self._await()
+        self.landed = {}
 
     def __del__(self) -> None:
         core = self.swap.runtime.core

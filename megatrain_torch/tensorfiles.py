@@ -18,7 +18,9 @@ from torch import Tensor
 from . import strict
 from .errors import MegatrainError
 
-Extent = tuple[int, int, int, int]          # offset in a file, address, bytes, unit or -1
+# Offset in a file, address, bytes, unit or -1; and, where memory has another order than the file, bytes of an element,
+# and (elements, bytes between two) of each dimension.
+Extent = tuple[int, int, int, int] | tuple[int, int, int, int, tuple[Any, ...]]
 File = tuple[str, int, list[Extent]]        # path, bytes, extents: what the engine takes
 LENGTH_BYTES = 8
 HEADER_LIMIT = 100_000_000                  # what other readers take at most
@@ -32,7 +34,7 @@ DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written. memory: [shape], dense and row-major, over a unit's plane or (unit -1) its own."""
+    """A tensor to be written. memory: [shape], dense, over a unit's plane or (unit -1) its own."""
 
     name: str
     memory: Tensor
@@ -42,6 +44,12 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return self.memory.numel() * self.memory.element_size()
+
+    def extent(self, at: int) -> Extent:
+        """As the engine takes it, at this offset of a file."""
+        t, item = self.memory, self.memory.element_size()
+        where = at, t.data_ptr(), self.nbytes, self.unit
+        return where if t.is_contiguous() else (*where, (item, *((n, s * item) for n, s in zip(t.shape, t.stride()))))
 
 
 @dataclass
@@ -59,10 +67,11 @@ class TensorFile:
     def located(self, folder: Path) -> tuple[File, Tensor]:
         """What the engine writes, and the header's memory, which is to be kept until it has."""
         head = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
-        extents, at = [(0, head.data_ptr(), len(self.header), -1)], len(self.header)
+        extents: list[Extent] = [(0, head.data_ptr(), len(self.header), -1)]
+        at = len(self.header)
         for e in self.entries:
             if e.nbytes:
-                extents.append((at, e.memory.data_ptr(), e.nbytes, e.unit))
+                extents.append(e.extent(at))
                 at += e.nbytes
         return (str(folder / self.name), self.nbytes, extents), head
 

@@ -22,9 +22,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
 
 from .errors import MegatrainError
-from .frames import ReplayFrame, refuse_create_graph
+from .frames import ReplayFrame, refuse_again, refuse_create_graph
 from .records import Record, Use
-from .state import in_backward
+from .state import graph_stays, in_backward
 
 if TYPE_CHECKING:
     from .window import Window
@@ -44,6 +44,7 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_create_graph()
+        refuse_again(ctx)
         window, frame = ctx.window, ctx.frame
         nodes = [edge[0] for edge in ctx.next_functions[ctx.n_inputs:]]
         before = window.runtime.bindings
@@ -56,6 +57,8 @@ class Whole(torch.autograd.Function):
             found = torch.autograd.grad([o for o, _ in pairs], leaves + weights, [g for _, g in pairs],
                                         allow_unused=True)
         del out, pairs
+        if not graph_stays():
+            ctx.frame = None                 # this object lives as long as the loss
         if window.runtime.bindings != before:
             raise MegatrainError(f"{window.name}: run again, its forward read weights of other units, which it had not "
                                  "done before; use plan={'activations': 'replay'}")

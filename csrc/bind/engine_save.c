@@ -14,6 +14,8 @@ typedef struct file_list {
 static void files_free(file_list *l)
 {
     for (int i = 0; i < l->n && l->shards != NULL; i++) {
+        for (size_t k = 0; k < l->shards[i].n_extents; k++)
+            free((void *)(uintptr_t)l->shards[i].extents[k].turn);
         free((void *)(uintptr_t)l->shards[i].path);
         free((void *)(uintptr_t)l->shards[i].extents);
         free(l->shards[i].sums);
@@ -22,20 +24,54 @@ static void files_free(file_list *l)
     *l = (file_list){ 0 };
 }
 
-/* (at, address, bytes, unit): inside of the file, and behind the one before. */
+/* (bytes of an element, (n, bytes between two), ...) by dimension: of as many bytes as the extent. */
+static mt_turn *turn_from(PyObject *error, PyObject *tuple, unsigned long long bytes)
+{
+    mt_turn   *t = calloc(1, sizeof *t);
+    Py_ssize_t n = PyTuple_Size(tuple);
+
+    if (t == NULL)
+        return (mt_turn *)(void *)PyErr_NoMemory();
+    t->item = PyLong_AsSize_t(PyTuple_GetItem(tuple, 0));
+    for (; t->dims < MT_TURN_DIMS && t->dims + 1 < n && !PyErr_Occurred(); t->dims++) {
+        PyObject  *pair = PyTuple_GetItem(tuple, t->dims + 1);
+        Py_ssize_t shape, stride;
+
+        if (mt_arg_tuple(pair) < 0 || !PyArg_ParseTuple(pair, "nn:dimension", &shape, &stride) || shape < 1 ||
+            stride < 0 || bytes % (unsigned long long)shape != 0)
+            break;
+        bytes /= (unsigned long long)shape;
+        t->shape[t->dims] = (size_t)shape;
+        t->stride[t->dims] = (size_t)stride;
+    }
+    if (!PyErr_Occurred() && (n < 2 || t->dims + 1 != n || t->item == 0 || bytes != t->item))
+        PyErr_Format(error, "an extent's dimensions: 1 to %d, of as many bytes as it has", MT_TURN_DIMS);
+    if (!PyErr_Occurred())
+        return t;
+    free(t);
+    return NULL;
+}
+
+/* (at, address, bytes, unit), and what turn_from takes: inside of the file, and behind the one before. */
 static int extent_from(PyObject *error, PyObject *item, const mt_shard *s, uint64_t from, mt_extent *out)
 {
     unsigned long long at, address, bytes;
+    PyObject          *tuple = NULL;
+    mt_turn           *turn = NULL;
     int                unit;
 
-    if (mt_arg_tuple(item) < 0 || !PyArg_ParseTuple(item, "KKKi:extent", &at, &address, &bytes, &unit))
+    if (mt_arg_tuple(item) < 0 || !PyArg_ParseTuple(item, "KKKi|O!:extent", &at, &address, &bytes, &unit,
+                                                    &PyTuple_Type, &tuple))
         return -1;
     if (bytes == 0 || at < from || at > s->bytes || bytes > s->bytes - at || unit < -1) {
         PyErr_Format(error, "%s: an extent of %llu bytes at %llu of unit %d; the file has %llu, and the one before "
                      "ends at %llu", s->path, bytes, at, unit, (unsigned long long)s->bytes, (unsigned long long)from);
         return -1;
     }
-    *out = (mt_extent){ .at = at, .mem = (void *)(uintptr_t)address, .bytes = (size_t)bytes, .unit = unit };
+    if (tuple != NULL && (turn = turn_from(error, tuple, bytes)) == NULL)
+        return -1;
+    *out = (mt_extent){ .at = at, .mem = (void *)(uintptr_t)address, .bytes = (size_t)bytes, .unit = unit,
+                        .turn = turn };
     return 0;
 }
 
@@ -107,6 +143,7 @@ typedef struct mt_saving {
     mt_engine *e;
     file_list  files;
     unsigned  *planes;       /* [n_units] of each unit, a bit each; 0: it is not saved */
+    size_t    *brings;       /* [n_units] bytes of those that are not in host memory */
     mt_shards *shards;
 } mt_saving;
 
@@ -160,6 +197,7 @@ static void saving_free(mt_saving *g)
     mt_shards_close(g->shards);
     files_free(&g->files);
     free(g->planes);
+    free(g->brings);
     free(g);
 }
 
@@ -190,10 +228,24 @@ fail:
     return st;
 }
 
+/* When nothing is under way, so that nothing is given back after it was counted. */
+static mt_status count_brought(mt_engine *e, mt_saving *g, int n_units)
+{
+    if ((g->brings = calloc((size_t)n_units + 1, sizeof *g->brings)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "save: no memory for %d units", n_units);
+    for (int unit = 0; unit < n_units; unit++)
+        for (int p = 0; p < MT_PLANE_COUNT; p++)
+            if (g->planes[unit] >> p & 1)
+                g->brings[unit] += mt_store_cold(e->store, unit, (mt_plane)p);
+    return MT_OK;
+}
+
 static mt_status saving_begin(mt_engine *e, mt_saving *g, mt_shards_how how)
 {
     mt_status st;
 
+    MT_TRY(count_brought(e, g, how.n_units));
+    how.brings = g->brings;
     MT_TRY(hold(e, g, how.n_units));
     MT_TRY(mt_shards_write(g->files.shards, g->files.n, how, &g->shards));
 fail:

@@ -1,4 +1,4 @@
-/* shards.c — copiers fill blocks, writers write them; a block goes round: free, being copied, full, free.
+/* shards.c — copiers fill blocks share by share, writers write them; memory goes round: idle, a block's, full, idle.
  *
  * Two kinds of thread, since a disk wants several requests under way and a unit's owner wants to go on: with
  * spare blocks the copiers run ahead of the disk by as many as there are.
@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <pthread.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,45 +25,58 @@ typedef struct shard_file {
     uint64_t left;                   /* blocks not yet written. mu */
 } shard_file;
 
-/* A block of a shard. Constant but for taken. */
-typedef struct stretch {
-    int    shard;
-    size_t number;                   /* in the shard */
-    size_t first;                    /* extent that has its first byte */
-    int    taken;                    /* mu */
-} stretch;
-
 typedef struct buffer {
     char          *mem;
-    size_t         block;            /* that is in it */
+    size_t         block;            /* whose it is */
     struct buffer *next;
 } buffer;
 
+/* A block of a shard. */
+typedef struct stretch {
+    int     shard;                   /* these three: constant */
+    size_t  number;                  /* in the shard */
+    size_t  first;                   /* extent that has its first byte */
+    size_t  uncopied;                /* shares. mu */
+    buffer *in;                      /* NULL: none of it was taken yet, or all was copied. mu */
+} stretch;
+
+/* Constant but for taken. */
+typedef struct share {
+    size_t block;
+    int    owner;                    /* a unit; n_units: nobody */
+    int    first;                    /* of its block: nobody's bytes there come with it */
+    int    taken;                    /* mu */
+} share;
+
 enum { FRESH, BEGINNING, BEGUN, ENDED };
 
-typedef struct owner {               /* a unit. mu */
-    size_t left;                     /* blocks with bytes of it that nobody copied yet */
+typedef struct owner {               /* a unit; behind the last one, nobody */
+    size_t next, end;                /* its shares, less those before next, which are taken. mu but for end, as below */
+    size_t left;                     /* of them that nobody copied yet */
     int    at;
 } owner;
 
 struct mt_shards {
-    const mt_shard *shards;          /* these eight: constant */
+    const mt_shard *shards;          /* these eleven: constant, but for what the blocks' and shares' own fields say */
     int             n;
     mt_shards_how   how;
     shard_file     *files;           /* [n] */
     stretch        *blocks;          /* [n_blocks] */
-    size_t          n_blocks;
-    buffer         *buffers;
+    share          *shares;          /* [n_shares] owner by owner, each's in the order of blocks */
+    size_t          n_blocks, n_shares, n_buffers;
+    buffer         *buffers;         /* [n_buffers] */
     mt_arena        memory;
 
     pthread_mutex_t mu;
     pthread_cond_t  changed;
-    owner          *owners;          /* [how.n_units] */
+    owner          *owners;          /* [how.n_units + 1] */
     buffer         *idle, *full, **last_full;    /* mu, as all below */
-    size_t          next;            /* blocks before it are taken */
-    size_t          next_wanted;     /* those before it are taken, or not the wanted unit's */
-    int             wanted;          /* that the above is for */
-    size_t          taken, written;  /* blocks */
+    int             next;            /* owners before it have no share that is not taken */
+    size_t          taken;           /* shares */
+    size_t          open;            /* blocks that have memory and are not full */
+    size_t          moving;          /* shares that are being copied, and blocks that are full or being written */
+    size_t          brought;         /* bytes of units between begin and end */
+    size_t          written;         /* blocks */
     uint64_t        bytes;           /* written */
     int             stop;
     mt_status       st;
@@ -141,111 +155,48 @@ static mt_status move_pages(const mt_file_calls *c, int fd, const char *path, in
     return MT_OK;
 }
 
-/* Between a block's memory and the extents that lie in it, from `first` on. */
-static void copy_extents(const mt_shard *s, size_t first, uint64_t at, size_t bytes, char *mem, int to_extents)
+/* `bytes` of a turned tensor, from the file's byte `from` of it on: element by element, the first and last in part. */
+static void copy_turned(const mt_extent *e, uint64_t from, size_t bytes, char *mem, int to_extent)
 {
-    for (size_t i = first; i < s->n_extents && s->extents[i].at < at + bytes; i++) {
-        const mt_extent *e = &s->extents[i];
-        uint64_t         from = e->at > at ? e->at : at;
-        uint64_t         to = e->at + e->bytes < at + bytes ? e->at + e->bytes : at + bytes;
+    const mt_turn *t = e->turn;
+    size_t         index[MT_TURN_DIMS], left = (size_t)(from / t->item), skip = (size_t)(from % t->item);
+    char          *at = e->mem;
 
-        if (from >= to)
-            continue;
-        if (to_extents)
-            memcpy((char *)e->mem + (from - e->at), mem + (from - at), to - from);
-        else
-            memcpy(mem + (from - at), (char *)e->mem + (from - e->at), to - from);
+    for (int d = t->dims; d-- > 0; left /= t->shape[d]) {
+        index[d] = left % t->shape[d];
+        at += index[d] * t->stride[d];
     }
-}
+    while (bytes > 0) {
+        size_t n = t->item - skip < bytes ? t->item - skip : bytes;
 
-/* ---- units: begun before their first block, ended behind their last ------------------------- */
-
-/* The next unit that has bytes in the block, behind *i; -1: no more. */
-static int next_owner(const mt_shards *w, const stretch *b, size_t *i)
-{
-    const mt_shard *s = &w->shards[b->shard];
-    uint64_t        end = (uint64_t)b->number * MT_BLOCK_BYTES + block_bytes(s, b->number);
-
-    for (; *i < s->n_extents && s->extents[*i].at < end; ++*i) {
-        int unit = s->extents[*i].unit;
-
-        if (unit >= 0 && (*i == b->first || s->extents[*i - 1].unit != unit)) {
-            ++*i;
-            return unit;
+        memcpy(to_extent ? at + skip : mem, to_extent ? mem : at + skip, n);
+        mem += n;
+        bytes -= n;
+        skip = 0;
+        for (int d = t->dims; d-- > 0;) {
+            at += t->stride[d];
+            if (++index[d] < t->shape[d])
+                break;
+            at -= t->shape[d] * t->stride[d];
+            index[d] = 0;
         }
     }
-    return -1;
 }
 
-static int has_owner(const mt_shards *w, const stretch *b, int unit)
+/* What an extent and [at, at + bytes) have in common, one way or the other. */
+static void copy_extent(const mt_extent *e, uint64_t at, size_t bytes, char *mem, int to_extent)
 {
-    int found;
+    uint64_t from = e->at > at ? e->at : at;
+    uint64_t to = e->at + e->bytes < at + bytes ? e->at + e->bytes : at + bytes;
 
-    for (size_t i = b->first; (found = next_owner(w, b, &i)) >= 0;)
-        if (found == unit)
-            return 1;
-    return 0;
-}
-
-/* The first thread to come begins it, the others wait for that. */
-static mt_status begin_unit(mt_shards *w, int unit)
-{
-    owner    *o = &w->owners[unit];
-    mt_status st = MT_OK;
-
-    pthread_mutex_lock(&w->mu);
-    while (o->at == BEGINNING)
-        pthread_cond_wait(&w->changed, &w->mu);
-    if (o->at != FRESH) {
-        pthread_mutex_unlock(&w->mu);
-        return MT_OK;
-    }
-    o->at = BEGINNING;
-    pthread_mutex_unlock(&w->mu);
-    if (w->how.begin != NULL)
-        st = w->how.begin(w->how.arg, unit);
-    pthread_mutex_lock(&w->mu);
-    o->at = BEGUN;
-    pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->mu);
-    return st;
-}
-
-static mt_status begin_units(mt_shards *w, const stretch *b)
-{
-    int       unit;
-    mt_status st = MT_OK;
-
-    for (size_t i = b->first; st == MT_OK && (unit = next_owner(w, b, &i)) >= 0;)
-        st = begin_unit(w, unit);
-    return st;
-}
-
-static void end_units(mt_shards *w, const stretch *b)
-{
-    int unit;
-
-    for (size_t i = b->first; (unit = next_owner(w, b, &i)) >= 0;) {
-        int last;
-
-        pthread_mutex_lock(&w->mu);
-        last = --w->owners[unit].left == 0 && w->owners[unit].at != ENDED;
-        w->owners[unit].at = last ? ENDED : w->owners[unit].at;
-        pthread_mutex_unlock(&w->mu);
-        if (last && w->how.end != NULL)
-            w->how.end(w->how.arg, unit);
-    }
-}
-
-/* When no thread copies any more: those that never got their last block. */
-static void end_all(mt_shards *w)
-{
-    for (int unit = 0; unit < w->how.n_units; unit++)
-        if (w->owners[unit].at != ENDED) {
-            w->owners[unit].at = ENDED;
-            if (w->how.end != NULL)
-                w->how.end(w->how.arg, unit);
-        }
+    if (from >= to)
+        return;
+    if (e->turn != NULL)
+        copy_turned(e, from - e->at, (size_t)(to - from), mem + (from - at), to_extent);
+    else if (to_extent)
+        memcpy((char *)e->mem + (from - e->at), mem + (from - at), to - from);
+    else
+        memcpy(mem + (from - at), (char *)e->mem + (from - e->at), to - from);
 }
 
 /* ---- copiers ------------------------------------------------------------------------------ */
@@ -262,67 +213,226 @@ static void fail(mt_shards *w, mt_status st)
     pthread_mutex_unlock(&w->mu);
 }
 
-/* Under mu. The wanted unit's next block, else the next of all. There is one. */
-static size_t choose(mt_shards *w, int wanted)
+static size_t brings(const mt_shards *w, int unit)
 {
-    size_t i = w->n_blocks;
-
-    if (wanted != w->wanted) {
-        w->wanted = wanted;
-        w->next_wanted = 0;
-    }
-    if (wanted >= 0)
-        for (i = w->next_wanted; i < w->n_blocks; i++)
-            if (!w->blocks[i].taken && has_owner(w, &w->blocks[i], wanted))
-                break;
-    w->next_wanted = i;
-    if (i == w->n_blocks) {
-        while (w->blocks[w->next].taken)
-            w->next++;
-        i = w->next;
-    }
-    w->blocks[i].taken = 1;
-    w->taken++;
-    return i;
+    return w->how.brings != NULL && unit < w->how.n_units ? w->how.brings[unit] : 0;
 }
 
-/* A free buffer, for the block that it says; NULL: there is nothing to do any more. */
-static buffer *take_block(mt_shards *w)
+/* Under mu. One unit at a time takes memory; small ones together, since each is a wait of its own. */
+static int may_begin(const mt_shards *w, int unit)
 {
-    buffer *m;
-    int     wanted = -1;
+    return w->brought == 0 || brings(w, unit) == 0 || w->brought + brings(w, unit) <= MT_BLOCK_BYTES;
+}
+
+#define NONE SIZE_MAX
+
+/* Under mu. The owner's next share that can be copied now: it is begun, or may be, and the block has memory, or there
+ * is some. */
+static size_t next_of(mt_shards *w, int unit)
+{
+    owner *o = &w->owners[unit];
+
+    while (o->next < o->end && w->shares[o->next].taken)
+        o->next++;
+    if (o->at == FRESH && !may_begin(w, unit))
+        return NONE;
+    for (size_t i = o->next; i < o->end; i++)
+        if (!w->shares[i].taken && (w->idle != NULL || w->blocks[w->shares[i].block].in != NULL))
+            return i;
+    return NONE;
+}
+
+/* Under mu. Nothing moves, and all memory is that of blocks whose next units may not begin: one of those does. */
+static size_t next_of_any_block(const mt_shards *w)
+{
+    for (size_t i = 0; i < w->n_shares && w->moving == 0; i++)
+        if (!w->shares[i].taken && w->blocks[w->shares[i].block].in != NULL)
+            return i;
+    return NONE;
+}
+
+/* Under mu. Of units that are begun, the first's. */
+static size_t next_of_begun(mt_shards *w)
+{
+    size_t found = NONE;
+
+    while (w->next < w->how.n_units && w->owners[w->next].next == w->owners[w->next].end)
+        w->next++;
+    for (int unit = w->next; unit <= w->how.n_units && found == NONE; unit++)
+        if (w->owners[unit].at != FRESH)
+            found = next_of(w, unit);
+    return found;
+}
+
+/* Under mu. The wanted unit's next share; where that has to wait for another's end, what brings it about. Else the next
+ * of all. NONE: somebody has to get on first. */
+static size_t choose(mt_shards *w)
+{
+    int    wanted = w->how.wanted != NULL ? w->how.wanted(w->how.arg) : -1;  /* takes the ledger's lock inside of ours,
+                                                                              * never the other way */
+    size_t found = NONE;
+
+    /* Out of turn it leaves blocks that wait for its neighbours: only while there is memory for them. */
+    if (wanted >= w->how.n_units || (wanted >= 0 && w->owners[wanted].at == FRESH && 2 * w->open > w->n_buffers))
+        wanted = -1;
+    if (wanted >= 0)
+        found = next_of(w, wanted);
+    if (found == NONE)
+        found = next_of_begun(w);
+    if (found == NONE && (wanted < 0 || w->owners[wanted].next == w->owners[wanted].end))
+        found = next_of(w, w->next);
+    return found == NONE ? next_of_any_block(w) : found;
+}
+
+/* Under mu. Its block has memory from now on. Returns 1 where the unit is for the caller to begin. */
+static int take(mt_shards *w, share *p)
+{
+    stretch *b = &w->blocks[p->block];
+    owner   *o = &w->owners[p->owner];
+    int      begins = o->at == FRESH;
+
+    p->taken = 1;
+    w->taken++;
+    w->moving++;
+    if (b->in == NULL) {
+        b->in = w->idle;
+        w->idle = b->in->next;
+        b->in->block = p->block;
+        w->open++;
+    }
+    if (begins) {
+        o->at = BEGINNING;
+        w->brought += brings(w, p->owner);
+    }
+    return begins;
+}
+
+/* NULL: there is nothing to do any more. */
+static share *take_share(mt_shards *w, int *begins)
+{
+    size_t i = NONE;
+    share *p = NULL;
 
     pthread_mutex_lock(&w->mu);
-    while (!w->stop && w->taken < w->n_blocks && w->idle == NULL)
+    while (!w->stop && w->taken < w->n_shares && (i = choose(w)) == NONE)
         pthread_cond_wait(&w->changed, &w->mu);
-    if (w->stop || w->taken == w->n_blocks) {
-        pthread_mutex_unlock(&w->mu);
-        return NULL;
+    if (!w->stop && w->taken < w->n_shares) {
+        p = &w->shares[i];
+        *begins = take(w, p);
     }
-    m = w->idle;
-    w->idle = m->next;
-    if (w->how.wanted != NULL)
-        wanted = w->how.wanted(w->how.arg);          /* takes the ledger's lock inside of ours, never the other way */
-    m->block = choose(w, wanted);
+    pthread_mutex_unlock(&w->mu);
+    return p;
+}
+
+/* The thread that took its first share begins a unit, the others wait for that. */
+static mt_status begin_unit(mt_shards *w, int unit, int begins)
+{
+    owner    *o = &w->owners[unit];
+    mt_status st = MT_OK;
+
+    if (begins && unit < w->how.n_units && w->how.begin != NULL)
+        st = w->how.begin(w->how.arg, unit);
+    pthread_mutex_lock(&w->mu);
+    if (begins) {
+        o->at = BEGUN;
+        pthread_cond_broadcast(&w->changed);
+    }
+    while (o->at == BEGINNING)
+        pthread_cond_wait(&w->changed, &w->mu);
+    pthread_mutex_unlock(&w->mu);
+    return st;
+}
+
+/* Behind the copy of its last share. */
+static void end_unit(mt_shards *w, int unit)
+{
+    int last;
+
+    pthread_mutex_lock(&w->mu);
+    last = --w->owners[unit].left == 0;
+    if (last)
+        w->owners[unit].at = ENDED;
+    pthread_mutex_unlock(&w->mu);
+    if (!last || unit == w->how.n_units)
+        return;
+    if (w->how.end != NULL)
+        w->how.end(w->how.arg, unit);
+    pthread_mutex_lock(&w->mu);
+    w->brought -= brings(w, unit);
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->mu);
+}
+
+/* When no thread copies any more: those that never got their last share. */
+static void end_all(mt_shards *w)
+{
+    for (int unit = 0; unit < w->how.n_units; unit++)
+        if (w->owners[unit].at != ENDED) {
+            w->owners[unit].at = ENDED;
+            if (w->how.end != NULL)
+                w->how.end(w->how.arg, unit);
+        }
+}
+
+static void copy_share(mt_shards *w, const share *p, char *mem)
+{
+    const stretch  *b = &w->blocks[p->block];
+    const mt_shard *s = &w->shards[b->shard];
+    size_t          bytes = block_bytes(s, b->number);
+    uint64_t        at = (uint64_t)b->number * MT_BLOCK_BYTES;
+
+    for (size_t i = b->first; i < s->n_extents && s->extents[i].at < at + bytes; i++)
+        if (s->extents[i].unit == p->owner || (s->extents[i].unit < 0 && p->first))
+            copy_extent(&s->extents[i], at, bytes, mem, 0);
+    if (p->first)
+        memset(mem + bytes, 0, whole_pages(bytes) - bytes);
+}
+
+/* A share of it was copied. Its memory, where that was the last; NULL: it waits for others. */
+static buffer *copied(mt_shards *w, stretch *b)
+{
+    buffer *m = NULL;
+
+    pthread_mutex_lock(&w->mu);
+    if (--b->uncopied == 0) {
+        m = b->in;
+        b->in = NULL;
+        w->open--;
+    }
     pthread_mutex_unlock(&w->mu);
     return m;
 }
 
-static mt_status copy_block(mt_shards *w, const buffer *m)
+/* The thread's share is done; m: a full block, or NULL. */
+static void pass_on(mt_shards *w, buffer *m)
 {
-    const stretch  *b = &w->blocks[m->block];
-    const mt_shard *s = &w->shards[b->shard];
-    size_t          bytes = block_bytes(s, b->number);
-    mt_status       st = begin_units(w, b);
-
-    if (st == MT_OK) {
-        copy_extents(s, b->first, (uint64_t)b->number * MT_BLOCK_BYTES, bytes, m->mem, 0);
-        memset(m->mem + bytes, 0, whole_pages(bytes) - bytes);
+    pthread_mutex_lock(&w->mu);
+    if (m != NULL) {
+        m->next = NULL;
+        *w->last_full = m;
+        w->last_full = &m->next;
+    } else {
+        w->moving--;
     }
-    end_units(w, b);
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->mu);
+}
+
+static void do_share(mt_shards *w, const share *p, int begins)
+{
+    stretch        *b = &w->blocks[p->block];
+    const mt_shard *s = &w->shards[b->shard];
+    buffer         *m = b->in;           /* until its last share is copied, so ours */
+    mt_status       st = begin_unit(w, p->owner, begins);
+
     if (st == MT_OK)
-        s->sums[b->number] = mt_block_sum(m->mem, bytes);
-    return st;
+        copy_share(w, p, m->mem);
+    else
+        fail(w, st);                     /* so nothing of it is written */
+    end_unit(w, p->owner);
+    if ((m = copied(w, b)) != NULL)
+        s->sums[b->number] = mt_block_sum(m->mem, block_bytes(s, b->number));
+    pass_on(w, m);
 }
 
 static void thread_over(mt_shards *w)
@@ -335,22 +445,13 @@ static void thread_over(mt_shards *w)
 
 static void *copier_main(void *arg)
 {
-    mt_shards *w = arg;
-    buffer    *m;
+    mt_shards   *w = arg;
+    const share *p;
+    int          begins;
 
     pthread_setname_np(pthread_self(), "mt-save-copy");
-    while ((m = take_block(w)) != NULL) {
-        mt_status st = copy_block(w, m);
-
-        if (st != MT_OK)
-            fail(w, st);
-        pthread_mutex_lock(&w->mu);
-        m->next = NULL;
-        *w->last_full = m;
-        w->last_full = &m->next;
-        pthread_cond_broadcast(&w->changed);
-        pthread_mutex_unlock(&w->mu);
-    }
+    while ((p = take_share(w, &begins)) != NULL)
+        do_share(w, p, begins);
     thread_over(w);
     return NULL;
 }
@@ -410,6 +511,7 @@ static void give_back(mt_shards *w, buffer *m)
     pthread_mutex_lock(&w->mu);
     m->next = w->idle;
     w->idle = m;
+    w->moving--;
     pthread_cond_broadcast(&w->changed);
     pthread_mutex_unlock(&w->mu);
 }
@@ -478,6 +580,19 @@ static mt_status make_file(mt_shards *w, int i)
     return MT_OK;
 }
 
+static void list_blocks_of(mt_shards *w, int i)
+{
+    const mt_shard *s = &w->shards[i];
+    size_t          extent = 0;
+
+    w->files[i].fd = -1;
+    for (size_t k = 0; k < mt_block_count((size_t)s->bytes); k++) {
+        while (extent + 1 < s->n_extents && s->extents[extent + 1].at <= (uint64_t)k * MT_BLOCK_BYTES)
+            extent++;
+        w->blocks[w->n_blocks++] = (stretch){ .shard = i, .number = k, .first = extent };
+    }
+}
+
 static mt_status list_blocks(mt_shards *w)
 {
     size_t n = 0;
@@ -488,23 +603,62 @@ static mt_status list_blocks(mt_shards *w)
         (w->owners = calloc((size_t)w->how.n_units + 1, sizeof *w->owners)) == NULL ||
         (w->files = calloc((size_t)w->n + 1, sizeof *w->files)) == NULL)
         return MT_FAIL(MT_ENOMEM, "save: no memory to list %zu blocks", n);
-    for (int i = 0; i < w->n; i++) {
-        const mt_shard *s = &w->shards[i];
-        size_t          extent = 0;
-
-        w->files[i].fd = -1;
-        for (size_t k = 0; k < mt_block_count((size_t)s->bytes); k++) {
-            stretch *b = &w->blocks[w->n_blocks++];
-            int      unit;
-
-            while (extent + 1 < s->n_extents && s->extents[extent + 1].at <= (uint64_t)k * MT_BLOCK_BYTES)
-                extent++;
-            *b = (stretch){ .shard = i, .number = k, .first = extent };
-            for (size_t e = extent; (unit = next_owner(w, b, &e)) >= 0;)
-                w->owners[unit].left++;
-        }
-    }
+    for (int i = 0; i < w->n; i++)
+        list_blocks_of(w, i);
     return MT_OK;
+}
+
+/* A block's owner has a share in it. Noted, where there is a list; else counted. */
+static void note_share(mt_shards *w, size_t block, int unit)
+{
+    owner *o = &w->owners[unit];
+
+    if (w->shares == NULL)
+        o->left++;
+    else
+        w->shares[o->end++] = (share){ .block = block, .owner = unit, .first = w->blocks[block].uncopied++ == 0 };
+    w->n_shares += w->shares == NULL;
+}
+
+/* Each owner of each block once, however many extents it has there. seen: [n_units] the last block, counted from 1. */
+static void note_shares(mt_shards *w, size_t *seen)
+{
+    for (size_t k = 0; k < w->n_blocks; k++) {
+        const mt_shard *s = &w->shards[w->blocks[k].shard];
+        uint64_t        at = (uint64_t)w->blocks[k].number * MT_BLOCK_BYTES;
+        int             units = 0;
+
+        for (size_t i = w->blocks[k].first; i < s->n_extents && s->extents[i].at < at + MT_BLOCK_BYTES; i++) {
+            int unit = s->extents[i].unit;
+
+            if (unit >= 0 && s->extents[i].at + s->extents[i].bytes > at && seen[unit] != k + 1) {
+                seen[unit] = k + 1;
+                units++;
+                note_share(w, k, unit);
+            }
+        }
+        if (units == 0)
+            note_share(w, k, w->how.n_units);
+    }
+}
+
+/* Counted first, then put in the order of their owners. */
+static mt_status list_shares(mt_shards *w)
+{
+    size_t units = (size_t)w->how.n_units, at = 0, *seen = calloc(2 * units + 1, sizeof *seen);
+    share *list;
+
+    if (seen == NULL)
+        return MT_FAIL(MT_ENOMEM, "save: no memory for %zu units", units);
+    note_shares(w, seen);
+    if ((list = calloc(w->n_shares + 1, sizeof *list)) != NULL) {
+        for (size_t u = 0; u <= units; at += w->owners[u++].left)
+            w->owners[u].next = w->owners[u].end = at;
+        w->shares = list;
+        note_shares(w, seen + units);
+    }
+    free(seen);
+    return list != NULL ? MT_OK : MT_FAIL(MT_ENOMEM, "save: no memory to list %zu shares of blocks", w->n_shares);
 }
 
 static mt_status make_buffers(mt_shards *w)
@@ -514,6 +668,7 @@ static mt_status make_buffers(mt_shards *w)
 
     n = n < least ? least : n;
     n = n > w->n_blocks ? w->n_blocks : n;
+    w->n_buffers = n;
     if ((w->buffers = calloc(n + 1, sizeof *w->buffers)) == NULL)
         return MT_FAIL(MT_ENOMEM, "save: no memory to describe %zu buffers", n);
     MT_TRY(mt_arena_cold(&w->memory, n * MT_BLOCK_BYTES, "spare memory of a save", 0));
@@ -559,7 +714,6 @@ static mt_status shards_new(const mt_shard *shards, int n, mt_shards_how how, mt
     w->n = n;
     w->how = how;
     w->last_full = &w->full;
-    w->wanted = -1;
     pthread_mutex_init(&w->mu, NULL);
     *out = w;
     return mt_watch_cond(&w->changed);
@@ -572,6 +726,7 @@ mt_status mt_shards_write(const mt_shard *shards, int n, mt_shards_how how, mt_s
 
     MT_TRY(shards_new(shards, n, how, &w));
     MT_TRY(list_blocks(w));
+    MT_TRY(list_shares(w));
     for (int i = 0; i < n; i++)
         MT_TRY(make_file(w, i));
     MT_TRY(make_buffers(w));
@@ -641,6 +796,7 @@ void mt_shards_close(mt_shards *w)
     free(w->buffers);
     free(w->files);
     free(w->owners);
+    free(w->shares);
     free(w->blocks);
     free(w);
 }
@@ -686,7 +842,8 @@ static mt_status read_block(const reading *r, size_t k, char *mem)
     if (s->sums != NULL && mt_block_sum(mem, bytes) != s->sums[k])
         return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were written", s->path,
                        bytes, at);
-    copy_extents(s, first, at, bytes, mem, 1);
+    for (size_t i = first; i < s->n_extents && s->extents[i].at < at + bytes; i++)
+        copy_extent(&s->extents[i], at, bytes, mem, 1);
 fail:
     return st;
 }

@@ -4,7 +4,8 @@
  *   extent   a stretch of a file that is somewhere in memory, perhaps in planes of a unit
  *   shard    a file, and its extents. Of one that is written they cover all of it
  *   block    MT_BLOCK_BYTES of a shard; has a sum (sum.h)
- *   spare    memory for blocks that are copied and not yet written. What is copied may change again
+ *   share    what one unit has in a block. A block is written when all its shares are copied
+ *   spare    memory for blocks that are being copied, or are and are not yet written. What is copied may change again
  *
  *     mt_shards_write(shards, n, how, &w);            // files are made, room is reserved, threads begin
  *     while (st == MT_OK && !over)
@@ -13,8 +14,10 @@
  *
  *     mt_shards_read(&shard, 8, NULL);                // fills the extents' memory, and compares sums
  *
- * Order: blocks are copied in the order of the shards, but for those of a unit that is wanted, which come
- *        first. A shard is synced behind its last block, and its name is not: that is the folder's.
+ * Order: shares are copied unit by unit, so that what a unit needs for it (`brings`) is needed once, and of one unit at
+ *        a time; those of a unit that is wanted come next. A block that waits for its next unit keeps its memory: a few
+ *        do, where the shards have their units in order. Should they all, one is finished first, whatever it brings.
+ *        A shard is synced behind its last block, and its name is not: that is the folder's.
  * Threads: those that copy, and those that write. begin, end and wanted are called by the former; end once
  *          for every unit, also after a failure or a close before the end. wait: any. The rest: one.
  * Errors:  MT_EDISK with the path, what was asked and what the system said. Files of a failed write stay.
@@ -25,11 +28,21 @@
 #include "../core/watch.h"
 #include "file.h"
 
+#define MT_TURN_DIMS 64      /* as torch's */
+
+/* A tensor whose elements lie in memory in another order than in the file, which is row-major. */
+typedef struct mt_turn {
+    int    dims;                     /* 1 to MT_TURN_DIMS */
+    size_t item;                     /* bytes of an element */
+    size_t shape[MT_TURN_DIMS], stride[MT_TURN_DIMS];        /* elements; bytes */
+} mt_turn;
+
 typedef struct mt_extent {
     uint64_t at;                     /* in the file */
     void    *mem;
     size_t   bytes;                  /* > 0 */
     int      unit;                   /* of mt_shards_how's n_units; -1: the memory is nobody's */
+    const mt_turn *turn;             /* NULL: the bytes lie as in the file */
 } mt_extent;
 
 typedef struct mt_shard {
@@ -44,6 +57,8 @@ typedef struct mt_shards_how {
     size_t spare_bytes;              /* at least a block for every thread is taken */
     int    n_copiers, n_writers;     /* >= 1 */
     int    n_units;
+    const size_t *brings;            /* [n_units] bytes that begin takes and end gives back; NULL: none. Of those that
+                                      * take some there is one between the two, or as many as take a block together */
     mt_status (*begin)(void *arg, int unit);     /* before the unit's first byte is read; may be NULL, as all three */
     void      (*end)  (void *arg, int unit);     /* its last byte has been read, or never will be */
     int       (*wanted)(void *arg);              /* a unit somebody waits for, or -1 */

@@ -39,7 +39,7 @@ def as_input(x: Any, dtype: torch.dtype) -> Tensor:
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
+    def forward(ctx: Any, t: Tensor, cut: Tensor) -> Tensor:
         return t.detach()
 
     @staticmethod
@@ -48,8 +48,8 @@ class _Cut(torch.autograd.Function):
 
 
 def cut(t: Tensor) -> Tensor:
-    """The same values for a cache, with a history that refuses to be gone through."""
-    return _Cut.apply(t.detach().requires_grad_())
+    """The same values for a cache, with a history that refuses to be gone through, and holds nothing."""
+    return _Cut.apply(t.detach(), t.new_empty(0).requires_grad_())
 
 
 def unflattened(t: Tensor, shape: Any) -> Tensor:

@@ -34,11 +34,11 @@ static void setup(void)
         for (size_t i = 0; i < bytes_of[u]; i++)
             plane[u][i] = (char)(i * 7 + i / 4096 + (size_t)u);
     }
-    extents[0][0] = (mt_extent){ 0, header, sizeof header, -1 };
-    extents[0][1] = (mt_extent){ sizeof header, plane[0], bytes_of[0], 0 };
-    extents[0][2] = (mt_extent){ sizeof header + bytes_of[0], plane[1], bytes_of[1], 1 };
-    extents[1][0] = (mt_extent){ 0, plane[2], bytes_of[2], 2 };
-    extents[1][1] = (mt_extent){ bytes_of[2], plane[0], 5000, 0 };
+    extents[0][0] = (mt_extent){ 0, header, sizeof header, -1, NULL };
+    extents[0][1] = (mt_extent){ sizeof header, plane[0], bytes_of[0], 0, NULL };
+    extents[0][2] = (mt_extent){ sizeof header + bytes_of[0], plane[1], bytes_of[1], 1, NULL };
+    extents[1][0] = (mt_extent){ 0, plane[2], bytes_of[2], 2, NULL };
+    extents[1][1] = (mt_extent){ bytes_of[2], plane[0], 5000, 0, NULL };
     shards[0] = (mt_shard){ path[0], sizeof header + bytes_of[0] + bytes_of[1], extents[0], 3, sums[0] };
     shards[1] = (mt_shard){ path[1], bytes_of[2] + 5000, extents[1], 2, sums[1] };
 }
@@ -323,7 +323,215 @@ static void other_bytes_and_other_sizes_are_told(void)
     teardown();
 }
 
+/* A tensor [A, B, 1, C] that lies in memory as [A, C, B]: in pieces of a file, from any byte to any other. */
+static void turned_tensors_are_row_major_in_files(void)
+{
+    enum { A = 300000, B = 3, C = 2 };
+    uint32_t *memory = malloc(A * B * C * 4), *right = malloc(A * B * C * 4), *back = malloc(A * B * C * 4);
+    mt_turn   turn = { .dims = 4, .item = 4, .shape = { A, B, 1, C }, .stride = { B * C * 4, 4, 77, B * 4 } };
+    mt_extent turned[2] = { { 0, header, 17, -1, NULL }, { 17, memory, A * B * C * 4, 0, &turn } };
+    mt_shard  file = { .extents = turned, .n_extents = 2, .bytes = 17 + A * B * C * 4, .sums = sums[0] };
+    mt_shards_how h = how();
+    mt_shards *w = NULL;
+    uint64_t  bytes;
+    int       over = 0;
+
+    setup();
+    file.path = path[0];
+    for (uint32_t a = 0, n = 0; a < A; a++)
+        for (uint32_t b = 0; b < B; b++)
+            for (uint32_t c = 0; c < C; c++, n++)
+                right[n] = memory[a * B * C + c * B + b] = n * 2654435761u;
+    h.end = NULL;
+    CHECK_OK(mt_shards_write(&file, 1, h, &w));
+    while (!over)
+        CHECK_OK(mt_shards_wait(w, 0.01, &bytes, &over));
+    mt_shards_close(w);
+    turned[1].mem = back;
+    CHECK_OK(mt_shards_read(&file, 2, NULL));
+    CHECK(memcmp(back, memory, A * B * C * 4) == 0);
+    turned[1].turn = NULL;
+    CHECK_OK(mt_shards_read(&file, 2, NULL));
+    CHECK(memcmp(back, right, A * B * C * 4) == 0);
+    free(memory);
+    free(right);
+    free(back);
+    teardown();
+}
+
+/* ---- many units: who is begun beside whom --------------------------------------------------- */
+
+#define MANY 12
+#define PLANES 2
+
+static char      *mem[MANY];             /* of unit u: its bytes in file 0, then those in file 1 */
+static size_t     part[MANY][PLANES], taking[MANY];
+static size_t     there, most;           /* mu. Bytes of units between begin and end; the most there were */
+static int        open_now, most_open, firsts[MANY], n_firsts;
+
+static mt_status begin_many(void *arg, int unit)
+{
+    (void)arg;
+    pthread_mutex_lock(&mu);
+    there += taking[unit];
+    open_now += taking[unit] > 0;
+    most = there > most ? there : most;
+    most_open = open_now > most_open ? open_now : most_open;
+    firsts[n_firsts++ % MANY] = unit;
+    pthread_mutex_unlock(&mu);
+    usleep(200);
+    return MT_OK;
+}
+
+static void end_many(void *arg, int unit)
+{
+    (void)arg;
+    memset(mem[unit], 'x', part[unit][0] + part[unit][1]);
+    pthread_mutex_lock(&mu);
+    there -= taking[unit];
+    open_now -= taking[unit] > 0;
+    pthread_mutex_unlock(&mu);
+}
+
+static int wanted_at_random(void *arg)
+{
+    unsigned *state = arg;
+
+    *state = *state * 1103515245u + 12345u;              /* under the lock of the shards */
+    return (int)(*state >> 16) % (2 * MANY) - MANY;
+}
+
+/* Units of `bytes` in file 0, three times that in file 1. shuffle: they lie in another order in each, and in pieces. */
+static void setup_many(size_t bytes, int shuffle, mt_shard *files, mt_extent *list)
+{
+    const char *tmp = getenv("TMPDIR");
+    size_t      n = 0;
+
+    snprintf(here, sizeof here, "%s/mt_test_shards.XXXXXX", tmp != NULL ? tmp : "/tmp");
+    REQUIRE(mkdtemp(here) != NULL);
+    for (int u = 0; u < MANY; u++) {
+        part[u][0] = bytes + (size_t)u * 100;
+        part[u][1] = 3 * part[u][0];
+        taking[u] = u % 5 == 4 ? 0 : part[u][0] + part[u][1];          /* some are there */
+        REQUIRE((mem[u] = malloc(part[u][0] + part[u][1])) != NULL);
+        for (size_t i = 0; i < part[u][0] + part[u][1]; i++)
+            mem[u][i] = (char)(i * 13 + i / 5000 + (size_t)u * 3);
+    }
+    for (int f = 0; f < PLANES; f++) {
+        uint64_t at = 0;
+
+        snprintf(path[f], sizeof path[f], "%s/%d", here, f);
+        files[f] = (mt_shard){ .path = path[f], .extents = list + n, .sums = NULL };
+        for (int half = 0; half < 2; half++)
+            for (int k = 0; k < MANY; k++) {
+                int    u = shuffle ? (k * 7 + f * 11) % MANY : k;
+                size_t some = shuffle ? part[u][f] / 2 : half == 0 ? part[u][f] : 0;
+                size_t from = half == 1 ? some : 0;
+
+                if (half == 1)
+                    some = part[u][f] - (shuffle ? some : part[u][f]);
+                if (some == 0)
+                    continue;
+                list[n++] = (mt_extent){ at, mem[u] + (f == 0 ? 0 : part[u][0]) + from, some, u, NULL };
+                at += some;
+                files[f].n_extents++;
+            }
+        files[f].bytes = at;
+        REQUIRE((files[f].sums = calloc(mt_block_count((size_t)at), sizeof *files[f].sums)) != NULL);
+    }
+    there = most = 0;
+    open_now = most_open = n_firsts = 0;
+}
+
+static void write_many(size_t bytes, int shuffle, mt_shards_how h)
+{
+    mt_shard  files[PLANES];
+    mt_extent list[2 * PLANES * MANY];
+    char     *right[PLANES], *back;
+    mt_shards *w = NULL;
+    uint64_t  written = 0;
+    int       over = 0;
+    mt_status st;
+
+    setup_many(bytes, shuffle, files, list);
+    for (int f = 0; f < PLANES; f++) {
+        REQUIRE((right[f] = malloc(files[f].bytes)) != NULL);
+        for (size_t i = 0; i < files[f].n_extents; i++)
+            memcpy(right[f] + files[f].extents[i].at, files[f].extents[i].mem, files[f].extents[i].bytes);
+    }
+    h.brings = taking;
+    h.n_units = MANY;
+    h.begin = begin_many;
+    h.end = end_many;
+    st = mt_shards_write(files, PLANES, h, &w);
+    for (int i = 0; i < 3000 && st == MT_OK && !over; i++)
+        st = mt_shards_wait(w, 0.01, &written, &over);
+    CHECK_OK(st);
+    CHECK(over);
+    mt_shards_close(w);
+    CHECK_EQ(there, 0);
+    for (int f = 0; f < PLANES; f++) {
+        mt_extent all = { .at = 0, .bytes = files[f].bytes, .unit = -1 };
+        mt_shard  s = files[f];
+
+        REQUIRE((back = all.mem = malloc(files[f].bytes)) != NULL);
+        s.extents = &all;
+        s.n_extents = 1;
+        CHECK_OK(mt_shards_read(&s, 2, NULL));
+        CHECK(memcmp(back, right[f], files[f].bytes) == 0);
+        free(back);
+        free(right[f]);
+        free(files[f].sums);
+        unlink(path[f]);
+    }
+    CHECK_EQ(rmdir(here), 0);
+    for (int u = 0; u < MANY; u++)
+        free(mem[u]);
+}
+
+/* Whatever the blocks are that they share. */
+static void one_unit_at_a_time_takes_memory(void)
+{
+    static const size_t sizes[] = { 300000, BLOCK / 4, BLOCK + 12345 };
+
+    for (int i = 0; i < 3; i++)
+        for (int copiers = i < 2 ? 1 : 4; copiers <= 4; copiers += 3) {
+            size_t largest = 4 * (sizes[i] + (MANY - 1) * 100);
+
+            write_many(sizes[i], 0, (mt_shards_how){ .n_copiers = copiers, .n_writers = 2 });
+            CHECK(most <= (largest > BLOCK ? largest : BLOCK));
+            CHECK(largest < BLOCK / 2 || most_open == 1);
+            for (int u = 1; u < MANY && copiers == 1; u++)
+                CHECK(firsts[u] > firsts[u - 1]);
+        }
+}
+
+static void small_units_are_begun_together(void)
+{
+    write_many(20000, 0, (mt_shards_how){ .n_copiers = 4, .n_writers = 2 });
+    CHECK(most <= BLOCK);
+    CHECK(most_open > 1);
+}
+
+/* With memory for few blocks, most of which wait for units that come much later, or are wanted out of turn. */
+static void any_order_comes_to_an_end(void)
+{
+    for (int shuffle = 0; shuffle < 2; shuffle++)
+        for (unsigned seed = 0; seed < 4; seed++) {
+            unsigned state = seed;
+
+            write_many(seed % 2 ? 300000 : BLOCK / 2, shuffle, (mt_shards_how){
+                .n_copiers = 1 + (int)seed % 3, .n_writers = shuffle ? 1 : 8,
+                .wanted = wanted_at_random, .arg = &state });
+            CHECK(shuffle || most <= (seed % 2 ? BLOCK : 4 * (BLOCK / 2 + MANY * 100)));
+        }
+}
+
 #define TESTS(X)                                            \
+    X(turned_tensors_are_row_major_in_files)                \
+    X(one_unit_at_a_time_takes_memory)                      \
+    X(small_units_are_begun_together)                       \
+    X(any_order_comes_to_an_end)                            \
     X(files_hold_what_memory_held_before_it_was_let_go)     \
     X(wanted_unit_is_let_go_first)                          \
     X(full_disk_is_told_and_lets_all_units_go)              \
