@@ -112,7 +112,7 @@ PyObject *mt_engine_swap_drop(PyObject *self, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "K:swap_drop", &bundle))
         return NULL;
-    if (!e->closed && e->swap != NULL)
+    if (!e->closed && e->swap != NULL && mt_home_is_ours(e->home))
         MT_UNLOCKED(e, st, (mt_swap_drop(e->swap, bundle), MT_OK));
     (void)st;
     Py_RETURN_NONE;

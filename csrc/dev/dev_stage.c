@@ -16,8 +16,7 @@
  * Small regions are what kernels write into (sums of squares), so they must be locked: noting them would
  * be wrong, not slow. The cushion keeps room for them when larger ones have taken all there was.
  */
-#include "../core/dev.h"
-#include "../core/pool.h"
+#include "../core/arena.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -25,7 +24,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define PAGE_BYTES    ((size_t)4096)
 #define CUSHION_BYTES ((size_t)16 << 20)
 #define SMALL_BYTES   ((size_t)64 << 10)
 #define BUFFERS       12                    /* three more than queues that an engine has */
@@ -54,8 +52,8 @@ typedef struct stage_dev {
     atomic_int      n_noted;     /* written under mu, after the region; read by anyone */
     size_t          locked, noted;       /* bytes. mu */
     size_t          limit, small;        /* bytes. mu */
-    char           *block;       /* the buffers' memory; NULL before the first registration. mu */
-    char           *cushion;     /* NULL: given up. mu */
+    mt_arena        block;       /* the buffers' memory; zero before the first registration. mu */
+    mt_arena        cushion;     /* zero: given up. mu */
     char           *spare[BUFFERS];      /* buffers that no queue has. mu */
     int             n_spare;     /* mu */
     char            why[512];    /* of the first region that was noted. mu */
@@ -84,27 +82,9 @@ static mt_dev *under(mt_dev *d)
 
 /* ---- memory of ours --------------------------------------------------------------------- */
 
-static mt_status pages_open(stage_dev *d, size_t bytes, char **out)
+static mt_status pages_open(stage_dev *d, size_t bytes, mt_arena *out)
 {
-    char     *p = aligned_alloc(PAGE_BYTES, bytes);
-    mt_status st;
-
-    if (p == NULL)
-        return MT_FAIL(MT_ENOMEM, "stage: no %zu bytes to pass copies through", bytes);
-    if ((st = d->under->ops->host_register(d->under, p, bytes)) != MT_OK) {
-        free(p);
-        return st;
-    }
-    *out = p;
-    return MT_OK;
-}
-
-static void pages_close(stage_dev *d, char *p)
-{
-    if (p == NULL)
-        return;
-    d->under->ops->host_unregister(d->under, p);
-    free(p);
+    return mt_arena_open(out, bytes, NULL, d->under, "what copies pass through", 0);
 }
 
 /* Under mu. Before anything else is locked: afterwards there may be no room for it. */
@@ -112,17 +92,16 @@ static mt_status prepare(stage_dev *d)
 {
     mt_status st;
 
-    if (d->block != NULL)
+    if (d->block.base != NULL)
         return MT_OK;
     MT_TRY(pages_open(d, CUSHION_BYTES, &d->cushion));
     MT_TRY(pages_open(d, BUFFERS * PIECE_BYTES, &d->block));
     for (d->n_spare = 0; d->n_spare < BUFFERS; d->n_spare++)
-        d->spare[d->n_spare] = d->block + (size_t)d->n_spare * PIECE_BYTES;
+        d->spare[d->n_spare] = (char *)d->block.base + (size_t)d->n_spare * PIECE_BYTES;
     return MT_OK;
 
 fail:
-    pages_close(d, d->cushion);
-    d->cushion = NULL;
+    mt_arena_close(&d->cushion);
     return st;
 }
 
@@ -175,10 +154,9 @@ static mt_status lock_small(stage_dev *d, char *p, size_t bytes)
 {
     mt_status st = lock(d, p, bytes);
 
-    if (st != MT_ENOMEM || d->cushion == NULL)
+    if (st != MT_ENOMEM || d->cushion.base == NULL)
         return st;
-    pages_close(d, d->cushion);
-    d->cushion = NULL;
+    mt_arena_close(&d->cushion);
     return lock(d, p, bytes);
 }
 
@@ -490,8 +468,8 @@ static void stage_close(mt_dev *dev)
 {
     stage_dev *d = as_dev(dev);
 
-    pages_close(d, d->cushion);
-    pages_close(d, d->block);
+    mt_arena_close(&d->cushion);
+    mt_arena_close(&d->block);
     d->under->ops->close(d->under);
     mt_pool_close(d->pool);
     pthread_mutex_destroy(&d->mu);
