@@ -34,7 +34,7 @@ static mt_status planes_of(const mt_disk *d, int u, int param, int real, unsigne
     mt_status            st = MT_OK;
 
     for (int p = 0; p < MT_PLANE_COUNT && desc->numel > 0; p++) {
-        int in = desc->trainable || p == MT_PLANE_HI;
+        int in = mt_store_trainable(d->store, u, param) || p == MT_PLANE_HI;
 
         if (!(ours >> p & 1) || mt_store_plane_bytes(d->store, u, param, (mt_plane)p, 1) == 0)
             continue;

@@ -14,7 +14,8 @@
  *
  * Layout: parameter i of a unit starts in every plane at a multiple of 512 bytes; the HI plane
  *         is what crosses to the device in one copy, so a slot has the same offsets.
- * Threads: add and the first `at` of a plane take the store's lock; the ledger has its own.
+ * Threads: any. Only who asks for a plane's memory waits while that is made; the ledger has its own locks. What is set
+ *          of a unit (settle, disk, passing, states) is set before anybody asks for a plane of it.
  */
 #ifndef MT_STORE_H
 #define MT_STORE_H
@@ -68,10 +69,12 @@ void      mt_store_close(mt_store *s);
 mt_status mt_store_add  (mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit);
 
 mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on);
+int       mt_store_trainable    (const mt_store *s, int unit, int param);    /* any thread; 0 where there is none */
 
 int         mt_store_units (const mt_store *s);
 int         mt_store_params(const mt_store *s, int unit);
 const char *mt_store_name  (const mt_store *s, int unit);
+/* But for `trainable`, constant. */
 const mt_param_desc *mt_store_desc(const mt_store *s, int unit, int param);
 size_t      mt_store_hi_bytes(const mt_store *s, int unit);              /* what a slot must hold */
 size_t      mt_store_offset  (const mt_store *s, int unit, int param);   /* bytes, in HI and in a slot */

@@ -5,6 +5,8 @@
 #define PIECE_BYTES ((size_t)8192)      /* the device's own source, with small pieces */
 #include "../../csrc/dev/dev_stage.c"
 
+#define PAGE_BYTES ((size_t)4096)
+
 #define REGION (5 * PIECE_BYTES)
 enum { OURS = 2 };                      /* what the device itself locks: cushion and buffers */
 
