@@ -122,7 +122,7 @@ static mt_status begin_unit(void *arg, int unit)
     if (mt_store_settled(e->store, unit))
         st = mt_resident_peek(e->residents, unit, g->planes[unit]);
     else if (mt_store_on_disk(e->store, unit))
-        st = mt_disk_bring(e->disk, unit, g->planes[unit]);
+        st = mt_disk_peek(e->disk, unit, g->planes[unit]);
     return st;
 }
 
@@ -345,7 +345,9 @@ PyObject *mt_engine_save_end(PyObject *self, PyObject *unused)
 
 static mt_status take(mt_engine *e, int unit, mt_queue *run)
 {
-    return mt_store_settled(e->store, unit) ? mt_resident_take(e->residents, unit, run) : chill(e, unit);
+    if (mt_store_settled(e->store, unit))
+        return mt_resident_take(e->residents, unit, run);
+    return mt_store_on_disk(e->store, unit) ? mt_disk_take(e->disk, unit) : MT_OK;
 }
 
 PyObject *mt_engine_take(PyObject *self, PyObject *args)
