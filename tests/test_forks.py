@@ -222,6 +222,7 @@ def test_forks_beside_updates_and_a_save_change_nothing(tmp_path: Path) -> None:
     expected = [train(model, opt, 6), *[float(p.sum()) for p in model.parameters()]]
     model, opt = streamed("disk", tmp_path, width=256)
     children: list[int] = []
+    saving = None
 
     def fork() -> None:
         pid = os.fork()
@@ -237,7 +238,8 @@ def test_forks_beside_updates_and_a_save_change_nothing(tmp_path: Path) -> None:
         fork()
         opt.step()
         fork()
-        saving = mt.save(model, opt, tmp_path / "run", asynchronous=True) if step == 3 else saving if step > 3 else None
+        if step == 3:
+            saving = mt.save(model, opt, tmp_path / "run", asynchronous=True)
         fork()
         opt.zero_grad()
     assert [ended(pid) for pid in children] == [0] * len(children)

@@ -8,7 +8,8 @@
  *
  * Threads: everything here runs under Python's lock (GIL) unless a comment says otherwise. The
  *          lock is let go around what may wait; MT_UNLOCKED counts such calls, so that close()
- *          never takes away what another thread is waiting on.
+ *          never takes away what another thread is waiting on. A thread that waits may ask for the GIL (MT_WAITING)
+ *          under the locks it holds: so none that may be held for longer than a moment is taken under the GIL.
  * Forks:   in a child of the process that made it an engine refuses every call, and nothing of it is ever closed: its
  *          threads are not there to be waited for, its memory is not there to be read (forks.h), and its files, locks
  *          and device are its owner's.
@@ -45,6 +46,8 @@ typedef struct mt_state {
 PyObject *mt_raise(PyObject *error, mt_status st);
 /* A RuntimeWarning, soon: the watchdog's. From any thread, whatever it holds. */
 void mt_warn(const char *text);
+/* What the main thread asks while it waits: has Ctrl-C been pressed? Others are not asked. */
+mt_watch_ask mt_ask_for_signals(void);
 /* 0, or -1 with TypeError or OverflowError. */
 int mt_arg_int (PyObject *o, int *out);
 int mt_arg_addr(PyObject *o, uintptr_t *out);
@@ -137,6 +140,16 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exc
         Py_END_ALLOW_THREADS              \
         (e)->busy--;                      \
     } while (0)
+
+/* The same of a call that may wait long, and that has changed nothing where it ends with MT_EINTR. What Python does on
+ * the signal runs when the call has let go of all it held, and may use the engine; where it does not raise, the call
+ * is made again. */
+#define MT_WAITING(e, st, call)                             \
+    do {                                                    \
+        (void)mt_watch_asks(mt_ask_for_signals());          \
+        MT_UNLOCKED(e, st, call);                           \
+        (void)mt_watch_asks(NULL);                          \
+    } while ((st) == MT_EINTR && PyErr_CheckSignals() == 0)
 
 /* Methods, by the noun they belong to. */
 #define MT_METHOD(name)   PyObject *mt_engine_##name(PyObject *self, PyObject *args)

@@ -266,7 +266,7 @@ PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw)
         saving_free(g);
         return NULL;
     }
-    MT_UNLOCKED(e, st, saving_begin(e, g, how));
+    MT_WAITING(e, st, saving_begin(e, g, how));
     if (st != MT_OK) {
         saving_free(g);
         return mt_raise(e->error, st);
@@ -375,7 +375,7 @@ PyObject *mt_engine_wait_saved(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "i:wait_saved", &unit) || mt_engine_unit(e, unit) < 0)
         return NULL;
-    MT_UNLOCKED(e, st, mt_ledger_wait_saved(e->store, unit));
+    MT_WAITING(e, st, mt_ledger_wait_saved(e->store, unit));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -427,9 +427,13 @@ static PyObject *read_file(PyObject *module, PyObject *args)
         files_free(&l);
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    st = mt_shards_read(l.shards, threads, NULL);
-    Py_END_ALLOW_THREADS
+    do {
+        (void)mt_watch_asks(mt_ask_for_signals());
+        Py_BEGIN_ALLOW_THREADS
+        st = mt_shards_read(l.shards, threads, NULL);
+        Py_END_ALLOW_THREADS
+        (void)mt_watch_asks(NULL);
+    } while (st == MT_EINTR && PyErr_CheckSignals() == 0);
     files_free(&l);
     if (st != MT_OK)
         return mt_raise(error, st);

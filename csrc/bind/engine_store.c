@@ -251,7 +251,7 @@ static PyObject *wait_for(PyObject *self, PyObject *args, const char *format, mt
 
     if (e == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, wait_and_bring(e, unit, plane, wait));
+    MT_WAITING(e, st, wait_and_bring(e, unit, plane, wait));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -270,7 +270,7 @@ PyObject *mt_engine_updated(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, mt_ledger_wait_updates(e->store, unit));
+    MT_WAITING(e, st, mt_ledger_wait_updates(e->store, unit));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -300,7 +300,7 @@ PyObject *mt_engine_wait_fetch(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, make_writable(e, unit));
+    MT_WAITING(e, st, make_writable(e, unit));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -542,7 +542,7 @@ PyObject *mt_engine_bring(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_unit(e, unit) < 0 || planes_ok(e, planes) < 0)
         return NULL;
-    MT_UNLOCKED(e, st, bring_or_undo(e, unit, (unsigned)planes));
+    MT_WAITING(e, st, bring_or_undo(e, unit, (unsigned)planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;

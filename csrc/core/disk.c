@@ -433,8 +433,8 @@ static void read_ahead(mt_disk *d)
     if (d->feed != NULL)
         mt__feed_ahead(d->feed);
 
-    while (!d->failed && d->next_unit >= 0 && !d->units[d->next_unit].held &&
-           d->next_unit + 1 != d->away && find_piece(d, d->next_unit, d->next_piece) == NULL && (b = find_free(d)) != NULL) {
+    while (!d->failed && d->next_unit >= 0 && !d->units[d->next_unit].held && d->next_unit + 1 != d->away &&
+           find_piece(d, d->next_unit, d->next_piece) == NULL && (b = find_free(d)) != NULL) {
         b->unit = d->next_unit;
         b->piece = d->next_piece;
         b->dropped = 0;
@@ -987,8 +987,8 @@ static int is_back(void *arg)
     return ((const mt__way *)arg)->d->away == 0;
 }
 
-/* A piece's section to or from its place in the bounce buffer, which is ours. No update of the unit is under way, but its writes may
- * be. Parameters that are pushed one after the other often share a piece, which is then read once. */
+/* A piece's section to or from its place in the bounce buffer, which is ours. No update of the unit is under way, but
+ * its writes may be. Parameters that are pushed one after the other often share a piece, which is then read once. */
 static mt_status move(mt_disk *d, int u, int number, int section, int write)
 {
     const mt__section *n = &d->units[u].lay->pieces[number].section[section];

@@ -84,7 +84,7 @@ void mt_forks_private(void *base, size_t bytes)
     if (madvise(base, bytes, MADV_DONTFORK) != 0)
         return;
     pthread_mutex_lock(&memory_mu);
-    if (more((void **)&ranges, n_ranges, &room_ranges, sizeof *ranges))      /* else its addresses are free in a child */
+    if (more((void **)&ranges, n_ranges, &room_ranges, sizeof *ranges))      /* else they are free in a child */
         ranges[n_ranges++] = (range){ base, bytes };
     pthread_mutex_unlock(&memory_mu);
 }

@@ -642,6 +642,16 @@ fail:
     return st;
 }
 
+/* What was put is not to be put again: nobody is asked. */
+static mt_status drain_all(mt_offload *o)
+{
+    mt_watch_ask ask = mt_watch_asks(NULL);
+    mt_status    st = mt_offload_drain(o);
+
+    (void)mt_watch_asks(ask);
+    return st;
+}
+
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
                          mt_queue *run, uint64_t *number)
 {
@@ -671,7 +681,7 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     }
     commit(o, t, y, g, next);
     *number = next;
-    return debug.sync ? mt_offload_drain(o) : MT_OK;
+    return debug.sync ? drain_all(o) : MT_OK;
 fail:
     return st;
 }

@@ -250,6 +250,26 @@ static mt_status grow(mt_file *f, uint64_t bytes)
     return MT_OK;
 }
 
+static int is_named(mt_file *f)
+{
+    int named;
+
+    pthread_mutex_lock(&f->mu);
+    named = f->named;
+    pthread_mutex_unlock(&f->mu);
+    return named;
+}
+
+/* A file that lost its name meanwhile has no manifest either. */
+static mt_status tell_bytes(mt_file *f, uint64_t bytes)
+{
+    mt_status st = is_named(f) ? mt_manifest_write(f->dir, f->name, bytes) : MT_OK;
+
+    if (!is_named(f))
+        mt_manifest_remove(f->dir, f->name);
+    return st;
+}
+
 mt_status mt_file_reserve(mt_file *f, uint64_t bytes)
 {
     mt_status st;
@@ -257,7 +277,7 @@ mt_status mt_file_reserve(mt_file *f, uint64_t bytes)
     pthread_mutex_lock(&f->growing);
     st = grow(f, bytes);
     pthread_mutex_unlock(&f->growing);
-    return st == MT_OK ? mt_manifest_write(f->dir, f->name, bytes) : st;
+    return st == MT_OK ? tell_bytes(f, bytes) : st;
 }
 
 static mt_status take(mt_blocks *b, size_t bytes, uint64_t *at)

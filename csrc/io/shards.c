@@ -714,14 +714,18 @@ static void *reader_main(void *arg)
     reading  *r = arg;
     void     *mem;
     size_t    k = 0;
+    uint64_t  asked_ns = 0;
     mt_status st = MT_OK;
 
     if (posix_memalign(&mem, MT_BLOCK_ALIGN, MT_BLOCK_BYTES) != 0) {
         mem = NULL;
         st = MT_FAIL(MT_ENOMEM, "load: no memory for a block of %zu bytes", MT_BLOCK_BYTES);
     }
-    while (next_block(r, st, &k))
+    while (next_block(r, st, &k)) {
         st = read_block(r, k, mem);
+        if (st == MT_OK)
+            st = mt_watch_asked(&asked_ns);
+    }
     free(mem);
     return NULL;
 }

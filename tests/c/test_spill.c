@@ -625,6 +625,32 @@ static void places_are_cut_and_joined(void)
     mt_places_close(&l);
 }
 
+/* Empty tensors, and no tensor at all: the file has nothing to write, and memory is not what holds them. */
+static void bundles_of_no_bytes_come_and_go(void)
+{
+    mt_swap_part none[2] = { { NULL, 0 }, { NULL, 0 } };
+    scene        s;
+    uint64_t     a, b;
+    size_t       used;
+
+    scene_open(&s, 1, 0, 0, 0);
+    used = mt_swap_stats_get(s.w).used_bytes;
+    for (int i = 0; i < 3; i++) {
+        CHECK_OK(mt_swap_out(s.w, 0, none, 2, MT_SWAP_FILE, s.t.run, &a));
+        CHECK_OK(mt_swap_out(s.w, 1, none, 0, MT_SWAP_FILE, s.t.run, &b));
+        CHECK_OK(mt_swap_left(s.w, a, s.t.run));
+        CHECK_OK(mt_swap_left(s.w, b, s.t.run));
+        CHECK_OK(mt_swap_back(s.w, b, none, 0, s.t.run));
+        CHECK_OK(mt_swap_back(s.w, a, none, 2, s.t.run));
+        CHECK_OK(mt_swap_await(s.w, a, s.t.run));
+        mt_swap_drop(s.w, a);
+        mt_swap_drop(s.w, b);
+    }
+    CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, used);
+    CHECK_EQ(stats(&s).written_bytes, 0);
+    CHECK_EQ(scene_close(&s), 0);
+}
+
 #define TESTS(X)                                                                              \
     X(tensors_come_back_as_they_left)                                                         \
     X(a_few_blocks_carry_any_number_of_bundles)                                               \
@@ -643,6 +669,7 @@ static void places_are_cut_and_joined(void)
     X(a_write_that_fails_is_told_and_harms_nobody_else)                                       \
     X(a_read_that_fails_is_told_and_may_be_tried_again)                                       \
     X(every_failing_device_call_frees_everything)                                             \
+    X(bundles_of_no_bytes_come_and_go)                                                        \
     X(places_are_cut_and_joined)
 
 CHECK_MAIN(TESTS)
