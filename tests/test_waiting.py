@@ -17,13 +17,12 @@ def penalty(model: torch.nn.Module) -> torch.Tensor:
     return sum(p.square().sum() for p in model.parameters())
 
 
-@pytest.mark.parametrize("home", ["ram", "vram", "disk", "disk+weights"])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_weights_in_a_graph_on_the_host_outlive_a_save(home: str, asynchronous: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", ["vram", "disk+weights"])
+def test_weights_in_a_graph_on_the_host_outlive_a_save(home: str, tmp_path: Path) -> None:
     model, opt = streamed(home, tmp_path)
     train(model, opt, 2)
     loss = penalty(model)
-    mt.save(model, opt, tmp_path / "run", asynchronous=asynchronous).wait()
+    mt.save(model, opt, tmp_path / "run", asynchronous=True).wait()
     mt.save(model, opt, tmp_path / "run").wait()
     loss.backward()
     for name, p in model.named_parameters():
@@ -41,7 +40,7 @@ def test_memory_of_weights_that_were_only_saved_is_given_back(tmp_path: Path) ->
 
 
 def test_a_file_loses_its_name_while_its_engine_is_closed(tmp_path: Path) -> None:
-    for _ in range(10):
+    for _ in range(4):
         model, opt = streamed("disk+weights", tmp_path)
         train(model, opt, 1)
         core = runtime_of(model).core
@@ -56,7 +55,7 @@ def test_a_file_loses_its_name_while_its_engine_is_closed(tmp_path: Path) -> Non
 
 
 def test_counters_are_read_while_a_step_waits(tmp_path: Path) -> None:
-    model, opt = streamed("disk", tmp_path, width=256)
+    model, opt = streamed("disk", tmp_path, width=64)
     core, stop, looks = runtime_of(model).core, threading.Event(), []
 
     def look() -> None:
