@@ -644,24 +644,6 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out)
     return st;
 }
 
-/* The caller knows that nobody holds an address in the plane. */
-void mt_store_drop(mt_store *s, int unit, mt_plane p)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-
-    if (u == NULL || !plane_ok(p) || (p == MT_PLANE_GRAD && atomic_load(&u->passing)))
-        return;
-    for (int place = 0; place < MT__PLACES; place++) {
-        mt__plane *pl = &u->plane[place][p];
-
-        pthread_mutex_lock(&pl->making);
-        pthread_mutex_lock(&s->map_mu);
-        atomic_fetch_sub(place == MT__DEVICE ? &s->on_device : &s->mapped[p], plane_close(pl, u->n_params));
-        pthread_mutex_unlock(&s->map_mu);
-        pthread_mutex_unlock(&pl->making);
-    }
-}
-
 /* ---- settled units ---------------------------------------------------------------------- */
 
 int mt_store_settled(const mt_store *s, int unit)

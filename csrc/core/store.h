@@ -99,12 +99,10 @@ mt_states mt_store_states    (const mt_store *s, int unit);              /* any 
 /* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in
  * parallel and (GRAD, and HI unless it is a settled unit's) registered at the first call. A parameter
  * that was not trainable then gets an arena of its own when it is asked for later. MT_EINVAL when the
- * plane has nothing for it, or leaves it out because it is not trainable. Addresses stay until the plane
- * is dropped. */
+ * plane has nothing for it, or leaves it out because it is not trainable. Addresses stay. */
 mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* The whole HI plane of a unit: what one H2D copy reads. */
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
-void      mt_store_drop(mt_store *s, int unit, mt_plane p);              /* gives the memory back */
 
 /* From now on the unit's planes but HI are device memory, and their host planes copies: addresses
  * without memory until they are warmed. HI is in a slot, and its host plane a copy too, which is made with

@@ -1,5 +1,6 @@
 /* test_disk.c — states and weights in a file give the same numbers as in memory, whatever is read when. */
 #include "check.h"
+#include "drop.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/disk.h"
 #include "../../csrc/io/file.h"
@@ -681,7 +682,7 @@ static void what_was_not_pushed_is_not_read(void)
     step(&w, 0);
     CHECK_OK(mt_disk_bring(w.disk, 2, MT_STATE_PLANES));
     plane(&w, 2, 0, MT_PLANE_M)[0] = 77;
-    mt_store_drop(w.store, 2, MT_PLANE_V);
+    drop_plane(w.store, 2, MT_PLANE_V);
     REQUIRE(mt_store_set_trainable(w.store, 2, 0, 0) == MT_OK);
     CHECK_EQ(mt_disk_push(w.disk, 2, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_V), MT_EINVAL);
     REQUIRE(mt_store_set_trainable(w.store, 2, 0, 1) == MT_OK);

@@ -1,6 +1,7 @@
 /* test_store.c — store.h without the ledger: offsets, planes, addresses, and what fails how. */
 #include "check.h"
 #include "dev_fault.h"
+#include "drop.h"
 
 #include "../../csrc/core/arena.h"
 #include "../../csrc/core/store.h"
@@ -163,7 +164,7 @@ static void parameter_trainable_later_gets_its_own_place(void)
     CHECK(at(u, FROZEN, MT_PLANE_GRAD) == late);
     CHECK(at(u, BF, MT_PLANE_GRAD) == early);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_GRAD), 2 * sysconf(_SC_PAGESIZE));
-    mt_store_drop(store, u, MT_PLANE_GRAD);
+    drop_plane(store, u, MT_PLANE_GRAD);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_GRAD), 0);
     CHECK_EQ(at(u, FROZEN, MT_PLANE_GRAD) - at(u, BF, MT_PLANE_GRAD), 1024);  /* now beside it */
     teardown();
@@ -201,8 +202,7 @@ static void planes_are_mapped_when_first_asked_for_and_zero(void)
     for (int64_t i = 0; i < 12 << 20; i++)
         n += v[i] != 0;
     CHECK_EQ(n, 0);
-    mt_store_drop(store, u, MT_PLANE_V);
-    mt_store_drop(store, u, MT_PLANE_V);
+    drop_plane(store, u, MT_PLANE_V);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
     again = at(u, 0, MT_PLANE_V);
     CHECK_EQ(again[0], 0);
@@ -366,7 +366,7 @@ static void settled_unit_has_its_planes_on_the_device(void)
     CHECK_EQ(host[3], 9);
     CHECK_OK(mt_store_warm(store, u, MT_PLANE_V));              /* makes it too */
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_V), 4096);
-    mt_store_drop(store, u, MT_PLANE_M);
+    drop_plane(store, u, MT_PLANE_M);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_M), 0);
     CHECK_EQ(mt_store_device_bytes(store), 2048);
     mt_store_device_close(store);
@@ -450,7 +450,6 @@ static void numbers_that_do_not_exist_are_refused(void)
     CHECK_EQ(mt_store_params(store, u), MIXED);
     CHECK_EQ(mt_store_params(store, 7) + (int)mt_store_hi_bytes(store, 7), 0);
     CHECK(mt_store_desc(store, u, MIXED) == NULL && p == NULL);
-    mt_store_drop(store, 7, MT_PLANE_HI);
     CHECK_EQ(mt_store_open(NULL, pool, &store), MT_EINVAL);
     teardown();
 }
@@ -535,7 +534,7 @@ static void every_failing_device_call_leaves_the_store_whole(void)
                 CHECK_OK(mt_store_set_trainable(store, u, FROZEN, 1));
         }
         CHECK_EQ(fault_live(d), 3);              /* HI, GRAD, and the late one's GRAD; M is not */
-        mt_store_drop(store, u, MT_PLANE_GRAD);
+        drop_plane(store, u, MT_PLANE_GRAD);
         CHECK_EQ(fault_live(d), 1);
         mt_store_close(store);
         CHECK_EQ(fault_live(d), 0);
