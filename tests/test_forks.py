@@ -42,10 +42,10 @@ class Layers(nn.Module):
         return self.head(x)
 
 
-def streamed(home: str, folder: Path, width: int = 32) -> tuple[nn.Module, mt.AdamW]:
+def streamed(home: str, folder: Path, width: int = 32, device: str = "cpu") -> tuple[nn.Module, mt.AdamW]:
     torch.manual_seed(0)
     disk = {"nvme": str(folder)} if "disk" in home else {}
-    model = mt.stream(Layers(width), device="cpu", plan={"homes": home}, **disk)
+    model = mt.stream(Layers(width), device=device, plan={"homes": home}, **disk)
     return model, mt.AdamW(model.parameters(), lr=1e-2)
 
 

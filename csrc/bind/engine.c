@@ -4,8 +4,8 @@
 #include <string.h>
 
 #define FORKED "this process was forked from the one that streams the model, whose memory and threads are not here; " \
-               "use the model there, or give this process what it needs of it before the fork (a clone of a tensor, a " \
-               "file of mt.save), or start it by \"spawn\""
+               "use the model there, or give this process what it needs of it before the fork (a clone of a tensor, " \
+               "a file of mt.save), or start it by \"spawn\""
 
 /* ---- checks ---- */
 

@@ -1,8 +1,8 @@
 /* forks.h — what a child of fork() is not to have: our memory, and our files.
  *
  * A child is one thread. Ours are not in it, so the locks they held stay locked, and what waits for them waits for
- * ever. It shares every open file with its parent, lock and offset included. And what it inherits of memory is paid for:
- * pages that a driver has locked are copied by the fork itself, the others by whoever writes them next.
+ * ever. It shares every open file with its parent, lock and offset included. And what it inherits of memory is paid
+ * for: pages that a driver has locked are copied by the fork itself, the others by whoever writes them next.
  *
  * Nouns, in the order they appear below:
  *   forks    so many of them lie between the process that loaded us and this one. What notes the number when it is

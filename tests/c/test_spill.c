@@ -580,48 +580,45 @@ static void every_failing_device_call_frees_everything(void)
 
 /* ---- places ----------------------------------------------------------------------------- */
 
-typedef struct paper {                   /* a file that only grows */
-    mt_blocks base;
-    uint64_t  bytes, limit;
-} paper;
-
-static mt_status paper_take(mt_blocks *b, size_t bytes, uint64_t *at)
+/* Of a file that has room for ten pages. */
+static mt_place *place_of(mt_places *l, uint64_t pages)
 {
-    paper *p = (paper *)(void *)b;
+    uint64_t lack = mt_places_lack(l, pages * 4096);
 
-    if (p->bytes + bytes > p->limit)
-        return MT_FAIL(MT_EDISK, "paper: no room");
-    *at = p->bytes;
-    p->bytes += bytes;
-    return MT_OK;
+    if (l->bytes + lack > 10 * 4096)
+        return NULL;
+    if (lack > 0) {
+        CHECK(mt_places_take(l, pages * 4096) == NULL);
+        REQUIRE(mt_places_add(l, lack) == MT_OK);
+    }
+    CHECK_EQ(mt_places_lack(l, pages * 4096), 0);
+    return mt_places_take(l, pages * 4096);
 }
 
 static void places_are_cut_and_joined(void)
 {
-    static const mt_blocks_ops ops = { paper_take, NULL, NULL };
-    paper     file = { { &ops }, 0, 10 * 4096 };
-    mt_places l = { .file = &file.base };
-    mt_place *a, *b, *c, *d = NULL;
+    mt_places l = { 0 };
+    mt_place *a = place_of(&l, 3), *b = place_of(&l, 1), *c = place_of(&l, 2), *d;
 
-    REQUIRE(mt_places_take(&l, 3 * 4096, &a) == MT_OK && mt_places_take(&l, 4096, &b) == MT_OK);
-    REQUIRE(mt_places_take(&l, 2 * 4096, &c) == MT_OK);
+    REQUIRE(a != NULL && b != NULL && c != NULL);
     CHECK_EQ(c->at, 4 * 4096);
     mt_places_give(&l, a);
     mt_places_give(&l, c);
-    REQUIRE(mt_places_take(&l, 2 * 4096, &c) == MT_OK);      /* the smallest that holds it */
+    c = place_of(&l, 2);                                     /* the smallest that holds it */
     CHECK_EQ(c->at, 4 * 4096);
-    REQUIRE(mt_places_take(&l, 4096, &a) == MT_OK && mt_places_take(&l, 2 * 4096, &d) == MT_OK);
+    a = place_of(&l, 1);
+    d = place_of(&l, 2);
     CHECK(a->at == 0 && d->at == 4096);                      /* of three, one and two */
     CHECK_EQ(l.used_bytes, 6 * 4096);
     mt_places_give(&l, a);
     mt_places_give(&l, b);
     mt_places_give(&l, d);                                   /* with both neighbours */
-    REQUIRE(mt_places_take(&l, 4 * 4096, &a) == MT_OK);
-    CHECK(a->at == 0 && file.bytes == 6 * 4096);
+    a = place_of(&l, 4);
+    CHECK(a->at == 0 && l.bytes == 6 * 4096);
     mt_places_give(&l, c);
-    CHECK_EQ(mt_places_take(&l, 7 * 4096, &b), MT_EDISK);    /* 2 are free at the end, 4 may be added */
-    REQUIRE(mt_places_take(&l, 6 * 4096, &b) == MT_OK);
-    CHECK(b->at == 4 * 4096 && file.bytes == 10 * 4096 && l.bytes == 10 * 4096);
+    CHECK(place_of(&l, 7) == NULL);                          /* 2 are free at the end, 4 may be added */
+    b = place_of(&l, 6);
+    CHECK(b->at == 4 * 4096 && l.bytes == 10 * 4096);
     mt_places_close(&l);
 }
 
