@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from test_core import SET, Slots, entry, unit_of
-from test_forks import streamed, train
+from test_forks import batch, streamed, train
 
 import megatrain_torch as mt
+from megatrain_torch import optim
 from megatrain_torch._core import DTYPES, Engine
 
 NAP_US, SLOW_SEED = 2_200_000, 28             # gradients of the engine below take a second to be home
@@ -99,6 +100,17 @@ def test_who_waits_in_another_thread_is_not_disturbed() -> None:
         time.sleep(0.01)
     assert len(ended) == 1
     slow.engine.close()
+
+
+def test_what_a_step_came_to_is_known_after_its_norm_was_interrupted(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt = streamed("ram", tmp_path)
+    model(batch()).sum().mul(float("inf")).backward()
+    opt.step()
+    with monkeypatch.context() as once, pytest.raises(KeyboardInterrupt):
+        once.setattr(optim._Handed, "result", lambda self: signal.raise_signal(signal.SIGINT))
+        print(opt.grad_norm)
+    assert opt.skipped_steps == 1 and not opt.grad_norm < float("inf")
 
 
 @pytest.mark.parametrize("home", ["vram", "disk+weights"])
