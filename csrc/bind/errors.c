@@ -2,6 +2,7 @@
 #include "bind.h"
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 PyObject *mt_raise(PyObject *error, mt_status st)
@@ -65,7 +66,7 @@ static int interrupted(void)
 
 mt_watch_ask mt_ask_for_signals(void)
 {
-    return gettid() == getpid() ? interrupted : NULL;
+    return syscall(SYS_gettid) == getpid() ? interrupted : NULL;
 }
 
 int mt_arg_int(PyObject *o, int *out)
