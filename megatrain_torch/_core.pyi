@@ -49,7 +49,6 @@ class Engine:
         The memory stays until the last array over it is gone, also after close(); the engine itself
         is not kept alive.
         """
-    def drop(self, unit: int, plane: int) -> None: ...
     def host_bytes(self, plane: int = -1) -> int: ...
     def cold_bytes(self, unit: int, plane: int) -> int:
         """Host bytes that it takes to bring the plane there: 0 where its memory is there, or it was never asked for."""
@@ -228,7 +227,7 @@ class Engine:
 
         entries: as for adam(), without grad_address and changed. The unit's weights stay as they are until an
         adam() asks for the same with that factor: then the update is kept, and else taken back. So it is by the
-        unit's next offload(), wait_fetch(), drop(), bring() of its states, and by close().
+        unit's next offload(), wait_fetch(), bring() of its states, and by close().
         """
     def norm(self, ticket: int) -> tuple[float, int]:
         """(global norm before clipping, units skipped for non-finite gradients); waits."""
@@ -249,6 +248,10 @@ def codes_get(m: int, v: int, scale: int, out_m: int, out_v: int, n: int, /) -> 
     """fp32 values of moments of 8 bits; addresses."""
 def codes_set(in_m: int, in_v: int, m: int, v: int, scale: int, n: int, /) -> None: ...
 def isa_runs(isa: int) -> bool: ...
+def open_private(path: str, flags: int) -> int:
+    """As os.open; children of fork() do not have the descriptor, nor a share of its lock."""
+def close_private(fd: int) -> None:
+    """Of open_private, in the process that opened it; else nothing happens."""
 def disk_room(path: str) -> int:
     """Bytes that may be taken in a directory, once what crashed processes left there is removed."""
 def disk_measure(path: str, bytes: int, piece: int = 33554432, depth: int = 8, threads: int = 16) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import shutil
 import sys
@@ -99,6 +100,7 @@ class Saving:
         self.seconds = self.held = 0.0
         self._progress, self._begun = progress, time.perf_counter()
         self._over = threading.Event()       # not the thread's own: a join that is interrupted takes it for dead
+        self._process = os.getpid()          # whose thread it is
         self._error: BaseException | None = None
         self._named = False                  # it has its name: what failed came after
         self._told = False                   # its end was noticed: no later call needs to tell of it
@@ -116,7 +118,7 @@ class Saving:
             MegatrainError: it could not be written, and the one before is as it was; or it has its name, and whether
                 that is on the disk is not known.
         """
-        self._over.wait()
+        self._wait()
         self._told = True
         self._raise()
         return self
@@ -129,8 +131,13 @@ class Saving:
 
     def _finish(self) -> None:
         """As `check()`, when it is over."""
-        self._over.wait()
+        self._wait()
         self.check()
+
+    def _wait(self) -> None:
+        if not self.over and os.getpid() != self._process:
+            raise MegatrainError(f"{self.folder}: this process was forked from the one that writes it; wait there")
+        self._over.wait()
 
     def _raise(self) -> None:
         error = self._error

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import strict
+from . import _core, strict
 from .errors import MegatrainError
 
 NAME = "manifest.json"
@@ -183,7 +183,7 @@ class Draft:
 
     def _unlock(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            _core.close_private(self._fd)
             self._fd = -1
 
 
@@ -219,11 +219,11 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _lock(path: Path) -> int:
     """The directory's descriptor, which holds the lock until it is closed, however the process ends; -1: locked."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = _core.open_private(str(path), os.O_RDONLY | os.O_CLOEXEC)       # a child's share would outlive us
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(fd)
+        _core.close_private(fd)
         return -1
     return fd
 
@@ -241,7 +241,7 @@ def sweep(folder: Path) -> None:
         fd = _lock(path) if path.is_dir() else -1
         if fd >= 0:
             shutil.rmtree(path, ignore_errors=True)
-            os.close(fd)
+            _core.close_private(fd)
 
 
 def recover(folder: Path) -> None:

@@ -239,10 +239,16 @@ class AdamW(torch.optim.Optimizer):
         if not self._handed:
             return
         self._check_served()
-        handed, self._handed = self._handed, []
+        handed = self._handed
+        try:
+            results = [h.result() for h in handed]           # waits: an interruption leaves all as it is
+        except Exception:
+            self._handed = []
+            raise
+        self._handed = []
         if self._norm is None:
-            self._norm = math.hypot(*(h.result()[0] for h in handed))
-        skipped = [h for h in handed if h.result()[1]]
+            self._norm = math.hypot(*(norm for norm, _ in results))
+        skipped = [h for h, (_, skips) in zip(handed, results) if skips]
         for p in [p for h in skipped for p in h.params]:
             self._counts[p] -= 1
             self.state[p]["step"] -= 1

@@ -328,8 +328,6 @@ class Runtime:
         self.core.wait_updates(record.unit)
 
     def _want_weights(self, unit: int) -> None:
-        if unit in self.filed and self.saving is not None:       # whose copies of the unit go when it has them
-            self.core.wait_saved(unit)
         if self.away(unit):
             self.room.weights(self.core, unit)
 

@@ -330,17 +330,6 @@ def test_planes_of_a_unit_start_at_multiples_of_512(engine: Engine) -> None:
     assert [engine.plane(unit, i, HI).size for i in range(3)] == [400, 14, 4]
 
 
-def test_a_plane_is_not_dropped_while_an_array_shows_it(engine: Engine) -> None:
-    unit_of(engine, F32, torch.ones(10))
-    array = engine.plane(0, 0, M)
-    before = engine.host_bytes(M)
-    with pytest.raises(MegatrainError, match="1 arrays still show plane M"):
-        engine.drop(0, M)
-    del array
-    engine.drop(0, M)
-    assert before > 0 and engine.host_bytes(M) == 0 and engine.host_bytes() == engine.host_bytes(HI)
-
-
 def test_an_engine_in_a_cycle_with_its_hooks_and_arrays_is_collected() -> None:
     """As a model is: the engine's hooks hold the model, its parameters show the engine's memory."""
 
@@ -637,7 +626,6 @@ def test_what_a_settled_unit_refuses(engine: Engine) -> None:
     for call, says in [
         (lambda: engine.settle(0, 1), "settled already"),
         (lambda: engine.settle(7, 1), "unit 7"),
-        (lambda: engine.drop(0, M), "lives on the device"),
         (lambda: engine.through(0, True), "lives on the device"),
         (lambda: engine.bring(0, 1 << len(PLANES)), f"planes {1 << len(PLANES)}"),
         (lambda: engine.push(0, 1, -1), "parameter 1"),

@@ -434,7 +434,6 @@ def test_engine_refuses_what_makes_no_sense(make: Callable[..., Pair], tmp_path:
     core = core_of(model)
     core.drain()
     for call, said in ((lambda: core.disk(str(tmp_path), [2]), "has its file already"),
-                       (lambda: core.drop(0, PLANES["M"]), "has its plane M on disk"),
                        (lambda: core.through(0, True), "has its states on disk"),
                        (lambda: core.speculate(0, []), "its states are on disk")):
         with pytest.raises(mt.MegatrainError, match=said):

@@ -8,7 +8,11 @@
  *
  * Threads: everything here runs under Python's lock (GIL) unless a comment says otherwise. The
  *          lock is let go around what may wait; MT_UNLOCKED counts such calls, so that close()
- *          never takes away what another thread is waiting on.
+ *          never takes away what another thread is waiting on. A thread that waits may ask for the GIL (MT_WAITING)
+ *          under the locks it holds: so none that may be held for longer than a moment is taken under the GIL.
+ * Forks:   in a child of the process that made it an engine refuses every call, and nothing of it is ever closed: its
+ *          threads are not there to be waited for, its memory is not there to be read (forks.h), and its files, locks
+ *          and device are its owner's.
  * Errors:  mt_raise turns this thread's mt_last_error() into MegatrainError and returns NULL.
  */
 #ifndef MT_BIND_H
@@ -17,6 +21,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "../core/forks.h"
 #include "../core/offload.h"
 #include "../core/stream.h"
 #include "../core/swap.h"
@@ -41,6 +46,8 @@ typedef struct mt_state {
 PyObject *mt_raise(PyObject *error, mt_status st);
 /* A RuntimeWarning, soon: the watchdog's. From any thread, whatever it holds. */
 void mt_warn(const char *text);
+/* What the main thread asks while it waits: has Ctrl-C been pressed? Others are not asked. */
+mt_watch_ask mt_ask_for_signals(void);
 /* 0, or -1 with TypeError or OverflowError. */
 int mt_arg_int (PyObject *o, int *out);
 int mt_arg_addr(PyObject *o, uintptr_t *out);
@@ -64,16 +71,16 @@ PyObject *mt_window_dict_new(void);
  * that held the engine would keep the engine's hooks, and through them the model, for good. */
 
 typedef struct mt_home {
+    unsigned  owner;         /* mt_forks() of the process that has the memory */
     long      holders;       /* the engine and the views; under the GIL */
     mt_pool  *pool;
     mt_dev   *dev;
     mt_store *store;
-    int     (*views)[MT_PLANE_COUNT];     /* [n_views] living arrays of each unit's planes */
-    int       n_views;
 } mt_home;
 
 mt_home *mt_home_new(void);                             /* one holder; NULL: no memory */
 void     mt_home_let_go(mt_home *h);                    /* the last one frees all; NULL is fine */
+int      mt_home_is_ours(const mt_home *h);             /* 0: this process is a child of its owner */
 
 /* ---- engine ---- */
 
@@ -135,6 +142,16 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exc
         (e)->busy--;                      \
     } while (0)
 
+/* The same of a call that may wait long, and that has changed nothing where it ends with MT_EINTR. What Python does on
+ * the signal runs when the call has let go of all it held, and may use the engine; where it does not raise, the call
+ * is made again. */
+#define MT_WAITING(e, st, call)                             \
+    do {                                                    \
+        (void)mt_watch_asks(mt_ask_for_signals());          \
+        MT_UNLOCKED(e, st, call);                           \
+        (void)mt_watch_asks(NULL);                          \
+    } while ((st) == MT_EINTR && PyErr_CheckSignals() == 0)
+
 /* Methods, by the noun they belong to. */
 #define MT_METHOD(name)   PyObject *mt_engine_##name(PyObject *self, PyObject *args)
 #define MT_FASTCALL(name) \
@@ -143,7 +160,7 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exc
 /* engine_store.c: store and ledger */
 PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(set_trainable); MT_METHOD(hi_bytes); MT_METHOD(offset); MT_METHOD(plane);
-MT_METHOD(drop); MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
+MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
 MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
 MT_METHOD(set_states); MT_METHOD(pass_gradients); MT_METHOD(lend_most);
 MT_METHOD(through); MT_METHOD(invite); MT_METHOD(lift_sizes);
@@ -183,7 +200,7 @@ MT_METHOD(norm); MT_METHOD(speculate);
 
 /* ---- view ---- */
 
-/* arrays.c: uint8[bytes] over p, a plane of a unit; counted in h->views until it dies. */
-PyObject *mt_view_new(mt_home *h, int unit, mt_plane plane, void *p, size_t bytes);
+/* arrays.c: uint8[bytes] over p, which is the home's memory. */
+PyObject *mt_view_new(mt_home *h, void *p, size_t bytes);
 
 #endif

@@ -3,12 +3,20 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define FORKED "this process was forked from the one that streams the model, whose memory and threads are not here; " \
+               "use the model there, or give this process what it needs of it before the fork (a clone of a tensor, " \
+               "a file of mt.save), or start it by \"spawn\""
+
 /* ---- checks ---- */
 
 mt_engine *mt_engine_usable(PyObject *self)
 {
     mt_engine *e = (mt_engine *)self;
 
+    if (e->home != NULL && !mt_home_is_ours(e->home)) {
+        PyErr_SetString(e->error, FORKED);
+        return NULL;
+    }
     if (e->closed || e->updater == NULL) {
         PyErr_SetString(e->error, "the engine is closed; stream the model again");
         return NULL;
@@ -66,14 +74,21 @@ mt_home *mt_home_new(void)
 {
     mt_home *h = calloc(1, sizeof *h);
 
-    if (h != NULL)
+    if (h != NULL) {
         h->holders = 1;
+        h->owner = mt_forks();
+    }
     return h;
+}
+
+int mt_home_is_ours(const mt_home *h)
+{
+    return h->owner == mt_forks();
 }
 
 void mt_home_let_go(mt_home *h)
 {
-    if (h == NULL || --h->holders > 0)
+    if (h == NULL || --h->holders > 0 || !mt_home_is_ours(h))
         return;
     /* Nobody else knows it any more. Unmapping gigabytes takes seconds: not under the GIL. */
     Py_BEGIN_ALLOW_THREADS
@@ -81,7 +96,6 @@ void mt_home_let_go(mt_home *h)
     if (h->dev != NULL)
         h->dev->ops->close(h->dev);
     mt_pool_close(h->pool);
-    free(h->views);
     free(h);
     Py_END_ALLOW_THREADS
 }
@@ -199,6 +213,10 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
  * one), then gradients come home, then the last weights land. The store stays: arrays show it. */
 static mt_status engine_stop(mt_engine *e)
 {
+    if (e->file != NULL)
+        mt_file_unname(e->file);         /* at once: what follows may take its time, and the process may end in it */
+    if (e->swap_file != NULL)
+        mt_file_unname(e->swap_file);
     mt_saving_close(e);                  /* first: updates may be waiting for it */
     mt_update_close(e->updater);
     mt_offload_close(e->offload);
@@ -242,7 +260,7 @@ static PyObject *engine_close(PyObject *self, PyObject *unused)
     mt_status  st;
 
     (void)unused;
-    if (e->closed)
+    if (e->closed || e->home == NULL || !mt_home_is_ours(e->home))
         Py_RETURN_NONE;
     if (e->busy > 0) {
         PyErr_Format(e->error, "engine: %d calls of other threads are still waiting in it; "
@@ -283,12 +301,17 @@ static void engine_dealloc(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     freefunc      release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
+    int           ours = e->home == NULL || mt_home_is_ours(e->home);
+
     PyObject_GC_UnTrack(self);
-    Py_BEGIN_ALLOW_THREADS
-    engine_stop(e);
-    Py_END_ALLOW_THREADS
+    e->closed = 1;
+    if (ours) {
+        Py_BEGIN_ALLOW_THREADS
+        engine_stop(e);
+        Py_END_ALLOW_THREADS
+    }
     mt_home_let_go(e->home);
-    if (e->door_made)
+    if (e->door_made && ours)
         pthread_mutex_destroy(&e->door);
     engine_clear(self);
     Py_CLEAR(e->error);
@@ -315,9 +338,6 @@ static PyMethodDef methods[] = {
     { "plane", mt_engine_plane, METH_VARARGS,
       "plane($self, unit, param, plane, /)\n--\n\n"
       "uint8 array over the parameter's bytes in a plane." },
-    { "drop", mt_engine_drop, METH_VARARGS,
-      "drop($self, unit, plane, /)\n--\n\n"
-      "Give a plane's memory back; refused while an array shows it." },
     { "cold_bytes", mt_engine_cold_bytes, METH_VARARGS,
       "cold_bytes($self, unit, plane, /)\n--\n\nHost bytes that it takes to bring a plane there." },
     { "host_bytes", KEYWORDS(mt_engine_host_bytes), METH_VARARGS | METH_KEYWORDS,

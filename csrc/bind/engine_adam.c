@@ -670,6 +670,13 @@ PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)
     Py_DECREF(units);
     if (jobs == NULL)
         return NULL;
+    MT_WAITING(e, st, mt_update_turn(e->updater));
+    if (st != MT_OK) {
+        for (int i = 0; i < n; i++)
+            job_free(jobs[i].arg);
+        free(jobs);
+        return mt_raise(e->error, st);
+    }
     /* From here on the updater owns the args, whatever comes back. */
     MT_UNLOCKED(e, st, submit_alone(e, jobs, n, max_norm, run, &ticket));
     free(jobs);
@@ -752,6 +759,6 @@ PyObject *mt_engine_norm(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "K:norm", &ticket))
         return NULL;
-    MT_UNLOCKED(e, st, mt_update_norm(e->updater, ticket, &norm, &skipped));
+    MT_WAITING(e, st, mt_update_norm(e->updater, ticket, &norm, &skipped));
     return st == MT_OK ? Py_BuildValue("(di)", norm, skipped) : mt_raise(e->error, st);
 }

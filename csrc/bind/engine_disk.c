@@ -128,16 +128,26 @@ PyObject *mt_engine_disk_file(PyObject *self, PyObject *unused)
     return Py_BuildValue("(sKO)", b->ops->name(b), (unsigned long long)s.bytes, s.direct ? Py_True : Py_False);
 }
 
-/* Also of an engine that is closed: its files have no names any more. */
-PyObject *mt_engine_disk_unname(PyObject *self, PyObject *unused)
+static mt_status unname(mt_engine *e)
 {
-    mt_engine *e = (mt_engine *)self;
-
-    (void)unused;
     if (e->file != NULL)
         mt_file_unname(e->file);
     if (e->swap_file != NULL)
         mt_file_unname(e->swap_file);
+    return MT_OK;
+}
+
+/* Of an engine that is closed, or is being closed by another thread: that does it first of all. */
+PyObject *mt_engine_disk_unname(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = (mt_engine *)self;
+    mt_status  st;
+
+    (void)unused;
+    if (e->closed || e->home == NULL || !mt_home_is_ours(e->home))
+        Py_RETURN_NONE;
+    MT_UNLOCKED(e, st, unname(e));
+    (void)st;
     Py_RETURN_NONE;
 }
 
@@ -185,7 +195,41 @@ static PyObject *disk_measure(PyObject *module, PyObject *args, PyObject *kw)
                          "direct", r.direct ? Py_True : Py_False);
 }
 
+/* ---- descriptors that no child has ---- */
+
+static PyObject *open_private(PyObject *module, PyObject *args)
+{
+    const char *path;
+    int         flags, fd;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "si:open_private", &path, &flags))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    fd = mt_forks_open(path, flags, 0666);
+    Py_END_ALLOW_THREADS
+    return fd >= 0 ? PyLong_FromLong(fd) : PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
+}
+
+static PyObject *close_private(PyObject *module, PyObject *args)
+{
+    int fd;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "i:close_private", &fd))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    mt_forks_close(fd);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 PyMethodDef mt_disk_methods[] = {
+    { "open_private", open_private, METH_VARARGS,
+      "open_private($module, path, flags, /)\n--\n\n"
+      "As os.open; children of fork() do not have the descriptor, nor a share of its lock." },
+    { "close_private", close_private, METH_VARARGS,
+      "close_private($module, fd, /)\n--\n\nOf open_private, in the process that opened it; else nothing." },
     { "disk_room", disk_room, METH_VARARGS,
       "disk_room($module, path, /)\n--\n\n"
       "Bytes that may be taken in a directory, once what crashed processes left there is removed." },

@@ -182,7 +182,7 @@ PyObject *mt_engine_acquire(PyObject *self, PyObject *const *args, Py_ssize_t n)
     if (st == MT_OK && !PyErr_Occurred()) {
         int waits = mt_timeline_wait(e->timeline, unit, run);
 
-        MT_UNLOCKED(e, st, mt_stream_await(e->stream, slot, run));
+        MT_WAITING(e, st, mt_stream_await(e->stream, slot, run));
         if (waits)
             mt_timeline_waited(e->timeline, run);
     }
@@ -267,52 +267,70 @@ PyObject *mt_engine_schedule(PyObject *self, PyObject *unused)
     return out;
 }
 
-PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
-{
-    mt_engine        *e = mt_engine_usable(self);
-    mt_stream_stats   s = { 0 };
-    mt_resident_stats r;
-    mt_through_stats  t = { 0 };
-    mt_arrive_stats   a = { 0 };
-    mt_disk_stats     d = { 0 };
+/* Of all parts; those that are not there count nothing. */
+typedef struct engine_stats {
+    mt_stream_stats      s;
+    mt_resident_stats    r;
+    mt_through_stats     t;
+    mt_arrive_stats      a;
+    mt_disk_stats        d;
     mt_speculation_stats g;
     mt_swap_stats        w;
+    uint64_t             d2h_bytes, update_ns, lost;
+} engine_stats;
+
+static mt_status look(mt_engine *e, engine_stats *out)
+{
+    out->r = mt_resident_stats_get(e->residents);
+    if (e->through != NULL)
+        out->t = mt_through_stats_get(e->through);
+    if (e->arrive != NULL)
+        out->a = mt_arrive_stats_get(e->arrive);
+    if (e->disk != NULL)
+        out->d = mt_disk_stats_get(e->disk);
+    out->g = mt_update_guesses(e->updater);
+    out->w = mt_swap_stats_get(e->swap);
+    out->d2h_bytes = mt_offload_d2h_bytes(e->offload) + out->r.d2h_bytes + out->t.d2h_bytes + out->a.d2h_bytes;
+    out->update_ns = mt_update_busy_ns(e->updater);
+    out->lost = mt_timeline_lost(e->timeline);
+    return MT_OK;
+}
+
+PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
+{
+    mt_engine   *e = mt_engine_usable(self);
+    engine_stats n = { 0 };
+    mt_status    st;
 
     (void)unused;
     if (e == NULL)
         return NULL;
     if (e->stream != NULL)
-        s = mt_stream_stats_get(e->stream);
-    r = mt_resident_stats_get(e->residents);
-    if (e->through != NULL)
-        t = mt_through_stats_get(e->through);
-    if (e->arrive != NULL)
-        a = mt_arrive_stats_get(e->arrive);
-    if (e->disk != NULL)
-        d = mt_disk_stats_get(e->disk);
-    g = mt_update_guesses(e->updater);
-    w = mt_swap_stats_get(e->swap);
-    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsLsKsKsKsKsKsKsKsKsK}", "fetches", (long long)(s.fetches + r.fetches),
-                         "demand_fetches", (long long)(s.demand_fetches + r.fetches),
-                         "rebuilds", (long long)s.rebuilds,
-                         "h2d_bytes", (unsigned long long)(s.h2d_bytes + r.h2d_bytes + t.h2d_bytes
-                                                           + a.h2d_bytes),
-                         "await_ns", (unsigned long long)s.await_ns,
-                         "d2h_bytes", (unsigned long long)(mt_offload_d2h_bytes(e->offload)
-                                                           + r.d2h_bytes + t.d2h_bytes + a.d2h_bytes),
-                         "update_ns", (unsigned long long)mt_update_busy_ns(e->updater),
-                         "records_lost", (unsigned long long)mt_timeline_lost(e->timeline),
-                         "speculated", (long long)g.speculated, "committed", (long long)g.committed,
-                         "undone", (long long)g.undone,
-                         "disk_read_bytes", (unsigned long long)d.read_bytes,
-                         "disk_written_bytes", (unsigned long long)d.written_bytes,
-                         "disk_update_ns", (unsigned long long)d.busy_ns,
-                         "disk_wait_ns", (unsigned long long)d.wait_ns,
-                         "out_bytes", (unsigned long long)w.out_bytes,
-                         "back_bytes", (unsigned long long)w.back_bytes,
-                         "spill_written_bytes", (unsigned long long)w.spill.written_bytes,
-                         "spill_read_bytes", (unsigned long long)w.spill.read_bytes,
-                         "spill_wait_ns", (unsigned long long)w.spill.wait_ns);
+        n.s = mt_stream_stats_get(e->stream);            /* what it decides, it decides under the GIL */
+    /* Some counts are under locks that are held while a drive, or the device, is waited for. */
+    MT_UNLOCKED(e, st, look(e, &n));
+    (void)st;
+    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsLsKsKsKsKsKsKsKsKsK}",
+                         "fetches", (long long)(n.s.fetches + n.r.fetches),
+                         "demand_fetches", (long long)(n.s.demand_fetches + n.r.fetches),
+                         "rebuilds", (long long)n.s.rebuilds,
+                         "h2d_bytes", (unsigned long long)(n.s.h2d_bytes + n.r.h2d_bytes + n.t.h2d_bytes
+                                                           + n.a.h2d_bytes),
+                         "await_ns", (unsigned long long)n.s.await_ns,
+                         "d2h_bytes", (unsigned long long)n.d2h_bytes,
+                         "update_ns", (unsigned long long)n.update_ns,
+                         "records_lost", (unsigned long long)n.lost,
+                         "speculated", (long long)n.g.speculated, "committed", (long long)n.g.committed,
+                         "undone", (long long)n.g.undone,
+                         "disk_read_bytes", (unsigned long long)n.d.read_bytes,
+                         "disk_written_bytes", (unsigned long long)n.d.written_bytes,
+                         "disk_update_ns", (unsigned long long)n.d.busy_ns,
+                         "disk_wait_ns", (unsigned long long)n.d.wait_ns,
+                         "out_bytes", (unsigned long long)n.w.out_bytes,
+                         "back_bytes", (unsigned long long)n.w.back_bytes,
+                         "spill_written_bytes", (unsigned long long)n.w.spill.written_bytes,
+                         "spill_read_bytes", (unsigned long long)n.w.spill.read_bytes,
+                         "spill_wait_ns", (unsigned long long)n.w.spill.wait_ns);
 }
 
 /* ---- offload ---- */
@@ -382,7 +400,7 @@ static PyObject *put_items(mt_engine *e, int unit, PyObject *tuple, uintptr_t ha
     /* The trace is kept in the order of the GIL, so it is marked before the lock is let go. */
     if (e->stream != NULL)
         mt_stream_mark_offload(e->stream, unit);
-    MT_UNLOCKED(e, st, put_alone(e, unit, items, n, run, &ticket));
+    MT_WAITING(e, st, put_alone(e, unit, items, n, run, &ticket));
     free(items);
     return st == MT_OK ? PyLong_FromUnsignedLongLong(ticket) : mt_raise(e->error, st);
 }
@@ -458,7 +476,7 @@ PyObject *mt_engine_drain(PyObject *self, PyObject *unused)
     (void)unused;
     if (e == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, drain_all(e));
+    MT_WAITING(e, st, drain_all(e));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -482,6 +500,7 @@ PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw)
     static char *names[] = { "skip", "poison", "sync", NULL };
     mt_engine   *e = mt_engine_usable(self);
     mt_debug     d = { 0 };
+    mt_status    st;
 
     if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "|Ipp:debug", names, &d.skip, &d.poison,
                                                   &d.sync))
@@ -494,6 +513,7 @@ PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw)
         mt_arrive_debug(e->arrive, d);
     mt_offload_debug(e->offload, d);
     mt_update_debug(e->updater, d);
-    mt_swap_debug(e->swap, d);
+    MT_UNLOCKED(e, st, (mt_swap_debug(e->swap, d), MT_OK));
+    (void)st;
     Py_RETURN_NONE;
 }

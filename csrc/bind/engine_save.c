@@ -159,7 +159,7 @@ static mt_status begin_unit(void *arg, int unit)
     if (mt_store_settled(e->store, unit))
         st = mt_resident_peek(e->residents, unit, g->planes[unit]);
     else if (mt_store_on_disk(e->store, unit))
-        st = mt_disk_bring(e->disk, unit, g->planes[unit]);
+        st = mt_disk_peek(e->disk, unit, g->planes[unit]);
     return st;
 }
 
@@ -318,7 +318,7 @@ PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw)
         saving_free(g);
         return NULL;
     }
-    MT_UNLOCKED(e, st, saving_begin(e, g, how));
+    MT_WAITING(e, st, saving_begin(e, g, how));
     if (st != MT_OK) {
         saving_free(g);
         return mt_raise(e->error, st);
@@ -397,7 +397,9 @@ PyObject *mt_engine_save_end(PyObject *self, PyObject *unused)
 
 static mt_status take(mt_engine *e, int unit, mt_queue *run)
 {
-    return mt_store_settled(e->store, unit) ? mt_resident_take(e->residents, unit, run) : chill(e, unit);
+    if (mt_store_settled(e->store, unit))
+        return mt_resident_take(e->residents, unit, run);
+    return mt_store_on_disk(e->store, unit) ? mt_disk_take(e->disk, unit) : MT_OK;
 }
 
 PyObject *mt_engine_take(PyObject *self, PyObject *args)
@@ -425,7 +427,7 @@ PyObject *mt_engine_wait_saved(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "i:wait_saved", &unit) || mt_engine_unit(e, unit) < 0)
         return NULL;
-    MT_UNLOCKED(e, st, mt_ledger_wait_saved(e->store, unit));
+    MT_WAITING(e, st, mt_ledger_wait_saved(e->store, unit));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -477,9 +479,13 @@ static PyObject *read_file(PyObject *module, PyObject *args)
         files_free(&l);
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    st = mt_shards_read(l.shards, threads, NULL);
-    Py_END_ALLOW_THREADS
+    do {
+        (void)mt_watch_asks(mt_ask_for_signals());
+        Py_BEGIN_ALLOW_THREADS
+        st = mt_shards_read(l.shards, threads, NULL);
+        Py_END_ALLOW_THREADS
+        (void)mt_watch_asks(NULL);
+    } while (st == MT_EINTR && PyErr_CheckSignals() == 0);
     files_free(&l);
     if (st != MT_OK)
         return mt_raise(error, st);

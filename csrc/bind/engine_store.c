@@ -1,7 +1,6 @@
 /* engine_store.c — Engine's methods on the store: where bytes are, and who may touch them now. */
 #include "bind.h"
 #include <stdlib.h>
-#include <string.h>
 
 /* ---- arguments ---- */
 
@@ -64,24 +63,6 @@ static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, Py
     return d;
 }
 
-/* Room to count the arrays of one more unit. */
-static int views_grow(mt_home *h)
-{
-    int  n = mt_store_units(h->store) + 1;
-    int (*grown)[MT_PLANE_COUNT];
-
-    if (n <= h->n_views)
-        return 0;
-    if ((grown = realloc(h->views, (size_t)n * sizeof *grown)) == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    memset(grown + h->n_views, 0, (size_t)(n - h->n_views) * sizeof *grown);
-    h->views = grown;
-    h->n_views = n;
-    return 0;
-}
-
 /* ---- store ---- */
 
 PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
@@ -100,7 +81,7 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
     if ((d = PySequence_Tuple(dtypes)) == NULL || (m = PySequence_Tuple(numels)) == NULL ||
         (t = PySequence_Tuple(trainable)) == NULL)
         goto done;
-    if (views_grow(e->home) < 0 || (params = descs(e, d, m, t)) == NULL)
+    if ((params = descs(e, d, m, t)) == NULL)
         goto done;
     st = mt_store_add(e->store, name, params, (int)PyTuple_Size(d), &unit);
     out = st == MT_OK ? PyLong_FromLong(unit) : mt_raise(e->error, st);
@@ -165,54 +146,8 @@ PyObject *mt_engine_plane(PyObject *self, PyObject *args)
     if (st != MT_OK)
         return mt_raise(e->error, st);
     desc = mt_store_desc(e->store, unit, param);
-    return mt_view_new(e->home, unit, (mt_plane)plane, p,
+    return mt_view_new(e->home, p,
                        mt_store_plane_bytes(e->store, unit, param, (mt_plane)plane, desc->numel));
-}
-
-/* Nothing of ours may still be reading or writing the memory that is about to go. */
-static mt_status drop_when_idle(mt_engine *e, int unit, mt_plane plane)
-{
-    mt_status st;
-
-    MT_TRY(mt_ledger_wait_grads(e->store, unit));
-    MT_TRY(mt_ledger_wait_updates(e->store, unit));
-    MT_TRY(mt_ledger_wait_fetch(e->store, unit));
-    MT_TRY(mt_update_undo(e->updater, unit));
-    mt_store_drop(e->store, unit, plane);
-fail:
-    return st;
-}
-
-PyObject *mt_engine_drop(PyObject *self, PyObject *args)
-{
-    mt_engine *e = mt_engine_usable(self);
-    int        unit, plane;
-    mt_status  st;
-
-    if (e == NULL || !PyArg_ParseTuple(args, "ii:drop", &unit, &plane))
-        return NULL;
-    if (mt_engine_unit(e, unit) < 0 || plane_ok(e, plane) < 0)
-        return NULL;
-    if (mt_store_settled(e->store, unit)) {
-        PyErr_Format(e->error, "unit %d (%s) lives on the device, which may be using plane %s", unit,
-                     mt_store_name(e->store, unit), mt_plane_name((mt_plane)plane));
-        return NULL;
-    }
-    if (mt_store_on_disk(e->store, unit) >> plane & 1) {
-        PyErr_Format(e->error, "unit %d (%s) has its plane %s on disk; there is no memory to give back", unit,
-                     mt_store_name(e->store, unit), mt_plane_name((mt_plane)plane));
-        return NULL;
-    }
-    if (e->home->views[unit][plane] > 0) {
-        PyErr_Format(e->error, "unit %d (%s): %d arrays still show plane %s; let go of them first",
-                     unit, mt_store_name(e->store, unit), e->home->views[unit][plane],
-                     mt_plane_name((mt_plane)plane));
-        return NULL;
-    }
-    MT_UNLOCKED(e, st, drop_when_idle(e, unit, (mt_plane)plane));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
 }
 
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
@@ -316,7 +251,7 @@ static PyObject *wait_for(PyObject *self, PyObject *args, const char *format, mt
 
     if (e == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, wait_and_bring(e, unit, plane, wait));
+    MT_WAITING(e, st, wait_and_bring(e, unit, plane, wait));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -335,7 +270,7 @@ PyObject *mt_engine_updated(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, mt_ledger_wait_updates(e->store, unit));
+    MT_WAITING(e, st, mt_ledger_wait_updates(e->store, unit));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -365,7 +300,7 @@ PyObject *mt_engine_wait_fetch(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, make_writable(e, unit));
+    MT_WAITING(e, st, make_writable(e, unit));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -607,7 +542,7 @@ PyObject *mt_engine_bring(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_unit(e, unit) < 0 || planes_ok(e, planes) < 0)
         return NULL;
-    MT_UNLOCKED(e, st, bring_or_undo(e, unit, (unsigned)planes));
+    MT_WAITING(e, st, bring_or_undo(e, unit, (unsigned)planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;

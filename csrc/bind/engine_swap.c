@@ -47,7 +47,7 @@ PyObject *mt_engine_swap_out(PyObject *self, PyObject *args)
         mt_engine_unit(e, unit) < 0 || (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL ||
         (parts = parts_of(tuple)) == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, mt_swap_out(e->swap, unit, parts, (int)PyTuple_Size(tuple),
+    MT_WAITING(e, st, mt_swap_out(e->swap, unit, parts, (int)PyTuple_Size(tuple),
                                    to_file ? MT_SWAP_FILE : MT_SWAP_HOST, run, &bundle));
     free(parts);
     return st == MT_OK ? PyLong_FromUnsignedLongLong(bundle) : mt_raise(e->error, st);
@@ -65,7 +65,7 @@ PyObject *mt_engine_swap_back(PyObject *self, PyObject *args)
     if (e == NULL || !PyArg_ParseTuple(args, "KO!K:swap_back", &bundle, &PyTuple_Type, &tuple, &handle) ||
         (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL || (parts = parts_of(tuple)) == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, mt_swap_back(e->swap, bundle, parts, (int)PyTuple_Size(tuple), run));
+    MT_WAITING(e, st, mt_swap_back(e->swap, bundle, parts, (int)PyTuple_Size(tuple), run));
     free(parts);
     if (st == MT_OK)
         Py_RETURN_NONE;
@@ -112,7 +112,7 @@ PyObject *mt_engine_swap_drop(PyObject *self, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "K:swap_drop", &bundle))
         return NULL;
-    if (!e->closed && e->swap != NULL)
+    if (!e->closed && e->swap != NULL && mt_home_is_ours(e->home))
         MT_UNLOCKED(e, st, (mt_swap_drop(e->swap, bundle), MT_OK));
     (void)st;
     Py_RETURN_NONE;
@@ -126,7 +126,7 @@ PyObject *mt_engine_swap_bytes(PyObject *self, PyObject *unused)
     (void)unused;
     if (e == NULL)
         return NULL;
-    stats = mt_swap_stats_get(e->swap);
+    MT_UNLOCKED(e, stats, mt_swap_stats_get(e->swap));       /* its lock is held while a drive is waited for */
     return Py_BuildValue("(nn)", (Py_ssize_t)stats.host_bytes, (Py_ssize_t)stats.used_bytes);
 }
 
@@ -179,7 +179,7 @@ PyObject *mt_engine_swap_file(PyObject *self, PyObject *unused)
     if (e->swap_file == NULL)
         Py_RETURN_NONE;
     b = mt_file_blocks(e->swap_file);
-    s = mt_swap_stats_get(e->swap);
+    MT_UNLOCKED(e, s, mt_swap_stats_get(e->swap));
     return Py_BuildValue("(sKK)", b->ops->name(b), (unsigned long long)mt_file_stats_get(e->swap_file).bytes,
                          (unsigned long long)s.spill.used_bytes);
 }

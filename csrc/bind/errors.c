@@ -2,6 +2,8 @@
 #include "bind.h"
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 PyObject *mt_raise(PyObject *error, mt_status st)
 {
@@ -48,6 +50,23 @@ void mt_warn(const char *text)
         free(copy);
     else
         pthread_detach(thread);
+}
+
+/* The signal stays what it was: it is for who may raise. */
+static int interrupted(void)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    int              yes = PyOS_InterruptOccurred();
+
+    if (yes)
+        PyErr_SetInterrupt();
+    PyGILState_Release(gil);
+    return yes;
+}
+
+mt_watch_ask mt_ask_for_signals(void)
+{
+    return syscall(SYS_gettid) == getpid() ? interrupted : NULL;
 }
 
 int mt_arg_int(PyObject *o, int *out)

@@ -4,6 +4,7 @@
  * pages several times as fast as the driver does alone (which is why cudaHostAlloc is not used). */
 #include "arena.h"
 
+#include "forks.h"
 #include "numa.h"
 
 #include <string.h>
@@ -85,6 +86,7 @@ static mt_status map_cold(mt_arena *a, size_t bytes, int flags, const char *what
                            "or keep less on the host",
                            what, bytes, mib(bytes), mapped, mib(mapped));
         made.bytes = whole;
+        mt_forks_private(made.base, whole);
         (void)mt_numa_spread(made.base, whole);                 /* these two are wishes: else just slower */
         if (huge)
             (void)madvise(made.base, whole, MADV_HUGEPAGE);
@@ -179,7 +181,9 @@ void mt_arena_close(mt_arena *a)
     }
     if (a->dev != NULL)
         a->dev->ops->host_unregister(a->dev, a->base);
-    if (a->bytes > 0)
+    if (a->bytes > 0) {
+        mt_forks_shared(a->base);
         munmap(a->base, a->bytes);
+    }
     memset(a, 0, sizeof *a);
 }

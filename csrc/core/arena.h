@@ -6,7 +6,7 @@
  *     mt_arena_close(&a);
  *
  * A cold arena is host addresses alone: a page costs memory from its first write on. What is to be
- * written as a whole is warmed before, which is open's second half.
+ * written as a whole is warmed before, which is open's second half. A child of fork() has none of it (forks.h).
  *
  * Threads: an arena belongs to one thread at a time; the store's lock sees to it.
  */

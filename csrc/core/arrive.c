@@ -172,7 +172,7 @@ static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_arrive_part *
         const mt_param_desc *d = mt_store_desc(a->store, unit, i);
         int64_t              each = fit(a, unit, i, most);
 
-        count += d->trainable && each > 0 ? (d->numel + each - 1) / each : 0;
+        count += each > 0 ? (d->numel + each - 1) / each : 0;       /* of those that are not trained too */
     }
     if (count > INT32_MAX || (parts = calloc((size_t)count + 1, sizeof *parts)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its states",
@@ -182,7 +182,9 @@ static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_arrive_part *
         const mt_param_desc *d = mt_store_desc(a->store, unit, i);
         int64_t              each = fit(a, unit, i, most);
 
-        for (int64_t from = 0; d->trainable && each > 0 && from < d->numel; from += each)
+        int                  on = mt_store_trainable(a->store, unit, i);
+
+        for (int64_t from = 0; on && each > 0 && from < d->numel; from += each)
             parts[(*n)++] = (mt_arrive_part){ .param = i, .from = from,
                                               .n = d->numel - from < each ? d->numel - from : each };
     }

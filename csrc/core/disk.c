@@ -2,8 +2,9 @@
  * free again.
  *
  * Whoever frees a buffer puts the next read, which takes no time: so nobody waits for a free one but updates.
- * Two locks. mu: buffers, what is read next, and jobs. door: one at a time makes a unit's layout, brings or
- * pushes; requests are waited for behind it, so it is taken before mu and never inside.
+ * One lock, which nobody holds while anything moves. Two things are somebody's for longer: a unit, whose layout is made
+ * or whose host planes are written, and then the bounce buffer, for one section of a piece. So who reads one unit waits
+ * for no more than a piece of another; of those who wait a save comes last.
  */
 #include "disk_impl.h"
 
@@ -34,7 +35,7 @@ static mt_status planes_of(const mt_disk *d, int u, int param, int real, unsigne
     mt_status            st = MT_OK;
 
     for (int p = 0; p < MT_PLANE_COUNT && desc->numel > 0; p++) {
-        int in = desc->trainable || p == MT_PLANE_HI;
+        int in = mt_store_trainable(d->store, u, param) || p == MT_PLANE_HI;
 
         if (!(ours >> p & 1) || mt_store_plane_bytes(d->store, u, param, (mt_plane)p, 1) == 0)
             continue;
@@ -230,7 +231,7 @@ static mt_status note_weights(mt_disk *d, int u, const mt__layout *l)
     return MT_OK;
 }
 
-/* Under door. */
+/* The unit is ours. */
 static mt_status lay_out(mt_disk *d, int u, mt__layout **out)
 {
     mt__layout *l = NULL;
@@ -432,7 +433,7 @@ static void read_ahead(mt_disk *d)
     if (d->feed != NULL)
         mt__feed_ahead(d->feed);
 
-    while (!d->failed && d->next_unit >= 0 && d->next_unit != d->held && d->next_unit + 1 != d->away &&
+    while (!d->failed && d->next_unit >= 0 && !d->units[d->next_unit].held && d->next_unit + 1 != d->away &&
            find_piece(d, d->next_unit, d->next_piece) == NULL && (b = find_free(d)) != NULL) {
         b->unit = d->next_unit;
         b->piece = d->next_piece;
@@ -632,20 +633,119 @@ static mt_status update_late(mt_disk *d, const mt__layout *l, const job *b)
     return st;
 }
 
-/* Its copies on the host are old now, and the memory of these is given back. Under door. */
+/* ---- whose a unit is, and the bounce buffer ------------------------------------------------ */
+
+typedef struct reader {
+    mt_disk *d;
+    int      unit;
+} reader;
+
+static int is_ours(void *arg)
+{
+    const reader *r = arg;
+
+    if (r->d->units[r->unit].busy)
+        return 0;
+    return r->d->units[r->unit].busy = 1;
+}
+
+static mt_status enter(mt_disk *d, int u)
+{
+    reader    r = { .d = d, .unit = u };
+    int       urgent = !mt_ledger_do_i_save();
+    mt_status st;
+
+    pthread_mutex_lock(&d->mu);
+    d->units[u].awaited += urgent;
+    pthread_mutex_unlock(&d->mu);
+    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_ours, &r, mt_store_name(d->store, u),
+                        "who is at its host planes");
+    pthread_mutex_lock(&d->mu);
+    d->units[u].awaited -= urgent;
+    pthread_mutex_unlock(&d->mu);
+    return st;
+}
+
+static void leave(mt_disk *d, int u)
+{
+    pthread_mutex_lock(&d->mu);
+    d->units[u].busy = 0;
+    pthread_cond_broadcast(&d->changed);
+    pthread_mutex_unlock(&d->mu);
+}
+
+/* A save that somebody waits for, to have the unit, is in a hurry too. */
+static int lets_go_first(const mt__guest *g)
+{
+    return g->patient && g->d->units[g->unit].awaited == 0;
+}
+
+static int is_before(const mt__guest *a, const mt__guest *b)
+{
+    return lets_go_first(a) != lets_go_first(b) ? lets_go_first(b) : a->number < b->number;
+}
+
+static int has_bounce(void *arg)
+{
+    mt__guest *g = arg;
+
+    if (g->d->taken)
+        return 0;
+    for (const mt__guest *o = g->d->guests; o != NULL; o = o->next)
+        if (o != g && is_before(o, g))
+            return 0;
+    return g->d->taken = 1;
+}
+
+static mt_status take_bounce(mt_disk *d, int u)
+{
+    mt__guest   g = { .d = d, .unit = u, .patient = mt_ledger_do_i_save() };
+    mt__guest **at = &d->guests;
+    mt_status   st;
+
+    pthread_mutex_lock(&d->mu);
+    g.number = d->n_guests++;
+    g.next = d->guests;
+    d->guests = &g;
+    pthread_mutex_unlock(&d->mu);
+    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, has_bounce, &g, mt_store_name(d->store, u),
+                        "its turn at pieces that the host reads or writes");
+    pthread_mutex_lock(&d->mu);
+    while (*at != &g)
+        at = &(*at)->next;
+    *at = g.next;
+    pthread_cond_broadcast(&d->changed);             /* who was behind it may be first now */
+    pthread_mutex_unlock(&d->mu);
+    return st;
+}
+
+static void give_bounce(mt_disk *d)
+{
+    pthread_mutex_lock(&d->mu);
+    d->taken = 0;
+    pthread_cond_broadcast(&d->changed);
+    pthread_mutex_unlock(&d->mu);
+}
+
+/* Under mu. unit -1: what it has, nobody knows. */
+static void note_bounced(mt_disk *d, int u, int number, int section)
+{
+    d->bounced_unit = u;
+    d->bounced_piece = number;
+    d->bounced_section = section;
+}
+
+/* Its copies on the host are old now, and the memory of these is given back. The unit is ours. */
 static void chill(mt_disk *d, int u, unsigned planes)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (d->units[u].copied & planes & 1u << p)
             mt_store_chill(d->store, u, (mt_plane)p);
     d->units[u].copied &= ~planes;
-    d->units[u].fresh = 0;
+    d->units[u].fresh &= ~planes;
+    if (planes & HI)
+        d->units[u].wanted = 0;
 }
-
-typedef struct reader {
-    const mt_disk *d;
-    int            unit;
-} reader;
 
 static int has_read(void *arg)
 {
@@ -663,7 +763,7 @@ static mt_status end_reads(mt_disk *d, int u)
                           "reads of its weights ahead of a fetch (FED)");
 }
 
-/* Under door. The unit's layout, and its place in the order. Weights that were copied may be in somebody's graph, which
+/* The unit is ours. Its layout, and its place in the order. Weights that were copied may be in somebody's graph, which
  * wants them as they were: see mt_disk_forget. */
 static mt_status begin_update(mt_disk *d, int u, mt__layout **l)
 {
@@ -671,9 +771,10 @@ static mt_status begin_update(mt_disk *d, int u, mt__layout **l)
 
     MT_TRY(lay_out(d, u, l));
     chill(d, u, ~HI);
+    d->units[u].fresh = 0;
+    pthread_mutex_lock(&d->mu);
     if (d->bounced_unit == u)
         d->bounced_unit = -1;
-    pthread_mutex_lock(&d->mu);
     if (d->before >= 0)
         d->units[d->before].next = u;
     d->before = u;
@@ -702,9 +803,9 @@ static mt_status update(mt_disk *d, const job *b)
     MT_TRY(mt_ledger_check(d->store));
     /* WEIGHTS: they are overwritten. */
     MT_TRY(mt_ledger_wait_fetch(d->store, b->j.unit));
-    pthread_mutex_lock(&d->door);
+    MT_TRY(enter(d, b->j.unit));
     st = begin_update(d, b->j.unit, &l);
-    pthread_mutex_unlock(&d->door);
+    leave(d, b->j.unit);
     if (st != MT_OK)
         goto fail;
     if ((parts = calloc((size_t)l->most + 1, sizeof *parts)) == NULL) {
@@ -831,7 +932,7 @@ mt_status mt_disk_wait(mt_disk *d)
     return st == MT_OK ? mt_ledger_check(d->store) : st;
 }
 
-/* ---- copies on the host: under door ------------------------------------------------------- */
+/* ---- copies on the host: the unit is ours ------------------------------------------------- */
 
 /* On a thread of the file's. */
 static void errand_over(mt_request *r)
@@ -886,31 +987,36 @@ static int is_back(void *arg)
     return ((const mt__way *)arg)->d->away == 0;
 }
 
-/* A piece's section to or from its place in the bounce buffer. No update of the unit is under way, but its writes may
- * be. Parameters that are pushed one after the other often share a piece, which is then read once. */
+/* A piece's section to or from its place in the bounce buffer, which is ours. No update of the unit is under way, but
+ * its writes may be. Parameters that are pushed one after the other often share a piece, which is then read once. */
 static mt_status move(mt_disk *d, int u, int number, int section, int write)
 {
     const mt__section *n = &d->units[u].lay->pieces[number].section[section];
     mt__way     e = { d, u, number, section, write };
     mt_watch   *watch = mt_store_watch(d->store);
     const char *name = mt_store_name(d->store, u);
+    int         there;
     mt_status   st;
 
-    if (n->bytes == 0 || (!write && d->bounced_unit == u && d->bounced_piece == number &&
-                          d->bounced_section == section))
+    pthread_mutex_lock(&d->mu);
+    there = n->bytes == 0 || (!write && d->bounced_unit == u && d->bounced_piece == number &&
+                              d->bounced_section == section);
+    if (!there)
+        note_bounced(d, -1, 0, 0);
+    pthread_mutex_unlock(&d->mu);
+    if (there)
         return mt_ledger_check(d->store);
-    d->bounced_unit = -1;
     MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_sent, &e, name, "requests for the same piece"));
     MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_back, &e, name, "a piece, for who reads or writes it here"));
     MT_TRY(mt_ledger_check(d->store));
-    d->bounced_unit = u;
-    d->bounced_piece = number;
-    d->bounced_section = section;
+    pthread_mutex_lock(&d->mu);
+    note_bounced(d, u, number, section);
+    pthread_mutex_unlock(&d->mu);
 fail:
     return st;
 }
 
-/* Between the bounce buffer, which has the piece, and host planes; param -1: of all parameters. */
+/* Between the bounce buffer, which is ours and has the piece, and host planes; param -1: of all parameters. */
 static mt_status copy_places(mt_disk *d, int u, int number, int param, unsigned planes, int to_host)
 {
     const mt__layout *l = d->units[u].lay;
@@ -946,8 +1052,11 @@ static mt_status bring_piece(mt_disk *d, int u, int number, unsigned planes)
     for (int k = 0; k < MT__SECTIONS; k++) {
         if (planes_in(k, planes) == 0)
             continue;
-        MT_TRY(move(d, u, number, k, 0));
-        MT_TRY(copy_places(d, u, number, -1, planes_in(k, planes), 1));
+        MT_TRY(take_bounce(d, u));
+        if ((st = move(d, u, number, k, 0)) == MT_OK)
+            st = copy_places(d, u, number, -1, planes_in(k, planes), 1);
+        give_bounce(d);
+        MT_TRY(st);
     }
 fail:
     return st;
@@ -972,7 +1081,7 @@ fail:
     return st;
 }
 
-mt_status mt_disk_bring(mt_disk *d, int u, unsigned planes)
+static mt_status bring_for(mt_disk *d, int u, unsigned planes, int stays)
 {
     mt_status st;
 
@@ -981,40 +1090,70 @@ mt_status mt_disk_bring(mt_disk *d, int u, unsigned planes)
         return MT_OK;
     MT_TRY(find(d, u));
     MT_TRY(mt_ledger_wait_updates(d->store, u));
-    pthread_mutex_lock(&d->door);
-    st = bring(d, u, planes);
-    pthread_mutex_unlock(&d->door);
+    MT_TRY(enter(d, u));
+    if ((st = bring(d, u, planes)) == MT_OK)
+        d->units[u].wanted |= stays && (planes & HI);
+    leave(d, u);
 fail:
     return st;
 }
 
-mt_status mt_disk_chill(mt_disk *d, int u)
+mt_status mt_disk_bring(mt_disk *d, int u, unsigned planes)
 {
+    return bring_for(d, u, planes, 1);
+}
+
+mt_status mt_disk_peek(mt_disk *d, int u, unsigned planes)
+{
+    return bring_for(d, u, planes, 0);
+}
+
+static mt_status give_back(mt_disk *d, int u, int all)
+{
+    mt_status st;
+
     if (!mt_store_on_disk(d->store, u))
         return MT_OK;
-    pthread_mutex_lock(&d->door);
-    chill(d, u, ~0u);
-    pthread_mutex_unlock(&d->door);
+    if ((st = enter(d, u)) != MT_OK)
+        return st;
+    chill(d, u, all || !d->units[u].wanted ? ~0u : ~HI);
+    leave(d, u);
     return MT_OK;
+}
+
+mt_status mt_disk_chill(mt_disk *d, int u)
+{
+    return give_back(d, u, 0);
+}
+
+mt_status mt_disk_take(mt_disk *d, int u)
+{
+    return give_back(d, u, 1);
 }
 
 void mt_disk_forget(mt_disk *d, int u)
 {
-    if (pthread_mutex_trylock(&d->door) != 0)
-        return;                          /* it is not worth a wait: the next time is soon enough */
+    reader r = { .d = d, .unit = u };
+    int    ours;
+
+    pthread_mutex_lock(&d->mu);
+    ours = is_ours(&r);                  /* else: it is not worth a wait, the next time is soon enough */
+    pthread_mutex_unlock(&d->mu);
+    if (!ours)
+        return;
     if (d->units[u].copied & ~d->units[u].fresh & HI)
         chill(d, u, HI);
-    pthread_mutex_unlock(&d->door);
+    leave(d, u);
 }
 
-/* PUSHED: u, or -1: nobody any more. */
-static void hold(mt_disk *d, int u)
+/* PUSHED. */
+static void hold(mt_disk *d, int u, int on)
 {
     pthread_mutex_lock(&d->mu);
-    d->held = u;
-    if (u >= 0)
+    d->units[u].held = on;
+    if (on)
         drop(d, u, UINT64_MAX);
-    if (u >= 0 && d->feed != NULL)
+    if (on && d->feed != NULL)
         mt__feed_drop(d->feed, u);
     read_ahead(d);
     pthread_mutex_unlock(&d->mu);
@@ -1030,21 +1169,33 @@ static int has(const mt__layout *l, int number, int param)
     return 0;
 }
 
-/* What else is in the section stays; where all of it is written, it is not read first. */
+/* The bounce buffer is ours. What else is in the section stays; where all of it is written, it is not read first. */
+static mt_status push_section(mt_disk *d, int u, int number, int k, int param, unsigned planes)
+{
+    mt_status st = MT_OK;
+
+    if (k != MT__WEIGHTS || param >= 0)
+        MT_TRY(move(d, u, number, k, 0));
+    pthread_mutex_lock(&d->mu);
+    note_bounced(d, -1, 0, 0);           /* until it is written, the file has something else */
+    pthread_mutex_unlock(&d->mu);
+    MT_TRY(copy_places(d, u, number, param, planes, 0));
+    MT_TRY(move(d, u, number, k, 1));
+fail:
+    return st;
+}
+
 static mt_status push_piece(mt_disk *d, int u, int number, int param, unsigned planes)
 {
     mt_status st = MT_OK;
 
     for (int k = 0; k < MT__SECTIONS; k++) {
-        int all = k == MT__WEIGHTS && param < 0;
-
         if (planes_in(k, planes) == 0 || d->units[u].lay->pieces[number].section[k].bytes == 0)
             continue;
-        if (!all)
-            MT_TRY(move(d, u, number, k, 0));
-        d->bounced_unit = -1;            /* until it is written, the file has something else */
-        MT_TRY(copy_places(d, u, number, param, planes_in(k, planes), 0));
-        MT_TRY(move(d, u, number, k, 1));
+        MT_TRY(take_bounce(d, u));
+        st = push_section(d, u, number, k, param, planes_in(k, planes));
+        give_bounce(d);
+        MT_TRY(st);
     }
 fail:
     return st;
@@ -1058,11 +1209,11 @@ static mt_status push(mt_disk *d, int u, int param, unsigned planes)
     MT_TRY(lay_out(d, u, &l));
     d->units[u].copied |= planes;
     planes &= param < 0 ? planes : l->planes[param];
-    hold(d, u);
+    hold(d, u, 1);
     for (int i = 0; i < l->n_pieces && planes != 0 && st == MT_OK; i++)
         if (param < 0 || has(l, i, param))
             st = push_piece(d, u, i, param, planes);
-    hold(d, -1);
+    hold(d, u, 0);
 fail:
     return st;
 }
@@ -1079,9 +1230,9 @@ mt_status mt_disk_push(mt_disk *d, int u, int param, unsigned planes)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(d->store, u), param,
                        mt_store_params(d->store, u));
     MT_TRY(mt_ledger_wait_updates(d->store, u));
-    pthread_mutex_lock(&d->door);
+    MT_TRY(enter(d, u));
     st = push(d, u, param, planes);
-    pthread_mutex_unlock(&d->door);
+    leave(d, u);
 fail:
     return st;
 }
@@ -1107,8 +1258,7 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
     d->pool = pool;
     d->bytes = bytes;
     d->last = &d->first;
-    d->next_unit = d->before = d->held = d->first_added = d->last_added = d->bounced_unit = -1;
-    pthread_mutex_init(&d->door, NULL);
+    d->next_unit = d->before = d->first_added = d->last_added = d->bounced_unit = -1;
     pthread_mutex_init(&d->mu, NULL);
     MT_TRY(mt_watch_cond(&d->changed));
     pthread_cond_init(&d->more, NULL);
@@ -1163,7 +1313,6 @@ void mt_disk_close(mt_disk *d)
     pthread_cond_destroy(&d->more);
     pthread_cond_destroy(&d->changed);
     pthread_mutex_destroy(&d->mu);
-    pthread_mutex_destroy(&d->door);
     mt_arena_close(&d->memory);
     free(d->buffers);
     free(d->units);

@@ -45,6 +45,9 @@
  *   Fetches and readers of weights wait for the unit's update as ever. Where weights are in memory they wait for no
  *   write, since those are of states; where they are in the file, for those of the pieces they read (WRITTEN).
  *
+ * Of those who bring and push each waits for no more than a piece of another unit's; a save, mt_ledger_i_save, comes
+ * last.
+ *
  * Threads: open, add, close: one, before and after the others. put: the updater's. bring, push: any, when
  *          no update of the unit is asked for meanwhile. The job's functions run on our thread; requests end on
  *          threads of the file's. mt_feed_copy: one thread at a time.
@@ -92,10 +95,14 @@ mt_status mt_disk_put (mt_disk *d, const mt_disk_job *j, float clip);
 mt_status mt_disk_wait(mt_disk *d);                      /* all that was put has ended */
 
 /* Host planes of a unit, a bit for each, are as in the file; waits for its updates. States take memory until its
- * next update, weights until somebody forgets them behind that. Nothing to do for others, and for other planes. */
+ * next update, weights until somebody forgets them behind that. Nothing to do for others, and for other planes.
+ * bring: for who reads them beyond the call, as a graph does. peek: not so. */
 mt_status mt_disk_bring(mt_disk *d, int unit, unsigned planes);
-/* Their memory is given back before that. Not while somebody reads them. */
+mt_status mt_disk_peek (mt_disk *d, int unit, unsigned planes);
+/* Their memory is given back before that, but of weights that were brought. take: of those too, when nobody reads
+ * them. */
 mt_status mt_disk_chill(mt_disk *d, int unit);
+mt_status mt_disk_take (mt_disk *d, int unit);
 /* The memory of weights that an update has made old is given back: until now a graph may have used them as they were.
  * By the thread that made that. Where a reader or writer is at some unit's planes, nothing happens. */
 void      mt_disk_forget(mt_disk *d, int unit);

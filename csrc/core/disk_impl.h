@@ -43,9 +43,22 @@ typedef struct mt__disk_unit {
     int         on;                      /* it is ours */
     mt__layout *lay;                     /* NULL before its planes are first used. mu */
     int         next;                    /* the unit that followed it last; -1: none yet. mu */
-    unsigned    copied;                  /* host planes that may have memory. door */
-    unsigned    fresh;                   /* of which these are as in the file. door */
+    int         busy;                    /* somebody is at its host planes, or its layout. mu, as the next two */
+    int         awaited;                 /* so many wait until nobody is */
+    int         held;                    /* it is being written from outside: none of it is read ahead */
+    unsigned    copied;                  /* host planes that may have memory. Who made it busy, as the rest */
+    unsigned    fresh;                   /* of which these are as in the file */
+    int         wanted;                  /* who brought its weights reads them beyond the call: not a save */
 } mt__disk_unit;
+
+/* Who wants the bounce buffer, in a list while it waits. mu */
+typedef struct mt__guest {
+    mt_disk          *d;
+    int               unit;
+    int               patient;           /* a save: lets others go first */
+    uint64_t          number;
+    struct mt__guest *next;
+} mt__guest;
 
 typedef struct mt__buffer {
     mt_disk    *disk;
@@ -76,19 +89,21 @@ struct mt_disk {
     int             n_buffers;
     mt__buffer     *buffers;             /* [n_buffers] */
     mt_arena        memory;              /* theirs, and one more: the bounce buffer's */
-    char           *bounce;              /* bring and push. door */
+    char           *bounce;              /* bring and push, a section at a time. Who made it taken */
+    int             taken;               /* mu, as the next three */
+    mt__guest      *guests;
+    uint64_t        n_guests;            /* so far */
     mt_request      errand;              /* with the bounce buffer. These two: mu, and the file's while it is away */
     mt__way         sent;
     mt_post         post;                /* of it. mu */
     int             away;                /* its unit plus 1; 0: it is back. mu */
-    int             bounced_unit, bounced_piece, bounced_section;  /* it has, as the file does; unit -1: none. door */
+    int             bounced_unit, bounced_piece, bounced_section;  /* it has, as the file does; unit -1: none. mu */
     uint64_t        need;                /* written by add, as the next */
     size_t          most_weights;        /* bytes in a piece */
     mt__disk_unit  *units;               /* [n_units] of the store's, as far as added; grown by add */
     int             n_units;
     int             last_added, first_added;     /* -1: none */
 
-    pthread_mutex_t door;
     pthread_mutex_t mu;
     pthread_cond_t  changed;             /* a request ended, or a job */
     pthread_cond_t  more;                /* our thread waits: a job, or stop */
@@ -99,7 +114,6 @@ struct mt_disk {
     int             runs;
     int             next_unit, next_piece;   /* to be read; next_unit -1: nobody knows. mu */
     int             before;              /* the unit updated last; -1: none. mu */
-    int             held;                /* a unit that is not to be read now; -1: none. mu */
     int             failed;              /* the ledger has the fault. mu */
     uint64_t        turns;               /* mu */
     uint64_t        recorded_ns;         /* the lane's records reach up to here. mu */

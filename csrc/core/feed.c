@@ -123,7 +123,7 @@ static int read_unit(mt_feed *f, int unit, int from)
             continue;
         if ((room = find(f, LOADING, unit, i)) != NULL && !room->dropped)
             continue;
-        if (room != NULL || unit == d->held || (unit + 1 == d->away && d->sent.write) ||
+        if (room != NULL || d->units[unit].held || (unit + 1 == d->away && d->sent.write) ||
             mt__disk_writing(d, unit, i) ||
             (room = find_room(f, unit)) == NULL)
             return 0;

@@ -53,30 +53,45 @@ static int choose(const mt_store *s, int place, size_t bytes, int *n)
     return found;
 }
 
-/* Under map_mu. */
+static mt_status map(mt_store *s, int place, size_t bytes, mt_arena *out)
+{
+    const char *what = "gradients that pass";
+
+    bytes = bytes > LEAST_BYTES ? bytes : LEAST_BYTES;
+    if (place == MT__DEVICE)
+        return mt_arena_device(out, bytes, s->dev, what);
+    return mt_arena_open(out, bytes, s->pool, s->dev, what, mt_store_bytes(s, MT_PLANE_COUNT));
+}
+
+/* Under map_mu, which is let go of while the memory is made. Hand-overs come one at a time, so nobody makes another. */
 static mt_status make(mt_store *s, int place, size_t bytes, int *k)
 {
-    mt__lent   *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
-    mt__lent    made = { .unit = -1 };
-    const char *what = "gradients that pass";
-    mt_status   st;
+    mt__lent *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
+    mt__lent  made = { .unit = -1 };
+    mt_status st;
 
     if (grown == NULL)
         return MT_FAIL(MT_ENOMEM, "store: no memory to describe %d buffers", s->n_lent + 1);
     s->lent = grown;
-    bytes = bytes > LEAST_BYTES ? bytes : LEAST_BYTES;
-    if (place == MT__DEVICE)
-        MT_TRY(mt_arena_device(&made.arena, bytes, s->dev, what));
-    else
-        MT_TRY(mt_arena_open(&made.arena, bytes, s->pool, s->dev, what, mt_store_bytes(s, MT_PLANE_COUNT)));
+    pthread_mutex_unlock(&s->map_mu);
+    st = map(s, place, bytes, &made.arena);
+    pthread_mutex_lock(&s->map_mu);
+    if (st != MT_OK)
+        return st;
     atomic_fetch_add(place == MT__DEVICE ? &s->on_device : &s->mapped[MT_PLANE_GRAD], made.arena.bytes);
     *k = s->n_lent;
     s->lent[s->n_lent++] = made;
-fail:
-    return st;
+    return MT_OK;
 }
 
-/* Under map_mu. The offsets are the caller's until then, the unit's from here on. */
+static pthread_mutex_t *making_of(const mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    return &u->plane[place_of(u)][MT_PLANE_GRAD].making;
+}
+
+/* Under both locks. The offsets are the caller's until then, the unit's from here on. */
 static void bind(mt_store *s, int unit, size_t *offset, int k)
 {
     mt__unit  *u = mt__unit_at(s, unit);
@@ -95,6 +110,7 @@ static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes
     int       place = place_of(mt__unit_at(s, unit)), k, n;
     mt_status st = MT_OK;
 
+    pthread_mutex_lock(making_of(s, unit));
     pthread_mutex_lock(&s->map_mu);
     k = choose(s, place, bytes, &n);
     if ((k < 0 || s->lent[k].unit >= 0) && n < s->most_lent)
@@ -104,6 +120,7 @@ static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes
     if (st == MT_OK && *holder < 0)
         bind(s, unit, offset, k);
     pthread_mutex_unlock(&s->map_mu);
+    pthread_mutex_unlock(making_of(s, unit));
     return st;
 }
 
@@ -166,12 +183,14 @@ void mt__take_back(mt_store *s, int unit)
 {
     int k;
 
+    pthread_mutex_lock(making_of(s, unit));
     pthread_mutex_lock(&s->map_mu);
     if ((k = held_by(s, unit)) >= 0) {
         mt__unbind(s, unit);
         s->lent[k].unit = -1;
     }
     pthread_mutex_unlock(&s->map_mu);
+    pthread_mutex_unlock(making_of(s, unit));
 }
 
 void mt__lent_device_close(mt_store *s)

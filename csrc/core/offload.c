@@ -9,12 +9,13 @@
  */
 #include "offload.h"
 
+#include "arena.h"
+
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define PAGE_BYTES ((size_t)4096)
 #define AHEAD      64        /* tickets that may wait for the collector; then put waits */
 #define STAGINGS   2         /* one fills while the collector reads the other */
 
@@ -46,8 +47,7 @@ typedef struct ticket {
 } ticket;
 
 typedef struct staging {     /* putting thread only, but for the bytes in it */
-    char    *mem;
-    size_t   bytes;
+    mt_arena mem;
     uint64_t user;           /* ticket that used it last; free once that is home */
 } staging;
 
@@ -55,6 +55,7 @@ enum { COUNTED = 1, SUMMED = 2 };
 
 /* What is known of a unit's gradients. */
 typedef struct tally {
+    mt_arena       mem;      /* sum's */
     double        *sum;      /* [n_params] registered; d2h writes (SET), the collector (ADD) */
     unsigned char *flags;    /* [n_params] COUNTED: sum is taken or on its way; SUMMED: ACC has
                               * the sum. Under mu */
@@ -208,36 +209,16 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
 
 /* ---- host memory that the device writes ------------------------------------------------- */
 
-static mt_status pages_open(mt_offload *o, size_t bytes, const char *what, void **out)
+static mt_status pages_open(mt_offload *o, size_t bytes, const char *what, mt_arena *out)
 {
-    size_t    whole = (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
-    void     *p = aligned_alloc(PAGE_BYTES, whole);
-    mt_status st;
-
-    if (p == NULL)
-        return MT_FAIL(MT_ENOMEM, "offload: no %zu bytes for %s", whole, what);
-    memset(p, 0, whole);
-    if ((st = o->dev->ops->host_register(o->dev, p, whole)) != MT_OK) {
-        free(p);
-        return st;
-    }
-    *out = p;
-    return MT_OK;
+    return mt_arena_open(out, bytes, NULL, o->dev, what, mt_store_bytes(o->store, MT_PLANE_COUNT));
 }
 
-static void pages_close(mt_offload *o, void *p)
-{
-    if (p == NULL)
-        return;
-    o->dev->ops->host_unregister(o->dev, p);
-    free(p);
-}
-
-static void tally_close(mt_offload *o, tally *y)
+static void tally_close(tally *y)
 {
     if (y == NULL)
         return;
-    pages_close(o, y->sum);
+    mt_arena_close(&y->mem);
     free(y->flags);
     free(y);
 }
@@ -246,7 +227,6 @@ static mt_status tally_open(mt_offload *o, int unit, tally **out)
 {
     size_t    n = (size_t)mt_store_params(o->store, unit) + 1;
     tally    *y = calloc(1, sizeof *y);
-    void     *sum;
     mt_status st;
 
     if (y == NULL || (y->flags = calloc(n, sizeof *y->flags)) == NULL) {
@@ -254,13 +234,13 @@ static mt_status tally_open(mt_offload *o, int unit, tally **out)
                      mt_store_name(o->store, unit));
         goto fail;
     }
-    MT_TRY(pages_open(o, n * sizeof *y->sum, "sums of squares", &sum));
-    y->sum = sum;
+    MT_TRY(pages_open(o, n * sizeof *y->sum, "sums of squares", &y->mem));
+    y->sum = y->mem.base;
     *out = y;
     return MT_OK;
 
 fail:
-    tally_close(o, y);
+    tally_close(y);
     return st;
 }
 
@@ -304,16 +284,12 @@ fail:
 static mt_status staging_take(mt_offload *o, size_t bytes, staging **out)
 {
     staging  *g = &o->staging[o->next_staging % STAGINGS];
-    void     *mem;
     mt_status st;
 
     MT_TRY(wait_room(o, g->user));
-    if (g->bytes < bytes) {
-        pages_close(o, g->mem);
-        *g = (staging){ .user = g->user };
-        MT_TRY(pages_open(o, bytes, "micro-batch gradients on their way", &mem));
-        g->mem = mem;
-        g->bytes = bytes;
+    if (g->mem.bytes < bytes) {
+        mt_arena_close(&g->mem);
+        MT_TRY(pages_open(o, bytes, "micro-batch gradients on their way", &g->mem));
     }
     *out = g;
     return MT_OK;
@@ -393,9 +369,9 @@ void mt_offload_close(mt_offload *o)
         free(o->ring[i].params);
     }
     for (int i = 0; i < STAGINGS; i++)
-        pages_close(o, o->staging[i].mem);
+        mt_arena_close(&o->staging[i].mem);
     for (int i = 0; i < o->n_tally; i++)
-        tally_close(o, o->tally[i]);
+        tally_close(o->tally[i]);
     pthread_cond_destroy(&o->came);
     pthread_cond_destroy(&o->more);
     pthread_mutex_destroy(&o->mu);
@@ -526,7 +502,7 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     need = 0;
     for (int i = 0; i < n && *g != NULL; i++)
         if (is_staged(&t->pieces[i])) {
-            t->pieces[i].staged = (*g)->mem + need;
+            t->pieces[i].staged = (char *)(*g)->mem.base + need;
             need += (t->pieces[i].bytes + 511) / 512 * 512;
         }
     return MT_OK;
@@ -666,6 +642,16 @@ fail:
     return st;
 }
 
+/* What was put is not to be put again: nobody is asked. */
+static mt_status drain_all(mt_offload *o)
+{
+    mt_watch_ask ask = mt_watch_asks(NULL);
+    mt_status    st = mt_offload_drain(o);
+
+    (void)mt_watch_asks(ask);
+    return st;
+}
+
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
                          mt_queue *run, uint64_t *number)
 {
@@ -695,7 +681,7 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     }
     commit(o, t, y, g, next);
     *number = next;
-    return debug.sync ? mt_offload_drain(o) : MT_OK;
+    return debug.sync ? drain_all(o) : MT_OK;
 fail:
     return st;
 }

@@ -28,12 +28,22 @@ static void take_out(mt_places *l, mt_place *p)
     free(p);
 }
 
-/* The last one comes to have so many bytes, and is free. */
-static mt_status grow(mt_places *l, uint64_t bytes, mt_place **out)
+/* The last one, which grows; NULL: it is used, or there is none. */
+static mt_place *free_end(const mt_places *l)
 {
-    mt_place *p = l->last != NULL && !l->last->used ? l->last : NULL;
-    uint64_t  at, more = bytes - (p != NULL ? p->bytes : 0);
-    mt_status st;
+    return l->last != NULL && !l->last->used ? l->last : NULL;
+}
+
+uint64_t mt_places_lack(const mt_places *l, uint64_t bytes)
+{
+    const mt_place *end = free_end(l);
+
+    return smallest_free(l, bytes) != NULL ? 0 : bytes - (end != NULL ? end->bytes : 0);
+}
+
+mt_status mt_places_add(mt_places *l, uint64_t bytes)
+{
+    mt_place *p = free_end(l);
 
     if (p == NULL) {
         if ((p = calloc(1, sizeof *p)) == NULL)
@@ -41,14 +51,8 @@ static mt_status grow(mt_places *l, uint64_t bytes, mt_place **out)
         p->at = l->bytes;
         put_behind(l, l->last, p);
     }
-    if ((st = l->file->ops->take(l->file, more, &at)) != MT_OK) {
-        if (p->bytes == 0)
-            take_out(l, p);
-        return st;
-    }
-    p->bytes += more;
-    l->bytes += more;
-    *out = p;
+    p->bytes += bytes;
+    l->bytes += bytes;
     return MT_OK;
 }
 
@@ -64,20 +68,16 @@ static void cut(mt_places *l, mt_place *p, uint64_t bytes)
     put_behind(l, p, rest);
 }
 
-mt_status mt_places_take(mt_places *l, uint64_t bytes, mt_place **out)
+mt_place *mt_places_take(mt_places *l, uint64_t bytes)
 {
     mt_place *p = smallest_free(l, bytes);
-    mt_status st;
 
     if (p == NULL)
-        MT_TRY(grow(l, bytes, &p));
+        return NULL;
     cut(l, p, bytes);
     p->used = 1;
     l->used_bytes += p->bytes;
-    *out = p;
-    return MT_OK;
-fail:
-    return st;
+    return p;
 }
 
 /* The first takes what the second has. */

@@ -15,13 +15,15 @@ typedef struct mt_place {
 } mt_place;
 
 typedef struct mt_places {
-    mt_blocks *file;                     /* what it gives follows on what it gave: nobody else takes room there */
     mt_place  *first, *last;
     uint64_t   bytes, used_bytes;        /* of all, of those in use */
 } mt_places;
 
-/* bytes: whole MT_BLOCK_ALIGN. MT_EDISK: the file cannot grow. */
-mt_status mt_places_take (mt_places *l, uint64_t bytes, mt_place **out);
+/* bytes: whole MT_BLOCK_ALIGN. So many more of the file would do; 0: there is room. What the file gives follows on what
+ * it gave: nobody else takes any. */
+uint64_t  mt_places_lack (const mt_places *l, uint64_t bytes);
+mt_status mt_places_add  (mt_places *l, uint64_t bytes);
+mt_place *mt_places_take (mt_places *l, uint64_t bytes);     /* NULL: they lack some */
 void      mt_places_give (mt_places *l, mt_place *p);        /* NULL is fine */
 void      mt_places_close(mt_places *l);
 

@@ -587,8 +587,9 @@ fail:
 /* What is behind comes down. h->bringing keeps its memory meanwhile. */
 static mt_status bring_behind(mt_resident *r, home *h, int unit, unsigned planes)
 {
-    uint64_t  changes;
-    mt_status st;
+    mt_watch_ask ask;
+    uint64_t     changes;
+    mt_status    st;
 
     MT_TRY(warm_behind(r, h, unit, planes));
     pthread_mutex_lock(&r->mu);
@@ -597,7 +598,10 @@ static mt_status bring_behind(mt_resident *r, home *h, int unit, unsigned planes
     changes = h->changes;
     pthread_mutex_unlock(&r->mu);
     MT_TRY(st);
-    MT_TRY(wait_done(r, h, unit));
+    ask = mt_watch_asks(NULL);           /* its memory is kept as long as copies are on their way there */
+    st = wait_done(r, h, unit);
+    (void)mt_watch_asks(ask);
+    MT_TRY(st);
     pthread_mutex_lock(&r->mu);
     for (int p = 0; p < MT_PLANE_COUNT && h->changes == changes; p++)    /* else some are again */
         for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)

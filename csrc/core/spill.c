@@ -472,6 +472,24 @@ static mt_status make(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_s
     return MT_OK;
 }
 
+/* Lets go of mu while the disk looks for more. Nobody else takes places: who makes bundles holds swap's lock. */
+static mt_status find_room(mt_spill *s, mt_spilled *k)
+{
+    uint64_t  lack, at;
+    mt_status st = MT_OK;
+
+    while ((lack = mt_places_lack(&s->places, k->bytes)) > 0) {
+        pthread_mutex_unlock(&s->mu);
+        st = s->file->ops->take(s->file, (size_t)lack, &at);
+        pthread_mutex_lock(&s->mu);
+        MT_TRY(st);
+        MT_TRY(mt_places_add(&s->places, lack));
+    }
+    k->place = mt_places_take(&s->places, k->bytes);
+fail:
+    return st;
+}
+
 mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_spilled **out)
 {
     mt_spilled *k = NULL;
@@ -484,7 +502,7 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     MT_TRY(make(s, unit, number, bytes, &k));
     MT_TRY(get_block(s, k, &b));
     join(b, k);
-    MT_TRY(mt_places_take(&s->places, k->bytes, &k->place));
+    MT_TRY(find_room(s, k));
     *out = k;
     pthread_mutex_unlock(&s->mu);
     return MT_OK;
@@ -609,7 +627,7 @@ mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *
     s->dev = dev;
     s->pool = pool;
     s->store = store;
-    s->file = s->places.file = file;
+    s->file = file;
     s->n_blocks = n_blocks;
     pthread_mutex_init(&s->mu, NULL);
     pthread_cond_init(&s->more, NULL);

@@ -19,7 +19,8 @@
     X(ESTATE,  -5, "call out of order")                                                   \
     X(ENOTSUP, -6, "not in this build")                                                   \
     X(ESTUCK,  -7, "a wait outlasted the watchdog")                                       \
-    X(EDISK,   -8, "disk error")
+    X(EDISK,   -8, "disk error")                                                          \
+    X(EINTR,   -9, "interrupted")            /* nothing happened: it may be called again */
 
 #define MT_STATUS_ENUM(name, value, text) MT_##name = (value),
 typedef enum mt_status { MT_STATUS_MAP(MT_STATUS_ENUM) } mt_status;

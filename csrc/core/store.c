@@ -67,9 +67,14 @@ size_t mt_plane_bytes(mt_plane p, mt_dtype dt, mt_states st, int64_t n)
 
 #define ELEM_MOST 32             /* bytes that an element takes in a plane, at most */
 
+static int trains(const mt_param_desc *d)
+{
+    return __atomic_load_n(&d->trainable, __ATOMIC_RELAXED);
+}
+
 static int has_now(const mt_param_desc *d, mt_plane p, mt_states st)
 {
-    return (p == MT_PLANE_HI || d->trainable) && elem_bytes(p, d->dtype, st) > 0;
+    return (p == MT_PLANE_HI || trains(d)) && elem_bytes(p, d->dtype, st) > 0;
 }
 
 /* Where each of n parameters starts in a plane, and the bytes of all: multiples of 512. */
@@ -132,7 +137,7 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
     return MT_OK;
 }
 
-/* Yields the bytes of memory given back. */
+/* Under both locks, or when nobody else is there. Yields the bytes of memory given back. */
 static size_t plane_close(mt__plane *pl, int n_params)
 {
     size_t bytes = pl->arena.cold ? 0 : pl->arena.bytes;
@@ -144,7 +149,8 @@ static size_t plane_close(mt__plane *pl, int n_params)
     mt_arena_close(&pl->arena);
     free(pl->late);
     free(pl->offset);
-    memset(pl, 0, sizeof *pl);
+    pl->late = NULL;
+    pl->offset = NULL;
     return bytes;
 }
 
@@ -153,8 +159,10 @@ static void unit_close(mt_store *s, mt__unit *u)
     if (u == NULL)
         return;
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        plane_close(&u->plane[MT__HOST][p], u->n_params);
-        plane_close(&u->plane[MT__DEVICE][p], u->n_params);
+        for (int place = 0; place < MT__PLACES; place++) {
+            plane_close(&u->plane[place][p], u->n_params);
+            pthread_mutex_destroy(&u->plane[place][p].making);
+        }
     }
     mt_watch_take(&s->watch, &u->copying);
     s->dev->ops->event_close(u->fetched);
@@ -194,6 +202,9 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
                        n, (const void *)d);
     if ((u = calloc(1, sizeof *u)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: calloc(%zu)", name, sizeof *u);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int place = 0; place < MT__PLACES; place++)
+            pthread_mutex_init(&u->plane[place][p].making, NULL);
     u->n_params = n;
     u->version = u->written = 1;
     u->name = strdup(name);
@@ -283,9 +294,15 @@ mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on)
     d = u->desc[param];
     d.trainable = on != 0;
     if ((st = check_desc(u->name, &d, param)) == MT_OK)
-        u->desc[param] = d;
+        __atomic_store_n(&u->desc[param].trainable, d.trainable, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&s->map_mu);
     return st;
+}
+
+int mt_store_trainable(const mt_store *s, int unit, int param)
+{
+    const mt_param_desc *d = mt_store_desc(s, unit, param);
+    return d != NULL && trains(d);
 }
 
 int mt_store_units(const mt_store *s)
@@ -412,7 +429,7 @@ static int is_copy(const mt__unit *u, mt_plane p, int late)
            ((atomic_load(&u->disk) >> p & 1) && !late);
 }
 
-/* Under map_mu, also while the pool touches the pages: another thread's first `at` waits for it.
+/* Under making, also while the pool touches the pages: another thread's first `at` waits for it.
  * No chunk of the pool's asks for addresses, so the pool's turn comes. */
 static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, size_t bytes, int late,
                      mt_arena *a)
@@ -457,18 +474,30 @@ void mt__unbind(mt_store *s, int unit)
     atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][MT_PLANE_GRAD], u->n_params));
 }
 
-/* Under map_mu. Nothing to do when the plane is there. */
+/* Under making. What became of an arena is known to all from here on. */
+static void publish_arena(mt_store *s, mt_arena *a, mt_arena made)
+{
+    pthread_mutex_lock(&s->map_mu);
+    *a = made;
+    pthread_mutex_unlock(&s->map_mu);
+}
+
+/* Under making. Nothing to do when the plane is there. */
 static mt_status plane_make(mt_store *s, mt__unit *u, int place, mt_plane p)
 {
     mt__plane *pl = &u->plane[place][p];
     size_t    *offset = NULL, bytes;
+    mt_arena   made = { 0 };
     mt_status  st;
 
     if (pl->offset != NULL)
         return MT_OK;
     MT_TRY(mt__lay_out(u, p, &offset, &bytes));
-    MT_TRY(map(s, u, place, p, bytes, 0, &pl->arena));
+    MT_TRY(map(s, u, place, p, bytes, 0, &made));
+    pthread_mutex_lock(&s->map_mu);
+    pl->arena = made;
     pl->offset = offset;
+    pthread_mutex_unlock(&s->map_mu);
     return MT_OK;
 
 fail:
@@ -476,31 +505,53 @@ fail:
     return st;
 }
 
-/* Under map_mu. The arena of a parameter that was not trainable when its plane was made. */
+/* Under making. Room for arenas of parameters that were not trainable when their plane was made. */
+static mt_status late_room(mt_store *s, const mt__unit *u, mt__plane *pl)
+{
+    mt_arena *made;
+
+    if (pl->late != NULL)
+        return MT_OK;
+    if ((made = calloc((size_t)u->n_params, sizeof *made)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d arenas", u->name, u->n_params);
+    pthread_mutex_lock(&s->map_mu);
+    pl->late = made;
+    pthread_mutex_unlock(&s->map_mu);
+    return MT_OK;
+}
+
+/* Under making. The arena of one of these. */
 static mt_status late_make(mt_store *s, mt__unit *u, int param, int place, mt_plane p)
 {
     mt__plane *pl = &u->plane[place][p];
+    mt_arena   made = { 0 };
     size_t     offset, bytes;
     mt_status  st;
 
-    if (pl->late == NULL && (pl->late = calloc((size_t)u->n_params, sizeof *pl->late)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d arenas", u->name, u->n_params);
+    MT_TRY(late_room(s, u, pl));
     if (pl->late[param].base != NULL)
         return MT_OK;
     MT_TRY(lay_out(u->name, &u->desc[param], 1, states_of(u), p, &offset, &bytes));
-    MT_TRY(map(s, u, place, p, bytes, 1, &pl->late[param]));
+    MT_TRY(map(s, u, place, p, bytes, 1, &made));
+    publish_arena(s, &pl->late[param], made);
     return MT_OK;
 fail:
     return st;
 }
 
-/* Under map_mu. Has the parameter an address in this plane already, or a right to one? */
+/* Under making, or map_mu. NULL: it has none yet. */
+static void *address_of(const mt__plane *pl, int param)
+{
+    if (pl->offset != NULL && pl->offset[param] != MT__ABSENT)
+        return (char *)pl->arena.base + pl->offset[param];
+    return pl->late != NULL ? pl->late[param].base : NULL;
+}
+
+/* Under making. Has the parameter an address in this plane already, or a right to one? */
 static mt_status check_at(const mt__unit *u, int param, int place, mt_plane p)
 {
     const mt_param_desc *d = &u->desc[param];
     const mt__plane     *pl = &u->plane[place][p];
-    int there = pl->offset != NULL && pl->offset[param] != MT__ABSENT;
-    int late  = pl->late != NULL && pl->late[param].base != NULL;
 
     if (elem_bytes(p, d->dtype, states_of(u)) == 0)
         return MT_FAIL(MT_EINVAL, "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
@@ -509,45 +560,59 @@ static mt_status check_at(const mt__unit *u, int param, int place, mt_plane p)
     if (p == MT_PLANE_GRAD && pl->offset == NULL && atomic_load(&u->passing))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; there are none between an update and the next "
                        "hand-over", u->name);
-    if (p != MT_PLANE_HI && !d->trainable && !there && !late)
+    if (p != MT_PLANE_HI && !trains(d) && address_of(pl, param) == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is not trainable, so plane %s leaves it "
                        "out; call mt_store_set_trainable() first",
                        u->name, param, mt_plane_name(p));
     return MT_OK;
 }
 
-static mt_status at_locked(mt_store *s, mt__unit *u, int param, int place, mt_plane p, void **out)
+/* Under making. */
+static mt_status make_at(mt_store *s, mt__unit *u, int param, int place, mt_plane p, void **out)
 {
     mt__plane *pl = &u->plane[place][p];
     mt_status  st;
 
     MT_TRY(check_at(u, param, place, p));
     MT_TRY(plane_make(s, u, place, p));
-    if (pl->offset[param] != MT__ABSENT) {
-        *out = (char *)pl->arena.base + pl->offset[param];
-        return MT_OK;
-    }
-    MT_TRY(late_make(s, u, param, place, p));
-    *out = pl->late[param].base;
-    return MT_OK;
+    if (address_of(pl, param) == NULL)
+        MT_TRY(late_make(s, u, param, place, p));
+    *out = address_of(pl, param);
 fail:
     return st;
 }
 
+static void *find_at(mt_store *s, const mt__plane *pl, int param)
+{
+    void *found;
+
+    pthread_mutex_lock(&s->map_mu);
+    found = address_of(pl, param);
+    pthread_mutex_unlock(&s->map_mu);
+    return found;
+}
+
 static mt_status at(mt_store *s, int unit, int param, int place, mt_plane p, void **out)
 {
-    mt__unit *u;
-    mt_status st;
+    mt__plane *pl;
+    mt__unit  *u;
+    void      *found;
+    mt_status  st;
 
     if (!plane_ok(p))
         return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
     MT_TRY(find(s, unit, param, &u));
+    pl = &u->plane[place][p];
     if (place == MT__DEVICE && (p == MT_PLANE_HI || !atomic_load(&u->settled)))
         return MT_FAIL(MT_EINVAL, "unit %s: the store has no plane %s of it on the device; settled "
                        "units have those other than HI there", u->name, mt_plane_name(p));
-    pthread_mutex_lock(&s->map_mu);
-    st = at_locked(s, u, param, place, p, out);
-    pthread_mutex_unlock(&s->map_mu);
+    if ((found = find_at(s, pl, param)) != NULL) {
+        *out = found;
+        return MT_OK;
+    }
+    pthread_mutex_lock(&pl->making);
+    st = make_at(s, u, param, place, p, out);
+    pthread_mutex_unlock(&pl->making);
 fail:
     return st;
 }
@@ -564,30 +629,19 @@ mt_status mt_store_device_at(mt_store *s, int unit, int param, mt_plane p, void 
 
 mt_status mt_store_hi(mt_store *s, int unit, void **out)
 {
-    mt__unit *u = mt__unit_at(s, unit);
-    mt_status st;
+    mt__unit  *u = mt__unit_at(s, unit);
+    mt__plane *pl;
+    mt_status  st;
 
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
                        unit, mt_store_units(s));
-    pthread_mutex_lock(&s->map_mu);
+    pl = &u->plane[MT__HOST][MT_PLANE_HI];
+    pthread_mutex_lock(&pl->making);
     if ((st = plane_make(s, u, MT__HOST, MT_PLANE_HI)) == MT_OK)
-        *out = u->plane[MT__HOST][MT_PLANE_HI].arena.base;
-    pthread_mutex_unlock(&s->map_mu);
+        *out = pl->arena.base;
+    pthread_mutex_unlock(&pl->making);
     return st;
-}
-
-/* The caller knows that nobody holds an address in the plane. */
-void mt_store_drop(mt_store *s, int unit, mt_plane p)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-
-    if (u == NULL || !plane_ok(p) || (p == MT_PLANE_GRAD && atomic_load(&u->passing)))
-        return;
-    pthread_mutex_lock(&s->map_mu);
-    atomic_fetch_sub(&s->mapped[p], plane_close(&u->plane[MT__HOST][p], u->n_params));
-    atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
-    pthread_mutex_unlock(&s->map_mu);
 }
 
 /* ---- settled units ---------------------------------------------------------------------- */
@@ -624,14 +678,16 @@ mt_status mt_store_settle(mt_store *s, int unit)
     return st;
 }
 
-/* Under map_mu. */
+/* Under making. */
 static mt_status warm(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
 {
-    int       cold = a->cold;
-    mt_status st = mt_arena_warm(a, s->pool, registrar(s, u, p));
+    mt_arena  made = *a;
+    mt_status st = mt_arena_warm(&made, s->pool, registrar(s, u, p));
 
-    if (st == MT_OK && cold)
-        atomic_fetch_add(&s->mapped[p], a->bytes);
+    if (st == MT_OK && a->cold) {
+        publish_arena(s, a, made);
+        atomic_fetch_add(&s->mapped[p], made.bytes);
+    }
     return st;
 }
 
@@ -645,13 +701,13 @@ mt_status mt_store_warm(mt_store *s, int unit, mt_plane p)
         return MT_FAIL(MT_EINVAL, "there is no plane %d of unit %d; the store has %d units", (int)p,
                        unit, mt_store_units(s));
     pl = &u->plane[MT__HOST][p];
-    pthread_mutex_lock(&s->map_mu);
+    pthread_mutex_lock(&pl->making);
     MT_TRY(plane_make(s, u, MT__HOST, p));
     MT_TRY(warm(s, u, &pl->arena, p));
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
         MT_TRY(warm(s, u, &pl->late[i], p));
 fail:
-    pthread_mutex_unlock(&s->map_mu);
+    pthread_mutex_unlock(&pl->making);
     return st;
 }
 
@@ -681,19 +737,37 @@ int mt_store_goes_through(const mt_store *s, int unit)
     return u != NULL && atomic_load(&u->through);
 }
 
-/* Under map_mu. What was made before. */
+/* Under making. */
+static mt_status register_one(mt_store *s, mt_arena *a)
+{
+    mt_arena  made = *a;
+    mt_status st = mt_arena_register(&made, s->dev);
+
+    if (st == MT_OK)
+        publish_arena(s, a, made);
+    return st;
+}
+
+static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
+{
+    mt_status st;
+
+    pthread_mutex_lock(&pl->making);
+    MT_TRY(register_one(s, &pl->arena));
+    for (int i = 0; pl->late != NULL && i < u->n_params; i++)
+        MT_TRY(register_one(s, &pl->late[i]));
+fail:
+    pthread_mutex_unlock(&pl->making);
+    return st;
+}
+
+/* What was made before. */
 static mt_status register_all(mt_store *s, mt__unit *u)
 {
     mt_status st = MT_OK;
 
-    for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        mt__plane *pl = &u->plane[MT__HOST][p];
-
-        MT_TRY(mt_arena_register(&pl->arena, s->dev));
-        for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-            MT_TRY(mt_arena_register(&pl->late[i], s->dev));
-    }
-fail:
+    for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
+        st = register_plane(s, u, &u->plane[MT__HOST][p]);
     return st;
 }
 
@@ -708,12 +782,10 @@ mt_status mt_store_set_through(mt_store *s, int unit, int on)
         return MT_FAIL(MT_ESTATE, "unit %s lives on the device: its updates are made there", u->name);
     if (on && atomic_load(&u->disk))
         return MT_FAIL(MT_ESTATE, "unit %s has its states on disk; they cannot pass through the device", u->name);
-    pthread_mutex_lock(&s->map_mu);
     if (on)
         st = register_all(s, u);
     if (st == MT_OK)
         atomic_store(&u->through, on != 0);
-    pthread_mutex_unlock(&s->map_mu);
     return st;
 }
 
@@ -759,32 +831,37 @@ mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
 
 mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in)
 {
-    mt__unit *u;
-    mt_status st;
+    mt__plane *pl;
+    mt__unit  *u;
+    mt_status  st;
 
     MT_TRY(find(s, unit, param, &u));
-    pthread_mutex_lock(&s->map_mu);
+    pl = &u->plane[MT__HOST][p];
+    pthread_mutex_lock(&pl->making);
     if ((st = plane_make(s, u, MT__HOST, p)) == MT_OK)
-        *in = u->plane[MT__HOST][p].offset[param] != MT__ABSENT;
-    pthread_mutex_unlock(&s->map_mu);
+        *in = pl->offset[param] != MT__ABSENT;
+    pthread_mutex_unlock(&pl->making);
 fail:
     return st;
 }
 
 void mt_store_chill(mt_store *s, int unit, mt_plane p)
 {
-    mt__unit *u = mt__unit_at(s, unit);
-    mt_arena *a;
+    mt__unit  *u = mt__unit_at(s, unit);
+    mt__plane *pl;
+    mt_arena   made;
 
     if (u == NULL || !plane_ok(p))
         return;
-    a = &u->plane[MT__HOST][p].arena;
-    pthread_mutex_lock(&s->map_mu);
-    if (a->base != NULL && (a->dev == NULL || p == MT_PLANE_HI)) {
-        atomic_fetch_sub(&s->mapped[p], a->cold ? 0 : a->bytes);
-        mt_arena_chill(a);
+    pl = &u->plane[MT__HOST][p];
+    pthread_mutex_lock(&pl->making);
+    made = pl->arena;
+    if (made.base != NULL && (made.dev == NULL || p == MT_PLANE_HI)) {
+        atomic_fetch_sub(&s->mapped[p], made.cold ? 0 : made.bytes);
+        mt_arena_chill(&made);
+        publish_arena(s, &pl->arena, made);
     }
-    pthread_mutex_unlock(&s->map_mu);
+    pthread_mutex_unlock(&pl->making);
 }
 
 size_t mt_store_cold(mt_store *s, int unit, mt_plane p)

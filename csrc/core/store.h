@@ -14,7 +14,8 @@
  *
  * Layout: parameter i of a unit starts in every plane at a multiple of 512 bytes; the HI plane
  *         is what crosses to the device in one copy, so a slot has the same offsets.
- * Threads: add and the first `at` of a plane take the store's lock; the ledger has its own.
+ * Threads: any. Only who asks for a plane's memory waits while that is made; the ledger has its own locks. What is set
+ *          of a unit (settle, disk, passing, states) is set before anybody asks for a plane of it.
  */
 #ifndef MT_STORE_H
 #define MT_STORE_H
@@ -68,10 +69,12 @@ void      mt_store_close(mt_store *s);
 mt_status mt_store_add  (mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit);
 
 mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on);
+int       mt_store_trainable    (const mt_store *s, int unit, int param);    /* any thread; 0 where there is none */
 
 int         mt_store_units (const mt_store *s);
 int         mt_store_params(const mt_store *s, int unit);
 const char *mt_store_name  (const mt_store *s, int unit);
+/* But for `trainable`, constant. */
 const mt_param_desc *mt_store_desc(const mt_store *s, int unit, int param);
 size_t      mt_store_hi_bytes(const mt_store *s, int unit);              /* what a slot must hold */
 size_t      mt_store_offset  (const mt_store *s, int unit, int param);   /* bytes, in HI and in a slot */
@@ -96,12 +99,10 @@ mt_states mt_store_states    (const mt_store *s, int unit);              /* any 
 /* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in
  * parallel and (GRAD, and HI unless it is a settled unit's) registered at the first call. A parameter
  * that was not trainable then gets an arena of its own when it is asked for later. MT_EINVAL when the
- * plane has nothing for it, or leaves it out because it is not trainable. Addresses stay until the plane
- * is dropped. */
+ * plane has nothing for it, or leaves it out because it is not trainable. Addresses stay. */
 mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* The whole HI plane of a unit: what one H2D copy reads. */
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
-void      mt_store_drop(mt_store *s, int unit, mt_plane p);              /* gives the memory back */
 
 /* From now on the unit's planes but HI are device memory, and their host planes copies: addresses
  * without memory until they are warmed. HI is in a slot, and its host plane a copy too, which is made with
@@ -207,6 +208,7 @@ int       mt_ledger_wanted     (mt_store *s);                /* a unit that is w
 /* This thread copies planes for a save: mt_ledger_wait_updates of a unit with saves returns at once, since
  * updates that were announced meanwhile wait for this thread. */
 void      mt_ledger_i_save     (int on);
+int       mt_ledger_do_i_save  (void);
 
 void      mt_ledger_fault(mt_store *s, mt_status st, const char *text);   /* first one stays */
 mt_status mt_ledger_check(mt_store *s);                      /* the fault, as this thread's error */

@@ -1,7 +1,9 @@
 /* store_impl.h — what store.c, lend.c and ledger.c share; nobody else includes it.
  *
- * Three locks, never two at a time:
- *   map_mu      the map: units, planes and their arenas        (store.c, lend.c)
+ * Locks, never two at a time but for the first two, in this order:
+ *   making      a plane's: it is being mapped, touched, registered or given back, which takes seconds a gigabyte.
+ *               Whoever asks for another plane, or for an address that is there, does not wait
+ *   map_mu      the map: units, planes and their arenas. Held for moments                     (store.c, lend.c)
  *   ledger.mu   counts, versions, the fault                    (ledger.c)
  *   fetched_mu  each unit's `fetched` event: its making and its records (ledger.c)
  */
@@ -14,8 +16,9 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-/* One plane of one unit. All members: any thread, under map_mu. */
+/* One plane of one unit. Read under either lock, written under both. */
 typedef struct mt__plane {
+    pthread_mutex_t making;
     size_t   *offset;        /* [n_params] bytes into the arena, or MT__ABSENT; NULL: not made */
     mt_arena  arena;
     mt_arena *late;          /* [n_params] of those that became trainable afterwards, or NULL */
@@ -31,7 +34,7 @@ typedef struct mt__unit {
     int            n_params;
     size_t        *hi_offset;        /* [n_params] bytes */
     size_t         hi_bytes;
-    mt_param_desc *desc;             /* [n_params]; `trainable` later too, under map_mu */
+    mt_param_desc *desc;             /* [n_params]; `trainable`, an atomic, later too: see mt_store_trainable */
 
     mt__plane      plane[MT__PLACES][MT_PLANE_COUNT];
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is made */
@@ -48,7 +51,7 @@ typedef struct mt__unit {
     mt_post        copying;          /* of the queue that `fetched` was recorded in. fetched_mu */
 } mt__unit;
 
-/* A buffer that is some unit's GRAD plane for a while. Under map_mu. */
+/* A buffer that is some unit's GRAD plane for a while. Under map_mu; `making` is that plane's. */
 typedef struct mt__lent {
     mt_arena arena;          /* registered, or on the device */
     int      unit;           /* -1: free */
@@ -88,7 +91,7 @@ mt__unit *mt__unit_at(const mt_store *s, int unit);          /* NULL when there 
 
 /* store.c. Offsets of a plane as parameters are trained now, malloc'd; and what is given back under map_mu. */
 mt_status mt__lay_out(const mt__unit *u, mt_plane p, size_t **offset, size_t *bytes);
-void      mt__unbind (mt_store *s, int unit);                /* map_mu: the unit's GRAD plane is no more */
+void      mt__unbind (mt_store *s, int unit);                /* both locks: the unit's GRAD plane is no more */
 
 /* lend.c. Called when a unit's update ends, before it is told; and by close, after all units are closed. */
 void mt__take_back (mt_store *s, int unit);

@@ -93,14 +93,15 @@ static mt_status block_open(mt_swap *w, size_t bytes, block **out)
     return MT_OK;
 }
 
-/* The smallest free block that holds `bytes`; else *largest is the largest free one, NULL if none is. */
+/* The smallest free block that holds `bytes`; else *largest is the largest free one, NULL if none is. Nothing at all
+ * is held by blocks of their own. */
 static block *fitting(mt_swap *w, size_t bytes, block **largest)
 {
     block *best = NULL;
 
     *largest = NULL;
     for (block *b = w->blocks; b != NULL; b = b->next) {
-        if (b->taken)
+        if (b->taken || (b->b.arena.bytes == 0) != (bytes == 0))
             continue;
         if (b->b.arena.bytes >= bytes && (best == NULL || b->b.arena.bytes < best->b.arena.bytes))
             best = b;
@@ -187,7 +188,7 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
     b->n = n;
     for (int i = 0; i < n; i++)
         b->bytes[i] = parts[i].bytes;
-    if (home == MT_SWAP_HOST)
+    if (home == MT_SWAP_HOST || bytes_of(parts, n) == 0)     /* a file has nothing to do with nothing */
         st = take(w, bytes_of(parts, n), &b->block);
     else if (w->spill != NULL)
         st = mt_spill_new(w->spill, unit, b->number, bytes_of(parts, n), &b->spilled);

@@ -536,14 +536,20 @@ static mt_status wait_until(awaited *a, int (*so_far)(void *), const char *await
     return mt_watch_until(mt_store_watch(u->store), &u->news, &u->mu, so_far, a, NULL, awaits);
 }
 
+mt_status mt_update_turn(mt_updater *u)
+{
+    awaited a = { .u = u };
+
+    return wait_until(&a, steps_are_few, "a step before this one");
+}
+
 /* Waits for its turn, announces, then hands over: the updater never ends what was not begun. w is the updater's from
  * here on, but after a failure, with which nothing was announced. */
 static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
 {
-    awaited   a = { .u = u };
     mt_status st;
 
-    MT_TRY(wait_until(&a, steps_are_few, "a step before this one"));
+    MT_TRY(mt_update_turn(u));
     for (int i = 0; i < w->n; i++)
         mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
     pthread_mutex_lock(&u->mu);

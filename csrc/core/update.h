@@ -68,6 +68,8 @@ void      mt_update_timeline(mt_updater *u, mt_timeline *t);
  * run: what computes; all that may read a settled unit's weights as they are is in it by now.
  * MT_ESTATE for a settled unit before mt_update_residents, or without a put; the same for one that
  * goes through, or is on disk. */
+/* Until a submit need not wait for steps before it. */
+mt_status mt_update_turn  (mt_updater *u);
 mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
                            mt_queue *run, uint64_t *ticket);
 /* Global norm of a submit (before clipping); waits until it is known. Without max_norm: waits for

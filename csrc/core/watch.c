@@ -14,6 +14,7 @@
 #define LATE_LEAST_NS 50000000u              /* a sleep that ends so much later than it should: we were stopped */
 #define LATE_MOST_NS  10000000000u
 #define TOLD         8                       /* posts of a list */
+#define ASK_NS       100000000u              /* from one question to the next: what a user hardly notices */
 #define SPARED       6                       /* limits that compute may take, for one */
 
 static _Thread_local const char *i_am = "the caller";
@@ -21,6 +22,31 @@ static _Thread_local const char *i_am = "the caller";
 void mt_watch_i_am(const char *queue)
 {
     i_am = queue;
+}
+
+static _Thread_local mt_watch_ask asks;
+
+mt_watch_ask mt_watch_asks(mt_watch_ask ask)
+{
+    mt_watch_ask before = asks;
+
+    asks = ask;
+    return before;
+}
+
+mt_status mt_watch_asked(uint64_t *asked_ns)
+{
+    uint64_t now;
+
+    if (asks == NULL)
+        return MT_OK;
+    now = mt_now_ns();
+    if (*asked_ns == 0)
+        *asked_ns = now;
+    if (now - *asked_ns < ASK_NS)
+        return MT_OK;
+    *asked_ns = now;
+    return asks() ? MT_FAIL(MT_EINTR, "interrupted while waiting") : MT_OK;
 }
 
 void mt_watch_open(mt_watch *w)
@@ -321,7 +347,8 @@ mt_status mt_watch_cond(pthread_cond_t *c)
 /* Under mu. Until c is signalled, or some time has gone by. */
 static void slice(mt_watch *w, const mt_post *p, pthread_cond_t *c, pthread_mutex_t *mu)
 {
-    uint64_t        left = left_of(w, p), until = mt_now_ns() + (left < SLICE_NS ? left : SLICE_NS);
+    uint64_t        left = left_of(w, p), most = asks != NULL ? ASK_NS : SLICE_NS;
+    uint64_t        until = mt_now_ns() + (left < most ? left : most);
     struct timespec t = { (time_t)(until / 1000000000u), (long)(until % 1000000000u) };
 
     (void)pthread_cond_timedwait(c, mu, &t);
@@ -333,6 +360,7 @@ mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu, in
 {
     mt_post   post = { 0 };
     mt_status st = MT_OK;
+    uint64_t  asked_ns = 0;
     int       done;
 
     pthread_mutex_lock(mu);
@@ -340,11 +368,12 @@ mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu, in
         mt_watch_begin(w, &post, NULL, unit, awaits);
     while (!done && st == MT_OK) {
         slice(w, &post, c, mu);
-        if (!(done = over(arg)) && left_of(w, &post) == 0) {
+        if (!(done = over(arg)) && (asks != NULL || left_of(w, &post) == 0)) {
             pthread_mutex_unlock(mu);
-            st = judge(w, &post);
+            if ((st = mt_watch_asked(&asked_ns)) == MT_OK)
+                st = judge(w, &post);
             pthread_mutex_lock(mu);
-            done = over(arg);
+            done = st != MT_EINTR && over(arg);      /* over may take what it finds: not for who goes */
         }
     }
     pthread_mutex_unlock(mu);
@@ -357,6 +386,7 @@ mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu, in
 mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char *awaits)
 {
     mt_post   post;
+    uint64_t  asked_ns = 0;
     int       done = 0;
     mt_status st = e->dev->ops->query(e, &done);
 
@@ -370,6 +400,8 @@ mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char 
         nanosleep(&t, NULL);
         st = e->dev->ops->query(e, &done);
         woken(w, now + (uint64_t)t.tv_nsec);
+        if (st == MT_OK && !done)
+            st = mt_watch_asked(&asked_ns);
         if (st == MT_OK && !done)
             st = judge(w, &post);
     }

@@ -9,6 +9,8 @@
  *            and the list of all posts, longest first: the first is where it began
  *   patient  of a post: what it waits for may take any time, and shows nothing (a drive's sync). While there is one
  *            nothing is stuck
+ *   asks     of a thread: a function that its waits call now and then. Where that says so a wait ends with MT_EINTR:
+ *            the signal of a user is not seen by who only waits
  *   compute  a device queue whose work may take longer than any copy, and shows nothing either. While it has some, the
  *            limit is told of, once, and what waits is stuck after six times as long
  *
@@ -63,6 +65,13 @@ void mt_watch_listen(mt_watch *w, void (*say)(const char *text));
 /* Whose waits this thread's are, in a list: a literal. "the caller" before. */
 void mt_watch_i_am(const char *queue);
 
+/* This thread's from now on; NULL: none, as before the first. Yields what it was. Called under no lock of the wait's,
+ * but under its caller's. */
+typedef int (*mt_watch_ask)(void);
+mt_watch_ask mt_watch_asks(mt_watch_ask ask);
+/* Asks, where *asked_ns, 0 at first, is long ago: MT_EINTR, or MT_OK. */
+mt_status mt_watch_asked(uint64_t *asked_ns);
+
 /* queue NULL: this thread's. A wait that ended has moved, unless it was stuck. */
 void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits);
 void mt_watch_end  (mt_watch *w, mt_post *p, mt_status st);
@@ -70,8 +79,8 @@ void mt_watch_end  (mt_watch *w, mt_post *p, mt_status st);
 /* Monotonic, as mt_watch_until needs it. On failure *c may be destroyed if its bytes were 0. */
 mt_status mt_watch_cond(pthread_cond_t *c);
 /* Until over(arg), which is called under mu, at least once, and may take down what the caller wants to know of that
- * moment. mu is not held before and after; c, of mt_watch_cond, is broadcast when `over` may have changed. MT_ESTUCK,
- * unless it is over. In the list from the first time that it is not. */
+ * moment. mu is not held before and after; c, of mt_watch_cond, is broadcast when `over` may have changed. MT_ESTUCK or
+ * MT_EINTR, unless it is over. In the list from the first time that it is not. */
 mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu, int (*over)(void *arg), void *arg,
                          const char *unit, const char *awaits);
 /* The host waits for an event, and for a record that is made meanwhile. In steps of up to a millisecond: not where

@@ -16,8 +16,7 @@
  * Small regions are what kernels write into (sums of squares), so they must be locked: noting them would
  * be wrong, not slow. The cushion keeps room for them when larger ones have taken all there was.
  */
-#include "../core/dev.h"
-#include "../core/pool.h"
+#include "../core/arena.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -25,7 +24,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define PAGE_BYTES    ((size_t)4096)
 #define CUSHION_BYTES ((size_t)16 << 20)
 #define SMALL_BYTES   ((size_t)64 << 10)
 #define BUFFERS       12                    /* three more than queues that an engine has */
@@ -48,14 +46,15 @@ typedef struct stage_dev {
     mt_dev         *under;       /* constant */
     mt_pool        *pool;        /* NULL, or written before the first region is noted */
 
+    pthread_mutex_t registering; /* then mu, which nobody holds while memory is locked: that takes seconds */
     pthread_mutex_t mu;
     region         *regions;     /* [n] mu */
     int             n, cap;      /* mu */
     atomic_int      n_noted;     /* written under mu, after the region; read by anyone */
     size_t          locked, noted;       /* bytes. mu */
     size_t          limit, small;        /* bytes. mu */
-    char           *block;       /* the buffers' memory; NULL before the first registration. mu */
-    char           *cushion;     /* NULL: given up. mu */
+    mt_arena        block;       /* the buffers' memory; zero before the first registration. registering */
+    mt_arena        cushion;     /* zero: given up. registering */
     char           *spare[BUFFERS];      /* buffers that no queue has. mu */
     int             n_spare;     /* mu */
     char            why[512];    /* of the first region that was noted. mu */
@@ -84,45 +83,28 @@ static mt_dev *under(mt_dev *d)
 
 /* ---- memory of ours --------------------------------------------------------------------- */
 
-static mt_status pages_open(stage_dev *d, size_t bytes, char **out)
+static mt_status pages_open(stage_dev *d, size_t bytes, mt_arena *out)
 {
-    char     *p = aligned_alloc(PAGE_BYTES, bytes);
-    mt_status st;
-
-    if (p == NULL)
-        return MT_FAIL(MT_ENOMEM, "stage: no %zu bytes to pass copies through", bytes);
-    if ((st = d->under->ops->host_register(d->under, p, bytes)) != MT_OK) {
-        free(p);
-        return st;
-    }
-    *out = p;
-    return MT_OK;
+    return mt_arena_open(out, bytes, NULL, d->under, "what copies pass through", 0);
 }
 
-static void pages_close(stage_dev *d, char *p)
-{
-    if (p == NULL)
-        return;
-    d->under->ops->host_unregister(d->under, p);
-    free(p);
-}
-
-/* Under mu. Before anything else is locked: afterwards there may be no room for it. */
+/* Under registering. Before anything else is locked: afterwards there may be no room for it. */
 static mt_status prepare(stage_dev *d)
 {
     mt_status st;
 
-    if (d->block != NULL)
+    if (d->block.base != NULL)
         return MT_OK;
     MT_TRY(pages_open(d, CUSHION_BYTES, &d->cushion));
     MT_TRY(pages_open(d, BUFFERS * PIECE_BYTES, &d->block));
+    pthread_mutex_lock(&d->mu);
     for (d->n_spare = 0; d->n_spare < BUFFERS; d->n_spare++)
-        d->spare[d->n_spare] = d->block + (size_t)d->n_spare * PIECE_BYTES;
+        d->spare[d->n_spare] = (char *)d->block.base + (size_t)d->n_spare * PIECE_BYTES;
+    pthread_mutex_unlock(&d->mu);
     return MT_OK;
 
 fail:
-    pages_close(d, d->cushion);
-    d->cushion = NULL;
+    mt_arena_close(&d->cushion);
     return st;
 }
 
@@ -147,9 +129,10 @@ static void buffer_give(stage_dev *d, char *buffer)
     pthread_mutex_unlock(&d->mu);
 }
 
-/* ---- regions: under mu ------------------------------------------------------------------ */
+/* ---- regions: under registering ----------------------------------------------------------- */
 
-static mt_status make_room(stage_dev *d)
+/* Under mu. */
+static mt_status grow(stage_dev *d)
 {
     int     cap = d->cap > 0 ? 2 * d->cap : 64;
     region *grown;
@@ -163,11 +146,30 @@ static mt_status make_room(stage_dev *d)
     return MT_OK;
 }
 
+/* For one more region, which nobody else takes. *small: it is one of those that must be locked. */
+static mt_status make_room(stage_dev *d, size_t bytes, int *small)
+{
+    mt_status st;
+
+    pthread_mutex_lock(&d->mu);
+    *small = bytes <= d->small;
+    st = grow(d);
+    pthread_mutex_unlock(&d->mu);
+    return st;
+}
+
 static mt_status lock(stage_dev *d, char *p, size_t bytes)
 {
-    if (bytes > d->small && (bytes > d->limit || d->locked > d->limit - bytes))
-        return MT_FAIL(MT_ENOMEM, "%zu bytes of host memory are locked, and %zu may be", d->locked,
-                       d->limit);
+    size_t limit, locked;
+    int    small;
+
+    pthread_mutex_lock(&d->mu);
+    small = bytes <= d->small;
+    limit = d->limit;
+    locked = d->locked;
+    pthread_mutex_unlock(&d->mu);
+    if (!small && (bytes > limit || locked > limit - bytes))
+        return MT_FAIL(MT_ENOMEM, "%zu bytes of host memory are locked, and %zu may be", locked, limit);
     return d->under->ops->host_register(d->under, p, bytes);
 }
 
@@ -175,10 +177,9 @@ static mt_status lock_small(stage_dev *d, char *p, size_t bytes)
 {
     mt_status st = lock(d, p, bytes);
 
-    if (st != MT_ENOMEM || d->cushion == NULL)
+    if (st != MT_ENOMEM || d->cushion.base == NULL)
         return st;
-    pages_close(d, d->cushion);
-    d->cushion = NULL;
+    mt_arena_close(&d->cushion);
     return lock(d, p, bytes);
 }
 
@@ -190,7 +191,9 @@ static mt_status note(stage_dev *d)
 
     if (d->pool != NULL)
         return MT_OK;
+    pthread_mutex_lock(&d->mu);
     (void)snprintf(d->why, sizeof d->why, "%s", mt_last_error());
+    pthread_mutex_unlock(&d->mu);
     MT_TRY(mt_pool_open(threads, &d->pool));
 fail:
     return st;
@@ -199,19 +202,22 @@ fail:
 static mt_status add_region(stage_dev *d, char *p, size_t bytes)
 {
     region    r = { p, bytes, 1 };
+    int       small;
     mt_status st;
 
     MT_TRY(prepare(d));
-    MT_TRY(make_room(d));
-    st = bytes <= d->small ? lock_small(d, p, bytes) : lock(d, p, bytes);
-    if (st == MT_ENOMEM && bytes > d->small) {
+    MT_TRY(make_room(d, bytes, &small));
+    st = small ? lock_small(d, p, bytes) : lock(d, p, bytes);
+    if (st == MT_ENOMEM && !small) {
         r.locked = 0;
         st = note(d);
     }
     MT_TRY(st);
+    pthread_mutex_lock(&d->mu);
     *(r.locked ? &d->locked : &d->noted) += bytes;
     d->regions[d->n++] = r;
     atomic_fetch_add(&d->n_noted, !r.locked);
+    pthread_mutex_unlock(&d->mu);
 fail:
     return st;
 }
@@ -221,9 +227,9 @@ static mt_status stage_host_register(mt_dev *dev, void *p, size_t bytes)
     stage_dev *d = as_dev(dev);
     mt_status  st;
 
-    pthread_mutex_lock(&d->mu);
+    pthread_mutex_lock(&d->registering);
     st = add_region(d, p, bytes);
-    pthread_mutex_unlock(&d->mu);
+    pthread_mutex_unlock(&d->registering);
     return st;
 }
 
@@ -490,11 +496,12 @@ static void stage_close(mt_dev *dev)
 {
     stage_dev *d = as_dev(dev);
 
-    pages_close(d, d->cushion);
-    pages_close(d, d->block);
+    mt_arena_close(&d->cushion);
+    mt_arena_close(&d->block);
     d->under->ops->close(d->under);
     mt_pool_close(d->pool);
     pthread_mutex_destroy(&d->mu);
+    pthread_mutex_destroy(&d->registering);
     free(d->regions);
     free(d);
 }
@@ -536,6 +543,7 @@ mt_status mt_dev_stage_open(mt_dev *behind, mt_dev **out)
     d->under = behind;
     d->limit = SIZE_MAX;
     d->small = SMALL_BYTES;
+    pthread_mutex_init(&d->registering, NULL);
     pthread_mutex_init(&d->mu, NULL);
     atomic_init(&d->n_noted, 0);
     *out = &d->base;

@@ -5,6 +5,7 @@
  */
 #include "file.h"
 
+#include "../core/forks.h"
 #include "manifest.h"
 #include "sum.h"
 
@@ -28,13 +29,15 @@ struct mt_file {
     char            dir[PATH_MAX - 64], name[64], path[PATH_MAX];
     int             fd;          /* -1: not open */
     int             direct;
-    pid_t           owner;       /* children of this process leave its file alone */
+    unsigned        owner;       /* mt_forks() of the process whose file it is */
     uint64_t        limit;
 
+    pthread_mutex_t growing;     /* then mu. Held while the disk looks for room, which may take seconds */
+    uint64_t        taken;       /* bytes. growing */
     pthread_mutex_t mu;
     pthread_cond_t  more;        /* threads wait: a block, or stop */
     mt_request     *first, **last;   /* with blocks that nobody began. mu */
-    uint64_t        reserved, taken; /* bytes. mu */
+    uint64_t        reserved;    /* bytes. mu, and changed under growing alone */
     uint64_t        read_bytes, written_bytes;   /* mu */
     int             named, stop;     /* mu */
     pthread_t      *threads;         /* [n_threads] that run */
@@ -50,6 +53,16 @@ static int set_direct(int fd, int on)
     if (flags < 0)
         return errno;
     return fcntl(fd, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT) == 0 ? 0 : errno;
+}
+
+int mt_file_allocate(const mt_file_calls *calls, int fd, uint64_t at, uint64_t bytes)
+{
+    int why;
+
+    do
+        why = calls->allocate(fd, (off_t)at, (off_t)bytes);
+    while (why == EINTR);                /* a signal, of which a long call sees many */
+    return why;
 }
 
 const mt_file_calls mt_file_system = { pread, pwrite, posix_fallocate, set_direct };
@@ -219,7 +232,7 @@ static mt_status no_room(const mt_file *f, uint64_t bytes, int why)
                    (uint64_t)about.f_bavail * about.f_frsize, f->dir);
 }
 
-/* Under mu, or before threads. The file comes to have so many bytes, and the disk has promised them. */
+/* Under growing, or before threads. The file comes to have so many bytes, and the disk has promised them. */
 static mt_status grow(mt_file *f, uint64_t bytes)
 {
     int why;
@@ -229,20 +242,42 @@ static mt_status grow(mt_file *f, uint64_t bytes)
     if (f->limit > 0 && bytes > f->limit)
         return MT_FAIL(MT_EDISK, "nvme: %" PRIu64 " bytes are needed in %s, and the limit is %" PRIu64, bytes, f->dir,
                        f->limit);
-    if ((why = f->calls.allocate(f->fd, (off_t)f->reserved, (off_t)(bytes - f->reserved))) != 0)
+    if ((why = mt_file_allocate(&f->calls, f->fd, f->reserved, bytes - f->reserved)) != 0)
         return no_room(f, bytes - f->reserved, why);
+    pthread_mutex_lock(&f->mu);
     f->reserved = bytes;
+    pthread_mutex_unlock(&f->mu);
     return MT_OK;
+}
+
+static int is_named(mt_file *f)
+{
+    int named;
+
+    pthread_mutex_lock(&f->mu);
+    named = f->named;
+    pthread_mutex_unlock(&f->mu);
+    return named;
+}
+
+/* A file that lost its name meanwhile has no manifest either. */
+static mt_status tell_bytes(mt_file *f, uint64_t bytes)
+{
+    mt_status st = is_named(f) ? mt_manifest_write(f->dir, f->name, bytes) : MT_OK;
+
+    if (!is_named(f))
+        mt_manifest_remove(f->dir, f->name);
+    return st;
 }
 
 mt_status mt_file_reserve(mt_file *f, uint64_t bytes)
 {
     mt_status st;
 
-    pthread_mutex_lock(&f->mu);
+    pthread_mutex_lock(&f->growing);
     st = grow(f, bytes);
-    pthread_mutex_unlock(&f->mu);
-    return st == MT_OK ? mt_manifest_write(f->dir, f->name, bytes) : st;
+    pthread_mutex_unlock(&f->growing);
+    return st == MT_OK ? tell_bytes(f, bytes) : st;
 }
 
 static mt_status take(mt_blocks *b, size_t bytes, uint64_t *at)
@@ -251,12 +286,12 @@ static mt_status take(mt_blocks *b, size_t bytes, uint64_t *at)
     size_t    whole = (bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
     mt_status st;
 
-    pthread_mutex_lock(&f->mu);
+    pthread_mutex_lock(&f->growing);
     if ((st = grow(f, f->taken + whole)) == MT_OK) {
         *at = f->taken;
         f->taken += whole;
     }
-    pthread_mutex_unlock(&f->mu);
+    pthread_mutex_unlock(&f->growing);
     return st;
 }
 
@@ -278,9 +313,9 @@ mt_blocks *mt_file_blocks(mt_file *f)
 static mt_status make_file(mt_file *f)
 {
     for (int i = 0; i < NUMBERS && f->fd < 0; i++) {
-        snprintf(f->name, sizeof f->name, MT_MANIFEST_PREFIX "%ld-%d" MT_MANIFEST_STATES, (long)f->owner, i);
+        snprintf(f->name, sizeof f->name, MT_MANIFEST_PREFIX "%ld-%d" MT_MANIFEST_STATES, (long)getpid(), i);
         snprintf(f->path, sizeof f->path, "%s/%s", f->dir, f->name);
-        f->fd = open(f->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+        f->fd = mt_forks_open(f->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
         if (f->fd < 0 && errno != EEXIST)
             break;
     }
@@ -333,9 +368,10 @@ static mt_status file_new(const char *dir, uint64_t limit, const mt_file_calls *
     f->calls = calls != NULL ? *calls : mt_file_system;
     snprintf(f->dir, sizeof f->dir, "%s", dir);
     f->fd = -1;
-    f->owner = getpid();
+    f->owner = mt_forks();
     f->limit = limit;
     f->last = &f->first;
+    pthread_mutex_init(&f->growing, NULL);
     pthread_mutex_init(&f->mu, NULL);
     pthread_cond_init(&f->more, NULL);
     *out = f;
@@ -364,21 +400,27 @@ fail:
     return st;
 }
 
-/* The scratch file first: one without a manifest would be found by nobody. */
+/* The scratch file first: one without a manifest would be found by nobody. In a child of its owner the lock may be held
+ * for good, by a thread that is not there. */
 void mt_file_unname(mt_file *f)
 {
+    int named;
+
+    if (f->owner != mt_forks())
+        return;
     pthread_mutex_lock(&f->mu);
-    if (f->named && f->owner == getpid()) {
-        unlink(f->path);
-        mt_manifest_remove(f->dir, f->name);
-        f->named = 0;
-    }
+    named = f->named;
+    f->named = 0;
     pthread_mutex_unlock(&f->mu);
+    if (!named)
+        return;
+    unlink(f->path);
+    mt_manifest_remove(f->dir, f->name);
 }
 
 void mt_file_close(mt_file *f)
 {
-    if (f == NULL)
+    if (f == NULL || f->owner != mt_forks())
         return;
     pthread_mutex_lock(&f->mu);
     f->stop = 1;
@@ -388,9 +430,10 @@ void mt_file_close(mt_file *f)
         pthread_join(f->threads[i], NULL);
     mt_file_unname(f);
     if (f->fd >= 0)
-        close(f->fd);
+        mt_forks_close(f->fd);
     pthread_cond_destroy(&f->more);
     pthread_mutex_destroy(&f->mu);
+    pthread_mutex_destroy(&f->growing);
     free(f->threads);
     free(f);
 }

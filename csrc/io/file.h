@@ -3,6 +3,10 @@
  * Nouns, in the order they appear below:
  *   calls    the system calls a file is made of; tests bring their own
  *   file     in a directory the user named, gone when it is closed (manifest.h: or by the next run)
+ *   room     of the disk, which is the file's from `reserve` and `take` on. File systems that write what is new beside
+ *            what is old (btrfs, ZFS, bcachefs, XFS and overlays where blocks are shared) promise it for the first
+ *            write of a place at most: there a disk that others fill can be full in the middle of a step. Then the
+ *            write fails, and says so; nothing that was written before is lost
  *   direct   transfers go past the kernel's page cache (O_DIRECT). Where a file system refuses that (tmpfs
  *            before Linux 6.6, some overlays and network file systems) they go through it
  *   thread   ours, several. Each moves one block at a time with pread or pwrite: what io_uring does with
@@ -13,6 +17,9 @@
  *     mt_file_reserve(f, bytes);                      // the disk has them, or this fails
  *     blocks = mt_file_blocks(f);                     // core/blocks.h: take, put
  *     mt_file_close(f);                               // waits for requests; the file is removed
+ *
+ * Children of the process that opened a file have neither its descriptor nor its lock (forks.h); unname and close do
+ * nothing there.
  *
  * Threads: open, reserve, close: one. The rest: any. done of a request runs on a thread of the file's and
  *          may put requests.
@@ -33,6 +40,9 @@ typedef struct mt_file_calls {
 } mt_file_calls;
 
 extern const mt_file_calls mt_file_system;
+
+/* Asks again where a signal came in between. 0, or an errno. */
+int mt_file_allocate(const mt_file_calls *calls, int fd, uint64_t at, uint64_t bytes);
 
 typedef struct mt_file mt_file;
 

@@ -1,6 +1,8 @@
 /* manifest.c — the text beside a scratch file, and who is still alive. */
 #include "manifest.h"
 
+#include "../core/forks.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -181,7 +183,7 @@ static uint64_t remove_left(const char *dir, const char *manifest)
     if (!path_of(path, dir, manifest, MT_MANIFEST_STATES) || !path_of(beside, dir, manifest, MT_MANIFEST_SUFFIX) ||
         !read_text(beside, text, sizeof text))
         return 0;
-    fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    fd = mt_forks_open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0);
     gone = fd < 0 && errno == ENOENT;
     free_to_go = fd >= 0 ? let_go(fd) : gone ? -1 : 0;
     if (free_to_go == 1 || (free_to_go == -1 && !process_lives(text))) {
@@ -190,7 +192,7 @@ static uint64_t remove_left(const char *dir, const char *manifest)
         unlink(beside);
     }
     if (fd >= 0)
-        close(fd);
+        mt_forks_close(fd);
     return (uint64_t)about.st_blocks * 512;
 }
 

@@ -6,6 +6,7 @@
 #include "shards.h"
 
 #include "../core/arena.h"
+#include "../core/forks.h"
 #include "sum.h"
 
 #include <errno.h>
@@ -481,7 +482,7 @@ static mt_status finish_file(mt_shards *w, int i)
         return MT_FAIL(MT_EDISK, "%s: setting its size, %" PRIu64 " bytes: %s", s->path, s->bytes, strerror(errno));
     if (fsync(w->files[i].fd) != 0)
         return MT_FAIL(MT_EDISK, "%s: syncing it: %s", s->path, strerror(errno));
-    close(w->files[i].fd);
+    mt_forks_close(w->files[i].fd);
     w->files[i].fd = -1;
     return MT_OK;
 }
@@ -568,13 +569,14 @@ static mt_status make_file(mt_shards *w, int i)
 {
     const mt_file_calls *c = calls_of(w->how.calls);
     const mt_shard      *s = &w->shards[i];
-    int                  fd = open(s->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666), why;
+    int                  fd = mt_forks_open(s->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW,
+                                               0666), why;
 
     if (fd < 0)
         return MT_FAIL(MT_EDISK, "%s: making it: %s", s->path, strerror(errno));
     w->files[i].fd = fd;
     w->files[i].left = mt_block_count((size_t)s->bytes);
-    if ((why = c->allocate(fd, 0, (off_t)s->bytes)) != 0 && why != EOPNOTSUPP && why != ENOSYS && why != EINVAL)
+    if ((why = mt_file_allocate(c, fd, 0, s->bytes)) != 0 && why != EOPNOTSUPP && why != ENOSYS && why != EINVAL)
         return MT_FAIL(MT_EDISK, "%s: %" PRIu64 " bytes are needed: %s", s->path, s->bytes, strerror(why));
     (void)c->direct(fd, 1);
     return MT_OK;
@@ -788,7 +790,7 @@ void mt_shards_close(mt_shards *w)
         end_all(w);
     for (int i = 0; i < w->n && w->files != NULL; i++)
         if (w->files[i].fd >= 0)
-            close(w->files[i].fd);
+            mt_forks_close(w->files[i].fd);
     mt_arena_close(&w->memory);
     pthread_cond_destroy(&w->changed);
     pthread_mutex_destroy(&w->mu);
@@ -869,14 +871,18 @@ static void *reader_main(void *arg)
     reading  *r = arg;
     void     *mem;
     size_t    k = 0;
+    uint64_t  asked_ns = 0;
     mt_status st = MT_OK;
 
     if (posix_memalign(&mem, MT_BLOCK_ALIGN, MT_BLOCK_BYTES) != 0) {
         mem = NULL;
         st = MT_FAIL(MT_ENOMEM, "load: no memory for a block of %zu bytes", MT_BLOCK_BYTES);
     }
-    while (next_block(r, st, &k))
+    while (next_block(r, st, &k)) {
         st = read_block(r, k, mem);
+        if (st == MT_OK)
+            st = mt_watch_asked(&asked_ns);
+    }
     free(mem);
     return NULL;
 }
@@ -884,12 +890,12 @@ static void *reader_main(void *arg)
 static mt_status open_for_reading(const mt_shard *s, const mt_file_calls *c, int *out)
 {
     struct stat about;
-    int         fd = open(s->path, O_RDONLY | O_CLOEXEC);
+    int         fd = mt_forks_open(s->path, O_RDONLY | O_CLOEXEC, 0);
 
     if (fd < 0)
         return MT_FAIL(MT_EDISK, "%s: opening it: %s", s->path, strerror(errno));
     if (fstat(fd, &about) != 0 || (uint64_t)about.st_size != s->bytes) {
-        close(fd);
+        mt_forks_close(fd);
         return MT_FAIL(MT_EDISK, "%s has %lld bytes, and %" PRIu64 " were written", s->path, (long long)about.st_size,
                        s->bytes);
     }
@@ -916,7 +922,7 @@ mt_status mt_shards_read(const mt_shard *shard, int n_threads, const mt_file_cal
     while (running > 0)
         pthread_join(threads[--running], NULL);
     pthread_mutex_destroy(&r.mu);
-    close(r.fd);
+    mt_forks_close(r.fd);
     st = r.st == MT_OK ? MT_OK : mt_fail_again(r.st, r.text);
 fail:
     free(threads);

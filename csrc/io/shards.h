@@ -21,6 +21,7 @@
  * Threads: those that copy, and those that write. begin, end and wanted are called by the former; end once
  *          for every unit, also after a failure or a close before the end. wait: any. The rest: one.
  * Errors:  MT_EDISK with the path, what was asked and what the system said. Files of a failed write stay.
+ *          MT_EINTR of a read whose caller asks (watch.h).
  */
 #ifndef MT_SHARDS_H
 #define MT_SHARDS_H

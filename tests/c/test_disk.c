@@ -1,5 +1,6 @@
 /* test_disk.c — states and weights in a file give the same numbers as in memory, whatever is read when. */
 #include "check.h"
+#include "drop.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/disk.h"
 #include "../../csrc/io/file.h"
@@ -681,7 +682,7 @@ static void what_was_not_pushed_is_not_read(void)
     step(&w, 0);
     CHECK_OK(mt_disk_bring(w.disk, 2, MT_STATE_PLANES));
     plane(&w, 2, 0, MT_PLANE_M)[0] = 77;
-    mt_store_drop(w.store, 2, MT_PLANE_V);
+    drop_plane(w.store, 2, MT_PLANE_V);
     REQUIRE(mt_store_set_trainable(w.store, 2, 0, 0) == MT_OK);
     CHECK_EQ(mt_disk_push(w.disk, 2, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_V), MT_EINVAL);
     REQUIRE(mt_store_set_trainable(w.store, 2, 0, 1) == MT_OK);
@@ -1191,6 +1192,85 @@ static void a_fetch_that_fails_is_a_fault_that_names_its_weights(void)
     close_world(&w);
 }
 
+/* What a save brings and gives back is its own, and not what a graph on the host still reads. */
+static void weights_that_were_brought_outlive_a_save(void)
+{
+    const unsigned hi = 1u << MT_PLANE_HI;
+    world          w;
+
+    open_fed(&w, 3, 0, 0);
+    step(&w, 0);
+    CHECK_OK(mt_disk_bring(w.disk, 2, hi));
+    mt_ledger_i_save(1);
+    for (int u = 1; u < UNITS; u++) {
+        CHECK_OK(mt_disk_peek(w.disk, u, hi | MT_STATE_PLANES));
+        CHECK_OK(mt_disk_chill(w.disk, u));
+    }
+    mt_ledger_i_save(0);
+    CHECK(memcmp(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2], (size_t)numels[2][2] * sizeof(float)) == 0);
+    CHECK_EQ(mt_store_cold(w.store, 2, MT_PLANE_HI), 0);
+    CHECK(mt_store_cold(w.store, 1, MT_PLANE_HI) > 0);
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
+    CHECK_OK(mt_disk_take(w.disk, 2));
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
+    close_world(&w);
+}
+
+typedef struct saver {
+    world     *w;
+    int        unit;
+    atomic_int stop, rounds;
+} saver;
+
+static void *brings_for_ever(void *arg)
+{
+    saver *s = arg;
+
+    mt_ledger_i_save(1);
+    while (!atomic_load(&s->stop)) {
+        CHECK_OK(mt_disk_peek(s->w->disk, s->unit, MT_STATE_PLANES));
+        CHECK_OK(mt_disk_chill(s->w->disk, s->unit));
+        atomic_fetch_add(&s->rounds, 1);
+    }
+    return NULL;
+}
+
+static void who_reads_a_unit_waits_for_pieces_and_not_for_a_save(void)
+{
+    enum { ROUNDS = 5 };
+    world     w;
+    saver     savers[2] = { { .unit = 0 }, { .unit = 2 } };
+    pthread_t threads[2];
+    int       before, own;
+
+    open_world(&w, 1, 2000);
+    step(&w, 0);
+    before = atomic_load(&disk.reads);
+    CHECK_OK(mt_disk_bring(w.disk, 1, MT_STATE_PLANES));
+    CHECK_OK(mt_disk_chill(w.disk, 1));
+    own = atomic_load(&disk.reads) - before;
+    for (int i = 0; i < 2; i++) {
+        savers[i].w = &w;
+        REQUIRE(pthread_create(&threads[i], NULL, brings_for_ever, &savers[i]) == 0);
+    }
+    for (int i = 0; i < 2; i++)
+        while (atomic_load(&savers[i].rounds) == 0)
+            nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+    before = atomic_load(&disk.reads);
+    for (int i = 0; i < ROUNDS; i++) {
+        CHECK_OK(mt_disk_bring(w.disk, 1, MT_STATE_PLANES));
+        CHECK_OK(mt_disk_chill(w.disk, 1));
+    }
+    /* Of others' one before each, and now and then another while this thread is not at its turn yet. */
+    CHECK(atomic_load(&disk.reads) - before <= 3 * ROUNDS * own);
+    for (int i = 0; i < 2; i++) {
+        atomic_store(&savers[i].stop, 1);
+        pthread_join(threads[i], NULL);
+    }
+    check(&w);
+    close_world(&w);
+}
+
 #define TESTS(X)                                                    \
     X(updates_are_those_of_states_in_memory)                        \
     X(pieces_are_read_ahead_before_anybody_asks)                    \
@@ -1222,5 +1302,7 @@ static void a_fetch_that_fails_is_a_fault_that_names_its_weights(void)
     X(what_is_not_trained_is_read_by_fetches_alone)                 \
     X(what_is_trained_is_settled_when_weights_go_to_disk)           \
     X(frozen_weights_are_fetched_and_trained_later)                 \
-    X(a_fetch_that_fails_is_a_fault_that_names_its_weights)
+    X(a_fetch_that_fails_is_a_fault_that_names_its_weights)         \
+    X(weights_that_were_brought_outlive_a_save)                     \
+    X(who_reads_a_unit_waits_for_pieces_and_not_for_a_save)
 CHECK_MAIN(TESTS)

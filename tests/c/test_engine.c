@@ -7,6 +7,7 @@
  * memory is reused as torch's allocator would: as soon as the offload says "passed".
  */
 #include "dev_fault.h"
+#include "drop.h"
 #include "toy.h"
 #include "../../csrc/io/file.h"
 
@@ -260,7 +261,7 @@ static void engine_file(engine *e)
     REQUIRE(mt_disk_open(e->t.store, mt_file_blocks(e->file), NULL, 3, MT_DISK_LEAST, &e->d) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (e->filed >> u & 1) {
-            mt_store_drop(e->t.store, u, MT_PLANE_HI);
+            drop_plane(e->t.store, u, MT_PLANE_HI);
             REQUIRE(mt_disk_add(e->d, u, 1) == MT_OK);
         }
     REQUIRE(mt_feed_open(e->t.dev, e->d, 3 * MT_BLOCK_ALIGN, &e->f) == MT_OK);

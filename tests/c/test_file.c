@@ -131,7 +131,7 @@ static const char *only_states(void)
 
 /* ---- calls that fail --------------------------------------------------------------------- */
 
-typedef enum wrong { NOTHING, SHORT, AGAIN, BROKEN, ENDED, REFUSED, NO_SPACE, SOFT, LATE } wrong;
+typedef enum wrong { NOTHING, SHORT, AGAIN, BROKEN, ENDED, REFUSED, NO_SPACE, SOFT, LATE, SIGNALS, HELD } wrong;
 static struct {
     wrong      what;
     atomic_int left;             /* calls until it happens */
@@ -186,6 +186,12 @@ static ssize_t write_faulty(int fd, const void *p, size_t bytes, off_t at)
 
 static int allocate_faulty(int fd, off_t at, off_t bytes)
 {
+    if (fault.what == SIGNALS && atomic_fetch_sub(&fault.left, 1) > 0)
+        return EINTR;
+    while (fault.what == HELD && bytes > (off_t)PAGE && atomic_load(&fault.left) > 0) {
+        atomic_fetch_add(&fault.seen, 1);
+        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+    }
     return strikes(NO_SPACE) ? ENOSPC : posix_fallocate(fd, at, bytes);
 }
 
@@ -529,6 +535,115 @@ static void a_child_leaves_the_file_of_its_parent_alone(void)
     leave();
 }
 
+static void a_signal_does_not_end_the_search_for_room(void)
+{
+    mt_file *f;
+
+    enter();
+    f = opened(SIGNALS, 3, 0);
+    atomic_store(&fault.left, 5);
+    CHECK_OK(mt_file_reserve(f, 2 * BLOCK));
+    CHECK(atomic_load(&fault.left) < 0);
+    CHECK_EQ(mt_file_stats_get(f).bytes, 2 * BLOCK);
+    mt_file_close(f);
+    leave();
+}
+
+static void *reserves(void *f)
+{
+    CHECK_OK(mt_file_reserve(f, 2 * BLOCK));
+    return NULL;
+}
+
+/* Room for terabytes takes a disk its time: for who reads and writes what is there, and for who only looks, it does
+ * not. */
+static void while_room_is_looked_for_the_file_is_used(void)
+{
+    char     *p = memory(PAGE);
+    uint64_t  sum = 0, at;
+    mt_file  *f;
+    moved     m;
+    pthread_t thread;
+
+    enter();
+    f = opened(HELD, 0, 0);
+    CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), PAGE, &at));
+    atomic_store(&fault.left, 1);
+    REQUIRE(pthread_create(&thread, NULL, reserves, f) == 0);
+    while (atomic_load(&fault.seen) == 0)
+        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+    CHECK(mt_file_stats_get(f).bytes < 2 * BLOCK);
+    CHECK_OK(now(f, &m, 1, at, p, PAGE, &sum));
+    CHECK_OK(now(f, &m, 0, at, p, PAGE, &sum));
+    mt_file_unname(f);
+    atomic_store(&fault.left, 0);
+    pthread_join(thread, NULL);
+    CHECK_EQ(mt_file_stats_get(f).bytes, 2 * BLOCK);
+    mt_file_close(f);
+    free(p);
+    leave();
+}
+
+typedef struct looker {
+    mt_file   *f;
+    atomic_int stop;
+} looker;
+
+static void *looks(void *arg)
+{
+    looker *l = arg;
+
+    while (!atomic_load(&l->stop))
+        (void)mt_file_stats_get(l->f);
+    return NULL;
+}
+
+/* 1: this process has a descriptor of a file in the directory. */
+static int has_descriptor(void)
+{
+    char path[64], name[512];
+
+    for (int fd = 3; fd < 64; fd++) {
+        ssize_t n;
+
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+        n = readlink(path, name, sizeof name - 1);
+        if (n > 0 && strncmp(name, here, strlen(here)) == 0)
+            return 1;
+    }
+    return 0;
+}
+
+/* Whatever lock another thread had at that moment: it is not there to let go of it. */
+static void children_of_any_moment_end_and_have_no_descriptor(void)
+{
+    looker    l = { 0 };
+    pthread_t thread;
+
+    enter();
+    l.f = opened(NOTHING, 0, 0);
+    CHECK(has_descriptor());
+    REQUIRE(pthread_create(&thread, NULL, looks, &l) == 0);
+    for (int i = 0; i < 100; i++) {
+        int   status = 1;
+        pid_t pid = fork();
+
+        if (pid == 0) {
+            alarm(20);
+            mt_file_unname(l.f);
+            mt_file_close(l.f);
+            _exit(has_descriptor());
+        }
+        REQUIRE(waitpid(pid, &status, 0) == pid);
+        CHECK_EQ(status, 0);
+    }
+    atomic_store(&l.stop, 1);
+    pthread_join(thread, NULL);
+    CHECK_EQ(entries(), 2);
+    mt_file_close(l.f);
+    leave();
+}
+
 static void rates_are_measured_and_nothing_is_left(void)
 {
     mt_disk_rates rates = { 0 };
@@ -552,5 +667,8 @@ static void rates_are_measured_and_nothing_is_left(void)
     X(what_crashed_processes_left_goes_and_what_lives_stays)        \
     X(a_process_is_told_by_its_number_its_start_the_boot_and_the_host) \
     X(a_child_leaves_the_file_of_its_parent_alone)                  \
+    X(children_of_any_moment_end_and_have_no_descriptor)            \
+    X(a_signal_does_not_end_the_search_for_room)                    \
+    X(while_room_is_looked_for_the_file_is_used)                    \
     X(rates_are_measured_and_nothing_is_left)
 CHECK_MAIN(TESTS)

@@ -60,8 +60,6 @@ static void a_unit_has_gradients_from_hand_over_to_update(void)
     CHECK_EQ(mt_store_at(s, 0, 1, MT_PLANE_GRAD, &at), MT_EINVAL);        /* frozen */
     CHECK_OK(mt_store_lend(s, 0));                                        /* handed over again */
     CHECK(grad_of(s, 0) == first);
-    mt_store_drop(s, 0, MT_PLANE_GRAD);                                   /* nothing of its own */
-    CHECK(grad_of(s, 0) == first);
     CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_M, &at));
     update(s, 0);
     CHECK_EQ(mt_store_at(s, 0, 0, MT_PLANE_GRAD, &at), MT_ESTATE);

@@ -527,6 +527,48 @@ static void any_order_comes_to_an_end(void)
         }
 }
 
+static int signals = 3;
+
+static int interrupted_allocate(int fd, off_t at, off_t bytes)
+{
+    return signals-- > 0 ? EINTR : posix_fallocate(fd, at, bytes);
+}
+
+static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
+{
+    nanosleep(&(struct timespec){ 0, 60000000 }, NULL);
+    return pread(fd, p, bytes, at);
+}
+
+static int yes(void)
+{
+    return 1;
+}
+
+static void signals_do_not_end_a_save_and_end_a_load(void)
+{
+    mt_file_calls calls = mt_file_system;
+    mt_shards_how how = { .n_copiers = 1, .n_writers = 1, .n_units = UNITS };
+    mt_shards    *w = NULL;
+    uint64_t      bytes;
+    int           over = 0;
+
+    setup();
+    calls.allocate = interrupted_allocate;
+    calls.read = slow_read;
+    how.calls = &calls;
+    CHECK_OK(mt_shards_write(shards, 2, how, &w));
+    CHECK(signals < 0);
+    while (!over)
+        CHECK_OK(mt_shards_wait(w, 0.1, &bytes, &over));
+    mt_shards_close(w);
+    (void)mt_watch_asks(yes);
+    CHECK_EQ(mt_shards_read(&shards[0], 1, &calls), MT_EINTR);
+    (void)mt_watch_asks(NULL);
+    CHECK_OK(mt_shards_read(&shards[0], 1, &calls));
+    teardown();
+}
+
 #define TESTS(X)                                            \
     X(turned_tensors_are_row_major_in_files)                \
     X(one_unit_at_a_time_takes_memory)                      \
@@ -539,5 +581,7 @@ static void any_order_comes_to_an_end(void)
     X(writes_that_are_refused_or_short_go_on)               \
     X(a_file_system_that_takes_less_than_a_page_is_told)    \
     X(a_stalled_write_is_listed_by_its_file)                \
-    X(other_bytes_and_other_sizes_are_told)
+    X(other_bytes_and_other_sizes_are_told) \
+    X(signals_do_not_end_a_save_and_end_a_load)
+
 CHECK_MAIN(TESTS)

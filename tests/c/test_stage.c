@@ -5,6 +5,8 @@
 #define PIECE_BYTES ((size_t)8192)      /* the device's own source, with small pieces */
 #include "../../csrc/dev/dev_stage.c"
 
+#define PAGE_BYTES ((size_t)4096)
+
 #define REGION (5 * PIECE_BYTES)
 enum { OURS = 2 };                      /* what the device itself locks: cushion and buffers */
 
@@ -283,10 +285,65 @@ static void queues_without_a_buffer_copy_too(void)
     close_all();
 }
 
+/* A device whose next registration takes until it is let go on, or five seconds. */
+static atomic_int begun, let_go, late;
+
+static mt_status slow_register(mt_dev *d, void *p, size_t bytes)
+{
+    (void)d, (void)p, (void)bytes;
+    atomic_store(&begun, 1);
+    for (int i = 0; i < 5000 && !atomic_load(&let_go); i++)
+        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+    atomic_store(&late, !atomic_load(&let_go));
+    return MT_OK;
+}
+
+static void *registers(void *p)
+{
+    CHECK_OK(stage->ops->host_register(stage, p, REGION));
+    return NULL;
+}
+
+static void while_memory_is_locked_others_copy_and_look(void)
+{
+    mt_dev_ops        slow;
+    const mt_dev_ops *ops;
+    unsigned char    *first, *second = aligned_alloc(PAGE_BYTES, REGION);
+    void             *there;
+    pthread_t         thread;
+    mt_queue         *q;
+
+    open_behind(0, FAULT_ONCE, OURS, 0);
+    mt_dev_stage_limit(stage, SIZE_MAX, 0);
+    first = region_of(REGION, 3, MT_OK);                     /* noted: its copies take a buffer */
+    there = device(REGION);
+    q = queue();
+    ops = faulty->ops;
+    slow = *ops;
+    slow.host_register = slow_register;
+    faulty->ops = &slow;
+    REQUIRE(second != NULL && pthread_create(&thread, NULL, registers, second) == 0);
+    while (!atomic_load(&begun))
+        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+    CHECK_EQ(noted(), REGION);
+    CHECK_OK(stage->ops->copy(q, there, first, REGION));
+    CHECK_OK(stage->ops->sync(q));
+    CHECK_EQ(memcmp(there, first, REGION), 0);
+    atomic_store(&let_go, 1);
+    pthread_join(thread, NULL);
+    CHECK_EQ(atomic_load(&late), 0);
+    stage->ops->queue_close(q);
+    stage->ops->mem_free(stage, there);
+    region_free(first);
+    faulty->ops = ops;
+    close_all();
+    free(second);
+}
+
 #define TESTS(X)                                                                              \
     X(copies_of_any_size_are_whole) X(copies_keep_the_order_of_their_queues)                  \
     X(what_is_locked_is_copied_at_once) X(whichever_registration_fails_first)                 \
     X(why_is_what_the_device_said_first) X(small_regions_are_never_only_noted)                \
     X(other_failures_stay_failures) X(a_copy_fails_at_each_of_its_calls)                      \
-    X(queues_without_a_buffer_copy_too)
+    X(queues_without_a_buffer_copy_too) X(while_memory_is_locked_others_copy_and_look)
 CHECK_MAIN(TESTS)

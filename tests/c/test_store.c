@@ -1,6 +1,7 @@
 /* test_store.c — store.h without the ledger: offsets, planes, addresses, and what fails how. */
 #include "check.h"
 #include "dev_fault.h"
+#include "drop.h"
 
 #include "../../csrc/core/arena.h"
 #include "../../csrc/core/store.h"
@@ -163,7 +164,7 @@ static void parameter_trainable_later_gets_its_own_place(void)
     CHECK(at(u, FROZEN, MT_PLANE_GRAD) == late);
     CHECK(at(u, BF, MT_PLANE_GRAD) == early);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_GRAD), 2 * sysconf(_SC_PAGESIZE));
-    mt_store_drop(store, u, MT_PLANE_GRAD);
+    drop_plane(store, u, MT_PLANE_GRAD);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_GRAD), 0);
     CHECK_EQ(at(u, FROZEN, MT_PLANE_GRAD) - at(u, BF, MT_PLANE_GRAD), 1024);  /* now beside it */
     teardown();
@@ -201,8 +202,7 @@ static void planes_are_mapped_when_first_asked_for_and_zero(void)
     for (int64_t i = 0; i < 12 << 20; i++)
         n += v[i] != 0;
     CHECK_EQ(n, 0);
-    mt_store_drop(store, u, MT_PLANE_V);
-    mt_store_drop(store, u, MT_PLANE_V);
+    drop_plane(store, u, MT_PLANE_V);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
     again = at(u, 0, MT_PLANE_V);
     CHECK_EQ(again[0], 0);
@@ -366,7 +366,7 @@ static void settled_unit_has_its_planes_on_the_device(void)
     CHECK_EQ(host[3], 9);
     CHECK_OK(mt_store_warm(store, u, MT_PLANE_V));              /* makes it too */
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_V), 4096);
-    mt_store_drop(store, u, MT_PLANE_M);
+    drop_plane(store, u, MT_PLANE_M);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_M), 0);
     CHECK_EQ(mt_store_device_bytes(store), 2048);
     mt_store_device_close(store);
@@ -450,7 +450,6 @@ static void numbers_that_do_not_exist_are_refused(void)
     CHECK_EQ(mt_store_params(store, u), MIXED);
     CHECK_EQ(mt_store_params(store, 7) + (int)mt_store_hi_bytes(store, 7), 0);
     CHECK(mt_store_desc(store, u, MIXED) == NULL && p == NULL);
-    mt_store_drop(store, 7, MT_PLANE_HI);
     CHECK_EQ(mt_store_open(NULL, pool, &store), MT_EINVAL);
     teardown();
 }
@@ -535,7 +534,7 @@ static void every_failing_device_call_leaves_the_store_whole(void)
                 CHECK_OK(mt_store_set_trainable(store, u, FROZEN, 1));
         }
         CHECK_EQ(fault_live(d), 3);              /* HI, GRAD, and the late one's GRAD; M is not */
-        mt_store_drop(store, u, MT_PLANE_GRAD);
+        drop_plane(store, u, MT_PLANE_GRAD);
         CHECK_EQ(fault_live(d), 1);
         mt_store_close(store);
         CHECK_EQ(fault_live(d), 0);
@@ -585,6 +584,106 @@ static void threads_that_race_for_a_plane_get_the_same_one(void)
     teardown();
 }
 
+/* Of a device whose first registration takes until it is let go on, or five seconds. */
+static struct {
+    pthread_mutex_t mu;
+    pthread_cond_t  changed;
+    int             begun, let_go, late;
+} gate = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0 };
+
+static mt_status slow_register(mt_dev *d, void *p, size_t bytes)
+{
+    struct timespec until;
+    int             first;
+
+    (void)d, (void)p, (void)bytes;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += 5;
+    pthread_mutex_lock(&gate.mu);
+    first = !gate.begun;
+    gate.begun = 1;
+    pthread_cond_broadcast(&gate.changed);
+    while (first && !gate.let_go && !gate.late)
+        gate.late = pthread_cond_timedwait(&gate.changed, &gate.mu, &until) != 0;
+    pthread_mutex_unlock(&gate.mu);
+    return MT_OK;
+}
+
+static void *asks_for_gradients(void *arg)
+{
+    (void)at((int)(intptr_t)arg, 0, MT_PLANE_GRAD);
+    return NULL;
+}
+
+static void who_asks_for_another_plane_does_not_wait_for_one_in_the_making(void)
+{
+    const mt_param_desc d = { MT_BF16, 100, 1 };
+    mt_dev_ops          slow;
+    const mt_dev_ops   *ops;
+    pthread_t           thread;
+    int                 one, other, in = 0;
+    char               *hi;
+
+    setup();
+    one = add("one", &d, 1);
+    other = add("other", &d, 1);
+    hi = at(one, 0, MT_PLANE_HI);
+    ops = cpu->ops;
+    slow = *ops;
+    slow.host_register = slow_register;
+    cpu->ops = &slow;
+    REQUIRE(pthread_create(&thread, NULL, asks_for_gradients, (void *)(intptr_t)one) == 0);
+    pthread_mutex_lock(&gate.mu);
+    while (!gate.begun)
+        pthread_cond_wait(&gate.changed, &gate.mu);
+    pthread_mutex_unlock(&gate.mu);
+    CHECK(at(one, 0, MT_PLANE_HI) == hi);
+    (void)at(other, 0, MT_PLANE_GRAD);
+    CHECK_OK(mt_store_warm(store, one, MT_PLANE_M));
+    CHECK_OK(mt_store_in_arena(store, other, 0, MT_PLANE_V, &in));
+    mt_store_chill(store, other, MT_PLANE_V);
+    CHECK_EQ(mt_store_cold(store, one, MT_PLANE_GRAD), 0);
+    CHECK_OK(mt_store_set_trainable(store, other, 0, 0));
+    pthread_mutex_lock(&gate.mu);
+    CHECK(!gate.late);
+    gate.let_go = 1;
+    pthread_cond_broadcast(&gate.changed);
+    pthread_mutex_unlock(&gate.mu);
+    pthread_join(thread, NULL);
+    cpu->ops = ops;
+    teardown();
+}
+
+static void *asks_who_is_trained(void *arg)
+{
+    int *n = arg;
+
+    for (int i = 0; i < 3000; i++) {
+        *n += mt_store_trainable(store, 0, 0);
+        if (i % 100 == 0)
+            (void)at(i / 100 + 1, 0, MT_PLANE_M);        /* lays out a unit */
+    }
+    return NULL;
+}
+
+/* For TSan, above all. */
+static void what_is_trained_may_change_while_others_ask(void)
+{
+    const mt_param_desc d = { MT_BF16, 100, 1 };
+    pthread_t           thread;
+    int                 n = 0;
+
+    setup();
+    for (int i = 0; i <= 30; i++)
+        (void)add("r", &d, 1);
+    REQUIRE(pthread_create(&thread, NULL, asks_who_is_trained, &n) == 0);
+    for (int i = 0; i < 3000; i++)
+        CHECK_OK(mt_store_set_trainable(store, 0, 0, i % 2));
+    pthread_join(thread, NULL);
+    CHECK(n >= 0 && n <= 3000);
+    teardown();
+}
+
 #define TESTS(X)                                                                              \
     X(parameters_start_at_multiples_of_512)                                                   \
     X(frozen_parameters_take_no_room_beyond_hi)                                               \
@@ -606,6 +705,8 @@ static void threads_that_race_for_a_plane_get_the_same_one(void)
     X(too_much_memory_names_what_is_wanted_and_what_is_mapped)                                \
     X(many_units_keep_their_addresses_and_names)                                              \
     X(every_failing_device_call_leaves_the_store_whole)                                       \
-    X(threads_that_race_for_a_plane_get_the_same_one)
+    X(threads_that_race_for_a_plane_get_the_same_one)                                         \
+    X(who_asks_for_another_plane_does_not_wait_for_one_in_the_making)                         \
+    X(what_is_trained_may_change_while_others_ask)
 
 CHECK_MAIN(TESTS)

@@ -654,6 +654,61 @@ static void a_stalled_piece_is_named(void)
     toy_close(&t);
 }
 
+/* ---- who asks --------------------------------------------------------------------------- */
+
+static atomic_int questions, answer;
+
+static int somebody(void)
+{
+    atomic_fetch_add(&questions, 1);
+    return atomic_load(&answer);
+}
+
+static int takes_it(void *arg)
+{
+    int *took = arg;
+
+    return atomic_load(&questions) < 2 ? 0 : (*took = 1);
+}
+
+/* Who is told to go does not look once more: it might take what it then leaves behind. */
+static void a_thread_that_asks_ends_its_waits_and_no_others(void)
+{
+    toy             t;
+    gate            g;
+    pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t  c;
+    mt_event       *e;
+    mt_queue       *q;
+    uint64_t        last = 0;
+    int             took = 0;
+
+    scene_open(&t, 1);
+    mt_ledger_watchdog(t.store, 30);
+    CHECK_OK(mt_watch_cond(&c));
+    REQUIRE(t.dev->ops->queue_open(t.dev, "shut", &q) == MT_OK);
+    REQUIRE(t.dev->ops->event_open(t.dev, &e) == MT_OK);
+    shut(&t, q, &g);
+    CHECK_OK(t.dev->ops->record(q, e));
+    CHECK(mt_watch_asks(somebody) == NULL);
+    atomic_store(&answer, 1);
+    CHECK_EQ(mt_watch_until(mt_store_watch(t.store), &c, &mu, takes_it, &took, NULL, "nothing"), MT_EINTR);
+    CHECK_EQ(took, 0);
+    CHECK_EQ(mt_watch_event(mt_store_watch(t.store), e, "layers.0", "an event"), MT_EINTR);
+    CHECK_EQ(atomic_load(&questions), 2);
+    atomic_store(&answer, 0);
+    CHECK_OK(mt_watch_until(mt_store_watch(t.store), &c, &mu, takes_it, &took, NULL, "nothing"));
+    CHECK_EQ(took, 1);
+    CHECK(mt_watch_asks(NULL) == somebody);
+    CHECK_OK(mt_watch_asked(&last));
+    atomic_store(&g.open, 1);
+    CHECK_OK(mt_watch_event(mt_store_watch(t.store), e, "layers.0", "an event"));
+    t.dev->ops->event_close(e);
+    t.dev->ops->queue_close(q);
+    pthread_cond_destroy(&c);
+    toy_close(&t);
+}
+
 /* ---- what goes on ----------------------------------------------------------------------- */
 
 typedef struct slow_save {
@@ -715,5 +770,6 @@ static void a_long_save_that_goes_on_is_waited_for(void)
     X(a_block_whose_copies_stall_is_not_given_up)           \
     X(a_stalled_device_update_is_named)                     \
     X(a_stalled_piece_is_named)                             \
+    X(a_thread_that_asks_ends_its_waits_and_no_others)      \
     X(a_long_save_that_goes_on_is_waited_for)
 CHECK_MAIN(TESTS)

@@ -1,0 +1,131 @@
+/* forks.c — two lists, and what fork() calls before and behind itself. */
+#include "forks.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+typedef struct range {
+    void  *base;
+    size_t bytes;
+} range;
+
+static atomic_uint     forks;
+static pthread_once_t  once = PTHREAD_ONCE_INIT;
+static pthread_mutex_t memory_mu = PTHREAD_MUTEX_INITIALIZER, files_mu = PTHREAD_MUTEX_INITIALIZER;
+static range          *ranges;               /* [n_ranges] of room_ranges. memory_mu */
+static size_t          n_ranges, room_ranges;
+static int            *files;                /* [n_files] of room_files. files_mu */
+static size_t          n_files, room_files;
+
+/* ---- around a fork ---------------------------------------------------------------------- */
+
+/* No list is being changed while the child's copy of it is made. */
+static void before(void)
+{
+    pthread_mutex_lock(&files_mu);
+    pthread_mutex_lock(&memory_mu);
+}
+
+static void in_parent(void)
+{
+    pthread_mutex_unlock(&memory_mu);
+    pthread_mutex_unlock(&files_mu);
+}
+
+/* Calls alone that a signal handler may make. What our addresses pointed to is not there: they stay taken. */
+static void in_child(void)
+{
+    atomic_fetch_add(&forks, 1);
+    for (size_t i = 0; i < n_ranges; i++)
+        (void)mmap(ranges[i].base, ranges[i].bytes, PROT_NONE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    for (size_t i = 0; i < n_files; i++)
+        (void)close(files[i]);
+    n_ranges = n_files = 0;
+    in_parent();
+}
+
+static void watch_forks(void)
+{
+    (void)pthread_atfork(before, in_parent, in_child);
+}
+
+unsigned mt_forks(void)
+{
+    (void)pthread_once(&once, watch_forks);
+    return atomic_load(&forks);
+}
+
+/* Room for one more in an array that doubles; 0: none. */
+static int more(void **array, size_t n, size_t *room, size_t each)
+{
+    size_t wanted = *room > 0 ? 2 * *room : 16;
+    void  *grown;
+
+    if (n < *room)
+        return 1;
+    if ((grown = realloc(*array, wanted * each)) == NULL)
+        return 0;
+    *array = grown;
+    *room = wanted;
+    return 1;
+}
+
+/* ---- memory ----------------------------------------------------------------------------- */
+
+void mt_forks_private(void *base, size_t bytes)
+{
+    (void)mt_forks();
+    if (madvise(base, bytes, MADV_DONTFORK) != 0)
+        return;
+    pthread_mutex_lock(&memory_mu);
+    if (more((void **)&ranges, n_ranges, &room_ranges, sizeof *ranges))      /* else they are free in a child */
+        ranges[n_ranges++] = (range){ base, bytes };
+    pthread_mutex_unlock(&memory_mu);
+}
+
+void mt_forks_shared(void *base)
+{
+    pthread_mutex_lock(&memory_mu);
+    for (size_t i = n_ranges; i-- > 0;)
+        if (ranges[i].base == base) {
+            ranges[i] = ranges[--n_ranges];
+            break;
+        }
+    pthread_mutex_unlock(&memory_mu);
+}
+
+/* ---- files ------------------------------------------------------------------------------ */
+
+int mt_forks_open(const char *path, int flags, mode_t mode)
+{
+    int fd = -1, error = ENOMEM;
+
+    (void)mt_forks();
+    pthread_mutex_lock(&files_mu);
+    if (more((void **)&files, n_files, &room_files, sizeof *files)) {
+        if ((fd = open(path, flags, mode)) >= 0)
+            files[n_files++] = fd;
+        error = errno;
+    }
+    pthread_mutex_unlock(&files_mu);
+    errno = error;
+    return fd;
+}
+
+void mt_forks_close(int fd)
+{
+    pthread_mutex_lock(&files_mu);
+    for (size_t i = 0; i < n_files; i++)
+        if (files[i] == fd) {
+            files[i] = files[--n_files];
+            (void)close(fd);
+            break;
+        }
+    pthread_mutex_unlock(&files_mu);
+}

@@ -1,0 +1,36 @@
+/* drop.h — a plane's memory is given back, as the store itself never does before it is closed: so that tests may make
+ * a plane anew, or have one that is missing. Nobody else uses the store meanwhile. */
+#ifndef MT_TEST_DROP_H
+#define MT_TEST_DROP_H
+
+#include "../../csrc/core/store_impl.h"
+
+#include <stdlib.h>
+
+static inline size_t drop_arena(mt_arena *a)
+{
+    size_t bytes = a->cold ? 0 : a->bytes;
+
+    mt_arena_close(a);
+    return bytes;
+}
+
+static inline void drop_plane(mt_store *s, int unit, mt_plane p)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    for (int place = 0; place < MT__PLACES; place++) {
+        mt__plane *pl = &u->plane[place][p];
+        size_t     bytes = drop_arena(&pl->arena);
+
+        for (int i = 0; pl->late != NULL && i < u->n_params; i++)
+            bytes += drop_arena(&pl->late[i]);
+        free(pl->late);
+        free(pl->offset);
+        pl->late = NULL;
+        pl->offset = NULL;
+        atomic_fetch_sub(place == MT__DEVICE ? &s->on_device : &s->mapped[p], bytes);
+    }
+}
+
+#endif

@@ -1,0 +1,158 @@
+/* test_forks.c — what a child of fork() has of our memory and our files: nothing. */
+#include "check.h"
+#include "../../csrc/core/arena.h"
+#include "../../csrc/core/forks.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+/* Exit status of a child that does this; minus the signal that ended it. */
+static int child(int (*work)(void *arg), void *arg)
+{
+    int   status = 0;
+    pid_t pid = fork();
+
+    if (pid == 0) {
+        alarm(20);
+        _exit(work(arg));
+    }
+    REQUIRE(pid > 0 && waitpid(pid, &status, 0) == pid);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+static int reads(void *arg)
+{
+    (void)signal(SIGSEGV, SIG_DFL);
+    return *(volatile char *)((mt_arena *)arg)->base;
+}
+
+/* 0: no mapping of the child's comes to lie where the arena was. */
+static int maps(void *arg)
+{
+    const mt_arena *a = arg;
+    uintptr_t       from = (uintptr_t)a->base;
+
+    for (int i = 0; i < 200; i++) {
+        void *p = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+        if (p == MAP_FAILED || ((uintptr_t)p < from + a->bytes && (uintptr_t)p + (1 << 20) > from))
+            return 1;
+    }
+    return 0;
+}
+
+static void arenas_are_not_in_a_child_and_their_addresses_are_taken(void)
+{
+    mt_arena warm, cold;
+
+    REQUIRE(mt_arena_open(&warm, 64 << 20, NULL, NULL, "warm", 0) == MT_OK);
+    REQUIRE(mt_arena_cold(&cold, 64 << 20, "cold", 0) == MT_OK);
+    *(char *)warm.base = 7;
+    CHECK_EQ(child(reads, &warm), -SIGSEGV);
+    CHECK_EQ(child(reads, &cold), -SIGSEGV);
+    CHECK_EQ(child(maps, &warm), 0);
+    CHECK_EQ(*(char *)warm.base, 7);
+    mt_arena_close(&warm);
+    mt_arena_close(&cold);
+}
+
+static int numbers(void *arg)
+{
+    return (int)(mt_forks() - *(unsigned *)arg);
+}
+
+static int grandchild(void *arg)
+{
+    return child(numbers, arg);
+}
+
+static void children_are_told_apart(void)
+{
+    unsigned mine = mt_forks();
+
+    CHECK_EQ(child(numbers, &mine), 1);
+    CHECK_EQ(child(grandchild, &mine), 2);
+    CHECK_EQ(mt_forks(), mine);
+}
+
+/* The descriptor's number is another's by then: closing it again must not close that. */
+static int has_none(void *arg)
+{
+    int fd = *(int *)arg, other;
+
+    if (fcntl(fd, F_GETFD) != -1)
+        return 1;
+    other = open("/dev/null", O_RDONLY);
+    mt_forks_close(fd);
+    return other != fd || fcntl(other, F_GETFD) == -1 ? 2 : 0;
+}
+
+static void a_child_has_no_share_of_a_files_lock(void)
+{
+    char path[] = "/tmp/mt_test_forks.XXXXXX";
+    int  made = mkstemp(path), fd, other;
+
+    REQUIRE(made >= 0);
+    close(made);
+    fd = mt_forks_open(path, O_RDWR | O_CLOEXEC, 0600);
+    REQUIRE(fd >= 0);
+    other = open(path, O_RDWR | O_CLOEXEC);
+    CHECK_EQ(flock(fd, LOCK_EX | LOCK_NB), 0);
+    CHECK_EQ(child(has_none, &fd), 0);
+    CHECK_EQ(flock(other, LOCK_EX | LOCK_NB), -1);
+    mt_forks_close(fd);
+    CHECK_EQ(flock(other, LOCK_EX | LOCK_NB), 0);
+    close(other);
+    CHECK_EQ(mt_forks_open("/nonexistent/file", O_RDONLY, 0), -1);
+    unlink(path);
+}
+
+static void *makes_arenas(void *stop)
+{
+    while (!atomic_load((atomic_int *)stop)) {
+        mt_arena a;
+        int      fd = mt_forks_open("/dev/null", O_RDONLY | O_CLOEXEC, 0);
+
+        REQUIRE(mt_arena_open(&a, 1 << 16, NULL, NULL, "one of many", 0) == MT_OK);
+        mt_arena_close(&a);
+        mt_forks_close(fd);
+    }
+    return NULL;
+}
+
+static int makes_its_own(void *arg)
+{
+    mt_arena a;
+    int      fd = mt_forks_open("/dev/null", O_RDONLY | O_CLOEXEC, 0);
+
+    (void)arg;
+    if (fd < 0 || mt_arena_open(&a, 1 << 16, NULL, NULL, "the child's own", 0) != MT_OK)
+        return 1;
+    *(char *)a.base = 1;
+    mt_arena_close(&a);
+    mt_forks_close(fd);
+    return 0;
+}
+
+static void a_fork_at_any_moment_leaves_both_lists_whole(void)
+{
+    atomic_int stop = 0;
+    pthread_t  thread;
+
+    REQUIRE(pthread_create(&thread, NULL, makes_arenas, &stop) == 0);
+    for (int i = 0; i < 100; i++)
+        CHECK_EQ(child(makes_its_own, NULL), 0);
+    atomic_store(&stop, 1);
+    pthread_join(thread, NULL);
+}
+
+#define TESTS(X)                                                    \
+    X(arenas_are_not_in_a_child_and_their_addresses_are_taken)      \
+    X(children_are_told_apart)                                      \
+    X(a_child_has_no_share_of_a_files_lock)                         \
+    X(a_fork_at_any_moment_leaves_both_lists_whole)
+CHECK_MAIN(TESTS)
