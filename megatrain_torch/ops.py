@@ -199,8 +199,8 @@ def cross_entropy_(logits: Tensor, labels: Tensor, scale: Tensor | None, *, igno
 def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:
     """c = alpha * a @ b + beta * c, summed in fp32 and rounded at the end; on CUDA by torch's cublasLt.
 
-    One choice of algorithm per shape, layout and device, kept for the process: the same operands give the same
-    bits. fp32 operands are multiplied as TF32 only where torch's own products are
+    The algorithm follows from shape, layout, device and library by a rule, in every process: the same operands give
+    the same bits. fp32 operands are multiplied as TF32 only where torch's own products are
     (`torch.backends.cuda.matmul.allow_tf32`, read at each call).
 
     Args:
@@ -216,19 +216,7 @@ def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 
         c.mul_(beta) if beta else c.zero_()
         return
     tf32 = a.dtype == torch.float32 and a.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    _ops.gemm_(c, a, b, alpha, beta, tf32, _gemm_tuned)
-
-
-_gemm_tuned = False
-
-
-def gemm_tune(on: bool) -> None:
-    """From now on gemm_ chooses by measurement: a new shape's candidates run on the stream first, some 30 products.
-
-    Shapes that have their choice keep it. On the CPU there is nothing to choose.
-    """
-    global _gemm_tuned
-    _gemm_tuned = on
+    _ops.gemm_(c, a, b, alpha, beta, tf32)
 
 
 def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
