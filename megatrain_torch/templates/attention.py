@@ -16,6 +16,10 @@ with lse = log(sum(exp(logits))) of the visible keys and lse' = log(exp(lse) + e
 
 so a kernel's backward that is given lse' and out' for lse and out gives the right gradients: it makes P from lse,
 and <dout, out> from out.
+
+cuDNN's backward adds up gradients of queries in the order in which its blocks come, so that bits differ from one time to
+the next; its forward repeats itself. Where torch.use_deterministic_algorithms(True) asks for the same bits, backward is
+flash's, which obeys that, from cuDNN's output and log-sum-exp; with a mask it is what torch picks then.
 """
 from __future__ import annotations
 
@@ -103,11 +107,8 @@ class Attention:
             return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         dsinks = None
-        if kept is None:
-            with torch.enable_grad():
-                leaves = [t.detach().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
-                dq, dk, dv, *rest = torch.autograd.grad(self._torch(*leaves), leaves, dout)
-            dsinks = rest[0] if rest else None
+        if kept is None or (len(kept) > 1 and self.mask is not None and repeating()):
+            dq, dk, dv, dsinks = self._grads_by_torch(dout, q, k, v, sinks, kept is None)
         else:
             if sinks is not None:
                 dsinks = _sinks_grad(dout, out, kept[0], sinks)
@@ -317,6 +318,8 @@ class Attention:
 
     def _cudnn_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor,
                      offset: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int) -> Any:
+        if self.mask is None and repeating():
+            return self._flash_grads_of(dout, q, k, v, out, lse)
         bias, blind = self._seen(q)
         if blind is not None:
             dout = dout.masked_fill(blind, 0)
@@ -326,12 +329,36 @@ class Attention:
         return _backward(dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, 0.0,
                          self.causal, scale=self.scale)
 
+    def _flash_grads_of(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
+        """As _cudnn_grads, by flash's kernel: each row a sequence of its own, lse [hq, T] for [B, hq, S] or with a last
+        dimension of 1."""
+        rows, _, queries, _ = q.shape
+        cu = [torch.arange(rows + 1, dtype=torch.int32, device=q.device) * t.shape[2] for t in (q, k)]
+        flat = [t.transpose(1, 2).flatten(0, 1) for t in (dout, q, k, v, out)]
+        lse = lse.reshape(q.shape[:3]).transpose(0, 1).flatten(1).contiguous()
+        unread = torch.zeros(2, dtype=torch.int64, device=q.device)      # the state of a dropout that there is none of
+        grads = _flash_backward(*flat, lse, *cu, queries, k.shape[2], 0.0, self.causal, unread, unread,
+                                scale=self.scale)
+        return tuple([d.unflatten(0, (rows, -1)).transpose(1, 2) for d in grads])
+
     def _cpu_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
         dq, *rest = _cpu_backward(dout, q, *_each(q, k, v), out, lse, 0.0, self.causal, attn_mask=self._bias(q),
                                   scale=self.scale)
         return dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in rest)
 
     # ---- the rest ----
+
+    def _grads_by_torch(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, own: bool
+                        ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """dq, dk, dv and dsinks by a forward under a graph. own: the forward was this one; else cuDNN's, by its mask."""
+        one = self
+        if not own:
+            bias, blind = self._seen(q)
+            one, dout = dataclasses.replace(self, mask=bias), dout.masked_fill(blind, 0)
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
+            dq, dk, dv, *rest = torch.autograd.grad(one._torch(*leaves), leaves, dout)
+        return dq, dk, dv, rest[0] if rest else None
 
     def _torch(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         if self.spelled or sinks is not None:
@@ -352,6 +379,11 @@ class Attention:
             logits = torch.cat((logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), -1)
         p = F.softmax(logits, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         return torch.matmul(p[..., :k.shape[2]], v)
+
+
+def repeating() -> bool:
+    """Are kernels asked for that give the same bits each time? With warn_only they are not: those of torch warn then."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _share(q: Tensor) -> float:
