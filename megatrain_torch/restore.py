@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import _core, manifest
+from . import _core, likeness, manifest
 from .checkpoint import (
     MASTERS,
     OURS,
@@ -186,7 +187,14 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         scheduler.load_state_dict(training["scheduler"])
     if opt is not None:
         set_random_states(training["random"])
+        _tell_of_other_bits(rt, source)
     return training["extra"]
+
+
+def _tell_of_other_bits(rt: Runtime, source: _Checkpoint) -> None:
+    if otherwise := likeness.take(rt, source.body["likeness"]) if "likeness" in source.body else []:
+        warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
+                      f"{'; '.join(otherwise)}", stacklevel=3)
 
 
 def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: _Checkpoint,

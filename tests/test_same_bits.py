@@ -4,18 +4,27 @@ On the CPU device, with cuDNN's and flash's kernels put into words; tests/gpu/te
 """
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import fusing
 import pytest
 import test_rows
 import torch
 from test_rows import SCALE, all_of, cudnn, heads  # noqa: F401
 from torch import Tensor
 
+import megatrain_torch as mt
+from megatrain_torch import likeness, manifest, ops
+from megatrain_torch.budget import Budget
 from megatrain_torch.templates import attention
 from megatrain_torch.templates.attention import Attention
+from megatrain_torch.templates.mlp import GatedMLP
+from megatrain_torch.wrap import runtime_of
 
 
 @pytest.fixture
@@ -112,3 +121,132 @@ def test_with_warn_only_cudnns_kernels_stay_and_warn_themselves(cudnn: None, mon
         assert not attention.repeating() and len(all_of(Attention(SCALE, True), None, 2, 10)) == 4
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# ---- products ----
+
+def test_nothing_about_a_product_is_timed() -> None:
+    assert not hasattr(ops, "gemm_tune") and "tune" not in str(torch.ops.megatrain.gemm_.default._schema)
+
+
+# ---- runs that go on ----
+
+class Pair:
+    """A fused model, its optimizer, and a step."""
+
+    def __init__(self, **plan: Any) -> None:
+        torch.manual_seed(3)
+        self.model = mt.stream(fusing.lm("llama")(), "cpu", compute="fused", plan=plan or None)
+        self.opt = mt.AdamW(self.model.parameters(), lr=1e-3)
+
+    def step(self, number: int) -> str:
+        loss = self.model(**fusing.padded(number)).loss
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return f"{float(loss.detach()).hex()} {self.opt.grad_norm.hex()}"
+
+    @property
+    def kept(self) -> dict[str, str]:
+        return runtime_of(self.model).kept()
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Memory that a budget finds free; tiles of eight rows, and no time to copy what is kept to the host."""
+    monkeypatch.setattr(GatedMLP, "tile", lambda self, item: 8)
+    monkeypatch.setattr("megatrain_torch.budget.copies_hide", lambda *_: False)
+    found = [0.0]
+    monkeypatch.setattr(Budget, "_free", lambda self, windows, tokens: found[0])
+    return found
+
+
+def kept_bytes(pair: Pair) -> int:
+    """Of all its layers, saved."""
+    rt = runtime_of(pair.model)
+    return sum(w.fused.template.kept_bytes("saved", rt.most_tokens, w.item) for w in rt.windows if w.fused is not None)
+
+
+def test_a_run_that_goes_on_keeps_what_it_kept_whatever_is_free(tmp_path: Path, room: list[float]) -> None:
+    room[0] = float("inf")
+    whole = Pair()
+    whole.step(0)
+    room[0] = kept_bytes(whole) * 0.7
+    first = Pair()
+    first.step(0)
+    assert set(first.kept.values()) > {"saved"}, "there is no choice in this test"
+    mt.save(first.model, first.opt, tmp_path / "c")
+    want = [first.step(i) for i in (1, 2)]
+    room[0] = kept_bytes(whole) * 0.4
+    again = Pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mt.load(again.model, again.opt, tmp_path / "c")
+    assert [again.step(i) for i in (1, 2)] == want and again.kept == first.kept
+    other = Pair()
+    mt.load(other.model, None, tmp_path / "c")               # weights alone: it is no run that goes on
+    other.step(1)
+    assert other.kept != first.kept
+
+
+def test_what_does_not_fit_any_more_is_chosen_anew(tmp_path: Path, room: list[float], monkeypatch: pytest.MonkeyPatch
+                                                   ) -> None:
+    monkeypatch.setattr("megatrain_torch.budget.SLACK", 0)
+    room[0] = float("inf")
+    first = Pair()
+    first.step(0)
+    mt.save(first.model, first.opt, tmp_path / "c")
+    room[0] = 0.0
+    again = Pair()
+    mt.load(again.model, again.opt, tmp_path / "c")
+    again.step(1)
+    layer = "model.layers.2"
+    assert first.kept[layer] == "saved" != again.kept[layer]
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda note: note["versions"].update(torch="2.0"), "torch 2.0 there and "),
+    (lambda note: note["versions"].update(threads="77"), "threads 77 there and "),
+    (lambda note: note.update(compute="eager"), "compute 'eager' there and 'fused' here"),
+    (lambda note: note.update(repeating=True), "use_deterministic_algorithms is on there and off here"),
+    (lambda note: note["kept"].update(dict.fromkeys(note["kept"], "replay+host")), "layers keep other activations"),
+    (lambda note: note.update(tokens=8, kept=dict.fromkeys(note["kept"], "replay")), ""),    # a tile: nothing is summed
+    (lambda note: note.clear(), ""),
+    (lambda note: note.update(kept={"a": 3}), ""),
+    (lambda note: note.update(memory="much"), ""),
+])
+def test_what_a_run_does_otherwise_is_told(change: Any, said: str, tmp_path: Path, room: list[float]) -> None:
+    first = Pair(activations="saved")
+    first.step(0)
+    mt.save(first.model, first.opt, tmp_path / "c")
+    body = manifest.read(tmp_path / "c")
+    change(body["likeness"])
+    (tmp_path / "c" / manifest.NAME).write_bytes(manifest.dump(body))
+    again = Pair(activations="saved")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        mt.load(again.model, again.opt, tmp_path / "c")
+    words = " ".join(str(w.message) for w in told)
+    assert said in words if said else not words
+    if said:
+        assert words.startswith(f"{tmp_path / 'c'}: training goes on, with other bits")
+
+
+def test_a_checkpoint_says_what_its_bits_are_of(tmp_path: Path) -> None:
+    pair = Pair(activations={"model.layers.0": "replay"})
+    pair.step(0)
+    note = json.loads(json.dumps(likeness.note(runtime_of(pair.model))))
+    assert note["kept"]["model.layers.0"] == "replay" and note["chosen"].get("model.layers.1") == "saved"
+    assert note["versions"]["torch"] == torch.__version__ and note["tokens"] > 0 and note["memory"] == [0, 0]
+
+
+def test_an_older_checkpoint_says_nothing(tmp_path: Path) -> None:
+    first = Pair()
+    first.step(0)
+    mt.save(first.model, first.opt, tmp_path / "c")
+    body = manifest.read(tmp_path / "c")
+    del body["likeness"]
+    (tmp_path / "c" / manifest.NAME).write_bytes(manifest.dump(body))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mt.load(first.model, first.opt, tmp_path / "c")

@@ -17,9 +17,9 @@ with lse = log(sum(exp(logits))) of the visible keys and lse' = log(exp(lse) + e
 so a kernel's backward that is given lse' and out' for lse and out gives the right gradients: it makes P from lse,
 and <dout, out> from out.
 
-cuDNN's backward adds up gradients of queries in the order in which its blocks come, so that bits differ from one time to
-the next; its forward repeats itself. Where torch.use_deterministic_algorithms(True) asks for the same bits, backward is
-flash's, which obeys that, from cuDNN's output and log-sum-exp; with a mask it is what torch picks then.
+cuDNN's backward adds up gradients of queries in the order in which its blocks come, so that their bits differ from one
+time to the next; its forward repeats itself. Where torch.use_deterministic_algorithms(True) asks for the same bits,
+backward is flash's, which obeys that, from cuDNN's output and log-sum-exp; with a mask it is what torch picks then.
 """
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..likeness import repeating
 from ..masks import Sight
 from ..packed import Packed
 from ..records import span_of
@@ -350,7 +351,7 @@ class Attention:
 
     def _grads_by_torch(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, own: bool
                         ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dq, dk, dv and dsinks by a forward under a graph. own: the forward was this one; else cuDNN's, by its mask."""
+        """dq, dk, dv and dsinks by a forward under a graph. own: forward was this one; else cuDNN's, with a mask."""
         one = self
         if not own:
             bias, blind = self._seen(q)
@@ -379,11 +380,6 @@ class Attention:
             logits = torch.cat((logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), -1)
         p = F.softmax(logits, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         return torch.matmul(p[..., :k.shape[2]], v)
-
-
-def repeating() -> bool:
-    """Are kernels asked for that give the same bits each time? With warn_only they are not: those of torch warn then."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _share(q: Tensor) -> float:
