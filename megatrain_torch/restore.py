@@ -145,8 +145,9 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
          verify: bool = True, convert: bool = False, progress: Callable[[int, int], None] | None = None) -> Any:
     """Takes a checkpoint of mt.save; returns the `extra` that it was given.
 
-    Training goes on with the bits of an uninterrupted run, whatever plan the model was streamed with then and now; on a
-    GPU where its kernels give the same bits twice (`torch.use_deterministic_algorithms`).
+    Training goes on with the bits of an uninterrupted run, wherever units lived then and live now; on a GPU where its
+    kernels give the same bits twice (`torch.use_deterministic_algorithms`). What would change them otherwise, such as
+    another device, other versions or other activations kept, is told by a warning.
     Types and formats may differ where the new ones hold all that the old ones did (moments of 8 bits into fp32 ones,
     bf16 weights with their masters into fp32 weights). mt.AdamW takes states of torch.optim.AdamW, and the reverse, as
     their load_state_dict do; torch's keeps moments in the parameter's type, and no master.
