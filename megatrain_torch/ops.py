@@ -219,6 +219,20 @@ def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 
     _ops.gemm_(c, a, b, alpha, beta, tf32)
 
 
+def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+                       causal: bool, scale: float, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Writes dq, dk and dv of attention, by cuDNN on CUDA, with the same bits each time.
+
+    All are [rows, heads, tokens, dim] of one 16-bit type with dense last dimensions; lse: [rows, heads, tokens, 1]
+    fp32; bias: [1 or rows, 1 or heads, queries, keys], added to the logits. In the workspace dS has
+    rows * heads * queries * keys numbers of 16 bits.
+
+    Raises:
+        RuntimeError: "attention: cuDNN ...": it has no such kernel.
+    """
+    _ops.attention_backward(q, k, v, out, dout, dq, dk, dv, lse, bias, scale, causal)
+
+
 def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """y[rows of group e] = x[rows of group e] @ w[e]: one launch for all experts.
 
@@ -357,5 +371,5 @@ def _nothing(*args: object) -> None:
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
 for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
               "glu", "glu_backward", "column_sum", "embedding_backward", "cross_entropy_", "sum_rows", "expert_glu",
-              "expert_glu_backward"):
+              "expert_glu_backward", "attention_backward"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

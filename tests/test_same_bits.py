@@ -5,6 +5,8 @@ On the CPU device, with cuDNN's and flash's kernels put into words; tests/gpu/te
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import warnings
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,13 +17,14 @@ import fusing
 import pytest
 import test_rows
 import torch
+from test_ops_gemm import ROOT, nvidia_headers
 from test_rows import SCALE, all_of, cudnn, heads  # noqa: F401
 from torch import Tensor
 
 import megatrain_torch as mt
 from megatrain_torch import likeness, manifest, ops
 from megatrain_torch.budget import Budget
-from megatrain_torch.templates import attention
+from megatrain_torch.templates import attention, repeats
 from megatrain_torch.templates.attention import Attention
 from megatrain_torch.templates.mlp import GatedMLP
 from megatrain_torch.wrap import runtime_of
@@ -121,6 +124,116 @@ def test_with_warn_only_cudnns_kernels_stay_and_warn_themselves(cudnn: None, mon
         assert not attention.repeating() and len(all_of(Attention(SCALE, True), None, 2, 10)) == 4
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# ---- cuDNN's own other form ----
+
+class Spelled:
+    """ops.attention_backward in words, and what it was called with."""
+
+    def __init__(self) -> None:
+        self.heads: list[int] = []
+
+    def __call__(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+                 causal: bool, scale: float, *to: Tensor) -> None:
+        self.heads.append(q.shape[0] * q.shape[1])
+        each = [t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v)]
+        logits = q @ each[0].transpose(2, 3) * scale + (0 if bias is None else bias)
+        unseen = torch.ones(logits.shape[2:]).tril().logical_not() & torch.tensor(causal)
+        p = (logits - lse).masked_fill(unseen, -torch.inf).exp()
+        ds = scale * p * (dout @ each[1].transpose(2, 3) - (dout * out).sum(3, keepdim=True))
+        found = (ds @ each[0], ds.transpose(2, 3) @ q, p.transpose(2, 3) @ dout)
+        for t, d in zip(to, found):
+            t.copy_(d.unflatten(1, (t.shape[1], -1)).sum(2))
+
+
+@pytest.fixture
+def spelled(monkeypatch: pytest.MonkeyPatch) -> Spelled:
+    one = Spelled()
+    for name, value in {"_known": lambda q: True, "ORDERLESS": 4, "_refused": set()}.items():
+        monkeypatch.setattr(repeats, name, value)
+    monkeypatch.setattr(ops, "attention_backward", one)
+    return one
+
+
+@pytest.mark.parametrize("work, calls", [(1 << 30, [24]), (16 << 13, [16, 8]), (8 << 13, [8] * 3), (2 << 13, [2] * 12)])
+@pytest.mark.parametrize("biased", [None, (1, 1), (3, 1), (1, 8), (3, 8)])
+def test_the_kernel_with_one_order_is_given_what_its_memory_holds(
+        work: int, calls: list[int], biased: tuple[int, int] | None, spelled: Spelled, monkeypatch: pytest.MonkeyPatch
+        ) -> None:
+    g = torch.Generator().manual_seed(1)
+    monkeypatch.setattr(repeats, "WORK", work)
+    monkeypatch.setattr(repeats, "_padded", lambda n: 64)
+    q, k, v, dout = (t.transpose(1, 2).requires_grad_() for t in heads(3, 9))
+    bias = None if biased is None else torch.randn(*biased, 9, 9, dtype=torch.float64, generator=g)
+    logits = test_rows.parts(q, k, bias is None) + (0 if bias is None else bias)
+    out = logits.softmax(3) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    right = torch.autograd.grad(out, (q, k, v), dout)
+    lse = logits.logsumexp(3)
+    with torch.no_grad():
+        monkeypatch.setattr(Tensor, "numel", lambda t: 0)
+        found = repeats.grads(dout, q, k, v, out, lse, bias, bias is None, SCALE, True)
+        monkeypatch.undo()
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(found, right))
+    assert spelled.heads == calls
+
+
+def shapes(rows: int, queries: int, hq: int, hk: int) -> tuple[Tensor, Tensor]:
+    return tuple(torch.empty(rows, h, queries, 128, device="meta") for h in (hq, hk))
+
+
+@pytest.mark.parametrize("rows, seq, hq, hk, unasked, asked", [
+    (32, 1024, 28, 4, (16, 4), (16, 4)), (16, 4096, 28, 4, (2, 4), (2, 4)), (1, 128, 28, 4, None, (1, 4)),
+    (8, 8192, 28, 4, None, (1, 2)), (2, 4096, 40, 8, None, (1, 4)), (1, 16384, 28, 4, None, None),
+    (1, 8192, 8, 8, None, (1, 8))])
+def test_it_is_for_short_rows_unless_it_is_asked_for(rows: int, seq: int, hq: int, hk: int, unasked: Any, asked: Any) -> None:
+    q, k = shapes(rows, seq, hq, hk)
+    assert (repeats._at_once(q, k, False), repeats._at_once(q, k, True)) == (unasked, asked)
+
+
+def test_what_it_refuses_is_not_tried_again(spelled: Spelled, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def refused(*_: Any) -> None:
+        tried.append(1)
+        raise RuntimeError("attention: cuDNN, a part of the graph: CUDNN_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(ops, "attention_backward", refused)
+    q, k, v, dout = (t.transpose(1, 2) for t in heads(3, 9))
+    args = (dout, q, k, v, dout, torch.zeros(3, 8, 9, dtype=torch.float64), None, True, SCALE, False)
+    assert repeats.grads(*args) is repeats.grads(*args) is None and tried == [1]
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    repeats._refused.clear()
+    monkeypatch.setattr(ops, "attention_backward", full)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        repeats.grads(*args)
+
+
+def test_short_rows_go_by_it_unasked(spelled: Spelled, cudnn: None, monkeypatch: pytest.MonkeyPatch) -> None:    # noqa: F811
+    right = all_of(Attention(SCALE, True), None, 2, 10)
+    assert spelled.heads and len(right) == 4
+    monkeypatch.setattr(attention, "_backward", never)
+    assert all(torch.equal(a, b) for a, b in zip(right, all_of(Attention(SCALE, True), None, 2, 10)))
+
+
+def test_there_is_none_on_the_cpu() -> None:
+    q, k, v, dout = (t.transpose(1, 2) for t in heads(3, 9))
+    assert repeats.grads(dout, q, k, v, dout, torch.zeros(3, 8, 9), None, True, SCALE, True) is None
+    with pytest.raises(RuntimeError, match="on CUDA alone"):
+        ops.attention_backward(dout, q, k, v, dout, torch.zeros(3, 8, 9, 1), None, True, SCALE, q, k, v)
+
+
+def test_every_number_and_prototype_of_cudnn_is_nvidias() -> None:
+    """tests/torch/cudnn_check.cc: static_asserts against the header, where there is one."""
+    folders = nvidia_headers()
+    if shutil.which("g++") is None or not any((f / "cudnn.h").is_file() for f in folders):
+        pytest.skip("needs g++ and cudnn.h")
+    command = ["g++", "-std=c++20", "-fsyntax-only", *(f"-isystem{f}" for f in folders)]
+    done = subprocess.run([*command, ROOT / "tests/torch/cudnn_check.cc"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- products ----

@@ -17,9 +17,10 @@ with lse = log(sum(exp(logits))) of the visible keys and lse' = log(exp(lse) + e
 so a kernel's backward that is given lse' and out' for lse and out gives the right gradients: it makes P from lse,
 and <dout, out> from out.
 
-cuDNN's backward adds up gradients of queries in the order in which its blocks come, so that their bits differ from one
-time to the next; its forward repeats itself. Where torch.use_deterministic_algorithms(True) asks for the same bits,
-backward is flash's, which obeys that, from cuDNN's output and log-sum-exp; with a mask it is what torch picks then.
+torch's kernel by cuDNN adds up gradients of queries in the order in which its blocks come, so that their bits differ
+from one time to the next; forward repeats itself. Of short rows backward is cuDNN's in another form (repeats.py), and
+of long ones too where torch.use_deterministic_algorithms(True) asks for the same bits; of what that does not take it is
+then flash's from cuDNN's output and log-sum-exp, and with a mask what torch picks.
 """
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ from ..likeness import repeating
 from ..masks import Sight
 from ..packed import Packed
 from ..records import span_of
+from . import repeats
 from .rows import LONG, ROWS, Backward, by_rows
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -108,13 +110,15 @@ class Attention:
             return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         dsinks = None
-        if kept is None or (len(kept) > 1 and self.mask is not None and repeating()):
-            dq, dk, dv, dsinks = self._grads_by_torch(dout, q, k, v, sinks, kept is None)
-        else:
+        found = None
+        if kept is not None:
             if sinks is not None:
                 dsinks = _sinks_grad(dout, out, kept[0], sinks)
-            dq, dk, dv = self._cpu_grads(dout, q, k, v, out, kept[0]) if len(kept) == 1 else \
+            found = self._cpu_grads(dout, q, k, v, out, kept[0]) if len(kept) == 1 else \
                 self._cudnn_grads(dout, q, k, v, out, *kept)
+        if found is None:
+            *found, dsinks = self._grads_by_torch(dout, q, k, v, sinks, kept is None)
+        dq, dk, dv = found
         dq, dk, dv = (t.transpose(1, 2) for t in (dq, dk, dv))
         return dq, dk, dv, dsinks
 
@@ -319,11 +323,15 @@ class Attention:
 
     def _cudnn_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor,
                      offset: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int) -> Any:
-        if self.mask is None and repeating():
-            return self._flash_grads_of(dout, q, k, v, out, lse)
+        """dq, dk, dv. None: with the same bits each time, which are asked for, there are none by a kernel."""
         bias, blind = self._seen(q)
-        if blind is not None:
-            dout = dout.masked_fill(blind, 0)
+        unseen = dout if blind is None else dout.masked_fill(blind, 0)
+        found = repeats.grads(unseen, q, k, v, out, lse, bias, self.causal, self.scale, repeating())
+        if found is not None or (repeating() and self.mask is not None):
+            return found
+        if repeating():
+            return self._flash_grads_of(dout, q, k, v, out, lse)
+        dout = unseen
         # Where these reach beyond 2^31 elements cuDNN's dq of the last rows is wrong, and nothing says so: by 6 to 22 %
         # where it was looked at (torch 2.11).
         dout, out = (t if span_of(t) <= CUDNN_MOST else t.contiguous() for t in (dout, out))
