@@ -1,8 +1,10 @@
-/* attention_cudnn.c — see attention_cudnn.h. The graph is the one that cuDNN knows as attention's backward:
+/* attention_cudnn.c — see attention_cudnn.h. The graph is the one that cuDNN knows as attention's
+ * backward; dV and dK are summed over the query heads of a key's:
  *
- *   D  = sum of dout * out                      S  = scale * Q K^T + bias        P  = exp(S - lse), 0 above causal
- *   dV = P^T dout                               dS = scale * P * (dout V^T - D)
- *   dK = dS^T Q                                 dQ = dS K                        sums over queries' heads at last
+ *   D  = sum of dout * out     S  = scale * Q K^T + bias
+ *   P  = exp(S - lse), and 0 for keys behind a query where it is causal
+ *   dV = P^T dout              dS = scale * P * (dout V^T - D)
+ *   dK = dS^T Q                dQ = dS K
  */
 #include "attention_cudnn.h"
 #include "dnn.h"
@@ -14,7 +16,7 @@
 #include <string.h>
 
 enum { DESCRIPTORS = 128, OPS = 32, DEVICES = 64, BUCKETS = 64 };
-enum { SCALE = MT_ATT_TENSORS, ONE, NEVER, SUMS, GIVEN };    /* names of tensors, after the caller's own */
+enum { SCALE = MT_ATT_TENSORS, ONE, NEVER, SUMS, GIVEN };    /* tensors, after the caller's own */
 enum { MEMORY, VIRTUAL, NUMBER };
 
 struct mt_attention_choice {
@@ -67,7 +69,8 @@ static mt_status handle_of(int64_t device, mt_dnn_handle *out)
     mt_status st = MT_OK;
 
     if (device < 0 || device >= DEVICES)
-        return MT_FAIL(MT_ENOTSUP, "attention: cuda:%lld is beyond %d devices", (long long)device, DEVICES);
+        return MT_FAIL(MT_ENOTSUP, "attention: cuDNN: cuda:%lld is beyond %d devices",
+                       (long long)device, DEVICES);
     if (handles[device] == NULL)
         st = said("cudnnCreate", dnn.cudnnCreate(&handles[device]));
     *out = handles[device];
@@ -81,7 +84,7 @@ static mt_dnn_desc make(graph *g, int kind)
     mt_dnn_desc d = NULL;
 
     if (g->st == MT_OK && g->n == DESCRIPTORS)
-        g->st = MT_FAIL(MT_ENOTSUP, "attention: more than %d descriptors", DESCRIPTORS);
+        g->st = MT_FAIL(MT_ENOTSUP, "attention: cuDNN: more than %d parts", DESCRIPTORS);
     if (g->st != MT_OK)
         return NULL;
     g->st = said("a descriptor", dnn.cudnnBackendCreateDescriptor(kind, &d));
@@ -119,7 +122,8 @@ static void finish_op(graph *g, mt_dnn_desc op)
         g->ops[g->n_ops++] = op;
 }
 
-static mt_dnn_desc tensor(graph *g, int64_t name, int where, int type, const int64_t size[4], const int64_t stride[4])
+static mt_dnn_desc tensor(graph *g, int64_t name, int where, int type, const int64_t size[4],
+                          const int64_t stride[4])
 {
     const int64_t alignment = 16;
     const bool    yes = true;
@@ -131,15 +135,17 @@ static mt_dnn_desc tensor(graph *g, int64_t name, int where, int type, const int
     set(g, d, MT_DNN_TENSOR_ID, MT_DNN_T_INT64, 1, &name);
     set(g, d, MT_DNN_TENSOR_ALIGNMENT, MT_DNN_T_INT64, 1, &alignment);
     if (where != MEMORY)
-        set(g, d, where == VIRTUAL ? MT_DNN_TENSOR_VIRTUAL : MT_DNN_TENSOR_NUMBER, MT_DNN_T_BOOLEAN, 1, &yes);
+        set(g, d, where == VIRTUAL ? MT_DNN_TENSOR_VIRTUAL : MT_DNN_TENSOR_NUMBER, MT_DNN_T_BOOLEAN,
+            1, &yes);
     finish(g, d);
     return d;
 }
 
 static int type_of(const graph *g) { return g->key.half ? MT_DNN_HALF : MT_DNN_BFLOAT16; }
 
-/* One of the caller's, [rows, heads, tokens, last]. turned: the last two dimensions change places. */
-static mt_dnn_desc given(graph *g, int which, int64_t heads, int64_t tokens, int64_t last, bool turned)
+/* One of the caller's, [rows, heads, tokens, last]. turned: the last two change places. */
+static mt_dnn_desc given(graph *g, int which, int64_t heads, int64_t tokens, int64_t last,
+                         bool turned)
 {
     const int64_t *at = g->key.stride[which];
     const int      type = which == MT_ATT_LSE ? MT_DNN_FLOAT : type_of(g);
@@ -169,13 +175,16 @@ static mt_dnn_desc between(graph *g, int type, int64_t a, int64_t b)
     return tensor(g, g->names++, VIRTUAL, type, size, stride);
 }
 
-static mt_dnn_desc square(graph *g, int type) { return between(g, type, g->key.queries, g->key.keys); }
+static mt_dnn_desc square(graph *g, int type)
+{
+    return between(g, type, g->key.queries, g->key.keys);
+}
 
 /* ---- operations ---- */
 
 /* b and t may be NULL. axis: of an index only. */
-static mt_dnn_desc pointwise(graph *g, int mode, int type, mt_dnn_desc x, mt_dnn_desc b, mt_dnn_desc t,
-                             mt_dnn_desc y, int64_t axis)
+static mt_dnn_desc pointwise(graph *g, int mode, int type, mt_dnn_desc x, mt_dnn_desc b,
+                             mt_dnn_desc t, mt_dnn_desc y, int64_t axis)
 {
     const float one = 1.0f;
     mt_dnn_desc d = make(g, MT_DNN_POINTWISE), op = make(g, MT_DNN_OP_POINTWISE);
@@ -273,20 +282,26 @@ static mt_dnn_desc row_sums(graph *g, mt_dnn_desc dout)
 
 static mt_dnn_desc causal(graph *g, mt_dnn_desc s)
 {
-    mt_dnn_desc query = pointwise(g, MT_DNN_INDEX, MT_DNN_FLOAT, s, NULL, NULL, square(g, MT_DNN_INT32), 2);
-    mt_dnn_desc key = pointwise(g, MT_DNN_INDEX, MT_DNN_FLOAT, s, NULL, NULL, square(g, MT_DNN_INT32), 3);
-    mt_dnn_desc sees = pointwise(g, MT_DNN_CMP_GE, MT_DNN_BOOLEAN, query, key, NULL, square(g, MT_DNN_BOOLEAN), 0);
+    mt_dnn_desc at[2], sees;                             /* places of query and key */
 
-    return pointwise(g, MT_DNN_SELECT, MT_DNN_FLOAT, s, number(g, NEVER), sees, square(g, MT_DNN_FLOAT), 0);
+    for (int i = 0; i < 2; i++)
+        at[i] = pointwise(g, MT_DNN_INDEX, MT_DNN_FLOAT, s, NULL, NULL, square(g, MT_DNN_INT32),
+                          2 + i);
+    sees = pointwise(g, MT_DNN_CMP_GE, MT_DNN_BOOLEAN, at[0], at[1], NULL,
+                     square(g, MT_DNN_BOOLEAN), 0);
+    return pointwise(g, MT_DNN_SELECT, MT_DNN_FLOAT, s, number(g, NEVER), sees,
+                     square(g, MT_DNN_FLOAT), 0);
 }
 
 static mt_dnn_desc shares(graph *g, mt_dnn_desc q, mt_dnn_desc k, mt_dnn_desc scale)
 {
     const mt_attention_key *key = &g->key;
-    mt_dnn_desc             s = each(g, MT_DNN_MUL, matmul(g, q, k, square(g, MT_DNN_FLOAT)), scale);
+    mt_dnn_desc             s = matmul(g, q, k, square(g, MT_DNN_FLOAT));
 
+    s = each(g, MT_DNN_MUL, s, scale);
     if (key->bias_rows > 0)
-        s = each(g, MT_DNN_ADD, s, given(g, MT_ATT_BIAS, key->bias_heads, key->queries, key->keys, false));
+        s = each(g, MT_DNN_ADD, s,
+                 given(g, MT_ATT_BIAS, key->bias_heads, key->queries, key->keys, false));
     s = each(g, MT_DNN_SUB, s, given(g, MT_ATT_LSE, key->hq, key->queries, 1, false));
     if (key->causal)
         s = causal(g, s);
@@ -315,7 +330,8 @@ static void draw(graph *g)
     mt_dnn_desc   k = given(g, MT_ATT_K, key->hk, key->keys, key->dim, true);
     mt_dnn_desc   v = given(g, MT_ATT_V, key->hk, key->keys, key->dim, true);
     mt_dnn_desc   dout = given(g, MT_ATT_DOUT, key->hq, key->queries, key->dim, false);
-    mt_dnn_desc   scale = number(g, SCALE), sums = row_sums(g, dout), p = shares(g, q, k, scale), ds;
+    mt_dnn_desc   scale = number(g, SCALE), sums = row_sums(g, dout);
+    mt_dnn_desc   p = shares(g, q, k, scale), ds;
 
     key_grads(g, p, dout, MT_ATT_DV);
     ds = each(g, MT_DNN_SUB, matmul(g, dout, v, square(g, MT_DNN_FLOAT)), sums);
@@ -327,24 +343,24 @@ static void draw(graph *g)
 
 /* ---- a plan ---- */
 
-/* The first of what cuDNN proposes that can run. */
+/* The first that cuDNN proposes. */
 static void choose(graph *g, mt_dnn_desc heuristics)
 {
     int64_t     n = 0, bytes = 0, got = 0;
     mt_dnn_desc config = make(g, MT_DNN_CONFIG), plan;
 
     if (g->st == MT_OK)
-        g->st = said("proposals", dnn.cudnnBackendGetAttribute(heuristics, MT_DNN_HEUR_RESULTS, MT_DNN_T_DESC, 1, &n,
-                                                               &config));
+        g->st = said("proposals", dnn.cudnnBackendGetAttribute(heuristics, MT_DNN_HEUR_RESULTS,
+                                                               MT_DNN_T_DESC, 1, &n, &config));
     if (g->st == MT_OK && n == 0)
-        g->st = MT_FAIL(MT_ENOTSUP, "attention: cuDNN has no kernel for this shape");
+        g->st = MT_FAIL(MT_ENOTSUP, "attention: cuDNN has no kernel for it");
     plan = make(g, MT_DNN_PLAN);
     set(g, plan, MT_DNN_PLAN_HANDLE, MT_DNN_T_HANDLE, 1, &g->handle);
     set_desc(g, plan, MT_DNN_PLAN_CONFIG, config);
     finish(g, plan);
     if (g->st == MT_OK)
-        g->st = said("a workspace", dnn.cudnnBackendGetAttribute(plan, MT_DNN_PLAN_WORKSPACE, MT_DNN_T_INT64, 1, &got,
-                                                                 &bytes));
+        g->st = said("a workspace", dnn.cudnnBackendGetAttribute(plan, MT_DNN_PLAN_WORKSPACE,
+                                                                 MT_DNN_T_INT64, 1, &got, &bytes));
     g->plan = plan;
     g->plan_bytes = (size_t)bytes;
 }
@@ -394,7 +410,8 @@ fail:
     return st;
 }
 
-static const mt_attention_choice **bucket_of(const mt_attention_key *key)        /* FNV-1a over the words */
+/* FNV-1a over the words. */
+static const mt_attention_choice **bucket_of(const mt_attention_key *key)
 {
     int64_t  words[sizeof *key / sizeof(int64_t)];
     uint64_t hash = 0xcbf29ce484222325u;
@@ -422,10 +439,13 @@ mt_status mt__attention_cudnn_choose(const mt_attention_key *key, const mt_atten
     return st;
 }
 
-size_t mt__attention_cudnn_workspace(const mt_attention_choice *how) { return how->sums_bytes + how->plan_bytes; }
+size_t mt__attention_cudnn_workspace(const mt_attention_choice *how)
+{
+    return how->sums_bytes + how->plan_bytes;
+}
 
-static mt_status run(const mt_attention_choice *how, int64_t n, const int64_t *names, void *const *data,
-                     void *workspace, uintptr_t stream)
+static mt_status run(const mt_attention_choice *how, int64_t n, const int64_t *names,
+                     void *const *data, void *workspace, uintptr_t stream)
 {
     graph       g = { .st = MT_OK };                     /* of the pack alone */
     mt_dnn_desc pack = make(&g, MT_DNN_PACK);
@@ -443,8 +463,8 @@ static mt_status run(const mt_attention_choice *how, int64_t n, const int64_t *n
     return g.st;
 }
 
-mt_status mt__attention_cudnn_run(const mt_attention_choice *how, void *const data[MT_ATT_TENSORS], float scale,
-                                  void *workspace, uintptr_t stream)
+mt_status mt__attention_cudnn_run(const mt_attention_choice *how, void *const data[MT_ATT_TENSORS],
+                                  float scale, void *workspace, uintptr_t stream)
 {
     float     one = 1.0f, never = -INFINITY;
     void     *all[GIVEN] = { [SCALE] = &scale, [ONE] = &one, [SUMS] = workspace };

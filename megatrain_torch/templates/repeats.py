@@ -71,9 +71,9 @@ class _Cut(NamedTuple):
 
 
 def _known(q: Tensor) -> bool:
-    """Have device and library such a kernel, as far as was looked?"""
+    """Have device and library such a kernel, as far as was looked? (Ampere's and Blackwell's want other graphs.)"""
     return (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
-            and (torch.backends.cudnn.version() or 0) >= 91000)
+            and (torch.backends.cudnn.version() or 0) >= 91900)
 
 
 def _at_once(q: Tensor, k: Tensor, asked: bool) -> tuple[int, int] | None:
