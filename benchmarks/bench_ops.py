@@ -434,7 +434,6 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--only", nargs="*", default=[], help="names that contain one of these")
     parser.add_argument("--reps", type=int, default=20)
-    parser.add_argument("--tune", action="store_true", help="gemm_ chooses by measurement")
     tiny = device.type == "cpu"
     parser.add_argument("--tokens", type=int, default=256 if tiny else 32768)
     parser.add_argument("--head", type=int, default=16 if tiny else 128, help="numbers in a head")
@@ -445,7 +444,6 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
 def main() -> None:
     args, device = parse_args()
     new = Maker(device, getattr(torch, args.dtype))
-    ops.gemm_tune(args.tune)
     copy = copy_gbps(device, args.reps, COPY_BYTES if device.type == "cuda" else 2**22)
     rows = [("device copy", f"{copy:8.1f} GB/s")]
     for room in ROOMS:

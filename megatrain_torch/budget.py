@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .machine import Machine, resolve
+from .modes import read
 from .templates import spared
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 LOGITS_BYTES = 3 << 29        # a chunk of logits, its gradient in place, and the head's gradient in fp32 beside
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 MARGIN = 0.06                 # of what may be used: fragmentation, cuBLAS and cuDNN workspaces
+# What the driver and libraries are taken to have, at least: a little more than was seen (0.86 GiB), so that equal runs
+# find the same left. And how much less may be left where a run goes on with what it kept.
+BESIDE, SLACK = 1 << 30, 1 << 30
 
 
 class Cap:
@@ -60,19 +64,43 @@ class Cap:
 
 
 class Budget:
-    """keep(window, tokens): how much a window with a template keeps of this pass."""
+    """keep(window, tokens): how much a window with a template keeps of this pass.
+
+    Attributes:
+        tokens: the most in a pass so far. chosen: what windows keep of such a pass.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.tokens = 0
         self.chosen: dict[Window, str] = {}
+        self._before: dict[str, str] = {}        # by name of the window: what a run kept that goes on
+
+    def adopt(self, tokens: int, kept: dict[str, str]) -> None:
+        """A run goes on whose windows kept this of passes of so many tokens: memory that happens to be free then
+        changes no bit of it."""
+        self.tokens, self.chosen, self._before = tokens, {}, kept
 
     def keep(self, window: Window, tokens: int) -> str:
         if tokens > self.tokens or window not in self.chosen:
-            self.tokens = max(tokens, self.tokens)
+            if tokens > self.tokens:
+                self.tokens, self._before = tokens, {}
             windows = [w for w in self.runtime.windows if w.fused is not None and w.mode == "auto"]
-            self.chosen = self._choose(windows, self.tokens)
+            self.chosen = self._as_before(windows) or self._choose(windows, self.tokens)
         return self.chosen.get(window, "replay")
+
+    def kept(self) -> dict[str, str]:
+        """By name of the window: what was chosen, or will be again."""
+        return {w.name: mode for w, mode in self.chosen.items()} or self._before
+
+    def _as_before(self, windows: list[Window]) -> dict[Window, str]:
+        """Nothing, where the run kept nothing of the kind, or it does not fit."""
+        if any(w.name not in self._before for w in windows):
+            return {}
+        chosen = {w: self._before[w.name] for w in windows}
+        need = sum(w.fused.template.kept_bytes(mode, self.tokens, w.item) for w, mode in chosen.items()
+                   if not read(mode).host)
+        return chosen if need <= max(self._free(windows, self.tokens), 0) + SLACK else {}
 
     def _choose(self, windows: list[Window], tokens: int) -> dict[Window, str]:
         free = self._free(windows, tokens)
@@ -89,11 +117,11 @@ class Budget:
         if not rt.is_cuda:
             return float("inf")
         free, total = torch.cuda.mem_get_info(rt.device)
-        used = total - free
-        free += torch.cuda.memory_reserved(rt.device) - torch.cuda.memory_allocated(rt.device)
-        coming = max(rt.store_bytes - rt.core.device_bytes(), 0)     # planes are made by the updates that need them
-        if rt.vram is not None:
-            free, total = min(free, rt.vram - used), min(total, rt.vram)
+        made = rt.core.device_bytes()
+        beside = max(total - free - torch.cuda.memory_reserved(rt.device), BESIDE + made)
+        total = min(total, rt.vram or total)
+        free = total - beside - torch.cuda.memory_allocated(rt.device)
+        coming = max(rt.store_bytes - made, 0)                       # planes are made by the updates that need them
         units = sorted((sum(r.nbytes for r in unit) for unit in rt.units), reverse=True)
         inputs = sum(w.fused.template.input_bytes(tokens, w.item) for w in windows)
         work = max(w.fused.template.work_bytes(tokens, w.item) - spared(w.fused.template.tiled(w.item), tokens)

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import _core, manifest
+from . import _core, likeness, manifest
 from .contents import MASTERS
 from .errors import MegatrainError
 from .formats import LOW_BYTES
@@ -542,7 +542,7 @@ def _body(rt: Runtime, opt: torch.optim.Optimizer | None, names: dict[Tensor, st
     return {"written_by": f"megatrain_torch {_core.__version__}", "parameters": parameters,
             "optimizer": kind_of(opt),
             "states": rt.states if ours else None, "low_bytes": LOW_BYTES[rt.states],
-            "skipped_steps": opt._skipped if ours else 0,
+            "skipped_steps": opt._skipped if ours else 0, "likeness": likeness.note(rt),
             "files": {name: {"bytes": len(data), "sha256": manifest.sha256(data)} for name, data in small.items()}}
 
 

@@ -199,8 +199,8 @@ def cross_entropy_(logits: Tensor, labels: Tensor, scale: Tensor | None, *, igno
 def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:
     """c = alpha * a @ b + beta * c, summed in fp32 and rounded at the end; on CUDA by torch's cublasLt.
 
-    One choice of algorithm per shape, layout and device, kept for the process: the same operands give the same
-    bits. fp32 operands are multiplied as TF32 only where torch's own products are
+    The algorithm follows from shape, layout, device and library by a rule, in every process: the same operands give
+    the same bits. fp32 operands are multiplied as TF32 only where torch's own products are
     (`torch.backends.cuda.matmul.allow_tf32`, read at each call).
 
     Args:
@@ -216,19 +216,21 @@ def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 
         c.mul_(beta) if beta else c.zero_()
         return
     tf32 = a.dtype == torch.float32 and a.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    _ops.gemm_(c, a, b, alpha, beta, tf32, _gemm_tuned)
+    _ops.gemm_(c, a, b, alpha, beta, tf32)
 
 
-_gemm_tuned = False
+def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+                       causal: bool, scale: float, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Writes dq, dk and dv of attention, by cuDNN on CUDA, with the same bits each time.
 
+    All are [rows, heads, tokens, dim] of one 16-bit type with dense last dimensions; lse: [rows, heads, tokens, 1]
+    fp32; bias: [1 or rows, 1 or heads, queries, keys], added to the logits. In the workspace dS has
+    rows * heads * queries * keys numbers of 16 bits.
 
-def gemm_tune(on: bool) -> None:
-    """From now on gemm_ chooses by measurement: a new shape's candidates run on the stream first, some 30 products.
-
-    Shapes that have their choice keep it. On the CPU there is nothing to choose.
+    Raises:
+        RuntimeError: "attention: cuDNN ...": it has no such kernel.
     """
-    global _gemm_tuned
-    _gemm_tuned = on
+    _ops.attention_backward(q, k, v, out, dout, dq, dk, dv, lse, bias, scale, causal)
 
 
 def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
@@ -369,5 +371,5 @@ def _nothing(*args: object) -> None:
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
 for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
               "glu", "glu_backward", "column_sum", "embedding_backward", "cross_entropy_", "sum_rows", "expert_glu",
-              "expert_glu_backward"):
+              "expert_glu_backward", "attention_backward"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

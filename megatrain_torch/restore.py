@@ -7,7 +7,9 @@ checkpoint that is not whole changes nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import _core, contents, manifest
+from . import _core, contents, likeness, manifest
 from .checkpoint import (
     INDEX,
     OURS,
@@ -147,8 +149,9 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
          verify: bool = True, convert: bool = False, progress: Callable[[int, int], None] | None = None) -> Any:
     """Takes a checkpoint of mt.save; returns the `extra` that it was given.
 
-    Training goes on with the bits of an uninterrupted run, whatever plan the model was streamed with then and now; on a
-    GPU where its kernels give the same bits twice (`torch.use_deterministic_algorithms`).
+    Training goes on with the bits of an uninterrupted run, wherever units lived then and live now; on a GPU where its
+    kernels give the same bits twice (`torch.use_deterministic_algorithms`). What would change them otherwise, such as
+    another device, other versions or other activations kept, is told by a warning.
     Types and formats may differ where the new ones hold all that the old ones did (moments of 8 bits into fp32 ones,
     bf16 weights with their masters into fp32 weights). mt.AdamW takes states of torch.optim.AdamW, and the reverse, as
     their load_state_dict do; torch's keeps moments in the parameter's type, and no master.
@@ -191,6 +194,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     _take(rt, model, opt, source, names, training, progress)
     if opt is not None:
         set_random_states(training["random"])
+        _tell_of_other_bits(rt, source)
     return training["extra"]
 
 
@@ -200,6 +204,12 @@ def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
     except Exception as why:
         raise MegatrainError(f"{folder / TRAINING}: {type(scheduler).__name__} does not take the scheduler's state "
                              f"({type(why).__name__}: {shown(why)}); nothing else was changed") from why
+
+
+def _tell_of_other_bits(rt: Runtime, source: _Checkpoint) -> None:
+    if otherwise := likeness.take(rt, source.body["likeness"]) if "likeness" in source.body else []:
+        warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
+                      f"{'; '.join(otherwise)}", stacklevel=3)
 
 
 def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: _Checkpoint,

@@ -163,6 +163,7 @@ class Runtime:
         self.vram: int | None = None         # limit of what may be used of the device, bytes
         self.budget = Budget(self)
         self.proofs = Proofs()               # that templates are what windows' modules are
+        self.most_tokens = 0                 # that a fused window was given at once
         self.swap = Swap(self)               # what windows keep in host memory
         self.cap = Cap(device, None, 0)      # of torch's allocator, where there is a limit
         self.room: Any = None                # preflight.Room: whether planes that come later will fit
@@ -534,10 +535,18 @@ class Runtime:
 
     def keep_of(self, window: Window, tokens: int) -> Mode:
         """What a fused window keeps of a call with so many tokens, and where."""
+        self.most_tokens = max(self.most_tokens, tokens)
         mode = window.mode if window.mode != "auto" else self.activations
         if mode == "auto":
             mode = self.budget.keep(window, tokens)
         return read("replay" if mode == "whole" else mode)
+
+    def kept(self) -> dict[str, str]:
+        """What fused windows keep, by name, as far as that is known: of those that choose, once they have."""
+        chosen = self.budget.kept()
+        asked = {w: w.mode if w.mode != "auto" else self.activations for w in self.windows if w.fused is not None}
+        found = {w.name: chosen.get(w.name, "") if mode == "auto" else mode for w, mode in asked.items()}
+        return {name: "replay" if mode == "whole" else mode for name, mode in found.items() if mode}
 
     # ---- random numbers ----
 

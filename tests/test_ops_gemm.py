@@ -169,21 +169,6 @@ def test_gemm_gives_the_same_bits_wherever_the_operands_lie(device: str, types: 
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@on_every_device
-def test_gemm_chosen_by_measurement_is_right_and_stays(device: str) -> None:
-    a, b = matrix(88, 264, torch.bfloat16, device, "rows"), matrix(264, 104, torch.bfloat16, device, "columns")
-    c = torch.randn(88, 104, device=device)
-    first, again = c.clone(), c.clone()
-    ops.gemm_tune(True)
-    try:
-        ops.gemm_(first, a, b)
-    finally:
-        ops.gemm_tune(False)
-    check(first, c, a, b, 1.0, 1.0)
-    ops.gemm_(again, a, b)
-    assert torch.equal(first, again)
-
-
 @pytest.mark.skipif("cuda" not in DEVICES, reason="TF32 is a GPU's")
 def test_gemm_uses_tf32_only_where_torch_does() -> None:
     a, b = matrix(64, 512, torch.float32, "cuda", "rows"), matrix(512, 64, torch.float32, "cuda", "rows")
@@ -203,7 +188,7 @@ def test_gemm_uses_tf32_only_where_torch_does() -> None:
 @on_every_device
 def test_gemm_says_in_its_schema_what_it_writes(device: str) -> None:
     args = (torch.randn(3, 5), torch.randn(3, 4), torch.randn(4, 5))
-    torch.library.opcheck(torch.ops.megatrain.gemm_, (*(x.to(device) for x in args), 0.5, 2.0, False, False))
+    torch.library.opcheck(torch.ops.megatrain.gemm_, (*(x.to(device) for x in args), 0.5, 2.0, False))
 
 
 def f(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -236,7 +221,7 @@ def test_gemm_refuses_what_it_cannot_do(device: str, name: str) -> None:
 
 def test_gemm_of_no_columns_is_refused_below_the_wrapper() -> None:
     with pytest.raises(RuntimeError, match="a has no columns"):
-        torch.ops.megatrain.gemm_(f(2, 2), f(2, 0), f(0, 2), 1.0, 1.0, False, False)
+        torch.ops.megatrain.gemm_(f(2, 2), f(2, 0), f(0, 2), 1.0, 1.0, False)
 
 
 def nvidia_headers() -> list[Path]:

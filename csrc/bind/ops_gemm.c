@@ -5,7 +5,7 @@
 #include "../ops/gemm_cuda.h"
 #endif
 
-enum { C, A, B, ALPHA, BETA, TF32, TUNE };
+enum { C, A, B, ALPHA, BETA, TF32 };
 
 static mt_status matrix_of(const char *what, const mt_op_tensor *t, mt_gemm_matrix *out)
 {
@@ -78,23 +78,6 @@ fail:
 }
 
 #ifdef MT_WITH_CUDA
-/* The first use of a key with tuning on: c itself is not touched by the candidates. */
-static mt_status measured(const mt_op_call *c, const mt_op_arg *a, const mt_gemm_key *key,
-                          const mt_gemm *g, const mt_gemm_choice **how)
-{
-    mt_gemm_trial    trial = { .stream = c->stream };
-    AtenTensorHandle out = NULL, workspace = NULL;
-    mt_status        st;
-
-    MT_TRY(mt_op_new(&a[C].t, MT_U8, (int64_t)mt_gemm_bytes(&g->c, g->c_type), &out, &trial.c));
-    MT_TRY(mt_op_new(&a[C].t, MT_U8, (int64_t)MT_GEMM_WORKSPACE, &workspace, &trial.workspace));
-    st = mt__gemm_cuda_choose(key, g, &trial, how);
-fail:
-    mt_op_free(out);
-    mt_op_free(workspace);
-    return st;
-}
-
 static mt_status cuda_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
     const mt_gemm_choice *how;
@@ -109,9 +92,7 @@ static mt_status cuda_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValu
     if (a[C].t.n == 0)
         return MT_OK;
     key = mt_gemm_key_of(&g, c->device_index, (float)a[BETA].f);
-    if ((how = mt__gemm_cuda_known(&key)) == NULL)
-        MT_TRY(a[TUNE].i != 0 ? measured(c, a, &key, &g, &how)
-                              : mt__gemm_cuda_choose(&key, &g, NULL, &how));
+    MT_TRY(mt__gemm_cuda_choose(&key, &g, &how));
     if (mt__gemm_cuda_workspace(how) > 0)
         MT_TRY(mt_op_new(&a[C].t, MT_U8, (int64_t)mt__gemm_cuda_workspace(how), &workspace, &bytes));
     /* Freed before it is used: torch gives the memory to later work of this stream only. */
@@ -123,7 +104,6 @@ fail:
 #endif
 
 #define OPS(X)                                                                            \
-    X(gemm_, "VSSffii",                                                                   \
-      "gemm_(Tensor(a!) c, Tensor a, Tensor b, float alpha, float beta, bool tf32, "      \
-      "bool tune) -> ()")
+    X(gemm_, "VSSffi",                                                                    \
+      "gemm_(Tensor(a!) c, Tensor a, Tensor b, float alpha, float beta, bool tf32) -> ()")
 MT_OP_TABLE(gemm, OPS)

@@ -24,7 +24,7 @@ struct mt_gemm_choice {
 
 namespace {
 
-constexpr int BUCKETS = 256, DEVICES = 64, CANDIDATES = 8, TIMED = 3;
+constexpr int BUCKETS = 256, DEVICES = 64, CANDIDATES = 8;
 
 pthread_mutex_t       mu = PTHREAD_MUTEX_INITIALIZER;
 const mt_gemm_choice *buckets[BUCKETS];     // under mu
@@ -141,18 +141,33 @@ fail:
     return st;
 }
 
-mt_status ask(const mt_gemm_choice *how, mt_lt_found *found, int *n)
+// The rule: the place of the first candidate that can run; -1: there is none. cublasLt puts those first that
+// it takes for the fastest, by what it knows of the key and the device and without running them.
+int chosen(const mt_lt_found *found, int n)
+{
+    for (int i = 0; i < n; i++)
+        if (found[i].state == MT_LT_SUCCESS && found[i].workspaceSize <= MT_GEMM_WORKSPACE)
+            return i;
+    return -1;
+}
+
+mt_status ask(const mt_gemm_choice *how, mt_lt_found *out)
 {
     const mt_gemm_key &key = how->key;
+    mt_lt_found  found[CANDIDATES];
     mt_lt_pref   pref = nullptr;
     mt_lt_status status;
     mt_status    st;
+    int          n = 0, at;
 
     MT_TRY(said("a preference", lt.cublasLtMatmulPreferenceCreate(&pref)));
     MT_TRY(set_preferences(pref, key));
     status = lt.cublasLtMatmulAlgoGetHeuristic(how->handle, how->desc, how->left, how->right, how->out,
-                                               how->out, pref, CANDIDATES, found, n);
-    if (status != MT_LT_SUCCESS || *n == 0)
+                                               how->out, pref, CANDIDATES, found, &n);
+    at = status == MT_LT_SUCCESS ? chosen(found, n) : -1;
+    if (at >= 0)
+        *out = found[at];
+    else
         st = MT_FAIL(MT_ENOTSUP, "gemm_: cublasLt has no algorithm for [%lld, %lld] @ [%lld, %lld] with "
                      "leading dimensions %lld, %lld and %lld of the result: %s", (long long)key.m,
                      (long long)key.k, (long long)key.k, (long long)key.n, (long long)key.ld[1],
@@ -173,53 +188,6 @@ mt_lt_status launch(const mt_gemm_choice *how, const mt_lt_algo *algo, const mt_
                              workspace, bytes, stream);
 }
 
-// Milliseconds of TIMED runs behind one that warms up; negative when the candidate does not run.
-// The host waits for the stream: this happens once for a key.
-float time_one(const mt_gemm_choice *how, const mt_lt_algo *algo, const mt_gemm *g,
-               const mt_gemm_trial *trial, cudaEvent_t from, cudaEvent_t to)
-{
-    cudaStream_t stream = reinterpret_cast<cudaStream_t>(trial->stream);
-    const float  beta = how->key.accumulates ? 1.0f : 0.0f;
-    float        ms = -1.0f;
-
-    for (int i = 0; i < 1 + TIMED; i++) {
-        if (i == 1 && cudaEventRecord(from, stream) != cudaSuccess)
-            return -1.0f;
-        if (launch(how, algo, g, trial->c, 1.0f, beta, trial->workspace, MT_GEMM_WORKSPACE, stream)
-            != MT_LT_SUCCESS)
-            return -1.0f;
-    }
-    if (cudaEventRecord(to, stream) != cudaSuccess || cudaEventSynchronize(to) != cudaSuccess ||
-        cudaEventElapsedTime(&ms, from, to) != cudaSuccess)
-        return -1.0f;
-    return ms;
-}
-
-// The place of the fastest candidate.
-int fastest(const mt_gemm_choice *how, const mt_lt_found *found, int n, const mt_gemm *g,
-            const mt_gemm_trial *trial)
-{
-    cudaEvent_t from = nullptr, to = nullptr;
-    int         best = 0;
-    float       best_ms = -1.0f;
-
-    if (cudaEventCreate(&from) == cudaSuccess && cudaEventCreate(&to) == cudaSuccess)
-        for (int i = 0; i < n; i++) {
-            float ms = time_one(how, &found[i].algo, g, trial, from, to);
-
-            if (ms > 0 && (best_ms < 0 || ms < 0.99f * best_ms)) {
-                best = i;
-                best_ms = ms;
-            }
-        }
-    if (from != nullptr)
-        cudaEventDestroy(from);
-    if (to != nullptr)
-        cudaEventDestroy(to);
-    (void)cudaGetLastError();               // what went wrong here only costs the measurement
-    return best;
-}
-
 void discard(mt_gemm_choice *how)
 {
     if (how->desc != nullptr)
@@ -230,12 +198,10 @@ void discard(mt_gemm_choice *how)
     free(how);
 }
 
-mt_status make(const mt_gemm_key *key, const mt_gemm *g, const mt_gemm_trial *trial,
-               mt_gemm_choice **out)
+mt_status make(const mt_gemm_key *key, const mt_gemm *g, mt_gemm_choice **out)
 {
     mt_gemm_choice *how = static_cast<mt_gemm_choice *>(calloc(1, sizeof *how));
-    mt_lt_found     found[CANDIDATES];
-    int             n = 0, best;
+    mt_lt_found     found;
     mt_status       st;
 
     if (how == nullptr)
@@ -244,10 +210,9 @@ mt_status make(const mt_gemm_key *key, const mt_gemm *g, const mt_gemm_trial *tr
     MT_TRY(find_library());
     MT_TRY(handle_of(key->device, &how->handle));
     MT_TRY(describe(how, mt_gemm_to_blas(g)));
-    MT_TRY(ask(how, found, &n));
-    best = trial != nullptr ? fastest(how, found, n, g, trial) : 0;
-    how->algo = found[best].algo;
-    how->workspace_bytes = found[best].workspaceSize;
+    MT_TRY(ask(how, &found));
+    how->algo = found.algo;
+    how->workspace_bytes = found.workspaceSize;
     *out = how;
     return MT_OK;
 fail:
@@ -277,23 +242,14 @@ const mt_gemm_choice *known(const mt_gemm_key *key)            // under mu
 
 } // namespace
 
-extern "C" const mt_gemm_choice *mt__gemm_cuda_known(const mt_gemm_key *key)
-{
-    pthread_mutex_lock(&mu);
-    const mt_gemm_choice *how = known(key);
-    pthread_mutex_unlock(&mu);
-    return how;
-}
-
 extern "C" mt_status mt__gemm_cuda_choose(const mt_gemm_key *key, const mt_gemm *g,
-                                          const mt_gemm_trial *trial, const mt_gemm_choice **out)
+                                          const mt_gemm_choice **out)
 {
     mt_gemm_choice *made = nullptr;
     mt_status       st = MT_OK;
 
     pthread_mutex_lock(&mu);
-    // Another thread may have been here since the caller looked.
-    if ((*out = known(key)) == nullptr && (st = make(key, g, trial, &made)) == MT_OK) {
+    if ((*out = known(key)) == nullptr && (st = make(key, g, &made)) == MT_OK) {
         made->next = *bucket_of(key);
         *bucket_of(key) = *out = made;
     }

@@ -1,15 +1,13 @@
 /* gemm_cuda.h — private to csrc/ops and its binding: gemm.h's product by cublasLt, on a CUDA stream.
  *
  *   choice   what cublasLt is to run for a key: made at its first use, kept for the process
- *   trial    scratch of a choice by measurement
  *
- *     const mt_gemm_choice *how = mt__gemm_cuda_known(&key);
- *     if (how == NULL) MT_TRY(mt__gemm_cuda_choose(&key, &g, NULL, &how));
+ *     const mt_gemm_choice *how;
+ *     MT_TRY(mt__gemm_cuda_choose(&key, &g, &how));
  *     MT_TRY(mt__gemm_cuda_run(how, &g, alpha, beta, scratch, stream));
  *
- * Without a trial the choice is cublasLt's first candidate. With one, up to 8 candidates run on the
- * stream, four times each, and the fastest is taken; an earlier candidate wins when it is within 1 %,
- * so that two processes agree more often. A key that has its choice keeps it. Split K is allowed only
+ * A choice is a function of the key, the device and the library, never of time, free memory or what else
+ * runs: cublasLt's first candidate that can run. So two processes choose alike. Split K is allowed only
  * with fp32 partial sums added in a fixed order: the same operands give the same bits.
  *
  * Threads: any; the list of choices is under one mutex, held also while one is made, so that a key
@@ -25,16 +23,8 @@
 
 typedef struct mt_gemm_choice mt_gemm_choice;
 
-typedef struct mt_gemm_trial {
-    uintptr_t stream;
-    void     *c;                 /* mt_gemm_bytes of c, aligned as c is; overwritten */
-    void     *workspace;         /* MT_GEMM_WORKSPACE bytes */
-} mt_gemm_trial;
-
-const mt_gemm_choice *mt__gemm_cuda_known(const mt_gemm_key *key);      /* NULL: none yet */
-/* trial NULL: not measured. The stream's device is current. */
-mt_status mt__gemm_cuda_choose(const mt_gemm_key *key, const mt_gemm *g, const mt_gemm_trial *trial,
-                               const mt_gemm_choice **out);
+/* Made at a key's first use. The device that the key names is current. */
+mt_status mt__gemm_cuda_choose(const mt_gemm_key *key, const mt_gemm *g, const mt_gemm_choice **out);
 size_t    mt__gemm_cuda_workspace(const mt_gemm_choice *how);           /* bytes; 0: none */
 /* Puts it on the stream, whose device is current. workspace: not used by others before it is over. */
 mt_status mt__gemm_cuda_run(const mt_gemm_choice *how, const mt_gemm *g, float alpha, float beta,

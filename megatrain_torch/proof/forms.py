@@ -195,13 +195,12 @@ def soft_router(k: int, wide: bool, normalised: bool, rounds: bool, factor: floa
 
 
 def chosen_router(k: int, wide: bool, rounds: bool, factor: float, spelling: int) -> Callable[..., Any]:
-    """The largest k logits, then a softmax over them."""
+    """The largest k logits, then a softmax over them. spelling: where they come to fp32: not, in the softmax, before."""
     def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         logits = _linear(b, weight, bias, wide, False)
         logits = logits.float() if spelling == 2 else logits
         top, chosen = torch.topk(logits, k, dim=-1)
-        kind = top.dtype if spelling in (0, 2) else torch.float
-        w = F.softmax(top, dim=1 if spelling != 3 else -1, dtype=kind) * factor
+        w = F.softmax(top, dim=-1, dtype=torch.float if spelling == 1 else top.dtype) * factor
         return logits, w.to(b.dtype) if rounds else w, chosen
     return form
 
@@ -245,7 +244,7 @@ def routers(k: int, experts: int, sigmoid: bool, normalised: bool, wide: bool, f
                 continue
             for spelling in range(2):
                 yield (factor, 0.0), soft_router(k, wide, normalised, rounds, factor, spelling)
-            for spelling in range(4) if normalised else ():
+            for spelling in range(3) if normalised else ():
                 yield (factor, 0.0), chosen_router(k, wide, rounds, factor, spelling)
 
 

@@ -27,7 +27,7 @@ Weights = dict[str, Tensor]
 @dataclasses.dataclass
 class Parts:
     """The forms of a layer's parts. before: norms of q and k run before heads are transposed. flat: a shared expert runs
-    on [T, H]."""
+    on [T, H]. wide: what it gives is added to the experts' in fp32."""
 
     norm: dict[str, Callable[..., Tensor]]
     act: Callable[[Tensor], Tensor] | None
@@ -35,6 +35,7 @@ class Parts:
     router: Callable[..., Any] | None
     before: bool = True
     flat: bool = True
+    wide: bool = False
     sinks: Callable[..., Tensor] = forms.with_sinks
 
 
@@ -203,6 +204,8 @@ class LayerProof:
         other = self._dense(p, flat if p.flat else b, m.shared)
         if m.shared.gate:
             other = torch.sigmoid(self._linear(m.shared.gate, flat if p.flat else b)) * other
+        if p.wide:
+            return (y.float() + other.float()).to(b.dtype).view(b.shape)
         return (y + other).view(b.shape) if p.flat else y.view(b.shape) + other
 
     def experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

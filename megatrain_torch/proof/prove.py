@@ -218,10 +218,11 @@ def _ways(proof: LayerProof, call: _Call, sparse: bool) -> Iterator[Parts]:
         act = proof.activation(_act_of(proof.layer, t.mlp), t.mlp.act)
     rotary = proof.rotary(call.cos, call.sin) if t.attention.rotary is not None and call.cos is not None else None
     orders = (True, False) if t.attention.q_norm else (True,)
-    flats = (True, False) if sparse and t.mlp.shared else (True,)
+    flats = ((True, False), (False, False), (True, True)) if sparse and t.mlp.shared else ((True, False),)
     sinks = forms.SINKS if t.attention.sinks else forms.SINKS[:1]
     for turned, *rest in itertools.product((rotary, None) if rotary else (None,), orders, flats, sinks):
-        yield Parts(norm, act, turned, router, *rest)
+        before, flat, spelled = rest
+        yield Parts(norm, act, turned, router, before, *flat, spelled)
 
 
 def _act_of(layer: nn.Module, half: Any) -> Any:

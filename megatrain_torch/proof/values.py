@@ -408,6 +408,12 @@ def _quotient(values: Values, func: Any, args: Any, kwargs: Any, out: Tensor) ->
     return _plain(values, func, args, kwargs, out)
 
 
+def _softmax(values: Values, func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
+    """The dimension counted from the front."""
+    at = 1 if func.overloadpacket is aten._softmax else 2
+    return _plain(values, func, (*args[:at], args[at] % out.dim(), *args[at + 1:]), kwargs, out)
+
+
 RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.alias, aten.detach, aten.clone, aten.contiguous, aten.lift_fresh, aten.lift_fresh_copy), _same),
     **dict.fromkeys((aten._to_copy, aten.to), _cast),
@@ -415,7 +421,8 @@ RULES: dict[Any, Callable[..., Any]] = {
                      aten.flatten), _view),
     aten.permute: _permute, aten.t: _transpose, aten.transpose: _transpose, aten.expand: _expand,
     aten.slice: _slice, aten.slice_backward: _slice_backward, aten.select: _select, aten.mul: _product, aten.neg: _negated, aten.div: _quotient,
-    aten.cat: _cat, aten.add: _sum_of(1), aten.sub: _sum_of(-1), aten.rsub: _rsub,
+    aten.cat: _cat, aten._softmax: _softmax, aten._softmax_backward_data: _softmax,
+    aten.add: _sum_of(1), aten.sub: _sum_of(-1), aten.rsub: _rsub,
 }
 CUTS: dict[Any, Callable[..., Any]] = {aten.split: _split, aten.split_with_sizes: _split, aten.unbind: _unbind}
 

@@ -16,6 +16,11 @@ with lse = log(sum(exp(logits))) of the visible keys and lse' = log(exp(lse) + e
 
 so a kernel's backward that is given lse' and out' for lse and out gives the right gradients: it makes P from lse,
 and <dout, out> from out.
+
+torch's kernel by cuDNN adds up gradients of queries in the order in which its blocks come, so that their bits differ
+from one time to the next; forward repeats itself. Of short rows backward is cuDNN's in another form (repeats.py), and
+of long ones too where torch.use_deterministic_algorithms(True) asks for the same bits; of what that does not take it is
+then flash's from cuDNN's output and log-sum-exp, and with a mask what torch picks.
 """
 from __future__ import annotations
 
@@ -29,9 +34,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..likeness import repeating
 from ..masks import Sight
 from ..packed import Packed
 from ..records import span_of
+from . import repeats
 from .rows import LONG, ROWS, Backward, by_rows
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -103,16 +110,15 @@ class Attention:
             return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
         dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
         dsinks = None
-        if kept is None:
-            with torch.enable_grad():
-                leaves = [t.detach().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
-                dq, dk, dv, *rest = torch.autograd.grad(self._torch(*leaves), leaves, dout)
-            dsinks = rest[0] if rest else None
-        else:
+        found = None
+        if kept is not None:
             if sinks is not None:
                 dsinks = _sinks_grad(dout, out, kept[0], sinks)
-            dq, dk, dv = self._cpu_grads(dout, q, k, v, out, kept[0]) if len(kept) == 1 else \
+            found = self._cpu_grads(dout, q, k, v, out, kept[0]) if len(kept) == 1 else \
                 self._cudnn_grads(dout, q, k, v, out, *kept)
+        if found is None:
+            *found, dsinks = self._grads_by_torch(dout, q, k, v, sinks, kept is None)
+        dq, dk, dv = found
         dq, dk, dv = (t.transpose(1, 2) for t in (dq, dk, dv))
         return dq, dk, dv, dsinks
 
@@ -317,14 +323,32 @@ class Attention:
 
     def _cudnn_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor,
                      offset: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int) -> Any:
+        """dq, dk, dv. None: with the same bits each time, which are asked for, there are none by a kernel."""
         bias, blind = self._seen(q)
-        if blind is not None:
-            dout = dout.masked_fill(blind, 0)
+        unseen = dout if blind is None else dout.masked_fill(blind, 0)
+        found = repeats.grads(unseen, q, k, v, out, lse, bias, self.causal, self.scale, repeating())
+        if found is not None or (repeating() and self.mask is not None):
+            return found
+        if repeating():
+            return self._flash_grads_of(dout, q, k, v, out, lse)
+        dout = unseen
         # Where these reach beyond 2^31 elements cuDNN's dq of the last rows is wrong, and nothing says so: by 6 to 22 %
         # where it was looked at (torch 2.11).
         dout, out = (t if span_of(t) <= CUDNN_MOST else t.contiguous() for t in (dout, out))
         return _backward(dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, 0.0,
                          self.causal, scale=self.scale)
+
+    def _flash_grads_of(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
+        """As _cudnn_grads, by flash's kernel: each row a sequence of its own, lse [hq, T] for [B, hq, S] or with a last
+        dimension of 1."""
+        rows, _, queries, _ = q.shape
+        cu = [torch.arange(rows + 1, dtype=torch.int32, device=q.device) * t.shape[2] for t in (q, k)]
+        flat = [t.transpose(1, 2).flatten(0, 1) for t in (dout, q, k, v, out)]
+        lse = lse.reshape(q.shape[:3]).transpose(0, 1).flatten(1).contiguous()
+        unread = torch.zeros(2, dtype=torch.int64, device=q.device)      # the state of a dropout that there is none of
+        grads = _flash_backward(*flat, lse, *cu, queries, k.shape[2], 0.0, self.causal, unread, unread,
+                                scale=self.scale)
+        return tuple([d.unflatten(0, (rows, -1)).transpose(1, 2) for d in grads])
 
     def _cpu_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
         dq, *rest = _cpu_backward(dout, q, *_each(q, k, v), out, lse, 0.0, self.causal, attn_mask=self._bias(q),
@@ -332,6 +356,18 @@ class Attention:
         return dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in rest)
 
     # ---- the rest ----
+
+    def _grads_by_torch(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, own: bool
+                        ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """dq, dk, dv and dsinks by a forward under a graph. own: forward was this one; else cuDNN's, with a mask."""
+        one = self
+        if not own:
+            bias, blind = self._seen(q)
+            one, dout = dataclasses.replace(self, mask=bias), dout.masked_fill(blind, 0)
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
+            dq, dk, dv, *rest = torch.autograd.grad(one._torch(*leaves), leaves, dout)
+        return dq, dk, dv, rest[0] if rest else None
 
     def _torch(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         if self.spelled or sinks is not None:
