@@ -1,9 +1,9 @@
 """Windows that a template runs: one node of the graph, explicit backward, no hooks.
 
-A template is used for a window only where it is proved to compute what the module's own code does (proof/), for this
-structure, this way of being called and these training flags, and while the module stays the one that was proved; and
-after its kernels have given, on random data, the numbers of the module's own code. Calls that it does not cover, and all
-calls without gradients, run the module's own code. `mt.explain(model)` says which and why.
+A template is used for a window only where it is proved to compute what the module's own code does (proof/), for
+this structure, this way of being called and these training flags, and while the module stays the one that was proved;
+and after its kernels have given, on random data, the numbers of the module's own code. Calls that it does not cover,
+and all calls without gradients, run the module's own code. `mt.explain(model)` says which and why.
 
 The node is coarse: nothing of the layer's inside is in the graph. So it is used only where nothing can
 escape: no hooks below the window, arguments the template knows. A key-value cache among them gets its
@@ -31,7 +31,6 @@ from .records import Use
 from .state import graph_stays, in_backward, swap_window
 from .swap import Bundle, Part
 from .templates import Unfit, Weights, template
-
 from .window import Installed
 
 if TYPE_CHECKING:
@@ -172,8 +171,8 @@ class Fused:
     """What a window knows of its template.
 
     Attributes:
-        verdicts: by the case that a call was; "" where the template is used, else why it is not. The structure that they
-            hold for is the module's as long as the runtime's watch says so.
+        verdicts: by the case that a call was; "" where the template is used, else why it is not. The structure that
+            they hold for is the module's as long as the runtime's watch says so.
         verdict: that of the last call; None before the first.
         declined: why the last call ran the module's own code although its case is proved; "" when it did not.
     """
@@ -319,7 +318,9 @@ class Fused:
         """Raises:
             Refused: the module's code is not proved to compute what the template does.
         """
-        from .proof.prove import prove                   # brings sympy, for which a model that is not fused need not wait
+        from .proof.prove import (
+            prove,  # with sympy, for which a model that is not fused need not wait
+        )
         weights = {n: (tuple(r.shape), r.dtype) for n, r in zip(self.names, self.window.records)}
         return prove(self._bound_to, self.module, self.window.inner, self.template, weights,
                      self.window.runtime.device, dtype, case)
@@ -348,8 +349,8 @@ class Fused:
         return ""
 
     def _wide(self) -> torch.dtype | None:
-        """fp32, if a layer of 16 bits may be looked at in that: weights and gradients are few, and products exact to it;
-        None: its own type."""
+        """fp32, if a layer of 16 bits may be looked at in that: weights and gradients are few, and products exact to
+        it; None: its own type."""
         few = 16 * sum(r.numel for r in self.window.records) <= WIDE_BYTES
         exact = not self.window.runtime.is_cuda or torch.get_float32_matmul_precision() == "highest"
         half = self.window.records[0].dtype in (torch.bfloat16, torch.float16)
@@ -491,8 +492,8 @@ class _Always(dict[Any, str]):
         return self.verdict
 
 
-# By structure, case, types, device and, where they were looked at, layers' numbers: what was found, and the code that it
-# is of. For all models of the process.
+# By structure, case, types, device and, where they were looked at, layers' numbers: what was found, and the code that
+# it is of. For all models of the process.
 _PROVED: dict[tuple[Any, ...], tuple[Proof | str, Code]] = {}
 
 

@@ -13,7 +13,6 @@ What is under way in one graph task is flushed when the task ends, by autograd's
 """
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any

@@ -82,11 +82,12 @@ static int same_items(PyObject *list, PyObject *before)
 
 static int same(PyObject *place, PyObject *before)
 {
-    return PyDict_Check(place) ? same_entries(place, before) : PyList_Check(place) && same_items(place, before);
+    return PyDict_Check(place) ? same_entries(place, before)
+                               : PyList_Check(place) && same_items(place, before);
 }
 
-/* The number of the first place from `begin` on that holds other objects than it did, or -1. Tuples in `before` keep what
- * was there alive, so that an address is not another object's; this is why objects are compared, and not their values. */
+/* The number of the first place from `begin` on that holds other objects than it did, or -1. Tuples in `before`
+ * keep what was there alive, so that an address is not another object's: objects are compared, not their values. */
 PyObject *mt_py_changed(PyObject *module, PyObject *args)
 {
     PyObject  *places, *before, *place, *was;

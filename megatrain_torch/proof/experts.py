@@ -1,7 +1,7 @@
 """Loops over experts, which no symbolic run can follow: which expert has how many rows is known by its values alone.
 
-So they are known by their text: LOOPS has the SHA-256 of each, comments, annotations and layout left out. There are few,
-since transformers' models share them. All say the same: for each token t and each of its k choices (e, w) a row
+So they are known by their text: LOOPS has the SHA-256 of each, comments, annotations and layout left out. There are
+few, since transformers' models share them. All say the same: for each token t and each of its k choices (e, w) a row
 w * down_e(gate(gate_up_e(x_t))), summed over the choices. The gate is compared as any part is.
 """
 from __future__ import annotations

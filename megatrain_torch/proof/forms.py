@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from .. import ops
 from .values import repeated
 
+Routed = tuple[Tensor, Tensor, Tensor]
+
 # ---- norms: (x [..., n], weight [n], eps) -> [..., n] ------------------------------------------------
 
 def _hat(x: Tensor, eps: float) -> Tensor:
@@ -185,7 +187,7 @@ def _divided(w: Tensor, least: float) -> Tensor:
 
 def soft_router(k: int, wide: bool, normalised: bool, rounds: bool, factor: float, spelling: int) -> Callable[..., Any]:
     """Softmax over all experts, then the largest k. spelling: how the softmax comes to fp32."""
-    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
         logits = _linear(b, weight, bias, wide, False)
         p = F.softmax(logits.float(), dim=-1) if spelling == 0 else F.softmax(logits, dim=-1, dtype=torch.float)
         w, chosen = torch.topk(p, k, dim=-1)
@@ -195,8 +197,8 @@ def soft_router(k: int, wide: bool, normalised: bool, rounds: bool, factor: floa
 
 
 def chosen_router(k: int, wide: bool, rounds: bool, factor: float, spelling: int) -> Callable[..., Any]:
-    """The largest k logits, then a softmax over them. spelling: where they come to fp32: not, in the softmax, before."""
-    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest k logits, then a softmax over them. spelling: they come to fp32 never, in the softmax, or before."""
+    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
         logits = _linear(b, weight, bias, wide, False)
         logits = logits.float() if spelling == 2 else logits
         top, chosen = torch.topk(logits, k, dim=-1)
@@ -208,7 +210,7 @@ def chosen_router(k: int, wide: bool, rounds: bool, factor: float, spelling: int
 def sigmoid_router(k: int, experts: int, wide: bool, normalised: bool, rounds: bool, factor: float, least: float,
                    grouped: bool, cast: bool) -> Callable[..., Any]:
     """Sigmoids; the largest k of score + correction. grouped: by way of groups of experts, of which there is one."""
-    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
         logits = _linear(b, weight, bias, wide, cast)
         scores = logits.float().sigmoid()
         choice = scores if correction is None else scores + correction

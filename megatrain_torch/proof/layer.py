@@ -26,8 +26,8 @@ Weights = dict[str, Tensor]
 
 @dataclasses.dataclass
 class Parts:
-    """The forms of a layer's parts. before: norms of q and k run before heads are transposed. flat: a shared expert runs
-    on [T, H]. wide: what it gives is added to the experts' in fp32."""
+    """The forms of a layer's parts. before: norms of q and k run before heads are transposed. flat: a shared expert
+    runs on [T, H]. wide: what it gives is added to the experts' in fp32."""
 
     norm: dict[str, Callable[..., Tensor]]
     act: Callable[[Tensor], Tensor] | None

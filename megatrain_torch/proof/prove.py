@@ -58,8 +58,8 @@ def adopt(template: Any, settings: tuple[Any, ...]) -> None:
         (template.norm.style,) = settings
     elif not isinstance(template, Embedding):
         styles, template.attention.rotary, *routed = settings
-        for norm, norm.style in zip(template.norms, styles):
-            pass
+        for norm, style in zip(template.norms, styles):
+            norm.style = style
         if routed:
             template.mlp.router.factor, template.mlp.router.least = routed
 

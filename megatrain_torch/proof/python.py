@@ -1,9 +1,9 @@
 """Is the Python that a forward runs a function of its tensors? What numbers (values.py) do not show.
 
-Counters, clocks, the environment, globals that change: none of them is an operation on a tensor. So the code that ran is
-collected while it runs, and read: it may not store into anything that outlives the call, call anything but tensors'
-functions and a few of Python's own, or read a global that is not plain. What it did read that may change later (globals,
-functions) is noted, and belongs to what is watched from then on (watch.py).
+Counters, clocks, the environment, globals that change: none of them is an operation on a tensor. So the code that ran
+is collected while it runs, and read: it may not store into anything that outlives the call, call anything but tensors'
+functions and a few of Python's own, or read a global that is not plain. What it did read that may change later
+(globals, functions) is noted, and belongs to what is watched from then on (watch.py).
 
 torch's and transformers' own libraries are trusted, the models of the latter are not.
 """
@@ -31,21 +31,23 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 # Of Python's functions, those that are functions of their arguments.
 _PURE = frozenset((
-    "abs all any bool callable complex dict divmod enumerate filter float format frozenset getattr hasattr int isinstance "
-    "issubclass len list map max min pow range repr reversed round set slice sorted str sum super tuple zip print "
-    "ValueError TypeError RuntimeError KeyError AttributeError NotImplementedError AssertionError IndexError Exception "
+    "abs all any bool callable complex dict divmod enumerate filter float format frozenset getattr hasattr int "
+    "isinstance issubclass len list map max min pow range repr reversed round set slice sorted str sum super tuple "
+    "zip print ValueError TypeError RuntimeError KeyError AttributeError NotImplementedError AssertionError IndexError Exception "
     "NotImplemented Ellipsis True False None property staticmethod classmethod").split())
 _STORES = ("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "DELETE_GLOBAL",
            "IMPORT_NAME", "YIELD_VALUE", "GEN_START", "SEND")
 # Attributes by which Python looks at itself, or tensors at their memory.
-_INSIDE = frozenset(("__class__", "__dict__", "__globals__", "__code__", "__closure__", "f_back", "f_locals", "_getframe",
-                     "data_ptr", "_version", "grad_fn", "is_leaf", "_base", "storage_offset", "untyped_storage"))
+_INSIDE = frozenset(("__class__", "__dict__", "__globals__", "__code__", "__closure__", "f_back", "f_locals",
+                     "_getframe", "data_ptr", "_version", "grad_fn", "is_leaf", "_base", "storage_offset",
+                     "untyped_storage"))
 _CHANGES = frozenset(("append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "popitem", "add",
                       "discard", "appendleft", "popleft", "sort", "reverse", "__setitem__", "__delitem__", "send"))
 # Modules of the standard library, and of torch, whose Python functions are functions of their arguments.
 _LIBRARY = ("contextlib", "functools", "collections", "typing", "enum", "abc", "operator", "types", "_collections_abc",
             "dataclasses", "copy", "math", "numbers", "inspect", "re")
-_TENSORS = ("torch.nn.", "torch._tensor", "torch._subclasses.fake_tensor", "torch.functional", "torch.overrides", "torch.autograd.", "torch.amp.",
+_TENSORS = ("torch.nn.", "torch._tensor", "torch._subclasses.fake_tensor", "torch.functional", "torch.overrides",
+            "torch.autograd.", "torch.amp.",
             "torch.utils._contextlib", "torch._jit_internal", "torch._VF", "torch.utils._device", "torch.special")
 _MODULES = ("torch", "transformers", "math", "functools", "typing", "collections", "einops", "operator", "contextlib")
 _STATES = ("is_grad_enabled", "is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled", "is_tracing",
@@ -173,12 +175,12 @@ class Witness:
 
     def _called_c(self, frame: Frame, function: Any) -> None:
         name, owner = getattr(function, "__name__", "?"), getattr(function, "__self__", None)
-        if name in _CHANGES and type(owner) in (list, dict, set) or type(owner).__name__ in ("deque", "OrderedDict"):
+        if (name in _CHANGES and type(owner) in (list, dict, set)) or type(owner).__name__ in ("deque", "OrderedDict"):
             self.held.append((owner, f"changes a {type(owner).__name__} that outlives the call", _at(
                 frame.f_code, frame.f_lineno)))
             return
         module = getattr(function, "__module__", None) or type(owner).__module__
-        if module == "builtins" or isinstance(owner, types.ModuleType) and owner is builtins:
+        if module == "builtins" or (isinstance(owner, types.ModuleType) and owner is builtins):
             if owner is builtins and name not in _PURE and name not in ("__build_class__",):
                 self._blame(frame, f"calls {name}()")
             elif owner is not builtins and type(owner).__module__ != "builtins" and not isinstance(owner, type):
@@ -240,17 +242,11 @@ def _read(code: types.CodeType, names: dict[str, Any]) -> None:
     for i in dis.get_instructions(code):
         line = i.positions.lineno if i.positions else None
         if i.opname in _STORES or (i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars):
-            if i.opname == "STORE_SUBSCR" and _on_new(code):
-                continue
             raise Refused(f"its code stores into something ({_at(code, line)}: {i.argval or 'a subscript'})")
         if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval in _INSIDE:
             raise Refused(f"its code looks at {i.argval} ({_at(code, line)})")
         if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             _plain_global(code, line, i.argval, names)
-
-
-def _on_new(code: types.CodeType) -> bool:
-    return False
 
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, types.FunctionType,
@@ -275,7 +271,7 @@ def _plain_global(code: types.CodeType, line: int | None, name: str, names: dict
         fine = all(isinstance(v, _PLAIN) for v in value)
     else:
         fine = isinstance(value, _PLAIN) or home.startswith(("transformers.", "typing", "logging")) \
-            or isinstance(value, nn.Module) is False and home.startswith("torch.")
+            or (isinstance(value, nn.Module) is False and home.startswith("torch."))
     if not fine:
         raise Refused(f"its code reads the global {name}, a {type(value).__name__} ({_at(code, line)})")
 

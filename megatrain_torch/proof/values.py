@@ -1,7 +1,7 @@
 """What a computation gives, as numbers: equal expressions have equal numbers.
 
-A module's own forward, and its backward, run on fake tensors of symbolic sizes. Every tensor that an operation gives has
-the number of its expression: the operation, the numbers of what it reads, its constants to the bit, its sizes. Two
+A module's own forward, and its backward, run on fake tensors of symbolic sizes. Every tensor that an operation gives
+has the number of its expression: the operation, the numbers of what it reads, its constants to the bit, its sizes. Two
 computations that give equal numbers are the same computation, for every input and every size; no graph is matched.
 
 Expressions have a normal form, which is small: copies, detached and contiguous tensors are what they are copies of;
@@ -415,12 +415,14 @@ def _softmax(values: Values, func: Any, args: Any, kwargs: Any, out: Tensor) -> 
 
 
 RULES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((aten.alias, aten.detach, aten.clone, aten.contiguous, aten.lift_fresh, aten.lift_fresh_copy), _same),
+    **dict.fromkeys((aten.alias, aten.detach, aten.clone, aten.contiguous, aten.lift_fresh, aten.lift_fresh_copy),
+                    _same),
     **dict.fromkeys((aten._to_copy, aten.to), _cast),
     **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze,
                      aten.flatten), _view),
     aten.permute: _permute, aten.t: _transpose, aten.transpose: _transpose, aten.expand: _expand,
-    aten.slice: _slice, aten.slice_backward: _slice_backward, aten.select: _select, aten.mul: _product, aten.neg: _negated, aten.div: _quotient,
+    aten.slice: _slice, aten.slice_backward: _slice_backward,
+    aten.select: _select, aten.mul: _product, aten.neg: _negated, aten.div: _quotient,
     aten.cat: _cat, aten._softmax: _softmax, aten._softmax_backward_data: _softmax,
     aten.add: _sum_of(1), aten.sub: _sum_of(-1), aten.rsub: _rsub,
 }

@@ -93,8 +93,8 @@ class Decoder:
 
     def small(self, x: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any, last: bool
               ) -> tuple[Tensor, Any, Any]:
-        """A random x [1, n, H], and args and kwargs like the call's own, cut to its first tokens or its last. The latter
-        are said to be at the last positions that the model can have."""
+        """A random x [1, n, H], and args and kwargs like the call's own, cut to its first tokens or its last. The
+        latter are said to be at the last positions that the model can have."""
         n = min(n, x.shape[1])
         cut = slice(x.shape[1] - n, None) if last else slice(n)
         x = torch.randn(1, n, x.shape[2], generator=rng, device=x.device).to(x.dtype)
