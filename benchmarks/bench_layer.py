@@ -106,7 +106,6 @@ def make(name: str, args: argparse.Namespace, device: torch.device) -> Layer:
 
 def by_template(layer: Layer, keep: str) -> Callable[[], None]:
     found = template(layer.module)
-    found.use(found.variants()[0][0])
     params = dict(layer.module.named_parameters())
     weights, dy = Weights({n: p.detach() for n, p in params.items()}), torch.randn_like(layer.x)
 

@@ -208,7 +208,8 @@ def gradcheck(build: Build, monkeypatch: pytest.MonkeyPatch, keep: str = "saved"
     layer.register_forward_pre_hook(lambda m, args, kwargs: seen.update(args=args, kwargs=kwargs), with_kwargs=True)
     model(input_ids=zoo.text(0)["input_ids"][:1, :5], use_cache=False)
     template = Decoder(layer)
-    template.use((style, template.attention.rotary))
+    for norm in template.norms:
+        norm.style = style
     rng = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:

@@ -71,7 +71,6 @@ FAMILIES = {
 ALIKE = {
     "internlm3": lm("internlm3", head_dim=8),
     "iquestcoder": lm("iquestcoder"),
-    "ministral3": lm("ministral3", head_dim=8),
     "granite_swa": lm("granite_swa", **SLIDING),         # with attention sinks
 }
 LLAMA = FAMILIES["llama"]

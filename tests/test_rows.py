@@ -140,7 +140,6 @@ def layer_grads(build: Build, keep: str, wanted: str = "") -> dict[str, Tensor]:
     model.set_attn_implementation("eager" if "sinks" in str(model.state_dict().keys()) else "sdpa")
     layer, x = model.model.layers[0], torch.randn(1, 12, zoo.H)
     template, dy = Decoder(layer), torch.randn_like(x)
-    template.use(template.variants()[0][0])
     angles = tuple(torch.rand(1, 12, 4 if hasattr(layer.self_attn, "sinks") else 8) for _ in range(2))      # as good as any
     _, call = template.take(layer, (x,), {"position_embeddings": angles}, torch.float32)
     call.attention = Attention(SCALE, True)

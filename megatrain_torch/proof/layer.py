@@ -109,13 +109,16 @@ class LayerProof:
         weight, bias = self.w[r.weight], self.w[r.bias] if r.bias else None
         own = correction is None or any(True for _ in module.buffers())
         near = [v for v in (1.0, *_numbers(module)) if abs(v - r.factor) <= 1e-5 * abs(v)]
-        (r.factor, r.least), form = self._router_of(module, own, b, weight, bias, correction, near)
+        (r.normalised, r.factor, r.least), form = self._router_of(module, own, b, weight, bias, correction, near)
         return form
 
     def _router_of(self, module: nn.Module, own: bool, b: Tensor, weight: Tensor, bias: Tensor | None,
                    correction: Tensor | None, near: list[float]) -> Any:
         r = self.mlp.router
-        candidates = forms.routers(r.top_k, r.experts, r.sigmoid, r.normalised, r.wide, near or [r.factor])
+        # Where every expert is chosen, trying it does not tell whether weights are normalised.
+        candidates = (((normalised, *numbers), form) for normalised in (r.normalised, not r.normalised)
+                      for numbers, form in forms.routers(r.top_k, r.experts, r.sigmoid, normalised, r.wide,
+                                                         near or [r.factor]))
         return self._match(f"its router ({type(module).__name__})",
                            lambda: module(b) if own else module(b, correction),
                            (((numbers, form), lambda form=form: form(b, weight, bias, correction))

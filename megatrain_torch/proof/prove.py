@@ -48,7 +48,7 @@ def settings_of(template: Any) -> tuple[Any, ...]:
     if isinstance(template, Embedding):
         return ()
     router = getattr(template.mlp, "router", None)
-    routed = () if router is None else (router.factor, router.least)
+    routed = () if router is None else (router.normalised, router.factor, router.least)
     return (tuple(n.style for n in template.norms), template.attention.rotary, *routed)
 
 
@@ -61,7 +61,8 @@ def adopt(template: Any, settings: tuple[Any, ...]) -> None:
         for norm, style in zip(template.norms, styles):
             norm.style = style
         if routed:
-            template.mlp.router.factor, template.mlp.router.least = routed
+            r = template.mlp.router
+            r.normalised, r.factor, r.least = routed
 
 
 class _Call:

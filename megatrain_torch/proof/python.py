@@ -33,8 +33,8 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 _PURE = frozenset((
     "abs all any bool callable complex dict divmod enumerate filter float format frozenset getattr hasattr int "
     "isinstance issubclass len list map max min pow range repr reversed round set slice sorted str sum super tuple "
-    "zip print ValueError TypeError RuntimeError KeyError AttributeError NotImplementedError AssertionError IndexError Exception "
-    "NotImplemented Ellipsis True False None property staticmethod classmethod").split())
+    "zip print ValueError TypeError RuntimeError KeyError AttributeError NotImplementedError AssertionError IndexError "
+    "Exception NotImplemented Ellipsis True False None property staticmethod classmethod").split())
 _STORES = ("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "DELETE_GLOBAL",
            "IMPORT_NAME", "YIELD_VALUE", "GEN_START", "SEND")
 # Attributes by which Python looks at itself, or tensors at their memory.
