@@ -9,6 +9,7 @@ beforehand; this is for those who did not ask.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +48,10 @@ class Cap:
         self._join("True")
 
     def lift(self) -> None:
-        if self.before is not None:
+        before, self.before = self.before, None
+        if before is not None:
             self._join("False")
-            torch.cuda.set_per_process_memory_fraction(self.before, self.device)
+            torch.cuda.set_per_process_memory_fraction(before, self.device)
 
     def _join(self, on: str) -> None:
         """Pieces of freed memory that can be joined again: under a limit little is lost. Settings are taken as a whole,
@@ -63,16 +65,16 @@ class Budget:
     """keep(window, tokens): how much a window with a template keeps of this pass."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+        self.runtime = weakref.proxy(runtime)
         self.tokens = 0
-        self.chosen: dict[Window, str] = {}
+        self.chosen: dict[str, str] = {}         # by the window's name
 
     def keep(self, window: Window, tokens: int) -> str:
-        if tokens > self.tokens or window not in self.chosen:
+        if tokens > self.tokens or window.name not in self.chosen:
             self.tokens = max(tokens, self.tokens)
             windows = [w for w in self.runtime.windows if w.fused is not None and w.mode == "auto"]
-            self.chosen = self._choose(windows, self.tokens)
-        return self.chosen.get(window, "replay")
+            self.chosen = {w.name: mode for w, mode in self._choose(windows, self.tokens).items()}
+        return self.chosen.get(window.name, "replay")
 
     def _choose(self, windows: list[Window], tokens: int) -> dict[Window, str]:
         free = self._free(windows, tokens)

@@ -22,6 +22,7 @@ import functools
 import itertools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ from .frames import (
 from .guard import HostTensor
 from .lazy import Lazy
 from .templates import Unfit
+from .window import Below
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -308,12 +310,20 @@ class Compiled:
     """
 
     def __init__(self, window: Window, module: nn.Module, structure: Structure) -> None:
-        self.window, self.module, self.structure = window, module, structure
-        self.holders = [m for m in window.modules if m._parameters]
-        self.buffered = [m for m in window.modules if m._buffers]
+        self._window, self.structure = weakref.ref(window), structure           # the window has this
+        self.holders = Below(module, [m for m in window.modules if m._parameters])
+        self.buffered = Below(module, [m for m in window.modules if m._buffers])
         self.numbers = {m.__dict__["layer_idx"] for m in window.modules if "layer_idx" in m.__dict__}
         self.declined = self.given_up = ""
         self.pieces = 0
+
+    @property
+    def window(self) -> Window:
+        return self._window()
+
+    @property
+    def module(self) -> nn.Module:
+        return self._window().module
 
     @property
     def why_not(self) -> str:

@@ -85,12 +85,20 @@ class Head:
     """
 
     def __init__(self, window: Window, module: nn.Linear) -> None:
-        self.window, self.module = window, module
+        self._window = weakref.ref(window)       # which has this
         by_param = {id(r.param): r for r in window.records}
         named = dict(module.named_parameters())
         self.weight = by_param[id(named["weight"])]
         self.bias = by_param[id(named["bias"])] if "bias" in named else None
         self.declined = ""
+
+    @property
+    def window(self) -> Window:
+        return self._window()
+
+    @property
+    def module(self) -> nn.Linear:
+        return self._window().module
 
     def versions(self) -> list[int]:
         core = self.window.runtime.core
@@ -144,6 +152,7 @@ class Logits:
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
         self.head, self.hidden = head, hidden
+        self.window, self.module = head.window, head.module      # logits may be read when the model is gone
         self.hidden_version, self.versions = hidden._version, head.versions()
         self.value: Tensor | None = None
         self.fused = self.watched = False
@@ -465,7 +474,7 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, head: Head, curve: Curve, picks: tuple[Pick, ...], labels: Tensor, options: dict[str, Any],
                 hidden: Tensor, *params: Tensor) -> Tensor:
-        ctx.head, ctx.records = head, head.window.trainable
+        ctx.head, ctx.window, ctx.records = head, head.window, head.window.trainable
         ctx.use = Use(ctx.records) if in_backward() == -1 else None
         wanted = (hidden.requires_grad, head.weight in ctx.records, head.bias in ctx.records)
         with exactly(hidden.device):

@@ -129,6 +129,7 @@ class ReplayFrame:
 
     def __init__(self, window: Window, args: Any, kwargs: Any) -> None:
         self.window, self.runtime = window, window.runtime
+        self.module = window.module                      # the graph may outlive the model
         self.count = 0                                   # tensors saved by the first run
         self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
         fork = Fork()

@@ -11,6 +11,7 @@ keys and values, cut off from the graph; a backward through them raises.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ class Layer(torch.autograd.Function):
     def forward(ctx: Any, fused: Fused, call: Any, mode: Mode, bundle: Bundle | None, x: Tensor, *params: Tensor
                 ) -> Tensor:
         window = fused.window
+        ctx.window = window                  # which the graph may outlive its module with
         ctx.fused, ctx.call, ctx.records, ctx.keep, ctx.bundle = fused, call, window.trainable, mode.keep, bundle
         ctx.names, ctx.wanted = fused.trained_names, fused.wanted        # requires_grad may change meanwhile
         ctx.use = Use(window.trainable) if in_backward() == -1 else None
@@ -161,12 +163,20 @@ class Fused:
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
-        self.window, self.module, self.template = window, module, template(module)
+        self._window, self.template = weakref.ref(window), template(module)      # the window has this
         names = {id(p): n for n, p in module.named_parameters()}
         self.names = [names[id(r.param)] for r in window.records]
         self.verdict: str | None = None
         self.declined = ""
         self.split()
+
+    @property
+    def window(self) -> Window:
+        return self._window()
+
+    @property
+    def module(self) -> nn.Module:
+        return self._window().module
 
     def split(self) -> None:
         """Follows requires_grad."""

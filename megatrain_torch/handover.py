@@ -15,6 +15,7 @@ What is under way in one graph task is flushed when the task ends, by autograd's
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ SET, ADD = 0, 1
 
 class HandOver:
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+        self.runtime: Runtime = weakref.proxy(runtime)       # which has this
         self.unstepped = False               # gradients were sent since mt.AdamW's last step
         self.alive: deque[tuple[int, list[Tensor]]] = deque()   # sources of copies that are still in flight
         self.opened = 0                                         # windows of this pass, while there are such
@@ -137,6 +138,7 @@ class HandOver:
             record.pending = None
         self.summed.clear()
         self._send(rest)
+        self.runtime.forget_lazy()
         self.runtime.handed_over()
 
     def sweep(self) -> None:
@@ -202,7 +204,7 @@ class HandOver:
         """Half-way through a forward, compute is told to wait for the last gradients of the backward before: they
         are home by then, and need not stay on the device beside this pass's activations."""
         self.opened += 1
-        if self.opened == max(1, len(self.runtime.windows) // 2):
+        if self.opened == max(1, self.runtime.window_count // 2):
             self.runtime.core.land(self.runtime.stream())
             self.let_go()
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,8 @@ _patched = False
 
 def prepare(rt: Runtime, root: nn.Module, put: Any) -> None:
     transformers = sys.modules.get("transformers")
-    rt.checkpointing = [m for m in root.modules() if isinstance(getattr(m, "gradient_checkpointing", None), bool)]
+    rt.checkpointing = [weakref.ref(m) for m in root.modules()
+                        if isinstance(getattr(m, "gradient_checkpointing", None), bool)]
     base = getattr(getattr(transformers, "modeling_utils", None), "PreTrainedModel", None)
     if base is None:
         return
@@ -81,8 +83,9 @@ def empty_entry(cache: Any, layer: int) -> bool:
 
 def before_pass(rt: Runtime) -> None:
     """Called as a root forward begins."""
-    for m in rt.checkpointing:
-        if m.gradient_checkpointing:
+    for ref in rt.checkpointing:
+        m = ref()
+        if m is not None and m.gradient_checkpointing:
             m.gradient_checkpointing = False
             rt.activations = "replay"
             for w in rt.windows:

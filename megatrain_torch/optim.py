@@ -1,8 +1,11 @@
 """mt.AdamW: a torch optimizer whose step runs on the host, behind the next forward."""
 from __future__ import annotations
 
+import importlib
 import math
 import numbers
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -98,7 +101,9 @@ class AdamW(torch.optim.Optimizer):
         self._complaint = ""
         self._states = states
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
+        self._members: dict[Tensor, dict[str, Any]] | None = None      # groups by parameter, while updates begin early
         self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
+        _import_dynamo()
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
         self._ask_for_room()
         clipping.prepare()
@@ -160,6 +165,7 @@ class AdamW(torch.optim.Optimizer):
         elif self._clip_here(elsewhere):
             self._step_all(math.inf)
         self._done.clear()
+        self._members = None
         for speculation in self._speculations:
             speculation.stepped()
         for rt in {h.runtime for h in self._handed}:
@@ -429,8 +435,11 @@ class AdamW(torch.optim.Optimizer):
     # ---- updates that may be taken back ----
 
     @torch.no_grad()
-    def _expected(self, records: list[Record], groups: dict[Tensor, dict[str, Any]]) -> list[Any]:
+    def _expected(self, records: list[Record]) -> list[Any]:
         """What the next step() will ask for of a unit, if nothing happens until then. Empty: that cannot be told."""
+        if self._members is None:
+            self._members = {p: g for g in self.param_groups for p in g["params"]}
+        groups = self._members
         self._settle()                       # a skipped step counts no more; its norm has been known for long
         with torch._C.DisableTorchFunctionSubclass():
             given = [(r, r.param.grad) for r in records if r.numel and r.param in groups]
@@ -534,6 +543,15 @@ class AdamW(torch.optim.Optimizer):
         found = {id(p._mt.runtime): p._mt.runtime for g in self.param_groups for p in g["params"]
                  if isinstance(p, StreamedParameter)}
         return list(found.values())
+
+
+def _import_dynamo() -> None:
+    """torch does so as the first optimizer of a process is made, and keeps a traceback whose frames would hold that
+    optimizer, its parameters and so the store: a thread's hold nothing."""
+    if "torch._dynamo" not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",), name="mt-import")
+        thread.start()
+        thread.join()
 
 
 class _Observer:

@@ -96,7 +96,9 @@ class Slot:
         """The views by name, for a template; made once, their joint views too."""
         weights = self.weights.get(unit)
         if weights is None:
-            weights = self.weights[unit] = Weights(dict(zip(names, self.unit_views(unit, records))), self._counted)
+            slot = weakref.ref(self)             # which has them
+            weights = self.weights[unit] = Weights(dict(zip(names, self.unit_views(unit, records))),
+                                                   lambda make: slot()._counted(make))
         return weights
 
     def _counted(self, make: Callable[[], Tensor]) -> Tensor:
@@ -151,7 +153,7 @@ class Runtime:
         self.filed: set[int] = set()                         # of which weights are too, as soon as they are there
         self.arrivals = Arrivals(self, ())                   # of settled units: whose states come and leave
         self.passing: frozenset[int] = frozenset()           # units whose gradients are kept nowhere
-        self.windows: list[Window] = []
+        self._windows: list[weakref.ref[Window]] = []        # modules have them, and they have this
         self.records: list[Record] = []
         self.units: list[list[Record]] = []
         self.unit_names: list[str] = []
@@ -166,11 +168,11 @@ class Runtime:
         self.room: Any = None                # preflight.Room: whether planes that come later will fit
         self.store_bytes = 0                 # device memory that settled units' planes will take, slots left out
         self._lazy: dict[tuple[int, bool], Lazy] = {}
-        self._first_root: Any = None
+        self._first_root: weakref.ref[Any] | None = None
         self._backward_seen = False
         self.check_tree: Any = None
         self.bindings = 0                    # windows opened and weights fetched outside of them, ever
-        self.checkpointing: list[nn.Module] = []
+        self.checkpointing: list[weakref.ref[nn.Module]] = []
         self.opened = time.perf_counter()
         self.reported: tuple[float, dict[str, int]] = (self.opened, {})    # the last report without a trace
         self.trace: Any = None               # mt.trace's, while it is on
@@ -178,6 +180,28 @@ class Runtime:
         self.broken = ""                     # why the weights are not to be used: a load that failed half-way
         self.told_unlocked = False           # the user knows that host memory could not be locked
         self._split: Any = None
+
+    def __del__(self) -> None:
+        """The last who had it let go: the device's limit is lifted, and the engine ends before slots are freed."""
+        with contextlib.suppress(AttributeError):        # it was never whole
+            self.cap.lift()
+            self.core.close()
+
+    def itself(self) -> Runtime:
+        """For those who know it by a proxy."""
+        return self
+
+    @property
+    def windows(self) -> list[Window]:
+        """Those whose modules are still there."""
+        return [w for w in [ref() for ref in self._windows] if w is not None]
+
+    @property
+    def window_count(self) -> int:
+        return len(self._windows)
+
+    def add_window(self, window: Window) -> None:
+        self._windows.append(weakref.ref(window))
 
     def choose_states(self, states: str) -> None:
         """How AdamW's states are kept, of the whole model, from before there are any.
@@ -309,6 +333,12 @@ class Runtime:
             found = self._lazy[key] = Lazy(record)
         return found
 
+    def forget_lazy(self) -> None:
+        """A forward or a backward is over. What was read in it has a history, which holds the parameters, which hold
+        this: a cycle that no collector sees."""
+        if self._lazy:
+            self._lazy.clear()
+
     def device_copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""
         self.bindings += 1
@@ -423,6 +453,8 @@ class Runtime:
                 yield self.begin(who, args, kwargs) if begins else (args, kwargs)
         finally:
             leave()
+            if outermost:
+                self.forget_lazy()
 
     def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A root forward starts; its inputs come to the compute device."""
@@ -435,10 +467,10 @@ class Runtime:
         self.warn_unlocked()
         hf.before_pass(self)
         if self.check_tree is not None:
-            self.check_tree()
+            self.check_tree(self)
         self._refresh()
-        if self._backward_seen or self._first_root is None or who is self._first_root:
-            self._first_root, self._backward_seen = who, False
+        if self._backward_seen or self._first_root is None or self._first_root() in (who, None):
+            self._first_root, self._backward_seen = weakref.ref(who), False
             self.handover.sweep()
             self.handover.let_go()
             self.handover.opened = 0
@@ -473,7 +505,7 @@ class Runtime:
     def follow(self) -> None:
         """Of which parameters there are gradients is as they say now."""
         with torch._C.DisableTorchFunctionSubclass():
-            trains = [r.param.requires_grad for r in self.records]
+            trains = [(p := r.param) is not None and p.requires_grad for r in self.records]
         for r, on in zip(self.records, trains):
             if on != r.was_trainable:
                 r.was_trainable = on

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,33 @@ class Bind(torch.autograd.Function):
         return None, None, *ctx.window.runtime.handover.take(ctx.records, ctx.use, nodes, grads)
 
 
+def method_of(call: Any, module: nn.Module) -> bool:
+    return isinstance(call, types.MethodType) and call.__self__ is module
+
+
+class Below:
+    """Some modules of a window, in order; the window's own, which comes first, weakly: it has the window.
+
+    Attributes:
+        inside: the others.
+    """
+
+    __slots__ = ("_top", "inside")
+
+    def __init__(self, top: nn.Module, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        self.inside = tuple(m for m in modules if m is not top)
+        self._top = weakref.ref(top) if len(self.inside) < len(modules) else None
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        if self._top is not None:
+            yield self._top()
+        yield from self.inside
+
+    def __bool__(self) -> bool:
+        return self._top is not None or bool(self.inside)
+
+
 class Window:
     """One module that is run with its weights bound.
 
@@ -60,7 +88,9 @@ class Window:
     def __init__(self, runtime: Runtime, name: str, module: nn.Module, records: list[Record]) -> None:
         self.runtime, self.name, self.records = runtime, name, records
         self.units = list(dict.fromkeys(r.unit for r in records))
-        self.inner = module.forward
+        self._module, own = weakref.ref(module), module.forward      # which has this window
+        self._own = own.__func__ if method_of(own, module) else own
+        self._is_method = method_of(own, module)
         self.alone = False                   # its records are all of one unit's, in order: set when units are known
         self.mode = "auto"
         self.proved = self.closed = False
@@ -72,14 +102,23 @@ class Window:
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
-        self.buffered = [m for m in module.modules() if m._buffers]
-        self.modules = list(module.modules())
+        self.modules = Below(module, module.modules())
+        self.buffered = Below(module, [m for m in module.modules() if m._buffers])
         # Attributes that forward changes; found by the first run.
         self.mutable: list[tuple[nn.Module, str]] | None = None
         self.config = next((m.config for m in self.modules if hasattr(m, "config")), None)
-        self.recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
-        self.hooks = [d for m in self.modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks,
-                                                            m._backward_pre_hooks)]
+        self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
+        self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,
+                                                               m._backward_hooks, m._backward_pre_hooks)]
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module()
+
+    @property
+    def inner(self) -> Any:
+        """The module's own forward."""
+        return types.MethodType(self._own, self._module()) if self._is_method else self._own
 
     @property
     def code(self) -> str:
@@ -105,7 +144,7 @@ class Window:
         """What is done about activations; "auto" before the first pass has decided."""
         rt = self.runtime
         mode = self.mode if self.mode != "auto" else rt.activations
-        return rt.budget.chosen.get(self, mode) if mode == "auto" else mode
+        return rt.budget.chosen.get(self.name, mode) if mode == "auto" else mode
 
     # ---- slot tensors ----
 
@@ -309,12 +348,25 @@ class Installed:
     """
 
     def __init__(self, module: nn.Module, name: str, call: Any) -> None:
-        self._own = module.__dict__.get(name)
+        self._own, self._module = module.__dict__.get(name), weakref.ref(module)
         original = getattr(module, name)
-        functools.update_wrapper(self, original)
-        self.__self__, self.__name__ = module, name
+        self._is_method = method_of(original, module)
         self.__func__ = getattr(original, "__func__", original)
+        for said in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(original, said):
+                setattr(self, said, getattr(original, said))
+        self.__dict__.update({k: v for k, v in getattr(original, "__dict__", {}).items() if k != "__wrapped__"})
+        self.__name__ = name
         self._call = call
+
+    @property
+    def __self__(self) -> nn.Module:
+        """Weakly: the module has this."""
+        return self._module()
+
+    @property
+    def __wrapped__(self) -> Any:
+        return types.MethodType(self.__func__, self._module()) if self._is_method else self.__func__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)

@@ -10,6 +10,7 @@ import gc
 import itertools
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from .records import DTYPES, Record
 from .runtime import Runtime
 from .state import BoundParameters, HostBuffers
 from .units import Group, find, group, stored_dtype
-from .window import Installed, Window
+from .window import Installed, Window, method_of
 
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
@@ -173,6 +174,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         _to_disk(rt, asked, choices)
         _place(rt, asked, choices)
         _fill(rt, asked.groups, masters)         # from here on the model changes, and nothing is checked any more
+        room.let_go()
         _install(rt, module, found)
         rt.warn_unlocked()
     except BaseException:
@@ -497,7 +499,7 @@ def _adopt(rt: Runtime, r: Record, masters: bool) -> None:
     r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(r.unit, r.index), r.host._version
     p.grad = grad
     p.__class__ = StreamedParameter
-    p._mt = r
+    p._mt, p._mt_runtime = r, rt
 
 
 # ---- installing ----------------------------------------------------------------------------------
@@ -510,7 +512,7 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
         if records:
             m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
         _runtimes[m] = weakref.ref(rt)
-        _put(m, "_apply", lambda fn, recurse=True, m=m: _apply(rt, m, fn))
+        _put(m, "_apply", lambda fn, recurse=True, m=weakref.ref(m): _apply(rt, m(), fn))
         _put(m, "load_state_dict", _loader(m))
         _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
     head = head_of(root, found.windows)
@@ -523,7 +525,7 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
         w.compiled = compiled_of(rt, w, m) if m is not head else None
         if m is head and wanted(rt.compute, rt.is_cuda, [r.dtype for r in records]):
             give_head(w, m)
-        rt.windows.append(w)
+        rt.add_window(w)
         _put(m, "forward", w)
     if isinstance(rt.activations, dict):
         rt.activations = "auto"
@@ -532,36 +534,43 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
     hf.prepare(rt, root, _put)
     _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
-    rt.check_tree = _tree_check(rt, root)
+    rt.check_tree = _tree_check(root)
     for m in root.modules():
         _move_buffers(rt, m)
     rt._refresh()
 
 
 def _put(module: nn.Module, name: str, call: Any) -> None:
+    """In the place of a method. The module has it, so `call` holds no module."""
     if name == "forward" and "torch._dynamo" in sys.modules:
         call = torch._dynamo.disable(call)          # torch.compile(model): our own code is not for tracing
     module.__dict__[name] = Installed(module, name, call)
 
 
+def _method(module: nn.Module, name: str) -> Callable[[], Any]:
+    """Gives the module's method, without holding the module."""
+    own = getattr(module, name)
+    return weakref.WeakMethod(own) if method_of(own, module) else lambda: own
+
+
 def _container(rt: Runtime, module: nn.Module) -> Any:
-    inner = module.forward
+    inner, who = _method(module, "forward"), weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with rt.entered(module, args, kwargs) as (args, kwargs):
-            return inner(*args, **kwargs)
+        with rt.entered(who(), args, kwargs) as (args, kwargs):
+            return inner()(*args, **kwargs)
 
     return forward
 
 
 def _loader(module: nn.Module) -> Any:
-    own = module.load_state_dict
+    own = _method(module, "load_state_dict")
 
     def load_state_dict(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         if assign:
             raise MegatrainError("load_state_dict(assign=True) would put tensors in the place of streamed parameters; "
                                  "leave assign out: values are copied into the store")
-        return own(state_dict, strict=strict)
+        return own()(state_dict, strict=strict)
 
     return load_state_dict
 
@@ -569,13 +578,13 @@ def _loader(module: nn.Module) -> Any:
 def _zero_grad(module: nn.Module) -> Any:
     """As torch's, which reads each `.grad`, and so would wait for its update (Trainer calls it after each step). With
     set_to_none=True, as by default, this waits for nothing."""
-    own = module.zero_grad
+    own, who = _method(module, "zero_grad"), weakref.ref(module)
 
     def zero_grad(set_to_none: bool = True) -> None:
         if not set_to_none:
-            return own(set_to_none=False)
+            return own()(set_to_none=False)
         with torch._C.DisableTorchFunctionSubclass():
-            for p in module.parameters():
+            for p in who().parameters():
                 p.grad = None
         return None
 
@@ -612,18 +621,19 @@ def _apply(rt: Runtime, module: nn.Module, fn: Any) -> nn.Module:
     return module
 
 
-def _tree_check(rt: Runtime, root: nn.Module) -> Any:
+def _tree_check(root: nn.Module) -> Any:
     seen = _registrations
     ref = weakref.ref(root)
 
-    def check() -> None:
+    def check(rt: Runtime) -> None:
         nonlocal seen
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
                                  "see no gradients; run one process with one streamed model")
-        if seen == _registrations:
+        root = ref()
+        if seen == _registrations or root is None:           # None: a part of it is all that is left
             return
-        for name, p in ref().named_parameters():
+        for name, p in root.named_parameters():
             if not isinstance(p, StreamedParameter) or p._mt.runtime is not rt:
                 raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
                                      "change the model first (get_peft_model, load_adapter, new heads), then stream "
@@ -638,6 +648,8 @@ def _tree_check(rt: Runtime, root: nn.Module) -> Any:
 
 def _restore(r: Record) -> None:
     p = r.param
+    if p is None:                        # nobody has it any more
+        return
     value = r.host.clone()
     grad = None
     with torch._C.DisableTorchFunctionSubclass():
@@ -645,6 +657,7 @@ def _restore(r: Record) -> None:
             grad = p.grad.clone() if p.grad is r.grad_view else p.grad
             p.grad = None
     p.__dict__.pop("_mt", None)
+    p.__dict__.pop("_mt_runtime", None)
     p.__class__ = nn.Parameter
     p.data = value
     p.grad = grad
