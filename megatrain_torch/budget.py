@@ -9,7 +9,6 @@ beforehand; this is for those who did not ask.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +64,7 @@ class Budget:
     """keep(window, tokens): how much a window with a template keeps of this pass."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime = weakref.proxy(runtime)
+        self.runtime = runtime
         self.tokens = 0
         self.chosen: dict[str, str] = {}         # by the window's name
 

@@ -15,7 +15,6 @@ What is under way in one graph task is flushed when the task ends, by autograd's
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ SET, ADD = 0, 1
 
 class HandOver:
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime: Runtime = weakref.proxy(runtime)       # which has this
+        self.runtime = runtime
         self.unstepped = False               # gradients were sent since mt.AdamW's last step
         self.alive: deque[tuple[int, list[Tensor]]] = deque()   # sources of copies that are still in flight
         self.opened = 0                                         # windows of this pass, while there are such
@@ -51,7 +50,7 @@ class HandOver:
              grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         if torch.is_grad_enabled():
             raise MegatrainError("backward(create_graph=True) through a streamed model is not supported")
-        self._join_task()
+        self.join_task()
         again = use is None or use.handed          # a graph that is gone through twice
         if use is not None:
             use.hand()
@@ -120,9 +119,11 @@ class HandOver:
 
     # ---- a graph task, from its first hand-over to its end ----
 
-    def _join_task(self) -> None:
+    def join_task(self) -> None:
         self.stream = self.runtime.stream()
         task = in_backward()
+        if task not in self.runtime.door.tasks:
+            self.runtime.door.task_begins(task)
         if task not in self.tasks:
             self.tasks.add(task)
             self.runtime.backward_began()
@@ -131,6 +132,7 @@ class HandOver:
     def _task_ended(self, task: int) -> None:
         """Runs in whichever thread ends the task: sends what waited for uses that never came."""
         self.tasks.discard(task)
+        self.runtime.door.task_ends(task)
         rest = []
         for record in self.summed.values():
             if record.pending is not None:

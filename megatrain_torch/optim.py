@@ -95,8 +95,9 @@ class AdamW(torch.optim.Optimizer):
         self._norm: float | None = None
         self._limit_once = math.inf                        # of the next step, beside max_grad_norm
         self._steps = 0                                    # calls of step()
-        self._asked: clipping.LateNorm | None = None       # for the next step; taken over by it
-        self._late: clipping.LateNorm | None = None        # of the last step
+        # Weakly: such a norm asks this optimizer for its value. Of whom nobody has any more, nobody wants it.
+        self._asked: weakref.ref[clipping.LateNorm] | None = None      # for the next step; taken over by it
+        self._late: weakref.ref[clipping.LateNorm] | None = None       # of the last step
         self._skipped = 0
         self._complaint = ""
         self._states = states
@@ -146,8 +147,7 @@ class AdamW(torch.optim.Optimizer):
         clipping.prepare()
         self._check_served()
         self._settle()
-        if self._late is not None:
-            self._late.settle()
+        clipping.settle(self._late)
         self._late, self._asked = self._asked, None
         self._steps += 1
         complaint, self._complaint = self._complaint, ""
@@ -201,7 +201,7 @@ class AdamW(torch.optim.Optimizer):
         """As in torch. With set_to_none waits for nothing but a norm that was asked for and not stepped with; else for
         the updates that still read the gradients."""
         if self._asked is not None:          # a batch that is dropped, its limit too
-            self._asked.settle()
+            clipping.settle(self._asked)
             self._asked, self._limit_once = None, math.inf
         if not set_to_none:
             return super().zero_grad(set_to_none=False)
@@ -253,7 +253,7 @@ class AdamW(torch.optim.Optimizer):
     def clips_alone(self, params: list[Tensor]) -> bool:
         """Are these parameters' gradients all that the next step() uses, weighed by one engine and not clipped yet?"""
         if self._asked is not None:
-            self._asked.settle()
+            clipping.settle(self._asked)
             if not self._in_backward:
                 return False
         mine = {p for g in self.param_groups for p in g["params"]}
@@ -282,8 +282,9 @@ class AdamW(torch.optim.Optimizer):
             self._settle()                   # the step was just the next: a later one takes the norm before it begins
             return self._norm or 0.0
 
-        self._limit_once, self._asked = limit, clipping.LateNorm.of(find)
-        return self._asked
+        norm = clipping.LateNorm.of(find)
+        self._limit_once, self._asked = limit, weakref.ref(norm)
+        return norm
 
     def _norm_here(self) -> float:
         """The norm of the gradients there are, before any step: of what was updated in backward, else on the host."""

@@ -18,6 +18,7 @@ from .arrive import Arrivals
 from .budget import Budget, Cap
 from .compiled import Structure, refuse_other_units
 from .disk import BLOCKS, BUFFER_BYTES, BUFFERS, THREADS, Disk
+from .door import Door
 from .errors import MegatrainError
 from .guard import plain
 from .handover import HandOver
@@ -158,12 +159,14 @@ class Runtime:
         self.units: list[list[Record]] = []
         self.unit_names: list[str] = []
         self.slots: list[Slot] = []
-        self.handover = HandOver(self)
+        own = weakref.proxy(self)            # for what only this has
+        self.handover = HandOver(own)
+        self.door = Door(type(root).__name__, self.is_cuda)
         self.activations, self.compute = "auto", "auto"
         self.structures: dict[Any, Structure] = {}           # of windows that torch.compile runs
         self.vram: int | None = None         # limit of what may be used of the device, bytes
-        self.budget = Budget(self)
-        self.swap = Swap(self)               # what windows keep in host memory
+        self.budget = Budget(own)
+        self.swap = Swap(own)               # what windows keep in host memory
         self.cap = Cap(device, None, 0)      # of torch's allocator, where there is a limit
         self.room: Any = None                # preflight.Room: whether planes that come later will fit
         self.store_bytes = 0                 # device memory that settled units' planes will take, slots left out
@@ -274,10 +277,17 @@ class Runtime:
 
     def acquire(self, unit: int) -> int:
         """The slot that the unit is in, when compute gets there."""
+        self._joins()
         slot = self.core.acquire(unit, self.stream())
         if self.arrivals.over:
             self.arrivals.leave()
         return slot
+
+    def _joins(self) -> None:
+        """A backward that asks for a weight is in the model until its end."""
+        task = in_backward()
+        if task != -1 and task not in self.door.tasks:
+            self.handover.join_task()
 
     def acquire_views(self, unit: int) -> list[Tensor]:
         slot = self.acquire(unit)
@@ -293,6 +303,7 @@ class Runtime:
 
     def slot_view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
         """Part of a unit's weights, fetched if need be. offset: bytes from the unit's start."""
+        self._joins()
         slot = self.core.acquire(unit, self.stream())
         with torch.no_grad():
             return self.slots[slot].view(offset, dtype, size, stride)
@@ -446,15 +457,17 @@ class Runtime:
     @contextlib.contextmanager
     def entered(self, who: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
         """Around a container's forward; the outermost streamed forward begins a pass."""
-        outermost = enter()
+        takes = self.door.enter(in_backward())
+        begins = enter() and in_backward() == -1
         try:
-            begins = outermost and in_backward() == -1
             with masks.spared(self) if begins else contextlib.nullcontext():
                 yield self.begin(who, args, kwargs) if begins else (args, kwargs)
         finally:
             leave()
-            if outermost:
+            if begins:
                 self.forget_lazy()
+            if takes:
+                self.door.leave()
 
     def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A root forward starts; its inputs come to the compute device."""
@@ -472,6 +485,7 @@ class Runtime:
         if self._backward_seen or self._first_root is None or self._first_root() in (who, None):
             self._first_root, self._backward_seen = weakref.ref(who), False
             self.handover.sweep()
+            self.door.tasks.clear()
             self.handover.let_go()
             self.handover.opened = 0
             self.swap.sweep()

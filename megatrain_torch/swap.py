@@ -167,7 +167,7 @@ class Swap:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime: Runtime = weakref.proxy(runtime)       # which has this
+        self.runtime = runtime
         self.ahead, self.position = 1, 0
         self.held: deque[tuple[Bundle, list[Tensor]]] = deque()      # whose sources may not be freed yet
         self.out: list[weakref.ref[Bundle]] = []         # in the order in which they left

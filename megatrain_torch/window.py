@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import masks, whole
+from .door import Door
 from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push
 from .modes import Mode, read
 from .records import Record, Use
@@ -202,19 +203,22 @@ class Window:
     # ---- running ----
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rt = self.runtime
-        if enter() and in_backward() == -1:
-            try:
-                args, kwargs = rt.begin(self, args, kwargs)
-            except BaseException:
-                leave()
-                raise
-        if rt.handover.alive and in_backward() == -1:
-            rt.handover.window_opens()
+        rt, task = self.runtime, in_backward()
+        takes = rt.door.enter(task)
+        outermost = enter()
         try:
+            if task == -1:
+                if outermost:
+                    args, kwargs = rt.begin(self, args, kwargs)
+                if rt.handover.alive:
+                    rt.handover.window_opens()
             return self.once(args, kwargs) if rt.trace is None else rt.trace.forward(self, args, kwargs)
         finally:
             leave()
+            if outermost and task == -1:
+                rt.forget_lazy()
+            if takes:
+                rt.door.leave()
 
     def once(self, args: Any, kwargs: Any) -> Any:
         """One forward: by a template, with logits left unmade, compiled, or in the window's way with activations."""
@@ -338,6 +342,9 @@ class Window:
                     with torch.autograd._unsafe_preserve_version_counter(b):
                         b.copy_(values)
         return now
+
+
+Door.forwards = frozenset({Window.__call__.__code__})
 
 
 class Installed:

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _core, astray, hf
+from . import _core, astray, hf, patches
 from .arguments import check_count, check_dtype
 from .budget import Cap
 from .compiled import compiled_of
 from .cost import LENT
 from .deferred import give_head, head_of
 from .disk import SPILLED, Disk, check_room, file_bytes
+from .door import Door
 from .errors import MegatrainError
 from .formats import check_states
 from .fused import template_of, wanted
@@ -68,8 +69,15 @@ def _count_registration(module: nn.Module, *_: Any) -> None:
         _registrations += 1
 
 
-nn.modules.module.register_module_parameter_registration_hook(_count_registration)
-nn.modules.module.register_module_module_registration_hook(_count_registration)
+def _count_registrations() -> Callable[[], None]:
+    handles = [nn.modules.module.register_module_parameter_registration_hook(_count_registration),
+               nn.modules.module.register_module_module_registration_hook(_count_registration)]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
 
 
 def runtime_of(module: nn.Module) -> Runtime:
@@ -505,6 +513,8 @@ def _adopt(rt: Runtime, r: Record, masters: bool) -> None:
 # ---- installing ----------------------------------------------------------------------------------
 
 def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
+    patches.hold(rt)
+    patches.once("registrations", _count_registrations)
     astray.watch()
     by_param = {id(r.param): r for r in rt.records}
     for m in root.modules():
@@ -560,6 +570,7 @@ def _container(rt: Runtime, module: nn.Module) -> Any:
         with rt.entered(who(), args, kwargs) as (args, kwargs):
             return inner()(*args, **kwargs)
 
+    Door.forwards |= {forward.__code__}
     return forward
 
 
@@ -679,6 +690,7 @@ def _give_back(rt: Runtime, root: nn.Module) -> None:
             _restore(r)
         if rt.away(unit):
             rt.take(unit)
+    patches.release(rt)
     rt.cap.lift()
     rt.core.close()
 
