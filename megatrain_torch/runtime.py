@@ -174,6 +174,7 @@ class Runtime:
         self._first_root: weakref.ref[Any] | None = None
         self._backward_seen = False
         self.check_tree: Any = None
+        self.given = 0                       # places of parameters that have something else: functional_call
         self.bindings = 0                    # windows opened and weights fetched outside of them, ever
         self.checkpointing: list[weakref.ref[nn.Module]] = []
         self.opened = time.perf_counter()
@@ -312,7 +313,10 @@ class Runtime:
         """(unit, byte offset) when t lies in a slot that still holds the unit it was taken from."""
         if type(t) is not Tensor or t.layout is not torch.strided:
             return None
-        address = t.data_ptr()
+        try:
+            address = t.data_ptr()
+        except RuntimeError:                 # a tensor of torch.func's transforms
+            return None
         if not self.lowest <= address < self.highest:
             return None
         slot, unit, offset = self.core.find(address)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from . import masks, whole
 from .door import Door
+from .errors import MegatrainError
 from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push
 from .modes import Mode, read
 from .records import Record, Use
@@ -45,6 +46,12 @@ class Bind(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         nodes = [edge[0] for edge in ctx.next_functions[-len(grads):]]
         return None, None, *ctx.window.runtime.handover.take(ctx.records, ctx.use, nodes, grads)
+
+
+def refuse_functorch(name: str) -> None:
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise MegatrainError(f"{name}: torch.func's transforms know nothing of streamed weights: give all weights with "
+                             "torch.func.functional_call, or mt.unstream(model)")
 
 
 def method_of(call: Any, module: nn.Module) -> bool:
@@ -103,11 +110,15 @@ class Window:
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
-        self.modules = Below(module, module.modules())
-        self.buffered = Below(module, [m for m in module.modules() if m._buffers])
         # Attributes that forward changes; found by the first run.
         self.mutable: list[tuple[nn.Module, str]] | None = None
-        self.config = next((m.config for m in self.modules if hasattr(m, "config")), None)
+        self.look()
+
+    def look(self) -> None:
+        """At the modules there are."""
+        module = self._module()
+        self.modules = Below(module, module.modules())
+        self.buffered = Below(module, [m for m in module.modules() if m._buffers])
         self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
         self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,
                                                                m._backward_hooks, m._backward_pre_hooks)]
@@ -224,6 +235,9 @@ class Window:
         """One forward: by a template, with logits left unmade, compiled, or in the window's way with activations."""
         if not torch.is_grad_enabled():
             return self.run(args, kwargs, False)
+        if self.runtime.given and (left := self._left()) is not None:
+            return self._run_given(left, *masks.dense(args, kwargs))
+        refuse_functorch(self.name)
         self.runtime.swap.entered()
         if self.head is not None:
             out = self.head(args, kwargs)
@@ -240,6 +254,38 @@ class Window:
             if done is not None:
                 return done[0]
         return self._run_saved(args, kwargs, mode) if mode.keep == "saved" else self._run_again(args, kwargs, mode)
+
+    def _left(self) -> list[Record] | None:
+        """Records of the parameters that are in their places; None: all are."""
+        found = [r for m in self.modules for r in getattr(m._parameters, "records", {}).values()]
+        if all(type(r) is Record for r in found):
+            return None
+        return list(dict.fromkeys(r for r in found if type(r) is Record))
+
+    def _run_given(self, left: list[Record], args: Any, kwargs: Any) -> Any:
+        """With other tensors in the places of parameters (torch.func.functional_call): the module's own code. Running
+        again would be too late for them, so activations are kept."""
+        if left:
+            refuse_functorch(self.name)
+        bound, frame = self._bind_some(left), SavedFrame(self)
+        outer = swap_window(bound)
+        if left:
+            _push(frame.pack, frame.unpack)
+        try:
+            with self.flat_weights():
+                return self.runtime.own_outputs(self.inner(*args, **kwargs))
+        finally:
+            if left:
+                _pop()
+            swap_window(outer)
+
+    def _bind_some(self, records: list[Record]) -> dict[Record, Tensor]:
+        trainable = [r for r in records if r.was_trainable]
+        bound = dict(zip(trainable, Bind.apply(self, trainable, *(r.param for r in trainable)))) if trainable else {}
+        frozen = [r for r in records if not r.was_trainable]
+        with torch.no_grad():
+            bound.update(zip(frozen, self.views(frozen) if frozen else ()))
+        return bound
 
     def _run_saved(self, args: Any, kwargs: Any, mode: Mode) -> Any:
         if not mode.host:

@@ -10,7 +10,7 @@ import gc
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from .preflight import (
 )
 from .records import DTYPES, Record
 from .runtime import Runtime
-from .state import BoundParameters, HostBuffers
+from .state import BoundParameters, Given, HostBuffers
 from .units import Group, find, group, stored_dtype
 from .window import Installed, Window, method_of
 
@@ -644,15 +644,38 @@ def _tree_check(root: nn.Module) -> Any:
         root = ref()
         if seen == _registrations or root is None:           # None: a part of it is all that is left
             return
-        for name, p in root.named_parameters():
+        for name, p in _in_their_places(root):
             if not isinstance(p, StreamedParameter) or p._mt.runtime is not rt:
                 raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
                                      "change the model first (get_peft_model, load_adapter, new heads), then stream "
                                      "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
                                      "adapter of its own to LoRA: make the trainer first there")
+        _bind_anew(rt, root)
         seen = _registrations
 
     return check
+
+
+def _in_their_places(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by name, without what functional_call has put there."""
+    given = {id(m._parameters[n]) for m in root.modules() if isinstance(m._parameters, BoundParameters)
+             for n, r in m._parameters.records.items() if type(r) is Given}
+    for name, p in root.named_parameters():
+        if id(p) not in given or isinstance(p, nn.Parameter):
+            yield name, p
+
+
+def _bind_anew(rt: Runtime, root: nn.Module) -> None:
+    """Modules were put in: parameters that moved into them (parametrizations), or changed names, are streamed there."""
+    for m in root.modules():
+        _runtimes[m] = weakref.ref(rt)
+        records = {n: p._mt for n, p in m._parameters.items() if isinstance(p, StreamedParameter)}
+        if isinstance(m._parameters, BoundParameters):
+            m._parameters.bind(records)
+        elif records:
+            m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
+    for window in rt.windows:
+        window.look()
 
 
 # ---- giving back ---------------------------------------------------------------------------------
