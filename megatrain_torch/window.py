@@ -339,15 +339,24 @@ class Window:
 
     @contextlib.contextmanager
     def flat_weights(self) -> Iterator[None]:
-        """nn.LSTM and its kin read a list made when the module was built: made again from the slots."""
-        before = [m._flat_weights for m in self.recurrent]
-        for m in self.recurrent:
-            m._flat_weights = [getattr(m, n) for n in m._flat_weights_names]
+        """nn.LSTM and its kin read a list made when the module was built: made again from the slots.
+
+        Where the list is not of the weights that they read, they put those into one buffer for cuDNN, in place. Without
+        gradients these are the slot's own tensors, which would be of that buffer from then on, whatever comes into the
+        slot: so others, of the same memory, are put there.
+        """
+        before = [(m, m._flat_weights, m._flat_weight_refs) for m in self.recurrent]
+        for m, *_ in before:
+            weights = m._flat_weights = [getattr(m, n) for n in m._flat_weights_names]
+            if not torch.is_grad_enabled():
+                m._flat_weight_refs = [weakref.ref(w) for w in weights]
+                m._flat_weights = [w.detach() for w in weights]
+                m.flatten_parameters()
         try:
             yield
         finally:
-            for m, weights in zip(self.recurrent, before):
-                m._flat_weights = weights
+            for m, weights, refs in before:
+                m._flat_weights, m._flat_weight_refs = weights, refs
 
     # ---- what forward changes besides its output ----
 
