@@ -141,7 +141,7 @@ class ReplayFrame:
         self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.buffers = window.snapshot_buffers()
-        self.attributes = window.snapshot_attributes()
+        self.state, self.changes = window.state(), False         # changes: the first run's, of what is kept there
         self.shapes: list[Any] | None = [] if self.clones is not None else None
         self.random = self.runtime.random_state()
         self.autocast = autocast_state(self.runtime.device.type)
@@ -164,7 +164,12 @@ class ReplayFrame:
     def forward_ended(self, mode: Mode) -> None:
         """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on.
         mode: what it says of the input goes for the inputs with a gradient."""
-        self.window.learn_mutable(self.attributes)
+        why = self.state.ran()
+        if why:
+            raise MegatrainError(f"{self.window.name}: its forward cannot be run again: {why}; "
+                                 "use plan={'activations': 'saved'}")
+        if self.clones is not None:
+            self.changes = self.state.changed()
         changed = any(t._version != v for t, v in self.watched)
         if changed and self.clones is None:
             raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
@@ -208,7 +213,8 @@ class ReplayFrame:
         saved_random = rt.random_state()
         saved_autocast = autocast_state(rt.device.type)
         saved_buffers = window.restore_buffers(self.buffers)
-        saved_attributes = window.restore_attributes(self.attributes)
+        now = window.state()
+        self.state.restore()
         outer, opened = None, False
         try:
             rt.set_random_state(self.random)
@@ -224,7 +230,7 @@ class ReplayFrame:
                 swap_window(outer)
             self.bound = {}
             window.restore_buffers(saved_buffers)
-            window.restore_attributes(saved_attributes)
+            now.restore()
             set_autocast_state(rt.device.type, saved_autocast)
             rt.set_random_state(saved_random)
 
@@ -260,6 +266,11 @@ class ReplayFrame:
                     "one of the variables needed for gradient computation has been modified by an inplace "
                     f"operation: weights of unit {self.runtime.unit_names[unit]!r} were updated between forward "
                     "and backward; call backward() before step()")
+        if self.state.overwritten():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor that {self.window.name!r} keeps was changed after its forward; "
+                "use plan={'activations': 'saved'}")
         if any(t._version != v for t, v in self.watched):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from . import masks, whole
 from .door import Door
+from .effects import Places, Snapshot
 from .errors import MegatrainError
 from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push
 from .modes import Mode, read
@@ -110,8 +111,6 @@ class Window:
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
-        # Attributes that forward changes; found by the first run.
-        self.mutable: list[tuple[nn.Module, str]] | None = None
         self.look()
 
     def look(self) -> None:
@@ -119,6 +118,8 @@ class Window:
         module = self._module()
         self.modules = Below(module, module.modules())
         self.buffered = Below(module, [m for m in module.modules() if m._buffers])
+        self.theirs = Below(module, [m for m in module.modules() if not type(m).__module__.startswith("torch.nn.")])
+        self._places: tuple[list[Any], Places] | None = None
         self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
         self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,
                                                                m._backward_hooks, m._backward_pre_hooks)]
@@ -297,6 +298,9 @@ class Window:
 
     def _run_again(self, args: Any, kwargs: Any, mode: Mode) -> Any:
         frame = ReplayFrame(self, args, kwargs)
+        if frame.state.why:
+            self.unfit, self.mode = self.unfit or frame.state.why, str(mode._replace(keep="saved"))
+            return self._run_saved(args, kwargs, read(self.mode))
         if self.closed and whole.may(self, frame):
             return whole.call(self, frame, args, kwargs)
         if self.proved or self.mode != "whole":
@@ -360,22 +364,12 @@ class Window:
 
     # ---- what forward changes besides its output ----
 
-    def snapshot_attributes(self) -> list[tuple[nn.Module, str, Any]]:
-        """(module, name, value) of tensors kept as plain attributes (recurrent states, masks): all before the
-        first run, then those that it changed."""
-        if self.mutable is not None:
-            return [(m, k, m.__dict__.get(k)) for m, k in self.mutable]
-        return [(m, k, v) for m in self.modules for k, v in m.__dict__.items() if v is None or isinstance(v, Tensor)]
-
-    def learn_mutable(self, before: list[tuple[nn.Module, str, Any]]) -> None:
-        if self.mutable is None:
-            self.mutable = [(m, k) for m, k, v in before if m.__dict__.get(k) is not v]
-
-    def restore_attributes(self, snapshot: list[tuple[nn.Module, str, Any]]) -> list[tuple[nn.Module, str, Any]]:
-        now = [(m, k, m.__dict__.get(k)) for m, k, _ in snapshot]
-        for m, k, v in snapshot:
-            m.__dict__[k] = v
-        return now
+    def state(self) -> Snapshot:
+        """Of attributes, and of whatever else its code may change."""
+        hooks = [h for d in self.hooks for h in d.values()] if any(self.hooks) else []
+        if self._places is None or self._places[0] != hooks:
+            self._places = hooks, Places(self.modules, self.theirs, hooks)
+        return Snapshot(self._places[1])
 
     def snapshot_buffers(self) -> list[tuple[nn.Module, str, Any, Any]]:
         """(module, name, tensor, copy of its values): BatchNorm writes without leaving a trace in `_version`."""
