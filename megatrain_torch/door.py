@@ -1,4 +1,4 @@
-"""One thread at a time in a model: slots, sums and hand-overs are one thread's, and a second one's outputs would be wrong.
+"""One thread at a time in a model: slots, sums and hand-overs are one thread's, and a second's outputs would be wrong.
 
 A thread is in a model during its forward, and during a backward from the first weight that is asked for to the task's
 end. Others that come meanwhile are refused. Turns are anybody's; and autograd's own thread, in which a backward on CUDA

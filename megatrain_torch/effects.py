@@ -76,11 +76,13 @@ class Code:
 
     Attributes:
         globals: (a function's globals, a name in them that it sets, or that is a container). cells: closures' cells.
-        classes: whose own attributes count. randoms: modules with a random state.
+        classes: whose own attributes count. holding: by class, how many these are, and which hold others.
+        randoms: modules with a random state.
     """
 
     def __init__(self, calls: Iterable[Any], owners: Iterable[type]) -> None:
         self.classes: list[type] = []
+        self.holding: dict[type, tuple[int, list[str]]] = {}
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.cells: dict[int, Any] = {}
         self.randoms: set[str] = set()
@@ -96,6 +98,7 @@ class Code:
         for cls in owner.__mro__:
             if _loose(cls.__module__) and cls not in self.classes:
                 self.classes.append(cls)
+                self.holding[cls] = len(vars(cls)), [n for n, v in vars(cls).items() if _container(v)]
                 for value in vars(cls).values():
                     self._follow(getattr(value, "fget", value))
 
@@ -183,7 +186,7 @@ class Places:
         self.first = True
 
     def dicts(self) -> list[dict[str, Any]]:
-        return [d for m in self.modules for d in (vars(m), m._modules)]
+        return [d for m in self.modules for d in ((vars(m), m._modules) if m._modules else (vars(m),))]
 
 
 class Snapshot:
@@ -199,7 +202,8 @@ class Snapshot:
         self._rows: dict[int, tuple[Any, Any]] = {}          # containers, and what was in them
         self._tensors: dict[int, tuple[Tensor, int, Tensor | None]] = {}
         self._seen: set[int] = set()
-        self._values: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []     # how to read and put one, and it
+        self._values: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []     # how to read, and to put one
+        self._classes: list[tuple[type, dict[str, Any]]] = []
         self._states: list[Callable[[], Any]] = []           # what puts back a state
         self._deep()
 
@@ -219,10 +223,10 @@ class Snapshot:
     def _named(self, code: Code) -> Iterator[Any]:
         """What code names; it is kept."""
         for cls in code.classes:
-            for name, value in list(vars(cls).items()):
-                if type(value) in (bool, int, float) or _container(value):
-                    self._values.append((partial(vars(cls).get, name), partial(setattr, cls, name), value))
-                    yield value
+            held = vars(cls).copy()
+            self._classes.append((cls, held))
+            names = code.holding[cls]
+            yield from held.values() if len(held) != names[0] else [held[n] for n in names[1]]
         for there, name in code.globals.values():
             self._values.append((partial(there.get, name, _GONE), partial(_set_item, there, name),
                                  there.get(name, _GONE)))
@@ -258,7 +262,7 @@ class Snapshot:
             return [value.__self__]
         elif isinstance(value, partial):
             return [*value.args, *value.keywords.values()]
-        elif not isinstance(value, type) and _ours(type(value).__module__) or isinstance(value, nn.Module):
+        elif (not isinstance(value, type) and _ours(type(value).__module__)) or isinstance(value, nn.Module):
             return self._object(value)
         return ()
 
@@ -308,7 +312,8 @@ class Snapshot:
         """Did anything change since?"""
         return (any(_differs(d, c) for d, c in self._dicts) or any(_differs(v, c) for v, c in self._rows.values())
                 or any(t._version != version for t, version, _ in self._tensors.values())
-                or any(get() is not value for get, _, value in self._values) or bool(self._states))
+                or any(get() is not value for get, _, value in self._values) or bool(self._states)
+                or any(_differs(vars(cls), held) for cls, held in self._classes))
 
     def overwritten(self) -> bool:
         """Was a tensor that is not kept by value written in place since the first run?"""
@@ -321,6 +326,9 @@ class Snapshot:
         for value, before in self._rows.values():
             if _differs(value, before):
                 _put_back(value, before)
+        for cls, held in self._classes:
+            if _differs(vars(cls), held):
+                _put_back_class(cls, held)
         for get, put, value in self._values:
             if get() is not value:
                 put(value)
@@ -346,8 +354,8 @@ def _copied(value: Any) -> Any:
 def _differs(value: Any, before: Any) -> bool:
     if len(value) != len(before):
         return True
-    if isinstance(value, dict):
-        return not all(map(is_, value.values(), before.values())) or not all(map(is_, value, before))
+    if isinstance(before, dict):
+        return not all(map(is_, value.values(), before.values())) or value.keys() != before.keys()
     if isinstance(value, set):
         return value != before
     return not all(map(is_, value, before))
@@ -365,6 +373,14 @@ def _put_back(value: Any, before: Any) -> None:
         value.extend(before)
     else:
         value[:] = before
+
+
+def _put_back_class(cls: type, held: dict[str, Any]) -> None:
+    for name in vars(cls).keys() - held.keys():
+        delattr(cls, name)
+    for name, value in held.items():
+        if vars(cls).get(name, _GONE) is not value:
+            setattr(cls, name, value)
 
 
 def _set_item(there: dict[str, Any], name: str, value: Any) -> None:

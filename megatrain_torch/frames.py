@@ -257,8 +257,8 @@ class ReplayFrame:
 
     def _check(self) -> None:
         if self.runtime.given and self.window._left() is not None:
-            raise MegatrainError(f"{self.window.name}: it has to run again with its own weights, and others are in their "
-                                 "places: call backward() outside of functional_call, or use "
+            raise MegatrainError(f"{self.window.name}: it has to run again with its own weights, and others are in "
+                                 "their places: call backward() outside of functional_call, or use "
                                  "plan={'activations': 'saved'}")
         for unit, version in zip(self.window.units, self.versions):
             if self.runtime.core.version(unit) != version:

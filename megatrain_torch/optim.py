@@ -603,8 +603,8 @@ def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_
 
 
 def _was_unstreamed(runtime: Any) -> bool:
-    first = runtime.records[0]
-    return getattr(first.param, "_mt", None) is not first
+    first = next((r for r in runtime.records if r.param is not None), None)
+    return first is not None and getattr(first.param, "_mt", None) is not first
 
 
 def _lacks_master(record: Record) -> bool:

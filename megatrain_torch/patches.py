@@ -3,8 +3,8 @@
     hold(runtime)                        # until it is gone, or `release`d
     once("name", lambda: replaced(owner, "attribute", value))
 
-Each change is made once, and undone with the last streamed model. One that somebody else has put theirs over stays below
-theirs, which calls it; all of ours do nothing for what is not streamed.
+Each change is made once, and undone with the last streamed model. One that somebody else has put theirs over stays
+below theirs, which calls it; all of ours do nothing for what is not streamed.
 """
 from __future__ import annotations
 

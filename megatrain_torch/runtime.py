@@ -174,6 +174,7 @@ class Runtime:
         self._first_root: weakref.ref[Any] | None = None
         self._backward_seen = False
         self.check_tree: Any = None
+        self._files: list[weakref.finalize] = []             # what takes their names, with the process at the latest
         self.given = 0                       # places of parameters that have something else: functional_call
         self.bindings = 0                    # windows opened and weights fetched outside of them, ever
         self.checkpointing: list[weakref.ref[nn.Module]] = []
@@ -188,8 +189,14 @@ class Runtime:
     def __del__(self) -> None:
         """The last who had it let go: the device's limit is lifted, and the engine ends before slots are freed."""
         with contextlib.suppress(AttributeError):        # it was never whole
-            self.cap.lift()
-            self.core.close()
+            self.close()
+
+    def close(self) -> None:
+        """Gives everything back: files lose their names while there is an engine that knows them."""
+        self.cap.lift()
+        for unname in self._files:
+            unname()
+        self.core.close()
 
     def itself(self) -> Runtime:
         """For those who know it by a proxy."""
@@ -253,7 +260,7 @@ class Runtime:
         usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
         self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **(usual | sizes))
         self.on_disk = frozenset(units) | frozenset(weights)
-        weakref.finalize(self, self.core.disk_unname)
+        self._files.append(weakref.finalize(self, self.core.disk_unname))
 
     def file_weights(self, unit: int) -> None:
         """Weights that were put into the unit's plane go to the file; their memory is given back."""
@@ -265,7 +272,7 @@ class Runtime:
         """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states."""
         limit = 0 if disk.limit is None else max(disk.limit - taken, 1)
         self.core.swap_disk(disk.path, nbytes, limit, **({"blocks": BLOCKS, "threads": THREADS} | sizes))
-        weakref.finalize(self, self.core.disk_unname)
+        self._files.append(weakref.finalize(self, self.core.disk_unname))
 
     def note_bounds(self) -> None:
         """Addresses between which all slots lie: most tensors are told apart from weights by these."""

@@ -10,7 +10,7 @@ nothing was kept none begins early, but for a try every `AGAIN` steps.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .records import Record
 

@@ -522,7 +522,7 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
         if records:
             m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
         _runtimes[m] = weakref.ref(rt)
-        _put(m, "_apply", lambda fn, recurse=True, m=weakref.ref(m): _apply(rt, m(), fn))
+        _put(m, "_apply", _applier(rt, m))
         _put(m, "load_state_dict", _loader(m))
         _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
     head = head_of(root, found.windows)
@@ -584,6 +584,11 @@ def _loader(module: nn.Module) -> Any:
         return own()(state_dict, strict=strict)
 
     return load_state_dict
+
+
+def _applier(rt: Runtime, module: nn.Module) -> Any:
+    who = weakref.ref(module)
+    return lambda fn, recurse=True: _apply(rt, who(), fn)
 
 
 def _zero_grad(module: nn.Module) -> Any:
@@ -714,8 +719,7 @@ def _give_back(rt: Runtime, root: nn.Module) -> None:
         if rt.away(unit):
             rt.take(unit)
     patches.release(rt)
-    rt.cap.lift()
-    rt.core.close()
+    rt.close()
 
 
 __all__ = ["find_runtime", "runtime_of", "stream", "unstream"]

@@ -1,4 +1,4 @@
-"""A streamed model goes when the last name goes, as a plain one does; what was changed of other packages goes with it."""
+"""A streamed model goes when the last name goes, as a plain one does, and what was changed of other packages too."""
 from __future__ import annotations
 
 import functools
@@ -114,6 +114,25 @@ def test_with_a_file(tmp_path: Any) -> None:
     refs = watched(model)
     del model, opt
     assert gone(refs) and (threads(), files()) == before and not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("compute", ["eager", "fused", "compile"])
+def test_a_transformers_model_goes_too(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from situations import text
+
+    from megatrain_torch import compiled
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    before = threads()
+    model = mt.stream(llama().train(), device="cpu", compute=compute)
+    opt = mt.AdamW(model.parameters())
+    out = model(**text(0))
+    out.loss.backward()
+    opt.step()
+    with torch.no_grad():
+        model.eval().generate(text(0)["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
+    refs = [weakref.ref(model), weakref.ref(runtime_of(model)), weakref.ref(model.model.layers[0])]
+    del model, opt, out
+    assert gone(refs) and threads() == before
 
 
 @pytest.mark.parametrize("first", ["model", "optimizer", "loss"])
@@ -248,12 +267,13 @@ def patched() -> dict[str, Any]:
     import transformers
     from torch.nn.modules import module
     from torch.optim import optimizer
-    from transformers.masking_utils import AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     hooks = {name: dict(value) for name, value in vars(module).items() if name.startswith("_global_") and
              isinstance(value, dict)}
     classes = (nn.Module, nn.Parameter, Tensor, torch.optim.Optimizer, torch.optim.AdamW, accelerate.Accelerator,
                transformers.PreTrainedModel, transformers.Trainer)
-    return {**hooks, "steps": (dict(optimizer._global_optimizer_pre_hooks), dict(optimizer._global_optimizer_post_hooks)),
+    steps = dict(optimizer._global_optimizer_pre_hooks), dict(optimizer._global_optimizer_post_hooks)
+    return {**hooks, "steps": steps,
             "masks": dict(AttentionMaskInterface._global_mapping), "all masks": dict(ALL_MASK_ATTENTION_FUNCTIONS),
             **{f"{c.__name__}.{n}": v for c in classes for n, v in vars(c).items() if not n.startswith("_abc")}}
 

@@ -97,7 +97,8 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("second", [forward, lambda m: m(torch.ones(2, 8)).sum().backward()], ids=["a forward", "a step"])
+@pytest.mark.parametrize("second", [forward, lambda m: m(torch.ones(2, 8)).sum().backward()],
+                         ids=["a forward", "a step"])
 def test_a_second_thread_is_refused_and_the_first_is_right(where: str, second: Callable) -> None:
     plain, model = made()
     mine, other = while_stopped(model, where, lambda: grads(model), lambda: second(model))
