@@ -19,7 +19,7 @@ import dis
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from operator import is_
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MOST = 20_000                # containers that are looked at for one call
+MOST = 20_000                # objects that are looked at for one call
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range,
           type(Ellipsis), types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, nn.Parameter}
 _LISTS = list, collections.deque, bytearray
@@ -196,7 +196,8 @@ class Snapshot:
         why: what of it cannot be put back.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, objects: Sequence[Any] = ()) -> None:
+        """objects: further ones, to be looked into."""
         self.places, self.why = places, ""
         self._dicts = [(d, d.copy()) for d in places.dicts()]
         self._rows: dict[int, tuple[Any, Any]] = {}          # containers, and what was in them
@@ -205,10 +206,9 @@ class Snapshot:
         self._values: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []     # how to read, and to put one
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._states: list[Callable[[], Any]] = []           # what puts back a state
-        self._deep()
+        self._deep([*places.objects, *objects])
 
-    def _deep(self) -> None:
-        to_see = list(self.places.objects)
+    def _deep(self, to_see: list[Any]) -> None:
         for m in self.places.theirs:
             to_see.extend(v for k, v in vars(m).items() if type(v) not in _ATOMS and k not in _INSIDE)
         to_see.extend(self._named(self.places.code))
@@ -217,8 +217,8 @@ class Snapshot:
             if type(value) not in _ATOMS and id(value) not in self._seen:
                 self._seen.add(id(value))
                 to_see.extend(self._take(value))
-                if len(self._rows) > MOST:
-                    self.why = f"it reaches more than {MOST} containers"
+                if len(self._rows) > MOST or len(to_see) > MOST:
+                    self.why = f"it reaches more than {MOST} objects"
 
     def _named(self, code: Code) -> Iterator[Any]:
         """What code names; it is kept."""

@@ -141,7 +141,8 @@ class ReplayFrame:
         self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.buffers = window.snapshot_buffers()
-        self.state, self.changes = window.state(), False         # changes: the first run's, of what is kept there
+        self.objects = fork.shared                       # which a forward may change too
+        self.state, self.changes = window.state(fork.shared), False      # changes: the first run's, of what is kept there
         self.shapes: list[Any] | None = [] if self.clones is not None else None
         self.random = self.runtime.random_state()
         self.autocast = autocast_state(self.runtime.device.type)
@@ -213,7 +214,7 @@ class ReplayFrame:
         saved_random = rt.random_state()
         saved_autocast = autocast_state(rt.device.type)
         saved_buffers = window.restore_buffers(self.buffers)
-        now = window.state()
+        now = window.state(self.objects)
         self.state.restore()
         outer, opened = None, False
         try:
@@ -307,6 +308,7 @@ class Fork:
         self.watched: list[tuple[Tensor, int]] = []
         self.with_grad: list[Tensor] = []
         self.plain = True                                # nothing that a forward could write into
+        self.shared: list[Any] = []                      # objects that were not copied
         self.met: dict[int, Any] = {}
 
     def __call__(self, value: Any) -> Any:
@@ -346,6 +348,7 @@ class Fork:
             return type(value)(*map(self, value)) if hasattr(value, "_fields") else type(value)(map(self, value))
         if not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value) or _is_cache(value)) \
                 or isinstance(value, type):
+            self.shared.append(value)
             return value
         out = self.met[id(value)] = copy.copy(value)
         if isinstance(value, dict):

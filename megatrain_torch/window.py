@@ -11,7 +11,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -364,12 +364,12 @@ class Window:
 
     # ---- what forward changes besides its output ----
 
-    def state(self) -> Snapshot:
-        """Of attributes, and of whatever else its code may change."""
+    def state(self, objects: Sequence[Any] = ()) -> Snapshot:
+        """Of attributes, and of whatever else its code may change; objects: among its arguments."""
         hooks = [h for d in self.hooks for h in d.values()] if any(self.hooks) else []
         if self._places is None or self._places[0] != hooks:
             self._places = hooks, Places(self.modules, self.theirs, hooks)
-        return Snapshot(self._places[1])
+        return Snapshot(self._places[1], objects)
 
     def snapshot_buffers(self) -> list[tuple[nn.Module, str, Any, Any]]:
         """(module, name, tensor, copy of its values): BatchNorm writes without leaving a trace in `_version`."""

@@ -366,3 +366,50 @@ def test_a_large_tensor_that_is_overwritten_later_is_refused() -> None:
     model.layers[1].big.zero_()
     with pytest.raises(RuntimeError, match=r"inplace.*layers.1"):
         loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["replay", "whole"])
+def test_an_object_among_the_arguments(mode: str) -> None:
+    class Stats:
+        def __init__(self) -> None:
+            self.n, self.rows = 0, []
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, stats: Any, table: Any) -> Tensor:
+            stats.n += 1
+            stats.rows.append(stats.n)
+            table["all"][0].n += 1
+            return torch.tanh(self.lin(x) * (stats.n + len(stats.rows) + table["all"][0].n))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Counts(), Counts()])
+
+        def forward(self, x: Tensor, stats: Any, table: Any) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, stats, table)
+            return x
+
+    torch.manual_seed(0)
+    plain = Two()
+    model = mt.stream(copy.deepcopy(plain), device="cpu", plan={"activations": mode})
+    found = []
+    for m in (plain, model):
+        stats, table = Stats(), {"all": [Stats()]}
+        for _ in range(2):
+            m(torch.ones(2, 8), stats, table).sum().backward()
+        found.append(([p.grad for p in m.parameters()], (stats.n, stats.rows, table["all"][0].n)))
+    assert found[0][1] == found[1][1] and all(map(torch.equal, found[0][0], found[1][0]))
+
+
+def test_what_is_too_much_to_look_at_keeps_its_activations() -> None:
+    model = mt.stream(Net("number"), device="cpu", plan={"activations": "replay"})
+    model.layers[1].log = list(range(10**5))
+    run(model)
+    assert [w.keeps for w in mt.wrap.runtime_of(model).windows] == ["replay", "saved", "replay"]
+    assert "reaches more than" in mt.explain(model)
