@@ -163,6 +163,9 @@ def _contents(cell: Any) -> Any:
 
 # ---- where a window's forward may write ----------------------------------------------------------
 
+Attributes = tuple[list[str], list[int], list[Any]]      # names and values of all owners, and how many each has
+
+
 class Places:
     """Of one window; looked for anew where its modules or hooks are others.
 
@@ -184,9 +187,30 @@ class Places:
         self.objects += [a for c in calls if isinstance(c, partial) for a in (*c.args, *c.keywords.values())]
         self.writes: set[int] = set()
         self.first = True
+        self._names: tuple[list[str], list[int]] = [], []
 
-    def dicts(self) -> list[dict[str, Any]]:
-        return [d for m in self.modules for d in ((vars(m), m._modules) if m._modules else (vars(m),))]
+    def owners(self) -> list[Any]:
+        """Who has attributes: dicts, and classes."""
+        found: list[Any] = []
+        for m in self.modules:
+            found.append(m.__dict__)
+            if m._modules:
+                found.append(m._modules)
+        return found + self.code.classes
+
+    def attributes(self) -> Attributes:
+        """Of all owners. Names are the same lists for as long as they are the same: they are compared by identity."""
+        names: list[str] = []
+        values: list[Any] = []
+        sizes: list[int] = []
+        for owner in self.owners():
+            there = vars(owner) if isinstance(owner, type) else owner
+            names.extend(there)
+            values.extend(there.values())
+            sizes.append(len(there))
+        if names != self._names[0] or sizes != self._names[1]:
+            self._names = names, sizes
+        return *self._names, values
 
 
 class Snapshot:
@@ -199,12 +223,11 @@ class Snapshot:
     def __init__(self, places: Places, objects: Sequence[Any] = ()) -> None:
         """objects: further ones, to be looked into."""
         self.places, self.why = places, ""
-        self._dicts = [(d, d.copy()) for d in places.dicts()]
+        self._attributes = places.attributes()
         self._rows: dict[int, tuple[Any, Any]] = {}          # containers, and what was in them
         self._tensors: dict[int, tuple[Tensor, int, Tensor | None]] = {}
         self._seen: set[int] = set()
         self._values: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []     # how to read, and to put one
-        self._classes: list[tuple[type, dict[str, Any]]] = []
         self._states: list[Callable[[], Any]] = []           # what puts back a state
         self._deep([*places.objects, *objects])
 
@@ -223,10 +246,8 @@ class Snapshot:
     def _named(self, code: Code) -> Iterator[Any]:
         """What code names; it is kept."""
         for cls in code.classes:
-            held = vars(cls).copy()
-            self._classes.append((cls, held))
-            names = code.holding[cls]
-            yield from held.values() if len(held) != names[0] else [held[n] for n in names[1]]
+            held, (size, names) = vars(cls), code.holding[cls]
+            yield from list(held.values()) if len(held) != size else [held[n] for n in names]
         for there, name in code.globals.values():
             self._values.append((partial(there.get, name, _GONE), partial(_set_item, there, name),
                                  there.get(name, _GONE)))
@@ -310,25 +331,34 @@ class Snapshot:
 
     def changed(self) -> bool:
         """Did anything change since?"""
-        return (any(_differs(d, c) for d, c in self._dicts) or any(_differs(v, c) for v, c in self._rows.values())
+        return (self._attributes_differ() or any(_differs(v, c) for v, c in self._rows.values())
                 or any(t._version != version for t, version, _ in self._tensors.values())
-                or any(get() is not value for get, _, value in self._values) or bool(self._states)
-                or any(_differs(vars(cls), held) for cls, held in self._classes))
+                or any(get() is not value for get, _, value in self._values) or bool(self._states))
+
+    def _attributes_differ(self, now: Snapshot | None = None) -> bool:
+        names, _, values = self.places.attributes() if now is None else now._attributes
+        return names is not self._attributes[0] or not all(map(is_, values, self._attributes[2]))
+
+    def _restore_attributes(self) -> None:
+        names, sizes, values = self._attributes
+        at = 0
+        for owner, size in zip(self.places.owners(), sizes):
+            before = dict(zip(names[at:at + size], values[at:at + size]))
+            at += size
+            if _differs(vars(owner) if isinstance(owner, type) else owner, before):
+                (_put_back_class if isinstance(owner, type) else _put_back)(owner, before)
 
     def overwritten(self) -> bool:
         """Was a tensor that is not kept by value written in place since the first run?"""
         return any(values is None and t._version != version for t, version, values in self._tensors.values())
 
-    def restore(self) -> None:
-        for d, before in self._dicts:
-            if _differs(d, before):
-                _put_back(d, before)
+    def restore(self, now: Snapshot | None = None) -> None:
+        """now: taken just before."""
+        if self._attributes_differ(now):
+            self._restore_attributes()
         for value, before in self._rows.values():
             if _differs(value, before):
                 _put_back(value, before)
-        for cls, held in self._classes:
-            if _differs(vars(cls), held):
-                _put_back_class(cls, held)
         for get, put, value in self._values:
             if get() is not value:
                 put(value)

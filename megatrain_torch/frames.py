@@ -215,7 +215,7 @@ class ReplayFrame:
         saved_autocast = autocast_state(rt.device.type)
         saved_buffers = window.restore_buffers(self.buffers)
         now = window.state(self.objects)
-        self.state.restore()
+        self.state.restore(now)
         outer, opened = None, False
         try:
             rt.set_random_state(self.random)
