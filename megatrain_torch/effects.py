@@ -77,7 +77,7 @@ class Code:
     Attributes:
         globals: (a function's globals, a name in them that it sets, or that is a container). cells: closures' cells.
         classes: whose own attributes count. holding: by class, how many these are, and which hold others.
-        randoms: modules with a random state.
+        objects: functions' own attributes and defaults. randoms: modules with a random state.
     """
 
     def __init__(self, calls: Iterable[Any], owners: Iterable[type]) -> None:
@@ -85,6 +85,7 @@ class Code:
         self.holding: dict[type, tuple[int, list[str]]] = {}
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.cells: dict[int, Any] = {}
+        self.objects: list[Any] = []
         self.randoms: set[str] = set()
         self._seen: set[Any] = set()
         self._to_see = [f for f in map(_function, calls) if f is not None]
@@ -113,6 +114,8 @@ class Code:
                 self.cells[id(cell)] = cell
         if not _ours(fn.__module__):
             return
+        if _loose(fn.__module__):
+            self.objects += [fn.__dict__, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
         names, stored = _names(fn.__code__)
         for name in names:
             self._name(fn.__globals__, name, name in stored, names)
@@ -148,9 +151,11 @@ class Code:
 
 def _container(value: Any) -> bool:
     """A global that code may change without setting it."""
-    if isinstance(value, (list, dict, set, collections.deque, bytearray)):
+    if isinstance(value, (list, dict, set, collections.deque, bytearray, Tensor, Iterator)) or type(value) in _STATES:
         return True
-    return not isinstance(value, (type, types.ModuleType, Tensor)) and _loose(type(value).__module__) and (
+    if hasattr(value, "__array__") or hasattr(value, "bit_generator"):
+        return not isinstance(value, type)
+    return not isinstance(value, (type, types.ModuleType)) and _loose(type(value).__module__) and (
         hasattr(value, "__dict__") or hasattr(value, "__slots__"))
 
 
@@ -181,7 +186,8 @@ class Places:
         self.modules, self.theirs = modules, theirs
         forwards = [vars(m).get("forward", type(m).forward) for m in modules]
         held = [v for m in theirs for k, v in vars(m).items() if k not in _INSIDE]
-        self.code = Code([*forwards, *calls], dict.fromkeys(map(type, [*theirs, *held])))
+        own = [v for v in held if isinstance(v, (types.FunctionType, types.MethodType, partial))]
+        self.code = Code([*forwards, *calls, *own], dict.fromkeys(map(type, [*theirs, *held])))
         self.objects = [o for c in calls if (o := getattr(c, "__self__", None)) is not None
                         and not isinstance(o, (types.ModuleType, nn.Module))]
         self.objects += [a for c in calls if isinstance(c, partial) for a in (*c.args, *c.keywords.values())]
@@ -196,6 +202,7 @@ class Places:
             found.append(m.__dict__)
             if m._modules:
                 found.append(m._modules)
+        found += [m._buffers for m in self.theirs]           # one may be new; their values are the window's to keep
         return found + self.code.classes
 
     def attributes(self) -> Attributes:
@@ -229,7 +236,7 @@ class Snapshot:
         self._seen: set[int] = set()
         self._values: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]] = []     # how to read, and to put one
         self._states: list[Callable[[], Any]] = []           # what puts back a state
-        self._deep([*places.objects, *objects])
+        self._deep([*places.objects, *places.code.objects, *objects])
 
     def _deep(self, to_see: list[Any]) -> None:
         for m in self.places.theirs:

@@ -142,7 +142,8 @@ class ReplayFrame:
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.buffers = window.snapshot_buffers()
         self.objects = fork.shared                       # which a forward may change too
-        self.state, self.changes = window.state(fork.shared), False      # changes: the first run's, of what is kept there
+        self.state = window.state(fork.shared)
+        self.changes = False                             # did the first run change what is kept there?
         self.shapes: list[Any] | None = [] if self.clones is not None else None
         self.random = self.runtime.random_state()
         self.autocast = autocast_state(self.runtime.device.type)

@@ -117,8 +117,9 @@ class Window:
         """At the modules there are."""
         module = self._module()
         self.modules = Below(module, module.modules())
-        self.buffered = Below(module, [m for m in module.modules() if m._buffers])
-        self.theirs = Below(module, [m for m in module.modules() if not type(m).__module__.startswith("torch.nn.")])
+        theirs = [m for m in module.modules() if not type(m).__module__.startswith("torch.nn.")]
+        self.theirs = Below(module, theirs)
+        self.buffered = Below(module, [m for m in module.modules() if m._buffers or m in theirs])    # or may be, later
         self._places: tuple[list[Any], Places] | None = None
         self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
         self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,

@@ -43,7 +43,25 @@ class Slotted:
         self.n = 0
 
 
-METER = Meter()
+METER, ROW, ARRAY, NUMBERS = Meter(), torch.zeros(1), np.zeros(1), itertools.count(1)
+
+
+def _counter() -> Callable[[], int]:
+    n = 0
+
+    def count() -> int:
+        nonlocal n
+        n += 1
+        return n
+
+    return count
+
+
+counted = _counter()
+
+
+def itself() -> None:
+    """Has an attribute."""
 
 
 class Layer(nn.Module):
@@ -58,10 +76,12 @@ class Layer(nn.Module):
         self.scale, self.big = torch.ones(1), torch.ones(70_000)
         self.rng, self.generator, self.drawn = random.Random(3), torch.Generator(), np.random.default_rng(3)
         self.generator.manual_seed(4)
+        self.counter = _counter()
         if what == "iterator":
             self.numbers = itertools.count(1)
 
     def factor(self) -> Any:
+        """By a name that no code has."""
         return getattr(self, f"do_{self.what}")()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,29 +185,45 @@ class Layer(nn.Module):
     def do_iterator(self) -> Any:
         return next(self.numbers)
 
+    def do_default(self, kept: list[int] = []) -> Any:          # noqa: B006
+        kept.append(1)
+        return len(kept)
+
+    def do_function(self) -> Any:
+        itself.calls = getattr(itself, "calls", 0) + 1
+        return itself.calls
+
+    def do_held(self) -> Any:
+        return self.counter()
+
+    def do_buffer(self) -> Any:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.ones(3))
+            return 2.0
+        self.table.add_(1)
+        return self.table[0].item()
+
+    def do_arrays(self) -> Any:
+        ROW.add_(1)
+        ARRAY[0] += 1
+        return ROW.item() + ARRAY[0].item()
+
     def do_cell(self) -> Any:
         return counted()
 
 
-def _counter() -> Callable[[], int]:
-    n = 0
-
-    def count() -> int:
-        nonlocal n
-        n += 1
-        return n
-
-    return count
+class Counting(Layer):
+    def do_count(self) -> Any:
+        return next(NUMBERS)
 
 
-counted = _counter()
-WHAT = [n[3:] for n in vars(Layer) if n.startswith("do_")]
+WHAT = [n[3:] for n in (*vars(Layer), "do_count") if n.startswith("do_")]
 
 
 class Net(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(what) for _ in range(3)])
+        self.layers = nn.ModuleList([(Counting if what == "count" else Layer)(what) for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -196,7 +232,12 @@ class Net(nn.Module):
 
 
 def reset() -> None:
-    global CALLS, counted
+    global CALLS, counted, NUMBERS
+    NUMBERS = itertools.count(1)
+    ROW.zero_()
+    ARRAY[:] = 0
+    itself.calls = 0
+    Layer.do_default.__defaults__[0].clear()
     CALLS, counted = 0, _counter()
     LOG.clear()
     TABLE.update(n=0, inner={"seen": []})
@@ -210,13 +251,15 @@ def reset() -> None:
 def left(model: nn.Module) -> Any:
     """All that a step leaves behind."""
     kinds = bool, int, float, list, dict, set, collections.deque, Meter
-    found: list[Any] = [CALLS, LOG, TABLE, METER, Layer.count, hash(random.getstate()), np.random.get_state()[2:],
+    found: list[Any] = [ROW.item(), ARRAY.tolist(), str(NUMBERS), itself.calls, CALLS, LOG, TABLE, METER,
+                        Layer.count, Layer.do_default.__defaults__, hash(random.getstate()), np.random.get_state()[2:],
                         counted.__closure__[0].cell_contents]
     for layer in model.layers:
         found += [{k: v for k, v in vars(layer).items() if not k.startswith("_") and type(v) in kinds}]
         found += [layer.slotted.n, hash(layer.rng.getstate()), layer.drawn.bit_generator.state, layer.array.tolist(),
                   hash(layer.generator.get_state().numpy().tobytes()), layer.scale.item(), layer.big[0].item(),
-                  str(getattr(layer, "numbers", 0))]
+                  str(getattr(layer, "numbers", 0)), layer.counter.__closure__[0].cell_contents,
+                  [b.tolist() for b in layer.buffers()]]
     return copy.deepcopy(found)
 
 
@@ -251,7 +294,7 @@ def test_gradients_and_what_is_left_are_plain_torchs(what: str, mode: str) -> No
     assert all(map(torch.equal, grads, mine)), "gradients"
     assert found == want, "what is left"
     kept = {w.keeps for w in mt.wrap.runtime_of(model).windows}
-    assert kept == ({"saved"} if what == "iterator" else {mode})
+    assert kept == ({"saved"} if what in ("iterator", "count") else {mode})
 
 
 @pytest.mark.parametrize("mode", ["replay", "whole"])
