@@ -412,8 +412,8 @@ class Room:
 
 
 def _shortage(need: int) -> Bound | None:
-    """What stands against so many bytes more, when models that were dropped are gone: they are in cycles, and Python's
-    collector, which counts objects, not bytes, may not come by for long."""
+    """What stands against so many bytes more, when models that were dropped are gone: where a cycle of the user's has
+    one, Python's collector, which counts objects, not bytes, may not come by for long."""
     bound = host_limits().short(need)
     if bound is not None and gc.collect():
         give_back()
