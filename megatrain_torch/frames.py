@@ -214,8 +214,7 @@ class ReplayFrame:
         rt, window = self.runtime, self.window
         saved_random = rt.random_state()
         saved_autocast = autocast_state(rt.device.type)
-        saved_buffers = window.restore_buffers(self.buffers)
-        now = window.state(self.objects)
+        now, saved_buffers = window.state(self.objects), window.restore_buffers(self.buffers)
         self.state.restore(now)
         outer, opened = None, False
         try:
@@ -231,8 +230,8 @@ class ReplayFrame:
             if opened:
                 swap_window(outer)
             self.bound = {}
-            window.restore_buffers(saved_buffers)
             now.restore()
+            window.restore_buffers(saved_buffers)
             set_autocast_state(rt.device.type, saved_autocast)
             rt.set_random_state(saved_random)
 

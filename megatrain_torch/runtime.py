@@ -188,7 +188,7 @@ class Runtime:
 
     def __del__(self) -> None:
         """The last who had it let go: the device's limit is lifted, and the engine ends before slots are freed."""
-        with contextlib.suppress(Exception):             # it was never whole; or the interpreter ends, and torch is gone
+        with contextlib.suppress(Exception):         # it was never whole; or torch is gone already
             self.close()
 
     def close(self) -> None:
