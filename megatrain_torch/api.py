@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .limits import show_bytes
 from .optim import master
 from .report import COUNTED, StepReport
-from .state import enter, leave
+from .state import enter, in_backward, leave
 from .wrap import runtime_of
 
 
@@ -84,9 +84,12 @@ def gather(module: nn.Module) -> Iterator[nn.Module]:
         MegatrainError: the module is not streamed.
     """
     rt = runtime_of(module)
+    takes = rt.door.enter(in_backward())
     enter()
     try:
         yield module
     finally:
         leave()
-        rt._lazy.clear()
+        rt.forget_lazy()
+        if takes:
+            rt.door.leave()

@@ -6,13 +6,13 @@ may have theirs on the GPU on purpose.
 """
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from . import patches
 from .guard import StreamedParameter
 
 
@@ -28,10 +28,9 @@ class StoreStates(dict[str, Any]):
             super().__setitem__(name, value)
 
 
-@cache
 def watch() -> None:
-    """From now on; once in a process."""
-    register_optimizer_step_pre_hook(_bring_home)
+    """For as long as a model is streamed."""
+    patches.once("optimizers' steps", lambda: register_optimizer_step_pre_hook(_bring_home).remove)
 
 
 def _bring_home(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -51,9 +51,10 @@ class Cap:
         self._join("True")
 
     def lift(self) -> None:
-        if self.before is not None:
+        before, self.before = self.before, None
+        if before is not None:
             self._join("False")
-            torch.cuda.set_per_process_memory_fraction(self.before, self.device)
+            torch.cuda.set_per_process_memory_fraction(before, self.device)
 
     def _join(self, on: str) -> None:
         """Pieces of freed memory that can be joined again: under a limit little is lost. Settings are taken as a whole,
@@ -73,8 +74,8 @@ class Budget:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.tokens = 0
-        self.chosen: dict[Window, str] = {}
-        self._before: dict[str, str] = {}        # by name of the window: what a run kept that goes on
+        self.chosen: dict[str, str] = {}         # by the window's name
+        self._before: dict[str, str] = {}        # likewise: what a run kept that goes on
 
     def adopt(self, tokens: int, kept: dict[str, str]) -> None:
         """A run goes on whose windows kept this of passes of so many tokens: memory that happens to be free then
@@ -82,16 +83,17 @@ class Budget:
         self.tokens, self.chosen, self._before = tokens, {}, kept
 
     def keep(self, window: Window, tokens: int) -> str:
-        if tokens > self.tokens or window not in self.chosen:
+        if tokens > self.tokens or window.name not in self.chosen:
             if tokens > self.tokens:
                 self.tokens, self._before = tokens, {}
             windows = [w for w in self.runtime.windows if w.fused is not None and w.mode == "auto"]
-            self.chosen = self._as_before(windows) or self._choose(windows, self.tokens)
-        return self.chosen.get(window, "replay")
+            chosen = self._as_before(windows) or self._choose(windows, self.tokens)
+            self.chosen = {w.name: mode for w, mode in chosen.items()}
+        return self.chosen.get(window.name, "replay")
 
     def kept(self) -> dict[str, str]:
         """By name of the window: what was chosen, or will be again."""
-        return {w.name: mode for w, mode in self.chosen.items()} or self._before
+        return self.chosen or self._before
 
     def _as_before(self, windows: list[Window]) -> dict[Window, str]:
         """Nothing, where the run kept nothing of the kind, or it does not fit."""

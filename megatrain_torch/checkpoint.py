@@ -323,7 +323,7 @@ def _check(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None) -> 
     if isinstance(opt, AdamW):
         opt._check_served()
     with torch._C.DisableTorchFunctionSubclass():
-        standing = [r.name for r in rt.records if r.param.grad is not None]
+        standing = [r.name for r in rt.records if r.param is not None and r.param.grad is not None]
     if isinstance(opt, AdamW) and rt.handover.unstepped and standing:
         raise MegatrainError(f"gradients of {len(standing)} parameters ({standing[0]} ...) came since the last step, "
                              "and a checkpoint has none: save behind opt.step(), or drop them with opt.zero_grad()")

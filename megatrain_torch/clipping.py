@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from . import patches
+
 if TYPE_CHECKING:
     from .optim import AdamW
-
-_patched = False
-
 
 class LateNorm(Tensor):
     """[] fp32: the norm of a step's gradients, known when they are home; what is done with it waits until then."""
@@ -51,13 +51,21 @@ class LateNorm(Tensor):
         return out
 
 
+def settle(norm: weakref.ref[LateNorm] | None) -> None:
+    """Its value is there from now on, if somebody has it."""
+    alive = None if norm is None else norm()
+    if alive is not None:
+        alive.settle()
+
+
 def prepare() -> None:
-    """Once accelerate is imported."""
-    global _patched
-    module = sys.modules.get("accelerate")
-    cls = getattr(module, "Accelerator", None)
-    if _patched or cls is None:
-        return
+    """Once accelerate is imported, for as long as a model is streamed."""
+    cls = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+    if cls is not None:
+        patches.once("Accelerator.clip_grad_norm_", lambda: _patch(cls))
+
+
+def _patch(cls: Any) -> Callable[[], None]:
     own = cls.clip_grad_norm_
 
     @functools.wraps(own)
@@ -68,8 +76,7 @@ def prepare() -> None:
             return own(self, parameters, max_norm, norm_type)
         return opt.clip_next(float(max_norm))
 
-    cls.clip_grad_norm_ = clip_grad_norm_
-    _patched = True
+    return patches.replaced(cls, "clip_grad_norm_", clip_grad_norm_)
 
 
 def _prepared(accelerator: Any) -> AdamW | None:

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,7 @@ from .frames import (
 from .guard import HostTensor
 from .lazy import Lazy
 from .templates import Unfit
+from .window import Below
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -84,10 +87,13 @@ class Graph:
     Attributes:
         repeats: its first run has shown that it leaves its inputs as they were (None: there was none yet).
         draws: it takes random numbers.
+        made: graphs so far, of all windows.
     """
 
+    made = 0
+
     def __init__(self, run: Callable[..., Any]) -> None:
-        self.run = run
+        self.run, Graph.made = run, Graph.made + 1
         self.repeats: bool | None = None
         self.draws = True
 
@@ -313,12 +319,20 @@ class Compiled:
     """
 
     def __init__(self, window: Window, module: nn.Module, structure: Structure) -> None:
-        self.window, self.module, self.structure = window, module, structure
-        self.holders = [m for m in window.modules if m._parameters]
-        self.buffered = [m for m in window.modules if m._buffers]
+        self._window, self.structure = weakref.ref(window), structure           # the window has this
+        self.holders = Below(module, [m for m in window.modules if m._parameters])
+        self.buffered = Below(module, [m for m in window.modules if m._buffers])
         self.numbers = {m.__dict__["layer_idx"] for m in window.modules if "layer_idx" in m.__dict__}
         self.declined = self.given_up = ""
         self.pieces = 0
+
+    @property
+    def window(self) -> Window:
+        return self._window()
+
+    @property
+    def module(self) -> nn.Module:
+        return self._window().module
 
     @property
     def why_not(self) -> str:
@@ -346,6 +360,7 @@ class Compiled:
             self.declined = str(reason)
             return None
         random, buffers = rt.random_state(), window.snapshot_buffers()
+        state = window.state() if not self.pieces else None          # it may fail where it has not worked before
         try:
             out = self._run(args, kwargs, replays)
         except Unfit as reason:
@@ -357,18 +372,22 @@ class Compiled:
             self.declined = ""
             return (out,)
         rt.set_random_state(random)          # pieces before the one that failed may have run
+        if state is not None:
+            state.restore()
         window.restore_buffers(buffers)
         return None
 
     def _run(self, args: Any, kwargs: Any, replays: bool) -> Any:
         window = self.window
-        outer, call = getattr(_here, "call", None), Call(window, replays)
+        outer, call, compiled = getattr(_here, "call", None), Call(window, replays), Graph.made
         _here.call = call
         try:
             out = window.run(args, kwargs, True, SavedFrame(window), self._forward)
         finally:
             _here.call = outer
         self.pieces = call.pieces
+        if Graph.made != compiled:
+            gc.collect()                     # what dynamo leaves of its work is in cycles that hold the layer
         if not call.pieces:
             self.given_up = ("torch.compile made no graph of it; it stops after "
                              f"{torch._dynamo.config.recompile_limit} for a structure")

@@ -86,7 +86,7 @@ class Head:
     """
 
     def __init__(self, window: Window, module: nn.Linear) -> None:
-        self.window, self.module = window, module
+        self._window = weakref.ref(window)       # which has this
         self.by_param = {id(r.param): r for r in window.records}
         self.declined = ""
         self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()
@@ -104,6 +104,14 @@ class Head:
         if not self.changed:
             self.weight = self.by_param[id(named["weight"])]
             self.bias = self.by_param[id(named["bias"])] if "bias" in named else None
+
+    @property
+    def window(self) -> Window:
+        return self._window()
+
+    @property
+    def module(self) -> nn.Linear:
+        return self._window().module
 
     def versions(self) -> list[int]:
         core = self.window.runtime.core
@@ -160,6 +168,7 @@ class Logits:
     def __init__(self, head: Head, hidden: Tensor) -> None:
         self.head, self.device, self.rows = head, hidden.device, hidden.shape[:-1].numel()
         self.hidden: Tensor | None = hidden
+        self.window, self.module = head.window, head.module      # logits may be read when the model is gone
         head.calls.add(self)
         self.hidden_version, self.versions = hidden._version, head.versions()
         self.value: Tensor | None = None
@@ -489,7 +498,7 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, head: Head, curve: Curve, picks: tuple[Pick, ...], labels: Tensor, options: dict[str, Any],
                 hidden: Tensor, *params: Tensor) -> Tensor:
-        ctx.head, ctx.records = head, head.window.trainable
+        ctx.head, ctx.window, ctx.records = head, head.window, head.window.trainable
         ctx.use = Use(ctx.records) if in_backward() == -1 else None
         wanted = (hidden.requires_grad, head.weight in ctx.records, head.bias in ctx.records)
         with exactly(hidden.device):

@@ -134,6 +134,7 @@ class ReplayFrame:
 
     def __init__(self, window: Window, args: Any, kwargs: Any) -> None:
         self.window, self.runtime = window, window.runtime
+        self.module = window.module                      # the graph may outlive the model
         self.count = 0                                   # tensors saved by the first run
         self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
         fork = Fork()
@@ -145,7 +146,9 @@ class ReplayFrame:
         self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.buffers = window.snapshot_buffers()
-        self.attributes = window.snapshot_attributes()
+        self.objects = fork.shared                       # which a forward may change too
+        self.state = window.state(fork.shared)
+        self.changes = False                             # did the first run change what is kept there?
         self.shapes: list[Any] | None = [] if self.clones is not None else None
         self.random = self.runtime.random_state()
         self.autocast = autocast_state(self.runtime.device.type)
@@ -168,7 +171,12 @@ class ReplayFrame:
     def forward_ended(self, mode: Mode) -> None:
         """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on.
         mode: what it says of the input goes for the inputs with a gradient."""
-        self.window.learn_mutable(self.attributes)
+        why = self.state.ran()
+        if why:
+            raise MegatrainError(f"{self.window.name}: its forward cannot be run again: {why}; "
+                                 "use plan={'activations': 'saved'}")
+        if self.clones is not None:
+            self.changes = self.state.changed()
         changed = any(t._version != v for t, v in self.watched)
         if changed and self.clones is None:
             raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
@@ -216,8 +224,8 @@ class ReplayFrame:
         rt, window = self.runtime, self.window
         saved_random = rt.random_state()
         saved_autocast = autocast_state(rt.device.type)
-        saved_buffers = window.restore_buffers(self.buffers)
-        saved_attributes = window.restore_attributes(self.attributes)
+        now, saved_buffers = window.state(self.objects), window.restore_buffers(self.buffers)
+        self.state.restore(now)
         outer, opened = None, False
         try:
             rt.set_random_state(self.random)
@@ -232,8 +240,8 @@ class ReplayFrame:
             if opened:
                 swap_window(outer)
             self.bound = {}
+            now.restore()
             window.restore_buffers(saved_buffers)
-            window.restore_attributes(saved_attributes)
             set_autocast_state(rt.device.type, saved_autocast)
             rt.set_random_state(saved_random)
 
@@ -259,12 +267,21 @@ class ReplayFrame:
         return pack
 
     def _check(self) -> None:
+        if self.runtime.given and self.window._left() is not None:
+            raise MegatrainError(f"{self.window.name}: it has to run again with its own weights, and others are in "
+                                 "their places: call backward() outside of functional_call, or use "
+                                 "plan={'activations': 'saved'}")
         for unit, version in zip(self.window.units, self.versions):
             if self.runtime.core.version(unit) != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace "
                     f"operation: weights of unit {self.runtime.unit_names[unit]!r} were updated between forward "
                     "and backward; call backward() before step()")
+        if self.state.overwritten():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor that {self.window.name!r} keeps was changed after its forward; "
+                "use plan={'activations': 'saved'}")
         if any(t._version != v for t, v in self.watched):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -301,6 +318,7 @@ class Fork:
         self.watched: list[tuple[Tensor, int]] = []
         self.with_grad: list[Tensor] = []
         self.plain = True                                # nothing that a forward could write into
+        self.shared: list[Any] = []                      # objects that were not copied
         self.met: dict[int, Any] = {}
 
     def __call__(self, value: Any) -> Any:
@@ -340,6 +358,7 @@ class Fork:
             return type(value)(*map(self, value)) if hasattr(value, "_fields") else type(value)(map(self, value))
         if not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value) or _is_cache(value)) \
                 or isinstance(value, type):
+            self.shared.append(value)
             return value
         out = self.met[id(value)] = copy.copy(value)
         if isinstance(value, dict):

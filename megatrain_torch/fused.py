@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class Layer(torch.autograd.Function):
     def forward(ctx: Any, fused: Fused, call: Any, mode: Mode, bundle: Bundle | None, x: Tensor, *params: Tensor
                 ) -> Tensor:
         window = fused.window
+        ctx.window = window                  # which the graph may outlive its module with
         ctx.fused, ctx.call, ctx.records, ctx.keep, ctx.bundle = fused, call, window.trainable, mode.keep, bundle
         ctx.names, ctx.wanted = fused.trained_names, fused.wanted        # requires_grad may change meanwhile
         ctx.use = Use(window.trainable) if in_backward() == -1 else None
@@ -178,7 +180,7 @@ class Fused:
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
-        self.window, self.module = window, module
+        self._window = weakref.ref(window)       # which has this
         self.verdict: str | None = None
         self.declined = ""
         self._known: dict[Any, tuple[Any, dict[Case, str]]] = {}      # templates and verdicts by structure
@@ -207,6 +209,14 @@ class Fused:
     def forget(self) -> None:
         """What was found of all structures."""
         self._known.clear()
+
+    @property
+    def window(self) -> Window:
+        return self._window()
+
+    @property
+    def module(self) -> nn.Module:
+        return self._window().module
 
     def split(self) -> None:
         """Follows requires_grad."""
@@ -420,7 +430,7 @@ class Proofs:
 
     def __init__(self) -> None:
         self.watch, self.looked = Watch(), {}
-        self._changes: dict[Any, int] = {}
+        self._changes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def verdict(self, fused: Fused, case: Case, dtype: torch.dtype | None) -> str:
         """"", or why not; proved once for all windows alike."""
@@ -462,12 +472,11 @@ class Proofs:
         if code:
             self.looked.clear()
         for window in windows:
-            module = self.watch.snapshots[window].modules[0]
             if window.head is not None:
                 window.head.read()
             else:
                 self._read(window.fused, code)
-            self.watch.add(window, module)
+            self.watch.add(window, window.module)
 
     def _read(self, fused: Fused, code: bool) -> None:
         """code: what its classes do may have changed."""

@@ -18,6 +18,7 @@ from . import gradient
 
 if TYPE_CHECKING:
     from .records import Record
+    from .runtime import Runtime
 
 _T = Tensor
 _META_GETTERS = ("dtype", "shape", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda",
@@ -82,6 +83,7 @@ class HostTensor(Tensor):
     """A view of a streamed parameter (or of its optimizer state) in host memory."""
 
     _mt: Record
+    _mt_runtime: Runtime                 # held, for as long as somebody has the tensor: records do not
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,7 +167,7 @@ class StreamedParameter(HostTensor, torch.nn.Parameter):
 
 def guard(t: Tensor, record: Record) -> HostTensor:
     out = t.as_subclass(HostTensor)
-    out._mt = record
+    out._mt, out._mt_runtime = record, record.runtime
     return out
 
 

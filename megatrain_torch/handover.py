@@ -50,8 +50,7 @@ class HandOver:
              grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         if torch.is_grad_enabled():
             raise MegatrainError("backward(create_graph=True) through a streamed model is not supported")
-        self.stream = self.runtime.stream()
-        self._whom_it_tells()
+        self.join_task()
         again = use is None or use.handed          # a graph that is gone through twice
         if use is not None:
             use.hand()
@@ -119,6 +118,10 @@ class HandOver:
 
     # ---- a graph task, from the first that we see of it to its end ----
 
+    def join_task(self) -> None:
+        self.stream = self.runtime.stream()
+        self._whom_it_tells()
+
     def at_end(self, what: Any) -> None:
         """Where a backward is under way, what.backward_ended() is called when it is over, if that lives by then."""
         if in_backward() != -1:
@@ -126,6 +129,8 @@ class HandOver:
 
     def _whom_it_tells(self) -> list[weakref.ref[Any]]:
         task = in_backward()
+        if task not in self.runtime.door.tasks:
+            self.runtime.door.task_begins(task)
         if task not in self.tasks:
             self.tasks[task] = []
             self.runtime.backward_began()
@@ -142,6 +147,7 @@ class HandOver:
     def _task_ended(self, task: int) -> None:
         """Runs in whichever thread ends the task: sends what waited for uses that never came."""
         self._tell(task)
+        self.runtime.door.task_ends(task)
         self.runtime.swap.sweep()
         rest = []
         for record in self.summed.values():
@@ -150,6 +156,7 @@ class HandOver:
             record.pending = None
         self.summed.clear()
         self._send(rest)
+        self.runtime.forget_lazy()
         self.runtime.handed_over()
 
     def sweep(self) -> None:
@@ -219,7 +226,7 @@ class HandOver:
         """Half-way through a forward, compute is told to wait for the last gradients of the backward before: they
         are home by then, and need not stay on the device beside this pass's activations."""
         self.opened += 1
-        if self.opened == max(1, len(self.runtime.windows) // 2):
+        if self.opened == max(1, self.runtime.window_count // 2):
             self.runtime.core.land(self.runtime.stream())
             self.let_go()
 

@@ -9,27 +9,28 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from . import masks
+from . import masks, patches
 from .errors import MegatrainError
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-_patched = False
-
 
 def prepare(rt: Runtime, root: nn.Module, put: Any) -> None:
     transformers = sys.modules.get("transformers")
-    rt.checkpointing = [m for m in root.modules() if isinstance(getattr(m, "gradient_checkpointing", None), bool)]
+    rt.checkpointing = [weakref.ref(m) for m in root.modules()
+                        if isinstance(getattr(m, "gradient_checkpointing", None), bool)]
     base = getattr(getattr(transformers, "modeling_utils", None), "PreTrainedModel", None)
     if base is None:
         return
-    _report_compute_device(base)
+    patches.once("PreTrainedModel.device", lambda: _report_compute_device(base))
     masks.install()
     for m in root.modules():
         if isinstance(m, base):
@@ -40,10 +41,7 @@ def _refuse_resize(*_: Any, **__: Any) -> Any:
     raise MegatrainError("resize_token_embeddings() after mt.stream: resize first, then stream")
 
 
-def _report_compute_device(base: Any) -> None:
-    global _patched
-    if _patched:
-        return
+def _report_compute_device(base: Any) -> Callable[[], None]:
     own = base.device
 
     def device(self: Any) -> torch.device:
@@ -52,8 +50,7 @@ def _report_compute_device(base: Any) -> None:
         rt = find_runtime(self) if streamed else None
         return rt.device if rt is not None else own.fget(self)
 
-    base.device = property(device, doc=own.__doc__)
-    _patched = True
+    return patches.replaced(base, "device", property(device, doc=own.__doc__))
 
 
 def hooked(hooks: list[dict[int, Any]]) -> bool:
@@ -81,8 +78,9 @@ def empty_entry(cache: Any, layer: int) -> bool:
 
 def before_pass(rt: Runtime) -> None:
     """Called as a root forward begins."""
-    for m in rt.checkpointing:
-        if m.gradient_checkpointing:
+    for ref in rt.checkpointing:
+        m = ref()
+        if m is not None and m.gradient_checkpointing:
             m.gradient_checkpointing = False
             rt.activations = "replay"
             for w in rt.windows:

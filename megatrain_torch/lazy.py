@@ -38,9 +38,10 @@ class Lazy(Tensor):
 
     @staticmethod
     def __new__(cls, record: Record) -> Lazy:
+        wanted = record.trainable and torch.is_grad_enabled()
         out = Tensor._make_wrapper_subclass(
-            cls, record.shape, strides=record.stride, dtype=record.dtype, device=record.runtime.device,
-            requires_grad=record.trainable and torch.is_grad_enabled())
+            Lazy if wanted else Quiet, record.shape, strides=record.stride, dtype=record.dtype,
+            device=record.runtime.device, requires_grad=wanted)
         out._record, out._value = record, None
         return out
 
@@ -65,6 +66,13 @@ class Lazy(Tensor):
             else:
                 self._value = record.runtime.device_copy(record).requires_grad_(record.trainable)
         return self._value
+
+
+class Quiet(Lazy):
+    """One that needs no gradient: its first use is met below autograd, so that torch.overrides.has_torch_function says
+    of it what it says of a parameter. torch's modules ask that before they take a fast path."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
 
 def _fetched(values: Any) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import patches
 from .packed import Packed
 
 if TYPE_CHECKING:
@@ -144,10 +145,22 @@ def spared(rt: Runtime) -> Iterator[None]:
 def install() -> None:
     """transformers' functions for "sdpa" and "eager" ask here first; what others have put in their place, too."""
     interface = getattr(sys.modules.get("transformers.masking_utils"), "AttentionMaskInterface", None)
-    for kind in KINDS if interface is not None else ():
-        own = interface()[kind]
-        if not hasattr(own, "mt_own"):
-            interface.register(kind, _sparing(own, adds=kind == "eager"))
+    if interface is not None:
+        patches.once("masks", lambda: _patch(interface))
+
+
+def _patch(interface: Any) -> Callable[[], None]:
+    before = {kind: interface()[kind] for kind in KINDS}
+    ours = {kind: _sparing(own, adds=kind == "eager") for kind, own in before.items()}
+    for kind, mask in ours.items():
+        interface.register(kind, mask)
+
+    def undo() -> None:
+        for kind, mask in ours.items():
+            if interface()[kind] is mask:
+                interface.register(kind, before[kind])
+
+    return undo
 
 
 def _sparing(own: Callable[..., Any], adds: bool) -> Callable[..., Any]:

@@ -1,8 +1,11 @@
 """mt.AdamW: a torch optimizer whose step runs on the host, behind the next forward."""
 from __future__ import annotations
 
+import importlib
 import math
 import numbers
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -97,13 +100,16 @@ class AdamW(torch.optim.Optimizer):
         self._norm: float | None = None
         self._limit_once = math.inf                        # of the next step, beside max_grad_norm
         self._steps = 0                                    # calls of step()
-        self._asked: clipping.LateNorm | None = None       # for the next step; taken over by it
-        self._late: clipping.LateNorm | None = None        # of the last step
+        # Weakly: such a norm asks this optimizer for its value. Of whom nobody has any more, nobody wants it.
+        self._asked: weakref.ref[clipping.LateNorm] | None = None      # for the next step; taken over by it
+        self._late: weakref.ref[clipping.LateNorm] | None = None       # of the last step
         self._skipped = 0
         self._complaint = ""
         self._states = states
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
+        self._members: dict[Tensor, dict[str, Any]] | None = None      # groups by parameter, while updates begin early
         self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
+        _import_dynamo()
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
         clipping.prepare()
 
@@ -163,8 +169,7 @@ class AdamW(torch.optim.Optimizer):
         self._check_served()
         self._adopt()
         self._settle()
-        if self._late is not None:
-            self._late.settle()
+        clipping.settle(self._late)
         self._late, self._asked = self._asked, None
         self._steps += 1
         complaint, self._complaint = self._complaint, ""
@@ -182,6 +187,7 @@ class AdamW(torch.optim.Optimizer):
         elif self._clip_here(elsewhere):
             self._step_all(math.inf)
         self._done.clear()
+        self._members = None
         for speculation in self._speculations:
             speculation.stepped()
         for rt in {h.runtime for h in self._handed}:
@@ -218,7 +224,7 @@ class AdamW(torch.optim.Optimizer):
         """As in torch. With set_to_none waits for nothing but a norm that was asked for and not stepped with; else for
         the updates that still read the gradients."""
         if self._asked is not None:          # a batch that is dropped, its limit too
-            self._asked.settle()
+            clipping.settle(self._asked)
             self._asked, self._limit_once = None, math.inf
         gradient.clear((p for group in self.param_groups for p in group["params"]), set_to_none)
 
@@ -270,7 +276,7 @@ class AdamW(torch.optim.Optimizer):
     def clips_alone(self, params: list[Tensor]) -> bool:
         """Are these parameters' gradients all that the next step() uses, weighed by one engine and not clipped yet?"""
         if self._asked is not None:
-            self._asked.settle()
+            clipping.settle(self._asked)
             if not self._in_backward:
                 return False
         mine = {p for g in self.param_groups for p in g["params"]}
@@ -299,8 +305,9 @@ class AdamW(torch.optim.Optimizer):
             self._settle()                   # the step was just the next: a later one takes the norm before it begins
             return self._norm or 0.0
 
-        self._limit_once, self._asked = limit, clipping.LateNorm.of(find)
-        return self._asked
+        norm = clipping.LateNorm.of(find)
+        self._limit_once, self._asked = limit, weakref.ref(norm)
+        return norm
 
     def _norm_here(self) -> float:
         """The norm of the gradients there are, before any step: of what was updated in backward, else on the host."""
@@ -476,8 +483,11 @@ class AdamW(torch.optim.Optimizer):
     # ---- updates that may be taken back ----
 
     @torch.no_grad()
-    def _expected(self, records: list[Record], groups: dict[Tensor, dict[str, Any]]) -> list[Any]:
+    def _expected(self, records: list[Record]) -> list[Any]:
         """What the next step() will ask for of a unit, if nothing happens until then. Empty: that cannot be told."""
+        if self._members is None:
+            self._members = {p: g for g in self.param_groups for p in g["params"]}
+        groups = self._members
         self._settle()                       # a skipped step counts no more; its norm has been known for long
         given = [r for r in records if r.numel and r.param in groups and gradient.standing(r) is not None]
         if not all(self._is_ready(r) for r in given):
@@ -601,6 +611,15 @@ class AdamW(torch.optim.Optimizer):
         return list(found.values())
 
 
+def _import_dynamo() -> None:
+    """torch does so as the first optimizer of a process is made, and keeps a traceback whose frames would hold that
+    optimizer, its parameters and so the store: a thread's hold nothing."""
+    if "torch._dynamo" not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",), name="mt-import")
+        thread.start()
+        thread.join()
+
+
 class _Observer:
     """What a runtime calls in backward; it does not keep the optimizer alive."""
 
@@ -665,8 +684,8 @@ def _peek(p: Tensor) -> Tensor | None:
 
 
 def _was_unstreamed(runtime: Any) -> bool:
-    first = runtime.records[0]
-    return getattr(first.param, "_mt", None) is not first
+    first = next((r for r in runtime.records if r.param is not None), None)
+    return first is not None and getattr(first.param, "_mt", None) is not first
 
 
 def _lacks_master(record: Record) -> bool:

@@ -16,6 +16,7 @@ import ctypes
 import dataclasses
 import gc
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -314,6 +315,11 @@ class Room:
         self.begun = False                       # room for gradients was asked for, at least
         self.summed = asked.micro > 1
 
+    def let_go(self) -> None:
+        """Knows parameters by their form from now on: what is asked later must not keep them alive."""
+        forms = [(name, [(n, _Form(p)) for n, p in own]) for name, own in self.asked.groups]
+        self.asked = dataclasses.replace(self.asked, groups=forms)
+
     def states(self, core: _core.Engine) -> None:
         """Of AdamW and the gradients, before they are made.
 
@@ -426,8 +432,8 @@ def _saved(core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> dict
 
 
 def _shortage(need: int) -> Bound | None:
-    """What stands against so many bytes more, when models that were dropped are gone: they are in cycles, and Python's
-    collector, which counts objects, not bytes, may not come by for long."""
+    """What stands against so many bytes more, when models that were dropped are gone: where a cycle of the user's has
+    one, Python's collector, which counts objects, not bytes, may not come by for long."""
     bound = host_limits().short(need)
     if bound is not None and gc.collect():
         give_back()
@@ -477,12 +483,32 @@ def _changes(asked: Asked, fits: Callable[[Asked], bool], over: int, free_on_dev
     return found
 
 
+class _Form:
+    """A parameter as unit_bytes sees it, known weakly: whether it is trained may change."""
+
+    def __init__(self, p: torch.Tensor) -> None:
+        self.dtype, self._numel, self._floating, self._param = (
+            p.dtype, p.numel(), p.is_floating_point(), weakref.ref(p))
+
+    def numel(self) -> int:
+        return self._numel
+
+    def is_floating_point(self) -> bool:
+        return self._floating
+
+    @property
+    def requires_grad(self) -> bool:
+        param = self._param()
+        with torch._C.DisableTorchFunctionSubclass():
+            return param is not None and param.requires_grad
+
+
 class _Frozen:
     """A parameter as unit_bytes sees it, if it were not trained."""
 
     requires_grad = False
 
-    def __init__(self, p: torch.Tensor) -> None:
+    def __init__(self, p: Any) -> None:
         self.dtype, self.numel, self.is_floating_point = p.dtype, p.numel, p.is_floating_point
 
 

@@ -46,15 +46,15 @@ class Record:
         host_graph: the parameter took part in arithmetic on the host; autograd adds its gradient.
     """
 
-    __slots__ = ("runtime", "unit", "unit_name", "index", "pid", "name", "param", "host", "version", "shape",
+    __slots__ = ("_runtime", "unit", "unit_name", "index", "pid", "name", "_param", "host", "version", "shape",
                  "stride", "dtype", "offset", "numel", "nbytes", "late", "shown", "written", "summed", "seen", "uses",
                  "open", "set_in", "pending", "host_graph", "address", "was_trainable",
                  "writes", "master_writes", "owner", "exact", "__weakref__")
 
     def __init__(self, runtime: Runtime, unit: int, unit_name: str, index: int, pid: int, name: str,
                  param: torch.nn.Parameter) -> None:
-        self.runtime, self.unit, self.unit_name = runtime, unit, unit_name
-        self.index, self.pid, self.name, self.param = index, pid, name, param
+        self._runtime, self._param = weakref.ref(runtime), weakref.ref(param)
+        self.unit, self.unit_name, self.index, self.pid, self.name = unit, unit_name, index, pid, name
         self.shape, self.dtype, self.numel = param.shape, param.dtype, param.numel()
         self.stride = dense_stride(param)
         self.nbytes = self.numel * param.element_size()
@@ -72,6 +72,16 @@ class Record:
         self.owner: weakref.ref[torch.optim.Optimizer] | None = None
         self.host_graph = False
         self.exact: Tensor | None = None
+
+    @property
+    def runtime(self) -> Runtime:
+        """Weakly, as the parameter: a parameter holds its record and its runtime, and nobody holds it in turn."""
+        return self._runtime()
+
+    @property
+    def param(self) -> torch.nn.Parameter:
+        """None where its module, and everybody else, let go of it."""
+        return self._param()
 
     def view(self, plane: str) -> Tensor:
         """Plain tensor over the parameter's bytes in a plane: [shape], in the plane's type; SCALE: [groups,2]."""
@@ -115,8 +125,9 @@ class Record:
 
     @property
     def trainable(self) -> bool:
+        param = self._param()
         with torch._C.DisableTorchFunctionSubclass():
-            return self.param.requires_grad
+            return param is not None and param.requires_grad
 
 
 class Use:

@@ -18,6 +18,7 @@ from .arrive import Arrivals
 from .budget import Budget, Cap
 from .compiled import Structure, refuse_other_units
 from .disk import BLOCKS, BUFFER_BYTES, BUFFERS, THREADS, Disk
+from .door import Door
 from .errors import MegatrainError
 from .fused import Proofs
 from .guard import plain
@@ -97,7 +98,9 @@ class Slot:
         """The views by name, for a template; made once, their joint views too."""
         weights = self.weights.get(unit)
         if weights is None:
-            weights = self.weights[unit] = Weights(dict(zip(names, self.unit_views(unit, records))), self._counted)
+            slot = weakref.ref(self)             # which has them
+            weights = self.weights[unit] = Weights(dict(zip(names, self.unit_views(unit, records))),
+                                                   lambda make: slot()._counted(make))
         return weights
 
     def _counted(self, make: Callable[[], Tensor]) -> Tensor:
@@ -152,28 +155,32 @@ class Runtime:
         self.filed: set[int] = set()                         # of which weights are too, as soon as they are there
         self.arrivals = Arrivals(self, ())                   # of settled units: whose states come and leave
         self.passing: frozenset[int] = frozenset()           # units whose gradients are kept nowhere
-        self.windows: list[Window] = []
+        self._windows: list[weakref.ref[Window]] = []        # modules have them, and they have this
         self.records: list[Record] = []
         self.units: list[list[Record]] = []
         self.unit_names: list[str] = []
         self.slots: list[Slot] = []
-        self.handover = HandOver(self)
+        own = weakref.proxy(self)            # for what only this has
+        self.handover = HandOver(own)
+        self.door = Door(type(root).__name__, self.is_cuda)
         self.activations, self.compute = "auto", "auto"
         self.structures: dict[Any, Structure] = {}           # of windows that torch.compile runs
         self.vram: int | None = None         # limit of what may be used of the device, bytes
-        self.budget = Budget(self)
+        self.budget = Budget(own)
         self.proofs = Proofs()               # that templates are what windows' modules are
         self.most_tokens = 0                 # that a fused window was given at once
-        self.swap = Swap(self)               # what windows keep in host memory
+        self.swap = Swap(own)                # what windows keep in host memory
         self.cap = Cap(device, None, 0)      # of torch's allocator, where there is a limit
         self.room: Any = None                # preflight.Room: whether planes that come later will fit
         self.store_bytes = 0                 # device memory that settled units' planes will take, slots left out
         self._lazy: dict[tuple[int, bool], Lazy] = {}
-        self._first_root: Any = None
+        self._first_root: weakref.ref[Any] | None = None
         self._backward_seen = False
         self.check_tree: Any = None
+        self._files: list[weakref.finalize] = []             # what takes their names, with the process at the latest
+        self.given = 0                       # places of parameters that have something else: functional_call
         self.bindings = 0                    # windows opened and weights fetched outside of them, ever
-        self.checkpointing: list[nn.Module] = []
+        self.checkpointing: list[weakref.ref[nn.Module]] = []
         self.opened = time.perf_counter()
         self.reported: tuple[float, dict[str, int]] = (self.opened, {})    # the last report without a trace
         self.trace: Any = None               # mt.trace's, while it is on
@@ -181,6 +188,34 @@ class Runtime:
         self.broken = ""                     # why the weights are not to be used: a load that failed half-way
         self.told_unlocked = False           # the user knows that host memory could not be locked
         self._split: Any = None
+
+    def __del__(self) -> None:
+        """The last who had it let go: the device's limit is lifted, and the engine ends before slots are freed."""
+        with contextlib.suppress(Exception):         # it was never whole; or torch is gone already
+            self.close()
+
+    def close(self) -> None:
+        """Gives everything back: files lose their names while there is an engine that knows them."""
+        self.cap.lift()
+        for unname in self._files:
+            unname()
+        self.core.close()
+
+    def itself(self) -> Runtime:
+        """For those who know it by a proxy."""
+        return self
+
+    @property
+    def windows(self) -> list[Window]:
+        """Those whose modules are still there."""
+        return [w for w in [ref() for ref in self._windows] if w is not None]
+
+    @property
+    def window_count(self) -> int:
+        return len(self._windows)
+
+    def add_window(self, window: Window) -> None:
+        self._windows.append(weakref.ref(window))
 
     def choose_states(self, states: str) -> None:
         """How AdamW's states are kept, of the whole model, from before there are any.
@@ -228,7 +263,7 @@ class Runtime:
         usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
         self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **(usual | sizes))
         self.on_disk = frozenset(units) | frozenset(weights)
-        weakref.finalize(self, self.core.disk_unname)
+        self._files.append(weakref.finalize(self, self.core.disk_unname))
 
     def file_weights(self, unit: int) -> None:
         """Weights that were put into the unit's plane go to the file; their memory is given back."""
@@ -240,7 +275,7 @@ class Runtime:
         """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states."""
         limit = 0 if disk.limit is None else max(disk.limit - taken, 1)
         self.core.swap_disk(disk.path, nbytes, limit, **({"blocks": BLOCKS, "threads": THREADS} | sizes))
-        weakref.finalize(self, self.core.disk_unname)
+        self._files.append(weakref.finalize(self, self.core.disk_unname))
 
     def note_bounds(self) -> None:
         """Addresses between which all slots lie: most tensors are told apart from weights by these."""
@@ -253,10 +288,17 @@ class Runtime:
 
     def acquire(self, unit: int) -> int:
         """The slot that the unit is in, when compute gets there."""
+        self._joins()
         slot = self.core.acquire(unit, self.stream())
         if self.arrivals.over:
             self.arrivals.leave()
         return slot
+
+    def _joins(self) -> None:
+        """A backward that asks for a weight is in the model until its end."""
+        task = in_backward()
+        if task != -1 and task not in self.door.tasks:
+            self.handover.join_task()
 
     def acquire_views(self, unit: int) -> list[Tensor]:
         slot = self.acquire(unit)
@@ -272,6 +314,7 @@ class Runtime:
 
     def slot_view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
         """Part of a unit's weights, fetched if need be. offset: bytes from the unit's start."""
+        self._joins()
         slot = self.core.acquire(unit, self.stream())
         with torch.no_grad():
             return self.slots[slot].view(offset, dtype, size, stride)
@@ -280,7 +323,10 @@ class Runtime:
         """(unit, byte offset) when t lies in a slot that still holds the unit it was taken from."""
         if type(t) is not Tensor or t.layout is not torch.strided:
             return None
-        address = t.data_ptr()
+        try:
+            address = t.data_ptr()
+        except RuntimeError:                 # a tensor of torch.func's transforms
+            return None
         if not self.lowest <= address < self.highest:
             return None
         slot, unit, offset = self.core.find(address)
@@ -311,6 +357,12 @@ class Runtime:
         if found is None:
             found = self._lazy[key] = Lazy(record)
         return found
+
+    def forget_lazy(self) -> None:
+        """A forward or a backward is over. What was read in it has a history, which holds the parameters, which hold
+        this: a cycle that no collector sees."""
+        if self._lazy:
+            self._lazy.clear()
 
     def device_copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""
@@ -417,13 +469,17 @@ class Runtime:
     @contextlib.contextmanager
     def entered(self, who: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
         """Around a container's forward; the outermost streamed forward begins a pass."""
-        outermost = enter()
+        takes = self.door.enter(in_backward())
+        begins = enter() and in_backward() == -1
         try:
-            begins = outermost and in_backward() == -1
             with masks.spared(self) if begins else contextlib.nullcontext():
                 yield self.begin(who, args, kwargs) if begins else (args, kwargs)
         finally:
             leave()
+            if begins:
+                self.forget_lazy()
+            if takes:
+                self.door.leave()
 
     def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A root forward starts; its inputs come to the compute device."""
@@ -436,13 +492,14 @@ class Runtime:
         self.warn_unlocked()
         hf.before_pass(self)
         if self.check_tree is not None:
-            self.check_tree()
+            self.check_tree(self)
         self._refresh()
         if torch.is_grad_enabled():
             self.proofs.look()
-        if self._backward_seen or self._first_root is None or who is self._first_root:
-            self._first_root, self._backward_seen = who, False
+        if self._backward_seen or self._first_root is None or self._first_root() in (who, None):
+            self._first_root, self._backward_seen = weakref.ref(who), False
             self.handover.sweep()
+            self.door.tasks.clear()
             self.handover.let_go()
             self.handover.opened = 0
             self.swap.sweep()
@@ -476,7 +533,7 @@ class Runtime:
     def follow(self) -> None:
         """Of which parameters there are gradients is as they say now."""
         with torch._C.DisableTorchFunctionSubclass():
-            trains = [r.param.requires_grad for r in self.records]
+            trains = [(p := r.param) is not None and p.requires_grad for r in self.records]
         for r, on in zip(self.records, trains):
             if on != r.was_trainable:
                 r.was_trainable = on

@@ -10,7 +10,7 @@ nothing was kept none begins early, but for a try every `AGAIN` steps.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .records import Record
 
@@ -29,7 +29,7 @@ class Speculation:
         self._runtime = weakref.ref(runtime)
         self._seen: dict[int, int] = {}          # by unit: gradients handed over since the last step
         self._expected: dict[int, int] = {}      # by unit: as many as there were for the step before
-        self._groups: dict[Any, dict[str, Any]] | None = None   # by parameter; None: no gradient since the last step
+        self._fresh = True                       # no gradient since the last step
         self._wrong = self._paused = 0           # steps in a row: nothing kept; none begun
         self._counted = (0, 0)                   # kept, undone; as of the last look
         self._on = True
@@ -39,18 +39,18 @@ class Speculation:
         optimizer, rt = self._optimizer(), self._runtime()
         if optimizer is None or unit not in rt.speculated:
             return
-        if self._groups is None:
-            self._groups = {p: g for g in optimizer.param_groups for p in g["params"]}
+        if self._fresh:
+            self._fresh = False
             self._look(rt)
         self._seen[unit] = self._seen.get(unit, 0) + len(records)
         if self._on and self._seen[unit] == self._expected.get(unit):
-            entries = optimizer._expected(rt.units[unit], self._groups)
+            entries = optimizer._expected(rt.units[unit])
             if entries:
                 rt.core.speculate(unit, entries)
 
     def stepped(self) -> None:
         """The optimizer stepped: what comes now belongs to its next."""
-        self._expected, self._seen, self._groups = self._seen, {}, None
+        self._expected, self._seen, self._fresh = self._seen, {}, True
 
     def _look(self, rt: Runtime) -> None:
         """What became of the last step: its forward has waited for its updates."""

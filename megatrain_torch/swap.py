@@ -43,10 +43,11 @@ GIVEN_UP = 2                 # windows behind its own that a bundle's sources st
 class Part:
     """A tensor of a bundle."""
 
-    __slots__ = ("bundle", "number")
+    __slots__ = ("bundle", "number", "_runtime")
 
     def __init__(self, bundle: Bundle, number: int) -> None:
         self.bundle, self.number = bundle, number
+        self._runtime = bundle.swap.runtime.itself()         # for as long as the graph is there
 
     def tensor(self) -> Tensor:
         return self.bundle.get(self.number)
@@ -66,6 +67,7 @@ class Bundle:
 
     def __init__(self, swap: Swap, window: Window, disk: bool = False) -> None:
         self.swap, self.unit, self.position, self.disk = swap, window.units[0], swap.position, disk
+        self.core = swap.runtime.core        # a bundle may be the last to go
         self.needed = swap.position
         self.sources: list[Tensor] = []
         self.versions: list[tuple[Tensor, int]] = []
@@ -156,7 +158,7 @@ class Bundle:
         self.landed = {}
 
     def __del__(self) -> None:
-        core = self.swap.runtime.core
+        core = self.core
         with contextlib.suppress(MegatrainError):        # the engine may be closed: then no copy is under way
             if self.coming:                              # its landing memory is freed now, in its stream's order
                 core.swap_await(self.number, self.stream)

@@ -87,7 +87,8 @@ class Trace:
         unknown = set(rates) - set(_core.LANES)
         if unknown:
             raise MegatrainError(f"rates: there is no lane {sorted(unknown)[0]!r}; lanes: {', '.join(_core.LANES)}")
-        self._rt, self._rates = rt, dict(rates)
+        self._rt: Runtime | None = rt                    # None: it was stopped
+        self._rates = dict(rates)
         self._slices: deque[Slice] = deque(maxlen=KEPT)
         self._marks: dict[int, int] = {}                 # number of a mark: when compute came by, ns
         self._ends: list[bool] = []                      # by number: a step ends there for certain
@@ -152,7 +153,7 @@ class Trace:
         self._rt.core.compute_begin(window.units[0] if window.units else -1, _core.WORKS[work], self._rt.stream())
 
     def _backward_begins(self, window: Window) -> None:
-        if self._rt.trace is self and self._open is not window:
+        if self._rt is not None and self._rt.trace is self and self._open is not window:
             self.handed_over()
             self._open = window
             self._begin(window, "backward")
@@ -165,7 +166,7 @@ class Trace:
 
     def finish(self) -> None:
         """Ends the last step here, and waits until all that was asked for so far is over."""
-        if self._rt.trace is not self:
+        if self._rt is None or self._rt.trace is not self:
             return
         self._mark(True)
         self._rt.drain()
@@ -175,17 +176,21 @@ class Trace:
 
     def stop(self) -> None:
         """Records no more."""
-        if self._rt.trace is self:
-            self._rt.trace = None
-            self._rt.core.trace(False)
-            self._hook.remove()
+        with self._lock:
+            rt, self._rt, self._open = self._rt, None, None      # what was recorded keeps no model alive
+        if rt is None:
+            return
+        self._hook.remove()
+        if rt.trace is self:
+            rt.trace = None
+            rt.core.trace(False)
 
     # ---- what there is ----
 
     def _collect(self) -> None:
         """Takes the records that are over by now."""
         with self._lock:
-            if self._rt.trace is self:
+            if self._rt is not None and self._rt.trace is self:
                 self._take()
 
     def _take(self) -> None:

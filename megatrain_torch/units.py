@@ -78,33 +78,29 @@ def _asked(root: nn.Module, units: list[str | nn.Module]) -> set[int]:
 def _no_split(root: nn.Module) -> set[int]:
     names = {n for m in root.modules() for n in (getattr(m, "_no_split_modules", None) or ())}
     chosen: set[int] = set()
-
-    def visit(module: nn.Module) -> None:
+    to_see = [root]                          # no function that calls itself: its closure would keep the model
+    for module in to_see:
         for child in module.children():
             if type(child).__name__ in names:
                 chosen.add(id(child))
             else:
-                visit(child)
-
-    visit(root)
+                to_see.append(child)
     return chosen
 
 
 def _listed(root: nn.Module, chosen: set[int]) -> set[int]:
     """Adds children of lists that no chosen module is inside of or around."""
     chosen = set(chosen)
-
-    def visit(module: nn.Module) -> None:
+    to_see = [root]
+    while to_see:
+        module = to_see.pop()
         if id(module) in chosen:
-            return
+            continue
         inside = any(id(m) in chosen for m in module.modules())
         if not inside and module is not root and _is_list(module):
             chosen.update(id(c) for c in module.children())
-            return
-        for child in module.children():
-            visit(child)
-
-    visit(root)
+        else:
+            to_see.extend(reversed(list(module.children())))
     return chosen
 
 

@@ -126,7 +126,7 @@ def closed(window: Window, frame: ReplayFrame, watch: Watch, inputs: Any, out: A
     window.tensor_outputs = [isinstance(o, Tensor) for o in outputs]
     views = any(o._is_view() for o in tensors_of(out))       # in-place changes of them would not be allowed
     simple = all(o is None or isinstance(o, (Tensor, bool, int, float)) for o in outputs)
-    stateless = not window.mutable and not window.buffered and not window.recurrent
+    stateless = not frame.changes and not any(m._buffers for m in window.buffered) and not window.recurrent
     return (simple and stateless and not escaped and not views and watch.strangers == 0
             and _same_bits(window, frame, out))
 

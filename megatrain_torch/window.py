@@ -10,13 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from . import masks, whole
+from .door import Door
+from .effects import Places, Snapshot
+from .errors import MegatrainError
 from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push
 from .modes import Mode, read
 from .records import Record, Use
@@ -45,6 +49,39 @@ class Bind(torch.autograd.Function):
         return None, None, *ctx.window.runtime.handover.take(ctx.records, ctx.use, nodes, grads)
 
 
+def refuse_functorch(name: str) -> None:
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise MegatrainError(f"{name}: torch.func's transforms know nothing of streamed weights: give all weights with "
+                             "torch.func.functional_call, or mt.unstream(model)")
+
+
+def method_of(call: Any, module: nn.Module) -> bool:
+    return isinstance(call, types.MethodType) and call.__self__ is module
+
+
+class Below:
+    """Some modules of a window, in order; the window's own, which comes first, weakly: it has the window.
+
+    Attributes:
+        inside: the others.
+    """
+
+    __slots__ = ("_top", "inside")
+
+    def __init__(self, top: nn.Module, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        self.inside = tuple(m for m in modules if m is not top)
+        self._top = weakref.ref(top) if len(self.inside) < len(modules) else None
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        if self._top is not None:
+            yield self._top()
+        yield from self.inside
+
+    def __bool__(self) -> bool:
+        return self._top is not None or bool(self.inside)
+
+
 class Window:
     """One module that is run with its weights bound.
 
@@ -60,7 +97,9 @@ class Window:
     def __init__(self, runtime: Runtime, name: str, module: nn.Module, records: list[Record]) -> None:
         self.runtime, self.name, self.records = runtime, name, records
         self.units = list(dict.fromkeys(r.unit for r in records))
-        self.inner = module.forward
+        self._module, own = weakref.ref(module), module.forward      # which has this window
+        self._own = own.__func__ if method_of(own, module) else own
+        self._is_method = method_of(own, module)
         self.alone = False                   # its records are all of one unit's, in order: set when units are known
         self.mode = "auto"
         self.proved = self.closed = False
@@ -72,14 +111,28 @@ class Window:
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
-        self.buffered = [m for m in module.modules() if m._buffers]
-        self.modules = list(module.modules())
-        # Attributes that forward changes; found by the first run.
-        self.mutable: list[tuple[nn.Module, str]] | None = None
-        self.config = next((m.config for m in self.modules if hasattr(m, "config")), None)
-        self.recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
-        self.hooks = [d for m in self.modules[1:] for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks,
-                                                            m._backward_pre_hooks)]
+        self.look()
+
+    def look(self) -> None:
+        """At the modules there are."""
+        module = self._module()
+        self.modules = Below(module, module.modules())
+        theirs = [m for m in module.modules() if not type(m).__module__.startswith("torch.nn.")]
+        self.theirs = Below(module, theirs)
+        self.buffered = Below(module, [m for m in module.modules() if m._buffers or m in theirs])    # or may be, later
+        self._places: tuple[list[Any], Places] | None = None
+        self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
+        self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,
+                                                               m._backward_hooks, m._backward_pre_hooks)]
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module()
+
+    @property
+    def inner(self) -> Any:
+        """The module's own forward."""
+        return types.MethodType(self._own, self._module()) if self._is_method else self._own
 
     @property
     def code(self) -> str:
@@ -105,7 +158,7 @@ class Window:
         """What is done about activations; "auto" before the first pass has decided."""
         rt = self.runtime
         mode = self.mode if self.mode != "auto" else rt.activations
-        return rt.budget.chosen.get(self, mode) if mode == "auto" else mode
+        return rt.budget.chosen.get(self.name, mode) if mode == "auto" else mode
 
     # ---- slot tensors ----
 
@@ -163,24 +216,30 @@ class Window:
     # ---- running ----
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rt = self.runtime
-        if enter() and in_backward() == -1:
-            try:
-                args, kwargs = rt.begin(self, args, kwargs)
-            except BaseException:
-                leave()
-                raise
-        if rt.handover.alive and in_backward() == -1:
-            rt.handover.window_opens()
+        rt, task = self.runtime, in_backward()
+        takes = rt.door.enter(task)
+        outermost = enter()
         try:
+            if task == -1:
+                if outermost:
+                    args, kwargs = rt.begin(self, args, kwargs)
+                if rt.handover.alive:
+                    rt.handover.window_opens()
             return self.once(args, kwargs) if rt.trace is None else rt.trace.forward(self, args, kwargs)
         finally:
             leave()
+            if outermost and task == -1:
+                rt.forget_lazy()
+            if takes:
+                rt.door.leave()
 
     def once(self, args: Any, kwargs: Any) -> Any:
         """One forward: by a template, with logits left unmade, compiled, or in the window's way with activations."""
         if not torch.is_grad_enabled():
             return self.run(args, kwargs, False)
+        if self.runtime.given and (left := self._left()) is not None:
+            return self._run_given(left, *masks.dense(args, kwargs))
+        refuse_functorch(self.name)
         self.runtime.swap.entered()
         if self.head is not None:
             out = self.head(args, kwargs)
@@ -198,6 +257,38 @@ class Window:
                 return done[0]
         return self._run_saved(args, kwargs, mode) if mode.keep == "saved" else self._run_again(args, kwargs, mode)
 
+    def _left(self) -> list[Record] | None:
+        """Records of the parameters that are in their places; None: all are."""
+        found = [r for m in self.modules for r in getattr(m._parameters, "records", {}).values()]
+        if all(type(r) is Record for r in found):
+            return None
+        return list(dict.fromkeys(r for r in found if type(r) is Record))
+
+    def _run_given(self, left: list[Record], args: Any, kwargs: Any) -> Any:
+        """With other tensors in the places of parameters (torch.func.functional_call): the module's own code. Running
+        again would be too late for them, so activations are kept."""
+        if left:
+            refuse_functorch(self.name)
+        bound, frame = self._bind_some(left), SavedFrame(self)
+        outer = swap_window(bound)
+        if left:
+            _push(frame.pack, frame.unpack)
+        try:
+            with self.flat_weights():
+                return self.runtime.own_outputs(self.inner(*args, **kwargs))
+        finally:
+            if left:
+                _pop()
+            swap_window(outer)
+
+    def _bind_some(self, records: list[Record]) -> dict[Record, Tensor]:
+        trainable = [r for r in records if r.was_trainable]
+        bound = dict(zip(trainable, Bind.apply(self, trainable, *(r.param for r in trainable)))) if trainable else {}
+        frozen = [r for r in records if not r.was_trainable]
+        with torch.no_grad():
+            bound.update(zip(frozen, self.views(frozen) if frozen else ()))
+        return bound
+
     def _run_saved(self, args: Any, kwargs: Any, mode: Mode) -> Any:
         if not mode.host:
             return self.run(args, kwargs, True, SavedFrame(self))
@@ -208,6 +299,9 @@ class Window:
 
     def _run_again(self, args: Any, kwargs: Any, mode: Mode) -> Any:
         frame = ReplayFrame(self, args, kwargs)
+        if frame.state.why:
+            self.unfit, self.mode = self.unfit or frame.state.why, str(mode._replace(keep="saved"))
+            return self._run_saved(args, kwargs, read(self.mode))
         if self.closed and whole.may(self, frame):
             return whole.call(self, frame, args, kwargs)
         if self.proved or self.mode != "whole":
@@ -250,34 +344,33 @@ class Window:
 
     @contextlib.contextmanager
     def flat_weights(self) -> Iterator[None]:
-        """nn.LSTM and its kin read a list made when the module was built: made again from the slots."""
-        before = [m._flat_weights for m in self.recurrent]
-        for m in self.recurrent:
-            m._flat_weights = [getattr(m, n) for n in m._flat_weights_names]
+        """nn.LSTM and its kin read a list made when the module was built: made again from the slots.
+
+        Where the list is not of the weights that they read, they put those into one buffer for cuDNN, in place. Without
+        gradients these are the slot's own tensors, which would be of that buffer from then on, whatever comes into the
+        slot: so others, of the same memory, are put there.
+        """
+        before = [(m, m._flat_weights, m._flat_weight_refs) for m in self.recurrent]
+        for m, *_ in before:
+            weights = m._flat_weights = [getattr(m, n) for n in m._flat_weights_names]
+            if not torch.is_grad_enabled():
+                m._flat_weight_refs = [weakref.ref(w) for w in weights]
+                m._flat_weights = [w.detach() for w in weights]
+                m.flatten_parameters()
         try:
             yield
         finally:
-            for m, weights in zip(self.recurrent, before):
-                m._flat_weights = weights
+            for m, weights, refs in before:
+                m._flat_weights, m._flat_weight_refs = weights, refs
 
     # ---- what forward changes besides its output ----
 
-    def snapshot_attributes(self) -> list[tuple[nn.Module, str, Any]]:
-        """(module, name, value) of tensors kept as plain attributes (recurrent states, masks): all before the
-        first run, then those that it changed."""
-        if self.mutable is not None:
-            return [(m, k, m.__dict__.get(k)) for m, k in self.mutable]
-        return [(m, k, v) for m in self.modules for k, v in m.__dict__.items() if v is None or isinstance(v, Tensor)]
-
-    def learn_mutable(self, before: list[tuple[nn.Module, str, Any]]) -> None:
-        if self.mutable is None:
-            self.mutable = [(m, k) for m, k, v in before if m.__dict__.get(k) is not v]
-
-    def restore_attributes(self, snapshot: list[tuple[nn.Module, str, Any]]) -> list[tuple[nn.Module, str, Any]]:
-        now = [(m, k, m.__dict__.get(k)) for m, k, _ in snapshot]
-        for m, k, v in snapshot:
-            m.__dict__[k] = v
-        return now
+    def state(self, objects: Sequence[Any] = ()) -> Snapshot:
+        """Of attributes, and of whatever else its code may change; objects: among its arguments."""
+        hooks = [h for d in self.hooks for h in d.values()] if any(self.hooks) else []
+        if self._places is None or self._places[0] != hooks:
+            self._places = hooks, Places(self.modules, self.theirs, hooks)
+        return Snapshot(self._places[1], objects)
 
     def snapshot_buffers(self) -> list[tuple[nn.Module, str, Any, Any]]:
         """(module, name, tensor, copy of its values): BatchNorm writes without leaving a trace in `_version`."""
@@ -301,6 +394,9 @@ class Window:
         return now
 
 
+Door.forwards = frozenset({Window.__call__.__code__})
+
+
 class Installed:
     """A callable put in a module's `__dict__` in place of a method of its class.
 
@@ -309,12 +405,25 @@ class Installed:
     """
 
     def __init__(self, module: nn.Module, name: str, call: Any) -> None:
-        self._own = module.__dict__.get(name)
+        self._own, self._module = module.__dict__.get(name), weakref.ref(module)
         original = getattr(module, name)
-        functools.update_wrapper(self, original)
-        self.__self__, self.__name__ = module, name
+        self._is_method = method_of(original, module)
         self.__func__ = getattr(original, "__func__", original)
+        for said in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(original, said):
+                setattr(self, said, getattr(original, said))
+        self.__dict__.update({k: v for k, v in getattr(original, "__dict__", {}).items() if k != "__wrapped__"})
+        self.__name__ = name
         self._call = call
+
+    @property
+    def __self__(self) -> nn.Module:
+        """Weakly: the module has this."""
+        return self._module()
+
+    @property
+    def __wrapped__(self) -> Any:
+        return types.MethodType(self.__func__, self._module()) if self._is_method else self.__func__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)

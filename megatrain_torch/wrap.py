@@ -10,6 +10,7 @@ import gc
 import itertools
 import sys
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _core, astray, gradient, hf
+from . import _core, astray, gradient, hf, patches
 from .arguments import check_count, check_dtype
 from .budget import Cap
 from .compiled import compiled_of
 from .cost import LENT
 from .deferred import give_head, head_of
 from .disk import SPILLED, Disk, check_room, file_bytes
+from .door import Door
 from .errors import MegatrainError
 from .formats import check_states
 from .fused import template_of, wanted
@@ -46,9 +48,9 @@ from .preflight import (
 )
 from .records import DTYPES, Record
 from .runtime import Runtime
-from .state import BoundParameters, HostBuffers
+from .state import BoundParameters, Given, HostBuffers
 from .units import Group, find, group, stored_dtype
-from .window import Installed, Window
+from .window import Installed, Window, method_of
 
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
@@ -67,8 +69,15 @@ def _count_registration(module: nn.Module, *_: Any) -> None:
         _registrations += 1
 
 
-nn.modules.module.register_module_parameter_registration_hook(_count_registration)
-nn.modules.module.register_module_module_registration_hook(_count_registration)
+def _count_registrations() -> Callable[[], None]:
+    handles = [nn.modules.module.register_module_parameter_registration_hook(_count_registration),
+               nn.modules.module.register_module_module_registration_hook(_count_registration)]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
 
 
 def runtime_of(module: nn.Module) -> Runtime:
@@ -173,6 +182,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
         _to_disk(rt, asked, choices)
         _place(rt, asked, choices)
         _fill(rt, asked.groups, masters)         # from here on the model changes, and nothing is checked any more
+        room.let_go()
         _install(rt, module, found)
         rt.warn_unlocked()
     except BaseException:
@@ -497,12 +507,14 @@ def _adopt(rt: Runtime, r: Record, masters: bool) -> None:
     r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(r.unit, r.index), r.host._version
     p.grad = grad
     p.__class__ = StreamedParameter
-    p._mt = r
+    p._mt, p._mt_runtime = r, rt
 
 
 # ---- installing ----------------------------------------------------------------------------------
 
 def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
+    patches.hold(rt)
+    patches.once("registrations", _count_registrations)
     astray.watch()
     by_param = {id(r.param): r for r in rt.records}
     for m in root.modules():
@@ -510,7 +522,7 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
         if records:
             m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
         _runtimes[m] = weakref.ref(rt)
-        _put(m, "_apply", lambda fn, recurse=True, m=m: _apply(rt, m, fn))
+        _put(m, "_apply", _applier(rt, m))
         _put(m, "load_state_dict", _loader(m))
         _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
     head = head_of(root, found.windows)
@@ -523,7 +535,7 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
         w.compiled = compiled_of(rt, w, m) if m is not head else None
         if m is head and wanted(rt.compute, rt.is_cuda, [r.dtype for r in records]):
             give_head(w, m)
-        rt.windows.append(w)
+        rt.add_window(w)
         _put(m, "forward", w)
         if w.fused is not None or w.head is not None:
             rt.proofs.watch.add(w, m)
@@ -534,45 +546,60 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
     hf.prepare(rt, root, _put)
     _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
-    rt.check_tree = _tree_check(rt, root)
+    rt.check_tree = _tree_check(root)
     for m in root.modules():
         _move_buffers(rt, m)
     rt._refresh()
 
 
 def _put(module: nn.Module, name: str, call: Any) -> None:
+    """In the place of a method. The module has it, so `call` holds no module."""
     if name == "forward" and "torch._dynamo" in sys.modules:
         call = torch._dynamo.disable(call)          # torch.compile(model): our own code is not for tracing
     module.__dict__[name] = Installed(module, name, call)
 
 
+def _method(module: nn.Module, name: str) -> Callable[[], Any]:
+    """Gives the module's method, without holding the module."""
+    own = getattr(module, name)
+    return weakref.WeakMethod(own) if method_of(own, module) else lambda: own
+
+
 def _container(rt: Runtime, module: nn.Module) -> Any:
-    inner = module.forward
+    inner, who = _method(module, "forward"), weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with rt.entered(module, args, kwargs) as (args, kwargs):
-            return inner(*args, **kwargs)
+        with rt.entered(who(), args, kwargs) as (args, kwargs):
+            return inner()(*args, **kwargs)
 
+    Door.forwards |= {forward.__code__}
     return forward
 
 
 def _loader(module: nn.Module) -> Any:
-    own = module.load_state_dict
+    own = _method(module, "load_state_dict")
 
     def load_state_dict(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         if assign:
             raise MegatrainError("load_state_dict(assign=True) would put tensors in the place of streamed parameters; "
                                  "leave assign out: values are copied into the store")
-        return own(state_dict, strict=strict)
+        return own()(state_dict, strict=strict)
 
     return load_state_dict
+
+
+def _applier(rt: Runtime, module: nn.Module) -> Any:
+    who = weakref.ref(module)
+    return lambda fn, recurse=True: _apply(rt, who(), fn)
 
 
 def _zero_grad(module: nn.Module) -> Any:
     """As torch's, which reads each `.grad`, and so would wait for its update (Trainer calls it after each step). With
     set_to_none=True, as by default, this waits for nothing."""
+    who = weakref.ref(module)
+
     def zero_grad(set_to_none: bool = True) -> None:
-        gradient.clear(module.parameters(), set_to_none)
+        gradient.clear(who().parameters(), set_to_none)
 
     return zero_grad
 
@@ -607,37 +634,64 @@ def _apply(rt: Runtime, module: nn.Module, fn: Any) -> nn.Module:
     return module
 
 
-def _tree_check(rt: Runtime, root: nn.Module) -> Any:
+def _tree_check(root: nn.Module) -> Any:
     seen = _registrations
     ref = weakref.ref(root)
 
-    def check() -> None:
+    def check(rt: Runtime) -> None:
         nonlocal seen
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
                                  "see no gradients; run one process with one streamed model")
-        if seen == _registrations:
+        root = ref()
+        if seen == _registrations or root is None:           # None: a part of it is all that is left
             return
-        for name, p in ref().named_parameters():
+        for name, p in _in_their_places(root):
             if not isinstance(p, StreamedParameter) or p._mt.runtime is not rt:
                 raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
                                      "change the model first (get_peft_model, load_adapter, new heads), then stream "
                                      "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
                                      "adapter of its own to LoRA: make the trainer first there")
+        _bind_anew(rt, root)
         seen = _registrations
 
     return check
+
+
+def _in_their_places(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by name, without what functional_call has put there."""
+    given = {id(m._parameters[n]) for m in root.modules() if isinstance(m._parameters, BoundParameters)
+             for n, r in m._parameters.records.items() if type(r) is Given}
+    for name, p in root.named_parameters():
+        if id(p) not in given or isinstance(p, nn.Parameter):
+            yield name, p
+
+
+def _bind_anew(rt: Runtime, root: nn.Module) -> None:
+    """Modules were put in: parameters that moved into them (parametrizations), or changed names, are streamed there."""
+    for m in root.modules():
+        _runtimes[m] = weakref.ref(rt)
+        records = {n: p._mt for n, p in m._parameters.items() if isinstance(p, StreamedParameter)}
+        if isinstance(m._parameters, BoundParameters):
+            m._parameters.bind(records)
+        elif records:
+            m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
+    for window in rt.windows:
+        window.look()
 
 
 # ---- giving back ---------------------------------------------------------------------------------
 
 def _restore(r: Record) -> None:
     p = r.param
+    if p is None:                        # nobody has it any more
+        return
     value = r.host.clone()
     gradient.release(r)
     with torch._C.DisableTorchFunctionSubclass():
         grad, p.grad = p.grad, None
     p.__dict__.pop("_mt", None)
+    p.__dict__.pop("_mt_runtime", None)
     p.__class__ = nn.Parameter
     p.data = value
     p.grad = grad
@@ -659,8 +713,8 @@ def _give_back(rt: Runtime, root: nn.Module) -> None:
             _restore(r)
         if rt.away(unit):
             rt.take(unit)
-    rt.cap.lift()
-    rt.core.close()
+    patches.release(rt)
+    rt.close()
 
 
 __all__ = ["find_runtime", "runtime_of", "stream", "unstream"]

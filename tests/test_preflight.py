@@ -233,8 +233,9 @@ def test_weights_on_the_device_are_asked_for_before_they_are_read(free: Callable
 
 
 def test_models_that_were_dropped_are_collected_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a notebook's cell runs again: the old model is in cycles."""
+    """As when a notebook's cell runs again: the old model is in a cycle of the user's."""
     model = stream()
+    model.whole = [model]
     opt = mt.AdamW(model.parameters(), lr=0.1)
     train(model, opt)
     old = weakref.ref(runtime_of(model))

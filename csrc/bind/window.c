@@ -52,9 +52,24 @@ PyObject *mt_py_inside(PyObject *module, PyObject *unused)
     return PyBool_FromLong(open_forwards > 0 || open_window != NULL);
 }
 
-/* ---- what a module is made of ---- */
+/* ---- what a module is made of ----
+ *
+ * megatrain_torch/proof/watch.py notes it, and looks once a pass whether it still is so. Of what can be referred to
+ * weakly it keeps a weak reference: nothing is kept alive, and an address is no other object's while the reference lives.
+ */
 
-/* Are these entries, in their order, the very objects that `before` has: key, value, key, value ...? */
+/* Is this value what was noted: itself, what a weak reference refers to, or any dict or list where these types stand? */
+static int is_as_noted(PyObject *was, PyObject *value)
+{
+    if (was == value)
+        return 1;
+    if (PyWeakref_Check(was))
+        return PyWeakref_GetObject(was) == value;
+    return (was == (PyObject *)&PyDict_Type && PyDict_Check(value)) ||
+           (was == (PyObject *)&PyList_Type && PyList_Check(value));
+}
+
+/* Entries in their order: key, value, key, value ... */
 static int same_entries(PyObject *dict, PyObject *before)
 {
     PyObject  *key, *value;
@@ -62,11 +77,9 @@ static int same_entries(PyObject *dict, PyObject *before)
 
     if (2 * PyDict_Size(dict) != PyTuple_Size(before))
         return 0;
-    while (PyDict_Next(dict, &at, &key, &value)) {
-        if (PyTuple_GetItem(before, n) != key || PyTuple_GetItem(before, n + 1) != value)
+    for (; PyDict_Next(dict, &at, &key, &value); n += 2)
+        if (!is_as_noted(PyTuple_GetItem(before, n), key) || !is_as_noted(PyTuple_GetItem(before, n + 1), value))
             return 0;
-        n += 2;
-    }
     return 1;
 }
 
@@ -75,36 +88,44 @@ static int same_items(PyObject *list, PyObject *before)
     if (PyList_Size(list) != PyTuple_Size(before))
         return 0;
     for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
-        if (PyList_GetItem(list, i) != PyTuple_GetItem(before, i))
+        if (!is_as_noted(PyTuple_GetItem(before, i), PyList_GetItem(list, i)))
             return 0;
     return 1;
 }
 
-static int same(PyObject *place, PyObject *before)
+/* Is the owner alive, of its class, and what lies by this name in its __dict__, or that itself, as it was? */
+static int same_part(PyObject *owner, PyObject *type, PyObject *name, PyObject *before)
 {
-    return PyDict_Check(place) ? same_entries(place, before)
-                               : PyList_Check(place) && same_items(place, before);
+    PyObject *own, *place;
+    int       same = 0;
+
+    if (owner == Py_None || (PyObject *)Py_TYPE(owner) != type || (own = PyObject_GenericGetDict(owner, NULL)) == NULL)
+        return 0;
+    place = name == Py_None ? own : PyDict_GetItemWithError(own, name);
+    if (place != NULL && PyDict_Check(place))
+        same = same_entries(place, before);
+    else if (place != NULL && PyList_Check(place))
+        same = same_items(place, before);
+    Py_DECREF(own);
+    return same;
 }
 
-/* The number of the first place from `begin` on that holds other objects than it did, or -1. Tuples in `before`
- * keep what was there alive, so that an address is not another object's: objects are compared, not their values. */
 PyObject *mt_py_changed(PyObject *module, PyObject *args)
 {
-    PyObject  *places, *before, *place, *was;
+    PyObject  *parts, *ref, *type, *name, *before;
     Py_ssize_t begin;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!n:changed", &PyList_Type, &places, &PyList_Type, &before, &begin))
+    if (!PyArg_ParseTuple(args, "O!n:changed", &PyList_Type, &parts, &begin))
         return NULL;
-    if (PyList_Size(places) != PyList_Size(before) || begin < 0) {
-        PyErr_SetString(PyExc_ValueError, "changed(places, before, begin): as many tuples as places, begin >= 0");
-        return NULL;
-    }
-    for (Py_ssize_t i = begin; i < PyList_Size(places); i++) {
-        place = PyList_GetItem(places, i);
-        was = PyList_GetItem(before, i);
-        if (!PyTuple_Check(was) || !same(place, was))
+    for (Py_ssize_t i = begin; i < PyList_Size(parts); i++) {
+        if (!PyArg_ParseTuple(PyList_GetItem(parts, i), "OOOO!:changed", &ref, &type, &name, &PyTuple_Type, &before))
+            return NULL;
+        if (!same_part(PyWeakref_GetObject(ref), type, name, before)) {
+            if (PyErr_Occurred())
+                return NULL;
             return PyLong_FromSsize_t(i);
+        }
     }
     return PyLong_FromLong(-1);
 }

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,18 +52,25 @@ def _value(v: Any) -> Any:
 
 
 class Same:
-    """An object by its identity."""
+    """An object by its identity, held weakly if it can be: a key keeps nobody's model alive."""
 
-    __slots__ = ("it",)
+    __slots__ = ("_number", "_ref", "_strong")
 
     def __init__(self, it: Any) -> None:
-        self.it = it
+        self._number, self._strong, self._ref = id(it), None, None
+        try:
+            self._ref = weakref.ref(it)
+        except TypeError:
+            self._strong = it
+
+    def it(self) -> Any:
+        return self._strong if self._ref is None else self._ref()
 
     def __hash__(self) -> int:
-        return id(self.it)
+        return self._number
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.it is self.it
+        return isinstance(other, Same) and self.it() is not None and other.it() is self.it()
 
 
 def numbers_of(module: nn.Module) -> tuple[int, ...]:

@@ -78,8 +78,9 @@ class Router:
         raise Unfit(f"{self.name} ({type(router).__name__}) is none of the known routers")
 
     def correction_of(self, layer: nn.Module) -> Tensor | None:
-        """[E] added to scores for the choice alone."""
-        return layer.get_buffer(self.correction) if self.correction else None
+        """[E] added to scores for the choice alone: a copy, since it is moved between forward and backward, which may
+        choose again."""
+        return layer.get_buffer(self.correction).clone() if self.correction else None
 
     # ---- forward ----
 
