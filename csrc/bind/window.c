@@ -54,11 +54,11 @@ PyObject *mt_py_inside(PyObject *module, PyObject *unused)
 
 /* ---- what a module is made of ----
  *
- * megatrain_torch/proof/watch.py notes it, and looks once a pass whether it still is so. Of what can be referred to
- * weakly it keeps a weak reference: nothing is kept alive, and an address is no other object's while the reference lives.
- */
+ * megatrain_torch/proof/watch.py notes it, and looks once a pass whether it still is so. Of what can be
+ * referred to weakly it keeps a weak reference: nothing is kept alive, and while the reference lives an
+ * address is no other object's. */
 
-/* Is this value what was noted: itself, what a weak reference refers to, or any dict or list where these types stand? */
+/* Is this value what was noted: itself, what a weak reference refers to, any dict or list where these types stand? */
 static int is_as_noted(PyObject *was, PyObject *value)
 {
     if (was == value)

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -31,23 +33,27 @@ def structure_of(module: nn.Module, without: type) -> tuple[Any, ...]:
 
 
 def _part(name: str, m: nn.Module, without: type) -> tuple[Any, ...]:
-    own = tuple((k, _value(v)) for k, v in m.__dict__.items()
+    own = tuple((k, _value(v, m)) for k, v in m.__dict__.items()
                 if k not in _TORCHS and k not in NUMBERED and not isinstance(v, without))
     tensors = tuple((k, None if t is None else (tuple(t.shape), t.dtype))
                     for d in (m._parameters, m._buffers) for k, t in dict.items(d))
     return name, type(m), own, tensors
 
 
-def _value(v: Any) -> Any:
-    """A value as a part of a key: equal keys have equal meanings. Objects are themselves, and kept by the key."""
+def _value(v: Any, m: nn.Module) -> Any:
+    """A value of module m as a part of a key: equal keys have equal meanings. Other objects are themselves."""
     if isinstance(v, _PLAIN):
         return type(v), v
     if isinstance(v, list | tuple):
-        return type(v), tuple(map(_value, v))
+        return type(v), tuple(_value(x, m) for x in v)
     if isinstance(v, dict):
-        return type(v), tuple((_value(k), _value(x)) for k, x in v.items())
+        return type(v), tuple((_value(k, m), _value(x, m)) for k, x in v.items())
+    if type(v) is functools.partial:
+        return type(v), _value(v.func, m), _value(v.args, m), _value(v.keywords, m)
+    if isinstance(v, types.MethodType) and v.__self__ is m:
+        return type(v), Same(v.__func__)
     if hasattr(v, "to_dict") and hasattr(v, "model_type"):           # a configuration, of which each model has its own
-        return type(v), tuple((k, _value(x)) for k, x in vars(v).items() if not k.startswith("_commit"))
+        return type(v), tuple((k, _value(x, m)) for k, x in vars(v).items() if not k.startswith("_commit"))
     return Same(v)
 
 

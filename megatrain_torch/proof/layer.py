@@ -47,6 +47,7 @@ class LayerProof:
         self.session, self.layer, self.template, self.w, self.dtype = session, layer, template, weights, dtype
         self.a, self.mlp = template.attention, template.mlp
         self.witnesses: list[Any] = []
+        self._style: tuple[int, Callable[..., Tensor]] | None = None     # a norm had it: the next has it too, mostly
 
     # ---- the parts ----
 
@@ -74,14 +75,15 @@ class LayerProof:
         x = self.session.atom(f"input of {norm.weight}", (*shape, norm.size), self.dtype)
         w = self.w[norm.weight]
         return self._match(f"{norm.weight.removesuffix('.weight')} ({type(module).__name__})", lambda: module(x), (
-            ((style, form), lambda form=form: form(x, w, norm.eps)) for style, form in forms.NORMS))
+            ((style, form), lambda form=form: form(x, w, norm.eps))
+            for style, form in sorted(forms.NORMS, key=lambda form: form != self._style)))
 
     def norms(self) -> dict[str, Callable[..., Tensor]]:
         """By the names of their weights; says to the template how they apply these."""
         found, b, s = {}, self.session.rows, self.session.tokens
         for norm in self.template.norms:
             inner = norm in (self.a.q_norm, self.a.k_norm) and norm.size == self.a.head
-            norm.style, found[norm.weight] = self._norm(norm, (b, s, 3) if inner else (b, s))
+            self._style = norm.style, found[norm.weight] = self._norm(norm, (b, s, 3) if inner else (b, s))
         return found
 
     def activation(self, fn: Any, code: int) -> Callable[[Tensor], Tensor]:

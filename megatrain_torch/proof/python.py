@@ -20,13 +20,15 @@ from typing import Any
 import mpmath
 import sympy
 import torch
+import typing_extensions
 from torch import nn
 
 from .values import Refused
 
 Frame = types.FrameType
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TORCH = tuple(os.path.dirname(m.__file__ or "?") + os.sep for m in (torch, sympy, mpmath))    # sizes are sympy's
+# torch, and what it is made with: sizes are sympy's.
+_TORCH = (*(os.path.dirname(m.__file__ or "?") + os.sep for m in (torch, sympy, mpmath)), typing_extensions.__file__)
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 # Of Python's functions, those that are functions of their arguments.
@@ -74,6 +76,15 @@ def _skipped(frame: Frame) -> bool:
         if not name:
             return True
     return trusted(name) or _standard(name)
+
+
+def _importing(frame: Frame | None) -> bool:
+    """Does it run because a module is being imported? torch imports some of its own late; a module's code may not."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _standard(filename: str) -> bool:
@@ -144,7 +155,7 @@ class Witness:
     def _see(self, frame: Frame, event: str, arg: Any) -> None:
         if event == "call":
             self._called(frame)
-        elif event == "c_call" and not self.wrong and not _skipped(frame):
+        elif event == "c_call" and not self.wrong and not _skipped(frame) and not _importing(frame):
             self._called_c(frame, arg)
 
     def _called(self, frame: Frame) -> None:
@@ -157,6 +168,8 @@ class Witness:
             module = frame.f_globals.get("__name__", "")
             if caller is not None and not _skipped(caller) and module.split(".")[0] not in _LIBRARY:
                 self._blame(caller, f"calls {module}.{code.co_name}")
+            return
+        if _importing(frame):
             return
         self.globals.setdefault(code, frame.f_globals)
         for n, value in frame.f_locals.items():

@@ -478,6 +478,8 @@ class Functions(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.linear:
             return self._linear(*args, **kwargs)
+        if func in _PRODUCTS and len(args) == 2 and args[0].dim() == args[1].dim() > 2:
+            return self._product(*args)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in _LOOKS and (where := self.outsider(3)):
@@ -489,6 +491,12 @@ class Functions(TorchFunctionMode):
             return F.linear(input, weight, bias)
         shape = (*input.shape[:-1], weight.shape[0])
         return opaque(self.values, ("linear",), shape, input, input, weight, bias)
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Of matrices in equal batches; torch.matmul would ask for sizes as numbers."""
+        if _shape(a)[:-2] != _shape(b)[:-2] or a.dtype != b.dtype:
+            return torch.matmul(a, b)
+        return opaque(self.values, ("matmul",), (*a.shape[:-1], b.shape[-1]), a, a, b)
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
@@ -509,6 +517,7 @@ def repeated(t: Tensor, times: int) -> Tensor:
 
 
 _T = Tensor
+_PRODUCTS = {torch.matmul, _T.matmul, _T.__matmul__}
 _LOOKS = {_T.data_ptr, _T.stride, _T.storage_offset, _T.is_contiguous, _T.untyped_storage, _T._version.__get__,
           _T.is_leaf.__get__, _T.grad_fn.__get__, _T.requires_grad.__get__, _T.grad.__get__, _T._base.__get__,
           _T.data.__get__, _T.register_hook}

@@ -1,9 +1,10 @@
 """Is a module still the one that was proved? Looked at once a pass, for all windows at once.
 
-What a module is made of are objects: its class and what that has, what lies in its `__dict__` (children, numbers, flags,
-functions), its parameters, its configuration, the globals that its code read. A snapshot notes them, and a look compares
-identities: in C where there are many (`_core.changed`). An object that is another is a change, even if it is equal to
-the one before; then the window is looked into anew. Nothing here keeps a module alive: what can be held weakly is.
+What a module is made of are objects: its class and what that has, what lies in its `__dict__` (children, numbers,
+flags, functions), its parameters, its configuration, the globals that its code read. A snapshot notes them, and a look
+compares identities: in C where there are many (`_core.changed`). An object that is another is a change, even if it is
+equal to the one before; then the window is looked into anew. Nothing here keeps a module alive: what can be held weakly
+is.
 """
 from __future__ import annotations
 
