@@ -474,7 +474,7 @@ class Proofs:
         for window in windows:
             if window.head is not None:
                 window.head.read()
-            else:
+            elif window.fused is not None:
                 self._read(window.fused, code)
             self.watch.add(window, window.module)
 
