@@ -742,8 +742,8 @@ def test_evaluation_and_no_grad_give_ordinary_logits() -> None:
         assert type(outputs(model).logits) is Tensor
     assert head_code(model) == FUSED, "a call without gradients tells nothing"
     model.eval()
-    assert type(outputs(model).logits) is Tensor
-    assert head_code(model) == "its own (in evaluation)"
+    assert type(outputs(model).logits) is deferred.DeferredLogits, "gradients are wanted, whatever the flag"
+    assert head_code(model) == FUSED
 
 
 def test_autocast_gives_ordinary_logits() -> None:

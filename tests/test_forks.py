@@ -107,7 +107,7 @@ def touches(model: nn.Module, opt: mt.AdamW, folder: Path, loss: Tensor) -> dict
             "data": lambda: p.data + 1, "write": lambda: p.data.zero_(), "replace": lambda: setattr(p, "data", kept),
             "a reference": lambda: kept.sum(), "a view": lambda: view.sum(), "print": lambda: repr(kept),
             "storage": p.untyped_storage, "foreach": lambda: torch._foreach_norm(list(model.parameters())),
-            ".grad": lambda: p.grad, "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            ".grad": lambda: model.layers[0].weight.grad, "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
             "zero": lambda: model.zero_grad(set_to_none=False), "a state": lambda: states[0] + 1,
             "state_dict": model.state_dict, "load": lambda: model.load_state_dict(Layers().state_dict()),
             "step": opt.step, "optimizer": opt.state_dict, "save": lambda: mt.save(model, opt, folder / "child"),

@@ -4,8 +4,11 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -288,6 +291,13 @@ def llama() -> nn.Module:
 
 
 def test_other_packages_are_as_they_were_when_the_last_one_is_gone() -> None:
+    """In a process of its own: here another test's model may live still."""
+    code = "import conftest, test_lifetimes; test_lifetimes.look_at_other_packages()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def look_at_other_packages() -> None:
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])             # torch patches its own class, once
     plain = llama()
     before = patched()
