@@ -81,6 +81,12 @@ class Run:
     codes: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+def combinations(families: Any, batches: Any) -> list[tuple[str, str, str]]:
+    """(family, keep, batch): of the two batches each family has one with each keep, in turn; all with MEGATRAIN_FULL."""
+    return [(f, k, b) for i, f in enumerate(families) for j, k in enumerate(KEEPS) for n, b in enumerate(batches)
+            if parity.FULL or (i + j + n) % 2 == 0]
+
+
 def stream(model: nn.Module, keep: str = "saved", compute: str = "fused", slots: int = 2, nvme: Any = None,
            **debug: Any) -> nn.Module:
     return mt.stream(model, "cpu", compute=compute, nvme=nvme,

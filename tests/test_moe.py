@@ -83,9 +83,7 @@ def truth(family: str, batch: str) -> fusing.Run:
 
 # ---------------------------------------------------------------- families
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, keep, batch", fusing.combinations(FAMILIES, BATCHES))
 def test_a_fused_mixture_of_experts_trains_as_plain_torch(family: str, keep: str, batch: str) -> None:
     run = fused(FAMILIES[family], BATCHES[batch], keep)
     all_fused(run.codes)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import megatrain_torch as mt
+from megatrain_torch.wrap import runtime_of
 
 pytestmark = pytest.mark.usefixtures("streaming")
 
@@ -106,7 +107,7 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "every second token": lambda self, x, y: torch.stack((y[:, ::2], y[:, 1::2] * 1.0001), 2).flatten(1, 2),
     "position": lambda self, x, y: y * (1 + torch.arange(y.shape[1])[:, None] // 1000),
     "values": lambda self, x, y: y * 2 if float(x.detach().abs().max()) > 30 else y,
-    "a weight's value": lambda self, x, y: y * 2 if self.up_proj.weight.abs().max() > 30 else y,
+    "a weight's value": lambda self, x, y: y * 2 if self.weight.abs().max() > 30 else y,
     "dropout": lambda self, x, y: F.dropout(y, 0.1, self.training),
     "noise": lambda self, x, y: y + torch.randn_like(y) * 1e-9,
     "Python's noise": lambda self, x, y: y * 2 if random.random() < 1e-6 else y,
@@ -137,16 +138,49 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
+class Norm(nn.Module):
+    """What LlamaRMSNorm computes, and then something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+        self.variance_epsilon = 1e-6
+
+    def normed(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normed(x)
+
+
 @pytest.fixture(scope="module")
 def judged() -> dict[str, str]:
-    """Whose code runs a layer with this MLP: one model has them all."""
-    parity.seed()
-    model = lm("llama", num_hidden_layers=len(ADVERSARIES))()
-    for layer, body in zip(model.model.layers, ADVERSARIES.values()):
-        own(layer.mlp, forward_of(body))
-    model = stream(model)
-    model(**zoo.text_unpadded(0)).loss.backward()
-    return dict(zip(ADVERSARIES, codes(model).values()))
+    """Whose code runs a norm with something of its own: one model has them all, for a norm is proved in an instant."""
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(16, 16)
+            self.norms = nn.ModuleList(Norm() for _ in range(len(ADVERSARIES) + 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for norm in self.norms:
+                x = norm(x)
+            return x
+
+    model = Norms()
+    for norm, body in zip(model.norms, [*ADVERSARIES.values(), lambda self, x, y: y]):
+        norm.__class__ = type("Own", (Norm,), {"forward": lambda self, x, body=body: body(self, x, self.normed(x))})
+    names = [f"norms.{i}" for i in range(len(model.norms))]
+    model = mt.stream(model, "cpu", compute="fused", units=["first", *names])
+    model(torch.randn(2, 12, 16)).square().mean().backward()
+    found = {w.name: w.code for w in runtime_of(model).windows}
+    return dict(zip([*ADVERSARIES, "nothing"], map(found.get, names)))
+
+
+def test_a_module_with_nothing_of_its_own_runs_by_a_template(judged: dict[str, str]) -> None:
+    assert judged["nothing"] == "template"
 
 
 @pytest.mark.parametrize("what", ADVERSARIES)
@@ -294,7 +328,6 @@ def test_the_head_fuses_in_evaluation_too_where_gradients_are_wanted() -> None:
 
 def test_a_look_at_80_layers_takes_a_millisecond() -> None:
     """It is made once a pass. Five times that, of the least of many: other work on the machine is no failure."""
-    from megatrain_torch.wrap import runtime_of
     model = stream(lm("llama", num_hidden_layers=80)())
     model(**zoo.text_unpadded(0)).loss.backward()
     look, best = runtime_of(model).proofs.look, float("inf")

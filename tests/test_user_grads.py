@@ -8,6 +8,7 @@ import copy
 import ctypes
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,8 @@ def test_a_graph_in_a_hook_of_the_models_backward(make: Any, homes: str) -> None
 
 def test_a_graph_on_the_host_may_be_differentiated_again(make: Any) -> None:
     model, plain, _ = make("vram")
-    with pytest.warns(UserWarning, match="create_graph"):
+    with warnings.catch_warnings():          # torch's, of create_graph, which it gives once in a process
+        warnings.simplefilter("ignore")
         for m in (model, plain):
             m(grads_for(m, 0)).backward()
             PENALTIES["sum"](list(m.parameters())).backward(create_graph=True)
