@@ -48,7 +48,8 @@ _CHANGES = frozenset(("append", "extend", "insert", "pop", "remove", "clear", "u
 # Modules of the standard library, and of torch, whose Python functions are functions of their arguments.
 _LIBRARY = ("contextlib", "functools", "collections", "typing", "enum", "abc", "operator", "types", "_collections_abc",
             "dataclasses", "copy", "math", "numbers", "inspect", "re")
-_TENSORS = ("torch.nn.", "torch._tensor", "torch._subclasses.fake_tensor", "torch.functional", "torch.overrides",
+_TENSORS = ("torch.nn.", "torch._tensor", "torch._subclasses.fake_tensor", "torch.fx.experimental.sym_node",
+            "torch.fx.experimental.recording", "torch.functional", "torch.overrides",
             "torch.autograd.", "torch.amp.",
             "torch.utils._contextlib", "torch._jit_internal", "torch._VF", "torch.utils._device", "torch.special")
 _MODULES = ("torch", "transformers", "math", "functools", "typing", "collections", "einops", "operator", "contextlib")
@@ -183,7 +184,8 @@ class Witness:
         module = frame.f_globals.get("__name__", "")
         if caller is None or _skipped(caller) or not module.startswith("torch"):
             return
-        if not module.startswith(_TENSORS) and frame.f_code.co_name not in _STATES:
+        name = frame.f_code.co_name                      # torch's own __bool__ is a size's, and leaves a guard
+        if not module.startswith(_TENSORS) and name not in _STATES and (module, name[:2]) != ("torch", "__"):
             self._blame(caller, f"calls {module}.{frame.f_code.co_name}")
 
     def _called_c(self, frame: Frame, function: Any) -> None:
