@@ -58,7 +58,7 @@ class Session:
             if not isinstance(y, Tensor):
                 raise Refused("its forward gives something else than one tensor")
             dy = self._of_output(y)
-            grads = torch.autograd.grad(y, list(leaves), dy, allow_unused=True)
+            grads = _backward(y, list(leaves), dy)
             return [self.values.of(y), *(None if g is None else self.values.of(g) for g in grads)]
 
     def parts(self, run: Callable[[], Any]) -> list[int | None]:
@@ -106,6 +106,18 @@ class Session:
                 found.add(n)
                 todo.extend(operands(self.values.keys[n]))
         return found
+
+
+def _backward(y: Tensor, leaves: list[Tensor], dy: Tensor) -> Any:
+    """In this thread, where a witness sees it: for CUDA's tensors autograd would take one of its own. Where torch
+    cannot do that, as it does."""
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            return torch.autograd.grad(y, leaves, dy, retain_graph=True, allow_unused=True)
+    except Refused:
+        raise
+    except RuntimeError:
+        return torch.autograd.grad(y, leaves, dy, allow_unused=True)
 
 
 def _itself(t: Tensor) -> Tensor:
