@@ -22,11 +22,6 @@ Routed = tuple[Tensor, Tensor, Tensor]
 
 # ---- norms: (x [..., n], weight [n], eps) -> [..., n] ------------------------------------------------
 
-def _hat(x: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-
-
 def _hat_float(x: Tensor, eps: float) -> Tensor:
     wide = x.float()
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
