@@ -75,8 +75,14 @@ class Engine:
         """slots: (address, bytes) of device memory."""
     def settle(self, unit: int, slot: int) -> None:
         """The unit lives on the device from now on: its weights in that slot, which serves nobody else, its
-        other planes in device memory. After open_slots, before the first forward and before any of its
-        planes but HI is asked for. Arrays of its host planes are copies: see bring and push."""
+        other planes in device memory. After open_slots, before its first forward; then take() moves what the host
+        has. A unit that was settled before close_slots gets the slot whose memory it has. Arrays of its host planes are
+        copies: see bring and push."""
+    def unsettle(self, unit: int) -> None:
+        """The unit's planes come to host memory, where they are at home again. Between close_slots and open_slots, when
+        nothing of it is under way; a guest is dismissed before."""
+    def close_slots(self) -> None:
+        """No weights are in slots any more: open_slots may open others. When nothing is under way."""
     def set_states(self, unit: int, states: int) -> None:
         """How the unit's states are kept from now on: a number of STATES. Before any plane of them is asked for."""
     def pass_gradients(self, unit: int) -> None:
@@ -91,7 +97,9 @@ class Engine:
         updated there and come down, while the host's cores update others. At any time; not for settled units."""
     def invite(self, unit: int) -> None:
         """A settled unit's states are at home on the host from now on, and on the device around its updates alone: from
-        lift(), which comes before adam(), to leave(). Before the first update of it."""
+        lift(), which comes before adam(), to leave(). Before take() has moved its planes."""
+    def dismiss(self, unit: int) -> None:
+        """They come and leave no more. When they are at home."""
     def lift_sizes(self, unit: int) -> list[int]:
         """Bytes of each piece of device memory that the unit's states take, as its parameters are trained now."""
     def lift(self, unit: int, addresses: Sequence[int], stream: int) -> bool:

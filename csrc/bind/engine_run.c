@@ -103,7 +103,7 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
     if (e == NULL || !PyArg_ParseTuple(args, "OO:open_slots", &sequence, &object))
         return NULL;
     if (e->stream != NULL) {
-        PyErr_SetString(e->error, "slots are open already; an engine opens them once");
+        PyErr_SetString(e->error, "slots are open already; close_slots() comes before others are opened");
         return NULL;
     }
     if ((slots = PySequence_Tuple(sequence)) == NULL)
@@ -140,6 +140,65 @@ PyObject *mt_engine_settle(PyObject *self, PyObject *args)
         return NULL;
     if ((st = mt_stream_settle(e->stream, e->residents, unit, slot)) != MT_OK)
         return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_unsettle(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "i:unsettle", &unit) || mt_engine_unit(e, unit) < 0)
+        return NULL;
+    if (e->stream != NULL) {
+        PyErr_SetString(e->error, "close_slots() comes before unsettle(): the unit's slot is in use");
+        return NULL;
+    }
+    MT_UNLOCKED(e, st, mt_resident_unsettle(e->residents, unit));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+static void add_stats(mt_stream_stats *to, mt_stream_stats more)
+{
+    to->fetches += more.fetches;
+    to->demand_fetches += more.demand_fetches;
+    to->rebuilds += more.rebuilds;
+    to->h2d_bytes += more.h2d_bytes;
+    to->await_ns += more.await_ns;
+}
+
+/* Nothing is under way that the mover would still count. */
+static mt_status end_stream(mt_stream *s, mt_stream_stats *last)
+{
+    *last = mt_stream_stats_get(s);
+    mt_stream_close(s);
+    return MT_OK;
+}
+
+PyObject *mt_engine_close_slots(PyObject *self, PyObject *unused)
+{
+    mt_engine      *e = streaming(self);
+    mt_stream_stats last;
+    mt_stream      *s;
+    mt_status       st;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    if (e->busy > 0) {
+        PyErr_Format(e->error, "slots: %d calls of other threads are still waiting in the engine", e->busy);
+        return NULL;
+    }
+    s = e->stream;
+    e->stream = NULL;                    /* nobody comes in while it ends */
+    MT_UNLOCKED(e, st, end_stream(s, &last));
+    (void)st;
+    add_stats(&e->before, last);
+    Py_CLEAR(e->held);
+    Py_CLEAR(e->renew);
     Py_RETURN_NONE;
 }
 
@@ -307,6 +366,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
         return NULL;
     if (e->stream != NULL)
         n.s = mt_stream_stats_get(e->stream);            /* what it decides, it decides under the GIL */
+    add_stats(&n.s, e->before);
     /* Some counts are under locks that are held while a drive, or the device, is waited for. */
     MT_UNLOCKED(e, st, look(e, &n));
     (void)st;

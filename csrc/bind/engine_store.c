@@ -419,6 +419,19 @@ PyObject *mt_engine_invite(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyObject *mt_engine_dismiss(PyObject *self, PyObject *args)
+{
+    int        unit;
+    mt_engine *e = unit_arg(self, args, "i:dismiss", &unit);
+    mt_status  st;
+
+    if (e == NULL)
+        return NULL;
+    if (e->arrive != NULL && mt_arrive_invited(e->arrive, unit) && (st = mt_arrive_dismiss(e->arrive, unit)) != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
 /* NULL with an exception: the unit is no guest. */
 static mt_engine *guest_of(mt_engine *e, int unit)
 {

@@ -106,9 +106,17 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out);
 
 /* From now on the unit's planes but HI are device memory, and their host planes copies: addresses
  * without memory until they are warmed. HI is in a slot, and its host plane a copy too, which is made with
- * memory to be filled, and chilled when the slot has it. MT_ESTATE when one of those but HI is made already. */
+ * memory to be filled, and chilled when the slot has it. Planes that the host has already keep their memory until
+ * mt_store_cool: the caller copies them up before. */
 mt_status mt_store_settle (mt_store *s, int unit);
 int       mt_store_settled(const mt_store *s, int unit);                 /* any thread */
+/* The host's planes are the true ones again: those that were made are warm and registered as any unit's, and the
+ * device's are given back. The caller has copied them down before, into planes that were warm. */
+mt_status mt_store_unsettle(mt_store *s, int unit);
+/* Has the parameter an address in this plane already, on the host or (on_device) on the device? */
+int       mt_store_made   (mt_store *s, int unit, int param, mt_plane p, int on_device);
+/* The memory of a settled unit's host plane is given back, registered or not; its addresses stay. */
+void      mt_store_cool   (mt_store *s, int unit, mt_plane p);
 /* As mt_store_at, of a settled unit's plane other than HI: an address on the device; zero at first. */
 mt_status mt_store_device_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* What is to be written into a host plane as a whole: makes it where it is not, touches it in
@@ -133,7 +141,7 @@ mt_status mt_store_lend       (mt_store *s, int unit);
 /* Those waits are recorded in t, with that unit. Before anything is lent, or never. */
 void      mt_store_timeline   (mt_store *s, mt_timeline *t);
 
-/* All host planes of the unit are registered as they are made. A settled unit's, before any is warm. */
+/* All host planes of the unit are registered as they are made; of states, those that are in memory are now. */
 mt_status mt_store_register(mt_store *s, int unit);
 
 /* From now on these planes of the unit are in a file: MT_STATE_PLANES, and HI, or none any more. Their arenas are

@@ -38,9 +38,9 @@ typedef struct mt__unit {
 
     mt__plane      plane[MT__PLACES][MT_PLANE_COUNT];
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is made */
-    atomic_int     settled;          /* set once, under map_mu; read by anyone */
+    atomic_int     settled;          /* set and cleared under map_mu; read by anyone */
     atomic_int     through;          /* the same, but set and cleared */
-    atomic_int     registered;       /* all host planes are. Set once, under map_mu; read by anyone */
+    atomic_int     registered;       /* all host planes are. Set and cleared under map_mu; read by anyone */
     atomic_int     passing;          /* as settled: its GRAD plane is lent */
     atomic_uint    disk;             /* planes in a file, a bit each. Set under map_mu; read by anyone */
 
