@@ -60,6 +60,10 @@ class Disk:
             raise MegatrainError(f"nvme={nvme!r}: give a directory, or {{'path': directory, 'limit': '200GiB'}}")
         return Disk(str(given.get("path", "")), parse_bytes(given.get("limit"), "nvme limit"))
 
+    def as_given(self) -> dict[str, Any]:
+        """As `parse` takes it."""
+        return {"path": self.path} | ({"limit": self.limit} if self.limit is not None else {})
+
     def room(self) -> int:
         """Bytes that may be taken now; what crashed processes left there is removed first. Without a path: the limit.
 

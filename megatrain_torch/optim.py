@@ -117,7 +117,10 @@ class AdamW(torch.optim.Optimizer):
     def _ask_for_room(runtimes: list[Any]) -> None:
         """Refuses before planes are made that do not fit."""
         for rt in runtimes:
-            rt.room.states(rt.core)
+            if rt.planning is not None:
+                rt.planning.optimizer_came()
+            if rt.planning is None or rt.planning.plan is not None:      # else the plan to come asks
+                rt.room.states(rt.core)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch."""
@@ -193,6 +196,8 @@ class AdamW(torch.optim.Optimizer):
         for rt in {h.runtime for h in self._handed}:
             rt.arrivals.stepped()
             rt.handover.unstepped = False
+            if rt.planning is not None:
+                rt.planning.stepped()
         return loss
 
     def _step_all(self, limit: float) -> None:

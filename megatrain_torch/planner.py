@@ -29,7 +29,7 @@ from .formats import FORMATS, check_states
 from .limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .modes import DISK, DISKS, GRADS, HOMES, LINKED, MODES, read
-from .placement import Choice, Problem, Wishes
+from .placement import OVERHEAD, Choice, Problem, Wishes
 from .shapes import Shape, shapes_of
 from .simulate import Timing
 from .tiers import Tier, bars, write_tiers
@@ -118,6 +118,11 @@ class Plan:
     def host_bytes(self) -> int:
         """Of host memory, at a step's peak."""
         return sum(self.host.values())
+
+    @property
+    def besides(self) -> tuple[tuple[str, int], ...]:
+        """Of host memory what mt.stream takes beside what is there before it: (what, bytes)."""
+        return tuple((what, n) for what, n in self.host.items() if what != OVERHEAD)
 
     @property
     def tokens_per_second(self) -> float:

@@ -116,6 +116,10 @@ class Asked:
         visiting = [visiting_planes(u) for u, home in zip(self.units(), self.homes) if home == "arrive"]
         return found | ({"states that arrive": sum(sum(v.values()) for v in visiting)} if visiting else {})
 
+    def at_home(self) -> int:
+        """Bytes of device memory that the store takes for units at home there, beside their slots."""
+        return sum(n for what, n in self.device().items() if what.startswith("at home"))
+
     def host(self) -> dict[str, int]:
         """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
         found: dict[str, int] = {}
@@ -207,6 +211,16 @@ def to_disk(asked: Asked, limit: int | None) -> Asked:
         if fits(tried):
             break
     return tried
+
+
+def settled_last(asked: Asked) -> Iterator[Asked]:
+    """The same with the last one, two, ... of the units that live in host memory on the device."""
+    return _homes(asked, "ram", "vram")
+
+
+def loads(asked: Asked) -> bool:
+    """Is there host memory to take over the weights?"""
+    return _shortage(sum(_loading(asked, own_bytes(asked.groups)).values())) is None
 
 
 def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: int | None = None) -> None:

@@ -8,14 +8,14 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from . import _core, hf, masks
 from .arrive import Arrivals
-from .budget import Budget, Cap
+from .cap import Cap
 from .compiled import Structure, refuse_other_units
 from .disk import BLOCKS, BUFFER_BYTES, BUFFERS, THREADS, Disk
 from .door import Door
@@ -31,6 +31,9 @@ from .state import enter, in_backward, leave
 from .swap import Swap
 from .templates import Weights
 from .window import Window
+
+if TYPE_CHECKING:
+    from .planning import Planning
 
 _use_count = torch._C._storage_Use_Count
 
@@ -166,7 +169,7 @@ class Runtime:
         self.activations, self.compute = "auto", "auto"
         self.structures: dict[Any, Structure] = {}           # of windows that torch.compile runs
         self.vram: int | None = None         # limit of what may be used of the device, bytes
-        self.budget = Budget(own)
+        self.planning: Planning | None = None                # of an ordinary loop, where nobody has planned it
         self.proofs = Proofs()               # that templates are what windows' modules are
         self.most_tokens = 0                 # that a fused window was given at once
         self.swap = Swap(own)                # what windows keep in host memory
@@ -235,14 +238,32 @@ class Runtime:
 
     # ---- units and slots ----
 
-    def open_slots(self, sizes: list[int], settled: list[int]) -> None:
-        """Slots of these sizes; the last ones belong to the units that will live on the device."""
-        self.slots = [Slot(n, self.device) for n in sizes]
+    def open_slots(self, ring: list[int], settled: list[int], have: dict[int, Slot]) -> None:
+        """Slots of these sizes for what streams, and one for each of the units that live on the device: their own of
+        before, where they have one."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()         # what was freed, in whose pieces these may not fit
+        own = [have.get(unit) or Slot(self.core.hi_bytes(unit), self.device) for unit in settled]
+        self.slots = [Slot(n, self.device) for n in ring] + own
         if self.is_cuda:
             torch.cuda.current_stream(self.device).synchronize()   # former owners of this memory are done
         self.note_bounds()
         self.core.open_slots([(s.address, s.nbytes) for s in self.slots], SlotHooks(self))
-        self.settled = {unit: slot for slot, unit in enumerate(settled, len(sizes) - len(settled))}
+        self.settled = {unit: slot for slot, unit in enumerate(settled, len(ring))}
+        for unit, slot in self.settled.items():
+            self.core.settle(unit, slot)
+
+    def close_slots(self) -> None:
+        """Others will be opened. Who moves units holds those that have weights until these are elsewhere."""
+        self.core.close_slots()
+        self.slots = []
+        self.note_bounds()
+
+    def limit_device(self, limit: int | None, store_bytes: int) -> None:
+        """Bytes of the device that may be used in all, and those that the store will have there for its planes."""
+        self.vram, self.store_bytes = limit, store_bytes
+        self.cap.lift()
+        self.cap = Cap(self.device, limit, store_bytes, self.core.device_bytes())
 
     def invite(self, guests: Iterable[int]) -> None:
         """States of these units, which live on the device, come and leave."""
@@ -483,10 +504,10 @@ class Runtime:
 
     def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A root forward starts; its inputs come to the compute device."""
-        self._begin(who)
+        self._begin(who, args, kwargs)
         return self._to_device(args), self._to_device(kwargs)
 
-    def _begin(self, who: Any) -> None:
+    def _begin(self, who: Any, args: Any, kwargs: Any) -> None:
         self.core.check()
         self._look_at_save()
         self.warn_unlocked()
@@ -506,6 +527,8 @@ class Runtime:
             for r in self.records:
                 r.uses = 0
             self._lazy.clear()
+            if self.planning is not None and torch.is_grad_enabled():
+                self.planning.pass_begins(args, kwargs)
             if self.trace is not None:
                 self.trace.pass_begins()
             self.core.begin()
@@ -579,31 +602,22 @@ class Runtime:
     # ---- activations ----
 
     def mode_of(self, window: Window) -> str:
-        if window.mode == "auto":
-            window.mode = self._choose(window)
-        return window.mode
-
-    def _choose(self, window: Window) -> str:
-        if self.activations != "auto":
-            return self.activations
-        if not self.is_cuda:
-            return "saved"
-        return "replay"
+        """What is done about a window's activations; "auto": no plan says it."""
+        mode = window.mode if window.mode != "auto" else self.activations
+        if mode == "auto":
+            return "replay" if self.is_cuda else "saved"
+        return mode
 
     def keep_of(self, window: Window, tokens: int) -> Mode:
         """What a fused window keeps of a call with so many tokens, and where."""
         self.most_tokens = max(self.most_tokens, tokens)
-        mode = window.mode if window.mode != "auto" else self.activations
-        if mode == "auto":
-            mode = self.budget.keep(window, tokens)
+        mode = self.mode_of(window)
         return read("replay" if mode == "whole" else mode)
 
     def kept(self) -> dict[str, str]:
-        """What fused windows keep, by name, as far as that is known: of those that choose, once they have."""
-        chosen = self.budget.kept()
-        asked = {w: w.mode if w.mode != "auto" else self.activations for w in self.windows if w.fused is not None}
-        found = {w.name: chosen.get(w.name, "") if mode == "auto" else mode for w, mode in asked.items()}
-        return {name: "replay" if mode == "whole" else mode for name, mode in found.items() if mode}
+        """What fused windows keep, by name."""
+        found = {w.name: self.mode_of(w) for w in self.windows if w.fused is not None}
+        return {name: "replay" if mode == "whole" else mode for name, mode in found.items()}
 
     # ---- random numbers ----
 

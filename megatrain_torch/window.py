@@ -157,8 +157,8 @@ class Window:
     def keeps(self) -> str:
         """What is done about activations; "auto" before the first pass has decided."""
         rt = self.runtime
-        mode = self.mode if self.mode != "auto" else rt.activations
-        return rt.budget.chosen.get(self.name, mode) if mode == "auto" else mode
+        planned = rt.planning is None or rt.planning.plan is not None
+        return rt.mode_of(self) if planned else self.mode
 
     # ---- slot tensors ----
 
@@ -250,7 +250,7 @@ class Window:
             if out is not None:
                 return out
         args, kwargs = masks.dense(args, kwargs)
-        mode = read(self.mode if self.mode != "auto" else self.runtime.mode_of(self))
+        mode = read(self.runtime.mode_of(self))
         if self.compiled is not None and not mode.host:
             done = self.compiled(args, kwargs, replays=mode.keep != "saved")
             if done is not None:

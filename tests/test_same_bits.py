@@ -23,10 +23,8 @@ from torch import Tensor
 
 import megatrain_torch as mt
 from megatrain_torch import likeness, manifest, ops
-from megatrain_torch.budget import Budget
 from megatrain_torch.templates import attention, repeats
 from megatrain_torch.templates.attention import Attention
-from megatrain_torch.templates.mlp import GatedMLP
 from megatrain_torch.wrap import runtime_of
 
 
@@ -262,59 +260,6 @@ class Pair:
     @property
     def kept(self) -> dict[str, str]:
         return runtime_of(self.model).kept()
-
-
-@pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Memory that a budget finds free; tiles of eight rows, and no time to copy what is kept to the host."""
-    monkeypatch.setattr(GatedMLP, "tile", lambda self, item: 8)
-    monkeypatch.setattr("megatrain_torch.budget.copies_hide", lambda *_: False)
-    found = [0.0]
-    monkeypatch.setattr(Budget, "_free", lambda self, windows, tokens: found[0])
-    return found
-
-
-def kept_bytes(pair: Pair) -> int:
-    """Of all its layers, saved."""
-    rt = runtime_of(pair.model)
-    return sum(w.fused.template.kept_bytes("saved", rt.most_tokens, w.item) for w in rt.windows if w.fused is not None)
-
-
-def test_a_run_that_goes_on_keeps_what_it_kept_whatever_is_free(tmp_path: Path, room: list[float]) -> None:
-    room[0] = float("inf")
-    whole = Pair()
-    whole.step(0)
-    room[0] = kept_bytes(whole) * 0.7
-    first = Pair()
-    first.step(0)
-    assert set(first.kept.values()) > {"saved"}, "there is no choice in this test"
-    mt.save(first.model, first.opt, tmp_path / "c")
-    want = [first.step(i) for i in (1, 2)]
-    room[0] = kept_bytes(whole) * 0.4
-    again = Pair()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mt.load(again.model, again.opt, tmp_path / "c")
-    assert [again.step(i) for i in (1, 2)] == want and again.kept == first.kept
-    other = Pair()
-    mt.load(other.model, None, tmp_path / "c")               # weights alone: it is no run that goes on
-    other.step(1)
-    assert other.kept != first.kept
-
-
-def test_what_does_not_fit_any_more_is_chosen_anew(tmp_path: Path, room: list[float], monkeypatch: pytest.MonkeyPatch
-                                                   ) -> None:
-    monkeypatch.setattr("megatrain_torch.budget.SLACK", 0)
-    room[0] = float("inf")
-    first = Pair()
-    first.step(0)
-    mt.save(first.model, first.opt, tmp_path / "c")
-    room[0] = 0.0
-    again = Pair()
-    mt.load(again.model, again.opt, tmp_path / "c")
-    again.step(1)
-    layer = "model.layers.2"
-    assert first.kept[layer] == "saved" != again.kept[layer]
 
 
 @pytest.mark.parametrize("change, said", [

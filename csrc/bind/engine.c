@@ -428,7 +428,7 @@ static PyMethodDef methods[] = {
       "settle($self, unit, slot, /)\n--\n\n"
       "The unit lives on the device from now on, its weights in that slot." },
     { "unsettle", mt_engine_unsettle, METH_VARARGS,
-      "unsettle($self, unit, /)\n--\n\n"
+      "unsettle($self, unit, grads, /)\n--\n\n"
       "The unit lives on the host again; between close_slots() and open_slots()." },
     { "close_slots", mt_engine_close_slots, METH_NOARGS,
       "close_slots($self, /)\n--\n\nNo weights are in slots any more; others may be opened." },

@@ -146,16 +146,16 @@ PyObject *mt_engine_settle(PyObject *self, PyObject *args)
 PyObject *mt_engine_unsettle(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
-    int        unit;
+    int        unit, grads;
     mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "i:unsettle", &unit) || mt_engine_unit(e, unit) < 0)
+    if (e == NULL || !PyArg_ParseTuple(args, "ip:unsettle", &unit, &grads) || mt_engine_unit(e, unit) < 0)
         return NULL;
     if (e->stream != NULL) {
         PyErr_SetString(e->error, "close_slots() comes before unsettle(): the unit's slot is in use");
         return NULL;
     }
-    MT_UNLOCKED(e, st, mt_resident_unsettle(e->residents, unit));
+    MT_UNLOCKED(e, st, mt_resident_unsettle(e->residents, unit, grads));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;

@@ -453,13 +453,15 @@ fail:
     return st;
 }
 
-/* Under mu. Those copies are over. A guest's states stay on the host: they are no copies. */
+/* Under mu. Those copies are over. A guest's states stay on the host: they are no copies. Somebody may have a tensor over
+ * the gradients: they keep their memory. */
 static void settle_ahead(const mt_resident *r, home *h, int unit)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int i = 0; i < mt_store_params(r->store, unit); i++)
             if (*behind(r, h, unit, i, p) == AHEAD)
-                *behind(r, h, unit, i, p) = visiting(r, unit) >> p & 1 || !wanted(~0u, p) ? UNUSED : BEHIND;
+                *behind(r, h, unit, i, p) = visiting(r, unit) >> p & 1 || !wanted(~0u, p) ? UNUSED
+                                            : p == MT_PLANE_GRAD ? EQUAL : BEHIND;
     h->changes++;
     h->owed = 0;
 }
@@ -474,7 +476,7 @@ static mt_status move_up(mt_resident *r, home *h, int unit)
     MT_TRY(st);
     MT_TRY(wait_done(r, h, unit));
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (p != MT_PLANE_HI && !(visiting(r, unit) >> p & 1))
+        if (p != MT_PLANE_HI && p != MT_PLANE_GRAD && !(visiting(r, unit) >> p & 1))
             mt_store_cool(r->store, unit, (mt_plane)p);
     pthread_mutex_lock(&r->mu);
     settle_ahead(r, h, unit);
@@ -814,7 +816,7 @@ fail:
     return st;
 }
 
-mt_status mt_resident_unsettle(mt_resident *r, int unit)
+mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
 {
     home     *h;
     mt_status st;
@@ -823,7 +825,7 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit)
     if (visiting(r, unit) != 0)
         return MT_FAIL(MT_ESTATE, "unit %s is invited: its states come and leave", mt_store_name(r->store, unit));
     MT_TRY(mt_ledger_wait_saved(r->store, unit));
-    MT_TRY(bring(r, unit, ~0u, 1));
+    MT_TRY(bring(r, unit, grads ? ~0u : ~(1u << MT_PLANE_GRAD), 1));
     MT_TRY(sums_down(r, h, unit));
     MT_TRY(mt_ledger_wait_fetch(r->store, unit));
     MT_TRY(wait_done(r, h, unit));

@@ -547,11 +547,23 @@ static void *address_of(const mt__plane *pl, int param)
     return pl->late != NULL ? pl->late[param].base : NULL;
 }
 
-/* Under making. Has the parameter an address in this plane already, or a right to one? */
-static mt_status check_at(const mt__unit *u, int param, int place, mt_plane p)
+static void *find_at(mt_store *s, const mt__plane *pl, int param)
+{
+    void *found;
+
+    pthread_mutex_lock(&s->map_mu);
+    found = address_of(pl, param);
+    pthread_mutex_unlock(&s->map_mu);
+    return found;
+}
+
+/* Under making. Has the parameter an address in this plane already, or a right to one? One that is not trained any more
+ * may have its states moved. */
+static mt_status check_at(mt_store *s, const mt__unit *u, int param, int place, mt_plane p)
 {
     const mt_param_desc *d = &u->desc[param];
     const mt__plane     *pl = &u->plane[place][p];
+    int                  other = place == MT__HOST ? MT__DEVICE : MT__HOST;
 
     if (elem_bytes(p, d->dtype, states_of(u)) == 0)
         return MT_FAIL(MT_EINVAL, "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
@@ -560,7 +572,8 @@ static mt_status check_at(const mt__unit *u, int param, int place, mt_plane p)
     if (p == MT_PLANE_GRAD && pl->offset == NULL && atomic_load(&u->passing))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; there are none between an update and the next "
                        "hand-over", u->name);
-    if (p != MT_PLANE_HI && !trains(d) && address_of(pl, param) == NULL)
+    if (p != MT_PLANE_HI && !trains(d) && address_of(pl, param) == NULL &&
+        find_at(s, &u->plane[other][p], param) == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is not trainable, so plane %s leaves it "
                        "out; call mt_store_set_trainable() first",
                        u->name, param, mt_plane_name(p));
@@ -573,23 +586,13 @@ static mt_status make_at(mt_store *s, mt__unit *u, int param, int place, mt_plan
     mt__plane *pl = &u->plane[place][p];
     mt_status  st;
 
-    MT_TRY(check_at(u, param, place, p));
+    MT_TRY(check_at(s, u, param, place, p));
     MT_TRY(plane_make(s, u, place, p));
     if (address_of(pl, param) == NULL)
         MT_TRY(late_make(s, u, param, place, p));
     *out = address_of(pl, param);
 fail:
     return st;
-}
-
-static void *find_at(mt_store *s, const mt__plane *pl, int param)
-{
-    void *found;
-
-    pthread_mutex_lock(&s->map_mu);
-    found = address_of(pl, param);
-    pthread_mutex_unlock(&s->map_mu);
-    return found;
 }
 
 static mt_status at(mt_store *s, int unit, int param, int place, mt_plane p, void **out)
@@ -917,7 +920,7 @@ mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
     if (atomic_load(&u->settled) || atomic_load(&u->through))
         st = MT_FAIL(MT_ESTATE, "unit %s is updated on the device; its states cannot be on disk", u->name);
     for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
-        if ((planes >> p & 1) && u->plane[MT__HOST][p].offset != NULL)
+        if ((planes >> p & 1) && p != MT_PLANE_HI && u->plane[MT__HOST][p].offset != NULL)
             st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; a unit goes to disk before that is "
                          "asked for", u->name, mt_plane_name((mt_plane)p));
     if (st == MT_OK)
