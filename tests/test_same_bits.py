@@ -273,7 +273,9 @@ class Pair:
     (lambda note: note.update(kept={"a": 3}), ""),
     (lambda note: note.update(memory="much"), ""),
 ])
-def test_what_a_run_does_otherwise_is_told(change: Any, said: str, tmp_path: Path, room: list[float]) -> None:
+def test_what_a_run_does_otherwise_is_told(change: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                           ) -> None:
+    monkeypatch.setattr(GatedMLP, "tile", lambda self, item: 8)
     first = Pair(activations="saved")
     first.step(0)
     mt.save(first.model, first.opt, tmp_path / "c")
@@ -294,7 +296,7 @@ def test_a_checkpoint_says_what_its_bits_are_of(tmp_path: Path) -> None:
     pair = Pair(activations={"model.layers.0": "replay"})
     pair.step(0)
     note = json.loads(json.dumps(likeness.note(runtime_of(pair.model))))
-    assert note["kept"]["model.layers.0"] == "replay" and note["chosen"].get("model.layers.1") == "saved"
+    assert note["kept"]["model.layers.0"] == "replay" and note["kept"]["model.layers.1"] == "saved" and not note["chosen"]
     assert note["versions"]["torch"] == torch.__version__ and note["tokens"] > 0 and note["memory"] == [0, 0]
 
 
