@@ -103,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--activations", choices=MODES, metavar="MODE",
         help=f"of all layers: {', '.join(MODES)}; default: what is best")
     add("--slots", type=int, metavar="N", help="ring size")
-    add("--speculate", action="store_true", help="updates on the host begin during backward")
     add("--states", choices=FORMATS, default="fp32", help="how AdamW keeps its states")
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
     add("--picture", type=Path, metavar="FILE", help="file to draw what lies in which memory: .png, .svg or .pdf")
