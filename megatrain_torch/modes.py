@@ -25,7 +25,7 @@ GRADS = ("ram", "none")     # where gradients wait for their update: at home wit
 class Mode(NamedTuple):
     """
     Attributes:
-        keep: one of KEEPS, LINKED, or "whole". host: what is kept leaves the device. input: so does the window's input.
+        keep: one of KEEPS, or LINKED. host: what is kept leaves the device. input: so does the window's input.
             disk: for a file.
     """
 

@@ -178,7 +178,6 @@ class Runtime:
         self.check_tree: Any = None
         self._files: list[weakref.finalize] = []             # what takes their names, with the process at the latest
         self.given = 0                       # places of parameters that have something else: functional_call
-        self.bindings = 0                    # windows opened and weights fetched outside of them, ever
         self.checkpointing: list[weakref.ref[nn.Module]] = []
         self.opened = time.perf_counter()
         self.reported: tuple[float, dict[str, int]] = (self.opened, {})    # the last report without a trace
@@ -365,7 +364,6 @@ class Runtime:
 
     def device_copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""
-        self.bindings += 1
         if self.away(record.unit):
             return self.slot_view(record.unit, record.offset, record.dtype, record.shape, record.stride).clone()
         self.core.wait_updates(record.unit)
@@ -595,14 +593,14 @@ class Runtime:
         mode = window.mode if window.mode != "auto" else self.activations
         if mode == "auto":
             mode = self.budget.keep(window, tokens)
-        return read("replay" if mode == "whole" else mode)
+        return read(mode)
 
     def kept(self) -> dict[str, str]:
         """What fused windows keep, by name, as far as that is known: of those that choose, once they have."""
         chosen = self.budget.kept()
         asked = {w: w.mode if w.mode != "auto" else self.activations for w in self.windows if w.fused is not None}
         found = {w.name: chosen.get(w.name, "") if mode == "auto" else mode for w, mode in asked.items()}
-        return {name: "replay" if mode == "whole" else mode for name, mode in found.items() if mode}
+        return {name: mode for name, mode in found.items() if mode}
 
     # ---- random numbers ----
 

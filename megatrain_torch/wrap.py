@@ -116,10 +116,10 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
                 "saved" keeps them; "replay" runs the window's forward again in backward; "selective" (fused layers)
                 keeps all but the largest; "attention" (fused layers) attention's output alone; "linked" (fused layers)
                 that in place of the input, which the layer before makes again: every second layer, where all are
-                asked; "whole" replays in one node (see whole.py); "auto": fused layers keep what fits, others save on
-                the CPU and replay on CUDA. "saved+host", "replay+host" and so on: what is kept, the input too, waits
-                in host memory behind compute; "saved+split": without the input. "saved+disk" and so on: in a file
-                (nvme=), by way of a few blocks of host memory.
+                asked; "auto": fused layers keep what fits, others save on the CPU and replay on CUDA. "saved+host",
+                "replay+host" and so on: what is kept, the input too, waits in host memory behind compute;
+                "saved+split": without the input. "saved+disk" and so on: in a file (nvme=), by way of a few blocks of
+                host memory.
             "homes": "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units, or {unit name: ...}:
                 where weights, gradients and AdamW's states live. What is at home in VRAM never crosses the bus and is
                 updated there,
@@ -287,8 +287,8 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
         raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(_PLAN_KEYS - {'debug'})}")
     modes = options.get("activations", "auto")
     for mode in modes.values() if isinstance(modes, dict) else (modes,):
-        if mode not in ("auto", "whole", *MODES):
-            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'whole', {', '.join(map(repr, MODES))}")
+        if mode not in ("auto", *MODES):
+            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', {', '.join(map(repr, MODES))}")
     if options.get("grads", "ram") not in ("ram", "none"):
         raise MegatrainError(f"plan: grads={options['grads']!r}; use 'ram' or 'none'")
     if options.get("lent", LENT) not in range(1, LENT + 1):
