@@ -54,8 +54,8 @@ class Cost:
 
 
 def _with_host(cost: Cost, own: int) -> Cost:
-    """The same, and what it has by keeping it in host memory or on disk. own: bytes of its input, which "+split"
-    leaves.
+    """The same, and what it has by keeping it in host memory or on disk. own: bytes of its input, which
+    "attention+split" leaves.
 
     While its backward runs, what it kept is on the device, and what the window before it kept comes back: as much.
     """

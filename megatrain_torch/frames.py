@@ -176,7 +176,7 @@ class ReplayFrame:
             raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
                                  "done before, so it cannot be run again; use plan={'activations': 'saved'}")
         if changed:
-            self.inputs, self.watched, self.window.mode = self.clones, [], str(mode._replace(keep="saved"))
+            self.inputs, self.watched, self.window.mode = self.clones, [], str(mode.saved)
         self.clones, self.window.proved = None, True
         if mode.input and not changed:
             self._leave(mode)

@@ -169,8 +169,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         micro: micro-batches of a step; None: as many as are best.
         homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. activations:
             "replay", "attention", "linked" (of every second layer; of the others "attention"), "selective" or "saved",
-            with "+host" or "+split" where what is kept waits in host memory, with "+disk" and nvme in a file, for all
-            windows that have it. slots: ring size. None: what is best.
+            with "+host" where what is kept waits in host memory, with "+disk" and nvme in a file; or "attention+split";
+            for all windows that have it. slots: ring size. None: what is best.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
         compute, dtype, units: as for mt.stream.

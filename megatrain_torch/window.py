@@ -297,7 +297,7 @@ class Window:
     def _run_again(self, args: Any, kwargs: Any, mode: Mode) -> Any:
         frame = ReplayFrame(self, args, kwargs)
         if frame.state.why:
-            self.unfit, self.mode = self.unfit or frame.state.why, str(mode._replace(keep="saved"))
+            self.unfit, self.mode = self.unfit or frame.state.why, str(mode.saved)
             return self._run_saved(args, kwargs, read(self.mode))
         out = self.run(args, kwargs, True, frame)
         frame.forward_ended(mode)

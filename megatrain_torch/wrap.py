@@ -118,8 +118,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
                 that in place of the input, which the layer before makes again: every second layer, where all are
                 asked; "auto": fused layers keep what fits, others save on the CPU and replay on CUDA. "saved+host",
                 "replay+host" and so on: what is kept, the input too, waits in host memory behind compute;
-                "saved+split": without the input. "saved+disk" and so on: in a file (nvme=), by way of a few blocks of
-                host memory.
+                "attention+split": without the input. "saved+disk" and so on: in a file (nvme=), by way of a few
+                blocks of host memory.
             "homes": "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units, or {unit name: ...}:
                 where weights, gradients and AdamW's states live. What is at home in VRAM never crosses the bus and is
                 updated there,

@@ -76,7 +76,8 @@ def test_own_code_computes_the_same_bits_in_any_order(keep: str, wander: bool) -
     assert edges.difference(right, run) is None
 
 
-def test_a_forward_that_writes_into_its_input_keeps_its_activations_on_the_host() -> None:
+@pytest.mark.parametrize("asked", ["replay+host", "attention+split"])
+def test_a_forward_that_writes_into_its_input_keeps_its_activations_on_the_host(asked: str) -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -94,7 +95,7 @@ def test_a_forward_that_writes_into_its_input_keeps_its_activations_on_the_host(
             model(x).square().sum().backward()
         return model[0].weight.grad.clone(), runtime_of(model).windows[1].mode
 
-    (right, _), (other, mode) = train("saved"), train("replay+host")
+    (right, _), (other, mode) = train("saved"), train(asked)
     assert torch.equal(right, other) and mode == "saved+host"
 
 
@@ -249,7 +250,7 @@ def test_explain_and_last_step_show_it() -> None:
 
 
 def test_a_mode_that_is_none_is_refused() -> None:
-    for mode in ("replay+split", "whole", "saved+tape"):
+    for mode in ("replay+split", "saved+split", "selective+split", "whole", "saved+tape"):
         with pytest.raises(MegatrainError, match="use 'auto', 'replay'"):
             tiny(mode)
 
