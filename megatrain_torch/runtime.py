@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -255,11 +255,11 @@ class Runtime:
         """The unit's weights are at home on the device or on disk: those in host memory are copies."""
         return unit in self.settled or unit in self.filed
 
-    def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: dict[str, int]) -> None:
+    def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: Mapping[str, int]) -> None:
         """The units' states go to a file, which loses its name with the process at the latest. weights: of further
         units, whose weights go there too. sizes: tests' own."""
         usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
-        self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **(usual | sizes))
+        self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **{**usual, **sizes})
         self.on_disk = frozenset(units) | frozenset(weights)
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 
@@ -269,10 +269,10 @@ class Runtime:
         self.filed.add(unit)
         self.take(unit)
 
-    def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: dict[str, int]) -> None:
+    def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: Mapping[str, int]) -> None:
         """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states."""
         limit = 0 if disk.limit is None else max(disk.limit - taken, 1)
-        self.core.swap_disk(disk.path, nbytes, limit, **({"blocks": BLOCKS, "threads": THREADS} | sizes))
+        self.core.swap_disk(disk.path, nbytes, limit, **{"blocks": BLOCKS, "threads": THREADS, **sizes})
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 
     def note_bounds(self) -> None:

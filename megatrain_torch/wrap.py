@@ -11,7 +11,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,14 @@ from .preflight import (
 from .records import DTYPES, Record
 from .runtime import Runtime
 from .state import BoundParameters, Given, HostBuffers
+from .testing import Doors, opened
 from .units import Group, find, group, stored_dtype
 from .window import Installed, Window, method_of
 
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
 _runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
-_PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads", "debug"}
+_PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads"}
 _pid = 0
 _registrations = 0
 
@@ -171,7 +172,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     _check_windows(choices.options.get("activations"), [name or type(module).__name__ for name, _ in found.windows])
     asked, sizes, room = _check(_asked(module, group(module, found), dtype, where, choices), where, choices,
                                 parse_bytes(host, "host"))
-    rt = Runtime(module, where, _engine(where, choices.options))
+    rt = Runtime(module, where, _engine(where, choices))
     try:
         rt.compute, rt.vram, rt.room = choices.compute, choices.vram, room
         _open(rt, asked, sizes, choices)
@@ -220,6 +221,7 @@ class _Choices:
         options: a plan's dict. vram: bytes. micro, besides: as in preflight.Asked. spilled: bytes of activations on
             disk, as far as known.
         whole: what a training step takes is known, not its weights alone.
+        doors: of the engine, for tests.
     """
 
     options: dict[str, Any]
@@ -230,6 +232,7 @@ class _Choices:
     besides: tuple[tuple[str, int], ...] = ()
     whole: bool = False
     spilled: int = 0
+    doors: Doors = field(default_factory=opened)
 
     @property
     def spills(self) -> bool:
@@ -280,11 +283,11 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
     if compute not in ("auto", "eager", "fused", "compile"):
         raise MegatrainError(f"compute={compute!r}: use 'auto', 'eager', 'fused' or 'compile'")
     if not isinstance(plan, dict | None):
-        raise MegatrainError(f"plan={plan!r}: give what mt.plan made, or a dict of {sorted(_PLAN_KEYS - {'debug'})}")
+        raise MegatrainError(f"plan={plan!r}: give what mt.plan made, or a dict of {sorted(_PLAN_KEYS)}")
     options = dict(plan or {})
     unknown = set(options) - _PLAN_KEYS
     if unknown:
-        raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(_PLAN_KEYS - {'debug'})}")
+        raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(_PLAN_KEYS)}")
     modes = options.get("activations", "auto")
     for mode in modes.values() if isinstance(modes, dict) else (modes,):
         if mode not in ("auto", *MODES):
@@ -356,11 +359,11 @@ def _problem(p: nn.Parameter) -> str:
 
 # ---- units and memory ----------------------------------------------------------------------------
 
-def _engine(where: torch.device, options: dict[str, Any]) -> _core.Engine:
-    threads, debug = options.get("threads") or max(1, _core.build_info()["cpus"] - 1), options.get("debug", {})
-    core = _core.Engine(where.type, where.index or 0, threads, debug.get("delay_us", 0), debug.get("seed", 0))
-    if "lock" in debug:
-        core.lock_limit(debug["lock"])
+def _engine(where: torch.device, choices: _Choices) -> _core.Engine:
+    threads, doors = choices.options.get("threads") or max(1, _core.build_info()["cpus"] - 1), choices.doors
+    core = _core.Engine(where.type, where.index or 0, threads, doors.delay_us, doors.seed)
+    if doors.lock is not None:
+        core.lock_limit(doors.lock)
     return core
 
 
@@ -374,21 +377,18 @@ def _open(rt: Runtime, asked: Asked, sizes: list[int], choices: _Choices) -> Non
 
 def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     """What is at home elsewhere than weights, or goes another way; the units are there, without values."""
-    options, core = choices.options, rt.core
+    core = rt.core
     rt.invite(_at(asked, "arrive"))
     for unit in _at(asked, "through"):
         core.through(unit, True)
-    debug = {k: v for k, v in options.get("debug", {}).items() if k not in ("delay_us", "seed", "lock", "disk")}
-    blocks = debug.pop("spill", {})
     if choices.disk is not None and choices.spills:
-        rt.spill_to(choices.disk, choices.spilled, file_bytes(asked), blocks)
+        rt.spill_to(choices.disk, choices.spilled, file_bytes(asked), choices.doors.spill)
     if not asked.keeps:
         core.lend_most(asked.lent)
     rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups)))
     for unit in rt.passing:
         core.pass_gradients(unit)
-    if debug:
-        core.debug(**debug)
+    core.debug(choices.doors.skip, choices.doors.poison, choices.doors.sync)       # of all that is there by now
 
 
 def _to_disk(rt: Runtime, asked: Asked, choices: _Choices) -> None:
@@ -398,7 +398,7 @@ def _to_disk(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     if "states" in options or weights:
         rt.choose_states(options.get("states", "fp32"))
     if choices.disk is not None and asked.on_disk():
-        rt.keep_on_disk(choices.disk, _at(asked, "disk"), weights, options.get("debug", {}).get("disk", {}))
+        rt.keep_on_disk(choices.disk, _at(asked, "disk"), weights, choices.doors.disk)
 
 
 def _check_windows(activations: str | dict[str, str] | None, names: list[str]) -> None:

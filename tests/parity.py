@@ -31,6 +31,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import doors
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -88,10 +89,9 @@ def stream_for_test(model: nn.Module, activations: str = "replay", slots: int = 
     """
     if IDENTITY:
         return model.to(device)
-    import megatrain_torch as mt
     plan = {"activations": activations, "slots": slots,
             "debug": {"delay_us": delay_us, "poison": poison, **(debug or {})}}
-    return mt.stream(model, device=device, plan=plan, **kwargs)
+    return doors.stream(model, device=device, plan=plan, **kwargs)
 
 
 def error() -> type[BaseException]:

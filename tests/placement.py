@@ -8,6 +8,7 @@ import os
 import tempfile
 from typing import Any
 
+import doors
 import edges
 import parity
 import torch
@@ -60,8 +61,8 @@ def train(name: str, device: str, dtype: torch.dtype, states: str = "fp32") -> t
     plan, micro = PLACES[name]
     with parity.exact(device), tempfile.TemporaryDirectory() as scratch:
         parity.seed()
-        model = mt.stream(made(edges.Walk).to(dtype), device=device, plan={"states": states} | plan, compute="eager",
-                          nvme=scratch if "disk" in name else None)
+        model = doors.stream(made(edges.Walk).to(dtype), device=device, plan={"states": states} | plan, compute="eager",
+                             nvme=scratch if "disk" in name else None)
         opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1, states=states)
         schedule = torch.optim.lr_scheduler.StepLR(opt, 7, 0.5)
         losses, seen = [], {}

@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import doors
 import parity
 import pytest
 import torch
@@ -28,7 +29,7 @@ DELAYS = {"delay_us": 200, "seed": 5}
 
 def trained(homes: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 2, clip: float | None = 0.5,
             debug: Any = None, **hyper: Any) -> Pair:
-    model = mt.stream(plain_dots(dtype), device="cpu", plan={"homes": homes, "debug": debug or {}})
+    model = doors.stream(plain_dots(dtype), device="cpu", plan={"homes": homes, "debug": debug or {}})
     opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper})
     for step in range(steps):
         feed(model, opt, grads_for(model, step))

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import doors
 import parity
 import pytest
 import torch
@@ -42,8 +43,8 @@ Pair = tuple[Dots, mt.AdamW]
 def make(tmp_path: Path, homes: Any = "ram", states: str | None = None, dtype: torch.dtype = BF16, **plan: Any) -> Pair:
     disk = {"disk": {"buffers": 2, "buffer_bytes": 65536, "threads": 2}} if "disk" in str(homes) else {}
     plan |= {"states": states} if homes == "disk+weights" and states else {}
-    model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if disk else None,
-                      plan={"homes": homes, **plan, "debug": {**plan.get("debug", {}), **disk}})
+    model = doors.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if disk else None,
+                         plan={"homes": homes, **plan, "debug": {**plan.get("debug", {}), **disk}})
     return model, mt.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5, states=states)
 
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import doors
 import parity
 import pytest
 import torch
@@ -43,8 +44,8 @@ everywhere = pytest.mark.parametrize("device", DEVICES)
 def streamed(model: nn.Module, device: str = "cpu", activations: str = "auto", compute: str = "fused", **kw: Any
              ) -> nn.Module:
     """The head alone is fused: layers keep their own code."""
-    model = mt.stream(model, device=device, compute=compute, plan={"activations": activations, "slots": 2,
-                                                                  "debug": {"poison": True}}, **kw)
+    model = doors.stream(model, device=device, compute=compute, plan={"activations": activations, "slots": 2,
+                                                                     "debug": {"poison": True}}, **kw)
     for w in runtime_of(model).windows:
         w.fused = None
     return model

@@ -8,6 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import doors
 import edges
 import parity
 import pytest
@@ -31,7 +32,7 @@ GRAD = _core.PLANES["GRAD"]
 
 
 def trained(plan: dict[str, Any], dtype: torch.dtype = torch.bfloat16, steps: int = 6) -> tuple[Dots, mt.AdamW]:
-    model = mt.stream(plain_dots(dtype), device="cpu", plan=plan)
+    model = doors.stream(plain_dots(dtype), device="cpu", plan=plan)
     opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
     for step in range(steps):
         feed(model, opt, grads_for(model, step))
@@ -122,7 +123,7 @@ def test_nothing_is_kept_on_the_device_either() -> None:
 def test_gradients_of_so_many_units_are_on_their_way(homes: Any, lent: int, most: int) -> None:
     """Beside those that are being computed: what a plan counts. Each place has buffers of its own to wait for."""
     debug = {"delay_us": 3000, "seed": 1}
-    model = mt.stream(plain_dots(), device="cpu", plan=NONE | {"homes": homes, "lent": lent, "debug": debug})
+    model = doors.stream(plain_dots(), device="cpu", plan=NONE | {"homes": homes, "lent": lent, "debug": debug})
     opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
     rt = mt.wrap.runtime_of(model)
     found, sent = [], rt.handover._send_unit

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import doors
 import pytest
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def stream(**asked: object) -> nn.Module:
-    return mt.stream(stack(), device="cpu", **asked)
+    return doors.stream(stack(), device="cpu", **asked)
 
 
 def test_loading_holds_one_unit_twice_and_then_the_slots(free: Callable) -> None:

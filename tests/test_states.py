@@ -9,6 +9,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import doors
 import placement
 import pytest
 import torch
@@ -63,8 +64,8 @@ def test_a_parameter_that_is_cut_draws_what_a_whole_one_does(tmp_path: Path) -> 
     found, numel = [], 77_101
     for where in ("ram", "disk"):
         plan = {"homes": where} | ({"debug": {"disk": placement.TIGHT}} if where == "disk" else {})
-        model = mt.stream(plain_dots(BF16, [(numel,)]), device="cpu", plan=plan,
-                          nvme=str(tmp_path) if where == "disk" else None)
+        model = doors.stream(plain_dots(BF16, [(numel,)]), device="cpu", plan=plan,
+                             nvme=str(tmp_path) if where == "disk" else None)
         opt = mt.AdamW(model.parameters(), lr=1e-2, states="8bit-sr")
         for step in range(2):
             feed(model, opt, [torch.sin(torch.arange(numel) * (0.37 + step))])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import doors
 import edges
 import fusing
 import parity
@@ -274,7 +275,7 @@ def test_layers_and_their_order_need_not_be_alike() -> None:
 
     def train(activations: Any) -> dict[str, Tensor]:
         parity.seed()
-        m = mt.stream(made(), "cpu", plan={"activations": activations, "slots": 2, "debug": {"delay_us": 100}})
+        m = doors.stream(made(), "cpu", plan={"activations": activations, "slots": 2, "debug": {"delay_us": 100}})
         for step in range(2):
             lm_loss(m, batch(step)).backward()
         return {n: parity.frozen(p.grad) for n, p in m.named_parameters()}

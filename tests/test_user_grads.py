@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import doors
 import parity
 import pytest
 import torch
@@ -51,8 +52,8 @@ def make(tmp_path: Path) -> Callable[..., tuple[Dots, Dots, mt.AdamW]]:
     """(streamed, plain, the streamed one's optimizer); copies dawdle."""
     def pair(homes: Any = "ram", dtype: torch.dtype = F32, **kw: Any) -> tuple[Dots, Dots, mt.AdamW]:
         plan = {"homes": homes, "debug": {"delay_us": 100, "seed": 7}, **kw.pop("plan", {})}
-        model = mt.stream(plain_dots(dtype), device="cpu", nvme=str(tmp_path) if "disk" in str(homes) else None,
-                          plan=plan)
+        model = doors.stream(plain_dots(dtype), device="cpu", nvme=str(tmp_path) if "disk" in str(homes) else None,
+                             plan=plan)
         return model, plain_dots(dtype), mt.AdamW(model.parameters(), **{**HYPER, **kw})
 
     return pair

@@ -27,8 +27,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
+import doors  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -79,7 +80,7 @@ class Case(NamedTuple):
 
 
 def train(case: Case, device: str) -> None:
-    model = mt.stream(Stack(case.width, case.layers), device=device, **case.asked)
+    model = doors.stream(Stack(case.width, case.layers), device=device, **case.asked)
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
     x = torch.ones(4, case.width, dtype=torch.bfloat16, device=device)
     for _ in range(2):
