@@ -64,8 +64,8 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: clip the global norm of all gradients to this, exactly, as
             torch.nn.utils.clip_grad_norm_ would; None: no clipping.
         states: how moments and masters are kept; the bytes are of a bf16 parameter, its weight counted in:
-            "fp32": 12. "8bit": 6.06, moments in 8 bits with fp32 scales for every 128 elements. "8bit-lo8": 5.06, with
-            8 bits below the weight instead of 16. "8bit-sr": 4.06, with none: the weight is rounded stochastically.
+            "fp32": 12. "8bit": 6.06, moments in 8 bits with fp32 scales for every 128 elements. "8bit-sr": 4.06, the
+            same without a master: the weight is rounded stochastically.
             Of fp32 and fp16 parameters only the moments change. None: as mt.stream's plan has it, else "fp32".
             A model's states are of one format. Parameters that are not streamed keep fp32 ones.
         in_backward: update each unit as soon as backward has its gradient, without waiting for

@@ -25,7 +25,7 @@ from .arguments import check_count
 from .cost import LENT, THROUGH_BYTES
 from .disk import FROZEN, PADDING, SPILLED, Disk, years
 from .errors import MegatrainError
-from .formats import FORMATS, check_states
+from .formats import SHOWN, check_states, moved_bytes
 from .limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .modes import DISK, DISKS, GRADS, HOMES, LINKED, MODES, read
@@ -335,7 +335,7 @@ def _changes(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape
         found["micro"] = next(k for k in counts if k > wishes.micro and _fits(problem, micro=k))
     if wishes.grads == "ram" and wishes.micro in (None, 1) and _fits(problem, grads="none", lent=1):
         found["grads"] = "none"
-    for states in FORMATS[FORMATS.index(wishes.states) + 1:]:
+    for states in (s for s in SHOWN if moved_bytes(s) < moved_bytes(wishes.states)):
         if Problem(shape_with(states), problem.machine, dataclasses.replace(wishes, states=states)).fits():
             found["states"] = states
             break

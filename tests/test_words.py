@@ -4,9 +4,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from test_adamw import plain_dots
 
 import megatrain_torch as mt
+from megatrain_torch import cli
+from megatrain_torch.commands.settings import Settings
 from megatrain_torch.testing import Doors, engine_doors, opened
 from megatrain_torch.wrap import runtime_of
 
@@ -30,7 +33,7 @@ def test_modes_that_are_gone_are_refused(mode: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*could not be locked")
 def test_doors_are_of_what_is_streamed_inside() -> None:
     def unlocked() -> int:
-        model = mt.stream(plain_dots(), device="cpu")
+        model = mt.stream(plain_dots(torch.float32, [(5000,)]), device="cpu")
         return runtime_of(model).core.unlocked()[0]
 
     with engine_doors(lock=0, seed=1):
@@ -44,3 +47,17 @@ def test_doors_are_of_what_is_streamed_inside() -> None:
 def test_a_door_that_is_none_is_refused() -> None:
     with pytest.raises(TypeError, match="window"), engine_doors(window=1):
         pass
+
+
+@pytest.mark.parametrize("verb", ["plan", "train"])
+def test_formats_that_are_shown_are_not_all_that_are_taken(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    shown = capsys.readouterr().out
+    assert "8bit-sr" in shown and "lo8" not in shown
+    with pytest.raises(mt.MegatrainError, match=r"states='4bit': use 'fp32', '8bit' or '8bit-sr'$"):
+        mt.AdamW(plain_dots().parameters(), states="4bit")
+    with pytest.raises(mt.MegatrainError, match=r"use one of fp32, 8bit, 8bit-sr$"):
+        Settings.of({"states": "4bit"}, "run.yaml")
+    assert Settings.of({"states": "8bit-lo8"}, "run.yaml").states == "8bit-lo8"
+    assert mt.plan(plain_dots(), tokens=8, seq=8, machine="cpu", states="8bit-lo8").states == "8bit-lo8"
