@@ -25,7 +25,7 @@ from .commands.say import Stopped
 from .commands.settings import unknown
 from .commands.train import device_of, made
 from .errors import MegatrainError
-from .formats import FORMATS
+from .formats import SHOWN
 from .limits import is_size
 from .machine import MACHINES
 from .modes import GRADS, HOMES, MODES
@@ -103,8 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--activations", choices=MODES, metavar="MODE",
         help=f"of all layers: {', '.join(MODES)}; default: what is best")
     add("--slots", type=int, metavar="N", help="ring size")
-    add("--speculate", action="store_true", help="updates on the host begin during backward")
-    add("--states", choices=FORMATS, default="fp32", help="how AdamW keeps its states")
+    add("--states", default="fp32", metavar="FORMAT", help=f"how AdamW keeps its states: {', '.join(SHOWN)}")
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
     add("--picture", type=Path, metavar="FILE", help="file to draw what lies in which memory: .png, .svg or .pdf")
     add("--compute", choices=["auto", "fused", "eager"], default="auto")

@@ -120,7 +120,6 @@ class Head:
     def weights(self) -> tuple[Tensor, Tensor | None]:
         """weight [V, H] and bias [V] in the slots; the unit is fetched if need be."""
         window = self.window
-        window.runtime.bindings += 1
         bound = dict(zip(window.records, window.views(window.records)))
         return bound[self.weight], None if self.bias is None else bound[self.bias]
 

@@ -259,7 +259,6 @@ class Fused:
         if self.verdict:
             return None
         window = self.window
-        window.runtime.bindings += 1
         mode, link = window.runtime.keep_of(window, x.shape[:2].numel()), None
         if mode.keep == LINKED:
             mode, link = self._linked(x, mode)

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,7 +153,6 @@ class Runtime:
         self.is_cuda = device.type == "cuda"
         self.states, self.states_chosen = "fp32", False      # how AdamW's are kept; chosen: by somebody, not by default
         self.settled: dict[int, int] = {}                    # units that live on the device: their slots
-        self.speculated: frozenset[int] = frozenset()        # units whose updates may begin during backward
         self.on_disk: frozenset[int] = frozenset()           # units whose states are in a file
         self.filed: set[int] = set()                         # of which weights are too, as soon as they are there
         self.arrivals = Arrivals(self, ())                   # of settled units: whose states come and leave
@@ -182,7 +181,6 @@ class Runtime:
         self.check_tree: Any = None
         self._files: list[weakref.finalize] = []             # what takes their names, with the process at the latest
         self.given = 0                       # places of parameters that have something else: functional_call
-        self.bindings = 0                    # windows opened and weights fetched outside of them, ever
         self.checkpointing: list[weakref.ref[nn.Module]] = []
         self.opened = time.perf_counter()
         self.reported: tuple[float, dict[str, int]] = (self.opened, {})    # the last report without a trace
@@ -278,11 +276,11 @@ class Runtime:
         """The unit's weights are at home on the device or on disk: those in host memory are copies."""
         return unit in self.settled or unit in self.filed
 
-    def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: dict[str, int]) -> None:
+    def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: Mapping[str, int]) -> None:
         """The units' states go to a file, which loses its name with the process at the latest. weights: of further
         units, whose weights go there too. sizes: tests' own."""
         usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
-        self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **(usual | sizes))
+        self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **{**usual, **sizes})
         self.on_disk = frozenset(units) | frozenset(weights)
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 
@@ -292,10 +290,10 @@ class Runtime:
         self.filed.add(unit)
         self.take(unit)
 
-    def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: dict[str, int]) -> None:
+    def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: Mapping[str, int]) -> None:
         """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states."""
         limit = 0 if disk.limit is None else max(disk.limit - taken, 1)
-        self.core.swap_disk(disk.path, nbytes, limit, **({"blocks": BLOCKS, "threads": THREADS} | sizes))
+        self.core.swap_disk(disk.path, nbytes, limit, **{"blocks": BLOCKS, "threads": THREADS, **sizes})
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 
     def note_bounds(self) -> None:
@@ -387,7 +385,6 @@ class Runtime:
 
     def device_copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""
-        self.bindings += 1
         if self.away(record.unit):
             return self.slot_view(record.unit, record.offset, record.dtype, record.shape, record.stride).clone()
         self.core.wait_updates(record.unit)
@@ -416,19 +413,19 @@ class Runtime:
         self.core.wait_grads(record.unit)
 
     def bring_states(self, record: Record) -> None:
-        """Host copies of masters and moments are current; only units on the device, those whose update began early,
-        and those whose states are on disk have anything to do."""
-        if record.unit in self.settled or record.unit in self.speculated or record.unit in self.on_disk:
+        """Host copies of masters and moments are current; only units on the device and those whose states are on disk
+        have anything to do."""
+        if record.unit in self.settled or record.unit in self.on_disk:
             if self.saving is not None:      # whose copies of the unit go when it has them
                 self.core.wait_saved(record.unit)
             self.core.bring(record.unit, STATE_PLANES)
 
     def own_states(self, record: Record) -> None:
-        """Masters, moments or gradients are about to be written as a whole: no update that began early uses them, and
-        no copy is on its way to them, or into a checkpoint."""
+        """Masters, moments or gradients are about to be written as a whole: no copy is on its way to them, or into a
+        checkpoint."""
         if self.saving is not None:
             self.core.wait_saved(record.unit)
-        if record.unit in self.speculated or record.unit in self.arrivals.units:
+        if record.unit in self.arrivals.units:
             self.core.bring(record.unit, STATE_PLANES)
 
     def push(self, record: Record, *planes: str) -> None:
@@ -611,13 +608,11 @@ class Runtime:
     def keep_of(self, window: Window, tokens: int) -> Mode:
         """What a fused window keeps of a call with so many tokens, and where."""
         self.most_tokens = max(self.most_tokens, tokens)
-        mode = self.mode_of(window)
-        return read("replay" if mode == "whole" else mode)
+        return read(self.mode_of(window))
 
     def kept(self) -> dict[str, str]:
         """What fused windows keep, by name."""
-        found = {w.name: self.mode_of(w) for w in self.windows if w.fused is not None}
-        return {name: "replay" if mode == "whole" else mode for name, mode in found.items()}
+        return {w.name: self.mode_of(w) for w in self.windows if w.fused is not None}
 
     # ---- random numbers ----
 

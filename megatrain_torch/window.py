@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import masks, whole
+from . import masks
 from .door import Door
 from .effects import Places, Snapshot
 from .errors import MegatrainError
@@ -88,9 +88,7 @@ class Window:
     Attributes:
         records: parameters of the subtree, each once, in module order.
         units: units they lie in; acquired one after another when the window opens.
-        mode: one of modes.py, "whole" (as one node where that is proved right, else replay), or "auto" until the
-            first training step decides.
-        closed: a first replayed run has shown that nothing escapes it: whole.py.
+        mode: one of modes.py, or "auto" until the first training step decides.
         proved: a first replayed run has shown that inputs are not written in place.
     """
 
@@ -102,8 +100,7 @@ class Window:
         self._is_method = method_of(own, module)
         self.alone = False                   # its records are all of one unit's, in order: set when units are known
         self.mode = "auto"
-        self.proved = self.closed = False
-        self.tensor_outputs: list[bool] = []
+        self.proved = False
         self.fused: Fused | None = None      # what runs it, where a template does; else why not
         self.unfit = ""
         self.compiled: Compiled | None = None     # what runs it, where torch.compile does
@@ -300,24 +297,15 @@ class Window:
     def _run_again(self, args: Any, kwargs: Any, mode: Mode) -> Any:
         frame = ReplayFrame(self, args, kwargs)
         if frame.state.why:
-            self.unfit, self.mode = self.unfit or frame.state.why, str(mode._replace(keep="saved"))
+            self.unfit, self.mode = self.unfit or frame.state.why, str(mode.saved)
             return self._run_saved(args, kwargs, read(self.mode))
-        if self.closed and whole.may(self, frame):
-            return whole.call(self, frame, args, kwargs)
-        if self.proved or self.mode != "whole":
-            out = self.run(args, kwargs, True, frame)
-            frame.forward_ended(mode)
-            return out
-        with whole.Watch(self) as watch:
-            out = self.run(args, kwargs, True, frame)
+        out = self.run(args, kwargs, True, frame)
         frame.forward_ended(mode)
-        self.closed = self.mode == "whole" and whole.closed(self, frame, watch, (args, kwargs), out)
         return out
 
     def run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None, inner: Any = None) -> Any:
         """The module's own forward, or `inner`, with its weights bound; `frame` packs what autograd saves."""
         inner = inner or self.inner
-        self.runtime.bindings += 1
         cached_casts = torch.is_autocast_cache_enabled()
         bound = self.bind(grad)
         if frame is not None:

@@ -11,7 +11,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,14 @@ from .preflight import (
 from .records import DTYPES, Record
 from .runtime import Runtime
 from .state import BoundParameters, Given, HostBuffers
+from .testing import Doors, opened
 from .units import Group, find, group, stored_dtype
 from .window import Installed, Window, method_of
 
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
 _runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
-_PLAN_KEYS = {"activations", "states", "homes", "slots", "speculate", "grads", "lent", "threads", "debug"}
+_PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads"}
 _pid = 0
 _registrations = 0
 
@@ -154,7 +155,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
     found = find(module, units)
     _check_windows(choices.options.get("activations"), [name or type(module).__name__ for name, _ in found.windows])
     asked, ring, room = _check(_asked(module, group(module, found), dtype, where, choices), where, choices, limits.host)
-    rt = Runtime(module, where, _engine(where, choices.options))
+    rt = Runtime(module, where, _engine(where, choices))
     try:
         rt.compute, rt.room = choices.compute, room
         if choices.itself:
@@ -205,7 +206,7 @@ class _Choices:
         options: a plan's dict. vram: bytes. micro, besides: as in preflight.Asked. spilled: bytes of activations on
             disk, as far as known.
         whole: what a training step takes is known, not its weights alone. itself: mt.stream plans, or has planned, and
-            will again where the loop outgrows that.
+            will again where the loop outgrows that. doors: of the engine, for tests.
     """
 
     options: dict[str, Any]
@@ -217,6 +218,7 @@ class _Choices:
     whole: bool = False
     spilled: int = 0
     itself: bool = False
+    doors: Doors = field(default_factory=opened)
 
     @property
     def spills(self) -> bool:
@@ -253,8 +255,8 @@ def _choices(plan: Plan | dict[str, Any] | None, compute: str, vram: int | str |
         return _Choices(options, compute, parse_bytes(vram, "vram"), disk)
     if states is not None and states != plan.states:
         raise MegatrainError(f"states={states!r}, and the plan is for {plan.states!r} ones: give them to mt.plan")
-    options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate,
-               "grads": plan.grads, "states": plan.states, "lent": plan.lent}
+    options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "grads": plan.grads,
+               "states": plan.states, "lent": plan.lent}
     compute = plan.compute if compute == "auto" else compute
     vram = plan.machine.vram_bytes if vram is None else vram
     return _Choices(_options(options, compute), compute, parse_bytes(vram, "vram"), plan.nvme if disk is None else disk,
@@ -265,8 +267,7 @@ def _asked(module: nn.Module, groups: list[Group], dtype: torch.dtype | None, wh
            choices: _Choices) -> Asked:
     options = choices.options
     homes = _homes(options.get("homes", "ram"), groups)
-    speculated = _speculated(options.get("speculate", False), groups, homes)
-    return Asked(type(module).__name__, groups, dtype, homes, speculated, options.get("slots", 3), choices.micro,
+    return Asked(type(module).__name__, groups, dtype, homes, options.get("slots", 3), choices.micro,
                  where.type == "cpu", choices.besides, options.get("grads", "ram") == "ram",
                  options.get("states", "fp32"), options.get("lent", LENT))
 
@@ -305,19 +306,17 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
     if compute not in ("auto", "eager", "fused", "compile"):
         raise MegatrainError(f"compute={compute!r}: use 'auto', 'eager', 'fused' or 'compile'")
     if not isinstance(plan, dict | None):
-        raise MegatrainError(f"plan={plan!r}: give what mt.plan made, or a dict of {sorted(_PLAN_KEYS - {'debug'})}")
+        raise MegatrainError(f"plan={plan!r}: give what mt.plan made, or a dict of {sorted(_PLAN_KEYS)}")
     options = dict(plan or {})
     unknown = set(options) - _PLAN_KEYS
     if unknown:
-        raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(_PLAN_KEYS - {'debug'})}")
+        raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(_PLAN_KEYS)}")
     modes = options.get("activations", "auto")
     for mode in modes.values() if isinstance(modes, dict) else (modes,):
-        if mode not in ("auto", "whole", *MODES):
-            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'whole', {', '.join(map(repr, MODES))}")
+        if mode not in ("auto", *MODES):
+            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', {', '.join(map(repr, MODES))}")
     if options.get("grads", "ram") not in ("ram", "none"):
         raise MegatrainError(f"plan: grads={options['grads']!r}; use 'ram' or 'none'")
-    if options.get("grads") == "none" and options.get("speculate"):
-        raise MegatrainError("plan: speculate=..., grads='none': updates that may be taken back need their gradients")
     if options.get("lent", LENT) not in range(1, LENT + 1):
         raise MegatrainError(f"plan: lent={options['lent']!r}: 1 to {LENT} buffers for gradients that are kept nowhere")
     check_states(options.get("states", "fp32"))
@@ -383,38 +382,35 @@ def _problem(p: nn.Parameter) -> str:
 
 # ---- units and memory ----------------------------------------------------------------------------
 
-def _engine(where: torch.device, options: dict[str, Any]) -> _core.Engine:
-    threads, debug = options.get("threads") or max(1, _core.build_info()["cpus"] - 1), options.get("debug", {})
-    core = _core.Engine(where.type, where.index or 0, threads, debug.get("delay_us", 0), debug.get("seed", 0))
-    if "lock" in debug:
-        core.lock_limit(debug["lock"])
+def _engine(where: torch.device, choices: _Choices) -> _core.Engine:
+    threads, doors = choices.options.get("threads") or max(1, _core.build_info()["cpus"] - 1), choices.doors
+    core = _core.Engine(where.type, where.index or 0, threads, doors.delay_us, doors.seed)
+    if doors.lock is not None:
+        core.lock_limit(doors.lock)
     return core
 
 
 def _open(rt: Runtime, asked: Asked, ring: list[int], choices: _Choices) -> None:
     """Slots; nothing is in the units' planes yet."""
-    rt.activations, rt.speculated = choices.options.get("activations", "auto"), asked.speculated
+    rt.activations = choices.options.get("activations", "auto")
     rt.limit_device(choices.vram, asked.at_home())
     rt.open_slots(ring, _at(asked, *SETTLED), {})
 
 
 def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     """What is at home elsewhere than weights, or goes another way; the units are there, without values."""
-    options, core = choices.options, rt.core
+    core = rt.core
     rt.invite(_at(asked, "arrive"))
     for unit in _at(asked, "through"):
         core.through(unit, True)
-    debug = {k: v for k, v in options.get("debug", {}).items() if k not in ("delay_us", "seed", "lock", "disk")}
-    blocks = debug.pop("spill", {})
     if choices.disk is not None and choices.spills:
-        rt.spill_to(choices.disk, choices.spilled, file_bytes(asked), blocks)
+        rt.spill_to(choices.disk, choices.spilled, file_bytes(asked), choices.doors.spill)
     if not asked.keeps:
         core.lend_most(asked.lent)
     rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups)))
     for unit in rt.passing:
         core.pass_gradients(unit)
-    if debug:
-        core.debug(**debug)
+    core.debug(choices.doors.skip, choices.doors.poison, choices.doors.sync)       # of all that is there by now
 
 
 def _to_disk(rt: Runtime, asked: Asked, choices: _Choices) -> None:
@@ -424,7 +420,7 @@ def _to_disk(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     if "states" in options or weights:
         rt.choose_states(options.get("states", "fp32"))
     if choices.disk is not None and asked.on_disk():
-        rt.keep_on_disk(choices.disk, _at(asked, "disk"), weights, options.get("debug", {}).get("disk", {}))
+        rt.keep_on_disk(choices.disk, _at(asked, "disk"), weights, choices.doors.disk)
 
 
 def _check_windows(activations: str | dict[str, str] | None, names: list[str]) -> None:
@@ -452,15 +448,6 @@ def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:
 def _at(asked: Asked, *homes: str) -> list[int]:
     """Numbers of the units that are at home there."""
     return [i for i, home in enumerate(asked.homes) if home in homes]
-
-
-def _speculated(asked: bool | list[str], groups: list[Group], homes: tuple[str, ...]) -> frozenset[int]:
-    """Numbers of the units in host memory whose updates may begin during backward."""
-    names = [name for name, _ in groups]
-    chosen = names if asked is True else asked or []
-    if not isinstance(chosen, list) or not set(chosen) <= set(names):
-        raise MegatrainError(f"plan: speculate={asked!r}; use True, False, or a list of units: {', '.join(names)}")
-    return frozenset(i for i, name in enumerate(names) if name in chosen and homes[i] == "ram")
 
 
 def _free(where: torch.device) -> int | None:

@@ -25,6 +25,7 @@ import megatrain_torch as mt
 from megatrain_torch import likeness, manifest, ops
 from megatrain_torch.templates import attention, repeats
 from megatrain_torch.templates.attention import Attention
+from megatrain_torch.templates.mlp import GatedMLP
 from megatrain_torch.wrap import runtime_of
 
 
