@@ -46,7 +46,8 @@ from .disk import (
 from .machine import Machine
 from .modes import DISK, DISKS, KEEPS, LINKED, read
 from .shapes import Shape, Unit
-from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
+from . import _core
+from .simulate import DEVICE, HOST, NORM_S, ON_DISK, SHOWN_MICRO, THROUGH, Lists, Step, Timing, simulate
 from .slots import plan_slots
 from .tracks import Levels, Track, Tracks
 
@@ -161,7 +162,7 @@ class Problem:
                       for w in shape.windows]
         self.needed_again = {u for w, units in enumerate(self.again) for u in units if shape.windows[w].learns}
         self.micros: dict[int, Micro] = {}
-        self.fetches: dict[tuple[tuple[Home, ...], int, int], Fetches] = {}
+        self.schedules: dict[tuple[tuple[Home, ...], int, int], bytes] = {}
         self.asked: tuple[Any, ...] = (None, 0, ())        # homes and micro-batches asked about last, and _of_homes
         self.disks: dict[tuple[tuple[Home, ...], bool], tuple[frozenset[int], frozenset[int]]] = {}
         self.rooms: dict[tuple[tuple[Home, ...], bool], int] = {}
@@ -502,25 +503,30 @@ class Problem:
         units, m, costs = self.shape.units, self.machine, self.micro(choice.micro).costs
         host, device = m.adam_rate(states=self.wishes.states), m.device_adam_gparams * 1e9
         on_disk, few = self.on_disk(choice.homes, choice.micro), m.adam_rate(POOL, self.wishes.states)
+        filed, visiting = self.filed(choice.homes, choice.micro), self.visiting(choice.homes)
+        spilled = self.spills(costs, choice.modes)
         return Step(
             forward_s=[c.forward_s for c in costs],
             backward_s=[c.backward_s[mode] for c, mode in zip(costs, choice.modes)],
             forward_host_s=[c.forward_host_s for c in costs],
             backward_host_s=[c.backward_host_s[mode] for c, mode in zip(costs, choice.modes)],
-            units=[w.units for w in self.shape.windows], again=self.again, leaving=self.leaving,
-            home=list(choice.homes), weights=[u.weights for u in units], gradients=[u.gradients for u in units],
+            units=Lists.of(w.units for w in self.shape.windows), again=Lists.of(self.again),
+            leaving=Lists.of(self.leaving),
+            updated_on=[DEVICE if home else ON_DISK if i in on_disk else THROUGH if i in choice.through else HOST
+                        for i, home in enumerate(choice.homes)],
+            weights=[u.weights for u in units], gradients=[u.gradients for u in units],
             update_s=[u.trained / device + self.gathering_s(u, choice.micro) if home
                       else u.trained / (few if i in on_disk else host)
                       for i, (u, home) in enumerate(zip(units, choice.homes))],
             add_s=[u.trained / (m.add_gparams * 1e9) for u in units],
             slots=self.slots(choice.homes, choice.ring), micro=choice.micro,
             h2d=m.h2d_gbps * 1e9, d2h=m.d2h_gbps * 1e9, both=m.both_gbps * 1e9, busy=m.busy_gbps * 1e9,
-            visiting=self.visiting(choice.homes), away=self.away(choice.micro, choice.modes),
-            disk={u: self.drive_s(u, choice.homes, choice.micro) for u in on_disk},
-            through={u: self.through_s(u) for u in choice.through},
-            lent=self.lent(choice.homes), depth=self.depth, spilled=frozenset(self.spills(costs, choice.modes)),
+            visiting=[visiting.get(i, 0) for i in range(len(units))], away=self.away(choice.micro, choice.modes),
+            disk_s=[self.drive_s(i, choice.homes, choice.micro) if i in on_disk else 0 for i in range(len(units))],
+            through_s=[self.through_s(i) if i in choice.through else 0 for i in range(len(units))],
+            lent=self.lent(choice.homes), depth=self.depth, spilled=[w in spilled for w in range(len(costs))],
             write=m.disk_write_gbps * 1e9, read=m.disk_read_gbps * 1e9,
-            reads={u: self.read_s(u) for u in self.filed(choice.homes, choice.micro)})
+            read_s=[self.read_s(i) if i in filed else 0 for i in range(len(units))])
 
     def drive_s(self, unit: int, homes: tuple[Home, ...], micro: int) -> float:
         """Of an update's reads and writes."""
@@ -549,10 +555,10 @@ class Problem:
         """None where it takes so many seconds or more."""
         step = self.step(choice)
         key = (choice.homes, choice.ring, min(choice.micro, SHOWN_MICRO))
-        if key not in self.fetches:
-            self.fetches[key] = plan_fetches(step)
+        if key not in self.schedules:
+            self.schedules[key] = _core.schedule(step)
         self.simulations += 1
-        return simulate(step, self.fetches[key], than)
+        return simulate(step, self.schedules[key], than)
 
     def bound(self, homes: Homes, slots: int, micro: int, backward_s: Any, out: Any = 0, spill_s: Any = 0.0) -> Any:
         """Seconds that a step cannot undercut, each of its passes by itself. backward_s: of one; out: bytes of
