@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .cost import LENT, Home
 from .formats import FORMATS
-from .limits import show_bytes
+from .limits import show_bytes, show_size
 from .machine import Machine
 from .placement import Choice, Problem, Wishes
 from .shapes import Shape
@@ -44,6 +44,10 @@ class Way(NamedTuple):
 class Language(Protocol):
     """How changes are written: sizes as people type them."""
 
+    def knows(self, changes: dict[str, Any]) -> bool:
+        """Can it be said?"""
+        ...
+
     def alone(self, changes: dict[str, Any]) -> str:
         """As a part of a sentence."""
         ...
@@ -55,6 +59,9 @@ class Language(Protocol):
 
 class Python:
     """Arguments of mt.plan."""
+
+    def knows(self, changes: dict[str, Any]) -> bool:
+        return True
 
     def alone(self, changes: dict[str, Any]) -> str:
         return ", ".join(f"{name}={typed(name, value)!r}" for name, value in changes.items())
@@ -87,22 +94,22 @@ class Refusal:
 
     def text(self, say: Language) -> str:
         """All of it, in a language."""
-        parts = [self.why]
-        if self.ways:
-            lines = [f"    # {way.tokens_per_second:,.0f} tokens/s\n    {say.whole(way.changes)}" for way in self.ways]
+        parts, ways = [self.why], [way for way in self.ways if say.knows(way.changes)][:SHOWN]
+        if ways:
+            lines = [f"    # {way.tokens_per_second:,.0f} tokens/s\n    {say.whole(way.changes)}" for way in ways]
             parts.append("\n".join(["What would fit, the fastest first, each as fast as this or faster:", *lines]))
-        told = {frozenset(way.changes) for way in self.ways}
-        alone = [say.alone(changes) for changes in self._single() if frozenset(changes) not in told]
-        if words := [*alone, *self._machines()]:
-            parts.append(("Alone would fit too: " if self.ways else "What would fit, each alone: ")
+        told = {frozenset(way.changes) for way in ways}
+        alone = [changes for changes in self._single() if say.knows(changes)]
+        if words := [*(say.alone(c) for c in alone if frozenset(c) not in told), *self._machines()]:
+            parts.append(("Alone would fit too: " if ways else "What would fit, each alone: ")
                          + "; ".join(words) + ".")
         if self.frozen:
             parts.append("Adapters (LoRA) on frozen weights have next to no states and no gradients: the weights take "
                          f"{show_bytes(self.frozen)} of host memory.")
-        if not (self.ways or words or self.frozen):
+        if not (ways or words or self.frozen):
             parts.append("What would fit: nothing less than both more device and more host memory, or fewer "
                          "parameters.")
-        return "\n\n".join([*parts, *self._meanings(say)])
+        return "\n\n".join([*parts, *_meanings(say, [*(way.changes for way in ways), *alone])])
 
     def _single(self) -> Iterator[dict[str, Any]]:
         """Each, with what goes with it."""
@@ -114,13 +121,6 @@ class Refusal:
             what = "device" if name == "vram" else "host"
             yield f"a machine with {show_bytes(need)} of {what} memory, not {show_bytes(has)}"
 
-    def _meanings(self, say: Language) -> list[str]:
-        """Of what changes how a model is trained, a line each."""
-        changed = [c for way in self.ways for c in way.changes.items()] + list(self.alone.items())
-        known = {(name, value) for name, value in changed if name in ("states", "grads")}
-        lines = [f"{say.alone(dict([key]))}: {what}" for key, what in MEANINGS.items() if key in known]
-        return ["\n".join(lines)] if lines else []
-
 
 MEANINGS = {
     ("states", "8bit"): "AdamW's moments take 8 bits; fp32 masters stay.",
@@ -131,12 +131,19 @@ MEANINGS = {
 }
 
 
+def _meanings(say: Language, told: list[dict[str, Any]]) -> list[str]:
+    """Of what changes how a model is trained, a line each."""
+    known = {(name, value) for changes in told for name, value in changes.items() if name in ("states", "grads")}
+    lines = [f"{say.alone(dict([key]))}: {what}" for key, what in MEANINGS.items() if key in known]
+    return ["\n".join(lines)] if lines else []
+
+
 def typed(name: str, value: Any) -> Any:
     """An argument as people type it: bytes as a size that is no smaller."""
     if name == "nvme":
         return {"limit": typed("host", value["limit"])}
     if name in ("vram", "host"):
-        return f"{math.ceil(value / 2**20)}MiB" if value < GIB else f"{math.ceil(100 * value / GIB) / 100:.10g}GiB"
+        return show_size(value)
     return value
 
 
@@ -186,7 +193,8 @@ class _Search:
     def found(self, tables: Callable[[Problem, Choice], tuple[dict[str, int], dict[str, int], str]]) -> Refusal:
         vram, host, shown = tables(self.problem, self.least())
         alone, machine = self.alone(), {}
-        for name, has in (("vram", self.whole.vram_bytes), ("host", max(self.whole.host_bytes, self.machine.host_bytes))):
+        for name, has in (("vram", self.whole.vram_bytes),
+                          ("host", max(self.whole.host_bytes, self.machine.host_bytes))):
             if alone.get(name, 0) > has:
                 machine[name] = (alone.pop(name), has)
         if "vram" in machine and machine["vram"][0] > LARGEST_VRAM:
@@ -272,7 +280,7 @@ class _Search:
         found = [(changes, way) for changes in fitting if (way := self.timed(changes))]
         worth = [way for changes, way in found if not any(
             _part(part, changes) and less.tokens_per_second >= WORTH * way.tokens_per_second for part, less in found)]
-        return sorted(worth, key=lambda way: -way.tokens_per_second)[:SHOWN]
+        return sorted(worth, key=lambda way: -way.tokens_per_second)
 
     def that_fit(self) -> Iterator[dict[str, Any]]:
         """Each set of changes that does, and would not without its disk, or with all tokens."""

@@ -24,7 +24,7 @@ from .formats import moved_bytes, through_up
 from .limits import host_limits, parse_bytes, show_bytes
 
 GIB = 2**30
-MEASURED = "measured by megatrain doctor"
+MEASURED, SHEETS = "measured by megatrain doctor", "from data sheets, not measured"     # sources
 WEIGHT = 2                  # bytes of a bf16 weight, as it is fetched
 CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where arithmetic binds: a Zen 5 core has 1.0
 # Where a drive was not measured: this one at PCIe 4, by its data sheet (6.5 GB/s read, 3.5 written, one drive write a
@@ -166,8 +166,8 @@ class Machine:
         elif Path(first).is_file():
             machine = _of_file(Path(first))
         else:
-            raise MegatrainError(f"machine {first!r}: no such description and no such file{_near(first)}; "
-                                 f"known: {', '.join(MACHINES)}")
+            raise MegatrainError(f"machine {first!r}: no such description and no such file{_near(first)}; known: "
+                                 f"{', '.join(MACHINES)}")
         changed = dict(_change(c) for c in changes)
         return dataclasses.replace(machine, name=text.strip(), **changed) if changed else machine
 
@@ -189,7 +189,7 @@ _SCALARS = {f.name for f in dataclasses.fields(Machine) if f.type == "float"}
 def _change(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if key in _SIZES and equals:
-        return _SIZES[key], parse_bytes(value, key)
+        return _SIZES[key], parse_bytes(value, f"machine: {key}")
     if key in _SCALARS and equals:
         try:
             rate = float(value)
@@ -301,14 +301,14 @@ def _nearest() -> Machine | None:
                                      key=lambda m: abs(m.vram_bytes - vram)).name
     found, host = MACHINES[name], host_limit_bytes()
     part = (vram // 2, host // 2) if found.one_memory else (vram, host)
-    return dataclasses.replace(found, name=f"{gpu}, rates of {name}", vram_bytes=part[0], host_bytes=part[1])
+    return dataclasses.replace(found, name=f"{gpu} (as {name})", vram_bytes=part[0], host_bytes=part[1])
 
 
 def card_with(vram: int, host: int) -> Machine:
     """Some card with so many bytes: of the descriptions with memory nearest to it the slowest."""
     cards = [m for m in MACHINES.values() if m.device == "cuda" and not m.one_memory]
     found = min(cards, key=lambda m: (abs(math.log(m.vram_bytes / vram)) // 0.06, max(rate for *_, rate in m.gemm)))
-    return dataclasses.replace(found, name=f"any card of {show_bytes(vram)}, rates of {found.name}", vram_bytes=vram,
+    return dataclasses.replace(found, name=f"some card of {show_bytes(vram)} (as {found.name})", vram_bytes=vram,
                                host_bytes=host)
 
 
@@ -467,7 +467,7 @@ def _card(c: Card) -> Machine:
         attention=_attention(_H200_ATTENTION, 1.4 * c.share * of_h200), hbm_gbps=round(hbm, 1),
         h2d_gbps=round(link, 1), d2h_gbps=round(link, 1), both_gbps=round(0.87 * link, 1),
         busy_gbps=round(host.busy * link, 1), adam_gparams=host.adam, add_gparams=round(1.6 * host.adam[-1][1], 1),
-        device_adam_gparams=round(hbm / 28, 1), launch_us=5.0, source="described", origins=_origins())
+        device_adam_gparams=round(hbm / 28, 1), launch_us=5.0, source=SHEETS, origins=_origins())
 
 
 MACHINES: dict[str, Machine] = {m.name: m for m in (
@@ -477,48 +477,48 @@ MACHINES: dict[str, Machine] = {m.name: m for m in (
                         source="measured in part"),
     # H100 SXM: the H200's cores with 3.35 TB/s (data sheet) of 80 GB; the host is taken to have 256 GiB.
     dataclasses.replace(_H200, name="h100-80g", vram_bytes=int(79.1 * GIB), host_bytes=250 * GIB,
-                        hbm_gbps=2750.0, device_adam_gparams=98.0, source="described", origins=_origins(),
+                        hbm_gbps=2750.0, device_adam_gparams=98.0, source=SHEETS, origins=_origins(),
                         gemm=_scaled(_H200_GEMM, 0.96, 720.0)),
     # Schieffer et al. 2024 (arXiv 2407.07850) measured 375 up, 297 down over NVLink-C2C, 486 GB/s of LPDDR5X
     # and 3.4 TB/s of HBM3. Host memory and link share the LPDDR5X. AdamW: 26 bytes at 80 % of it.
     dataclasses.replace(_H200, name="gh200-480g", vram_bytes=94 * GIB, host_bytes=470 * GIB, hbm_gbps=3100.0,
                         h2d_gbps=375.0, d2h_gbps=297.0, both_gbps=280.0, busy_gbps=100.0,
                         adam_gparams=((1, 0.70), (72, 15.0)), add_gparams=24.0, device_adam_gparams=110.0,
-                        source="described", origins=_origins(), gemm=_scaled(_H200_GEMM, 0.97, 720.0)),
+                        source=SHEETS, origins=_origins(), gemm=_scaled(_H200_GEMM, 0.97, 720.0)),
     # RTX 4090: 165 TFLOP/s dense bf16 with fp32 sums, 1,008 GB/s (data sheet), PCIe 4 x16; two channels of
     # DDR5, some 65 GB/s, so 2.4 G parameters/s. Products are taken to reach 90 % of the sheet.
     dataclasses.replace(_H200, name="rtx4090-64g", vram_bytes=int(23.6 * GIB), vram_overhead_bytes=int(0.6 * GIB),
                         host_bytes=62 * GIB, gemm=_scaled(_H200_GEMM, 0.30, 150.0),
                         attention=_attention(_H200_ATTENTION, 0.22), hbm_gbps=900.0, h2d_gbps=25.0, d2h_gbps=25.0,
                         both_gbps=22.0, busy_gbps=16.0, adam_gparams=((1, 1.0), (16, 2.4)), add_gparams=4.0,
-                        device_adam_gparams=32.0, launch_us=4.0, source="described", origins=_origins()),
+                        device_adam_gparams=32.0, launch_us=4.0, source=SHEETS, origins=_origins()),
     # RTX 5090: 210 TFLOP/s dense bf16 with fp32 sums, 1,792 GB/s, 32 GB (data sheet), PCIe 5 x16; host as above
     # with faster DDR5.
     dataclasses.replace(_H200, name="rtx5090", vram_bytes=int(31.4 * GIB), vram_overhead_bytes=int(0.6 * GIB),
                         host_bytes=62 * GIB, gemm=_scaled(_H200_GEMM, 0.38, 190.0),
                         attention=_attention(_H200_ATTENTION, 0.28), hbm_gbps=1600.0, h2d_gbps=54.0, d2h_gbps=54.0,
                         both_gbps=48.0, busy_gbps=25.0, adam_gparams=((1, 1.1), (16, 2.8)), add_gparams=4.5,
-                        device_adam_gparams=57.0, launch_us=4.0, source="described", origins=_origins()),
+                        device_adam_gparams=57.0, launch_us=4.0, source=SHEETS, origins=_origins()),
     # RTX 3090: 71 TFLOP/s dense bf16 with fp32 sums, 936 GB/s (data sheet), PCIe 4 x16; host as of the 4090 with DDR4,
     # 50 GB/s. Products as there.
     dataclasses.replace(_H200, name="rtx3090-64g", vram_bytes=int(23.6 * GIB), vram_overhead_bytes=int(0.6 * GIB),
                         host_bytes=62 * GIB, gemm=_scaled(_H200_GEMM, 0.13, 64.0),
                         attention=_attention(_H200_ATTENTION, 0.1), hbm_gbps=840.0, h2d_gbps=25.0, d2h_gbps=25.0,
                         both_gbps=20.0, busy_gbps=13.0, adam_gparams=((1, 0.8), (16, 1.8)), add_gparams=3.0,
-                        device_adam_gparams=30.0, launch_us=5.0, source="described", origins=_origins()),
+                        device_adam_gparams=30.0, launch_us=5.0, source=SHEETS, origins=_origins()),
     # A100 SXM: 312 TFLOP/s dense bf16, 2,039 GB/s of 80 GB (data sheet), PCIe 4 x16; products are taken to reach 80 %
     # of the sheet, and the host to have 512 GiB and 180 GB/s.
     dataclasses.replace(_H200, name="a100-80g", vram_bytes=int(79.1 * GIB), host_bytes=500 * GIB,
                         gemm=_scaled(_H200_GEMM, 0.35, 250.0), attention=_attention(_H200_ATTENTION, 0.35),
                         hbm_gbps=1700.0, h2d_gbps=25.0, d2h_gbps=25.0, both_gbps=22.0, busy_gbps=20.0,
                         adam_gparams=((1, 0.6), (32, 6.5)), add_gparams=10.0, device_adam_gparams=60.0,
-                        source="described", origins=_origins()),
+                        source=SHEETS, origins=_origins()),
     # B200: 2,250 TFLOP/s dense bf16 at 1,000 W, 8 TB/s of 192 GB, of which the driver gives 179 GiB (data sheet), in a
     # host of PCIe 5 with 2 TiB. Products are taken to reach what they reach on the H200, 75 % of its sheet.
     dataclasses.replace(_H200, name="b200-2t", vram_bytes=179 * GIB, host_bytes=2000 * GIB,
                         gemm=_scaled(_H200_GEMM, 2.27, 1690.0), attention=_attention(_H200_ATTENTION, 1.8),
                         hbm_gbps=6500.0, device_adam_gparams=235.0, adam_gparams=((1, 0.70), (64, 9.0)),
-                        add_gparams=14.0, source="described", origins=_origins()),
+                        add_gparams=14.0, source=SHEETS, origins=_origins()),
     *map(_card, CARDS),
     # GB10 (DGX Spark): a Blackwell GPU and 20 Arm cores on one memory of 128 GB, 273 GB/s (data sheet), of which the
     # system shows 119 GiB. It is parted into two, and copies between the parts read and write the same memory. 31

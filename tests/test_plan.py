@@ -30,7 +30,7 @@ import megatrain_torch as mt
 import megatrain_torch.changes as changes_module
 import megatrain_torch.machine as machine_module
 import megatrain_torch.simulate as simulation
-from megatrain_torch import cli, doctor, placement, planner
+from megatrain_torch import cli, doctor, placement
 from megatrain_torch._core import Engine
 from megatrain_torch.cost import Home, cost_of
 from megatrain_torch.disk import MEMORY_BYTES

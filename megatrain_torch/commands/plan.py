@@ -5,29 +5,29 @@ import argparse
 import dataclasses
 import json
 import math
-import re
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from ..changes import Refusal, typed
+from ..changes import SHOWN, Refusal, typed
 from ..errors import MegatrainError
 from ..formats import FORMATS
 from ..limits import is_size, parse_bytes
 from ..machine import MACHINES, RATES, Machine, card_with, host_limit_bytes, listing
 from ..modes import GRADS, HOMES, MODES
 from . import folder
+from .flags import Flags
 
 PICTURES = (".png", ".svg", ".pdf")
 TOKENS, SEQ = 65536, 4096           # of a step, of a sequence, as `megatrain train` has them on CUDA
 NO_GPU = """\
 there is no GPU here to plan for. Say what to plan for:
-    --machine h100-80g              a card: `megatrain plan --list-machines` has them all
-    --machine rtx4090 --host 128GiB a card, in a host with so much memory
-    --vram 24GiB --host 64GiB       any card with so much memory: with the rates of the slowest that is listed
-    --machine FILE                  what `megatrain doctor --out FILE` wrote on the machine itself
-    --machine cpu                   this machine's CPU device, for trying things"""
+    --machine h100-80g                 a card; `megatrain plan --list-machines` has them all
+    --machine rtx4090 --host 128GiB    a card, in a host with so much memory
+    --vram 24GiB --host 64GiB          some card with so much memory, at the rates of a slow one
+    --machine FILE                     what `megatrain doctor --out FILE` wrote on the machine itself
+    --machine cpu                      this machine's CPU device, for trying things"""
 
 
 def add(commands: Any) -> None:
@@ -56,7 +56,8 @@ def add(commands: Any) -> None:
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
     add("--json", action="store_true", help="the plan, or why there is none and what would fit, as JSON, in bytes")
     add("--picture", type=Path, metavar="FILE", help="file to draw what lies in which memory: .png, .svg or .pdf")
-    add("--compute", choices=["auto", "fused", "eager"], default="auto")
+    add("--compute", choices=["auto", "fused", "eager"], default="auto", help="fused layers, or the model's own code; "
+        "default: fused where it fits")
     parser.set_defaults(run=run, defaults=vars(parser.parse_args([])))
 
 
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
                 sys.stdout.write(_json(_refused(found, shell)))
             sys.stderr.write(f"megatrain: {found.why.splitlines()[0] if args.json else found.text(shell)}\n")
             return 1
-        raise MegatrainError(shell.words(str(why))) from None
+        raise MegatrainError(shell.told(why)) from None
 
 
 def _plan(args: argparse.Namespace, shell: Shell) -> int:
@@ -127,37 +128,27 @@ def _gpu_is_missing() -> bool:
 
 # ---- as a shell has it ---------------------------------------------------------------------------
 
-class Shell:
-    """The verb's flags in place of mt.plan's arguments, and the command that was typed with others of them."""
+class Shell(Flags):
+    """The verb's flags, and the command that was typed with others of them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__([*(name for name in args.defaults if name not in NOT_PLANS), "nvme_limit", "picture"])
         self.args = args
-        self.names = [name for name in args.defaults if name not in NOT_PLANS]
-
-    def alone(self, changes: dict[str, Any]) -> str:
-        gone = [f"--{name}" for name, value in changes.items() if not value]
-        here = shlex.join(w for name, value in changes.items() if value for w in self._flag(name, value))
-        return " ".join([here] * bool(here) + ["without " + ", ".join(gone)] * bool(gone))
 
     def whole(self, changes: dict[str, Any]) -> str:
         given = {k: v for k, v in vars(self.args).items()
-                 if k in (*self.names, "nvme_limit") and v != self.args.defaults[k]}
+                 if k in self.names and k != "picture" and v != self.args.defaults[k]}
         if "nvme" in changes:
             given.pop("nvme_limit", None)
-        flags = [w for name, value in (given | changes).items() if value for w in self._flag(name, value)]
+        flags = [w for name, value in (given | changes).items() if value for w in self.flag(name, value)]
         return shlex.join(["megatrain", "plan", self.args.model, *flags])
 
-    def _flag(self, name: str, value: Any) -> list[str]:
-        value = typed(name, value) if isinstance(value, (int, dict)) else value
-        value = value["limit"] if isinstance(value, dict) else value
+    def flag(self, name: str, value: Any) -> list[str]:
+        if isinstance(value, dict):
+            value = typed("host", value["limit"])
+        elif not isinstance(value, str):
+            value = typed(name, value)
         return [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-
-    def words(self, text: str) -> str:
-        """A message of mt.plan with flags for its arguments: tokens=1000 is --tokens 1000."""
-        text = text.replace("nvme limit=", "nvme_limit=")
-        names = "|".join([*self.names, "nvme_limit", "picture"])
-        return re.sub(rf"(?<![\w.,'\"-])({names})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*[^\s,;:.)])",
-                      lambda m: f"--{m[1].replace('_', '-')} {m[2].strip(chr(39) + chr(34))}", text)
 
 
 # ---- as JSON -------------------------------------------------------------------------------------
@@ -187,7 +178,7 @@ def _refused(found: Refusal, shell: Shell) -> dict[str, Any]:
     return {"fits": False, "why": found.why.splitlines()[0], "vram": found.vram, "host": found.host,
             "vram_bytes": sum(found.vram.values()), "host_bytes": sum(found.host.values()), "changes": found.alone,
             "ways": [{"changes": way.changes, "tokens_per_second": way.tokens_per_second,
-                      "command": shell.whole(way.changes)} for way in found.ways],
+                      "command": shell.whole(way.changes)} for way in found.ways[:SHOWN]],
             "machine": {f"{name}_bytes": need for name, (need, _) in found.machine.items()}}
 
 
