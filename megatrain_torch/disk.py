@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from .errors import MegatrainError
-from .limits import parse_bytes, show_bytes
+from .limits import parse_bytes, show_bytes, show_size
 from .modes import DISKS
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: i
         raise MegatrainError(f"{what} {show_bytes(free)} are free: free {show_bytes(need - free)}, or name another "
                              "path")
     if disk.limit is not None and need > disk.limit:
-        raise MegatrainError(f"{what} the limit is {show_bytes(disk.limit)}: raise it to {need}, or leave fewer units "
-                             f"in homes")
+        raise MegatrainError(f"{what} the limit is {show_bytes(disk.limit)}: raise it to {show_size(need)}, or "
+                             "leave fewer units in homes")
 
 
 def years(written: float, seconds: float, rated_tb: float) -> float:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import _core
 from .arrive import AHEAD, STAY
 from .cost import (
     CACHE_SHARE,
@@ -46,8 +47,18 @@ from .disk import (
 from .machine import Machine
 from .modes import DISK, DISKS, KEEPS, LINKED, read
 from .shapes import Shape, Unit
-from . import _core
-from .simulate import DEVICE, HOST, NORM_S, ON_DISK, SHOWN_MICRO, THROUGH, Lists, Step, Timing, simulate
+from .simulate import (
+    DEVICE,
+    HOST,
+    NORM_S,
+    ON_DISK,
+    SHOWN_MICRO,
+    THROUGH,
+    Lists,
+    Step,
+    Timing,
+    simulate,
+)
 from .slots import plan_slots
 from .tracks import Levels, Track, Tracks
 

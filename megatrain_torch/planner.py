@@ -22,10 +22,11 @@ import torch
 from torch import nn
 
 from .arguments import check_count
+from .changes import Python, refusal
 from .cost import LENT, THROUGH_BYTES
 from .disk import FROZEN, PADDING, SPILLED, Disk, years
 from .errors import MegatrainError
-from .formats import SHOWN, check_states, moved_bytes
+from .formats import check_states
 from .limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .modes import DISK, DISKS, GRADS, HOMES, LINKED, MODES, read
@@ -35,7 +36,6 @@ from .simulate import Timing
 from .tiers import Tier, bars, write_tiers
 from .timeline import LANES
 
-ENDLESS = 1 << 62           # bytes of a disk
 Table = tuple[str, list[tuple[str, ...]]]
 
 
@@ -135,8 +135,7 @@ class Plan:
     @property
     def tiers(self) -> list[Tier]:
         """(title, bytes by what they hold, bytes there are) of each kind of memory."""
-        found = [("device memory", self.vram, self.machine.vram_bytes),
-                 ("host memory", self.host, self.machine.host_bytes)]
+        found = tiers_of(self.machine, self.vram, self.host)
         return [*found, ("disk", self.disk, self.disk_room)] if self.disk else found
 
     def picture(self, path: str | Path) -> None:
@@ -185,7 +184,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
-            table of what needs least, and `changes` of the exception the arguments that would fit, one at a time.
+            table of what needs least and the fastest changes that would fit; of the exception, `changes` has the
+            arguments that would, one at a time, and `ways` those that would together, with tokens/s, fastest first.
     """
     disk = Disk.parse(nvme, somewhere=True)
     if homes in DISKS and disk is None:
@@ -275,6 +275,12 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
         grads=wishes.grads, states=wishes.states, lent=wishes.lent)
 
 
+def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int]) -> list[Tier]:
+    """(title, bytes by what they hold, bytes there are) of both memories, or of both parts of the only one."""
+    titles = ("the device's part", "the host's part") if machine.one_memory else ("device memory", "host memory")
+    return [(titles[0], vram, machine.vram_bytes), (titles[1], host, machine.host_bytes)]
+
+
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
     """Bytes on the device by what they hold, at the peak of a step."""
     costs = problem.micro(choice.micro).costs
@@ -306,100 +312,17 @@ def _window_weights(shape: Shape) -> dict[str, int]:
 
 def _refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> MegatrainError:
     """What needs least, and what would fit. shape_with: the same model with other states of AdamW."""
-    changes = _changes(problem, whole, shape_with)
-    error = MegatrainError("\n".join([_least(problem), "", "What would fit, each alone: " + _in_words(changes, whole)]))
-    error.changes = {k: v for k, v in changes.items() if not k.startswith("machine ")}
+    found = refusal(problem, whole, shape_with, _memories)
+    error = MegatrainError(found.text(Python()))
+    error.refusal, error.changes, error.ways = found, found.alone, found.ways
     return error
 
 
-def _least(problem: Problem) -> str:
-    machine = problem.machine
-    micro, homes, ring, *_ = min(problem.combinations(), key=lambda c: (
-        c[5] > machine.host_bytes, c[3] + c[4] + problem.micro(c[0]).tracks[0].most(0, c[1].visiting)))
-    choice = Choice(micro, homes.units, ring, problem.micro(micro).tracks[0].first.modes[0], homes.through)
-    vram, host = vram_table(problem, choice), problem.host_bytes(homes.units, micro, choice.modes)
-    tables: list[Table] = [_bytes_table("device memory", vram, machine.vram_bytes),
-                           _bytes_table("host memory", host, machine.host_bytes)]
-    cut = f"in {micro} micro-batches" if micro > 1 else "in one micro-batch"
-    head = f"{problem.shape.name} with {problem.wishes.tokens:,} tokens a step does not fit {machine.name}"
-    return "\n\n".join([f"{head}; what needs least, {cut}:", *map(as_text, tables)])
-
-
-def _changes(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> dict[str, Any]:
-    """Arguments of plan(), each of which alone makes the problem fit; "machine ..." where it has too little."""
-    found: dict[str, Any] = {}
-    for name, need, most in zip(("vram", "host"), problem.needs(), (whole.vram_bytes, whole.host_bytes)):
-        if need is not None:
-            found[name if need <= most else f"machine {name}"] = need
-    wishes = problem.wishes
-    for name in ("micro", "homes", "activations", "slots"):
-        if getattr(wishes, name) is not None and _fits(problem, **{name: None}):
-            found[name] = None
-    if found.get("micro", 0) is None:
-        counts = Problem(problem.shape, problem.machine, dataclasses.replace(wishes, micro=None)).micro_counts()
-        found["micro"] = next(k for k in counts if k > wishes.micro and _fits(problem, micro=k))
-    if wishes.grads == "ram" and wishes.micro in (None, 1) and _fits(problem, grads="none", lent=1):
-        found["grads"] = "none"
-    for states in (s for s in SHOWN if moved_bytes(s) < moved_bytes(wishes.states)):
-        if Problem(shape_with(states), problem.machine, dataclasses.replace(wishes, states=states)).fits():
-            found["states"] = states
-            break
-    if seq := _longest(problem):
-        found["seq"] = seq
-    if nvme := _least_disk(problem):
-        found["nvme"] = {"limit": nvme}
-    return found
-
-
-def _fits(problem: Problem, **other: Any) -> bool:
-    return Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, **other)).fits()
-
-
-def _least_disk(problem: Problem) -> int:
-    """Bytes of a disk with which it fits; 0: with none."""
-    tried = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, nvme=ENDLESS))
-    spilled: dict[tuple[Any, int], int] = {}
-    for micro, homes, track in tried.fitting():
-        key = homes.units, micro
-        spilled[key] = min(spilled.get(key, track.spilled), track.spilled)
-    return min((sum(tried.disk_bytes(*key).values()) + n for key, n in spilled.items()), default=0)
-
-
-def _longest(problem: Problem) -> int | None:
-    """Longest sequence with which as many sequences fit; None: not one token each."""
-    sequences = problem.wishes.tokens // problem.wishes.seq
-    fits, fails = 0, problem.wishes.seq
-    while fails - fits > 1:
-        middle = (fits + fails) // 2 if fits else 1         # mostly it is not the tokens
-        if _fits(problem, seq=middle, tokens=middle * sequences):
-            fits = middle
-        elif not fits:
-            return None
-        else:
-            fails = middle
-    return fits or None
-
-
-_WHAT_IT_TAKES = {"seq": " (tokens in proportion)", "grads": " (mt.AdamW(in_backward=True), without clipping)"}
-
-
-def _in_words(changes: dict[str, Any], whole: Machine) -> str:
-    words = []
-    for name, value in changes.items():
-        memory = name.removeprefix("machine ") if name.startswith("machine ") else ""
-        if memory:
-            has = whole.vram_bytes if memory == "vram" else whole.host_bytes
-            what = "device" if memory == "vram" else "host"
-            words.append(f"a machine with {value} bytes ({show_bytes(value)}) of {what} memory, not {show_bytes(has)}")
-        elif name in ("vram", "host"):
-            words.append(f"{name}={value} ({show_bytes(value)})")
-        elif value is None:
-            words.append(f"no {name} asked for")
-        elif name == "nvme":
-            words.append(f"nvme=a directory with {value['limit']} bytes ({show_bytes(value['limit'])})")
-        else:
-            words.append(f"{name}={value!r}" + _WHAT_IT_TAKES.get(name, ""))
-    return "; ".join(words or ["nothing less than both more device and more host memory, or fewer parameters"]) + "."
+def _memories(problem: Problem, choice: Choice) -> tuple[dict[str, int], dict[str, int], str]:
+    """Bytes of a choice on the device and in host memory, and both as text."""
+    vram, host = vram_table(problem, choice), problem.host_bytes(choice.homes, choice.micro, choice.modes)
+    both = tiers_of(problem.machine, vram, host)
+    return vram, host, "\n\n".join(as_text(_bytes_table(*tier)) for tier in both)
 
 
 # ---- as text -------------------------------------------------------------------------------------

@@ -38,7 +38,15 @@ from .cost import (
 )
 from .disk import buffer_bytes, file_bytes
 from .errors import MegatrainError
-from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin, without_margin
+from .limits import (
+    FILES_LEAST,
+    Bound,
+    host_limits,
+    show_bytes,
+    show_size,
+    with_margin,
+    without_margin,
+)
 from .modes import DISKS
 from .planner import as_text
 from .shapes import Unit, unit_bytes
@@ -538,11 +546,11 @@ def _refusal(asked: Asked, title: str, need: dict[str, int], most: int, whose: s
 
 def _in_words(name: str, value: Any) -> str:
     if name in ("vram", "host"):
-        return f"{name}={value} ({show_bytes(value)}), if so much is there"
+        return f"{name}={show_size(value)!r}, if so much is there"
     if name == "states":
         return f"states={value!r}, of mt.AdamW or, where host= is given, in mt.stream's plan"
     if name == "nvme":
-        return f"nvme= a directory with {value} bytes ({show_bytes(value)}) free"
+        return f"nvme= a directory with {show_size(value)} free"
     if name == "frozen":
         return f"{value:,} parameters less to train (freeze some, or LoRA)"
     if name == "homes":
