@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from .cost import LENT, Home
-from .formats import FORMATS, SHOWN
+from .formats import FORMATS
 from .limits import show_bytes, show_size
 from .machine import Machine
 from .placement import Choice, Problem, Wishes
@@ -243,7 +243,8 @@ class _Search:
             found["micro"] = next(k for k in counts if k > wishes.micro and self.fits({"micro": k}))
         if wishes.grads == "ram" and wishes.micro in (None, 1) and self.fits({"grads": "none"}):
             found["grads"] = "none"
-        if states := next((s for s in FORMATS[FORMATS.index(wishes.states) + 1:] if s in SHOWN and self.fits({"states": s})), None):
+        smaller = [s for s in STATES if FORMATS.index(s) > FORMATS.index(wishes.states)]
+        if states := next((s for s in smaller if self.fits({"states": s})), None):
             found["states"] = states
         if seq := self.longest():
             found["seq"] = seq

@@ -69,7 +69,7 @@ class Slot:
         self.address = self.memory.data_ptr()
         self.views: dict[int, list[Tensor]] = {}
         self.leaves: dict[int, list[Tensor]] = {}
-        self.weights: dict[int, Weights] = {}
+        self.weights: dict[tuple[int, tuple[str, ...]], Weights] = {}
         self._unheld = 0
         self._storage = self.memory.untyped_storage()
         del raw
@@ -97,13 +97,13 @@ class Slot:
                 leaf.requires_grad_(r.was_trainable)
         return leaves
 
-    def unit_weights(self, unit: int, records: list[Record], names: list[str]) -> Weights:
+    def unit_weights(self, unit: int, records: list[Record], names: tuple[str, ...]) -> Weights:
         """The views by name, for a template; made once, their joint views too."""
-        weights = self.weights.get(unit)
+        weights = self.weights.get((unit, names))        # a module may give its parts other names
         if weights is None:
             slot = weakref.ref(self)             # which has them
-            weights = self.weights[unit] = Weights(dict(zip(names, self.unit_views(unit, records))),
-                                                   lambda make: slot()._counted(make))
+            weights = self.weights[unit, names] = Weights(dict(zip(names, self.unit_views(unit, records))),
+                                                          lambda make: slot()._counted(make))
         return weights
 
     def _counted(self, make: Callable[[], Tensor]) -> Tensor:
@@ -327,7 +327,7 @@ class Runtime:
         slot = self.acquire(unit)
         return self.slots[slot].unit_leaves(unit, self.units[unit])
 
-    def acquire_weights(self, unit: int, names: list[str]) -> Weights:
+    def acquire_weights(self, unit: int, names: tuple[str, ...]) -> Weights:
         slot = self.acquire(unit)
         return self.slots[slot].unit_weights(unit, self.units[unit], names)
 

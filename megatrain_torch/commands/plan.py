@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..changes import SHOWN, Refusal, typed
+from ..changes import SHOWN as WAYS
+from ..changes import Refusal, typed
 from ..errors import MegatrainError
 from ..formats import SHOWN
 from ..limits import is_size, parse_bytes
@@ -177,7 +178,7 @@ def _refused(found: Refusal, shell: Shell) -> dict[str, Any]:
     return {"fits": False, "why": found.why.splitlines()[0], "vram": found.vram, "host": found.host,
             "vram_bytes": sum(found.vram.values()), "host_bytes": sum(found.host.values()), "changes": found.alone,
             "ways": [{"changes": way.changes, "tokens_per_second": way.tokens_per_second,
-                      "command": shell.whole(way.changes)} for way in found.ways[:SHOWN]],
+                      "command": shell.whole(way.changes)} for way in found.ways[:WAYS]],
             "machine": {f"{name}_bytes": need for name, (need, _) in found.machine.items()}}
 
 
