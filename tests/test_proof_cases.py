@@ -136,7 +136,6 @@ def test_logits_are_those_of_the_head_that_was_called(read: bool) -> None:
     ids, labels = batch["input_ids"], batch["labels"]
     for m in (plain, model):
         logits = m(input_ids=ids).logits
-        own = m.lm_head
         m.lm_head.__class__ = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
         other = m(input_ids=ids).logits
         loss = logits.square().mean() if read else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
