@@ -7,15 +7,19 @@ that more memory is never slower.
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import _core
 from .arrive import AHEAD, STAY
 from .cost import (
     CACHE_SHARE,
@@ -46,13 +50,14 @@ from .disk import (
 from .machine import Machine
 from .modes import DISK, DISKS, KEEPS, LINKED, read
 from .shapes import Shape, Unit
-from . import _core
 from .simulate import DEVICE, HOST, NORM_S, ON_DISK, SHOWN_MICRO, THROUGH, Lists, Step, Timing, simulate
 from .slots import plan_slots
 from .tracks import Levels, Track, Tracks
 
 RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 OVERHEAD = "Python, torch, driver"          # of host memory: what is there besides planes
+PLAIN = tuple(home.plain for home in Home)              # by a Home's number
+SETTLED = ("vram", "arrive")
 MOST_ENDS = 3               # embeddings and heads whose homes are chosen one by one
 GUESTS = 2                  # units, first in the forward, whose states may arrive: what it waits for first
 EARLY = max(GUESTS + AHEAD + 1, STAY)       # windows whose activations may be alive while those states are there
@@ -141,6 +146,18 @@ class Homes(NamedTuple):
     through_s: float
 
 
+def _kept_by_arguments(make: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """A method's results, for as long as its problem lives."""
+    @functools.wraps(make)
+    def known(self: Problem, *asked: Any) -> dict[str, Any]:
+        found = self.parts.get((make, *asked))
+        if found is None:
+            found = self.parts[(make, *asked)] = make(self, *asked)
+        return found
+
+    return known
+
+
 class Problem:
     """A model on a machine for given tokens."""
 
@@ -161,7 +178,13 @@ class Problem:
         self.again = [() if w.kind in ("embedding",) or (w.kind == "head" and wishes.fused) else w.units
                       for w in shape.windows]
         self.needed_again = {u for w, units in enumerate(self.again) for u in units if shape.windows[w].learns}
+        alike: dict[Unit, int] = {}         # the first unit with the same bytes: sums are taken over few kinds of units
+        self.alike = [alike.setdefault(dataclasses.replace(unit, name=""), u) for u, unit in enumerate(shape.units)]
+        self.planes: dict[tuple[int, str, bool, bool], dict[str, int]] = {}
+        self.ring_bytes: dict[frozenset[tuple[int, int]], list[tuple[int, int]]] = {}
         self.micros: dict[int, Micro] = {}
+        self.parts: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.slot_bytes: dict[tuple[tuple[Home, ...], int], array[int]] = {}
         self.schedules: dict[tuple[tuple[Home, ...], int, int], bytes] = {}
         self.asked: tuple[Any, ...] = (None, 0, ())        # homes and micro-batches asked about last, and _of_homes
         self.disks: dict[tuple[tuple[Home, ...], bool], tuple[frozenset[int], frozenset[int]]] = {}
@@ -223,11 +246,7 @@ class Problem:
         needs them. Where updates follow gradients that are kept nowhere, any first few are spread over the model (van
         der Corput's sequence): the drive has the time between them, and a backward waits for each."""
         order = [u for u in reversed(self.first) if not homes[u]]
-        if self.wishes.grads == "ram":
-            return order
-        bits = len(order).bit_length()
-        places = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
-        return [order[place] for place in places if place < len(order)]
+        return order if self.wishes.grads == "ram" else [order[place] for place in _spread(len(order))]
 
     def states(self, unit: int) -> int:
         """Bytes of a unit's masters and moments."""
@@ -237,11 +256,13 @@ class Problem:
         """On disk, by plane, and between them; modes: with the activations of these."""
         spilled = self.spills(self.micro(micro).costs, modes) if modes else {}
         total: dict[str, int] = {SPILLED: spilled_bytes(spilled.values())} if spilled else {}
-        for u in self.on_disk(homes, micro):
-            unit, home = self.shape.units[u], self._disk_home(u, homes, micro)
+        on_disk, filed = self._disks(homes, micro)
+        for (u, home), count in Counter((self.alike[u], "disk+weights" if u in filed else "disk")
+                                        for u in on_disk).items():
+            unit = self.shape.units[u]
             weights = {"weights": unit.gradients, FROZEN: unit.weights - unit.gradients} if home != "disk" else {}
             for what, n in {**weights, **visiting_planes(unit), PADDING: unit_file_bytes(unit, home)[1]}.items():
-                total[what] = total.get(what, 0) + n
+                total[what] = total.get(what, 0) + n * count
         return total
 
     def _disk_home(self, unit: int, homes: tuple[Home, ...], micro: int) -> str:
@@ -270,10 +291,9 @@ class Problem:
     def _host_bytes(self, homes: tuple[Home, ...], micro: int, on_disk: frozenset[int], filed: frozenset[int],
                     modes: tuple[str, ...] = ()) -> dict[str, int]:
         total = {OVERHEAD: self.machine.host_overhead_bytes}
-        for u, (unit, home) in enumerate(zip(self.shape.units, homes)):
-            where = "disk+weights" if u in filed else "disk" if u in on_disk else Home(home).plain
-            for plane, n in host_planes(unit, where, micro).items():
-                total[plane] = total.get(plane, 0) + n
+        for (u, where), count in self._counted(homes, on_disk, filed).items():
+            for plane, n in self._planes(u, where, micro > 1, False).items():
+                total[plane] = total.get(plane, 0) + n * count
         if on_disk:
             total["buffers of the disk"] = buffer_bytes(["disk+weights" if filed else "disk"])
         away = [u.gradients for u, home in zip(self.shape.units, homes) if not home]
@@ -292,14 +312,11 @@ class Problem:
 
     def kept_there(self, costs: list[Cost], modes: Sequence[str]) -> int:
         """Bytes of activations in host memory, with the blocks that carry those that are on disk."""
-        spilled = self.spills(costs, modes)
-        away = sum(n for n, mode in zip(self._away(costs, modes), modes) if mode not in DISK)
-        return away + min(BLOCKS, len(spilled)) * max(spilled.values(), default=0)
+        return _kept_there(self._away(costs, modes), self.spills(costs, modes))
 
     def spills(self, costs: list[Cost], modes: Sequence[str]) -> dict[int, int]:
         """By window that keeps something on disk, its bytes."""
-        away = self._away(costs, modes)
-        return {w: n for w, (n, mode) in enumerate(zip(away, modes)) if n and mode in DISK}
+        return _spills(self._away(costs, modes), modes)
 
     def spill_s(self, spilled: dict[int, int]) -> float:
         """Seconds of the drive; what is in host memory still is not read."""
@@ -310,13 +327,30 @@ class Problem:
     def planes_at_home(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """Of units at home in VRAM, by plane; what is there all the time."""
         total: dict[str, int] = {}
-        keeps, there = self.wishes.grads == "ram", [(u, home) for u, home in zip(self.shape.units, homes) if home]
-        for unit, home in there:
-            for plane, n in device_planes(unit, micro, Home(home).plain, keeps).items():
-                total[plane] = total.get(plane, 0) + n
+        keeps, there = self.wishes.grads == "ram", [u for u, home in enumerate(homes) if home]
+        for (u, where), count in self._counted(homes).items():
+            for plane, n in self._planes(u, where, micro > 1, True).items() if where in SETTLED else ():
+                total[plane] = total.get(plane, 0) + n * count
         if not keeps and there:
-            total["gradients"] = sum(lent_buffers([u for u, _ in there], self.wishes.lent))
+            total["gradients"] = sum(lent_buffers([self.shape.units[u] for u in there], self.wishes.lent))
         return total
+
+    def _counted(self, homes: tuple[Home, ...], on_disk: frozenset[int] = frozenset(),
+                 filed: frozenset[int] = frozenset()) -> Counter[tuple[int, str]]:
+        """How many units with the same bytes are at home in the same place."""
+        where = [PLAIN[home] for home in homes]
+        for u in on_disk:
+            where[u] = "disk+weights" if u in filed else "disk"
+        return Counter(zip(self.alike, where))
+
+    def _planes(self, unit: int, where: str, several: bool, device: bool) -> dict[str, int]:
+        """Bytes of a unit's planes, on the device or on the host."""
+        key = unit, where, several, device
+        if key not in self.planes:
+            it, micro = self.shape.units[unit], 1 + several
+            self.planes[key] = device_planes(it, micro, where, self.wishes.grads == "ram") if device \
+                else host_planes(it, where, micro)
+        return self.planes[key]
 
     def peak(self, costs: list[Cost], modes: tuple[str, ...]) -> tuple[int, int, int]:
         """(activations, work, gradients under way) in bytes where their sum is largest in a backward."""
@@ -447,12 +481,13 @@ class Problem:
                pairs: dict[int, int] | None = None) -> Track:
         """free: windows that are not fixed may keep more than the least. pairs: of these, those that may be linked."""
         modes = [fixed.get(w, mode) for w, mode in enumerate(least)]
-        away, spilled = self._away(costs, modes), self.spills(costs, modes)
+        away = self._away(costs, modes)
+        spilled = _spills(away, modes)
 
         def make(first_alone: bool) -> Levels:
             return self._made(costs, self._levels(costs, modes, free and not first_alone, fixed, pairs or {}))
 
-        return Track(self.kept_there(costs, modes), sum(away) - next((n for n in reversed(away) if n), 0),
+        return Track(_kept_there(away, spilled), sum(away) - next((n for n in reversed(away) if n), 0),
                      spilled_bytes(spilled.values()), self.spill_s(spilled), make)
 
     def _made(self, costs: list[Cost], levels: Iterator[tuple[tuple[str, ...], tuple[int, ...]]]) -> Levels:
@@ -500,33 +535,51 @@ class Problem:
     # ---- time ----
 
     def step(self, choice: Choice) -> Step:
-        units, m, costs = self.shape.units, self.machine, self.micro(choice.micro).costs
+        micro, key = choice.micro, (choice.homes, choice.ring)
+        if key not in self.slot_bytes:
+            self.slot_bytes[key] = array("q", self.slots(*key))
+        return Step(**self._fixed, **self._timed(micro), **self._placed(choice.homes, micro, choice.through),
+                    **self._kept(micro, choice.modes), slots=self.slot_bytes[key], micro=micro)
+
+    @functools.cached_property
+    def _fixed(self) -> dict[str, Any]:
+        """Of a step, what no choice changes."""
+        units, m = self.shape.units, self.machine
+        return {"units": Lists.of(w.units for w in self.shape.windows), "again": Lists.of(self.again),
+                "leaving": Lists.of(self.leaving), "weights": array("q", [u.weights for u in units]),
+                "gradients": array("q", [u.gradients for u in units]),
+                "add_s": array("d", [u.trained / (m.add_gparams * 1e9) for u in units]), "depth": self.depth,
+                "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9, "busy": m.busy_gbps * 1e9,
+                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9}
+
+    @_kept_by_arguments
+    def _timed(self, micro: int) -> dict[str, Any]:
+        costs = self.micro(micro).costs
+        return {"forward_s": array("d", [c.forward_s for c in costs]),
+                "forward_host_s": array("d", [c.forward_host_s for c in costs])}
+
+    @_kept_by_arguments
+    def _placed(self, homes: tuple[Home, ...], micro: int, through: frozenset[int]) -> dict[str, Any]:
+        units, m, every = self.shape.units, self.machine, range(len(homes))
         host, device = m.adam_rate(states=self.wishes.states), m.device_adam_gparams * 1e9
-        on_disk, few = self.on_disk(choice.homes, choice.micro), m.adam_rate(POOL, self.wishes.states)
-        filed, visiting = self.filed(choice.homes, choice.micro), self.visiting(choice.homes)
-        spilled = self.spills(costs, choice.modes)
-        return Step(
-            forward_s=[c.forward_s for c in costs],
-            backward_s=[c.backward_s[mode] for c, mode in zip(costs, choice.modes)],
-            forward_host_s=[c.forward_host_s for c in costs],
-            backward_host_s=[c.backward_host_s[mode] for c, mode in zip(costs, choice.modes)],
-            units=Lists.of(w.units for w in self.shape.windows), again=Lists.of(self.again),
-            leaving=Lists.of(self.leaving),
-            updated_on=[DEVICE if home else ON_DISK if i in on_disk else THROUGH if i in choice.through else HOST
-                        for i, home in enumerate(choice.homes)],
-            weights=[u.weights for u in units], gradients=[u.gradients for u in units],
-            update_s=[u.trained / device + self.gathering_s(u, choice.micro) if home
-                      else u.trained / (few if i in on_disk else host)
-                      for i, (u, home) in enumerate(zip(units, choice.homes))],
-            add_s=[u.trained / (m.add_gparams * 1e9) for u in units],
-            slots=self.slots(choice.homes, choice.ring), micro=choice.micro,
-            h2d=m.h2d_gbps * 1e9, d2h=m.d2h_gbps * 1e9, both=m.both_gbps * 1e9, busy=m.busy_gbps * 1e9,
-            visiting=[visiting.get(i, 0) for i in range(len(units))], away=self.away(choice.micro, choice.modes),
-            disk_s=[self.drive_s(i, choice.homes, choice.micro) if i in on_disk else 0 for i in range(len(units))],
-            through_s=[self.through_s(i) if i in choice.through else 0 for i in range(len(units))],
-            lent=self.lent(choice.homes), depth=self.depth, spilled=[w in spilled for w in range(len(costs))],
-            write=m.disk_write_gbps * 1e9, read=m.disk_read_gbps * 1e9,
-            read_s=[self.read_s(i) if i in filed else 0 for i in range(len(units))])
+        few, (on_disk, filed), visiting = m.adam_rate(POOL, self.wishes.states), self._disks(homes, micro), \
+            self.visiting(homes)
+        return {"updated_on": array("q", [DEVICE if homes[u] else ON_DISK if u in on_disk else THROUGH if u in through
+                                          else HOST for u in every]),
+                "update_s": array("d", [units[u].trained / device + self.gathering_s(units[u], micro) if homes[u]
+                                        else units[u].trained / (few if u in on_disk else host) for u in every]),
+                "visiting": array("q", [visiting.get(u, 0) for u in every]),
+                "disk_s": array("d", [self.drive_s(u, homes, micro) if u in on_disk else 0.0 for u in every]),
+                "through_s": array("d", [self.through_s(u) if u in through else 0.0 for u in every]),
+                "read_s": array("d", [self.read_s(u) if u in filed else 0.0 for u in every]),
+                "lent": self.lent(homes)}
+
+    @_kept_by_arguments
+    def _kept(self, micro: int, modes: tuple[str, ...]) -> dict[str, Any]:
+        costs, away = self.micro(micro).costs, self.away(micro, modes)
+        return {"backward_s": array("d", [c.backward_s[mode] for c, mode in zip(costs, modes)]),
+                "backward_host_s": array("d", [c.backward_host_s[mode] for c, mode in zip(costs, modes)]),
+                "away": array("q", away), "spilled": array("q", [mode in DISK for mode in modes])}
 
     def drive_s(self, unit: int, homes: tuple[Home, ...], micro: int) -> float:
         """Of an update's reads and writes."""
@@ -652,7 +705,14 @@ class Problem:
             sum(units[u].gradients for u in away), sum(units[u].trained for u in added) / (m.add_gparams * 1e9),
             max((units[u].trained for u in added), default=0) / (m.add_gparams * 1e9),
             sum(self.visiting(homes).values()),
-            [(r, sum(self.slots(homes, r))) for r in self.rings()], through, sum(self.through_s(u) for u in through))
+            self._ring_bytes([units[u].weights for u in away]), through, sum(self.through_s(u) for u in through))
+
+    def _ring_bytes(self, weights: list[int]) -> list[tuple[int, int]]:
+        """(ring, bytes of its slots) for units of these sizes."""
+        key = frozenset(Counter(weights).items())
+        if key not in self.ring_bytes:
+            self.ring_bytes[key] = [(ring, sum(plan_slots(weights, ring))) for ring in self.rings()]
+        return self.ring_bytes[key]
 
     # ---- what may be chosen ----
 
@@ -669,22 +729,22 @@ class Problem:
         away."""
         n = len(self.shape.units)
         if self.wishes.homes in (*DISKS, "through"):
-            return [(Home.RAM,) * n]
+            return [(Home.RAM.value,) * n]
         if self.wishes.homes:
-            return [(Home[self.wishes.homes.upper()],) * n]
+            return [(Home[self.wishes.homes.upper()].value,) * n]
         kinds = {u: self.shape.windows[w].kind for u, w in self.first.items()}
         ends = [u for u in self.first if kinds[u] in ("embedding", "head")][:MOST_ENDS]
         middle = [u for u in self.first if u not in ends]
         found = []
         for first in range(len(middle) + 1):
             for taken in range(1 << len(ends)):
-                homes = [Home.RAM] * n
+                homes = [Home.RAM.value] * n
                 for u in middle[:first] + [e for i, e in enumerate(ends) if taken >> i & 1]:
-                    homes[u] = Home.VRAM
+                    homes[u] = Home.VRAM.value
                 found.append(tuple(homes))
                 for u in list(self.first)[:GUESTS]:
                     if homes[u] == Home.RAM and self.shape.units[u].trained:
-                        homes[u] = Home.ARRIVE
+                        homes[u] = Home.ARRIVE.value
                         found.append(tuple(homes))
         return found
 
@@ -776,6 +836,23 @@ class Problem:
             vram += here[there <= self.machine.host_bytes].tolist()
             host += there[here <= self.machine.vram_bytes].tolist()
         return min(vram, default=None), min(host, default=None)
+
+
+def _spills(away: list[int], modes: Sequence[str]) -> dict[int, int]:
+    """Of windows that keep something on disk, their bytes."""
+    return {w: n for w, (n, mode) in enumerate(zip(away, modes)) if n and mode in DISK}
+
+
+def _kept_there(away: list[int], spilled: dict[int, int]) -> int:
+    """Bytes in host memory, with the blocks that carry those that are on disk."""
+    return sum(away) - sum(spilled.values()) + min(BLOCKS, len(spilled)) * max(spilled.values(), default=0)
+
+
+@functools.cache
+def _spread(n: int) -> tuple[int, ...]:
+    """Numbers below n in van der Corput's order."""
+    bits = n.bit_length()
+    return tuple(place for i in range(1 << bits) if (place := int(f"{i:0{bits}b}"[::-1], 2)) < n)
 
 
 def _hull(cost: Cost, begin: str | None = None, spared: float = 0.0) -> list[tuple[float, int, str]]:
