@@ -159,9 +159,9 @@ def _kept_by_arguments(make: Callable[..., dict[str, Any]]) -> Callable[..., dic
 
 
 class Problem:
-    """A model on a machine for given tokens."""
+    """A model on a machine for given tokens. like: the same with another number of buffers for gradients."""
 
-    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes) -> None:
+    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, like: Problem | None = None) -> None:
         self.shape, self.machine, self.wishes = shape, machine, wishes
         n = len(shape.windows)
         self.first: dict[int, int] = {}
@@ -182,11 +182,10 @@ class Problem:
         self.alike = [alike.setdefault(dataclasses.replace(unit, name=""), u) for u, unit in enumerate(shape.units)]
         self.planes: dict[tuple[int, str, bool, bool], dict[str, int]] = {}
         self.ring_bytes: dict[frozenset[tuple[int, int]], list[tuple[int, int]]] = {}
-        self.micros: dict[int, Micro] = {}
+        self.micros: dict[int, Micro] = like.micros if like is not None and like.depth == self.depth else {}
         self.parts: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.slot_bytes: dict[tuple[tuple[Home, ...], int], array[int]] = {}
         self.schedules: dict[tuple[tuple[Home, ...], int, int], bytes] = {}
-        self.asked: tuple[Any, ...] = (None, 0, ())        # homes and micro-batches asked about last, and _of_homes
         self.disks: dict[tuple[tuple[Home, ...], bool], tuple[frozenset[int], frozenset[int]]] = {}
         self.rooms: dict[tuple[tuple[Home, ...], bool], int] = {}
         self.through_rate = machine.through_rate(wishes.states, alone=wishes.homes == "through")
@@ -391,8 +390,10 @@ class Problem:
         """The peak with what torch's allocator holds beyond it."""
         return self._with_cache(sum(self.peak(costs, modes)))
 
-    def _with_cache(self, total: int) -> int:
-        return total + int(total * CACHE_SHARE["fused" if self.wishes.fused else "eager"])
+    def _with_cache(self, total: Any) -> Any:
+        """Of a number, or of an array."""
+        beyond = total * CACHE_SHARE["fused" if self.wishes.fused else "eager"]
+        return total + (int(beyond) if isinstance(total, int) else beyond.astype(np.int64))
 
     # ---- activations ----
 
@@ -492,24 +493,22 @@ class Problem:
 
     def _made(self, costs: list[Cost], levels: Iterator[tuple[tuple[str, ...], tuple[int, ...]]]) -> Levels:
         """Bytes and seconds of each, from the one before it."""
-        made = Levels([], [], [], [])
-        learns, flying = np.array([w.learns for w in self.shape.windows]), np.array(self.flying)
-        for level, changed in levels:
-            if not made.modes:
-                kept, work, seconds = (np.array([of(c)[m] for c, m in zip(costs, level)])
-                                       for of in (lambda c: c.kept, lambda c: c.work, lambda c: c.backward_s))
-                coming = np.array(self.coming(costs, level))     # the links that later levels have make none
-                work += coming
+        found = list(levels)
+        first, learns = found[0][0], np.array([w.learns for w in self.shape.windows])
+        kept, work, seconds = (np.repeat(np.array([of(c)[m] for c, m in zip(costs, first)])[None], len(found), axis=0)
+                               for of in (lambda c: c.kept, lambda c: c.work, lambda c: c.backward_s))
+        for at, (modes, changed) in enumerate(found):
             for w in changed:
-                cost, mode = costs[w], level[w]
-                kept[w], work[w], seconds[w] = cost.kept[mode], cost.work[mode] + coming[w], cost.backward_s[mode]
-            peak = int((np.cumsum(kept * learns) + work + flying).max())
-            made.modes.append(level)
-            made.peaks.append(max(self._with_cache(max(peak, 0)), *made.peaks[-1:], 0))
-            at_first = not changed or changed[0] < EARLY
-            made.early.append(max(self.early_bytes(costs, level), *made.early[-1:], 0) if at_first else made.early[-1])
-            made.backward_s.append(float(seconds.sum()))
-        return made
+                cost, mode = costs[w], modes[w]
+                kept[at:, w], work[at:, w], seconds[at:, w] = cost.kept[mode], cost.work[mode], cost.backward_s[mode]
+        kept *= learns
+        work += np.array(self.coming(costs, first)) + np.array(self.flying)  # the links that later levels have make none
+        return Levels([modes for modes, _ in found], self._rising((np.cumsum(kept, axis=1) + work).max(axis=1)),
+                      seconds.sum(axis=1), self._rising(kept[:, :EARLY].sum(axis=1) + work[:, :EARLY].max(axis=1)))
+
+    def _rising(self, totals: np.ndarray) -> np.ndarray:
+        """Bytes with what torch's allocator holds beyond them; of a level no less than of those before it."""
+        return np.maximum.accumulate(np.maximum(self._with_cache(totals), 0))
 
     def _levels(self, costs: list[Cost], modes: list[str], free: bool, fixed: dict[int, str], pairs: dict[int, int]
                 ) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
@@ -622,28 +621,34 @@ class Problem:
         can have kept; activations. From the second backward on, the host adds up gradients, and is behind by a few
         units at the most.
         """
+        return self._bound(np.array(self._of_homes(homes, micro)), slots, micro, backward_s, out, spill_s)
+
+    def _bound(self, of: np.ndarray, slots: Any, micro: int, backward_s: Any, out: Any, spill_s: Any) -> Any:
+        """of: what _of_homes gives, for one choice of homes or, as columns, for several."""
         m, made = self.machine, self.micro(micro)
-        if self.asked[0] is not homes or self.asked[1] != micro:
-            self.asked = homes, micro, self._of_homes(homes, micro)
-        first, alone, once, again = self.asked[2]
+        first, end_s, alone, weights, needed, gradients, add_s, longest_add_s, once, again = of
         up, both = m.h2d_gbps * 1e9, m.both_gbps * 1e9
         first = np.maximum(first, out / both)
-        forward = np.maximum(max(made.forward_s, (homes.weights - slots) / up), out / both)
-        backward = np.maximum(backward_s, (homes.again - slots + out) / both)
-        adding = np.maximum(backward, homes.add_s - (OFFLOAD_DEPTH + STAGINGS + 1) * homes.longest_add_s)
-        passes = first + backward + (micro - 1) * (forward + adding) + homes.end_s
-        added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
-        read = once + max(again - slots, 0) + (micro - 1) * (max(once - slots, 0) + max(again - slots, 0))
+        forward = np.maximum(np.maximum(made.forward_s, (weights - slots) / up), out / both)
+        backward = np.maximum(backward_s, (needed - slots + out) / both)
+        adding = np.maximum(backward, add_s - (OFFLOAD_DEPTH + STAGINGS + 1) * longest_add_s)
+        passes = first + backward + (micro - 1) * (forward + adding) + end_s
+        added = first + backward + forward + (micro - 1) * add_s if micro > 1 else 0.0
+        read = once + np.maximum(again - slots, 0) + (micro - 1) * (np.maximum(once - slots, 0)
+                                                                    + np.maximum(again - slots, 0))
         reading = read / (m.disk_read_gbps * 1e9)    # a first forward finds none in a slot
-        least = max(alone, micro * homes.gradients / both, reading)
+        least = np.maximum(np.maximum(alone, micro * gradients / both), reading)
         return NORM_S + functools.reduce(np.maximum, (passes, added, micro * spill_s, least))
 
-    def _of_homes(self, homes: Homes, micro: int) -> tuple[float, float, int, int]:
-        """What a bound takes from homes alone: seconds of the first forward, and of updates where nothing else is to be
-        done; bytes of weights that are on the drive, and of those that backward needs again."""
+    def _of_homes(self, homes: Homes, micro: int) -> tuple[float, ...]:
+        """What a bound takes from homes alone: seconds of the first forward, from the last window to the norm, and of
+        updates where nothing else is to be done; bytes of weights, of those that backward needs again, and of
+        gradients; seconds to add up gradients, and one unit's; bytes of weights that are on the drive, and of those
+        that backward needs again."""
         filed = self.filed(homes.units, micro)
-        return (self._first_forward(homes, micro),
+        return (self._first_forward(homes, micro), homes.end_s,
                 self._updates_alone(homes, micro) if self.wishes.grads == "none" else 0.0,
+                homes.weights, homes.again, homes.gradients, homes.add_s, homes.longest_add_s,
                 sum(self.shape.units[u].weights for u in filed),
                 sum(self.shape.units[u].weights for u in filed if u in self.needed_again))
 
@@ -789,23 +794,36 @@ class Problem:
 
     def _by_bound(self) -> Iterator[tuple[float, Choice]]:
         """All that fits, the least bound first; of equal ones what takes least on disk, then in VRAM."""
-        vram, host, found, keys = self.machine.vram_bytes, self.machine.host_bytes, [], []
-        for micro, homes, ring, slots, planes, on_host in self.combinations():
-            fixed, tracks = planes + slots, self.micro(micro).tracks
-            fit = tracks.fitting(vram - fixed, host - on_host, self._room(homes.units, micro), homes.visiting)
-            if fit.tracks:
-                bounds = self.bound(homes, slots, micro, fit.backward_s, fit.out, fit.spill_s)
-                keys.append((fixed + fit.tops, fit.spilled, bounds))
-                found.append((micro, homes, ring, fit))
+        rows = [row for row in self.combinations()
+                if row[3] + row[4] <= self.machine.vram_bytes and row[5] <= self.machine.host_bytes]
+        found = [part for micro in self.micro_counts() if (part := self._bounds(rows, micro)) is not None]
         if not found:
             return
-        tops, spilled, bounds = (np.concatenate(column) for column in zip(*keys))
-        begins = np.cumsum([0, *(len(fit.tracks) for *_, fit in found)])
-        for i in np.lexsort((tops, spilled, bounds)):
-            at = int(np.searchsorted(begins, i, side="right")) - 1
-            micro, homes, ring, fit = found[at]
-            track, level = fit.tracks[i - begins[at]], fit.levels[i - begins[at]]
-            yield float(bounds[i]), Choice(micro, homes.units, ring, track.levels.modes[level], homes.through)
+        bounds, spilled, tops, row, track, level = (np.concatenate(column) for column in zip(*found))
+        for i in np.lexsort((track, row, tops, spilled, bounds)):
+            micro, homes, ring, *_ = rows[row[i]]
+            modes = self.micro(micro).tracks[track[i]].levels.modes[level[i]]
+            yield float(bounds[i]), Choice(micro, homes.units, ring, modes, homes.through)
+
+    def _bounds(self, rows: list[tuple[int, Homes, int, int, int, int]], micro: int) -> tuple[np.ndarray, ...] | None:
+        """(bounds, bytes on disk, bytes on the device, row, track, level) of what fits of so many micro-batches."""
+        at = [i for i, row in enumerate(rows) if row[0] == micro]
+        if not at:
+            return None
+        homes = [rows[i][1] for i in at]
+        slots, planes, on_host = (np.array([rows[i][k] for i in at], dtype=np.int64) for k in (3, 4, 5))
+        fixed, tracks = planes + slots, self.micro(micro).tracks
+        fit = tracks.fitting(self.machine.vram_bytes - fixed, self.machine.host_bytes - on_host,
+                             np.array([self._room(h.units, micro) for h in homes], dtype=np.int64),
+                             np.array([h.visiting for h in homes], dtype=np.int64))
+        if not len(fit.at):
+            return None
+        each = {id(homes[i]): homes[i] for i in fit.at.tolist()}
+        place = {key: n for n, key in enumerate(each)}
+        of = np.array([self._of_homes(h, micro) for h in each.values()]).T
+        bounds = self._bound(of[:, [place[id(homes[i])] for i in fit.at.tolist()]], slots[fit.at], micro,
+                             fit.backward_s, fit.out, fit.spill_s)
+        return bounds, fit.spilled, fixed[fit.at] + fit.tops, np.array(at)[fit.at], fit.tracks, fit.levels
 
     def _room(self, homes: tuple[Home, ...], micro: int) -> int:
         """Bytes that states leave on disk."""
