@@ -225,8 +225,9 @@ def _solve(shape: Shape, limits: Machine, wishes: Wishes) -> tuple[Problem, tupl
     """With as many buffers for gradients that are kept nowhere as there is memory for; or fewer, where that keeps
     what would be on disk in memory, and so takes less time."""
     best: tuple[Problem, tuple[Choice, Timing]] | None = None
+    problem = None
     for lent in range(LENT, 0, -1) if wishes.grads == "none" else (LENT,):
-        problem = Problem(shape, limits, dataclasses.replace(wishes, lent=lent))
+        problem = Problem(shape, limits, dataclasses.replace(wishes, lent=lent), problem)
         found = problem.best(best[1][1].seconds if best else math.inf)
         if found is None:
             continue
