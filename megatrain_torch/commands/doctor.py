@@ -40,7 +40,7 @@ def _run(args: argparse.Namespace) -> None:
         if args.out.exists() and not _is_table(args.out):
             raise MegatrainError(f"out={args.out} is there, and describes no machine: it stays; name another")
     if device.type == "cpu" and not args.device:
-        sys.stderr.write("there is no GPU here: what is measured is the CPU device, for `megatrain plan --machine cpu`\n")
+        sys.stderr.write("no GPU here: what is measured is the CPU device, for `megatrain plan --machine cpu`\n")
     machine, limits = doctor.measure(device, lambda what: sys.stderr.write(f"measuring: {what}\n"), args.disk)
     sys.stdout.write(f"{doctor.report(machine, limits)}\n\nwritten to {doctor.store(machine, args.out)}\n")
 
