@@ -215,7 +215,7 @@ def disk_cases() -> dict[str, Case]:
     host, begin = sum(at_home(home).host().values()), with_margin(buffer_bytes([home]) + 2 * UNIT)
     return found | {
         "weights_on_disk,host=all": Case(True, on_disk(home) | {"host": host}),
-        "weights_on_disk,host=all-1": Case(False, on_disk(home) | {"host": host - 1}, early=True, says=f"host={host} ("),
+        "weights_on_disk,host=all-1": Case(False, on_disk(home) | {"host": host - 1}, early=True, says=f"host={show_size(host)!r}"),
         "weights_on_disk,free": Case(True, on_disk(home), before=said(begin)),
         "weights_on_disk,free-1": Case(False, on_disk(home), before=said(begin - 1), early=True,
                                        says="1 B more under the limit"),
