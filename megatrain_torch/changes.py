@@ -241,10 +241,7 @@ class _Search:
         if found.get("micro", 0) is None:
             counts = Problem(self.problem.shape, self.machine, dataclasses.replace(wishes, micro=None)).micro_counts()
             found["micro"] = next(k for k in counts if k > wishes.micro and self.fits({"micro": k}))
-        if wishes.speculate and self.fits({"speculate": False}):
-            found["speculate"] = False
-        if wishes.grads == "ram" and not wishes.speculate and wishes.micro in (None, 1) and \
-                self.fits({"grads": "none"}):
+        if wishes.grads == "ram" and wishes.micro in (None, 1) and self.fits({"grads": "none"}):
             found["grads"] = "none"
         if states := next((s for s in FORMATS[FORMATS.index(wishes.states) + 1:] if self.fits({"states": s})), None):
             found["states"] = states
@@ -298,7 +295,7 @@ class _Search:
         w = self.wishes
         states = [{"states": s} for s in STATES if FORMATS.index(s) > FORMATS.index(w.states)]
         grads = [{"grads": "none"} | ({"micro": None} if w.micro not in (None, 1) else {})]
-        groups = [states, grads * (w.grads == "ram" and not w.speculate), [{"nvme": ENDLESS}],
+        groups = [states, grads * (w.grads == "ram"), [{"nvme": ENDLESS}],
                   *([{name: None}] for name in ASKED if getattr(w, name) is not None)]
         for n in range(1, TOGETHER + 1):
             for some in itertools.combinations(groups, n):

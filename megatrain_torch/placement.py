@@ -27,7 +27,6 @@ from .cost import (
     Home,
     cost_of,
     device_planes,
-    guess_shares,
     host_planes,
     lent_buffers,
     visiting_planes,
@@ -75,7 +74,6 @@ class Wishes:
         fused: templates run where they fit, and our own loss behind the head.
         homes: "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units. activations: a mode for all
             windows that have it.
-        speculate: updates on the host begin during backward.
         nvme: bytes that states, weights and activations may take on disk; None: there is none.
         grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size for these, at the most.
         states: how AdamW's are kept.
@@ -88,7 +86,6 @@ class Wishes:
     activations: str | None = None
     slots: int | None = None
     micro: int | None = None
-    speculate: bool = False
     nvme: int | None = None
     grads: str = "ram"
     lent: int = LENT
@@ -272,10 +269,9 @@ class Problem:
     def _host_bytes(self, homes: tuple[Home, ...], micro: int, on_disk: frozenset[int], filed: frozenset[int],
                     modes: tuple[str, ...] = ()) -> dict[str, int]:
         total = {OVERHEAD: self.machine.host_overhead_bytes}
-        early = self.wishes.speculate and self.wishes.homes != "through"    # an update on the host alone begins early
         for u, (unit, home) in enumerate(zip(self.shape.units, homes)):
             where = "disk+weights" if u in filed else "disk" if u in on_disk else Home(home).plain
-            for plane, n in host_planes(unit, where, micro, early).items():
+            for plane, n in host_planes(unit, where, micro).items():
                 total[plane] = total.get(plane, 0) + n
         if on_disk:
             total["buffers of the disk"] = buffer_bytes(["disk+weights" if filed else "disk"])
@@ -519,10 +515,9 @@ class Problem:
             add_s=[u.trained / (m.add_gparams * 1e9) for u in units],
             slots=self.slots(choice.homes, choice.ring), micro=choice.micro,
             h2d=m.h2d_gbps * 1e9, d2h=m.d2h_gbps * 1e9, both=m.both_gbps * 1e9, busy=m.busy_gbps * 1e9,
-            speculate=self.wishes.speculate, visiting=self.visiting(choice.homes),
-            away=self.away(choice.micro, choice.modes),
+            visiting=self.visiting(choice.homes), away=self.away(choice.micro, choice.modes),
             disk={u: self.drive_s(u, choice.homes, choice.micro) for u in on_disk},
-            shares=guess_shares(self.wishes.states), through={u: self.through_s(u) for u in choice.through},
+            through={u: self.through_s(u) for u in choice.through},
             lent=self.lent(choice.homes), depth=self.depth, spilled=frozenset(self.spills(costs, choice.modes)),
             write=m.disk_write_gbps * 1e9, read=m.disk_read_gbps * 1e9,
             reads={u: self.read_s(u) for u in self.filed(choice.homes, choice.micro)})
@@ -619,8 +614,7 @@ class Problem:
         None where some are on disk: then the drive is what a step waits for."""
         if self.wishes.homes == "through":
             return frozenset(u for u in self.first if self.shape.units[u].trained and not homes[u])
-        early = self.wishes.speculate or self.wishes.grads == "none"
-        if self.wishes.homes or early or not self.through_rate or self.on_disk(homes, 1):
+        if self.wishes.homes or self.wishes.grads == "none" or not self.through_rate or self.on_disk(homes, 1):
             return frozenset()
         host_s, device_s, found = 0.0, 0.0, []
         rate = self.machine.adam_rate(states=self.wishes.states)
@@ -641,8 +635,6 @@ class Problem:
         added = [u for u in away if units[u].trained]
         trained = [u for u in added if u not in through]
         rate = m.adam_rate(states=self.wishes.states)
-        if self.wishes.speculate:                                               # at best all began in backward
-            rate /= guess_shares(self.wishes.states)[1]
         begin = sum(units[u].trained for u in self.first if homes[u]) / (m.device_adam_gparams * 1e9)
         if at_once:
             update = self.through_s(at_once[0]) if at_once[0] in through else units[at_once[0]].trained / rate

@@ -57,7 +57,6 @@ class Plan:
         seconds, forward_s: of a step, and of its forwards.
         busy: seconds of work by lane. idle: seconds in which compute stands still, by what it waits for. Both by the
             names that mt.last_step has.
-        speculate: updates on the host begin during backward.
         disk: bytes in files by what they hold; what is trained is read and written once in a step, activations once in
             a micro-batch. nvme: where it may be, and disk_room: bytes it may have; None and 0 without.
         grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size that they pass through then, 3, or
@@ -83,7 +82,6 @@ class Plan:
     busy: dict[str, float]
     idle: dict[str, float]
     weights: dict[str, int]
-    speculate: bool = False
     disk: dict[str, int] = dataclasses.field(default_factory=dict)
     nvme: Disk | None = None
     disk_room: int = 0
@@ -153,7 +151,7 @@ class Plan:
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
          host: int | str | None = None, micro: int | None = None, homes: str | None = None,
-         activations: str | None = None, slots: int | None = None, speculate: bool = False, grads: str = "ram",
+         activations: str | None = None, slots: int | None = None, grads: str = "ram",
          states: str = "fp32", compute: str = "auto",
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
          layers: int | None = None, nvme: str | dict[str, Any] | None = None) -> Plan:
@@ -173,8 +171,6 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             "replay", "attention", "linked" (of every second layer; of the others "attention"), "selective" or "saved",
             with "+host" or "+split" where what is kept waits in host memory, with "+disk" and nvme in a file, for all
             windows that have it. slots: ring size. None: what is best.
-        speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
-            in vain, as where nothing is clipped.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
         compute, dtype, units: as for mt.stream.
@@ -193,8 +189,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         raise MegatrainError(f"homes={homes!r}: give the directory, nvme='/path'")
     if activations in DISK and disk is None:
         raise MegatrainError(f"activations={activations!r}: give the directory, nvme='/path'")
-    wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate,
-                                 nvme=None if disk is None else disk.room(), grads=_grads(grads, micro, speculate),
+    wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
+                                 nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
                                  states=check_states(states))
     limits = resolve(machine)
     here = host_now(limits) if machine is None else limits.host_bytes
@@ -237,12 +233,11 @@ def _solve(shape: Shape, limits: Machine, wishes: Wishes) -> tuple[Problem, tupl
     return best or (problem, None)
 
 
-def _grads(grads: str, micro: int | None, speculate: bool) -> str:
+def _grads(grads: str, micro: int | None) -> str:
     if grads not in GRADS:
         raise MegatrainError(f"grads={grads!r}: use {', '.join(map(repr, GRADS))}")
-    if grads == "none" and (speculate or micro not in (None, 1)):
-        raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: no speculate, one "
-                             "micro-batch")
+    if grads == "none" and micro not in (None, 1):
+        raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: one micro-batch")
     return grads
 
 
@@ -273,9 +268,8 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
          for i, u in enumerate(shape.units)},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
-        timing.idle, _window_weights(shape), wishes.speculate,
-        problem.disk_bytes(choice.homes, choice.micro, choice.modes), grads=wishes.grads, states=wishes.states,
-        lent=wishes.lent)
+        timing.idle, _window_weights(shape), problem.disk_bytes(choice.homes, choice.micro, choice.modes),
+        grads=wishes.grads, states=wishes.states, lent=wishes.lent)
 
 
 def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int]) -> list[Tier]:
@@ -350,7 +344,7 @@ def _placement_table(p: Plan) -> Table:
     rows: list[tuple[str, ...]] = [("window", "weights", "home", "activations")]
     for names, home, mode in _runs(p):
         rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
-    ring = f"ring of {p.slots} slots for what streams" + "; updates begin during backward" * p.speculate
+    ring = f"ring of {p.slots} slots for what streams"
     ring += f"; {p.lent} buffer{'s' * (p.lent > 1)} for gradients" * (p.lent < LENT)
     return ring if {"ram", "through", *DISKS} & set(p.homes.values()) else "nothing streams", rows
 

@@ -1,6 +1,6 @@
 """Whether a model fits, asked before anything is allocated.
 
-    asked = Asked(name, groups, dtype, homes, speculated, ring, micro, on_cpu)
+    asked = Asked(name, groups, dtype, homes, ring, micro, on_cpu)
     sizes = check_device(asked, free, vram)      # slots; refuses
     check_loading(asked, host)                   # before mt.stream takes memory; refuses
     room = Room(asked, host)
@@ -65,8 +65,7 @@ class Asked:
 
     Attributes:
         name: of the model. groups, dtype: its units, and the type they are converted to.
-        homes: by unit, "ram", "vram", "arrive", "through", "disk" or "disk+weights". speculated: numbers of units whose
-            updates may begin early.
+        homes: by unit, "ram", "vram", "arrive", "through", "disk" or "disk+weights".
         ring: slots of a size. micro: micro-batches of a step, as far as known.
         on_cpu: the "device" is the CPU, so its memory is the host's.
         besides: what a plan puts in host memory beside planes, by what it is.
@@ -81,7 +80,6 @@ class Asked:
     groups: list[Group]
     dtype: torch.dtype | None
     homes: tuple[str, ...]
-    speculated: frozenset[int]
     ring: int = 3
     micro: int = 1
     on_cpu: bool = False
@@ -127,9 +125,9 @@ class Asked:
     def host(self) -> dict[str, int]:
         """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
         found: dict[str, int] = {}
-        for i, (unit, home) in enumerate(zip(self.units(), self.homes)):
+        for unit, home in zip(self.units(), self.homes):
             where = home if home in (*SETTLED, *DISKS) else "ram"
-            planes = host_planes(unit, where, self.micro, i in self.speculated)
+            planes = host_planes(unit, where, self.micro)
             for plane, n in (copied_planes(unit) if home in SETTLED and self.copied else planes).items():
                 found[plane] = found.get(plane, 0) + n
         if not self.keeps:
@@ -188,7 +186,7 @@ def _homes(asked: Asked, before: str, after: str) -> Iterator[Asked]:
     homes = list(asked.homes)
     for i in reversed([i for i, home in enumerate(homes) if home == before]):
         homes[i] = after
-        yield dataclasses.replace(asked, homes=tuple(homes), speculated=asked.speculated - {i})
+        yield dataclasses.replace(asked, homes=tuple(homes))
 
 
 def _named(asked: Asked) -> dict[str, str]:
@@ -464,8 +462,6 @@ def _short(asked: Asked, need: Need, bound: Bound, what: str, free_on_device: in
 def _changes(asked: Asked, fits: Callable[[Asked], bool], over: int, free_on_device: int | None) -> dict[str, Any]:
     """Arguments of mt.stream, each of which alone makes it fit."""
     found: dict[str, Any] = {}
-    if asked.speculated and fits(dataclasses.replace(asked, speculated=frozenset())):
-        found["speculate"] = False
     if asked.micro > 1 and fits(dataclasses.replace(asked, micro=1)):
         found["micro"] = 1
     wide = any(p.dtype in (torch.float32, torch.float64) for _, own in asked.groups for _, p in own)
@@ -548,4 +544,4 @@ def _in_words(name: str, value: Any) -> str:
         return f"{at} units at home in VRAM: plan={{'homes': ...}} as in this exception's `changes`"
     if name == "dtype":
         return f"dtype={value}"
-    return f"plan={{{name!r}: {value}}}" if name == "speculate" else f"{name}={value}"
+    return f"{name}={value}"

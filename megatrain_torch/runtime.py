@@ -150,7 +150,6 @@ class Runtime:
         self.is_cuda = device.type == "cuda"
         self.states, self.states_chosen = "fp32", False      # how AdamW's are kept; chosen: by somebody, not by default
         self.settled: dict[int, int] = {}                    # units that live on the device: their slots
-        self.speculated: frozenset[int] = frozenset()        # units whose updates may begin during backward
         self.on_disk: frozenset[int] = frozenset()           # units whose states are in a file
         self.filed: set[int] = set()                         # of which weights are too, as soon as they are there
         self.arrivals = Arrivals(self, ())                   # of settled units: whose states come and leave
@@ -395,19 +394,19 @@ class Runtime:
         self.core.wait_grads(record.unit)
 
     def bring_states(self, record: Record) -> None:
-        """Host copies of masters and moments are current; only units on the device, those whose update began early,
-        and those whose states are on disk have anything to do."""
-        if record.unit in self.settled or record.unit in self.speculated or record.unit in self.on_disk:
+        """Host copies of masters and moments are current; only units on the device and those whose states are on disk
+        have anything to do."""
+        if record.unit in self.settled or record.unit in self.on_disk:
             if self.saving is not None:      # whose copies of the unit go when it has them
                 self.core.wait_saved(record.unit)
             self.core.bring(record.unit, STATE_PLANES)
 
     def own_states(self, record: Record) -> None:
-        """Masters, moments or gradients are about to be written as a whole: no update that began early uses them, and
-        no copy is on its way to them, or into a checkpoint."""
+        """Masters, moments or gradients are about to be written as a whole: no copy is on its way to them, or into a
+        checkpoint."""
         if self.saving is not None:
             self.core.wait_saved(record.unit)
-        if record.unit in self.speculated or record.unit in self.arrivals.units:
+        if record.unit in self.arrivals.units:
             self.core.bring(record.unit, STATE_PLANES)
 
     def push(self, record: Record, *planes: str) -> None:

@@ -38,7 +38,6 @@ class Step:
             there; add_s: [u] to add up a further micro-batch's gradient on the host.
         slots: bytes of each slot. micro: micro-batches.
         h2d, d2h, both, busy: bytes/s; see Machine.
-        speculate: updates on the host begin during backward, and all that do are kept.
         away: [w] bytes of what it keeps in host memory between forward and backward; none: of no window. spilled:
             windows of those that keep it in a file; write, read: its bytes/s.
         lent: bytes of the buffers that gradients pass through where they are kept nowhere; [] where they are kept.
@@ -46,7 +45,6 @@ class Step:
             beside those that are being computed.
         through: {u: seconds} of updates that pass through the device, beside the host's. No unit is in both this and
             disk.
-        shares: of an update that begins during backward: what it takes then, and when it is kept.
         disk: {u: seconds} in which the states of units that have them there are read and written. Those units' updates
             are made beside the others.
         reads: {u: seconds} in which a fetch reads weights that are there too; updates from disk stand back meanwhile.
@@ -70,11 +68,9 @@ class Step:
     d2h: float
     both: float
     busy: float
-    speculate: bool = False
     visiting: dict[int, int] = field(default_factory=dict)
     away: list[int] = field(default_factory=list)
     disk: dict[int, float] = field(default_factory=dict)
-    shares: tuple[float, float] = (1.0, 1.0)
     through: dict[int, float] = field(default_factory=dict)
     lent: list[int] = field(default_factory=list)
     depth: int = OFFLOAD_DEPTH
@@ -150,10 +146,8 @@ def schedule(uses: list[int], weights: list[int], slots: list[int]) -> Fetches:
 class _Walk:
     """Times at which each queue is through with what it was given so far; 0 is when the norm is known."""
 
-    def __init__(self, step: Step, fetches: Fetches, launch: float, early: frozenset[int],
-                 left: dict[int, float]) -> None:
+    def __init__(self, step: Step, fetches: Fetches, launch: float, left: dict[int, float]) -> None:
         self.step, self.fetches, self.behind = step, fetches, 0
-        self.early = early                      # units whose updates began in the backward before
         self.left = left                        # by unit, of updates that follow their gradients: when the last is over
         self.lanes = dict.fromkeys(UPDATERS, 0.0)
         for u, s in left.items():
@@ -161,8 +155,6 @@ class _Walk:
         # By bytes of a buffer: when each of the latest is given back, and what it waits for.
         self.lent: dict[int, list[tuple[float, str]]] = {}
         self.held = OWN                         # what Python last waited for
-        self.guesses: list[tuple[int, float, float]] = []       # (unit, begin, end) of updates in this backward
-        self.guessed = 0.0                      # when the last of them is over
         self.run = self.h2d = self.mover = self.d2h = self.adder = 0.0
         self.launch = launch
         self.busy = dict.fromkeys(RESOURCES, 0.0)
@@ -221,7 +213,7 @@ class _Walk:
                     passed += step.through[u]
                     self.done[u] = passed
                 elif step.update_s[u]:
-                    now += step.update_s[u] * (step.shares[1] if u in self.early else 1.0)
+                    now += step.update_s[u]
                     self.done[u] = now
         self.drive = drive
         self.updated, self.updates = max(now, passed), {"host update": now, "device update": self.run,
@@ -240,8 +232,6 @@ class _Walk:
 
     def _copied(self, start: float, nbytes: float, rate: float) -> float:
         """When a copy ends: slower while AdamW has the host's memory."""
-        if start < self.guessed:
-            return start + nbytes / min(rate, self.step.busy)
         if start < self.updated:
             slow = min(rate, self.step.busy)
             if nbytes <= (self.updated - start) * slow:
@@ -306,7 +296,7 @@ class _Walk:
             self.idle[OWN] += self.launch - self.run
             self.run = self.launch
 
-    def offload(self, unit: int, adding: bool, last: bool) -> None:
+    def offload(self, unit: int, adding: bool) -> None:
         """Gradients leave behind compute; LANDED bounds how many units' are alive. At home in VRAM they take the
         same queue, and next to no time."""
         self.d2h = max(self.d2h, self.run)
@@ -317,8 +307,6 @@ class _Walk:
             self._send(unit, adding)
             if self.step.lent:
                 self._follow(unit, buffers)
-            if last and self.step.speculate and unit not in {*self.step.disk, *self.step.through}:
-                self._guess(unit, self.adder if adding else self.d2h)
         self.landed.append(self.d2h)
         if len(self.landed) > self.step.depth:
             self.wait(self.landed[-1 - self.step.depth], "d2h")
@@ -359,11 +347,6 @@ class _Walk:
             self.adder = max(self.adder, self.d2h) + step.add_s[unit]
             self.busy["host sum"] += step.add_s[unit]
             self.added.append(self.adder)
-
-    def _guess(self, unit: int, home: float) -> None:
-        begin = max(self.guessed, home, self.updated)
-        self.guessed = begin + self.step.update_s[unit] * self.step.shares[0]
-        self.guesses.append((unit, begin, self.guessed))
 
     def leave(self, w: int) -> None:
         """A window's bundle leaves behind its forward; compute waits for the one before it, whose memory is needed."""
@@ -431,13 +414,10 @@ class _Walk:
         self.spills, self.written = [], {}
 
     def end(self) -> None:
-        """All gradients are home; an update that began before is finished, the others begin in their time."""
+        """All gradients are home."""
         self.wait(self.d2h, "d2h")
         self.wait(self.adder, "host sum")
         self.wait(self.guests, "through")
-        self.guesses = [g for g in self.guesses if g[1] < self.run]
-        self.wait(max((g[2] for g in self.guesses), default=0.0), "host update")
-        self.updates["host update"] += sum(end - begin for _, begin, end in self.guesses)
 
     def wait(self, until: float, cause: str) -> None:
         if until > self.run:
@@ -463,10 +443,10 @@ def _due(step: Step) -> dict[int, list[int]]:
     return due
 
 
-def _walk(step: Step, fetches: Fetches, shown: int, launch: float, early: frozenset[int] = frozenset(),
+def _walk(step: Step, fetches: Fetches, shown: int, launch: float,
           left: dict[int, float] | None = None) -> tuple[_Walk, float, list[float]]:
     """The walk, the seconds of its forwards, and `run` at the end of each micro-batch."""
-    t = _Walk(step, fetches, launch, early, left or {})
+    t = _Walk(step, fetches, launch, left or {})
     n, forwards, ends, due, handed = len(step.units), 0.0, [], _due(step), 0
     for micro in range(shown):
         began = t.run if micro else 0.0
@@ -481,7 +461,7 @@ def _walk(step: Step, fetches: Fetches, shown: int, launch: float, early: frozen
             if step.backward_s[w]:
                 t.window(step.again[w], step.backward_s[w], step.backward_host_s[w], step.both)
             for u in step.leaving[w]:
-                t.offload(u, micro > 0, micro == shown - 1)
+                t.offload(u, micro > 0)
                 handed += micro == shown - 1
                 for guest in due.get(handed, ()) if micro == shown - 1 else ():
                     t.lift(guest)
@@ -501,8 +481,6 @@ def simulate(step: Step, fetches: Fetches | None = None, than: float = math.inf)
     if t.launch - t.run > ahead:
         ahead = min(0.0, t.launch - t.run)
         t, forwards, ends = _walk(step, fetches, shown, ahead)
-    if t.guesses:               # what begins early in this step leaves the next one less to do
-        t, forwards, ends = _walk(step, fetches, shown, ahead, frozenset(g[0] for g in t.guesses))
     for _ in range(SETTLE if step.lent else 0):
         if t.run * SETTLED >= than:
             return None

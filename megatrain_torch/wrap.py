@@ -55,7 +55,7 @@ from .window import Installed, Window, method_of
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
 _runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
-_PLAN_KEYS = {"activations", "states", "homes", "slots", "speculate", "grads", "lent", "threads", "debug"}
+_PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads", "debug"}
 _pid = 0
 _registrations = 0
 
@@ -130,9 +130,6 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
                 AdamW's states, which are in a file (nvme=). "disk+weights": weights are there too, and each fetch
                 reads them: where host memory is too short even for those; "states" is then how AdamW keeps its own.
                 Default "ram"; with nvme= as many units on "disk", last ones first, as host memory cannot hold.
-            "speculate": True, or a list of unit names: their updates begin during backward, as if nothing were
-                clipped, and are taken back where that was wrong; to the same bits. Only units at home in RAM, at 12
-                bytes more of host memory per trained parameter (fp16: 14). Default False.
             "grads": "ram": gradients wait for their update, in RAM or where the unit is at home; "none": they are used
                 as they come and kept nowhere: for mt.AdamW(in_backward=True) without clipping, one backward per step.
                 `p.grad` stays None, and 2 bytes per bf16 parameter of host memory, or VRAM, are not taken. Default
@@ -249,8 +246,8 @@ def _choices(plan: Plan | dict[str, Any] | None, compute: str, vram: int | str |
         disk.room()                          # refuses a directory that is not there
     if not isinstance(plan, Plan):
         return _Choices(_options(plan, compute), compute, parse_bytes(vram, "vram"), disk)
-    options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate,
-               "grads": plan.grads, "states": plan.states, "lent": plan.lent}
+    options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "grads": plan.grads,
+               "states": plan.states, "lent": plan.lent}
     compute = plan.compute if compute == "auto" else compute
     vram = plan.machine.vram_bytes if vram is None else vram
     besides = tuple((what, n) for what, n in plan.host.items() if what != OVERHEAD)
@@ -262,8 +259,7 @@ def _asked(module: nn.Module, groups: list[Group], dtype: torch.dtype | None, wh
            choices: _Choices) -> Asked:
     options = choices.options
     homes = _homes(options.get("homes", "ram"), groups)
-    speculated = _speculated(options.get("speculate", False), groups, homes)
-    return Asked(type(module).__name__, groups, dtype, homes, speculated, options.get("slots", 3), choices.micro,
+    return Asked(type(module).__name__, groups, dtype, homes, options.get("slots", 3), choices.micro,
                  where.type == "cpu", choices.besides, options.get("grads", "ram") == "ram",
                  options.get("states", "fp32"), options.get("lent", LENT))
 
@@ -295,8 +291,6 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
             raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'whole', {', '.join(map(repr, MODES))}")
     if options.get("grads", "ram") not in ("ram", "none"):
         raise MegatrainError(f"plan: grads={options['grads']!r}; use 'ram' or 'none'")
-    if options.get("grads") == "none" and options.get("speculate"):
-        raise MegatrainError("plan: speculate=..., grads='none': updates that may be taken back need their gradients")
     if options.get("lent", LENT) not in range(1, LENT + 1):
         raise MegatrainError(f"plan: lent={options['lent']!r}: 1 to {LENT} buffers for gradients that are kept nowhere")
     check_states(options.get("states", "fp32"))
@@ -372,7 +366,7 @@ def _engine(where: torch.device, options: dict[str, Any]) -> _core.Engine:
 
 def _open(rt: Runtime, asked: Asked, sizes: list[int], choices: _Choices) -> None:
     """Slots; there are no units yet."""
-    rt.activations, rt.speculated = choices.options.get("activations", "auto"), asked.speculated
+    rt.activations = choices.options.get("activations", "auto")
     rt.store_bytes = sum(n for what, n in asked.device().items() if what.startswith("at home"))
     rt.cap = Cap(rt.device, rt.vram, rt.store_bytes)
     rt.open_slots(sizes, _at(asked, *SETTLED))
@@ -432,15 +426,6 @@ def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:
 def _at(asked: Asked, *homes: str) -> list[int]:
     """Numbers of the units that are at home there."""
     return [i for i, home in enumerate(asked.homes) if home in homes]
-
-
-def _speculated(asked: bool | list[str], groups: list[Group], homes: tuple[str, ...]) -> frozenset[int]:
-    """Numbers of the units in host memory whose updates may begin during backward."""
-    names = [name for name, _ in groups]
-    chosen = names if asked is True else asked or []
-    if not isinstance(chosen, list) or not set(chosen) <= set(names):
-        raise MegatrainError(f"plan: speculate={asked!r}; use True, False, or a list of units: {', '.join(names)}")
-    return frozenset(i for i, name in enumerate(names) if name in chosen and homes[i] == "ram")
 
 
 def _free(where: torch.device) -> int | None:

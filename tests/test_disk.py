@@ -1,6 +1,6 @@
 """States and weights in a file: that it changes no bit, who may look, what is refused, and what is left behind.
 
-That training gives the same bits in each placement is test_speculate.py's; the C side is tests/c/test_disk.c and
+That training gives the same bits in each placement is test_placement.py's; the C side is tests/c/test_disk.c and
 tests/c/test_file.c.
 """
 from __future__ import annotations
@@ -24,9 +24,9 @@ HOMES = pytest.mark.parametrize("homes", ["disk", "disk+weights"])
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
+from between import BETWEEN, TYPES, assert_equal, states  # noqa: E402
 from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
 from test_adamw import SHAPES as USUAL  # noqa: E402
-from test_speculate import BETWEEN, TYPES, assert_equal, states  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import _core, disk  # noqa: E402
@@ -434,8 +434,7 @@ def test_engine_refuses_what_makes_no_sense(make: Callable[..., Pair], tmp_path:
     core = core_of(model)
     core.drain()
     for call, said in ((lambda: core.disk(str(tmp_path), [2]), "has its file already"),
-                       (lambda: core.through(0, True), "has its states on disk"),
-                       (lambda: core.speculate(0, []), "its states are on disk")):
+                       (lambda: core.through(0, True), "has its states on disk")):
         with pytest.raises(mt.MegatrainError, match=said):
             call()
     assert core_of(make("ram")[0]).disk_file() is None

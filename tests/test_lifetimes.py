@@ -99,7 +99,7 @@ def resident() -> int:
 WAYS = {"saved": {"plan": {"activations": "saved"}}, "replay": {"plan": {"activations": "replay"}},
         "whole": {"plan": {"activations": "whole"}}, "on the host": {"plan": {"activations": "saved+host"}},
         "inputs on the host": {"plan": {"activations": "replay+host"}}, "fused": {"compute": "fused"},
-        "in VRAM": {"plan": {"homes": "vram"}}, "early": {"plan": {"speculate": True}}}
+        "in VRAM": {"plan": {"homes": "vram"}}}
 
 
 @pytest.mark.parametrize("way", WAYS)

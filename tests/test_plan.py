@@ -194,27 +194,6 @@ def test_frozen_parameters_have_no_states_and_no_gradients() -> None:
     assert head.seconds < full.seconds and head.vram["activations"] < full.vram["activations"]
 
 
-def test_updates_that_begin_in_backward_take_host_memory_and_shorten_the_forward() -> None:
-    asked = dict(tokens=16384, seq=1024, machine="h200-128g,host=400GiB", homes="ram", micro=1)
-    plain, early = mt.plan(seven(20), **asked), mt.plan(seven(20), **asked, speculate=True)
-    assert early.host["to take updates back"] == 12 * early.trained == early.host_bytes - plain.host_bytes
-    assert early.seconds < plain.seconds and early.forward_s < plain.forward_s
-    assert early.idle["host update"] < plain.idle["host update"]
-    assert early.busy["host update"] > plain.busy["host update"]
-    assert "updates begin during backward" in str(early) and "begin" not in str(plain)
-    with pytest.raises(mt.MegatrainError, match="speculate=False") as refused:
-        mt.plan(seven(20), **{**asked, "machine": "h200-128g,host=100GiB"}, speculate=True)
-    assert refused.value.changes["speculate"] is False
-
-
-def test_what_is_planned_to_begin_early_does() -> None:
-    model = zoo.CASES["llama_tied"].build()
-    asked = {"tokens": 1024, "seq": 512, "machine": dataclasses.replace(FLAT, device="cpu"), "homes": "ram"}
-    rt = runtime_of(mt.stream(model, device="cpu", plan=mt.plan(model, **asked, speculate=True)))
-    assert len(rt.speculated) == len(rt.units)
-    mt.unstream(model)
-
-
 def test_a_long_row_works_in_less() -> None:
     """Backward of a layer of 7B width on one row: without gradients of qkv, of attention's output and of the norm's, in
     whose place keys and values are copied and summed up, 1 KB a token more than h has taken."""
@@ -449,7 +428,7 @@ def test_the_search_finds_the_least_time_of_all_choices(vram: int, fused: bool) 
 def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([SMALL, WIDE]))
     p = problem(shape, 10**15, 10**15, tokens=data.draw(st.sampled_from([512, 4096, 32768])),
-                **data.draw(st.sampled_from([{}, {"speculate": True}, {"grads": "none"}, {"homes": "through"},
+                **data.draw(st.sampled_from([{}, {"grads": "none"}, {"homes": "through"},
                                              {"homes": "through", "grads": "none"}])))
     p = few_cores(p) if data.draw(st.booleans()) else p
     micro = data.draw(st.sampled_from(p.micro_counts()))
@@ -511,12 +490,6 @@ def test_through_the_device_is_refused_or_moot_as_any_wish() -> None:
     assert refused.value.changes["homes"] is None and "nvme" not in refused.value.changes
     frozen = LlamaForCausalLM(small(1, hidden_size=64, intermediate_size=128)).requires_grad_(False)
     assert set(mt.plan(frozen, **asked).homes.values()) == {"ram"}
-
-
-def test_updates_through_the_device_never_begin_early_and_need_no_room_to_be_taken_back() -> None:
-    asked = {"tokens": 4096, "seq": 512, "machine": FLAT, "speculate": True}
-    assert mt.plan(small(), **asked, homes="ram").host["to take updates back"]
-    assert "to take updates back" not in mt.plan(small(), **asked, homes="through").host
 
 
 def test_a_plan_whose_updates_pass_through_the_device_runs() -> None:

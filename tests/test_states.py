@@ -52,7 +52,7 @@ def at_home() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name, states", [
-    *[(name, "8bit-lo8") for name in ("some_arrive-delays", "some_on_disk-delays", "speculative-no_overlap")],
+    *[(name, "8bit-lo8") for name in ("some_arrive-delays", "some_on_disk-delays")],
     *[("some_through-delays", states) for states in EIGHT], ("some_arrive-delays", "8bit-sr")])
 def test_every_home_gives_the_same_bits(name: str, states: str, at_home: dict[str, Any]) -> None:
     found = placement.difference(name, "cpu", BF16, at_home[states], states)

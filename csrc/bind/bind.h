@@ -196,7 +196,7 @@ MT_FASTCALL(compute_begin); MT_FASTCALL(compute_end);
 
 /* engine_adam.c: updates */
 PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw);
-MT_METHOD(norm); MT_METHOD(speculate);
+MT_METHOD(norm);
 
 /* ---- view ---- */
 

@@ -486,9 +486,6 @@ static PyMethodDef methods[] = {
     { "adam", KEYWORDS(mt_engine_adam), METH_VARARGS | METH_KEYWORDS,
       "adam($self, units, max_norm, stream)\n--\n\n"
       "Submit one AdamW step; returns its ticket at once." },
-    { "speculate", mt_engine_speculate, METH_VARARGS,
-      "speculate($self, unit, entries, /)\n--\n\n"
-      "Begin a host unit's update now, to be kept or taken back by the next adam()." },
     { "norm", mt_engine_norm, METH_VARARGS,
       "norm($self, ticket, /)\n--\n\n(global norm before clipping, units skipped); waits." },
     { NULL, NULL, 0, NULL },

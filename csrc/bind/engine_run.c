@@ -274,7 +274,6 @@ typedef struct engine_stats {
     mt_through_stats     t;
     mt_arrive_stats      a;
     mt_disk_stats        d;
-    mt_speculation_stats g;
     mt_swap_stats        w;
     uint64_t             d2h_bytes, update_ns, lost;
 } engine_stats;
@@ -288,7 +287,6 @@ static mt_status look(mt_engine *e, engine_stats *out)
         out->a = mt_arrive_stats_get(e->arrive);
     if (e->disk != NULL)
         out->d = mt_disk_stats_get(e->disk);
-    out->g = mt_update_guesses(e->updater);
     out->w = mt_swap_stats_get(e->swap);
     out->d2h_bytes = mt_offload_d2h_bytes(e->offload) + out->r.d2h_bytes + out->t.d2h_bytes + out->a.d2h_bytes;
     out->update_ns = mt_update_busy_ns(e->updater);
@@ -310,7 +308,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     /* Some counts are under locks that are held while a drive, or the device, is waited for. */
     MT_UNLOCKED(e, st, look(e, &n));
     (void)st;
-    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsLsKsKsKsKsKsKsKsKsK}",
+    return Py_BuildValue("{sLsLsLsKsKsKsKsKsKsKsKsKsKsKsKsKsK}",
                          "fetches", (long long)(n.s.fetches + n.r.fetches),
                          "demand_fetches", (long long)(n.s.demand_fetches + n.r.fetches),
                          "rebuilds", (long long)n.s.rebuilds,
@@ -320,8 +318,6 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
                          "d2h_bytes", (unsigned long long)n.d2h_bytes,
                          "update_ns", (unsigned long long)n.update_ns,
                          "records_lost", (unsigned long long)n.lost,
-                         "speculated", (long long)n.g.speculated, "committed", (long long)n.g.committed,
-                         "undone", (long long)n.g.undone,
                          "disk_read_bytes", (unsigned long long)n.d.read_bytes,
                          "disk_written_bytes", (unsigned long long)n.d.written_bytes,
                          "disk_update_ns", (unsigned long long)n.d.busy_ns,
@@ -372,17 +368,14 @@ static mt_grad_item *grad_items(mt_engine *e, int unit, PyObject *tuple)
     return items;
 }
 
-/* Without the GIL two autograd threads could meet here; the door lets one in at a time. What was begun
- * with the gradients so far reads the planes that are now written, and is wrong. */
+/* Without the GIL two autograd threads could meet here; the door lets one in at a time. */
 static mt_status put_alone(mt_engine *e, int unit, const mt_grad_item *items, int n, mt_queue *run,
                            uint64_t *ticket)
 {
     mt_status st;
 
     pthread_mutex_lock(&e->door);
-    MT_TRY(mt_update_undo(e->updater, unit));
     st = mt_offload_put(e->offload, unit, items, n, run, ticket);
-fail:
     pthread_mutex_unlock(&e->door);
     return st;
 }

@@ -21,7 +21,7 @@
 #include <stdlib.h>
 
 /* Planes that have a host copy. */
-#define COPIED (~(1u << MT_PLANE_ACC | 1u << MT_PLANE_UNDO))
+#define COPIED (~(1u << MT_PLANE_ACC))
 
 #define DONE "its updates and copies on the device (the event STEPPED)"
 

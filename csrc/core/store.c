@@ -46,8 +46,6 @@ static size_t elem_bytes(mt_plane p, mt_dtype dt, mt_states st)
     case MT_PLANE_V:      return !adam ? 0 : st == MT_STATES_FP32 ? sizeof(float) : 1;
     case MT_PLANE_SCALE:  return adam && st != MT_STATES_FP32 ? 2 * sizeof(float) : 0;
     case MT_PLANE_ACC:    return half ? sizeof(float) : 0;
-    case MT_PLANE_UNDO:   return !adam ? 0 : elem_bytes(MT_PLANE_HI, dt, st) + elem_bytes(MT_PLANE_LO, dt, st)
-                               + elem_bytes(MT_PLANE_MASTER, dt, st) + 2 * elem_bytes(MT_PLANE_M, dt, st);
     case MT_PLANE_COUNT:  break;
     }
     return 0;
@@ -55,12 +53,7 @@ static size_t elem_bytes(mt_plane p, mt_dtype dt, mt_states st)
 
 size_t mt_plane_bytes(mt_plane p, mt_dtype dt, mt_states st, int64_t n)
 {
-    size_t elem = elem_bytes(p, dt, st), groups = (size_t)mt_states_groups(n);
-
-    if (p == MT_PLANE_SCALE)
-        return groups * elem;
-    /* What is kept to take an update back has scales too. */
-    return (size_t)n * elem + (p == MT_PLANE_UNDO ? groups * elem_bytes(MT_PLANE_SCALE, dt, st) : 0);
+    return (size_t)(p == MT_PLANE_SCALE ? mt_states_groups(n) : n) * elem_bytes(p, dt, st);
 }
 
 /* ---- offsets ---------------------------------------------------------------------------- */
@@ -366,7 +359,7 @@ mt_states mt_store_states(const mt_store *s, int unit)
 static int made_state(const mt__unit *u)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (((MT_STATE_PLANES | 1u << MT_PLANE_UNDO) >> p & 1) &&
+        if ((MT_STATE_PLANES >> p & 1) &&
             (u->plane[MT__HOST][p].offset != NULL || u->plane[MT__DEVICE][p].offset != NULL))
             return p;
     return MT_PLANE_COUNT;

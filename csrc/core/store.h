@@ -35,8 +35,7 @@
     X(M,      "first moment, fp32 or 8 bits; updater only")                                     \
     X(V,      "second moment, fp32 or 8 bits; updater only")                                    \
     X(SCALE,  "of moments of 8 bits: two fp32 for every 128 elements; updater only")            \
-    X(ACC,    "fp32 sum of 16-bit micro-batch gradients; the collector writes, the updater reads") \
-    X(UNDO,   "new weights and old states of an update that may be taken back; updater only")
+    X(ACC,    "fp32 sum of 16-bit micro-batch gradients; the collector writes, the updater reads")
 #define MT_PLANE_ENUM(name, what) MT_PLANE_##name,
 typedef enum mt_plane { MT_PLANE_MAP(MT_PLANE_ENUM) MT_PLANE_COUNT } mt_plane;
 #undef MT_PLANE_ENUM
@@ -80,9 +79,9 @@ size_t      mt_store_hi_bytes(const mt_store *s, int unit);              /* what
 size_t      mt_store_offset  (const mt_store *s, int unit, int param);   /* bytes, in HI and in a slot */
 
 /* Bytes in a plane of n elements of dt, states kept as st; 0 when the plane has nothing for that type
- * (LO: bf16 with bits below hi, MASTER: fp16 only, SCALE: moments of 8 bits, ACC: 16-bit types only; M, V,
- * SCALE and UNDO: not fp64, which our AdamW does not take; planes other than HI: nothing for types that
- * cannot be trained). */
+ * (LO: bf16 with bits below hi, MASTER: fp16 only, SCALE: moments of 8 bits, ACC: 16-bit types only; M, V
+ * and SCALE: not fp64, which our AdamW does not take; planes other than HI: nothing for types that cannot be
+ * trained). */
 size_t mt_plane_bytes(mt_plane p, mt_dtype dt, mt_states st, int64_t n);
 /* The same of n elements of a parameter: its first, or those from a multiple of 128 on. */
 size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n);
@@ -164,8 +163,8 @@ size_t mt_store_device_bytes(const mt_store *s);
  *             for the event: no update begins between the mover's look and its copy.
  *   saves     announced by who saves the store, for all units at once and when nothing is under way;
  *             finished, a unit at a time, by whom has copied its planes. Host writers, updates of all
- *             kinds and guesses wait for 0; fetches and readers do not. A unit somebody waits for is
- *             `wanted`: copied next.
+ *             kinds wait for 0; fetches and readers do not. A unit somebody waits for is `wanted`:
+ *             copied next.
  *   version   grows with every announced update and every write from outside; a slot holds
  *             current weights exactly when its version is the unit's. Starts at 1.
  *   written   grows with every write from outside alone: what a settled unit, whose updates are
@@ -190,7 +189,6 @@ void      mt_ledger_grads_end   (mt_store *s, int unit);
 
 mt_status mt_ledger_wait_updates(mt_store *s, int unit);     /* until updates == 0 */
 mt_status mt_ledger_wait_grads  (mt_store *s, int unit);     /* until grads == 0 */
-int       mt_ledger_grads_due   (mt_store *s);               /* some unit's grads are not 0 */
 int       mt_ledger_updates_due (mt_store *s, int unit);     /* the unit's updates are not 0 */
 /* Until updates == 0; in the same breath fetches += 1. *version: what a copy put from now brings. */
 mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);

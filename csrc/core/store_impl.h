@@ -61,7 +61,6 @@ typedef struct mt__lent {
 typedef struct mt__ledger {
     pthread_mutex_t mu;
     pthread_cond_t  changed;         /* monotonic clock; broadcast at every change but a begin */
-    int64_t         updates, grads, fetches, saves;  /* of all units together. mu */
     int             wanted;          /* unit plus 1 whose save was waited for last; 0: none. mu */
     mt_status       fault;           /* MT_OK until the first. mu */
     char            text[1024];      /* written once, before fault. mu */

@@ -51,7 +51,6 @@ def add(commands: Any) -> None:
     add("--activations", choices=MODES, metavar="MODE",
         help=f"of all layers: {', '.join(MODES)}; default: what is best")
     add("--slots", type=int, metavar="N", help="ring size")
-    add("--speculate", action="store_true", help="updates on the host begin during backward")
     add("--states", choices=FORMATS, default="fp32", help="how AdamW keeps its states")
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
     add("--json", action="store_true", help="the plan, or why there is none and what would fit, as JSON, in bytes")

@@ -168,13 +168,10 @@ def cases(device: str) -> dict[str, Case]:
     """By name; those of the kernel's own limits leave half of the margin to what they cannot know."""
     slots, unit_home = 3 * 2 * UNIT, 2 * UNIT + 12 * UNIT
     whole = LOADED + STEP
-    early = {"plan": {"speculate": True}}
     ample, scant = with_margin(STEP) + 512 * MIB, with_margin(STEP) - 8 * MIB
     found = {
         "host=all": Case(True, {"host": whole}),
         "host=all-1": Case(False, {"host": whole - 1}, early=True),
-        "host=all,speculate": Case(True, {"host": whole + STEP, **early}),
-        "host=all-1,speculate": Case(False, {"host": whole + STEP - 1, **early}, early=True),
         "host=all,micro": Case(True, {"host": whole + SUMS}, 2),
         "host=all-1,micro": Case(False, {"host": whole + SUMS - 1}, 2),
         "weights": Case(False, {}, before=loading(1), early=True),
@@ -224,7 +221,7 @@ def disk_cases() -> dict[str, Case]:
 
 def at_home(home: str) -> preflight.Asked:
     groups = [(name, [(name, p)]) for name, p in Stack(WIDTH, LAYERS).named_parameters()]
-    return preflight.Asked("Stack", groups, None, (home,) * LAYERS, frozenset())
+    return preflight.Asked("Stack", groups, None, (home,) * LAYERS)
 
 
 def on_disk(home: str, limit: int | None = None) -> dict[str, Any]:
