@@ -50,7 +50,18 @@ from .disk import (
 from .machine import Machine
 from .modes import DISK, DISKS, KEEPS, LINKED, read
 from .shapes import Shape, Unit
-from .simulate import DEVICE, HOST, NORM_S, ON_DISK, SHOWN_MICRO, THROUGH, Lists, Step, Timing, simulate
+from .simulate import (
+    DEVICE,
+    HOST,
+    NORM_S,
+    ON_DISK,
+    SHOWN_MICRO,
+    THROUGH,
+    Lists,
+    Step,
+    Timing,
+    simulate,
+)
 from .slots import plan_slots
 from .tracks import Levels, Track, Tracks
 
@@ -502,7 +513,7 @@ class Problem:
                 cost, mode = costs[w], modes[w]
                 kept[at:, w], work[at:, w], seconds[at:, w] = cost.kept[mode], cost.work[mode], cost.backward_s[mode]
         kept *= learns
-        work += np.array(self.coming(costs, first)) + np.array(self.flying)  # the links that later levels have make none
+        work += np.array(self.coming(costs, first)) + np.array(self.flying)      # links of later levels make none
         return Levels([modes for modes, _ in found], self._rising((np.cumsum(kept, axis=1) + work).max(axis=1)),
                       seconds.sum(axis=1), self._rising(kept[:, :EARLY].sum(axis=1) + work[:, :EARLY].max(axis=1)))
 
