@@ -114,7 +114,8 @@ class Step:
         return min(self.micro, SHOWN_MICRO)
 
 
-_ARRAYS = ((("forward_s", "backward_s", "forward_host_s", "backward_host_s"), "d", "w"), (("away", "spilled"), "q", "w"),
+_ARRAYS = ((("forward_s", "backward_s", "forward_host_s", "backward_host_s"), "d", "w"),
+           (("away", "spilled"), "q", "w"),
            (("update_s", "add_s", "disk_s", "read_s", "through_s"), "d", "u"),
            (("updated_on", "weights", "gradients", "visiting"), "q", "u"))
 
