@@ -304,8 +304,8 @@ def _is_given(value: Any) -> bool:
 def _is_fixed(value: Any) -> bool:
     if isinstance(value, tuple | frozenset):
         return all(map(_is_fixed, value))
-    return isinstance(value, _GIVEN) or is_config(value) or \
-        (type(value).__module__ or "").startswith(("torch.", "transformers.", __package__))
+    return (type(value).__module__ or "").startswith(("torch.", "transformers.", __package__)) \
+        or isinstance(value, _GIVEN) or is_config(value)
 
 
 def globals_of(code: types.CodeType) -> set[str]:
