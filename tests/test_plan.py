@@ -17,6 +17,7 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kept import plain_step
 from transformers import (
     GptOssConfig,
     LlamaConfig,
@@ -38,7 +39,7 @@ from megatrain_torch.machine import MACHINES, Machine
 from megatrain_torch.placement import Choice, Problem, Wishes
 from megatrain_torch.planner import vram_table
 from megatrain_torch.shapes import Shape, shapes_of
-from megatrain_torch.simulate import HOST, Lists, Step, simulate
+from megatrain_torch.simulate import Step, simulate
 from megatrain_torch.slots import plan_slots
 from megatrain_torch.wrap import runtime_of
 
@@ -554,16 +555,6 @@ def planned_schedule(step: Step) -> tuple[list[int], list[list[int]]]:
             uses.append(unit)
             found.append([])
     return uses, found
-
-
-def plain_step(uses: list[int], weights: list[int], slots: list[int]) -> Step:
-    """Windows of 1 s without a backward, each of one unit."""
-    windows, units = [0.0] * len(uses), [0.0] * len(weights)
-    return Step(forward_s=[1.0] * len(uses), backward_s=windows, forward_host_s=windows, backward_host_s=windows,
-                units=Lists.of((u,) for u in uses), again=Lists.of(() for _ in uses),
-                leaving=Lists.of(() for _ in uses), updated_on=[HOST] * len(weights), weights=weights,
-                gradients=weights, update_s=units, add_s=units, slots=slots, micro=1, h2d=1e9, d2h=1e9, both=1e9,
-                busy=1e9)
 
 
 @settings(max_examples=40, deadline=None)
