@@ -603,7 +603,7 @@ def test_a_streamed_model_uses_its_units_in_the_order_that_is_planned() -> None:
     layers = [u for u, name in enumerate(rt.unit_names) if ".layers." in name]
     uses = [rt.unit_names.index(name) for name in re.findall(r"^compute (\S+) ", rt.core.schedule(), re.MULTILINE)]
     assert [u for u in uses if u in layers] == [u for u in planned_schedule(step)[0] if u in layers]
-    assert [slot.nbytes for slot in rt.slots] == step.slots
+    assert [slot.nbytes for slot in rt.slots] == step.slots.tolist()
     mt.unstream(model)
 
 

@@ -169,14 +169,6 @@ def test_the_walk_finds_the_engines_order_and_the_length_of_its_steps(micro: int
     assert micro > 1 or statistics.median(inversions) < NEAR_S, inversions
 
 
-def test_without_a_wait_the_walk_is_shorter() -> None:
-    """So what is compared above is not the work alone."""
-    parts, lengths, units, slots = steps_of_engine(1)
-    step, weights = step_of(parts[1], units, slots, 1)
-    busy = sum(step.forward_s) + sum(step.backward_s)
-    assert busy < 0.8 * walked(step, weights)[0] and busy < 0.8 * lengths[1]
-
-
 @pytest.mark.parametrize("change, says", [
     ({"forward_s": [1.0]}, "backward_s: 2 elements, 1 are expected"), ({"weights": [1.0, 2.0]}, "float"),
     ({"units": Lists.of([(0,), (2,)])}, "units name unit 2 of 2"), ({"units": Lists.of([(0,)])}, "units: 2 elements"),
