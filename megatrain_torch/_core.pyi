@@ -261,7 +261,7 @@ def disk_measure(path: str, bytes: int, piece: int = 33554432, depth: int = 8, t
 def read_file(file: tuple[str, int, list[tuple[int, int, int, int]]], sums: bytes | None, threads: int, /) -> None:
     """Fills the memory of a file's extents; blocks that are read are compared with their sums. Without extents: all."""
 def schedule(step: Any, /) -> bytes:
-    """The schedule of a simulate.Step: int32s, of each entry kind (0 FETCH, 1 COMPUTE, 2 RELEASE), unit and slot."""
+    """The engine's schedule of a simulate.Step: of each entry kind (FETCH 0, COMPUTE 1, RELEASE 2), unit, slot."""
 def walk(step: Any, schedule: bytes, than: float, events: bool = False, /) -> tuple[
         float, float, tuple[float, ...], tuple[float, ...], list[tuple[int, int, float, float]] | None] | None:
     """A simulate.Step's (seconds, seconds of its forwards, busy and idle seconds by row, events); None: `than` seconds

@@ -17,6 +17,7 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kept import plain_step
 from transformers import (
     GptOssConfig,
     LlamaConfig,
@@ -39,7 +40,7 @@ from megatrain_torch.machine import MACHINES, Machine
 from megatrain_torch.placement import Choice, Problem, Wishes
 from megatrain_torch.planner import vram_table
 from megatrain_torch.shapes import Shape, shapes_of
-from megatrain_torch.simulate import HOST, Lists, Step, simulate
+from megatrain_torch.simulate import Step, simulate
 from megatrain_torch.slots import plan_slots
 from megatrain_torch.wrap import runtime_of
 
@@ -557,16 +558,6 @@ def planned_schedule(step: Step) -> tuple[list[int], list[list[int]]]:
     return uses, found
 
 
-def plain_step(uses: list[int], weights: list[int], slots: list[int]) -> Step:
-    """Windows of 1 s without a backward, each of one unit."""
-    windows, units = [0.0] * len(uses), [0.0] * len(weights)
-    return Step(forward_s=[1.0] * len(uses), backward_s=windows, forward_host_s=windows, backward_host_s=windows,
-                units=Lists.of((u,) for u in uses), again=Lists.of(() for _ in uses),
-                leaving=Lists.of(() for _ in uses), updated_on=[HOST] * len(weights), weights=weights,
-                gradients=weights, update_s=units, add_s=units, slots=slots, micro=1, h2d=1e9, d2h=1e9, both=1e9,
-                busy=1e9)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_order_is_scheduled_as_the_engine_does(data: st.DataObject) -> None:
@@ -613,7 +604,7 @@ def test_a_streamed_model_uses_its_units_in_the_order_that_is_planned() -> None:
     layers = [u for u, name in enumerate(rt.unit_names) if ".layers." in name]
     uses = [rt.unit_names.index(name) for name in re.findall(r"^compute (\S+) ", rt.core.schedule(), re.MULTILINE)]
     assert [u for u in uses if u in layers] == [u for u in planned_schedule(step)[0] if u in layers]
-    assert [slot.nbytes for slot in rt.slots] == step.slots
+    assert [slot.nbytes for slot in rt.slots] == step.slots.tolist()
     mt.unstream(model)
 
 

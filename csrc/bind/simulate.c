@@ -1,4 +1,4 @@
-/* simulate.c — core/walk.h for Python: arrays come in as buffers of float64 and int64, numbers go out.
+/* simulate.c — core/walk.h for Python: arrays come in as buffers of float64 and int64.
  *
  * A schedule is bytes, three int32 for each of its steps: kind, unit, slot. Nothing is kept. */
 #include "bind.h"
@@ -124,7 +124,8 @@ static int count_in(PyObject *step, const array_field *f, mt_walk *in)
 }
 
 /* Two buffers: where each window's units begin, and all units. */
-static int list_of(views *v, PyObject *pair, const char *name, int64_t n_windows, mt_walk_list *list)
+static int list_of(views *v, PyObject *pair, const char *name, int64_t n_windows,
+                   mt_walk_list *list)
 {
     int64_t n_begin = 0, n = 0;
 
@@ -269,9 +270,11 @@ static PyObject *py_schedule(PyObject *module, PyObject *step)
 
 PyMethodDef mt_walk_methods[] = {
     { "schedule", py_schedule, METH_O,
-      "schedule(step, /)\n--\n\nThe list of schedule.h that the engine makes of a step: three int32 for each entry." },
+      "schedule(step, /)\n--\n\n"
+      "The list of schedule.h that the engine makes of a step: three int32 for each entry." },
     { "walk", py_walk, METH_VARARGS,
       "walk(step, schedule, than, events=False, /)\n--\n\n"
-      "(seconds, forward seconds, busy by row, idle by row, events or None) of a step; None: `than` seconds or more." },
+      "(seconds, forward seconds, busy by row, idle by row, events or None) of a step; None: `than` "
+      "seconds or more." },
     { NULL, NULL, 0, NULL },
 };
