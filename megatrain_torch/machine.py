@@ -532,18 +532,19 @@ def describe(machine: Machine) -> list[tuple[str, str, str]]:
     seq, fwd, bwd = machine.attention[-1]
     rates = machine.disk_read_gbps, machine.disk_write_gbps, machine.disk_both_gbps
     drive = f"not measured: a {DRIVE_NAME}'s data sheet" if rates == DRIVE[:3] else machine.origin("disk_read_gbps")
-    whose = ("the device's part", "the host's part") if machine.one_memory else ("device memory", "host memory")
+    device = "host memory as device memory" if machine.one_memory else "device memory"
     eight = "8bit" in dict(machine.adam8_gparams)
     return [
-        (whose[0], f"{show_bytes(machine.vram_bytes)}, {show_bytes(machine.vram_overhead_bytes)} of it taken", ""),
-        (whose[1], f"{show_bytes(machine.host_bytes)}, {show_bytes(machine.host_overhead_bytes)} of it taken", ""),
+        (device, f"{show_bytes(machine.vram_bytes)}, {show_bytes(machine.vram_overhead_bytes)} of it taken", ""),
+        ("host memory", f"{show_bytes(machine.host_bytes)}, {show_bytes(machine.host_overhead_bytes)} of it taken", ""),
         ("matrix products, best", f"{best:.4g} TFLOP/s", machine.origin("gemm")),
         (f"attention, S={seq}", f"{fwd:.4g} forward, {bwd:.4g} backward TFLOP/s", machine.origin("attention")),
         ("elementwise kernels", f"{machine.hbm_gbps:.4g} GB/s", machine.origin("hbm_gbps")),
         ("host to device, back", f"{machine.h2d_gbps:.4g}, {machine.d2h_gbps:.4g} GB/s", machine.origin("h2d_gbps")),
         ("both ways at once", f"{machine.both_gbps:.4g} GB/s each way", machine.origin("both_gbps")),
         ("both ways beside AdamW", f"{machine.busy_gbps:.4g} GB/s each way", machine.origin("busy_gbps")),
-        (f"AdamW, {threads} threads", f"{adam:.4g} G parameters/s", machine.origin("adam_gparams")),
+        (f"AdamW, {threads} thread" + "s" * (threads > 1), f"{adam:.4g} G parameters/s",
+         machine.origin("adam_gparams")),
         ("with moments of 8 bits", f"{machine.adam_rate(states='8bit') / 1e9:.4g} G parameters/s",
          machine.origin("adam8_gparams") if eight else "not measured: from AdamW's rate"),
         ("a micro-batch's gradients added", f"{machine.add_gparams:.4g} G gradients/s",

@@ -280,8 +280,8 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
 
 def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int]) -> list[Tier]:
     """(title, bytes by what they hold, bytes there are) of both memories, or of both parts of the only one."""
-    titles = ("the device's part", "the host's part") if machine.one_memory else ("device memory", "host memory")
-    return [(titles[0], vram, machine.vram_bytes), (titles[1], host, machine.host_bytes)]
+    return [("host memory as device memory" if machine.one_memory else "device memory", vram, machine.vram_bytes),
+            ("host memory", host, machine.host_bytes)]
 
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:

@@ -90,13 +90,13 @@ def _plan(args: argparse.Namespace, shell: Shell) -> int:
     if args.picture:
         folder.may_write(args.picture, "picture", PICTURES)
     asked = {k: v for k, v in vars(args).items() if k not in NOT_PLANS} | {"nvme": _nvme(args)}
+    config = folder.load_config(folder.model_of(args.model))
     if args.machine is None and resolve(None).device == "cpu":
         if not args.vram:
             sys.stderr.write(f"megatrain: {NO_GPU}\n")
             return 2
         asked["machine"] = card_with(parse_bytes(args.vram, "vram"),
                                      parse_bytes(args.host, "host") or host_limit_bytes())
-    config = folder.load_config(folder.model_of(args.model))
     args.seq = args.seq or min(SEQ, getattr(config, "max_position_embeddings", None) or SEQ, args.tokens or SEQ)
     args.tokens = args.tokens or max(TOKENS // args.seq, 1) * args.seq
     found = plan(config, **asked | {"tokens": args.tokens, "seq": args.seq})
