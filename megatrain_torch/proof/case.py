@@ -108,8 +108,8 @@ class Given:
 class Case:
     """How a module is called.
 
-    given: by name, a Given, a tuple of them, a flag or a word, or the type of a number or a cache. kind: of attention.
-    one_row, one_token: B, or S, is 1: a size of one is no size like others.
+    given: by name, a Given, a tuple of them, a flag or a word, or the type of a number or a cache. kind: which
+    attention. one_row, one_token: B, or S, is 1: a size of one is no size like others.
     """
 
     one_row: bool
