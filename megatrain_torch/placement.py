@@ -80,7 +80,7 @@ GATHERED = (6, 16)
 ON_HOST = ("replay+host", "attention+split", "attention+host", "selective+host", "saved+host")
 PARTS = 8
 LONG_SEQ = 1 << 16          # tokens of a sequence from which attention is most of a layer
-MOST_SIMULATIONS = 1500     # a tenth of a second; a search of a hundred layers takes some hundred
+MOST_SIMULATIONS = 20000    # half a second; a search of a hundred layers takes some hundred
 
 
 @dataclass(frozen=True)
