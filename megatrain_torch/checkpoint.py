@@ -40,8 +40,8 @@ from .guard import plain
 from .limits import host_limits, parse_bytes, show_bytes
 from .optim import CODES, MOMENTS, AdamW
 from .records import Record
+from .registry import runtime_of
 from .tensorfiles import KINDS, Entry, TensorFile, packed
-from .wrap import runtime_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime

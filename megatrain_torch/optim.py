@@ -111,7 +111,7 @@ class AdamW(torch.optim.Optimizer):
         self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
         _import_dynamo()
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
-        clipping.prepare()
+        clipping.prepare(AdamW)
 
     @staticmethod
     def _ask_for_room(runtimes: list[Any]) -> None:
@@ -165,7 +165,7 @@ class AdamW(torch.optim.Optimizer):
             MegatrainError: a worker failed since the last call; its model was unstreamed; nonfinite="raise" and the
                 step before this one was skipped; or in_backward=True and a gradient changed after its update.
         """
-        clipping.prepare()
+        clipping.prepare(AdamW)
         self._check_served()
         self._adopt()
         self._settle()

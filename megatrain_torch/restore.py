@@ -33,9 +33,9 @@ from .formats import LOW_BYTES
 from .mapped import READERS
 from .optim import CODES, MOMENTS, AdamW, _load_moments, decoded, set_master
 from .records import Record
+from .registry import runtime_of
 from .strict import shown
 from .tensorfiles import DTYPES, Extent, Stored, listed
-from .wrap import runtime_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime
