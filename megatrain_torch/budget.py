@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .machine import Machine, resolve
 from .modes import read
 from .templates import spared
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
-    from .window import Window
+from .window import Window
 
 LOGITS_BYTES = 3 << 29        # a chunk of logits, its gradient in place, and the head's gradient in fp32 beside
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -71,7 +68,7 @@ class Budget:
         tokens: the most in a pass so far. chosen: what windows keep of such a pass.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Any) -> None:
         self.runtime = runtime
         self.tokens = 0
         self.chosen: dict[str, str] = {}         # by the window's name

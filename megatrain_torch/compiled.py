@@ -25,16 +25,17 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from . import hf
+from . import hf_calls
 from .errors import MegatrainError
 from .frames import (
     SavedFrame,
+    Streamed,
     Weight,
     _is_cache,
     _pop,
@@ -48,11 +49,7 @@ from .frames import (
 from .guard import HostTensor
 from .lazy import Lazy
 from .templates import Unfit
-from .window import Below
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
-    from .window import Window
+from .window import Below, Window
 
 FOREIGN = "it reads weights of other units"
 BACKEND = "inductor"                 # tests, which have no C++ compiler to wait for, take another
@@ -112,7 +109,7 @@ class Graph:
         with hooks(frame.pack, frame.unpack):
             return self.run(*inputs)
 
-    def _watched(self, rt: Runtime, inputs: tuple[Any, ...]) -> Any:
+    def _watched(self, rt: Streamed, inputs: tuple[Any, ...]) -> Any:
         """The first run keeps its activations: only then is it known whether it can be repeated."""
         before = [(t, t.detach().clone()) for t in inputs if isinstance(t, Tensor) and rt.locate(t) is None]
         random = rt.random_state()
@@ -253,7 +250,14 @@ class Structure:
         self.run = torch.compile(types.FunctionType(code, globals(), name), backend=backend_of(BACKEND))
 
 
-def structure_of(rt: Runtime, window: Window, module: nn.Module) -> Structure:
+class Compiles(Protocol):
+    """The streamed model whose windows are compiled, where `compute` says so: runtime.Runtime."""
+
+    compute: str
+    structures: dict[Any, Structure]
+
+
+def structure_of(rt: Compiles, window: Window, module: nn.Module) -> Structure:
     """The structure of a window: one for all that have the same forward and parameters.
 
     Raises:
@@ -273,7 +277,7 @@ def structure_of(rt: Runtime, window: Window, module: nn.Module) -> Structure:
     return found
 
 
-def compiled_of(rt: Runtime, window: Window, module: nn.Module) -> Compiled | None:
+def compiled_of(rt: Compiles, window: Window, module: nn.Module) -> Compiled | None:
     """What runs the window where compute="compile"; window.unfit says why nothing does."""
     if rt.compute != "compile":
         return None
@@ -353,7 +357,7 @@ class Compiled:
             return None
         window, rt = self.window, self.window.runtime
         try:
-            if hf.hooked(window.hooks) or _has_any_global_hook():
+            if hf_calls.hooked(window.hooks) or _has_any_global_hook():
                 raise Unfit("there are hooks inside it")
             args, kwargs, fill = self._without_cache(args, kwargs)
         except Unfit as reason:
@@ -426,7 +430,7 @@ class Compiled:
             return args, kwargs, lambda: None
         cache, entries = next(iter(caches.values())), Entries()
         number = next(iter(self.numbers), None)
-        if len(caches) > 1 or len(self.numbers) != 1 or not hf.empty_entry(cache, number):
+        if len(caches) > 1 or len(self.numbers) != 1 or not hf_calls.empty_entry(cache, number):
             raise Unfit("its key-value cache is not an empty DynamicCache")
 
         def swapped(v: Any) -> Any:

@@ -15,22 +15,78 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from . import _core
+from .effects import Snapshot
 from .errors import MegatrainError
+from .modes import Mode
+from .records import Record
 from .state import swap_window
-from .swap import Part, hollow, storage_of
-
-if TYPE_CHECKING:
-    from .modes import Mode
-    from .window import Window
+from .swap import Ends, Part, Swap, hollow, storage_of
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class Streamed(Protocol):
+    """The streamed model of a window whose activations are kept, or made again: runtime.Runtime."""
+
+    core: _core.Engine
+    device: torch.device
+    swap: Swap
+    unit_names: list[str]
+    given: int
+
+    @property
+    def handover(self) -> Ends: ...
+
+    def locate(self, t: Tensor) -> tuple[int, int] | None: ...
+
+    def slot_view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor: ...
+
+    def random_state(self) -> tuple[Any, ...]: ...
+
+    def set_random_state(self, s: tuple[Any, ...]) -> None: ...
+
+    def during(self, window: Any, work: str) -> AbstractContextManager[Any]: ...
+
+
+class Stretch(Protocol):
+    """What is run, and run again: window.Window."""
+
+    name: str
+    mode: str
+    proved: bool
+    units: list[int]
+    trainable: list[Record]
+    buffered: Iterable[nn.Module]
+
+    @property
+    def runtime(self) -> Streamed: ...
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def inner(self) -> Any: ...
+
+    def bind_leaves(self, trainable: list[Record] | None = None) -> dict[Record, Tensor]: ...
+
+    def flat_weights(self) -> AbstractContextManager[None]: ...
+
+    def state(self, objects: Sequence[Any] = ()) -> Snapshot: ...
+
+    def snapshot_buffers(self) -> list[Any]: ...
+
+    def restore_buffers(self, snapshot: list[Any]) -> list[Any]: ...
+
+    def _left(self) -> list[Record] | None: ...
 
 
 class Weight:
@@ -87,7 +143,7 @@ def refuse_again(ctx: Any) -> None:
 class SavedFrame:
     """Hooks of a window that keeps its activations."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Stretch) -> None:
         self.runtime = window.runtime
 
     def pack(self, t: Tensor) -> Any:
@@ -106,7 +162,7 @@ class HostFrame(SavedFrame):
     """The same with the tensors in host memory or a file. What came from outside without a gradient (angles, masks) is
     other windows' too, and stays where it is."""
 
-    def __init__(self, window: Window, args: Any, kwargs: Any, mode: Mode) -> None:
+    def __init__(self, window: Stretch, args: Any, kwargs: Any, mode: Mode) -> None:
         super().__init__(window)
         self.bundle = self.runtime.swap.bundle(window, mode)
         fork = Fork()
@@ -132,7 +188,7 @@ class ReplayFrame:
     autocast state from before the first run.
     """
 
-    def __init__(self, window: Window, args: Any, kwargs: Any) -> None:
+    def __init__(self, window: Stretch, args: Any, kwargs: Any) -> None:
         self.window, self.runtime = window, window.runtime
         self.module = window.module                      # the graph may outlive the model
         self.count = 0                                   # tensors saved by the first run

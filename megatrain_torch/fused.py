@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_map
 
-from . import hf
+from . import hf_calls
 from .frames import _pop, _push, keep, refuse_create_graph, restored
 from .modes import LINKED, Mode
 from .proof.case import Case, Refused, Same, numbers_of, structure_of
@@ -300,7 +300,7 @@ class Fused:
     def _taken(self, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
         """x and the rest of the call, as a template takes them, if it may be a single node."""
         window = self.window
-        if hf.hooked(window.hooks) or _has_any_global_hook():
+        if hf_calls.hooked(window.hooks) or _has_any_global_hook():
             raise Unfit("there are hooks inside it")
         if casts(window.runtime.device.type, window.records[0].dtype):
             raise Unfit("autocast is on")

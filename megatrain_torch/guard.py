@@ -17,8 +17,7 @@ from torch import Tensor
 from . import gradient
 
 if TYPE_CHECKING:
-    from .records import Record
-    from .runtime import Runtime
+    from .records import Keeper, Record
 
 _T = Tensor
 _META_GETTERS = ("dtype", "shape", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda",
@@ -83,7 +82,7 @@ class HostTensor(Tensor):
     """A view of a streamed parameter (or of its optimizer state) in host memory."""
 
     _mt: Record
-    _mt_runtime: Runtime                 # held, for as long as somebody has the tensor: records do not
+    _mt_runtime: Keeper                  # held, for as long as somebody has the tensor: records do not
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

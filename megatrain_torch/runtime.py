@@ -472,7 +472,7 @@ class Runtime:
         takes = self.door.enter(in_backward())
         begins = enter() and in_backward() == -1
         try:
-            with masks.spared(self) if begins else contextlib.nullcontext():
+            with masks.spared(self.windows) if begins else contextlib.nullcontext():
                 yield self.begin(who, args, kwargs) if begins else (args, kwargs)
         finally:
             leave()

@@ -10,13 +10,9 @@ nothing was kept none begins early, but for a try every `AGAIN` steps.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .records import Record
-
-if TYPE_CHECKING:
-    from .optim import AdamW
-    from .runtime import Runtime
 
 WRONG, AGAIN = 2, 8
 
@@ -24,7 +20,7 @@ WRONG, AGAIN = 2, 8
 class Speculation:
     """One optimizer's early updates on one streamed model; it does not keep the optimizer alive."""
 
-    def __init__(self, optimizer: AdamW, runtime: Runtime) -> None:
+    def __init__(self, optimizer: Any, runtime: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._runtime = weakref.ref(runtime)
         self._seen: dict[int, int] = {}          # by unit: gradients handed over since the last step
@@ -52,7 +48,7 @@ class Speculation:
         """The optimizer stepped: what comes now belongs to its next."""
         self._expected, self._seen, self._fresh = self._seen, {}, True
 
-    def _look(self, rt: Runtime) -> None:
+    def _look(self, rt: Any) -> None:
         """What became of the last step: its forward has waited for its updates."""
         stats = rt.core.stats()
         kept, undone = stats["committed"], stats["undone"]

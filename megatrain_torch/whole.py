@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ from .frames import ReplayFrame, refuse_again, refuse_create_graph
 from .records import Record, Use
 from .state import graph_stays, in_backward
 
-if TYPE_CHECKING:
-    from .window import Window
-
+Window = Any                 # window.Window, which imports this
 
 class Whole(torch.autograd.Function):
     """Inputs and host parameters in, the window's outputs out."""

@@ -12,7 +12,7 @@ import functools
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,67 @@ from . import masks, whole
 from .door import Door
 from .effects import Places, Snapshot
 from .errors import MegatrainError
-from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push
+from .frames import HostFrame, ReplayFrame, SavedFrame, Streamed, _pop, _push
 from .modes import Mode, read
 from .records import Record, Use
 from .state import enter, in_backward, leave, swap_window
 
-if TYPE_CHECKING:
-    from .compiled import Compiled
-    from .deferred import Head
-    from .fused import Fused
-    from .runtime import Runtime
+
+class Fused(Protocol):
+    """A template that runs a window: fused.Fused. Called, it gives the output, or None: the module's own code runs.
+
+    Attributes:
+        verdict: why it is not used; "" where it is; None before it has been tried. declined: why not for the last call.
+    """
+
+    template: Any
+    verdict: str | None
+    declined: str
+
+    def __call__(self, args: Any, kwargs: Any) -> Tensor | None: ...
+
+    def split(self) -> None: ...
+
+
+class Compiled(Protocol):
+    """torch.compile's graphs of a window: compiled.Compiled. Called, it gives (output,), or None."""
+
+    @property
+    def code(self) -> str: ...
+
+    def __call__(self, args: Any, kwargs: Any, replays: bool) -> tuple[Any] | None: ...
+
+
+class Head(Protocol):
+    """What leaves a window's logits unmade: deferred.Head. Called, it gives what stands for them, or None."""
+
+    declined: str
+
+    def __call__(self, args: Any, kwargs: Any) -> Tensor | None: ...
+
+
+class Model(Streamed, Protocol):
+    """The streamed model that a window is a part of: runtime.Runtime."""
+
+    is_cuda: bool
+    units: list[list[Record]]
+    door: Door
+    activations: str
+    budget: Any                          # what is kept where nobody has said: its `chosen`
+    trace: Any                           # mt.trace's, while it is on
+    bindings: int                        # windows opened and weights fetched outside of them, ever
+
+    def acquire_views(self, unit: int) -> list[Tensor]: ...
+
+    def acquire_leaves(self, unit: int) -> list[Tensor]: ...
+
+    def own_outputs(self, out: Any) -> Any: ...
+
+    def mode_of(self, window: Window) -> str: ...
+
+    def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+
+    def forget_lazy(self) -> None: ...
 
 
 class Bind(torch.autograd.Function):
@@ -94,7 +145,7 @@ class Window:
         proved: a first replayed run has shown that inputs are not written in place.
     """
 
-    def __init__(self, runtime: Runtime, name: str, module: nn.Module, records: list[Record]) -> None:
+    def __init__(self, runtime: Model, name: str, module: nn.Module, records: list[Record]) -> None:
         self.runtime, self.name, self.records = runtime, name, records
         self.units = list(dict.fromkeys(r.unit for r in records))
         self._module, own = weakref.ref(module), module.forward      # which has this window
@@ -147,6 +198,11 @@ class Window:
             return "template, once it has been tried"
         why = self.fused.verdict or self.fused.declined
         return f"its own ({why})" if why else "template"
+
+    @property
+    def spares_masks(self) -> bool:
+        """A template runs it, or is about to be tried, that goes by what a stand-in for a mask says."""
+        return self.fused is not None and self.fused.template.swaps and not self.fused.verdict
 
     @property
     def item(self) -> int:
