@@ -21,9 +21,9 @@ from typing import NamedTuple
 PACKAGE = "megatrain_torch"
 C = f"{PACKAGE}._core"  # may be looked at by everybody, looks at nobody
 
-# In the order in which a reader meets them. What lies in no folder is a room of its own: the door of the package, and
-# the command line, whose verbs use the package as everybody does.
-ROOMS = ("base", "store", "graph", "fused", "figures", "plan", "optim", "model", "checkpoint", "report",
+# In the order in which a reader meets them. What lies in no folder is a room of its own: layer ops, which others may
+# use, the door of the package, and the command line, whose verbs use the package as everybody does.
+ROOMS = ("base", "ops", "store", "graph", "fused", "figures", "planning", "optim", "model", "checkpoint", "reports",
          PACKAGE, "commands", "cli")
 
 # Where modules belong that lie in no room's folder yet.
@@ -31,13 +31,13 @@ FLAT = {
     "base": "arguments errors formats limits modes packed patches repeating slots strict touch units",
     "store": "arrive disk gradient guard lazy mapped records state tensorfiles",
     "graph": "door effects frames handover hf_calls masks swap whole window",
-    "fused": "compiled deferred fused loss ops proof templates",
+    "fused": "compiled deferred fused loss proof runner templates",
     "figures": "report tiers timeline",
-    "plan": "cost doctor machine placement planner preflight shapes simulate tracks",
+    "planning": "cost doctor machine placement planner preflight shapes simulate tracks",
     "optim": "astray clipping optim speculate",
     "model": "budget hf pretrained registry runtime wrap",
     "checkpoint": "checkpoint contents likeness manifest restore",
-    "report": "api storage tracing",
+    "reports": "api storage tracing",
 }
 ROOM_OF = {name: room for room, names in FLAT.items() for name in names.split()}
 
