@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from .limits import show_bytes
-from .optim import master
+from .masters import master
 from .registry import runtime_of
 from .report import COUNTED, StepReport
 from .state import enter, in_backward, leave

@@ -38,7 +38,8 @@ from .errors import MegatrainError
 from .formats import LOW_BYTES
 from .guard import plain
 from .limits import host_limits, parse_bytes, show_bytes
-from .optim import CODES, MOMENTS, AdamW
+from .moments import CODES, MOMENTS
+from .optim import AdamW
 from .records import Record
 from .registry import runtime_of
 from .tensorfiles import KINDS, Entry, TensorFile, packed

@@ -31,7 +31,9 @@ from .contents import MASTERS
 from .errors import MegatrainError
 from .formats import LOW_BYTES
 from .mapped import READERS
-from .optim import CODES, MOMENTS, AdamW, _load_moments, decoded, set_master
+from .masters import set_master
+from .moments import CODES, MOMENTS, decoded, load_moments
+from .optim import AdamW
 from .records import Record
 from .registry import runtime_of
 from .strict import shown
@@ -429,7 +431,7 @@ def _read_moments(record: Record, name: str, source: _Checkpoint, reads: _Reads)
     values = dict(zip(keys, map(reads.fresh, stored)))
 
     def convert() -> None:
-        _load_moments(record, values)
+        load_moments(record, values)
         rt.push(record, *record.moments)
 
     return convert

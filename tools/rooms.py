@@ -34,7 +34,7 @@ FLAT = {
     "fused": "compiled deferred fused loss proof runner templates",
     "figures": "report tiers timeline",
     "planning": "cost doctor machine placement planner preflight shapes simulate tracks",
-    "optim": "astray clipping optim speculate",
+    "optim": "astray clipping masters moments optim speculate unstreamed",
     "model": "budget hf pretrained registry runtime wrap",
     "checkpoint": "checkpoint contents likeness manifest restore",
     "reports": "api storage tracing",
