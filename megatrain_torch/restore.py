@@ -17,16 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, contents, likeness, manifest
-from .checkpoint import (
-    INDEX,
-    OURS,
-    TORCHS,
-    TRAINING,
-    buffers_of,
-    kind_of,
-    names_of,
-    set_random_states,
-)
 from .contents import MASTERS
 from .errors import MegatrainError
 from .formats import LOW_BYTES
@@ -34,6 +24,8 @@ from .mapped import READERS
 from .masters import set_master
 from .moments import CODES, MOMENTS, decoded, load_moments
 from .optim import AdamW
+from .parts import INDEX, OURS, TORCHS, TRAINING, buffers_of, kind_of, names_of
+from .randomness import set_random_states
 from .records import Record
 from .registry import runtime_of
 from .strict import shown

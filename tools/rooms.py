@@ -30,13 +30,13 @@ ROOMS = ("base", "ops", "store", "graph", "fused", "figures", "planning", "optim
 FLAT = {
     "base": "arguments errors formats limits modes packed patches repeating slots strict touch units",
     "store": "arrive disk gradient guard lazy mapped records state tensorfiles",
-    "graph": "door effects frames handover hf_calls masks swap whole window",
+    "graph": "door effects frames generators handover hf_calls masks swap whole window",
     "fused": "compiled deferred fused loss proof runner templates",
     "figures": "report tiers timeline",
     "planning": "cost doctor machine placement planner preflight shapes simulate tracks",
     "optim": "astray clipping masters moments optim speculate unstreamed",
     "model": "budget hf pretrained registry runtime wrap",
-    "checkpoint": "checkpoint contents likeness manifest restore",
+    "checkpoint": "checkpoint contents likeness manifest parts randomness restore saving",
     "reports": "api storage tracing",
 }
 ROOM_OF = {name: room for room, names in FLAT.items() for name in names.split()}
