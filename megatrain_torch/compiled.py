@@ -46,6 +46,7 @@ from .frames import (
     restored,
     set_autocast_state,
 )
+from .generators import random_state, set_random_state
 from .guard import HostTensor
 from .lazy import Lazy
 from .templates import Unfit
@@ -112,9 +113,9 @@ class Graph:
     def _watched(self, rt: Streamed, inputs: tuple[Any, ...]) -> Any:
         """The first run keeps its activations: only then is it known whether it can be repeated."""
         before = [(t, t.detach().clone()) for t in inputs if isinstance(t, Tensor) and rt.locate(t) is None]
-        random = rt.random_state()
+        random = random_state(rt.device)
         out = self.run(*inputs)
-        self.draws = not all(map(torch.equal, random, rt.random_state()))
+        self.draws = not all(map(torch.equal, random, random_state(rt.device)))
         self.repeats = all(torch.equal(t, was) for t, was in before)
         return out
 
@@ -130,7 +131,7 @@ class GraphFrame:
         self.count = 0                                   # tensors saved by the first run
         self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
         self.inputs = [self._kept(t) for t in inputs]
-        self.random = self.runtime.random_state() if graph.draws else None
+        self.random = random_state(self.runtime.device) if graph.draws else None
         self.autocast = autocast_state(self.runtime.device.type)
 
     def _handle(self, t: Tensor) -> Any:
@@ -188,17 +189,17 @@ class GraphFrame:
     def _as_it_was(self) -> Iterator[None]:
         """Random numbers and autocast as the first run met them; put back after."""
         rt = self.runtime
-        random, autocast = rt.random_state() if self.graph.draws else None, autocast_state(rt.device.type)
+        random, autocast = random_state(rt.device) if self.graph.draws else None, autocast_state(rt.device.type)
         try:
             if self.random is not None:
-                rt.set_random_state(self.random)
+                set_random_state(rt.device, self.random)
             set_autocast_state(rt.device.type, self.autocast)
             with torch.enable_grad():
                 yield
         finally:
             set_autocast_state(rt.device.type, autocast)
             if random is not None:
-                rt.set_random_state(random)
+                set_random_state(rt.device, random)
 
 
 @contextlib.contextmanager
@@ -363,7 +364,7 @@ class Compiled:
         except Unfit as reason:
             self.declined = str(reason)
             return None
-        random, buffers = rt.random_state(), window.snapshot_buffers()
+        random, buffers = random_state(rt.device), window.snapshot_buffers()
         state = window.state() if not self.pieces else None          # it may fail where it has not worked before
         try:
             out = self._run(args, kwargs, replays)
@@ -375,7 +376,7 @@ class Compiled:
             fill()
             self.declined = ""
             return (out,)
-        rt.set_random_state(random)          # pieces before the one that failed may have run
+        set_random_state(rt.device, random)          # pieces before the one that failed may have run
         if state is not None:
             state.restore()
         window.restore_buffers(buffers)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from . import _core
 from .effects import Snapshot
 from .errors import MegatrainError
+from .generators import random_state, set_random_state
 from .modes import Mode
 from .records import Record
 from .state import swap_window
@@ -49,10 +50,6 @@ class Streamed(Protocol):
     def locate(self, t: Tensor) -> tuple[int, int] | None: ...
 
     def slot_view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor: ...
-
-    def random_state(self) -> tuple[Any, ...]: ...
-
-    def set_random_state(self, s: tuple[Any, ...]) -> None: ...
 
     def during(self, window: Any, work: str) -> AbstractContextManager[Any]: ...
 
@@ -206,7 +203,7 @@ class ReplayFrame:
         self.state = window.state(fork.shared)
         self.changes = False                             # did the first run change what is kept there?
         self.shapes: list[Any] | None = [] if self.clones is not None else None
-        self.random = self.runtime.random_state()
+        self.random = random_state(self.runtime.device)
         self.autocast = autocast_state(self.runtime.device.type)
         self.versions = [self.runtime.core.version(u) for u in window.units]
 
@@ -278,13 +275,13 @@ class ReplayFrame:
         """Inputs, weights, buffers, random numbers and autocast as the first run met them; put back after."""
         self._check()
         rt, window = self.runtime, self.window
-        saved_random = rt.random_state()
+        saved_random = random_state(rt.device)
         saved_autocast = autocast_state(rt.device.type)
         now, saved_buffers = window.state(self.objects), window.restore_buffers(self.buffers)
         self.state.restore(now)
         outer, opened = None, False
         try:
-            rt.set_random_state(self.random)
+            set_random_state(rt.device, self.random)
             set_autocast_state(rt.device.type, (*self.autocast[:2], False, *self.autocast[3:]))
             with torch.enable_grad():
                 inputs = Fork(as_results=True).call(*self.inputs)
@@ -299,7 +296,7 @@ class ReplayFrame:
             now.restore()
             window.restore_buffers(saved_buffers)
             set_autocast_state(rt.device.type, saved_autocast)
-            rt.set_random_state(saved_random)
+            set_random_state(rt.device, saved_random)
 
     def _refuse(self, what: str) -> None:
         raise MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "

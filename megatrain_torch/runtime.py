@@ -605,19 +605,6 @@ class Runtime:
         found = {w.name: chosen.get(w.name, "") if mode == "auto" else mode for w, mode in asked.items()}
         return {name: "replay" if mode == "whole" else mode for name, mode in found.items() if mode}
 
-    # ---- random numbers ----
-
-    def random_state(self) -> tuple[Any, ...]:
-        return tuple([g.get_state() for g in self._generators()])
-
-    def set_random_state(self, s: tuple[Any, ...]) -> None:
-        for g, state in zip(self._generators(), s):
-            g.set_state(state)
-
-    def _generators(self) -> list[torch.Generator]:
-        cpu = torch.default_generator
-        return [cpu, torch.cuda.default_generators[self.device.index]] if self.is_cuda else [cpu]
-
     def drain(self) -> None:
         """Everything under way is over: gradients home, updates done."""
         self.core.drain()
