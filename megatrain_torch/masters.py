@@ -22,24 +22,24 @@ def lacks_master(record: Record) -> bool:
 def make_master(record: Record) -> None:
     """Of a parameter that lacks one: its own values are it."""
     rt = record.runtime
-    rt.wait_updates(record)
-    rt.own_states(record)
+    rt.planes.wait_updates(record)
+    rt.planes.own_states(record)
     exact, record.exact = record.exact, None
     if exact is not None and record.writes == 0:
         set_master(record.param, exact)      # what lies just between two bf16 values may become the other one
     elif record.dtype == torch.float16:
         record.view("MASTER").copy_(record.host)
-        rt.push(record, "MASTER")
+        rt.planes.push(record, "MASTER")
     else:
         record.view("LO").zero_()
-        rt.push(record, "LO")
+        rt.planes.push(record, "LO")
 
 
 def master(p: StreamedParameter) -> Tensor:
     """The fp32 value of a streamed parameter: [shape] fp32, a copy. Waits for its update."""
     record: Record = p._mt
-    record.runtime.wait_updates(record)
-    record.runtime.bring_states(record)
+    record.runtime.planes.wait_updates(record)
+    record.runtime.planes.bring_states(record)
     if record.low_bytes and record.master_writes == record.writes and record.master_writes >= 0:
         out = torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
         _core.split_join(record.host.data_ptr(), record.view("LO").data_ptr(), out.data_ptr(), record.numel,
@@ -57,8 +57,8 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
     record: Record = p._mt
     value = torch.empty_strided(record.shape, record.stride, dtype=torch.float32).copy_(plain(value))
     record.runtime.core.wait_updates(record.unit)
-    record.runtime.before_write(record)
-    record.runtime.own_states(record)
+    record.runtime.planes.before_write(record)
+    record.runtime.planes.own_states(record)
     with torch.no_grad():
         if record.low_bytes:
             _core.split_set(value.data_ptr(), record.host.data_ptr(), record.view("LO").data_ptr(), record.numel,
@@ -67,6 +67,6 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
             record.host.copy_(value)
             if record.dtype == torch.float16:
                 record.view("MASTER").copy_(value)
-    record.runtime.after_write(record)
-    record.runtime.push(record, "LO", "MASTER")
+    record.runtime.planes.after_write(record)
+    record.runtime.planes.push(record, "LO", "MASTER")
     record.master_writes = record.writes

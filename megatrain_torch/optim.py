@@ -211,7 +211,7 @@ class AdamW(torch.optim.Optimizer):
         params = [rt.units[u][item[0]].param for u, items in units for item in items]
         for u, _ in units:
             if u in rt.filed:                # what is updated there is not what was written here
-                rt.notice_writes(rt.units[u])
+                rt.planes.notice_writes(rt.units[u])
         rt.arrivals.bring(u for u, _ in units)
         handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), params)
         for p in params:
@@ -388,15 +388,15 @@ class AdamW(torch.optim.Optimizer):
             return 0, record.written
         grad = plain(gradient.standing(record))
         rt.core.wait_grads(record.unit)
-        rt.wait_used(record)
+        rt.planes.wait_used(record)
         if gradient.kept(record):            # plane GRAD is somebody's
             lent = rt.handover.lent.setdefault(record.unit, {})
             own = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="cpu")
             lent[record] = own.copy_(grad)
             return lent[record].data_ptr(), True
-        rt.own_states(record)
+        rt.planes.own_states(record)
         record.view("GRAD").copy_(grad)
-        rt.push(record, "GRAD")
+        rt.planes.push(record, "GRAD")
         return 0, True
 
     def _check_used(self, record: Record) -> None:
@@ -419,7 +419,7 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError(f"{record.name}: AdamW trains fp32, bf16 and fp16 parameters, not {record.dtype}")
         rt = record.runtime
         if record.host._version != record.version:
-            rt.after_write(record)
+            rt.planes.after_write(record)
         if p not in self.state:
             self._begin_state(p, record)
         elif record.owner is None:
@@ -436,7 +436,7 @@ class AdamW(torch.optim.Optimizer):
                     make_master(r)
                     r.master_writes = r.writes
             if rt.away(record.unit):
-                rt.notice_writes(rt.units[record.unit])      # whose copies go now
+                rt.planes.notice_writes(rt.units[record.unit])      # whose copies go now
                 rt.take(record.unit)
         record.exact, record.master_writes = None, record.writes
 
@@ -449,11 +449,11 @@ class AdamW(torch.optim.Optimizer):
         self.state[p] = StoreStates(step=torch.zeros(()), **views)
         self._counts[p] = 0
         if record.owner is not None:
-            record.runtime.wait_used(record)
-            record.runtime.own_states(record)
+            record.runtime.planes.wait_used(record)
+            record.runtime.planes.own_states(record)
             for plane in record.moments:
                 record.view(plane).zero_()
-            record.runtime.push(record, *record.moments)
+            record.runtime.planes.push(record, *record.moments)
         record.owner = weakref.ref(self)
 
     # ---- updating inside backward ----
@@ -566,8 +566,8 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError("AdamW: this parameter has no states here yet: step() makes them")
         if not isinstance(p, StreamedParameter):
             return tuple(self.state[p][name].to(torch.float32, copy=True) for name in MOMENTS)
-        p._mt.runtime.wait_used(p._mt)
-        p._mt.runtime.bring_states(p._mt)
+        p._mt.runtime.planes.wait_used(p._mt)
+        p._mt.runtime.planes.bring_states(p._mt)
         return moments_of(p._mt)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -599,7 +599,7 @@ class AdamW(torch.optim.Optimizer):
             self._begin_state(p, record)
             self.state[p]["step"].fill_(float(values["step"]))
             load_moments(record, values)
-            record.runtime.push(record, *record.moments)
+            record.runtime.planes.push(record, *record.moments)
             self._counts[p] = int(values["step"])
             self._keys[p] = key
             if "master" in values:

@@ -55,7 +55,7 @@ def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, s
         opt._settle()
     names = names_of(model)
     with torch.no_grad():
-        rt.notice_writes(rt.records)
+        rt.planes.notice_writes(rt.records)
         rt.core.drain()
         weights, states = _weights(model, names), _states(opt, names)
     stem = "model" if _has_its_names(model) else "weights"

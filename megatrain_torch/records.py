@@ -30,24 +30,8 @@ class HandsOver(Protocol):
              ) -> list[Tensor | None]: ...
 
 
-class Keeper(Protocol):
-    """What a record, and tensors over its memory, ask of the streamed model that it belongs to: runtime.Runtime.
-
-    Attributes:
-        states: how AdamW's are kept. settled: units that live on the device.
-        given: places of parameters that have something else: functional_call.
-    """
-
-    core: _core.Engine
-    device: torch.device
-    states: str
-    given: int
-
-    @property
-    def settled(self) -> Container[int]: ...
-
-    @property
-    def handover(self) -> HandsOver: ...
+class HostPlanes(Protocol):
+    """What is waited for before host memory is read or written, and told after: planes.Planes."""
 
     # ---- before host memory is read ----
 
@@ -70,6 +54,29 @@ class Keeper(Protocol):
     def push(self, record: Record, *planes: str) -> None: ...
 
     def replace_data(self, p: Tensor, value: Tensor) -> None: ...
+
+
+class Keeper(Protocol):
+    """What a record, and tensors over its memory, ask of the streamed model that it belongs to: runtime.Runtime.
+
+    Attributes:
+        states: how AdamW's are kept. settled: units that live on the device.
+        given: places of parameters that have something else: functional_call.
+    """
+
+    core: _core.Engine
+    device: torch.device
+    states: str
+    given: int
+
+    @property
+    def settled(self) -> Container[int]: ...
+
+    @property
+    def handover(self) -> HandsOver: ...
+
+    @property
+    def planes(self) -> HostPlanes: ...
 
     # ---- reads in a forward, outside of windows ----
 

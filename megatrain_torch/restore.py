@@ -384,8 +384,8 @@ def _load_buffers(model: nn.Module, source: _Checkpoint) -> None:
 
 def _load_unit(rt: Runtime, records: list[Record], source: _Checkpoint, names: dict[Tensor, str],
                opt: torch.optim.Optimizer | None) -> None:
-    rt.before_write(records[0])
-    rt.own_states(records[0])
+    rt.planes.before_write(records[0])
+    rt.planes.own_states(records[0])
     reads = _Reads(source)
     finish = [_load_record(r, names[r.param], source, reads, opt) for r in records]
     reads.go()
@@ -419,12 +419,12 @@ def _read_moments(record: Record, name: str, source: _Checkpoint, reads: _Reads)
     if source.body["states"] == rt.states and all(map(_fits, planes, stored)):
         for plane, s in zip(planes, stored):
             reads.into(s, plane)
-        return lambda: rt.push(record, *record.moments)
+        return lambda: rt.planes.push(record, *record.moments)
     values = dict(zip(keys, map(reads.fresh, stored)))
 
     def convert() -> None:
         load_moments(record, values)
-        rt.push(record, *record.moments)
+        rt.planes.push(record, *record.moments)
 
     return convert
 
@@ -450,9 +450,9 @@ def _read_weights(record: Record, name: str, source: _Checkpoint, reads: _Reads,
 
 
 def _written(record: Record, master: str) -> None:
-    record.runtime.after_write(record)
+    record.runtime.planes.after_write(record)
     if master:
-        record.runtime.push(record, master)
+        record.runtime.planes.push(record, master)
         record.master_writes = record.writes
 
 
@@ -460,7 +460,7 @@ def _widen(record: Record, weight: Tensor, rest: Tensor | None, master: str, low
     """From other types, or another order in memory: by way of fp32, which all of them fit into."""
     if not weight.is_floating_point() or not (master or record.low_bytes or record.dtype == torch.float16):
         record.host.copy_(weight)
-        record.runtime.after_write(record)
+        record.runtime.planes.after_write(record)
         return
     value = weight.to(torch.float32)
     if master == "LO":

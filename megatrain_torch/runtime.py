@@ -21,11 +21,11 @@ from .disk import BLOCKS, BUFFER_BYTES, BUFFERS, THREADS, Disk
 from .door import Door
 from .errors import MegatrainError
 from .fused import Proofs
-from .guard import plain
 from .handover import HandOver
 from .lazy import Lazy
 from .limits import show_bytes
 from .modes import Mode, read
+from .planes import Planes, mask
 from .records import Record
 from .state import enter, in_backward, leave
 from .swap import Swap
@@ -33,13 +33,6 @@ from .templates import Weights
 from .window import Window
 
 _use_count = torch._C._storage_Use_Count
-
-
-def _mask(planes: Iterable[str]) -> int:
-    return sum(1 << _core.PLANES[p] for p in planes)
-
-
-STATE_PLANES = _mask(("LO", "MASTER", "M", "V", "SCALE"))
 
 
 def _references(tensors: list[Tensor]) -> int:
@@ -162,6 +155,7 @@ class Runtime:
         self.slots: list[Slot] = []
         own = weakref.proxy(self)            # for what only this has
         self.handover = HandOver(own)
+        self.planes = Planes(core, own)
         self.door = Door(type(root).__name__, self.is_cuda)
         self.activations, self.compute = "auto", "auto"
         self.structures: dict[Any, Structure] = {}           # of windows that torch.compile runs
@@ -267,7 +261,7 @@ class Runtime:
 
     def file_weights(self, unit: int) -> None:
         """Weights that were put into the unit's plane go to the file; their memory is given back."""
-        self.core.push(unit, -1, _mask(("HI",)))
+        self.core.push(unit, -1, mask(("HI",)))
         self.filed.add(unit)
         self.take(unit)
 
@@ -373,47 +367,7 @@ class Runtime:
         with torch.no_grad():
             return record.host.to(self.device, copy=True)
 
-    # ---- host reads and writes ----
-
-    def wait_updates(self, record: Record) -> None:
-        """The weights may be read in host memory. Raises: a unit at home elsewhere has no room for a copy there."""
-        self._want_weights(record.unit)
-        self.core.wait_updates(record.unit)
-
-    def _want_weights(self, unit: int) -> None:
-        if self.away(unit):
-            self.room.weights(self.core, unit)
-
-    def wait_used(self, record: Record) -> None:
-        """No update of the unit is under way; nothing is brought. Of units on the device: ACC has no host copy."""
-        if record.unit in self.settled:
-            self.core.bring(record.unit, _mask(("ACC",)))
-        else:
-            self.core.updated(record.unit)
-
-    def wait_grads(self, record: Record) -> None:
-        self.core.wait_grads(record.unit)
-
-    def bring_states(self, record: Record) -> None:
-        """Host copies of masters and moments are current; only units on the device, those whose update began early,
-        and those whose states are on disk have anything to do."""
-        if record.unit in self.settled or record.unit in self.speculated or record.unit in self.on_disk:
-            if self.saving is not None:      # whose copies of the unit go when it has them
-                self.core.wait_saved(record.unit)
-            self.core.bring(record.unit, STATE_PLANES)
-
-    def own_states(self, record: Record) -> None:
-        """Masters, moments or gradients are about to be written as a whole: no update that began early uses them, and
-        no copy is on its way to them, or into a checkpoint."""
-        if self.saving is not None:
-            self.core.wait_saved(record.unit)
-        if record.unit in self.speculated or record.unit in self.arrivals.units:
-            self.core.bring(record.unit, STATE_PLANES)
-
-    def push(self, record: Record, *planes: str) -> None:
-        """These host planes were written: the device takes their values, or the file, where the unit has them there."""
-        if record.unit in self.settled or record.unit in self.on_disk:
-            self.core.push(record.unit, record.index, _mask(planes))
+    # ---- saves ----
 
     def finish_save(self) -> None:
         """Waits for a save that is under way, and tells what went wrong with it, unless its own wait() did.
@@ -431,38 +385,6 @@ class Runtime:
             raise MegatrainError(self.broken)
         if self.saving is not None and self.saving.over:
             self.finish_save()
-
-    def before_write(self, record: Record) -> None:
-        """As `wait_updates`, and nothing reads them for the device."""
-        self._want_weights(record.unit)
-        self.core.wait_fetch(record.unit)
-
-    def notice_writes(self, records: Iterable[Record]) -> None:
-        """What was written past the guard, by an operation that does not say that it writes, is told like the rest."""
-        for r in records:
-            if r.host._version != r.version:
-                self.core.wait_fetch(r.unit)
-                self.after_write(r)
-
-    def after_write(self, record: Record) -> None:
-        if record.unit in self.filed:        # first: who asks for the new version reads it there
-            self.core.bring(record.unit, _mask(("HI",)))     # it was: else zeros would go there
-            self.push(record, "HI")
-        self.core.touch(record.unit)
-        record.writes += 1
-        if record.host is not None:
-            record.version = record.host._version
-
-    def replace_data(self, p: Tensor, value: Tensor) -> None:
-        """`p.data = x`: the values are copied in; the parameter keeps its place in the store."""
-        record = p._mt
-        if value.shape != record.shape or value.dtype != record.dtype:
-            raise MegatrainError(
-                f"{record.name}: .data of shape {list(value.shape)} {value.dtype} does not fit the streamed parameter "
-                f"of shape {list(record.shape)} {record.dtype}; mt.unstream(model) before changing it")
-        with torch.no_grad():
-            record.host.copy_(plain(value))
-        self.after_write(record)
 
     # ---- a root forward ----
 
@@ -526,7 +448,7 @@ class Runtime:
     def _refresh(self) -> None:
         """Notices what the user changed on parameters since the last pass: values; and requires_grad, which a pass that
         records nothing need not know: adapters are switched for one, and back before the backward of another."""
-        self.notice_writes(self.records)
+        self.planes.notice_writes(self.records)
         if self._split is None or torch.is_grad_enabled():
             self.follow()
 
