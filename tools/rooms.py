@@ -23,7 +23,7 @@ C = f"{PACKAGE}._core"  # may be looked at by everybody, looks at nobody
 
 # In the order in which a reader meets them. What lies in no folder is a room of its own: layer ops, which others may
 # use, the door of the package, and the command line, whose verbs use the package as everybody does.
-ROOMS = ("base", "ops", "store", "graph", "fused", "figures", "planning", "optim", "model", "checkpoint", "reports",
+ROOMS = ("base", "ops", "store", "graph", "fused", "figures", "plans", "optim", "model", "checkpoint", "reports",
          PACKAGE, "commands", "cli")
 
 # Where modules belong that lie in no room's folder yet.
@@ -33,9 +33,9 @@ FLAT = {
     "graph": "door effects frames generators handover hf_calls masks swap whole window",
     "fused": "compiled deferred fused loss proof runner templates",
     "figures": "report tiers timeline",
-    "planning": "cost doctor machine placement planner preflight shapes simulate tracks",
+    "plans": "changes cost doctor machine placement planner preflight shapes simulate tracks",
     "optim": "astray clipping masters moments optim speculate unstreamed",
-    "model": "budget hf pretrained registry runtime wrap",
+    "model": "budget cap hf moving planning pretrained registry runtime wrap",
     "checkpoint": "checkpoint contents likeness manifest parts randomness restore saving",
     "reports": "api storage tracing",
 }
