@@ -112,7 +112,7 @@ class Graph:
 
     def _watched(self, rt: Streamed, inputs: tuple[Any, ...]) -> Any:
         """The first run keeps its activations: only then is it known whether it can be repeated."""
-        before = [(t, t.detach().clone()) for t in inputs if isinstance(t, Tensor) and rt.locate(t) is None]
+        before = [(t, t.detach().clone()) for t in inputs if isinstance(t, Tensor) and rt.ring.locate(t) is None]
         random = random_state(rt.device)
         out = self.run(*inputs)
         self.draws = not all(map(torch.equal, random, random_state(rt.device)))
@@ -135,7 +135,7 @@ class GraphFrame:
         self.autocast = autocast_state(self.runtime.device.type)
 
     def _handle(self, t: Tensor) -> Any:
-        where = self.runtime.locate(t)
+        where = self.runtime.ring.locate(t)
         return Weight(self.runtime, *where, t) if where is not None else keep(t)
 
     def _kept(self, t: Any) -> Any:

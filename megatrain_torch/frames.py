@@ -35,6 +35,14 @@ _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
+class Located(Protocol):
+    """Knows where weights are on the device: ring.Ring."""
+
+    def locate(self, t: Tensor) -> tuple[int, int] | None: ...
+
+    def view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor: ...
+
+
 class Streamed(Protocol):
     """The streamed model of a window whose activations are kept, or made again: runtime.Runtime."""
 
@@ -47,9 +55,8 @@ class Streamed(Protocol):
     @property
     def handover(self) -> Ends: ...
 
-    def locate(self, t: Tensor) -> tuple[int, int] | None: ...
-
-    def slot_view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor: ...
+    @property
+    def ring(self) -> Located: ...
 
     def during(self, window: Any, work: str) -> AbstractContextManager[Any]: ...
 
@@ -102,7 +109,7 @@ class Weight:
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: weights of unit {self.runtime.unit_names[self.unit]!r} were updated between "
                 "forward and backward; call backward() before step()")
-        return self.runtime.slot_view(self.unit, self.offset, self.dtype, self.size, self.stride)
+        return self.runtime.ring.view(self.unit, self.offset, self.dtype, self.size, self.stride)
 
 
 def keep(t: Tensor) -> tuple[Tensor, int]:
@@ -144,7 +151,7 @@ class SavedFrame:
         self.runtime = window.runtime
 
     def pack(self, t: Tensor) -> Any:
-        where = self.runtime.locate(t)
+        where = self.runtime.ring.locate(t)
         if where is not None:
             return Weight(self.runtime, *where, t)
         return keep(t)
@@ -311,7 +318,7 @@ class ReplayFrame:
             number += 1
             if shapes is not None and shapes[number] != t.shape:
                 self._refuse(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
-            where = rt.locate(t)
+            where = rt.ring.locate(t)
             saved[number] = handle = Weight(rt, *where, t) if where is not None else keep(t)
             if number >= last:
                 raise _StopReplay

@@ -227,7 +227,7 @@ class Fused:
     def weights(self) -> Weights:
         rt, window = self.window.runtime, self.window
         if window.alone:
-            return rt.acquire_weights(window.units[0], self.names)
+            return rt.ring.weights(window.units[0], tuple(self.names))
         return Weights(dict(zip(self.names, window.views(window.records))))
 
     def versions(self) -> list[int]:

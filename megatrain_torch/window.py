@@ -21,7 +21,7 @@ from . import masks, whole
 from .door import Door
 from .effects import Places, Snapshot
 from .errors import MegatrainError
-from .frames import HostFrame, ReplayFrame, SavedFrame, Streamed, _pop, _push
+from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
 from .modes import Mode, read
 from .records import Record, Use
 from .state import enter, in_backward, leave, swap_window
@@ -60,6 +60,16 @@ class Head(Protocol):
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None: ...
 
 
+class Ring(Located, Protocol):
+    """Gives a unit's weights on the device, and waits for them: ring.Ring."""
+
+    def views(self, unit: int) -> list[Tensor]: ...
+
+    def leaves(self, unit: int) -> list[Tensor]: ...
+
+    def own_outputs(self, out: Any) -> Any: ...
+
+
 class Model(Streamed, Protocol):
     """The streamed model that a window is a part of: runtime.Runtime."""
 
@@ -69,13 +79,8 @@ class Model(Streamed, Protocol):
     activations: str
     budget: Any                          # what is kept where nobody has said: its `chosen`
     trace: Any                           # mt.trace's, while it is on
+    ring: Ring
     bindings: int                        # windows opened and weights fetched outside of them, ever
-
-    def acquire_views(self, unit: int) -> list[Tensor]: ...
-
-    def acquire_leaves(self, unit: int) -> list[Tensor]: ...
-
-    def own_outputs(self, out: Any) -> Any: ...
 
     def mode_of(self, window: Window) -> str: ...
 
@@ -222,11 +227,11 @@ class Window:
         """Fresh tensors over the slots for these records. Acquires their units."""
         rt = self.runtime
         if len(self.units) == 1:
-            cached = rt.acquire_views(self.units[0])
+            cached = rt.ring.views(self.units[0])
             return [cached[r.index].detach() for r in records]
         out = {}
         for unit in self.units:
-            cached = rt.acquire_views(unit)
+            cached = rt.ring.views(unit)
             out.update({r: cached[r.index].detach() for r in records if r.unit == unit})
         return [out[r] for r in records]
 
@@ -241,10 +246,10 @@ class Window:
     def bind_shared(self) -> dict[Record, Tensor]:
         """Slot tensors for a run that records nothing: the slots' own, not made anew."""
         if self.alone:
-            return dict(zip(self.records, self.runtime.acquire_leaves(self.units[0])))
+            return dict(zip(self.records, self.runtime.ring.leaves(self.units[0])))
         bound = {}
         for unit in self.units:
-            leaves = self.runtime.acquire_leaves(unit)
+            leaves = self.runtime.ring.leaves(unit)
             bound.update({r: leaves[r.index] for r in self.records if r.unit == unit})
         return bound
 
@@ -331,7 +336,7 @@ class Window:
             _push(frame.pack, frame.unpack)
         try:
             with self.flat_weights():
-                return self.runtime.own_outputs(self.inner(*args, **kwargs))
+                return self.runtime.ring.own_outputs(self.inner(*args, **kwargs))
         finally:
             if left:
                 _pop()
@@ -391,7 +396,7 @@ class Window:
             if frame is not None:
                 _pop()
             torch.set_autocast_cache_enabled(cached_casts)
-        return self.runtime.own_outputs(out)
+        return self.runtime.ring.own_outputs(out)
 
     @property
     def draws_unseen(self) -> bool:

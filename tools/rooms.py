@@ -35,7 +35,7 @@ FLAT = {
     "figures": "report tiers timeline",
     "plans": "changes cost doctor machine placement planner preflight shapes simulate tracks",
     "optim": "astray clipping masters moments optim speculate unstreamed",
-    "model": "budget cap hf moving planning pretrained registry runtime wrap",
+    "model": "budget cap hf moving planning pretrained registry ring runtime wrap",
     "checkpoint": "checkpoint contents likeness manifest parts randomness restore saving",
     "reports": "api storage tracing",
 }
