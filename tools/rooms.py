@@ -36,7 +36,7 @@ FLAT = {
     "plans": "changes cost doctor machine placement planner preflight shapes simulate tracks",
     "optim": "astray clipping masters moments optim speculate unstreamed",
     "model": "budget cap hf moving planning pretrained registry ring runtime wrap",
-    "checkpoint": "checkpoint contents likeness manifest parts randomness restore saving",
+    "checkpoint": "checkpoint contents likeness manifest matching parts randomness restore saving source",
     "reports": "api storage tracing",
 }
 ROOM_OF = {name: room for room, names in FLAT.items() for name in names.split()}
