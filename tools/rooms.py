@@ -28,7 +28,7 @@ ROOMS = ("base", "ops", "store", "graph", "fused", "figures", "plans", "optim", 
 
 # Where modules belong that lie in no room's folder yet.
 FLAT = {
-    "base": "arguments errors formats limits modes packed patches repeating slots strict touch units",
+    "base": "arguments errors formats limits modes packed patches repeating slots strict testing touch units",
     "store": "arrive disk gradient guard lazy mapped planes records state tensorfiles",
     "graph": "door effects frames generators handover hf_calls masks swap whole window",
     "fused": "compiled deferred fused loss proof runner templates",
