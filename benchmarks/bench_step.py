@@ -59,7 +59,7 @@ from megatrain_torch.modes import GRADS, MODES
 COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
 TRACED_STEPS = 5
 BLOCK_STEPS = 3  # steps of one engine before the other has its turn, in --overhead
-ACTIVATIONS = ["auto", "whole", *MODES]
+ACTIVATIONS = ["auto", *MODES]
 ACTIVATIONS_HELP = f"of all layers: {', '.join(ACTIVATIONS)}"
 TRACE_HELP = "more steps, traced: a report; with FILE: Chrome JSON, and a .png beside it"
 PLAN_HELP = "mt.plan's; ram, vram, through: all units there; arrive: in RAM, but the states of --guests units"

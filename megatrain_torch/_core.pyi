@@ -66,7 +66,7 @@ class Engine:
     def wait_grads(self, unit: int) -> None:
         """The same for its gradients."""
     def wait_fetch(self, unit: int) -> None:
-        """Until its weights may be written in host memory; then comes touch(). Takes back what speculate() began."""
+        """Until its weights may be written in host memory; then comes touch()."""
     def check(self) -> None: ...
     def watchdog(self, seconds: float) -> None: ...
 
@@ -75,8 +75,14 @@ class Engine:
         """slots: (address, bytes) of device memory."""
     def settle(self, unit: int, slot: int) -> None:
         """The unit lives on the device from now on: its weights in that slot, which serves nobody else, its
-        other planes in device memory. After open_slots, before the first forward and before any of its
-        planes but HI is asked for. Arrays of its host planes are copies: see bring and push."""
+        other planes in device memory. After open_slots, before its first forward; then take() moves what the host
+        has. A unit that was settled before close_slots gets the slot whose memory it has. Arrays of its host planes are
+        copies: see bring and push."""
+    def unsettle(self, unit: int, grads: bool) -> None:
+        """The unit's planes come to host memory, its gradients if they count; they are at home there again. Between
+        close_slots and open_slots, when nothing of it is under way; a guest is dismissed before."""
+    def close_slots(self) -> None:
+        """No weights are in slots any more: open_slots may open others. When nothing is under way."""
     def set_states(self, unit: int, states: int) -> None:
         """How the unit's states are kept from now on: a number of STATES. Before any plane of them is asked for."""
     def pass_gradients(self, unit: int) -> None:
@@ -91,7 +97,9 @@ class Engine:
         updated there and come down, while the host's cores update others. At any time; not for settled units."""
     def invite(self, unit: int) -> None:
         """A settled unit's states are at home on the host from now on, and on the device around its updates alone: from
-        lift(), which comes before adam(), to leave(). Before the first update of it."""
+        lift(), which comes before adam(), to leave(). Before take() has moved its planes."""
+    def dismiss(self, unit: int) -> None:
+        """They come and leave no more. When they are at home."""
     def lift_sizes(self, unit: int) -> list[int]:
         """Bytes of each piece of device memory that the unit's states take, as its parameters are trained now."""
     def lift(self, unit: int, addresses: Sequence[int], stream: int) -> bool:
@@ -113,8 +121,8 @@ class Engine:
         """Files lose their names, and go with the process or the engine. For the end of a process."""
     def bring(self, unit: int, planes: int) -> None:
         """Host planes become current. planes: bits 1 << plane, or -1. A settled unit's are copied, but for ACC, which
-        has no host copy; waits for updates and gradients under way. What is on disk is read. Of other units an update
-        that speculate() began is taken back when LO, MASTER, M or V is asked for: before they are read or written."""
+        has no host copy; waits for updates and gradients under way. What is on disk is read. Of other units
+        nothing is to be done."""
     def push(self, unit: int, param: int, planes: int) -> None:
         """The parameter's host planes were written: the device's (HI: as touch), or the file, take their values.
         param -1, of a unit on disk: all parameters'."""
@@ -156,10 +164,10 @@ class Engine:
     def schedule(self) -> str: ...
     def stats(self) -> dict[str, int]:
         """Since open: fetches, demand_fetches, rebuilds, h2d_bytes, await_ns, d2h_bytes, update_ns (host updates),
-        records_lost (of the timeline), speculated, committed, undone (updates begun early; kept; taken back),
-        disk_read_bytes, disk_written_bytes, disk_update_ns (updates of those), disk_wait_ns (they waited for reads),
-        out_bytes, back_bytes (activations to host memory, and back), spill_written_bytes, spill_read_bytes (on to a
-        file, and from there), spill_wait_ns (somebody waited for that)."""
+        records_lost (of the timeline), disk_read_bytes, disk_written_bytes, disk_update_ns (updates of those),
+        disk_wait_ns (they waited for reads), out_bytes, back_bytes (activations to host memory, and back),
+        spill_written_bytes, spill_read_bytes (on to a file, and from there), spill_wait_ns (somebody waited for
+        that)."""
 
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, int, int, int]], stream: int) -> int:
@@ -221,13 +229,6 @@ class Engine:
         counts, not ACC, and its sum of squares is taken anew. max_norm <= 0: no clipping. stream: what
         computes; updates of settled units wait for what it was given so far. key: what stochastic rounding is
         drawn from besides step and element, the parameter's own; 0 where it is left out.
-        """
-    def speculate(self, unit: int, entries: Sequence[tuple]) -> None:
-        """Begin a host unit's update as if the clip factor were 1, behind the gradients handed over so far.
-
-        entries: as for adam(), without grad_address and changed. The unit's weights stay as they are until an
-        adam() asks for the same with that factor: then the update is kept, and else taken back. So it is by the
-        unit's next offload(), wait_fetch(), bring() of its states, and by close().
         """
     def norm(self, ticket: int) -> tuple[float, int]:
         """(global norm before clipping, units skipped for non-finite gradients); waits."""

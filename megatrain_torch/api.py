@@ -41,7 +41,8 @@ def explain(model: nn.Module) -> str:
 
     "template" is a layer's explicit forward and backward (compute="fused"), "compiled" are torch.compile's graphs of
     the module's own code (compute="compile"); else that code itself, with the reason where one of them was wanted.
-    The head is "fused with the loss", or its own code runs. Below, how AdamW's states are kept, where not in fp32.
+    The head is "fused with the loss", or its own code runs. Below, how AdamW's states are kept, where not in fp32; and
+    what was planned for, where mt.stream plans itself.
 
     Raises:
         MegatrainError: the model is not streamed.
@@ -55,7 +56,8 @@ def explain(model: nn.Module) -> str:
                      w.code))
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows]
-    return "\n".join(lines + [f"AdamW's states: {rt.states}"] * (rt.states != "fp32"))
+    lines += [f"AdamW's states: {rt.states}"] * (rt.states != "fp32")
+    return "\n".join(lines + [str(rt.planning)] * (rt.planning is not None))
 
 
 def masters(model: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,6 @@ import gc
 import itertools
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -49,6 +48,7 @@ from .frames import (
 from .generators import random_state, set_random_state
 from .guard import HostTensor
 from .lazy import Lazy
+from .runner import Runner
 from .templates import Unfit
 from .window import Below, Window
 
@@ -314,7 +314,7 @@ class Entries:
         raise Unfit(f"it asks its key-value cache for {name}")
 
 
-class Compiled:
+class Compiled(Runner):
     """What a window knows of being compiled.
 
     Attributes:
@@ -324,20 +324,13 @@ class Compiled:
     """
 
     def __init__(self, window: Window, module: nn.Module, structure: Structure) -> None:
-        self._window, self.structure = weakref.ref(window), structure           # the window has this
+        super().__init__(window)
+        self.structure = structure
         self.holders = Below(module, [m for m in window.modules if m._parameters])
         self.buffered = Below(module, [m for m in window.modules if m._buffers])
         self.numbers = {m.__dict__["layer_idx"] for m in window.modules if "layer_idx" in m.__dict__}
         self.declined = self.given_up = ""
         self.pieces = 0
-
-    @property
-    def window(self) -> Window:
-        return self._window()
-
-    @property
-    def module(self) -> nn.Module:
-        return self._window().module
 
     @property
     def why_not(self) -> str:

@@ -11,7 +11,6 @@ import enum
 import math
 from dataclasses import dataclass
 
-from .formats import moved_bytes
 from .loss import chunk_tokens
 from .machine import Machine
 from .modes import DISK, DISKS, HOST, LINKED, read
@@ -26,7 +25,7 @@ STAGINGS = 2                # host buffers for gradients that are to be added: o
 
 # Labels of host_planes, and the engine's planes whose memory they are.
 PLANES_OF = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V", "SCALE"), "gradients": ("GRAD",),
-             "sums": ("ACC",), "to take updates back": ("UNDO",)}
+             "sums": ("ACC",)}
 
 # Bytes that torch's allocator holds beyond what is used, as a share of all that is not slots or homes.
 # Eager: 7 to 47 % in five runs of benchmarks/results, 15 % where tokens are many.
@@ -55,8 +54,8 @@ class Cost:
 
 
 def _with_host(cost: Cost, own: int) -> Cost:
-    """The same, and what it has by keeping it in host memory or on disk. own: bytes of its input, which "+split"
-    leaves.
+    """The same, and what it has by keeping it in host memory or on disk. own: bytes of its input, which
+    "attention+split" leaves.
 
     While its backward runs, what it kept is on the device, and what the window before it kept comes back: as much.
     """
@@ -267,14 +266,6 @@ def _embedding(w: Window, m: Machine, tokens: int) -> Cost:
 
 # ---- where a unit's planes are -------------------------------------------------------------------
 
-def guess_shares(states: str) -> tuple[float, float]:
-    """What an update that begins during backward moves then, and what keeping it moves when the norm is known, beside
-    an update in its time: of a bf16 parameter's bytes (csrc/optim/adam.h)."""
-    moved, weight, grad = moved_bytes(states), 2, 2
-    saved = (moved - grad) / 2 - weight
-    return (moved + saved) / moved, 2 * weight / moved
-
-
 class Home(enum.IntEnum):
     """Where a unit is at home; not 0: its weights and gradients are on the device."""
 
@@ -286,7 +277,7 @@ class Home(enum.IntEnum):
         return self.name.lower()
 
 
-def host_planes(unit: Unit, home: str, micro: int, speculate: bool = False) -> dict[str, int]:
+def host_planes(unit: Unit, home: str, micro: int) -> dict[str, int]:
     """Bytes in host memory by plane; at home in VRAM none, with "arrive" the states."""
     if home == "vram":
         return {}
@@ -295,8 +286,7 @@ def host_planes(unit: Unit, home: str, micro: int, speculate: bool = False) -> d
         return {k: n for k, n in {**weights, **_states(unit, micro)}.items() if k not in visiting_planes(unit)}
     if home == "arrive":
         return visiting_planes(unit)
-    early = {"to take updates back": unit.gradients + unit.masters + unit.moments} if speculate else {}
-    return {"weights": unit.weights, **_states(unit, micro), **early}
+    return {"weights": unit.weights, **_states(unit, micro)}
 
 
 def copied_planes(unit: Unit) -> dict[str, int]:

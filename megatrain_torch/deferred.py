@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -39,6 +40,7 @@ from .guard import HostTensor
 from .lazy import Lazy
 from .loss import linear_cross_entropy
 from .records import Use
+from .runner import Runner
 from .state import graph_stays, in_backward
 from .units import output_embeddings
 
@@ -78,7 +80,7 @@ def give_head(window: Window, module: nn.Module) -> None:
     window.head = None if window.unfit else Head(window, module)
 
 
-class Head:
+class Head(Runner):
     """What the window of a head knows of deferring.
 
     Attributes:
@@ -86,7 +88,7 @@ class Head:
     """
 
     def __init__(self, window: Window, module: nn.Linear) -> None:
-        self._window = weakref.ref(window)       # which has this
+        super().__init__(window)
         self.by_param = {id(r.param): r for r in window.records}
         self.declined = ""
         self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()
@@ -104,25 +106,6 @@ class Head:
         if not self.changed:
             self.weight = self.by_param[id(named["weight"])]
             self.bias = self.by_param[id(named["bias"])] if "bias" in named else None
-
-    @property
-    def window(self) -> Window:
-        return self._window()
-
-    @property
-    def module(self) -> nn.Linear:
-        return self._window().module
-
-    def versions(self) -> list[int]:
-        core = self.window.runtime.core
-        return [core.version(u) for u in self.window.units]
-
-    def weights(self) -> tuple[Tensor, Tensor | None]:
-        """weight [V, H] and bias [V] in the slots; the unit is fetched if need be."""
-        window = self.window
-        window.runtime.bindings += 1
-        bound = dict(zip(window.records, window.views(window.records)))
-        return bound[self.weight], None if self.bias is None else bound[self.bias]
 
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """Deferred logits, or None where the head's own code has to run."""
@@ -158,6 +141,7 @@ class Logits:
 
     Attributes:
         hidden: [..., H], with its history; None once the weights have moved on, since then nothing can be made of it.
+        weight, bias: the head's at the call. The module may be another before its logits are made, or backward.
         value: the output [..., V], once it was made; without history.
         fused: a loss was computed without making it.
         watched: the user asked for gradients of logits, so that losses must go by way of them.
@@ -168,13 +152,20 @@ class Logits:
     def __init__(self, head: Head, hidden: Tensor) -> None:
         self.head, self.device, self.rows = head, hidden.device, hidden.shape[:-1].numel()
         self.hidden: Tensor | None = hidden
-        self.window, self.module = head.window, head.module      # logits may be read when the model is gone
+        self.window = head.window            # logits may be read when the model is gone
+        self.weight, self.bias = head.weight, head.bias
         head.calls.add(self)
         self.hidden_version, self.versions = hidden._version, head.versions()
         self.value: Tensor | None = None
         self.fused = self.watched = False
         self.use: Use | None = None
         self.born: list[weakref.ref[DeferredLogits]] = []
+
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        """weight [V, H] and bias [V] in the slots; the unit is fetched if need be."""
+        window = self.window
+        bound = dict(zip(window.records, window.views(window.records)))
+        return bound[self.weight], None if self.bias is None else bound[self.bias]
 
     def let_go(self) -> None:
         if self.head.versions() != self.versions:
@@ -192,7 +183,7 @@ class Logits:
                                  "stream with compute='eager'")
 
     def made(self, reader: str) -> Tensor:
-        """The output's values: [..., V], by the head's own code."""
+        """The output's values: [..., V], by what the head's own code was at the call, a plain Linear's."""
         head = self.head
         if torch.is_grad_enabled() and self.use is None and in_backward() == -1:
             self.use = Use(head.window.trainable)        # a gradient may come by way of the values
@@ -201,7 +192,7 @@ class Logits:
             if not self.fused:
                 head.declined = f"its logits are read by {reader}"
             with torch.no_grad(), exactly(self.device):
-                self.value = head.window.run((self.hidden.detach(),), {}, grad=False)
+                self.value = F.linear(self.hidden.detach(), *self.weights())
         return self.value
 
     def make_all(self, reader: str) -> None:
@@ -224,33 +215,33 @@ class Defer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, hidden: Tensor, *params: Tensor) -> Tensor:
-        ctx.logits, ctx.records = logits, logits.head.window.trainable
-        form = torch.empty(*hidden.shape[:-1], logits.head.weight.shape[0], dtype=hidden.dtype, device="meta")
+        ctx.logits, ctx.records = logits, logits.window.trainable
+        form = torch.empty(*hidden.shape[:-1], logits.weight.shape[0], dtype=hidden.dtype, device="meta")
         return DeferredLogits(logits, form)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         refuse_again(ctx)
-        logits, head = ctx.logits, ctx.logits.head
+        logits = ctx.logits
         logits.check()
         hidden, dhidden, found = logits.hidden.detach(), None, {}
         with exactly(hidden.device):
             rows, grad = hidden.reshape(-1, hidden.shape[-1]), grad.reshape(-1, grad.shape[-1])
             if ctx.needs_input_grad[1]:
-                dhidden = (grad @ head.weights()[0]).view(hidden.shape)
-            if head.weight in ctx.records:
-                found[head.weight] = grad.t() @ rows
-            if head.bias in ctx.records:
-                found[head.bias] = grad.sum(0)
+                dhidden = (grad @ logits.weights()[0]).view(hidden.shape)
+            if logits.weight in ctx.records:
+                found[logits.weight] = grad.t() @ rows
+            if logits.bias in ctx.records:
+                found[logits.bias] = grad.sum(0)
         if not graph_stays():
             ctx.logits = None                           # and what was made of them; this object lives as the loss does
-        return None, dhidden, *_hand_over(ctx, head, logits.use, [found[r] for r in ctx.records])
+        return None, dhidden, *_hand_over(ctx, logits.window, logits.use, [found[r] for r in ctx.records])
 
 
-def _hand_over(ctx: Any, head: Head, use: Use | None, grads: Any) -> list[Tensor | None]:
+def _hand_over(ctx: Any, window: Window, use: Use | None, grads: Any) -> list[Tensor | None]:
     """Gradients of ctx.records, whose nodes are the last inputs'; what autograd is to be given for them."""
     edges = ctx.next_functions[len(ctx.next_functions) - len(ctx.records):]
-    return head.window.runtime.handover.take(ctx.records, use, [edge[0] for edge in edges], tuple(grads))
+    return window.runtime.handover.take(ctx.records, use, [edge[0] for edge in edges], tuple(grads))
 
 
 # ---- which rows, and what was done to them -------------------------------------------------------
@@ -373,7 +364,7 @@ class DeferredLogits(Tensor):
 
     @property
     def vocabulary(self) -> int:
-        return self._logits.head.weight.shape[0]
+        return self._logits.weight.shape[0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         try:
@@ -496,14 +487,14 @@ class Loss(torch.autograd.Function):
     """Hidden states and host parameters in, the loss out; its gradients are made here and now."""
 
     @staticmethod
-    def forward(ctx: Any, head: Head, curve: Curve, picks: tuple[Pick, ...], labels: Tensor, options: dict[str, Any],
-                hidden: Tensor, *params: Tensor) -> Tensor:
-        ctx.head, ctx.window, ctx.records = head, head.window, head.window.trainable
+    def forward(ctx: Any, logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor,
+                options: dict[str, Any], hidden: Tensor, *params: Tensor) -> Tensor:
+        ctx.window, ctx.records = logits.window, logits.window.trainable
         ctx.use = Use(ctx.records) if in_backward() == -1 else None
-        wanted = (hidden.requires_grad, head.weight in ctx.records, head.bias in ctx.records)
+        wanted = (hidden.requires_grad, logits.weight in ctx.records, logits.bias in ctx.records)
         with exactly(hidden.device):
-            loss, *grads = _loss(head, curve, picks, labels, options, hidden, wanted)
-        found = dict(zip((head.weight, head.bias), grads[1:]))
+            loss, *grads = _loss(logits, curve, picks, labels, options, hidden, wanted)
+        found = dict(zip((logits.weight, logits.bias), grads[1:]))
         ctx.save_for_backward(grads[0], *(found[r] for r in ctx.records))
         return loss
 
@@ -516,13 +507,14 @@ class Loss(torch.autograd.Function):
             for g in grads:
                 if g is not None:
                     g.mul_(grad)
-        return None, None, None, None, None, grads[0], *_hand_over(ctx, ctx.head, ctx.use, grads[1:])
+        return None, None, None, None, None, grads[0], *_hand_over(ctx, ctx.window, ctx.use, grads[1:])
 
 
-def _loss(head: Head, curve: Curve, picks: tuple[Pick, ...], labels: Tensor, options: dict[str, Any], hidden: Tensor,
-          wanted: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _loss(logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor, options: dict[str, Any],
+          hidden: Tensor, wanted: tuple[bool, bool, bool]
+          ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Loss of the picked rows of hidden [..., H]; the gradient is hidden's whole."""
-    weight, bias = head.weights()
+    weight, bias = logits.weights()
     if curve.shift is not None:
         shift = curve.shift.to(weight.dtype)
         bias = shift if bias is None else bias + shift
@@ -568,7 +560,7 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any
     picks = input.picked(_pick(input._form, input.vocabulary, order))
     options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
     labels = target.to(input.device, non_blocking=True).reshape(-1).contiguous()
-    loss = Loss.apply(logits.head, input._curve, picks, labels, options, logits.hidden, *logits.head.window.params)
+    loss = Loss.apply(logits, input._curve, picks, labels, options, logits.hidden, *logits.window.params)
     logits.fused = True
     return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
@@ -598,7 +590,7 @@ def _watched(self: Any, *_: Any, **__: Any) -> None:
 
 _T = Tensor
 _MET: dict[Any, Callable[..., Any]] = {
-    nn.functional.cross_entropy: cross_entropy,
+    F.cross_entropy: cross_entropy,
     **dict.fromkeys((_T.detach, torch.detach, _T.data.__get__), _detach),
     **{f: _as_real(f) for f in (_T.numpy, _T.tolist, _T.__array__, _T.__dlpack__, _T.data_ptr, _T.untyped_storage)},
     **dict.fromkeys((_T.register_hook, _T.retain_grad), _watched),

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from . import _core
 from .errors import MegatrainError
-from .limits import parse_bytes, show_bytes
+from .limits import parse_bytes, show_bytes, show_size
 from .modes import DISKS
 
 BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way
@@ -73,6 +73,10 @@ class Disk:
             raise MegatrainError(f"nvme={nvme!r}: give a directory, or {{'path': directory, 'limit': '200GiB'}}")
         return Disk(str(given.get("path", "")), parse_bytes(given.get("limit"), "nvme limit"))
 
+    def as_given(self) -> dict[str, Any]:
+        """As `parse` takes it."""
+        return {"path": self.path} | ({"limit": self.limit} if self.limit is not None else {})
+
     def room(self) -> int:
         """Bytes that may be taken now; what crashed processes left there is removed first. Without a path: the limit.
 
@@ -127,8 +131,8 @@ def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: i
         raise MegatrainError(f"{what} {show_bytes(free)} are free: free {show_bytes(need - free)}, or name another "
                              "path")
     if disk.limit is not None and need > disk.limit:
-        raise MegatrainError(f"{what} the limit is {show_bytes(disk.limit)}: raise it to {need}, or leave fewer units "
-                             f"in homes")
+        raise MegatrainError(f"{what} the limit is {show_bytes(disk.limit)}: raise it to {show_size(need)}, or "
+                             "leave fewer units in homes")
 
 
 def years(written: float, seconds: float, rated_tb: float) -> float:

@@ -19,7 +19,15 @@ import torch
 from . import _core
 from .formats import FORMATS, LOW_BYTES
 from .limits import host_limits, resident_bytes
-from .machine import Machine, describe, host_limit_bytes, store_path
+from .machine import (
+    DRIVE_ORIGINS,
+    MEASURED,
+    SUM_ORIGIN,
+    Machine,
+    describe,
+    host_limit_bytes,
+    store_path,
+)
 from .templates.attention import Attention
 
 MIB = 2**20
@@ -331,10 +339,11 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
              "busy_gbps": min(busy, copies["h2d_gbps"]), "adam_gparams": adam,
              "add_gparams": adam[-1][1] * UPDATE_BYTES / ADD_BYTES, "device_adam_gparams": device_adam,
              "adam8_gparams": adam8}
-    host = host_limit_bytes()
-    machine = Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram, taken,
-                      host if cuda else host - vram, rss, **_rounded(rates), versions=_versions(),
-                      source="measured by megatrain doctor")
+    host, one = host_limit_bytes(), _one_memory(device)
+    machine = Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
+                      taken, host // 2 if one else host, rss, **_rounded(rates), versions=_versions(),
+                      source=MEASURED, one_memory=one,
+                      origins=(SUM_ORIGIN, *(() if disk else DRIVE_ORIGINS)))
     return machine, _known(device) | {"adam_gparams": traffic}
 
 
@@ -348,11 +357,16 @@ def _rounded(value: Any) -> Any:
 
 
 def _vram(device: torch.device) -> tuple[int, int]:
-    """(memory of the device, what of it is taken by others than torch's allocator); half of the host's on the CPU."""
+    """(memory of the device, what of it is taken by others than torch's allocator); the host's on the CPU."""
     if device.type != "cuda":
-        return host_limit_bytes() // 2, 0
+        return host_limit_bytes(), 0
     free, total = torch.cuda.mem_get_info(device)
     return total, total - free - torch.cuda.memory_reserved(device)
+
+
+def _one_memory(device: torch.device) -> bool:
+    """Has the device none of its own?"""
+    return device.type != "cuda" or bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
 
 
 def _versions() -> dict[str, str]:
@@ -395,7 +409,7 @@ def report(machine: Machine, limits: dict[str, float]) -> str:
              ("host to device, by PCIe link", "h2d_gbps", machine.h2d_gbps, "GB/s"),
              ("device to host, by PCIe link", "d2h_gbps", machine.d2h_gbps, "GB/s"),
              ("AdamW, by a loop with its traffic", "adam_gparams", machine.adam_gparams[-1][1], "G parameters/s")]
-    rows = [(what, figure, "") for what, figure in describe(machine)]
+    rows = describe(machine)
     rows += [("limit: " + what, f"{limits[key]:.4g} {unit}", f"reached {rate / limits[key]:.0%}")
              for what, key, rate, unit in known if rate < 1.2 * limits.get(key, 0.0)]   # virtual links say anything
     widths = [max(len(r[i]) for r in rows) for i in range(3)]

@@ -336,12 +336,6 @@ class Snapshot:
                          for k, v in self._tensors.items()}
         return why
 
-    def changed(self) -> bool:
-        """Did anything change since?"""
-        return (self._attributes_differ() or any(_differs(v, c) for v, c in self._rows.values())
-                or any(t._version != version for t, version, _ in self._tensors.values())
-                or any(get() is not value for get, _, value in self._values) or bool(self._states))
-
     def _attributes_differ(self, now: Snapshot | None = None) -> bool:
         names, _, values = self.places.attributes() if now is None else now._attributes
         return names is not self._attributes[0] or not all(map(is_, values, self._attributes[2]))

@@ -14,12 +14,13 @@ from .errors import MegatrainError
 GROUP = 128                 # elements that share the scales of 8-bit moments: csrc/core/states.h
 LOW_BYTES = {"fp32": 2, "8bit": 2, "8bit-lo8": 1, "8bit-sr": 0}     # of a bf16 parameter, beside its weight
 FORMATS = tuple(LOW_BYTES)
+SHOWN = ("fp32", "8bit", "8bit-sr")     # that help and refusals name; the others are taken, and loaded, all the same
 
 
 def check_states(states: str) -> str:
     """Raises: MegatrainError: there is no such format."""
     if states not in FORMATS:
-        raise MegatrainError(f"states={states!r}: use {', '.join(map(repr, FORMATS[:-1]))} or {FORMATS[-1]!r}")
+        raise MegatrainError(f"states={states!r}: use {', '.join(map(repr, SHOWN[:-1]))} or {SHOWN[-1]!r}")
     return states
 
 

@@ -1,6 +1,6 @@
 """What autograd saves inside a window, and how it comes back.
 
-Two pairs of pack and unpack hooks, chosen per window (whole.py has a third way, without hooks):
+Two pairs of pack and unpack hooks, chosen per window:
 
 saved    weights are replaced by (unit, offset); everything else is kept, with the in-place check
          that torch drops when hooks are used; "saved+host", "+disk": elsewhere (swap.py);
@@ -200,15 +200,11 @@ class ReplayFrame:
         fork = Fork()
         self.inputs = fork.call(args, kwargs)
         self.watched = fork.watched                      # inputs and their versions
-        self.with_grad = fork.with_grad                  # inputs that require a gradient, as they came
-        self.plain_inputs = fork.plain                   # tensors, numbers and tuples of them only
-        self.bound: dict[Any, Tensor] = {}               # slot tensors while it runs again
         self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.buffers = window.snapshot_buffers()
         self.objects = fork.shared                       # which a forward may change too
         self.state = window.state(fork.shared)
-        self.changes = False                             # did the first run change what is kept there?
         self.shapes: list[Any] | None = [] if self.clones is not None else None
         self.random = random_state(self.runtime.device)
         self.autocast = autocast_state(self.runtime.device.type)
@@ -235,14 +231,12 @@ class ReplayFrame:
         if why:
             raise MegatrainError(f"{self.window.name}: its forward cannot be run again: {why}; "
                                  "use plan={'activations': 'saved'}")
-        if self.clones is not None:
-            self.changes = self.state.changed()
         changed = any(t._version != v for t, v in self.watched)
         if changed and self.clones is None:
             raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
                                  "done before, so it cannot be run again; use plan={'activations': 'saved'}")
         if changed:
-            self.inputs, self.watched, self.window.mode = self.clones, [], str(mode._replace(keep="saved"))
+            self.inputs, self.watched, self.window.mode = self.clones, [], str(mode.saved)
         self.clones, self.window.proved = None, True
         if mode.input and not changed:
             self._leave(mode)
@@ -253,7 +247,6 @@ class ReplayFrame:
         away = _Away(bundle)
         self.inputs = away.call(*self.inputs)
         self.watched = [(hollow(t) if storage_of(t) in away.met_storages else t, v) for t, v in self.watched]
-        self.with_grad = []
         bundle.leave()
 
     def replay(self) -> None:
@@ -292,14 +285,12 @@ class ReplayFrame:
             set_autocast_state(rt.device.type, (*self.autocast[:2], False, *self.autocast[3:]))
             with torch.enable_grad():
                 inputs = Fork(as_results=True).call(*self.inputs)
-                self.bound = window.bind_leaves(self.trainable)
-                outer, opened = swap_window(self.bound), True
+                outer, opened = swap_window(window.bind_leaves(self.trainable)), True
                 with window.flat_weights():
                     yield inputs
         finally:
             if opened:
                 swap_window(outer)
-            self.bound = {}
             now.restore()
             window.restore_buffers(saved_buffers)
             set_autocast_state(rt.device.type, saved_autocast)
@@ -377,7 +368,6 @@ class Fork:
         self.clone, self.as_results = clone, as_results
         self.watched: list[tuple[Tensor, int]] = []
         self.with_grad: list[Tensor] = []
-        self.plain = True                                # nothing that a forward could write into
         self.shared: list[Any] = []                      # objects that were not copied
         self.met: dict[int, Any] = {}
 
@@ -391,7 +381,6 @@ class Fork:
             return self._tensor(value)
         if kind is tuple:
             return tuple([self(v) for v in value])
-        self.plain = False
         return self._object(value)
 
     def call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

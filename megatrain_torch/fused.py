@@ -29,6 +29,7 @@ from .modes import LINKED, Mode
 from .proof.case import Case, Refused, Same, numbers_of, structure_of
 from .proof.watch import OFTEN, Code, Watch
 from .records import Use
+from .runner import Runner
 from .state import graph_stays, in_backward, swap_window
 from .swap import Bundle, Part
 from .templates import Unfit, Weights, template
@@ -36,6 +37,7 @@ from .window import Installed
 
 if TYPE_CHECKING:
     from .proof.prove import Proof
+    from .templates import Template
     from .window import Window
 
 TRIAL_TOKENS = 64
@@ -51,16 +53,18 @@ class Layer(torch.autograd.Function):
     """x and host parameters in, the layer's output out."""
 
     @staticmethod
-    def forward(ctx: Any, fused: Fused, call: Any, mode: Mode, bundle: Bundle | None, x: Tensor, *params: Tensor
-                ) -> Tensor:
+    def forward(ctx: Any, fused: Fused, template: Template, call: Any, mode: Mode, bundle: Bundle | None, x: Tensor,
+                *params: Tensor) -> Tensor:
         window = fused.window
         ctx.window = window                  # which the graph may outlive its module with
         ctx.fused, ctx.call, ctx.records, ctx.keep, ctx.bundle = fused, call, window.trainable, mode.keep, bundle
-        ctx.names, ctx.wanted = fused.trained_names, fused.wanted        # requires_grad may change meanwhile
+        # The module, and what of it is trained, may change before backward, which is that of this forward.
+        ctx.template, ctx.names = template, fused.names
+        ctx.trained_names, ctx.wanted = fused.trained_names, fused.wanted
         ctx.use = Use(window.trainable) if in_backward() == -1 else None
         ctx.set_materialize_grads(False)
         ctx.position = window.runtime.swap.position
-        y, kept = fused.template.forward(x, fused.weights(), call, mode.keep)
+        y, kept = template.forward(x, fused.weights(ctx.names), call, mode.keep)
         ctx.kept = kept if bundle is None else _away(kept, bundle, x, mode.input and mode.keep != LINKED)
         ctx.versions = fused.versions()
         ctx.save_for_backward(x)             # torch's own checks: in-place writes, a second backward
@@ -69,7 +73,7 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         refuse_create_graph()
-        fused, (x,) = ctx.fused, ctx.saved_tensors         # x of a linked window is made again here
+        fused, template, (x,) = ctx.fused, ctx.template, ctx.saved_tensors     # x of a linked window is made again here
         kept = ctx.kept
         # This object lives as long as the loss, what it keeps not: a second time all is made again from x. What that
         # needs of a bundle, x as it was saved holds.
@@ -80,16 +84,16 @@ class Layer(torch.autograd.Function):
         found: tuple[Tensor | None, ...] = (None,) * len(ctx.records)
         dx = None
         if dy is not None:
-            kept = fused.template.nothing_kept(x) if kept is None else _mapped(kept, Part, Part.tensor)
+            kept = template.nothing_kept(x) if kept is None else _mapped(kept, Part, Part.tensor)
             if ctx.keep == LINKED:
                 kept.x = x
-            dx, grads = fused.template.backward(dy.contiguous(), kept, fused.weights(), ctx.call, ctx.wanted,
-                                                ctx.needs_input_grad[4])
-            found = tuple(grads.get(n) for n in ctx.names)
+            dx, grads = template.backward(dy.contiguous(), kept, fused.weights(ctx.names), ctx.call, ctx.wanted,
+                                          ctx.needs_input_grad[5])
+            found = tuple(grads.get(n) for n in ctx.trained_names)
         taken = fused.window.runtime.handover.take(ctx.records, ctx.use, nodes, found)
         if not graph_stays():
             ctx.call = None
-        return None, None, None, None, dx, *taken
+        return None, None, None, None, None, dx, *taken
 
 
 class Link:
@@ -118,7 +122,7 @@ class Link:
         fused.check_versions(node.versions)
         with fused.window.runtime.during(fused.window, "replay"), torch.no_grad():
             out = _mapped(self.made_from, Part, Part.tensor)
-            return fused.template.again(x, out, fused.weights(), node.call, node.keep)
+            return node.template.again(x, out, fused.weights(node.names), node.call, node.keep)
 
 
 def _mapped(kept: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
@@ -169,21 +173,49 @@ def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
         return None
 
 
-class Fused:
+@dataclasses.dataclass
+class Judged:
+    """What is known of a case: the template that its calls run by, set as its proof found; or why there is none."""
+
+    template: Template | None
+    verdict: str = ""
+
+
+@dataclasses.dataclass
+class Known:
+    """What a window knows of a structure that its module has or had.
+
+    Attributes:
+        template: as it was read: for sizes, and for what all cases have in common. No call runs by it.
+        cases: of calls. sets: templates by their settings, which cases share and nobody changes.
+    """
+
+    template: Template
+    cases: dict[Case, Judged] = dataclasses.field(default_factory=dict)
+    sets: dict[Any, Template] = dataclasses.field(default_factory=dict)
+
+    def set_as(self, settings: tuple[Any, ...]) -> Template:
+        if settings not in self.sets:
+            self.sets[settings] = self.template.set_as(settings)
+        return self.sets[settings]
+
+
+class Fused(Runner):
     """What a window knows of its template.
 
     Attributes:
-        verdicts: by the case that a call was; "" where the template is used, else why it is not. The structure that
-            they hold for is the module's as long as the runtime's watch says so.
-        verdict: that of the last call; None before the first.
+        template: of the module's structure, which is the module's as long as the runtime's watch says so.
+        names: of the window's records, as that structure calls them.
+        verdict: that of the last call: "" where a template was used, else why not; None before the first.
         declined: why the last call ran the module's own code although its case is proved; "" when it did not.
+        unfit: why no call can run by a template until the module changes; "" when they can.
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
-        self._window = weakref.ref(window)       # which has this
+        super().__init__(window)
         self.verdict: str | None = None
-        self.declined = ""
-        self._known: dict[Any, tuple[Any, dict[Case, str]]] = {}      # templates and verdicts by structure
+        self.declined = self.unfit = ""
+        self._structures: dict[Any, Known] = {}
         self.read()
 
     def read(self) -> bool:
@@ -195,28 +227,21 @@ class Fused:
         names = {id(p): n for n, p in self.module.named_parameters()}
         if set(names) != {id(r.param) for r in self.window.records}:
             raise Unfit("its parameters are not those that it was streamed with")
-        self.names = [names[id(r.param)] for r in self.window.records]
+        self.names = tuple(names[id(r.param)] for r in self.window.records)
         inner = self.window.inner
         self.structure = ((*structure_of(self.module, Installed), Same(getattr(inner, "__func__", inner))),
                           numbers_of(self.module))
-        new = self.structure not in self._known
+        new = self.structure not in self._structures
         if new:
-            self._known[self.structure] = template(self.module), {}
-        self.template, self.verdicts = self._known[self.structure]
+            self._structures[self.structure] = Known(template(self.module))
+        self._known, self.unfit = self._structures[self.structure], ""
+        self.template = self._known.template
         self.split()
         return new
 
     def forget(self) -> None:
         """What was found of all structures."""
-        self._known.clear()
-
-    @property
-    def window(self) -> Window:
-        return self._window()
-
-    @property
-    def module(self) -> nn.Module:
-        return self._window().module
+        self._structures.clear()
 
     def split(self) -> None:
         """Follows requires_grad."""
@@ -224,15 +249,12 @@ class Fused:
         self.trained_names = [by_record[r] for r in self.window.trainable]
         self.wanted = frozenset(self.trained_names)
 
-    def weights(self) -> Weights:
+    def weights(self, names: tuple[str, ...]) -> Weights:
+        """names: of the window's records, as a template calls them."""
         rt, window = self.window.runtime, self.window
         if window.alone:
-            return rt.ring.weights(window.units[0], tuple(self.names))
-        return Weights(dict(zip(self.names, window.views(window.records))))
-
-    def versions(self) -> list[int]:
-        core = self.window.runtime.core
-        return [core.version(u) for u in self.window.units]
+            return rt.ring.weights(window.units[0], names)
+        return Weights(dict(zip(names, window.views(window.records))))
 
     def check_versions(self, versions: list[int]) -> None:
         if versions != self.versions():
@@ -246,28 +268,50 @@ class Fused:
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """The layer's output, or None when the module's own code has to run."""
         try:
-            x, call = self._taken(args, kwargs)
-            case = self.template.case(x, kwargs)
-            self.verdict = self.verdicts.get(case)
-            if self.verdict is None:
-                self.verdict = self.verdicts[case] = self._judged(case, x, args, kwargs)
-                x, call = self._taken(args, kwargs)      # as what was found takes it
+            judged = self._case_of(args, kwargs)
+            self.verdict, self.declined = judged.verdict, ""
+            if judged.verdict:
+                return None
+            x, call = self._taken(judged.template, args, kwargs)
         except (Unfit, Refused) as reason:
             self.declined = str(reason)
             return None
-        self.declined = ""
-        if self.verdict:
-            return None
         window = self.window
-        window.runtime.bindings += 1
         mode, link = window.runtime.keep_of(window, x.shape[:2].numel()), None
         if mode.keep == LINKED:
             mode, link = self._linked(x, mode)
         if link is not None or (mode.host and self.template.swaps):
-            return self._kept_elsewhere(x, call, mode, link)
-        return Layer.apply(self, call, mode, None, x, *window.params)
+            return self._kept_elsewhere(judged.template, x, call, mode, link)
+        return Layer.apply(self, judged.template, call, mode, None, x, *window.params)
 
-    def _kept_elsewhere(self, x: Tensor, call: Any, mode: Mode, link: Link | None) -> Tensor:
+    def _case_of(self, args: Any, kwargs: Any) -> Judged:
+        """What is known of calls like this one, if it may be a single node.
+
+        Raises:
+            Unfit, Refused: it may not.
+        """
+        if self.unfit:
+            return Judged(None, self.unfit)
+        window = self.window
+        if hf_calls.hooked(window.hooks) or _has_any_global_hook():
+            raise Unfit("there are hooks inside it")
+        if casts(window.runtime.device.type, window.records[0].dtype):
+            raise Unfit("autocast is on")
+        x = self.template.input(args, kwargs, window.records[0].dtype)
+        if not (x.requires_grad or window.trainable):
+            raise Unfit("nothing needs a gradient")
+        case = self.template.case(x, kwargs)
+        judged = self._known.cases.get(case)
+        if judged is None:
+            self._taken(self.template, args, kwargs)     # what no template takes need not be proved
+            judged = self._known.cases[case] = self._judged(case, x, kwargs)
+        return judged
+
+    def _taken(self, template: Template, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
+        """x and the rest of the call, as a template takes them."""
+        return template.take(self.module, args, kwargs, self.window.records[0].dtype)
+
+    def _kept_elsewhere(self, template: Template, x: Tensor, call: Any, mode: Mode, link: Link | None) -> Tensor:
         """x too is saved by way of the bundle, whose life then is that of the graph, or not at all."""
         bundle = self.window.runtime.swap.bundle(self.window, mode) if mode.host else None
 
@@ -278,7 +322,7 @@ class Fused:
 
         _push(pack, restored)
         try:
-            return Layer.apply(self, call, mode, bundle, x, *self.window.params)
+            return Layer.apply(self, template, call, mode, bundle, x, *self.window.params)
         finally:
             _pop()
 
@@ -291,46 +335,32 @@ class Fused:
         node: Any = x.grad_fn
         if not isinstance(node, Layer._backward_cls):
             return mode._replace(keep="replay"), None
-        may = self.template.links and node.fused.template.links and node.keep != LINKED and node.kept is not None
-        made_from = node.fused.template.made_from(node.kept) if may else None
+        may = self.template.links and node.template.links and node.keep != LINKED and node.kept is not None
+        made_from = node.template.made_from(node.kept) if may else None
         if made_from is None:
             return mode._replace(keep="attention"), None
         return mode, Link(node, made_from, self.window.runtime.swap.position)
 
-    def _taken(self, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
-        """x and the rest of the call, as a template takes them, if it may be a single node."""
-        window = self.window
-        if hf_calls.hooked(window.hooks) or _has_any_global_hook():
-            raise Unfit("there are hooks inside it")
-        if casts(window.runtime.device.type, window.records[0].dtype):
-            raise Unfit("autocast is on")
-        x, call = self.template.take(self.module, args, kwargs, window.records[0].dtype)
-        if not (x.requires_grad or window.trainable):
-            raise Unfit("nothing needs a gradient")
-        return x, call
-
     # ---- the proof, and a look at numbers ----
 
-    def _judged(self, case: Case, x: Tensor, args: Any, kwargs: Any) -> str:
-        """The verdict of a case: "", or why the module's own code runs. Windows of one structure share it."""
+    def _judged(self, case: Case, x: Tensor, kwargs: Any) -> Judged:
+        """The verdict of a case. Windows of one structure share proofs, and looks at numbers."""
         proofs, device = self.window.runtime.proofs, self.window.runtime.device.type
-        verdict = proofs.verdict(self, case, x.dtype if x.is_floating_point() else None)
-        if verdict:
-            return verdict
+        found = proofs.found(self, case, x.dtype if x.is_floating_point() else None)
+        if isinstance(found, str):
+            return Judged(None, found)
         if x.shape[1:2].numel() < LEAST_TOKENS:
             raise Unfit(f"its first calls have fewer than {LEAST_TOKENS} tokens in a row, too few to look at")
-        key = self.structure[0], case, device
+        template, key = self._known.set_as(found.settings), (self.structure[0], case, found.settings, device)
         if key not in proofs.looked:
-            proofs.looked[key] = self._look(x, args, kwargs)
-        return proofs.looked[key]
+            proofs.looked[key] = self._look(template, x, kwargs)
+        return Judged(template, proofs.looked[key])
 
     def prove(self, case: Case, dtype: torch.dtype | None) -> Proof:
         """Raises:
             Refused: the module's code is not proved to compute what the template does.
         """
-        from .proof.prove import (
-            prove,  # with sympy, for which a model that is not fused need not wait
-        )
+        from .proof.prove import prove  # sympy comes with it, which only fused models wait for
         weights = {n: (tuple(r.shape), r.dtype) for n, r in zip(self.names, self.window.records)}
         return prove(self._bound_to, self.module, self.window.inner, self.template, weights,
                      self.window.runtime.device, dtype, case)
@@ -344,14 +374,14 @@ class Fused:
         finally:
             swap_window(outer)
 
-    def _look(self, x: Tensor, args: Any, kwargs: Any) -> str:
+    def _look(self, template: Template, x: Tensor, kwargs: Any) -> str:
         """Compares numbers: kernels could be wrong where the computation is right. "", or how far they are off."""
         try:
             wide = self._wide()
             limit = NOISE.get(wide or self.window.records[0].dtype, 1e-5)
             for magnitude, last in itertools.product(MAGNITUDES, (False, True)):
                 with torch.autocast(x.device.type, enabled=False):       # it is to the weights' own type, if at all
-                    error = self._off(x, args, kwargs, wide, magnitude, last)
+                    error = self._off(template, x, kwargs, wide, magnitude, last)
                 if not error <= limit:
                     return f"on random data the template is off by {error:.1e} (relative), more than {limit:.0e}"
         except Unfit as reason:
@@ -366,20 +396,20 @@ class Fused:
         half = self.window.records[0].dtype in (torch.bfloat16, torch.float16)
         return torch.float32 if half and few and exact else None
 
-    def _off(self, x: Tensor, args: Any, kwargs: Any, wide: torch.dtype | None, magnitude: float, last: bool) -> float:
+    def _off(self, template: Template, x: Tensor, kwargs: Any, wide: torch.dtype | None, magnitude: float, last: bool
+             ) -> float:
         """The worst relative error of output and gradients, for one random input."""
         rng = torch.Generator(x.device).manual_seed(0)
-        x, args, kwargs = self.template.small(x, rng, TRIAL_TOKENS, args, kwargs, last)
+        x, kwargs = template.small(x, rng, TRIAL_TOKENS, kwargs, last)
         if x.is_floating_point():
             x = x.mul_(magnitude)
         if wide is not None:
-            (x, args, kwargs), given = tree_map(lambda t: _as(t, wide), (x, args, kwargs)), args
-            args = (x, *args[1:]) if given else args
-        with self.template.observed(self.module):
-            truth, dy = self._own(x, args, kwargs, rng, wide)
-            return _error(truth, self._templates(dy, args, kwargs, x.dtype if x.is_floating_point() else None, wide))
+            x, kwargs = tree_map(lambda t: _as(t, wide), (x, kwargs))
+        with template.observed(self.module):
+            truth, dy = self._own(x, kwargs, rng, wide)
+            return _error(truth, self._templates(template, x, dy, kwargs, wide))
 
-    def _own(self, x: Tensor, args: Any, kwargs: Any, rng: torch.Generator, wide: torch.dtype | None
+    def _own(self, x: Tensor, kwargs: Any, rng: torch.Generator, wide: torch.dtype | None
              ) -> tuple[dict[str, Tensor], Tensor]:
         """Output and gradients of the module's own code for a random output gradient, and that."""
         window, into = self.window, self.template.differentiable_input
@@ -390,7 +420,7 @@ class Fused:
             x.requires_grad_(into)
             outer = swap_window(bound)
             try:
-                y = window.inner(*args, **kwargs)
+                y = window.inner(x, **kwargs)
             finally:
                 swap_window(outer)
             if not isinstance(y, Tensor):
@@ -402,15 +432,15 @@ class Fused:
         x.requires_grad_(False)
         return found | {n: g for n, g in zip(self.trained_names, grads) if g is not None}, dy
 
-    def _templates(self, dy: Tensor, args: Any, kwargs: Any, dtype: torch.dtype | None, wide: torch.dtype | None
+    def _templates(self, template: Template, x: Tensor, dy: Tensor, kwargs: Any, wide: torch.dtype | None
                    ) -> dict[str, Tensor]:
-        x, call = self.template.take(self.module, args, kwargs, dtype or self.window.records[0].dtype)
+        x, call = template.take(self.module, (x,), kwargs, wide or self.window.records[0].dtype)
         with torch.no_grad():
-            w = self.weights()
+            w = self.weights(self.names)
             w = w if wide is None else Weights({n: _as(t, wide) for n, t in w.by_name.items()})
             try:
-                y, kept = self.template.forward(x, w, call, "saved")
-                dx, grads = self.template.backward(dy, kept, w, call, self.wanted, True)
+                y, kept = template.forward(x, w, call, "saved")
+                dx, grads = template.backward(dy, kept, w, call, self.wanted, True)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise Unfit(f"the template fails: {error}") from error
         return {"y": y, **({} if dx is None else {"dx": dx}), **grads}
@@ -432,38 +462,28 @@ class Proofs:
         self.watch, self.looked = Watch(), {}
         self._changes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def verdict(self, fused: Fused, case: Case, dtype: torch.dtype | None) -> str:
-        """"", or why not; proved once for all windows alike."""
+    def found(self, fused: Fused, case: Case, dtype: torch.dtype | None) -> Proof | str:
+        """What was proved, once for all windows alike; or why it cannot be."""
         structure, numbers = fused.structure
-        device = fused.window.runtime.device.type
-        found = None
-        for key in ((structure, case, dtype, device, None), (structure, case, dtype, device, numbers)):
-            known = _PROVED.get(key)
-            if known is not None and not known[1].changed():
-                found = known[0]
-        if found is None:
-            found = self._prove(fused, case, dtype, device)
-        if isinstance(found, str):
-            return found
-        from .proof.prove import adopt
-        adopt(fused.template, found.settings)
-        self.watch.code.add_globals(found.globals)
-        return ""
+        key = structure, case, dtype, fused.window.runtime.device.type
+        found = _PROVED.get((*key, None)) or _PROVED.get((*key, numbers)) or self._prove(fused, key, numbers)
+        if not isinstance(found, str):
+            self.watch.code.add_globals(found.globals)
+        return found
 
     @staticmethod
-    def _prove(fused: Fused, case: Case, dtype: torch.dtype | None, device: str) -> Proof | str:
-        structure, numbers = fused.structure
+    def _prove(fused: Fused, key: tuple[Any, ...], numbers: tuple[int, ...]) -> Proof | str:
         code = Code()
         code.add_classes(set(map(type, fused.module.modules())))
         try:
-            found: Proof | str = fused.prove(case, dtype)
+            found: Proof | str = fused.prove(key[1], key[2])
             code.add_globals(found.globals)
             looked = found.looked
         except Refused as reason:
             found, looked = str(reason), reason.looked
         except ImportError as error:
             found, looked = f"this torch has not what a proof needs: {error}", True
-        _PROVED[(structure, case, dtype, device, numbers if looked else None)] = found, code
+        _PROVED.put((*key, numbers if looked else None), found, code)
         return found
 
     def look(self) -> None:
@@ -488,22 +508,33 @@ class Proofs:
             if times > OFTEN:
                 raise Unfit("it changes from pass to pass")
         except Unfit as reason:
-            fused.verdict, fused.verdicts = str(reason), _Always(str(reason))
+            fused.verdict = fused.unfit = str(reason)
 
 
-class _Always(dict[Any, str]):
-    """One verdict for every case."""
+class _Proved:
+    """What was found, for all models of the process: by structure, case, types, device and, where they were looked at,
+    layers' numbers. As many of the latest as a process needs: keys of models that are gone match nothing."""
 
-    def __init__(self, verdict: str) -> None:
-        self.verdict = verdict
+    MOST = 256
 
-    def get(self, key: Any, default: Any = None) -> str:
-        return self.verdict
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], tuple[Proof | str, Code]] = {}
+
+    def get(self, key: tuple[Any, ...]) -> Proof | str | None:
+        """Nothing, where code that it is of has changed since."""
+        known = self._found.pop(key, None)
+        if known is None or known[1].changed():
+            return None
+        self._found[key] = known             # the latest comes last
+        return known[0]
+
+    def put(self, key: tuple[Any, ...], found: Proof | str, code: Code) -> None:
+        self._found[key] = found, code
+        if len(self._found) > self.MOST:
+            del self._found[next(iter(self._found))]
 
 
-# By structure, case, types, device and, where they were looked at, layers' numbers: what was found, and the code that
-# it is of. For all models of the process.
-_PROVED: dict[tuple[Any, ...], tuple[Proof | str, Code]] = {}
+_PROVED = _Proved()
 
 
 def _error(truth: dict[str, Tensor], found: dict[str, Tensor]) -> float:

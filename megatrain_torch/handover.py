@@ -85,7 +85,6 @@ class HandOver:
         self.stream = 0                                         # where the last hand-over happened
         self.lent: dict[int, dict[Record, Tensor]] = {}         # by unit: copies of gradients that an update reads
         self.observer: Any = None                               # an optimizer that updates in backward
-        self.speculation: Any = None                            # one whose updates may be taken back
 
     # ---- called by Bind.backward, in autograd's thread ----
 
@@ -253,8 +252,6 @@ class HandOver:
             self.runtime.arrivals.handed(unit)
         if self.observer is not None:
             self.observer(unit, [r for r, _ in pairs])
-        if self.speculation is not None:
-            self.speculation.handed(unit, [r for r, _ in pairs])
 
     def _may_pass(self, records: list[Record]) -> None:
         """Gradients that are kept nowhere must be used at once."""

@@ -2,8 +2,8 @@
 
 The same operands give the same bits where device, libraries and what was asked for are the same, and where layers keep
 the same activations: one whose gate|up is not kept goes through it in tiles, and its weight gradients are summed in
-another order. What layers keep that nobody planned follows from memory (budget.py), so a run that goes on is given what
-it had.
+another order. What layers keep by a plan that mt.stream made itself follows from memory, so a run that goes on is
+given what it had.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def note(rt: Runtime) -> dict[str, Any]:
     """For a checkpoint: plain numbers and text."""
     return {"versions": _versions(rt.device), "repeating": repeating(), "compute": rt.compute, "memory": _memory(rt),
-            "tokens": rt.most_tokens, "kept": rt.kept(), "chosen": rt.budget.kept()}
+            "tokens": rt.most_tokens, "kept": rt.kept(), "chosen": _chosen(rt)}
 
 
 def take(rt: Runtime, saved: Any) -> list[str]:
@@ -34,9 +34,9 @@ def take(rt: Runtime, saved: Any) -> list[str]:
     here = note(rt)
     if not _like(saved, here):
         return []
-    if saved["memory"] == here["memory"] and saved["chosen"]:
-        rt.budget.adopt(saved["tokens"], saved["chosen"])
-        here["kept"] = rt.kept()
+    if saved["memory"] == here["memory"] and saved["chosen"] and rt.planning is not None:
+        rt.planning.goes_on(saved["tokens"], saved["chosen"])
+        here["kept"] = saved["kept"]
     there = saved["versions"]
     found = [f"{what} {there.get(what, 'none')} there and {mine} here" for what, mine in here["versions"].items()
              if there.get(what) != mine]
@@ -46,6 +46,12 @@ def take(rt: Runtime, saved: Any) -> list[str]:
         words = ("on there and off here", "off there and on here")[here["repeating"]]
         found.append(f"torch.use_deterministic_algorithms is {words}")
     return found + _kept_otherwise(rt, saved, here)
+
+
+def _chosen(rt: Runtime) -> dict[str, str]:
+    """What windows keep by a plan that mt.stream made itself."""
+    planned = rt.planning is not None and rt.planning.plan is not None
+    return {w.name: rt.mode_of(w) for w in rt.windows} if planned else {}
 
 
 def _like(saved: Any, here: dict[str, Any]) -> bool:
@@ -73,7 +79,8 @@ def _kept_otherwise(rt: Runtime, saved: dict[str, Any], here: dict[str, Any]) ->
 def _memory(rt: Runtime) -> list[int]:
     """Of the device, and the limit of what may be used; 0: there is none."""
     total = torch.cuda.get_device_properties(rt.device).total_memory if rt.is_cuda else 0
-    return [total, rt.vram or 0]
+    limit = rt.vram if rt.planning is None else rt.planning.asked.vram
+    return [total, limit or 0]
 
 
 def _versions(device: torch.device) -> dict[str, str]:

@@ -6,6 +6,7 @@ machines whose memory grows as it is touched, a touch by another process.
 """
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -54,6 +55,11 @@ def show_bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1024
     return f"{n:.2f} TiB"
+
+
+def show_size(n: int) -> str:
+    """As people type it for parse_bytes: no smaller than it is."""
+    return f"{-(-n // 2**20)}MiB" if n < 2**30 else f"{math.ceil(100 * n / 2**30) / 100:.10g}GiB"
 
 
 # ---- what this process may have ------------------------------------------------------------------

@@ -3,9 +3,9 @@
 keep        "replay": its input alone; "attention": attention's output and log-sum-exp besides; "selective": all but
             the largest part; "saved": everything that backward needs. "linked": attention's output and log-sum-exp in
             place of the input, which the layer before makes again from what it keeps, without attention.
-where       nothing: on the device. "+host": in host memory, the input too. "+split": in host memory, the input on the
-            device. "+disk": in a file, by way of a few blocks of host memory, the input too. So "selective+host",
-            "replay+disk", "attention+split".
+where       nothing: on the device. "+host": in host memory, the input too. "+disk": in a file, by way of a few
+            blocks of host memory, the input too. So "selective+host", "replay+disk". "attention+split": attention's
+            output in host memory, the input on the device.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 KEEPS = ("replay", "attention", "selective", "saved")        # least first
 LINKED = "linked"
-HOST = ("replay+host", *(f"{keep}{where}" for keep in KEEPS[1:] for where in ("+split", "+host")), "linked+host")
+HOST = ("replay+host", "attention+split", "attention+host", "selective+host", "saved+host", "linked+host")
 DISK = (*(f"{keep}+disk" for keep in KEEPS), "linked+disk")
 MODES = (*KEEPS, LINKED, *HOST, *DISK)
 HOMES = ("ram", "vram", "arrive", "through", "disk", "disk+weights")        # of a unit: weights, gradients and states
@@ -25,7 +25,7 @@ GRADS = ("ram", "none")     # where gradients wait for their update: at home wit
 class Mode(NamedTuple):
     """
     Attributes:
-        keep: one of KEEPS, LINKED, or "whole". host: what is kept leaves the device. input: so does the window's input.
+        keep: one of KEEPS, or LINKED. host: what is kept leaves the device. input: so does the window's input.
             disk: for a file.
     """
 
@@ -33,6 +33,11 @@ class Mode(NamedTuple):
     host: bool
     input: bool
     disk: bool
+
+    @property
+    def saved(self) -> Mode:
+        """All that backward needs, there; the input is not told from the rest."""
+        return Mode("saved", self.host, self.host, self.disk)
 
     def __str__(self) -> str:
         return self.keep + ("+disk" if self.disk else "+host" if self.input else "+split" if self.host else "")

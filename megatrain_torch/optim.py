@@ -21,10 +21,9 @@ from .guard import StreamedParameter, guard, plain
 from .masters import lacks_master, make_master, master, set_master
 from .moments import CODES, MOMENTS, load_moments, moments_of
 from .records import DTYPES, Record
-from .speculate import Speculation
 from .unstreamed import HALVES, adamw_half, adamw_plain, fp32_like, state_of
 
-COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done", "_speculations", "_counts",
+COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done", "_counts",
           "_norm", "_limit_once", "_steps", "_asked", "_late", "_skipped", "_complaint", "_states", "_keys", "_served")
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
 
@@ -65,8 +64,8 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: clip the global norm of all gradients to this, exactly, as
             torch.nn.utils.clip_grad_norm_ would; None: no clipping.
         states: how moments and masters are kept; the bytes are of a bf16 parameter, its weight counted in:
-            "fp32": 12. "8bit": 6.06, moments in 8 bits with fp32 scales for every 128 elements. "8bit-lo8": 5.06, with
-            8 bits below the weight instead of 16. "8bit-sr": 4.06, with none: the weight is rounded stochastically.
+            "fp32": 12. "8bit": 6.06, moments in 8 bits with fp32 scales for every 128 elements. "8bit-sr": 4.06, the
+            same without a master: the weight is rounded stochastically.
             Of fp32 and fp16 parameters only the moments change. None: as mt.stream's plan has it, else "fp32".
             A model's states are of one format. Parameters that are not streamed keep fp32 ones.
         in_backward: update each unit as soon as backward has its gradient, without waiting for
@@ -95,7 +94,6 @@ class AdamW(torch.optim.Optimizer):
         self._handed: list[_Handed] = []                   # by the last step; taken by _settle
         self._early: list[_Handed] = []                    # by the backward under way, for the next step
         self._done: set[int] = set()                       # pids updated in the backward under way
-        self._speculations: list[Speculation] = []         # one for each streamed model
         self._counts: dict[Tensor, int] = {}               # steps taken, as state["step"] says
         self._norm: float | None = None
         self._limit_once = math.inf                        # of the next step, beside max_grad_norm
@@ -107,7 +105,6 @@ class AdamW(torch.optim.Optimizer):
         self._complaint = ""
         self._states = states
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
-        self._members: dict[Tensor, dict[str, Any]] | None = None      # groups by parameter, while updates begin early
         self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
         _import_dynamo()
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
@@ -117,7 +114,10 @@ class AdamW(torch.optim.Optimizer):
     def _ask_for_room(runtimes: list[Any]) -> None:
         """Refuses before planes are made that do not fit."""
         for rt in runtimes:
-            rt.room.states(rt.core)
+            if rt.planning is not None:
+                rt.planning.optimizer_came()
+            if rt.planning is None or rt.planning.plan is not None:      # else the plan to come asks
+                rt.room.states(rt.core)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch."""
@@ -146,12 +146,6 @@ class AdamW(torch.optim.Optimizer):
         if self._in_backward:
             for rt in self._runtimes():
                 rt.handover.observer = _Observer(self)
-            return
-        self._speculations = []
-        for rt in self._runtimes():
-            if rt.speculated:
-                rt.handover.speculation = Speculation(self, rt)
-                self._speculations.append(rt.handover.speculation)
 
     # ---- stepping ----
 
@@ -187,12 +181,11 @@ class AdamW(torch.optim.Optimizer):
         elif self._clip_here(elsewhere):
             self._step_all(math.inf)
         self._done.clear()
-        self._members = None
-        for speculation in self._speculations:
-            speculation.stepped()
         for rt in {h.runtime for h in self._handed}:
             rt.arrivals.stepped()
             rt.handover.unstepped = False
+            if rt.planning is not None:
+                rt.planning.stepped()
         return loss
 
     def _step_all(self, limit: float) -> None:
@@ -479,27 +472,6 @@ class AdamW(torch.optim.Optimizer):
         if len(self._early) > RESULTS_KEPT:
             self._early[-RESULTS_KEPT - 1].result()
         self._done.update(rt.units[unit][i[0]].pid for i in items)
-
-    # ---- updates that may be taken back ----
-
-    @torch.no_grad()
-    def _expected(self, records: list[Record]) -> list[Any]:
-        """What the next step() will ask for of a unit, if nothing happens until then. Empty: that cannot be told."""
-        if self._members is None:
-            self._members = {p: g for g in self.param_groups for p in g["params"]}
-        groups = self._members
-        self._settle()                       # a skipped step counts no more; its norm has been known for long
-        given = [r for r in records if r.numel and r.param in groups and gradient.standing(r) is not None]
-        if not all(self._is_ready(r) for r in given):
-            return []
-        return [self._item(r.param, groups[r.param]) for r in given]
-
-    def _is_ready(self, record: Record) -> bool:
-        """States and masters are there and follow the weight; the gradient is the store's."""
-        mastered = record.dtype == torch.float32 or record.master_writes == record.writes
-        return (record.param in self.state and record.owner is not None and record.owner() is self and mastered
-                and record.host._version == record.version
-                and gradient.standing(record) is record.late and not record.written)
 
     # ---- parameters that are not streamed ----
 

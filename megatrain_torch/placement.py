@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import _core
 from .arrive import AHEAD, STAY
 from .cost import (
     CACHE_SHARE,
@@ -27,7 +28,6 @@ from .cost import (
     Home,
     cost_of,
     device_planes,
-    guess_shares,
     host_planes,
     lent_buffers,
     visiting_planes,
@@ -47,7 +47,18 @@ from .disk import (
 from .machine import Machine
 from .modes import DISK, DISKS, KEEPS, LINKED, read
 from .shapes import Shape, Unit
-from .simulate import NORM_S, SHOWN_MICRO, Fetches, Step, Timing, plan_fetches, simulate
+from .simulate import (
+    DEVICE,
+    HOST,
+    NORM_S,
+    ON_DISK,
+    SHOWN_MICRO,
+    THROUGH,
+    Lists,
+    Step,
+    Timing,
+    simulate,
+)
 from .slots import plan_slots
 from .tracks import Levels, Track, Tracks
 
@@ -75,7 +86,6 @@ class Wishes:
         fused: templates run where they fit, and our own loss behind the head.
         homes: "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units. activations: a mode for all
             windows that have it.
-        speculate: updates on the host begin during backward.
         nvme: bytes that states, weights and activations may take on disk; None: there is none.
         grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size for these, at the most.
         states: how AdamW's are kept.
@@ -88,7 +98,6 @@ class Wishes:
     activations: str | None = None
     slots: int | None = None
     micro: int | None = None
-    speculate: bool = False
     nvme: int | None = None
     grads: str = "ram"
     lent: int = LENT
@@ -164,7 +173,7 @@ class Problem:
                       for w in shape.windows]
         self.needed_again = {u for w, units in enumerate(self.again) for u in units if shape.windows[w].learns}
         self.micros: dict[int, Micro] = {}
-        self.fetches: dict[tuple[tuple[Home, ...], int, int], Fetches] = {}
+        self.schedules: dict[tuple[tuple[Home, ...], int, int], bytes] = {}
         self.asked: tuple[Any, ...] = (None, 0, ())        # homes and micro-batches asked about last, and _of_homes
         self.disks: dict[tuple[tuple[Home, ...], bool], tuple[frozenset[int], frozenset[int]]] = {}
         self.rooms: dict[tuple[tuple[Home, ...], bool], int] = {}
@@ -272,10 +281,9 @@ class Problem:
     def _host_bytes(self, homes: tuple[Home, ...], micro: int, on_disk: frozenset[int], filed: frozenset[int],
                     modes: tuple[str, ...] = ()) -> dict[str, int]:
         total = {OVERHEAD: self.machine.host_overhead_bytes}
-        early = self.wishes.speculate and self.wishes.homes != "through"    # an update on the host alone begins early
         for u, (unit, home) in enumerate(zip(self.shape.units, homes)):
             where = "disk+weights" if u in filed else "disk" if u in on_disk else Home(home).plain
-            for plane, n in host_planes(unit, where, micro, early).items():
+            for plane, n in host_planes(unit, where, micro).items():
                 total[plane] = total.get(plane, 0) + n
         if on_disk:
             total["buffers of the disk"] = buffer_bytes(["disk+weights" if filed else "disk"])
@@ -506,26 +514,30 @@ class Problem:
         units, m, costs = self.shape.units, self.machine, self.micro(choice.micro).costs
         host, device = m.adam_rate(states=self.wishes.states), m.device_adam_gparams * 1e9
         on_disk, few = self.on_disk(choice.homes, choice.micro), m.adam_rate(POOL, self.wishes.states)
+        filed, visiting = self.filed(choice.homes, choice.micro), self.visiting(choice.homes)
+        spilled = self.spills(costs, choice.modes)
         return Step(
             forward_s=[c.forward_s for c in costs],
             backward_s=[c.backward_s[mode] for c, mode in zip(costs, choice.modes)],
             forward_host_s=[c.forward_host_s for c in costs],
             backward_host_s=[c.backward_host_s[mode] for c, mode in zip(costs, choice.modes)],
-            units=[w.units for w in self.shape.windows], again=self.again, leaving=self.leaving,
-            home=list(choice.homes), weights=[u.weights for u in units], gradients=[u.gradients for u in units],
+            units=Lists.of(w.units for w in self.shape.windows), again=Lists.of(self.again),
+            leaving=Lists.of(self.leaving),
+            updated_on=[DEVICE if home else ON_DISK if i in on_disk else THROUGH if i in choice.through else HOST
+                        for i, home in enumerate(choice.homes)],
+            weights=[u.weights for u in units], gradients=[u.gradients for u in units],
             update_s=[u.trained / device + self.gathering_s(u, choice.micro) if home
                       else u.trained / (few if i in on_disk else host)
                       for i, (u, home) in enumerate(zip(units, choice.homes))],
             add_s=[u.trained / (m.add_gparams * 1e9) for u in units],
             slots=self.slots(choice.homes, choice.ring), micro=choice.micro,
             h2d=m.h2d_gbps * 1e9, d2h=m.d2h_gbps * 1e9, both=m.both_gbps * 1e9, busy=m.busy_gbps * 1e9,
-            speculate=self.wishes.speculate, visiting=self.visiting(choice.homes),
-            away=self.away(choice.micro, choice.modes),
-            disk={u: self.drive_s(u, choice.homes, choice.micro) for u in on_disk},
-            shares=guess_shares(self.wishes.states), through={u: self.through_s(u) for u in choice.through},
-            lent=self.lent(choice.homes), depth=self.depth, spilled=frozenset(self.spills(costs, choice.modes)),
+            visiting=[visiting.get(i, 0) for i in range(len(units))], away=self.away(choice.micro, choice.modes),
+            disk_s=[self.drive_s(i, choice.homes, choice.micro) if i in on_disk else 0 for i in range(len(units))],
+            through_s=[self.through_s(i) if i in choice.through else 0 for i in range(len(units))],
+            lent=self.lent(choice.homes), depth=self.depth, spilled=[w in spilled for w in range(len(costs))],
             write=m.disk_write_gbps * 1e9, read=m.disk_read_gbps * 1e9,
-            reads={u: self.read_s(u) for u in self.filed(choice.homes, choice.micro)})
+            read_s=[self.read_s(i) if i in filed else 0 for i in range(len(units))])
 
     def drive_s(self, unit: int, homes: tuple[Home, ...], micro: int) -> float:
         """Of an update's reads and writes."""
@@ -554,10 +566,10 @@ class Problem:
         """None where it takes so many seconds or more."""
         step = self.step(choice)
         key = (choice.homes, choice.ring, min(choice.micro, SHOWN_MICRO))
-        if key not in self.fetches:
-            self.fetches[key] = plan_fetches(step)
+        if key not in self.schedules:
+            self.schedules[key] = _core.schedule(step)
         self.simulations += 1
-        return simulate(step, self.fetches[key], than)
+        return simulate(step, self.schedules[key], than)
 
     def bound(self, homes: Homes, slots: int, micro: int, backward_s: Any, out: Any = 0, spill_s: Any = 0.0) -> Any:
         """Seconds that a step cannot undercut, each of its passes by itself. backward_s: of one; out: bytes of
@@ -619,8 +631,7 @@ class Problem:
         None where some are on disk: then the drive is what a step waits for."""
         if self.wishes.homes == "through":
             return frozenset(u for u in self.first if self.shape.units[u].trained and not homes[u])
-        early = self.wishes.speculate or self.wishes.grads == "none"
-        if self.wishes.homes or early or not self.through_rate or self.on_disk(homes, 1):
+        if self.wishes.homes or self.wishes.grads == "none" or not self.through_rate or self.on_disk(homes, 1):
             return frozenset()
         host_s, device_s, found = 0.0, 0.0, []
         rate = self.machine.adam_rate(states=self.wishes.states)
@@ -641,8 +652,6 @@ class Problem:
         added = [u for u in away if units[u].trained]
         trained = [u for u in added if u not in through]
         rate = m.adam_rate(states=self.wishes.states)
-        if self.wishes.speculate:                                               # at best all began in backward
-            rate /= guess_shares(self.wishes.states)[1]
         begin = sum(units[u].trained for u in self.first if homes[u]) / (m.device_adam_gparams * 1e9)
         if at_once:
             update = self.through_s(at_once[0]) if at_once[0] in through else units[at_once[0]].trained / rate

@@ -33,8 +33,7 @@ class Homes(Protocol):
 
     Attributes:
         settled: units that live on the device. on_disk: those whose states are in a file. filed: whose weights are too.
-        speculated: whose updates may begin during backward. arrivals: of settled ones whose states come and leave.
-        saving: a save that may be under way.
+        arrivals: of settled ones whose states come and leave. saving: a save that may be under way.
     """
 
     @property
@@ -45,9 +44,6 @@ class Homes(Protocol):
 
     @property
     def filed(self) -> Container[int]: ...
-
-    @property
-    def speculated(self) -> Container[int]: ...
 
     @property
     def arrivals(self) -> Arrivals: ...
@@ -85,20 +81,20 @@ class Planes:
         self.core.wait_grads(record.unit)
 
     def bring_states(self, record: Record) -> None:
-        """Host copies of masters and moments are current; only units on the device, those whose update began early,
-        and those whose states are on disk have anything to do."""
+        """Host copies of masters and moments are current; only units on the device and those whose states are on disk
+        have anything to do."""
         homes = self._homes
-        if record.unit in homes.settled or record.unit in homes.speculated or record.unit in homes.on_disk:
+        if record.unit in homes.settled or record.unit in homes.on_disk:
             if homes.saving is not None:       # whose copies of the unit go when it has them
                 self.core.wait_saved(record.unit)
             self.core.bring(record.unit, STATE_PLANES)
 
     def own_states(self, record: Record) -> None:
-        """Masters, moments or gradients are about to be written as a whole: no update that began early uses them, and
-        no copy is on its way to them, or into a checkpoint."""
+        """Masters, moments or gradients are about to be written as a whole: no copy is on its way to them, or into a
+        checkpoint."""
         if self._homes.saving is not None:
             self.core.wait_saved(record.unit)
-        if record.unit in self._homes.speculated or record.unit in self._homes.arrivals.units:
+        if record.unit in self._homes.arrivals.units:
             self.core.bring(record.unit, STATE_PLANES)
 
     def push(self, record: Record, *planes: str) -> None:

@@ -22,20 +22,20 @@ import torch
 from torch import nn
 
 from .arguments import check_count
+from .changes import Python, refusal
 from .cost import LENT, THROUGH_BYTES
 from .disk import FROZEN, PADDING, SPILLED, Disk, years
 from .errors import MegatrainError
-from .formats import FORMATS, check_states
+from .formats import check_states
 from .limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .modes import DISK, DISKS, GRADS, HOMES, LINKED, MODES, read
-from .placement import Choice, Problem, Wishes
+from .placement import OVERHEAD, Choice, Problem, Wishes
 from .shapes import Shape, shapes_of
 from .simulate import Timing
 from .tiers import Tier, bars, write_tiers
 from .timeline import LANES
 
-ENDLESS = 1 << 62           # bytes of a disk
 Table = tuple[str, list[tuple[str, ...]]]
 
 
@@ -57,7 +57,6 @@ class Plan:
         seconds, forward_s: of a step, and of its forwards.
         busy: seconds of work by lane. idle: seconds in which compute stands still, by what it waits for. Both by the
             names that mt.last_step has.
-        speculate: updates on the host begin during backward.
         disk: bytes in files by what they hold; what is trained is read and written once in a step, activations once in
             a micro-batch. nvme: where it may be, and disk_room: bytes it may have; None and 0 without.
         grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size that they pass through then, 3, or
@@ -83,7 +82,6 @@ class Plan:
     busy: dict[str, float]
     idle: dict[str, float]
     weights: dict[str, int]
-    speculate: bool = False
     disk: dict[str, int] = dataclasses.field(default_factory=dict)
     nvme: Disk | None = None
     disk_room: int = 0
@@ -120,6 +118,11 @@ class Plan:
         return sum(self.host.values())
 
     @property
+    def besides(self) -> tuple[tuple[str, int], ...]:
+        """Of host memory what mt.stream takes beside what is there before it: (what, bytes)."""
+        return tuple((what, n) for what, n in self.host.items() if what != OVERHEAD)
+
+    @property
     def tokens_per_second(self) -> float:
         """As predicted."""
         return self.tokens / self.seconds
@@ -132,8 +135,7 @@ class Plan:
     @property
     def tiers(self) -> list[Tier]:
         """(title, bytes by what they hold, bytes there are) of each kind of memory."""
-        found = [("device memory", self.vram, self.machine.vram_bytes),
-                 ("host memory", self.host, self.machine.host_bytes)]
+        found = tiers_of(self.machine, self.vram, self.host)
         return [*found, ("disk", self.disk, self.disk_room)] if self.disk else found
 
     def picture(self, path: str | Path) -> None:
@@ -154,7 +156,7 @@ class Plan:
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
          host: int | str | None = None, micro: int | None = None, homes: str | None = None,
-         activations: str | None = None, slots: int | None = None, speculate: bool = False, grads: str = "ram",
+         activations: str | None = None, slots: int | None = None, grads: str = "ram",
          states: str = "fp32", compute: str = "auto",
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
          layers: int | None = None, nvme: str | dict[str, Any] | None = None) -> Plan:
@@ -171,10 +173,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         micro: micro-batches of a step; None: as many as are best.
         homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. activations:
             "replay", "attention", "linked" (of every second layer; of the others "attention"), "selective" or "saved",
-            with "+host" or "+split" where what is kept waits in host memory, with "+disk" and nvme in a file, for all
-            windows that have it. slots: ring size. None: what is best.
-        speculate: updates on the host begin during backward, as mt.stream's plan has it; predicted as if none were
-            in vain, as where nothing is clipped.
+            with "+host" where what is kept waits in host memory, with "+disk" and nvme in a file; or "attention+split";
+            for all windows that have it. slots: ring size. None: what is best.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
         compute, dtype, units: as for mt.stream.
@@ -184,15 +184,16 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
-            table of what needs least, and `changes` of the exception the arguments that would fit, one at a time.
+            table of what needs least and the fastest changes that would fit; of the exception, `changes` has the
+            arguments that would, one at a time, and `ways` those that would together, with tokens/s, fastest first.
     """
     disk = Disk.parse(nvme, somewhere=True)
     if homes in DISKS and disk is None:
         raise MegatrainError(f"homes={homes!r}: give the directory, nvme='/path'")
     if activations in DISK and disk is None:
         raise MegatrainError(f"activations={activations!r}: give the directory, nvme='/path'")
-    wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro), speculate=speculate,
-                                 nvme=None if disk is None else disk.room(), grads=_grads(grads, micro, speculate),
+    wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
+                                 nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
                                  states=check_states(states))
     limits = resolve(machine)
     here = host_now(limits) if machine is None else limits.host_bytes
@@ -235,12 +236,11 @@ def _solve(shape: Shape, limits: Machine, wishes: Wishes) -> tuple[Problem, tupl
     return best or (problem, None)
 
 
-def _grads(grads: str, micro: int | None, speculate: bool) -> str:
+def _grads(grads: str, micro: int | None) -> str:
     if grads not in GRADS:
         raise MegatrainError(f"grads={grads!r}: use {', '.join(map(repr, GRADS))}")
-    if grads == "none" and (speculate or micro not in (None, 1)):
-        raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: no speculate, one "
-                             "micro-batch")
+    if grads == "none" and micro not in (None, 1):
+        raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: one micro-batch")
     return grads
 
 
@@ -271,9 +271,14 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
          for i, u in enumerate(shape.units)},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
-        timing.idle, _window_weights(shape), wishes.speculate,
-        problem.disk_bytes(choice.homes, choice.micro, choice.modes), grads=wishes.grads, states=wishes.states,
-        lent=wishes.lent)
+        timing.idle, _window_weights(shape), problem.disk_bytes(choice.homes, choice.micro, choice.modes),
+        grads=wishes.grads, states=wishes.states, lent=wishes.lent)
+
+
+def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int]) -> list[Tier]:
+    """(title, bytes by what they hold, bytes there are) of both memories, or of both parts of the only one."""
+    titles = ("the device's part", "the host's part") if machine.one_memory else ("device memory", "host memory")
+    return [(titles[0], vram, machine.vram_bytes), (titles[1], host, machine.host_bytes)]
 
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
@@ -307,103 +312,17 @@ def _window_weights(shape: Shape) -> dict[str, int]:
 
 def _refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> MegatrainError:
     """What needs least, and what would fit. shape_with: the same model with other states of AdamW."""
-    changes = _changes(problem, whole, shape_with)
-    error = MegatrainError("\n".join([_least(problem), "", "What would fit, each alone: " + _in_words(changes, whole)]))
-    error.changes = {k: v for k, v in changes.items() if not k.startswith("machine ")}
+    found = refusal(problem, whole, shape_with, _memories)
+    error = MegatrainError(found.text(Python()))
+    error.refusal, error.changes, error.ways = found, found.alone, found.ways
     return error
 
 
-def _least(problem: Problem) -> str:
-    machine = problem.machine
-    micro, homes, ring, *_ = min(problem.combinations(), key=lambda c: (
-        c[5] > machine.host_bytes, c[3] + c[4] + problem.micro(c[0]).tracks[0].most(0, c[1].visiting)))
-    choice = Choice(micro, homes.units, ring, problem.micro(micro).tracks[0].first.modes[0], homes.through)
-    vram, host = vram_table(problem, choice), problem.host_bytes(homes.units, micro, choice.modes)
-    tables: list[Table] = [_bytes_table("device memory", vram, machine.vram_bytes),
-                           _bytes_table("host memory", host, machine.host_bytes)]
-    cut = f"in {micro} micro-batches" if micro > 1 else "in one micro-batch"
-    head = f"{problem.shape.name} with {problem.wishes.tokens:,} tokens a step does not fit {machine.name}"
-    return "\n\n".join([f"{head}; what needs least, {cut}:", *map(as_text, tables)])
-
-
-def _changes(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> dict[str, Any]:
-    """Arguments of plan(), each of which alone makes the problem fit; "machine ..." where it has too little."""
-    found: dict[str, Any] = {}
-    for name, need, most in zip(("vram", "host"), problem.needs(), (whole.vram_bytes, whole.host_bytes)):
-        if need is not None:
-            found[name if need <= most else f"machine {name}"] = need
-    wishes = problem.wishes
-    for name in ("micro", "homes", "activations", "slots"):
-        if getattr(wishes, name) is not None and _fits(problem, **{name: None}):
-            found[name] = None
-    if found.get("micro", 0) is None:
-        counts = Problem(problem.shape, problem.machine, dataclasses.replace(wishes, micro=None)).micro_counts()
-        found["micro"] = next(k for k in counts if k > wishes.micro and _fits(problem, micro=k))
-    if wishes.speculate and _fits(problem, speculate=False):
-        found["speculate"] = False
-    if wishes.grads == "ram" and not wishes.speculate and wishes.micro in (None, 1) and \
-            _fits(problem, grads="none", lent=1):
-        found["grads"] = "none"
-    for states in FORMATS[FORMATS.index(wishes.states) + 1:]:
-        if Problem(shape_with(states), problem.machine, dataclasses.replace(wishes, states=states)).fits():
-            found["states"] = states
-            break
-    if seq := _longest(problem):
-        found["seq"] = seq
-    if nvme := _least_disk(problem):
-        found["nvme"] = {"limit": nvme}
-    return found
-
-
-def _fits(problem: Problem, **other: Any) -> bool:
-    return Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, **other)).fits()
-
-
-def _least_disk(problem: Problem) -> int:
-    """Bytes of a disk with which it fits; 0: with none."""
-    tried = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, nvme=ENDLESS))
-    spilled: dict[tuple[Any, int], int] = {}
-    for micro, homes, track in tried.fitting():
-        key = homes.units, micro
-        spilled[key] = min(spilled.get(key, track.spilled), track.spilled)
-    return min((sum(tried.disk_bytes(*key).values()) + n for key, n in spilled.items()), default=0)
-
-
-def _longest(problem: Problem) -> int | None:
-    """Longest sequence with which as many sequences fit; None: not one token each."""
-    sequences = problem.wishes.tokens // problem.wishes.seq
-    fits, fails = 0, problem.wishes.seq
-    while fails - fits > 1:
-        middle = (fits + fails) // 2 if fits else 1         # mostly it is not the tokens
-        if _fits(problem, seq=middle, tokens=middle * sequences):
-            fits = middle
-        elif not fits:
-            return None
-        else:
-            fails = middle
-    return fits or None
-
-
-_WHAT_IT_TAKES = {"seq": " (tokens in proportion)", "grads": " (mt.AdamW(in_backward=True), without clipping)"}
-
-
-def _in_words(changes: dict[str, Any], whole: Machine) -> str:
-    words = []
-    for name, value in changes.items():
-        memory = name.removeprefix("machine ") if name.startswith("machine ") else ""
-        if memory:
-            has = whole.vram_bytes if memory == "vram" else whole.host_bytes
-            what = "device" if memory == "vram" else "host"
-            words.append(f"a machine with {value} bytes ({show_bytes(value)}) of {what} memory, not {show_bytes(has)}")
-        elif name in ("vram", "host"):
-            words.append(f"{name}={value} ({show_bytes(value)})")
-        elif value is None:
-            words.append(f"no {name} asked for")
-        elif name == "nvme":
-            words.append(f"nvme=a directory with {value['limit']} bytes ({show_bytes(value['limit'])})")
-        else:
-            words.append(f"{name}={value!r}" + _WHAT_IT_TAKES.get(name, ""))
-    return "; ".join(words or ["nothing less than both more device and more host memory, or fewer parameters"]) + "."
+def _memories(problem: Problem, choice: Choice) -> tuple[dict[str, int], dict[str, int], str]:
+    """Bytes of a choice on the device and in host memory, and both as text."""
+    vram, host = vram_table(problem, choice), problem.host_bytes(choice.homes, choice.micro, choice.modes)
+    both = tiers_of(problem.machine, vram, host)
+    return vram, host, "\n\n".join(as_text(_bytes_table(*tier)) for tier in both)
 
 
 # ---- as text -------------------------------------------------------------------------------------
@@ -428,7 +347,7 @@ def _placement_table(p: Plan) -> Table:
     rows: list[tuple[str, ...]] = [("window", "weights", "home", "activations")]
     for names, home, mode in _runs(p):
         rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
-    ring = f"ring of {p.slots} slots for what streams" + "; updates begin during backward" * p.speculate
+    ring = f"ring of {p.slots} slots for what streams"
     ring += f"; {p.lent} buffer{'s' * (p.lent > 1)} for gradients" * (p.lent < LENT)
     return ring if {"ram", "through", *DISKS} & set(p.homes.values()) else "nothing streams", rows
 

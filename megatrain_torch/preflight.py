@@ -1,6 +1,6 @@
 """Whether a model fits, asked before anything is allocated.
 
-    asked = Asked(name, groups, dtype, homes, speculated, ring, micro, on_cpu)
+    asked = Asked(name, groups, dtype, homes, ring, micro, on_cpu)
     sizes = check_device(asked, free, vram)      # slots; refuses
     check_loading(asked, host)                   # before mt.stream takes memory; refuses
     room = Room(asked, host)
@@ -38,7 +38,15 @@ from .cost import (
 )
 from .disk import buffer_bytes, file_bytes
 from .errors import MegatrainError
-from .limits import FILES_LEAST, Bound, host_limits, show_bytes, with_margin, without_margin
+from .limits import (
+    FILES_LEAST,
+    Bound,
+    host_limits,
+    show_bytes,
+    show_size,
+    with_margin,
+    without_margin,
+)
 from .modes import DISKS
 from .planner import as_text
 from .shapes import Unit, unit_bytes
@@ -57,8 +65,7 @@ class Asked:
 
     Attributes:
         name: of the model. groups, dtype: its units, and the type they are converted to.
-        homes: by unit, "ram", "vram", "arrive", "through", "disk" or "disk+weights". speculated: numbers of units whose
-            updates may begin early.
+        homes: by unit, "ram", "vram", "arrive", "through", "disk" or "disk+weights".
         ring: slots of a size. micro: micro-batches of a step, as far as known.
         on_cpu: the "device" is the CPU, so its memory is the host's.
         besides: what a plan puts in host memory beside planes, by what it is.
@@ -73,7 +80,6 @@ class Asked:
     groups: list[Group]
     dtype: torch.dtype | None
     homes: tuple[str, ...]
-    speculated: frozenset[int]
     ring: int = 3
     micro: int = 1
     on_cpu: bool = False
@@ -116,12 +122,16 @@ class Asked:
         visiting = [visiting_planes(u) for u, home in zip(self.units(), self.homes) if home == "arrive"]
         return found | ({"states that arrive": sum(sum(v.values()) for v in visiting)} if visiting else {})
 
+    def at_home(self) -> int:
+        """Bytes of device memory that the store takes for units at home there, beside their slots."""
+        return sum(n for what, n in self.device().items() if what.startswith("at home"))
+
     def host(self) -> dict[str, int]:
         """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
         found: dict[str, int] = {}
-        for i, (unit, home) in enumerate(zip(self.units(), self.homes)):
+        for unit, home in zip(self.units(), self.homes):
             where = home if home in (*SETTLED, *DISKS) else "ram"
-            planes = host_planes(unit, where, self.micro, i in self.speculated)
+            planes = host_planes(unit, where, self.micro)
             for plane, n in (copied_planes(unit) if home in SETTLED and self.copied else planes).items():
                 found[plane] = found.get(plane, 0) + n
         if not self.keeps:
@@ -180,7 +190,7 @@ def _homes(asked: Asked, before: str, after: str) -> Iterator[Asked]:
     homes = list(asked.homes)
     for i in reversed([i for i, home in enumerate(homes) if home == before]):
         homes[i] = after
-        yield dataclasses.replace(asked, homes=tuple(homes), speculated=asked.speculated - {i})
+        yield dataclasses.replace(asked, homes=tuple(homes))
 
 
 def _named(asked: Asked) -> dict[str, str]:
@@ -207,6 +217,16 @@ def to_disk(asked: Asked, limit: int | None) -> Asked:
         if fits(tried):
             break
     return tried
+
+
+def settled_last(asked: Asked) -> Iterator[Asked]:
+    """The same with the last one, two, ... of the units that live in host memory on the device."""
+    return _homes(asked, "ram", "vram")
+
+
+def loads(asked: Asked) -> bool:
+    """Is there host memory to take over the weights?"""
+    return _shortage(sum(_loading(asked, own_bytes(asked.groups)).values())) is None
 
 
 def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: int | None = None) -> None:
@@ -456,8 +476,6 @@ def _short(asked: Asked, need: Need, bound: Bound, what: str, free_on_device: in
 def _changes(asked: Asked, fits: Callable[[Asked], bool], over: int, free_on_device: int | None) -> dict[str, Any]:
     """Arguments of mt.stream, each of which alone makes it fit."""
     found: dict[str, Any] = {}
-    if asked.speculated and fits(dataclasses.replace(asked, speculated=frozenset())):
-        found["speculate"] = False
     if asked.micro > 1 and fits(dataclasses.replace(asked, micro=1)):
         found["micro"] = 1
     wide = any(p.dtype in (torch.float32, torch.float64) for _, own in asked.groups for _, p in own)
@@ -528,11 +546,11 @@ def _refusal(asked: Asked, title: str, need: dict[str, int], most: int, whose: s
 
 def _in_words(name: str, value: Any) -> str:
     if name in ("vram", "host"):
-        return f"{name}={value} ({show_bytes(value)}), if so much is there"
+        return f"{name}={show_size(value)!r}, if so much is there"
     if name == "states":
         return f"states={value!r}, of mt.AdamW or, where host= is given, in mt.stream's plan"
     if name == "nvme":
-        return f"nvme= a directory with {value} bytes ({show_bytes(value)}) free"
+        return f"nvme= a directory with {show_size(value)} free"
     if name == "frozen":
         return f"{value:,} parameters less to train (freeze some, or LoRA)"
     if name == "homes":
@@ -540,4 +558,4 @@ def _in_words(name: str, value: Any) -> str:
         return f"{at} units at home in VRAM: plan={{'homes': ...}} as in this exception's `changes`"
     if name == "dtype":
         return f"dtype={value}"
-    return f"plan={{{name!r}: {value}}}" if name == "speculate" else f"{name}={value}"
+    return f"{name}={value}"

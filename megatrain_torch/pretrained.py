@@ -11,11 +11,12 @@ from .planner import Plan
 from .wrap import stream
 
 
-def from_pretrained(cls: Any, path: str | Path, *, dtype: torch.dtype | None = None,
-                    device: str | torch.device | None = None, plan: Plan | dict[str, Any] | None = None,
-                    vram: int | str | None = None, host: int | str | None = None,
-                    nvme: str | dict[str, Any] | None = None, units: list[str | nn.Module] | None = None,
-                    compute: str = "auto", **kwargs: Any) -> Any:
+def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | None = None,
+                    tokens: int | None = None, seq: int | None = None, vram: int | str | None = None,
+                    host: int | str | None = None, nvme: str | dict[str, Any] | None = None,
+                    states: str | None = None, dtype: torch.dtype | None = None,
+                    units: list[str | nn.Module] | None = None, compute: str = "auto",
+                    plan: Plan | dict[str, Any] | None = None, **kwargs: Any) -> Any:
     """`cls.from_pretrained(path)` and `mt.stream` of it.
 
     transformers does its part as ever: names, ties, experts put together, what is missing or unexpected reported. It
@@ -26,7 +27,7 @@ def from_pretrained(cls: Any, path: str | Path, *, dtype: torch.dtype | None = N
         cls: AutoModelForCausalLM, or any class with from_pretrained. path: a folder, or what it takes.
         dtype: of the streamed weights; None: the files'. From fp32 files to torch.bfloat16, mt.AdamW has exact fp32
             masters.
-        device, plan, vram, host, nvme, units, compute: as for mt.stream.
+        device, tokens, seq, vram, host, nvme, states, units, compute, plan: as for mt.stream.
         kwargs: for cls.from_pretrained. With output_loading_info=True its report is returned too.
 
     Returns:
@@ -37,6 +38,6 @@ def from_pretrained(cls: Any, path: str | Path, *, dtype: torch.dtype | None = N
     """
     found = cls.from_pretrained(path, dtype="auto", **kwargs)
     model, *report = found if isinstance(found, tuple) else (found,)
-    stream(model, device, dtype=dtype, plan=plan, vram=vram, host=host, nvme=nvme, units=units, compute=compute,
-           masters=True)
+    stream(model, device, tokens=tokens, seq=seq, vram=vram, host=host, nvme=nvme, states=states, dtype=dtype,
+           units=units, compute=compute, plan=plan, masters=True)
     return (model, *report) if report else model

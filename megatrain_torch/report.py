@@ -11,8 +11,7 @@ OWN = "host"                     # what compute waits for when it waits for no c
 UPDATED = ("host update", "through", "disk update")     # lanes that updates of units on the host end on
 JITTER_NS = 50_000               # times on two queues are compared to within this
 BAR, NAME = 24, 14               # characters, a lane's name at least
-COUNTED = ("speculated", "committed", "undone", "out_bytes", "back_bytes", "spill_written_bytes",
-           "spill_read_bytes")   # of the engine's counters
+COUNTED = ("out_bytes", "back_bytes", "spill_written_bytes", "spill_read_bytes")   # of the engine's counters
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,6 @@ class StepReport:
         await_seconds: time the computing thread waited for a copy to be put in its queue.
         host_bytes: host memory the store holds.
         disk_read_bytes, disk_written_bytes: states of units at home on disk, and weights of those that have them there.
-        speculated, committed, undone: updates that began during backward; those kept, and taken back, since: one
-            that began in this step ends in the next.
         out_bytes, back_bytes: activations that went to host memory, and came back. spill_written_bytes,
             spill_read_bytes: of those on to a file, and from there.
         busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update",
@@ -57,9 +54,6 @@ class StepReport:
     least: Mapping[str, float] = field(default_factory=dict)
     between_steps: float = 0.0
     traced: bool = False
-    speculated: int = 0
-    committed: int = 0
-    undone: int = 0
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
     out_bytes: int = 0
@@ -102,9 +96,6 @@ class StepReport:
         if self.idle:
             parts = ", ".join(f"{v:.3g} s for {_called(k)}" for k, v in _largest_first(self.idle))
             lines.append(f"compute idle: {parts}; {self.between_steps:.3g} s of it between steps")
-        if self.speculated or self.undone:
-            lines.append(f"{self.speculated} updates begun in backward, {self.committed} kept, "
-                         f"{self.undone} taken back")
         if self.disk_read_bytes or self.disk_written_bytes:
             lines.append(f"disk: {self.disk_read_bytes / 1e9:.3g} GB read, "
                          f"{self.disk_written_bytes / 1e9:.3g} GB written")
@@ -274,6 +265,6 @@ def _busy(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> in
 def _over_in(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int, unit: str | None = None) -> Slice | None:
     """The lane's last slice of work on the unit (None: on any) that ended in the gap (a, b]."""
     for s in reversed(between(lanes.get(lane, ()), a, b + JITTER_NS)):
-        if s.work not in ("wait", "guess") and a < s.end <= b + JITTER_NS and unit in (None, s.unit):
+        if s.work != "wait" and a < s.end <= b + JITTER_NS and unit in (None, s.unit):
             return s
     return None

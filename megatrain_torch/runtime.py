@@ -6,15 +6,15 @@ import dataclasses
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from . import _core, hf, masks
 from .arrive import Arrivals
-from .budget import Budget, Cap
+from .cap import Cap
 from .compiled import Structure, refuse_other_units
 from .disk import BLOCKS, BUFFER_BYTES, BUFFERS, THREADS, Disk
 from .door import Door
@@ -25,11 +25,20 @@ from .lazy import Lazy
 from .limits import show_bytes
 from .modes import Mode, read
 from .planes import Planes, mask
+from .planner import Plan
 from .records import Record
 from .ring import Ring, Slot, SlotHooks
 from .state import enter, in_backward, leave
 from .swap import Swap
 from .window import Window
+
+
+class PlansItself(Protocol):
+    """Plans for the batches that a loop shows: planning.Planning."""
+
+    plan: Plan | None
+
+    def pass_begins(self, args: Any, kwargs: Any) -> None: ...
 
 
 class Runtime:
@@ -38,7 +47,6 @@ class Runtime:
         self.is_cuda = device.type == "cuda"
         self.states, self.states_chosen = "fp32", False      # how AdamW's are kept; chosen: by somebody, not by default
         self.settled: dict[int, int] = {}                    # units that live on the device: their slots
-        self.speculated: frozenset[int] = frozenset()        # units whose updates may begin during backward
         self.on_disk: frozenset[int] = frozenset()           # units whose states are in a file
         self.filed: set[int] = set()                         # of which weights are too, as soon as they are there
         self.arrivals = Arrivals(self, ())                   # of settled units: whose states come and leave
@@ -56,7 +64,7 @@ class Runtime:
         self.activations, self.compute = "auto", "auto"
         self.structures: dict[Any, Structure] = {}           # of windows that torch.compile runs
         self.vram: int | None = None         # limit of what may be used of the device, bytes
-        self.budget = Budget(own)
+        self.planning: PlansItself | None = None             # of an ordinary loop, where nobody has planned it
         self.proofs = Proofs()               # that templates are what windows' modules are
         self.most_tokens = 0                 # that a fused window was given at once
         self.swap = Swap(own)                # what windows keep in host memory
@@ -69,7 +77,6 @@ class Runtime:
         self.check_tree: Any = None
         self._files: list[weakref.finalize] = []             # what takes their names, with the process at the latest
         self.given = 0                       # places of parameters that have something else: functional_call
-        self.bindings = 0                    # windows opened and weights fetched outside of them, ever
         self.checkpointing: list[weakref.ref[nn.Module]] = []
         self.opened = time.perf_counter()
         self.reported: tuple[float, dict[str, int]] = (self.opened, {})    # the last report without a trace
@@ -125,14 +132,32 @@ class Runtime:
 
     # ---- units and slots ----
 
-    def open_slots(self, sizes: list[int], settled: list[int]) -> None:
-        """Slots of these sizes; the last ones belong to the units that will live on the device."""
-        self.slots = [Slot(n, self.device) for n in sizes]
+    def open_slots(self, ring: list[int], settled: list[int], have: dict[int, Slot]) -> None:
+        """Slots of these sizes for what streams, and one for each of the units that live on the device: their own of
+        before, where they have one."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()         # what was freed, in whose pieces these may not fit
+        own = [have.get(unit) or Slot(self.core.hi_bytes(unit), self.device) for unit in settled]
+        self.slots = [Slot(n, self.device) for n in ring] + own
         if self.is_cuda:
             torch.cuda.current_stream(self.device).synchronize()   # former owners of this memory are done
         self.note_bounds()
         self.core.open_slots([(s.address, s.nbytes) for s in self.slots], SlotHooks(self))
-        self.settled = {unit: slot for slot, unit in enumerate(settled, len(sizes) - len(settled))}
+        self.settled = {unit: slot for slot, unit in enumerate(settled, len(ring))}
+        for unit, slot in self.settled.items():
+            self.core.settle(unit, slot)
+
+    def close_slots(self) -> None:
+        """Others will be opened. Who moves units holds those that have weights until these are elsewhere."""
+        self.core.close_slots()
+        self.slots = []
+        self.note_bounds()
+
+    def limit_device(self, limit: int | None, store_bytes: int) -> None:
+        """Bytes of the device that may be used in all, and those that the store will have there for its planes."""
+        self.vram, self.store_bytes = limit, store_bytes
+        self.cap.lift()
+        self.cap = Cap(self.device, limit, store_bytes, self.core.device_bytes())
 
     def invite(self, guests: Iterable[int]) -> None:
         """States of these units, which live on the device, come and leave."""
@@ -147,11 +172,11 @@ class Runtime:
         """The unit's weights are at home on the device or on disk: those in host memory are copies."""
         return unit in self.settled or unit in self.filed
 
-    def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: dict[str, int]) -> None:
+    def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: Mapping[str, int]) -> None:
         """The units' states go to a file, which loses its name with the process at the latest. weights: of further
         units, whose weights go there too. sizes: tests' own."""
         usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
-        self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **(usual | sizes))
+        self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **{**usual, **sizes})
         self.on_disk = frozenset(units) | frozenset(weights)
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 
@@ -161,10 +186,10 @@ class Runtime:
         self.filed.add(unit)
         self.take(unit)
 
-    def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: dict[str, int]) -> None:
+    def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: Mapping[str, int]) -> None:
         """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states."""
         limit = 0 if disk.limit is None else max(disk.limit - taken, 1)
-        self.core.swap_disk(disk.path, nbytes, limit, **({"blocks": BLOCKS, "threads": THREADS} | sizes))
+        self.core.swap_disk(disk.path, nbytes, limit, **{"blocks": BLOCKS, "threads": THREADS, **sizes})
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 
     def note_bounds(self) -> None:
@@ -193,7 +218,6 @@ class Runtime:
 
     def device_copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""
-        self.bindings += 1
         if self.away(record.unit):
             return self.ring.view(record.unit, record.offset, record.dtype, record.shape, record.stride).clone()
         self.core.wait_updates(record.unit)
@@ -238,10 +262,10 @@ class Runtime:
 
     def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A root forward starts; its inputs come to the compute device."""
-        self._begin(who)
+        self._begin(who, args, kwargs)
         return self._to_device(args), self._to_device(kwargs)
 
-    def _begin(self, who: Any) -> None:
+    def _begin(self, who: Any, args: Any, kwargs: Any) -> None:
         self.core.check()
         self._look_at_save()
         self.warn_unlocked()
@@ -261,6 +285,8 @@ class Runtime:
             for r in self.records:
                 r.uses = 0
             self._lazy.clear()
+            if self.planning is not None and torch.is_grad_enabled():
+                self.planning.pass_begins(args, kwargs)
             if self.trace is not None:
                 self.trace.pass_begins()
             self.core.begin()
@@ -334,31 +360,20 @@ class Runtime:
     # ---- activations ----
 
     def mode_of(self, window: Window) -> str:
-        if window.mode == "auto":
-            window.mode = self._choose(window)
-        return window.mode
-
-    def _choose(self, window: Window) -> str:
-        if self.activations != "auto":
-            return self.activations
-        if not self.is_cuda:
-            return "saved"
-        return "replay"
+        """What is done about a window's activations; "auto": no plan says it."""
+        mode = window.mode if window.mode != "auto" else self.activations
+        if mode == "auto":
+            return "replay" if self.is_cuda else "saved"
+        return mode
 
     def keep_of(self, window: Window, tokens: int) -> Mode:
         """What a fused window keeps of a call with so many tokens, and where."""
         self.most_tokens = max(self.most_tokens, tokens)
-        mode = window.mode if window.mode != "auto" else self.activations
-        if mode == "auto":
-            mode = self.budget.keep(window, tokens)
-        return read("replay" if mode == "whole" else mode)
+        return read(self.mode_of(window))
 
     def kept(self) -> dict[str, str]:
-        """What fused windows keep, by name, as far as that is known: of those that choose, once they have."""
-        chosen = self.budget.kept()
-        asked = {w: w.mode if w.mode != "auto" else self.activations for w in self.windows if w.fused is not None}
-        found = {w.name: chosen.get(w.name, "") if mode == "auto" else mode for w, mode in asked.items()}
-        return {name: "replay" if mode == "whole" else mode for name, mode in found.items() if mode}
+        """What fused windows keep, by name."""
+        return {w.name: self.mode_of(w) for w in self.windows if w.fused is not None}
 
     def drain(self) -> None:
         """Everything under way is over: gradients home, updates done."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _core
@@ -20,7 +20,6 @@ from .registry import runtime_of
 from .report import StepReport, measure
 from .state import in_backward
 from .timeline import Slice, by_lane, write_chrome, write_picture
-from .whole import tensors_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -298,3 +297,14 @@ def _with_loss(compute: list[Slice], marks: list[int]) -> list[Slice]:
             out.append(Slice("compute", "loss", "", 0, last.end, s.begin))
         out.append(s)
     return out
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tensors_of(v)
+    elif isinstance(value, tuple):
+        for v in value:
+            yield from tensors_of(v)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from . import masks, whole
+from . import masks
 from .door import Door
 from .effects import Places, Snapshot
 from .errors import MegatrainError
@@ -77,10 +77,9 @@ class Model(Streamed, Protocol):
     units: list[list[Record]]
     door: Door
     activations: str
-    budget: Any                          # what is kept where nobody has said: its `chosen`
+    planning: Any                        # plans for what a loop shows, where nobody has planned it
     trace: Any                           # mt.trace's, while it is on
     ring: Ring
-    bindings: int                        # windows opened and weights fetched outside of them, ever
 
     def mode_of(self, window: Window) -> str: ...
 
@@ -144,9 +143,7 @@ class Window:
     Attributes:
         records: parameters of the subtree, each once, in module order.
         units: units they lie in; acquired one after another when the window opens.
-        mode: one of modes.py, "whole" (as one node where that is proved right, else replay), or "auto" until the
-            first training step decides.
-        closed: a first replayed run has shown that nothing escapes it: whole.py.
+        mode: one of modes.py, or "auto" until the first training step decides.
         proved: a first replayed run has shown that inputs are not written in place.
     """
 
@@ -158,8 +155,7 @@ class Window:
         self._is_method = method_of(own, module)
         self.alone = False                   # its records are all of one unit's, in order: set when units are known
         self.mode = "auto"
-        self.proved = self.closed = False
-        self.tensor_outputs: list[bool] = []
+        self.proved = False
         self.fused: Fused | None = None      # what runs it, where a template does; else why not
         self.unfit = ""
         self.compiled: Compiled | None = None     # what runs it, where torch.compile does
@@ -218,8 +214,8 @@ class Window:
     def keeps(self) -> str:
         """What is done about activations; "auto" before the first pass has decided."""
         rt = self.runtime
-        mode = self.mode if self.mode != "auto" else rt.activations
-        return rt.budget.chosen.get(self.name, mode) if mode == "auto" else mode
+        planned = rt.planning is None or rt.planning.plan is not None
+        return rt.mode_of(self) if planned else self.mode
 
     # ---- slot tensors ----
 
@@ -311,7 +307,7 @@ class Window:
             if out is not None:
                 return out
         args, kwargs = masks.dense(args, kwargs)
-        mode = read(self.mode if self.mode != "auto" else self.runtime.mode_of(self))
+        mode = read(self.runtime.mode_of(self))
         if self.compiled is not None and not mode.host:
             done = self.compiled(args, kwargs, replays=mode.keep != "saved")
             if done is not None:
@@ -361,24 +357,15 @@ class Window:
     def _run_again(self, args: Any, kwargs: Any, mode: Mode) -> Any:
         frame = ReplayFrame(self, args, kwargs)
         if frame.state.why:
-            self.unfit, self.mode = self.unfit or frame.state.why, str(mode._replace(keep="saved"))
+            self.unfit, self.mode = self.unfit or frame.state.why, str(mode.saved)
             return self._run_saved(args, kwargs, read(self.mode))
-        if self.closed and whole.may(self, frame):
-            return whole.call(self, frame, args, kwargs)
-        if self.proved or self.mode != "whole":
-            out = self.run(args, kwargs, True, frame)
-            frame.forward_ended(mode)
-            return out
-        with whole.Watch(self) as watch:
-            out = self.run(args, kwargs, True, frame)
+        out = self.run(args, kwargs, True, frame)
         frame.forward_ended(mode)
-        self.closed = self.mode == "whole" and whole.closed(self, frame, watch, (args, kwargs), out)
         return out
 
     def run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None, inner: Any = None) -> Any:
         """The module's own forward, or `inner`, with its weights bound; `frame` packs what autograd saves."""
         inner = inner or self.inner
-        self.runtime.bindings += 1
         cached_casts = torch.is_autocast_cache_enabled()
         bound = self.bind(grad)
         if frame is not None:

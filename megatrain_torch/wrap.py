@@ -11,16 +11,15 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import _core, astray, gradient, hf, patches
+from . import _core, astray, gradient, hf, patches, planner
 from .arguments import check_count, check_dtype
-from .budget import Cap
 from .compiled import compiled_of
 from .cost import LENT
 from .deferred import give_head, head_of
@@ -33,8 +32,9 @@ from .guard import StreamedParameter
 from .limits import parse_bytes
 from .mapped import Mapped
 from .modes import DISK, HOMES, MODES
-from .placement import OVERHEAD
 from .planner import Plan
+from .planning import Asked as Limits
+from .planning import Planning
 from .preflight import (
     SETTLED,
     TRIM_BYTES,
@@ -43,17 +43,20 @@ from .preflight import (
     check_device,
     check_loading,
     give_back,
+    loads,
     own_bytes,
+    settled_last,
     to_disk,
 )
 from .records import DTYPES, Record
 from .registry import find_runtime, note, runtime_of, runtimes
 from .runtime import Runtime
 from .state import BoundParameters, Given, HostBuffers
+from .testing import Doors, opened
 from .units import Group, find, group, stored_dtype
 from .window import Installed, Window, method_of
 
-_PLAN_KEYS = {"activations", "states", "homes", "slots", "speculate", "grads", "lent", "threads", "debug"}
+_PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads"}
 _pid = 0
 _registrations = 0
 
@@ -78,10 +81,11 @@ def _count_registrations() -> Callable[[], None]:
     return undo
 
 
-def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype: torch.dtype | None = None,
-           plan: Plan | dict[str, Any] | None = None, vram: int | str | None = None, host: int | str | None = None,
-           nvme: str | dict[str, Any] | None = None, units: list[str | nn.Module] | None = None,
-           compute: str = "auto", masters: bool = False) -> nn.Module:
+def stream(module: nn.Module, device: str | torch.device | None = None, *, tokens: int | None = None,
+           seq: int | None = None, vram: int | str | None = None, host: int | str | None = None,
+           nvme: str | dict[str, Any] | None = None, states: str | None = None, dtype: torch.dtype | None = None,
+           units: list[str | nn.Module] | None = None, compute: str = "auto",
+           plan: Plan | dict[str, Any] | None = None, masters: bool = False) -> nn.Module:
     """Moves a model's parameters to streamed storage in host memory; returns the same object.
 
     From here on the model's own forward runs on `device` with weights that are there only while
@@ -91,45 +95,18 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
     Args:
         module: any `torch.nn.Module`; its parameters dense, real, of plain `Parameter` type.
         device: where to compute; None: CUDA if there is one, else the CPU device.
-        dtype: convert floating parameters to this type; None: each keeps its own.
-        plan: what mt.plan gave: that is what runs. Or by hand a dict of
-            "activations": one of these for all windows, or {window name: ...}:
-                "saved" keeps them; "replay" runs the window's forward again in backward; "selective" (fused layers)
-                keeps all but the largest; "attention" (fused layers) attention's output alone; "linked" (fused layers)
-                that in place of the input, which the layer before makes again: every second layer, where all are
-                asked; "whole" replays in one node (see whole.py); "auto": fused layers keep what fits, others save on
-                the CPU and replay on CUDA. "saved+host", "replay+host" and so on: what is kept, the input too, waits
-                in host memory behind compute; "saved+split": without the input. "saved+disk" and so on: in a file
-                (nvme=), by way of a few blocks of host memory.
-            "homes": "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units, or {unit name: ...}:
-                where weights, gradients and AdamW's states live. What is at home in VRAM never crosses the bus and is
-                updated there,
-                to the same bits. "arrive": the same, but AdamW's states are at home in RAM, and on the device from the
-                last windows of backward to the first of the next forward: for what the next forward needs first, the
-                embedding and first layers. "through": at home in RAM, but updated on the device, states streaming up
-                and back beside the host's own updates: where the host is what binds. "disk": at home in RAM but for
-                AdamW's states, which are in a file (nvme=). "disk+weights": weights are there too, and each fetch
-                reads them: where host memory is too short even for those; "states" is then how AdamW keeps its own.
-                Default "ram"; with nvme= as many units on "disk", last ones first, as host memory cannot hold.
-            "speculate": True, or a list of unit names: their updates begin during backward, as if nothing were
-                clipped, and are taken back where that was wrong; to the same bits. Only units at home in RAM, at 12
-                bytes more of host memory per trained parameter (fp16: 14). Default False.
-            "grads": "ram": gradients wait for their update, in RAM or where the unit is at home; "none": they are used
-                as they come and kept nowhere: for mt.AdamW(in_backward=True) without clipping, one backward per step.
-                `p.grad` stays None, and 2 bytes per bf16 parameter of host memory, or VRAM, are not taken. Default
-                "ram". "lent": buffers that they pass through, of the size of the largest unit, there and on the device:
-                1 to 3, default 3; with fewer a backward waits for the updates of the last units.
-            "states": how mt.AdamW will keep its states, one of its formats: so that limits count them. Default: as
-                mt.AdamW is told.
-            "slots": ring size (>= 2, default 3). "threads": host threads of the optimizer.
-        vram: limit for what is used of the device (bytes or "24GiB"): weights must fit, and what fused layers keep
-            between forward and backward is chosen to fit.
+        tokens, seq: of a training step, in sequences of `seq`: mt.plan's choice for these is made at once. None: it is
+            made at the first forward that records gradients, for what that is given, and again where the loop goes on
+            to longer batches or more micro-batches (planning.py). On the CPU device only where `vram` is given.
+        vram: limit for what is used of the device (bytes or "24GiB").
         host: limit for host memory: all planes, AdamW's states counted in. None: what is there, by every limit that
             is known (`megatrain doctor` prints them), asked now for the weights and by mt.AdamW for its states.
-        nvme: directory for what is at home on "disk", and for activations with "+disk"; or {"path": directory,
-            "limit": "200GiB"}. Room for the former is reserved at once, and for activations as far as a plan of
-            mt.plan says how much. Files are removed by mt.unstream, at the end of the process, or, after a crash, by
-            the next run that is given the directory.
+        nvme: directory for states, weights and activations that host memory does not hold; or {"path": directory,
+            "limit": "200GiB"}. Files are removed by mt.unstream, at the end of the process, or, after a crash, by the
+            next run that is given the directory.
+        states: how mt.AdamW will keep its states, one of its formats, so that limits and plans count them. None: as
+            mt.AdamW is told.
+        dtype: convert floating parameters to this type; None: each keeps its own.
         units: names or modules to be streamed as one piece each; None: found from the model.
         compute: "eager": the modules' own code; "fused": layers that a template covers run as one node with an
             explicit backward, the others as they are, and the head makes no logits where the loss is
@@ -138,6 +115,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             those that dynamo cannot take as they are, and the head too; no templates;
             "auto": fused on CUDA for 16-bit weights, else eager. Fused and compiled results differ from the module's
             own code in the last bits.
+        plan: what mt.plan gave: that is what runs. Or a dict by hand, see docs/plans.md.
         masters: where `dtype` makes fp32 parameters 16-bit ones, mt.AdamW's fp32 masters begin with their own values.
             They are kept until its first step: no memory where they are mapped from a file, which must stay as it is.
 
@@ -148,18 +126,23 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, dtype
             type that `dtype` gave them, and are on the CPU. A drive that fails while weights go there takes those with
             it.
     """
-    choices = _choices(plan, compute, vram, nvme)
+    where = _device(device)
     _refuse_model(module)
     check_dtype(dtype)
-    where, found = _device(device), find(module, units)
+    limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units)
+    asked_for = _planned(module, tokens, seq, limits, states, dtype, compute, plan)
+    choices = _choices(asked_for, compute, vram, nvme, states)
+    choices.itself = plan is None and (where.type == "cuda" or vram is not None)
+    found = find(module, units)
     _check_windows(choices.options.get("activations"), [name or type(module).__name__ for name, _ in found.windows])
-    asked, sizes, room = _check(_asked(module, group(module, found), dtype, where, choices), where, choices,
-                                parse_bytes(host, "host"))
-    rt = Runtime(module, where, _engine(where, choices.options))
+    asked, ring, room = _check(_asked(module, group(module, found), dtype, where, choices), where, choices, limits.host)
+    rt = Runtime(module, where, _engine(where, choices))
     try:
-        rt.compute, rt.vram, rt.room = choices.compute, choices.vram, room
-        _open(rt, asked, sizes, choices)
-        _declare(rt, asked.groups, dtype)
+        rt.compute, rt.room = choices.compute, room
+        if choices.itself:
+            rt.planning = Planning(weakref.proxy(rt), limits, asked_for)
+        _declare(rt, asked, dtype)
+        _open(rt, asked, ring, choices)
         _to_disk(rt, asked, choices)
         _place(rt, asked, choices)
         _fill(rt, asked.groups, masters)         # from here on the model changes, and nothing is checked any more
@@ -196,14 +179,15 @@ def unstream(module: nn.Module) -> nn.Module:
 
 # ---- what is asked for, and whether it fits ------------------------------------------------------
 
-@dataclass(frozen=True)
+@dataclass
 class _Choices:
     """A plan of mt.plan, or arguments by hand, in one form.
 
     Attributes:
         options: a plan's dict. vram: bytes. micro, besides: as in preflight.Asked. spilled: bytes of activations on
             disk, as far as known.
-        whole: what a training step takes is known, not its weights alone.
+        whole: what a training step takes is known, not its weights alone. itself: mt.stream plans, or has planned, and
+            will again where the loop outgrows that. doors: of the engine, for tests.
     """
 
     options: dict[str, Any]
@@ -214,6 +198,8 @@ class _Choices:
     besides: tuple[tuple[str, int], ...] = ()
     whole: bool = False
     spilled: int = 0
+    itself: bool = False
+    doors: Doors = field(default_factory=opened)
 
     @property
     def spills(self) -> bool:
@@ -222,62 +208,96 @@ class _Choices:
         return any(mode in DISK for mode in (modes.values() if isinstance(modes, dict) else (modes,)))
 
 
+def _planned(module: nn.Module, tokens: int | None, seq: int | None, limits: Limits, states: str | None,
+             dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None) -> Any:
+    """The plan to begin with, or what was given for one."""
+    if tokens is None and seq is None:
+        return plan
+    if plan is not None:
+        raise MegatrainError("tokens=, seq= and plan=: a plan knows its tokens; give one of the two")
+    if tokens is None or seq is None:
+        raise MegatrainError("tokens= and seq= go together: tokens of a training step, in sequences of seq")
+    disk = limits.disk
+    return planner.plan(module, tokens=tokens, seq=seq, vram=limits.vram, host=limits.host, states=states or "fp32",
+                        compute="eager" if compute == "compile" else compute, dtype=dtype, units=limits.units,
+                        nvme=None if disk is None else disk.as_given())
+
+
 def _choices(plan: Plan | dict[str, Any] | None, compute: str, vram: int | str | None,
-             nvme: str | dict[str, Any] | None) -> _Choices:
+             nvme: str | dict[str, Any] | None, states: str | None) -> _Choices:
     """What is given beside a plan counts instead of the plan's."""
     disk = Disk.parse(nvme)
     if disk is not None:
         disk.room()                          # refuses a directory that is not there
     if not isinstance(plan, Plan):
-        return _Choices(_options(plan, compute), compute, parse_bytes(vram, "vram"), disk)
-    options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "speculate": plan.speculate,
-               "grads": plan.grads, "states": plan.states, "lent": plan.lent}
+        options = _options(plan, compute)
+        if states is not None and options.setdefault("states", check_states(states)) != states:
+            raise MegatrainError(f"states={states!r}, and the plan's are {options['states']!r}: give one of the two")
+        return _Choices(options, compute, parse_bytes(vram, "vram"), disk)
+    if states is not None and states != plan.states:
+        raise MegatrainError(f"states={states!r}, and the plan is for {plan.states!r} ones: give them to mt.plan")
+    options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "grads": plan.grads,
+               "states": plan.states, "lent": plan.lent}
     compute = plan.compute if compute == "auto" else compute
     vram = plan.machine.vram_bytes if vram is None else vram
-    besides = tuple((what, n) for what, n in plan.host.items() if what != OVERHEAD)
     return _Choices(_options(options, compute), compute, parse_bytes(vram, "vram"), plan.nvme if disk is None else disk,
-                    plan.micro, besides, True, plan.disk.get(SPILLED, 0))
+                    plan.micro, plan.besides, True, plan.disk.get(SPILLED, 0))
 
 
 def _asked(module: nn.Module, groups: list[Group], dtype: torch.dtype | None, where: torch.device,
            choices: _Choices) -> Asked:
     options = choices.options
     homes = _homes(options.get("homes", "ram"), groups)
-    speculated = _speculated(options.get("speculate", False), groups, homes)
-    return Asked(type(module).__name__, groups, dtype, homes, speculated, options.get("slots", 3), choices.micro,
+    return Asked(type(module).__name__, groups, dtype, homes, options.get("slots", 3), choices.micro,
                  where.type == "cpu", choices.besides, options.get("grads", "ram") == "ram",
                  options.get("states", "fp32"), options.get("lent", LENT))
 
 
 def _check(asked: Asked, where: torch.device, choices: _Choices, host: int | None) -> tuple[Asked, list[int], Room]:
-    """With as many units on disk as must be there, where that is left open; sizes of slots. Refuses what does not
-    fit."""
+    """Homes, where they are left open; sizes of the ring's slots. Refuses what does not fit."""
     free = _free(where)
-    sizes = check_device(asked, free, choices.vram)
-    if choices.disk is not None and "homes" not in choices.options:
+    most = min((n for n in (free, choices.vram) if n is not None), default=None)
+    if choices.itself and not choices.whole:
+        asked = _provisional(asked, host, most)
+    elif choices.disk is not None and "homes" not in choices.options:
         asked = to_disk(asked, host)
+    sizes = check_device(asked, free, choices.vram)
     check_room(asked, choices.disk, choices.spills, choices.spilled)
-    check_loading(asked, host, choices.whole, min((n for n in (free, choices.vram) if n is not None), default=None))
-    return asked, sizes, Room(asked, host)
+    if not choices.itself or choices.whole:
+        check_loading(asked, host, choices.whole, most)
+    return asked, sizes[:len(sizes) - len(_at(asked, *SETTLED))], Room(asked, host)
+
+
+def _provisional(asked: Asked, host: int | None, most: int | None) -> Asked:
+    """Until the first plan: weights in host memory; last units' on the device where they are too many. Raises: they fit
+    neither way."""
+    try:
+        check_loading(asked, None, False, most)
+    except MegatrainError:
+        for tried in settled_last(asked):
+            if most is None or sum(tried.device().values()) > most:
+                break
+            if loads(tried):
+                return tried
+        raise
+    return asked
 
 
 def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
     if compute not in ("auto", "eager", "fused", "compile"):
         raise MegatrainError(f"compute={compute!r}: use 'auto', 'eager', 'fused' or 'compile'")
     if not isinstance(plan, dict | None):
-        raise MegatrainError(f"plan={plan!r}: give what mt.plan made, or a dict of {sorted(_PLAN_KEYS - {'debug'})}")
+        raise MegatrainError(f"plan={plan!r}: give what mt.plan made, or a dict of {sorted(_PLAN_KEYS)}")
     options = dict(plan or {})
     unknown = set(options) - _PLAN_KEYS
     if unknown:
-        raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(_PLAN_KEYS - {'debug'})}")
+        raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(_PLAN_KEYS)}")
     modes = options.get("activations", "auto")
     for mode in modes.values() if isinstance(modes, dict) else (modes,):
-        if mode not in ("auto", "whole", *MODES):
-            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', 'whole', {', '.join(map(repr, MODES))}")
+        if mode not in ("auto", *MODES):
+            raise MegatrainError(f"plan: activations={mode!r}; use 'auto', {', '.join(map(repr, MODES))}")
     if options.get("grads", "ram") not in ("ram", "none"):
         raise MegatrainError(f"plan: grads={options['grads']!r}; use 'ram' or 'none'")
-    if options.get("grads") == "none" and options.get("speculate"):
-        raise MegatrainError("plan: speculate=..., grads='none': updates that may be taken back need their gradients")
     if options.get("lent", LENT) not in range(1, LENT + 1):
         raise MegatrainError(f"plan: lent={options['lent']!r}: 1 to {LENT} buffers for gradients that are kept nowhere")
     check_states(options.get("states", "fp32"))
@@ -343,39 +363,35 @@ def _problem(p: nn.Parameter) -> str:
 
 # ---- units and memory ----------------------------------------------------------------------------
 
-def _engine(where: torch.device, options: dict[str, Any]) -> _core.Engine:
-    threads, debug = options.get("threads") or max(1, _core.build_info()["cpus"] - 1), options.get("debug", {})
-    core = _core.Engine(where.type, where.index or 0, threads, debug.get("delay_us", 0), debug.get("seed", 0))
-    if "lock" in debug:
-        core.lock_limit(debug["lock"])
+def _engine(where: torch.device, choices: _Choices) -> _core.Engine:
+    threads, doors = choices.options.get("threads") or max(1, _core.build_info()["cpus"] - 1), choices.doors
+    core = _core.Engine(where.type, where.index or 0, threads, doors.delay_us, doors.seed)
+    if doors.lock is not None:
+        core.lock_limit(doors.lock)
     return core
 
 
-def _open(rt: Runtime, asked: Asked, sizes: list[int], choices: _Choices) -> None:
-    """Slots; there are no units yet."""
-    rt.activations, rt.speculated = choices.options.get("activations", "auto"), asked.speculated
-    rt.store_bytes = sum(n for what, n in asked.device().items() if what.startswith("at home"))
-    rt.cap = Cap(rt.device, rt.vram, rt.store_bytes)
-    rt.open_slots(sizes, _at(asked, *SETTLED))
+def _open(rt: Runtime, asked: Asked, ring: list[int], choices: _Choices) -> None:
+    """Slots; nothing is in the units' planes yet."""
+    rt.activations = choices.options.get("activations", "auto")
+    rt.limit_device(choices.vram, asked.at_home())
+    rt.open_slots(ring, _at(asked, *SETTLED), {})
 
 
 def _place(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     """What is at home elsewhere than weights, or goes another way; the units are there, without values."""
-    options, core = choices.options, rt.core
+    core = rt.core
     rt.invite(_at(asked, "arrive"))
     for unit in _at(asked, "through"):
         core.through(unit, True)
-    debug = {k: v for k, v in options.get("debug", {}).items() if k not in ("delay_us", "seed", "lock", "disk")}
-    blocks = debug.pop("spill", {})
     if choices.disk is not None and choices.spills:
-        rt.spill_to(choices.disk, choices.spilled, file_bytes(asked), blocks)
+        rt.spill_to(choices.disk, choices.spilled, file_bytes(asked), choices.doors.spill)
     if not asked.keeps:
         core.lend_most(asked.lent)
     rt.passing = frozenset() if asked.keeps else frozenset(range(len(asked.groups)))
     for unit in rt.passing:
         core.pass_gradients(unit)
-    if debug:
-        core.debug(**debug)
+    core.debug(choices.doors.skip, choices.doors.poison, choices.doors.sync)       # of all that is there by now
 
 
 def _to_disk(rt: Runtime, asked: Asked, choices: _Choices) -> None:
@@ -385,7 +401,7 @@ def _to_disk(rt: Runtime, asked: Asked, choices: _Choices) -> None:
     if "states" in options or weights:
         rt.choose_states(options.get("states", "fp32"))
     if choices.disk is not None and asked.on_disk():
-        rt.keep_on_disk(choices.disk, _at(asked, "disk"), weights, options.get("debug", {}).get("disk", {}))
+        rt.keep_on_disk(choices.disk, _at(asked, "disk"), weights, choices.doors.disk)
 
 
 def _check_windows(activations: str | dict[str, str] | None, names: list[str]) -> None:
@@ -415,15 +431,6 @@ def _at(asked: Asked, *homes: str) -> list[int]:
     return [i for i, home in enumerate(asked.homes) if home in homes]
 
 
-def _speculated(asked: bool | list[str], groups: list[Group], homes: tuple[str, ...]) -> frozenset[int]:
-    """Numbers of the units in host memory whose updates may begin during backward."""
-    names = [name for name, _ in groups]
-    chosen = names if asked is True else asked or []
-    if not isinstance(chosen, list) or not set(chosen) <= set(names):
-        raise MegatrainError(f"plan: speculate={asked!r}; use True, False, or a list of units: {', '.join(names)}")
-    return frozenset(i for i, name in enumerate(names) if name in chosen and homes[i] == "ram")
-
-
 def _free(where: torch.device) -> int | None:
     """Bytes of the device that may still be taken; None on the CPU device, whose memory is the host's."""
     if where.type != "cuda":
@@ -432,16 +439,14 @@ def _free(where: torch.device) -> int | None:
     return torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
 
 
-def _declare(rt: Runtime, groups: list[Group], dtype: torch.dtype | None) -> None:
-    """Units in the store; nothing is in their planes."""
+def _declare(rt: Runtime, asked: Asked, dtype: torch.dtype | None) -> None:
+    """Units in the store, without planes."""
     global _pid
-    for name, params in groups:
+    for name, params in asked.groups:
         kinds = [DTYPES[stored_dtype(p, dtype)] for _, p in params]
         unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
         records = [_record(rt, unit, name, i, _pid + i, full, p, dtype) for i, (full, p) in enumerate(params)]
         _pid += len(params)
-        if unit in rt.settled:
-            rt.core.settle(unit, rt.settled[unit])
         rt.units.append(records)
         rt.unit_names.append(name)
 

@@ -2,7 +2,7 @@
 
 Shared by test_overlap.py (CPU device) and gpu/run_edges.py (CUDA). A *run* is one model streamed and
 trained by mt.AdamW; everything it noticed comes back as a dictionary, and two runs are compared to the bit.
-Where the delays come from: the engine's own queues sleep before each operation (plan's debug.delay_us); on
+Where the delays come from: the engine's own queues sleep before each operation (delay_us of its doors); on
 CUDA the stream that computes sleeps inside every layer, in forward and in backward (`Dawdle`).
 """
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import random
 from typing import Any
 
+import doors
 import parity
 import torch
 from parity import EDGES
@@ -101,7 +102,7 @@ def train(scenario: Scenario, device: str = "cpu", compute_us: int = 0, nvme: st
     with parity.exact(device):
         parity.seed()
         pace.us, pace.random = compute_us, random.Random(debug.get("seed", 0))
-        model = mt.stream(made(Walk).to(scenario.dtype), device=device, nvme=nvme, plan={
+        model = doors.stream(made(Walk).to(scenario.dtype), device=device, nvme=nvme, plan={
             "activations": scenario.activations, "slots": scenario.slots, "debug": {"poison": True, **debug}})
         opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1, max_grad_norm=1.0)
         seen = loop(scenario, model, opt, device)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import doors
 import fp64_ops
 import parity
 import pytest
@@ -89,8 +90,8 @@ def combinations(families: Any, batches: Any) -> list[tuple[str, str, str]]:
 
 def stream(model: nn.Module, keep: str = "saved", compute: str = "fused", slots: int = 2, nvme: Any = None,
            **debug: Any) -> nn.Module:
-    return mt.stream(model, "cpu", compute=compute, nvme=nvme,
-                     plan={"activations": keep, "slots": slots, "debug": {"poison": True, **debug}})
+    return doors.stream(model, "cpu", compute=compute, nvme=nvme,
+                        plan={"activations": keep, "slots": slots, "debug": {"poison": True, **debug}})
 
 
 def codes(model: nn.Module) -> dict[str, str]:

@@ -31,6 +31,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import doors
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -88,10 +89,9 @@ def stream_for_test(model: nn.Module, activations: str = "replay", slots: int = 
     """
     if IDENTITY:
         return model.to(device)
-    import megatrain_torch as mt
     plan = {"activations": activations, "slots": slots,
             "debug": {"delay_us": delay_us, "poison": poison, **(debug or {})}}
-    return mt.stream(model, device=device, plan=plan, **kwargs)
+    return doors.stream(model, device=device, plan=plan, **kwargs)
 
 
 def error() -> type[BaseException]:
@@ -394,18 +394,10 @@ ROTATION = [
 
 
 def options_for(index: int, device: str = "cpu") -> list[Options]:
-    """For the index-th case: saved, replay and whole, the rest rotated; with MEGATRAIN_FULL=1 every product."""
+    """For the index-th case: saved and replay, the rest rotated; with MEGATRAIN_FULL=1 every product."""
     if FULL:
-        return [Options(a, s, d, k, c, o, device) for a in ("saved", "replay", "whole") for s in (2, 3, MANY_SLOTS)
+        return [Options(a, s, d, k, c, o, device) for a in ("saved", "replay") for s in (2, 3, MANY_SLOTS)
                 for d in (0, 200) for k in (1, 4) for c in (None, 0.5) for o in ("adamw", "sgd")]
     row = ROTATION[index % len(ROTATION)]
     other = {**row, "slots": 2 if row["slots"] != 2 else 3, "delay_us": 200 - row["delay_us"]}
-    third = {**row, "slots": MANY_SLOTS if row["slots"] == 3 else 3, "delay_us": 200 - row["delay_us"]}
-    return [Options(activations="saved", device=device, **row), Options(activations="replay", device=device, **other),
-            Options(activations="whole", device=device, **third)]
-
-
-def some_options_for(index: int) -> list[Options]:
-    """Of saved, replay and whole two, in turn: what a change has time for. With MEGATRAIN_FULL=1 all."""
-    found = options_for(index)
-    return found if FULL else [o for i, o in enumerate(found) if i != (index + index // len(ROTATION)) % 3]
+    return [Options(activations="saved", device=device, **row), Options(activations="replay", device=device, **other)]

@@ -31,7 +31,7 @@ import megatrain_torch as mt
 
 LAYERS, WIDTH, BATCH = 6, 192, 8
 PLANS: list[dict[str, Any]] = [
-    {"homes": {"layers.0": "vram", "layers.1": "arrive", "layers.5": "disk"}}, {"homes": "ram", "speculate": True}]
+    {"homes": {"layers.0": "vram", "layers.1": "arrive", "layers.5": "disk"}}, {"homes": "ram"}]
 
 
 class Net(nn.Module):

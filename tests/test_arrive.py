@@ -1,6 +1,6 @@
 """States that are on the device around their unit's update alone: when they come and go, and that it changes no bit.
 
-That training gives the same bits in each placement is test_speculate.py's; the C side is tests/c/test_arrive.c.
+That training gives the same bits in each placement is test_placement.py's; the C side is tests/c/test_arrive.c.
 """
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import doors
 import parity
 import pytest
 import torch
@@ -16,8 +17,8 @@ import torch
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
+from between import BETWEEN, TYPES, assert_equal, states, write_a_master, write_a_moment  # noqa: E402
 from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
-from test_speculate import BETWEEN, TYPES, assert_equal, states, write_a_master, write_a_moment  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch.arrive import Arrivals  # noqa: E402
@@ -28,7 +29,7 @@ DELAYS = {"delay_us": 200, "seed": 5}
 
 def trained(homes: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 2, clip: float | None = 0.5,
             debug: Any = None, **hyper: Any) -> Pair:
-    model = mt.stream(plain_dots(dtype), device="cpu", plan={"homes": homes, "debug": debug or {}})
+    model = doors.stream(plain_dots(dtype), device="cpu", plan={"homes": homes, "debug": debug or {}})
     opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper})
     for step in range(steps):
         feed(model, opt, grads_for(model, step))

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import doors
 import parity
 import pytest
 import torch
@@ -69,8 +70,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 # ---------------------------------------------------------------- plain and streamed
 
 def stream(model: nn.Module, keep: str = "replay", slots: int = 2) -> nn.Module:
-    return mt.stream(model, "cpu", compute="compile",
-                     plan={"activations": keep, "slots": slots, "debug": {"poison": True}})
+    return doors.stream(model, "cpu", compute="compile",
+                        plan={"activations": keep, "slots": slots, "debug": {"poison": True}})
 
 
 def plain(model: nn.Module) -> nn.Module:

@@ -624,7 +624,8 @@ def test_what_a_settled_unit_refuses(engine: Engine) -> None:
         engine.settle(0, 0)
     live(engine, "device")
     for call, says in [
-        (lambda: engine.settle(0, 1), "settled already"),
+        (lambda: engine.settle(0, 1), "not the memory that it has"),
+        (lambda: engine.unsettle(0, True), "close_slots"),
         (lambda: engine.settle(7, 1), "unit 7"),
         (lambda: engine.through(0, True), "lives on the device"),
         (lambda: engine.bring(0, 1 << len(PLANES)), f"planes {1 << len(PLANES)}"),

@@ -1,6 +1,6 @@
 """States and weights in a file: that it changes no bit, who may look, what is refused, and what is left behind.
 
-That training gives the same bits in each placement is test_speculate.py's; the C side is tests/c/test_disk.c and
+That training gives the same bits in each placement is test_placement.py's; the C side is tests/c/test_disk.c and
 tests/c/test_file.c.
 """
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import doors
 import parity
 import pytest
 import torch
@@ -24,9 +25,9 @@ HOMES = pytest.mark.parametrize("homes", ["disk", "disk+weights"])
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
+from between import BETWEEN, TYPES, assert_equal, states  # noqa: E402
 from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
 from test_adamw import SHAPES as USUAL  # noqa: E402
-from test_speculate import BETWEEN, TYPES, assert_equal, states  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import _core, disk  # noqa: E402
@@ -44,9 +45,9 @@ def make(tmp_path: Path) -> Callable[..., Pair]:
     def trained(homes: Any = "disk", dtype: torch.dtype = torch.bfloat16, steps: int = 2, clip: float | None = 0.5,
                 debug: Any = None, grads: str = "ram", **hyper: Any) -> Pair:
         on_disk = "disk" in str(homes)
-        model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if on_disk else None,
-                          plan={"homes": homes, "grads": grads,
-                                "debug": {"disk": TIGHT, **(debug or {})} if on_disk else {}})
+        model = doors.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if on_disk else None,
+                             plan={"homes": homes, "grads": grads,
+                                   "debug": {"disk": TIGHT, **(debug or {})} if on_disk else {}})
         opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper})
         for step in range(steps):
             feed(model, opt, grads_for(model, step))
@@ -212,9 +213,9 @@ def test_writes_past_the_guard_are_not_lost_to_an_update_of_the_unit(tmp_path: P
     torch.manual_seed(4)
     plain, found = Regular(), []
     for homes in ("disk+weights", "ram"):
-        model = mt.stream(copy.deepcopy(plain), device="cpu", nvme=str(tmp_path) if homes != "ram" else None,
-                          plan={"homes": homes, "debug": {"disk": TIGHT} if homes != "ram" else {}},
-                          units=["layers.0", "layers.1", "layers.2"])
+        model = doors.stream(copy.deepcopy(plain), device="cpu", nvme=str(tmp_path) if homes != "ram" else None,
+                             plan={"homes": homes, "debug": {"disk": TIGHT} if homes != "ram" else {}},
+                             units=["layers.0", "layers.1", "layers.2"])
         for layer in model.layers:
             layer.bias.requires_grad_(False)
         opt = mt.AdamW(model.parameters(), lr=0.05)
@@ -233,9 +234,9 @@ def test_weights_in_a_graph_of_the_hosts_stay_until_it_was_used(tmp_path: Path, 
     torch.manual_seed(3)
     plain, found = Regular(), []
     for homes in ("disk+weights", "ram"):
-        model = mt.stream(copy.deepcopy(plain), device="cpu", nvme=str(tmp_path) if homes != "ram" else None,
-                          plan={"homes": homes, "debug": {"disk": TIGHT} if homes != "ram" else {}},
-                          units=["layers.0", "layers.1", "layers.2"])
+        model = doors.stream(copy.deepcopy(plain), device="cpu", nvme=str(tmp_path) if homes != "ram" else None,
+                             plan={"homes": homes, "debug": {"disk": TIGHT} if homes != "ram" else {}},
+                             units=["layers.0", "layers.1", "layers.2"])
         opt = mt.AdamW(model.parameters(), lr=0.05, in_backward=in_backward)
         for step in range(4):
             regular = sum((layer.bias ** 2).sum() for layer in model.layers)
@@ -368,8 +369,8 @@ def test_what_host_memory_cannot_hold_goes_to_disk_last_units_first(tmp_path: Pa
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MEMORY_BYTES", 1000)
     def homes(host: int) -> list[str]:
-        model = mt.stream(plain_dots(torch.bfloat16, SHAPES), device="cpu", nvme=str(tmp_path), host=host,
-                          plan={"debug": {"disk": TIGHT}})
+        model = doors.stream(plain_dots(torch.bfloat16, SHAPES), device="cpu", nvme=str(tmp_path), host=host,
+                             plan={"debug": {"disk": TIGHT}})
         found = mt.wrap.runtime_of(model).room.asked.homes
         mt.unstream(model)
         return list(found)
@@ -434,8 +435,7 @@ def test_engine_refuses_what_makes_no_sense(make: Callable[..., Pair], tmp_path:
     core = core_of(model)
     core.drain()
     for call, said in ((lambda: core.disk(str(tmp_path), [2]), "has its file already"),
-                       (lambda: core.through(0, True), "has its states on disk"),
-                       (lambda: core.speculate(0, []), "its states are on disk")):
+                       (lambda: core.through(0, True), "has its states on disk")):
         with pytest.raises(mt.MegatrainError, match=said):
             call()
     assert core_of(make("ram")[0]).disk_file() is None

@@ -20,7 +20,6 @@ import megatrain_torch as mt
 
 pytestmark = pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for")
 
-MODES = ["replay", "whole"]
 CALLS, LOG = 0, []
 TABLE: dict[str, Any] = {"n": 0, "inner": {"seen": []}}
 
@@ -283,23 +282,21 @@ def wanted(what: str) -> Any:
     return run(plain)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("what", WHAT)
-def test_gradients_and_what_is_left_are_plain_torchs(what: str, mode: str) -> None:
+def test_gradients_and_what_is_left_are_plain_torchs(what: str) -> None:
     want, grads = wanted(what)
     torch.manual_seed(0)
-    model = mt.stream(Net(what), device="cpu", plan={"activations": mode})
+    model = mt.stream(Net(what), device="cpu", plan={"activations": "replay"})
     reset()
     found, mine = run(model)
     assert all(map(torch.equal, grads, mine)), "gradients"
     assert found == want, "what is left"
     kept = {w.keeps for w in mt.wrap.runtime_of(model).windows}
-    assert kept == ({"saved"} if what in ("iterator", "count") else {mode})
+    assert kept == ({"saved"} if what in ("iterator", "count") else {"replay"})
 
 
-@pytest.mark.parametrize("mode", ["replay", "whole"])
 @pytest.mark.parametrize("change", ["eval", "number", "module", "tensor", "class"])
-def test_what_is_changed_between_forward_and_backward_does_not_count(change: str, mode: str) -> None:
+def test_what_is_changed_between_forward_and_backward_does_not_count(change: str) -> None:
     class Drops(nn.Module):
         power = 2
 
@@ -333,7 +330,7 @@ def test_what_is_changed_between_forward_and_backward_does_not_count(change: str
 
     torch.manual_seed(0)
     plain = Two()
-    model = mt.stream(copy.deepcopy(plain), device="cpu", plan={"activations": mode})
+    model = mt.stream(copy.deepcopy(plain), device="cpu", plan={"activations": "replay"})
     grads = []
     for m in (plain, model):
         for step in range(2):
@@ -351,9 +348,8 @@ def test_what_is_changed_between_forward_and_backward_does_not_count(change: str
     assert all(map(torch.equal, *grads))
 
 
-@pytest.mark.parametrize("mode", ["replay", "whole"])
 @pytest.mark.parametrize("kind", ["closure", "method", "partial", "global"])
-def test_hooks_inside_of_a_layer_leave_what_they_leave_in_plain_torch(kind: str, mode: str) -> None:
+def test_hooks_inside_of_a_layer_leave_what_they_leave_in_plain_torch(kind: str) -> None:
     class Seen:
         def __init__(self) -> None:
             self.n, self.rows = 0, []
@@ -373,7 +369,7 @@ def test_hooks_inside_of_a_layer_leave_what_they_leave_in_plain_torch(kind: str,
 
     torch.manual_seed(0)
     plain = Net("number")
-    model = mt.stream(copy.deepcopy(plain), device="cpu", plan={"activations": mode})
+    model = mt.stream(copy.deepcopy(plain), device="cpu", plan={"activations": "replay"})
     found = []
     for m in (plain, model):
         reset()
@@ -411,8 +407,7 @@ def test_a_large_tensor_that_is_overwritten_later_is_refused() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("mode", ["replay", "whole"])
-def test_an_object_among_the_arguments(mode: str) -> None:
+def test_an_object_among_the_arguments() -> None:
     class Stats:
         def __init__(self) -> None:
             self.n, self.rows = 0, []
@@ -440,7 +435,7 @@ def test_an_object_among_the_arguments(mode: str) -> None:
 
     torch.manual_seed(0)
     plain = Two()
-    model = mt.stream(copy.deepcopy(plain), device="cpu", plan={"activations": mode})
+    model = mt.stream(copy.deepcopy(plain), device="cpu", plan={"activations": "replay"})
     found = []
     for m in (plain, model):
         stats, table = Stats(), {"all": [Stats()]}

@@ -127,8 +127,7 @@ def left_over(mode: str, compute: str, held: Callable[[Any], Any], nvme: Any) ->
 
 # ---------------------------------------------------------------- ordinary loops
 
-# A module's own code knows two amounts to keep, and "whole".
-OWN = ["whole", *(m for m in MODES if m.partition("+")[0] in ("saved", "replay"))]
+OWN = [m for m in MODES if m.partition("+")[0] in ("saved", "replay")]       # amounts that a module's own code knows
 
 
 @pytest.mark.parametrize("mode, compute", [*((m, "eager") for m in OWN), *((m, "fused") for m in MODES)])
@@ -138,7 +137,7 @@ def test_a_held_loss_keeps_no_activations(mode: str, compute: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode, compute", [("saved", "fused"), ("linked+host", "fused"), ("selective+disk", "fused"),
-                                           ("saved+host", "eager"), ("replay", "eager"), ("whole", "eager")])
+                                           ("saved+host", "eager"), ("replay", "eager")])
 def test_held_outputs_keep_themselves_alone(mode: str, compute: str, tmp_path: Path) -> None:
     """Logits, hidden states and the cache: what plain torch's outputs keep."""
     more = left_over(mode, compute, of_all, tmp_path) - of_plain(of_all)
@@ -185,14 +184,14 @@ def test_a_batch_leaves_nothing_until_the_next_one() -> None:
 
 # ---------------------------------------------------------------- other ways through a graph
 
-WAYS = [("saved", "eager"), ("saved+host", "eager"), ("replay+host", "eager"), ("whole", "eager"),
+WAYS = [("saved", "eager"), ("saved+host", "eager"), ("replay+host", "eager"), ("replay", "eager"),
         ("selective+host", "fused"), ("linked+host", "fused"), ("saved+disk", "fused"), ("replay", "fused")]
 
 
 @pytest.mark.parametrize("mode, compute", WAYS)
 def test_a_second_backward_says_what_torch_says(mode: str, compute: str, tmp_path: Path) -> None:
     model = tiny(mode, compute, tmp_path)
-    for _ in range(2):                       # "whole" begins with the second
+    for _ in range(2):
         loss = model(**batch(0)).loss
         loss.backward()
         with pytest.raises(RuntimeError, match=AGAIN):

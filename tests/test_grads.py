@@ -8,6 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import doors
 import edges
 import parity
 import pytest
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
+from between import assert_equal  # noqa: E402
 from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
-from test_speculate import assert_equal  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import _core  # noqa: E402
@@ -31,7 +32,7 @@ GRAD = _core.PLANES["GRAD"]
 
 
 def trained(plan: dict[str, Any], dtype: torch.dtype = torch.bfloat16, steps: int = 6) -> tuple[Dots, mt.AdamW]:
-    model = mt.stream(plain_dots(dtype), device="cpu", plan=plan)
+    model = doors.stream(plain_dots(dtype), device="cpu", plan=plan)
     opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
     for step in range(steps):
         feed(model, opt, grads_for(model, step))
@@ -122,7 +123,7 @@ def test_nothing_is_kept_on_the_device_either() -> None:
 def test_gradients_of_so_many_units_are_on_their_way(homes: Any, lent: int, most: int) -> None:
     """Beside those that are being computed: what a plan counts. Each place has buffers of its own to wait for."""
     debug = {"delay_us": 3000, "seed": 1}
-    model = mt.stream(plain_dots(), device="cpu", plan=NONE | {"homes": homes, "lent": lent, "debug": debug})
+    model = doors.stream(plain_dots(), device="cpu", plan=NONE | {"homes": homes, "lent": lent, "debug": debug})
     opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
     rt = mt.wrap.runtime_of(model)
     found, sent = [], rt.handover._send_unit
@@ -225,15 +226,12 @@ def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
     least = mt.plan(small(8), grads="none", **asked, host=tight.host_bytes - 1)
     assert least.lent == 1 and "1 buffer for gradients" in str(least)
     assert "2 buffers for gradients" in str(tight) and "buffers for gradients" not in str(none)
-    for wrong, says in (({"grads": "gone"}, "grads='gone'"), ({"grads": "none", "micro": 2}, "one micro-batch"),
-                        ({"grads": "none", "speculate": True}, "no speculate")):
+    for wrong, says in (({"grads": "gone"}, "grads='gone'"), ({"grads": "none", "micro": 2}, "one micro-batch")):
         with pytest.raises(mt.MegatrainError, match=says):
             mt.plan(small(), **asked | wrong)
-    with pytest.raises(mt.MegatrainError, match="taken back need their gradients"):
-        mt.stream(plain_dots(), device="cpu", plan=NONE | {"speculate": True})
     with pytest.raises(mt.MegatrainError, match="grads='disk'"):
         mt.stream(plain_dots(), device="cpu", plan={"grads": "disk"})
     groups = [(f"layers.{i}", [("weight", nn.Parameter(torch.empty(1 << 20, device="meta")))]) for i in range(40)]
-    counted = [Asked("dots", groups, torch.bfloat16, ("ram",) * 40, frozenset(), keeps=keeps).host()["gradients"]
+    counted = [Asked("dots", groups, torch.bfloat16, ("ram",) * 40, keeps=keeps).host()["gradients"]
                for keeps in (True, False)]
     assert counted == [40 * 2 << 20, 3 * 2 << 20]

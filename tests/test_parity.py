@@ -1,7 +1,7 @@
 """Streamed equals plain torch, bit for bit, over tiny models of many architectures.
 
 Losses, every gradient after every backward, norms, final weights and buffers, and the next random
-number. Each case runs in two of three ways with activations; slots, accumulation, clipping, optimizer
+number. Each case runs with activations kept and replayed; slots, accumulation, clipping, optimizer
 and delays rotate over the cases (parity.ROTATION). MEGATRAIN_FULL=1 runs the whole product.
 """
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zoo
 from torch import nn
 
 RUNS = [pytest.param(name, o, id=f"{name}-{o.name()}")
-        for i, name in enumerate(zoo.CASES) for o in parity.some_options_for(i)]
+        for i, name in enumerate(zoo.CASES) for o in parity.options_for(i)]
 
 
 @functools.cache

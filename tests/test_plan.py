@@ -27,9 +27,10 @@ from transformers import (
 )
 
 import megatrain_torch as mt
+import megatrain_torch.changes as changes_module
 import megatrain_torch.machine as machine_module
 import megatrain_torch.simulate as simulation
-from megatrain_torch import cli, doctor, placement, planner
+from megatrain_torch import cli, doctor, placement
 from megatrain_torch._core import Engine
 from megatrain_torch.cost import Home, cost_of
 from megatrain_torch.disk import MEMORY_BYTES
@@ -193,27 +194,6 @@ def test_frozen_parameters_have_no_states_and_no_gradients() -> None:
     assert head.seconds < full.seconds and head.vram["activations"] < full.vram["activations"]
 
 
-def test_updates_that_begin_in_backward_take_host_memory_and_shorten_the_forward() -> None:
-    asked = dict(tokens=16384, seq=1024, machine="h200-128g,host=400GiB", homes="ram", micro=1)
-    plain, early = mt.plan(seven(20), **asked), mt.plan(seven(20), **asked, speculate=True)
-    assert early.host["to take updates back"] == 12 * early.trained == early.host_bytes - plain.host_bytes
-    assert early.seconds < plain.seconds and early.forward_s < plain.forward_s
-    assert early.idle["host update"] < plain.idle["host update"]
-    assert early.busy["host update"] > plain.busy["host update"]
-    assert "updates begin during backward" in str(early) and "begin" not in str(plain)
-    with pytest.raises(mt.MegatrainError, match="speculate=False") as refused:
-        mt.plan(seven(20), **{**asked, "machine": "h200-128g,host=100GiB"}, speculate=True)
-    assert refused.value.changes["speculate"] is False
-
-
-def test_what_is_planned_to_begin_early_does() -> None:
-    model = zoo.CASES["llama_tied"].build()
-    asked = {"tokens": 1024, "seq": 512, "machine": dataclasses.replace(FLAT, device="cpu"), "homes": "ram"}
-    rt = runtime_of(mt.stream(model, device="cpu", plan=mt.plan(model, **asked, speculate=True)))
-    assert len(rt.speculated) == len(rt.units)
-    mt.unstream(model)
-
-
 def test_a_long_row_works_in_less() -> None:
     """Backward of a layer of 7B width on one row: without gradients of qkv, of attention's output and of the norm's, in
     whose place keys and values are copied and summed up, 1 KB a token more than h has taken."""
@@ -321,8 +301,8 @@ def test_a_refusal_names_what_fits_and_one_byte_less_does_not(limits: dict) -> N
 
 
 def test_shorter_sequences_are_not_tried_where_a_token_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried, fits = [], planner._fits
-    monkeypatch.setattr(planner, "_fits", lambda problem, **other: tried.append(other) or fits(problem, **other))
+    tried, fits = [], changes_module._Search.fits
+    monkeypatch.setattr(changes_module._Search, "fits", lambda self, other: tried.append(other) or fits(self, other))
     with pytest.raises(mt.MegatrainError):
         mt.plan(small(12), tokens=16384, seq=1024, machine=FLAT, vram="3GiB", host="1500MiB")
     assert [other["seq"] for other in tried if "seq" in other] == [1]
@@ -403,7 +383,7 @@ def test_a_disk_is_used_only_where_memory_is_short(vram: int, host: int, room: i
 
 
 def test_a_machine_too_small_is_named_as_such() -> None:
-    with pytest.raises(mt.MegatrainError, match=r"a machine with \d+ bytes .* of host memory, not 62.0 GiB"):
+    with pytest.raises(mt.MegatrainError, match=r"a machine with \d+\.\d GiB of host memory, not 62.0 GiB"):
         mt.plan(seven(28), tokens=8192, seq=1024, machine="rtx4090-64g")
 
 
@@ -448,7 +428,7 @@ def test_the_search_finds_the_least_time_of_all_choices(vram: int, fused: bool) 
 def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([SMALL, WIDE]))
     p = problem(shape, 10**15, 10**15, tokens=data.draw(st.sampled_from([512, 4096, 32768])),
-                **data.draw(st.sampled_from([{}, {"speculate": True}, {"grads": "none"}, {"homes": "through"},
+                **data.draw(st.sampled_from([{}, {"grads": "none"}, {"homes": "through"},
                                              {"homes": "through", "grads": "none"}])))
     p = few_cores(p) if data.draw(st.booleans()) else p
     micro = data.draw(st.sampled_from(p.micro_counts()))
@@ -510,12 +490,6 @@ def test_through_the_device_is_refused_or_moot_as_any_wish() -> None:
     assert refused.value.changes["homes"] is None and "nvme" not in refused.value.changes
     frozen = LlamaForCausalLM(small(1, hidden_size=64, intermediate_size=128)).requires_grad_(False)
     assert set(mt.plan(frozen, **asked).homes.values()) == {"ram"}
-
-
-def test_updates_through_the_device_never_begin_early_and_need_no_room_to_be_taken_back() -> None:
-    asked = {"tokens": 4096, "seq": 512, "machine": FLAT, "speculate": True}
-    assert mt.plan(small(), **asked, homes="ram").host["to take updates back"]
-    assert "to take updates back" not in mt.plan(small(), **asked, homes="through").host
 
 
 def test_a_plan_whose_updates_pass_through_the_device_runs() -> None:
@@ -718,7 +692,7 @@ def test_doctor_measures_and_plans_use_it(command: Callable, monkeypatch: pytest
     assert kept.device == "cpu" and kept.versions["torch"] == torch.__version__
     assert all(rate > 0 for *_, rate in (*kept.gemm, *kept.attention, *kept.adam_gparams))
     assert kept.vram_bytes + kept.host_bytes <= machine_module.host_limit_bytes()
-    plan = mt.plan(small(1, vocab_size=512), tokens=256, seq=64)
+    plan = mt.plan(small(1, vocab_size=512), tokens=256, seq=64, machine="cpu")
     assert plan.machine.source == "measured by megatrain doctor" and plan.compute == "eager"
 
 
@@ -751,6 +725,6 @@ def test_a_plan_that_fails_is_told_on_stderr(command: Callable, tmp_path: Path) 
     small(3).save_pretrained(tmp_path)
     status, out, err = command("plan", str(tmp_path), "--tokens", "4096", "--seq", "512", "--vram", "512MiB",
                                "--machine", "rtx4090-64g")
-    assert (status, out) == (1, "") and "does not fit" in err and "vram=" in err
+    assert (status, out) == (1, "") and "does not fit" in err and "--vram " in err
     status, _, err = command("plan", str(tmp_path / "nothing"), "--tokens", "4096", "--seq", "512")
     assert status == 1 and "there is no such folder" in err

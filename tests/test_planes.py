@@ -30,7 +30,7 @@ def asked(what: str, *args: Any, saving: object = None, **where: Any) -> list[tu
     """Calls of the engine for one parameter of unit 7, which is at home as `where` says."""
     engine = Engine()
     room = SimpleNamespace(weights=lambda core, unit: core.calls.append(("room", unit)))
-    homes = SimpleNamespace(**{"settled": (), "on_disk": (), "filed": (), "speculated": (), "saving": saving,
+    homes = SimpleNamespace(**{"settled": (), "on_disk": (), "filed": (), "saving": saving,
                                "room": room, "arrivals": SimpleNamespace(units=where.pop("guests", ()))} | where)
     host = torch.zeros(2)
     record = SimpleNamespace(unit=UNIT, index=1, writes=0, host=host, version=host._version, name="w",

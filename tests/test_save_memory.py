@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import doors
 import parity
 import pytest
 import torch
@@ -39,7 +40,7 @@ def streamed(home: str, nvme: Path, units: int = UNITS, width: int = WIDTH) -> t
     names = [str(i) for i in range(units)]
     small = {"disk": {"buffer_bytes": 1 << 20}} if "disk" in home else {}
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in names))
-    model = mt.stream(model, "cpu", units=names, nvme=str(nvme) if small else None, plan={
+    model = doors.stream(model, "cpu", units=names, nvme=str(nvme) if small else None, plan={
         "slots": 2, "homes": dict.fromkeys(names, home) if home != "ram" else {}, "debug": small})
     opt = mt.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):                   # behind the second forward no copy of weights is left
@@ -123,8 +124,8 @@ def test_units_that_share_blocks_and_updates_that_wait_are_one_steps(tmp_path: P
     torch.manual_seed(0)
     names = [str(i) for i in range(30)]
     homes = {n: (*ELSEWHERE, "ram")[i % 6] for i, n in enumerate(names)}
-    model = mt.stream(nn.Sequential(*(nn.Linear(96, 96) for _ in names)), "cpu", units=names, nvme=str(tmp_path),
-                      plan={"slots": 2, "homes": homes, "debug": {"delay_us": 50, "disk": {"buffer_bytes": 1 << 20}}})
+    model = doors.stream(nn.Sequential(*(nn.Linear(96, 96) for _ in names)), "cpu", units=names, nvme=str(tmp_path),
+                         plan={"slots": 2, "homes": homes, "debug": {"delay_us": 50, "disk": {"buffer_bytes": 1 << 20}}})
     opt = mt.AdamW(model.parameters(), lr=1e-2)
 
     def step() -> None:
@@ -150,7 +151,7 @@ def test_another_order_in_memory_needs_no_copies(home: str, tmp_path: Path) -> N
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Conv2d(256, 256, 3, padding=1, bias=False) for _ in names))
     small = {"disk": {"buffer_bytes": 1 << 20}} if "disk" in home else {}
-    model = mt.stream(model.to(memory_format=torch.channels_last), "cpu", units=names, nvme=str(tmp_path), plan={
+    model = doors.stream(model.to(memory_format=torch.channels_last), "cpu", units=names, nvme=str(tmp_path), plan={
         "slots": 2, "homes": dict.fromkeys(names, home), "debug": small})
     opt = mt.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):

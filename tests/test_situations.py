@@ -6,7 +6,7 @@ import pytest
 from situations import SITUATIONS
 
 RUNS = [pytest.param(name, o, id=f"{name}-{o.name()}")
-        for i, name in enumerate(SITUATIONS) for o in parity.some_options_for(i)]
+        for i, name in enumerate(SITUATIONS) for o in parity.options_for(i)]
 
 
 @pytest.mark.filterwarnings("ignore")

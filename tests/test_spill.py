@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import doors
 import edges
 import fusing
 import parity
@@ -226,7 +227,7 @@ def test_a_file_that_is_refused_leaves_the_model_as_it_was(plan: dict[str, Any],
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
     try:
         with pytest.raises(MegatrainError):
-            mt.stream(model, "cpu", dtype=torch.bfloat16, nvme=str(tmp_path), plan=plan)
+            doors.stream(model, "cpu", dtype=torch.bfloat16, nvme=str(tmp_path), plan=plan)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     after = dict(model.named_parameters())

@@ -9,6 +9,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import doors
 import placement
 import pytest
 import torch
@@ -52,7 +53,7 @@ def at_home() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name, states", [
-    *[(name, "8bit-lo8") for name in ("some_arrive-delays", "some_on_disk-delays", "speculative-no_overlap")],
+    *[(name, "8bit-lo8") for name in ("some_arrive-delays", "some_on_disk-delays")],
     *[("some_through-delays", states) for states in EIGHT], ("some_arrive-delays", "8bit-sr")])
 def test_every_home_gives_the_same_bits(name: str, states: str, at_home: dict[str, Any]) -> None:
     found = placement.difference(name, "cpu", BF16, at_home[states], states)
@@ -63,8 +64,8 @@ def test_a_parameter_that_is_cut_draws_what_a_whole_one_does(tmp_path: Path) -> 
     found, numel = [], 77_101
     for where in ("ram", "disk"):
         plan = {"homes": where} | ({"debug": {"disk": placement.TIGHT}} if where == "disk" else {})
-        model = mt.stream(plain_dots(BF16, [(numel,)]), device="cpu", plan=plan,
-                          nvme=str(tmp_path) if where == "disk" else None)
+        model = doors.stream(plain_dots(BF16, [(numel,)]), device="cpu", plan=plan,
+                             nvme=str(tmp_path) if where == "disk" else None)
         opt = mt.AdamW(model.parameters(), lr=1e-2, states="8bit-sr")
         for step in range(2):
             feed(model, opt, [torch.sin(torch.arange(numel) * (0.37 + step))])
@@ -322,5 +323,5 @@ def test_a_limit_of_host_memory_counts_the_format() -> None:
 @pytest.mark.parametrize("make", [lambda: mt.AdamW(dots().parameters(), states="4bit"),
                                   lambda: mt.stream(plain_dots(), device="cpu", plan={"states": "4bit"})])
 def test_an_unknown_format_is_refused(make: Any) -> None:
-    with pytest.raises(mt.MegatrainError, match="'4bit': use 'fp32', '8bit', '8bit-lo8' or '8bit-sr'"):
+    with pytest.raises(mt.MegatrainError, match="'4bit': use 'fp32', '8bit' or '8bit-sr'"):
         make()

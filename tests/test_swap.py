@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import doors
 import edges
 import fusing
 import parity
@@ -76,7 +77,8 @@ def test_own_code_computes_the_same_bits_in_any_order(keep: str, wander: bool) -
     assert edges.difference(right, run) is None
 
 
-def test_a_forward_that_writes_into_its_input_keeps_its_activations_on_the_host() -> None:
+@pytest.mark.parametrize("asked", ["replay+host", "attention+split"])
+def test_a_forward_that_writes_into_its_input_keeps_its_activations_on_the_host(asked: str) -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -94,7 +96,7 @@ def test_a_forward_that_writes_into_its_input_keeps_its_activations_on_the_host(
             model(x).square().sum().backward()
         return model[0].weight.grad.clone(), runtime_of(model).windows[1].mode
 
-    (right, _), (other, mode) = train("saved"), train("replay+host")
+    (right, _), (other, mode) = train("saved"), train(asked)
     assert torch.equal(right, other) and mode == "saved+host"
 
 
@@ -249,8 +251,8 @@ def test_explain_and_last_step_show_it() -> None:
 
 
 def test_a_mode_that_is_none_is_refused() -> None:
-    for mode in ("replay+split", "whole+host", "saved+tape"):
-        with pytest.raises(MegatrainError, match="use 'auto', 'whole', 'replay'"):
+    for mode in ("replay+split", "saved+split", "selective+split", "whole", "saved+tape"):
+        with pytest.raises(MegatrainError, match="use 'auto', 'replay'"):
             tiny(mode)
 
 
@@ -273,7 +275,7 @@ def test_layers_and_their_order_need_not_be_alike() -> None:
 
     def train(activations: Any) -> dict[str, Tensor]:
         parity.seed()
-        m = mt.stream(made(), "cpu", plan={"activations": activations, "slots": 2, "debug": {"delay_us": 100}})
+        m = doors.stream(made(), "cpu", plan={"activations": activations, "slots": 2, "debug": {"delay_us": 100}})
         for step in range(2):
             lm_loss(m, batch(step)).backward()
         return {n: parity.frozen(p.grad) for n, p in m.named_parameters()}

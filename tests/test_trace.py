@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import doors
 import parity
 import pytest
 import torch
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
 
-WAYS = ["saved", "replay", "whole"]
+WAYS = ["saved", "replay"]
 LAYERS = 4
 WIDTH = 24
 ORDER = ["first", *(f"layers.{i}" for i in range(LAYERS)), "last"]
@@ -58,8 +59,8 @@ def streamed(way: str = "saved", slots: int = 2, delay_us: int = 0, seed: int = 
              homes: Any = "ram") -> nn.Module:
     torch.manual_seed(5)
     debug = {"delay_us": delay_us, "seed": seed} if delay_us else {}
-    return mt.stream(model or Net(), device="cpu",
-                     plan={"activations": way, "slots": slots, "threads": 1, "homes": homes, "debug": debug})
+    return doors.stream(model or Net(), device="cpu",
+                        plan={"activations": way, "slots": slots, "threads": 1, "homes": homes, "debug": debug})
 
 
 def adamw(model: nn.Module) -> mt.AdamW:
@@ -532,8 +533,8 @@ def assert_no_wait_is_the_hosts_own(t: mt.Trace) -> set[str]:
 def test_python_that_waits_for_an_update_is_not_the_hosts_own_work(homes: str, one_of: set[str], tmp_path: Path) -> None:
     """One buffer for gradients that are kept nowhere: each hand-over waits for the update before."""
     torch.manual_seed(5)
-    model = mt.stream(Net(), device="cpu", nvme=tmp_path if homes == "disk" else None,
-                      plan={"homes": homes, "grads": "none", "lent": 1, "debug": {"delay_us": 2000, "seed": 1}})
+    model = doors.stream(Net(), device="cpu", nvme=tmp_path if homes == "disk" else None,
+                         plan={"homes": homes, "grads": "none", "lent": 1, "debug": {"delay_us": 2000, "seed": 1}})
     opt = mt.AdamW(model.parameters(), lr=1e-2, in_backward=True)
     step(model, opt)
     with mt.trace(model) as t:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import doors
 import parity
 import pytest
 import torch
@@ -40,7 +41,7 @@ from test_adamw import (  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 
-PLACES = ["ram", "vram", "arrive", "through", "disk", "disk+weights", "guessed"]
+PLACES = ["ram", "vram", "arrive", "through", "disk", "disk+weights"]
 HOMES = pytest.mark.parametrize("homes", PLACES)
 NEAR_AND_FAR = pytest.mark.parametrize("homes", ["ram", "vram", "disk+weights"])
 HALF = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
@@ -50,10 +51,9 @@ HALF = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 def make(tmp_path: Path) -> Callable[..., tuple[Dots, Dots, mt.AdamW]]:
     """(streamed, plain, the streamed one's optimizer); copies dawdle."""
     def pair(homes: Any = "ram", dtype: torch.dtype = F32, **kw: Any) -> tuple[Dots, Dots, mt.AdamW]:
-        homes, guessed = ("ram", True) if homes == "guessed" else (homes, False)
-        plan = {"homes": homes, "speculate": guessed, "debug": {"delay_us": 100, "seed": 7}, **kw.pop("plan", {})}
-        model = mt.stream(plain_dots(dtype), device="cpu", nvme=str(tmp_path) if "disk" in str(homes) else None,
-                          plan=plan)
+        plan = {"homes": homes, "debug": {"delay_us": 100, "seed": 7}, **kw.pop("plan", {})}
+        model = doors.stream(plain_dots(dtype), device="cpu", nvme=str(tmp_path) if "disk" in str(homes) else None,
+                             plan=plan)
         return model, plain_dots(dtype), mt.AdamW(model.parameters(), **{**HYPER, **kw})
 
     return pair
@@ -441,10 +441,10 @@ def test_a_writer_after_step_writes_into_its_own(make: Any, homes: str, dtype: t
     assert_follows(model, opt, refs)
 
 
-@pytest.mark.parametrize("homes", ["ram", "vram", "guessed"])
+@pytest.mark.parametrize("homes", ["ram", "vram"])
 def test_what_is_kept_beside_updates_in_backward_is_right_too(make: Any, homes: str) -> None:
     """Kept from before the update, which then reads memory of its own, and from behind it."""
-    model, _, opt = make(homes, in_backward=homes != "guessed", max_grad_norm=None)
+    model, _, opt = make(homes, in_backward=True, max_grad_norm=None)
     refs, kept = references(model), []
     for step in range(4):
         model(grads_for(model, step)).backward()

@@ -56,6 +56,7 @@ int mt_arg_tuple(PyObject *o);           /* PyArg_ParseTuple takes nothing else 
 /* kernels.c, torch_ops.c: functions of the module */
 extern PyMethodDef mt_kernel_methods[];
 extern PyMethodDef mt_disk_methods[];    /* engine_disk.c */
+extern PyMethodDef mt_walk_methods[];    /* walk.c */
 PyObject *mt_py_register_ops(PyObject *module, PyObject *unused);
 
 /* window.c: which weights a thread sees */
@@ -110,7 +111,8 @@ typedef struct mt_engine {
     mt_updater *updater;
     mt_swap    *swap;
     mt_file    *swap_file;   /* NULL before what windows keep may go to a file */
-    mt_stream  *stream;      /* NULL before open_slots */
+    mt_stream  *stream;      /* NULL before open_slots, and after close_slots */
+    mt_stream_stats before;  /* of streams that were closed */
     struct mt_saving *saving;/* NULL while nothing is saved: engine_save.c */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
     int         n_adopted;
@@ -163,7 +165,7 @@ MT_METHOD(set_trainable); MT_METHOD(hi_bytes); MT_METHOD(offset); MT_METHOD(plan
 MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
 MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
 MT_METHOD(set_states); MT_METHOD(pass_gradients); MT_METHOD(lend_most);
-MT_METHOD(through); MT_METHOD(invite); MT_METHOD(lift_sizes);
+MT_METHOD(through); MT_METHOD(invite); MT_METHOD(dismiss); MT_METHOD(lift_sizes);
 MT_METHOD(lift); MT_METHOD(leave); MT_METHOD(bring); MT_METHOD(push); MT_METHOD(device_plane);
 MT_METHOD(device_bytes); MT_METHOD(cold_bytes); MT_METHOD(updated);
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
@@ -180,7 +182,7 @@ void mt_saving_close(mt_engine *e);      /* gives up what is not over */
 extern PyMethodDef mt_save_methods[];
 
 /* engine_run.c: stream and offload */
-MT_METHOD(open_slots); MT_METHOD(settle); MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
+MT_METHOD(open_slots); MT_METHOD(settle); MT_METHOD(unsettle); MT_METHOD(close_slots); MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
 MT_METHOD(land); MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
 MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);
 PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw);
@@ -196,7 +198,7 @@ MT_FASTCALL(compute_begin); MT_FASTCALL(compute_end);
 
 /* engine_adam.c: updates */
 PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw);
-MT_METHOD(norm); MT_METHOD(speculate);
+MT_METHOD(norm);
 
 /* ---- view ---- */
 

@@ -385,6 +385,8 @@ static PyMethodDef methods[] = {
     { "invite", mt_engine_invite, METH_VARARGS,
       "invite($self, unit, /)\n--\n\n"
       "A settled unit's states are on the device around its updates alone, from now on." },
+    { "dismiss", mt_engine_dismiss, METH_VARARGS,
+      "dismiss($self, unit, /)\n--\n\nA settled unit's states come and leave no more." },
     { "lift_sizes", mt_engine_lift_sizes, METH_VARARGS,
       "lift_sizes($self, unit, /)\n--\n\nBytes of each piece of memory that lift() takes." },
     { "lift", mt_engine_lift, METH_VARARGS,
@@ -425,6 +427,11 @@ static PyMethodDef methods[] = {
     { "settle", mt_engine_settle, METH_VARARGS,
       "settle($self, unit, slot, /)\n--\n\n"
       "The unit lives on the device from now on, its weights in that slot." },
+    { "unsettle", mt_engine_unsettle, METH_VARARGS,
+      "unsettle($self, unit, grads, /)\n--\n\n"
+      "The unit lives on the host again; between close_slots() and open_slots()." },
+    { "close_slots", mt_engine_close_slots, METH_NOARGS,
+      "close_slots($self, /)\n--\n\nNo weights are in slots any more; others may be opened." },
     { "begin", mt_engine_begin, METH_NOARGS, "begin($self)\n--\n\nA root forward starts." },
     { "acquire", KEYWORDS(mt_engine_acquire), METH_FASTCALL,
       "acquire($self, unit, stream, /)\n--\n\n"
@@ -486,9 +493,6 @@ static PyMethodDef methods[] = {
     { "adam", KEYWORDS(mt_engine_adam), METH_VARARGS | METH_KEYWORDS,
       "adam($self, units, max_norm, stream)\n--\n\n"
       "Submit one AdamW step; returns its ticket at once." },
-    { "speculate", mt_engine_speculate, METH_VARARGS,
-      "speculate($self, unit, entries, /)\n--\n\n"
-      "Begin a host unit's update now, to be kept or taken back by the next adam()." },
     { "norm", mt_engine_norm, METH_VARARGS,
       "norm($self, ticket, /)\n--\n\n(global norm before clipping, units skipped); waits." },
     { NULL, NULL, 0, NULL },

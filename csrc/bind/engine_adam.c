@@ -1,11 +1,9 @@
-/* engine_adam.c — Engine.adam: what one step asks for, copied out of Python, run behind its back; and
- * Engine.speculate: what it is expected to ask for.
+/* engine_adam.c — Engine.adam: what one step asks for, copied out of Python, run behind its back.
  *
- * Threads: parsing is under the GIL; job_sumsq, job_run, job_put, guess_run and guess_keep run on the
- * updater's thread, guess_undo and job_free on any, job_list, job_compute and then job_free on that of
- * updates that go through the device, job_pieces on that of updates from disk; they know nothing of
- * Python. A job owns copies of everything but the gradient memory that the caller named, which the caller
- * keeps until the unit's update is over.
+ * Threads: parsing is under the GIL; job_sumsq, job_run and job_put run on the updater's thread, job_free
+ * on any, job_list, job_compute and then job_free on that of updates that go through the device,
+ * job_pieces on that of updates from disk; they know nothing of Python. A job owns copies of everything but
+ * the gradient memory that the caller named, which the caller keeps until the unit's update is over.
  */
 #include "bind.h"
 #include "../optim/adam.h"
@@ -168,81 +166,6 @@ static mt_status job_run(void *arg, mt_pool *pool, float clip)
     st = mt_adam_step(pool, t, j->n, clip, mt_isa_best());
     free(t);
     return st;
-}
-
-/* The same tensors with room in plane UNDO: what a guess needs, and what it is ended with. */
-static mt_status spared_of(const adam_job *j, mt_adam_tensor **out)
-{
-    mt_adam_tensor *t;
-    void           *mem;
-    mt_status       st = tensors_of(j, &t);
-
-    if (st != MT_OK)
-        return st;
-    for (int i = 0; i < j->n; i++) {
-        MT_TRY(mt_store_at(j->store, j->unit, j->p[i].param, MT_PLANE_UNDO, &mem));
-        t[i].spare = mt_adam_spare_at(t[i].dtype, t[i].states, mem, t[i].n);
-    }
-    *out = t;
-    return MT_OK;
-
-fail:
-    free(t);
-    return st;
-}
-
-static mt_status guess_run(void *arg, mt_pool *pool)
-{
-    const adam_job *j = arg;
-    mt_adam_tensor *t;
-    mt_status       st = spared_of(j, &t);
-
-    if (st != MT_OK)
-        return st;
-    st = mt_adam_step(pool, t, j->n, 1.0f, mt_isa_best());
-    free(t);
-    return st;
-}
-
-static mt_status guess_end(const adam_job *j, mt_pool *pool,
-                           void (*end)(mt_pool *, const mt_adam_tensor *, int))
-{
-    mt_adam_tensor *t;
-    mt_status       st = spared_of(j, &t);
-
-    if (st != MT_OK)
-        return st;
-    end(pool, t, j->n);
-    free(t);
-    return MT_OK;
-}
-
-static mt_status guess_keep(void *arg, mt_pool *pool)
-{
-    return guess_end(arg, pool, mt_adam_keep);
-}
-
-static mt_status guess_undo(void *arg, mt_pool *pool)
-{
-    return guess_end(arg, pool, mt_adam_undo);
-}
-
-static int same_hyper(const mt_adam_hyper *a, const mt_adam_hyper *b)
-{
-    return a->lr == b->lr && a->beta1 == b->beta1 && a->beta2 == b->beta2 && a->eps == b->eps &&
-           a->weight_decay == b->weight_decay && a->step == b->step && a->maximize == b->maximize;
-}
-
-/* A job with gradients from elsewhere, or changed ones, is no guess's: guesses have none. */
-static int guess_same(const void *guessed, const void *asked)
-{
-    const adam_job *g = guessed, *j = asked;
-    int             same = g->n == j->n;
-
-    for (int i = 0; same && i < j->n; i++)
-        same = g->p[i].param == j->p[i].param && g->p[i].acc == j->p[i].acc && !on_host(&j->p[i]) &&
-               g->p[i].key == j->p[i].key && same_hyper(&g->p[i].hyper, &j->p[i].hyper);
-    return same;
 }
 
 static size_t lifted_bytes(const mt_adam_tensor *t)
@@ -681,72 +604,6 @@ PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)
     MT_UNLOCKED(e, st, submit_alone(e, jobs, n, max_norm, run, &ticket));
     free(jobs);
     return st == MT_OK ? PyLong_FromUnsignedLongLong(ticket) : mt_raise(e->error, st);
-}
-
-/* Behind the door: gradients that come next find the guess, and undo it. */
-static mt_status speculate_alone(mt_engine *e, const mt_guess *g)
-{
-    mt_status st;
-
-    pthread_mutex_lock(&e->door);
-    st = mt_update_speculate(e->updater, g);
-    pthread_mutex_unlock(&e->door);
-    return st;
-}
-
-/* What a guess reads and writes: an update, and the old states once more. */
-static uint64_t guess_moves(const adam_job *j)
-{
-    uint64_t bytes = moved(j);
-
-    for (int i = 0; i < j->n; i++) {
-        int     param = j->p[i].param;
-        int64_t n = mt_store_desc(j->store, j->unit, param)->numel;
-
-        bytes += mt_store_plane_bytes(j->store, j->unit, param, MT_PLANE_UNDO, n)
-               - mt_store_plane_bytes(j->store, j->unit, param, MT_PLANE_HI, n);
-    }
-    return bytes;
-}
-
-static adam_job *guess_of(mt_engine *e, int unit, PyObject *entries)
-{
-    adam_job *j = job_of(e, unit, entries);
-
-    for (int i = 0; j != NULL && i < j->n; i++)
-        if (on_host(&j->p[i])) {
-            PyErr_Format(e->error, "unit %d (%s), parameter %d: its gradient was changed, or is not the "
-                         "store's; no update can begin with it before its step", unit,
-                         mt_store_name(e->store, unit), j->params[i]);
-            job_free(j);
-            return NULL;
-        }
-    return j;
-}
-
-PyObject *mt_engine_speculate(PyObject *self, PyObject *args)
-{
-    mt_engine *e = mt_engine_usable(self);
-    PyObject  *sequence, *entries;
-    adam_job  *j;
-    mt_guess   g;
-    mt_status  st;
-    int        unit;
-
-    if (e == NULL || !PyArg_ParseTuple(args, "iO:speculate", &unit, &sequence) ||
-        mt_engine_unit(e, unit) < 0 || (entries = PySequence_Tuple(sequence)) == NULL)
-        return NULL;
-    j = guess_of(e, unit, entries);
-    Py_DECREF(entries);
-    if (j == NULL)
-        return NULL;
-    g = (mt_guess){ .unit = unit, .n_params = j->n, .params = j->params, .bytes = guess_moves(j),
-                    .run = guess_run, .keep = guess_keep, .undo = guess_undo, .same = guess_same,
-                    .free = job_free, .arg = j };
-    MT_UNLOCKED(e, st, speculate_alone(e, &g));         /* it owns j from here on */
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
 }
 
 PyObject *mt_engine_norm(PyObject *self, PyObject *args)

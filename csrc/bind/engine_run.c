@@ -103,7 +103,7 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
     if (e == NULL || !PyArg_ParseTuple(args, "OO:open_slots", &sequence, &object))
         return NULL;
     if (e->stream != NULL) {
-        PyErr_SetString(e->error, "slots are open already; an engine opens them once");
+        PyErr_SetString(e->error, "slots are open already; close_slots() comes before others are opened");
         return NULL;
     }
     if ((slots = PySequence_Tuple(sequence)) == NULL)
@@ -140,6 +140,65 @@ PyObject *mt_engine_settle(PyObject *self, PyObject *args)
         return NULL;
     if ((st = mt_stream_settle(e->stream, e->residents, unit, slot)) != MT_OK)
         return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_unsettle(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, grads;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "ip:unsettle", &unit, &grads) || mt_engine_unit(e, unit) < 0)
+        return NULL;
+    if (e->stream != NULL) {
+        PyErr_SetString(e->error, "close_slots() comes before unsettle(): the unit's slot is in use");
+        return NULL;
+    }
+    MT_UNLOCKED(e, st, mt_resident_unsettle(e->residents, unit, grads));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+static void add_stats(mt_stream_stats *to, mt_stream_stats more)
+{
+    to->fetches += more.fetches;
+    to->demand_fetches += more.demand_fetches;
+    to->rebuilds += more.rebuilds;
+    to->h2d_bytes += more.h2d_bytes;
+    to->await_ns += more.await_ns;
+}
+
+/* Nothing is under way that the mover would still count. */
+static mt_status end_stream(mt_stream *s, mt_stream_stats *last)
+{
+    *last = mt_stream_stats_get(s);
+    mt_stream_close(s);
+    return MT_OK;
+}
+
+PyObject *mt_engine_close_slots(PyObject *self, PyObject *unused)
+{
+    mt_engine      *e = streaming(self);
+    mt_stream_stats last;
+    mt_stream      *s;
+    mt_status       st;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    if (e->busy > 0) {
+        PyErr_Format(e->error, "slots: %d calls of other threads are still waiting in the engine", e->busy);
+        return NULL;
+    }
+    s = e->stream;
+    e->stream = NULL;                    /* nobody comes in while it ends */
+    MT_UNLOCKED(e, st, end_stream(s, &last));
+    (void)st;
+    add_stats(&e->before, last);
+    Py_CLEAR(e->held);
+    Py_CLEAR(e->renew);
     Py_RETURN_NONE;
 }
 
@@ -274,7 +333,6 @@ typedef struct engine_stats {
     mt_through_stats     t;
     mt_arrive_stats      a;
     mt_disk_stats        d;
-    mt_speculation_stats g;
     mt_swap_stats        w;
     uint64_t             d2h_bytes, update_ns, lost;
 } engine_stats;
@@ -288,7 +346,6 @@ static mt_status look(mt_engine *e, engine_stats *out)
         out->a = mt_arrive_stats_get(e->arrive);
     if (e->disk != NULL)
         out->d = mt_disk_stats_get(e->disk);
-    out->g = mt_update_guesses(e->updater);
     out->w = mt_swap_stats_get(e->swap);
     out->d2h_bytes = mt_offload_d2h_bytes(e->offload) + out->r.d2h_bytes + out->t.d2h_bytes + out->a.d2h_bytes;
     out->update_ns = mt_update_busy_ns(e->updater);
@@ -307,10 +364,11 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
         return NULL;
     if (e->stream != NULL)
         n.s = mt_stream_stats_get(e->stream);            /* what it decides, it decides under the GIL */
+    add_stats(&n.s, e->before);
     /* Some counts are under locks that are held while a drive, or the device, is waited for. */
     MT_UNLOCKED(e, st, look(e, &n));
     (void)st;
-    return Py_BuildValue("{sLsLsLsKsKsKsKsKsLsLsLsKsKsKsKsKsKsKsKsK}",
+    return Py_BuildValue("{sLsLsLsKsKsKsKsKsKsKsKsKsKsKsKsKsK}",
                          "fetches", (long long)(n.s.fetches + n.r.fetches),
                          "demand_fetches", (long long)(n.s.demand_fetches + n.r.fetches),
                          "rebuilds", (long long)n.s.rebuilds,
@@ -320,8 +378,6 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
                          "d2h_bytes", (unsigned long long)n.d2h_bytes,
                          "update_ns", (unsigned long long)n.update_ns,
                          "records_lost", (unsigned long long)n.lost,
-                         "speculated", (long long)n.g.speculated, "committed", (long long)n.g.committed,
-                         "undone", (long long)n.g.undone,
                          "disk_read_bytes", (unsigned long long)n.d.read_bytes,
                          "disk_written_bytes", (unsigned long long)n.d.written_bytes,
                          "disk_update_ns", (unsigned long long)n.d.busy_ns,
@@ -372,17 +428,14 @@ static mt_grad_item *grad_items(mt_engine *e, int unit, PyObject *tuple)
     return items;
 }
 
-/* Without the GIL two autograd threads could meet here; the door lets one in at a time. What was begun
- * with the gradients so far reads the planes that are now written, and is wrong. */
+/* Without the GIL two autograd threads could meet here; the door lets one in at a time. */
 static mt_status put_alone(mt_engine *e, int unit, const mt_grad_item *items, int n, mt_queue *run,
                            uint64_t *ticket)
 {
     mt_status st;
 
     pthread_mutex_lock(&e->door);
-    MT_TRY(mt_update_undo(e->updater, unit));
     st = mt_offload_put(e->offload, unit, items, n, run, ticket);
-fail:
     pthread_mutex_unlock(&e->door);
     return st;
 }

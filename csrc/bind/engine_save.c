@@ -216,10 +216,8 @@ static mt_status hold(mt_engine *e, const mt_saving *g, int n_units)
     MT_TRY(mt_offload_drain(e->offload));
     MT_TRY(mt_update_drain(e->updater));
     for (; unit < n_units; unit++)
-        if (g->planes[unit] != 0) {
-            MT_TRY(mt_update_undo(e->updater, unit));
+        if (g->planes[unit] != 0)
             MT_TRY(mt_ledger_save_begin(e->store, unit));
-        }
     return MT_OK;
 fail:
     while (unit-- > 0)

@@ -226,7 +226,7 @@ PyObject *mt_engine_touch(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    mt_ledger_touch(e->store, unit);     /* a guess that read the weights as they were is found by this */
+    mt_ledger_touch(e->store, unit);
     Py_RETURN_NONE;
 }
 
@@ -281,29 +281,9 @@ PyObject *mt_engine_wait_grads(PyObject *self, PyObject *args)
     return wait_for(self, args, "i:wait_grads", MT_PLANE_GRAD, mt_ledger_wait_grads);
 }
 
-/* What was begun with the weights as they are ends before they are written. */
-static mt_status make_writable(mt_engine *e, int unit)
-{
-    mt_status st;
-
-    MT_TRY(mt_update_undo(e->updater, unit));
-    MT_TRY(wait_and_bring(e, unit, MT_PLANE_HI, mt_ledger_wait_fetch));
-fail:
-    return st;
-}
-
 PyObject *mt_engine_wait_fetch(PyObject *self, PyObject *args)
 {
-    int        unit;
-    mt_engine *e = unit_arg(self, args, "i:wait_fetch", &unit);
-    mt_status  st;
-
-    if (e == NULL)
-        return NULL;
-    MT_WAITING(e, st, make_writable(e, unit));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return wait_for(self, args, "i:wait_fetch", MT_PLANE_HI, mt_ledger_wait_fetch);
 }
 
 /* ---- gradients that pass ---- */
@@ -419,6 +399,19 @@ PyObject *mt_engine_invite(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyObject *mt_engine_dismiss(PyObject *self, PyObject *args)
+{
+    int        unit;
+    mt_engine *e = unit_arg(self, args, "i:dismiss", &unit);
+    mt_status  st;
+
+    if (e == NULL)
+        return NULL;
+    if (e->arrive != NULL && mt_arrive_invited(e->arrive, unit) && (st = mt_arrive_dismiss(e->arrive, unit)) != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
 /* NULL with an exception: the unit is no guest. */
 static mt_engine *guest_of(mt_engine *e, int unit)
 {
@@ -523,13 +516,10 @@ static int planes_ok(mt_engine *e, int planes)
     return -1;
 }
 
-static mt_status bring_or_undo(mt_engine *e, int unit, unsigned planes)
+static mt_status bring_home(mt_engine *e, int unit, unsigned planes)
 {
-    if (mt_store_settled(e->store, unit))
-        return mt_resident_bring(e->residents, unit, planes);
-    if (mt_store_on_disk(e->store, unit))
-        return mt_disk_bring(e->disk, unit, planes);
-    return planes & MT_STATE_PLANES ? mt_update_undo(e->updater, unit) : MT_OK;
+    return mt_store_on_disk(e->store, unit) ? mt_disk_bring(e->disk, unit, planes)
+                                            : mt_resident_bring(e->residents, unit, planes);
 }
 
 PyObject *mt_engine_bring(PyObject *self, PyObject *args)
@@ -542,7 +532,7 @@ PyObject *mt_engine_bring(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_unit(e, unit) < 0 || planes_ok(e, planes) < 0)
         return NULL;
-    MT_WAITING(e, st, bring_or_undo(e, unit, (unsigned)planes));
+    MT_WAITING(e, st, bring_home(e, unit, (unsigned)planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;

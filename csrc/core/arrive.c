@@ -141,6 +141,21 @@ static mt_status find(const mt_arrive *a, int unit, guest **out)
     return MT_OK;
 }
 
+mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
+{
+    guest    *g;
+    mt_status st;
+
+    MT_TRY(find(a, unit, &g));
+    if (g->parts != NULL)
+        return MT_FAIL(MT_ESTATE, "unit %s: its states are on the device; they must leave before",
+                       mt_store_name(a->store, unit));
+    a->guests[unit] = NULL;
+    guest_close(a, g);
+fail:
+    return st;
+}
+
 /* ---- cutting ---------------------------------------------------------------------------- */
 
 static int is_state(int plane)

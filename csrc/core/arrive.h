@@ -48,8 +48,9 @@ void      mt_arrive_close(mt_arrive *a);                 /* waits for the queue 
 /* Copies are recorded in t. Before the first lift, or never. */
 void      mt_arrive_timeline(mt_arrive *a, mt_timeline *t);
 
-/* The settled unit is a guest from now on. Before the first update of it. */
+/* The settled unit is a guest from now on, or no more. While nothing of it is under way, and it has no stay. */
 mt_status mt_arrive_invite (mt_arrive *a, int unit);
+mt_status mt_arrive_dismiss(mt_arrive *a, int unit);
 int       mt_arrive_invited(const mt_arrive *a, int unit);
 
 /* What a stay takes as the unit's parameters are trained now: n pieces, malloc'd bytes of each, none

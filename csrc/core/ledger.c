@@ -107,14 +107,12 @@ static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
     u->written += (uint64_t)written;
     u->updates += updates;
     u->grads += grads;
-    s->ledger.updates += updates;
-    s->ledger.grads += grads;
     pthread_mutex_unlock(&s->ledger.mu);
     mt_watch_moved(&s->watch);
 }
 
-/* One off a unit's count and off the sum of all; what is 0 was ended twice, which is a fault. */
-static void end(mt_store *s, const mt__unit *u, int64_t *count, int64_t *all, const char *what)
+/* One off a unit's count; what is 0 was ended twice, which is a fault. */
+static void end(mt_store *s, const mt__unit *u, int64_t *count, const char *what)
 {
     char text[256];
     int  twice;
@@ -122,7 +120,6 @@ static void end(mt_store *s, const mt__unit *u, int64_t *count, int64_t *all, co
     pthread_mutex_lock(&s->ledger.mu);
     if (!(twice = *count == 0)) {
         *count -= 1;
-        *all -= 1;
         pthread_cond_broadcast(&s->ledger.changed);
         mt_watch_moved(&s->watch);
     }
@@ -161,14 +158,14 @@ void mt_ledger_update_end(mt_store *s, int unit)
         return;
     if (atomic_load(&u->passing))
         mt__take_back(s, unit);         /* before who waits for this hands over again */
-    end(s, u, &u->updates, &s->ledger.updates, "an update");
+    end(s, u, &u->updates, "an update");
 }
 
 void mt_ledger_grads_end(mt_store *s, int unit)
 {
     mt__unit *u = unit_or_fault(s, unit);
     if (u != NULL)
-        end(s, u, &u->grads, &s->ledger.grads, "a hand-over of gradients");
+        end(s, u, &u->grads, "a hand-over of gradients");
 }
 
 /* ---- waits ------------------------------------------------------------------------------ */
@@ -237,16 +234,6 @@ mt_status mt_ledger_wait_grads(mt_store *s, int unit)
     return wait_zero(s, unit, &u->grads, "the hand-over of its gradients");
 }
 
-int mt_ledger_grads_due(mt_store *s)
-{
-    int due;
-
-    pthread_mutex_lock(&s->ledger.mu);
-    due = s->ledger.grads > 0;
-    pthread_mutex_unlock(&s->ledger.mu);
-    return due;
-}
-
 int mt_ledger_updates_due(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
@@ -275,10 +262,8 @@ mt_status mt_ledger_save_begin(mt_store *s, int unit)
     pthread_mutex_lock(&s->ledger.mu);
     fault = s->ledger.fault;
     idle = u->updates == 0 && u->saves == 0;
-    if (fault == MT_OK && idle) {
+    if (fault == MT_OK && idle)
         u->saves++;
-        s->ledger.saves++;
-    }
     pthread_mutex_unlock(&s->ledger.mu);
     if (fault != MT_OK)
         return fault_again(&s->ledger);
@@ -297,7 +282,7 @@ void mt_ledger_save_end(mt_store *s, int unit)
     if (s->ledger.wanted == unit + 1)
         s->ledger.wanted = 0;
     pthread_mutex_unlock(&s->ledger.mu);
-    end(s, u, &u->saves, &s->ledger.saves, "a save");
+    end(s, u, &u->saves, "a save");
 }
 
 int mt_ledger_saving(mt_store *s, int unit)
@@ -363,7 +348,6 @@ mt_status mt_ledger_fetch_begin(mt_store *s, int unit, uint64_t *version)
         pthread_mutex_lock(&s->ledger.mu);
         if ((begun = u->updates == 0)) {        /* else another was announced meanwhile */
             u->fetches++;
-            s->ledger.fetches++;
             *version = u->version;
         }
         pthread_mutex_unlock(&s->ledger.mu);
@@ -378,7 +362,6 @@ static void fetch_end(mt_store *s, mt__unit *u)
     pthread_mutex_lock(&s->ledger.mu);
     if (u->fetches > 0) {
         u->fetches--;
-        s->ledger.fetches--;
         pthread_cond_broadcast(&s->ledger.changed);
         mt_watch_moved(&s->watch);
     }

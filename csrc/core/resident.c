@@ -21,7 +21,7 @@
 #include <stdlib.h>
 
 /* Planes that have a host copy. */
-#define COPIED (~(1u << MT_PLANE_ACC | 1u << MT_PLANE_UNDO))
+#define COPIED (~(1u << MT_PLANE_ACC))
 
 #define DONE "its updates and copies on the device (the event STEPPED)"
 
@@ -38,10 +38,12 @@ typedef struct home {
     int            warm;             /* the weights' host copy has memory. mu */
     int            wanted;           /* who brought that reads it beyond the call: not a save. mu */
     int            bringing;         /* calls that copy down. mu */
+    int            owed;             /* some planes are AHEAD. mu */
 } home;
 
-/* A parameter's host plane beside the device's: both zero since they were made; other, older values; the same. */
-enum { UNUSED, BEHIND, EQUAL };
+/* A parameter's host plane beside the device's: both zero since they were made; older values; the same; newer ones,
+ * which the unit had when it was settled. */
+enum { UNUSED, BEHIND, EQUAL, AHEAD };
 
 struct mt_resident {
     mt_dev           *dev;
@@ -170,6 +172,17 @@ fail:
     return st;
 }
 
+/* Planes but HI that the host has values in. */
+static void note_ahead(const mt_resident *r, home *h, int unit)
+{
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = 0; i < mt_store_params(r->store, unit) && p != MT_PLANE_HI; i++)
+            if (mt_store_made(r->store, unit, i, (mt_plane)p, 0)) {
+                h->behind[p * mt_store_params(r->store, unit) + i] = AHEAD;
+                h->owed = 1;
+            }
+}
+
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
 {
     home     *h = NULL;
@@ -182,6 +195,7 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
         return MT_FAIL(MT_ESTATE, "unit %s is settled already", mt_store_name(r->store, unit));
     MT_TRY(homes_grow(r, mt_store_units(r->store)));
     MT_TRY(home_open(r, unit, mem, &h));
+    note_ahead(r, h, unit);
     MT_TRY(mt_store_settle(r->store, unit));
     r->homes[unit] = h;
     return MT_OK;
@@ -197,6 +211,11 @@ static mt_status find(const mt_resident *r, int unit, home **out)
         return MT_FAIL(MT_EINVAL, "unit %d (%s) is not settled", unit, mt_store_name(r->store, unit));
     *out = r->homes[unit];
     return MT_OK;
+}
+
+void *mt_resident_mem(const mt_resident *r, int unit)
+{
+    return unit >= 0 && unit < r->n_homes && r->homes[unit] != NULL ? r->homes[unit]->mem : NULL;
 }
 
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out)
@@ -405,6 +424,67 @@ fail:
     return st;
 }
 
+/* Under mu. One parameter's plane, up or down. */
+static mt_status put_copy(mt_resident *r, int unit, int param, mt_plane p, int up)
+{
+    size_t    bytes = plane_bytes(r, unit, param, p);
+    void     *host, *there;
+    mt_status st;
+
+    MT_TRY(mt_store_at(r->store, unit, param, p, &host));
+    MT_TRY(mt_resident_at(r, unit, param, p, &there));
+    MT_TRY(r->dev->ops->copy(r->queue, up ? there : host, up ? host : there, bytes));
+    *(up ? &r->stats.h2d_bytes : &r->stats.d2h_bytes) += bytes;
+fail:
+    return st;
+}
+
+/* Under mu. Planes that were the host's when the unit was settled. */
+static mt_status put_ahead(mt_resident *r, home *h, int unit)
+{
+    mt_status st;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = 0; i < mt_store_params(r->store, unit); i++)
+            if (*behind(r, h, unit, i, p) == AHEAD && !(visiting(r, unit) >> p & 1))
+                MT_TRY(put_copy(r, unit, i, (mt_plane)p, 1));
+    return record_done(r, h, unit);
+fail:
+    return st;
+}
+
+/* Under mu. Those copies are over. A guest's states stay on the host: they are no copies. Somebody may have a tensor over
+ * the gradients: they keep their memory. */
+static void settle_ahead(const mt_resident *r, home *h, int unit)
+{
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = 0; i < mt_store_params(r->store, unit); i++)
+            if (*behind(r, h, unit, i, p) == AHEAD)
+                *behind(r, h, unit, i, p) = visiting(r, unit) >> p & 1 || !wanted(~0u, p) ? UNUSED
+                                            : p == MT_PLANE_GRAD ? EQUAL : BEHIND;
+    h->changes++;
+    h->owed = 0;
+}
+
+static mt_status move_up(mt_resident *r, home *h, int unit)
+{
+    mt_status st;
+
+    pthread_mutex_lock(&r->mu);
+    st = put_ahead(r, h, unit);
+    pthread_mutex_unlock(&r->mu);
+    MT_TRY(st);
+    MT_TRY(wait_done(r, h, unit));
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (p != MT_PLANE_HI && p != MT_PLANE_GRAD && !(visiting(r, unit) >> p & 1))
+            mt_store_cool(r->store, unit, (mt_plane)p);
+    pthread_mutex_lock(&r->mu);
+    settle_ahead(r, h, unit);
+    pthread_mutex_unlock(&r->mu);
+fail:
+    return st;
+}
+
 mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run)
 {
     unsigned  skip;
@@ -413,6 +493,8 @@ mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run)
 
     MT_TRY(find(r, unit, &h));
     MT_TRY(mt_ledger_wait_saved(r->store, unit));
+    if (h->owed)
+        MT_TRY(move_up(r, h, unit));
     MT_TRY(fetch(r, h, unit, run));
     pthread_mutex_lock(&r->mu);
     skip = r->debug.skip;
@@ -489,6 +571,8 @@ mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float cli
     mt_status st;
 
     MT_TRY(find(r, u->unit, &h));
+    if (h->owed)
+        return MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken", mt_store_name(r->store, u->unit));
     pthread_mutex_lock(&r->mu);
     r->lifted = 0;
     st = put_update(r, h, u, clip);
@@ -551,21 +635,6 @@ static mt_status warm_behind(mt_resident *r, home *h, int unit, unsigned planes)
         if (some)
             MT_TRY(mt_store_warm(r->store, unit, (mt_plane)p));
     }
-fail:
-    return st;
-}
-
-/* Under mu. One parameter's plane, up or down. */
-static mt_status put_copy(mt_resident *r, int unit, int param, mt_plane p, int up)
-{
-    size_t    bytes = plane_bytes(r, unit, param, p);
-    void     *host, *there;
-    mt_status st;
-
-    MT_TRY(mt_store_at(r->store, unit, param, p, &host));
-    MT_TRY(mt_resident_at(r, unit, param, p, &there));
-    MT_TRY(r->dev->ops->copy(r->queue, up ? there : host, up ? host : there, bytes));
-    *(up ? &r->stats.h2d_bytes : &r->stats.d2h_bytes) += bytes;
 fail:
     return st;
 }
@@ -711,6 +780,62 @@ mt_status mt_resident_chill(mt_resident *r, int unit)
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
             mt_store_chill(r->store, unit, (mt_plane)p);
+fail:
+    return st;
+}
+
+/* Under mu. Sums of micro-batches have no host copy otherwise. */
+static mt_status put_sums(mt_resident *r, home *h, int unit)
+{
+    mt_status st;
+
+    for (int i = 0; i < mt_store_params(r->store, unit); i++)
+        if (mt_store_made(r->store, unit, i, MT_PLANE_ACC, 1))
+            MT_TRY(put_copy(r, unit, i, MT_PLANE_ACC, 0));
+    return record_done(r, h, unit);
+fail:
+    return st;
+}
+
+static mt_status sums_down(mt_resident *r, home *h, int unit)
+{
+    int       some = 0;
+    mt_status st = MT_OK;
+
+    for (int i = 0; i < mt_store_params(r->store, unit); i++)
+        some |= mt_store_made(r->store, unit, i, MT_PLANE_ACC, 1);
+    if (!some)
+        return MT_OK;
+    MT_TRY(mt_store_warm(r->store, unit, MT_PLANE_ACC));
+    pthread_mutex_lock(&r->mu);
+    st = put_sums(r, h, unit);
+    pthread_mutex_unlock(&r->mu);
+    MT_TRY(st);
+    MT_TRY(wait_done(r, h, unit));
+fail:
+    return st;
+}
+
+mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
+{
+    home     *h;
+    mt_status st;
+
+    MT_TRY(find(r, unit, &h));
+    if (visiting(r, unit) != 0)
+        return MT_FAIL(MT_ESTATE, "unit %s is invited: its states come and leave", mt_store_name(r->store, unit));
+    MT_TRY(mt_ledger_wait_saved(r->store, unit));
+    MT_TRY(bring(r, unit, grads ? ~0u : ~(1u << MT_PLANE_GRAD), 1));
+    MT_TRY(sums_down(r, h, unit));
+    MT_TRY(mt_ledger_wait_fetch(r->store, unit));
+    MT_TRY(wait_done(r, h, unit));
+    MT_TRY(mt_store_unsettle(r->store, unit));
+    pthread_mutex_lock(&r->mu);
+    if (r->updated == h->done)
+        r->updated = NULL;
+    r->homes[unit] = NULL;
+    pthread_mutex_unlock(&r->mu);
+    home_close(r, h);
 fail:
     return st;
 }

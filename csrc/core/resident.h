@@ -1,7 +1,7 @@
 /* resident.h — units that live on the device: in a step nothing of them crosses the bus.
  *
  * Nouns, in the order they appear below:
- *   settled   of a unit: its weights are in a slot that is its own for good, its other planes in
+ *   settled   of a unit: its weights are in a slot that is its own until it is unsettled, its other planes in
  *             device memory of the store; an update is a kernel, gradients stay where they are
  *   queue     the residents' own, in whose order the planes are used: updates, weights up (fetch),
  *             planes up (push) and down (bring)
@@ -10,11 +10,12 @@
  *   guest     a settled unit whose states are on the device around its update alone (arrive.h)
  *
  *     mt_resident_open(dev, store, &r);
- *     mt_resident_settle(r, unit, mem);                   // before anything is done with the unit
- *     mt_resident_take(r, unit, run);                     // its weights move: no host memory is theirs now
+ *     mt_resident_settle(r, unit, mem);                   // nothing of the unit is under way
+ *     mt_resident_take(r, unit, run);                     // its planes move: no host memory is theirs now
  *     mt_resident_await(r, unit, run);                    // run: until its weights are current
  *     ... compute; mt_offload_put; mt_update_submit ...
  *     mt_resident_bring(r, unit, 1u << MT_PLANE_HI);      // host: the weights are as on the device
+ *     mt_resident_unsettle(r, unit, 1);                   // its planes move back
  *
  * Edges (each can be left out by mt_resident_debug):
  *   STEPPED  run waits for the unit's last update or fetch      recorded on the queue, behind it
@@ -28,7 +29,7 @@
  *   UPDATED  await waits for the unit's updates to be in the queue: on the host, in the ledger
  *   An update is put when the unit's gradients are whole: the updater waits for that, in the ledger.
  *
- * Threads: open, settle, close: one, before and after the others. The rest: any.
+ * Threads: open, settle, unsettle, close: one, while no other is inside for that unit. The rest: any.
  */
 #ifndef MT_RESIDENT_H
 #define MT_RESIDENT_H
@@ -45,13 +46,21 @@ void      mt_resident_timeline(mt_resident *r, mt_timeline *t);
 /* Who copies guests' states; it outlives r. Before the first guest is invited. */
 void      mt_resident_guests(mt_resident *r, mt_arrive *a);
 
-/* mem: device memory of the unit's hi_bytes, which nobody else uses; it outlives r.
- * MT_ESTATE when the unit is settled, or has host planes besides HI. */
+/* mem: device memory of the unit's hi_bytes, which nobody else uses until the unit is unsettled. Values that the host
+ * has in other planes are to be taken before the unit's next hand-over or update; a guest is invited before that.
+ * MT_ESTATE when the unit is settled. */
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem);
-/* The weights that the host has, if they are newer, are fetched, as by await; then the memory of host copies but
- * GRAD's is given back; who reads them brings them again. Returns when that is done. Waits for updates that are
- * announced, and a save. Not while somebody reads. */
+/* Its mem; NULL: it is not settled. */
+void     *mt_resident_mem   (const mt_resident *r, int unit);
+/* What the host has of a unit that was just settled goes up. The weights that the host has, if they are newer, are
+ * fetched, as by await; then the memory of host copies but GRAD's is given back; who reads them brings them again.
+ * Returns when that is done. Waits for updates that are announced, and a save. Not while somebody reads. */
 mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run);
+/* All planes of the unit come down, and the host's are the true ones: mem is the caller's again. grads: 0: its gradients
+ * are nobody's any more, and what the host has in their place stays. A guest's stay has ended, and it is invited no
+ * more. Waits for what is announced of the unit, and a save. On failure (MT_ENOMEM: the host has no memory for them) it
+ * is settled as before. */
+mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads);
 /* Address on the device of a settled unit's parameter; HI: in its slot. MT_ESTATE for a guest's
  * states, which have none for good: mt_resident_parts. */
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out);

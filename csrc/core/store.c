@@ -46,8 +46,6 @@ static size_t elem_bytes(mt_plane p, mt_dtype dt, mt_states st)
     case MT_PLANE_V:      return !adam ? 0 : st == MT_STATES_FP32 ? sizeof(float) : 1;
     case MT_PLANE_SCALE:  return adam && st != MT_STATES_FP32 ? 2 * sizeof(float) : 0;
     case MT_PLANE_ACC:    return half ? sizeof(float) : 0;
-    case MT_PLANE_UNDO:   return !adam ? 0 : elem_bytes(MT_PLANE_HI, dt, st) + elem_bytes(MT_PLANE_LO, dt, st)
-                               + elem_bytes(MT_PLANE_MASTER, dt, st) + 2 * elem_bytes(MT_PLANE_M, dt, st);
     case MT_PLANE_COUNT:  break;
     }
     return 0;
@@ -55,12 +53,7 @@ static size_t elem_bytes(mt_plane p, mt_dtype dt, mt_states st)
 
 size_t mt_plane_bytes(mt_plane p, mt_dtype dt, mt_states st, int64_t n)
 {
-    size_t elem = elem_bytes(p, dt, st), groups = (size_t)mt_states_groups(n);
-
-    if (p == MT_PLANE_SCALE)
-        return groups * elem;
-    /* What is kept to take an update back has scales too. */
-    return (size_t)n * elem + (p == MT_PLANE_UNDO ? groups * elem_bytes(MT_PLANE_SCALE, dt, st) : 0);
+    return (size_t)(p == MT_PLANE_SCALE ? mt_states_groups(n) : n) * elem_bytes(p, dt, st);
 }
 
 /* ---- offsets ---------------------------------------------------------------------------- */
@@ -366,7 +359,7 @@ mt_states mt_store_states(const mt_store *s, int unit)
 static int made_state(const mt__unit *u)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (((MT_STATE_PLANES | 1u << MT_PLANE_UNDO) >> p & 1) &&
+        if ((MT_STATE_PLANES >> p & 1) &&
             (u->plane[MT__HOST][p].offset != NULL || u->plane[MT__DEVICE][p].offset != NULL))
             return p;
     return MT_PLANE_COUNT;
@@ -547,11 +540,23 @@ static void *address_of(const mt__plane *pl, int param)
     return pl->late != NULL ? pl->late[param].base : NULL;
 }
 
-/* Under making. Has the parameter an address in this plane already, or a right to one? */
-static mt_status check_at(const mt__unit *u, int param, int place, mt_plane p)
+static void *find_at(mt_store *s, const mt__plane *pl, int param)
+{
+    void *found;
+
+    pthread_mutex_lock(&s->map_mu);
+    found = address_of(pl, param);
+    pthread_mutex_unlock(&s->map_mu);
+    return found;
+}
+
+/* Under making. Has the parameter an address in this plane already, or a right to one? One that is not trained any more
+ * may have its states moved. */
+static mt_status check_at(mt_store *s, const mt__unit *u, int param, int place, mt_plane p)
 {
     const mt_param_desc *d = &u->desc[param];
     const mt__plane     *pl = &u->plane[place][p];
+    int                  other = place == MT__HOST ? MT__DEVICE : MT__HOST;
 
     if (elem_bytes(p, d->dtype, states_of(u)) == 0)
         return MT_FAIL(MT_EINVAL, "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
@@ -560,7 +565,8 @@ static mt_status check_at(const mt__unit *u, int param, int place, mt_plane p)
     if (p == MT_PLANE_GRAD && pl->offset == NULL && atomic_load(&u->passing))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; there are none between an update and the next "
                        "hand-over", u->name);
-    if (p != MT_PLANE_HI && !trains(d) && address_of(pl, param) == NULL)
+    if (p != MT_PLANE_HI && !trains(d) && address_of(pl, param) == NULL &&
+        find_at(s, &u->plane[other][p], param) == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is not trainable, so plane %s leaves it "
                        "out; call mt_store_set_trainable() first",
                        u->name, param, mt_plane_name(p));
@@ -573,23 +579,13 @@ static mt_status make_at(mt_store *s, mt__unit *u, int param, int place, mt_plan
     mt__plane *pl = &u->plane[place][p];
     mt_status  st;
 
-    MT_TRY(check_at(u, param, place, p));
+    MT_TRY(check_at(s, u, param, place, p));
     MT_TRY(plane_make(s, u, place, p));
     if (address_of(pl, param) == NULL)
         MT_TRY(late_make(s, u, param, place, p));
     *out = address_of(pl, param);
 fail:
     return st;
-}
-
-static void *find_at(mt_store *s, const mt__plane *pl, int param)
-{
-    void *found;
-
-    pthread_mutex_lock(&s->map_mu);
-    found = address_of(pl, param);
-    pthread_mutex_unlock(&s->map_mu);
-    return found;
 }
 
 static mt_status at(mt_store *s, int unit, int param, int place, mt_plane p, void **out)
@@ -661,11 +657,7 @@ mt_status mt_store_settle(mt_store *s, int unit)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
                        unit, mt_store_units(s));
     pthread_mutex_lock(&s->map_mu);
-    for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
-        if (p != MT_PLANE_HI && u->plane[MT__HOST][p].offset != NULL)
-            st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s on the host already; settle units before "
-                         "anything but their weights is asked for", u->name, mt_plane_name((mt_plane)p));
-    if (st == MT_OK && atomic_load(&u->passing))
+    if (atomic_load(&u->passing))
         st = MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot live on the device", u->name);
     if (st == MT_OK && atomic_load(&u->through))
         st = MT_FAIL(MT_ESTATE, "unit %s goes through the device to be updated; it cannot live there too",
@@ -675,6 +667,17 @@ mt_status mt_store_settle(mt_store *s, int unit)
     if (st == MT_OK)
         atomic_store(&u->settled, 1);
     pthread_mutex_unlock(&s->map_mu);
+    return st;
+}
+
+/* Under making. */
+static mt_status register_one(mt_store *s, mt_arena *a)
+{
+    mt_arena  made = *a;
+    mt_status st = mt_arena_register(&made, s->dev);
+
+    if (st == MT_OK)
+        publish_arena(s, a, made);
     return st;
 }
 
@@ -711,6 +714,92 @@ fail:
     return st;
 }
 
+int mt_store_made(mt_store *s, int unit, int param, mt_plane p, int on_device)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    return u != NULL && plane_ok(p) && param >= 0 && param < u->n_params &&
+           find_at(s, &u->plane[on_device ? MT__DEVICE : MT__HOST][p], param) != NULL;
+}
+
+/* Under making. */
+static void cool(mt_store *s, mt_arena *a, mt_plane p)
+{
+    mt_arena made = *a;
+
+    if (made.base == NULL)
+        return;
+    atomic_fetch_sub(&s->mapped[p], made.cold ? 0 : made.bytes);
+    mt_arena_chill(&made);
+    publish_arena(s, a, made);
+}
+
+void mt_store_cool(mt_store *s, int unit, mt_plane p)
+{
+    mt__unit  *u = mt__unit_at(s, unit);
+    mt__plane *pl;
+
+    if (u == NULL || !plane_ok(p))
+        return;
+    pl = &u->plane[MT__HOST][p];
+    pthread_mutex_lock(&pl->making);
+    cool(s, &pl->arena, p);
+    for (int i = 0; pl->late != NULL && i < u->n_params; i++)
+        cool(s, &pl->late[i], p);
+    pthread_mutex_unlock(&pl->making);
+}
+
+/* Under making. A host plane of a unit that was settled: in memory, and registered if any unit's is. */
+static mt_status come_home(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
+{
+    mt_status st;
+
+    if (a->base == NULL)
+        return MT_OK;
+    MT_TRY(warm(s, u, a, p));
+    if (registrar(s, u, p) != NULL)
+        MT_TRY(register_one(s, a));
+fail:
+    return st;
+}
+
+static mt_status plane_home(mt_store *s, mt__unit *u, mt_plane p)
+{
+    mt__plane *pl = &u->plane[MT__HOST][p];
+    mt_status  st;
+
+    pthread_mutex_lock(&pl->making);
+    MT_TRY(come_home(s, u, &pl->arena, p));
+    for (int i = 0; pl->late != NULL && i < u->n_params; i++)
+        MT_TRY(come_home(s, u, &pl->late[i], p));
+fail:
+    pthread_mutex_unlock(&pl->making);
+    return st;
+}
+
+/* The memory is asked for while the unit is settled still, so that nothing has changed where there is none. */
+mt_status mt_store_unsettle(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    mt_status st;
+
+    if (u == NULL || !atomic_load(&u->settled))
+        return MT_FAIL(MT_ESTATE, "unit %d does not live on the device", unit);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (u->plane[MT__HOST][p].offset != NULL)
+            MT_TRY(mt_store_warm(s, unit, (mt_plane)p));
+    pthread_mutex_lock(&s->map_mu);
+    atomic_store(&u->settled, 0);
+    atomic_store(&u->registered, 0);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
+    pthread_mutex_unlock(&s->map_mu);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        MT_TRY(plane_home(s, u, (mt_plane)p));
+fail:
+    return st;
+}
+
 void mt_store_device_close(mt_store *s)
 {
     pthread_mutex_lock(&s->map_mu);
@@ -735,17 +824,6 @@ int mt_store_goes_through(const mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
     return u != NULL && atomic_load(&u->through);
-}
-
-/* Under making. */
-static mt_status register_one(mt_store *s, mt_arena *a)
-{
-    mt_arena  made = *a;
-    mt_status st = mt_arena_register(&made, s->dev);
-
-    if (st == MT_OK)
-        publish_arena(s, a, made);
-    return st;
 }
 
 static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
@@ -789,16 +867,31 @@ mt_status mt_store_set_through(mt_store *s, int unit, int on)
     return st;
 }
 
+static mt_status register_warm(mt_store *s, mt__plane *pl)
+{
+    mt_status st = MT_OK;
+
+    pthread_mutex_lock(&pl->making);
+    if (pl->arena.base != NULL && !pl->arena.cold)
+        st = register_one(s, &pl->arena);
+    pthread_mutex_unlock(&pl->making);
+    return st;
+}
+
 mt_status mt_store_register(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
+    mt_status st = MT_OK;
 
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
     pthread_mutex_lock(&s->map_mu);
     atomic_store(&u->registered, 1);
     pthread_mutex_unlock(&s->map_mu);
-    return MT_OK;
+    for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
+        if (MT_STATE_PLANES >> p & 1)
+            st = register_warm(s, &u->plane[MT__HOST][p]);
+    return st;
 }
 
 /* ---- units on disk ---------------------------------------------------------------------- */
@@ -820,7 +913,7 @@ mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
     if (atomic_load(&u->settled) || atomic_load(&u->through))
         st = MT_FAIL(MT_ESTATE, "unit %s is updated on the device; its states cannot be on disk", u->name);
     for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
-        if ((planes >> p & 1) && u->plane[MT__HOST][p].offset != NULL)
+        if ((planes >> p & 1) && p != MT_PLANE_HI && u->plane[MT__HOST][p].offset != NULL)
             st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; a unit goes to disk before that is "
                          "asked for", u->name, mt_plane_name((mt_plane)p));
     if (st == MT_OK)

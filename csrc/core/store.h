@@ -35,8 +35,7 @@
     X(M,      "first moment, fp32 or 8 bits; updater only")                                     \
     X(V,      "second moment, fp32 or 8 bits; updater only")                                    \
     X(SCALE,  "of moments of 8 bits: two fp32 for every 128 elements; updater only")            \
-    X(ACC,    "fp32 sum of 16-bit micro-batch gradients; the collector writes, the updater reads") \
-    X(UNDO,   "new weights and old states of an update that may be taken back; updater only")
+    X(ACC,    "fp32 sum of 16-bit micro-batch gradients; the collector writes, the updater reads")
 #define MT_PLANE_ENUM(name, what) MT_PLANE_##name,
 typedef enum mt_plane { MT_PLANE_MAP(MT_PLANE_ENUM) MT_PLANE_COUNT } mt_plane;
 #undef MT_PLANE_ENUM
@@ -80,9 +79,9 @@ size_t      mt_store_hi_bytes(const mt_store *s, int unit);              /* what
 size_t      mt_store_offset  (const mt_store *s, int unit, int param);   /* bytes, in HI and in a slot */
 
 /* Bytes in a plane of n elements of dt, states kept as st; 0 when the plane has nothing for that type
- * (LO: bf16 with bits below hi, MASTER: fp16 only, SCALE: moments of 8 bits, ACC: 16-bit types only; M, V,
- * SCALE and UNDO: not fp64, which our AdamW does not take; planes other than HI: nothing for types that
- * cannot be trained). */
+ * (LO: bf16 with bits below hi, MASTER: fp16 only, SCALE: moments of 8 bits, ACC: 16-bit types only; M, V
+ * and SCALE: not fp64, which our AdamW does not take; planes other than HI: nothing for types that cannot be
+ * trained). */
 size_t mt_plane_bytes(mt_plane p, mt_dtype dt, mt_states st, int64_t n);
 /* The same of n elements of a parameter: its first, or those from a multiple of 128 on. */
 size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n);
@@ -106,9 +105,17 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out);
 
 /* From now on the unit's planes but HI are device memory, and their host planes copies: addresses
  * without memory until they are warmed. HI is in a slot, and its host plane a copy too, which is made with
- * memory to be filled, and chilled when the slot has it. MT_ESTATE when one of those but HI is made already. */
+ * memory to be filled, and chilled when the slot has it. Planes that the host has already keep their memory until
+ * mt_store_cool: the caller copies them up before. */
 mt_status mt_store_settle (mt_store *s, int unit);
 int       mt_store_settled(const mt_store *s, int unit);                 /* any thread */
+/* The host's planes are the true ones again: those that were made are warm and registered as any unit's, and the
+ * device's are given back. The caller has copied them down before, into planes that were warm. */
+mt_status mt_store_unsettle(mt_store *s, int unit);
+/* Has the parameter an address in this plane already, on the host or (on_device) on the device? */
+int       mt_store_made   (mt_store *s, int unit, int param, mt_plane p, int on_device);
+/* The memory of a settled unit's host plane is given back, registered or not; its addresses stay. */
+void      mt_store_cool   (mt_store *s, int unit, mt_plane p);
 /* As mt_store_at, of a settled unit's plane other than HI: an address on the device; zero at first. */
 mt_status mt_store_device_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* What is to be written into a host plane as a whole: makes it where it is not, touches it in
@@ -133,12 +140,12 @@ mt_status mt_store_lend       (mt_store *s, int unit);
 /* Those waits are recorded in t, with that unit. Before anything is lent, or never. */
 void      mt_store_timeline   (mt_store *s, mt_timeline *t);
 
-/* All host planes of the unit are registered as they are made. A settled unit's, before any is warm. */
+/* All host planes of the unit are registered as they are made; of states, those that are in memory are now. */
 mt_status mt_store_register(mt_store *s, int unit);
 
 /* From now on these planes of the unit are in a file: MT_STATE_PLANES, and HI, or none any more. Their arenas are
- * copies: addresses without memory until they are warmed, never registered. MT_ESTATE when one of those is made
- * already, for a settled unit, and for one that goes through the device. */
+ * copies: addresses without memory until they are warmed, never registered; HI, where it is made already, until the
+ * file has it and mt_store_cool gave its memory back. MT_ESTATE when one of the others is made already, for a settled unit, and for one that goes through the device. */
 mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes);
 unsigned  mt_store_on_disk (const mt_store *s, int unit);                /* these planes. Any thread */
 /* *in: the parameter has its place in the unit's arena of that plane, which is made where it is not. 0: it has
@@ -164,8 +171,8 @@ size_t mt_store_device_bytes(const mt_store *s);
  *             for the event: no update begins between the mover's look and its copy.
  *   saves     announced by who saves the store, for all units at once and when nothing is under way;
  *             finished, a unit at a time, by whom has copied its planes. Host writers, updates of all
- *             kinds and guesses wait for 0; fetches and readers do not. A unit somebody waits for is
- *             `wanted`: copied next.
+ *             kinds wait for 0; fetches and readers do not. A unit somebody waits for is `wanted`:
+ *             copied next.
  *   version   grows with every announced update and every write from outside; a slot holds
  *             current weights exactly when its version is the unit's. Starts at 1.
  *   written   grows with every write from outside alone: what a settled unit, whose updates are
@@ -190,7 +197,6 @@ void      mt_ledger_grads_end   (mt_store *s, int unit);
 
 mt_status mt_ledger_wait_updates(mt_store *s, int unit);     /* until updates == 0 */
 mt_status mt_ledger_wait_grads  (mt_store *s, int unit);     /* until grads == 0 */
-int       mt_ledger_grads_due   (mt_store *s);               /* some unit's grads are not 0 */
 int       mt_ledger_updates_due (mt_store *s, int unit);     /* the unit's updates are not 0 */
 /* Until updates == 0; in the same breath fetches += 1. *version: what a copy put from now brings. */
 mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);

@@ -38,9 +38,9 @@ typedef struct mt__unit {
 
     mt__plane      plane[MT__PLACES][MT_PLANE_COUNT];
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is made */
-    atomic_int     settled;          /* set once, under map_mu; read by anyone */
+    atomic_int     settled;          /* set and cleared under map_mu; read by anyone */
     atomic_int     through;          /* the same, but set and cleared */
-    atomic_int     registered;       /* all host planes are. Set once, under map_mu; read by anyone */
+    atomic_int     registered;       /* all host planes are. Set and cleared under map_mu; read by anyone */
     atomic_int     passing;          /* as settled: its GRAD plane is lent */
     atomic_uint    disk;             /* planes in a file, a bit each. Set under map_mu; read by anyone */
 
@@ -61,7 +61,6 @@ typedef struct mt__lent {
 typedef struct mt__ledger {
     pthread_mutex_t mu;
     pthread_cond_t  changed;         /* monotonic clock; broadcast at every change but a begin */
-    int64_t         updates, grads, fetches, saves;  /* of all units together. mu */
     int             wanted;          /* unit plus 1 whose save was waited for last; 0: none. mu */
     mt_status       fault;           /* MT_OK until the first. mu */
     char            text[1024];      /* written once, before fault. mu */

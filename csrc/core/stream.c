@@ -351,7 +351,11 @@ mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int k)
         return MT_FAIL(MT_ESTATE, "unit %s: slot %d has held unit %s; settle units before the first "
                        "forward", mt_store_name(s->store, unit), k,
                        mt_store_name(s->store, s->slots[k].unit));
-    MT_TRY(mt_resident_settle(r, unit, s->slots[k].mem));
+    if (mt_resident_mem(r, unit) == NULL)
+        MT_TRY(mt_resident_settle(r, unit, s->slots[k].mem));
+    else if (mt_resident_mem(r, unit) != s->slots[k].mem)
+        return MT_FAIL(MT_EINVAL, "unit %s: slot %d is not the memory that it has",
+                       mt_store_name(s->store, unit), k);
     s->residents = r;
     s->slot_bytes[k] = SIZE_MAX;
     pthread_mutex_lock(&s->mu);

@@ -62,8 +62,9 @@ void      mt_stream_timeline(mt_stream *s, mt_timeline *t);
 /* Who reads weights that are on disk; it outlives the stream. Before the first acquire. */
 void      mt_stream_feed    (mt_stream *s, mt_feed *f);
 
-/* Slot `slot` is the unit's for good. r is the same each time. Before the first acquire.
- * MT_EINVAL when the slot is too small, MT_ESTATE when it is in use, and as mt_resident_settle. */
+/* Slot `slot` is the unit's as long as the stream lives. r is the same each time. Before the first acquire. A unit that
+ * was settled in another stream's time has its memory already: the slot's must be that.
+ * MT_EINVAL when the slot is too small or other memory, MT_ESTATE when it is in use, and as mt_resident_settle. */
 mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int slot);
 
 /* A root forward starts: the cursor returns to the start. When the order just ended differs from

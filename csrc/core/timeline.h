@@ -55,7 +55,6 @@ const char *mt_lane_name(mt_lane lane);
     X(OFFLOAD,  "offload",  "gradients of a hand-over, or a guest's states; bytes: copied")   \
     X(ADD,      "add",      "a micro-batch's gradients added; bytes: added")                  \
     X(UPDATE,   "update",   "a unit's update; bytes: read and written")                       \
-    X(GUESS,    "guess",    "a unit's update that may be taken back; bytes: read and written") \
     X(SWAP,     "swap",     "what a window keeps; bytes: copied")                             \
     X(READ,     "read",     "a piece of a unit's states from the disk; bytes: read")          \
     X(WRITE,    "write",    "a piece back; bytes: written")                                   \

@@ -42,8 +42,6 @@ struct mt_updater {
     mt_store       *store;
     mt_offload     *grads;
     mt_pool        *pool;
-
-    mt_speculation *guesses;
     mt_resident    *residents;          /* these four: written before the first submit */
     mt_through     *through;
     mt_disk        *disk;
@@ -209,9 +207,6 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
     mt_span   span;
     mt_status st;
 
-    /* step() comes long before the last gradients do: Python is ahead of the device. */
-    while (mt_ledger_grads_due(u->store) && mt_speculation_waiting(u->guesses))
-        mt_speculation_run(u->guesses, 1);
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++) {
         MT_TRY(weigh(u, &w->jobs[i], &total, &finite, &known));
@@ -269,7 +264,6 @@ static mt_status send_job(mt_updater *u, job *b, float clip)
     mt_status      st;
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
-    MT_TRY(mt_speculation_undo(u->guesses, b->j.unit));  /* one from before the unit went through */
     b->sent = 1;
     return mt_through_put(u->through, &j, clip);
 fail:
@@ -297,7 +291,6 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     mt_span   span;
     mt_post   post;
     mt_status st;
-    int       kept;
 
     if (b->way == SETTLED)
         return put_job(u, w, b, clip);
@@ -309,14 +302,11 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
     mt_watch_begin(watch, &post, NULL, mt_store_name(u->store, b->j.unit), "the pool, which computes its update");
-    kept = mt_speculation_keep(u->guesses, b->j.unit, b->j.arg, clip, &st);
-    if (st == MT_OK && !kept)
-        st = b->j.run(b->j.arg, u->pool, clip);
+    st = b->j.run(b->j.arg, u->pool, clip);
     mt_watch_end(watch, &post, st);
     if (st != MT_OK)
         goto fail;
-    mt_timeline_end(u->timeline, &span, kept ? 2 * mt_store_hi_bytes(u->store, b->j.unit) : b->j.bytes,
-                    NULL);
+    mt_timeline_end(u->timeline, &span, b->j.bytes, NULL);
     pthread_mutex_lock(&u->mu);
     u->busy_ns += mt_now_ns() - begun;
     pthread_mutex_unlock(&u->mu);
@@ -334,7 +324,6 @@ static mt_status judge_and_run(mt_updater *u, const work *w, job *b, double *tot
     if (finite)
         return run_job(u, w, b, 1.0f);
     r->skipped++;
-    return mt_speculation_undo(u->guesses, b->j.unit);
 fail:
     return st;
 }
@@ -365,9 +354,7 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
 
             if (turn != (!clipped || b->way == SETTLED ? 0 : b->way == HOST ? 2 : 1))
                 continue;
-            if (st == MT_OK && skip_all)
-                st = mt_speculation_undo(u->guesses, b->j.unit);
-            else if (st == MT_OK)
+            if (st == MT_OK && !skip_all)
                 st = clipped ? run_job(u, w, b, clip) : judge_and_run(u, w, b, &total, r);
             end_job(u, b, st);
         }
@@ -396,18 +383,16 @@ static void carry_out(mt_updater *u, const work *w)
     publish(u, w, &r);
 }
 
-/* NULL with *guess: nothing is submitted, and a guess waits. NULL without: the updater closes, and
- * nothing is left. The speculation's lock is taken inside of ours, and never the other way. */
-static work *next_work(mt_updater *u, int *guess)
+/* NULL: the updater closes, and nothing is left. */
+static work *next_work(mt_updater *u)
 {
     work *w;
 
     pthread_mutex_lock(&u->mu);
-    while (u->first == NULL && !u->stop && !(*guess = mt_speculation_waiting(u->guesses)))
+    while (u->first == NULL && !u->stop)
         pthread_cond_wait(&u->more, &u->mu);
     if ((w = u->first) != NULL && (u->first = w->next) == NULL)
         u->last = &u->first;
-    *guess = w == NULL && !u->stop;
     pthread_mutex_unlock(&u->mu);
     return w;
 }
@@ -416,15 +401,10 @@ static void *updater_main(void *arg)
 {
     mt_updater *u = arg;
     work       *w;
-    int         guess;
 
     pthread_setname_np(pthread_self(), "mt-updater");
     mt_watch_i_am("host update");
-    while ((w = next_work(u, &guess)) != NULL || guess) {
-        if (guess) {
-            mt_speculation_run(u->guesses, 0);
-            continue;
-        }
+    while ((w = next_work(u)) != NULL) {
         carry_out(u, w);
         work_free(w);
     }
@@ -447,7 +427,6 @@ mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_u
     pthread_mutex_init(&u->mu, NULL);
     pthread_cond_init(&u->more, NULL);
     MT_TRY(mt_watch_cond(&u->news));
-    MT_TRY(mt_speculation_open(store, grads, pool, &u->guesses));
     if (pthread_create(&u->thread, NULL, updater_main, u) != 0) {
         st = MT_FAIL(MT_ENOMEM, "update: no thread for the updater");
         goto fail;
@@ -471,7 +450,6 @@ void mt_update_close(mt_updater *u)
     pthread_mutex_unlock(&u->mu);
     if (u->runs)
         pthread_join(u->thread, NULL);
-    mt_speculation_close(u->guesses);
     pthread_cond_destroy(&u->news);
     pthread_cond_destroy(&u->more);
     pthread_mutex_destroy(&u->mu);
@@ -496,7 +474,6 @@ void mt_update_disk(mt_updater *u, mt_disk *d)
 void mt_update_timeline(mt_updater *u, mt_timeline *t)
 {
     u->timeline = t;
-    mt_speculation_timeline(u->guesses, t);
 }
 
 /* ---- submit, and what came of it -------------------------------------------------------- */
@@ -634,35 +611,7 @@ uint64_t mt_update_busy_ns(mt_updater *u)
     pthread_mutex_lock(&u->mu);
     ns = u->busy_ns;
     pthread_mutex_unlock(&u->mu);
-    return ns + mt_update_guesses(u).busy_ns;
-}
-
-/* ---- guesses ---------------------------------------------------------------------------- */
-
-mt_status mt_update_speculate(mt_updater *u, const mt_guess *g)
-{
-    mt_status st = mt_speculation_put(u->guesses, g);
-    int       sync;
-
-    if (st != MT_OK)
-        return st;
-    pthread_mutex_lock(&u->mu);
-    sync = u->sync;
-    pthread_cond_signal(&u->more);
-    pthread_mutex_unlock(&u->mu);
-    if (sync)
-        mt_speculation_settle(u->guesses);
-    return mt_ledger_check(u->store);
-}
-
-mt_status mt_update_undo(mt_updater *u, int unit)
-{
-    return mt_speculation_undo(u->guesses, unit);
-}
-
-mt_speculation_stats mt_update_guesses(mt_updater *u)
-{
-    return mt_speculation_stats_get(u->guesses);
+    return ns;
 }
 
 void mt_update_debug(mt_updater *u, mt_debug d)

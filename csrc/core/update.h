@@ -16,9 +16,6 @@
  * A norm that is not finite skips the whole submit: nothing is touched. Without max_norm each
  * unit is judged by its own gradients, and is skipped alone.
  *
- * While it has no submit to carry out, or waits for gradients, the updater makes guesses (speculate.h).
- * A job whose guess is right is then kept rather than run, in its turn; else the guess is undone.
- *
  * Threads: submit: one at a time. The rest: any.
  */
 #ifndef MT_UPDATE_H
@@ -26,7 +23,6 @@
 
 #include "disk.h"
 #include "offload.h"
-#include "speculate.h"
 #include "through.h"
 
 typedef struct mt_update_job {
@@ -51,8 +47,7 @@ typedef struct mt_update_job {
 typedef struct mt_updater mt_updater;
 
 mt_status mt_update_open (mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out);
-/* Finishes what was submitted, and undoes guesses that no submit took. */
-void      mt_update_close(mt_updater *u);
+void      mt_update_close(mt_updater *u);                      /* finishes what was submitted */
 
 /* Where settled units live. Before the first submit of one. */
 void      mt_update_residents(mt_updater *u, mt_resident *r);
@@ -77,11 +72,7 @@ mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, doub
 mt_status mt_update_norm (mt_updater *u, uint64_t ticket, double *norm, int *skipped);
 mt_status mt_update_drain(mt_updater *u);
 
-/* See speculate.h. The job that is to be the guess's is the one for the unit in a later submit. */
-mt_status mt_update_speculate(mt_updater *u, const mt_guess *g);
-mt_status mt_update_undo     (mt_updater *u, int unit);
-mt_speculation_stats mt_update_guesses(mt_updater *u);
-uint64_t  mt_update_busy_ns(mt_updater *u);                    /* time in run, guesses too, since open */
+uint64_t  mt_update_busy_ns(mt_updater *u);                    /* time in run since open */
 void      mt_update_debug(mt_updater *u, mt_debug d);          /* sync: submit returns when done */
 
 #endif

@@ -83,19 +83,18 @@ static int kind8_of(const mt_adam_tensor *t)
     return -1;
 }
 
-static const char *missing_states(mt_dtype weight, mt_states states, const int16_t *lo,
-                                  const float *master, const float *m, const float *v,
-                                  const mt_adam_codes *c)
+static const char *missing_states(const mt_adam_tensor *t)
 {
-    int small = states != MT_STATES_FP32;
-    unsigned low = weight == MT_BF16 ? mt_states_low_bytes(states) : 0;
+    const mt_adam_codes *c = &t->codes;
+    int      small = t->states != MT_STATES_FP32;
+    unsigned low = t->dtype == MT_BF16 ? mt_states_low_bytes(t->states) : 0;
 
-    return lo == NULL && low == 2                 ? "lo"
-         : c->lo == NULL && low == 1              ? "lo (8 bits)"
-         : master == NULL && weight == MT_F16     ? "master"
-         : (small ? (void *)c->m : m) == NULL     ? "m"
-         : (small ? (void *)c->v : v) == NULL     ? "v"
-         : small && c->scale == NULL              ? "scale" : NULL;
+    return t->lo == NULL && low == 2                ? "lo"
+         : c->lo == NULL && low == 1                ? "lo (8 bits)"
+         : t->master == NULL && t->dtype == MT_F16  ? "master"
+         : (small ? (void *)c->m : t->m) == NULL    ? "m"
+         : (small ? (void *)c->v : t->v) == NULL    ? "v"
+         : small && c->scale == NULL                ? "scale" : NULL;
 }
 
 static const char *missing_plane(const mt_adam_tensor *t)
@@ -103,14 +102,7 @@ static const char *missing_plane(const mt_adam_tensor *t)
     return t->n == 0       ? NULL
          : t->hi == NULL   ? "hi"
          : t->grad == NULL ? "grad"
-         : missing_states(t->dtype, t->states, t->lo, t->master, t->m, t->v, &t->codes);
-}
-
-static const char *missing_spare(const mt_adam_tensor *t)
-{
-    const mt_adam_spare *s = &t->spare;
-
-    return missing_states(t->dtype, t->states, s->lo, s->master, s->m, s->v, &s->codes);
+         : missing_states(t);
 }
 
 /* Each comparison is written so that NaN fails it. */
@@ -147,9 +139,6 @@ static mt_status check_tensor(int i, const mt_adam_tensor *t)
     if (missing_plane(t) != NULL)
         return MT_FAIL(MT_EINVAL, "adam: tensor %d (%s): no %s plane", i,
                        mt_dtype_name(t->dtype), missing_plane(t));
-    if (t->spare.hi != NULL && missing_spare(t) != NULL)
-        return MT_FAIL(MT_EINVAL, "adam: tensor %d (%s): its spare has no %s", i,
-                       mt_dtype_name(t->dtype), missing_spare(t));
     return check_hyper(i, &t->hyper);
 }
 
@@ -246,10 +235,7 @@ static void run_chunk(void *arg, int64_t c)
 
     mt__adam_span all  = { t->hi, t->lo, t->master, t->m, t->v, t->grad, t->n, t->codes, t->first };
     mt__adam_span part = mt__adam_part(&all, t->dtype, t->grad_dtype, from, n);
-    if (t->spare.hi != NULL)
-        mt__adam_run_saved(t, &part, from, k->fn, &k->coef);
-    else
-        k->fn(&part, &k->coef);
+    k->fn(&part, &k->coef);
     mt__fp_end(was);
 }
 
@@ -414,10 +400,6 @@ mt_status mt_adam_put_cuda(uintptr_t stream, const mt_adam_tensor *t, int n_tens
 
 mt_status mt_adam_put(mt_queue *q, const mt_adam_tensor *t, int n_tensors, float clip)
 {
-    for (int i = 0; i < n_tensors; i++)
-        if (t[i].spare.hi != NULL)
-            return MT_FAIL(MT_ENOTSUP, "adam: tensor %d has a spare, and a step in a queue cannot be "
-                           "taken back", i);
     if (strcmp(q->dev->ops->name, "cuda") == 0)
         return mt_adam_put_cuda(q->dev->ops->handle(q), t, n_tensors, clip);
     return put_cpu(q, t, n_tensors, clip);

@@ -58,16 +58,6 @@ typedef struct mt_adam_codes {
     int8_t     *lo;                          /* [n] 8BIT_LO8 with BF16 only */
 } mt_adam_codes;
 
-/* Where a step that may be taken back puts things: the new weights, and the states as they were.
- * One piece of memory per tensor: see mt_adam_spare_at. */
-typedef struct mt_adam_spare {
-    void       *hi;                          /* [n] dtype; NULL: the step is for good */
-    int16_t    *lo;                          /* as in the tensor, from here on */
-    float      *master;
-    float      *m, *v;
-    mt_adam_codes codes;
-} mt_adam_spare;
-
 typedef struct mt_adam_tensor {
     mt_dtype    dtype;                       /* F32, BF16, F16 */
     int64_t     n;
@@ -78,7 +68,6 @@ typedef struct mt_adam_tensor {
     const void *grad;                        /* [n] grad_dtype */
     mt_dtype    grad_dtype;                  /* dtype, or F32 (a micro-batch sum) */
     mt_adam_hyper hyper;
-    mt_adam_spare spare;
     mt_states   states;
     mt_adam_codes codes;                     /* states of 8 bits, in/out */
     /* What rounding is drawn from besides the step: a number of the parameter's own, and the number
@@ -106,21 +95,9 @@ static inline uint64_t mt_adam_moves(mt_dtype weight, mt_states states, mt_dtype
  * MT_ENOMEM. */
 mt_status mt_adam_step(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip, mt_isa isa);
 
-/* With a spare, mt_adam_step reads hi and leaves it alone: the new weights are in spare.hi, the states
- * are new in place and old in the spare. Then one of:
- *   keep   hi takes the new weights: all is as after a step for good, to the bit
- *   undo   the states are as before the step, to the bit
- * Bytes per parameter: BF16 36 (a step for good 26), then keep 4 or undo 20; F32 36, 8, 16.
- * The pool as in mt_adam_step. */
-void mt_adam_keep(mt_pool *pool, const mt_adam_tensor *t, int n_tensors);
-void mt_adam_undo(mt_pool *pool, const mt_adam_tensor *t, int n_tensors);
-
-/* The spare of n elements made of a parameter's memory in plane UNDO, aligned as an fp32 is. */
-mt_adam_spare mt_adam_spare_at(mt_dtype weight, mt_states states, void *mem, int64_t n);
-
 /* The same step in a queue, on memory of its device. Returns when it is put; everything is checked
  * before, and t is copied. On the CPU device the queue's thread does it alone.
- * Errors: as above, MT_EDEVICE, and MT_ENOTSUP with a spare. */
+ * Errors: as above, and MT_EDEVICE. */
 mt_status mt_adam_put(mt_queue *q, const mt_adam_tensor *t, int n_tensors, float clip);
 /* On a CUDA stream by its handle (cudaStream_t). MT_ENOTSUP in a build without CUDA. */
 mt_status mt_adam_put_cuda(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip);

@@ -17,9 +17,6 @@
 
 #define MT__ADAM_CHUNK    (256 * 1024)   /* elements; multiple of every kernel's stride */
 #define MT__ADAM_AHEAD    512            /* elements prefetched ahead */
-/* Elements saved at a time where a step may be taken back: what was read to be saved is still in the
- * core's own cache when it is updated. */
-#define MT__ADAM_SAVED    (4 * 1024)
 
 typedef struct mt__adam_span {
     void       *hi;
@@ -48,10 +45,6 @@ extern const mt__adam_fn mt__adam_avx512[MT__ADAM_KINDS], mt__adam8_avx512[MT__A
 
 mt_status mt__adam_run(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip,
                        const mt__adam_kernels *kernels);
-
-/* One chunk of a tensor with a spare, in pieces. part: of the tensor; from: its first element. */
-void mt__adam_run_saved(const mt_adam_tensor *t, const mt__adam_span *part, int64_t from,
-                        mt__adam_fn fn, const mt__adam_coef *c);
 
 /* MT_ENOTSUP when this processor does not run isa, MT_EINVAL when there is no such isa. */
 mt_status mt__isa_check(mt_isa isa);

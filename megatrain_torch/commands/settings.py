@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MegatrainError
-from ..formats import FORMATS
+from ..formats import FORMATS, SHOWN
 from ..limits import parse_bytes
 from .owned import replace
 
@@ -52,9 +52,12 @@ KINDS = {int: ("a whole number", "N"), float: ("a number", "X"), str: ("a word",
          _words: ("a word, or a list of words", "DATA"), _share: ("a number, or a file", "SHARE|DATA")}
 
 
-def _setting(default: Any, kind: Any, text: str, choices: Iterable[str] = (), shown: str = "") -> Any:
-    return field(default=default, metadata={"kind": kind, "text": text, "choices": tuple(choices),
-                                            "shown": shown or KINDS[kind][1]})
+def _setting(default: Any, kind: Any, text: str, choices: Iterable[str] = (), shown: str = "",
+             taken: Iterable[str] = ()) -> Any:
+    """taken: of words, where more are taken than the choices that are shown."""
+    choices = tuple(choices)
+    return field(default=default, metadata={"kind": kind, "text": text, "choices": choices,
+                                            "taken": tuple(taken) or choices, "shown": shown or KINDS[kind][1]})
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Settings:
     device: str = _setting(None, str, "cuda or cpu; default: cuda if there is one", ("cuda", "cpu"))
     dtype: str = _setting(None, str, "of the weights; default: bfloat16, on the CPU float32",
                           ("bfloat16", "float32"))
-    states: str = _setting("fp32", str, "how AdamW keeps its states", FORMATS)
+    states: str = _setting("fp32", str, "how AdamW keeps its states", SHOWN, taken=FORMATS)
     vram: str = _setting(None, str, "limit of device memory, e.g. 24GiB", shown="SIZE")
     host: str = _setting(None, str, "limit of host memory", shown="SIZE")
     nvme: str = _setting(None, str, "folder for states, weights and activations that host memory does not hold",
@@ -138,7 +141,7 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
             raise ValueError
     except (TypeError, ValueError):
         raise MegatrainError(f"{where}: {f.name}={value!r}: {KINDS[kind][0]} is needed") from None
-    if choices and found not in choices:
+    if choices and found not in f.metadata["taken"]:
         raise MegatrainError(f"{where}: {f.name}={found!r}: use one of {', '.join(choices)}")
     return found
 

@@ -33,6 +33,7 @@ from .data import (
     prompts_too_long,
     why_alone,
 )
+from .flags import Flags
 from .owned import Owned
 from .say import Stopped, say
 from .settings import DATA, Settings, add_flags, given, read_yaml, write_yaml
@@ -365,6 +366,16 @@ def _say_unknown(found: list[Document], tokenizer: Any) -> None:
 
 def _streamed(model: Any, settings: Settings) -> tuple[Any, Settings, str]:
     """The model, streamed; on CUDA by the plan of least time for this machine, which is also returned as a page."""
+    try:
+        return _as_planned(model, settings)
+    except MegatrainError as why:
+        raise MegatrainError(Flags(PLANNED).told(why)) from None
+
+
+PLANNED = ("tokens", "seq", "vram", "host", "micro", "states", "nvme", "dtype")
+
+
+def _as_planned(model: Any, settings: Settings) -> tuple[Any, Settings, str]:
     if settings.device == "cpu":
         stream = {"plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme}
         return mt.stream(model, "cpu", **stream), settings.with_(micro=settings.micro or 1), ""

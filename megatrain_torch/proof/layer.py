@@ -59,16 +59,11 @@ class LayerProof:
         """
         found, witness = self.session.watched(lambda: self.session.parts(theirs))
         self.witnesses.append(witness)
-        tried = []
-        for name, form in candidates:
-            try:
-                numbers = self.session.parts(form)
-            except (RuntimeError, IndexError):           # sizes that are not for this form
-                continue
-            if numbers == found:
-                return name
-            tried.append(numbers)
-        raise Refused(f"{what}: {self.session.difference(found, tried)}")
+        try:
+            return self.session.match(found, ((name, lambda form=form: self.session.parts(form))
+                                              for name, form in candidates))
+        except Refused as reason:
+            raise Refused(f"{what}: {reason}") from None
 
     def _norm(self, norm: Norm, shape: tuple[Any, ...]) -> tuple[int, Callable[..., Tensor]]:
         module = self.layer.get_submodule(norm.weight.removesuffix("weight").rstrip("."))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..templates import Embedding, LoneNorm
+from ..templates import Embedding, LoneNorm, Template
 from ..templates.moe import SparseMLP
 from . import forms
 from .case import NUMBERED, Case, Given
@@ -31,7 +31,7 @@ class Proof:
     """A module's code computes what a template so set does.
 
     Attributes:
-        settings: of the template, for `adopt`.
+        settings: of the template, for its `set_as`.
         globals: by their dictionary and name, what the code read.
         looked: it read the layer's numbers, so that it holds for these alone.
     """
@@ -39,30 +39,6 @@ class Proof:
     settings: tuple[Any, ...]
     globals: list[tuple[dict[str, Any], str]]
     looked: bool
-
-
-def settings_of(template: Any) -> tuple[Any, ...]:
-    """What a proof finds out of a template, but for its structure."""
-    if isinstance(template, LoneNorm):
-        return (template.norm.style,)
-    if isinstance(template, Embedding):
-        return ()
-    router = getattr(template.mlp, "router", None)
-    routed = () if router is None else (router.normalised, router.factor, router.least)
-    return (tuple(n.style for n in template.norms), template.attention.rotary, *routed)
-
-
-def adopt(template: Any, settings: tuple[Any, ...]) -> None:
-    """What was found of a module of the same structure."""
-    if isinstance(template, LoneNorm):
-        (template.norm.style,) = settings
-    elif not isinstance(template, Embedding):
-        styles, template.attention.rotary, *routed = settings
-        for norm, style in zip(template.norms, styles):
-            norm.style = style
-        if routed:
-            r = template.mlp.router
-            r.normalised, r.factor, r.least = routed
 
 
 class _Call:
@@ -111,7 +87,7 @@ def _numbered(module: nn.Module, noted: list[Noted]) -> Iterator[None]:
         yield
 
 
-def prove(bind: Any, module: nn.Module, run: Any, template: Any, weights: dict[str, Any], device: torch.device,
+def prove(bind: Any, module: nn.Module, run: Any, template: Template, weights: dict[str, Any], device: torch.device,
           dtype: torch.dtype, case: Case) -> Proof:
     """
     Args:
@@ -124,6 +100,7 @@ def prove(bind: Any, module: nn.Module, run: Any, template: Any, weights: dict[s
         Refused: it is not proved; the text says what is to blame.
     """
     noted: list[Noted] = []
+    template = template.set_as(template.settings)        # what is found is put into one of its own
     try:
         session = Session(device, case.one_row, case.one_token)
         fakes = {n: session.atom(n, shape, kind, grad=True) for n, (shape, kind) in weights.items()}
@@ -138,7 +115,7 @@ def prove(bind: Any, module: nn.Module, run: Any, template: Any, weights: dict[s
         refused = error if isinstance(error, Refused) else Refused(f"its code cannot be followed: {_brief(error)}")
         refused.looked = any(n.looked for n in noted)
         raise refused from error
-    return Proof(settings_of(template), [pair for w in witnesses for pair in w.used()], any(n.looked for n in noted))
+    return Proof(template.settings, [pair for w in witnesses for pair in w.used()], any(n.looked for n in noted))
 
 
 def _brief(error: Exception) -> str:
@@ -146,21 +123,12 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
-def _compared(session: Session, theirs: list[int | None], ours: Iterator[list[int | None]]) -> None:
-    tried = []
-    for numbers in ours:
-        if numbers == theirs:
-            return
-        tried.append(numbers)
-    raise Refused(session.difference(theirs, tried))
-
-
 def _embedding(session: Session, run: Any, template: Embedding, w: dict[str, Tensor]) -> list[Witness]:
     ids = session.atom("input", (session.rows, session.tokens), torch.int64)
     leaves = [w["weight"]]
     theirs, witness = session.watched(lambda: session.numbers(lambda: run(ids), leaves))
-    ours = session.numbers(lambda: torch.nn.functional.embedding(ids, w["weight"], template.padding), leaves)
-    _compared(session, theirs, iter([ours]))
+    session.match(theirs, [(None, lambda: session.numbers(
+        lambda: torch.nn.functional.embedding(ids, w["weight"], template.padding), leaves))])
     return [witness]
 
 
@@ -170,14 +138,10 @@ def _lone_norm(session: Session, module: nn.Module, run: Any, template: LoneNorm
     x = session.atom("input", (session.rows, session.tokens, norm.size), dtype, grad=True)
     leaves = [x, w["weight"]]
     theirs, witness = session.watched(lambda: session.numbers(lambda: run(x), leaves))
-    tried = []
-    for style, form in forms.NORMS:
-        numbers = session.numbers(lambda form=form: form(x, w["weight"], norm.eps), leaves)
-        if numbers == theirs:
-            norm.style = style
-            return [witness]
-        tried.append(numbers)
-    raise Refused(session.difference(theirs, tried))
+    norm.style = session.match(theirs, (
+        (style, lambda form=form: session.numbers(lambda: form(x, w["weight"], norm.eps), leaves))
+        for style, form in forms.NORMS))
+    return [witness]
 
 
 def _decoder(session: Session, module: nn.Module, run: Any, template: Any, w: dict[str, Tensor], dtype: torch.dtype,
@@ -194,14 +158,12 @@ def _decoder(session: Session, module: nn.Module, run: Any, template: Any, w: di
     if any(n.looked for n in call.numbers):
         raise Refused("its code looks at a number that the model is called with")
     proof.witnesses.append(witness)
-    tried = []
-    for parts in _ways(proof, call, sparse):
-        numbers = session.numbers(lambda parts=parts: proof.whole(parts, x, call), leaves)
-        if numbers == theirs:
-            template.attention.rotary = template.attention.rotary if parts.rotary else None
-            return proof.witnesses
-        tried.append(numbers)
-    raise Refused(session.difference(theirs, tried))
+    parts = session.match(theirs, (
+        (parts, lambda parts=parts: session.numbers(lambda: proof.whole(parts, x, call), leaves))
+        for parts in _ways(proof, call, sparse)))
+    if parts.rotary is None:
+        template.attention.rotary = None
+    return proof.witnesses
 
 
 def _ways(proof: LayerProof, call: _Call, sparse: bool) -> Iterator[Parts]:
@@ -247,4 +209,4 @@ def _opaque_experts(proof: LayerProof, layer: nn.Module) -> Iterator[None]:
         yield
 
 
-__all__ = ["Proof", "adopt", "prove", "settings_of"]
+__all__ = ["Proof", "prove"]

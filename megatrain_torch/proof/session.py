@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,23 @@ class Session:
         for guard in self.env.guards[before:]:
             raise Refused(f"it looks at sizes: {guard.expr}")
         return found, witness
+
+    def match(self, theirs: list[int | None], candidates: Iterable[tuple[Any, Callable[[], list[int | None]]]]) -> Any:
+        """The first candidate that gives these numbers.
+
+        Raises:
+            Refused: none does.
+        """
+        tried = []
+        for candidate, numbers_of in candidates:
+            try:
+                numbers = numbers_of()
+            except (RuntimeError, IndexError):           # sizes that are not for this form
+                continue
+            if numbers == theirs:
+                return candidate
+            tried.append(numbers)
+        raise Refused(self.difference(theirs, tried))
 
     def difference(self, theirs: list[int | None], ours: list[list[int | None]]) -> str:
         """What the module computes, and no form does: the first such expression."""

@@ -18,8 +18,10 @@ from .decoder import Decoder
 from .parts import Unfit, Weights
 from .single import Embedding, LoneNorm
 
+Template = Decoder | Embedding | LoneNorm
 
-def template(module: nn.Module) -> Decoder | Embedding | LoneNorm:
+
+def template(module: nn.Module) -> Template:
     """The template that covers a module.
 
     Raises:
@@ -39,4 +41,4 @@ def spared(tiled: tuple[int, int, int], tokens: int) -> int:
     return max(0, (tokens - rows) * each - sums) if tokens > rows else 0
 
 
-__all__ = ["Unfit", "Weights", "spared", "template"]
+__all__ = ["Template", "Unfit", "Weights", "spared", "template"]

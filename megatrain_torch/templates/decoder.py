@@ -11,6 +11,7 @@ structure and then proved (proof/).
 """
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from ..proof.case import Case, case_of
 from .attention import long_tokens
 from .mlp import GatedMLP
 from .moe import SparseMLP
-from .parts import Grads, Norm, Unfit, Weights, as_input, has, unflattened
+from .parts import Grads, Norm, Unfit, Weights, dense, has, hidden_states, unflattened
 from .rows import LONG, NEVER, ROWS
 from .self_attention import Call, KeptAttention, SelfAttention
 
@@ -68,6 +69,28 @@ class Decoder:
             if isinstance(m, nn.Dropout) and m.p > 0:
                 raise Unfit(f"{name} drops out")
 
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What a proof finds beside the structure: it differs from case to case, and with it the template."""
+        return tuple(n.style for n in self.norms), self.attention.rotary, self.mlp.settings
+
+    def set_as(self, settings: tuple[Any, ...]) -> Decoder:
+        """A template of this structure with these settings."""
+        config = self.attention.config
+        found = copy.deepcopy(self, {id(config): config})
+        styles, found.attention.rotary, found.mlp.settings = settings
+        for norm, style in zip(found.norms, styles):
+            norm.style = style
+        return found
+
+    def input(self, args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor:
+        """x of a call.
+
+        Raises:
+            Unfit: it is none that the template covers.
+        """
+        return hidden_states(args[0] if args else kwargs.get("hidden_states"), dtype)
+
     def take(self, layer: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, Call]:
         """x [B, S, H] and the rest of a call.
 
@@ -76,9 +99,8 @@ class Decoder:
         """
         if len(args) > 1:
             raise Unfit("called with arguments that have no names")
-        rest = dict(kwargs)
-        x = as_input(args[0] if args else rest.pop("hidden_states", None), dtype)
-        call = self.attention.call(layer, rest)
+        x = dense(self.input(args, kwargs, dtype))
+        call = self.attention.call(layer, {k: v for k, v in kwargs.items() if k != "hidden_states"})
         self.attention.tell_of_cache(call, x)
         call.correction = self.mlp.correction_of(layer)
         return x, call
@@ -91,10 +113,9 @@ class Decoder:
         """How it is called, for a proof."""
         return case_of(x, kwargs, self.attention.kind)
 
-    def small(self, x: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any, last: bool
-              ) -> tuple[Tensor, Any, Any]:
-        """A random x [1, n, H], and args and kwargs like the call's own, cut to its first tokens or its last. The
-        latter are said to be at the last positions that the model can have."""
+    def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
+        """A random x [1, n, H], and what else the call has, cut to its first tokens or its last. The latter are said to
+        be at the last positions that the model can have."""
         n = min(n, x.shape[1])
         cut = slice(x.shape[1] - n, None) if last else slice(n)
         x = torch.randn(1, n, x.shape[2], generator=rng, device=x.device).to(x.dtype)
@@ -111,7 +132,7 @@ class Decoder:
                 rest[name] = rest[name][..., cut][:1]
                 if last:
                     rest[name] = rest[name] + (self.attention.positions - 1 - rest[name].max()).clamp(min=0)
-        return x, (x,), rest
+        return x, rest
 
     # ---- forward ----
 

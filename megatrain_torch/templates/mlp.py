@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,8 @@ _NAMES = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_pro
 
 class GatedMLP:
     """H hidden, I intermediate. norm2 and norm2b may be missing."""
+
+    settings: tuple[Any, ...] = ()       # Decoder.settings: there is nothing to find
 
     def __init__(self, layer: nn.Module, name: str, norm2: Norm | None, norm2b: Norm | None, factor: float) -> None:
         """Raises:

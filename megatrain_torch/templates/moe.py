@@ -94,6 +94,15 @@ class SparseMLP:
         self.norms = [n for n in (norm2, norm2b) if n]
         self.names = self.router.names | self.experts.names | (self.shared.names if self.shared else set())
 
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """Decoder.settings: the router's."""
+        return self.router.normalised, self.router.factor, self.router.least
+
+    @settings.setter
+    def settings(self, found: tuple[Any, ...]) -> None:
+        self.router.normalised, self.router.factor, self.router.least = found
+
     @staticmethod
     def nothing_kept() -> KeptExperts:
         return KeptExperts()

@@ -26,14 +26,19 @@ def only(args: Any, kwargs: Any, name: str) -> Any:
     return args[0] if args else kwargs[name]
 
 
-def as_input(x: Any, dtype: torch.dtype) -> Tensor:
-    """x, if it is a plain [B, S, H] tensor of this type; dense in H (patches of images come transposed).
+def hidden_states(x: Any, dtype: torch.dtype) -> Tensor:
+    """x, if it is a plain [B, S, H] tensor of this type.
 
     Raises:
         Unfit: it is not.
     """
     if type(x) is not Tensor or x.dim() != 3 or x.dtype != dtype:
         raise Unfit("its input is no [B, S, H] tensor of the weights' type")
+    return x
+
+
+def dense(x: Tensor) -> Tensor:
+    """Patches of images come transposed: x is to be dense in H."""
     return x if x.stride(2) == 1 else x.contiguous()
 
 

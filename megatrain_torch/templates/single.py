@@ -1,6 +1,7 @@
 """Templates of single modules: an embedding, and a norm that stands alone. What they keep never leaves the device."""
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,16 +10,43 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..proof.case import Case
-from .parts import Grads, Norm, Unfit, Weights, as_input, only
+from .parts import Grads, Norm, Unfit, Weights, dense, hidden_states, only
 from .rows import NEVER
 
 ANY = Case(False, False, "", ())
 
 
-class Embedding:
+class Single:
+    """A template of one module: nothing of what it does is to be chosen, tiled or kept elsewhere."""
+
+    differentiable_input, swaps, links = True, False, False
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        return ()
+
+    def set_as(self, settings: tuple[Any, ...]) -> Any:
+        """A template of this structure with these settings (Decoder.settings)."""
+        return self
+
+    @staticmethod
+    def observed(module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copied(self, item: int) -> tuple[int, int]:
+        return 0, 0
+
+    def long(self, item: int) -> tuple[int, int, int]:
+        return 0, 0, NEVER
+
+    def tiled(self, item: int) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+
+class Embedding(Single):
     """Rows of a table by number: ids [...] int64 -> [..., H]."""
 
-    differentiable_input, swaps, links = False, False, False
+    differentiable_input = False
 
     def __init__(self, module: nn.Module) -> None:
         if type(module) is not nn.Embedding:
@@ -29,23 +57,21 @@ class Embedding:
         self.width = module.embedding_dim
 
     @staticmethod
-    def observed(module: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @staticmethod
     def case(ids: Tensor, kwargs: dict[str, Any]) -> Case:
         return ANY
 
-    def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
+    @staticmethod
+    def input(args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor:
         ids = only(args, kwargs, "input")
         if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
             raise Unfit("called with something else than int64 numbers")
-        return ids, None
+        return ids
 
-    def small(self, ids: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any, last: bool
-              ) -> tuple[Tensor, Any, Any]:
-        ids = torch.randint(self.rows, (1, n), generator=rng, device=ids.device)
-        return ids, (ids,), {}
+    def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
+        return self.input(args, kwargs, dtype), None
+
+    def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
+        return torch.randint(self.rows, (1, n), generator=rng, device=x.device), {}
 
     def forward(self, ids: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, Tensor]:
         return torch.nn.functional.embedding(ids, w["weight"]), ids
@@ -70,39 +96,35 @@ class Embedding:
     def work_bytes(self, tokens: int, item: int) -> int:
         return 0
 
-    def copied(self, item: int) -> tuple[int, int]:
-        return 0, 0
 
-    def long(self, item: int) -> tuple[int, int, int]:
-        return 0, 0, NEVER
-
-    def tiled(self, item: int) -> tuple[int, int, int]:
-        return 0, 0, 0
-
-
-class LoneNorm:
+class LoneNorm(Single):
     """The last RMSNorm of a model: x [..., H] -> [..., H]."""
-
-    differentiable_input, swaps, links = True, False, False
 
     def __init__(self, module: nn.Module) -> None:
         self.norm = Norm(module, "")
 
-    @staticmethod
-    def observed(module: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        return (self.norm.style,)
+
+    def set_as(self, settings: tuple[Any, ...]) -> LoneNorm:
+        found = copy.deepcopy(self)
+        (found.norm.style,) = settings
+        return found
 
     @staticmethod
     def case(x: Tensor, kwargs: dict[str, Any]) -> Case:
         return Case(x.shape[0] == 1, x.shape[1] == 1, "", ())
 
-    def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
-        return as_input(only(args, kwargs, "hidden_states"), dtype), None
+    @staticmethod
+    def input(args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor:
+        return hidden_states(only(args, kwargs, "hidden_states"), dtype)
 
-    def small(self, x: Tensor, rng: torch.Generator, n: int, args: Any, kwargs: Any, last: bool
-              ) -> tuple[Tensor, Any, Any]:
-        x = torch.randn(1, n, x.shape[-1], generator=rng, device=x.device).to(x.dtype)
-        return x, (x,), {}
+    def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
+        return dense(self.input(args, kwargs, dtype)), None
+
+    def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
+        return torch.randn(1, n, x.shape[-1], generator=rng, device=x.device).to(x.dtype), {}
 
     def forward(self, x: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         y, rstd = self.norm.forward(x, w)
@@ -126,12 +148,3 @@ class LoneNorm:
 
     def work_bytes(self, tokens: int, item: int) -> int:
         return 2 * tokens * self.norm.size * item
-
-    def copied(self, item: int) -> tuple[int, int]:
-        return 0, 0
-
-    def long(self, item: int) -> tuple[int, int, int]:
-        return 0, 0, NEVER
-
-    def tiled(self, item: int) -> tuple[int, int, int]:
-        return 0, 0, 0

@@ -766,37 +766,6 @@ static void eight_bits_below_hi_round_to_nearest(void)
     CHECK_EQ(bad, 0);
 }
 
-/* ---- steps that may be taken back ---- */
-
-static void a_step_that_is_taken_back_leaves_no_trace(void)
-{
-    for (int k = 0; k < KINDS; k++) {
-        random_state = 80;
-        mt_adam_tensor t = tensor_new(kinds[k], 5001), was, want;
-        void          *room = plane(5001 * 12 + 8 * 40);
-
-        for (t.hyper.step = 1; t.hyper.step <= 3; t.hyper.step++) {
-            fill_grad(&t);
-            step(&t, mt_isa_best());
-        }
-        was = tensor_twin(&t);
-        want = tensor_twin(&t);
-        step(&want, mt_isa_best());
-        t.spare = mt_adam_spare_at(t.dtype, t.states, room, t.n);
-        step(&t, mt_isa_best());
-        mt_adam_undo(NULL, &t, 1);
-        check_same(&was, &t, "undone");
-        step(&t, mt_isa_best());
-        CHECK_EQ(memcmp(t.hi, was.hi, 5001 * mt_dtype_bytes(t.dtype)), 0);
-        mt_adam_keep(NULL, &t, 1);
-        check_same(&want, &t, "kept");
-        tensor_free(&t);
-        tensor_free(&was);
-        tensor_free(&want);
-        free(room);
-    }
-}
-
 /* ---- mistakes ---- */
 
 static void check_refused(const mt_adam_tensor *t, const char *part)
@@ -815,8 +784,6 @@ static void planes_that_do_not_fit_are_refused(void)
     bad = t; bad.first = 64;           check_refused(&bad, "begins at element 64");
     bad = t; bad.states = MT_STATES_COUNT;   check_refused(&bad, "states 4");
     bad = t; bad.states = MT_STATES_FP32;    check_refused(&bad, "no lo plane");
-    bad = t; bad.spare = mt_adam_spare_at(t.dtype, t.states, &bad, 4); bad.spare.codes.v = NULL;
-    check_refused(&bad, "its spare has no v");
     tensor_free(&t);
 }
 
@@ -1066,7 +1033,6 @@ static void cuda_queue_takes_many_tensors(void) { check_many(1); }
     X(huge_gradients_make_no_large_update)                  \
     X(codes_survive_fp32)                                   \
     X(eight_bits_below_hi_round_to_nearest)                 \
-    X(a_step_that_is_taken_back_leaves_no_trace)            \
     X(planes_that_do_not_fit_are_refused)                   \
     X(traffic_touches_every_plane)                          \
     X(a_step_moves_as_many_bytes_as_it_says)                \

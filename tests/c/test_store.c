@@ -81,25 +81,24 @@ static void frozen_parameters_take_no_room_beyond_hi(void)
 static void planes_hold_what_the_type_needs(void)
 {
     static const struct { mt_dtype dt; mt_states st; size_t bytes[MT_PLANE_COUNT]; } want[] = {
-        /* of 256 elements:             HI GRAD LO MASTER M V SCALE ACC UNDO */
-        { MT_F32,  MT_STATES_FP32,     { 4, 4,  0, 0,     4, 4, 0,  0, 12 } },
-        { MT_BF16, MT_STATES_FP32,     { 2, 2,  2, 0,     4, 4, 0,  4, 12 } },
-        { MT_F16,  MT_STATES_FP32,     { 2, 2,  0, 4,     4, 4, 0,  4, 14 } },
-        { MT_F64,  MT_STATES_FP32,     { 8, 8,  0, 0,     0, 0, 0,  0, 0 } },
-        { MT_I64,  MT_STATES_FP32,     { 8, 0,  0, 0,     0, 0, 0,  0, 0 } },
-        { MT_BOOL, MT_STATES_FP32,     { 1, 0,  0, 0,     0, 0, 0,  0, 0 } },
-        { MT_F32,  MT_STATES_8BIT,     { 4, 4,  0, 0,     1, 1, 16, 0, 6 } },
-        { MT_BF16, MT_STATES_8BIT,     { 2, 2,  2, 0,     1, 1, 16, 4, 6 } },
-        { MT_BF16, MT_STATES_8BIT_LO8, { 2, 2,  1, 0,     1, 1, 16, 4, 5 } },
-        { MT_BF16, MT_STATES_8BIT_SR,  { 2, 2,  0, 0,     1, 1, 16, 4, 4 } },
-        { MT_F16,  MT_STATES_8BIT_SR,  { 2, 2,  0, 4,     1, 1, 16, 4, 8 } },
-        { MT_F64,  MT_STATES_8BIT,     { 8, 8,  0, 0,     0, 0, 0,  0, 0 } },
+        /* of 256 elements:             HI GRAD LO MASTER M V SCALE ACC */
+        { MT_F32,  MT_STATES_FP32,     { 4, 4,  0, 0,     4, 4, 0,  0 } },
+        { MT_BF16, MT_STATES_FP32,     { 2, 2,  2, 0,     4, 4, 0,  4 } },
+        { MT_F16,  MT_STATES_FP32,     { 2, 2,  0, 4,     4, 4, 0,  4 } },
+        { MT_F64,  MT_STATES_FP32,     { 8, 8,  0, 0,     0, 0, 0,  0 } },
+        { MT_I64,  MT_STATES_FP32,     { 8, 0,  0, 0,     0, 0, 0,  0 } },
+        { MT_BOOL, MT_STATES_FP32,     { 1, 0,  0, 0,     0, 0, 0,  0 } },
+        { MT_F32,  MT_STATES_8BIT,     { 4, 4,  0, 0,     1, 1, 16, 0 } },
+        { MT_BF16, MT_STATES_8BIT,     { 2, 2,  2, 0,     1, 1, 16, 4 } },
+        { MT_BF16, MT_STATES_8BIT_LO8, { 2, 2,  1, 0,     1, 1, 16, 4 } },
+        { MT_BF16, MT_STATES_8BIT_SR,  { 2, 2,  0, 0,     1, 1, 16, 4 } },
+        { MT_F16,  MT_STATES_8BIT_SR,  { 2, 2,  0, 4,     1, 1, 16, 4 } },
+        { MT_F64,  MT_STATES_8BIT,     { 8, 8,  0, 0,     0, 0, 0,  0 } },
     };
 
     for (size_t i = 0; i < sizeof want / sizeof *want; i++)
         for (int p = 0; p < MT_PLANE_COUNT; p++) {
-            size_t scales = want[i].bytes[MT_PLANE_SCALE];
-            size_t bytes = p == MT_PLANE_SCALE ? scales : 256 * want[i].bytes[p] + (p == MT_PLANE_UNDO ? scales : 0);
+            size_t bytes = (p == MT_PLANE_SCALE ? 1 : 256) * want[i].bytes[p];
 
             CHECK_EQ(mt_plane_bytes((mt_plane)p, want[i].dt, want[i].st, 256), bytes);
         }

@@ -1,10 +1,9 @@
-"""Where units live, and when they are updated, changes no bit. Without pytest; one JSON line per placement.
+"""Where units live changes no bit. Without pytest; one JSON line per placement.
 
     python tests/gpu/run_placement.py [--device cuda] [--only PLACE ...] [--states FORMAT ...]
 
 Trains a small transformer (tests/placement.py) for 20 steps in fp32 and in bf16 with units at home in RAM, in
-VRAM, in both, with 2, 3 and 6 slots, with updates that begin during backward, in one micro-batch and in three,
-with and without random delays; compares losses, norms, weights, masters and moments. In bf16 with moments of 8 bits
+VRAM, in both, with 2, 3 and 6 slots, in one micro-batch and in three, with and without random delays; compares losses, norms, weights, masters and moments. In bf16 with moments of 8 bits
 too. Exit status 1 when any differ.
 """
 from __future__ import annotations

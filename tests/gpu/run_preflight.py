@@ -27,8 +27,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
+import doors  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -79,7 +80,7 @@ class Case(NamedTuple):
 
 
 def train(case: Case, device: str) -> None:
-    model = mt.stream(Stack(case.width, case.layers), device=device, **case.asked)
+    model = doors.stream(Stack(case.width, case.layers), device=device, **case.asked)
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
     x = torch.ones(4, case.width, dtype=torch.bfloat16, device=device)
     for _ in range(2):
@@ -168,13 +169,10 @@ def cases(device: str) -> dict[str, Case]:
     """By name; those of the kernel's own limits leave half of the margin to what they cannot know."""
     slots, unit_home = 3 * 2 * UNIT, 2 * UNIT + 12 * UNIT
     whole = LOADED + STEP
-    early = {"plan": {"speculate": True}}
     ample, scant = with_margin(STEP) + 512 * MIB, with_margin(STEP) - 8 * MIB
     found = {
         "host=all": Case(True, {"host": whole}),
         "host=all-1": Case(False, {"host": whole - 1}, early=True),
-        "host=all,speculate": Case(True, {"host": whole + STEP, **early}),
-        "host=all-1,speculate": Case(False, {"host": whole + STEP - 1, **early}, early=True),
         "host=all,micro": Case(True, {"host": whole + SUMS}, 2),
         "host=all-1,micro": Case(False, {"host": whole + SUMS - 1}, 2),
         "weights": Case(False, {}, before=loading(1), early=True),
@@ -224,7 +222,7 @@ def disk_cases() -> dict[str, Case]:
 
 def at_home(home: str) -> preflight.Asked:
     groups = [(name, [(name, p)]) for name, p in Stack(WIDTH, LAYERS).named_parameters()]
-    return preflight.Asked("Stack", groups, None, (home,) * LAYERS, frozenset())
+    return preflight.Asked("Stack", groups, None, (home,) * LAYERS)
 
 
 def on_disk(home: str, limit: int | None = None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Kept and run again are the same kernels, so they have the same bits, dropout's m
 """
 from __future__ import annotations
 
+import doors
 import fusing
 import parity
 import pytest
@@ -17,7 +18,6 @@ from test_compile import Counts, codes, counts, gradients  # noqa: F401  (counts
 from test_fused_on_gpu import larger, long_text
 from torch import Tensor, nn
 
-import megatrain_torch as mt
 from megatrain_torch import runtime
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -29,8 +29,8 @@ def anew() -> None:
 
 
 def stream(model: nn.Module, keep: str) -> nn.Module:
-    return mt.stream(model, "cuda", compute="compile",
-                     plan={"activations": keep, "slots": 2, "debug": {"poison": True}})
+    return doors.stream(model, "cuda", compute="compile",
+                        plan={"activations": keep, "slots": 2, "debug": {"poison": True}})
 
 
 def train(model: nn.Module, batch: dict[str, Tensor], steps: int = 3) -> tuple[list[Tensor], dict[str, Tensor | None]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import doors
 import fusing
 import parity
 import pytest
@@ -19,7 +20,6 @@ import zoo
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import megatrain_torch as mt
 from megatrain_torch.templates.attention import Attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -39,7 +39,7 @@ def gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[
 
 
 def streamed(model: nn.Module, keep: str) -> nn.Module:
-    return mt.stream(model, "cuda", compute="fused", plan={"activations": keep, "slots": 2, "debug": {"poison": True}})
+    return doors.stream(model, "cuda", compute="fused", plan={"activations": keep, "slots": 2, "debug": {"poison": True}})
 
 
 def all_fused(model: nn.Module) -> None:

@@ -1,0 +1,43 @@
+"""`megatrain doctor`: what this machine can do, measured and kept for plans."""
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import MegatrainError
+from ..strict import parsed
+from .train import device_of, made
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("doctor", help="measure what this machine can do, and keep it for plans",
+                                 allow_abbrev=False)
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: $MEGATRAIN_MACHINE, "
+                        "or ~/.cache/megatrain/machine.json, where plans look")
+    parser.add_argument("--disk", metavar="FOLDER", help="measure the drive too that optimizer states may go to")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    import torch
+
+    from .. import doctor
+
+    device = torch.device(device_of(args.device))
+    if args.out:
+        made(args.out.parent, "out")
+        if args.out.exists() and not _is_table(args.out):
+            raise MegatrainError(f"out={args.out} is there, and describes no machine: it stays; name another")
+    machine, limits = doctor.measure(device, lambda what: sys.stderr.write(f"measuring: {what}\n"), args.disk)
+    sys.stdout.write(f"{doctor.report(machine, limits)}\n\nwritten to {doctor.store(machine, args.out)}\n")
+
+
+def _is_table(path: Path) -> bool:
+    """Is it a file such as doctor writes, of this version or another?"""
+    try:
+        return isinstance(parsed(path.read_bytes(), path), dict)
+    except (MegatrainError, OSError):
+        return False

@@ -1,0 +1,52 @@
+"""Doors of the engine that its own tests open: delays in every queue, waits left out, small buffers. Not for training.
+
+    with engine_doors(delay_us=300, seed=3):
+        model = mt.stream(model, device="cpu")
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Doors:
+    """How an engine is opened; as it is here for users.
+
+    Attributes:
+        delay_us, seed: each queue sleeps up to so long before each operation; what the lengths are drawn from.
+        lock: bytes of host memory that may be locked for the device; None: as many as the system allows.
+        skip: waits that are left out, bits MT_EDGE_* of csrc/core/debug.h. poison: slots are filled with NaN when they
+            are freed. sync: each operation is over before the next is asked for.
+        disk, spill: sizes of buffers and numbers of threads, of states and of activations on disk, beside the usual.
+    """
+
+    delay_us: int = 0
+    seed: int = 0
+    lock: int | None = None
+    skip: int = 0
+    poison: bool = False
+    sync: bool = False
+    disk: Mapping[str, int] = field(default_factory=dict)
+    spill: Mapping[str, int] = field(default_factory=dict)
+
+
+_doors: ContextVar[Doors | None] = ContextVar("megatrain_torch.testing", default=None)
+
+
+def opened() -> Doors:
+    """Those for what is streamed now."""
+    return _doors.get() or Doors()
+
+
+@contextlib.contextmanager
+def engine_doors(**doors: Any) -> Iterator[None]:
+    """Models that this thread streams inside have these Doors, for as long as they are streamed."""
+    before = _doors.set(Doors(**doors))
+    try:
+        yield
+    finally:
+        _doors.reset(before)

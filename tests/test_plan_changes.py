@@ -1,0 +1,259 @@
+"""What to change where no plan fits: the search, its two languages, and the commands around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import megatrain_torch as mt
+from megatrain_torch import changes, cli, doctor
+from megatrain_torch.limits import parse_bytes, show_size
+from megatrain_torch.machine import MACHINES, RATES, described_gpu
+
+GIB = 2**30
+FLAT = mt.Machine(
+    name="flat", device="cuda", vram_bytes=16 * GIB, vram_overhead_bytes=GIB, host_bytes=64 * GIB,
+    host_overhead_bytes=GIB, gemm=((1, 1, 100.0), (1, 2, 100.0)), attention=((1, 50.0, 40.0),), hbm_gbps=1000.0,
+    h2d_gbps=20.0, d2h_gbps=20.0, both_gbps=16.0, busy_gbps=10.0, adam_gparams=((1, 1.0), (4, 2.0)), add_gparams=4.0,
+    device_adam_gparams=40.0, launch_us=5.0)
+TIGHT = {"vram": "2GiB", "host": "3GiB"}        # of llama(12): 222 M parameters, 3.1 GB with their states
+
+
+def llama(layers: int, **other: int) -> LlamaConfig:
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
+             "vocab_size": 32000, "num_hidden_layers": layers, "tie_word_embeddings": False}
+    return LlamaConfig(**shape | other)
+
+
+def refused(config: LlamaConfig, **asked: Any) -> mt.MegatrainError:
+    with pytest.raises(mt.MegatrainError, match="does not fit") as why:
+        mt.plan(config, **{"tokens": 8192, "seq": 1024, "machine": FLAT} | asked)
+    return why.value
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., tuple]:
+    """Runs `megatrain ...`: (exit status, stdout, stderr)."""
+    monkeypatch.setenv("MEGATRAIN_MACHINE", str(tmp_path / "machine.json"))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        try:
+            status = cli.main([str(w) for w in words])
+        except SystemExit as why:
+            status = why.code
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    llama(12).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+# ---- the search
+
+@pytest.mark.parametrize("asked", [
+    {"host": "3GiB"}, {"host": "2GiB"}, {"host": "1700MiB"}, {"host": "2GiB", "grads": "none"},
+    {"vram": "1500MiB", "micro": 1}, {"homes": "vram"}, {"vram": "1500MiB", "activations": "saved"}])
+def test_each_way_fits_and_is_as_fast_as_it_says(asked: dict) -> None:
+    asked = {"vram": "2GiB"} | asked
+    why = refused(llama(12), **asked)
+    rates = [way.tokens_per_second for way in why.ways]
+    assert rates and rates == sorted(rates, reverse=True)
+    for way in why.ways[:changes.SHOWN]:
+        plan = mt.plan(llama(12), **{"tokens": 8192, "seq": 1024, "machine": FLAT} | asked | way.changes)
+        assert plan.tokens_per_second >= 0.999 * way.tokens_per_second, way
+        assert f"{way.tokens_per_second:,.0f} tokens/s" in str(why)
+
+
+def test_changes_that_fit_only_together_are_found() -> None:
+    why = refused(llama(12), host="1700MiB", vram="2GiB")
+    assert not {"states", "grads"} & set(why.changes), "neither alone"
+    assert {"states": "8bit-sr", "grads": "none"} in [way.changes for way in why.ways]
+    assert all(len(way.changes) <= changes.TOGETHER for way in why.ways)
+
+
+def test_a_harsher_change_is_told_only_where_it_pays() -> None:
+    """8 bits with a master fit and are as fast: that 8 bits without one fit too helps nobody."""
+    ways = [way.changes for way in refused(llama(12), **TIGHT).ways]
+    assert {"states": "8bit"} in ways and {"states": "8bit-sr"} not in ways
+    assert {"states": "8bit", "grads": "none"} in ways, "a fifth faster"
+
+
+def test_fewer_tokens_are_tried_where_a_step_is_one_micro_batch() -> None:
+    why = refused(llama(12), tokens=65536, **TIGHT, grads="none")
+    fewer = [way.changes["tokens"] for way in why.ways if "tokens" in way.changes]
+    assert fewer and all(n % 1024 == 0 and n < 65536 for n in fewer)
+
+
+def test_of_one_sequence_that_is_too_long_a_shorter_one_is_named() -> None:
+    why = refused(llama(2), tokens=1 << 20, seq=1 << 20, vram="4GiB", host="3GiB")
+    assert why.ways and all(way.changes["seq"] == way.changes["tokens"] < 1 << 20 for way in why.ways)
+
+
+def test_where_nothing_fits_it_is_said() -> None:
+    why = refused(llama(12), vram="1250MiB", host="1250MiB")
+    assert why.ways == () and list(why.changes) == ["vram"] and "What would fit, each alone: vram=" in str(why)
+
+
+# ---- words
+
+def test_a_refusal_has_sizes_for_people_and_bytes_in_its_changes() -> None:
+    why = refused(llama(12), **TIGHT)
+    assert isinstance(why.changes["host"], int) and why.changes["host"] > 3 * GIB
+    assert not re.search(r"\d{7,}", str(why)), "no bytes"
+    typed = re.search(r"host='(.+?)'", str(why))[1]
+    assert why.changes["host"] <= parse_bytes(typed, "host") < why.changes["host"] * 1.01
+    for n in (1, 2**20, 2**30 - 1, 2**30, 3 * 2**30 + 1, 766208718765):
+        assert n <= parse_bytes(show_size(n), "") < n + max(2**20, n / 100)
+
+
+def test_what_needs_least_is_what_the_device_can_hold() -> None:
+    """A 70B on an 80 GB card was told of 714 GiB of device memory."""
+    why = refused(llama(12), host="2GiB", vram="3GiB")
+    assert sum(why.refusal.vram.values()) <= 3 * GIB < 2 * GIB + sum(why.refusal.host.values())
+    assert "it lacks" in str(why) and "of host memory." in str(why).splitlines()[0]
+
+
+def test_a_large_model_on_a_card_of_80_gb_is_told_the_commands(command: Callable, tmp_path: Path) -> None:
+    """As the 70B with 256 GiB: two changes together, as a line to paste, in a few seconds."""
+    llama(80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
+          vocab_size=128256).save_pretrained(tmp_path)
+    asked = ("plan", tmp_path, "--tokens", "16384", "--seq", "1024", "--machine", "h100-80g")
+    status, out, err = command(*asked)
+    found = re.search(r"# ([\d,]+) tokens/s\n +(megatrain .*--states 8bit-sr --grads none)$", err, re.M)
+    assert status == 1 and out == "" and "714" not in err and not re.search(r"\w+='", err)
+    assert float(found[1].replace(",", "")) > 1000
+    status, out, _ = command(*shlex.split(found[2])[1:])
+    assert status == 0 and "8bit-sr states" in out
+
+
+def test_the_command_line_is_told_flags(command: Callable, model: Path) -> None:
+    asked = ("plan", model, "--tokens", "8192", "--seq", "1024", "--machine", "rtx4090", "--ram", "5GiB",
+             "--vram", "2GiB")
+    status, out, err = command(*asked, "--nvme-limit", "1MiB")
+    lines = [line.strip() for line in err.splitlines() if line.startswith("    megatrain plan ")]
+    assert (status, out) == (1, "") and len(lines) == 2
+    assert all(f"{model} --tokens 8192 --seq 1024 --machine rtx4090 --vram 2GiB --host 5GiB" in line for line in lines)
+    for line in lines:
+        assert command(*shlex.split(line)[1:])[0] == 0, line
+    assert "mt.plan(" not in err and "states=" not in err
+
+
+@pytest.mark.parametrize("words, says", [
+    (("--tokens", "1000", "--seq", "512"), "--tokens 1000, --seq 512: a step is a whole number of sequences; nearest: "
+     "--tokens 1024"),
+    (("--micro", "3"), "--micro 3: 8 sequences"), (("--vram", "24"), "--vram 24 is 24 bytes"),
+    (("--homes", "disk"), "--homes disk: give the directory, --nvme /path"), (("--slots", "1"), "--slots 1"),
+    (("--nvme-limit", "much"), "--nvme-limit much is not a size"), (("--layers", "0"), "--layers 0"),
+    (("--grads", "none", "--micro", "2"), "--grads none: gradients"),
+    (("--machine", "rtx9090"), "--machine 'rtx9090': no such description"),
+    (("--machine", "rtx4090,vram=2"), "--machine vram='2' is 2 bytes"),
+    (("--activations", "linked", "--compute", "eager"), "--activations linked: no window"),
+    (("--picture", "a.foo"), "--picture a.foo: a name")])
+def test_wrong_flags_are_named_as_flags(command: Callable, model: Path, words: tuple, says: str) -> None:
+    asked = ["plan", model, "--tokens", "8192", "--seq", "1024", *([] if "--machine" in words else ["--machine", "l4"])]
+    status, out, err = command(*asked, *words)
+    assert (status, out) == (1, "") and f"megatrain: {says}" in err
+
+
+def test_plans_and_refusals_as_json(command: Callable, model: Path) -> None:
+    asked = ("plan", model, "--tokens", "8192", "--seq", "1024", "--machine", "rtx4090", "--json")
+    status, out, err = command(*asked)
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert (status, err) == (0, "") and found["fits"] and found["disk_years"] is None
+    assert found["tokens_per_second"] == pytest.approx(8192 / found["seconds"])
+    assert found["vram_bytes"] == sum(found["vram"].values())
+    assert found["machine"]["origins"]["gemm"] == "published"
+    status, out, err = command(*asked, "--host", "5GiB", "--vram", "2GiB")
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert status == 1 and not found["fits"] and err == f"megatrain: {found['why']}\n"
+    assert found["changes"]["host"] > 5 * GIB
+    assert [way["command"].startswith("megatrain plan ") for way in found["ways"]] == [True] * len(found["ways"]) != []
+
+
+def test_train_speaks_of_its_own_flags() -> None:
+    from megatrain_torch.commands.flags import Flags
+    from megatrain_torch.commands.train import PLANNED
+
+    text = Flags(PLANNED).told(refused(llama(12), **TIGHT))
+    assert "--states 8bit" in text and "grads" not in text and not re.search(r"\w='", text)
+
+
+# ---- machines
+
+def test_without_a_gpu_one_has_to_be_named(command: Callable, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = ("plan", model, "--tokens", "8192", "--seq", "1024")
+    status, out, err = command(*asked)
+    assert (status, out) == (2, "") and all(f"--{word}" in err for word in ("machine cpu", "vram ", "list-machines"))
+    with pytest.raises(mt.MegatrainError, match="machine='h100-80g'"):
+        mt.plan(llama(2), tokens=1024, seq=1024)
+    status, out, _ = command(*asked, "--vram", "24GiB", "--host", "32GiB")
+    assert status == 0 and "some card of 24.0 GiB (as rtx3090-64g): rates from data sheets, not measured" in out
+    status, out, _ = command("plan", model, "--tokens", "64", "--seq", "64", "--layers", "1", "--machine", "cpu")
+    assert status == 0 and "the device's part" in out and "device memory" not in out
+
+
+def test_no_plan_for_a_cpu_that_was_measured_is_taken_for_a_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("MEGATRAIN_MACHINE", str(tmp_path / "machine.json"))
+    (tmp_path / "machine.json").write_text(dataclasses.replace(MACHINES["cpu"], name="here").to_json())
+    with pytest.raises(mt.MegatrainError, match="no GPU here"):
+        mt.plan(llama(1), tokens=64, seq=64)
+    assert mt.plan(llama(1), tokens=64, seq=64, machine="cpu").machine.name == "here"
+
+
+def test_the_cards_that_people_have_are_listed_with_where_their_rates_come_from(command: Callable) -> None:
+    status, out, _ = command("plan", "--list-machines")
+    named = ["rtx3060", "rtx3090", "rtx4080", "rtx4090", "rtx5090", "a10", "a6000", "l4", "l40s", "t4", "v100", "a100-40g",
+             "a100-80g", "h100", "h200", "b200", "gb10", "gh200", "rtx6000-ada", "rtx-pro-6000"]
+    assert status == 0 and all(re.search(rf"^{name}\b.*[mpa]$", out, re.M) for name in named)
+    assert [mt.Machine.parse(name).name.startswith(name) for name in named] == [True] * len(named)
+    found = {m["name"]: m["origins"] for m in json.loads(command("plan", "--list-machines", "--json")[1])}
+    assert set(found) == set(MACHINES) and all(set(o) == set(RATES) for o in found.values())
+    assert found["h200-128g"]["gemm"] == "measured" and found["l40s"]["gemm"] == "published"
+    assert found["l40s"]["adam_gparams"] == "assumed"
+
+
+@pytest.mark.parametrize("name, card", [
+    ("NVIDIA GeForce RTX 3060", "rtx3060-12g"), ("NVIDIA A10G", "a10"), ("NVIDIA A10", "a10"), ("NVIDIA L4", "l4"),
+    ("NVIDIA L40S", "l40s"), ("Tesla T4", "t4"), ("Tesla V100-SXM2-16GB", "v100-16g"),
+    ("Tesla V100-SXM2-32GB", "v100-32g"), ("NVIDIA A100-SXM4-40GB", "a100-40g"), ("NVIDIA A100 80GB PCIe", "a100-80g"),
+    ("NVIDIA RTX A6000", "a6000"), ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"), ("NVIDIA H200", "h200-128g"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"), ("NVIDIA GH200 480GB", "gh200-480g"),
+    ("NVIDIA GB10", "gb10"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H100 80GB HBM3", "h100-80g"),
+    ("NVIDIA B200", "b200-2t"), ("NVIDIA GeForce RTX 4080 SUPER", "rtx4080"), ("NVIDIA GeForce GTX 1080", None)])
+def test_a_card_is_known_by_what_torch_calls_it(name: str, card: str | None) -> None:
+    assert described_gpu(name) == card
+
+
+def test_a_described_cards_host_has_what_is_said() -> None:
+    asked = {"tokens": 4096, "seq": 1024, "homes": "ram"}
+    roomy = mt.plan(llama(2), **asked, machine="rtx4090", host="128GiB")
+    assert roomy.machine.host_bytes == 128 * GIB and roomy.machine.vram_bytes == MACHINES["rtx4090-64g"].vram_bytes
+    assert mt.plan(llama(2), **asked, machine="rtx4090,vram=8GiB", host="128GiB").machine.host_bytes == 128 * GIB
+    assert mt.plan(llama(2), **asked, machine="rtx4090,host=32GiB", host="128GiB").machine.host_bytes == 32 * GIB
+    assert mt.plan(llama(2), **asked, machine=FLAT, host="128GiB").machine.host_bytes == 64 * GIB
+
+
+def test_doctor_marks_what_it_did_not_measure() -> None:
+    measured = dataclasses.replace(FLAT, source="measured by megatrain doctor",
+                                   origins=(("add_gparams", "assumed"), ("disk_read_gbps", "published")))
+    lines = {line.split("  ")[0]: line for line in doctor.report(measured, {}).splitlines() if "  " in line}
+    assert lines["matrix products, best"].endswith(" measured")
+    assert "not measured: a Samsung PM9A3 of 1.92 TB's data sheet" in lines["disk: read, write; together"]
+    assert "not measured" in lines["with moments of 8 bits"] and "not measured" in lines["a micro-batch's gradients added"]
+    drive = dataclasses.replace(measured, disk_read_gbps=2.0, origins=())
+    assert re.search(r"^disk: read.* measured$", doctor.report(drive, {}), re.M)

@@ -1,0 +1,353 @@
+"""mt.stream without a plan: what the loop does is planned for, in place, with the bits of the plan given beforehand."""
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import megatrain_torch as mt
+from megatrain_torch import planning
+from megatrain_torch.planning import Pass, batch_of
+from megatrain_torch.wrap import runtime_of
+
+VRAM = "800MiB"              # with the CPU device's own half a GiB
+
+
+def model(dtype: torch.dtype = torch.bfloat16, **more: Any) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=128)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape | more)).to(dtype)
+
+
+def batch(sequences: int, seq: int, number: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 128, (sequences, seq), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": ids, "labels": ids}
+
+
+class Loop:
+    """README's. Each step is a list of (sequences, seq) of its micro-batches."""
+
+    def __init__(self, streamed: torch.nn.Module, **adam: Any) -> None:
+        self.model, self.number = streamed, 0
+        self.opt = mt.AdamW(streamed.parameters(), lr=1e-3, max_grad_norm=1.0, **adam)
+
+    def step(self, *batches: tuple[int, int]) -> list[str]:
+        said = []
+        for b in batches:
+            self.number += 1
+            loss = self.model(**batch(*b, self.number)).loss
+            loss.backward()
+            said.append(float(loss.detach()).hex())
+        self.opt.step()
+        self.opt.zero_grad()
+        return [*said, self.opt.grad_norm.hex()]
+
+    @property
+    def planning(self) -> planning.Planning:
+        return runtime_of(self.model).planning
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def same(a: Loop, b: Loop) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.weights(), b.weights()))
+
+
+STEPS = [[(2, 16)], [(2, 16)], [(2, 16), (2, 16)], [(2, 16)] * 3, [(3, 16)] * 2, [(1, 80)], [(1, 300)] * 2, [(2, 16)]]
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What plans are given in turn, in the place of their own; and then their own."""
+    wanted: list[dict[str, Any]] = []
+
+    def plan(*args: Any, **kwargs: Any) -> mt.Plan:
+        found = mt.plan(*args, **kwargs)
+        change = wanted.pop(0) if wanted else {}
+        homes = dict(zip(found.homes, change.pop("homes", found.homes.values())))
+        modes = {name: change.get("modes", mode) for name, mode in found.activations.items()}
+        return dataclasses.replace(found, homes=homes, activations=modes, slots=change.get("slots", found.slots))
+
+    monkeypatch.setattr(planning, "plan", plan)
+    yield wanted
+
+
+HOMES = {
+    "all stream": ["ram"] * 7, "all live there": ["vram"] * 7, "ends live there": ["vram", *["ram"] * 5, "vram"],
+    "some come and leave": ["arrive", "arrive", "ram", "vram", "ram", "ram", "vram"],
+    "some go through": ["ram", "through", "ram", "through", "vram", "ram", "through"],
+}
+
+
+@pytest.mark.parametrize("compute", ["eager", "fused"])
+@pytest.mark.parametrize("turns", [list(HOMES), list(reversed(HOMES)), ["some come and leave", "some go through"] * 2,
+                                   ["all live there", "all stream"] * 2], ids=lambda t: f"{t[0]} first, {len(t)}")
+def test_units_move_with_all_that_they_have(compute: str, turns: list[str], chosen: list[dict[str, Any]]) -> None:
+    """To every home from every home: between steps, between micro-batches, with sums, states and clipping."""
+    plain = Loop(mt.stream(model(), "cpu", compute=compute, plan={"activations": "saved"}))
+    want = [plain.step(*s) for s in STEPS]
+    chosen += [{"homes": HOMES[t], "modes": "saved", "slots": 2 + i % 3} for i, t in enumerate(turns)]
+    moved = Loop(mt.stream(model(), "cpu", compute=compute, vram=VRAM))
+    got = [moved.step(*s) for s in STEPS]
+    assert got == want and same(plain, moved)
+    assert moved.planning.made >= min(len(turns), 4), "plans were not made: this test moves nothing"
+
+
+@pytest.mark.parametrize("states", ["8bit", "8bit-sr"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
+def test_states_of_every_format_move(states: str, dtype: torch.dtype, chosen: list[dict[str, Any]]) -> None:
+    plain = Loop(mt.stream(model(dtype), "cpu", states=states))
+    want = [plain.step(*s) for s in STEPS[:5]]
+    chosen += [{"homes": HOMES[t]} for t in ("all live there", "some come and leave", "all stream")]
+    moved = Loop(mt.stream(model(dtype), "cpu", vram=VRAM, states=states))
+    assert [moved.step(*s) for s in STEPS[:5]] == want and same(plain, moved)
+
+
+def test_the_first_plan_is_the_one_that_would_have_been_given() -> None:
+    own = model()
+    plan = mt.plan(own, tokens=32, seq=16, micro=1, vram=VRAM, compute="eager")
+    given = Loop(mt.stream(own, "cpu", plan=plan))
+    found = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    assert [given.step((2, 16)) for _ in range(3)] == [found.step((2, 16)) for _ in range(3)] and same(given, found)
+    again = found.planning.plan
+    assert (again.homes, again.activations, again.slots, again.tokens) == (plan.homes, plan.activations, plan.slots, 32)
+    assert found.planning.made == 1
+
+
+def test_tokens_and_seq_plan_at_once() -> None:
+    streamed = mt.stream(model(), "cpu", tokens=64, seq=16, vram=VRAM)
+    assert runtime_of(streamed).planning.plan.tokens == 64
+    loop = Loop(streamed)
+    loop.step((4, 16))
+    assert loop.planning.made == 1, "that was planned for"
+    loop.step((8, 16))
+    assert loop.planning.made == 2, "that was not"
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"tokens": 64}, "go together"), ({"seq": 16}, "go together"), ({"tokens": 65, "seq": 16}, "whole number"),
+    ({"tokens": 64, "seq": 16, "plan": {"slots": 2}}, "give one of the two"),
+    ({"states": "8bit", "plan": {"states": "fp32"}}, "give one of the two"), ({"states": "9bit"}, "9bit"),
+])
+def test_arguments_that_make_no_sense_are_refused(given: dict[str, Any], said: str) -> None:
+    own = model()
+    with pytest.raises(mt.MegatrainError, match=said):
+        mt.stream(own, "cpu", **given)
+    assert type(own.lm_head.weight) is torch.nn.Parameter
+
+
+def test_a_plan_too_small_is_followed_by_one_for_twice_as_much() -> None:
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    for seq in (32, 33, 40, 64, 65, 100, 128, 16, 129):
+        loop.step((1, seq))
+    assert loop.planning.made == 3 and loop.planning.plan.tokens == 320, "32; twice 33 in 64s; twice 129"
+
+
+def test_batches_of_random_length_are_planned_for_three_times_at_most() -> None:
+    for trial in range(20):
+        draw, plans, most = torch.Generator().manual_seed(trial), 0, 0
+        for tokens in torch.randint(4096, 32769, (200,), generator=draw).tolist():
+            if tokens > most:
+                plans, most = plans + 1, Pass(1, tokens).times(2.0 if most else 1.0).tokens
+        assert plans <= 3
+
+
+def test_where_twice_as_much_does_not_fit_less_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(*args: Any, tokens: int, **kwargs: Any) -> mt.Plan:
+        if tokens > 50:
+            raise mt.MegatrainError("too much")
+        return mt.plan(*args, tokens=tokens, **kwargs)
+
+    monkeypatch.setattr(planning, "plan", plan)
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    loop.step((2, 16))
+    loop.step((2, 18))
+    assert loop.planning.plan.tokens == 36 * 1.25 // 18 * 18 + 18 * (36 * 1.25 % 18 > 0) or loop.planning.plan.tokens <= 50
+    with pytest.raises(mt.MegatrainError, match="too much"):
+        loop.step((2, 30))
+
+
+def test_what_does_not_fit_is_refused_before_the_first_pass_and_nothing_was_changed() -> None:
+    loop = Loop(mt.stream(model(), "cpu", vram="1.5MiB"))
+    before = loop.weights()
+    with pytest.raises(mt.MegatrainError, match="does not fit"):
+        loop.step((64, 256))
+    assert all(torch.equal(a, b) for a, b in zip(before, loop.weights()))
+    loop.step((1, 8))
+
+
+def test_evaluation_and_generation_come_before_training() -> None:
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    with torch.no_grad():
+        loop.model(**batch(8, 64, 1))
+    loop.model.generate(batch(1, 8, 2)["input_ids"], max_new_tokens=4, do_sample=False)
+    assert loop.planning.plan is None and "first forward" in mt.explain(loop.model)
+    loop.step((2, 16))
+    assert loop.planning.plan.tokens == 32
+    assert "planned for 32 tokens a step in sequences of 16, 1 micro-batch" in mt.explain(loop.model)
+
+
+def test_forwards_that_are_dropped_do_not_add_up() -> None:
+    """Evaluation that forgets no_grad."""
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    for i in range(5):
+        loop.model(**batch(2, 16, i))
+    loop.step((2, 16))
+    assert loop.planning.plan.tokens // loop.planning.plan.micro == 32
+
+
+def test_nothing_moves_under_a_graph() -> None:
+    """Two forwards, one backward: the second, longer one is planned for when both are gone."""
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    plain = Loop(mt.stream(model(), "cpu"))
+    for one in (loop, plain):
+        loss = one.model(**batch(2, 16, 1)).loss + one.model(**batch(4, 16, 2)).loss
+        loss.backward()
+        one.opt.step()
+        one.opt.zero_grad()
+    made = loop.planning.made
+    assert loop.step((2, 16)) == plain.step((2, 16)) and same(loop, plain) and made == 1
+
+
+@pytest.mark.parametrize("torchs", [True, False])
+def test_other_optimizers_find_all_in_host_memory(torchs: bool) -> None:
+    def run(**limits: Any) -> tuple[list[torch.Tensor], set[str], int]:
+        streamed = mt.stream(model(torch.float32), "cpu", **limits)
+        opt = torch.optim.SGD(streamed.parameters(), lr=0.1)
+        for i in range(6):
+            if i == 3 and not torchs:
+                opt = mt.AdamW(streamed.parameters(), lr=1e-3)
+            streamed(**batch(2, 16, i)).loss.backward()
+            opt.step()
+            opt.zero_grad()
+        rt = runtime_of(streamed)
+        return [p.detach().clone() for p in streamed.parameters()], set(rt.room.asked.homes), \
+            rt.planning.made if limits else 0
+
+    want, _, _ = run()
+    got, homes, made = run(vram=VRAM)
+    assert all(torch.equal(a, b) for a, b in zip(want, got))
+    assert homes == {"ram"} and made == 1 if torchs else made == 2
+
+
+def test_states_on_disk_are_laid_out_with_the_first_plan(tmp_path: Path, chosen: list[dict[str, Any]]) -> None:
+    plain = Loop(mt.stream(model(), "cpu"))
+    want = [plain.step(*s) for s in STEPS[:4]]
+    homes = ["vram", "disk", "disk+weights", "ram", "disk+weights", "ram", "disk"]
+    chosen.append({"homes": homes})
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM, nvme=tmp_path))
+    assert not list(tmp_path.iterdir()), "before its plan nothing is on disk"
+    with pytest.warns(UserWarning, match="cannot move"):
+        got = [loop.step(*s) for s in STEPS[:4]]          # the third has two micro-batches
+    assert got == want and same(plain, loop) and runtime_of(loop.model).on_disk == {1, 2, 4, 6}
+    mt.unstream(loop.model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_goes_on_keeps_what_it_kept(tmp_path: Path, chosen: list[dict[str, Any]]) -> None:
+    first = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
+    chosen.append({"modes": "replay"})
+    first.step((2, 16))
+    mt.save(first.model, first.opt, tmp_path / "c")
+    want = [first.step((2, 16)) for _ in range(2)]
+    again = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mt.load(again.model, again.opt, tmp_path / "c")
+    again.number = 1
+    assert [again.step((2, 16)) for _ in range(2)] == want and same(first, again)
+    kept = runtime_of(again.model).kept()
+    assert kept == runtime_of(first.model).kept() and set(kept.values()) == {"replay"}
+    other = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
+    mt.load(other.model, None, tmp_path / "c")               # weights alone: it is no run that goes on
+    other.step((2, 16))
+    assert runtime_of(other.model).kept() != kept
+
+
+def test_what_a_run_kept_is_chosen_anew_where_it_does_not_fit(tmp_path: Path, chosen: list[dict[str, Any]],
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "SLACK", 0)
+    first = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
+    first.step((2, 16))
+    mt.save(first.model, first.opt, tmp_path / "c")
+    assert set(runtime_of(first.model).kept().values()) == {"saved"}
+    again = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
+    mt.load(again.model, again.opt, tmp_path / "c")
+    chosen.append({"modes": "replay"})
+    again.step((2, 16))
+    assert set(runtime_of(again.model).kept().values()) == {"replay"}
+
+
+def test_a_save_under_way_is_over_before_anything_moves(tmp_path: Path, chosen: list[dict[str, Any]]) -> None:
+    chosen += [{"homes": HOMES["all live there"]}, {"homes": HOMES["all stream"]}]
+    for name, limits in (("moved", {"vram": VRAM}), ("plain", {})):
+        loop = Loop(mt.stream(model(), "cpu", **limits))
+        loop.step((2, 16))
+        saving = mt.save(loop.model, loop.opt, tmp_path / name, asynchronous=True)
+        loop.step((4, 16))
+        saving.wait()
+    a, b = (sorted((tmp_path / name).rglob("*.safetensors")) for name in ("moved", "plain"))
+    assert len(a) == len(b) > 0 and all(x.read_bytes() == y.read_bytes() for x, y in zip(a, b))
+
+
+def test_hands_on_gradients_and_states_survive_a_move(chosen: list[dict[str, Any]]) -> None:
+    """Views that a user has kept, of weights, gradients and states, are of the same parameter afterwards."""
+    def run(**limits: Any) -> list[torch.Tensor]:
+        loop = Loop(mt.stream(model(torch.float32), "cpu", **limits))
+        loop.step((2, 16))
+        loop.model(**batch(2, 16, 9)).loss.backward()
+        p = loop.model.model.layers[1].mlp.up_proj.weight
+        grad, moment = p.grad.clone(), loop.opt.state[p]["exp_avg"].clone()
+        loop.model(**batch(8, 16, 10)).loss.backward()       # a second micro-batch, and a longer one
+        found = [grad, moment, p.grad.clone(), loop.opt.state[p]["exp_avg"].clone(), p.detach().clone()]
+        loop.opt.step()
+        return [*found, loop.opt.state[p]["exp_avg"].clone(), p.detach().clone()]
+
+    for turn in ("all live there", "some come and leave", "some go through"):
+        chosen += [{"homes": HOMES["all stream"]}, {"homes": HOMES[turn]}]
+        assert all(torch.equal(a, b) for a, b in zip(run(), run(vram=VRAM)))
+
+
+def test_lora_and_frozen_units_move(chosen: list[dict[str, Any]]) -> None:
+    def run(**limits: Any) -> Loop:
+        own = model()
+        for p in own.parameters():
+            p.requires_grad_(p.dim() < 2)
+        own.model.layers[2].requires_grad_(False)
+        loop = Loop(mt.stream(own, "cpu", **limits))
+        for s in STEPS[:4]:
+            loop.step(*s)
+        own.model.layers[2].requires_grad_(True)             # and trained again, after it has moved
+        own.model.layers[0].requires_grad_(False)
+        for s in STEPS[3:6]:
+            loop.step(*s)
+        return loop
+
+    chosen += [{"homes": HOMES[t]} for t in ("all live there", "some come and leave", "all stream", "all live there")]
+    assert same(run(), run(vram=VRAM))
+
+
+IDS, WIDE = torch.zeros(3, 5, dtype=torch.long), torch.zeros(2, 7, 64)
+
+
+@pytest.mark.parametrize("args, kwargs, found", [
+    ((IDS,), {}, (3, 5)), ((), {"input_ids": IDS, "labels": IDS}, (3, 5)), ((WIDE,), {}, (2, 7)),
+    ((), {"inputs_embeds": WIDE, "attention_mask": IDS}, (2, 7)), (({"input_ids": IDS},), {}, (3, 5)),
+    ((), {"input_ids": IDS, "decoder_input_ids": IDS[:, :4]}, (3, 5)), ((IDS[0],), {}, (1, 5)),
+    ((torch.zeros(2, 3, 8, 8),), {}, None), ((), {}, None), ((None, 3), {}, None), ((IDS.bool(),), {}, None),
+])
+def test_tokens_are_read_from_what_a_model_is_given(args: Any, kwargs: Any, found: tuple[int, int] | None) -> None:
+    assert batch_of(args, kwargs) == (None if found is None else Pass(*found))
+
+
+def test_a_model_whose_inputs_name_no_tokens_is_not_planned_for() -> None:
+    streamed = mt.stream(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 3)), "cpu", vram=VRAM)
+    streamed(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert runtime_of(streamed).planning.plan is None and "tokens=, seq=" in mt.explain(streamed)

@@ -1,0 +1,186 @@
+"""What a proof found holds for its case alone, and what forward ran by is what backward runs by."""
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import fusing
+import parity
+import pytest
+import torch
+import zoo
+from fusing import codes, lm, stream
+from test_proof import Norm, grads
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import megatrain_torch as mt
+from megatrain_torch.wrap import runtime_of
+
+pytestmark = pytest.mark.usefixtures("streaming")
+LLAMA = lm("llama", num_hidden_layers=2)
+
+
+class OnePlusInEvaluation(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        hat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        if self.training:
+            return self.weight * hat.to(x.dtype)
+        return (hat * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 16), kind(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def streamed(kind: type) -> tuple[nn.Module, nn.Module]:
+    parity.seed()
+    plain = Model(kind)
+    return plain, mt.stream(copy.deepcopy(plain), "cpu", compute="fused", units=["first", "norm", "last"])
+
+
+def code_of(model: nn.Module, name: str) -> str:
+    return next(w.code for w in runtime_of(model).windows if w.name == name)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_norm_whose_style_is_another_in_evaluation(first: bool) -> None:
+    plain, model = streamed(OnePlusInEvaluation)
+    x = torch.randn(2, 12, 16)
+    for training in (first, not first, first, not first):
+        plain.train(training), model.train(training)
+        fusing.grads_agree(of(plain, x), of(model, x))
+        assert code_of(model, "norm") == "template"
+
+
+# ---------------------------------------------------------------- changes between forward and backward
+
+def activation(layer: nn.Module) -> None:
+    layer.mlp.act_fn = nn.GELU()
+
+
+def swapped(layer: nn.Module) -> None:
+    """Two parts change names; the head count stays."""
+    layer.mlp.gate_proj, layer.mlp.up_proj = layer.mlp.up_proj, layer.mlp.gate_proj
+
+
+def renamed(layer: nn.Module) -> None:
+    """What no template covers, nor knows the names of."""
+    class Twice(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.inner(x)
+
+    layer.mlp = Twice(layer.mlp)
+
+
+BETWEEN: dict[str, Callable[[nn.Module], Any]] = {
+    "a norm's eps": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1),
+    "the scale": lambda layer: setattr(layer.self_attn, "scaling", 0.5),
+    "the activation": activation,
+    "the training flag": lambda layer: layer.eval(),
+    "parts' names": swapped,
+    "a wrapper": renamed,
+    "no norm": lambda layer: setattr(layer, "input_layernorm", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("keep", ["replay", "saved"])
+@pytest.mark.parametrize("what", BETWEEN)
+def test_backward_is_that_of_its_forward(what: str, keep: str) -> None:
+    """The next pass has begun when the first one's backward runs: the module is another by then."""
+    parity.seed()
+    plain = LLAMA()
+    model = stream(copy.deepcopy(plain), keep)
+    batch, found = zoo.text_unpadded(0), []
+    for m in (plain, model):
+        params = dict(m.named_parameters())
+        m(**batch).loss.backward()                       # proofs are made
+        m.zero_grad()
+        first = m(**batch).loss
+        BETWEEN[what](m.model.layers[1])
+        second = m(**batch).loss
+        first.backward()
+        found.append({n: p.grad.clone() for n, p in params.items()})
+        m.zero_grad()
+        second.backward()
+        found.append({n: None if p.grad is None else p.grad.clone() for n, p in params.items()})
+    fusing.grads_agree(found[0], found[2])
+    fusing.grads_agree(found[1], found[3])
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_logits_are_those_of_the_head_that_was_called(read: bool) -> None:
+    """By cross_entropy, or read; the head has another forward by then."""
+    parity.seed()
+    plain = LLAMA()
+    model = stream(copy.deepcopy(plain))
+    batch, found = zoo.text_unpadded(0), []
+    ids, labels = batch["input_ids"], batch["labels"]
+    for m in (plain, model):
+        logits = m(input_ids=ids).logits
+        m.lm_head.__class__ = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
+        other = m(input_ids=ids).logits
+        loss = logits.square().mean() if read else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        (loss + 0 * other.sum()).backward()
+        found.append({n: p.grad.clone() for n, p in m.named_parameters()})
+    fusing.grads_agree(*found)
+
+
+# ---------------------------------------------------------------- a decoder's
+
+def unturned_without_mask(layer: nn.Module) -> None:
+    """An attention that turns its heads where a mask came, and does not where none did."""
+    attn = layer.self_attn
+    module = sys.modules[type(attn).__module__]
+    base = type(attn)
+
+    def forward(self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor | None, **kw: Any
+                ) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        if attention_mask is not None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, scale=self.scaling,
+                                             is_causal=attention_mask is None, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1).contiguous()), None
+
+    global apply_rotary_pos_emb
+    apply_rotary_pos_emb = module.apply_rotary_pos_emb
+    attn.__class__ = type("Half", (base,), {"forward": forward})
+
+
+apply_rotary_pos_emb: Any = None
+
+
+@pytest.mark.parametrize("order", [(True, False, True, False), (False, True, False, True)])
+def test_rotary_embedding_where_there_is_a_mask_alone(order: tuple[bool, ...]) -> None:
+    parity.seed()
+    model = LLAMA()
+    for layer in model.model.layers:
+        unturned_without_mask(layer)
+    plain = copy.deepcopy(model)
+    model = stream(model)
+    for masked in order:
+        batch = fusing.padded(0) if masked else zoo.text_unpadded(0)
+        fusing.grads_agree(grads(plain, batch), grads(model, batch))
+        fusing.all_fused(codes(model))
