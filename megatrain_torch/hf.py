@@ -23,14 +23,14 @@ _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDi
 
 
 class Window(Protocol):
-    """What is told how to keep activations."""
+    """What is told how to keep activations: window.Window."""
 
     mode: str
     draws_unseen: bool
 
 
 class Streamed(Protocol):
-    """A streamed model, as far as transformers has to do with it."""
+    """A streamed model, as far as transformers has to do with it: runtime.Runtime."""
 
     device: torch.device
     activations: Any

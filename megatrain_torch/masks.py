@@ -126,7 +126,7 @@ _now = threading.local()             # .spared: is a pass on whose masks may be 
 
 
 class Layer(Protocol):
-    """A window that may be given a stand-in: one whose template goes by what the mask says."""
+    """What may be given a stand-in, where its template goes by what a mask says: window.Window."""
 
     @property
     def spares_masks(self) -> bool: ...

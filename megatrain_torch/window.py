@@ -28,7 +28,9 @@ from .state import enter, in_backward, leave, swap_window
 
 
 class Fused(Protocol):
-    """A template that runs a window: fused.Fused. Called, it gives the output, or None: the module's own code runs.
+    """A template that runs a window: fused.Fused.
+
+    Called, it gives the output, or None: the module's own code runs.
 
     Attributes:
         verdict: why it is not used; "" where it is; None before it has been tried. declined: why not for the last call.
@@ -44,7 +46,7 @@ class Fused(Protocol):
 
 
 class Compiled(Protocol):
-    """torch.compile's graphs of a window: compiled.Compiled. Called, it gives (output,), or None."""
+    """torch.compile's graphs of a window, which give (output,), or None: compiled.Compiled."""
 
     @property
     def code(self) -> str: ...
@@ -53,7 +55,7 @@ class Compiled(Protocol):
 
 
 class Head(Protocol):
-    """What leaves a window's logits unmade: deferred.Head. Called, it gives what stands for them, or None."""
+    """What leaves a window's logits unmade, and gives what stands for them, or None: deferred.Head."""
 
     declined: str
 
