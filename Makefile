@@ -29,7 +29,7 @@ MEGATRAIN_CUDA_ARCHES ?= native
 export MEGATRAIN_CUDA_ARCHES
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ctest asan tsan pytest gpu bench performance-page models fmt lint sdist wheel api \
+.PHONY: help demo test ctest asan tsan pytest gpu bench performance-page what-fits models fmt lint sdist wheel api \
         check-aarch64 clean inplace
 
 help:  ## list the verbs
@@ -65,6 +65,9 @@ bench: $(BUILT)  ## benchmarks, each beside the machine's limit
 performance-page:  ## the figures of docs/performance.md: RESULTS=results.jsonl [PICTURE=step.png]
 	$(if $(RESULTS),,$(error RESULTS=file.jsonl is needed: lines of benchmarks))
 	python3 tools/performance_page.py $(RESULTS) $(if $(PICTURE),--picture $(PICTURE))
+
+what-fits: $(BUILT)  ## docs/what-fits.md: the largest models for usual cards, by mt.plan
+	nice -n 19 $(PY) tools/what_fits.py
 
 models: $(BUILT)  ## docs/models.md: tiny models of every architecture; TRANSFORMERS= DIFFUSERS= checkouts
 	nice -n 19 $(PY) tools/try_models.py $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) \

@@ -71,7 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, dest="verb", metavar="VERB")
     for verb in (train, evaluate, export, generate, report, doctor, plan):
         verb.add(commands)
-
     return parser
 
 

@@ -51,6 +51,7 @@ aten = torch.ops.aten
 # fp16 is left out: gradients of a mean over many tokens fall below its smallest number, and the scale of
 # a GradScaler is known only in backward. fp64 is nobody's choice for speed.
 TYPES = (torch.float32, torch.bfloat16)
+LINEAR = nn.Linear.forward
 
 
 # ---- which module ------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ class Head(Runner):
         named = {} if self.changed else dict(m.named_parameters())
         if not self.changed and {id(p) for p in named.values()} != set(self.by_param):
             self.changed = "its parameters are not those that it was streamed with"
-        elif not self.changed and getattr(self.window.inner, "__func__", None) is not nn.Linear.forward:
+        elif not self.changed and getattr(self.window.inner, "__func__", None) is not LINEAR:
             self.changed = "it has a forward of its own put in"
         if not self.changed:
             self.weight = self.by_param[id(named["weight"])]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
 
 from . import hf_calls
@@ -154,6 +155,13 @@ def _away(kept: Any, bundle: Bundle, x: Tensor, with_input: bool) -> Any:
 def casts(device: str, dtype: torch.dtype) -> bool:
     """Is autocast on, to another type than the weights'? To their own (Trainer's bf16=True) it changes nothing."""
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype
+
+
+def _modes() -> bool:
+    """Is there a mode that may give torch's functions another meaning? A default device gives none."""
+    functions = range(torch._C._len_torch_function_stack())
+    return torch._C._len_torch_dispatch_stack() > 0 or any(
+        not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in functions)
 
 
 def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
@@ -297,6 +305,8 @@ class Fused(Runner):
             raise Unfit("there are hooks inside it")
         if casts(window.runtime.device.type, window.records[0].dtype):
             raise Unfit("autocast is on")
+        if _modes():
+            raise Unfit("a mode of torch's functions is on")
         x = self.template.input(args, kwargs, window.records[0].dtype)
         if not (x.requires_grad or window.trainable):
             raise Unfit("nothing needs a gradient")
@@ -492,6 +502,7 @@ class Proofs:
         if code:
             self.looked.clear()
         for window in windows:
+            window.look()                    # hooks of modules that came
             if window.head is not None:
                 window.head.read()
             elif window.fused is not None:

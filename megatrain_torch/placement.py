@@ -7,10 +7,13 @@ that more memory is never slower.
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,23 +50,14 @@ from .disk import (
 from .machine import Machine
 from .modes import DISK, DISKS, KEEPS, LINKED, read
 from .shapes import Shape, Unit
-from .simulate import (
-    DEVICE,
-    HOST,
-    NORM_S,
-    ON_DISK,
-    SHOWN_MICRO,
-    THROUGH,
-    Lists,
-    Step,
-    Timing,
-    simulate,
-)
+from .simulate import DEVICE, HOST, NORM_S, ON_DISK, SHOWN_MICRO, THROUGH, Lists, Step, Timing, simulate
 from .slots import plan_slots
 from .tracks import Levels, Track, Tracks
 
 RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 OVERHEAD = "Python, torch, driver"          # of host memory: what is there besides planes
+PLAIN = tuple(home.plain for home in Home)              # by a Home's number
+SETTLED = ("vram", "arrive")
 MOST_ENDS = 3               # embeddings and heads whose homes are chosen one by one
 GUESTS = 2                  # units, first in the forward, whose states may arrive: what it waits for first
 EARLY = max(GUESTS + AHEAD + 1, STAY)       # windows whose activations may be alive while those states are there
@@ -152,10 +146,22 @@ class Homes(NamedTuple):
     through_s: float
 
 
-class Problem:
-    """A model on a machine for given tokens."""
+def _kept_by_arguments(make: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """A method's results, for as long as its problem lives."""
+    @functools.wraps(make)
+    def known(self: Problem, *asked: Any) -> dict[str, Any]:
+        found = self.parts.get((make, *asked))
+        if found is None:
+            found = self.parts[(make, *asked)] = make(self, *asked)
+        return found
 
-    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes) -> None:
+    return known
+
+
+class Problem:
+    """A model on a machine for given tokens. like: the same with another number of buffers for gradients."""
+
+    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, like: Problem | None = None) -> None:
         self.shape, self.machine, self.wishes = shape, machine, wishes
         n = len(shape.windows)
         self.first: dict[int, int] = {}
@@ -172,9 +178,14 @@ class Problem:
         self.again = [() if w.kind in ("embedding",) or (w.kind == "head" and wishes.fused) else w.units
                       for w in shape.windows]
         self.needed_again = {u for w, units in enumerate(self.again) for u in units if shape.windows[w].learns}
-        self.micros: dict[int, Micro] = {}
+        alike: dict[Unit, int] = {}         # the first unit with the same bytes: sums are taken over few kinds of units
+        self.alike = [alike.setdefault(dataclasses.replace(unit, name=""), u) for u, unit in enumerate(shape.units)]
+        self.planes: dict[tuple[int, str, bool, bool], dict[str, int]] = {}
+        self.ring_bytes: dict[frozenset[tuple[int, int]], list[tuple[int, int]]] = {}
+        self.micros: dict[int, Micro] = like.micros if like is not None and like.depth == self.depth else {}
+        self.parts: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.slot_bytes: dict[tuple[tuple[Home, ...], int], array[int]] = {}
         self.schedules: dict[tuple[tuple[Home, ...], int, int], bytes] = {}
-        self.asked: tuple[Any, ...] = (None, 0, ())        # homes and micro-batches asked about last, and _of_homes
         self.disks: dict[tuple[tuple[Home, ...], bool], tuple[frozenset[int], frozenset[int]]] = {}
         self.rooms: dict[tuple[tuple[Home, ...], bool], int] = {}
         self.through_rate = machine.through_rate(wishes.states, alone=wishes.homes == "through")
@@ -234,11 +245,7 @@ class Problem:
         needs them. Where updates follow gradients that are kept nowhere, any first few are spread over the model (van
         der Corput's sequence): the drive has the time between them, and a backward waits for each."""
         order = [u for u in reversed(self.first) if not homes[u]]
-        if self.wishes.grads == "ram":
-            return order
-        bits = len(order).bit_length()
-        places = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
-        return [order[place] for place in places if place < len(order)]
+        return order if self.wishes.grads == "ram" else [order[place] for place in _spread(len(order))]
 
     def states(self, unit: int) -> int:
         """Bytes of a unit's masters and moments."""
@@ -248,11 +255,13 @@ class Problem:
         """On disk, by plane, and between them; modes: with the activations of these."""
         spilled = self.spills(self.micro(micro).costs, modes) if modes else {}
         total: dict[str, int] = {SPILLED: spilled_bytes(spilled.values())} if spilled else {}
-        for u in self.on_disk(homes, micro):
-            unit, home = self.shape.units[u], self._disk_home(u, homes, micro)
+        on_disk, filed = self._disks(homes, micro)
+        for (u, home), count in Counter((self.alike[u], "disk+weights" if u in filed else "disk")
+                                        for u in on_disk).items():
+            unit = self.shape.units[u]
             weights = {"weights": unit.gradients, FROZEN: unit.weights - unit.gradients} if home != "disk" else {}
             for what, n in {**weights, **visiting_planes(unit), PADDING: unit_file_bytes(unit, home)[1]}.items():
-                total[what] = total.get(what, 0) + n
+                total[what] = total.get(what, 0) + n * count
         return total
 
     def _disk_home(self, unit: int, homes: tuple[Home, ...], micro: int) -> str:
@@ -281,10 +290,9 @@ class Problem:
     def _host_bytes(self, homes: tuple[Home, ...], micro: int, on_disk: frozenset[int], filed: frozenset[int],
                     modes: tuple[str, ...] = ()) -> dict[str, int]:
         total = {OVERHEAD: self.machine.host_overhead_bytes}
-        for u, (unit, home) in enumerate(zip(self.shape.units, homes)):
-            where = "disk+weights" if u in filed else "disk" if u in on_disk else Home(home).plain
-            for plane, n in host_planes(unit, where, micro).items():
-                total[plane] = total.get(plane, 0) + n
+        for (u, where), count in self._counted(homes, on_disk, filed).items():
+            for plane, n in self._planes(u, where, micro > 1, False).items():
+                total[plane] = total.get(plane, 0) + n * count
         if on_disk:
             total["buffers of the disk"] = buffer_bytes(["disk+weights" if filed else "disk"])
         away = [u.gradients for u, home in zip(self.shape.units, homes) if not home]
@@ -303,14 +311,11 @@ class Problem:
 
     def kept_there(self, costs: list[Cost], modes: Sequence[str]) -> int:
         """Bytes of activations in host memory, with the blocks that carry those that are on disk."""
-        spilled = self.spills(costs, modes)
-        away = sum(n for n, mode in zip(self._away(costs, modes), modes) if mode not in DISK)
-        return away + min(BLOCKS, len(spilled)) * max(spilled.values(), default=0)
+        return _kept_there(self._away(costs, modes), self.spills(costs, modes))
 
     def spills(self, costs: list[Cost], modes: Sequence[str]) -> dict[int, int]:
         """By window that keeps something on disk, its bytes."""
-        away = self._away(costs, modes)
-        return {w: n for w, (n, mode) in enumerate(zip(away, modes)) if n and mode in DISK}
+        return _spills(self._away(costs, modes), modes)
 
     def spill_s(self, spilled: dict[int, int]) -> float:
         """Seconds of the drive; what is in host memory still is not read."""
@@ -321,13 +326,30 @@ class Problem:
     def planes_at_home(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """Of units at home in VRAM, by plane; what is there all the time."""
         total: dict[str, int] = {}
-        keeps, there = self.wishes.grads == "ram", [(u, home) for u, home in zip(self.shape.units, homes) if home]
-        for unit, home in there:
-            for plane, n in device_planes(unit, micro, Home(home).plain, keeps).items():
-                total[plane] = total.get(plane, 0) + n
+        keeps, there = self.wishes.grads == "ram", [u for u, home in enumerate(homes) if home]
+        for (u, where), count in self._counted(homes).items():
+            for plane, n in self._planes(u, where, micro > 1, True).items() if where in SETTLED else ():
+                total[plane] = total.get(plane, 0) + n * count
         if not keeps and there:
-            total["gradients"] = sum(lent_buffers([u for u, _ in there], self.wishes.lent))
+            total["gradients"] = sum(lent_buffers([self.shape.units[u] for u in there], self.wishes.lent))
         return total
+
+    def _counted(self, homes: tuple[Home, ...], on_disk: frozenset[int] = frozenset(),
+                 filed: frozenset[int] = frozenset()) -> Counter[tuple[int, str]]:
+        """How many units with the same bytes are at home in the same place."""
+        where = [PLAIN[home] for home in homes]
+        for u in on_disk:
+            where[u] = "disk+weights" if u in filed else "disk"
+        return Counter(zip(self.alike, where))
+
+    def _planes(self, unit: int, where: str, several: bool, device: bool) -> dict[str, int]:
+        """Bytes of a unit's planes, on the device or on the host."""
+        key = unit, where, several, device
+        if key not in self.planes:
+            it, micro = self.shape.units[unit], 1 + several
+            self.planes[key] = device_planes(it, micro, where, self.wishes.grads == "ram") if device \
+                else host_planes(it, where, micro)
+        return self.planes[key]
 
     def peak(self, costs: list[Cost], modes: tuple[str, ...]) -> tuple[int, int, int]:
         """(activations, work, gradients under way) in bytes where their sum is largest in a backward."""
@@ -368,8 +390,10 @@ class Problem:
         """The peak with what torch's allocator holds beyond it."""
         return self._with_cache(sum(self.peak(costs, modes)))
 
-    def _with_cache(self, total: int) -> int:
-        return total + int(total * CACHE_SHARE["fused" if self.wishes.fused else "eager"])
+    def _with_cache(self, total: Any) -> Any:
+        """Of a number, or of an array."""
+        beyond = total * CACHE_SHARE["fused" if self.wishes.fused else "eager"]
+        return total + (int(beyond) if isinstance(total, int) else beyond.astype(np.int64))
 
     # ---- activations ----
 
@@ -458,34 +482,33 @@ class Problem:
                pairs: dict[int, int] | None = None) -> Track:
         """free: windows that are not fixed may keep more than the least. pairs: of these, those that may be linked."""
         modes = [fixed.get(w, mode) for w, mode in enumerate(least)]
-        away, spilled = self._away(costs, modes), self.spills(costs, modes)
+        away = self._away(costs, modes)
+        spilled = _spills(away, modes)
 
         def make(first_alone: bool) -> Levels:
             return self._made(costs, self._levels(costs, modes, free and not first_alone, fixed, pairs or {}))
 
-        return Track(self.kept_there(costs, modes), sum(away) - next((n for n in reversed(away) if n), 0),
+        return Track(_kept_there(away, spilled), sum(away) - next((n for n in reversed(away) if n), 0),
                      spilled_bytes(spilled.values()), self.spill_s(spilled), make)
 
     def _made(self, costs: list[Cost], levels: Iterator[tuple[tuple[str, ...], tuple[int, ...]]]) -> Levels:
         """Bytes and seconds of each, from the one before it."""
-        made = Levels([], [], [], [])
-        learns, flying = np.array([w.learns for w in self.shape.windows]), np.array(self.flying)
-        for level, changed in levels:
-            if not made.modes:
-                kept, work, seconds = (np.array([of(c)[m] for c, m in zip(costs, level)])
-                                       for of in (lambda c: c.kept, lambda c: c.work, lambda c: c.backward_s))
-                coming = np.array(self.coming(costs, level))     # the links that later levels have make none
-                work += coming
+        found = list(levels)
+        first, learns = found[0][0], np.array([w.learns for w in self.shape.windows])
+        kept, work, seconds = (np.repeat(np.array([of(c)[m] for c, m in zip(costs, first)])[None], len(found), axis=0)
+                               for of in (lambda c: c.kept, lambda c: c.work, lambda c: c.backward_s))
+        for at, (modes, changed) in enumerate(found):
             for w in changed:
-                cost, mode = costs[w], level[w]
-                kept[w], work[w], seconds[w] = cost.kept[mode], cost.work[mode] + coming[w], cost.backward_s[mode]
-            peak = int((np.cumsum(kept * learns) + work + flying).max())
-            made.modes.append(level)
-            made.peaks.append(max(self._with_cache(max(peak, 0)), *made.peaks[-1:], 0))
-            at_first = not changed or changed[0] < EARLY
-            made.early.append(max(self.early_bytes(costs, level), *made.early[-1:], 0) if at_first else made.early[-1])
-            made.backward_s.append(float(seconds.sum()))
-        return made
+                cost, mode = costs[w], modes[w]
+                kept[at:, w], work[at:, w], seconds[at:, w] = cost.kept[mode], cost.work[mode], cost.backward_s[mode]
+        kept *= learns
+        work += np.array(self.coming(costs, first)) + np.array(self.flying)  # the links that later levels have make none
+        return Levels([modes for modes, _ in found], self._rising((np.cumsum(kept, axis=1) + work).max(axis=1)),
+                      seconds.sum(axis=1), self._rising(kept[:, :EARLY].sum(axis=1) + work[:, :EARLY].max(axis=1)))
+
+    def _rising(self, totals: np.ndarray) -> np.ndarray:
+        """Bytes with what torch's allocator holds beyond them; of a level no less than of those before it."""
+        return np.maximum.accumulate(np.maximum(self._with_cache(totals), 0))
 
     def _levels(self, costs: list[Cost], modes: list[str], free: bool, fixed: dict[int, str], pairs: dict[int, int]
                 ) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
@@ -511,33 +534,51 @@ class Problem:
     # ---- time ----
 
     def step(self, choice: Choice) -> Step:
-        units, m, costs = self.shape.units, self.machine, self.micro(choice.micro).costs
+        micro, key = choice.micro, (choice.homes, choice.ring)
+        if key not in self.slot_bytes:
+            self.slot_bytes[key] = array("q", self.slots(*key))
+        return Step(**self._fixed, **self._timed(micro), **self._placed(choice.homes, micro, choice.through),
+                    **self._kept(micro, choice.modes), slots=self.slot_bytes[key], micro=micro)
+
+    @functools.cached_property
+    def _fixed(self) -> dict[str, Any]:
+        """Of a step, what no choice changes."""
+        units, m = self.shape.units, self.machine
+        return {"units": Lists.of(w.units for w in self.shape.windows), "again": Lists.of(self.again),
+                "leaving": Lists.of(self.leaving), "weights": array("q", [u.weights for u in units]),
+                "gradients": array("q", [u.gradients for u in units]),
+                "add_s": array("d", [u.trained / (m.add_gparams * 1e9) for u in units]), "depth": self.depth,
+                "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9, "busy": m.busy_gbps * 1e9,
+                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9}
+
+    @_kept_by_arguments
+    def _timed(self, micro: int) -> dict[str, Any]:
+        costs = self.micro(micro).costs
+        return {"forward_s": array("d", [c.forward_s for c in costs]),
+                "forward_host_s": array("d", [c.forward_host_s for c in costs])}
+
+    @_kept_by_arguments
+    def _placed(self, homes: tuple[Home, ...], micro: int, through: frozenset[int]) -> dict[str, Any]:
+        units, m, every = self.shape.units, self.machine, range(len(homes))
         host, device = m.adam_rate(states=self.wishes.states), m.device_adam_gparams * 1e9
-        on_disk, few = self.on_disk(choice.homes, choice.micro), m.adam_rate(POOL, self.wishes.states)
-        filed, visiting = self.filed(choice.homes, choice.micro), self.visiting(choice.homes)
-        spilled = self.spills(costs, choice.modes)
-        return Step(
-            forward_s=[c.forward_s for c in costs],
-            backward_s=[c.backward_s[mode] for c, mode in zip(costs, choice.modes)],
-            forward_host_s=[c.forward_host_s for c in costs],
-            backward_host_s=[c.backward_host_s[mode] for c, mode in zip(costs, choice.modes)],
-            units=Lists.of(w.units for w in self.shape.windows), again=Lists.of(self.again),
-            leaving=Lists.of(self.leaving),
-            updated_on=[DEVICE if home else ON_DISK if i in on_disk else THROUGH if i in choice.through else HOST
-                        for i, home in enumerate(choice.homes)],
-            weights=[u.weights for u in units], gradients=[u.gradients for u in units],
-            update_s=[u.trained / device + self.gathering_s(u, choice.micro) if home
-                      else u.trained / (few if i in on_disk else host)
-                      for i, (u, home) in enumerate(zip(units, choice.homes))],
-            add_s=[u.trained / (m.add_gparams * 1e9) for u in units],
-            slots=self.slots(choice.homes, choice.ring), micro=choice.micro,
-            h2d=m.h2d_gbps * 1e9, d2h=m.d2h_gbps * 1e9, both=m.both_gbps * 1e9, busy=m.busy_gbps * 1e9,
-            visiting=[visiting.get(i, 0) for i in range(len(units))], away=self.away(choice.micro, choice.modes),
-            disk_s=[self.drive_s(i, choice.homes, choice.micro) if i in on_disk else 0 for i in range(len(units))],
-            through_s=[self.through_s(i) if i in choice.through else 0 for i in range(len(units))],
-            lent=self.lent(choice.homes), depth=self.depth, spilled=[w in spilled for w in range(len(costs))],
-            write=m.disk_write_gbps * 1e9, read=m.disk_read_gbps * 1e9,
-            read_s=[self.read_s(i) if i in filed else 0 for i in range(len(units))])
+        few, (on_disk, filed), visiting = m.adam_rate(POOL, self.wishes.states), self._disks(homes, micro), \
+            self.visiting(homes)
+        return {"updated_on": array("q", [DEVICE if homes[u] else ON_DISK if u in on_disk else THROUGH if u in through
+                                          else HOST for u in every]),
+                "update_s": array("d", [units[u].trained / device + self.gathering_s(units[u], micro) if homes[u]
+                                        else units[u].trained / (few if u in on_disk else host) for u in every]),
+                "visiting": array("q", [visiting.get(u, 0) for u in every]),
+                "disk_s": array("d", [self.drive_s(u, homes, micro) if u in on_disk else 0.0 for u in every]),
+                "through_s": array("d", [self.through_s(u) if u in through else 0.0 for u in every]),
+                "read_s": array("d", [self.read_s(u) if u in filed else 0.0 for u in every]),
+                "lent": self.lent(homes)}
+
+    @_kept_by_arguments
+    def _kept(self, micro: int, modes: tuple[str, ...]) -> dict[str, Any]:
+        costs, away = self.micro(micro).costs, self.away(micro, modes)
+        return {"backward_s": array("d", [c.backward_s[mode] for c, mode in zip(costs, modes)]),
+                "backward_host_s": array("d", [c.backward_host_s[mode] for c, mode in zip(costs, modes)]),
+                "away": array("q", away), "spilled": array("q", [mode in DISK for mode in modes])}
 
     def drive_s(self, unit: int, homes: tuple[Home, ...], micro: int) -> float:
         """Of an update's reads and writes."""
@@ -580,28 +621,34 @@ class Problem:
         can have kept; activations. From the second backward on, the host adds up gradients, and is behind by a few
         units at the most.
         """
+        return self._bound(np.array(self._of_homes(homes, micro)), slots, micro, backward_s, out, spill_s)
+
+    def _bound(self, of: np.ndarray, slots: Any, micro: int, backward_s: Any, out: Any, spill_s: Any) -> Any:
+        """of: what _of_homes gives, for one choice of homes or, as columns, for several."""
         m, made = self.machine, self.micro(micro)
-        if self.asked[0] is not homes or self.asked[1] != micro:
-            self.asked = homes, micro, self._of_homes(homes, micro)
-        first, alone, once, again = self.asked[2]
+        first, end_s, alone, weights, needed, gradients, add_s, longest_add_s, once, again = of
         up, both = m.h2d_gbps * 1e9, m.both_gbps * 1e9
         first = np.maximum(first, out / both)
-        forward = np.maximum(max(made.forward_s, (homes.weights - slots) / up), out / both)
-        backward = np.maximum(backward_s, (homes.again - slots + out) / both)
-        adding = np.maximum(backward, homes.add_s - (OFFLOAD_DEPTH + STAGINGS + 1) * homes.longest_add_s)
-        passes = first + backward + (micro - 1) * (forward + adding) + homes.end_s
-        added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
-        read = once + max(again - slots, 0) + (micro - 1) * (max(once - slots, 0) + max(again - slots, 0))
+        forward = np.maximum(np.maximum(made.forward_s, (weights - slots) / up), out / both)
+        backward = np.maximum(backward_s, (needed - slots + out) / both)
+        adding = np.maximum(backward, add_s - (OFFLOAD_DEPTH + STAGINGS + 1) * longest_add_s)
+        passes = first + backward + (micro - 1) * (forward + adding) + end_s
+        added = first + backward + forward + (micro - 1) * add_s if micro > 1 else 0.0
+        read = once + np.maximum(again - slots, 0) + (micro - 1) * (np.maximum(once - slots, 0)
+                                                                    + np.maximum(again - slots, 0))
         reading = read / (m.disk_read_gbps * 1e9)    # a first forward finds none in a slot
-        least = max(alone, micro * homes.gradients / both, reading)
+        least = np.maximum(np.maximum(alone, micro * gradients / both), reading)
         return NORM_S + functools.reduce(np.maximum, (passes, added, micro * spill_s, least))
 
-    def _of_homes(self, homes: Homes, micro: int) -> tuple[float, float, int, int]:
-        """What a bound takes from homes alone: seconds of the first forward, and of updates where nothing else is to be
-        done; bytes of weights that are on the drive, and of those that backward needs again."""
+    def _of_homes(self, homes: Homes, micro: int) -> tuple[float, ...]:
+        """What a bound takes from homes alone: seconds of the first forward, from the last window to the norm, and of
+        updates where nothing else is to be done; bytes of weights, of those that backward needs again, and of
+        gradients; seconds to add up gradients, and one unit's; bytes of weights that are on the drive, and of those
+        that backward needs again."""
         filed = self.filed(homes.units, micro)
-        return (self._first_forward(homes, micro),
+        return (self._first_forward(homes, micro), homes.end_s,
                 self._updates_alone(homes, micro) if self.wishes.grads == "none" else 0.0,
+                homes.weights, homes.again, homes.gradients, homes.add_s, homes.longest_add_s,
                 sum(self.shape.units[u].weights for u in filed),
                 sum(self.shape.units[u].weights for u in filed if u in self.needed_again))
 
@@ -663,7 +710,14 @@ class Problem:
             sum(units[u].gradients for u in away), sum(units[u].trained for u in added) / (m.add_gparams * 1e9),
             max((units[u].trained for u in added), default=0) / (m.add_gparams * 1e9),
             sum(self.visiting(homes).values()),
-            [(r, sum(self.slots(homes, r))) for r in self.rings()], through, sum(self.through_s(u) for u in through))
+            self._ring_bytes([units[u].weights for u in away]), through, sum(self.through_s(u) for u in through))
+
+    def _ring_bytes(self, weights: list[int]) -> list[tuple[int, int]]:
+        """(ring, bytes of its slots) for units of these sizes."""
+        key = frozenset(Counter(weights).items())
+        if key not in self.ring_bytes:
+            self.ring_bytes[key] = [(ring, sum(plan_slots(weights, ring))) for ring in self.rings()]
+        return self.ring_bytes[key]
 
     # ---- what may be chosen ----
 
@@ -680,22 +734,22 @@ class Problem:
         away."""
         n = len(self.shape.units)
         if self.wishes.homes in (*DISKS, "through"):
-            return [(Home.RAM,) * n]
+            return [(Home.RAM.value,) * n]
         if self.wishes.homes:
-            return [(Home[self.wishes.homes.upper()],) * n]
+            return [(Home[self.wishes.homes.upper()].value,) * n]
         kinds = {u: self.shape.windows[w].kind for u, w in self.first.items()}
         ends = [u for u in self.first if kinds[u] in ("embedding", "head")][:MOST_ENDS]
         middle = [u for u in self.first if u not in ends]
         found = []
         for first in range(len(middle) + 1):
             for taken in range(1 << len(ends)):
-                homes = [Home.RAM] * n
+                homes = [Home.RAM.value] * n
                 for u in middle[:first] + [e for i, e in enumerate(ends) if taken >> i & 1]:
-                    homes[u] = Home.VRAM
+                    homes[u] = Home.VRAM.value
                 found.append(tuple(homes))
                 for u in list(self.first)[:GUESTS]:
                     if homes[u] == Home.RAM and self.shape.units[u].trained:
-                        homes[u] = Home.ARRIVE
+                        homes[u] = Home.ARRIVE.value
                         found.append(tuple(homes))
         return found
 
@@ -740,23 +794,36 @@ class Problem:
 
     def _by_bound(self) -> Iterator[tuple[float, Choice]]:
         """All that fits, the least bound first; of equal ones what takes least on disk, then in VRAM."""
-        vram, host, found, keys = self.machine.vram_bytes, self.machine.host_bytes, [], []
-        for micro, homes, ring, slots, planes, on_host in self.combinations():
-            fixed, tracks = planes + slots, self.micro(micro).tracks
-            fit = tracks.fitting(vram - fixed, host - on_host, self._room(homes.units, micro), homes.visiting)
-            if fit.tracks:
-                bounds = self.bound(homes, slots, micro, fit.backward_s, fit.out, fit.spill_s)
-                keys.append((fixed + fit.tops, fit.spilled, bounds))
-                found.append((micro, homes, ring, fit))
+        rows = [row for row in self.combinations()
+                if row[3] + row[4] <= self.machine.vram_bytes and row[5] <= self.machine.host_bytes]
+        found = [part for micro in self.micro_counts() if (part := self._bounds(rows, micro)) is not None]
         if not found:
             return
-        tops, spilled, bounds = (np.concatenate(column) for column in zip(*keys))
-        begins = np.cumsum([0, *(len(fit.tracks) for *_, fit in found)])
-        for i in np.lexsort((tops, spilled, bounds)):
-            at = int(np.searchsorted(begins, i, side="right")) - 1
-            micro, homes, ring, fit = found[at]
-            track, level = fit.tracks[i - begins[at]], fit.levels[i - begins[at]]
-            yield float(bounds[i]), Choice(micro, homes.units, ring, track.levels.modes[level], homes.through)
+        bounds, spilled, tops, row, track, level = (np.concatenate(column) for column in zip(*found))
+        for i in np.lexsort((track, row, tops, spilled, bounds)):
+            micro, homes, ring, *_ = rows[row[i]]
+            modes = self.micro(micro).tracks[track[i]].levels.modes[level[i]]
+            yield float(bounds[i]), Choice(micro, homes.units, ring, modes, homes.through)
+
+    def _bounds(self, rows: list[tuple[int, Homes, int, int, int, int]], micro: int) -> tuple[np.ndarray, ...] | None:
+        """(bounds, bytes on disk, bytes on the device, row, track, level) of what fits of so many micro-batches."""
+        at = [i for i, row in enumerate(rows) if row[0] == micro]
+        if not at:
+            return None
+        homes = [rows[i][1] for i in at]
+        slots, planes, on_host = (np.array([rows[i][k] for i in at], dtype=np.int64) for k in (3, 4, 5))
+        fixed, tracks = planes + slots, self.micro(micro).tracks
+        fit = tracks.fitting(self.machine.vram_bytes - fixed, self.machine.host_bytes - on_host,
+                             np.array([self._room(h.units, micro) for h in homes], dtype=np.int64),
+                             np.array([h.visiting for h in homes], dtype=np.int64))
+        if not len(fit.at):
+            return None
+        each = {id(homes[i]): homes[i] for i in fit.at.tolist()}
+        place = {key: n for n, key in enumerate(each)}
+        of = np.array([self._of_homes(h, micro) for h in each.values()]).T
+        bounds = self._bound(of[:, [place[id(homes[i])] for i in fit.at.tolist()]], slots[fit.at], micro,
+                             fit.backward_s, fit.out, fit.spill_s)
+        return bounds, fit.spilled, fixed[fit.at] + fit.tops, np.array(at)[fit.at], fit.tracks, fit.levels
 
     def _room(self, homes: tuple[Home, ...], micro: int) -> int:
         """Bytes that states leave on disk."""
@@ -787,6 +854,23 @@ class Problem:
             vram += here[there <= self.machine.host_bytes].tolist()
             host += there[here <= self.machine.vram_bytes].tolist()
         return min(vram, default=None), min(host, default=None)
+
+
+def _spills(away: list[int], modes: Sequence[str]) -> dict[int, int]:
+    """Of windows that keep something on disk, their bytes."""
+    return {w: n for w, (n, mode) in enumerate(zip(away, modes)) if n and mode in DISK}
+
+
+def _kept_there(away: list[int], spilled: dict[int, int]) -> int:
+    """Bytes in host memory, with the blocks that carry those that are on disk."""
+    return sum(away) - sum(spilled.values()) + min(BLOCKS, len(spilled)) * max(spilled.values(), default=0)
+
+
+@functools.cache
+def _spread(n: int) -> tuple[int, ...]:
+    """Numbers below n in van der Corput's order."""
+    bits = n.bit_length()
+    return tuple(place for i in range(1 << bits) if (place := int(f"{i:0{bits}b}"[::-1], 2)) < n)
 
 
 def _hull(cost: Cost, begin: str | None = None, spared: float = 0.0) -> list[tuple[float, int, str]]:

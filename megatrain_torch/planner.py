@@ -166,10 +166,11 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         model: a module (streamed or not, also on the meta device) or a transformers config. Frozen
             parameters, LoRA's too, are seen by requires_grad.
         tokens, seq: tokens of a whole step, in sequences of `seq`.
-        machine: a Machine, a name such as "h200-128g" or "rtx4090-64g,vram=20GiB", or the path of a JSON file;
-            None: what `megatrain doctor` stored, else the description nearest to this machine.
+        machine: a Machine, a name such as "rtx4090" or "h200-128g,vram=24GiB" (`megatrain plan --list-machines` has
+            all), the path of a JSON file, or "cpu"; None: this machine's GPU, with the rates that `megatrain doctor`
+            stored, else with those of the description nearest to it.
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
-            what the machine has; of host memory, by default, 2 % stay free.
+            what the machine has, but say what the host of a card by name has; by default 2 % of it stay free.
         micro: micro-batches of a step; None: as many as are best.
         homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. activations:
             "replay", "attention", "linked" (of every second layer; of the others "attention"), "selective" or "saved",
@@ -183,9 +184,10 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             another machine {"limit": "2TB"} is enough.
 
     Raises:
-        MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
-            table of what needs least and the fastest changes that would fit; of the exception, `changes` has the
-            arguments that would, one at a time, and `ways` those that would together, with tokens/s, fastest first.
+        MegatrainError: an argument makes no sense; there is no GPU here and no machine is named; or nothing that may
+            be chosen fits. Then the message has the table of what needs least and the fastest changes with which it
+            fits; of the exception, `changes` has the arguments that would do, one at a time, and `ways` those that
+            would together, with tokens/s, the fastest first.
     """
     disk = Disk.parse(nvme, somewhere=True)
     if homes in DISKS and disk is None:
@@ -225,8 +227,9 @@ def _solve(shape: Shape, limits: Machine, wishes: Wishes) -> tuple[Problem, tupl
     """With as many buffers for gradients that are kept nowhere as there is memory for; or fewer, where that keeps
     what would be on disk in memory, and so takes less time."""
     best: tuple[Problem, tuple[Choice, Timing]] | None = None
+    problem = None
     for lent in range(LENT, 0, -1) if wishes.grads == "none" else (LENT,):
-        problem = Problem(shape, limits, dataclasses.replace(wishes, lent=lent))
+        problem = Problem(shape, limits, dataclasses.replace(wishes, lent=lent), problem)
         found = problem.best(best[1][1].seconds if best else math.inf)
         if found is None:
             continue

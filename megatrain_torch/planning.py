@@ -149,14 +149,17 @@ class Planning:
         micro = max(micro, self.plan.micro) if self.plan is not None else micro
         fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
         disk = self.asked.disk
-        return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro,
+        return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
                     homes=None if self.adam else "ram", states=rt.states, compute="fused" if fused else "eager",
                     vram=self._device_limit(), host=self.asked.host, units=self.asked.units,
                     nvme=None if disk is None else disk.as_given())
 
+    def _machine(self) -> str | None:
+        return None if self.runtime.is_cuda else "cpu"
+
     def _device_limit(self) -> int:
         """Of the device, without what others have there: processes, models, tensors of the user's."""
-        rt, machine = self.runtime, resolve(None)
+        rt, machine = self.runtime, resolve(self._machine())
         limit = min(self.asked.vram or machine.vram_bytes, machine.vram_bytes)
         if not rt.is_cuda:
             return limit

@@ -6,6 +6,7 @@ Windows and units are those of units.py, so they are the ones that mt.stream mak
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -160,9 +161,11 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     groups = group(model, found)
     unit_of = {id(p): i for i, (_, own) in enumerate(groups) for _, p in own}
     windows, learns = [], False
+    configs = {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}     # most share theirs
     for name, module in found.windows:
         learns = learns or any(p.requires_grad for p in module.parameters())
-        windows.append(_window(model, name or type(model).__name__, module, unit_of, dtype, learns))
+        windows.append(_window(model, [*configs.values()], name or type(model).__name__, module, unit_of, dtype,
+                               learns))
 
     def shape_with(states: str) -> Shape:
         own = tuple(unit_bytes(name, params, dtype, states) for name, params in groups)
@@ -212,15 +215,15 @@ _EXPERT = re.compile(r"experts\.\d+\.")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_k", "moe_topk", "num_selected_experts")
 
 
-def _window(root: nn.Module, name: str, module: nn.Module, unit_of: dict[int, int], dtype: torch.dtype | None,
-            learns: bool) -> Window:
+def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, unit_of: dict[int, int],
+            dtype: torch.dtype | None, learns: bool) -> Window:
     parameters = dict(module.named_parameters())
     tables = {id(p) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
               for p in m.parameters(recurse=False)}
     head = output_embeddings(root) is module
     matrices = {n: p for n, p in parameters.items() if p.dim() > 1 and p.is_floating_point()
                 and not n.endswith("bias") and (head or id(p) not in tables)}
-    products = _products(root, module, matrices, head)
+    products = _products(configs, module, matrices, head)
     attention = [p for p in products if p.part == "out"] if any(p.part == "qkv" for p in products) else []
     kind = "head" if head else "layer" if attention else "embedding" if tables and not products else "other"
     floating = [stored_dtype(p, dtype).itemsize for p in parameters.values() if p.is_floating_point()]
@@ -228,8 +231,8 @@ def _window(root: nn.Module, name: str, module: nn.Module, unit_of: dict[int, in
     q_width = sum(p.fan_in for p in attention)
     return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in parameters.values())), products,
                   _template(module, item), _hidden(products, parameters), q_width,
-                  q_width // max(1, _attribute(root, module, ("head_dim",), 128)),
-                  _attribute(root, module, ("sliding_window",), 0, root_too=False),
+                  q_width // max(1, _attribute(configs, module, ("head_dim",), 128)),
+                  _attribute([], module, ("sliding_window",), 0),
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
                   sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns)
 
@@ -245,12 +248,12 @@ def _template(module: nn.Module, item: int) -> Template | None:
                     found.copied(item), found.long(item))
 
 
-def _products(root: nn.Module, module: nn.Module, matrices: dict[str, nn.Parameter],
+def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Parameter],
               head: bool) -> tuple[Product, ...]:
     """One of each matrix; 3-D ones are a mixture's experts, of which a token takes a few."""
     found = []
     experts = {m.group() for n in matrices if (m := _EXPERT.search(n))}
-    taken = _attribute(root, module, _PER_TOKEN, 1)
+    taken = _attribute(configs, module, _PER_TOKEN, 1)
     for name, p in matrices.items():
         part, (fan_out, *rest), rows = "head" if head else _part(name), p.shape, 1.0
         if _EXPERT.search(name):
@@ -288,12 +291,9 @@ def _hidden(products: tuple[Product, ...], parameters: dict[str, nn.Parameter]) 
     return max((p.shape[-1] for p in parameters.values() if p.dim()), default=0)
 
 
-def _attribute(root: nn.Module, module: nn.Module, names: tuple[str, ...], default: int, root_too: bool = True) -> int:
-    """An int that some module of the window, or the model's config, calls by one of these names."""
-    found = _int_of(module.modules(), names)
-    if found is None and root_too:
-        configs = {id(c): c for m in root.modules() if (c := vars(m).get("config")) is not None}     # most share theirs
-        found = _int_of(configs.values(), names)
+def _attribute(configs: list[Any], module: nn.Module, names: tuple[str, ...], default: int) -> int:
+    """An int that some module of the window, or one of the model's configs, calls by one of these names."""
+    found = _int_of(itertools.chain(module.modules(), configs), names)
     return default if found is None else found
 
 

@@ -7,20 +7,20 @@ whose units are small altogether gets a slot for each: they stay until they are 
 """
 from __future__ import annotations
 
+from collections import Counter
+
 SMALL_CLASS_BYTES = 64 << 20
 
 
 def plan_slots(unit_bytes: list[int], ring: int) -> list[int]:
     """Bytes of each slot, largest first, for units of these sizes."""
     sizes: list[int] = []
-    rest = sorted((b for b in unit_bytes if b > 0), reverse=True)
+    rest = sorted(((b, n) for b, n in Counter(unit_bytes).items() if b > 0), reverse=True)
     while rest:
-        top = rest[0]
-        members = [b for b in rest if 2 * b >= top]
-        if sum(rest) <= SMALL_CLASS_BYTES and ring > 2:
-            members = rest
-            sizes.extend(rest)
-        else:
-            sizes.extend([top] * min(len(members), ring))
+        if sum(b * n for b, n in rest) <= SMALL_CLASS_BYTES and ring > 2:
+            return sizes + [b for b, n in rest for _ in range(n)]
+        top = rest[0][0]
+        members = [n for b, n in rest if 2 * b >= top]
+        sizes.extend([top] * min(sum(members), ring))
         rest = rest[len(members):]
     return sizes

@@ -1,7 +1,6 @@
 """Tracks: layers keep something in host memory or on disk, and ever more on the device; which of them fit."""
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 from collections.abc import Callable
@@ -13,12 +12,12 @@ import numpy as np
 
 class Levels(NamedTuple):
     """Modes of all windows, each keeping more than the one before; bytes of activations and work at the peak of each,
-    and seconds of backward. early: as peaks, while states that arrive are on the device."""
+    and seconds of backward. early: as peaks, while states that arrive are on the device. Arrays but for the modes."""
 
     modes: list[tuple[str, ...]]
-    peaks: list[int]
-    backward_s: list[float]
-    early: list[int]
+    peaks: np.ndarray
+    backward_s: np.ndarray
+    early: np.ndarray
 
 
 @dataclass
@@ -49,19 +48,27 @@ class Track:
     def most(self, level: int, visiting: int) -> int:
         """Bytes at the peak, with so many of states that arrive."""
         of = self.levels if level else self.first
-        return max(of.peaks[level], visiting and visiting + of.early[level])
+        return int(max(of.peaks[level], visiting and visiting + of.early[level]))
 
-    def level(self, room: int, visiting: int) -> int:
-        """The last that fits into so many bytes, of which the first is known to."""
-        fits = bisect.bisect_right(self.levels.peaks, room)
-        return (min(fits, bisect.bisect_right(self.levels.early, room - visiting)) if visiting else fits) - 1
+    def tops(self, level: np.ndarray, visiting: np.ndarray) -> np.ndarray:
+        """The same, of several."""
+        peaks, early = self.levels.peaks[level], self.levels.early[level]
+        return np.where(visiting > 0, np.maximum(peaks, visiting + early), peaks)
+
+    def level(self, room: np.ndarray, visiting: np.ndarray) -> np.ndarray:
+        """The last that fits into so many bytes, of which the first is known to. One of each, or as many."""
+        found = np.searchsorted(self.levels.peaks, room, side="right")
+        early = np.searchsorted(self.levels.early, room - visiting, side="right")
+        return np.where(visiting > 0, np.minimum(found, early), found) - 1
 
 
 class Fitting(NamedTuple):
-    """Tracks that fit, each at its highest level; the arrays have an element for each. tops: bytes on the device."""
+    """What fits, in the order of tracks: for each, the place that was asked about, the track's number, and its highest
+    level. tops: bytes on the device."""
 
-    tracks: list[Track]
-    levels: list[int]
+    at: np.ndarray
+    tracks: np.ndarray
+    levels: np.ndarray
     backward_s: np.ndarray
     tops: np.ndarray
     out: np.ndarray
@@ -109,23 +116,30 @@ class Tracks(list[Track]):
         at, _ = self.within(room, host)
         return at[self.least(at, visiting) <= vram]
 
-    def fitting(self, vram: int, host: int, room: int, visiting: int) -> Fitting:
-        """Those that do, in their order; with something in host memory, or on disk, only where that leaves less to
-        compute again than all before; none behind one that keeps all on the device."""
-        at, levels, times, tops, best = [], [], [], [], math.inf
-        for i in self.that_fit(vram, host, room, visiting).tolist():
-            track = self[i]
-            level = track.level(vram, visiting)
-            seconds = track.levels.backward_s[level]
-            if seconds >= best:
+    def fitting(self, vram: np.ndarray, host: np.ndarray, room: np.ndarray, visiting: np.ndarray) -> Fitting:
+        """Those that do, for each of some places; with something in host memory, or on disk, only where that leaves
+        less to compute again than all before; none behind one that keeps all on the device."""
+        best, going = np.full(len(vram), math.inf), (vram >= 0) & (host >= 0)
+        parts = []
+        for t, track in enumerate(self):
+            at = np.flatnonzero(going & (host >= track.away) & (room >= track.spilled))
+            at = at[self._least_of(t, visiting[at]) <= vram[at]] if len(at) else at
+            if not len(at):
                 continue
-            at.append(i)
-            levels.append(level)
-            times.append(seconds)
-            tops.append(track.most(level, visiting) if visiting else track.levels.peaks[level])
+            level = track.level(vram[at], visiting[at])
+            seconds = track.levels.backward_s[level]
+            less = seconds < best[at]
+            at, level, seconds = at[less], level[less], seconds[less]
+            parts.append((at, np.full(len(at), t), level, seconds, track.tops(level, visiting[at])))
             if track.away == 0:
-                best = seconds
-                if best == track.levels.backward_s[-1]:
-                    break
-        _, out, spilled = self._bytes[:, at]
-        return Fitting([self[i] for i in at], levels, np.array(times), np.array(tops), out, spilled, self._spill_s[at])
+                best[at] = seconds
+                going[at[seconds == track.levels.backward_s[-1]]] = False
+        at, tracks, levels, seconds, tops = map(np.concatenate, zip(*parts)) if parts else [np.arange(0)] * 5
+        _, out, spilled = self._bytes[:, tracks]
+        return Fitting(at, tracks, levels, seconds, tops, out, spilled, self._spill_s[tracks])
+
+    def _least_of(self, track: int, visiting: np.ndarray) -> np.ndarray:
+        """As least(), of one track with different states."""
+        self.least(np.array([track]), 0)
+        peak, early = self._first[:, track]
+        return np.where(visiting > 0, np.maximum(peak, visiting + early), peak)

@@ -155,6 +155,7 @@ class Window:
         self._module, own = weakref.ref(module), module.forward      # which has this window
         self._own = own.__func__ if method_of(own, module) else own
         self._is_method = method_of(own, module)
+        self._is_class = self._is_method and "forward" not in vars(module)
         self.alone = False                   # its records are all of one unit's, in order: set when units are known
         self.mode = "auto"
         self.proved = False
@@ -185,8 +186,11 @@ class Window:
 
     @property
     def inner(self) -> Any:
-        """The module's own forward."""
-        return types.MethodType(self._own, self._module()) if self._is_method else self._own
+        """The module's own forward; where that is its class's, of the class that it has now."""
+        module = self._module()
+        if self._is_class:
+            return types.MethodType(type(module).forward, module)
+        return types.MethodType(self._own, module) if self._is_method else self._own
 
     @property
     def code(self) -> str:

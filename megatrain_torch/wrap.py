@@ -130,7 +130,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
     _refuse_model(module)
     check_dtype(dtype)
     limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units)
-    asked_for = _planned(module, tokens, seq, limits, states, dtype, compute, plan)
+    asked_for = _planned(module, where, tokens, seq, limits, states, dtype, compute, plan)
     choices = _choices(asked_for, compute, vram, nvme, states)
     choices.itself = plan is None and (where.type == "cuda" or vram is not None)
     found = find(module, units)
@@ -208,8 +208,8 @@ class _Choices:
         return any(mode in DISK for mode in (modes.values() if isinstance(modes, dict) else (modes,)))
 
 
-def _planned(module: nn.Module, tokens: int | None, seq: int | None, limits: Limits, states: str | None,
-             dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None) -> Any:
+def _planned(module: nn.Module, where: torch.device, tokens: int | None, seq: int | None, limits: Limits,
+             states: str | None, dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None) -> Any:
     """The plan to begin with, or what was given for one."""
     if tokens is None and seq is None:
         return plan
@@ -218,7 +218,8 @@ def _planned(module: nn.Module, tokens: int | None, seq: int | None, limits: Lim
     if tokens is None or seq is None:
         raise MegatrainError("tokens= and seq= go together: tokens of a training step, in sequences of seq")
     disk = limits.disk
-    return planner.plan(module, tokens=tokens, seq=seq, vram=limits.vram, host=limits.host, states=states or "fp32",
+    return planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
+                        vram=limits.vram, host=limits.host, states=states or "fp32",
                         compute="eager" if compute == "compile" else compute, dtype=dtype, units=limits.units,
                         nvme=None if disk is None else disk.as_given())
 

@@ -650,8 +650,8 @@ def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pyt
         (("generate", run, "--prompt", "a", "--device", "cuda"), "device=cuda: torch sees no CUDA device"),
         (("report", run, "--out", toy), f"out={toy} is a folder: the name of a file"),
         (("report", run, "--out", run / "no/a.html"), f"there is no folder {run / 'no'}"),
-        (("doctor", "--device", "cuda"), "device=cuda: torch sees no CUDA device"),
-        (("doctor", "--out", "/proc/n/m.json"), "out=/proc/n: the folder cannot be made"),
+        (("doctor", "--device", "cuda"), "--device cuda: torch sees no CUDA device"),
+        (("doctor", "--out", "/proc/n/m.json"), "--out /proc/n: the folder cannot be made"),
         (("plan", run, "--tokens", 64, "--seq", 64, "--picture", "a.foo"), "ends in .png or .svg or .pdf"),
         (("plan", run, "--tokens", 64, "--seq", 64, "--machine", whole_run / "list.json"), "list.json: not a machine"),
     ]:

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -241,6 +243,34 @@ def test_a_run_that_came_between_is_seen(run: Path, toy: str, tmp_path: Path,  #
 def test_a_folder_of_data_leaves_runs_out(run: Path) -> None:
     from megatrain_torch.commands import reading
     assert reading.files_of(str(run.parent)) == [run.parent / "my.txt"]
+
+
+def test_a_forked_child_keeps_no_lock_and_takes_none_away(tmp_path: Path) -> None:
+    """As a DataLoader's worker that outlives a killed command, and as one that ends while the command writes."""
+    program = """if True:
+        import os, sys
+        from pathlib import Path
+        from megatrain_torch.commands.owned import LOCK, Owned
+        run = Path(sys.argv[1])
+        with Owned(run).locked():
+            child = os.fork()
+            if not child:
+                sys.exit()
+            os.waitpid(child, 0)
+            print((run / LOCK).exists(), flush=True)
+            if os.fork():
+                os._exit(0)
+            sys.stdin.read()
+        """
+    root = Path(mt.__file__).parents[1]
+    command = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, text=True,
+                               stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(root)})
+    assert command.stdout.readline() == "True\n", "a child removed its parent's lock"
+    command.wait()
+    with Owned(tmp_path).locked():                       # though a child of the command lives
+        pass
+    command.stdin.close()
+    command.stdout.close()
 
 
 def test_a_lock_that_was_removed_meanwhile_is_taken_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

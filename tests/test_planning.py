@@ -112,7 +112,7 @@ def test_states_of_every_format_move(states: str, dtype: torch.dtype, chosen: li
 
 def test_the_first_plan_is_the_one_that_would_have_been_given() -> None:
     own = model()
-    plan = mt.plan(own, tokens=32, seq=16, micro=1, vram=VRAM, compute="eager")
+    plan = mt.plan(own, tokens=32, seq=16, micro=1, vram=VRAM, compute="eager", machine="cpu")
     given = Loop(mt.stream(own, "cpu", plan=plan))
     found = Loop(mt.stream(model(), "cpu", vram=VRAM))
     assert [given.step((2, 16)) for _ in range(3)] == [found.step((2, 16)) for _ in range(3)] and same(given, found)

@@ -5,9 +5,12 @@ a template where it differs: its gradients are those of plain torch, and what mt
 """
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
+import functools
 import itertools
+import operator
 import os
 import random
 import time
@@ -22,6 +25,7 @@ import zoo
 from fusing import codes, lm, none_fused, stream
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import megatrain_torch as mt
 from megatrain_torch.wrap import runtime_of
@@ -95,6 +99,48 @@ def nothing_of(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return y * 0.5 + z
 
 
+def caught(x: Tensor, y: Tensor) -> Tensor:
+    try:
+        return y * 2 if float(x.abs().max()) > 30 else y
+    except Exception:
+        return y
+
+
+def suppressed(x: Tensor, y: Tensor) -> Tensor:
+    with contextlib.suppress(Exception):
+        y = y * 2 if float(x.abs().max()) > 30 else y
+    return y
+
+
+def around(scale: float) -> Callable[[Any, Tensor, Tensor], Tensor]:
+    return lambda self, x, y: y * scale
+
+
+class Options:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g if time.time() > 1e9 else 2 * g
+
+
+class FrozenMatters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return (g if ctx.needs_input_grad[1] else 2 * g), None
+
+
 SHIFT = itertools.count()
 ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "clamps": lambda self, x, y: y.clamp(-7, 7),
@@ -135,6 +181,23 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "counted in a default": counted_in_a_default,
     "written in place": lambda self, x, y: y.mul_(1.0 + 1e-9),
     "another's type": lambda self, x, y: y.half().float(),
+    "an error that it catches": lambda self, x, y: caught(x, y),
+    "an error that is suppressed": lambda self, x, y: suppressed(x, y),
+    "a size's name": lambda self, x, y: y * 2 if str(x.shape[1]) == "1024" else y,
+    "its name": lambda self, x, y: y * 2 if "1024" in repr(x) else y,
+    "whether sizes are int": lambda self, x, y: y * 2 if isinstance(x.shape[1], int) else y,
+    "what a size has": lambda self, x, y: y * 2 if hasattr(x.shape[1], "bit_length") else y,
+    "a factor of rsub": lambda self, x, y: torch.rsub(torch.zeros_like(y), y, alpha=3),
+    "autocast": lambda self, x, y: y * 2 if torch.is_autocast_enabled("cpu") else y,
+    "the default type": lambda self, x, y: y * 2 if torch.get_default_dtype() == torch.float64 else y,
+    "precision": lambda self, x, y: y * 2 if torch.get_float32_matmul_precision() == "medium" else y,
+    "print": lambda self, x, y: (print("", end=""), y)[1],
+    "an object of a default": lambda self, x, y, o=Options(): y * o.scale,         # noqa: B008
+    "a dict in a tuple of a default": lambda self, x, y, o=({"scale": 1.0},): y * o[0]["scale"],
+    "a closure": around(1.0),
+    "a clock in its backward": lambda self, x, y: Late.apply(y),
+    "what is frozen": lambda self, x, y: FrozenMatters.apply(y, self.weight),
+    "a wrong gradient of a weight": lambda self, x, y: Doubled.apply(self.weight) * 0 + y,
 }
 
 
@@ -235,6 +298,214 @@ def test_a_layers_number_is_part_of_what_is_proved_where_it_is_looked_at() -> No
     model = stream(model)
     fusing.grads_agree(grads(plain, zoo.text_unpadded(0)), grads(model, zoo.text_unpadded(0)))
     assert codes(model)["model.layers.0"] == "template" and codes(model)["model.layers.1"].startswith("its own (")
+
+
+# ---------------------------------------------------------------- what a norm reads, and what changes
+
+class ByDescriptor:
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def __get__(self, module: Any, kind: Any) -> float:
+        return self.value
+
+
+class Slotted:
+    __slots__ = ("slot",)
+
+
+def cell() -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
+    def inner(y: Tensor) -> Tensor:
+        return y
+
+    def outer(y: Tensor) -> Tensor:
+        return inner(y)
+
+    def change() -> None:
+        nonlocal inner
+        inner = lambda y: y * 2                          # noqa: E731
+    return outer, change
+
+
+@functools.lru_cache
+def cached(one: int) -> float:
+    return FACTOR[0] if one else 0.0
+
+
+FACTOR = [1.0]
+SCALE = 1.0
+MADE: dict[str, Any] = {}
+
+
+def attribute(name: str, value: Callable[[], Any], read: Callable[[Any, Tensor], Tensor], change: Callable[[Any], None]
+              ) -> tuple[Any, ...]:
+    """A norm with this attribute, how it reads that, and how that is another later."""
+    return (lambda norm: setattr(norm, name, value())), (lambda self, x, y: read(self, y)), change
+
+
+def of_class(name: str, value: Callable[[], Any], read: Callable[[Any, Tensor], Tensor], change: Callable[[Any], None]
+             ) -> tuple[Any, ...]:
+    return (lambda norm: setattr(type(norm), name, value())), (lambda self, x, y: read(self, y)), change
+
+
+def set_scale(module: Any, value: float) -> None:
+    global SCALE
+    SCALE = value
+
+
+def slotted(norm: Any) -> None:
+    type(norm).slot = Slotted.slot
+
+
+LATER: dict[str, tuple[Any, ...]] = {
+    "an object": attribute("o", Options, lambda m, y: y * m.o.scale, lambda m: setattr(m.o, "scale", 2.0)),
+    "an object, by getattr": attribute("o", Options, lambda m, y: y * getattr(m, "o").scale,      # noqa: B009
+                                       lambda m: setattr(m.o, "scale", 2.0)),
+    "a dict": attribute("d", lambda: {"s": 1.0}, lambda m, y: y * m.d["s"], lambda m: m.d.update(s=2.0)),
+    "a dict in a dict": attribute("d", lambda: {"s": {"s": 1.0}}, lambda m, y: y * m.d["s"]["s"],
+                                  lambda m: m.d["s"].update(s=2.0)),
+    "a list in a tuple": attribute("d", lambda: ([1.0],), lambda m, y: y * m.d[0][0],
+                                   lambda m: m.d[0].__setitem__(0, 2.0)),
+    "a set": attribute("d", lambda: {1}, lambda m, y: y * len(m.d), lambda m: m.d.add(2)),
+    "a dict of callables": attribute("d", lambda: {"f": lambda y: y}, lambda m, y: m.d["f"](y),
+                                     lambda m: m.d.update(f=lambda y: y * 2)),
+    "a function's code": attribute("f", lambda: eval("lambda y: y"), lambda m, y: m.f(y),
+                                   lambda m: setattr(m.f, "__code__", (lambda y: y * 2).__code__)),
+    "a function's default": attribute("f", lambda: eval("lambda y, s=1.0: y * s"), lambda m, y: m.f(y),
+                                      lambda m: setattr(m.f, "__defaults__", (2.0,))),
+    "a partial's keyword": attribute("f", lambda: functools.partial(torch.mul, other=1.0), lambda m, y: m.f(y),
+                                     lambda m: m.f.keywords.update(other=2.0)),
+    "a closure's cell": attribute("f", lambda: MADE.setdefault("cell", cell())[0], lambda m, y: m.f(y),
+                                  lambda m: MADE["cell"][1]()),
+    "a tensor that is no buffer": attribute("t", lambda: torch.ones(1), lambda m, y: y * m.t.tolist()[0],
+                                            lambda m: m.t.fill_(2.0)),
+    "an array": attribute("t", lambda: torch.ones(1).numpy(), lambda m, y: y * float(m.t[0]),
+                          lambda m: m.t.__setitem__(0, 2.0)),
+    "a plain number": attribute("s", lambda: 1.0, lambda m, y: y * m.s, lambda m: setattr(m, "s", 2.0)),
+    "a class's number": of_class("s", lambda: 1.0, lambda m, y: y * m.s, lambda m: setattr(type(m), "s", 2.0)),
+    "a class's dict": of_class("s", lambda: {"s": 1.0}, lambda m, y: y * m.s["s"], lambda m: type(m).s.update(s=2.0)),
+    "a descriptor": of_class("s", ByDescriptor, lambda m, y: y * m.s, lambda m: setattr(vars(type(m))["s"], "value", 2.0)),
+    "a property": of_class("s", lambda: property(lambda m: m.__dict__.get("t", 1.0)), lambda m, y: y * m.s,
+                           lambda m: setattr(m, "t", 2.0)),
+    "a property in C": (lambda m: (setattr(m, "o", Options()), setattr(type(m), "s", property(operator.attrgetter("o.scale")))),
+                        lambda self, x, y: y * self.s, lambda m: setattr(m.o, "scale", 2.0)),
+    "a buffer that comes later": ((lambda m: None), lambda self, x, y: y * 2 if hasattr(self, "late") else y,
+                                  lambda m: m.register_buffer("late", torch.ones(1))),
+    "__getattr__": of_class("__getattr__", lambda: lambda m, n: Options.__dict__.get("s", 1.0) if n == "s" else
+                            nn.Module.__getattr__(m, n), lambda m, y: y * m.s, lambda m: setattr(Options, "s", 2.0)),
+    "a global number": ((lambda m: None), lambda self, x, y: y * SCALE, lambda m: set_scale(m, 2.0)),
+    "a cached function": ((lambda m: cached(1)), lambda self, x, y: y * cached(1),
+                          lambda m: (FACTOR.__setitem__(0, 2.0), cached.cache_clear())),
+    "a new name for a builtin": ((lambda m: None), lambda self, x, y: y * abs(1.0),
+                                 lambda m: globals().__setitem__("abs", lambda v: 2.0)),
+    "torch's function": ((lambda m: None), lambda self, x, y: torch.positive(y),
+                         lambda m: setattr(torch, "positive", lambda y: 2 * y)),
+    "a tensor's method": ((lambda m: None), lambda self, x, y: y.positive(),
+                          lambda m: setattr(Tensor, "positive", lambda y: 2 * y)),
+    "a hook on all modules": ((lambda m: None), lambda self, x, y: y, lambda m: MADE.setdefault("hook", (
+        nn.modules.module.register_module_forward_hook(lambda m, a, out: 2 * out if isinstance(m, Norm) else None)))),
+    "a hook": ((lambda m: None), lambda self, x, y: y, lambda m: m.register_forward_hook(lambda m, a, out: 2 * out)),
+    "how modules are called": ((lambda m: None), lambda self, x, y: y, lambda m: m.register_forward_pre_hook(
+        lambda m, a: (a[0] * torch.arange(16),))),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_a_module_reads_is_followed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a factor of one; after the first step it is two, and the gradients are."""
+    prepare, body, change = LATER[what]
+    for place in (torch, Tensor):
+        monkeypatch.setattr(place, "positive", place.positive)          # put back at the end
+    if "slot" in what:
+        prepare = slotted
+    kind = type("Own", (Norm,), {"forward": lambda self, x, body=body: body(self, x, self.normed(x))})
+    model = nn.Sequential(nn.Linear(16, 16), kind(), nn.Linear(16, 16))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.arange(16) * 0.1)
+    prepare(model[1])
+    model = mt.stream(model, "cpu", compute="fused", units=["0", "1", "2"])
+    x = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(0))
+
+    def grad() -> Tensor:
+        model.zero_grad()
+        model(x).sum().backward()
+        return model[1].weight.grad.clone()
+
+    try:
+        first = grad()
+        assert float(first.norm()) > 0
+        change(model[1])
+        twice = what != "how modules are called"
+        if twice:
+            assert fusing.error(2 * first, grad()) < 1e-6, runtime_of(model).windows[1].code
+        else:
+            assert fusing.error(first, grad()) > 1e-2
+    finally:
+        MADE.pop("hook", None) and MADE.get("hook")
+        globals().pop("abs", None)
+        FACTOR[0] = 1.0
+        cached.cache_clear()
+        set_scale(None, 1.0)
+        if "s" in vars(Options):
+            del Options.s
+        nn.modules.module._global_forward_hooks.clear()
+
+
+def test_a_buffer_that_it_counts_in_counts() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return self.normed(x)
+
+    model = nn.Sequential(nn.Linear(16, 16), type("Own", (Norm,), {"forward": forward})(), nn.Linear(16, 16))
+    model[1].register_buffer("seen", torch.zeros(()))
+    model = mt.stream(model, "cpu", compute="fused", units=["0", "1", "2"])
+    for _ in range(3):
+        model(torch.randn(2, 12, 16)).sum().backward()
+    assert float(model[1].seen) == 3
+
+
+def test_a_mode_of_the_users_is_obeyed() -> None:
+    class Twice(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return 2 * out if func is torch.rsqrt else out
+
+    parity.seed()
+    plain = nn.Sequential(nn.Linear(16, 16), Norm(), nn.Linear(16, 16))
+    model = mt.stream(copy.deepcopy(plain), "cpu", compute="fused", units=["0", "1", "2"])
+    x = torch.randn(2, 12, 16)
+    model(x).sum().backward()
+    model.zero_grad()
+    with Twice():
+        for m in (plain, model):
+            m(x).sum().backward()
+    for (n, p), q in zip(plain.named_parameters(), model.parameters()):
+        assert fusing.error(p.grad, q.grad) < 1e-6, n
+
+
+NUMBERED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "an index": lambda m, y: y * (1.0, 2.0)[m.layer_idx],
+    "a product": lambda m, y: y * (1.0 + 1.0 * m.layer_idx),
+    "a format": lambda m, y: y * (2.0 if f"{m.layer_idx}" == "1" else 1.0),
+    "a percent": lambda m, y: y * (2.0 if "%d" % m.layer_idx == "1" else 1.0),         # noqa: UP031
+    "a range": lambda m, y: y * (1.0 + len(range(m.layer_idx))),
+    "a float": lambda m, y: y * m.layer_id,
+}
+
+
+@pytest.mark.parametrize("what", NUMBERED)
+def test_a_layers_number_is_seen_however_it_is_read(what: str) -> None:
+    parity.seed()
+    kind = type("Own", (Norm,), {"forward": lambda self, x, body=NUMBERED[what]: body(self, self.normed(x))})
+    plain = nn.Sequential(nn.Linear(16, 16), kind(), nn.Linear(16, 16), kind())
+    for i, norm in enumerate((plain[1], plain[3])):
+        norm.layer_idx, norm.layer_id = i, 1.0 + i
+    model = mt.stream(copy.deepcopy(plain), "cpu", compute="fused", units=["0", "1", "2", "3"])
+    x = torch.randn(2, 12, 16)
+    for m in (plain, model):
+        m(x).sum().backward()
+    for (n, p), q in zip(plain.named_parameters(), model.parameters()):
+        assert fusing.error(p.grad, q.grad) < 1e-6, n
 
 
 # ---------------------------------------------------------------- changes after the first step

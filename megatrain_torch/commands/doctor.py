@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import MegatrainError
 from ..strict import parsed
+from .flags import Flags
 from .train import device_of, made
 
 
@@ -22,6 +23,13 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    try:
+        _run(args)
+    except MegatrainError as why:
+        raise MegatrainError(Flags(("device", "out", "disk")).told(why)) from None
+
+
+def _run(args: argparse.Namespace) -> None:
     import torch
 
     from .. import doctor
@@ -31,6 +39,8 @@ def run(args: argparse.Namespace) -> None:
         made(args.out.parent, "out")
         if args.out.exists() and not _is_table(args.out):
             raise MegatrainError(f"out={args.out} is there, and describes no machine: it stays; name another")
+    if device.type == "cpu" and not args.device:
+        sys.stderr.write("no GPU here: what is measured is the CPU device, for `megatrain plan --machine cpu`\n")
     machine, limits = doctor.measure(device, lambda what: sys.stderr.write(f"measuring: {what}\n"), args.disk)
     sys.stdout.write(f"{doctor.report(machine, limits)}\n\nwritten to {doctor.store(machine, args.out)}\n")
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import manifest
+from .. import _core, manifest
 from ..errors import MegatrainError
 from ..strict import field, is_count, is_plain_name, parsed, table
 from .say import say
@@ -51,7 +51,7 @@ class Owned:
 
     def __init__(self, run: Path) -> None:
         self.run, self.entries, self.data = run, {}, {}
-        self._lock = -1
+        self._lock = self._locker = -1       # the descriptor, and the process that has it
         if (run / MARKER).is_file():
             self._read()
 
@@ -94,7 +94,8 @@ class Owned:
         path = self.run / LOCK
         while self._lock < 0:
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                # A forked child, a DataLoader's worker say, must not keep the lock when this process is gone.
+                fd = _core.open_private(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW)
             except OSError as why:
                 raise MegatrainError(f"out={self.run}: nothing can be written there ({why.strerror}); name "
                                      "another") from None
@@ -102,7 +103,7 @@ class Owned:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as why:
                 who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
-                os.close(fd)
+                _core.close_private(fd)
                 if why.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     path.unlink(missing_ok=True)
                     say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
@@ -110,9 +111,9 @@ class Owned:
                 raise MegatrainError(f"{self.run} is being written by {who}: wait for it, or name another "
                                      "folder") from None
             if _is_at(fd, path):                         # else whoever had it before removed it meanwhile
-                self._lock = fd
+                self._lock, self._locker = fd, os.getpid()
             else:
-                os.close(fd)
+                _core.close_private(fd)
         if (self.run / MARKER).is_file():                # as whoever had the lock before left it
             self._read()
         if self._lock >= 0:
@@ -120,10 +121,10 @@ class Owned:
             os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def _unlock(self) -> None:
-        if self._lock >= 0:
+        if self._lock >= 0 and self._locker == os.getpid():
             (self.run / LOCK).unlink(missing_ok=True)    # by its owner alone, before the lock goes
-            os.close(self._lock)
-            self._lock = -1
+            _core.close_private(self._lock)
+        self._lock = -1
 
     # ---- entries ----
 

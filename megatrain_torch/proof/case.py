@@ -34,10 +34,10 @@ def structure_of(module: nn.Module, without: type) -> tuple[Any, ...]:
 
 def _part(name: str, m: nn.Module, without: type) -> tuple[Any, ...]:
     own = tuple((k, _value(v, m)) for k, v in m.__dict__.items()
-                if k not in _TORCHS and k not in NUMBERED and not isinstance(v, without))
+                if k not in _TORCHS and not is_number(k, v) and not isinstance(v, without))
     tensors = tuple((k, None if t is None else (tuple(t.shape), t.dtype))
                     for d in (m._parameters, m._buffers) for k, t in dict.items(d))
-    return name, type(m), own, tensors
+    return name, Same(type(m)), own, tensors
 
 
 def _value(v: Any, m: nn.Module) -> Any:
@@ -52,9 +52,14 @@ def _value(v: Any, m: nn.Module) -> Any:
         return type(v), _value(v.func, m), _value(v.args, m), _value(v.keywords, m)
     if isinstance(v, types.MethodType) and v.__self__ is m:
         return type(v), Same(v.__func__)
-    if hasattr(v, "to_dict") and hasattr(v, "model_type"):           # a configuration, of which each model has its own
+    if is_config(v):                                     # of which each model has its own
         return type(v), tuple((k, _value(x, m)) for k, x in vars(v).items() if not k.startswith("_commit"))
     return Same(v)
+
+
+def is_config(v: Any) -> bool:
+    """A configuration, as transformers has them?"""
+    return not isinstance(v, type | nn.Module | Tensor) and hasattr(v, "to_dict") and hasattr(v, "model_type")
 
 
 class Same:
@@ -79,9 +84,14 @@ class Same:
         return isinstance(other, Same) and self.it() is not None and other.it() is self.it()
 
 
+def is_number(name: str, value: Any) -> bool:
+    """Is this attribute of a module the number of its layer?"""
+    return name in NUMBERED and type(value) is int
+
+
 def numbers_of(module: nn.Module) -> tuple[int, ...]:
     """The numbers of a layer, in the order of its modules."""
-    return tuple(v for m in module.modules() for k, v in m.__dict__.items() if k in NUMBERED and type(v) is int)
+    return tuple(v for m in module.modules() for k, v in m.__dict__.items() if is_number(k, v))
 
 
 # ---- calls -----------------------------------------------------------------------------------------
@@ -145,4 +155,4 @@ def _letters(name: str, t: Tensor, b: int, s: int) -> Iterator[Any]:
             yield n
 
 
-__all__ = ["NUMBERED", "Case", "Given", "Refused", "Same", "case_of", "numbers_of", "structure_of"]
+__all__ = ["Case", "Given", "Refused", "Same", "case_of", "is_config", "is_number", "numbers_of", "structure_of"]

@@ -11,12 +11,13 @@ import functools
 import hashlib
 import inspect
 import textwrap
+import types
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from .python import trusted
+from .python import globals_of, trusted
 from .values import Refused
 
 # The loops of transformers 5.17 to 5.23, and by what they gate: act_fn(gate) * up, or the module's _apply_gate.
@@ -29,10 +30,10 @@ LOOPS = {
 
 
 @functools.cache
-def text_of(function: Any) -> str:
+def text_of(code: types.CodeType) -> str:
     """A function's text without comments, annotations, decorators and documentation; "" where there is none."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
         return ""
     found = tree.body[0]
@@ -48,7 +49,15 @@ def text_of(function: Any) -> str:
 
 def sum_of(function: Any) -> str:
     """The first 16 digits of the SHA-256 of its text."""
-    return hashlib.sha256(text_of(function).encode()).hexdigest()[:16]
+    code = getattr(function, "__code__", None)           # its own: what it says it wraps is another's
+    return "" if code is None else hashlib.sha256(text_of(code).encode()).hexdigest()[:16]
+
+
+def loop_of(module: nn.Module) -> Any:
+    """The loop over a module's experts."""
+    kind = type(module)
+    own = getattr(kind.forward, "__wrapped__", None)
+    return kind.forward if own is None or not trusted(kind.forward.__code__.co_filename) else own
 
 
 def known_loop(module: nn.Module) -> str:
@@ -58,14 +67,16 @@ def known_loop(module: nn.Module) -> str:
         Refused: its forward is none of LOOPS, nor one of transformers' own ways to do the same.
     """
     kind, name = type(module), type(module).__name__
-    own = getattr(kind.forward, "__wrapped__", None)
+    own = loop_of(module)
     if "forward" in vars(module):
         raise Refused(f"{name} has a forward of its own put in")
-    if own is None or not trusted(kind.forward.__code__.co_filename):
-        own = kind.forward
     gated = LOOPS.get(sum_of(own), "")
     if not gated:
         raise Refused(f"the forward of {name} is none of the known loops over experts")
+    for word in globals_of(own.__code__):                # which mean what they mean in transformers
+        value = own.__globals__.get(word)
+        if value is not None and not (isinstance(value, types.ModuleType) and value.__name__.startswith("torch")):
+            raise Refused(f"{word} is none of torch's in the forward of {name}")
     how = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if own is kind.forward or how in (None, "eager"):
         return gated

@@ -9,21 +9,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..templates import Embedding, LoneNorm, Template
 from ..templates.moe import SparseMLP
 from . import forms
-from .case import NUMBERED, Case, Given
-from .experts import known_loop
+from .case import Case, Given, is_number
+from .experts import known_loop, loop_of
 from .layer import LayerProof, Parts
-from .python import Witness
-from .session import Noted, Session, put
+from .python import Witness, trusted
+from .session import Number, Session, put
 from .values import Refused
+from .watch import unfollowed
 
 
 @dataclasses.dataclass
@@ -47,7 +50,7 @@ class _Call:
     def __init__(self, session: Session, case: Case) -> None:
         self.kind, self.session = case.kind, session
         self.kwargs = {name: self._value(name, g) for name, g in case.given}
-        self.numbers = [v for v in self.kwargs.values() if isinstance(v, Noted)]
+        self.numbers = [v for v in self.kwargs.values() if type(v) is Number]
         self.cos, self.sin = self.kwargs.get("position_embeddings") or (None, None)
         self.mask = self.kwargs.get("attention_mask")
         self.correction: Tensor | None = None
@@ -58,7 +61,7 @@ class _Call:
             return self.session.atom(name, [letters.get(n, n) for n in g.sizes], g.dtype)
         if isinstance(g, tuple):
             return tuple(self._value(f"{name}[{i}]", part) for i, part in enumerate(g))
-        return Noted(3) if g is int else g if not isinstance(g, type) else 3.0
+        return Number(3) if isinstance(g, type) else g
 
 
 @contextlib.contextmanager
@@ -77,11 +80,11 @@ def _bound_to_fakes(session: Session, module: nn.Module) -> Iterator[dict[str, T
 
 
 @contextlib.contextmanager
-def _numbered(module: nn.Module, noted: list[Noted]) -> Iterator[None]:
+def _numbered(module: nn.Module, noted: list[Number]) -> Iterator[None]:
     """A layer's numbers note who looks at them meanwhile."""
     with contextlib.ExitStack() as stack:
         for m in module.modules():
-            own = {n: Noted(v) for n, v in vars(m).items() if n in NUMBERED and type(v) is int}
+            own = {n: Number(v) for n, v in vars(m).items() if is_number(n, v)}
             noted.extend(own.values())
             stack.enter_context(put(vars(m), own))
         yield
@@ -99,7 +102,8 @@ def prove(bind: Any, module: nn.Module, run: Any, template: Template, weights: d
     Raises:
         Refused: it is not proved; the text says what is to blame.
     """
-    noted: list[Noted] = []
+    _check_torch()
+    noted: list[Number] = []
     template = template.set_as(template.settings)        # what is found is put into one of its own
     try:
         session = Session(device, case.one_row, case.one_token)
@@ -111,11 +115,22 @@ def prove(bind: Any, module: nn.Module, run: Any, template: Template, weights: d
                 witnesses = _lone_norm(session, module, run, template, fakes, dtype)
             else:
                 witnesses = _decoder(session, module, run, template, fakes, dtype, case, buffers)
+        for witness in witnesses:
+            if strange := unfollowed(module, *witness.attributes()):
+                raise Refused(f"its code reads {strange}")
     except Exception as error:               # whatever cannot be run on fake tensors is not proved
         refused = error if isinstance(error, Refused) else Refused(f"its code cannot be followed: {_brief(error)}")
         refused.looked = any(n.looked for n in noted)
         raise refused from error
     return Proof(template.settings, [pair for w in witnesses for pair in w.used()], any(n.looked for n in noted))
+
+
+def _check_torch() -> None:
+    """Raises: Refused: a function that forms are written with is another's, so that both sides would be wrong."""
+    for name in ("linear", "scaled_dot_product_attention", "silu", "gelu", "softmax", "rms_norm", "embedding"):
+        function = getattr(F, name)
+        if isinstance(function, types.FunctionType) and not trusted(function.__code__.co_filename):
+            raise Refused(f"torch.nn.functional.{name} is not torch's own")
 
 
 def _brief(error: Exception) -> str:
@@ -128,7 +143,7 @@ def _embedding(session: Session, run: Any, template: Embedding, w: dict[str, Ten
     leaves = [w["weight"]]
     theirs, witness = session.watched(lambda: session.numbers(lambda: run(ids), leaves))
     session.match(theirs, [(None, lambda: session.numbers(
-        lambda: torch.nn.functional.embedding(ids, w["weight"], template.padding), leaves))])
+        lambda: F.embedding(ids, w["weight"], template.padding), leaves))])
     return [witness]
 
 
@@ -157,6 +172,9 @@ def _decoder(session: Session, module: nn.Module, run: Any, template: Any, w: di
         theirs, witness = session.watched(lambda: session.numbers(lambda: run(x, **call.kwargs), leaves))
     if any(n.looked for n in call.numbers):
         raise Refused("its code looks at a number that the model is called with")
+    if sparse:
+        loop = loop_of(_experts_of(proof, module))
+        witness.library[loop.__code__] = loop.__globals__
     proof.witnesses.append(witness)
     parts = session.match(theirs, (
         (parts, lambda parts=parts: session.numbers(lambda: proof.whole(parts, x, call), leaves))
@@ -193,10 +211,14 @@ def _act_of(layer: nn.Module, half: Any) -> Any:
     return next(getattr(mlp, n) for n in ("act_fn", "activation", "activation_fn") if getattr(mlp, n, None) is not None)
 
 
+def _experts_of(proof: LayerProof, layer: nn.Module) -> nn.Module:
+    return layer.get_submodule(proof.mlp.experts.gu.rsplit(".", 1)[0])
+
+
 @contextlib.contextmanager
 def _opaque_experts(proof: LayerProof, layer: nn.Module) -> Iterator[None]:
     """The experts are one function meanwhile, once their loop is known."""
-    module = layer.get_submodule(proof.mlp.experts.gu.rsplit(".", 1)[0])
+    module = _experts_of(proof, layer)
     known_loop(module)
 
     def forward(hidden_states: Tensor, index: Tensor | None = None, weights: Tensor | None = None, **named: Tensor

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import numbers
 import os
 import sys
 import types
@@ -23,7 +24,7 @@ import torch
 import typing_extensions
 from torch import nn
 
-from .values import Refused
+from .case import Refused, is_config
 
 Frame = types.FrameType
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -31,18 +32,18 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = (*(os.path.dirname(m.__file__ or "?") + os.sep for m in (torch, sympy, mpmath)), typing_extensions.__file__)
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 
-# Of Python's functions, those that are functions of their arguments.
+# Of Python's functions, those that are functions of their arguments. print is not: a template would print nothing.
 _PURE = frozenset((
     "abs all any bool callable complex dict divmod enumerate filter float format frozenset getattr hasattr int "
     "isinstance issubclass len list map max min pow range repr reversed round set slice sorted str sum super tuple "
-    "zip print ValueError TypeError RuntimeError KeyError AttributeError NotImplementedError AssertionError IndexError "
+    "zip ValueError TypeError RuntimeError KeyError AttributeError NotImplementedError AssertionError IndexError "
     "Exception NotImplemented Ellipsis True False None property staticmethod classmethod").split())
 _STORES = ("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "DELETE_GLOBAL",
            "IMPORT_NAME", "YIELD_VALUE", "GEN_START", "SEND")
 # Attributes by which Python looks at itself, or tensors at their memory.
 _INSIDE = frozenset(("__class__", "__dict__", "__globals__", "__code__", "__closure__", "f_back", "f_locals",
                      "_getframe", "data_ptr", "_version", "grad_fn", "is_leaf", "_base", "storage_offset",
-                     "untyped_storage"))
+                     "untyped_storage", "needs_input_grad"))
 _CHANGES = frozenset(("append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "popitem", "add",
                       "discard", "appendleft", "popleft", "sort", "reverse", "__setitem__", "__delitem__", "send"))
 # Modules of the standard library, and of torch, whose Python functions are functions of their arguments.
@@ -53,8 +54,8 @@ _TENSORS = ("torch.nn.", "torch._tensor", "torch._subclasses.fake_tensor", "torc
             "torch.autograd.", "torch.amp.",
             "torch.utils._contextlib", "torch._jit_internal", "torch._VF", "torch.utils._device", "torch.special")
 _MODULES = ("torch", "transformers", "math", "functools", "typing", "collections", "einops", "operator", "contextlib")
-_STATES = ("is_grad_enabled", "is_autocast_enabled", "get_autocast_dtype", "is_autocast_cache_enabled", "is_tracing",
-           "_get_tracing_state", "is_scripting", "is_compiling", "finfo", "iinfo", "set_autocast_enabled",
+_STATES = ("is_grad_enabled", "is_tracing", "_get_tracing_state", "is_scripting", "is_compiling", "finfo", "iinfo",
+           "set_autocast_enabled",
            "set_autocast_dtype", "autocast_increment_nesting", "autocast_decrement_nesting", "_set_grad_enabled",
            "clear_autocast_cache", "set_grad_enabled")
 
@@ -72,6 +73,8 @@ def _skipped(frame: Frame) -> bool:
     """Is its code trusted, or the standard library's? Code that was made at run time counts as its module's."""
     name = frame.f_code.co_filename
     if name.startswith("<"):
+        if frame.f_globals.get("__name__", "").startswith("namedtuple_"):        # what collections made
+            return True
         module = sys.modules.get(frame.f_globals.get("__name__", ""))
         name = getattr(module, "__file__", None) or ("" if module is not None and name.startswith("<frozen") else "?")
         if not name:
@@ -95,6 +98,8 @@ def _standard(filename: str) -> bool:
 def outsider(depth: int) -> str:
     """file:line of the frame so many calls up, unless it is trusted or the standard library's."""
     frame = sys._getframe(depth)
+    while frame.f_globals.get("__name__") in ("torch._tensor", "torch.overrides") and frame.f_back is not None:
+        frame = frame.f_back
     return "" if _skipped(frame) else _at(frame.f_code, frame.f_lineno)
 
 
@@ -128,12 +133,14 @@ class Witness:
     """Around a run of a module's code: collects what ran.
 
     Attributes:
-        frames: code -> the globals that it saw, and the names of arguments' containers.
+        globals: by code that ran, the globals that it saw.
+        library: of torch's modules, the same: their code is trusted, but others may put theirs in its place.
         held: containers that were changed or handed over, to see whether they outlive the call.
     """
 
     def __init__(self) -> None:
         self.globals: dict[types.CodeType, dict[str, Any]] = {}
+        self.library: dict[types.CodeType, dict[str, Any]] = {}
         self.held: list[tuple[Any, str, str]] = []
         self.wrong = ""
         self._before: Any = None
@@ -176,12 +183,16 @@ class Witness:
         for n, value in frame.f_locals.items():
             if type(value) in (list, dict, set):
                 self.held.append((value, "is given a container that outlives the call", _at(code, None)))
-            if n in code.co_freevars and not isinstance(value, type | types.FunctionType | types.MethodType):
+            if n in code.co_freevars and n != "__class__":
                 self._blame(frame, f"reads {n}, of the function around it")
+            elif n != ".0" and not _is_given(value):
+                self._blame(frame, f"is given {n}, a {type(value).__name__}")
 
     def _called_trusted(self, frame: Frame) -> None:
         caller = frame.f_back
         module = frame.f_globals.get("__name__", "")
+        if module.startswith("torch.nn.modules."):
+            self.library.setdefault(frame.f_code, frame.f_globals)
         if caller is None or _skipped(caller) or not module.startswith("torch"):
             return
         name = frame.f_code.co_name                      # torch's own __bool__ is a size's, and leaves a guard
@@ -241,23 +252,71 @@ class Witness:
             if sys.getrefcount(container) > ours:
                 raise Refused(f"its code {what} ({where})")
 
-    def used(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Globals that the code read: where, and by which name."""
-        for code, names in self.globals.items():
-            for name in _globals_of(code):
-                if name in names:
-                    yield names, name
+    def used(self) -> Iterator[tuple[Any, str]]:
+        """What the code read by name of modules, its own and others, and of tensors' methods: where, and the name."""
+        for code, names in (*self.globals.items(), *self.library.items()):
+            for name in globals_of(code):
+                yield names, name
+                yield from _of_module(names.get(name), code.co_names)
+            for name in code.co_names:
+                if hasattr(torch.Tensor, name):
+                    yield from ((kind, name) for kind in _METHODS)
+
+    def attributes(self) -> tuple[set[str], bool]:
+        """Names of which the code that ran may have read attributes; True: of any, since it may put names together."""
+        found: set[str] = set()
+        for code in self.globals:
+            found.update(code.co_names, *(c.split(".") for c in code.co_consts if isinstance(c, str)))
+        return found, "getattr" in found
 
 
-def _globals_of(code: types.CodeType) -> set[str]:
+def _of_module(module: Any, names: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Of a module that code reads, what may be meant by these names."""
+    if isinstance(module, types.ModuleType):
+        for name in names:
+            if name in vars(module):
+                yield vars(module), name
+                if name in ("nn", "functional"):
+                    yield from _of_module(vars(module)[name], names)
+
+
+_METHODS = vars(torch.Tensor), vars(torch._C.TensorBase)
+# What a function may be given: what is a part of a structure or a call, or cannot change.
+_GIVEN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor, torch.Size,
+          torch.SymInt, torch.SymFloat, torch.SymBool, nn.Module, type, types.FunctionType, types.BuiltinFunctionType,
+          types.MethodType, range, slice, types.EllipsisType)
+
+
+def _is_given(value: Any) -> bool:
+    """A container may be given if it does not outlive the call (Witness.check); not so in another."""
+    if isinstance(value, list | set):
+        return all(map(_is_fixed, value))
+    if isinstance(value, dict):
+        return all(map(_is_fixed, value.values()))
+    return _is_fixed(value)
+
+
+def _is_fixed(value: Any) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return all(map(_is_fixed, value))
+    return isinstance(value, _GIVEN) or is_config(value) or \
+        (type(value).__module__ or "").startswith(("torch.", "transformers.", __package__))
+
+
+def globals_of(code: types.CodeType) -> set[str]:
     return {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
 def _read(code: types.CodeType, names: dict[str, Any]) -> None:
+    kinds = [names.get(n, vars(builtins).get(n)) for n in globals_of(code)]
+    if isinstance in kinds and any(isinstance(k, type) and issubclass(k, int | float | numbers.Number) for k in kinds):
+        raise Refused(f"its code asks whether something is a number ({_at(code, None)})")
     for i in dis.get_instructions(code):
         line = i.positions.lineno if i.positions else None
         if i.opname in _STORES or (i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars):
             raise Refused(f"its code stores into something ({_at(code, line)}: {i.argval or 'a subscript'})")
+        if i.opname in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"):
+            raise Refused(f"its code catches exceptions ({_at(code, line)})")
         if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval in _INSIDE:
             raise Refused(f"its code looks at {i.argval} ({_at(code, line)})")
         if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -291,4 +350,4 @@ def _plain_global(code: types.CodeType, line: int | None, name: str, names: dict
         raise Refused(f"its code reads the global {name}, a {type(value).__name__} ({_at(code, line)})")
 
 
-__all__ = ["Witness", "innermost", "outsider", "trusted"]
+__all__ = ["Witness", "globals_of", "innermost", "outsider", "trusted"]

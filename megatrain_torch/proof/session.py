@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -80,9 +81,12 @@ class Session:
             Refused: it is not; or it looks at sizes.
         """
         witness, before = Witness(), len(self.env.guards)
-        with witness:
+        self.values.wrong = None
+        with unspoken(self.values), witness:
             found = run()
         witness.check()
+        if self.values.wrong is not None:
+            raise self.values.wrong                      # and the module's own code went on
         for guard in self.env.guards[before:]:
             raise Refused(f"it looks at sizes: {guard.expr}")
         return found, witness
@@ -161,26 +165,59 @@ def put(dictionary: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
                 dictionary[k] = v
 
 
-class Noted(int):
-    """A layer's number, which notes whether somebody looks at it."""
+class Number:
+    """Stands for a number, and notes whether somebody looks at it. It is no int: C reads those without asking."""
 
-    looked = False
+    def __init__(self, value: int) -> None:
+        self.value, self.looked = value, False
 
-    def _look(self) -> None:
+    @property
+    def __class__(self) -> type:
+        self.looked = self.looked or bool(outsider(2))
+        return int
+
+    def __getattr__(self, name: str) -> Any:
         self.looked = True
+        return getattr(self.value, name)
 
 
 def _noting(name: str) -> Callable[..., Any]:
-    def method(self: Noted, *args: Any) -> Any:
-        self._look()
-        return getattr(int, name)(int(int.__index__(self)), *args)
+    def method(self: Number, *args: Any) -> Any:
+        self.looked = True
+        args = tuple(a.value if type(a) is Number else a for a in args)
+        if name.startswith("r") and hasattr(operator, name[1:]) and args:
+            return getattr(operator, name[1:])(*args, self.value)
+        found = getattr(self.value, f"__{name}__")(*args)
+        return found if found is not NotImplemented or len(args) != 1 or not hasattr(operator, name) \
+            else getattr(operator, name)(self.value, *args)
     return method
 
 
 for _name in ("eq ne lt le gt ge hash bool index int float add radd sub rsub mul rmul floordiv rfloordiv mod rmod "
-              "truediv rtruediv and rand or ror xor rxor neg abs divmod rdivmod pow str repr format").split():
-    if hasattr(int, f"__{_name}__"):
-        setattr(Noted, f"__{_name}__", _noting(f"__{_name}__"))
+              "truediv rtruediv and rand or ror xor rxor neg abs divmod rdivmod pow rpow str repr format").split():
+    setattr(Number, f"__{_name}__", _noting(_name))
 
 
-__all__ = ["Noted", "Session", "put"]
+@contextlib.contextmanager
+def unspoken(values: Values) -> Iterator[None]:
+    """A size has no name, nor a place in a dict, that a module's own code may ask for."""
+    own = {name: getattr(torch.SymInt, name) for name in ("__str__", "__repr__", "__format__", "__hash__")}
+
+    def told(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any) -> Any:
+            if where := outsider(2):
+                values.wrong = values.wrong or Refused(f"it looks at sizes ({where})")
+            return own[name](self, *args)
+        return method
+
+    missing = [name for name in own if name not in vars(torch.SymInt)]
+    for name in own:
+        setattr(torch.SymInt, name, told(name))
+    try:
+        yield
+    finally:
+        for name in own:
+            delattr(torch.SymInt, name) if name in missing else setattr(torch.SymInt, name, own[name])
+
+
+__all__ = ["Number", "Session", "put"]

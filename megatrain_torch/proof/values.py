@@ -51,15 +51,18 @@ class Values:
     Attributes:
         keys: by number, what the expression is: (operation, ...), operands as ("#", number).
         places: by number, where in the module's own code it was made first.
+        wrong: an operation failed, or was refused: what a module does that catches that is no proof.
     """
 
     def __init__(self) -> None:
         self.keys: list[tuple[Any, ...]] = []
         self.shapes: list[tuple[str, ...]] = []
         self.places: dict[int, str] = {}
+        self.wrong: Exception | None = None
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._tensors: dict[int, tuple[Tensor, int]] = {}      # by id, which is not given anew while these are kept
         self._seen_by: dict[int, dict[int, Tensor]] = {}       # by storage, the tensors over it
+        self._outlive: set[int] = set()                        # storages of atoms
 
     def number(self, key: tuple[Any, ...], shape: tuple[str, ...]) -> int:
         found = self._numbers.get(key)
@@ -72,7 +75,17 @@ class Values:
     def atom(self, name: str, t: Tensor) -> Tensor:
         """A tensor that nothing makes: an input, a weight, a buffer."""
         self.put(t, self.number(("atom", name, str(t.dtype)), _shape(t)))
+        self._outlive.add(t.untyped_storage()._cdata)
         return t
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around an operation."""
+        try:
+            yield
+        except Exception as error:
+            self.wrong = self.wrong or error
+            raise
 
     def put(self, t: Tensor, number: int) -> None:
         self._tensors[id(t)] = t, number
@@ -83,6 +96,10 @@ class Values:
         if found is None:
             raise Refused(f"it uses a tensor {list(t.shape)} that is no input, weight or buffer of it")
         return found[1]
+
+    def outlives(self, t: Tensor) -> bool:
+        """Is it memory of an input, a weight or a buffer?"""
+        return t.untyped_storage()._cdata in self._outlive
 
     def alone(self, t: Tensor) -> bool:
         """Does nobody else look at its memory, but as what it is itself?"""
@@ -138,7 +155,7 @@ class Recorder(TorchDispatchMode):
         self.where: Callable[[], str] = lambda: ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with unseen():
+        with unseen(), self.values.noting():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -174,6 +191,8 @@ class Recorder(TorchDispatchMode):
         base = name.removeprefix("aten::").removesuffix("_")
         if not name.startswith("aten::") or not name.endswith("_") or "out" in kwargs or not isinstance(target, Tensor):
             raise Refused(f"it runs {name}, which writes into its arguments")
+        if self.values.outlives(target):
+            raise Refused(f"it writes by {name} into an input, a weight or a buffer")
         if not self.values.alone(target):
             raise Refused(f"it writes by {name} into memory that other tensors share")
         rule = RULES.get(getattr(aten, base, None))
@@ -237,6 +256,8 @@ def _viewed(values: Values, number: int, shape: tuple[str, ...]) -> Any:
 
 
 def _view(values: Values, func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
+    if args[0].dtype != out.dtype:                       # the same bits, read as another type
+        return _plain(values, func, args, kwargs, out)
     return _viewed(values, values.of(args[0]), _shape(out))
 
 
@@ -394,7 +415,8 @@ def _sum_of(sign: int) -> Callable[..., Any]:
 
 
 def _rsub(values: Values, func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
-    return _joined("+", _flat(values, "+", args[1]) + _times(values, args[0], -1, out), out)
+    alpha = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
+    return _joined("+", _flat(values, "+", args[1]) + _times(values, args[0], -alpha, out), out)
 
 
 def _negated(values: Values, func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
@@ -472,7 +494,9 @@ class Functions(TorchFunctionMode):
         self.values, self.outsider = values, outsider
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with unseen():
+        if func is torch.autograd.grad:                  # runs Python of the module's: backward of its own functions
+            return func(*args, **kwargs)
+        with unseen(), self.values.noting():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -520,7 +544,9 @@ _T = Tensor
 _PRODUCTS = {torch.matmul, _T.matmul, _T.__matmul__}
 _LOOKS = {_T.data_ptr, _T.stride, _T.storage_offset, _T.is_contiguous, _T.untyped_storage, _T._version.__get__,
           _T.is_leaf.__get__, _T.grad_fn.__get__, _T.requires_grad.__get__, _T.grad.__get__, _T._base.__get__,
-          _T.data.__get__, _T.register_hook}
+          _T.data.__get__, _T.register_hook, _T.retain_grad, _T.retains_grad.__get__, _T.output_nr.__get__, _T._is_view,
+          _T.is_shared, _T.is_pinned, _T.is_inference, _T.__repr__, _T.__format__, _T.tolist, _T.numpy, _T.__array__,
+          _T.item, _T.storage, _T.__reduce_ex__, _T.__deepcopy__}
 
 
 def _name_of(func: Any) -> str:

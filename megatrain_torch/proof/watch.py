@@ -8,6 +8,8 @@ is.
 """
 from __future__ import annotations
 
+import enum
+import functools
 import operator
 import sys
 import types
@@ -15,9 +17,11 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import _core
+from .case import is_config
 
 OFTEN = 16           # a window that has been so many different structures runs its own code from then on
 
@@ -44,28 +48,84 @@ def is_held(was: Any, value: Any) -> bool:
 
 
 def _contents(place: dict[Any, Any] | list[Any]) -> tuple[Any, ...]:
-    values = place if isinstance(place, list) else (v for pair in dict.items(place) for v in pair)
+    values = place if isinstance(place, list) else _flat(place)
     return tuple(map(held, values))
 
 
 def parts_of(module: nn.Module) -> list[Part]:
     """Of all modules in it, and of what configures them, each once."""
-    owners: dict[int, Any] = {}
-    for m in module.modules():
-        owners[id(m)] = m
-        config = m.__dict__.get("config")
-        if hasattr(config, "__dict__"):
-            owners[id(config)] = config
-    return [part for owner in owners.values() for part in _own_parts(owner)]
+    return [part for owner in owners_of(module) for part in _own_parts(owner)]
+
+
+def owners_of(module: nn.Module) -> list[Any]:
+    """All modules in it, and what configures them."""
+    found = {id(m): m for m in module.modules()}
+    todo = list(found.values())
+    while todo:
+        for value in vars(todo.pop()).values():
+            if is_config(value) and id(value) not in found:
+                found[id(value)] = value
+                todo.append(value)
+    return list(found.values())
+
+
+def unfollowed(module: nn.Module, names: set[str], any_of_own: bool) -> str:
+    """Of the attributes that are read, one whose change would not be seen; "" where there is none.
+
+    names: what attributes are read. any_of_own: of modules and configurations themselves, any.
+    """
+    for owner in owners_of(module):
+        for name, value in vars(owner).items():
+            torchs = isinstance(owner, nn.Module) and name in _TORCHS
+            if not torchs and (any_of_own or name in names) and not _is_followed(value):
+                return f"{name}, a {type(value).__name__}"
+        for kind in type(owner).__mro__:
+            for name in () if _is_library(kind) else names.intersection(vars(kind)):
+                if not name.startswith("__") and not _is_followed_of_class(vars(kind)[name]):
+                    return f"{name}, a {type(vars(kind)[name]).__name__} of class {kind.__name__}"
+    return ""
+
+
+_LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, nn.Module, type,
+           types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum)
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_leaf, value))
+    return isinstance(value, _LEAVES) or is_config(value)
+
+
+def _is_followed(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_leaf, value))
+    if isinstance(value, dict):
+        return all(map(_is_leaf, value.values()))
+    if type(value) is functools.partial:
+        return all(map(_is_leaf, (value.func, *value.args, *value.keywords.values())))
+    return _is_leaf(value) or _is_library(type(value))
+
+
+def _is_followed_of_class(value: Any) -> bool:
+    if isinstance(value, property):
+        return isinstance(value.fget, types.FunctionType)
+    return _is_followed(value) or isinstance(value, staticmethod | classmethod)
+
+
+def _is_library(kind: type) -> bool:
+    """torch's own, transformers' but its models, ours; of Python's, what cannot change."""
+    home = kind.__module__
+    return kind is object or home.startswith(("torch.", __package__.split(".")[0])) or (
+        home.startswith("transformers.") and not home.startswith("transformers.models."))
 
 
 def _own_parts(owner: Any) -> Iterator[Part]:
-    """Its attributes, its children and parameters, and lists and dicts of its own; torch's dicts of hooks are asked for
-    at each call."""
+    """Its attributes, its children, parameters and buffers, and lists and dicts of its own; torch's dicts of hooks are
+    asked for at each call."""
     attributes, ref = owner.__dict__, weakref.ref(owner)
     yield ref, type(owner), None, _contents(attributes)
     for name, value in attributes.items():
-        own = name in ("_modules", "_parameters") or not (isinstance(owner, nn.Module) and name in _TORCHS)
+        own = name in ("_modules", "_parameters", "_buffers") or not (isinstance(owner, nn.Module) and name in _TORCHS)
         if own and isinstance(value, dict | list):
             yield ref, type(owner), name, _contents(value)
 
@@ -86,6 +146,7 @@ class Watch:
         """From now on, as it is now."""
         self._parts[window] = parts_of(module)
         self.code.add_classes({kind for _, kind, _, _ in self._parts[window]})
+        self.code.add_values(module)
         self._all = None
 
     def _gather(self) -> list[Part]:
@@ -118,21 +179,31 @@ class Code:
         self._classes: weakref.WeakKeyDictionary[type, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._functions: dict[int, tuple[Any, Any, Any, Any]] = {}
+        self._partials: dict[int, tuple[Any, Any]] = {}
         self._registries = [(r, _contents(r)) for r in _registries()]
 
     def add_classes(self, kinds: set[type]) -> None:
         for kind in kinds:
             for c in kind.__mro__:
-                if c in (object, nn.Module) or c in self._classes:
+                if c is object or c in self._classes:
                     continue
-                self._classes[c] = tuple(map(held, vars(c).values()))
+                self._classes[c] = _of_class(c)
                 for value in vars(c).values():
-                    self._add_function(value)
+                    self._add_function(value.fget if isinstance(value, property) else value)
 
-    def add_globals(self, names: Iterable[tuple[dict[str, Any], str]]) -> None:
+    def add_values(self, module: nn.Module) -> None:
+        """Functions that lie in modules, and what partial ones were given."""
+        for m in module.modules():
+            for value in vars(m).values():
+                self._add_function(getattr(value, "__func__", value) if isinstance(value, types.MethodType) else value)
+                if type(value) is functools.partial:
+                    self._partials[id(value)] = weakref.ref(value), _said(value)
+
+    def add_globals(self, names: Iterable[tuple[Any, str]]) -> None:
+        """names: a module's dict, or a class', and a name in it, or one that is not yet there."""
         for names_, name in names:
-            if name in names_ and (id(names_), name) not in self._globals:
-                value = names_[name]
+            if (id(names_), name) not in self._globals:
+                value = names_.get(name)
                 self._globals[id(names_), name] = names_, held(value)
                 self._add_function(value)
                 if isinstance(value, type) and not value.__module__.startswith(("torch", "builtins", "typing")):
@@ -145,14 +216,34 @@ class Code:
             value = getattr(value, "__wrapped__", None)
 
     def changed(self) -> bool:
-        return not (all(_alike(was, vars(c).values()) for c, was in self._classes.items())
+        return not (all(_alike(was, c) for c, was in self._classes.items())
+                    and all(p() is None or _said(p()) == was for p, was in self._partials.values())
                     and all(is_held(was, names.get(name)) for (_, name), (names, was) in self._globals.items())
                     and all(map(_as_it_was, self._functions.values()))
                     and all(_contents(r) == was for r, was in self._registries))
 
 
-def _alike(was: tuple[Any, ...], values: Any) -> bool:
-    return len(was) == len(values) and all(map(is_held, was, values))
+def _of_class(c: type) -> tuple[Any, ...]:
+    """What is in it, and in its lists and dicts."""
+    values = vars(c).values()
+    return (*map(held, values), *(_contents(v) for v in values if type(v) in (list, dict)))
+
+
+def _alike(was: tuple[Any, ...], c: type) -> bool:
+    values = vars(c).values()
+    inner = [v for v in values if type(v) in (list, dict)]
+    if len(was) != len(values) + len(inner) or not all(map(is_held, was, values)):
+        return False
+    return all(len(w) == len(_contents(v)) and all(map(is_held, w, v if type(v) is list else _flat(v)))
+               for w, v in zip(was[len(values):], inner))
+
+
+def _flat(d: dict[Any, Any]) -> Iterator[Any]:
+    return (v for pair in dict.items(d) for v in pair)
+
+
+def _said(p: functools.partial[Any]) -> tuple[Any, ...]:
+    return p.func, p.args, *p.keywords.items()
 
 
 def _as_it_was(said: tuple[Any, Any, Any, Any]) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import ops
 
 WORK = 1 << 30           # bytes of dS at a time, at least
-SHORT = 1 << 12          # tokens of rows that are taken unasked
+SHORT = 1 << 11          # tokens of rows that are taken unasked
 ORDERLESS = 128          # keys: two blocks of them at most, and a sum of two has no order
 _refused: set[tuple[object, ...]] = set()
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn  # noqa: E402
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import limits, preflight, wrap  # noqa: E402
 from megatrain_torch.disk import buffer_bytes, file_bytes  # noqa: E402
-from megatrain_torch.limits import Bound, HostLimits, host_limits, with_margin  # noqa: E402
+from megatrain_torch.limits import Bound, HostLimits, host_limits, show_size, with_margin  # noqa: E402
 
 WIDTH, LAYERS = 256, 6
 UNIT = WIDTH * WIDTH
@@ -209,11 +209,11 @@ def disk_cases() -> dict[str, Case]:
     for name, home in (("disk", "disk"), ("weights_on_disk", "disk+weights")):
         need = file_bytes(at_home(home))
         found[name] = Case(True, on_disk(home, need))
-        found[f"{name}-1"] = Case(False, on_disk(home, need - 1), early=True, says=f"raise it to {need},")
+        found[f"{name}-1"] = Case(False, on_disk(home, need - 1), early=True, says=f"raise it to {show_size(need)},")
     host, begin = sum(at_home(home).host().values()), with_margin(buffer_bytes([home]) + 2 * UNIT)
     return found | {
         "weights_on_disk,host=all": Case(True, on_disk(home) | {"host": host}),
-        "weights_on_disk,host=all-1": Case(False, on_disk(home) | {"host": host - 1}, early=True, says=f"host={host} ("),
+        "weights_on_disk,host=all-1": Case(False, on_disk(home) | {"host": host - 1}, early=True, says=f"host={show_size(host)!r}"),
         "weights_on_disk,free": Case(True, on_disk(home), before=said(begin)),
         "weights_on_disk,free-1": Case(False, on_disk(home), before=said(begin - 1), early=True,
                                        says="1 B more under the limit"),
