@@ -33,15 +33,13 @@ from torch.nn.modules.module import _has_any_global_hook
 from . import hf_calls
 from .errors import MegatrainError
 from .frames import (
+    Again,
     SavedFrame,
     Streamed,
-    Weight,
     _is_cache,
     _pop,
     _push,
     autocast_state,
-    keep,
-    refuse_create_graph,
     restored,
     set_autocast_state,
 )
@@ -120,26 +118,21 @@ class Graph:
         return out
 
 
-class GraphFrame:
-    """Hooks around one run of a graph: every saved tensor becomes (frame, number); the first unpack runs it again.
+class GraphFrame(Again):
+    """Hooks around one run of a graph.
 
     Holds the graph's inputs, weights as handles, and the random and autocast state from before.
     """
 
     def __init__(self, graph: Graph, window: Window, inputs: tuple[Any, ...]) -> None:
-        self.graph, self.window, self.runtime = graph, window, window.runtime
-        self.count = 0                                   # tensors saved by the first run
-        self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
+        super().__init__(window)
+        self.graph = graph
         self.inputs = [self._kept(t) for t in inputs]
         self.random = random_state(self.runtime.device) if graph.draws else None
         self.autocast = autocast_state(self.runtime.device.type)
 
-    def _handle(self, t: Tensor) -> Any:
-        where = self.runtime.ring.locate(t)
-        return Weight(self.runtime, *where, t) if where is not None else keep(t)
-
     def _kept(self, t: Any) -> Any:
-        return (self._handle(t), t.requires_grad) if isinstance(t, Tensor) else t
+        return (self.handle(t), t.requires_grad) if isinstance(t, Tensor) else t
 
     def _again(self, kept: Any) -> Any:
         """The input as it was, without its history; numbers are as they are."""
@@ -153,25 +146,13 @@ class GraphFrame:
                 "use plan={'activations': 'saved'} to keep what it needs")
         return restored(handle).detach().requires_grad_(with_grad)
 
-    def pack(self, t: Tensor) -> Any:
-        self.count += 1
-        return self, self.count - 1
-
-    @staticmethod
-    def unpack(handle: Any) -> Tensor:
-        refuse_create_graph()
-        frame, number = handle
-        if number not in frame.saved:
-            frame.replay()
-        return restored(frame.saved.pop(number))
-
     def replay(self) -> None:
         """Runs the graph again; what it saves is kept until autograd has asked for it."""
         saved: dict[int, Any] = {}
         self.runtime.handover.at_end(self)
 
         def pack(t: Tensor) -> Any:
-            saved[len(saved)] = handle = self._handle(t)
+            saved[len(saved)] = handle = self.handle(t)
             return handle
 
         with self.runtime.during(self.window, "replay"), self._as_it_was(), hooks(pack, SavedFrame.unpack):
@@ -180,10 +161,6 @@ class GraphFrame:
             raise MegatrainError(f"{self.window.name}: run again, its graph saved {len(saved)} tensors where the first "
                                  f"run saved {self.count}; use plan={{'activations': 'saved'}}")
         self.saved = saved
-
-    def backward_ended(self) -> None:
-        """What nobody has asked for is made again by the next backward that does."""
-        self.saved = {}
 
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[None]:

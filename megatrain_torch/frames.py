@@ -185,7 +185,40 @@ class _StopReplay(BaseException):
     """All that the first run saved is there again."""
 
 
-class ReplayFrame:
+class Again:
+    """Hooks of what runs again in backward: every saved tensor becomes (frame, number); the first unpack makes all."""
+
+    def __init__(self, window: Stretch) -> None:
+        self.window, self.runtime = window, window.runtime
+        self.count = 0                                   # tensors saved by the first run
+        self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
+
+    def pack(self, t: Tensor) -> Any:
+        self.count += 1
+        return self, self.count - 1
+
+    @staticmethod
+    def unpack(handle: Any) -> Tensor:
+        refuse_create_graph()
+        frame, number = handle
+        if number not in frame.saved:
+            frame.replay()
+        return restored(frame.saved.pop(number))
+
+    def replay(self) -> None:
+        raise NotImplementedError
+
+    def backward_ended(self) -> None:
+        """What nobody has asked for is made again by the next backward that does."""
+        self.saved = {}
+
+    def handle(self, t: Tensor) -> Any:
+        """What is kept of a tensor that is saved."""
+        where = self.runtime.ring.locate(t)
+        return Weight(self.runtime, *where, t) if where is not None else keep(t)
+
+
+class ReplayFrame(Again):
     """Hooks of a window whose forward runs again in backward.
 
     Holds the inputs (detached, containers copied), the buffers' values, the random state and the
@@ -193,10 +226,8 @@ class ReplayFrame:
     """
 
     def __init__(self, window: Stretch, args: Any, kwargs: Any) -> None:
-        self.window, self.runtime = window, window.runtime
+        super().__init__(window)
         self.module = window.module                      # the graph may outlive the model
-        self.count = 0                                   # tensors saved by the first run
-        self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
         fork = Fork()
         self.inputs = fork.call(args, kwargs)
         self.watched = fork.watched                      # inputs and their versions
@@ -211,18 +242,9 @@ class ReplayFrame:
         self.versions = [self.runtime.core.version(u) for u in window.units]
 
     def pack(self, t: Tensor) -> Any:
-        self.count += 1
         if self.shapes is not None:
             self.shapes.append(t.shape)
-        return self, self.count - 1
-
-    @staticmethod
-    def unpack(handle: Any) -> Tensor:
-        refuse_create_graph()
-        frame, number = handle
-        if number not in frame.saved:
-            frame.replay()
-        return restored(frame.saved.pop(number))
+        return super().pack(t)
 
     def forward_ended(self, mode: Mode) -> None:
         """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on.
@@ -266,10 +288,6 @@ class ReplayFrame:
         if len(self.saved) < self.count:
             self._refuse(f"saved {len(self.saved)} tensors where the first run saved {self.count}")
 
-    def backward_ended(self) -> None:
-        """What nobody has asked for is made again by the next backward that does."""
-        self.saved = {}
-
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[tuple[Any, Any]]:
         """Inputs, weights, buffers, random numbers and autocast as the first run met them; put back after."""
@@ -301,7 +319,7 @@ class ReplayFrame:
                              "use plan={'activations': 'saved'}")
 
     def _collector(self) -> Any:
-        saved, last, rt, shapes = self.saved, self.count - 1, self.runtime, self.shapes
+        saved, last, shapes = self.saved, self.count - 1, self.shapes
         number = -1
 
         def pack(t: Tensor) -> Any:
@@ -309,8 +327,7 @@ class ReplayFrame:
             number += 1
             if shapes is not None and shapes[number] != t.shape:
                 self._refuse(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
-            where = rt.ring.locate(t)
-            saved[number] = handle = Weight(rt, *where, t) if where is not None else keep(t)
+            saved[number] = handle = self.handle(t)
             if number >= last:
                 raise _StopReplay
             return handle

@@ -252,28 +252,17 @@ def store_path() -> Path:
 
 
 def resolve(machine: Machine | str | None) -> Machine:
-    """A Machine as it is; text parsed; None: this machine's GPU, with the stored rates, or with those of the
-    description nearest to it. "cpu" is this machine's CPU device.
+    """A Machine as it is; text parsed; None: this one, with the stored rates, or with those of the description nearest
+    to its GPU; without a GPU its CPU device, which "cpu" is too.
 
     Raises:
-        MegatrainError: see Machine.parse; a stored file that cannot be read; no GPU here, and none named.
+        MegatrainError: see Machine.parse; a stored file that cannot be read.
     """
     if isinstance(machine, Machine):
         return machine
     if machine is not None:
         return _cpu_here() if machine.strip() == "cpu" else Machine.parse(machine)
-    if (stored := _stored()) and stored.device == "cuda":
-        return stored
-    if found := _nearest():
-        return found
-    error = MegatrainError(NO_GPU)
-    error.no_machine = True
-    raise error
-
-
-NO_GPU = ("there is no GPU here to plan for: name a machine: machine='h100-80g', or with changes "
-          "'rtx4090,host=128GiB', or a file that `megatrain doctor` wrote on another one; 'cpu' is this machine's CPU "
-          "device. `megatrain plan --list-machines` has all")
+    return _stored() or _nearest() or _cpu_here()
 
 
 def _stored() -> Machine | None:

@@ -50,7 +50,18 @@ from .disk import (
 from .machine import Machine
 from .modes import DISK, DISKS, KEEPS, LINKED, read
 from .shapes import Shape, Unit
-from .simulate import DEVICE, HOST, NORM_S, ON_DISK, SHOWN_MICRO, THROUGH, Lists, Step, Timing, simulate
+from .simulate import (
+    DEVICE,
+    HOST,
+    NORM_S,
+    ON_DISK,
+    SHOWN_MICRO,
+    THROUGH,
+    Lists,
+    Step,
+    Timing,
+    simulate,
+)
 from .slots import plan_slots
 from .tracks import Levels, Track, Tracks
 
@@ -58,6 +69,7 @@ RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 OVERHEAD = "Python, torch, driver"          # of host memory: what is there besides planes
 PLAIN = tuple(home.plain for home in Home)              # by a Home's number
 SETTLED = ("vram", "arrive")
+ARRIVE = Home.ARRIVE.value
 MOST_ENDS = 3               # embeddings and heads whose homes are chosen one by one
 GUESTS = 2                  # units, first in the forward, whose states may arrive: what it waits for first
 EARLY = max(GUESTS + AHEAD + 1, STAY)       # windows whose activations may be alive while those states are there
@@ -182,6 +194,10 @@ class Problem:
         self.alike = [alike.setdefault(dataclasses.replace(unit, name=""), u) for u, unit in enumerate(shape.units)]
         self.planes: dict[tuple[int, str, bool, bool], dict[str, int]] = {}
         self.ring_bytes: dict[frozenset[tuple[int, int]], list[tuple[int, int]]] = {}
+        if like is not None:
+            self.ways = like.ways
+        self.hulls: dict[tuple[int, str | None, float], list[tuple[float, int, str]]] = {}
+        self.betweens: dict[tuple[int, str, str], list[str]] = {}
         self.micros: dict[int, Micro] = like.micros if like is not None and like.depth == self.depth else {}
         self.parts: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.slot_bytes: dict[tuple[tuple[Home, ...], int], array[int]] = {}
@@ -375,8 +391,9 @@ class Problem:
 
     def visiting(self, homes: tuple[Home, ...]) -> dict[int, int]:
         """Bytes of states that arrive, by unit."""
-        return {u: sum(visiting_planes(self.shape.units[u]).values()) for u, home in enumerate(homes)
-                if home == Home.ARRIVE and self.shape.units[u].trained}
+        if ARRIVE not in homes:
+            return {}
+        return {u: self.states(u) for u, home in enumerate(homes) if home == ARRIVE and self.shape.units[u].trained}
 
     def early_bytes(self, costs: list[Cost], modes: tuple[str, ...]) -> int:
         """Of activations, work and gradients while those states are on the device, at the most."""
@@ -502,7 +519,7 @@ class Problem:
                 cost, mode = costs[w], modes[w]
                 kept[at:, w], work[at:, w], seconds[at:, w] = cost.kept[mode], cost.work[mode], cost.backward_s[mode]
         kept *= learns
-        work += np.array(self.coming(costs, first)) + np.array(self.flying)  # the links that later levels have make none
+        work += np.array(self.coming(costs, first)) + np.array(self.flying)      # links of later levels make none
         return Levels([modes for modes, _ in found], self._rising((np.cumsum(kept, axis=1) + work).max(axis=1)),
                       seconds.sum(axis=1), self._rising(kept[:, :EARLY].sum(axis=1) + work[:, :EARLY].max(axis=1)))
 
@@ -522,14 +539,27 @@ class Problem:
         spared = {a: costs[b].backward_s["replay"] - costs[b].backward_s[LINKED] for a, b in pairs.items()}
         begins = dict.fromkeys(pairs.values(), LINKED)
         steps = [(-gain, -w, order, mode) for w, c in enumerate(costs) if w not in fixed
-                 for gain, order, mode in _hull(c, begins.get(w), spared.get(w, 0.0))]
+                 for gain, order, mode in self._hull(c, begins.get(w), spared.get(w, 0.0))]
         for _, minus_w, _, mode in sorted(steps):
             w = -minus_w
-            for step in (*_between(costs[w], modes[w], mode), mode):
+            for step in (*self._between(costs[w], modes[w], mode), mode):
                 modes[w], changed = step, (w,)
                 if w in pairs and modes[pairs[w]] == "replay":
                     modes[pairs[w]], changed = LINKED, (w, pairs[w])
                 yield tuple(modes), changed
+
+    def _hull(self, cost: Cost, *how: Any) -> list[tuple[float, int, str]]:
+        """As _hull; layers that cost the same share a Cost."""
+        key = id(cost), *how
+        if key not in self.hulls:
+            self.hulls[key] = _hull(cost, *how)
+        return self.hulls[key]
+
+    def _between(self, cost: Cost, *ends: str) -> list[str]:
+        key = id(cost), *ends
+        if key not in self.betweens:
+            self.betweens[key] = _between(cost, *ends)
+        return self.betweens[key]
 
     # ---- time ----
 
@@ -568,7 +598,7 @@ class Problem:
                 "update_s": array("d", [units[u].trained / device + self.gathering_s(units[u], micro) if homes[u]
                                         else units[u].trained / (few if u in on_disk else host) for u in every]),
                 "visiting": array("q", [visiting.get(u, 0) for u in every]),
-                "disk_s": array("d", [self.drive_s(u, homes, micro) if u in on_disk else 0.0 for u in every]),
+                "disk_s": array("d", [self.drive_s(u, u in filed) if u in on_disk else 0.0 for u in every]),
                 "through_s": array("d", [self.through_s(u) if u in through else 0.0 for u in every]),
                 "read_s": array("d", [self.read_s(u) if u in filed else 0.0 for u in every]),
                 "lent": self.lent(homes)}
@@ -580,9 +610,9 @@ class Problem:
                 "backward_host_s": array("d", [c.backward_host_s[mode] for c, mode in zip(costs, modes)]),
                 "away": array("q", away), "spilled": array("q", [mode in DISK for mode in modes])}
 
-    def drive_s(self, unit: int, homes: tuple[Home, ...], micro: int) -> float:
-        """Of an update's reads and writes."""
-        weights = self.shape.units[unit].gradients * (unit in self.filed(homes, micro))
+    def drive_s(self, unit: int, filed: bool) -> float:
+        """Of an update's reads and writes. filed: of its weights too."""
+        weights = self.shape.units[unit].gradients * filed
         return 2 * (self.states(unit) + weights) / (self.machine.disk_both_gbps * 1e9)
 
     def read_s(self, unit: int) -> float:
@@ -654,11 +684,11 @@ class Problem:
 
     def _updates_alone(self, homes: Homes, micro: int) -> float:
         """Seconds of them, which a step takes at least where they run beside all of it."""
-        on_disk = self.on_disk(homes.units, micro)
+        on_disk, filed = self._disks(homes.units, micro)
         elsewhere = on_disk | homes.through
         host = sum(unit.trained for u, unit in enumerate(self.shape.units) if not homes.units[u] and u not in elsewhere)
         return max(host / self.machine.adam_rate(states=self.wishes.states), homes.through_s,
-                   sum(self.drive_s(u, homes.units, micro) for u in on_disk))
+                   sum(self.drive_s(u, u in filed) for u in on_disk))
 
     def _first_forward(self, homes: Homes, micro: int) -> float:
         m, made = self.machine, self.micro(micro)
@@ -697,20 +727,21 @@ class Problem:
         away = [u for u in self.first if not homes[u]]
         at_once = [u for u in away if self.first[u] == 0]
         added = [u for u in away if units[u].trained]
-        trained = [u for u in added if u not in through]
+        trained = [u for u in added if u not in through] if through else added
         rate = m.adam_rate(states=self.wishes.states)
-        begin = sum(units[u].trained for u in self.first if homes[u]) / (m.device_adam_gparams * 1e9)
+        begin = sum([units[u].trained for u in self.first if homes[u]]) / (m.device_adam_gparams * 1e9)
         if at_once:
             update = self.through_s(at_once[0]) if at_once[0] in through else units[at_once[0]].trained / rate
             begin = max(begin, update + units[at_once[0]].weights / (m.h2d_gbps * 1e9))
+        numbers, weights = [units[u].trained for u in added], [units[u].weights for u in away]
+        here = numbers if trained is added else [units[u].trained for u in trained]
         return Homes(
             homes, begin, sum(units[u].gradients for u in self.leaving[0] if not homes[u]) / (m.both_gbps * 1e9),
-            sum(units[u].trained for u in trained) / rate, self.first[trained[-1]] if trained else 0,
-            sum(units[u].weights for u in away), sum(units[u].weights for u in away if u in self.needed_again),
-            sum(units[u].gradients for u in away), sum(units[u].trained for u in added) / (m.add_gparams * 1e9),
-            max((units[u].trained for u in added), default=0) / (m.add_gparams * 1e9),
-            sum(self.visiting(homes).values()),
-            self._ring_bytes([units[u].weights for u in away]), through, sum(self.through_s(u) for u in through))
+            sum(here) / rate, self.first[trained[-1]] if trained else 0,
+            sum(weights), sum([units[u].weights for u in away if u in self.needed_again]),
+            sum([units[u].gradients for u in away]), sum(numbers) / (m.add_gparams * 1e9),
+            max(numbers, default=0) / (m.add_gparams * 1e9), sum(self.visiting(homes).values()),
+            self._ring_bytes(weights), through, sum(self.through_s(u) for u in through))
 
     def _ring_bytes(self, weights: list[int]) -> list[tuple[int, int]]:
         """(ring, bytes of its slots) for units of these sizes."""
@@ -761,7 +792,7 @@ class Problem:
 
     def combinations(self) -> Iterator[tuple[int, Homes, int, int, int, int]]:
         """(micro, homes, ring, bytes of its slots, bytes at home in VRAM, bytes in host memory)."""
-        for homes in (h for choice in self.home_choices() for h in self._ways(choice)):
+        for homes in self.ways:
             choice, overhead = homes.units, self.machine.vram_overhead_bytes + THROUGH_BYTES * bool(homes.through)
             for several in (False, True):
                 counts = [k for k in self.micro_counts() if (k > 1) == several]
@@ -773,11 +804,16 @@ class Problem:
                     for micro in counts:                # a larger ring than the units fill is no other choice
                         yield micro, homes, ring, slots, planes, host
 
-    def _ways(self, choice: tuple[Home, ...]) -> list[Homes]:
-        """All updates on the host, or some through the device; or all, where that is asked for and any are."""
-        through = self.through(choice)
-        host = [self._homes(choice)] if self.wishes.homes != "through" or not through else []
-        return host + [self._homes(choice, through)] * bool(through)
+    @functools.cached_property
+    def ways(self) -> list[Homes]:
+        """Of each choice of homes: all updates on the host, or some through the device; or all, where that is asked for
+        and any are."""
+        found = []
+        for choice in self.home_choices():
+            through = self.through(choice)
+            found += [self._homes(choice)] if self.wishes.homes != "through" or not through else []
+            found += [self._homes(choice, through)] if through else []
+        return found
 
     # ---- the best ----
 
@@ -818,10 +854,11 @@ class Problem:
                              np.array([h.visiting for h in homes], dtype=np.int64))
         if not len(fit.at):
             return None
-        each = {id(homes[i]): homes[i] for i in fit.at.tolist()}
+        own = [id(h) for h in homes]
+        each = {own[i]: homes[i] for i in np.unique(fit.at).tolist()}
         place = {key: n for n, key in enumerate(each)}
         of = np.array([self._of_homes(h, micro) for h in each.values()]).T
-        bounds = self._bound(of[:, [place[id(homes[i])] for i in fit.at.tolist()]], slots[fit.at], micro,
+        bounds = self._bound(of[:, np.array([place.get(key, 0) for key in own])[fit.at]], slots[fit.at], micro,
                              fit.backward_s, fit.out, fit.spill_s)
         return bounds, fit.spilled, fixed[fit.at] + fit.tops, np.array(at)[fit.at], fit.tracks, fit.levels
 

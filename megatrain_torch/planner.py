@@ -168,7 +168,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         tokens, seq: tokens of a whole step, in sequences of `seq`.
         machine: a Machine, a name such as "rtx4090" or "h200-128g,vram=24GiB" (`megatrain plan --list-machines` has
             all), the path of a JSON file, or "cpu"; None: this machine's GPU, with the rates that `megatrain doctor`
-            stored, else with those of the description nearest to it.
+            stored, else with those of the description nearest to it; without a GPU its CPU device.
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
             what the machine has, but say what the host of a card by name has; by default 2 % of it stay free.
         micro: micro-batches of a step; None: as many as are best.
@@ -184,10 +184,10 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             another machine {"limit": "2TB"} is enough.
 
     Raises:
-        MegatrainError: an argument makes no sense; there is no GPU here and no machine is named; or nothing that may
-            be chosen fits. Then the message has the table of what needs least and the fastest changes with which it
-            fits; of the exception, `changes` has the arguments that would do, one at a time, and `ways` those that
-            would together, with tokens/s, the fastest first.
+        MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
+            table of what needs least and the fastest changes with which it fits; of the exception, `changes` has the
+            arguments that would do, one at a time, and `ways` those that would together, with tokens/s, the fastest
+            first.
     """
     disk = Disk.parse(nvme, somewhere=True)
     if homes in DISKS and disk is None:

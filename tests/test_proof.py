@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import copy
 import functools
+import gc
 import itertools
 import operator
 import os
@@ -250,6 +251,21 @@ def test_a_module_with_nothing_of_its_own_runs_by_a_template(judged: dict[str, s
 def test_a_module_with_something_of_its_own_runs_its_own_code(what: str, judged: dict[str, str]) -> None:
     assert judged[what].startswith("its own (its code") or judged[what].startswith("its own (no template") \
         or judged[what].startswith("its own (it "), judged[what]
+
+
+def test_collections_meanwhile_are_nobodys_code() -> None:
+    """A callback of the collector's may run wherever Python does."""
+    model = mt.stream(nn.Sequential(nn.Linear(16, 16), Norm(), nn.Linear(16, 16)), "cpu", compute="fused",
+                      units=["0", "1", "2"])
+    before, calls = gc.get_threshold(), []
+    gc.callbacks.append(lambda phase, info: calls.append(time.perf_counter()))
+    gc.set_threshold(1)
+    try:
+        model(torch.randn(2, 12, 16)).square().mean().backward()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.pop()
+    assert calls and runtime_of(model).windows[1].code == "template"
 
 
 def test_what_is_to_blame_is_named() -> None:

@@ -182,7 +182,7 @@ def shapes(rows: int, queries: int, hq: int, hk: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("rows, seq, hq, hk, unasked, asked", [
-    (32, 1024, 28, 4, (16, 4), (16, 4)), (16, 2048, 28, 4, (8, 4), (8, 4)), (16, 4096, 28, 4, None, (2, 4)), (1, 128, 28, 4, None, (1, 4)),
+    (32, 1024, 28, 4, (16, 4), (16, 4)), (16, 2048, 28, 4, (4, 4), (4, 4)), (16, 4096, 28, 4, None, (2, 4)), (1, 128, 28, 4, None, (1, 4)),
     (8, 8192, 28, 4, None, (1, 2)), (2, 4096, 40, 8, None, (1, 4)), (1, 16384, 28, 4, None, None),
     (1, 8192, 8, 8, None, (1, 8))])
 def test_it_is_for_short_rows_unless_it_is_asked_for(rows: int, seq: int, hq: int, hk: int, unasked: Any, asked: Any) -> None:

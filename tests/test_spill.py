@@ -198,7 +198,7 @@ def test_the_disk_hides_behind_compute_where_it_has_time() -> None:
     window leaves when the first is written, at 6 s, the sixth at 11 s; the last write ends at 31 s, and the read of the
     second window at 32 s, for which Python waits before the third's backward, at 17 s without."""
     def taken(write: float, spilled: int) -> Timing:
-        return simulated(6, away=[10] * 6, spilled=frozenset(range(spilled)), write=write, read=10.0)
+        return simulated(6, away=[10] * 6, spilled=[1] * spilled + [0] * (6 - spilled), write=write, read=10.0)
 
     free = taken(1.0, 0)
     assert taken(10.0, 6).seconds == pytest.approx(free.seconds)

@@ -56,7 +56,7 @@ int mt_arg_tuple(PyObject *o);           /* PyArg_ParseTuple takes nothing else 
 /* kernels.c, torch_ops.c: functions of the module */
 extern PyMethodDef mt_kernel_methods[];
 extern PyMethodDef mt_disk_methods[];    /* engine_disk.c */
-extern PyMethodDef mt_walk_methods[];    /* walk.c */
+extern PyMethodDef mt_walk_methods[];    /* simulate.c */
 PyObject *mt_py_register_ops(PyObject *module, PyObject *unused);
 
 /* window.c: which weights a thread sees */

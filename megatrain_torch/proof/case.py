@@ -108,14 +108,25 @@ class Given:
 class Case:
     """How a module is called.
 
-    given: by name, a Given, a tuple of them, a flag or a word, or the type of a number. kind: which attention. one_row,
-    one_token: B, or S, is 1: a size of one is no size like others.
+    given: by name, a Given, a tuple of them, a flag or a word, or the type of a number or a cache. kind: of attention.
+    one_row, one_token: B, or S, is 1: a size of one is no size like others.
     """
 
     one_row: bool
     one_token: bool
     kind: str
     given: tuple[tuple[str, Any], ...]
+
+
+class EmptyCache:
+    """Stands for a key-value cache that has nothing yet: it gives what it is given, and tells nothing of itself."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: Any, *_: Any, **__: Any
+               ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def __getattr__(self, name: str) -> Any:
+        raise Refused(f"its code asks its key-value cache for {name}")
 
 
 def case_of(x: Tensor, kwargs: dict[str, Any], kind: str) -> Case:
@@ -130,8 +141,10 @@ def case_of(x: Tensor, kwargs: dict[str, Any], kind: str) -> Case:
 
 
 def _given(name: str, value: Any, b: int, s: int) -> Any:
-    if value is None or name in ("hidden_states", "past_key_values"):
+    if value is None or name == "hidden_states":
         return None
+    if name == "past_key_values":
+        return EmptyCache                    # no other is taken
     if isinstance(value, Tensor):
         return Given(tuple(_letters(name, value, b, s)), value.dtype)
     if isinstance(value, tuple) and value and all(isinstance(v, Tensor) for v in value):
@@ -155,4 +168,5 @@ def _letters(name: str, t: Tensor, b: int, s: int) -> Iterator[Any]:
             yield n
 
 
-__all__ = ["Case", "Given", "Refused", "Same", "case_of", "is_config", "is_number", "numbers_of", "structure_of"]
+__all__ = ["Case", "EmptyCache", "Given", "Refused", "Same", "case_of", "is_config", "is_number", "numbers_of",
+           "structure_of"]

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..templates import Embedding, LoneNorm, Template
 from ..templates.moe import SparseMLP
 from . import forms
-from .case import Case, Given, is_number
+from .case import Case, EmptyCache, Given, is_number
 from .experts import known_loop, loop_of
 from .layer import LayerProof, Parts
 from .python import Witness, trusted
@@ -61,6 +61,8 @@ class _Call:
             return self.session.atom(name, [letters.get(n, n) for n in g.sizes], g.dtype)
         if isinstance(g, tuple):
             return tuple(self._value(f"{name}[{i}]", part) for i, part in enumerate(g))
+        if g is EmptyCache:
+            return EmptyCache()
         return Number(3) if isinstance(g, type) else g
 
 

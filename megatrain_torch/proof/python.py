@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import gc
 import numbers
 import os
 import sys
@@ -146,7 +147,9 @@ class Witness:
         self._before: Any = None
 
     def __enter__(self) -> Witness:
-        """A profiler of the user's waits meanwhile."""
+        """A profiler of the user's waits meanwhile, and so do collections, whose callbacks are nobody's forward."""
+        self._collects = gc.isenabled()
+        gc.disable()
         self._before = sys.getprofile()
         if hasattr(self._before, "disable"):             # cProfile's, which is no function
             self._before.disable()
@@ -155,6 +158,8 @@ class Witness:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        if self._collects:
+            gc.enable()
         if hasattr(self._before, "enable"):
             self._before.enable()
         else:
@@ -299,8 +304,8 @@ def _is_given(value: Any) -> bool:
 def _is_fixed(value: Any) -> bool:
     if isinstance(value, tuple | frozenset):
         return all(map(_is_fixed, value))
-    return isinstance(value, _GIVEN) or is_config(value) or \
-        (type(value).__module__ or "").startswith(("torch.", "transformers.", __package__))
+    return (type(value).__module__ or "").startswith(("torch.", "transformers.", __package__)) \
+        or isinstance(value, _GIVEN) or is_config(value)
 
 
 def globals_of(code: types.CodeType) -> set[str]:

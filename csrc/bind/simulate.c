@@ -1,4 +1,4 @@
-/* walk.c — core/walk.h for Python: arrays come in as buffers of float64 and int64, numbers go out.
+/* simulate.c — core/walk.h for Python: arrays come in as buffers of float64 and int64, numbers go out.
  *
  * A schedule is bytes, three int32 for each of its steps: kind, unit, slot. Nothing is kept. */
 #include "bind.h"
