@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from .limits import show_bytes
-from .optim import master
+from .masters import master
+from .registry import runtime_of
 from .report import COUNTED, StepReport
 from .state import enter, in_backward, leave
-from .wrap import runtime_of
 
 
 def last_step(model: nn.Module) -> StepReport:

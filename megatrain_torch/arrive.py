@@ -14,23 +14,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .runtime import Runtime
+from . import _core
 
 AHEAD = 5                    # layers, whose backwards take longer than the states of an embedding and a layer: at 7B
 #                              width, and 55 GB/s, from some 16k tokens on
 STAY = AHEAD + 2             # of a forward, in which they go home: from some 64k tokens on
 
 
+class Device(Protocol):
+    """The streamed model that guests are units of, as far as its device goes: runtime.Runtime."""
+
+    core: _core.Engine
+    device: torch.device
+    is_cuda: bool
+
+    def stream(self) -> int: ...
+
+
 class Arrivals:
     """The stays of one streamed model's guests; `units` are those whose states come and leave."""
 
-    def __init__(self, runtime: Runtime, units: Iterable[int]) -> None:
+    def __init__(self, runtime: Device, units: Iterable[int]) -> None:
         self._runtime = weakref.ref(runtime)
         self.units = frozenset(units)
         self.lent: dict[int, list[Tensor]] = {}          # by unit: memory of its stay
@@ -115,7 +124,7 @@ class Arrivals:
             self.lent[unit] = pieces
 
     @staticmethod
-    def _piece(rt: Runtime, nbytes: int) -> Tensor:
+    def _piece(rt: Device, nbytes: int) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             raw = torch.empty(nbytes + 512, dtype=torch.uint8, device=rt.device)
             return raw[-raw.data_ptr() % 512:]

@@ -11,15 +11,21 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from . import patches
 
-if TYPE_CHECKING:
-    from .optim import AdamW
+
+class Clips(Protocol):
+    """An optimizer that clips as it updates: optim.AdamW."""
+
+    def clips_alone(self, params: list[Tensor]) -> bool: ...
+
+    def clip_next(self, limit: float) -> LateNorm: ...
+
 
 class LateNorm(Tensor):
     """[] fp32: the norm of a step's gradients, known when they are home; what is done with it waits until then."""
@@ -58,20 +64,20 @@ def settle(norm: weakref.ref[LateNorm] | None) -> None:
         alive.settle()
 
 
-def prepare() -> None:
-    """Once accelerate is imported, for as long as a model is streamed."""
+def prepare(kind: type[Clips]) -> None:
+    """Once accelerate is imported, for as long as a model is streamed. kind: mt.AdamW."""
     cls = getattr(sys.modules.get("accelerate"), "Accelerator", None)
     if cls is not None:
-        patches.once("Accelerator.clip_grad_norm_", lambda: _patch(cls))
+        patches.once("Accelerator.clip_grad_norm_", lambda: _patch(cls, kind))
 
 
-def _patch(cls: Any) -> Callable[[], None]:
+def _patch(cls: Any, kind: type[Clips]) -> Callable[[], None]:
     own = cls.clip_grad_norm_
 
     @functools.wraps(own)
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        opt = _prepared(self) if norm_type == 2 and max_norm > 0 else None
+        opt = _prepared(self, kind) if norm_type == 2 and max_norm > 0 else None
         if opt is None or not opt.clips_alone(parameters):
             return own(self, parameters, max_norm, norm_type)
         return opt.clip_next(float(max_norm))
@@ -79,9 +85,8 @@ def _patch(cls: Any) -> Callable[[], None]:
     return patches.replaced(cls, "clip_grad_norm_", clip_grad_norm_)
 
 
-def _prepared(accelerator: Any) -> AdamW | None:
+def _prepared(accelerator: Any, kind: type[Clips]) -> Clips | None:
     """The mt.AdamW that will make the next step, if that is certain."""
-    from .optim import AdamW
     optimizers = [o.optimizer for o in accelerator._optimizers]
     certain = len(optimizers) == 1 and accelerator.sync_gradients and accelerator.scaler is None
-    return optimizers[0] if certain and isinstance(optimizers[0], AdamW) else None
+    return optimizers[0] if certain and isinstance(optimizers[0], kind) else None

@@ -24,17 +24,18 @@ import itertools
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from . import hf
+from . import hf_calls
 from .errors import MegatrainError
 from .frames import (
     Again,
     SavedFrame,
+    Streamed,
     _is_cache,
     _pop,
     _push,
@@ -42,15 +43,12 @@ from .frames import (
     restored,
     set_autocast_state,
 )
+from .generators import random_state, set_random_state
 from .guard import HostTensor
 from .lazy import Lazy
 from .runner import Runner
 from .templates import Unfit
-from .window import Below
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
-    from .window import Window
+from .window import Below, Window
 
 FOREIGN = "it reads weights of other units"
 BACKEND = "inductor"                 # tests, which have no C++ compiler to wait for, take another
@@ -110,12 +108,12 @@ class Graph:
         with hooks(frame.pack, frame.unpack):
             return self.run(*inputs)
 
-    def _watched(self, rt: Runtime, inputs: tuple[Any, ...]) -> Any:
+    def _watched(self, rt: Streamed, inputs: tuple[Any, ...]) -> Any:
         """The first run keeps its activations: only then is it known whether it can be repeated."""
-        before = [(t, t.detach().clone()) for t in inputs if isinstance(t, Tensor) and rt.locate(t) is None]
-        random = rt.random_state()
+        before = [(t, t.detach().clone()) for t in inputs if isinstance(t, Tensor) and rt.ring.locate(t) is None]
+        random = random_state(rt.device)
         out = self.run(*inputs)
-        self.draws = not all(map(torch.equal, random, rt.random_state()))
+        self.draws = not all(map(torch.equal, random, random_state(rt.device)))
         self.repeats = all(torch.equal(t, was) for t, was in before)
         return out
 
@@ -130,7 +128,7 @@ class GraphFrame(Again):
         super().__init__(window)
         self.graph = graph
         self.inputs = [self._kept(t) for t in inputs]
-        self.random = self.runtime.random_state() if graph.draws else None
+        self.random = random_state(self.runtime.device) if graph.draws else None
         self.autocast = autocast_state(self.runtime.device.type)
 
     def _kept(self, t: Any) -> Any:
@@ -168,17 +166,17 @@ class GraphFrame(Again):
     def _as_it_was(self) -> Iterator[None]:
         """Random numbers and autocast as the first run met them; put back after."""
         rt = self.runtime
-        random, autocast = rt.random_state() if self.graph.draws else None, autocast_state(rt.device.type)
+        random, autocast = random_state(rt.device) if self.graph.draws else None, autocast_state(rt.device.type)
         try:
             if self.random is not None:
-                rt.set_random_state(self.random)
+                set_random_state(rt.device, self.random)
             set_autocast_state(rt.device.type, self.autocast)
             with torch.enable_grad():
                 yield
         finally:
             set_autocast_state(rt.device.type, autocast)
             if random is not None:
-                rt.set_random_state(random)
+                set_random_state(rt.device, random)
 
 
 @contextlib.contextmanager
@@ -230,7 +228,14 @@ class Structure:
         self.run = torch.compile(types.FunctionType(code, globals(), name), backend=backend_of(BACKEND))
 
 
-def structure_of(rt: Runtime, window: Window, module: nn.Module) -> Structure:
+class Compiles(Protocol):
+    """The streamed model whose windows are compiled, where `compute` says so: runtime.Runtime."""
+
+    compute: str
+    structures: dict[Any, Structure]
+
+
+def structure_of(rt: Compiles, window: Window, module: nn.Module) -> Structure:
     """The structure of a window: one for all that have the same forward and parameters.
 
     Raises:
@@ -250,7 +255,7 @@ def structure_of(rt: Runtime, window: Window, module: nn.Module) -> Structure:
     return found
 
 
-def compiled_of(rt: Runtime, window: Window, module: nn.Module) -> Compiled | None:
+def compiled_of(rt: Compiles, window: Window, module: nn.Module) -> Compiled | None:
     """What runs the window where compute="compile"; window.unfit says why nothing does."""
     if rt.compute != "compile":
         return None
@@ -323,13 +328,13 @@ class Compiled(Runner):
             return None
         window, rt = self.window, self.window.runtime
         try:
-            if hf.hooked(window.hooks) or _has_any_global_hook():
+            if hf_calls.hooked(window.hooks) or _has_any_global_hook():
                 raise Unfit("there are hooks inside it")
             args, kwargs, fill = self._without_cache(args, kwargs)
         except Unfit as reason:
             self.declined = str(reason)
             return None
-        random, buffers = rt.random_state(), window.snapshot_buffers()
+        random, buffers = random_state(rt.device), window.snapshot_buffers()
         state = window.state() if not self.pieces else None          # it may fail where it has not worked before
         try:
             out = self._run(args, kwargs, replays)
@@ -341,7 +346,7 @@ class Compiled(Runner):
             fill()
             self.declined = ""
             return (out,)
-        rt.set_random_state(random)          # pieces before the one that failed may have run
+        set_random_state(rt.device, random)          # pieces before the one that failed may have run
         if state is not None:
             state.restore()
         window.restore_buffers(buffers)
@@ -396,7 +401,7 @@ class Compiled(Runner):
             return args, kwargs, lambda: None
         cache, entries = next(iter(caches.values())), Entries()
         number = next(iter(self.numbers), None)
-        if len(caches) > 1 or len(self.numbers) != 1 or not hf.empty_entry(cache, number):
+        if len(caches) > 1 or len(self.numbers) != 1 or not hf_calls.empty_entry(cache, number):
             raise Unfit("its key-value cache is not an empty DynamicCache")
 
         def swapped(v: Any) -> Any:

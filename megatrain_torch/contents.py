@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .errors import MegatrainError
 from .formats import GROUP, LOW_BYTES
-from .optim import CODES, MOMENTS
+from .moments import CODES, MOMENTS
 from .strict import field, is_count, is_counts, is_plain_name, is_shape, parsed, shown, table
 from .tensorfiles import DTYPES, Stored
 

@@ -6,19 +6,15 @@ weights of those at home on "disk+weights" (csrc/core/disk.h), and what windows 
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from . import _core
 from .errors import MegatrainError
 from .limits import parse_bytes, show_bytes, show_size
 from .modes import DISKS
-
-if TYPE_CHECKING:
-    from .preflight import Asked
-    from .shapes import Unit
 
 BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way
 BLOCKS = 4                                             # of host memory that carry activations: engine_swap.c
@@ -31,6 +27,23 @@ FROZEN = "weights that are not trained"                # read, and never written
 PADDING = "between, at most"                           # these bytes in a plan's table
 SPILLED = "activations"                                # there too: of windows that keep what they keep on disk
 YEAR_S = 365.25 * 24 * 3600
+
+
+class Unit(Protocol):
+    """Bytes of a unit by what they are for, and how many parameters it has: shapes.Unit."""
+
+    weights: int
+    masters: int
+    moments: int
+    count: int
+
+
+class Asked(Protocol):
+    """Where each unit is to be at home: preflight.Asked."""
+
+    homes: tuple[str, ...]
+
+    def units(self) -> Sequence[Unit]: ...
 
 
 @dataclass(frozen=True)

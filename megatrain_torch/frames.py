@@ -15,22 +15,82 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from . import _core
+from .effects import Snapshot
 from .errors import MegatrainError
+from .generators import random_state, set_random_state
+from .modes import Mode
+from .records import Record
 from .state import swap_window
-from .swap import Part, hollow, storage_of
-
-if TYPE_CHECKING:
-    from .modes import Mode
-    from .window import Window
+from .swap import Ends, Part, Swap, hollow, storage_of
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class Located(Protocol):
+    """Knows where weights are on the device: ring.Ring."""
+
+    def locate(self, t: Tensor) -> tuple[int, int] | None: ...
+
+    def view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor: ...
+
+
+class Streamed(Protocol):
+    """The streamed model of a window whose activations are kept, or made again: runtime.Runtime."""
+
+    core: _core.Engine
+    device: torch.device
+    swap: Swap
+    unit_names: list[str]
+    given: int
+
+    @property
+    def handover(self) -> Ends: ...
+
+    @property
+    def ring(self) -> Located: ...
+
+    def during(self, window: Any, work: str) -> AbstractContextManager[Any]: ...
+
+
+class Stretch(Protocol):
+    """What is run, and run again: window.Window."""
+
+    name: str
+    mode: str
+    proved: bool
+    units: list[int]
+    trainable: list[Record]
+    buffered: Iterable[nn.Module]
+
+    @property
+    def runtime(self) -> Streamed: ...
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def inner(self) -> Any: ...
+
+    def bind_leaves(self, trainable: list[Record] | None = None) -> dict[Record, Tensor]: ...
+
+    def flat_weights(self) -> AbstractContextManager[None]: ...
+
+    def state(self, objects: Sequence[Any] = ()) -> Snapshot: ...
+
+    def snapshot_buffers(self) -> list[Any]: ...
+
+    def restore_buffers(self, snapshot: list[Any]) -> list[Any]: ...
+
+    def _left(self) -> list[Record] | None: ...
 
 
 class Weight:
@@ -49,7 +109,7 @@ class Weight:
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: weights of unit {self.runtime.unit_names[self.unit]!r} were updated between "
                 "forward and backward; call backward() before step()")
-        return self.runtime.slot_view(self.unit, self.offset, self.dtype, self.size, self.stride)
+        return self.runtime.ring.view(self.unit, self.offset, self.dtype, self.size, self.stride)
 
 
 def keep(t: Tensor) -> tuple[Tensor, int]:
@@ -87,11 +147,11 @@ def refuse_again(ctx: Any) -> None:
 class SavedFrame:
     """Hooks of a window that keeps its activations."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Stretch) -> None:
         self.runtime = window.runtime
 
     def pack(self, t: Tensor) -> Any:
-        where = self.runtime.locate(t)
+        where = self.runtime.ring.locate(t)
         if where is not None:
             return Weight(self.runtime, *where, t)
         return keep(t)
@@ -106,7 +166,7 @@ class HostFrame(SavedFrame):
     """The same with the tensors in host memory or a file. What came from outside without a gradient (angles, masks) is
     other windows' too, and stays where it is."""
 
-    def __init__(self, window: Window, args: Any, kwargs: Any, mode: Mode) -> None:
+    def __init__(self, window: Stretch, args: Any, kwargs: Any, mode: Mode) -> None:
         super().__init__(window)
         self.bundle = self.runtime.swap.bundle(window, mode)
         fork = Fork()
@@ -128,7 +188,7 @@ class _StopReplay(BaseException):
 class Again:
     """Hooks of what runs again in backward: every saved tensor becomes (frame, number); the first unpack makes all."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Stretch) -> None:
         self.window, self.runtime = window, window.runtime
         self.count = 0                                   # tensors saved by the first run
         self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
@@ -154,7 +214,7 @@ class Again:
 
     def handle(self, t: Tensor) -> Any:
         """What is kept of a tensor that is saved."""
-        where = self.runtime.locate(t)
+        where = self.runtime.ring.locate(t)
         return Weight(self.runtime, *where, t) if where is not None else keep(t)
 
 
@@ -165,7 +225,7 @@ class ReplayFrame(Again):
     autocast state from before the first run.
     """
 
-    def __init__(self, window: Window, args: Any, kwargs: Any) -> None:
+    def __init__(self, window: Stretch, args: Any, kwargs: Any) -> None:
         super().__init__(window)
         self.module = window.module                      # the graph may outlive the model
         fork = Fork()
@@ -177,7 +237,7 @@ class ReplayFrame(Again):
         self.objects = fork.shared                       # which a forward may change too
         self.state = window.state(fork.shared)
         self.shapes: list[Any] | None = [] if self.clones is not None else None
-        self.random = self.runtime.random_state()
+        self.random = random_state(self.runtime.device)
         self.autocast = autocast_state(self.runtime.device.type)
         self.versions = [self.runtime.core.version(u) for u in window.units]
 
@@ -233,13 +293,13 @@ class ReplayFrame(Again):
         """Inputs, weights, buffers, random numbers and autocast as the first run met them; put back after."""
         self._check()
         rt, window = self.runtime, self.window
-        saved_random = rt.random_state()
+        saved_random = random_state(rt.device)
         saved_autocast = autocast_state(rt.device.type)
         now, saved_buffers = window.state(self.objects), window.restore_buffers(self.buffers)
         self.state.restore(now)
         outer, opened = None, False
         try:
-            rt.set_random_state(self.random)
+            set_random_state(rt.device, self.random)
             set_autocast_state(rt.device.type, (*self.autocast[:2], False, *self.autocast[3:]))
             with torch.enable_grad():
                 inputs = Fork(as_results=True).call(*self.inputs)
@@ -252,7 +312,7 @@ class ReplayFrame(Again):
             now.restore()
             window.restore_buffers(saved_buffers)
             set_autocast_state(rt.device.type, saved_autocast)
-            rt.set_random_state(saved_random)
+            set_random_state(rt.device, saved_random)
 
     def _refuse(self, what: str) -> None:
         raise MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "

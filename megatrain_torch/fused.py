@@ -24,7 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
 
-from . import hf
+from . import hf_calls
 from .frames import _pop, _push, keep, refuse_create_graph, restored
 from .modes import LINKED, Mode
 from .proof.case import Case, Refused, Same, numbers_of, structure_of
@@ -261,7 +261,7 @@ class Fused(Runner):
         """names: of the window's records, as a template calls them."""
         rt, window = self.window.runtime, self.window
         if window.alone:
-            return rt.acquire_weights(window.units[0], names)
+            return rt.ring.weights(window.units[0], names)
         return Weights(dict(zip(names, window.views(window.records))))
 
     def check_versions(self, versions: list[int]) -> None:
@@ -301,7 +301,7 @@ class Fused(Runner):
         if self.unfit:
             return Judged(None, self.unfit)
         window = self.window
-        if hf.hooked(window.hooks) or _has_any_global_hook():
+        if hf_calls.hooked(window.hooks) or _has_any_global_hook():
             raise Unfit("there are hooks inside it")
         if casts(window.runtime.device.type, window.records[0].dtype):
             raise Unfit("autocast is on")

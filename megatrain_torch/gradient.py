@@ -87,8 +87,8 @@ def peek(record: Record) -> Tensor | None:
     grad = standing(record)
     if grad is None or grad is not record.late:
         return grad
-    record.runtime.wait_grads(record)
-    record.runtime.wait_used(record)         # an update may still read what the caller is about to change
+    record.runtime.planes.wait_grads(record)
+    record.runtime.planes.wait_used(record)         # an update may still read what the caller is about to change
     return record.view("GRAD")
 
 

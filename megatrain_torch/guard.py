@@ -17,8 +17,7 @@ from torch import Tensor
 from . import gradient
 
 if TYPE_CHECKING:
-    from .records import Record
-    from .runtime import Runtime
+    from .records import Keeper, Record
 
 _T = Tensor
 _META_GETTERS = ("dtype", "shape", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda",
@@ -83,7 +82,7 @@ class HostTensor(Tensor):
     """A view of a streamed parameter (or of its optimizer state) in host memory."""
 
     _mt: Record
-    _mt_runtime: Runtime                 # held, for as long as somebody has the tensor: records do not
+    _mt_runtime: Keeper                  # held, for as long as somebody has the tensor: records do not
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,16 +109,16 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
     weights = [g._mt for g in written if g._mt.owns(plain(g))]
     states = [g._mt for g in written if not g._mt.owns(plain(g))]        # the optimizer's
     for record in weights:
-        record.runtime.before_write(record)
+        record.runtime.planes.before_write(record)
     for record in states:
-        record.runtime.own_states(record)
+        record.runtime.planes.own_states(record)
     if func == _DATA_SET:
-        return guarded[0]._mt.runtime.replace_data(guarded[0], args[1])
+        return guarded[0]._mt.runtime.planes.replace_data(guarded[0], args[1])
     out = _call(func, args, kwargs)
     for record in weights:
-        record.runtime.after_write(record)
+        record.runtime.planes.after_write(record)
     for record in states:
-        record.runtime.push(record, "M", "V", "SCALE")
+        record.runtime.planes.push(record, "M", "V", "SCALE")
     if not written and torch.is_grad_enabled() and _in_graph(out):
         for g in guarded:
             g._mt.host_graph = True     # autograd itself adds to .grad on the host: see handover.py
@@ -181,16 +180,16 @@ def _current(t: HostTensor) -> Tensor:
     """The plain tensor, once the update is over and its values are in host memory."""
     record, out = t._mt, plain(t)
     if record.owns(out) or not record.numel:
-        record.runtime.wait_updates(record)
+        record.runtime.planes.wait_updates(record)
     else:
-        record.runtime.wait_used(record)
-        record.runtime.bring_states(record)
+        record.runtime.planes.wait_used(record)
+        record.runtime.planes.bring_states(record)
     return out
 
 
 def as_parameter(p: Tensor) -> torch.nn.Parameter:
     """An ordinary, independent Parameter with the streamed parameter's current value."""
-    p._mt.runtime.wait_updates(p._mt)
+    p._mt.runtime.planes.wait_updates(p._mt)
     with torch._C.DisableTorchFunctionSubclass():
         out = torch.nn.Parameter(plain(p).clone(), requires_grad=p.requires_grad)
     return out

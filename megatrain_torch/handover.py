@@ -15,24 +15,67 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from . import gradient
+from . import _core, gradient
+from .arrive import Arrivals
+from .door import Door
 from .errors import MegatrainError
 from .records import Record, Use
 from .state import in_backward
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
+from .swap import Swap
 
 SET, ADD = 0, 1
 
 
+class Room(Protocol):
+    """Refuses what does not fit in host memory: preflight.Room.
+
+    Attributes:
+        begun, summed: planes of gradients, and of their sums, have been asked for.
+    """
+
+    begun: bool
+    summed: bool
+
+    def gradients(self, core: _core.Engine) -> None: ...
+
+    def sums(self, core: _core.Engine) -> None: ...
+
+
+class Model(Protocol):
+    """The streamed model whose gradients these are: runtime.Runtime.
+
+    Attributes:
+        passing: units whose gradients are kept nowhere. window_count: windows it has or had.
+    """
+
+    core: _core.Engine
+    arrivals: Arrivals
+    door: Door
+    room: Room
+    swap: Swap
+    passing: frozenset[int]
+
+    @property
+    def window_count(self) -> int: ...
+
+    def stream(self) -> int: ...
+
+    def follow(self) -> None: ...
+
+    def forget_lazy(self) -> None: ...
+
+    def backward_began(self) -> None: ...
+
+    def handed_over(self) -> None: ...
+
+
 class HandOver:
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Model) -> None:
         self.runtime = runtime
         self.unstepped = False               # gradients were sent since mt.AdamW's last step
         self.alive: deque[tuple[int, list[Tensor]]] = deque()   # sources of copies that are still in flight

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,11 +19,28 @@ from torch import nn
 from . import masks, patches
 from .errors import MegatrainError
 
-if TYPE_CHECKING:
-    from .runtime import Runtime
+_devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()     # where they compute
 
 
-def prepare(rt: Runtime, root: nn.Module, put: Any) -> None:
+class Window(Protocol):
+    """What is told how to keep activations: window.Window."""
+
+    mode: str
+    draws_unseen: bool
+
+
+class Streamed(Protocol):
+    """A streamed model, as far as transformers has to do with it: runtime.Runtime."""
+
+    device: torch.device
+    activations: Any
+    checkpointing: list[weakref.ref[nn.Module]]
+
+    @property
+    def windows(self) -> Sequence[Window]: ...
+
+
+def prepare(rt: Streamed, root: nn.Module, put: Any) -> None:
     transformers = sys.modules.get("transformers")
     rt.checkpointing = [weakref.ref(m) for m in root.modules()
                         if isinstance(getattr(m, "gradient_checkpointing", None), bool)]
@@ -34,6 +51,7 @@ def prepare(rt: Runtime, root: nn.Module, put: Any) -> None:
     masks.install()
     for m in root.modules():
         if isinstance(m, base):
+            _devices[m] = rt.device
             put(m, "resize_token_embeddings", _refuse_resize)
 
 
@@ -45,38 +63,13 @@ def _report_compute_device(base: Any) -> Callable[[], None]:
     own = base.device
 
     def device(self: Any) -> torch.device:
-        from .wrap import find_runtime
         streamed = "_apply" in self.__dict__     # of itself alone: torch.compile guards all that this looks at
-        rt = find_runtime(self) if streamed else None
-        return rt.device if rt is not None else own.fget(self)
+        return _devices[self] if streamed and self in _devices else own.fget(self)
 
     return patches.replaced(base, "device", property(device, doc=own.__doc__))
 
 
-def hooked(hooks: list[dict[int, Any]]) -> bool:
-    """Is there a hook among these, inside a window, that would do something now?"""
-    if not any(hooks):
-        return False
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    collector = getattr(capturing, "_active_collector", None)
-    if collector is None or any(getattr(h, "__module__", "") != capturing.__name__ for d in hooks for h in d.values()):
-        return True
-    return any(key not in ("hidden_states", "_hidden_states_layers") for key in collector.get() or ())
-
-
-def empty_entry(cache: Any, layer: int) -> bool:
-    """Is this a cache that only gathers keys and values, with none yet for this layer?"""
-    module = sys.modules.get("transformers.cache_utils")
-    if module is None or type(cache) is not module.DynamicCache or cache.offloading:
-        return False
-    if layer >= len(cache.layers):           # they are made as they are filled
-        return cache.layer_class_to_replicate is module.DynamicLayer
-    entry = cache.layers[layer]
-    return (type(entry) in (module.DynamicLayer, module.DynamicSlidingWindowLayer) and not entry.is_initialized
-            and not getattr(entry, "record_past", False))
-
-
-def before_pass(rt: Runtime) -> None:
+def before_pass(rt: Streamed) -> None:
     """Called as a root forward begins."""
     for ref in rt.checkpointing:
         m = ref()

@@ -16,14 +16,10 @@ import torch
 from . import _core
 from .limits import show_bytes
 from .modes import MODES, read
+from .repeating import repeating
 
 if TYPE_CHECKING:
     from .runtime import Runtime
-
-
-def repeating() -> bool:
-    """Are kernels asked for that give the same bits each time? With warn_only torch's others are run, and warn."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def note(rt: Runtime) -> dict[str, Any]:

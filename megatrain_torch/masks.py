@@ -15,18 +15,15 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from . import patches
 from .packed import Packed
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
 
 KINDS = "sdpa", "eager"
 
@@ -128,11 +125,17 @@ def example(sight: Sight, tokens: int) -> Tensor:
 _now = threading.local()             # .spared: is a pass on whose masks may be stand-ins?
 
 
+class Layer(Protocol):
+    """What may be given a stand-in, where its template goes by what a mask says: window.Window."""
+
+    @property
+    def spares_masks(self) -> bool: ...
+
+
 @contextlib.contextmanager
-def spared(rt: Runtime) -> Iterator[None]:
+def spared(layers: Iterable[Layer]) -> Iterator[None]:
     """Around a forward: its masks may be stand-ins, if layers have templates and gradients are wanted."""
-    if not torch.is_grad_enabled() or not any(
-            w.fused is not None and w.fused.template.swaps and not w.fused.verdict for w in rt.windows):
+    if not torch.is_grad_enabled() or not any(layer.spares_masks for layer in layers):
         yield
         return
     outer, _now.spared = getattr(_now, "spared", False), True

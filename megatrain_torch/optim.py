@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core, clipping, gradient
+from . import clipping, gradient
 from .astray import StoreStates
 from .errors import MegatrainError
-from .formats import GROUP, check_states
+from .formats import check_states
 from .guard import StreamedParameter, guard, plain
-from .records import DTYPES, Record, dense_stride
+from .masters import lacks_master, make_master, master, set_master
+from .moments import CODES, MOMENTS, load_moments, moments_of
+from .records import DTYPES, Record
+from .unstreamed import HALVES, adamw_half, adamw_plain, fp32_like, state_of
 
-MOMENTS = ("exp_avg", "exp_avg_sq")                           # names in the state, by plane: fp32
-CODES = ("exp_avg_codes", "exp_avg_sq_codes", "scales")       # 8 bits
-HALVES = (torch.bfloat16, torch.float16)
 COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done", "_counts",
           "_norm", "_limit_once", "_steps", "_asked", "_late", "_skipped", "_complaint", "_states", "_keys", "_served")
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
@@ -108,7 +108,7 @@ class AdamW(torch.optim.Optimizer):
         self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
         _import_dynamo()
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
-        clipping.prepare()
+        clipping.prepare(AdamW)
 
     @staticmethod
     def _ask_for_room(runtimes: list[Any]) -> None:
@@ -159,7 +159,7 @@ class AdamW(torch.optim.Optimizer):
             MegatrainError: a worker failed since the last call; its model was unstreamed; nonfinite="raise" and the
                 step before this one was skipped; or in_backward=True and a gradient changed after its update.
         """
-        clipping.prepare()
+        clipping.prepare(AdamW)
         self._check_served()
         self._adopt()
         self._settle()
@@ -204,7 +204,7 @@ class AdamW(torch.optim.Optimizer):
         params = [rt.units[u][item[0]].param for u, items in units for item in items]
         for u, _ in units:
             if u in rt.filed:                # what is updated there is not what was written here
-                rt.notice_writes(rt.units[u])
+                rt.planes.notice_writes(rt.units[u])
         rt.arrivals.bring(u for u, _ in units)
         handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), params)
         for p in params:
@@ -381,15 +381,15 @@ class AdamW(torch.optim.Optimizer):
             return 0, record.written
         grad = plain(gradient.standing(record))
         rt.core.wait_grads(record.unit)
-        rt.wait_used(record)
+        rt.planes.wait_used(record)
         if gradient.kept(record):            # plane GRAD is somebody's
             lent = rt.handover.lent.setdefault(record.unit, {})
             own = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="cpu")
             lent[record] = own.copy_(grad)
             return lent[record].data_ptr(), True
-        rt.own_states(record)
+        rt.planes.own_states(record)
         record.view("GRAD").copy_(grad)
-        rt.push(record, "GRAD")
+        rt.planes.push(record, "GRAD")
         return 0, True
 
     def _check_used(self, record: Record) -> None:
@@ -412,7 +412,7 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError(f"{record.name}: AdamW trains fp32, bf16 and fp16 parameters, not {record.dtype}")
         rt = record.runtime
         if record.host._version != record.version:
-            rt.after_write(record)
+            rt.planes.after_write(record)
         if p not in self.state:
             self._begin_state(p, record)
         elif record.owner is None:
@@ -421,15 +421,15 @@ class AdamW(torch.optim.Optimizer):
         elif record.owner() is not self:
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
-        if _lacks_master(record):
+        if lacks_master(record):
             # Of a unit on the device or on disk all at once, so that host memory has one such unit at a time.
             mates = [r for r in rt.units[record.unit] if r.was_trainable and r.owner in (None, record.owner)]
             for r in mates if rt.away(record.unit) else [record]:
-                if _lacks_master(r):
-                    _make_master(r)
+                if lacks_master(r):
+                    make_master(r)
                     r.master_writes = r.writes
             if rt.away(record.unit):
-                rt.notice_writes(rt.units[record.unit])      # whose copies go now
+                rt.planes.notice_writes(rt.units[record.unit])      # whose copies go now
                 rt.take(record.unit)
         record.exact, record.master_writes = None, record.writes
 
@@ -442,11 +442,11 @@ class AdamW(torch.optim.Optimizer):
         self.state[p] = StoreStates(step=torch.zeros(()), **views)
         self._counts[p] = 0
         if record.owner is not None:
-            record.runtime.wait_used(record)
-            record.runtime.own_states(record)
+            record.runtime.planes.wait_used(record)
+            record.runtime.planes.own_states(record)
             for plane in record.moments:
                 record.view(plane).zero_()
-            record.runtime.push(record, *record.moments)
+            record.runtime.planes.push(record, *record.moments)
         record.owner = weakref.ref(self)
 
     # ---- updating inside backward ----
@@ -478,13 +478,13 @@ class AdamW(torch.optim.Optimizer):
     def _step_other(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if not state:
-            state.update(step=torch.zeros(()), **{name: torch.zeros_like(_fp32_like(p)) for name in MOMENTS})
+            state.update(step=torch.zeros(()), **{name: torch.zeros_like(fp32_like(p)) for name in MOMENTS})
         if p.dtype not in HALVES:
-            _adamw_plain(p, state, group)       # counts the step itself
+            adamw_plain(p, state, group)       # counts the step itself
             return
         if "master" not in state:
-            state["master"] = _fp32_like(p).copy_(p)
-        _adamw_half(p, state, group)
+            state["master"] = fp32_like(p).copy_(p)
+        adamw_half(p, state, group)
 
     # ---- copies ----
 
@@ -538,8 +538,8 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError("AdamW: this parameter has no states here yet: step() makes them")
         if not isinstance(p, StreamedParameter):
             return tuple(self.state[p][name].to(torch.float32, copy=True) for name in MOMENTS)
-        p._mt.runtime.wait_used(p._mt)
-        p._mt.runtime.bring_states(p._mt)
+        p._mt.runtime.planes.wait_used(p._mt)
+        p._mt.runtime.planes.bring_states(p._mt)
         return moments_of(p._mt)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -564,14 +564,14 @@ class AdamW(torch.optim.Optimizer):
 
     def _load_one(self, p: Tensor, values: dict[str, Any], key: int) -> None:
         if not isinstance(p, StreamedParameter):
-            self.state[p] = _state_of(p, values)
+            self.state[p] = state_of(p, values)
             return
         record = p._mt
         with torch.no_grad():
             self._begin_state(p, record)
             self.state[p]["step"].fill_(float(values["step"]))
-            _load_moments(record, values)
-            record.runtime.push(record, *record.moments)
+            load_moments(record, values)
+            record.runtime.planes.push(record, *record.moments)
             self._counts[p] = int(values["step"])
             self._keys[p] = key
             if "master" in values:
@@ -658,167 +658,3 @@ def _peek(p: Tensor) -> Tensor | None:
 def _was_unstreamed(runtime: Any) -> bool:
     first = next((r for r in runtime.records if r.param is not None), None)
     return first is not None and getattr(first.param, "_mt", None) is not first
-
-
-def _lacks_master(record: Record) -> bool:
-    """The weight was set from outside, and what makes it an fp32 master does not follow. A new plane LO is zero, and no
-    memory yet."""
-    if record.dtype == torch.float32 or record.master_writes == record.writes:
-        return False
-    if record.exact is not None and record.writes == 0:
-        return True
-    return record.dtype == torch.float16 or bool(record.low_bytes and record.master_writes >= 0)
-
-
-def _make_master(record: Record) -> None:
-    """Of a parameter that lacks one: its own values are it."""
-    rt = record.runtime
-    rt.wait_updates(record)
-    rt.own_states(record)
-    exact, record.exact = record.exact, None
-    if exact is not None and record.writes == 0:
-        set_master(record.param, exact)      # what lies just between two bf16 values may become the other one
-    elif record.dtype == torch.float16:
-        record.view("MASTER").copy_(record.host)
-        rt.push(record, "MASTER")
-    else:
-        record.view("LO").zero_()
-        rt.push(record, "LO")
-
-
-def master(p: StreamedParameter) -> Tensor:
-    """The fp32 value of a streamed parameter: [shape] fp32, a copy. Waits for its update."""
-    record: Record = p._mt
-    record.runtime.wait_updates(record)
-    record.runtime.bring_states(record)
-    if record.low_bytes and record.master_writes == record.writes and record.master_writes >= 0:
-        out = torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
-        _core.split_join(record.host.data_ptr(), record.view("LO").data_ptr(), out.data_ptr(), record.numel,
-                         record.low_bytes)
-        return out
-    if record.dtype == torch.float16 and record.master_writes == record.writes:
-        return record.view("MASTER").clone()
-    if record.exact is not None and record.writes == 0:
-        return record.exact.clone()
-    return record.host.to(torch.float32, copy=True)
-
-
-def set_master(p: StreamedParameter, value: Tensor) -> None:
-    """Sets weight and master from fp32 values. value: [shape]."""
-    record: Record = p._mt
-    value = torch.empty_strided(record.shape, record.stride, dtype=torch.float32).copy_(plain(value))
-    record.runtime.core.wait_updates(record.unit)
-    record.runtime.before_write(record)
-    record.runtime.own_states(record)
-    with torch.no_grad():
-        if record.low_bytes:
-            _core.split_set(value.data_ptr(), record.host.data_ptr(), record.view("LO").data_ptr(), record.numel,
-                            record.low_bytes)
-        else:
-            record.host.copy_(value)
-            if record.dtype == torch.float16:
-                record.view("MASTER").copy_(value)
-    record.runtime.after_write(record)
-    record.runtime.push(record, "LO", "MASTER")
-    record.master_writes = record.writes
-
-
-def moments_of(record: Record) -> tuple[Tensor, Tensor]:
-    """Both moments in fp32: [shape], copies. Their planes are current."""
-    m, v = (torch.empty_strided(record.shape, record.stride, dtype=torch.float32) for _ in range(2))
-    if record.runtime.states == "fp32":
-        return m.copy_(record.view("M")), v.copy_(record.view("V"))
-    codes = [record.view(plane).data_ptr() for plane in record.moments]
-    _core.codes_get(*codes, m.data_ptr(), v.data_ptr(), record.numel)
-    return m, v
-
-
-def _load_moments(record: Record, values: dict[str, Any]) -> None:
-    """From a state_dict of the same format as they are, else by way of fp32; to 8 bits rounded to nearest.
-
-    Raises:
-        MegatrainError: scales are not [groups,2] of this parameter's groups.
-    """
-    mine = MOMENTS if record.runtime.states == "fp32" else CODES
-    _check_scales(record.name, record.numel, values)
-    if mine[0] in values:
-        for name, plane in zip(mine, record.moments):
-            record.view(plane).copy_(plain(values[name]))
-        return
-    if mine is CODES:
-        m, v = (torch.empty_strided(record.shape, record.stride, dtype=torch.float32) for _ in range(2))
-        m.copy_(plain(values["exp_avg"]))
-        v.copy_(plain(values["exp_avg_sq"]))
-        codes = [record.view(plane).data_ptr() for plane in record.moments]
-        _core.codes_set(m.data_ptr(), v.data_ptr(), *codes, record.numel)
-        return
-    for plane, value in zip(("M", "V"), decoded(record.shape, record.stride, values)):
-        record.view(plane).copy_(value)
-
-
-def _check_scales(name: str, numel: int, values: dict[str, Any]) -> None:
-    groups = -(-numel // GROUP)
-    if CODES[2] in values and values[CODES[2]].shape != (groups, 2):
-        raise MegatrainError(f"{name}: scales of shape {list(values[CODES[2]].shape)} in the state to load; its "
-                             f"{numel} elements have [{groups}, 2]")
-
-
-def decoded(shape: Any, stride: Any, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Both moments in fp32, [shape], from a parameter's codes and scales; these are in the order of its memory."""
-    m, v = (torch.empty_strided(shape, stride, dtype=torch.float32) for _ in range(2))
-    codes = [torch.empty_strided(shape, stride, dtype=kind).copy_(plain(values[name]))
-             for kind, name in zip((torch.int8, torch.uint8), CODES)]
-    scales = plain(values[CODES[2]])
-    codes.append(torch.empty(scales.shape, dtype=torch.float32).copy_(scales))       # on the host, as C reads them
-    _core.codes_get(*(c.data_ptr() for c in codes), m.data_ptr(), v.data_ptr(), m.numel())
-    return m, v
-
-
-# ---- parameters that are not streamed ----
-
-def _fp32_like(p: Tensor) -> Tensor:
-    """[shape] fp32, or fp64 of an fp64 parameter: of p's order in memory, without gaps."""
-    kind = torch.float32 if p.dtype in HALVES else p.dtype
-    return torch.empty_strided(p.shape, dense_stride(p), dtype=kind, device=p.device)
-
-
-def _state_of(p: Tensor, values: dict[str, Any]) -> dict[str, Any]:
-    """From a state_dict, of any format."""
-    _check_scales("a parameter that is not streamed", p.numel(), values)
-    found = {"step": torch.as_tensor(values["step"]).clone()}
-    moments = (decoded(p.shape, dense_stride(p), values) if CODES[0] in values else
-               [plain(values[name]) for name in MOMENTS])
-    found.update((name, _fp32_like(p).copy_(value)) for name, value in zip(MOMENTS, moments))
-    if "master" in values and p.dtype in HALVES:
-        found["master"] = _fp32_like(p).copy_(plain(values["master"]))
-    return found
-
-
-def _narrowed(master: Tensor, kind: torch.dtype) -> Tensor:
-    """The 16-bit weight of a master: to nearest, bf16 with ties away from zero, as split weights have it."""
-    if kind == torch.float16:
-        return master.to(kind)
-    near = (master.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
-    most = torch.finfo(torch.bfloat16).max
-    return torch.where(master.isfinite(), near.clamp(-most, most), master.to(kind))
-
-
-def _adamw_half(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """To the bits of a streamed parameter's update. Where the weight is not its master's, it was set from outside."""
-    master, grad = state["master"], _fp32_like(p).copy_(p.grad)
-    master.copy_(torch.where((_narrowed(master, p.dtype) == p).all(), master, p.float()))
-    if group["maximize"]:
-        grad.neg_()
-    state["step"] += 1
-    flat = [t.as_strided((t.numel(),), (1,)) for t in (master, *(state[name] for name in MOMENTS), grad)]
-    torch.ops.megatrain.adamw_(flat[0], None, *flat[1:], float(group["lr"]), *group["betas"], group["eps"],
-                               group["weight_decay"], int(state["step"]), 1.0)
-    p.copy_(_narrowed(master, p.dtype))
-
-
-def _adamw_plain(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    b1, b2 = group["betas"]
-    torch.optim._functional.adamw(
-        [p], [p.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]], foreach=False,
-        amsgrad=False, beta1=b1, beta2=b2, lr=float(group["lr"]), weight_decay=group["weight_decay"], eps=group["eps"],
-        maximize=group["maximize"])

@@ -2,16 +2,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from . import _core
 from .formats import LOW_BYTES
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
 
 DTYPES = {
     torch.float32: _core.DTYPES["F32"], torch.bfloat16: _core.DTYPES["BF16"],
@@ -21,6 +19,70 @@ DTYPES = {
     torch.uint8: _core.DTYPES["U8"], torch.bool: _core.DTYPES["BOOL"],
     torch.float8_e4m3fn: _core.DTYPES["F8E4M3"], torch.float8_e5m2: _core.DTYPES["F8E5M2"],
 }
+
+
+class HandsOver(Protocol):
+    """Takes gradients to the store: handover.HandOver."""
+
+    observer: Any                        # an optimizer that updates in backward
+
+    def take(self, records: list[Record], use: Use | None, nodes: list[Any], grads: tuple[Tensor | None, ...]
+             ) -> list[Tensor | None]: ...
+
+
+class HostPlanes(Protocol):
+    """What is waited for before host memory is read or written, and told after: planes.Planes."""
+
+    # ---- before host memory is read ----
+
+    def wait_updates(self, record: Record) -> None: ...
+
+    def wait_used(self, record: Record) -> None: ...
+
+    def wait_grads(self, record: Record) -> None: ...
+
+    def bring_states(self, record: Record) -> None: ...
+
+    # ---- around a write to it ----
+
+    def before_write(self, record: Record) -> None: ...
+
+    def after_write(self, record: Record) -> None: ...
+
+    def own_states(self, record: Record) -> None: ...
+
+    def push(self, record: Record, *planes: str) -> None: ...
+
+    def replace_data(self, p: Tensor, value: Tensor) -> None: ...
+
+
+class Keeper(Protocol):
+    """What a record, and tensors over its memory, ask of the streamed model that it belongs to: runtime.Runtime.
+
+    Attributes:
+        states: how AdamW's are kept. settled: units that live on the device.
+        given: places of parameters that have something else: functional_call.
+    """
+
+    core: _core.Engine
+    device: torch.device
+    states: str
+    given: int
+
+    @property
+    def settled(self) -> Container[int]: ...
+
+    @property
+    def handover(self) -> HandsOver: ...
+
+    @property
+    def planes(self) -> HostPlanes: ...
+
+    # ---- reads in a forward, outside of windows ----
+
+    def device_copy(self, record: Record) -> Tensor: ...
+
+    def lazy(self, record: Record) -> Tensor: ...
 
 
 class Record:
@@ -51,7 +113,7 @@ class Record:
                  "open", "set_in", "pending", "host_graph", "address", "was_trainable",
                  "writes", "master_writes", "owner", "exact", "__weakref__")
 
-    def __init__(self, runtime: Runtime, unit: int, unit_name: str, index: int, pid: int, name: str,
+    def __init__(self, runtime: Keeper, unit: int, unit_name: str, index: int, pid: int, name: str,
                  param: torch.nn.Parameter) -> None:
         self._runtime, self._param = weakref.ref(runtime), weakref.ref(param)
         self.unit, self.unit_name, self.index, self.pid, self.name = unit, unit_name, index, pid, name
@@ -74,7 +136,7 @@ class Record:
         self.exact: Tensor | None = None
 
     @property
-    def runtime(self) -> Runtime:
+    def runtime(self) -> Keeper:
         """Weakly, as the parameter: a parameter holds its record and its runtime, and nobody holds it in turn."""
         return self._runtime()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,30 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, contents, likeness, manifest
-from .checkpoint import (
-    INDEX,
-    OURS,
-    TORCHS,
-    TRAINING,
-    buffers_of,
-    kind_of,
-    names_of,
-    set_random_states,
-)
 from .contents import MASTERS
 from .errors import MegatrainError
-from .formats import LOW_BYTES
-from .mapped import READERS
-from .optim import CODES, MOMENTS, AdamW, _load_moments, decoded, set_master
+from .masters import set_master
+from .matching import loses, match, match_groups, match_kind
+from .moments import CODES, MOMENTS, decoded, load_moments
+from .optim import AdamW
+from .parts import TRAINING, buffers_of, names_of
+from .randomness import set_random_states
 from .records import Record
+from .registry import runtime_of
+from .source import Checkpoint, Reads
 from .strict import shown
-from .tensorfiles import DTYPES, Extent, Stored, listed
-from .wrap import runtime_of
+from .tensorfiles import DTYPES, Stored
 
 if TYPE_CHECKING:
     from .runtime import Runtime
-
-_SCRIPT = "__main__"
 
 
 def check(folder: Path) -> None:
@@ -49,7 +40,7 @@ def check(folder: Path) -> None:
     Raises:
         MegatrainError: one is not, or it is no checkpoint; the message names the file.
     """
-    _Checkpoint.open(folder)
+    Checkpoint.open(folder)
 
 
 def rounds(folder: Path, states: str, kinds: Callable[[torch.dtype], torch.dtype]) -> bool:
@@ -58,90 +49,8 @@ def rounds(folder: Path, states: str, kinds: Callable[[torch.dtype], torch.dtype
     Args:
         kinds: the type that a parameter has here, by its type there.
     """
-    body = _Checkpoint.open(folder).body
-    return any(_loses(body, name, kinds(DTYPES[saved["dtype"]]), states) for name, saved in body["parameters"].items())
-
-
-@dataclass
-class _Checkpoint:
-    """A folder, its manifest's body, and what its files of tensors have."""
-
-    folder: Path
-    body: dict[str, Any]
-    tensors: dict[str, Stored] = field(default_factory=dict)
-    states: dict[str, Stored] = field(default_factory=dict)
-
-    @staticmethod
-    def open(folder: Path) -> _Checkpoint:
-        """All that is in it is checked but the tensors' bytes."""
-        manifest.recover(folder)
-        found, where = _Checkpoint(folder, manifest.read(folder)), str(folder / manifest.NAME)
-        with manifest.adding(manifest.BROKEN):
-            contents.check_body(found.body, where, TRAINING)
-            for name, about in found.body["files"].items():
-                found._check_size(name, about["bytes"])
-                if name.endswith(".safetensors"):
-                    found._list(name)
-            contents.check_tensors(found.body, found.tensors, found.states, where)
-            if INDEX in found.body["files"]:
-                contents.check_index(found.bytes_of(INDEX), str(folder / INDEX), found.tensors)
-        return found
-
-    def _list(self, name: str) -> None:
-        mine = self.states if name.startswith("states") else self.tensors
-        there = listed(self.folder / name)
-        if twice := sorted(there.keys() & mine.keys()):
-            raise MegatrainError(f"{self.folder / name} has {shown(twice[0])}, which is in {mine[twice[0]].file} too")
-        mine.update(there)
-
-    def _check_size(self, name: str, nbytes: int) -> None:
-        path = manifest.inside(self.folder, name)
-        size = path.stat().st_size if path.is_file() else None
-        if size != nbytes:
-            raise MegatrainError(f"{path} {'is missing' if size is None else f'has {size} bytes'}, and {nbytes} were "
-                                 "written")
-
-    def verify(self) -> None:
-        """Reads everything, before anything is changed."""
-        with manifest.adding(manifest.BROKEN):
-            for name, about in self.body["files"].items():
-                if "sums" in about:
-                    self.read(name, [])
-                else:
-                    self.bytes_of(name)
-
-    def read(self, name: str, extents: list[Extent]) -> None:
-        about = self.body["files"][name]
-        _core.read_file((str(self.folder / name), about["bytes"], extents), bytes.fromhex(about["sums"]), READERS)
-
-    def bytes_of(self, name: str) -> bytes:
-        data = (self.folder / name).read_bytes()
-        if manifest.sha256(data) != self.body["files"][name]["sha256"]:
-            raise MegatrainError(f"{self.folder / name} is not as it was written (its checksum differs)")
-        return data
-
-
-class _Reads:
-    """What is to be read, by file: together, so that each file is gone through once for a unit."""
-
-    def __init__(self, source: _Checkpoint) -> None:
-        self._source = source
-        self._extents: dict[str, list[Extent]] = {}
-        self._memory: list[Tensor] = []
-
-    def into(self, stored: Stored, memory: Tensor) -> Tensor:
-        if stored.end > stored.begin:
-            extent = stored.begin, memory.data_ptr(), stored.end - stored.begin, -1
-            self._extents.setdefault(stored.file, []).append(extent)
-            self._memory.append(memory)
-        return memory
-
-    def fresh(self, stored: Stored) -> Tensor:
-        return self.into(stored, torch.empty(stored.shape, dtype=stored.dtype))
-
-    def go(self) -> None:
-        for name, extents in self._extents.items():
-            self._source.read(name, sorted(extents))
+    body = Checkpoint.open(folder).body
+    return any(loses(body, name, kinds(DTYPES[saved["dtype"]]), states) for name, saved in body["parameters"].items())
 
 
 def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
@@ -174,16 +83,16 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     if isinstance(opt, AdamW):
         opt._check_served()
     rt.finish_save()
-    source = _Checkpoint.open(Path(os.path.abspath(folder)))
+    source = Checkpoint.open(Path(os.path.abspath(folder)))
     names = names_of(model)
     with manifest.adding(manifest.BROKEN):
         training = contents.training_of(source.bytes_of(TRAINING), str(source.folder / TRAINING),
                                         source.body["optimizer"] is not None)
     if opt is not None:
-        _match_kind(source, training, opt)
-    _match(source, model, names, opt, convert)
+        match_kind(source, training, opt)
+    match(source, model, names, opt, convert)
     if opt is not None:
-        _match_groups(source, training, opt, names)
+        match_groups(source, training, opt, names)
     if scheduler is not None and training["scheduler"] is None:
         raise MegatrainError(f"{source.folder} has no scheduler's state: mt.save was given none")
     if verify:
@@ -205,13 +114,13 @@ def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
                              f"({type(why).__name__}: {shown(why)}); nothing else was changed") from why
 
 
-def _tell_of_other_bits(rt: Runtime, source: _Checkpoint) -> None:
+def _tell_of_other_bits(rt: Runtime, source: Checkpoint) -> None:
     if otherwise := likeness.take(rt, source.body["likeness"]) if "likeness" in source.body else []:
         warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
                       f"{'; '.join(otherwise)}", stacklevel=3)
 
 
-def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: _Checkpoint,
+def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: Checkpoint,
           names: dict[Tensor, str], training: dict[str, Any], progress: Callable[[int, int], None] | None) -> None:
     rt.core.drain()
     if isinstance(opt, AdamW):
@@ -230,169 +139,21 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
     rt.broken = ""
 
 
-# ---- does it fit ---------------------------------------------------------------------------------
-
-def _match(source: _Checkpoint, model: nn.Module, names: dict[Tensor, str], opt: torch.optim.Optimizer | None,
-           convert: bool) -> None:
-    mine = {name: p._mt for p, name in names.items()}
-    saved = source.body["parameters"]
-    if mine.keys() != saved.keys():
-        missing, other = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
-        raise MegatrainError(f"{source.folder} is of another model: it lacks {len(missing)} parameters {missing[:3]} "
-                             f"and has {len(other)} more {other[:3]}")
-    buffers = buffers_of(model)
-    if lacking := sorted(buffers.keys() - source.tensors.keys()):
-        raise MegatrainError(f"{source.folder} lacks {len(lacking)} buffers {lacking[:3]}")
-    for name, b in buffers.items():
-        if source.tensors[name].shape != tuple(b.shape):
-            raise MegatrainError(f"{source.folder}: buffer {name} is {list(source.tensors[name].shape)} there and "
-                                 f"{list(b.shape)} here")
-    for name, record in mine.items():
-        _match_form(f"{source.folder}: {name}", saved[name], record, opt)
-        why = (_loses(source.body, name, record.dtype, record.runtime.states if isinstance(opt, AdamW) else None)
-               or _loses_in_torch(saved[name], record, opt))
-        if why and not convert:
-            raise MegatrainError(f"{source.folder}: {name}: {why}; convert=True allows that")
-
-
-def _match_form(name: str, saved: dict[str, Any], record: Record, opt: torch.optim.Optimizer | None) -> None:
-    if tuple(saved["shape"]) != tuple(record.shape):
-        raise MegatrainError(f"{name} is {saved['shape']} there and {list(record.shape)} here")
-    if opt is not None and saved.get("strides", list(record.stride)) != list(record.stride):
-        raise MegatrainError(f"{name} lies in memory with strides {saved['strides']} there and {list(record.stride)} "
-                             "here, and its moments of 8 bits have scales in that order")
-
-
-def _loses(body: dict[str, Any], name: str, here: torch.dtype, states: str | None) -> str:
-    """What of a parameter would be rounded; "": nothing. states: of mt.AdamW's, None: it is another's."""
-    saved = body["parameters"][name]
-    there = DTYPES[saved["dtype"]]
-    if states is not None and "step" in saved:
-        if body["states"] == "fp32" and states != "fp32":
-            return f"its moments are fp32 there and {states!r} here"
-        before = _master_bits(there, body["low_bytes"] if saved["master"] == "LO" else 0, saved["master"])
-        if before > _master_bits(here, LOW_BYTES[states], "MASTER"):
-            return f"its master has {before} bits there and fewer here"
-        return ""
-    narrow = there != here and torch.promote_types(there, here) != here
-    return f"its weights are {there} there and {here} here" if narrow else ""
-
-
-def _loses_in_torch(saved: dict[str, Any], record: Record, opt: torch.optim.Optimizer | None) -> str:
-    """As `_loses`, of states of mt.AdamW that another's takes."""
-    if opt is None or isinstance(opt, AdamW) or "step" not in saved or record.dtype == torch.float32:
-        return ""
-    return f"its moments and master become {record.dtype} in {TORCHS}"
-
-
-def _master_bits(kind: torch.dtype, low_bytes: int, master: str) -> int:
-    if kind == torch.bfloat16:
-        return 16 + 8 * low_bytes
-    return 32 if kind != torch.float16 or master == "MASTER" else 16
-
-
-def _match_kind(source: _Checkpoint, training: dict[str, Any], opt: torch.optim.Optimizer) -> None:
-    """Are these states the optimizer's? Those of one AdamW become the other's."""
-    there, here = _kind_in(source.body), kind_of(opt)
-    if _is_one(there, here):
-        return
-    if {there, here} != {OURS, TORCHS}:
-        raise MegatrainError(f"{source.folder} has states of {there or 'no optimizer'}, and {here} is to take them; "
-                             "mt.load(model, None, folder) takes the weights alone")
-    if any(g.get("amsgrad") for g in [*training["groups"], *opt.param_groups]):
-        raise MegatrainError(f"{source.folder} has states of {there}, and {here} is to take them, but mt.AdamW has no "
-                             "amsgrad=True; mt.load(model, None, folder) takes the weights alone")
-    if here == OURS:
-        _as_ours(source, training)
-    else:
-        _as_torchs(source.body, training)
-
-
-def _kind_in(body: dict[str, Any]) -> str | None:
-    """As kind_of says; checkpoints were written that have the class's name alone."""
-    name = body["optimizer"]
-    if name is None or "." in name:
-        return name
-    if name == "AdamW" and body["states"] is not None:
-        return OURS
-    return f"{'torch.optim' if hasattr(torch.optim, name) else _SCRIPT}.{name}"
-
-
-def _is_one(there: str | None, here: str) -> bool:
-    """Of a class in a script no package is known: it may be imported the next time."""
-    if there is None or there == here:
-        return there == here
-    (package, _, name), (own, _, own_name) = there.rpartition("."), here.rpartition(".")
-    return name == own_name and _SCRIPT in (package, own) and not {package, own} & {"mt", "torch.optim"}
-
-
-def _as_ours(source: _Checkpoint, training: dict[str, Any]) -> None:
-    """torch.optim.AdamW's states, as mt.AdamW would have saved them: with moments in fp32, and no master."""
-    body, where = source.body, str(source.folder / TRAINING)
-    parameters = body["parameters"]
-    body |= {"states": "fp32", "skipped_steps": 0}
-    for number, name in enumerate(name for g in training["groups"] for name in g["params"]):
-        contents.table(parameters.get(name), f"{where}: parameter {shown(name)}")["key"] = number
-    for name, own in contents.field(training, "others", lambda _: True, "torch.optim.AdamW's steps", where).items():
-        if own:
-            about = contents.table(parameters.get(name), f"{where}: others: {shown(name)}")
-            about |= {"step": contents.step_of(own, f"{where}: others of {name}"), "master": ""}
-            contents.check_states(body, name, source.states, where, DTYPES[about["dtype"]])
-
-
-def _as_torchs(body: dict[str, Any], training: dict[str, Any]) -> None:
-    """mt.AdamW's states, as far as torch.optim.AdamW has them beside tensors."""
-    training["others"] = {name: {"step": torch.tensor(float(saved["step"]))}
-                          for name, saved in body["parameters"].items() if "step" in saved}
-
-
-def _match_groups(source: _Checkpoint, training: dict[str, Any], opt: torch.optim.Optimizer,
-                  names: dict[Tensor, str]) -> None:
-    mine = [[names.get(p) for p in g["params"]] for g in opt.param_groups]
-    saved = [g["params"] for g in training["groups"]]
-    if mine != saved:
-        raise MegatrainError(f"{source.folder}: the optimizer's groups have {[len(g) for g in mine]} parameters here "
-                             f"and {[len(g) for g in saved]} in the checkpoint, or others, or in another order: make "
-                             "the optimizer as it was made then")
-    where = str(source.folder / TRAINING)
-    contents.check_hyper(training["groups"], opt.param_groups, where)
-    parameters = source.body["parameters"]
-    if isinstance(opt, AdamW) and (lacking := [n for g in saved for n in g if "key" not in parameters[n]]):
-        raise MegatrainError(f"{source.folder / manifest.NAME}: parameter {lacking[0]} has no key: {manifest.BROKEN}")
-    if not isinstance(opt, AdamW) and "others" not in training:
-        raise MegatrainError(f"{where} has no 'others': {manifest.BROKEN}")
-    if kind_of(opt) == TORCHS and source.body["states"] is None:
-        _match_torchs(source, training["others"], where)
-
-
-def _match_torchs(source: _Checkpoint, others: dict[str, Any], where: str) -> None:
-    """What torch.optim.AdamW would find missing, or of another form, when it has taken it, or in its next step."""
-    for name, own in others.items():
-        about = contents.table(source.body["parameters"].get(name), f"{where}: others: {shown(name)}")
-        if own:
-            contents.step_of(own, f"{where}: others of {name}")
-            for key in MOMENTS:
-                found = source.states.get(f"{name}.{key}")
-                if found is None or found.shape != tuple(about["shape"]):
-                    raise MegatrainError(f"{source.folder} has no {name}.{key} of shape {about['shape']}: "
-                                         f"{manifest.BROKEN}")
-
-
 # ---- units ---------------------------------------------------------------------------------------
 
-def _load_buffers(model: nn.Module, source: _Checkpoint) -> None:
-    reads = _Reads(source)
+def _load_buffers(model: nn.Module, source: Checkpoint) -> None:
+    reads = Reads(source)
     pairs = [(b, reads.fresh(source.tensors[name])) for name, b in buffers_of(model).items()]
     reads.go()
     for buffer, value in pairs:
         buffer.copy_(value)
 
 
-def _load_unit(rt: Runtime, records: list[Record], source: _Checkpoint, names: dict[Tensor, str],
+def _load_unit(rt: Runtime, records: list[Record], source: Checkpoint, names: dict[Tensor, str],
                opt: torch.optim.Optimizer | None) -> None:
-    rt.before_write(records[0])
-    rt.own_states(records[0])
-    reads = _Reads(source)
+    rt.planes.before_write(records[0])
+    rt.planes.own_states(records[0])
+    reads = Reads(source)
     finish = [_load_record(r, names[r.param], source, reads, opt) for r in records]
     reads.go()
     for done in finish:
@@ -400,7 +161,7 @@ def _load_unit(rt: Runtime, records: list[Record], source: _Checkpoint, names: d
     rt.take(records[0].unit)
 
 
-def _load_record(record: Record, name: str, source: _Checkpoint, reads: _Reads,
+def _load_record(record: Record, name: str, source: Checkpoint, reads: Reads,
                  opt: torch.optim.Optimizer | None) -> Callable[[], None]:
     """Says what is to be read; what is returned is called when it has been."""
     saved = source.body["parameters"][name]
@@ -417,7 +178,7 @@ def _load_record(record: Record, name: str, source: _Checkpoint, reads: _Reads,
     return lambda: (weights(), moments())
 
 
-def _read_moments(record: Record, name: str, source: _Checkpoint, reads: _Reads) -> Callable[[], None]:
+def _read_moments(record: Record, name: str, source: Checkpoint, reads: Reads) -> Callable[[], None]:
     rt = record.runtime
     keys = MOMENTS if source.body["states"] == "fp32" else CODES
     stored = [source.states[f"{name}.{key}"] for key in keys]
@@ -425,12 +186,12 @@ def _read_moments(record: Record, name: str, source: _Checkpoint, reads: _Reads)
     if source.body["states"] == rt.states and all(map(_fits, planes, stored)):
         for plane, s in zip(planes, stored):
             reads.into(s, plane)
-        return lambda: rt.push(record, *record.moments)
+        return lambda: rt.planes.push(record, *record.moments)
     values = dict(zip(keys, map(reads.fresh, stored)))
 
     def convert() -> None:
-        _load_moments(record, values)
-        rt.push(record, *record.moments)
+        load_moments(record, values)
+        rt.planes.push(record, *record.moments)
 
     return convert
 
@@ -440,7 +201,7 @@ def _fits(memory: Tensor, stored: Stored) -> bool:
     return memory.is_contiguous() and memory.dtype == stored.dtype and tuple(memory.shape) == stored.shape
 
 
-def _read_weights(record: Record, name: str, source: _Checkpoint, reads: _Reads, master: str) -> Callable[[], None]:
+def _read_weights(record: Record, name: str, source: Checkpoint, reads: Reads, master: str) -> Callable[[], None]:
     """master: the plane that it was saved from; "": the weight is its own."""
     stored = source.tensors[name]
     extra = source.states[f"{name}.{MASTERS[master]}"] if master else None
@@ -456,9 +217,9 @@ def _read_weights(record: Record, name: str, source: _Checkpoint, reads: _Reads,
 
 
 def _written(record: Record, master: str) -> None:
-    record.runtime.after_write(record)
+    record.runtime.planes.after_write(record)
     if master:
-        record.runtime.push(record, master)
+        record.runtime.planes.push(record, master)
         record.master_writes = record.writes
 
 
@@ -466,7 +227,7 @@ def _widen(record: Record, weight: Tensor, rest: Tensor | None, master: str, low
     """From other types, or another order in memory: by way of fp32, which all of them fit into."""
     if not weight.is_floating_point() or not (master or record.low_bytes or record.dtype == torch.float16):
         record.host.copy_(weight)
-        record.runtime.after_write(record)
+        record.runtime.planes.after_write(record)
         return
     value = weight.to(torch.float32)
     if master == "LO":
@@ -477,17 +238,17 @@ def _widen(record: Record, weight: Tensor, rest: Tensor | None, master: str, low
     set_master(record.param, value)
 
 
-def _load_ours(opt: AdamW, source: _Checkpoint, names: dict[Tensor, str], training: dict[str, Any]) -> None:
+def _load_ours(opt: AdamW, source: Checkpoint, names: dict[Tensor, str], training: dict[str, Any]) -> None:
     for group, saved in zip(opt.param_groups, training["groups"]):
         group.update({k: v for k, v in saved.items() if k != "params"})
     opt._skipped = source.body["skipped_steps"]
     opt._keys.update({p: source.body["parameters"][name]["key"] for p, name in names.items() if p in opt._keys})
 
 
-def _load_other(opt: torch.optim.Optimizer, source: _Checkpoint, names: dict[Tensor, str],
+def _load_other(opt: torch.optim.Optimizer, source: Checkpoint, names: dict[Tensor, str],
                 training: dict[str, Any]) -> None:
     """Raises: what its load_state_dict does."""
-    reads, found = _Reads(source), {}
+    reads, found = Reads(source), {}
     flat = [p for g in opt.param_groups for p in g["params"]]
     tensors: dict[str, dict[str, Tensor]] = {names[p]: {} for p in flat}
     ours = source.body["states"] is not None

@@ -3,12 +3,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,130 +20,25 @@ from .disk import BLOCKS, BUFFER_BYTES, BUFFERS, THREADS, Disk
 from .door import Door
 from .errors import MegatrainError
 from .fused import Proofs
-from .guard import plain
 from .handover import HandOver
 from .lazy import Lazy
 from .limits import show_bytes
 from .modes import Mode, read
+from .planes import Planes, mask
+from .planner import Plan
 from .records import Record
+from .ring import Ring, Slot, SlotHooks
 from .state import enter, in_backward, leave
 from .swap import Swap
-from .templates import Weights
 from .window import Window
 
-if TYPE_CHECKING:
-    from .planning import Planning
 
-_use_count = torch._C._storage_Use_Count
+class PlansItself(Protocol):
+    """Plans for the batches that a loop shows: planning.Planning."""
 
+    plan: Plan | None
 
-def _mask(planes: Iterable[str]) -> int:
-    return sum(1 << _core.PLANES[p] for p in planes)
-
-
-STATE_PLANES = _mask(("LO", "MASTER", "M", "V", "SCALE"))
-
-
-def _references(tensors: list[Tensor]) -> int:
-    """Most Python references that one of them has; what the counting itself holds is in every count."""
-    return max([sys.getrefcount(t) for t in tensors], default=0)
-
-
-class Slot:
-    """Device memory for one unit's weights, and torch's views of it.
-
-    held() is true when someone besides this slot has a tensor in it: a custom Function that keeps a
-    weight, an output that aliases one. Then the memory is left to the holder.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes, self.device = nbytes, device
-        self.fill()
-
-    def fill(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            raw = torch.empty(self.nbytes + 512, dtype=torch.uint8, device=self.device)
-            skip = -raw.data_ptr() % 512
-            self.memory = raw[skip:skip + self.nbytes]
-        self.address = self.memory.data_ptr()
-        self.views: dict[int, list[Tensor]] = {}
-        self.leaves: dict[int, list[Tensor]] = {}
-        self.weights: dict[tuple[int, tuple[str, ...]], Weights] = {}
-        self._unheld = 0
-        self._storage = self.memory.untyped_storage()
-        del raw
-        self._own = _use_count(self._storage._cdata)
-
-    def unit_views(self, unit: int, records: list[Record]) -> list[Tensor]:
-        views = self.views.get(unit)
-        if views is None:
-            before = _use_count(self._storage._cdata)
-            with torch.inference_mode(False), torch.no_grad():
-                views = self.views[unit] = [self.view(r.offset, r.dtype, r.shape, r.stride) for r in records]
-            self._own += _use_count(self._storage._cdata) - before
-        return views
-
-    def unit_leaves(self, unit: int, records: list[Record]) -> list[Tensor]:
-        """The same tensors each time, with the parameters' requires_grad: for runs that record nothing."""
-        leaves = self.leaves.get(unit)
-        if leaves is None:
-            views, before = self.unit_views(unit, records), _use_count(self._storage._cdata)
-            with torch.inference_mode(False), torch.no_grad():
-                leaves = self.leaves[unit] = [v.detach() for v in views]
-            self._own += _use_count(self._storage._cdata) - before
-            self._unheld = _references(leaves)
-            for leaf, r in zip(leaves, records):
-                leaf.requires_grad_(r.was_trainable)
-        return leaves
-
-    def unit_weights(self, unit: int, records: list[Record], names: tuple[str, ...]) -> Weights:
-        """The views by name, for a template; made once, their joint views too."""
-        weights = self.weights.get((unit, names))        # a module may give its parts other names
-        if weights is None:
-            slot = weakref.ref(self)             # which has them
-            weights = self.weights[unit, names] = Weights(dict(zip(names, self.unit_views(unit, records))),
-                                                          lambda make: slot()._counted(make))
-        return weights
-
-    def _counted(self, make: Callable[[], Tensor]) -> Tensor:
-        """A view that the slot itself keeps: not a holder."""
-        before = _use_count(self._storage._cdata)
-        with torch.inference_mode(False), torch.no_grad():
-            view = make()
-        self._own += _use_count(self._storage._cdata) - before
-        return view
-
-    def follow(self, units: list[list[Record]]) -> None:
-        """requires_grad of some parameters changed."""
-        for unit, leaves in self.leaves.items():
-            for leaf, r in zip(leaves, units[unit]):
-                leaf.requires_grad_(r.was_trainable)
-
-    def view(self, offset: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
-        part = self.memory[offset:offset + span * dtype.itemsize]
-        return part.view(dtype).as_strided(shape, stride, part.storage_offset() // dtype.itemsize)
-
-    def held(self) -> bool:
-        if _use_count(self._storage._cdata) > self._own:
-            return True
-        return any(_references(leaves) > self._unheld for leaves in self.leaves.values())     # handed out themselves
-
-
-class SlotHooks:
-    """What the C stream asks about slots. Knows the runtime weakly: the engine must not keep it alive."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)
-
-    def held(self, slot: int) -> bool:
-        return self._runtime().slots[slot].held()
-
-    def renew(self, slot: int) -> int:
-        runtime = self._runtime()
-        runtime.slots[slot].fill()
-        runtime.note_bounds()
-        return runtime.slots[slot].address
+    def pass_begins(self, args: Any, kwargs: Any) -> None: ...
 
 
 class Runtime:
@@ -164,11 +58,13 @@ class Runtime:
         self.slots: list[Slot] = []
         own = weakref.proxy(self)            # for what only this has
         self.handover = HandOver(own)
+        self.ring = Ring(own)
+        self.planes = Planes(core, own)
         self.door = Door(type(root).__name__, self.is_cuda)
         self.activations, self.compute = "auto", "auto"
         self.structures: dict[Any, Structure] = {}           # of windows that torch.compile runs
         self.vram: int | None = None         # limit of what may be used of the device, bytes
-        self.planning: Planning | None = None                # of an ordinary loop, where nobody has planned it
+        self.planning: PlansItself | None = None             # of an ordinary loop, where nobody has planned it
         self.proofs = Proofs()               # that templates are what windows' modules are
         self.most_tokens = 0                 # that a fused window was given at once
         self.swap = Swap(own)                # what windows keep in host memory
@@ -286,7 +182,7 @@ class Runtime:
 
     def file_weights(self, unit: int) -> None:
         """Weights that were put into the unit's plane go to the file; their memory is given back."""
-        self.core.push(unit, -1, _mask(("HI",)))
+        self.core.push(unit, -1, mask(("HI",)))
         self.filed.add(unit)
         self.take(unit)
 
@@ -297,75 +193,12 @@ class Runtime:
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 
     def note_bounds(self) -> None:
-        """Addresses between which all slots lie: most tensors are told apart from weights by these."""
-        self.lowest = min((s.address for s in self.slots), default=0)
-        self.highest = max((s.address + s.nbytes for s in self.slots), default=0)
+        """The slots are others, or their memory is."""
+        self.ring.look(self.slots)
 
     def stream(self) -> int:
         """Handle of the stream torch computes on now."""
         return torch._C._cuda_getCurrentRawStream(self.device.index) if self.is_cuda else 0
-
-    def acquire(self, unit: int) -> int:
-        """The slot that the unit is in, when compute gets there."""
-        self._joins()
-        slot = self.core.acquire(unit, self.stream())
-        if self.arrivals.over:
-            self.arrivals.leave()
-        return slot
-
-    def _joins(self) -> None:
-        """A backward that asks for a weight is in the model until its end."""
-        task = in_backward()
-        if task != -1 and task not in self.door.tasks:
-            self.handover.join_task()
-
-    def acquire_views(self, unit: int) -> list[Tensor]:
-        slot = self.acquire(unit)
-        return self.slots[slot].unit_views(unit, self.units[unit])
-
-    def acquire_leaves(self, unit: int) -> list[Tensor]:
-        slot = self.acquire(unit)
-        return self.slots[slot].unit_leaves(unit, self.units[unit])
-
-    def acquire_weights(self, unit: int, names: tuple[str, ...]) -> Weights:
-        slot = self.acquire(unit)
-        return self.slots[slot].unit_weights(unit, self.units[unit], names)
-
-    def slot_view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
-        """Part of a unit's weights, fetched if need be. offset: bytes from the unit's start."""
-        self._joins()
-        slot = self.core.acquire(unit, self.stream())
-        with torch.no_grad():
-            return self.slots[slot].view(offset, dtype, size, stride)
-
-    def locate(self, t: Tensor) -> tuple[int, int] | None:
-        """(unit, byte offset) when t lies in a slot that still holds the unit it was taken from."""
-        if type(t) is not Tensor or t.layout is not torch.strided:
-            return None
-        try:
-            address = t.data_ptr()
-        except RuntimeError:                 # a tensor of torch.func's transforms
-            return None
-        if not self.lowest <= address < self.highest:
-            return None
-        slot, unit, offset = self.core.find(address)
-        return (unit, offset) if slot >= 0 and unit >= 0 else None
-
-    def own_outputs(self, out: Any) -> Any:
-        """An output that aliases a slot is copied: the slot moves on, the output stays."""
-        if isinstance(out, Tensor):
-            if type(out) is Tensor and out._is_view() and self.locate(out) is not None:
-                return out.clone()
-            return out
-        if type(out) in (list, tuple):
-            fixed = [self.own_outputs(o) for o in out]
-            return out if all(a is b for a, b in zip(fixed, out)) else type(out)(fixed)
-        if isinstance(out, dict):
-            for k, v in list(out.items()):
-                fixed = self.own_outputs(v)
-                if fixed is not v:
-                    out[k] = fixed
-        return out
 
     # ---- reading outside of windows ----
 
@@ -386,52 +219,12 @@ class Runtime:
     def device_copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""
         if self.away(record.unit):
-            return self.slot_view(record.unit, record.offset, record.dtype, record.shape, record.stride).clone()
+            return self.ring.view(record.unit, record.offset, record.dtype, record.shape, record.stride).clone()
         self.core.wait_updates(record.unit)
         with torch.no_grad():
             return record.host.to(self.device, copy=True)
 
-    # ---- host reads and writes ----
-
-    def wait_updates(self, record: Record) -> None:
-        """The weights may be read in host memory. Raises: a unit at home elsewhere has no room for a copy there."""
-        self._want_weights(record.unit)
-        self.core.wait_updates(record.unit)
-
-    def _want_weights(self, unit: int) -> None:
-        if self.away(unit):
-            self.room.weights(self.core, unit)
-
-    def wait_used(self, record: Record) -> None:
-        """No update of the unit is under way; nothing is brought. Of units on the device: ACC has no host copy."""
-        if record.unit in self.settled:
-            self.core.bring(record.unit, _mask(("ACC",)))
-        else:
-            self.core.updated(record.unit)
-
-    def wait_grads(self, record: Record) -> None:
-        self.core.wait_grads(record.unit)
-
-    def bring_states(self, record: Record) -> None:
-        """Host copies of masters and moments are current; only units on the device and those whose states are on disk
-        have anything to do."""
-        if record.unit in self.settled or record.unit in self.on_disk:
-            if self.saving is not None:      # whose copies of the unit go when it has them
-                self.core.wait_saved(record.unit)
-            self.core.bring(record.unit, STATE_PLANES)
-
-    def own_states(self, record: Record) -> None:
-        """Masters, moments or gradients are about to be written as a whole: no copy is on its way to them, or into a
-        checkpoint."""
-        if self.saving is not None:
-            self.core.wait_saved(record.unit)
-        if record.unit in self.arrivals.units:
-            self.core.bring(record.unit, STATE_PLANES)
-
-    def push(self, record: Record, *planes: str) -> None:
-        """These host planes were written: the device takes their values, or the file, where the unit has them there."""
-        if record.unit in self.settled or record.unit in self.on_disk:
-            self.core.push(record.unit, record.index, _mask(planes))
+    # ---- saves ----
 
     def finish_save(self) -> None:
         """Waits for a save that is under way, and tells what went wrong with it, unless its own wait() did.
@@ -450,38 +243,6 @@ class Runtime:
         if self.saving is not None and self.saving.over:
             self.finish_save()
 
-    def before_write(self, record: Record) -> None:
-        """As `wait_updates`, and nothing reads them for the device."""
-        self._want_weights(record.unit)
-        self.core.wait_fetch(record.unit)
-
-    def notice_writes(self, records: Iterable[Record]) -> None:
-        """What was written past the guard, by an operation that does not say that it writes, is told like the rest."""
-        for r in records:
-            if r.host._version != r.version:
-                self.core.wait_fetch(r.unit)
-                self.after_write(r)
-
-    def after_write(self, record: Record) -> None:
-        if record.unit in self.filed:        # first: who asks for the new version reads it there
-            self.core.bring(record.unit, _mask(("HI",)))     # it was: else zeros would go there
-            self.push(record, "HI")
-        self.core.touch(record.unit)
-        record.writes += 1
-        if record.host is not None:
-            record.version = record.host._version
-
-    def replace_data(self, p: Tensor, value: Tensor) -> None:
-        """`p.data = x`: the values are copied in; the parameter keeps its place in the store."""
-        record = p._mt
-        if value.shape != record.shape or value.dtype != record.dtype:
-            raise MegatrainError(
-                f"{record.name}: .data of shape {list(value.shape)} {value.dtype} does not fit the streamed parameter "
-                f"of shape {list(record.shape)} {record.dtype}; mt.unstream(model) before changing it")
-        with torch.no_grad():
-            record.host.copy_(plain(value))
-        self.after_write(record)
-
     # ---- a root forward ----
 
     @contextlib.contextmanager
@@ -490,7 +251,7 @@ class Runtime:
         takes = self.door.enter(in_backward())
         begins = enter() and in_backward() == -1
         try:
-            with masks.spared(self) if begins else contextlib.nullcontext():
+            with masks.spared(self.windows) if begins else contextlib.nullcontext():
                 yield self.begin(who, args, kwargs) if begins else (args, kwargs)
         finally:
             leave()
@@ -546,7 +307,7 @@ class Runtime:
     def _refresh(self) -> None:
         """Notices what the user changed on parameters since the last pass: values; and requires_grad, which a pass that
         records nothing need not know: adapters are switched for one, and back before the backward of another."""
-        self.notice_writes(self.records)
+        self.planes.notice_writes(self.records)
         if self._split is None or torch.is_grad_enabled():
             self.follow()
 
@@ -613,19 +374,6 @@ class Runtime:
     def kept(self) -> dict[str, str]:
         """What fused windows keep, by name."""
         return {w.name: self.mode_of(w) for w in self.windows if w.fused is not None}
-
-    # ---- random numbers ----
-
-    def random_state(self) -> tuple[Any, ...]:
-        return tuple([g.get_state() for g in self._generators()])
-
-    def set_random_state(self, s: tuple[Any, ...]) -> None:
-        for g, state in zip(self._generators(), s):
-            g.set_state(state)
-
-    def _generators(self) -> list[torch.Generator]:
-        cpu = torch.default_generator
-        return [cpu, torch.cuda.default_generators[self.device.index]] if self.is_cuda else [cpu]
 
     def drain(self) -> None:
         """Everything under way is over: gradients home, updates done."""

@@ -14,8 +14,8 @@ from .cost import PLANES_OF
 from .disk import SPILLED
 from .limits import host_limits, show_bytes
 from .planner import as_text
+from .registry import runtime_of
 from .tiers import Tier, bars, write_tiers
-from .wrap import runtime_of
 
 
 @dataclass(frozen=True)

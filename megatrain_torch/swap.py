@@ -22,22 +22,52 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from . import _core
 from .disk import BLOCKS
 from .errors import MegatrainError
+from .modes import Mode
 from .records import span_of
-
-if TYPE_CHECKING:
-    from .modes import Mode
-    from .runtime import Runtime
-    from .window import Window
 
 LEAST_BYTES = 512            # of a tensor that is worth a copy of its own
 GIVEN_UP = 2                 # windows behind its own that a bundle's sources stay for, where no other bundle leaves
+
+
+class Ends(Protocol):
+    """Tells when a backward is over: handover.HandOver."""
+
+    def at_end(self, what: Any) -> None: ...
+
+
+class Room(Protocol):
+    """Refuses what does not fit in host memory: preflight.Room."""
+
+    def activations(self, core: _core.Engine, nbytes: int, blocks: int = 1) -> None: ...
+
+
+class Model(Protocol):
+    """The streamed model whose windows keep something elsewhere: runtime.Runtime."""
+
+    core: _core.Engine
+    device: torch.device
+    room: Room
+
+    @property
+    def handover(self) -> Ends: ...
+
+    def stream(self) -> int: ...
+
+    def itself(self) -> Model: ...
+
+
+class Window(Protocol):
+    """Whose tensors these are: window.Window."""
+
+    units: list[int]
 
 
 class Part:
@@ -173,7 +203,7 @@ class Swap:
         position: windows run under autograd so far.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Model) -> None:
         self.runtime = runtime
         self.ahead, self.position = 1, 0
         self.held: deque[tuple[Bundle, list[Tensor]]] = deque()      # whose sources may not be freed yet

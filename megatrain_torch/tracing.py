@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _core
 from .errors import MegatrainError
+from .registry import runtime_of
 from .report import StepReport, measure
 from .state import in_backward
 from .timeline import Slice, by_lane, write_chrome, write_picture
-from .wrap import runtime_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime

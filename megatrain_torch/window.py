@@ -12,7 +12,7 @@ import functools
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,73 @@ from . import masks
 from .door import Door
 from .effects import Places, Snapshot
 from .errors import MegatrainError
-from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push
+from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
 from .modes import Mode, read
 from .records import Record, Use
 from .state import enter, in_backward, leave, swap_window
 
-if TYPE_CHECKING:
-    from .compiled import Compiled
-    from .deferred import Head
-    from .fused import Fused
-    from .runtime import Runtime
+
+class Fused(Protocol):
+    """A template that runs a window: fused.Fused.
+
+    Called, it gives the output, or None: the module's own code runs.
+
+    Attributes:
+        verdict: why it is not used; "" where it is; None before it has been tried. declined: why not for the last call.
+    """
+
+    template: Any
+    verdict: str | None
+    declined: str
+
+    def __call__(self, args: Any, kwargs: Any) -> Tensor | None: ...
+
+    def split(self) -> None: ...
+
+
+class Compiled(Protocol):
+    """torch.compile's graphs of a window, which give (output,), or None: compiled.Compiled."""
+
+    @property
+    def code(self) -> str: ...
+
+    def __call__(self, args: Any, kwargs: Any, replays: bool) -> tuple[Any] | None: ...
+
+
+class Head(Protocol):
+    """What leaves a window's logits unmade, and gives what stands for them, or None: deferred.Head."""
+
+    declined: str
+
+    def __call__(self, args: Any, kwargs: Any) -> Tensor | None: ...
+
+
+class Ring(Located, Protocol):
+    """Gives a unit's weights on the device, and waits for them: ring.Ring."""
+
+    def views(self, unit: int) -> list[Tensor]: ...
+
+    def leaves(self, unit: int) -> list[Tensor]: ...
+
+    def own_outputs(self, out: Any) -> Any: ...
+
+
+class Model(Streamed, Protocol):
+    """The streamed model that a window is a part of: runtime.Runtime."""
+
+    is_cuda: bool
+    units: list[list[Record]]
+    door: Door
+    activations: str
+    planning: Any                        # plans for what a loop shows, where nobody has planned it
+    trace: Any                           # mt.trace's, while it is on
+    ring: Ring
+
+    def mode_of(self, window: Window) -> str: ...
+
+    def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+
+    def forget_lazy(self) -> None: ...
 
 
 class Bind(torch.autograd.Function):
@@ -92,7 +149,7 @@ class Window:
         proved: a first replayed run has shown that inputs are not written in place.
     """
 
-    def __init__(self, runtime: Runtime, name: str, module: nn.Module, records: list[Record]) -> None:
+    def __init__(self, runtime: Model, name: str, module: nn.Module, records: list[Record]) -> None:
         self.runtime, self.name, self.records = runtime, name, records
         self.units = list(dict.fromkeys(r.unit for r in records))
         self._module, own = weakref.ref(module), module.forward      # which has this window
@@ -150,6 +207,11 @@ class Window:
         return f"its own ({why})" if why else "template"
 
     @property
+    def spares_masks(self) -> bool:
+        """A template runs it, or is about to be tried, that goes by what a stand-in for a mask says."""
+        return self.fused is not None and self.fused.template.swaps and not self.fused.verdict
+
+    @property
     def item(self) -> int:
         """Bytes of an activation's element."""
         return self.records[0].dtype.itemsize
@@ -167,11 +229,11 @@ class Window:
         """Fresh tensors over the slots for these records. Acquires their units."""
         rt = self.runtime
         if len(self.units) == 1:
-            cached = rt.acquire_views(self.units[0])
+            cached = rt.ring.views(self.units[0])
             return [cached[r.index].detach() for r in records]
         out = {}
         for unit in self.units:
-            cached = rt.acquire_views(unit)
+            cached = rt.ring.views(unit)
             out.update({r: cached[r.index].detach() for r in records if r.unit == unit})
         return [out[r] for r in records]
 
@@ -186,10 +248,10 @@ class Window:
     def bind_shared(self) -> dict[Record, Tensor]:
         """Slot tensors for a run that records nothing: the slots' own, not made anew."""
         if self.alone:
-            return dict(zip(self.records, self.runtime.acquire_leaves(self.units[0])))
+            return dict(zip(self.records, self.runtime.ring.leaves(self.units[0])))
         bound = {}
         for unit in self.units:
-            leaves = self.runtime.acquire_leaves(unit)
+            leaves = self.runtime.ring.leaves(unit)
             bound.update({r: leaves[r.index] for r in self.records if r.unit == unit})
         return bound
 
@@ -276,7 +338,7 @@ class Window:
             _push(frame.pack, frame.unpack)
         try:
             with self.flat_weights():
-                return self.runtime.own_outputs(self.inner(*args, **kwargs))
+                return self.runtime.ring.own_outputs(self.inner(*args, **kwargs))
         finally:
             if left:
                 _pop()
@@ -327,7 +389,7 @@ class Window:
             if frame is not None:
                 _pop()
             torch.set_autocast_cache_enabled(cached_casts)
-        return self.runtime.own_outputs(out)
+        return self.runtime.ring.own_outputs(out)
 
     @property
     def draws_unseen(self) -> bool:

@@ -49,15 +49,13 @@ from .preflight import (
     to_disk,
 )
 from .records import DTYPES, Record
+from .registry import find_runtime, note, runtime_of, runtimes
 from .runtime import Runtime
 from .state import BoundParameters, Given, HostBuffers
 from .testing import Doors, opened
 from .units import Group, find, group, stored_dtype
 from .window import Installed, Window, method_of
 
-# Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
-# holds the runtime is what is installed in the modules.
-_runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
 _PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads"}
 _pid = 0
 _registrations = 0
@@ -68,7 +66,7 @@ def _count_registration(module: nn.Module, *_: Any) -> None:
     global _registrations
     if torch.compiler.is_compiling():        # a plain model's graph would be guarded against the lives of others
         return
-    if module in _runtimes:
+    if module in runtimes:
         _registrations += 1
 
 
@@ -81,23 +79,6 @@ def _count_registrations() -> Callable[[], None]:
             handle.remove()
 
     return undo
-
-
-def runtime_of(module: nn.Module) -> Runtime:
-    """The runtime of a streamed model or of any module inside one.
-
-    Raises:
-        MegatrainError: the module is not streamed.
-    """
-    rt = find_runtime(module)
-    if rt is None:
-        raise MegatrainError(f"{type(module).__name__} is not streamed: call mt.stream(model) first")
-    return rt
-
-
-def find_runtime(module: nn.Module) -> Runtime | None:
-    ref = _runtimes.get(module)
-    return ref() if ref is not None else None
 
 
 def stream(module: nn.Module, device: str | torch.device | None = None, *, tokens: int | None = None,
@@ -353,7 +334,7 @@ def _refuse_model(module: nn.Module) -> None:
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise MegatrainError(f"{type(module).__name__} is not supported: one streamed model uses one GPU; "
                              "stream the module inside it")
-    if any(m in _runtimes for m in module.modules()):
+    if any(m in runtimes for m in module.modules()):
         raise MegatrainError("the model, or a part of it, is streamed already; mt.unstream it first")
     for name, p in module.named_parameters():
         problem = _problem(p)
@@ -527,7 +508,7 @@ def _install(rt: Runtime, root: nn.Module, found: Any) -> None:
         records = {n: by_param[id(p)] for n, p in m._parameters.items() if p is not None}
         if records:
             m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
-        _runtimes[m] = weakref.ref(rt)
+        note(m, rt)
         _put(m, "_apply", _applier(rt, m))
         _put(m, "load_state_dict", _loader(m))
         _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
@@ -676,7 +657,7 @@ def _in_their_places(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _bind_anew(rt: Runtime, root: nn.Module) -> None:
     """Modules were put in: parameters that moved into them (parametrizations), or changed names, are streamed there."""
     for m in root.modules():
-        _runtimes[m] = weakref.ref(rt)
+        note(m, rt)
         records = {n: p._mt for n, p in m._parameters.items() if isinstance(p, StreamedParameter)}
         if isinstance(m._parameters, BoundParameters):
             m._parameters.bind(records)
@@ -710,7 +691,7 @@ def _give_back(rt: Runtime, root: nn.Module) -> None:
         if isinstance(m._parameters, BoundParameters):
             m.__dict__["_parameters"] = dict(m._parameters)
         m.__dict__["_buffers"] = {k: b.cpu() if isinstance(b, Tensor) else b for k, b in m._buffers.items()}
-        _runtimes.pop(m, None)
+        runtimes.pop(m, None)
     for unit, records in itertools.groupby(rt.records, lambda r: r.unit):
         if rt.away(unit):                # it comes home, through host memory that is one unit's at a time
             rt.core.wait_updates(unit)

@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..likeness import repeating
 from ..masks import Sight
 from ..packed import Packed
 from ..records import span_of
+from ..repeating import repeating
 from . import repeats
 from .rows import LONG, ROWS, Backward, by_rows
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import hf, ops
+from .. import hf_calls, ops
 from ..limits import show_bytes
 from ..masks import sight_of
 from .attention import Attention
@@ -131,7 +131,7 @@ class SelfAttention:
             raise Unfit("its attention has sinks, which torch's kernels do not know")
         attention = self._attention(kind, mask)
         call, cache = Call(*self._angles(kwargs.get("position_embeddings")), attention), kwargs.get("past_key_values")
-        if cache is not None and not hf.empty_entry(cache, layer.self_attn.layer_idx):
+        if cache is not None and not hf_calls.empty_entry(cache, layer.self_attn.layer_idx):
             raise Unfit("its cache is no empty DynamicCache")
         if cache is not None:
             call.cache = lambda k, v: _fill(cache, k, v, layer.self_attn.layer_idx)
