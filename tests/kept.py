@@ -14,7 +14,7 @@ from fusing import padded
 from test_fused import FAMILIES
 from torch import Tensor, nn
 
-from megatrain_torch.simulate import DEVICE, HOST, Lists, Step, Timing, simulate
+from megatrain_torch.plans.simulate import DEVICE, HOST, Lists, Step, Timing, simulate
 
 
 @functools.cache

@@ -30,8 +30,9 @@ from test_adamw import Dots, feed, grads_for, plain_dots  # noqa: E402
 from test_states import everything  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import checkpoint, manifest, parts  # noqa: E402
-from megatrain_torch.wrap import runtime_of  # noqa: E402
+from megatrain_torch.checkpoint import manifest, parts  # noqa: E402
+from megatrain_torch.checkpoint import save as checkpoint  # noqa: E402
+from megatrain_torch.model.stream import runtime_of  # noqa: E402
 
 BF16 = torch.bfloat16
 SHAPES = [(300, 7), (257,), (64, 32), (1,), (700, 1000)]

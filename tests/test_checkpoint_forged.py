@@ -23,9 +23,12 @@ from test_adamw import feed, grads_for, plain_dots  # noqa: E402
 from test_states import everything  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import checkpoint, manifest, parts, strict, tensorfiles  # noqa: E402
-from megatrain_torch.contents import training_of  # noqa: E402
-from megatrain_torch.wrap import runtime_of  # noqa: E402
+from megatrain_torch.base import strict  # noqa: E402
+from megatrain_torch.checkpoint import manifest, parts  # noqa: E402
+from megatrain_torch.checkpoint import save as checkpoint  # noqa: E402
+from megatrain_torch.checkpoint.contents import training_of  # noqa: E402
+from megatrain_torch.model.stream import runtime_of  # noqa: E402
+from megatrain_torch.store import tensorfiles  # noqa: E402
 
 SHAPES = [(30, 7), (257,), (8,)]
 DEEP = b"[" * 100_000

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import H, T, V
 
 import megatrain_torch as mt
-from megatrain_torch import deferred
-from megatrain_torch import loss as loss_module
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.fused import deferred
+from megatrain_torch.fused import loss as loss_module
+from megatrain_torch.model.stream import runtime_of
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 LOSS, GRADIENT = 4e-6, 2e-6

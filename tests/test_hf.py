@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from megatrain_torch import hf
+from megatrain_torch.model import hf
 
 
 class Base(nn.Module):

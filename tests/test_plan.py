@@ -29,20 +29,21 @@ from transformers import (
 )
 
 import megatrain_torch as mt
-import megatrain_torch.changes as changes_module
-import megatrain_torch.machine as machine_module
-import megatrain_torch.simulate as simulation
-from megatrain_torch import _core, cli, doctor, placement
+import megatrain_torch.plans.changes as changes_module
+import megatrain_torch.plans.machine as machine_module
+import megatrain_torch.plans.simulate as simulation
+from megatrain_torch import _core, cli
 from megatrain_torch._core import Engine
-from megatrain_torch.cost import Home, cost_of
-from megatrain_torch.disk import MEMORY_BYTES
-from megatrain_torch.machine import MACHINES, Machine
-from megatrain_torch.placement import Choice, Problem, Wishes
-from megatrain_torch.planner import vram_table
-from megatrain_torch.shapes import Shape, shapes_of
-from megatrain_torch.simulate import Step, simulate
-from megatrain_torch.slots import plan_slots
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.base.slots import plan_slots
+from megatrain_torch.model.stream import runtime_of
+from megatrain_torch.plans import doctor, placement
+from megatrain_torch.plans.cost import Home, cost_of
+from megatrain_torch.plans.machine import MACHINES, Machine
+from megatrain_torch.plans.placement import Choice, Problem, Wishes
+from megatrain_torch.plans.planner import vram_table
+from megatrain_torch.plans.shapes import Shape, shapes_of
+from megatrain_torch.plans.simulate import Step, simulate
+from megatrain_torch.store.disk import MEMORY_BYTES
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200-2026-11-21.jsonl"

@@ -17,9 +17,10 @@ import torch
 from transformers import LlamaConfig
 
 import megatrain_torch as mt
-from megatrain_torch import changes, cli, doctor
-from megatrain_torch.limits import parse_bytes, show_size
-from megatrain_torch.machine import MACHINES, RATES, described_gpu
+from megatrain_torch import cli
+from megatrain_torch.base.limits import parse_bytes, show_size
+from megatrain_torch.plans import changes, doctor
+from megatrain_torch.plans.machine import MACHINES, RATES, described_gpu
 
 GIB = 2**30
 FLAT = mt.Machine(

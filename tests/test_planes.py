@@ -10,7 +10,7 @@ import torch
 
 import megatrain_torch as mt
 from megatrain_torch import _core
-from megatrain_torch.planes import Planes, mask
+from megatrain_torch.store.planes import Planes, mask
 
 STATES = mask(("LO", "MASTER", "M", "V", "SCALE"))
 UNIT = 7

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_torch.ring import Ring, Slot, SlotHooks
+from megatrain_torch.model.ring import Ring, Slot, SlotHooks
 
 CPU = torch.device("cpu")
 

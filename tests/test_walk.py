@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import _core
-from megatrain_torch.simulate import HOST, ROWS, Lists, Step, simulate
-from megatrain_torch.timeline import Slice
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.figures.timeline import Slice
+from megatrain_torch.model.stream import runtime_of
+from megatrain_torch.plans.simulate import HOST, ROWS, Lists, Step, simulate
 
 pytestmark = pytest.mark.usefixtures("streaming")
 LAYERS, STEPS, NAP_S, DELAY_US = 8, 7, 0.005, 1200

@@ -26,21 +26,6 @@ C = f"{PACKAGE}._core"  # may be looked at by everybody, looks at nobody
 ROOMS = ("base", "ops", "store", "graph", "fused", "figures", "plans", "optim", "model", "checkpoint", "reports",
          PACKAGE, "commands", "cli")
 
-# Where modules belong that lie in no room's folder yet.
-FLAT = {
-    "base": "arguments errors formats limits modes packed patches repeating slots strict testing touch units",
-    "store": "arrive disk gradient guard lazy mapped planes records state tensorfiles",
-    "graph": "door effects frames generators handover hf_calls masks swap window",
-    "fused": "compiled deferred fused loss proof runner templates",
-    "figures": "report tiers timeline",
-    "plans": "changes cost doctor machine placement planner preflight shapes simulate tracks",
-    "optim": "astray clipping masters moments optim unstreamed",
-    "model": "cap hf moving planning pretrained registry ring runtime wrap",
-    "checkpoint": "checkpoint contents likeness manifest matching parts randomness restore saving source",
-    "reports": "api storage tracing",
-}
-ROOM_OF = {name: room for room, names in FLAT.items() for name in names.split()}
-
 
 class Look(NamedTuple):
     """One module imports another."""
@@ -71,11 +56,9 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
-    """The folder that a module lies in, or will; "": nobody has said."""
-    parts = module.split(".")[1:]
-    if not parts:
-        return PACKAGE
-    return parts[0] if parts[0] in ROOMS and (len(parts) > 1 or parts[0] not in ROOM_OF) else ROOM_OF.get(parts[0], "")
+    """The folder that a module lies in; "": it is in no room."""
+    room = ".".join(module.split(".")[1:2]) or PACKAGE
+    return room if room in ROOMS else ""
 
 
 def named(node: ast.AST, module: str, is_folder: bool) -> Iterator[str]:

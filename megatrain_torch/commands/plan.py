@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..changes import SHOWN as WAYS
-from ..changes import Refusal, typed
-from ..errors import MegatrainError
-from ..formats import SHOWN
-from ..limits import is_size, parse_bytes
-from ..machine import MACHINES, RATES, Machine, card_with, host_limit_bytes, listing, resolve
-from ..modes import GRADS, HOMES, MODES
+from ..base.errors import MegatrainError
+from ..base.formats import SHOWN
+from ..base.limits import is_size, parse_bytes
+from ..base.modes import GRADS, HOMES, MODES
+from ..plans.changes import SHOWN as WAYS
+from ..plans.changes import Refusal, typed
+from ..plans.machine import MACHINES, RATES, Machine, card_with, host_limit_bytes, listing, resolve
 from . import folder
 from .flags import Flags
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, shell: Shell) -> int:
-    from ..planner import plan
+    from ..plans.planner import plan
 
     if args.picture:
         folder.may_write(args.picture, "picture", PICTURES)
