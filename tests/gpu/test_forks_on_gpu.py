@@ -23,6 +23,9 @@ def test_a_child_refuses_the_model_by_name(home: str, tmp_path: Path) -> None:
     test_forks.train(model, opt, 2)
     calls = test_forks.touches(model, opt, tmp_path, model(test_forks.batch()).square().mean())
     del calls["backward"]                    # torch itself refuses that
+    save = {"save": calls.pop("save")}
+    assert test_forks.in_child(lambda: test_forks.accepted(save)) == []
+    model(test_forks.batch()).square().mean().backward()     # gradients stand from here on, with which none would be saved
     assert test_forks.in_child(lambda: test_forks.accepted(calls)) == []
     calls.clear()
     test_forks.train(model, opt, 1)

@@ -130,14 +130,8 @@ class Session:
 
 
 def _backward(y: Tensor, leaves: list[Tensor], dy: Tensor) -> Any:
-    """In this thread, where a witness sees it: for CUDA's tensors autograd would take one of its own. Where torch
-    cannot do that, as it does."""
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            return torch.autograd.grad(y, leaves, dy, retain_graph=True, allow_unused=True)
-    except Refused:
-        raise
-    except RuntimeError:
+    """In this thread, where a witness sees it: for CUDA's tensors autograd would take one of its own."""
+    with torch.autograd.set_multithreading_enabled(False):
         return torch.autograd.grad(y, leaves, dy, allow_unused=True)
 
 
