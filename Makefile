@@ -77,8 +77,9 @@ fmt:  ## format the lines you changed (C) and the imports (Python)
 	git diff -U0 --no-color HEAD -- '*.c' '*.h' '*.cu' '*.cuh' | clang-format-diff -p1 -i
 	$(PY) -m ruff check --select I --fix .
 
-lint: $(BUILT)  ## the project's rules, ruff, and clang-tidy where there is one
+lint: $(BUILT)  ## the project's rules, the rooms of the package, ruff, and clang-tidy where there is one
 	$(PY) tools/check_rules.py
+	$(PY) tools/rooms.py
 	$(PY) -m ruff check .
 	@if command -v clang-tidy >/dev/null; then \
 	    clang-tidy --quiet $(filter csrc/core/%.c csrc/ops/%.c,$(C_SOURCES)) -- -std=c11 -D_GNU_SOURCE; \

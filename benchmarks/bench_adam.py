@@ -23,7 +23,7 @@ import torch
 from common import emit, say, spread, table
 
 from megatrain_torch import _core
-from megatrain_torch.doctor import ISAS, TORCH, Planes
+from megatrain_torch.plans.doctor import ISAS, TORCH, Planes
 
 CPU = torch.device("cpu")
 

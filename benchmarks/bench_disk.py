@@ -40,7 +40,7 @@ from common import (
 
 import megatrain_torch as mt
 from megatrain_torch import _core
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.model.stream import runtime_of
 
 PIECE, DEPTH, THREADS = 32 << 20, 8, 16  # as mt.stream has them
 STATE_BYTES = 10  # of a bf16 parameter: low half, moments

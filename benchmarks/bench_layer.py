@@ -20,7 +20,7 @@ import torch
 from common import add_device_argument, emit, repeat, say, spread, table
 from torch import Tensor, nn
 
-from megatrain_torch.templates import Weights, template
+from megatrain_torch.fused.templates import Weights, template
 
 QWEN = {"attention_dropout": 0.0, "rms_norm_eps": 1e-6}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}

@@ -68,7 +68,7 @@ def load(device: str, folder: str, results: Any) -> None:
     began = time.perf_counter()
     model = mt.from_pretrained(AutoModelForCausalLM, folder, device=device)
     seconds, peak = time.perf_counter() - began, host_rss_bytes()[1]
-    core = mt.wrap.runtime_of(model).core
+    core = mt.model.stream.runtime_of(model).core
     kept = sum(core.host_bytes(plane) for plane in _core.PLANES.values())
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     results.put({"before": before, "kept": kept, "peak": peak, "seconds": seconds, "weights": weights})

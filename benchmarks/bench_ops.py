@@ -30,7 +30,7 @@ from common import (
 from torch import Tensor
 
 from megatrain_torch import ops
-from megatrain_torch.loss import linear_cross_entropy
+from megatrain_torch.fused.loss import linear_cross_entropy
 
 Call = Callable[[], Any]
 COPY_BYTES = 2**30

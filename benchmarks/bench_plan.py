@@ -22,8 +22,8 @@ from bench_step import make_batches, one_step, prediction, step_times
 from common import GIB, SHAPE, WIDTHS, Clock, build_model, emit, host_rss_bytes, pick_device, say
 from engines import ENGINES, planned
 
-from megatrain_torch.errors import MegatrainError
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.base.errors import MegatrainError
+from megatrain_torch.model.stream import runtime_of
 
 WARMUP, STEPS = 1, 4
 # name: width, layers, tokens, seq, plan, the device's limit, micro-batches, activations

@@ -52,9 +52,9 @@ from common import (
 from engines import ENGINES, Engine, planned, weight_dtype, with_loss
 
 import megatrain_torch as mt
-from megatrain_torch.errors import MegatrainError
-from megatrain_torch.formats import FORMATS, moved_bytes
-from megatrain_torch.modes import GRADS, MODES
+from megatrain_torch.base.errors import MegatrainError
+from megatrain_torch.base.formats import FORMATS, moved_bytes
+from megatrain_torch.base.modes import GRADS, MODES
 
 COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
 TRACED_STEPS = 5

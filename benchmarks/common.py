@@ -128,7 +128,7 @@ def table(rows: Sequence[tuple[str, str]]) -> None:
 def raw_disk(path: str, nbytes: int) -> dict[str, Any]:
     """Rates of a file of about so many bytes, moved as a checkpoint is but without sums: _core.disk_measure."""
     from megatrain_torch import _core
-    from megatrain_torch.checkpoint import WRITERS
+    from megatrain_torch.checkpoint.save import WRITERS
 
     return _core.disk_measure(path, max(nbytes, WRITERS * REQUEST), REQUEST, WRITERS, WRITERS)
 

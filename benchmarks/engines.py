@@ -21,7 +21,7 @@ from common import synchronize
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.model.stream import runtime_of
 
 CHUNK_TOKENS = 2048  # of the chunked loss: 152064 fp32 logits each make 1.2 GB
 

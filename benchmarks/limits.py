@@ -30,7 +30,7 @@ from common import (
 )
 
 from megatrain_torch import _core
-from megatrain_torch.doctor import ISAS, Planes, copy_rates
+from megatrain_torch.plans.doctor import ISAS, Planes, copy_rates
 
 COPY_BYTES = 256 * 2**20  # PCIe reaches its rate from 16 MiB on
 COPY_S = 0.1  # that repetitions of one copy take together

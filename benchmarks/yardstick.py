@@ -23,7 +23,7 @@ import torch
 from common import Clock, add_device_argument, add_shape_arguments, emit, say, table
 from torch import Tensor
 
-from megatrain_torch.templates.attention import Attention
+from megatrain_torch.fused.templates.attention import Attention
 
 HEAD_TOKENS = 4096  # of the head's products: logits are made in chunks
 MOST_TOKENS = 65536  # of other products: those of a longer micro-batch are as many of these

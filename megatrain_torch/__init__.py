@@ -4,20 +4,26 @@
     model = mt.stream(model, device="cuda")
     opt = mt.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
 """
+import sys
+
 from ._core import __version__
-from .api import explain, gather, last_step, masters
-from .checkpoint import SavePlan, Saving, save
-from .errors import MegatrainError
-from .machine import Machine
-from .optim import AdamW
-from .planner import Plan, plan
-from .pretrained import from_pretrained
-from .report import StepReport
-from .restore import load
-from .storage import Storage, storage
-from .tracing import Trace, trace
-from .wrap import stream, unstream
+from .base.errors import MegatrainError
+from .checkpoint.restore import load
+from .checkpoint.save import SavePlan, Saving, save
+from .figures.report import StepReport
+from .model.pretrained import from_pretrained
+from .model.stream import stream, unstream
+from .optim.adamw import AdamW
+from .plans.machine import Machine
+from .plans.planner import Plan, plan
+from .reports.api import explain, gather, last_step, masters
+from .reports.storage import Storage, storage
+from .reports.tracing import Trace, trace
 
 __all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "SavePlan", "Saving", "StepReport", "Storage", "Trace",
            "__version__", "explain", "from_pretrained", "gather", "last_step", "load", "masters", "plan", "save",
            "storage", "stream", "trace", "unstream"]
+
+# Pickles of public classes name modules that had no rooms.
+for _name, _kind in (("machine", Machine), ("planner", Plan), ("report", StepReport), ("storage", Storage)):
+    sys.modules[f"{__name__}.{_name}"] = sys.modules[_kind.__module__]

@@ -260,6 +260,12 @@ def disk_measure(path: str, bytes: int, piece: int = 33554432, depth: int = 8, t
     a file of `bytes` that is made and removed; fresh: written where nothing was; both: as much read as written."""
 def read_file(file: tuple[str, int, list[tuple[int, int, int, int]]], sums: bytes | None, threads: int, /) -> None:
     """Fills the memory of a file's extents; blocks that are read are compared with their sums. Without extents: all."""
+def schedule(step: Any, /) -> bytes:
+    """The engine's schedule of a simulate.Step: of each entry kind (FETCH 0, COMPUTE 1, RELEASE 2), unit, slot."""
+def walk(step: Any, schedule: bytes, than: float, events: bool = False, /) -> tuple[
+        float, float, tuple[float, ...], tuple[float, ...], list[tuple[int, int, float, float]] | None] | None:
+    """A simulate.Step's (seconds, seconds of its forwards, busy and idle seconds by row, events); None: `than` seconds
+    or more. Rows are LANES, and behind them Python. events: (row, unit, or window where windows do it, begin, end)."""
 def register_ops() -> None:
     """Registers torch.ops.megatrain.* through libtorch's stable C shim. torch must be imported."""
 

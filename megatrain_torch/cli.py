@@ -20,10 +20,10 @@ import sys
 from collections.abc import Sequence
 
 from ._core import __version__
+from .base.errors import MegatrainError
 from .commands import doctor, evaluate, export, generate, plan, report, train
 from .commands.say import Stopped
 from .commands.settings import unknown
-from .errors import MegatrainError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

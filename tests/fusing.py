@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import _core
-from megatrain_torch.templates import Weights
-from megatrain_torch.templates.decoder import Decoder
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.fused.templates import Weights
+from megatrain_torch.fused.templates.decoder import Decoder
+from megatrain_torch.model.stream import runtime_of
 
 KEEPS = ("saved", "selective", "replay")
 Build = Callable[[], nn.Module]

@@ -14,7 +14,7 @@ from fusing import padded
 from test_fused import FAMILIES
 from torch import Tensor, nn
 
-from megatrain_torch.simulate import Step, Timing, simulate
+from megatrain_torch.plans.simulate import DEVICE, HOST, Lists, Step, Timing, simulate
 
 
 @functools.cache
@@ -64,9 +64,19 @@ def in_part(model: nn.Module) -> None:
 
 def simulated(windows: int, **changes: Any) -> Timing:
     """Windows of 1 s forward and 2 s backward, all of one unit that is at home in VRAM."""
-    none = [0.0] * windows
+    none, same = [0.0] * windows, Lists.of([(0,)] * windows)
     asked = {"forward_s": [1.0] * windows, "backward_s": [2.0] * windows, "forward_host_s": none,
-             "backward_host_s": none, "units": [(0,)] * windows, "again": [(0,)] * windows, "leaving": [()] * windows,
-             "home": [True], "weights": [0], "gradients": [0], "update_s": [0.0], "add_s": [0.0], "slots": [],
+             "backward_host_s": none, "units": same, "again": same, "leaving": Lists.of([()] * windows),
+             "updated_on": [DEVICE], "weights": [0], "gradients": [0], "update_s": [0.0], "add_s": [0.0], "slots": [],
              "micro": 1, "h2d": 1e9, "d2h": 1e9, "both": 1e9, "busy": 1e9}
     return simulate(Step(**asked | changes))
+
+
+def plain_step(uses: list[int], weights: list[int], slots: list[int], **changes: Any) -> Step:
+    """Windows of 1 s without a backward, each of one unit that is at home in RAM."""
+    windows, units, nothing = [0.0] * len(uses), [0.0] * len(weights), Lists.of(() for _ in uses)
+    asked = {"forward_s": [1.0] * len(uses), "backward_s": windows, "forward_host_s": windows,
+             "backward_host_s": windows, "units": Lists.of((u,) for u in uses), "again": nothing, "leaving": nothing,
+             "updated_on": [HOST] * len(weights), "weights": weights, "gradients": weights, "update_s": units,
+             "add_s": units, "slots": slots, "micro": 1, "h2d": 1e9, "d2h": 1e9, "both": 1e9, "busy": 1e9}
+    return Step(**asked | changes)

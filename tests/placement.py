@@ -77,7 +77,7 @@ def train(name: str, device: str, dtype: torch.dtype, states: str = "fp32") -> t
             opt.zero_grad()
             if step % 6 == 5:
                 seen[f"norm {step}"] = torch.tensor(opt.grad_norm)
-        core = mt.wrap.runtime_of(model).core
+        core = mt.model.stream.runtime_of(model).core
         counted = core.stats() | {"unlocked": core.unlocked()[0]}
         seen |= {f"loss {i}": x.cpu() for i, x in enumerate(losses)}
         seen |= {f"weight {n}": p.detach().clone() for n, p in model.named_parameters()}

@@ -390,7 +390,8 @@ def test_stream_refuses_and_changes_nothing(bad: dict[str, Any], words: str) -> 
                                       ("open_slots", 1), ("_install", 1), ("_move_buffers", 3)])
 def test_a_failure_while_memory_is_taken_gives_all_of_it_back(late: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The at-th call of something fails, of the engine or on the way."""
-    from megatrain_torch import _core, wrap
+    from megatrain_torch import _core
+    from megatrain_torch.model import stream as wrap
     engines, calls, open_engine = [], [], _core.Engine
 
     def failing(right: Any) -> Any:
@@ -587,7 +588,7 @@ def test_nothing_grows_over_many_steps(activations: str) -> None:
     """A frame that holds its own graph is a cycle that gc cannot see: count living tensors."""
     import gc
 
-    from megatrain_torch.wrap import runtime_of
+    from megatrain_torch.model.stream import runtime_of
     gc.collect()
     gc.freeze()                 # what other tests left behind is not looked at
     try:

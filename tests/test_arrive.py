@@ -21,7 +21,7 @@ from between import BETWEEN, TYPES, assert_equal, states, write_a_master, write_
 from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch.arrive import Arrivals  # noqa: E402
+from megatrain_torch.store.arrive import Arrivals  # noqa: E402
 
 Pair = tuple[Dots, mt.AdamW]
 DELAYS = {"delay_us": 200, "seed": 5}
@@ -37,7 +37,7 @@ def trained(homes: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 2, cli
 
 
 def arrivals_of(model: Dots) -> Arrivals:
-    return mt.wrap.runtime_of(model).arrivals
+    return mt.model.stream.runtime_of(model).arrivals
 
 
 def lifted(model: Dots) -> set[int]:
@@ -47,14 +47,14 @@ def lifted(model: Dots) -> set[int]:
 # ---- when ----
 
 def test_states_come_during_backward_and_leave_during_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain_torch.arrive.AHEAD", 2)
+    monkeypatch.setattr("megatrain_torch.store.arrive.AHEAD", 2)
     model, opt = trained("arrive")
     arrivals = arrivals_of(model)
     order, up = [], []
     handed = arrivals.handed
     arrivals.handed = lambda unit: (handed(unit), order.append(unit), up.append(lifted(model)))
     loss = model(grads_for(model, 5))
-    mt.wrap.runtime_of(model).drain()
+    mt.model.stream.runtime_of(model).drain()
     assert lifted(model) == set()
     loss.backward()
     due = {unit: max(order.index(unit) + 1 - 2, 1) for unit in order}
@@ -62,26 +62,26 @@ def test_states_come_during_backward_and_leave_during_the_next_forward(monkeypat
     opt.step()
     assert lifted(model) == set(order)
     model(grads_for(model, 6))
-    mt.wrap.runtime_of(model).drain()
+    mt.model.stream.runtime_of(model).drain()
     assert lifted(model) == set()
 
 
 def test_units_that_step_does_not_ask_for_stay_until_it_does() -> None:
     model, opt = trained("arrive")
-    mt.wrap.runtime_of(model).drain()
+    mt.model.stream.runtime_of(model).drain()
     model(grads_for(model, 5)).backward()
     opt.zero_grad()
     model(grads_for(model, 5))
-    mt.wrap.runtime_of(model).drain()
+    mt.model.stream.runtime_of(model).drain()
     assert lifted(model) == {0, 1, 2, 3}
     feed(model, opt, grads_for(model, 6))
-    mt.wrap.runtime_of(model).drain()
+    mt.model.stream.runtime_of(model).drain()
     assert lifted(model) == set()
 
 
 def test_only_named_units_arrive_and_their_states_cross_once_each_way() -> None:
     model, opt = trained({"layers.3": "arrive"}, steps=3)
-    rt = mt.wrap.runtime_of(model)
+    rt = mt.model.stream.runtime_of(model)
     rt.drain()
     before = rt.core.stats()
     feed(model, opt, grads_for(model, 5))
@@ -103,7 +103,7 @@ def test_memory_that_is_short_in_backward_is_asked_for_again_by_step(monkeypatch
         return piece(rt, nbytes)
     monkeypatch.setattr(Arrivals, "_piece", staticmethod(scarce))
     for model, _ in pairs:
-        mt.wrap.runtime_of(model).drain()
+        mt.model.stream.runtime_of(model).drain()
         model(grads_for(model, 5)).backward()
         assert lifted(model) == set()
     with pytest.raises(torch.OutOfMemoryError):
@@ -146,7 +146,7 @@ def test_step_that_is_not_finite_changes_nothing_and_ends_the_stay() -> None:
         feed(model, opt, bad)
         assert opt.skipped_steps == 1
         assert all(torch.equal(v, before[k]) for k, v in states(model, opt).items())
-        mt.wrap.runtime_of(model).drain()
+        mt.model.stream.runtime_of(model).drain()
         assert lifted(model) == set()
         feed(model, opt, grads_for(model, 10))
     assert_equal(*pairs)
@@ -198,7 +198,7 @@ def test_limits_count_states_in_both_places() -> None:
 
 
 def test_engine_refuses_what_makes_no_sense() -> None:
-    rt = mt.wrap.runtime_of(trained({"layers.0": "arrive", "layers.1": "vram"})[0])
+    rt = mt.model.stream.runtime_of(trained({"layers.0": "arrive", "layers.1": "vram"})[0])
     rt.drain()
     for call, said in ((lambda: rt.core.lift(0, [], 0), "they take 1"), (lambda: rt.core.leave(1, False), "invite"),
                        (lambda: rt.core.lift_sizes(2), "do not come and leave"),

@@ -247,7 +247,7 @@ def test_the_wheel_serves_every_python_from_3_11(wheel: Path) -> None:
 
 def test_the_wheel_holds_the_package_and_the_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    modules = {f"megatrain_torch/{p.name}" for p in (ROOT / "megatrain_torch").glob("*.py")}
+    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "megatrain_torch").rglob("*.py")}
     core = {"megatrain_torch/_core.abi3.so", "megatrain_torch/_core.pyi"}
     assert modules | core <= names and any(n.endswith("licenses/LICENSE") for n in names)
     assert not [name for name in names if name.startswith(("tests", "csrc", "build"))]

@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain_torch import cap
-from megatrain_torch.cap import Cap
+from megatrain_torch.model import cap
+from megatrain_torch.model.cap import Cap
 
 GIB = 1 << 30
 

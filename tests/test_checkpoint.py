@@ -30,8 +30,9 @@ from test_adamw import Dots, feed, grads_for, plain_dots  # noqa: E402
 from test_states import everything  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import checkpoint, manifest  # noqa: E402
-from megatrain_torch.wrap import runtime_of  # noqa: E402
+from megatrain_torch.checkpoint import manifest, parts  # noqa: E402
+from megatrain_torch.checkpoint import save as checkpoint  # noqa: E402
+from megatrain_torch.model.stream import runtime_of  # noqa: E402
 
 BF16 = torch.bfloat16
 SHAPES = [(300, 7), (257,), (64, 32), (1,), (700, 1000)]
@@ -352,7 +353,7 @@ def test_other_readers_find_weights_and_states(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 1 << 20)
     model, opt = train(make(tmp_path), 0, 2)
     mt.save(model, opt, tmp_path / "c")
-    index = json.loads((tmp_path / "c" / checkpoint.INDEX).read_text())["weight_map"]
+    index = json.loads((tmp_path / "c" / parts.INDEX).read_text())["weight_map"]
     assert len(set(index.values())) == 2
     for name, p in model.named_parameters():
         assert torch.equal(load_file(tmp_path / "c" / index[name])[name], p)
@@ -380,7 +381,7 @@ def test_each_broken_file_is_told_and_changes_nothing(tmp_path: Path, how: str) 
     mt.save(*pair, tmp_path / "c")
     before = everything(*other)
     files = sorted(p.name for p in (tmp_path / "c").iterdir())
-    assert files == [manifest.NAME, "model.safetensors", "states.safetensors", checkpoint.TRAINING]
+    assert files == [manifest.NAME, "model.safetensors", "states.safetensors", parts.TRAINING]
     for name in files:
         whole = (tmp_path / "c" / name).read_bytes()
         break_file(tmp_path / "c" / name, how)
@@ -479,7 +480,7 @@ def test_interrupted_save_stays_an_interruption_and_leaves_the_one_before(tmp_pa
     with pytest.raises(KeyboardInterrupt):
         mt.save(*pair, tmp_path / "c", progress=interrupt)
     with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(checkpoint, "_held", interrupt)
+        patched.setattr(checkpoint, "held_by", interrupt)
         mt.save(*pair, tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     train(pair, 2, 3)                                            # nothing is held back
@@ -659,7 +660,7 @@ def test_files_beside_a_checkpoints_own_stay_when_it_is_replaced(tmp_path: Path,
     mt.save(*pair, tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     assert {p.name for p in (tmp_path / "c").iterdir()} == {
-        manifest.NAME, "model.safetensors", "more", "states.safetensors", "tokenizer.json", checkpoint.TRAINING}
+        manifest.NAME, "model.safetensors", "more", "states.safetensors", "tokenizer.json", parts.TRAINING}
 
 
 def test_files_beside_a_checkpoints_own_are_on_the_disk_before_its_name(tmp_path: Path,
@@ -681,12 +682,12 @@ def test_files_beside_a_checkpoint_that_cannot_be_read_stay(tmp_path: Path, monk
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "FILE_BYTES", 1 << 20)
         mt.save(*pair, tmp_path / "c")
-    assert (tmp_path / "c" / checkpoint.INDEX).exists()
+    assert (tmp_path / "c" / parts.INDEX).exists()
     (tmp_path / "c" / "tokenizer.json").write_text("{}")
     break_file(tmp_path / "c" / manifest.NAME, "flipped")
     mt.save(*pair, tmp_path / "c")
     assert {p.name for p in (tmp_path / "c").iterdir()} == {
-        manifest.NAME, "model.safetensors", "tokenizer.json", checkpoint.TRAINING}
+        manifest.NAME, "model.safetensors", "tokenizer.json", parts.TRAINING}
     mt.load(*make(tmp_path), tmp_path / "c")
 
 

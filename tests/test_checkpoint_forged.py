@@ -23,9 +23,12 @@ from test_adamw import feed, grads_for, plain_dots  # noqa: E402
 from test_states import everything  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import checkpoint, manifest, strict, tensorfiles  # noqa: E402
-from megatrain_torch.contents import training_of  # noqa: E402
-from megatrain_torch.wrap import runtime_of  # noqa: E402
+from megatrain_torch.base import strict  # noqa: E402
+from megatrain_torch.checkpoint import manifest, parts  # noqa: E402
+from megatrain_torch.checkpoint import save as checkpoint  # noqa: E402
+from megatrain_torch.checkpoint.contents import training_of  # noqa: E402
+from megatrain_torch.model.stream import runtime_of  # noqa: E402
+from megatrain_torch.store import tensorfiles  # noqa: E402
 
 SHAPES = [(30, 7), (257,), (8,)]
 DEEP = b"[" * 100_000
@@ -132,7 +135,7 @@ BODIES: dict[str, Callable[[Body], Any]] = {
        .update({name: value}) for name, value in [("bytes", "a"), ("bytes", -1), ("bytes", 2**70), ("bytes", 1.0),
                                                   ("sums", 3), ("sums", "xy"), ("sums", "0"), ("sums", "00")]},
     **{f"no {name}": lambda b, name=name: b["files"].pop(name)
-       for name in (checkpoint.TRAINING, "states-00001-of-00007.safetensors", "model-00002-of-00003.safetensors")},
+       for name in (parts.TRAINING, "states-00001-of-00007.safetensors", "model-00002-of-00003.safetensors")},
 }
 
 
@@ -143,7 +146,7 @@ def test_a_body_with_something_else_in_it_is_refused(folder: Path, target: Any, 
 
 
 def test_files_that_links_lead_out_of_the_folder_to_are_refused(folder: Path, target: Any, tmp_path: Path) -> None:
-    for name in (manifest.NAME, checkpoint.TRAINING, "states-00001-of-00007.safetensors"):
+    for name in (manifest.NAME, parts.TRAINING, "states-00001-of-00007.safetensors"):
         (folder / name).rename(tmp_path / "elsewhere")
         (folder / name).symlink_to(tmp_path / "elsewhere")
         assert "leads out of its folder" in refused(folder, target)
@@ -255,8 +258,8 @@ def test_a_tensor_that_two_files_have_is_refused(folder: Path, target: Any) -> N
                                   b'{"weight_map": {"layers.0.weight": "../x"}}',
                                   b'{"weight_map": {"layers.0.weight": 3}}'], ids=lambda data: repr(data[:40]))
 def test_an_index_with_something_else_in_it_is_refused(folder: Path, target: Any, data: bytes) -> None:
-    replace(folder, checkpoint.INDEX, data)
-    assert checkpoint.INDEX in refused(folder, target)
+    replace(folder, parts.INDEX, data)
+    assert parts.INDEX in refused(folder, target)
 
 
 def pickled(value: Any) -> bytes:
@@ -266,7 +269,7 @@ def pickled(value: Any) -> bytes:
 
 
 def changed(folder: Path, **changes: Any) -> bytes:
-    whole = training_of((folder / checkpoint.TRAINING).read_bytes(), "", True)
+    whole = training_of((folder / parts.TRAINING).read_bytes(), "", True)
     return pickled({k: v for k, v in (whole | changes).items() if v is not ...})
 
 
@@ -277,7 +280,7 @@ class Strange:
 GROUP: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "maximize": False,
                          "params": [f"layers.{i}.weight" for i in range(3)]}
 TRAININGS: dict[str, Callable[[Path], bytes]] = {
-    "empty": lambda _: b"", "text": lambda _: b"abc", "cut": lambda f: (f / checkpoint.TRAINING).read_bytes()[:-99],
+    "empty": lambda _: b"", "text": lambda _: b"abc", "cut": lambda f: (f / parts.TRAINING).read_bytes()[:-99],
     "a class": lambda _: pickled(Strange()), "a list": lambda _: pickled([]), "a number": lambda _: pickled(3),
     "no zip": lambda _: b"\x80\x02." + b"a" * 40,
     **{f"no {name}": lambda f, name=name: changed(f, **{name: ...}) for name in ("random", "scheduler", "extra", "groups")},
@@ -294,8 +297,8 @@ TRAININGS: dict[str, Callable[[Path], bytes]] = {
 @pytest.mark.parametrize("make", TRAININGS.values(), ids=[k[:60] for k in TRAININGS])
 def test_a_training_pt_with_something_else_in_it_is_refused(folder: Path, target: Any,
                                                             make: Callable[[Path], bytes]) -> None:
-    replace(folder, checkpoint.TRAINING, make(folder))
-    assert checkpoint.TRAINING in refused(folder, target) or "groups have" in refused(folder, target)
+    replace(folder, parts.TRAINING, make(folder))
+    assert parts.TRAINING in refused(folder, target) or "groups have" in refused(folder, target)
 
 
 @pytest.mark.parametrize("others", [..., {FIRST: {"step": "a"}}, {FIRST: {}, "x": {"step": 1}}, {FIRST: {"moments": 1}},
@@ -305,7 +308,7 @@ def test_a_training_pt_with_something_else_in_it_is_refused(folder: Path, target
 def test_states_of_torchs_adamw_are_looked_at_too(saved: Path, tmp_path: Path, target: Any, kind: Any,
                                                   others: Any) -> None:
     folder = Path(shutil.copytree(saved / "torchs", tmp_path / "t"))
-    replace(folder, checkpoint.TRAINING, changed(folder, others=others))
+    replace(folder, parts.TRAINING, changed(folder, others=others))
     model, opt, _ = target if kind is mt.AdamW else pair(kind)
     before = everything(model, opt) if kind is mt.AdamW else {"w": model.layers[0].weight.clone()}
     try:

@@ -26,7 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatrain_torch as mt
-from megatrain_torch import MegatrainError, cli, manifest
+from megatrain_torch import MegatrainError, cli
+from megatrain_torch.checkpoint import manifest
 from megatrain_torch.commands import data, export, folder, owned, train
 from megatrain_torch.commands.settings import Settings, page, write_yaml
 
@@ -393,7 +394,7 @@ def test_a_run_learns_and_says_what_bound_it(whole_run: Path) -> None:
 
 def test_how_far_a_step_is_is_asked_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain_torch.commands import loop
-    from megatrain_torch.tracing import Progress
+    from megatrain_torch.reports.tracing import Progress
     clock = iter([100.0, 100.0, 104.9, 105.0, 105.9, 106.0, 200.0, 204.9])
     places = iter([Progress(12, 0, 31), Progress(31, 2, 31)])
     monkeypatch.setattr(loop, "monotonic", lambda: next(clock))
@@ -407,7 +408,7 @@ def test_how_far_a_step_is_is_asked_once_a_second(monkeypatch: pytest.MonkeyPatc
 def test_the_bar_tells_how_far_a_step_is_that_takes_long(monkeypatch: pytest.MonkeyPatch,
                                                          capsys: pytest.CaptureFixture[str]) -> None:
     from megatrain_torch.commands import loop
-    from megatrain_torch.tracing import Progress
+    from megatrain_torch.reports.tracing import Progress
     monkeypatch.setenv("FORCE_COLOR", "1")               # rich takes that for a terminal
     monkeypatch.delenv("NO_COLOR", raising=False)
     now = [0.0]

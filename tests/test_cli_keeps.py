@@ -23,7 +23,7 @@ from megatrain_torch.commands import folder, inlined
 from megatrain_torch.commands.loop import Bar, Requests
 from megatrain_torch.commands.owned import FILE, LOCK, MARKER, Owned
 from megatrain_torch.commands.settings import write_yaml
-from megatrain_torch.tracing import Trace
+from megatrain_torch.reports.tracing import Trace
 
 Tree = dict[str, bytes | str]
 

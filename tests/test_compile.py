@@ -19,10 +19,11 @@ from fusing import Build, lm
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch import compiled, runtime
-from megatrain_torch.errors import MegatrainError
-from megatrain_torch.units import find
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.base.errors import MegatrainError
+from megatrain_torch.base.units import find
+from megatrain_torch.fused import compiled
+from megatrain_torch.model import runtime
+from megatrain_torch.model.stream import runtime_of
 
 pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
 

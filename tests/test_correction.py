@@ -45,7 +45,7 @@ def test_the_choice_of_the_forward_counts(compute: str, keep: str, way: str) -> 
     plain = FAMILIES["glm4_moe"]()
     model = mt.stream(copy.deepcopy(plain), device="cpu", compute=compute, plan={"activations": keep})
     wanted, found = grads(plain, way), grads(model, way)
-    codes = {w.name: w.code for w in mt.wrap.runtime_of(model).windows if "layers." in w.name}
+    codes = {w.name: w.code for w in mt.model.stream.runtime_of(model).windows if "layers." in w.name}
     if compute == "fused":
         fusing.all_fused(codes)
     for (name, _), a, b in zip(plain.named_parameters(), wanted, found):

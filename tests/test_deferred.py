@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import H, T, V
 
 import megatrain_torch as mt
-from megatrain_torch import deferred
-from megatrain_torch import loss as loss_module
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.fused import deferred
+from megatrain_torch.fused import loss as loss_module
+from megatrain_torch.model.stream import runtime_of
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 LOSS, GRADIENT = 4e-6, 2e-6
@@ -865,8 +865,8 @@ def test_the_head_is_fetched_for_the_loss_alone() -> None:
     unit = rt.windows[-1].units[0]
     assert rt.windows[-1].inner.__self__ is head
     acquired = []
-    inner = rt.acquire_views
-    rt.acquire_views = lambda u: acquired.append(u) or inner(u)
+    inner = rt.ring.views
+    rt.ring.views = lambda u: acquired.append(u) or inner(u)
     out = model(batch(0))
     assert unit not in acquired
     value = F.cross_entropy(out.view(-1, V), batch(0).view(-1))

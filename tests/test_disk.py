@@ -30,8 +30,9 @@ from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
 from test_adamw import SHAPES as USUAL  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import _core, disk  # noqa: E402
+from megatrain_torch import _core  # noqa: E402
 from megatrain_torch._core import PLANES  # noqa: E402
+from megatrain_torch.store import disk  # noqa: E402
 
 Pair = tuple[Dots, mt.AdamW]
 SHAPES = [*USUAL, (150, 170)]                    # the last one's states take several buffers
@@ -57,7 +58,7 @@ def make(tmp_path: Path) -> Callable[..., Pair]:
 
 
 def core_of(model: Dots) -> _core.Engine:
-    return mt.wrap.runtime_of(model).core
+    return mt.model.stream.runtime_of(model).core
 
 
 # ---- the same bits ----
@@ -145,7 +146,7 @@ def test_weights_take_no_memory_but_while_somebody_reads_them(make: Callable[...
     core, last = core_of(model), model.layers[4].weight
     assert core.host_bytes(PLANES["HI"]) == 0
     plain = plain_dots(torch.bfloat16, SHAPES)
-    assert torch.equal(mt.wrap.runtime_of(model).device_copy(last._mt), plain.layers[4].weight)
+    assert torch.equal(mt.model.stream.runtime_of(model).device_copy(last._mt), plain.layers[4].weight)
     assert core.host_bytes(PLANES["HI"]) == 0
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters()))
     for step in range(3):
@@ -290,7 +291,7 @@ def test_the_file_has_a_manifest_and_goes_with_the_model(make: Callable[..., Pai
     path, nbytes, direct = core_of(model).disk_file()
     assert sorted(os.listdir(tmp_path)) == [f"megatrain-{os.getpid()}-0.json", f"megatrain-{os.getpid()}-0.states"]
     assert Path(path).parent == tmp_path and Path(path).stat().st_size == nbytes and direct in (True, False)
-    assert 10 * sum(p.numel() for p in model.parameters()) <= nbytes <= disk.file_bytes(mt.wrap.runtime_of(model).room.asked)
+    assert 10 * sum(p.numel() for p in model.parameters()) <= nbytes <= disk.file_bytes(mt.model.stream.runtime_of(model).room.asked)
     mt.unstream(model)
     assert os.listdir(tmp_path) == []
 
@@ -371,7 +372,7 @@ def test_what_host_memory_cannot_hold_goes_to_disk_last_units_first(tmp_path: Pa
     def homes(host: int) -> list[str]:
         model = doors.stream(plain_dots(torch.bfloat16, SHAPES), device="cpu", nvme=str(tmp_path), host=host,
                              plan={"debug": {"disk": TIGHT}})
-        found = mt.wrap.runtime_of(model).room.asked.homes
+        found = mt.model.stream.runtime_of(model).room.asked.homes
         mt.unstream(model)
         return list(found)
 
@@ -395,7 +396,7 @@ def test_a_plan_with_a_disk_runs(tmp_path: Path) -> None:
     assert "ram" in less.homes.values()
     plan = mt.plan(model, tokens=64, seq=32, homes="disk", machine="cpu", nvme=least)
     mt.stream(model, device="cpu", plan=plan)
-    rt = mt.wrap.runtime_of(model)
+    rt = mt.model.stream.runtime_of(model)
     assert rt.on_disk == frozenset(range(len(plan.homes)))
     assert plan.disk_written <= rt.core.disk_file()[1] <= disk.file_bytes(rt.room.asked) == plan.disk_bytes
     opt = mt.AdamW(model.parameters())
@@ -413,7 +414,7 @@ def test_a_plan_puts_weights_on_disk_where_states_are_not_enough() -> None:
     config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8,
                          vocab_size=8192, num_hidden_layers=8, tie_word_embeddings=False)
 
-    def planned(host: int | None = None, vram: int | str = "2GiB", **how: Any) -> mt.planner.Plan:
+    def planned(host: int | None = None, vram: int | str = "2GiB", **how: Any) -> mt.plans.planner.Plan:
         return mt.plan(config, tokens=2048, seq=1024, vram=vram, host=host, machine="h200-128g", micro=1, slots=2,
                        nvme={"limit": "8GiB"}, activations="replay", **how)
 

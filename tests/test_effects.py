@@ -291,7 +291,7 @@ def test_gradients_and_what_is_left_are_plain_torchs(what: str) -> None:
     found, mine = run(model)
     assert all(map(torch.equal, grads, mine)), "gradients"
     assert found == want, "what is left"
-    kept = {w.keeps for w in mt.wrap.runtime_of(model).windows}
+    kept = {w.keeps for w in mt.model.stream.runtime_of(model).windows}
     assert kept == ({"saved"} if what in ("iterator", "count") else {"replay"})
 
 
@@ -449,5 +449,5 @@ def test_what_is_too_much_to_look_at_keeps_its_activations() -> None:
     model = mt.stream(Net("number"), device="cpu", plan={"activations": "replay"})
     model.layers[1].log = list(range(10**5))
     run(model)
-    assert [w.keeps for w in mt.wrap.runtime_of(model).windows] == ["replay", "saved", "replay"]
+    assert [w.keeps for w in mt.model.stream.runtime_of(model).windows] == ["replay", "saved", "replay"]
     assert "reaches more than" in mt.explain(model)

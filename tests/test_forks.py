@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import megatrain_torch as mt
-from megatrain_torch import _core, manifest
+from megatrain_torch import _core
+from megatrain_torch.checkpoint import manifest
 
 HOMES = ["ram", "arrive", "disk+weights"]
 REFUSED = "this process was forked from the one that streams the model"
@@ -152,7 +153,7 @@ def test_what_goes_in_a_child_takes_nothing_from_its_parent(tmp_path: Path) -> N
 
     def let_go() -> list[str]:
         nonlocal model, opt
-        core = mt.wrap.runtime_of(model).core
+        core = mt.model.stream.runtime_of(model).core
         core.disk_unname()
         core.close()
         del core
@@ -167,7 +168,7 @@ def test_what_goes_in_a_child_takes_nothing_from_its_parent(tmp_path: Path) -> N
 def test_a_child_has_neither_the_memory_nor_the_files(tmp_path: Path) -> None:
     model, opt = streamed("disk", tmp_path, width=1024)
     train(model, opt, 1)
-    held = mt.wrap.runtime_of(model).core.host_bytes()
+    held = mt.model.stream.runtime_of(model).core.host_bytes()
     page = os.sysconf("SC_PAGESIZE")
 
     def look() -> tuple[int, list[str]]:

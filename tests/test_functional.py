@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import megatrain_torch as mt
-from megatrain_torch.state import BoundParameters
+from megatrain_torch.store.state import BoundParameters
 
 pytestmark = [pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for"),
               pytest.mark.filterwarnings("ignore")]
@@ -188,7 +188,7 @@ def test_templates_and_a_fused_head_leave_it_to_the_models_own_code(keep: str) -
     plain = llama().train()
     model = mt.stream(copy.deepcopy(plain), device="cpu", plan={"activations": keep}, compute="fused")
     model(**text(0)).loss.backward()
-    fusing.all_fused({w.name: w.code for w in mt.wrap.runtime_of(model).windows if "layers." in w.name})
+    fusing.all_fused({w.name: w.code for w in mt.model.stream.runtime_of(model).windows if "layers." in w.name})
     given = others(plain)
     one, two = (functional_call(m, given, kwargs=text(0), tie_weights=True).loss for m in (plain, model))
     assert torch.equal(one, two)

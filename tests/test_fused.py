@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import ops
-from megatrain_torch.templates import self_attention
+from megatrain_torch.fused.templates import self_attention
 
 pytestmark = pytest.mark.usefixtures("streaming")
 

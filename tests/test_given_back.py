@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch.errors import MegatrainError
-from megatrain_torch.modes import DISK, MODES
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.base.errors import MegatrainError
+from megatrain_torch.base.modes import DISK, MODES
+from megatrain_torch.model.stream import runtime_of
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:

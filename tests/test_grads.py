@@ -24,8 +24,8 @@ from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import _core  # noqa: E402
-from megatrain_torch.placement import Problem  # noqa: E402
-from megatrain_torch.preflight import Asked  # noqa: E402
+from megatrain_torch.plans.placement import Problem  # noqa: E402
+from megatrain_torch.plans.preflight import Asked  # noqa: E402
 
 NONE = {"grads": "none"}
 GRAD = _core.PLANES["GRAD"]
@@ -40,7 +40,7 @@ def trained(plan: dict[str, Any], dtype: torch.dtype = torch.bfloat16, steps: in
 
 
 def core_of(model: nn.Module) -> Any:
-    return mt.wrap.runtime_of(model).core
+    return mt.model.stream.runtime_of(model).core
 
 
 @pytest.mark.parametrize("plan, dtype", [
@@ -95,7 +95,7 @@ def test_fewer_buffers_are_fewer_bytes() -> None:
     feed(model, opt, grads_for(model, 0))
     core_of(model).drain()
     assert core_of(model).host_bytes(GRAD) == 1 << 20
-    assert mt.wrap.runtime_of(model).room.asked.host()["gradients"] == 1 << 20
+    assert mt.model.stream.runtime_of(model).room.asked.host()["gradients"] == 1 << 20
     with pytest.raises(mt.MegatrainError, match="lent=4: 1 to 3 buffers"):
         mt.stream(plain_dots(), device="cpu", plan=NONE | {"lent": 4})
 
@@ -110,7 +110,7 @@ def test_nothing_is_kept_on_the_device_either() -> None:
             feed(model, opt, grads_for(model, step))
         assert plan != NONE or all(p.grad is None for p in model.parameters())
         core_of(model).drain()
-        asked = mt.wrap.runtime_of(model).room.asked.device()
+        asked = mt.model.stream.runtime_of(model).room.asked.device()
         assert core_of(model).device_bytes() <= sum(n for what, n in asked.items() if what.startswith("at home"))
         assert core_of(model).host_bytes() == 0
         return core_of(model).device_bytes()
@@ -125,7 +125,7 @@ def test_gradients_of_so_many_units_are_on_their_way(homes: Any, lent: int, most
     debug = {"delay_us": 3000, "seed": 1}
     model = doors.stream(plain_dots(), device="cpu", plan=NONE | {"homes": homes, "lent": lent, "debug": debug})
     opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
-    rt = mt.wrap.runtime_of(model)
+    rt = mt.model.stream.runtime_of(model)
     found, sent = [], rt.handover._send_unit
 
     def send(unit: int, pairs: Any) -> None:

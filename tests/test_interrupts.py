@@ -16,8 +16,8 @@ from test_core import SET, Slots, entry, unit_of
 from test_forks import batch, streamed, train
 
 import megatrain_torch as mt
-from megatrain_torch import optim
 from megatrain_torch._core import DTYPES, Engine
+from megatrain_torch.optim import adamw as optim
 
 NAP_US, SLOW_SEED = 2_200_000, 28             # gradients of the engine below take a second to be home
 PRESSED_S, AT_ONCE_S = 0.1, 1.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch.wrap import find_runtime, runtime_of
+from megatrain_torch.model.stream import find_runtime, runtime_of
 
 pytestmark = pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for")
 
@@ -123,7 +123,7 @@ def test_with_a_file(tmp_path: Any) -> None:
 def test_a_transformers_model_goes_too(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from situations import text
 
-    from megatrain_torch import compiled
+    from megatrain_torch.fused import compiled
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     before = threads()
     model = mt.stream(llama().train(), device="cpu", compute=compute)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import megatrain_torch.limits as limits
-from megatrain_torch.limits import Bound, HostLimits, host_limits, touch, with_margin
+import megatrain_torch.base.limits as limits
+from megatrain_torch.base.limits import Bound, HostLimits, host_limits, touch, with_margin
 
 GIB = 2**30
 PLAIN = {

@@ -21,13 +21,13 @@ from test_moe import FAMILIES as MIXTURES
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch import placement
-from megatrain_torch.cost import cost_of
-from megatrain_torch.machine import MACHINES
-from megatrain_torch.placement import Problem, Wishes
-from megatrain_torch.shapes import shapes_of
-from megatrain_torch.swap import Bundle, Swap
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.graph.swap import Bundle, Swap
+from megatrain_torch.model.stream import runtime_of
+from megatrain_torch.plans import placement
+from megatrain_torch.plans.cost import cost_of
+from megatrain_torch.plans.machine import MACHINES
+from megatrain_torch.plans.placement import Problem, Wishes
+from megatrain_torch.plans.shapes import shapes_of
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain_torch import loss as loss_module
-from megatrain_torch.loss import FIRST_ROUNDED, linear_cross_entropy, rounded_in_place
+from megatrain_torch.fused import loss as loss_module
+from megatrain_torch.fused.loss import FIRST_ROUNDED, linear_cross_entropy, rounded_in_place
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 TYPES = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -14,11 +14,11 @@ from transformers import masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 import megatrain_torch as mt
-from megatrain_torch import masks
-from megatrain_torch.masks import Sight, StandIn
-from megatrain_torch.packed import Packed
-from megatrain_torch.templates import attention
-from megatrain_torch.templates.attention import Attention
+from megatrain_torch.base.packed import Packed
+from megatrain_torch.fused.templates import attention
+from megatrain_torch.fused.templates.attention import Attention
+from megatrain_torch.graph import masks
+from megatrain_torch.graph.masks import Sight, StandIn
 
 pytestmark = pytest.mark.usefixtures("streaming")
 

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import ops
-from megatrain_torch.templates import experts, parts, router
-from megatrain_torch.templates.attention import Attention
-from megatrain_torch.templates.decoder import Decoder
+from megatrain_torch.fused.templates import experts, parts, router
+from megatrain_torch.fused.templates.attention import Attention
+from megatrain_torch.fused.templates.decoder import Decoder
 
 pytestmark = pytest.mark.usefixtures("streaming")
 
@@ -442,11 +442,11 @@ def by_position(x: Tensor, dy: Tensor, offsets: Tensor, right: Any = ops.grouped
 
 
 WRONG = {
-    "rows of other tokens": lambda: ("megatrain_torch.templates.moe.sort_rows", from_the_wrong_rows),
+    "rows of other tokens": lambda: ("megatrain_torch.fused.templates.moe.sort_rows", from_the_wrong_rows),
     "gradients of other experts": lambda: ("megatrain_torch.ops.grouped_gemm_wgrad", by_position),
-    "the router's gradient": lambda: ("megatrain_torch.templates.router.Router._logits_grad",
+    "the router's gradient": lambda: ("megatrain_torch.fused.templates.router.Router._logits_grad",
                                       flipped(router.Router, "_logits_grad", 0)[2]),
-    "weights": lambda: ("megatrain_torch.templates.router.Router.weights",
+    "weights": lambda: ("megatrain_torch.fused.templates.router.Router.weights",
                         flipped(router.Router, "weights", 0)[2]),
 }
 
@@ -471,7 +471,7 @@ def test_a_trial_takes_the_choice_of_the_layers_own_router(monkeypatch: pytest.M
 def test_after_the_trial_the_template_chooses_for_itself() -> None:
     model = stream(FAMILIES["qwen3_moe"]())
     model(**padded(0)).loss.backward()
-    from megatrain_torch.wrap import runtime_of
+    from megatrain_torch.model.stream import runtime_of
     for w in runtime_of(model).windows:
         if w.fused is not None and isinstance(w.fused.template, Decoder):
             assert w.fused.template.mlp.router.forced is None

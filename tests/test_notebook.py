@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_torch.wrap import find_runtime
+from megatrain_torch.model.stream import find_runtime
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")

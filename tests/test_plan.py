@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kept import plain_step
 from transformers import (
     GptOssConfig,
     LlamaConfig,
@@ -27,20 +29,21 @@ from transformers import (
 )
 
 import megatrain_torch as mt
-import megatrain_torch.changes as changes_module
-import megatrain_torch.machine as machine_module
-import megatrain_torch.simulate as simulation
-from megatrain_torch import cli, doctor, placement
+import megatrain_torch.plans.changes as changes_module
+import megatrain_torch.plans.machine as machine_module
+import megatrain_torch.plans.simulate as simulation
+from megatrain_torch import _core, cli
 from megatrain_torch._core import Engine
-from megatrain_torch.cost import Home, cost_of
-from megatrain_torch.disk import MEMORY_BYTES
-from megatrain_torch.machine import MACHINES, Machine
-from megatrain_torch.placement import Choice, Problem, Wishes
-from megatrain_torch.planner import vram_table
-from megatrain_torch.shapes import Shape, shapes_of
-from megatrain_torch.simulate import schedule, simulate
-from megatrain_torch.slots import plan_slots
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.base.slots import plan_slots
+from megatrain_torch.model.stream import runtime_of
+from megatrain_torch.plans import doctor, placement
+from megatrain_torch.plans.cost import Home, cost_of
+from megatrain_torch.plans.machine import MACHINES, Machine
+from megatrain_torch.plans.placement import Choice, Problem, Wishes
+from megatrain_torch.plans.planner import vram_table
+from megatrain_torch.plans.shapes import Shape, shapes_of
+from megatrain_torch.plans.simulate import Step, simulate
+from megatrain_torch.store.disk import MEMORY_BYTES
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200-2026-11-21.jsonl"
@@ -447,7 +450,8 @@ def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
 def test_keeping_more_activations_takes_more_bytes_and_less_time() -> None:
     for fused in (True, False):
         made = problem(WIDE, 10**12, fused=fused).micro(1).tracks[0]
-        assert made.levels.peaks == sorted(made.levels.peaks) and made.levels.backward_s == sorted(made.levels.backward_s, reverse=True)
+        peaks, backward_s = made.levels.peaks.tolist(), made.levels.backward_s.tolist()
+        assert peaks == sorted(peaks) and backward_s == sorted(backward_s, reverse=True)
         assert len({modes for modes in made.levels.modes}) == len(made.levels.modes) > 12
 
 
@@ -542,6 +546,19 @@ def engines_schedule(core: Engine, uses: list[int], names: list[str]) -> list[li
     return found
 
 
+def planned_schedule(step: Step) -> tuple[list[int], list[list[int]]]:
+    """Units in the order of their uses, and what is fetched before the first and behind each, by the plan."""
+    uses: list[int] = []
+    found: list[list[int]] = [[]]
+    for kind, unit, _ in np.frombuffer(_core.schedule(step), np.int32).reshape(-1, 3).tolist():
+        if kind == 0:
+            found[-1].append(unit)
+        elif kind == 1:
+            uses.append(unit)
+            found.append([])
+    return uses, found
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_order_is_scheduled_as_the_engine_does(data: st.DataObject) -> None:
@@ -561,7 +578,7 @@ def test_any_order_is_scheduled_as_the_engine_does(data: st.DataObject) -> None:
         for u in uses:
             core.acquire(u, 0)
     core.begin()
-    assert schedule(uses, weights, slots) == engines_schedule(core, uses, names)
+    assert planned_schedule(plain_step(uses, weights, slots)) == (uses, engines_schedule(core, uses, names))
     core.close()
 
 
@@ -587,8 +604,8 @@ def test_a_streamed_model_uses_its_units_in_the_order_that_is_planned() -> None:
     rt = runtime_of(model)
     layers = [u for u, name in enumerate(rt.unit_names) if ".layers." in name]
     uses = [rt.unit_names.index(name) for name in re.findall(r"^compute (\S+) ", rt.core.schedule(), re.MULTILINE)]
-    assert [u for u in uses if u in layers] == [u for u in simulation._uses(step, 1) if u in layers]
-    assert [slot.nbytes for slot in rt.slots] == step.slots
+    assert [u for u in uses if u in layers] == [u for u in planned_schedule(step)[0] if u in layers]
+    assert [slot.nbytes for slot in rt.slots] == step.slots.tolist()
     mt.unstream(model)
 
 

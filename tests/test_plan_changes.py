@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import re
@@ -16,9 +17,10 @@ import torch
 from transformers import LlamaConfig
 
 import megatrain_torch as mt
-from megatrain_torch import changes, cli, doctor
-from megatrain_torch.limits import parse_bytes, show_size
-from megatrain_torch.machine import MACHINES, RATES, described_gpu
+from megatrain_torch import cli
+from megatrain_torch.base.limits import parse_bytes, show_size
+from megatrain_torch.plans import changes, doctor
+from megatrain_torch.plans.machine import MACHINES, RATES, described_gpu
 
 GIB = 2**30
 FLAT = mt.Machine(
@@ -39,6 +41,11 @@ def refused(config: LlamaConfig, **asked: Any) -> mt.MegatrainError:
     with pytest.raises(mt.MegatrainError, match="does not fit") as why:
         mt.plan(config, **{"tokens": 8192, "seq": 1024, "machine": FLAT} | asked)
     return why.value
+
+
+@functools.cache
+def tight() -> mt.MegatrainError:
+    return refused(llama(12), **TIGHT)
 
 
 @pytest.fixture
@@ -65,7 +72,7 @@ def model(tmp_path: Path) -> Path:
 # ---- the search
 
 @pytest.mark.parametrize("asked", [
-    {"host": "3GiB"}, {"host": "2GiB"}, {"host": "1700MiB"}, {"host": "2GiB", "grads": "none"},
+    {"host": "2GiB"}, {"host": "1700MiB"}, {"host": "2GiB", "grads": "none"},
     {"vram": "1500MiB", "micro": 1}, {"homes": "vram"}, {"vram": "1500MiB", "activations": "saved"}])
 def test_each_way_fits_and_is_as_fast_as_it_says(asked: dict) -> None:
     asked = {"vram": "2GiB"} | asked
@@ -87,7 +94,7 @@ def test_changes_that_fit_only_together_are_found() -> None:
 
 def test_a_harsher_change_is_told_only_where_it_pays() -> None:
     """8 bits with a master fit and are as fast: that 8 bits without one fit too helps nobody."""
-    ways = [way.changes for way in refused(llama(12), **TIGHT).ways]
+    ways = [way.changes for way in tight().ways]
     assert {"states": "8bit"} in ways and {"states": "8bit-sr"} not in ways
     assert {"states": "8bit", "grads": "none"} in ways, "a fifth faster"
 
@@ -111,7 +118,7 @@ def test_where_nothing_fits_it_is_said() -> None:
 # ---- words
 
 def test_a_refusal_has_sizes_for_people_and_bytes_in_its_changes() -> None:
-    why = refused(llama(12), **TIGHT)
+    why = tight()
     assert isinstance(why.changes["host"], int) and why.changes["host"] > 3 * GIB
     assert not re.search(r"\d{7,}", str(why)), "no bytes"
     typed = re.search(r"host='(.+?)'", str(why))[1]
@@ -188,7 +195,7 @@ def test_train_speaks_of_its_own_flags() -> None:
     from megatrain_torch.commands.flags import Flags
     from megatrain_torch.commands.train import PLANNED
 
-    text = Flags(PLANNED).told(refused(llama(12), **TIGHT))
+    text = Flags(PLANNED).told(tight())
     assert "--states 8bit" in text and "grads" not in text and not re.search(r"\w='", text)
 
 
@@ -199,21 +206,19 @@ def test_without_a_gpu_one_has_to_be_named(command: Callable, model: Path, monke
     asked = ("plan", model, "--tokens", "8192", "--seq", "1024")
     status, out, err = command(*asked)
     assert (status, out) == (2, "") and all(f"--{word}" in err for word in ("machine cpu", "vram ", "list-machines"))
-    with pytest.raises(mt.MegatrainError, match="machine='h100-80g'"):
-        mt.plan(llama(2), tokens=1024, seq=1024)
     status, out, _ = command(*asked, "--vram", "24GiB", "--host", "32GiB")
     assert status == 0 and "some card of 24.0 GiB (as rtx3090-64g): rates from data sheets, not measured" in out
     status, out, _ = command("plan", model, "--tokens", "64", "--seq", "64", "--layers", "1", "--machine", "cpu")
-    assert status == 0 and "the device's part" in out and "device memory" not in out
+    assert status == 0 and re.search(r"^host memory as device memory", out, re.M) and "\ndevice memory" not in out
 
 
-def test_no_plan_for_a_cpu_that_was_measured_is_taken_for_a_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_that_was_measured_is_no_gpu(command: Callable, model: Path, monkeypatch: pytest.MonkeyPatch,
+                                           tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("MEGATRAIN_MACHINE", str(tmp_path / "machine.json"))
     (tmp_path / "machine.json").write_text(dataclasses.replace(MACHINES["cpu"], name="here").to_json())
-    with pytest.raises(mt.MegatrainError, match="no GPU here"):
-        mt.plan(llama(1), tokens=64, seq=64)
-    assert mt.plan(llama(1), tokens=64, seq=64, machine="cpu").machine.name == "here"
+    assert command("plan", model, "--tokens", "64", "--seq", "64")[0] == 2
+    for machine in (None, "cpu"):           # in Python as mt.stream does: the CPU device
+        assert mt.plan(llama(1), tokens=64, seq=64, machine=machine).machine.name == "here"
 
 
 def test_the_cards_that_people_have_are_listed_with_where_their_rates_come_from(command: Callable) -> None:

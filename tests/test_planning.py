@@ -12,9 +12,9 @@ import torch
 import transformers
 
 import megatrain_torch as mt
-from megatrain_torch import planning
-from megatrain_torch.planning import Pass, batch_of
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.model import planning
+from megatrain_torch.model.planning import Pass, batch_of
+from megatrain_torch.model.stream import runtime_of
 
 VRAM = "800MiB"              # with the CPU device's own half a GiB
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatrain_torch.modes import DISK, GRADS, HOMES, HOST, KEEPS, LINKED
-from megatrain_torch.wrap import _PLAN_KEYS
+from megatrain_torch.base.modes import DISK, GRADS, HOMES, HOST, KEEPS, LINKED
+from megatrain_torch.model.stream import _PLAN_KEYS
 
 PAGE = (Path(__file__).parents[1] / "docs/plans.md").read_text()
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch import preflight
-from megatrain_torch.disk import buffer_bytes
-from megatrain_torch.limits import Bound, HostLimits, with_margin
-from megatrain_torch.placement import OVERHEAD
-from megatrain_torch.shapes import unit_bytes
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.base.limits import Bound, HostLimits, with_margin
+from megatrain_torch.model.stream import runtime_of
+from megatrain_torch.plans import preflight
+from megatrain_torch.plans.placement import OVERHEAD
+from megatrain_torch.plans.shapes import unit_bytes
+from megatrain_torch.store.disk import buffer_bytes
 
 WIDTH, LAYERS = 128, 4
 NUMEL = LAYERS * WIDTH * WIDTH

@@ -15,8 +15,9 @@ if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import _core, checkpoint  # noqa: E402
-from megatrain_torch.mapped import Mapped, _mappings  # noqa: E402
+from megatrain_torch import _core  # noqa: E402
+from megatrain_torch.checkpoint import save as checkpoint  # noqa: E402
+from megatrain_torch.store.mapped import Mapped, _mappings  # noqa: E402
 
 SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=500, eos_token_id=1, bos_token_id=0)
@@ -124,7 +125,7 @@ def test_a_mapping_that_was_written_to_is_memory_like_any_other(tmp_path: Path) 
 
 def test_the_kernel_is_not_asked_about_pages_where_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes through all of a process's pages to answer: seconds of a large one."""
-    monkeypatch.setattr("megatrain_torch.mapped._mappings", lambda text: pytest.fail("it was asked"))
+    monkeypatch.setattr("megatrain_torch.store.mapped._mappings", lambda text: pytest.fail("it was asked"))
     mt.stream(built("llama"), device="cpu")
 
 
@@ -170,8 +171,8 @@ def test_fp32_files_give_exact_masters(tmp_path: Path, kind: torch.dtype, home: 
     for m, opt in ((model, one), (other, mt.AdamW(other.parameters(), lr=0.0, weight_decay=0.0))):
         m(input_ids=IDS, labels=IDS).loss.backward()
         opt.step()
-    mt.wrap.runtime_of(model).drain()
-    assert mt.wrap.runtime_of(model).core.host_bytes() == 0 or home == "ram", "masters were made a unit at a time"
+    mt.model.stream.runtime_of(model).drain()
+    assert mt.model.stream.runtime_of(model).core.host_bytes() == 0 or home == "ram", "masters were made a unit at a time"
     assert not [n for n, m in mt.masters(model).items() if not torch.equal(m, values[n])]
     assert [n for n, m in mt.masters(other).items() if not torch.equal(m, values[n])]
     for n, p in model.named_parameters():              # bf16: rounded to nearest, but ties to either side

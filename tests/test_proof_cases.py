@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import megatrain_torch as mt
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.model.stream import runtime_of
 
 pytestmark = pytest.mark.usefixtures("streaming")
 LLAMA = lm("llama", num_hidden_layers=2)
@@ -184,3 +184,23 @@ def test_rotary_embedding_where_there_is_a_mask_alone(order: tuple[bool, ...]) -
         batch = fusing.padded(0) if masked else zoo.text_unpadded(0)
         fusing.grads_agree(grads(plain, batch), grads(model, batch))
         fusing.all_fused(codes(model))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_that_does_otherwise_with_a_cache(first: bool) -> None:
+    parity.seed()
+    plain = LLAMA()
+    kind = type(plain.model.layers[0])
+
+    class Own(kind):
+        def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kw: Any) -> Tensor:
+            out = super().forward(hidden_states, past_key_values=past_key_values, **kw)
+            return out if past_key_values is None else 1.5 * out
+
+    for layer in plain.model.layers:
+        layer.__class__ = Own
+    model = stream(copy.deepcopy(plain))
+    for cached in (first, not first, first):
+        batch = {**zoo.text_unpadded(0), "use_cache": cached}
+        fusing.grads_agree(grads(plain, batch), grads(model, batch))
+        assert all((code == "template") is not cached for code in codes(model).values()), codes(model)

@@ -10,10 +10,10 @@ import zoo
 from fusing import TOLERANCE, Build, error, lm
 from torch import Tensor
 
-from megatrain_torch.templates import Weights, attention
-from megatrain_torch.templates.attention import Attention
-from megatrain_torch.templates.decoder import Decoder
-from megatrain_torch.templates.rows import by_rows
+from megatrain_torch.fused.templates import Weights, attention
+from megatrain_torch.fused.templates.attention import Attention
+from megatrain_torch.fused.templates.decoder import Decoder
+from megatrain_torch.fused.templates.rows import by_rows
 
 SCALE = 0.3
 

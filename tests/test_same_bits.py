@@ -22,11 +22,12 @@ from test_rows import SCALE, all_of, cudnn, heads  # noqa: F401
 from torch import Tensor
 
 import megatrain_torch as mt
-from megatrain_torch import likeness, manifest, ops
-from megatrain_torch.templates import attention, repeats
-from megatrain_torch.templates.attention import Attention
-from megatrain_torch.templates.mlp import GatedMLP
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch import ops
+from megatrain_torch.checkpoint import likeness, manifest
+from megatrain_torch.fused.templates import attention, repeats
+from megatrain_torch.fused.templates.attention import Attention
+from megatrain_torch.fused.templates.mlp import GatedMLP
+from megatrain_torch.model.stream import runtime_of
 
 
 @pytest.fixture

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch import _core, checkpoint, preflight
-from megatrain_torch.limits import Bound, HostLimits, with_margin
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch import _core
+from megatrain_torch.base.limits import Bound, HostLimits, with_margin
+from megatrain_torch.checkpoint import save as checkpoint
+from megatrain_torch.model.stream import runtime_of
+from megatrain_torch.plans import preflight
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:

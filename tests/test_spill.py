@@ -27,10 +27,10 @@ from test_fused import FAMILIES
 from torch import nn
 
 import megatrain_torch as mt
-from megatrain_torch.errors import MegatrainError
-from megatrain_torch.modes import DISK, read
-from megatrain_torch.simulate import Timing
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.base.errors import MegatrainError
+from megatrain_torch.base.modes import DISK, read
+from megatrain_torch.model.stream import runtime_of
+from megatrain_torch.plans.simulate import Timing
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
@@ -198,7 +198,7 @@ def test_the_disk_hides_behind_compute_where_it_has_time() -> None:
     window leaves when the first is written, at 6 s, the sixth at 11 s; the last write ends at 31 s, and the read of the
     second window at 32 s, for which Python waits before the third's backward, at 17 s without."""
     def taken(write: float, spilled: int) -> Timing:
-        return simulated(6, away=[10] * 6, spilled=frozenset(range(spilled)), write=write, read=10.0)
+        return simulated(6, away=[10] * 6, spilled=[1] * spilled + [0] * (6 - spilled), write=write, read=10.0)
 
     free = taken(1.0, 0)
     assert taken(10.0, 6).seconds == pytest.approx(free.seconds)

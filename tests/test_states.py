@@ -18,9 +18,9 @@ from torch import Tensor
 
 import megatrain_torch as mt
 from megatrain_torch import _core
-from megatrain_torch.formats import FORMATS, LOW_BYTES, moment_bytes, moved_bytes
-from megatrain_torch.machine import MACHINES
-from megatrain_torch.shapes import unit_bytes
+from megatrain_torch.base.formats import FORMATS, LOW_BYTES, moment_bytes, moved_bytes
+from megatrain_torch.plans.machine import MACHINES
+from megatrain_torch.plans.shapes import unit_bytes
 
 EIGHT = [name for name in FORMATS if name != "fp32"]
 BF16 = torch.bfloat16
@@ -242,7 +242,7 @@ def test_a_step_that_is_not_finite_changes_nothing(states: str) -> None:
 def test_planes_take_what_the_format_says(states: str, low: int) -> None:
     model = mt.stream(plain_dots(BF16, [(256, 4096)]), device="cpu")
     feed(model, mt.AdamW(model.parameters(), states=states), [torch.ones(256, 4096)])
-    core, n = mt.wrap.runtime_of(model).core, 256 * 4096
+    core, n = mt.model.stream.runtime_of(model).core, 256 * 4096
     core.drain()
     size = {name: core.host_bytes(number) for name, number in _core.PLANES.items()}
     assert size["LO"] == low * n

@@ -24,11 +24,11 @@ from test_fused import FAMILIES
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch.errors import MegatrainError
-from megatrain_torch.modes import HOST, MODES, read
-from megatrain_torch.simulate import Timing
-from megatrain_torch.swap import Bundle
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.base.errors import MegatrainError
+from megatrain_torch.base.modes import HOST, MODES, read
+from megatrain_torch.graph.swap import Bundle
+from megatrain_torch.model.stream import runtime_of
+from megatrain_torch.plans.simulate import Timing
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:

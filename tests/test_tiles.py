@@ -9,8 +9,8 @@ from fusing import padded
 from test_fused import FAMILIES, truth
 from torch import Tensor
 
-from megatrain_torch.templates import mlp, spared
-from megatrain_torch.templates.mlp import GatedMLP
+from megatrain_torch.fused.templates import mlp, spared
+from megatrain_torch.fused.templates.mlp import GatedMLP
 
 pytestmark = pytest.mark.usefixtures("streaming")
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch.report import StepReport, idle_seconds, measure
-from megatrain_torch.timeline import Slice, by_lane
+from megatrain_torch.figures.report import StepReport, idle_seconds, measure
+from megatrain_torch.figures.timeline import Slice, by_lane
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
@@ -83,7 +83,7 @@ def traced(steps: int = 3, micro: int = 1, before: int = 2, **kw: Any) -> tuple[
     opt = adamw(model)
     for _ in range(before):
         step(model, opt, micro)
-    mt.wrap.runtime_of(model).drain()
+    mt.model.stream.runtime_of(model).drain()
     with mt.trace(model) as t:
         for _ in range(steps):
             step(model, opt, micro)
@@ -150,7 +150,7 @@ def test_a_lane_does_one_thing_at_a_time(way: str) -> None:
 def test_bytes_are_those_counted() -> None:
     model = streamed(delay_us=100)
     opt = adamw(model)
-    core = mt.wrap.runtime_of(model).core
+    core = mt.model.stream.runtime_of(model).core
     with mt.trace(model) as t:
         step(model, opt, micro=2)
         step(model, opt, micro=2)
@@ -219,7 +219,7 @@ def test_tracing_changes_no_bits(way: str) -> None:
 def test_without_a_trace_nothing_is_recorded() -> None:
     model = streamed()
     step(model, adamw(model))
-    rt = mt.wrap.runtime_of(model)
+    rt = mt.model.stream.runtime_of(model)
     rt.drain()
     assert rt.core.timeline() == [] and rt.core.stats()["records_lost"] == 0
     with mt.trace(model):
@@ -342,7 +342,7 @@ def test_last_step_is_the_last_finished_step_of_the_trace() -> None:
     update = sum(p.numel() for p in model.parameters()) * 28
     assert report.least["host update"] == pytest.approx(update / 2e6, rel=0.5)   # those that ended in the step
     step(model, opt)
-    mt.wrap.runtime_of(model).drain()
+    mt.model.stream.runtime_of(model).drain()
     after = mt.last_step(model)
     assert not after.traced and after.bound == "" and after.busy["host update"] > 0
 
@@ -658,7 +658,7 @@ def test_an_exception_ends_the_trace() -> None:
     with pytest.raises(ValueError, match="mine"), mt.trace(model) as t:
         step(model)
         raise ValueError("mine")
-    assert mt.wrap.runtime_of(model).trace is None
+    assert mt.model.stream.runtime_of(model).trace is None
     step(model)
     assert t.slices() == [] or all(s.work for s in t.slices())
 

@@ -188,7 +188,7 @@ def test_the_page_is_made_of_what_was_kept_and_the_status_says_whether_all_is_ex
 
 def test_a_model_is_streamed_once_and_noted_by_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                         streaming: None) -> None:
-    from megatrain_torch.wrap import find_runtime
+    from megatrain_torch.model.stream import find_runtime
     monkeypatch.setenv("MODELS", str(tmp_path / "models"))
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "tests/trainer/test_trainer.py::A::test_b[1 (2)] (call)")
     stream, model = runs._streamer(), torch.nn.Sequential(torch.nn.Linear(4, 4))

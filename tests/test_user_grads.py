@@ -353,7 +353,7 @@ def test_gradscaler_trains_as_without_it(make: Any, homes: str) -> None:
 
 
 def test_the_ordinary_loop_hands_nothing_out(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatrain_torch import gradient
+    from megatrain_torch.store import gradient
     model, _, opt = make("vram", max_grad_norm=1.0)
 
     def refuse(*_: Any) -> None:
@@ -467,7 +467,7 @@ def test_a_gradient_that_was_looked_at_takes_no_memory_of_its_own(make: Any) -> 
         opt.step()
         addresses.add(weight.grad.data_ptr())
         opt.zero_grad()
-    assert len(addresses) == 1 and not mt.wrap.runtime_of(model).handover.lent
+    assert len(addresses) == 1 and not mt.model.stream.runtime_of(model).handover.lent
 
 
 def test_tensors_that_only_look_like_it_are_copied(make: Any) -> None:
@@ -575,7 +575,7 @@ def test_parameters_of_another_model_and_of_none_may_be_put_there() -> None:
     (one(grads_for(one, 0)) + two(grads_for(two, 1)) + extra.sum()).backward()
     opt.step()
     assert opt.grad_norm == pytest.approx(norm([*grads_for(one, 0), *grads_for(two, 1), torch.ones(3)]), rel=1e-12)
-    assert mt.wrap.runtime_of(two).states == "8bit" and extra.max() < 1
+    assert mt.model.stream.runtime_of(two).states == "8bit" and extra.max() < 1
     opt.param_groups[0]["params"].append(extra)
     with pytest.raises(ValueError, match="more than one parameter group"):
         opt.step()

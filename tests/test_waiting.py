@@ -9,7 +9,7 @@ import torch
 from test_forks import batch, streamed, train
 
 import megatrain_torch as mt
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.model.stream import runtime_of
 
 
 def penalty(model: torch.nn.Module) -> torch.Tensor:

@@ -9,9 +9,9 @@ from test_adamw import plain_dots
 
 import megatrain_torch as mt
 from megatrain_torch import cli
+from megatrain_torch.base.testing import Doors, engine_doors, opened
 from megatrain_torch.commands.settings import Settings
-from megatrain_torch.testing import Doors, engine_doors, opened
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.model.stream import runtime_of
 
 KNOWN = "known: ['activations', 'grads', 'homes', 'lent', 'slots', 'states', 'threads']"
 

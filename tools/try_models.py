@@ -45,7 +45,7 @@ from tiny_models import Candidate, Source, Tried
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.model.stream import runtime_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 600                 # for one model, all its runs

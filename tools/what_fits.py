@@ -94,7 +94,7 @@ def model(size: str, lora: bool) -> Any:
 
 @functools.cache
 def shape(size: str, lora: bool, states: str) -> Any:
-    from megatrain_torch.shapes import shapes_of
+    from megatrain_torch.plans.shapes import shapes_of
 
     return shapes_of(model(size, lora))(states)
 
@@ -102,8 +102,8 @@ def shape(size: str, lora: bool, states: str) -> Any:
 def cell(name: str, ram: int, way: Way) -> str:
     """The largest model that fits, and its tokens/s."""
     import megatrain_torch as mt
-    from megatrain_torch.machine import Machine
-    from megatrain_torch.placement import Problem, Wishes
+    from megatrain_torch.plans.machine import Machine
+    from megatrain_torch.plans.placement import Problem, Wishes
 
     machine = Machine.parse(f"{name},host={ram * SHARE:.2f}GiB")
     for size in MODELS:

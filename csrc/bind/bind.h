@@ -56,7 +56,7 @@ int mt_arg_tuple(PyObject *o);           /* PyArg_ParseTuple takes nothing else 
 /* kernels.c, torch_ops.c: functions of the module */
 extern PyMethodDef mt_kernel_methods[];
 extern PyMethodDef mt_disk_methods[];    /* engine_disk.c */
-extern PyMethodDef mt_walk_methods[];    /* walk.c */
+extern PyMethodDef mt_walk_methods[];    /* simulate.c */
 PyObject *mt_py_register_ops(PyObject *module, PyObject *unused);
 
 /* window.c: which weights a thread sees */
@@ -182,7 +182,8 @@ void mt_saving_close(mt_engine *e);      /* gives up what is not over */
 extern PyMethodDef mt_save_methods[];
 
 /* engine_run.c: stream and offload */
-MT_METHOD(open_slots); MT_METHOD(settle); MT_METHOD(unsettle); MT_METHOD(close_slots); MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
+MT_METHOD(open_slots); MT_METHOD(close_slots); MT_METHOD(settle); MT_METHOD(unsettle);
+MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
 MT_METHOD(land); MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
 MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);
 PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw);

@@ -54,7 +54,7 @@ PyObject *mt_py_inside(PyObject *module, PyObject *unused)
 
 /* ---- what a module is made of ----
  *
- * megatrain_torch/proof/watch.py notes it, and looks once a pass whether it still is so. Of what can be
+ * megatrain_torch/fused/proof/watch.py notes it, and looks once a pass whether it still is so. Of what can be
  * referred to weakly it keeps a weak reference: nothing is kept alive, and while the reference lives an
  * address is no other object's. */
 

@@ -453,8 +453,8 @@ fail:
     return st;
 }
 
-/* Under mu. Those copies are over. A guest's states stay on the host: they are no copies. Somebody may have a tensor over
- * the gradients: they keep their memory. */
+/* Under mu. Those copies are over. A guest's states stay on the host: they are no copies. Gradients keep their
+ * memory there: somebody may have a tensor over them. */
 static void settle_ahead(const mt_resident *r, home *h, int unit)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
@@ -572,7 +572,8 @@ mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float cli
 
     MT_TRY(find(r, u->unit, &h));
     if (h->owed)
-        return MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken", mt_store_name(r->store, u->unit));
+        return MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
+                       mt_store_name(r->store, u->unit));
     pthread_mutex_lock(&r->mu);
     r->lifted = 0;
     st = put_update(r, h, u, clip);

@@ -145,7 +145,8 @@ mt_status mt_store_register(mt_store *s, int unit);
 
 /* From now on these planes of the unit are in a file: MT_STATE_PLANES, and HI, or none any more. Their arenas are
  * copies: addresses without memory until they are warmed, never registered; HI, where it is made already, until the
- * file has it and mt_store_cool gave its memory back. MT_ESTATE when one of the others is made already, for a settled unit, and for one that goes through the device. */
+ * file has it and mt_store_chill gave its memory back. MT_ESTATE when one of the others is made already, for a settled
+ * unit, and for one that goes through the device. */
 mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes);
 unsigned  mt_store_on_disk (const mt_store *s, int unit);                /* these planes. Any thread */
 /* *in: the parameter has its place in the unit's arena of that plane, which is made where it is not. 0: it has

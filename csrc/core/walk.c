@@ -23,7 +23,8 @@ typedef struct walker {
     double  *ready, *queued;     /* when its copy is over, and when it is in the queue */
     int64_t *late;               /* the row that held the copy up */
 
-    int64_t *guest, *due;        /* [n_guests] units whose states arrive; behind how many hand-overs they are asked for */
+    int64_t *guest;              /* [n_guests] units whose states arrive */
+    int64_t *due;                /* [n_guests] behind how many hand-overs they are asked for */
     int64_t  n_guests;
 
     /* [n_windows], of what windows keep in host memory */
@@ -33,26 +34,29 @@ typedef struct walker {
     int64_t *is_out;             /* 1: it left */
     int64_t *spill_at, *spill;   /* its place in the order of spills; [place] the window */
 
-    double  *landed, *added;     /* of the last `depth` hand-overs, of the last `stagings` sums: when they were over */
+    double  *landed;             /* [depth] when the last hand-overs were home */
+    double  *added;              /* [stagings] when the last sums were made */
     double  *lent_free;          /* [n_lent] when a buffer is given back */
     int64_t *lent_for;           /* [n_lent] the row that it waits for */
-    int64_t *lent_n;             /* [n_lent] of the first buffer of a size: how often one was lent */
+    int64_t *lent_n;             /* [n_lent] at the first of a size: how often one was lent */
 
     /* From here on all is zero when a walk begins. */
-    int64_t  at, uses;           /* the first step of the schedule that was not handed over; COMPUTEs passed */
+    int64_t  at, uses;           /* the schedule's next step; COMPUTEs passed */
     int64_t  n_landed, n_added, n_spills;
     int64_t  last_out;           /* the window whose bundle left last; NOBODY */
 
-    /* When each queue is through. launch: Python; guests: copies of states that arrive; drive: the file. */
+    /* When each queue is through. launch: Python; guests: copies of states that arrive; drive: the
+     * file of activations. */
     double   run, launch, h2d, mover, d2h, adder, swap_out, guests, drive;
-    double   lane[MT_LANE_COUNT];    /* of lanes that update, where updates follow their gradients */
+    double   lane[MT_LANE_COUNT];    /* of updates that follow their gradients */
     double   updated;            /* until then AdamW has the host's memory */
-    int64_t  held, out_for;      /* rows: what Python last waited for; what held the last copy out up */
+    int64_t  held, out_for;      /* rows: what Python, and the last copy out, last waited for */
     int64_t  opened;             /* windows so far */
-    int64_t  handed, lifted;     /* hand-overs of the last micro-batch; guests that were asked for */
+    int64_t  handed, lifted;     /* hand-overs of the last micro-batch; guests asked for */
     double   update_s[MT_WALK_ROWS]; /* of all updates */
     double   busy[MT_WALK_ROWS], idle[MT_WALK_ROWS];
-    double   forwards, ends[3];  /* seconds of forwards; run at the end of the last three micro-batches */
+    double   forwards;           /* seconds of them */
+    double   ends[3];            /* run, at the end of the last three micro-batches */
 } walker;
 
 static double later(double a, double b) { return b > a ? b : a; }
@@ -74,14 +78,16 @@ static void note(walker *t, int64_t row, int64_t of, double begin, double end)
 static mt_status check_list(const mt_walk *in, const mt_walk_list *list, const char *what)
 {
     if (list->begin[0] != 0)
-        return MT_FAIL(MT_EINVAL, "walk: %s begin at %lld, not at 0", what, (long long)list->begin[0]);
+        return MT_FAIL(MT_EINVAL, "walk: %s begin at %lld, not at 0", what,
+                       (long long)list->begin[0]);
     for (int64_t w = 0; w < in->n_windows; w++)
         if (list->begin[w + 1] < list->begin[w])
-            return MT_FAIL(MT_EINVAL, "walk: %s of window %lld end before they begin", what, (long long)w);
+            return MT_FAIL(MT_EINVAL, "walk: %s of window %lld end before they begin", what,
+                           (long long)w);
     for (int64_t i = 0; i < list->begin[in->n_windows]; i++)
         if (list->item[i] < 0 || list->item[i] >= in->n_units)
-            return MT_FAIL(MT_EINVAL, "walk: %s name unit %lld of %lld", what, (long long)list->item[i],
-                           (long long)in->n_units);
+            return MT_FAIL(MT_EINVAL, "walk: %s name unit %lld of %lld", what,
+                           (long long)list->item[i], (long long)in->n_units);
     return MT_OK;
 }
 
@@ -90,27 +96,32 @@ static mt_status check_units(const mt_walk *in)
     for (int64_t u = 0; u < in->n_units; u++) {
         int64_t on = in->updated_on[u];
 
-        if (on != MT_LANE_HOST && on != MT_LANE_DEVICE && on != MT_LANE_DISK && on != MT_LANE_THROUGH)
-            return MT_FAIL(MT_EINVAL, "walk: unit %lld is updated on lane %lld; host update, device update, disk and "
-                           "through are known", (long long)u, (long long)on);
+        if (on != MT_LANE_HOST && on != MT_LANE_DEVICE && on != MT_LANE_DISK &&
+            on != MT_LANE_THROUGH)
+            return MT_FAIL(MT_EINVAL, "walk: unit %lld is updated on lane %lld; host update, device "
+                           "update, disk and through are known", (long long)u, (long long)on);
         if (on != MT_LANE_DEVICE && in->n_lent > 0 && in->lent[0] < in->gradients[u])
-            return MT_FAIL(MT_EINVAL, "walk: %lld bytes of unit %lld's gradients fit no buffer, of which the largest "
-                           "has %lld", (long long)in->gradients[u], (long long)u, (long long)in->lent[0]);
+            return MT_FAIL(MT_EINVAL, "walk: %lld bytes of unit %lld's gradients fit no buffer, of "
+                           "which the largest has %lld", (long long)in->gradients[u],
+                           (long long)u, (long long)in->lent[0]);
     }
     for (int64_t i = 1; i < in->n_lent; i++)
         if (in->lent[i] > in->lent[i - 1])
-            return MT_FAIL(MT_EINVAL, "walk: buffer %lld is larger than the one before it", (long long)i);
+            return MT_FAIL(MT_EINVAL, "walk: buffer %lld is larger than the one before it",
+                           (long long)i);
     return MT_OK;
 }
 
 static mt_status check_numbers(const mt_walk *in)
 {
     if (in->n_windows < 0 || in->n_units < 0 || in->n_lent < 0 || in->n_slots < 0)
-        return MT_FAIL(MT_EINVAL, "walk: %lld windows, %lld units, %lld buffers, %lld slots", (long long)in->n_windows,
-                       (long long)in->n_units, (long long)in->n_lent, (long long)in->n_slots);
-    if (in->micro < 1 || in->shown < 1 || in->shown > in->micro || (in->shown < in->micro && in->shown < 3))
-        return MT_FAIL(MT_EINVAL, "walk: %lld of %lld micro-batches: all, or at least 3", (long long)in->shown,
-                       (long long)in->micro);
+        return MT_FAIL(MT_EINVAL, "walk: %lld windows, %lld units, %lld buffers, %lld slots",
+                       (long long)in->n_windows, (long long)in->n_units, (long long)in->n_lent,
+                       (long long)in->n_slots);
+    if (in->micro < 1 || in->shown < 1 || in->shown > in->micro ||
+        (in->shown < in->micro && in->shown < 3))
+        return MT_FAIL(MT_EINVAL, "walk: %lld of %lld micro-batches: all, or at least 3",
+                       (long long)in->shown, (long long)in->micro);
     if (in->depth < 1 || in->stagings < 1 || in->blocks < 1)
         return MT_FAIL(MT_EINVAL, "walk: depth %lld, %lld stagings, %lld blocks: at least 1 each",
                        (long long)in->depth, (long long)in->stagings, (long long)in->blocks);
@@ -126,16 +137,17 @@ static int64_t next_use(const mt_step *steps, int64_t n, int64_t at)
 }
 
 /* The next COMPUTEs are those of window w. *at: behind them. */
-static mt_status check_window(const mt_walk *in, const mt_walk_list *list, int64_t w, const mt_step *steps,
-                              int64_t n, int64_t *at)
+static mt_status check_window(const mt_walk *in, const mt_walk_list *list, int64_t w,
+                              const mt_step *steps, int64_t n, int64_t *at)
 {
     for (int64_t i = list->begin[w]; i < list->begin[w + 1]; i++) {
         if (in->updated_on[list->item[i]] == MT_LANE_DEVICE)
             continue;
         *at = next_use(steps, n, *at);
         if (*at == n || steps[*at].unit != list->item[i])
-            return MT_FAIL(MT_EINVAL, "walk: window %lld uses unit %lld, which is not what the schedule's step %lld of "
-                           "%lld does", (long long)w, (long long)list->item[i], (long long)*at, (long long)n);
+            return MT_FAIL(MT_EINVAL, "walk: window %lld uses unit %lld, which is not what the "
+                           "schedule's step %lld of %lld does", (long long)w,
+                           (long long)list->item[i], (long long)*at, (long long)n);
         ++*at;
     }
     return MT_OK;
@@ -203,7 +215,8 @@ static mt_status walker_open(walker *t, const mt_walk *in, double **d, int64_t *
     *d = calloc((size_t)(4 * u + 2 * w + in->depth + in->stagings + lent) + 1, sizeof **d);
     *n = calloc((size_t)(3 * u + 4 * w + 2 * lent) + 1, sizeof **n);
     if (*d == NULL || *n == NULL)
-        return MT_FAIL(MT_ENOMEM, "walk: no memory for %lld windows of %lld units", (long long)w, (long long)u);
+        return MT_FAIL(MT_ENOMEM, "walk: no memory for %lld windows of %lld units", (long long)w,
+                       (long long)u);
     from = *d;
     t->done = doubles(&from, u);
     t->left = doubles(&from, u);
@@ -408,9 +421,10 @@ static void stand(walker *t, double until, int64_t row)
     }
 }
 
-/* When a window's weights are there: not before begin. *row: what it waits for. Its kernels are launched
- * once its copies are in their queue. */
-static double weights_of(walker *t, const mt_walk_list *list, int64_t w, double begin, int64_t *row)
+/* When a window's weights are there: not before begin. *row: what it waits for. Its kernels are
+ * launched once its copies are in their queue. */
+static double weights_of(walker *t, const mt_walk_list *list, int64_t w, double begin,
+                         int64_t *row)
 {
     for (int64_t i = list->begin[w]; i < list->begin[w + 1]; i++) {
         int64_t u = list->item[i];
@@ -452,8 +466,8 @@ static void window(walker *t, const mt_walk_list *list, int64_t w, double second
 
 /* ---- gradients -------------------------------------------------------------------------- */
 
-/* The buffer for a unit's gradients: its number. Python waits for the one that was lent first. Those
- * of a size are lent in turn. */
+/* The buffer for a unit's gradients: its number. Python waits for the one that was lent first.
+ * Those of a size are lent in turn. */
 static int64_t borrow(walker *t, int64_t u)
 {
     const int64_t *bytes = t->in->lent;
@@ -475,7 +489,7 @@ static int64_t borrow(walker *t, int64_t u)
     return slot;
 }
 
-/* The unit's update begins when its gradients are home, behind those before it in the same place. */
+/* The unit's update begins when its gradients are home, behind those before it on its lane. */
 static void follow(walker *t, int64_t u, int64_t buffer)
 {
     const mt_walk *in = t->in;
@@ -483,7 +497,8 @@ static void follow(walker *t, int64_t u, int64_t buffer)
     double         begin = later(t->lane[on], t->d2h);
     double         disk_s = on == MT_LANE_DISK ? in->disk_s[u] : 0.0;
 
-    t->lane[on] = t->done[u] = begin + (on == MT_LANE_THROUGH ? in->through_s[u] : later(in->update_s[u], disk_s));
+    t->lane[on] = t->done[u] = begin + (on == MT_LANE_THROUGH ? in->through_s[u]
+                                                              : later(in->update_s[u], disk_s));
     note(t, on, u, begin, t->done[u]);
     if (on != MT_LANE_DISK)
         t->updated = later(t->updated, t->done[u]);
@@ -525,8 +540,8 @@ static void land(walker *t)
         stand(t, before, MT_LANE_D2H);
 }
 
-/* Gradients leave behind compute. Those of units at home on the device take the same queue, and next to
- * no time. */
+/* Gradients leave behind compute. Those of units at home on the device take the same queue, and
+ * next to no time. */
 static void offload(walker *t, int64_t u, int adding)
 {
     int kept = t->in->n_lent == 0, here = t->in->updated_on[u] == MT_LANE_DEVICE;
@@ -632,8 +647,8 @@ static void leave(walker *t, int64_t w)
     t->last_out = w;
 }
 
-/* When a bundle is in host memory: the latest are still; each that came back leaves its block to one
- * more. */
+/* When a bundle is in host memory: the latest are still; each that came back leaves its block to
+ * one more. */
 static double read_in(walker *t, int64_t w)
 {
     int64_t behind = t->spill_at[w] + t->in->blocks;
@@ -758,8 +773,8 @@ static void walk_once(walker *t, double launch)
     stand(t, t->guests, MT_LANE_THROUGH);
 }
 
-/* Updates that follow their gradients leave some to the next step: a few, until that is steady. 0: it takes too
- * long in any case. */
+/* Updates that follow their gradients leave some to the next step: a few steps, until that is
+ * steady. 0: it takes too long in any case. */
 static int settle(walker *t, double ahead, double than)
 {
     for (int i = 0; i < SETTLE; i++) {
@@ -793,7 +808,8 @@ static double seconds_of(const walker *t)
     return later(seconds, bound) + in->rest_s;
 }
 
-/* Of all micro-batches, from those that were walked through. What waits for updates is in the first alone. */
+/* Of all micro-batches, from those that were walked through. What waits for updates is in the
+ * first alone. */
 static void tell(const walker *t, double seconds, mt_walked *out)
 {
     double share = (double)t->in->micro / (double)t->in->shown;
@@ -808,8 +824,8 @@ static void tell(const walker *t, double seconds, mt_walked *out)
     }
 }
 
-/* By how much Python is ahead of the device when a step begins: first by about half of a backward, then by what it was
- * at the end. */
+/* By how much Python is ahead of the device when a step begins: first by about half of a backward,
+ * then by what it was at the end. */
 static double ahead_of(walker *t)
 {
     double ahead = 0.0, found;
@@ -828,7 +844,8 @@ static double ahead_of(walker *t)
 
 /* ---- the schedule ----------------------------------------------------------------------- */
 
-static int64_t mark_window(const mt_walk *in, const mt_walk_list *list, int64_t w, mt_mark *marks, int64_t n)
+static int64_t mark_window(const mt_walk *in, const mt_walk_list *list, int64_t w, mt_mark *marks,
+                           int64_t n)
 {
     for (int64_t i = list->begin[w]; i < list->begin[w + 1]; i++)
         if (in->updated_on[list->item[i]] != MT_LANE_DEVICE)
@@ -872,8 +889,8 @@ mt_status mt_walk_schedule(const mt_walk *in, mt_schedule **out)
     }
     sizes_of(in->weights, in->n_units, sizes);
     sizes_of(in->slots, in->n_slots, sizes + in->n_units);
-    st = mt_schedule_build(marks, mark_uses(in, marks), sizes, (int)in->n_units, sizes + in->n_units,
-                           (int)in->n_slots, out);
+    st = mt_schedule_build(marks, mark_uses(in, marks), sizes, (int)in->n_units,
+                           sizes + in->n_units, (int)in->n_slots, out);
 fail:
     free(marks);
     free(sizes);

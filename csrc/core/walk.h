@@ -9,14 +9,14 @@
  *
  * Queues are first in, first out, and each piece of work waits only for pieces that stand before
  * it in the order in which they are handed over. So one pass through the step in that order, taking
- * the later of what is waited for, gives every time; there is no clock to advance. Fetches are those
- * of the schedule that the engine would follow (schedule.h). A step begins when all gradients of the
- * one before are home, which nothing of it outlasts; so one step from there to there is the steady
- * state. Time 0 is when the norm is known.
+ * the later of what is waited for, gives every time; there is no clock to advance. Fetches are
+ * those of the schedule that the engine would follow (schedule.h). A step begins when all gradients
+ * of the one before are home, which nothing of it outlasts; so one step from there to there is the
+ * steady state. Time 0 is when the norm is known.
  *
  *     mt_walk_schedule(&walk, &sch);
  *     mt_walk_run(&walk, sch->steps, sch->n, INFINITY, NULL, &found, &under);
- *     printf("%g s, of which compute waits %g s for weights\n", found.seconds, found.idle[MT_LANE_H2D]);
+ *     printf("%g s; compute waits %g s for weights\n", found.seconds, found.idle[MT_LANE_H2D]);
  *
  * Nothing here knows a device, memory or Python: numbers come in, numbers go out.
  *
@@ -33,7 +33,7 @@
 enum { MT_WALK_OWN = MT_LANE_COUNT, MT_WALK_ROWS };
 
 typedef struct mt_walk_list {
-    const int64_t *begin;        /* [n_windows + 1] of window w: item[begin[w]] to before item[begin[w + 1]] */
+    const int64_t *begin;        /* [n_windows + 1] where in item a window's units begin */
     const int64_t *item;
 } mt_walk_list;
 
@@ -43,21 +43,21 @@ typedef struct mt_walk {
     /* [n_windows], of one micro-batch. `host` is what Python takes to launch it. No backward where
      * backward_s is 0. */
     const double  *forward_s, *backward_s, *forward_host_s, *backward_host_s;
-    const int64_t *away;         /* bytes that wait in host memory between forward and backward; 0: it keeps none there */
+    const int64_t *away;         /* bytes that it keeps in host memory until its backward */
     const int64_t *spilled;      /* 1: they go on to a file */
     mt_walk_list   units;        /* whose weights a window binds in forward */
     mt_walk_list   again;        /* and in backward */
     mt_walk_list   leaving;      /* whose gradients are handed over at the end of its backward */
 
     /* [n_units] */
-    const int64_t *updated_on;   /* the lane: HOST, DISK, THROUGH; DEVICE: at home there, nothing of it crosses */
+    const int64_t *updated_on;   /* lane HOST, DISK, THROUGH; DEVICE: at home, nothing crosses */
     const int64_t *weights, *gradients;    /* bytes that cross */
-    const int64_t *visiting;     /* bytes of a settled unit's states that arrive for its update; 0: none */
+    const int64_t *visiting;     /* bytes of a settled unit's states that arrive for its update */
     const double  *update_s;     /* on the device where at home there, else on the host */
     const double  *add_s;        /* to add up a further micro-batch's gradient on the host */
-    const double  *disk_s;       /* in which the drive reads and writes what its update needs; on DISK */
-    const double  *through_s;    /* of its update by way of the device; on THROUGH */
-    const double  *read_s;       /* in which the drive reads its weights for a fetch; 0: they are in memory */
+    const double  *disk_s;       /* on DISK: in which the drive moves what its update needs */
+    const double  *through_s;    /* on THROUGH: of its update by way of the device */
+    const double  *read_s;       /* in which the drive reads its weights; 0: they are in memory */
 
     /* Bytes of the buffers that gradients pass through where they are kept nowhere, largest first.
      * Updates then follow their gradients, in backward. None: gradients are kept. */
@@ -66,11 +66,12 @@ typedef struct mt_walk {
     const int64_t *slots;        /* bytes of each */
     int64_t        n_slots;
 
-    int64_t micro, shown;        /* micro-batches; those that are walked through, at least 3 where not all are */
-    int64_t depth;               /* units whose gradients may be alive on the device, besides those being computed */
+    int64_t micro, shown;        /* micro-batches; those walked through: all, or at least 3 */
+    int64_t depth;               /* units whose gradients may be on their way from the device */
     int64_t stagings;            /* buffers on the host for gradients that are to be added */
     int64_t blocks;              /* of host memory that carry activations to the file */
-    int64_t ahead, stay;         /* hand-overs by which states that arrive are asked for early; windows that they stay */
+    int64_t ahead;               /* hand-overs by which states that arrive are asked for early */
+    int64_t stay;                /* the window of a forward by which they are gone */
     double  h2d, d2h, both;      /* bytes/s: alone; of each, beside each other */
     double  busy;                /* beside AdamW on the host */
     double  write, read;         /* of the drive */
@@ -94,8 +95,8 @@ typedef struct mt_walked {
     double idle[MT_WALK_ROWS];   /* in which compute stands still, by what it waits for */
 } mt_walked;
 
-/* The schedule that the engine makes of the step: its COMPUTEs are the uses of units that are not at
- * home on the device, in the order in which `shown` micro-batches ask for them. It depends on
+/* The schedule that the engine makes of the step: its COMPUTEs are the uses of units that are not
+ * at home on the device, in the order in which `shown` micro-batches ask for them. It depends on
  * these and on weights and slots alone. */
 mt_status mt_walk_schedule(const mt_walk *in, mt_schedule **out);
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import MegatrainError
+from ..base.errors import MegatrainError
 from . import forms, tokens
 from .forms import ANSWERED
 from .forms import KNOWN as FIELDS

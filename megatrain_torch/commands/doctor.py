@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..errors import MegatrainError
-from ..strict import parsed
+from ..base.errors import MegatrainError
+from ..base.strict import parsed
 from .flags import Flags
 from .train import device_of, made
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
 def _run(args: argparse.Namespace) -> None:
     import torch
 
-    from .. import doctor
+    from ..plans import doctor
 
     device = torch.device(device_of(args.device))
     if args.out:

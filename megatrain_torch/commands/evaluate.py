@@ -10,7 +10,7 @@ import torch
 
 import megatrain_torch as mt
 
-from ..errors import MegatrainError
+from ..base.errors import MegatrainError
 from . import folder, mixture
 from .data import IGNORED, collate, packed, prompts_too_long, why_alone
 from .say import say

@@ -5,7 +5,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..errors import MegatrainError
+from ..base.errors import MegatrainError
 from . import folder, train
 from .say import say
 

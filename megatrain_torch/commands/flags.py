@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from ..changes import typed
-from ..errors import MegatrainError
+from ..base.errors import MegatrainError
+from ..plans.changes import typed
 
 
 class Flags:

@@ -19,9 +19,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from .. import manifest
-from ..errors import MegatrainError
-from ..strict import is_count, parsed, table
+from ..base.errors import MegatrainError
+from ..base.strict import is_count, parsed, table
+from ..checkpoint import manifest
 from .owned import CONFIG, FINAL, HALF, LOG, MARKER, SCRATCH, WHOLE, Owned, replace
 from .settings import Settings, read_yaml
 

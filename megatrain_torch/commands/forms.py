@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import MegatrainError
+from ..base.errors import MegatrainError
 
 Record = dict[str, Any]
 KNOWN = ("messages", "conversations", "prompt", "text")      # fields that data.py reads, first come first

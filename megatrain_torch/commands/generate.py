@@ -8,7 +8,7 @@ import torch
 
 import megatrain_torch as mt
 
-from ..errors import MegatrainError
+from ..base.errors import MegatrainError
 from . import folder
 from .say import say
 from .train import device_of

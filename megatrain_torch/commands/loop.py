@@ -23,12 +23,12 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..api import last_step
-from ..checkpoint import Saving, save
-from ..errors import MegatrainError
-from ..restore import load
-from ..storage import storage
-from ..tracing import Trace
+from ..base.errors import MegatrainError
+from ..checkpoint.restore import load
+from ..checkpoint.save import Saving, save
+from ..reports.api import last_step
+from ..reports.storage import storage
+from ..reports.tracing import Trace
 from .folder import checkpoints
 from .owned import LOG, UNFINISHED, WHOLE, Owned
 from .say import say

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import MegatrainError
+from ..base.errors import MegatrainError
 from .data import Document, documents
 from .reading import Meter, files_of, records
 from .say import say

@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import _core, manifest
-from ..errors import MegatrainError
-from ..strict import field, is_count, is_plain_name, parsed, table
+from .. import _core
+from ..base.errors import MegatrainError
+from ..base.strict import field, is_count, is_plain_name, parsed, table
+from ..checkpoint import manifest
 from .say import say
 
 MARKER, LOCK = "megatrain-run.json", ".megatrain-run.lock"

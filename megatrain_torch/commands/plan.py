@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..changes import SHOWN as WAYS
-from ..changes import Refusal, typed
-from ..errors import MegatrainError
-from ..formats import SHOWN
-from ..limits import is_size, parse_bytes
-from ..machine import MACHINES, RATES, Machine, card_with, host_limit_bytes, listing
-from ..modes import GRADS, HOMES, MODES
+from ..base.errors import MegatrainError
+from ..base.formats import SHOWN
+from ..base.limits import is_size, parse_bytes
+from ..base.modes import GRADS, HOMES, MODES
+from ..plans.changes import SHOWN as WAYS
+from ..plans.changes import Refusal, typed
+from ..plans.machine import MACHINES, RATES, Machine, card_with, host_limit_bytes, listing, resolve
 from . import folder
 from .flags import Flags
 
@@ -76,9 +76,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _plan(args, shell)
     except MegatrainError as why:
-        if getattr(why, "no_machine", False):
-            sys.stderr.write(f"megatrain: {NO_GPU}\n")
-            return 2
         if found := getattr(why, "refusal", None):
             if args.json:
                 sys.stdout.write(_json(_refused(found, shell)))
@@ -88,15 +85,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, shell: Shell) -> int:
-    from ..planner import plan
+    from ..plans.planner import plan
 
     if args.picture:
         folder.may_write(args.picture, "picture", PICTURES)
     asked = {k: v for k, v in vars(args).items() if k not in NOT_PLANS} | {"nvme": _nvme(args)}
-    if args.machine is None and args.vram and _gpu_is_missing():
-        vram = parse_bytes(args.vram, "vram")
-        asked["machine"] = card_with(vram, parse_bytes(args.host, "host") or host_limit_bytes())
     config = folder.load_config(folder.model_of(args.model))
+    if args.machine is None and resolve(None).device == "cpu":
+        if not args.vram:
+            sys.stderr.write(f"megatrain: {NO_GPU}\n")
+            return 2
+        asked["machine"] = card_with(parse_bytes(args.vram, "vram"),
+                                     parse_bytes(args.host, "host") or host_limit_bytes())
     args.seq = args.seq or min(SEQ, getattr(config, "max_position_embeddings", None) or SEQ, args.tokens or SEQ)
     args.tokens = args.tokens or max(TOKENS // args.seq, 1) * args.seq
     found = plan(config, **asked | {"tokens": args.tokens, "seq": args.seq})
@@ -112,18 +112,6 @@ def _nvme(args: argparse.Namespace) -> str | dict[str, str] | None:
     if args.nvme and is_size(args.nvme) and not Path(args.nvme).is_dir():
         return {"limit": args.nvme}
     return args.nvme
-
-
-def _gpu_is_missing() -> bool:
-    from ..machine import resolve
-
-    try:
-        resolve(None)
-    except MegatrainError as why:
-        if getattr(why, "no_machine", False):
-            return True
-        raise
-    return False
 
 
 # ---- as a shell has it ---------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, BinaryIO
 
-from ..errors import MegatrainError
+from ..base.errors import MegatrainError
 from .folder import near
 from .owned import MARKER
 from .say import say

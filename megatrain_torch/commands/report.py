@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import MegatrainError
+from ..base.errors import MegatrainError
 from . import folder, inlined
 from .say import say
 

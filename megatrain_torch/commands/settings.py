@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import MegatrainError
-from ..formats import FORMATS, SHOWN
-from ..limits import parse_bytes
+from ..base.errors import MegatrainError
+from ..base.formats import FORMATS, SHOWN
+from ..base.limits import parse_bytes
 from .owned import replace
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup")

@@ -17,12 +17,12 @@ import torch
 
 import megatrain_torch as mt
 
-from .. import manifest
-from ..errors import MegatrainError
-from ..formats import master_bytes, moment_bytes
-from ..limits import show_bytes
-from ..restore import check, rounds
-from ..strict import field, is_count, parsed, shown, table
+from ..base.errors import MegatrainError
+from ..base.formats import master_bytes, moment_bytes
+from ..base.limits import show_bytes
+from ..base.strict import field, is_count, parsed, shown, table
+from ..checkpoint import manifest
+from ..checkpoint.restore import check, rounds
 from . import folder, mixture
 from .data import (
     Document,

@@ -72,6 +72,7 @@ typedef struct config {
     int      slow;               /* 1: an update on the device begins late */
     int      in_place;           /* 1: gradients are made in the GRAD plane where that is on the device */
     int      take;               /* 1: settled units' weights move at once; else they are copied by the first await */
+    int      moves;              /* 1: units are settled and unsettled, at random, between micro-batches */
     double   max_norm;           /* 0: units are judged one by one */
     mt_debug debug;
 } config;
@@ -102,6 +103,7 @@ typedef struct model {
     void         *source[MICROS][UNITS][PARAMS];  /* device memory for gradients, a step's */
     unsigned char changed[UNITS][PARAMS];         /* .grad, on the host, since it came home */
     uint64_t      random;                         /* the user's */
+    uint64_t      moving;
     outcome      *out;
 } model;
 
@@ -126,11 +128,19 @@ static void add_units(model *m)
     }
 }
 
-static void open_slots(model *m)
+/* A settled unit has the slot behind the ring that is of its number. */
+static void open_stream(model *m, unsigned settled)
 {
     mt_slot_hooks none = { 0 };
-    int           n = 2;
 
+    REQUIRE(mt_stream_open(m->dev, m->store, m->slots, 2 + UNITS, none, &m->s) == MT_OK);
+    for (int u = 0; u < UNITS; u++)
+        if (settled >> u & 1)
+            CHECK_OK(mt_stream_settle(m->s, m->r, u, 2 + u));
+}
+
+static void open_slots(model *m)
+{
     for (int k = 0; k < 2 + UNITS; k++) {
         m->slots[k].bytes = mt_store_hi_bytes(m->store, 1);         /* fp32: the largest there is */
         for (int u = 0; u < UNITS; u++)
@@ -138,10 +148,7 @@ static void open_slots(model *m)
                 m->slots[k].bytes = mt_store_hi_bytes(m->store, u);
         REQUIRE(m->dev->ops->mem_alloc(m->dev, m->slots[k].bytes, &m->slots[k].mem) == MT_OK);
     }
-    REQUIRE(mt_stream_open(m->dev, m->store, m->slots, 2 + UNITS, none, &m->s) == MT_OK);
-    for (int u = 0; u < UNITS; u++)
-        if (m->c->settled >> u & 1)
-            CHECK_OK(mt_stream_settle(m->s, m->r, u, n++));
+    open_stream(m, m->c->settled);
     for (int u = 0; u < UNITS && m->c->take; u++)
         if (m->c->settled >> u & 1)
             CHECK_OK(mt_resident_take(m->r, u, m->run));
@@ -181,7 +188,7 @@ static void lift(model *m, int u)
 {
     int taken;
 
-    if (!(m->c->guests >> u & 1))
+    if (m->a == NULL || !mt_arrive_invited(m->a, u))
         return;
     CHECK_OK(mt_arrive_lift(m->a, u, MT_ARRIVE_LEAST, m->pieces[u], m->n_pieces[u], m->run, &taken));
     CHECK_EQ(taken, !m->stays[u]);
@@ -209,6 +216,53 @@ static void leave(model *m, int wait)
     }
 }
 
+/* Nothing of the unit is under way. */
+static void go(model *m, int u)
+{
+    if (m->a != NULL && mt_arrive_invited(m->a, u))
+        CHECK_OK(mt_arrive_dismiss(m->a, u));
+    CHECK_OK(mt_resident_unsettle(m->r, u, 1));
+    CHECK(mt_resident_mem(m->r, u) == NULL);
+    memset(m->slots[2 + u].mem, 0xFF, m->slots[2 + u].bytes);        /* it is the caller's again */
+    if (m->c->through >> u & 1)
+        CHECK_OK(mt_store_set_through(m->store, u, 1));
+}
+
+static void come(model *m, int u)
+{
+    if (m->c->guests >> u & 1)
+        CHECK_OK(mt_arrive_invite(m->a, u));
+    CHECK_OK(mt_resident_take(m->r, u, m->run));
+}
+
+/* A third of the times some units go and others come, with all that they have. */
+static void move_units(model *m)
+{
+    unsigned before = 0, next = (unsigned)splitmix(&m->moving) & ALL;
+
+    if (!m->c->moves || splitmix(&m->moving) % 3 != 0)
+        return;
+    CHECK_OK(m->dev->ops->sync(m->run));
+    CHECK_OK(mt_offload_drain(m->o));
+    CHECK_OK(mt_update_drain(m->u));
+    leave(m, 1);
+    CHECK_OK(m->dev->ops->sync(m->run));
+    mt_stream_close(m->s);
+    for (int u = 0; u < UNITS; u++)
+        before |= (unsigned)mt_store_settled(m->store, u) << u;
+    for (int u = 0; u < UNITS; u++) {
+        if (before >> u & 1 & ~(next >> u))
+            go(m, u);
+        if (next >> u & 1 & ~(before >> u))
+            CHECK_OK(mt_store_set_through(m->store, u, 0));
+    }
+    open_stream(m, next);
+    mt_stream_debug(m->s, m->c->debug);
+    for (int u = 0; u < UNITS; u++)
+        if (next >> u & 1 & ~(before >> u))
+            come(m, u);
+}
+
 static void model_open(model *m, const config *c, outcome *out)
 {
     mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL };
@@ -218,6 +272,7 @@ static void model_open(model *m, const config *c, outcome *out)
     m->c = c;
     m->out = out;
     m->random = c->seed;
+    m->moving = c->seed + 1;
     REQUIRE(mt_dev_cpu_open(&m->dev) == MT_OK);
     if (c->max_us > 0)
         REQUIRE(mt_dev_delay_open(m->dev, c->seed, c->max_us, &m->dev) == MT_OK);
@@ -465,7 +520,7 @@ static uint64_t submit_some(model *m, int step, int first, int n)
 
         REQUIRE(a != NULL);
         *a = (adam){ .m = m, .unit = u, .step = step, .settled = mt_store_settled(m->store, u),
-                     .guest = m->c->guests >> u & 1 };
+                     .guest = m->a != NULL && mt_arrive_invited(m->a, u) };
         lift(m, u);
         for (int p = 0; p < PARAMS; p++)
             a->acc[p] = mt_offload_has_acc(m->o, u, p);
@@ -591,6 +646,7 @@ static void train(const config *c, outcome *out)
     model_open(&m, c, out);
     for (int step = 0; step < STEPS; step++) {
         for (int micro = 0; micro < c->micros; micro++) {
+            move_units(&m);
             CHECK_OK(mt_stream_begin(m.s));
             for (int u = 0; u < UNITS; u++) {
                 window(&m, step, micro, u);
@@ -630,7 +686,7 @@ static int equals_host(const config *c)
     config         plain = *c;
 
     plain.settled = plain.through = plain.guests = 0;
-    plain.passing = 0;
+    plain.passing = plain.moves = 0;
     plain.max_us = 0;
     plain.debug = (mt_debug){ 0 };
     train(&plain, &want);
@@ -649,6 +705,16 @@ static void settled_units_have_the_bits_of_host_units(void)
                     .seed = (uint64_t)(micros * 100 + norm * 10 + k), .micros = micros,
                     .max_norm = norm == 0 ? 0 : norm == 1 ? 0.5 : (double)INFINITY,
                     .settled = k == 0 ? ALL : k == 1 ? 5 : 10, .in_place = k != 1, .take = k < 2 }));
+}
+
+static void units_that_move_have_the_bits_of_units_that_stay(void)
+{
+    for (uint64_t seed = 0; seed < 24; seed += UNDER_TSAN ? 7 : 1)
+        CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3), .max_norm = seed % 4 ? 0.5 : 0,
+                                     .moves = 1, .settled = (unsigned)seed % ALL, .take = 1,
+                                     .guests = seed % 3 == 1 ? (unsigned)seed % ALL & 3 : 0,
+                                     .through = seed % 5 == 2 ? 6 : 0, .meddle = seed % 2 == 0,
+                                     .max_us = seed % 6 == 5 ? 30 : 0 }));
 }
 
 static void delays_change_no_bits(void)
@@ -1078,14 +1144,13 @@ static void settling_refuses_what_is_in_use(void)
     int            slot, unit;
 
     model_open(&m, &(config){ .seed = 1, .settled = 1, .micros = 1, .max_norm = 1 }, &out);
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 0, 3), MT_ESTATE);              /* settled already */
+    CHECK_EQ(mt_stream_settle(m.s, m.r, 0, 3), MT_EINVAL);              /* it has other memory */
     CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 2), MT_ESTATE);              /* unit 0's slot */
     CHECK_HAS(mt_last_error(), "layers.0");
     CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 2 + UNITS), MT_EINVAL);
     CHECK_EQ(mt_stream_settle(m.s, m.r, UNITS, 3), MT_EINVAL);
-    (void)host(&m, 1, 0, MT_PLANE_GRAD);
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 3), MT_ESTATE);              /* has a host plane */
-    CHECK_HAS(mt_last_error(), "GRAD");
+    CHECK_EQ(mt_resident_unsettle(m.r, 1, 1), MT_EINVAL);
+    CHECK_EQ(mt_store_unsettle(m.store, 1), MT_ESTATE);
     CHECK_OK(mt_stream_acquire(m.s, 2, m.run, &slot, &mem));
     CHECK_EQ(mt_stream_settle(m.s, m.r, 3, slot), MT_ESTATE);           /* somebody's by now */
     REQUIRE(mt_store_add(m.store, "large", &(mt_param_desc){ MT_F32, 100000, 1 }, 1, &unit) == MT_OK);
@@ -1155,6 +1220,7 @@ static void nobody_else_gets_a_settled_slot(void)
 
 #define TESTS(X)                                            \
     X(settled_units_have_the_bits_of_host_units)            \
+    X(units_that_move_have_the_bits_of_units_that_stay)     \
     X(delays_change_no_bits)                                \
     X(whatever_the_user_reads_and_writes)                   \
     X(overlap_off_changes_no_bits)                          \

@@ -34,9 +34,11 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import limits, preflight, wrap  # noqa: E402
-from megatrain_torch.disk import buffer_bytes, file_bytes  # noqa: E402
-from megatrain_torch.limits import Bound, HostLimits, host_limits, show_size, with_margin  # noqa: E402
+from megatrain_torch.base import limits  # noqa: E402
+from megatrain_torch.base.limits import Bound, HostLimits, host_limits, show_size, with_margin  # noqa: E402
+from megatrain_torch.model import stream as wrap  # noqa: E402
+from megatrain_torch.plans import preflight  # noqa: E402
+from megatrain_torch.store.disk import buffer_bytes, file_bytes  # noqa: E402
 
 WIDTH, LAYERS = 256, 6
 UNIT = WIDTH * WIDTH

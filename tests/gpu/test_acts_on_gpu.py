@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import ops
-from megatrain_torch.masks import Sight
-from megatrain_torch.modes import HOST, read
-from megatrain_torch.packed import Packed
-from megatrain_torch.templates import attention, mlp, rows
-from megatrain_torch.templates.attention import Attention
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.base.modes import HOST, read
+from megatrain_torch.base.packed import Packed
+from megatrain_torch.fused.templates import attention, mlp, rows
+from megatrain_torch.fused.templates.attention import Attention
+from megatrain_torch.graph.masks import Sight
+from megatrain_torch.model.stream import runtime_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -18,7 +18,7 @@ from test_compile import Counts, codes, counts, gradients  # noqa: F401  (counts
 from test_fused_on_gpu import larger, long_text
 from torch import Tensor, nn
 
-from megatrain_torch import runtime
+from megatrain_torch.model import runtime
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

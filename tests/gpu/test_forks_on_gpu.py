@@ -10,7 +10,7 @@ import pytest
 import test_forks
 import torch
 
-from megatrain_torch.wrap import runtime_of
+from megatrain_torch.model.stream import runtime_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -20,7 +20,7 @@ import zoo
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain_torch.templates.attention import Attention
+from megatrain_torch.fused.templates.attention import Attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

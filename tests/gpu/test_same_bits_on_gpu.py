@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatrain_torch import ops
-from megatrain_torch.loss import linear_cross_entropy
-from megatrain_torch.templates.attention import Attention
+from megatrain_torch.fused.loss import linear_cross_entropy
+from megatrain_torch.fused.templates.attention import Attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -101,7 +101,7 @@ def test_products_and_the_head_repeat_themselves() -> None:
 STEPS = """
 import sys; sys.path[:0] = {path!r}
 import torch, fusing, zoo, test_fused_on_gpu as fused, megatrain_torch as mt
-from megatrain_torch.templates.mlp import GatedMLP
+from megatrain_torch.fused.templates.mlp import GatedMLP
 GatedMLP.tile = lambda self, item: 256
 torch.utils.deterministic.fill_uninitialized_memory = False
 torch.use_deterministic_algorithms(True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch.timeline import Slice, by_lane
+from megatrain_torch.figures.timeline import Slice, by_lane
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -43,7 +43,7 @@ def traced(request: Any) -> tuple[str, mt.Trace, int, int]:
 
     for _ in range(3):
         step()
-    mt.wrap.runtime_of(model).drain()
+    mt.model.stream.runtime_of(model).drain()
     torch.cuda.synchronize()
     began = time.perf_counter_ns()
     with mt.trace(model) as t:

@@ -1,0 +1,4 @@
+"""The one exception of this package."""
+from .._core import MegatrainError
+
+__all__ = ["MegatrainError"]

@@ -1,0 +1,307 @@
+"""Bytes, as people write them; and how many of them this process may have.
+
+Host memory has many limits, and none of them is told by an allocation: memory is there when it is first written, and
+a process that writes too much is ended by signal 9. So what is known is read before: files of the kernel, and, on
+machines whose memory grows as it is touched, a touch by another process.
+"""
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import _core
+from .errors import MegatrainError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(value: int | float | str | None, what: str) -> int | None:
+    """`24 * 2**30`, "24GiB", "1.5 TB" -> bytes; None stays None.
+
+    Raises:
+        MegatrainError: not a size; the message says what was given for `what`.
+    """
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return int(value)
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise MegatrainError(f"{what}={value!r} is not a size: give bytes, or a string such as '24GiB'")
+    if not match[2] and float(match[1]) < 2**20:     # as a word of a command line
+        raise MegatrainError(f"{what}={value!r} is {match[1]} bytes: give a unit, such as '{match[1]}GiB'")
+    if (found := int(float(match[1]) * _UNITS[match[2].lower()])) < 1:
+        raise MegatrainError(f"{what}={value!r} is nothing: give at least a byte")
+    return found
+
+
+def is_size(word: str) -> bool:
+    """Would parse_bytes take it?"""
+    try:
+        return parse_bytes(word, "") is not None
+    except MegatrainError:
+        return False
+
+
+def show_bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.2f} TiB"
+
+
+def show_size(n: int) -> str:
+    """As people type it for parse_bytes: no smaller than it is."""
+    return f"{-(-n // 2**20)}MiB" if n < 2**30 else f"{math.ceil(100 * n / 2**30) / 100:.10g}GiB"
+
+
+# ---- what this process may have ------------------------------------------------------------------
+
+# What an allocation takes beside its own bytes: page tables, what the driver notes of registered memory (two runs with
+# 80 GB of planes on an H200 had 1.5 GB), buffers of a pass.
+MARGIN_SHARE, MARGIN_BYTES = 0.02, 64 << 20
+# A plan leaves more than is asked for when a step's memory is about to be taken: by then Python and the driver have
+# theirs, which is known to half a GiB (on an H200 a plan to the last byte was refused for 30 MiB of 120 GiB).
+PLANNED_SHARE = 0.025
+GROWN = 1.25                # times MemTotal: a cgroup that may have more than that is on a machine that grows
+FILES_LEAST = 32            # descriptors that must be left: drivers, libraries, pipes
+# What gVisor's /proc/version says. Its MemTotal begins at 2 GiB and grows with what is touched (pkg/sentry/usage).
+_GVISOR = ("4.4.0", "Jan 10 15:06:54 PST 2016")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One limit of host memory.
+
+    Attributes:
+        what: who sets it. remedy: how to raise it.
+        limit: bytes in all. free: what may still be taken under it.
+        sure: False: the machine may give more than it says.
+    """
+
+    what: str
+    limit: int
+    free: int
+    remedy: str
+    sure: bool = True
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """What was found of a process's limits on host memory, files and pinning.
+
+    Attributes:
+        bounds: limits of memory, each by itself.
+        grows: why MemTotal may be less than the machine has; "": it is what there is. certain: it surely is less;
+            else a touch decides, and plans do not count on it.
+        together: a process that runs out of its cgroup's memory takes all of the cgroup with it.
+        swap: free bytes of it; never counted, since a training step touches all of its memory.
+        memlock: RLIMIT_MEMLOCK; None: no limit. CUDA's own locking is not counted under it.
+        wsl: under WSL2 the driver locks part of the memory only, how much is known when it refuses.
+        files: descriptors open, and how many may be.
+        nodes: of memory with processors (NUMA).
+        tried: bytes of the last touch: asked for, reached.
+    """
+
+    bounds: tuple[Bound, ...]
+    grows: str = ""
+    certain: bool = False
+    together: bool = False
+    swap: int = 0
+    memlock: int | None = None
+    wsl: bool = False
+    files: tuple[int, int] = (0, 1024)
+    nodes: int = 1
+    tried: list[int] = field(default_factory=list, compare=False)
+
+    def tightest(self, touched: bool = False) -> Bound:
+        """The bound with least left. touched: of those that hold although the machine grows."""
+        held = [b for b in self.bounds if b.sure or not touched]
+        return min(held or self.bounds, key=lambda b: b.free)
+
+    @property
+    def in_all(self) -> int:
+        """Bytes this process may use, those that it uses counted."""
+        sure = [b.limit for b in self.bounds if b.sure or not self.certain]
+        return min(sure or [b.limit for b in self.bounds])
+
+    @property
+    def within(self) -> int:
+        """Bytes this process may use while others use what they do now."""
+        held = [b for b in self.bounds if b.sure or not self.certain] or self.bounds
+        return min(b.free for b in held) + resident_bytes()
+
+    def short(self, need: int) -> Bound | None:
+        """The bound under which `need` more bytes do not fit, with what they take besides; None: they fit.
+
+        On a machine that grows they are tried, where a limit says how far that is safe.
+        """
+        whole = with_margin(need)
+        first = self.tightest()
+        if whole <= first.free:
+            return None
+        second = self.tightest(touched=True)
+        if first.sure or not second.sure or whole > second.free or self.together:
+            return second if second.sure and whole > second.free else first
+        if not self.tried or (self.tried[1] >= self.tried[0] and whole > self.tried[0]):
+            self.tried[:] = whole, touch(whole)
+        return None if self.tried[1] >= whole else first
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(what, figure), for a table."""
+        used, most = self.files
+        found = [(b.what, f"{show_bytes(b.free)} free of {show_bytes(b.limit)}") for b in self.bounds]
+        found.append(("swap, not counted", show_bytes(self.swap)))
+        found.append(("RLIMIT_MEMLOCK, not CUDA's", "none" if self.memlock is None else show_bytes(self.memlock)))
+        found.append(("open files", f"{used} of {most}"))
+        found.append(("NUMA nodes", f"{self.nodes}" + ("; arenas interleaved" if self.nodes > 1 else "")))
+        if self.wsl:
+            found.append(("WSL2", "the driver locks a part of the memory only; the rest is copied through a buffer"))
+        if self.grows:
+            found.append(("memory may grow", self.grows))
+        return found
+
+
+def resident_bytes() -> int:
+    """Memory this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def with_margin(need: int) -> int:
+    """Bytes to be free for `need` bytes of planes; 0 for 0."""
+    return need + int(need * MARGIN_SHARE) + MARGIN_BYTES if need > 0 else 0
+
+
+def without_margin(limit: int, share: float = MARGIN_SHARE) -> int:
+    """The most bytes whose with_margin is within the limit. share: another than with_margin's."""
+    return max(int((limit - MARGIN_BYTES) / (1 + share)), 0)
+
+
+def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostLimits:
+    """Reads every limit there is. proc, sysfs: where those file systems are; tests bring their own."""
+    memory, status, version = _numbers(proc / "meminfo"), _numbers(proc / "self/status"), _text(proc / "version")
+    total = memory.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    groups, together = _cgroups(proc, sysfs)
+    grows, certain = _grows(total, groups, version, sysfs)
+    bounds = [Bound("the machine", total, memory.get("MemAvailable", total), "end other processes, or take a machine "
+                    "with more", not grows), *groups]
+    limits = _rlimits(proc / "self/limits")
+    for name, what, used in (("address space", "RLIMIT_AS", "VmSize"), ("data size", "RLIMIT_DATA", "VmData")):
+        if (most := limits.get(name)) is not None:
+            flag = "-v" if what == "RLIMIT_AS" else "-d"
+            bounds.append(Bound(what, most, max(most - status.get(used, 0), 0), f"raise `ulimit {flag}`"))
+    if _text(proc / "sys/vm/overcommit_memory").strip() == "2" and "CommitLimit" in memory:
+        left = max(memory["CommitLimit"] - memory.get("Committed_AS", 0), 0)
+        bounds.append(Bound("vm.overcommit_memory=2", memory["CommitLimit"], left, "raise vm.overcommit_ratio"))
+    return HostLimits(tuple(bounds), grows, certain, together, memory.get("SwapFree", 0), limits.get("locked memory"),
+                      "microsoft" in version.lower(), _files(proc, limits), _core.build_info()["nodes"])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """"Name:   123 kB" lines, in bytes."""
+    return {m[1]: int(m[2]) << 10 for m in re.finditer(r"^(\w+):\s+(\d+) kB$", _text(path), re.MULTILINE)}
+
+
+def _rlimits(path: Path) -> dict[str, int | None]:
+    """Soft limits of /proc/self/limits by name; None: no limit."""
+    found = re.finditer(r"^Max (.+?)\s{2,}(\S+)\s", _text(path), re.MULTILINE)
+    return {m[1]: int(m[2]) if m[2].isdigit() else None for m in found}
+
+
+def _files(proc: Path, limits: dict[str, int | None]) -> tuple[int, int]:
+    try:
+        used = len(os.listdir(proc / "self/fd"))
+    except OSError:
+        used = 0
+    return used, limits.get("open files") or 1024
+
+
+def _grows(total: int, groups: list[Bound], version: str, sysfs: Path) -> tuple[str, bool]:
+    """Why a machine may have more memory than MemTotal, "": nothing says so; and whether that is certain.
+
+    A cgroup's limit above MemTotal alone is no promise: a run of 124 GiB was ended on a machine whose MemTotal was
+    125.9 GiB, and its cgroup's limit 128. That little is what the kernel took first, and no reason to try.
+    A balloon may have taken nothing.
+    """
+    if all(mark in version for mark in _GVISOR):
+        return "gVisor's MemTotal grows with what is touched", True
+    for kind in ("mem", "balloon"):
+        if any((sysfs / "bus/virtio/drivers" / f"virtio_{kind}").glob("virtio*")):
+            return f"it has a virtio-{kind} device", kind == "mem"
+    if groups and min(g.limit for g in groups) > GROWN * total:
+        return f"its cgroup may use more than MemTotal, {show_bytes(total)}", False
+    return "", False
+
+
+# ---- cgroups -------------------------------------------------------------------------------------
+
+def _cgroups(proc: Path, sysfs: Path) -> tuple[list[Bound], bool]:
+    """Limits of this process's memory cgroups and of those around them; whether one of them dies as a whole.
+
+    A container may see its group's path from outside but only the part below it mounted: what is not there is
+    passed over.
+    """
+    found, together = [], False
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        v2 = controllers == ""
+        if not v2 and "memory" not in controllers.split(","):
+            continue
+        root = sysfs / "fs/cgroup" if v2 else sysfs / "fs/cgroup/memory"
+        here = root / path.lstrip("/")
+        for folder in (here, *here.parents):
+            found += _group_bounds(folder, v2)
+            together |= _text(folder / "memory.oom.group").strip() == "1"
+            if folder == root:
+                break
+    return found, together
+
+
+def _group_bounds(folder: Path, v2: bool) -> list[Bound]:
+    """Limits that one group sets. Its page cache makes room for us, so it does not count as used."""
+    names = ("memory.max", "memory.high") if v2 else ("memory.limit_in_bytes",)
+    used = _number(folder / ("memory.current" if v2 else "memory.usage_in_bytes"))
+    cache = _cache_bytes(folder / "memory.stat", "" if v2 else "total_")
+    found = []
+    for name in names:
+        limit = _number(folder / name)
+        if limit is not None and limit < 1 << 60:           # v1 says 2**63 less a page where there is none
+            free = max(limit - max((used or 0) - cache, 0), 0)
+            found.append(Bound(f"cgroup {folder.name or '/'}: {name}", limit, free, f"raise {name} of the cgroup"))
+    return found
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _cache_bytes(path: Path, prefix: str) -> int:
+    fields = dict(line.split()[:2] for line in _text(path).splitlines() if len(line.split()) >= 2)
+    return sum(int(fields.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+
+
+# ---- trying --------------------------------------------------------------------------------------
+
+def touch(nbytes: int) -> int:
+    """Bytes of memory that another process could write, of those asked for; it has ended when this returns.
+
+    That process is the one the kernel ends when there is less, by its OOM score.
+    """
+    child = [sys.executable, "-I", "-S", str(Path(__file__).with_name("touch.py")), str(nbytes)]
+    done = subprocess.run(child, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    return max((int(line) for line in done.stdout.split() if line.isdigit()), default=0)

@@ -1,0 +1,103 @@
+"""Whose kernels a run's bits are of: what a checkpoint says of it, and what differs where the run goes on.
+
+The same operands give the same bits where device, libraries and what was asked for are the same, and where layers keep
+the same activations: one whose gate|up is not kept goes through it in tiles, and its weight gradients are summed in
+another order. What layers keep by a plan that mt.stream made itself follows from memory, so a run that goes on is
+given what it had.
+"""
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import _core
+from ..base.limits import show_bytes
+from ..base.modes import MODES, read
+from ..base.repeating import repeating
+
+if TYPE_CHECKING:
+    from ..model.runtime import Runtime
+
+
+def note(rt: Runtime) -> dict[str, Any]:
+    """For a checkpoint: plain numbers and text."""
+    return {"versions": _versions(rt.device), "repeating": repeating(), "compute": rt.compute, "memory": _memory(rt),
+            "tokens": rt.most_tokens, "kept": rt.kept(), "chosen": _chosen(rt)}
+
+
+def take(rt: Runtime, saved: Any) -> list[str]:
+    """What this run does otherwise than the one that goes on here, in words. What that one's layers chose to keep,
+    this one's keep. saved: as `note` gave it; nothing is made of anything else."""
+    here = note(rt)
+    if not _like(saved, here):
+        return []
+    if saved["memory"] == here["memory"] and saved["chosen"] and rt.planning is not None:
+        rt.planning.goes_on(saved["tokens"], saved["chosen"])
+        here["kept"] = saved["kept"]
+    there = saved["versions"]
+    found = [f"{what} {there.get(what, 'none')} there and {mine} here" for what, mine in here["versions"].items()
+             if there.get(what) != mine]
+    if saved["compute"] != here["compute"]:
+        found.append(f"compute {saved['compute']!r} there and {here['compute']!r} here")
+    if saved["repeating"] != here["repeating"]:
+        words = ("on there and off here", "off there and on here")[here["repeating"]]
+        found.append(f"torch.use_deterministic_algorithms is {words}")
+    return found + _kept_otherwise(rt, saved, here)
+
+
+def _chosen(rt: Runtime) -> dict[str, str]:
+    """What windows keep by a plan that mt.stream made itself."""
+    planned = rt.planning is not None and rt.planning.plan is not None
+    return {w.name: rt.mode_of(w) for w in rt.windows} if planned else {}
+
+
+def _like(saved: Any, here: dict[str, Any]) -> bool:
+    return (isinstance(saved, dict) and all(type(saved.get(k)) is type(v) for k, v in here.items())
+            and all(mode in MODES for mode in (*saved["kept"].values(), *saved["chosen"].values()))
+            and [type(n) for n in saved["memory"]] == [int, int])
+
+
+def _kept_otherwise(rt: Runtime, saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """Layers with many tokens that go through gate|up in tiles now and did not, or the reverse."""
+    windows = [w for w in rt.windows if w.fused is not None and w.name in saved["kept"]]
+    many = [w for w in windows if 0 < w.fused.template.tiled(w.item)[1] < saved["tokens"]]
+    differ = [w for w in many if w.name in here["kept"]
+              and len({read(kept[w.name]).keep == "saved" for kept in (saved["kept"], here["kept"])}) == 2]
+    if differ:
+        return [f"{len(differ)} layers keep other activations ({differ[0].name}: {saved['kept'][differ[0].name]} there "
+                f"and {here['kept'][differ[0].name]} here)"]
+    if saved["memory"] != here["memory"] and any(w.name not in here["kept"] for w in many):
+        sizes = " and ".join(f"{show_bytes(m[1] or m[0])} {where}" for m, where in
+                             ((saved["memory"], "there"), (here["memory"], "here")))
+        return [f"device memory {sizes}, for which layers choose what they keep"]
+    return []
+
+
+def _memory(rt: Runtime) -> list[int]:
+    """Of the device, and the limit of what may be used; 0: there is none."""
+    total = torch.cuda.get_device_properties(rt.device).total_memory if rt.is_cuda else 0
+    limit = rt.vram if rt.planning is None else rt.planning.asked.vram
+    return [total, limit or 0]
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    found = {"megatrain_torch": _core.__version__, "torch": torch.__version__}
+    if device.type != "cuda":
+        return found | {"processor": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads())}
+    return found | {"device": torch.cuda.get_device_name(device), "cuBLASLt": _cublaslt(),
+                    "cuDNN": str(torch.backends.cudnn.version())}
+
+
+def _cublaslt() -> str:
+    """The version of the one that torch has loaded; "": it has loaded none."""
+    for name in ("libcublasLt.so.13", "libcublasLt.so.12"):
+        try:
+            version = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).cublasLtGetVersion
+        except (OSError, AttributeError):
+            continue
+        version.restype = ctypes.c_size_t
+        return str(version())
+    return ""

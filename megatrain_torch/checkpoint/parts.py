@@ -1,0 +1,230 @@
+"""What a checkpoint is made of: tensors over the store's planes, and the small files beside them."""
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _core
+from ..base.errors import MegatrainError
+from ..base.formats import LOW_BYTES
+from ..optim.adamw import AdamW
+from ..optim.moments import CODES, MOMENTS
+from ..store.guard import plain
+from ..store.records import Record
+from ..store.tensorfiles import KINDS, Entry, TensorFile, packed
+from . import likeness, manifest
+from .contents import MASTERS
+from .randomness import random_states
+
+if TYPE_CHECKING:
+    from ..model.runtime import Runtime
+
+TRAINING = "training.pt"
+INDEX = "model.safetensors.index.json"
+OWN_FILES = ("config.json", "generation_config.json")
+OURS, TORCHS = "mt.AdamW", "torch.optim.AdamW"       # as kind_of says
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A checkpoint that is not written yet.
+
+    Attributes:
+        tensors: all of them, as their files have them. small: {file name: its bytes}. body: of the manifest.
+    """
+
+    files: list[TensorFile]
+    tensors: list[Entry]
+    small: dict[str, bytes]
+    body: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(f.nbytes for f in self.files) + sum(len(data) for data in self.small.values())
+
+
+def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, scheduler: Any, extra: Any, most: int
+             ) -> Parts:
+    """When nothing is under way. most: bytes of a file of tensors."""
+    if isinstance(opt, AdamW):
+        opt._settle()
+    names = names_of(model)
+    with torch.no_grad():
+        rt.planes.notice_writes(rt.records)
+        rt.core.drain()
+        weights, states = _weights(model, names), _states(opt, names)
+    stem = "model" if _has_its_names(model) else "weights"
+    files = packed(weights, stem, most) + (packed(states, "states", most) if states else [])
+    small = {TRAINING: _training(opt, names, scheduler, extra), **_beside(model, files)}
+    return Parts(files, weights + states, small, _body(rt, opt, names, small))
+
+
+def names_of(model: nn.Module) -> dict[Tensor, str]:
+    """A name for each parameter: of tied ones the one that transformers saves them under, else the first."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    names: dict[Tensor, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p not in names or (names[p] in tied and name not in tied):
+            names[p] = name
+    return names
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Persistent buffers, each under its first name."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, m in model.named_modules():
+        for name, b in m._buffers.items():
+            if isinstance(b, Tensor) and name not in m._non_persistent_buffers_set and id(b) not in seen:
+                seen.add(id(b))
+                found[f"{prefix}.{name}" if prefix else name] = b
+    return found
+
+
+def state_planes(record: Record) -> dict[str, str]:
+    """Names in a checkpoint of the planes that hold a parameter's states, by plane; without the master's."""
+    return dict(zip(("M", "V", "SCALE"), MOMENTS if record.runtime.states == "fp32" else CODES))
+
+
+def master_plane(record: Record) -> str:
+    """The plane that makes an fp32 master of the weight; "": there is none, or it does not follow the weight."""
+    if record.master_writes != record.writes or record.master_writes < 0:
+        return ""
+    return "LO" if record.low_bytes else "MASTER" if record.dtype == torch.float16 else ""
+
+
+def _entry(record: Record, plane: str, name: str) -> Entry:
+    """Over the plane itself, whatever order it has (convolutions, channels last)."""
+    return Entry(name, record.view(plane), record.unit, plane)
+
+
+def _weights(model: nn.Module, names: dict[Tensor, str]) -> list[Entry]:
+    records = sorted(((p._mt, name) for p, name in names.items()), key=lambda item: (item[0].unit, item[0].index))
+    buffers = [Entry(name, b.detach().to("cpu", copy=True).contiguous()) for name, b in buffers_of(model).items()]
+    for name, memory in [(name, r.host) for r, name in records] + [(e.name, e.memory) for e in buffers]:
+        if memory.dtype not in KINDS:
+            raise MegatrainError(f"{name}: safetensors has no {memory.dtype}")
+    return [_entry(r, "HI", name) for r, name in records] + buffers
+
+
+def _states(opt: torch.optim.Optimizer | None, names: dict[Tensor, str]) -> list[Entry]:
+    if opt is None:
+        return []
+    if missing := [p for g in opt.param_groups for p in g["params"] if p not in names]:
+        raise MegatrainError(f"the optimizer has a parameter of shape {list(missing[0].shape)} that is not the "
+                             "model's: a checkpoint would lack it")
+    if isinstance(opt, AdamW):
+        stepped = sorted((p._mt.unit, p._mt.index, p) for p, s in opt.state.items() if s)
+        return [e for _, _, p in stepped for e in _planes(p._mt, names[p])]
+    return [Entry(f"{names[p]}.{key}", plain(t).to("cpu", copy=True).contiguous())
+            for p, s in opt.state.items() for key, t in s.items() if isinstance(t, Tensor) and t.dim() > 0]
+
+
+def _planes(record: Record, name: str) -> list[Entry]:
+    found = [_entry(record, plane, f"{name}.{key}") for plane, key in state_planes(record).items()]
+    if plane := master_plane(record):
+        found.append(_entry(record, plane, f"{name}.{MASTERS[plane]}"))
+    return found
+
+
+def held_by(rt: Runtime, entries: list[Entry]) -> list[tuple[int, int]]:
+    """(unit, planes) of all that is in files."""
+    planes: dict[int, int] = {}
+    for e in entries:
+        if e.unit >= 0:
+            planes[e.unit] = planes.get(e.unit, 0) | 1 << _core.PLANES[e.plane]
+    return sorted(planes.items())
+
+
+def _training(opt: torch.optim.Optimizer | None, names: dict[Tensor, str], scheduler: Any, extra: Any) -> bytes:
+    """The small things, serialised; what could not be read back is refused now."""
+    whole: dict[str, Any] = {"random": random_states()}
+    if opt is not None:
+        packed_groups = torch.optim.Optimizer.state_dict(opt)["param_groups"]
+        whole["groups"] = [{**g, "params": [names[p] for p in own["params"]]}
+                           for g, own in zip(packed_groups, opt.param_groups)]
+        if not isinstance(opt, AdamW):
+            whole["others"] = {names[p]: {k: v for k, v in s.items() if not isinstance(v, Tensor) or v.dim() == 0}
+                               for p, s in opt.state.items()}
+    for what, value in (("scheduler", scheduler.state_dict() if scheduler is not None else None), ("extra", extra)):
+        whole[what] = value
+        _serialised({what: value}, f"{what}: what mt.save is given must be tensors, numbers, strings, and containers "
+                                   "of these")
+    return _serialised(whole, "the optimizer's groups")
+
+
+def _serialised(value: Any, what: str) -> bytes:
+    memory = io.BytesIO()
+    try:
+        torch.save(value, memory)
+        memory.seek(0)
+        torch.load(memory, weights_only=True, map_location="cpu")
+    except Exception as e:
+        raise MegatrainError(f"{what}: it cannot be loaded back ({e})") from e
+    return memory.getvalue()
+
+
+def _beside(model: nn.Module, files: list[TensorFile]) -> dict[str, bytes]:
+    """What transformers wants beside the weights: their index where they are in several files, and configs."""
+    found = {}
+    own = [f for f in files if f.name.startswith("model")]
+    if len(own) > 1:
+        index = {"metadata": {"total_size": sum(e.nbytes for f in own for e in f.entries)},
+                 "weight_map": {e.name: f.name for f in own for e in f.entries}}
+        found[INDEX] = json.dumps(index, indent=1, sort_keys=True).encode()
+    if _has_its_names(model):
+        for name, config in zip(OWN_FILES, (getattr(model, "config", None), getattr(model, "generation_config", None))):
+            if hasattr(config, "to_json_string"):
+                found[name] = _config(model, config).encode()
+    return found
+
+
+def _has_its_names(model: nn.Module) -> bool:
+    """Are transformers' parameters in it under the names that from_pretrained looks for? A wrapper, or an adapter,
+    changes them; from what it takes for its files it would make a model of random weights, with a warning."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not any(isinstance(m, modeling.PreTrainedModel) for m in model.modules()):
+        return True
+    return isinstance(model, modeling.PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
+
+
+def _config(model: nn.Module, config: Any) -> str:
+    """As save_pretrained writes it, which notes the class and the type first."""
+    if config is getattr(model, "config", None):
+        config.architectures = [type(model).__name__]
+        config.dtype = str(model.dtype).split(".")[1]
+    return config.to_json_string(use_diff=True)
+
+
+def kind_of(opt: torch.optim.Optimizer | None) -> str | None:
+    """Package and class of an optimizer: several packages have an AdamW."""
+    kind = type(opt)
+    if opt is None or kind is AdamW:
+        return None if opt is None else OURS
+    package = kind.__module__.partition(".")[0]
+    return f"{'torch.optim' if package == 'torch' else package}.{kind.__name__}"
+
+
+def _body(rt: Runtime, opt: torch.optim.Optimizer | None, names: dict[Tensor, str],
+          small: dict[str, bytes]) -> dict[str, Any]:
+    ours = isinstance(opt, AdamW)
+    parameters = {name: {"dtype": KINDS[p._mt.dtype], "shape": list(p._mt.shape)} for p, name in names.items()}
+    if ours:
+        for p, s in opt.state.items():
+            if s:
+                parameters[names[p]] |= {"step": opt._counts[p], "master": master_plane(p._mt)}
+                if rt.states != "fp32":      # scales are of elements that are neighbours in memory
+                    parameters[names[p]]["strides"] = list(p._mt.stride)
+        for p, key in opt._keys.items():
+            parameters[names[p]]["key"] = key
+    return {"written_by": f"megatrain_torch {_core.__version__}", "parameters": parameters,
+            "optimizer": kind_of(opt),
+            "states": rt.states if ours else None, "low_bytes": LOW_BYTES[rt.states],
+            "skipped_steps": opt._skipped if ours else 0, "likeness": likeness.note(rt),
+            "files": {name: {"bytes": len(data), "sha256": manifest.sha256(data)} for name, data in small.items()}}

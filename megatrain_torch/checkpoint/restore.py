@@ -1,0 +1,270 @@
+"""mt.load: a checkpoint of mt.save into a streamed model and its optimizer, wherever their bytes are at home.
+
+What is the same in the checkpoint and in the store (types, formats of states, order in memory) is read straight into
+the planes; the rest goes by way of fp32, a unit at a time. Everything is compared with its sums first, so that a
+checkpoint that is not whole changes nothing.
+"""
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _core
+from ..base.errors import MegatrainError
+from ..base.strict import shown
+from ..model.registry import runtime_of
+from ..optim.adamw import AdamW
+from ..optim.masters import set_master
+from ..optim.moments import CODES, MOMENTS, decoded, load_moments
+from ..store.records import Record
+from ..store.tensorfiles import DTYPES, Stored
+from . import contents, likeness, manifest
+from .contents import MASTERS
+from .matching import loses, match, match_groups, match_kind
+from .parts import TRAINING, buffers_of, names_of
+from .randomness import set_random_states
+from .source import Checkpoint, Reads
+
+if TYPE_CHECKING:
+    from ..model.runtime import Runtime
+
+
+def check(folder: Path) -> None:
+    """That the files of a checkpoint are there, as long as they were written. Their contents are not read.
+
+    Raises:
+        MegatrainError: one is not, or it is no checkpoint; the message names the file.
+    """
+    Checkpoint.open(folder)
+
+
+def rounds(folder: Path, states: str, kinds: Callable[[torch.dtype], torch.dtype]) -> bool:
+    """Would mt.load round any of it for an mt.AdamW with states of this format? Raises: as `check`.
+
+    Args:
+        kinds: the type that a parameter has here, by its type there.
+    """
+    body = Checkpoint.open(folder).body
+    return any(loses(body, name, kinds(DTYPES[saved["dtype"]]), states) for name, saved in body["parameters"].items())
+
+
+def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
+         verify: bool = True, convert: bool = False, progress: Callable[[int, int], None] | None = None) -> Any:
+    """Takes a checkpoint of mt.save; returns the `extra` that it was given.
+
+    Training goes on with the bits of an uninterrupted run, wherever units lived then and live now; on a GPU where its
+    kernels give the same bits twice (`torch.use_deterministic_algorithms`). What would change them otherwise, such as
+    another device, other versions or other activations kept, is told by a warning.
+    Types and formats may differ where the new ones hold all that the old ones did (moments of 8 bits into fp32 ones,
+    bf16 weights with their masters into fp32 weights). mt.AdamW takes states of torch.optim.AdamW, and the reverse, as
+    their load_state_dict do; torch's keeps moments in the parameter's type, and no master.
+
+    Args:
+        model: the streamed model. opt: its optimizer; None: weights and buffers alone, and no random states.
+        folder: what mt.save was given.
+        scheduler: whatever has `load_state_dict()`, if its state was saved.
+        verify: read and compare everything before anything is changed. False: compare while reading; a checkpoint that
+            is found broken then leaves a model that refuses to run until one is loaded.
+        convert: allow types and formats that hold less, by rounding.
+        progress: called with (units loaded, units in all).
+
+    Raises:
+        MegatrainError: there is no whole checkpoint, or it is not this model's; or a format that would lose bits.
+            Nothing was changed, unless verify=False and it says so.
+    """
+    rt = runtime_of(model)
+    if rt.root() is not model:
+        raise MegatrainError("load into the model that was given to mt.stream, not into a part of it")
+    if isinstance(opt, AdamW):
+        opt._check_served()
+    rt.finish_save()
+    source = Checkpoint.open(Path(os.path.abspath(folder)))
+    names = names_of(model)
+    with manifest.adding(manifest.BROKEN):
+        training = contents.training_of(source.bytes_of(TRAINING), str(source.folder / TRAINING),
+                                        source.body["optimizer"] is not None)
+    if opt is not None:
+        match_kind(source, training, opt)
+    match(source, model, names, opt, convert)
+    if opt is not None:
+        match_groups(source, training, opt, names)
+    if scheduler is not None and training["scheduler"] is None:
+        raise MegatrainError(f"{source.folder} has no scheduler's state: mt.save was given none")
+    if verify:
+        source.verify()
+    if scheduler is not None:                        # first: its class is a stranger, and may refuse its state
+        _load_scheduler(scheduler, training["scheduler"], source.folder)
+    _take(rt, model, opt, source, names, training, progress)
+    if opt is not None:
+        set_random_states(training["random"])
+        _tell_of_other_bits(rt, source)
+    return training["extra"]
+
+
+def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except Exception as why:
+        raise MegatrainError(f"{folder / TRAINING}: {type(scheduler).__name__} does not take the scheduler's state "
+                             f"({type(why).__name__}: {shown(why)}); nothing else was changed") from why
+
+
+def _tell_of_other_bits(rt: Runtime, source: Checkpoint) -> None:
+    if otherwise := likeness.take(rt, source.body["likeness"]) if "likeness" in source.body else []:
+        warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
+                      f"{'; '.join(otherwise)}", stacklevel=3)
+
+
+def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: Checkpoint,
+          names: dict[Tensor, str], training: dict[str, Any], progress: Callable[[int, int], None] | None) -> None:
+    rt.core.drain()
+    if isinstance(opt, AdamW):
+        opt._settle()
+    if opt is not None and not isinstance(opt, AdamW):       # first: its class is a stranger, and may refuse them
+        _load_other(opt, source, names, training)
+    rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
+    with manifest.adding(rt.broken), torch.no_grad():
+        _load_buffers(model, source)
+        for done, records in enumerate(rt.units, 1):
+            _load_unit(rt, records, source, names, opt)
+            if progress is not None:
+                progress(done, len(rt.units))
+    if isinstance(opt, AdamW):
+        _load_ours(opt, source, names, training)
+    rt.broken = ""
+
+
+# ---- units ---------------------------------------------------------------------------------------
+
+def _load_buffers(model: nn.Module, source: Checkpoint) -> None:
+    reads = Reads(source)
+    pairs = [(b, reads.fresh(source.tensors[name])) for name, b in buffers_of(model).items()]
+    reads.go()
+    for buffer, value in pairs:
+        buffer.copy_(value)
+
+
+def _load_unit(rt: Runtime, records: list[Record], source: Checkpoint, names: dict[Tensor, str],
+               opt: torch.optim.Optimizer | None) -> None:
+    rt.planes.before_write(records[0])
+    rt.planes.own_states(records[0])
+    reads = Reads(source)
+    finish = [_load_record(r, names[r.param], source, reads, opt) for r in records]
+    reads.go()
+    for done in finish:
+        done()
+    rt.take(records[0].unit)
+
+
+def _load_record(record: Record, name: str, source: Checkpoint, reads: Reads,
+                 opt: torch.optim.Optimizer | None) -> Callable[[], None]:
+    """Says what is to be read; what is returned is called when it has been."""
+    saved = source.body["parameters"][name]
+    stepped = isinstance(opt, AdamW) and "step" in saved
+    if isinstance(opt, AdamW) and not stepped and opt.state.pop(record.param, None):
+        opt._counts.pop(record.param, None)
+    if stepped:
+        opt._begin_state(record.param, record)
+        opt.state[record.param]["step"].fill_(float(saved["step"]))
+        opt._counts[record.param] = saved["step"]
+    moments = _read_moments(record, name, source, reads) if stepped else lambda: None
+    mastered = stepped or (opt is not None and "step" in saved and record.dtype == torch.float32)
+    weights = _read_weights(record, name, source, reads, saved["master"] if mastered else "")
+    return lambda: (weights(), moments())
+
+
+def _read_moments(record: Record, name: str, source: Checkpoint, reads: Reads) -> Callable[[], None]:
+    rt = record.runtime
+    keys = MOMENTS if source.body["states"] == "fp32" else CODES
+    stored = [source.states[f"{name}.{key}"] for key in keys]
+    planes = [record.view(plane) for plane in record.moments]
+    if source.body["states"] == rt.states and all(map(_fits, planes, stored)):
+        for plane, s in zip(planes, stored):
+            reads.into(s, plane)
+        return lambda: rt.planes.push(record, *record.moments)
+    values = dict(zip(keys, map(reads.fresh, stored)))
+
+    def convert() -> None:
+        load_moments(record, values)
+        rt.planes.push(record, *record.moments)
+
+    return convert
+
+
+def _fits(memory: Tensor, stored: Stored) -> bool:
+    """May the file's bytes be those of this memory?"""
+    return memory.is_contiguous() and memory.dtype == stored.dtype and tuple(memory.shape) == stored.shape
+
+
+def _read_weights(record: Record, name: str, source: Checkpoint, reads: Reads, master: str) -> Callable[[], None]:
+    """master: the plane that it was saved from; "": the weight is its own."""
+    stored = source.tensors[name]
+    extra = source.states[f"{name}.{MASTERS[master]}"] if master else None
+    low = source.body["low_bytes"] if master == "LO" else 0
+    plane = record.view(master) if master and low in (0, record.low_bytes) and record.dtype == stored.dtype else None
+    if _fits(record.host, stored) and (not master or (plane is not None and _fits(plane, extra))):
+        reads.into(stored, record.host)
+        if master:
+            reads.into(extra, plane)
+        return lambda: _written(record, master)
+    weight, rest = reads.fresh(stored), reads.fresh(extra) if master else None
+    return lambda: _widen(record, weight, rest, master, low)
+
+
+def _written(record: Record, master: str) -> None:
+    record.runtime.planes.after_write(record)
+    if master:
+        record.runtime.planes.push(record, master)
+        record.master_writes = record.writes
+
+
+def _widen(record: Record, weight: Tensor, rest: Tensor | None, master: str, low: int) -> None:
+    """From other types, or another order in memory: by way of fp32, which all of them fit into."""
+    if not weight.is_floating_point() or not (master or record.low_bytes or record.dtype == torch.float16):
+        record.host.copy_(weight)
+        record.runtime.planes.after_write(record)
+        return
+    value = weight.to(torch.float32)
+    if master == "LO":
+        value = torch.empty(weight.shape)
+        _core.split_join(weight.data_ptr(), rest.data_ptr(), value.data_ptr(), weight.numel(), low)
+    elif master == "MASTER":
+        value = rest
+    set_master(record.param, value)
+
+
+def _load_ours(opt: AdamW, source: Checkpoint, names: dict[Tensor, str], training: dict[str, Any]) -> None:
+    for group, saved in zip(opt.param_groups, training["groups"]):
+        group.update({k: v for k, v in saved.items() if k != "params"})
+    opt._skipped = source.body["skipped_steps"]
+    opt._keys.update({p: source.body["parameters"][name]["key"] for p, name in names.items() if p in opt._keys})
+
+
+def _load_other(opt: torch.optim.Optimizer, source: Checkpoint, names: dict[Tensor, str],
+                training: dict[str, Any]) -> None:
+    """Raises: what its load_state_dict does."""
+    reads, found = Reads(source), {}
+    flat = [p for g in opt.param_groups for p in g["params"]]
+    tensors: dict[str, dict[str, Tensor]] = {names[p]: {} for p in flat}
+    ours = source.body["states"] is not None
+    for path, stored in source.states.items():
+        name, _, key = path.rpartition(".")
+        if name in tensors and not (ours and key in MASTERS.values()):
+            tensors[name][key] = reads.fresh(stored)
+    with manifest.adding(manifest.BROKEN):
+        reads.go()
+    for index, p in enumerate(flat):
+        own = tensors[names[p]]
+        if ours and CODES[0] in own:
+            own = dict(zip(MOMENTS, decoded(p.shape, p._mt.stride, own)))
+        if names[p] in training["others"]:
+            found[index] = training["others"][names[p]] | own
+    groups = [{**mine, **g, "params": mine["params"]} for g, mine in
+              zip(training["groups"], torch.optim.Optimizer.state_dict(opt)["param_groups"])]
+    opt.load_state_dict({"state": found, "param_groups": groups})

@@ -1,0 +1,259 @@
+"""What templates stand for, in plain torch: the definitions that a module's own code is compared with.
+
+A form is a way in which models write a part down. Forms of one style or kind have one meaning; they differ in what is
+rounded when, or in how it is spelled. Which form a module has is found by its numbers (values.py), so that a form more
+costs nothing but its lines, and a way that none has is refused.
+
+Letters: B rows, S tokens of each, H hidden, D head size, hq and hk heads, T = B S, E experts, k of them a token's.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ... import ops
+from .values import repeated
+
+Routed = tuple[Tensor, Tensor, Tensor]
+
+# ---- norms: (x [..., n], weight [n], eps) -> [..., n] ------------------------------------------------
+
+def _hat_float(x: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _hat_power(x: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+
+
+NORMS: list[tuple[int, Callable[[Tensor, Tensor, float], Tensor]]] = [
+    (ops.ROUND_FIRST, lambda x, w, eps: w * _hat_float(x, eps).to(x.dtype)),
+    (ops.ROUND_LAST, lambda x, w, eps: (w * _hat_float(x, eps)).to(x.dtype)),
+    (ops.ROUND_LAST, lambda x, w, eps: (w.float() * _hat_float(x, eps)).to(x.dtype)),
+    (ops.ROUND_LAST, lambda x, w, eps: (w.float() * _hat_power(x, eps)).to(x.dtype)),
+    (ops.ROUND_LAST, lambda x, w, eps: F.rms_norm(x, (x.shape[-1],), w, eps)),
+    (ops.ONE_PLUS, lambda x, w, eps: (_hat_float(x, eps) * (1.0 + w.float())).to(x.dtype)),
+    (ops.ONE_PLUS, lambda x, w, eps: (_hat_float(x, eps) * (1.0 + w)).to(x.dtype)),
+]
+
+# ---- activations -------------------------------------------------------------------------------------
+
+def _tanh_spelled(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh((2.0 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+ACTIVATIONS: list[tuple[int, Callable[[Tensor], Tensor]]] = [
+    (ops.SILU, F.silu),
+    (ops.GELU_TANH, lambda x: F.gelu(x, approximate="tanh")),
+    (ops.GELU_TANH, _tanh_spelled),
+    (ops.GELU, F.gelu),
+    (ops.GELU, lambda x: x * 0.5 * (1.0 + torch.erf(x / 2.0 ** 0.5))),
+]
+
+# ---- rotary embeddings: (q or k [B, h, S, D], cos, sin [B or 1, S, R]) -> as q ------------------------
+
+def _half_turned(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def _pair_turned(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor], part: bool) -> Tensor:
+    """part: only the first R of D numbers are rotated, the rest is passed."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    r = cos.shape[-1]
+    first = x[..., :r] if part else x
+    y = (first * cos + turn(first) * sin).to(x.dtype)
+    return torch.cat((y, x[..., r:]), -1) if part else y
+
+
+def _halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _turned(x, cos, sin, _half_turned, cos.shape[-1] != x.shape[-1])
+
+
+def _halves_cut(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _turned(x, cos, sin, _half_turned, True)
+
+
+def _halves_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _halves(x.float(), cos.float(), sin.float()).to(x.dtype)
+
+
+def _pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _turned(x, cos, sin, _pair_turned, cos.shape[-1] != x.shape[-1])
+
+
+def _pairs_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin, wide = cos.unsqueeze(1), sin.unsqueeze(1), x.float()
+    return (wide * cos + _pair_turned(wide) * sin).to(x.dtype)
+
+
+def _first_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = (t.unsqueeze(1)[..., :t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
+    r = cos.shape[-1]
+    first = x[..., :r]
+    return torch.cat((first * cos + _pair_turned(first) * sin, x[..., r:]), -1)
+
+
+def _first_pairs_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = (t.unsqueeze(1)[..., :t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
+    return (x.float() * cos + _pair_turned(x).float() * sin).to(x.dtype)
+
+
+def _short(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    a, b = torch.chunk(x, 2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+# (interleaved, first, short), as templates/rotary.py has them, and the form.
+ROTARIES: list[tuple[tuple[bool, bool, bool], Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
+    ((False, False, False), _halves), ((False, False, False), _halves_cut), ((False, False, False), _halves_wide),
+    ((True, False, False), _pairs), ((True, False, False), _pairs_wide),
+    ((True, True, False), _first_pairs), ((True, True, False), _first_pairs_wide), ((False, False, True), _short),
+]
+
+# ---- attention: q [B, hq, S, D], k, v [B, hk, S, D], mask [B, 1, S, S] -> [B, hq, S, D] --------------
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=True)
+
+
+def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return torch.matmul(q, repeated(k, q.shape[1] // k.shape[1]).transpose(2, 3)) * scale
+
+
+def spelled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+    """Products and softmax; logits capped where cap > 0."""
+    w = _logits(q, k, scale)
+    if cap:
+        w = torch.tanh(w / cap) * cap
+    if mask is not None:
+        w = w + mask
+    w = F.softmax(w, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(w, repeated(v, q.shape[1] // v.shape[1]))
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
+    w = _logits(q, k, scale)
+    if mask is not None:
+        w = w + mask
+    w = torch.cat((w, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)), -1)
+    w = w - w.max(dim=-1, keepdim=True).values
+    w = F.softmax(w, dim=-1, dtype=w.dtype)[..., :-1].to(v.dtype)
+    return torch.matmul(w, repeated(v, q.shape[1] // v.shape[1]))
+
+
+def with_sinks_behind(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
+    """The same by the share of a row that its sink leaves: sigmoid(lse - sink)."""
+    w = _logits(q, k, scale)
+    if mask is not None:
+        w = w + mask
+    share = (torch.logsumexp(w, dim=-1) - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+    w = F.softmax(w, dim=-1, dtype=torch.float32).to(q.dtype)
+    out = torch.matmul(w, repeated(v, q.shape[1] // v.shape[1]))
+    return out * share.unsqueeze(-1).to(out.dtype)
+
+
+SINKS = with_sinks, with_sinks_behind
+
+# ---- routers: (b [T, H], weight [E, H], bias [E] or None, correction [E] or None) ---------------------
+#      -> logits [T, E], weights [T, k], chosen [T, k] int64
+
+def _linear(b: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, cast: bool) -> Tensor:
+    if wide:
+        b, weight, bias = b.float(), weight.float(), None if bias is None else bias.float()
+    return F.linear(b.to(weight.dtype) if cast else b, weight, bias)
+
+
+def _divided(w: Tensor, least: float) -> Tensor:
+    total = w.sum(dim=-1, keepdim=True)
+    return w / (total + least if least else total)
+
+
+def soft_router(k: int, wide: bool, normalised: bool, rounds: bool, factor: float, spelling: int) -> Callable[..., Any]:
+    """Softmax over all experts, then the largest k. spelling: how the softmax comes to fp32."""
+    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
+        logits = _linear(b, weight, bias, wide, False)
+        p = F.softmax(logits.float(), dim=-1) if spelling == 0 else F.softmax(logits, dim=-1, dtype=torch.float)
+        w, chosen = torch.topk(p, k, dim=-1)
+        w = (_divided(w, 0.0) if normalised else w) * factor
+        return logits, w.to(b.dtype) if rounds else w, chosen
+    return form
+
+
+def chosen_router(k: int, wide: bool, rounds: bool, factor: float, spelling: int) -> Callable[..., Any]:
+    """The largest k logits, then a softmax over them. spelling: they come to fp32 never, in the softmax, or before."""
+    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
+        logits = _linear(b, weight, bias, wide, False)
+        logits = logits.float() if spelling == 2 else logits
+        top, chosen = torch.topk(logits, k, dim=-1)
+        w = F.softmax(top, dim=-1, dtype=torch.float if spelling == 1 else top.dtype) * factor
+        return logits, w.to(b.dtype) if rounds else w, chosen
+    return form
+
+
+def sigmoid_router(k: int, experts: int, wide: bool, normalised: bool, rounds: bool, factor: float, least: float,
+                   grouped: bool, cast: bool) -> Callable[..., Any]:
+    """Sigmoids; the largest k of score + correction. grouped: by way of groups of experts, of which there is one."""
+    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
+        logits = _linear(b, weight, bias, wide, cast)
+        scores = logits.float().sigmoid()
+        choice = scores if correction is None else scores + correction
+        if grouped:
+            choice = _of_one_group(choice, experts)
+        chosen = torch.topk(choice, k, dim=-1, sorted=False)[1]
+        w = scores.gather(1, chosen)
+        w = (_divided(w, least) if normalised else w) * factor
+        return logits, w.to(b.dtype) if rounds else w, chosen
+    return form
+
+
+def _of_one_group(choice: Tensor, experts: int) -> Tensor:
+    """A mask that hides nothing: the one group is among the best one."""
+    best = choice.view(-1, 1, experts).topk(2, dim=-1)[0].sum(dim=-1)
+    mask = torch.zeros_like(best)
+    mask.scatter_(1, torch.topk(best, k=1, dim=-1, sorted=False)[1], 1)
+    mask = mask.unsqueeze(-1).expand(-1, 1, experts).reshape(-1, experts)
+    return choice.masked_fill(~mask.bool(), float("-inf"))
+
+
+def routers(k: int, experts: int, sigmoid: bool, normalised: bool, wide: bool, factors: list[float]
+            ) -> Iterator[tuple[tuple[float, float], Callable[..., Any]]]:
+    """((factor, least), form) of all forms of these properties. least: what the sum that divides has added."""
+    for factor in factors:
+        for rounds in (False, True):
+            if sigmoid:
+                for least in (1e-20, 0.0, 1e-6, 1e-12) if normalised else (0.0,):
+                    for grouped in (True, False):
+                        for cast in (False, True):
+                            yield (factor, least), sigmoid_router(k, experts, wide, normalised, rounds, factor, least,
+                                                                  grouped, cast)
+                continue
+            for spelling in range(2):
+                yield (factor, 0.0), soft_router(k, wide, normalised, rounds, factor, spelling)
+            for spelling in range(3) if normalised else ():
+                yield (factor, 0.0), chosen_router(k, wide, rounds, factor, spelling)
+
+
+# ---- gates of experts: z [R, 2 I] -> [R, I] ------------------------------------------------------------
+
+def gate(z: Tensor, act: Callable[[Tensor], Tensor], interleaved: bool) -> Tensor:
+    a, u = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
+    return act(a) * u
+
+
+def clamped_gate(z: Tensor, interleaved: bool) -> Tensor:
+    """GPT-OSS' own: csrc/ops/glu.h has the numbers."""
+    a, u = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
+    a, u = a.clamp(min=None, max=7.0), u.clamp(min=-7.0, max=7.0)
+    return (u + 1) * (a * torch.sigmoid(a * 1.702))

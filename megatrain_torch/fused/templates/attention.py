@@ -1,0 +1,436 @@
+"""Attention without a graph: forward and backward through torch's kernels.
+
+q, k, v and the output are [B, S, h, D] here, as the projections make them; torch's kernels take them
+transposed, as views. On CUDA, cuDNN's kernels with grouped heads (616 TFLOP/s forward and 500 backward at
+S=4096 on an H200 without a mask, where flash gives 330 and 262); elsewhere whatever torch picks, run again
+in backward under a small graph of its own.
+
+A row that sees nothing (left padding) gives zero, and has no gradient, as torch defines it. cuDNN gives such rows other
+values, and a gradient of NaN (torch 2.11, S a multiple of 64); so there they see everything, and are zeroed by hand.
+
+A sink is a logit of its head that takes part in the softmax and has no value (GPT-OSS). The kernels know none, but
+with lse = log(sum(exp(logits))) of the visible keys and lse' = log(exp(lse) + exp(sink)),
+
+    out' = out * exp(lse - lse')        d(logits) = P' (dP - <dout, out'>) with P' = exp(logits - lse')
+    d(sink) = - the sum over tokens of exp(sink - lse') <dout, out'>
+
+so a kernel's backward that is given lse' and out' for lse and out gives the right gradients: it makes P from lse,
+and <dout, out> from out.
+
+torch's kernel by cuDNN adds up gradients of queries in the order in which its blocks come, so that their bits differ
+from one time to the next; forward repeats itself. Of short rows backward is cuDNN's in another form (repeats.py), and
+of long ones too where torch.use_deterministic_algorithms(True) asks for the same bits; of what that does not take it is
+then flash's from cuDNN's output and log-sum-exp, and with a mask what torch picks.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...base.packed import Packed
+from ...base.repeating import repeating
+from ...graph.masks import Sight
+from ...store.records import span_of
+from . import repeats
+from .rows import LONG, ROWS, Backward, by_rows
+
+_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+_flash_forward = torch.ops.aten._flash_attention_forward
+_flash_backward = torch.ops.aten._flash_attention_backward
+_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Elements of q, and from the first of q, k or v to the last, that cuDNN's kernels are given at once: so many have been
+# compared with sums in fp32 to within their rounding (tests/gpu/test_acts_on_gpu.py). A count that wraps is no error.
+CUDNN_MOST = 1 << 31
+CUDNN_SPAN = 9 << 28
+LEAST = -1e30            # of a bias: cuDNN's logits are multiplied by log2(e), which must not overflow
+
+
+@dataclass(frozen=True)
+class Attention:
+    """scale: of the logits. causal: where there is no mask. mask: None or what torch's sdpa takes.
+
+    spelled: products and softmax one by one, as transformers' "eager" attention: what models with capped logits
+    (cap * tanh(logits / cap), Gemma 2) are trained with, and what has a gradient in rows that see nothing. The mask
+    is added then, and is all there is of causality.
+
+    packed: sequences behind one another in the one row, each of which sees itself. window: how many tokens one sees,
+    itself the last; 0: all before it. Both causal, without a mask.
+    """
+
+    scale: float
+    causal: bool
+    mask: Tensor | None = None
+    spelled: bool = False
+    cap: float = 0.0
+    packed: Packed | None = None
+    window: int = 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
+        if self.packed is not None or self.window:
+            return self._sighted_forward(q, k, v, sinks)
+        if self._unmasked(q, sinks):
+            return self._masked(q, sinks).forward(q, k, v, sinks)
+        if self._long(q, k, sinks):
+            return self._forward_by_rows(q, k, v, sinks)
+        if self._far(q, sinks):
+            return self._forward_in_parts(q, k, v, sinks)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if self._cudnn(q, sinks):
+            bias, blind = self._seen(q)
+            out, lse, *rest = self._kernel(q, k, v, bias)
+            out, lse = _sunk(out, lse, sinks)
+            if blind is not None:
+                out.masked_fill_(blind, 0)
+            return out.transpose(1, 2), (lse, *rest)
+        if self._cpu(q, sinks):
+            out, lse = _cpu_forward(q, *_each(q, k, v), 0.0, self.causal, attn_mask=self._bias(q), scale=self.scale)
+            out, lse = _sunk(out, lse, sinks)
+            return out.transpose(1, 2), (lse,)
+        return self._torch(q, k, v, sinks).transpose(1, 2), None
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
+                 sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """dq, dk, dv: [B, S, h, D], strided; dsinks [hq]."""
+        if self.packed is not None or self.window:
+            return self._sighted_backward(dout, q, k, v, out, kept, sinks)
+        if self._unmasked(q, sinks):
+            return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
+        if self._far(q, sinks):
+            return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
+        dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+        dsinks = None
+        found = None
+        if kept is not None:
+            if sinks is not None:
+                dsinks = _sinks_grad(dout, out, kept[0], sinks)
+            found = self._cpu_grads(dout, q, k, v, out, kept[0]) if len(kept) == 1 else \
+                self._cudnn_grads(dout, q, k, v, out, *kept)
+        if found is None:
+            *found, dsinks = self._grads_by_torch(dout, q, k, v, sinks, kept is None)
+        dq, dk, dv = found
+        dq, dk, dv = (t.transpose(1, 2) for t in (dq, dk, dv))
+        return dq, dk, dv, dsinks
+
+    # ---- a long row: some queries at a time ----
+
+    def _long(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> bool:
+        """Also where backward goes in parts; not where it is flash's, which keeps its own."""
+        return (self.causal and self.mask is None and q.shape[1] >= LONG and self._cudnn(q.transpose(1, 2), sinks)
+                and (_share(q) <= 1 or self._cut(q, k, sinks) is not None))
+
+    def _forward_by_rows(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
+        """As forward; what is kept is that of one call over the row."""
+        rest: list[Any] = []
+        k, v = _near(k), _near(v)
+
+        def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+            near = (t.transpose(1, 2) for t in (_near(q), k, v))
+            out, lse, *rest[:] = dataclasses.replace(self, causal=causal)._kernel(*near, None)
+            return out, lse
+
+        out, lse = by_rows(kernel, q, k, v, ROWS)
+        seed, offset, *_ = rest                          # of a dropout that there is none of
+        out, lse = _sunk(out.transpose(1, 2), lse, sinks)
+        return out.transpose(1, 2), (lse, seed, offset, None, None, q.shape[1], k.shape[1])
+
+    def single_long_row(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> bool:
+        """Can gradients be had some rows at a time (walk_back)?"""
+        return q.shape[0] == 1 and self.packed is None and not self.window and self._long(q, k, sinks)
+
+    def walk_back(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any) -> Backward:
+        """Gradients of a single long row, for who goes on with some rows of them."""
+        lse, *rest = kept
+
+        def kernel(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Any:
+            near = (t.transpose(1, 2) for t in (dout, _near(q), k, v, out))
+            one = dataclasses.replace(self, causal=causal)
+            return one._cudnn_grads(*near, lse, *rest[:4], q.shape[1], k.shape[1])
+
+        return Backward(kernel, q, _near(k), _near(v), out, lse, ROWS)
+
+    def sinks_grad(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+        """Of rows [B, n, hq, D], with their log-sum-exp."""
+        return _sinks_grad(dout.transpose(1, 2), out.transpose(1, 2), lse, sinks)
+
+    # ---- more than cuDNN's kernels are given: some rows or some heads at a time ----
+
+    def _far(self, q: Tensor, sinks: Tensor | None) -> bool:
+        """Are these more elements than cuDNN's kernels are given, which would take them otherwise?"""
+        return _share(q) > 1 and self._cudnn(q.transpose(1, 2), sinks)
+
+    def _forward_in_parts(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
+        cut = self._cut(q, k, sinks)
+        if cut is None:
+            return self._by_lengths(q)._by_flash(q, k, v, None)
+        out, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), []
+        for one, sink, to, *part in self._parts(cut, sinks, out, q, k, v):
+            found, extra = one.forward(*map(_near, part), sink)
+            to.copy_(found)
+            kept.append(extra)
+        return out, tuple(kept)
+
+    def _backward_in_parts(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
+                           sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        cut = self._cut(q, k, sinks)
+        if cut is None:
+            return self._by_lengths(q)._flash_grads(dout, q, k, v, out, kept, None)
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        dsinks, each = [], kept if isinstance(kept[0], tuple) else _of_parts(kept, *cut)
+        for extra, (one, sink, *parts) in zip(each, self._parts(cut, sinks, dq, dk, dv, dout, q, k, v, out)):
+            *found, dsink = one.backward(*map(_near, parts[3:]), extra, sink)
+            for to, d in zip(parts, found):
+                to.copy_(d)
+            dsinks.append(dsink)
+        if sinks is None:
+            return dq, dk, dv, None
+        return dq, dk, dv, torch.cat(dsinks) if cut[0] == 2 else torch.stack(dsinks).sum(0)
+
+    def _cut(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[int, int] | None:
+        """(dimension, parts): rows of the batch, which may have to be cut again; of a single row the fewest equal parts
+        of the heads, queries with their keys, none of them too long. None: one key's queries are, and flash takes them.
+
+        Raises:
+            RuntimeError: flash takes no such attention.
+        """
+        if q.shape[0] > 1:
+            return 0, min(q.shape[0], math.ceil(_share(q)))
+        heads = k.shape[2]
+        parts = next((n for n in range(1, heads + 1) if heads % n == 0 and q.numel() // n <= CUDNN_MOST), None)
+        if parts is None and (sinks is not None or self.mask is not None):
+            raise RuntimeError(f"attention with a mask or sinks: {q.numel() // heads} elements of queries have the same"
+                               f" key head, at most {CUDNN_MOST} can: shorter rows")
+        return None if parts is None else (2, parts)
+
+    def _parts(self, cut: tuple[int, int], sinks: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Of each part: this with its mask, its sinks, and views of its [B, S, h, D]."""
+        dim, n = cut
+        views = [t.chunk(n, dim) for t in tensors]
+        of_mask = {0: 0, 2: 1}[dim]
+        masks = [self.mask] * n if self.mask is None or self.mask.shape[of_mask] == 1 else self.mask.chunk(n, of_mask)
+        own = [sinks] * n if sinks is None or dim == 0 else sinks.chunk(n)
+        return ((dataclasses.replace(self, mask=mask), *rest) for mask, *rest in zip(masks, own, *views))
+
+    def _by_lengths(self, q: Tensor) -> Attention:
+        """Rows of a batch as sequences behind one another, for flash, whose offsets have 64 bits."""
+        return dataclasses.replace(self, packed=Packed.of((q.shape[1],) * q.shape[0], q.device))
+
+    # ---- packed sequences, windows: flash takes all; else one by one, or by a mask, which is the definition ----
+
+    def _sighted_forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
+        if self._flash(q):
+            return (self if self.packed else self._by_lengths(q))._by_flash(q, k, v, sinks)
+        if self.window:
+            return self._masked(q, sinks).forward(q, k, v, sinks)
+        one = dataclasses.replace(self, packed=None)
+        found = [one.forward(*part, sinks) for part in self._each_sequence(q, k, v)]
+        return torch.cat([out for out, _ in found], 1), tuple([kept for _, kept in found])
+
+    def _sighted_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
+                          sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if self._flash(q):
+            return (self if self.packed else self._by_lengths(q))._flash_grads(dout, q, k, v, out, kept, sinks)
+        if self.window:
+            return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
+        one = dataclasses.replace(self, packed=None)
+        found = [one.backward(*part, of, sinks) for part, of in zip(self._each_sequence(dout, q, k, v, out), kept)]
+        dq, dk, dv = (torch.cat(parts, 1) for parts in list(zip(*found))[:3])
+        return dq, dk, dv, None if sinks is None else torch.stack([d for *_, d in found]).sum(0)
+
+    def _each_sequence(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The rows [1, n, h, D] of each sequence."""
+        return zip(*(t.split(self.packed.lengths, 1) for t in tensors))
+
+    def _masked(self, q: Tensor, sinks: Tensor | None) -> Attention:
+        """The same by a mask: to be added where products and softmax are spelled out."""
+        sight = Sight(1, q.shape[1], q.device, self.window, self.packed, None if sinks is None else q.dtype)
+        return dataclasses.replace(self, causal=False, mask=sight.real, packed=None, window=0)
+
+    def _unmasked(self, q: Tensor, sinks: Tensor | None) -> bool:
+        """Is this causal without a mask, and spelled out, where only a mask says so?"""
+        spelled = sinks is not None and not self._cudnn(q.transpose(1, 2), sinks) and not self._cpu(q, sinks)
+        return self.causal and self.mask is None and spelled
+
+    def _flash(self, q: Tensor) -> bool:
+        return (q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+                and torch.cuda.get_device_capability(q.device) >= (8, 0))
+
+    def _flash_args(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cu, most = self.packed.cu, self.packed.longest
+        window = {"window_size_left": self.window - 1, "window_size_right": 0} if self.window else {}
+        return (cu, cu, most, most, 0.0, self.causal), {"scale": self.scale, **window}
+
+    def _by_flash(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
+        lengths, rest = self._flash_args()
+        out, lse, rng, unused, _ = _flash_forward(*(t.flatten(0, 1) for t in (q, k, v)), *lengths, False, **rest)
+        if sinks is not None:
+            out, lse = (t[0] for t in _sunk(out.transpose(0, 1)[None], lse[None], sinks))
+            out = out.transpose(0, 1)
+        return out.view(q.shape), (lse, rng, unused)
+
+    def _flash_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
+                        sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        (lengths, rest), (lse, rng, unused) = self._flash_args(), kept
+        flat = [t.flatten(0, 1) for t in (dout, q, k, v, out)]
+        grads = _flash_backward(*flat, lse, *lengths, rng, unused, **rest)
+        dq, dk, dv = (d.view(t.shape) for d, t in zip(grads, (q, k, v)))
+        dsinks = None if sinks is None else _sinks_grad(*(t.transpose(0, 1)[None] for t in (flat[0], flat[4])),
+                                                        lse[None], sinks)
+        return dq, dk, dv, dsinks
+
+    # ---- kernels that give log-sum-exp ----
+
+    def _cudnn(self, q: Tensor, sinks: Tensor | None) -> bool:
+        plain = not self.spelled if sinks is None else not self.cap
+        return (plain and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+                and q.shape[2] > 1 and torch.backends.cuda.cudnn_sdp_enabled())
+
+    def _cpu(self, q: Tensor, sinks: Tensor | None) -> bool:
+        return sinks is not None and q.device.type == "cpu" and not self.cap
+
+    def _bias(self, q: Tensor) -> Tensor | None:
+        """The mask as a number to add: [B, 1 or hq, S, S] of q's type."""
+        if self.mask is None:
+            return None
+        least = max(LEAST, torch.finfo(q.dtype).min)
+        if self.mask.dtype == torch.bool:
+            return torch.zeros_like(self.mask, dtype=q.dtype).masked_fill_(~self.mask, least)
+        return self.mask.to(q.dtype).clamp(min=least)
+
+    def _seen(self, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The mask for cuDNN, and [B, 1 or hq, S, 1]: rows that see nothing by it, which here see all."""
+        bias = self._bias(q)
+        if bias is None:
+            return None, None
+        blind = bias.amax(-1, keepdim=True) <= max(LEAST, torch.finfo(q.dtype).min) / 2
+        return bias.masked_fill_(blind, 0), blind
+
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        """Output [B, hq, S, D], log-sum-exp, and the rest of what the kernel's backward wants."""
+        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _forward(
+            q, k, v, bias, True, 0.0, self.causal, False, scale=self.scale)
+        return out, lse, seed, offset, cum_q, cum_k, max_q, max_k
+
+    def _cudnn_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor,
+                     offset: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int) -> Any:
+        """dq, dk, dv. None: with the same bits each time, which are asked for, there are none by a kernel."""
+        bias, blind = self._seen(q)
+        unseen = dout if blind is None else dout.masked_fill(blind, 0)
+        found = repeats.grads(unseen, q, k, v, out, lse, bias, self.causal, self.scale, repeating())
+        if found is not None or (repeating() and self.mask is not None):
+            return found
+        if repeating():
+            return self._flash_grads_of(dout, q, k, v, out, lse)
+        dout = unseen
+        # Where these reach beyond 2^31 elements cuDNN's dq of the last rows is wrong, and nothing says so: by 6 to 22 %
+        # where it was looked at (torch 2.11).
+        dout, out = (t if span_of(t) <= CUDNN_MOST else t.contiguous() for t in (dout, out))
+        return _backward(dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, 0.0,
+                         self.causal, scale=self.scale)
+
+    def _flash_grads_of(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
+        """As _cudnn_grads, by flash's kernel: each row a sequence of its own, lse [hq, T] for [B, hq, S] or with a last
+        dimension of 1."""
+        rows, _, queries, _ = q.shape
+        cu = [torch.arange(rows + 1, dtype=torch.int32, device=q.device) * t.shape[2] for t in (q, k)]
+        flat = [t.transpose(1, 2).flatten(0, 1) for t in (dout, q, k, v, out)]
+        lse = lse.reshape(q.shape[:3]).transpose(0, 1).flatten(1).contiguous()
+        unread = torch.zeros(2, dtype=torch.int64, device=q.device)      # the state of a dropout that there is none of
+        grads = _flash_backward(*flat, lse, *cu, queries, k.shape[2], 0.0, self.causal, unread, unread,
+                                scale=self.scale)
+        return tuple([d.unflatten(0, (rows, -1)).transpose(1, 2) for d in grads])
+
+    def _cpu_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
+        dq, *rest = _cpu_backward(dout, q, *_each(q, k, v), out, lse, 0.0, self.causal, attn_mask=self._bias(q),
+                                  scale=self.scale)
+        return dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in rest)
+
+    # ---- the rest ----
+
+    def _grads_by_torch(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, own: bool
+                        ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """dq, dk, dv and dsinks by a forward under a graph. own: forward was this one; else cuDNN's, with a mask."""
+        one = self
+        if not own:
+            bias, blind = self._seen(q)
+            one, dout = dataclasses.replace(self, mask=bias), dout.masked_fill(blind, 0)
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
+            dq, dk, dv, *rest = torch.autograd.grad(one._torch(*leaves), leaves, dout)
+        return dq, dk, dv, rest[0] if rest else None
+
+    def _torch(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        if self.spelled or sinks is not None:
+            return self._spelled(q, *_each(q, k, v), sinks)
+        grouped = q.shape[1] > k.shape[1]
+        if grouped and self.mask is not None:            # kernels that take a mask take no groups
+            k, v = _each(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=self.causal, scale=self.scale,
+                                              enable_gqa=grouped and self.mask is None)
+
+    def _spelled(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        logits = torch.matmul(q, k.transpose(2, 3)) * self.scale
+        if self.cap:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        if self.mask is not None:
+            logits = logits + self.mask
+        if sinks is not None:
+            logits = torch.cat((logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), -1)
+        p = F.softmax(logits, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        return torch.matmul(p[..., :k.shape[2]], v)
+
+
+def _share(q: Tensor) -> float:
+    """How many times what cuDNN's kernels are given at once."""
+    return max(q.numel() / CUDNN_MOST, span_of(q) / CUDNN_SPAN)
+
+
+def _of_parts(kept: tuple[Any, ...], dim: int, parts: int) -> list[tuple[Any, ...]]:
+    """What one call kept, for each part of the rows (dim 0) or the heads (dim 2)."""
+    lse, *rest = kept
+    return [(part.contiguous(), *rest) for part in lse.chunk(parts, {0: 0, 2: 1}[dim])]
+
+
+def long_tokens(q_columns: int, qkv_columns: int) -> int:
+    """The most tokens in one row, q being a part of so wide a matrix, of which attention copies nothing."""
+    return min(CUDNN_MOST // q_columns, CUDNN_SPAN // qkv_columns)
+
+
+def _near(t: Tensor) -> Tensor:
+    """The same values, within a span that cuDNN's kernels are given."""
+    return t if span_of(t) <= CUDNN_SPAN else t.contiguous()
+
+
+def _each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values once for each query head."""
+    groups = q.shape[1] // k.shape[1]
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+
+
+def _sunk(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out' [B, hq, S, D] and lse' as lse, [B, hq, S] or [B, hq, S, 1]."""
+    if sinks is None:
+        return out, lse
+    with_sink = torch.logaddexp(lse, _like(sinks, lse))
+    return out.mul_(torch.exp(lse - with_sink).view(*out.shape[:3], 1)), with_sink
+
+
+def _sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    share = torch.exp(_like(sinks, lse) - lse).reshape(out.shape[:3])
+    dots = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(share * dots).sum((0, 2)).to(sinks.dtype)
+
+
+def _like(sinks: Tensor, lse: Tensor) -> Tensor:
+    """[hq] to be added to lse, in its type."""
+    return sinks.to(lse.dtype).view(1, -1, *(1,) * (lse.dim() - 2))

@@ -1,0 +1,292 @@
+"""What templates are made of: weights by name, linear layers that stand side by side, norms, activations."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...base.errors import MegatrainError
+
+
+class Unfit(Exception):
+    """A module, or a call of it, that a template does not cover; the text says why."""
+
+
+def only(args: Any, kwargs: Any, name: str) -> Any:
+    """The one argument of a call.
+
+    Raises:
+        Unfit: there are more, or it goes by another name.
+    """
+    if len(args) + len(kwargs) != 1 or (kwargs and name not in kwargs):
+        raise Unfit("called with more than its input")
+    return args[0] if args else kwargs[name]
+
+
+def hidden_states(x: Any, dtype: torch.dtype) -> Tensor:
+    """x, if it is a plain [B, S, H] tensor of this type.
+
+    Raises:
+        Unfit: it is not.
+    """
+    if type(x) is not Tensor or x.dim() != 3 or x.dtype != dtype:
+        raise Unfit("its input is no [B, S, H] tensor of the weights' type")
+    return x
+
+
+def dense(x: Tensor) -> Tensor:
+    """Patches of images come transposed: x is to be dense in H."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cut: Tensor) -> Tensor:
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise MegatrainError("a gradient through the key-value cache of a fused layer: use compute='eager'")
+
+
+def cut(t: Tensor) -> Tensor:
+    """The same values for a cache, with a history that refuses to be gone through, and holds nothing."""
+    return _Cut.apply(t.detach(), t.new_empty(0).requires_grad_())
+
+
+def unflattened(t: Tensor, shape: Any) -> Tensor:
+    """t [T, H] as [B, S, H], and no view: autograd lets nobody change a node's output in place if it is one."""
+    return torch.ops.aten._unsafe_view(t, shape)
+
+
+class Weights:
+    """A unit's weights in a slot, by the names of the window's parameters.
+
+    Linear layers that read the same input lie side by side in their unit (units are laid out matrices
+    first), so their weights are one matrix, and one product serves them all.
+    """
+
+    __slots__ = ("_joint", "_make", "by_name")
+
+    def __init__(self, by_name: dict[str, Tensor], make: Callable[[Callable[[], Tensor]], Tensor] | None = None
+                 ) -> None:
+        """make: runs what makes a view that is kept here (a slot counts those)."""
+        self.by_name, self._make = by_name, make or (lambda view: view())
+        self._joint: dict[tuple[str, ...], Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.by_name[name]
+
+    def joint(self, names: tuple[str, ...]) -> Tensor:
+        """The rows of all of them, one below the other; a view where they are neighbours."""
+        if len(names) == 1:
+            return self.by_name[names[0]]
+        found = self._joint.get(names)
+        if found is None:
+            parts = [self.by_name[n] for n in names]
+            if not _neighbours(parts):
+                return torch.cat(parts)              # a copy would be out of date with the next fetch
+            found = self._joint[names] = self._make(lambda: _over(parts))
+        return found
+
+
+def _neighbours(parts: list[Tensor]) -> bool:
+    here, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+    for p in parts:
+        if p.data_ptr() != here or not p.is_contiguous() or p.untyped_storage().data_ptr() != storage:
+            return False
+        here += p.numel() * p.element_size()
+    return True
+
+
+def _over(parts: list[Tensor]) -> Tensor:
+    first, rows = parts[0], sum(p.shape[0] for p in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+class Grads(dict[str, Tensor]):
+    """Weight gradients by name; `wants` tells whose are asked for."""
+
+    def __init__(self, wanted: Iterable[str]) -> None:
+        super().__init__()
+        self._wanted = frozenset(wanted)
+
+    def wants(self, *names: str) -> bool:
+        return any(n in self._wanted for n in names)
+
+    def put(self, names: tuple[str, ...], rows: tuple[int, ...], joint: Tensor) -> None:
+        for name, part in zip(names, joint.split(rows)):
+            if name in self._wanted:
+                self[name] = part
+
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor) -> None:
+        """dy' x [sum of rows, K], from dy [T, sum of rows] and x [T, K]."""
+        self.put(names, rows, torch.mm(dy.t(), x))
+
+
+class Sums(Grads):
+    """Weight gradients of tiles of rows, added up in fp32 at least. Of products only the whole sum is rounded; what
+    comes by its name (of biases, norms) has been rounded tile by tile. `finish` hands them on."""
+
+    def __init__(self, grads: Grads) -> None:
+        super().__init__(grads._wanted)
+        self._grads = grads
+        self._types: dict[str, torch.dtype] = {}
+        self._matrices: dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype, Tensor]] = {}
+
+    def __setitem__(self, name: str, part: Tensor) -> None:
+        if name in self:
+            self[name].add_(part)
+        else:
+            super().__setitem__(name, part.to(torch.promote_types(part.dtype, torch.float32), copy=True))
+        self._types[name] = part.dtype
+
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor) -> None:
+        begun = names in self._matrices
+        if not begun:
+            wide = torch.promote_types(dy.dtype, torch.float32)
+            self._matrices[names] = rows, dy.dtype, torch.empty(sum(rows), x.shape[1], dtype=wide, device=x.device)
+        total = self._matrices[names][2]
+        if total.dtype != torch.float32:
+            torch.addmm(total, dy.t(), x, beta=float(begun), out=total)
+        else:
+            ops.gemm_(total, dy.t(), x, beta=float(begun))
+
+    def finish(self) -> None:
+        """What was added up, in the gradients' types."""
+        for names in list(self._matrices):
+            rows, dtype, total = self._matrices.pop(names)
+            self._grads.put(names, rows, total.to(dtype))
+        for name, total in self.items():
+            self._grads[name] = total.to(self._types[name])
+
+
+class Linears:
+    """One or more nn.Linear over the same input: x [T, K] -> [T, sum of rows]."""
+
+    def __init__(self, layer: nn.Module, *names: str) -> None:
+        modules = [child(layer, n) for n in names]
+        for name, m in zip(names, modules):
+            if type(m) is not nn.Linear:
+                raise Unfit(f"{name} is a {type(m).__name__}, not a plain nn.Linear")
+        self.rows = tuple(m.out_features for m in modules)
+        self.inputs = modules[0].in_features
+        self.weights = tuple(f"{n}.weight" for n in names)
+        biased = [m.bias is not None for m in modules]
+        if any(biased) and not all(biased):
+            raise Unfit(f"only some of {', '.join(names)} have a bias")
+        self.biases = tuple(f"{n}.bias" for n in names) if biased[0] else ()
+        self.names = (*self.weights, *self.biases)
+
+    def forward(self, x: Tensor, w: Weights) -> Tensor:
+        matrix = w.joint(self.weights).t()
+        return torch.addmm(w.joint(self.biases), x, matrix) if self.biases else torch.mm(x, matrix)
+
+    def forward_onto(self, base: Tensor, x: Tensor, w: Weights, factor: float) -> Tensor:
+        """base + factor * forward(x), added inside the product."""
+        if self.biases:
+            return torch.add(base, self.forward(x, w), alpha=factor)
+        return torch.addmm(base, x, w.joint(self.weights).t(), alpha=factor)
+
+    def input_grad(self, dy: Tensor, w: Weights) -> Tensor:
+        return torch.mm(dy, w.joint(self.weights))
+
+    def weight_grads(self, dy: Tensor, x: Tensor, grads: Grads) -> None:
+        if grads.wants(*self.weights):
+            grads.product(self.weights, self.rows, dy, x)
+        if grads.wants(*self.biases):
+            grads.put(self.biases, self.rows, ops.column_sum(dy))
+
+
+class Norm:
+    """A module that is an RMSNorm in one of transformers' ways of applying its weight."""
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        module = child(layer, name)
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        own = dict(module.named_parameters())
+        if not isinstance(eps, float) or list(own) != ["weight"] or own["weight"].dim() != 1:
+            raise Unfit(f"{name or 'it'} ({type(module).__name__}) is no RMSNorm with one weight")
+        self.weight = f"{name}.weight" if name else "weight"
+        self.eps, self.size = eps, own["weight"].numel()
+        self.style = ops.ROUND_FIRST
+
+    def forward(self, x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+        """y and 1/rms."""
+        if w[self.weight].dtype != x.dtype:
+            return _wide_norm(x, w[self.weight], self.eps, self.style)
+        y, _, rstd = ops.rms_norm(x, w[self.weight], self.eps, self.style)
+        return y, rstd
+
+    def again(self, s: Tensor, w: Weights) -> Tensor:
+        return self.forward(s, w)[0]
+
+    def backward(self, dy: Tensor, s: Tensor, rstd: Tensor, w: Weights, grads: Grads, add: Tensor | None = None,
+                 rebuild: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        backward = _wide_norm_backward if w[self.weight].dtype != s.dtype else ops.rms_norm_backward
+        dx, dw, y = backward(dy, s, w[self.weight], rstd, self.style, add, rebuild, dx=out)
+        if grads.wants(self.weight):
+            grads[self.weight] = dw
+        return dx, y
+
+
+# Norms with fp32 weights in a 16-bit layer (GPT-OSS as it is loaded): ops.rms_norm's formulas, in torch's passes.
+
+def _wide_norm(x: Tensor, weight: Tensor, eps: float, style: int) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    return (wide * rstd.unsqueeze(-1) * (weight + (style == ops.ONE_PLUS))).to(x.dtype), rstd
+
+
+def _wide_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style: int, add: Tensor | None,
+                        rebuild: bool, *, dx: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    weight, hat, dy = weight + (style == ops.ONE_PLUS), s.float() * rstd.unsqueeze(-1), dy.float()
+    dw, y = ops.column_sum((dy * hat).flatten(0, -2)), (hat * weight).to(s.dtype) if rebuild else None
+    g = dy * weight
+    found = rstd.unsqueeze(-1) * (g - hat * (g * hat).mean(-1, keepdim=True))
+    found = (found if add is None else found + add).to(s.dtype)
+    return found if dx is None else dx.copy_(found), dw, y
+
+
+def has(layer: nn.Module, name: str) -> bool:
+    """Is there a module of this dotted name that does something?"""
+    found = _find(layer, name)
+    return found is not None and not isinstance(found, nn.Identity)
+
+
+def child(layer: nn.Module, name: str) -> nn.Module:
+    """The module of this dotted name.
+
+    Raises:
+        Unfit: there is none.
+    """
+    found = _find(layer, name)
+    if found is None:
+        raise Unfit(f"no template covers a {type(layer).__name__}: it has no {name}")
+    return found
+
+
+def _find(layer: Any, name: str) -> nn.Module | None:
+    for part in name.split(".") if name else ():
+        layer = getattr(layer, part, None)
+    return layer if isinstance(layer, nn.Module) else None
+
+
+def activation(fn: Any) -> int:
+    """Which of ops' activations a module or function computes, found by trying it.
+
+    Raises:
+        Unfit: none of them.
+    """
+    if not callable(fn):
+        raise Unfit("it names no activation")
+    x = torch.linspace(-6, 6, 97)
+    with torch.no_grad():
+        y = fn(x)
+    for code in (ops.SILU, ops.GELU_TANH, ops.GELU):
+        if torch.allclose(y, ops.glu(x[None], torch.ones_like(x)[None], code)[0], rtol=1e-5, atol=1e-6):
+            return code
+    raise Unfit(f"its activation ({type(fn).__name__}) is none of SiLU, GELU and tanh-GELU")

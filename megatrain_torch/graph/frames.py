@@ -1,0 +1,476 @@
+"""What autograd saves inside a window, and how it comes back.
+
+Two pairs of pack and unpack hooks, chosen per window:
+
+saved    weights are replaced by (unit, offset); everything else is kept, with the in-place check
+         that torch drops when hooks are used; "saved+host", "+disk": elsewhere (swap.py);
+replay   every saved tensor is replaced by (frame, number); the first unpack runs the window's
+         forward again and keeps what it saves, up to the last tensor that the first run saved.
+         "replay+host", "+disk": the inputs with a gradient wait elsewhere.
+
+Neither keeps a weight: `unpack` fetches the unit again, wherever it is by then.
+"""
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .. import _core
+from ..base.errors import MegatrainError
+from ..base.modes import Mode
+from ..store.records import Record
+from ..store.state import swap_window
+from .effects import Snapshot
+from .generators import random_state, set_random_state
+from .swap import Ends, Part, Swap, hollow, storage_of
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class Located(Protocol):
+    """Knows where weights are on the device: ring.Ring."""
+
+    def locate(self, t: Tensor) -> tuple[int, int] | None: ...
+
+    def view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor: ...
+
+
+class Streamed(Protocol):
+    """The streamed model of a window whose activations are kept, or made again: runtime.Runtime."""
+
+    core: _core.Engine
+    device: torch.device
+    swap: Swap
+    unit_names: list[str]
+    given: int
+
+    @property
+    def handover(self) -> Ends: ...
+
+    @property
+    def ring(self) -> Located: ...
+
+    def during(self, window: Any, work: str) -> AbstractContextManager[Any]: ...
+
+
+class Stretch(Protocol):
+    """What is run, and run again: window.Window."""
+
+    name: str
+    mode: str
+    proved: bool
+    units: list[int]
+    trainable: list[Record]
+    buffered: Iterable[nn.Module]
+
+    @property
+    def runtime(self) -> Streamed: ...
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def inner(self) -> Any: ...
+
+    def bind_leaves(self, trainable: list[Record] | None = None) -> dict[Record, Tensor]: ...
+
+    def flat_weights(self) -> AbstractContextManager[None]: ...
+
+    def state(self, objects: Sequence[Any] = ()) -> Snapshot: ...
+
+    def snapshot_buffers(self) -> list[Any]: ...
+
+    def restore_buffers(self, snapshot: list[Any]) -> list[Any]: ...
+
+    def _left(self) -> list[Record] | None: ...
+
+
+class Weight:
+    """A saved tensor that lies in a slot: which unit, which version, which part."""
+
+    __slots__ = ("runtime", "unit", "version", "dtype", "size", "stride", "offset")
+
+    def __init__(self, runtime: Any, unit: int, offset: int, t: Tensor) -> None:
+        self.runtime, self.unit, self.offset = runtime, unit, offset
+        self.version = runtime.core.version(unit)
+        self.dtype, self.size, self.stride = t.dtype, t.shape, t.stride()
+
+    def tensor(self) -> Tensor:
+        if self.runtime.core.version(self.unit) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: weights of unit {self.runtime.unit_names[self.unit]!r} were updated between "
+                "forward and backward; call backward() before step()")
+        return self.runtime.ring.view(self.unit, self.offset, self.dtype, self.size, self.stride)
+
+
+def keep(t: Tensor) -> tuple[Tensor, int]:
+    """A saved tensor that is no weight, with its version when it was saved.
+
+    With its history it would hold the node that saves it: a cycle in C++ that no collector sees.
+    """
+    return t.detach() if t.requires_grad else t, t._version
+
+
+def restored(handle: Any) -> Tensor:
+    """The tensor behind what `keep`, `Weight` or a bundle made."""
+    if type(handle) is not tuple:
+        return handle.tensor()
+    value, version = handle
+    if value._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of shape {list(value.shape)} is at version {value._version}; "
+            f"expected version {version} instead")
+    return value
+
+
+def refuse_create_graph() -> None:
+    if torch.is_grad_enabled():
+        raise MegatrainError("backward(create_graph=True) through a streamed model is not supported: "
+                             "mt.unstream(model) first, or use a model that fits")
+
+
+def refuse_again(ctx: Any) -> None:
+    """torch's own error for a graph that was given back, by a node whose backward asks for nothing that it saved."""
+    _ = ctx.saved_tensors
+
+
+class SavedFrame:
+    """Hooks of a window that keeps its activations."""
+
+    def __init__(self, window: Stretch) -> None:
+        self.runtime = window.runtime
+
+    def pack(self, t: Tensor) -> Any:
+        where = self.runtime.ring.locate(t)
+        if where is not None:
+            return Weight(self.runtime, *where, t)
+        return keep(t)
+
+    @staticmethod
+    def unpack(handle: Any) -> Tensor:
+        refuse_create_graph()
+        return restored(handle)
+
+
+class HostFrame(SavedFrame):
+    """The same with the tensors in host memory or a file. What came from outside without a gradient (angles, masks) is
+    other windows' too, and stays where it is."""
+
+    def __init__(self, window: Stretch, args: Any, kwargs: Any, mode: Mode) -> None:
+        super().__init__(window)
+        self.bundle = self.runtime.swap.bundle(window, mode)
+        fork = Fork()
+        fork.call(args, kwargs)
+        self.shared = {storage_of(t) for t, _ in fork.watched} - {storage_of(t) for t in fork.with_grad}
+        self.shared |= {storage_of(b) for m in window.buffered for b in m._buffers.values() if b is not None}
+
+    def pack(self, t: Tensor) -> Any:
+        handle = super().pack(t)
+        if type(handle) is Weight or not self.runtime.swap.may(t) or storage_of(t) in self.shared:
+            return handle
+        return self.bundle.add(t)
+
+
+class _StopReplay(BaseException):
+    """All that the first run saved is there again."""
+
+
+class Again:
+    """Hooks of what runs again in backward: every saved tensor becomes (frame, number); the first unpack makes all."""
+
+    def __init__(self, window: Stretch) -> None:
+        self.window, self.runtime = window, window.runtime
+        self.count = 0                                   # tensors saved by the first run
+        self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
+
+    def pack(self, t: Tensor) -> Any:
+        self.count += 1
+        return self, self.count - 1
+
+    @staticmethod
+    def unpack(handle: Any) -> Tensor:
+        refuse_create_graph()
+        frame, number = handle
+        if number not in frame.saved:
+            frame.replay()
+        return restored(frame.saved.pop(number))
+
+    def replay(self) -> None:
+        raise NotImplementedError
+
+    def backward_ended(self) -> None:
+        """What nobody has asked for is made again by the next backward that does."""
+        self.saved = {}
+
+    def handle(self, t: Tensor) -> Any:
+        """What is kept of a tensor that is saved."""
+        where = self.runtime.ring.locate(t)
+        return Weight(self.runtime, *where, t) if where is not None else keep(t)
+
+
+class ReplayFrame(Again):
+    """Hooks of a window whose forward runs again in backward.
+
+    Holds the inputs (detached, containers copied), the buffers' values, the random state and the
+    autocast state from before the first run.
+    """
+
+    def __init__(self, window: Stretch, args: Any, kwargs: Any) -> None:
+        super().__init__(window)
+        self.module = window.module                      # the graph may outlive the model
+        fork = Fork()
+        self.inputs = fork.call(args, kwargs)
+        self.watched = fork.watched                      # inputs and their versions
+        self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
+        self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
+        self.buffers = window.snapshot_buffers()
+        self.objects = fork.shared                       # which a forward may change too
+        self.state = window.state(fork.shared)
+        self.shapes: list[Any] | None = [] if self.clones is not None else None
+        self.random = random_state(self.runtime.device)
+        self.autocast = autocast_state(self.runtime.device.type)
+        self.versions = [self.runtime.core.version(u) for u in window.units]
+
+    def pack(self, t: Tensor) -> Any:
+        if self.shapes is not None:
+            self.shapes.append(t.shape)
+        return super().pack(t)
+
+    def forward_ended(self, mode: Mode) -> None:
+        """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on.
+        mode: what it says of the input goes for the inputs with a gradient."""
+        why = self.state.ran()
+        if why:
+            raise MegatrainError(f"{self.window.name}: its forward cannot be run again: {why}; "
+                                 "use plan={'activations': 'saved'}")
+        changed = any(t._version != v for t, v in self.watched)
+        if changed and self.clones is None:
+            raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
+                                 "done before, so it cannot be run again; use plan={'activations': 'saved'}")
+        if changed:
+            self.inputs, self.watched, self.window.mode = self.clones, [], str(mode.saved)
+        self.clones, self.window.proved = None, True
+        if mode.input and not changed:
+            self._leave(mode)
+
+    def _leave(self, mode: Mode) -> None:
+        """The inputs with a gradient wait elsewhere."""
+        bundle = self.runtime.swap.bundle(self.window, mode)
+        away = _Away(bundle)
+        self.inputs = away.call(*self.inputs)
+        self.watched = [(hollow(t) if storage_of(t) in away.met_storages else t, v) for t, v in self.watched]
+        bundle.leave()
+
+    def replay(self) -> None:
+        """Runs the forward again until all that the first run saved is there."""
+        self.saved = {}
+        self.runtime.handover.at_end(self)
+        packed = self._collector()
+        try:
+            with self.runtime.during(self.window, "replay"), self.as_it_was() as (args, kwargs):
+                _push(packed, SavedFrame.unpack)
+                try:
+                    self.window.inner(*args, **kwargs)
+                finally:
+                    _pop()
+        except _StopReplay:
+            pass
+        if len(self.saved) < self.count:
+            self._refuse(f"saved {len(self.saved)} tensors where the first run saved {self.count}")
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[tuple[Any, Any]]:
+        """Inputs, weights, buffers, random numbers and autocast as the first run met them; put back after."""
+        self._check()
+        rt, window = self.runtime, self.window
+        saved_random = random_state(rt.device)
+        saved_autocast = autocast_state(rt.device.type)
+        now, saved_buffers = window.state(self.objects), window.restore_buffers(self.buffers)
+        self.state.restore(now)
+        outer, opened = None, False
+        try:
+            set_random_state(rt.device, self.random)
+            set_autocast_state(rt.device.type, (*self.autocast[:2], False, *self.autocast[3:]))
+            with torch.enable_grad():
+                inputs = Fork(as_results=True).call(*self.inputs)
+                outer, opened = swap_window(window.bind_leaves(self.trainable)), True
+                with window.flat_weights():
+                    yield inputs
+        finally:
+            if opened:
+                swap_window(outer)
+            now.restore()
+            window.restore_buffers(saved_buffers)
+            set_autocast_state(rt.device.type, saved_autocast)
+            set_random_state(rt.device, saved_random)
+
+    def _refuse(self, what: str) -> None:
+        raise MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "
+                             "use plan={'activations': 'saved'}")
+
+    def _collector(self) -> Any:
+        saved, last, shapes = self.saved, self.count - 1, self.shapes
+        number = -1
+
+        def pack(t: Tensor) -> Any:
+            nonlocal number
+            number += 1
+            if shapes is not None and shapes[number] != t.shape:
+                self._refuse(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
+            saved[number] = handle = self.handle(t)
+            if number >= last:
+                raise _StopReplay
+            return handle
+
+        return pack
+
+    def _check(self) -> None:
+        if self.runtime.given and self.window._left() is not None:
+            raise MegatrainError(f"{self.window.name}: it has to run again with its own weights, and others are in "
+                                 "their places: call backward() outside of functional_call, or use "
+                                 "plan={'activations': 'saved'}")
+        for unit, version in zip(self.window.units, self.versions):
+            if self.runtime.core.version(unit) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: weights of unit {self.runtime.unit_names[unit]!r} were updated between forward "
+                    "and backward; call backward() before step()")
+        if self.state.overwritten():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor that {self.window.name!r} keeps was changed after its forward; "
+                "use plan={'activations': 'saved'}")
+        if any(t._version != v for t, v in self.watched):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"an input of {self.window.name!r} was changed after its forward; "
+                "use plan={'activations': 'saved'} to keep what it needs")
+
+
+# ---- inputs ------------------------------------------------------------------------------------
+
+class _Result(torch.autograd.Function):
+    """The same tensor as the result of an operation: an input that forward may write into."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+_ATOMS = {type(None), bool, int, float, str, torch.dtype, torch.device}
+
+
+class Fork:
+    """A copy of the arguments whose containers and caches may be changed; tensors are shared, detached.
+
+    watched: (tensor, version) of each tensor met. clone: floating tensors are copied too.
+    as_results: tensors that require a gradient come as results of an operation, as they did first.
+    """
+
+    def __init__(self, clone: bool = False, as_results: bool = False) -> None:
+        self.clone, self.as_results = clone, as_results
+        self.watched: list[tuple[Tensor, int]] = []
+        self.with_grad: list[Tensor] = []
+        self.shared: list[Any] = []                      # objects that were not copied
+        self.met: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind is Part:
+            return self._tensor(value.tensor().requires_grad_())
+        if kind is Tensor:
+            return self._tensor(value)
+        if kind is tuple:
+            return tuple([self(v) for v in value])
+        return self._object(value)
+
+    def call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self(args), {k: self(v) for k, v in kwargs.items()}
+
+    def _tensor(self, t: Tensor) -> Tensor:
+        self.watched.append((t.detach() if t.requires_grad else t, t._version))
+        out = self.watched[-1][0]
+        if self.clone and t.is_floating_point():
+            with torch.no_grad():
+                out = out.clone()
+        if not t.requires_grad:
+            return out
+        self.with_grad.append(t)
+        out = (out if self.clone else out.detach()).requires_grad_()
+        return _Result.apply(out) if self.as_results else out
+
+    def _object(self, value: Any) -> Any:
+        if id(value) in self.met:
+            return self.met[id(value)]
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple):
+            return type(value)(*map(self, value)) if hasattr(value, "_fields") else type(value)(map(self, value))
+        if not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value) or _is_cache(value)) \
+                or isinstance(value, type):
+            self.shared.append(value)
+            return value
+        out = self.met[id(value)] = copy.copy(value)
+        if isinstance(value, dict):
+            for k, v in value.items():
+                dict.__setitem__(out, k, self(v))
+        elif isinstance(value, list):
+            out[:] = [self(v) for v in value]
+        for k, v in getattr(value, "__dict__", {}).items():
+            object.__setattr__(out, k, self(v))
+        return out
+
+
+class _Away(Fork):
+    """A copy of the arguments in which parts of a bundle stand for tensors that require a gradient.
+
+    met_storages: of those tensors.
+    """
+
+    def __init__(self, bundle: Any) -> None:
+        super().__init__()
+        self.bundle, self.met_storages = bundle, set()
+
+    def _tensor(self, t: Tensor) -> Any:
+        if not t.requires_grad or not self.bundle.swap.may(t):
+            return t
+        self.met_storages.add(storage_of(t))
+        return self.bundle.add(t)
+
+
+def _is_cache(value: Any) -> bool:
+    """Key-value caches of transformers: objects that a layer writes into."""
+    return any(c.__module__.startswith("transformers") and "Cache" in c.__name__ for c in type(value).__mro__)
+
+
+# ---- autocast ----------------------------------------------------------------------------------
+
+def autocast_state(device: str) -> tuple[Any, ...]:
+    other = () if device == "cpu" else (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+    return (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+            torch.is_autocast_cache_enabled(), *other)
+
+
+def set_autocast_state(device: str, s: tuple[Any, ...]) -> None:
+    torch.set_autocast_enabled(device, s[0])
+    torch.set_autocast_dtype(device, s[1])
+    torch.set_autocast_cache_enabled(s[2])
+    if len(s) > 3:
+        torch.set_autocast_enabled("cpu", s[3])
+        torch.set_autocast_dtype("cpu", s[4])

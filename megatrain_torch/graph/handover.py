@@ -1,0 +1,300 @@
+"""Gradients leave a window: from autograd's hands into the store's GRAD planes.
+
+A window's weight gradients arrive together in `Bind.backward`. Each parameter is one of
+
+    streamed   the usual case: copied home behind compute; autograd is told None, and `p.grad` is late: gradient.py
+    summed     used more than once in this backward (tied weights, a module called twice): kept on the
+               device until the last use, then streamed, so that sums are made in torch's order
+    real       autograd wants the tensor itself (autograd.grad, hooks on the parameter, arithmetic on
+               the host copy): a finished host tensor is returned
+    unwanted   autograd.grad or backward(inputs=...) without this parameter: dropped
+
+What is under way in one graph task is flushed when the task ends, by autograd's own callback.
+"""
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import _core
+from ..base.errors import MegatrainError
+from ..store import gradient
+from ..store.arrive import Arrivals
+from ..store.records import Record, Use
+from ..store.state import in_backward
+from .door import Door
+from .swap import Swap
+
+SET, ADD = 0, 1
+
+
+class Room(Protocol):
+    """Refuses what does not fit in host memory: preflight.Room.
+
+    Attributes:
+        begun, summed: planes of gradients, and of their sums, have been asked for.
+    """
+
+    begun: bool
+    summed: bool
+
+    def gradients(self, core: _core.Engine) -> None: ...
+
+    def sums(self, core: _core.Engine) -> None: ...
+
+
+class Model(Protocol):
+    """The streamed model whose gradients these are: runtime.Runtime.
+
+    Attributes:
+        passing: units whose gradients are kept nowhere. window_count: windows it has or had.
+    """
+
+    core: _core.Engine
+    arrivals: Arrivals
+    door: Door
+    room: Room
+    swap: Swap
+    passing: frozenset[int]
+
+    @property
+    def window_count(self) -> int: ...
+
+    def stream(self) -> int: ...
+
+    def follow(self) -> None: ...
+
+    def forget_lazy(self) -> None: ...
+
+    def backward_began(self) -> None: ...
+
+    def handed_over(self) -> None: ...
+
+
+class HandOver:
+    def __init__(self, runtime: Model) -> None:
+        self.runtime = runtime
+        self.unstepped = False               # gradients were sent since mt.AdamW's last step
+        self.alive: deque[tuple[int, list[Tensor]]] = deque()   # sources of copies that are still in flight
+        self.opened = 0                                         # windows of this pass, while there are such
+        self.tasks: dict[int, list[weakref.ref[Any]]] = {}      # graph tasks that have our callback, and whom it tells
+        self.summed: dict[int, Record] = {}                     # records with a pending device sum
+        self.stream = 0                                         # where the last hand-over happened
+        self.lent: dict[int, dict[Record, Tensor]] = {}         # by unit: copies of gradients that an update reads
+        self.observer: Any = None                               # an optimizer that updates in backward
+
+    # ---- called by Bind.backward, in autograd's thread ----
+
+    def take(self, records: list[Record], use: Use | None, nodes: list[Any],
+             grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        if torch.is_grad_enabled():
+            raise MegatrainError("backward(create_graph=True) through a streamed model is not supported")
+        self.join_task()
+        again = use is None or use.handed          # a graph that is gone through twice
+        if use is not None:
+            use.hand()
+        out: list[Tensor | None] = [None] * len(records)
+        ready: list[tuple[Record, Tensor]] = []
+        for i, (record, node, grad) in enumerate(zip(records, nodes, grads)):
+            kind = "unwanted" if grad is None and record.pending is None else self._kind(record, node)
+            if kind == "real":
+                out[i] = self._to_host(record, grad)
+            elif kind == "streamed":
+                total = self._sum(record, grad, again)
+                if total is not None:
+                    ready.append((record, total))
+        self._send(ready)
+        self.runtime.handed_over()
+        return out
+
+    def _kind(self, record: Record, node: Any) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            hooked = record.param._backward_hooks or record.param._post_accumulate_grad_hooks
+            trains = record.param.requires_grad
+        if not trains:                       # frozen since the forward: torch drops it too
+            return "unwanted"
+        if not record.was_trainable:         # frozen in a forward since then, and trained again
+            self.runtime.follow()
+        try:
+            wanted = node is None or torch._C._will_engine_execute_node(node)
+        except RuntimeError:                 # a leaf under autograd.grad(): torch cannot say, and captures it
+            return "real"
+        if not wanted:
+            return "unwanted"
+        return "real" if hooked or record.host_graph else "streamed"
+
+    def _sum(self, record: Record, grad: Tensor | None, again: bool) -> Tensor | None:
+        """The gradient to send now, or None while more of this backward are to come.
+
+        torch adds up what one backward gives a parameter, and adds the sum to .grad. Where .grad was
+        empty the order is the same without waiting; where it was not, and for tied weights, wait.
+        """
+        more = record.open > 0 or again
+        if record.pending is None and not (more and (record.uses > 1 or self._had_gradient(record))):
+            return grad
+        if record.pending is None:
+            record.pending = grad
+        elif grad is not None:
+            record.pending = record.pending + grad
+        if more:
+            self.summed[record.pid] = record
+            return None
+        self.summed.pop(record.pid, None)
+        total, record.pending = record.pending, None
+        return total
+
+    @staticmethod
+    def _had_gradient(record: Record) -> bool:
+        """Did .grad stand before this backward began?"""
+        return gradient.standing(record) is not None and record.set_in != in_backward()
+
+    @staticmethod
+    def _to_host(record: Record, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype)
+        return out.copy_(grad)
+
+    # ---- a graph task, from the first that we see of it to its end ----
+
+    def join_task(self) -> None:
+        self.stream = self.runtime.stream()
+        self._whom_it_tells()
+
+    def at_end(self, what: Any) -> None:
+        """Where a backward is under way, what.backward_ended() is called when it is over, if that lives by then."""
+        if in_backward() != -1:
+            self._whom_it_tells().append(weakref.ref(what))
+
+    def _whom_it_tells(self) -> list[weakref.ref[Any]]:
+        task = in_backward()
+        if task not in self.runtime.door.tasks:
+            self.runtime.door.task_begins(task)
+        if task not in self.tasks:
+            self.tasks[task] = []
+            self.runtime.backward_began()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_ended(task))
+        return self.tasks[task]
+
+    def _tell(self, task: int) -> None:
+        """What backward brought or made and did not use is given back, whoever holds the graph."""
+        for ref in self.tasks.pop(task, ()):
+            what = ref()
+            if what is not None:
+                what.backward_ended()
+
+    def _task_ended(self, task: int) -> None:
+        """Runs in whichever thread ends the task: sends what waited for uses that never came."""
+        self._tell(task)
+        self.runtime.door.task_ends(task)
+        self.runtime.swap.sweep()
+        rest = []
+        for record in self.summed.values():
+            if record.pending is not None:
+                rest.append((record, record.pending))
+            record.pending = None
+        self.summed.clear()
+        self._send(rest)
+        self.runtime.forget_lazy()
+        self.runtime.handed_over()
+
+    def sweep(self) -> None:
+        """After a backward that raised: its callback never ran."""
+        for record in self.summed.values():
+            record.pending = None
+        self.summed.clear()
+        for task in list(self.tasks):
+            self._tell(task)
+
+    # ---- to the store ----
+
+    def _send(self, ready: list[tuple[Record, Tensor]]) -> None:
+        by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
+        for record, grad in ready:
+            by_unit.setdefault(record.unit, []).append((record, grad))
+        for unit, pairs in by_unit.items():
+            self._send_unit(unit, pairs)
+
+    def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
+        items, sources, room = [], [], self.runtime.room
+        if not room.begun:
+            room.gradients(self.runtime.core)
+        passing = unit in self.runtime.passing
+        if passing:
+            self._may_pass([r for r, _ in pairs])
+        for record, grad in pairs:
+            grad = self._conform(record, grad)
+            mode = SET if passing else self._claim(record)
+            if mode is None:
+                gradient.add(record, grad)
+                self.unstepped = True
+            elif record.numel:
+                reread, record.written = mode == ADD and record.written, False
+                record.summed = mode == ADD and record.dtype.itemsize == 2
+                items.append((record.index, grad.data_ptr(), mode, int(reread)))
+                sources.append(grad)
+        if not items:
+            return
+        if not room.summed and any(mode == ADD for _, _, mode, _ in items):
+            room.sums(self.runtime.core)
+        self.runtime.handed_over()           # before compute is told to wait for copies of earlier gradients
+        ticket = self.runtime.core.offload(unit, items, self.stream)
+        for record in [r for r, _ in pairs if unit in self.lent]:
+            self.lent[unit].pop(record, None)        # the unit's updates are over: the hand-over waited for them
+        # The copies read these tensors behind our back; they live until compute waits for the copies.
+        self.alive.append((ticket, sources))
+        self.unstepped = True
+        self.let_go()
+        if self.runtime.arrivals.units:
+            self.runtime.arrivals.handed(unit)
+        if self.observer is not None:
+            self.observer(unit, [r for r, _ in pairs])
+
+    def _may_pass(self, records: list[Record]) -> None:
+        """Gradients that are kept nowhere must be used at once."""
+        why = "nobody who updates in backward is there" if self.observer is None else self.observer.declines(records)
+        if any(gradient.standing(r) is not None for r in records):
+            why = "there is a .grad to add to"
+        if why:
+            raise MegatrainError(f"{records[0].name}: its gradient is kept nowhere (plan={{'grads': 'none'}}), and "
+                                 f"{why}; use mt.AdamW(in_backward=True), one backward per step")
+
+    def window_opens(self) -> None:
+        """Half-way through a forward, compute is told to wait for the last gradients of the backward before: they
+        are home by then, and need not stay on the device beside this pass's activations."""
+        self.opened += 1
+        if self.opened == max(1, self.runtime.window_count // 2):
+            self.runtime.core.land(self.runtime.stream())
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Frees the sources of copies that are over, or that compute waits for."""
+        passed = self.runtime.core.passed()
+        while self.alive and self.alive[0][0] <= passed:
+            self.alive.popleft()
+
+    @staticmethod
+    def _conform(record: Record, grad: Tensor) -> Tensor:
+        """Dense, with the host plane's strides: what one plain copy needs."""
+        if grad.layout != torch.strided:
+            raise MegatrainError(f"{record.name}: its gradient is {grad.layout}; use dense gradients (sparse=False)")
+        if grad.stride() == record.stride and grad.dtype == record.dtype:
+            return grad.detach()
+        with torch.no_grad():
+            return torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device=grad.device).copy_(grad)
+
+    @staticmethod
+    def _claim(record: Record) -> int | None:
+        """SET or ADD into the GRAD plane; None when somebody has a tensor over it, or `.grad` is one of the user's."""
+        if gradient.begin(record):
+            record.set_in = in_backward()
+            return SET
+        return ADD if gradient.take_back(record) else None
+
+    def release(self) -> None:
+        """Compute has waited for every copy: nothing needs to be kept."""
+        self.alive.clear()

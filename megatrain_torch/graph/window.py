@@ -1,0 +1,499 @@
+"""A window: the stretch of a module's forward in which its weights are bound.
+
+    forward   acquire the window's units, hand slot tensors to the module through `Bind`, run its own
+              forward, let go.
+    backward  autograd asks for saved tensors: frames.py; when all the window's weight gradients
+              exist, `Bind.backward` hands them over: handover.py.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import MegatrainError
+from ..base.modes import Mode, read
+from ..store.records import Record, Use
+from ..store.state import enter, in_backward, leave, swap_window
+from . import masks
+from .door import Door
+from .effects import Places, Snapshot
+from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
+
+
+class Fused(Protocol):
+    """A template that runs a window: fused.Fused.
+
+    Called, it gives the output, or None: the module's own code runs.
+
+    Attributes:
+        verdict: why it is not used; "" where it is; None before it has been tried. declined: why not for the last call.
+    """
+
+    template: Any
+    verdict: str | None
+    declined: str
+
+    def __call__(self, args: Any, kwargs: Any) -> Tensor | None: ...
+
+    def split(self) -> None: ...
+
+
+class Compiled(Protocol):
+    """torch.compile's graphs of a window, which give (output,), or None: compiled.Compiled."""
+
+    @property
+    def code(self) -> str: ...
+
+    def __call__(self, args: Any, kwargs: Any, replays: bool) -> tuple[Any] | None: ...
+
+
+class Head(Protocol):
+    """What leaves a window's logits unmade, and gives what stands for them, or None: deferred.Head."""
+
+    declined: str
+
+    def __call__(self, args: Any, kwargs: Any) -> Tensor | None: ...
+
+
+class Ring(Located, Protocol):
+    """Gives a unit's weights on the device, and waits for them: ring.Ring."""
+
+    def views(self, unit: int) -> list[Tensor]: ...
+
+    def leaves(self, unit: int) -> list[Tensor]: ...
+
+    def own_outputs(self, out: Any) -> Any: ...
+
+
+class Model(Streamed, Protocol):
+    """The streamed model that a window is a part of: runtime.Runtime."""
+
+    is_cuda: bool
+    units: list[list[Record]]
+    door: Door
+    activations: str
+    planning: Any                        # plans for what a loop shows, where nobody has planned it
+    trace: Any                           # mt.trace's, while it is on
+    ring: Ring
+
+    def mode_of(self, window: Window) -> str: ...
+
+    def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+
+    def forget_lazy(self) -> None: ...
+
+
+class Bind(torch.autograd.Function):
+    """Host parameters in, slot tensors out; weight gradients in, to the store."""
+
+    @staticmethod
+    def forward(ctx: Any, window: Window, records: list[Record], *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.window, ctx.records = window, records
+        ctx.use = Use(records) if in_backward() == -1 else None
+        ctx.set_materialize_grads(False)
+        return tuple(window.views(records))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        nodes = [edge[0] for edge in ctx.next_functions[-len(grads):]]
+        return None, None, *ctx.window.runtime.handover.take(ctx.records, ctx.use, nodes, grads)
+
+
+def refuse_functorch(name: str) -> None:
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise MegatrainError(f"{name}: torch.func's transforms know nothing of streamed weights: give all weights with "
+                             "torch.func.functional_call, or mt.unstream(model)")
+
+
+def method_of(call: Any, module: nn.Module) -> bool:
+    return isinstance(call, types.MethodType) and call.__self__ is module
+
+
+class Below:
+    """Some modules of a window, in order; the window's own, which comes first, weakly: it has the window.
+
+    Attributes:
+        inside: the others.
+    """
+
+    __slots__ = ("_top", "inside")
+
+    def __init__(self, top: nn.Module, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        self.inside = tuple(m for m in modules if m is not top)
+        self._top = weakref.ref(top) if len(self.inside) < len(modules) else None
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        if self._top is not None:
+            yield self._top()
+        yield from self.inside
+
+    def __bool__(self) -> bool:
+        return self._top is not None or bool(self.inside)
+
+
+class Window:
+    """One module that is run with its weights bound.
+
+    Attributes:
+        records: parameters of the subtree, each once, in module order.
+        units: units they lie in; acquired one after another when the window opens.
+        mode: one of modes.py, or "auto" until the first training step decides.
+        proved: a first replayed run has shown that inputs are not written in place.
+    """
+
+    def __init__(self, runtime: Model, name: str, module: nn.Module, records: list[Record]) -> None:
+        self.runtime, self.name, self.records = runtime, name, records
+        self.units = list(dict.fromkeys(r.unit for r in records))
+        self._module, own = weakref.ref(module), module.forward      # which has this window
+        self._own = own.__func__ if method_of(own, module) else own
+        self._is_method = method_of(own, module)
+        self._is_class = self._is_method and "forward" not in vars(module)
+        self.alone = False                   # its records are all of one unit's, in order: set when units are known
+        self.mode = "auto"
+        self.proved = False
+        self.fused: Fused | None = None      # what runs it, where a template does; else why not
+        self.unfit = ""
+        self.compiled: Compiled | None = None     # what runs it, where torch.compile does
+        self.head: Head | None = None        # of the window that makes logits, where they may be left unmade
+        self.trainable: list[Record] = []
+        self.frozen: list[Record] = []
+        self.params: list[nn.Parameter] = []
+        self.look()
+
+    def look(self) -> None:
+        """At the modules there are."""
+        module = self._module()
+        self.modules = Below(module, module.modules())
+        theirs = [m for m in module.modules() if not type(m).__module__.startswith("torch.nn.")]
+        self.theirs = Below(module, theirs)
+        self.buffered = Below(module, [m for m in module.modules() if m._buffers or m in theirs])    # or may be, later
+        self._places: tuple[list[Any], Places] | None = None
+        self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
+        self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,
+                                                               m._backward_hooks, m._backward_pre_hooks)]
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module()
+
+    @property
+    def inner(self) -> Any:
+        """The module's own forward; where that is its class's, of the class that it has now."""
+        module = self._module()
+        if self._is_class:
+            return types.MethodType(type(module).forward, module)
+        return types.MethodType(self._own, module) if self._is_method else self._own
+
+    @property
+    def code(self) -> str:
+        """Whose code runs it, and why not another's."""
+        if self.head is not None:
+            return f"its own ({self.head.declined})" if self.head.declined else "fused with the loss"
+        if self.compiled is not None:
+            return self.compiled.code
+        if self.fused is None:
+            return f"its own ({self.unfit})" if self.unfit else "its own"
+        if self.fused.verdict is None and not self.fused.declined:
+            return "template, once it has been tried"
+        why = self.fused.verdict or self.fused.declined
+        return f"its own ({why})" if why else "template"
+
+    @property
+    def spares_masks(self) -> bool:
+        """A template runs it, or is about to be tried, that goes by what a stand-in for a mask says."""
+        return self.fused is not None and self.fused.template.swaps and not self.fused.verdict
+
+    @property
+    def item(self) -> int:
+        """Bytes of an activation's element."""
+        return self.records[0].dtype.itemsize
+
+    @property
+    def keeps(self) -> str:
+        """What is done about activations; "auto" before the first pass has decided."""
+        rt = self.runtime
+        planned = rt.planning is None or rt.planning.plan is not None
+        return rt.mode_of(self) if planned else self.mode
+
+    # ---- slot tensors ----
+
+    def views(self, records: list[Record]) -> list[Tensor]:
+        """Fresh tensors over the slots for these records. Acquires their units."""
+        rt = self.runtime
+        if len(self.units) == 1:
+            cached = rt.ring.views(self.units[0])
+            return [cached[r.index].detach() for r in records]
+        out = {}
+        for unit in self.units:
+            cached = rt.ring.views(unit)
+            out.update({r: cached[r.index].detach() for r in records if r.unit == unit})
+        return [out[r] for r in records]
+
+    def bind_leaves(self, trainable: list[Record] | None = None) -> dict[Record, Tensor]:
+        """Slot tensors with the parameters' own requires_grad, outside of any graph. trainable: as it was."""
+        with torch.no_grad():
+            bound = dict(zip(self.records, self.views(self.records)))
+        for r in self.trainable if trainable is None else trainable:
+            bound[r].requires_grad_()
+        return bound
+
+    def bind_shared(self) -> dict[Record, Tensor]:
+        """Slot tensors for a run that records nothing: the slots' own, not made anew."""
+        if self.alone:
+            return dict(zip(self.records, self.runtime.ring.leaves(self.units[0])))
+        bound = {}
+        for unit in self.units:
+            leaves = self.runtime.ring.leaves(unit)
+            bound.update({r: leaves[r.index] for r in self.records if r.unit == unit})
+        return bound
+
+    def bind(self, grad: bool) -> dict[Record, Tensor]:
+        """Slot tensors, tied to the host parameters where autograd records."""
+        if not grad:
+            return self.bind_shared()
+        if not self.trainable:
+            return self.bind_leaves()
+        bound = dict(zip(self.trainable, Bind.apply(self, self.trainable, *self.params)))
+        if self.frozen:
+            with torch.no_grad():
+                bound.update(zip(self.frozen, self.views(self.frozen)))
+        return bound
+
+    def split(self) -> None:
+        """Follows requires_grad: which records take part in the graph."""
+        self.trainable = [r for r in self.records if r.was_trainable]
+        self.frozen = [r for r in self.records if not r.was_trainable]
+        self.params = [r.param for r in self.trainable]
+        self.alone = len(self.units) == 1 and self.records == self.runtime.units[self.units[0]]
+        if self.fused is not None:
+            self.fused.split()
+
+    # ---- running ----
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rt, task = self.runtime, in_backward()
+        takes = rt.door.enter(task)
+        outermost = enter()
+        try:
+            if task == -1:
+                if outermost:
+                    args, kwargs = rt.begin(self, args, kwargs)
+                if rt.handover.alive:
+                    rt.handover.window_opens()
+            return self.once(args, kwargs) if rt.trace is None else rt.trace.forward(self, args, kwargs)
+        finally:
+            leave()
+            if outermost and task == -1:
+                rt.forget_lazy()
+            if takes:
+                rt.door.leave()
+
+    def once(self, args: Any, kwargs: Any) -> Any:
+        """One forward: by a template, with logits left unmade, compiled, or in the window's way with activations."""
+        if not torch.is_grad_enabled():
+            return self.run(args, kwargs, False)
+        if self.runtime.given and (left := self._left()) is not None:
+            return self._run_given(left, *masks.dense(args, kwargs))
+        refuse_functorch(self.name)
+        self.runtime.swap.entered()
+        if self.head is not None:
+            out = self.head(args, kwargs)
+            if out is not None:
+                return out
+        if self.fused is not None:
+            out = self.fused(args, kwargs)
+            if out is not None:
+                return out
+        args, kwargs = masks.dense(args, kwargs)
+        mode = read(self.runtime.mode_of(self))
+        if self.compiled is not None and not mode.host:
+            done = self.compiled(args, kwargs, replays=mode.keep != "saved")
+            if done is not None:
+                return done[0]
+        return self._run_saved(args, kwargs, mode) if mode.keep == "saved" else self._run_again(args, kwargs, mode)
+
+    def _left(self) -> list[Record] | None:
+        """Records of the parameters that are in their places; None: all are."""
+        found = [r for m in self.modules for r in getattr(m._parameters, "records", {}).values()]
+        if all(type(r) is Record for r in found):
+            return None
+        return list(dict.fromkeys(r for r in found if type(r) is Record))
+
+    def _run_given(self, left: list[Record], args: Any, kwargs: Any) -> Any:
+        """With other tensors in the places of parameters (torch.func.functional_call): the module's own code. Running
+        again would be too late for them, so activations are kept."""
+        if left:
+            refuse_functorch(self.name)
+        bound, frame = self._bind_some(left), SavedFrame(self)
+        outer = swap_window(bound)
+        if left:
+            _push(frame.pack, frame.unpack)
+        try:
+            with self.flat_weights():
+                return self.runtime.ring.own_outputs(self.inner(*args, **kwargs))
+        finally:
+            if left:
+                _pop()
+            swap_window(outer)
+
+    def _bind_some(self, records: list[Record]) -> dict[Record, Tensor]:
+        trainable = [r for r in records if r.was_trainable]
+        bound = dict(zip(trainable, Bind.apply(self, trainable, *(r.param for r in trainable)))) if trainable else {}
+        frozen = [r for r in records if not r.was_trainable]
+        with torch.no_grad():
+            bound.update(zip(frozen, self.views(frozen) if frozen else ()))
+        return bound
+
+    def _run_saved(self, args: Any, kwargs: Any, mode: Mode) -> Any:
+        if not mode.host:
+            return self.run(args, kwargs, True, SavedFrame(self))
+        frame = HostFrame(self, args, kwargs, mode)
+        out = self.run(args, kwargs, True, frame)
+        frame.bundle.leave()
+        return out
+
+    def _run_again(self, args: Any, kwargs: Any, mode: Mode) -> Any:
+        frame = ReplayFrame(self, args, kwargs)
+        if frame.state.why:
+            self.unfit, self.mode = self.unfit or frame.state.why, str(mode.saved)
+            return self._run_saved(args, kwargs, read(self.mode))
+        out = self.run(args, kwargs, True, frame)
+        frame.forward_ended(mode)
+        return out
+
+    def run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None, inner: Any = None) -> Any:
+        """The module's own forward, or `inner`, with its weights bound; `frame` packs what autograd saves."""
+        inner = inner or self.inner
+        cached_casts = torch.is_autocast_cache_enabled()
+        bound = self.bind(grad)
+        if frame is not None:
+            _push(frame.pack, frame.unpack)
+        outer = swap_window(bound)
+        try:
+            torch.set_autocast_cache_enabled(False)      # it would keep casts of weights that move on
+            if self.recurrent:
+                with self.flat_weights():
+                    out = inner(*args, **kwargs)
+            else:
+                out = inner(*args, **kwargs)
+        finally:
+            swap_window(outer)
+            if frame is not None:
+                _pop()
+            torch.set_autocast_cache_enabled(cached_casts)
+        return self.runtime.ring.own_outputs(out)
+
+    @property
+    def draws_unseen(self) -> bool:
+        """cuDNN's recurrent dropout keeps a random state of its own: running again would give other masks."""
+        return self.runtime.is_cuda and any(m.dropout > 0 for m in self.recurrent)
+
+    @contextlib.contextmanager
+    def flat_weights(self) -> Iterator[None]:
+        """nn.LSTM and its kin read a list made when the module was built: made again from the slots.
+
+        Where the list is not of the weights that they read, they put those into one buffer for cuDNN, in place. Without
+        gradients these are the slot's own tensors, which would be of that buffer from then on, whatever comes into the
+        slot: so others, of the same memory, are put there.
+        """
+        before = [(m, m._flat_weights, m._flat_weight_refs) for m in self.recurrent]
+        for m, *_ in before:
+            weights = m._flat_weights = [getattr(m, n) for n in m._flat_weights_names]
+            if not torch.is_grad_enabled():
+                m._flat_weight_refs = [weakref.ref(w) for w in weights]
+                m._flat_weights = [w.detach() for w in weights]
+                m.flatten_parameters()
+        try:
+            yield
+        finally:
+            for m, weights, refs in before:
+                m._flat_weights, m._flat_weight_refs = weights, refs
+
+    # ---- what forward changes besides its output ----
+
+    def state(self, objects: Sequence[Any] = ()) -> Snapshot:
+        """Of attributes, and of whatever else its code may change; objects: among its arguments."""
+        hooks = [h for d in self.hooks for h in d.values()] if any(self.hooks) else []
+        if self._places is None or self._places[0] != hooks:
+            self._places = hooks, Places(self.modules, self.theirs, hooks)
+        return Snapshot(self._places[1], objects)
+
+    def snapshot_buffers(self) -> list[tuple[nn.Module, str, Any, Any]]:
+        """(module, name, tensor, copy of its values): BatchNorm writes without leaving a trace in `_version`."""
+        if not self.buffered:
+            return []
+        with torch.no_grad():
+            return [(m, k, b, b.clone() if isinstance(b, Tensor) else None)
+                    for m in self.buffered for k, b in m._buffers.items()]
+
+    def restore_buffers(self, snapshot: list[tuple[nn.Module, str, Any, Any]]) -> list[Any]:
+        """Puts values back that have changed; returns what was there."""
+        if not snapshot:
+            return []
+        now = self.snapshot_buffers()
+        with torch.no_grad():
+            for m, k, b, values in snapshot:
+                m._buffers[k] = b
+                if isinstance(b, Tensor):
+                    with torch.autograd._unsafe_preserve_version_counter(b):
+                        b.copy_(values)
+        return now
+
+
+Door.forwards = frozenset({Window.__call__.__code__})
+
+
+class Installed:
+    """A callable put in a module's `__dict__` in place of a method of its class.
+
+    Looks like the method it stands for (`__wrapped__`, `__name__`, `__func__`, `__self__`); deepcopy
+    and pickle of the module give the class's own method back, hence an ordinary model.
+    """
+
+    def __init__(self, module: nn.Module, name: str, call: Any) -> None:
+        self._own, self._module = module.__dict__.get(name), weakref.ref(module)
+        original = getattr(module, name)
+        self._is_method = method_of(original, module)
+        self.__func__ = getattr(original, "__func__", original)
+        for said in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(original, said):
+                setattr(self, said, getattr(original, said))
+        self.__dict__.update({k: v for k, v in getattr(original, "__dict__", {}).items() if k != "__wrapped__"})
+        self.__name__ = name
+        self._call = call
+
+    @property
+    def __self__(self) -> nn.Module:
+        """Weakly: the module has this."""
+        return self._module()
+
+    @property
+    def __wrapped__(self) -> Any:
+        return types.MethodType(self.__func__, self._module()) if self._is_method else self.__func__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+        module = copy.deepcopy(self.__self__, memo)
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        return types.MethodType(getattr(type(module), self.__name__), module)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, self.__name__)
+
+    def remove(self) -> None:
+        if self._own is not None:
+            self.__self__.__dict__[self.__name__] = self._own
+        else:
+            self.__self__.__dict__.pop(self.__name__, None)

@@ -1,0 +1,83 @@
+"""What transformers' models need so that their own code runs unchanged.
+
+- `PreTrainedModel.device` says where to put inputs (generate, Trainer): the compute device.
+- Hooks that collect outputs (attentions, router logits) stay installed once they were asked for: they are
+  told from others, and do not count while nothing is collected.
+- `gradient_checkpointing_enable()` means "recompute": windows do that themselves, so the model's own
+  checkpointing, which would run the layer a third time, is switched off and windows replay.
+"""
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..base import patches
+from ..base.errors import MegatrainError
+from ..graph import masks
+
+_devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()     # where they compute
+
+
+class Window(Protocol):
+    """What is told how to keep activations: window.Window."""
+
+    mode: str
+    draws_unseen: bool
+
+
+class Streamed(Protocol):
+    """A streamed model, as far as transformers has to do with it: runtime.Runtime."""
+
+    device: torch.device
+    activations: Any
+    checkpointing: list[weakref.ref[nn.Module]]
+
+    @property
+    def windows(self) -> Sequence[Window]: ...
+
+
+def prepare(rt: Streamed, root: nn.Module, put: Any) -> None:
+    transformers = sys.modules.get("transformers")
+    rt.checkpointing = [weakref.ref(m) for m in root.modules()
+                        if isinstance(getattr(m, "gradient_checkpointing", None), bool)]
+    base = getattr(getattr(transformers, "modeling_utils", None), "PreTrainedModel", None)
+    if base is None:
+        return
+    patches.once("PreTrainedModel.device", lambda: _report_compute_device(base))
+    masks.install()
+    for m in root.modules():
+        if isinstance(m, base):
+            _devices[m] = rt.device
+            put(m, "resize_token_embeddings", _refuse_resize)
+
+
+def _refuse_resize(*_: Any, **__: Any) -> Any:
+    raise MegatrainError("resize_token_embeddings() after mt.stream: resize first, then stream")
+
+
+def _report_compute_device(base: Any) -> Callable[[], None]:
+    own = base.device
+
+    def device(self: Any) -> torch.device:
+        streamed = "_apply" in self.__dict__     # of itself alone: torch.compile guards all that this looks at
+        return _devices[self] if streamed and self in _devices else own.fget(self)
+
+    return patches.replaced(base, "device", property(device, doc=own.__doc__))
+
+
+def before_pass(rt: Streamed) -> None:
+    """Called as a root forward begins."""
+    for ref in rt.checkpointing:
+        m = ref()
+        if m is not None and m.gradient_checkpointing:
+            m.gradient_checkpointing = False
+            if rt.planning is not None:      # which says what is run again
+                continue
+            rt.activations = "replay"
+            for w in rt.windows:
+                w.mode = "saved" if w.draws_unseen else "replay"

@@ -1,0 +1,223 @@
+"""The device memory that units take turns in, and torch's views of it."""
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import _core
+from ..fused.templates import Weights
+from ..graph.door import Door
+from ..graph.handover import HandOver
+from ..store.arrive import Arrivals
+from ..store.records import Record
+from ..store.state import in_backward
+
+_use_count = torch._C._storage_Use_Count
+
+
+def _references(tensors: list[Tensor]) -> int:
+    """Most Python references that one of them has; what the counting itself holds is in every count."""
+    return max([sys.getrefcount(t) for t in tensors], default=0)
+
+
+class Slot:
+    """Device memory for one unit's weights, and torch's views of it.
+
+    held() is true when someone besides this slot has a tensor in it: a custom Function that keeps a
+    weight, an output that aliases one. Then the memory is left to the holder.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self.device = nbytes, device
+        self.fill()
+
+    def fill(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            raw = torch.empty(self.nbytes + 512, dtype=torch.uint8, device=self.device)
+            skip = -raw.data_ptr() % 512
+            self.memory = raw[skip:skip + self.nbytes]
+        self.address = self.memory.data_ptr()
+        self.views: dict[int, list[Tensor]] = {}
+        self.leaves: dict[int, list[Tensor]] = {}
+        self.weights: dict[tuple[int, tuple[str, ...]], Weights] = {}
+        self._unheld = 0
+        self._storage = self.memory.untyped_storage()
+        del raw
+        self._own = _use_count(self._storage._cdata)
+
+    def unit_views(self, unit: int, records: list[Record]) -> list[Tensor]:
+        views = self.views.get(unit)
+        if views is None:
+            before = _use_count(self._storage._cdata)
+            with torch.inference_mode(False), torch.no_grad():
+                views = self.views[unit] = [self.view(r.offset, r.dtype, r.shape, r.stride) for r in records]
+            self._own += _use_count(self._storage._cdata) - before
+        return views
+
+    def unit_leaves(self, unit: int, records: list[Record]) -> list[Tensor]:
+        """The same tensors each time, with the parameters' requires_grad: for runs that record nothing."""
+        leaves = self.leaves.get(unit)
+        if leaves is None:
+            views, before = self.unit_views(unit, records), _use_count(self._storage._cdata)
+            with torch.inference_mode(False), torch.no_grad():
+                leaves = self.leaves[unit] = [v.detach() for v in views]
+            self._own += _use_count(self._storage._cdata) - before
+            self._unheld = _references(leaves)
+            for leaf, r in zip(leaves, records):
+                leaf.requires_grad_(r.was_trainable)
+        return leaves
+
+    def unit_weights(self, unit: int, records: list[Record], names: tuple[str, ...]) -> Weights:
+        """The views by name, for a template; made once, their joint views too."""
+        weights = self.weights.get((unit, names))        # a module may give its parts other names
+        if weights is None:
+            slot = weakref.ref(self)             # which has them
+            weights = self.weights[unit, names] = Weights(dict(zip(names, self.unit_views(unit, records))),
+                                                          lambda make: slot()._counted(make))
+        return weights
+
+    def _counted(self, make: Callable[[], Tensor]) -> Tensor:
+        """A view that the slot itself keeps: not a holder."""
+        before = _use_count(self._storage._cdata)
+        with torch.inference_mode(False), torch.no_grad():
+            view = make()
+        self._own += _use_count(self._storage._cdata) - before
+        return view
+
+    def follow(self, units: list[list[Record]]) -> None:
+        """requires_grad of some parameters changed."""
+        for unit, leaves in self.leaves.items():
+            for leaf, r in zip(leaves, units[unit]):
+                leaf.requires_grad_(r.was_trainable)
+
+    def view(self, offset: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
+        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
+        part = self.memory[offset:offset + span * dtype.itemsize]
+        return part.view(dtype).as_strided(shape, stride, part.storage_offset() // dtype.itemsize)
+
+    def held(self) -> bool:
+        if _use_count(self._storage._cdata) > self._own:
+            return True
+        return any(_references(leaves) > self._unheld for leaves in self.leaves.values())     # handed out themselves
+
+
+class Opened(Protocol):
+    """Whose slots these are: runtime.Runtime."""
+
+    slots: list[Slot]
+
+    def note_bounds(self) -> None: ...
+
+
+class SlotHooks:
+    """What the C stream asks about slots. Knows the runtime weakly: the engine must not keep it alive."""
+
+    def __init__(self, runtime: Opened) -> None:
+        self._runtime = weakref.ref(runtime)
+
+    def held(self, slot: int) -> bool:
+        return self._runtime().slots[slot].held()
+
+    def renew(self, slot: int) -> int:
+        runtime = self._runtime()
+        runtime.slots[slot].fill()
+        runtime.note_bounds()
+        return runtime.slots[slot].address
+
+
+class Model(Protocol):
+    """The streamed model that units belong to: runtime.Runtime."""
+
+    core: _core.Engine
+    units: list[list[Record]]
+    arrivals: Arrivals
+    door: Door
+    handover: HandOver
+
+    def stream(self) -> int: ...
+
+
+class Ring:
+    """Which slot a unit is in when compute gets there, and what of the unit lies where in it.
+
+    Attributes:
+        slots: those that are open. lowest, highest: addresses between which they all lie.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model, self.core, self._units = model, model.core, model.units
+        self.look([])
+
+    def look(self, slots: list[Slot]) -> None:
+        """Others were opened, or one has other memory: most tensors are told apart from weights by their addresses."""
+        self.slots = slots
+        self.lowest = min((s.address for s in slots), default=0)
+        self.highest = max((s.address + s.nbytes for s in slots), default=0)
+
+    def acquire(self, unit: int) -> int:
+        """The slot that the unit is in, when compute gets there."""
+        self._joins()
+        slot = self.core.acquire(unit, self._model.stream())
+        arrivals = self._model.arrivals
+        if arrivals.over:
+            arrivals.leave()
+        return slot
+
+    def _joins(self) -> None:
+        """A backward that asks for a weight is in the model until its end."""
+        task = in_backward()
+        if task != -1 and task not in self._model.door.tasks:
+            self._model.handover.join_task()
+
+    def views(self, unit: int) -> list[Tensor]:
+        slot = self.acquire(unit)
+        return self.slots[slot].unit_views(unit, self._units[unit])
+
+    def leaves(self, unit: int) -> list[Tensor]:
+        slot = self.acquire(unit)
+        return self.slots[slot].unit_leaves(unit, self._units[unit])
+
+    def weights(self, unit: int, names: tuple[str, ...]) -> Weights:
+        slot = self.acquire(unit)
+        return self.slots[slot].unit_weights(unit, self._units[unit], names)
+
+    def view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
+        """Part of a unit's weights, fetched if need be. offset: bytes from the unit's start."""
+        self._joins()
+        slot = self.core.acquire(unit, self._model.stream())
+        with torch.no_grad():
+            return self.slots[slot].view(offset, dtype, size, stride)
+
+    def locate(self, t: Tensor) -> tuple[int, int] | None:
+        """(unit, byte offset) when t lies in a slot that still holds the unit it was taken from."""
+        if type(t) is not Tensor or t.layout is not torch.strided:
+            return None
+        try:
+            address = t.data_ptr()
+        except RuntimeError:                 # a tensor of torch.func's transforms
+            return None
+        if not self.lowest <= address < self.highest:
+            return None
+        slot, unit, offset = self.core.find(address)
+        return (unit, offset) if slot >= 0 and unit >= 0 else None
+
+    def own_outputs(self, out: Any) -> Any:
+        """An output that aliases a slot is copied: the slot moves on, the output stays."""
+        if isinstance(out, Tensor):
+            if type(out) is Tensor and out._is_view() and self.locate(out) is not None:
+                return out.clone()
+            return out
+        if type(out) in (list, tuple):
+            fixed = [self.own_outputs(o) for o in out]
+            return out if all(a is b for a, b in zip(fixed, out)) else type(out)(fixed)
+        if isinstance(out, dict):
+            for k, v in list(out.items()):
+                fixed = self.own_outputs(v)
+                if fixed is not v:
+                    out[k] = fixed
+        return out

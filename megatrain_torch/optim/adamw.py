@@ -1,0 +1,661 @@
+"""mt.AdamW: a torch optimizer whose step runs on the host, behind the next forward."""
+from __future__ import annotations
+
+import importlib
+import math
+import numbers
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.errors import MegatrainError
+from ..base.formats import check_states
+from ..store import gradient
+from ..store.guard import StreamedParameter, guard, plain
+from ..store.records import DTYPES, Record
+from . import clipping
+from .astray import StoreStates
+from .masters import lacks_master, make_master, master, set_master
+from .moments import CODES, MOMENTS, load_moments, moments_of
+from .unstreamed import HALVES, adamw_half, adamw_plain, fp32_like, state_of
+
+COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done", "_counts",
+          "_norm", "_limit_once", "_steps", "_asked", "_late", "_skipped", "_complaint", "_states", "_keys", "_served")
+RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
+
+
+class _Handed:
+    """Updates handed to one model's engine; what became of them is known when their gradients are home."""
+
+    __slots__ = ("_found", "params", "runtime", "ticket")
+
+    def __init__(self, runtime: Any, ticket: int, params: list[StreamedParameter]) -> None:
+        self.runtime, self.ticket, self.params = runtime, ticket, params
+        self._found: tuple[float, int] | None = None
+
+    def result(self) -> tuple[float, int]:
+        """(norm before clipping, units skipped); waits for the gradients."""
+        if self._found is None:
+            self._found = self.runtime.core.norm(self.ticket)
+        return self._found
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with its states and fp32 masters in host memory.
+
+    `step()` returns at once; updates run in forward order, and each unit's next fetch waits for its
+    own update only. Reading a parameter or `state_dict()` waits for what it needs.
+
+    bf16 weights get an fp32 master: the weight itself plus 16 bits that continue it (`mt.masters`).
+    With moments in fp32, 12 bytes per parameter, 14 with the gradient that waits for the norm. Order of
+    operations, how far from exact, and what moments of 8 bits do to training: docs/numerics.md.
+
+    Parameters that are not streamed are updated too: 16-bit ones as streamed ones are, with an fp32 master and moments
+    in fp32, others by torch's own functions. Where there are such, or parameters of several streamed models, step()
+    waits for the gradients and clips them in place.
+
+    Args:
+        params: as in torch: parameters, (name, parameter) pairs, or groups.
+        lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
+        max_grad_norm: clip the global norm of all gradients to this, exactly, as
+            torch.nn.utils.clip_grad_norm_ would; None: no clipping.
+        states: how moments and masters are kept; the bytes are of a bf16 parameter, its weight counted in:
+            "fp32": 12. "8bit": 6.06, moments in 8 bits with fp32 scales for every 128 elements. "8bit-sr": 4.06, the
+            same without a master: the weight is rounded stochastically.
+            Of fp32 and fp16 parameters only the moments change. None: as mt.stream's plan has it, else "fp32".
+            A model's states are of one format. Parameters that are not streamed keep fp32 ones.
+        in_backward: update each unit as soon as backward has its gradient, without waiting for
+            step(). A promise that every backward() is followed by step() and that nobody changes
+            gradients in between; needs max_grad_norm=None.
+        nonfinite: a step whose gradients are not finite changes nothing (with in_backward: no unit whose
+            own are not); "skip" counts it (`skipped_steps`), "raise" also raises at the next step().
+
+    Raises:
+        MegatrainError: an argument outside its range, or an option of torch's AdamW that is not
+            supported here (amsgrad, differentiable, capturable); or there is no memory for gradients and
+            states, which then are not allocated.
+
+    Source: Loshchilov & Hutter 2019, Algorithm 2.
+    """
+
+    _known: list[int] = []           # ids of parameters as of the last look; they differ in a copy
+
+    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
+                 states: str | None = None, maximize: bool = False, in_backward: bool = False,
+                 nonfinite: str = "skip", **torch_only: Any) -> None:
+        _check(lr, betas, eps, weight_decay, max_grad_norm, states, in_backward, nonfinite, torch_only)
+        self.max_grad_norm = max_grad_norm
+        self._nonfinite, self._in_backward = nonfinite, in_backward
+        self._handed: list[_Handed] = []                   # by the last step; taken by _settle
+        self._early: list[_Handed] = []                    # by the backward under way, for the next step
+        self._done: set[int] = set()                       # pids updated in the backward under way
+        self._counts: dict[Tensor, int] = {}               # steps taken, as state["step"] says
+        self._norm: float | None = None
+        self._limit_once = math.inf                        # of the next step, beside max_grad_norm
+        self._steps = 0                                    # calls of step()
+        # Weakly: such a norm asks this optimizer for its value. Of whom nobody has any more, nobody wants it.
+        self._asked: weakref.ref[clipping.LateNorm] | None = None      # for the next step; taken over by it
+        self._late: weakref.ref[clipping.LateNorm] | None = None       # of the last step
+        self._skipped = 0
+        self._complaint = ""
+        self._states = states
+        self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
+        self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
+        _import_dynamo()
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
+        clipping.prepare(AdamW)
+
+    @staticmethod
+    def _ask_for_room(runtimes: list[Any]) -> None:
+        """Refuses before planes are made that do not fit."""
+        for rt in runtimes:
+            if rt.planning is not None:
+                rt.planning.optimizer_came()
+            if rt.planning is None or rt.planning.plan is not None:      # else the plan to come asks
+                rt.room.states(rt.core)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch."""
+        super().add_param_group(param_group)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Parameters that came since the last look: by add_param_group, or into a group's list."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        ids = [id(p) for p in params]
+        if ids == self._known:
+            return
+        if len(set(ids)) < len(ids):
+            raise ValueError("some parameters appear in more than one parameter group")
+        for rt in self._runtimes() if self._states is not None else ():
+            rt.choose_states(self._states)
+        self._ask_for_room([rt for rt in self._runtimes() if rt not in self._served])
+        self._served.update(self._runtimes())
+        for p in params:
+            self._keys.setdefault(p, len(self._keys))
+        self._known = ids
+        self._attend()
+
+    def _attend(self) -> None:
+        """Models tell of their gradients in backward, where that is used."""
+        if self._in_backward:
+            for rt in self._runtimes():
+                rt.handover.observer = _Observer(self)
+
+    # ---- stepping ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient.
+
+        Returns at once, with the closure's result if there is one.
+
+        Raises:
+            MegatrainError: a worker failed since the last call; its model was unstreamed; nonfinite="raise" and the
+                step before this one was skipped; or in_backward=True and a gradient changed after its update.
+        """
+        clipping.prepare(AdamW)
+        self._check_served()
+        self._adopt()
+        self._settle()
+        clipping.settle(self._late)
+        self._late, self._asked = self._asked, None
+        self._steps += 1
+        complaint, self._complaint = self._complaint, ""
+        if complaint and self._nonfinite == "raise":
+            raise MegatrainError(complaint)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._handed, self._early, self._norm = self._early, [], None
+        elsewhere = self._gradients_elsewhere()
+        limit, self._limit_once = min(self.max_grad_norm or math.inf, self._limit_once), math.inf
+        if not elsewhere:
+            self._step_all(limit)
+        elif self._clip_here(elsewhere):
+            self._step_all(math.inf)
+        self._done.clear()
+        for rt in {h.runtime for h in self._handed}:
+            rt.arrivals.stepped()
+            rt.handover.unstepped = False
+            if rt.planning is not None:
+                rt.planning.stepped()
+        return loss
+
+    def _step_all(self, limit: float) -> None:
+        if not self._counts:
+            self._ask_for_room(self._runtimes())     # the gradients have come since
+        streamed, others = self._collect()
+        for rt, units in streamed.items():
+            self._handed.append(self._hand(rt, sorted(units.items()), limit))
+        for rt in {h.runtime for h in self._handed}:
+            rt.core.kick(rt.stream())
+        for p, group in others:
+            self._step_other(p, group)
+
+    def _hand(self, rt: Any, units: list[tuple[int, list[Any]]], limit: float) -> _Handed:
+        """Submits updates; from here on they count as steps."""
+        params = [rt.units[u][item[0]].param for u, items in units for item in items]
+        for u, _ in units:
+            if u in rt.filed:                # what is updated there is not what was written here
+                rt.planes.notice_writes(rt.units[u])
+        rt.arrivals.bring(u for u, _ in units)
+        handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), params)
+        for p in params:
+            self._counts[p] += 1
+        _note_update([p._mt for p in params])
+        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
+        return handed
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. With set_to_none waits for nothing but a norm that was asked for and not stepped with; else for
+        the updates that still read the gradients."""
+        if self._asked is not None:          # a batch that is dropped, its limit too
+            clipping.settle(self._asked)
+            self._asked, self._limit_once = None, math.inf
+        gradient.clear((p for group in self.param_groups for p in group["params"]), set_to_none)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping; waits for them. None before the first step."""
+        self._settle()
+        return self._norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far whose gradients were not finite. Waits for the gradients of the last."""
+        self._settle()
+        return self._skipped
+
+    def _settle(self) -> None:
+        """Takes the results of the last step: what was skipped has not stepped."""
+        if not self._handed:
+            return
+        self._check_served()
+        handed = self._handed
+        try:
+            results = [h.result() for h in handed]           # waits: an interruption leaves all as it is
+        except Exception:
+            self._handed = []
+            raise
+        self._handed = []
+        if self._norm is None:
+            self._norm = math.hypot(*(norm for norm, _ in results))
+        skipped = [h for h, (_, skips) in zip(handed, results) if skips]
+        for p in [p for h in skipped for p in h.params]:
+            self._counts[p] -= 1
+            self.state[p]["step"] -= 1
+        if skipped:
+            self._note_skipped()
+
+    def _check_served(self) -> None:
+        """That no store with states of its parameters is gone."""
+        if any(_was_unstreamed(rt) for rt in self._served):
+            raise MegatrainError("this mt.AdamW belonged to a model that was unstreamed, and its states went with the "
+                                 "store: make a new one")
+
+    def _note_skipped(self) -> None:
+        self._skipped += not self._complaint         # once a step
+        self._complaint = f"step skipped: the global gradient norm was {self._norm}; weights and states are as before"
+
+    # ---- a limit that is given with each step: see clipping.py ----
+
+    def clips_alone(self, params: list[Tensor]) -> bool:
+        """Are these parameters' gradients all that the next step() uses, weighed by one engine and not clipped yet?"""
+        if self._asked is not None:
+            clipping.settle(self._asked)
+            if not self._in_backward:
+                return False
+        mine = {p for g in self.param_groups for p in g["params"]}
+        with torch._C.DisableTorchFunctionSubclass():
+            theirs = {p for p in params if p.grad is not None}
+            used = {p for p in mine if p.grad is not None}
+        return theirs == used and mine <= set(params) and not self._gradients_elsewhere()
+
+    def clip_next(self, limit: float) -> clipping.LateNorm:
+        """The next step() clips the global norm of its gradients to this; they stay as they are until then.
+
+        Returns:
+            [] fp32, the norm before clipping; reading it waits for the gradients, before step() for longer.
+
+        Raises:
+            MegatrainError: in_backward=True, and there is a limit: weights have been updated by now.
+        """
+        if self._in_backward and limit < math.inf:
+            raise MegatrainError(f"clipping to {limit} after mt.AdamW(in_backward=True) has updated: leave in_backward "
+                                 "out, or do not clip (TrainingArguments(max_grad_norm=0))")
+        steps = self._steps
+
+        def find() -> float:
+            if self._steps == steps:
+                return self._norm_here()
+            self._settle()                   # the step was just the next: a later one takes the norm before it begins
+            return self._norm or 0.0
+
+        norm = clipping.LateNorm.of(find)
+        self._limit_once, self._asked = limit, weakref.ref(norm)
+        return norm
+
+    def _norm_here(self) -> float:
+        """The norm of the gradients there are, before any step: of what was updated in backward, else on the host."""
+        if self._early:
+            return math.hypot(*(h.result()[0] for h in self._early))
+        grads = [_peek(p) for g in self.param_groups for p in g["params"]]
+        return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads if g is not None))
+
+    # ---- gradients that are not all in one store ----
+
+    def _gradients_elsewhere(self) -> list[Tensor]:
+        """Parameters with gradients, where one engine alone cannot weigh them; else none."""
+        with torch._C.DisableTorchFunctionSubclass():
+            params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        params = [p for p in params if not (isinstance(p, StreamedParameter) and p._mt.pid in self._done)]
+        homes = {p._mt.runtime if isinstance(p, StreamedParameter) else None for p in params}
+        return params if None in homes or len(homes) > 1 else []
+
+    def _clip_here(self, params: list[Tensor]) -> bool:
+        """Waits for gradients, and clips them in place by their global norm, in fp64. False: it is not finite."""
+        grads = [_peek(p) for p in params]
+        here = math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads))
+        self._norm = math.hypot(here, *(h.result()[0] for h in self._handed))
+        if not math.isfinite(here):
+            self._note_skipped()
+            return False
+        factor = self.max_grad_norm / (self._norm + 1e-6) if self.max_grad_norm else 1.0
+        if factor < 1.0:
+            for p, g in zip(params, grads):
+                g.mul_(factor)
+                if isinstance(p, StreamedParameter):
+                    p._mt.written = True
+        return True
+
+    # ---- gathering work ----
+
+    def _collect(self) -> tuple[dict[Any, dict[int, list[Any]]], list[tuple[Tensor, dict[str, Any]]]]:
+        """({runtime: {unit: [item]}}, [(other parameter, group)]) for parameters with a gradient."""
+        streamed: dict[Any, dict[int, list[Any]]] = {}
+        others: list[tuple[Tensor, dict[str, Any]]] = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not isinstance(p, StreamedParameter):
+                    if p.grad is not None:
+                        others.append((p, group))
+                    continue
+                item = self._item(p, group)
+                if item is not None:
+                    streamed.setdefault(p._mt.runtime, {}).setdefault(p._mt.unit, []).append(item)
+        return streamed, others
+
+    def _item(self, p: StreamedParameter, group: dict[str, Any], passing: bool = False) -> tuple[Any, ...] | None:
+        """What the engine is asked for; passing: with a gradient that is kept nowhere, and is on its way."""
+        record: Record = p._mt
+        if record.pid in self._done:
+            self._check_used(record)
+            return None
+        grad = gradient.standing(record)
+        if record.numel == 0 or (grad is None and not passing):
+            return None
+        late = grad is record.late           # the usual case: nobody has looked at it
+        del grad                             # nor have we
+        self._prepare(p, record)
+        if not passing and record.unit in record.runtime.passing:
+            raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
+                                 "for one: no hooks on the parameter, no arithmetic on it outside of the model")
+        address, changed = (0, record.written) if passing or late else self._source(record)
+        b1, b2 = group["betas"]
+        return (record.index, float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], self._counts[p] + 1,
+                int(group["maximize"]), address, DTYPES[record.dtype], int(changed), self._keys[p])
+
+    @staticmethod
+    def _source(record: Record) -> tuple[int, bool]:
+        """Where the update finds the gradient, 0: where hand-overs put it; and whether host memory counts. Nobody else
+        writes there until the update is over."""
+        rt = record.runtime
+        if gradient.take_back(record):
+            return 0, record.written
+        grad = plain(gradient.standing(record))
+        rt.core.wait_grads(record.unit)
+        rt.planes.wait_used(record)
+        if gradient.kept(record):            # plane GRAD is somebody's
+            lent = rt.handover.lent.setdefault(record.unit, {})
+            own = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="cpu")
+            lent[record] = own.copy_(grad)
+            return lent[record].data_ptr(), True
+        rt.planes.own_states(record)
+        record.view("GRAD").copy_(grad)
+        rt.planes.push(record, "GRAD")
+        return 0, True
+
+    def _check_used(self, record: Record) -> None:
+        """A gradient that an update in backward has used is what it was."""
+        grad = gradient.standing(record)
+        if grad is None or grad is record.late:
+            return
+        same = record.unit not in record.runtime.passing
+        if same:
+            lent = record.runtime.handover.lent.get(record.unit, {}).get(record)
+            used = record.view("GRAD") if lent is None else lent
+            same = torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (plain(grad), used)))
+        if not same:
+            raise MegatrainError(f"{record.name}: its .grad came or changed after its update in backward: with "
+                                 "in_backward=True there is one backward per step, and gradients are not changed "
+                                 "(GradScaler, clipping, a penalty's own backward)")
+
+    def _prepare(self, p: StreamedParameter, record: Record) -> None:
+        if record.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise MegatrainError(f"{record.name}: AdamW trains fp32, bf16 and fp16 parameters, not {record.dtype}")
+        rt = record.runtime
+        if record.host._version != record.version:
+            rt.planes.after_write(record)
+        if p not in self.state:
+            self._begin_state(p, record)
+        elif record.owner is None:
+            raise MegatrainError(f"{record.name}: it was streamed after this mt.AdamW had stepped with it: make the "
+                                 "optimizer after mt.stream")
+        elif record.owner() is not self:
+            raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
+                                 "use one optimizer")
+        if lacks_master(record):
+            # Of a unit on the device or on disk all at once, so that host memory has one such unit at a time.
+            mates = [r for r in rt.units[record.unit] if r.was_trainable and r.owner in (None, record.owner)]
+            for r in mates if rt.away(record.unit) else [record]:
+                if lacks_master(r):
+                    make_master(r)
+                    r.master_writes = r.writes
+            if rt.away(record.unit):
+                rt.planes.notice_writes(rt.units[record.unit])      # whose copies go now
+                rt.take(record.unit)
+        record.exact, record.master_writes = None, record.writes
+
+    def _begin_state(self, p: StreamedParameter, record: Record) -> None:
+        """States of a parameter that has none in this optimizer, over planes that are zero when they are new."""
+        record.runtime.states_chosen = True
+        self._served.add(record.runtime)
+        names = MOMENTS if record.runtime.states == "fp32" else CODES
+        views = {name: guard(record.view(plane), record) for name, plane in zip(names, record.moments)}
+        self.state[p] = StoreStates(step=torch.zeros(()), **views)
+        self._counts[p] = 0
+        if record.owner is not None:
+            record.runtime.planes.wait_used(record)
+            record.runtime.planes.own_states(record)
+            for plane in record.moments:
+                record.view(plane).zero_()
+            record.runtime.planes.push(record, *record.moments)
+        record.owner = weakref.ref(self)
+
+    # ---- updating inside backward ----
+
+    @torch.no_grad()
+    def _update_now(self, unit: int, records: list[Record]) -> None:
+        """A unit's gradients are on their way home: its update follows them. Runs in autograd's thread."""
+        self._adopt()
+        self._settle()                       # what the step before skipped counts no more; known for a forward
+        groups = {p: g for g in self.param_groups for p in g["params"]}
+        items = []
+        for r in records:
+            if r.param in groups:
+                if r.pid in self._done:
+                    raise MegatrainError(f"{r.name}: a second backward before step(); in_backward=True updates at "
+                                         "every backward, so accumulate with in_backward=False")
+                items.append(self._item(r.param, groups[r.param], unit in r.runtime.passing))
+        items = [i for i in items if i is not None]
+        if not items:
+            return
+        rt = records[0].runtime
+        self._early.append(self._hand(rt, [(unit, items)], 0.0))
+        if len(self._early) > RESULTS_KEPT:
+            self._early[-RESULTS_KEPT - 1].result()
+        self._done.update(rt.units[unit][i[0]].pid for i in items)
+
+    # ---- parameters that are not streamed ----
+
+    def _step_other(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(step=torch.zeros(()), **{name: torch.zeros_like(fp32_like(p)) for name in MOMENTS})
+        if p.dtype not in HALVES:
+            adamw_plain(p, state, group)       # counts the step itself
+            return
+        if "master" not in state:
+            state["master"] = fp32_like(p).copy_(p)
+        adamw_half(p, state, group)
+
+    # ---- copies ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle.
+
+        Raises:
+            MegatrainError: it has streamed parameters.
+        """
+        if self._served:
+            raise MegatrainError("an mt.AdamW of streamed parameters can be neither copied nor pickled: its states are "
+                                 "in the model's store; use state_dict(), or mt.save")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in COPIED}}
+
+    # ---- saving and loading ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; with `master` (fp32 values) beside the states of 16-bit parameters, and `key`, what rounding is
+        drawn from, where that is not the parameter's place in the groups. Waits for updates.
+
+        Moments of 8 bits are in it as they are, so that training goes on with the same bits: `exp_avg_codes` and
+        `exp_avg_sq_codes` [shape], and `scales` [groups,2], instead of `exp_avg` and `exp_avg_sq`. `moments(p)` has
+        them in fp32.
+
+        Raises:
+            MegatrainError: states that live on the device do not fit the host; or its model was unstreamed.
+        """
+        self._check_served()
+        for rt in self._runtimes():
+            rt.room.copies(rt.core)
+            rt.core.drain()
+        self._settle()
+        out = super().state_dict()
+        index = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        for p, s in self.state.items():
+            if isinstance(p, StreamedParameter) and s:
+                below = p._mt.low_bytes or p._mt.dtype == torch.float16
+                number, key = index[id(p)], self._keys[p]        # they differ where it was put into a group
+                out["state"][number] = {**s, **({"master": master(p)} if below else {}),
+                                        **({"key": key} if key != number else {})}
+        return out
+
+    def moments(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """(first, second moment) of a parameter in fp32: [shape], copies, whatever `states` is. Waits for its update.
+
+        Raises:
+            MegatrainError: the parameter has no states in this optimizer yet; or its model was unstreamed.
+        """
+        self._check_served()
+        if not self.state.get(p):
+            raise MegatrainError("AdamW: this parameter has no states here yet: step() makes them")
+        if not isinstance(p, StreamedParameter):
+            return tuple(self.state[p][name].to(torch.float32, copy=True) for name in MOMENTS)
+        p._mt.runtime.planes.wait_used(p._mt)
+        p._mt.runtime.planes.bring_states(p._mt)
+        return moments_of(p._mt)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state_dict of mt.AdamW, of any `states`, or of torch.optim.AdamW into the store.
+
+        Raises:
+            ValueError: groups or sizes do not match, as in torch.
+            MegatrainError: the state is of torch's AdamW(amsgrad=True); or its model was unstreamed.
+        """
+        self._check_served()
+        if any(g.get("amsgrad") for g in state_dict["param_groups"]):
+            raise MegatrainError("AdamW: the state to load was made with amsgrad=True, which is not supported")
+        for rt in self._runtimes():
+            rt.core.drain()
+        self._settle()
+        self._counts.clear()
+        saved = {k: v for k, v in state_dict.items() if k != "state"}
+        flat = [p for g in self.param_groups for p in g["params"]]
+        super().load_state_dict({**saved, "state": {}})
+        for index, values in state_dict["state"].items():
+            self._load_one(flat[index], values, values.get("key", index))
+
+    def _load_one(self, p: Tensor, values: dict[str, Any], key: int) -> None:
+        if not isinstance(p, StreamedParameter):
+            self.state[p] = state_of(p, values)
+            return
+        record = p._mt
+        with torch.no_grad():
+            self._begin_state(p, record)
+            self.state[p]["step"].fill_(float(values["step"]))
+            load_moments(record, values)
+            record.runtime.planes.push(record, *record.moments)
+            self._counts[p] = int(values["step"])
+            self._keys[p] = key
+            if "master" in values:
+                set_master(p, values["master"])
+
+    def _runtimes(self) -> list[Any]:
+        found = {id(p._mt.runtime): p._mt.runtime for g in self.param_groups for p in g["params"]
+                 if isinstance(p, StreamedParameter)}
+        return list(found.values())
+
+
+def _import_dynamo() -> None:
+    """torch does so as the first optimizer of a process is made, and keeps a traceback whose frames would hold that
+    optimizer, its parameters and so the store: a thread's hold nothing."""
+    if "torch._dynamo" not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",), name="mt-import")
+        thread.start()
+        thread.join()
+
+
+class _Observer:
+    """What a runtime calls in backward; it does not keep the optimizer alive."""
+
+    def __init__(self, optimizer: AdamW) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, unit: int, records: list[Record]) -> None:
+        alive = self._optimizer()
+        if alive is not None:
+            alive._update_now(unit, records)
+
+    def has_used(self, record: Record) -> bool:
+        """It updated with the gradient that stands."""
+        alive = self._optimizer()
+        return alive is not None and record.pid in alive._done
+
+    def declines(self, records: list[Record]) -> str:
+        """Why it will not use these gradients; "": it will."""
+        alive = self._optimizer()
+        if alive is None:
+            return "its optimizer is gone"
+        known = {p for g in alive.param_groups for p in g["params"]}
+        if missing := [r for r in records if r.param not in known]:
+            return f"the optimizer does not have {missing[0].name}"
+        return "this is a second backward before step()" if any(r.pid in alive._done for r in records) else ""
+
+
+def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_grad_norm: float | None,
+           states: str | None, in_backward: bool, nonfinite: str, torch_only: dict[str, Any]) -> None:
+    refused = {"amsgrad", "differentiable", "capturable"}
+    for name, value in torch_only.items():
+        if name not in refused | {"foreach", "fused"}:
+            raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
+        if value and name in refused:
+            raise MegatrainError(f"AdamW({name}=True) is not supported; "
+                                 "use torch.optim.AdamW on the host tensors for that")
+    if not isinstance(lr, numbers.Real | Tensor):
+        raise MegatrainError(f"AdamW: lr={lr!r} must be a number")
+    if not 0.0 <= float(lr) < math.inf:
+        raise MegatrainError(f"AdamW: lr={lr} must be >= 0 and finite")
+    if not all(0.0 <= b < 1.0 for b in betas) or eps < 0 or weight_decay < 0:
+        raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: "
+                             "betas in [0, 1), the others >= 0")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise MegatrainError(f"AdamW: max_grad_norm={max_grad_norm} must be > 0, or None for no clipping")
+    check_states(states or "fp32")
+    if in_backward and max_grad_norm is not None:
+        raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
+    if nonfinite not in ("skip", "raise"):
+        raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
+
+
+def _note_update(records: list[Record]) -> None:
+    """A graph on the host that keeps these weights is told by torch that they changed, as by another optimizer."""
+    torch.autograd.graph.increment_version([r.host for r in records])
+    for r in records:
+        r.version = r.host._version
+
+
+def _peek(p: Tensor) -> Tensor | None:
+    return gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad
+
+
+def _was_unstreamed(runtime: Any) -> bool:
+    first = next((r for r in runtime.records if r.param is not None), None)
+    return first is not None and getattr(first.param, "_mt", None) is not first

@@ -1,0 +1,403 @@
+"""What to change where no plan fits: one search, told as arguments of mt.plan or as flags of a shell.
+
+    changes, each alone: exact, the least that fits (Refusal.alone)
+    changes together, by two and three: which are fastest (Refusal.ways)
+
+The second are timed by a search with fewer homes and slots than a plan has, so that a refusal takes seconds: what
+mt.plan finds with them is as fast or faster.
+"""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from ..base.formats import FORMATS
+from ..base.limits import show_bytes, show_size
+from .cost import LENT, Home
+from .machine import Machine
+from .placement import Choice, Problem, Wishes
+from .shapes import Shape
+from .simulate import Timing
+
+ENDLESS = 1 << 62           # bytes of a disk
+GIB = 1 << 30
+LARGEST_VRAM = 192 * 10**9  # bytes: of a card that is sold; to ask for more helps nobody
+TOGETHER = 3                # changes at a time
+SHOWN = 2                   # ways that are told
+WORTH = 0.95                # a change more is told where the way without it has less than this share of its speed
+STATES = ("8bit", "8bit-sr")
+ASKED = ("micro", "homes", "activations", "slots")      # None: what is best
+SIMULATED = 48              # choices of a way that are timed
+
+
+class Way(NamedTuple):
+    """Arguments of mt.plan that fit together. nvme is {"limit": bytes}, whole GiB. tokens_per_second: at least."""
+
+    changes: dict[str, Any]
+    tokens_per_second: float
+
+
+class Language(Protocol):
+    """How changes are written: sizes as people type them."""
+
+    def knows(self, changes: dict[str, Any]) -> bool:
+        """Can it be said?"""
+        ...
+
+    def alone(self, changes: dict[str, Any]) -> str:
+        """As a part of a sentence."""
+        ...
+
+    def whole(self, changes: dict[str, Any]) -> str:
+        """As a line to run."""
+        ...
+
+
+class Python:
+    """Arguments of mt.plan."""
+
+    def knows(self, changes: dict[str, Any]) -> bool:
+        return True
+
+    def alone(self, changes: dict[str, Any]) -> str:
+        return ", ".join(f"{name}={typed(name, value)!r}" for name, value in changes.items())
+
+    def whole(self, changes: dict[str, Any]) -> str:
+        return f"mt.plan(..., {self.alone(changes)})"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why there is no plan, and what would make one.
+
+    Attributes:
+        why: the sentence, and tables of what needs least. vram, host: these tables' bytes, by what they hold.
+        sequences: of a step.
+        alone: arguments of mt.plan, each of which alone fits (seq with as many sequences). ways: sets of them, the
+            fastest first.
+        machine: "vram", "host": bytes with which a machine would do, and what this one has.
+        frozen: bytes of host memory for weights alone, where that fits: what adapters (LoRA) leave.
+    """
+
+    why: str
+    vram: dict[str, int]
+    host: dict[str, int]
+    sequences: int
+    alone: dict[str, Any]
+    ways: tuple[Way, ...]
+    machine: dict[str, tuple[int, int]]
+    frozen: int
+
+    def text(self, say: Language) -> str:
+        """All of it, in a language."""
+        parts, ways = [self.why], [way for way in self.ways if say.knows(way.changes)][:SHOWN]
+        if ways:
+            lines = [f"    # {way.tokens_per_second:,.0f} tokens/s\n    {say.whole(way.changes)}" for way in ways]
+            parts.append("\n".join(["What would fit, the fastest first, each as fast as this or faster:", *lines]))
+        told = {frozenset(way.changes) for way in ways}
+        alone = [changes for changes in self._single() if say.knows(changes)]
+        if words := [*(say.alone(c) for c in alone if frozenset(c) not in told), *self._machines()]:
+            parts.append(("Alone would fit too: " if ways else "What would fit, each alone: ")
+                         + "; ".join(words) + ".")
+        if self.frozen:
+            parts.append("Adapters (LoRA) on frozen weights have next to no states and no gradients: the weights take "
+                         f"{show_bytes(self.frozen)} of host memory.")
+        if not (ways or words or self.frozen):
+            parts.append("What would fit: nothing less than both more device and more host memory, or fewer "
+                         "parameters.")
+        return "\n\n".join([*parts, *_meanings(say, [*(way.changes for way in ways), *alone])])
+
+    def _single(self) -> Iterator[dict[str, Any]]:
+        """Each, with what goes with it."""
+        for name, value in self.alone.items():
+            yield {name: value} | ({"tokens": value * self.sequences} if name == "seq" else {})
+
+    def _machines(self) -> Iterator[str]:
+        for name, (need, has) in self.machine.items():
+            what = "device" if name == "vram" else "host"
+            yield f"a machine with {show_bytes(need)} of {what} memory, not {show_bytes(has)}"
+
+
+MEANINGS = {
+    ("states", "8bit"): "AdamW's moments take 8 bits; fp32 masters stay.",
+    ("states", "8bit-lo8"): "AdamW's moments take 8 bits, and masters 24.",
+    ("states", "8bit-sr"): "AdamW's moments take 8 bits, and there are no masters: weights are rounded stochastically.",
+    ("grads", "none"): "gradients are used as they come and kept nowhere, by mt.AdamW(in_backward=True): one "
+                       "micro-batch, no clipping.",
+}
+
+
+def _meanings(say: Language, told: list[dict[str, Any]]) -> list[str]:
+    """Of what changes how a model is trained, a line each."""
+    known = {(name, value) for changes in told for name, value in changes.items() if name in ("states", "grads")}
+    lines = [f"{say.alone(dict([key]))}: {what}" for key, what in MEANINGS.items() if key in known]
+    return ["\n".join(lines)] if lines else []
+
+
+def typed(name: str, value: Any) -> Any:
+    """An argument as people type it: bytes as a size that is no smaller."""
+    if name == "nvme":
+        return {"limit": typed("host", value["limit"])}
+    if name in ("vram", "host"):
+        return show_size(value)
+    return value
+
+
+def refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape],
+            tables: Callable[[Problem, Choice], tuple[dict[str, int], dict[str, int], str]]) -> Refusal:
+    """whole: the machine without limits that were asked for. shape_with: the same model with other states of AdamW.
+    tables: bytes of a choice on the device and in host memory, and both as text."""
+    return _Search(problem, whole, shape_with).found(tables)
+
+
+class _Quick(Problem):
+    """A plan's search with fewer homes, rings and simulations: some percent slower a plan, found in a tenth of the
+    time."""
+
+    def home_choices(self) -> list[tuple[Home, ...]]:
+        every, n = super().home_choices(), len(self.shape.units)
+        counts = {*range(5), *(round(n * i / 10) for i in range(11)), n}
+        return [h for h in every if Home.ARRIVE not in h and sum(map(bool, h)) in counts] or every
+
+    def rings(self) -> list[int]:
+        every = super().rings()
+        return [r for r in every if r <= 4] or every
+
+    def _by_bound(self) -> Iterator[tuple[float, Choice]]:
+        return itertools.islice(super()._by_bound(), SIMULATED)
+
+
+class _Few(Problem):
+    """All that a plan may choose, with few simulations: for what fits by a hair."""
+
+    def _by_bound(self) -> Iterator[tuple[float, Choice]]:
+        return itertools.islice(super()._by_bound(), SIMULATED)
+
+
+class _Search:
+    """See refusal()."""
+
+    def __init__(self, problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> None:
+        self.problem, self.whole, self.shape_with = problem, whole, shape_with
+        self.machine, self.wishes = problem.machine, problem.wishes
+        self.shapes = {self.wishes.states: problem.shape}
+        self.known: list[tuple[dict[str, Any], bool]] = [({}, False)]
+        # All that only ever helps: where this does not fit, no part of it does.
+        self.helps = {"nvme": ENDLESS, "states": max(STATES[-1], self.wishes.states, key=FORMATS.index)} | \
+            {name: None for name in ASKED if name != "micro" and getattr(self.wishes, name) is not None}
+
+    def found(self, tables: Callable[[Problem, Choice], tuple[dict[str, int], dict[str, int], str]]) -> Refusal:
+        vram, host, shown = tables(self.problem, self.least())
+        alone, machine = self.alone(), {}
+        for name, has in (("vram", self.whole.vram_bytes),
+                          ("host", max(self.whole.host_bytes, self.machine.host_bytes))):
+            if alone.get(name, 0) > has:
+                machine[name] = (alone.pop(name), has)
+        if "vram" in machine and machine["vram"][0] > LARGEST_VRAM:
+            del machine["vram"]
+        return Refusal(f"{self.head(sum(vram.values()), sum(host.values()))}\nWhat needs least:\n\n{shown}", vram, host,
+                       self.wishes.tokens // self.wishes.seq, alone, tuple(self.ways()), machine,
+                       self.frozen() if sum(host.values()) > self.machine.host_bytes else 0)
+
+    # ---- what needs least ----
+
+    def least(self) -> Choice:
+        """The choice that lacks the fewest bytes, of those that the device can hold if there are any."""
+        def lacks(combination: tuple[Any, ...]) -> tuple[bool, int, int]:
+            micro, homes, _, slots, planes, host = combination
+            vram = slots + planes + self.problem.micro(micro).tracks[0].most(0, homes.visiting)
+            over = max(vram - self.machine.vram_bytes, 0) + max(host - self.machine.host_bytes, 0)
+            return vram > self.machine.vram_bytes, over, vram
+        micro, homes, ring, *_ = min(self.problem.combinations(), key=lacks)
+        return Choice(micro, homes.units, ring, self.problem.micro(micro).tracks[0].first.modes[0], homes.through)
+
+    def head(self, vram: int, host: int) -> str:
+        lacking = [f"{show_bytes(need - has)} of {what} memory" for what, need, has in (
+            ("device", vram, self.machine.vram_bytes), ("host", host, self.machine.host_bytes)) if need > has]
+        lacks = f": it lacks {' and '.join(lacking)}" if lacking else ""
+        return (f"{self.problem.shape.name} with {self.wishes.tokens:,} tokens a step does not fit "
+                f"{self.machine.name}{lacks}.")
+
+    def frozen(self) -> int:
+        """Host memory of weights alone; 0 where they are, in part, frozen already, or do not fit either."""
+        need = sum(u.weights for u in self.problem.shape.units) + self.machine.host_overhead_bytes
+        shape = self.problem.shape
+        return need if shape.trained == shape.parameters and need < self.machine.host_bytes else 0
+
+    # ---- alone ----
+
+    def alone(self) -> dict[str, Any]:
+        """Arguments of plan(), each of which alone makes the problem fit; "vram" and "host" even where the machine has
+        not so much. seq: with as many sequences."""
+        found = {name: need for name, need in zip(("vram", "host"), self.problem.needs()) if need is not None}
+        wishes = self.wishes
+        for name in ASKED:
+            if getattr(wishes, name) is not None and self.fits({name: None}):
+                found[name] = None
+        if found.get("micro", 0) is None:
+            counts = Problem(self.problem.shape, self.machine, dataclasses.replace(wishes, micro=None)).micro_counts()
+            found["micro"] = next(k for k in counts if k > wishes.micro and self.fits({"micro": k}))
+        if wishes.grads == "ram" and wishes.micro in (None, 1) and self.fits({"grads": "none"}):
+            found["grads"] = "none"
+        smaller = [s for s in STATES if FORMATS.index(s) > FORMATS.index(wishes.states)]
+        if states := next((s for s in smaller if self.fits({"states": s})), None):
+            found["states"] = states
+        if seq := self.longest():
+            found["seq"] = seq
+        if nvme := self.least_disk():
+            found["nvme"] = {"limit": nvme}
+        return found
+
+    def least_disk(self) -> int:
+        """Bytes of a disk with which it fits; 0: with none."""
+        tried = self.tried({"nvme": ENDLESS})
+        spilled: dict[tuple[Any, int], int] = {}
+        for micro, homes, track in tried.fitting():
+            key = homes.units, micro
+            spilled[key] = min(spilled.get(key, track.spilled), track.spilled)
+        return min((sum(tried.disk_bytes(*key).values()) + n for key, n in spilled.items()), default=0)
+
+    def longest(self) -> int | None:
+        """Longest sequence with which as many sequences fit; None: not one token each."""
+        sequences = self.wishes.tokens // self.wishes.seq
+
+        def fits(seq: int) -> bool:
+            return self.fits({"seq": seq, "tokens": seq * sequences})
+        return _last(fits, self.wishes.seq) if self.wishes.seq > 1 and fits(1) else None     # mostly not the tokens
+
+    # ---- together ----
+
+    def ways(self) -> list[Way]:
+        """The fastest, but those of which a milder part does nearly as well; with shorter sequences where there is no
+        other."""
+        fitting = list(self.that_fit()) or [c | less for c in ({}, *self.sets()) if (less := self.shorter(c))]
+        found = [(changes, way) for changes in fitting if (way := self.timed(changes))]
+        worth = [way for changes, way in found if not any(
+            _part(part, changes) and less.tokens_per_second >= WORTH * way.tokens_per_second for part, less in found)]
+        return sorted(worth, key=lambda way: -way.tokens_per_second)
+
+    def that_fit(self) -> Iterator[dict[str, Any]]:
+        """Each set of changes that does, and would not without its disk, or with all tokens."""
+        for changes in ({}, *self.sets()):
+            without = {k: v for k, v in changes.items() if k != "nvme"}
+            if "nvme" in changes and without and self.fits(without):
+                continue
+            if self.fits(changes):
+                yield changes
+            elif len(changes) < TOGETHER and (fewer := self.fewer(changes)):
+                yield changes | fewer
+
+    def sets(self) -> Iterator[dict[str, Any]]:
+        """Of one change, of two, of three: of what is asked for, states, gradients, and a disk."""
+        w = self.wishes
+        states = [{"states": s} for s in STATES if FORMATS.index(s) > FORMATS.index(w.states)]
+        grads = [{"grads": "none"} | ({"micro": None} if w.micro not in (None, 1) else {})]
+        groups = [states, grads * (w.grads == "ram"), [{"nvme": ENDLESS}],
+                  *([{name: None}] for name in ASKED if getattr(w, name) is not None)]
+        for n in range(1, TOGETHER + 1):
+            for some in itertools.combinations(groups, n):
+                for parts in itertools.product(*some):
+                    yield {name: value for part in parts for name, value in part.items()}
+
+    def fewer(self, changes: dict[str, Any]) -> dict[str, Any] | None:
+        """The most tokens of a step that fit besides, where not all of its sequences can be micro-batches."""
+        w = dataclasses.replace(self.wishes, **changes)
+
+        def fits(n: int) -> bool:
+            return self.fits(changes | {"tokens": n * w.seq})
+        sequences = w.tokens // w.seq
+        if w.micro is not None or max(self.quick(changes).micro_counts()) == sequences or not fits(1):
+            return None
+        return {"tokens": _last(fits, sequences) * w.seq}
+
+    def shorter(self, changes: dict[str, Any]) -> dict[str, Any] | None:
+        """The longest sequences that fit besides, of halves of what is asked for; as many of them."""
+        seq, sequences = self.wishes.seq, self.wishes.tokens // self.wishes.seq
+        if len(changes) < TOGETHER and self.fits(changes | {"seq": 1, "tokens": sequences}):
+            while seq := seq // 2:
+                if self.fits(changes | {"seq": seq, "tokens": seq * sequences}):
+                    return {"seq": seq, "tokens": seq * sequences}
+        return None
+
+    def timed(self, changes: dict[str, Any]) -> Way | None:
+        """With the disk that it takes."""
+        best = self.solved(changes, _Quick) or self.solved(changes, _Few)
+        if best is None:
+            return None
+        problem, choice, timing = best
+        disk = sum(problem.disk_bytes(choice.homes, choice.micro, choice.modes).values())
+        on_disk = {"nvme": {"limit": -(-disk // GIB) * GIB}} if "nvme" in changes else {}
+        return Way(changes | on_disk, problem.wishes.tokens / timing.seconds)
+
+    def solved(self, changes: dict[str, Any], kind: type[Problem]) -> tuple[Problem, Choice, Timing] | None:
+        """As planner.py does: with fewer buffers for gradients where that keeps in memory what would be on disk."""
+        best: tuple[Problem, Choice, Timing] | None = None
+        for lent in range(LENT, 0, -1) if changes.get("grads", self.wishes.grads) == "none" else (LENT,):
+            problem = self.tried(changes | {"lent": lent}, kind)
+            if found := problem.best(best[2].seconds if best else math.inf):
+                best = problem, *found
+                if not problem.disk_bytes(found[0].homes, found[0].micro, found[0].modes):
+                    break
+        return best
+
+    # ---- whether it fits ----
+
+    def fits(self, changes: dict[str, Any]) -> bool:
+        """Exactly. Of gradients that are kept nowhere, with the fewest buffers."""
+        for other, fits in self.known:
+            if other == changes or (fits and _milder(other, changes)) or (not fits and _milder(changes, other)):
+                return fits
+        lent = {"lent": 1} if changes.get("grads", self.wishes.grads) == "none" else {}
+        most = changes | self.helps
+        fits = not self.hopeless(dataclasses.replace(self.wishes, **changes)) and \
+            (self.quick(changes | lent).fits() or
+             ((most == changes or self.fits(most)) and self.tried(changes | lent).fits()))
+        self.known.append((changes, fits))
+        return fits
+
+    def hopeless(self, wishes: Wishes) -> bool:
+        """Do planes alone take more than both memories? Known at once, where a search takes a second."""
+        m = self.machine
+        planes = sum(u.weights + u.masters + u.moments + u.gradients * (wishes.grads == "ram")
+                     for u in self.shape(wishes.states).units)
+        return wishes.nvme is None and \
+            planes + m.host_overhead_bytes + m.vram_overhead_bytes > m.host_bytes + m.vram_bytes
+
+    def shape(self, states: str) -> Shape:
+        if states not in self.shapes:
+            self.shapes[states] = self.shape_with(states)
+        return self.shapes[states]
+
+    def tried(self, changes: dict[str, Any], kind: type[Problem] = Problem) -> Problem:
+        wishes = dataclasses.replace(self.wishes, **changes)
+        return kind(self.shape(wishes.states), self.machine, wishes)
+
+    def quick(self, changes: dict[str, Any]) -> Problem:
+        return self.tried(changes, _Quick)
+
+
+FIRM = ("grads", "seq", "tokens", "micro")      # of which none only ever helps
+
+
+def _part(part: dict[str, Any], changes: dict[str, Any]) -> bool:
+    """Are these some of the changes, or smaller ones of the kind?"""
+    return part != changes and all(name in changes and (changes[name] == value or (
+        name == "states" and FORMATS.index(value) < FORMATS.index(changes[name]))) for name, value in part.items())
+
+
+def _milder(part: dict[str, Any], changes: dict[str, Any]) -> bool:
+    """The same, and what fits with these fits with all the changes."""
+    return _part(part, changes) and all(name in part for name in FIRM if name in changes)
+
+
+def _last(fits: Callable[[int], bool], fails: int) -> int:
+    """The largest number that does, where 1 does and `fails` does not."""
+    found = 1
+    while fails - found > 1:
+        middle = (found + fails) // 2
+        found, fails = (middle, fails) if fits(middle) else (found, middle)
+    return found

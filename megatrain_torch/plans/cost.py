@@ -1,0 +1,318 @@
+"""Bytes and seconds of a choice: what a window costs by the code that runs it, and where a unit's planes are.
+
+One function per way a window can be run, with its figures as data above it; what is measured says where.
+Letters: `T` tokens of a micro-batch, `H` hidden, `q` width of all query heads, `qkv` width that the
+projections in give, `up` width that gate and up give together (twice the intermediate size, where gated).
+"""
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from dataclasses import dataclass
+
+from ..base.modes import DISK, DISKS, HOST, LINKED, read
+from ..base.slots import plan_slots
+from ..fused.loss import chunk_tokens
+from ..fused.templates import spared
+from .machine import Machine
+from .shapes import Product, Unit, Window
+
+THROUGH_BYTES = 3 * 64 << 20    # on the device, of updates that pass through it: engine_store.c
+LENT = 3                    # buffers of a size for gradients that are kept nowhere: store.h
+OFFLOAD_DEPTH = 2           # units whose gradients may be on their way out: runtime of offload.h
+STAGINGS = 2                # host buffers for gradients that are to be added: offload.c
+
+# Labels of host_planes, and the engine's planes whose memory they are.
+PLANES_OF = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V", "SCALE"), "gradients": ("GRAD",),
+             "sums": ("ACC",)}
+
+# Bytes that torch's allocator holds beyond what is used, as a share of all that is not slots or homes.
+# Eager: 7 to 47 % in five runs of benchmarks/results, 15 % where tokens are many.
+CACHE_SHARE = {"fused": 0.05, "eager": 0.15}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One window on one micro-batch. The dicts are by activation mode; their keys are what may be chosen.
+
+    Attributes:
+        forward_s, backward_s: on the compute queue; backward with what it runs again.
+        forward_host_s, backward_host_s: to launch it.
+        kept: bytes of activations kept on the device from forward to backward.
+        work: bytes beside those while its backward runs, weight gradients left out.
+        away: bytes that wait in host memory, or on disk; of the modes that have any.
+    """
+
+    forward_s: float
+    backward_s: dict[str, float]
+    forward_host_s: float
+    backward_host_s: dict[str, float]
+    kept: dict[str, int]
+    work: dict[str, int]
+    away: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def _with_host(cost: Cost, own: int) -> Cost:
+    """The same, and what it has by keeping it in host memory or on disk. own: bytes of its input, which
+    "attention+split" leaves.
+
+    While its backward runs, what it kept is on the device, and what the window before it kept comes back: as much.
+    """
+    found = dataclasses.replace(cost, **{name: dict(getattr(cost, name)) for name in
+                                         ("backward_s", "backward_host_s", "kept", "work", "away")})
+    for name in (*HOST, *DISK):
+        mode = read(name)
+        if mode.keep in cost.kept:
+            stays = 0 if mode.input else min(own, cost.kept[mode.keep])
+            away = cost.kept[mode.keep] - stays
+            found.backward_s[name] = cost.backward_s[mode.keep]
+            found.backward_host_s[name] = cost.backward_host_s[mode.keep]
+            found.kept[name], found.away[name] = stays, away
+            found.work[name] = cost.work[mode.keep] + 2 * away
+    return found
+
+
+def cost_of(window: Window, machine: Machine, tokens: int, seq: int, fused: bool) -> Cost:
+    """What a window costs on `tokens` in sequences of `seq`; fused: by our templates, and with our loss."""
+    if window.kind == "embedding":
+        return _embedding(window, machine, tokens)
+    if window.kind == "head":
+        return _fused_head(window, machine, tokens) if fused else _eager_head(window, machine, tokens)
+    if fused and window.template and window.products:
+        return _fused_layer(window, machine, tokens, seq)
+    if fused and window.template:
+        return _fused_norm(window, machine, tokens)
+    return _eager(window, machine, tokens, seq)
+
+
+# ---- products and attention ----------------------------------------------------------------------
+
+def _products_s(machine: Machine, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
+    return sum(p.flops * tokens / machine.gemm_flops(tokens * p.rows, p.width) for p in products)
+
+
+def _gradients_s(machine: Machine, window: Window, tokens: int) -> float:
+    """dx of all products, where anything before learns; dW of those that are trained."""
+    if not window.learns:
+        return 0.0
+    return _products_s(machine, window.products, tokens) \
+        + _products_s(machine, [p for p in window.products if p.trained], tokens)
+
+
+def _attention_s(machine: Machine, window: Window, tokens: int, seq: int, backward: bool) -> float:
+    """Two products forward and five backward over the causal triangle, or the band of a window."""
+    if not window.attention:
+        return 0.0
+    reach = min(window.context or seq, seq)
+    keys = reach - reach * reach / (2 * seq)        # that a query sees on average
+    flops = 4.0 * window.attention * keys * tokens * (2.5 if backward else 1.0)
+    return flops / machine.attention_flops(min(seq, 2 * reach), backward)
+
+
+def _bytes_s(machine: Machine, nbytes: float) -> float:
+    return nbytes / (machine.hbm_gbps * 1e9)
+
+
+def _launch_s(machine: Machine, operations: float) -> float:
+    return operations * machine.launch_us * 1e-6
+
+
+# ---- templates -----------------------------------------------------------------------------------
+
+TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "attention": 10, "replay": 12, LINKED: 20}
+
+
+def _template_bytes(w: Window, m: Machine, tokens: int, seq: int) -> tuple[dict[str, int], dict[str, int]]:
+    """What it keeps, its input counted in, and what it needs beside that, by mode."""
+    t, kept = w.template, dict(w.template.kept)
+    copied = tokens * t.copied[0] if tokens > t.copied[1] else 0
+    by_rows = m.device == "cuda" and not w.context and tokens == seq >= t.long[2]
+    in_tiles = spared(t.tiled, tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows
+    return ({mode: math.ceil(tokens * (t.input * (mode != LINKED) + n)) for mode, n in kept.items()},
+            {mode: math.ceil(tokens * (t.input * (mode == LINKED) + t.work - n)) - (mode != "saved") * in_tiles + copied
+             for mode, n in kept.items()})
+
+
+def _joined(w: Window, *parts: str) -> list[Product]:
+    """Projections over the same rows are one product."""
+    alike: dict[tuple[object, ...], list[Product]] = {}
+    for p in w.products:
+        if not parts or p.part in parts:
+            alike.setdefault((p.part, p.fan_in, p.rows, p.trained), []).append(p)
+    return [dataclasses.replace(same[0], fan_out=sum(p.fan_out for p in same)) for same in alike.values()]
+
+
+def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
+    """A decoder layer by its template. Elementwise kernels read and write, in elements per token:
+
+    forward: two norms 4H; rotation 2qkv; the product of gate and up 1.5up; what products are added onto 2H.
+    backward: two norms with what they rebuild 10H; rotation 2qkv; attention's sums 2q; gate and up 3up.
+    replay runs everything but the last projection again, attention all of that but attention itself, selective gate
+    and up behind a norm; linked as attention, and of the layer before, which is taken to be alike, what is behind
+    attention.
+    """
+    h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv"), w.width("up"), w.itemsize
+    kept, work = _template_bytes(w, m, tokens, seq)
+    joined = dataclasses.replace(w, products=tuple(_joined(w)))
+    forward = _products_s(m, joined.products, tokens)
+    attention = _attention_s(m, w, tokens, seq, False)
+    gradients = _gradients_s(m, joined, tokens) + _attention_s(m, w, tokens, seq, True) \
+        + _bytes_s(m, tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up))
+    again = {"saved": 0.0,
+             "selective": _products_s(m, _joined(w, "up"), tokens) + _bytes_s(m, tokens * size * 2 * h),
+             "attention": forward - _products_s(m, _joined(w, "down"), tokens)
+             + _bytes_s(m, tokens * size * (5 * h + 2 * qkv))}
+    again["replay"] = again["attention"] + attention
+    again[LINKED] = again["attention"] + forward - _products_s(m, _joined(w, "qkv"), tokens) \
+        + _bytes_s(m, tokens * size * (4 * h + 1.5 * up))
+    ops = TEMPLATE_OPERATIONS
+    return _with_host(Cost(
+        forward + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv + 1.5 * up)),
+        {mode: (gradients + again[mode]) * w.learns for mode in again},
+        _launch_s(m, ops["forward"]),
+        {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in again}, kept, work),
+        math.ceil(tokens * w.template.input))
+
+
+def _fused_norm(w: Window, m: Machine, tokens: int) -> Cost:
+    """A norm that stands alone: reads and writes, and in backward reads two and writes one."""
+    kept, work = _template_bytes(w, m, tokens, tokens)
+    row = tokens * w.hidden * w.itemsize
+    return Cost(_bytes_s(m, 2 * row), {"saved": _bytes_s(m, 3 * row) * w.learns}, _launch_s(m, 6),
+                {"saved": _launch_s(m, 8)}, {"saved": kept["saved"]}, {"saved": work["saved"]})
+
+
+HEAD_TRAFFIC_BYTES = 6      # per logit: the loss reads twice and writes their gradients in place, 16 bits each
+
+
+def _fused_head(w: Window, m: Machine, tokens: int) -> Cost:
+    """Head and loss in chunks of tokens: forward makes the gradients too, backward hands them out.
+
+    With several chunks the weight's gradient is summed in fp32, [V,H], by the products themselves.
+    """
+    wide = sum(p.fan_out for p in w.products)
+    chunk = min(tokens, chunk_tokens(wide, w.itemsize))
+    chunks = -(-tokens // chunk)
+    sums = 4 * sum(p.fan_in * p.fan_out for p in w.products if p.trained) if chunks > 1 else 0
+    rows = tokens * w.hidden * w.itemsize
+    forward = chunks * (_products_s(m, w.products, chunk) + _gradients_s(m, w, chunk)) \
+        + _bytes_s(m, tokens * wide * HEAD_TRAFFIC_BYTES + 2 * sums * chunks)
+    return Cost(forward, {"saved": _bytes_s(m, 2 * rows) * w.learns}, _launch_s(m, 8 * chunks),
+                {"saved": _launch_s(m, 8)}, {"saved": rows},
+                {"saved": chunk * wide * w.itemsize + rows + sums})
+
+
+# ---- the model's own code ------------------------------------------------------------------------
+
+# In bytes of what its products take and give: 180 KB per token at 7B width, where autograd keeps 315 KB, the
+# backward of a replayed layer reaches 281 KB beyond its input, and elementwise kernels read and write about
+# 5 and 12 times as much in forward, and in backward with the forward again (fitted to benchmarks/results:
+# seven runs of 8 to 28 layers, 8k to 64k tokens).
+EAGER_KEPT, EAGER_WORK_SAVED, EAGER_WORK_REPLAY = 1.75, 0.8, 1.56
+EAGER_TRAFFIC_FORWARD, EAGER_TRAFFIC_BACKWARD = 5.0, 7.0
+EAGER_ATTENTION = 0.53      # of cuDNN's rate: flash at S=4096 does 330 and 262 TFLOP/s where cuDNN does 616 and 500
+VECTOR_TRAFFIC = 24         # bytes per element of a norm that stands alone, forward; twice that in backward
+VECTOR_KEPT = 14
+# A layer's forward takes 500 to 630 us of Python's time, and 230 to 260 us of ours, at 6 us an operation.
+EAGER_OPERATIONS = {"layer": (130, 260, 130), "other": (20, 30, 15), "head": (10, 14, 0), "embedding": (8, 10, 0)}
+
+
+def _eager(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
+    """Any window by its own forward: kept by autograd, or run again but for its last product."""
+    moved = sum(p.rows * (p.fan_in + p.fan_out) for p in w.products) * w.itemsize
+    kept = {"replay": w.hidden * w.itemsize, "saved": EAGER_KEPT * moved}
+    work = {"replay": EAGER_WORK_REPLAY * moved, "saved": EAGER_WORK_SAVED * moved}
+    traffic = EAGER_TRAFFIC_FORWARD * moved
+    if not w.products:
+        kept["saved"], work = VECTOR_KEPT * w.hidden, {mode: VECTOR_KEPT * w.hidden for mode in kept}
+        traffic = VECTOR_TRAFFIC * w.hidden
+    elementwise = _bytes_s(m, tokens * traffic)
+    forward = _products_s(m, w.products, tokens) + elementwise \
+        + _attention_s(m, w, tokens, seq, False) / EAGER_ATTENTION
+    gradients = _gradients_s(m, w, tokens) + elementwise * EAGER_TRAFFIC_BACKWARD / EAGER_TRAFFIC_FORWARD \
+        + _attention_s(m, w, tokens, seq, True) / EAGER_ATTENTION
+    last = _products_s(m, [p for p in w.products if p.part == "down"], tokens)
+    once, back, again = EAGER_OPERATIONS["layer" if w.kind == "layer" else "other"]
+    cost = Cost(forward, {"replay": (gradients + forward - last) * w.learns, "saved": gradients * w.learns},
+                _launch_s(m, once), {"replay": _launch_s(m, back + again), "saved": _launch_s(m, back)},
+                {mode: math.ceil(tokens * n) for mode, n in kept.items()},
+                {mode: math.ceil(tokens * n) for mode, n in work.items()})
+    return _with_host(cost, 0) if w.kind == "layer" else cost
+
+
+EAGER_LOGIT_BYTES = 12      # per logit, all tokens at once: 16-bit, fp32, its softmax and gradient
+EAGER_LOGIT_TRAFFIC = (18, 24)
+
+
+def _eager_head(w: Window, m: Machine, tokens: int) -> Cost:
+    """The model's own head and loss: logits of all tokens exist at once, in fp32 too."""
+    wide = sum(p.fan_out for p in w.products)
+    traffic = [_bytes_s(m, tokens * wide * n) for n in EAGER_LOGIT_TRAFFIC]
+    once, back, _ = EAGER_OPERATIONS["head"]
+    return Cost(_products_s(m, w.products, tokens) + traffic[0],
+                {"saved": (_gradients_s(m, w, tokens) + traffic[1]) * w.learns},
+                _launch_s(m, once), {"saved": _launch_s(m, back)},
+                {"saved": tokens * w.hidden * w.itemsize}, {"saved": tokens * wide * EAGER_LOGIT_BYTES})
+
+
+def _embedding(w: Window, m: Machine, tokens: int) -> Cost:
+    """Rows are looked up; the gradient is a whole table, mostly zeros."""
+    rows, table = tokens * w.hidden * w.itemsize, w.table * w.itemsize
+    once, back, _ = EAGER_OPERATIONS["embedding"]
+    return Cost(_bytes_s(m, 2 * rows), {"saved": _bytes_s(m, 2 * table + 6 * rows) * w.learns},
+                _launch_s(m, once), {"saved": _launch_s(m, back)}, {"saved": 8 * tokens}, {"saved": 2 * rows})
+
+
+# ---- where a unit's planes are -------------------------------------------------------------------
+
+class Home(enum.IntEnum):
+    """Where a unit is at home; not 0: its weights and gradients are on the device."""
+
+    RAM, VRAM, ARRIVE = 0, 1, 2
+
+    @property
+    def plain(self) -> str:
+        """As mt.stream's plan has it."""
+        return self.name.lower()
+
+
+def host_planes(unit: Unit, home: str, micro: int) -> dict[str, int]:
+    """Bytes in host memory by plane; at home in VRAM none, with "arrive" the states."""
+    if home == "vram":
+        return {}
+    if home in DISKS:
+        weights = {"weights": unit.weights} if home == "disk" else {}
+        return {k: n for k, n in {**weights, **_states(unit, micro)}.items() if k not in visiting_planes(unit)}
+    if home == "arrive":
+        return visiting_planes(unit)
+    return {"weights": unit.weights, **_states(unit, micro)}
+
+
+def copied_planes(unit: Unit) -> dict[str, int]:
+    """The same of copies that a state_dict makes of what is at home in VRAM: a master is weight and rest."""
+    return visiting_planes(unit) | ({"weights": unit.weights} if unit.masters else {})
+
+
+def lent_buffers(units: list[Unit], most: int) -> list[int]:
+    """Bytes of each buffer of memory that gradients of these units pass through where they are kept nowhere; of a size
+    there are so many at most."""
+    return plan_slots([u.gradients for u in units], most)
+
+
+def device_planes(unit: Unit, micro: int, home: str = "vram", keeps: bool = True) -> dict[str, int]:
+    """Bytes in device memory by plane of a unit at home there; with "arrive" what is there all the time. keeps: its
+    gradients have a plane."""
+    away = visiting_planes(unit).keys() if home == "arrive" else set()
+    away = away | (set() if keeps else {"gradients"})
+    return {k: n for k, n in {"weights": unit.weights, **_states(unit, micro)}.items() if k not in away}
+
+
+def visiting_planes(unit: Unit) -> dict[str, int]:
+    """Bytes by plane of what arrives for an update, and leaves."""
+    return {"masters": unit.masters, "moments": unit.moments}
+
+
+def _states(unit: Unit, micro: int) -> dict[str, int]:
+    return {"masters": unit.masters, "moments": unit.moments, "gradients": unit.gradients,
+            "sums": unit.sums if micro > 1 else 0}

@@ -1,0 +1,443 @@
+"""Measures what this machine can do: the rates that plans are made with, beside the limits that are known.
+
+`megatrain doctor` runs it: less than a minute with a GPU. Each rate is a median over repetitions that take a
+stated time, on random data, after a warm-up: cards slow down under load, and that is what a step meets.
+"""
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _core
+from ..base.formats import FORMATS, LOW_BYTES
+from ..base.limits import host_limits, resident_bytes
+from ..fused.templates.attention import Attention
+from .machine import (
+    DRIVE_ORIGINS,
+    MEASURED,
+    SUM_ORIGIN,
+    Machine,
+    describe,
+    host_limit_bytes,
+    store_path,
+)
+
+MIB = 2**20
+ISAS = ("scalar", "avx2", "avx512")         # mt_isa of adam.h
+TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+UPDATE_BYTES, ADD_BYTES = 26, 14            # per parameter in host memory: AdamW; a micro-batch's sum: ACC and GRAD
+# Dense bf16 operations per clock and multiprocessor with fp32 sums, by compute capability: NVIDIA's data sheets.
+TENSOR_OPERATIONS = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}
+
+
+class Sizes(NamedTuple):
+    """What is measured: shapes that layers have, or a toy's where there is no GPU."""
+
+    tokens: tuple[int, ...]
+    widths: tuple[int, ...]
+    sequences: tuple[int, ...]
+    attention_tokens: int
+    heads: tuple[int, int, int]             # query heads, key heads, their size
+    stream_bytes: int
+    copy_bytes: int                         # PCIe reaches its rate from 16 MiB on
+    parameters: int
+    least_s: float                          # of repetitions of one thing
+    disk_bytes: int
+
+
+CUDA = Sizes((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536), (1024, 3584, 8192, 12288),
+             (1024, 4096, 16384, 65536), 16384, (28, 4, 128), 512 * MIB, 256 * MIB, 100_000_000, 0.2, 16 << 30)
+CPU = Sizes((64, 256), (128, 512), (64, 256), 256, (4, 2, 32), 4 * MIB, 4 * MIB, 1_000_000, 0.02, 16 * MIB)
+
+# A training script's own: transformers, its data, what the driver keeps for registered memory. Six runs on an H200
+# had 1.4 GB resident beyond the store, where the doctor alone has 0.6.
+TRAINING_BYTES = 750 << 20
+
+
+# ---- clocks --------------------------------------------------------------------------------------
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(fn: Callable[[], Any], device: torch.device, least_s: float) -> float:
+    """Median seconds of a call, over as many as take least_s together, three at least."""
+    fn()
+    synchronize(device)
+    began = time.perf_counter()
+    fn()
+    synchronize(device)
+    count = max(3, min(1000, math.ceil(least_s / max(time.perf_counter() - began, 1e-6))))
+    return statistics.median(_intervals(fn, device, count))
+
+
+def _intervals(fn: Callable[[], Any], device: torch.device, count: int) -> list[float]:
+    """Seconds of each call; on CUDA by events, so that the host runs ahead."""
+    if device.type != "cuda":
+        clock = [time.perf_counter()]
+        for _ in range(count):
+            fn()
+            clock.append(time.perf_counter())
+        return [b - a for a, b in itertools.pairwise(clock)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        fn()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+def product_tflops(tokens: int, fan_in: int, fan_out: int, device: torch.device, least_s: float) -> float:
+    """TFLOP/s of y = xW', dx = dyW, dW = dy'x, one after the other; x: [tokens, fan_in]."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x = torch.randn(tokens, fan_in, device=device, dtype=dtype)
+    dy = torch.randn(tokens, fan_out, device=device, dtype=dtype)
+    w = torch.randn(fan_out, fan_in, device=device, dtype=dtype) * 0.02
+
+    def products() -> None:
+        x @ w.t()
+        dy @ w
+        dy.t() @ x
+
+    return 6.0 * tokens * fan_in * fan_out / timed(products, device, least_s) / 1e12
+
+
+def _gemm(sizes: Sizes, device: torch.device) -> tuple[tuple[int, int, float], ...]:
+    return tuple((n, w, product_tflops(n, w // 2, 2 * w, device, sizes.least_s))
+                 for w in sizes.widths for n in sizes.tokens)
+
+
+def _attention_at(seq: int, sizes: Sizes, device: torch.device) -> tuple[int, float, float]:
+    """(seq, forward, backward TFLOP/s), as templates run it. Where backward runs forward again (no cuDNN), that is
+    not counted."""
+    hq, hk, d = sizes.heads
+    batch = max(1, sizes.attention_tokens // seq)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v, dout = (torch.randn(batch, seq, h, d, device=device, dtype=dtype) for h in (hq, hk, hk, hq))
+    attention = Attention(d ** -0.5, True)
+    out, kept = attention.forward(q, k, v)
+    forward = timed(lambda: attention.forward(q, k, v), device, sizes.least_s)
+    backward = timed(lambda: attention.backward(dout, q, k, v, out, kept), device, sizes.least_s)
+    backward = max(backward - (forward if kept is None else 0.0), forward / 10)
+    flops = 2.0 * seq * hq * d * batch * seq
+    return seq, flops / forward / 1e12, 2.5 * flops / backward / 1e12
+
+
+def _stream_gbps(sizes: Sizes, device: torch.device) -> float:
+    """GB/s of an elementwise kernel, read plus written."""
+    a = torch.randn(sizes.stream_bytes // 4, device=device)
+    b = torch.empty_like(a)
+    return 2 * sizes.stream_bytes / timed(lambda: torch.mul(a, 0.5, out=b), device, sizes.least_s) / 1e9
+
+
+def _launch_us(device: torch.device) -> float:
+    """Host time of one small operation, while the device follows."""
+    x = torch.zeros(16, device=device)
+    rounds = []
+    for _ in range(20):
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(50):
+            torch.add(x, x, out=x)
+        rounds.append((time.perf_counter() - began) / 50)
+    return statistics.median(rounds) * 1e6
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+class Copies:
+    """Pinned host memory and device memory of the same size, and copies between them."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.device, self.nbytes = device, nbytes
+        pin = device.type == "cuda"
+        self.host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin).random_() for _ in range(2)]
+        self.dev = [torch.empty(nbytes, dtype=torch.uint8, device=device).random_() for _ in range(2)]
+        self.side = torch.cuda.Stream(device) if pin else None
+
+    def up(self) -> None:
+        self.dev[0].copy_(self.host[0], non_blocking=True)
+
+    def down(self) -> None:
+        self.host[1].copy_(self.dev[1], non_blocking=True)
+
+    def both(self) -> None:
+        if self.side is None:
+            self.up()
+            self.down()
+            return
+        here = torch.cuda.current_stream(self.device)
+        self.side.wait_stream(here)
+        with torch.cuda.stream(self.side):
+            self.down()
+        self.up()
+        here.wait_stream(self.side)
+
+    def gbps(self, copy: Callable[[], None], least_s: float) -> float:
+        return self.nbytes / timed(copy, self.device, least_s) / 1e9
+
+
+def copy_rates(device: torch.device, nbytes: int, least_s: float) -> dict[str, float]:
+    """GB/s host to device, device to host, and each way while both run; pinned host memory."""
+    c = Copies(device, nbytes)
+    found = {"h2d_gbps": c.gbps(c.up, least_s), "d2h_gbps": c.gbps(c.down, least_s),
+             "both_gbps": c.gbps(c.both, least_s)}
+    del c
+    give_back_pinned(device)
+    return found
+
+
+def give_back_pinned(device: torch.device) -> None:
+    """torch keeps pinned memory for the next one who wants such a piece."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._host_emptyCache()
+
+
+def _busy_gbps(sizes: Sizes, device: torch.device, threads: int) -> float:
+    """GB/s host to device while AdamW runs on the host."""
+    copies, planes, stop = Copies(device, sizes.copy_bytes), Planes(sizes.parameters, "BF16", "BF16"), threading.Event()
+    isa = ISAS.index(_core.build_info()["isa"])
+
+    def update() -> None:
+        while not stop.is_set():
+            _core.adam_step(planes.tensors(1), 1.0, threads, isa)
+
+    worker = threading.Thread(target=update)
+    worker.start()
+    try:
+        return copies.gbps(copies.up, 2 * sizes.least_s)
+    finally:
+        stop.set()
+        worker.join()
+
+
+# ---- AdamW ---------------------------------------------------------------------------------------
+
+class Planes:
+    """One tensor's planes in a store's arenas, with their huge pages, and the tuple that `_core.adam_step` takes."""
+
+    def __init__(self, n: int, weight: str, grad: str, states: str = "fp32") -> None:
+        self.n, self.types, self.states = n, (_core.DTYPES[weight], _core.DTYPES[grad]), _core.STATES[states]
+        engine = _core.Engine("cpu", threads=_core.build_info()["cpus"])
+        engine.add_unit("doctor", [self.types[0]], [n], [True])
+        engine.set_states(0, self.states)
+
+        def plane(name: str, dtype: torch.dtype) -> torch.Tensor:
+            return torch.from_numpy(engine.plane(0, 0, _core.PLANES[name])).view(dtype)
+
+        self.hi = plane("HI", TORCH[weight]).uniform_(-0.05, 0.05)
+        low = LOW_BYTES[states] if weight == "BF16" else 0
+        self.lo = plane("LO", torch.int16 if low == 2 else torch.int8) if low else None
+        self.master = plane("MASTER", torch.float32).copy_(self.hi) if weight == "F16" else None
+        self.grad = plane("GRAD" if grad == weight else "ACC", TORCH[grad]).uniform_(-1e-3, 1e-3)
+        moments = (torch.float32, torch.float32) if states == "fp32" else (torch.int8, torch.uint8)
+        self.m, self.v = plane("M", moments[0]), plane("V", moments[1])
+        self.scale = plane("SCALE", torch.float32) if states != "fp32" else None
+
+    def bytes_per_parameter(self) -> float:
+        """Read plus written in one update."""
+        kept = [p for p in (self.hi, self.lo, self.master, self.m, self.v, self.scale) if p is not None]
+        return 2 * sum(p.nbytes for p in kept) / self.n + self.grad.element_size()
+
+    def tensors(self, step: int) -> list[tuple]:
+        planes = (self.hi, self.lo, self.master, self.m, self.v, self.grad)
+        addresses = [0 if p is None else p.data_ptr() for p in planes]
+        weight, grad = self.types
+        return [(weight, self.n, *addresses, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, step, 0, self.states,
+                 0 if self.scale is None else self.scale.data_ptr(), 0)]
+
+
+def _host_adam8(sizes: Sizes, threads: int) -> tuple[tuple[str, float], ...]:
+    """(states, G parameters/s) of updates with moments of 8 bits."""
+    isa, found = ISAS.index(_core.build_info()["isa"]), []
+    for states in FORMATS[1:]:
+        planes = Planes(sizes.parameters, "BF16", "BF16", states)
+        seconds = timed(lambda p=planes: _core.adam_step(p.tensors(1), 1.0, threads, isa), torch.device("cpu"),
+                        sizes.least_s)
+        found.append((states, sizes.parameters / 1e9 / seconds))
+    return tuple(found)
+
+
+def _host_adam(sizes: Sizes, counts: list[int]) -> tuple[tuple[tuple[int, float], ...], float]:
+    """(threads, G parameters/s) of updates; and of a loop with the same reads and writes, all threads."""
+    planes, here = Planes(sizes.parameters, "BF16", "BF16"), torch.device("cpu")
+    isa = ISAS.index(_core.build_info()["isa"])
+    rates = tuple((n, sizes.parameters / 1e9 / timed(
+        lambda n=n: _core.adam_step(planes.tensors(1), 1.0, n, isa), here, sizes.least_s)) for n in counts)
+    traffic = timed(lambda: _core.adam_traffic(planes.tensors(1), counts[-1], isa), here, sizes.least_s)
+    return rates, sizes.parameters / 1e9 / traffic
+
+
+def _device_adam(sizes: Sizes, device: torch.device) -> float:
+    """G parameters/s of AdamW on the device."""
+    n = sizes.parameters
+    hi, grad = (torch.randn(n, device=device).bfloat16() for _ in range(2))
+    lo = torch.zeros(n, dtype=torch.int16, device=device)
+    m, v = (torch.zeros(n, device=device) for _ in range(2))
+
+    def step() -> None:
+        torch.ops.megatrain.adamw_(hi, lo, m, v, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, 1, 1.0)
+
+    return n / 1e9 / timed(step, device, sizes.least_s)
+
+
+# ---- the whole -----------------------------------------------------------------------------------
+
+def _disk_rates(path: str, most: int) -> dict[str, float]:
+    """GB/s of the drive that a directory is on, past the page cache: read, written, and both together.
+    Its rating is in no file; who knows it says disk_tbw=."""
+    nbytes = min(most, _core.disk_room(path) // 4)
+    found = _core.disk_measure(path, nbytes, piece=min(32 << 20, nbytes // 16 // 4096 * 4096))
+    return {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")} | {"disk_tbw": 0.0}
+
+
+def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
+            disk: str | None = None) -> tuple[Machine, dict[str, float]]:
+    """This machine, and what is known of its limits: by names of Machine's attributes, in their units.
+
+    Args:
+        device: the GPU, or the CPU device: then toy sizes, in a second or two.
+        say: is told what is measured next.
+        disk: a directory on the drive that states may go to; None: a drive is described, not measured.
+    """
+    cuda = device.type == "cuda"
+    sizes, cpus = CUDA if cuda else CPU, _core.build_info()["cpus"]
+    if cuda:
+        synchronize(device)
+        torch.cuda.empty_cache()
+    say("matrix products")
+    gemm = _gemm(sizes, device)
+    say("attention, elementwise kernels, launches")
+    attention = tuple(_attention_at(seq, sizes, device) for seq in sizes.sequences)
+    hbm, launch = _stream_gbps(sizes, device), _launch_us(device)
+    # By now the libraries of products and attention are loaded.
+    rss = resident_bytes() + (TRAINING_BYTES if cuda else 0)
+    say("copies")
+    copies = copy_rates(device, sizes.copy_bytes, sizes.least_s)
+    say("AdamW")
+    adam, traffic = _host_adam(sizes, sorted({1, max(1, cpus // 2), max(1, cpus - 1)}))
+    adam8 = _host_adam8(sizes, adam[-1][0])
+    busy, device_adam = _busy_gbps(sizes, device, adam[-1][0]), _device_adam(sizes, device)
+    vram, taken = _vram(device)
+    if disk is not None:
+        say("disk")
+    drive = _disk_rates(disk, sizes.disk_bytes) if disk is not None else {}
+    rates = {**drive, "gemm": gemm, "attention": attention, "hbm_gbps": hbm, "launch_us": launch, **copies,
+             "busy_gbps": min(busy, copies["h2d_gbps"]), "adam_gparams": adam,
+             "add_gparams": adam[-1][1] * UPDATE_BYTES / ADD_BYTES, "device_adam_gparams": device_adam,
+             "adam8_gparams": adam8}
+    host, one = host_limit_bytes(), _one_memory(device)
+    machine = Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
+                      taken, host // 2 if one else host, rss, **_rounded(rates), versions=_versions(),
+                      source=MEASURED, one_memory=one,
+                      origins=(SUM_ORIGIN, *(() if disk else DRIVE_ORIGINS)))
+    return machine, _known(device) | {"adam_gparams": traffic}
+
+
+def _rounded(value: Any) -> Any:
+    """Floats, also inside dicts and tuples, to four digits."""
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_rounded(v) for v in value)
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _vram(device: torch.device) -> tuple[int, int]:
+    """(memory of the device, what of it is taken by others than torch's allocator); the host's on the CPU."""
+    if device.type != "cuda":
+        return host_limit_bytes(), 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total, total - free - torch.cuda.memory_reserved(device)
+
+
+def _one_memory(device: torch.device) -> bool:
+    """Has the device none of its own?"""
+    return device.type != "cuda" or bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}
+
+
+def _known(device: torch.device) -> dict[str, float]:
+    """Limits by data sheet and by what the system says of clocks and links; those that are not known are left out."""
+    if device.type != "cuda":
+        return {}
+    p = torch.cuda.get_device_properties(device)
+    found = {}
+    operations = TENSOR_OPERATIONS.get((p.major, p.minor), 0)
+    if operations and hasattr(p, "clock_rate"):
+        found["gemm"] = p.multi_processor_count * operations * p.clock_rate * 1e3 / 1e12
+    if hasattr(p, "memory_clock_rate") and hasattr(p, "memory_bus_width"):
+        found["hbm_gbps"] = 2 * p.memory_clock_rate * 1e3 * p.memory_bus_width / 8 / 1e9
+    if link := _link_gbps(p):
+        found["h2d_gbps"] = found["d2h_gbps"] = link
+    return found
+
+
+def _link_gbps(p: Any) -> float:
+    """GB/s of the device's PCIe link one way, from sysfs; 0 where it does not say."""
+    try:
+        here = Path(f"/sys/bus/pci/devices/{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")
+        speed = float((here / "max_link_speed").read_text().split()[0])
+        width = int((here / "max_link_width").read_text())
+    except (AttributeError, OSError, ValueError, IndexError):
+        return 0.0
+    return speed * width / 8 * (128 / 130 if speed >= 8 else 0.8)
+
+
+# ---- what is told --------------------------------------------------------------------------------
+
+def report(machine: Machine, limits: dict[str, float]) -> str:
+    """A table of rates, and of the limits that are known: of rates, and of memory and files this process may have."""
+    known = [("matrix products, by data sheet", "gemm", max(rate for *_, rate in machine.gemm), "TFLOP/s"),
+             ("elementwise kernels, by memory clock", "hbm_gbps", machine.hbm_gbps, "GB/s"),
+             ("host to device, by PCIe link", "h2d_gbps", machine.h2d_gbps, "GB/s"),
+             ("device to host, by PCIe link", "d2h_gbps", machine.d2h_gbps, "GB/s"),
+             ("AdamW, by a loop with its traffic", "adam_gparams", machine.adam_gparams[-1][1], "G parameters/s")]
+    rows = describe(machine)
+    rows += [("limit: " + what, f"{limits[key]:.4g} {unit}", f"reached {rate / limits[key]:.0%}")
+             for what, key, rate, unit in known if rate < 1.2 * limits.get(key, 0.0)]   # virtual links say anything
+    widths = [max(len(r[i]) for r in rows) for i in range(3)]
+    lines = ["  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows]
+    return "\n".join([machine.name, *lines, "", _products_text(machine), "", _memory_text()])
+
+
+def _memory_text() -> str:
+    """What this process may have, each limit by itself."""
+    rows = [("this process", ""), *host_limits().rows()]
+    width = max(len(what) for what, _ in rows)
+    return "\n".join(f"{what.ljust(width)}  {figure}".rstrip() for what, figure in rows)
+
+
+def _products_text(machine: Machine) -> str:
+    """TFLOP/s of products by tokens (down) and width (across)."""
+    widths = sorted({w for _, w, _ in machine.gemm})
+    rates = {(n, w): rate for n, w, rate in machine.gemm}
+    rows = [["TFLOP/s, tokens x width", *map(str, widths)]]
+    rows += [[str(n), *(f"{rates[n, w]:.4g}" for w in widths)] for n in sorted({n for n, _, _ in machine.gemm})]
+    return "\n".join("  ".join(c.rjust(23 if i == 0 else 8) for i, c in enumerate(r)) for r in rows)
+
+
+def store(machine: Machine, path: Path | None = None) -> Path:
+    """Writes the machine where plans look for it, or to `path`; whole or not at all. Returns where."""
+    path = path or store_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(machine.to_json() + "\n")
+    beside.replace(path)
+    return path

@@ -1,0 +1,428 @@
+"""mt.plan: what a model's training step will take on a machine, and the choice that takes least.
+
+    print(mt.plan(model, tokens=32768, seq=1024, vram="24GiB"))
+    model = mt.stream(model, plan=mt.plan(model, tokens=32768, seq=1024))
+
+Nothing is allocated. shapes.py reads the model, machine.py the rates, cost.py has bytes and seconds by kind of
+window, simulate.py puts them in the engine's order, placement.py looks for the best.
+"""
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.arguments import check_count
+from ..base.errors import MegatrainError
+from ..base.formats import check_states
+from ..base.limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
+from ..base.modes import DISK, DISKS, GRADS, HOMES, LINKED, MODES, read
+from ..figures.tiers import Tier, bars, write_tiers
+from ..figures.timeline import LANES
+from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years
+from .changes import Python, refusal
+from .cost import LENT, THROUGH_BYTES
+from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
+from .placement import OVERHEAD, Choice, Problem, Wishes
+from .shapes import Shape, shapes_of
+from .simulate import Timing
+
+Table = tuple[str, list[tuple[str, ...]]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice for each unit and window, and what it is predicted to take. `mt.stream(model, plan=...)` does it.
+
+    Attributes:
+        model, parameters, trained: what is planned.
+        machine: the rates and limits that were used; its memory is that of the limits given.
+        tokens, seq, micro: of a step; into how many micro-batches the training loop should cut it.
+        compute: "fused": templates where they fit; "eager": the model's own code.
+        homes: by unit, "vram" (weights, gradients and states on the device), "arrive" (the same, but states are in
+            RAM between their updates), "ram" (weights streamed), "through" (the same, but updated on the device) or
+            "disk" (streamed too, but states are in a file), "disk+weights" (weights too, which each fetch reads).
+        activations: by window, a mode of modes.py: "replay", "selective+host" ...
+        slots: ring size of the streamed units, see slots.py.
+        vram, host: bytes by what they hold, at the peak of a step; vram_bytes, host_bytes: their sums.
+        seconds, forward_s: of a step, and of its forwards.
+        busy: seconds of work by lane. idle: seconds in which compute stands still, by what it waits for. Both by the
+            names that mt.last_step has.
+        disk: bytes in files by what they hold; what is trained is read and written once in a step, activations once in
+            a micro-batch. nvme: where it may be, and disk_room: bytes it may have; None and 0 without.
+        grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size that they pass through then, 3, or
+            fewer where nothing fits otherwise: then a backward waits for the updates of the last units.
+        states: how mt.AdamW keeps its states.
+    """
+
+    model: str
+    parameters: int
+    trained: int
+    machine: Machine
+    tokens: int
+    seq: int
+    micro: int
+    compute: str
+    homes: dict[str, str]
+    activations: dict[str, str]
+    slots: int
+    vram: dict[str, int]
+    host: dict[str, int]
+    seconds: float
+    forward_s: float
+    busy: dict[str, float]
+    idle: dict[str, float]
+    weights: dict[str, int]
+    disk: dict[str, int] = dataclasses.field(default_factory=dict)
+    nvme: Disk | None = None
+    disk_room: int = 0
+    grads: str = "ram"
+    states: str = "fp32"
+    lent: int = LENT
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of the files: states, what lies between them, and activations."""
+        return sum(self.disk.values())
+
+    @property
+    def disk_written(self) -> int:
+        """Bytes of what is trained in a step, and of activations of each micro-batch."""
+        kept = self.disk.get(PADDING, 0) + self.disk.get(FROZEN, 0)
+        return self.disk_bytes - kept + (self.micro - 1) * self.disk.get(SPILLED, 0)
+
+    @property
+    def disk_years(self) -> float:
+        """Until the drive's rating is written by steps like this, one after the other. Infinite where nothing is, nan
+        where the rating is not known."""
+        rated = self.machine.disk_tbw or math.nan
+        return years(self.disk_written, self.seconds, rated) if self.disk else math.inf
+
+    @property
+    def vram_bytes(self) -> int:
+        """Of device memory, at a step's peak."""
+        return sum(self.vram.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, at a step's peak."""
+        return sum(self.host.values())
+
+    @property
+    def besides(self) -> tuple[tuple[str, int], ...]:
+        """Of host memory what mt.stream takes beside what is there before it: (what, bytes)."""
+        return tuple((what, n) for what, n in self.host.items() if what != OVERHEAD)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """As predicted."""
+        return self.tokens / self.seconds
+
+    @property
+    def bound(self) -> str:
+        """The lane with most work in a step."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """(title, bytes by what they hold, bytes there are) of each kind of memory."""
+        found = tiers_of(self.machine, self.vram, self.host)
+        return [*found, ("disk", self.disk, self.disk_room)] if self.disk else found
+
+    def picture(self, path: str | Path) -> None:
+        """Draws what lies in which memory; .png, .svg or .pdf.
+
+        Raises:
+            MegatrainError: matplotlib is not installed.
+        """
+        write_tiers(path, _headline(self), self.tiers)
+
+    def __str__(self) -> str:
+        return "\n\n".join([_headline(self), *(as_text(t) for t in _tables(self))])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<p>{html.escape(line)}</p>" for line in _headline(self).splitlines())
+        return head + bars(self.tiers) + "".join(_as_html(t) for t in _tables(self))
+
+
+def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
+         host: int | str | None = None, micro: int | None = None, homes: str | None = None,
+         activations: str | None = None, slots: int | None = None, grads: str = "ram",
+         states: str = "fp32", compute: str = "auto",
+         dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
+         layers: int | None = None, nvme: str | dict[str, Any] | None = None) -> Plan:
+    """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
+
+    Args:
+        model: a module (streamed or not, also on the meta device) or a transformers config. Frozen
+            parameters, LoRA's too, are seen by requires_grad.
+        tokens, seq: tokens of a whole step, in sequences of `seq`.
+        machine: a Machine, a name such as "rtx4090" or "h200-128g,vram=24GiB" (`megatrain plan --list-machines` has
+            all), the path of a JSON file, or "cpu"; None: this machine's GPU, with the rates that `megatrain doctor`
+            stored, else with those of the description nearest to it; without a GPU its CPU device.
+        vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
+            what the machine has, but say what the host of a card by name has; by default 2 % of it stay free.
+        micro: micro-batches of a step; None: as many as are best.
+        homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. activations:
+            "replay", "attention", "linked" (of every second layer; of the others "attention"), "selective" or "saved",
+            with "+host" where what is kept waits in host memory, with "+disk" and nvme in a file; or "attention+split";
+            for all windows that have it. slots: ring size. None: what is best.
+        grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
+        states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
+        compute, dtype, units: as for mt.stream.
+        layers: of a config, instead of its own number.
+        nvme: directory for states, weights and activations that host memory does not hold, as for mt.stream; for
+            another machine {"limit": "2TB"} is enough.
+
+    Raises:
+        MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
+            table of what needs least and the fastest changes with which it fits; of the exception, `changes` has the
+            arguments that would do, one at a time, and `ways` those that would together, with tokens/s, the fastest
+            first.
+    """
+    disk = Disk.parse(nvme, somewhere=True)
+    if homes in DISKS and disk is None:
+        raise MegatrainError(f"homes={homes!r}: give the directory, nvme='/path'")
+    if activations in DISK and disk is None:
+        raise MegatrainError(f"activations={activations!r}: give the directory, nvme='/path'")
+    wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
+                                 nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
+                                 states=check_states(states))
+    limits = resolve(machine)
+    here = host_now(limits) if machine is None else limits.host_bytes
+    most = parse_bytes(host, "host") or without_margin(here, PLANNED_SHARE)
+    limits = limits.with_limits(parse_bytes(vram, "vram"), most)
+
+    shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers)
+    shape = shape_with(states)
+    if compute == "auto":       # as mt.stream has it
+        halves = all(w.itemsize == 2 for w in shape.windows)
+        wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
+    _check_activations(Problem(shape, limits, wishes))
+    problem, best = _solve(shape, limits, wishes)
+    if best is None:
+        raise _refusal(problem, resolve(machine), shape_with)
+    return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0)
+
+
+def _check_activations(problem: Problem) -> None:
+    """A mode that no window has would be left out without a word."""
+    asked, had = problem.wishes.activations, {mode for cost in problem.micro(1).costs for mode in cost.kept}
+    if asked not in {None, *had}:
+        layers = "fused" if problem.wishes.fused else "eager"
+        raise MegatrainError(f"activations={asked!r}: no window of {problem.shape.name} has it with {layers} layers; "
+                             f"they have {', '.join(repr(mode) for mode in MODES if mode in had)}")
+
+
+def _solve(shape: Shape, limits: Machine, wishes: Wishes) -> tuple[Problem, tuple[Choice, Timing] | None]:
+    """With as many buffers for gradients that are kept nowhere as there is memory for; or fewer, where that keeps
+    what would be on disk in memory, and so takes less time."""
+    best: tuple[Problem, tuple[Choice, Timing]] | None = None
+    problem = None
+    for lent in range(LENT, 0, -1) if wishes.grads == "none" else (LENT,):
+        problem = Problem(shape, limits, dataclasses.replace(wishes, lent=lent), problem)
+        found = problem.best(best[1][1].seconds if best else math.inf)
+        if found is None:
+            continue
+        best = problem, found
+        if not problem.disk_bytes(found[0].homes, found[0].micro, found[0].modes):
+            break
+    return best or (problem, None)
+
+
+def _grads(grads: str, micro: int | None) -> str:
+    if grads not in GRADS:
+        raise MegatrainError(f"grads={grads!r}: use {', '.join(map(repr, GRADS))}")
+    if grads == "none" and micro not in (None, 1):
+        raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: one micro-batch")
+    return grads
+
+
+def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations: str | None, slots: int | None,
+            micro: int | None) -> Wishes:
+    for name, value, least in (("tokens", tokens, 1), ("seq", seq, 1), ("micro", micro, 1), ("slots", slots, 2)):
+        if value is not None or name in ("tokens", "seq"):
+            check_count(value, name, least)
+    if tokens % seq:
+        raise MegatrainError(f"tokens={tokens}, seq={seq}: a step is a whole number of sequences; "
+                             f"nearest: tokens={max(1, round(tokens / seq)) * seq}")
+    if micro is not None and (tokens // seq) % micro:
+        raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
+    for name, value, known in (("compute", compute, ("auto", "fused", "eager")),
+                               ("homes", homes, HOMES),
+                               ("activations", activations, MODES)):
+        if value is not None and value not in known:
+            raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
+    return Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro)
+
+
+def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
+    shape, wishes = problem.shape, problem.wishes
+    return Plan(
+        shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
+        "fused" if wishes.fused else "eager",
+        {u.name: "through" if i in choice.through else problem.home_of(i, choice.homes, choice.micro)
+         for i, u in enumerate(shape.units)},
+        {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
+        problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
+        timing.idle, _window_weights(shape), problem.disk_bytes(choice.homes, choice.micro, choice.modes),
+        grads=wishes.grads, states=wishes.states, lent=wishes.lent)
+
+
+def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int]) -> list[Tier]:
+    """(title, bytes by what they hold, bytes there are) of both memories, or of both parts of the only one."""
+    return [("host memory as device memory" if machine.one_memory else "device memory", vram, machine.vram_bytes),
+            ("host memory", host, machine.host_bytes)]
+
+
+def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
+    """Bytes on the device by what they hold, at the peak of a step."""
+    costs = problem.micro(choice.micro).costs
+    kept, work, flying = problem.peak(costs, choice.modes)
+    at_home = problem.planes_at_home(choice.homes, choice.micro)
+    table = {"context, libraries": problem.machine.vram_overhead_bytes,
+             "slots": sum(problem.slots(choice.homes, choice.ring)),
+             **{f"at home: {plane}": n for plane, n in at_home.items()},
+             "updates through the device": THROUGH_BYTES * bool(choice.through), "activations": kept, "work": work,
+             "gradients under way": flying,
+             "torch's cache": problem.passing_bytes(costs, choice.modes) - kept - work - flying}
+    if visiting := sum(problem.visiting(choice.homes).values()):
+        beyond = visiting + problem.early_bytes(costs, choice.modes) - problem.passing_bytes(costs, choice.modes)
+        table["states that arrive, beyond the peak"] = max(beyond, 0)
+    return table
+
+
+def _window_weights(shape: Shape) -> dict[str, int]:
+    """Bytes of weights by window; a unit counts where it is used first."""
+    seen: set[int] = set()
+    found = {}
+    for w in shape.windows:
+        found[w.name] = sum(shape.units[u].weights for u in w.units if u not in seen)
+        seen.update(w.units)
+    return found
+
+
+# ---- refusing ------------------------------------------------------------------------------------
+
+def _refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> MegatrainError:
+    """What needs least, and what would fit. shape_with: the same model with other states of AdamW."""
+    found = refusal(problem, whole, shape_with, _memories)
+    error = MegatrainError(found.text(Python()))
+    error.refusal, error.changes, error.ways = found, found.alone, found.ways
+    return error
+
+
+def _memories(problem: Problem, choice: Choice) -> tuple[dict[str, int], dict[str, int], str]:
+    """Bytes of a choice on the device and in host memory, and both as text."""
+    vram, host = vram_table(problem, choice), problem.host_bytes(choice.homes, choice.micro, choice.modes)
+    both = tiers_of(problem.machine, vram, host)
+    return vram, host, "\n\n".join(as_text(_bytes_table(*tier)) for tier in both)
+
+
+# ---- as text -------------------------------------------------------------------------------------
+
+def _headline(p: Plan) -> str:
+    frozen = "all trained" if p.trained == p.parameters else f"{p.trained:,} trained"
+    cut = f"{p.micro} micro-batches of {p.tokens // p.micro:,}" if p.micro > 1 else "one micro-batch"
+    cut += f"; {p.states} states" * (p.states != "fp32")
+    return (f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}\n"
+            f"{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
+            f"{p.machine.name}: rates {p.machine.source}\n"
+            f"predicted: {p.tokens_per_second:,.0f} tokens/s, {p.seconds:.4g} s a step "
+            f"({p.forward_s:.3g} forward); bound by {LANES.get(p.bound, p.bound)}")
+
+
+def _tables(p: Plan) -> list[Table]:
+    return [_placement_table(p), *(_bytes_table(*tier) for tier in p.tiers), *([_endurance(p)] if p.disk else []),
+            _seconds_table(p)]
+
+
+def _placement_table(p: Plan) -> Table:
+    rows: list[tuple[str, ...]] = [("window", "weights", "home", "activations")]
+    for names, home, mode in _runs(p):
+        rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
+    ring = f"ring of {p.slots} slots for what streams"
+    ring += f"; {p.lent} buffer{'s' * (p.lent > 1)} for gradients" * (p.lent < LENT)
+    return ring if {"ram", "through", *DISKS} & set(p.homes.values()) else "nothing streams", rows
+
+
+def _runs(p: Plan) -> list[tuple[list[str], str, str]]:
+    """Neighbouring windows of which the same is chosen; only layers that differ by a number share a row."""
+    runs: list[tuple[list[str], str, str]] = []
+    for name, mode in _in_turn(p.activations).items():
+        home = p.homes.get(name, "shared")
+        if runs and runs[-1][1:] == (home, mode) and _stem(runs[-1][0][-1]) == _stem(name):
+            runs[-1][0].append(name)
+        else:
+            runs.append(([name], home, mode))
+    return runs
+
+
+def _in_turn(activations: dict[str, str]) -> dict[str, str]:
+    """With the same words for both layers of a pair of which the second is linked."""
+    found = dict(activations)
+    for a, b in itertools.pairwise(activations):
+        if read(activations[b]).keep == LINKED:
+            found[a] = found[b] = f"{activations[a]}, {activations[b]} in turn"
+    return found
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _span(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    last = re.findall(r"\d+", names[-1])
+    return re.sub(r"\d+(?!.*\d)", lambda m: f"{m.group()}-{last[-1]}", names[0])
+
+
+def _bytes_table(title: str, parts: dict[str, int], limit: int) -> Table:
+    rows: list[tuple[str, ...]] = [(title, "bytes", "")]
+    rows += [(what, show_bytes(n), "") for what, n in parts.items() if n]
+    total = sum(parts.values())
+    return "", [*rows, ("in all", show_bytes(total), f"of {show_bytes(limit)}, {total / limit:.0%}")]
+
+
+def _endurance(p: Plan) -> Table:
+    rated = p.machine.disk_tbw
+    drive, lasts = (f"{rated:,.0f} TB written", f"{p.disk_years:.3g} years of such steps") if rated else \
+        ("not known", "with it: machine=\"...,disk_tbw=TERABYTES\"")
+    whose = f"the rating of a {DRIVE_NAME}" if rated == DRIVE[3] else "the drive's rating"
+    rows = [("in a step", f"{p.disk_written / 1e9:.3g} GB", ""), (whose, drive, lasts)]
+    return "", [("endurance", "written", ""), *rows]
+
+
+def _seconds_table(p: Plan) -> Table:
+    rows: list[tuple[str, ...]] = [("lane", "busy s", "of the step", "compute waits for it")]
+    for name, s in p.busy.items():
+        wait = p.idle.get(name, 0.0)
+        if s or wait:
+            rows.append((LANES.get(name, name), f"{s:.4g}", f"{s / p.seconds:.0%}", f"{wait:.3g} s" if wait else ""))
+    return "", rows
+
+
+def as_text(table: Table) -> str:
+    title, rows = table
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(r, widths))).rstrip()
+             for r in rows]
+    return "\n".join([*lines, *([title] if title else [])])
+
+
+def _as_html(table: Table) -> str:
+    title, (head, *rows) = table
+    cells = "".join(f"<th>{html.escape(c)}</th>" for c in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in r) + "</tr>" for r in rows)
+    caption = f"<caption>{html.escape(title)}</caption>" if title else ""
+    return f"<table>{caption}<tr>{cells}</tr>{body}</table>"

@@ -1,0 +1,302 @@
+"""What a model is made of, as far as time and memory depend on it: units, windows, and their products.
+
+Reads modules, or a transformers config from which it builds them on the meta device: no weights, no GPU.
+Windows and units are those of units.py, so they are the ones that mt.stream makes.
+"""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.arguments import check_count, check_dtype
+from ..base.errors import MegatrainError
+from ..base.formats import master_bytes, moment_bytes
+from ..base.modes import KEEPS, LINKED
+from ..base.units import find, group, output_embeddings, stored_dtype, weight_bytes
+from ..fused.templates import Unfit, template
+
+MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken to be in proportion
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes of a unit's planes (docs/design.md section 4); those of the last five are of trained parameters.
+
+    Attributes:
+        weights: HI plane, and a slot for it. gradients: GRAD. masters: LO, or MASTER of fp16 weights.
+        moments: M and V. sums: ACC, which exists with several micro-batches only.
+        trained, numel: elements. count: tensors.
+    """
+
+    name: str
+    numel: int
+    weights: int
+    trained: int
+    gradients: int
+    masters: int
+    moments: int
+    sums: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product: `rows` rows per token (experts per token in a mixture), fan_in to fan_out."""
+
+    part: str           # "qkv", "out", "up", "down", "router" or "head"
+    fan_in: int
+    fan_out: int
+    rows: float
+    trained: bool
+
+    @property
+    def flops(self) -> float:
+        """Of one token's forward."""
+        return 2.0 * self.rows * self.fan_in * self.fan_out
+
+    @property
+    def width(self) -> float:
+        return math.sqrt(self.fan_in * self.fan_out)
+
+
+@dataclass(frozen=True)
+class Template:
+    """Bytes per token, by the template's own word: of the input, of what is kept beside it by mode, and of what
+    backward needs at most beside the input. tiled: of that, where gate|up is not kept: bytes per token that only so
+    many rows have at a time, those rows, and bytes besides where there are more. copied: bytes per token besides where
+    there are more tokens than the second. long: bytes per token that a single row of so many tokens, the third, spares
+    backward where gate|up is not kept, and bytes besides."""
+
+    input: float
+    kept: tuple[tuple[str, float], ...]
+    work: float
+    tiled: tuple[int, int, int] = (0, 0, 0)
+    copied: tuple[int, int] = (0, 0)
+    long: tuple[int, int, int] = (0, 0, 1 << 62)
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window. Windows with equal `shape` cost the same.
+
+    Attributes:
+        kind: "embedding", "layer" (has attention), "head" (gives the logits) or "other".
+        units: indices of the units whose weights it binds.
+        template: what the template that covers it keeps, None where none does.
+        hidden: elements of what it is given per token. attention: width of all query heads together.
+        heads, context: query heads; keys a query sees at most (a sliding window), 0: all before it.
+        vectors: elements of parameters that are no matrices.
+        itemsize: bytes of an activation's element.
+        learns: it or a window before it has trained parameters, so a gradient passes through it.
+    """
+
+    name: str
+    kind: str
+    units: tuple[int, ...]
+    products: tuple[Product, ...]
+    template: Template | None
+    hidden: int
+    attention: int
+    heads: int
+    context: int
+    vectors: int
+    table: int          # elements of embedding tables
+    itemsize: int
+    learns: bool
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return (self.kind, self.products, self.template, self.hidden, self.attention, self.heads, self.context,
+                self.vectors, self.table, self.itemsize, self.learns)
+
+    def width(self, part: str) -> float:
+        """Elements per token that the products of a part give."""
+        return sum(p.rows * p.fan_out for p in self.products if p.part == part)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: its units, and its windows in the order of the modules, which is taken for the forward's."""
+
+    name: str
+    units: tuple[Unit, ...]
+    windows: tuple[Window, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(u.numel for u in self.units)
+
+    @property
+    def trained(self) -> int:
+        return sum(u.trained for u in self.units)
+
+
+def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
+              layers: int | None = None) -> Callable[[str], Shape]:
+    """The shape of a module, or of a transformers config, by how AdamW's states are kept (formats.py).
+
+    Args:
+        dtype, units: as for mt.stream. A config without a dtype of its own is taken for bf16.
+        layers: a config's number of layers, instead of its own.
+
+    Raises:
+        MegatrainError: neither a module nor a config; `layers` with a module.
+    """
+    check_dtype(dtype)
+    if layers is not None:
+        check_count(layers, "layers")
+    if not isinstance(model, nn.Module):
+        model, dtype = _from_config(model, layers, dtype)
+    elif layers is not None:
+        raise MegatrainError("layers: a module has the layers it has; give its config instead")
+    found = find(model, units)
+    groups = group(model, found)
+    unit_of = {id(p): i for i, (_, own) in enumerate(groups) for _, p in own}
+    windows, learns = [], False
+    configs = {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}     # most share theirs
+    for name, module in found.windows:
+        learns = learns or any(p.requires_grad for p in module.parameters())
+        windows.append(_window(model, [*configs.values()], name or type(model).__name__, module, unit_of, dtype,
+                               learns))
+
+    def shape_with(states: str) -> Shape:
+        own = tuple(unit_bytes(name, params, dtype, states) for name, params in groups)
+        return Shape(type(model).__name__, own, tuple(windows))
+
+    return shape_with
+
+
+def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype]:
+    try:
+        import transformers
+    except ImportError:
+        raise MegatrainError("a plan from a config needs transformers; give a module") from None
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise MegatrainError(f"{type(config).__name__}: give a torch.nn.Module or a transformers config")
+    if layers is not None:
+        fields = config.to_dict() | {"num_hidden_layers": layers}
+        if types := fields.get("layer_types"):
+            fields["layer_types"] = [types[i % len(types)] for i in range(layers)]
+        config = type(config).from_dict(fields)
+    kinds = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = transformers.AutoModelForCausalLM if type(config) in kinds else transformers.AutoModel
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    return model, dtype or getattr(config, "dtype", None) or torch.bfloat16
+
+
+# ---- units ---------------------------------------------------------------------------------------
+
+def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None,
+               states: str = "fp32") -> Unit:
+    """states: how AdamW's are kept, see formats.py."""
+    kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
+    return Unit(name, sum(p.numel() for _, p in own), weight_bytes(own, dtype), sum(n for n, _ in kinds),
+                sum(n * kind.itemsize for n, kind in kinds), sum(n * master_bytes(states, kind) for n, kind in kinds),
+                sum(moment_bytes(states, kind, n) for n, kind in kinds),
+                sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)), len(own))
+
+
+# ---- windows -------------------------------------------------------------------------------------
+
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_OUT = re.compile(r"^(o_proj|out_proj|dense|c_proj|wo|o|out_lin|proj)$")
+_DOWN = re.compile(r"^(down_proj|fc2|w2|c_proj|wo|dense_4h_to_h|lin2|linear2|fc_out|output|dense_out)$")
+_ROUTER = re.compile(r"^(gate|router|classifier)$")
+_EXPERT = re.compile(r"experts\.\d+\.")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_k", "moe_topk", "num_selected_experts")
+
+
+def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, unit_of: dict[int, int],
+            dtype: torch.dtype | None, learns: bool) -> Window:
+    parameters = dict(module.named_parameters())
+    tables = {id(p) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+              for p in m.parameters(recurse=False)}
+    head = output_embeddings(root) is module
+    matrices = {n: p for n, p in parameters.items() if p.dim() > 1 and p.is_floating_point()
+                and not n.endswith("bias") and (head or id(p) not in tables)}
+    products = _products(configs, module, matrices, head)
+    attention = [p for p in products if p.part == "out"] if any(p.part == "qkv" for p in products) else []
+    kind = "head" if head else "layer" if attention else "embedding" if tables and not products else "other"
+    floating = [stored_dtype(p, dtype).itemsize for p in parameters.values() if p.is_floating_point()]
+    item = max(floating, default=4)
+    q_width = sum(p.fan_in for p in attention)
+    return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in parameters.values())), products,
+                  _template(module, item), _hidden(products, parameters), q_width,
+                  q_width // max(1, _attribute(configs, module, ("head_dim",), 128)),
+                  _attribute([], module, ("sliding_window",), 0),
+                  sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
+                  sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns)
+
+
+def _template(module: nn.Module, item: int) -> Template | None:
+    try:
+        found = template(module)
+    except Unfit:
+        return None
+    n = MANY_TOKENS
+    kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in (*KEEPS, LINKED))
+    return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item),
+                    found.copied(item), found.long(item))
+
+
+def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Parameter],
+              head: bool) -> tuple[Product, ...]:
+    """One of each matrix; 3-D ones are a mixture's experts, of which a token takes a few."""
+    found = []
+    experts = {m.group() for n in matrices if (m := _EXPERT.search(n))}
+    taken = _attribute(configs, module, _PER_TOKEN, 1)
+    for name, p in matrices.items():
+        part, (fan_out, *rest), rows = "head" if head else _part(name), p.shape, 1.0
+        if _EXPERT.search(name):
+            rows = taken / len(experts)
+        elif p.dim() == 3 and "expert" in name:
+            rows, (fan_out, *rest) = float(min(taken, fan_out)), rest
+        found.append(Product(part, math.prod(rest), fan_out, rows, p.requires_grad))
+    hidden = _hidden(tuple(found), matrices)
+    return tuple(_oriented(p, hidden) for p in found)
+
+
+def _oriented(p: Product, hidden: int) -> Product:
+    """Experts are [in, out] in some models and [out, in] in others: up begins and down ends at hidden."""
+    begins, ends = (p.fan_in, p.fan_out) if p.part == "up" else (p.fan_out, p.fan_in)
+    wrong = p.part in ("up", "down") and p.rows != 1 and begins != hidden and ends == hidden
+    return dataclasses.replace(p, fan_in=p.fan_out, fan_out=p.fan_in) if wrong else p
+
+
+def _part(name: str) -> str:
+    owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+    if _ATTENTION.search(owner):
+        return "out" if _OUT.match(leaf) else "qkv"
+    if _ROUTER.match(leaf):
+        return "router"
+    return "down" if _DOWN.match(leaf) else "up"
+
+
+def _hidden(products: tuple[Product, ...], parameters: dict[str, nn.Parameter]) -> int:
+    """Width of what passes between windows: what attention gives back, else what the first product takes."""
+    for p in products:
+        if p.part == "out":
+            return p.fan_out
+    if products:
+        return products[0].fan_in
+    return max((p.shape[-1] for p in parameters.values() if p.dim()), default=0)
+
+
+def _attribute(configs: list[Any], module: nn.Module, names: tuple[str, ...], default: int) -> int:
+    """An int that some module of the window, or one of the model's configs, calls by one of these names."""
+    found = _int_of(itertools.chain(module.modules(), configs), names)
+    return default if found is None else found
+
+
+def _int_of(places: Iterable[Any], names: tuple[str, ...]) -> int | None:
+    values = (getattr(place, name, None) for place in places for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)

@@ -1,0 +1,310 @@
+"""mt.trace: records what every queue does while a streamed model trains."""
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .. import _core
+from ..base.errors import MegatrainError
+from ..figures.report import StepReport, measure
+from ..figures.timeline import Slice, by_lane, write_chrome, write_picture
+from ..model.registry import runtime_of
+from ..store.state import in_backward
+
+if TYPE_CHECKING:
+    from ..graph.window import Window
+    from ..model.runtime import Runtime
+
+KEPT = 100_000          # slices; some hundred steps of a large model
+TAKEN_EVERY = 4         # steps: the engine keeps some 16,000 records
+SHOWN = 3               # steps in a picture
+SEAM_NS = 5_000         # pieces of one window nearer than this are one slice
+_LANES = {number: name for name, number in _core.LANES.items()}
+_WORKS = {number: name for name, number in _core.WORKS.items()}
+
+
+@contextlib.contextmanager
+def trace(model: nn.Module, *, rates: Mapping[str, float] | None = None) -> Iterator[Trace]:
+    """Inside, every queue's work on a streamed model is recorded; the yielded Trace shows it.
+
+        with mt.trace(model) as t:
+            train(model)
+        print(t.steps()[-1])
+        t.chrome("steps.json")
+        t.picture("steps.png")
+
+    Costs two time stamps for each copy, window and update, a few hundred microseconds a step. The end waits for all
+    work under way. `mt.last_step(model)` is the last finished step while a trace is on.
+
+    Args:
+        rates: bytes/s that the machine can do, by lane ("h2d", "d2h", "host update", ...): reports then say what a
+            lane's bytes take at least.
+
+    Raises:
+        MegatrainError: the model is not streamed, or is traced already.
+    """
+    rt = runtime_of(model)
+    if rt.trace is not None:
+        raise MegatrainError("the model is traced already; leave that `with` first")
+    t = Trace(rt, rates or {})
+    try:
+        yield t
+        t.finish()
+    finally:
+        t.stop()
+
+
+class Progress(NamedTuple):
+    """How far compute is in a forward and its backward: windows with parameters that are behind it, of how many."""
+
+    forward: int
+    backward: int
+    windows: int
+
+    def __str__(self) -> str:
+        return f"backward {self.backward}/{self.windows}" if self.backward else f"forward {self.forward}/{self.windows}"
+
+
+class Trace:
+    """The work of a streamed model's queues, and its steps.
+
+    A step ends where an optimizer's step begins, and the next begins there: its updates run in the next step. Without
+    an optimizer it ends at the next root forward. Passes without gradients are steps of their own.
+    """
+
+    def __init__(self, rt: Runtime, rates: Mapping[str, float]) -> None:
+        unknown = set(rates) - set(_core.LANES)
+        if unknown:
+            raise MegatrainError(f"rates: there is no lane {sorted(unknown)[0]!r}; lanes: {', '.join(_core.LANES)}")
+        self._rt: Runtime | None = rt                    # None: it was stopped
+        self._rates = dict(rates)
+        self._slices: deque[Slice] = deque(maxlen=KEPT)
+        self._marks: dict[int, int] = {}                 # number of a mark: when compute came by, ns
+        self._ends: list[bool] = []                      # by number: a step ends there for certain
+        self._counted: list[dict[str, int]] = []         # by number: the engine's counters then
+        self._lost, self._whole_from = rt.core.stats()["records_lost"], 0      # before it records are missing, ns
+        self._host_bytes = 0
+        self._stepped, self._graded, self._passes = False, True, 0
+        self._open: Window | None = None                 # whose backward runs
+        self._lock = threading.Lock()                    # of slices and marks: progress() is anybody's to ask
+        self._windows = len({w.units[0] for w in rt.windows if w.units})
+        rt.core.timeline()                               # what an earlier trace left
+        rt.core.trace(True)
+        self._hook = register_optimizer_step_pre_hook(self.optimizer_steps)
+        rt.trace = self
+
+    # ---- called by the runtime, windows and hand-over ----
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer is about to submit its updates: a step ends, if the model is its."""
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        if any(getattr(getattr(p, "_mt", None), "runtime", None) is self._rt for p in params):
+            self._stepped = True
+            self._mark(True)
+
+    def pass_begins(self) -> None:
+        graded, self._graded = self._graded, torch.is_grad_enabled()
+        self._open = None
+        self._mark(not (graded and self._graded))
+        self._passes += 1
+
+    def _mark(self, ends: bool) -> None:
+        """A point on compute. ends: a step ends here for certain; without an optimizer one ends at each pass."""
+        if self._passes == 0 and self._ends:
+            return                                       # nothing has run since the last one
+        number = len(self._ends)
+        self._ends.append(ends or number == 0)
+        self._counted.append(self._rt.core.stats())
+        self._rt.core.step_mark(number, self._rt.stream())
+        self._passes = 0
+        if number % TAKEN_EVERY == 0:
+            self._collect()
+
+    @contextlib.contextmanager
+    def during(self, window: Window, work: str) -> Iterator[None]:
+        """What compute is given inside is this work of the window."""
+        self._begin(window, work)
+        try:
+            yield
+        finally:
+            self._rt.core.compute_end(self._rt.stream())
+
+    def forward(self, window: Window, args: Any, kwargs: Any) -> Any:
+        """The window's forward, or its repetition by a checkpoint in backward; its backward will be seen to begin."""
+        with self.during(window, "forward" if in_backward() == -1 else "replay"):
+            out = window.once(args, kwargs)
+        if torch.is_grad_enabled():
+            for node in {t.grad_fn for t in tensors_of(out)} - {None}:
+                node.register_prehook(lambda _: self._backward_begins(window))
+        return out
+
+    def _begin(self, window: Window, work: str) -> None:
+        self._rt.core.compute_begin(window.units[0] if window.units else -1, _core.WORKS[work], self._rt.stream())
+
+    def _backward_begins(self, window: Window) -> None:
+        if self._rt is not None and self._rt.trace is self and self._open is not window:
+            self.handed_over()
+            self._open = window
+            self._begin(window, "backward")
+
+    def handed_over(self) -> None:
+        """The open backward has launched all it has: its gradients leave, or the backward is over."""
+        if self._open is not None:
+            self._open = None
+            self._rt.core.compute_end(self._rt.stream())
+
+    def finish(self) -> None:
+        """Ends the last step here, and waits until all that was asked for so far is over."""
+        if self._rt is None or self._rt.trace is not self:
+            return
+        self._mark(True)
+        self._rt.drain()
+        if self._rt.is_cuda:
+            torch.cuda.current_stream(self._rt.device).synchronize()
+        self._collect()
+
+    def stop(self) -> None:
+        """Records no more."""
+        with self._lock:
+            rt, self._rt, self._open = self._rt, None, None      # what was recorded keeps no model alive
+        if rt is None:
+            return
+        self._hook.remove()
+        if rt.trace is self:
+            rt.trace = None
+            rt.core.trace(False)
+
+    # ---- what there is ----
+
+    def _collect(self) -> None:
+        """Takes the records that are over by now."""
+        with self._lock:
+            if self._rt is not None and self._rt.trace is self:
+                self._take()
+
+    def _take(self) -> None:
+        self._host_bytes = self._rt.core.host_bytes()
+        records = self._rt.core.timeline()
+        lost = self._rt.core.stats()["records_lost"]
+        if lost > self._lost or len(self._slices) + len(records) > KEPT:
+            self._lost, self._whole_from = lost, min((r[4] for r in records), default=0)
+        for lane, work, unit, nbytes, begin, end in records:
+            if _WORKS[work] == "step":
+                self._marks[unit] = begin
+            else:
+                name = self._rt.unit_names[unit] if unit >= 0 else ""
+                self._slices.append(Slice(_LANES[lane], _WORKS[work], name, nbytes, begin, end))
+
+    def _lanes(self, since: int = 0) -> dict[str, list[Slice]]:
+        with self._lock:
+            lanes = by_lane([s for s in self._slices if s.end > since])
+        if "compute" in lanes:
+            lanes["compute"] = _with_loss(_joined(lanes["compute"]), sorted(self._marks.values()))
+        return lanes
+
+    def slices(self) -> list[Slice]:
+        """All that is over so far, by lane and in order; the stretch between forward and backward is "loss"."""
+        self._collect()
+        return [s for lane in self._lanes().values() for s in lane]
+
+    def progress(self) -> Progress:
+        """How far compute is in the pass under way, by the device's own clock, for steps that take minutes: windows
+        that are behind it, `forward` and `backward` of `windows`; as text "backward 7/31". Any thread may ask, such as
+        a progress bar's."""
+        self._collect()
+        with self._lock:
+            begun, over = max(self._marks.values(), default=0), {"forward": set[str](), "backward": set[str]()}
+            for s in reversed(self._slices):
+                if s.lane == "compute" and s.work in over:
+                    if s.end <= begun:
+                        break
+                    over[s.work].add(s.unit)
+        return Progress(len(over["forward"]), len(over["backward"]), self._windows)
+
+    def steps(self, last: int = KEPT) -> list[StepReport]:
+        """Reports of the last finished steps, oldest first."""
+        self._collect()
+        marks = [n for n in self._steps_between() if self._marks[n] >= self._whole_from][-(last + 1):]
+        lanes = self._lanes(self._marks[marks[0]]) if marks else {}
+        found = []
+        for a, b in pairwise(marks):
+            counted = {k: v - self._counted[a][k] for k, v in self._counted[b].items()}
+            found.append(measure(lanes, self._marks[a], self._marks[b], counted, self._host_bytes, self._rates))
+        return found
+
+    def _steps_between(self) -> list[int]:
+        """Numbers of the marks that steps lie between."""
+        return [n for n in sorted(self._marks) if self._ends[n] or not self._stepped]
+
+    def _step_times(self) -> list[int]:
+        return [self._marks[n] for n in self._steps_between()]
+
+    def chrome(self, path: str | Path) -> None:
+        """Writes all slices as a Chrome trace, JSON, for https://ui.perfetto.dev or chrome://tracing."""
+        write_chrome(path, self.slices(), self._step_times())
+
+    def picture(self, path: str | Path | BinaryIO, steps: int = SHOWN) -> None:
+        """Draws the last finished steps, lanes against time; .png, .svg or .pdf; PNG into an open file.
+
+        Raises:
+            MegatrainError: no step is finished, or matplotlib is not installed.
+        """
+        slices = self.slices()
+        marks = self._step_times()[-(steps + 1):]
+        if len(marks) < 2:
+            raise MegatrainError("no step is finished yet: leave the `with` first, or train another step")
+        write_picture(path, slices, marks, self.steps(1)[0].why)
+
+    def _repr_png_(self) -> bytes | None:
+        """The picture, for notebooks; None where there is none to draw."""
+        drawn = io.BytesIO()
+        try:
+            self.picture(drawn)
+        except MegatrainError:
+            return None
+        return drawn.getvalue()
+
+
+def _joined(compute: list[Slice]) -> list[Slice]:
+    """Pieces of one window's work with nothing between them as one."""
+    out: list[Slice] = []
+    for s in compute:
+        last = out[-1] if out else None
+        if last is not None and (last.work, last.unit) == (s.work, s.unit) and s.begin - last.end < SEAM_NS:
+            out[-1] = last._replace(end=s.end)
+        else:
+            out.append(s)
+    return out
+
+
+def _with_loss(compute: list[Slice], marks: list[int]) -> list[Slice]:
+    """Between the last window of a forward and the first of its backward compute works on the loss, outside of any."""
+    out: list[Slice] = []
+    for s in compute:
+        last = out[-1] if out else None
+        if last is not None and last.work == "forward" and s.work in ("backward", "replay") \
+                and not any(last.end < m <= s.begin for m in marks):
+            out.append(Slice("compute", "loss", "", 0, last.end, s.begin))
+        out.append(s)
+    return out
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tensors_of(v)
+    elif isinstance(value, tuple):
+        for v in value:
+            yield from tensors_of(v)

@@ -1,0 +1,134 @@
+"""States that are on the device around their unit's update alone (plan={"homes": {unit: "arrive"}}).
+
+Such a unit lives on the device as one at home in VRAM does, but for AdamW's states: these are in host memory, come
+up in the last windows of backward, and go down during the next forward (csrc/core/arrive.h). That is when few
+activations are alive, so the memory for them is torch's, lent for the stay and given back: in pieces, which fit
+where activations have been.
+
+When they are asked for is learned from the step before: `AHEAD` hand-overs before the unit's own last one. Where
+the order was another, or memory was short, step() asks. They leave as soon as they are home. Python is ahead of the
+device, and would meanwhile have activations take other memory; so where they do not fit beside a step's peak, the
+`STAY`th window of the next forward waits.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import _core
+
+AHEAD = 5                    # layers, whose backwards take longer than the states of an embedding and a layer: at 7B
+#                              width, and 55 GB/s, from some 16k tokens on
+STAY = AHEAD + 2             # of a forward, in which they go home: from some 64k tokens on
+
+
+class Device(Protocol):
+    """The streamed model that guests are units of, as far as its device goes: runtime.Runtime."""
+
+    core: _core.Engine
+    device: torch.device
+    is_cuda: bool
+
+    def stream(self) -> int: ...
+
+
+class Arrivals:
+    """The stays of one streamed model's guests; `units` are those whose states come and leave."""
+
+    def __init__(self, runtime: Device, units: Iterable[int]) -> None:
+        self._runtime = weakref.ref(runtime)
+        self.units = frozenset(units)
+        self.lent: dict[int, list[Tensor]] = {}          # by unit: memory of its stay
+        self.over: set[int] = set()                      # units whose step was asked for: they leave when they can
+        self._opened = 0                                 # windows since a step was asked for
+        self._handed: list[int] = []                     # units in the order of their hand-overs since the last step
+        self._due: dict[int, list[int]] = {}             # number of hand-overs: units whose states are asked for then
+
+    def invite(self) -> None:
+        """Before anything but the weights of these units was asked for."""
+        for unit in self.units:
+            self._runtime().core.invite(unit)
+
+    # ---- backward ----
+
+    def handed(self, unit: int) -> None:
+        """Gradients of a unit leave its window. Runs in autograd's thread."""
+        self._handed.append(unit)
+        for guest in self._due.get(len(self._handed), ()):
+            try:
+                self._lift(guest)
+            except torch.OutOfMemoryError:               # step() asks again, when activations are gone
+                return
+
+    # ---- step() ----
+
+    def bring(self, units: Iterable[int]) -> None:
+        """Updates of these units are about to be asked for.
+
+        Raises:
+            torch.OutOfMemoryError: their states do not fit the device.
+        """
+        for unit in units:
+            if unit in self.units:
+                self._lift(unit)
+                self.over.add(unit)
+                self._opened = 0
+
+    def stepped(self) -> None:
+        """The optimizer stepped: what is handed over now belongs to its next step."""
+        last = {unit: at for at, unit in enumerate(self._handed, 1) if unit in self.units}
+        self._handed, self._due = [], {}
+        for unit, at in last.items():
+            self._due.setdefault(max(at - AHEAD, 1), []).append(unit)
+
+    # ---- forward ----
+
+    def leave(self) -> None:
+        """A window opens: memory is given back whose states are home again."""
+        core = self._runtime().core
+        self._opened += 1
+        for unit in list(self.over):
+            if core.leave(unit, self._opened >= STAY and self._short()):
+                self._forget(unit)
+
+    def dismiss(self, unit: int) -> None:
+        """Other parameters of the unit are trained from now on: its next stay takes other memory."""
+        if unit in self.lent:
+            self._runtime().core.leave(unit, True)
+            self._forget(unit)
+
+    def _short(self) -> bool:
+        """What is lent may not fit beside the most that torch has had."""
+        rt = self._runtime()
+        if not rt.is_cuda:
+            return True
+        free, total = torch.cuda.mem_get_info(rt.device)
+        most = min(free + torch.cuda.memory_reserved(rt.device),
+                   total * torch.cuda.get_per_process_memory_fraction(rt.device))
+        lent = sum(p.untyped_storage().nbytes() for pieces in self.lent.values() for p in pieces)
+        return torch.cuda.max_memory_allocated(rt.device) + lent > most
+
+    # ---- one stay ----
+
+    def _lift(self, unit: int) -> None:
+        self.over.discard(unit)
+        if unit in self.lent:
+            return
+        rt = self._runtime()
+        pieces = [self._piece(rt, n) for n in rt.core.lift_sizes(unit)]
+        if rt.core.lift(unit, [p.data_ptr() for p in pieces], rt.stream()):
+            self.lent[unit] = pieces
+
+    @staticmethod
+    def _piece(rt: Device, nbytes: int) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            raw = torch.empty(nbytes + 512, dtype=torch.uint8, device=rt.device)
+            return raw[-raw.data_ptr() % 512:]
+
+    def _forget(self, unit: int) -> None:
+        self.lent.pop(unit, None)
+        self.over.discard(unit)

@@ -1,0 +1,140 @@
+"""States, weights and activations on disk: which directory, how many bytes of it, and how long the drive lasts.
+
+`mt.stream(model, nvme="/scratch")` keeps masters and moments of units at home on "disk" in one scratch file there, and
+weights of those at home on "disk+weights" (csrc/core/disk.h), and what windows with "+disk" keep in another
+(csrc/core/spill.h); the files go with the model, or with the process, or, after a crash, with the next run.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from .. import _core
+from ..base.errors import MegatrainError
+from ..base.limits import parse_bytes, show_bytes, show_size
+from ..base.modes import DISKS
+
+BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way
+BLOCKS = 4                                             # of host memory that carry activations: engine_swap.c
+POOL = 4                                               # threads of their updates: csrc/bind/engine_disk.c
+MEMORY_BYTES = (BUFFERS + 1) * BUFFER_BYTES            # one more to bring and push
+FEED_BYTES = BUFFERS * BUFFER_BYTES                    # of those that weights pass through, besides
+PADDING_BYTES = 16384                                  # of a parameter in the file, and of a buffer: at most
+BUNDLE_PADDING_BYTES = 65536                           # of a bundle: at most
+FROZEN = "weights that are not trained"                # read, and never written
+PADDING = "between, at most"                           # these bytes in a plan's table
+SPILLED = "activations"                                # there too: of windows that keep what they keep on disk
+YEAR_S = 365.25 * 24 * 3600
+
+
+class Unit(Protocol):
+    """Bytes of a unit by what they are for, and how many parameters it has: shapes.Unit."""
+
+    weights: int
+    masters: int
+    moments: int
+    count: int
+
+
+class Asked(Protocol):
+    """Where each unit is to be at home: preflight.Asked."""
+
+    homes: tuple[str, ...]
+
+    def units(self) -> Sequence[Unit]: ...
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where states may go.
+
+    Attributes:
+        path: an existing directory; "": of a machine that is not at hand. limit: bytes that may be used there; None:
+            what is free.
+    """
+
+    path: str
+    limit: int | None = None
+
+    @staticmethod
+    def parse(nvme: str | Path | dict[str, Any] | None, somewhere: bool = False) -> Disk | None:
+        """`"/scratch"`, or `{"path": "/scratch", "limit": "200GiB"}`; None stays None. somewhere: a limit is enough.
+
+        Raises:
+            MegatrainError: neither; or the limit is no size.
+        """
+        if nvme is None:
+            return None
+        given = {"path": nvme} if isinstance(nvme, (str, Path)) else nvme
+        known = {"path", "limit"}
+        if not isinstance(given, dict) or set(given) - known or not ("path" in given or (somewhere and given)):
+            raise MegatrainError(f"nvme={nvme!r}: give a directory, or {{'path': directory, 'limit': '200GiB'}}")
+        return Disk(str(given.get("path", "")), parse_bytes(given.get("limit"), "nvme limit"))
+
+    def as_given(self) -> dict[str, Any]:
+        """As `parse` takes it."""
+        return {"path": self.path} | ({"limit": self.limit} if self.limit is not None else {})
+
+    def room(self) -> int:
+        """Bytes that may be taken now; what crashed processes left there is removed first. Without a path: the limit.
+
+        Raises:
+            MegatrainError: there is no such directory.
+        """
+        if not self.path:
+            return self.limit or 0
+        free = _core.disk_room(self.path)
+        return free if self.limit is None else min(free, self.limit)
+
+
+def unit_file_bytes(unit: Unit, home: str = "disk") -> tuple[int, int]:
+    """(planes of a unit, at most so many bytes between them) in the file: planes begin at whole blocks of it."""
+    planes = unit.masters + unit.moments + (unit.weights if home == "disk+weights" else 0)
+    return planes, PADDING_BYTES * (unit.count + planes // BUFFER_BYTES + 1) if planes else 0
+
+
+def buffer_bytes(homes: Iterable[str]) -> int:
+    """Host memory of what passes between the file and units at home in these places."""
+    found = set(homes)
+    return MEMORY_BYTES * bool(found & set(DISKS)) + FEED_BYTES * ("disk+weights" in found)
+
+
+def spilled_bytes(windows: Iterable[int]) -> int:
+    """Of the file, for what windows keep there: parts of a bundle, and bundles, begin at whole blocks."""
+    return sum(n + BUNDLE_PADDING_BYTES for n in windows)
+
+
+def file_bytes(asked: Asked) -> int:
+    """What is at home on disk takes there, at most."""
+    return sum(sum(unit_file_bytes(unit, home)) for unit, home in zip(asked.units(), asked.homes) if home in DISKS)
+
+
+def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: int = 0) -> None:
+    """Before anything is allocated. spills: windows keep something there; spilled: so many bytes, as far as known.
+
+    Raises:
+        MegatrainError: something goes there and no directory was given; or it has less than that takes.
+    """
+    units = sum(home in DISKS for home in asked.homes)
+    if not units and not spills:
+        return
+    if disk is None or not disk.path:
+        what = "homes has units on 'disk'" if units else "activations has windows with '+disk'"
+        raise MegatrainError(f"plan: {what}: give mt.stream the directory, nvme='/path'")
+    need, free = file_bytes(asked) + spilled, _core.disk_room(disk.path)
+    words = [f"AdamW's states of {units} units" + " and weights" * ("disk+weights" in asked.homes)] * bool(units) \
+        + ["what windows keep"] * bool(spilled)
+    what = f"nvme={disk.path!r}: {' and '.join(words)} need {show_bytes(need)} there and"
+    if need > free:
+        raise MegatrainError(f"{what} {show_bytes(free)} are free: free {show_bytes(need - free)}, or name another "
+                             "path")
+    if disk.limit is not None and need > disk.limit:
+        raise MegatrainError(f"{what} the limit is {show_bytes(disk.limit)}: raise it to {show_size(need)}, or "
+                             "leave fewer units in homes")
+
+
+def years(written: float, seconds: float, rated_tb: float) -> float:
+    """Of steps that take `seconds` and write so many bytes each, until a drive's rating (10**12 bytes) is written."""
+    return rated_tb * 1e12 / written * seconds / YEAR_S

@@ -1,0 +1,195 @@
+"""Host tensors that wait before they are read.
+
+Updates and gradient copies run behind the user's back, so a reference to a parameter that the
+user kept must not show half an update. Streamed parameters (and the views taken of them) are
+`Tensor` subclasses whose `__torch_function__` waits for the work under way on their unit, runs the
+operation on the plain tensor, and tells the ledger when the memory was written.
+
+Tensors in slots stay plain: nothing of this is on the path of a forward or backward.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import gradient
+
+if TYPE_CHECKING:
+    from .records import Keeper, Record
+
+_T = Tensor
+_META_GETTERS = ("dtype", "shape", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda",
+                 "is_meta", "is_sparse", "is_quantized", "names", "itemsize", "nbytes", "grad_fn",
+                 "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "output_nr", "retains_grad",
+                 "is_mps", "is_xla", "is_xpu", "is_cpu", "is_nested", "is_mkldnn", "is_sparse_csr",
+                 "is_vulkan", "is_ipu", "is_mtia", "is_maia", "_base", "_cdata", "name", "volatile")
+_META_METHODS = ("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
+                 "is_floating_point", "is_complex", "is_contiguous", "is_signed", "storage_offset",
+                 "requires_grad_", "get_device", "register_hook", "is_pinned", "__len__",
+                 "register_post_accumulate_grad_hook", "_is_view", "is_inference", "is_same_size",
+                 "has_names", "is_conj", "is_neg", "is_set_to", "is_distributed", "__hash__")
+# Functions that look at a tensor's form and never at its values.
+_META = ({getattr(_T, n).__get__ for n in _META_GETTERS if hasattr(_T, n)}
+         | {getattr(_T, n) for n in _META_METHODS if hasattr(_T, n)}
+         | {_T.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.zeros_like,
+            torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+            torch.is_tensor, torch.numel, torch.is_same_size})
+# Slot wrappers are made anew at each look: compare them with ==, not `is`.
+_GRAD_GET = {_T.grad.__get__, _T._grad.__get__}
+_GRAD = _GRAD_GET | {_T.grad.__set__, _T.grad.__delete__, _T._grad.__set__}
+_DATA_SET = _T.data.__set__
+_SETITEM = _T.__setitem__
+_READS = {"__int__", "__index__", "__invert__"}
+_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+# In-place by name, but changing no value of the tensor.
+_HARMLESS = {"requires_grad_", "retain_grad", "share_memory_"}
+
+
+def _guarded(args: Any, kwargs: Any) -> list[Any]:
+    found = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, HostTensor):
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found.extend(b for b in a if isinstance(b, HostTensor))
+    return found
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Of the guarded: those that the operation writes. `ema.add_(p)` only reads p."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+    if in_place and (name.startswith("_fused") or isinstance(func, _OPS)):      # several of its arguments
+        return _guarded(args, kwargs)
+    found = _guarded((kwargs["out"],), {}) if "out" in kwargs else []
+    if in_place or func == _SETITEM or func == _DATA_SET or (name.startswith("__i") and name not in _READS):
+        found += _guarded(args[:1], {}) if args else _guarded((), kwargs)
+    return found
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _grad_access(func: Any, args: Any, kwargs: Any) -> Any:
+    return gradient.current(args[0]._mt) if func in _GRAD_GET else _call(func, args, kwargs)
+
+
+class HostTensor(Tensor):
+    """A view of a streamed parameter (or of its optimizer state) in host memory."""
+
+    _mt: Record
+    _mt_runtime: Keeper                  # held, for as long as somebody has the tensor: records do not
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _META:
+            return _call(func, args, kwargs)
+        if func in _GRAD:
+            return _grad_access(func, args, kwargs)
+        return _guarded_call(func, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _current(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        out = _current(self).clone()
+        memo[id(self)] = out
+        return out
+
+
+def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
+    guarded, written = _guarded(args, kwargs), _written(func, args, kwargs)
+    for g in guarded:
+        _current(g)
+    weights = [g._mt for g in written if g._mt.owns(plain(g))]
+    states = [g._mt for g in written if not g._mt.owns(plain(g))]        # the optimizer's
+    for record in weights:
+        record.runtime.planes.before_write(record)
+    for record in states:
+        record.runtime.planes.own_states(record)
+    if func == _DATA_SET:
+        return guarded[0]._mt.runtime.planes.replace_data(guarded[0], args[1])
+    out = _call(func, args, kwargs)
+    for record in weights:
+        record.runtime.planes.after_write(record)
+    for record in states:
+        record.runtime.planes.push(record, "M", "V", "SCALE")
+    if not written and torch.is_grad_enabled() and _in_graph(out):
+        for g in guarded:
+            g._mt.host_graph = True     # autograd itself adds to .grad on the host: see handover.py
+    return _guard_aliases(out, guarded)
+
+
+def _in_graph(out: Any) -> bool:
+    found = out if isinstance(out, (list, tuple)) else (out,)
+    return any(isinstance(t, Tensor) and t.requires_grad for t in found)
+
+
+def _guard_aliases(out: Any, guarded: list[Any]) -> Any:
+    """A result that shares a streamed parameter's memory must wait as the parameter does."""
+    if not isinstance(out, Tensor):
+        if isinstance(out, (list, tuple)) and out and isinstance(out[0], Tensor):
+            return type(out)(_guard_aliases(o, guarded) for o in out) if type(out) in (list, tuple) else out
+        return out
+    if isinstance(out, HostTensor) or type(out) is not Tensor or out.device.type != "cpu":
+        return out
+    for g in guarded:
+        if g._mt.owns(out):
+            return guard(out, g._mt)
+    return out
+
+
+class StreamedParameter(HostTensor, torch.nn.Parameter):
+    """A `torch.nn.Parameter` whose memory is the store's HI plane.
+
+    Attribute reads inside a module's own forward see the copy on the compute device instead;
+    everywhere else this is an ordinary host parameter that waits for its pending update.
+    Pickles and deep-copies as an ordinary `Parameter`.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return as_parameter(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        out = as_parameter(self)
+        memo[id(self)] = out
+        return out
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"StreamedParameter({list(self.shape)}, {self.dtype}, unit={self._mt.unit_name!r})"
+
+
+def guard(t: Tensor, record: Record) -> HostTensor:
+    out = t.as_subclass(HostTensor)
+    out._mt, out._mt_runtime = record, record.runtime
+    return out
+
+
+def plain(t: Tensor) -> Tensor:
+    """The tensor without its guard: same memory, same version counter, waits for nothing."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.detach().as_subclass(Tensor) if type(t) is not Tensor else t.detach()
+
+
+def _current(t: HostTensor) -> Tensor:
+    """The plain tensor, once the update is over and its values are in host memory."""
+    record, out = t._mt, plain(t)
+    if record.owns(out) or not record.numel:
+        record.runtime.planes.wait_updates(record)
+    else:
+        record.runtime.planes.wait_used(record)
+        record.runtime.planes.bring_states(record)
+    return out
+
+
+def as_parameter(p: Tensor) -> torch.nn.Parameter:
+    """An ordinary, independent Parameter with the streamed parameter's current value."""
+    p._mt.runtime.planes.wait_updates(p._mt)
+    with torch._C.DisableTorchFunctionSubclass():
+        out = torch.nn.Parameter(plain(p).clone(), requires_grad=p.requires_grad)
+    return out

@@ -1,0 +1,135 @@
+"""What host memory has of a parameter: what is waited for before it is read or written, and who is told after."""
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import _core
+from ..base.errors import MegatrainError
+from .arrive import Arrivals
+from .guard import plain
+from .records import Record
+
+
+def mask(planes: Iterable[str]) -> int:
+    """Bits of these planes, as the engine takes them."""
+    return sum(1 << _core.PLANES[p] for p in planes)
+
+
+STATE_PLANES = mask(("LO", "MASTER", "M", "V", "SCALE"))
+
+
+class Room(Protocol):
+    """Refuses what does not fit in host memory: preflight.Room."""
+
+    def weights(self, core: _core.Engine, unit: int) -> None: ...
+
+
+class Homes(Protocol):
+    """Where the units of a streamed model are at home: runtime.Runtime.
+
+    Attributes:
+        settled: units that live on the device. on_disk: those whose states are in a file. filed: whose weights are too.
+        arrivals: of settled ones whose states come and leave. saving: a save that may be under way.
+    """
+
+    @property
+    def settled(self) -> Container[int]: ...
+
+    @property
+    def on_disk(self) -> Container[int]: ...
+
+    @property
+    def filed(self) -> Container[int]: ...
+
+    @property
+    def arrivals(self) -> Arrivals: ...
+
+    @property
+    def room(self) -> Room: ...
+
+    @property
+    def saving(self) -> Any: ...
+
+
+class Planes:
+    """The planes of one streamed model in host memory; the guard of its parameters asks here."""
+
+    def __init__(self, core: _core.Engine, homes: Homes) -> None:
+        self.core, self._homes = core, homes
+
+    def wait_updates(self, record: Record) -> None:
+        """The weights may be read in host memory. Raises: a unit at home elsewhere has no room for a copy there."""
+        self._want_weights(record.unit)
+        self.core.wait_updates(record.unit)
+
+    def _want_weights(self, unit: int) -> None:
+        if unit in self._homes.settled or unit in self._homes.filed:
+            self._homes.room.weights(self.core, unit)
+
+    def wait_used(self, record: Record) -> None:
+        """No update of the unit is under way; nothing is brought. Of units on the device: ACC has no host copy."""
+        if record.unit in self._homes.settled:
+            self.core.bring(record.unit, mask(("ACC",)))
+        else:
+            self.core.updated(record.unit)
+
+    def wait_grads(self, record: Record) -> None:
+        self.core.wait_grads(record.unit)
+
+    def bring_states(self, record: Record) -> None:
+        """Host copies of masters and moments are current; only units on the device and those whose states are on disk
+        have anything to do."""
+        homes = self._homes
+        if record.unit in homes.settled or record.unit in homes.on_disk:
+            if homes.saving is not None:       # whose copies of the unit go when it has them
+                self.core.wait_saved(record.unit)
+            self.core.bring(record.unit, STATE_PLANES)
+
+    def own_states(self, record: Record) -> None:
+        """Masters, moments or gradients are about to be written as a whole: no copy is on its way to them, or into a
+        checkpoint."""
+        if self._homes.saving is not None:
+            self.core.wait_saved(record.unit)
+        if record.unit in self._homes.arrivals.units:
+            self.core.bring(record.unit, STATE_PLANES)
+
+    def push(self, record: Record, *planes: str) -> None:
+        """These host planes were written: the device takes their values, or the file, where the unit has them there."""
+        if record.unit in self._homes.settled or record.unit in self._homes.on_disk:
+            self.core.push(record.unit, record.index, mask(planes))
+
+    def before_write(self, record: Record) -> None:
+        """As `wait_updates`, and nothing reads them for the device."""
+        self._want_weights(record.unit)
+        self.core.wait_fetch(record.unit)
+
+    def notice_writes(self, records: Iterable[Record]) -> None:
+        """What was written past the guard, by an operation that does not say that it writes, is told like the rest."""
+        for r in records:
+            if r.host._version != r.version:
+                self.core.wait_fetch(r.unit)
+                self.after_write(r)
+
+    def after_write(self, record: Record) -> None:
+        if record.unit in self._homes.filed:         # first: who asks for the new version reads it there
+            self.core.bring(record.unit, mask(("HI",)))     # it was: else zeros would go there
+            self.push(record, "HI")
+        self.core.touch(record.unit)
+        record.writes += 1
+        if record.host is not None:
+            record.version = record.host._version
+
+    def replace_data(self, p: Tensor, value: Tensor) -> None:
+        """`p.data = x`: the values are copied in; the parameter keeps its place in the store."""
+        record = p._mt
+        if value.shape != record.shape or value.dtype != record.dtype:
+            raise MegatrainError(
+                f"{record.name}: .data of shape {list(value.shape)} {value.dtype} does not fit the streamed parameter "
+                f"of shape {list(record.shape)} {record.dtype}; mt.unstream(model) before changing it")
+        with torch.no_grad():
+            record.host.copy_(plain(value))
+        self.after_write(record)

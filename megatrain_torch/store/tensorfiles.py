@@ -1,0 +1,173 @@
+"""safetensors files: what is where in them, so that the engine writes and reads their bytes straight from planes.
+
+A file is 8 bytes (the header's length, little-endian), a header in JSON, and the tensors' bytes in its order, without
+gaps. Source: https://github.com/huggingface/safetensors, "Format".
+"""
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base import strict
+from ..base.errors import MegatrainError
+
+# Offset in a file, address, bytes, unit or -1; and, where memory has another order than the file, bytes of an element,
+# and (elements, bytes between two) of each dimension.
+Extent = tuple[int, int, int, int] | tuple[int, int, int, int, tuple[Any, ...]]
+File = tuple[str, int, list[Extent]]        # path, bytes, extents: what the engine takes
+LENGTH_BYTES = 8
+HEADER_LIMIT = 100_000_000                  # what other readers take at most
+KINDS = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written. memory: [shape], dense, over a unit's plane or (unit -1) its own."""
+
+    name: str
+    memory: Tensor
+    unit: int = -1
+    plane: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel() * self.memory.element_size()
+
+    def extent(self, at: int) -> Extent:
+        """As the engine takes it, at this offset of a file."""
+        t, item = self.memory, self.memory.element_size()
+        where = at, t.data_ptr(), self.nbytes, self.unit
+        return where if t.is_contiguous() else (*where, (item, *((n, s * item) for n, s in zip(t.shape, t.stride()))))
+
+
+@dataclass
+class TensorFile:
+    """One file to be written: its name, its tensors in order, and its header."""
+
+    name: str
+    entries: list[Entry]
+    header: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(e.nbytes for e in self.entries)
+
+    def located(self, folder: Path) -> tuple[File, Tensor]:
+        """What the engine writes, and the header's memory, which is to be kept until it has."""
+        head = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        extents: list[Extent] = [(0, head.data_ptr(), len(self.header), -1)]
+        at = len(self.header)
+        for e in self.entries:
+            if e.nbytes:
+                extents.append(e.extent(at))
+                at += e.nbytes
+        return (str(folder / self.name), self.nbytes, extents), head
+
+
+def packed(entries: list[Entry], stem: str, limit: int) -> list[TensorFile]:
+    """Files of at most `limit` bytes (or one tensor), named as transformers names them."""
+    parts: list[list[Entry]] = [[]]
+    filled = 0
+    for e in entries:
+        if parts[-1] and filled + e.nbytes > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(e)
+        filled += e.nbytes
+    if len(parts) == 1:
+        return [_file(f"{stem}.safetensors", parts[0])]
+    return [_file(f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors", part) for i, part in enumerate(parts, 1)]
+
+
+def _file(name: str, entries: list[Entry]) -> TensorFile:
+    """Larger elements first, so that each tensor begins at a multiple of its own: readers view a mapped file."""
+    entries = sorted(entries, key=lambda e: -e.memory.element_size())
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for e in entries:
+        table[e.name] = {"dtype": KINDS[e.memory.dtype], "shape": list(e.memory.shape),
+                         "data_offsets": [at, at + e.nbytes]}
+        at += e.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + LENGTH_BYTES) % 8)
+    return TensorFile(name, entries, struct.pack("<Q", len(text)) + text)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: where its bytes begin and end there."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def listed(path: Path) -> dict[str, Stored]:
+    """The tensors of a file, by name.
+
+    Raises:
+        MegatrainError: it is no safetensors file; or its header has something else than tensors that follow one another
+            without a gap, from its end to the file's.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as f:
+        length = struct.unpack("<Q", f.read(LENGTH_BYTES).ljust(LENGTH_BYTES, b"\0"))[0]
+        if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, HEADER_LIMIT):
+            raise MegatrainError(f"{path} has {size} bytes and is no safetensors file: its header would take {length}")
+        text = f.read(length)
+    begin, where = LENGTH_BYTES + length, f"{path}: its header"
+    table = strict.table(strict.parsed(text, where), where)
+    _check_metadata(table.pop("__metadata__", {}), where)
+    found = {name: _stored(path.name, about, begin, f"{where}: {strict.shown(name)}") for name, about in table.items()}
+    _check_gapless(found, begin, size, path)
+    return found
+
+
+def _check_metadata(found: Any, where: str) -> None:
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        raise MegatrainError(f"{where}: __metadata__={strict.shown(found)}: a table of words is needed")
+
+
+def _stored(file: str, about: Any, begin: int, where: str) -> Stored:
+    """begin: of the tensors' bytes in the file."""
+    strict.table(about, where)
+    kinds = ", ".join(DTYPES)
+    kind = strict.field(about, "dtype", lambda v: isinstance(v, str) and v in DTYPES, f"one of {kinds}", where)
+    shape = strict.field(about, "shape", strict.is_shape, "a list of sizes", where)
+    first, end = strict.field(about, "data_offsets", _is_pair, "two whole numbers", where)
+    if about.keys() - {"dtype", "shape", "data_offsets"}:
+        raise MegatrainError(f"{where} has more than dtype, shape and data_offsets: {strict.shown(list(about))}")
+    need = math.prod(shape) * DTYPES[kind].itemsize
+    if end - first != need:
+        raise MegatrainError(f"{where} has bytes {first} to {end}, and {need} make {shape} {kind}")
+    return Stored(file, DTYPES[kind], tuple(shape), begin + first, begin + end)
+
+
+def _is_pair(value: Any) -> bool:
+    return strict.is_counts(value) and len(value) == 2
+
+
+def _check_gapless(found: dict[str, Stored], begin: int, size: int, path: Path) -> None:
+    """Each tensor begins where the one before ends: two may not share bytes, and no byte is nobody's."""
+    at = begin
+    for name, s in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if s.begin != at:
+            raise MegatrainError(f"{path}: its header: {strict.shown(name)} begins at byte {s.begin}, and the one "
+                                 f"before ends at {at}")
+        at = s.end
+    if at != size:
+        raise MegatrainError(f"{path} has {size} bytes, and {at} by its header")

@@ -1,0 +1,465 @@
+/* test_walk.c — steps whose times are known by hand, and what holds for any step. */
+#include "check.h"
+
+#include "../../csrc/core/walk.h"
+#include <math.h>
+
+#define MOST 12              /* windows, and units */
+#define REST 0.5
+
+/* A step of windows that each bind a unit of their own, of 1 byte; copies take 1 s. */
+typedef struct toy {
+    mt_walk walk;
+    double  forward_s[MOST], backward_s[MOST], forward_host_s[MOST], backward_host_s[MOST];
+    double  update_s[MOST], add_s[MOST], disk_s[MOST], through_s[MOST], read_s[MOST];
+    int64_t away[MOST], spilled[MOST], updated_on[MOST], weights[MOST], gradients[MOST];
+    int64_t visiting[MOST], begin[MOST + 1], none[MOST + 1], item[MOST];
+    int64_t lent[MOST], slots[MOST];
+} toy;
+
+/* Every window takes forward_s and backward_s, and hands its gradients over where `trained`. */
+static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int trained, int64_t slots)
+{
+    mt_walk_list own = { t->begin, t->item }, nothing = { t->none, t->item };
+
+    *t = (toy){ .walk = { .n_windows = n, .n_units = n, .n_slots = slots, .micro = 1, .shown = 1,
+                          .depth = 2, .stagings = 2, .blocks = 2, .ahead = 5, .stay = 7, .h2d = 1,
+                          .d2h = 1, .both = 1, .busy = 1, .write = 1, .read = 1, .rest_s = REST } };
+    for (int64_t i = 0; i < n; i++) {
+        t->forward_s[i] = forward_s;
+        t->backward_s[i] = backward_s;
+        t->updated_on[i] = MT_LANE_HOST;
+        t->weights[i] = t->gradients[i] = t->slots[i] = 1;
+        t->item[i] = i;
+        t->begin[i + 1] = i + 1;
+    }
+    t->walk.units = t->walk.again = own;
+    t->walk.leaving = trained ? own : nothing;
+#define POINT(name) t->walk.name = t->name
+    POINT(forward_s), POINT(backward_s), POINT(forward_host_s), POINT(backward_host_s);
+    POINT(update_s), POINT(add_s), POINT(disk_s), POINT(through_s), POINT(read_s), POINT(away);
+    POINT(spilled), POINT(updated_on), POINT(weights), POINT(gradients), POINT(visiting);
+    POINT(lent), POINT(slots);
+#undef POINT
+}
+
+static mt_walked walked(const toy *t, mt_walk_events *events)
+{
+    mt_schedule *sch = NULL;
+    mt_walked    found = { 0 };
+    int          under = 0;
+
+    CHECK_OK(mt_walk_schedule(&t->walk, &sch));
+    REQUIRE(sch != NULL);
+    CHECK_OK(mt_walk_run(&t->walk, sch->steps, sch->n, INFINITY, events, &found, &under));
+    CHECK(under);
+    mt_schedule_free(sch);
+    return found;
+}
+
+#define CHECK_NEAR(got, want)                                                                 \
+    do {                                                                                      \
+        double got_ = (got), want_ = (want);                                                  \
+        if (!check_said(fabs(got_ - want_) <= 1e-9 * (1 + fabs(want_))))                      \
+            CHECK_PRINT_("%s is %.9g, expected %.9g", #got, got_, want_);                     \
+    } while (0)
+
+/* ---- by hand ---- */
+
+static void at_home_a_step_is_its_kernels_and_updates(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 3, 1, 2, 1, 0);
+    for (int i = 0; i < 3; i++) {
+        t.updated_on[i] = MT_LANE_DEVICE;
+        t.update_s[i] = 0.25;
+    }
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.seconds, 0.75 + 9 + REST);
+    CHECK_NEAR(found.forward_s, 3.75);                  /* the updates come first */
+    CHECK_NEAR(found.busy[MT_LANE_COMPUTE], 9);
+    CHECK_NEAR(found.busy[MT_LANE_DEVICE], 0.75);
+    CHECK_NEAR(found.busy[MT_LANE_H2D], 0);
+}
+
+/* Two slots and three units: the first copy is waited for; unit 2 is copied once F0 is over and no
+ * later than F1; unit 0 again beside B1. */
+static void copies_hide_behind_longer_windows(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 3, 2, 3, 0, 2);
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.seconds, 1 + 3 * 2 + 3 * 3 + REST);
+    CHECK_NEAR(found.busy[MT_LANE_H2D], 4);
+    CHECK_NEAR(found.idle[MT_LANE_HOST], 1);            /* the copy began when the update was over */
+}
+
+/* Windows of a quarter of a second: F0 waits for one copy, F1 for the next, and F2, whose slot F0 had,
+ * for a copy that begins behind the second. B0's begins when B2 is handed over. */
+static void copies_that_take_longer_are_waited_for(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 3, 0.25, 0.25, 0, 2);
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.seconds, 3 + 0.25 + 0.25 + 1 + 0.25 + REST);
+    CHECK_NEAR(found.idle[MT_LANE_HOST], 1);
+    CHECK_NEAR(found.idle[MT_LANE_H2D], found.seconds - REST - 6 * 0.25 - 1);
+}
+
+/* Gradients take 1 s each behind backwards of 0.25 s; the step ends when the last is home. */
+static void a_step_ends_when_gradients_are_home(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 4, 1, 0.25, 1, 4);
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.seconds, 1 + 4 + 0.25 + 4 + REST);
+    CHECK_NEAR(found.busy[MT_LANE_D2H], 4);
+    CHECK_NEAR(found.idle[MT_LANE_D2H], 4 - 3 * 0.25);
+}
+
+/* A unit's copy waits for its update, and its window for the copy. */
+static void updates_hold_the_forward_up(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 2, 1, 1, 1, 2);
+    t.update_s[0] = 3;
+    t.update_s[1] = 4;
+    t.walk.busy = 1;
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.forward_s, 3 + 4 + 1 + 1);
+    CHECK_NEAR(found.seconds, found.forward_s + 2 + 1 + REST);
+    CHECK_NEAR(found.busy[MT_LANE_HOST], 7);
+    CHECK_NEAR(found.idle[MT_LANE_HOST], 3 + 1 + 4 - 1);
+}
+
+/* With gradients that are kept nowhere updates follow the first hand-over, and F0's copy the last of them: that
+ * copy, four forwards, B3, its gradients, and the updates. */
+static void updates_that_follow_gradients_bound_a_step(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 4, 1, 1, 1, 4);
+    t.walk.n_lent = 2;
+    t.lent[0] = t.lent[1] = 1;
+    for (int i = 0; i < 4; i++)
+        t.update_s[i] = 5;
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.seconds, 1 + 4 + 1 + 1 + 20 + REST);
+    CHECK_NEAR(found.busy[MT_LANE_HOST], 20);
+}
+
+/* Python takes 2 s to launch what runs in 1. */
+static void launching_may_be_what_takes_long(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 3, 1, 1, 0, 3);
+    for (int i = 0; i < 3; i++) {
+        t.updated_on[i] = MT_LANE_DEVICE;
+        t.forward_host_s[i] = t.backward_host_s[i] = 2;
+    }
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.seconds, 12 + REST);
+    CHECK_NEAR(found.busy[MT_WALK_OWN], 12);
+    CHECK_NEAR(found.idle[MT_WALK_OWN], 6);
+}
+
+/* Bundles of 3 s behind forwards of 1 s; the last is on the device still. */
+static void bundles_that_leave_hold_the_next_up(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 3, 1, 10, 0, 3);
+    for (int i = 0; i < 3; i++) {
+        t.updated_on[i] = MT_LANE_DEVICE;
+        t.away[i] = 3;
+    }
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.busy[MT_LANE_OUT], 9);
+    CHECK_NEAR(found.busy[MT_LANE_BACK], 6);
+    CHECK_NEAR(found.forward_s, 1 + 3 + 3);     /* F2 is over at 5; the bundle of F1 is out at 7 */
+    CHECK_NEAR(found.seconds, 7 + 30 + REST);   /* they come back beside B2 and B1 */
+}
+
+/* ---- any step ---- */
+
+static double part(unsigned *seed)
+{
+    *seed = *seed * 1664525u + 1013904223u;
+    return (*seed >> 8) / (double)(1u << 24);
+}
+
+static int64_t below(unsigned *seed, int64_t n)
+{
+    return (int64_t)(part(seed) * (double)n);
+}
+
+/* Units anywhere; some bundles on the host, some in a file. */
+static void toy_draw(toy *t, unsigned *seed)
+{
+    static const int64_t lanes[] = { MT_LANE_HOST, MT_LANE_DEVICE, MT_LANE_DISK, MT_LANE_THROUGH };
+    int64_t              n = 2 + below(seed, MOST - 2);
+
+    toy_make(t, n, 0, 0, 1, 2 + below(seed, n - 1));
+    for (int64_t i = 0; i < n; i++) {
+        t->forward_s[i] = part(seed);
+        t->backward_s[i] = 2 * part(seed);
+        t->update_s[i] = part(seed);
+        t->add_s[i] = part(seed) / 4;
+        t->updated_on[i] = lanes[below(seed, 4)];
+        t->disk_s[i] = part(seed);
+        t->through_s[i] = part(seed);
+        t->away[i] = below(seed, 3);
+        t->spilled[i] = below(seed, 2);
+        t->visiting[i] = t->updated_on[i] == MT_LANE_DEVICE ? below(seed, 2) : 0;
+        t->read_s[i] = t->updated_on[i] == MT_LANE_DISK ? (double)below(seed, 2) * part(seed) : 0;
+    }
+    t->walk.micro = t->walk.shown = 1 + below(seed, 3);
+    t->walk.busy = 0.5 + part(seed) / 2;
+    t->walk.n_lent = t->walk.micro == 1 ? below(seed, 3) : 0;
+    t->lent[0] = t->lent[1] = 1;
+}
+
+#define DRAWN 400
+
+static void a_step_takes_no_less_than_any_row_works(void)
+{
+    unsigned seed = 1;
+    toy      t;
+
+    for (int i = 0; i < DRAWN; i++) {
+        mt_walked found;
+
+        toy_draw(&t, &seed);
+        found = walked(&t, NULL);
+        for (int row = 0; row < MT_LANE_COUNT; row++)
+            if (row != MT_LANE_DISK_UPDATE)         /* four threads of them, beside the drive */
+                CHECK(found.busy[row] <= found.seconds + 1e-9);
+        CHECK(found.busy[MT_LANE_H2D] + found.busy[MT_LANE_BACK] <= found.seconds + 1e-9);
+    }
+}
+
+/* What compute does not work, it waits. */
+static void work_and_waits_fill_a_step(void)
+{
+    unsigned seed = 2;
+    toy      t;
+
+    for (int i = 0; i < DRAWN; i++) {
+        mt_walked found;
+        double    all;
+
+        toy_draw(&t, &seed);
+        if (t.walk.n_lent > 0)                      /* there a bound may be what a step takes */
+            continue;
+        for (int64_t u = 0; u < t.walk.n_units; u++)
+            t.read_s[u] = 0;
+        found = walked(&t, NULL);
+        all = REST + found.busy[MT_LANE_COMPUTE] + found.busy[MT_LANE_DEVICE];
+        for (int row = 0; row < MT_WALK_ROWS; row++)
+            all += found.idle[row];
+        CHECK_NEAR(all, found.seconds);
+    }
+}
+
+/* No work may be longer and the step shorter. Where Python starts from, and what updates leave to the
+ * next step, are found by trying: not there. */
+static void longer_work_never_shortens_a_step(void)
+{
+    unsigned seed = 3;
+    toy      t;
+
+    for (int i = 0; i < DRAWN; i++) {
+        double *of[] = { t.forward_s, t.backward_s, t.update_s, t.add_s, t.disk_s, t.through_s };
+        double  before;
+
+        toy_draw(&t, &seed);
+        t.walk.n_lent = 0;
+        memset(t.spilled, 0, sizeof t.spilled);
+        before = walked(&t, NULL).seconds;
+        of[below(&seed, 6)][below(&seed, t.walk.n_units)] += part(&seed);
+        CHECK(walked(&t, NULL).seconds >= before - 1e-9);
+    }
+}
+
+static void faster_copies_never_lengthen_a_step(void)
+{
+    unsigned seed = 4;
+    toy      t;
+
+    for (int i = 0; i < DRAWN; i++) {
+        double before;
+
+        toy_draw(&t, &seed);
+        t.walk.n_lent = 0;
+        memset(t.spilled, 0, sizeof t.spilled);
+        before = walked(&t, NULL).seconds;
+        t.walk.h2d *= 1 + part(&seed);
+        t.walk.both *= 1 + part(&seed);
+        CHECK(walked(&t, NULL).seconds <= before + 1e-9);
+    }
+}
+
+static void the_same_numbers_give_the_same_bits(void)
+{
+    unsigned seed = 5;
+    toy      t;
+
+    for (int i = 0; i < DRAWN / 4; i++) {
+        mt_walked a, b;
+
+        toy_draw(&t, &seed);
+        a = walked(&t, NULL);
+        b = walked(&t, NULL);
+        CHECK(memcmp(&a, &b, sizeof a) == 0);
+    }
+}
+
+static void a_step_that_takes_as_long_is_not_told(void)
+{
+    unsigned seed = 6;
+    toy      t;
+
+    for (int i = 0; i < DRAWN / 4; i++) {
+        mt_walked    found, again = { .seconds = -1 };
+        mt_schedule *sch = NULL;
+        int          under = 1;
+
+        toy_draw(&t, &seed);
+        found = walked(&t, NULL);
+        CHECK_OK(mt_walk_schedule(&t.walk, &sch));
+        REQUIRE(sch != NULL);
+        CHECK_OK(mt_walk_run(&t.walk, sch->steps, sch->n, found.seconds, NULL, &again, &under));
+        CHECK_EQ(under, 0);
+        CHECK(again.seconds == -1);
+        CHECK_OK(mt_walk_run(&t.walk, sch->steps, sch->n, nextafter(found.seconds, INFINITY), NULL, &again, &under));
+        CHECK_EQ(under, 1);
+        CHECK(again.seconds == found.seconds);
+        mt_schedule_free(sch);
+    }
+}
+
+/* Events of a queue stand one behind the other, and are its work. */
+static void events_are_what_queues_do_in_order(void)
+{
+    static const int queues[] = { MT_LANE_COMPUTE, MT_LANE_H2D, MT_LANE_D2H, MT_LANE_SUM, MT_LANE_OUT, MT_LANE_SPILL };
+    static mt_walk_event room[4096];
+    unsigned             seed = 7;
+    toy                  t;
+
+    for (int i = 0; i < DRAWN / 4; i++) {
+        mt_walk_events e = { room, 0, 4096 };
+        mt_walked      found;
+
+        toy_draw(&t, &seed);
+        memset(t.read_s, 0, sizeof t.read_s);       /* a fetch's event lasts as long as the drive needs */
+        found = walked(&t, &e);
+        CHECK(e.n > 0 && e.n <= e.cap);
+        for (size_t q = 0; q < sizeof queues / sizeof *queues; q++) {
+            double end = -INFINITY, work = 0;
+
+            for (int64_t k = 0; k < e.n; k++) {
+                if (room[k].row != queues[q])
+                    continue;
+                CHECK(room[k].begin >= end);
+                end = room[k].end;
+                work += room[k].end - room[k].begin;
+            }
+            CHECK_NEAR(work, found.busy[queues[q]]);
+        }
+    }
+}
+
+/* ---- the door ---- */
+
+static void refused(const toy *t, const char *why)
+{
+    mt_schedule *sch = NULL;
+
+    CHECK_EQ(mt_walk_schedule(&t->walk, &sch), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), why);
+    CHECK(sch == NULL);
+}
+
+static void numbers_that_contradict_each_other_are_refused(void)
+{
+    toy t;
+
+    toy_make(&t, 3, 1, 1, 1, 2);
+    t.item[1] = 3;
+    refused(&t, "unit 3 of 3");
+    toy_make(&t, 3, 1, 1, 1, 2);
+    t.begin[1] = 2, t.begin[2] = 1;
+    refused(&t, "end before they begin");
+    toy_make(&t, 3, 1, 1, 1, 2);
+    t.updated_on[2] = MT_LANE_SUM;
+    refused(&t, "unit 2 is updated on lane");
+    toy_make(&t, 3, 1, 1, 1, 2);
+    t.walk.micro = 9, t.walk.shown = 2;
+    refused(&t, "2 of 9 micro-batches");
+    toy_make(&t, 3, 1, 1, 1, 2);
+    t.walk.depth = 0;
+    refused(&t, "depth 0");
+    toy_make(&t, 3, 1, 1, 1, 2);
+    t.walk.n_lent = 2, t.lent[0] = 1, t.lent[1] = 2;
+    refused(&t, "larger than the one before");
+    t.gradients[1] = 5, t.lent[1] = 1;
+    refused(&t, "fit no buffer");
+    toy_make(&t, 3, 1, 1, 1, 2);
+    t.weights[1] = 2;
+    refused(&t, "fit none of the 2 slots");
+}
+
+static void another_steps_schedule_is_refused(void)
+{
+    toy          t;
+    mt_schedule *sch = NULL;
+    mt_walked    found;
+    int          under;
+
+    toy_make(&t, 3, 1, 1, 1, 2);
+    CHECK_OK(mt_walk_schedule(&t.walk, &sch));
+    REQUIRE(sch != NULL);
+    t.item[0] = 1;
+    CHECK_EQ(mt_walk_run(&t.walk, sch->steps, sch->n, INFINITY, NULL, &found, &under), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "window 0 uses unit 1");
+    t.item[0] = 0;
+    CHECK_EQ(mt_walk_run(&t.walk, sch->steps, 2, INFINITY, NULL, &found, &under), MT_EINVAL);
+    sch->steps[0].unit = 3;
+    CHECK_EQ(mt_walk_run(&t.walk, sch->steps, sch->n, INFINITY, NULL, &found, &under), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "unit 3 of 3");
+    mt_schedule_free(sch);
+}
+
+#define TESTS(X)                                                                              \
+    X(at_home_a_step_is_its_kernels_and_updates)                                              \
+    X(copies_hide_behind_longer_windows)                                                      \
+    X(copies_that_take_longer_are_waited_for)                                                 \
+    X(a_step_ends_when_gradients_are_home)                                                    \
+    X(updates_hold_the_forward_up)                                                            \
+    X(updates_that_follow_gradients_bound_a_step)                                             \
+    X(launching_may_be_what_takes_long)                                                       \
+    X(bundles_that_leave_hold_the_next_up)                                                    \
+    X(a_step_takes_no_less_than_any_row_works)                                                \
+    X(work_and_waits_fill_a_step)                                                             \
+    X(longer_work_never_shortens_a_step)                                                      \
+    X(faster_copies_never_lengthen_a_step)                                                    \
+    X(the_same_numbers_give_the_same_bits)                                                    \
+    X(a_step_that_takes_as_long_is_not_told)                                                  \
+    X(events_are_what_queues_do_in_order)                                                     \
+    X(numbers_that_contradict_each_other_are_refused)                                         \
+    X(another_steps_schedule_is_refused)
+CHECK_MAIN(TESTS)
