@@ -4,7 +4,8 @@
 - Hooks that collect outputs (attentions, router logits) stay installed once they were asked for: they are
   told from others, and do not count while nothing is collected.
 - `gradient_checkpointing_enable()` means "recompute": windows do that themselves, so the model's own
-  checkpointing, which would run the layer a third time, is switched off and windows replay.
+  checkpointing, which would run the layer a third time, is switched off; windows replay, or keep what
+  mt.stream's own plan says.
 """
 from __future__ import annotations
 

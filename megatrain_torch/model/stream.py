@@ -102,7 +102,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         device: where to compute; None: CUDA if there is one, else the CPU device.
         tokens, seq: of a training step, in sequences of `seq`: mt.plan's choice for these is made at once. None: it is
             made at the first forward that records gradients, for what that is given, and again where the loop goes on
-            to longer batches or more micro-batches (planning.py). On the CPU device only where `vram` is given.
+            to longer batches or more micro-batches (docs/plans.md). On the CPU device only where `vram` is given.
         vram: limit for what is used of the device (bytes or "24GiB").
         host: limit for host memory: all planes, AdamW's states counted in. None: what is there, by every limit that
             is known (`megatrain doctor` prints them), asked now for the weights and by mt.AdamW for its states.
@@ -120,7 +120,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             those that dynamo cannot take as they are, and the head too; no templates;
             "auto": fused on CUDA for 16-bit weights, else eager. Fused and compiled results differ from the module's
             own code in the last bits.
-        plan: what mt.plan gave: that is what runs. Or a dict by hand, see docs/plans.md.
+        plan: what mt.plan gave: that is what runs, and stays. Or a dict by hand: docs/plans.md has its keys.
         masters: where `dtype` makes fp32 parameters 16-bit ones, mt.AdamW's fp32 masters begin with their own values.
             They are kept until its first step: no memory where they are mapped from a file, which must stay as it is.
 
