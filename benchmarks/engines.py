@@ -142,7 +142,7 @@ class Streamed(Engine):
         self.model = mt.stream(
             model,
             device=device,
-            plan=plan or {"activations": args.activations},
+            plan=plan or (None if args.activations == "auto" else {"activations": args.activations}),
             vram=args.vram,
             host=args.host,
             compute=args.compute,

@@ -77,8 +77,5 @@ def before_pass(rt: Streamed) -> None:
         m = ref()
         if m is not None and m.gradient_checkpointing:
             m.gradient_checkpointing = False
-            if rt.planning is not None:      # which says what is run again
-                continue
-            rt.activations = "replay"
-            for w in rt.windows:
-                w.mode = "saved" if w.draws_unseen else "replay"
+            if rt.planning is None and rt.activations == "auto":     # else a plan says what is run again
+                rt.activations = "replay"

@@ -78,7 +78,7 @@ class Planning:
         """made: a plan that is in force from the start."""
         self.runtime, self.asked, self.plan = runtime, asked, made
         self.made = int(made is not None)
-        self.why = "at the first forward that records gradients"
+        self.why = "no plan yet: mt.stream plans at the first forward that records gradients"
         self.adam = made is not None
         self._most = Pass(1, 1) if made is None else Pass(made.tokens // made.micro // made.seq, made.seq)
         self._micro = 0                          # passes since the last step
