@@ -295,6 +295,8 @@ def looped(args, model, opt, clock, out):
             norms.append(float(opt.grad_norm).hex())
         opt.zero_grad()
         losses.append(parts)
+        if args.vary and len(losses) % 10 == 0:
+            print(f"{len(losses)} steps, {time.perf_counter() - clock.wall[0]:.1f} s", file=sys.stderr, flush=True)
     clock.mark()
     out["seconds"] = [round(s, 4) for s in clock.seconds()]
     out["losses"] = [float(torch.stack(parts).float().mean()).hex() for parts in losses]

@@ -5,6 +5,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,6 +333,21 @@ def test_lora_and_frozen_units_move(chosen: list[dict[str, Any]]) -> None:
 
     chosen += [{"homes": HOMES[t]} for t in ("all live there", "some come and leave", "all stream", "all live there")]
     assert same(run(), run(vram=VRAM))
+
+
+def test_what_others_have_of_the_device_is_not_planned_with_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory lacks it, so the allocator's limit, which is the process's share of all, must not lack it again."""
+    gib, machine = 1 << 30, mt.plan(model(), tokens=32, seq=16, machine="h200-128g").machine
+    monkeypatch.setattr(planning, "resolve", lambda name: machine)
+    total = machine.vram_bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - 50 * gib, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * gib)
+    core = SimpleNamespace(device_bytes=lambda: 20 * gib)
+    rt = SimpleNamespace(is_cuda=True, device=None, core=core, slots=[SimpleNamespace(nbytes=3 * gib - 512)])
+    found = planning.Planning(rt, planning.Asked(100 * gib, None, None, None))
+    others = (50 - 6 - 20) * gib - machine.vram_overhead_bytes
+    assert found._limit() == 100 * gib and found._left() == 100 * gib - others - 2 * gib
 
 
 IDS, WIDE = torch.zeros(3, 5, dtype=torch.long), torch.zeros(2, 7, 64)

@@ -4,7 +4,7 @@ Between two passes, when no graph is alive. Everything under way ends first; the
 is room for those that come. A unit brings what it has: gradients, states and sums of micro-batches move with its
 weights, and every result has the bits that it would have had without the move.
 
-    move(rt, plan, modes)
+    move(rt, plan, modes, limit)
 
 Who calls holds the model's door: no other thread is in it.
 """
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 SAID = 4 << 30               # bytes on their way to other homes that a terminal is told of
 
 
-def move(rt: Runtime, plan: Plan, modes: dict[str, str]) -> None:
-    """modes: what windows keep, by name, in the place of the plan's own."""
+def move(rt: Runtime, plan: Plan, modes: dict[str, str], limit: int) -> None:
+    """modes: what windows keep, by name, in the place of the plan's own. limit: bytes of the device that may be used by
+    all who are there, not by the plan alone."""
     asked = _asked(rt, plan)
     if asked.homes != rt.room.asked.homes or asked.ring != rt.room.asked.ring:
         rt.finish_save()
@@ -39,7 +40,7 @@ def move(rt: Runtime, plan: Plan, modes: dict[str, str]) -> None:
         _change_homes(rt, asked)
     rt.room.asked, rt.room.summed = asked, asked.micro > 1
     _spill(rt, asked, plan)
-    rt.limit_device(plan.machine.vram_bytes, asked.at_home())
+    rt.limit_device(limit, asked.at_home())
     for w in rt.windows:
         w.mode = "saved" if w.draws_unseen else modes.get(w.name, w.mode)
 

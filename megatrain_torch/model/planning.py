@@ -141,7 +141,7 @@ class Planning:
                     raise
         if self.runtime.on_disk and not self._keeps_disk(found):
             return
-        move(self.runtime, found, self._modes(found))
+        move(self.runtime, found, self._modes(found), self._limit())
         self.plan, self.made, self._for_adam = found, self.made + 1, self.adam
 
     def _ask(self, batch: Pass) -> Plan:
@@ -151,21 +151,26 @@ class Planning:
         disk = self.asked.disk
         return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
                     homes=None if self.adam else "ram", states=rt.states, compute="fused" if fused else "eager",
-                    vram=self._device_limit(), host=self.asked.host, units=self.asked.units,
+                    vram=self._left(), host=self.asked.host, units=self.asked.units,
                     nvme=None if disk is None else disk.as_given())
 
     def _machine(self) -> str | None:
         return None if self.runtime.is_cuda else "cpu"
 
-    def _device_limit(self) -> int:
-        """Of the device, without what others have there: processes, models, tensors of the user's."""
-        rt, machine = self.runtime, resolve(self._machine())
-        limit = min(self.asked.vram or machine.vram_bytes, machine.vram_bytes)
+    def _limit(self) -> int:
+        """Of the device, whoever has it."""
+        most = resolve(self._machine()).vram_bytes
+        return min(self.asked.vram or most, most)
+
+    def _left(self) -> int:
+        """Of that limit what others leave: processes, models, tensors of the user's."""
+        rt, limit = self.runtime, self._limit()
         if not rt.is_cuda:
             return limit
         free, total = torch.cuda.mem_get_info(rt.device)
         reserved, used = torch.cuda.memory_reserved(rt.device), torch.cuda.memory_allocated(rt.device)
-        others = total - free - reserved - rt.core.device_bytes() - machine.vram_overhead_bytes
+        overhead = resolve(self._machine()).vram_overhead_bytes
+        others = total - free - reserved - rt.core.device_bytes() - overhead
         own = used - sum(s.nbytes + 512 for s in rt.slots)
         return limit - max(others, 0) - (own if own > OWN else 0)
 
