@@ -7,7 +7,6 @@ that more memory is never slower.
 """
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -31,7 +30,6 @@ from ..store.disk import (
     PADDING,
     POOL,
     SPILLED,
-    buffer_bytes,
     spilled_bytes,
     unit_file_bytes,
 )
@@ -44,9 +42,6 @@ from .cost import (
     Cost,
     Home,
     cost_of,
-    device_planes,
-    host_planes,
-    lent_buffers,
     visiting_planes,
 )
 from .machine import Machine
@@ -63,12 +58,12 @@ from .simulate import (
     Timing,
     simulate,
 )
+from .tally import Tally
 from .tracks import Levels, Track, Tracks
 
 RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 OVERHEAD = "Python, torch, driver"          # of host memory: what is there besides planes
 PLAIN = tuple(home.plain for home in Home)              # by a Home's number
-SETTLED = ("vram", "arrive")
 ARRIVE = Home.ARRIVE.value
 MOST_ENDS = 3               # embeddings and heads whose homes are chosen one by one
 GUESTS = 2                  # units, first in the forward, whose states may arrive: what it waits for first
@@ -190,9 +185,7 @@ class Problem:
         self.again = [() if w.kind in ("embedding",) or (w.kind == "head" and wishes.fused) else w.units
                       for w in shape.windows]
         self.needed_again = {u for w, units in enumerate(self.again) for u in units if shape.windows[w].learns}
-        alike: dict[Unit, int] = {}         # the first unit with the same bytes: sums are taken over few kinds of units
-        self.alike = [alike.setdefault(dataclasses.replace(unit, name=""), u) for u, unit in enumerate(shape.units)]
-        self.planes: dict[tuple[int, str, bool, bool], dict[str, int]] = {}
+        self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent)
         self.ring_bytes: dict[frozenset[tuple[int, int]], list[tuple[int, int]]] = {}
         if like is not None:
             self.ways = like.ways
@@ -272,7 +265,7 @@ class Problem:
         spilled = self.spills(self.micro(micro).costs, modes) if modes else {}
         total: dict[str, int] = {SPILLED: spilled_bytes(spilled.values())} if spilled else {}
         on_disk, filed = self._disks(homes, micro)
-        for (u, home), count in Counter((self.alike[u], "disk+weights" if u in filed else "disk")
+        for (u, home), count in Counter((self.tally.alike[u], "disk+weights" if u in filed else "disk")
                                         for u in on_disk).items():
             unit = self.shape.units[u]
             weights = {"weights": unit.gradients, FROZEN: unit.weights - unit.gradients} if home != "disk" else {}
@@ -296,8 +289,7 @@ class Problem:
         return self.shape.units[unit].gradients * share
 
     def slots(self, homes: tuple[Home, ...], ring: int) -> list[int]:
-        units = self.shape.units
-        return plan_slots([u.weights for u, home in zip(units, homes) if not home], ring)
+        return self.tally.slots(self._where(homes), ring)
 
     def host_bytes(self, homes: tuple[Home, ...], micro: int, modes: tuple[str, ...] = ()) -> dict[str, int]:
         """By plane, and what is there besides; modes: with the activations of these."""
@@ -305,17 +297,9 @@ class Problem:
 
     def _host_bytes(self, homes: tuple[Home, ...], micro: int, on_disk: frozenset[int], filed: frozenset[int],
                     modes: tuple[str, ...] = ()) -> dict[str, int]:
-        total = {OVERHEAD: self.machine.host_overhead_bytes}
-        for (u, where), count in self._counted(homes, on_disk, filed).items():
-            for plane, n in self._planes(u, where, micro > 1, False).items():
-                total[plane] = total.get(plane, 0) + n * count
-        if on_disk:
-            total["buffers of the disk"] = buffer_bytes(["disk+weights" if filed else "disk"])
-        away = [u.gradients for u, home in zip(self.shape.units, homes) if not home]
-        total["staging"] = STAGINGS * max(away, default=0) if micro > 1 else 0
+        total = {OVERHEAD: self.machine.host_overhead_bytes,
+                 **self.tally.host(self._where(homes, on_disk, filed), micro)}
         total["activations"] = self.kept_there(self.micro(micro).costs, modes) if modes else 0
-        if self.wishes.grads == "none":
-            total["gradients"] = sum(self.lent(homes))
         return total
 
     def away(self, micro: int, modes: tuple[str, ...]) -> list[int]:
@@ -341,31 +325,15 @@ class Problem:
 
     def planes_at_home(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """Of units at home in VRAM, by plane; what is there all the time."""
-        total: dict[str, int] = {}
-        keeps, there = self.wishes.grads == "ram", [u for u, home in enumerate(homes) if home]
-        for (u, where), count in self._counted(homes).items():
-            for plane, n in self._planes(u, where, micro > 1, True).items() if where in SETTLED else ():
-                total[plane] = total.get(plane, 0) + n * count
-        if not keeps and there:
-            total["gradients"] = sum(lent_buffers([self.shape.units[u] for u in there], self.wishes.lent))
-        return total
+        return self.tally.at_home(self._where(homes), micro)
 
-    def _counted(self, homes: tuple[Home, ...], on_disk: frozenset[int] = frozenset(),
-                 filed: frozenset[int] = frozenset()) -> Counter[tuple[int, str]]:
-        """How many units with the same bytes are at home in the same place."""
+    @staticmethod
+    def _where(homes: tuple[Home, ...], on_disk: frozenset[int] = frozenset(), filed: frozenset[int] = frozenset()
+               ) -> list[str]:
         where = [PLAIN[home] for home in homes]
         for u in on_disk:
             where[u] = "disk+weights" if u in filed else "disk"
-        return Counter(zip(self.alike, where))
-
-    def _planes(self, unit: int, where: str, several: bool, device: bool) -> dict[str, int]:
-        """Bytes of a unit's planes, on the device or on the host."""
-        key = unit, where, several, device
-        if key not in self.planes:
-            it, micro = self.shape.units[unit], 1 + several
-            self.planes[key] = device_planes(it, micro, where, self.wishes.grads == "ram") if device \
-                else host_planes(it, where, micro)
-        return self.planes[key]
+        return where
 
     def peak(self, costs: list[Cost], modes: tuple[str, ...]) -> tuple[int, int, int]:
         """(activations, work, gradients under way) in bytes where their sum is largest in a backward."""
@@ -621,8 +589,7 @@ class Problem:
 
     def lent(self, homes: tuple[Home, ...]) -> list[int]:
         """Bytes of the buffers that gradients pass through, where they are kept nowhere."""
-        away = [u for u, home in zip(self.shape.units, homes) if not home]
-        return lent_buffers(away, self.wishes.lent) if self.wishes.grads == "none" else []
+        return self.tally.lent(self._where(homes))
 
     def through_s(self, unit: int) -> float:
         """Of an update through the device."""

@@ -36,26 +36,18 @@ from ..base.limits import (
     without_margin,
 )
 from ..base.modes import DISKS
-from ..base.slots import plan_slots
 from ..base.units import Group
 from ..store.disk import buffer_bytes, file_bytes
 from .cost import (
     LENT,
     PLANES_OF,
-    STAGINGS,
     THROUGH_BYTES,
-    copied_planes,
-    device_planes,
-    host_planes,
-    lent_buffers,
-    visiting_planes,
 )
 from .planner import as_text
 from .shapes import Unit, unit_bytes
+from .tally import DISK_BUFFERS, SETTLED, Tally
 
 _OWN = "the module's own, given back"
-DISK_BUFFERS = "buffers of the disk"
-SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay on the device
 TRIM_BYTES = 64 << 20       # of the module's own tensors, given back before malloc is asked to give back too
 
 
@@ -88,39 +80,41 @@ class Asked:
     states: str = "fp32"
     lent: int = LENT
     copied: bool = False
-    known: dict[tuple[Any, ...], list[Unit]] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def units(self) -> list[Unit]:
         """As the parameters are now: some may have been frozen since."""
-        key = self.dtype, self.states, *(p.requires_grad for _, own in self.groups for _, p in own)
+        key = self._key()
         if key not in self.known:
             self.known[key] = [unit_bytes(name, own, self.dtype, self.states) for name, own in self.groups]
         return self.known[key]
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.dtype, self.states, *(p.requires_grad for _, own in self.groups for _, p in own)
 
     def on_disk(self) -> bool:
         """Some unit's states are."""
         return any(home in DISKS for home in self.homes)
 
+    def tally(self) -> Tally:
+        key = "tally", self.keeps, self.lent, *self._key()
+        if key not in self.known:
+            self.known[key] = Tally(self.units(), self.keeps, self.lent)
+        return self.known[key]
+
     def slots(self) -> list[int]:
         """Bytes of each slot; those of units at home on the device come last."""
-        weights = [(u.weights, home in SETTLED) for u, home in zip(self.units(), self.homes)]
-        return plan_slots([n for n, settled in weights if not settled], self.ring) + [n for n, settled in weights
-                                                                                     if settled]
+        settled = [u.weights for u, home in zip(self.units(), self.homes) if home in SETTLED]
+        return self.tally().slots(self.homes, self.ring) + settled
 
     def device(self) -> dict[str, int]:
         """Bytes of device memory by what they hold, activations left out."""
         found = {"slots": sum(self.slots())}
-        there = [(unit, home) for unit, home in zip(self.units(), self.homes) if home in SETTLED]
-        for unit, home in there:
-            for plane, n in device_planes(unit, self.micro, home, self.keeps).items():
-                if plane != "weights":
-                    found[f"at home: {plane}"] = found.get(f"at home: {plane}", 0) + n
-        if there and not self.keeps:
-            found["at home: gradients"] = sum(lent_buffers([unit for unit, _ in there], self.lent))
+        at_home = self.tally().at_home(self.homes, self.micro)
+        found |= {f"at home: {plane}": n for plane, n in at_home.items() if plane != "weights"}
         if "through" in self.homes:
             found["updates through the device"] = THROUGH_BYTES
-        visiting = [visiting_planes(u) for u, home in zip(self.units(), self.homes) if home == "arrive"]
-        return found | ({"states that arrive": sum(sum(v.values()) for v in visiting)} if visiting else {})
+        return found | ({"states that arrive": self.tally().visiting(self.homes)} if "arrive" in self.homes else {})
 
     def at_home(self) -> int:
         """Bytes of device memory that the store takes for units at home there, beside their slots."""
@@ -128,20 +122,7 @@ class Asked:
 
     def host(self) -> dict[str, int]:
         """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
-        found: dict[str, int] = {}
-        for unit, home in zip(self.units(), self.homes):
-            where = home if home in (*SETTLED, *DISKS) else "ram"
-            planes = host_planes(unit, where, self.micro)
-            for plane, n in (copied_planes(unit) if home in SETTLED and self.copied else planes).items():
-                found[plane] = found.get(plane, 0) + n
-        if not self.keeps:
-            passing = [u for u, home in zip(self.units(), self.homes) if home not in SETTLED]
-            found["gradients"] = sum(lent_buffers(passing, self.lent))
-        if self.on_disk():
-            found[DISK_BUFFERS] = buffer_bytes(self.homes)
-        if self.micro > 1:
-            away = [u.gradients for u, home in zip(self.units(), self.homes) if home not in SETTLED]
-            found["staging"] = STAGINGS * max(away, default=0)
+        found = self.tally().host(self.homes, self.micro, self.copied)
         found |= {what: n for what, n in self.besides if what not in found}
         return found | ({f"the device's {what}": n for what, n in self.device().items()} if self.on_cpu else {})
 
