@@ -360,7 +360,40 @@ IDS, WIDE = torch.zeros(3, 5, dtype=torch.long), torch.zeros(2, 7, 64)
     ((torch.zeros(2, 3, 8, 8),), {}, None), ((), {}, None), ((None, 3), {}, None), ((IDS.bool(),), {}, None),
 ])
 def test_tokens_are_read_from_what_a_model_is_given(args: Any, kwargs: Any, found: tuple[int, int] | None) -> None:
-    assert batch_of(args, kwargs) == (None if found is None else Pass(*found))
+    records = [SimpleNamespace(shape=shape) for shape in ((64,), (16, 64), (7, 16))]
+    assert batch_of(args, kwargs, records) == (None if found is None else Pass(*found))
+
+
+def test_a_model_that_a_plan_cannot_read_trains_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(*args: Any, **kwargs: Any) -> mt.Plan:
+        raise ZeroDivisionError("of a width")
+
+    plain = Loop(mt.stream(model(), "cpu"))
+    monkeypatch.setattr(planning, "plan", plan)
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    with pytest.warns(UserWarning, match="cannot read the model .ZeroDivisionError: of a width"):
+        got = [loop.step((2, 16))]
+    assert [*got, loop.step((4, 16))] == [plain.step((2, 16)), plain.step((4, 16))] and same(loop, plain)
+
+
+def test_without_mt_adamw_a_refusal_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan counts AdamW's states."""
+    asked = []
+
+    def plan(*args: Any, **kwargs: Any) -> mt.Plan:
+        asked.append(kwargs["tokens"])
+        raise mt.MegatrainError("it does not fit:\nno")
+
+    monkeypatch.setattr(planning, "plan", plan)
+    streamed = mt.stream(model(torch.float32), "cpu", vram=VRAM)
+    opt = torch.optim.SGD(streamed.parameters(), lr=0.1)
+    for number in (1, 2):
+        streamed(**batch(2, 16, number)).loss.backward()
+        opt.step()
+    assert "no plan, without mt.AdamW: it does not fit" in mt.explain(streamed) and len(asked) == 1
+    mt.AdamW(streamed.parameters())
+    with pytest.raises(mt.MegatrainError, match=r"plan=\{\}"):
+        streamed(**batch(2, 16, 1))
 
 
 def test_a_model_whose_inputs_name_no_tokens_is_not_planned_for() -> None:

@@ -13,7 +13,8 @@ not at every new longest.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,7 @@ class Planning:
         self._micro = 0                          # passes since the last step
         self._for_adam = self.adam               # the plan in force is for an mt.AdamW
         self._stuck = False                      # nothing larger fits, or may be done: said once
+        self._refused = False                    # without an mt.AdamW
         self._before: tuple[int, dict[str, str]] = (0, {})
 
     def goes_on(self, tokens: int, kept: dict[str, str]) -> None:
@@ -105,7 +107,7 @@ class Planning:
         Raises:
             MegatrainError: no choice fits what the loop does; nothing was changed.
         """
-        found = batch_of(args, kwargs)
+        found = batch_of(args, kwargs, self.runtime.records)
         if found is None:
             if self.plan is None:
                 self.why = "no plan: the model's inputs name no tokens ([batch, sequence] of integers, or [batch, " \
@@ -113,13 +115,19 @@ class Planning:
             return
         self._micro += 1
         before, self._most = self._most, max(self._most, found, key=lambda p: p.tokens)
-        if self._covered() or self._stuck or self._graph():
+        if self._covered() or self._stuck or (self._refused and not self.adam) or self._graph():
             return
         try:
             self._plan()
-        except BaseException:                    # another batch may fit
-            self._most, self._micro = before, self._micro - 1
-            raise
+        except MegatrainError as error:
+            if self._stuck:
+                return
+            if not self.adam:                    # whose states a plan counts; another optimizer has its own
+                self._refused, self.why = True, f"no plan, without mt.AdamW: {str(error).splitlines()[0]}"
+                return
+            self._most, self._micro = before, self._micro - 1        # another batch may fit
+            raise MegatrainError(f"{error}\n\nWithout a plan: mt.stream(model, plan={{}}), which may run out of "
+                                 "memory.") from error
 
     def _covered(self) -> bool:
         p = self.plan
@@ -145,6 +153,14 @@ class Planning:
         self.plan, self.made, self._for_adam = found, self.made + 1, self.adam
 
     def _ask(self, batch: Pass) -> Plan:
+        try:
+            return self._asked(batch)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            self._stuck, self.why = True, f"no plan: mt.plan cannot read the model ({type(error).__name__}: {error})"
+            warnings.warn(f"{self.why}; layers run again in backward, and all weights stream", stacklevel=2)
+            raise MegatrainError(self.why) from error
+
+    def _asked(self, batch: Pass) -> Plan:
         rt, micro = self.runtime, max(self._micro, 1) if self.adam else 1
         micro = max(micro, self.plan.micro) if self.plan is not None else micro
         fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
@@ -181,7 +197,6 @@ class Planning:
         there = {rt.unit_names[u] for u in rt.on_disk}
         if there == {name for name, home in found.homes.items() if home in DISKS}:
             return True
-        import warnings
         self._stuck = True
         least = {w.name: "replay+host" if read(w.mode).host else "replay" for w in rt.windows if w.mode != "saved"}
         for w in rt.windows:
@@ -214,17 +229,20 @@ class Planning:
                 f"{'es' * (p.micro > 1)}: {p.tokens_per_second:,.0f} tokens/s, bound by {p.bound}{again}")
 
 
-def batch_of(args: Any, kwargs: Any) -> Pass | None:
-    """What a model is given: ids or embeddings by their usual names, else the first tensor, if it has the form of one.
-    An encoder's and a decoder's are as long as the longer."""
-    named = [b for name in ("input_ids", "inputs_embeds", "decoder_input_ids", "labels") if
-             (b := _form(kwargs.get(name))) is not None]
-    if not named:
-        first = next((a for a in (*args, *kwargs.values()) if isinstance(a, (Tensor, Mapping))), None)
-        if isinstance(first, Mapping):
-            return batch_of((), dict(first))
-        named = [b] if (b := _form(first)) is not None else []
-    return max(named, key=lambda b: b.tokens, default=None)
+def batch_of(args: Any, kwargs: Any, records: Iterable[Any] = ()) -> Pass | None:
+    """What a language model is given: ids or embeddings by their usual names, else the first tensor, if it has the form
+    of ids, or of what a matrix of the model takes. An encoder's and a decoder's are as long as the longer. None: it is
+    given something else, such as sound, whose layers see other tokens than its labels have."""
+    if any(kwargs.get(name) is not None for name in ("input_ids", "inputs_embeds")):
+        named = [_form(kwargs.get(name)) for name in ("input_ids", "inputs_embeds", "decoder_input_ids", "labels")]
+        return max((b for b in named if b is not None), key=lambda b: b.tokens, default=None)
+    first = next((a for a in (*args, *kwargs.values()) if isinstance(a, (Tensor, Mapping))), None)
+    if isinstance(first, Mapping):
+        return batch_of((), dict(first), records)
+    if not isinstance(first, Tensor) or (first.is_floating_point() and not any(
+            len(r.shape) == 2 and r.shape[1] == first.shape[-1] for r in records)):
+        return None
+    return _form(first)
 
 
 def _form(value: Any) -> Pass | None:
