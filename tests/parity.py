@@ -394,10 +394,11 @@ ROTATION = [
 
 
 def options_for(index: int, device: str = "cpu") -> list[Options]:
-    """For the index-th case: saved and replay, the rest rotated; with MEGATRAIN_FULL=1 every product."""
+    """For the index-th case: saved or replay by turns, the rest rotated; with MEGATRAIN_FULL=1 every product."""
     if FULL:
         return [Options(a, s, d, k, c, o, device) for a in ("saved", "replay") for s in (2, 3, MANY_SLOTS)
                 for d in (0, 200) for k in (1, 4) for c in (None, 0.5) for o in ("adamw", "sgd")]
     row = ROTATION[index % len(ROTATION)]
     other = {**row, "slots": 2 if row["slots"] != 2 else 3, "delay_us": 200 - row["delay_us"]}
-    return [Options(activations="saved", device=device, **row), Options(activations="replay", device=device, **other)]
+    return [Options(activations="replay", device=device, **other) if index % 2 else
+            Options(activations="saved", device=device, **row)]
