@@ -83,10 +83,10 @@ class Run:
 
 
 def combinations(families: Any, batches: Any) -> list[tuple[str, str, str]]:
-    """(family, keep, batch): each family has all keeps but one, in turn, and with each one of the two batches; all with
+    """(family, keep, batch): each family has one of the keeps, and one of the two batches, in turn; all of them with
     MEGATRAIN_FULL."""
     return [(f, k, b) for i, f in enumerate(families) for j, k in enumerate(KEEPS) for n, b in enumerate(batches)
-            if parity.FULL or ((i + j + n) % 2 == 0 and (i + j) % len(KEEPS))]
+            if parity.FULL or (i % len(KEEPS) == j and (i // len(KEEPS) + j + n) % 2 == 0)]
 
 
 def stream(model: nn.Module, keep: str = "saved", compute: str = "fused", slots: int = 2, nvme: Any = None,
