@@ -78,6 +78,8 @@ class Engine:
         other planes in device memory. After open_slots, before its first forward; then take() moves what the host
         has. A unit that was settled before close_slots gets the slot whose memory it has. Arrays of its host planes are
         copies: see bring and push."""
+    def settled(self, unit: int) -> bool:
+        """Whether the unit lives on the device."""
     def unsettle(self, unit: int, grads: bool) -> None:
         """The unit's planes come to host memory, its gradients if they count; they are at home there again. Between
         close_slots and open_slots, when nothing of it is under way; a guest is dismissed before."""

@@ -427,6 +427,8 @@ static PyMethodDef methods[] = {
     { "settle", mt_engine_settle, METH_VARARGS,
       "settle($self, unit, slot, /)\n--\n\n"
       "The unit lives on the device from now on, its weights in that slot." },
+    { "settled", mt_engine_settled, METH_VARARGS,
+      "settled($self, unit, /)\n--\n\nWhether the unit lives on the device." },
     { "unsettle", mt_engine_unsettle, METH_VARARGS,
       "unsettle($self, unit, grads, /)\n--\n\n"
       "The unit lives on the host again; between close_slots() and open_slots()." },

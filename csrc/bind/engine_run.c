@@ -161,6 +161,16 @@ PyObject *mt_engine_unsettle(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyObject *mt_engine_settled(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "i:settled", &unit) || mt_engine_unit(e, unit) < 0)
+        return NULL;
+    return PyBool_FromLong(mt_store_settled(e->store, unit));
+}
+
 static void add_stats(mt_stream_stats *to, mt_stream_stats more)
 {
     to->fetches += more.fetches;
@@ -170,7 +180,7 @@ static void add_stats(mt_stream_stats *to, mt_stream_stats more)
     to->await_ns += more.await_ns;
 }
 
-/* Nothing is under way that the mover would still count. */
+/* What the mover still brings until it ends is not counted: nobody asked for it yet. */
 static mt_status end_stream(mt_stream *s, mt_stream_stats *last)
 {
     *last = mt_stream_stats_get(s);

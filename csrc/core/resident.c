@@ -468,12 +468,16 @@ static void settle_ahead(const mt_resident *r, home *h, int unit)
 
 static mt_status move_up(mt_resident *r, home *h, int unit)
 {
-    mt_status st;
+    mt_status st = MT_OK;
+    int       owed;
 
     pthread_mutex_lock(&r->mu);
-    st = put_ahead(r, h, unit);
+    if ((owed = h->owed))
+        st = put_ahead(r, h, unit);
     pthread_mutex_unlock(&r->mu);
     MT_TRY(st);
+    if (!owed)
+        return MT_OK;
     MT_TRY(wait_done(r, h, unit));
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (p != MT_PLANE_HI && p != MT_PLANE_GRAD && !(visiting(r, unit) >> p & 1))
@@ -493,8 +497,7 @@ mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run)
 
     MT_TRY(find(r, unit, &h));
     MT_TRY(mt_ledger_wait_saved(r->store, unit));
-    if (h->owed)
-        MT_TRY(move_up(r, h, unit));
+    MT_TRY(move_up(r, h, unit));
     MT_TRY(fetch(r, h, unit, run));
     pthread_mutex_lock(&r->mu);
     skip = r->debug.skip;
@@ -571,12 +574,11 @@ mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float cli
     mt_status st;
 
     MT_TRY(find(r, u->unit, &h));
-    if (h->owed)
-        return MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
-                       mt_store_name(r->store, u->unit));
     pthread_mutex_lock(&r->mu);
     r->lifted = 0;
-    st = put_update(r, h, u, clip);
+    st = h->owed ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
+                           mt_store_name(r->store, u->unit))
+                 : put_update(r, h, u, clip);
     wait = r->lifted || r->debug.sync;
     pthread_mutex_unlock(&r->mu);
     MT_TRY(st);

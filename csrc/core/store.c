@@ -681,6 +681,19 @@ static mt_status register_one(mt_store *s, mt_arena *a)
     return st;
 }
 
+static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
+{
+    mt_status st;
+
+    pthread_mutex_lock(&pl->making);
+    MT_TRY(register_one(s, &pl->arena));
+    for (int i = 0; pl->late != NULL && i < u->n_params; i++)
+        MT_TRY(register_one(s, &pl->late[i]));
+fail:
+    pthread_mutex_unlock(&pl->making);
+    return st;
+}
+
 /* Under making. */
 static mt_status warm(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
 {
@@ -749,35 +762,20 @@ void mt_store_cool(mt_store *s, int unit, mt_plane p)
     pthread_mutex_unlock(&pl->making);
 }
 
-/* Under making. A host plane of a unit that was settled: in memory, and registered if any unit's is. */
-static mt_status come_home(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
+/* The host's memory is asked for and registered while the unit is settled still: nothing has changed where that fails. */
+static mt_status host_ready(mt_store *s, int unit, mt__unit *u)
 {
     mt_status st;
 
-    if (a->base == NULL)
-        return MT_OK;
-    MT_TRY(warm(s, u, a, p));
-    if (registrar(s, u, p) != NULL)
-        MT_TRY(register_one(s, a));
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (u->plane[MT__HOST][p].offset != NULL)
+            MT_TRY(mt_store_warm(s, unit, (mt_plane)p));
+    MT_TRY(register_plane(s, u, &u->plane[MT__HOST][MT_PLANE_HI]));
+    MT_TRY(register_plane(s, u, &u->plane[MT__HOST][MT_PLANE_GRAD]));
 fail:
     return st;
 }
 
-static mt_status plane_home(mt_store *s, mt__unit *u, mt_plane p)
-{
-    mt__plane *pl = &u->plane[MT__HOST][p];
-    mt_status  st;
-
-    pthread_mutex_lock(&pl->making);
-    MT_TRY(come_home(s, u, &pl->arena, p));
-    for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        MT_TRY(come_home(s, u, &pl->late[i], p));
-fail:
-    pthread_mutex_unlock(&pl->making);
-    return st;
-}
-
-/* The memory is asked for while the unit is settled still, so that nothing has changed where there is none. */
 mt_status mt_store_unsettle(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
@@ -785,17 +783,13 @@ mt_status mt_store_unsettle(mt_store *s, int unit)
 
     if (u == NULL || !atomic_load(&u->settled))
         return MT_FAIL(MT_ESTATE, "unit %d does not live on the device", unit);
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (u->plane[MT__HOST][p].offset != NULL)
-            MT_TRY(mt_store_warm(s, unit, (mt_plane)p));
+    MT_TRY(host_ready(s, unit, u));
     pthread_mutex_lock(&s->map_mu);
     atomic_store(&u->settled, 0);
     atomic_store(&u->registered, 0);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
     pthread_mutex_unlock(&s->map_mu);
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        MT_TRY(plane_home(s, u, (mt_plane)p));
 fail:
     return st;
 }
@@ -824,19 +818,6 @@ int mt_store_goes_through(const mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
     return u != NULL && atomic_load(&u->through);
-}
-
-static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
-{
-    mt_status st;
-
-    pthread_mutex_lock(&pl->making);
-    MT_TRY(register_one(s, &pl->arena));
-    for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        MT_TRY(register_one(s, &pl->late[i]));
-fail:
-    pthread_mutex_unlock(&pl->making);
-    return st;
 }
 
 /* What was made before. */
@@ -942,18 +923,13 @@ void mt_store_chill(mt_store *s, int unit, mt_plane p)
 {
     mt__unit  *u = mt__unit_at(s, unit);
     mt__plane *pl;
-    mt_arena   made;
 
     if (u == NULL || !plane_ok(p))
         return;
     pl = &u->plane[MT__HOST][p];
     pthread_mutex_lock(&pl->making);
-    made = pl->arena;
-    if (made.base != NULL && (made.dev == NULL || p == MT_PLANE_HI)) {
-        atomic_fetch_sub(&s->mapped[p], made.cold ? 0 : made.bytes);
-        mt_arena_chill(&made);
-        publish_arena(s, &pl->arena, made);
-    }
+    if (pl->arena.dev == NULL || p == MT_PLANE_HI)
+        cool(s, &pl->arena, p);
     pthread_mutex_unlock(&pl->making);
 }
 
