@@ -762,7 +762,8 @@ void mt_store_cool(mt_store *s, int unit, mt_plane p)
     pthread_mutex_unlock(&pl->making);
 }
 
-/* The host's memory is asked for and registered while the unit is settled still: nothing has changed where that fails. */
+/* The host's memory is asked for and registered while the unit is settled still: nothing has
+ * changed where that fails. */
 static mt_status host_ready(mt_store *s, int unit, mt__unit *u)
 {
     mt_status st;
