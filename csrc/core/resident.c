@@ -32,9 +32,9 @@ typedef struct home {
 struct mt_resident {
     mt_dev           *dev;
     mt_store         *store;
-    mt_timeline      *timeline;      /* written before the first update */
-    mt_arrive        *arrive;        /* NULL: no unit is a guest. Written before the first is invited */
-    home            **homes;         /* [n_homes] by unit, NULL: not settled. Written by settle */
+    mt_timeline      *timeline;  /* written before the first update */
+    mt_arrive        *arrive;    /* NULL: no unit is a guest. Written before the first is invited */
+    home            **homes;     /* [n_homes] by unit, NULL: not settled. Written by settle */
     int               n_homes;
 
     pthread_mutex_t   mu;            /* held around puts too: one thread at a time */
@@ -43,7 +43,8 @@ struct mt_resident {
     void             *scratch;       /* mu */
     size_t            scratch_bytes; /* mu */
     int               lifted;        /* the update that is being put asked for scratch. mu */
-    mt_event         *updated;       /* a home's `done`, of the last update that was put; NULL: none. mu */
+    mt_event         *updated;       /* a home's `done`, of the last update that was put; NULL:
+                                      * none. mu */
     mt_resident_stats stats;         /* mu */
     mt_debug          debug;         /* mu */
 };
@@ -181,7 +182,8 @@ fail:
 static mt_status find(const mt_resident *r, int unit, home **out)
 {
     if (unit < 0 || unit >= r->n_homes || r->homes[unit] == NULL)
-        return MT_FAIL(MT_EINVAL, "unit %d (%s) is not settled", unit, mt_store_name(r->store, unit));
+        return MT_FAIL(MT_EINVAL, "unit %d (%s) is not settled", unit,
+                       mt_store_name(r->store, unit));
     *out = r->homes[unit];
     return MT_OK;
 }
@@ -238,7 +240,8 @@ static mt_status record_done(mt_resident *r, home *h, int unit)
     mt_status st = r->dev->ops->record(r->queue, h->done);
 
     if (st == MT_OK)
-        mt_watch_put(mt_store_watch(r->store), &h->post, "device update", mt_store_name(r->store, unit), DONE, h->done);
+        mt_watch_put(mt_store_watch(r->store), &h->post, "device update",
+                     mt_store_name(r->store, unit), DONE, h->done);
     return st;
 }
 
@@ -250,7 +253,8 @@ static mt_status wait_done(mt_resident *r, const home *h, int unit)
 
 static mt_status wait_drained(mt_resident *r)
 {
-    return mt_watch_event(mt_store_watch(r->store), r->drained, NULL, "all that residents were given");
+    return mt_watch_event(mt_store_watch(r->store), r->drained, NULL,
+                          "all that residents were given");
 }
 
 /* ---- weights up ------------------------------------------------------------------------- */
@@ -427,8 +431,8 @@ mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, 
     taken = passes && r->updated != NULL ? r->updated : h->done;
     skip = r->debug.skip;
     pthread_mutex_unlock(&r->mu);
-    /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a unit whose update is
-     * in the queue by now. */
+    /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a
+     * unit whose update is in the queue by now. */
     if (!(skip & MT_EDGE_TAKEN))
         MT_TRY(r->dev->ops->wait(d2h, taken));
 fail:
@@ -609,7 +613,8 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
 
     MT_TRY(find(r, unit, &h));
     if (visiting(r, unit) != 0)
-        return MT_FAIL(MT_ESTATE, "unit %s is invited: its states come and leave", mt_store_name(r->store, unit));
+        return MT_FAIL(MT_ESTATE, "unit %s is invited: its states come and leave",
+                       mt_store_name(r->store, unit));
     MT_TRY(mt_ledger_wait_saved(r->store, unit));
     note_sums(r, unit);
     MT_TRY(mt_mirror_bring(r->store, unit, grads ? ~0u : ~(1u << MT_PLANE_GRAD)));

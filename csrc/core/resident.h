@@ -1,16 +1,18 @@
 /* resident.h — units that live on the device: in a step nothing of them crosses the bus.
  *
  * Nouns, in the order they appear below:
- *   settled   of a unit: its weights are in a slot that is its own until it is unsettled, its other planes in
- *             device memory of the store; an update is a kernel, gradients stay where they are
+ *   settled   of a unit: its weights are in a slot that is its own until it is unsettled, its other
+ *             planes in device memory of the store; an update is a kernel,
+ *             gradients stay where they are
  *   queue     the residents' own, in whose order the planes are used: updates, weights up (fetch),
  *             planes up and down. Host memory mirrors them: readers and writers go by mirror.h
  *   guest     a settled unit whose states are on the device around its update alone (arrive.h)
  *
  *     mt_resident_open(dev, store, &r);
- *     mt_resident_settle(r, unit, mem);                   // nothing of the unit is under way
- *     mt_resident_take(r, unit, run);                     // its planes move: no host memory is theirs now
- *     mt_resident_await(r, unit, run);                    // run: until its weights are current
+ *     mt_resident_settle(r, unit, mem);               // nothing of the unit is under way
+ *     // its planes move: no host memory is theirs now
+ *     mt_resident_take(r, unit, run);
+ *     mt_resident_await(r, unit, run);                // run: until its weights are current
  *     ... compute; mt_offload_put; mt_update_submit ...
  *     mt_mirror_bring(store, unit, 1u << MT_PLANE_HI);    // host: the weights are as on the device
  *     mt_resident_unsettle(r, unit, 1);                   // its planes move back
@@ -20,14 +22,17 @@
  *   ASKED    the queue waits for compute launched before step() recorded on run, by step()
  *   FREED    the queue waits for compute that used the slot     recorded on run, by the await that
  *            before weights are fetched over                    finds them written from outside
- *   TAKEN    d2h waits for the update that reads a gradient     the event of STEPPED; where gradients pass, of
- *            before it writes the next one                      the last update put: memory was another unit's
- *   FETCHED  who gives the weights' host memory back waits on the  recorded on the queue, behind the fetch
- *            host for copies out of it
+ *   TAKEN    d2h waits for the update that reads a gradient     the event of STEPPED; where
+ *            before it writes the next one                      gradients pass, of the last update
+ *                                                               put: memory was another unit's
+ *   FETCHED  who gives the weights' host memory back waits on   recorded on the queue, behind the
+ *            the host for copies out of it                      fetch
  *   UPDATED  await waits for the unit's updates to be in the queue: on the host, in the ledger
- *   An update is put when the unit's gradients are whole: the updater waits for that, in the ledger.
+ *   An update is put when the unit's gradients are whole: the updater waits for that,
+ *   in the ledger.
  *
- * Threads: open, settle, unsettle, close: one, while no other is inside for that unit. The rest: any.
+ * Threads: open, settle, unsettle, close: one, while no other is inside for that unit.
+ *          The rest: any.
  */
 #ifndef MT_RESIDENT_H
 #define MT_RESIDENT_H
@@ -38,7 +43,8 @@
 typedef struct mt_resident mt_resident;
 
 mt_status mt_resident_open (mt_dev *dev, mt_store *store, mt_resident **out);
-void      mt_resident_close(mt_resident *r);     /* waits for the queue; device planes are given back */
+/* waits for the queue; device planes are given back */
+void      mt_resident_close(mt_resident *r);
 /* Updates and fetches are recorded in t. Before the first of them, or never. */
 void      mt_resident_timeline(mt_resident *r, mt_timeline *t);
 
