@@ -127,6 +127,7 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     MT_TRY(a->dev->ops->event_open(a->dev, &g->last));
     MT_TRY(a->dev->ops->event_open(a->dev, &g->lent));
     MT_TRY(mt_store_register(a->store, unit));
+    MT_TRY(mt_mirror_except(a->store, unit, MT_STATE_PLANES));
     a->guests[unit] = g;
     return MT_OK;
 
@@ -155,6 +156,7 @@ mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
                        mt_store_name(a->store, unit));
     a->guests[unit] = NULL;
     guest_close(a, g);
+    st = mt_mirror_except(a->store, unit, 0);
 fail:
     return st;
 }
@@ -320,7 +322,7 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
 /* ---- a stay ----------------------------------------------------------------------------- */
 
 /* Memory for the host's planes, made without mu: pages by the gigabyte take their time. */
-static mt_status warm(mt_arrive *a, int unit, const mt_arrive_part *parts, int n)
+static mt_status commit(mt_arrive *a, int unit, const mt_arrive_part *parts, int n)
 {
     unsigned  planes = 0;
     mt_status st = MT_OK;
@@ -330,7 +332,7 @@ static mt_status warm(mt_arrive *a, int unit, const mt_arrive_part *parts, int n
             planes |= parts[i].at[p] != NULL ? 1u << p : 0;
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
-            MT_TRY(mt_store_warm(a->store, unit, (mt_plane)p));
+            MT_TRY(mt_store_commit(a->store, unit, (mt_plane)p));
 fail:
     return st;
 }
@@ -401,7 +403,7 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
         return MT_OK;
     }
     MT_TRY(parts_of(a, unit, most, mem, n_mem, &parts, &n));
-    if ((st = warm(a, unit, parts, n)) != MT_OK) {
+    if ((st = commit(a, unit, parts, n)) != MT_OK) {
         free(parts);
         return st;
     }

@@ -335,7 +335,10 @@ static mt_status begin_load(mt_store *s, int unit, unsigned planes, unsigned *lo
     *loading = which(u, -1, planes, IS(LOADING));
     u->mirror.pages |= *loading;
     pthread_mutex_unlock(&s->mirror_mu);
-    return torn ? mt__mirror_torn(s, unit) : MT_OK;
+    if (torn)
+        return MT_FAIL(MT_ESTATE, "unit %s: its values were written on the host where they were "
+                       "older than elsewhere; they must be brought before", u->name);
+    return MT_OK;
 }
 
 static void end_load(mt_store *s, int unit, unsigned planes, mt_status st, int claims)
