@@ -83,7 +83,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         raise MegatrainError("load into the model that was given to mt.stream, not into a part of it")
     if isinstance(opt, AdamW):
         opt._check_served()
-    rt.finish_save()
+    rt.saves.finish()
     source = Checkpoint.open(Path(os.path.abspath(folder)))
     names = names_of(model)
     with manifest.adding(manifest.BROKEN):
@@ -128,8 +128,8 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
         opt._settle()
     if opt is not None and not isinstance(opt, AdamW):       # first: its class is a stranger, and may refuse them
         _load_other(opt, source, names, training)
-    rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
-    with manifest.adding(rt.broken), torch.no_grad():
+    rt.saves.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
+    with manifest.adding(rt.saves.broken), torch.no_grad():
         _load_buffers(model, source)
         for done, records in enumerate(rt.units, 1):
             _load_unit(rt, records, source, names, opt)
@@ -137,7 +137,7 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
                 progress(done, len(rt.units))
     if isinstance(opt, AdamW):
         _load_ours(opt, source, names, training)
-    rt.broken = ""
+    rt.saves.broken = ""
 
 
 # ---- units ---------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _load_unit(rt: Runtime, records: list[Record], source: Checkpoint, names: di
     reads.go()
     for done in finish:
         done()
-    rt.take(records[0].unit)
+    rt.homes.take(records[0].unit)
 
 
 def _load_record(record: Record, name: str, source: Checkpoint, reads: Reads,
@@ -184,7 +184,7 @@ def _read_moments(record: Record, name: str, source: Checkpoint, reads: Reads) -
     keys = MOMENTS if source.body["states"] == "fp32" else CODES
     stored = [source.states[f"{name}.{key}"] for key in keys]
     planes = [record.view(plane) for plane in record.moments]
-    if source.body["states"] == rt.states and all(map(_fits, planes, stored)):
+    if source.body["states"] == rt.states.format and all(map(_fits, planes, stored)):
         for plane, s in zip(planes, stored):
             reads.into(s, plane)
         return lambda: rt.planes.push(record, *record.moments)

@@ -32,15 +32,15 @@ def move(rt: Runtime, plan: Plan, modes: dict[str, str], limit: int) -> None:
     all who are there, not by the plan alone."""
     asked = _asked(rt, plan)
     if asked.homes != rt.room.asked.homes or asked.ring != rt.room.asked.ring:
-        rt.finish_save()
+        rt.saves.finish()
         rt.drain()
-        for unit in rt.arrivals.units:
-            rt.arrivals.dismiss(unit)
+        for unit in rt.homes.arrivals.units:
+            rt.homes.arrivals.dismiss(unit)
         _to_disk(rt, asked, plan)
         _change_homes(rt, asked)
     rt.room.asked, rt.room.summed = asked, asked.micro > 1
     _spill(rt, asked, plan)
-    rt.limit_device(limit, asked.at_home())
+    rt.cap.hold(limit, asked.at_home(), rt.core.device_bytes())
     for w in rt.windows:
         w.mode = "saved" if w.draws_unseen else modes.get(w.name, w.mode)
 
@@ -53,30 +53,30 @@ def _asked(rt: Runtime, plan: Plan) -> Asked:
 
 def _to_disk(rt: Runtime, asked: Asked, plan: Plan) -> None:
     """The file, where units have states there: laid out once, before there are any."""
-    if rt.on_disk or not asked.on_disk():
+    if rt.homes.on_disk or not asked.on_disk():
         return
     states = [u for u, home in enumerate(asked.homes) if home == "disk"]
     weights = [u for u, home in enumerate(asked.homes) if home == "disk+weights"]
-    rt.choose_states(rt.states)
-    rt.keep_on_disk(plan.nvme, states, weights, {})
+    rt.states.choose(rt.states.format)
+    rt.homes.keep_on_disk(plan.nvme, states, weights, {})
     for unit in weights:
-        rt.file_weights(unit)
+        rt.homes.file_weights(unit)
 
 
 def _spill(rt: Runtime, asked: Asked, plan: Plan) -> None:
     if SPILLED in plan.disk and rt.core.swap_file() is None:
-        rt.spill_to(plan.nvme, plan.disk[SPILLED], file_bytes(asked), {})
+        rt.homes.spill_to(plan.nvme, plan.disk[SPILLED], file_bytes(asked), {})
 
 
 def _change_homes(rt: Runtime, asked: Asked) -> None:
     before = rt.room.asked.homes
     stay = {u for u, (old, new) in enumerate(zip(before, asked.homes)) if old == new}
     there = [u for u, home in enumerate(asked.homes) if home in SETTLED]
-    go = [u for u in rt.settled if u not in stay]
+    go = [u for u in rt.homes.settled if u not in stay]
     come = [u for u in there if u not in stay]
     tell = _Progress(sum(rt.core.hi_bytes(u) for u in (*go, *come)))
-    old = {u: rt.slots[slot] for u, slot in rt.settled.items()}
-    rt.close_slots()
+    old = {u: rt.ring.slots[slot] for u, slot in rt.homes.settled.items()}
+    rt.ring.close()
     for unit in go:
         rt.core.dismiss(unit)
         rt.core.unsettle(unit, any(gradient.standing(r) is not None for r in rt.units[unit]))
@@ -86,10 +86,10 @@ def _change_homes(rt: Runtime, asked: Asked) -> None:
         if home == "through" and asked.homes[unit] != "through":
             rt.core.through(unit, False)
     streamed = [u.weights for u, home in zip(asked.units(), asked.homes) if home not in SETTLED]
-    rt.open_slots(plan_slots(streamed, asked.ring), there, old)
-    rt.invite(u for u in there if asked.homes[u] == "arrive")
+    rt.homes.open_slots(plan_slots(streamed, asked.ring), there, old)
+    rt.homes.invite(u for u in there if asked.homes[u] == "arrive")
     for unit in come:
-        rt.take(unit)
+        rt.homes.take(unit)
         tell.add(rt.core.hi_bytes(unit))
     for unit, home in enumerate(asked.homes):
         if home == "through" and before[unit] != "through":

@@ -147,7 +147,7 @@ class Planning:
             except MegatrainError:
                 if factor == 1.0:
                     raise
-        if self.runtime.on_disk and not self._keeps_disk(found):
+        if self.runtime.homes.on_disk and not self._keeps_disk(found):
             return
         move(self.runtime, found, self._modes(found), self._limit())
         self.plan, self.made, self._for_adam = found, self.made + 1, self.adam
@@ -166,7 +166,7 @@ class Planning:
         fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
         disk = self.asked.disk
         return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
-                    homes=None if self.adam else "ram", states=rt.states, compute="fused" if fused else "eager",
+                    homes=None if self.adam else "ram", states=rt.states.format, compute="fused" if fused else "eager",
                     vram=self._left(), host=self.asked.host, units=self.asked.units,
                     nvme=None if disk is None else disk.as_given())
 
@@ -187,14 +187,14 @@ class Planning:
         reserved, used = torch.cuda.memory_reserved(rt.device), torch.cuda.memory_allocated(rt.device)
         overhead = resolve(self._machine()).vram_overhead_bytes
         others = total - free - reserved - rt.core.device_bytes() - overhead
-        own = used - sum(s.nbytes + 512 for s in rt.slots)
+        own = used - sum(s.nbytes + 512 for s in rt.ring.slots)
         return limit - max(others, 0) - (own if own > OWN else 0)
 
     def _keeps_disk(self, found: Plan) -> bool:
         """Units on disk stay there: a plan that has others there cannot be put into force. Then the one before stays,
         and its windows keep what takes least of the device."""
         rt = self.runtime
-        there = {rt.unit_names[u] for u in rt.on_disk}
+        there = {rt.unit_names[u] for u in rt.homes.on_disk}
         if there == {name for name, home in found.homes.items() if home in DISKS}:
             return True
         self._stuck = True
