@@ -70,7 +70,7 @@ def refused(folder: Path, target: tuple[Any, Any, Any], verify: bool = True) -> 
     before, rates = everything(model, opt), scheduler.state_dict()
     with pytest.raises(mt.MegatrainError) as why:
         mt.load(model, opt, folder, scheduler=scheduler, verify=verify)
-    assert not runtime_of(model).saves.broken
+    assert not runtime_of(model).broken
     after = everything(model, opt)
     assert not [k for k, v in before.items() if not torch.equal(v, after[k])] and scheduler.state_dict() == rates
     assert "half-loaded" not in str(why.value) and str(folder) in str(why.value)

@@ -100,6 +100,9 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         source.verify()
     if scheduler is not None:                        # first: its class is a stranger, and may refuse its state
         _load_scheduler(scheduler, training["scheduler"], source.folder)
+    if isinstance(opt, AdamW):
+        likeness.go_on(rt, source.body.get("likeness"))
+        opt._ask_for_room()
     _take(rt, model, opt, source, names, training, progress)
     if opt is not None:
         set_random_states(training["random"])
@@ -116,7 +119,7 @@ def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
 
 
 def _tell_of_other_bits(rt: Runtime, source: Checkpoint) -> None:
-    if otherwise := likeness.take(rt, source.body["likeness"]) if "likeness" in source.body else []:
+    if otherwise := likeness.differences(rt, source.body.get("likeness")):
         warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
                       f"{'; '.join(otherwise)}", stacklevel=3)
 
@@ -128,8 +131,8 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
         opt._settle()
     if opt is not None and not isinstance(opt, AdamW):       # first: its class is a stranger, and may refuse them
         _load_other(opt, source, names, training)
-    rt.saves.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
-    with manifest.adding(rt.saves.broken), torch.no_grad():
+    rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
+    with manifest.adding(rt.broken), torch.no_grad():
         _load_buffers(model, source)
         for done, records in enumerate(rt.units, 1):
             _load_unit(rt, records, source, names, opt)
@@ -137,7 +140,7 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
                 progress(done, len(rt.units))
     if isinstance(opt, AdamW):
         _load_ours(opt, source, names, training)
-    rt.saves.broken = ""
+    rt.broken = ""
 
 
 # ---- units ---------------------------------------------------------------------------------------

@@ -155,8 +155,8 @@ def _begin(rt: Runtime, saving: Saving, parts: Parts, held: list[tuple[int, int]
 def _check(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None) -> None:
     if rt.root() is not model:
         raise MegatrainError("save the model that was given to mt.stream, not a part of it")
-    if rt.saves.broken:
-        raise MegatrainError(rt.saves.broken)
+    if rt.broken:
+        raise MegatrainError(rt.broken)
     if isinstance(opt, AdamW):
         opt._check_served()
     with torch._C.DisableTorchFunctionSubclass():

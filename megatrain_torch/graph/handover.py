@@ -67,8 +67,8 @@ class Reads(Protocol):
     def forget(self) -> None: ...
 
 
-class Passes(Protocol):
-    """A forward and its backward: passes.Passes."""
+class Forwards(Protocol):
+    """Is told that a backward follows: forwards.Forwards."""
 
     def backward_began(self) -> None: ...
 
@@ -98,7 +98,7 @@ class Model(Protocol):
     def reads(self) -> Reads: ...
 
     @property
-    def passes(self) -> Passes: ...
+    def forwards(self) -> Forwards: ...
 
     @property
     def window_count(self) -> int: ...
@@ -207,7 +207,7 @@ class HandOver:
             self.runtime.door.task_begins(task)
         if task not in self.tasks:
             self.tasks[task] = []
-            self.runtime.passes.backward_began()
+            self.runtime.forwards.backward_began()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_ended(task))
         return self.tasks[task]
 

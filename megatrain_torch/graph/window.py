@@ -79,8 +79,8 @@ class Keeps(Protocol):
     def mode_of(self, window: Window) -> str: ...
 
 
-class Passes(Protocol):
-    """Begins a pass, in the outermost streamed forward: passes.Passes."""
+class Forwards(Protocol):
+    """Begins a forward, in its outermost streamed module: forwards.Forwards."""
 
     def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
 
@@ -98,7 +98,7 @@ class Model(Streamed, Protocol):
     def keeps(self) -> Keeps: ...
 
     @property
-    def passes(self) -> Passes: ...
+    def forwards(self) -> Forwards: ...
 
     @property
     def reads(self) -> Reads: ...
@@ -234,8 +234,7 @@ class Window:
     def keeps(self) -> str:
         """What is done about activations; "auto" before the first pass has decided."""
         rt = self.runtime
-        planned = rt.planning is None or rt.planning.plan is not None
-        return rt.keeps.mode_of(self) if planned else self.mode
+        return self.mode if rt.planning is not None and rt.planning.pending else rt.keeps.mode_of(self)
 
     # ---- slot tensors ----
 
@@ -299,7 +298,7 @@ class Window:
         try:
             if task == -1:
                 if outermost:
-                    args, kwargs = rt.passes.begin(self, args, kwargs)
+                    args, kwargs = rt.forwards.begin(self, args, kwargs)
                 if rt.handover.alive:
                     rt.handover.window_opens()
             return rt.trace.forward(self, args, kwargs)

@@ -13,6 +13,7 @@ from ..plans.preflight import (
     Room,
     check_device,
     check_loading,
+    check_weights,
     loads,
     settled_last,
     to_disk,
@@ -56,12 +57,12 @@ def _provisional(asked: Asked, host: int | None, most: int | None) -> Asked:
     """Until the first plan: weights in host memory; last units' on the device where they are too many. Raises: they fit
     neither way."""
     try:
-        check_loading(asked, None, False, most)
+        check_weights(asked, host, most)
     except MegatrainError:
         for tried in settled_last(asked):
             if most is None or sum(tried.device().values()) > most:
                 break
-            if loads(tried):
+            if loads(tried, host):
                 return tried
         raise
     return asked

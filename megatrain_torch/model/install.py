@@ -44,10 +44,10 @@ def install(rt: Runtime, root: nn.Module, found: Any, modes: str | dict[str, str
     hf.prepare(rt, root, _put)
     _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
-    rt.passes.check_tree = Tree(root).look
+    rt.forwards.check_tree = Tree(root).look
     for m in root.modules():
         _move_buffers(rt, m)
-    rt.passes.notice()
+    rt.forwards.notice()
 
 
 def _bind(rt: Runtime, m: nn.Module, by_param: dict[int, Record]) -> None:
@@ -104,7 +104,7 @@ def _container(rt: Runtime, module: nn.Module) -> Any:
     inner, who = _method(module, "forward"), weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with rt.passes.entered(who(), args, kwargs) as (args, kwargs):
+        with rt.forwards.entered(who(), args, kwargs) as (args, kwargs):
             return inner()(*args, **kwargs)
 
     Door.forwards |= {forward.__code__}

@@ -1,162 +1,105 @@
-"""A pass: one forward of a streamed model, from the outermost streamed module on, and its backward."""
+"""What a loop is seen to do: how many tokens a forward is given, and how many forwards make a step."""
 from __future__ import annotations
 
-import contextlib
-import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .. import _core
-from ..base.limits import show_bytes
-from ..fused.layer import Proofs
-from ..graph import masks
-from ..graph.door import Door
-from ..graph.handover import HandOver
-from ..graph.swap import Swap
-from ..graph.untraced import Untraced
-from ..graph.window import Window
-from ..store.planes import Planes
-from ..store.records import Record
-from ..store.state import enter, in_backward, leave
-from . import hf
-from .reads import Reads
-from .saves import Saves
-from .trained import Trained
+from ..store import gradient
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 
-class PlansItself(Protocol):
-    """Plans for the batches that a loop shows: planning.Planning."""
+@dataclass(frozen=True)
+class Pass:
+    """sequences of `seq` tokens."""
 
-    def pass_begins(self, args: Any, kwargs: Any) -> None: ...
-
-
-class Model(hf.Streamed, Protocol):
-    """The streamed model that is run: runtime.Runtime."""
-
-    core: _core.Engine
-    is_cuda: bool
-    door: Door
-    records: list[Record]
-    handover: HandOver
-    swap: Swap
-    planes: Planes
-    proofs: Proofs
-    reads: Reads
-    saves: Saves
-    trained: Trained
-    trace: Untraced
+    sequences: int
+    seq: int
 
     @property
-    def windows(self) -> list[Window]: ...
+    def tokens(self) -> int:
+        return self.sequences * self.seq
 
-    def itself(self) -> Any: ...
+    def times(self, factor: float) -> Pass:
+        """More sequences, where there are several; else a longer one, in whole 64s."""
+        if factor == 1.0:
+            return self
+        if self.sequences > 1:
+            return Pass(math.ceil(self.sequences * factor), self.seq)
+        return Pass(1, math.ceil(self.seq * factor / 64) * 64)
 
 
-class Passes:
-    """
+@dataclass
+class Seen:
+    """What the loop has done.
+
     Attributes:
-        check_tree: looks at what was put into the model since the last pass, and refuses parameters that do not stream.
+        alone: the longest pass. most: the same, or passes whose graphs were alive together, as two forwards before one
+            backward have them. micro: passes since the last step whose gradients stand. last: of the step before.
     """
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self.check_tree: Callable[[Any], None] = lambda model: None
-        self._root: weakref.ref[Any] | None = None       # the module that began the pass under way
-        self._backward_seen = False
-        self._told_unlocked = False                      # the user knows that host memory could not be locked
+    alone: Pass = Pass(1, 1)
+    most: Pass = Pass(1, 1)
+    micro: int = 0
+    last: int = 1
 
-    @contextlib.contextmanager
-    def entered(self, who: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-        """Around a container's forward; the outermost streamed forward begins a pass."""
-        model = self._model
-        takes = model.door.enter(in_backward())
-        begins = enter() and in_backward() == -1
-        try:
-            with masks.spared(model.windows) if begins else contextlib.nullcontext():
-                yield self.begin(who, args, kwargs) if begins else (args, kwargs)
-        finally:
-            leave()
-            if begins:
-                model.reads.forget()
-            if takes:
-                model.door.leave()
+    def and_then(self, found: Pass, rt: Runtime) -> Seen:
+        """A pass more. It is a further micro-batch where gradients of the one before wait for it: none do after a step
+        that was left out, nor after forwards without a backward."""
+        live = self.live(rt)
+        together = Pass(found.sequences * (1 + live), found.seq)
+        micro = self.micro
+        if not live:
+            waits = micro and any(gradient.standing(r) is not None for r in rt.records)
+            micro = micro + 1 if waits else 1
+        return Seen(max(self.alone, found, key=_tokens), max(self.most, together, key=_tokens), micro, self.last)
 
-    def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A root forward starts; its inputs come to the compute device."""
-        self._look()
-        if self._backward_seen or self._root is None or self._root() in (who, None):
-            self._root, self._backward_seen = weakref.ref(who), False
-            self._start(args, kwargs)
-        model = self._model
-        return (to_device(args, model.device), to_device(kwargs, model.device)) if model.is_cuda else (args, kwargs)
+    @staticmethod
+    def live(rt: Runtime) -> int:
+        """Graphs whose backward is to come; what they kept is in the way of whatever moves."""
+        return min((r.open for r in rt.records if r.open), default=0)
 
-    def backward_began(self) -> None:
-        """The next root forward begins another pass, whichever module it is of."""
-        self._backward_seen = True
+    def stepped(self) -> None:
+        self.last, self.micro = self.micro or self.last, 0
 
-    def _look(self) -> None:
-        """What went wrong, and what the user changed, since the last root forward."""
-        model = self._model
-        model.core.check()
-        model.saves.look()
-        self.warn_unlocked()
-        hf.before_pass(model)
-        self.check_tree(model.itself())
-        self.notice()
-        if torch.is_grad_enabled():
-            model.proofs.look()
-
-    def notice(self) -> None:
-        """What the user changed on parameters: values, and requires_grad."""
-        self._model.planes.notice_writes(self._model.records)
-        self._model.trained.look()
-
-    def _start(self, args: Any, kwargs: Any) -> None:
-        """What the pass before has left is let go."""
-        model = self._model
-        model.handover.sweep()
-        model.door.tasks.clear()
-        model.handover.let_go()
-        model.handover.opened = 0
-        model.swap.sweep()
-        for r in model.records:
-            r.uses = 0
-        model.reads.forget()
-        if model.planning is not None and torch.is_grad_enabled():
-            model.planning.pass_begins(args, kwargs)
-        model.trace.pass_begins()
-        model.core.begin()
-
-    def warn_unlocked(self) -> None:
-        """Says once that the driver cannot lock all host memory, as soon as that is known."""
-        if self._told_unlocked:
-            return
-        nbytes, why = self._model.core.unlocked()
-        if nbytes:
-            self._told_unlocked = True
-            warnings.warn(
-                f"{show_bytes(nbytes)} of host memory, and what comes after, could not be locked for the GPU ({why}). "
-                "Copies of it go through a small buffer: the same results, slower. To lock more: a larger `ulimit -l` "
-                "or memory limit of the container; under WSL2, more memory for Windows, which allows about half of "
-                "its own; or less to lock: fewer parameters, or units at home in VRAM", stacklevel=4)
+    def micro_batches(self) -> int:
+        """Of a step, as far as known: those of the last one; a second one, whose gradients have to be added up, before
+        the step is over."""
+        return max(self.last, min(self.micro, 2))
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Inputs of a forward, with their tensors on the device; the same object where nothing had to move."""
-    if isinstance(value, Tensor):
-        return value if value.device == device or value.is_meta else value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        moved = {k: to_device(v, device) for k, v in value.items()}
-        same = all(moved[k] is v for k, v in value.items())
-        if same or type(value) is not dict:
-            for k, v in moved.items():
-                value[k] = v
-            return value
-        return moved
-    if type(value) in (list, tuple):
-        return type(value)(to_device(v, device) for v in value)
-    return value
+def _tokens(batch: Pass) -> int:
+    return batch.tokens
+
+
+def batch_of(args: Any, kwargs: Any, records: Iterable[Any] = ()) -> Pass | None:
+    """What a language model is given: ids or embeddings by their usual names, else the first tensor, if it has the form
+    of ids, or of what a matrix of the model takes. An encoder's and a decoder's are as long as the longer. None: it is
+    given something else, such as sound, whose layers see other tokens than its labels have."""
+    if any(kwargs.get(name) is not None for name in ("input_ids", "inputs_embeds")):
+        named = [_form(kwargs.get(name)) for name in ("input_ids", "inputs_embeds", "decoder_input_ids", "labels")]
+        return max((b for b in named if b is not None), key=lambda b: b.tokens, default=None)
+    first = next((a for a in (*args, *kwargs.values()) if isinstance(a, (Tensor, Mapping))), None)
+    if isinstance(first, Mapping):
+        return batch_of((), dict(first), records)
+    if not isinstance(first, Tensor) or (first.is_floating_point() and not any(
+            len(r.shape) == 2 and r.shape[1] == first.shape[-1] for r in records)):
+        return None
+    return _form(first)
+
+
+def _form(value: Any) -> Pass | None:
+    if not isinstance(value, Tensor) or not value.numel():
+        return None
+    ids = not value.is_floating_point() and value.dtype != torch.bool
+    if ids and value.dim() == 2:
+        return Pass(*value.shape)
+    if ids and value.dim() == 1:
+        return Pass(1, value.shape[0])
+    return Pass(*value.shape[:2]) if value.is_floating_point() and value.dim() == 3 else None

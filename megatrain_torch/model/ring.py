@@ -146,9 +146,9 @@ class Ring:
             torch.cuda.empty_cache()         # what was freed, in whose pieces these may not fit
         own = [have.get(unit) or Slot(self.core.hi_bytes(unit), device) for unit in settled]
         slots = [Slot(n, device) for n in sizes] + own
+        self.look(slots)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()     # former owners of this memory are done
-        self.look(slots)
         self.core.open_slots([(s.address, s.nbytes) for s in slots], SlotHooks(self))
 
     def close(self) -> None:

@@ -21,9 +21,9 @@ from ..plans.preflight import Room
 from ..store.planes import Planes
 from ..store.records import Record
 from .cap import Cap
+from .forwards import Forwards
 from .homes import Homes
 from .keeps import Keeps
-from .passes import Passes
 from .reads import Reads
 from .ring import Ring
 from .saves import Saves
@@ -38,6 +38,7 @@ class Runtime:
         planning: planning.Planning, of an ordinary loop that nobody has planned; None: somebody has.
         trace: mt.trace's, while it is on; else UNTRACED.
         structures: of windows that torch.compile runs. proofs: that templates are what windows' modules are.
+        broken: why it is not to be run: a load or a move that failed half-way; "": it is.
         given: places of parameters that have something else (functional_call).
         checkpointing: modules whose own checkpointing windows do (hf.py).
         reported: the last report without a trace.
@@ -63,11 +64,12 @@ class Runtime:
         self.reads = Reads(own)
         self.trained = Trained(own)
         self.keeps = Keeps(own)
-        self.passes = Passes(own)
+        self.forwards = Forwards(own)
         self.proofs = Proofs()
         self.structures: dict[Any, Structure] = {}
         self.planning: Any = None
         self.trace: Any = UNTRACED
+        self.broken = ""
         self.given = 0
         self.checkpointing: list[weakref.ref[nn.Module]] = []
         self.reported: tuple[float, dict[str, int]] = (time.perf_counter(), {})

@@ -23,8 +23,7 @@ from .choices import Choices, choose, compute_device
 from .filling import declare, empty, engine, fill
 from .fitting import Fit, fitted
 from .install import install, remove
-from .planning import Asked as Limits
-from .planning import Planning
+from .planning import Limits, Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
 from .streamable import check_model
@@ -97,7 +96,7 @@ def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choice
         fill(rt, fit.asked.groups, masters)      # from here on the model changes, and nothing is checked any more
         fit.room.let_go()
         install(rt, module, found, choices.activations)
-        rt.passes.warn_unlocked()
+        rt.forwards.warn_unlocked()
     except BaseException:
         _give_back(rt, module)
         raise
