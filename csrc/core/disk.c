@@ -749,8 +749,8 @@ static mt_status end_copies(mt_disk *d, const mt_disk_job *j, const mt__layout *
     const unsigned ahead = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
 
     if (mt_mirror_any(d->store, j->unit, -1, ~0u, ahead))
-        return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host, and the file does "
-                       "not have them; push them first", mt_store_name(d->store, j->unit));
+        return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host, and the file "
+                       "does not have them; push them first", mt_store_name(d->store, j->unit));
     for (int i = 0; i < j->n_params; i++)
         mt_mirror_tell(d->store, j->unit, j->params[i], l->planes[j->params[i]], MT_MIRROR_CHANGED);
     mt_mirror_drop(d->store, j->unit, MT_STATE_PLANES);
@@ -1049,44 +1049,6 @@ fail:
     return st;
 }
 
-static unsigned planes_in(int section, unsigned planes)
-{
-    return planes & (section == MT__WEIGHTS ? HI : ~HI);
-}
-
-static mt_status load_section(mt_disk *d, int u, int number, int k, unsigned planes)
-{
-    const mt__layout *l = d->units[u].lay;
-    const mt__piece  *c = &l->pieces[number];
-    mt_status         st;
-    int               some = 0;
-
-    for (int i = c->first; i < c->first + c->n && planes != 0; i++)
-        some |= is_loading(d, u, &l->places[i], planes);
-    if (!some)
-        return MT_OK;
-    MT_TRY(take_bounce(d, u));
-    if ((st = move(d, u, number, k, 0)) == MT_OK)
-        st = copy_places(d, u, number, -1, planes, 1);
-    give_bounce(d);
-fail:
-    return st;
-}
-
-static mt_status home_load(void *arg, int u, unsigned planes)
-{
-    mt_disk    *d = arg;
-    mt__layout *l;
-    mt_status   st;
-
-    MT_TRY(lay_out(d, u, &l));
-    for (int i = 0; i < l->n_pieces; i++)
-        for (int k = 0; k < MT__SECTIONS; k++)
-            MT_TRY(load_section(d, u, i, k, planes_in(k, planes)));
-fail:
-    return st;
-}
-
 /* PUSHED. */
 static void hold(mt_disk *d, int u, int on)
 {
@@ -1098,16 +1060,6 @@ static void hold(mt_disk *d, int u, int on)
         mt__feed_drop(d->feed, u);
     read_ahead(d);
     pthread_mutex_unlock(&d->mu);
-}
-
-static int has(const mt__layout *l, int number, int param)
-{
-    const mt__piece *c = &l->pieces[number];
-
-    for (int i = c->first; i < c->first + c->n; i++)
-        if (l->places[i].param == param)
-            return 1;
-    return 0;
 }
 
 /* The bounce buffer is ours. What else is in the section stays; where all of it is written,
@@ -1127,36 +1079,63 @@ fail:
     return st;
 }
 
-static mt_status push_piece(mt_disk *d, int u, int number, int param, unsigned planes)
+/* Has the section something of the parameter, or of what is loading? */
+static int concerns(const mt_disk *d, int u, const mt__piece *c, int param, unsigned planes,
+                    int write)
 {
-    mt_status st = MT_OK;
+    for (int i = c->first; i < c->first + c->n; i++) {
+        const mt__place *k = &d->units[u].lay->places[i];
 
-    for (int k = 0; k < MT__SECTIONS; k++) {
-        if (planes_in(k, planes) == 0 || d->units[u].lay->pieces[number].section[k].bytes == 0)
-            continue;
-        MT_TRY(take_bounce(d, u));
-        st = push_section(d, u, number, k, param, planes_in(k, planes));
-        give_bounce(d);
-        MT_TRY(st);
+        if (write ? param < 0 || k->param == param : is_loading(d, u, k, planes))
+            return 1;
     }
+    return 0;
+}
+
+static mt_status visit(mt_disk *d, int u, int number, int k, int param, unsigned planes, int write)
+{
+    const mt__piece *c = &d->units[u].lay->pieces[number];
+    mt_status        st;
+
+    planes &= k == MT__WEIGHTS ? HI : ~HI;
+    if (planes == 0 || c->section[k].bytes == 0 || !concerns(d, u, c, param, planes, write))
+        return MT_OK;
+    MT_TRY(take_bounce(d, u));
+    if (write)
+        st = push_section(d, u, number, k, param, planes);
+    else if ((st = move(d, u, number, k, 0)) == MT_OK)
+        st = copy_places(d, u, number, -1, planes, 1);
+    give_bounce(d);
 fail:
     return st;
 }
 
-static mt_status home_store(void *arg, int u, int param, unsigned planes)
+static mt_status visit_all(mt_disk *d, int u, int param, unsigned planes, int write)
 {
-    mt_disk    *d = arg;
     mt__layout *l;
     mt_status   st;
 
     MT_TRY(lay_out(d, u, &l));
     planes &= param < 0 ? planes : l->planes[param];
-    hold(d, u, 1);
-    for (int i = 0; i < l->n_pieces && planes != 0 && st == MT_OK; i++)
-        if (param < 0 || has(l, i, param))
-            st = push_piece(d, u, i, param, planes);
-    hold(d, u, 0);
+    for (int i = 0; i < l->n_pieces && planes != 0; i++)
+        for (int k = 0; k < MT__SECTIONS; k++)
+            MT_TRY(visit(d, u, i, k, param, planes, write));
 fail:
+    return st;
+}
+
+static mt_status home_load(void *arg, int u, unsigned planes)
+{
+    return visit_all(arg, u, -1, planes, 0);
+}
+
+static mt_status home_store(void *arg, int u, int param, unsigned planes)
+{
+    mt_status st;
+
+    hold(arg, u, 1);
+    st = visit_all(arg, u, param, planes, 1);
+    hold(arg, u, 0);
     return st;
 }
 
@@ -1298,8 +1277,9 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     if (d->units[u].on)
         return MT_OK;
     MT_TRY(mt_store_set_disk(d->store, u, MT_STATE_PLANES | (weights ? HI : 0)));
-    if ((st = count(d, u)) != MT_OK ||
-        (st = mt_mirror_open(d->store, u, mt_store_on_disk(d->store, u), &mirror_ops, d)) != MT_OK) {
+    if ((st = count(d, u)) == MT_OK)
+        st = mt_mirror_open(d->store, u, mt_store_on_disk(d->store, u), &mirror_ops, d);
+    if (st != MT_OK) {
         (void)mt_store_set_disk(d->store, u, 0);
         return st;
     }

@@ -1,14 +1,11 @@
 /* resident.c — one queue for all that is done to the planes of settled units.
  *
- * A unit's weights are in its slot, and host memory mirrors them (mirror.h). What the host has ahead
- * of the slot is fetched by the next take, await or update; what is torn, a write that did not wait
- * for the copy it changed, is refused: a fetch would undo the update.
+ * A unit's weights are in its slot, and host memory mirrors them (mirror.h). What the host has
+ * ahead of the slot is fetched by the next take, await or update; what is torn, a write that did
+ * not wait for the copy it changed, is refused: a fetch would undo the update.
  *
- * The host copy of weights has memory from the first address until `take`, then from a bring on: who
- * brought it may read for as long as the values are what they were. An update ends that, as it does
- * for whoever kept a tensor in a plain model, and the next await of the unit gives the memory back:
- * in a loop of one thread that is behind whatever read it, a backward in which the update began
- * included.
+ * The next await of a unit gives the memory of stale copies back: in a loop of one thread that is
+ * behind whatever read them, a backward in which the update began included.
  */
 #include "resident.h"
 
@@ -22,11 +19,11 @@
 
 /* One settled unit. */
 typedef struct home {
-    void          *mem;              /* its slot. These three: written by settle */
-    mt_event      *done;             /* recorded on the queue behind whatever was put for the unit */
-    mt_event      *used;             /* recorded on run by an await that fetches. mu */
-    mt_post        using;            /* `used`, for the watchdog. mu */
-    mt_post        post;             /* of the queue that `done` was recorded in. mu */
+    void     *mem;           /* its slot. These three: written by settle */
+    mt_event *done;          /* recorded on the queue behind whatever was put for the unit */
+    mt_event *used;          /* recorded on run by an await that fetches. mu */
+    mt_post   using;         /* `used`, for the watchdog. mu */
+    mt_post   post;          /* of the queue that `done` was recorded in. mu */
 } home;
 
 struct mt_resident {
@@ -522,75 +519,53 @@ static mt_status home_wait(void *arg, int unit, unsigned planes)
     return mt_arrive_wait(r->arrive, unit);
 }
 
-/* Under mu. Also what an update that was put meanwhile made stale again: else nothing came at all. */
-static mt_status put_load(mt_resident *r, home *h, int unit, unsigned planes)
+/* Under mu. param -1: all. Down comes also what an update that was put meanwhile made stale again:
+ * else nothing came at all. */
+static mt_status put_copies(mt_resident *r, int unit, int param, unsigned planes, int up)
 {
-    mt_status st;
+    const unsigned wanted = IS(LOADING) | IS(STALE);
+    mt_status      st;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int i = 0; i < mt_store_params(r->store, unit) && (planes >> p & 1); i++)
-            if (mt_mirror_any(r->store, unit, i, 1u << p, IS(LOADING) | IS(STALE)))
-                MT_TRY(put_copy(r, unit, i, (mt_plane)p, 0));
-    return record_done(r, h, unit);
+            if (up ? (param < 0 || i == param) && plane_bytes(r, unit, i, (mt_plane)p) > 0
+                   : mt_mirror_any(r->store, unit, i, 1u << p, wanted))
+                MT_TRY(put_copy(r, unit, i, (mt_plane)p, up));
+    return record_done(r, r->homes[unit], unit);
 fail:
+    return st;
+}
+
+/* The door is kept as long as copies are on their way, so no signal ends the wait. */
+static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int up)
+{
+    mt_watch_ask ask = mt_watch_asks(NULL);
+    mt_status    st;
+
+    pthread_mutex_lock(&r->mu);
+    st = put_copies(r, unit, param, planes, up);
+    pthread_mutex_unlock(&r->mu);
+    if (st == MT_OK)
+        st = wait_done(r, r->homes[unit], unit);
+    (void)mt_watch_asks(ask);
     return st;
 }
 
 static mt_status home_load(void *arg, int unit, unsigned planes)
 {
-    mt_resident *r = arg;
-    home        *h = r->homes[unit];
-    mt_watch_ask ask;
-    mt_status    st;
-
-    pthread_mutex_lock(&r->mu);
-    st = put_load(r, h, unit, planes);
-    pthread_mutex_unlock(&r->mu);
-    ask = mt_watch_asks(NULL);           /* the door is kept as long as copies are on their way */
-    if (st == MT_OK)
-        st = wait_done(r, h, unit);
-    (void)mt_watch_asks(ask);
-    return st;
-}
-
-/* Under mu. */
-static mt_status put_store(mt_resident *r, home *h, int unit, int param, unsigned planes)
-{
-    mt_status st;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if ((planes >> p & 1) && plane_bytes(r, unit, param, (mt_plane)p) > 0)
-            MT_TRY(put_copy(r, unit, param, (mt_plane)p, 1));
-    return record_done(r, h, unit);
-fail:
-    return st;
-}
-
-static mt_status store_one(mt_resident *r, int unit, int param, unsigned planes)
-{
-    const unsigned guests = planes & visiting(r, unit);
-    home          *h = r->homes[unit];
-    mt_status      st;
-
-    if (guests != 0)
-        MT_TRY(mt_arrive_push(r->arrive, unit, param, guests));
-    pthread_mutex_lock(&r->mu);
-    st = put_store(r, h, unit, param, planes & ~guests);
-    pthread_mutex_unlock(&r->mu);
-    MT_TRY(st);
-    st = wait_done(r, h, unit);
-fail:
-    return st;
+    return copy(arg, unit, -1, planes, 0);
 }
 
 static mt_status home_store(void *arg, int unit, int param, unsigned planes)
 {
-    mt_resident *r = arg;
-    int          n = mt_store_params(r->store, unit);
-    mt_status    st = MT_OK;
+    mt_resident   *r = arg;
+    const unsigned guests = planes & visiting(r, unit);
+    mt_status      st;
 
-    for (int i = param < 0 ? 0 : param; i < (param < 0 ? n : param + 1) && st == MT_OK; i++)
-        st = store_one(r, unit, i, planes);
+    if (guests != 0)
+        MT_TRY(mt_arrive_push(r->arrive, unit, param, guests));
+    st = copy(r, unit, param, planes & ~guests, 1);
+fail:
     return st;
 }
 

@@ -51,19 +51,19 @@ void      mt_resident_timeline(mt_resident *r, mt_timeline *t);
 /* Who copies guests' states; it outlives r. Before the first guest is invited. */
 void      mt_resident_guests(mt_resident *r, mt_arrive *a);
 
-/* mem: device memory of the unit's hi_bytes, which nobody else uses until the unit is unsettled. What
- * the host has is to be taken before the unit's next hand-over or update; a guest is invited before
- * that. MT_ESTATE when the unit is settled. */
+/* mem: device memory of the unit's hi_bytes, which nobody else uses until the unit is unsettled.
+ * What the host has is to be taken before the unit's next hand-over or update; a guest is invited
+ * before that. MT_ESTATE when the unit is settled. */
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem);
 /* Its mem; NULL: it is not settled. */
 void     *mt_resident_mem   (const mt_resident *r, int unit);
-/* What the host has ahead goes up, and the memory of host copies but GRAD's is given back, claimed or
- * not. Returns when that is done. Waits for updates that are announced, and a save. */
+/* What the host has ahead goes up, and the memory of host copies but GRAD's is given back, claimed
+ * or not. Returns when that is done. Waits for updates that are announced, and a save. */
 mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run);
 /* All planes of the unit come down, and the host's are the true ones: mem is the caller's again.
- * grads 0: its gradients are nobody's any more, and what the host has in their place stays. A guest's
- * stay has ended, and it is invited no more. Waits for what is announced of the unit, and a save. On
- * failure (MT_ENOMEM: the host has no memory for them) it is settled as before. */
+ * grads 0: its gradients are nobody's any more, and what the host has in their place stays. The unit
+ * is no guest any more. Waits for what is announced of the unit, and a save. On failure (MT_ENOMEM:
+ * the host has no memory for them) it is settled as before. */
 mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads);
 /* Address on the device of a settled unit's parameter; HI: in its slot. MT_ESTATE for a guest's
  * states, which have none for good: mt_resident_parts. */
