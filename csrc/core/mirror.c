@@ -34,10 +34,11 @@ const char *mt_mirror_name(mt_mirror_state state)
 
 /* ---- copies: under mirror_mu -------------------------------------------------------------- */
 
-static int has(unsigned planes, int p)
-{
-    return (int)(planes >> p & 1);
-}
+/* param -1: all of the unit's. */
+#define FOR_COPIES(u, param, planes, p, i)                                                        \
+    for (int p = 0; p < MT_PLANE_COUNT; p++)                                                      \
+        for (int i = (param) < 0 ? 0 : (param);                                                   \
+             ((planes) >> p & 1) && i < ((param) < 0 ? (u)->n_params : (param) + 1); i++)
 
 static unsigned char *copy_at(const mt__unit *u, int p, int param)
 {
@@ -62,23 +63,11 @@ static void tell_one(mt__unit *u, int p, int param, mt_mirror_event e)
         *c = next;
 }
 
-/* param -1: all of them. */
-static int first(int param)
-{
-    return param < 0 ? 0 : param;
-}
-
-static int behind_last(const mt__unit *u, int param)
-{
-    return param < 0 ? u->n_params : param + 1;
-}
-
 static void tell(mt__unit *u, int param, unsigned planes, mt_mirror_event e)
 {
     planes &= u->mirror.planes;
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = first(param); has(planes, p) && i < behind_last(u, param); i++)
-            tell_one(u, p, i, e);
+    FOR_COPIES(u, param, planes, p, i)
+        tell_one(u, p, i, e);
     if (e == MT_MIRROR_CHANGED)
         u->mirror.claimed &= ~planes;
     if (planes != 0 && (e == MT_MIRROR_WRITTEN || e == MT_MIRROR_TOUCHED)) {
@@ -93,9 +82,8 @@ static unsigned which(const mt__unit *u, int param, unsigned planes, unsigned st
     unsigned found = 0;
 
     planes &= u->mirror.planes;
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = first(param); has(planes, p) && i < behind_last(u, param); i++)
-            found |= (states >> *copy_at(u, p, i) & 1) << p;
+    FOR_COPIES(u, param, planes, p, i)
+        found |= (states >> *copy_at(u, p, i) & 1) << p;
     return found;
 }
 
@@ -136,10 +124,9 @@ static void note_ahead(mt_store *s, int unit, unsigned planes)
 {
     const mt__unit *u = mt__unit_at(s, unit);
 
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = 0; i < u->n_params && has(planes, p); i++)
-            if (mt_store_made(s, unit, i, (mt_plane)p, 0))
-                mt_mirror_tell(s, unit, i, 1u << p, MT_MIRROR_WRITTEN);
+    FOR_COPIES(u, -1, planes, p, i)
+        if (mt_store_made(s, unit, i, (mt_plane)p, 0))
+            mt_mirror_tell(s, unit, i, 1u << p, MT_MIRROR_WRITTEN);
 }
 
 mt_status mt_mirror_open(mt_store *s, int unit, unsigned planes, const mt_mirror_ops *ops,
@@ -205,14 +192,13 @@ static mt__mirror look(mt_store *s, int unit)
 }
 
 /* Behind the door. lost: what becomes of copies where that fails. */
-static mt_status store(mt_store *s, int unit, int param, unsigned planes, unsigned at_host,
-                       mt_mirror_event lost)
+static mt_status store(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event lost)
 {
     const mt__mirror m = look(s, unit);
     mt_status        st;
 
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_STORE);
-    st = m.ops->store(m.home, unit, param, planes | at_host);
+    st = m.ops->store(m.home, unit, param, planes);
     mt_mirror_tell(s, unit, param, planes, st == MT_OK ? MT_MIRROR_STORED : lost);
     return st;
 }
@@ -230,7 +216,7 @@ mt_status mt_mirror_store(mt_store *s, int unit)
         ahead = which(u, i, ~u->mirror.ops->later, IS(AHEAD));
         pthread_mutex_unlock(&s->mirror_mu);
         if (ahead != 0)
-            st = store(s, unit, i, ahead, 0, MT_MIRROR_WRITTEN);
+            st = store(s, unit, i, ahead, MT_MIRROR_WRITTEN);
     }
     mt_mirror_leave(s, unit);
 fail:
@@ -291,7 +277,7 @@ void mt_mirror_drop(mt_store *s, int unit, unsigned planes)
     u->mirror.claimed &= ~planes;
     pthread_mutex_unlock(&s->mirror_mu);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (has(planes, p))
+        if (planes >> p & 1)
             mt_store_decommit(s, unit, (mt_plane)p);
 }
 
@@ -323,50 +309,42 @@ static int is_here(mt_store *s, int unit, unsigned planes, int claims)
     return here;
 }
 
-/* *loading: planes of which some copies are, from here on. */
-static mt_status begin_load(mt_store *s, int unit, unsigned planes, unsigned *loading)
+/* Memory first: pages by the gigabyte take their time, so they are made under no lock. */
+static mt_status fill(mt_store *s, int unit, unsigned planes)
+{
+    const mt__mirror m = look(s, unit);
+    mt_status        st = MT_OK;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1)
+            MT_TRY(mt_store_commit(s, unit, (mt_plane)p));
+    if (planes != 0)
+        st = m.ops->load(m.home, unit, planes);
+fail:
+    return st;
+}
+
+/* Behind the door. */
+static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
 {
     mt__unit *u = mt__unit_at(s, unit);
-    int       torn;
+    unsigned  torn, loading;
+    mt_status st;
 
     pthread_mutex_lock(&s->mirror_mu);
-    if (!(torn = which(u, -1, planes, IS(TORN)) != 0))
+    if (!(torn = which(u, -1, planes, IS(TORN))))
         tell(u, -1, planes, MT_MIRROR_LOAD);
-    *loading = which(u, -1, planes, IS(LOADING));
-    u->mirror.pages |= *loading;
+    loading = which(u, -1, planes, IS(LOADING));
+    u->mirror.pages |= loading;
     pthread_mutex_unlock(&s->mirror_mu);
     if (torn)
         return MT_FAIL(MT_ESTATE, "unit %s: its values were written on the host where they were "
                        "older than elsewhere; they must be brought before", u->name);
-    return MT_OK;
-}
-
-static void end_load(mt_store *s, int unit, unsigned planes, mt_status st, int claims)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-
+    st = fill(s, unit, loading);
     pthread_mutex_lock(&s->mirror_mu);
     tell(u, -1, planes, st == MT_OK ? MT_MIRROR_LOADED : MT_MIRROR_FAILED);
-    if (st == MT_OK && claims)
-        u->mirror.claimed |= planes & u->mirror.planes;
+    u->mirror.claimed |= st == MT_OK && claims ? planes & u->mirror.planes : 0;
     pthread_mutex_unlock(&s->mirror_mu);
-}
-
-/* Behind the door. Pages by the gigabyte take their time, so they are made under no lock. */
-static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
-{
-    const mt__mirror m = look(s, unit);
-    unsigned         loading;
-    mt_status        st;
-
-    MT_TRY(begin_load(s, unit, planes, &loading));
-    for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
-        if (has(loading, p))
-            st = mt_store_commit(s, unit, (mt_plane)p);
-    if (st == MT_OK && loading != 0)
-        st = m.ops->load(m.home, unit, loading);
-    end_load(s, unit, planes, st, claims);
-fail:
     return st;
 }
 
@@ -402,22 +380,10 @@ mt_status mt_mirror_peek(mt_store *s, int unit, unsigned planes)
 
 /* ---- writers ------------------------------------------------------------------------------ */
 
-static mt_status push(mt_store *s, int unit, int param, unsigned planes, unsigned at_host)
-{
-    mt_status st;
-
-    MT_TRY(mt_mirror_enter(s, unit));
-    mt_mirror_tell(s, unit, param, planes, MT_MIRROR_WRITTEN);
-    st = store(s, unit, param, planes, at_host, MT_MIRROR_FAILED);
-    mt_mirror_leave(s, unit);
-fail:
-    return st;
-}
-
 mt_status mt_mirror_push(mt_store *s, int unit, int param, unsigned planes)
 {
     const mt__mirror m = look(s, unit);
-    unsigned         now, later;
+    unsigned         now;
     mt_status        st = MT_OK;
 
     planes &= m.planes | m.at_host;
@@ -426,13 +392,14 @@ mt_status mt_mirror_push(mt_store *s, int unit, int param, unsigned planes)
     if (param != -1 && mt_store_desc(s, unit, param) == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(s, unit),
                        param, mt_store_params(s, unit));
-    later = planes & m.ops->later;
-    now = planes & ~later;
+    now = planes & ~m.ops->later;
     MT_TRY(wait_for(s, unit, planes));
-    mt_mirror_tell(s, unit, param, later, MT_MIRROR_WRITTEN);
+    MT_TRY(mt_mirror_enter(s, unit));
+    mt_mirror_tell(s, unit, param, planes, MT_MIRROR_WRITTEN);
     if (now != 0)
-        MT_TRY(push(s, unit, param, now & m.planes, now & m.at_host));
-    if (planes & HI)
+        st = store(s, unit, param, now, MT_MIRROR_FAILED);
+    mt_mirror_leave(s, unit);
+    if (st == MT_OK && (planes & HI))
         mt__version_grows(s, unit);
 fail:
     return st;
@@ -440,17 +407,29 @@ fail:
 
 /* ---- memory ------------------------------------------------------------------------------- */
 
-mt_status mt_mirror_release(mt_store *s, int unit)
+static mt_status drop(mt_store *s, int unit, int claimed)
 {
     mt_status st;
 
     if (look(s, unit).ops == NULL)
         return MT_OK;
     MT_TRY(mt_mirror_enter(s, unit));
-    mt_mirror_drop(s, unit, ~look(s, unit).claimed);
+    mt_mirror_drop(s, unit, claimed ? ~0u : ~look(s, unit).claimed);
     mt_mirror_leave(s, unit);
 fail:
     return st;
+}
+
+mt_status mt_mirror_release(mt_store *s, int unit)
+{
+    return drop(s, unit, 0);
+}
+
+mt_status mt_mirror_evict(mt_store *s, int unit)
+{
+    mt_status st = mt_ledger_wait_saved(s, unit);
+
+    return st == MT_OK ? drop(s, unit, 1) : st;
 }
 
 int mt_mirror_is_old(mt_store *s, int unit)
@@ -465,31 +444,17 @@ int mt_mirror_is_old(mt_store *s, int unit)
 
 void mt_mirror_forget(mt_store *s, int unit)
 {
-    mt__mirror *m = &mt__unit_at(s, unit)->mirror;
-    unsigned    old;
+    mt__unit *u = mt__unit_at(s, unit);
+    unsigned  old;
 
-    if (!mt_mirror_is_old(s, unit) || mt_ledger_saving(s, unit))
-        return;
     pthread_mutex_lock(&s->mirror_mu);
-    old = m->busy ? 0 : old_planes(mt__unit_at(s, unit));
-    m->busy |= old != 0;
+    old = u->mirror.busy ? 0 : old_planes(u);
+    if (old != 0 && mt_ledger_saving(s, unit))
+        old = 0;
+    u->mirror.busy |= old != 0;
     pthread_mutex_unlock(&s->mirror_mu);
     if (old == 0)
         return;
     mt_mirror_drop(s, unit, old);
     mt_mirror_leave(s, unit);
-}
-
-mt_status mt_mirror_evict(mt_store *s, int unit)
-{
-    mt_status st;
-
-    if (look(s, unit).ops == NULL)
-        return MT_OK;
-    MT_TRY(mt_ledger_wait_saved(s, unit));
-    MT_TRY(mt_mirror_enter(s, unit));
-    mt_mirror_drop(s, unit, ~0u);
-    mt_mirror_leave(s, unit);
-fail:
-    return st;
 }

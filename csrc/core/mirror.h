@@ -1,4 +1,4 @@
-/* mirror.h — host memory that mirrors planes whose home is elsewhere: on the device, or in a file.
+/* mirror.h — host memory that mirrors planes whose home is elsewhere: the device, or a file.
  *
  * Nouns, in the order they appear below:
  *   home       keeps the true values of a unit's planes, and moves them to and from the host by the
@@ -86,7 +86,7 @@ typedef struct mt_mirror_ops {
      * their memory is committed. Behind the door. */
     mt_status (*load) (void *home, int unit, unsigned planes);
     /* The parameter's host planes (param -1: all parameters') have been taken when it returns.
-     * Behind the door, but for planes that are at home on the host. */
+     * Behind the door. */
     mt_status (*store)(void *home, int unit, int param, unsigned planes);
     /* Planes that the home takes by itself, when it needs them next: weights of a slot. */
     unsigned    later;
@@ -110,7 +110,7 @@ mt_status mt_mirror_store(mt_store *s, int unit);
 
 mt_status mt_mirror_enter  (mt_store *s, int unit);        /* the door; waits */
 void      mt_mirror_leave  (mt_store *s, int unit);
-int       mt_mirror_awaited(mt_store *s, int unit);        /* somebody but a save waits at the door */
+int       mt_mirror_awaited(mt_store *s, int unit);        /* somebody but a save waits there */
 /* Behind the door: memory of these planes is given back, but of what must stay. */
 void      mt_mirror_drop   (mt_store *s, int unit, unsigned planes);
 
@@ -125,7 +125,7 @@ mt_status mt_mirror_release(mt_store *s, int unit);
 /* The parameter's host planes (param -1: all parameters') were written: the home has their values,
  * or takes them later. HI: the unit has a new version then. */
 mt_status mt_mirror_push   (mt_store *s, int unit, int param, unsigned planes);
-/* Nothing happens while a save has the unit, or somebody is behind the door: the next time will do. */
+/* Nothing happens while a save has the unit, or somebody is behind the door. */
 void      mt_mirror_forget (mt_store *s, int unit);
 int       mt_mirror_is_old (mt_store *s, int unit);        /* forget would give memory back */
 mt_status mt_mirror_evict  (mt_store *s, int unit);        /* waits for a save of the unit */

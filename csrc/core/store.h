@@ -128,8 +128,8 @@ int       mt_store_made   (mt_store *s, int unit, int param, mt_plane p, int on_
 /* As mt_store_at, of a settled unit's plane other than HI: an address on the device;
  * zero at first. */
 mt_status mt_store_device_at(mt_store *s, int unit, int param, mt_plane p, void **out);
-/* What is to be written into a host plane as a whole: makes it where it is not, and commits it, that
- * is touches its pages in parallel and (GRAD) registers it. Nothing to do when that is done. */
+/* What is to be written into a host plane as a whole: makes it where it is not, and commits it: its
+ * pages are touched in parallel and (GRAD) registered. Nothing to do when that is done. */
 mt_status mt_store_commit  (mt_store *s, int unit, mt_plane p);
 /* Pages of a copy are given back, registered or not; its addresses stay reserved. */
 void      mt_store_decommit(mt_store *s, int unit, mt_plane p);

@@ -438,7 +438,8 @@ class Room:
 
 def _saved(core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> dict[str, int]:
     """Bytes of host memory beside the planes that are there: units at home elsewhere are brought one by one."""
-    brought = [sum(core.reserved_bytes(unit, p) for p in _core.PLANES.values() if planes >> p & 1) for unit, planes in held]
+    brought = [sum(core.reserved_bytes(unit, p) for p in _core.PLANES.values() if planes >> p & 1)
+               for unit, planes in held]
     return {"copies of a unit": max(brought, default=0), "blocks to be written": blocks}
 
 

@@ -1121,7 +1121,8 @@ static void what_is_not_trained_is_read_by_fetches_alone(void)
     e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = 1 };
     CHECK_OK(put(&w, &e));
     CHECK_OK(over(&w, &e));
-    CHECK_OK(mt_mirror_bring(w.store, unit, 1u << MT_PLANE_M));   /* waits for what is written of it */
+    /* Waits for what is written of it. */
+    CHECK_OK(mt_mirror_bring(w.store, unit, 1u << MT_PLANE_M));
     now = mt_disk_stats_get(w.disk);
     /* 500 weights, 1,000 moments */
     CHECK_EQ(now.written_bytes - before.written_bytes, 2 * MT_BLOCK_ALIGN);
@@ -1243,6 +1244,97 @@ static void weights_that_were_brought_outlive_a_save(void)
     close_world(&w);
 }
 
+static void states_that_were_brought_outlive_a_save(void)
+{
+    world w;
+
+    open_world(&w, 3, 0);
+    step(&w, 0);
+    CHECK_OK(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_M));
+    CHECK_OK(mt_mirror_peek(w.store, 2, MT_STATE_PLANES));
+    CHECK_OK(mt_mirror_release(w.store, 2));
+    compare(plane(&w, 2, 2, MT_PLANE_M), w.m[2][2], numels[2][2], "M", 2, 2);
+    CHECK(mt_store_reserved(w.store, 2, MT_PLANE_V) > 0);
+    step(&w, 0);
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
+    close_world(&w);
+}
+
+typedef struct taker {
+    world     *w;
+    mt_status  st;
+    atomic_int over;
+} taker;
+
+static void *takes_weights(void *arg)
+{
+    taker *t = arg;
+
+    t->st = mt_mirror_evict(t->w->store, 2);
+    atomic_store(&t->over, 1);
+    return NULL;
+}
+
+/* The copiers of a save read what it peeked. */
+static void weights_are_not_taken_from_a_save(void)
+{
+    pthread_t thread;
+    world     w;
+    taker     t = { .w = &w };
+
+    open_fed(&w, 3, 0, 0);
+    CHECK_OK(mt_ledger_save_begin(w.store, 2));
+    CHECK_OK(mt_mirror_peek(w.store, 2, 1u << MT_PLANE_HI));
+    REQUIRE(pthread_create(&thread, NULL, takes_weights, &t) == 0);
+    while (mt_ledger_wanted(w.store) != 2 && !atomic_load(&t.over))
+        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+    compare(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2], numels[2][2], "weight", 2, 2);
+    mt_ledger_save_end(w.store, 2);
+    pthread_join(thread, NULL);
+    CHECK_OK(t.st);
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
+    close_world(&w);
+}
+
+/* Not pushed yet, or told and not pushed: the update would be one of older weights. */
+static void weights_that_the_file_does_not_have_are_kept_and_not_updated(void)
+{
+    const unsigned hi = 1u << MT_PLANE_HI;
+    world          w;
+
+    open_fed(&w, 3, 0, 0);
+    CHECK_OK(mt_mirror_bring(w.store, 1, hi));
+    CHECK_OK(mt_ledger_wait_fetch(w.store, 1));
+    plane(&w, 1, 0, MT_PLANE_HI)[3] = 17;
+    mt_ledger_touch(w.store, 1);
+    CHECK_OK(mt_mirror_evict(w.store, 1));
+    CHECK(plane(&w, 1, 0, MT_PLANE_HI)[3] == 17);
+    CHECK_EQ(update(&w, 1, all, PARAMS, 99), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "unit second");
+    CHECK_HAS(mt_last_error(), "push them first");
+    close_world(&w);
+}
+
+/* LoRA: what an update leaves as it is, is not read again, and its values are not overwritten. */
+static void an_update_makes_stale_what_it_changes(void)
+{
+    static const int last[1] = { 3 };
+    world            w;
+    uint64_t         read;
+
+    open_fed(&w, 3, 0, 0);
+    step(&w, 0);
+    CHECK_OK(mt_mirror_bring(w.store, 1, 1u << MT_PLANE_HI));
+    read_as_far_as_it_goes(&w);
+    CHECK_OK(update(&w, 1, last, 1, 0));
+    read_as_far_as_it_goes(&w);
+    read = mt_disk_stats_get(w.disk).read_bytes;
+    CHECK_OK(mt_mirror_bring(w.store, 1, 1u << MT_PLANE_HI));
+    CHECK(mt_disk_stats_get(w.disk).read_bytes - read < mt_store_hi_bytes(w.store, 1));
+    check(&w);
+    close_world(&w);
+}
+
 typedef struct saver {
     world     *w;
     int        unit;
@@ -1332,5 +1424,9 @@ static void who_reads_a_unit_waits_for_pieces_and_not_for_a_save(void)
     X(frozen_weights_are_fetched_and_trained_later)                 \
     X(a_fetch_that_fails_is_a_fault_that_names_its_weights)         \
     X(weights_that_were_brought_outlive_a_save)                     \
+    X(states_that_were_brought_outlive_a_save)                      \
+    X(weights_are_not_taken_from_a_save)                            \
+    X(weights_that_the_file_does_not_have_are_kept_and_not_updated) \
+    X(an_update_makes_stale_what_it_changes)                        \
     X(who_reads_a_unit_waits_for_pieces_and_not_for_a_save)
 CHECK_MAIN(TESTS)

@@ -32,11 +32,11 @@ static void the_table_is_the_one_that_is_agreed(void)
     char   got[1024] = "";
     size_t at = 0;
 
-    for (int s = 0; s < MT_MIRROR_STATE_COUNT; s++) {
-        at += (size_t)snprintf(got + at, sizeof got - at, "%s:", mt_mirror_name((mt_mirror_state)s));
-        for (int e = 0; e < MT_MIRROR_EVENT_COUNT; e++)
+    for (mt_mirror_state s = 0; s < MT_MIRROR_STATE_COUNT; s++) {
+        at += (size_t)snprintf(got + at, sizeof got - at, "%s:", mt_mirror_name(s));
+        for (mt_mirror_event e = 0; e < MT_MIRROR_EVENT_COUNT; e++)
             at += (size_t)snprintf(got + at, sizeof got - at, " %s",
-                                   mt_mirror_name(mt_mirror_next((mt_mirror_state)s, (mt_mirror_event)e)));
+                                   mt_mirror_name(mt_mirror_next(s, e)));
         at += (size_t)snprintf(got + at, sizeof got - at, "\n");
     }
     CHECK_STR(got, want);
@@ -238,7 +238,7 @@ static void two_readers_are_one_load(void)
     close_home();
 }
 
-/* An update that is put while they come: who asks next loads again, who asked has what there was. */
+/* An update that is put while they come: who asks next loads again. */
 static void what_changes_during_a_load_is_stale(void)
 {
     gate   g = { 0 };
@@ -479,7 +479,7 @@ static void what_is_torn_is_refused(void)
     CHECK(any(1, HI, IS(TORN)));
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
     CHECK(any(1, HI, IS(TORN)));
-    CHECK_OK(mt_mirror_bring(home.s, home.unit, M));             /* the door is open, others are well */
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, M));     /* the door is open, others are well */
     close_home();
 }
 

@@ -1013,7 +1013,7 @@ static void who_brought_weights_reads_them_until_they_are_old(void)
     was = *w;
     CHECK(was != 0);
     CHECK_OK(mt_mirror_peek(m.store, 1, hi_plane));
-    CHECK_OK(mt_mirror_release(m.store, 1));                    /* a save's end: not its to give back */
+    CHECK_OK(mt_mirror_release(m.store, 1));            /* a save's end: not its to give back */
     CHECK_OK(mt_stream_acquire(m.s, 1, m.run, &slot, &mem));
     CHECK_OK(mt_stream_await(m.s, slot, m.run));
     CHECK(*w == was);
@@ -1028,6 +1028,99 @@ static void who_brought_weights_reads_them_until_they_are_old(void)
     CHECK(*w != 0 && *w != was);
     CHECK_OK(mt_mirror_release(m.store, 1));
     CHECK_EQ(hi_bytes(&m), 0);
+    model_close(&m);
+}
+
+/* States as weights: a save gives back what is its own, and the next await what is stale. */
+static void who_brought_states_reads_them_until_they_are_old(void)
+{
+    const unsigned moments = 1u << MT_PLANE_M | 1u << MT_PLANE_V;
+    static model   m;
+    static outcome out;
+    const float   *first, *second;
+    float          was;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
+               &out);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    first = host(&m, 1, 0, MT_PLANE_M);
+    second = host(&m, 1, 0, MT_PLANE_V);
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_M));
+    was = *first;
+    CHECK_OK(mt_mirror_peek(m.store, 1, moments));
+    CHECK(was != 0 && *second != 0);
+    CHECK_OK(mt_mirror_release(m.store, 1));
+    CHECK(*first == was && *second == 0);
+    step_once(&m, 1);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK(*first == was);
+    step_once(&m, 2);
+    CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_M), 0);
+    CHECK(*first == 0);
+    model_close(&m);
+}
+
+/* What a checkpoint's states took on their way to the device does not stay. */
+static void memory_of_states_that_were_pushed_goes_with_the_next_step(void)
+{
+    static model   m;
+    static outcome out;
+    float         *moment;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
+               &out);
+    moment = host(&m, 1, 0, MT_PLANE_M);
+    moment[0] = 42;
+    CHECK_OK(mt_mirror_push(m.store, 1, 0, 1u << MT_PLANE_M));
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK(moment[0] == 42);
+    step_once(&m, 1);
+    CHECK(moment[0] == 0);
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_M));
+    CHECK(moment[0] > 1);
+    model_close(&m);
+}
+
+/* Between settling and taking: its neighbours go up with all the rest, and its own memory too. */
+static void states_that_are_pushed_before_a_unit_is_taken_are_not_lost(void)
+{
+    static model   m;
+    static outcome out;
+    float         *first, *second;
+
+    model_open(&m, &(config){ .seed = 1, .micros = 1, .max_norm = 1 }, &out);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    mt_stream_close(m.s);
+    open_stream(&m, 2);
+    first = host(&m, 1, 0, MT_PLANE_M);
+    second = host(&m, 1, 1, MT_PLANE_M);
+    first[0] = 42;
+    second[0] = 43;
+    CHECK_OK(mt_mirror_push(m.store, 1, 0, 1u << MT_PLANE_M));
+    CHECK_OK(mt_resident_take(m.r, 1, m.run));
+    CHECK(first[0] == 0 && second[0] == 0);
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_M));
+    CHECK(first[0] == 42);
+    CHECK(second[0] == 43);
+    model_close(&m);
+}
+
+/* Its states are on the host from then on, and the device's would be older. */
+static void a_unit_whose_states_are_on_the_device_is_no_guest(void)
+{
+    static model   m;
+    static outcome out;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    REQUIRE(mt_arrive_open(m.dev, m.store, &m.a) == MT_OK);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK_EQ(mt_arrive_invite(m.a, 1), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.1");
+    CHECK(!mt_arrive_invited(m.a, 1));
     model_close(&m);
 }
 
@@ -1191,7 +1284,7 @@ static void settling_refuses_what_is_in_use(void)
     CHECK_EQ(mt_store_device_at(m.store, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
     CHECK_EQ(mt_resident_at(m.r, 0, PARAMS, MT_PLANE_HI, &mem), MT_EINVAL);
     CHECK_EQ(mt_mirror_push(m.store, 0, PARAMS, ~0u), MT_EINVAL);
-    CHECK_OK(mt_mirror_bring(m.store, 1, ~0u));                       /* a host unit: nothing to do */
+    CHECK_OK(mt_mirror_bring(m.store, 1, ~0u));                 /* a host unit: nothing to do */
     CHECK_OK(mt_mirror_push(m.store, 1, 0, ~0u));
     mt_resident_close(NULL);
     model_close(&m);
@@ -1272,6 +1365,10 @@ static void nobody_else_gets_a_settled_slot(void)
     X(host_planes_that_nobody_reads_cost_nothing)           \
     X(weights_that_were_taken_have_no_host_memory)          \
     X(who_brought_weights_reads_them_until_they_are_old)    \
+    X(who_brought_states_reads_them_until_they_are_old)     \
+    X(memory_of_states_that_were_pushed_goes_with_the_next_step) \
+    X(states_that_are_pushed_before_a_unit_is_taken_are_not_lost) \
+    X(a_unit_whose_states_are_on_the_device_is_no_guest)    \
     X(memory_is_given_back_behind_the_fetch_from_it)        \
     X(without_fetched_it_is_not)                            \
     X(a_plane_is_brought_once)                              \

@@ -695,7 +695,7 @@ static void what_is_trained_may_change_while_others_ask(void)
     X(arena_is_in_memory_when_handed_out)                                                     \
     X(large_arenas_start_at_a_huge_page)                                                      \
     X(arena_gives_its_memory_back_closed_or_refused)                                          \
-    X(reserved_arena_is_no_memory_until_it_is_committed)                                             \
+    X(reserved_arena_is_no_memory_until_it_is_committed)                                      \
     X(settled_unit_has_its_planes_on_the_device)                                              \
     X(units_and_parameters_without_bytes_are_fine)                                            \
     X(hi_is_where_the_first_parameter_is)                                                     \
