@@ -118,8 +118,7 @@ typedef struct mt_engine {
     struct mt_saving *saving;/* NULL while nothing is saved: engine_save.c */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
     int         n_adopted;
-    pthread_mutex_t door;    /* offload and update are entered by one thread at a time */
-    int         door_made;
+    mt_mutex        door;    /* offload and update are entered by one thread at a time */
     int         busy;        /* calls that have let go of the GIL */
     int         closed;
     mt_debug    debug;
