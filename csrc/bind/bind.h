@@ -30,7 +30,6 @@
 #include "../core/update.h"
 #include "../io/shards.h"
 #include "../ops/sumsq.h"
-#include <pthread.h>
 
 #ifndef Py_LIMITED_API
 #error "bind is built against the limited API: one binary for every Python from 3.11 on"

@@ -6,7 +6,6 @@
  */
 #include "arrive.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 
 /* Parts begin at multiples: kernels read them in vectors,

@@ -18,7 +18,6 @@
  */
 #include "resident.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 
 /* Planes that have a host copy. */

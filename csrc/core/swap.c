@@ -6,7 +6,6 @@
  * be waited for. */
 #include "swap.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
