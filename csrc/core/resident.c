@@ -9,7 +9,6 @@
  */
 #include "resident.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 
 #define HI    (1u << MT_PLANE_HI)
@@ -34,7 +33,7 @@ struct mt_resident {
     home            **homes;     /* [n_homes] by unit, NULL: not settled. Written by settle */
     int               n_homes;
 
-    pthread_mutex_t   mu;            /* held around puts too: one thread at a time */
+    mt_mutex          mu;            /* held around puts too: one thread at a time */
     mt_queue         *queue;
     mt_event         *drained;       /* recorded on the queue by who waits for all of it. mu */
     void             *scratch;       /* mu */
@@ -57,7 +56,7 @@ mt_status mt_resident_open(mt_dev *dev, mt_store *store, mt_resident **out)
         return MT_FAIL(MT_ENOMEM, "resident: calloc(%zu)", sizeof *r);
     r->dev = dev;
     r->store = store;
-    pthread_mutex_init(&r->mu, NULL);
+    mt_mutex_open(&r->mu, MT_RANK_RESIDENT);
     MT_TRY(dev->ops->event_open(dev, &r->drained));
     MT_TRY(dev->ops->queue_open(dev, "resident", &r->queue));
     *out = r;
@@ -93,7 +92,7 @@ void mt_resident_close(mt_resident *r)
     r->dev->ops->event_close(r->drained);
     r->dev->ops->mem_free(r->dev, r->scratch);
     mt_store_device_close(r->store);
-    pthread_mutex_destroy(&r->mu);
+    mt_mutex_close(&r->mu);
     free(r->homes);
     free(r);
 }
@@ -321,11 +320,11 @@ static mt_status fetch(mt_resident *r, home *h, int unit, mt_queue *run)
     mt_status st, end;
 
     MT_TRY(mt_ledger_fetch_begin(r->store, unit, &version));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     if ((st = put_fetch(r, h, unit, run)) != MT_OK)
         mt_ledger_fault(r->store, st, mt_last_error());
     end = mt_ledger_fetching(r->store, unit, r->queue);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     return st != MT_OK ? st : end;
 fail:
     return st;
@@ -422,12 +421,12 @@ mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, 
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     if (!passes)                         /* else there is no host copy */
         change(r, unit, params, n, 1u << MT_PLANE_GRAD);
     taken = passes && r->updated != NULL ? r->updated : h->done;
     skip = r->debug.skip;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a
      * unit whose update is in the queue by now. */
     if (!(skip & MT_EDGE_TAKEN))
@@ -472,14 +471,14 @@ mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float cli
     mt_status st;
 
     MT_TRY(find(r, u->unit, &h));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     r->lifted = 0;
     st = mt_mirror_any(r->store, u->unit, -1, ~HI, IS(AHEAD) | IS(TORN))
        ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
                  mt_store_name(r->store, u->unit))
        : put_update(r, h, u, clip);
     wait = r->lifted || r->debug.sync;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     MT_TRY(st);
     if (wait)
         MT_TRY(wait_done(r, h, u->unit));
@@ -601,7 +600,7 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
     if (r->updated == h->done)
         r->updated = NULL;
     r->homes[unit] = NULL;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     home_close(r, h);
 fail:
     return st;
@@ -611,9 +610,9 @@ mt_status mt_resident_drain(mt_resident *r)
 {
     mt_status st;
 
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     st = r->dev->ops->record(r->queue, r->drained);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     MT_TRY(st);
     MT_TRY(wait_drained(r));
     st = r->arrive != NULL ? mt_arrive_drain(r->arrive) : MT_OK;
@@ -627,15 +626,15 @@ mt_resident_stats mt_resident_stats_get(mt_resident *r)
 {
     mt_resident_stats stats;
 
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     stats = r->stats;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     return stats;
 }
 
 void mt_resident_debug(mt_resident *r, mt_debug d)
 {
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     r->debug = d;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
 }
