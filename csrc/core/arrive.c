@@ -538,9 +538,9 @@ mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
     mt_status st;
 
     MT_TRY(find(a, unit, &g));
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     st = g->parts != NULL ? put_copies(a, g, unit, param < 0 ? NULL : &param, 1, planes, 1) : MT_OK;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     MT_TRY(st);
     MT_TRY(wait_copied(a, g, unit));
 fail:

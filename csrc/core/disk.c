@@ -765,7 +765,7 @@ static mt_status begin_update(mt_disk *d, const mt_disk_job *j, mt__layout **l)
 
     MT_TRY(lay_out(d, u, l));
     MT_TRY(end_copies(d, j, *l));
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     if (d->bounced_unit == u)
         d->bounced_unit = -1;
     if (d->before >= 0)
@@ -1213,8 +1213,8 @@ void mt_disk_close(mt_disk *d)
     mt_lock(&d->mu);
     d->next_unit = -1;                   /* nothing more is read */
     while (under_way(d) || d->away != 0)
-        pthread_cond_wait(&d->changed, &d->mu);
-    pthread_mutex_unlock(&d->mu);
+        mt_cond_wait(&d->changed, &d->mu);
+    mt_unlock(&d->mu);
     for (int i = 0; i < d->n_units; i++) {
         if (d->units[i].on)
             mt_mirror_close(d->store, i);

@@ -1,7 +1,6 @@
 /* mirror.c — the table of mirror.h, a door for each unit, and whose memory may go. */
 #include "store_impl.h"
 
-#include <assert.h>
 #include <stdlib.h>
 
 #define KEPT   (1u << MT_PLANE_GRAD)                       /* memory that is never given back */
@@ -58,8 +57,8 @@ static void tell_one(mt__unit *u, int p, int param, mt_mirror_event e)
     unsigned char *c = copy_at(u, p, param);
     unsigned char  next = table[*c][e];
 
-    assert(next != MT_MIRROR_NEVER);
-    if (next != *c && (*c != MT_MIRROR_EMPTY || has_bytes(u, p, param)))
+    MT_ASSERT(next != MT_MIRROR_NEVER);
+    if (next != MT_MIRROR_NEVER && next != *c && (*c != MT_MIRROR_EMPTY || has_bytes(u, p, param)))
         *c = next;
 }
 
@@ -96,9 +95,9 @@ void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror
 {
     mt__unit *u = mt__unit_at(s, unit);
 
-    pthread_mutex_lock(&s->mirror_mu);
+    mt_lock(&s->mirror_mu);
     tell(u, param, planes, e);
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
 }
 
 int mt_mirror_any(mt_store *s, int unit, int param, unsigned planes, unsigned states)
@@ -106,9 +105,9 @@ int mt_mirror_any(mt_store *s, int unit, int param, unsigned planes, unsigned st
     const mt__unit *u = mt__unit_at(s, unit);
     int             any;
 
-    pthread_mutex_lock(&s->mirror_mu);
+    mt_lock(&s->mirror_mu);
     any = which(u, param, planes, states) != 0;
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
     return any;
 }
 
@@ -137,11 +136,11 @@ mt_status mt_mirror_open(mt_store *s, int unit, unsigned planes, const mt_mirror
 
     if (copies == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory to note what its copies are", u->name);
-    pthread_mutex_lock(&s->mirror_mu);
-    assert(u->mirror.ops == NULL);
+    mt_lock(&s->mirror_mu);
+    MT_ASSERT(u->mirror.ops == NULL);
     u->mirror = (mt__mirror){ .ops = ops, .home = home, .copies = copies, .planes = planes };
     tell(u, -1, ops->later, MT_MIRROR_WRITTEN);
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
     note_ahead(s, unit, planes);
     return MT_OK;
 }
@@ -150,11 +149,11 @@ void mt_mirror_close(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
-    pthread_mutex_lock(&s->mirror_mu);
-    assert(!u->mirror.busy);
+    mt_lock(&s->mirror_mu);
+    MT_ASSERT(!u->mirror.busy);
     free(u->mirror.copies);
     u->mirror = (mt__mirror){ 0 };
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
 }
 
 mt_status mt_mirror_except(mt_store *s, int unit, unsigned planes)
@@ -162,7 +161,7 @@ mt_status mt_mirror_except(mt_store *s, int unit, unsigned planes)
     mt__unit *u = mt__unit_at(s, unit);
     unsigned  away, back;
 
-    pthread_mutex_lock(&s->mirror_mu);
+    mt_lock(&s->mirror_mu);
     away = which(u, -1, planes, ~(IS(EMPTY) | IS(FRESH) | IS(AHEAD)));
     back = u->mirror.at_host & ~planes;
     if (!away) {
@@ -170,7 +169,7 @@ mt_status mt_mirror_except(mt_store *s, int unit, unsigned planes)
         u->mirror.at_host = planes;
         u->mirror.pages &= ~planes;
     }
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
     if (away)
         return MT_FAIL(MT_ESTATE, "unit %s: its home has newer values than the host; they cannot "
                        "be at home on the host", u->name);
@@ -184,9 +183,9 @@ static mt__mirror look(mt_store *s, int unit)
     mt__mirror      m = { 0 };
 
     if (u != NULL) {
-        pthread_mutex_lock(&s->mirror_mu);
+        mt_lock(&s->mirror_mu);
         m = u->mirror;
-        pthread_mutex_unlock(&s->mirror_mu);
+        mt_unlock(&s->mirror_mu);
     }
     return m;
 }
@@ -212,9 +211,9 @@ mt_status mt_mirror_store(mt_store *s, int unit)
     for (int i = 0; i < u->n_params && st == MT_OK; i++) {
         unsigned ahead;
 
-        pthread_mutex_lock(&s->mirror_mu);
+        mt_lock(&s->mirror_mu);
         ahead = which(u, i, ~u->mirror.ops->later, IS(AHEAD));
-        pthread_mutex_unlock(&s->mirror_mu);
+        mt_unlock(&s->mirror_mu);
         if (ahead != 0)
             st = store(s, unit, i, ahead, MT_MIRROR_WRITTEN);
     }
@@ -240,23 +239,23 @@ mt_status mt_mirror_enter(mt_store *s, int unit)
     int         urgent = !mt_ledger_do_i_save();
     mt_status   st;
 
-    pthread_mutex_lock(&s->mirror_mu);
+    mt_lock(&s->mirror_mu);
     m->awaited += urgent;
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
     st = mt_watch_until(&s->watch, &s->mirror_changed, &s->mirror_mu, is_ours, m,
                         mt_store_name(s, unit), "who is at its host planes");
-    pthread_mutex_lock(&s->mirror_mu);
+    mt_lock(&s->mirror_mu);
     m->awaited -= urgent;
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
     return st;
 }
 
 void mt_mirror_leave(mt_store *s, int unit)
 {
-    pthread_mutex_lock(&s->mirror_mu);
+    mt_lock(&s->mirror_mu);
     mt__unit_at(s, unit)->mirror.busy = 0;
     pthread_cond_broadcast(&s->mirror_changed);
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
 }
 
 int mt_mirror_awaited(mt_store *s, int unit)
@@ -268,14 +267,14 @@ void mt_mirror_drop(mt_store *s, int unit, unsigned planes)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
-    pthread_mutex_lock(&s->mirror_mu);
-    assert(u->mirror.busy);
+    mt_lock(&s->mirror_mu);
+    MT_ASSERT(u->mirror.busy);
     planes &= u->mirror.pages & ~KEPT;
     planes &= ~which(u, -1, planes, STUCK);
     tell(u, -1, planes, MT_MIRROR_EVICTED);
     u->mirror.pages &= ~planes;
     u->mirror.claimed &= ~planes;
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
             mt_store_decommit(s, unit, (mt_plane)p);
@@ -301,11 +300,11 @@ static int is_here(mt_store *s, int unit, unsigned planes, int claims)
     mt__unit *u = mt__unit_at(s, unit);
     int       here;
 
-    pthread_mutex_lock(&s->mirror_mu);
+    mt_lock(&s->mirror_mu);
     here = !u->mirror.busy && which(u, -1, planes, IS(STALE) | IS(TORN)) == 0;
     if (here && claims)
         u->mirror.claimed |= planes & u->mirror.planes;
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
     return here;
 }
 
@@ -331,20 +330,20 @@ static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
     unsigned  torn, loading;
     mt_status st;
 
-    pthread_mutex_lock(&s->mirror_mu);
+    mt_lock(&s->mirror_mu);
     if (!(torn = which(u, -1, planes, IS(TORN))))
         tell(u, -1, planes, MT_MIRROR_LOAD);
     loading = which(u, -1, planes, IS(LOADING));
     u->mirror.pages |= loading;
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
     if (torn)
         return MT_FAIL(MT_ESTATE, "unit %s: its values were written on the host where they were "
                        "older than elsewhere; they must be brought before", u->name);
     st = fill(s, unit, loading);
-    pthread_mutex_lock(&s->mirror_mu);
+    mt_lock(&s->mirror_mu);
     tell(u, -1, planes, st == MT_OK ? MT_MIRROR_LOADED : MT_MIRROR_FAILED);
     u->mirror.claimed |= st == MT_OK && claims ? planes & u->mirror.planes : 0;
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
     return st;
 }
 
@@ -436,9 +435,9 @@ int mt_mirror_is_old(mt_store *s, int unit)
 {
     int old;
 
-    pthread_mutex_lock(&s->mirror_mu);
+    mt_lock(&s->mirror_mu);
     old = old_planes(mt__unit_at(s, unit)) != 0;
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
     return old;
 }
 
@@ -447,12 +446,12 @@ void mt_mirror_forget(mt_store *s, int unit)
     mt__unit *u = mt__unit_at(s, unit);
     unsigned  old;
 
-    pthread_mutex_lock(&s->mirror_mu);
+    mt_lock(&s->mirror_mu);
     old = u->mirror.busy ? 0 : old_planes(u);
     if (old != 0 && mt_ledger_saving(s, unit))
         old = 0;
     u->mirror.busy |= old != 0;
-    pthread_mutex_unlock(&s->mirror_mu);
+    mt_unlock(&s->mirror_mu);
     if (old == 0)
         return;
     mt_mirror_drop(s, unit, old);

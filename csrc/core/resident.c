@@ -349,9 +349,9 @@ static mt_debug debug_of(mt_resident *r)
 {
     mt_debug debug;
 
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     debug = r->debug;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     return debug;
 }
 
@@ -541,9 +541,9 @@ static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int 
     mt_watch_ask ask = mt_watch_asks(NULL);
     mt_status    st;
 
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     st = put_copies(r, unit, param, planes, up);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     if (st == MT_OK)
         st = wait_done(r, r->homes[unit], unit);
     (void)mt_watch_asks(ask);
@@ -596,7 +596,7 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
     MT_TRY(wait_done(r, h, unit));
     MT_TRY(mt_store_unsettle(r->store, unit));
     mt_mirror_close(r->store, unit);
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     if (r->updated == h->done)
         r->updated = NULL;
     r->homes[unit] = NULL;

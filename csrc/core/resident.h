@@ -62,8 +62,8 @@ void     *mt_resident_mem   (const mt_resident *r, int unit);
 mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run);
 /* All planes of the unit come down, and the host's are the true ones: mem is the caller's again.
  * grads 0: its gradients are nobody's any more, and what the host has in their place stays. The
- * unit is no guest any more. Waits for what is announced of the unit, and a save. On failure (MT_ENOMEM:
- * the host has no memory for them) it is settled as before. */
+ * unit is no guest any more. Waits for what is announced of the unit, and a save. On failure
+ * (MT_ENOMEM: the host has no memory for them) it is settled as before. */
 mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads);
 /* Address on the device of a settled unit's parameter; HI: in its slot. MT_ESTATE for a guest's
  * states, which have none for good: mt_resident_parts. */

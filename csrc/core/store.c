@@ -125,9 +125,9 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
         free(s);
         return st;
     }
-    pthread_mutex_init(&s->map_mu, NULL);
-    pthread_mutex_init(&s->fetched_mu, NULL);
-    pthread_mutex_init(&s->mirror_mu, NULL);
+    mt_mutex_open(&s->map_mu, MT_RANK_MAP);
+    mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
+    mt_mutex_open(&s->mirror_mu, MT_RANK_MIRROR);
     mt_watch_open(&s->watch);
     s->dev = dev;
     s->pool = pool;
@@ -184,9 +184,9 @@ void mt_store_close(mt_store *s)
     mt__lent_close(s);
     mt__ledger_close(&s->ledger);
     mt_watch_close(&s->watch);
-    pthread_mutex_destroy(&s->map_mu);
-    pthread_mutex_destroy(&s->fetched_mu);
-    pthread_mutex_destroy(&s->mirror_mu);
+    mt_mutex_close(&s->map_mu);
+    mt_mutex_close(&s->fetched_mu);
+    mt_mutex_close(&s->mirror_mu);
     pthread_cond_destroy(&s->mirror_changed);
     free(s);
 }
@@ -775,12 +775,12 @@ void mt_store_decommit(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return;
     pl = &u->plane[MT__HOST][p];
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     decommit(s, &pl->arena, p);
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
         if (is_copy(u, p, 1))
             decommit(s, &pl->late[i], p);
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
 }
 
 /* The host's memory is asked for and registered while the unit is settled still: nothing has
@@ -877,7 +877,7 @@ static mt_status register_committed(mt_store *s, mt__plane *pl)
 {
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     if (pl->arena.base != NULL && !pl->arena.reserved)
         st = register_one(s, &pl->arena);
     mt_unlock(&pl->making);
@@ -954,8 +954,8 @@ size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return 0;
     a = &u->plane[MT__HOST][p].arena;
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     bytes = a->reserved ? a->bytes : 0;
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return bytes;
 }

@@ -92,7 +92,7 @@ typedef struct mt__ledger {
 struct mt_store {
     mt_dev         *dev;
     mt_pool        *pool;
-    pthread_mutex_t map_mu, fetched_mu, mirror_mu;
+    mt_mutex        map_mu, fetched_mu, mirror_mu;
     pthread_cond_t  mirror_changed;          /* a door is open again */
     mt__unit      **seg[MT__SEGS];           /* written under map_mu before n_units covers them */
     _Atomic int     n_units;                 /* release after a unit is whole; read by anyone */
