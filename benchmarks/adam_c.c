@@ -1,8 +1,10 @@
-/* adam_c.c — rates of the host kernels without Python: the update in every format of states beside a loop
- * with the same reads and writes, and the sums. One JSON line each: G parameters/s, over repetitions.
+/* adam_c.c — rates of the host kernels without Python: the update in every format of states beside
+ * a loop with the same reads and writes, and the sums. One JSON line each: G parameters/s,
+ * over repetitions.
  *
  *     make -C tests/c
- *     cc -O2 -std=c11 -D_GNU_SOURCE benchmarks/adam_c.c build/c/libmt.a -lpthread -lm -o build/adam_c
+ *     cc -O2 -std=c11 -D_GNU_SOURCE benchmarks/adam_c.c build/c/libmt.a -lpthread -lm \
+ *         -o build/adam_c
  *     build/adam_c 400000000 16 10            # parameters, threads, repetitions
  */
 #include "../csrc/ops/sumsq.h"
@@ -67,11 +69,12 @@ static void fill_plane(mt_pool *pool, void *p, int64_t n, size_t each, uint32_t 
     mt_pool_run(pool, fill_chunk, &f, (n >> 18) + 1);
 }
 
-/* All but the gradient, which nothing writes. Before each measurement: what the loop of traffic leaves are bit patterns
- * of any kind, and a step over NaN, denormal and huge weights is a slow one. */
+/* All but the gradient, which nothing writes. Before each measurement: what the loop of traffic
+ * leaves are bit patterns of any kind, and a step over NaN, denormal and huge weights is a slow
+ * one. */
 static void fill_all(bench *b)
 {
-    const uint32_t any = 0x807fffffu;                   /* sign and fraction; the exponent is given */
+    const uint32_t any = 0x807fffffu;               /* sign and fraction; the exponent is given */
     int64_t        n = b->t.n;
 
     fill_plane(b->pool, b->t.hi, n, 2, any, 0x3c000000u);
@@ -81,7 +84,12 @@ static void fill_all(bench *b)
     fill_plane(b->pool, b->acc, n, 4, any, 0x3a000000u);
 }
 
-static void do_step(bench *b)    { b->t.hyper.step++; mt_adam_step(b->pool, &b->t, 1, 0.9f, b->isa); }
+static void do_step(bench *b)
+{
+    b->t.hyper.step++;
+    mt_adam_step(b->pool, &b->t, 1, 0.9f, b->isa);
+}
+
 static void do_traffic(bench *b) { mt_adam_traffic(b->pool, &b->t, 1, b->isa); }
 static void do_sumsq(bench *b)   { mt_sumsq_host(b->pool, MT_BF16, b->t.grad, b->t.n); }
 static void do_accumulate(bench *b)
@@ -112,24 +120,28 @@ static double measure(bench *b, const char *name, void (*fn)(bench *), double by
     double median = rate[b->reps / 2];
     printf("{\"bench\":\"%s\",\"case\":\"bf16 weights and gradient, %s\",\"states\":\"%s\","
            "\"params\":%lld,\"threads\":%d,"
-           "\"unit\":\"Gparam/s\",\"median\":%.3f,\"p10\":%.3f,\"p90\":%.3f,\"n\":%d,\"GB/s\":%.1f}\n",
-           name, mt_isa_name(b->isa), mt_states_name(b->t.states), (long long)b->t.n, b->threads, median,
-           rate[b->reps / 10], rate[b->reps * 9 / 10], b->reps, median * bytes);
+           "\"unit\":\"Gparam/s\",\"median\":%.3f,\"p10\":%.3f,\"p90\":%.3f,\"n\":%d,"
+           "\"GB/s\":%.1f}\n",
+           name, mt_isa_name(b->isa), mt_states_name(b->t.states), (long long)b->t.n, b->threads,
+           median, rate[b->reps / 10], rate[b->reps * 9 / 10], b->reps, median * bytes);
     return median;
 }
 
 int main(int argc, char **argv)
 {
     int64_t n = argc > 1 ? atoll(argv[1]) : 100000000;
-    bench   b = { .threads = argc > 2 ? atoi(argv[2]) : mt_cpu_count(), .reps = argc > 3 ? atoi(argv[3]) : 10 };
+    bench   b = { .threads = argc > 2 ? atoi(argv[2]) : mt_cpu_count(),
+                  .reps = argc > 3 ? atoi(argv[3]) : 10 };
 
     if (n < 1 || b.reps < 1 || b.reps > 1000 || mt_pool_open(b.threads, &b.pool) != MT_OK) {
-        fprintf(stderr, "usage: adam_c [parameters [threads [repetitions, at most 1000]]] %s\n", mt_last_error());
+        fprintf(stderr, "usage: adam_c [parameters [threads [repetitions, at most 1000]]] %s\n",
+                mt_last_error());
         return 1;
     }
     b.t = (mt_adam_tensor){
         .dtype = MT_BF16, .grad_dtype = MT_BF16, .n = n,
-        .hi = plane(n, 2), .lo = plane(n, 2), .m = plane(n, 4), .v = plane(n, 4), .grad = plane(n, 2),
+        .hi = plane(n, 2), .lo = plane(n, 2), .m = plane(n, 4), .v = plane(n, 4),
+        .grad = plane(n, 2),
         .hyper = { .lr = 1e-5, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1 },
     };
     b.acc = plane(n, 4);
@@ -148,8 +160,9 @@ int main(int argc, char **argv)
             double bytes = (double)mt_adam_moves(MT_BF16, b.t.states, MT_BF16, n) / (double)n;
             double step = measure(&b, "adam_step", do_step, bytes);
             double same = measure(&b, "adam_traffic", do_traffic, bytes);
-            printf("{\"bench\":\"adam_of_traffic\",\"case\":\"%s\",\"states\":\"%s\",\"unit\":\"%%\","
-                   "\"median\":%.1f}\n", mt_isa_name(b.isa), mt_states_name(b.t.states), 100 * step / same);
+            printf("{\"bench\":\"adam_of_traffic\",\"case\":\"%s\",\"states\":\"%s\","
+                   "\"unit\":\"%%\",\"median\":%.1f}\n", mt_isa_name(b.isa),
+                   mt_states_name(b.t.states), 100 * step / same);
         }
     measure(&b, "sumsq", do_sumsq, 2);
     measure(&b, "accumulate", do_accumulate, 14);

@@ -49,12 +49,20 @@ PLANTED = {
         ("docs/a.md", "see https://example.org/work/x\n"),
     ),
     "nothing_left_over": (("a.py", "# TO" "DO: all\n"), ("a.py", "# methodology\n")),
-    "lines_fit": (("csrc/core/a.c", "x" * 121 + "\n"), ("csrc/core/a.c", "x" * 120 + "\n")),
+    "lines_fit": (("csrc/core/a.c", "x" * 101 + "\n"), ("csrc/core/a.c", "x" * 100 + "\n")),
     "functions_fit": (
         ("csrc/core/a.c", LONG_FUNCTION),
         ("csrc/core/a.c", LONG_FUNCTION.replace("    ;\n", "", 1)),
     ),
 }
+
+
+@pytest.mark.parametrize("path", ["csrc/ops/a.cu", "csrc/core/a.h", "csrc/ops/a.cuh", "tests/c/a.c"])
+def test_lines_are_of_100_columns_in_every_kind_of_c(path: str) -> None:
+    assert list(rules.lines_fit(rules.File(path, ["x" * 100]))) == []
+    assert [str(f) for f in rules.lines_fit(rules.File(path, ["", "x" * 101]))] == [
+        f"{path}:2: 101 columns; 100 is the most"
+    ]
 
 
 def test_every_rule_is_tried() -> None:

@@ -3,16 +3,18 @@
  * Nouns, in the order they appear below:
  *   state    what one import of the module owns: the exception class, the Engine type
  *   home     pool -> device -> store: the memory, which lives until the last view of it is gone
- *   engine   one streamed model: home -> timeline -> residents -> offload -> updater -> swap, then its stream
+ *   engine   one streamed model: home -> timeline -> residents -> offload -> updater -> swap,
+ *            then its stream
  *   view     a NumPy array over host memory of the store; keeps the home, not the engine
  *
  * Threads: everything here runs under Python's lock (GIL) unless a comment says otherwise. The
  *          lock is let go around what may wait; MT_UNLOCKED counts such calls, so that close()
- *          never takes away what another thread is waiting on. A thread that waits may ask for the GIL (MT_WAITING)
- *          under the locks it holds: so none that may be held for longer than a moment is taken under the GIL.
- * Forks:   in a child of the process that made it an engine refuses every call, and nothing of it is ever closed: its
- *          threads are not there to be waited for, its memory is not there to be read (forks.h), and its files, locks
- *          and device are its owner's.
+ *          never takes away what another thread is waiting on. A thread that waits may ask for the
+ *          GIL (MT_WAITING) under the locks it holds: so none that may be held for longer than a
+ *          moment is taken under the GIL.
+ * Forks:   in a child of the process that made it an engine refuses every call, and nothing of it
+ *          is ever closed: its threads are not there to be waited for, its memory is not there to
+ *          be read (forks.h), and its files, locks and device are its owner's.
  * Errors:  mt_raise turns this thread's mt_last_error() into MegatrainError and returns NULL.
  */
 #ifndef MT_BIND_H
@@ -79,9 +81,9 @@ typedef struct mt_home {
     mt_store *store;
 } mt_home;
 
-mt_home *mt_home_new(void);                             /* one holder; NULL: no memory */
-void     mt_home_let_go(mt_home *h);                    /* the last one frees all; NULL is fine */
-int      mt_home_is_ours(const mt_home *h);             /* 0: this process is a child of its owner */
+mt_home *mt_home_new(void);                         /* one holder; NULL: no memory */
+void     mt_home_let_go(mt_home *h);                /* the last one frees all; NULL is fine */
+int      mt_home_is_ours(const mt_home *h);         /* 0: this process is a child of its owner */
 
 /* ---- engine ---- */
 
@@ -144,9 +146,9 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exc
         (e)->busy--;                      \
     } while (0)
 
-/* The same of a call that may wait long, and that has changed nothing where it ends with MT_EINTR. What Python does on
- * the signal runs when the call has let go of all it held, and may use the engine; where it does not raise, the call
- * is made again. */
+/* The same of a call that may wait long, and that has changed nothing where it ends with MT_EINTR.
+ * What Python does on the signal runs when the call has let go of all it held, and may use the
+ * engine; where it does not raise, the call is made again. */
 #define MT_WAITING(e, st, call)                             \
     do {                                                    \
         (void)mt_watch_asks(mt_ask_for_signals());          \
@@ -182,7 +184,8 @@ void mt_saving_close(mt_engine *e);      /* gives up what is not over */
 extern PyMethodDef mt_save_methods[];
 
 /* engine_run.c: stream and offload */
-MT_METHOD(open_slots); MT_METHOD(close_slots); MT_METHOD(settle); MT_METHOD(settled); MT_METHOD(unsettle);
+MT_METHOD(open_slots); MT_METHOD(close_slots);
+MT_METHOD(settle); MT_METHOD(settled); MT_METHOD(unsettle);
 MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
 MT_METHOD(land); MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
 MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);

@@ -3,9 +3,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define FORKED "this process was forked from the one that streams the model, whose memory and threads are not here; " \
-               "use the model there, or give this process what it needs of it before the fork (a clone of a tensor, " \
-               "a file of mt.save), or start it by \"spawn\""
+#define FORKED "this process was forked from the one that streams the model, whose memory and " \
+               "threads are not here; use the model there, or give this process what it needs " \
+               "of it before the fork (a clone of a tensor, a file of mt.save), or start it by " \
+               "\"spawn\""
 
 /* ---- checks ---- */
 
@@ -214,7 +215,8 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
 static mt_status engine_stop(mt_engine *e)
 {
     if (e->file != NULL)
-        mt_file_unname(e->file);         /* at once: what follows may take its time, and the process may end in it */
+        /* at once: what follows may take its time, and the process may end in it */
+        mt_file_unname(e->file);
     if (e->swap_file != NULL)
         mt_file_unname(e->swap_file);
     mt_saving_close(e);                  /* first: updates may be waiting for it */
@@ -344,7 +346,8 @@ static PyMethodDef methods[] = {
       "host_bytes($self, plane=-1)\n--\n\nHost bytes mapped: of one plane, or of all." },
 
     { "unlocked", mt_engine_unlocked, METH_NOARGS,
-      "unlocked($self)\n--\n\n(host bytes that could not be locked, why the first of them could not)" },
+      "unlocked($self)\n--\n\n"
+      "(host bytes that could not be locked, why the first of them could not)" },
     { "lock_limit", mt_engine_lock_limit, METH_VARARGS,
       "lock_limit($self, bytes, /)\n--\n\nTests only: no more host memory is locked from now on." },
 
@@ -352,23 +355,28 @@ static PyMethodDef methods[] = {
     { "touch", mt_engine_touch, METH_VARARGS,
       "touch($self, unit, /)\n--\n\nThe unit's weights were written from outside." },
     { "updated", mt_engine_updated, METH_VARARGS,
-      "updated($self, unit, /)\n--\n\nWait for the unit's updates; nothing is brought to the host." },
+      "updated($self, unit, /)\n--\n\n"
+      "Wait for the unit's updates; nothing is brought to the host." },
     { "wait_updates", mt_engine_wait_updates, METH_VARARGS,
       "wait_updates($self, unit, /)\n--\n\nThe unit's weights may be read on the host." },
     { "wait_grads", mt_engine_wait_grads, METH_VARARGS,
       "wait_grads($self, unit, /)\n--\n\nThe unit's gradients may be read on the host." },
     { "save_begin", KEYWORDS(mt_engine_save_begin), METH_VARARGS | METH_KEYWORDS,
       "save_begin($self, files, units, spare, copiers, writers)\n--\n\n"
-      "Write files of the store's planes as they are now; updates wait for their unit's to be copied." },
+      "Write files of the store's planes as they are now; updates wait for their unit's to be "
+      "copied." },
     { "save_wait", mt_engine_save_wait, METH_VARARGS,
-      "save_wait($self, seconds, /)\n--\n\n(bytes written, whether all is over); waits so long at most." },
+      "save_wait($self, seconds, /)\n--\n\n"
+      "(bytes written, whether all is over); waits so long at most." },
     { "save_end", mt_engine_save_end, METH_NOARGS,
       "save_end($self, /)\n--\n\nThe sums of each file; what is not over is given up." },
     { "take", mt_engine_take, METH_VARARGS,
       "take($self, unit, stream, /)\n--\n\n"
-      "Weights written on the host are fetched, and memory of what is at home elsewhere is given back." },
+      "Weights written on the host are fetched, and memory of what is at home elsewhere is given "
+      "back." },
     { "wait_saved", mt_engine_wait_saved, METH_VARARGS,
-      "wait_saved($self, unit, /)\n--\n\nThe unit's planes may be written: no save has them to copy." },
+      "wait_saved($self, unit, /)\n--\n\n"
+      "The unit's planes may be written: no save has them to copy." },
     { "wait_fetch", mt_engine_wait_fetch, METH_VARARGS,
       "wait_fetch($self, unit, /)\n--\n\nThe unit's weights may be written on the host." },
     { "set_states", mt_engine_set_states, METH_VARARGS,
@@ -376,7 +384,8 @@ static PyMethodDef methods[] = {
       "How the unit's states are kept from now on: a number of STATES. Before there are any." },
     { "pass_gradients", mt_engine_pass_gradients, METH_VARARGS,
       "pass_gradients($self, unit, /)\n--\n\n"
-      "The unit's gradients are kept nowhere: they are there from offload() to the end of the next update." },
+      "The unit's gradients are kept nowhere: they are there from offload() to the end of the next "
+      "update." },
     { "lend_most", mt_engine_lend_most, METH_VARARGS,
       "lend_most($self, n, /)\n--\n\nBuffers of a size for such gradients: 1 to 3." },
     { "through", mt_engine_through, METH_VARARGS,
@@ -396,11 +405,14 @@ static PyMethodDef methods[] = {
       "leave($self, unit, wait, /)\n--\n\n"
       "Whether the memory that lift() took is the caller's again." },
     { "disk", KEYWORDS(mt_engine_disk), METH_VARARGS | METH_KEYWORDS,
-      "disk($self, path, units, weights=(), limit=0, buffers=8, buffer_bytes=33554432, threads=16)\n--\n\n"
-      "The states of these units are in a scratch file in the directory, from now on; weights: further units, whose\n"
+      "disk($self, path, units, weights=(), limit=0, buffers=8, buffer_bytes=33554432, "
+      "threads=16)\n--\n\n"
+      "The states of these units are in a scratch file in the directory, from now on; weights: "
+      "further units, whose\n"
       "weights are there too; push() them next." },
     { "disk_file", mt_engine_disk_file, METH_NOARGS,
-      "disk_file($self)\n--\n\n(path, bytes, transfers go past the page cache); None: there is no file." },
+      "disk_file($self)\n--\n\n"
+      "(path, bytes, transfers go past the page cache); None: there is no file." },
     { "disk_unname", mt_engine_disk_unname, METH_NOARGS,
       "disk_unname($self)\n--\n\nFiles lose their names, and go with the process or the engine." },
     { "bring", mt_engine_bring, METH_VARARGS,
@@ -414,12 +426,14 @@ static PyMethodDef methods[] = {
       "Address on the device of a settled unit's parameter." },
     { "device_bytes", mt_engine_device_bytes, METH_NOARGS,
       "device_bytes($self)\n--\n\n"
-      "Device memory of settled units' planes, their slots not counted, and of updates on their way." },
+      "Device memory of settled units' planes, their slots not counted, and of updates on their "
+      "way." },
     { "check", mt_engine_check, METH_NOARGS,
       "check($self)\n--\n\nRaise the failure of a worker, if there was one." },
     { "watchdog", mt_engine_watchdog, METH_VARARGS,
       "watchdog($self, seconds, /)\n--\n\n"
-      "A wait during which nothing moves for so long raises, naming all waits: queue, unit, what for, since when.\n"
+      "A wait during which nothing moves for so long raises, naming all waits: queue, unit, what "
+      "for, since when.\n"
       "While the device computes it warns, and raises after six times as long." },
 
     { "open_slots", mt_engine_open_slots, METH_VARARGS,
@@ -449,7 +463,8 @@ static PyMethodDef methods[] = {
     { "offload", KEYWORDS(mt_engine_put), METH_FASTCALL,
       "offload($self, unit, items, stream, /)\n--\n\nGradients leave; returns the ticket." },
     { "land", mt_engine_land, METH_O,
-      "land($self, stream, /)\n--\n\nThe stream waits for all gradients on their way; passed() then has them." },
+      "land($self, stream, /)\n--\n\n"
+      "The stream waits for all gradients on their way; passed() then has them." },
     { "passed", mt_engine_passed, METH_NOARGS,
       "passed($self)\n--\n\nSources of tickets up to this one may be freed." },
     { "drain", mt_engine_drain, METH_NOARGS,
@@ -471,9 +486,11 @@ static PyMethodDef methods[] = {
       "swap_drop($self, bundle, /)\n--\n\nThe host memory is free. Also for one that is gone." },
     { "swap_disk", KEYWORDS(mt_engine_swap_disk), METH_VARARGS | METH_KEYWORDS,
       "swap_disk($self, path, bytes=0, limit=0, blocks=4, threads=16)\n--\n\n"
-      "Bundles may go to a file in the directory, by way of so many blocks. Room for `bytes` is reserved." },
+      "Bundles may go to a file in the directory, by way of so many blocks. Room for `bytes` is "
+      "reserved." },
     { "swap_file", mt_engine_swap_file, METH_NOARGS,
-      "swap_file($self)\n--\n\n(path, bytes, bytes of bundles that are there now); None: there is no file." },
+      "swap_file($self)\n--\n\n"
+      "(path, bytes, bytes of bundles that are there now); None: there is no file." },
     { "swap_bytes", mt_engine_swap_bytes, METH_NOARGS,
       "swap_bytes($self)\n--\n\n(mapped, in use): host memory for activations." },
 

@@ -1,9 +1,10 @@
 /* engine_adam.c — Engine.adam: what one step asks for, copied out of Python, run behind its back.
  *
- * Threads: parsing is under the GIL; job_sumsq, job_run and job_put run on the updater's thread, job_free
- * on any, job_list, job_compute and then job_free on that of updates that go through the device,
- * job_pieces on that of updates from disk; they know nothing of Python. A job owns copies of everything but
- * the gradient memory that the caller named, which the caller keeps until the unit's update is over.
+ * Threads: parsing is under the GIL; job_sumsq, job_run and job_put run on the updater's thread,
+ * job_free on any, job_list, job_compute and then job_free on that of updates that go through the
+ * device, job_pieces on that of updates from disk; they know nothing of Python. A job owns copies
+ * of everything but the gradient memory that the caller named, which the caller keeps until the
+ * unit's update is over.
  */
 #include "bind.h"
 #include "../optim/adam.h"
@@ -37,7 +38,8 @@ static mt_status plane_of(const adam_job *j, int param, mt_plane plane, void **o
                                 : mt_store_at(j->store, j->unit, param, plane, out);
 }
 
-/* The gradient is in host memory whatever the unit: the caller's, or GRAD's copy that he changed. */
+/* The gradient is in host memory whatever the unit: the caller's,
+ * or GRAD's copy that he changed. */
 static int on_host(const adam_param *p)
 {
     return p->grad != NULL || p->changed;
@@ -88,8 +90,8 @@ static mt_status bare_of(const adam_job *j, const adam_param *p, mt_adam_tensor 
     mt_status st;
 
     MT_TRY(plane_of(j, p->param, MT_PLANE_HI, &hi));
-    *t = (mt_adam_tensor){ .dtype = d->dtype, .n = d->numel, .hi = hi, .hyper = p->hyper, .key = p->key,
-                           .states = mt_store_states(j->store, j->unit) };
+    *t = (mt_adam_tensor){ .dtype = d->dtype, .n = d->numel, .hi = hi, .hyper = p->hyper,
+                           .key = p->key, .states = mt_store_states(j->store, j->unit) };
     MT_TRY(gradient(j, p, &t->grad, &t->grad_dtype));
 fail:
     return st;
@@ -112,7 +114,8 @@ static void give_states(mt_adam_tensor *t, void *const *at)
     t->m = small ? NULL : at[MT_PLANE_M];
     t->v = small ? NULL : at[MT_PLANE_V];
     if (small)
-        t->codes = (mt_adam_codes){ .m = at[MT_PLANE_M], .v = at[MT_PLANE_V], .scale = at[MT_PLANE_SCALE],
+        t->codes = (mt_adam_codes){ .m = at[MT_PLANE_M], .v = at[MT_PLANE_V],
+                                    .scale = at[MT_PLANE_SCALE],
                                     .lo = lo8 ? at[MT_PLANE_LO] : NULL };
 }
 
@@ -202,8 +205,9 @@ static mt_adam_tensor stretch(const mt_adam_tensor *t, const mt_part *part)
     mt_adam_tensor s = *t;
 
     s.n = part->n;
-    s.hi = part->at[MT_PLANE_HI] != NULL ? part->at[MT_PLANE_HI]
-                                         : (char *)t->hi + (size_t)part->from * mt_dtype_bytes(t->dtype);
+    s.hi = part->at[MT_PLANE_HI] != NULL
+               ? part->at[MT_PLANE_HI]
+               : (char *)t->hi + (size_t)part->from * mt_dtype_bytes(t->dtype);
     s.grad = (const char *)t->grad + (size_t)part->from * mt_dtype_bytes(t->grad_dtype);
     s.first = part->from;
     give_states(&s, part->at);
@@ -211,8 +215,9 @@ static mt_adam_tensor stretch(const mt_adam_tensor *t, const mt_part *part)
 }
 
 /* A guest's tensors, cut as its states are; malloc'd. */
-static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *t, const mt_arrive_part *parts,
-                              int n_parts, mt_adam_tensor **out, int *n)
+static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *t,
+                              const mt_arrive_part *parts, int n_parts, mt_adam_tensor **out,
+                              int *n)
 {
     mt_adam_tensor *s = calloc((size_t)n_parts + 1, sizeof *s);
     int64_t         met = 0, due = 0;
@@ -231,7 +236,8 @@ static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *t, const 
     }
     if (met != due) {
         free(s);
-        return MT_FAIL(MT_ESTATE, "unit %d (%s): some of its states are not on the device; lift them "
+        return MT_FAIL(MT_ESTATE,
+                       "unit %d (%s): some of its states are not on the device; lift them "
                        "anew when other parameters are to be trained", j->unit,
                        mt_store_name(j->store, j->unit));
     }
@@ -284,7 +290,8 @@ static mt_status fill_in(const adam_job *j, mt_part *part)
         if (has_state(j, part->param, p) && part->at[p] == NULL) {
             MT_TRY(mt_store_at(j->store, j->unit, part->param, (mt_plane)p, &part->at[p]));
             part->at[p] = (char *)part->at[p]
-                        + mt_store_plane_bytes(j->store, j->unit, part->param, (mt_plane)p, part->from);
+                        + mt_store_plane_bytes(j->store, j->unit, part->param, (mt_plane)p,
+                                               part->from);
         }
 fail:
     return st;
@@ -325,7 +332,8 @@ fail:
     return st;
 }
 
-/* The spans of a tensor on its way through the device: these, and its states in the order of planes. */
+/* The spans of a tensor on its way through the device: these,
+ * and its states in the order of planes. */
 enum { AT_HI, AT_GRAD, AT_STATES };
 
 static mt_status spans_of(const adam_job *j, const adam_param *p, mt_through_tensor *k)
@@ -346,7 +354,8 @@ static mt_status spans_of(const adam_job *j, const adam_param *p, mt_through_ten
             continue;
         MT_TRY(plane_of(j, p->param, (mt_plane)plane, &at));
         k->span[k->n_spans].host = at;
-        k->span[k->n_spans].elem = mt_store_plane_bytes(j->store, j->unit, p->param, (mt_plane)plane, group);
+        k->span[k->n_spans].elem = mt_store_plane_bytes(j->store, j->unit, p->param,
+                                                        (mt_plane)plane, group);
         k->span[k->n_spans].group = group;
         k->span[k->n_spans++].back = 1;
     }
@@ -380,8 +389,9 @@ static mt_adam_tensor part_of(const adam_job *j, const mt_through_part *part)
     const adam_param *p = &j->p[part->tensor];
     mt_dtype          dtype = mt_store_desc(j->store, j->unit, p->param)->dtype;
     mt_adam_tensor    t = {
-        .dtype = dtype, .states = mt_store_states(j->store, j->unit), .n = part->n, .hi = part->at[AT_HI],
-        .grad = part->at[AT_GRAD], .grad_dtype = p->grad != NULL ? p->grad_dtype : p->acc ? MT_F32 : dtype,
+        .dtype = dtype, .states = mt_store_states(j->store, j->unit), .n = part->n,
+        .hi = part->at[AT_HI], .grad = part->at[AT_GRAD],
+        .grad_dtype = p->grad != NULL ? p->grad_dtype : p->acc ? MT_F32 : dtype,
         .hyper = p->hyper, .key = p->key, .first = part->from,
     };
     void *at[MT_PLANE_COUNT] = { NULL };
@@ -393,7 +403,8 @@ static mt_adam_tensor part_of(const adam_job *j, const mt_through_part *part)
     return t;
 }
 
-static mt_status job_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip)
+static mt_status job_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n,
+                             float clip)
 {
     const adam_job *j = arg;
     mt_adam_tensor *t = calloc((size_t)n + 1, sizeof *t);

@@ -1,4 +1,5 @@
-/* engine_disk.c — Engine's methods on units whose states, and weights, are in a file, and the module's on disks. */
+/* engine_disk.c — Engine's methods on units whose states, and weights, are in a file,
+ * and the module's on disks. */
 #include "bind.h"
 #include <limits.h>
 #include <stdlib.h>
@@ -14,7 +15,8 @@ static int *units_of(mt_engine *e, PyObject *tuple)
     if (units == NULL)
         return (int *)(void *)PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < n; i++)
-        if (mt_arg_int(PyTuple_GetItem(tuple, i), &units[i]) < 0 || mt_engine_unit(e, units[i]) < 0) {
+        if (mt_arg_int(PyTuple_GetItem(tuple, i), &units[i]) < 0 ||
+            mt_engine_unit(e, units[i]) < 0) {
             free(units);
             return NULL;
         }
@@ -23,10 +25,10 @@ static int *units_of(mt_engine *e, PyObject *tuple)
 
 typedef struct disk_wish {
     const char        *path;
-    unsigned long long limit;            /* bytes; 0: none */
+    unsigned long long limit;   /* bytes; 0: none */
     int                n_buffers, threads;
-    Py_ssize_t         bytes;            /* of a buffer */
-    int               *units;            /* [n] of which the first n_weights have their weights there too */
+    Py_ssize_t         bytes;   /* of a buffer */
+    int               *units;   /* [n] of which the first n_weights have their weights there too */
     int                n, n_weights;
 } disk_wish;
 
@@ -45,7 +47,8 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
 
     MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &file));
     MT_TRY(mt_pool_open(threads < DISK_POOL ? threads : DISK_POOL, &pool));
-    MT_TRY(mt_disk_open(e->store, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes, &disk));
+    MT_TRY(mt_disk_open(e->store, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes,
+                        &disk));
     for (; added < w->n; added++)
         MT_TRY(mt_disk_add(disk, w->units[added], added < w->n_weights));
     MT_TRY(mt_file_reserve(file, mt_disk_need(disk)));
@@ -63,7 +66,8 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
 
 fail:
     while (added-- > 0)
-        (void)mt_store_set_disk(e->store, w->units[added], 0);   /* nothing of it was asked for yet */
+        /* nothing of it was asked for yet */
+        (void)mt_store_set_disk(e->store, w->units[added], 0);
     mt_feed_close(feed);
     mt_disk_close(disk);
     mt_file_close(file);
@@ -74,7 +78,8 @@ fail:
 /* A tuple of both sequences, or NULL with an exception; first NULL: none. */
 static PyObject *both(PyObject *first, PyObject *second, int *n_first)
 {
-    PyObject *a = first != NULL ? PySequence_Tuple(first) : PyTuple_New(0), *b = PySequence_Tuple(second);
+    PyObject *a = first != NULL ? PySequence_Tuple(first) : PyTuple_New(0),
+             *b = PySequence_Tuple(second);
     PyObject *out = a != NULL && b != NULL ? PySequence_Concat(a, b) : NULL;
 
     *n_first = a != NULL ? (int)PyTuple_Size(a) : 0;
@@ -85,17 +90,20 @@ static PyObject *both(PyObject *first, PyObject *second, int *n_first)
 
 PyObject *mt_engine_disk(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "path", "units", "weights", "limit", "buffers", "buffer_bytes", "threads", NULL };
+    static char *names[] = { "path", "units", "weights", "limit", "buffers", "buffer_bytes",
+                             "threads", NULL };
     mt_engine   *e = mt_engine_usable(self);
     disk_wish    w = { .n_buffers = 8, .bytes = (Py_ssize_t)32 << 20, .threads = 16 };
     PyObject    *units, *weights = NULL, *tuple;
     mt_status    st;
 
-    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "sO|OKini:disk", names, &w.path, &units, &weights, &w.limit,
-                                                  &w.n_buffers, &w.bytes, &w.threads))
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "sO|OKini:disk", names, &w.path, &units,
+                                                  &weights, &w.limit, &w.n_buffers, &w.bytes,
+                                                  &w.threads))
         return NULL;
     if (e->file != NULL) {
-        PyErr_SetString(e->error, "the engine has its file already; all units on disk are named at once");
+        PyErr_SetString(e->error,
+                        "the engine has its file already; all units on disk are named at once");
         return NULL;
     }
     if ((tuple = both(weights, units, &w.n_weights)) == NULL)
@@ -125,7 +133,8 @@ PyObject *mt_engine_disk_file(PyObject *self, PyObject *unused)
         Py_RETURN_NONE;
     b = mt_file_blocks(e->file);
     s = mt_file_stats_get(e->file);
-    return Py_BuildValue("(sKO)", b->ops->name(b), (unsigned long long)s.bytes, s.direct ? Py_True : Py_False);
+    return Py_BuildValue("(sKO)", b->ops->name(b), (unsigned long long)s.bytes,
+                         s.direct ? Py_True : Py_False);
 }
 
 static mt_status unname(mt_engine *e)
@@ -184,15 +193,16 @@ static PyObject *disk_measure(PyObject *module, PyObject *args, PyObject *kw)
     mt_disk_rates      r;
     mt_status          st;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "sK|nii:disk_measure", names, &path, &bytes, &piece, &depth, &threads))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "sK|nii:disk_measure", names, &path, &bytes, &piece,
+                                     &depth, &threads))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     st = mt_disk_measure(path, bytes, (size_t)piece, depth, threads, &r);
     Py_END_ALLOW_THREADS
     if (st != MT_OK)
         return mt_raise(error_of(module), st);
-    return Py_BuildValue("{sdsdsdsdsO}", "fresh", r.fresh, "write", r.write, "read", r.read, "both", r.both,
-                         "direct", r.direct ? Py_True : Py_False);
+    return Py_BuildValue("{sdsdsdsdsO}", "fresh", r.fresh, "write", r.write, "read", r.read, "both",
+                         r.both, "direct", r.direct ? Py_True : Py_False);
 }
 
 /* ---- descriptors that no child has ---- */
@@ -229,10 +239,12 @@ PyMethodDef mt_disk_methods[] = {
       "open_private($module, path, flags, /)\n--\n\n"
       "As os.open; children of fork() do not have the descriptor, nor a share of its lock." },
     { "close_private", close_private, METH_VARARGS,
-      "close_private($module, fd, /)\n--\n\nOf open_private, in the process that opened it; else nothing." },
+      "close_private($module, fd, /)\n--\n\n"
+      "Of open_private, in the process that opened it; else nothing." },
     { "disk_room", disk_room, METH_VARARGS,
       "disk_room($module, path, /)\n--\n\n"
-      "Bytes that may be taken in a directory, once what crashed processes left there is removed." },
+      "Bytes that may be taken in a directory, once what crashed processes left there is "
+      "removed." },
     { "disk_measure", (PyCFunction)(void (*)(void))disk_measure, METH_VARARGS | METH_KEYWORDS,
       "disk_measure($module, path, bytes, piece=33554432, depth=8, threads=16)\n--\n\n"
       "Bytes/s of a disk: fresh, write, read, both together; and whether transfers were direct." },

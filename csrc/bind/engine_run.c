@@ -103,7 +103,8 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
     if (e == NULL || !PyArg_ParseTuple(args, "OO:open_slots", &sequence, &object))
         return NULL;
     if (e->stream != NULL) {
-        PyErr_SetString(e->error, "slots are open already; close_slots() comes before others are opened");
+        PyErr_SetString(e->error,
+                        "slots are open already; close_slots() comes before others are opened");
         return NULL;
     }
     if ((slots = PySequence_Tuple(sequence)) == NULL)
@@ -136,7 +137,8 @@ PyObject *mt_engine_settle(PyObject *self, PyObject *args)
     int        unit, slot;
     mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "ii:settle", &unit, &slot) || mt_engine_unit(e, unit) < 0)
+    if (e == NULL || !PyArg_ParseTuple(args, "ii:settle", &unit, &slot) ||
+        mt_engine_unit(e, unit) < 0)
         return NULL;
     if ((st = mt_stream_settle(e->stream, e->residents, unit, slot)) != MT_OK)
         return mt_raise(e->error, st);
@@ -149,10 +151,12 @@ PyObject *mt_engine_unsettle(PyObject *self, PyObject *args)
     int        unit, grads;
     mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "ip:unsettle", &unit, &grads) || mt_engine_unit(e, unit) < 0)
+    if (e == NULL || !PyArg_ParseTuple(args, "ip:unsettle", &unit, &grads) ||
+        mt_engine_unit(e, unit) < 0)
         return NULL;
     if (e->stream != NULL) {
-        PyErr_SetString(e->error, "close_slots() comes before unsettle(): the unit's slot is in use");
+        PyErr_SetString(e->error,
+                        "close_slots() comes before unsettle(): the unit's slot is in use");
         return NULL;
     }
     MT_UNLOCKED(e, st, mt_resident_unsettle(e->residents, unit, grads));
@@ -199,7 +203,8 @@ PyObject *mt_engine_close_slots(PyObject *self, PyObject *unused)
     if (e == NULL)
         return NULL;
     if (e->busy > 0) {
-        PyErr_Format(e->error, "slots: %d calls of other threads are still waiting in the engine", e->busy);
+        PyErr_Format(e->error, "slots: %d calls of other threads are still waiting in the engine",
+                     e->busy);
         return NULL;
     }
     s = e->stream;
@@ -357,7 +362,8 @@ static mt_status look(mt_engine *e, engine_stats *out)
     if (e->disk != NULL)
         out->d = mt_disk_stats_get(e->disk);
     out->w = mt_swap_stats_get(e->swap);
-    out->d2h_bytes = mt_offload_d2h_bytes(e->offload) + out->r.d2h_bytes + out->t.d2h_bytes + out->a.d2h_bytes;
+    out->d2h_bytes = mt_offload_d2h_bytes(e->offload) + out->r.d2h_bytes + out->t.d2h_bytes +
+                     out->a.d2h_bytes;
     out->update_ns = mt_update_busy_ns(e->updater);
     out->lost = mt_timeline_lost(e->timeline);
     return MT_OK;
@@ -373,7 +379,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     if (e == NULL)
         return NULL;
     if (e->stream != NULL)
-        n.s = mt_stream_stats_get(e->stream);            /* what it decides, it decides under the GIL */
+        n.s = mt_stream_stats_get(e->stream);       /* what it decides, it decides under the GIL */
     add_stats(&n.s, e->before);
     /* Some counts are under locks that are held while a drive, or the device, is waited for. */
     MT_UNLOCKED(e, st, look(e, &n));
@@ -382,8 +388,8 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
                          "fetches", (long long)(n.s.fetches + n.r.fetches),
                          "demand_fetches", (long long)(n.s.demand_fetches + n.r.fetches),
                          "rebuilds", (long long)n.s.rebuilds,
-                         "h2d_bytes", (unsigned long long)(n.s.h2d_bytes + n.r.h2d_bytes + n.t.h2d_bytes
-                                                           + n.a.h2d_bytes),
+                         "h2d_bytes", (unsigned long long)(n.s.h2d_bytes + n.r.h2d_bytes
+                                                           + n.t.h2d_bytes + n.a.h2d_bytes),
                          "await_ns", (unsigned long long)n.s.await_ns,
                          "d2h_bytes", (unsigned long long)n.d2h_bytes,
                          "update_ns", (unsigned long long)n.update_ns,

@@ -1,4 +1,5 @@
-/* engine_save.c — Engine's methods that write planes to files, and the module's that reads files into memory. */
+/* engine_save.c — Engine's methods that write planes to files,
+ * and the module's that reads files into memory. */
 #include "bind.h"
 #include <limits.h>
 #include <stdlib.h>
@@ -24,7 +25,8 @@ static void files_free(file_list *l)
     *l = (file_list){ 0 };
 }
 
-/* (bytes of an element, (n, bytes between two), ...) by dimension: of as many bytes as the extent. */
+/* (bytes of an element, (n, bytes between two), ...) by dimension:
+ * of as many bytes as the extent. */
 static mt_turn *turn_from(PyObject *error, PyObject *tuple, unsigned long long bytes)
 {
     mt_turn   *t = calloc(1, sizeof *t);
@@ -37,41 +39,45 @@ static mt_turn *turn_from(PyObject *error, PyObject *tuple, unsigned long long b
         PyObject  *pair = PyTuple_GetItem(tuple, t->dims + 1);
         Py_ssize_t shape, stride;
 
-        if (mt_arg_tuple(pair) < 0 || !PyArg_ParseTuple(pair, "nn:dimension", &shape, &stride) || shape < 1 ||
-            stride < 0 || bytes % (unsigned long long)shape != 0)
+        if (mt_arg_tuple(pair) < 0 || !PyArg_ParseTuple(pair, "nn:dimension", &shape, &stride) ||
+            shape < 1 || stride < 0 || bytes % (unsigned long long)shape != 0)
             break;
         bytes /= (unsigned long long)shape;
         t->shape[t->dims] = (size_t)shape;
         t->stride[t->dims] = (size_t)stride;
     }
     if (!PyErr_Occurred() && (n < 2 || t->dims + 1 != n || t->item == 0 || bytes != t->item))
-        PyErr_Format(error, "an extent's dimensions: 1 to %d, of as many bytes as it has", MT_TURN_DIMS);
+        PyErr_Format(error, "an extent's dimensions: 1 to %d, of as many bytes as it has",
+                     MT_TURN_DIMS);
     if (!PyErr_Occurred())
         return t;
     free(t);
     return NULL;
 }
 
-/* (at, address, bytes, unit), and what turn_from takes: inside of the file, and behind the one before. */
-static int extent_from(PyObject *error, PyObject *item, const mt_shard *s, uint64_t from, mt_extent *out)
+/* (at, address, bytes, unit), and what turn_from takes: inside of the file,
+ * and behind the one before. */
+static int extent_from(PyObject *error, PyObject *item, const mt_shard *s, uint64_t from,
+                       mt_extent *out)
 {
     unsigned long long at, address, bytes;
     PyObject          *tuple = NULL;
     mt_turn           *turn = NULL;
     int                unit;
 
-    if (mt_arg_tuple(item) < 0 || !PyArg_ParseTuple(item, "KKKi|O!:extent", &at, &address, &bytes, &unit,
-                                                    &PyTuple_Type, &tuple))
+    if (mt_arg_tuple(item) < 0 || !PyArg_ParseTuple(item, "KKKi|O!:extent", &at, &address, &bytes,
+                                                    &unit, &PyTuple_Type, &tuple))
         return -1;
     if (bytes == 0 || at < from || at > s->bytes || bytes > s->bytes - at || unit < -1) {
-        PyErr_Format(error, "%s: an extent of %llu bytes at %llu of unit %d; the file has %llu, and the one before "
-                     "ends at %llu", s->path, bytes, at, unit, (unsigned long long)s->bytes, (unsigned long long)from);
+        PyErr_Format(error, "%s: an extent of %llu bytes at %llu of unit %d; the file has %llu, "
+                     "and the one before ends at %llu", s->path, bytes, at, unit,
+                     (unsigned long long)s->bytes, (unsigned long long)from);
         return -1;
     }
     if (tuple != NULL && (turn = turn_from(error, tuple, bytes)) == NULL)
         return -1;
-    *out = (mt_extent){ .at = at, .mem = (void *)(uintptr_t)address, .bytes = (size_t)bytes, .unit = unit,
-                        .turn = turn };
+    *out = (mt_extent){ .at = at, .mem = (void *)(uintptr_t)address, .bytes = (size_t)bytes,
+                        .unit = unit, .turn = turn };
     return 0;
 }
 
@@ -103,7 +109,8 @@ static int shard_from(PyObject *error, PyObject *item, mt_shard *s)
     unsigned long long bytes;
     PyObject          *list;
 
-    if (mt_arg_tuple(item) < 0 || !PyArg_ParseTuple(item, "sKO!:file", &path, &bytes, &PyList_Type, &list))
+    if (mt_arg_tuple(item) < 0 || !PyArg_ParseTuple(item, "sKO!:file", &path, &bytes, &PyList_Type,
+                                                    &list))
         return -1;
     s->bytes = bytes;
     s->path = strdup(path);
@@ -262,7 +269,8 @@ static unsigned *planes_from(mt_engine *e, PyObject *list, int n_units)
         PyObject *item = PyList_GetItem(list, i);
         int       unit, mask;
 
-        if (mt_arg_tuple(item) < 0 || !PyArg_ParseTuple(item, "ii:unit", &unit, &mask) || mt_engine_unit(e, unit) < 0) {
+        if (mt_arg_tuple(item) < 0 || !PyArg_ParseTuple(item, "ii:unit", &unit, &mask) ||
+            mt_engine_unit(e, unit) < 0) {
             free(planes);
             return NULL;
         }
@@ -296,12 +304,14 @@ PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw)
     mt_saving    *g;
     mt_status     st;
 
-    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "O!O!nii:save_begin", names, &PyList_Type, &files,
-                                                  &PyList_Type, &units, &spare, &how.n_copiers, &how.n_writers))
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "O!O!nii:save_begin", names,
+                                                  &PyList_Type, &files, &PyList_Type, &units,
+                                                  &spare, &how.n_copiers, &how.n_writers))
         return NULL;
     if (e->saving != NULL || spare < 0 || how.n_copiers < 1 || how.n_writers < 1) {
-        PyErr_Format(e->error, "save_begin: %s", e->saving != NULL ? "a save is under way; save_end() comes first"
-                                                                   : "spare >= 0, and a thread of each kind");
+        PyErr_Format(e->error, "save_begin: %s",
+                     e->saving != NULL ? "a save is under way; save_end() comes first"
+                                       : "spare >= 0, and a thread of each kind");
         return NULL;
     }
     if ((g = calloc(1, sizeof *g)) == NULL)
@@ -311,7 +321,8 @@ PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw)
     how.spare_bytes = (size_t)spare;
     how.n_units = mt_store_units(e->store);
     how.watch = mt_store_watch(e->store);
-    if (files_from(e->error, files, &g->files) < 0 || (g->planes = planes_from(e, units, how.n_units)) == NULL ||
+    if (files_from(e->error, files, &g->files) < 0 ||
+        (g->planes = planes_from(e, units, how.n_units)) == NULL ||
         units_ok(e, g, how.n_units) < 0) {
         saving_free(g);
         return NULL;
@@ -408,8 +419,8 @@ PyObject *mt_engine_take(PyObject *self, PyObject *args)
     int                unit;
     mt_status          st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iK:take", &unit, &handle) || mt_engine_unit(e, unit) < 0 ||
-        (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+    if (e == NULL || !PyArg_ParseTuple(args, "iK:take", &unit, &handle) ||
+        mt_engine_unit(e, unit) < 0 || (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
         return NULL;
     MT_UNLOCKED(e, st, take(e, unit, run));
     if (st != MT_OK)
@@ -493,6 +504,7 @@ static PyObject *read_file(PyObject *module, PyObject *args)
 PyMethodDef mt_save_methods[] = {
     { "read_file", read_file, METH_VARARGS,
       "read_file($module, file, sums, threads, /)\n--\n\n"
-      "Fill the memory of a file's extents, and compare the sums of its blocks, unless they are None." },
+      "Fill the memory of a file's extents, and compare the sums of its blocks, unless they are "
+      "None." },
     { NULL, NULL, 0, NULL },
 };

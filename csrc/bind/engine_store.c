@@ -183,7 +183,8 @@ PyObject *mt_engine_cold_bytes(PyObject *self, PyObject *args)
 
 /* ---- memory that is not locked ---- */
 
-#define LOCKED_BYTES ((size_t)4096)  /* what kernels write into, sums of squares, is a page a unit */
+/* what kernels write into, sums of squares, is a page a unit */
+#define LOCKED_BYTES ((size_t)4096)
 
 PyObject *mt_engine_unlocked(PyObject *self, PyObject *unused)
 {
@@ -230,7 +231,8 @@ PyObject *mt_engine_touch(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Until host memory of the plane is the unit's: its copy, too, when the unit is settled or has the plane on disk. */
+/* Until host memory of the plane is the unit's: its copy, too,
+ * when the unit is settled or has the plane on disk. */
 static mt_status wait_and_bring(mt_engine *e, int unit, mt_plane plane,
                                 mt_status (*wait)(mt_store *, int))
 {
@@ -342,7 +344,8 @@ PyObject *mt_engine_set_states(PyObject *self, PyObject *args)
     int        unit, states;
     mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "ii:set_states", &unit, &states) || mt_engine_unit(e, unit) < 0)
+    if (e == NULL || !PyArg_ParseTuple(args, "ii:set_states", &unit, &states) ||
+        mt_engine_unit(e, unit) < 0)
         return NULL;
     if ((st = mt_store_set_states(e->store, unit, (mt_states)states)) != MT_OK)
         return mt_raise(e->error, st);
@@ -355,7 +358,8 @@ PyObject *mt_engine_through(PyObject *self, PyObject *args)
     int        unit, on;
     mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "ip:through", &unit, &on) || mt_engine_unit(e, unit) < 0)
+    if (e == NULL || !PyArg_ParseTuple(args, "ip:through", &unit, &on) ||
+        mt_engine_unit(e, unit) < 0)
         return NULL;
     if (on && (st = through_open(e)) != MT_OK)
         return mt_raise(e->error, st);
@@ -368,8 +372,8 @@ PyObject *mt_engine_through(PyObject *self, PyObject *args)
 
 /* ---- states that come and leave ---- */
 
-/* Of one piece: small enough to be cut out of memory that activations have left. With what its owner takes to
- * align it, a size that torch's allocator need not round up. */
+/* Of one piece: small enough to be cut out of memory that activations have left. With what its
+ * owner takes to align it, a size that torch's allocator need not round up. */
 #define PIECE_BYTES (((size_t)128 << 20) - 512)
 
 static mt_status arrive_open(mt_engine *e)
@@ -407,7 +411,8 @@ PyObject *mt_engine_dismiss(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    if (e->arrive != NULL && mt_arrive_invited(e->arrive, unit) && (st = mt_arrive_dismiss(e->arrive, unit)) != MT_OK)
+    if (e->arrive != NULL && mt_arrive_invited(e->arrive, unit) &&
+        (st = mt_arrive_dismiss(e->arrive, unit)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
 }
@@ -419,8 +424,8 @@ static mt_engine *guest_of(mt_engine *e, int unit)
         return NULL;
     if (e->arrive != NULL && mt_arrive_invited(e->arrive, unit))
         return e;
-    PyErr_Format(e->error, "unit %d (%s): its states do not come and leave; invite() it first", unit,
-                 mt_store_name(e->store, unit));
+    PyErr_Format(e->error, "unit %d (%s): its states do not come and leave; invite() it first",
+                 unit, mt_store_name(e->store, unit));
     return NULL;
 }
 
@@ -552,7 +557,8 @@ PyObject *mt_engine_push(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "iii:push", &unit, &param, &planes))
         return NULL;
-    if ((param == -1 ? mt_engine_unit(e, unit) : mt_engine_param(e, unit, param)) < 0 || planes_ok(e, planes) < 0)
+    if ((param == -1 ? mt_engine_unit(e, unit) : mt_engine_param(e, unit, param)) < 0 ||
+        planes_ok(e, planes) < 0)
         return NULL;
     if (param == -1 && !mt_store_on_disk(e->store, unit)) {
         PyErr_Format(e->error, "unit %d (%s) is not on disk: push its parameters one by one", unit,

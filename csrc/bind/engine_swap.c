@@ -1,4 +1,5 @@
-/* engine_swap.c — Engine's methods on tensors that wait in host memory, or in a file. Twice a window and step. */
+/* engine_swap.c — Engine's methods on tensors that wait in host memory, or in a file.
+ * Twice a window and step. */
 #include "bind.h"
 #include <stdlib.h>
 
@@ -43,7 +44,8 @@ PyObject *mt_engine_swap_out(PyObject *self, PyObject *args)
     mt_status          st;
     int                unit, to_file = 0;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iO!K|p:swap_out", &unit, &PyTuple_Type, &tuple, &handle, &to_file) ||
+    if (e == NULL || !PyArg_ParseTuple(args, "iO!K|p:swap_out", &unit, &PyTuple_Type, &tuple,
+                                       &handle, &to_file) ||
         mt_engine_unit(e, unit) < 0 || (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL ||
         (parts = parts_of(tuple)) == NULL)
         return NULL;
@@ -62,7 +64,8 @@ PyObject *mt_engine_swap_back(PyObject *self, PyObject *args)
     PyObject          *tuple;
     mt_status          st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "KO!K:swap_back", &bundle, &PyTuple_Type, &tuple, &handle) ||
+    if (e == NULL || !PyArg_ParseTuple(args, "KO!K:swap_back", &bundle, &PyTuple_Type, &tuple,
+                                       &handle) ||
         (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL || (parts = parts_of(tuple)) == NULL)
         return NULL;
     MT_WAITING(e, st, mt_swap_back(e->swap, bundle, parts, (int)PyTuple_Size(tuple), run));
@@ -73,7 +76,8 @@ PyObject *mt_engine_swap_back(PyObject *self, PyObject *args)
 }
 
 /* left and await: a bundle, and the stream that waits. On the CPU that is the calling thread. */
-static PyObject *waited(PyObject *self, PyObject *args, mt_status (*wait)(mt_swap *, uint64_t, mt_queue *))
+static PyObject *waited(PyObject *self, PyObject *args,
+                        mt_status (*wait)(mt_swap *, uint64_t, mt_queue *))
 {
     mt_engine         *e = mt_engine_usable(self);
     unsigned long long handle, bundle;
@@ -126,14 +130,16 @@ PyObject *mt_engine_swap_bytes(PyObject *self, PyObject *unused)
     (void)unused;
     if (e == NULL)
         return NULL;
-    MT_UNLOCKED(e, stats, mt_swap_stats_get(e->swap));       /* its lock is held while a drive is waited for */
+    /* its lock is held while a drive is waited for */
+    MT_UNLOCKED(e, stats, mt_swap_stats_get(e->swap));
     return Py_BuildValue("(nn)", (Py_ssize_t)stats.host_bytes, (Py_ssize_t)stats.used_bytes);
 }
 
 /* ---- the file ---- */
 
 /* Room for `bytes` is reserved. On failure the engine is as it was. */
-static mt_status swap_disk(mt_engine *e, const char *path, uint64_t limit, uint64_t bytes, int blocks, int threads)
+static mt_status swap_disk(mt_engine *e, const char *path, uint64_t limit, uint64_t bytes,
+                           int blocks, int threads)
 {
     mt_file  *file = NULL;
     mt_status st;
@@ -158,8 +164,8 @@ PyObject *mt_engine_swap_disk(PyObject *self, PyObject *args, PyObject *kw)
     int                blocks = 4, threads = 16;
     mt_status          st;
 
-    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "s|KKii:swap_disk", names, &path, &bytes, &limit, &blocks,
-                                                  &threads))
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "s|KKii:swap_disk", names, &path,
+                                                  &bytes, &limit, &blocks, &threads))
         return NULL;
     MT_UNLOCKED(e, st, swap_disk(e, path, limit, bytes, blocks, threads));
     if (st == MT_OK)
@@ -180,6 +186,7 @@ PyObject *mt_engine_swap_file(PyObject *self, PyObject *unused)
         Py_RETURN_NONE;
     b = mt_file_blocks(e->swap_file);
     MT_UNLOCKED(e, s, mt_swap_stats_get(e->swap));
-    return Py_BuildValue("(sKK)", b->ops->name(b), (unsigned long long)mt_file_stats_get(e->swap_file).bytes,
+    return Py_BuildValue("(sKK)", b->ops->name(b),
+                         (unsigned long long)mt_file_stats_get(e->swap_file).bytes,
                          (unsigned long long)s.spill.used_bytes);
 }

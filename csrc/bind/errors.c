@@ -40,7 +40,8 @@ static void *warn_main(void *text)
     return NULL;
 }
 
-/* By a thread of its own, which nobody joins: who calls may hold a lock that another thread waits for under the GIL. */
+/* By a thread of its own, which nobody joins:
+ * who calls may hold a lock that another thread waits for under the GIL. */
 void mt_warn(const char *text)
 {
     char     *copy = strdup(text);

@@ -34,9 +34,9 @@ static int tensor_of(PyObject *tuple, mt_adam_tensor *out)
     unsigned long long hi, lo, master, m, v, grad, scale = 0, key = 0;
 
     if (mt_arg_tuple(tuple) < 0 ||
-        !PyArg_ParseTuple(tuple, "iLKKKKKKidddddLp|iKK;a tensor is (dtype, n, hi, lo, master, m, v, "
-                          "grad, grad_dtype, lr, beta1, beta2, eps, weight_decay, step, maximize, "
-                          "states, scale, key)",
+        !PyArg_ParseTuple(tuple, "iLKKKKKKidddddLp|iKK;a tensor is (dtype, n, hi, lo, master, m, "
+                          "v, grad, grad_dtype, lr, beta1, beta2, eps, weight_decay, step, "
+                          "maximize, states, scale, key)",
                           &dtype, &n, &hi, &lo, &master, &m, &v, &grad, &grad_dtype,
                           &t.hyper.lr, &t.hyper.beta1, &t.hyper.beta2, &t.hyper.eps,
                           &t.hyper.weight_decay, &step, &t.hyper.maximize, &states, &scale, &key))
@@ -181,7 +181,7 @@ static PyObject *py_sumsq(PyObject *module, PyObject *args, PyObject *kw)
 typedef struct planes_of {
     const char *name, *format;
     int         n_planes;
-    int         low_bytes;               /* what its number of them is where none is given; 0: it takes none */
+    int         low_bytes;  /* what its number of them is where none is given; 0: it takes none */
     void      (*run)(void *const *plane, int64_t n, int low);
 } planes_of;
 
@@ -309,7 +309,8 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
 PyMethodDef mt_kernel_methods[] = {
     { "build_info", py_build_info, METH_NOARGS,
       "build_info()\n--\n\n"
-      "{\"cuda\": bool, \"isa\": best, \"isas\": all that run here, \"cpus\": int, \"nodes\": int}" },
+      "{\"cuda\": bool, \"isa\": best, \"isas\": all that run here, \"cpus\": int, \"nodes\": "
+      "int}" },
     { "isa_runs", py_isa_runs, METH_VARARGS, "isa_runs(isa, /)\n--\n\n" },
     { "adam_step", KEYWORDS(py_adam_step), METH_VARARGS | METH_KEYWORDS,
       "adam_step(tensors, clip, threads, isa)\n--\n\nAdamW on host addresses." },
@@ -320,19 +321,22 @@ PyMethodDef mt_kernel_methods[] = {
       "sumsq(dtype, address, n, threads=1)\n--\n\n"
       "Sum of squares in fp64, in the order of ops/sumsq.h." },
     { "split_join", py_split_join, METH_VARARGS,
-      "split_join(hi, lo, out, n, low=2, /)\n--\n\nfp32 values of split bf16 weights; low: bytes of lo." },
+      "split_join(hi, lo, out, n, low=2, /)\n--\n\n"
+      "fp32 values of split bf16 weights; low: bytes of lo." },
     { "split_set", py_split_set, METH_VARARGS,
       "split_set(p, hi, lo, n, low=2, /)\n--\n\nSplit fp32 values into hi and lo." },
     { "codes_get", py_codes_get, METH_VARARGS,
       "codes_get(m, v, scale, out_m, out_v, n, /)\n--\n\nfp32 values of moments of 8 bits." },
     { "codes_set", py_codes_set, METH_VARARGS,
-      "codes_set(in_m, in_v, m, v, scale, n, /)\n--\n\nMoments of 8 bits from fp32 values, to nearest." },
+      "codes_set(in_m, in_v, m, v, scale, n, /)\n--\n\n"
+      "Moments of 8 bits from fp32 values, to nearest." },
     { "register_ops", mt_py_register_ops, METH_NOARGS,
       "register_ops()\n--\n\n"
       "Register torch.ops.megatrain.*; torch must be imported. Idempotent." },
     { "swap_window", mt_py_swap_window, METH_O,
       "swap_window(window, /)\n--\n\n"
-      "This thread's open window, {record: slot tensor} or None, from now on; returns the one before." },
+      "This thread's open window, {record: slot tensor} or None, from now on; returns the one "
+      "before." },
     { "changed", mt_py_changed, METH_VARARGS,
       "changed(parts, begin, /)\n--\n\n"
       "The first part from `begin` on that is not as it was noted, or -1: proof/watch.py." },

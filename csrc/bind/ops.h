@@ -4,7 +4,8 @@
  *   argument   a tensor as plain memory with sizes and strides, or a number
  *   call       which op, and on CUDA the stream that torch computes on
  *   kernel     takes arguments; one for each device
- *   table      name, arguments, schema: one line per op; MT_OP_TABLE makes the rest of a room's file
+ *   table      name, arguments, schema: one line per op;
+ *              MT_OP_TABLE makes the rest of a room's file
  *
  *     static mt_status cpu_scale_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result);
  *     static mt_status cuda_scale_(...);
@@ -15,13 +16,13 @@
  *   T tensor, read        W tensor, written        f float (C double)
  *   t tensor or None      w tensor or None         i int64, bool
  *   S s V v   as T t W w, with any strides; the others are dense and row-major
- * Ops write into memory they are given: whoever calls them makes it (megatrain_torch/ops.py). Shapes
- * for tracing (fake kernels) are Python's too.
+ * Ops write into memory they are given: whoever calls them makes it (megatrain_torch/ops.py).
+ * Shapes for tracing (fake kernels) are Python's too.
  *
  * Threads: kernels run on whichever thread calls the op, without the GIL.
- * Errors:  a kernel returns mt_status; the box lets go of the arguments and raises RuntimeError with
- *          the core's message, a C++ exception through the room's frames: csrc/bind/ops_*.c and
- *          torch_ops.c are compiled with -fexceptions.
+ * Errors:  a kernel returns mt_status; the box lets go of the arguments and raises RuntimeError
+ *          with the core's message, a C++ exception through the room's frames: csrc/bind/ops_*.c
+ *          and torch_ops.c are compiled with -fexceptions.
  */
 #ifndef MT_OPS_H
 #define MT_OPS_H
@@ -62,11 +63,14 @@ typedef struct mt_op_call {
 
 typedef mt_status (*mt_op_kernel)(const mt_op_call *c, const mt_op_arg *a, StableIValue *result);
 
-/* CPU: a pool for work on n elements, as many threads as torch uses; NULL for little work. Close it. */
+/* CPU: a pool for work on n elements, as many threads as torch uses; NULL for little work.
+ * Close it. */
 mt_status mt_op_pool(int64_t n, mt_pool **out);
-/* A new tensor of dt [n] beside x, or a scalar when n < 0; freed by mt_op_free, or a result. CUDA memory
- * freed at once is handed out again in the stream's order, so scratch need not outlive the call. */
-mt_status mt_op_new (const mt_op_tensor *x, mt_dtype dt, int64_t n, AtenTensorHandle *out, void **data);
+/* A new tensor of dt [n] beside x, or a scalar when n < 0; freed by mt_op_free, or a result. CUDA
+ * memory freed at once is handed out again in the stream's order,
+ * so scratch need not outlive the call. */
+mt_status mt_op_new (const mt_op_tensor *x, mt_dtype dt, int64_t n, AtenTensorHandle *out,
+                     void **data);
 void      mt_op_free(AtenTensorHandle t);        /* NULL is fine */
 
 /* Unpacks, runs the kernel, raises. */
@@ -98,7 +102,8 @@ typedef struct mt_op_row {
 #endif
 
 /* The rooms, in the order they are registered. A new one adds its line here. */
-#define MT_OP_ROOMS(X) X(optim) X(gemm) X(norm) X(glu) X(rope) X(embedding) X(loss) X(experts) X(attention)
+#define MT_OP_ROOMS(X) \
+    X(optim) X(gemm) X(norm) X(glu) X(rope) X(embedding) X(loss) X(experts) X(attention)
 #define MT_OP_EXTERN_(room) extern const mt_op_row mt_ops_##room[];
 MT_OP_ROOMS(MT_OP_EXTERN_)
 #undef MT_OP_EXTERN_

@@ -18,7 +18,8 @@ static mt_status cpu_attention_backward(const mt_op_call *c, const mt_op_arg *a,
 }
 
 #ifdef MT_WITH_CUDA
-static const char *const names[] = { "q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "bias" };
+static const char *const names[] = { "q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse",
+                                     "bias" };
 
 /* [rows, heads, tokens, last] of this type, the last dimension dense. A bias may have one row or
  * head for all. */
@@ -37,8 +38,9 @@ static mt_status tensor_of(const mt_op_call *c, const mt_op_tensor *t, int which
     }
     MT_TRY(mt_op_type(c, names[which], t, dt));
     if (t->stride[3] != 1 || (uintptr_t)t->data % 16 != 0)
-        return MT_FAIL(MT_EINVAL, "%s: %s must be dense in its last dimension, and begin at 16 bytes",
-                       c->name, names[which]);
+        return MT_FAIL(MT_EINVAL,
+                       "%s: %s must be dense in its last dimension, and begin at 16 bytes", c->name,
+                       names[which]);
 fail:
     return st;
 }
@@ -48,9 +50,11 @@ static mt_status sizes_of(const mt_op_call *c, const mt_op_arg *a, mt_attention_
     const mt_op_tensor *q = &a[Q].t, *k = &a[K].t, *bias = &a[BIAS].t;
 
     if (q->dim != 4 || k->dim != 4 || (q->dtype != MT_BF16 && q->dtype != MT_F16))
-        return MT_FAIL(MT_EINVAL, "%s: q and k must be [rows, heads, tokens, dim] of 16 bits", c->name);
+        return MT_FAIL(MT_EINVAL, "%s: q and k must be [rows, heads, tokens, dim] of 16 bits",
+                       c->name);
     if (q->n == 0 || k->n == 0 || q->size[1] % k->size[1] != 0)
-        return MT_FAIL(MT_EINVAL, "%s: %lld heads of queries for %lld of keys, %lld and %lld elements",
+        return MT_FAIL(MT_EINVAL,
+                       "%s: %lld heads of queries for %lld of keys, %lld and %lld elements",
                        c->name, (long long)q->size[1], (long long)k->size[1], (long long)q->n,
                        (long long)k->n);
     *key = (mt_attention_key){ .device = c->device_index, .half = q->dtype == MT_F16,

@@ -1,4 +1,5 @@
-/* ops_check.h — what rooms ask of their arguments, in words that name op, argument, value and limit. */
+/* ops_check.h — what rooms ask of their arguments, in words that name op, argument,
+ * value and limit. */
 #ifndef MT_OPS_CHECK_H
 #define MT_OPS_CHECK_H
 
@@ -12,12 +13,13 @@ static inline mt_status mt_op_float(const mt_op_call *c, const char *name, const
     return MT_FAIL(MT_EINVAL, "%s: %s must be float32, bfloat16 or float16", c->name, name);
 }
 
-static inline mt_status mt_op_type(const mt_op_call *c, const char *name, const mt_op_tensor *t, int dt)
+static inline mt_status mt_op_type(const mt_op_call *c, const char *name, const mt_op_tensor *t,
+                                   int dt)
 {
     if (t->dtype == dt)
         return MT_OK;
-    return MT_FAIL(MT_EINVAL, "%s: %s is %s, not %s", c->name, name, mt_dtype_name((mt_dtype)t->dtype),
-                   mt_dtype_name((mt_dtype)dt));
+    return MT_FAIL(MT_EINVAL, "%s: %s is %s, not %s", c->name, name,
+                   mt_dtype_name((mt_dtype)t->dtype), mt_dtype_name((mt_dtype)dt));
 }
 
 /* What a launch said; NULL: nothing went wrong. */
@@ -29,12 +31,13 @@ static inline mt_status mt_op_launched(const mt_op_call *c, const char *error)
 }
 
 /* [n]. */
-static inline mt_status mt_op_vector(const mt_op_call *c, const char *name, const mt_op_tensor *t, int64_t n)
+static inline mt_status mt_op_vector(const mt_op_call *c, const char *name, const mt_op_tensor *t,
+                                     int64_t n)
 {
     if (t->dim == 1 && t->size[0] == n)
         return MT_OK;
-    return MT_FAIL(MT_EINVAL, "%s: %s must be [%lld]; it has %d dimensions and %lld elements", c->name,
-                   name, (long long)n, t->dim, (long long)t->n);
+    return MT_FAIL(MT_EINVAL, "%s: %s must be [%lld]; it has %d dimensions and %lld elements",
+                   c->name, name, (long long)n, t->dim, (long long)t->n);
 }
 
 /* [rows, n] whose rows are dense; n or rows -1: any. */
@@ -46,10 +49,11 @@ static inline mt_status mt_op_matrix(const mt_op_call *c, const char *name, cons
     if ((rows >= 0 && t->size[0] != rows) || (n >= 0 && t->size[1] != n))
         return MT_FAIL(MT_EINVAL, "%s: %s is [%lld, %lld], not [%lld, %lld]", c->name, name,
                        (long long)t->size[0], (long long)t->size[1],
-                       (long long)(rows < 0 ? t->size[0] : rows), (long long)(n < 0 ? t->size[1] : n));
+                       (long long)(rows < 0 ? t->size[0] : rows),
+                       (long long)(n < 0 ? t->size[1] : n));
     if (t->size[1] > 1 && t->stride[1] != 1)
-        return MT_FAIL(MT_EINVAL, "%s: %s has a stride of %lld in its last dimension, not 1", c->name,
-                       name, (long long)t->stride[1]);
+        return MT_FAIL(MT_EINVAL, "%s: %s has a stride of %lld in its last dimension, not 1",
+                       c->name, name, (long long)t->stride[1]);
     return MT_OK;
 }
 
@@ -60,7 +64,8 @@ static inline mt_status mt_op_written(const mt_op_call *c, const char *name, con
     mt_status st = mt_op_matrix(c, name, t, rows, n);
 
     if (st == MT_OK && t->size[0] > 1 && t->stride[0] < t->size[1])
-        st = MT_FAIL(MT_EINVAL, "%s: rows of %s are %lld elements apart and %lld long: they overlap",
+        st = MT_FAIL(MT_EINVAL, "%s: rows of %s are %lld elements apart and %lld long: they "
+                     "overlap",
                      c->name, name, (long long)t->stride[0], (long long)t->size[1]);
     return st;
 }

@@ -37,11 +37,12 @@ static mt_status ids_in_table(const mt_op_call *c, const mt_embedding *e)
 
     if (e->tokens == 0 || (bad >= 0 && bad < e->rows))
         return MT_OK;
-    return MT_FAIL(MT_EINVAL, "%s: id %lld is outside of the table's %lld rows", c->name, (long long)bad,
-                   (long long)e->rows);
+    return MT_FAIL(MT_EINVAL, "%s: id %lld is outside of the table's %lld rows", c->name,
+                   (long long)bad, (long long)e->rows);
 }
 
-static mt_status cpu_embedding_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+static mt_status cpu_embedding_backward(const mt_op_call *c, const mt_op_arg *a,
+                                        StableIValue *result)
 {
     mt_pool     *pool = NULL;
     mt_embedding e;
@@ -58,7 +59,8 @@ fail:
 }
 
 #ifdef MT_WITH_CUDA
-static mt_status cuda_embedding_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+static mt_status cuda_embedding_backward(const mt_op_call *c, const mt_op_arg *a,
+                                         StableIValue *result)
 {
     AtenTensorHandle rows = NULL, sums = NULL;
     void            *begins, *pieces;

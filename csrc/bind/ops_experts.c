@@ -38,8 +38,8 @@ static mt_status sum_args(const mt_op_call *c, const mt_op_arg *a, mt_row_sums *
     MT_TRY(mt_op_matrix(c, "out", out, -1, x->size[1]));
     tokens = out->size[0];
     if (tokens == 0 ? place->n != 0 : place->n % tokens != 0)
-        return MT_FAIL(MT_EINVAL, "%s: %lld places for %lld rows of out: not as many for each", c->name,
-                       (long long)place->n, (long long)tokens);
+        return MT_FAIL(MT_EINVAL, "%s: %lld places for %lld rows of out: not as many for each",
+                       c->name, (long long)place->n, (long long)tokens);
     MT_TRY(rows_below(c, "place", place, place->n, x->size[0]));
     if (weights->handle != NULL) {
         MT_TRY(mt_op_type(c, "weights", weights, MT_F32));
@@ -75,8 +75,8 @@ fail:
 
 /* ---- gates ---- */
 
-static mt_status expert_args(const mt_op_call *c, const mt_op_tensor *bias, const mt_op_tensor *expert,
-                             mt_gates *g)
+static mt_status expert_args(const mt_op_call *c, const mt_op_tensor *bias,
+                             const mt_op_tensor *expert, mt_gates *g)
 {
     const int32_t *e = expert->data;
     mt_status      st = MT_OK;
@@ -125,8 +125,8 @@ fail:
     return st;
 }
 
-static mt_status like_rows(const mt_op_call *c, const char *name, const mt_op_tensor *t, const mt_gates *g,
-                           int64_t n)
+static mt_status like_rows(const mt_op_call *c, const char *name, const mt_op_tensor *t,
+                           const mt_gates *g, int64_t n)
 {
     mt_status st;
 
@@ -147,8 +147,8 @@ fail:
     return st;
 }
 
-static mt_status weight_args(const mt_op_call *c, const mt_op_tensor *weights, const mt_op_tensor *order,
-                             const mt_op_tensor *dweights, mt_gates *g)
+static mt_status weight_args(const mt_op_call *c, const mt_op_tensor *weights,
+                             const mt_op_tensor *order, const mt_op_tensor *dweights, mt_gates *g)
 {
     mt_status st = MT_OK;
 
@@ -160,7 +160,8 @@ static mt_status weight_args(const mt_op_call *c, const mt_op_tensor *weights, c
         MT_TRY(mt_op_type(c, "dweights", dweights, MT_F32));
         MT_TRY(mt_op_vector(c, "dweights", dweights, g->rows));
     }
-    if (order->handle != NULL)       /* a permutation (experts.h); what can be out of memory is looked at */
+    /* a permutation (experts.h); what can be out of memory is looked at */
+    if (order->handle != NULL)
         MT_TRY(rows_below(c, "order", order, g->rows, g->rows));
     g->weights = weights->data;
     g->dweights = dweights->data;
@@ -209,7 +210,8 @@ static mt_status cpu_expert_glu(const mt_op_call *c, const mt_op_arg *a, StableI
     return on_cpu(c, a, forward_args, mt_gates_forward);
 }
 
-static mt_status cpu_expert_glu_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+static mt_status cpu_expert_glu_backward(const mt_op_call *c, const mt_op_arg *a,
+                                         StableIValue *result)
 {
     (void)result;
     return on_cpu(c, a, backward_args, mt_gates_backward);
@@ -240,7 +242,8 @@ fail:
     return st;
 }
 
-static mt_status cuda_expert_glu_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+static mt_status cuda_expert_glu_backward(const mt_op_call *c, const mt_op_arg *a,
+                                          StableIValue *result)
 {
     mt_gates  g;
     mt_status st;
@@ -253,15 +256,15 @@ fail:
 }
 #endif
 
-#define OPS(X)                                                                                        \
-    X(sum_rows, "TTttfW",                                                                             \
-      "sum_rows(Tensor x, Tensor place, Tensor? weights, Tensor? base, float factor, Tensor(a!) out)" \
-      " -> ()")                                                                                       \
-    X(expert_glu, "TttiiW",                                                                           \
-      "expert_glu(Tensor gu, Tensor? bias, Tensor? expert, int act, bool interleaved, "               \
-      "Tensor(a!) h) -> ()")                                                                          \
-    X(expert_glu_backward, "TTttiittWWw",                                                             \
-      "expert_glu_backward(Tensor dact, Tensor gu, Tensor? bias, Tensor? expert, int act, "           \
-      "bool interleaved, Tensor? weights, Tensor? order, Tensor(a!) dgu, Tensor(b!) h, "              \
+#define OPS(X)                                                                              \
+    X(sum_rows, "TTttfW",                                                                   \
+      "sum_rows(Tensor x, Tensor place, Tensor? weights, Tensor? base, float factor, "      \
+      "Tensor(a!) out) -> ()")                                                              \
+    X(expert_glu, "TttiiW",                                                                 \
+      "expert_glu(Tensor gu, Tensor? bias, Tensor? expert, int act, bool interleaved, "     \
+      "Tensor(a!) h) -> ()")                                                                \
+    X(expert_glu_backward, "TTttiittWWw",                                                   \
+      "expert_glu_backward(Tensor dact, Tensor gu, Tensor? bias, Tensor? expert, int act, " \
+      "bool interleaved, Tensor? weights, Tensor? order, Tensor(a!) dgu, Tensor(b!) h, "    \
       "Tensor(c!)? dweights) -> ()")
 MT_OP_TABLE(experts, OPS)

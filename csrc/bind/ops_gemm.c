@@ -36,7 +36,8 @@ static mt_status check_shapes(const mt_gemm *g)
                        (long long)g->c.rows, (long long)g->c.cols, (long long)g->a.rows,
                        (long long)g->a.cols, (long long)g->b.rows, (long long)g->b.cols);
     if (g->c.by_columns)
-        return MT_FAIL(MT_EINVAL, "gemm_: c's rows must be dense, its row stride is free; write its "
+        return MT_FAIL(MT_EINVAL,
+                       "gemm_: c's rows must be dense, its row stride is free; write its "
                        "transpose: gemm_(c.t(), b.t(), a.t())");
     /* cublasLt has no empty sums. */
     if (g->a.cols == 0)
@@ -94,7 +95,8 @@ static mt_status cuda_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValu
     key = mt_gemm_key_of(&g, c->device_index, (float)a[BETA].f);
     MT_TRY(mt__gemm_cuda_choose(&key, &g, &how));
     if (mt__gemm_cuda_workspace(how) > 0)
-        MT_TRY(mt_op_new(&a[C].t, MT_U8, (int64_t)mt__gemm_cuda_workspace(how), &workspace, &bytes));
+        MT_TRY(mt_op_new(&a[C].t, MT_U8, (int64_t)mt__gemm_cuda_workspace(how), &workspace,
+                         &bytes));
     /* Freed before it is used: torch gives the memory to later work of this stream only. */
     st = mt__gemm_cuda_run(how, &g, (float)a[ALPHA].f, (float)a[BETA].f, bytes, c->stream);
 fail:

@@ -1,4 +1,5 @@
-/* ops_glu.c — torch.ops.megatrain: gated activations, and the sum over tokens. See csrc/ops/glu.h. */
+/* ops_glu.c — torch.ops.megatrain: gated activations, and the sum over tokens.
+ * See csrc/ops/glu.h. */
 #include "ops_check.h"
 #include "../ops/glu.h"
 #ifdef MT_WITH_CUDA
@@ -54,12 +55,14 @@ fail:
     return st;
 }
 
-/* An output may be an input, element for element; memory that is shifted against it would be read late. */
+/* An output may be an input, element for element;
+ * memory that is shifted against it would be read late. */
 static mt_status in_place(const mt_op_call *c, const char *name, const mt_op_tensor *out,
                           const mt_op_tensor *in)
 {
     if (out->n > 0 && out->data == in->data && out->size[0] > 1 && out->stride[0] != in->stride[0])
-        return MT_FAIL(MT_EINVAL, "%s: %s begins where an input does, but its rows are %lld elements "
+        return MT_FAIL(MT_EINVAL,
+                       "%s: %s begins where an input does, but its rows are %lld elements "
                        "apart, not %lld", c->name, name, (long long)out->stride[0],
                        (long long)in->stride[0]);
     return MT_OK;
@@ -160,8 +163,8 @@ static mt_status column_args(const mt_op_call *c, const mt_op_arg *a, mt_columns
     MT_TRY(mt_op_matrix(c, "x", x, -1, -1));
     MT_TRY(mt_op_float(c, "out", out));
     MT_TRY(mt_op_vector(c, "out", out, x->size[1]));
-    *s = (mt_columns){ (mt_dtype)x->dtype, (mt_dtype)out->dtype, x->size[0], x->size[1], x->stride[0],
-                       x->data, out->data };
+    *s = (mt_columns){ (mt_dtype)x->dtype, (mt_dtype)out->dtype, x->size[0], x->size[1],
+                       x->stride[0], x->data, out->data };
 fail:
     return st;
 }
@@ -202,10 +205,10 @@ fail:
 }
 #endif
 
-#define OPS(X)                                                                                      \
-    X(glu, "SSiW", "glu(Tensor gate, Tensor up, int act, Tensor(a!) h) -> ()")                      \
-    X(glu_backward, "TSSiVVw",                                                                      \
-      "glu_backward(Tensor dh, Tensor gate, Tensor up, int act, Tensor(a!) dgate, Tensor(b!) dup, " \
-      "Tensor(c!)? h) -> ()")                                                                       \
+#define OPS(X)                                                                      \
+    X(glu, "SSiW", "glu(Tensor gate, Tensor up, int act, Tensor(a!) h) -> ()")      \
+    X(glu_backward, "TSSiVVw",                                                      \
+      "glu_backward(Tensor dh, Tensor gate, Tensor up, int act, Tensor(a!) dgate, " \
+      "Tensor(b!) dup, Tensor(c!)? h) -> ()")                                       \
     X(column_sum, "SW", "column_sum(Tensor x, Tensor(a!) out) -> ()")
 MT_OP_TABLE(glu, OPS)

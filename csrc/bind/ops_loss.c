@@ -10,9 +10,11 @@ static mt_status numbers_of(const mt_op_call *c, const mt_op_arg *a, mt_cross_en
     double softcap = a[6].f, smoothing = a[7].f;
 
     if (!(softcap >= 0))
-        return MT_FAIL(MT_EINVAL, "%s: softcap is %g; 0 is none, below is no cap", c->name, softcap);
+        return MT_FAIL(MT_EINVAL, "%s: softcap is %g; 0 is none, below is no cap", c->name,
+                       softcap);
     if (!(smoothing >= 0 && smoothing <= 1))
-        return MT_FAIL(MT_EINVAL, "%s: label_smoothing is %g; it goes from 0 to 1", c->name, smoothing);
+        return MT_FAIL(MT_EINVAL, "%s: label_smoothing is %g; it goes from 0 to 1", c->name,
+                       smoothing);
     e->ignore = a[5].i;
     e->softcap = (float)softcap;
     e->smoothing = (float)smoothing;
@@ -43,7 +45,8 @@ static mt_status args_of(const mt_op_call *c, const mt_op_arg *a, mt_cross_entro
     if (scale->handle != NULL) {
         MT_TRY(mt_op_type(c, "scale", scale, MT_F32));
         if (scale->n != 1)
-            return MT_FAIL(MT_EINVAL, "%s: scale has %lld elements, not 1", c->name, (long long)scale->n);
+            return MT_FAIL(MT_EINVAL, "%s: scale has %lld elements, not 1", c->name,
+                           (long long)scale->n);
         e->scale = scale->data;
     }
     MT_TRY(numbers_of(c, a, e));
@@ -56,9 +59,10 @@ static mt_status labels_in_vocabulary(const mt_op_call *c, const mt_cross_entrop
 {
     for (int64_t row = 0; row < e->rows; row++)
         if (e->labels[row] != e->ignore && (e->labels[row] < 0 || e->labels[row] >= e->n))
-            return MT_FAIL(MT_EINVAL, "%s: the label of row %lld is %lld; it must be below %lld, or "
-                           "ignore_index (%lld)", c->name, (long long)row, (long long)e->labels[row],
-                           (long long)e->n, (long long)e->ignore);
+            return MT_FAIL(MT_EINVAL,
+                           "%s: the label of row %lld is %lld; it must be below %lld, or "
+                           "ignore_index (%lld)", c->name, (long long)row,
+                           (long long)e->labels[row], (long long)e->n, (long long)e->ignore);
     return MT_OK;
 }
 

@@ -20,8 +20,8 @@ static mt_status rows_of(const mt_op_call *c, const char *name, const mt_op_tens
     if (t->dim < 1)
         return MT_FAIL(MT_EINVAL, "%s: %s must have 1 to %d dimensions", c->name, name, MT_OP_DIMS);
     if (t->size[t->dim - 1] > 1 && t->stride[t->dim - 1] != 1)
-        return MT_FAIL(MT_EINVAL, "%s: %s has a stride of %lld in its last dimension, not 1", c->name,
-                       name, (long long)t->stride[t->dim - 1]);
+        return MT_FAIL(MT_EINVAL, "%s: %s has a stride of %lld in its last dimension, not 1",
+                       c->name, name, (long long)t->stride[t->dim - 1]);
     for (int d = t->dim - 2; d >= 0; d--) {
         if (t->size[d] == 1)
             continue;
@@ -30,7 +30,8 @@ static mt_status rows_of(const mt_op_call *c, const char *name, const mt_op_tens
             continue;
         }
         if (at-- == 0)
-            return MT_FAIL(MT_EINVAL, "%s: rows of %s need more than %d strides; pass %s.contiguous()",
+            return MT_FAIL(MT_EINVAL,
+                           "%s: rows of %s need more than %d strides; pass %s.contiguous()",
                            c->name, name, MT_ROWS_DIMS, name);
         w.size[at] = t->size[d];
         w.stride[at] = t->stride[d];
@@ -47,7 +48,8 @@ static mt_status same_shape(const mt_op_call *c, const char *name, const mt_op_t
     for (int d = 0; same && d < t->dim; d++)
         same = t->size[d] == like->size[d];
     if (!same)
-        return MT_FAIL(MT_EINVAL, "%s: %s has %d dimensions and %lld elements; it must have the shape of "
+        return MT_FAIL(MT_EINVAL,
+                       "%s: %s has %d dimensions and %lld elements; it must have the shape of "
                        "the first argument: %d and %lld", c->name, name, t->dim, (long long)t->n,
                        like->dim, (long long)like->n);
     return mt_op_type(c, name, t, like->dtype);
@@ -60,7 +62,8 @@ static mt_status same_if_given(const mt_op_call *c, const char *name, const mt_o
 }
 
 /* A number for each row. */
-static mt_status of_rows(const mt_op_call *c, const char *name, const mt_op_tensor *t, const mt_norm *f)
+static mt_status of_rows(const mt_op_call *c, const char *name, const mt_op_tensor *t,
+                         const mt_norm *f)
 {
     if (t->n != f->rows)
         return MT_FAIL(MT_EINVAL, "%s: %s has %lld elements for %lld rows", c->name, name,
@@ -69,7 +72,8 @@ static mt_status of_rows(const mt_op_call *c, const char *name, const mt_op_tens
 }
 
 /* A number for each column. */
-static mt_status of_columns(const mt_op_call *c, const char *name, const mt_op_tensor *t, const mt_norm *f)
+static mt_status of_columns(const mt_op_call *c, const char *name, const mt_op_tensor *t,
+                            const mt_norm *f)
 {
     if (t->handle == NULL)
         return MT_OK;
@@ -86,7 +90,8 @@ static mt_status norm_of(const mt_op_call *c, const char *name, const mt_op_tens
 
     MT_TRY(mt_op_float(c, name, x));
     if (x->dim < 1 || x->size[x->dim - 1] < 1 || x->size[x->dim - 1] > INT32_MAX)
-        return MT_FAIL(MT_EINVAL, "%s: %s must have 1 to %d dimensions, the last of 1 to 2^31 - 1 numbers",
+        return MT_FAIL(MT_EINVAL,
+                       "%s: %s must have 1 to %d dimensions, the last of 1 to 2^31 - 1 numbers",
                        c->name, name, MT_OP_DIMS);
     f->dt = (mt_dtype)x->dtype;
     f->n = x->size[x->dim - 1];
@@ -146,7 +151,8 @@ fail:
 static mt_status in_place(const mt_op_call *c, const mt_op_tensor *dx, const mt_op_tensor *dy,
                           const mt_norm_back *p)
 {
-    if (dx->data == dy->data && dx->n > 0 && memcmp(&p->dx_rows, &p->dy_rows, sizeof p->dx_rows) != 0)
+    if (dx->data == dy->data && dx->n > 0 &&
+        memcmp(&p->dx_rows, &p->dy_rows, sizeof p->dx_rows) != 0)
         return MT_FAIL(MT_EINVAL, "%s: dx begins where dy does, but has other strides", c->name);
     return MT_OK;
 }
@@ -236,8 +242,10 @@ fail:
 
 /* ---- kernels ---- */
 
-typedef mt_status (*read_ahead)(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_ahead *p);
-typedef mt_status (*read_back) (const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_back *p);
+typedef mt_status (*read_ahead)(const mt_op_call *c, const mt_op_arg *a, mt_norm *f,
+                                mt_norm_ahead *p);
+typedef mt_status (*read_back) (const mt_op_call *c, const mt_op_arg *a, mt_norm *f,
+                                mt_norm_back *p);
 
 static mt_status cpu_ahead(const mt_op_call *c, const mt_op_arg *a, read_ahead read)
 {
@@ -280,7 +288,8 @@ static mt_status cpu_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIVa
     return cpu_ahead(c, a, rms_ahead);
 }
 
-static mt_status cpu_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+static mt_status cpu_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a,
+                                       StableIValue *result)
 {
     (void)result;
     return cpu_back(c, a, rms_back);
@@ -292,7 +301,8 @@ static mt_status cpu_layer_norm(const mt_op_call *c, const mt_op_arg *a, StableI
     return cpu_ahead(c, a, layer_ahead);
 }
 
-static mt_status cpu_layer_norm_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+static mt_status cpu_layer_norm_backward(const mt_op_call *c, const mt_op_arg *a,
+                                         StableIValue *result)
 {
     (void)result;
     return cpu_back(c, a, layer_back);
@@ -334,7 +344,8 @@ static mt_status cuda_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIV
     return cuda_ahead(c, a, rms_ahead);
 }
 
-static mt_status cuda_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+static mt_status cuda_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a,
+                                        StableIValue *result)
 {
     (void)result;
     return cuda_back(c, a, rms_back);
@@ -346,7 +357,8 @@ static mt_status cuda_layer_norm(const mt_op_call *c, const mt_op_arg *a, Stable
     return cuda_ahead(c, a, layer_ahead);
 }
 
-static mt_status cuda_layer_norm_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+static mt_status cuda_layer_norm_backward(const mt_op_call *c, const mt_op_arg *a,
+                                          StableIValue *result)
 {
     (void)result;
     return cuda_back(c, a, layer_back);

@@ -44,7 +44,8 @@ static mt_status cuda_sumsq(const mt_op_call *c, const mt_op_arg *a, StableIValu
     MT_TRY(sumsq_dtype(x));
     MT_TRY(mt_op_new(x, MT_F64, -1, &out, &sum));
     MT_TRY(mt_op_new(x, MT_F64, x->n / MT_SUMSQ_CHUNK + 1, &scratch, &sums));
-    MT_TRY(mt_op_launched(c, mt__sumsq_cuda(c->stream, (mt_dtype)x->dtype, x->data, x->n, sums, sum)));
+    MT_TRY(mt_op_launched(c, mt__sumsq_cuda(c->stream, (mt_dtype)x->dtype, x->data, x->n, sums,
+                                            sum)));
     *result = (StableIValue)(uintptr_t)out;
     out = NULL;
 fail:

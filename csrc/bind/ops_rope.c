@@ -14,8 +14,8 @@ static mt_status last_dense(const mt_op_call *c, const char *name, const mt_op_t
     int d = t->dim - 1;
 
     if (t->size[d] > 1 && t->stride[d] != 1)
-        return MT_FAIL(MT_EINVAL, "%s: %s has a stride of %lld in its last dimension, not 1", c->name, name,
-                       (long long)t->stride[d]);
+        return MT_FAIL(MT_EINVAL, "%s: %s has a stride of %lld in its last dimension, not 1",
+                       c->name, name, (long long)t->stride[d]);
     return MT_OK;
 }
 
@@ -23,16 +23,18 @@ static mt_status last_dense(const mt_op_call *c, const char *name, const mt_op_t
 static int64_t step(const mt_op_tensor *t, int d) { return t->size[d] > 1 ? t->stride[d] : 0; }
 
 /* [B, S, heads, D] of q's type. heads -1: any. */
-static mt_status heads_of(const mt_op_call *c, const char *name, const mt_op_tensor *t, const mt_rope *r,
-                          int64_t heads, int64_t at[3])
+static mt_status heads_of(const mt_op_call *c, const char *name, const mt_op_tensor *t,
+                          const mt_rope *r, int64_t heads, int64_t at[3])
 {
     mt_status st;
 
     if (t->dim != 4 || t->size[0] != r->batch || t->size[1] != r->seq || t->size[3] != r->dim ||
         (heads >= 0 && t->size[2] != heads))
-        return MT_FAIL(MT_EINVAL, "%s: %s has %d dimensions and %lld elements; [%lld, %lld, %s, %lld] is "
+        return MT_FAIL(MT_EINVAL,
+                       "%s: %s has %d dimensions and %lld elements; [%lld, %lld, %s, %lld] is "
                        "needed", c->name, name, t->dim, (long long)t->n, (long long)r->batch,
-                       (long long)r->seq, heads < 0 ? "any" : "its input's heads", (long long)r->dim);
+                       (long long)r->seq, heads < 0 ? "any" : "its input's heads",
+                       (long long)r->dim);
     MT_TRY(mt_op_type(c, name, t, (int)r->dt));
     MT_TRY(last_dense(c, name, t));
     for (int d = 0; d < 3; d++)
@@ -41,7 +43,8 @@ fail:
     return st;
 }
 
-/* out may be x, number for number; shifted against each other, one would be written before it is read. */
+/* out may be x, number for number; shifted against each other,
+ * one would be written before it is read. */
 static mt_status part_of(const mt_op_call *c, const char *const names[2], const mt_op_tensor *x,
                          const mt_op_tensor *out, const mt_rope *r, int64_t heads, mt_rope_part *p)
 {
@@ -51,11 +54,12 @@ static mt_status part_of(const mt_op_call *c, const char *const names[2], const 
     MT_TRY(heads_of(c, names[1], out, r, x->size[2], p->out_at));
     for (int d = 0; d < 3; d++)
         if (out->size[d] > 1 && out->stride[d] == 0)
-            return MT_FAIL(MT_EINVAL, "%s: %s has a stride of 0 in dimension %d: numbers would be written "
+            return MT_FAIL(MT_EINVAL,
+                           "%s: %s has a stride of 0 in dimension %d: numbers would be written "
                            "twice", c->name, names[1], d);
     if (x->data == out->data && memcmp(p->x_at, p->out_at, sizeof p->x_at) != 0)
-        return MT_FAIL(MT_EINVAL, "%s: %s begins where %s does, but has other strides", c->name, names[1],
-                       names[0]);
+        return MT_FAIL(MT_EINVAL, "%s: %s begins where %s does, but has other strides", c->name,
+                       names[1], names[0]);
     p->x = x->data;
     p->out = out->data;
     p->heads = x->size[2];
@@ -64,14 +68,15 @@ fail:
 }
 
 /* [1 or B, S, R] */
-static mt_status angles_of(const mt_op_call *c, const char *name, const mt_op_tensor *t, const mt_rope *r,
-                           int64_t at[2])
+static mt_status angles_of(const mt_op_call *c, const char *name, const mt_op_tensor *t,
+                           const mt_rope *r, int64_t at[2])
 {
     mt_status st;
 
     if (t->dim != 3 || (t->size[0] != 1 && t->size[0] != r->batch) || t->size[1] != r->seq ||
         t->size[2] != r->rot)
-        return MT_FAIL(MT_EINVAL, "%s: %s has %d dimensions and %lld elements; [1 or %lld, %lld, %lld] is "
+        return MT_FAIL(MT_EINVAL,
+                       "%s: %s has %d dimensions and %lld elements; [1 or %lld, %lld, %lld] is "
                        "needed", c->name, name, t->dim, (long long)t->n, (long long)r->batch,
                        (long long)r->seq, (long long)r->rot);
     MT_TRY(mt_op_type(c, name, t, (int)r->angle_dt));
@@ -83,14 +88,15 @@ fail:
 }
 
 /* Sizes and types, from q and cos. */
-static mt_status sizes_of(const mt_op_call *c, const mt_op_tensor *q, const mt_op_tensor *cos, mt_rope *r)
+static mt_status sizes_of(const mt_op_call *c, const mt_op_tensor *q, const mt_op_tensor *cos,
+                          mt_rope *r)
 {
     mt_status st;
 
     MT_TRY(mt_op_float(c, "q", q));
     if (q->dim != 4 || cos->dim != 3)
-        return MT_FAIL(MT_EINVAL, "%s: q has %d dimensions and cos %d, not 4 and 3", c->name, q->dim,
-                       cos->dim);
+        return MT_FAIL(MT_EINVAL, "%s: q has %d dimensions and cos %d, not 4 and 3", c->name,
+                       q->dim, cos->dim);
     if (cos->dtype != q->dtype && cos->dtype != MT_F32)
         return MT_FAIL(MT_EINVAL, "%s: cos is %s, neither q's type (%s) nor F32", c->name,
                        mt_dtype_name((mt_dtype)cos->dtype), mt_dtype_name((mt_dtype)q->dtype));
@@ -101,10 +107,12 @@ static mt_status sizes_of(const mt_op_call *c, const mt_op_tensor *q, const mt_o
     r->dim = q->size[3];
     r->rot = cos->size[2];
     if (r->rot % 2 != 0 || r->rot > r->dim)
-        return MT_FAIL(MT_EINVAL, "%s: cos has %lld numbers for heads of %lld; an even number up to that "
+        return MT_FAIL(MT_EINVAL,
+                       "%s: cos has %lld numbers for heads of %lld; an even number up to that "
                        "can be turned", c->name, (long long)r->rot, (long long)r->dim);
     if (r->dim > INT32_MAX || (r->seq > 0 && r->batch > INT32_MAX / r->seq))
-        return MT_FAIL(MT_EINVAL, "%s: %lld x %lld tokens with heads of %lld; 2^31 - 1 are the most", c->name,
+        return MT_FAIL(MT_EINVAL,
+                       "%s: %lld x %lld tokens with heads of %lld; 2^31 - 1 are the most", c->name,
                        (long long)r->batch, (long long)r->seq, (long long)r->dim);
 fail:
     return st;

@@ -274,7 +274,7 @@ PyMethodDef mt_walk_methods[] = {
       "The list of schedule.h that the engine makes of a step: three int32 for each entry." },
     { "walk", py_walk, METH_VARARGS,
       "walk(step, schedule, than, events=False, /)\n--\n\n"
-      "(seconds, forward seconds, busy by row, idle by row, events or None) of a step; None: `than` "
-      "seconds or more." },
+      "(seconds, forward seconds, busy by row, idle by row, events or None) of a step; None: "
+      "`than` seconds or more." },
     { NULL, NULL, 0, NULL },
 };

@@ -1,7 +1,7 @@
 /* torch_ops.c — torch.ops.megatrain.*, registered from C through libtorch's stable shim.
  *
- * The rooms (ops_*.c) say what there is; here is what all share: arguments taken from torch's stack,
- * errors raised, names registered. See ops.h.
+ * The rooms (ops_*.c) say what there is; here is what all share: arguments taken from torch's
+ * stack, errors raised, names registered. See ops.h.
  */
 #include "bind.h"
 #include "ops.h"
@@ -95,7 +95,8 @@ static int32_t torch_dtype(mt_dtype dt)
     }
 }
 
-mt_status mt_op_new(const mt_op_tensor *x, mt_dtype dt, int64_t n, AtenTensorHandle *out, void **data)
+mt_status mt_op_new(const mt_op_tensor *x, mt_dtype dt, int64_t n, AtenTensorHandle *out,
+                    void **data)
 {
     int64_t one = 1;
 

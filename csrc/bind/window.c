@@ -54,11 +54,12 @@ PyObject *mt_py_inside(PyObject *module, PyObject *unused)
 
 /* ---- what a module is made of ----
  *
- * megatrain_torch/fused/proof/watch.py notes it, and looks once a pass whether it still is so. Of what can be
- * referred to weakly it keeps a weak reference: nothing is kept alive, and while the reference lives an
- * address is no other object's. */
+ * megatrain_torch/fused/proof/watch.py notes it, and looks once a pass whether it still is so. Of
+ * what can be referred to weakly it keeps a weak reference: nothing is kept alive, and while the
+ * reference lives an address is no other object's. */
 
-/* Is this value what was noted: itself, what a weak reference refers to, any dict or list where these types stand? */
+/* Is this value what was noted: itself, what a weak reference refers to,
+ * any dict or list where these types stand? */
 static int is_as_noted(PyObject *was, PyObject *value)
 {
     if (was == value)
@@ -78,7 +79,8 @@ static int same_entries(PyObject *dict, PyObject *before)
     if (2 * PyDict_Size(dict) != PyTuple_Size(before))
         return 0;
     for (; PyDict_Next(dict, &at, &key, &value); n += 2)
-        if (!is_as_noted(PyTuple_GetItem(before, n), key) || !is_as_noted(PyTuple_GetItem(before, n + 1), value))
+        if (!is_as_noted(PyTuple_GetItem(before, n), key) ||
+            !is_as_noted(PyTuple_GetItem(before, n + 1), value))
             return 0;
     return 1;
 }
@@ -93,13 +95,15 @@ static int same_items(PyObject *list, PyObject *before)
     return 1;
 }
 
-/* Is the owner alive, of its class, and what lies by this name in its __dict__, or that itself, as it was? */
+/* Is the owner alive, of its class, and what lies by this name in its __dict__, or that itself,
+ * as it was? */
 static int same_part(PyObject *owner, PyObject *type, PyObject *name, PyObject *before)
 {
     PyObject *own, *place;
     int       same = 0;
 
-    if (owner == Py_None || (PyObject *)Py_TYPE(owner) != type || (own = PyObject_GenericGetDict(owner, NULL)) == NULL)
+    if (owner == Py_None || (PyObject *)Py_TYPE(owner) != type ||
+        (own = PyObject_GenericGetDict(owner, NULL)) == NULL)
         return 0;
     place = name == Py_None ? own : PyDict_GetItemWithError(own, name);
     if (place != NULL && PyDict_Check(place))
@@ -119,7 +123,8 @@ PyObject *mt_py_changed(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!n:changed", &PyList_Type, &parts, &begin))
         return NULL;
     for (Py_ssize_t i = begin; i < PyList_Size(parts); i++) {
-        if (!PyArg_ParseTuple(PyList_GetItem(parts, i), "OOOO!:changed", &ref, &type, &name, &PyTuple_Type, &before))
+        if (!PyArg_ParseTuple(PyList_GetItem(parts, i), "OOOO!:changed", &ref, &type, &name,
+                              &PyTuple_Type, &before))
             return NULL;
         if (!same_part(PyWeakref_GetObject(ref), type, name, before)) {
             if (PyErr_Occurred())

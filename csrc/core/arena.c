@@ -87,7 +87,7 @@ static mt_status map_cold(mt_arena *a, size_t bytes, int flags, const char *what
                            what, bytes, mib(bytes), mapped, mib(mapped));
         made.bytes = whole;
         mt_forks_private(made.base, whole);
-        (void)mt_numa_spread(made.base, whole);                 /* these two are wishes: else just slower */
+        (void)mt_numa_spread(made.base, whole);         /* these two are wishes: else just slower */
         if (huge)
             (void)madvise(made.base, whole, MADV_HUGEPAGE);
     }
@@ -160,7 +160,8 @@ mt_status mt_arena_device(mt_arena *a, size_t bytes, mt_dev *dev, const char *wh
     if (bytes > 0) {
         st = dev->ops->mem_alloc(dev, bytes, &made.base);
         if (st == MT_EDEVMEM)
-            return MT_FAIL(st, "%s: no %zu bytes (%.1f MiB) of device memory; let fewer units live there",
+            return MT_FAIL(st, "%s: no %zu bytes (%.1f MiB) of device memory; let fewer units live "
+                           "there",
                            what, bytes, mib(bytes));
         if (st != MT_OK)
             return st;

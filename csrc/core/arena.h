@@ -6,7 +6,8 @@
  *     mt_arena_close(&a);
  *
  * A cold arena is host addresses alone: a page costs memory from its first write on. What is to be
- * written as a whole is warmed before, which is open's second half. A child of fork() has none of it (forks.h).
+ * written as a whole is warmed before, which is open's second half.
+ * A child of fork() has none of it (forks.h).
  *
  * Threads: an arena belongs to one thread at a time; the store's lock sees to it.
  */
@@ -24,9 +25,9 @@ typedef struct mt_arena {
     int     cold;            /* no page was touched */
 } mt_arena;
 
-/* Maps anonymous memory, spreads it over the nodes (numa.h), asks for huge pages where they pay, touches
- * every page on the pool (pool NULL: on this thread), and registers it with dev unless that is NULL.
- * what and mapped (bytes the caller has mapped already) are for the message of MT_ENOMEM.
+/* Maps anonymous memory, spreads it over the nodes (numa.h), asks for huge pages where they pay,
+ * touches every page on the pool (pool NULL: on this thread), and registers it with dev unless that
+ * is NULL. what and mapped (bytes the caller has mapped already) are for the message of MT_ENOMEM.
  * bytes 0: nothing is mapped; base is an address that may be compared but not read. */
 mt_status mt_arena_open  (mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
                           const char *what, size_t mapped);

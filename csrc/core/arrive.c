@@ -1,14 +1,16 @@
 /* arrive.c — one queue for the copies of guests' states, up and down.
  *
- * While a stay lasts both places have the states: an update changes the device's, and copies of what it
- * changed follow it down; a write on the host goes up at once. So a stay may go on over several steps.
+ * While a stay lasts both places have the states: an update changes the device's, and copies of
+ * what it changed follow it down; a write on the host goes up at once.
+ * So a stay may go on over several steps.
  */
 #include "arrive.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 
-/* Parts begin at multiples: kernels read them in vectors, and moments of 8 bits share their scales. */
+/* Parts begin at multiples: kernels read them in vectors,
+ * and moments of 8 bits share their scales. */
 #define ELEMENTS    ((int64_t)MT_STATES_GROUP)
 
 /* Under mu; the events' pointers are invite's. */
@@ -114,7 +116,8 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     mt_status st;
 
     if (!mt_store_settled(a->store, unit))
-        return MT_FAIL(MT_ESTATE, "unit %d (%s) is not settled; only states of settled units come to "
+        return MT_FAIL(MT_ESTATE,
+                       "unit %d (%s) is not settled; only states of settled units come to "
                        "the device for their update", unit, mt_store_name(a->store, unit));
     if (mt_arrive_invited(a, unit))
         return MT_OK;
@@ -170,7 +173,8 @@ static int64_t fit(const mt_arrive *a, int unit, int param, size_t most)
     size_t       each = 0;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        each += is_state(p) ? mt_store_plane_bytes(a->store, unit, param, (mt_plane)p, ELEMENTS) : 0;
+        each += is_state(p) ? mt_store_plane_bytes(a->store, unit, param, (mt_plane)p, ELEMENTS)
+                            : 0;
     if (each == 0)
         return 0;
     most = most < MT_ARRIVE_LEAST ? MT_ARRIVE_LEAST : most;
@@ -187,7 +191,8 @@ static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_arrive_part *
         const mt_param_desc *d = mt_store_desc(a->store, unit, i);
         int64_t              each = fit(a, unit, i, most);
 
-        count += each > 0 ? (d->numel + each - 1) / each : 0;       /* of those that are not trained too */
+        /* of those that are not trained too */
+        count += each > 0 ? (d->numel + each - 1) / each : 0;
     }
     if (count > INT32_MAX || (parts = calloc((size_t)count + 1, sizeof *parts)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its states",
@@ -200,8 +205,8 @@ static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_arrive_part *
         int                  on = mt_store_trainable(a->store, unit, i);
 
         for (int64_t from = 0; on && each > 0 && from < d->numel; from += each)
-            parts[(*n)++] = (mt_arrive_part){ .param = i, .from = from,
-                                              .n = d->numel - from < each ? d->numel - from : each };
+            parts[(*n)++] = (mt_arrive_part){
+                .param = i, .from = from, .n = d->numel - from < each ? d->numel - from : each };
     }
     *out = parts;
     return MT_OK;
@@ -233,16 +238,19 @@ fail:
 static void place(const mt_arrive *a, int unit, mt_arrive_part *part, void *mem)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        int some = is_state(p) && mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p, part->n) > 0;
+        int some = is_state(p) &&
+                   mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p, part->n) > 0;
 
-        part->at[p] = !some ? NULL : (char *)mem + mt_store_part_at(a->store, unit, part->param, MT_STATE_PLANES,
-                                                                    part->n, (mt_plane)p);
+        part->at[p] = !some ? NULL
+                            : (char *)mem + mt_store_part_at(a->store, unit, part->param,
+                                                             MT_STATE_PLANES, part->n, (mt_plane)p);
     }
 }
 
 /* ---- copies: under mu ------------------------------------------------------------------- */
 
-static mt_status copy_part(mt_arrive *a, int unit, const mt_arrive_part *part, unsigned planes, int up)
+static mt_status copy_part(mt_arrive *a, int unit, const mt_arrive_part *part, unsigned planes,
+                           int up)
 {
     mt_status st = MT_OK;
 
@@ -253,8 +261,10 @@ static mt_status copy_part(mt_arrive *a, int unit, const mt_arrive_part *part, u
         if (part->at[p] == NULL || !(planes >> p & 1))
             continue;
         MT_TRY(mt_store_at(a->store, unit, part->param, (mt_plane)p, &host));
-        host = (char *)host + mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p, part->from);
-        MT_TRY(a->dev->ops->copy(a->queue, up ? part->at[p] : host, up ? host : part->at[p], bytes));
+        host = (char *)host + mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p,
+                                                   part->from);
+        MT_TRY(a->dev->ops->copy(a->queue, up ? part->at[p] : host, up ? host : part->at[p],
+                                 bytes));
         *(up ? &a->stats.h2d_bytes : &a->stats.d2h_bytes) += bytes;
     }
 fail:
@@ -274,16 +284,17 @@ static void nothing(void *arg)
     (void)arg;
 }
 
-/* Behind each piece, the last too, which another unit's may follow, the queue waits for the host for a moment. A copy
- * engine serves one stream until that has to wait, and a few bytes that compute reads back meanwhile (a model's look
- * at its mask, loss.item()) would wait for all that is put here: 97 ms behind 5 GB on an H200, with such waits one
- * piece's 2.4 ms. */
+/* Behind each piece, the last too, which another unit's may follow, the queue waits for the host
+ * for a moment. A copy engine serves one stream until that has to wait, and a few bytes that
+ * compute reads back meanwhile (a model's look at its mask, loss.item()) would wait for all that is
+ * put here: 97 ms behind 5 GB on an H200, with such waits one piece's 2.4 ms. */
 static mt_status let_others(mt_arrive *a)
 {
     return a->dev->ops->call(a->queue, nothing, NULL);
 }
 
-/* params NULL: all. What was put is waited for by whoever waits for `last`, also after a failure. */
+/* params NULL: all. What was put is waited for by whoever waits for `last`,
+ * also after a failure. */
 static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params, int n,
                             unsigned planes, int up)
 {
@@ -291,8 +302,8 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
     mt_span   span;
     mt_status st = MT_OK, end;
 
-    mt_timeline_begin(a->timeline, &span, MT_LANE_THROUGH, up ? MT_WORK_FETCH : MT_WORK_OFFLOAD, unit,
-                      a->queue);
+    mt_timeline_begin(a->timeline, &span, MT_LANE_THROUGH, up ? MT_WORK_FETCH : MT_WORK_OFFLOAD,
+                      unit, a->queue);
     for (int i = 0; i < g->n && st == MT_OK; i++) {
         if (params != NULL && !among(g->parts[i].param, params, n))
             continue;
@@ -301,7 +312,8 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
     }
     mt_timeline_end(a->timeline, &span, a->stats.h2d_bytes + a->stats.d2h_bytes - before, a->queue);
     if ((end = a->dev->ops->record(a->queue, g->last)) == MT_OK)
-        mt_watch_put(mt_store_watch(a->store), &g->post, "guests", mt_store_name(a->store, unit), COPIED, g->last);
+        mt_watch_put(mt_store_watch(a->store), &g->post, "guests", mt_store_name(a->store, unit),
+                     COPIED, g->last);
     return st != MT_OK ? st : end;
 }
 
@@ -359,7 +371,8 @@ static mt_status parts_of(const mt_arrive *a, int unit, size_t most, void *const
     MT_TRY(cut(a, unit, most, &parts, n));
     if (*n != n_mem) {
         free(parts);
-        return MT_FAIL(MT_EINVAL, "unit %s: %d pieces of device memory for its states; they take %d",
+        return MT_FAIL(MT_EINVAL,
+                       "unit %s: %d pieces of device memory for its states; they take %d",
                        mt_store_name(a->store, unit), n_mem, *n);
     }
     for (int i = 0; i < *n; i++)

@@ -1,4 +1,5 @@
-/* arrive.h — states that are at home on the host, and on the device only around their unit's update.
+/* arrive.h — states that are at home on the host,
+ * and on the device only around their unit's update.
  *
  * A settled unit (resident.h) has its weights and gradients on the device, and is updated there as
  * soon as the norm is known. Most of what it takes there are its states, which are needed once in a
@@ -12,13 +13,14 @@
  *   stay     from lift, which copies the states up, until leave, which gives the pieces back. The
  *            copies down are put behind each update; until the stay ends the device's are good too
  *
- *     mt_arrive_invite(a, unit);                          // once, when it is settled
- *     mt_arrive_sizes(a, unit, most, &bytes, &n);         // what pieces a stay takes
- *     mt_arrive_lift(a, unit, most, mem, n, run);         // during backward: returns at once
+ *     mt_arrive_invite(a, unit);                  // once, when it is settled
+ *     mt_arrive_sizes(a, unit, most, &bytes, &n); // what pieces a stay takes
+ *     mt_arrive_lift(a, unit, most, mem, n, run); // during backward: returns at once
  *     ... mt_resident_put, which waits for the copies up and has those down put behind it ...
- *     mt_arrive_leave(a, unit, 0, &left);                 // left: the pieces are the caller's again
+ *     mt_arrive_leave(a, unit, 0, &left);         // left: the pieces are the caller's again
  *
- * All copies are put in one queue, `guests`: its order keeps a copy up behind the copies down before it.
+ * All copies are put in one queue, `guests`: its order keeps a copy up behind
+ * the copies down before it.
  *
  * Edges (each can be left out by mt_arrive_debug):
  *   LENT     guests waits for compute that used the pieces before  recorded on run, by lift
@@ -29,8 +31,8 @@
  *            on the host for the unit's copies, up or down         unit's last copy
  *   UPDATED  lift, wait and leave, on the host: for updates that are announced; in the ledger
  *
- * Threads: open, invite, close: one, before and after the others. sizes, lift, leave: one at a time,
- *          and not while a submit of the unit is on its way in. The rest: any.
+ * Threads: open, invite, close: one, before and after the others. sizes, lift, leave: one at a
+ *          time, and not while a submit of the unit is on its way in. The rest: any.
  */
 #ifndef MT_ARRIVE_H
 #define MT_ARRIVE_H
@@ -48,26 +50,29 @@ void      mt_arrive_close(mt_arrive *a);                 /* waits for the queue 
 /* Copies are recorded in t. Before the first lift, or never. */
 void      mt_arrive_timeline(mt_arrive *a, mt_timeline *t);
 
-/* The settled unit is a guest from now on, or no more. While nothing of it is under way, and it has no stay. */
+/* The settled unit is a guest from now on, or no more. While nothing of it is under way,
+ * and it has no stay. */
 mt_status mt_arrive_invite (mt_arrive *a, int unit);
 mt_status mt_arrive_dismiss(mt_arrive *a, int unit);
 int       mt_arrive_invited(const mt_arrive *a, int unit);
 
-/* What a stay takes as the unit's parameters are trained now: n pieces, malloc'd bytes of each, none
- * larger than `most`, which counts as MT_ARRIVE_LEAST where it is less. */
+/* What a stay takes as the unit's parameters are trained now: n pieces, malloc'd bytes of each,
+ * none larger than `most`, which counts as MT_ARRIVE_LEAST where it is less. */
 mt_status mt_arrive_sizes(mt_arrive *a, int unit, size_t most, size_t **bytes, int *n);
-/* The stay begins: mem[i] is device memory of bytes[i], aligned to 512; free behind what run was given
- * so far. Nothing to do, and mem stays the caller's, when a stay has begun: *taken is 0 then. */
+/* The stay begins: mem[i] is device memory of bytes[i], aligned to 512; free behind what run was
+ * given so far. Nothing to do, and mem stays the caller's, when a stay has begun:
+ * *taken is 0 then. */
 mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, int n,
                          mt_queue *run, int *taken);
-/* The stay ends, when no update of the unit is announced and nothing of it is on its way; wait: waits
- * for that. *left: the pieces are the caller's; also when there was no stay. */
+/* The stay ends, when no update of the unit is announced and nothing of it is on its way; wait:
+ * waits for that. *left: the pieces are the caller's; also when there was no stay. */
 mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left);
 
 typedef mt_part mt_arrive_part;          /* at: on the device; NULL: the type has none */
 
-/* What resident.c asks. parts: of the stay, until it ends; MT_ESTATE when there is none. before: q goes
- * on when the states are up. behind: copies of what the update changed come down behind `made`. */
+/* What resident.c asks. parts: of the stay, until it ends; MT_ESTATE when there is none. before: q
+ * goes on when the states are up. behind: copies of what the update changed
+ * come down behind `made`. */
 mt_status mt_arrive_parts (mt_arrive *a, int unit, const mt_arrive_part **parts, int *n);
 mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q);
 mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_event *made);

@@ -1,4 +1,5 @@
-/* clock.h — the one clock: nanoseconds of CLOCK_MONOTONIC, which is Python's perf_counter_ns too. */
+/* clock.h — the one clock: nanoseconds of CLOCK_MONOTONIC,
+ * which is Python's perf_counter_ns too. */
 #ifndef MT_CLOCK_H
 #define MT_CLOCK_H
 

@@ -105,9 +105,9 @@ int       mt_dev_cuda_built(void);
  * Adopted queues are not delayed. Same seed, same sleeps. */
 mt_status mt_dev_delay_open(mt_dev *under, uint64_t seed, int max_us, mt_dev **out);
 
-/* A device that takes host memory which the one behind cannot lock, and copies it through locked memory
- * of its own: same bits and order, slower. Regions of up to 64 KiB, which kernels may write into, are not
- * taken so: MT_ENOMEM as before. Owns and closes `under`. */
+/* A device that takes host memory which the one behind cannot lock, and copies it through locked
+ * memory of its own: same bits and order, slower. Regions of up to 64 KiB, which kernels may write
+ * into, are not taken so: MT_ENOMEM as before. Owns and closes `under`. */
 mt_status mt_dev_stage_open (mt_dev *under, mt_dev **out);
 /* Bytes that are not locked; why: the message of the first that was not. Both of such a device. */
 size_t    mt_dev_stage_noted(mt_dev *stage, char *why, size_t n);

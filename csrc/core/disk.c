@@ -1,10 +1,11 @@
-/* disk.c — pieces go round: read into a free buffer, updated there, written from there, and the buffer is
- * free again.
+/* disk.c — pieces go round: read into a free buffer, updated there, written from there,
+ * and the buffer is free again.
  *
- * Whoever frees a buffer puts the next read, which takes no time: so nobody waits for a free one but updates.
- * One lock, which nobody holds while anything moves. Two things are somebody's for longer: a unit, whose layout is made
- * or whose host planes are written, and then the bounce buffer, for one section of a piece. So who reads one unit waits
- * for no more than a piece of another; of those who wait a save comes last.
+ * Whoever frees a buffer puts the next read, which takes no time: so nobody waits for a free one
+ * but updates. One lock, which nobody holds while anything moves. Two things are somebody's for
+ * longer: a unit, whose layout is made or whose host planes are written, and then the bounce
+ * buffer, for one section of a piece. So who reads one unit waits for no more than a piece of
+ * another; of those who wait a save comes last.
  */
 #include "disk_impl.h"
 
@@ -26,8 +27,8 @@ typedef struct job {
 
 /* ---- layout ----------------------------------------------------------------------------- */
 
-/* Planes at home in the file in which the parameter has something; real: of those, where it has its place in the
- * unit's arena, which is so for good once that is made. */
+/* Planes at home in the file in which the parameter has something; real: of those, where it has its
+ * place in the unit's arena, which is so for good once that is made. */
 static mt_status planes_of(const mt_disk *d, int u, int param, int real, unsigned *out)
 {
     const mt_param_desc *desc = mt_store_desc(d->store, u, param);
@@ -70,19 +71,22 @@ static mt_status add_piece(mt__layout *l)
     return st;
 }
 
-/* Weights as they lie in plane HI, so that a stretch of it is one copy; states one part after the other. Where these
- * begin is known when the piece is whole. */
-static size_t place_at(const mt_disk *d, const mt__piece *c, int u, const mt__place *k, unsigned planes, mt_plane p)
+/* Weights as they lie in plane HI, so that a stretch of it is one copy; states one part after the
+ * other. Where these begin is known when the piece is whole. */
+static size_t place_at(const mt_disk *d, const mt__piece *c, int u, const mt__place *k,
+                       unsigned planes, mt_plane p)
 {
     if (!(planes >> p & 1))
         return ABSENT;
     if (p == MT_PLANE_HI)
-        return mt_store_offset(d->store, u, k->param) + mt_store_plane_bytes(d->store, u, k->param, p, k->from)
-               - c->hi_at;
-    return c->section[MT__STATES].bytes + mt_store_part_at(d->store, u, k->param, planes & ~HI, k->n, p);
+        return mt_store_offset(d->store, u, k->param)
+               + mt_store_plane_bytes(d->store, u, k->param, p, k->from) - c->hi_at;
+    return c->section[MT__STATES].bytes
+           + mt_store_part_at(d->store, u, k->param, planes & ~HI, k->n, p);
 }
 
-static mt_status add_place(const mt_disk *d, mt__layout *l, int u, int param, int64_t from, int64_t n)
+static mt_status add_place(const mt_disk *d, mt__layout *l, int u, int param, int64_t from,
+                           int64_t n)
 {
     mt__piece *c = &l->pieces[l->n_pieces - 1];
     unsigned   planes = l->planes[param];
@@ -94,11 +98,13 @@ static mt_status add_place(const mt_disk *d, mt__layout *l, int u, int param, in
     k = &l->places[l->n_places++];
     *k = (mt__place){ .param = param, .from = from, .n = n };
     if (c->n == 0)
-        c->hi_at = mt_store_offset(d->store, u, param) + mt_store_plane_bytes(d->store, u, param, MT_PLANE_HI, from);
+        c->hi_at = mt_store_offset(d->store, u, param)
+                 + mt_store_plane_bytes(d->store, u, param, MT_PLANE_HI, from);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         k->offset[p] = place_at(d, c, u, k, planes, (mt_plane)p);
     if (planes & HI)
-        c->hi_bytes = k->offset[MT_PLANE_HI] + mt_store_plane_bytes(d->store, u, param, MT_PLANE_HI, n);
+        c->hi_bytes = k->offset[MT_PLANE_HI]
+                    + mt_store_plane_bytes(d->store, u, param, MT_PLANE_HI, n);
     c->section[MT__STATES].bytes += mt_store_part_bytes(d->store, u, param, planes & ~HI, n);
     if (++c->n > l->most)
         l->most = c->n;
@@ -110,7 +116,8 @@ static size_t up_to(size_t bytes, size_t align)
     return (bytes + align - 1) / align * align;
 }
 
-/* Bytes of a buffer that a piece has left. Two sections in whole pages may take a page more than both together. */
+/* Bytes of a buffer that a piece has left. Two sections in whole pages may take a
+ * page more than both together. */
 static size_t left_in(const mt_disk *d, const mt__piece *c, unsigned planes)
 {
     size_t most = d->bytes - (planes & HI ? MT_BLOCK_ALIGN : 0);
@@ -124,11 +131,12 @@ static int64_t fit(const mt_disk *d, int u, int param, unsigned planes, int64_t 
 {
     if (mt_store_part_bytes(d->store, u, param, planes, left) <= bytes)
         return left;
-    return (int64_t)(bytes / mt_store_part_bytes(d->store, u, param, planes, MT_DISK_GRAIN)) * MT_DISK_GRAIN;
+    return (int64_t)(bytes / mt_store_part_bytes(d->store, u, param, planes, MT_DISK_GRAIN)) *
+           MT_DISK_GRAIN;
 }
 
-/* What is trained and what is not are in pieces of their own: an update reads and writes no weights that it leaves as
- * they are. */
+/* What is trained and what is not are in pieces of their own: an update reads and writes no weights
+ * that it leaves as they are. */
 static int is_mixed(const mt__layout *l, unsigned planes)
 {
     const mt__piece *c = &l->pieces[l->n_pieces - 1];
@@ -182,7 +190,8 @@ static mt_status finish_piece(const mt_disk *d, mt__layout *l, int u, mt__piece 
         mt__section *n = &c->section[k];
 
         if ((n->sums = calloc(mt_block_count(n->bytes) + 1, sizeof *n->sums)) == NULL)
-            return MT_FAIL(MT_ENOMEM, "unit %s: no memory for the sums of a piece", mt_store_name(d->store, u));
+            return MT_FAIL(MT_ENOMEM, "unit %s: no memory for the sums of a piece",
+                           mt_store_name(d->store, u));
     }
     return MT_OK;
 }
@@ -200,7 +209,8 @@ static mt_status cut(const mt_disk *d, int u, int real, mt__layout **out)
     mt_status   st = MT_OK;
 
     if (l == NULL || (l->planes = calloc((size_t)n + 1, sizeof *l->planes)) == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to describe its %d parameters", mt_store_name(d->store, u), n);
+        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to describe its %d parameters",
+                     mt_store_name(d->store, u), n);
         goto fail;
     }
     for (int i = 0; i < n; i++) {
@@ -223,8 +233,9 @@ static mt_status note_weights(mt_disk *d, int u, const mt__layout *l)
         size_t bytes = l->pieces[i].section[MT__WEIGHTS].bytes;
 
         if (bytes > d->most_weights && d->feed != NULL)
-            return MT_FAIL(MT_ESTATE, "unit %s: %zu bytes of weights in a piece, and fetches have buffers of %zu; what "
-                           "is trained, and how its states are kept, may change when its weights are on disk",
+            return MT_FAIL(MT_ESTATE, "unit %s: %zu bytes of weights in a piece, and fetches have "
+                           "buffers of %zu; what is trained, and how its states are kept, may "
+                           "change when its weights are on disk",
                            mt_store_name(d->store, u), bytes, d->most_weights);
         d->most_weights = bytes > d->most_weights ? bytes : d->most_weights;
     }
@@ -258,7 +269,8 @@ fail:
 /* ---- requests --------------------------------------------------------------------------- */
 
 /* Whose byte is at this offset of the piece. */
-static const mt__place *owner_of(const mt__layout *l, const mt__piece *c, size_t offset, mt_plane *plane)
+static const mt__place *owner_of(const mt__layout *l, const mt__piece *c, size_t offset,
+                                 mt_plane *plane)
 {
     const mt__place *owner = NULL;
     size_t       best = 0;
@@ -276,23 +288,26 @@ static const mt__place *owner_of(const mt__layout *l, const mt__piece *c, size_t
     return owner;
 }
 
-/* What lies in the block that begins there, for a message: the first and the last. A block is of one section. */
+/* What lies in the block that begins there, for a message: the first and the last.
+ * A block is of one section. */
 static void whose(const mt_disk *d, int u, int number, uint64_t at, char *out, size_t cap)
 {
     const mt__layout *l = d->units[u].lay;
     const mt__piece *c = &l->pieces[number];
     size_t        offset = (size_t)(at - c->at);
-    size_t        of = offset < c->section[MT__STATES].from ? c->section[MT__STATES].from : piece_bytes(c);
+    size_t        of = offset < c->section[MT__STATES].from ? c->section[MT__STATES].from
+                                                            : piece_bytes(c);
     size_t        end = of - offset < MT_BLOCK_BYTES ? of : offset + MT_BLOCK_BYTES;
     mt_plane      from = MT_PLANE_HI, to = MT_PLANE_HI;
     const mt__place *first = owner_of(l, c, offset, &from), *last = owner_of(l, c, end - 1, &to);
 
     if (first == last && from == to)
-        snprintf(out, cap, "unit %s, plane %s of parameter %d", mt_store_name(d->store, u), mt_plane_name(from),
-                 first->param);
+        snprintf(out, cap, "unit %s, plane %s of parameter %d", mt_store_name(d->store, u),
+                 mt_plane_name(from), first->param);
     else
         snprintf(out, cap, "unit %s, from plane %s of parameter %d to plane %s of parameter %d",
-                 mt_store_name(d->store, u), mt_plane_name(from), first->param, mt_plane_name(to), last->param);
+                 mt_store_name(d->store, u), mt_plane_name(from), first->param, mt_plane_name(to),
+                 last->param);
 }
 
 void mt__disk_tell(mt_disk *d, int u, int number, const mt_request *r)
@@ -302,20 +317,22 @@ void mt__disk_tell(mt_disk *d, int u, int number, const mt_request *r)
     if (r->st == MT_OK)
         return;
     whose(d, u, number, r->bad_at, lost, sizeof lost);
-    (void)MT_FAIL(r->st, "%s: %s; the run cannot go on: make the model again, stream it, and load the last checkpoint",
+    (void)MT_FAIL(r->st, "%s: %s; the run cannot go on: make the model again, stream it, and load "
+                  "the last checkpoint",
                   lost, r->text);
     mt_ledger_fault(d->store, r->st, mt_last_error());
 }
 
-/* Records of the lane follow each other: a request's begins where the one before ended, at the earliest. A section
- * that was never written is not read. */
+/* Records of the lane follow each other: a request's begins where the one before ended, at the
+ * earliest. A section that was never written is not read. */
 static void record(mt_disk *d, int u, const mt_request *r, uint64_t begun_ns)
 {
     mt_span span;
 
     if (r->moved == 0)
         return;
-    mt_timeline_begin(d->timeline, &span, MT_LANE_DISK, r->write ? MT_WORK_WRITE : MT_WORK_READ, u, NULL);
+    mt_timeline_begin(d->timeline, &span, MT_LANE_DISK, r->write ? MT_WORK_WRITE : MT_WORK_READ, u,
+                      NULL);
     span.r.begin_ns = begun_ns > d->recorded_ns ? begun_ns : d->recorded_ns;
     mt_timeline_end(d->timeline, &span, r->moved, NULL);
     d->recorded_ns = mt_now_ns();
@@ -333,7 +350,8 @@ mt_request mt__disk_request(const mt_disk *d, int u, int number, int section, in
     const mt__piece   *c = &d->units[u].lay->pieces[number];
     const mt__section *n = &c->section[section];
 
-    return (mt_request){ .write = write, .at = c->at + n->from, .mem = mem, .bytes = n->bytes, .sums = n->sums };
+    return (mt_request){ .write = write, .at = c->at + n->from, .mem = mem, .bytes = n->bytes,
+                         .sums = n->sums };
 }
 
 static void read_ahead(mt_disk *d);
@@ -344,7 +362,7 @@ static void buffer_over(mt_request *r)
     mt__buffer *b = r->arg;
     mt_disk    *d = b->disk;
 
-    mt__disk_tell(d, b->unit, b->piece, r);      /* before anybody is woken: they look for the fault */
+    mt__disk_tell(d, b->unit, b->piece, r);   /* before anybody is woken: they look for the fault */
     pthread_mutex_lock(&d->mu);
     mt__disk_note(d, b->unit, r, b->begun_ns);
     if (--b->left == 0) {
@@ -386,8 +404,8 @@ static mt__buffer *find_free(mt_disk *d)
     return NULL;
 }
 
-/* The buffer that has the piece, or will; or that is still reading it for nobody: what it reads must not be
- * written meanwhile, so it is read again when that is over. */
+/* The buffer that has the piece, or will; or that is still reading it for nobody: what it reads
+ * must not be written meanwhile, so it is read again when that is over. */
 static mt__buffer *find_piece(mt_disk *d, int u, int number)
 {
     for (int i = 0; i < d->n_buffers; i++) {
@@ -399,8 +417,8 @@ static mt__buffer *find_piece(mt_disk *d, int u, int number)
     return NULL;
 }
 
-/* The first piece from one on that has states, or how many pieces there are. What has none is rarely updated, and then
- * read when it is asked for. */
+/* The first piece from one on that has states, or how many pieces there are. What has none is
+ * rarely updated, and then read when it is asked for. */
 static int with_states(const mt__layout *l, int from)
 {
     while (from < l->n_pieces && l->pieces[from].section[MT__STATES].bytes == 0)
@@ -424,8 +442,8 @@ static void step_on(mt_disk *d)
         d->next_unit = -1;
 }
 
-/* As far as there are free buffers. A piece that is still in one, not yet updated or not yet written, stops
- * it: the end of that write calls again. */
+/* As far as there are free buffers. A piece that is still in one, not yet updated or not yet
+ * written, stops it: the end of that write calls again. */
 static void read_ahead(mt_disk *d)
 {
     mt__buffer *b;
@@ -433,8 +451,9 @@ static void read_ahead(mt_disk *d)
     if (d->feed != NULL)
         mt__feed_ahead(d->feed);
 
-    while (!d->failed && d->next_unit >= 0 && !d->units[d->next_unit].held && d->next_unit + 1 != d->away &&
-           find_piece(d, d->next_unit, d->next_piece) == NULL && (b = find_free(d)) != NULL) {
+    while (!d->failed && d->next_unit >= 0 && !d->units[d->next_unit].held &&
+           d->next_unit + 1 != d->away && find_piece(d, d->next_unit, d->next_piece) == NULL &&
+           (b = find_free(d)) != NULL) {
         b->unit = d->next_unit;
         b->piece = d->next_piece;
         b->dropped = 0;
@@ -488,8 +507,9 @@ static int is_taken(void *arg)
         a->b = b;
         return 1;
     }
-    /* Nobody reads it: another was thought to be next, or all buffers have pieces that this one came
-     * instead of. Either way what was read ahead gives way, or no buffer would ever be free. */
+    /* Nobody reads it: another was thought to be next, or all buffers have pieces that this one
+     * came instead of. Either way what was read ahead gives way,
+     * or no buffer would ever be free. */
     if (b == NULL)
         aim(d, a->unit, a->number);
     read_ahead(d);
@@ -505,8 +525,8 @@ static mt_status take_piece(mt_disk *d, int u, int number, mt__buffer **out)
     mt_status    st;
 
     mt_timeline_begin(d->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_WAIT, u, NULL);
-    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_taken, &a, mt_store_name(d->store, u),
-                        "a piece to update (READ)");
+    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_taken, &a,
+                        mt_store_name(d->store, u), "a piece to update (READ)");
     mt_timeline_end(d->timeline, &span, 0, NULL);
     pthread_mutex_lock(&d->mu);
     d->stats.wait_ns += mt_now_ns() - begun;
@@ -532,7 +552,8 @@ static void give_piece(mt_disk *d, mt__buffer *b, int write)
 int mt__disk_writing(const mt_disk *d, int u, int number)
 {
     for (int i = 0; i < d->n_buffers; i++)
-        if (d->buffers[i].unit == u && d->buffers[i].piece == number && d->buffers[i].at == MT__WRITING)
+        if (d->buffers[i].unit == u && d->buffers[i].piece == number &&
+            d->buffers[i].at == MT__WRITING)
             return 1;
     return 0;
 }
@@ -562,7 +583,8 @@ static mt_status compute(mt_disk *d, const job *b, const mt_part *parts, int n, 
     mt_status st;
 
     mt_timeline_begin(d->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_UPDATE, b->j.unit, NULL);
-    mt_watch_begin(watch, &post, NULL, mt_store_name(d->store, b->j.unit), "the pool, which computes its update");
+    mt_watch_begin(watch, &post, NULL, mt_store_name(d->store, b->j.unit),
+                   "the pool, which computes its update");
     st = b->j.compute(b->j.arg, d->pool, parts, n, b->clip);
     mt_watch_end(watch, &post, st);
     mt_timeline_end(d->timeline, &span, bytes, NULL);
@@ -614,8 +636,8 @@ fail:
     return st;
 }
 
-/* Parameters that came after the unit's layout was made have all states in memory. Where there is nothing else
- * the first one's record has the unit's bytes. */
+/* Parameters that came after the unit's layout was made have all states in memory. Where there is
+ * nothing else the first one's record has the unit's bytes. */
 static mt_status update_late(mt_disk *d, const mt__layout *l, const job *b)
 {
     uint64_t  bytes = last_wanted(l, &b->j) < 0 ? b->j.bytes : 0;
@@ -658,8 +680,8 @@ static mt_status enter(mt_disk *d, int u)
     pthread_mutex_lock(&d->mu);
     d->units[u].awaited += urgent;
     pthread_mutex_unlock(&d->mu);
-    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_ours, &r, mt_store_name(d->store, u),
-                        "who is at its host planes");
+    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_ours, &r,
+                        mt_store_name(d->store, u), "who is at its host planes");
     pthread_mutex_lock(&d->mu);
     d->units[u].awaited -= urgent;
     pthread_mutex_unlock(&d->mu);
@@ -708,7 +730,8 @@ static mt_status take_bounce(mt_disk *d, int u)
     g.next = d->guests;
     d->guests = &g;
     pthread_mutex_unlock(&d->mu);
-    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, has_bounce, &g, mt_store_name(d->store, u),
+    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, has_bounce, &g,
+                        mt_store_name(d->store, u),
                         "its turn at pieces that the host reads or writes");
     pthread_mutex_lock(&d->mu);
     while (*at != &g)
@@ -754,17 +777,19 @@ static int has_read(void *arg)
     return r->d->feed == NULL || !mt__feed_reads(r->d->feed, r->unit);
 }
 
-/* FED: no read for a fetch to come is under way when the update writes. None begins: the update is announced. */
+/* FED: no read for a fetch to come is under way when the update writes.
+ * None begins: the update is announced. */
 static mt_status end_reads(mt_disk *d, int u)
 {
     reader r = { .d = d, .unit = u };
 
-    return mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, has_read, &r, mt_store_name(d->store, u),
+    return mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, has_read, &r,
+                          mt_store_name(d->store, u),
                           "reads of its weights ahead of a fetch (FED)");
 }
 
-/* The unit is ours. Its layout, and its place in the order. Weights that were copied may be in somebody's graph, which
- * wants them as they were: see mt_disk_forget. */
+/* The unit is ours. Its layout, and its place in the order. Weights that were copied may be in
+ * somebody's graph, which wants them as they were: see mt_disk_forget. */
 static mt_status begin_update(mt_disk *d, int u, mt__layout **l)
 {
     mt_status st;
@@ -809,7 +834,8 @@ static mt_status update(mt_disk *d, const job *b)
     if (st != MT_OK)
         goto fail;
     if ((parts = calloc((size_t)l->most + 1, sizeof *parts)) == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to list %d parts", mt_store_name(d->store, b->j.unit), l->most);
+        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to list %d parts",
+                     mt_store_name(d->store, b->j.unit), l->most);
         goto fail;
     }
     MT_TRY(update_pieces(d, l, b, parts));
@@ -876,7 +902,8 @@ static mt_status job_copy(const mt_disk *d, const mt_disk_job *j, float clip, jo
     mt_status  st = find(d, j->unit);
 
     if (st == MT_OK && (b == NULL || params == NULL))
-        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory for its update from disk", mt_store_name(d->store, j->unit));
+        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory for its update from disk",
+                     mt_store_name(d->store, j->unit));
     if (st != MT_OK) {
         free(params);
         free(b);
@@ -928,7 +955,8 @@ mt_status mt_disk_wait(mt_disk *d)
     pthread_mutex_lock(&d->mu);
     a.put = d->put;
     pthread_mutex_unlock(&d->mu);
-    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, are_done, &a, NULL, "updates from disk");
+    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, are_done, &a, NULL,
+                        "updates from disk");
     return st == MT_OK ? mt_ledger_check(d->store) : st;
 }
 
@@ -950,13 +978,15 @@ static void errand_over(mt_request *r)
     pthread_mutex_unlock(&d->mu);
 }
 
-/* A read waits for writes of the piece, a write for reads too: also for those that nobody wants any more. */
+/* A read waits for writes of the piece, a write for reads too:
+ * also for those that nobody wants any more. */
 static int in_the_way(const mt_disk *d, int u, int number, int write)
 {
     for (int i = 0; i < d->n_buffers; i++) {
         const mt__buffer *b = &d->buffers[i];
 
-        if (b->unit == u && b->piece == number && (b->at == MT__WRITING || (write && b->at == MT__READING)))
+        if (b->unit == u && b->piece == number &&
+            (b->at == MT__WRITING || (write && b->at == MT__READING)))
             return 1;
     }
     return write && d->feed != NULL && mt__feed_reads(d->feed, u);
@@ -977,7 +1007,8 @@ static int is_sent(void *arg)
     d->errand.done = errand_over;
     d->errand.arg = &d->sent;
     mt_watch_begin(mt_store_watch(d->store), &d->post, "disk", mt_store_name(d->store, e->unit),
-                   e->write ? "a piece to be written (PUSHED)" : "a piece to be read for the host (WRITTEN)");
+                   e->write ? "a piece to be written (PUSHED)"
+                            : "a piece to be read for the host (WRITTEN)");
     d->file->ops->put(d->file, &d->errand);
     return 1;
 }
@@ -987,8 +1018,9 @@ static int is_back(void *arg)
     return ((const mt__way *)arg)->d->away == 0;
 }
 
-/* A piece's section to or from its place in the bounce buffer, which is ours. No update of the unit is under way, but
- * its writes may be. Parameters that are pushed one after the other often share a piece, which is then read once. */
+/* A piece's section to or from its place in the bounce buffer, which is ours. No update of the unit
+ * is under way, but its writes may be. Parameters that are pushed one after the other often share a
+ * piece, which is then read once. */
 static mt_status move(mt_disk *d, int u, int number, int section, int write)
 {
     const mt__section *n = &d->units[u].lay->pieces[number].section[section];
@@ -1006,8 +1038,10 @@ static mt_status move(mt_disk *d, int u, int number, int section, int write)
     pthread_mutex_unlock(&d->mu);
     if (there)
         return mt_ledger_check(d->store);
-    MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_sent, &e, name, "requests for the same piece"));
-    MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_back, &e, name, "a piece, for who reads or writes it here"));
+    MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_sent, &e, name,
+                          "requests for the same piece"));
+    MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_back, &e, name,
+                          "a piece, for who reads or writes it here"));
     MT_TRY(mt_ledger_check(d->store));
     pthread_mutex_lock(&d->mu);
     note_bounced(d, u, number, section);
@@ -1016,7 +1050,8 @@ fail:
     return st;
 }
 
-/* Between the bounce buffer, which is ours and has the piece, and host planes; param -1: of all parameters. */
+/* Between the bounce buffer, which is ours and has the piece, and host planes;
+ * param -1: of all parameters. */
 static mt_status copy_places(mt_disk *d, int u, int number, int param, unsigned planes, int to_host)
 {
     const mt__layout *l = d->units[u].lay;
@@ -1137,7 +1172,7 @@ void mt_disk_forget(mt_disk *d, int u)
     int    ours;
 
     pthread_mutex_lock(&d->mu);
-    ours = is_ours(&r);                  /* else: it is not worth a wait, the next time is soon enough */
+    ours = is_ours(&r);             /* else: it is not worth a wait, the next time is soon enough */
     pthread_mutex_unlock(&d->mu);
     if (!ours)
         return;
@@ -1169,7 +1204,8 @@ static int has(const mt__layout *l, int number, int param)
     return 0;
 }
 
-/* The bounce buffer is ours. What else is in the section stays; where all of it is written, it is not read first. */
+/* The bounce buffer is ours. What else is in the section stays; where all of it is written,
+ * it is not read first. */
 static mt_status push_section(mt_disk *d, int u, int number, int k, int param, unsigned planes)
 {
     mt_status st = MT_OK;
@@ -1227,8 +1263,8 @@ mt_status mt_disk_push(mt_disk *d, int u, int param, unsigned planes)
         return MT_OK;
     MT_TRY(find(d, u));
     if (param != -1 && mt_store_desc(d->store, u, param) == NULL)
-        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(d->store, u), param,
-                       mt_store_params(d->store, u));
+        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
+                       mt_store_name(d->store, u), param, mt_store_params(d->store, u));
     MT_TRY(mt_ledger_wait_updates(d->store, u));
     MT_TRY(enter(d, u));
     st = push(d, u, param, planes);
@@ -1247,8 +1283,9 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
     mt_status st;
 
     if (n_buffers < 1 || bytes < MT_DISK_LEAST || bytes % MT_BLOCK_ALIGN != 0)
-        return MT_FAIL(MT_EINVAL, "disk: %d buffers of %zu bytes; one of %zu is the least, in steps of %zu", n_buffers,
-                       bytes, MT_DISK_LEAST, MT_BLOCK_ALIGN);
+        return MT_FAIL(MT_EINVAL,
+                       "disk: %d buffers of %zu bytes; one of %zu is the least, in steps of %zu",
+                       n_buffers, bytes, MT_DISK_LEAST, MT_BLOCK_ALIGN);
     if ((st = mt_mul_size((size_t)n_buffers + 1, bytes, "buffers of the disk", &all)) != MT_OK)
         return st;
     if ((d = calloc(1, sizeof *d)) == NULL)
@@ -1266,10 +1303,12 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
         st = MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers", n_buffers);
         goto fail;
     }
-    MT_TRY(mt_arena_open(&d->memory, all, NULL, NULL, "buffers of the disk", mt_store_bytes(store, MT_PLANE_COUNT)));
+    MT_TRY(mt_arena_open(&d->memory, all, NULL, NULL, "buffers of the disk",
+                         mt_store_bytes(store, MT_PLANE_COUNT)));
     d->n_buffers = n_buffers;
     for (int i = 0; i < n_buffers; i++)
-        d->buffers[i] = (mt__buffer){ .disk = d, .mem = (char *)d->memory.base + (size_t)i * bytes, .unit = -1 };
+        d->buffers[i] = (mt__buffer){ .disk = d, .mem = (char *)d->memory.base + (size_t)i * bytes,
+                                      .unit = -1 };
     d->bounce = (char *)d->memory.base + (size_t)n_buffers * bytes;
     d->stats.buffer_bytes = d->memory.bytes;
     if (pthread_create(&d->thread, NULL, disk_main, d) != 0) {
@@ -1361,7 +1400,8 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     mt_status st;
 
     if (u < 0 || u >= mt_store_units(d->store))
-        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", u, mt_store_units(d->store));
+        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", u,
+                       mt_store_units(d->store));
     MT_TRY(room_for(d, u));
     if (d->units[u].on)
         return MT_OK;

@@ -1,57 +1,64 @@
-/* disk.h — units whose states are in a file: read ahead of their update, written back behind it. Their weights may
- * be there too.
+/* disk.h — units whose states are in a file: read ahead of their update, written back behind it.
+ * Their weights may be there too.
  *
- * Gradients stay in memory, masters and moments do not: an update reads and writes those once, in order, and nobody
- * else looks at them. Weights stay too, but where memory is too short even for them: then each fetch reads them.
+ * Gradients stay in memory, masters and moments do not: an update reads and writes those once, in
+ * order, and nobody else looks at them. Weights stay too, but where memory is too short even for
+ * them: then each fetch reads them.
  *
  * Nouns, in the order they appear below:
- *   on disk  of a unit: its state planes (MT_STATE_PLANES), and HI where its weights are there, are in the file. The
- *            host planes are copies, and no more than addresses until somebody reads them (bring)
+ *   on disk  of a unit: its state planes (MT_STATE_PLANES), and HI where its weights are there, are
+ *            in the file. The host planes are copies,
+ *            and no more than addresses until somebody reads them (bring)
  *   part     a stretch of one parameter: where its states, and weights, are in a buffer
- *   piece    parts that fill a buffer, and lie in the file as they lie there: a request in and one out for its
- *            weights, and one for its states
- *   buffer   host memory for a piece. There are a few: one is updated, those before are written, those after
- *            are read, as far ahead as there are buffers; also while nothing is updated, so that the first
- *            pieces of a step wait for it, and not it for them
+ *   piece    parts that fill a buffer, and lie in the file as they lie there: a request in and one
+ *            out for its weights, and one for its states
+ *   buffer   host memory for a piece. There are a few: one is updated, those before are written,
+ *            those after are read, as far ahead as there are buffers; also while nothing is
+ *            updated, so that the first pieces of a step wait for it, and not it for them
  *   order    which unit follows which: as they did last time
- *   feed     reads weights for fetches, into buffers of its own that are locked: two of a unit's pieces, or more, are
- *            read while others are copied to its slot, and then those of the units that will be asked for next
+ *   feed     reads weights for fetches, into buffers of its own that are locked: two of a unit's
+ *            pieces, or more, are read while others are copied to its slot, and then those of the
+ *            units that will be asked for next
  *
  *     mt_disk_open(store, blocks, pool, 8, bytes, &d);
- *     mt_disk_add(d, unit, 0);                            // before its states are asked for
- *     mt_disk_put(d, &job, clip);                         // the updater: returns at once
- *     mt_ledger_wait_updates(store, job.unit);            // its weights are new
- *     mt_disk_bring(d, unit, 1u << MT_PLANE_M);           // host: the copies are as in the file
+ *     mt_disk_add(d, unit, 0);                  // before its states are asked for
+ *     mt_disk_put(d, &job, clip);               // the updater: returns at once
+ *     mt_ledger_wait_updates(store, job.unit);  // its weights are new
+ *     mt_disk_bring(d, unit, 1u << MT_PLANE_M); // host: the copies are as in the file
  *
  *     mt_feed_open(dev, d, 8, &f);
  *     mt_feed_next(f, unit);
- *     mt_feed_expect(f, units, n);                        // any thread: what will be fetched then, in order
- *     mt_feed_copy(f, unit, mem, h2d);                    // the mover: copies of all its weights are put
+ *     // any thread: what will be fetched then, in order
+ *     mt_feed_expect(f, units, n);
+ *     mt_feed_copy(f, unit, mem, h2d);          // the mover: copies of all its weights are put
  *
- * Updates are made by a thread of ours in the order they were put, beside the updater's: a drive is slow, and
- * is to move from the first moment on.
+ * Updates are made by a thread of ours in the order they were put, beside the updater's: a drive is
+ * slow, and is to move from the first moment on.
  *
  * Order:
  *   READ     our thread waits until a piece is in its buffer       told by the file's thread
  *   WRITTEN  a piece is read again when its last write is over     the same; bring waits for it too
  *   READ OUT and written when its last read is, also one that nobody wants any more
- *   PUSHED   what was read ahead of a unit is dropped before its planes are written from outside, and none
- *            of it is read until they are; a fetch waits meanwhile
- *   WEIGHTS  our thread waits in the ledger for fetches of the unit's weights, before its first piece
- *   FED      and drops what was read for fetches to come, and waits until no such read is under way: it would meet
- *            the write. None begins while an update of the unit is announced
- *   COPIED   the mover waits until a copy out of a buffer of the feed's is over before that is read into again; whoever
- *            tells of units to come looks whether it is
- *   Fetches and readers of weights wait for the unit's update as ever. Where weights are in memory they wait for no
- *   write, since those are of states; where they are in the file, for those of the pieces they read (WRITTEN).
+ *   PUSHED   what was read ahead of a unit is dropped before its planes are written from outside,
+ *            and none of it is read until they are; a fetch waits meanwhile
+ *   WEIGHTS  our thread waits in the ledger for fetches of the unit's weights,
+ *            before its first piece
+ *   FED      and drops what was read for fetches to come, and waits until no such read is under
+ *            way: it would meet the write. None begins while an update of the unit is announced
+ *   COPIED   the mover waits until a copy out of a buffer of the feed's is over before that is read
+ *            into again; whoever tells of units to come looks whether it is
+ *   Fetches and readers of weights wait for the unit's update as ever. Where weights are in memory
+ *   they wait for no write, since those are of states; where they are in the file, for those of the
+ *   pieces they read (WRITTEN).
  *
- * Of those who bring and push each waits for no more than a piece of another unit's; a save, mt_ledger_i_save, comes
- * last.
+ * Of those who bring and push each waits for no more than a piece of another unit's; a save,
+ * mt_ledger_i_save, comes last.
  *
- * Threads: open, add, close: one, before and after the others. put: the updater's. bring, push: any, when
- *          no update of the unit is asked for meanwhile. The job's functions run on our thread; requests end on
- *          threads of the file's. mt_feed_copy: one thread at a time.
- * Errors:  a request that failed is the ledger's fault, with unit, plane and parameter, path and offset.
+ * Threads: open, add, close: one, before and after the others. put: the updater's. bring, push:
+ *          any, when no update of the unit is asked for meanwhile. The job's functions run on our
+ *          thread; requests end on threads of the file's. mt_feed_copy: one thread at a time.
+ * Errors:  a request that failed is the ledger's fault, with unit, plane and parameter,
+ *          path and offset.
  */
 #ifndef MT_DISK_H
 #define MT_DISK_H
@@ -60,7 +67,8 @@
 #include "store.h"
 #include "timeline.h"
 
-#define MT_DISK_LEAST ((size_t)64 << 10) /* bytes of a buffer, which are a multiple of MT_BLOCK_ALIGN */
+#define MT_DISK_LEAST ((size_t)64 << 10) /* bytes of a buffer, which are a multiple of
+                                          * MT_BLOCK_ALIGN */
 #define MT_DISK_GRAIN 4096               /* a part begins at a multiple of so many elements */
 
 typedef struct mt_disk_job {
@@ -76,35 +84,40 @@ typedef struct mt_disk_job {
 
 typedef struct mt_disk mt_disk;
 
-/* pool: for the updates alone, so that none waits for another unit's turn; NULL: our thread makes them. */
-mt_status mt_disk_open (mt_store *store, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
-                        mt_disk **out);
-void      mt_disk_close(mt_disk *d);         /* finishes what was put, and all requests; before the file is closed */
+/* pool: for the updates alone, so that none waits for another unit's turn;
+ * NULL: our thread makes them. */
+mt_status mt_disk_open (mt_store *store, mt_blocks *file, mt_pool *pool, int n_buffers,
+                        size_t bytes, mt_disk **out);
+/* finishes what was put, and all requests; before the file is closed */
+void      mt_disk_close(mt_disk *d);
 /* Reads, writes and updates are recorded in t. Before the first update, or never. */
 void      mt_disk_timeline(mt_disk *d, mt_timeline *t);
 
-/* weights: those too; they are zero until the first push. MT_ESTATE as mt_store_set_disk. Parameters that become
- * trainable after the unit's first update, or push, keep their states in memory. */
+/* weights: those too; they are zero until the first push. MT_ESTATE as mt_store_set_disk.
+ * Parameters that become trainable after the unit's first update, or push,
+ * keep their states in memory. */
 mt_status mt_disk_add (mt_disk *d, int unit, int weights);
-uint64_t  mt_disk_need(mt_disk *d);                      /* bytes of the file that the units added will take */
+uint64_t  mt_disk_need(mt_disk *d);         /* bytes of the file that the units added will take */
 
-/* The job is copied, its params until it is over are the caller's; its arg, and the end of the unit's update in
- * the ledger, are ours, also on failure. That end comes when the unit's weights are new; its states may still be
- * on their way. */
+/* The job is copied, its params until it is over are the caller's; its arg, and the end of the
+ * unit's update in the ledger, are ours, also on failure. That end comes when the unit's weights
+ * are new; its states may still be on their way. */
 mt_status mt_disk_put (mt_disk *d, const mt_disk_job *j, float clip);
 mt_status mt_disk_wait(mt_disk *d);                      /* all that was put has ended */
 
-/* Host planes of a unit, a bit for each, are as in the file; waits for its updates. States take memory until its
- * next update, weights until somebody forgets them behind that. Nothing to do for others, and for other planes.
- * bring: for who reads them beyond the call, as a graph does. peek: not so. */
+/* Host planes of a unit, a bit for each, are as in the file; waits for its updates. States take
+ * memory until its next update, weights until somebody forgets them behind that. Nothing to do for
+ * others, and for other planes. bring: for who reads them beyond the call, as a graph does. peek:
+ * not so. */
 mt_status mt_disk_bring(mt_disk *d, int unit, unsigned planes);
 mt_status mt_disk_peek (mt_disk *d, int unit, unsigned planes);
-/* Their memory is given back before that, but of weights that were brought. take: of those too, when nobody reads
- * them. */
+/* Their memory is given back before that, but of weights that were brought. take: of those too,
+ * when nobody reads them. */
 mt_status mt_disk_chill(mt_disk *d, int unit);
 mt_status mt_disk_take (mt_disk *d, int unit);
-/* The memory of weights that an update has made old is given back: until now a graph may have used them as they were.
- * By the thread that made that. Where a reader or writer is at some unit's planes, nothing happens. */
+/* The memory of weights that an update has made old is given back: until now a graph may have used
+ * them as they were. By the thread that made that. Where a reader or writer is at some unit's
+ * planes, nothing happens. */
 void      mt_disk_forget(mt_disk *d, int unit);
 /* The parameter's host planes were written: the file takes their values. -1: all parameters'. */
 mt_status mt_disk_push (mt_disk *d, int unit, int param, unsigned planes);
@@ -120,17 +133,19 @@ mt_disk_stats mt_disk_stats_get(mt_disk *d);
 
 typedef struct mt_feed mt_feed;
 
-/* Once, when all units were added; its buffers hold the largest piece's weights each, and are registered with dev. */
+/* Once, when all units were added; its buffers hold the largest piece's weights each, and are
+ * registered with dev. */
 mt_status mt_feed_open (mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out);
-void      mt_feed_close(mt_feed *f);         /* when no copy is put any more, and before the disk is closed */
+/* when no copy is put any more, and before the disk is closed */
+void      mt_feed_close(mt_feed *f);
 /* The mover: this one is to be fetched as soon as its updates are over. -1: none. */
 void      mt_feed_next  (mt_feed *f, int unit);
 /* And then these, one after the other; as many are kept as make sense. */
 void      mt_feed_expect(mt_feed *f, const int *units, int n);
 /* As mt_disk_forget. */
 void      mt_feed_forget(mt_feed *f, int unit);
-/* Puts copies of all the unit's weights into mem, as they lie in plane HI, in h2d; returns when the last is put, so
- * when the last was read. Between mt_ledger_fetch_begin and mt_ledger_fetching. */
+/* Puts copies of all the unit's weights into mem, as they lie in plane HI, in h2d; returns when the
+ * last is put, so when the last was read. Between mt_ledger_fetch_begin and mt_ledger_fetching. */
 mt_status mt_feed_copy (mt_feed *f, int unit, void *mem, mt_queue *h2d);
 
 #endif

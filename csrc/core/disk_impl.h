@@ -1,7 +1,7 @@
 /* disk_impl.h — what disk.c and feed.c share; nobody else includes it.
  *
- * A piece has two sections, weights and states, each a request with sums of its own: so a fetch reads the one
- * without the other. They lie one after the other, in the file and in a buffer.
+ * A piece has two sections, weights and states, each a request with sums of its own: so a fetch
+ * reads the one without the other. They lie one after the other, in the file and in a buffer.
  */
 #ifndef MT_DISK_IMPL_H
 #define MT_DISK_IMPL_H
@@ -28,7 +28,8 @@ typedef struct mt__piece {
     int         first, n;                /* its places in the layout's */
     mt__section section[MT__SECTIONS];
     uint64_t    at;                      /* in the file */
-    size_t      hi_at, hi_bytes;         /* the stretch of plane HI that its weights are, as it lies there */
+    size_t      hi_at, hi_bytes;         /* the stretch of plane HI that its weights are, as it lies
+                                          * there */
 } mt__piece;
 
 /* How a unit's planes lie in the file. Made once, then read by anyone. */
@@ -40,15 +41,15 @@ typedef struct mt__layout {
 } mt__layout;
 
 typedef struct mt__disk_unit {
-    int         on;                      /* it is ours */
-    mt__layout *lay;                     /* NULL before its planes are first used. mu */
-    int         next;                    /* the unit that followed it last; -1: none yet. mu */
-    int         busy;                    /* somebody is at its host planes, or its layout. mu, as the next two */
-    int         awaited;                 /* so many wait until nobody is */
-    int         held;                    /* it is being written from outside: none of it is read ahead */
-    unsigned    copied;                  /* host planes that may have memory. Who made it busy, as the rest */
-    unsigned    fresh;                   /* of which these are as in the file */
-    int         wanted;                  /* who brought its weights reads them beyond the call: not a save */
+    int         on;         /* it is ours */
+    mt__layout *lay;        /* NULL before its planes are first used. mu */
+    int         next;       /* the unit that followed it last; -1: none yet. mu */
+    int         busy;       /* somebody is at its host planes, or its layout. mu, as the next two */
+    int         awaited;    /* so many wait until nobody is */
+    int         held;       /* it is being written from outside: none of it is read ahead */
+    unsigned    copied;     /* host planes that may have memory. Who made it busy, as the rest */
+    unsigned    fresh;      /* of which these are as in the file */
+    int         wanted;     /* who brought its weights reads them beyond the call: not a save */
 } mt__disk_unit;
 
 /* Who wants the bounce buffer, in a list while it waits. mu */
@@ -84,23 +85,28 @@ struct mt_disk {
     mt_blocks      *file;
     mt_pool        *pool;
     mt_timeline    *timeline;            /* written before the first update */
-    mt_feed        *feed;                /* NULL: nobody fetches weights from here. Written by mt_feed_open, under mu */
+    mt_feed        *feed;                /* NULL: nobody fetches weights from here. Written by
+                                          * mt_feed_open, under mu */
     size_t          bytes;               /* of a buffer */
     int             n_buffers;
     mt__buffer     *buffers;             /* [n_buffers] */
     mt_arena        memory;              /* theirs, and one more: the bounce buffer's */
-    char           *bounce;              /* bring and push, a section at a time. Who made it taken */
+    char           *bounce;              /* bring and push, a section at a time. Who made it
+                                          * taken */
     int             taken;               /* mu, as the next three */
     mt__guest      *guests;
     uint64_t        n_guests;            /* so far */
-    mt_request      errand;              /* with the bounce buffer. These two: mu, and the file's while it is away */
+    mt_request      errand;              /* with the bounce buffer. These two: mu, and the file's
+                                          * while it is away */
     mt__way         sent;
     mt_post         post;                /* of it. mu */
     int             away;                /* its unit plus 1; 0: it is back. mu */
-    int             bounced_unit, bounced_piece, bounced_section;  /* it has, as the file does; unit -1: none. mu */
+    /* it has, as the file does; unit -1: none. mu */
+    int             bounced_unit, bounced_piece, bounced_section;
     uint64_t        need;                /* written by add, as the next */
     size_t          most_weights;        /* bytes in a piece */
-    mt__disk_unit  *units;               /* [n_units] of the store's, as far as added; grown by add */
+    mt__disk_unit  *units;               /* [n_units] of the store's, as far as added; grown by
+                                          * add */
     int             n_units;
     int             last_added, first_added;     /* -1: none */
 
@@ -121,7 +127,8 @@ struct mt_disk {
 };
 
 /* disk.c. The request for a section of a piece that is, or will be, in mem. */
-mt_request mt__disk_request(const mt_disk *d, int unit, int piece, int section, int write, char *mem);
+mt_request mt__disk_request(const mt_disk *d, int unit, int piece, int section, int write,
+                            char *mem);
 /* A request ended, mu not held: a failure is told to the ledger. */
 void mt__disk_tell(mt_disk *d, int unit, int piece, const mt_request *r);
 /* And then under mu: counted, and recorded. */
@@ -130,8 +137,8 @@ void mt__disk_note(mt_disk *d, int unit, const mt_request *r, uint64_t begun_ns)
 int  mt__disk_writing(const mt_disk *d, int unit, int piece);
 
 /* feed.c, all under mu. */
-void mt__feed_ahead(mt_feed *f);                         /* a buffer, or a piece, may have come free */
-void mt__feed_drop (mt_feed *f, int unit);               /* what was read of the unit is not used */
-int  mt__feed_reads(const mt_feed *f, int unit);         /* a read of it is under way */
+void mt__feed_ahead(mt_feed *f);                    /* a buffer, or a piece, may have come free */
+void mt__feed_drop (mt_feed *f, int unit);          /* what was read of the unit is not used */
+int  mt__feed_reads(const mt_feed *f, int unit);    /* a read of it is under way */
 
 #endif

@@ -1,6 +1,8 @@
-/* feed.c — weights from the file to slots: read into a buffer, copied from there, and the buffer is free again.
+/* feed.c — weights from the file to slots: read into a buffer, copied from there,
+ * and the buffer is free again.
  *
- * All under the disk's mu, but for waits on the device: those are the mover's, which alone puts copies.
+ * All under the disk's mu, but for waits on the device: those are the mover's,
+ * which alone puts copies.
  */
 #include "disk_impl.h"
 
@@ -9,11 +11,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LEAST    2                       /* buffers: one is read while another is copied */
-#define MOST     64                      /* what keeps sixteen threads of the file at work, and more */
-#define EXPECTED 8                       /* units */
+#define LEAST    2                  /* buffers: one is read while another is copied */
+#define MOST     64                 /* what keeps sixteen threads of the file at work, and more */
+#define EXPECTED 8                  /* units */
 
-typedef enum { EMPTY, LOADING, LOADED, TAKEN, COPYING } stage;    /* TAKEN: by the mover, which puts its copy */
+/* TAKEN: by the mover, which puts its copy */
+typedef enum { EMPTY, LOADING, LOADED, TAKEN, COPYING } stage;
 
 typedef struct load {
     mt_feed   *feed;
@@ -30,11 +33,11 @@ typedef struct load {
 struct mt_feed {
     mt_disk *disk;
     mt_dev  *dev;
-    load    *loads;                      /* [n_loads] */
+    load    *loads;                     /* [n_loads] */
     int      n_loads;
     mt_arena memory;
-    int      unit, piece;                /* to be copied next; unit -1: nothing is fetched now. mu */
-    int      begun;                      /* and its fetch is in the ledger. mu */
+    int      unit, piece;               /* to be copied next; unit -1: nothing is fetched now. mu */
+    int      begun;                     /* and its fetch is in the ledger. mu */
     int      expected[EXPECTED], n_expected;         /* units. mu */
 };
 
@@ -59,8 +62,8 @@ static int expected(const mt_feed *f, int unit)
     return 0;
 }
 
-/* A buffer for a piece of the unit: an empty one, or one whose weights nobody expects any more. What the unit that is
- * fetched now needs comes before what others will. */
+/* A buffer for a piece of the unit: an empty one, or one whose weights nobody expects any more.
+ * What the unit that is fetched now needs comes before what others will. */
 static load *find_room(const mt_feed *f, int unit)
 {
     load *k = find(f, EMPTY, -1, 0);
@@ -108,9 +111,9 @@ static void put_read(mt_feed *f, load *k, int unit, int piece)
     d->file->ops->put(d->file, &k->r);
 }
 
-/* The unit's pieces from one on, as far as there is room. 0: what comes behind them has to wait. A piece that is still
- * being written stops it (WRITTEN), and so does a unit that is written from outside (PUSHED); the end of either calls
- * again. */
+/* The unit's pieces from one on, as far as there is room. 0: what comes behind them has to wait. A
+ * piece that is still being written stops it (WRITTEN), and so does a unit that is written from
+ * outside (PUSHED); the end of either calls again. */
 static int read_unit(mt_feed *f, int unit, int from)
 {
     mt_disk          *d = f->disk;
@@ -132,8 +135,8 @@ static int read_unit(mt_feed *f, int unit, int from)
     return 1;
 }
 
-/* FED: of a unit whose update is announced nothing is read ahead. Once its fetch has begun, the update waits for
- * that. */
+/* FED: of a unit whose update is announced nothing is read ahead. Once its fetch has begun, the
+ * update waits for that. */
 static int may_read(const mt_feed *f, int unit)
 {
     return (unit == f->unit && f->begun) || !mt_ledger_updates_due(f->disk->store, unit);
@@ -235,7 +238,8 @@ static int is_loaded(void *arg)
 static mt_status wait_copied(mt_feed *f, load *k)
 {
     mt_disk  *d = f->disk;
-    mt_status st = mt_watch_event(mt_store_watch(d->store), k->copied, mt_store_name(d->store, f->unit),
+    mt_status st = mt_watch_event(mt_store_watch(d->store), k->copied,
+                                  mt_store_name(d->store, f->unit),
                                   "a copy of weights out of a buffer (COPIED)");
 
     pthread_mutex_lock(&d->mu);
@@ -333,7 +337,8 @@ mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
     mt_status         st;
 
     if (l == NULL)
-        return MT_FAIL(MT_ESTATE, "unit %s: its weights were never written to disk; push them first",
+        return MT_FAIL(MT_ESTATE,
+                       "unit %s: its weights were never written to disk; push them first",
                        mt_store_name(f->disk->store, unit));
     st = copy_unit(f, l, mem, h2d);
     (void)aim(f, -1, 0);
@@ -350,7 +355,8 @@ static mt_status open_loads(mt_feed *f, int n, size_t each)
         return MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers of weights", n);
     f->n_loads = n;
     for (int i = 0; i < n; i++) {
-        f->loads[i] = (load){ .feed = f, .mem = (char *)f->memory.base + (size_t)i * each, .unit = -1 };
+        f->loads[i] = (load){ .feed = f, .mem = (char *)f->memory.base + (size_t)i * each,
+                              .unit = -1 };
         MT_TRY(f->dev->ops->event_open(f->dev, &f->loads[i].copied));
     }
     return MT_OK;
@@ -384,7 +390,8 @@ fail:
     return st;
 }
 
-/* Reads that are under way end first; the queue's copies are over, since the mover's queue was closed. */
+/* Reads that are under way end first; the queue's copies are over,
+ * since the mover's queue was closed. */
 void mt_feed_close(mt_feed *f)
 {
     mt_disk *d;

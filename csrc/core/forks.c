@@ -37,7 +37,8 @@ static void in_parent(void)
     pthread_mutex_unlock(&files_mu);
 }
 
-/* Calls alone that a signal handler may make. What our addresses pointed to is not there: they stay taken. */
+/* Calls alone that a signal handler may make. What our addresses pointed to is not there:
+ * they stay taken. */
 static void in_child(void)
 {
     atomic_fetch_add(&forks, 1);
@@ -84,7 +85,8 @@ void mt_forks_private(void *base, size_t bytes)
     if (madvise(base, bytes, MADV_DONTFORK) != 0)
         return;
     pthread_mutex_lock(&memory_mu);
-    if (more((void **)&ranges, n_ranges, &room_ranges, sizeof *ranges))      /* else they are free in a child */
+    /* else they are free in a child */
+    if (more((void **)&ranges, n_ranges, &room_ranges, sizeof *ranges))
         ranges[n_ranges++] = (range){ base, bytes };
     pthread_mutex_unlock(&memory_mu);
 }

@@ -1,4 +1,5 @@
-/* fpenv.h — nearest rounding and gradual underflow for one stretch of work, whatever the thread had.
+/* fpenv.h — nearest rounding and gradual underflow for one stretch of work,
+ * whatever the thread had.
  *
  * A library built with -ffast-math switches denormals off in the thread that loads it, and
  * threads inherit the setting from their parent: without this, bits would depend on what else the

@@ -202,8 +202,8 @@ static mt_status wait_zero(mt_store *s, int unit, const int64_t *count, const ch
 {
     mt__ledger *l = &s->ledger;
     awaited     a = { .l = l, .count = count };
-    mt_status   st = mt_watch_until(&s->watch, &l->changed, &l->mu, is_zero_or_fault, &a, mt_store_name(s, unit),
-                                    awaits);
+    mt_status   st = mt_watch_until(&s->watch, &l->changed, &l->mu, is_zero_or_fault, &a,
+                                    mt_store_name(s, unit), awaits);
 
     return a.fault != MT_OK ? fault_again(l) : st;
 }
@@ -249,8 +249,8 @@ int mt_ledger_updates_due(mt_store *s, int unit)
 
 /* ---- saves ------------------------------------------------------------------------------ */
 
-/* All that was announced is over, so the planes are those of one step; what is announced from here on
- * finds the announcement. */
+/* All that was announced is over, so the planes are those of one step; what is announced from here
+ * on finds the announcement. */
 mt_status mt_ledger_save_begin(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
@@ -268,7 +268,9 @@ mt_status mt_ledger_save_begin(mt_store *s, int unit)
     if (fault != MT_OK)
         return fault_again(&s->ledger);
     if (!idle)
-        return MT_FAIL(MT_ESTATE, "unit %s: an update or another save of it is under way; drain first", u->name);
+        return MT_FAIL(MT_ESTATE,
+                       "unit %s: an update or another save of it is under way; drain first",
+                       u->name);
     return MT_OK;
 }
 
@@ -383,15 +385,16 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
     if (st == MT_OK)
         st = ops->record(h2d, u->fetched);
     if (st == MT_OK)
-        mt_watch_put(&s->watch, &u->copying, atomic_load(&u->settled) ? "device update" : "h2d", u->name,
-                     "copies of its weights (the event FETCHED)", u->fetched);
+        mt_watch_put(&s->watch, &u->copying, atomic_load(&u->settled) ? "device update" : "h2d",
+                     u->name, "copies of its weights (the event FETCHED)", u->fetched);
     pthread_mutex_unlock(&s->fetched_mu);
     fetch_end(s, u);
     return st;
 }
 
-/* The event, once made, stays. The host asks until it is done, and so waits for records that are made meanwhile too.
- * The lock covers the pointer only: a host writer that waits here never holds up the mover. */
+/* The event, once made, stays. The host asks until it is done, and so waits for records that are
+ * made meanwhile too. The lock covers the pointer only:
+ * a host writer that waits here never holds up the mover. */
 mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
@@ -406,7 +409,8 @@ mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
     fetched = u->fetched;
     pthread_mutex_unlock(&s->fetched_mu);
     if (fetched != NULL)
-        MT_TRY(mt_watch_event(&s->watch, fetched, u->name, "copies of its weights (the event FETCHED)"));
+        MT_TRY(mt_watch_event(&s->watch, fetched, u->name,
+                              "copies of its weights (the event FETCHED)"));
     return mt_ledger_check(s);
 fail:
     return st;

@@ -1,24 +1,27 @@
-/* lend.c — GRAD planes of units whose gradients pass: memory for the time between a hand-over and the end of
- * the update that uses it.
+/* lend.c — GRAD planes of units whose gradients pass: memory for the time between a hand-over and
+ * the end of the update that uses it.
  *
  * A unit has no such memory of its own. What a hand-over takes is one of a few buffers of about
- * its size, and the end of the update gives it back; until then the buffer is the unit's GRAD plane, and
- * nobody else needs to know. Where all are lent, the thread that hands over waits for the update that will
- * give back the one that was lent first: so it is ahead of the updates by as many units as there are buffers.
+ * its size, and the end of the update gives it back; until then the buffer is the unit's GRAD
+ * plane, and nobody else needs to know. Where all are lent, the thread that hands over waits for
+ * the update that will give back the one that was lent first: so it is ahead of the updates by as
+ * many units as there are buffers.
  *
- * Buffers are registered host memory, or for settled units the device's. A settled unit's update ends in the
- * ledger when it is put in its queue: whoever writes into the buffer next waits for that queue (TAKEN, resident.h).
+ * Buffers are registered host memory, or for settled units the device's. A settled unit's update
+ * ends in the ledger when it is put in its queue: whoever writes into the buffer next waits for
+ * that queue (TAKEN, resident.h).
  */
 #include "store_impl.h"
 
 #include <stdlib.h>
 
-#define LEAST_BYTES ((size_t)1 << 20)        /* buffers below this serve units of any smaller size */
+#define LEAST_BYTES ((size_t)1 << 20)       /* buffers below this serve units of any smaller size */
 
 /* A buffer at most twice as large as needed: the embedding's does not serve a layer. */
 static int serves(const mt__lent *b, size_t bytes)
 {
-    return b->arena.bytes >= bytes && b->arena.bytes / 2 <= (bytes > LEAST_BYTES ? bytes : LEAST_BYTES);
+    return b->arena.bytes >= bytes &&
+           b->arena.bytes / 2 <= (bytes > LEAST_BYTES ? bytes : LEAST_BYTES);
 }
 
 /* Under map_mu. The unit's; -1: it has none. */
@@ -35,7 +38,8 @@ static int place_of(const mt__unit *u)
     return atomic_load(&u->settled) ? MT__DEVICE : MT__HOST;
 }
 
-/* Under map_mu. A free one, else the one that was lent first; *n: there are so many of that size in that place. */
+/* Under map_mu. A free one, else the one that was lent first;
+ * *n: there are so many of that size in that place. */
 static int choose(const mt_store *s, int place, size_t bytes, int *n)
 {
     int found = -1;
@@ -47,7 +51,8 @@ static int choose(const mt_store *s, int place, size_t bytes, int *n)
         if (b->arena.on_device != (place == MT__DEVICE) || !serves(b, bytes))
             continue;
         *n += 1;
-        if (found < 0 || (s->lent[found].unit >= 0 && (b->unit < 0 || b->number < s->lent[found].number)))
+        if (found < 0 || (s->lent[found].unit >= 0 &&
+                          (b->unit < 0 || b->number < s->lent[found].number)))
             found = k;
     }
     return found;
@@ -63,7 +68,8 @@ static mt_status map(mt_store *s, int place, size_t bytes, mt_arena *out)
     return mt_arena_open(out, bytes, s->pool, s->dev, what, mt_store_bytes(s, MT_PLANE_COUNT));
 }
 
-/* Under map_mu, which is let go of while the memory is made. Hand-overs come one at a time, so nobody makes another. */
+/* Under map_mu, which is let go of while the memory is made. Hand-overs come one at a time, so
+ * nobody makes another. */
 static mt_status make(mt_store *s, int place, size_t bytes, int *k)
 {
     mt__lent *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
@@ -78,7 +84,8 @@ static mt_status make(mt_store *s, int place, size_t bytes, int *k)
     pthread_mutex_lock(&s->map_mu);
     if (st != MT_OK)
         return st;
-    atomic_fetch_add(place == MT__DEVICE ? &s->on_device : &s->mapped[MT_PLANE_GRAD], made.arena.bytes);
+    atomic_fetch_add(place == MT__DEVICE ? &s->on_device : &s->mapped[MT_PLANE_GRAD],
+                     made.arena.bytes);
     *k = s->n_lent;
     s->lent[s->n_lent++] = made;
     return MT_OK;
@@ -103,7 +110,8 @@ static void bind(mt_store *s, int unit, size_t *offset, int k)
     s->lent[k].number = ++s->lendings;
 }
 
-/* Lends a buffer, if one is free or may be made. *k: it, or the one to wait for with *holder and *number. */
+/* Lends a buffer, if one is free or may be made. *k: it,
+ * or the one to wait for with *holder and *number. */
 static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes, int *holder,
                              uint64_t *number)
 {
@@ -156,7 +164,8 @@ mt_status mt_store_lend(mt_store *s, int unit)
     mt_status st;
 
     if (!mt_store_passes(s, unit))
-        return MT_FAIL(MT_EINVAL, "unit %d (%s) has a GRAD plane of its own", unit, mt_store_name(s, unit));
+        return MT_FAIL(MT_EINVAL, "unit %d (%s) has a GRAD plane of its own", unit,
+                       mt_store_name(s, unit));
     pthread_mutex_lock(&s->map_mu);
     held = held_by(s, unit);
     pthread_mutex_unlock(&s->map_mu);
@@ -169,8 +178,9 @@ mt_status mt_store_lend(mt_store *s, int unit)
             return MT_OK;
         MT_TRY(wait_for(s, holder));
         if (still_lent(s, number)) {
-            st = MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; where they are "
-                         "kept nowhere, each hand-over is followed by its update", mt_store_name(s, holder));
+            st = MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; "
+                         "where they are kept nowhere, each hand-over is followed by its update",
+                         mt_store_name(s, holder));
             goto fail;
         }
     }
@@ -212,7 +222,8 @@ void mt__lent_close(mt_store *s)
 mt_status mt_store_lend_most(mt_store *s, int n)
 {
     if (n < 1 || n > MT_STORE_LENT || s->n_lent > 0)
-        return MT_FAIL(MT_EINVAL, "store: %d buffers of a size for gradients; 1 to %d, before any is lent", n,
+        return MT_FAIL(MT_EINVAL,
+                       "store: %d buffers of a size for gradients; 1 to %d, before any is lent", n,
                        MT_STORE_LENT);
     s->most_lent = n;
     return MT_OK;
@@ -238,7 +249,8 @@ mt_status mt_store_set_passing(mt_store *s, int unit)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
     pthread_mutex_lock(&s->map_mu);
     if (u->plane[place_of(u)][MT_PLANE_GRAD].offset != NULL)
-        st = MT_FAIL(MT_ESTATE, "unit %s has a GRAD plane already; its gradients cannot pass", u->name);
+        st = MT_FAIL(MT_ESTATE, "unit %s has a GRAD plane already; its gradients cannot pass",
+                     u->name);
     else
         atomic_store(&u->passing, 1);
     pthread_mutex_unlock(&s->map_mu);

@@ -1,4 +1,5 @@
-/* numa.c — reads sysfs' lists of nodes, and asks the kernel by its own calls: there is no library for it. */
+/* numa.c — reads sysfs' lists of nodes, and asks the kernel by its own calls:
+ * there is no library for it. */
 #include "numa.h"
 
 #include <errno.h>
@@ -33,7 +34,8 @@ static void parse(const char *list, mt_nodes *out)
     }
 }
 
-/* Leaves out what is not in a file's list; without the file nothing. prefix: of the line that has it. */
+/* Leaves out what is not in a file's list; without the file nothing.
+ * prefix: of the line that has it. */
 static void keep_listed(const char *path, const char *prefix, mt_nodes *nodes)
 {
     char     line[4096];
@@ -91,8 +93,9 @@ const mt_nodes *mt_nodes_here(void)
 int mt__numa_spread(const mt_nodes *nodes, void *p, size_t bytes)
 {
     /* The kernel takes one bit less than it is told of. */
-    return syscall(SYS_mbind, p, bytes, MPOL_INTERLEAVE, nodes->bits, (unsigned long)MT_NODES + 1, 0u) == 0
-         ? 0 : errno;
+    return syscall(SYS_mbind, p, bytes, MPOL_INTERLEAVE, nodes->bits,
+                   (unsigned long)MT_NODES + 1, 0u) == 0
+               ? 0 : errno;
 }
 
 int mt_numa_spread(void *p, size_t bytes)

@@ -1,9 +1,10 @@
 /* numa.h — nodes of memory, where a machine has several, and regions spread over them.
  *
- * An update reads and writes 26 bytes per parameter by all cores, chunks taken as they come; a bus copies
- * from wherever a page is. So no page has a right node, and what counts is that all nodes' memory works at
- * once: pages of an arena take turns among the nodes. Nodes without processors are left out: they are
- * the memory of a GPU (GH200) or of an expander. Where the user has chosen a policy (numactl) it stays.
+ * An update reads and writes 26 bytes per parameter by all cores, chunks taken as they come; a bus
+ * copies from wherever a page is. So no page has a right node, and what counts is that all nodes'
+ * memory works at once: pages of an arena take turns among the nodes. Nodes without processors are
+ * left out: they are the memory of a GPU (GH200) or of an expander. Where the user has chosen a
+ * policy (numactl) it stays.
  *
  * Threads: any.
  */
@@ -22,11 +23,12 @@ typedef struct mt_nodes {
 
 /* Of this process: those with processors and memory that it may use. n is at least 1. */
 const mt_nodes *mt_nodes_here(void);
-/* sys is where sysfs is mounted, status the file that says which memory we may use: tests bring their own. */
+/* sys is where sysfs is mounted, status the file that says which memory we may use:
+ * tests bring their own. */
 void            mt__nodes_read(const char *sys, const char *status, mt_nodes *out);
 
-/* Before the first touch of [p, p + bytes), whole pages. 0, or why it was not done, as errno: then the
- * kernel chooses, as it does on one node. */
+/* Before the first touch of [p, p + bytes), whole pages. 0, or why it was not done, as errno: then
+ * the kernel chooses, as it does on one node. */
 int mt_numa_spread(void *p, size_t bytes);
 int mt__numa_spread(const mt_nodes *nodes, void *p, size_t bytes);
 

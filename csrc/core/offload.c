@@ -29,7 +29,8 @@ typedef struct piece {
     void        *grad;       /* GRAD plane */
     float       *acc;        /* ACC plane; NULL: the sum lives in grad */
     char        *staged;     /* ADD: host, where the copy lands */
-    const void  *changed;    /* settled ADD: the GRAD plane on the host, changed by the user, or NULL */
+    const void  *changed;    /* settled ADD: the GRAD plane on the host, changed by the user, or
+                              * NULL */
     double      *sum;        /* where its sum of squares goes */
     int          from_grad;  /* ADD: start from grad's value */
 } piece;
@@ -151,7 +152,8 @@ static void *collector_main(void *arg)
         mt_post   post;
         mt_status st;
 
-        mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, unit), "its gradients' copies (the event LANDED)");
+        mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, unit),
+                       "its gradients' copies (the event LANDED)");
         st = o->dev->ops->sync_event(t->landed);
         mt_watch_end(watch, &post, st);
         if (st == MT_OK)
@@ -182,14 +184,16 @@ static int is_home(void *arg)
     return a->o->home >= a->ticket;
 }
 
-/* The collector never stops short of the latest ticket, so this ends when the device answers, or is stuck. */
+/* The collector never stops short of the latest ticket, so this ends when the device answers,
+ * or is stuck. */
 static mt_status wait_home(mt_offload *o, uint64_t t)
 {
-    return mt_watch_until(mt_store_watch(o->store), &o->came, &o->mu, is_home, &(awaited){ o, t }, NULL,
-                          "gradients to be home");
+    return mt_watch_until(mt_store_watch(o->store), &o->came, &o->mu, is_home, &(awaited){ o, t },
+                          NULL, "gradients to be home");
 }
 
-/* The putting thread, which launches windows too: as wait_home, and where it does wait that is recorded. */
+/* The putting thread, which launches windows too: as wait_home,
+ * and where it does wait that is recorded. */
 static mt_status wait_room(mt_offload *o, uint64_t t)
 {
     mt_span   span;
@@ -393,7 +397,8 @@ void mt_offload_residents(mt_offload *o, mt_resident *r)
 mt_status mt_offload_depth(mt_offload *o, int depth)
 {
     if (depth < 1 || (uint64_t)depth > o->depth || o->put > 0)
-        return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to %" PRIu64 ", before anything is put", depth, o->depth);
+        return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to %" PRIu64 ", before anything is put",
+                       depth, o->depth);
     o->depth = (uint64_t)depth;
     return MT_OK;
 }

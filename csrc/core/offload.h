@@ -17,7 +17,8 @@
  *           most `depth` units are alive on the device; their memory, back in torch's allocator,
  *           is reused in run's order, behind that wait. mt_offload_land puts the wait for the last
  *           ones too, where compute goes on to something else
- *   the GRAD plane of a unit whose gradients pass is lent by put, which waits for a buffer (store.h)
+ *   the GRAD plane of a unit whose gradients pass is lent by put, which waits for a buffer
+ *           (store.h)
  *   the GRAD plane is overwritten only once no update of the unit is under way (ledger, host waits;
  *           TAKEN of resident.h for a settled one's)
  *
@@ -50,8 +51,9 @@ typedef void (*mt_accumulate_fn)(mt_pool *pool, mt_dtype dt, float *acc, void *g
                                  const void *add, int64_t n, int from_grad, double *sumsq);
 
 /* The same put in q, on the device's memory; *sumsq: host memory that q can write. */
-typedef mt_status (*mt_accumulate_put_fn)(void *ctx, mt_queue *q, mt_dtype dt, float *acc, void *grad,
-                                          const void *add, int64_t n, int from_grad, double *sumsq);
+typedef mt_status (*mt_accumulate_put_fn)(void *ctx, mt_queue *q, mt_dtype dt, float *acc,
+                                          void *grad, const void *add, int64_t n, int from_grad,
+                                          double *sumsq);
 
 typedef struct mt_offload_kernels {
     mt_sumsq_fn          sumsq;
@@ -68,9 +70,11 @@ void      mt_offload_close(mt_offload *o);
 
 /* Where settled units live. Before the first put of one. */
 void      mt_offload_residents(mt_offload *o, mt_resident *r);
-/* Gradients of at most `depth` units may be on the device, no more than at the opening. Before the first put. */
+/* Gradients of at most `depth` units may be on the device, no more than at the opening.
+ * Before the first put. */
 mt_status mt_offload_depth(mt_offload *o, int depth);
-/* Hand-overs, the collector's sums and the waits for them are recorded in t. Before the first put, or never. */
+/* Hand-overs, the collector's sums and the waits for them are recorded in t.
+ * Before the first put, or never. */
 void      mt_offload_timeline(mt_offload *o, mt_timeline *t);
 
 /* A parameter at most once in items. Not at the same time as a submit that has the unit. */
@@ -79,8 +83,9 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
 /* Highest ticket whose sources run can no longer overwrite too early: LANDED was put in run, or
  * the collector has seen the copies end. */
 uint64_t  mt_offload_passed(mt_offload *o);
-/* LANDED of everything put so far, in run: the last gradients of a backward need not stay alive until
- * the next one. Where they have long come home nobody waits. As put, one at a time with it. */
+/* LANDED of everything put so far, in run: the last gradients of a backward need not stay alive
+ * until the next one. Where they have long come home nobody waits. As put,
+ * one at a time with it. */
 mt_status mt_offload_land  (mt_offload *o, mt_queue *run);
 mt_status mt_offload_drain (mt_offload *o);              /* host: everything put so far is home */
 

@@ -56,7 +56,8 @@ mt_status mt_places_add(mt_places *l, uint64_t bytes)
     return MT_OK;
 }
 
-/* What is behind its first bytes becomes one of its own; where there is no memory to note that, it stays. */
+/* What is behind its first bytes becomes one of its own; where there is no memory to note that,
+ * it stays. */
 static void cut(mt_places *l, mt_place *p, uint64_t bytes)
 {
     mt_place *rest = p->bytes > bytes ? calloc(1, sizeof *rest) : NULL;

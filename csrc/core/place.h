@@ -1,5 +1,6 @@
-/* place.h — stretches of a file, taken and given back: the smallest free one that holds what is asked for, cut where
- * it is larger; neighbours that are free are one. So steps that are alike make the file no longer.
+/* place.h — stretches of a file, taken and given back: the smallest free one that holds what is
+ * asked for, cut where it is larger; neighbours that are free are one.
+ * So steps that are alike make the file no longer.
  *
  * Threads: one at a time.
  */
@@ -19,8 +20,8 @@ typedef struct mt_places {
     uint64_t   bytes, used_bytes;        /* of all, of those in use */
 } mt_places;
 
-/* bytes: whole MT_BLOCK_ALIGN. So many more of the file would do; 0: there is room. What the file gives follows on what
- * it gave: nobody else takes any. */
+/* bytes: whole MT_BLOCK_ALIGN. So many more of the file would do; 0: there is room. What the file
+ * gives follows on what it gave: nobody else takes any. */
 uint64_t  mt_places_lack (const mt_places *l, uint64_t bytes);
 mt_status mt_places_add  (mt_places *l, uint64_t bytes);
 mt_place *mt_places_take (mt_places *l, uint64_t bytes);     /* NULL: they lack some */

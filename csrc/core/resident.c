@@ -4,16 +4,17 @@
  * is the newest:
  *
  *   holds != written   the host's is: somebody wrote it. Fetched by the next take, await or update
- *   behind (HI)        the device's is: an update was put, or the host's memory given back. Brought when somebody
- *                      reads
+ *   behind (HI)        the device's is: an update was put, or the host's memory given back.
+ *                      Brought when somebody reads
  *
  * Both at once is a write that did not wait for the copy it changed, and is refused: a fetch would
  * undo the update.
  *
- * The host copy of weights has memory from the first address until `take`, then from a bring on: who brought it may
- * read for as long as the values are what they were. An update ends that, as it does for whoever kept a tensor in a
- * plain model, and the next await of the unit gives the memory back: in a loop of one thread that is behind whatever
- * read it, a backward in which the update began included.
+ * The host copy of weights has memory from the first address until `take`, then from a bring on:
+ * who brought it may read for as long as the values are what they were. An update ends that, as it
+ * does for whoever kept a tensor in a plain model, and the next await of the unit gives the memory
+ * back: in a loop of one thread that is behind whatever read it, a backward in which the update
+ * began included.
  */
 #include "resident.h"
 
@@ -27,30 +28,30 @@
 
 /* One settled unit. */
 typedef struct home {
-    void          *mem;              /* its slot. These three: written by settle */
-    mt_event      *done;             /* recorded on the queue behind whatever was put for the unit */
-    mt_event      *used;             /* recorded on run by an await that fetches. mu */
-    mt_post        using;            /* `used`, for the watchdog. mu */
-    uint64_t       holds;            /* mt_ledger_written of the weights in mem; 0: none. mu */
-    uint64_t       changes;          /* of planes on the device, so far. mu */
-    mt_post        post;             /* of the queue that `done` was recorded in. mu */
-    unsigned char *behind;           /* [MT_PLANE_COUNT * n_params] mu */
-    int            warm;             /* the weights' host copy has memory. mu */
-    int            wanted;           /* who brought that reads it beyond the call: not a save. mu */
-    int            bringing;         /* calls that copy down. mu */
-    int            owed;             /* some planes are AHEAD. mu */
+    void          *mem;             /* its slot. These three: written by settle */
+    mt_event      *done;            /* recorded on the queue behind whatever was put for the unit */
+    mt_event      *used;            /* recorded on run by an await that fetches. mu */
+    mt_post        using;           /* `used`, for the watchdog. mu */
+    uint64_t       holds;           /* mt_ledger_written of the weights in mem; 0: none. mu */
+    uint64_t       changes;         /* of planes on the device, so far. mu */
+    mt_post        post;            /* of the queue that `done` was recorded in. mu */
+    unsigned char *behind;          /* [MT_PLANE_COUNT * n_params] mu */
+    int            warm;            /* the weights' host copy has memory. mu */
+    int            wanted;          /* who brought that reads it beyond the call: not a save. mu */
+    int            bringing;        /* calls that copy down. mu */
+    int            owed;            /* some planes are AHEAD. mu */
 } home;
 
-/* A parameter's host plane beside the device's: both zero since they were made; older values; the same; newer ones,
- * which the unit had when it was settled. */
+/* A parameter's host plane beside the device's: both zero since they were made; older values; the
+ * same; newer ones, which the unit had when it was settled. */
 enum { UNUSED, BEHIND, EQUAL, AHEAD };
 
 struct mt_resident {
     mt_dev           *dev;
     mt_store         *store;
-    mt_timeline      *timeline;      /* written before the first update */
-    mt_arrive        *arrive;        /* NULL: no unit is a guest. Written before the first is invited */
-    home            **homes;         /* [n_homes] by unit, NULL: not settled. Written by settle */
+    mt_timeline      *timeline;  /* written before the first update */
+    mt_arrive        *arrive;    /* NULL: no unit is a guest. Written before the first is invited */
+    home            **homes;     /* [n_homes] by unit, NULL: not settled. Written by settle */
     int               n_homes;
 
     pthread_mutex_t   mu;            /* held around puts too: one thread at a time */
@@ -59,7 +60,8 @@ struct mt_resident {
     void             *scratch;       /* mu */
     size_t            scratch_bytes; /* mu */
     int               lifted;        /* the update that is being put asked for scratch. mu */
-    mt_event         *updated;       /* a home's `done`, of the last update that was put; NULL: none. mu */
+    mt_event         *updated;       /* a home's `done`, of the last update that was put; NULL:
+                                      * none. mu */
     mt_resident_stats stats;         /* mu */
     mt_debug          debug;         /* mu */
 };
@@ -208,7 +210,8 @@ fail:
 static mt_status find(const mt_resident *r, int unit, home **out)
 {
     if (unit < 0 || unit >= r->n_homes || r->homes[unit] == NULL)
-        return MT_FAIL(MT_EINVAL, "unit %d (%s) is not settled", unit, mt_store_name(r->store, unit));
+        return MT_FAIL(MT_EINVAL, "unit %d (%s) is not settled", unit,
+                       mt_store_name(r->store, unit));
     *out = r->homes[unit];
     return MT_OK;
 }
@@ -263,16 +266,18 @@ static int wanted(unsigned planes, int plane)
 }
 
 /* The parameters' planes on the device get other values, or have got them. */
-static void change(const mt_resident *r, home *h, int unit, const int *params, int n, unsigned planes)
+static void change(const mt_resident *r, home *h, int unit, const int *params, int n,
+                   unsigned planes)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int i = 0; i < n && wanted(planes, p); i++)
-            *behind(r, h, unit, params[i], p) = plane_bytes(r, unit, params[i], (mt_plane)p) > 0 ? BEHIND : UNUSED;
+            *behind(r, h, unit, params[i], p) =
+                plane_bytes(r, unit, params[i], (mt_plane)p) > 0 ? BEHIND : UNUSED;
     h->changes++;
 }
 
-/* Memory of the weights' host copy is given back, unless somebody is about to read it, or wrote it. No fetch from it
- * is under way. */
+/* Memory of the weights' host copy is given back, unless somebody is about to read it, or wrote it.
+ * No fetch from it is under way. */
 static void weights_leave(const mt_resident *r, home *h, int unit)
 {
     if (!h->warm || h->bringing > 0 || h->holds != mt_ledger_written(r->store, unit))
@@ -299,7 +304,8 @@ static mt_status record_done(mt_resident *r, home *h, int unit)
     mt_status st = r->dev->ops->record(r->queue, h->done);
 
     if (st == MT_OK)
-        mt_watch_put(mt_store_watch(r->store), &h->post, "device update", mt_store_name(r->store, unit), DONE, h->done);
+        mt_watch_put(mt_store_watch(r->store), &h->post, "device update",
+                     mt_store_name(r->store, unit), DONE, h->done);
     return st;
 }
 
@@ -311,7 +317,8 @@ static mt_status wait_done(mt_resident *r, const home *h, int unit)
 
 static mt_status wait_drained(mt_resident *r)
 {
-    return mt_watch_event(mt_store_watch(r->store), r->drained, NULL, "all that residents were given");
+    return mt_watch_event(mt_store_watch(r->store), r->drained, NULL,
+                          "all that residents were given");
 }
 
 /* ---- weights up ------------------------------------------------------------------------- */
@@ -375,8 +382,8 @@ static int is_old(const mt_resident *r, const home *h, int unit)
     return h->warm && first_behind(r, h, unit, 1u << MT_PLANE_HI) != MT_PLANE_COUNT;
 }
 
-/* FETCHED: a fetch of what was written there before the update may be in the queue still. A save, which is about to
- * bring what is newer, is not waited for: the next await is soon enough. */
+/* FETCHED: a fetch of what was written there before the update may be in the queue still. A save,
+ * which is about to bring what is newer, is not waited for: the next await is soon enough. */
 static mt_status old_leave(mt_resident *r, home *h, int unit, unsigned skip)
 {
     mt_status st = MT_OK;
@@ -453,8 +460,8 @@ fail:
     return st;
 }
 
-/* Under mu. Those copies are over. A guest's states stay on the host: they are no copies. Gradients keep their
- * memory there: somebody may have a tensor over them. */
+/* Under mu. Those copies are over. A guest's states stay on the host: they are no copies. Gradients
+ * keep their memory there: somebody may have a tensor over them. */
 static void settle_ahead(const mt_resident *r, home *h, int unit)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
@@ -530,8 +537,8 @@ mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, 
     taken = passes && r->updated != NULL ? r->updated : h->done;
     skip = r->debug.skip;
     pthread_mutex_unlock(&r->mu);
-    /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a unit whose update is
-     * in the queue by now. */
+    /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a
+     * unit whose update is in the queue by now. */
     if (!(skip & MT_EDGE_TAKEN))
         MT_TRY(r->dev->ops->wait(d2h, taken));
 fail:
@@ -670,7 +677,7 @@ static mt_status bring_behind(mt_resident *r, home *h, int unit, unsigned planes
     changes = h->changes;
     pthread_mutex_unlock(&r->mu);
     MT_TRY(st);
-    ask = mt_watch_asks(NULL);           /* its memory is kept as long as copies are on their way there */
+    ask = mt_watch_asks(NULL);  /* its memory is kept as long as copies are on their way there */
     st = wait_done(r, h, unit);
     (void)mt_watch_asks(ask);
     MT_TRY(st);
@@ -745,8 +752,8 @@ mt_status mt_resident_push(mt_resident *r, int unit, int param, unsigned planes)
         return MT_OK;
     MT_TRY(find(r, unit, &h));
     if (mt_store_desc(r->store, unit, param) == NULL)
-        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(r->store, unit),
-                       param, mt_store_params(r->store, unit));
+        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
+                       mt_store_name(r->store, unit), param, mt_store_params(r->store, unit));
     MT_TRY(wait_for(r, unit, ~0u));
     if (planes & visiting(r, unit))
         MT_TRY(mt_arrive_push(r->arrive, unit, param, planes));
@@ -826,7 +833,8 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
 
     MT_TRY(find(r, unit, &h));
     if (visiting(r, unit) != 0)
-        return MT_FAIL(MT_ESTATE, "unit %s is invited: its states come and leave", mt_store_name(r->store, unit));
+        return MT_FAIL(MT_ESTATE, "unit %s is invited: its states come and leave",
+                       mt_store_name(r->store, unit));
     MT_TRY(mt_ledger_wait_saved(r->store, unit));
     MT_TRY(bring(r, unit, grads ? ~0u : ~(1u << MT_PLANE_GRAD), 1));
     MT_TRY(sums_down(r, h, unit));

@@ -23,9 +23,10 @@
  * where the unit's class has a single slot; nothing hides such a copy.
  *
  * Rules, which tests hold for random traces:
- *   each COMPUTE is preceded by a FETCH of that unit into that slot with no other FETCH into it between;
- *   no slot is fetched over while a later COMPUTE of its unit precedes the next use of the newcomer;
- *   each OFFLOAD of the trace appears once; each unit offloaded is updated once, after its last OFFLOAD.
+ *   each COMPUTE is preceded by a FETCH of that unit into that slot with no other FETCH into it
+ *   between; no slot is fetched over while a later COMPUTE of its unit precedes the next use of the
+ *   newcomer; each OFFLOAD of the trace appears once; each unit offloaded is updated once, after
+ *   its last OFFLOAD.
  */
 #ifndef MT_SCHEDULE_H
 #define MT_SCHEDULE_H
@@ -55,7 +56,8 @@ typedef struct mt_schedule {
  * a fetch is put as early as the rules allow and never displaces a unit needed sooner. A slot fits
  * a unit when its bytes do; the smallest class of slot that fits is used. Several units of one
  * window are several COMPUTEs in the trace, each of which stays until its own.
- * MT_EINVAL when a unit of the trace fits no slot (names its number, its bytes and the largest slot). */
+ * MT_EINVAL when a unit of the trace fits no slot (names its number, its bytes
+ * and the largest slot). */
 mt_status mt_schedule_build(const mt_mark *trace, int64_t n_trace,
                             const size_t *unit_bytes, int n_units,
                             const size_t *slot_bytes, int n_slots, mt_schedule **out);

@@ -1,8 +1,9 @@
 /* spill.c — blocks go round: filled by the device and written, or read and emptied by the device.
  *
- * Our thread waits for the device, in the order in which the copies were put; what may begin then is begun by it.
- * Whoever sets a block free puts the next read, which takes no time. Nothing that the device has to do is put
- * here, and nothing is called under mu that waits for the device: a queue that is full waits for us.
+ * Our thread waits for the device, in the order in which the copies were put; what may begin then
+ * is begun by it. Whoever sets a block free puts the next read, which takes no time. Nothing that
+ * the device has to do is put here, and nothing is called under mu that waits for the device: a
+ * queue that is full waits for us.
  */
 #include "spill.h"
 
@@ -148,7 +149,8 @@ static void record(mt_spill *s, const mt_spilled *k)
 
     if (k->r.moved == 0)
         return;
-    mt_timeline_begin(s->timeline, &span, MT_LANE_SPILL, k->r.write ? MT_WORK_WRITE : MT_WORK_READ, k->unit, NULL);
+    mt_timeline_begin(s->timeline, &span, MT_LANE_SPILL, k->r.write ? MT_WORK_WRITE : MT_WORK_READ,
+                      k->unit, NULL);
     span.r.begin_ns = k->begun_ns > s->recorded_ns ? k->begun_ns : s->recorded_ns;
     mt_timeline_end(s->timeline, &span, k->r.moved, NULL);
     s->recorded_ns = mt_now_ns();
@@ -181,12 +183,13 @@ static void request_over(mt_request *r)
 
 static void put(mt_spill *s, mt_spilled *k, int write)
 {
-    k->r = (mt_request){ .write = write, .at = k->place->at, .mem = k->block->b.arena.base, .bytes = k->bytes,
-                         .sums = k->sums, .done = request_over, .arg = k };
+    k->r = (mt_request){ .write = write, .at = k->place->at, .mem = k->block->b.arena.base,
+                         .bytes = k->bytes, .sums = k->sums, .done = request_over, .arg = k };
     k->begun_ns = mt_now_ns();
     s->requests++;
     mt_watch_begin(watch_of(s), &k->post, "swap disk", mt_store_name(s->store, k->unit),
-                   write ? "what it keeps to be written (WRITTEN)" : "what it keeps to be read (READ)");
+                   write ? "what it keeps to be written (WRITTEN)"
+                         : "what it keeps to be read (READ)");
     s->file->ops->put(s->file, &k->r);
 }
 
@@ -215,7 +218,8 @@ static void read_ahead(mt_spill *s)
     if (s->cursor == 0 || s->stop || s->broken != MT_OK)
         return;
     for (mt_spilled *k = s->newest; k != NULL; k = k->older) {
-        if (k->number >= s->cursor || k->block != NULL || k->at != STORED || k->dropped || k->st != MT_OK)
+        if (k->number >= s->cursor || k->block != NULL || k->at != STORED || k->dropped ||
+            k->st != MT_OK)
             continue;
         if ((b = spare(s, k->number, k->bytes)) == NULL)
             return;
@@ -266,7 +270,8 @@ static void copies_over(mt_spill *s, block *b, int filled, uint64_t turn)
     put(s, k, 1);
 }
 
-/* FULL and DRAINED. Without mu: the device takes its time. The block stays, since a wait of it is owed. */
+/* FULL and DRAINED. Without mu: the device takes its time. The block stays,
+ * since a wait of it is owed. */
 static mt_status wait_for_device(mt_spill *s, const block *b, int filled)
 {
     if (skips(s, filled ? MT_EDGE_FULL : MT_EDGE_DRAINED))
@@ -313,8 +318,8 @@ static uint64_t owe(mt_spill *s)
 
 /* ---- a block for somebody: under mu, and swap's lock ------------------------------------- */
 
-/* Of those that may go: nobody's, then what is needed latest. The smallest number is, as long as all is to come in
- * reverse; from the cursor on all has come. */
+/* Of those that may go: nobody's, then what is needed latest. The smallest number is, as long as
+ * all is to come in reverse; from the cursor on all has come. */
 static block *choose(const mt_spill *s, size_t bytes)
 {
     block   *best = NULL;
@@ -415,7 +420,8 @@ static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), 
     if (over(k))
         return MT_OK;
     pthread_mutex_unlock(&s->mu);
-    st = mt_watch_until(watch_of(s), &s->changed, &s->mu, over, k, mt_store_name(s->store, k->unit), what);
+    st = mt_watch_until(watch_of(s), &s->changed, &s->mu, over, k, mt_store_name(s->store, k->unit),
+                        what);
     pthread_mutex_lock(&s->mu);
     s->stats.wait_ns += mt_now_ns() - from;
     return st;
@@ -472,7 +478,8 @@ static mt_status make(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_s
     return MT_OK;
 }
 
-/* Lets go of mu while the disk looks for more. Nobody else takes places: who makes bundles holds swap's lock. */
+/* Lets go of mu while the disk looks for more. Nobody else takes places:
+ * who makes bundles holds swap's lock. */
 static mt_status find_room(mt_spill *s, mt_spilled *k)
 {
     uint64_t  lack, at;
@@ -528,7 +535,8 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
     return st;
 }
 
-/* Its bytes are in its block, or on their way there. read_ahead leaves it alone: the cursor is on it. */
+/* Its bytes are in its block, or on their way there. read_ahead leaves it alone:
+ * the cursor is on it. */
 static mt_status have_block(mt_spill *s, mt_spilled *k)
 {
     block    *b;
@@ -564,7 +572,7 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
 
     pthread_mutex_lock(&s->mu);
     s->cursor = k->number;
-    k->wanted = 1;                       /* from now on: the end of its read looks for blocks that may go */
+    k->wanted = 1;              /* from now on: the end of its read looks for blocks that may go */
     MT_TRY(have_block(s, k));
     if (!skips(s, MT_EDGE_READ))
         MT_TRY(wait_until(s, k, is_read, "what it keeps to be read (READ)"));
@@ -615,12 +623,14 @@ mt_swap_block *mt_spill_block(mt_spill *s, const mt_spilled *k)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *file, int n_blocks, mt_spill **out)
+mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *file, int n_blocks,
+                        mt_spill **out)
 {
     mt_spill *s;
 
     if (n_blocks < 2)
-        return MT_FAIL(MT_EINVAL, "spill: %d blocks; 2 are the least: one moves to the device, one to the file",
+        return MT_FAIL(MT_EINVAL, "spill: %d blocks; 2 are the least: one moves to the device, one "
+                       "to the file",
                        n_blocks);
     if ((s = calloc(1, sizeof *s)) == NULL)
         return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *s);

@@ -1,38 +1,49 @@
-/* spill.h — bundles (swap.h) that wait in a file: a few blocks of host memory carry them there and back.
+/* spill.h — bundles (swap.h) that wait in a file:
+ * a few blocks of host memory carry them there and back.
  *
  * Nouns, in the order they appear below:
  *   spilled  one bundle's bytes: in a block, in the file, or in both
- *   block    swap_block.h. There are a few, all as large as the largest bundle before long. One is filled, those
- *            before it are written; or one is emptied, and those after it are read
- *   place    a stretch of the file for one bundle, in whole pages; free for another one when it is dropped
+ *   block    swap_block.h. There are a few, all as large as the largest bundle before long. One is
+ *            filled, those before it are written; or one is emptied, and those after it are read
+ *   place    a stretch of the file for one bundle, in whole pages;
+ *            free for another one when it is dropped
  *   owner    of a block: whose bytes it has, or will
- *   stage    of a spilled: NEW, its block is filled; FILLING, we wait for the copies; WRITING; STORED, the file has
- *            it; LOST, the write failed. A block whose owner is stored may be given away at any time
- *   cursor   the bundle that was asked for last. Those made before it are read next, the latest first, as far as
- *            there are blocks: a backward goes the way of its forward in reverse. None while bundles leave
+ *   stage    of a spilled: NEW, its block is filled; FILLING, we wait for the copies; WRITING;
+ *            STORED, the file has it; LOST, the write failed. A block whose owner is stored may be
+ *            given away at any time
+ *   cursor   the bundle that was asked for last. Those made before it are read next, the latest
+ *            first, as far as there are blocks: a backward goes the way of its forward in reverse.
+ *            None while bundles leave
  *
- *     mt_spill_new    (s, unit, number, bytes, &k);   // waits for a block
+ *     mt_spill_new    (s, unit, number, bytes, &k);       // waits for a block
  *     ... copies from the device into mt_spill_block(s, k), its event `filled` behind them
- *     mt_spill_filled (s, k);                         // it is written when they are over; returns at once
+ *     mt_spill_filled (s, k);     // it is written when they are over; returns at once
  *     ...
- *     mt_spill_bring  (s, k);                         // waits until its bytes are in a block
+ *     mt_spill_bring  (s, k);     // waits until its bytes are in a block
  *     ... copies out of mt_spill_block(s, k) to the device, its event `landed` behind them
- *     mt_spill_landing(s, k);                         // the block is another's when they are over; returns at once
+ *     mt_spill_landing(s, k);     // the block is another's when they are over; returns at once
  *     mt_spill_drop   (s, k);
  *
  * Edges between queues, the file's threads and the caller (each can be left out by mt_spill_debug):
- *   FULL     a block is written when the copies out that fill it are over      our thread waits for `filled`
- *   WRITTEN  it is given away when the write of what it has is over            the caller waits for the request
- *   READ     copies back from it are put when the read into it is over         the caller waits for the request
- *   DRAINED  it is filled or read into anew when the copies back from it are over     our thread waits for `landed`
- *   GONE     a place is another's when no request on it is under way, also where its bundle was dropped before
+ *   FULL     a block is written when the copies out that fill     our thread waits for `filled`
+ *            it are over
+ *   WRITTEN  it is given away when the write of what it has is    the caller waits for the request
+ *            over
+ *   READ     copies back from it are put when the read into it    the caller waits for the request
+ *            is over
+ *   DRAINED  it is filled or read into anew when the copies       our thread waits for `landed`
+ *            back from it are over
+ *   GONE     a place is another's when no request on it is under way,
+ *            also where its bundle was dropped before
  * No read of a place comes before its write is over: until then the block has the bytes (WRITTEN).
  *
- * Threads: new, filled, bring, landing, drop: whoever holds swap's lock, so a wait there is everybody's. What is
- *          waited for there, the device, the file's threads and ours bring about alone, and none takes that lock.
- * Errors:  a write that failed is told by the next mt_spill_new, where its bundle is not dropped by then, and by its
- *          own mt_spill_bring, a read by that: MT_EDISK with unit, path, offset and what the system said. Nothing
- *          else is harmed: a bundle that could not be read may be asked for again.
+ * Threads: new, filled, bring, landing, drop: whoever holds swap's lock, so a wait there is
+ *          everybody's. What is waited for there, the device, the file's threads and ours bring
+ *          about alone, and none takes that lock.
+ * Errors:  a write that failed is told by the next mt_spill_new, where its bundle is not dropped by
+ *          then, and by its own mt_spill_bring, a read by that: MT_EDISK with unit, path, offset
+ *          and what the system said. Nothing else is harmed: a bundle that could not be read may be
+ *          asked for again.
  */
 #ifndef MT_SPILL_H
 #define MT_SPILL_H
@@ -53,22 +64,27 @@ typedef struct mt_spill_stats {
     uint64_t file_bytes, used_bytes;         /* of all places; of those that are taken */
 } mt_spill_stats;
 
-/* file: nobody else takes room in it; it is closed after us. store: whose units they are, and whose watch it is. */
-mt_status mt_spill_open (mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *file, int n_blocks, mt_spill **out);
-/* Nothing moves any more: our thread is over, and all requests. While the queues that record events still are. */
+/* file: nobody else takes room in it; it is closed after us. store: whose units they are,
+ * and whose watch it is. */
+mt_status mt_spill_open (mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *file, int n_blocks,
+                         mt_spill **out);
+/* Nothing moves any more: our thread is over, and all requests.
+ * While the queues that record events still are. */
 void      mt_spill_stop (mt_spill *s);
-void      mt_spill_close(mt_spill *s);       /* behind stop. What is there is dropped; NULL is fine */
+void      mt_spill_close(mt_spill *s);  /* behind stop. What is there is dropped; NULL is fine */
 void      mt_spill_timeline(mt_spill *s, mt_timeline *t);    /* before the first bundle, or never */
 void      mt_spill_debug(mt_spill *s, mt_debug d);
 
 /* number: later bundles have greater ones. */
-mt_status      mt_spill_new    (mt_spill *s, int unit, uint64_t number, size_t bytes, mt_spilled **out);
+mt_status      mt_spill_new    (mt_spill *s, int unit, uint64_t number, size_t bytes,
+                                mt_spilled **out);
 mt_status      mt_spill_filled (mt_spill *s, mt_spilled *k);
 mt_status      mt_spill_bring  (mt_spill *s, mt_spilled *k);
 /* Also where the copies could not be put: then none is under way. */
 void           mt_spill_landing(mt_spill *s, mt_spilled *k);
 void           mt_spill_drop   (mt_spill *s, mt_spilled *k);
-/* Its bytes' block, and that block's events; NULL: it was given away, so the copies out and back are over. */
+/* Its bytes' block, and that block's events; NULL: it was given away,
+ * so the copies out and back are over. */
 mt_swap_block *mt_spill_block  (mt_spill *s, const mt_spilled *k);
 
 mt_spill_stats mt_spill_stats_get(mt_spill *s);

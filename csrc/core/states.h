@@ -1,7 +1,8 @@
 /* states.h — how the moments of an optimizer and the master of a weight are kept, one list.
  *
  *   FP32       m and v in fp32; 16 bits continue a bf16 weight: an fp32 master, exactly
- *   8BIT       m and v in a byte each, with fp32 scales for every 128 elements; the master as before
+ *   8BIT       m and v in a byte each, with fp32 scales for every 128 elements;
+ *              the master as before
  *   8BIT_LO8   the same, with 8 bits that continue a bf16 weight, rounded stochastically
  *   8BIT_SR    the same, without any: bf16 weights are rounded stochastically
  * fp32 and fp16 weights have fp32 masters in all of them. What the bytes say: optim/adam8_code.h.

@@ -81,8 +81,8 @@ static mt_status lay_out(const char *name, const mt_param_desc *d, int n, mt_sta
         size_t len = has ? mt_plane_bytes(p, d[i].dtype, st, d[i].numel) : 0;
 
         offset[i] = has ? at : MT__ABSENT;
-        if ((has && (uint64_t)d[i].numel > SIZE_MAX / ELEM_MOST) || __builtin_add_overflow(at, len, &at) ||
-            at > SIZE_MAX - ALIGN_BYTES)
+        if ((has && (uint64_t)d[i].numel > SIZE_MAX / ELEM_MOST) ||
+            __builtin_add_overflow(at, len, &at) || at > SIZE_MAX - ALIGN_BYTES)
             return MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
                            "an address space", name, i, d[i].numel, mt_dtype_name(d[i].dtype));
         at = (at + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
@@ -344,7 +344,8 @@ size_t mt_store_part_bytes(const mt_store *s, int unit, int param, unsigned plan
     return bytes;
 }
 
-size_t mt_store_part_at(const mt_store *s, int unit, int param, unsigned planes, int64_t n, mt_plane p)
+size_t mt_store_part_at(const mt_store *s, int unit, int param, unsigned planes, int64_t n,
+                        mt_plane p)
 {
     return mt_store_part_bytes(s, unit, param, planes & ((1u << p) - 1), n);
 }
@@ -355,7 +356,8 @@ mt_states mt_store_states(const mt_store *s, int unit)
     return u != NULL ? states_of(u) : MT_STATES_FP32;
 }
 
-/* Under map_mu. A plane that the unit's states decide about, and that is made; MT_PLANE_COUNT: none. */
+/* Under map_mu. A plane that the unit's states decide about, and that is made;
+ * MT_PLANE_COUNT: none. */
 static int made_state(const mt__unit *u)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
@@ -372,12 +374,14 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
     int       made;
 
     if (u == NULL || (unsigned)states >= MT_STATES_COUNT)
-        return MT_FAIL(MT_EINVAL, "states %d of unit %d; the store has %d units, and states are 0 to %d",
+        return MT_FAIL(MT_EINVAL,
+                       "states %d of unit %d; the store has %d units, and states are 0 to %d",
                        (int)states, unit, mt_store_units(s), MT_STATES_COUNT - 1);
     pthread_mutex_lock(&s->map_mu);
     made = states_of(u) != states ? made_state(u) : MT_PLANE_COUNT;
     if (made != MT_PLANE_COUNT)
-        st = MT_FAIL(MT_ESTATE, "unit %s has %s states already (plane %s); %s ones need a store without them",
+        st = MT_FAIL(MT_ESTATE, "unit %s has %s states already (plane %s); %s ones need a store "
+                     "without them",
                      u->name, mt_states_name(states_of(u)), mt_plane_name((mt_plane)made),
                      mt_states_name(states));
     else
@@ -410,12 +414,14 @@ static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 {
     int all = atomic_load(&u->through) || atomic_load(&u->registered);
 
-    if (p == MT_PLANE_HI)                /* a settled unit's is read once; one on disk goes by buffers */
-        return atomic_load(&u->settled) || (atomic_load(&u->disk) & 1u << MT_PLANE_HI) ? NULL : s->dev;
+    if (p == MT_PLANE_HI)           /* a settled unit's is read once; one on disk goes by buffers */
+        return atomic_load(&u->settled) || (atomic_load(&u->disk) & 1u << MT_PLANE_HI) ? NULL
+                                                                                       : s->dev;
     return p == MT_PLANE_GRAD || all ? s->dev : NULL;
 }
 
-/* Its arena on the host is no more than addresses. late: of a parameter that came after the others. */
+/* Its arena on the host is no more than addresses.
+ * late: of a parameter that came after the others. */
 static int is_copy(const mt__unit *u, mt_plane p, int late)
 {
     return (atomic_load(&u->settled) && p != MT_PLANE_HI) ||
@@ -550,8 +556,8 @@ static void *find_at(mt_store *s, const mt__plane *pl, int param)
     return found;
 }
 
-/* Under making. Has the parameter an address in this plane already, or a right to one? One that is not trained any more
- * may have its states moved. */
+/* Under making. Has the parameter an address in this plane already, or a right to one? One that is
+ * not trained any more may have its states moved. */
 static mt_status check_at(mt_store *s, const mt__unit *u, int param, int place, mt_plane p)
 {
     const mt_param_desc *d = &u->desc[param];
@@ -559,11 +565,13 @@ static mt_status check_at(mt_store *s, const mt__unit *u, int param, int place, 
     int                  other = place == MT__HOST ? MT__DEVICE : MT__HOST;
 
     if (elem_bytes(p, d->dtype, states_of(u)) == 0)
-        return MT_FAIL(MT_EINVAL, "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
+        return MT_FAIL(MT_EINVAL,
+                       "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
                        "states", u->name, mt_plane_name(p), param, mt_dtype_name(d->dtype),
                        mt_states_name(states_of(u)));
     if (p == MT_PLANE_GRAD && pl->offset == NULL && atomic_load(&u->passing))
-        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; there are none between an update and the next "
+        return MT_FAIL(MT_ESTATE,
+                       "unit %s: its gradients pass; there are none between an update and the next "
                        "hand-over", u->name);
     if (p != MT_PLANE_HI && !trains(d) && address_of(pl, param) == NULL &&
         find_at(s, &u->plane[other][p], param) == NULL)
@@ -658,12 +666,15 @@ mt_status mt_store_settle(mt_store *s, int unit)
                        unit, mt_store_units(s));
     pthread_mutex_lock(&s->map_mu);
     if (atomic_load(&u->passing))
-        st = MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot live on the device", u->name);
+        st = MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot live on the device",
+                     u->name);
     if (st == MT_OK && atomic_load(&u->through))
-        st = MT_FAIL(MT_ESTATE, "unit %s goes through the device to be updated; it cannot live there too",
+        st = MT_FAIL(MT_ESTATE, "unit %s goes through the device to be updated; it cannot live "
+                     "there too",
                      u->name);
     if (st == MT_OK && atomic_load(&u->disk))
-        st = MT_FAIL(MT_ESTATE, "unit %s has its states on disk; it cannot live on the device too", u->name);
+        st = MT_FAIL(MT_ESTATE, "unit %s has its states on disk; it cannot live on the device too",
+                     u->name);
     if (st == MT_OK)
         atomic_store(&u->settled, 1);
     pthread_mutex_unlock(&s->map_mu);
@@ -762,7 +773,8 @@ void mt_store_cool(mt_store *s, int unit, mt_plane p)
     pthread_mutex_unlock(&pl->making);
 }
 
-/* The host's memory is asked for and registered while the unit is settled still: nothing has changed where that fails. */
+/* The host's memory is asked for and registered while the unit is settled still: nothing has
+ * changed where that fails. */
 static mt_status host_ready(mt_store *s, int unit, mt__unit *u)
 {
     mt_status st;
@@ -838,9 +850,12 @@ mt_status mt_store_set_through(mt_store *s, int unit, int on)
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
     if (atomic_load(&u->settled))
-        return MT_FAIL(MT_ESTATE, "unit %s lives on the device: its updates are made there", u->name);
+        return MT_FAIL(MT_ESTATE, "unit %s lives on the device: its updates are made there",
+                       u->name);
     if (on && atomic_load(&u->disk))
-        return MT_FAIL(MT_ESTATE, "unit %s has its states on disk; they cannot pass through the device", u->name);
+        return MT_FAIL(MT_ESTATE,
+                       "unit %s has its states on disk; they cannot pass through the device",
+                       u->name);
     if (on)
         st = register_all(s, u);
     if (st == MT_OK)
@@ -892,11 +907,12 @@ mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
     pthread_mutex_lock(&s->map_mu);
     if (atomic_load(&u->settled) || atomic_load(&u->through))
-        st = MT_FAIL(MT_ESTATE, "unit %s is updated on the device; its states cannot be on disk", u->name);
+        st = MT_FAIL(MT_ESTATE, "unit %s is updated on the device; its states cannot be on disk",
+                     u->name);
     for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
         if ((planes >> p & 1) && p != MT_PLANE_HI && u->plane[MT__HOST][p].offset != NULL)
-            st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; a unit goes to disk before that is "
-                         "asked for", u->name, mt_plane_name((mt_plane)p));
+            st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; a unit goes to "
+                         "disk before that is asked for", u->name, mt_plane_name((mt_plane)p));
     if (st == MT_OK)
         atomic_store(&u->disk, planes);
     pthread_mutex_unlock(&s->map_mu);

@@ -2,9 +2,11 @@
  *
  * Nouns, in the order they appear below:
  *   unit     parameters streamed as one piece
- *   plane    one kind of value for all parameters of a unit; an arena each, made when first asked for
+ *   plane    one kind of value for all parameters of a unit; an arena each,
+ *            made when first asked for
  *   settled  a unit that lives on the device: its planes there are the true ones (see resident.h)
- *   on disk  a unit whose states, or states and weights, are in a file: these planes are copies (see disk.h)
+ *   on disk  a unit whose states, or states and weights, are in a file:
+ *            these planes are copies (see disk.h)
  *   ledger   per unit: its version, and the work under way that a reader or writer must wait for
  *
  *     mt_store_open(dev, pool, &s);
@@ -14,8 +16,9 @@
  *
  * Layout: parameter i of a unit starts in every plane at a multiple of 512 bytes; the HI plane
  *         is what crosses to the device in one copy, so a slot has the same offsets.
- * Threads: any. Only who asks for a plane's memory waits while that is made; the ledger has its own locks. What is set
- *          of a unit (settle, disk, passing, states) is set before anybody asks for a plane of it.
+ * Threads: any. Only who asks for a plane's memory waits while that is made; the ledger has its own
+ *          locks. What is set of a unit (settle, disk, passing, states) is set
+ *          before anybody asks for a plane of it.
  */
 #ifndef MT_STORE_H
 #define MT_STORE_H
@@ -27,9 +30,10 @@
 #include "watch.h"
 
 /* name, what it holds, who reads and writes it */
-#define MT_PLANE_MAP(X)                                                                        \
+#define MT_PLANE_MAP(X)                                                                         \
     X(HI,     "weights in their own type; registered; the H2D queue reads, the updater writes") \
-    X(GRAD,   "gradient in the weight's type; registered; the D2H queue writes, the updater reads") \
+    X(GRAD,   "gradient in the weight's type; registered; the D2H queue writes, the updater "   \
+              "reads")                                                                          \
     X(LO,     "16 bits that make a bf16 weight an fp32 master, or 8 of them; updater only")     \
     X(MASTER, "fp32 master of an fp16 weight; updater only")                                    \
     X(M,      "first moment, fp32 or 8 bits; updater only")                                     \
@@ -41,9 +45,10 @@ typedef enum mt_plane { MT_PLANE_MAP(MT_PLANE_ENUM) MT_PLANE_COUNT } mt_plane;
 #undef MT_PLANE_ENUM
 const char *mt_plane_name(mt_plane p);
 
-/* What an update reads and writes beside weights and gradients, and keeps: a bit 1u << plane for each. */
-#define MT_STATE_PLANES (1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER | 1u << MT_PLANE_M | 1u << MT_PLANE_V | \
-                         1u << MT_PLANE_SCALE)
+/* What an update reads and writes beside weights and gradients,
+ * and keeps: a bit 1u << plane for each. */
+#define MT_STATE_PLANES (1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER | 1u << MT_PLANE_M | \
+                         1u << MT_PLANE_V | 1u << MT_PLANE_SCALE)
 
 typedef struct mt_param_desc {
     mt_dtype dtype;
@@ -55,7 +60,8 @@ typedef struct mt_param_desc {
 typedef struct mt_part {
     int     param;
     int64_t from, n;         /* its elements [from, from + n) */
-    /* Of MT_STATE_PLANES and HI, aligned to MT_PART_ALIGN; NULL: nothing, or in the host's plane. */
+    /* Of MT_STATE_PLANES and HI, aligned to MT_PART_ALIGN; NULL: nothing,
+     * or in the host's plane. */
     void   *at[MT_PLANE_COUNT];
 } mt_part;
 
@@ -68,7 +74,8 @@ void      mt_store_close(mt_store *s);
 mt_status mt_store_add  (mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit);
 
 mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on);
-int       mt_store_trainable    (const mt_store *s, int unit, int param);    /* any thread; 0 where there is none */
+/* any thread; 0 where there is none */
+int       mt_store_trainable    (const mt_store *s, int unit, int param);
 
 int         mt_store_units (const mt_store *s);
 int         mt_store_params(const mt_store *s, int unit);
@@ -76,47 +83,55 @@ const char *mt_store_name  (const mt_store *s, int unit);
 /* But for `trainable`, constant. */
 const mt_param_desc *mt_store_desc(const mt_store *s, int unit, int param);
 size_t      mt_store_hi_bytes(const mt_store *s, int unit);              /* what a slot must hold */
-size_t      mt_store_offset  (const mt_store *s, int unit, int param);   /* bytes, in HI and in a slot */
+/* bytes, in HI and in a slot */
+size_t      mt_store_offset  (const mt_store *s, int unit, int param);
 
-/* Bytes in a plane of n elements of dt, states kept as st; 0 when the plane has nothing for that type
- * (LO: bf16 with bits below hi, MASTER: fp16 only, SCALE: moments of 8 bits, ACC: 16-bit types only; M, V
- * and SCALE: not fp64, which our AdamW does not take; planes other than HI: nothing for types that cannot be
- * trained). */
+/* Bytes in a plane of n elements of dt, states kept as st; 0 when the plane has nothing for that
+ * type (LO: bf16 with bits below hi, MASTER: fp16 only, SCALE: moments of 8 bits, ACC: 16-bit types
+ * only; M, V and SCALE: not fp64, which our AdamW does not take; planes other than HI: nothing for
+ * types that cannot be trained). */
 size_t mt_plane_bytes(mt_plane p, mt_dtype dt, mt_states st, int64_t n);
 /* The same of n elements of a parameter: its first, or those from a multiple of 128 on. */
 size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n);
 
-/* Bytes of a part of n elements: those planes one after the other, each a multiple of MT_PART_ALIGN. */
+/* Bytes of a part of n elements: those planes one after the other,
+ * each a multiple of MT_PART_ALIGN. */
 size_t mt_store_part_bytes(const mt_store *s, int unit, int param, unsigned planes, int64_t n);
 /* Where in it plane p is. */
-size_t mt_store_part_at(const mt_store *s, int unit, int param, unsigned planes, int64_t n, mt_plane p);
+size_t mt_store_part_at(const mt_store *s, int unit, int param, unsigned planes, int64_t n,
+                        mt_plane p);
 
-/* How the unit's states are kept; FP32 until it is set. MT_ESTATE when planes of other states are made. */
+/* How the unit's states are kept; FP32 until it is set.
+ * MT_ESTATE when planes of other states are made. */
 mt_status mt_store_set_states(mt_store *s, int unit, mt_states states);
 mt_states mt_store_states    (const mt_store *s, int unit);              /* any thread */
 
 /* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in
- * parallel and (GRAD, and HI unless it is a settled unit's) registered at the first call. A parameter
- * that was not trainable then gets an arena of its own when it is asked for later. MT_EINVAL when the
- * plane has nothing for it, or leaves it out because it is not trainable. Addresses stay. */
+ * parallel and (GRAD, and HI unless it is a settled unit's) registered at the first call. A
+ * parameter that was not trainable then gets an arena of its own when it is asked for later.
+ * MT_EINVAL when the plane has nothing for it, or leaves it out because it is not trainable.
+ * Addresses stay. */
 mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* The whole HI plane of a unit: what one H2D copy reads. */
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
 
 /* From now on the unit's planes but HI are device memory, and their host planes copies: addresses
- * without memory until they are warmed. HI is in a slot, and its host plane a copy too, which is made with
- * memory to be filled, and chilled when the slot has it. Planes that the host has already keep their memory until
- * mt_store_cool: the caller copies them up before. */
+ * without memory until they are warmed. HI is in a slot, and its host plane a copy too, which is
+ * made with memory to be filled, and chilled when the slot has it. Planes that the host has already
+ * keep their memory until mt_store_cool: the caller copies them up before. */
 mt_status mt_store_settle (mt_store *s, int unit);
 int       mt_store_settled(const mt_store *s, int unit);                 /* any thread */
-/* The host's planes are the true ones again: those that were made are warm and registered as any unit's, and the
- * device's are given back. The caller has copied them down before, into planes that were warm. */
+/* The host's planes are the true ones again: those that were made are warm and registered as any
+ * unit's, and the device's are given back. The caller has copied them down before,
+ * into planes that were warm. */
 mt_status mt_store_unsettle(mt_store *s, int unit);
 /* Has the parameter an address in this plane already, on the host or (on_device) on the device? */
 int       mt_store_made   (mt_store *s, int unit, int param, mt_plane p, int on_device);
-/* The memory of a settled unit's host plane is given back, registered or not; its addresses stay. */
+/* The memory of a settled unit's host plane is given back, registered or not;
+ * its addresses stay. */
 void      mt_store_cool   (mt_store *s, int unit, mt_plane p);
-/* As mt_store_at, of a settled unit's plane other than HI: an address on the device; zero at first. */
+/* As mt_store_at, of a settled unit's plane other than HI: an address on the device;
+ * zero at first. */
 mt_status mt_store_device_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* What is to be written into a host plane as a whole: makes it where it is not, touches it in
  * parallel and (GRAD) registers it. Nothing to do when that is done. */
@@ -127,34 +142,40 @@ void      mt_store_device_close(mt_store *s);          /* gives all device memor
  * are registered, so that copies run at full speed. MT_ESTATE for a settled unit. */
 mt_status mt_store_set_through (mt_store *s, int unit, int on);
 int       mt_store_goes_through(const mt_store *s, int unit);            /* any thread */
-/* The unit's gradients pass: it has no GRAD plane but for the time between a hand-over and the end of the next
- * update of it (mt_ledger_update_end), in a buffer that is lent: MT_STORE_LENT of a size in all, and as many on the
- * device for settled units. MT_ESTATE for one that has a GRAD plane. Units are settled before. */
+/* The unit's gradients pass: it has no GRAD plane but for the time between a hand-over and the end
+ * of the next update of it (mt_ledger_update_end), in a buffer that is lent: MT_STORE_LENT of a
+ * size in all, and as many on the device for settled units. MT_ESTATE for one that has a GRAD
+ * plane. Units are settled before. */
 #define MT_STORE_LENT 3
 mt_status mt_store_set_passing(mt_store *s, int unit);
-/* Fewer of a size, at least one: then a hand-over waits for the update before. Before anything is lent. */
+/* Fewer of a size, at least one: then a hand-over waits for the update before.
+ * Before anything is lent. */
 mt_status mt_store_lend_most  (mt_store *s, int n);
 int       mt_store_passes     (const mt_store *s, int unit);             /* any thread */
-/* Waits for a buffer, that is for the update of a unit that has one: MT_ESTATE when no update has used it. */
+/* Waits for a buffer, that is for the update of a unit that has one:
+ * MT_ESTATE when no update has used it. */
 mt_status mt_store_lend       (mt_store *s, int unit);
 /* Those waits are recorded in t, with that unit. Before anything is lent, or never. */
 void      mt_store_timeline   (mt_store *s, mt_timeline *t);
 
-/* All host planes of the unit are registered as they are made; of states, those that are in memory are now. */
+/* All host planes of the unit are registered as they are made; of states,
+ * those that are in memory are now. */
 mt_status mt_store_register(mt_store *s, int unit);
 
-/* From now on these planes of the unit are in a file: MT_STATE_PLANES, and HI, or none any more. Their arenas are
- * copies: addresses without memory until they are warmed, never registered; HI, where it is made already, until the
- * file has it and mt_store_chill gave its memory back. MT_ESTATE when one of the others is made already, for a settled
- * unit, and for one that goes through the device. */
+/* From now on these planes of the unit are in a file: MT_STATE_PLANES, and HI, or none any more.
+ * Their arenas are copies: addresses without memory until they are warmed, never registered; HI,
+ * where it is made already, until the file has it and mt_store_chill gave its memory back.
+ * MT_ESTATE when one of the others is made already, for a settled unit, and for one that goes
+ * through the device. */
 mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes);
-unsigned  mt_store_on_disk (const mt_store *s, int unit);                /* these planes. Any thread */
-/* *in: the parameter has its place in the unit's arena of that plane, which is made where it is not. 0: it has
- * an arena of its own, or nothing there. */
+unsigned  mt_store_on_disk (const mt_store *s, int unit);          /* these planes. Any thread */
+/* *in: the parameter has its place in the unit's arena of that plane, which is made where it is
+ * not. 0: it has an arena of its own, or nothing there. */
 mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in);
-/* The memory of a copy is given back; its addresses stay. Of a plane but HI that is registered: nothing. */
+/* The memory of a copy is given back; its addresses stay.
+ * Of a plane but HI that is registered: nothing. */
 void      mt_store_chill   (mt_store *s, int unit, mt_plane p);
-size_t    mt_store_cold    (mt_store *s, int unit, mt_plane p);          /* bytes that warming it takes */
+size_t    mt_store_cold    (mt_store *s, int unit, mt_plane p);    /* bytes that warming it takes */
 
 /* Host bytes in memory in all units: of one plane, or of all (MT_PLANE_COUNT). */
 size_t mt_store_bytes       (const mt_store *s, mt_plane p);
@@ -170,10 +191,10 @@ size_t mt_store_device_bytes(const mt_store *s);
  *   fetches   announced by the mover when updates are 0, finished when the copy is in the H2D
  *             queue, with an event behind it. Host writers, the updater too, wait for 0 and then
  *             for the event: no update begins between the mover's look and its copy.
- *   saves     announced by who saves the store, for all units at once and when nothing is under way;
- *             finished, a unit at a time, by whom has copied its planes. Host writers, updates of all
- *             kinds wait for 0; fetches and readers do not. A unit somebody waits for is `wanted`:
- *             copied next.
+ *   saves     announced by who saves the store, for all units at once and when nothing is under
+ *             way; finished, a unit at a time, by whom has copied its planes. Host writers, updates
+ *             of all kinds wait for 0; fetches and readers do not. A unit somebody waits for is
+ *             `wanted`: copied next.
  *   version   grows with every announced update and every write from outside; a slot holds
  *             current weights exactly when its version is the unit's. Starts at 1.
  *   written   grows with every write from outside alone: what a settled unit, whose updates are
@@ -182,10 +203,10 @@ size_t mt_store_device_bytes(const mt_store *s);
  * A fault (sticky) set by any worker ends every wait with that worker's message; finishing what
  * was not announced, or naming a unit that is not there, is such a fault. The wait for `fetched`
  * asks the device again and again; a device that fails, or the watchdog, ends it.
- * A wait during which nothing moves for the watchdog's time (default 600 s) returns MT_ESTUCK: which unit, what is
- * awaited, and all waits under way (watch.h); while compute has work, after six times as long. Every end in the ledger
- * moves, every begin but a save's or a fetch's, every block of a save, every request of a disk and whatever else says
- * mt_watch_moved.
+ * A wait during which nothing moves for the watchdog's time (default 600 s) returns MT_ESTUCK:
+ * which unit, what is awaited, and all waits under way (watch.h); while compute has work, after six
+ * times as long. Every end in the ledger moves, every begin but a save's or a fetch's, every block
+ * of a save, every request of a disk and whatever else says mt_watch_moved.
  */
 uint64_t  mt_ledger_version(mt_store *s, int unit);
 void      mt_ledger_touch  (mt_store *s, int unit);          /* written from outside: both grow */
@@ -199,7 +220,8 @@ void      mt_ledger_grads_end   (mt_store *s, int unit);
 mt_status mt_ledger_wait_updates(mt_store *s, int unit);     /* until updates == 0 */
 mt_status mt_ledger_wait_grads  (mt_store *s, int unit);     /* until grads == 0 */
 int       mt_ledger_updates_due (mt_store *s, int unit);     /* the unit's updates are not 0 */
-/* Until updates == 0; in the same breath fetches += 1. *version: what a copy put from now brings. */
+/* Until updates == 0; in the same breath fetches += 1.
+ * *version: what a copy put from now brings. */
 mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);
 /* Records `fetched` on h2d; fetches -= 1 if it was announced, also on failure. */
 mt_status mt_ledger_fetching    (mt_store *s, int unit, mt_queue *h2d);
@@ -209,11 +231,12 @@ mt_status mt_ledger_wait_fetch  (mt_store *s, int unit);
 /* No update of the unit is announced: MT_ESTATE when one is, or a save is. */
 mt_status mt_ledger_save_begin (mt_store *s, int unit);
 void      mt_ledger_save_end   (mt_store *s, int unit);
-mt_status mt_ledger_wait_saved (mt_store *s, int unit);      /* until saves == 0; the unit is wanted meanwhile */
+/* until saves == 0; the unit is wanted meanwhile */
+mt_status mt_ledger_wait_saved (mt_store *s, int unit);
 int       mt_ledger_saving     (mt_store *s, int unit);      /* the unit's saves are not 0 */
 int       mt_ledger_wanted     (mt_store *s);                /* a unit that is waited for, or -1 */
-/* This thread copies planes for a save: mt_ledger_wait_updates of a unit with saves returns at once, since
- * updates that were announced meanwhile wait for this thread. */
+/* This thread copies planes for a save: mt_ledger_wait_updates of a unit with saves returns at
+ * once, since updates that were announced meanwhile wait for this thread. */
 void      mt_ledger_i_save     (int on);
 int       mt_ledger_do_i_save  (void);
 

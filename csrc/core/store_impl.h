@@ -1,9 +1,10 @@
 /* store_impl.h — what store.c, lend.c and ledger.c share; nobody else includes it.
  *
  * Locks, never two at a time but for the first two, in this order:
- *   making      a plane's: it is being mapped, touched, registered or given back, which takes seconds a gigabyte.
- *               Whoever asks for another plane, or for an address that is there, does not wait
- *   map_mu      the map: units, planes and their arenas. Held for moments                     (store.c, lend.c)
+ *   making      a plane's: it is being mapped, touched, registered or given back, which takes
+ *               seconds a gigabyte. Whoever asks for another plane, or for an address that is
+ *               there, does not wait
+ *   map_mu      the map: units, planes and their arenas. Held for moments (store.c, lend.c)
  *   ledger.mu   counts, versions, the fault                    (ledger.c)
  *   fetched_mu  each unit's `fetched` event: its making and its records (ledger.c)
  */
@@ -34,15 +35,19 @@ typedef struct mt__unit {
     int            n_params;
     size_t        *hi_offset;        /* [n_params] bytes */
     size_t         hi_bytes;
-    mt_param_desc *desc;             /* [n_params]; `trainable`, an atomic, later too: see mt_store_trainable */
+    mt_param_desc *desc;             /* [n_params]; `trainable`, an atomic, later too: see
+                                      * mt_store_trainable */
 
     mt__plane      plane[MT__PLACES][MT_PLANE_COUNT];
-    atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is made */
+    atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is
+                                      * made */
     atomic_int     settled;          /* set and cleared under map_mu; read by anyone */
     atomic_int     through;          /* the same, but set and cleared */
-    atomic_int     registered;       /* all host planes are. Set and cleared under map_mu; read by anyone */
+    atomic_int     registered;       /* all host planes are. Set and cleared under map_mu; read by
+                                      * anyone */
     atomic_int     passing;          /* as settled: its GRAD plane is lent */
-    atomic_uint    disk;             /* planes in a file, a bit each. Set under map_mu; read by anyone */
+    atomic_uint    disk;             /* planes in a file, a bit each. Set under map_mu; read by
+                                      * anyone */
 
     uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
     uint64_t       written;          /* from 1: of which writes from outside. ledger.mu */
@@ -79,23 +84,27 @@ struct mt_store {
     _Atomic size_t  mapped[MT_PLANE_COUNT];  /* bytes; written under map_mu, read by anyone */
     _Atomic size_t  on_device;               /* the same */
     mt__lent       *lent;                    /* [n_lent] map_mu */
-    int             n_lent, most_lent;       /* most: of a size in a place; constant once anything is lent */
+    int             n_lent, most_lent;       /* most: of a size in a place; constant once anything
+                                              * is lent */
     uint64_t        lendings;                /* so far. map_mu */
-    mt_timeline    *timeline;                /* of waits for a buffer. Constant once anything is lent */
+    mt_timeline    *timeline;                /* of waits for a buffer. Constant once anything is
+                                              * lent */
     mt__ledger      ledger;
     mt_watch        watch;
 };
 
 mt__unit *mt__unit_at(const mt_store *s, int unit);          /* NULL when there is none */
 
-/* store.c. Offsets of a plane as parameters are trained now, malloc'd; and what is given back under map_mu. */
+/* store.c. Offsets of a plane as parameters are trained now, malloc'd;
+ * and what is given back under map_mu. */
 mt_status mt__lay_out(const mt__unit *u, mt_plane p, size_t **offset, size_t *bytes);
-void      mt__unbind (mt_store *s, int unit);                /* both locks: the unit's GRAD plane is no more */
+void      mt__unbind (mt_store *s, int unit);   /* both locks: the unit's GRAD plane is no more */
 
-/* lend.c. Called when a unit's update ends, before it is told; and by close, after all units are closed. */
+/* lend.c. Called when a unit's update ends, before it is told; and by close,
+ * after all units are closed. */
 void mt__take_back (mt_store *s, int unit);
 void mt__lent_close(mt_store *s);
-void mt__lent_device_close(mt_store *s);                     /* map_mu, when no device plane is left */
+void mt__lent_device_close(mt_store *s);                /* map_mu, when no device plane is left */
 
 mt_status mt__ledger_open (mt__ledger *l);
 void      mt__ledger_close(mt__ledger *l);

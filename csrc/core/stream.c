@@ -34,12 +34,12 @@
 #define POISON_BYTES ((size_t)1 << 20)
 
 typedef struct slot {
-    size_t    bytes;         /* of mem. Written by open */
-    int       settled;       /* its unit never changes: no copy of ours goes there. Written by settle */
-    mt_event *ready;         /* recorded on h2d by the mover, behind the copy */
-    mt_event *freed;         /* recorded on run by the acquiring thread, when a copy is asked for */
-    mt_post   using;         /* `freed`, for the watchdog. Acquiring thread */
-    uint64_t  last_use;      /* tick of the latest acquire or fetch. Acquiring thread */
+    size_t    bytes;     /* of mem. Written by open */
+    int       settled;   /* its unit never changes: no copy of ours goes there. Written by settle */
+    mt_event *ready;     /* recorded on h2d by the mover, behind the copy */
+    mt_event *freed;     /* recorded on run by the acquiring thread, when a copy is asked for */
+    mt_post   using;     /* `freed`, for the watchdog. Acquiring thread */
+    uint64_t  last_use;  /* tick of the latest acquire or fetch. Acquiring thread */
 
     /* Written by the acquiring thread under mu; it may read them without. */
     void     *mem;
@@ -63,7 +63,8 @@ struct mt_stream {
     mt_slot_hooks hooks;
     mt_queue     *h2d;       /* the mover's alone */
     mt_timeline  *timeline;  /* written before the first request */
-    mt_feed      *feed;      /* NULL: no unit's weights are on disk. Written before the first request */
+    mt_feed      *feed;      /* NULL: no unit's weights are on disk. Written before the first
+                              * request */
     mt_resident  *residents; /* NULL: no unit is settled. Written by settle */
     slot         *slots;
     size_t       *slot_bytes;/* as schedules see them: what is settled fits nobody else */
@@ -72,8 +73,8 @@ struct mt_stream {
     /* Acquiring thread. */
     mt__course    course;
     uint64_t      tick, requests;
-    int           last_unit;          /* of the latest acquire since begin; -1: none */
-    int           computing;          /* of the latest window whose kernels are in run; -1: none yet */
+    int           last_unit;    /* of the latest acquire since begin; -1: none */
+    int           computing;    /* of the latest window whose kernels are in run; -1: none yet */
     mt_debug      debug;
 
     pthread_mutex_t mu;
@@ -186,8 +187,8 @@ fail:
     return st;
 }
 
-/* Between begin and fetching nothing waits for updates: an updater may be waiting for us. Reads of the disk, and copies
- * put before, end without it. */
+/* Between begin and fetching nothing waits for updates: an updater may be waiting for us. Reads of
+ * the disk, and copies put before, end without it. */
 static mt_status deliver(mt_stream *s, const request *r, uint64_t *version)
 {
     void     *hi = NULL;
@@ -348,7 +349,8 @@ mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int k)
                        mt_store_name(s->store, unit), bytes, k, s->n_slots,
                        k >= 0 && k < s->n_slots ? s->slots[k].bytes : 0);
     if (s->slots[k].unit >= 0)
-        return MT_FAIL(MT_ESTATE, "unit %s: slot %d has held unit %s; settle units before the first "
+        return MT_FAIL(MT_ESTATE,
+                       "unit %s: slot %d has held unit %s; settle units before the first "
                        "forward", mt_store_name(s->store, unit), k,
                        mt_store_name(s->store, s->slots[k].unit));
     if (mt_resident_mem(r, unit) == NULL)

@@ -17,8 +17,9 @@
  *           overwrites it is decided: all use so far was launched by then, and nobody holds it
  *   UPDATED the mover waits for updates announced so far      ledger, on the host, before the copy
  *
- * Weights of units that have them on disk are read by a feed (disk.h), which is told what stands in line, and copied
- * from its buffers. The mover is then busy until the unit's last piece was read; READY stands behind that one's copy.
+ * Weights of units that have them on disk are read by a feed (disk.h), which is told what stands in
+ * line, and copied from its buffers. The mover is then busy until the unit's last piece was read;
+ * READY stands behind that one's copy.
  *
  * A slot may be given to one unit for good: mt_stream_settle. Such units are no part of traces and
  * schedules; their edges are in resident.h.
@@ -62,9 +63,10 @@ void      mt_stream_timeline(mt_stream *s, mt_timeline *t);
 /* Who reads weights that are on disk; it outlives the stream. Before the first acquire. */
 void      mt_stream_feed    (mt_stream *s, mt_feed *f);
 
-/* Slot `slot` is the unit's as long as the stream lives. r is the same each time. Before the first acquire. A unit that
- * was settled in another stream's time has its memory already: the slot's must be that.
- * MT_EINVAL when the slot is too small or other memory, MT_ESTATE when it is in use, and as mt_resident_settle. */
+/* Slot `slot` is the unit's as long as the stream lives. r is the same each time. Before the first
+ * acquire. A unit that was settled in another stream's time has its memory already: the slot's must
+ * be that. MT_EINVAL when the slot is too small or other memory, MT_ESTATE when it is in use, and
+ * as mt_resident_settle. */
 mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int slot);
 
 /* A root forward starts: the cursor returns to the start. When the order just ended differs from

@@ -1,8 +1,9 @@
 /* swap.c — bundles and blocks in lists, and two queues that fill and empty blocks.
  *
- * A block of ours is free as soon as nobody knows its bundle any more; copies from and to it may still be in
- * their queues. So nothing waits on the host: the next bundle's copies stand behind them, by the order
- * of `out` and by EMPTIED. Only a block that is given up for a larger one has to be waited for. */
+ * A block of ours is free as soon as nobody knows its bundle any more; copies from and to it may
+ * still be in their queues. So nothing waits on the host: the next bundle's copies stand behind
+ * them, by the order of `out` and by EMPTIED. Only a block that is given up for a larger one has to
+ * be waited for. */
 #include "swap.h"
 
 #include <pthread.h>
@@ -93,8 +94,8 @@ static mt_status block_open(mt_swap *w, size_t bytes, block **out)
     return MT_OK;
 }
 
-/* The smallest free block that holds `bytes`; else *largest is the largest free one, NULL if none is. Nothing at all
- * is held by blocks of their own. */
+/* The smallest free block that holds `bytes`; else *largest is the largest free one, NULL if none
+ * is. Nothing at all is held by blocks of their own. */
 static block *fitting(mt_swap *w, size_t bytes, block **largest)
 {
     block *best = NULL;
@@ -116,7 +117,8 @@ static block *fitting(mt_swap *w, size_t bytes, block **largest)
 
 static mt_status host_waits(mt_swap *w, mt_event *e, const mt_post *p, const char *awaits)
 {
-    return w->store == NULL ? w->dev->ops->sync_event(e) : mt_watch_event(watch_of(w), e, p->unit, awaits);
+    return w->store == NULL ? w->dev->ops->sync_event(e)
+                            : mt_watch_event(watch_of(w), e, p->unit, awaits);
 }
 
 /* Its copies must be over before its memory goes. */
@@ -176,7 +178,8 @@ static mt_swap_block *block_of(mt_swap *w, const bundle *b)
 }
 
 /* With a block that nothing but copies in `out` and `back` uses. */
-static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_home home, bundle **out)
+static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int n,
+                            mt_swap_home home, bundle **out)
 {
     bundle   *b = calloc(1, sizeof *b + (size_t)n * sizeof *b->bytes);
     mt_status st = MT_OK;
@@ -188,12 +191,14 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
     b->n = n;
     for (int i = 0; i < n; i++)
         b->bytes[i] = parts[i].bytes;
-    if (home == MT_SWAP_HOST || bytes_of(parts, n) == 0)     /* a file has nothing to do with nothing */
+    /* a file has nothing to do with nothing */
+    if (home == MT_SWAP_HOST || bytes_of(parts, n) == 0)
         st = take(w, bytes_of(parts, n), &b->block);
     else if (w->spill != NULL)
         st = mt_spill_new(w->spill, unit, b->number, bytes_of(parts, n), &b->spilled);
     else
-        st = MT_FAIL(MT_ESTATE, "swap: what windows keep is to go to a file, and there is none; name a directory");
+        st = MT_FAIL(MT_ESTATE, "swap: what windows keep is to go to a file, and there is none; "
+                     "name a directory");
     if (st != MT_OK)
         free(b);
     else
@@ -248,8 +253,8 @@ static mt_status behind(mt_swap *w, mt_queue *q, mt_event *e, mt_queue *run, uns
 }
 
 /* All wanted parts between device memory and the block, and the event behind them. */
-static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const mt_swap_part *parts, int leaving,
-                          uint64_t *count)
+static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const mt_swap_part *parts,
+                          int leaving, uint64_t *count)
 {
     mt_queue *q = leaving ? w->out : w->back;
     char     *host = m->arena.base;
@@ -257,7 +262,8 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const m
     mt_span   span = { 0 };
     mt_status st = MT_OK;
 
-    mt_timeline_begin(w->timeline, &span, leaving ? MT_LANE_OUT : MT_LANE_BACK, MT_WORK_SWAP, b->unit, q);
+    mt_timeline_begin(w->timeline, &span, leaving ? MT_LANE_OUT : MT_LANE_BACK, MT_WORK_SWAP,
+                      b->unit, q);
     for (int i = 0; i < b->n; i++) {
         char *mem = parts[i].mem;
 
@@ -271,8 +277,8 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const m
     MT_TRY(w->dev->ops->record(q, leaving ? m->filled : m->landed));
     if (w->store != NULL)
         mt_watch_put(mt_store_watch(w->store), leaving ? &m->filling : &m->landing,
-                     leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit), leaving ? LEFT : BACK,
-                     leaving ? m->filled : m->landed);
+                     leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit),
+                     leaving ? LEFT : BACK, leaving ? m->filled : m->landed);
     *count += copied;
     if (w->debug.sync)
         st = w->dev->ops->sync(q);
@@ -280,7 +286,7 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const m
 
 fail:
     mt_timeline_end(w->timeline, &span, copied, q);
-    (void)w->dev->ops->sync(q);          /* pieces may be under way, and the caller frees its memory */
+    (void)w->dev->ops->sync(q);     /* pieces may be under way, and the caller frees its memory */
     return st;
 }
 
@@ -294,8 +300,8 @@ static mt_status fill(mt_swap *w, bundle *b, const mt_swap_part *parts, mt_queue
 
     MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
     if (w->store != NULL)
-        mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, b->unit), "its kernels (the event COMPUTED)",
-                         w->made);
+        mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, b->unit),
+                         "its kernels (the event COMPUTED)", w->made);
     if (b->block != NULL)                /* of another's the spill has waited: DRAINED */
         MT_TRY(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
     MT_TRY(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
@@ -305,8 +311,8 @@ fail:
     return st;
 }
 
-mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_home home, mt_queue *run,
-                      uint64_t *number)
+mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_home home,
+                      mt_queue *run, uint64_t *number)
 {
     bundle   *b = NULL;
     mt_status st;
@@ -363,8 +369,9 @@ static mt_status fits(const bundle *b, const mt_swap_part *landing, int n)
         return MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, b->n);
     for (int i = 0; i < n; i++)
         if (landing[i].bytes != b->bytes[i])
-            return MT_FAIL(MT_EINVAL, "swap: tensor %d left with %zu bytes and is to come back with %zu",
-                           i, b->bytes[i], landing[i].bytes);
+            return MT_FAIL(MT_EINVAL,
+                           "swap: tensor %d left with %zu bytes and is to come back with %zu", i,
+                           b->bytes[i], landing[i].bytes);
     return MT_OK;
 }
 
@@ -376,7 +383,8 @@ static mt_status empty(mt_swap *w, bundle *b, const mt_swap_part *landing)
     return st == MT_OK ? copy_all(w, b, m, landing, 0, &w->stats.back_bytes) : st;
 }
 
-mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing, int n, mt_queue *run)
+mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing, int n,
+                       mt_queue *run)
 {
     bundle   *b;
     mt_status st;
@@ -470,7 +478,8 @@ mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_blocks)
     mt_status st;
 
     if (w->store == NULL || w->spill != NULL)
-        return MT_FAIL(MT_ESTATE, "swap: %s", w->store == NULL ? "its store is named first" : "it has a file already");
+        return MT_FAIL(MT_ESTATE, "swap: %s",
+                       w->store == NULL ? "its store is named first" : "it has a file already");
     if ((st = mt_spill_open(w->dev, w->pool, w->store, file, n_blocks, &w->spill)) != MT_OK)
         return st;
     mt_spill_timeline(w->spill, w->timeline);

@@ -4,9 +4,11 @@
  *   part     dense device memory of one tensor
  *   bundle   the parts that a window keeps; they leave together and come back together
  *   block    registered host memory for one bundle, used again by a later one
- *   home     of a bundle: a block of its own; or the file (spill.h), and a block on its way there and back
+ *   home     of a bundle: a block of its own; or the file (spill.h),
+ *            and a block on its way there and back
  *
- *     mt_swap_out  (w, unit, parts, n, MT_SWAP_HOST, run, &bundle);    // behind the forward; returns at once
+ *     // behind the forward; returns at once
+ *     mt_swap_out  (w, unit, parts, n, MT_SWAP_HOST, run, &bundle);
  *     mt_swap_left (w, bundle, run);                   // the sources may be freed, in run's order
  *     ...
  *     mt_swap_back (w, bundle, landing, n, run);       // ahead of the backward; returns at once
@@ -16,28 +18,32 @@
  * Two queues of its own, one each way, and copies in pieces: so weights and gradients, which have
  * queues of theirs, never stand behind gigabytes.
  *
- * Blocks have the size that was asked for. A bundle takes the smallest free block that holds it; where
- * all free ones are too small, the largest of them is given up for one that is large enough. So there
- * are as many blocks as there were bundles at a time, and steps that are alike make none.
+ * Blocks have the size that was asked for. A bundle takes the smallest free block that holds it;
+ * where all free ones are too small, the largest of them is given up for one that is large enough.
+ * So there are as many blocks as there were bundles at a time, and steps that are alike make none.
  *
- * With the file for a home mt_swap_out waits where all blocks are on their way to it, and mt_swap_back until the
- * bundle was read: so the thread that computes is at most as many windows before the file as there are blocks.
+ * With the file for a home mt_swap_out waits where all blocks are on their way to it, and
+ * mt_swap_back until the bundle was read: so the thread that computes is at most as many windows
+ * before the file as there are blocks.
  *
- * Edges between queues; spill.h has those of the file (each can be left out by mt_swap_debug, to see the tests fail):
+ * Edges between queues; spill.h has those of the file (each can be left out by
+ * mt_swap_debug, to see the tests fail):
  *   COMPUTED out waits for compute up to mt_swap_out: the tensors are made     recorded on run
- *   LEFT    run waits for the copies out, in mt_swap_left: the sources' memory, in torch's allocator
- *           again, is reused in run's order, behind that wait                         on out
+ *   LEFT    run waits for the copies out, in mt_swap_left: the sources' memory, in torch's
+ *           allocator again, is reused in run's order, behind that wait               on out
  *   ROOM    back waits for compute up to mt_swap_back, which may still use what lay in the landing
  *           memory before                                                             on run
  *   KEPT    back waits for the copies out that fill the block                         on out
  *   BACK    run waits for the copies back, in mt_swap_await                           on back
- *   EMPTIED out waits for the copies back that empty the block it is about to fill. Where one stream does
- *           it all COMPUTED says so already, since run awaited them; another stream's did not     on back
- * LEFT and BACK of a bundle whose block was given away meanwhile are no waits: the spill has made them.
+ *   EMPTIED out waits for the copies back that empty the block it is about to fill. Where one
+ *           stream does it all COMPUTED says so already, since run awaited them; another
+ *           stream's did not                                                          on back
+ * LEFT and BACK of a bundle whose block was given away meanwhile are no waits:
+ * the spill has made them.
  *
  * A bundle that never comes back is dropped like any other. One that is on its way back when it is
- * dropped has to be awaited first, since its landing memory is about to be freed. Coming back twice is
- * fine, until it is dropped.
+ * dropped has to be awaited first, since its landing memory is about to be freed. Coming back twice
+ * is fine, until it is dropped.
  *
  * Threads: any; calls take turns. Where a block has to be made, mt_swap_out takes its time.
  * Errors:  spill.h says which call tells of the file's.
@@ -70,21 +76,24 @@ typedef struct mt_swap mt_swap;
 mt_status mt_swap_open (mt_dev *dev, mt_pool *pool, mt_swap **out);
 void      mt_swap_close(mt_swap *w);         /* waits for both queues */
 void      mt_swap_timeline(mt_swap *w, mt_timeline *t);      /* before the first out, or never */
-void      mt_swap_store   (mt_swap *w, mt_store *s);         /* whose units they are, for its watch. The same */
+/* whose units they are, for its watch. The same */
+void      mt_swap_store   (mt_swap *w, mt_store *s);
 
-/* Bundles may go to this file, by way of so many blocks, from now on. After timeline and store, once. The file is
- * closed after w. */
+/* Bundles may go to this file, by way of so many blocks, from now on. After timeline and store,
+ * once. The file is closed after w. */
 mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_blocks);
 
-/* unit: for the timeline. Sources stay until mt_swap_left. MT_ENOMEM names the bytes. MT_ESTATE: there is no file. */
-mt_status mt_swap_out  (mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_home home, mt_queue *run,
-                        uint64_t *bundle);
+/* unit: for the timeline. Sources stay until mt_swap_left. MT_ENOMEM names the bytes.
+ * MT_ESTATE: there is no file. */
+mt_status mt_swap_out  (mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_home home,
+                        mt_queue *run, uint64_t *bundle);
 mt_status mt_swap_left (mt_swap *w, uint64_t bundle, mt_queue *run);
 /* landing: as many parts as left, of the same bytes. */
 mt_status mt_swap_back (mt_swap *w, uint64_t bundle, const mt_swap_part *landing, int n,
                         mt_queue *run);
 mt_status mt_swap_await(mt_swap *w, uint64_t bundle, mt_queue *run);
-/* The block is free once mt_swap_left was called too. Nothing to do for a bundle that is not there. */
+/* The block is free once mt_swap_left was called too.
+ * Nothing to do for a bundle that is not there. */
 void      mt_swap_drop (mt_swap *w, uint64_t bundle);
 
 mt_swap_stats mt_swap_stats_get(mt_swap *w);

@@ -1,7 +1,8 @@
 /* swap_block.c — open and close; the rest is done by those who have blocks. */
 #include "swap_block.h"
 
-mt_status mt_swap_block_open(mt_swap_block *b, size_t bytes, mt_dev *dev, mt_pool *pool, size_t mapped)
+mt_status mt_swap_block_open(mt_swap_block *b, size_t bytes, mt_dev *dev, mt_pool *pool,
+                             size_t mapped)
 {
     mt_status st;
 

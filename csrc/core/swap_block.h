@@ -1,5 +1,5 @@
-/* swap_block.h — registered host memory for one bundle (swap.h), and an event for each way. For swap.c and
- * spill.c alone.
+/* swap_block.h — registered host memory for one bundle (swap.h), and an event for each way. For
+ * swap.c and spill.c alone.
  *
  * Threads: whoever holds swap's lock records its events; any may wait for them.
  */
@@ -17,7 +17,8 @@ typedef struct mt_swap_block {
 } mt_swap_block;
 
 /* mapped: as mt_arena_open's. b is zero before, and again after a failure. */
-mt_status mt_swap_block_open (mt_swap_block *b, size_t bytes, mt_dev *dev, mt_pool *pool, size_t mapped);
+mt_status mt_swap_block_open (mt_swap_block *b, size_t bytes, mt_dev *dev, mt_pool *pool,
+                              size_t mapped);
 /* watch NULL: nobody's posts. Closed or zero: nothing to do. */
 void      mt_swap_block_close(mt_swap_block *b, mt_dev *dev, mt_watch *watch);
 

@@ -1,7 +1,7 @@
 /* through.c — one thread that cuts updates into parts and fills the buffers' queues in turn.
  *
- * Two units are on their way at once: while the last pieces of one come down, the first of the next go up.
- * So each buffer has two events, for units of even and of odd number.
+ * Two units are on their way at once: while the last pieces of one come down, the first of the next
+ * go up. So each buffer has two events, for units of even and of odd number.
  */
 #include "through.h"
 
@@ -10,8 +10,8 @@
 #include <stdlib.h>
 
 #define ALIGN_BYTES MT_PART_ALIGN
-#define ELEMENTS    256          /* parts begin at multiples; a smaller one, but a tensor's rest, is none */
-#define PARTS       32           /* in a buffer, at most */
+#define ELEMENTS    256  /* parts begin at multiples; a smaller one, but a tensor's rest, is none */
+#define PARTS       32   /* in a buffer, at most */
 
 typedef struct buffer {
     mt_queue *q;
@@ -123,7 +123,8 @@ static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_through_tensor 
 
             if (!up && !of->span[s].back)
                 continue;
-            MT_TRY(t->dev->ops->copy(q, up ? parts[i].at[s] : host, up ? host : parts[i].at[s], bytes));
+            MT_TRY(t->dev->ops->copy(q, up ? parts[i].at[s] : host, up ? host : parts[i].at[s],
+                                     bytes));
             copied += bytes;
         }
     pthread_mutex_lock(&t->mu);
@@ -196,7 +197,8 @@ static void finish(mt_through *t, job *b, mt_span *span)
     mt_post   post;
     mt_status st = b->st;
 
-    mt_watch_begin(watch, &post, NULL, mt_store_name(t->store, b->j.unit), "its pieces to come down");
+    mt_watch_begin(watch, &post, NULL, mt_store_name(t->store, b->j.unit),
+                   "its pieces to come down");
     for (int i = 0; i < t->n_buffers; i++) {
         mt_status one = b->st == MT_OK
             ? t->dev->ops->sync_event(t->buffers[i].over[b->number % 2])
@@ -247,13 +249,15 @@ static void *through_main(void *arg)
         if (now == NULL && before == NULL)
             break;
         if (now != NULL && before == NULL)
-            mt_timeline_begin(t->timeline, &span, MT_LANE_THROUGH, MT_WORK_UPDATE, now->j.unit, NULL);
+            mt_timeline_begin(t->timeline, &span, MT_LANE_THROUGH, MT_WORK_UPDATE, now->j.unit,
+                              NULL);
         if (now != NULL && (now->st = put_unit(t, now)) != MT_OK)
             mt_ledger_fault(t->store, now->st, mt_last_error());
         if (before != NULL)
             finish(t, before, &span);
         if (now != NULL && before != NULL)
-            mt_timeline_begin(t->timeline, &span, MT_LANE_THROUGH, MT_WORK_UPDATE, now->j.unit, NULL);
+            mt_timeline_begin(t->timeline, &span, MT_LANE_THROUGH, MT_WORK_UPDATE, now->j.unit,
+                              NULL);
         before = now;
     }
     return NULL;
@@ -278,14 +282,15 @@ fail:
     return st;
 }
 
-mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t bytes, mt_through **out)
+mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t bytes,
+                          mt_through **out)
 {
     mt_through *t;
     mt_status   st;
 
     if (n_buffers < 1 || bytes < MT_THROUGH_LEAST)
-        return MT_FAIL(MT_EINVAL, "through: %d buffers of %zu bytes; one of %d is the least", n_buffers,
-                       bytes, MT_THROUGH_LEAST);
+        return MT_FAIL(MT_EINVAL, "through: %d buffers of %zu bytes; one of %d is the least",
+                       n_buffers, bytes, MT_THROUGH_LEAST);
     if ((t = calloc(1, sizeof *t)) == NULL)
         return MT_FAIL(MT_ENOMEM, "through: calloc(%zu)", sizeof *t);
     t->dev = dev;

@@ -1,22 +1,22 @@
 /* through.h — updates of units that live on the host, made on the device: states up, states down.
  *
- * The host's cores and their memory have one rate, the bus and the device another, and both can work at
- * once. A unit that goes *through* has its planes copied up in pieces, updated by a kernel, and copied
- * back, while the updater and the pool are at other units.
+ * The host's cores and their memory have one rate, the bus and the device another, and both can
+ * work at once. A unit that goes *through* has its planes copied up in pieces, updated by a kernel,
+ * and copied back, while the updater and the pool are at other units.
  *
  * Nouns, in the order they appear below:
  *   tensor   what is updated as one: spans of host memory with the same number of elements
  *   part     a stretch of a tensor in a buffer: its spans' addresses on the device
- *   buffer   device memory with a queue of its own, which copies up, computes and copies down in turn;
- *            there are a few, so that one goes up while another comes down
+ *   buffer   device memory with a queue of its own, which copies up, computes and copies down in
+ *            turn; there are a few, so that one goes up while another comes down
  *
  *     mt_through_open(dev, store, 3, bytes, &t);
  *     mt_through_put(t, &job, clip);                      // returns at once
  *     mt_ledger_wait_updates(store, job.unit);            // its planes are as after the update
  *
- * Order: a buffer's queue is the only order there is; parts of one update do not depend on each other.
- *        The thread of ours waits in the ledger for copies that read the unit's weights before the first
- *        piece comes down, and ends the unit's update when the last one is down.
+ * Order: a buffer's queue is the only order there is; parts of one update do not depend on each
+ *        other. The thread of ours waits in the ledger for copies that read the unit's weights
+ *        before the first piece comes down, and ends the unit's update when the last one is down.
  *
  * Threads: put, wait: the updater. The job's functions run on our thread.
  */
@@ -41,9 +41,9 @@ typedef struct mt_through_tensor {
 } mt_through_tensor;
 
 typedef struct mt_through_part {
-    int     tensor;                      /* which */
-    int64_t from, n;                     /* its elements [from, from + n) */
-    void   *at[MT_THROUGH_SPANS];        /* where its spans are on the device, each aligned to 512 */
+    int     tensor;                     /* which */
+    int64_t from, n;                    /* its elements [from, from + n) */
+    void   *at[MT_THROUGH_SPANS];       /* where its spans are on the device, each aligned to 512 */
 } mt_through_part;
 
 typedef struct mt_through_job {
@@ -58,12 +58,14 @@ typedef struct mt_through_job {
 typedef struct mt_through mt_through;
 
 /* n_buffers of so many bytes; their memory is made with the first job. */
-mt_status mt_through_open (mt_dev *dev, mt_store *store, int n_buffers, size_t bytes, mt_through **out);
+mt_status mt_through_open (mt_dev *dev, mt_store *store, int n_buffers, size_t bytes,
+                           mt_through **out);
 void      mt_through_close(mt_through *t);               /* finishes what was put */
 /* Updates are recorded in tl. Before the first put, or never. */
 void      mt_through_timeline(mt_through *t, mt_timeline *tl);
 
-/* The job is copied; its arg, and the end of the unit's update in the ledger, are ours, also on failure. */
+/* The job is copied; its arg, and the end of the unit's update in the ledger, are ours,
+ * also on failure. */
 mt_status mt_through_put (mt_through *t, const mt_through_job *job, float clip);
 mt_status mt_through_wait(mt_through *t);                /* all that was put is over */
 

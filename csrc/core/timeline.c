@@ -36,7 +36,8 @@ struct mt_timeline {
     uint64_t        lost;        /* mu */
 
     mt_span         stack[DEEP]; /* computing thread */
-    int             fresh[DEEP]; /* the unit that run waited for in it last; -1: none. Same thread */
+    int             fresh[DEEP]; /* the unit that run waited for in it last; -1: none. Same
+                                  * thread */
     int             depth;       /* computing thread; may exceed DEEP */
 
     pthread_mutex_t reading;
@@ -331,7 +332,8 @@ void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
 
 /* ---- reading ---------------------------------------------------------------------------- */
 
-/* Under reading. What has ended since goes behind what the queues owed before, as far as it fits. */
+/* Under reading. What has ended since goes behind what the queues owed before,
+ * as far as it fits. */
 static void take_over(mt_timeline *t)
 {
     pthread_mutex_lock(&t->mu);

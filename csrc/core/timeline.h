@@ -14,9 +14,10 @@
  *     ...
  *     n = mt_timeline_read(t, records, cap);           // those whose times are known by now
  *
- * A queue's times are stamps in that queue (dev.h); a thread's are the clock's. All are on the clock
- * of clock.h. Off, as at first, begin and end look at one flag. On, a record costs two stamps. The
- * latest MT_TIMELINE_KEPT records are kept until they are read; older ones are lost and counted.
+ * A queue's times are stamps in that queue (dev.h); a thread's are the clock's. All are on the
+ * clock of clock.h. Off, as at first, begin and end look at one flag. On, a record costs two
+ * stamps. The latest MT_TIMELINE_KEPT records are kept until they are read; older ones are lost and
+ * counted.
  *
  * Threads: any, but a span and the stack belong to one thread at a time.
  * Errors:  recording never fails the work recorded: a stamp that cannot be put loses the record.
@@ -26,39 +27,43 @@
 
 #include "dev.h"
 
-#define MT_LANE_MAP(X)                                                                        \
-    X(COMPUTE, "compute",     "the stream that torch computes on")                            \
-    X(H2D,     "h2d",         "weights to the device")                                        \
-    X(D2H,     "d2h",         "gradients to the host, and their sums of squares")             \
-    X(HAND,    "hand-over",   "who hands gradients over, and launches windows: waits for the unit's update, which " \
-                              "gives a buffer back; with no unit: for earlier gradients to be home")  \
-    X(SUM,     "host sum",    "the collector: gradients of further micro-batches added up")   \
-    X(HOST,    "host update", "the updater: AdamW on the host, and its waits")                \
-    X(DEVICE,  "device update", "AdamW on the device")                                        \
-    X(THROUGH, "through",     "AdamW on the device for units on the host: up, updated and down; guests' states") \
-    X(DISK,    "disk",        "states of units on disk: pieces read and written")                \
-    X(DISK_UPDATE, "disk update", "AdamW on those states, beside the updater; and its waits for the disk") \
-    X(OUT,     "swap out",    "activations to the host")                                      \
-    X(BACK,    "swap back",   "and back to the device")                                       \
+#define MT_LANE_MAP(X)                                                                          \
+    X(COMPUTE, "compute",     "the stream that torch computes on")                              \
+    X(H2D,     "h2d",         "weights to the device")                                          \
+    X(D2H,     "d2h",         "gradients to the host, and their sums of squares")               \
+    X(HAND,    "hand-over",   "who hands gradients over, and launches windows: waits for the "  \
+                              "unit's update, which gives a buffer back; with no unit: for "    \
+                              "earlier gradients to be home")                                   \
+    X(SUM,     "host sum",    "the collector: gradients of further micro-batches added up")     \
+    X(HOST,    "host update", "the updater: AdamW on the host, and its waits")                  \
+    X(DEVICE,  "device update", "AdamW on the device")                                          \
+    X(THROUGH, "through",     "AdamW on the device for units on the host: up, updated and "     \
+                              "down; guests' states")                                           \
+    X(DISK,    "disk",        "states of units on disk: pieces read and written")               \
+    X(DISK_UPDATE, "disk update", "AdamW on those states, beside the updater; and its waits "   \
+                                  "for the disk")                                               \
+    X(OUT,     "swap out",    "activations to the host")                                        \
+    X(BACK,    "swap back",   "and back to the device")                                         \
     X(SPILL,   "swap disk",   "and on to a file: written and read")
 #define MT_LANE_ENUM(name, text, what) MT_LANE_##name,
 typedef enum mt_lane { MT_LANE_MAP(MT_LANE_ENUM) MT_LANE_COUNT } mt_lane;
 #undef MT_LANE_ENUM
 const char *mt_lane_name(mt_lane lane);
 
-#define MT_WORK_MAP(X)                                                                        \
-    X(STEP,     "step",     "a root forward starts: a point on COMPUTE; unit: its number")     \
-    X(FORWARD,  "forward",  "a window's forward")                                             \
-    X(REPLAY,   "replay",   "a window's forward again, in backward")                          \
-    X(BACKWARD, "backward", "a window's backward")                                            \
-    X(FETCH,    "fetch",    "a unit's weights, or a guest's states; bytes: copied")           \
-    X(OFFLOAD,  "offload",  "gradients of a hand-over, or a guest's states; bytes: copied")   \
-    X(ADD,      "add",      "a micro-batch's gradients added; bytes: added")                  \
-    X(UPDATE,   "update",   "a unit's update; bytes: read and written")                       \
-    X(SWAP,     "swap",     "what a window keeps; bytes: copied")                             \
-    X(READ,     "read",     "a piece of a unit's states from the disk; bytes: read")          \
-    X(WRITE,    "write",    "a piece back; bytes: written")                                   \
-    X(WAIT,     "wait",     "for gradients, for copies that still read the weights, for the disk; HAND: see there")
+#define MT_WORK_MAP(X)                                                                          \
+    X(STEP,     "step",     "a root forward starts: a point on COMPUTE; unit: its number")      \
+    X(FORWARD,  "forward",  "a window's forward")                                               \
+    X(REPLAY,   "replay",   "a window's forward again, in backward")                            \
+    X(BACKWARD, "backward", "a window's backward")                                              \
+    X(FETCH,    "fetch",    "a unit's weights, or a guest's states; bytes: copied")             \
+    X(OFFLOAD,  "offload",  "gradients of a hand-over, or a guest's states; bytes: copied")     \
+    X(ADD,      "add",      "a micro-batch's gradients added; bytes: added")                    \
+    X(UPDATE,   "update",   "a unit's update; bytes: read and written")                         \
+    X(SWAP,     "swap",     "what a window keeps; bytes: copied")                               \
+    X(READ,     "read",     "a piece of a unit's states from the disk; bytes: read")            \
+    X(WRITE,    "write",    "a piece back; bytes: written")                                     \
+    X(WAIT,     "wait",     "for gradients, for copies that still read the weights, for the "   \
+                            "disk; HAND: see there")
 #define MT_WORK_ENUM(name, text, what) MT_WORK_##name,
 typedef enum mt_work { MT_WORK_MAP(MT_WORK_ENUM) MT_WORK_COUNT } mt_work;
 #undef MT_WORK_ENUM
@@ -92,10 +97,10 @@ void mt_timeline_begin(mt_timeline *t, mt_span *s, mt_lane lane, mt_work work, i
                        mt_queue *q);
 void mt_timeline_end  (mt_timeline *t, mt_span *s, uint64_t bytes, mt_queue *q);
 
-/* The computing thread. enter: what is open is interrupted; leave: it goes on. wait: run is about to
- * wait for the unit's weights, 1 when that is the first time in what is open, which then goes on with
- * waited: the wait is in no record. step: a root forward starts, and whatever a failure left open is
- * over; number: the caller's, kept as the record's unit. */
+/* The computing thread. enter: what is open is interrupted; leave: it goes on. wait: run is about
+ * to wait for the unit's weights, 1 when that is the first time in what is open, which then goes on
+ * with waited: the wait is in no record. step: a root forward starts, and whatever a failure left
+ * open is over; number: the caller's, kept as the record's unit. */
 void mt_timeline_enter(mt_timeline *t, mt_work work, int unit, mt_queue *run);
 void mt_timeline_leave(mt_timeline *t, mt_queue *run);
 int  mt_timeline_wait (mt_timeline *t, int unit, mt_queue *run);

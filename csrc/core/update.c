@@ -90,14 +90,16 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
             : mt_store_goes_through(u->store, from->unit) ? THROUGH
             : mt_store_on_disk(u->store, from->unit) ? DISK : HOST;
     if (to->way == SETTLED && (u->residents == NULL || from->put == NULL))
-        return MT_FAIL(MT_ESTATE, "unit %s is settled, and its job has no put, or mt_update_residents() "
+        return MT_FAIL(MT_ESTATE,
+                       "unit %s is settled, and its job has no put, or mt_update_residents() "
                        "was not called", mt_store_name(u->store, from->unit));
     if (to->way == THROUGH && (u->through == NULL || from->list == NULL || from->compute == NULL))
         return MT_FAIL(MT_ESTATE, "unit %s goes through the device, and its job cannot, or "
                        "mt_update_through() was not called", mt_store_name(u->store, from->unit));
     if (to->way == DISK && (u->disk == NULL || from->pieces == NULL))
-        return MT_FAIL(MT_ESTATE, "unit %s has its states on disk, and its job cannot take them from there, or "
-                       "mt_update_disk() was not called", mt_store_name(u->store, from->unit));
+        return MT_FAIL(MT_ESTATE, "unit %s has its states on disk, and its job cannot take them "
+                       "from there, or mt_update_disk() was not called",
+                       mt_store_name(u->store, from->unit));
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
         to->counted[i] = (unsigned char)mt_offload_counted(u->grads, from->unit, params[i]);
@@ -273,8 +275,9 @@ fail:
 /* The same, to where states come in by pieces, and go. */
 static mt_status send_pieces(mt_updater *u, job *b, float clip)
 {
-    mt_disk_job j = { .unit = b->j.unit, .params = b->j.params, .n_params = b->j.n_params, .bytes = b->j.bytes,
-                      .compute = b->j.pieces, .free = b->j.free, .arg = b->j.arg };
+    mt_disk_job j = { .unit = b->j.unit, .params = b->j.params, .n_params = b->j.n_params,
+                      .bytes = b->j.bytes, .compute = b->j.pieces, .free = b->j.free,
+                      .arg = b->j.arg };
     mt_status   st;
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
@@ -301,7 +304,8 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     MT_TRY(wait_turn(u, b));
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
-    mt_watch_begin(watch, &post, NULL, mt_store_name(u->store, b->j.unit), "the pool, which computes its update");
+    mt_watch_begin(watch, &post, NULL, mt_store_name(u->store, b->j.unit),
+                   "the pool, which computes its update");
     st = b->j.run(b->j.arg, u->pool, clip);
     mt_watch_end(watch, &post, st);
     if (st != MT_OK)
@@ -328,7 +332,8 @@ fail:
     return st;
 }
 
-/* At once in the ledger, not after the unit's update_end: the next fetch of it must fail, not read. */
+/* At once in the ledger, not after the unit's update_end: the next fetch of it must fail,
+ * not read. */
 static void end_job(mt_updater *u, const job *b, mt_status st)
 {
     if (st != MT_OK)
@@ -341,8 +346,8 @@ static void end_job(mt_updater *u, const job *b, mt_status st)
 }
 
 /* Runs the jobs in order; with a max_norm, first those that are only put, then those that are only
- * sent. Without, each is judged in turn, and their sums are added in that order. After a failure the
- * rest is only ended. */
+ * sent. Without, each is judged in turn, and their sums are added in that order. After a failure
+ * the rest is only ended. */
 static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip, result *r)
 {
     double total = 0;
@@ -520,8 +525,8 @@ mt_status mt_update_turn(mt_updater *u)
     return wait_until(&a, steps_are_few, "a step before this one");
 }
 
-/* Waits for its turn, announces, then hands over: the updater never ends what was not begun. w is the updater's from
- * here on, but after a failure, with which nothing was announced. */
+/* Waits for its turn, announces, then hands over: the updater never ends what was not begun. w is
+ * the updater's from here on, but after a failure, with which nothing was announced. */
 static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
 {
     mt_status st;

@@ -9,10 +9,10 @@
  *      the order given (fp64), and clips by min(1, max_norm / (norm + 1e-6)), as torch does;
  *   2. for each job in order: waits for the unit's gradients and for copies still reading its
  *      weights, runs it on the pool, and ends its announcement in the ledger.
- *      With a max_norm the jobs of settled units (resident.h) come first, all of them: they are only
- *      put in the residents' queue, and end in the ledger when they are. Next come those of units
- *      that go through the device (through.h) or have their states on disk (disk.h): they are handed
- *      on, and done beside the others. A submit is over when all but those on disk are.
+ *      With a max_norm the jobs of settled units (resident.h) come first, all of them: they are
+ *      only put in the residents' queue, and end in the ledger when they are. Next come those of
+ *      units that go through the device (through.h) or have their states on disk (disk.h): they are
+ *      handed on, and done beside the others. A submit is over when all but those on disk are.
  * A norm that is not finite skips the whole submit: nothing is touched. Without max_norm each
  * unit is judged by its own gradients, and is skipped alone.
  *

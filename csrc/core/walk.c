@@ -98,7 +98,8 @@ static mt_status check_units(const mt_walk *in)
 
         if (on != MT_LANE_HOST && on != MT_LANE_DEVICE && on != MT_LANE_DISK &&
             on != MT_LANE_THROUGH)
-            return MT_FAIL(MT_EINVAL, "walk: unit %lld is updated on lane %lld; host update, device "
+            return MT_FAIL(MT_EINVAL,
+                           "walk: unit %lld is updated on lane %lld; host update, device "
                            "update, disk and through are known", (long long)u, (long long)on);
         if (on != MT_LANE_DEVICE && in->n_lent > 0 && in->lent[0] < in->gradients[u])
             return MT_FAIL(MT_EINVAL, "walk: %lld bytes of unit %lld's gradients fit no buffer, of "

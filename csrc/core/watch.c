@@ -11,10 +11,12 @@
 #define SLICE_NS     1000000000u             /* of a wait: a new limit counts after so long */
 #define NAP_LEAST_NS 20000u
 #define NAP_MOST_NS  1000000u
-#define LATE_LEAST_NS 50000000u              /* a sleep that ends so much later than it should: we were stopped */
+#define LATE_LEAST_NS 50000000u              /* a sleep that ends so much later than it should: we
+                                              * were stopped */
 #define LATE_MOST_NS  10000000000u
 #define TOLD         8                       /* posts of a list */
-#define ASK_NS       100000000u              /* from one question to the next: what a user hardly notices */
+#define ASK_NS       100000000u              /* from one question to the next: what a user hardly
+                                              * notices */
 #define SPARED       6                       /* limits that compute may take, for one */
 
 static _Thread_local const char *i_am = "the caller";
@@ -104,8 +106,8 @@ static void unlink_post(mt_watch *w, mt_post *p)
     p->since_ns = 0;
 }
 
-static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits, mt_event *e,
-                int computes)
+static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
+                mt_event *e, int computes)
 {
     pthread_mutex_lock(&w->mu);
     if (p->since_ns == 0)
@@ -119,7 +121,8 @@ static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, co
     pthread_mutex_unlock(&w->mu);
 }
 
-void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits, mt_event *e)
+void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
+                  mt_event *e)
 {
     put(w, p, queue, unit, awaits, e, 0);
 }
@@ -144,7 +147,8 @@ void mt_watch_take(mt_watch *w, mt_post *p)
     pthread_mutex_unlock(&w->asking);
 }
 
-void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits)
+void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit,
+                    const char *awaits)
 {
     *p = (mt_post){ 0 };
     mt_watch_put(w, p, queue, unit, awaits, NULL);
@@ -174,7 +178,8 @@ static int is_later(const mt_post *p, uint64_t since_ns, const mt_post *at)
     return p->since_ns > since_ns || (p->since_ns == since_ns && p > at);
 }
 
-/* Under asking. The one that waits longest of those behind *s, which begins as zeros; 0: no more. */
+/* Under asking. The one that waits longest of those behind *s, which begins as zeros;
+ * 0: no more. */
 static int next_longest(mt_watch *w, seen *s)
 {
     const mt_post *found = NULL;
@@ -188,8 +193,9 @@ static int next_longest(mt_watch *w, seen *s)
         s->since_ns = found->since_ns;
         s->event = found->event;
         s->computes = found->computes;
-        snprintf(s->text, sizeof s->text, "%s%s%s waits for %s", found->queue, found->unit != NULL ? ", unit " : "",
-                 found->unit != NULL ? found->unit : "", found->awaits);
+        snprintf(s->text, sizeof s->text, "%s%s%s waits for %s", found->queue,
+                 found->unit != NULL ? ", unit " : "", found->unit != NULL ? found->unit : "",
+                 found->awaits);
     }
     pthread_mutex_unlock(&w->mu);
     return found != NULL;
@@ -231,8 +237,8 @@ void mt_watch_tell(mt_watch *w, char *out, size_t cap)
         if ((s.computes && computing) || is_done(s.event))
             continue;
         computing |= s.computes;
-        n += (size_t)snprintf(out + n, cap - n, "%s%s, since %.2f s", told++ > 0 ? "; " : "", s.text,
-                              (double)(now > s.since_ns ? now - s.since_ns : 0) / 1e9);
+        n += (size_t)snprintf(out + n, cap - n, "%s%s, since %.2f s", told++ > 0 ? "; " : "",
+                              s.text, (double)(now > s.since_ns ? now - s.since_ns : 0) / 1e9);
     }
     pthread_mutex_unlock(&w->asking);
 }
@@ -247,13 +253,15 @@ static uint64_t limit_of(mt_watch *w)
 /* Nanoseconds until p's wait is stuck, if nothing moves; 0: it is. */
 static uint64_t left_of(mt_watch *w, const mt_post *p)
 {
-    uint64_t moved = atomic_load_explicit(&w->moved_ns, memory_order_relaxed), now = mt_now_ns(), limit = limit_of(w);
+    uint64_t moved = atomic_load_explicit(&w->moved_ns, memory_order_relaxed), now = mt_now_ns(),
+             limit = limit_of(w);
     uint64_t from = moved > p->since_ns ? moved : p->since_ns, gone = now > from ? now - from : 0;
 
     return gone < limit ? limit - gone : 0;
 }
 
-/* Whoever is stopped, with the machine or by a signal, sees time go by in which nothing could move. */
+/* Whoever is stopped, with the machine or by a signal,
+ * sees time go by in which nothing could move. */
 static void woken(mt_watch *w, uint64_t due_ns)
 {
     uint64_t now = mt_now_ns(), late = limit_of(w) / 10;
@@ -290,13 +298,15 @@ static void warn(mt_watch *w)
         return;
     mt_watch_tell(w, list, sizeof list);
     snprintf(text, sizeof text,
-             "nothing has moved in %g s, and compute has work: one window that takes so long, a kernel that never "
-             "ends, or a copy that compute waits for. What waits ends with an error after %g s. Longest first: %s",
+             "nothing has moved in %g s, and compute has work: one window that takes so long, a "
+             "kernel that never ends, or a copy that compute waits for. What waits ends with an "
+             "error after %g s. Longest first: %s",
              limits_s(w, 1), limits_s(w, SPARED), list);
     w->say(text);
 }
 
-/* A window may take longer than the limit, and nothing tells it from one that hangs: so its limit is another. */
+/* A window may take longer than the limit, and nothing tells it from one that hangs:
+ * so its limit is another. */
 static int is_spared(mt_watch *w, const mt_post *p)
 {
     int spared = 0, goes_on = 1;
@@ -325,7 +335,8 @@ static mt_status judge(mt_watch *w, const mt_post *p)
     if (left_of(w, p) > 0 || is_excused(w) || is_spared(w, p))
         return MT_OK;
     mt_watch_tell(w, list, sizeof list);
-    return MT_FAIL(MT_ESTUCK, "%s%s%s has not come in %g s, and nothing else has moved. Longest first: %s",
+    return MT_FAIL(MT_ESTUCK,
+                   "%s%s%s has not come in %g s, and nothing else has moved. Longest first: %s",
                    p->unit != NULL ? p->unit : "", p->unit != NULL ? ": " : "", p->awaits,
                    limits_s(w, 1 + atomic_load_explicit(&w->spared, memory_order_relaxed)), list);
 }
@@ -355,8 +366,8 @@ static void slice(mt_watch *w, const mt_post *p, pthread_cond_t *c, pthread_mute
     woken(w, until);
 }
 
-mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu, int (*over)(void *arg), void *arg,
-                         const char *unit, const char *awaits)
+mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu,
+                         int (*over)(void *arg), void *arg, const char *unit, const char *awaits)
 {
     mt_post   post = { 0 };
     mt_status st = MT_OK;
@@ -373,7 +384,7 @@ mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu, in
             if ((st = mt_watch_asked(&asked_ns)) == MT_OK)
                 st = judge(w, &post);
             pthread_mutex_lock(mu);
-            done = st != MT_EINTR && over(arg);      /* over may take what it finds: not for who goes */
+            done = st != MT_EINTR && over(arg);  /* over may take what it finds: not for who goes */
         }
     }
     pthread_mutex_unlock(mu);
@@ -395,7 +406,8 @@ mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char 
     mt_watch_begin(w, &post, NULL, unit, awaits);
     while (st == MT_OK && !done) {
         uint64_t        now = mt_now_ns(), nap = (now - post.since_ns) / 8;
-        struct timespec t = { 0, (long)(nap < NAP_LEAST_NS ? NAP_LEAST_NS : nap < NAP_MOST_NS ? nap : NAP_MOST_NS) };
+        struct timespec t = { 0, (long)(nap < NAP_LEAST_NS ? NAP_LEAST_NS
+                                        : nap < NAP_MOST_NS ? nap : NAP_MOST_NS) };
 
         nanosleep(&t, NULL);
         st = e->dev->ops->query(e, &done);

@@ -2,17 +2,19 @@
  *
  * Nouns, in the order they appear below:
  *   watch    of a store, and of all that works on it. Has a limit, in seconds
- *   post     a wait: which queue, which unit, for what, since when. A thread's, while it waits; or that of a device's
- *            queue, until its event is done
+ *   post     a wait: which queue, which unit, for what, since when. A thread's, while it waits; or
+ *            that of a device's queue, until its event is done
  *   moved    when anything was last begun, ended or copied
- *   stuck    somebody waits, and for the limit nothing has moved. A wait that finds itself stuck ends with MT_ESTUCK
- *            and the list of all posts, longest first: the first is where it began
- *   patient  of a post: what it waits for may take any time, and shows nothing (a drive's sync). While there is one
- *            nothing is stuck
- *   asks     of a thread: a function that its waits call now and then. Where that says so a wait ends with MT_EINTR:
- *            the signal of a user is not seen by who only waits
- *   compute  a device queue whose work may take longer than any copy, and shows nothing either. While it has some, the
- *            limit is told of, once, and what waits is stuck after six times as long
+ *   stuck    somebody waits, and for the limit nothing has moved. A wait that finds itself stuck
+ *            ends with MT_ESTUCK and the list of all posts,
+ *            longest first: the first is where it began
+ *   patient  of a post: what it waits for may take any time, and shows nothing (a drive's sync).
+ *            While there is one nothing is stuck
+ *   asks     of a thread: a function that its waits call now and then. Where that says so a wait
+ *            ends with MT_EINTR: the signal of a user is not seen by who only waits
+ *   compute  a device queue whose work may take longer than any copy, and shows nothing either.
+ *            While it has some, the limit is told of, once,
+ *            and what waits is stuck after six times as long
  *
  *     mt_watch_i_am("d2h");                                // a thread of ours, once
  *
@@ -20,13 +22,16 @@
  *     st = dev->ops->sync_event(e);
  *     mt_watch_end(w, &post, st);
  *
- *     st = mt_watch_until(w, &changed, &mu, over, arg, "layers.0", "...");     // one that the watchdog can
+ *     // one that the watchdog can
+ *     st = mt_watch_until(w, &changed, &mu, over, arg, "layers.0", "...");
  *
- *     mt_watch_put(w, &post, "h2d", "layers.0", "...", e); // a queue was given something, with e behind it
+ *     // a queue was given something, with e behind it
+ *     mt_watch_put(w, &post, "h2d", "layers.0", "...", e);
  *     mt_watch_compute(w, &post, "layers.0", "...", e);    // and the one that computes
  *
- * Threads: any. A post is one thread's at a time. The locks inside are taken last. The device is asked under `asking`
- *          alone, which only who makes a list takes, and who closes an event that is in it.
+ * Threads: any. A post is one thread's at a time. The locks inside are taken last. The device is
+ *          asked under `asking` alone, which only who makes a list takes,
+ *          and who closes an event that is in it.
  */
 #ifndef MT_WATCH_H
 #define MT_WATCH_H
@@ -38,19 +43,23 @@
 
 typedef struct mt_post {
     const char     *queue, *unit, *awaits;   /* all outlive the post; unit NULL: none */
-    mt_event       *event;                   /* a device queue's: listed until this is done. NULL: a thread's */
-    int             patient;                 /* what it waits for may take any time, and shows nothing. The owner's */
+    mt_event       *event;                   /* a device queue's: listed until this is done. NULL: a
+                                              * thread's */
+    int             patient;                 /* what it waits for may take any time, and shows
+                                              * nothing. The owner's */
     int             computes;                /* the event is on the queue that computes */
     uint64_t        since_ns;                /* 0: not in the list */
     struct mt_post *next, *before;
 } mt_post;
 
 typedef struct mt_watch {
-    pthread_mutex_t      asking;             /* then mu; no event that is in the list is closed meanwhile */
+    pthread_mutex_t      asking;             /* then mu; no event that is in the list is closed
+                                              * meanwhile */
     pthread_mutex_t      mu;
     mt_post             *first;              /* mu */
     atomic_uint_least64_t moved_ns, limit_ns;
-    atomic_int            spared;            /* limits that have gone by for compute's sake since anything moved */
+    atomic_int            spared;            /* limits that have gone by for compute's sake since
+                                              * anything moved */
     void                (*say)(const char *text);
 } mt_watch;
 
@@ -58,41 +67,45 @@ void mt_watch_open (mt_watch *w);
 void mt_watch_close(mt_watch *w);            /* after all posts */
 void mt_watch_limit(mt_watch *w, double seconds);
 void mt_watch_moved(mt_watch *w);
-/* say is told of what is no error yet, by any thread that waits, whose caller may hold locks. Set before the first
- * wait, or never. */
+/* say is told of what is no error yet, by any thread that waits, whose caller may hold locks. Set
+ * before the first wait, or never. */
 void mt_watch_listen(mt_watch *w, void (*say)(const char *text));
 
 /* Whose waits this thread's are, in a list: a literal. "the caller" before. */
 void mt_watch_i_am(const char *queue);
 
-/* This thread's from now on; NULL: none, as before the first. Yields what it was. Called under no lock of the wait's,
- * but under its caller's. */
+/* This thread's from now on; NULL: none, as before the first. Yields what it was. Called under no
+ * lock of the wait's, but under its caller's. */
 typedef int (*mt_watch_ask)(void);
 mt_watch_ask mt_watch_asks(mt_watch_ask ask);
 /* Asks, where *asked_ns, 0 at first, is long ago: MT_EINTR, or MT_OK. */
 mt_status mt_watch_asked(uint64_t *asked_ns);
 
 /* queue NULL: this thread's. A wait that ended has moved, unless it was stuck. */
-void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits);
+void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit,
+                    const char *awaits);
 void mt_watch_end  (mt_watch *w, mt_post *p, mt_status st);
 
 /* Monotonic, as mt_watch_until needs it. On failure *c may be destroyed if its bytes were 0. */
 mt_status mt_watch_cond(pthread_cond_t *c);
-/* Until over(arg), which is called under mu, at least once, and may take down what the caller wants to know of that
- * moment. mu is not held before and after; c, of mt_watch_cond, is broadcast when `over` may have changed. MT_ESTUCK or
- * MT_EINTR, unless it is over. In the list from the first time that it is not. */
-mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu, int (*over)(void *arg), void *arg,
-                         const char *unit, const char *awaits);
-/* The host waits for an event, and for a record that is made meanwhile. In steps of up to a millisecond: not where
- * every wait is one for the step's end. */
+/* Until over(arg), which is called under mu, at least once, and may take down what the caller wants
+ * to know of that moment. mu is not held before and after; c, of mt_watch_cond, is broadcast when
+ * `over` may have changed. MT_ESTUCK or MT_EINTR, unless it is over. In the list from the first
+ * time that it is not. */
+mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu,
+                         int (*over)(void *arg), void *arg, const char *unit, const char *awaits);
+/* The host waits for an event, and for a record that is made meanwhile. In steps of up to a
+ * millisecond: not where every wait is one for the step's end. */
 mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char *awaits);
 
 /* Again for one that is in the list: the new unit's, from now on. */
-void mt_watch_put (mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits, mt_event *e);
-/* The same, of the queue that computes. One thread at a time, in the order in which events were recorded there: of all
- * such posts a list has the first. */
+void mt_watch_put (mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
+                   mt_event *e);
+/* The same, of the queue that computes. One thread at a time, in the order in which events were
+ * recorded there: of all such posts a list has the first. */
 void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awaits, mt_event *e);
-void mt_watch_take(mt_watch *w, mt_post *p);         /* before its event is closed; not in the list is fine */
+/* before its event is closed; not in the list is fine */
+void mt_watch_take(mt_watch *w, mt_post *p);
 
 /* The list as text, cut where `cap` ends. */
 void mt_watch_tell(mt_watch *w, char *out, size_t cap);

@@ -200,13 +200,14 @@ static void leave(cuda_dev *d, int pushed)
 
 /* ---- host memory ------------------------------------------------------------------------ */
 
-/* What drivers say when they have locked as much as they may: out of memory, by the manual; under WSL2 and
- * in sandboxes also that the value is invalid (as reported of cudaHostAlloc there), that the call of the
- * system failed, or that it is not supported or permitted. */
+/* What drivers say when they have locked as much as they may: out of memory, by the manual; under
+ * WSL2 and in sandboxes also that the value is invalid (as reported of cudaHostAlloc there), that
+ * the call of the system failed, or that it is not supported or permitted. */
 static int cannot_lock(cudaError_t error)
 {
     return error == cudaErrorMemoryAllocation || error == cudaErrorInvalidValue ||
-           error == cudaErrorOperatingSystem || error == cudaErrorNotSupported || error == cudaErrorNotPermitted;
+           error == cudaErrorOperatingSystem || error == cudaErrorNotSupported ||
+           error == cudaErrorNotPermitted;
 }
 
 static mt_status cuda_host_register(mt_dev *dev, void *p, size_t bytes)
@@ -225,8 +226,9 @@ static mt_status cuda_host_register(mt_dev *dev, void *p, size_t bytes)
     }
     leave(d, pushed);
     if (st != MT_OK && cannot_lock(error) && !atomic_load(&d->sticky))
-        st = MT_FAIL(MT_ENOMEM, "cuda:%d: %zu bytes of host memory cannot be locked (%s); see `ulimit -l`, the "
-                     "container's memory limit, and under WSL2 the memory of Windows", d->index, bytes,
+        st = MT_FAIL(MT_ENOMEM, "cuda:%d: %zu bytes of host memory cannot be locked (%s); see "
+                     "`ulimit -l`, the container's memory limit, and under WSL2 the memory of "
+                     "Windows", d->index, bytes,
                      cudaGetErrorName(error));
     return st;
 }

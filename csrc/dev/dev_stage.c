@@ -6,15 +6,17 @@
  *   piece     what of a copy fits a buffer
  *   cushion   locked memory that nobody uses: given up when something small must be locked
  *
- * A copy from a noted region is, piece by piece, a host function that fills the buffer, and a copy from
- * there to the device; one to a noted region the other way round. All of it is put in the queue that the
- * copy was put in, whose order is the only one there is: a buffer belongs to one queue, so a piece fills it
- * behind the copy of the piece before, and whoever waits for an event behind the copy waits for its last
- * piece. So no edge is new, and the bits are the same. The host function runs where the device calls
- * it (CUDA: a thread of the driver's; CPU device: the queue's), and shares its work with a few threads of ours.
+ * A copy from a noted region is, piece by piece, a host function that fills the buffer, and a copy
+ * from there to the device; one to a noted region the other way round. All of it is put in the
+ * queue that the copy was put in, whose order is the only one there is: a buffer belongs to one
+ * queue, so a piece fills it behind the copy of the piece before, and whoever waits for an event
+ * behind the copy waits for its last piece. So no edge is new, and the bits are the same. The host
+ * function runs where the device calls it (CUDA: a thread of the driver's; CPU device: the
+ * queue's), and shares its work with a few threads of ours.
  *
- * Small regions are what kernels write into (sums of squares), so they must be locked: noting them would
- * be wrong, not slow. The cushion keeps room for them when larger ones have taken all there was.
+ * Small regions are what kernels write into (sums of squares), so they must be locked: noting them
+ * would be wrong, not slow. The cushion keeps room for them when larger ones have
+ * taken all there was.
  */
 #include "../core/arena.h"
 
@@ -31,7 +33,8 @@
                                             /* PCIe 4 x16 takes some 25, PCIe 5 x16 55 (H200) */
 #define CHUNK_BYTES   ((size_t)256 << 10)   /* copied by one thread at a go */
 #ifndef PIECE_BYTES                         /* tests take less */
-#define PIECE_BYTES   ((size_t)2 << 20)     /* 0.05 ms for four threads at 10 GB/s: long beside a call */
+#define PIECE_BYTES   ((size_t)2 << 20)     /* 0.05 ms for four threads at 10 GB/s: long beside a
+                                             * call */
 #endif
 
 typedef struct region {
@@ -46,14 +49,16 @@ typedef struct stage_dev {
     mt_dev         *under;       /* constant */
     mt_pool        *pool;        /* NULL, or written before the first region is noted */
 
-    pthread_mutex_t registering; /* then mu, which nobody holds while memory is locked: that takes seconds */
+    pthread_mutex_t registering; /* then mu, which nobody holds while memory is locked: that takes
+                                  * seconds */
     pthread_mutex_t mu;
     region         *regions;     /* [n] mu */
     int             n, cap;      /* mu */
     atomic_int      n_noted;     /* written under mu, after the region; read by anyone */
     size_t          locked, noted;       /* bytes. mu */
     size_t          limit, small;        /* bytes. mu */
-    mt_arena        block;       /* the buffers' memory; zero before the first registration. registering */
+    mt_arena        block;       /* the buffers' memory; zero before the first registration.
+                                  * registering */
     mt_arena        cushion;     /* zero: given up. registering */
     char           *spare[BUFFERS];      /* buffers that no queue has. mu */
     int             n_spare;     /* mu */
@@ -169,7 +174,8 @@ static mt_status lock(stage_dev *d, char *p, size_t bytes)
     locked = d->locked;
     pthread_mutex_unlock(&d->mu);
     if (!small && (bytes > limit || locked > limit - bytes))
-        return MT_FAIL(MT_ENOMEM, "%zu bytes of host memory are locked, and %zu may be", locked, limit);
+        return MT_FAIL(MT_ENOMEM, "%zu bytes of host memory are locked, and %zu may be", locked,
+                       limit);
     return d->under->ops->host_register(d->under, p, bytes);
 }
 
@@ -258,7 +264,8 @@ static int is_noted(stage_dev *d, const void *at)
 
     pthread_mutex_lock(&d->mu);
     for (int i = 0; i < d->n && !found; i++)
-        found = !d->regions[i].locked && p >= d->regions[i].p && p < d->regions[i].p + d->regions[i].bytes;
+        found = !d->regions[i].locked && p >= d->regions[i].p &&
+                p < d->regions[i].p + d->regions[i].bytes;
     pthread_mutex_unlock(&d->mu);
     return found;
 }

@@ -1,7 +1,7 @@
 /* file.c — a line of requests, cut into blocks, and threads that take a block each.
  *
- * A block is begun by whoever comes first, so blocks of one request run side by side and those of the next
- * begin before all of it is over. The last block to end calls done.
+ * A block is begun by whoever comes first, so blocks of one request run side by side and those of
+ * the next begin before all of it is over. The last block to end calls done.
  */
 #include "file.h"
 
@@ -32,7 +32,8 @@ struct mt_file {
     unsigned        owner;       /* mt_forks() of the process whose file it is */
     uint64_t        limit;
 
-    pthread_mutex_t growing;     /* then mu. Held while the disk looks for room, which may take seconds */
+    pthread_mutex_t growing;     /* then mu. Held while the disk looks for room, which may take
+                                  * seconds */
     uint64_t        taken;       /* bytes. growing */
     pthread_mutex_t mu;
     pthread_cond_t  more;        /* threads wait: a block, or stop */
@@ -70,18 +71,20 @@ const mt_file_calls mt_file_system = { pread, pwrite, posix_fallocate, set_direc
 /* ---- a block ---------------------------------------------------------------------------- */
 
 /* `got` of them were moved; n: what the last call said. */
-static mt_status move_failed(const mt_file *f, int write, uint64_t at, size_t bytes, size_t got, ssize_t n)
+static mt_status move_failed(const mt_file *f, int write, uint64_t at, size_t bytes, size_t got,
+                             ssize_t n)
 {
     const char *doing = write ? "writing" : "reading";
 
     if (n >= 0 && write)
-        return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": the file system took only %zu of them",
-                       f->path, doing, bytes, at, got + (size_t)n);
-    return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": %s", f->path, doing, bytes, at,
-                   n < 0 ? strerror(errno) : "the file ends before them");
+        return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": the file system took "
+                       "only %zu of them", f->path, doing, bytes, at, got + (size_t)n);
+    return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": %s", f->path, doing, bytes,
+                   at, n < 0 ? strerror(errno) : "the file ends before them");
 }
 
-/* A call may move less than it was asked to; a direct one goes on only from a multiple of the alignment. */
+/* A call may move less than it was asked to;
+ * a direct one goes on only from a multiple of the alignment. */
 static mt_status move(mt_file *f, int write, char *mem, size_t bytes, uint64_t at)
 {
     size_t got = 0;
@@ -102,14 +105,16 @@ static mt_status move(mt_file *f, int write, char *mem, size_t bytes, uint64_t a
     return MT_OK;
 }
 
-static mt_status check_sum(const mt_file *f, const char *mem, size_t bytes, uint64_t at, uint64_t sum)
+static mt_status check_sum(const mt_file *f, const char *mem, size_t bytes, uint64_t at,
+                           uint64_t sum)
 {
     uint64_t found = mt_block_sum(mem, bytes);
 
     if (found == sum)
         return MT_OK;
-    return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were written (sum %016"
-                   PRIx64 ", written %016" PRIx64 ")", f->path, bytes, at, found, sum);
+    return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were "
+                   "written (sum %016" PRIx64 ", written %016" PRIx64 ")", f->path, bytes, at,
+                   found, sum);
 }
 
 /* *moved: bytes that crossed. */
@@ -227,12 +232,14 @@ static mt_status no_room(const mt_file *f, uint64_t bytes, int why)
     struct statvfs about = { 0 };
 
     (void)statvfs(f->dir, &about);
-    return MT_FAIL(MT_EDISK, "%s: %" PRIu64 " bytes more are needed beside the %" PRIu64 " it has: %s; %" PRIu64
-                   " are free in %s: free some, or name another path", f->path, bytes, f->reserved, strerror(why),
+    return MT_FAIL(MT_EDISK, "%s: %" PRIu64 " bytes more are needed beside the %" PRIu64
+                   " it has: %s; %" PRIu64 " are free in %s: free some, or name another path",
+                   f->path, bytes, f->reserved, strerror(why),
                    (uint64_t)about.f_bavail * about.f_frsize, f->dir);
 }
 
-/* Under growing, or before threads. The file comes to have so many bytes, and the disk has promised them. */
+/* Under growing, or before threads. The file comes to have so many bytes,
+ * and the disk has promised them. */
 static mt_status grow(mt_file *f, uint64_t bytes)
 {
     int why;
@@ -240,7 +247,8 @@ static mt_status grow(mt_file *f, uint64_t bytes)
     if (bytes <= f->reserved)
         return MT_OK;
     if (f->limit > 0 && bytes > f->limit)
-        return MT_FAIL(MT_EDISK, "nvme: %" PRIu64 " bytes are needed in %s, and the limit is %" PRIu64, bytes, f->dir,
+        return MT_FAIL(MT_EDISK, "nvme: %" PRIu64 " bytes are needed in %s, and the limit is "
+                       "%" PRIu64, bytes, f->dir,
                        f->limit);
     if ((why = mt_file_allocate(&f->calls, f->fd, f->reserved, bytes - f->reserved)) != 0)
         return no_room(f, bytes - f->reserved, why);
@@ -313,15 +321,16 @@ mt_blocks *mt_file_blocks(mt_file *f)
 static mt_status make_file(mt_file *f)
 {
     for (int i = 0; i < NUMBERS && f->fd < 0; i++) {
-        snprintf(f->name, sizeof f->name, MT_MANIFEST_PREFIX "%ld-%d" MT_MANIFEST_STATES, (long)getpid(), i);
+        snprintf(f->name, sizeof f->name, MT_MANIFEST_PREFIX "%ld-%d" MT_MANIFEST_STATES,
+                 (long)getpid(), i);
         snprintf(f->path, sizeof f->path, "%s/%s", f->dir, f->name);
         f->fd = mt_forks_open(f->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
         if (f->fd < 0 && errno != EEXIST)
             break;
     }
     if (f->fd < 0)
-        return MT_FAIL(MT_EDISK, "nvme: cannot make %s: %s; name a directory that may be written", f->path,
-                       strerror(errno));
+        return MT_FAIL(MT_EDISK, "nvme: cannot make %s: %s; name a directory that may be written",
+                       f->path, strerror(errno));
     f->named = 1;
     (void)flock(f->fd, LOCK_EX | LOCK_NB);      /* where there are no locks, the manifest tells */
     return mt_manifest_write(f->dir, f->name, 0);
@@ -352,16 +361,19 @@ static mt_status start_threads(mt_file *f, int n)
         return MT_FAIL(MT_ENOMEM, "nvme: no memory for %d threads", n);
     for (; f->n_threads < n; f->n_threads++)
         if (pthread_create(&f->threads[f->n_threads], NULL, file_main, f) != 0)
-            return MT_FAIL(MT_ENOMEM, "nvme: no thread for the disk; %d of %d run", f->n_threads, n);
+            return MT_FAIL(MT_ENOMEM, "nvme: no thread for the disk; %d of %d run", f->n_threads,
+                           n);
     return MT_OK;
 }
 
-static mt_status file_new(const char *dir, uint64_t limit, const mt_file_calls *calls, mt_file **out)
+static mt_status file_new(const char *dir, uint64_t limit, const mt_file_calls *calls,
+                          mt_file **out)
 {
     mt_file *f;
 
     if (strlen(dir) >= sizeof f->dir)
-        return MT_FAIL(MT_EINVAL, "nvme: a path of %zu characters; %zu are the most", strlen(dir), sizeof f->dir - 1);
+        return MT_FAIL(MT_EINVAL, "nvme: a path of %zu characters; %zu are the most", strlen(dir),
+                       sizeof f->dir - 1);
     if ((f = calloc(1, sizeof *f)) == NULL)
         return MT_FAIL(MT_ENOMEM, "nvme: calloc(%zu)", sizeof *f);
     f->base.ops = &file_ops;
@@ -378,7 +390,8 @@ static mt_status file_new(const char *dir, uint64_t limit, const mt_file_calls *
     return MT_OK;
 }
 
-mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_file_calls *calls, mt_file **out)
+mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_file_calls *calls,
+                       mt_file **out)
 {
     mt_file  *f = NULL;
     uint64_t  removed;
@@ -400,8 +413,8 @@ fail:
     return st;
 }
 
-/* The scratch file first: one without a manifest would be found by nobody. In a child of its owner the lock may be held
- * for good, by a thread that is not there. */
+/* The scratch file first: one without a manifest would be found by nobody. In a child of its owner
+ * the lock may be held for good, by a thread that is not there. */
 void mt_file_unname(mt_file *f)
 {
     int named;

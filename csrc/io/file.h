@@ -1,16 +1,18 @@
-/* file.h — a scratch file as a device of blocks: many reads and writes under way at once, each with its sum.
+/* file.h — a scratch file as a device of blocks: many reads and writes under way at once,
+ * each with its sum.
  *
  * Nouns, in the order they appear below:
  *   calls    the system calls a file is made of; tests bring their own
  *   file     in a directory the user named, gone when it is closed (manifest.h: or by the next run)
- *   room     of the disk, which is the file's from `reserve` and `take` on. File systems that write what is new beside
- *            what is old (btrfs, ZFS, bcachefs, XFS and overlays where blocks are shared) promise it for the first
- *            write of a place at most: there a disk that others fill can be full in the middle of a step. Then the
- *            write fails, and says so; nothing that was written before is lost
- *   direct   transfers go past the kernel's page cache (O_DIRECT). Where a file system refuses that (tmpfs
- *            before Linux 6.6, some overlays and network file systems) they go through it
- *   thread   ours, several. Each moves one block at a time with pread or pwrite: what io_uring does with
- *            fewer threads, and without its being forbidden, as it is in many containers
+ *   room     of the disk, which is the file's from `reserve` and `take` on. File systems that write
+ *            what is new beside what is old (btrfs, ZFS, bcachefs, XFS and overlays where blocks
+ *            are shared) promise it for the first write of a place at most: there a disk that
+ *            others fill can be full in the middle of a step. Then the write fails, and says so;
+ *            nothing that was written before is lost
+ *   direct   transfers go past the kernel's page cache (O_DIRECT). Where a file system refuses that
+ *            (tmpfs before Linux 6.6, some overlays and network file systems) they go through it
+ *   thread   ours, several. Each moves one block at a time with pread or pwrite: what io_uring does
+ *            with fewer threads, and without its being forbidden, as it is in many containers
  *
  *     mt_file_room(dir, &free_bytes);                 // also removes what crashed processes left
  *     mt_file_open(dir, limit, 16, NULL, &f);
@@ -18,13 +20,13 @@
  *     blocks = mt_file_blocks(f);                     // core/blocks.h: take, put
  *     mt_file_close(f);                               // waits for requests; the file is removed
  *
- * Children of the process that opened a file have neither its descriptor nor its lock (forks.h); unname and close do
- * nothing there.
+ * Children of the process that opened a file have neither its descriptor nor its lock (forks.h);
+ * unname and close do nothing there.
  *
- * Threads: open, reserve, close: one. The rest: any. done of a request runs on a thread of the file's and
- *          may put requests.
- * Errors:  MT_EDISK with path, what was asked and what the system said. A read that finds other bytes
- *          than were written, or the end of the file, is one too.
+ * Threads: open, reserve, close: one. The rest: any. done of a request runs on a thread of the
+ *          file's and may put requests.
+ * Errors:  MT_EDISK with path, what was asked and what the system said. A read that finds other
+ *          bytes than were written, or the end of the file, is one too.
  */
 #ifndef MT_FILE_H
 #define MT_FILE_H
@@ -33,10 +35,11 @@
 #include <sys/types.h>
 
 typedef struct mt_file_calls {
-    ssize_t (*read)    (int fd, void *p, size_t bytes, off_t at);            /* pread */
-    ssize_t (*write)   (int fd, const void *p, size_t bytes, off_t at);      /* pwrite */
-    int     (*allocate)(int fd, off_t at, off_t bytes);                      /* posix_fallocate: an errno */
-    int     (*direct)  (int fd, int on);                                     /* O_DIRECT: an errno */
+    ssize_t (*read)    (int fd, void *p, size_t bytes, off_t at);        /* pread */
+    ssize_t (*write)   (int fd, const void *p, size_t bytes, off_t at);  /* pwrite */
+    int     (*allocate)(int fd, off_t at, off_t bytes);                  /* posix_fallocate: an
+                                                                          * errno */
+    int     (*direct)  (int fd, int on);                                 /* O_DIRECT: an errno */
 } mt_file_calls;
 
 extern const mt_file_calls mt_file_system;
@@ -46,19 +49,21 @@ int mt_file_allocate(const mt_file_calls *calls, int fd, uint64_t at, uint64_t b
 
 typedef struct mt_file mt_file;
 
-/* Bytes of the directory's file system that this process may still take, once those of crashed processes
- * are given back. */
+/* Bytes of the directory's file system that this process may still take, once those of crashed
+ * processes are given back. */
 mt_status mt_file_room(const char *dir, uint64_t *bytes);
 
 /* limit: bytes the file may come to have; 0: none. calls NULL: the system's. */
-mt_status mt_file_open (const char *dir, uint64_t limit, int n_threads, const mt_file_calls *calls, mt_file **out);
+mt_status mt_file_open (const char *dir, uint64_t limit, int n_threads, const mt_file_calls *calls,
+                        mt_file **out);
 void      mt_file_close(mt_file *f);                     /* NULL is fine */
-/* Room on the disk for so many bytes in all; what `take` hands out beyond them is asked for then. */
+/* Room on the disk for so many bytes in all;
+ * what `take` hands out beyond them is asked for then. */
 mt_status mt_file_reserve(mt_file *f, uint64_t bytes);
 mt_blocks *mt_file_blocks(mt_file *f);
 
-/* The file loses its name; it lives on until it is closed. For the end of a process, where nobody closes.
- * Nothing in a child of the process that opened it. */
+/* The file loses its name; it lives on until it is closed. For the end of a process, where nobody
+ * closes. Nothing in a child of the process that opened it. */
 void      mt_file_unname(mt_file *f);
 
 typedef struct mt_file_stats {
@@ -68,9 +73,10 @@ typedef struct mt_file_stats {
 } mt_file_stats;
 mt_file_stats mt_file_stats_get(mt_file *f);
 
-/* What a disk does with requests of `piece` bytes, `depth` of them under way, as the engine puts them and
- * without sums: bytes/s written and read alone, and of both together while as much is read as is written;
- * fresh: written where nothing was, which costs the file system more. Makes, and removes, a file of `bytes` in dir. */
+/* What a disk does with requests of `piece` bytes, `depth` of them under way, as the engine puts
+ * them and without sums: bytes/s written and read alone, and of both together while as much is read
+ * as is written; fresh: written where nothing was, which costs the file system more. Makes, and
+ * removes, a file of `bytes` in dir. */
 typedef struct mt_disk_rates {
     double fresh, write, read, both;
     int    direct;

@@ -65,8 +65,8 @@ static void host_field(char *out, size_t cap)
     snprintf(out, cap, "\"host\": \"%.64s\"", uname(&about) == 0 ? about.nodename : "");
 }
 
-/* By what the manifest says; what cannot be told counts as alive, and so does what another machine's process
- * holds: its boots and processes are not ours to look up. */
+/* By what the manifest says; what cannot be told counts as alive, and so does what another
+ * machine's process holds: its boots and processes are not ours to look up. */
 static int process_lives(const char *text)
 {
     const char *pid_at = strstr(text, "\"pid\": "), *ticks_at = strstr(text, "\"started\": ");
@@ -76,7 +76,8 @@ static int process_lives(const char *text)
     uint64_t    ticks = 0;
 
     host_field(host, sizeof host);
-    if (pid_at == NULL || ticks_at == NULL || boot_at == NULL || sscanf(pid_at, "\"pid\": %ld", &pid) != 1 ||
+    if (pid_at == NULL || ticks_at == NULL || boot_at == NULL ||
+        sscanf(pid_at, "\"pid\": %ld", &pid) != 1 ||
         sscanf(ticks_at, "\"started\": %" SCNu64, &ticks) != 1 || started((long)getpid()) == 0 ||
         strstr(text, host) == NULL)
         return 1;
@@ -138,12 +139,13 @@ mt_status mt_manifest_write(const char *dir, const char *name, uint64_t bytes)
     mt_status st;
 
     if (!path_of(path, dir, name, MT_MANIFEST_SUFFIX) || !path_of(beside, dir, name, ".json.new"))
-        return MT_FAIL(MT_EINVAL, "nvme: the path of a file in %s is longer than %d characters", dir, PATH_MAX);
+        return MT_FAIL(MT_EINVAL, "nvme: the path of a file in %s is longer than %d characters",
+                       dir, PATH_MAX);
     boot_id(boot, sizeof boot);
     host_field(host, sizeof host);
     snprintf(text, sizeof text, "{\"pid\": %ld, \"started\": %" PRIu64 ", \"boot\": \"%s\", %s, "
-             "\"file\": \"%s\", \"bytes\": %" PRIu64 "}\n", (long)getpid(), started((long)getpid()), boot, host,
-             name, bytes);
+             "\"file\": \"%s\", \"bytes\": %" PRIu64 "}\n", (long)getpid(), started((long)getpid()),
+             boot, host, name, bytes);
     MT_TRY(write_text(beside, text));
     if (rename(beside, path) != 0) {
         st = failed("nvme: cannot put the manifest in its place,", path);
@@ -165,7 +167,8 @@ void mt_manifest_remove(const char *dir, const char *name)
 
 /* ---- what others left ------------------------------------------------------------------- */
 
-/* 1: nobody holds the scratch file; -1: the file system knows no locks. It is ours then until fd is closed. */
+/* 1: nobody holds the scratch file; -1: the file system knows no locks.
+ * It is ours then until fd is closed. */
 static int let_go(int fd)
 {
     if (flock(fd, LOCK_EX | LOCK_NB) == 0)
@@ -180,7 +183,8 @@ static uint64_t remove_left(const char *dir, const char *manifest)
     struct stat about = { 0 };
     int         fd, free_to_go, gone;
 
-    if (!path_of(path, dir, manifest, MT_MANIFEST_STATES) || !path_of(beside, dir, manifest, MT_MANIFEST_SUFFIX) ||
+    if (!path_of(path, dir, manifest, MT_MANIFEST_STATES) ||
+        !path_of(beside, dir, manifest, MT_MANIFEST_SUFFIX) ||
         !read_text(beside, text, sizeof text))
         return 0;
     fd = mt_forks_open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0);
@@ -211,8 +215,8 @@ mt_status mt_manifest_sweep(const char *dir, uint64_t *bytes)
     uint64_t       removed = 0;
 
     if (d == NULL)
-        return MT_FAIL(MT_EDISK, "nvme: %s: %s; name a directory that is there and may be written", dir,
-                       strerror(errno));
+        return MT_FAIL(MT_EDISK, "nvme: %s: %s; name a directory that is there and may be written",
+                       dir, strerror(errno));
     while ((entry = readdir(d)) != NULL)
         if (is_manifest(entry->d_name))
             removed += remove_left(dir, entry->d_name);

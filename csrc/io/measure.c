@@ -1,4 +1,5 @@
-/* measure.c — a disk's rates: as many requests under way as there are buffers, each put again when it ends. */
+/* measure.c — a disk's rates: as many requests under way as there are buffers,
+ * each put again when it ends. */
 #include "file.h"
 
 #include "../core/arena.h"
@@ -70,7 +71,8 @@ static mt_status timed(run *t, mt_request *r, int depth, int mode, double *rate)
     return MT_OK;
 }
 
-/* Memory as the engine's buffers have it: its pages are there, and huge. A direct transfer looks at each. */
+/* Memory as the engine's buffers have it: its pages are there, and huge.
+ * A direct transfer looks at each. */
 static mt_status make_requests(run *t, int depth, size_t piece, mt_arena *memory, mt_request *r)
 {
     size_t    all;
@@ -79,8 +81,8 @@ static mt_status make_requests(run *t, int depth, size_t piece, mt_arena *memory
     MT_TRY(mt_mul_size((size_t)depth, piece, "pieces to measure a disk with", &all));
     MT_TRY(mt_arena_open(memory, all, NULL, NULL, "pieces to measure a disk with", 0));
     for (int i = 0; i < depth; i++) {
-        r[i] = (mt_request){ .mem = (char *)memory->base + (size_t)i * piece, .bytes = piece, .done = piece_over,
-                             .arg = t };
+        r[i] = (mt_request){ .mem = (char *)memory->base + (size_t)i * piece, .bytes = piece,
+                             .done = piece_over, .arg = t };
         memset(r[i].mem, i + 1, piece);
     }
 fail:
@@ -99,7 +101,8 @@ mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int dep
 
     if (depth < 1 || piece == 0 || piece % MT_BLOCK_ALIGN != 0 || bytes < piece || r == NULL) {
         free(r);
-        return MT_FAIL(MT_EINVAL, "nvme: %llu bytes in pieces of %zu, %d under way; a piece is a multiple of %zu",
+        return MT_FAIL(MT_EINVAL, "nvme: %llu bytes in pieces of %zu, %d under way; a piece is a "
+                       "multiple of %zu",
                        (unsigned long long)bytes, piece, depth, MT_BLOCK_ALIGN);
     }
     MT_TRY(make_requests(&t, depth, piece, &memory, r));

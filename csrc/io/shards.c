@@ -1,7 +1,8 @@
-/* shards.c — copiers fill blocks share by share, writers write them; memory goes round: idle, a block's, full, idle.
+/* shards.c — copiers fill blocks share by share, writers write them; memory goes round: idle,
+ * a block's, full, idle.
  *
- * Two kinds of thread, since a disk wants several requests under way and a unit's owner wants to go on: with
- * spare blocks the copiers run ahead of the disk by as many as there are.
+ * Two kinds of thread, since a disk wants several requests under way and a unit's owner wants to go
+ * on: with spare blocks the copiers run ahead of the disk by as many as there are.
  */
 #include "shards.h"
 
@@ -52,13 +53,15 @@ typedef struct share {
 enum { FRESH, BEGINNING, BEGUN, ENDED };
 
 typedef struct owner {               /* a unit; behind the last one, nobody */
-    size_t next, end;                /* its shares, less those before next, which are taken. mu but for end, as below */
+    size_t next, end;                /* its shares, less those before next, which are taken. mu but
+                                      * for end, as below */
     size_t left;                     /* of them that nobody copied yet */
     int    at;
 } owner;
 
 struct mt_shards {
-    const mt_shard *shards;          /* these eleven: constant, but for what the blocks' and shares' own fields say */
+    const mt_shard *shards;          /* these eleven: constant, but for what the blocks' and shares'
+                                      * own fields say */
     int             n;
     mt_shards_how   how;
     shard_file     *files;           /* [n] */
@@ -75,7 +78,8 @@ struct mt_shards {
     int             next;            /* owners before it have no share that is not taken */
     size_t          taken;           /* shares */
     size_t          open;            /* blocks that have memory and are not full */
-    size_t          moving;          /* shares that are being copied, and blocks that are full or being written */
+    size_t          moving;          /* shares that are being copied, and blocks that are full or
+                                      * being written */
     size_t          brought;         /* bytes of units between begin and end */
     size_t          written;         /* blocks */
     uint64_t        bytes;           /* written */
@@ -106,18 +110,20 @@ static size_t whole_pages(size_t bytes)
 }
 
 /* `done` of them were moved; n: what the last call said. */
-static mt_status said(const char *path, int write, size_t bytes, uint64_t at, size_t done, ssize_t n)
+static mt_status said(const char *path, int write, size_t bytes, uint64_t at, size_t done,
+                      ssize_t n)
 {
     const char *doing = write ? "writing" : "reading";
 
     if (n >= 0 && write)
-        return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": the file system took only %zu of them", path,
-                       doing, bytes, at, done + (size_t)n);
+        return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": the file system took "
+                       "only %zu of them", path, doing, bytes, at, done + (size_t)n);
     return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": %s", path, doing, bytes, at,
                    n < 0 ? strerror(errno) : "the file ends before them");
 }
 
-static ssize_t move_once(const mt_file_calls *c, int fd, int write, char *mem, size_t bytes, uint64_t at)
+static ssize_t move_once(const mt_file_calls *c, int fd, int write, char *mem, size_t bytes,
+                         uint64_t at)
 {
     ssize_t n;
 
@@ -128,7 +134,8 @@ static ssize_t move_once(const mt_file_calls *c, int fd, int write, char *mem, s
 }
 
 /* A file system may say that it takes direct transfers, and refuse the first. */
-static ssize_t move_some(const mt_file_calls *c, int fd, int write, char *mem, size_t bytes, uint64_t at)
+static ssize_t move_some(const mt_file_calls *c, int fd, int write, char *mem, size_t bytes,
+                         uint64_t at)
 {
     ssize_t n = move_once(c, fd, write, mem, bytes, at);
 
@@ -137,10 +144,10 @@ static ssize_t move_some(const mt_file_calls *c, int fd, int write, char *mem, s
     return n;
 }
 
-/* Whole pages, so that direct transfers will do: of a file that is written, what is beyond its end is cut off
- * later; one that is read need not have more than the bytes. */
-static mt_status move_pages(const mt_file_calls *c, int fd, const char *path, int write, char *mem, size_t bytes,
-                            uint64_t at)
+/* Whole pages, so that direct transfers will do: of a file that is written, what is beyond its end
+ * is cut off later; one that is read need not have more than the bytes. */
+static mt_status move_pages(const mt_file_calls *c, int fd, const char *path, int write, char *mem,
+                            size_t bytes, uint64_t at)
 {
     size_t pages = whole_pages(bytes), needed = write ? pages : bytes, done = 0;
 
@@ -156,11 +163,13 @@ static mt_status move_pages(const mt_file_calls *c, int fd, const char *path, in
     return MT_OK;
 }
 
-/* `bytes` of a turned tensor, from the file's byte `from` of it on: element by element, the first and last in part. */
+/* `bytes` of a turned tensor, from the file's byte `from` of it on: element by element,
+ * the first and last in part. */
 static void copy_turned(const mt_extent *e, uint64_t from, size_t bytes, char *mem, int to_extent)
 {
     const mt_turn *t = e->turn;
-    size_t         index[MT_TURN_DIMS], left = (size_t)(from / t->item), skip = (size_t)(from % t->item);
+    size_t         index[MT_TURN_DIMS], left = (size_t)(from / t->item),
+                   skip = (size_t)(from % t->item);
     char          *at = e->mem;
 
     for (int d = t->dims; d-- > 0; left /= t->shape[d]) {
@@ -219,16 +228,18 @@ static size_t brings(const mt_shards *w, int unit)
     return w->how.brings != NULL && unit < w->how.n_units ? w->how.brings[unit] : 0;
 }
 
-/* Under mu. One unit at a time takes memory; small ones together, since each is a wait of its own. */
+/* Under mu. One unit at a time takes memory; small ones together,
+ * since each is a wait of its own. */
 static int may_begin(const mt_shards *w, int unit)
 {
-    return w->brought == 0 || brings(w, unit) == 0 || w->brought + brings(w, unit) <= MT_BLOCK_BYTES;
+    return w->brought == 0 || brings(w, unit) == 0 ||
+           w->brought + brings(w, unit) <= MT_BLOCK_BYTES;
 }
 
 #define NONE SIZE_MAX
 
-/* Under mu. The owner's next share that can be copied now: it is begun, or may be, and the block has memory, or there
- * is some. */
+/* Under mu. The owner's next share that can be copied now: it is begun, or may be, and the block
+ * has memory, or there is some. */
 static size_t next_of(mt_shards *w, int unit)
 {
     owner *o = &w->owners[unit];
@@ -243,7 +254,8 @@ static size_t next_of(mt_shards *w, int unit)
     return NONE;
 }
 
-/* Under mu. Nothing moves, and all memory is that of blocks whose next units may not begin: one of those does. */
+/* Under mu. Nothing moves, and all memory is that of blocks whose next units may not begin:
+ * one of those does. */
 static size_t next_of_any_block(const mt_shards *w)
 {
     for (size_t i = 0; i < w->n_shares && w->moving == 0; i++)
@@ -265,16 +277,18 @@ static size_t next_of_begun(mt_shards *w)
     return found;
 }
 
-/* Under mu. The wanted unit's next share; where that has to wait for another's end, what brings it about. Else the next
- * of all. NONE: somebody has to get on first. */
+/* Under mu. The wanted unit's next share; where that has to wait for another's end, what brings it
+ * about. Else the next of all. NONE: somebody has to get on first. */
 static size_t choose(mt_shards *w)
 {
-    int    wanted = w->how.wanted != NULL ? w->how.wanted(w->how.arg) : -1;  /* takes the ledger's lock inside of ours,
-                                                                              * never the other way */
+    /* takes the ledger's lock inside of ours, never the other way */
+    int    wanted = w->how.wanted != NULL ? w->how.wanted(w->how.arg) : -1;
     size_t found = NONE;
 
-    /* Out of turn it leaves blocks that wait for its neighbours: only while there is memory for them. */
-    if (wanted >= w->how.n_units || (wanted >= 0 && w->owners[wanted].at == FRESH && 2 * w->open > w->n_buffers))
+    /* Out of turn it leaves blocks that wait for its neighbours:
+     * only while there is memory for them. */
+    if (wanted >= w->how.n_units ||
+        (wanted >= 0 && w->owners[wanted].at == FRESH && 2 * w->open > w->n_buffers))
         wanted = -1;
     if (wanted >= 0)
         found = next_of(w, wanted);
@@ -285,7 +299,8 @@ static size_t choose(mt_shards *w)
     return found == NONE ? next_of_any_block(w) : found;
 }
 
-/* Under mu. Its block has memory from now on. Returns 1 where the unit is for the caller to begin. */
+/* Under mu. Its block has memory from now on.
+ * Returns 1 where the unit is for the caller to begin. */
 static int take(mt_shards *w, share *p)
 {
     stretch *b = &w->blocks[p->block];
@@ -479,7 +494,8 @@ static mt_status finish_file(mt_shards *w, int i)
     const mt_shard *s = &w->shards[i];
 
     if (ftruncate(w->files[i].fd, (off_t)s->bytes) != 0)
-        return MT_FAIL(MT_EDISK, "%s: setting its size, %" PRIu64 " bytes: %s", s->path, s->bytes, strerror(errno));
+        return MT_FAIL(MT_EDISK, "%s: setting its size, %" PRIu64 " bytes: %s", s->path, s->bytes,
+                       strerror(errno));
     if (fsync(w->files[i].fd) != 0)
         return MT_FAIL(MT_EDISK, "%s: syncing it: %s", s->path, strerror(errno));
     mt_forks_close(w->files[i].fd);
@@ -569,15 +585,17 @@ static mt_status make_file(mt_shards *w, int i)
 {
     const mt_file_calls *c = calls_of(w->how.calls);
     const mt_shard      *s = &w->shards[i];
-    int                  fd = mt_forks_open(s->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW,
-                                               0666), why;
+    int                  fd = mt_forks_open(s->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC |
+                                            O_NOFOLLOW, 0666), why;
 
     if (fd < 0)
         return MT_FAIL(MT_EDISK, "%s: making it: %s", s->path, strerror(errno));
     w->files[i].fd = fd;
     w->files[i].left = mt_block_count((size_t)s->bytes);
-    if ((why = mt_file_allocate(c, fd, 0, s->bytes)) != 0 && why != EOPNOTSUPP && why != ENOSYS && why != EINVAL)
-        return MT_FAIL(MT_EDISK, "%s: %" PRIu64 " bytes are needed: %s", s->path, s->bytes, strerror(why));
+    if ((why = mt_file_allocate(c, fd, 0, s->bytes)) != 0 && why != EOPNOTSUPP && why != ENOSYS &&
+        why != EINVAL)
+        return MT_FAIL(MT_EDISK, "%s: %" PRIu64 " bytes are needed: %s", s->path, s->bytes,
+                       strerror(why));
     (void)c->direct(fd, 1);
     return MT_OK;
 }
@@ -589,7 +607,8 @@ static void list_blocks_of(mt_shards *w, int i)
 
     w->files[i].fd = -1;
     for (size_t k = 0; k < mt_block_count((size_t)s->bytes); k++) {
-        while (extent + 1 < s->n_extents && s->extents[extent + 1].at <= (uint64_t)k * MT_BLOCK_BYTES)
+        while (extent + 1 < s->n_extents &&
+               s->extents[extent + 1].at <= (uint64_t)k * MT_BLOCK_BYTES)
             extent++;
         w->blocks[w->n_blocks++] = (stretch){ .shard = i, .number = k, .first = extent };
     }
@@ -618,11 +637,13 @@ static void note_share(mt_shards *w, size_t block, int unit)
     if (w->shares == NULL)
         o->left++;
     else
-        w->shares[o->end++] = (share){ .block = block, .owner = unit, .first = w->blocks[block].uncopied++ == 0 };
+        w->shares[o->end++] = (share){ .block = block, .owner = unit,
+                                       .first = w->blocks[block].uncopied++ == 0 };
     w->n_shares += w->shares == NULL;
 }
 
-/* Each owner of each block once, however many extents it has there. seen: [n_units] the last block, counted from 1. */
+/* Each owner of each block once, however many extents it has there.
+ * seen: [n_units] the last block, counted from 1. */
 static void note_shares(mt_shards *w, size_t *seen)
 {
     for (size_t k = 0; k < w->n_blocks; k++) {
@@ -630,7 +651,8 @@ static void note_shares(mt_shards *w, size_t *seen)
         uint64_t        at = (uint64_t)w->blocks[k].number * MT_BLOCK_BYTES;
         int             units = 0;
 
-        for (size_t i = w->blocks[k].first; i < s->n_extents && s->extents[i].at < at + MT_BLOCK_BYTES; i++) {
+        for (size_t i = w->blocks[k].first;
+             i < s->n_extents && s->extents[i].at < at + MT_BLOCK_BYTES; i++) {
             int unit = s->extents[i].unit;
 
             if (unit >= 0 && s->extents[i].at + s->extents[i].bytes > at && seen[unit] != k + 1) {
@@ -660,12 +682,15 @@ static mt_status list_shares(mt_shards *w)
         note_shares(w, seen + units);
     }
     free(seen);
-    return list != NULL ? MT_OK : MT_FAIL(MT_ENOMEM, "save: no memory to list %zu shares of blocks", w->n_shares);
+    return list != NULL ? MT_OK
+                        : MT_FAIL(MT_ENOMEM, "save: no memory to list %zu shares of blocks",
+                                  w->n_shares);
 }
 
 static mt_status make_buffers(mt_shards *w)
 {
-    size_t    n = w->how.spare_bytes / MT_BLOCK_BYTES, least = (size_t)(w->how.n_copiers + w->how.n_writers);
+    size_t    n = w->how.spare_bytes / MT_BLOCK_BYTES,
+              least = (size_t)(w->how.n_copiers + w->how.n_writers);
     mt_status st;
 
     n = n < least ? least : n;
@@ -674,8 +699,10 @@ static mt_status make_buffers(mt_shards *w)
     if ((w->buffers = calloc(n + 1, sizeof *w->buffers)) == NULL)
         return MT_FAIL(MT_ENOMEM, "save: no memory to describe %zu buffers", n);
     MT_TRY(mt_arena_cold(&w->memory, n * MT_BLOCK_BYTES, "spare memory of a save", 0));
-    for (size_t i = n; i-- > 0;) {       /* the first is taken first, and those that are never needed stay cold */
-        w->buffers[i] = (buffer){ .mem = (char *)w->memory.base + i * MT_BLOCK_BYTES, .next = w->idle };
+    /* the first is taken first, and those that are never needed stay cold */
+    for (size_t i = n; i-- > 0;) {
+        w->buffers[i] = (buffer){ .mem = (char *)w->memory.base + i * MT_BLOCK_BYTES,
+                                  .next = w->idle };
         w->idle = &w->buffers[i];
     }
 fail:
@@ -767,7 +794,8 @@ mt_status mt_shards_wait(mt_shards *w, double seconds, uint64_t *bytes, int *ove
     mt_status       st;
 
     pthread_mutex_lock(&w->mu);
-    while (w->n_over < w->n_threads && pthread_cond_timedwait(&w->changed, &w->mu, &until) != ETIMEDOUT)
+    while (w->n_over < w->n_threads &&
+           pthread_cond_timedwait(&w->changed, &w->mu, &until) != ETIMEDOUT)
         ;
     *bytes = w->bytes;
     *over = w->n_over == w->n_threads && w->st == MT_OK;
@@ -842,7 +870,8 @@ static mt_status read_block(const reading *r, size_t k, char *mem)
         return MT_OK;                    /* nobody asks for anything in it */
     MT_TRY(move_pages(r->calls, r->fd, s->path, 0, mem, bytes, at));
     if (s->sums != NULL && mt_block_sum(mem, bytes) != s->sums[k])
-        return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were written", s->path,
+        return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were "
+                       "written", s->path,
                        bytes, at);
     for (size_t i = first; i < s->n_extents && s->extents[i].at < at + bytes; i++)
         copy_extent(&s->extents[i], at, bytes, mem, 1);
@@ -896,8 +925,8 @@ static mt_status open_for_reading(const mt_shard *s, const mt_file_calls *c, int
         return MT_FAIL(MT_EDISK, "%s: opening it: %s", s->path, strerror(errno));
     if (fstat(fd, &about) != 0 || (uint64_t)about.st_size != s->bytes) {
         mt_forks_close(fd);
-        return MT_FAIL(MT_EDISK, "%s has %lld bytes, and %" PRIu64 " were written", s->path, (long long)about.st_size,
-                       s->bytes);
+        return MT_FAIL(MT_EDISK, "%s has %lld bytes, and %" PRIu64 " were written", s->path,
+                       (long long)about.st_size, s->bytes);
     }
     (void)c->direct(fd, 1);
     *out = fd;

@@ -4,10 +4,11 @@
  *
  *     lane = (rotl(lane, 23) ^ word) * K
  *
- * and are joined in order, with the number of bytes, by the same step. For a given lane each step is one
- * to one in the word, and for a given word one to one in the lane: so a change within any one word always
- * changes the sum, and other changes do but for one case in some 2^64. It finds what disks, cables and
- * wrong offsets do to data, not what somebody does on purpose. One thread reads about as fast as memory.
+ * and are joined in order, with the number of bytes, by the same step. For a given lane each step
+ * is one to one in the word, and for a given word one to one in the lane: so a change within any
+ * one word always changes the sum, and other changes do but for one case in some 2^64. It finds
+ * what disks, cables and wrong offsets do to data, not what somebody does on purpose. One thread
+ * reads about as fast as memory.
  */
 #ifndef MT_SUM_H
 #define MT_SUM_H

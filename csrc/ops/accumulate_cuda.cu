@@ -1,4 +1,5 @@
-// accumulate_cuda.cu — mt_accumulate of sumsq.h: the sum of micro-batches and its squares, in one pass.
+// accumulate_cuda.cu — mt_accumulate of sumsq.h: the sum of micro-batches and its squares,
+// in one pass.
 #include "accumulate_cuda.h"
 #include "sumsq_lanes.cuh"
 
@@ -21,7 +22,8 @@ __device__ inline void round_to(__half *to, float x)
     unsigned bits = __float_as_uint(x);
     bool     nan  = (bits & 0x7fffffffu) > 0x7f800000u;
 
-    *to = nan ? __ushort_as_half((unsigned short)(bits >> 16 & 0x8000u | 0x7e00u)) : __float2half_rn(x);
+    *to = nan ? __ushort_as_half((unsigned short)(bits >> 16 & 0x8000u | 0x7e00u))
+              : __float2half_rn(x);
 }
 
 __device__ inline float  sum_of(float a, float b)   { return __fadd_rn(a, b); }
@@ -49,7 +51,8 @@ __device__ inline void add_squares(double *lane, const pack<T> &p)
 
 // fp32 and fp64: grad += add.
 template <bool Whole, typename T>
-__device__ inline void add_row(double *lane, float *, T *grad, const T *add, int64_t i, int64_t n, bool)
+__device__ inline void add_row(double *lane, float *, T *grad, const T *add, int64_t i, int64_t n,
+                               bool)
 {
     pack<T> g = load<Whole>(grad, i, n), x = load<Whole>(add, i, n);
 
@@ -61,8 +64,8 @@ __device__ inline void add_row(double *lane, float *, T *grad, const T *add, int
 
 // 16-bit types: acc = (from_grad ? grad : acc) + add, grad = acc rounded.
 template <bool Whole, typename T>
-__device__ inline void add_row_16(double *lane, float *acc, T *grad, const T *add, int64_t i, int64_t n,
-                                  bool from_grad)
+__device__ inline void add_row_16(double *lane, float *acc, T *grad, const T *add, int64_t i,
+                                  int64_t n, bool from_grad)
 {
     pack<float> a = {};
     pack<T>     g = {}, x = load<Whole>(add, i, n);
@@ -84,8 +87,8 @@ __device__ inline void add_row_16(double *lane, float *acc, T *grad, const T *ad
 }
 
 template <bool Whole, typename T>
-__device__ inline void add_rows(double *lane, float *acc, T *grad, const T *add, int64_t i, int64_t n,
-                                bool from_grad)
+__device__ inline void add_rows(double *lane, float *acc, T *grad, const T *add, int64_t i,
+                                int64_t n, bool from_grad)
 {
 #pragma unroll 4
     for (int row = 0; row < CHUNK / LANES; row++)
@@ -142,7 +145,8 @@ void launch(const Order &o)
 
     if (n_chunks > 0)
         add_chunks<<<(unsigned)blocks, THREADS, 0, o.stream>>>(
-            o.acc, static_cast<T *>(o.grad), static_cast<const T *>(o.add), o.n, o.from_grad, o.sums);
+            o.acc, static_cast<T *>(o.grad), static_cast<const T *>(o.add), o.n, o.from_grad,
+            o.sums);
     sum_sums<<<1, LANES, 0, o.stream>>>(o.sums, n_chunks, o.out);
 }
 
@@ -152,7 +156,8 @@ extern "C" const char *mt__accumulate_cuda(uintptr_t handle, mt_dtype dt, float 
                                            const void *add, int64_t n, int from_grad, double *sums,
                                            double *out)
 {
-    const Order order = { reinterpret_cast<cudaStream_t>(handle), acc, grad, add, n, from_grad != 0, sums, out };
+    const Order order = { reinterpret_cast<cudaStream_t>(handle), acc, grad, add, n, from_grad != 0,
+                          sums, out };
     mt::Current current(order.stream);
 
     if (!current.ok)

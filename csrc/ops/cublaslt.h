@@ -2,8 +2,8 @@
  *
  * The library is torch's: found at run time in the process that has imported it, so the build needs
  * neither its header nor its import library. The names below are the same in versions 12 and 13.
- * tests/torch/cublaslt_check.cc includes NVIDIA's header before this one and proves every prototype,
- * structure and number by static_assert.
+ * tests/torch/cublaslt_check.cc includes NVIDIA's header before this one and proves every
+ * prototype, structure and number by static_assert.
  *
  * Source: NVIDIA, cuBLAS documentation, "cuBLASLt API".
  */
@@ -27,8 +27,8 @@ typedef enum mt_lt_number {
     MT_LT_PREF_MIN_ALIGNMENT_A_BYTES = 5, MT_LT_PREF_MIN_ALIGNMENT_B_BYTES = 6,    /* uint32 */
     MT_LT_PREF_MIN_ALIGNMENT_C_BYTES = 7, MT_LT_PREF_MIN_ALIGNMENT_D_BYTES = 8,
 
-    /* Split K with partial sums in the workspace, in fp32, added in a step of its own: a fixed order.
-     * The other two add in the output's type, one of them in place. */
+    /* Split K with partial sums in the workspace, in fp32, added in a step of its own: a fixed
+     * order. The other two add in the output's type, one of them in place. */
     MT_LT_REDUCTION_COMPUTE_TYPE = 2
 } mt_lt_number;
 
@@ -64,26 +64,26 @@ typedef mt_lt_our_found          mt_lt_found;
 #endif
 
 /* returns, name, arguments */
-#define MT_LT_MAP(X)                                                                                \
-    X(const char *, cublasLtGetStatusString, (mt_lt_status))                                        \
-    X(mt_lt_status, cublasLtCreate, (mt_lt_handle *))                                               \
-    X(mt_lt_status, cublasLtMatmulDescCreate, (mt_lt_desc *, mt_lt_compute, mt_lt_type))            \
-    X(mt_lt_status, cublasLtMatmulDescSetAttribute,                                                 \
-      (mt_lt_desc, mt_lt_desc_attribute, const void *, size_t))                                     \
-    X(mt_lt_status, cublasLtMatmulDescDestroy, (mt_lt_desc))                                        \
-    X(mt_lt_status, cublasLtMatrixLayoutCreate,                                                     \
-      (mt_lt_layout *, mt_lt_type, uint64_t, uint64_t, int64_t))                                    \
-    X(mt_lt_status, cublasLtMatrixLayoutDestroy, (mt_lt_layout))                                    \
-    X(mt_lt_status, cublasLtMatmulPreferenceCreate, (mt_lt_pref *))                                 \
-    X(mt_lt_status, cublasLtMatmulPreferenceSetAttribute,                                           \
-      (mt_lt_pref, mt_lt_pref_attribute, const void *, size_t))                                     \
-    X(mt_lt_status, cublasLtMatmulPreferenceDestroy, (mt_lt_pref))                                  \
-    X(mt_lt_status, cublasLtMatmulAlgoGetHeuristic,                                                 \
-      (mt_lt_handle, mt_lt_desc, mt_lt_layout, mt_lt_layout, mt_lt_layout, mt_lt_layout,            \
-       mt_lt_pref, int, mt_lt_found *, int *))                                                      \
-    X(mt_lt_status, cublasLtMatmul,                                                                 \
-      (mt_lt_handle, mt_lt_desc, const void *, const void *, mt_lt_layout, const void *,            \
-       mt_lt_layout, const void *, const void *, mt_lt_layout, void *, mt_lt_layout,                \
+#define MT_LT_MAP(X)                                                                        \
+    X(const char *, cublasLtGetStatusString, (mt_lt_status))                                \
+    X(mt_lt_status, cublasLtCreate, (mt_lt_handle *))                                       \
+    X(mt_lt_status, cublasLtMatmulDescCreate, (mt_lt_desc *, mt_lt_compute, mt_lt_type))    \
+    X(mt_lt_status, cublasLtMatmulDescSetAttribute,                                         \
+      (mt_lt_desc, mt_lt_desc_attribute, const void *, size_t))                             \
+    X(mt_lt_status, cublasLtMatmulDescDestroy, (mt_lt_desc))                                \
+    X(mt_lt_status, cublasLtMatrixLayoutCreate,                                             \
+      (mt_lt_layout *, mt_lt_type, uint64_t, uint64_t, int64_t))                            \
+    X(mt_lt_status, cublasLtMatrixLayoutDestroy, (mt_lt_layout))                            \
+    X(mt_lt_status, cublasLtMatmulPreferenceCreate, (mt_lt_pref *))                         \
+    X(mt_lt_status, cublasLtMatmulPreferenceSetAttribute,                                   \
+      (mt_lt_pref, mt_lt_pref_attribute, const void *, size_t))                             \
+    X(mt_lt_status, cublasLtMatmulPreferenceDestroy, (mt_lt_pref))                          \
+    X(mt_lt_status, cublasLtMatmulAlgoGetHeuristic,                                         \
+      (mt_lt_handle, mt_lt_desc, mt_lt_layout, mt_lt_layout, mt_lt_layout, mt_lt_layout,    \
+       mt_lt_pref, int, mt_lt_found *, int *))                                              \
+    X(mt_lt_status, cublasLtMatmul,                                                         \
+      (mt_lt_handle, mt_lt_desc, const void *, const void *, mt_lt_layout, const void *,    \
+       mt_lt_layout, const void *, const void *, mt_lt_layout, void *, mt_lt_layout,        \
        const mt_lt_algo *, void *, size_t, struct CUstream_st *))
 
 #define MT_LT_MEMBER(ret, name, args) ret (*name) args;

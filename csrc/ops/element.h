@@ -1,4 +1,5 @@
-/* element.h — private to csrc/ops: CPU kernels read and write fp32, bf16 or fp16 one element at a time. */
+/* element.h — private to csrc/ops: CPU kernels read and write fp32,
+ * bf16 or fp16 one element at a time. */
 #ifndef MT_ELEMENT_H
 #define MT_ELEMENT_H
 

@@ -21,8 +21,8 @@ static int64_t place_of(const mt_embedding *e, int64_t v)
     return low;
 }
 
-static void add_piece(const mt_embedding *e, int64_t begin, int64_t end, int64_t first, int64_t width,
-                      float *sum)
+static void add_piece(const mt_embedding *e, int64_t begin, int64_t end, int64_t first,
+                      int64_t width, float *sum)
 {
     for (int64_t i = 0; i < width; i++)
         sum[i] = 0;

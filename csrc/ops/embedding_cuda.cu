@@ -1,5 +1,5 @@
-// embedding_cuda.cu — embedding.h on CUDA, to its bits. Three kernels: where each row's tokens begin; the pieces of
-// rows that have several; every row of the table, once.
+// embedding_cuda.cu — embedding.h on CUDA, to its bits. Three kernels: where each row's tokens
+// begin; the pieces of rows that have several; every row of the table, once.
 #include "embedding_cuda.h"
 #include "kernel.cuh"
 
@@ -34,8 +34,8 @@ find_rows(const int64_t *ids, int64_t tokens, int64_t rows, int32_t *begins)
     begins[v] = (int32_t)low;
 }
 
-// Where a piece's sum stands. Pieces that begin a row are 257 places apart or more if their rows have several
-// pieces, and so are all others: each kind has one at most in 256 neighbouring places.
+// Where a piece's sum stands. Pieces that begin a row are 257 places apart or more if their rows
+// have several pieces, and so are all others: each kind has one at most in 256 neighbouring places.
 __device__ inline int64_t slot_of(int64_t place, bool begins_row, int64_t tokens)
 {
     return place / PIECE + (begins_row ? 0 : ceil_div(tokens, PIECE));
@@ -43,7 +43,8 @@ __device__ inline int64_t slot_of(int64_t place, bool begins_row, int64_t tokens
 
 // sum[e] = dy[order[begin]][i+e] + ... + dy[order[end-1]][i+e], in order.
 template <typename T, int W>
-__device__ inline void add_tokens(const mt_embedding &e, int64_t begin, int64_t end, int64_t i, float *sum)
+__device__ inline void add_tokens(const mt_embedding &e, int64_t begin, int64_t end, int64_t i,
+                                  float *sum)
 {
     const T *dy = static_cast<const T *>(e.dy);
 
@@ -57,8 +58,8 @@ __device__ inline void add_tokens(const mt_embedding &e, int64_t begin, int64_t 
 
 // The piece that begins at `place`, for this thread's W columns.
 template <typename T, int W>
-__device__ inline void sum_piece(const mt_embedding &e, const int32_t *begins, int64_t place, int64_t i,
-                                 float *pieces)
+__device__ inline void sum_piece(const mt_embedding &e, const int32_t *begins, int64_t place,
+                                 int64_t i, float *pieces)
 {
     const int64_t id = e.ids[place], last = begins[id + 1];
     const int64_t slot = slot_of(place, place == begins[id], e.tokens);
@@ -123,7 +124,8 @@ __device__ inline pack<T, W> row_of(const mt_embedding &e, int64_t begin, int64_
 }
 
 // out[v] of embedding.h: a block for each row of the table, zeros where it has no token.
-// Bytes: rows * n * sizeof(T) written, tokens * n * sizeof(T) read. Limit: HBM, 4.0 to 4.3 TB/s on an H200.
+// Bytes: rows * n * sizeof(T) written, tokens * n * sizeof(T) read. Limit: HBM,
+//        4.0 to 4.3 TB/s on an H200.
 template <typename T, int W>
 __global__ void __launch_bounds__(THREADS)
 write_rows(const mt_embedding e, const int32_t *begins, const float *pieces)

@@ -1,4 +1,5 @@
-/* embedding_cuda.h — private to csrc/ops: embedding.h on a CUDA stream. All memory is the device's. */
+/* embedding_cuda.h — private to csrc/ops: embedding.h on a CUDA stream.
+ * All memory is the device's. */
 #ifndef MT_EMBEDDING_CUDA_H
 #define MT_EMBEDDING_CUDA_H
 
@@ -8,12 +9,13 @@
 extern "C" {
 #endif
 
-/* Launched on the stream whose handle it is (cudaStream_t); tokens < 2^31. begins: [rows + 1], pieces:
- * [mt__embedding_pieces(e)], scratch. Yields NULL, or what went wrong. */
+/* Launched on the stream whose handle it is (cudaStream_t); tokens < 2^31. begins: [rows + 1],
+ * pieces: [mt__embedding_pieces(e)], scratch. Yields NULL, or what went wrong. */
 const char *mt__embedding_backward_cuda(uintptr_t handle, const mt_embedding *e, int32_t *begins,
                                         float *pieces);
 
-/* fp32 numbers that the pieces' sums of rows of several pieces take: two for each 256 tokens begun, times n. */
+/* fp32 numbers that the pieces' sums of rows of several pieces take:
+ * two for each 256 tokens begun, times n. */
 static inline int64_t mt__embedding_pieces(const mt_embedding *e)
 {
     return 2 * ((e->tokens + MT_EMBEDDING_PIECE - 1) / MT_EMBEDDING_PIECE) * e->n;

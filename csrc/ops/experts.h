@@ -1,29 +1,31 @@
 /* experts.h — rows of a mixture of experts: to their experts and back, and the experts' gates.
  *
  * Letters: T tokens, k experts of each, R = T k rows, sorted by expert; H hidden, I (n) an expert's
- * intermediate size, E experts. Dense and row-major throughout. dt: F32, BF16 or F16; arithmetic is fp32.
+ * intermediate size, E experts. Dense and row-major throughout. dt: F32, BF16 or F16;
+ * arithmetic is fp32.
  *
  * Sums of rows:
  *
  *   out[t] = base[t] + factor * sum over j of weights[t,j] * x[place[t k + j]]
  *
- * j in order from 0, products rounded to fp32 before they are added, one rounding to dt at the end: the same
- * bits on CUDA. With k = 1 and neither weights nor base it is a gather.
+ * j in order from 0, products rounded to fp32 before they are added, one rounding to dt at the end:
+ * the same bits on CUDA. With k = 1 and neither weights nor base it is a gather.
  *
- * Gates. g and u of row r lie side by side in gu [R, 2 I], halves or interleaved (g0 u0 g1 u1 ...), with
- * bias[expert[r]] added where there is one; a, u(), their slopes and CLAMPED as in glu.h:
+ * Gates. g and u of row r lie side by side in gu [R, 2 I], halves or interleaved (g0 u0 g1 u1 ...),
+ * with bias[expert[r]] added where there is one; a, u(), their slopes and CLAMPED as in glu.h:
  *
  *   h          = round(a(g)) * u(u)                                   rounded
  *   dweight[c] = sum over i of dact[r,i] * h[r,i]     c = order[r]    fp32
  *   dg, du     = glu's gradients for dh = weights[c] * dact[r]
  *   h          = weights[c] * h                                       rounded again
  *
- * dact is the gradient for a weight of 1, so that what an expert gives is never made again: its product
- * with the gradient of its weighted sum is that of dact with h. Order of the sum, here: lane l of 8 adds
- * numbers l, l+8, ... and the lanes are folded (4, 2, 1); CUDA has another, as fixed.
+ * dact is the gradient for a weight of 1, so that what an expert gives is never made again: its
+ * product with the gradient of its weighted sum is that of dact with h. Order of the sum, here:
+ * lane l of 8 adds numbers l, l+8, ... and the lanes are folded (4, 2, 1); CUDA has another, as
+ * fixed.
  *
- * order is a permutation: each dweights[c] has one row that writes it, and that makes it a fixed sum. Whoever
- * sorts rows has one at hand; it is not checked here that no number comes twice.
+ * order is a permutation: each dweights[c] has one row that writes it, and that makes it a fixed
+ * sum. Whoever sorts rows has one at hand; it is not checked here that no number comes twice.
  */
 #ifndef MT_EXPERTS_H
 #define MT_EXPERTS_H

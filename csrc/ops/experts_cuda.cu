@@ -30,12 +30,14 @@ template <typename T, int W> __device__ inline void store(void *x, int64_t i, co
 
 /* ---- sums of rows ---- */
 
-// out[t] = base[t] + factor * sum_j weights[t,j] x[place[t k + j]]:  [T,n], j in order, as the host does.
-// Threads: x along the row, a pack each; y and the grid's y along T, in strides. A token's rows are asked for
-// four at a time before the first is added.
-// Bytes: T (k + 1, 2 with base) n sizeof(T); x's rows may be read k times each, from L2 for the most part.
-// Limit: HBM, 4.0 to 4.3 TB/s on an H200.
-template <typename T, int W> __global__ void __launch_bounds__(THREADS) sum_kernel(const mt_row_sums s)
+// out[t] = base[t] + factor * sum_j weights[t,j] x[place[t k + j]]:  [T,n],
+// j in order, as the host does.
+// Threads: x along the row, a pack each; y and the grid's y along T, in strides. A token's rows are
+// asked for four at a time before the first is added.
+// Bytes: T (k + 1, 2 with base) n sizeof(T); x's rows may be read k times each, from L2 for the
+// most part. Limit: HBM, 4.0 to 4.3 TB/s on an H200.
+template <typename T, int W>
+__global__ void __launch_bounds__(THREADS) sum_kernel(const mt_row_sums s)
 {
     constexpr int AHEAD = 4;
     const int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * W;
@@ -43,7 +45,8 @@ template <typename T, int W> __global__ void __launch_bounds__(THREADS) sum_kern
 
     if (i >= s.n)
         return;
-    for (int64_t t = (int64_t)blockIdx.y * blockDim.y + threadIdx.y; t < s.tokens; t += tokens_apart) {
+    for (int64_t t = (int64_t)blockIdx.y * blockDim.y + threadIdx.y; t < s.tokens;
+         t += tokens_apart) {
         float sum[W] = {};
 
         for (int64_t j = 0; j < s.k; j += AHEAD) {
@@ -110,7 +113,8 @@ template <int W> struct Pairs { float g[W], u[W]; };
 
 // Adds (or sets) what lies at `first` of x: halves of n, or pairs.
 template <typename T, int W, bool Add>
-__device__ inline void take(Pairs<W> &to, const mt_gates &g, const void *x, int64_t first, int64_t i)
+__device__ inline void take(Pairs<W> &to, const mt_gates &g, const void *x, int64_t first,
+                            int64_t i)
 {
     const int64_t at = g.interleaved ? 2 * i : i, beside = g.interleaved ? at + W : at + g.n;
     pack<T, W> a = load<T, W>(x, first + at), b = load<T, W>(x, first + beside);
@@ -144,7 +148,7 @@ __device__ inline void put_pairs(const mt_gates &g, int64_t row, int64_t i, cons
     pack<T, W> a, b;
 
 #pragma unroll
-    for (int e = 0; e < W; e++) {            // what goes to place e of the first pack, and of the second
+    for (int e = 0; e < W; e++) {       // what goes to place e of the first pack, and of the second
         float first = e % 2 == 0 ? p.g[e / 2] : p.u[e / 2];
         float second = (e + W) % 2 == 0 ? p.g[(e + W) / 2] : p.u[(e + W) / 2];
 
@@ -173,7 +177,8 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(const mt_gates g)
 
 #pragma unroll
             for (int e = 0; e < W; e++)
-                h.x[e] = narrow<T>(product<T, Act>(activation<sizeof(T) == 2, Act>(p.g[e]).a, p.u[e]));
+                h.x[e] = narrow<T>(
+                    product<T, Act>(activation<sizeof(T) == 2, Act>(p.g[e]).a, p.u[e]));
             store(g.h, row * g.n + i, h);
         }
 }
@@ -239,7 +244,8 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(const mt_gates g)
     }
 }
 
-template <typename T, int W, int Act, bool Backward> void launch(cudaStream_t stream, const mt_gates &g)
+template <typename T, int W, int Act, bool Backward>
+void launch(cudaStream_t stream, const mt_gates &g)
 {
     constexpr int64_t BLOCKS = 1 << 17;
     unsigned blocks = (unsigned)least(g.rows, BLOCKS);

@@ -12,7 +12,8 @@ constexpr float TANH_LINEAR = 1.595769122f, TANH_CUBE = 0.071354816f;
 
 struct Value { float a, slope; };
 
-// exp and 1/x by the special function unit: off by 2^-21 and less, which 16-bit results do not show.
+// exp and 1/x by the special function unit: off by 2^-21 and less,
+// which 16-bit results do not show.
 template <bool Fast> __device__ inline float exp_(float x) { return Fast ? __expf(x) : expf(x); }
 template <bool Fast> __device__ inline float inverse(float x)
 {

@@ -14,7 +14,8 @@ typedef struct mt__gate {
     float a, slope;              /* a(x), a'(x) */
 } mt__gate;
 
-/* x s(v), and its slope for v' = dv/dx. s and 1-s come from e = exp(-|v|) <= 1, so neither cancels. */
+/* x s(v), and its slope for v' = dv/dx. s and 1-s come from e = exp(-|v|) <= 1,
+ * so neither cancels. */
 static inline mt__gate mt__swish(float x, float v, float dv)
 {
     float e = expf(-fabsf(v)), r = 1.0f / (1.0f + e);

@@ -5,9 +5,10 @@
 
 /* ---- what is asked for ---- */
 
-/* One order fits when its inner stride is 1 and its lines do not overlap; a line of one element has no
- * inner stride, a single line no outer one. */
-static int fits(int64_t inner, int64_t inner_stride, int64_t outer, int64_t outer_stride, int64_t *ld)
+/* One order fits when its inner stride is 1 and its lines do not overlap; a line of one element has
+ * no inner stride, a single line no outer one. */
+static int fits(int64_t inner, int64_t inner_stride, int64_t outer, int64_t outer_stride,
+                int64_t *ld)
 {
     if (inner > 1 && inner_stride != 1)
         return 0;
@@ -26,7 +27,8 @@ mt_status mt_gemm_matrix_of(const char *what, const int64_t *size, const int64_t
     if (!fits(size[1], stride[1], size[0], stride[0], &ld)) {
         by_columns = 1;
         if (!fits(size[0], stride[0], size[1], stride[1], &ld))
-            return MT_FAIL(MT_EINVAL, "%s [%lld, %lld] has strides (%lld, %lld): neither its rows nor "
+            return MT_FAIL(MT_EINVAL,
+                           "%s [%lld, %lld] has strides (%lld, %lld): neither its rows nor "
                            "its columns are dense; pass x.contiguous()", what, (long long)size[0],
                            (long long)size[1], (long long)stride[0], (long long)stride[1]);
     }
@@ -95,9 +97,9 @@ typedef struct job {
     int64_t        tiles_across;
 } job;
 
-/* Lines (rows of a, columns of b) first..first+TILE of k..k+depth, as fp32 in strips of `wide` lines:
- * element (line, d) at strip*wide*depth + d*wide + line%wide. Lines behind the last are zeros, whose
- * products nobody stores. */
+/* Lines (rows of a, columns of b) first..first+TILE of k..k+depth, as fp32 in strips of `wide`
+ * lines: element (line, d) at strip*wide*depth + d*wide + line%wide. Lines behind the last are
+ * zeros, whose products nobody stores. */
 static void pack(float *out, const mt_gemm_matrix *m, mt_dtype dt, int lines_are_rows, int wide,
                  int64_t first, int64_t k, int64_t depth)
 {

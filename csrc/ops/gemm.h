@@ -1,4 +1,5 @@
-/* gemm.h — c = alpha * a @ b + beta * c: what is asked for, what a BLAS calls it, and the definition.
+/* gemm.h — c = alpha * a @ b + beta * c: what is asked for, what a BLAS calls it,
+ * and the definition.
  *
  * Letters: c [M,N], a [M,K], b [K,N].
  * Nouns, in the order they appear below:
@@ -36,8 +37,9 @@ typedef struct mt_gemm {
     int            tf32;         /* F32 operands may be rounded to 10 bits of fraction; CUDA only */
 } mt_gemm;
 
-/* Reads sizes and strides (elements) as torch has them; data is left alone. Both orders fit a matrix
- * of one row or column: then by rows. MT_EINVAL, naming `what` and the strides, when neither fits. */
+/* Reads sizes and strides (elements) as torch has them; data is left alone. Both orders fit a
+ * matrix of one row or column: then by rows. MT_EINVAL, naming `what` and the strides,
+ * when neither fits. */
 mt_status mt_gemm_matrix_of(const char *what, const int64_t *size, const int64_t *stride,
                             mt_gemm_matrix *out);
 
@@ -57,8 +59,9 @@ typedef struct mt_gemm_blas {
 
 mt_gemm_blas mt_gemm_to_blas(const mt_gemm *g);
 
-/* Two calls with one key get one algorithm, so the same bits. Addresses count as far as 16 bytes, the
- * widest load: where beyond that a tensor lies changes nothing. No padding: compared by memcmp. */
+/* Two calls with one key get one algorithm, so the same bits. Addresses count as far as 16 bytes,
+ * the widest load: where beyond that a tensor lies changes nothing.
+ * No padding: compared by memcmp. */
 typedef struct mt_gemm_key {
     int64_t device, ab, c_type, tf32, accumulates;
     int64_t m, n, k, ld[3], by_columns[2], align[3];    /* ld, align of c, a, b; order of a, b */

@@ -1,7 +1,8 @@
 // gemm_cuda.cu — c = alpha * a @ b + beta * c by torch's cublasLt; no kernel of ours.
 //
-// Figures (bf16, fp32 accumulation, 7B shapes, 32k tokens): one H200 sustains 665 to 790 TFLOP/s; the
-// limit is the same library through torch.mm, measured in the same run (benchmarks/bench_ops.py).
+// Figures (bf16, fp32 accumulation, 7B shapes, 32k tokens): one H200 sustains 665 to 790 TFLOP/s;
+// the limit is the same library through torch.mm, measured in the same run
+// (benchmarks/bench_ops.py).
 extern "C" {
 #include "gemm_cuda.h"
 }
@@ -53,10 +54,11 @@ mt_status find_library()
     void *library = open_library();
 
     if (library == nullptr)
-        return MT_FAIL(MT_ENOTSUP, "gemm_: no libcublasLt.so.13 or .12 in this process; a CUDA build of "
+        return MT_FAIL(MT_ENOTSUP,
+                       "gemm_: no libcublasLt.so.13 or .12 in this process; a CUDA build of "
                        "torch brings it");
-#define FIND(ret, name, args)                                                                        \
-    if ((lt.name = reinterpret_cast<ret (*) args>(dlsym(library, #name))) == nullptr)                \
+#define FIND(ret, name, args)                                                           \
+    if ((lt.name = reinterpret_cast<ret (*) args>(dlsym(library, #name))) == nullptr)   \
         return MT_FAIL(MT_ENOTSUP, "gemm_: this cublasLt has no " #name);
     MT_LT_MAP(FIND)
 #undef FIND
@@ -77,7 +79,8 @@ mt_status handle_of(int64_t device, mt_lt_handle *out)
     mt_status st = MT_OK;
 
     if (device < 0 || device >= DEVICES)
-        return MT_FAIL(MT_ENOTSUP, "gemm_: cuda:%lld is beyond %d devices", (long long)device, DEVICES);
+        return MT_FAIL(MT_ENOTSUP, "gemm_: cuda:%lld is beyond %d devices", (long long)device,
+                       DEVICES);
     if (handles[device] == nullptr)
         st = said("cublasLtCreate", lt.cublasLtCreate(&handles[device]));
     *out = handles[device];
@@ -129,8 +132,8 @@ mt_status set_preferences(mt_lt_pref pref, const mt_gemm_key &key)
     const uint64_t workspace = MT_GEMM_WORKSPACE;
     const uint32_t reduction = MT_LT_REDUCTION_COMPUTE_TYPE;
     // left is b, right is a; C and D are both c.
-    const uint32_t align[] = { (uint32_t)key.align[2], (uint32_t)key.align[1], (uint32_t)key.align[0],
-                               (uint32_t)key.align[0] };
+    const uint32_t align[] = { (uint32_t)key.align[2], (uint32_t)key.align[1],
+                               (uint32_t)key.align[0], (uint32_t)key.align[0] };
     mt_status st;
 
     MT_TRY(prefer(pref, MT_LT_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace));
@@ -141,8 +144,9 @@ fail:
     return st;
 }
 
-// The rule: the place of the first candidate that can run; -1: there is none. cublasLt puts those first that
-// it takes for the fastest, by what it knows of the key and the device and without running them.
+// The rule: the place of the first candidate that can run; -1: there is none. cublasLt puts those
+// first that it takes for the fastest, by what it knows of the key and the
+// device and without running them.
 int chosen(const mt_lt_found *found, int n)
 {
     for (int i = 0; i < n; i++)
@@ -162,16 +166,18 @@ mt_status ask(const mt_gemm_choice *how, mt_lt_found *out)
 
     MT_TRY(said("a preference", lt.cublasLtMatmulPreferenceCreate(&pref)));
     MT_TRY(set_preferences(pref, key));
-    status = lt.cublasLtMatmulAlgoGetHeuristic(how->handle, how->desc, how->left, how->right, how->out,
-                                               how->out, pref, CANDIDATES, found, &n);
+    status = lt.cublasLtMatmulAlgoGetHeuristic(how->handle, how->desc, how->left, how->right,
+                                               how->out, how->out, pref, CANDIDATES, found, &n);
     at = status == MT_LT_SUCCESS ? chosen(found, n) : -1;
     if (at >= 0)
         *out = found[at];
     else
-        st = MT_FAIL(MT_ENOTSUP, "gemm_: cublasLt has no algorithm for [%lld, %lld] @ [%lld, %lld] with "
+        st = MT_FAIL(MT_ENOTSUP,
+                     "gemm_: cublasLt has no algorithm for [%lld, %lld] @ [%lld, %lld] with "
                      "leading dimensions %lld, %lld and %lld of the result: %s", (long long)key.m,
                      (long long)key.k, (long long)key.k, (long long)key.n, (long long)key.ld[1],
-                     (long long)key.ld[2], (long long)key.ld[0], lt.cublasLtGetStatusString(status));
+                     (long long)key.ld[2], (long long)key.ld[0],
+                     lt.cublasLtGetStatusString(status));
 fail:
     if (pref != nullptr)
         lt.cublasLtMatmulPreferenceDestroy(pref);
@@ -266,5 +272,6 @@ extern "C" mt_status mt__gemm_cuda_run(const mt_gemm_choice *how, const mt_gemm 
                                        float beta, void *workspace, uintptr_t stream)
 {
     return said("cublasLtMatmul", launch(how, &how->algo, g, g->c.data, alpha, beta, workspace,
-                                         how->workspace_bytes, reinterpret_cast<cudaStream_t>(stream)));
+                                         how->workspace_bytes,
+                                         reinterpret_cast<cudaStream_t>(stream)));
 }

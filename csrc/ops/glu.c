@@ -64,7 +64,8 @@ static void fold(lanes lane, int64_t width)
 }
 
 /* Rule 1 for columns first .. first+width; the sums are in lane[0]. */
-static void sum_segment(const mt_columns *c, int64_t segment, int64_t first, int64_t width, lanes lane)
+static void sum_segment(const mt_columns *c, int64_t segment, int64_t first, int64_t width,
+                        lanes lane)
 {
     int64_t begin = segment * MT_SUM_ROWS;
     int64_t end = begin + MT_SUM_ROWS < c->rows ? begin + MT_SUM_ROWS : c->rows;

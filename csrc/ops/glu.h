@@ -1,18 +1,22 @@
-/* glu.h — gated activations, forward and backward, and the sum over tokens. The host's side is the definition.
+/* glu.h — gated activations, forward and backward, and the sum over tokens.
+ * The host's side is the definition.
  *
- * Letters: T tokens (rows), I intermediate (n). Matrices are [T,I], rows dense, `_stride` elements apart.
+ * Letters: T tokens (rows), I intermediate (n). Matrices are [T,I], rows dense,
+ * `_stride` elements apart.
  *
- *   h     = round(a(gate)) * u(up)        rounded once more; the inner rounding is transformers' own
+ *   h     = round(a(gate)) * u(up)    rounded once more; the inner rounding is transformers' own
  *   dgate = dh * u(up) * a'(gate)
- *   dup   = dh * a(gate) * u'(up)         a not rounded here
+ *   dup   = dh * a(gate) * u'(up)     a not rounded here
  *
  * With s(v) = 1 / (1 + exp(-v)), made from exp(-|v|) so that neither end overflows:
  *   SILU       a = x s(x)
- *   GELU_TANH  a = x s(2 sqrt(2/pi) (x + 0.044715 x^3)), which is x/2 (1 + tanh(...)) without its cancellation
+ *   GELU_TANH  a = x s(2 sqrt(2/pi) (x + 0.044715 x^3)),
+ *              which is x/2 (1 + tanh(...)) without its cancellation
  *   GELU       a = x/2 erfc(-x / sqrt 2)
  *   CLAMPED    a = x s(1.702 x), x = min(gate, 7); u = clamp(up, -7, 7) + 1: GPT-OSS. NaN stays.
- * u(up) = up and u' = 1 but for CLAMPED; slopes at a clamp's border are those of its inside, as torch's.
- * All in fp32. Source: Shazeer 2020, eq. 5 and 6; Hendrycks & Gimpel 2016; transformers' GptOssExperts.
+ * u(up) = up and u' = 1 but for CLAMPED; slopes at a clamp's border are those of its inside, as
+ * torch's. All in fp32. Source: Shazeer 2020, eq. 5 and 6; Hendrycks & Gimpel 2016;
+ * transformers' GptOssExperts.
  */
 #ifndef MT_GLU_H
 #define MT_GLU_H
@@ -30,8 +34,8 @@ enum { MT_SILU, MT_GELU_TANH, MT_GELU, MT_CLAMPED, MT_ACTS };
 #define MT_CLAMP_SLOPE 1.702f
 
 /* F32, BF16 or F16 throughout. Forward reads gate and up and writes h; backward reads dh too, and h
- * may be NULL. dh and h are dense. An output may be an input of the same place (dgate over gate, h over
- * dh): each element is read before it is written. No other overlap. */
+ * may be NULL. dh and h are dense. An output may be an input of the same place (dgate over gate, h
+ * over dh): each element is read before it is written. No other overlap. */
 typedef struct mt_glu {
     mt_dtype    dtype;
     int         act;

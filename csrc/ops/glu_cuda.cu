@@ -63,8 +63,9 @@ __device__ inline void backward_pack(const mt_glu &g, int64_t row, int64_t i)
 
 // h = round(a(gate)) * u(up); or the gradients of glu.h, and h again: [T,I].
 // Threads: x along the row, a pack each; y and the grid's y along T, in strides.
-// Bytes: forward 3 T I sizeof(T); backward 6 (5 without h), with outputs over inputs or beside them.
-// Limit: HBM, 4.0 to 4.3 TB/s on an H200; about 45 instructions an element, a third of what fits in that time.
+// Bytes: forward 3 T I sizeof(T); backward 6 (5 without h), with outputs over inputs or beside
+// them. Limit: HBM, 4.0 to 4.3 TB/s on an H200; about 45 instructions an element,
+// a third of what fits in that time.
 template <typename T, int W, int Act, bool Backward>
 __global__ void __launch_bounds__(128) glu_kernel(const mt_glu g)
 {
@@ -73,7 +74,8 @@ __global__ void __launch_bounds__(128) glu_kernel(const mt_glu g)
 
     if (i >= g.n)
         return;
-    for (int64_t row = (int64_t)blockIdx.y * blockDim.y + threadIdx.y; row < g.rows; row += rows_apart)
+    for (int64_t row = (int64_t)blockIdx.y * blockDim.y + threadIdx.y; row < g.rows;
+         row += rows_apart)
         if constexpr (Backward)
             backward_pack<T, W, Act>(g, row, i);
         else
@@ -172,11 +174,12 @@ __device__ inline void put(mt_dtype dt, void *out, int64_t i, float x)
 
 // Rule 1 of glu.h:  out[s][i] = fold over lanes l of  sum_r x[s*segment + l + 8r][i],  r in order.
 //   x [rows, n] in, out [segments, n] of out_dt. Block: 32 packs along the row, 8 lanes down.
-// Bytes: rows * n * sizeof(T) read, once. Limit: HBM. Rule 2 is the same kernel over the sums as one
-// segment: a 256th of the bytes, a few us of latency.
+// Bytes: rows * n * sizeof(T) read, once. Limit: HBM. Rule 2 is the same kernel over the sums as
+// one segment: a 256th of the bytes, a few us of latency.
 template <typename T, int W>
-__device__ inline void sum_segment(const T *x, int64_t stride, int64_t rows, int64_t n, int64_t segment, int64_t s,
-                                   float (&lanes)[LANES][ALONG * W], mt_dtype out_dt, void *out)
+__device__ inline void sum_segment(const T *x, int64_t stride, int64_t rows, int64_t n,
+                                   int64_t segment, int64_t s, float (&lanes)[LANES][ALONG * W],
+                                   mt_dtype out_dt, void *out)
 {
     const int64_t i = ((int64_t)blockIdx.x * ALONG + threadIdx.x) * W;
     const int64_t begin = s * segment;
@@ -207,8 +210,8 @@ __device__ inline void sum_segment(const T *x, int64_t stride, int64_t rows, int
 // The grid's y goes along the segments in strides: it ends at 65535, which is 16.8 M rows.
 template <typename T, int W>
 __global__ void __launch_bounds__(ALONG * LANES)
-sum_rows(const T *x, int64_t stride, int64_t rows, int64_t n, int64_t segment, int64_t segments, mt_dtype out_dt,
-         void *out)
+sum_rows(const T *x, int64_t stride, int64_t rows, int64_t n, int64_t segment, int64_t segments,
+         mt_dtype out_dt, void *out)
 {
     __shared__ float lanes[LANES][ALONG * W];
 
@@ -229,7 +232,8 @@ void sum_of(cudaStream_t stream, const mt_columns &c, int64_t segment, mt_dtype 
 }
 
 template <typename T>
-void sum_width(cudaStream_t stream, const mt_columns &c, int64_t segment, mt_dtype out_dt, void *out)
+void sum_width(cudaStream_t stream, const mt_columns &c, int64_t segment, mt_dtype out_dt,
+               void *out)
 {
     constexpr int W = 16 / sizeof(T);
 

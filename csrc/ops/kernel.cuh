@@ -1,7 +1,8 @@
-// kernel.cuh — what kernel files share: a launch in the right context, element types, packs of 16 bytes.
+// kernel.cuh — what kernel files share: a launch in the right context, element types,
+// packs of 16 bytes.
 //
-// For .cu files only; everything is in namespace mt. Kernels compute in fp32: widen() on the way in,
-// narrow<T>() (to nearest, ties to even) on the way out.
+// For .cu files only; everything is in namespace mt. Kernels compute in fp32: widen() on the way
+// in, narrow<T>() (to nearest, ties to even) on the way out.
 #ifndef MT_KERNEL_CUH
 #define MT_KERNEL_CUH
 
@@ -41,8 +42,8 @@ public:
             driver("cuCtxPushCurrent"));
         CUcontext context;
 
-        ok = context_of != nullptr && push != nullptr && context_of(stream, &context) == CUDA_SUCCESS
-          && push(context) == CUDA_SUCCESS;
+        ok = context_of != nullptr && push != nullptr &&
+             context_of(stream, &context) == CUDA_SUCCESS && push(context) == CUDA_SUCCESS;
     }
     ~Current()
     {
@@ -76,22 +77,28 @@ __device__ inline float widen(__half x)        { return __half2float(x); }
 __device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 template <typename T> __device__ inline T narrow(float x);
-template <> __device__ inline float         narrow<float>(float x)         { return x; }
-template <> __device__ inline __half        narrow<__half>(float x)        { return __float2half_rn(x); }
-template <> __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <> __device__ inline float narrow<float>(float x) { return x; }
+template <> __device__ inline __half narrow<__half>(float x) { return __float2half_rn(x); }
+template <> __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x)
+{
+    return __float2bfloat16_rn(x);
+}
 
 // W elements that are loaded and stored as one; W * sizeof(T) is 16 in vector code.
 template <typename T, int W> struct alignas(sizeof(T) * W) pack { T x[W]; };
 
-// 16 bytes of T as four registers, for kernels that keep rows in them: the compiler gives each 16-bit element
-// of a pack a register of its own.
+// 16 bytes of T as four registers, for kernels that keep rows in them: the compiler gives each
+// 16-bit element of a pack a register of its own.
 template <typename T> struct alignas(16) vec {
     static constexpr int N = 16 / sizeof(T);
     unsigned u[4];
 };
 
 template <typename T> __device__ inline float element(const vec<T> &v, int i);
-template <> __device__ inline float element(const vec<float> &v, int i) { return __uint_as_float(v.u[i]); }
+template <> __device__ inline float element(const vec<float> &v, int i)
+{
+    return __uint_as_float(v.u[i]);
+}
 template <> __device__ inline float element(const vec<__nv_bfloat16> &v, int i)
 {
     return __uint_as_float(i % 2 ? v.u[i / 2] & 0xffff0000u : v.u[i / 2] << 16);

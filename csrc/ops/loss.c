@@ -50,11 +50,12 @@ static row_sums sums_of(const mt_cross_entropy *c, int64_t begin)
     return r;
 }
 
-static void write_gradient(const mt_cross_entropy *c, int64_t begin, int64_t label, const row_sums *r,
-                           float lse)
+static void write_gradient(const mt_cross_entropy *c, int64_t begin, int64_t label,
+                           const row_sums *r, float lse)
 {
     float scale = *c->scale;
-    float k = scale * (1 + 2 * c->z_loss * lse) / r->exps, every = scale * c->smoothing / (float)c->n;
+    float k = scale * (1 + 2 * c->z_loss * lse) / r->exps,
+          every = scale * c->smoothing / (float)c->n;
 
     for (int64_t i = 0; i < c->n; i++) {
         float t = bend(c, mt__get(c->dtype, c->logits, begin + i));

@@ -1,20 +1,24 @@
-/* loss.h — cross entropy of rows of logits, and their gradient in place. The host's side is the definition.
+/* loss.h — cross entropy of rows of logits, and their gradient in place.
+ * The host's side is the definition.
  *
  * Letters: R rows, V vocabulary (n), y a row's label, a smoothing.
  *
  *   l    = softcap * tanh(x / softcap), or x where softcap is 0
  *   m    = max l;  s = sum exp(l - m);  lse = m + log s
  *   loss = (log s + (m - l[y])) + a * (l[y] - mean l) + z_loss * lse^2
- *   dx   = scale * (exp(l - m) / s * (1 + 2 z_loss lse) - a/V - (1 - a) [at y]) * (1 - tanh(x / softcap)^2)
+ *   dx   = scale * (exp(l - m) / s * (1 + 2 z_loss lse) - a/V - (1 - a) [at y])
+ *          * (1 - tanh(x / softcap)^2)
  *
- *   logits in/out [R,V] rows dense, `stride` elements apart; dx is written over x where scale is given
+ *   logits in/out [R,V] rows dense, `stride` elements apart;
+ *   dx is written over x where scale is given
  *   labels in [R]      scale in, one fp32 number where the logits are, or NULL
  *   loss   out [R] fp32     lse out [R] fp32
- * A row whose label is `ignore`: loss, lse and dx are 0, its logits are not read. All arithmetic is fp32.
- * Order: the host adds V numbers in 256 lanes, lane l those at l, l+256, ..., then folds the lanes by halves; CUDA
- * in as many lanes as a block has threads, each with a maximum of its own. So their last bits differ.
- * A label outside [0, V): the door refuses it on the host; on CUDA loss, lse and dx are NaN.
- * Source: Szegedy et al. 2016, section 7 (smoothing); de Brebisson & Vincent 2016 (z-loss); Gemma 2 (soft cap).
+ * A row whose label is `ignore`: loss, lse and dx are 0, its logits are not read. All arithmetic is
+ * fp32. Order: the host adds V numbers in 256 lanes, lane l those at l, l+256, ..., then folds the
+ * lanes by halves; CUDA in as many lanes as a block has threads, each with a maximum of its own. So
+ * their last bits differ. A label outside [0, V): the door refuses it on the host; on CUDA loss,
+ * lse and dx are NaN. Source: Szegedy et al. 2016, section 7 (smoothing); de Brebisson & Vincent
+ * 2016 (z-loss); Gemma 2 (soft cap).
  */
 #ifndef MT_LOSS_H
 #define MT_LOSS_H

@@ -1,4 +1,5 @@
-// loss_cuda.cu — loss.h on CUDA: a block for each row, which is read once for the sums and written once.
+// loss_cuda.cu — loss.h on CUDA: a block for each row,
+// which is read once for the sums and written once.
 #include "loss_cuda.h"
 #include "kernel.cuh"
 #include <cfloat>
@@ -13,10 +14,12 @@ using mt::widen;
 
 constexpr int MOST_THREADS = 1024, LEAST_THREADS = 64;
 constexpr int BATCH = 4;              // loads in flight in each thread
-constexpr int EACH = 2 * BATCH;       // 16-byte pieces that a thread should have, if the row is long enough
+// 16-byte pieces that a thread should have, if the row is long enough
+constexpr int EACH = 2 * BATCH;
 constexpr int SPARE_BYTES = 1024;     // of shared memory, for what is not the row
 
-// exp. 16-bit rows: by the special function unit, off by 2^-22 + |x| 2^-23 of itself, 0 below 2^-126.
+// exp. 16-bit rows: by the special function unit, off by 2^-22 + |x| 2^-23 of itself,
+// 0 below 2^-126.
 template <typename T> __device__ inline float exp_(float x)
 {
     if constexpr (sizeof(T) == 4) {
@@ -29,7 +32,8 @@ template <typename T> __device__ inline float exp_(float x)
     }
 }
 
-// A row in memory: `head` elements before the first 16-byte boundary, `pieces` of 16 bytes, `edges` - head behind.
+// A row in memory: `head` elements before the first 16-byte boundary, `pieces` of 16 bytes,
+// `edges` - head behind.
 template <typename T> struct Row {
     T      *x;
     vec<T> *piece;
@@ -131,9 +135,11 @@ template <typename T> __device__ inline Sums block_joined(Sums r)
     return warp_joined<T>(r);
 }
 
-// First reading. The first `cached` pieces stay in shared memory for the second; a thread meets its own again.
+// First reading. The first `cached` pieces stay in shared memory for the second;
+// a thread meets its own again.
 template <typename T, bool Cap>
-__device__ inline Sums read_row(const mt_cross_entropy &c, const Row<T> &row, vec<T> *cache, int cached)
+__device__ inline Sums read_row(const mt_cross_entropy &c, const Row<T> &row, vec<T> *cache,
+                                int cached)
 {
     const int threads = blockDim.x;
     Sums r;
@@ -176,9 +182,11 @@ template <typename T, bool Cap> __device__ inline float gradient(const Gradient 
     return (exp_<T>((Cap ? g.softcap * t : x) - g.max) * g.k - g.every) * (1.0f - t * t);
 }
 
-// Second reading, from the row's end: what was read last is likely to be in L2 still; then from shared memory.
+// Second reading, from the row's end: what was read last is likely to be in L2 still;
+// then from shared memory.
 template <typename T, bool Cap>
-__device__ inline void write_row(const Gradient &g, const Row<T> &row, const vec<T> *cache, int cached)
+__device__ inline void write_row(const Gradient &g, const Row<T> &row, const vec<T> *cache,
+                                 int cached)
 {
     const int threads = blockDim.x, rounds = (row.pieces + threads - 1) / threads;
 
@@ -229,9 +237,10 @@ __device__ inline void fill_row(const mt_cross_entropy &c, const Row<T> &row, fl
 }
 
 // Loss, lse and, with scale, the gradient in place: loss.h, a block for each row.
-// Bytes: R V sizeof(T) read; with scale as much written, and what of a row is neither in shared memory (227 KiB on
-// an H200: 116,000 16-bit numbers) nor in L2 read again. Limit: HBM, 4.0 to 4.3 TB/s; without a cap, 2 exponentials
-// and 16 instructions an element, 60 % of what fits in that time. A cap adds two tanh: then arithmetic binds.
+// Bytes: R V sizeof(T) read; with scale as much written, and what of a row is neither in shared
+// memory (227 KiB on an H200: 116,000 16-bit numbers) nor in L2 read again. Limit: HBM, 4.0 to 4.3
+// TB/s; without a cap, 2 exponentials and 16 instructions an element, 60 % of what fits in that
+// time. A cap adds two tanh: then arithmetic binds.
 template <typename T, bool Cap>
 __global__ void __launch_bounds__(MOST_THREADS) cross_entropy(const mt_cross_entropy c, int cached)
 {
@@ -261,12 +270,14 @@ __global__ void __launch_bounds__(MOST_THREADS) cross_entropy(const mt_cross_ent
     const Gradient g = { r.max, scale * (1.0f + 2.0f * c.z_loss * lse) / r.exps,
                          scale * c.smoothing / (float)c.n, c.softcap };
     write_row<T, Cap>(g, row, cache, cached);
-    /* The label's own term is added by one thread, behind whoever wrote the rest of that element. */
+    /* The label's own term is added by one thread,
+     * behind whoever wrote the rest of that element. */
     __syncthreads();
     if (threadIdx.x == 0) {
         const float t = Cap ? tanhf(x / c.softcap) : 0.0f;
 
-        row.x[label] = narrow<T>((exp_<T>(picked - r.max) * g.k - g.every - scale * (1.0f - c.smoothing))
+        row.x[label] = narrow<T>((exp_<T>(picked - r.max) * g.k - g.every
+                                  - scale * (1.0f - c.smoothing))
                                  * (1.0f - t * t));
     }
 }
@@ -282,8 +293,8 @@ inline unsigned threads_for(int64_t pieces)
     return threads;
 }
 
-// Lets a kernel have as much shared memory as there is for a row. Always the same much: launches of other threads
-// may be under way.
+// Lets a kernel have as much shared memory as there is for a row. Always the same much: launches of
+// other threads may be under way.
 template <typename Kernel> cudaError_t open_memory(Kernel kernel, int *bytes)
 {
     int         device;
@@ -311,7 +322,8 @@ template <typename T, bool Cap> cudaError_t launch(cudaStream_t stream, const mt
         cached = bytes / (int)sizeof(vec<T>);
         cached = cached < pieces ? cached : (int)pieces;
     }
-    cross_entropy<T, Cap><<<(unsigned)c.rows, threads_for(pieces), cached * sizeof(vec<T>), stream>>>(c, cached);
+    cross_entropy<T, Cap>
+        <<<(unsigned)c.rows, threads_for(pieces), cached * sizeof(vec<T>), stream>>>(c, cached);
     return cudaGetLastError();
 }
 

@@ -142,7 +142,8 @@ INLINE void block_rows(mt_dtype dt, const job *j, int64_t from, int64_t to, floa
             backward_row(dt, j->norm, j->back, row, dw, dw + j->norm->n);
 }
 
-static __attribute__((noinline)) void block_of_type(const job *j, int64_t from, int64_t to, float *dw)
+static __attribute__((noinline)) void block_of_type(const job *j, int64_t from, int64_t to,
+                                                    float *dw)
 {
     switch (j->norm->dt) {
     case MT_F32:  block_rows(MT_F32, j, from, to, dw);  break;
@@ -177,7 +178,8 @@ void mt_norm_forward(mt_pool *pool, const mt_norm *norm, const mt_norm_ahead *a)
     mt_pool_run(pool, run_block, &(job){ .norm = norm, .ahead = a }, block_count(norm));
 }
 
-/* Column sums over all blocks, in order: dweight lies first in a block's partial sums, dbias behind. */
+/* Column sums over all blocks, in order: dweight lies first in a block's partial sums,
+ * dbias behind. */
 static void add_blocks(const mt_norm *f, const float *partial, void *out)
 {
     for (int64_t i = 0; i < f->n; i++) {

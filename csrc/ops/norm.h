@@ -10,13 +10,14 @@
  *
  * Backward, with g = dy * (weight + plus) and hat not rounded:
  *
- *   dx      = rstd * (g - mean(g) - hat * mean(g * hat)) + add, rounded to dt; RMS norm has no mean(g)
+ *   dx      = rstd * (g - mean(g) - hat * mean(g * hat)) + add, rounded to dt;
+ *             RMS norm has no mean(g)
  *   dweight = sum over rows of dy * hat,  dbias = sum over rows of dy: in fp32, rounded to dt
  *   y       again, as forward gave it
  *
- * Order of sums, here: 128 lanes of a row, lane l adds numbers l, l+128, ... and the lanes are folded
- * (64, 32, ... 1); columns are added over the rows of a block in order, then over blocks in order. The CUDA
- * kernels have another order, as fixed (norm_cuda.cu).
+ * Order of sums, here: 128 lanes of a row, lane l adds numbers l, l+128, ... and the lanes are
+ * folded (64, 32, ... 1); columns are added over the rows of a block in order, then over blocks in
+ * order. The CUDA kernels have another order, as fixed (norm_cuda.cu).
  *
  * Aliasing: dx may be dy (the same rows); y, s and else dx may not overlap an input.
  * Source: Zhang & Sennrich 2019, eq. 4; Ba et al. 2016, eq. 4.

@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(Each <= 2 ? 256 : 1024) forward(const Ahead<T>
         if (a.bias != nullptr)
             b = load_vec(a.bias + v * W<T>);
         for (int e = 0; e < W<T>; e++)
-            y[e] = y_of(a, (element(s[j], e) - mean) * rstd, weight_of(a, element(w, e)), element(b, e));
+            y[e] = y_of(a, (element(s[j], e) - mean) * rstd, weight_of(a, element(w, e)),
+                        element(b, e));
         store_vec(a.y + at + v * W<T>, rounded<T>(y));
     }
 }
@@ -294,8 +295,8 @@ template <typename T, int Each, bool Centred> struct Held {
 
     vec<T>  dy[Each], s[Each], add[KEEP ? Each : 1], w[KEEP ? Each : 1];
     float   rstd, mean;
-    int64_t at;                      // of the row in dense tensors
-    int     lane, n_vec;             // vectors lane, lane + group, ... of n_vec; 0 of them: not in the row
+    int64_t at;             // of the row in dense tensors
+    int     lane, n_vec;    // vectors lane, lane + group, ... of n_vec; 0 of them: not in the row
 
     __device__ int  vector(const Back<T> &a, int j) const { return j * a.group + lane; }
     __device__ bool mine(const Back<T> &a, int j) const { return vector(a, j) < n_vec; }
@@ -385,7 +386,8 @@ template <typename T, int Each, bool Centred> struct Held {
             if (a.bias != nullptr)
                 b = load_vec(a.bias + v * W<T>);
             for (int e = 0; e < W<T>; e++) {
-                const float h = hat(j, e), we = weight_of(a, element(wj, e)), g = element(dy[j], e) * we;
+                const float h = hat(j, e), we = weight_of(a, element(wj, e)),
+                            g = element(dy[j], e) * we;
                 dx[e] = dx_of<Centred>(g, h, rstd, mean_gh, mean_g) + element(more, e);
                 y[e]  = y_of(a, h, we, element(b, e));
             }
@@ -417,7 +419,8 @@ __global__ void __launch_bounds__(most_threads(Each), least_blocks(Each)) backwa
         db.clear();
     held.lane = threadIdx.x % a.group;
     held.read_weights(a);
-    for (unsigned base = blockIdx.x * groups; base < a.rows; base += gridDim.x * groups, turn ^= 1) {
+    for (unsigned base = blockIdx.x * groups; base < a.rows;
+         base += gridDim.x * groups, turn ^= 1) {
         float sum[held.K] = {};
 
         held.read(a, base + group);
@@ -428,7 +431,8 @@ __global__ void __launch_bounds__(most_threads(Each), least_blocks(Each)) backwa
     __syncthreads();
     dw.hand_over(shared, a.group, a.n, a.partial);
     if (Centred)
-        db.hand_over(shared + Cols::QUADS * blockDim.x, a.group, a.n, a.partial + (int64_t)gridDim.x * a.n);
+        db.hand_over(shared + Cols::QUADS * blockDim.x, a.group, a.n,
+                     a.partial + (int64_t)gridDim.x * a.n);
 }
 
 // The same for any n, strides and alignment. Column sums live in the block's own part of `partial`,
@@ -606,8 +610,8 @@ void forward_of_type(cudaStream_t stream, const mt_norm *f, const mt_norm_ahead 
 {
     const Shape shape = forward_shape(f, p);
     Ahead<T>    a = { norm_of<T>(f, shape), rows_of(p->x_rows), static_cast<const T *>(p->x),
-                      static_cast<const T *>(p->add), static_cast<T *>(p->y), static_cast<T *>(p->s),
-                      p->mean, p->rstd };
+                      static_cast<const T *>(p->add), static_cast<T *>(p->y),
+                      static_cast<T *>(p->s), p->mean, p->rstd };
 
     if (f->rows == 0)
         return;
@@ -623,13 +627,14 @@ template <typename T, int Each, bool Centred>
 void run_held(cudaStream_t stream, unsigned blocks, int threads, size_t bytes, const Back<T> &a)
 {
     if (bytes > 48 * 1024)
-        (void)cudaFuncSetAttribute(backward<T, Each, Centred>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   MAX_SMEM);
+        (void)cudaFuncSetAttribute(backward<T, Each, Centred>,
+                                   cudaFuncAttributeMaxDynamicSharedMemorySize, MAX_SMEM);
     backward<T, Each, Centred><<<blocks, threads, bytes, stream>>>(a);
 }
 
 template <typename T, bool Centred>
-void run_backward(cudaStream_t stream, unsigned blocks, const Shape &shape, size_t bytes, const Back<T> &a)
+void run_backward(cudaStream_t stream, unsigned blocks, const Shape &shape, size_t bytes,
+                  const Back<T> &a)
 {
     switch (shape.each) {
     case 1:  run_held<T, 1, Centred>(stream, blocks, shape.threads, bytes, a); break;
@@ -646,10 +651,10 @@ void backward_of_type(cudaStream_t stream, const mt_norm *f, const mt_norm_back 
     const unsigned blocks = backward_blocks(f, shape), columns = (unsigned)((f->n + 31) / 32);
     const size_t   bytes  = shape.each > 0 ? columns_bytes(f, shape) : 0;
     const dim3     square(32, 32);
-    Back<T>        a = { norm_of<T>(f, shape), rows_of(p->dy_rows), rows_of(p->s_rows), rows_of(p->dx_rows),
-                         static_cast<const T *>(p->dy), static_cast<const T *>(p->s),
-                         static_cast<const T *>(p->add), p->mean, p->rstd, static_cast<T *>(p->dx),
-                         static_cast<T *>(p->y), p->partial };
+    Back<T>        a = { norm_of<T>(f, shape), rows_of(p->dy_rows), rows_of(p->s_rows),
+                         rows_of(p->dx_rows), static_cast<const T *>(p->dy),
+                         static_cast<const T *>(p->s), static_cast<const T *>(p->add), p->mean,
+                         p->rstd, static_cast<T *>(p->dx), static_cast<T *>(p->y), p->partial };
 
     if (blocks > 0 && f->centred)
         run_backward<T, true>(stream, blocks, shape, bytes, a);
@@ -659,8 +664,8 @@ void backward_of_type(cudaStream_t stream, const mt_norm *f, const mt_norm_back 
         fold_blocks<<<columns, square, 0, stream>>>(p->partial, (int)blocks, a.n,
                                                     static_cast<T *>(p->dweight));
     if (p->dbias != nullptr)
-        fold_blocks<<<columns, square, 0, stream>>>(p->partial + (int64_t)blocks * a.n, (int)blocks, a.n,
-                                                    static_cast<T *>(p->dbias));
+        fold_blocks<<<columns, square, 0, stream>>>(p->partial + (int64_t)blocks * a.n, (int)blocks,
+                                                    a.n, static_cast<T *>(p->dbias));
 }
 
 } // namespace
@@ -672,7 +677,8 @@ extern "C" int64_t mt__norm_partials_cuda(const mt_norm *norm, const mt_norm_bac
     return (norm->centred ? 2 : 1) * norm->n * (int64_t)(blocks > 0 ? blocks : 1);
 }
 
-extern "C" const char *mt__norm_forward_cuda(uintptr_t handle, const mt_norm *norm, const mt_norm_ahead *a)
+extern "C" const char *mt__norm_forward_cuda(uintptr_t handle, const mt_norm *norm,
+                                             const mt_norm_ahead *a)
 {
     cudaStream_t stream = reinterpret_cast<cudaStream_t>(handle);
     Current      current(stream);
@@ -687,7 +693,8 @@ extern "C" const char *mt__norm_forward_cuda(uintptr_t handle, const mt_norm *no
     return launch_error();
 }
 
-extern "C" const char *mt__norm_backward_cuda(uintptr_t handle, const mt_norm *norm, const mt_norm_back *b)
+extern "C" const char *mt__norm_backward_cuda(uintptr_t handle, const mt_norm *norm,
+                                              const mt_norm_back *b)
 {
     cudaStream_t stream = reinterpret_cast<cudaStream_t>(handle);
     Current      current(stream);

@@ -12,7 +12,8 @@ extern "C" {
 
 const char *mt__norm_forward_cuda (uintptr_t handle, const mt_norm *norm, const mt_norm_ahead *a);
 const char *mt__norm_backward_cuda(uintptr_t handle, const mt_norm *norm, const mt_norm_back *b);
-/* Scratch for b: as mt_norm_partials, for these kernels. Depends on sizes, strides and alignment. */
+/* Scratch for b: as mt_norm_partials, for these kernels. Depends on sizes,
+ * strides and alignment. */
 int64_t     mt__norm_partials_cuda(const mt_norm *norm, const mt_norm_back *b);
 
 #ifdef __cplusplus

@@ -18,22 +18,25 @@ INLINE void turn_head(mt_dtype dt, mt_dtype angle_dt, const mt_rope *r, const vo
     for (int64_t i = 0; i < r->rot / 2; i++) {
         int64_t p = r->interleaved ? 2 * i : i, q = r->interleaved ? 2 * i + 1 : i + r->rot / 2;
         float   a = mt__get(dt, x, from + p), b = mt__get(dt, x, from + q);
-        float   cp = mt__get(angle_dt, r->cos, cos_at + p), cq = mt__get(angle_dt, r->cos, cos_at + q);
-        float   sp = mt__get(angle_dt, r->sin, sin_at + p), sq = mt__get(angle_dt, r->sin, sin_at + q);
+        float   cp = mt__get(angle_dt, r->cos, cos_at + p),
+                cq = mt__get(angle_dt, r->cos, cos_at + q);
+        float   sp = mt__get(angle_dt, r->sin, sin_at + p),
+                sq = mt__get(angle_dt, r->sin, sin_at + q);
 
         mt__put(dt, out, to + p, r->inverse ? a * cp + b * sq : a * cp - b * sp);
         mt__put(dt, out, to + q, r->inverse ? b * cq - a * sp : b * cq + a * sq);
     }
 }
 
-INLINE void copy_head(mt_dtype dt, const mt_rope *r, const void *x, int64_t from, void *out, int64_t to,
-                      int64_t first)
+INLINE void copy_head(mt_dtype dt, const mt_rope *r, const void *x, int64_t from, void *out,
+                      int64_t to, int64_t first)
 {
     for (int64_t i = first; i < r->dim; i++)
         mt__put(dt, out, to + i, mt__get(dt, x, from + i));
 }
 
-INLINE void turn_token(mt_dtype dt, mt_dtype angle_dt, const mt_rope *r, int64_t batch, int64_t token)
+INLINE void turn_token(mt_dtype dt, mt_dtype angle_dt, const mt_rope *r, int64_t batch,
+                       int64_t token)
 {
     int64_t cos_at = batch * r->cos_at[0] + token * r->cos_at[1];
     int64_t sin_at = batch * r->sin_at[0] + token * r->sin_at[1];
@@ -42,7 +45,8 @@ INLINE void turn_token(mt_dtype dt, mt_dtype angle_dt, const mt_rope *r, int64_t
         const mt_rope_part *p = &r->part[n];
 
         for (int64_t head = 0; head < p->heads; head++) {
-            int64_t from = place(p->x_at, batch, token, head), to = place(p->out_at, batch, token, head);
+            int64_t from = place(p->x_at, batch, token, head),
+                    to = place(p->out_at, batch, token, head);
 
             if (n != MT_ROPE_V)
                 turn_head(dt, angle_dt, r, p->x, from, p->out, to, cos_at, sin_at);

@@ -19,8 +19,8 @@ struct Args {
     const void  *cos, *sin;
     int64_t      cos_at[2], sin_at[2];
     unsigned     seq, tokens;
-    int          dim, rot, items, heads;         // heads: of all parts
-    bool         copied[MT_ROPE_PARTS];          // out is not x: what is not turned has to be copied
+    int          dim, rot, items, heads;        // heads: of all parts
+    bool         copied[MT_ROPE_PARTS];         // out is not x: what is not turned has to be copied
 };
 
 // W numbers of T as fp32.
@@ -112,7 +112,8 @@ __device__ inline void some_heads(const Args &a, const Item &it, const Angles<W>
     using P = Piece<T, W>;
     P  p[AT_ONCE], q[AT_ONCE];
     T *to[AT_ONCE];                  // nullptr: nothing to do
-    const int turned_heads = it.turns ? (int)(a.part[MT_ROPE_Q].heads + a.part[MT_ROPE_K].heads) : 0;
+    const int turned_heads = it.turns ? (int)(a.part[MT_ROPE_Q].heads + a.part[MT_ROPE_K].heads)
+                                      : 0;
 
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
@@ -126,7 +127,8 @@ __device__ inline void some_heads(const Args &a, const Item &it, const Angles<W>
             head -= (int)a.part[k++].heads;
         if (!turned && !a.copied[k])
             continue;
-        const T *from = static_cast<const T *>(a.part[k].x) + place(a.part[k].x_at, batch, token, head);
+        const T *from = static_cast<const T *>(a.part[k].x) + place(a.part[k].x_at, batch, token,
+                                                                    head);
         to[n] = static_cast<T *>(a.part[k].out) + place(a.part[k].out_at, batch, token, head);
         p[n]  = *reinterpret_cast<const P *>(from + it.first);
         q[n]  = *reinterpret_cast<const P *>(from + (it.both ? it.second : it.first));
@@ -190,20 +192,24 @@ bool steps_fit(const int64_t *at, int n, int width)
 // numbers at a time.
 bool vectors_fit(const mt_rope *r, int width)
 {
-    bool fit = r->dim % (2 * width) == 0 && r->rot % (2 * width) == 0 && aligned16(r->cos) && aligned16(r->sin)
+    bool fit = r->dim % (2 * width) == 0 && r->rot % (2 * width) == 0
+            && aligned16(r->cos) && aligned16(r->sin)
             && steps_fit(r->cos_at, 2, width) && steps_fit(r->sin_at, 2, width);
 
     for (const mt_rope_part &p : r->part)
-        fit = fit && (p.heads == 0 || (aligned16(p.x) && aligned16(p.out) && steps_fit(p.x_at, 3, width)
+        fit = fit && (p.heads == 0 || (aligned16(p.x) && aligned16(p.out)
+                                       && steps_fit(p.x_at, 3, width)
                                        && steps_fit(p.out_at, 3, width)));
     return fit;
 }
 
-template <typename T, typename A, int W> void launch(cudaStream_t stream, const mt_rope *r, const Args &a)
+template <typename T, typename A, int W>
+void launch(cudaStream_t stream, const mt_rope *r, const Args &a)
 {
     const int  x = a.items < THREADS ? a.items : THREADS, share = (a.heads + AT_ONCE - 1) / AT_ONCE;
     const int  y = share < THREADS / x ? share : THREADS / x, z = THREADS / (x * y);
-    const dim3 block((unsigned)x, (unsigned)y, (unsigned)(z < 64 ? z : 64));       // 64: CUDA's limit for z
+    // 64: CUDA's limit for z
+    const dim3 block((unsigned)x, (unsigned)y, (unsigned)(z < 64 ? z : 64));
     const unsigned blocks = (a.tokens + block.z - 1) / block.z;
 
     if (r->interleaved && r->inverse)

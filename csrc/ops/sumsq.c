@@ -235,7 +235,8 @@ static double run_chunk(const job *j, int64_t c)
         sum = j->kernel->square(j->dt, (const char *)j->x + skip, n);
     else
         sum = j->kernel->accumulate(j->dt, j->acc != NULL ? j->acc + from : NULL,
-                                    (char *)j->grad + skip, (const char *)j->x + skip, n, j->from_grad);
+                                    (char *)j->grad + skip, (const char *)j->x + skip, n,
+                                    j->from_grad);
     mt__fp_end(was);
     return sum;
 }
@@ -243,7 +244,8 @@ static double run_chunk(const job *j, int64_t c)
 static void run_chunks(void *arg, int64_t part)
 {
     const job *j  = arg;
-    int64_t    to = (part + 1) * CHUNKS_AT_ONCE < j->n_chunks ? (part + 1) * CHUNKS_AT_ONCE : j->n_chunks;
+    int64_t    to = (part + 1) * CHUNKS_AT_ONCE < j->n_chunks ? (part + 1) * CHUNKS_AT_ONCE
+                                                              : j->n_chunks;
 
     for (int64_t c = part * CHUNKS_AT_ONCE; c < to; c++)
         j->sums[c] = run_chunk(j, c);
@@ -277,8 +279,8 @@ double mt_sumsq_host(mt_pool *pool, mt_dtype dt, const void *x, int64_t n)
 void mt_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,
                    int64_t n, int from_grad, double *sumsq)
 {
-    *sumsq = run(&(job){ .dt = dt, .n = n, .x = add, .acc = acc, .grad = grad, .from_grad = from_grad },
-                 pool);
+    *sumsq = run(&(job){ .dt = dt, .n = n, .x = add, .acc = acc, .grad = grad,
+                         .from_grad = from_grad }, pool);
 }
 
 /* ---- in a queue ---- */
@@ -358,9 +360,10 @@ static mt_status put_cuda(mt_sumsq *s, mt_queue *q, order o)
     if (o.grad == NULL)
         error = mt__sumsq_cuda(q->dev->ops->handle(q), o.dt, o.x, o.n, s->sums, o.out);
     else
-        error = mt__accumulate_cuda(q->dev->ops->handle(q), o.dt, o.acc, o.grad, o.x, o.n, o.from_grad,
-                                    s->sums, o.out);
-    return error == NULL ? MT_OK : MT_FAIL(MT_EDEVICE, "sumsq of %lld elements: %s", (long long)o.n, error);
+        error = mt__accumulate_cuda(q->dev->ops->handle(q), o.dt, o.acc, o.grad, o.x, o.n,
+                                    o.from_grad, s->sums, o.out);
+    return error == NULL ? MT_OK
+                         : MT_FAIL(MT_EDEVICE, "sumsq of %lld elements: %s", (long long)o.n, error);
 }
 #endif
 
@@ -414,12 +417,15 @@ mt_status mt_sumsq_put(void *s, mt_queue *q, mt_dtype dt, const void *x, int64_t
     return put(s, q, (order){ .dt = dt, .x = x, .n = n, .out = out });
 }
 
-mt_status mt_accumulate_put(void *s, mt_queue *q, mt_dtype dt, float *acc, void *grad, const void *add,
-                            int64_t n, int from_grad, double *out)
+mt_status mt_accumulate_put(void *s, mt_queue *q, mt_dtype dt, float *acc, void *grad,
+                            const void *add, int64_t n, int from_grad, double *out)
 {
-    if (grad == NULL || add == NULL || add == grad || (acc == NULL && (dt == MT_BF16 || dt == MT_F16)))
-        return MT_FAIL(MT_EINVAL, "accumulate: %s gradient at %p, sum at %p, to be added %p: a gradient and "
-                       "another to add, and a sum for 16-bit types", mt_dtype_name(dt), grad, (void *)acc, add);
+    if (grad == NULL || add == NULL || add == grad ||
+        (acc == NULL && (dt == MT_BF16 || dt == MT_F16)))
+        return MT_FAIL(MT_EINVAL,
+                       "accumulate: %s gradient at %p, sum at %p, to be added %p: a gradient and "
+                       "another to add, and a sum for 16-bit types", mt_dtype_name(dt), grad,
+                       (void *)acc, add);
     return put(s, q, (order){ .dt = dt, .x = add, .n = n, .out = out, .acc = acc, .grad = grad,
                               .from_grad = from_grad });
 }

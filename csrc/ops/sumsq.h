@@ -1,9 +1,11 @@
-/* sumsq.h — sum of squares of a gradient, in one stated order, so that every device gives the same bits.
+/* sumsq.h — sum of squares of a gradient, in one stated order,
+ * so that every device gives the same bits.
  *
  *   s = sum_i x[i]^2, in fp64. The square of an fp32, bf16 or fp16 number is exact in fp64.
  *   1. chunks of 8192 elements; in a chunk, lane l of 256 adds elements l, l+256, ... in order;
  *      the 256 lanes are folded: lane[l] += lane[l+128], then 64, 32, ... 1.
- *   2. the chunk sums are added by the same rule (256 lanes, strided, folded), as one array of any length.
+ *   2. the chunk sums are added by the same rule (256 lanes, strided, folded), as one array of any
+ *      length.
  * fp64 inputs are squared in fp64 (rounded once).
  */
 #ifndef MT_SUMSQ_H
@@ -36,7 +38,7 @@ void mt_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const voi
                    int64_t n, int from_grad, double *sumsq);
 
 /* The same in a queue, on the device's memory, to the same bits; s and out as for mt_sumsq_put. */
-mt_status mt_accumulate_put(void *s, mt_queue *q, mt_dtype dt, float *acc, void *grad, const void *add,
-                            int64_t n, int from_grad, double *out);
+mt_status mt_accumulate_put(void *s, mt_queue *q, mt_dtype dt, float *acc, void *grad,
+                            const void *add, int64_t n, int from_grad, double *out);
 
 #endif

@@ -49,8 +49,8 @@ void launch(cudaStream_t stream, const void *x, int64_t n, double *sums, double 
     const int64_t n_chunks = (n + CHUNK - 1) / CHUNK;
 
     if (n_chunks > 0)
-        sum_chunks<<<(unsigned)blocks_for(n_chunks), THREADS, 0, stream>>>(static_cast<const T *>(x), n,
-                                                                         sums);
+        sum_chunks<<<(unsigned)blocks_for(n_chunks), THREADS, 0, stream>>>(
+            static_cast<const T *>(x), n, sums);
     sum_sums<<<1, LANES, 0, stream>>>(sums, n_chunks, out);
 }
 

@@ -9,8 +9,10 @@ typedef struct mt__sumsq_kernel {
     int       (*runs)(void);
     /* Sum of squares of x[0..n), n <= MT_SUMSQ_CHUNK: rule 1 of sumsq.h. */
     double    (*square)(mt_dtype dt, const void *x, int64_t n);
-    /* mt_accumulate's arithmetic on n <= MT_SUMSQ_CHUNK elements; yields the new values' sum of squares. */
-    double    (*accumulate)(mt_dtype dt, float *acc, void *grad, const void *add, int64_t n, int from_grad);
+    /* mt_accumulate's arithmetic on n <= MT_SUMSQ_CHUNK elements;
+     * yields the new values' sum of squares. */
+    double    (*accumulate)(mt_dtype dt, float *acc, void *grad, const void *add, int64_t n,
+                            int from_grad);
 } mt__sumsq_kernel;
 
 /* Best first; the last runs everywhere and is the definition. */

@@ -1,4 +1,5 @@
-// sumsq_lanes.cuh — private to csrc/ops: the order of sumsq.h on CUDA, for what ends in a sum of squares.
+// sumsq_lanes.cuh — private to csrc/ops: the order of sumsq.h on CUDA,
+// for what ends in a sum of squares.
 #ifndef MT_SUMSQ_LANES_CUH
 #define MT_SUMSQ_LANES_CUH
 

@@ -109,7 +109,8 @@ static const char *missing_plane(const mt_adam_tensor *t)
 static mt_status check_hyper(int i, const mt_adam_hyper *h)
 {
     if (h->step < 1)
-        return MT_FAIL(MT_EINVAL, "adam: tensor %d: step %lld; the first is 1", i, (long long)h->step);
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d: step %lld; the first is 1", i,
+                       (long long)h->step);
     if (!(h->beta1 >= 0 && h->beta1 < 1 && h->beta2 >= 0 && h->beta2 < 1))
         return MT_FAIL(MT_EINVAL, "adam: tensor %d: betas %g, %g are not both in [0, 1)",
                        i, h->beta1, h->beta2);
@@ -130,10 +131,11 @@ static mt_status check_tensor(int i, const mt_adam_tensor *t)
     if (t->n < 0)
         return MT_FAIL(MT_EINVAL, "adam: tensor %d: %lld elements", i, (long long)t->n);
     if ((unsigned)t->states >= MT_STATES_COUNT)
-        return MT_FAIL(MT_EINVAL, "adam: tensor %d: states %d; there are 0 to %d", i, (int)t->states,
-                       MT_STATES_COUNT - 1);
+        return MT_FAIL(MT_EINVAL, "adam: tensor %d: states %d; there are 0 to %d", i,
+                       (int)t->states, MT_STATES_COUNT - 1);
     if (t->states != MT_STATES_FP32 && (t->first < 0 || t->first % MT_STATES_GROUP != 0))
-        return MT_FAIL(MT_EINVAL, "adam: tensor %d begins at element %lld of its parameter; with %s states "
+        return MT_FAIL(MT_EINVAL,
+                       "adam: tensor %d begins at element %lld of its parameter; with %s states "
                        "that must be a multiple of %d", i, (long long)t->first,
                        mt_states_name(t->states), MT_STATES_GROUP);
     if (missing_plane(t) != NULL)
@@ -286,7 +288,8 @@ mt_status mt__adam_run(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, fl
     return st;
 }
 
-mt_status mt_adam_step(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip, mt_isa isa)
+mt_status mt_adam_step(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip,
+                       mt_isa isa)
 {
     mt_status st = mt__isa_check(isa);
 
@@ -341,8 +344,10 @@ static void *low_of(const mt_adam_tensor *t)
          : t->states == MT_STATES_8BIT_LO8 ? (void *)t->codes.lo : (void *)t->lo;
 }
 
-/* One launch for tensors from *at on, as long as their moments are of one size; *at is then behind them. */
-static const char *put_some(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip, int *at)
+/* One launch for tensors from *at on, as long as their moments are of one size;
+ * *at is then behind them. */
+static const char *put_some(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip,
+                            int *at)
 {
     mt__adam_cuda_tensor some[MT__ADAM_CUDA_MOST];
     int                  n = 0;
@@ -359,7 +364,8 @@ static const char *put_some(uintptr_t stream, const mt_adam_tensor *t, int n_ten
     return mt__adam_cuda(stream, some, n);
 }
 
-static const char *put_some8(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip, int *at)
+static const char *put_some8(uintptr_t stream, const mt_adam_tensor *t, int n_tensors, float clip,
+                             int *at)
 {
     mt__adam8_cuda_tensor some[MT__ADAM8_CUDA_MOST];
     int                   n = 0;
@@ -393,8 +399,8 @@ mt_status mt_adam_put_cuda(uintptr_t stream, const mt_adam_tensor *t, int n_tens
 {
     (void)t;
     (void)clip;
-    return MT_FAIL(MT_ENOTSUP, "adam of %d tensors on stream %#lx: this build has no CUDA", n_tensors,
-                   (unsigned long)stream);
+    return MT_FAIL(MT_ENOTSUP, "adam of %d tensors on stream %#lx: this build has no CUDA",
+                   n_tensors, (unsigned long)stream);
 }
 #endif
 

@@ -22,13 +22,13 @@
  *   F16   master is p; hi is p rounded to nearest even. Where hi is not the rounding of master,
  *         someone wrote hi: p starts from hi.
  *
- * Moments of 8 bits (states other than FP32): adam8_code.h says what a byte means, how it is rounded, and
- * what keeps an update from being too large. Weights with less than 16 bits below hi:
+ * Moments of 8 bits (states other than FP32): adam8_code.h says what a byte means, how it is
+ * rounded, and what keeps an update from being too large. Weights with less than 16 bits below hi:
  *   8BIT_LO8  bits(p) = (hi << 16) + (int8)lo * 256, rounded stochastically
  *   8BIT_SR   p is hi, rounded stochastically
  *
- * Bytes per parameter moved: F32 r16 w12; BF16 r14 w12 and F16 r16 w14 with a 16-bit gradient; BF16 of
- * 8 bits r8.06 w6.06, with LO8 1 less each way, with SR 2.
+ * Bytes per parameter moved: F32 r16 w12; BF16 r14 w12 and F16 r16 w14 with a 16-bit gradient; BF16
+ * of 8 bits r8.06 w6.06, with LO8 1 less each way, with SR 2.
  * What is exact and what is not: docs/numerics.md.
  */
 #ifndef MT_ADAM_H
@@ -71,7 +71,8 @@ typedef struct mt_adam_tensor {
     mt_states   states;
     mt_adam_codes codes;                     /* states of 8 bits, in/out */
     /* What rounding is drawn from besides the step: a number of the parameter's own, and the number
-     * of the tensor's first element in the parameter, a multiple of 128 where states are of 8 bits. */
+     * of the tensor's first element in the parameter,
+     * a multiple of 128 where states are of 8 bits. */
     uint64_t    key;
     int64_t     first;
 } mt_adam_tensor;
@@ -83,7 +84,8 @@ static inline uint64_t mt_adam_moves(mt_dtype weight, mt_states states, mt_dtype
     uint64_t kept = weight == MT_F16 ? 6 : weight == MT_F32 ? 4 : 2 + mt_states_low_bytes(states);
     uint64_t scales = states == MT_STATES_FP32 ? 0 : 16 * (uint64_t)mt_states_groups(n);
 
-    return (uint64_t)n * (2 * (kept + (states == MT_STATES_FP32 ? 8 : 2)) + mt_dtype_bytes(grad)) + scales;
+    return (uint64_t)n * (2 * (kept + (states == MT_STATES_FP32 ? 8 : 2)) + mt_dtype_bytes(grad)) +
+           scales;
 }
 
 /* One step of every tensor. clip multiplies every gradient (1: none). Chunks of 256 Ki elements
@@ -93,7 +95,8 @@ static inline uint64_t mt_adam_moves(mt_dtype weight, mt_states states, mt_dtype
  * Errors: MT_EINVAL (dtype, a missing plane, step < 1, eps < 0, betas outside [0,1), lr, weight
  * decay or clip not finite; first not a multiple of 128), MT_ENOTSUP (isa does not run here),
  * MT_ENOMEM. */
-mt_status mt_adam_step(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip, mt_isa isa);
+mt_status mt_adam_step(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, float clip,
+                       mt_isa isa);
 
 /* The same step in a queue, on memory of its device. Returns when it is put; everything is checked
  * before, and t is copied. On the CPU device the queue's thread does it alone.
@@ -113,8 +116,8 @@ void mt_split_set (const float *p, uint16_t *hi, int16_t *lo, int64_t n);
 void mt_split8_join(const uint16_t *hi, const int8_t *lo, float *p, int64_t n);
 void mt_split8_set (const float *p, uint16_t *hi, int8_t *lo, int64_t n);
 
-/* fp32 moments <-> 8 bits: what state_dict() shows, and what it takes from elsewhere. n elements; set
- * rounds to nearest. */
+/* fp32 moments <-> 8 bits: what state_dict() shows, and what it takes from elsewhere. n elements;
+ * set rounds to nearest. */
 void mt_codes_get(const mt_adam_codes *c, float *m, float *v, int64_t n);
 void mt_codes_set(const float *m, const float *v, const mt_adam_codes *c, int64_t n);
 

@@ -1,10 +1,12 @@
 /* adam8_avx2.c — the update of adam8_scalar.c, MT__GROUPS groups of 128 parameters an iteration.
  *
- * Compiled and entered as adam_avx2.c is. Groups' moments lie on the stack between the step and the bytes that they
- * become, as in adam8_avx512.c; what is left after the last whole group goes through the definition.
+ * Compiled and entered as adam_avx2.c is. Groups' moments lie on the stack between the step and the
+ * bytes that they become, as in adam8_avx512.c; what is left after the last whole group goes
+ * through the definition.
  *
- * Unpacking and packing work within 128-bit halves. So 16 elements are a pair whose half h has elements 8 h to
- * 8 h + 3 in a, the next four in b: what unpacking 16 words in a row gives, and packing takes.
+ * Unpacking and packing work within 128-bit halves. So 16 elements are a pair whose half h has
+ * elements 8 h to 8 h + 3 in a, the next four in b: what unpacking 16 words in a row gives,
+ * and packing takes.
  */
 #if defined(__x86_64__)
 #include "adam8_kernel.h"
@@ -65,12 +67,16 @@ INLINE halves halves_of(bits16 x)
     return (halves){ .top = _mm256_unpackhi_epi64(a, b), .low = _mm256_unpacklo_epi64(a, b) };
 }
 
-INLINE pair float_of(bits16 x) { return (pair){ _mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b) }; }
+INLINE pair float_of(bits16 x)
+{
+    return (pair){ _mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b) };
+}
 
 /* From 16 values in a row, and to them. */
 INLINE pair pair_of(__m256 first, __m256 second)
 {
-    return (pair){ _mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31) };
+    return (pair){ _mm256_permute2f128_ps(first, second, 0x20),
+                   _mm256_permute2f128_ps(first, second, 0x31) };
 }
 
 INLINE pair in_a_row(pair x) { return pair_of(x.a, x.b); }
@@ -78,7 +84,8 @@ INLINE pair in_a_row(pair x) { return pair_of(x.a, x.b); }
 INLINE pair load_grads(const mt__adam_span *s, mt_dtype g, int64_t i)
 {
     if (g == MT_BF16)
-        return float_of(unpacked(_mm256_setzero_si256(), load_words((const uint16_t *)s->grad + i)));
+        return float_of(unpacked(_mm256_setzero_si256(),
+                                 load_words((const uint16_t *)s->grad + i)));
     return pair_of(load_grad(s, g, i), load_grad(s, g, i + LANES));
 }
 
@@ -93,7 +100,8 @@ INLINE pair joined(__m256i hi, __m256i lo)
 INLINE pair load_kept(const mt__adam_span *s, int keep, int64_t i)
 {
     if (keep == MT__KEEP_F32 || keep == MT__KEEP_F16)
-        return pair_of(load_weight(s, (mt_dtype)keep, i), load_weight(s, (mt_dtype)keep, i + LANES));
+        return pair_of(load_weight(s, (mt_dtype)keep, i),
+                       load_weight(s, (mt_dtype)keep, i + LANES));
 
     __m256i hi = load_words((const uint16_t *)s->hi + i);
     if (keep == MT__KEEP_SR)
@@ -141,10 +149,13 @@ INLINE bits16 sum_of(bits16 p, bits16 add)
     return (bits16){ _mm256_add_epi32(p.a, add.a), _mm256_add_epi32(p.b, add.b) };
 }
 
-INLINE bits16 spread_pair(bits16 p, bits16 add) { return (bits16){ spread(p.a, add.a), spread(p.b, add.b) }; }
+INLINE bits16 spread_pair(bits16 p, bits16 add)
+{
+    return (bits16){ spread(p.a, add.a), spread(p.b, add.b) };
+}
 
-/* Whether spread_pair may be anything but sum_of, whose upper words are `top`. No NaN carries into its sign there but
- * one from a gradient in fp32: others have no bits so low. */
+/* Whether spread_pair may be anything but sum_of, whose upper words are `top`. No NaN carries into
+ * its sign there but one from a gradient in fp32: others have no bits so low. */
 INLINE int rarely_sum(bits16 p, __m256i top, mt_dtype g)
 {
     return g == MT_F32 ? rarely_spread(p) : rarely_held(top);
@@ -174,7 +185,8 @@ INLINE void store_upper(void *to, __m256i words)
     _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(x));
 }
 
-INLINE void store_kept(const mt__adam_span *s, int keep, mt_dtype g, int64_t i, pair p, __m256i random)
+INLINE void store_kept(const mt__adam_span *s, int keep, mt_dtype g, int64_t i, pair p,
+                       __m256i random)
 {
     bits16 bits = { _mm256_castps_si256(p.a), _mm256_castps_si256(p.b) };
 
@@ -221,7 +233,8 @@ INLINE __m256 square(__m256 code)
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(code), 1));
 }
 
-/* Words as floats, in units, less what `zero` is in units: the float whose last bits they are, less it. */
+/* Words as floats, in units, less what `zero` is in units: the float whose last bits they are,
+ * less it. */
 INLINE pair codes_from(__m256i words, float zero)
 {
     const __m256 onto = _mm256_set1_ps(UNITS_ONTO + zero);
@@ -263,8 +276,8 @@ INLINE __m256 updated(const coef8 *c, __m256 p, __m256 g, __m256 *moment, __m256
 }
 
 /* 16 elements; their new moments go into m and r. */
-INLINE void elements(const mt__adam_span *s, const coef8 *c, int keep, mt_dtype gt, int64_t i, __m256 cs,
-                     __m256 ks, pair *m, pair *r, __m256i random)
+INLINE void elements(const mt__adam_span *s, const coef8 *c, int keep, mt_dtype gt, int64_t i,
+                     __m256 cs, __m256 ks, pair *m, pair *r, __m256i random)
 {
     pair p = load_kept(s, keep, i), g = load_grads(s, gt, i);
 
@@ -277,8 +290,10 @@ INLINE void elements(const mt__adam_span *s, const coef8 *c, int keep, mt_dtype 
 
 INLINE __m256i root(__m256 q) { return _mm256_srli_epi32(_mm256_castps_si256(q), 1); }
 
-/* How far 8 elements' codes are below MT__CODE_TOP; negative where they are above, or not finite. */
-INLINE void codes_of(__m256 m, __m256 r, const mt__code_size *size, __m256 onto, __m256i *out_m, __m256i *out_v)
+/* How far 8 elements' codes are below MT__CODE_TOP; negative where they are above,
+ * or not finite. */
+INLINE void codes_of(__m256 m, __m256 r, const mt__code_size *size, __m256 onto, __m256i *out_m,
+                     __m256i *out_v)
 {
     const __m256 units = _mm256_set1_ps(MT__CODE_UNITS);
     __m256  x = _mm256_castsi256_ps(root(_mm256_mul_ps(magnitude(m), _mm256_set1_ps(size->by_m))));
@@ -293,7 +308,8 @@ INLINE void codes_of(__m256 m, __m256 r, const mt__code_size *size, __m256 onto,
 /* Half of m's places, m and r in turns; and half of these, of two groups. */
 INLINE __m256 in_turns(const group *x)
 {
-    return _mm256_max_ps(_mm256_unpacklo_ps(x->most_m, x->most_r), _mm256_unpackhi_ps(x->most_m, x->most_r));
+    return _mm256_max_ps(_mm256_unpacklo_ps(x->most_m, x->most_r),
+                         _mm256_unpackhi_ps(x->most_m, x->most_r));
 }
 
 INLINE __m256 halved(__m256 a, __m256 b)
@@ -306,7 +322,8 @@ INLINE __m256 largest(const group *x)
 {
     __m256d a = _mm256_castps_pd(halved(in_turns(&x[0]), in_turns(&x[1])));
     __m256d b = _mm256_castps_pd(halved(in_turns(&x[2]), in_turns(&x[3])));
-    __m256  y = _mm256_max_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+    __m256  y = _mm256_max_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)),
+                              _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
 
     return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(y), 0xd8));
 }
@@ -327,7 +344,8 @@ INLINE void encode(const group *x, const mt__code_size *size, int8_t *m, uint8_t
 
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
-            pair   onto = float_of(unpacked(x->random[j + h], _mm256_set1_epi16(MT__RANDOM_ONTO >> 16)));
+            pair   onto = float_of(unpacked(x->random[j + h],
+                                            _mm256_set1_epi16(MT__RANDOM_ONTO >> 16)));
             bits16 c, d;
 
             codes_of(x->m[j + h].a, x->r[j + h].a, size, onto.a, &c.a, &d.a);
@@ -336,12 +354,13 @@ INLINE void encode(const group *x, const mt__code_size *size, int8_t *m, uint8_t
             words_v[h] = _mm256_packus_epi32(d.a, d.b);
         }
         store_bytes(m + j * WIDTH, _mm256_packs_epi16(words_m[0], words_m[1]));
-        store_bytes(v + j * WIDTH, _mm256_xor_si256(_mm256_packus_epi16(words_v[0], words_v[1]), all));
+        store_bytes(v + j * WIDTH,
+                    _mm256_xor_si256(_mm256_packus_epi16(words_v[0], words_v[1]), all));
     }
 }
 
-INLINE void step_group(const mt__adam_span *s, const mt__adam_coef *c, const coef8 *k, int keep, mt_dtype gt,
-                       int64_t i, group *x)
+INLINE void step_group(const mt__adam_span *s, const mt__adam_coef *c, const coef8 *k, int keep,
+                       mt_dtype gt, int64_t i, group *x)
 {
     const float *scale = s->codes.scale + i / MT_STATES_GROUP * 2;
     __m256 cs = _mm256_set1_ps(scale[0]), ks = _mm256_set1_ps(scale[1]);
@@ -364,8 +383,8 @@ INLINE void step_group(const mt__adam_span *s, const mt__adam_coef *c, const coe
 }
 
 /* n groups, at most MT__GROUPS. Sizes of groups that are not there are those of zeros. */
-INLINE void step_groups(const mt__adam_span *s, const mt__adam_coef *c, const coef8 *k, int keep, mt_dtype g,
-                        int64_t i, int n, group *x)
+INLINE void step_groups(const mt__adam_span *s, const mt__adam_coef *c, const coef8 *k, int keep,
+                        mt_dtype g, int64_t i, int n, group *x)
 {
     mt__code_size size[MT__GROUPS];
 
@@ -377,12 +396,15 @@ INLINE void step_groups(const mt__adam_span *s, const mt__adam_coef *c, const co
     }
     for (int j = n; j < MT__GROUPS; j++)
         x[j].most_m = x[j].most_r = _mm256_setzero_ps();
-    mt__code_sizes_set(size, largest(x), c->code_bound, s->codes.scale + i / MT_STATES_GROUP * 2, n);
+    mt__code_sizes_set(size, largest(x), c->code_bound, s->codes.scale + i / MT_STATES_GROUP * 2,
+                       n);
     for (int j = 0; j < n; j++)
-        encode(&x[j], &size[j], s->codes.m + i + j * MT_STATES_GROUP, s->codes.v + i + j * MT_STATES_GROUP);
+        encode(&x[j], &size[j], s->codes.m + i + j * MT_STATES_GROUP,
+               s->codes.v + i + j * MT_STATES_GROUP);
 }
 
-INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, int keep, mt_dtype g, mt__adam_fn rest)
+INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, int keep, mt_dtype g,
+                 mt__adam_fn rest)
 {
     const mt__adam_span s = *where;     /* ours: no store can change it, so it stays in registers */
     const coef8        k = coef_set(c);

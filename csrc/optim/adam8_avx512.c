@@ -1,11 +1,13 @@
 /* adam8_avx512.c — the update of adam8_scalar.c, MT__GROUPS groups of 128 parameters an iteration.
  *
- * Compiled and entered as adam_avx512.c is. Groups' moments lie on the stack between the step and the bytes that they
- * become: what a group's sizes wait for, a chain of twenty operations with a division and a root, is waited for
- * once, and costs as much for all as for one. What is left after the last whole group goes through the definition.
+ * Compiled and entered as adam_avx512.c is. Groups' moments lie on the stack between the step and
+ * the bytes that they become: what a group's sizes wait for, a chain of twenty operations with a
+ * division and a root, is waited for once, and costs as much for all as for one. What is left after
+ * the last whole group goes through the definition.
  *
- * 32 elements are a pair: those of even number in a, the others in b. Words in a row are then the halves of 32 bits:
- * taken apart by a shift and a mask, put together by one shuffle that writes every second word.
+ * 32 elements are a pair: those of even number in a, the others in b. Words in a row are then the
+ * halves of 32 bits: taken apart by a shift and a mask,
+ * put together by one shuffle that writes every second word.
  */
 #if defined(__x86_64__)
 #include "adam8_kernel.h"
@@ -34,7 +36,8 @@ INLINE __m512i hashed(hash16 k, int j)
 
 INLINE hash16 hash_of(const uint32_t *seed, int64_t first)
 {
-    const __m512i lanes = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i lanes = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28,
+                                            30);
     __m512i steps = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)MT__HASH_STEP));
     __m512i at = _mm512_set1_epi32((int)MT__HASH_FIRST(seed, first));
 
@@ -44,26 +47,32 @@ INLINE hash16 hash_of(const uint32_t *seed, int64_t first)
 
 /* ---- pairs ---- */
 
-INLINE pair float_of(bits32 x) { return (pair){ _mm512_castsi512_ps(x.a), _mm512_castsi512_ps(x.b) }; }
+INLINE pair float_of(bits32 x)
+{
+    return (pair){ _mm512_castsi512_ps(x.a), _mm512_castsi512_ps(x.b) };
+}
 
-/* The lower words of two vectors, those of `lower` below those of `upper`; and their upper ones. Half of the words stay
- * where they are. */
+/* The lower words of two vectors, those of `lower` below those of `upper`; and their upper ones.
+ * Half of the words stay where they are. */
 INLINE __m512i low_words(__m512i lower, __m512i upper)
 {
-    const __m512i up = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13));
+    const __m512i up = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12,
+                                                            13, 12, 13));
     return _mm512_mask_shuffle_epi8(lower, 0xccccccccccccccccu, upper, up);
 }
 
 INLINE __m512i top_words(__m512i lower, __m512i upper)
 {
-    const __m512i down = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 3, 2, 3, 6, 7, 6, 7, 10, 11, 10, 11, 14, 15, 14, 15));
+    const __m512i down = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 3, 2, 3, 6, 7, 6, 7, 10, 11, 10,
+                                                              11, 14, 15, 14, 15));
     return _mm512_mask_shuffle_epi8(upper, 0x3333333333333333u, lower, down);
 }
 
 /* 32 words in a row as the upper ones of a pair: with nothing below them, with others. */
 INLINE bits32 upper(__m512i words)
 {
-    return (bits32){ _mm512_slli_epi32(words, 16), _mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000u)) };
+    return (bits32){ _mm512_slli_epi32(words, 16),
+                     _mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000u)) };
 }
 
 INLINE bits32 above(__m512i top, __m512i low)
@@ -74,10 +83,12 @@ INLINE bits32 above(__m512i top, __m512i low)
 /* From and to 32 values in a row. */
 INLINE pair pair_of(__m512 first, __m512 second)
 {
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28,
+                                           30);
     const __m512i odd  = _mm512_add_epi32(even, _mm512_set1_epi32(1));
 
-    return (pair){ _mm512_permutex2var_ps(first, even, second), _mm512_permutex2var_ps(first, odd, second) };
+    return (pair){ _mm512_permutex2var_ps(first, even, second),
+                   _mm512_permutex2var_ps(first, odd, second) };
 }
 
 INLINE __m512 first_of(pair x)
@@ -88,7 +99,8 @@ INLINE __m512 first_of(pair x)
 
 INLINE __m512 second_of(pair x)
 {
-    const __m512i from = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    const __m512i from = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15,
+                                           31);
     return _mm512_permutex2var_ps(x.a, from, x.b);
 }
 
@@ -110,7 +122,8 @@ INLINE pair joined(__m512i hi, __m512i lo)
 INLINE pair load_kept(const mt__adam_span *s, int keep, int64_t i)
 {
     if (keep == MT__KEEP_F32 || keep == MT__KEEP_F16)
-        return pair_of(load_weight(s, (mt_dtype)keep, i, ALL), load_weight(s, (mt_dtype)keep, i + LANES, ALL));
+        return pair_of(load_weight(s, (mt_dtype)keep, i, ALL),
+                       load_weight(s, (mt_dtype)keep, i + LANES, ALL));
 
     __m512i hi = _mm512_loadu_si512((const uint16_t *)s->hi + i);
     if (keep == MT__KEEP_SR)
@@ -126,7 +139,8 @@ INLINE int rarely_held(__m512i top)
 {
     __m512i size = _mm512_add_epi16(top, top);          /* without signs */
 
-    return _mm512_cmpge_epu16_mask(size, _mm512_set1_epi16((short)(MT__SR_MOST >> 15 & 0xffff))) != 0;
+    return _mm512_cmpge_epu16_mask(size, _mm512_set1_epi16((short)(MT__SR_MOST >> 15 & 0xffff)))
+           != 0;
 }
 
 INLINE int rarely_spread(bits32 p)
@@ -160,10 +174,13 @@ INLINE bits32 sum_of(bits32 p, bits32 add)
     return (bits32){ _mm512_add_epi32(p.a, add.a), _mm512_add_epi32(p.b, add.b) };
 }
 
-INLINE bits32 spread_pair(bits32 p, bits32 add) { return (bits32){ spread(p.a, add.a), spread(p.b, add.b) }; }
+INLINE bits32 spread_pair(bits32 p, bits32 add)
+{
+    return (bits32){ spread(p.a, add.a), spread(p.b, add.b) };
+}
 
-/* Whether spread_pair may be anything but sum_of, whose upper words are `top`. No NaN carries into its sign there but
- * one from a gradient in fp32: others have no bits so low. */
+/* Whether spread_pair may be anything but sum_of, whose upper words are `top`. No NaN carries into
+ * its sign there but one from a gradient in fp32: others have no bits so low. */
 INLINE int rarely_sum(bits32 p, __m512i top, mt_dtype g)
 {
     return g == MT_F32 ? rarely_spread(p) : rarely_held(top);
@@ -173,12 +190,16 @@ typedef struct halves { __m512i top, low; } halves;
 
 INLINE __m512i top_of(bits32 x) { return top_words(x.a, x.b); }
 
-INLINE halves halves_of(bits32 x) { return (halves){ .top = top_words(x.a, x.b), .low = low_words(x.a, x.b) }; }
+INLINE halves halves_of(bits32 x)
+{
+    return (halves){ .top = top_words(x.a, x.b), .low = low_words(x.a, x.b) };
+}
 
 /* The upper words to nearest, ties away, as mt__split_store. */
 INLINE void store_hi(const mt__adam_span *s, int64_t i, halves x)
 {
-    _mm512_storeu_si512((uint16_t *)s->hi + i, _mm512_add_epi16(x.top, _mm512_srli_epi16(x.low, 15)));
+    _mm512_storeu_si512((uint16_t *)s->hi + i,
+                        _mm512_add_epi16(x.top, _mm512_srli_epi16(x.low, 15)));
 }
 
 INLINE void store_halves(const mt__adam_span *s, int64_t i, bits32 p)
@@ -191,7 +212,8 @@ INLINE void store_halves(const mt__adam_span *s, int64_t i, bits32 p)
     _mm512_storeu_si512(s->lo + i, x.low);
 }
 
-INLINE void store_kept(const mt__adam_span *s, int keep, mt_dtype g, int64_t i, pair p, __m512i random)
+INLINE void store_kept(const mt__adam_span *s, int keep, mt_dtype g, int64_t i, pair p,
+                       __m512i random)
 {
     bits32 bits = { _mm512_castps_si512(p.a), _mm512_castps_si512(p.b) };
 
@@ -209,7 +231,8 @@ INLINE void store_kept(const mt__adam_span *s, int keep, mt_dtype g, int64_t i, 
         if (__builtin_expect(rarely_sum(bits, x.top, g), 0))
             x = halves_of(spread_pair(bits, add));
         store_hi(s, i, x);
-        _mm256_storeu_si256((void *)(s->codes.lo + i), _mm512_cvtepi16_epi8(_mm512_srli_epi16(x.low, 8)));
+        _mm256_storeu_si256((void *)(s->codes.lo + i),
+                            _mm512_cvtepi16_epi8(_mm512_srli_epi16(x.low, 8)));
     } else if (keep == MT__KEEP_BF16) {
         store_halves(s, i, bits);
     } else {
@@ -239,14 +262,16 @@ INLINE __m512 square(__m512 code)
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(code), 1));
 }
 
-/* Bytes as floats, in units, less what `zero` is in units: an even one as the last bits of a float, less it, an odd one
- * as the eight bits before, of a float so much smaller. `flip` is exclusive-or'ed to each. */
+/* Bytes as floats, in units, less what `zero` is in units: an even one as the last bits of a float,
+ * less it, an odd one as the eight bits before, of a float so much smaller. `flip` is
+ * exclusive-or'ed to each. */
 INLINE pair codes_from(const void *bytes, uint32_t flip, float zero)
 {
     const __m512i even = _mm512_set1_epi32((int)(UNITS_ONTO_BITS | flip));
     const __m512i odd  = _mm512_set1_epi32((int)((UNITS_ONTO_BITS - (8u << 23)) | flip << 8));
     __m512i two = _mm512_cvtepu16_epi32(_mm256_loadu_si256(bytes));
-    __m512i a = _mm512_ternarylogic_epi32(two, _mm512_set1_epi32(0xff), even, 0x6a);        /* two & mask ^ onto */
+    /* two & mask ^ onto */
+    __m512i a = _mm512_ternarylogic_epi32(two, _mm512_set1_epi32(0xff), even, 0x6a);
     __m512i b = _mm512_ternarylogic_epi32(two, _mm512_set1_epi32(0xff00), odd, 0x6a);
 
     return (pair){ _mm512_sub_ps(_mm512_castsi512_ps(a), _mm512_set1_ps(UNITS_ONTO + zero)),
@@ -285,8 +310,8 @@ INLINE __m512 updated(const coef16 *c, __m512 p, __m512 g, __m512 *moment, __m51
 }
 
 /* 32 elements; their new moments go into m and r. */
-INLINE void elements(const mt__adam_span *s, const coef16 *c, int keep, mt_dtype gt, int64_t i, __m512 cs,
-                     __m512 ks, pair *m, pair *r, __m512i random)
+INLINE void elements(const mt__adam_span *s, const coef16 *c, int keep, mt_dtype gt, int64_t i,
+                     __m512 cs, __m512 ks, pair *m, pair *r, __m512i random)
 {
     pair p = load_kept(s, keep, i), g = load_grads(s, gt, i);
 
@@ -301,11 +326,14 @@ enum { LARGER = 0xb };                           /* of two magnitudes; of a NaN 
 
 INLINE __m512i root(__m512 q) { return _mm512_srli_epi32(_mm512_castps_si512(q), 1); }
 
-/* How far 16 elements' codes are below MT__CODE_TOP; negative where they are above, or not finite. */
-INLINE void codes_of(__m512 m, __m512 r, const mt__code_size *size, __m512 onto, __m512i *out_m, __m512i *out_v)
+/* How far 16 elements' codes are below MT__CODE_TOP; negative where they are above,
+ * or not finite. */
+INLINE void codes_of(__m512 m, __m512 r, const mt__code_size *size, __m512 onto, __m512i *out_m,
+                     __m512i *out_v)
 {
     const __m512 units = _mm512_set1_ps(MT__CODE_UNITS);
-    __m512  x = _mm512_castsi512_ps(root(_mm512_mul_ps(_mm512_abs_ps(m), _mm512_set1_ps(size->by_m))));
+    __m512  x = _mm512_castsi512_ps(root(_mm512_mul_ps(_mm512_abs_ps(m),
+                                                       _mm512_set1_ps(size->by_m))));
     __m512i y = root(_mm512_mul_ps(r, _mm512_set1_ps(size->by_r)));
     __m512  least = _mm512_fmadd_ps(x, _mm512_set1_ps(size->least), _mm512_set1_ps(size->floor));
 
@@ -325,7 +353,8 @@ INLINE __m512 paired(__m512 a, __m512 b)
     return _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
-/* The largest m and r of each group, in a row. Quarters of a, then b: m and r of one group, m and r of the next. */
+/* The largest m and r of each group, in a row. Quarters of a, then b: m and r of one group,
+ * m and r of the next. */
 INLINE __m256 largest(const group *x)
 {
     const __m512i each = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
@@ -361,19 +390,21 @@ INLINE void encode(const group *x, const mt__code_size *size, int8_t *m, uint8_t
 
         codes_of(x->m[j].a, x->r[j].a, size, onto.a, &c.a, &d.a);
         codes_of(x->m[j].b, x->r[j].b, size, onto.b, &c.b, &d.b);
-        /* A word has all of what comes of finite moments: x is at most 127 sqrt(2), y 255 sqrt(2) or 2 x + 3. Others
-         * root to 2^63 and more, and become 0x80000000: its lower word is the 0 that they stand for. */
+        /* A word has all of what comes of finite moments: x is at most 127 sqrt(2), y 255 sqrt(2)
+         * or 2 x + 3. Others root to 2^63 and more, and become 0x80000000: its lower word is the 0
+         * that they stand for. */
         words_m[j % 2] = _mm512_sub_epi16(top, low_words(c.a, c.b));
         words_v[j % 2] = low_words(d.a, d.b);
         if (j % 2 == 0)
             continue;
         store_bytes(m + (j - 1) * WIDTH, _mm512_packs_epi16(words_m[0], words_m[1]));
-        store_bytes(v + (j - 1) * WIDTH, _mm512_xor_si512(_mm512_packus_epi16(words_v[0], words_v[1]), all));
+        store_bytes(v + (j - 1) * WIDTH,
+                    _mm512_xor_si512(_mm512_packus_epi16(words_v[0], words_v[1]), all));
     }
 }
 
-INLINE void step_group(const mt__adam_span *s, const mt__adam_coef *c, const coef16 *k, int keep, mt_dtype gt,
-                       int64_t i, group *x)
+INLINE void step_group(const mt__adam_span *s, const mt__adam_coef *c, const coef16 *k, int keep,
+                       mt_dtype gt, int64_t i, group *x)
 {
     const float *scale = s->codes.scale + i / MT_STATES_GROUP * 2;
     __m512 cs = _mm512_set1_ps(scale[0]), ks = _mm512_set1_ps(scale[1]);
@@ -396,8 +427,8 @@ INLINE void step_group(const mt__adam_span *s, const mt__adam_coef *c, const coe
 }
 
 /* n groups, at most MT__GROUPS. Sizes of groups that are not there are those of zeros. */
-INLINE void step_groups(const mt__adam_span *s, const mt__adam_coef *c, const coef16 *k, int keep, mt_dtype g,
-                        int64_t i, int n, group *x)
+INLINE void step_groups(const mt__adam_span *s, const mt__adam_coef *c, const coef16 *k, int keep,
+                        mt_dtype g, int64_t i, int n, group *x)
 {
     mt__code_size size[MT__GROUPS];
 
@@ -409,12 +440,15 @@ INLINE void step_groups(const mt__adam_span *s, const mt__adam_coef *c, const co
     }
     for (int j = n; j < MT__GROUPS; j++)
         x[j].most_m = x[j].most_r = _mm512_setzero_ps();
-    mt__code_sizes_set(size, largest(x), c->code_bound, s->codes.scale + i / MT_STATES_GROUP * 2, n);
+    mt__code_sizes_set(size, largest(x), c->code_bound, s->codes.scale + i / MT_STATES_GROUP * 2,
+                       n);
     for (int j = 0; j < n; j++)
-        encode(&x[j], &size[j], s->codes.m + i + j * MT_STATES_GROUP, s->codes.v + i + j * MT_STATES_GROUP);
+        encode(&x[j], &size[j], s->codes.m + i + j * MT_STATES_GROUP,
+               s->codes.v + i + j * MT_STATES_GROUP);
 }
 
-INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, int keep, mt_dtype g, mt__adam_fn rest)
+INLINE void step(const mt__adam_span *where, const mt__adam_coef *c, int keep, mt_dtype g,
+                 mt__adam_fn rest)
 {
     const mt__adam_span s = *where;     /* ours: no store can change it, so it stays in registers */
     const coef16        k = coef_set(c);

@@ -1,7 +1,7 @@
 // adam8_cuda.cu — the update of adam8_scalar.c on CUDA, to its bits.
 //
-// Every operation rounds to nearest and is never fused, as in adam_cuda.cu. A warp has a group: 32 lanes with
-// 4 neighbours each are its 128 elements.
+// Every operation rounds to nearest and is never fused, as in adam_cuda.cu. A warp has a group: 32
+// lanes with 4 neighbours each are its 128 elements.
 #include "adam8_cuda.h"
 #include "adam8_code.h"
 #include "adam_weight.cuh"
@@ -32,7 +32,10 @@ template <typename T> struct Kept : Weight<T> {
     using Hi = T;
     using Low = typename Weight<T>::Low;
     static constexpr bool rounds = false;
-    static __device__ void split(float p, unsigned, T *hi, Low *low) { Weight<T>::split(p, hi, low); }
+    static __device__ void split(float p, unsigned, T *hi, Low *low)
+    {
+        Weight<T>::split(p, hi, low);
+    }
 };
 
 struct Lo8 {
@@ -68,7 +71,8 @@ struct Sr {
 // The 16 bits of element e of the lane's, whose first has the number `at`, an even one.
 __device__ inline unsigned hashed(const unsigned *seed, int64_t at, int e)
 {
-    const unsigned x = MT__HASH_FIRST(seed, at + e / 2 * 2), h = (x ^ x >> 15 ^ seed[1]) * MT__HASH_MIX;
+    const unsigned x = MT__HASH_FIRST(seed, at + e / 2 * 2),
+                   h = (x ^ x >> 15 ^ seed[1]) * MT__HASH_MIX;
 
     return e % 2 == 0 ? h & MT__RANDOM : h >> 16;
 }
@@ -82,7 +86,8 @@ __device__ inline float largest(float x)
 // As mt__square, of a code with a sign, and mt__root.
 __device__ inline float square(float code)
 {
-    return copysignf(__uint_as_float(__float_as_uint(__fmul_rn(fabsf(code), MT__CODE_UNIT)) << 1), code);
+    return copysignf(__uint_as_float(__float_as_uint(__fmul_rn(fabsf(code), MT__CODE_UNIT)) << 1),
+                     code);
 }
 
 __device__ inline unsigned root(float q) { return __float_as_uint(q) >> 1; }
@@ -185,7 +190,8 @@ template <typename K, typename G> struct Lane {
     // All lanes of the warp together. fmaxf of a NaN is the other.
     __device__ void encode(const Coef &c, int64_t at)
     {
-        float most_m = largest(fmaxf(fmaxf(fabsf(m[0]), fabsf(m[1])), fmaxf(fabsf(m[2]), fmaxf(fabsf(m[3]), 0.0f))));
+        float most_m = largest(fmaxf(fmaxf(fabsf(m[0]), fabsf(m[1])),
+                                     fmaxf(fabsf(m[2]), fmaxf(fabsf(m[3]), 0.0f))));
         float most_r = largest(fmaxf(fmaxf(r[0], r[1]), fmaxf(r[2], fmaxf(r[3], 0.0f))));
 
         most_m = most_m < MT__M_FINITE ? most_m < MT__M_LEAST ? 0.0f : most_m : MT__M_FINITE;
@@ -193,7 +199,8 @@ template <typename K, typename G> struct Lane {
         const float says = most_m < MT__M_LARGEST ? most_m : MT__M_LARGEST;
         const float by_m = most_m > 0 ? __fdiv_rn(MT__C_BELOW, most_m) : 0.0f;
         const float by_r = most_r > 0 ? __fdiv_rn(MT__K_SQUARE, most_r) : 0.0f;
-        const float ratio = __fmul_rn(__fmul_rn(c.code_bound, says), __fmul_rn(by_r, MT__K_INVERSE));
+        const float ratio = __fmul_rn(__fmul_rn(c.code_bound, says),
+                                      __fmul_rn(by_r, MT__K_INVERSE));
         const float f = fminf(__fsqrt_rn(ratio), MT__LEAST_MOST);
         const float floor = most_r > 0 ? __fmul_rn(__fadd_rn(f, 1.0f), MT__CODE_UNIT) : 0.0f;
 
@@ -204,7 +211,8 @@ template <typename K, typename G> struct Lane {
             const float    x = __uint_as_float(root(__fmul_rn(fabsf(m[e]), by_m)));
             const float    least = __fmaf_rn(x, f, floor);
             const unsigned y = max(root(__fmul_rn(r[e], by_r)), __float_as_uint(least));
-            const int      signed_code = code_of(__fmaf_rn(-x, copysignf(MT__CODE_UNITS, m[e]), onto));
+            const int      signed_code = code_of(__fmaf_rn(-x, copysignf(MT__CODE_UNITS, m[e]),
+                                                           onto));
 
             mc.x[e] = (signed char)max(-128, min(signed_code, 127));
             vc.x[e] = (unsigned char)code_of(__fmaf_rn(-__uint_as_float(y), MT__CODE_UNITS, onto));
@@ -250,11 +258,12 @@ __device__ inline void chunk(const Tensor &t, int64_t from)
     lane.store(s, i);
 }
 
-// One step of AdamW, the formula of adam8_code.h, on every element of up to 30 tensors [n] of any kinds.
-// A block takes a chunk of 1024 elements of one tensor, a warp a group of it; many warps hide what each waits for.
-// Bytes an element with a 16-bit gradient: BF16 r8.06 w6.06, LO8 1 less each way, SR 2; F32 r10.06 w6.06.
-// Expected: 14.1 bytes at 4.0 to 4.3 TB/s of an H200's HBM are 280 to 300 G bf16 parameters/s; a square root and a
-// division of 8 to 20 instructions each may hold it below.
+// One step of AdamW, the formula of adam8_code.h, on every element of up to 30 tensors [n] of any
+// kinds. A block takes a chunk of 1024 elements of one tensor, a warp a group of it; many warps
+// hide what each waits for. Bytes an element with a 16-bit gradient: BF16 r8.06 w6.06, LO8 1 less
+// each way, SR 2; F32 r10.06 w6.06. Expected: 14.1 bytes at 4.0 to 4.3 TB/s of an H200's HBM are
+// 280 to 300 G bf16 parameters/s; a square root and a division of 8 to 20 instructions each may
+// hold it below.
 __global__ void __launch_bounds__(WARPS * 32, 4)
 update8(const __grid_constant__ Table<Tensor, MT__ADAM8_CUDA_MOST> table)
 {
@@ -279,7 +288,8 @@ update8(const __grid_constant__ Table<Tensor, MT__ADAM8_CUDA_MOST> table)
 
 } // namespace
 
-extern "C" const char *mt__adam8_cuda(uintptr_t handle, const mt__adam8_cuda_tensor *t, int n_tensors)
+extern "C" const char *mt__adam8_cuda(uintptr_t handle, const mt__adam8_cuda_tensor *t,
+                                      int n_tensors)
 {
     return launch<MT__ADAM8_CUDA_MOST>(update8, handle, t, n_tensors, WARPS * 32, CHUNK);
 }

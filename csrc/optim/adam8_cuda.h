@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-#define MT__ADAM8_CUDA_MOST 30           /* tensors a launch takes: its table fits 4 KiB of arguments */
+#define MT__ADAM8_CUDA_MOST 30      /* tensors a launch takes: its table fits 4 KiB of arguments */
 
 typedef struct mt__adam8_cuda_tensor {
     void         *hi;

@@ -9,16 +9,16 @@
 #include <immintrin.h>
 #endif
 
-#define MT__ADAM8_AHEAD 1024             /* elements prefetched ahead: as many bytes as MT__ADAM_AHEAD's */
+#define MT__ADAM8_AHEAD 1024    /* elements prefetched ahead: as many bytes as MT__ADAM_AHEAD's */
 
-/* What a group's elements are multiplied by below the root, and the least that y may be: least * x + floor, x, y
- * and floor in units. */
+/* What a group's elements are multiplied by below the root, and the least that y may be: least * x
+ * + floor, x, y and floor in units. */
 typedef struct mt__code_size {
     float by_m, by_r, least, floor;
 } mt__code_size;
 
-/* bound: mt__adam_coef.code_bound. Writes both scales. Where the largest |m| is above what a scale says, all of the
- * group's are that much smaller. */
+/* bound: mt__adam_coef.code_bound. Writes both scales. Where the largest |m| is above what a scale
+ * says, all of the group's are that much smaller. */
 static inline mt__code_size mt__code_size_of(float most_m, float most_r, float bound, float *scale)
 {
     float m = most_m < MT__M_FINITE ? most_m < MT__M_LEAST ? 0.0f : most_m : MT__M_FINITE;
@@ -50,23 +50,26 @@ static inline float mt__root(float q)
 }
 
 #if defined(__AVX2__)
-#define MT__GROUPS 4                     /* whose sizes are made at once: after their steps, before their bytes */
+#define MT__GROUPS 4    /* whose sizes are made at once: after their steps, before their bytes */
 #define MT__BOTH(m, r) _mm256_setr_ps(m, r, m, r, m, r, m, r)
 
 /* by is { by_m, by_r } of each group, f and floor are in the first place of each. */
 MT__INLINE void mt__code_sizes_store(mt__code_size *to, __m256 by, __m256 f, __m256 floor)
 {
-    __m256d x = _mm256_castps_pd(by), y = _mm256_castps_pd(_mm256_blend_ps(f, _mm256_moveldup_ps(floor), 0xaa));
+    __m256d x = _mm256_castps_pd(by),
+            y = _mm256_castps_pd(_mm256_blend_ps(f, _mm256_moveldup_ps(floor), 0xaa));
     __m256d even = _mm256_unpacklo_pd(x, y), odd = _mm256_unpackhi_pd(x, y);
 
     _mm256_storeu_pd((double *)to, _mm256_permute2f128_pd(even, odd, 0x20));
     _mm256_storeu_pd((double *)(to + 2), _mm256_permute2f128_pd(even, odd, 0x31));
 }
 
-/* mt__code_size_of, of MT__GROUPS groups, of which n have scales to write: most is { m, r } of each, none a NaN. */
+/* mt__code_size_of, of MT__GROUPS groups, of which n have scales to write:
+ * most is { m, r } of each, none a NaN. */
 MT__INLINE void mt__code_sizes_set(mt__code_size *to, __m256 most, float bound, float *scale, int n)
 {
-    const __m256 above = MT__BOTH(MT__M_FINITE, MT__R_LARGEST), inverse = MT__BOTH(MT__C_INVERSE, MT__K_INVERSE);
+    const __m256 above = MT__BOTH(MT__M_FINITE, MT__R_LARGEST),
+                 inverse = MT__BOTH(MT__C_INVERSE, MT__K_INVERSE);
     __m256 some = _mm256_cmp_ps(most, MT__BOTH(MT__M_LEAST, MT__R_LEAST), _CMP_GE_OQ);
     __m256 x = _mm256_and_ps(some, _mm256_min_ps(most, above));
     __m256 says = _mm256_min_ps(x, MT__BOTH(MT__M_LARGEST, MT__R_LARGEST));
@@ -76,7 +79,8 @@ MT__INLINE void mt__code_sizes_set(mt__code_size *to, __m256 most, float bound, 
     float  scales[2 * MT__GROUPS];
 
     f = _mm256_min_ps(f, _mm256_set1_ps(MT__LEAST_MOST));       /* of a NaN and another, that */
-    __m256 floor = _mm256_mul_ps(_mm256_add_ps(f, _mm256_set1_ps(1)), _mm256_set1_ps(MT__CODE_UNIT));
+    __m256 floor = _mm256_mul_ps(_mm256_add_ps(f, _mm256_set1_ps(1)),
+                                 _mm256_set1_ps(MT__CODE_UNIT));
     mt__code_sizes_store(to, by, f, _mm256_and_ps(floor, _mm256_movehdup_ps(some)));
     _mm256_storeu_ps(scales, _mm256_mul_ps(says, inverse));
     for (int g = 0; g < n; g++)

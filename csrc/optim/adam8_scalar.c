@@ -1,5 +1,5 @@
-/* adam8_scalar.c — the definition of the update with moments of 8 bits, which every other kernel must match
- * to the bit. adam8_code.h says what is computed; compiled as adam_scalar.c is.
+/* adam8_scalar.c — the definition of the update with moments of 8 bits, which every other kernel
+ * must match to the bit. adam8_code.h says what is computed; compiled as adam_scalar.c is.
  */
 #include "adam8_kernel.h"
 #include "adam_scalar.h"
@@ -52,7 +52,8 @@ static inline void store_kept(const mt__adam_span *s, int keep, int64_t i, float
 /* The 16 bits of a group's element j; first: the group's MT__HASH_FIRST. */
 static inline uint32_t hashed(uint32_t first, int j, uint32_t second)
 {
-    uint32_t x = first + (uint32_t)(j & ~1) * MT__HASH_STEP, h = (x ^ x >> 15 ^ second) * MT__HASH_MIX;
+    uint32_t x = first + (uint32_t)(j & ~1) * MT__HASH_STEP,
+             h = (x ^ x >> 15 ^ second) * MT__HASH_MIX;
 
     return j % 2 == 0 ? h & MT__RANDOM : h >> 16;
 }
@@ -92,7 +93,8 @@ static inline int below_top(float sum)
 }
 
 /* random: the element's 16 bits. A y that is NaN is larger than any other. */
-static inline void encode(float m, float r, const mt__code_size *size, uint32_t random, int8_t *to_m, uint8_t *to_v)
+static inline void encode(float m, float r, const mt__code_size *size, uint32_t random,
+                          int8_t *to_m, uint8_t *to_v)
 {
     float    x = mt__root(fabsf(m) * size->by_m), y = mt__root(r * size->by_r);
     float    onto = mt__float(MT__RANDOM_ONTO | random), least = fmaf(x, size->least, size->floor);
@@ -104,8 +106,8 @@ static inline void encode(float m, float r, const mt__code_size *size, uint32_t 
 }
 
 /* One element of the step; its new moments go into x. */
-static inline void element(const mt__adam_span *s, const mt__adam_coef *c, int keep, mt_dtype gt, group *x,
-                           int j, uint32_t first)
+static inline void element(const mt__adam_span *s, const mt__adam_coef *c, int keep, mt_dtype gt,
+                           group *x, int j, uint32_t first)
 {
     float p = load_kept(s, keep, j);
     float g = load_grad(s, gt, j) * c->g_scale;
@@ -176,8 +178,8 @@ void mt_codes_get(const mt_adam_codes *c, float *m, float *v, int64_t n)
     }
 }
 
-/* Half a code in the hash's bits: to nearest. The bound is that of moments that only ever saw one gradient, with
- * betas up to 0.9 and 0.999; no true moments are above it. */
+/* Half a code in the hash's bits: to nearest. The bound is that of moments that only ever saw one
+ * gradient, with betas up to 0.9 and 0.999; no true moments are above it. */
 void mt_codes_set(const float *m, const float *v, const mt_adam_codes *c, int64_t n)
 {
     const uint32_t half = 0x8000u;

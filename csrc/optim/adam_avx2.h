@@ -1,5 +1,5 @@
-/* adam_avx2.h — private to csrc/optim: 8 elements' gradients, 16 weights in a span. A file that includes it
- * is compiled as adam_avx2.c is.
+/* adam_avx2.h — private to csrc/optim: 8 elements' gradients, 16 weights in a span. A file that
+ * includes it is compiled as adam_avx2.c is.
  */
 #ifndef MT_ADAM_AVX2_H
 #define MT_ADAM_AVX2_H
@@ -63,7 +63,8 @@ INLINE __m256 load_weight(const mt__adam_span *s, mt_dtype w, int64_t i)
     __m128i hi   = load8((const uint16_t *)s->hi + i);
     __m256  p    = _mm256_loadu_ps(s->master + i);
     __m128i kept = _mm_cmpeq_epi16(hi, _mm256_cvtps_ph(p, TO_NEAREST));
-    return _mm256_blendv_ps(_mm256_cvtph_ps(hi), p, _mm256_castsi256_ps(_mm256_cvtepi16_epi32(kept)));
+    return _mm256_blendv_ps(_mm256_cvtph_ps(hi), p,
+                            _mm256_castsi256_ps(_mm256_cvtepi16_epi32(kept)));
 }
 
 INLINE __m256i split_holds(__m256 p)
@@ -72,7 +73,8 @@ INLINE __m256i split_holds(__m256 p)
     __m256i size    = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
     __m256i sign    = _mm256_xor_si256(bits, size);
     __m256i finite  = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7f800000), size);
-    __m256i too_big = _mm256_and_si256(_mm256_cmpgt_epi32(size, _mm256_set1_epi32(0x7f7f7fff)), finite);
+    __m256i too_big = _mm256_and_si256(_mm256_cmpgt_epi32(size, _mm256_set1_epi32(0x7f7f7fff)),
+                                       finite);
     __m256i nan     = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(0x7f800000));
 
     size = _mm256_blendv_epi8(size, _mm256_set1_epi32(0x7f7f7fff), too_big);

@@ -1,5 +1,5 @@
-/* adam_avx512.h — private to csrc/optim: 16 elements' gradients and weights in a span. A file that includes
- * it is compiled as adam_avx512.c is.
+/* adam_avx512.h — private to csrc/optim: 16 elements' gradients and weights in a span. A file that
+ * includes it is compiled as adam_avx512.c is.
  */
 #ifndef MT_ADAM_AVX512_H
 #define MT_ADAM_AVX512_H
@@ -70,7 +70,8 @@ INLINE __m512i split_holds(__m512i bits)
 
     if (__builtin_expect(rare == 0, 1))
         return bits;
-    __mmask16 nan  = _mm512_cmpgt_epu32_mask(size, inf), too_big = _mm512_mask_cmplt_epu32_mask(rare, size, inf);
+    __mmask16 nan  = _mm512_cmpgt_epu32_mask(size, inf),
+              too_big = _mm512_mask_cmplt_epu32_mask(rare, size, inf);
     __m512i   sign = _mm512_xor_si512(bits, size);
 
     bits = _mm512_mask_or_epi32(bits, too_big, sign, _mm512_set1_epi32(0x7f7f7fff));

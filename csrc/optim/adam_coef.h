@@ -1,4 +1,5 @@
-/* adam_coef.h — private to csrc/optim: what every kernel of the update is given, in C and in CUDA. */
+/* adam_coef.h — private to csrc/optim: what every kernel of the update is given,
+ * in C and in CUDA. */
 #ifndef MT_ADAM_COEF_H
 #define MT_ADAM_COEF_H
 
@@ -26,7 +27,8 @@ enum { MT__ADAM_KIND_MAP(MT__ADAM_KIND_ENUM) MT__ADAM_KINDS };
 
 /* The same with moments of 8 bits: how the weight is kept, gradient type. */
 #define MT__ADAM8_KIND_MAP(X) \
-    X(F32, F32) X(BF16, BF16) X(BF16, F32) X(LO8, BF16) X(LO8, F32) X(SR, BF16) X(SR, F32) X(F16, F16) X(F16, F32)
+    X(F32, F32) X(BF16, BF16) X(BF16, F32) X(LO8, BF16) X(LO8, F32) X(SR, BF16) X(SR, F32) \
+    X(F16, F16) X(F16, F32)
 
 #define MT__ADAM8_KIND_ENUM(w, g) MT__ADAM8_##w##_##g,
 enum { MT__ADAM8_KIND_MAP(MT__ADAM8_KIND_ENUM) MT__ADAM8_KINDS };

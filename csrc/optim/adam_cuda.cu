@@ -125,12 +125,13 @@ __device__ inline void chunk(const Tensor &t, int64_t from)
 }
 
 // One step of AdamW, the formula of adam.h, on every element of up to 36 tensors [n] of any kinds.
-// A block takes a chunk of 2048 elements of one tensor; a thread two groups of 4 neighbours, so that
-// every access of a warp is 512 (fp32) or 256 (16-bit) bytes in a row. Norms and biases cost a block
-// or two each, not a launch.
-// Bytes an element: F32 r16 w12; BF16 r14 w12, F16 r16 w14 with a 16-bit gradient, 2 more with an fp32
-// one. Expected: 4.0 to 4.3 TB/s of an H200's HBM, 155 to 165 G bf16 parameters/s.
-__global__ void __launch_bounds__(THREADS) update(const __grid_constant__ Table<Tensor, MT__ADAM_CUDA_MOST> table)
+// A block takes a chunk of 2048 elements of one tensor; a thread two groups of 4 neighbours, so
+// that every access of a warp is 512 (fp32) or 256 (16-bit) bytes in a row. Norms and biases cost a
+// block or two each, not a launch.
+// Bytes an element: F32 r16 w12; BF16 r14 w12, F16 r16 w14 with a 16-bit gradient, 2 more with an
+// fp32 one. Expected: 4.0 to 4.3 TB/s of an H200's HBM, 155 to 165 G bf16 parameters/s.
+__global__ void __launch_bounds__(THREADS)
+update(const __grid_constant__ Table<Tensor, MT__ADAM_CUDA_MOST> table)
 {
     for (int64_t c = blockIdx.x; c < table.first[table.n]; c += gridDim.x) {
         const int     i = tensor_of(table, c);

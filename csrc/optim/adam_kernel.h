@@ -1,4 +1,5 @@
-/* adam_kernel.h — private to csrc/optim: what adam.c hands to a kernel, and which kernels there are.
+/* adam_kernel.h — private to csrc/optim: what adam.c hands to a kernel,
+ * and which kernels there are.
  *
  *   coef    a tensor's hyper-parameters, ready for use in every element
  *   span    a stretch of one tensor: where each plane's first element is
@@ -49,8 +50,8 @@ mt_status mt__adam_run(mt_pool *pool, const mt_adam_tensor *t, int n_tensors, fl
 /* MT_ENOTSUP when this processor does not run isa, MT_EINVAL when there is no such isa. */
 mt_status mt__isa_check(mt_isa isa);
 
-/* The span that begins i elements further on and is n long; i is a multiple of 128 where moments have
- * 8 bits. w, g: types of weight and gradient. */
+/* The span that begins i elements further on and is n long; i is a multiple of 128 where moments
+ * have 8 bits. w, g: types of weight and gradient. */
 static inline mt__adam_span mt__adam_part(const mt__adam_span *s, mt_dtype w, mt_dtype g,
                                           int64_t i, int64_t n)
 {
@@ -114,7 +115,8 @@ static inline void mt__split_store(float p, uint16_t *hi, int16_t *lo)
 }
 
 #if defined(__x86_64__)
-/* always_inline: gcc takes a function of prefetches alone for one without effect, and drops the call. */
+/* always_inline: gcc takes a function of prefetches alone for one without effect,
+ * and drops the call. */
 #define MT__INLINE static inline __attribute__((always_inline))
 
 /* Asks for 32 elements of a plane: one cache line of 16-bit values, two of fp32. */

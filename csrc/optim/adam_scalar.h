@@ -1,4 +1,5 @@
-/* adam_scalar.h — private to csrc/optim: one element's gradient and weight in a span, for the definitions. */
+/* adam_scalar.h — private to csrc/optim: one element's gradient and weight in a span,
+ * for the definitions. */
 #ifndef MT_ADAM_SCALAR_H
 #define MT_ADAM_SCALAR_H
 

@@ -1,4 +1,5 @@
-// adam_weight.cuh — private to csrc/optim: types of weights and gradients, and how a weight is kept, in CUDA.
+// adam_weight.cuh — private to csrc/optim: types of weights and gradients,
+// and how a weight is kept, in CUDA.
 #ifndef MT_ADAM_WEIGHT_CUH
 #define MT_ADAM_WEIGHT_CUH
 
@@ -82,7 +83,7 @@ template <typename Tensor> __device__ inline bool aligned(const Tensor &t)
 
 template <typename Tensor, int MOST> struct Table {
     Tensor  t[MOST];
-    int64_t first[MOST + 1];                  // number of each one's first chunk, then of all chunks
+    int64_t first[MOST + 1];                // number of each one's first chunk, then of all chunks
     int     n;
 };
 
@@ -121,8 +122,8 @@ inline int64_t fill(Table<Tensor, MOST> &table, const Tensor *t, int n_tensors, 
 
 // NULL, or what went wrong. chunk: elements of one tensor that a block takes at a time.
 template <int MOST, typename Tensor>
-inline const char *launch(void (*kernel)(Table<Tensor, MOST>), uintptr_t handle, const Tensor *t, int n_tensors,
-                          int threads, int64_t chunk)
+inline const char *launch(void (*kernel)(Table<Tensor, MOST>), uintptr_t handle, const Tensor *t,
+                          int n_tensors, int threads, int64_t chunk)
 {
     static_assert(sizeof(Table<Tensor, MOST>) <= 4096, "what a launch takes as its arguments");
     const int64_t       most = 1 << 20;       // blocks; what is beyond, they take in turn

@@ -7,8 +7,9 @@
  * `./test_dev` runs all, `./test_dev name ...` those named. Last line: "test_dev: 9 passed, ...".
  * Exit status 0, 1 after a failure, 77 when nothing ran but skips.
  * A failed CHECK is counted and the test goes on; a failed REQUIRE ends the program, for what
- * the rest would crash on. SKIP ends the test. A test that hangs is ended: one that has slept through
- * CHECK_SECONDS, or computed for as long. On a machine that others keep busy, a test at work may take longer.
+ * the rest would crash on. SKIP ends the test. A test that hangs is ended: one that has slept
+ * through CHECK_SECONDS, or computed for as long. On a machine that others keep busy,
+ * a test at work may take longer.
  *
  * Threads: CHECK may be used on any thread, SKIP on the test's own.
  */
@@ -43,8 +44,10 @@ typedef struct check_test {
 static atomic_int check_failures;       /* in the test that runs, any thread */
 static int        check_skipped;        /* 1: the test that runs gave up; its own thread */
 static const char *check_name;          /* of the test that runs; its own thread */
-static double      check_began;         /* processor seconds, when that test began; set while no alarm is due */
-static double      check_looked;        /* the same, at the last alarm, on whichever thread that came to */
+static double      check_began;         /* processor seconds, when that test began; set while no
+                                         * alarm is due */
+static double      check_looked;        /* the same, at the last alarm, on whichever thread that
+                                         * came to */
 
 static inline int check_said(int ok)
 {
@@ -112,7 +115,8 @@ static inline double check_computed(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* SIGALRM. Of the time since the last alarm a test at work has had a hundredth, however busy the machine. */
+/* SIGALRM. Of the time since the last alarm a test at work has had a hundredth,
+ * however busy the machine. */
 static inline void check_hung(int signal_number)
 {
     static const char said[] = "HUNG ";

@@ -35,7 +35,8 @@ mt_dev *fault_dev(mt_dev *under, int n, fault_mode mode);
 /* From now on the n-th call fails, counted from the next. */
 void fault_next(mt_dev *d, int n);
 
-/* From the n-th registration of host memory on, counted from 0, there is no more to be locked: MT_ENOMEM. */
+/* From the n-th registration of host memory on, counted from 0,
+ * there is no more to be locked: MT_ENOMEM. */
 void fault_locks(mt_dev *d, int n);
 
 int fault_live (const mt_dev *d);    /* memory, registrations, queues and events not yet closed */

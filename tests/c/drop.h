@@ -1,5 +1,6 @@
-/* drop.h — a plane's memory is given back, as the store itself never does before it is closed: so that tests may make
- * a plane anew, or have one that is missing. Nobody else uses the store meanwhile. */
+/* drop.h — a plane's memory is given back, as the store itself never does before it is closed: so
+ * that tests may make a plane anew, or have one that is missing.
+ * Nobody else uses the store meanwhile. */
 #ifndef MT_TEST_DROP_H
 #define MT_TEST_DROP_H
 

@@ -1,5 +1,5 @@
-/* keeping.h — what the tests of swap and spill share: windows that keep two tensors, and compute that makes them and
- * later looks at what came back.
+/* keeping.h — what the tests of swap and spill share: windows that keep two tensors, and compute
+ * that makes them and later looks at what came back.
  *
  * Threads: keeper_run from the one that computes; `wrong` is counted in the queue.
  */
@@ -20,7 +20,8 @@ typedef struct tensors {
 } tensors;
 
 typedef struct keeper {
-    tensors     source[2], landing[2];   /* taken in turn: memory that torch's allocator gives again */
+    tensors     source[2], landing[2];   /* taken in turn: memory that torch's allocator gives
+                                          * again */
     atomic_long wrong;                   /* elements that are not what was made */
     int         slow;                    /* to look at what came back takes longer than copies */
 } keeper;

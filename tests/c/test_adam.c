@@ -41,7 +41,8 @@ typedef struct planes {
 
 typedef struct kind { mt_dtype w, g; } kind;
 static const kind kinds[] = {
-    { MT_F32, MT_F32 }, { MT_BF16, MT_BF16 }, { MT_BF16, MT_F32 }, { MT_F16, MT_F16 }, { MT_F16, MT_F32 },
+    { MT_F32, MT_F32 }, { MT_BF16, MT_BF16 }, { MT_BF16, MT_F32 }, { MT_F16, MT_F16 },
+    { MT_F16, MT_F32 },
 };
 #define KINDS ((int)(sizeof kinds / sizeof kinds[0]))
 
@@ -110,7 +111,8 @@ static planes planes_new(kind k, int64_t n, int skew)
         .m = plane_new(MT_F32, n, skew), .v = plane_new(MT_F32, n, skew),
         .lo = k.w == MT_BF16 ? plane_new(MT_I16, n, skew) : NULL,
         .master = k.w == MT_F16 ? plane_new(MT_F32, n, skew) : NULL,
-        .hyper = { .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .step = 1 },
+        .hyper = { .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1,
+                   .step = 1 },
     };
     for (int64_t i = 0; i < n; i++)
         set_weight(&s, i, random_in(-0.05f, 0.05f));
@@ -243,15 +245,17 @@ static void every_isa_gives_the_same_bits_for_special_values(void)
 {
     static const float odd[] = {
         0.0f, -0.0f, 1.0f, -1.0f, INFINITY, -INFINITY, NAN, 0x1p-149f, -0x1p-130f, 0x1p-120f,
-        0x1p-121f, -0x1p-100f, 0x1p-101f, 3.4e38f, -3.4028235e38f, 1e19f, 65504.0f, -65520.0f, 1e-7f,
+        0x1p-121f, -0x1p-100f, 0x1p-101f, 3.4e38f, -3.4028235e38f, 1e19f, 65504.0f, -65520.0f,
+        1e-7f,
     };
     enum { ODD = sizeof odd / sizeof odd[0], N = ODD * ODD * ODD };
     mt_isa isas[MT_ISA_COUNT];
     int    n_isas = vector_isas(isas);
 
     for (int k = 0; k < 2 * KINDS; k++) {
-        planes start = planes_new(kinds[k / 2], N, 0), want = planes_twin(&start), got = planes_twin(&start);
-        if (k % 2 == 1) {               /* every weight grows by a thousandth: the largest saturate */
+        planes start = planes_new(kinds[k / 2], N, 0), want = planes_twin(&start),
+               got = planes_twin(&start);
+        if (k % 2 == 1) {           /* every weight grows by a thousandth: the largest saturate */
             start.t.hyper.lr = 1;
             start.t.hyper.weight_decay = -0.001;
         }
@@ -362,7 +366,8 @@ static worst against_double(kind k, mt_isa isa)
             m[i] = h->beta1 * m[i] + (1 - h->beta1) * g;
             v[i] = h->beta2 * v[i] + (1 - h->beta2) * g * g;
             p[i] -= h->lr * h->weight_decay * p[i];
-            p[i] -= h->lr * (m[i] / (1 - pow(h->beta1, t))) / (sqrt(v[i] / (1 - pow(h->beta2, t))) + h->eps);
+            p[i] -= h->lr * (m[i] / (1 - pow(h->beta1, t))) /
+                    (sqrt(v[i] / (1 - pow(h->beta2, t))) + h->eps);
             largest[i] = fmax(largest[i], fabs(g));
         }
     }
@@ -527,7 +532,8 @@ static void split_gives_back_every_weight(void)
     for (uint64_t u = 0; u < 1ull << 32; u += 4099) {
         uint32_t bits = (uint32_t)u, size = bits & 0x7fffffff;
         uint32_t want = size > 0x7f800000                        ? 0x7fc00000
-                      : size >= 0x7f7f8000 && size < 0x7f800000  ? (bits & 0x80000000) | 0x7f7f7fff : bits;
+                      : size >= 0x7f7f8000 && size < 0x7f800000  ? (bits & 0x80000000) | 0x7f7f7fff
+                                                                 : bits;
         bad += split_and_join(bits, &hi, &lo) != want;
     }
     CHECK_EQ(bad, 0);
@@ -785,8 +791,9 @@ static void cuda_queue_gives_the_same_bits(void) { check_puts(1); }
 static void check_put_odd(device *d, kind k, int grow)
 {
     static const float odd[] = {
-        0.0f, -0.0f, 1.0f, -1.0f, INFINITY, -INFINITY, NAN, 0x1p-149f, -0x1p-130f, 0x1p-120f, 0x1p-121f,
-        -0x1p-100f, 0x1p-101f, 3.4e38f, -3.4028235e38f, 1e19f, 65504.0f, -65520.0f, 1e-7f, 0x1.7p-15f,
+        0.0f, -0.0f, 1.0f, -1.0f, INFINITY, -INFINITY, NAN, 0x1p-149f, -0x1p-130f, 0x1p-120f,
+        0x1p-121f, -0x1p-100f, 0x1p-101f, 3.4e38f, -3.4028235e38f, 1e19f, 65504.0f, -65520.0f,
+        1e-7f, 0x1.7p-15f,
     };
     enum { ODD = sizeof odd / sizeof odd[0], N = ODD * ODD * ODD };
     planes         want = planes_new(k, N, 0), got;
@@ -837,7 +844,8 @@ static void check_many(int cuda)
         SKIP("%s", mt_last_error());
     random_state = 21;
     for (int i = 0; i < MANY; i++) {
-        want[i] = planes_new(kinds[i % KINDS], i % 9 == 0 ? 0 : i % 9 == 1 ? 1 : random_bits() % 9000, 0);
+        want[i] = planes_new(kinds[i % KINDS],
+                             i % 9 == 0 ? 0 : i % 9 == 1 ? 1 : random_bits() % 9000, 0);
         want[i].t.hyper.lr = 1e-4 * (i + 1);
         want[i].t.hyper.step = 1 + i % 3;
         want[i].t.hyper.maximize = i % 2;

@@ -130,7 +130,8 @@ static mt_adam_tensor tensor_new(kind k, int64_t n)
 {
     mt_adam_tensor t = {
         .dtype = k.w, .grad_dtype = k.g, .states = k.states, .n = n, .key = 5,
-        .hyper = { .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .step = 1 },
+        .hyper = { .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1,
+                   .step = 1 },
     };
     piece p[PIECES];
 
@@ -174,10 +175,14 @@ static void fill_grad(const mt_adam_tensor *t)
 
 static void copy_grad(const mt_adam_tensor *to, const mt_adam_tensor *from)
 {
-    memcpy((void *)(uintptr_t)to->grad, from->grad, (size_t)from->n * mt_dtype_bytes(from->grad_dtype));
+    memcpy((void *)(uintptr_t)to->grad, from->grad,
+           (size_t)from->n * mt_dtype_bytes(from->grad_dtype));
 }
 
-static void step(const mt_adam_tensor *t, mt_isa isa) { CHECK_OK(mt_adam_step(NULL, t, 1, 0.75f, isa)); }
+static void step(const mt_adam_tensor *t, mt_isa isa)
+{
+    CHECK_OK(mt_adam_step(NULL, t, 1, 0.75f, isa));
+}
 
 static int same_value(float a, float b) { return bits_of(a) == bits_of(b) || (a != a && b != b); }
 
@@ -209,8 +214,9 @@ static int vector_isas(mt_isa *isas)
 static void check_same(const mt_adam_tensor *want, const mt_adam_tensor *got, const char *who)
 {
     if (differences(want, got) != 0)
-        fprintf(stderr, "  %s, %s weights, %s states, %s gradient, n %lld:\n", who, mt_dtype_name(want->dtype),
-                mt_states_name(want->states), mt_dtype_name(want->grad_dtype), (long long)want->n);
+        fprintf(stderr, "  %s, %s weights, %s states, %s gradient, n %lld:\n", who,
+                mt_dtype_name(want->dtype), mt_states_name(want->states),
+                mt_dtype_name(want->grad_dtype), (long long)want->n);
     CHECK_EQ(differences(want, got), 0);
 }
 
@@ -248,8 +254,9 @@ static void every_isa_gives_the_same_bits(void)
 }
 
 static const float odd[] = {
-    0.0f, -0.0f, 1.0f, -1.0f, INFINITY, -INFINITY, NAN, 0x1p-149f, -0x1p-130f, 0x1p-120f, 0x1p-70f, -0x1p-60f,
-    0x1p-61f, 3.4e38f, -3.4028235e38f, 1e19f, 65504.0f, -65520.0f, 1e-7f, 0x1.fefffep127f, -NAN,
+    0.0f, -0.0f, 1.0f, -1.0f, INFINITY, -INFINITY, NAN, 0x1p-149f, -0x1p-130f, 0x1p-120f, 0x1p-70f,
+    -0x1p-60f, 0x1p-61f, 3.4e38f, -3.4028235e38f, 1e19f, 65504.0f, -65520.0f, 1e-7f,
+    0x1.fefffep127f, -NAN,
 };
 enum { ODD = sizeof odd / sizeof odd[0], ODD_N = ODD * ODD * 5 };
 
@@ -278,7 +285,7 @@ static void every_isa_gives_the_same_bits_for_special_values(void)
         mt_adam_tensor start = tensor_new(kinds[k / 2], ODD_N), want;
 
         odd_values(&start);
-        if (k % 2 == 1) {                   /* every weight grows by a thousandth: the largest saturate */
+        if (k % 2 == 1) {           /* every weight grows by a thousandth: the largest saturate */
             start.hyper.lr = 1;
             start.hyper.weight_decay = -0.001;
         }
@@ -324,7 +331,7 @@ static void neither_threads_nor_cuts_change_a_bit(void)
         mt_adam_tensor want = tensor_new(kinds[k], 270001), got, parts[3];
 
         fill_grad(&want);
-        want.first = (int64_t)3 << 40;          /* of a large parameter, whose upper half counts too */
+        want.first = (int64_t)3 << 40;      /* of a large parameter, whose upper half counts too */
         got = tensor_twin(&want);
         parts[0] = part_of(&got, 0, 1280);
         parts[1] = part_of(&got, 1280, 128);
@@ -340,8 +347,8 @@ static void neither_threads_nor_cuts_change_a_bit(void)
 
 /* ---- the formula ---- */
 
-/* From zero, what is read is exact: the weight is the one of fp32 moments, to the bit, where its master
- * is fp32. */
+/* From zero, what is read is exact: the weight is the one of fp32 moments, to the bit,
+ * where its master is fp32. */
 static void the_first_step_is_that_of_fp32_states(void)
 {
     for (int k = 0; k < KINDS; k++) {
@@ -368,8 +375,9 @@ static void the_first_step_is_that_of_fp32_states(void)
     }
 }
 
-/* The code, not rounded, of q in [0, 1]; most: the largest code. What a code says is a line from 2^n to 3/2 2^n, and
- * from there to 2^(n + 1): the squares of both ends, and half of the latter's between them. */
+/* The code, not rounded, of q in [0, 1]; most: the largest code. What a code says is a line from
+ * 2^n to 3/2 2^n, and from there to 2^(n + 1): the squares of both ends,
+ * and half of the latter's between them. */
 static double code_of(double q, double most)
 {
     double top = exp2(floor(log2(most))), h;
@@ -381,8 +389,8 @@ static double code_of(double q, double most)
     return q < 2 * h * h ? (q / h + h) / 2 : (q / h + 4 * h) / 4;
 }
 
-/* A model in double precision: each code is one of the two beside the truth, or at least what keeps an
- * update small, and no two codes say more than is allowed. */
+/* A model in double precision: each code is one of the two beside the truth, or at least what keeps
+ * an update small, and no two codes say more than is allowed. */
 static void codes_lie_beside_the_truth(void)
 {
     enum { N = 20 * GROUP };
@@ -392,7 +400,8 @@ static void codes_lie_beside_the_truth(void)
     random_state = 10;
     t = tensor_new(kinds[0], N);
     for (t.hyper.step = 1; t.hyper.step <= 12; t.hyper.step++) {
-        double limit = 1.75 * (1 - pow(0.9, (double)t.hyper.step)) / sqrt(1 - pow(0.999, (double)t.hyper.step));
+        double limit = 1.75 * (1 - pow(0.9, (double)t.hyper.step)) /
+                       sqrt(1 - pow(0.999, (double)t.hyper.step));
 
         mt_codes_get(&t.codes, m0, v0, N);
         fill_grad(&t);
@@ -413,10 +422,12 @@ static void codes_lie_beside_the_truth(void)
                 double x = code_of(fabs(m[i]) / most_m, 127), y = code_of(r[i] / most_r, 255);
                 double f = fmin(sqrt(1.125 * 65024 / 16128 * most_m / most_r / limit), 2);
 
-                CHECK(abs(c) > x - 1.001 && abs(c) < x + 1.001 && (c == 0 || (c > 0) == (m[i] > 0)));
+                CHECK(abs(c) > x - 1.001 && abs(c) < x + 1.001 &&
+                      (c == 0 || (c > 0) == (m[i] > 0)));
                 CHECK(k > y - 1.001 && k < fmax(y, x * f + f + 1) + 1.001);
                 CHECK(k >= fmin(abs(c) * f - 0.001, 255) && (c == 0 || k > 0));
-                CHECK(fabsf(m1[from + i]) <= fmax(limit, 1.01 * most_m / most_r) * 1.0001 * sqrt(v1[from + i]));
+                CHECK(fabsf(m1[from + i]) <=
+                      fmax(limit, 1.01 * most_m / most_r) * 1.0001 * sqrt(v1[from + i]));
             }
         }
     }
@@ -451,8 +462,8 @@ static double gradient_at(int what, int i, int t)
     return g;
 }
 
-/* 4,000 steps beside a model in double precision. A weight of fp32 with lr 1 and nothing else is the sum of
- * the updates. spread: of the elements' sizes within a group, in powers of e. */
+/* 4,000 steps beside a model in double precision. A weight of fp32 with lr 1 and nothing else is
+ * the sum of the updates. spread: of the elements' sizes within a group, in powers of e. */
 static track tracked(int what, double spread)
 {
     enum { N = 4 * GROUP, STEPS = 4000 };
@@ -497,15 +508,16 @@ static track tracked(int what, double spread)
     return w;
 }
 
-/* Sizes alike, and up to 400 times apart in a group. Tolerances: no update above 2.5 lr where the truth is
- * 1.1 to 1.3; the median of sqrt(v) within 2 %, twice what other seeds gave, and 4 % where some elements of a
- * group are 3,000 times smaller than others. */
+/* Sizes alike, and up to 400 times apart in a group. Tolerances: no update above 2.5 lr where the
+ * truth is 1.1 to 1.3; the median of sqrt(v) within 2 %, twice what other seeds gave, and 4 % where
+ * some elements of a group are 3,000 times smaller than others. */
 static void moments_are_tracked_over_4000_steps(void)
 {
     static const struct { int what; double spread; const char *name; } cases[] = {
-        { STATIONARY, 0, "stationary" }, { STATIONARY, 1, "stationary, spread" }, { FALLING, 0, "falling" },
-        { FALLING, 1, "falling, spread" }, { ZERO, 0, "zero" }, { TINY, 0, "tiny" },
-        { HALF_ZERO, 1, "half of them zero" },       { STATIONARY, 1.5, "stationary, wide" },
+        { STATIONARY, 0, "stationary" }, { STATIONARY, 1, "stationary, spread" },
+        { FALLING, 0, "falling" }, { FALLING, 1, "falling, spread" }, { ZERO, 0, "zero" },
+        { TINY, 0, "tiny" }, { HALF_ZERO, 1, "half of them zero" },
+        { STATIONARY, 1.5, "stationary, wide" },
     };
 
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i += UNDER_TSAN ? 3 : 1) {
@@ -513,15 +525,16 @@ static void moments_are_tracked_over_4000_steps(void)
         track w = tracked(cases[i].what, cases[i].spread);
 
         if (getenv("MT_PRINT") != NULL)
-            printf("%-20s worst update %.2f, truth %.2f; sqrt(v) %.4f\n", cases[i].name, w.worst, w.true_worst,
-                   w.root_ratio);
+            printf("%-20s worst update %.2f, truth %.2f; sqrt(v) %.4f\n", cases[i].name, w.worst,
+                   w.true_worst, w.root_ratio);
         CHECK(w.true_worst > 0.7 && w.true_worst < 1.6);
         CHECK(w.worst < 2.5);
         CHECK(fabs(w.root_ratio - 1) < (cases[i].spread > 1 ? 0.04 : 0.02));
     }
 }
 
-/* With no gradient at all m is gone and v decays as it should; weights are not touched by what is left. */
+/* With no gradient at all m is gone and v decays as it should;
+ * weights are not touched by what is left. */
 static void a_gradient_that_vanishes_is_forgotten(void)
 {
     enum { N = 2 * GROUP };
@@ -543,8 +556,8 @@ static void a_gradient_that_vanishes_is_forgotten(void)
 
 /* ---- stochastic rounding ---- */
 
-/* Elements that are all the same differ by their hash alone: the mean of what they become is the truth.
- * Tolerance: five deviations of a mean of N coins. */
+/* Elements that are all the same differ by their hash alone: the mean of what they become is the
+ * truth. Tolerance: five deviations of a mean of N coins. */
 static void rounding_is_unbiased(void)
 {
     enum { N = 1 << 16 };
@@ -571,8 +584,9 @@ static void rounding_is_unbiased(void)
     }
 }
 
-/* Each code's square has that code as its root, and half-way to the next one's is half-way to the next code: so what
- * is rounded stochastically is right in the mean. Between 1 and 2 half-way is less than half-way, as below 1. */
+/* Each code's square has that code as its root, and half-way to the next one's is half-way to the
+ * next code: so what is rounded stochastically is right in the mean. Between 1 and 2 half-way is
+ * less than half-way, as below 1. */
 static void squares_and_roots_are_lines_between_codes(void)
 {
     CHECK(mt__square(0) == 0 && mt__root(0) == 0);
@@ -582,7 +596,8 @@ static void squares_and_roots_are_lines_between_codes(void)
 
         CHECK(mt__root(d) == x * MT__CODE_UNIT);
         CHECK(d <= 2 * x * x && d * (float)MT__SQUARE_SAG >= 2 * x * x);
-        CHECK(k == 1 ? mt__root(middle) > 1.5f * MT__CODE_UNIT : mt__root(middle) == (x + 0.5f) * MT__CODE_UNIT);
+        CHECK(k == 1 ? mt__root(middle) > 1.5f * MT__CODE_UNIT
+                     : mt__root(middle) == (x + 0.5f) * MT__CODE_UNIT);
     }
 }
 
@@ -646,8 +661,8 @@ static void draws_depend_on_key_element_and_step_alone(void)
     CHECK(other_draws(&t, t.key, (int64_t)1 << 32, 1) > 2000);
     tensor_free(&t);
 
-    /* Decay alone, which no step's number enters: weights between two values, and nothing else that could differ.
-     * Two draws of such a weight are apart a third of the time. */
+    /* Decay alone, which no step's number enters: weights between two values, and nothing else that
+     * could differ. Two draws of such a weight are apart a third of the time. */
     t = tensor_new(kinds[6], 4096);
     t.hyper.weight_decay = 100;
     CHECK_EQ(other_draws(&t, t.key, 0, 1), 0);
@@ -841,7 +856,8 @@ static void device_close(device *d)
     d->dev->ops->close(d->dev);
 }
 
-/* t's planes on the device, each `skew` bytes behind where a vector would like it, but for the scales. */
+/* t's planes on the device, each `skew` bytes behind where a vector would like it,
+ * but for the scales. */
 static mt_adam_tensor lift_all(device *d, const mt_adam_tensor *t, size_t skew)
 {
     mt_adam_tensor from = *t, there = *t;
@@ -958,7 +974,8 @@ static mt_adam_tensor with_fp32_states(mt_adam_tensor t, float *m, float *v)
     return t;
 }
 
-/* More tensors than a launch takes, of all kinds and with fp32 states among them, between the others. */
+/* More tensors than a launch takes, of all kinds and with fp32 states among them,
+ * between the others. */
 static void check_many(int cuda)
 {
     enum { MANY = 100, WIDE = 3, WIDE_N = 200 };
@@ -973,7 +990,8 @@ static void check_many(int cuda)
     for (int i = 0; i < MANY; i++) {
         kind k = kinds[i % KINDS];
 
-        want[i] = tensor_new(k, i == WIDE ? WIDE_N : i % 9 == 0 ? 0 : i % 9 == 1 ? 1 : random_bits() % 9000);
+        want[i] = tensor_new(k, i == WIDE ? WIDE_N : i % 9 == 0 ? 0
+                                : i % 9 == 1 ? 1 : random_bits() % 9000);
         want[i].key = (uint64_t)i;
         want[i].hyper.step = 1 + i % 3;
         fill_grad(&want[i]);

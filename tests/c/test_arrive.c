@@ -1,5 +1,5 @@
-/* test_arrive.c — the executable form of core/arrive.h: what a stay takes, what it copies, and that each
- * edge matters. That training with guests gives the same bits is test_resident.c's.
+/* test_arrive.c — the executable form of core/arrive.h: what a stay takes, what it copies, and that
+ * each edge matters. That training with guests gives the same bits is test_resident.c's.
  */
 #include "dev_fault.h"
 #include "gate.h"
@@ -14,7 +14,8 @@
 /* bf16 and fp32 of several pieces, fp16, fp64, and one that is frozen; the unit is settled. */
 #define PARAMS 5
 static const mt_param_desc mixed[PARAMS] = {
-    { MT_BF16, 3000, 1 }, { MT_F32, 1001, 1 }, { MT_F16, 640, 1 }, { MT_F64, 50, 1 }, { MT_BF16, 900, 0 },
+    { MT_BF16, 3000, 1 }, { MT_F32, 1001, 1 }, { MT_F16, 640, 1 }, { MT_F64, 50, 1 },
+    { MT_BF16, 900, 0 },
 };
 
 /* One unit and its stay. */
@@ -355,9 +356,10 @@ static void a_stay_neither_begins_nor_ends_while_an_update_is_announced(void)
 
 /* ---- waits of the host ------------------------------------------------------------------ */
 
-#define STUCK(call) do {                                                                                      \
-        CHECK_EQ((call), MT_ESTUCK);                                                                          \
-        CHECK_HAS(mt_last_error(), "guests, unit embedding waits for copies of its states (the event STORED)"); \
+#define STUCK(call) do {                                                                    \
+        CHECK_EQ((call), MT_ESTUCK);                                                        \
+        CHECK_HAS(mt_last_error(), "guests, unit embedding waits for copies of its states " \
+                  "(the event STORED)");                                                    \
     } while (0)
 
 /* The host waits for copies that never come: told which, in the watchdog's time. */
@@ -370,7 +372,7 @@ static void stalled_guests_are_named(void)
     on_cpu(&h, 0);
     mt_ledger_watchdog(h.store, 0.05);
     moment(&h)[0] = 1;
-    REQUIRE(h.dev->ops->call(h.run, wait_for_gate, &g) == MT_OK);            /* LENT holds the guests */
+    REQUIRE(h.dev->ops->call(h.run, wait_for_gate, &g) == MT_OK);       /* LENT holds the guests */
     CHECK_OK(lift(&h));
     STUCK(mt_arrive_wait(h.a, 0));
     STUCK(mt_arrive_drain(h.a));

@@ -1,4 +1,5 @@
-/* test_disk.c — states and weights in a file give the same numbers as in memory, whatever is read when. */
+/* test_disk.c — states and weights in a file give the same numbers as in memory,
+ * whatever is read when. */
 #include "check.h"
 #include "drop.h"
 #include "../../csrc/core/clock.h"
@@ -16,7 +17,9 @@
 #define UPDATE_BYTES 1000u               /* of any update, for the timeline */
 
 /* In pieces of 64 KiB: parts of several parameters in one, and one parameter in several. */
-static const int64_t numels[UNITS][PARAMS] = { { 5000, 1, 0, 30001 }, { 20000, 777, 4096, 8192 }, { 3, 2, 40000, 1 } };
+static const int64_t numels[UNITS][PARAMS] = {
+    { 5000, 1, 0, 30001 }, { 20000, 777, 4096, 8192 }, { 3, 2, 40000, 1 }
+};
 
 /* ---- transfers that dawdle, or fail -------------------------------------------------------- */
 
@@ -25,8 +28,10 @@ static struct {
     atomic_int reads, writes;    /* so far */
     atomic_int fail_read, fail_write;        /* the n-th from now on fails; 0: none */
     atomic_int stalled;                      /* reads wait until it is 0 */
-    atomic_int hold_read, hold_write;        /* the n-th from now on is as slow as can be; 0: none */
-    atomic_int holding;                      /* it waits, with what it has read or before it writes, until this is 0 */
+    atomic_int hold_read, hold_write;        /* the n-th from now on is as slow as can be; 0:
+                                              * none */
+    atomic_int holding;                      /* it waits, with what it has read or before it writes,
+                                              * until this is 0 */
 } disk;
 
 static int struck(atomic_int *n)
@@ -142,8 +147,8 @@ static void open_device(world *w, int delay_us)
 static void open_disk(world *w, int n_buffers, int weights)
 {
     REQUIRE(mt_file_open(w->dir, 0, 3, &calls, &w->file) == MT_OK);
-    REQUIRE(mt_disk_open(w->store, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL, n_buffers, BUFFER,
-                         &w->disk) == MT_OK);
+    REQUIRE(mt_disk_open(w->store, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL,
+                         n_buffers, BUFFER, &w->disk) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         REQUIRE(mt_disk_add(w->disk, u, weights) == MT_OK);
     REQUIRE(mt_file_reserve(w->file, mt_disk_need(w->disk)) == MT_OK);
@@ -273,7 +278,8 @@ static void step(world *w, int backwards)
 
     w->step++;
     for (int i = 0; i < UNITS; i++) {
-        e[i] = (errand){ .w = w, .params = all, .n = PARAMS, .unit = backwards ? UNITS - 1 - i : i, .step = w->step };
+        e[i] = (errand){ .w = w, .params = all, .n = PARAMS, .unit = backwards ? UNITS - 1 - i : i,
+                         .step = w->step };
         CHECK_OK(put(w, &e[i]));
     }
     for (int i = 0; i < UNITS; i++)
@@ -284,8 +290,8 @@ static void compare(const float *got, const float *want, int64_t n, const char *
 {
     for (int64_t i = 0; i < n; i++)
         if (got[i] != want[i]) {
-            CHECK_PRINT_("%s of unit %d, parameter %d, element %lld: %g, expected %g", what, u, p, (long long)i,
-                         (double)got[i], (double)want[i]);
+            CHECK_PRINT_("%s of unit %d, parameter %d, element %lld: %g, expected %g", what, u, p,
+                         (long long)i, (double)got[i], (double)want[i]);
             CHECK(got[i] == want[i]);
             return;
         }
@@ -317,9 +323,11 @@ static void updates_are_those_of_states_in_memory(void)
             open_world(&w, n_buffers, dawdle_us);
             for (int i = 0; i < 3; i++)
                 step(&w, 0);
-            step(&w, 1);                                 /* in another order than was read ahead for */
+            /* in another order than was read ahead for */
             step(&w, 1);
-            CHECK_OK(update(&w, 1, some, 2, 0));         /* some parameters; a unit twice, others not at all */
+            step(&w, 1);
+            /* some parameters; a unit twice, others not at all */
+            CHECK_OK(update(&w, 1, some, 2, 0));
             CHECK_OK(update(&w, 1, &some[0], 1, 0));
             check(&w);
             step(&w, 0);
@@ -340,7 +348,8 @@ static void read_as_far_as_it_goes(world *w)
         before = now;
         nanosleep(&nap, NULL);
         now = mt_disk_stats_get(w->disk);
-        quiet = now.read_bytes == before.read_bytes && now.written_bytes == before.written_bytes ? quiet + 1 : 0;
+        quiet = now.read_bytes == before.read_bytes && now.written_bytes == before.written_bytes
+                    ? quiet + 1 : 0;
     }
 }
 
@@ -351,7 +360,7 @@ static void pieces_are_read_ahead_before_anybody_asks(void)
     world           w;
 
     open_world(&w, 4, 0);
-    once = mt_disk_need(w.disk);         /* the first step's pieces were never written, and are not read */
+    once = mt_disk_need(w.disk);  /* the first step's pieces were never written, and are not read */
     twice = 2 * once;
     step(&w, 0);
     step(&w, 0);
@@ -367,8 +376,8 @@ static void pieces_are_read_ahead_before_anybody_asks(void)
     close_world(&w);
 }
 
-/* An update of later parameters alone, when its unit's first pieces are in all buffers, and what it wants is what
- * would be read next. */
+/* An update of later parameters alone, when its unit's first pieces are in all buffers, and what it
+ * wants is what would be read next. */
 static void what_was_read_ahead_may_be_passed_over(void)
 {
     static const int last[1] = { 3 };
@@ -380,7 +389,8 @@ static void what_was_read_ahead_may_be_passed_over(void)
             open_world(&w, n_buffers, 0);
             step(&w, 0);
             for (int i = 0; i < 2; i++) {
-                CHECK_OK(update(&w, (u + UNITS - 1) % UNITS, all, PARAMS, 0));   /* reads ahead of u */
+                /* reads ahead of u */
+                CHECK_OK(update(&w, (u + UNITS - 1) % UNITS, all, PARAMS, 0));
                 read_as_far_as_it_goes(&w);
                 CHECK_OK(update(&w, u, last, 1, 0));
             }
@@ -423,8 +433,8 @@ static void a_reader_waits_for_the_write_of_what_it_reads(void)
     close_world(&w);
 }
 
-/* Reads ahead that are slow are still under way when the piece is written: by a push, and by an update in
- * another order than was read ahead for. */
+/* Reads ahead that are slow are still under way when the piece is written: by a push, and by an
+ * update in another order than was read ahead for. */
 static void nothing_is_written_while_it_is_read_for_nobody(void)
 {
     world w;
@@ -451,7 +461,8 @@ static void what_is_pushed_is_what_the_next_update_reads(void)
 
     for (int n_buffers = 1; n_buffers < 12; n_buffers += 5) {
         open_world(&w, n_buffers, 300);
-        CHECK_OK(mt_disk_push(w.disk, 2, 2, 1u << MT_PLANE_M));  /* before the first update: zeros */
+        /* before the first update: zeros */
+        CHECK_OK(mt_disk_push(w.disk, 2, 2, 1u << MT_PLANE_M));
         step(&w, 0);
         step(&w, 0);
         for (int u = 0; u < UNITS; u++)
@@ -479,7 +490,8 @@ static uint64_t bytes_read_by_push(world *w, int param)
     return mt_disk_stats_get(w->disk).read_bytes - before;
 }
 
-/* Parameters are pushed one by one; what is in the piece that came last need not come again, until it changes. */
+/* Parameters are pushed one by one; what is in the piece that came last need not come again,
+ * until it changes. */
 static void a_piece_that_several_pushes_change_is_read_once(void)
 {
     world w;
@@ -509,7 +521,8 @@ static void parameters_that_come_later_keep_their_states_in_memory(void)
     CHECK_OK(mt_disk_add(w.disk, unit, 0));
     CHECK_OK(mt_disk_add(w.disk, unit, 0));                 /* once is enough */
     for (int i = 0; i < 3; i++) {
-        errand e = { .w = &w, .params = both + (i == 0), .n = 1 + (i > 0), .unit = unit, .step = i + 1 };
+        errand e = { .w = &w, .params = both + (i == 0), .n = 1 + (i > 0), .unit = unit,
+                     .step = i + 1 };
 
         if (i == 1)
             CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 1));
@@ -517,7 +530,8 @@ static void parameters_that_come_later_keep_their_states_in_memory(void)
         CHECK_OK(over(&w, &e));
         CHECK_EQ(e.calls, 1 + (i > 0));
     }
-    CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));        /* of steps 2 and 3 */
+    /* of steps 2 and 3 */
+    CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 9000 * 4 + (4096 - 9000 * 4 % 4096) % 4096);
     CHECK_OK(mt_disk_bring(w.disk, unit, MT_STATE_PLANES));
     CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));
@@ -608,7 +622,8 @@ static void close_finishes_what_was_put_and_weights_wait_for_their_copies(void)
 
     open_world(&w, 3, 300);
     REQUIRE(w.dev->ops->queue_adopt(w.dev, 0, &q) == MT_OK);
-    CHECK_OK(mt_ledger_fetch_begin(w.store, 0, &version));       /* a mover about to copy the first unit */
+    /* a mover about to copy the first unit */
+    CHECK_OK(mt_ledger_fetch_begin(w.store, 0, &version));
     for (int u = 0; u < UNITS; u++) {
         mt_disk_job j = { .unit = u, .params = all, .n_params = PARAMS, .compute = update_parts,
                           .free = errand_over, .arg = &e[u] };
@@ -647,13 +662,14 @@ static void a_stalled_drive_is_named(void)
     CHECK_EQ(mt_ledger_wait_updates(w.store, 0), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "disk, unit first waits for a piece to be read (READ), since ");
     atomic_store(&disk.stalled, 0);
-    st = mt_disk_wait(w.disk);                                   /* a fault, if the updates' own wait ended too */
+    st = mt_disk_wait(w.disk);                  /* a fault, if the updates' own wait ended too */
     CHECK(st == MT_OK || st == MT_ESTUCK);
     CHECK_EQ(e.over, 1);
     close_world(&w);
 }
 
-/* Who reads on the host is told so too, and may ask again: what came late is not taken for what it asks for then. */
+/* Who reads on the host is told so too, and may ask again:
+ * what came late is not taken for what it asks for then. */
 static void a_stalled_read_for_the_host_is_named(void)
 {
     world w;
@@ -664,7 +680,8 @@ static void a_stalled_read_for_the_host_is_named(void)
     mt_ledger_watchdog(w.store, 0.1);
     atomic_store(&disk.stalled, 1);
     CHECK_EQ(mt_disk_bring(w.disk, 1, MT_STATE_PLANES), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "disk, unit second waits for a piece to be read for the host (WRITTEN), since ");
+    CHECK_HAS(mt_last_error(),
+              "disk, unit second waits for a piece to be read for the host (WRITTEN), since ");
     CHECK_HAS(mt_last_error(), "; the caller, unit second waits for a piece");
     CHECK_EQ(mt_disk_bring(w.disk, 0, MT_STATE_PLANES), MT_ESTUCK);
     atomic_store(&disk.stalled, 0);
@@ -740,7 +757,8 @@ static void a_unit_has_one_home(void)
     CHECK_EQ(mt_store_on_disk(w.store, unit), 0);
     CHECK_OK(mt_disk_bring(w.disk, unit, MT_STATE_PLANES));      /* nothing to do */
     CHECK_EQ(mt_disk_add(w.disk, 77, 0), MT_EINVAL);
-    CHECK_EQ(update(&w, unit, all, 0, 0), MT_EINVAL);            /* and it is a fault, like any failed update */
+    /* and it is a fault, like any failed update */
+    CHECK_EQ(update(&w, unit, all, 0, 0), MT_EINVAL);
     close_world(&w);
 }
 
@@ -753,7 +771,8 @@ static void open_refuses_buffers_that_hold_nothing(void)
     CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 0, BUFFER, &d), MT_EINVAL);
     CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1, BUFFER - 4096, &d), MT_EINVAL);
     CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d),
+             MT_EINVAL);
     mt_disk_close(NULL);
     close_world(&w);
 }
@@ -765,7 +784,8 @@ static float value(int u, int p, int64_t i)
     return (float)(u + 1) + 0.25f * (float)p + (float)(i % 999) / 8.0f;
 }
 
-/* Weights are in the file, and no host memory has any. The feed has few buffers, each of a piece's weights. */
+/* Weights are in the file, and no host memory has any. The feed has few buffers,
+ * each of a piece's weights. */
 static void open_fed(world *w, int n_buffers, int dawdle_us, int delay_us)
 {
     open_store(w, delay_us, 0);
@@ -820,8 +840,8 @@ static void fetch_from(world *w, int first, int n)
     CHECK_OK(w->dev->ops->sync(w->h2d));
     for (int i = 0, u = first; i < n; i++, u++) {
         for (int p = 0; p < PARAMS; p++)
-            compare((float *)(void *)(slot[i] + mt_store_offset(w->store, u, p)), w->hi[u][p], numels[u][p],
-                    "fetched weight", u, p);
+            compare((float *)(void *)(slot[i] + mt_store_offset(w->store, u, p)), w->hi[u][p],
+                    numels[u][p], "fetched weight", u, p);
         free(slot[i]);
     }
 }
@@ -838,7 +858,8 @@ static void step_and_fetch(world *w, int backwards)
 
     w->step++;
     for (int i = 0; i < UNITS; i++) {
-        e[i] = (errand){ .w = w, .params = all, .n = PARAMS, .unit = backwards ? UNITS - 1 - i : i, .step = w->step };
+        e[i] = (errand){ .w = w, .params = all, .n = PARAMS, .unit = backwards ? UNITS - 1 - i : i,
+                         .step = w->step };
         CHECK_OK(put(w, &e[i]));
     }
     fetch_all(w);
@@ -1029,7 +1050,8 @@ static void *keep_fetching(void *arg)
     return NULL;
 }
 
-/* PUSHED: fetches of the unit go on meanwhile. What they bring is old or new; none reads what is being written. */
+/* PUSHED: fetches of the unit go on meanwhile. What they bring is old or new;
+ * none reads what is being written. */
 static void weights_are_written_from_outside_while_they_are_fetched(void)
 {
     world     w;
@@ -1099,21 +1121,24 @@ static void what_is_not_trained_is_read_by_fetches_alone(void)
     e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = 1 };
     CHECK_OK(put(&w, &e));
     CHECK_OK(over(&w, &e));
-    CHECK_OK(mt_disk_bring(w.disk, unit, 1u << MT_PLANE_M));     /* waits for what is written of it */
+    CHECK_OK(mt_disk_bring(w.disk, unit, 1u << MT_PLANE_M));   /* waits for what is written of it */
     now = mt_disk_stats_get(w.disk);
-    CHECK_EQ(now.written_bytes - before.written_bytes, 2 * MT_BLOCK_ALIGN);      /* 500 weights, 1,000 moments */
+    /* 500 weights, 1,000 moments */
+    CHECK_EQ(now.written_bytes - before.written_bytes, 2 * MT_BLOCK_ALIGN);
     for (int step = 2; step <= 3; step++) {
         e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = step };
         CHECK_OK(put(&w, &e));
         CHECK_OK(over(&w, &e));
     }
     read_as_far_as_it_goes(&w);          /* ahead too, for a fourth */
-    /* What was read ahead when M was brought may have been read again, but nothing of what is frozen was. */
+    /* What was read ahead when M was brought may have been read again,
+     * but nothing of what is frozen was. */
     CHECK(mt_disk_stats_get(w.disk).read_bytes - now.read_bytes < 30000 * sizeof(float));
     close_world(&w);
 }
 
-/* Buffers of the feed were made for pieces of weights with their states: one without would not fit. */
+/* Buffers of the feed were made for pieces of weights with their states:
+ * one without would not fit. */
 static void what_is_trained_is_settled_when_weights_go_to_disk(void)
 {
     mt_param_desc d = { MT_F32, 40000, 1 };
@@ -1162,7 +1187,8 @@ static void frozen_weights_are_fetched_and_trained_later(void)
     CHECK_OK(fetch(&w, unit, slot));
     CHECK_OK(w.dev->ops->sync(w.h2d));
     /* Step 2 alone: m = 2 + i % 5, v = 2 m. */
-    CHECK(((float *)(void *)slot)[39999] == (float)(39999 % 7) + 2 * (float)(2 + 39999 % 5) - (float)(39999 % 3));
+    CHECK(((float *)(void *)slot)[39999] ==
+          (float)(39999 % 7) + 2 * (float)(2 + 39999 % 5) - (float)(39999 % 3));
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
     CHECK(mt_store_bytes(w.store, MT_PLANE_M) >= 40000 * 4);
     CHECK(plane(&w, unit, 0, MT_PLANE_M)[39999] == (float)(2 + 39999 % 5));
@@ -1207,7 +1233,8 @@ static void weights_that_were_brought_outlive_a_save(void)
         CHECK_OK(mt_disk_chill(w.disk, u));
     }
     mt_ledger_i_save(0);
-    CHECK(memcmp(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2], (size_t)numels[2][2] * sizeof(float)) == 0);
+    CHECK(memcmp(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2],
+                 (size_t)numels[2][2] * sizeof(float)) == 0);
     CHECK_EQ(mt_store_cold(w.store, 2, MT_PLANE_HI), 0);
     CHECK(mt_store_cold(w.store, 1, MT_PLANE_HI) > 0);
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
@@ -1261,7 +1288,8 @@ static void who_reads_a_unit_waits_for_pieces_and_not_for_a_save(void)
         CHECK_OK(mt_disk_bring(w.disk, 1, MT_STATE_PLANES));
         CHECK_OK(mt_disk_chill(w.disk, 1));
     }
-    /* Of others' one before each, and now and then another while this thread is not at its turn yet. */
+    /* Of others' one before each, and now and then another while this thread is
+     * not at its turn yet. */
     CHECK(atomic_load(&disk.reads) - before <= 3 * ROUNDS * own);
     for (int i = 0; i < 2; i++) {
         atomic_store(&savers[i].stop, 1);

@@ -1,6 +1,6 @@
-/* test_engine.c — stream, residents, offload and updater together train a toy, and the bits are those of
- * a plain loop over the same functions, whatever the delays and whichever units are settled. Each edge,
- * left out, is seen to matter.
+/* test_engine.c — stream, residents, offload and updater together train a toy, and the bits are
+ * those of a plain loop over the same functions, whatever the delays and whichever units are
+ * settled. Each edge, left out, is seen to matter.
  *
  * The toy: x of D floats goes through units of two fp32 parameters each; backward gives both a
  * gradient; the update is p -= lr * clip * g. Forward and backward run in the run queue, gradient
@@ -95,7 +95,8 @@ typedef struct config {
     int      max_us;             /* 0: run is the calling thread */
     int      odd;
     double   max_norm;
-    unsigned settled, through, filed;    /* bit u: unit u lives on the device, goes through it, or is on disk */
+    unsigned settled, through, filed;    /* bit u: unit u lives on the device, goes through it, or
+                                          * is on disk */
     int      look;               /* 1: another forward between the last backward and step() */
     int      traced;
     int      unlocked;           /* host memory cannot be locked, but for so many pages less one */
@@ -157,7 +158,8 @@ static void plain_forward(plain *l, const step_plan *s, int step)
     start_forward(l->x, step);
     for (int i = 0; i < s->n; i++) {
         int u = s->order[i];
-        forward_unit(l->x, l->saved[i], l->o.w[u][0], toy_numel(u, 0), l->o.w[u][1], toy_numel(u, 1));
+        forward_unit(l->x, l->saved[i], l->o.w[u][0], toy_numel(u, 0), l->o.w[u][1],
+                     toy_numel(u, 1));
     }
 }
 
@@ -258,7 +260,8 @@ static void engine_file(engine *e)
     strcpy(e->dir, "/tmp/mt_test_engine.XXXXXX");
     REQUIRE(mkdtemp(e->dir) != NULL);
     REQUIRE(mt_file_open(e->dir, 0, 3, NULL, &e->file) == MT_OK);
-    REQUIRE(mt_disk_open(e->t.store, mt_file_blocks(e->file), NULL, 3, MT_DISK_LEAST, &e->d) == MT_OK);
+    REQUIRE(mt_disk_open(e->t.store, mt_file_blocks(e->file), NULL, 3, MT_DISK_LEAST,
+                         &e->d) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (e->filed >> u & 1) {
             drop_plane(e->t.store, u, MT_PLANE_HI);
@@ -562,7 +565,8 @@ static mt_status list_update(void *arg, mt_through_tensor **out, int *n)
     return MT_OK;
 }
 
-static mt_status compute_update(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip)
+static mt_status compute_update(void *arg, mt_queue *q, const mt_through_part *parts, int n,
+                                float clip)
 {
     put_arg  *put = calloc(1, sizeof *put);
     mt_status st;
@@ -588,7 +592,8 @@ static mt_status update_pieces(void *arg, mt_pool *pool, const mt_part *parts, i
     (void)pool;
     for (int i = 0; i < n; i++)
         update_param((float *)parts[i].at[MT_PLANE_HI],
-                     toy_at(&a->e->t, a->unit, parts[i].param, MT_PLANE_GRAD) + parts[i].from, parts[i].n, clip);
+                     toy_at(&a->e->t, a->unit, parts[i].param, MT_PLANE_GRAD) + parts[i].from,
+                     parts[i].n, clip);
     return MT_OK;
 }
 
@@ -631,8 +636,8 @@ static uint64_t submit(engine *e, double max_norm)
         *a = (update_arg){ e, u };
         jobs[n++] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
                                      .run = run_update, .put = put_update, .list = list_update,
-                                     .compute = compute_update, .pieces = update_pieces, .bytes = 1000,
-                                     .free = free, .arg = a };
+                                     .compute = compute_update, .pieces = update_pieces,
+                                     .bytes = 1000, .free = free, .arg = a };
     }
     CHECK_OK(mt_update_submit(e->u, jobs, n, max_norm, e->t.run, &ticket));
     for (int u = 0; u < UNITS; u++)             /* zero_grad() at once, as users do */
@@ -669,7 +674,7 @@ static void train(engine *e, const config *c, uint64_t *ticket)
         }
         if (s.backward)
             ticket[step] = submit(e, c->max_norm);
-        if (step % 2 && e->filed != 0)           /* what is read here is forgotten by a later window */
+        if (step % 2 && e->filed != 0)      /* what is read here is forgotten by a later window */
             CHECK_OK(mt_disk_bring(e->d, __builtin_ctz(e->filed), 1u << MT_PLANE_HI));
     }
     CHECK_OK(e->t.dev->ops->sync(e->t.run));
@@ -739,8 +744,8 @@ static void odd_orders_with_random_delays_equal_the_plain_loop(void)
 static void settled_units_equal_the_plain_loop_without_overlap(void)
 {
     for (uint64_t seed = 0; seed < 8; seed++)
-        CHECK(same(&(config){ .seed = seed, .max_us = 50, .odd = seed % 2, .max_norm = 1.0, .look = 1,
-                              .settled = seed < 2 ? ALL_UNITS : (unsigned)seed * 5,
+        CHECK(same(&(config){ .seed = seed, .max_us = 50, .odd = seed % 2, .max_norm = 1.0,
+                              .look = 1, .settled = seed < 2 ? ALL_UNITS : (unsigned)seed * 5,
                               .debug = { .sync = 1, .poison = 1 } }));
 }
 
@@ -764,7 +769,8 @@ static void units_that_go_through_equal_the_plain_loop(void)
 {
     for (uint64_t seed = 0; seed < 60; seed++)
         CHECK(same(&(config){ .seed = seed, .max_us = seed % 3 ? 60 : 0, .odd = seed % 2,
-                              .max_norm = seed % 3 ? 0.5 : 0, .through = (unsigned)seed * 13 & ALL_UNITS,
+                              .max_norm = seed % 3 ? 0.5 : 0,
+                              .through = (unsigned)seed * 13 & ALL_UNITS,
                               .settled = seed % 4 ? 0 : 2, .traced = seed % 5 == 0,
                               .debug = { .poison = seed % 2, .sync = seed % 7 == 6 } }));
 }
@@ -773,8 +779,9 @@ static void units_on_disk_equal_the_plain_loop(void)
 {
     for (uint64_t seed = 0; seed < 14; seed++)
         CHECK(same(&(config){ .seed = seed, .max_us = seed % 3 ? 60 : 0, .odd = seed % 2,
-                              .max_norm = seed % 3 ? 0.5 : 0, .settled = seed % 4 ? 0 : 2, .look = seed % 5 == 1,
-                              .filed = seed % 2 ? ALL_UNITS & ~2u : 0x15, .traced = seed % 5 == 0,
+                              .max_norm = seed % 3 ? 0.5 : 0, .settled = seed % 4 ? 0 : 2,
+                              .look = seed % 5 == 1, .filed = seed % 2 ? ALL_UNITS & ~2u : 0x15,
+                              .traced = seed % 5 == 0,
                               .debug = { .poison = seed % 2, .sync = seed % 7 == 6 } }));
 }
 
@@ -937,12 +944,12 @@ static void edge_matters(unsigned edge, unsigned settled)
     CHECK(wrong);
 }
 
-#define EDGE_TEST(name, edge, settled)                                                                 \
-    static void without_##name##_bytes_are_wrong(void)                                        \
-    {                                                                                         \
-        if (UNDER_TSAN)                                                                       \
-            SKIP("an edge left out is a race, as it should be");                              \
-        edge_matters(edge, settled);                                                                   \
+#define EDGE_TEST(name, edge, settled)                              \
+    static void without_##name##_bytes_are_wrong(void)              \
+    {                                                               \
+        if (UNDER_TSAN)                                             \
+            SKIP("an edge left out is a race, as it should be");    \
+        edge_matters(edge, settled);                                \
     }
 EDGE_TEST(ready, MT_EDGE_READY, 0)
 EDGE_TEST(freed, MT_EDGE_FREED, 0)
@@ -964,7 +971,8 @@ static int two_steps_in_a_row(uint64_t seed, unsigned skip)
     uint64_t      ticket;
     int           right = 1;
 
-    engine_open(&e, &(config){ .seed = seed, .max_us = 400, .settled = 1, .debug = { .skip = skip } });
+    engine_open(&e, &(config){ .seed = seed, .max_us = 400, .settled = 1,
+                               .debug = { .skip = skip } });
     for (int k = 0; k < 2; k++) {
         source *src = take_source(&e);
 
@@ -1481,7 +1489,7 @@ static void nth_failure_ends_all_and_frees_everything(fault_mode mode, int trace
 static void every_failing_device_call_ends_all_and_frees_everything(void)
 {
     nth_failure_ends_all_and_frees_everything(FAULT_ONCE, 1, 0x15);
-    if (UNDER_TSAN)                     /* the threads of the rest are the same: fewer homes, no trace */
+    if (UNDER_TSAN)             /* the threads of the rest are the same: fewer homes, no trace */
         return;
     nth_failure_ends_all_and_frees_everything(FAULT_STAYS, 1, 0x15);
     nth_failure_ends_all_and_frees_everything(FAULT_ONCE, 0, 0);
@@ -1492,7 +1500,8 @@ static void every_failing_device_call_ends_all_and_frees_everything(void)
 
 #define TESTS(X) \
     X(overlap_off_equals_the_plain_loop) X(overlap_on_the_calling_thread_equals_the_plain_loop) \
-    X(overlap_with_random_delays_equals_the_plain_loop) X(memory_that_is_not_locked_changes_no_bits) \
+    X(overlap_with_random_delays_equals_the_plain_loop) \
+    X(memory_that_is_not_locked_changes_no_bits) \
     X(odd_orders_with_random_delays_equal_the_plain_loop) \
     X(recording_changes_no_bits) X(the_records_are_what_was_counted) \
     X(work_follows_what_it_needs) X(a_lane_does_one_thing_at_a_time) \

@@ -1,4 +1,5 @@
-/* test_file.c — the scratch file: what comes back, what is told when it does not, and what is left behind. */
+/* test_file.c — the scratch file: what comes back, what is told when it does not,
+ * and what is left behind. */
 #include "check.h"
 #include "../../csrc/io/file.h"
 #include "../../csrc/io/manifest.h"
@@ -69,11 +70,13 @@ static void tell(mt_request *r)
     pthread_mutex_unlock(&m->mu);
 }
 
-static void begin(mt_file *f, moved *m, int write, uint64_t at, void *mem, size_t bytes, uint64_t *sums)
+static void begin(mt_file *f, moved *m, int write, uint64_t at, void *mem, size_t bytes,
+                  uint64_t *sums)
 {
     mt_blocks *b = mt_file_blocks(f);
 
-    *m = (moved){ .r = { .write = write, .at = at, .mem = mem, .bytes = bytes, .sums = sums, .done = tell, .arg = m } };
+    *m = (moved){ .r = { .write = write, .at = at, .mem = mem, .bytes = bytes, .sums = sums,
+                         .done = tell, .arg = m } };
     pthread_mutex_init(&m->mu, NULL);
     pthread_cond_init(&m->came, NULL);
     b->ops->put(b, &m->r);
@@ -91,7 +94,8 @@ static mt_status end(moved *m)
     return m->r.st;
 }
 
-static mt_status now(mt_file *f, moved *m, int write, uint64_t at, void *mem, size_t bytes, uint64_t *sums)
+static mt_status now(mt_file *f, moved *m, int write, uint64_t at, void *mem, size_t bytes,
+                     uint64_t *sums)
 {
     begin(f, m, write, at, mem, bytes, sums);
     return end(m);
@@ -131,7 +135,9 @@ static const char *only_states(void)
 
 /* ---- calls that fail --------------------------------------------------------------------- */
 
-typedef enum wrong { NOTHING, SHORT, AGAIN, BROKEN, ENDED, REFUSED, NO_SPACE, SOFT, LATE, SIGNALS, HELD } wrong;
+typedef enum wrong {
+    NOTHING, SHORT, AGAIN, BROKEN, ENDED, REFUSED, NO_SPACE, SOFT, LATE, SIGNALS, HELD
+} wrong;
 static struct {
     wrong      what;
     atomic_int left;             /* calls until it happens */
@@ -140,10 +146,12 @@ static struct {
 
 static int strikes(wrong a)
 {
-    return fault.what == a && atomic_fetch_sub(&fault.left, 1) <= 0 && atomic_fetch_add(&fault.seen, 1) >= 0;
+    return fault.what == a && atomic_fetch_sub(&fault.left, 1) <= 0 &&
+           atomic_fetch_add(&fault.seen, 1) >= 0;
 }
 
-static ssize_t faulty(ssize_t (*call)(int, char *, size_t, off_t), int fd, char *p, size_t bytes, off_t at)
+static ssize_t faulty(ssize_t (*call)(int, char *, size_t, off_t), int fd, char *p, size_t bytes,
+                      off_t at)
 {
     if (strikes(AGAIN) && atomic_load(&fault.seen) % 2) {
         errno = EINTR;
@@ -206,7 +214,8 @@ static int direct_faulty(int fd, int on)
     return fcntl(fd, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT) == 0 ? 0 : errno;
 }
 
-static const mt_file_calls faulty_calls = { read_faulty, write_faulty, allocate_faulty, direct_faulty };
+static const mt_file_calls faulty_calls = { read_faulty, write_faulty, allocate_faulty,
+                                            direct_faulty };
 
 static mt_file *opened(wrong what, int left, uint64_t limit)
 {
@@ -251,7 +260,8 @@ static void a_changed_byte_changes_the_sum(void)
 #define REQUESTS 6
 static void requests_come_back_as_they_were_written(void)
 {
-    static const size_t bytes[REQUESTS] = { PAGE, BLOCK, BLOCK + PAGE, 2 * BLOCK, 2 * BLOCK - PAGE, 3 * PAGE };
+    static const size_t bytes[REQUESTS] = { PAGE, BLOCK, BLOCK + PAGE, 2 * BLOCK, 2 * BLOCK - PAGE,
+                                            3 * PAGE };
     static const wrong  ways[] = { NOTHING, SHORT, AGAIN, SOFT, LATE };
     uint64_t            sums[REQUESTS][3], at[REQUESTS];
     moved               m[REQUESTS];
@@ -323,7 +333,7 @@ static void a_flipped_byte_and_a_cut_file_are_told_by_path_and_offset(void)
 
     enter();
     p = memory(3 * BLOCK);
-    f = opened(SOFT, 0, 0);                              /* through the page cache, as the change is */
+    f = opened(SOFT, 0, 0);                         /* through the page cache, as the change is */
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 3 * BLOCK, &at));
     CHECK_OK(now(f, &m, 1, at, p, 3 * BLOCK, sums));
     fd = open(only_states(), O_RDWR);
@@ -379,7 +389,7 @@ static void a_full_disk_is_known_before_and_a_limit_holds(void)
     enter();
     CHECK_OK(mt_file_room(here, &room));
     CHECK(room > BLOCK);
-    f = opened(NO_SPACE, 1, 0);                          /* the first is the page that direct is tried on */
+    f = opened(NO_SPACE, 1, 0);                 /* the first is the page that direct is tried on */
     CHECK_EQ(mt_file_reserve(f, 8 * BLOCK), MT_EDISK);
     CHECK_HAS(mt_last_error(), here);
     CHECK_HAS(mt_last_error(), strerror(ENOSPC));
@@ -454,18 +464,19 @@ static void what_crashed_processes_left_goes_and_what_lives_stays(void)
     mt_file       *f, *g;
 
     enter();
-    f = opened(NOTHING, 0, 0);                           /* lives, and is locked */
+    f = opened(NOTHING, 0, 0);                  /* lives, and is locked */
     REQUIRE(uname(&about) == 0);
-    snprintf(text, sizeof text, "{\"pid\": %ld, \"started\": 5, \"boot\": \"x\", \"host\": \"%.64s\", \"file\": \"?\"}",
-             dead(), about.nodename);
-    put_file("megatrain-1-0.json", text);                /* crashed: nobody locks it */
+    snprintf(text, sizeof text, "{\"pid\": %ld, \"started\": 5, \"boot\": \"x\", "
+             "\"host\": \"%.64s\", \"file\": \"?\"}", dead(), about.nodename);
+    put_file("megatrain-1-0.json", text);       /* crashed: nobody locks it */
     put_file("megatrain-1-0.states", "left");
-    put_file("megatrain-1-1.json", text);                /* crashed after the first half of its removal */
+    put_file("megatrain-1-1.json", text);       /* crashed after the first half of its removal */
     put_file("megatrain-1-2.states", "no manifest: nobody says that it is ours");
     put_file("other.json", text);
     put_file("megatrain-1-3.json", "not a manifest, and no states");
     CHECK_OK(mt_file_room(here, &room));
-    CHECK(!there("megatrain-1-0.json") && !there("megatrain-1-0.states") && !there("megatrain-1-1.json"));
+    CHECK(!there("megatrain-1-0.json") && !there("megatrain-1-0.states") &&
+          !there("megatrain-1-1.json"));
     CHECK(there("megatrain-1-2.states") && there("other.json") && there("megatrain-1-3.json"));
     CHECK_EQ(entries(), 5);
     g = opened(NOTHING, 0, 0);                           /* sweeps too; another number */
@@ -479,7 +490,8 @@ static void what_crashed_processes_left_goes_and_what_lives_stays(void)
     leave();
 }
 
-/* Where a file system knows no locks the process decides: its number, its start, the boot and the host. */
+/* Where a file system knows no locks the process decides: its number, its start,
+ * the boot and the host. */
 static void a_process_is_told_by_its_number_its_start_the_boot_and_the_host(void)
 {
     char     name[64], text[300], wrong_start[300];
@@ -494,7 +506,7 @@ static void a_process_is_told_by_its_number_its_start_the_boot_and_the_host(void
     REQUIRE(m != NULL && fgets(text, sizeof text, m) != NULL);
     fclose(m);
     CHECK_HAS(text, ".states\", \"bytes\": 0}");
-    put_file("megatrain-2-0.json", text);                /* no states: so no lock, and the text decides */
+    put_file("megatrain-2-0.json", text);       /* no states: so no lock, and the text decides */
     CHECK_OK(mt_file_room(here, &room));
     CHECK(there("megatrain-2-0.json"));
     snprintf(wrong_start, sizeof wrong_start, "%s", text);
@@ -506,7 +518,7 @@ static void a_process_is_told_by_its_number_its_start_the_boot_and_the_host(void
     put_file("megatrain-2-0.json", text);
     CHECK_OK(mt_file_room(here, &room));
     CHECK(!there("megatrain-2-0.json"));
-    *(strstr(text, "\"host\": \"") + 9) ^= 1;           /* another machine's, whose boots are others */
+    *(strstr(text, "\"host\": \"") + 9) ^= 1;    /* another machine's, whose boots are others */
     put_file("megatrain-2-0.json", text);
     CHECK_OK(mt_file_room(here, &room));
     CHECK(there("megatrain-2-0.json"));
@@ -555,8 +567,8 @@ static void *reserves(void *f)
     return NULL;
 }
 
-/* Room for terabytes takes a disk its time: for who reads and writes what is there, and for who only looks, it does
- * not. */
+/* Room for terabytes takes a disk its time: for who reads and writes what is there, and for who
+ * only looks, it does not. */
 static void while_room_is_looked_for_the_file_is_used(void)
 {
     char     *p = memory(PAGE);

@@ -54,7 +54,7 @@ static void arenas_are_not_in_a_child_and_their_addresses_are_taken(void)
     *(char *)warm.base = 7;
     CHECK_EQ(child(reads, &warm), -SIGSEGV);
     CHECK_EQ(child(reads, &cold), -SIGSEGV);
-    if (!UNDER_TSAN)                     /* whose own mappings a child of several threads may not make */
+    if (!UNDER_TSAN)                /* whose own mappings a child of several threads may not make */
         CHECK_EQ(child(maps, &warm), 0);
     CHECK_EQ(*(char *)warm.base, 7);
     mt_arena_close(&warm);

@@ -45,7 +45,8 @@ static float random_value(void)
 /* A matrix with random values and, around its lines, NaN: whoever reads there shows it. */
 static mt_gemm_matrix random_matrix(mt_dtype dt, int64_t rows, int64_t cols, int by_columns)
 {
-    int64_t  each = by_columns ? rows : cols, lines = by_columns ? cols : rows, ld = each + below(4);
+    int64_t  each = by_columns ? rows : cols, lines = by_columns ? cols : rows,
+             ld = each + below(4);
     int64_t  size[] = { rows, cols }, stride[] = { by_columns ? 1 : ld, by_columns ? ld : 1 };
     int64_t  n = lines * ld + 1;
     mt_gemm_matrix m = { 0 };
@@ -108,7 +109,8 @@ static void order_is_read_from_sizes_and_strides(void)
 
 static void order_that_no_blas_has_is_refused_with_its_strides(void)
 {
-    static const int64_t strides[][2] = { { 10, 2 }, { 0, 1 }, { 1, 0 }, { 4, 1 }, { 1, 2 }, { 5, 5 } };
+    static const int64_t strides[][2] = { { 10, 2 }, { 0, 1 }, { 1, 0 }, { 4, 1 }, { 1, 2 },
+                                          { 5, 5 } };
 
     for (size_t i = 0; i < sizeof strides / sizeof *strides; i++) {
         int64_t        size[] = { 3, 5 };
@@ -244,8 +246,9 @@ static float by_the_book(const mt_gemm *g, int64_t i, int64_t j, float alpha, fl
 
 static void host_is_the_definition_to_the_bit(void)
 {
-    static const mt_dtype types[][2] = { { MT_F32, MT_F32 }, { MT_BF16, MT_F32 }, { MT_BF16, MT_BF16 },
-                                         { MT_F16, MT_F32 }, { MT_F16, MT_F16 } };
+    static const mt_dtype types[][2] = { { MT_F32, MT_F32 }, { MT_BF16, MT_F32 },
+                                         { MT_BF16, MT_BF16 }, { MT_F16, MT_F32 },
+                                         { MT_F16, MT_F16 } };
     static const int64_t  sizes[][3] = { { 1, 1, 1 }, { 3, 5, 7 }, { 65, 9, 300 }, { 64, 64, 256 },
                                          { 70, 130, 513 } };
     static const float    factors[][2] = { { 1, 0 }, { 1, 1 }, { 0.3f, 0.7f } };

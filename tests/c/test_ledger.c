@@ -280,7 +280,8 @@ static void save_holds_writers_and_updates_back_and_nobody_else(void)
 
     setup(0);
     mt_ledger_update_begin(store, 1);
-    CHECK_EQ(mt_ledger_save_begin(store, 1), MT_ESTATE);       /* what is saved would be half an update */
+    /* what is saved would be half an update */
+    CHECK_EQ(mt_ledger_save_begin(store, 1), MT_ESTATE);
     CHECK_OK(mt_ledger_save_begin(store, 0));
     CHECK_EQ(mt_ledger_save_begin(store, 0), MT_ESTATE);
     CHECK_EQ(mt_ledger_wanted(store), -1);

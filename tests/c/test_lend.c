@@ -1,5 +1,5 @@
-/* test_lend.c — GRAD planes that are lent: who gets which memory, who waits for it, and who is refused. That
- * training with them gives the same bits is tests/test_grads.py's.
+/* test_lend.c — GRAD planes that are lent: who gets which memory, who waits for it, and who is
+ * refused. That training with them gives the same bits is tests/test_grads.py's.
  */
 #include "dev_fault.h"
 #include "toy.h"
@@ -57,14 +57,14 @@ static void a_unit_has_gradients_from_hand_over_to_update(void)
     CHECK_OK(mt_store_lend(s, 0));
     first = grad_of(s, 0);
     memset(first, 1, 4000);
-    CHECK_EQ(mt_store_at(s, 0, 1, MT_PLANE_GRAD, &at), MT_EINVAL);        /* frozen */
-    CHECK_OK(mt_store_lend(s, 0));                                        /* handed over again */
+    CHECK_EQ(mt_store_at(s, 0, 1, MT_PLANE_GRAD, &at), MT_EINVAL);  /* frozen */
+    CHECK_OK(mt_store_lend(s, 0));                                  /* handed over again */
     CHECK(grad_of(s, 0) == first);
     CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_M, &at));
     update(s, 0);
     CHECK_EQ(mt_store_at(s, 0, 0, MT_PLANE_GRAD, &at), MT_ESTATE);
     CHECK_OK(mt_store_lend(s, 1));
-    CHECK(grad_of(s, 1) == first);                                        /* free again, and of a size */
+    CHECK(grad_of(s, 1) == first);                                  /* free again, and of a size */
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 1 << 20);
     mt_store_close(s);
     dev->ops->close(dev);
@@ -151,7 +151,8 @@ static void *lend_main(void *arg)
     return NULL;
 }
 
-/* The one that was lent first is waited for, though others come back before. A trace has that wait, and no other. */
+/* The one that was lent first is waited for, though others come back before.
+ * A trace has that wait, and no other. */
 static void where_all_are_lent_the_first_is_waited_for(void)
 {
     const int64_t   numel[4] = { 10, 10, 10, 10 };
@@ -273,7 +274,8 @@ static void parameters_trained_since_have_gradients_too(void)
     REQUIRE(shop_open(dev, numel, 1, &s) == MT_OK);
     CHECK_OK(mt_store_lend(s, 0));
     CHECK_OK(mt_store_set_trainable(s, 0, 1, 1));
-    CHECK_OK(mt_store_at(s, 0, 1, MT_PLANE_GRAD, &at));        /* in memory of its own, until the update */
+    /* in memory of its own, until the update */
+    CHECK_OK(mt_store_at(s, 0, 1, MT_PLANE_GRAD, &at));
     CHECK(mt_store_bytes(s, MT_PLANE_GRAD) > 1 << 20);
     update(s, 0);
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 1 << 20);

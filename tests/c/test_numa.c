@@ -27,9 +27,11 @@ static void put(const char *name, const char *text)
 }
 
 /* NULL: there is no such file. */
-static mt_nodes nodes_of(const char *online, const char *cpu, const char *memory, const char *allowed)
+static mt_nodes nodes_of(const char *online, const char *cpu, const char *memory,
+                         const char *allowed)
 {
-    static const char *const names[] = { "devices/system/node/online", "devices/system/node/has_cpu",
+    static const char *const names[] = { "devices/system/node/online",
+                                         "devices/system/node/has_cpu",
                                          "devices/system/node/has_memory", "status" };
     const char *texts[] = { online, cpu, memory, allowed };
     char        path[512];
@@ -51,8 +53,10 @@ static mt_nodes nodes_of(const char *online, const char *cpu, const char *memory
 static void nodes_with_processors_and_memory_count(void)
 {
     mt_nodes two = nodes_of("0-1\n", "0-1\n", "0-1\n", "Name:\tx\nMems_allowed_list:\t0-1\n");
-    mt_nodes gpu = nodes_of("0-8\n", "0\n", "0-8\n", "Mems_allowed_list:\t0-8\n");      /* a GH200's HBM is 1 to 8 */
-    mt_nodes some = nodes_of("0-3,64,70-71\n", "0-3,64,70\n", "1-3,64,70-71\n", "Mems_allowed_list:\t2-80\n");
+    /* a GH200's HBM is 1 to 8 */
+    mt_nodes gpu = nodes_of("0-8\n", "0\n", "0-8\n", "Mems_allowed_list:\t0-8\n");
+    mt_nodes some = nodes_of("0-3,64,70-71\n", "0-3,64,70\n", "1-3,64,70-71\n",
+                             "Mems_allowed_list:\t2-80\n");
 
     CHECK_EQ(two.n, 2);
     CHECK_EQ(two.bits[0], 3);

@@ -277,7 +277,8 @@ static int waits_in(mt_timeline *line)
     return waits;
 }
 
-/* More tickets than the collector's line and the two staging buffers hold, of all sizes; a trace has the waits. */
+/* More tickets than the collector's line and the two staging buffers hold, of all sizes;
+ * a trace has the waits. */
 static void many_hand_overs_in_flight_all_count(void)
 {
     mt_timeline *line;

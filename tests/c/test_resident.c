@@ -1,10 +1,11 @@
-/* test_resident.c — the executable form of core/resident.h, through.h and arrive.h: a unit that lives on the
- * device, with its states there or coming for the update, or goes through it to be updated, has the bits of
- * one that does neither, in every plane, with the real kernels and whatever the user does in between.
+/* test_resident.c — the executable form of core/resident.h, through.h and arrive.h: a unit that
+ * lives on the device, with its states there or coming for the update, or goes through it to be
+ * updated, has the bits of one that does neither, in every plane, with the real kernels and
+ * whatever the user does in between.
  *
  * A run is UNITS units of all types trained by AdamW on random gradients; what a step reads of the
- * weights is noted by compute in the run queue. Two runs that differ in which units are settled, are guests
- * and go through, and in delays, must have noted and left behind the same.
+ * weights is noted by compute in the run queue. Two runs that differ in which units are settled,
+ * are guests and go through, and in delays, must have noted and left behind the same.
  */
 #include "check.h"
 #include "dev_fault.h"
@@ -66,20 +67,24 @@ typedef struct config {
     unsigned guests;             /* of the settled units */
     int      micros, max_us;
     int      meddle;             /* 1: the user reads and writes planes between the steps */
-    int      in_backward;        /* 1: each unit is updated behind its hand-over; micros are 1. 2: and that update is
-                                  * in its queue before the next hand-over */
+    int      in_backward;        /* 1: each unit is updated behind its hand-over; micros are 1. 2:
+                                  * and that update is in its queue before the next hand-over */
     int      passing;            /* 1: and its gradients are kept nowhere */
     int      slow;               /* 1: an update on the device begins late */
-    int      in_place;           /* 1: gradients are made in the GRAD plane where that is on the device */
-    int      take;               /* 1: settled units' weights move at once; else they are copied by the first await */
-    int      moves;              /* 1: units are settled and unsettled, at random, between micro-batches */
+    int      in_place;           /* 1: gradients are made in the GRAD plane where that is on the
+                                  * device */
+    int      take;               /* 1: settled units' weights move at once; else they are copied by
+                                  * the first await */
+    int      moves;              /* 1: units are settled and unsettled, at random, between
+                                  * micro-batches */
     double   max_norm;           /* 0: units are judged one by one */
     mt_debug debug;
 } config;
 
 typedef struct outcome {
     unsigned char plane[UNITS][PARAMS][PLANES][MAX_N * 4];
-    unsigned char seen[STEPS][MICROS][UNITS][PARAMS][MAX_N * 4];     /* weights as compute found them */
+    unsigned char seen[STEPS][MICROS][UNITS][PARAMS][MAX_N * 4];  /* weights as compute found
+                                                                   * them */
     double        norm[STEPS];
     int           skipped[STEPS];
 } outcome;
@@ -97,7 +102,8 @@ typedef struct model {
     mt_updater   *u;
     mt_through   *t;
     mt_arrive    *a;                              /* NULL: there are no guests */
-    void         *pieces[UNITS][PARAMS * 2];      /* a guest's; run scribbles into them when a stay is over */
+    void         *pieces[UNITS][PARAMS * 2];      /* a guest's; run scribbles into them when a stay
+                                                   * is over */
     int           n_pieces[UNITS], stays[UNITS];
     mt_slot_desc  slots[2 + UNITS];
     void         *source[MICROS][UNITS][PARAMS];  /* device memory for gradients, a step's */
@@ -190,7 +196,8 @@ static void lift(model *m, int u)
 
     if (m->a == NULL || !mt_arrive_invited(m->a, u))
         return;
-    CHECK_OK(mt_arrive_lift(m->a, u, MT_ARRIVE_LEAST, m->pieces[u], m->n_pieces[u], m->run, &taken));
+    CHECK_OK(mt_arrive_lift(m->a, u, MT_ARRIVE_LEAST, m->pieces[u], m->n_pieces[u], m->run,
+                            &taken));
     CHECK_EQ(taken, !m->stays[u]);
     m->stays[u] = 1;
 }
@@ -287,8 +294,8 @@ static void model_open(model *m, const config *c, outcome *out)
     REQUIRE(mt_update_open(m->store, m->o, m->pool, &m->u) == MT_OK);
     mt_offload_residents(m->o, m->r);
     mt_update_residents(m->u, m->r);
-    REQUIRE(mt_through_open(m->dev, m->store, 2 + (int)(c->seed % 2), MT_THROUGH_LEAST + 512 * (c->seed % 5),
-                            &m->t) == MT_OK);
+    REQUIRE(mt_through_open(m->dev, m->store, 2 + (int)(c->seed % 2),
+                            MT_THROUGH_LEAST + 512 * (c->seed % 5), &m->t) == MT_OK);
     mt_update_through(m->u, m->t);
     for (int u = 0; u < UNITS; u++)
         if (c->through >> u & 1 & ~(c->settled >> u))
@@ -377,7 +384,8 @@ static void window(model *m, int step, int micro, int u)
                      .seen = m->out->seen[step][micro][u][p],
                      .bytes = (size_t)numel(u, p) * mt_dtype_bytes(types[u]),
                      .grad = grad_memory(m, micro, u, p), .dt = types[u], .n = numel(u, p),
-                     .seed = m->c->seed + (uint64_t)(((step * MICROS + micro) * UNITS + u) * PARAMS + p),
+                     .seed = m->c->seed + (uint64_t)(((step * MICROS + micro) * UNITS + u) *
+                                                     PARAMS + p),
                      .infinite = step % 7 == 5 && u == 1 && p == 1 && micro == 0 };
         items[p] = (mt_grad_item){ p, w->grad, micro > 0 ? MT_GRAD_ADD : MT_GRAD_SET,
                                    m->changed[u][p] };
@@ -400,7 +408,8 @@ static void *plane_of(const adam *a, int p, mt_plane plane)
 {
     void *at = NULL;
 
-    if (mt_plane_bytes(plane, types[a->unit], MT_STATES_FP32, 1) == 0 || (a->guest && MT_STATE_PLANES >> plane & 1))
+    if (mt_plane_bytes(plane, types[a->unit], MT_STATES_FP32, 1) == 0 ||
+        (a->guest && MT_STATE_PLANES >> plane & 1))
         return NULL;
     if (a->settled)
         REQUIRE(mt_resident_at(a->m->r, a->unit, p, plane, &at) == MT_OK);
@@ -444,7 +453,8 @@ static mt_status adam_put(void *arg, mt_queue *q, float clip)
     const mt_arrive_part *parts;
     mt_adam_tensor        all[PARAMS], t[PARAMS * 2];
     int                   n, guest;
-    mt_status             st = mt_resident_parts(((adam *)arg)->m->r, ((adam *)arg)->unit, &parts, &n, &guest);
+    mt_status             st = mt_resident_parts(((adam *)arg)->m->r, ((adam *)arg)->unit, &parts,
+                                                 &n, &guest);
 
     if (st == MT_OK && ((adam *)arg)->m->c->slow)
         st = q->dev->ops->call(q, nap_of_an_update, NULL);
@@ -478,16 +488,19 @@ static mt_status adam_list(void *arg, mt_through_tensor **out, int *n)
     REQUIRE(k != NULL);
     tensors(arg, t);
     for (int p = 0; p < PARAMS; p++)
-        k[p] = (mt_through_tensor){ .n = t[p].n, .n_spans = t[p].dtype == MT_F32 ? AT_LOW : AT_LOW + 1, .span = {
+        k[p] = (mt_through_tensor){
+            .n = t[p].n, .n_spans = t[p].dtype == MT_F32 ? AT_LOW : AT_LOW + 1, .span = {
             { t[p].hi, mt_dtype_bytes(t[p].dtype), 1, 1 }, { t[p].m, 4, 1, 1 }, { t[p].v, 4, 1, 1 },
             { (void *)(uintptr_t)t[p].grad, mt_dtype_bytes(t[p].grad_dtype), 1, 0 },
-            { t[p].lo != NULL ? (void *)t[p].lo : (void *)t[p].master, t[p].lo != NULL ? 2 : 4, 1, 1 } } };
+            { t[p].lo != NULL ? (void *)t[p].lo : (void *)t[p].master, t[p].lo != NULL ? 2 : 4, 1,
+              1 } } };
     *out = k;
     *n = PARAMS;
     return MT_OK;
 }
 
-static mt_status adam_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip)
+static mt_status adam_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n,
+                              float clip)
 {
     mt_adam_tensor all[PARAMS], t[64];
 
@@ -557,8 +570,9 @@ static void *host(model *m, int u, int p, mt_plane plane)
     return at;
 }
 
-/* As the guard of a parameter does it, and the optimizer at the next step. A host unit's fetch that is
- * still in line would copy half a write, and be fetched again: right, but a race to ThreadSanitizer. */
+/* As the guard of a parameter does it, and the optimizer at the next step. A host unit's fetch that
+ * is still in line would copy half a write, and be fetched again: right,
+ * but a race to ThreadSanitizer. */
 static void write_weight(model *m, int u, int p)
 {
     unsigned low = 1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER, guest = m->c->guests >> u & 1;
@@ -613,7 +627,10 @@ static void meddle(model *m, int more)
         case 2: if (more) write_grad(m, u, p); break;
         case 3: CHECK_OK(mt_resident_bring(m->r, u, ~0u)); break;
         case 4: CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_HI)); break;
-        case 5: if (m->c->take && mt_store_settled(m->store, u)) CHECK_OK(mt_resident_take(m->r, u, m->run)); break;
+        case 5:
+            if (m->c->take && mt_store_settled(m->store, u))
+                CHECK_OK(mt_resident_take(m->r, u, m->run));
+            break;
         default: break;
         }
     }
@@ -633,7 +650,8 @@ static void collect(model *m)
                 size_t elem = mt_plane_bytes(planes[k], types[u], MT_STATES_FP32, 1);
 
                 if (elem > 0 && !(m->c->in_backward && planes[k] == MT_PLANE_GRAD))
-                    memcpy(m->out->plane[u][p][k], host(m, u, p, planes[k]), (size_t)numel(u, p) * elem);
+                    memcpy(m->out->plane[u][p][k], host(m, u, p, planes[k]),
+                           (size_t)numel(u, p) * elem);
             }
     }
 }
@@ -704,14 +722,16 @@ static void settled_units_have_the_bits_of_host_units(void)
                 CHECK(equals_host(&(config){
                     .seed = (uint64_t)(micros * 100 + norm * 10 + k), .micros = micros,
                     .max_norm = norm == 0 ? 0 : norm == 1 ? 0.5 : (double)INFINITY,
-                    .settled = k == 0 ? ALL : k == 1 ? 5 : 10, .in_place = k != 1, .take = k < 2 }));
+                    .settled = k == 0 ? ALL : k == 1 ? 5 : 10, .in_place = k != 1,
+                    .take = k < 2 }));
 }
 
 static void units_that_move_have_the_bits_of_units_that_stay(void)
 {
     for (uint64_t seed = 0; seed < 24; seed += UNDER_TSAN ? 7 : 1)
-        CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3), .max_norm = seed % 4 ? 0.5 : 0,
-                                     .moves = 1, .settled = (unsigned)seed % ALL, .take = 1,
+        CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
+                                     .max_norm = seed % 4 ? 0.5 : 0, .moves = 1,
+                                     .settled = (unsigned)seed % ALL, .take = 1,
                                      .guests = seed % 3 == 1 ? (unsigned)seed % ALL & 3 : 0,
                                      .through = seed % 5 == 2 ? 6 : 0, .meddle = seed % 2 == 0,
                                      .max_us = seed % 6 == 5 ? 30 : 0 }));
@@ -729,8 +749,9 @@ static void whatever_the_user_reads_and_writes(void)
 {
     for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
-                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
-                                     .settled = seed % 4 ? ALL : 9, .take = seed % 8 != 0 }));
+                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1,
+                                     .max_norm = seed % 3 ? 0.5 : 0, .settled = seed % 4 ? ALL : 9,
+                                     .take = seed % 8 != 0 }));
 }
 
 static void overlap_off_changes_no_bits(void)
@@ -754,8 +775,9 @@ static void going_through_with_delays_and_a_user_changes_no_bits(void)
 {
     for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
-                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
-                                     .settled = seed % 4 ? 0 : 4, .through = seed % 3 ? ALL : 11,
+                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1,
+                                     .max_norm = seed % 3 ? 0.5 : 0, .settled = seed % 4 ? 0 : 4,
+                                     .through = seed % 3 ? ALL : 11,
                                      .debug = { .sync = seed % 5 == 4 } }));
 }
 
@@ -774,16 +796,18 @@ static void guests_with_delays_and_a_user_change_no_bits(void)
 {
     for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
-                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1, .max_norm = seed % 3 ? 0.5 : 0,
-                                     .settled = seed % 4 ? ALL : 13, .guests = seed % 4 ? ALL : 9,
-                                     .through = 2, .take = seed % 8 != 0, .debug = { .sync = seed % 5 == 4 } }));
+                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1,
+                                     .max_norm = seed % 3 ? 0.5 : 0, .settled = seed % 4 ? ALL : 13,
+                                     .guests = seed % 4 ? ALL : 9, .through = 2,
+                                     .take = seed % 8 != 0, .debug = { .sync = seed % 5 == 4 } }));
 }
 
 static config passing(uint64_t seed, unsigned skip)
 {
-    return (config){ .seed = seed, .micros = 1, .max_us = seed % 3 ? 40 : 0, .take = 1, .passing = 1,
-                     .in_backward = 1 + (int)(seed % 2), .settled = seed % 4 == 1 ? 13 : ALL,
-                     .guests = seed % 4 == 2 ? 5 : 0, .debug = { .skip = skip } };
+    return (config){ .seed = seed, .micros = 1, .max_us = seed % 3 ? 40 : 0, .take = 1,
+                     .passing = 1, .in_backward = 1 + (int)(seed % 2),
+                     .settled = seed % 4 == 1 ? 13 : ALL, .guests = seed % 4 == 2 ? 5 : 0,
+                     .debug = { .skip = skip } };
 }
 
 static void gradients_of_settled_units_that_pass_change_no_bits(void)
@@ -850,7 +874,8 @@ static float read_while_written(unsigned skip)
     void          *mem;
     int            slot;
 
-    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .debug = { .skip = skip } }, &out);
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .debug = { .skip = skip } },
+               &out);
     *(float *)host(&m, 1, 0, MT_PLANE_HI) = 5;
     CHECK_OK(mt_stream_acquire(m.s, 1, m.run, &slot, &mem));
     CHECK_OK(mt_stream_await(m.s, slot, m.run));
@@ -970,7 +995,8 @@ static void weights_that_were_taken_have_no_host_memory(void)
     model_close(&m);
 }
 
-/* Until an update made it old, and then until compute wants the unit: no longer, and not shorter. */
+/* Until an update made it old, and then until compute wants the unit: no longer,
+ * and not shorter. */
 static void who_brought_weights_reads_them_until_they_are_old(void)
 {
     static model   m;
@@ -980,7 +1006,8 @@ static void who_brought_weights_reads_them_until_they_are_old(void)
     void          *mem;
     int            slot;
 
-    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 }, &out);
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
+               &out);
     w = host(&m, 1, 0, MT_PLANE_HI);
     CHECK_OK(mt_resident_bring(m.r, 1, hi_plane));
     was = *w;
@@ -1015,7 +1042,8 @@ static float taken_after_a_write(unsigned skip)
     void          *mem;
     int            slot;
 
-    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .take = 1, .debug = { .skip = skip } }, &out);
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .take = 1,
+                              .debug = { .skip = skip } }, &out);
     w = host(&m, 1, 0, MT_PLANE_HI);
     CHECK_OK(mt_resident_bring(m.r, 1, hi_plane));
     CHECK_OK(mt_ledger_wait_fetch(m.store, 1));
@@ -1083,8 +1111,8 @@ static void bringing_touches_no_other_parameter(void)
     g1 = host(&m, 1, 1, MT_PLANE_GRAD);
     g0[0] = 42;
     ((float *)m.source[1][1][1])[0] = 7;
-    CHECK_OK(mt_offload_put(m.o, 1, &(mt_grad_item){ 1, m.source[1][1][1], MT_GRAD_SET, 0 }, 1, m.run,
-                            &ticket));
+    CHECK_OK(mt_offload_put(m.o, 1, &(mt_grad_item){ 1, m.source[1][1][1], MT_GRAD_SET, 0 }, 1,
+                            m.run, &ticket));
     CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_GRAD));
     CHECK(g0[0] == 42);
     CHECK(g1[0] == 7);
@@ -1098,7 +1126,8 @@ static void of_guests_states_alone_cross(void)
     static outcome out;
     size_t         states = 0;
 
-    model_open(&m, &(config){ .seed = 1, .settled = ALL, .guests = ALL, .micros = 1, .max_norm = 1 }, &out);
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .guests = ALL, .micros = 1,
+                              .max_norm = 1 }, &out);
     for (int step = 0; step < 5; step++) {
         step_once(&m, step);
         leave(&m, 1);
@@ -1107,7 +1136,8 @@ static void of_guests_states_alone_cross(void)
         for (int p = 0; p < PARAMS; p++)
             for (int k = 0; k < PLANES; k++)
                 if (MT_STATE_PLANES >> planes[k] & 1)
-                    states += (size_t)numel(u, p) * mt_plane_bytes(planes[k], types[u], MT_STATES_FP32, 1);
+                    states += (size_t)numel(u, p) * mt_plane_bytes(planes[k], types[u],
+                                                                   MT_STATES_FP32, 1);
     CHECK_EQ(mt_arrive_stats_get(m.a).h2d_bytes, 5 * states);
     CHECK_EQ(mt_arrive_stats_get(m.a).d2h_bytes, 5 * states);
     CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, 0);
@@ -1153,14 +1183,15 @@ static void settling_refuses_what_is_in_use(void)
     CHECK_EQ(mt_store_unsettle(m.store, 1), MT_ESTATE);
     CHECK_OK(mt_stream_acquire(m.s, 2, m.run, &slot, &mem));
     CHECK_EQ(mt_stream_settle(m.s, m.r, 3, slot), MT_ESTATE);           /* somebody's by now */
-    REQUIRE(mt_store_add(m.store, "large", &(mt_param_desc){ MT_F32, 100000, 1 }, 1, &unit) == MT_OK);
+    REQUIRE(mt_store_add(m.store, "large", &(mt_param_desc){ MT_F32, 100000, 1 }, 1,
+                         &unit) == MT_OK);
     CHECK_EQ(mt_stream_settle(m.s, m.r, unit, 4), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "large");
     CHECK_EQ(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
     CHECK_EQ(mt_store_device_at(m.store, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
     CHECK_EQ(mt_resident_at(m.r, 0, PARAMS, MT_PLANE_HI, &mem), MT_EINVAL);
     CHECK_EQ(mt_resident_push(m.r, 0, PARAMS, ~0u), MT_EINVAL);
-    CHECK_OK(mt_resident_bring(m.r, 1, ~0u));                           /* a host unit: nothing to do */
+    CHECK_OK(mt_resident_bring(m.r, 1, ~0u));                       /* a host unit: nothing to do */
     CHECK_OK(mt_resident_push(m.r, 1, 0, ~0u));
     mt_resident_close(NULL);
     model_close(&m);
@@ -1176,7 +1207,8 @@ static void a_guest_that_was_not_lifted_is_not_updated(void)
     adam          *a = calloc(1, sizeof *a);
 
     REQUIRE(a != NULL);
-    model_open(&m, &(config){ .seed = 1, .settled = 3, .guests = 1, .micros = 1, .max_norm = 1 }, &out);
+    model_open(&m, &(config){ .seed = 1, .settled = 3, .guests = 1, .micros = 1, .max_norm = 1 },
+               &out);
     CHECK_EQ(mt_resident_at(m.r, 0, 0, MT_PLANE_M, &at), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "around its updates");
     CHECK_OK(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &at));
@@ -1184,7 +1216,8 @@ static void a_guest_that_was_not_lifted_is_not_updated(void)
     CHECK_OK(mt_stream_begin(m.s));
     window(&m, 0, 0, 0);
     *a = (adam){ .m = &m, .settled = 1, .guest = 1 };
-    job = (mt_update_job){ .n_params = PARAMS, .params = all_params, .put = adam_put, .free = free, .arg = a };
+    job = (mt_update_job){ .n_params = PARAMS, .params = all_params, .put = adam_put, .free = free,
+                           .arg = a };
     CHECK_OK(mt_update_submit(m.u, &job, 1, 1.0, m.run, &ticket));
     CHECK_EQ(mt_update_drain(m.u), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "lifted before its update");

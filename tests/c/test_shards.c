@@ -1,4 +1,5 @@
-/* test_shards.c — files written from memory block by block: what is in them, who is told when, what goes wrong. */
+/* test_shards.c — files written from memory block by block: what is in them, who is told when,
+ * what goes wrong. */
 #include "check.h"
 #include "../../csrc/io/shards.h"
 #include "../../csrc/io/sum.h"
@@ -39,7 +40,8 @@ static void setup(void)
     extents[0][2] = (mt_extent){ sizeof header + bytes_of[0], plane[1], bytes_of[1], 1, NULL };
     extents[1][0] = (mt_extent){ 0, plane[2], bytes_of[2], 2, NULL };
     extents[1][1] = (mt_extent){ bytes_of[2], plane[0], 5000, 0, NULL };
-    shards[0] = (mt_shard){ path[0], sizeof header + bytes_of[0] + bytes_of[1], extents[0], 3, sums[0] };
+    shards[0] = (mt_shard){ path[0], sizeof header + bytes_of[0] + bytes_of[1], extents[0], 3,
+                            sums[0] };
     shards[1] = (mt_shard){ path[1], bytes_of[2] + 5000, extents[1], 2, sums[1] };
 }
 
@@ -63,7 +65,8 @@ static mt_status begin(void *arg, int unit)
     pthread_mutex_lock(&mu);
     begun[unit]++;
     pthread_mutex_unlock(&mu);
-    return arg != NULL && unit == *(int *)arg ? MT_FAIL(MT_ESTATE, "unit %d cannot be brought", unit) : MT_OK;
+    return arg != NULL && unit == *(int *)arg
+               ? MT_FAIL(MT_ESTATE, "unit %d cannot be brought", unit) : MT_OK;
 }
 
 /* From here on the unit's memory may change: what is written must be what it was. */
@@ -89,8 +92,8 @@ static mt_shards_how how(void)
     memset(ended, 0, sizeof ended);
     n_ended = 0;
     wish = -1;
-    return (mt_shards_how){ .n_copiers = 2, .n_writers = 2, .n_units = UNITS, .begin = begin, .end = end,
-                            .wanted = wanted };
+    return (mt_shards_how){ .n_copiers = 2, .n_writers = 2, .n_units = UNITS, .begin = begin,
+                            .end = end, .wanted = wanted };
 }
 
 static mt_status run(mt_shards_how h)
@@ -129,8 +132,8 @@ static void files_hold_what_memory_held_before_it_was_let_go(void)
     check_all_ended_once();
     CHECK_EQ(begun[1], 1);
     for (int u = 0; u < UNITS; u++) {
-        mt_extent one = { .at = u == 2 ? 0 : u == 0 ? sizeof header : sizeof header + bytes_of[0], .mem = back,
-                          .bytes = bytes_of[u], .unit = -1 };
+        mt_extent one = { .at = u == 2 ? 0 : u == 0 ? sizeof header : sizeof header + bytes_of[0],
+                          .mem = back, .bytes = bytes_of[u], .unit = -1 };
         mt_shard  s = shards[u == 2];
 
         s.extents = &one;
@@ -323,14 +326,18 @@ static void other_bytes_and_other_sizes_are_told(void)
     teardown();
 }
 
-/* A tensor [A, B, 1, C] that lies in memory as [A, C, B]: in pieces of a file, from any byte to any other. */
+/* A tensor [A, B, 1, C] that lies in memory as [A, C, B]: in pieces of a file,
+ * from any byte to any other. */
 static void turned_tensors_are_row_major_in_files(void)
 {
     enum { A = 300000, B = 3, C = 2 };
-    uint32_t *memory = malloc(A * B * C * 4), *right = malloc(A * B * C * 4), *back = malloc(A * B * C * 4);
-    mt_turn   turn = { .dims = 4, .item = 4, .shape = { A, B, 1, C }, .stride = { B * C * 4, 4, 77, B * 4 } };
+    uint32_t *memory = malloc(A * B * C * 4), *right = malloc(A * B * C * 4),
+             *back = malloc(A * B * C * 4);
+    mt_turn   turn = { .dims = 4, .item = 4, .shape = { A, B, 1, C },
+                       .stride = { B * C * 4, 4, 77, B * 4 } };
     mt_extent turned[2] = { { 0, header, 17, -1, NULL }, { 17, memory, A * B * C * 4, 0, &turn } };
-    mt_shard  file = { .extents = turned, .n_extents = 2, .bytes = 17 + A * B * C * 4, .sums = sums[0] };
+    mt_shard  file = { .extents = turned, .n_extents = 2, .bytes = 17 + A * B * C * 4,
+                       .sums = sums[0] };
     mt_shards_how h = how();
     mt_shards *w = NULL;
     uint64_t  bytes;
@@ -364,9 +371,9 @@ static void turned_tensors_are_row_major_in_files(void)
 #define MANY 12
 #define PLANES 2
 
-static char      *mem[MANY];             /* of unit u: its bytes in file 0, then those in file 1 */
+static char      *mem[MANY];    /* of unit u: its bytes in file 0, then those in file 1 */
 static size_t     part[MANY][PLANES], taking[MANY];
-static size_t     there, most;           /* mu. Bytes of units between begin and end; the most there were */
+static size_t     there, most;  /* mu. Bytes of units between begin and end; the most there were */
 static int        open_now, most_open, firsts[MANY], n_firsts;
 
 static mt_status begin_many(void *arg, int unit)
@@ -401,7 +408,8 @@ static int wanted_at_random(void *arg)
     return (int)(*state >> 16) % (2 * MANY) - MANY;
 }
 
-/* Units of `bytes` in file 0, three times that in file 1. shuffle: they lie in another order in each, and in pieces. */
+/* Units of `bytes` in file 0, three times that in file 1. shuffle: they lie in another order in
+ * each, and in pieces. */
 static void setup_many(size_t bytes, int shuffle, mt_shard *files, mt_extent *list)
 {
     const char *tmp = getenv("TMPDIR");
@@ -432,12 +440,14 @@ static void setup_many(size_t bytes, int shuffle, mt_shard *files, mt_extent *li
                     some = part[u][f] - (shuffle ? some : part[u][f]);
                 if (some == 0)
                     continue;
-                list[n++] = (mt_extent){ at, mem[u] + (f == 0 ? 0 : part[u][0]) + from, some, u, NULL };
+                list[n++] = (mt_extent){ at, mem[u] + (f == 0 ? 0 : part[u][0]) + from, some, u,
+                                         NULL };
                 at += some;
                 files[f].n_extents++;
             }
         files[f].bytes = at;
-        REQUIRE((files[f].sums = calloc(mt_block_count((size_t)at), sizeof *files[f].sums)) != NULL);
+        REQUIRE((files[f].sums = calloc(mt_block_count((size_t)at),
+                                        sizeof *files[f].sums)) != NULL);
     }
     there = most = 0;
     open_now = most_open = n_firsts = 0;
@@ -457,7 +467,8 @@ static void write_many(size_t bytes, int shuffle, mt_shards_how h)
     for (int f = 0; f < PLANES; f++) {
         REQUIRE((right[f] = malloc(files[f].bytes)) != NULL);
         for (size_t i = 0; i < files[f].n_extents; i++)
-            memcpy(right[f] + files[f].extents[i].at, files[f].extents[i].mem, files[f].extents[i].bytes);
+            memcpy(right[f] + files[f].extents[i].at, files[f].extents[i].mem,
+                   files[f].extents[i].bytes);
     }
     h.brings = taking;
     h.n_units = MANY;
@@ -513,7 +524,8 @@ static void small_units_are_begun_together(void)
     CHECK(most_open > 1);
 }
 
-/* With memory for few blocks, most of which wait for units that come much later, or are wanted out of turn. */
+/* With memory for few blocks, most of which wait for units that come much later,
+ * or are wanted out of turn. */
 static void any_order_comes_to_an_end(void)
 {
     for (int shuffle = 0; shuffle < 2; shuffle++)

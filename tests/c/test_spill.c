@@ -1,5 +1,5 @@
-/* test_spill.c — the executable form of core/spill.h, through swap.h: a toy's forwards and backwards, whose windows
- * keep two tensors in a file. */
+/* test_spill.c — the executable form of core/spill.h, through swap.h: a toy's forwards and
+ * backwards, whose windows keep two tensors in a file. */
 #include "dev_fault.h"
 #include "keeping.h"
 #include "../../csrc/core/clock.h"
@@ -239,8 +239,10 @@ static void a_few_blocks_carry_any_number_of_bundles(void)
     }
     CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 0);
     CHECK_EQ(stats(&s).used_bytes, 0);
-    /* A place that is still written is another's only later: the file may be longer by what was under way. */
-    CHECK(stats(&s).file_bytes >= WINDOWS * KEEPS && stats(&s).file_bytes <= (WINDOWS + BLOCKS) * KEEPS);
+    /* A place that is still written is another's only later:
+     * the file may be longer by what was under way. */
+    CHECK(stats(&s).file_bytes >= WINDOWS * KEEPS &&
+          stats(&s).file_bytes <= (WINDOWS + BLOCKS) * KEEPS);
     CHECK(stats(&s).written_bytes >= 3 * (WINDOWS - BLOCKS) * KEEPS);
     CHECK_EQ(scene_close(&s), 0);
 }
@@ -262,10 +264,29 @@ static void expect_wrong(unsigned edge, int max_us, int disk_us)
     CHECK(wrong > 0);
 }
 
-static void without_full_what_is_written_is_not_there_yet(void)   { RACE; expect_wrong(MT_EDGE_FULL, 300, 20); }
-static void without_written_a_block_is_filled_while_written(void) { RACE; expect_wrong(MT_EDGE_WRITTEN, 20, 2000); }
-static void without_read_it_comes_back_too_early(void)            { RACE; expect_wrong(MT_EDGE_READ, 20, 2000); }
-static void without_drained_a_block_is_read_into_too_early(void)  { RACE; expect_wrong(MT_EDGE_DRAINED, 300, 20); }
+static void without_full_what_is_written_is_not_there_yet(void)
+{
+    RACE;
+    expect_wrong(MT_EDGE_FULL, 300, 20);
+}
+
+static void without_written_a_block_is_filled_while_written(void)
+{
+    RACE;
+    expect_wrong(MT_EDGE_WRITTEN, 20, 2000);
+}
+
+static void without_read_it_comes_back_too_early(void)
+{
+    RACE;
+    expect_wrong(MT_EDGE_READ, 20, 2000);
+}
+
+static void without_drained_a_block_is_read_into_too_early(void)
+{
+    RACE;
+    expect_wrong(MT_EDGE_DRAINED, 300, 20);
+}
 
 static void until_written(scene *s, uint64_t bytes)
 {
@@ -343,7 +364,7 @@ static void graphs_may_cross_and_be_gone_through_twice(void)
                 CHECK_OK(come(&s, w, a[w]));
                 look(&s, 0, w, a[w]);
             }
-        for (int w = 0; w < WINDOWS; w++) {                  /* not the way that was expected either */
+        for (int w = 0; w < WINDOWS; w++) {             /* not the way that was expected either */
             mt_swap_drop(s.w, a[w]);
             CHECK_OK(come(&s, w, b[w]));
             look(&s, 1, w, b[w]);
@@ -480,11 +501,12 @@ static void a_write_that_fails_is_told_and_harms_nobody_else(void)
     scene_open(&s, 1, 0, 0, 0);
     atomic_store(&disk.fail_write, 1);
     CHECK_OK(leave(&s, 0, 2, &lost));
-    for (st = MT_OK; st == MT_OK; nap(200))                  /* told once to whoever comes when that is known, */
+    for (st = MT_OK; st == MT_OK; nap(200))     /* told once to whoever comes when that is known, */
         if ((st = leave(&s, 0, 3, &bundle[3])) == MT_OK)
             mt_swap_drop(s.w, bundle[3]);
     CHECK_EQ(st, MT_EDISK);
-    CHECK_HAS(mt_last_error(), "unit layers.2: what its window keeps could not be written to the file: ");
+    CHECK_HAS(mt_last_error(),
+              "unit layers.2: what its window keeps could not be written to the file: ");
     CHECK_HAS(mt_last_error(), s.dir);
     CHECK_HAS(mt_last_error(), strerror(ENOSPC));
     CHECK_EQ(come(&s, 2, lost), MT_EDISK);                   /* and always to who wants it back */
@@ -503,7 +525,7 @@ static void a_read_that_fails_is_told_and_may_be_tried_again(void)
     static scene s;
     uint64_t     bundle[WINDOWS];
 
-    for (int n = 1; n <= 2; n++) {                           /* the one asked for; one that is read ahead */
+    for (int n = 1; n <= 2; n++) {                  /* the one asked for; one that is read ahead */
         int w = n == 1 ? 0 : 3;
 
         scene_open(&s, 1, 0, 0, 0);
@@ -531,7 +553,7 @@ static mt_status errand(scene *s, mt_queue *q)
     uint64_t     bundle[4];
     mt_status    st;
 
-    for (int i = 0; i < 4; i++) {                            /* the last two are given larger blocks */
+    for (int i = 0; i < 4; i++) {                       /* the last two are given larger blocks */
         p.bytes = i < 2 ? 64 : 8192;
         MT_TRY(mt_swap_out(s->w, 0, &p, 1, MT_SWAP_FILE, q, &bundle[i]));
         MT_TRY(mt_swap_left(s->w, bundle[i], q));
@@ -565,7 +587,8 @@ static void every_failing_device_call_frees_everything(void)
         st = errand(&s, s.t.run);
         mt_swap_close(s.w);
         fired = fault_fired(d);
-        CHECK(st == MT_OK || (st == MT_EDEVICE && fired));   /* a wait behind a write may fail when all is over */
+        /* a wait behind a write may fail when all is over */
+        CHECK(st == MT_OK || (st == MT_EDEVICE && fired));
         mt_file_close(s.file);
         rmdir(s.dir);
         fault_next(d, 0);
@@ -604,25 +627,26 @@ static void places_are_cut_and_joined(void)
     CHECK_EQ(c->at, 4 * 4096);
     mt_places_give(&l, a);
     mt_places_give(&l, c);
-    c = place_of(&l, 2);                                     /* the smallest that holds it */
+    c = place_of(&l, 2);                                /* the smallest that holds it */
     CHECK_EQ(c->at, 4 * 4096);
     a = place_of(&l, 1);
     d = place_of(&l, 2);
-    CHECK(a->at == 0 && d->at == 4096);                      /* of three, one and two */
+    CHECK(a->at == 0 && d->at == 4096);                 /* of three, one and two */
     CHECK_EQ(l.used_bytes, 6 * 4096);
     mt_places_give(&l, a);
     mt_places_give(&l, b);
-    mt_places_give(&l, d);                                   /* with both neighbours */
+    mt_places_give(&l, d);                              /* with both neighbours */
     a = place_of(&l, 4);
     CHECK(a->at == 0 && l.bytes == 6 * 4096);
     mt_places_give(&l, c);
-    CHECK(place_of(&l, 7) == NULL);                          /* 2 are free at the end, 4 may be added */
+    CHECK(place_of(&l, 7) == NULL);                     /* 2 are free at the end, 4 may be added */
     b = place_of(&l, 6);
     CHECK(b->at == 4 * 4096 && l.bytes == 10 * 4096);
     mt_places_close(&l);
 }
 
-/* Empty tensors, and no tensor at all: the file has nothing to write, and memory is not what holds them. */
+/* Empty tensors, and no tensor at all: the file has nothing to write,
+ * and memory is not what holds them. */
 static void bundles_of_no_bytes_come_and_go(void)
 {
     mt_swap_part none[2] = { { NULL, 0 }, { NULL, 0 } };

@@ -1,4 +1,5 @@
-/* test_stage.c — dev_stage.c: host memory that cannot be locked is copied all the same, in order. */
+/* test_stage.c — dev_stage.c: host memory that cannot be locked is copied all the same,
+ * in order. */
 #include "check.h"
 #include "dev_fault.h"
 
@@ -38,7 +39,8 @@ static size_t noted(void)
 /* A region of pages that hold i * step. */
 static unsigned char *region_of(size_t bytes, unsigned step, mt_status want)
 {
-    unsigned char *p = aligned_alloc(PAGE_BYTES, (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES);
+    unsigned char *p = aligned_alloc(PAGE_BYTES,
+                                     (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES);
 
     REQUIRE(p != NULL);
     for (size_t i = 0; i < bytes; i++)
@@ -99,8 +101,9 @@ static void copies_of_any_size_are_whole(void)
     close_all();
 }
 
-/* Up, down into another region, up again from there: each must find what the one before brought, and the
- * event behind them must be behind the last piece. Two queues, each with naps, wait for each other. */
+/* Up, down into another region, up again from there: each must find what the one before brought,
+ * and the event behind them must be behind the last piece. Two queues, each with naps,
+ * wait for each other. */
 static void copies_keep_the_order_of_their_queues(void)
 {
     unsigned char *a, *b, *c;
@@ -117,7 +120,8 @@ static void copies_keep_the_order_of_their_queues(void)
     two = queue();
     there = device(REGION);
     other = device(REGION);
-    REQUIRE(stage->ops->event_open(stage, &up) == MT_OK && stage->ops->event_open(stage, &down) == MT_OK);
+    REQUIRE(stage->ops->event_open(stage, &up) == MT_OK &&
+            stage->ops->event_open(stage, &down) == MT_OK);
     for (int i = 0; i < 20; i++) {
         memset(a, i, REGION);
         CHECK_OK(stage->ops->copy(one, there, a, REGION));
@@ -175,7 +179,8 @@ static void whichever_registration_fails_first(void)
         open_behind(0, FAULT_ONCE, n, 0);
         for (int i = 0; i < 3; i++)
             p[i] = region_of(SMALL_BYTES + PIECE_BYTES, 1, n < OURS ? MT_ENOMEM : MT_OK);
-        CHECK_EQ(noted(), n < OURS || n >= OURS + 3 ? 0 : (size_t)(OURS + 3 - n) * (SMALL_BYTES + PIECE_BYTES));
+        CHECK_EQ(noted(), n < OURS || n >= OURS + 3
+                              ? 0 : (size_t)(OURS + 3 - n) * (SMALL_BYTES + PIECE_BYTES));
         for (int i = 0; i < 3; i++)
             region_free(p[i]);
         CHECK_EQ(fault_live(faulty), n < OURS ? 0 : OURS);

@@ -118,12 +118,12 @@ static void states_are_laid_out_as_they_are_kept(void)
     CHECK_OK(mt_store_set_states(store, u, MT_STATES_8BIT_LO8));
     CHECK_EQ(mt_store_states(store, u), MT_STATES_8BIT_LO8);
     CHECK_EQ(mt_store_states(store, other), MT_STATES_FP32);
-    CHECK_EQ(at(u, HALF, MT_PLANE_M) - at(u, BF, MT_PLANE_M), 512);          /* 300 bytes */
+    CHECK_EQ(at(u, HALF, MT_PLANE_M) - at(u, BF, MT_PLANE_M), 512);     /* 300 bytes */
     CHECK_EQ(at(u, HALF, MT_PLANE_SCALE) - at(u, BF, MT_PLANE_SCALE), 512);
     CHECK_EQ(mt_store_plane_bytes(store, u, BF, MT_PLANE_LO, 300), 300);
     CHECK_EQ(mt_store_plane_bytes(store, other, BF, MT_PLANE_LO, 300), 600);
     CHECK_EQ(mt_store_plane_bytes(store, u, 99, MT_PLANE_LO, 300), 0);
-    CHECK_OK(mt_store_set_states(store, u, MT_STATES_8BIT_LO8));             /* as they are: no change */
+    CHECK_OK(mt_store_set_states(store, u, MT_STATES_8BIT_LO8));        /* as they are: no change */
     CHECK_EQ(mt_store_set_states(store, u, MT_STATES_FP32), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "unit mixed has 8bit-lo8 states already (plane M)");
     CHECK_EQ(mt_store_set_states(store, 7, MT_STATES_FP32), MT_EINVAL);

@@ -64,7 +64,8 @@ static double chunk_by_the_book(mt_dtype dt, const void *x, int64_t from, int64_
 
     for (int l = 0; l < 256; l++)
         for (int64_t i = from + l; i < to; i += 256) {
-            volatile double square = get(x, dt, i) * get(x, dt, i);     /* rounded before it is added */
+            /* rounded before it is added */
+            volatile double square = get(x, dt, i) * get(x, dt, i);
             lane[l] += square;
         }
     return fold_by_the_book(lane);
@@ -75,7 +76,8 @@ static double by_the_book(mt_dtype dt, const void *x, int64_t n)
     double lane[256] = {0};
 
     for (int64_t c = 0; c * 8192 < n; c++)
-        lane[c % 256] += chunk_by_the_book(dt, x, c * 8192, n < (c + 1) * 8192 ? n : (c + 1) * 8192);
+        lane[c % 256] += chunk_by_the_book(dt, x, c * 8192,
+                                           n < (c + 1) * 8192 ? n : (c + 1) * 8192);
     return fold_by_the_book(lane);
 }
 
@@ -146,7 +148,8 @@ static void every_isa_accumulates_alike(void)
                         continue;
                     memcpy(grad, grad0, bytes);
                     memcpy(acc, acc0, (size_t)n * 4);
-                    double s = mt__sumsq_kernels[k].accumulate(types[t], acc, grad, add, n, from_grad);
+                    double s = mt__sumsq_kernels[k].accumulate(types[t], acc, grad, add, n,
+                                                               from_grad);
                     if (k == MT__SUMSQ_KERNELS - 1) {
                         sum = s;
                         memcpy(want, grad, bytes);
@@ -156,7 +159,8 @@ static void every_isa_accumulates_alike(void)
                     CHECK_EQ(memcmp(grad, want, bytes), 0);
                     CHECK_EQ(memcmp(acc, want_acc, (size_t)n * 4), 0);
                 }
-                free(grad0); free(add); free(acc0); free(grad); free(want); free(acc); free(want_acc);
+                free(grad0); free(add); free(acc0);
+                free(grad); free(want); free(acc); free(want_acc);
             }
 }
 
@@ -195,12 +199,12 @@ static void sixteen_bit_gradients_are_summed_in_fp32(void)
         REQUIRE(acc != NULL && want != NULL);
         for (int i = 0; i < N; i++)
             want[i] = (float)get(grad, both[t], i) + (float)get(add, both[t], i);
-        mt_accumulate(NULL, both[t], acc, grad, add, N, 1, &sum);         /* acc starts from grad */
+        mt_accumulate(NULL, both[t], acc, grad, add, N, 1, &sum);       /* acc starts from grad */
         CHECK_EQ(memcmp(acc, want, N * sizeof *acc), 0);
         CHECK_EQ(bits_of(sum), bits_of(by_the_book(MT_F32, want, N)));
         for (int i = 0; i < N; i++)
             want[i] += (float)get(add, both[t], i);
-        mt_accumulate(NULL, both[t], acc, grad, add, N, 0, &sum);         /* and goes on by itself */
+        mt_accumulate(NULL, both[t], acc, grad, add, N, 0, &sum);       /* and goes on by itself */
         CHECK_EQ(memcmp(acc, want, N * sizeof *acc), 0);
         CHECK_EQ(bits_of(sum), bits_of(by_the_book(MT_F32, want, N)));
         for (int i = 0; i < N; i++)
@@ -293,7 +297,8 @@ static void check_queue(mt_dev *dev)
     }
     CHECK_OK(dev->ops->sync(q));
     for (int k = 0; k < TYPES * LENGTHS; k++) {
-        CHECK_EQ(bits_of(out[k]), bits_of(by_the_book(types[k / LENGTHS], x[k], lengths[k % LENGTHS])));
+        CHECK_EQ(bits_of(out[k]),
+                 bits_of(by_the_book(types[k / LENGTHS], x[k], lengths[k % LENGTHS])));
         dev->ops->mem_free(dev, there[k]);
         free(x[k]);
     }
@@ -366,7 +371,8 @@ static void cuda_takes_odd_addresses_and_many_chunks(void)
 static void check_sums(mt_dev *dev, mt_dtype dt, int64_t n, int skew)
 {
     size_t    each = mt_dtype_bytes(dt), bytes = (size_t)n * each, acc_bytes = (size_t)n * 4;
-    void     *grad = random_array(dt, n), *add = random_array(dt, n), *grad_there, *add_there, *acc_there;
+    void     *grad = random_array(dt, n), *add = random_array(dt, n), *grad_there, *add_there,
+             *acc_there;
     float    *acc = calloc((size_t)n + 1, 4), *acc_got = calloc((size_t)n + 1, 4);
     void     *grad_got = calloc((size_t)n + 1, each);
     double   *out = calloc(512, sizeof *out), sum;
@@ -379,7 +385,8 @@ static void check_sums(mt_dev *dev, mt_dtype dt, int64_t n, int skew)
     REQUIRE(dev->ops->mem_alloc(dev, bytes + 64, &grad_there) == MT_OK);
     REQUIRE(dev->ops->mem_alloc(dev, bytes + 64, &add_there) == MT_OK);
     REQUIRE(dev->ops->mem_alloc(dev, acc_bytes + 64, &acc_there) == MT_OK);
-    void  *g = (char *)grad_there + (size_t)skew * each, *x = (char *)add_there + (size_t)skew * each;
+    void  *g = (char *)grad_there + (size_t)skew * each,
+          *x = (char *)add_there + (size_t)skew * each;
     float *a = (float *)acc_there + skew;
 
     CHECK_OK(dev->ops->copy(q, g, grad, bytes));

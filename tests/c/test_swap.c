@@ -1,4 +1,5 @@
-/* test_swap.c — the executable form of core/swap.h: a toy's forwards and backwards, whose windows keep two tensors. */
+/* test_swap.c — the executable form of core/swap.h: a toy's forwards and backwards,
+ * whose windows keep two tensors. */
 #include "dev_fault.h"
 #include "keeping.h"
 
@@ -39,7 +40,7 @@ static void forward(scene *s, int step, uint64_t *bundle)
         run(s, &s->k.source[w % 2], value_of(step, w), 0);
         CHECK_OK(mt_swap_out(s->w, 0, parts(&s->k.source[w % 2], p), PARTS, MT_SWAP_HOST, s->t.run,
                              &bundle[w]));
-        if (w > 0)                       /* the next window is made where the one before this one lies */
+        if (w > 0)                  /* the next window is made where the one before this one lies */
             CHECK_OK(mt_swap_left(s->w, bundle[w - 1], s->t.run));
     }
 }
@@ -100,7 +101,12 @@ static void expect_wrong(unsigned edge)
 #define RACE (void)0
 #endif
 
-static void without_computed_something_else_is_kept(void)      { RACE; expect_wrong(MT_EDGE_COMPUTED); }
+static void without_computed_something_else_is_kept(void)
+{
+    RACE;
+    expect_wrong(MT_EDGE_COMPUTED);
+}
+
 static void without_left_what_follows_is_kept(void)        { RACE; expect_wrong(MT_EDGE_LEFT); }
 static void without_room_what_is_used_is_overwritten(void) { RACE; expect_wrong(MT_EDGE_ROOM); }
 static void without_back_compute_is_too_early(void)        { RACE; expect_wrong(MT_EDGE_BACK); }
@@ -118,7 +124,8 @@ static void without_kept_the_block_is_read_too_early(void)
         for (uint64_t seed = 1; seed <= 12; seed++) {
             scene_open(&s, seed, 300, skip ? MT_EDGE_KEPT : 0);
             run(&s, &s.k.source[0], value_of(3, 3), 0);
-            CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
+            CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run,
+                                 &bundle));
             CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.k.landing[0], p), PARTS, s.t.run));
             CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
             run(&s, &s.k.landing[0], value_of(3, 3), 1);
@@ -128,8 +135,8 @@ static void without_kept_the_block_is_read_too_early(void)
     }
 }
 
-/* One stream reads what came back, and drops it; another, which never waited for that, gives the block its next
- * bundle. */
+/* One stream reads what came back, and drops it; another, which never waited for that, gives the
+ * block its next bundle. */
 static long filled_from_another_stream(uint64_t seed, unsigned skip)
 {
     static scene s;
@@ -196,7 +203,7 @@ static void steps_that_are_alike_make_no_blocks(void)
         first = step == 0 ? mt_swap_stats_get(s.w).host_bytes : first;
         CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, first);
     }
-    CHECK_EQ(first, WINDOWS * 5 * 4096);         /* 16,000 and 28 bytes in whole pages; no power of two */
+    CHECK_EQ(first, WINDOWS * 5 * 4096);   /* 16,000 and 28 bytes in whole pages; no power of two */
     CHECK_EQ(scene_close(&s), 0);
 }
 
@@ -211,9 +218,9 @@ static void blocks_are_taken_by_size_and_grow(void)
     b = out(&s, mem, 32768);
     gone(&s, a);
     gone(&s, b);
-    a = out(&s, mem, 4000);                      /* the small one, though the large one is free */
+    a = out(&s, mem, 4000);                 /* the small one, though the large one is free */
     CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 4096);
-    b = out(&s, mem, 36864);                     /* the large one is too small: another in its place */
+    b = out(&s, mem, 36864);                /* the large one is too small: another in its place */
     CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, 4096 + 36864);
     gone(&s, b);
     gone(&s, a);
@@ -313,7 +320,7 @@ static mt_status errand(mt_dev *d, mt_queue *q, float *mem)
     mt_status    st;
 
     MT_TRY(mt_swap_open(d, NULL, &w));
-    for (size_t bytes = 64; bytes <= 8192; bytes *= 128) {       /* the second is given a new block */
+    for (size_t bytes = 64; bytes <= 8192; bytes *= 128) {  /* the second is given a new block */
         p.bytes = bytes;
         MT_TRY(mt_swap_out(w, 0, &p, 1, MT_SWAP_HOST, q, &bundle));
         MT_TRY(mt_swap_left(w, bundle, q));

@@ -1,4 +1,5 @@
-/* test_through.c — the executable form of core/through.h, with a computation that shows what passed by. */
+/* test_through.c — the executable form of core/through.h,
+ * with a computation that shows what passed by. */
 #include "dev_fault.h"
 #include "toy.h"
 #include "../../csrc/core/through.h"
@@ -55,7 +56,8 @@ static void add_one(void *arg)
     free(s);
 }
 
-static mt_status errand_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip)
+static mt_status errand_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n,
+                                float clip)
 {
     errand   *e = arg;
     sum      *s = malloc(sizeof *s);
@@ -88,8 +90,8 @@ static mt_through_job job_of(errand *e, int unit)
                              .free = errand_free, .arg = e };
 }
 
-/* Tensors of all lengths around what a buffer holds: span 0 comes back, span 1 does not, and of span 2, which
- * does, a group shares an element. */
+/* Tensors of all lengths around what a buffer holds: span 0 comes back, span 1 does not, and of
+ * span 2, which does, a group shares an element. */
 static void errand_fill(errand *e, toy *t)
 {
     static const int64_t lengths[] = { 0, 1, 3, 255, 256, 257, 1000, 1365, BIG };
@@ -125,7 +127,8 @@ static void errand_check(const errand *e, float times)
             wrong += ((uint16_t *)e->k[i].span[1].host)[j] != 0;
             if (j % GROUP == 0) {
                 int64_t in = e->k[i].n - j < GROUP ? e->k[i].n - j : GROUP;
-                wrong += ((uint64_t *)e->k[i].span[2].host)[j / GROUP] != (uint64_t)times * (uint64_t)in;
+                wrong += ((uint64_t *)e->k[i].span[2].host)[j / GROUP] !=
+                         (uint64_t)times * (uint64_t)in;
             }
         }
     CHECK_EQ(wrong, 0);

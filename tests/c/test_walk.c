@@ -18,7 +18,8 @@ typedef struct toy {
 } toy;
 
 /* Every window takes forward_s and backward_s, and hands its gradients over where `trained`. */
-static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int trained, int64_t slots)
+static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int trained,
+                     int64_t slots)
 {
     mt_walk_list own = { t->begin, t->item }, nothing = { t->none, t->item };
 
@@ -95,11 +96,11 @@ static void copies_hide_behind_longer_windows(void)
     found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 3 * 2 + 3 * 3 + REST);
     CHECK_NEAR(found.busy[MT_LANE_H2D], 4);
-    CHECK_NEAR(found.idle[MT_LANE_HOST], 1);            /* the copy began when the update was over */
+    CHECK_NEAR(found.idle[MT_LANE_HOST], 1);        /* the copy began when the update was over */
 }
 
-/* Windows of a quarter of a second: F0 waits for one copy, F1 for the next, and F2, whose slot F0 had,
- * for a copy that begins behind the second. B0's begins when B2 is handed over. */
+/* Windows of a quarter of a second: F0 waits for one copy, F1 for the next, and F2, whose slot F0
+ * had, for a copy that begins behind the second. B0's begins when B2 is handed over. */
 static void copies_that_take_longer_are_waited_for(void)
 {
     toy       t;
@@ -142,8 +143,8 @@ static void updates_hold_the_forward_up(void)
     CHECK_NEAR(found.idle[MT_LANE_HOST], 3 + 1 + 4 - 1);
 }
 
-/* With gradients that are kept nowhere updates follow the first hand-over, and F0's copy the last of them: that
- * copy, four forwards, B3, its gradients, and the updates. */
+/* With gradients that are kept nowhere updates follow the first hand-over, and F0's copy the last
+ * of them: that copy, four forwards, B3, its gradients, and the updates. */
 static void updates_that_follow_gradients_bound_a_step(void)
 {
     toy       t;
@@ -275,8 +276,8 @@ static void work_and_waits_fill_a_step(void)
     }
 }
 
-/* No work may be longer and the step shorter. Where Python starts from, and what updates leave to the
- * next step, are found by trying: not there. */
+/* No work may be longer and the step shorter. Where Python starts from, and what updates leave to
+ * the next step, are found by trying: not there. */
 static void longer_work_never_shortens_a_step(void)
 {
     unsigned seed = 3;
@@ -345,7 +346,8 @@ static void a_step_that_takes_as_long_is_not_told(void)
         CHECK_OK(mt_walk_run(&t.walk, sch->steps, sch->n, found.seconds, NULL, &again, &under));
         CHECK_EQ(under, 0);
         CHECK(again.seconds == -1);
-        CHECK_OK(mt_walk_run(&t.walk, sch->steps, sch->n, nextafter(found.seconds, INFINITY), NULL, &again, &under));
+        CHECK_OK(mt_walk_run(&t.walk, sch->steps, sch->n, nextafter(found.seconds, INFINITY), NULL,
+                             &again, &under));
         CHECK_EQ(under, 1);
         CHECK(again.seconds == found.seconds);
         mt_schedule_free(sch);
@@ -355,7 +357,8 @@ static void a_step_that_takes_as_long_is_not_told(void)
 /* Events of a queue stand one behind the other, and are its work. */
 static void events_are_what_queues_do_in_order(void)
 {
-    static const int queues[] = { MT_LANE_COMPUTE, MT_LANE_H2D, MT_LANE_D2H, MT_LANE_SUM, MT_LANE_OUT, MT_LANE_SPILL };
+    static const int queues[] = { MT_LANE_COMPUTE, MT_LANE_H2D, MT_LANE_D2H, MT_LANE_SUM,
+                                  MT_LANE_OUT, MT_LANE_SPILL };
     static mt_walk_event room[4096];
     unsigned             seed = 7;
     toy                  t;
@@ -365,7 +368,8 @@ static void events_are_what_queues_do_in_order(void)
         mt_walked      found;
 
         toy_draw(&t, &seed);
-        memset(t.read_s, 0, sizeof t.read_s);       /* a fetch's event lasts as long as the drive needs */
+        /* a fetch's event lasts as long as the drive needs */
+        memset(t.read_s, 0, sizeof t.read_s);
         found = walked(&t, &e);
         CHECK(e.n > 0 && e.n <= e.cap);
         for (size_t q = 0; q < sizeof queues / sizeof *queues; q++) {

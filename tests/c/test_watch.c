@@ -1,5 +1,5 @@
-/* test_watch.c — queues that stall on purpose: the watchdog says which, for whose sake, on what, and since when; and
- * what goes on, however slowly, is left alone. */
+/* test_watch.c — queues that stall on purpose: the watchdog says which, for whose sake, on what,
+ * and since when; and what goes on, however slowly, is left alone. */
 #include "gate.h"
 #include "toy.h"
 #include "../../csrc/core/clock.h"
@@ -109,12 +109,14 @@ static void a_wait_is_stuck_when_nothing_moved_for_the_limit(void)
     a.moves = 0;
     a.enough = 1000;
     CHECK_EQ(wait_for_looks(&a), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "layers.0: its gradients has not come in 0.02 s, and nothing else has moved");
+    CHECK_HAS(mt_last_error(),
+              "layers.0: its gradients has not come in 0.02 s, and nothing else has moved");
     CHECK_HAS(mt_last_error(), "the caller, unit layers.0 waits for its gradients, since ");
     waited_close(&a);
 }
 
-/* Holds what the waiting thread needs to go on, for longer than the limit: as if the process had been stopped. */
+/* Holds what the waiting thread needs to go on, for longer than the limit:
+ * as if the process had been stopped. */
 static void *hold_up(void *arg)
 {
     waited *a = arg;
@@ -130,7 +132,8 @@ static void *hold_up(void *arg)
     return NULL;
 }
 
-/* A device of which only events are known: asked for the second time it says nothing for longer than the limit. */
+/* A device of which only events are known: asked for the second time it says
+ * nothing for longer than the limit. */
 static int asked;
 
 static mt_status query_slowly(mt_event *e, int *done)
@@ -250,9 +253,11 @@ static int told_in_one_wait(void)
     CHECK_EQ(wait_for_looks(&c.a), MT_ESTUCK);
     CHECK(mt_now_ns() - begun >= 120000000u);
     CHECK_HAS(mt_last_error(), "layers.0: its gradients has not come in 0.12 s");
-    CHECK_HAS(mt_last_error(), "Longest first: compute, unit layers.3 waits for its kernels, since ");
+    CHECK_HAS(mt_last_error(),
+              "Longest first: compute, unit layers.3 waits for its kernels, since ");
     CHECK_HAS(warning, "nothing has moved in 0.02 s, and compute has work");
-    CHECK_HAS(warning, "ends with an error after 0.12 s. Longest first: compute, unit layers.3 waits for its kernels");
+    CHECK_HAS(warning, "ends with an error after 0.12 s. Longest first: compute, unit layers.3 "
+              "waits for its kernels");
     CHECK_HAS(warning, "; the caller, unit layers.0 waits for its gradients, since ");
     computing_close(&c);
     return atomic_load(&warned);
@@ -285,7 +290,8 @@ static void compute_that_goes_on_slowly_is_waited_for(void)
     computing c;
 
     computing_open(&c);
-    CHECK_OK(mt_watch_until(&c.a.w, &c.a.c, &c.a.mu, look_and_move_late, &c, "layers.0", "its gradients"));
+    CHECK_OK(mt_watch_until(&c.a.w, &c.a.c, &c.a.mu, look_and_move_late, &c, "layers.0",
+                            "its gradients"));
     CHECK(atomic_load(&warned) >= 1);
     computing_close(&c);
 }
@@ -354,8 +360,10 @@ static void a_stalled_h2d_is_named(void)
     shut(&t, h2d, &g);
     CHECK_OK(mt_ledger_fetching(t.store, 1, h2d));
     CHECK_EQ(mt_ledger_wait_fetch(t.store, 1), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "Longest first: h2d, unit layers.1 waits for copies of its weights (the event FETCHED)");
-    CHECK_HAS(mt_last_error(), "; the caller, unit layers.1 waits for copies of its weights (the event FETCHED)");
+    CHECK_HAS(mt_last_error(), "Longest first: h2d, unit layers.1 waits for copies of its weights "
+              "(the event FETCHED)");
+    CHECK_HAS(mt_last_error(),
+              "; the caller, unit layers.1 waits for copies of its weights (the event FETCHED)");
     CHECK_OK(mt_ledger_check(t.store));                  /* no fault: it may have been slow only */
     atomic_store(&g.open, 1);
     CHECK_OK(mt_ledger_wait_fetch(t.store, 1));
@@ -363,8 +371,8 @@ static void a_stalled_h2d_is_named(void)
     toy_close(&t);
 }
 
-/* What compute had before its gradients is not over for long: edge GRAD holds d2h, the collector and the updater wait
- * for it, and the caller for them. */
+/* What compute had before its gradients is not over for long: edge GRAD holds d2h, the collector
+ * and the updater wait for it, and the caller for them. */
 static void run_nothing(void *arg) { (void)arg; }
 
 static mt_status update_nothing(void *arg, mt_pool *pool, float clip)
@@ -382,7 +390,8 @@ static void a_stalled_compute_is_named(void)
     static float    grads[64];
     static const int params[1] = { 0 };
     mt_grad_item    item = { 0, grads, MT_GRAD_SET, 0 };
-    mt_update_job   job = { .unit = 0, .n_params = 1, .params = params, .run = update_nothing, .free = run_nothing };
+    mt_update_job   job = { .unit = 0, .n_params = 1, .params = params, .run = update_nothing,
+                            .free = run_nothing };
     mt_offload     *o;
     mt_updater     *u;
     uint64_t        ticket;
@@ -403,11 +412,14 @@ static void a_stalled_compute_is_named(void)
     CHECK_OK(mt_update_submit(u, &job, 1, 1.0, t.run, &ticket));
     CHECK_EQ(mt_update_norm(u, ticket, &norm, &skipped), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "has not come in 0.18 s");
-    CHECK_HAS(mt_last_error(), "compute, unit layers.0 waits for its gradients' kernels (the event GRAD), since ");
+    CHECK_HAS(mt_last_error(),
+              "compute, unit layers.0 waits for its gradients' kernels (the event GRAD), since ");
     CHECK(atomic_load(&warned) >= 1);
     CHECK_HAS(warning, "compute, unit layers.0 waits for its gradients' kernels (the event GRAD)");
-    CHECK_HAS(mt_last_error(), "d2h, unit layers.0 waits for its gradients' copies (the event LANDED), since ");
-    /* The updater's wait may find itself stuck just before the caller's: it was there when compute was warned of. */
+    CHECK_HAS(mt_last_error(),
+              "d2h, unit layers.0 waits for its gradients' copies (the event LANDED), since ");
+    /* The updater's wait may find itself stuck just before the caller's:
+     * it was there when compute was warned of. */
     CHECK(strstr(mt_last_error(), updater) != NULL || strstr(warning, updater) != NULL);
     atomic_store(&g.open, 1);
     (void)mt_update_drain(u);                            /* the updater's own wait was a fault */
@@ -417,7 +429,8 @@ static void a_stalled_compute_is_named(void)
 }
 
 /* On the D2H queue, in front of the copies. */
-static mt_status gate_sumsq(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n, double *sum)
+static mt_status gate_sumsq(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n,
+                            double *sum)
 {
     (void)dt;
     (void)src;
@@ -442,7 +455,8 @@ static void a_stalled_d2h_is_named(void)
     CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
     CHECK_EQ(mt_ledger_wait_grads(t.store, 0), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "has not come in 0.1 s");
-    CHECK_HAS(mt_last_error(), "d2h, unit layers.0 waits for its gradients' copies (the event LANDED)");
+    CHECK_HAS(mt_last_error(),
+              "d2h, unit layers.0 waits for its gradients' copies (the event LANDED)");
     CHECK(strstr(mt_last_error(), "compute") == NULL);
     atomic_store(&g.open, 1);
     CHECK_OK(mt_ledger_wait_grads(t.store, 0));
@@ -483,7 +497,8 @@ static void what_holds_a_slot_is_named(void)
 static void a_stalled_update_is_named(void)
 {
     static const int params[1] = { 0 };
-    mt_update_job   job = { .unit = 1, .params = params, .run = update_nothing, .free = run_nothing };
+    mt_update_job   job = { .unit = 1, .params = params, .run = update_nothing,
+                            .free = run_nothing };
     mt_offload     *o;
     mt_updater     *u;
     uint64_t        ticket;
@@ -496,17 +511,19 @@ static void a_stalled_update_is_named(void)
     REQUIRE(mt_update_open(t.store, o, t.pool, &u) == MT_OK);
     CHECK_OK(mt_update_submit(u, &job, 1, 0, t.run, &ticket));
     CHECK_EQ(mt_ledger_wait_updates(t.store, 1), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "layers.1: its update has not come in 0.1 s, and nothing else has moved");
-    CHECK_HAS(mt_last_error(), "host update, unit layers.1 waits for the pool, which computes its update, since ");
+    CHECK_HAS(mt_last_error(),
+              "layers.1: its update has not come in 0.1 s, and nothing else has moved");
+    CHECK_HAS(mt_last_error(),
+              "host update, unit layers.1 waits for the pool, which computes its update, since ");
     CHECK_EQ(mt_update_drain(u), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "the steps that were asked for has not come in 0.1 s");
     job.arg = NULL;
     job.unit = 0;
-    for (int i = 1; i < 64; i++)                         /* as many as may wait */
+    for (int i = 1; i < 64; i++)                    /* as many as may wait */
         CHECK_OK(mt_update_submit(u, &job, 1, 0, t.run, &ticket));
     CHECK_EQ(mt_update_submit(u, &job, 1, 0, t.run, &ticket), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "a step before this one has not come");
-    CHECK_EQ(mt_ledger_version(t.store, 0), 64);         /* nothing was announced for the one too many */
+    CHECK_EQ(mt_ledger_version(t.store, 0), 64);    /* nothing was announced for the one too many */
     atomic_store(&g.open, 1);
     CHECK_OK(mt_update_drain(u));
     CHECK_OK(mt_ledger_wait_updates(t.store, 1));
@@ -515,7 +532,8 @@ static void a_stalled_update_is_named(void)
     toy_close(&t);
 }
 
-/* Nobody on the host waits for activations: their queues are in the list all the same, until they are through. */
+/* Nobody on the host waits for activations: their queues are in the list all the same,
+ * until they are through. */
 static void a_stalled_swap_is_in_the_list(void)
 {
     char         mem[4096], list[600];
@@ -546,7 +564,8 @@ static void a_stalled_swap_is_in_the_list(void)
     toy_close(&t);
 }
 
-/* A block that is given up for a larger one: who asks waits for its copies, and then it is in no list. */
+/* A block that is given up for a larger one: who asks waits for its copies,
+ * and then it is in no list. */
 static void a_block_whose_copies_stall_is_not_given_up(void)
 {
     char         mem[8192], list[600];
@@ -566,8 +585,10 @@ static void a_block_whose_copies_stall_is_not_given_up(void)
     CHECK_OK(mt_swap_back(w, bundle, &small, 1, t.run));
     mt_swap_drop(w, bundle);
     CHECK_EQ(mt_swap_out(w, 0, &large, 1, MT_SWAP_HOST, t.run, &bundle), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "swap out, unit layers.1 waits for copies of what it keeps (the event LEFT)");
-    CHECK_HAS(mt_last_error(), "; the caller, unit layers.1 waits for copies of what it keeps (the event LEFT)");
+    CHECK_HAS(mt_last_error(),
+              "swap out, unit layers.1 waits for copies of what it keeps (the event LEFT)");
+    CHECK_HAS(mt_last_error(),
+              "; the caller, unit layers.1 waits for copies of what it keeps (the event LEFT)");
     atomic_store(&g.open, 1);
     CHECK_OK(t.dev->ops->sync(t.run));
     shut(&t, t.run, &g);
@@ -592,7 +613,8 @@ static void a_stalled_device_update_is_named(void)
 {
     static const int   params[1] = { 0 };
     gate               g = { 0 };
-    mt_resident_update u = { .unit = 1, .params = params, .n_params = 1, .put = put_gate, .arg = &g };
+    mt_resident_update u = { .unit = 1, .params = params, .n_params = 1, .put = put_gate,
+                             .arg = &g };
     mt_resident       *r;
     void              *mem;
     toy                t;
@@ -628,7 +650,8 @@ static mt_status list_one(void *arg, mt_through_tensor **out, int *n)
     return MT_OK;
 }
 
-static mt_status gate_through(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip)
+static mt_status gate_through(void *arg, mt_queue *q, const mt_through_part *parts, int n,
+                              float clip)
 {
     (void)parts;
     (void)n;
@@ -692,7 +715,8 @@ static void a_thread_that_asks_ends_its_waits_and_no_others(void)
     CHECK_OK(t.dev->ops->record(q, e));
     CHECK(mt_watch_asks(somebody) == NULL);
     atomic_store(&answer, 1);
-    CHECK_EQ(mt_watch_until(mt_store_watch(t.store), &c, &mu, takes_it, &took, NULL, "nothing"), MT_EINTR);
+    CHECK_EQ(mt_watch_until(mt_store_watch(t.store), &c, &mu, takes_it, &took, NULL, "nothing"),
+             MT_EINTR);
     CHECK_EQ(took, 0);
     CHECK_EQ(mt_watch_event(mt_store_watch(t.store), e, "layers.0", "an event"), MT_EINTR);
     CHECK_EQ(atomic_load(&questions), 2);
@@ -745,7 +769,8 @@ static void a_long_save_that_goes_on_is_waited_for(void)
     pthread_join(thread, NULL);
     CHECK_OK(mt_ledger_save_begin(t.store, 0));
     CHECK_EQ(mt_ledger_wait_saved(t.store, 0), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "its save (SAVED) has not come in 0.3 s, and nothing else has moved");
+    CHECK_HAS(mt_last_error(),
+              "its save (SAVED) has not come in 0.3 s, and nothing else has moved");
     CHECK_HAS(mt_last_error(), "the caller, unit layers.0 waits for its save (SAVED)");
     mt_ledger_save_end(t.store, 0);
     toy_close(&t);

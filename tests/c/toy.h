@@ -173,8 +173,9 @@ static inline void toy_sum_now(void *arg)
     free(a);
 }
 
-static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, float *acc, void *grad,
-                                           const void *add, int64_t n, int from_grad, double *out)
+static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, float *acc,
+                                           void *grad, const void *add, int64_t n, int from_grad,
+                                           double *out)
 {
     toy_sum_arg *a = malloc(sizeof *a);
     mt_status    st;
@@ -187,7 +188,8 @@ static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, 
     return st;
 }
 
-static const mt_offload_kernels toy_kernels = { toy_sumsq, toy_accumulate, toy_accumulate_put, NULL };
+static const mt_offload_kernels toy_kernels = { toy_sumsq, toy_accumulate, toy_accumulate_put,
+                                                NULL };
 
 /* splitmix64: Steele, Lea & Flood 2014, figure 17. */
 static inline uint64_t toy_random(uint64_t *state)

@@ -1,6 +1,7 @@
 // cublaslt_check.cc — proves csrc/ops/cublaslt.h against NVIDIA's header.
 //
-//   g++ -std=c++20 -fsyntax-only -I <cuda>/include -I <cublas>/include tests/torch/cublaslt_check.cc
+//   g++ -std=c++20 -fsyntax-only -I <cuda>/include -I <cublas>/include
+//       tests/torch/cublaslt_check.cc
 //
 // A prototype, structure or number that differs breaks this file and not a user's stack.
 #include <cublasLt.h>
