@@ -16,7 +16,7 @@ static mt_job *take(mt_worker *w)
     mt_job *job;
 
     while (w->first == NULL && !w->stop)
-        pthread_cond_wait(&w->more, &w->mu);
+        pthread_cond_wait(&w->more, w->mu);
     if ((job = w->first) == NULL)
         return NULL;
     if ((w->first = job->next) == NULL)
@@ -42,10 +42,10 @@ static void *worker_main(void *arg)
 
     (void)pthread_setname_np(pthread_self(), w->name);
     mt_watch_i_am(w->lane);
-    pthread_mutex_lock(&w->mu);
+    pthread_mutex_lock(w->mu);
     while ((job = take(w)) != NULL)
         end(w, w->run(w->arg, job));
-    pthread_mutex_unlock(&w->mu);
+    pthread_mutex_unlock(w->mu);
     return NULL;
 }
 
@@ -64,15 +64,15 @@ static mt_status start(mt_worker *w, int n)
     return MT_OK;
 }
 
-mt_status mt_worker_open(mt_worker *w, int n_threads, const char *name, const char *lane,
-                         mt_worker_fn run, void *arg)
+mt_status mt_worker_open(mt_worker *w, pthread_mutex_t *mu, int n_threads, const char *name,
+                         const char *lane, mt_worker_fn run, void *arg)
 {
     mt_status st;
 
     if ((st = mt_watch_cond(&w->news)) != MT_OK)
         return st;
-    pthread_mutex_init(&w->mu, NULL);
     pthread_cond_init(&w->more, NULL);
+    w->mu = mu;
     w->last = &w->first;
     w->run = run;
     w->arg = arg;
@@ -94,12 +94,12 @@ void mt_worker_stop(mt_worker *w, int drop)
 {
     if (!w->opened || is_elsewhere(w))
         return;
-    pthread_mutex_lock(&w->mu);
+    pthread_mutex_lock(w->mu);
     w->stop = 1;
     while (drop && w->first != NULL)
         mt_worker_withdraw(w, w->first);
     pthread_cond_broadcast(&w->more);
-    pthread_mutex_unlock(&w->mu);
+    pthread_mutex_unlock(w->mu);
     for (; w->n_threads > 0; w->n_threads--)
         (void)pthread_join(w->threads[w->n_threads - 1], NULL);
 }
@@ -111,7 +111,6 @@ void mt_worker_close(mt_worker *w)
     mt_worker_stop(w, 0);
     pthread_cond_destroy(&w->more);
     pthread_cond_destroy(&w->news);
-    pthread_mutex_destroy(&w->mu);
     free(w->threads);
     w->opened = 0;
 }
@@ -164,14 +163,14 @@ mt_status mt_worker_wait(mt_worker *w, mt_watch *watch, uint64_t number, const c
         return MT_FAIL(MT_ESTATE, "%s: its thread is in the process that this one was forked from",
                        w->name);
     if (number == MT_WORKER_ALL) {
-        pthread_mutex_lock(&w->mu);
+        pthread_mutex_lock(w->mu);
         a.number = w->submitted;
-        pthread_mutex_unlock(&w->mu);
+        pthread_mutex_unlock(w->mu);
     }
-    MT_TRY(mt_watch_until(watch, &w->news, &w->mu, have_ended, &a, unit, awaits));
-    pthread_mutex_lock(&w->mu);
+    MT_TRY(mt_watch_until(watch, &w->news, w->mu, have_ended, &a, unit, awaits));
+    pthread_mutex_lock(w->mu);
     st = mt_worker_failure(w);
-    pthread_mutex_unlock(&w->mu);
+    pthread_mutex_unlock(w->mu);
 fail:
     return st;
 }

@@ -5,7 +5,7 @@
  *   job      what is asked for: a node in a struct of the room's own. It is in no list any more when
  *            it is run, so `run` may free it, or let it be submitted again
  *   worker   a list of jobs and a thread that runs them in turn (a pool has several)
- *   mu       the worker's lock: of the list, and of whatever else the room's jobs and callers share
+ *   mu       the room's lock: of the list, and of what jobs and callers share besides
  *   news     broadcast under mu when a job has ended, of several threads' when all have; the room
  *            broadcasts it too, where something else has come that is waited for
  *   failure  the first status but MT_OK that a job returned, and its message. It stays, and jobs
@@ -13,16 +13,16 @@
  *
  *     static mt_status copy_one(void *arg, mt_job *job);           // under mu: lets go of it
  *
- *     mt_worker_open(&r->worker, 1, "mt-copier", "h2d", copy_one, r);
- *     pthread_mutex_lock(&r->worker.mu);
+ *     mt_worker_open(&r->worker, &r->mu, 1, "mt-copier", "h2d", copy_one, r);
+ *     pthread_mutex_lock(&r->mu);
  *     number = mt_worker_submit(&r->worker, &mine->job);
- *     pthread_mutex_unlock(&r->worker.mu);
+ *     pthread_mutex_unlock(&r->mu);
  *     ...
  *     mt_worker_wait(&r->worker, watch, number, NULL, "a copy");   // or MT_WORKER_ALL
  *     mt_worker_close(&r->worker);
  *
  * Threads: submit, withdraw, failure: any, under mu; wait: any, without it. open, stop, close: one,
- *          before and after the others. A room opens its worker first and closes what it uses after.
+ *          before and after the others. What a job uses is opened before the first is submitted.
  * Forks:   a child has no thread of ours. There a wait is refused, and stop and close do nothing:
  *          the lock may be held for good.
  */
@@ -42,7 +42,7 @@ typedef struct mt_job {
 typedef mt_status (*mt_worker_fn)(void *arg, mt_job *job);
 
 typedef struct mt_worker {
-    pthread_mutex_t mu;
+    pthread_mutex_t *mu;             /* constant: it outlives the worker */
     pthread_cond_t  news;            /* of mt_watch_cond */
     pthread_cond_t  more;            /* our threads wait: a job, or stop */
     mt_job         *first, **last;   /* in the order of submits. mu, as the next six */
@@ -63,10 +63,10 @@ typedef struct mt_worker {
 
 /* *w is zero before, and closed after a failure. name: of its threads, 15 characters; lane: whose
  * waits theirs are (watch.h). Both are literals. */
-mt_status mt_worker_open (mt_worker *w, int n_threads, const char *name, const char *lane,
-                          mt_worker_fn run, void *arg);
-/* Runs what is in the list, or, with drop, none of it; returns when our threads are over. The lock
- * and the counts stay. Stopped, or never opened: nothing to do. */
+mt_status mt_worker_open (mt_worker *w, pthread_mutex_t *mu, int n_threads, const char *name,
+                          const char *lane, mt_worker_fn run, void *arg);
+/* Runs what is in the list, or, with drop, none of it; returns when our threads are over. News and
+ * counts stay. Stopped, or never opened: nothing to do. */
 void      mt_worker_stop (mt_worker *w, int drop);
 void      mt_worker_close(mt_worker *w);             /* stops it first, without drop */
 
