@@ -84,7 +84,7 @@ class Engine:
         """The unit's planes come to host memory, its gradients if they count; they are at home there again. Between
         close_slots and open_slots, when nothing of it is under way; a guest is dismissed before."""
     def close_slots(self) -> None:
-        """No weights are in slots any more: open_slots may open others. When nothing is under way."""
+        """No weights are in slots any more: open_slots may open others. When nothing is under way. Of none: nothing."""
     def set_states(self, unit: int, states: int) -> None:
         """How the unit's states are kept from now on: a number of STATES. Before any plane of them is asked for."""
     def pass_gradients(self, unit: int) -> None:

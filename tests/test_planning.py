@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,7 +206,7 @@ def test_forwards_that_are_dropped_do_not_add_up() -> None:
 
 
 def test_nothing_moves_under_a_graph() -> None:
-    """Two forwards, one backward: the second, longer one is planned for when both are gone."""
+    """Two forwards, one backward: they are planned for, together, when both are gone."""
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
     plain = Loop(mt.stream(model(), "cpu"))
     for one in (loop, plain):
@@ -215,6 +216,59 @@ def test_nothing_moves_under_a_graph() -> None:
         one.opt.zero_grad()
     made = loop.planning.made
     assert loop.step((2, 16)) == plain.step((2, 16)) and same(loop, plain) and made == 1
+    assert loop.planning.made == 2 and loop.planning.plan.tokens == 2 * 2 * 4 * 16 and loop.planning.plan.micro == 1
+
+
+def test_graphs_that_were_only_held_do_not_refuse_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of an evaluation that forgot no_grad, in a list."""
+    def plan(*args: Any, tokens: int, **kwargs: Any) -> mt.Plan:
+        if tokens > 50:
+            raise mt.MegatrainError("too much")
+        return mt.plan(*args, tokens=tokens, **kwargs)
+
+    monkeypatch.setattr(planning, "plan", plan)
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    held = [loop.model(**batch(1, 16, i)).loss for i in range(6)]
+    del held
+    loop.step((2, 16))
+    assert loop.planning.plan.tokens == 32 and loop.planning.made == 2
+
+
+@pytest.mark.parametrize("skipped", ["by a scaler", "not finite", "by hand"])
+def test_a_step_that_is_left_out_is_no_micro_batch(skipped: str) -> None:
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    for _ in range(3):
+        loss = loop.model(**batch(2, 16, 1)).loss
+        (loss * math.inf if skipped == "not finite" else loss).backward()
+        if skipped == "not finite":
+            loop.opt.step()
+        loop.opt.zero_grad()
+    assert loop.planning.made == 1 and loop.planning.plan.micro == 1
+
+
+def test_micro_batches_are_planned_for_as_the_last_step_had_them() -> None:
+    """Two as soon as there is a second, whose gradients need room; the rest at the next step."""
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    plain = Loop(mt.stream(model(), "cpu"))
+    seen = []
+    for n in (5, 5, 3, 5, 6, 1):
+        assert loop.step(*[(2, 16)] * n) == plain.step(*[(2, 16)] * n)
+        seen.append((loop.planning.made, loop.planning.plan.micro))
+    assert seen == [(2, 2), (3, 5), (3, 5), (3, 5), (3, 5), (4, 6)] and same(loop, plain)
+
+
+def test_a_model_that_cannot_be_read_is_told_of_once_when_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    loop.step((2, 16))
+
+    def plan(*args: Any, **kwargs: Any) -> mt.Plan:
+        raise ZeroDivisionError("of a width")
+
+    monkeypatch.setattr(planning, "plan", plan)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loop.step((4, 16))
+    assert len(told) == 1 and "cannot read the model" in str(told[0].message)
 
 
 @pytest.mark.parametrize("torchs", [True, False])
@@ -280,8 +334,8 @@ def test_what_a_run_kept_is_chosen_anew_where_it_does_not_fit(tmp_path: Path, ch
     mt.save(first.model, first.opt, tmp_path / "c")
     assert set(runtime_of(first.model).kept().values()) == {"saved"}
     again = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
-    mt.load(again.model, again.opt, tmp_path / "c")
     chosen.append({"modes": "replay"})
+    mt.load(again.model, again.opt, tmp_path / "c")
     again.step((2, 16))
     assert set(runtime_of(again.model).kept().values()) == {"replay"}
 
@@ -345,7 +399,7 @@ def test_what_others_have_of_the_device_is_not_planned_with_and_counts_once(monk
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * gib)
     core = SimpleNamespace(device_bytes=lambda: 20 * gib)
     rt = SimpleNamespace(is_cuda=True, device=None, core=core, slots=[SimpleNamespace(nbytes=3 * gib - 512)])
-    found = planning.Planning(rt, planning.Asked(100 * gib, None, None, None))
+    found = planning.Planning(rt, planning.Limits(100 * gib, None, None, None))
     others = (50 - 6 - 20) * gib - machine.vram_overhead_bytes
     assert found._limit() == 100 * gib and found._left() == 100 * gib - others - 2 * gib
 
@@ -396,7 +450,64 @@ def test_without_mt_adamw_a_refusal_is_no_obstacle(monkeypatch: pytest.MonkeyPat
         streamed(**batch(2, 16, 1))
 
 
-def test_a_model_whose_inputs_name_no_tokens_is_not_planned_for() -> None:
+def test_a_model_whose_inputs_name_no_tokens_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nobody but the optimizer asks whether its states fit."""
     streamed = mt.stream(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 3)), "cpu", vram=VRAM)
+    opt = mt.AdamW(streamed.parameters())
+    assert "auto" in mt.explain(streamed), "a plan may come"
     streamed(torch.randn(2, 3, 8, 8)).sum().backward()
-    assert runtime_of(streamed).planning.plan is None and "tokens=, seq=" in mt.explain(streamed)
+    rt = runtime_of(streamed)
+    assert rt.planning.plan is None and "tokens=, seq=" in mt.explain(streamed)
+    assert "auto" not in mt.explain(streamed) and "saved" in mt.explain(streamed)
+    rt.room.limit = 100
+    with pytest.raises(mt.MegatrainError, match="host="):
+        opt.step()
+    rt.room.limit = None
+    opt.step()
+
+
+def test_weights_beyond_the_limit_of_the_host_live_on_the_device_until_there_is_a_plan() -> None:
+    nbytes = sum(p.nbytes for p in model().parameters())
+    streamed = mt.stream(model(), "cpu", vram=VRAM, host=nbytes * 2 // 3)
+    homes = runtime_of(streamed).room.asked.homes
+    assert set(homes) == {"ram", "vram"} and homes[-1] == "vram"
+    with pytest.raises(mt.MegatrainError, match="host="):
+        mt.stream(model(), "cpu", vram="600KiB", host=nbytes // 3)
+
+
+def test_a_run_that_goes_on_is_planned_for_before_its_states_come(tmp_path: Path, chosen: list[dict[str, Any]]) -> None:
+    """So that they can go to disk; else their room is asked for."""
+    homes = ["vram", "disk", "disk+weights", "ram", "disk+weights", "ram", "disk"]
+    first = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    for _ in range(2):
+        first.step((2, 16), (2, 16))
+    mt.save(first.model, first.opt, tmp_path / "c")
+    want = [first.step((2, 16), (2, 16)) for _ in range(2)]
+    (tmp_path / "drive").mkdir()
+    again = Loop(mt.stream(model(), "cpu", vram=VRAM, nvme=tmp_path / "drive"))
+    chosen.append({"homes": homes})
+    mt.load(again.model, again.opt, tmp_path / "c")
+    rt = runtime_of(again.model)
+    assert rt.on_disk == {1, 2, 4, 6} and (again.planning.plan.tokens, again.planning.plan.micro) == (64, 2)
+    again.number = 4
+    assert [again.step((2, 16), (2, 16)) for _ in range(2)] == want and same(first, again) and again.planning.made == 1
+
+
+def test_states_that_are_in_memory_are_planned_for_without_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def plan(*args: Any, **kwargs: Any) -> mt.Plan:
+        given.append(kwargs["nvme"])
+        return mt.plan(*args, **kwargs)
+
+    monkeypatch.setattr(planning, "plan", plan)
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM, nvme=tmp_path))
+    plain = Loop(mt.stream(model(), "cpu"))
+    for one in (loop, plain):
+        one.opt.load_state_dict(one.opt.state_dict())
+        for p in one.model.parameters():
+            p.grad = torch.ones_like(p)
+        one.opt.step()
+        one.opt.zero_grad()
+    assert loop.step((2, 16)) == plain.step((2, 16)) and same(loop, plain)
+    assert given == [None] and not list(tmp_path.iterdir())

@@ -194,7 +194,7 @@ static mt_status end_stream(mt_stream *s, mt_stream_stats *last)
 
 PyObject *mt_engine_close_slots(PyObject *self, PyObject *unused)
 {
-    mt_engine      *e = streaming(self);
+    mt_engine      *e = mt_engine_usable(self);
     mt_stream_stats last;
     mt_stream      *s;
     mt_status       st;
@@ -202,6 +202,8 @@ PyObject *mt_engine_close_slots(PyObject *self, PyObject *unused)
     (void)unused;
     if (e == NULL)
         return NULL;
+    if (e->stream == NULL)               /* opening them failed */
+        Py_RETURN_NONE;
     if (e->busy > 0) {
         PyErr_Format(e->error, "slots: %d calls of other threads are still waiting in the engine",
                      e->busy);

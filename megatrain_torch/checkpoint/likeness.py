@@ -25,18 +25,30 @@ if TYPE_CHECKING:
 def note(rt: Runtime) -> dict[str, Any]:
     """For a checkpoint: plain numbers and text."""
     return {"versions": _versions(rt.device), "repeating": repeating(), "compute": rt.compute, "memory": _memory(rt),
-            "tokens": rt.most_tokens, "kept": rt.kept(), "chosen": _chosen(rt)}
+            "tokens": rt.most_tokens, "kept": rt.kept(), "chosen": _chosen(rt),
+            "planned": [] if rt.planning is None else rt.planning.planned()}
 
 
-def take(rt: Runtime, saved: Any) -> list[str]:
-    """What this run does otherwise than the one that goes on here, in words. What that one's layers chose to keep,
-    this one's keep. saved: as `note` gave it; nothing is made of anything else."""
-    here = note(rt)
-    if not _like(saved, here):
-        return []
-    if saved["memory"] == here["memory"] and saved["chosen"] and rt.planning is not None:
+def go_on(rt: Runtime, saved: Any) -> None:
+    """Before states come: what the saved run was planned for is planned for here, at once, and what its layers chose to
+    keep, this one's keep. saved: as `note` gave it, or an older version; nothing is made of anything else."""
+    saved = _known(saved, note(rt))
+    if not saved or rt.planning is None:
+        return
+    if saved["memory"] == _memory(rt) and saved["chosen"]:
         rt.planning.goes_on(saved["tokens"], saved["chosen"])
-        here["kept"] = saved["kept"]
+    if len(saved["planned"]) == 3 and all(type(n) is int and n > 0 for n in saved["planned"]):
+        rt.planning.resumes(*saved["planned"])
+
+
+def differences(rt: Runtime, saved: Any) -> list[str]:
+    """What this run does otherwise than the one that goes on here, in words. saved: as for `go_on`."""
+    here = note(rt)
+    saved = _known(saved, here)
+    if not saved:
+        return []
+    if saved["memory"] == here["memory"] and saved["chosen"] and rt.planning is not None and rt.planning.pending:
+        here["kept"] = saved["kept"]             # by the plan to come
     there = saved["versions"]
     found = [f"{what} {there.get(what, 'none')} there and {mine} here" for what, mine in here["versions"].items()
              if there.get(what) != mine]
@@ -54,10 +66,13 @@ def _chosen(rt: Runtime) -> dict[str, str]:
     return {w.name: rt.mode_of(w) for w in rt.windows} if planned else {}
 
 
-def _like(saved: Any, here: dict[str, Any]) -> bool:
-    return (isinstance(saved, dict) and all(type(saved.get(k)) is type(v) for k, v in here.items())
-            and all(mode in MODES for mode in (*saved["kept"].values(), *saved["chosen"].values()))
-            and [type(n) for n in saved["memory"]] == [int, int])
+def _known(saved: Any, here: dict[str, Any]) -> dict[str, Any]:
+    """What was saved, if it is of this form; else nothing."""
+    found = {"planned": []} | saved if isinstance(saved, dict) else {}
+    good = (all(type(found.get(k)) is type(v) for k, v in here.items())
+            and all(mode in MODES for mode in (*found["kept"].values(), *found["chosen"].values()))
+            and [type(n) for n in found["memory"]] == [int, int])
+    return found if good else {}
 
 
 def _kept_otherwise(rt: Runtime, saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
@@ -79,7 +94,7 @@ def _kept_otherwise(rt: Runtime, saved: dict[str, Any], here: dict[str, Any]) ->
 def _memory(rt: Runtime) -> list[int]:
     """Of the device, and the limit of what may be used; 0: there is none."""
     total = torch.cuda.get_device_properties(rt.device).total_memory if rt.is_cuda else 0
-    limit = rt.vram if rt.planning is None else rt.planning.asked.vram
+    limit = rt.vram if rt.planning is None else rt.planning.limits.vram
     return [total, limit or 0]
 
 

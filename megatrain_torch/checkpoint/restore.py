@@ -100,6 +100,9 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         source.verify()
     if scheduler is not None:                        # first: its class is a stranger, and may refuse its state
         _load_scheduler(scheduler, training["scheduler"], source.folder)
+    if isinstance(opt, AdamW):
+        likeness.go_on(rt, source.body.get("likeness"))
+        opt._ask_for_room()
     _take(rt, model, opt, source, names, training, progress)
     if opt is not None:
         set_random_states(training["random"])
@@ -116,7 +119,7 @@ def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
 
 
 def _tell_of_other_bits(rt: Runtime, source: Checkpoint) -> None:
-    if otherwise := likeness.take(rt, source.body["likeness"]) if "likeness" in source.body else []:
+    if otherwise := likeness.differences(rt, source.body.get("likeness")):
         warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
                       f"{'; '.join(otherwise)}", stacklevel=3)
 

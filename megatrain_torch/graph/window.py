@@ -220,8 +220,7 @@ class Window:
     def keeps(self) -> str:
         """What is done about activations; "auto" before the first pass has decided."""
         rt = self.runtime
-        planned = rt.planning is None or rt.planning.plan is not None
-        return rt.mode_of(self) if planned else self.mode
+        return self.mode if rt.planning is not None and rt.planning.pending else rt.mode_of(self)
 
     # ---- slot tensors ----
 

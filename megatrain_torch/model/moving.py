@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ..base.limits import show_bytes
+from ..base.modes import DISKS
 from ..base.slots import plan_slots
 from ..plans.planner import Plan
 from ..plans.preflight import SETTLED, Asked
@@ -29,15 +30,20 @@ SAID = 4 << 30               # bytes on their way to other homes that a terminal
 
 def move(rt: Runtime, plan: Plan, modes: dict[str, str], limit: int) -> None:
     """modes: what windows keep, by name, in the place of the plan's own. limit: bytes of the device that may be used by
-    all who are there, not by the plan alone."""
-    asked = _asked(rt, plan)
+    all who are there, not by the plan alone.
+
+    Raises:
+        MegatrainError, torch.OutOfMemoryError: there is no memory, or a worker failed. Every unit then is where it was,
+            or in host memory, with all its values, and the model trains as before; or, where not even that can be done,
+            it refuses to run.
+    """
+    asked = _wanted(rt, plan)
     if asked.homes != rt.room.asked.homes or asked.ring != rt.room.asked.ring:
         rt.finish_save()
         rt.drain()
         for unit in rt.arrivals.units:
             rt.arrivals.dismiss(unit)
-        _to_disk(rt, asked, plan)
-        _change_homes(rt, asked)
+        _change_homes(rt, asked, plan)
     rt.room.asked, rt.room.summed = asked, asked.micro > 1
     _spill(rt, asked, plan)
     rt.limit_device(limit, asked.at_home())
@@ -45,22 +51,10 @@ def move(rt: Runtime, plan: Plan, modes: dict[str, str], limit: int) -> None:
         w.mode = "saved" if w.draws_unseen else modes.get(w.name, w.mode)
 
 
-def _asked(rt: Runtime, plan: Plan) -> Asked:
+def _wanted(rt: Runtime, plan: Plan) -> Asked:
     homes = tuple(plan.homes.get(name, "ram") for name in rt.unit_names)
     return dataclasses.replace(rt.room.asked, homes=homes, ring=plan.slots, micro=plan.micro,
                                besides=plan.besides)
-
-
-def _to_disk(rt: Runtime, asked: Asked, plan: Plan) -> None:
-    """The file, where units have states there: laid out once, before there are any."""
-    if rt.on_disk or not asked.on_disk():
-        return
-    states = [u for u, home in enumerate(asked.homes) if home == "disk"]
-    weights = [u for u, home in enumerate(asked.homes) if home == "disk+weights"]
-    rt.choose_states(rt.states)
-    rt.keep_on_disk(plan.nvme, states, weights, {})
-    for unit in weights:
-        rt.file_weights(unit)
 
 
 def _spill(rt: Runtime, asked: Asked, plan: Plan) -> None:
@@ -68,33 +62,107 @@ def _spill(rt: Runtime, asked: Asked, plan: Plan) -> None:
         rt.spill_to(plan.nvme, plan.disk[SPILLED], file_bytes(asked), {})
 
 
-def _change_homes(rt: Runtime, asked: Asked) -> None:
-    before = rt.room.asked.homes
-    stay = {u for u, (old, new) in enumerate(zip(before, asked.homes)) if old == new}
-    there = [u for u, home in enumerate(asked.homes) if home in SETTLED]
-    go = [u for u in rt.settled if u not in stay]
-    come = [u for u in there if u not in stay]
-    tell = _Progress(sum(rt.core.hi_bytes(u) for u in (*go, *come)))
-    old = {u: rt.slots[slot] for u, slot in rt.settled.items()}
+def _change_homes(rt: Runtime, asked: Asked, plan: Plan) -> None:
+    change = _Change(rt, asked, plan)
     rt.close_slots()
-    for unit in go:
-        rt.core.dismiss(unit)
-        rt.core.unsettle(unit, any(gradient.standing(r) is not None for r in rt.units[unit]))
-        del old[unit]                        # its weights were there until now
-        tell.add(rt.core.hi_bytes(unit))
-    for unit, home in enumerate(before):
-        if home == "through" and asked.homes[unit] != "through":
-            rt.core.through(unit, False)
-    streamed = [u.weights for u, home in zip(asked.units(), asked.homes) if home not in SETTLED]
-    rt.open_slots(plan_slots(streamed, asked.ring), there, old)
-    rt.invite(u for u in there if asked.homes[u] == "arrive")
-    for unit in come:
-        rt.take(unit)
-        tell.add(rt.core.hi_bytes(unit))
-    for unit, home in enumerate(asked.homes):
-        if home == "through" and before[unit] != "through":
-            rt.core.through(unit, True)
-    tell.over()
+    try:
+        change.make()
+    except BaseException:
+        change.undo()
+        raise
+
+
+class _Change:
+    """Units on their way to other homes.
+
+    Attributes:
+        homes: where each unit is now. have: of those that live on the device, the slots that their weights are in.
+            Both are true at every moment, so that what is there can be opened again.
+    """
+
+    def __init__(self, rt: Runtime, asked: Asked, plan: Plan) -> None:
+        self.rt, self.before, self.asked, self.plan = rt, rt.room.asked, asked, plan
+        self.homes = list(self.before.homes)
+        self.have = {unit: rt.slots[slot] for unit, slot in rt.settled.items()}
+        both = [(u, {old, new}) for u, (old, new) in enumerate(zip(self.homes, asked.homes)) if old != new]
+        self.moving = [u for u, _ in both]
+        self.tell = _Progress(sum(rt.core.hi_bytes(u) for u, ends in both if not ends.isdisjoint(SETTLED)))
+
+    def make(self) -> None:
+        """The slots are closed, and open again afterwards."""
+        for unit in self.moving:
+            self._leave(unit)
+        self._open(self._units_at(self.asked, *SETTLED), self.asked)
+        for unit in self.moving:
+            self._come(unit, self.asked.homes[unit])
+        self._to_disk()
+        self.tell.over()
+
+    def undo(self) -> None:
+        """What lives on the device yet stays there; the others are in host memory, or in the file."""
+        rt = self.rt
+        slots = rt.slots                             # of those that were to come, and have come: they are read from
+        try:
+            rt.close_slots()
+            self.have = {unit: slot for unit, slot in self.have.items() if rt.core.settled(unit)}
+            for unit, home in enumerate(self.homes):
+                if unit not in self.have and rt.core.settled(unit):      # it was to come
+                    self._unsettle(unit)
+                if unit not in self.have and home in SETTLED:
+                    self.homes[unit] = "ram"
+            del slots
+            self._open(sorted(self.have), dataclasses.replace(self.before, homes=tuple(self.homes)))
+            rt.limit_device(rt.vram, rt.room.asked.at_home())
+        except BaseException as error:
+            rt.slots = list(self.have.values())      # what is in them is nowhere else
+            rt.broken = f"units were on their way to other homes when that failed, and again on the way back: {error}"
+
+    def _units_at(self, asked: Asked, *homes: str) -> list[int]:
+        return [unit for unit, home in enumerate(asked.homes) if home in homes]
+
+    def _open(self, there: list[int], asked: Asked) -> None:
+        rt = self.rt
+        streamed = [u.weights for u, home in zip(asked.units(), asked.homes) if home not in SETTLED]
+        rt.open_slots(plan_slots(streamed, asked.ring), there, self.have)
+        rt.room.asked = asked
+        rt.invite(unit for unit in there if asked.homes[unit] == "arrive")
+
+    def _leave(self, unit: int) -> None:
+        if self.homes[unit] == "through":
+            self.rt.core.through(unit, False)
+        elif unit in self.have:
+            self.rt.room.weights(self.rt.core, unit)
+            self._unsettle(unit)
+            del self.have[unit]                      # its weights were there until now
+            self.tell.add(self.rt.core.hi_bytes(unit))
+        self.homes[unit] = "ram"
+
+    def _unsettle(self, unit: int) -> None:
+        self.rt.core.dismiss(unit)
+        self.rt.core.unsettle(unit, any(gradient.standing(r) is not None for r in self.rt.units[unit]))
+
+    def _come(self, unit: int, home: str) -> None:
+        if home in SETTLED:
+            self.rt.take(unit)
+            self.have[unit] = self.rt.slots[self.rt.settled[unit]]
+            self.tell.add(self.rt.core.hi_bytes(unit))
+        if home not in DISKS:
+            self.homes[unit] = home
+        if home == "through":
+            self.rt.core.through(unit, True)
+
+    def _to_disk(self) -> None:
+        """The file, where units have states there: laid out once, before there are any. Weights that did not get there
+        the last time go now."""
+        rt, weights = self.rt, self._units_at(self.asked, "disk+weights")
+        if not rt.on_disk and self.asked.on_disk():
+            rt.choose_states(rt.states)
+            rt.keep_on_disk(self.plan.nvme, self._units_at(self.asked, "disk"), weights, {})
+        for unit in self._units_at(self.asked, *DISKS):
+            self.homes[unit] = self.asked.homes[unit]
+        for unit in weights:
+            if unit not in rt.filed:
+                rt.file_weights(unit)
 
 
 class _Progress:

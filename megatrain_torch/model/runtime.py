@@ -39,6 +39,7 @@ class PlansItself(Protocol):
     """Plans for the batches that a loop shows: planning.Planning."""
 
     plan: Plan | None
+    pending: bool
 
     def pass_begins(self, args: Any, kwargs: Any) -> None: ...
 

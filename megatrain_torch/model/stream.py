@@ -43,6 +43,7 @@ from ..plans.preflight import (
     Room,
     check_device,
     check_loading,
+    check_weights,
     give_back,
     loads,
     own_bytes,
@@ -56,8 +57,7 @@ from ..store.mapped import Mapped
 from ..store.records import DTYPES, Record
 from ..store.state import BoundParameters, Given, HostBuffers
 from . import hf
-from .planning import Asked as Limits
-from .planning import Planning
+from .planning import Limits, Planning
 from .registry import find_runtime, note, runtime_of, runtimes
 from .runtime import Runtime
 
@@ -278,12 +278,12 @@ def _provisional(asked: Asked, host: int | None, most: int | None) -> Asked:
     """Until the first plan: weights in host memory; last units' on the device where they are too many. Raises: they fit
     neither way."""
     try:
-        check_loading(asked, None, False, most)
+        check_weights(asked, host, most)
     except MegatrainError:
         for tried in settled_last(asked):
             if most is None or sum(tried.device().values()) > most:
                 break
-            if loads(tried):
+            if loads(tried, host):
                 return tried
         raise
     return asked

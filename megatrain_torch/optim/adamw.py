@@ -111,14 +111,15 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
         clipping.prepare(AdamW)
 
-    @staticmethod
-    def _ask_for_room(runtimes: list[Any]) -> None:
+    def _ask_for_room(self) -> None:
         """Refuses before planes are made that do not fit."""
-        for rt in runtimes:
-            if rt.planning is not None:
-                rt.planning.optimizer_came()
-            if rt.planning is None or rt.planning.plan is not None:      # else the plan to come asks
+        for rt in self._runtimes():
+            try:
                 rt.room.states(rt.core)
+            except MegatrainError as error:
+                if rt.planning is None or not rt.planning.pending:
+                    raise
+                raise MegatrainError(f"{error}\n\nOr have it planned before: mt.stream(model, tokens=, seq=)") from None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch."""
@@ -135,7 +136,12 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError("some parameters appear in more than one parameter group")
         for rt in self._runtimes() if self._states is not None else ():
             rt.choose_states(self._states)
-        self._ask_for_room([rt for rt in self._runtimes() if rt not in self._served])
+        new = [rt for rt in self._runtimes() if rt not in self._served]
+        for rt in new:
+            if rt.planning is not None:
+                rt.planning.optimizer_came()
+            if rt.planning is None or not rt.planning.pending:           # else the plan to come asks
+                rt.room.states(rt.core)
         self._served.update(self._runtimes())
         for p in params:
             self._keys.setdefault(p, len(self._keys))
@@ -185,13 +191,14 @@ class AdamW(torch.optim.Optimizer):
         for rt in {h.runtime for h in self._handed}:
             rt.arrivals.stepped()
             rt.handover.unstepped = False
+        for rt in self._served:
             if rt.planning is not None:
                 rt.planning.stepped()
         return loss
 
     def _step_all(self, limit: float) -> None:
         if not self._counts:
-            self._ask_for_room(self._runtimes())     # the gradients have come since
+            self._ask_for_room()              # the gradients have come since
         streamed, others = self._collect()
         for rt, units in streamed.items():
             self._handed.append(self._hand(rt, sorted(units.items()), limit))

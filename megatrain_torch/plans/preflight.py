@@ -205,8 +205,18 @@ def settled_last(asked: Asked) -> Iterator[Asked]:
     return _homes(asked, "ram", "vram")
 
 
-def loads(asked: Asked) -> bool:
+def check_weights(asked: Asked, limit: int | None, free_on_device: int | None) -> None:
+    """Host memory for the weights alone, until a plan says what else there will be. Raises: as `check_loading`."""
+    if limit is None:
+        check_loading(asked, None, False, free_on_device)
+    elif (need := _planes(asked).get("weights", 0)) > limit:
+        raise _refusal(asked, "host memory", {"weights": need}, limit, "host=", {"host": need})
+
+
+def loads(asked: Asked, limit: int | None) -> bool:
     """Is there host memory to take over the weights?"""
+    if limit is not None:
+        return _planes(asked).get("weights", 0) <= limit
     return _shortage(sum(_loading(asked, own_bytes(asked.groups)).values())) is None
 
 
