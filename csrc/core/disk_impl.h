@@ -8,6 +8,7 @@
 
 #include "arena.h"
 #include "disk.h"
+#include "worker.h"
 
 #include <pthread.h>
 
@@ -111,13 +112,8 @@ struct mt_disk {
     int             last_added, first_added;     /* -1: none */
 
     pthread_mutex_t mu;
-    pthread_cond_t  changed;             /* a request ended, or a job */
-    pthread_cond_t  more;                /* our thread waits: a job, or stop */
-    struct job     *first, **last;       /* mu */
-    uint64_t        put, done;           /* jobs. mu */
-    int             stop;                /* mu */
-    pthread_t       thread;
-    int             runs;
+    pthread_cond_t  changed;             /* a request ended, or what is taken is free */
+    mt_worker       worker;              /* updates */
     int             next_unit, next_piece;   /* to be read; next_unit -1: nobody knows. mu */
     int             before;              /* the unit updated last; -1: none. mu */
     int             failed;              /* the ledger has the fault. mu */
