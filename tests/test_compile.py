@@ -22,7 +22,7 @@ import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
 from megatrain_torch.base.units import find
 from megatrain_torch.fused import compiled
-from megatrain_torch.model import runtime
+from megatrain_torch.model import ring
 from megatrain_torch.model.stream import runtime_of
 
 pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
@@ -359,8 +359,8 @@ def test_refusals_are_those_of_other_windows() -> None:
 
 def test_slots_go_on_and_the_model_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     renewed: list[int] = []
-    own = runtime.SlotHooks.renew
-    monkeypatch.setattr(runtime.SlotHooks, "renew", lambda self, slot: (renewed.append(slot), own(self, slot))[1])
+    own = ring.SlotHooks.renew
+    monkeypatch.setattr(ring.SlotHooks, "renew", lambda self, slot: (renewed.append(slot), own(self, slot))[1])
     model = agrees(lambda: stack(n=5))
     assert not renewed, "a graph holds weights in slots that move on"
     ref = weakref.ref(model.layers[0])

@@ -301,7 +301,7 @@ def test_states_on_disk_are_laid_out_with_the_first_plan(tmp_path: Path, chosen:
     assert not list(tmp_path.iterdir()), "before its plan nothing is on disk"
     with pytest.warns(UserWarning, match="cannot move"):
         got = [loop.step(*s) for s in STEPS[:4]]          # the third has two micro-batches
-    assert got == want and same(plain, loop) and runtime_of(loop.model).on_disk == {1, 2, 4, 6}
+    assert got == want and same(plain, loop) and runtime_of(loop.model).homes.on_disk == {1, 2, 4, 6}
     mt.unstream(loop.model)
     assert not list(tmp_path.iterdir())
 
@@ -318,12 +318,12 @@ def test_a_run_that_goes_on_keeps_what_it_kept(tmp_path: Path, chosen: list[dict
         mt.load(again.model, again.opt, tmp_path / "c")
     again.number = 1
     assert [again.step((2, 16)) for _ in range(2)] == want and same(first, again)
-    kept = runtime_of(again.model).kept()
-    assert kept == runtime_of(first.model).kept() and set(kept.values()) == {"replay"}
+    kept = runtime_of(again.model).keeps.fused()
+    assert kept == runtime_of(first.model).keeps.fused() and set(kept.values()) == {"replay"}
     other = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
     mt.load(other.model, None, tmp_path / "c")               # weights alone: it is no run that goes on
     other.step((2, 16))
-    assert runtime_of(other.model).kept() != kept
+    assert runtime_of(other.model).keeps.fused() != kept
 
 
 def test_what_a_run_kept_is_chosen_anew_where_it_does_not_fit(tmp_path: Path, chosen: list[dict[str, Any]],
@@ -332,12 +332,12 @@ def test_what_a_run_kept_is_chosen_anew_where_it_does_not_fit(tmp_path: Path, ch
     first = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
     first.step((2, 16))
     mt.save(first.model, first.opt, tmp_path / "c")
-    assert set(runtime_of(first.model).kept().values()) == {"saved"}
+    assert set(runtime_of(first.model).keeps.fused().values()) == {"saved"}
     again = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
     chosen.append({"modes": "replay"})
     mt.load(again.model, again.opt, tmp_path / "c")
     again.step((2, 16))
-    assert set(runtime_of(again.model).kept().values()) == {"replay"}
+    assert set(runtime_of(again.model).keeps.fused().values()) == {"replay"}
 
 
 def test_a_save_under_way_is_over_before_anything_moves(tmp_path: Path, chosen: list[dict[str, Any]]) -> None:
@@ -398,7 +398,8 @@ def test_what_others_have_of_the_device_is_not_planned_with_and_counts_once(monk
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * gib)
     core = SimpleNamespace(device_bytes=lambda: 20 * gib)
-    rt = SimpleNamespace(is_cuda=True, device=None, core=core, slots=[SimpleNamespace(nbytes=3 * gib - 512)])
+    rt = SimpleNamespace(is_cuda=True, device=None, core=core,
+                         ring=SimpleNamespace(slots=[SimpleNamespace(nbytes=3 * gib - 512)]))
     found = planning.Planning(rt, planning.Limits(100 * gib, None, None, None))
     others = (50 - 6 - 20) * gib - machine.vram_overhead_bytes
     assert found._limit() == 100 * gib and found._left() == 100 * gib - others - 2 * gib
@@ -488,7 +489,7 @@ def test_a_run_that_goes_on_is_planned_for_before_its_states_come(tmp_path: Path
     chosen.append({"homes": homes})
     mt.load(again.model, again.opt, tmp_path / "c")
     rt = runtime_of(again.model)
-    assert rt.on_disk == {1, 2, 4, 6} and (again.planning.plan.tokens, again.planning.plan.micro) == (64, 2)
+    assert rt.homes.on_disk == {1, 2, 4, 6} and (again.planning.plan.tokens, again.planning.plan.micro) == (64, 2)
     again.number = 4
     assert [again.step((2, 16), (2, 16)) for _ in range(2)] == want and same(first, again) and again.planning.made == 1
 

@@ -76,7 +76,7 @@ def steps_of_engine(micro: int) -> tuple[list[list[Piece]], list[float], list[in
             opt.zero_grad()
         trace.finish()
         slices = trace.slices()
-    units, slots = [rt.core.hi_bytes(u) for u in range(LAYERS)], [slot.nbytes for slot in rt.slots]
+    units, slots = [rt.core.hi_bytes(u) for u in range(LAYERS)], [slot.nbytes for slot in rt.ring.slots]
     names = rt.unit_names
     mt.unstream(model)
     cuts = sorted(s.begin for s in slices if s.lane == "host update" and s.work == "update")[::LAYERS][1:]

@@ -218,10 +218,10 @@ static mt_status tally_grow(mt_offload *o, int n)
         return MT_FAIL(MT_ENOMEM, "offload: no memory for %d units", n);
     if (o->n_tally > 0)
         memcpy(grown, old, (size_t)o->n_tally * sizeof(tally *));
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     o->tally = grown;
     o->n_tally = n;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     free(old);
     return MT_OK;
 }
@@ -235,9 +235,9 @@ static mt_status tally_of(mt_offload *o, int unit, tally **out)
         MT_TRY(tally_grow(o, mt_store_units(o->store)));
     if ((y = o->tally[unit]) == NULL) {
         MT_TRY(tally_open(o, unit, &y));
-        pthread_mutex_lock(&o->mu);
+        mt_lock(&o->mu);
         o->tally[unit] = y;
-        pthread_mutex_unlock(&o->mu);
+        mt_unlock(&o->mu);
     }
     *out = y;
     return MT_OK;
@@ -404,9 +404,9 @@ static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tal
         MT_TRY(mt_store_at(o->store, unit, it->param, MT_PLANE_GRAD, &at));
         p->changed = at;
     }
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     p->from_grad = it->reread || !(y->flags[it->param] & SUMMED);
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return MT_OK;
 fail:
     return st;
@@ -549,9 +549,9 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
     strncpy(text, mt_last_error(), sizeof text - 1);
     text[sizeof text - 1] = '\0';
     (void)o->dev->ops->sync(o->d2h);
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     note(o, t, y, 0);
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     mt_ledger_grads_end(o->store, t->unit);
     (void)mt_fail_again(MT_EDEVICE, text);
 }
@@ -563,7 +563,7 @@ static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t numb
         g->user = number;
         o->next_staging++;
     }
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     note(o, t, y, 1);
     y->adds += t->adds > 0;
     (void)mt_worker_submit(&o->collector, &t->node);
@@ -582,9 +582,9 @@ static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, i
     MT_TRY(mt_ledger_wait_updates(o->store, unit));
     for (int i = 0; i < n; i++)
         sets += items[i].mode == MT_GRAD_SET;
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     adds = y->adds;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     if (sets > 0 && adds > 0)
         MT_TRY(mt_ledger_wait_grads(o->store, unit));
     if (o->collector.submitted + 1 > AHEAD)
@@ -617,9 +617,9 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     if (unit < 0 || unit >= mt_store_units(o->store) || n < 0)
         return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
                        n, unit, mt_store_units(o->store));
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     debug = o->debug;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     MT_TRY(tally_of(o, unit, &y));
     MT_TRY(wait_turn(o, unit, items, n, y));
     if (mt_store_passes(o->store, unit))
@@ -643,9 +643,9 @@ mt_status mt_offload_land(mt_offload *o, mt_queue *run)
     mt_debug  debug;
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     debug = o->debug;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     /* The D2H queue is first in, first out: the last ticket's copies end last. */
     if (o->collector.submitted > 0 && !(debug.skip & MT_EDGE_LANDED))
         MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
@@ -662,9 +662,9 @@ uint64_t mt_offload_passed(mt_offload *o)
 {
     uint64_t passed;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     passed = o->landed > o->waited_for ? o->landed : o->waited_for;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return passed;
 }
 
@@ -698,10 +698,10 @@ int mt_offload_counted(mt_offload *o, int unit, int param)
     tally *y;
     int    counted;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     y = known(o, unit, param);
     counted = y != NULL && (y->flags[param] & COUNTED) != 0;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return counted;
 }
 
@@ -710,10 +710,10 @@ int mt_offload_has_acc(mt_offload *o, int unit, int param)
     tally *y;
     int    summed;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     y = known(o, unit, param);
     summed = y != NULL && (y->flags[param] & SUMMED) != 0;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return summed;
 }
 
@@ -724,12 +724,12 @@ double mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid)
     tally *y;
     double sum = 0;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     y = known(o, unit, param);
     *valid = y != NULL && (y->flags[param] & COUNTED) != 0;
     if (y != NULL)
         sum = y->sum[param];
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return sum;
 }
 
@@ -737,25 +737,25 @@ void mt_offload_forget(mt_offload *o, int unit)
 {
     tally *y;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     if ((y = known(o, unit, 0)) != NULL)
         memset(y->flags, 0, (size_t)mt_store_params(o->store, unit));
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
 }
 
 uint64_t mt_offload_d2h_bytes(mt_offload *o)
 {
     uint64_t bytes;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     bytes = o->d2h_bytes;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return bytes;
 }
 
 void mt_offload_debug(mt_offload *o, mt_debug d)
 {
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     o->debug = d;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
 }

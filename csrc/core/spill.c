@@ -162,7 +162,7 @@ static void request_over(mt_request *r)
     mt_spilled *k = r->arg;
     mt_spill   *s = k->spill;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     mt_watch_end(watch_of(s), &k->post, r->st);
     record(s, k);
     *(r->write ? &s->stats.written_bytes : &s->stats.read_bytes) += r->moved;
@@ -318,9 +318,9 @@ static mt_status open_block(mt_spill *s, size_t bytes, block **out)
 
     if (b == NULL)
         return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *b);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     st = mt_swap_block_open(&b->b, bytes, s->dev, s->pool, mapped);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     if (st != MT_OK) {
         free(b);
         return st;
@@ -380,7 +380,7 @@ static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), 
     pthread_mutex_unlock(&s->mu);
     st = mt_watch_until(watch_of(s), &s->worker.news, &s->mu, over, k, mt_store_name(s->store, k->unit),
                         what);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->stats.wait_ns += mt_now_ns() - from;
     return st;
 }
@@ -443,9 +443,9 @@ static mt_status find_room(mt_spill *s, mt_spilled *k)
     mt_status st = MT_OK;
 
     while ((lack = mt_places_lack(&s->places, k->bytes)) > 0) {
-        pthread_mutex_unlock(&s->mu);
+        mt_unlock(&s->mu);
         st = s->file->ops->take(s->file, (size_t)lack, &at);
-        pthread_mutex_lock(&s->mu);
+        mt_lock(&s->mu);
         MT_TRY(st);
         MT_TRY(mt_places_add(&s->places, lack));
     }
@@ -460,7 +460,7 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     block      *b;
     mt_status   st;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->cursor = 0;
     MT_TRY(tell_lost(s));
     MT_TRY(make(s, unit, number, bytes, &k));
@@ -468,13 +468,13 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     join(b, k);
     MT_TRY(find_room(s, k));
     *out = k;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 
 fail:
     if (k != NULL)
         forget(s, k);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return st;
 }
 
@@ -482,13 +482,13 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
 {
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     k->at = FILLING;
     k->block->filling = k;
     owe(s, &k->block->filled);
     if (s->debug.sync)
         st = wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)");
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return st;
 }
 
@@ -526,7 +526,7 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
 {
     mt_status st;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->cursor = k->number;
     k->wanted = 1;              /* from now on: the end of its read looks for blocks that may go */
     MT_TRY(have_block(s, k));
@@ -534,7 +534,7 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
         MT_TRY(wait_until(s, k, is_read, "what it keeps to be read (READ)"));
     MT_TRY(tell_failed(k));
     read_ahead(s);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 
 fail:
@@ -546,7 +546,7 @@ fail:
 
 void mt_spill_landing(mt_spill *s, mt_spilled *k)
 {
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     k->wanted = 0;
     owe(s, &k->block->landed);
     pthread_mutex_unlock(&s->mu);
@@ -554,7 +554,7 @@ void mt_spill_landing(mt_spill *s, mt_spilled *k)
 
 void mt_spill_drop(mt_spill *s, mt_spilled *k)
 {
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     k->dropped = 1;
     if (skips(s, MT_EDGE_GONE)) {
         mt_places_give(&s->places, k->place);
@@ -571,9 +571,9 @@ mt_swap_block *mt_spill_block(mt_spill *s, const mt_spilled *k)
 {
     mt_swap_block *b;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     b = k->block != NULL ? &k->block->b : NULL;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return b;
 }
 
@@ -640,19 +640,19 @@ void mt_spill_timeline(mt_spill *s, mt_timeline *t)
 
 void mt_spill_debug(mt_spill *s, mt_debug d)
 {
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->debug = d;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }
 
 mt_spill_stats mt_spill_stats_get(mt_spill *s)
 {
     mt_spill_stats stats;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     stats = s->stats;
     stats.file_bytes = s->places.bytes;
     stats.used_bytes = s->places.used_bytes;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return stats;
 }

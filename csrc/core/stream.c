@@ -310,10 +310,10 @@ mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int k)
                        mt_store_name(s->store, unit), k);
     s->residents = r;
     s->slot_bytes[k] = SIZE_MAX;
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->slots[k].unit = unit;
     s->slots[k].settled = 1;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 fail:
     return st;
 }
@@ -347,13 +347,13 @@ static int holding(mt_stream *s, int unit, int first)
     uint64_t now = mt_ledger_version(s->store, unit);
     int      found = -1;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     if (first >= 0 && brings(s, first, unit, now))
         found = first;
     for (int k = 0; k < s->n_slots && found < 0; k++)
         if (brings(s, k, unit, now))
             found = k;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return found;
 }
 
@@ -386,7 +386,7 @@ static mt_status renew(mt_stream *s, int k)
     withdraw(s, &s->slots[k]);
     s->slots[k].mem = mem;
     s->slots[k].unit = -1;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 fail:
     return st;
@@ -454,9 +454,9 @@ static mt_status fetch_on_demand(mt_stream *s, int unit, mt_queue *run, int *k)
     mt_status st;
 
     MT_TRY(fetch(s, way, unit, run));
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->stats.demand_fetches++;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     *k = way;
     return MT_OK;
 fail:
@@ -676,9 +676,9 @@ mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
         MT_TRY(mt_resident_await(s->residents, s->slots[k].unit, run));
     else
         MT_TRY(await_copy(s, k, run));
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->stats.await_ns += mt_now_ns() - begun;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 fail:
     return st;
@@ -692,7 +692,7 @@ int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset
     uintptr_t  at = (uintptr_t)p;
     int        found = -1;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     for (int k = 0; k < s->n_slots && found < 0; k++) {
         uintptr_t mem = (uintptr_t)s->slots[k].mem;
 
@@ -702,7 +702,7 @@ int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset
             *offset = at - mem;
         }
     }
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return found;
 }
 
@@ -710,9 +710,9 @@ mt_stream_stats mt_stream_stats_get(mt_stream *s)
 {
     mt_stream_stats stats;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     stats = s->stats;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     stats.rebuilds = s->course.rebuilds;
     return stats;
 }
@@ -730,9 +730,9 @@ void mt_stream_debug(mt_stream *s, mt_debug d)
         mt_ledger_fault(s->store, MT_ENOMEM, "stream: no memory for the poison of mt_stream_debug");
     if (poison != NULL)
         memset(poison, 0xFF, POISON_BYTES);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     if (poison != NULL)
         s->poison = poison;
     s->debug = d;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }

@@ -124,9 +124,9 @@ static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_through_tensor 
                                      bytes));
             copied += bytes;
         }
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     *(up ? &t->stats.h2d_bytes : &t->stats.d2h_bytes) += copied;
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
 fail:
     return st;
 }
@@ -139,9 +139,9 @@ static mt_status make_buffers(mt_through *t)
         if (t->buffers[i].mem != NULL)
             continue;
         MT_TRY(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
-        pthread_mutex_lock(&t->mu);
+        mt_lock(&t->mu);
         t->stats.device_bytes += t->bytes;
-        pthread_mutex_unlock(&t->mu);
+        mt_unlock(&t->mu);
     }
 fail:
     return st;
@@ -349,8 +349,8 @@ mt_through_stats mt_through_stats_get(mt_through *t)
 {
     mt_through_stats stats;
 
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     stats = t->stats;
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
     return stats;
 }

@@ -151,7 +151,7 @@ fail:
 
 static void publish(mt_updater *u, const work *w, const result *r)
 {
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     u->results[w->ticket % RESULTS] = *r;
     pthread_cond_broadcast(&u->worker.news);
     pthread_mutex_unlock(&u->mu);
@@ -304,9 +304,9 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     if (st != MT_OK)
         goto fail;
     mt_timeline_end(u->timeline, &span, b->j.bytes, NULL);
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     u->busy_ns += mt_now_ns() - begun;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
 fail:
     return st;
 }
@@ -552,15 +552,15 @@ uint64_t mt_update_busy_ns(mt_updater *u)
 {
     uint64_t ns;
 
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     ns = u->busy_ns;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
     return ns;
 }
 
 void mt_update_debug(mt_updater *u, mt_debug d)
 {
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     u->sync = d.sync;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
 }

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def note(rt: Runtime) -> dict[str, Any]:
     """For a checkpoint: plain numbers and text."""
     return {"versions": _versions(rt.device), "repeating": repeating(), "compute": rt.compute, "memory": _memory(rt),
-            "tokens": rt.most_tokens, "kept": rt.kept(), "chosen": _chosen(rt),
+            "tokens": rt.keeps.most_tokens, "kept": rt.keeps.fused(), "chosen": _chosen(rt),
             "planned": [] if rt.planning is None else rt.planning.planned()}
 
 
@@ -63,7 +63,7 @@ def differences(rt: Runtime, saved: Any) -> list[str]:
 def _chosen(rt: Runtime) -> dict[str, str]:
     """What windows keep by a plan that mt.stream made itself."""
     planned = rt.planning is not None and rt.planning.plan is not None
-    return {w.name: rt.mode_of(w) for w in rt.windows} if planned else {}
+    return {w.name: rt.keeps.mode_of(w) for w in rt.windows} if planned else {}
 
 
 def _known(saved: Any, here: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _kept_otherwise(rt: Runtime, saved: dict[str, Any], here: dict[str, Any]) ->
 def _memory(rt: Runtime) -> list[int]:
     """Of the device, and the limit of what may be used; 0: there is none."""
     total = torch.cuda.get_device_properties(rt.device).total_memory if rt.is_cuda else 0
-    limit = rt.vram if rt.planning is None else rt.planning.limits.vram
+    limit = rt.cap.limit if rt.planning is None else rt.planning.limits.vram
     return [total, limit or 0]
 
 

@@ -155,7 +155,7 @@ class GraphFrame(Again):
             saved[len(saved)] = handle = self.handle(t)
             return handle
 
-        with self.runtime.during(self.window, "replay"), self._as_it_was(), hooks(pack, SavedFrame.unpack):
+        with self.runtime.trace.during(self.window, "replay"), self._as_it_was(), hooks(pack, SavedFrame.unpack):
             self.graph.run(*[self._again(kept) for kept in self.inputs])
         if len(saved) != self.count:
             raise MegatrainError(f"{self.window.name}: run again, its graph saved {len(saved)} tensors where the first "

@@ -121,7 +121,7 @@ class Link:
         node, fused = self.node, self.node.fused
         (x,) = node.saved_tensors
         fused.check_versions(node.versions)
-        with fused.window.runtime.during(fused.window, "replay"), torch.no_grad():
+        with fused.window.runtime.trace.during(fused.window, "replay"), torch.no_grad():
             out = _mapped(self.made_from, Part, Part.tensor)
             return node.template.again(x, out, fused.weights(node.names), node.call, node.keep)
 
@@ -285,7 +285,7 @@ class Fused(Runner):
             self.declined = str(reason)
             return None
         window = self.window
-        mode, link = window.runtime.keep_of(window, x.shape[:2].numel()), None
+        mode, link = window.runtime.keeps.of_call(window, x.shape[:2].numel()), None
         if mode.keep == LINKED:
             mode, link = self._linked(x, mode)
         if link is not None or (mode.host and self.template.swaps):

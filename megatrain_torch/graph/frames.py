@@ -30,6 +30,7 @@ from ..store.state import swap_window
 from .effects import Snapshot
 from .generators import random_state, set_random_state
 from .swap import Ends, Part, Swap, hollow, storage_of
+from .untraced import Untraced
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -51,14 +52,13 @@ class Streamed(Protocol):
     swap: Swap
     unit_names: list[str]
     given: int
+    trace: Untraced
 
     @property
     def handover(self) -> Ends: ...
 
     @property
     def ring(self) -> Located: ...
-
-    def during(self, window: Any, work: str) -> AbstractContextManager[Any]: ...
 
 
 class Stretch(Protocol):
@@ -277,7 +277,7 @@ class ReplayFrame(Again):
         self.runtime.handover.at_end(self)
         packed = self._collector()
         try:
-            with self.runtime.during(self.window, "replay"), self.as_it_was() as (args, kwargs):
+            with self.runtime.trace.during(self.window, "replay"), self.as_it_was() as (args, kwargs):
                 _push(packed, SavedFrame.unpack)
                 try:
                     self.window.inner(*args, **kwargs)

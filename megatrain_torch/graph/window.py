@@ -25,6 +25,7 @@ from . import masks
 from .door import Door
 from .effects import Places, Snapshot
 from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
+from .handover import Reads
 
 
 class Fused(Protocol):
@@ -72,22 +73,35 @@ class Ring(Located, Protocol):
     def own_outputs(self, out: Any) -> Any: ...
 
 
+class Keeps(Protocol):
+    """Knows what windows do about activations: keeps.Keeps."""
+
+    def mode_of(self, window: Window) -> str: ...
+
+
+class Forwards(Protocol):
+    """Begins a forward, in its outermost streamed module: forwards.Forwards."""
+
+    def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+
+
 class Model(Streamed, Protocol):
     """The streamed model that a window is a part of: runtime.Runtime."""
 
     is_cuda: bool
     units: list[list[Record]]
     door: Door
-    activations: str
     planning: Any                        # plans for what a loop shows, where nobody has planned it
-    trace: Any                           # mt.trace's, while it is on
     ring: Ring
 
-    def mode_of(self, window: Window) -> str: ...
+    @property
+    def keeps(self) -> Keeps: ...
 
-    def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+    @property
+    def forwards(self) -> Forwards: ...
 
-    def forget_lazy(self) -> None: ...
+    @property
+    def reads(self) -> Reads: ...
 
 
 class Bind(torch.autograd.Function):
@@ -220,7 +234,7 @@ class Window:
     def keeps(self) -> str:
         """What is done about activations; "auto" before the first pass has decided."""
         rt = self.runtime
-        return self.mode if rt.planning is not None and rt.planning.pending else rt.mode_of(self)
+        return self.mode if rt.planning is not None and rt.planning.pending else rt.keeps.mode_of(self)
 
     # ---- slot tensors ----
 
@@ -284,14 +298,14 @@ class Window:
         try:
             if task == -1:
                 if outermost:
-                    args, kwargs = rt.begin(self, args, kwargs)
+                    args, kwargs = rt.forwards.begin(self, args, kwargs)
                 if rt.handover.alive:
                     rt.handover.window_opens()
-            return self.once(args, kwargs) if rt.trace is None else rt.trace.forward(self, args, kwargs)
+            return rt.trace.forward(self, args, kwargs)
         finally:
             leave()
             if outermost and task == -1:
-                rt.forget_lazy()
+                rt.reads.forget()
             if takes:
                 rt.door.leave()
 
@@ -312,7 +326,7 @@ class Window:
             if out is not None:
                 return out
         args, kwargs = masks.dense(args, kwargs)
-        mode = read(self.runtime.mode_of(self))
+        mode = read(self.runtime.keeps.mode_of(self))
         if self.compiled is not None and not mode.host:
             done = self.compiled(args, kwargs, replays=mode.keep != "saved")
             if done is not None:

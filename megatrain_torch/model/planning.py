@@ -136,7 +136,7 @@ class Planning:
         except MegatrainError as error:
             self._refuse(error, before)
             return
-        if rt.on_disk and not self._keeps_disk(chosen):
+        if rt.homes.on_disk and not self._keeps_disk(chosen):
             return
         try:
             self._put_into_force(chosen)
@@ -199,14 +199,14 @@ class Planning:
         micro = max(self._micro(), 1 if p is None else p.micro)
         fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
         return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
-                    homes=None if self.adam else "ram", states=rt.states, compute="fused" if fused else "eager",
+                    homes=None if self.adam else "ram", states=rt.states.format, compute="fused" if fused else "eager",
                     vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive())
 
     def _drive(self) -> dict[str, Any] | None:
         """Where states that are in memory already cannot go to."""
         rt, disk = self.runtime, self.limits.disk
         planes = (*PLANES_OF["masters"], *PLANES_OF["moments"])
-        made = not rt.on_disk and any(rt.core.host_bytes(PLANES[p]) for p in planes)
+        made = not rt.homes.on_disk and any(rt.core.host_bytes(PLANES[p]) for p in planes)
         return None if disk is None or made else disk.as_given()
 
     def _machine(self) -> str | None:
@@ -232,14 +232,14 @@ class Planning:
         reserved, used = torch.cuda.memory_reserved(rt.device), torch.cuda.memory_allocated(rt.device)
         overhead = self._resolved().vram_overhead_bytes
         others = total - free - reserved - rt.core.device_bytes() - overhead
-        own = used - sum(s.nbytes + 512 for s in rt.slots)
+        own = used - sum(s.nbytes + 512 for s in rt.ring.slots)
         return limit - max(others, 0) - (own if own > OWN else 0)
 
     def _keeps_disk(self, found: Plan) -> bool:
         """Units on disk stay there: a plan that has others there cannot be put into force. Then the one before stays,
         and its windows keep what takes least of the device."""
         rt = self.runtime
-        there = {rt.unit_names[u] for u in rt.on_disk}
+        there = {rt.unit_names[u] for u in rt.homes.on_disk}
         if there == {name for name, home in found.homes.items() if home in DISKS}:
             return True
         self._stuck = True

@@ -135,7 +135,7 @@ class AdamW(torch.optim.Optimizer):
         if len(set(ids)) < len(ids):
             raise ValueError("some parameters appear in more than one parameter group")
         for rt in self._runtimes() if self._states is not None else ():
-            rt.choose_states(self._states)
+            rt.states.choose(self._states)
         new = [rt for rt in self._runtimes() if rt not in self._served]
         for rt in new:
             if rt.planning is not None:
@@ -189,7 +189,7 @@ class AdamW(torch.optim.Optimizer):
             self._step_all(math.inf)
         self._done.clear()
         for rt in {h.runtime for h in self._handed}:
-            rt.arrivals.stepped()
+            rt.homes.arrivals.stepped()
             rt.handover.unstepped = False
         for rt in self._served:
             if rt.planning is not None:
@@ -211,9 +211,9 @@ class AdamW(torch.optim.Optimizer):
         """Submits updates; from here on they count as steps."""
         params = [rt.units[u][item[0]].param for u, items in units for item in items]
         for u, _ in units:
-            if u in rt.filed:                # what is updated there is not what was written here
+            if u in rt.homes.filed:                # what is updated there is not what was written here
                 rt.planes.notice_writes(rt.units[u])
-        rt.arrivals.bring(u for u, _ in units)
+        rt.homes.arrivals.bring(u for u, _ in units)
         handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), params)
         for p in params:
             self._counts[p] += 1
@@ -372,7 +372,7 @@ class AdamW(torch.optim.Optimizer):
         late = grad is record.late           # the usual case: nobody has looked at it
         del grad                             # nor have we
         self._prepare(p, record)
-        if not passing and record.unit in record.runtime.passing:
+        if not passing and record.unit in record.runtime.homes.passing:
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
                                  "for one: no hooks on the parameter, no arithmetic on it outside of the model")
         address, changed = (0, record.written) if passing or late else self._source(record)
@@ -405,7 +405,7 @@ class AdamW(torch.optim.Optimizer):
         grad = gradient.standing(record)
         if grad is None or grad is record.late:
             return
-        same = record.unit not in record.runtime.passing
+        same = record.unit not in record.runtime.homes.passing
         if same:
             lent = record.runtime.handover.lent.get(record.unit, {}).get(record)
             used = record.view("GRAD") if lent is None else lent
@@ -432,20 +432,20 @@ class AdamW(torch.optim.Optimizer):
         if lacks_master(record):
             # Of a unit on the device or on disk all at once, so that host memory has one such unit at a time.
             mates = [r for r in rt.units[record.unit] if r.was_trainable and r.owner in (None, record.owner)]
-            for r in mates if rt.away(record.unit) else [record]:
+            for r in mates if rt.homes.away(record.unit) else [record]:
                 if lacks_master(r):
                     make_master(r)
                     r.master_writes = r.writes
-            if rt.away(record.unit):
+            if rt.homes.away(record.unit):
                 rt.planes.notice_writes(rt.units[record.unit])      # whose copies go now
-                rt.take(record.unit)
+                rt.homes.take(record.unit)
         record.exact, record.master_writes = None, record.writes
 
     def _begin_state(self, p: StreamedParameter, record: Record) -> None:
         """States of a parameter that has none in this optimizer, over planes that are zero when they are new."""
-        record.runtime.states_chosen = True
+        record.runtime.states.chosen = True
         self._served.add(record.runtime)
-        names = MOMENTS if record.runtime.states == "fp32" else CODES
+        names = MOMENTS if record.runtime.states.format == "fp32" else CODES
         views = {name: guard(record.view(plane), record) for name, plane in zip(names, record.moments)}
         self.state[p] = StoreStates(step=torch.zeros(()), **views)
         self._counts[p] = 0
@@ -471,7 +471,7 @@ class AdamW(torch.optim.Optimizer):
                 if r.pid in self._done:
                     raise MegatrainError(f"{r.name}: a second backward before step(); in_backward=True updates at "
                                          "every backward, so accumulate with in_backward=False")
-                items.append(self._item(r.param, groups[r.param], unit in r.runtime.passing))
+                items.append(self._item(r.param, groups[r.param], unit in r.runtime.homes.passing))
         items = [i for i in items if i is not None]
         if not items:
             return
