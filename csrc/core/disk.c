@@ -867,11 +867,11 @@ static mt_status carry_out(void *arg, mt_job *node)
     job      *b = (job *)(void *)node;
     mt_status st;
 
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     st = update(d, b);
     end_job(d, &b->j, st);
     job_free(b);
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     return st;
 }
 
@@ -908,9 +908,9 @@ mt_status mt_disk_put(mt_disk *d, const mt_disk_job *j, float clip)
         end_job(d, j, st);
         return st;
     }
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     (void)mt_worker_submit(&d->worker, &b->node);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return MT_OK;
 }
 
@@ -1293,7 +1293,7 @@ void mt_disk_close(mt_disk *d)
     if (d == NULL)
         return;
     mt_worker_close(&d->worker);
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->next_unit = -1;                   /* nothing more is read */
     while (under_way(d) || d->away != 0)
         mt_cond_wait(&d->changed, &d->mu);

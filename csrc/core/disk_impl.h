@@ -10,8 +10,6 @@
 #include "disk.h"
 #include "worker.h"
 
-#include <pthread.h>
-
 typedef struct mt__place {
     int     param;
     int64_t from, n;
@@ -111,7 +109,7 @@ struct mt_disk {
     int             n_units;
     int             last_added, first_added;     /* -1: none */
 
-    pthread_mutex_t mu;
+    mt_mutex mu;
     pthread_cond_t  changed;             /* a request ended, or what is taken is free */
     mt_worker       worker;              /* updates */
     int             next_unit, next_piece;   /* to be read; next_unit -1: nobody knows. mu */

@@ -79,7 +79,7 @@ struct mt_offload {
     unsigned           next_staging; /* putting thread */
 
     mt_worker          collector;    /* ticket n is its job n */
-    pthread_mutex_t    mu;
+    mt_mutex    mu;
     tally            **tally;        /* by unit; the table moves, under mu; a tally stays */
     int                n_tally;
     uint64_t           landed;       /* latest whose copies it saw end; stays at a failure. mu */
@@ -128,7 +128,7 @@ static mt_status collect(void *arg, mt_job *node)
     mt_post     post;
     mt_status   st;
 
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, t->unit),
                    "its gradients' copies (the event LANDED)");
     st = o->dev->ops->sync_event(t->landed);
@@ -138,7 +138,7 @@ static mt_status collect(void *arg, mt_job *node)
     else
         mt_ledger_fault(o->store, st, mt_last_error());
     mt_ledger_grads_end(o->store, t->unit);
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     o->tally[t->unit]->adds -= t->adds > 0;
     if (st == MT_OK && o->landed == o->collector.ended)
         o->landed++;
@@ -161,9 +161,9 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
     mt_status st;
     int       home;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     home = o->collector.ended >= t;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     if (home)
         return MT_OK;
     mt_timeline_begin(o->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
@@ -296,7 +296,7 @@ mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth
     o->pool = pool;
     o->kernels = k;
     o->depth = (uint64_t)depth;
-    pthread_mutex_init(&o->mu, NULL);
+    mt_mutex_open(&o->mu, MT_RANK_OFFLOAD);
     MT_TRY(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
     MT_TRY(ring_open(o));
     MT_TRY(dev->ops->queue_open(dev, "d2h", &o->d2h));
@@ -326,7 +326,7 @@ void mt_offload_close(mt_offload *o)
         mt_arena_close(&o->staging[i].mem);
     for (int i = 0; i < o->n_tally; i++)
         tally_close(o->tally[i]);
-    pthread_mutex_destroy(&o->mu);
+    mt_mutex_close(&o->mu);
     free(o->tally);
     free(o->ring);
     free(o);
@@ -569,7 +569,7 @@ static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t numb
     (void)mt_worker_submit(&o->collector, &t->node);
     if (number > o->depth && number - o->depth > o->waited_for)
         o->waited_for = number - o->depth;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
 }
 
 /* Host waits, before anything is changed. */
@@ -649,9 +649,9 @@ mt_status mt_offload_land(mt_offload *o, mt_queue *run)
     /* The D2H queue is first in, first out: the last ticket's copies end last. */
     if (o->collector.submitted > 0 && !(debug.skip & MT_EDGE_LANDED))
         MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     o->waited_for = o->collector.submitted;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
 fail:
     return st;
 }
@@ -673,9 +673,9 @@ mt_status mt_offload_drain(mt_offload *o)
     uint64_t  put;
     mt_status st;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     put = o->collector.submitted;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     /* The ledger first: its waits name the unit. */
     for (int u = 0; u < mt_store_units(o->store); u++)
         MT_TRY(mt_ledger_wait_grads(o->store, u));

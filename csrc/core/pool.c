@@ -15,8 +15,8 @@
 
 struct mt_pool {
     int             n_threads;   /* the caller counted; constant */
-    pthread_mutex_t turn;        /* held by the caller whose loop it is */
-    pthread_mutex_t mu;
+    mt_mutex turn;        /* held by the caller whose loop it is */
+    mt_mutex mu;
     mt_worker       worker;      /* of n_threads - 1 */
     mt_job         *jobs;        /* [n_threads] one for each, to take part. mu */
 
@@ -42,9 +42,9 @@ static mt_status take_part(void *arg, mt_job *job)
     mt_pool *p = arg;
 
     (void)job;
-    pthread_mutex_unlock(&p->mu);
+    mt_unlock(&p->mu);
     take_chunks(p);
-    pthread_mutex_lock(&p->mu);
+    mt_lock(&p->mu);
     return MT_OK;
 }
 
@@ -59,8 +59,8 @@ mt_status mt_pool_open(int n_threads, mt_pool **out)
     if ((p = calloc(1, sizeof *p)) == NULL)
         return MT_FAIL(MT_ENOMEM, "pool: calloc(%zu)", sizeof *p);
     p->n_threads = n_threads;
-    pthread_mutex_init(&p->turn, NULL);
-    pthread_mutex_init(&p->mu, NULL);
+    mt_mutex_open(&p->turn, MT_RANK_POOL_TURN);
+    mt_mutex_open(&p->mu, MT_RANK_POOL);
     if ((p->jobs = calloc((size_t)n_threads, sizeof *p->jobs)) == NULL)
         MT_TRY(MT_FAIL(MT_ENOMEM, "pool: calloc of %d jobs", n_threads));
     MT_TRY(mt_worker_open(&p->worker, &p->mu, n_threads - 1, "mt-pool", "pool", take_part, p));
@@ -77,8 +77,8 @@ void mt_pool_close(mt_pool *p)
     if (p == NULL)
         return;
     mt_worker_close(&p->worker);
-    pthread_mutex_destroy(&p->mu);
-    pthread_mutex_destroy(&p->turn);
+    mt_mutex_close(&p->mu);
+    mt_mutex_close(&p->turn);
     free(p->jobs);
     free(p);
 }
@@ -90,21 +90,21 @@ int mt_pool_threads(const mt_pool *p)
 
 static void call_workers(mt_pool *p)
 {
-    pthread_mutex_lock(&p->mu);
+    mt_lock(&p->mu);
     for (int i = 0; i < p->n_threads - 1; i++)
         (void)mt_worker_submit(&p->worker, &p->jobs[i]);
-    pthread_mutex_unlock(&p->mu);
+    mt_unlock(&p->mu);
 }
 
 /* Waits for those that take part. What their chunks wrote is visible afterwards, by `mu`. */
 static void call_back(mt_pool *p)
 {
-    pthread_mutex_lock(&p->mu);
+    mt_lock(&p->mu);
     while (p->worker.first != NULL)
         mt_worker_withdraw(&p->worker, p->worker.first);
     while (p->worker.ended < p->worker.submitted)
-        pthread_cond_wait(&p->worker.news, &p->mu);
-    pthread_mutex_unlock(&p->mu);
+        mt_cond_wait(&p->worker.news, &p->mu);
+    mt_unlock(&p->mu);
 }
 
 void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
@@ -114,7 +114,7 @@ void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
             fn(arg, i);
         return;
     }
-    pthread_mutex_lock(&p->turn);
+    mt_lock(&p->turn);
     p->fn = fn;
     p->arg = arg;
     p->n_chunks = n_chunks;
@@ -122,7 +122,7 @@ void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
     call_workers(p);
     take_chunks(p);
     call_back(p);
-    pthread_mutex_unlock(&p->turn);
+    mt_unlock(&p->turn);
 }
 
 /* ---- how many processors ---------------------------------------------------------------- */

@@ -58,7 +58,7 @@ struct mt_spill {
     mt_blocks      *file;
     mt_timeline    *timeline;            /* written before the first bundle */
     int             n_blocks;            /* at most */
-    pthread_mutex_t mu;
+    mt_mutex mu;
     mt_worker       worker;              /* what is owed. news: a block, a request, a wait of ours */
     block          *blocks;              /* mu, as all below. The list itself: swap's lock too */
     int             made;                /* of those */
@@ -176,7 +176,7 @@ static void request_over(mt_request *r)
     read_ahead(s);
     s->requests--;
     pthread_cond_broadcast(&s->worker.news);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }
 
 static void put(mt_spill *s, mt_spilled *k, int write)
@@ -252,10 +252,10 @@ static mt_status wait_for_device(void *arg, mt_job *node)
     int       fills = o == &b->filled;
     mt_status st = MT_OK;
 
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     if (!skips(s, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
         st = s->dev->ops->sync_event(fills ? b->b.filled : b->b.landed);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     o->n--;
     if (fills)
         filled(s, b, st);
@@ -377,7 +377,7 @@ static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), 
 
     if (over(k))
         return MT_OK;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     st = mt_watch_until(watch_of(s), &s->worker.news, &s->mu, over, k, mt_store_name(s->store, k->unit),
                         what);
     mt_lock(&s->mu);
@@ -540,7 +540,7 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
 fail:
     k->wanted = 0;
     pthread_cond_broadcast(&s->worker.news);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return st;
 }
 
@@ -549,7 +549,7 @@ void mt_spill_landing(mt_spill *s, mt_spilled *k)
     mt_lock(&s->mu);
     k->wanted = 0;
     owe(s, &k->block->landed);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }
 
 void mt_spill_drop(mt_spill *s, mt_spilled *k)
@@ -564,7 +564,7 @@ void mt_spill_drop(mt_spill *s, mt_spilled *k)
         forget(s, k);
     read_ahead(s);
     pthread_cond_broadcast(&s->worker.news);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }
 
 mt_swap_block *mt_spill_block(mt_spill *s, const mt_spilled *k)
@@ -596,7 +596,7 @@ mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *
     s->store = store;
     s->file = file;
     s->n_blocks = n_blocks;
-    pthread_mutex_init(&s->mu, NULL);
+    mt_mutex_open(&s->mu, MT_RANK_SPILL);
     MT_TRY(mt_worker_open(&s->worker, &s->mu, 1, "mt-spill", "swap disk", wait_for_device, s));
     *out = s;
     return MT_OK;
@@ -612,10 +612,10 @@ void mt_spill_stop(mt_spill *s)
     if (s == NULL)
         return;
     mt_worker_stop(&s->worker, 0);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     while (s->requests > 0)
-        pthread_cond_wait(&s->worker.news, &s->mu);
-    pthread_mutex_unlock(&s->mu);
+        mt_cond_wait(&s->worker.news, &s->mu);
+    mt_unlock(&s->mu);
 }
 
 void mt_spill_close(mt_spill *s)
@@ -629,7 +629,7 @@ void mt_spill_close(mt_spill *s)
         close_block(s, s->blocks);
     mt_places_close(&s->places);
     mt_worker_close(&s->worker);
-    pthread_mutex_destroy(&s->mu);
+    mt_mutex_close(&s->mu);
     free(s);
 }
 

@@ -78,7 +78,7 @@ struct mt_stream {
     int           computing;    /* of the latest window whose kernels are in run; -1: none yet */
     mt_debug      debug;
 
-    pthread_mutex_t mu;
+    mt_mutex mu;
     mt_worker       mover;            /* its jobs are slots. news: issued grew, or it failed */
     mt_stream_stats stats;            /* mu */
     void           *poison;           /* POISON_BYTES of 0xFF; made by debug, kept until close */
@@ -193,10 +193,10 @@ static mt_status carry_out(void *arg, mt_job *node)
     if (on_disk(s, r.unit))
         mt_feed_next(s->feed, r.unit);
     tell_feed(s);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     if ((st = deliver(s, &r, &version)) != MT_OK)
         mt_ledger_fault(s->store, st, mt_last_error());
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     if (st == MT_OK)
         k->issued = r.number;
     if (st == MT_OK && k->asked == r.number)
@@ -246,7 +246,7 @@ mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots
     s->hooks = hooks;
     s->last_unit = s->computing = -1;
     mt__course_open(&s->course);
-    pthread_mutex_init(&s->mu, NULL);
+    mt_mutex_open(&s->mu, MT_RANK_STREAM);
     MT_TRY(open_slots(s, slots, n_slots));
     MT_TRY(dev->ops->queue_open(dev, "h2d", &s->h2d));
     MT_TRY(mt_worker_open(&s->mover, &s->mu, 1, "mt-mover", "h2d", carry_out, s));
@@ -272,7 +272,7 @@ void mt_stream_close(mt_stream *s)
         s->dev->ops->event_close(s->slots[i].freed);
     }
     mt__course_close(&s->course);
-    pthread_mutex_destroy(&s->mu);
+    mt_mutex_close(&s->mu);
     free(s->slots);
     free(s->slot_bytes);
     free(s->poison);
@@ -382,7 +382,7 @@ static mt_status renew(mt_stream *s, int k)
     if (s->hooks.renew == NULL)
         return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it", k);
     MT_TRY(s->hooks.renew(s->hooks.ctx, k, &mem));
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     withdraw(s, &s->slots[k]);
     s->slots[k].mem = mem;
     s->slots[k].unit = -1;
@@ -406,7 +406,7 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     MT_TRY(s->dev->ops->record(run, sl->freed));
     mt_watch_compute(mt_store_watch(s->store), &sl->using, mt_store_name(s->store, s->computing),
                      "its kernels (the event FREED)", sl->freed);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     withdraw(s, sl);
     sl->unit = unit;
     sl->version = now;
@@ -415,7 +415,7 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     s->stats.fetches++;
     s->stats.h2d_bytes += bytes;
     tell_feed(s);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     sl->last_use = ++s->tick;
     return MT_OK;
 fail:

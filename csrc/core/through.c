@@ -39,7 +39,7 @@ struct mt_through {
     job             *before;     /* its last pieces may be coming down; NULL: none */
     mt_span          span;       /* the record that is open */
 
-    pthread_mutex_t  mu;
+    mt_mutex  mu;
     mt_worker        worker;     /* a job's run ends with its unit's, or with the next one's begin */
     mt_through_stats stats;      /* mu */
 };
@@ -228,7 +228,7 @@ static mt_status pass(void *arg, mt_job *node)
     job        *now = (job *)(void *)node, *before = t->before;
     mt_status   st = MT_OK;
 
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
     if (before == NULL)
         begin_record(t, now);
     if ((now->st = put_unit(t, now)) != MT_OK)
@@ -237,12 +237,12 @@ static mt_status pass(void *arg, mt_job *node)
         st = finish(t, before);
         begin_record(t, now);
     }
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     t->before = t->worker.first != NULL ? now : NULL;
     if (t->before == NULL) {
-        pthread_mutex_unlock(&t->mu);
+        mt_unlock(&t->mu);
         st = finish(t, now);
-        pthread_mutex_lock(&t->mu);
+        mt_lock(&t->mu);
     }
     return st;
 }
@@ -280,7 +280,7 @@ mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t by
     t->dev = dev;
     t->store = store;
     t->bytes = bytes;
-    pthread_mutex_init(&t->mu, NULL);
+    mt_mutex_open(&t->mu, MT_RANK_THROUGH);
     MT_TRY(open_buffers(t, n_buffers));
     MT_TRY(mt_worker_open(&t->worker, &t->mu, 1, "mt-through", "through", pass, t));
     *out = t;
@@ -303,7 +303,7 @@ void mt_through_close(mt_through *t)
         t->dev->ops->event_close(t->buffers[i].over[1]);
         t->dev->ops->mem_free(t->dev, t->buffers[i].mem);
     }
-    pthread_mutex_destroy(&t->mu);
+    mt_mutex_close(&t->mu);
     free(t->buffers);
     free(t);
 }
@@ -331,9 +331,9 @@ mt_status mt_through_put(mt_through *t, const mt_through_job *j, float clip)
     }
     b->j = *j;
     b->clip = clip;
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     b->number = mt_worker_submit(&t->worker, &b->node);
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
     return MT_OK;
 }
 

@@ -47,7 +47,7 @@ struct mt_updater {
     mt_disk        *disk;
     mt_timeline    *timeline;
 
-    pthread_mutex_t mu;
+    mt_mutex mu;
     mt_worker       worker;             /* the work of ticket n is its job n; news: a result too */
     result          results[RESULTS];   /* ticket t at t % RESULTS; mu */
     uint64_t        busy_ns;            /* in jobs' run; mu */
@@ -154,7 +154,7 @@ static void publish(mt_updater *u, const work *w, const result *r)
     mt_lock(&u->mu);
     u->results[w->ticket % RESULTS] = *r;
     pthread_cond_broadcast(&u->worker.news);
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
 }
 
 /* Sum of squares of parameter i of a job, whose gradients are whole; NaN and *known = 0 when
@@ -374,7 +374,7 @@ static mt_status carry_out(void *arg, mt_job *node)
     float       clip = 1.0f;
     mt_status   st = MT_OK;
 
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
     if (w->max_norm > 0)
         st = weigh_all(u, w, &r, &clip);
     st = run_all(u, w, st, clip, &r);
@@ -383,7 +383,7 @@ static mt_status carry_out(void *arg, mt_job *node)
     r.normed = 1;
     publish(u, w, &r);
     work_free(w);
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     return st;
 }
 
@@ -399,7 +399,7 @@ mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_u
     u->store = store;
     u->grads = grads;
     u->pool = pool;
-    pthread_mutex_init(&u->mu, NULL);
+    mt_mutex_open(&u->mu, MT_RANK_UPDATE);
     MT_TRY(mt_worker_open(&u->worker, &u->mu, 1, "mt-updater", "host update", carry_out, u));
     *out = u;
     return MT_OK;
@@ -414,7 +414,7 @@ void mt_update_close(mt_updater *u)
     if (u == NULL)
         return;
     mt_worker_close(&u->worker);
-    pthread_mutex_destroy(&u->mu);
+    mt_mutex_close(&u->mu);
     free(u);
 }
 
@@ -444,9 +444,9 @@ static uint64_t submits(mt_updater *u)
 {
     uint64_t n;
 
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     n = u->worker.submitted;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
     return n;
 }
 
@@ -467,11 +467,11 @@ static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
     MT_TRY(mt_update_turn(u));
     for (int i = 0; i < w->n; i++)
         mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
     *sync = u->sync;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
 fail:
     return st;
 }

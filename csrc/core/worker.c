@@ -3,7 +3,6 @@
 
 #include "forks.h"
 
-#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +15,7 @@ static mt_job *take(mt_worker *w)
     mt_job *job;
 
     while (w->first == NULL && !w->stop)
-        pthread_cond_wait(&w->more, w->mu);
+        mt_cond_wait(&w->more, w->mu);
     if ((job = w->first) == NULL)
         return NULL;
     if ((w->first = job->next) == NULL)
@@ -42,10 +41,10 @@ static void *worker_main(void *arg)
 
     (void)pthread_setname_np(pthread_self(), w->name);
     mt_watch_i_am(w->lane);
-    pthread_mutex_lock(w->mu);
+    mt_lock(w->mu);
     while ((job = take(w)) != NULL)
         end(w, w->run(w->arg, job));
-    pthread_mutex_unlock(w->mu);
+    mt_unlock(w->mu);
     return NULL;
 }
 
@@ -64,7 +63,7 @@ static mt_status start(mt_worker *w, int n)
     return MT_OK;
 }
 
-mt_status mt_worker_open(mt_worker *w, pthread_mutex_t *mu, int n_threads, const char *name,
+mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *name,
                          const char *lane, mt_worker_fn run, void *arg)
 {
     mt_status st;
@@ -94,12 +93,12 @@ void mt_worker_stop(mt_worker *w, int drop)
 {
     if (!w->opened || is_elsewhere(w))
         return;
-    pthread_mutex_lock(w->mu);
+    mt_lock(w->mu);
     w->stop = 1;
     while (drop && w->first != NULL)
         mt_worker_withdraw(w, w->first);
     pthread_cond_broadcast(&w->more);
-    pthread_mutex_unlock(w->mu);
+    mt_unlock(w->mu);
     for (; w->n_threads > 0; w->n_threads--)
         (void)pthread_join(w->threads[w->n_threads - 1], NULL);
 }
@@ -119,7 +118,7 @@ void mt_worker_close(mt_worker *w)
 
 uint64_t mt_worker_submit(mt_worker *w, mt_job *job)
 {
-    assert(!job->listed && !w->stop);
+    MT_ASSERT(!job->listed && !w->stop);
     *job = (mt_job){ .listed = 1 };
     *w->last = job;
     w->last = &job->next;
@@ -163,14 +162,14 @@ mt_status mt_worker_wait(mt_worker *w, mt_watch *watch, uint64_t number, const c
         return MT_FAIL(MT_ESTATE, "%s: its thread is in the process that this one was forked from",
                        w->name);
     if (number == MT_WORKER_ALL) {
-        pthread_mutex_lock(w->mu);
+        mt_lock(w->mu);
         a.number = w->submitted;
-        pthread_mutex_unlock(w->mu);
+        mt_unlock(w->mu);
     }
     MT_TRY(mt_watch_until(watch, &w->news, w->mu, have_ended, &a, unit, awaits));
-    pthread_mutex_lock(w->mu);
+    mt_lock(w->mu);
     st = mt_worker_failure(w);
-    pthread_mutex_unlock(w->mu);
+    mt_unlock(w->mu);
 fail:
     return st;
 }

@@ -14,9 +14,9 @@
  *     static mt_status copy_one(void *arg, mt_job *job);           // under mu: lets go of it
  *
  *     mt_worker_open(&r->worker, &r->mu, 1, "mt-copier", "h2d", copy_one, r);
- *     pthread_mutex_lock(&r->mu);
+ *     mt_lock(&r->mu);
  *     number = mt_worker_submit(&r->worker, &mine->job);
- *     pthread_mutex_unlock(&r->mu);
+ *     mt_unlock(&r->mu);
  *     ...
  *     mt_worker_wait(&r->worker, watch, number, NULL, "a copy");   // or MT_WORKER_ALL
  *     mt_worker_close(&r->worker);
@@ -31,8 +31,6 @@
 
 #include "watch.h"
 
-#include <pthread.h>
-
 typedef struct mt_job {
     struct mt_job *next;             /* these two: mu */
     int            listed;           /* submitted, and not begun yet */
@@ -42,7 +40,7 @@ typedef struct mt_job {
 typedef mt_status (*mt_worker_fn)(void *arg, mt_job *job);
 
 typedef struct mt_worker {
-    pthread_mutex_t *mu;             /* constant: it outlives the worker */
+    mt_mutex       *mu;              /* constant: it outlives the worker */
     pthread_cond_t  news;            /* of mt_watch_cond */
     pthread_cond_t  more;            /* our threads wait: a job, or stop */
     mt_job         *first, **last;   /* in the order of submits. mu, as the next six */
@@ -63,7 +61,7 @@ typedef struct mt_worker {
 
 /* *w is zero before, and closed after a failure. name: of its threads, 15 characters; lane: whose
  * waits theirs are (watch.h). Both are literals. */
-mt_status mt_worker_open (mt_worker *w, pthread_mutex_t *mu, int n_threads, const char *name,
+mt_status mt_worker_open (mt_worker *w, mt_mutex *mu, int n_threads, const char *name,
                           const char *lane, mt_worker_fn run, void *arg);
 /* Runs what is in the list, or, with drop, none of it; returns when our threads are over. News and
  * counts stay. Stopped, or never opened: nothing to do. */

@@ -16,7 +16,7 @@ typedef struct task {
 } task;
 
 typedef struct room {
-    pthread_mutex_t mu;
+    mt_mutex  mu;
     mt_worker w;
     mt_watch  watch;
     int       ran[2 * JOBS], n_ran;      /* mu */
@@ -31,9 +31,9 @@ static mt_status perform(void *arg, mt_job *job)
 
     r->ran[r->n_ran++] = k->number;
     if (k->behind != NULL) {
-        pthread_mutex_unlock(&r->mu);
+        mt_unlock(&r->mu);
         wait_for_gate(k->behind);
-        pthread_mutex_lock(&r->mu);
+        mt_lock(&r->mu);
     }
     (void)pthread_getname_np(pthread_self(), r->name, sizeof r->name);
     if (r->again != NULL) {
@@ -46,7 +46,7 @@ static mt_status perform(void *arg, mt_job *job)
 static void room_open(room *r, int n_threads)
 {
     *r = (room){ 0 };
-    pthread_mutex_init(&r->mu, NULL);
+    mt_mutex_open(&r->mu, MT_RANK_TEST);
     mt_watch_open(&r->watch);
     REQUIRE(mt_worker_open(&r->w, &r->mu, n_threads, "mt-tested", "test lane", perform, r) == MT_OK);
 }
@@ -55,16 +55,16 @@ static void room_close(room *r)
 {
     mt_worker_close(&r->w);
     mt_watch_close(&r->watch);
-    pthread_mutex_destroy(&r->mu);
+    mt_mutex_close(&r->mu);
 }
 
 static uint64_t submit(room *r, task *k)
 {
     uint64_t number;
 
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     number = mt_worker_submit(&r->w, &k->job);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     return number;
 }
 
@@ -166,15 +166,15 @@ static void stop_may_drop_what_is_in_the_list(void)
     (void)submit(&r, &k[0]);
     (void)submit(&r, &k[1]);
     for (int begun = 0; !begun; sleep_ms(1)) {
-        pthread_mutex_lock(&r.mu);
+        mt_lock(&r.mu);
         begun = r.n_ran > 0;
-        pthread_mutex_unlock(&r.mu);
+        mt_unlock(&r.mu);
     }
     REQUIRE(pthread_create(&stopper, NULL, stop_dropping, &r.w) == 0);
     for (; !dropped; sleep_ms(1)) {
-        pthread_mutex_lock(&r.mu);
+        mt_lock(&r.mu);
         dropped = !k[1].job.listed;
-        pthread_mutex_unlock(&r.mu);
+        mt_unlock(&r.mu);
     }
     atomic_store(&shut.open, 1);
     REQUIRE(pthread_join(stopper, NULL) == 0);
@@ -193,12 +193,12 @@ static void withdrawn_job_does_not_run_and_may_come_again(void)
     room_open(&r, 1);
     for (int i = 0; i < 4; i++)
         (void)submit(&r, &k[i]);
-    pthread_mutex_lock(&r.mu);
+    mt_lock(&r.mu);
     mt_worker_withdraw(&r.w, &k[3].job);             /* the last, so the list's end moves */
     mt_worker_withdraw(&r.w, &k[1].job);
     mt_worker_withdraw(&r.w, &k[1].job);
     (void)mt_worker_submit(&r.w, &k[1].job);
-    pthread_mutex_unlock(&r.mu);
+    mt_unlock(&r.mu);
     atomic_store(&shut.open, 1);
     CHECK_OK(wait_for(&r, MT_WORKER_ALL));
     CHECK_EQ(r.n_ran, 3);
@@ -233,9 +233,9 @@ static void several_threads_share_a_list(void)
         (void)submit(&r, &k[i]);
     }
     for (int begun = 0; begun < 4; sleep_ms(1)) {
-        pthread_mutex_lock(&r.mu);
+        mt_lock(&r.mu);
         begun = r.n_ran;
-        pthread_mutex_unlock(&r.mu);
+        mt_unlock(&r.mu);
     }
     atomic_store(&shut.open, 1);
     CHECK_OK(wait_for(&r, MT_WORKER_ALL));
@@ -249,11 +249,11 @@ static mt_status wait_on_the_lane(void *arg, mt_job *job)
     mt_post post;
 
     (void)job;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     mt_watch_begin(&r->watch, &post, NULL, NULL, "a gate");
     wait_for_gate(((task *)(void *)job)->behind);
     mt_watch_end(&r->watch, &post, MT_OK);
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     return MT_OK;
 }
 
@@ -264,7 +264,7 @@ static void waits_of_its_thread_have_its_lane(void)
     task        k = { .behind = &shut };
     char        list[256] = "";
 
-    pthread_mutex_init(&r.mu, NULL);
+    mt_mutex_open(&r.mu, MT_RANK_TEST);
     mt_watch_open(&r.watch);
     REQUIRE(mt_worker_open(&r.w, &r.mu, 1, "mt-tested", "test lane", wait_on_the_lane, &r) == MT_OK);
     (void)submit(&r, &k);
