@@ -59,7 +59,7 @@ struct mt_spill {
     mt_timeline    *timeline;            /* written before the first bundle */
     int             n_blocks;            /* at most */
     mt_mutex mu;
-    mt_worker       worker;              /* what is owed. news: a block, a request, a wait of ours */
+    mt_worker       worker;              /* of what is owed. news: a block, a request too */
     block          *blocks;              /* mu, as all below. The list itself: swap's lock too */
     int             made;                /* of those */
     mt_spilled     *newest;
@@ -243,7 +243,7 @@ static void filled(mt_spill *s, block *b, mt_status st)
     put(s, k, 1);
 }
 
-/* FULL and DRAINED. Without mu: the device takes its time. The block stays, since its wait is owed. */
+/* FULL and DRAINED. Without mu: the device takes its time. The block stays: its wait is owed. */
 static mt_status wait_for_device(void *arg, mt_job *node)
 {
     mt_spill *s = arg;
@@ -378,8 +378,8 @@ static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), 
     if (over(k))
         return MT_OK;
     mt_unlock(&s->mu);
-    st = mt_watch_until(watch_of(s), &s->worker.news, &s->mu, over, k, mt_store_name(s->store, k->unit),
-                        what);
+    st = mt_watch_until(watch_of(s), &s->worker.news, &s->mu, over, k,
+                        mt_store_name(s->store, k->unit), what);
     mt_lock(&s->mu);
     s->stats.wait_ns += mt_now_ns() - from;
     return st;

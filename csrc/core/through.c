@@ -40,7 +40,7 @@ struct mt_through {
     mt_span          span;       /* the record that is open */
 
     mt_mutex  mu;
-    mt_worker        worker;     /* a job's run ends with its unit's, or with the next one's begin */
+    mt_worker        worker;     /* a job ends when its unit is down, or the next one is put */
     mt_through_stats stats;      /* mu */
 };
 
@@ -220,8 +220,8 @@ static void begin_record(mt_through *t, const job *b)
     mt_timeline_begin(t->timeline, &t->span, MT_LANE_THROUGH, MT_WORK_UPDATE, b->j.unit, NULL);
 }
 
-/* Of the two units on their way the older one's record is open: a unit that follows begins while the
- * one before it comes down, which is finished then, or when nobody follows. */
+/* Of the two units on their way the older one's record is open: a unit that follows is put while
+ * the one before it comes down. That one is finished then, the last one when nobody follows. */
 static mt_status pass(void *arg, mt_job *node)
 {
     mt_through *t = arg;

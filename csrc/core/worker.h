@@ -2,8 +2,8 @@
  * caller's back.
  *
  * Nouns, in the order they appear below:
- *   job      what is asked for: a node in a struct of the room's own. It is in no list any more when
- *            it is run, so `run` may free it, or let it be submitted again
+ *   job      what is asked for: a node in a struct of the room's own. It is in no list any more
+ *            when it is run, so `run` may free it, or let it be submitted again
  *   worker   a list of jobs and a thread that runs them in turn (a pool has several)
  *   mu       the room's lock: of the list, and of what jobs and callers share besides
  *   news     broadcast under mu when a job has ended, of several threads' when all have; the room

@@ -48,7 +48,7 @@ static void room_open(room *r, int n_threads)
     *r = (room){ 0 };
     mt_mutex_open(&r->mu, MT_RANK_TEST);
     mt_watch_open(&r->watch);
-    REQUIRE(mt_worker_open(&r->w, &r->mu, n_threads, "mt-tested", "test lane", perform, r) == MT_OK);
+    REQUIRE(mt_worker_open(&r->w, &r->mu, n_threads, "mt-tested", "lane", perform, r) == MT_OK);
 }
 
 static void room_close(room *r)
@@ -266,13 +266,13 @@ static void waits_of_its_thread_have_its_lane(void)
 
     mt_mutex_open(&r.mu, MT_RANK_TEST);
     mt_watch_open(&r.watch);
-    REQUIRE(mt_worker_open(&r.w, &r.mu, 1, "mt-tested", "test lane", wait_on_the_lane, &r) == MT_OK);
+    REQUIRE(mt_worker_open(&r.w, &r.mu, 1, "mt-tested", "lane", wait_on_the_lane, &r) == MT_OK);
     (void)submit(&r, &k);
     for (int i = 0; i < 5000 && list[0] == 0; i++) {
         sleep_ms(1);
         mt_watch_tell(&r.watch, list, sizeof list);
     }
-    CHECK_HAS(list, "test lane waits for a gate");
+    CHECK_HAS(list, "lane waits for a gate");
     atomic_store(&shut.open, 1);
     room_close(&r);
 }
