@@ -110,7 +110,7 @@ struct mt_disk {
     int             n_units;
     int             last_added, first_added;     /* -1: none */
 
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     pthread_cond_t  changed;             /* a request ended, or a job */
     pthread_cond_t  more;                /* our thread waits: a job, or stop */
     struct job     *first, **last;       /* mu */

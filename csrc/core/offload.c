@@ -77,7 +77,7 @@ struct mt_offload {
     staging            staging[STAGINGS];
     unsigned           next_staging; /* putting thread */
 
-    pthread_mutex_t    mu;
+    mt_mutex           mu;
     pthread_cond_t     more;         /* the collector waits: put grew, or stop */
     pthread_cond_t     came;         /* others wait: home grew */
     tally            **tally;        /* by unit; the table moves, under mu; a tally stays */
@@ -105,12 +105,12 @@ static ticket *next_ticket(mt_offload *o)
 {
     ticket *t = NULL;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     while (o->home == o->put && !o->stop)
-        pthread_cond_wait(&o->more, &o->mu);
+        mt_cond_wait(&o->more, &o->mu);
     if (o->home < o->put)
         t = ticket_at(o, o->home + 1);
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return t;
 }
 
@@ -161,13 +161,13 @@ static void *collector_main(void *arg)
         else
             mt_ledger_fault(o->store, st, mt_last_error());
         mt_ledger_grads_end(o->store, unit);
-        pthread_mutex_lock(&o->mu);
+        mt_lock(&o->mu);
         o->tally[unit]->adds -= t->adds > 0;
         o->home++;
         if (st == MT_OK && o->landed == o->home - 1)
             o->landed = o->home;
         pthread_cond_broadcast(&o->came);
-        pthread_mutex_unlock(&o->mu);
+        mt_unlock(&o->mu);
     }
     return NULL;
 }
@@ -200,9 +200,9 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
     mt_status st;
     int       home;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     home = o->home >= t;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     if (home)
         return MT_OK;
     mt_timeline_begin(o->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
@@ -257,10 +257,10 @@ static mt_status tally_grow(mt_offload *o, int n)
         return MT_FAIL(MT_ENOMEM, "offload: no memory for %d units", n);
     if (o->n_tally > 0)
         memcpy(grown, old, (size_t)o->n_tally * sizeof(tally *));
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     o->tally = grown;
     o->n_tally = n;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     free(old);
     return MT_OK;
 }
@@ -274,9 +274,9 @@ static mt_status tally_of(mt_offload *o, int unit, tally **out)
         MT_TRY(tally_grow(o, mt_store_units(o->store)));
     if ((y = o->tally[unit]) == NULL) {
         MT_TRY(tally_open(o, unit, &y));
-        pthread_mutex_lock(&o->mu);
+        mt_lock(&o->mu);
         o->tally[unit] = y;
-        pthread_mutex_unlock(&o->mu);
+        mt_unlock(&o->mu);
     }
     *out = y;
     return MT_OK;
@@ -335,7 +335,7 @@ mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth
     o->pool = pool;
     o->kernels = k;
     o->depth = (uint64_t)depth;
-    pthread_mutex_init(&o->mu, NULL);
+    mt_mutex_open(&o->mu, MT_RANK_OFFLOAD);
     pthread_cond_init(&o->more, NULL);
     MT_TRY(mt_watch_cond(&o->came));
     MT_TRY(ring_open(o));
@@ -357,10 +357,10 @@ void mt_offload_close(mt_offload *o)
 {
     if (o == NULL)
         return;
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     o->stop = 1;
     pthread_cond_broadcast(&o->more);
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     if (o->collector_runs)
         pthread_join(o->collector, NULL);
     if (o->d2h != NULL)
@@ -378,7 +378,7 @@ void mt_offload_close(mt_offload *o)
         tally_close(o->tally[i]);
     pthread_cond_destroy(&o->came);
     pthread_cond_destroy(&o->more);
-    pthread_mutex_destroy(&o->mu);
+    mt_mutex_close(&o->mu);
     free(o->tally);
     free(o->ring);
     free(o);
@@ -456,9 +456,9 @@ static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tal
         MT_TRY(mt_store_at(o->store, unit, it->param, MT_PLANE_GRAD, &at));
         p->changed = at;
     }
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     p->from_grad = it->reread || !(y->flags[it->param] & SUMMED);
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return MT_OK;
 fail:
     return st;
@@ -601,9 +601,9 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
     strncpy(text, mt_last_error(), sizeof text - 1);
     text[sizeof text - 1] = '\0';
     (void)o->dev->ops->sync(o->d2h);
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     note(o, t, y, 0);
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     mt_ledger_grads_end(o->store, t->unit);
     (void)mt_fail_again(MT_EDEVICE, text);
 }
@@ -615,14 +615,14 @@ static void commit(mt_offload *o, const ticket *t, tally *y, staging *g, uint64_
         g->user = number;
         o->next_staging++;
     }
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     note(o, t, y, 1);
     y->adds += t->adds > 0;
     o->put = number;
     if (number > o->depth && number - o->depth > o->waited_for)
         o->waited_for = number - o->depth;
     pthread_cond_signal(&o->more);
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
 }
 
 /* Host waits, before anything is changed. */
@@ -635,9 +635,9 @@ static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, i
     MT_TRY(mt_ledger_wait_updates(o->store, unit));
     for (int i = 0; i < n; i++)
         sets += items[i].mode == MT_GRAD_SET;
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     adds = y->adds;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     if (sets > 0 && adds > 0)
         MT_TRY(mt_ledger_wait_grads(o->store, unit));
     if (o->put + 1 > AHEAD)
@@ -670,9 +670,9 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     if (unit < 0 || unit >= mt_store_units(o->store) || n < 0)
         return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
                        n, unit, mt_store_units(o->store));
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     debug = o->debug;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     MT_TRY(tally_of(o, unit, &y));
     MT_TRY(wait_turn(o, unit, items, n, y));
     if (mt_store_passes(o->store, unit))
@@ -696,15 +696,15 @@ mt_status mt_offload_land(mt_offload *o, mt_queue *run)
     mt_debug  debug;
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     debug = o->debug;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     /* The D2H queue is first in, first out: the last ticket's copies end last. */
     if (o->put > 0 && !(debug.skip & MT_EDGE_LANDED))
         MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->put)->landed));
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     o->waited_for = o->put;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
 fail:
     return st;
 }
@@ -715,9 +715,9 @@ uint64_t mt_offload_passed(mt_offload *o)
 {
     uint64_t passed;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     passed = o->landed > o->waited_for ? o->landed : o->waited_for;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return passed;
 }
 
@@ -726,9 +726,9 @@ mt_status mt_offload_drain(mt_offload *o)
     uint64_t  put;
     mt_status st;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     put = o->put;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     /* The ledger first: its waits name the unit. */
     for (int u = 0; u < mt_store_units(o->store); u++)
         MT_TRY(mt_ledger_wait_grads(o->store, u));
@@ -751,10 +751,10 @@ int mt_offload_counted(mt_offload *o, int unit, int param)
     tally *y;
     int    counted;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     y = known(o, unit, param);
     counted = y != NULL && (y->flags[param] & COUNTED) != 0;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return counted;
 }
 
@@ -763,10 +763,10 @@ int mt_offload_has_acc(mt_offload *o, int unit, int param)
     tally *y;
     int    summed;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     y = known(o, unit, param);
     summed = y != NULL && (y->flags[param] & SUMMED) != 0;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return summed;
 }
 
@@ -777,12 +777,12 @@ double mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid)
     tally *y;
     double sum = 0;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     y = known(o, unit, param);
     *valid = y != NULL && (y->flags[param] & COUNTED) != 0;
     if (y != NULL)
         sum = y->sum[param];
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return sum;
 }
 
@@ -790,25 +790,25 @@ void mt_offload_forget(mt_offload *o, int unit)
 {
     tally *y;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     if ((y = known(o, unit, 0)) != NULL)
         memset(y->flags, 0, (size_t)mt_store_params(o->store, unit));
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
 }
 
 uint64_t mt_offload_d2h_bytes(mt_offload *o)
 {
     uint64_t bytes;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     bytes = o->d2h_bytes;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return bytes;
 }
 
 void mt_offload_debug(mt_offload *o, mt_debug d)
 {
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     o->debug = d;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
 }

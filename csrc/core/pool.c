@@ -5,6 +5,8 @@
  */
 #include "pool.h"
 
+#include "lock.h"
+
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -17,9 +19,9 @@ struct mt_pool {
     int        n_started;        /* workers to join; opening thread */
     pthread_t *workers;          /* [n_threads - 1] */
 
-    pthread_mutex_t turn;        /* held by the caller whose loop it is */
+    mt_mutex        turn;        /* held by the caller whose loop it is */
 
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     pthread_cond_t  offered;     /* loop or closing changed; workers wait */
     pthread_cond_t  left;        /* inside became 0; the caller waits */
     uint64_t        loop;        /* number of the loop, under mu; written by the caller */
@@ -48,25 +50,25 @@ static void *worker_main(void *pool)
     mt_pool *p = pool;
     uint64_t seen = 0;           /* last loop joined: a finished part is not joined again */
 
-    pthread_mutex_lock(&p->mu);
+    mt_lock(&p->mu);
     for (;;) {
         mt_chunk_fn fn = p->fn;
 
         if (p->closing)
             break;
         if (fn == NULL || p->loop == seen) {
-            pthread_cond_wait(&p->offered, &p->mu);
+            mt_cond_wait(&p->offered, &p->mu);
             continue;
         }
         seen = p->loop;
         p->inside++;
-        pthread_mutex_unlock(&p->mu);
+        mt_unlock(&p->mu);
         take_chunks(p, fn);
-        pthread_mutex_lock(&p->mu);
+        mt_lock(&p->mu);
         if (--p->inside == 0)
             pthread_cond_signal(&p->left);
     }
-    pthread_mutex_unlock(&p->mu);
+    mt_unlock(&p->mu);
     return NULL;
 }
 
@@ -95,8 +97,8 @@ mt_status mt_pool_open(int n_threads, mt_pool **out)
     if ((p = calloc(1, sizeof *p)) == NULL)
         return MT_FAIL(MT_ENOMEM, "pool: calloc(%zu)", sizeof *p);
     p->n_threads = n_threads;
-    pthread_mutex_init(&p->turn, NULL);
-    pthread_mutex_init(&p->mu, NULL);
+    mt_mutex_open(&p->turn, MT_RANK_POOL_TURN);
+    mt_mutex_open(&p->mu, MT_RANK_POOL);
     pthread_cond_init(&p->offered, NULL);
     pthread_cond_init(&p->left, NULL);
     if ((p->workers = calloc((size_t)n_threads, sizeof *p->workers)) == NULL)
@@ -114,17 +116,17 @@ void mt_pool_close(mt_pool *p)
 {
     if (p == NULL)
         return;
-    pthread_mutex_lock(&p->mu);
+    mt_lock(&p->mu);
     p->closing = 1;
     pthread_cond_broadcast(&p->offered);
-    pthread_mutex_unlock(&p->mu);
+    mt_unlock(&p->mu);
     for (int i = 0; i < p->n_started; i++)
         (void)pthread_join(p->workers[i], NULL);
     free(p->workers);
     pthread_cond_destroy(&p->left);
     pthread_cond_destroy(&p->offered);
-    pthread_mutex_destroy(&p->mu);
-    pthread_mutex_destroy(&p->turn);
+    mt_mutex_close(&p->mu);
+    mt_mutex_close(&p->turn);
     free(p);
 }
 
@@ -136,25 +138,25 @@ int mt_pool_threads(const mt_pool *p)
 /* Lets workers into the caller's loop. inside == 0 here: the caller before waited for that. */
 static void offer(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
 {
-    pthread_mutex_lock(&p->mu);
+    mt_lock(&p->mu);
     p->arg = arg;
     p->n_chunks = n_chunks;
     atomic_store_explicit(&p->next, 0, memory_order_relaxed);
     p->fn = fn;
     p->loop++;
     pthread_cond_broadcast(&p->offered);
-    pthread_mutex_unlock(&p->mu);
+    mt_unlock(&p->mu);
 }
 
 /* Nobody joins any more; waits for those inside. What their chunks wrote is visible afterwards,
  * by `mu`. */
 static void take_back(mt_pool *p)
 {
-    pthread_mutex_lock(&p->mu);
+    mt_lock(&p->mu);
     p->fn = NULL;
     while (p->inside > 0)
-        pthread_cond_wait(&p->left, &p->mu);
-    pthread_mutex_unlock(&p->mu);
+        mt_cond_wait(&p->left, &p->mu);
+    mt_unlock(&p->mu);
 }
 
 void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
@@ -164,11 +166,11 @@ void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
             fn(arg, i);
         return;
     }
-    pthread_mutex_lock(&p->turn);
+    mt_lock(&p->turn);
     offer(p, fn, arg, n_chunks);
     take_chunks(p, fn);
     take_back(p);
-    pthread_mutex_unlock(&p->turn);
+    mt_unlock(&p->turn);
 }
 
 /* ---- how many processors ---------------------------------------------------------------- */

@@ -53,7 +53,7 @@ struct mt_spill {
     mt_blocks      *file;
     mt_timeline    *timeline;            /* written before the first bundle */
     int             n_blocks;            /* at most */
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     pthread_cond_t  changed;             /* a block, a request, a wait of ours */
     pthread_cond_t  more;                /* our thread waits: something owed, or stop */
     block          *blocks;              /* mu, as all below. The list itself: swap's lock too */
@@ -164,7 +164,7 @@ static void request_over(mt_request *r)
     mt_spilled *k = r->arg;
     mt_spill   *s = k->spill;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     mt_watch_end(watch_of(s), &k->post, r->st);
     record(s, k);
     *(r->write ? &s->stats.written_bytes : &s->stats.read_bytes) += r->moved;
@@ -178,7 +178,7 @@ static void request_over(mt_request *r)
     read_ahead(s);
     s->requests--;
     pthread_cond_broadcast(&s->changed);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }
 
 static void put(mt_spill *s, mt_spilled *k, int write)
@@ -289,15 +289,15 @@ static void *spill_main(void *arg)
 
     pthread_setname_np(pthread_self(), "mt-spill");
     mt_watch_i_am("swap disk");
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     for (;;) {
         while ((b = owed(s, &filled, &turn)) == NULL && !s->stop)
-            pthread_cond_wait(&s->more, &s->mu);
+            mt_cond_wait(&s->more, &s->mu);
         if (b == NULL)
             break;
-        pthread_mutex_unlock(&s->mu);
+        mt_unlock(&s->mu);
         st = wait_for_device(s, b, filled);
-        pthread_mutex_lock(&s->mu);
+        mt_lock(&s->mu);
         if (st != MT_OK && s->broken == MT_OK) {
             s->broken = st;
             snprintf(s->why, sizeof s->why, "%s", mt_last_error());
@@ -306,7 +306,7 @@ static void *spill_main(void *arg)
         read_ahead(s);
         pthread_cond_broadcast(&s->changed);
     }
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return NULL;
 }
 
@@ -361,9 +361,9 @@ static mt_status open_block(mt_spill *s, size_t bytes, block **out)
 
     if (b == NULL)
         return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *b);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     st = mt_swap_block_open(&b->b, bytes, s->dev, s->pool, mapped);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     if (st != MT_OK) {
         free(b);
         return st;
@@ -419,10 +419,10 @@ static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), 
 
     if (over(k))
         return MT_OK;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     st = mt_watch_until(watch_of(s), &s->changed, &s->mu, over, k, mt_store_name(s->store, k->unit),
                         what);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->stats.wait_ns += mt_now_ns() - from;
     return st;
 }
@@ -486,9 +486,9 @@ static mt_status find_room(mt_spill *s, mt_spilled *k)
     mt_status st = MT_OK;
 
     while ((lack = mt_places_lack(&s->places, k->bytes)) > 0) {
-        pthread_mutex_unlock(&s->mu);
+        mt_unlock(&s->mu);
         st = s->file->ops->take(s->file, (size_t)lack, &at);
-        pthread_mutex_lock(&s->mu);
+        mt_lock(&s->mu);
         MT_TRY(st);
         MT_TRY(mt_places_add(&s->places, lack));
     }
@@ -503,7 +503,7 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     block      *b;
     mt_status   st;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->cursor = 0;
     MT_TRY(tell_lost(s));
     MT_TRY(make(s, unit, number, bytes, &k));
@@ -511,13 +511,13 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     join(b, k);
     MT_TRY(find_room(s, k));
     *out = k;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 
 fail:
     if (k != NULL)
         forget(s, k);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return st;
 }
 
@@ -525,13 +525,13 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
 {
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     k->at = FILLING;
     k->block->filling = k;
     k->block->filled_turn = owe(s);
     if (s->debug.sync)
         st = wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)");
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return st;
 }
 
@@ -570,7 +570,7 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
 {
     mt_status st;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->cursor = k->number;
     k->wanted = 1;              /* from now on: the end of its read looks for blocks that may go */
     MT_TRY(have_block(s, k));
@@ -578,27 +578,27 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
         MT_TRY(wait_until(s, k, is_read, "what it keeps to be read (READ)"));
     MT_TRY(tell_failed(k));
     read_ahead(s);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 
 fail:
     k->wanted = 0;
     pthread_cond_broadcast(&s->changed);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return st;
 }
 
 void mt_spill_landing(mt_spill *s, mt_spilled *k)
 {
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     k->wanted = 0;
     k->block->landed_turn = owe(s);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }
 
 void mt_spill_drop(mt_spill *s, mt_spilled *k)
 {
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     k->dropped = 1;
     if (skips(s, MT_EDGE_GONE)) {
         mt_places_give(&s->places, k->place);
@@ -608,16 +608,16 @@ void mt_spill_drop(mt_spill *s, mt_spilled *k)
         forget(s, k);
     read_ahead(s);
     pthread_cond_broadcast(&s->changed);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }
 
 mt_swap_block *mt_spill_block(mt_spill *s, const mt_spilled *k)
 {
     mt_swap_block *b;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     b = k->block != NULL ? &k->block->b : NULL;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return b;
 }
 
@@ -639,7 +639,7 @@ mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *
     s->store = store;
     s->file = file;
     s->n_blocks = n_blocks;
-    pthread_mutex_init(&s->mu, NULL);
+    mt_mutex_open(&s->mu, MT_RANK_SPILL);
     pthread_cond_init(&s->more, NULL);
     s->opened = mt_watch_cond(&s->changed) == MT_OK;
     s->runs = s->opened && pthread_create(&s->thread, NULL, spill_main, s) == 0;
@@ -656,16 +656,16 @@ void mt_spill_stop(mt_spill *s)
 {
     if (s == NULL || !s->runs)
         return;
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->stop = 1;
     pthread_cond_signal(&s->more);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     pthread_join(s->thread, NULL);
     s->runs = 0;
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     while (s->requests > 0)
-        pthread_cond_wait(&s->changed, &s->mu);
-    pthread_mutex_unlock(&s->mu);
+        mt_cond_wait(&s->changed, &s->mu);
+    mt_unlock(&s->mu);
 }
 
 void mt_spill_close(mt_spill *s)
@@ -681,7 +681,7 @@ void mt_spill_close(mt_spill *s)
     if (s->opened)
         pthread_cond_destroy(&s->changed);
     pthread_cond_destroy(&s->more);
-    pthread_mutex_destroy(&s->mu);
+    mt_mutex_close(&s->mu);
     free(s);
 }
 
@@ -692,19 +692,19 @@ void mt_spill_timeline(mt_spill *s, mt_timeline *t)
 
 void mt_spill_debug(mt_spill *s, mt_debug d)
 {
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->debug = d;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }
 
 mt_spill_stats mt_spill_stats_get(mt_spill *s)
 {
     mt_spill_stats stats;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     stats = s->stats;
     stats.file_bytes = s->places.bytes;
     stats.used_bytes = s->places.used_bytes;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return stats;
 }

@@ -77,7 +77,7 @@ struct mt_stream {
     int           computing;    /* of the latest window whose kernels are in run; -1: none yet */
     mt_debug      debug;
 
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     pthread_cond_t  work;             /* the mover waits: line not empty, or stop */
     pthread_cond_t  moved;            /* await waits: issued grew, or failed */
     int            *line;             /* [n_slots] asked for and not taken, oldest first. mu */
@@ -115,9 +115,9 @@ static int take(mt_stream *s, request *r)
 {
     int go;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     while (!s->stop && s->n_line == 0)
-        pthread_cond_wait(&s->work, &s->mu);
+        mt_cond_wait(&s->work, &s->mu);
     if ((go = !s->stop)) {
         int k = s->line[0];
 
@@ -127,7 +127,7 @@ static int take(mt_stream *s, request *r)
             mt_feed_next(s->feed, r->unit);
         tell_feed(s);
     }
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return go;
 }
 
@@ -213,7 +213,7 @@ static void finish(mt_stream *s, const request *r, mt_status st, uint64_t versio
 
     if (st != MT_OK)
         mt_ledger_fault(s->store, st, mt_last_error());
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     if (st != MT_OK)
         s->failed = 1;
     else
@@ -221,7 +221,7 @@ static void finish(mt_stream *s, const request *r, mt_status st, uint64_t versio
     if (st == MT_OK && k->asked == r->number)
         k->version = version;
     pthread_cond_broadcast(&s->moved);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }
 
 static void *mover_main(void *arg)
@@ -283,7 +283,7 @@ mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots
     s->hooks = hooks;
     s->last_unit = s->computing = -1;
     mt__course_open(&s->course);
-    pthread_mutex_init(&s->mu, NULL);
+    mt_mutex_open(&s->mu, MT_RANK_STREAM);
     pthread_cond_init(&s->work, NULL);
     MT_TRY(mt_watch_cond(&s->moved));
     MT_TRY(open_slots(s, slots, n_slots));
@@ -305,10 +305,10 @@ void mt_stream_close(mt_stream *s)
 {
     if (s == NULL)
         return;
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->stop = 1;
     pthread_cond_broadcast(&s->work);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     if (s->mover_runs)
         pthread_join(s->mover, NULL);
     if (s->h2d != NULL)
@@ -321,7 +321,7 @@ void mt_stream_close(mt_stream *s)
     mt__course_close(&s->course);
     pthread_cond_destroy(&s->moved);
     pthread_cond_destroy(&s->work);
-    pthread_mutex_destroy(&s->mu);
+    mt_mutex_close(&s->mu);
     free(s->slots);
     free(s->slot_bytes);
     free(s->line);
@@ -360,10 +360,10 @@ mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int k)
                        mt_store_name(s->store, unit), k);
     s->residents = r;
     s->slot_bytes[k] = SIZE_MAX;
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->slots[k].unit = unit;
     s->slots[k].settled = 1;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 fail:
     return st;
 }
@@ -406,13 +406,13 @@ static int holding(mt_stream *s, int unit, int first)
     uint64_t now = mt_ledger_version(s->store, unit);
     int      found = -1;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     if (first >= 0 && brings(s, first, unit, now))
         found = first;
     for (int k = 0; k < s->n_slots && found < 0; k++)
         if (brings(s, k, unit, now))
             found = k;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return found;
 }
 
@@ -444,11 +444,11 @@ static mt_status renew(mt_stream *s, int k)
     if (s->hooks.renew == NULL)
         return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it", k);
     MT_TRY(s->hooks.renew(s->hooks.ctx, k, &mem));
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     withdraw(s, k);
     s->slots[k].mem = mem;
     s->slots[k].unit = -1;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 fail:
     return st;
@@ -468,7 +468,7 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     MT_TRY(s->dev->ops->record(run, sl->freed));
     mt_watch_compute(mt_store_watch(s->store), &sl->using, mt_store_name(s->store, s->computing),
                      "its kernels (the event FREED)", sl->freed);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     withdraw(s, k);
     sl->unit = unit;
     sl->version = now;
@@ -478,7 +478,7 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     s->stats.h2d_bytes += bytes;
     tell_feed(s);
     pthread_cond_signal(&s->work);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     sl->last_use = ++s->tick;
     return MT_OK;
 fail:
@@ -517,9 +517,9 @@ static mt_status fetch_on_demand(mt_stream *s, int unit, mt_queue *run, int *k)
     mt_status st;
 
     MT_TRY(fetch(s, way, unit, run));
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->stats.demand_fetches++;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     *k = way;
     return MT_OK;
 fail:
@@ -739,9 +739,9 @@ mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
         MT_TRY(mt_resident_await(s->residents, s->slots[k].unit, run));
     else
         MT_TRY(await_copy(s, k, run));
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->stats.await_ns += mt_now_ns() - begun;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 fail:
     return st;
@@ -755,7 +755,7 @@ int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset
     uintptr_t  at = (uintptr_t)p;
     int        found = -1;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     for (int k = 0; k < s->n_slots && found < 0; k++) {
         uintptr_t mem = (uintptr_t)s->slots[k].mem;
 
@@ -765,7 +765,7 @@ int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset
             *offset = at - mem;
         }
     }
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return found;
 }
 
@@ -773,9 +773,9 @@ mt_stream_stats mt_stream_stats_get(mt_stream *s)
 {
     mt_stream_stats stats;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     stats = s->stats;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     stats.rebuilds = s->course.rebuilds;
     return stats;
 }
@@ -793,9 +793,9 @@ void mt_stream_debug(mt_stream *s, mt_debug d)
         mt_ledger_fault(s->store, MT_ENOMEM, "stream: no memory for the poison of mt_stream_debug");
     if (poison != NULL)
         memset(poison, 0xFF, POISON_BYTES);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     if (poison != NULL)
         s->poison = poison;
     s->debug = d;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }

@@ -36,7 +36,7 @@ struct mt_through {
     size_t           bytes;      /* of each */
     uint64_t         turn;       /* pieces put so far. Our thread */
 
-    pthread_mutex_t  mu;
+    mt_mutex         mu;
     pthread_cond_t   more;       /* our thread waits: a job, or stop */
     pthread_cond_t   came;       /* others wait: done grew */
     job             *first, **last;      /* mu */
@@ -127,9 +127,9 @@ static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_through_tensor 
                                      bytes));
             copied += bytes;
         }
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     *(up ? &t->stats.h2d_bytes : &t->stats.d2h_bytes) += copied;
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
 fail:
     return st;
 }
@@ -142,9 +142,9 @@ static mt_status make_buffers(mt_through *t)
         if (t->buffers[i].mem != NULL)
             continue;
         MT_TRY(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
-        pthread_mutex_lock(&t->mu);
+        mt_lock(&t->mu);
         t->stats.device_bytes += t->bytes;
-        pthread_mutex_unlock(&t->mu);
+        mt_unlock(&t->mu);
     }
 fail:
     return st;
@@ -215,10 +215,10 @@ static void finish(mt_through *t, job *b, mt_span *span)
     if (b->j.free != NULL)
         b->j.free(b->j.arg);
     free(b);
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     t->done++;
     pthread_cond_broadcast(&t->came);
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
 }
 
 /* wait: until there is one. NULL: there is none, and with wait, there will be none. */
@@ -226,12 +226,12 @@ static job *next_job(mt_through *t, int wait)
 {
     job *b;
 
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     while (wait && t->first == NULL && !t->stop)
-        pthread_cond_wait(&t->more, &t->mu);
+        mt_cond_wait(&t->more, &t->mu);
     if ((b = t->first) != NULL && (t->first = b->next) == NULL)
         t->last = &t->first;
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
     return b;
 }
 
@@ -297,7 +297,7 @@ mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t by
     t->store = store;
     t->bytes = bytes;
     t->last = &t->first;
-    pthread_mutex_init(&t->mu, NULL);
+    mt_mutex_open(&t->mu, MT_RANK_THROUGH);
     pthread_cond_init(&t->more, NULL);
     MT_TRY(mt_watch_cond(&t->came));
     MT_TRY(open_buffers(t, n_buffers));
@@ -318,10 +318,10 @@ void mt_through_close(mt_through *t)
 {
     if (t == NULL)
         return;
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     t->stop = 1;
     pthread_cond_broadcast(&t->more);
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
     if (t->runs)
         pthread_join(t->thread, NULL);
     for (int i = 0; t->buffers != NULL && i < t->n_buffers; i++) {
@@ -333,7 +333,7 @@ void mt_through_close(mt_through *t)
     }
     pthread_cond_destroy(&t->came);
     pthread_cond_destroy(&t->more);
-    pthread_mutex_destroy(&t->mu);
+    mt_mutex_close(&t->mu);
     free(t->buffers);
     free(t);
 }
@@ -361,12 +361,12 @@ mt_status mt_through_put(mt_through *t, const mt_through_job *j, float clip)
     }
     b->j = *j;
     b->clip = clip;
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     b->number = ++t->put;
     *t->last = b;
     t->last = &b->next;
     pthread_cond_signal(&t->more);
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
     return MT_OK;
 }
 
@@ -387,9 +387,9 @@ mt_status mt_through_wait(mt_through *t)
     awaited   a = { .t = t };
     mt_status st;
 
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     a.put = t->put;
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
     st = mt_watch_until(mt_store_watch(t->store), &t->came, &t->mu, is_through, &a, NULL,
                         "updates that go through the device");
     return st == MT_OK ? mt_ledger_check(t->store) : st;
@@ -399,8 +399,8 @@ mt_through_stats mt_through_stats_get(mt_through *t)
 {
     mt_through_stats stats;
 
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     stats = t->stats;
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
     return stats;
 }

@@ -47,7 +47,7 @@ struct mt_updater {
     mt_disk        *disk;
     mt_timeline    *timeline;
 
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     pthread_cond_t  more;               /* the updater waits: work, or stop */
     pthread_cond_t  news;               /* others wait: a result changed */
     work           *first, **last;      /* mu */
@@ -156,12 +156,12 @@ fail:
 
 static void publish(mt_updater *u, const work *w, const result *r)
 {
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     u->results[w->ticket % RESULTS] = *r;
     if (r->done)
         u->done = w->ticket;
     pthread_cond_broadcast(&u->news);
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
 }
 
 /* Sum of squares of parameter i of a job, whose gradients are whole; NaN and *known = 0 when
@@ -311,9 +311,9 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     if (st != MT_OK)
         goto fail;
     mt_timeline_end(u->timeline, &span, b->j.bytes, NULL);
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     u->busy_ns += mt_now_ns() - begun;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
 fail:
     return st;
 }
@@ -393,12 +393,12 @@ static work *next_work(mt_updater *u)
 {
     work *w;
 
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     while (u->first == NULL && !u->stop)
-        pthread_cond_wait(&u->more, &u->mu);
+        mt_cond_wait(&u->more, &u->mu);
     if ((w = u->first) != NULL && (u->first = w->next) == NULL)
         u->last = &u->first;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
     return w;
 }
 
@@ -429,7 +429,7 @@ mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_u
     u->grads = grads;
     u->pool = pool;
     u->last = &u->first;
-    pthread_mutex_init(&u->mu, NULL);
+    mt_mutex_open(&u->mu, MT_RANK_UPDATE);
     pthread_cond_init(&u->more, NULL);
     MT_TRY(mt_watch_cond(&u->news));
     if (pthread_create(&u->thread, NULL, updater_main, u) != 0) {
@@ -449,15 +449,15 @@ void mt_update_close(mt_updater *u)
 {
     if (u == NULL)
         return;
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     u->stop = 1;
     pthread_cond_broadcast(&u->more);
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
     if (u->runs)
         pthread_join(u->thread, NULL);
     pthread_cond_destroy(&u->news);
     pthread_cond_destroy(&u->more);
-    pthread_mutex_destroy(&u->mu);
+    mt_mutex_close(&u->mu);
     free(u);
 }
 
@@ -534,14 +534,14 @@ static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
     MT_TRY(mt_update_turn(u));
     for (int i = 0; i < w->n; i++)
         mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     *ticket = w->ticket = ++u->submitted;
     u->results[*ticket % RESULTS] = (result){ 0 };
     *u->last = w;
     u->last = &w->next;
     *sync = u->sync;
     pthread_cond_signal(&u->more);
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
 fail:
     return st;
 }
@@ -576,9 +576,9 @@ mt_status mt_update_norm(mt_updater *u, uint64_t ticket, double *norm, int *skip
     uint64_t  submitted;
     mt_status st;
 
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     submitted = u->submitted;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
     if (ticket == 0 || ticket > submitted || submitted - ticket >= RESULTS)
         return MT_FAIL(MT_EINVAL, "update: there is no result of submit %" PRIu64 "; the latest "
                        "is %" PRIu64 ", and %d are kept", ticket, submitted, RESULTS);
@@ -596,9 +596,9 @@ mt_status mt_update_drain(mt_updater *u)
     awaited   a = { .u = u };
     mt_status st;
 
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     a.ticket = u->submitted;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
     MT_TRY(wait_until(&a, is_done, "the steps that were asked for"));
     if (u->residents != NULL)
         MT_TRY(mt_resident_drain(u->residents));
@@ -613,15 +613,15 @@ uint64_t mt_update_busy_ns(mt_updater *u)
 {
     uint64_t ns;
 
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     ns = u->busy_ns;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
     return ns;
 }
 
 void mt_update_debug(mt_updater *u, mt_debug d)
 {
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     u->sync = d.sync;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
 }
