@@ -30,7 +30,6 @@
 #include "../core/update.h"
 #include "../io/shards.h"
 #include "../ops/sumsq.h"
-#include <pthread.h>
 
 #ifndef Py_LIMITED_API
 #error "bind is built against the limited API: one binary for every Python from 3.11 on"
@@ -118,8 +117,7 @@ typedef struct mt_engine {
     struct mt_saving *saving;/* NULL while nothing is saved: engine_save.c */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
     int         n_adopted;
-    pthread_mutex_t door;    /* offload and update are entered by one thread at a time */
-    int         door_made;
+    mt_mutex        door;    /* offload and update are entered by one thread at a time */
     int         busy;        /* calls that have let go of the GIL */
     int         closed;
     mt_debug    debug;

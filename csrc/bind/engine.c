@@ -175,12 +175,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kw)
     if (state == NULL || (e = (mt_engine *)alloc(type, 0)) == NULL)
         return NULL;
     e->error = Py_NewRef(state->error);
-    if (pthread_mutex_init(&e->door, NULL) != 0) {
-        PyErr_SetString(e->error, "engine: pthread_mutex_init failed");
-        Py_DECREF((PyObject *)e);
-        return NULL;
-    }
-    e->door_made = 1;
+    mt_mutex_open(&e->door, MT_RANK_DOOR);
     return (PyObject *)e;
 }
 
@@ -313,8 +308,8 @@ static void engine_dealloc(PyObject *self)
         Py_END_ALLOW_THREADS
     }
     mt_home_let_go(e->home);
-    if (e->door_made && ours)
-        pthread_mutex_destroy(&e->door);
+    if (ours)
+        mt_mutex_close(&e->door);
     engine_clear(self);
     Py_CLEAR(e->error);
     release(self);

@@ -573,9 +573,9 @@ static mt_status submit_alone(mt_engine *e, const mt_update_job *jobs, int n, do
 {
     mt_status st;
 
-    pthread_mutex_lock(&e->door);
+    mt_lock(&e->door);
     st = mt_update_submit(e->updater, jobs, n, max_norm, run, ticket);
-    pthread_mutex_unlock(&e->door);
+    mt_unlock(&e->door);
     return st;
 }
 

@@ -452,9 +452,9 @@ static mt_status put_alone(mt_engine *e, int unit, const mt_grad_item *items, in
 {
     mt_status st;
 
-    pthread_mutex_lock(&e->door);
+    mt_lock(&e->door);
     st = mt_offload_put(e->offload, unit, items, n, run, ticket);
-    pthread_mutex_unlock(&e->door);
+    mt_unlock(&e->door);
     return st;
 }
 
@@ -503,9 +503,9 @@ static mt_status land_alone(mt_engine *e, mt_queue *run)
 {
     mt_status st;
 
-    pthread_mutex_lock(&e->door);
+    mt_lock(&e->door);
     st = mt_offload_land(e->offload, run);
-    pthread_mutex_unlock(&e->door);
+    mt_unlock(&e->door);
     return st;
 }
 

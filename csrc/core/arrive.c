@@ -6,7 +6,6 @@
  */
 #include "arrive.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 
 /* Parts begin at multiples: kernels read them in vectors,
@@ -31,7 +30,7 @@ struct mt_arrive {
     guest         **guests;      /* [n_guests] by unit, NULL: none. Written by invite */
     int             n_guests;
 
-    pthread_mutex_t mu;          /* held around puts too: one thread at a time */
+    mt_mutex        mu;          /* held around puts too: one thread at a time */
     mt_queue       *queue;
     mt_event       *drained;     /* recorded on the queue by who waits for all of it. mu */
     mt_arrive_stats stats;       /* mu */
@@ -49,7 +48,7 @@ mt_status mt_arrive_open(mt_dev *dev, mt_store *store, mt_arrive **out)
         return MT_FAIL(MT_ENOMEM, "arrive: calloc(%zu)", sizeof *a);
     a->dev = dev;
     a->store = store;
-    pthread_mutex_init(&a->mu, NULL);
+    mt_mutex_open(&a->mu, MT_RANK_ARRIVE);
     MT_TRY(dev->ops->event_open(dev, &a->drained));
     MT_TRY(dev->ops->queue_open(dev, "guests", &a->queue));
     *out = a;
@@ -80,7 +79,7 @@ void mt_arrive_close(mt_arrive *a)
     for (int u = 0; u < a->n_guests; u++)
         guest_close(a, a->guests[u]);
     a->dev->ops->event_close(a->drained);
-    pthread_mutex_destroy(&a->mu);
+    mt_mutex_close(&a->mu);
     free(a->guests);
     free(a);
 }
@@ -393,9 +392,9 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
     MT_TRY(find(a, unit, &g));
     /* UPDATED: an update still to be put would change the states while they are copied. */
     MT_TRY(mt_ledger_wait_updates(a->store, unit));
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     stays = g->parts != NULL;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     if (stays) {
         *taken = 0;
         return MT_OK;
@@ -405,9 +404,9 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
         free(parts);
         return st;
     }
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     st = put_lift(a, g, unit, parts, n, run);
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     MT_TRY(st);
     *taken = 1;
 fail:
@@ -420,9 +419,9 @@ static mt_status look(mt_arrive *a, const guest *g, int unit, int *idle)
     unsigned  skip;
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     skip = a->debug.skip;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     *idle = !mt_ledger_updates_due(a->store, unit);
     /* STORED: the pieces' next owner would write what is still copied. */
     if (*idle && !(skip & MT_EDGE_STORED))
@@ -442,11 +441,11 @@ mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left)
         MT_TRY(mt_arrive_wait(a, unit));
     MT_TRY(look(a, g, unit, &idle));
     if (idle) {
-        pthread_mutex_lock(&a->mu);
+        mt_lock(&a->mu);
         free(g->parts);
         g->parts = NULL;
         g->n = 0;
-        pthread_mutex_unlock(&a->mu);
+        mt_unlock(&a->mu);
     }
     *left = idle;
 fail:
@@ -461,10 +460,10 @@ mt_status mt_arrive_parts(mt_arrive *a, int unit, const mt_arrive_part **parts, 
     mt_status st;
 
     MT_TRY(find(a, unit, &g));
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     *parts = g->parts;
     *n = g->n;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     if (*parts == NULL)
         return MT_FAIL(MT_ESTATE, "unit %s: its states are on the host; they are lifted before its "
                        "update", mt_store_name(a->store, unit));
@@ -480,9 +479,9 @@ mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q)
     mt_status             st;
 
     MT_TRY(mt_arrive_parts(a, unit, &parts, &n));
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     skip = a->debug.skip;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     /* LIFTED: also behind copies down of the update before, which this one would overtake. */
     if (!(skip & MT_EDGE_LIFTED))
         MT_TRY(a->dev->ops->wait(q, a->guests[unit]->last));
@@ -496,7 +495,7 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
     mt_status st;
 
     MT_TRY(find(a, unit, &g));
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     st = MT_OK;
     if (!(a->debug.skip & MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
         st = a->dev->ops->wait(a->queue, made);
@@ -504,7 +503,7 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
         st = put_copies(a, g, unit, params, n, MT_STATE_PLANES, 0);
     if (st == MT_OK && a->debug.sync)
         st = a->dev->ops->sync_event(g->last);
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
 fail:
     return st;
 }
@@ -522,9 +521,9 @@ mt_status mt_arrive_wait(mt_arrive *a, int unit)
 
     MT_TRY(find(a, unit, &g));
     MT_TRY(mt_ledger_wait_updates(a->store, unit));
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     skip = a->debug.skip;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     if (!(skip & MT_EDGE_STORED))
         MT_TRY(wait_copied(a, g, unit));
 fail:
@@ -537,9 +536,9 @@ mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
     mt_status st;
 
     MT_TRY(find(a, unit, &g));
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     st = g->parts != NULL ? put_copies(a, g, unit, &param, 1, planes, 1) : MT_OK;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     MT_TRY(st);
     MT_TRY(wait_copied(a, g, unit));
 fail:
@@ -550,9 +549,9 @@ mt_status mt_arrive_drain(mt_arrive *a)
 {
     mt_status st;
 
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     st = a->dev->ops->record(a->queue, a->drained);
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     MT_TRY(st);
     st = mt_watch_event(mt_store_watch(a->store), a->drained, NULL, "all copies of guests' states");
 fail:
@@ -565,15 +564,15 @@ mt_arrive_stats mt_arrive_stats_get(mt_arrive *a)
 {
     mt_arrive_stats stats;
 
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     stats = a->stats;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     return stats;
 }
 
 void mt_arrive_debug(mt_arrive *a, mt_debug d)
 {
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     a->debug = d;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
 }

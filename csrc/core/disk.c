@@ -20,7 +20,7 @@
 #define HI     (1u << MT_PLANE_HI)
 
 typedef struct job {
-    struct job *next;
+    mt_job      node;
     mt_disk_job j;                       /* params: our copy */
     float       clip;
 } job;
@@ -252,10 +252,10 @@ static mt_status lay_out(mt_disk *d, int u, mt__layout **out)
         MT_TRY(cut(d, u, 1, &l));
         for (int i = 0; i < l->n_pieces; i++)
             MT_TRY(d->file->ops->take(d->file, piece_bytes(&l->pieces[i]), &l->pieces[i].at));
-        pthread_mutex_lock(&d->mu);
+        mt_lock(&d->mu);
         if ((st = note_weights(d, u, l)) == MT_OK)
             d->units[u].lay = l;
-        pthread_mutex_unlock(&d->mu);
+        mt_unlock(&d->mu);
         if (st != MT_OK)
             goto fail;
     }
@@ -363,7 +363,7 @@ static void buffer_over(mt_request *r)
     mt_disk    *d = b->disk;
 
     mt__disk_tell(d, b->unit, b->piece, r);   /* before anybody is woken: they look for the fault */
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     mt__disk_note(d, b->unit, r, b->begun_ns);
     if (--b->left == 0) {
         mt_watch_end(mt_store_watch(d->store), &b->post, r->st);
@@ -371,7 +371,7 @@ static void buffer_over(mt_request *r)
         read_ahead(d);
         pthread_cond_broadcast(&d->changed);
     }
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 /* Under mu. */
@@ -528,9 +528,9 @@ static mt_status take_piece(mt_disk *d, int u, int number, mt__buffer **out)
     st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_taken, &a,
                         mt_store_name(d->store, u), "a piece to update (READ)");
     mt_timeline_end(d->timeline, &span, 0, NULL);
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->stats.wait_ns += mt_now_ns() - begun;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     if (a.b == NULL)
         return st != MT_OK ? st : mt_ledger_check(d->store);
     *out = a.b;
@@ -540,13 +540,13 @@ static mt_status take_piece(mt_disk *d, int u, int number, mt__buffer **out)
 /* The buffer goes to the disk; or nowhere, and is free. */
 static void give_piece(mt_disk *d, mt__buffer *b, int write)
 {
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     if (write)
         put(d, b, 1);
     else
         b->at = MT__FREE;
     read_ahead(d);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 int mt__disk_writing(const mt_disk *d, int u, int number)
@@ -588,9 +588,9 @@ static mt_status compute(mt_disk *d, const job *b, const mt_part *parts, int n, 
     st = b->j.compute(b->j.arg, d->pool, parts, n, b->clip);
     mt_watch_end(watch, &post, st);
     mt_timeline_end(d->timeline, &span, bytes, NULL);
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->stats.busy_ns += mt_now_ns() - begun;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return st;
 }
 
@@ -677,23 +677,23 @@ static mt_status enter(mt_disk *d, int u)
     int       urgent = !mt_ledger_do_i_save();
     mt_status st;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->units[u].awaited += urgent;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_ours, &r,
                         mt_store_name(d->store, u), "who is at its host planes");
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->units[u].awaited -= urgent;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return st;
 }
 
 static void leave(mt_disk *d, int u)
 {
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->units[u].busy = 0;
     pthread_cond_broadcast(&d->changed);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 /* A save that somebody waits for, to have the unit, is in a hurry too. */
@@ -725,29 +725,29 @@ static mt_status take_bounce(mt_disk *d, int u)
     mt__guest **at = &d->guests;
     mt_status   st;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     g.number = d->n_guests++;
     g.next = d->guests;
     d->guests = &g;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, has_bounce, &g,
                         mt_store_name(d->store, u),
                         "its turn at pieces that the host reads or writes");
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     while (*at != &g)
         at = &(*at)->next;
     *at = g.next;
     pthread_cond_broadcast(&d->changed);             /* who was behind it may be first now */
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return st;
 }
 
 static void give_bounce(mt_disk *d)
 {
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->taken = 0;
     pthread_cond_broadcast(&d->changed);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 /* Under mu. unit -1: what it has, nobody knows. */
@@ -797,7 +797,7 @@ static mt_status begin_update(mt_disk *d, int u, mt__layout **l)
     MT_TRY(lay_out(d, u, l));
     chill(d, u, ~HI);
     d->units[u].fresh = 0;
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     if (d->bounced_unit == u)
         d->bounced_unit = -1;
     if (d->before >= 0)
@@ -805,7 +805,7 @@ static mt_status begin_update(mt_disk *d, int u, mt__layout **l)
     d->before = u;
     if (d->feed != NULL)
         mt__feed_drop(d->feed, u);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     st = end_reads(d, u);
 fail:
     return st;
@@ -855,42 +855,24 @@ static void end_job(mt_disk *d, const mt_disk_job *j, mt_status st)
         j->free(j->arg);
 }
 
-/* NULL: the disk is closed, and nothing is left. */
-static job *next_job(mt_disk *d)
-{
-    job *b;
-
-    pthread_mutex_lock(&d->mu);
-    while (d->first == NULL && !d->stop)
-        pthread_cond_wait(&d->more, &d->mu);
-    if ((b = d->first) != NULL && (d->first = b->next) == NULL)
-        d->last = &d->first;
-    pthread_mutex_unlock(&d->mu);
-    return b;
-}
-
 static void job_free(job *b)
 {
     free((void *)(uintptr_t)b->j.params);
     free(b);
 }
 
-static void *disk_main(void *arg)
+static mt_status carry_out(void *arg, mt_job *node)
 {
-    mt_disk *d = arg;
-    job     *b;
+    mt_disk  *d = arg;
+    job      *b = (job *)(void *)node;
+    mt_status st;
 
-    pthread_setname_np(pthread_self(), "mt-disk-update");
-    mt_watch_i_am("disk update");
-    while ((b = next_job(d)) != NULL) {
-        end_job(d, &b->j, update(d, b));
-        job_free(b);
-        pthread_mutex_lock(&d->mu);
-        d->done++;
-        pthread_cond_broadcast(&d->changed);
-        pthread_mutex_unlock(&d->mu);
-    }
-    return NULL;
+    mt_unlock(&d->mu);
+    st = update(d, b);
+    end_job(d, &b->j, st);
+    job_free(b);
+    mt_lock(&d->mu);
+    return st;
 }
 
 /* ---- the updater's side ------------------------------------------------------------------- */
@@ -926,37 +908,17 @@ mt_status mt_disk_put(mt_disk *d, const mt_disk_job *j, float clip)
         end_job(d, j, st);
         return st;
     }
-    pthread_mutex_lock(&d->mu);
-    d->put++;
-    *d->last = b;
-    d->last = &b->next;
-    pthread_cond_signal(&d->more);
-    pthread_mutex_unlock(&d->mu);
+    mt_lock(&d->mu);
+    (void)mt_worker_submit(&d->worker, &b->node);
+    mt_unlock(&d->mu);
     return MT_OK;
-}
-
-typedef struct all_done {
-    const mt_disk *d;
-    uint64_t       put;
-} all_done;
-
-static int are_done(void *arg)
-{
-    const all_done *a = arg;
-
-    return a->d->done >= a->put;
 }
 
 mt_status mt_disk_wait(mt_disk *d)
 {
-    all_done  a = { .d = d };
-    mt_status st;
+    mt_status st = mt_worker_wait(&d->worker, mt_store_watch(d->store), MT_WORKER_ALL, NULL,
+                                  "updates from disk");
 
-    pthread_mutex_lock(&d->mu);
-    a.put = d->put;
-    pthread_mutex_unlock(&d->mu);
-    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, are_done, &a, NULL,
-                        "updates from disk");
     return st == MT_OK ? mt_ledger_check(d->store) : st;
 }
 
@@ -969,13 +931,13 @@ static void errand_over(mt_request *r)
     mt_disk      *d = e.d;
 
     mt__disk_tell(d, e.unit, e.number, r);
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     mt_watch_end(mt_store_watch(d->store), &d->post, r->st);
     *(r->write ? &d->stats.written_bytes : &d->stats.read_bytes) += r->moved;
     d->away = 0;
     read_ahead(d);
     pthread_cond_broadcast(&d->changed);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 /* A read waits for writes of the piece, a write for reads too:
@@ -1030,12 +992,12 @@ static mt_status move(mt_disk *d, int u, int number, int section, int write)
     int         there;
     mt_status   st;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     there = n->bytes == 0 || (!write && d->bounced_unit == u && d->bounced_piece == number &&
                               d->bounced_section == section);
     if (!there)
         note_bounced(d, -1, 0, 0);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     if (there)
         return mt_ledger_check(d->store);
     MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_sent, &e, name,
@@ -1043,9 +1005,9 @@ static mt_status move(mt_disk *d, int u, int number, int section, int write)
     MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_back, &e, name,
                           "a piece, for who reads or writes it here"));
     MT_TRY(mt_ledger_check(d->store));
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     note_bounced(d, u, number, section);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 fail:
     return st;
 }
@@ -1171,9 +1133,9 @@ void mt_disk_forget(mt_disk *d, int u)
     reader r = { .d = d, .unit = u };
     int    ours;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     ours = is_ours(&r);             /* else: it is not worth a wait, the next time is soon enough */
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     if (!ours)
         return;
     if (d->units[u].copied & ~d->units[u].fresh & HI)
@@ -1184,14 +1146,14 @@ void mt_disk_forget(mt_disk *d, int u)
 /* PUSHED. */
 static void hold(mt_disk *d, int u, int on)
 {
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->units[u].held = on;
     if (on)
         drop(d, u, UINT64_MAX);
     if (on && d->feed != NULL)
         mt__feed_drop(d->feed, u);
     read_ahead(d);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 static int has(const mt__layout *l, int number, int param)
@@ -1212,9 +1174,9 @@ static mt_status push_section(mt_disk *d, int u, int number, int k, int param, u
 
     if (k != MT__WEIGHTS || param >= 0)
         MT_TRY(move(d, u, number, k, 0));
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     note_bounced(d, -1, 0, 0);           /* until it is written, the file has something else */
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     MT_TRY(copy_places(d, u, number, param, planes, 0));
     MT_TRY(move(d, u, number, k, 1));
 fail:
@@ -1294,11 +1256,9 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
     d->file = file;
     d->pool = pool;
     d->bytes = bytes;
-    d->last = &d->first;
     d->next_unit = d->before = d->first_added = d->last_added = d->bounced_unit = -1;
-    pthread_mutex_init(&d->mu, NULL);
+    mt_mutex_open(&d->mu, MT_RANK_DISK);
     MT_TRY(mt_watch_cond(&d->changed));
-    pthread_cond_init(&d->more, NULL);
     if ((d->buffers = calloc((size_t)n_buffers, sizeof *d->buffers)) == NULL) {
         st = MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers", n_buffers);
         goto fail;
@@ -1311,11 +1271,7 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
                                       .unit = -1 };
     d->bounce = (char *)d->memory.base + (size_t)n_buffers * bytes;
     d->stats.buffer_bytes = d->memory.bytes;
-    if (pthread_create(&d->thread, NULL, disk_main, d) != 0) {
-        st = MT_FAIL(MT_ENOMEM, "disk: no thread for updates");
-        goto fail;
-    }
-    d->runs = 1;
+    MT_TRY(mt_worker_open(&d->worker, &d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
     *out = d;
     return MT_OK;
 
@@ -1336,22 +1292,16 @@ void mt_disk_close(mt_disk *d)
 {
     if (d == NULL)
         return;
-    pthread_mutex_lock(&d->mu);
-    d->stop = 1;
-    pthread_cond_signal(&d->more);
-    pthread_mutex_unlock(&d->mu);
-    if (d->runs)
-        pthread_join(d->thread, NULL);
-    pthread_mutex_lock(&d->mu);
+    mt_worker_close(&d->worker);
+    mt_lock(&d->mu);
     d->next_unit = -1;                   /* nothing more is read */
     while (under_way(d) || d->away != 0)
-        pthread_cond_wait(&d->changed, &d->mu);
-    pthread_mutex_unlock(&d->mu);
+        mt_cond_wait(&d->changed, &d->mu);
+    mt_unlock(&d->mu);
     for (int i = 0; i < d->n_units; i++)
         layout_free(d->units[i].lay);
-    pthread_cond_destroy(&d->more);
     pthread_cond_destroy(&d->changed);
-    pthread_mutex_destroy(&d->mu);
+    mt_mutex_close(&d->mu);
     mt_arena_close(&d->memory);
     free(d->buffers);
     free(d->units);
@@ -1386,9 +1336,9 @@ static mt_status count(mt_disk *d, int u)
 
     if (st != MT_OK)
         return st;
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     st = note_weights(d, u, l);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     for (int i = 0; i < l->n_pieces && st == MT_OK; i++)
         d->need += piece_bytes(&l->pieces[i]);
     layout_free(l);
@@ -1429,8 +1379,8 @@ mt_disk_stats mt_disk_stats_get(mt_disk *d)
 {
     mt_disk_stats stats;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     stats = d->stats;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return stats;
 }

@@ -85,13 +85,13 @@ static void load_over(mt_request *r)
     mt_disk *d = f->disk;
 
     mt__disk_tell(d, k->unit, k->piece, r);
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     mt__disk_note(d, k->unit, r, k->begun_ns);
     mt_watch_end(mt_store_watch(d->store), &k->post, r->st);
     k->at = k->dropped || r->st != MT_OK ? EMPTY : LOADED;
     mt__feed_ahead(f);
     pthread_cond_broadcast(&d->changed);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 static void put_read(mt_feed *f, load *k, int unit, int piece)
@@ -198,13 +198,13 @@ void mt_feed_expect(mt_feed *f, const int *units, int n)
 {
     mt_disk *d = f->disk;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     f->n_expected = 0;
     for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
         if (mt_store_on_disk(d->store, units[i]) >> MT_PLANE_HI & 1)
             f->expected[f->n_expected++] = units[i];
     (void)reclaim(f);                    /* a device that fails fails the mover's calls too */
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 /* ---- a fetch: the mover ------------------------------------------------------------------ */
@@ -242,10 +242,10 @@ static mt_status wait_copied(mt_feed *f, load *k)
                                   mt_store_name(d->store, f->unit),
                                   "a copy of weights out of a buffer (COPIED)");
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     if (st == MT_OK && k->at == COPYING)
         k->at = EMPTY;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return st;
 }
 
@@ -285,9 +285,9 @@ static mt_status put_copy(mt_feed *f, load *k, char *mem, mt_queue *h2d)
     mt_timeline_end(d->timeline, &span, c->hi_bytes, h2d);
     MT_TRY(f->dev->ops->record(h2d, k->copied));
 fail:
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     k->at = COPYING;                     /* from here on its event is that of this copy */
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return st;
 }
 
@@ -311,13 +311,13 @@ static const mt__layout *aim(mt_feed *f, int unit, int begun)
     mt_disk          *d = f->disk;
     const mt__layout *l;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     l = unit >= 0 && unit < d->n_units ? d->units[unit].lay : NULL;
     f->unit = l != NULL ? unit : -1;
     f->piece = 0;
     f->begun = begun;
     mt__feed_ahead(f);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return l;
 }
 
@@ -378,10 +378,10 @@ mt_status mt_feed_open(mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out)
     MT_TRY(mt_arena_open(&f->memory, (size_t)n * each, NULL, dev, "buffers of weights on disk",
                          mt_store_bytes(d->store, MT_PLANE_COUNT)));
     MT_TRY(open_loads(f, n, each));
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->stats.buffer_bytes += f->memory.bytes;
     d->feed = f;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     *out = f;
     return MT_OK;
 
@@ -399,16 +399,16 @@ void mt_feed_close(mt_feed *f)
     if (f == NULL)
         return;
     d = f->disk;
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     f->unit = -1;                        /* nothing more is read */
     f->n_expected = 0;
     while (find(f, LOADING, -1, 0) != NULL)
-        pthread_cond_wait(&d->changed, &d->mu);
+        mt_cond_wait(&d->changed, &d->mu);
     if (d->feed == f) {
         d->feed = NULL;
         d->stats.buffer_bytes -= f->memory.bytes;
     }
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     for (int i = 0; i < f->n_loads; i++)
         f->dev->ops->event_close(f->loads[i].copied);
     mt_arena_close(&f->memory);

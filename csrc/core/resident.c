@@ -18,7 +18,6 @@
  */
 #include "resident.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 
 /* Planes that have a host copy. */
@@ -54,7 +53,7 @@ struct mt_resident {
     home            **homes;     /* [n_homes] by unit, NULL: not settled. Written by settle */
     int               n_homes;
 
-    pthread_mutex_t   mu;            /* held around puts too: one thread at a time */
+    mt_mutex          mu;            /* held around puts too: one thread at a time */
     mt_queue         *queue;
     mt_event         *drained;       /* recorded on the queue by who waits for all of it. mu */
     void             *scratch;       /* mu */
@@ -77,7 +76,7 @@ mt_status mt_resident_open(mt_dev *dev, mt_store *store, mt_resident **out)
         return MT_FAIL(MT_ENOMEM, "resident: calloc(%zu)", sizeof *r);
     r->dev = dev;
     r->store = store;
-    pthread_mutex_init(&r->mu, NULL);
+    mt_mutex_open(&r->mu, MT_RANK_RESIDENT);
     MT_TRY(dev->ops->event_open(dev, &r->drained));
     MT_TRY(dev->ops->queue_open(dev, "resident", &r->queue));
     *out = r;
@@ -111,7 +110,7 @@ void mt_resident_close(mt_resident *r)
     r->dev->ops->event_close(r->drained);
     r->dev->ops->mem_free(r->dev, r->scratch);
     mt_store_device_close(r->store);
-    pthread_mutex_destroy(&r->mu);
+    mt_mutex_close(&r->mu);
     free(r->homes);
     free(r);
 }
@@ -366,11 +365,11 @@ static mt_status fetch(mt_resident *r, home *h, int unit, mt_queue *run)
     mt_status st, end;
 
     MT_TRY(mt_ledger_fetch_begin(r->store, unit, &version));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     if ((st = put_fetch(r, h, unit, run)) != MT_OK)
         mt_ledger_fault(r->store, st, mt_last_error());
     end = mt_ledger_fetching(r->store, unit, r->queue);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     return st != MT_OK ? st : end;
 fail:
     return st;
@@ -392,10 +391,10 @@ static mt_status old_leave(mt_resident *r, home *h, int unit, unsigned skip)
         return MT_OK;
     if (!(skip & MT_EDGE_FETCHED))
         MT_TRY(mt_ledger_wait_fetch(r->store, unit));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     if (is_old(r, h, unit))
         weights_leave(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
 fail:
     return st;
 }
@@ -408,16 +407,16 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     debug = r->debug;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     /* UPDATED: `done` is not recorded before the update is put. */
     if (!(debug.skip & MT_EDGE_UPDATED))
         MT_TRY(mt_ledger_wait_updates(r->store, unit));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     current = h->holds == mt_ledger_written(r->store, unit);
     old = is_old(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     if (old)
         MT_TRY(old_leave(r, h, unit, debug.skip));
     if (!current)
@@ -478,10 +477,10 @@ static mt_status move_up(mt_resident *r, home *h, int unit)
     mt_status st = MT_OK;
     int       owed;
 
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     if ((owed = h->owed))
         st = put_ahead(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     MT_TRY(st);
     if (!owed)
         return MT_OK;
@@ -489,9 +488,9 @@ static mt_status move_up(mt_resident *r, home *h, int unit)
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (p != MT_PLANE_HI && p != MT_PLANE_GRAD && !(visiting(r, unit) >> p & 1))
             mt_store_cool(r->store, unit, (mt_plane)p);
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     settle_ahead(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
 fail:
     return st;
 }
@@ -506,15 +505,15 @@ mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run)
     MT_TRY(mt_ledger_wait_saved(r->store, unit));
     MT_TRY(move_up(r, h, unit));
     MT_TRY(fetch(r, h, unit, run));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     skip = r->debug.skip;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     /* FETCHED: the copy reads what is then given back. */
     if (!(skip & MT_EDGE_FETCHED))
         MT_TRY(wait_done(r, h, unit));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     weights_leave(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     st = mt_resident_chill(r, unit);
 fail:
     return st;
@@ -531,12 +530,12 @@ mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, 
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     if (!passes)                         /* else there is no host copy */
         change(r, h, unit, params, n, 1u << MT_PLANE_GRAD);
     taken = passes && r->updated != NULL ? r->updated : h->done;
     skip = r->debug.skip;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a
      * unit whose update is in the queue by now. */
     if (!(skip & MT_EDGE_TAKEN))
@@ -581,13 +580,13 @@ mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float cli
     mt_status st;
 
     MT_TRY(find(r, u->unit, &h));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     r->lifted = 0;
     st = h->owed ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
                            mt_store_name(r->store, u->unit))
                  : put_update(r, h, u, clip);
     wait = r->lifted || r->debug.sync;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     MT_TRY(st);
     if (wait)
         MT_TRY(wait_done(r, h, u->unit));
@@ -639,9 +638,9 @@ static mt_status warm_behind(mt_resident *r, home *h, int unit, unsigned planes)
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         int some;
 
-        pthread_mutex_lock(&r->mu);
+        mt_lock(&r->mu);
         some = first_behind(r, h, unit, planes & 1u << p) != MT_PLANE_COUNT;
-        pthread_mutex_unlock(&r->mu);
+        mt_unlock(&r->mu);
         if (some)
             MT_TRY(mt_store_warm(r->store, unit, (mt_plane)p));
     }
@@ -671,22 +670,22 @@ static mt_status bring_behind(mt_resident *r, home *h, int unit, unsigned planes
     mt_status    st;
 
     MT_TRY(warm_behind(r, h, unit, planes));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     h->warm |= wanted(planes, MT_PLANE_HI);
     st = put_bring(r, h, unit, planes);
     changes = h->changes;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     MT_TRY(st);
     ask = mt_watch_asks(NULL);  /* its memory is kept as long as copies are on their way there */
     st = wait_done(r, h, unit);
     (void)mt_watch_asks(ask);
     MT_TRY(st);
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     for (int p = 0; p < MT_PLANE_COUNT && h->changes == changes; p++)    /* else some are again */
         for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
             if (*behind(r, h, unit, i, p) == BEHIND)
                 *behind(r, h, unit, i, p) = EQUAL;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
 fail:
     return st;
 }
@@ -703,17 +702,17 @@ static mt_status bring(mt_resident *r, int unit, unsigned planes, int stays)
     MT_TRY(wait_for(r, unit, planes));
     if (planes & visiting(r, unit))
         MT_TRY(mt_arrive_wait(r->arrive, unit));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     h->wanted |= stays && wanted(planes, MT_PLANE_HI);
     first = first_behind(r, h, unit, planes);
     h->bringing += first != MT_PLANE_COUNT;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     if (first == MT_PLANE_COUNT)
         return MT_OK;
     st = bring_behind(r, h, unit, planes);
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     h->bringing--;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
 fail:
     return st;
 }
@@ -760,9 +759,9 @@ mt_status mt_resident_push(mt_resident *r, int unit, int param, unsigned planes)
     planes &= ~visiting(r, unit);
     if (wanted(planes, MT_PLANE_HI))
         mt_ledger_touch(r->store, unit);
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     st = put_push(r, h, unit, param, planes);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     MT_TRY(st);
     MT_TRY(wait_done(r, h, unit));
 fail:
@@ -778,7 +777,7 @@ mt_status mt_resident_chill(mt_resident *r, int unit)
     if (!mt_store_settled(r->store, unit))
         return MT_OK;
     MT_TRY(find(r, unit, &h));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int i = 0; i < mt_store_params(r->store, unit) && (planes >> p & 1); i++)
             if (*behind(r, h, unit, i, p) == EQUAL)
@@ -786,7 +785,7 @@ mt_status mt_resident_chill(mt_resident *r, int unit)
     h->changes++;
     if (!h->wanted)                      /* nobody wrote it either: no fetch is under way */
         weights_leave(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
             mt_store_chill(r->store, unit, (mt_plane)p);
@@ -817,9 +816,9 @@ static mt_status sums_down(mt_resident *r, home *h, int unit)
     if (!some)
         return MT_OK;
     MT_TRY(mt_store_warm(r->store, unit, MT_PLANE_ACC));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     st = put_sums(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     MT_TRY(st);
     MT_TRY(wait_done(r, h, unit));
 fail:
@@ -841,11 +840,11 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
     MT_TRY(mt_ledger_wait_fetch(r->store, unit));
     MT_TRY(wait_done(r, h, unit));
     MT_TRY(mt_store_unsettle(r->store, unit));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     if (r->updated == h->done)
         r->updated = NULL;
     r->homes[unit] = NULL;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     home_close(r, h);
 fail:
     return st;
@@ -855,9 +854,9 @@ mt_status mt_resident_drain(mt_resident *r)
 {
     mt_status st;
 
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     st = r->dev->ops->record(r->queue, r->drained);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     MT_TRY(st);
     MT_TRY(wait_drained(r));
     st = r->arrive != NULL ? mt_arrive_drain(r->arrive) : MT_OK;
@@ -871,15 +870,15 @@ mt_resident_stats mt_resident_stats_get(mt_resident *r)
 {
     mt_resident_stats stats;
 
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     stats = r->stats;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     return stats;
 }
 
 void mt_resident_debug(mt_resident *r, mt_debug d)
 {
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     r->debug = d;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
 }

@@ -9,17 +9,22 @@
 
 #include "clock.h"
 #include "place.h"
+#include "worker.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+
+typedef struct owed {                    /* a wait of our thread's for copies. mu */
+    mt_job        node;
+    int           n;                     /* so many are not over */
+    struct block *block;
+} owed;
 
 typedef struct block {
     mt_swap_block b;                     /* opened and closed by whoever holds swap's lock */
     mt_spilled   *owner;                 /* NULL: nobody's. mu, as all below */
     mt_spilled   *filling;               /* whose copies out our thread is to wait for */
-    uint64_t      filled_turn;           /* of that wait; 0: none */
-    uint64_t      landed_turn;           /* of the wait for copies back; 0: none is owed */
+    owed          filled, landed;        /* copies out, and back */
     struct block *next;
 } block;
 
@@ -53,24 +58,17 @@ struct mt_spill {
     mt_blocks      *file;
     mt_timeline    *timeline;            /* written before the first bundle */
     int             n_blocks;            /* at most */
-    pthread_mutex_t mu;
-    pthread_cond_t  changed;             /* a block, a request, a wait of ours */
-    pthread_cond_t  more;                /* our thread waits: something owed, or stop */
+    mt_mutex mu;
+    mt_worker       worker;              /* of what is owed. news: a block, a request too */
     block          *blocks;              /* mu, as all below. The list itself: swap's lock too */
     int             made;                /* of those */
     mt_spilled     *newest;
     mt_places       places;
     uint64_t        cursor;              /* a bundle's number; 0: nothing is read ahead */
-    uint64_t        turns;
     int             requests;            /* under way */
-    int             stop;
-    mt_status       broken;              /* of the device's, told by every call from then on */
-    char            why[400];
     uint64_t        recorded_ns;         /* the lane's records reach up to here */
     mt_spill_stats  stats;
     mt_debug        debug;
-    pthread_t       thread;
-    int             opened, runs;
 };
 
 static mt_watch *watch_of(const mt_spill *s)
@@ -90,7 +88,7 @@ static int may_go(const mt_spill *s, const block *b)
 {
     const mt_spilled *k = b->owner;
 
-    if (b->filled_turn != 0 || (b->landed_turn != 0 && !skips(s, MT_EDGE_DRAINED)))
+    if (b->filled.n > 0 || (b->landed.n > 0 && !skips(s, MT_EDGE_DRAINED)))
         return 0;
     if (k == NULL)
         return 1;
@@ -164,7 +162,7 @@ static void request_over(mt_request *r)
     mt_spilled *k = r->arg;
     mt_spill   *s = k->spill;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     mt_watch_end(watch_of(s), &k->post, r->st);
     record(s, k);
     *(r->write ? &s->stats.written_bytes : &s->stats.read_bytes) += r->moved;
@@ -177,8 +175,8 @@ static void request_over(mt_request *r)
         forget(s, k);
     read_ahead(s);
     s->requests--;
-    pthread_cond_broadcast(&s->changed);
-    pthread_mutex_unlock(&s->mu);
+    pthread_cond_broadcast(&s->worker.news);
+    mt_unlock(&s->mu);
 }
 
 static void put(mt_spill *s, mt_spilled *k, int write)
@@ -215,7 +213,7 @@ static void read_ahead(mt_spill *s)
     block *b;
 
     /* Broken: a wait for the device failed, so a block that looks idle may not be. */
-    if (s->cursor == 0 || s->stop || s->broken != MT_OK)
+    if (s->cursor == 0 || s->worker.stop || s->worker.failed != MT_OK)
         return;
     for (mt_spilled *k = s->newest; k != NULL; k = k->older) {
         if (k->number >= s->cursor || k->block != NULL || k->at != STORED || k->dropped ||
@@ -229,38 +227,13 @@ static void read_ahead(mt_spill *s)
 
 /* ---- our thread ------------------------------------------------------------------------- */
 
-/* What is owed first; *filled: it is a wait for copies out. */
-static block *owed(const mt_spill *s, int *filled, uint64_t *turn)
-{
-    block *found = NULL;
-
-    *turn = UINT64_MAX;
-    for (block *b = s->blocks; b != NULL; b = b->next) {
-        if (b->filled_turn != 0 && b->filled_turn < *turn) {
-            found = b;
-            *filled = 1;
-            *turn = b->filled_turn;
-        }
-        if (b->landed_turn != 0 && b->landed_turn < *turn) {
-            found = b;
-            *filled = 0;
-            *turn = b->landed_turn;
-        }
-    }
-    return found;
-}
-
-static void copies_over(mt_spill *s, block *b, int filled, uint64_t turn)
+/* Under mu. The copies out of which b was filled are over, unless st says otherwise. */
+static void filled(mt_spill *s, block *b, mt_status st)
 {
     mt_spilled *k = b->filling;
 
-    if (!filled) {
-        b->landed_turn = b->landed_turn == turn ? 0 : b->landed_turn;
-        return;
-    }
-    b->filled_turn = 0;
     b->filling = NULL;
-    if (k->dropped || s->stop || s->broken != MT_OK) {
+    if (k->dropped || s->worker.stop || st != MT_OK || s->worker.failed != MT_OK) {
         k->at = LOST;
         if (k->dropped)
             forget(s, k);
@@ -270,50 +243,33 @@ static void copies_over(mt_spill *s, block *b, int filled, uint64_t turn)
     put(s, k, 1);
 }
 
-/* FULL and DRAINED. Without mu: the device takes its time. The block stays,
- * since a wait of it is owed. */
-static mt_status wait_for_device(mt_spill *s, const block *b, int filled)
-{
-    if (skips(s, filled ? MT_EDGE_FULL : MT_EDGE_DRAINED))
-        return MT_OK;
-    return s->dev->ops->sync_event(filled ? b->b.filled : b->b.landed);
-}
-
-static void *spill_main(void *arg)
+/* FULL and DRAINED. Without mu: the device takes its time. The block stays: its wait is owed. */
+static mt_status wait_for_device(void *arg, mt_job *node)
 {
     mt_spill *s = arg;
-    block    *b;
-    int       filled = 0;
-    uint64_t  turn;
-    mt_status st;
+    owed     *o = (owed *)(void *)node;
+    block    *b = o->block;
+    int       fills = o == &b->filled;
+    mt_status st = MT_OK;
 
-    pthread_setname_np(pthread_self(), "mt-spill");
-    mt_watch_i_am("swap disk");
-    pthread_mutex_lock(&s->mu);
-    for (;;) {
-        while ((b = owed(s, &filled, &turn)) == NULL && !s->stop)
-            pthread_cond_wait(&s->more, &s->mu);
-        if (b == NULL)
-            break;
-        pthread_mutex_unlock(&s->mu);
-        st = wait_for_device(s, b, filled);
-        pthread_mutex_lock(&s->mu);
-        if (st != MT_OK && s->broken == MT_OK) {
-            s->broken = st;
-            snprintf(s->why, sizeof s->why, "%s", mt_last_error());
-        }
-        copies_over(s, b, filled, turn);
+    mt_unlock(&s->mu);
+    if (!skips(s, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
+        st = s->dev->ops->sync_event(fills ? b->b.filled : b->b.landed);
+    mt_lock(&s->mu);
+    o->n--;
+    if (fills)
+        filled(s, b, st);
+    if (st == MT_OK)
         read_ahead(s);
-        pthread_cond_broadcast(&s->changed);
-    }
-    pthread_mutex_unlock(&s->mu);
-    return NULL;
+    return st;
 }
 
-static uint64_t owe(mt_spill *s)
+/* Behind what is owed already, also where this is. */
+static void owe(mt_spill *s, owed *o)
 {
-    pthread_cond_signal(&s->more);
-    return ++s->turns;
+    o->n += !o->node.listed;
+    mt_worker_withdraw(&s->worker, &o->node);
+    (void)mt_worker_submit(&s->worker, &o->node);
 }
 
 /* ---- a block for somebody: under mu, and swap's lock ------------------------------------- */
@@ -345,6 +301,7 @@ static void close_block(mt_spill *s, block *b)
     while (*at != b)
         at = &(*at)->next;
     *at = b->next;
+    mt_worker_withdraw(&s->worker, &b->landed.node);     /* where DRAINED is left out */
     s->made--;
     part(b);
     s->stats.host_bytes -= b->b.arena.bytes;
@@ -361,13 +318,14 @@ static mt_status open_block(mt_spill *s, size_t bytes, block **out)
 
     if (b == NULL)
         return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *b);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     st = mt_swap_block_open(&b->b, bytes, s->dev, s->pool, mapped);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     if (st != MT_OK) {
         free(b);
         return st;
     }
+    b->filled.block = b->landed.block = b;
     b->next = s->blocks;
     s->blocks = b;
     s->made++;
@@ -396,7 +354,7 @@ static int may_have_block(void *arg)
 {
     const mt_spill *s = ((const mt_spilled *)arg)->spill;
 
-    return s->broken != MT_OK || s->made < s->n_blocks || choose(s, 0) != NULL;
+    return s->worker.failed != MT_OK || s->made < s->n_blocks || choose(s, 0) != NULL;
 }
 
 static int is_written(void *arg)
@@ -419,10 +377,10 @@ static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), 
 
     if (over(k))
         return MT_OK;
-    pthread_mutex_unlock(&s->mu);
-    st = mt_watch_until(watch_of(s), &s->changed, &s->mu, over, k, mt_store_name(s->store, k->unit),
-                        what);
-    pthread_mutex_lock(&s->mu);
+    mt_unlock(&s->mu);
+    st = mt_watch_until(watch_of(s), &s->worker.news, &s->mu, over, k,
+                        mt_store_name(s->store, k->unit), what);
+    mt_lock(&s->mu);
     s->stats.wait_ns += mt_now_ns() - from;
     return st;
 }
@@ -433,8 +391,7 @@ static mt_status get_block(mt_spill *s, mt_spilled *k, block **out)
     mt_status st;
 
     do {
-        if (s->broken != MT_OK)
-            return mt_fail_again(s->broken, s->why);
+        MT_TRY(mt_worker_failure(&s->worker));
         MT_TRY(try_block(s, k->bytes, &b));
         if (b == NULL)
             MT_TRY(wait_until(s, k, may_have_block, "host memory for what it keeps (WRITTEN)"));
@@ -486,9 +443,9 @@ static mt_status find_room(mt_spill *s, mt_spilled *k)
     mt_status st = MT_OK;
 
     while ((lack = mt_places_lack(&s->places, k->bytes)) > 0) {
-        pthread_mutex_unlock(&s->mu);
+        mt_unlock(&s->mu);
         st = s->file->ops->take(s->file, (size_t)lack, &at);
-        pthread_mutex_lock(&s->mu);
+        mt_lock(&s->mu);
         MT_TRY(st);
         MT_TRY(mt_places_add(&s->places, lack));
     }
@@ -503,7 +460,7 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     block      *b;
     mt_status   st;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->cursor = 0;
     MT_TRY(tell_lost(s));
     MT_TRY(make(s, unit, number, bytes, &k));
@@ -511,13 +468,13 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     join(b, k);
     MT_TRY(find_room(s, k));
     *out = k;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 
 fail:
     if (k != NULL)
         forget(s, k);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return st;
 }
 
@@ -525,13 +482,13 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
 {
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     k->at = FILLING;
     k->block->filling = k;
-    k->block->filled_turn = owe(s);
+    owe(s, &k->block->filled);
     if (s->debug.sync)
         st = wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)");
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return st;
 }
 
@@ -542,8 +499,7 @@ static mt_status have_block(mt_spill *s, mt_spilled *k)
     block    *b;
     mt_status st;
 
-    if (s->broken != MT_OK)
-        return mt_fail_again(s->broken, s->why);
+    MT_TRY(mt_worker_failure(&s->worker));
     if (k->block == NULL)                /* where WRITTEN is left out: it has one request */
         MT_TRY(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
     if (k->block != NULL || k->st != MT_OK)
@@ -570,7 +526,7 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
 {
     mt_status st;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->cursor = k->number;
     k->wanted = 1;              /* from now on: the end of its read looks for blocks that may go */
     MT_TRY(have_block(s, k));
@@ -578,27 +534,27 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
         MT_TRY(wait_until(s, k, is_read, "what it keeps to be read (READ)"));
     MT_TRY(tell_failed(k));
     read_ahead(s);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 
 fail:
     k->wanted = 0;
-    pthread_cond_broadcast(&s->changed);
-    pthread_mutex_unlock(&s->mu);
+    pthread_cond_broadcast(&s->worker.news);
+    mt_unlock(&s->mu);
     return st;
 }
 
 void mt_spill_landing(mt_spill *s, mt_spilled *k)
 {
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     k->wanted = 0;
-    k->block->landed_turn = owe(s);
-    pthread_mutex_unlock(&s->mu);
+    owe(s, &k->block->landed);
+    mt_unlock(&s->mu);
 }
 
 void mt_spill_drop(mt_spill *s, mt_spilled *k)
 {
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     k->dropped = 1;
     if (skips(s, MT_EDGE_GONE)) {
         mt_places_give(&s->places, k->place);
@@ -607,17 +563,17 @@ void mt_spill_drop(mt_spill *s, mt_spilled *k)
     if (k->at != FILLING && k->at != WRITING && !k->reading)
         forget(s, k);
     read_ahead(s);
-    pthread_cond_broadcast(&s->changed);
-    pthread_mutex_unlock(&s->mu);
+    pthread_cond_broadcast(&s->worker.news);
+    mt_unlock(&s->mu);
 }
 
 mt_swap_block *mt_spill_block(mt_spill *s, const mt_spilled *k)
 {
     mt_swap_block *b;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     b = k->block != NULL ? &k->block->b : NULL;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return b;
 }
 
@@ -627,6 +583,7 @@ mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *
                         mt_spill **out)
 {
     mt_spill *s;
+    mt_status st;
 
     if (n_blocks < 2)
         return MT_FAIL(MT_EINVAL, "spill: %d blocks; 2 are the least: one moves to the device, one "
@@ -639,33 +596,26 @@ mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *
     s->store = store;
     s->file = file;
     s->n_blocks = n_blocks;
-    pthread_mutex_init(&s->mu, NULL);
-    pthread_cond_init(&s->more, NULL);
-    s->opened = mt_watch_cond(&s->changed) == MT_OK;
-    s->runs = s->opened && pthread_create(&s->thread, NULL, spill_main, s) == 0;
-    if (!s->runs) {
-        mt_spill_close(s);
-        return MT_FAIL(MT_ENOMEM, "spill: no thread to be had");
-    }
+    mt_mutex_open(&s->mu, MT_RANK_SPILL);
+    MT_TRY(mt_worker_open(&s->worker, &s->mu, 1, "mt-spill", "swap disk", wait_for_device, s));
     *out = s;
     return MT_OK;
+
+fail:
+    mt_spill_close(s);
+    return st;
 }
 
 /* What is owed is waited for; nothing new is read. */
 void mt_spill_stop(mt_spill *s)
 {
-    if (s == NULL || !s->runs)
+    if (s == NULL)
         return;
-    pthread_mutex_lock(&s->mu);
-    s->stop = 1;
-    pthread_cond_signal(&s->more);
-    pthread_mutex_unlock(&s->mu);
-    pthread_join(s->thread, NULL);
-    s->runs = 0;
-    pthread_mutex_lock(&s->mu);
+    mt_worker_stop(&s->worker, 0);
+    mt_lock(&s->mu);
     while (s->requests > 0)
-        pthread_cond_wait(&s->changed, &s->mu);
-    pthread_mutex_unlock(&s->mu);
+        mt_cond_wait(&s->worker.news, &s->mu);
+    mt_unlock(&s->mu);
 }
 
 void mt_spill_close(mt_spill *s)
@@ -678,10 +628,8 @@ void mt_spill_close(mt_spill *s)
     while (s->blocks != NULL)
         close_block(s, s->blocks);
     mt_places_close(&s->places);
-    if (s->opened)
-        pthread_cond_destroy(&s->changed);
-    pthread_cond_destroy(&s->more);
-    pthread_mutex_destroy(&s->mu);
+    mt_worker_close(&s->worker);
+    mt_mutex_close(&s->mu);
     free(s);
 }
 
@@ -692,19 +640,19 @@ void mt_spill_timeline(mt_spill *s, mt_timeline *t)
 
 void mt_spill_debug(mt_spill *s, mt_debug d)
 {
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->debug = d;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
 }
 
 mt_spill_stats mt_spill_stats_get(mt_spill *s)
 {
     mt_spill_stats stats;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     stats = s->stats;
     stats.file_bytes = s->places.bytes;
     stats.used_bytes = s->places.used_bytes;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return stats;
 }

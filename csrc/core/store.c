@@ -120,8 +120,8 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
         free(s);
         return st;
     }
-    pthread_mutex_init(&s->map_mu, NULL);
-    pthread_mutex_init(&s->fetched_mu, NULL);
+    mt_mutex_open(&s->map_mu, MT_RANK_MAP);
+    mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
     mt_watch_open(&s->watch);
     s->dev = dev;
     s->pool = pool;
@@ -154,7 +154,7 @@ static void unit_close(mt_store *s, mt__unit *u)
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         for (int place = 0; place < MT__PLACES; place++) {
             plane_close(&u->plane[place][p], u->n_params);
-            pthread_mutex_destroy(&u->plane[place][p].making);
+            mt_mutex_close(&u->plane[place][p].making);
         }
     }
     mt_watch_take(&s->watch, &u->copying);
@@ -177,8 +177,8 @@ void mt_store_close(mt_store *s)
     mt__lent_close(s);
     mt__ledger_close(&s->ledger);
     mt_watch_close(&s->watch);
-    pthread_mutex_destroy(&s->map_mu);
-    pthread_mutex_destroy(&s->fetched_mu);
+    mt_mutex_close(&s->map_mu);
+    mt_mutex_close(&s->fetched_mu);
     free(s);
 }
 
@@ -197,7 +197,7 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
         return MT_FAIL(MT_ENOMEM, "unit %s: calloc(%zu)", name, sizeof *u);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int place = 0; place < MT__PLACES; place++)
-            pthread_mutex_init(&u->plane[place][p].making, NULL);
+            mt_mutex_open(&u->plane[place][p].making, MT_RANK_MAKING);
     u->n_params = n;
     u->version = u->written = 1;
     u->name = strdup(name);
@@ -245,9 +245,9 @@ mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, in
 
     if (st != MT_OK)
         return st;
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     st = publish(s, u, unit);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     if (st != MT_OK)
         unit_close(s, u);
     return st;
@@ -283,12 +283,12 @@ mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on)
 
     if (st != MT_OK)
         return st;
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     d = u->desc[param];
     d.trainable = on != 0;
     if ((st = check_desc(u->name, &d, param)) == MT_OK)
         __atomic_store_n(&u->desc[param].trainable, d.trainable, __ATOMIC_RELAXED);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return st;
 }
 
@@ -377,7 +377,7 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
         return MT_FAIL(MT_EINVAL,
                        "states %d of unit %d; the store has %d units, and states are 0 to %d",
                        (int)states, unit, mt_store_units(s), MT_STATES_COUNT - 1);
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     made = states_of(u) != states ? made_state(u) : MT_PLANE_COUNT;
     if (made != MT_PLANE_COUNT)
         st = MT_FAIL(MT_ESTATE, "unit %s has %s states already (plane %s); %s ones need a store "
@@ -386,7 +386,7 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
                      mt_states_name(states));
     else
         atomic_store(&u->states, (int)states);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return st;
 }
 
@@ -476,9 +476,9 @@ void mt__unbind(mt_store *s, int unit)
 /* Under making. What became of an arena is known to all from here on. */
 static void publish_arena(mt_store *s, mt_arena *a, mt_arena made)
 {
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     *a = made;
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
 }
 
 /* Under making. Nothing to do when the plane is there. */
@@ -493,10 +493,10 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int place, mt_plane p)
         return MT_OK;
     MT_TRY(mt__lay_out(u, p, &offset, &bytes));
     MT_TRY(map(s, u, place, p, bytes, 0, &made));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     pl->arena = made;
     pl->offset = offset;
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return MT_OK;
 
 fail:
@@ -513,9 +513,9 @@ static mt_status late_room(mt_store *s, const mt__unit *u, mt__plane *pl)
         return MT_OK;
     if ((made = calloc((size_t)u->n_params, sizeof *made)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d arenas", u->name, u->n_params);
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     pl->late = made;
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return MT_OK;
 }
 
@@ -550,9 +550,9 @@ static void *find_at(mt_store *s, const mt__plane *pl, int param)
 {
     void *found;
 
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     found = address_of(pl, param);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return found;
 }
 
@@ -614,9 +614,9 @@ static mt_status at(mt_store *s, int unit, int param, int place, mt_plane p, voi
         *out = found;
         return MT_OK;
     }
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     st = make_at(s, u, param, place, p, out);
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
 fail:
     return st;
 }
@@ -641,10 +641,10 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
                        unit, mt_store_units(s));
     pl = &u->plane[MT__HOST][MT_PLANE_HI];
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     if ((st = plane_make(s, u, MT__HOST, MT_PLANE_HI)) == MT_OK)
         *out = pl->arena.base;
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
     return st;
 }
 
@@ -664,7 +664,7 @@ mt_status mt_store_settle(mt_store *s, int unit)
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
                        unit, mt_store_units(s));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     if (atomic_load(&u->passing))
         st = MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot live on the device",
                      u->name);
@@ -677,7 +677,7 @@ mt_status mt_store_settle(mt_store *s, int unit)
                      u->name);
     if (st == MT_OK)
         atomic_store(&u->settled, 1);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return st;
 }
 
@@ -696,12 +696,12 @@ static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
 {
     mt_status st;
 
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     MT_TRY(register_one(s, &pl->arena));
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
         MT_TRY(register_one(s, &pl->late[i]));
 fail:
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
     return st;
 }
 
@@ -728,13 +728,13 @@ mt_status mt_store_warm(mt_store *s, int unit, mt_plane p)
         return MT_FAIL(MT_EINVAL, "there is no plane %d of unit %d; the store has %d units", (int)p,
                        unit, mt_store_units(s));
     pl = &u->plane[MT__HOST][p];
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     MT_TRY(plane_make(s, u, MT__HOST, p));
     MT_TRY(warm(s, u, &pl->arena, p));
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
         MT_TRY(warm(s, u, &pl->late[i], p));
 fail:
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
     return st;
 }
 
@@ -766,11 +766,11 @@ void mt_store_cool(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return;
     pl = &u->plane[MT__HOST][p];
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     cool(s, &pl->arena, p);
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
         cool(s, &pl->late[i], p);
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
 }
 
 /* The host's memory is asked for and registered while the unit is settled still: nothing has
@@ -796,19 +796,19 @@ mt_status mt_store_unsettle(mt_store *s, int unit)
     if (u == NULL || !atomic_load(&u->settled))
         return MT_FAIL(MT_ESTATE, "unit %d does not live on the device", unit);
     MT_TRY(host_ready(s, unit, u));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     atomic_store(&u->settled, 0);
     atomic_store(&u->registered, 0);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
 fail:
     return st;
 }
 
 void mt_store_device_close(mt_store *s)
 {
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     for (int i = 0; i < mt_store_units(s); i++) {
         mt__unit *u = mt__unit_at(s, i);
 
@@ -816,7 +816,7 @@ void mt_store_device_close(mt_store *s)
             atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
     }
     mt__lent_device_close(s);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
 }
 
 size_t mt_store_device_bytes(const mt_store *s)
@@ -867,10 +867,10 @@ static mt_status register_warm(mt_store *s, mt__plane *pl)
 {
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     if (pl->arena.base != NULL && !pl->arena.cold)
         st = register_one(s, &pl->arena);
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
     return st;
 }
 
@@ -881,9 +881,9 @@ mt_status mt_store_register(mt_store *s, int unit)
 
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     atomic_store(&u->registered, 1);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
         if (MT_STATE_PLANES >> p & 1)
             st = register_warm(s, &u->plane[MT__HOST][p]);
@@ -905,7 +905,7 @@ mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
 
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     if (atomic_load(&u->settled) || atomic_load(&u->through))
         st = MT_FAIL(MT_ESTATE, "unit %s is updated on the device; its states cannot be on disk",
                      u->name);
@@ -915,7 +915,7 @@ mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
                          "disk before that is asked for", u->name, mt_plane_name((mt_plane)p));
     if (st == MT_OK)
         atomic_store(&u->disk, planes);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return st;
 }
 
@@ -927,10 +927,10 @@ mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *i
 
     MT_TRY(find(s, unit, param, &u));
     pl = &u->plane[MT__HOST][p];
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     if ((st = plane_make(s, u, MT__HOST, p)) == MT_OK)
         *in = pl->offset[param] != MT__ABSENT;
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
 fail:
     return st;
 }
@@ -943,10 +943,10 @@ void mt_store_chill(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return;
     pl = &u->plane[MT__HOST][p];
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     if (pl->arena.dev == NULL || p == MT_PLANE_HI)
         cool(s, &pl->arena, p);
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
 }
 
 size_t mt_store_cold(mt_store *s, int unit, mt_plane p)
@@ -958,8 +958,8 @@ size_t mt_store_cold(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return 0;
     a = &u->plane[MT__HOST][p].arena;
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     bytes = a->cold ? a->bytes : 0;
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return bytes;
 }

@@ -1,6 +1,6 @@
 /* store_impl.h — what store.c, lend.c and ledger.c share; nobody else includes it.
  *
- * Locks, never two at a time but for the first two, in this order:
+ * Locks (lock.h has their order):
  *   making      a plane's: it is being mapped, touched, registered or given back, which takes
  *               seconds a gigabyte. Whoever asks for another plane, or for an address that is
  *               there, does not wait
@@ -19,7 +19,7 @@
 
 /* One plane of one unit. Read under either lock, written under both. */
 typedef struct mt__plane {
-    pthread_mutex_t making;
+    mt_mutex        making;
     size_t   *offset;        /* [n_params] bytes into the arena, or MT__ABSENT; NULL: not made */
     mt_arena  arena;
     mt_arena *late;          /* [n_params] of those that became trainable afterwards, or NULL */
@@ -64,7 +64,7 @@ typedef struct mt__lent {
 } mt__lent;
 
 typedef struct mt__ledger {
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     pthread_cond_t  changed;         /* monotonic clock; broadcast at every change but a begin */
     int             wanted;          /* unit plus 1 whose save was waited for last; 0: none. mu */
     mt_status       fault;           /* MT_OK until the first. mu */
@@ -78,7 +78,7 @@ typedef struct mt__ledger {
 struct mt_store {
     mt_dev         *dev;
     mt_pool        *pool;
-    pthread_mutex_t map_mu, fetched_mu;
+    mt_mutex        map_mu, fetched_mu;
     mt__unit      **seg[MT__SEGS];           /* written under map_mu before n_units covers them */
     _Atomic int     n_units;                 /* release after a unit is whole; read by anyone */
     _Atomic size_t  mapped[MT_PLANE_COUNT];  /* bytes; written under map_mu, read by anyone */

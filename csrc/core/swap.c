@@ -6,7 +6,6 @@
  * be waited for. */
 #include "swap.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -40,7 +39,7 @@ struct mt_swap {
     mt_timeline    *timeline;
     mt_store       *store;               /* NULL: nobody watches */
     mt_spill       *spill;               /* NULL: there is no file */
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     block          *blocks;              /* mu, as what follows */
     bundle         *there;               /* the latest first */
     uint64_t        bundles;             /* made so far */
@@ -317,7 +316,7 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     bundle   *b = NULL;
     mt_status st;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     MT_TRY(bundle_new(w, unit, parts, n, home, &b));
     MT_TRY(fill(w, b, parts, run));
     b->needed = SOURCES | TENSORS;
@@ -325,13 +324,13 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     w->there = b;
     *number = b->number;
     w->bundles = b->number;
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     return MT_OK;
 
 fail:
     if (b != NULL)
         bundle_close(w, b);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     return st;
 }
 
@@ -354,12 +353,12 @@ mt_status mt_swap_left(mt_swap *w, uint64_t number, mt_queue *run)
     bundle   *b;
     mt_status st;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     b = find(w, number);
     st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_LEFT);
     if (st == MT_OK)
         no_longer(w, b, SOURCES);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     return st;
 }
 
@@ -389,7 +388,7 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
     bundle   *b;
     mt_status st;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     if ((b = find(w, number)) == NULL)
         MT_TRY(unknown(number));
     MT_TRY(fits(b, landing, n));
@@ -400,7 +399,7 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
     if (b->spilled != NULL)
         mt_spill_landing(w->spill, b->spilled);
 fail:
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     return st;
 }
 
@@ -409,18 +408,18 @@ mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
     bundle   *b;
     mt_status st;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     b = find(w, number);
     st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_BACK);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     return st;
 }
 
 void mt_swap_drop(mt_swap *w, uint64_t number)
 {
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     no_longer(w, find(w, number), TENSORS);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
@@ -434,7 +433,7 @@ mt_status mt_swap_open(mt_dev *dev, mt_pool *pool, mt_swap **out)
         return MT_FAIL(MT_ENOMEM, "swap: calloc(%zu)", sizeof *w);
     w->dev = dev;
     w->pool = pool;
-    pthread_mutex_init(&w->mu, NULL);
+    mt_mutex_open(&w->mu, MT_RANK_SWAP);
     MT_TRY(dev->ops->queue_open(dev, "swap-out", &w->out));
     MT_TRY(dev->ops->queue_open(dev, "swap-back", &w->back));
     MT_TRY(dev->ops->event_open(dev, &w->made));
@@ -469,7 +468,7 @@ void mt_swap_close(mt_swap *w)
         mt_watch_take(watch_of(w), &w->making);
     w->dev->ops->event_close(w->made);
     w->dev->ops->event_close(w->room);
-    pthread_mutex_destroy(&w->mu);
+    mt_mutex_close(&w->mu);
     free(w);
 }
 
@@ -499,22 +498,22 @@ void mt_swap_store(mt_swap *w, mt_store *s)
 
 void mt_swap_debug(mt_swap *w, mt_debug d)
 {
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     w->debug = d;
     if (w->spill != NULL)
         mt_spill_debug(w->spill, d);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
 }
 
 mt_swap_stats mt_swap_stats_get(mt_swap *w)
 {
     mt_swap_stats stats;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     stats = w->stats;
     if (w->spill != NULL)
         stats.spill = mt_spill_stats_get(w->spill);
     stats.host_bytes += stats.spill.host_bytes;
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     return stats;
 }

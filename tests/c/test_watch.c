@@ -64,7 +64,7 @@ static void posts_are_told_longest_first_until_they_are_over(void)
 /* A wait of the tests' own: over at a given look. */
 typedef struct waited {
     mt_watch        w;
-    pthread_mutex_t mu;
+    mt_mutex       mu;
     pthread_cond_t  c;
     int             looks, enough, moves;    /* moves: each look is one */
 } waited;
@@ -74,14 +74,14 @@ static void waited_open(waited *a, double limit_s, int enough)
     *a = (waited){ .enough = enough };
     mt_watch_open(&a->w);
     mt_watch_limit(&a->w, limit_s);
-    pthread_mutex_init(&a->mu, NULL);
+    mt_mutex_open(&a->mu, MT_RANK_TEST);
     CHECK_OK(mt_watch_cond(&a->c));
 }
 
 static void waited_close(waited *a)
 {
     pthread_cond_destroy(&a->c);
-    pthread_mutex_destroy(&a->mu);
+    mt_mutex_close(&a->mu);
     mt_watch_close(&a->w);
 }
 
@@ -123,11 +123,11 @@ static void *hold_up(void *arg)
     int     waits = 0;
 
     while (!waits) {
-        pthread_mutex_lock(&a->mu);
+        mt_lock(&a->mu);
         waits = a->looks > 0;
         if (waits)
             sleep_ms(250);
-        pthread_mutex_unlock(&a->mu);
+        mt_unlock(&a->mu);
     }
     return NULL;
 }
@@ -168,11 +168,11 @@ static int     free_when_asked;
 static mt_status query_locks(mt_event *e, int *done)
 {
     (void)e;
-    free_when_asked = pthread_mutex_trylock(&watched->mu) == 0;
+    free_when_asked = pthread_mutex_trylock(&watched->mu.mu) == 0;
     if (free_when_asked)
-        pthread_mutex_unlock(&watched->mu);
-    if (free_when_asked && (free_when_asked = pthread_mutex_trylock(&watched->w.mu) == 0))
-        pthread_mutex_unlock(&watched->w.mu);
+        pthread_mutex_unlock(&watched->mu.mu);
+    if (free_when_asked && (free_when_asked = pthread_mutex_trylock(&watched->w.mu.mu) == 0))
+        pthread_mutex_unlock(&watched->w.mu.mu);
     *done = 0;
     return MT_OK;
 }
@@ -699,7 +699,7 @@ static void a_thread_that_asks_ends_its_waits_and_no_others(void)
 {
     toy             t;
     gate            g;
-    pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
+    mt_mutex       mu = MT_MUTEX(MT_RANK_TEST);
     pthread_cond_t  c;
     mt_event       *e;
     mt_queue       *q;
