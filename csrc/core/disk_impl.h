@@ -43,12 +43,7 @@ typedef struct mt__disk_unit {
     int         on;         /* it is ours */
     mt__layout *lay;        /* NULL before its planes are first used. mu */
     int         next;       /* the unit that followed it last; -1: none yet. mu */
-    int         busy;       /* somebody is at its host planes, or its layout. mu, as the next two */
-    int         awaited;    /* so many wait until nobody is */
-    int         held;       /* it is being written from outside: none of it is read ahead */
-    unsigned    copied;     /* host planes that may have memory. Who made it busy, as the rest */
-    unsigned    fresh;      /* of which these are as in the file */
-    int         wanted;     /* who brought its weights reads them beyond the call: not a save */
+    int         held;       /* it is being written from outside: none of it is read ahead. mu */
 } mt__disk_unit;
 
 /* Who wants the bounce buffer, in a list while it waits. mu */
