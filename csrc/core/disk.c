@@ -20,7 +20,7 @@
 #define HI     (1u << MT_PLANE_HI)
 
 typedef struct job {
-    struct job *next;
+    mt_job      node;
     mt_disk_job j;                       /* params: our copy */
     float       clip;
 } job;
@@ -655,51 +655,12 @@ static mt_status update_late(mt_disk *d, const mt__layout *l, const job *b)
     return st;
 }
 
-/* ---- whose a unit is, and the bounce buffer ------------------------------------------------ */
-
-typedef struct reader {
-    mt_disk *d;
-    int      unit;
-} reader;
-
-static int is_ours(void *arg)
-{
-    const reader *r = arg;
-
-    if (r->d->units[r->unit].busy)
-        return 0;
-    return r->d->units[r->unit].busy = 1;
-}
-
-static mt_status enter(mt_disk *d, int u)
-{
-    reader    r = { .d = d, .unit = u };
-    int       urgent = !mt_ledger_do_i_save();
-    mt_status st;
-
-    mt_lock(&d->mu);
-    d->units[u].awaited += urgent;
-    mt_unlock(&d->mu);
-    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_ours, &r,
-                        mt_store_name(d->store, u), "who is at its host planes");
-    mt_lock(&d->mu);
-    d->units[u].awaited -= urgent;
-    mt_unlock(&d->mu);
-    return st;
-}
-
-static void leave(mt_disk *d, int u)
-{
-    mt_lock(&d->mu);
-    d->units[u].busy = 0;
-    pthread_cond_broadcast(&d->changed);
-    mt_unlock(&d->mu);
-}
+/* ---- the bounce buffer -------------------------------------------------------------------- */
 
 /* A save that somebody waits for, to have the unit, is in a hurry too. */
 static int lets_go_first(const mt__guest *g)
 {
-    return g->patient && g->d->units[g->unit].awaited == 0;
+    return g->patient && !mt_mirror_awaited(g->d->store, g->unit);
 }
 
 static int is_before(const mt__guest *a, const mt__guest *b)
@@ -758,17 +719,10 @@ static void note_bounced(mt_disk *d, int u, int number, int section)
     d->bounced_section = section;
 }
 
-/* Its copies on the host are old now, and the memory of these is given back. The unit is ours. */
-static void chill(mt_disk *d, int u, unsigned planes)
-{
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (d->units[u].copied & planes & 1u << p)
-            mt_store_chill(d->store, u, (mt_plane)p);
-    d->units[u].copied &= ~planes;
-    d->units[u].fresh &= ~planes;
-    if (planes & HI)
-        d->units[u].wanted = 0;
-}
+typedef struct reader {
+    mt_disk *d;
+    int      unit;
+} reader;
 
 static int has_read(void *arg)
 {
@@ -788,15 +742,29 @@ static mt_status end_reads(mt_disk *d, int u)
                           "reads of its weights ahead of a fetch (FED)");
 }
 
-/* The unit is ours. Its layout, and its place in the order. Weights that were copied may be in
- * somebody's graph, which wants them as they were: see mt_disk_forget. */
-static mt_status begin_update(mt_disk *d, int u, mt__layout **l)
+/* Behind the door: its copies are stale from here on. Memory of states is given back. Weights that
+ * were brought may be in somebody's graph, which wants them as they were: see mt_mirror_forget. */
+static mt_status end_copies(mt_disk *d, const mt_disk_job *j, const mt__layout *l)
 {
+    const unsigned ahead = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
+
+    if (mt_mirror_any(d->store, j->unit, -1, ~0u, ahead))
+        return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host, and the file "
+                       "does not have them; push them first", mt_store_name(d->store, j->unit));
+    for (int i = 0; i < j->n_params; i++)
+        mt_mirror_tell(d->store, j->unit, j->params[i], l->planes[j->params[i]], MT_MIRROR_CHANGED);
+    mt_mirror_drop(d->store, j->unit, MT_STATE_PLANES);
+    return MT_OK;
+}
+
+/* Behind the door. Its layout, and its place in the order. */
+static mt_status begin_update(mt_disk *d, const mt_disk_job *j, mt__layout **l)
+{
+    int       u = j->unit;
     mt_status st;
 
     MT_TRY(lay_out(d, u, l));
-    chill(d, u, ~HI);
-    d->units[u].fresh = 0;
+    MT_TRY(end_copies(d, j, *l));
     mt_lock(&d->mu);
     if (d->bounced_unit == u)
         d->bounced_unit = -1;
@@ -828,9 +796,9 @@ static mt_status update(mt_disk *d, const job *b)
     MT_TRY(mt_ledger_check(d->store));
     /* WEIGHTS: they are overwritten. */
     MT_TRY(mt_ledger_wait_fetch(d->store, b->j.unit));
-    MT_TRY(enter(d, b->j.unit));
-    st = begin_update(d, b->j.unit, &l);
-    leave(d, b->j.unit);
+    MT_TRY(mt_mirror_enter(d->store, b->j.unit));
+    st = begin_update(d, &b->j, &l);
+    mt_mirror_leave(d->store, b->j.unit);
     if (st != MT_OK)
         goto fail;
     if ((parts = calloc((size_t)l->most + 1, sizeof *parts)) == NULL) {
@@ -855,42 +823,24 @@ static void end_job(mt_disk *d, const mt_disk_job *j, mt_status st)
         j->free(j->arg);
 }
 
-/* NULL: the disk is closed, and nothing is left. */
-static job *next_job(mt_disk *d)
-{
-    job *b;
-
-    mt_lock(&d->mu);
-    while (d->first == NULL && !d->stop)
-        mt_cond_wait(&d->more, &d->mu);
-    if ((b = d->first) != NULL && (d->first = b->next) == NULL)
-        d->last = &d->first;
-    mt_unlock(&d->mu);
-    return b;
-}
-
 static void job_free(job *b)
 {
     free((void *)(uintptr_t)b->j.params);
     free(b);
 }
 
-static void *disk_main(void *arg)
+static mt_status carry_out(void *arg, mt_job *node)
 {
-    mt_disk *d = arg;
-    job     *b;
+    mt_disk  *d = arg;
+    job      *b = (job *)(void *)node;
+    mt_status st;
 
-    pthread_setname_np(pthread_self(), "mt-disk-update");
-    mt_watch_i_am("disk update");
-    while ((b = next_job(d)) != NULL) {
-        end_job(d, &b->j, update(d, b));
-        job_free(b);
-        mt_lock(&d->mu);
-        d->done++;
-        pthread_cond_broadcast(&d->changed);
-        mt_unlock(&d->mu);
-    }
-    return NULL;
+    mt_unlock(&d->mu);
+    st = update(d, b);
+    end_job(d, &b->j, st);
+    job_free(b);
+    mt_lock(&d->mu);
+    return st;
 }
 
 /* ---- the updater's side ------------------------------------------------------------------- */
@@ -927,40 +877,20 @@ mt_status mt_disk_put(mt_disk *d, const mt_disk_job *j, float clip)
         return st;
     }
     mt_lock(&d->mu);
-    d->put++;
-    *d->last = b;
-    d->last = &b->next;
-    pthread_cond_signal(&d->more);
+    (void)mt_worker_submit(&d->worker, &b->node);
     mt_unlock(&d->mu);
     return MT_OK;
 }
 
-typedef struct all_done {
-    const mt_disk *d;
-    uint64_t       put;
-} all_done;
-
-static int are_done(void *arg)
-{
-    const all_done *a = arg;
-
-    return a->d->done >= a->put;
-}
-
 mt_status mt_disk_wait(mt_disk *d)
 {
-    all_done  a = { .d = d };
-    mt_status st;
+    mt_status st = mt_worker_wait(&d->worker, mt_store_watch(d->store), MT_WORKER_ALL, NULL,
+                                  "updates from disk");
 
-    mt_lock(&d->mu);
-    a.put = d->put;
-    mt_unlock(&d->mu);
-    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, are_done, &a, NULL,
-                        "updates from disk");
     return st == MT_OK ? mt_ledger_check(d->store) : st;
 }
 
-/* ---- copies on the host: the unit is ours ------------------------------------------------- */
+/* ---- copies on the host: behind the unit's door ------------------------------------------- */
 
 /* On a thread of the file's. */
 static void errand_over(mt_request *r)
@@ -1050,6 +980,11 @@ fail:
     return st;
 }
 
+static int is_loading(const mt_disk *d, int u, const mt__place *k, unsigned planes)
+{
+    return mt_mirror_any(d->store, u, k->param, planes, 1u << MT_MIRROR_LOADING);
+}
+
 /* Between the bounce buffer, which is ours and has the piece, and host planes;
  * param -1: of all parameters. */
 static mt_status copy_places(mt_disk *d, int u, int number, int param, unsigned planes, int to_host)
@@ -1064,7 +999,8 @@ static mt_status copy_places(mt_disk *d, int u, int number, int param, unsigned 
             char        *mem = d->bounce + k->offset[p];
             void        *host;
 
-            if (!(planes >> p & 1) || k->offset[p] == ABSENT || (param >= 0 && k->param != param))
+            if (!(planes >> p & 1) || k->offset[p] == ABSENT || (param >= 0 && k->param != param) ||
+                (to_host && !is_loading(d, u, k, 1u << p)))
                 continue;
             MT_TRY(mt_store_at(d->store, u, k->param, (mt_plane)p, &host));
             host = (char *)host + mt_store_plane_bytes(d->store, u, k->param, (mt_plane)p, k->from);
@@ -1073,112 +1009,6 @@ static mt_status copy_places(mt_disk *d, int u, int number, int param, unsigned 
         }
 fail:
     return st;
-}
-
-static unsigned planes_in(int section, unsigned planes)
-{
-    return planes & (section == MT__WEIGHTS ? HI : ~HI);
-}
-
-static mt_status bring_piece(mt_disk *d, int u, int number, unsigned planes)
-{
-    mt_status st = MT_OK;
-
-    for (int k = 0; k < MT__SECTIONS; k++) {
-        if (planes_in(k, planes) == 0)
-            continue;
-        MT_TRY(take_bounce(d, u));
-        if ((st = move(d, u, number, k, 0)) == MT_OK)
-            st = copy_places(d, u, number, -1, planes_in(k, planes), 1);
-        give_bounce(d);
-        MT_TRY(st);
-    }
-fail:
-    return st;
-}
-
-static mt_status bring(mt_disk *d, int u, unsigned planes)
-{
-    mt__layout *l;
-    mt_status st;
-
-    MT_TRY(lay_out(d, u, &l));
-    planes &= ~d->units[u].fresh;
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1) {
-            d->units[u].copied |= 1u << p;
-            MT_TRY(mt_store_warm(d->store, u, (mt_plane)p));
-        }
-    for (int i = 0; i < l->n_pieces && planes != 0; i++)
-        MT_TRY(bring_piece(d, u, i, planes));
-    d->units[u].fresh |= planes;
-fail:
-    return st;
-}
-
-static mt_status bring_for(mt_disk *d, int u, unsigned planes, int stays)
-{
-    mt_status st;
-
-    planes &= mt_store_on_disk(d->store, u);
-    if (planes == 0)
-        return MT_OK;
-    MT_TRY(find(d, u));
-    MT_TRY(mt_ledger_wait_updates(d->store, u));
-    MT_TRY(enter(d, u));
-    if ((st = bring(d, u, planes)) == MT_OK)
-        d->units[u].wanted |= stays && (planes & HI);
-    leave(d, u);
-fail:
-    return st;
-}
-
-mt_status mt_disk_bring(mt_disk *d, int u, unsigned planes)
-{
-    return bring_for(d, u, planes, 1);
-}
-
-mt_status mt_disk_peek(mt_disk *d, int u, unsigned planes)
-{
-    return bring_for(d, u, planes, 0);
-}
-
-static mt_status give_back(mt_disk *d, int u, int all)
-{
-    mt_status st;
-
-    if (!mt_store_on_disk(d->store, u))
-        return MT_OK;
-    if ((st = enter(d, u)) != MT_OK)
-        return st;
-    chill(d, u, all || !d->units[u].wanted ? ~0u : ~HI);
-    leave(d, u);
-    return MT_OK;
-}
-
-mt_status mt_disk_chill(mt_disk *d, int u)
-{
-    return give_back(d, u, 0);
-}
-
-mt_status mt_disk_take(mt_disk *d, int u)
-{
-    return give_back(d, u, 1);
-}
-
-void mt_disk_forget(mt_disk *d, int u)
-{
-    reader r = { .d = d, .unit = u };
-    int    ours;
-
-    mt_lock(&d->mu);
-    ours = is_ours(&r);             /* else: it is not worth a wait, the next time is soon enough */
-    mt_unlock(&d->mu);
-    if (!ours)
-        return;
-    if (d->units[u].copied & ~d->units[u].fresh & HI)
-        chill(d, u, HI);
-    leave(d, u);
 }
 
 /* PUSHED. */
@@ -1192,16 +1022,6 @@ static void hold(mt_disk *d, int u, int on)
         mt__feed_drop(d->feed, u);
     read_ahead(d);
     mt_unlock(&d->mu);
-}
-
-static int has(const mt__layout *l, int number, int param)
-{
-    const mt__piece *c = &l->pieces[number];
-
-    for (int i = c->first; i < c->first + c->n; i++)
-        if (l->places[i].param == param)
-            return 1;
-    return 0;
 }
 
 /* The bounce buffer is ours. What else is in the section stays; where all of it is written,
@@ -1221,57 +1041,67 @@ fail:
     return st;
 }
 
-static mt_status push_piece(mt_disk *d, int u, int number, int param, unsigned planes)
+/* Has the section something of the parameter, or of what is loading? */
+static int concerns(const mt_disk *d, int u, const mt__piece *c, int param, unsigned planes,
+                    int write)
 {
-    mt_status st = MT_OK;
+    for (int i = c->first; i < c->first + c->n; i++) {
+        const mt__place *k = &d->units[u].lay->places[i];
 
-    for (int k = 0; k < MT__SECTIONS; k++) {
-        if (planes_in(k, planes) == 0 || d->units[u].lay->pieces[number].section[k].bytes == 0)
-            continue;
-        MT_TRY(take_bounce(d, u));
-        st = push_section(d, u, number, k, param, planes_in(k, planes));
-        give_bounce(d);
-        MT_TRY(st);
+        if (write ? param < 0 || k->param == param : is_loading(d, u, k, planes))
+            return 1;
     }
+    return 0;
+}
+
+static mt_status visit(mt_disk *d, int u, int number, int k, int param, unsigned planes, int write)
+{
+    const mt__piece *c = &d->units[u].lay->pieces[number];
+    mt_status        st;
+
+    planes &= k == MT__WEIGHTS ? HI : ~HI;
+    if (planes == 0 || c->section[k].bytes == 0 || !concerns(d, u, c, param, planes, write))
+        return MT_OK;
+    MT_TRY(take_bounce(d, u));
+    if (write)
+        st = push_section(d, u, number, k, param, planes);
+    else if ((st = move(d, u, number, k, 0)) == MT_OK)
+        st = copy_places(d, u, number, -1, planes, 1);
+    give_bounce(d);
 fail:
     return st;
 }
 
-static mt_status push(mt_disk *d, int u, int param, unsigned planes)
+static mt_status visit_all(mt_disk *d, int u, int param, unsigned planes, int write)
 {
     mt__layout *l;
     mt_status   st;
 
     MT_TRY(lay_out(d, u, &l));
-    d->units[u].copied |= planes;
     planes &= param < 0 ? planes : l->planes[param];
-    hold(d, u, 1);
-    for (int i = 0; i < l->n_pieces && planes != 0 && st == MT_OK; i++)
-        if (param < 0 || has(l, i, param))
-            st = push_piece(d, u, i, param, planes);
-    hold(d, u, 0);
+    for (int i = 0; i < l->n_pieces && planes != 0; i++)
+        for (int k = 0; k < MT__SECTIONS; k++)
+            MT_TRY(visit(d, u, i, k, param, planes, write));
 fail:
     return st;
 }
 
-mt_status mt_disk_push(mt_disk *d, int u, int param, unsigned planes)
+static mt_status home_load(void *arg, int u, unsigned planes)
+{
+    return visit_all(arg, u, -1, planes, 0);
+}
+
+static mt_status home_store(void *arg, int u, int param, unsigned planes)
 {
     mt_status st;
 
-    planes &= mt_store_on_disk(d->store, u);
-    if (planes == 0)
-        return MT_OK;
-    MT_TRY(find(d, u));
-    if (param != -1 && mt_store_desc(d->store, u, param) == NULL)
-        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
-                       mt_store_name(d->store, u), param, mt_store_params(d->store, u));
-    MT_TRY(mt_ledger_wait_updates(d->store, u));
-    MT_TRY(enter(d, u));
-    st = push(d, u, param, planes);
-    leave(d, u);
-fail:
+    hold(arg, u, 1);
+    st = visit_all(arg, u, param, planes, 1);
+    hold(arg, u, 0);
     return st;
 }
+
+static const mt_mirror_ops mirror_ops = { .load = home_load, .store = home_store };
 
 /* ---- open and close --------------------------------------------------------------------- */
 
@@ -1294,11 +1124,9 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
     d->file = file;
     d->pool = pool;
     d->bytes = bytes;
-    d->last = &d->first;
     d->next_unit = d->before = d->first_added = d->last_added = d->bounced_unit = -1;
     mt_mutex_open(&d->mu, MT_RANK_DISK);
     MT_TRY(mt_watch_cond(&d->changed));
-    pthread_cond_init(&d->more, NULL);
     if ((d->buffers = calloc((size_t)n_buffers, sizeof *d->buffers)) == NULL) {
         st = MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers", n_buffers);
         goto fail;
@@ -1311,11 +1139,7 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
                                       .unit = -1 };
     d->bounce = (char *)d->memory.base + (size_t)n_buffers * bytes;
     d->stats.buffer_bytes = d->memory.bytes;
-    if (pthread_create(&d->thread, NULL, disk_main, d) != 0) {
-        st = MT_FAIL(MT_ENOMEM, "disk: no thread for updates");
-        goto fail;
-    }
-    d->runs = 1;
+    MT_TRY(mt_worker_open(&d->worker, &d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
     *out = d;
     return MT_OK;
 
@@ -1336,20 +1160,17 @@ void mt_disk_close(mt_disk *d)
 {
     if (d == NULL)
         return;
-    mt_lock(&d->mu);
-    d->stop = 1;
-    pthread_cond_signal(&d->more);
-    mt_unlock(&d->mu);
-    if (d->runs)
-        pthread_join(d->thread, NULL);
+    mt_worker_close(&d->worker);
     mt_lock(&d->mu);
     d->next_unit = -1;                   /* nothing more is read */
     while (under_way(d) || d->away != 0)
         mt_cond_wait(&d->changed, &d->mu);
     mt_unlock(&d->mu);
-    for (int i = 0; i < d->n_units; i++)
+    for (int i = 0; i < d->n_units; i++) {
+        if (d->units[i].on)
+            mt_mirror_close(d->store, i);
         layout_free(d->units[i].lay);
-    pthread_cond_destroy(&d->more);
+    }
     pthread_cond_destroy(&d->changed);
     mt_mutex_close(&d->mu);
     mt_arena_close(&d->memory);
@@ -1406,7 +1227,9 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     if (d->units[u].on)
         return MT_OK;
     MT_TRY(mt_store_set_disk(d->store, u, MT_STATE_PLANES | (weights ? HI : 0)));
-    if ((st = count(d, u)) != MT_OK) {
+    if ((st = count(d, u)) == MT_OK)
+        st = mt_mirror_open(d->store, u, mt_store_on_disk(d->store, u), &mirror_ops, d);
+    if (st != MT_OK) {
         (void)mt_store_set_disk(d->store, u, 0);
         return st;
     }

@@ -8,8 +8,7 @@
 
 #include "arena.h"
 #include "disk.h"
-
-#include <pthread.h>
+#include "worker.h"
 
 typedef struct mt__place {
     int     param;
@@ -44,12 +43,7 @@ typedef struct mt__disk_unit {
     int         on;         /* it is ours */
     mt__layout *lay;        /* NULL before its planes are first used. mu */
     int         next;       /* the unit that followed it last; -1: none yet. mu */
-    int         busy;       /* somebody is at its host planes, or its layout. mu, as the next two */
-    int         awaited;    /* so many wait until nobody is */
-    int         held;       /* it is being written from outside: none of it is read ahead */
-    unsigned    copied;     /* host planes that may have memory. Who made it busy, as the rest */
-    unsigned    fresh;      /* of which these are as in the file */
-    int         wanted;     /* who brought its weights reads them beyond the call: not a save */
+    int         held;       /* it is being written from outside: none of it is read ahead. mu */
 } mt__disk_unit;
 
 /* Who wants the bounce buffer, in a list while it waits. mu */
@@ -110,14 +104,9 @@ struct mt_disk {
     int             n_units;
     int             last_added, first_added;     /* -1: none */
 
-    mt_mutex        mu;
-    pthread_cond_t  changed;             /* a request ended, or a job */
-    pthread_cond_t  more;                /* our thread waits: a job, or stop */
-    struct job     *first, **last;       /* mu */
-    uint64_t        put, done;           /* jobs. mu */
-    int             stop;                /* mu */
-    pthread_t       thread;
-    int             runs;
+    mt_mutex mu;
+    pthread_cond_t  changed;             /* a request ended, or what is taken is free */
+    mt_worker       worker;              /* updates */
     int             next_unit, next_piece;   /* to be read; next_unit -1: nobody knows. mu */
     int             before;              /* the unit updated last; -1: none. mu */
     int             failed;              /* the ledger has the fault. mu */

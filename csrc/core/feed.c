@@ -326,11 +326,6 @@ void mt_feed_next(mt_feed *f, int unit)
     (void)aim(f, unit, 0);
 }
 
-void mt_feed_forget(mt_feed *f, int unit)
-{
-    mt_disk_forget(f->disk, unit);
-}
-
 mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
 {
     const mt__layout *l = aim(f, unit, 1);
