@@ -17,13 +17,29 @@
 typedef struct block {
     mt_swap_block b;                     /* opened and closed by whoever holds swap's lock */
     mt_spilled   *owner;                 /* NULL: nobody's. mu, as all below */
-    mt_spilled   *filling;               /* whose copies out our thread is to wait for */
-    uint64_t      filled_turn;           /* of that wait; 0: none */
-    uint64_t      landed_turn;           /* of the wait for copies back; 0: none is owed */
+    unsigned      waits;                 /* FILLED: for its owner's copies out. LANDED */
+    uint64_t      filled_turn, landed_turn;      /* of these waits, while they are owed */
     struct block *next;
 } block;
 
-typedef enum { NEW, FILLING, WRITING, STORED, LOST } stage;
+/* spill.h says what they mean. */
+enum { NONE, FILLED, LANDED, BOTH };
+typedef enum { NEW, FILLING, WRITING, STORED, READING, UNREAD, LOST, STAGES } stage;
+
+static const unsigned next_stages[STAGES] = {
+    [NEW] = 1 << FILLING,
+    [FILLING] = 1 << WRITING | 1 << LOST,
+    [WRITING] = 1 << STORED | 1 << LOST,
+    [STORED] = 1 << READING,
+    [READING] = 1 << STORED | 1 << UNREAD,
+    [UNREAD] = 1 << STORED,
+};
+static const unsigned next_waits[] = {
+    [NONE] = 1 << FILLED | 1 << LANDED,
+    [FILLED] = 1 << NONE | 1 << BOTH,
+    [LANDED] = 1 << NONE | 1 << LANDED,
+    [BOTH] = 1 << LANDED | 1 << BOTH,
+};
 
 struct mt_spilled {                      /* all under mu, but for what is constant */
     mt_spill   *spill;                   /* these four: constant */
@@ -33,13 +49,12 @@ struct mt_spilled {                      /* all under mu, but for what is consta
     block      *block;                   /* that it owns; NULL: the file alone has it */
     mt_place   *place;
     stage       at;
-    int         reading;                 /* into its block */
     int         wanted;                  /* brought, and copies back not put yet: the block stays */
-    int         dropped;                 /* goes when its request is over */
+    int         dropped;                 /* goes when it is FILLING, WRITING or READING no more */
     int         told;                    /* LOST: mt_spill_new has said so */
-    mt_status   st;                      /* of the request that failed; MT_OK: none */
+    mt_status   st;                      /* UNREAD, LOST: of the request that failed; MT_OK: none */
     char        text[400];
-    mt_request  r;                       /* under way when WRITING, or reading */
+    mt_request  r;                       /* under way when WRITING or READING */
     uint64_t   *sums;
     uint64_t    begun_ns;                /* the request */
     mt_post     post;                    /* of the request */
@@ -78,28 +93,89 @@ static mt_watch *watch_of(const mt_spill *s)
     return mt_store_watch(s->store);
 }
 
-/* ---- whose blocks are: under mu --------------------------------------------------------- */
+/* ---- states: under mu ------------------------------------------------------------------- */
 
 static int skips(const mt_spill *s, unsigned edge)
 {
     return (s->debug.skip & edge) != 0;
 }
 
+static void become(mt_spilled *k, stage to)
+{
+    MT_ASSERT(mt_holds(&k->spill->mu));
+    MT_ASSERT(next_stages[k->at] >> to & 1);
+    k->at = to;
+}
+
+/* Without DRAINED a block may be filled anew while it is emptied. */
+static void wait_for(const mt_spill *s, block *b, unsigned waits)
+{
+    MT_ASSERT(mt_holds(&s->mu));
+    MT_ASSERT(next_waits[b->waits] >> waits & 1 || skips(s, MT_EDGE_DRAINED));
+    b->waits = waits;
+}
+
+/* FILLING, WRITING and READING end by themselves. */
+static int is_under_way(const mt_spilled *k)
+{
+    return k->at == FILLING || k->at == WRITING || k->at == READING;
+}
+
+static void assert_spilled(const mt_spill *s, const mt_spilled *k)
+{
+    int needs = k->at == FILLING || k->at == READING ||
+                (k->at == WRITING && !skips(s, MT_EDGE_WRITTEN));
+
+    MT_ASSERT(k->spill == s && (k->block == NULL || k->block->owner == k));
+    MT_ASSERT(k->block != NULL || !needs);
+    MT_ASSERT(k->st == MT_OK || k->at == UNREAD || k->at == LOST);
+    MT_ASSERT(!k->dropped || is_under_way(k));
+    MT_ASSERT(k->older == NULL || (k->older->newer == k && k->older->number < k->number));
+}
+
+static void assert_block(const mt_spill *s, const block *b)
+{
+    MT_ASSERT(b->owner == NULL || b->owner->block == b);
+    MT_ASSERT(!(b->waits & FILLED) || (b->owner != NULL && b->owner->at == FILLING));
+    MT_ASSERT(b->filled_turn <= s->turns && b->landed_turn <= s->turns);
+}
+
+/* At each door. */
+static void assert_state(const mt_spill *s)
+{
+    int made = 0, requests = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&s->mu));
+    for (const block *b = s->blocks; b != NULL; b = b->next, made++)
+        assert_block(s, b);
+    for (const mt_spilled *k = s->newest; k != NULL; k = k->older) {
+        assert_spilled(s, k);
+        requests += k->at == WRITING || k->at == READING;
+    }
+    MT_ASSERT(made == s->made && made <= s->n_blocks);
+    MT_ASSERT(requests == s->requests);
+}
+
+/* ---- whose blocks are: under mu --------------------------------------------------------- */
+
 /* Nothing moves in it, and what it has is nobody's, or in the file, or told to be lost. */
 static int may_go(const mt_spill *s, const block *b)
 {
     const mt_spilled *k = b->owner;
 
-    if (b->filled_turn != 0 || (b->landed_turn != 0 && !skips(s, MT_EDGE_DRAINED)))
+    if (b->waits & FILLED || (b->waits & LANDED && !skips(s, MT_EDGE_DRAINED)))
         return 0;
     if (k == NULL)
         return 1;
-    return !k->wanted && !k->reading &&
-           (k->at == STORED || k->at == LOST || (k->at == WRITING && skips(s, MT_EDGE_WRITTEN)));
+    return !k->wanted && (k->at == STORED || k->at == UNREAD || k->at == LOST ||
+                          (k->at == WRITING && skips(s, MT_EDGE_WRITTEN)));
 }
 
 static void part(block *b)
 {
+    MT_ASSERT(!(b->waits & FILLED));
     if (b->owner != NULL)
         b->owner->block = NULL;
     b->owner = NULL;
@@ -122,9 +198,9 @@ static void unlink_spilled(mt_spill *s, mt_spilled *k)
         k->older->newer = k->newer;
 }
 
-/* No request of it is under way. */
 static void forget(mt_spill *s, mt_spilled *k)
 {
+    MT_ASSERT(!is_under_way(k));
     if (k->block != NULL)
         part(k->block);
     mt_places_give(&s->places, k->place);
@@ -168,9 +244,7 @@ static void request_over(mt_request *r)
     mt_watch_end(watch_of(s), &k->post, r->st);
     record(s, k);
     *(r->write ? &s->stats.written_bytes : &s->stats.read_bytes) += r->moved;
-    if (r->write)
-        k->at = r->st == MT_OK ? STORED : LOST;
-    k->reading = 0;
+    become(k, r->st == MT_OK ? STORED : r->write ? LOST : UNREAD);
     if (r->st != MT_OK)
         failed(s, k, r->write, r->st, r->text);
     if (k->dropped)
@@ -196,7 +270,7 @@ static void put(mt_spill *s, mt_spilled *k, int write)
 static void read_into(mt_spill *s, mt_spilled *k, block *b)
 {
     join(b, k);
-    k->reading = 1;
+    become(k, READING);
     put(s, k, 0);
 }
 
@@ -218,8 +292,7 @@ static void read_ahead(mt_spill *s)
     if (s->cursor == 0 || s->stop || s->broken != MT_OK)
         return;
     for (mt_spilled *k = s->newest; k != NULL; k = k->older) {
-        if (k->number >= s->cursor || k->block != NULL || k->at != STORED || k->dropped ||
-            k->st != MT_OK)
+        if (k->number >= s->cursor || k->block != NULL || k->at != STORED)
             continue;
         if ((b = spare(s, k->number, k->bytes)) == NULL)
             return;
@@ -236,12 +309,12 @@ static block *owed(const mt_spill *s, int *filled, uint64_t *turn)
 
     *turn = UINT64_MAX;
     for (block *b = s->blocks; b != NULL; b = b->next) {
-        if (b->filled_turn != 0 && b->filled_turn < *turn) {
+        if (b->waits & FILLED && b->filled_turn < *turn) {
             found = b;
             *filled = 1;
             *turn = b->filled_turn;
         }
-        if (b->landed_turn != 0 && b->landed_turn < *turn) {
+        if (b->waits & LANDED && b->landed_turn < *turn) {
             found = b;
             *filled = 0;
             *turn = b->landed_turn;
@@ -252,21 +325,21 @@ static block *owed(const mt_spill *s, int *filled, uint64_t *turn)
 
 static void copies_over(mt_spill *s, block *b, int filled, uint64_t turn)
 {
-    mt_spilled *k = b->filling;
+    mt_spilled *k = b->owner;
 
     if (!filled) {
-        b->landed_turn = b->landed_turn == turn ? 0 : b->landed_turn;
+        if (b->landed_turn == turn)              /* else there were later ones */
+            wait_for(s, b, b->waits & ~(unsigned)LANDED);
         return;
     }
-    b->filled_turn = 0;
-    b->filling = NULL;
+    wait_for(s, b, b->waits & ~(unsigned)FILLED);
     if (k->dropped || s->stop || s->broken != MT_OK) {
-        k->at = LOST;
+        become(k, LOST);
         if (k->dropped)
             forget(s, k);
         return;
     }
-    k->at = WRITING;
+    become(k, WRITING);
     put(s, k, 1);
 }
 
@@ -408,7 +481,7 @@ static int is_written(void *arg)
 
 static int is_read(void *arg)
 {
-    return !((const mt_spilled *)arg)->reading;
+    return ((const mt_spilled *)arg)->at != READING;
 }
 
 /* Lets go of mu meanwhile, and a moment longer: nobody who holds swap's lock comes in between. */
@@ -504,6 +577,7 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     mt_status   st;
 
     mt_lock(&s->mu);
+    assert_state(s);
     s->cursor = 0;
     MT_TRY(tell_lost(s));
     MT_TRY(make(s, unit, number, bytes, &k));
@@ -526,8 +600,9 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
     mt_status st = MT_OK;
 
     mt_lock(&s->mu);
-    k->at = FILLING;
-    k->block->filling = k;
+    assert_state(s);
+    become(k, FILLING);
+    wait_for(s, k->block, k->block->waits | FILLED);
     k->block->filled_turn = owe(s);
     if (s->debug.sync)
         st = wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)");
@@ -546,7 +621,7 @@ static mt_status have_block(mt_spill *s, mt_spilled *k)
         return mt_fail_again(s->broken, s->why);
     if (k->block == NULL)                /* where WRITTEN is left out: it has one request */
         MT_TRY(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
-    if (k->block != NULL || k->st != MT_OK)
+    if (k->block != NULL || k->st != MT_OK)      /* it is told next, or what it has is lost */
         return MT_OK;
     MT_TRY(get_block(s, k, &b));
     read_into(s, k, b);
@@ -561,7 +636,10 @@ static mt_status tell_failed(mt_spilled *k)
 
     if (st != MT_OK && k->block != NULL)
         part(k->block);
-    k->st = k->at == LOST ? k->st : MT_OK;
+    if (k->at == UNREAD) {
+        become(k, STORED);
+        k->st = MT_OK;
+    }
     k->told = 1;
     return st;
 }
@@ -571,6 +649,8 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
     mt_status st;
 
     mt_lock(&s->mu);
+    assert_state(s);
+    MT_ASSERT(k->at != NEW && !k->dropped);
     s->cursor = k->number;
     k->wanted = 1;              /* from now on: the end of its read looks for blocks that may go */
     MT_TRY(have_block(s, k));
@@ -591,7 +671,10 @@ fail:
 void mt_spill_landing(mt_spill *s, mt_spilled *k)
 {
     mt_lock(&s->mu);
+    assert_state(s);
+    MT_ASSERT(k->wanted && k->block != NULL);
     k->wanted = 0;
+    wait_for(s, k->block, k->block->waits | LANDED);
     k->block->landed_turn = owe(s);
     mt_unlock(&s->mu);
 }
@@ -599,12 +682,13 @@ void mt_spill_landing(mt_spill *s, mt_spilled *k)
 void mt_spill_drop(mt_spill *s, mt_spilled *k)
 {
     mt_lock(&s->mu);
+    assert_state(s);
     k->dropped = 1;
     if (skips(s, MT_EDGE_GONE)) {
         mt_places_give(&s->places, k->place);
         k->place = NULL;
     }
-    if (k->at != FILLING && k->at != WRITING && !k->reading)
+    if (!is_under_way(k))
         forget(s, k);
     read_ahead(s);
     pthread_cond_broadcast(&s->changed);
@@ -665,6 +749,7 @@ void mt_spill_stop(mt_spill *s)
     mt_lock(&s->mu);
     while (s->requests > 0)
         mt_cond_wait(&s->changed, &s->mu);
+    assert_state(s);
     mt_unlock(&s->mu);
 }
 
