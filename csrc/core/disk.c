@@ -20,7 +20,7 @@
 #define HI     (1u << MT_PLANE_HI)
 
 typedef struct job {
-    struct job *next;
+    mt_job      node;
     mt_disk_job j;                       /* params: our copy */
     float       clip;
 } job;
@@ -855,42 +855,24 @@ static void end_job(mt_disk *d, const mt_disk_job *j, mt_status st)
         j->free(j->arg);
 }
 
-/* NULL: the disk is closed, and nothing is left. */
-static job *next_job(mt_disk *d)
-{
-    job *b;
-
-    mt_lock(&d->mu);
-    while (d->first == NULL && !d->stop)
-        mt_cond_wait(&d->more, &d->mu);
-    if ((b = d->first) != NULL && (d->first = b->next) == NULL)
-        d->last = &d->first;
-    mt_unlock(&d->mu);
-    return b;
-}
-
 static void job_free(job *b)
 {
     free((void *)(uintptr_t)b->j.params);
     free(b);
 }
 
-static void *disk_main(void *arg)
+static mt_status carry_out(void *arg, mt_job *node)
 {
-    mt_disk *d = arg;
-    job     *b;
+    mt_disk  *d = arg;
+    job      *b = (job *)(void *)node;
+    mt_status st;
 
-    pthread_setname_np(pthread_self(), "mt-disk-update");
-    mt_watch_i_am("disk update");
-    while ((b = next_job(d)) != NULL) {
-        end_job(d, &b->j, update(d, b));
-        job_free(b);
-        mt_lock(&d->mu);
-        d->done++;
-        pthread_cond_broadcast(&d->changed);
-        mt_unlock(&d->mu);
-    }
-    return NULL;
+    mt_unlock(&d->mu);
+    st = update(d, b);
+    end_job(d, &b->j, st);
+    job_free(b);
+    mt_lock(&d->mu);
+    return st;
 }
 
 /* ---- the updater's side ------------------------------------------------------------------- */
@@ -927,36 +909,16 @@ mt_status mt_disk_put(mt_disk *d, const mt_disk_job *j, float clip)
         return st;
     }
     mt_lock(&d->mu);
-    d->put++;
-    *d->last = b;
-    d->last = &b->next;
-    pthread_cond_signal(&d->more);
+    (void)mt_worker_submit(&d->worker, &b->node);
     mt_unlock(&d->mu);
     return MT_OK;
 }
 
-typedef struct all_done {
-    const mt_disk *d;
-    uint64_t       put;
-} all_done;
-
-static int are_done(void *arg)
-{
-    const all_done *a = arg;
-
-    return a->d->done >= a->put;
-}
-
 mt_status mt_disk_wait(mt_disk *d)
 {
-    all_done  a = { .d = d };
-    mt_status st;
+    mt_status st = mt_worker_wait(&d->worker, mt_store_watch(d->store), MT_WORKER_ALL, NULL,
+                                  "updates from disk");
 
-    mt_lock(&d->mu);
-    a.put = d->put;
-    mt_unlock(&d->mu);
-    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, are_done, &a, NULL,
-                        "updates from disk");
     return st == MT_OK ? mt_ledger_check(d->store) : st;
 }
 
@@ -1294,11 +1256,9 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
     d->file = file;
     d->pool = pool;
     d->bytes = bytes;
-    d->last = &d->first;
     d->next_unit = d->before = d->first_added = d->last_added = d->bounced_unit = -1;
     mt_mutex_open(&d->mu, MT_RANK_DISK);
     MT_TRY(mt_watch_cond(&d->changed));
-    pthread_cond_init(&d->more, NULL);
     if ((d->buffers = calloc((size_t)n_buffers, sizeof *d->buffers)) == NULL) {
         st = MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers", n_buffers);
         goto fail;
@@ -1311,11 +1271,7 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
                                       .unit = -1 };
     d->bounce = (char *)d->memory.base + (size_t)n_buffers * bytes;
     d->stats.buffer_bytes = d->memory.bytes;
-    if (pthread_create(&d->thread, NULL, disk_main, d) != 0) {
-        st = MT_FAIL(MT_ENOMEM, "disk: no thread for updates");
-        goto fail;
-    }
-    d->runs = 1;
+    MT_TRY(mt_worker_open(&d->worker, &d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
     *out = d;
     return MT_OK;
 
@@ -1336,12 +1292,7 @@ void mt_disk_close(mt_disk *d)
 {
     if (d == NULL)
         return;
-    mt_lock(&d->mu);
-    d->stop = 1;
-    pthread_cond_signal(&d->more);
-    mt_unlock(&d->mu);
-    if (d->runs)
-        pthread_join(d->thread, NULL);
+    mt_worker_close(&d->worker);
     mt_lock(&d->mu);
     d->next_unit = -1;                   /* nothing more is read */
     while (under_way(d) || d->away != 0)
@@ -1349,7 +1300,6 @@ void mt_disk_close(mt_disk *d)
     mt_unlock(&d->mu);
     for (int i = 0; i < d->n_units; i++)
         layout_free(d->units[i].lay);
-    pthread_cond_destroy(&d->more);
     pthread_cond_destroy(&d->changed);
     mt_mutex_close(&d->mu);
     mt_arena_close(&d->memory);

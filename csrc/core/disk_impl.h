@@ -8,8 +8,7 @@
 
 #include "arena.h"
 #include "disk.h"
-
-#include <pthread.h>
+#include "worker.h"
 
 typedef struct mt__place {
     int     param;
@@ -110,14 +109,9 @@ struct mt_disk {
     int             n_units;
     int             last_added, first_added;     /* -1: none */
 
-    mt_mutex        mu;
-    pthread_cond_t  changed;             /* a request ended, or a job */
-    pthread_cond_t  more;                /* our thread waits: a job, or stop */
-    struct job     *first, **last;       /* mu */
-    uint64_t        put, done;           /* jobs. mu */
-    int             stop;                /* mu */
-    pthread_t       thread;
-    int             runs;
+    mt_mutex mu;
+    pthread_cond_t  changed;             /* a request ended, or what is taken is free */
+    mt_worker       worker;              /* updates */
     int             next_unit, next_piece;   /* to be read; next_unit -1: nobody knows. mu */
     int             before;              /* the unit updated last; -1: none. mu */
     int             failed;              /* the ledger has the fault. mu */

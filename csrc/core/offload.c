@@ -10,9 +10,9 @@
 #include "offload.h"
 
 #include "arena.h"
+#include "worker.h"
 
 #include <inttypes.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -37,6 +37,7 @@ typedef struct piece {
 
 /* Written by the putting thread while it is none of the AHEAD that the collector may look at. */
 typedef struct ticket {
+    mt_job    node;
     mt_event *handed;        /* recorded on run at the hand-over */
     mt_post   making;        /* `handed`, for the watchdog. Putting thread */
     mt_event *landed;        /* recorded on d2h behind the last copy */
@@ -77,20 +78,14 @@ struct mt_offload {
     staging            staging[STAGINGS];
     unsigned           next_staging; /* putting thread */
 
-    mt_mutex           mu;
-    pthread_cond_t     more;         /* the collector waits: put grew, or stop */
-    pthread_cond_t     came;         /* others wait: home grew */
+    mt_worker          collector;    /* ticket n is its job n */
+    mt_mutex    mu;
     tally            **tally;        /* by unit; the table moves, under mu; a tally stays */
     int                n_tally;
-    uint64_t           put;          /* latest ticket; putting thread, under mu */
-    uint64_t           home;         /* latest ticket the collector is done with; under mu */
     uint64_t           landed;       /* latest whose copies it saw end; stays at a failure. mu */
     uint64_t           waited_for;   /* latest ticket run waits for; putting thread, under mu */
     uint64_t           d2h_bytes;    /* mu */
     mt_debug           debug;        /* mu */
-    int                stop;         /* mu */
-    pthread_t          collector;
-    int                collector_runs;
 };
 
 /* ---- the collector ---------------------------------------------------------------------- */
@@ -98,20 +93,6 @@ struct mt_offload {
 static ticket *ticket_at(mt_offload *o, uint64_t t)
 {
     return &o->ring[t % o->n_ring];
-}
-
-/* The oldest ticket that is not home; NULL: the offload closes, and all are. */
-static ticket *next_ticket(mt_offload *o)
-{
-    ticket *t = NULL;
-
-    mt_lock(&o->mu);
-    while (o->home == o->put && !o->stop)
-        mt_cond_wait(&o->more, &o->mu);
-    if (o->home < o->put)
-        t = ticket_at(o, o->home + 1);
-    mt_unlock(&o->mu);
-    return t;
 }
 
 /* Through host memory, where the collector adds it. */
@@ -139,57 +120,37 @@ static void add_up(mt_offload *o, const ticket *t)
     mt_timeline_end(o->timeline, &span, added, NULL);
 }
 
-static void *collector_main(void *arg)
+static mt_status collect(void *arg, mt_job *node)
 {
     mt_offload *o = arg;
+    ticket     *t = (ticket *)(void *)node;
     mt_watch   *watch = mt_store_watch(o->store);
-    ticket     *t;
+    mt_post     post;
+    mt_status   st;
 
-    pthread_setname_np(pthread_self(), "mt-collector");
-    mt_watch_i_am("d2h");
-    while ((t = next_ticket(o)) != NULL) {
-        int       unit = t->unit;
-        mt_post   post;
-        mt_status st;
-
-        mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, unit),
-                       "its gradients' copies (the event LANDED)");
-        st = o->dev->ops->sync_event(t->landed);
-        mt_watch_end(watch, &post, st);
-        if (st == MT_OK)
-            add_up(o, t);
-        else
-            mt_ledger_fault(o->store, st, mt_last_error());
-        mt_ledger_grads_end(o->store, unit);
-        mt_lock(&o->mu);
-        o->tally[unit]->adds -= t->adds > 0;
-        o->home++;
-        if (st == MT_OK && o->landed == o->home - 1)
-            o->landed = o->home;
-        pthread_cond_broadcast(&o->came);
-        mt_unlock(&o->mu);
-    }
-    return NULL;
+    mt_unlock(&o->mu);
+    mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, t->unit),
+                   "its gradients' copies (the event LANDED)");
+    st = o->dev->ops->sync_event(t->landed);
+    mt_watch_end(watch, &post, st);
+    if (st == MT_OK)
+        add_up(o, t);
+    else
+        mt_ledger_fault(o->store, st, mt_last_error());
+    mt_ledger_grads_end(o->store, t->unit);
+    mt_lock(&o->mu);
+    o->tally[t->unit]->adds -= t->adds > 0;
+    if (st == MT_OK && o->landed == o->collector.ended)
+        o->landed++;
+    return st;
 }
 
-typedef struct awaited {
-    const mt_offload *o;
-    uint64_t          ticket;
-} awaited;
-
-static int is_home(void *arg)
-{
-    const awaited *a = arg;
-
-    return a->o->home >= a->ticket;
-}
-
-/* The collector never stops short of the latest ticket, so this ends when the device answers,
- * or is stuck. */
+/* The collector never stops short of the latest ticket, so this ends when the device answers, or is
+ * stuck. */
 static mt_status wait_home(mt_offload *o, uint64_t t)
 {
-    return mt_watch_until(mt_store_watch(o->store), &o->came, &o->mu, is_home, &(awaited){ o, t },
-                          NULL, "gradients to be home");
+    return mt_worker_wait(&o->collector, mt_store_watch(o->store), t, NULL,
+                          "gradients to be home");
 }
 
 /* The putting thread, which launches windows too: as wait_home,
@@ -201,7 +162,7 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
     int       home;
 
     mt_lock(&o->mu);
-    home = o->home >= t;
+    home = o->collector.ended >= t;
     mt_unlock(&o->mu);
     if (home)
         return MT_OK;
@@ -336,15 +297,9 @@ mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth
     o->kernels = k;
     o->depth = (uint64_t)depth;
     mt_mutex_open(&o->mu, MT_RANK_OFFLOAD);
-    pthread_cond_init(&o->more, NULL);
-    MT_TRY(mt_watch_cond(&o->came));
+    MT_TRY(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
     MT_TRY(ring_open(o));
     MT_TRY(dev->ops->queue_open(dev, "d2h", &o->d2h));
-    if (pthread_create(&o->collector, NULL, collector_main, o) != 0) {
-        st = MT_FAIL(MT_ENOMEM, "offload: no thread for the collector");
-        goto fail;
-    }
-    o->collector_runs = 1;
     *out = o;
     return MT_OK;
 
@@ -357,12 +312,7 @@ void mt_offload_close(mt_offload *o)
 {
     if (o == NULL)
         return;
-    mt_lock(&o->mu);
-    o->stop = 1;
-    pthread_cond_broadcast(&o->more);
-    mt_unlock(&o->mu);
-    if (o->collector_runs)
-        pthread_join(o->collector, NULL);
+    mt_worker_close(&o->collector);
     if (o->d2h != NULL)
         o->dev->ops->queue_close(o->d2h);
     for (uint64_t i = 0; o->ring != NULL && i < o->n_ring; i++) {
@@ -376,8 +326,6 @@ void mt_offload_close(mt_offload *o)
         mt_arena_close(&o->staging[i].mem);
     for (int i = 0; i < o->n_tally; i++)
         tally_close(o->tally[i]);
-    pthread_cond_destroy(&o->came);
-    pthread_cond_destroy(&o->more);
     mt_mutex_close(&o->mu);
     free(o->tally);
     free(o->ring);
@@ -396,7 +344,7 @@ void mt_offload_residents(mt_offload *o, mt_resident *r)
 
 mt_status mt_offload_depth(mt_offload *o, int depth)
 {
-    if (depth < 1 || (uint64_t)depth > o->depth || o->put > 0)
+    if (depth < 1 || (uint64_t)depth > o->depth || o->collector.submitted > 0)
         return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to %" PRIu64 ", before anything is put",
                        depth, o->depth);
     o->depth = (uint64_t)depth;
@@ -609,7 +557,7 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
 }
 
 /* Hands the ticket to the collector. */
-static void commit(mt_offload *o, const ticket *t, tally *y, staging *g, uint64_t number)
+static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t number)
 {
     if (g != NULL) {
         g->user = number;
@@ -618,10 +566,9 @@ static void commit(mt_offload *o, const ticket *t, tally *y, staging *g, uint64_
     mt_lock(&o->mu);
     note(o, t, y, 1);
     y->adds += t->adds > 0;
-    o->put = number;
+    (void)mt_worker_submit(&o->collector, &t->node);
     if (number > o->depth && number - o->depth > o->waited_for)
         o->waited_for = number - o->depth;
-    pthread_cond_signal(&o->more);
     mt_unlock(&o->mu);
 }
 
@@ -640,8 +587,8 @@ static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, i
     mt_unlock(&o->mu);
     if (sets > 0 && adds > 0)
         MT_TRY(mt_ledger_wait_grads(o->store, unit));
-    if (o->put + 1 > AHEAD)
-        MT_TRY(wait_room(o, o->put + 1 - AHEAD));
+    if (o->collector.submitted + 1 > AHEAD)
+        MT_TRY(wait_room(o, o->collector.submitted + 1 - AHEAD));
     return MT_OK;
 fail:
     return st;
@@ -660,7 +607,7 @@ static mt_status drain_all(mt_offload *o)
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
                          mt_queue *run, uint64_t *number)
 {
-    uint64_t  next = o->put + 1;
+    uint64_t  next = o->collector.submitted + 1;
     ticket   *t = ticket_at(o, next);
     tally    *y;
     staging  *g;
@@ -700,10 +647,10 @@ mt_status mt_offload_land(mt_offload *o, mt_queue *run)
     debug = o->debug;
     mt_unlock(&o->mu);
     /* The D2H queue is first in, first out: the last ticket's copies end last. */
-    if (o->put > 0 && !(debug.skip & MT_EDGE_LANDED))
-        MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->put)->landed));
+    if (o->collector.submitted > 0 && !(debug.skip & MT_EDGE_LANDED))
+        MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
     mt_lock(&o->mu);
-    o->waited_for = o->put;
+    o->waited_for = o->collector.submitted;
     mt_unlock(&o->mu);
 fail:
     return st;
@@ -727,7 +674,7 @@ mt_status mt_offload_drain(mt_offload *o)
     mt_status st;
 
     mt_lock(&o->mu);
-    put = o->put;
+    put = o->collector.submitted;
     mt_unlock(&o->mu);
     /* The ledger first: its waits name the unit. */
     for (int u = 0; u < mt_store_units(o->store); u++)

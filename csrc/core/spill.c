@@ -9,16 +9,21 @@
 
 #include "clock.h"
 #include "place.h"
+#include "worker.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+
+typedef struct owed {                    /* a wait of our thread's for copies. mu */
+    mt_job        node;
+    int           n;                     /* so many are not over: changed by count alone */
+    struct block *block;
+} owed;
 
 typedef struct block {
     mt_swap_block b;                     /* opened and closed by whoever holds swap's lock */
     mt_spilled   *owner;                 /* NULL: nobody's. mu, as all below */
-    unsigned      waits;                 /* FILLED: for its owner's copies out. LANDED */
-    uint64_t      filled_turn, landed_turn;      /* of these waits, while they are owed */
+    owed          filled, landed;        /* its owner's copies out, and copies back */
     struct block *next;
 } block;
 
@@ -68,24 +73,17 @@ struct mt_spill {
     mt_blocks      *file;
     mt_timeline    *timeline;            /* written before the first bundle */
     int             n_blocks;            /* at most */
-    mt_mutex        mu;
-    pthread_cond_t  changed;             /* a block, a request, a wait of ours */
-    pthread_cond_t  more;                /* our thread waits: something owed, or stop */
+    mt_mutex mu;
+    mt_worker       worker;              /* of what is owed. news: a block, a request too */
     block          *blocks;              /* mu, as all below. The list itself: swap's lock too */
     int             made;                /* of those */
     mt_spilled     *newest;
     mt_places       places;
     uint64_t        cursor;              /* a bundle's number; 0: nothing is read ahead */
-    uint64_t        turns;
     int             requests;            /* under way */
-    int             stop;
-    mt_status       broken;              /* of the device's, told by every call from then on */
-    char            why[400];
     uint64_t        recorded_ns;         /* the lane's records reach up to here */
     mt_spill_stats  stats;
     mt_debug        debug;
-    pthread_t       thread;
-    int             opened, runs;
 };
 
 static mt_watch *watch_of(const mt_spill *s)
@@ -107,12 +105,19 @@ static void become(mt_spilled *k, stage to)
     k->at = to;
 }
 
-/* Without DRAINED a block may be filled anew while it is emptied. */
-static void wait_for(const mt_spill *s, block *b, unsigned waits)
+static unsigned waits_of(const block *b)
 {
+    return (b->filled.n > 0 ? FILLED : NONE) | (b->landed.n > 0 ? LANDED : NONE);
+}
+
+/* One more wait, or one less. Without DRAINED a block may be filled anew while it is emptied. */
+static void count(const mt_spill *s, owed *o, int more)
+{
+    unsigned before = waits_of(o->block);
+
     MT_ASSERT(mt_holds(&s->mu));
-    MT_ASSERT(next_waits[b->waits] >> waits & 1 || skips(s, MT_EDGE_DRAINED));
-    b->waits = waits;
+    o->n += more;
+    MT_ASSERT(next_waits[before] >> waits_of(o->block) & 1 || skips(s, MT_EDGE_DRAINED));
 }
 
 /* FILLING, WRITING and READING end by themselves. */
@@ -133,11 +138,13 @@ static void assert_spilled(const mt_spill *s, const mt_spilled *k)
     MT_ASSERT(k->older == NULL || (k->older->newer == k && k->older->number < k->number));
 }
 
-static void assert_block(const mt_spill *s, const block *b)
+static void assert_block(const block *b)
 {
     MT_ASSERT(b->owner == NULL || b->owner->block == b);
-    MT_ASSERT(!(b->waits & FILLED) || (b->owner != NULL && b->owner->at == FILLING));
-    MT_ASSERT(b->filled_turn <= s->turns && b->landed_turn <= s->turns);
+    MT_ASSERT(b->filled.n == 0 || (b->filled.n == 1 && b->owner != NULL &&
+                                   b->owner->at == FILLING));
+    MT_ASSERT(b->landed.n >= 0 && b->landed.n <= 2 && (b->landed.n > 0 || !b->landed.node.listed));
+    MT_ASSERT(b->filled.block == b && b->landed.block == b);
 }
 
 /* At each door. */
@@ -149,7 +156,7 @@ static void assert_state(const mt_spill *s)
         return;
     MT_ASSERT(mt_holds(&s->mu));
     for (const block *b = s->blocks; b != NULL; b = b->next, made++)
-        assert_block(s, b);
+        assert_block(b);
     for (const mt_spilled *k = s->newest; k != NULL; k = k->older) {
         assert_spilled(s, k);
         requests += k->at == WRITING || k->at == READING;
@@ -165,7 +172,7 @@ static int may_go(const mt_spill *s, const block *b)
 {
     const mt_spilled *k = b->owner;
 
-    if (b->waits & FILLED || (b->waits & LANDED && !skips(s, MT_EDGE_DRAINED)))
+    if (b->filled.n > 0 || (b->landed.n > 0 && !skips(s, MT_EDGE_DRAINED)))
         return 0;
     if (k == NULL)
         return 1;
@@ -175,7 +182,7 @@ static int may_go(const mt_spill *s, const block *b)
 
 static void part(block *b)
 {
-    MT_ASSERT(!(b->waits & FILLED));
+    MT_ASSERT(b->filled.n == 0);
     if (b->owner != NULL)
         b->owner->block = NULL;
     b->owner = NULL;
@@ -251,7 +258,7 @@ static void request_over(mt_request *r)
         forget(s, k);
     read_ahead(s);
     s->requests--;
-    pthread_cond_broadcast(&s->changed);
+    pthread_cond_broadcast(&s->worker.news);
     mt_unlock(&s->mu);
 }
 
@@ -289,7 +296,7 @@ static void read_ahead(mt_spill *s)
     block *b;
 
     /* Broken: a wait for the device failed, so a block that looks idle may not be. */
-    if (s->cursor == 0 || s->stop || s->broken != MT_OK)
+    if (s->cursor == 0 || s->worker.stop || s->worker.failed != MT_OK)
         return;
     for (mt_spilled *k = s->newest; k != NULL; k = k->older) {
         if (k->number >= s->cursor || k->block != NULL || k->at != STORED)
@@ -302,38 +309,12 @@ static void read_ahead(mt_spill *s)
 
 /* ---- our thread ------------------------------------------------------------------------- */
 
-/* What is owed first; *filled: it is a wait for copies out. */
-static block *owed(const mt_spill *s, int *filled, uint64_t *turn)
-{
-    block *found = NULL;
-
-    *turn = UINT64_MAX;
-    for (block *b = s->blocks; b != NULL; b = b->next) {
-        if (b->waits & FILLED && b->filled_turn < *turn) {
-            found = b;
-            *filled = 1;
-            *turn = b->filled_turn;
-        }
-        if (b->waits & LANDED && b->landed_turn < *turn) {
-            found = b;
-            *filled = 0;
-            *turn = b->landed_turn;
-        }
-    }
-    return found;
-}
-
-static void copies_over(mt_spill *s, block *b, int filled, uint64_t turn)
+/* Under mu. The copies out of which b was filled are over, unless st says otherwise. */
+static void filled(mt_spill *s, block *b, mt_status st)
 {
     mt_spilled *k = b->owner;
 
-    if (!filled) {
-        if (b->landed_turn == turn)              /* else there were later ones */
-            wait_for(s, b, b->waits & ~(unsigned)LANDED);
-        return;
-    }
-    wait_for(s, b, b->waits & ~(unsigned)FILLED);
-    if (k->dropped || s->stop || s->broken != MT_OK) {
+    if (k->dropped || s->worker.stop || st != MT_OK || s->worker.failed != MT_OK) {
         become(k, LOST);
         if (k->dropped)
             forget(s, k);
@@ -343,50 +324,33 @@ static void copies_over(mt_spill *s, block *b, int filled, uint64_t turn)
     put(s, k, 1);
 }
 
-/* FULL and DRAINED. Without mu: the device takes its time. The block stays,
- * since a wait of it is owed. */
-static mt_status wait_for_device(mt_spill *s, const block *b, int filled)
-{
-    if (skips(s, filled ? MT_EDGE_FULL : MT_EDGE_DRAINED))
-        return MT_OK;
-    return s->dev->ops->sync_event(filled ? b->b.filled : b->b.landed);
-}
-
-static void *spill_main(void *arg)
+/* FULL and DRAINED. Without mu: the device takes its time. The block stays: its wait is owed. */
+static mt_status wait_for_device(void *arg, mt_job *node)
 {
     mt_spill *s = arg;
-    block    *b;
-    int       filled = 0;
-    uint64_t  turn;
-    mt_status st;
+    owed     *o = (owed *)(void *)node;
+    block    *b = o->block;
+    int       fills = o == &b->filled;
+    mt_status st = MT_OK;
 
-    pthread_setname_np(pthread_self(), "mt-spill");
-    mt_watch_i_am("swap disk");
-    mt_lock(&s->mu);
-    for (;;) {
-        while ((b = owed(s, &filled, &turn)) == NULL && !s->stop)
-            mt_cond_wait(&s->more, &s->mu);
-        if (b == NULL)
-            break;
-        mt_unlock(&s->mu);
-        st = wait_for_device(s, b, filled);
-        mt_lock(&s->mu);
-        if (st != MT_OK && s->broken == MT_OK) {
-            s->broken = st;
-            snprintf(s->why, sizeof s->why, "%s", mt_last_error());
-        }
-        copies_over(s, b, filled, turn);
-        read_ahead(s);
-        pthread_cond_broadcast(&s->changed);
-    }
     mt_unlock(&s->mu);
-    return NULL;
+    if (!skips(s, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
+        st = s->dev->ops->sync_event(fills ? b->b.filled : b->b.landed);
+    mt_lock(&s->mu);
+    count(s, o, -1);
+    if (fills)
+        filled(s, b, st);
+    if (st == MT_OK)
+        read_ahead(s);
+    return st;
 }
 
-static uint64_t owe(mt_spill *s)
+/* Behind what is owed already, also where this is. */
+static void owe(mt_spill *s, owed *o)
 {
-    pthread_cond_signal(&s->more);
-    return ++s->turns;
+    count(s, o, !o->node.listed);
+    mt_worker_withdraw(&s->worker, &o->node);
+    (void)mt_worker_submit(&s->worker, &o->node);
 }
 
 /* ---- a block for somebody: under mu, and swap's lock ------------------------------------- */
@@ -418,6 +382,7 @@ static void close_block(mt_spill *s, block *b)
     while (*at != b)
         at = &(*at)->next;
     *at = b->next;
+    mt_worker_withdraw(&s->worker, &b->landed.node);     /* where DRAINED is left out */
     s->made--;
     part(b);
     s->stats.host_bytes -= b->b.arena.bytes;
@@ -441,6 +406,7 @@ static mt_status open_block(mt_spill *s, size_t bytes, block **out)
         free(b);
         return st;
     }
+    b->filled.block = b->landed.block = b;
     b->next = s->blocks;
     s->blocks = b;
     s->made++;
@@ -469,7 +435,7 @@ static int may_have_block(void *arg)
 {
     const mt_spill *s = ((const mt_spilled *)arg)->spill;
 
-    return s->broken != MT_OK || s->made < s->n_blocks || choose(s, 0) != NULL;
+    return s->worker.failed != MT_OK || s->made < s->n_blocks || choose(s, 0) != NULL;
 }
 
 static int is_written(void *arg)
@@ -493,8 +459,8 @@ static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), 
     if (over(k))
         return MT_OK;
     mt_unlock(&s->mu);
-    st = mt_watch_until(watch_of(s), &s->changed, &s->mu, over, k, mt_store_name(s->store, k->unit),
-                        what);
+    st = mt_watch_until(watch_of(s), &s->worker.news, &s->mu, over, k,
+                        mt_store_name(s->store, k->unit), what);
     mt_lock(&s->mu);
     s->stats.wait_ns += mt_now_ns() - from;
     return st;
@@ -506,8 +472,7 @@ static mt_status get_block(mt_spill *s, mt_spilled *k, block **out)
     mt_status st;
 
     do {
-        if (s->broken != MT_OK)
-            return mt_fail_again(s->broken, s->why);
+        MT_TRY(mt_worker_failure(&s->worker));
         MT_TRY(try_block(s, k->bytes, &b));
         if (b == NULL)
             MT_TRY(wait_until(s, k, may_have_block, "host memory for what it keeps (WRITTEN)"));
@@ -602,8 +567,7 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
     mt_lock(&s->mu);
     assert_state(s);
     become(k, FILLING);
-    wait_for(s, k->block, k->block->waits | FILLED);
-    k->block->filled_turn = owe(s);
+    owe(s, &k->block->filled);
     if (s->debug.sync)
         st = wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)");
     mt_unlock(&s->mu);
@@ -617,8 +581,7 @@ static mt_status have_block(mt_spill *s, mt_spilled *k)
     block    *b;
     mt_status st;
 
-    if (s->broken != MT_OK)
-        return mt_fail_again(s->broken, s->why);
+    MT_TRY(mt_worker_failure(&s->worker));
     if (k->block == NULL)                /* where WRITTEN is left out: it has one request */
         MT_TRY(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
     if (k->block != NULL || k->st != MT_OK)      /* it is told next, or what it has is lost */
@@ -663,7 +626,7 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
 
 fail:
     k->wanted = 0;
-    pthread_cond_broadcast(&s->changed);
+    pthread_cond_broadcast(&s->worker.news);
     mt_unlock(&s->mu);
     return st;
 }
@@ -674,8 +637,7 @@ void mt_spill_landing(mt_spill *s, mt_spilled *k)
     assert_state(s);
     MT_ASSERT(k->wanted && k->block != NULL);
     k->wanted = 0;
-    wait_for(s, k->block, k->block->waits | LANDED);
-    k->block->landed_turn = owe(s);
+    owe(s, &k->block->landed);
     mt_unlock(&s->mu);
 }
 
@@ -691,7 +653,7 @@ void mt_spill_drop(mt_spill *s, mt_spilled *k)
     if (!is_under_way(k))
         forget(s, k);
     read_ahead(s);
-    pthread_cond_broadcast(&s->changed);
+    pthread_cond_broadcast(&s->worker.news);
     mt_unlock(&s->mu);
 }
 
@@ -711,6 +673,7 @@ mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *
                         mt_spill **out)
 {
     mt_spill *s;
+    mt_status st;
 
     if (n_blocks < 2)
         return MT_FAIL(MT_EINVAL, "spill: %d blocks; 2 are the least: one moves to the device, one "
@@ -724,31 +687,24 @@ mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *
     s->file = file;
     s->n_blocks = n_blocks;
     mt_mutex_open(&s->mu, MT_RANK_SPILL);
-    pthread_cond_init(&s->more, NULL);
-    s->opened = mt_watch_cond(&s->changed) == MT_OK;
-    s->runs = s->opened && pthread_create(&s->thread, NULL, spill_main, s) == 0;
-    if (!s->runs) {
-        mt_spill_close(s);
-        return MT_FAIL(MT_ENOMEM, "spill: no thread to be had");
-    }
+    MT_TRY(mt_worker_open(&s->worker, &s->mu, 1, "mt-spill", "swap disk", wait_for_device, s));
     *out = s;
     return MT_OK;
+
+fail:
+    mt_spill_close(s);
+    return st;
 }
 
 /* What is owed is waited for; nothing new is read. */
 void mt_spill_stop(mt_spill *s)
 {
-    if (s == NULL || !s->runs)
+    if (s == NULL)
         return;
-    mt_lock(&s->mu);
-    s->stop = 1;
-    pthread_cond_signal(&s->more);
-    mt_unlock(&s->mu);
-    pthread_join(s->thread, NULL);
-    s->runs = 0;
+    mt_worker_stop(&s->worker, 0);
     mt_lock(&s->mu);
     while (s->requests > 0)
-        mt_cond_wait(&s->changed, &s->mu);
+        mt_cond_wait(&s->worker.news, &s->mu);
     assert_state(s);
     mt_unlock(&s->mu);
 }
@@ -763,9 +719,7 @@ void mt_spill_close(mt_spill *s)
     while (s->blocks != NULL)
         close_block(s, s->blocks);
     mt_places_close(&s->places);
-    if (s->opened)
-        pthread_cond_destroy(&s->changed);
-    pthread_cond_destroy(&s->more);
+    mt_worker_close(&s->worker);
     mt_mutex_close(&s->mu);
     free(s);
 }

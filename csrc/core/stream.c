@@ -26,14 +26,15 @@
 
 #include "clock.h"
 #include "course.h"
+#include "worker.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define POISON_BYTES ((size_t)1 << 20)
 
 typedef struct slot {
+    mt_job    node;          /* a request for this slot. mu */
     size_t    bytes;     /* of mem. Written by open */
     int       settled;   /* its unit never changes: no copy of ours goes there. Written by settle */
     mt_event *ready;     /* recorded on h2d by the mover, behind the copy */
@@ -77,16 +78,10 @@ struct mt_stream {
     int           computing;    /* of the latest window whose kernels are in run; -1: none yet */
     mt_debug      debug;
 
-    mt_mutex        mu;
-    pthread_cond_t  work;             /* the mover waits: line not empty, or stop */
-    pthread_cond_t  moved;            /* await waits: issued grew, or failed */
-    int            *line;             /* [n_slots] asked for and not taken, oldest first. mu */
-    int             n_line;           /* mu */
-    int             stop, failed;     /* mu. failed: the ledger has the fault */
+    mt_mutex mu;
+    mt_worker       mover;            /* its jobs are slots. news: issued grew, or it failed */
     mt_stream_stats stats;            /* mu */
     void           *poison;           /* POISON_BYTES of 0xFF; made by debug, kept until close */
-    pthread_t       mover;
-    int             mover_runs;
 };
 
 /* ---- the mover -------------------------------------------------------------------------- */
@@ -101,34 +96,13 @@ static int on_disk(const mt_stream *s, int unit)
 /* Under mu. What stands in line will be fetched in this order. */
 static void tell_feed(mt_stream *s)
 {
-    int units[TOLD], n = s->n_line < TOLD ? s->n_line : TOLD;
+    int units[TOLD], n = 0;
 
     if (s->feed == NULL)
         return;
-    for (int i = 0; i < n; i++)
-        units[i] = s->slots[s->line[i]].unit;
+    for (const mt_job *j = s->mover.first; j != NULL && n < TOLD; j = j->next)
+        units[n++] = ((const slot *)(const void *)j)->unit;
     mt_feed_expect(s->feed, units, n);
-}
-
-/* Waits until there is a request, and takes it. 0: the stream closes. */
-static int take(mt_stream *s, request *r)
-{
-    int go;
-
-    mt_lock(&s->mu);
-    while (!s->stop && s->n_line == 0)
-        mt_cond_wait(&s->work, &s->mu);
-    if ((go = !s->stop)) {
-        int k = s->line[0];
-
-        memmove(s->line, s->line + 1, (size_t)--s->n_line * sizeof *s->line);
-        *r = (request){ k, s->slots[k].unit, s->slots[k].mem, s->slots[k].asked, s->debug };
-        if (on_disk(s, r->unit))
-            mt_feed_next(s->feed, r->unit);
-        tell_feed(s);
-    }
-    mt_unlock(&s->mu);
-    return go;
 }
 
 /* UPDATED: the copy reads HI, which an update announced before now still has to write. */
@@ -207,37 +181,27 @@ fail:
     return st;
 }
 
-static void finish(mt_stream *s, const request *r, mt_status st, uint64_t version)
-{
-    slot *k = &s->slots[r->slot];
-
-    if (st != MT_OK)
-        mt_ledger_fault(s->store, st, mt_last_error());
-    mt_lock(&s->mu);
-    if (st != MT_OK)
-        s->failed = 1;
-    else
-        k->issued = r->number;
-    if (st == MT_OK && k->asked == r->number)
-        k->version = version;
-    pthread_cond_broadcast(&s->moved);
-    mt_unlock(&s->mu);
-}
-
-static void *mover_main(void *arg)
+/* The slot is told what to bring, at the moment when its turn has come. */
+static mt_status carry_out(void *arg, mt_job *node)
 {
     mt_stream *s = arg;
-    request    r;
+    slot      *k = (slot *)(void *)node;
+    request    r = { (int)(k - s->slots), k->unit, k->mem, k->asked, s->debug };
+    uint64_t   version = 0;
+    mt_status  st;
 
-    pthread_setname_np(pthread_self(), "mt-mover");
-    mt_watch_i_am("h2d");
-    while (take(s, &r)) {
-        uint64_t  version = 0;
-        mt_status st = deliver(s, &r, &version);
-
-        finish(s, &r, st, version);
-    }
-    return NULL;
+    if (on_disk(s, r.unit))
+        mt_feed_next(s->feed, r.unit);
+    tell_feed(s);
+    mt_unlock(&s->mu);
+    if ((st = deliver(s, &r, &version)) != MT_OK)
+        mt_ledger_fault(s->store, st, mt_last_error());
+    mt_lock(&s->mu);
+    if (st == MT_OK)
+        k->issued = r.number;
+    if (st == MT_OK && k->asked == r.number)
+        k->version = version;
+    return st;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
@@ -249,8 +213,7 @@ static mt_status open_slots(mt_stream *s, const mt_slot_desc *d, int n)
 
     s->slots = calloc((size_t)n, sizeof *s->slots);
     s->slot_bytes = calloc((size_t)n, sizeof *s->slot_bytes);
-    s->line = calloc((size_t)n, sizeof *s->line);
-    if (s->slots == NULL || s->slot_bytes == NULL || s->line == NULL)
+    if (s->slots == NULL || s->slot_bytes == NULL)
         return MT_FAIL(MT_ENOMEM, "stream: no memory to describe %d slots", n);
     s->n_slots = n;
     for (int i = 0; i < n; i++) {
@@ -284,15 +247,9 @@ mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots
     s->last_unit = s->computing = -1;
     mt__course_open(&s->course);
     mt_mutex_open(&s->mu, MT_RANK_STREAM);
-    pthread_cond_init(&s->work, NULL);
-    MT_TRY(mt_watch_cond(&s->moved));
     MT_TRY(open_slots(s, slots, n_slots));
     MT_TRY(dev->ops->queue_open(dev, "h2d", &s->h2d));
-    if (pthread_create(&s->mover, NULL, mover_main, s) != 0) {
-        st = MT_FAIL(MT_ENOMEM, "stream: no thread for the mover");
-        goto fail;
-    }
-    s->mover_runs = 1;
+    MT_TRY(mt_worker_open(&s->mover, &s->mu, 1, "mt-mover", "h2d", carry_out, s));
     *out = s;
     return MT_OK;
 
@@ -305,12 +262,8 @@ void mt_stream_close(mt_stream *s)
 {
     if (s == NULL)
         return;
-    mt_lock(&s->mu);
-    s->stop = 1;
-    pthread_cond_broadcast(&s->work);
-    mt_unlock(&s->mu);
-    if (s->mover_runs)
-        pthread_join(s->mover, NULL);
+    mt_worker_stop(&s->mover, 1);
+    mt_worker_close(&s->mover);
     if (s->h2d != NULL)
         s->dev->ops->queue_close(s->h2d);
     for (int i = 0; i < s->n_slots; i++) {
@@ -319,12 +272,9 @@ void mt_stream_close(mt_stream *s)
         s->dev->ops->event_close(s->slots[i].freed);
     }
     mt__course_close(&s->course);
-    pthread_cond_destroy(&s->moved);
-    pthread_cond_destroy(&s->work);
     mt_mutex_close(&s->mu);
     free(s->slots);
     free(s->slot_bytes);
-    free(s->line);
     free(s->poison);
     free(s);
 }
@@ -379,15 +329,6 @@ static int settled_slot(const mt_stream *s, int unit)
     return -1;
 }
 
-/* Under mu. Where slot k is in line; -1: it is not. */
-static int place_in_line(const mt_stream *s, int k)
-{
-    for (int i = 0; i < s->n_line; i++)
-        if (s->line[i] == k)
-            return i;
-    return -1;
-}
-
 /* Under mu. Does slot k bring the unit's weights as they are at version `now`? */
 static int brings(mt_stream *s, int k, int unit, uint64_t now)
 {
@@ -395,7 +336,7 @@ static int brings(mt_stream *s, int k, int unit, uint64_t now)
 
     if (sl->unit != unit)
         return 0;
-    if (sl->version != now && place_in_line(s, k) >= 0)
+    if (sl->version != now && sl->node.listed)
         sl->version = now;
     return sl->version == now;
 }
@@ -421,18 +362,15 @@ static int held(const mt_stream *s, int k)
     return s->hooks.held != NULL && s->hooks.held(s->hooks.ctx, k);
 }
 
-/* Under mu. Slot k's request, if the mover has not taken it, leaves the line: k holds nothing. */
-static void withdraw(mt_stream *s, int k)
+/* Under mu. Slot k's request, if the mover has not begun it, leaves the line: k holds nothing. */
+static void withdraw(mt_stream *s, slot *k)
 {
-    int place = place_in_line(s, k);
-
-    if (place < 0)
+    if (!k->node.listed)
         return;
-    s->n_line--;
-    memmove(s->line + place, s->line + place + 1, (size_t)(s->n_line - place) * sizeof *s->line);
+    mt_worker_withdraw(&s->mover, &k->node);
     s->stats.fetches--;
-    s->stats.h2d_bytes -= mt_store_hi_bytes(s->store, s->slots[k].unit);
-    s->slots[k].unit = -1;
+    s->stats.h2d_bytes -= mt_store_hi_bytes(s->store, k->unit);
+    k->unit = -1;
 }
 
 /* Someone still reads slot k: it gets other memory, and forgets what the old one held. */
@@ -445,7 +383,7 @@ static mt_status renew(mt_stream *s, int k)
         return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it", k);
     MT_TRY(s->hooks.renew(s->hooks.ctx, k, &mem));
     mt_lock(&s->mu);
-    withdraw(s, k);
+    withdraw(s, &s->slots[k]);
     s->slots[k].mem = mem;
     s->slots[k].unit = -1;
     mt_unlock(&s->mu);
@@ -469,15 +407,14 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     mt_watch_compute(mt_store_watch(s->store), &sl->using, mt_store_name(s->store, s->computing),
                      "its kernels (the event FREED)", sl->freed);
     mt_lock(&s->mu);
-    withdraw(s, k);
+    withdraw(s, sl);
     sl->unit = unit;
     sl->version = now;
     sl->asked = ++s->requests;
-    s->line[s->n_line++] = k;
+    (void)mt_worker_submit(&s->mover, &sl->node);
     s->stats.fetches++;
     s->stats.h2d_bytes += bytes;
     tell_feed(s);
-    pthread_cond_signal(&s->work);
     mt_unlock(&s->mu);
     sl->last_use = ++s->tick;
     return MT_OK;
@@ -694,7 +631,7 @@ static int is_issued(void *arg)
 {
     awaited *a = arg;
 
-    a->failed = a->s->failed;
+    a->failed = a->s->mover.failed != MT_OK;
     a->debug = a->s->debug;
     return a->failed || a->k->issued >= a->k->asked;
 }
@@ -704,7 +641,7 @@ static int is_issued(void *arg)
 static mt_status wait_issued(mt_stream *s, int k, mt_debug *debug)
 {
     awaited   a = { .s = s, .k = &s->slots[k] };
-    mt_status st = mt_watch_until(mt_store_watch(s->store), &s->moved, &s->mu, is_issued, &a,
+    mt_status st = mt_watch_until(mt_store_watch(s->store), &s->mover.news, &s->mu, is_issued, &a,
                                   mt_store_name(s->store, s->slots[k].unit), "its fetch to be put");
 
     *debug = a.debug;

@@ -6,10 +6,10 @@
 #include "update.h"
 
 #include "clock.h"
+#include "worker.h"
 
 #include <inttypes.h>
 #include <math.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,7 +24,7 @@ typedef struct job {
 } job;
 
 typedef struct work {
-    struct work *next;
+    mt_job       node;
     uint64_t     ticket;
     double       max_norm;
     job         *jobs;
@@ -35,7 +35,7 @@ typedef struct work {
 typedef struct result {
     double norm;             /* of all gradients; NaN when some sum was not taken */
     int    skipped;          /* units */
-    int    normed, done;     /* normed: norm and, with a max_norm, skipped are final */
+    int    normed;           /* norm and, with a max_norm, skipped are final */
 } result;
 
 struct mt_updater {
@@ -47,16 +47,11 @@ struct mt_updater {
     mt_disk        *disk;
     mt_timeline    *timeline;
 
-    mt_mutex        mu;
-    pthread_cond_t  more;               /* the updater waits: work, or stop */
-    pthread_cond_t  news;               /* others wait: a result changed */
-    work           *first, **last;      /* mu */
-    uint64_t        submitted, done;    /* tickets; mu */
+    mt_mutex mu;
+    mt_worker       worker;             /* the work of ticket n is its job n; news: a result too */
     result          results[RESULTS];   /* ticket t at t % RESULTS; mu */
     uint64_t        busy_ns;            /* in jobs' run; mu */
-    int             sync, stop;         /* mu */
-    pthread_t       thread;
-    int             runs;
+    int             sync;               /* mu */
 };
 
 /* ---- work: made by submit, freed by the updater ----------------------------------------- */
@@ -158,9 +153,7 @@ static void publish(mt_updater *u, const work *w, const result *r)
 {
     mt_lock(&u->mu);
     u->results[w->ticket % RESULTS] = *r;
-    if (r->done)
-        u->done = w->ticket;
-    pthread_cond_broadcast(&u->news);
+    pthread_cond_broadcast(&u->worker.news);
     mt_unlock(&u->mu);
 }
 
@@ -373,47 +366,25 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
     return st;
 }
 
-static void carry_out(mt_updater *u, const work *w)
+static mt_status carry_out(void *arg, mt_job *node)
 {
-    result    r = { .norm = (double)NAN };
-    float     clip = 1.0f;
-    mt_status st = MT_OK;
+    mt_updater *u = arg;
+    work       *w = (work *)(void *)node;
+    result      r = { .norm = (double)NAN };
+    float       clip = 1.0f;
+    mt_status   st = MT_OK;
 
+    mt_unlock(&u->mu);
     if (w->max_norm > 0)
         st = weigh_all(u, w, &r, &clip);
     st = run_all(u, w, st, clip, &r);
     if (st != MT_OK)
         mt_ledger_fault(u->store, st, mt_last_error());
-    r.normed = r.done = 1;
+    r.normed = 1;
     publish(u, w, &r);
-}
-
-/* NULL: the updater closes, and nothing is left. */
-static work *next_work(mt_updater *u)
-{
-    work *w;
-
+    work_free(w);
     mt_lock(&u->mu);
-    while (u->first == NULL && !u->stop)
-        mt_cond_wait(&u->more, &u->mu);
-    if ((w = u->first) != NULL && (u->first = w->next) == NULL)
-        u->last = &u->first;
-    mt_unlock(&u->mu);
-    return w;
-}
-
-static void *updater_main(void *arg)
-{
-    mt_updater *u = arg;
-    work       *w;
-
-    pthread_setname_np(pthread_self(), "mt-updater");
-    mt_watch_i_am("host update");
-    while ((w = next_work(u)) != NULL) {
-        carry_out(u, w);
-        work_free(w);
-    }
-    return NULL;
+    return st;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
@@ -428,15 +399,8 @@ mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_u
     u->store = store;
     u->grads = grads;
     u->pool = pool;
-    u->last = &u->first;
     mt_mutex_open(&u->mu, MT_RANK_UPDATE);
-    pthread_cond_init(&u->more, NULL);
-    MT_TRY(mt_watch_cond(&u->news));
-    if (pthread_create(&u->thread, NULL, updater_main, u) != 0) {
-        st = MT_FAIL(MT_ENOMEM, "update: no thread for the updater");
-        goto fail;
-    }
-    u->runs = 1;
+    MT_TRY(mt_worker_open(&u->worker, &u->mu, 1, "mt-updater", "host update", carry_out, u));
     *out = u;
     return MT_OK;
 
@@ -449,14 +413,7 @@ void mt_update_close(mt_updater *u)
 {
     if (u == NULL)
         return;
-    mt_lock(&u->mu);
-    u->stop = 1;
-    pthread_cond_broadcast(&u->more);
-    mt_unlock(&u->mu);
-    if (u->runs)
-        pthread_join(u->thread, NULL);
-    pthread_cond_destroy(&u->news);
-    pthread_cond_destroy(&u->more);
+    mt_worker_close(&u->worker);
     mt_mutex_close(&u->mu);
     free(u);
 }
@@ -483,46 +440,22 @@ void mt_update_timeline(mt_updater *u, mt_timeline *t)
 
 /* ---- submit, and what came of it -------------------------------------------------------- */
 
-typedef struct awaited {
-    mt_updater *u;
-    uint64_t    ticket;
-    result      r;               /* of it */
-} awaited;
-
-static int steps_are_few(void *arg)
+static uint64_t submits(mt_updater *u)
 {
-    const mt_updater *u = ((const awaited *)arg)->u;
+    uint64_t n;
 
-    return u->submitted - u->done < AHEAD;
-}
-
-static int is_normed(void *arg)
-{
-    awaited *a = arg;
-
-    a->r = a->u->results[a->ticket % RESULTS];
-    return a->r.normed;
-}
-
-static int is_done(void *arg)
-{
-    const awaited *a = arg;
-
-    return a->u->done >= a->ticket;
-}
-
-static mt_status wait_until(awaited *a, int (*so_far)(void *), const char *awaits)
-{
-    mt_updater *u = a->u;
-
-    return mt_watch_until(mt_store_watch(u->store), &u->news, &u->mu, so_far, a, NULL, awaits);
+    mt_lock(&u->mu);
+    n = u->worker.submitted;
+    mt_unlock(&u->mu);
+    return n;
 }
 
 mt_status mt_update_turn(mt_updater *u)
 {
-    awaited a = { .u = u };
+    uint64_t next = submits(u) + 1;
 
-    return wait_until(&a, steps_are_few, "a step before this one");
+    return mt_worker_wait(&u->worker, mt_store_watch(u->store), next > AHEAD ? next - AHEAD : 0,
+                          NULL, "a step before this one");
 }
 
 /* Waits for its turn, announces, then hands over: the updater never ends what was not begun. w is
@@ -535,12 +468,9 @@ static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
     for (int i = 0; i < w->n; i++)
         mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
     mt_lock(&u->mu);
-    *ticket = w->ticket = ++u->submitted;
+    *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
-    *u->last = w;
-    u->last = &w->next;
     *sync = u->sync;
-    pthread_cond_signal(&u->more);
     mt_unlock(&u->mu);
 fail:
     return st;
@@ -570,19 +500,31 @@ fail:
     return st;
 }
 
+typedef struct awaited {
+    const mt_updater *u;
+    uint64_t          ticket;
+    result            r;         /* of it */
+} awaited;
+
+static int is_normed(void *arg)
+{
+    awaited *a = arg;
+
+    a->r = a->u->results[a->ticket % RESULTS];
+    return a->r.normed;
+}
+
 mt_status mt_update_norm(mt_updater *u, uint64_t ticket, double *norm, int *skipped)
 {
     awaited   a = { .u = u, .ticket = ticket };
-    uint64_t  submitted;
+    uint64_t  submitted = submits(u);
     mt_status st;
 
-    mt_lock(&u->mu);
-    submitted = u->submitted;
-    mt_unlock(&u->mu);
     if (ticket == 0 || ticket > submitted || submitted - ticket >= RESULTS)
         return MT_FAIL(MT_EINVAL, "update: there is no result of submit %" PRIu64 "; the latest "
                        "is %" PRIu64 ", and %d are kept", ticket, submitted, RESULTS);
-    MT_TRY(wait_until(&a, is_normed, "the gradients' norm"));
+    MT_TRY(mt_watch_until(mt_store_watch(u->store), &u->worker.news, &u->mu, is_normed, &a, NULL,
+                          "the gradients' norm"));
     MT_TRY(mt_ledger_check(u->store));
     *norm = a.r.norm;
     *skipped = a.r.skipped;
@@ -593,13 +535,10 @@ fail:
 
 mt_status mt_update_drain(mt_updater *u)
 {
-    awaited   a = { .u = u };
     mt_status st;
 
-    mt_lock(&u->mu);
-    a.ticket = u->submitted;
-    mt_unlock(&u->mu);
-    MT_TRY(wait_until(&a, is_done, "the steps that were asked for"));
+    MT_TRY(mt_worker_wait(&u->worker, mt_store_watch(u->store), MT_WORKER_ALL, NULL,
+                          "the steps that were asked for"));
     if (u->residents != NULL)
         MT_TRY(mt_resident_drain(u->residents));
     if (u->disk != NULL)

@@ -56,7 +56,7 @@ class Compiled(Protocol):
 
 
 class Head(Protocol):
-    """What leaves a window's logits unmade, and gives what stands for them, or None: deferred.Head."""
+    """What leaves a window's logits unmade, and gives what stands for them, or None: head.Head."""
 
     declined: str
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
-from ..fused.layer import Proofs
+from ..fused.proofs import Proofs
 from ..graph import masks
 from ..graph.door import Door
 from ..graph.handover import HandOver

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..base import patches
 from ..base.errors import MegatrainError
 from ..fused.compiled import compiled_of
-from ..fused.deferred import give_head, head_of
+from ..fused.head import give_head, head_of
 from ..fused.layer import template_of, wanted
 from ..graph.door import Door
 from ..graph.window import Installed, Window, method_of

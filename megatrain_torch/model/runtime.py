@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _core
 from ..fused.compiled import Structure
-from ..fused.layer import Proofs
+from ..fused.proofs import Proofs
 from ..graph.door import Door
 from ..graph.handover import HandOver
 from ..graph.swap import Swap
