@@ -272,7 +272,7 @@ def stays_on_the_device(build: Build, keep: str) -> None:
     rt, opt = runtime_of(model), mt.AdamW(model.parameters())
 
     def warm() -> list[str]:
-        return [rt.unit_names[u] for u in rt.homes.settled if not rt.core.cold_bytes(u, _core.PLANES["HI"])]
+        return [rt.unit_names[u] for u in rt.homes.settled if not rt.core.reserved_bytes(u, _core.PLANES["HI"])]
 
     assert len(rt.homes.settled) == len(homes) > 1
     for step in range(2):

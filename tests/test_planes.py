@@ -66,7 +66,7 @@ def test_states_of_a_guest_are_brought_before_they_are_written() -> None:
 def test_a_write_to_weights_in_a_file_goes_there_before_they_have_a_new_version() -> None:
     hi = 1 << _core.PLANES["HI"]
     assert asked("after_write", filed={UNIT}, on_disk={UNIT}) == [
-        ("bring", UNIT, hi), ("push", UNIT, 1, hi), ("touch", UNIT)]
+        ("bring", UNIT, hi), ("push", UNIT, 1, hi)]
     assert asked("after_write") == [("touch", UNIT)]
 
 

@@ -335,8 +335,9 @@ static PyMethodDef methods[] = {
     { "plane", mt_engine_plane, METH_VARARGS,
       "plane($self, unit, param, plane, /)\n--\n\n"
       "uint8 array over the parameter's bytes in a plane." },
-    { "cold_bytes", mt_engine_cold_bytes, METH_VARARGS,
-      "cold_bytes($self, unit, plane, /)\n--\n\nHost bytes that it takes to bring a plane there." },
+    { "reserved_bytes", mt_engine_reserved_bytes, METH_VARARGS,
+      "reserved_bytes($self, unit, plane, /)\n--\n\n"
+      "Host bytes that it takes to bring a plane there." },
     { "host_bytes", KEYWORDS(mt_engine_host_bytes), METH_VARARGS | METH_KEYWORDS,
       "host_bytes($self, plane=-1)\n--\n\nHost bytes mapped: of one plane, or of all." },
 

@@ -158,23 +158,10 @@ typedef struct mt_saving {
 static mt_status begin_unit(void *arg, int unit)
 {
     const mt_saving *g = arg;
-    mt_engine       *e = g->e;
-    mt_status        st = MT_OK;
 
     mt_ledger_i_save(1);
     mt_watch_i_am("save");
-    if (mt_store_settled(e->store, unit))
-        st = mt_resident_peek(e->residents, unit, g->planes[unit]);
-    else if (mt_store_on_disk(e->store, unit))
-        st = mt_disk_peek(e->disk, unit, g->planes[unit]);
-    return st;
-}
-
-static mt_status chill(mt_engine *e, int unit)
-{
-    if (mt_store_settled(e->store, unit))
-        return mt_resident_chill(e->residents, unit);
-    return mt_store_on_disk(e->store, unit) ? mt_disk_chill(e->disk, unit) : MT_OK;
+    return mt_mirror_peek(g->e->store, unit, g->planes[unit]);
 }
 
 /* Copies that were brought go before the unit's next update, which would make them old. */
@@ -185,7 +172,7 @@ static void end_unit(void *arg, int unit)
 
     if (g->planes[unit] == 0)
         return;
-    if ((st = chill(g->e, unit)) != MT_OK)
+    if ((st = mt_mirror_release(g->e->store, unit)) != MT_OK)
         mt_ledger_fault(g->e->store, st, mt_last_error());
     mt_ledger_save_end(g->e->store, unit);
 }
@@ -241,7 +228,7 @@ static mt_status count_brought(mt_engine *e, mt_saving *g, int n_units)
     for (int unit = 0; unit < n_units; unit++)
         for (int p = 0; p < MT_PLANE_COUNT; p++)
             if (g->planes[unit] >> p & 1)
-                g->brings[unit] += mt_store_cold(e->store, unit, (mt_plane)p);
+                g->brings[unit] += mt_store_reserved(e->store, unit, (mt_plane)p);
     return MT_OK;
 }
 
@@ -408,7 +395,7 @@ static mt_status take(mt_engine *e, int unit, mt_queue *run)
 {
     if (mt_store_settled(e->store, unit))
         return mt_resident_take(e->residents, unit, run);
-    return mt_store_on_disk(e->store, unit) ? mt_disk_take(e->disk, unit) : MT_OK;
+    return mt_mirror_evict(e->store, unit);
 }
 
 PyObject *mt_engine_take(PyObject *self, PyObject *args)

@@ -169,16 +169,16 @@ PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
     return PyLong_FromSize_t(bytes);
 }
 
-PyObject *mt_engine_cold_bytes(PyObject *self, PyObject *args)
+PyObject *mt_engine_reserved_bytes(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
     int        unit, plane;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "ii:cold_bytes", &unit, &plane))
+    if (e == NULL || !PyArg_ParseTuple(args, "ii:reserved_bytes", &unit, &plane))
         return NULL;
     if (mt_engine_unit(e, unit) < 0 || plane_ok(e, plane) < 0)
         return NULL;
-    return PyLong_FromSize_t(mt_store_cold(e->store, unit, (mt_plane)plane));
+    return PyLong_FromSize_t(mt_store_reserved(e->store, unit, (mt_plane)plane));
 }
 
 /* ---- memory that is not locked ---- */
@@ -240,8 +240,7 @@ static mt_status wait_and_bring(mt_engine *e, int unit, mt_plane plane,
 
     if (st != MT_OK)
         return st;
-    return mt_store_on_disk(e->store, unit) ? mt_disk_bring(e->disk, unit, 1u << plane)
-                                            : mt_resident_bring(e->residents, unit, 1u << plane);
+    return mt_mirror_bring(e->store, unit, 1u << plane);
 }
 
 static PyObject *wait_for(PyObject *self, PyObject *args, const char *format, mt_plane plane,
@@ -521,12 +520,6 @@ static int planes_ok(mt_engine *e, int planes)
     return -1;
 }
 
-static mt_status bring_home(mt_engine *e, int unit, unsigned planes)
-{
-    return mt_store_on_disk(e->store, unit) ? mt_disk_bring(e->disk, unit, planes)
-                                            : mt_resident_bring(e->residents, unit, planes);
-}
-
 PyObject *mt_engine_bring(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
@@ -537,16 +530,10 @@ PyObject *mt_engine_bring(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_unit(e, unit) < 0 || planes_ok(e, planes) < 0)
         return NULL;
-    MT_WAITING(e, st, bring_home(e, unit, (unsigned)planes));
+    MT_WAITING(e, st, mt_mirror_bring(e->store, unit, (unsigned)planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
-}
-
-static mt_status push_home(mt_engine *e, int unit, int param, unsigned planes)
-{
-    return mt_store_on_disk(e->store, unit) ? mt_disk_push(e->disk, unit, param, planes)
-                                            : mt_resident_push(e->residents, unit, param, planes);
 }
 
 PyObject *mt_engine_push(PyObject *self, PyObject *args)
@@ -565,7 +552,7 @@ PyObject *mt_engine_push(PyObject *self, PyObject *args)
                      mt_store_name(e->store, unit));
         return NULL;
     }
-    MT_UNLOCKED(e, st, push_home(e, unit, param, (unsigned)planes));
+    MT_UNLOCKED(e, st, mt_mirror_push(e->store, unit, param, (unsigned)planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;

@@ -126,6 +126,7 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     MT_TRY(a->dev->ops->event_open(a->dev, &g->last));
     MT_TRY(a->dev->ops->event_open(a->dev, &g->lent));
     MT_TRY(mt_store_register(a->store, unit));
+    MT_TRY(mt_mirror_except(a->store, unit, MT_STATE_PLANES));
     a->guests[unit] = g;
     return MT_OK;
 
@@ -154,6 +155,7 @@ mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
                        mt_store_name(a->store, unit));
     a->guests[unit] = NULL;
     guest_close(a, g);
+    st = mt_mirror_except(a->store, unit, 0);
 fail:
     return st;
 }
@@ -319,7 +321,7 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
 /* ---- a stay ----------------------------------------------------------------------------- */
 
 /* Memory for the host's planes, made without mu: pages by the gigabyte take their time. */
-static mt_status warm(mt_arrive *a, int unit, const mt_arrive_part *parts, int n)
+static mt_status commit(mt_arrive *a, int unit, const mt_arrive_part *parts, int n)
 {
     unsigned  planes = 0;
     mt_status st = MT_OK;
@@ -329,7 +331,7 @@ static mt_status warm(mt_arrive *a, int unit, const mt_arrive_part *parts, int n
             planes |= parts[i].at[p] != NULL ? 1u << p : 0;
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
-            MT_TRY(mt_store_warm(a->store, unit, (mt_plane)p));
+            MT_TRY(mt_store_commit(a->store, unit, (mt_plane)p));
 fail:
     return st;
 }
@@ -400,7 +402,7 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
         return MT_OK;
     }
     MT_TRY(parts_of(a, unit, most, mem, n_mem, &parts, &n));
-    if ((st = warm(a, unit, parts, n)) != MT_OK) {
+    if ((st = commit(a, unit, parts, n)) != MT_OK) {
         free(parts);
         return st;
     }
@@ -537,7 +539,7 @@ mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
 
     MT_TRY(find(a, unit, &g));
     mt_lock(&a->mu);
-    st = g->parts != NULL ? put_copies(a, g, unit, &param, 1, planes, 1) : MT_OK;
+    st = g->parts != NULL ? put_copies(a, g, unit, param < 0 ? NULL : &param, 1, planes, 1) : MT_OK;
     mt_unlock(&a->mu);
     MT_TRY(st);
     MT_TRY(wait_copied(a, g, unit));

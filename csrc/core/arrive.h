@@ -38,7 +38,7 @@
 #define MT_ARRIVE_H
 
 #include "debug.h"
-#include "store.h"
+#include "mirror.h"
 #include "timeline.h"
 
 #define MT_ARRIVE_LEAST  ((size_t)8192)      /* bytes of a piece, at most: not less than this */

@@ -86,25 +86,11 @@ uint64_t mt_ledger_version(mt_store *s, int unit)
     return version;
 }
 
-uint64_t mt_ledger_written(mt_store *s, int unit)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-    uint64_t        written = 0;
-
-    if (u != NULL) {
-        mt_lock(&s->ledger.mu);
-        written = u->written;
-        mt_unlock(&s->ledger.mu);
-    }
-    return written;
-}
-
 /* Nobody waits for a version or for a count to grow, so there is no one to wake. */
 static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
 {
     mt_lock(&s->ledger.mu);
     u->version += (uint64_t)(updates + written);
-    u->written += (uint64_t)written;
     u->updates += updates;
     u->grads += grads;
     mt_unlock(&s->ledger.mu);
@@ -130,11 +116,17 @@ static void end(mt_store *s, const mt__unit *u, int64_t *count, const char *what
     }
 }
 
+void mt__version_grows(mt_store *s, int unit)
+{
+    begin(s, mt__unit_at(s, unit), 0, 0, 1);
+}
+
 void mt_ledger_touch(mt_store *s, int unit)
 {
-    mt__unit *u = unit_or_fault(s, unit);
-    if (u != NULL)
-        begin(s, u, 0, 0, 1);
+    if (unit_or_fault(s, unit) == NULL)
+        return;
+    mt__version_grows(s, unit);
+    mt__mirror_touched(s, unit);
 }
 
 void mt_ledger_update_begin(mt_store *s, int unit)

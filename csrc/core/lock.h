@@ -44,6 +44,7 @@
     X(MAKING, "one plane, while it is mapped, registered or given back: seconds a gigabyte")       \
     X(MAP, "units, planes and their arenas; held for moments")                                     \
     X(FETCHED, "each unit's `fetched` event: its making and its records")                          \
+    X(MIRROR, "copies of planes on the host, claims to them, and doors; held for moments")         \
     X(LEDGER, "counts, versions, the fault")                                                       \
     X(POOL_TURN, "whose loop the pool runs; held as long as that")                                 \
     X(POOL, "the loop, and who is in it")                                                          \

@@ -120,8 +120,14 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
         free(s);
         return st;
     }
+    if ((st = mt_watch_cond(&s->mirror_changed)) != MT_OK) {
+        mt__ledger_close(&s->ledger);
+        free(s);
+        return st;
+    }
     mt_mutex_open(&s->map_mu, MT_RANK_MAP);
     mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
+    mt_mutex_open(&s->mirror_mu, MT_RANK_MIRROR);
     mt_watch_open(&s->watch);
     s->dev = dev;
     s->pool = pool;
@@ -133,10 +139,10 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
 /* Under both locks, or when nobody else is there. Yields the bytes of memory given back. */
 static size_t plane_close(mt__plane *pl, int n_params)
 {
-    size_t bytes = pl->arena.cold ? 0 : pl->arena.bytes;
+    size_t bytes = pl->arena.reserved ? 0 : pl->arena.bytes;
 
     for (int i = 0; pl->late != NULL && i < n_params; i++) {
-        bytes += pl->late[i].cold ? 0 : pl->late[i].bytes;
+        bytes += pl->late[i].reserved ? 0 : pl->late[i].bytes;
         mt_arena_close(&pl->late[i]);
     }
     mt_arena_close(&pl->arena);
@@ -159,6 +165,7 @@ static void unit_close(mt_store *s, mt__unit *u)
     }
     mt_watch_take(&s->watch, &u->copying);
     s->dev->ops->event_close(u->fetched);
+    free(u->mirror.copies);
     free(u->hi_offset);
     free(u->desc);
     free(u->name);
@@ -179,6 +186,8 @@ void mt_store_close(mt_store *s)
     mt_watch_close(&s->watch);
     mt_mutex_close(&s->map_mu);
     mt_mutex_close(&s->fetched_mu);
+    mt_mutex_close(&s->mirror_mu);
+    pthread_cond_destroy(&s->mirror_changed);
     free(s);
 }
 
@@ -199,7 +208,7 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
         for (int place = 0; place < MT__PLACES; place++)
             mt_mutex_open(&u->plane[place][p].making, MT_RANK_MAKING);
     u->n_params = n;
-    u->version = u->written = 1;
+    u->version = 1;
     u->name = strdup(name);
     u->desc = calloc(slots, sizeof *u->desc);
     u->hi_offset = calloc(slots, sizeof *u->hi_offset);
@@ -441,7 +450,7 @@ static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, size
     if (place == MT__DEVICE)
         st = mt_arena_device(a, bytes, s->dev, what);
     else if (is_copy(u, p, late))
-        return mt_arena_cold(a, bytes, what, mapped);
+        return mt_arena_reserve(a, bytes, what, mapped);
     else
         st = mt_arena_open(a, bytes, s->pool, registrar(s, u, p), what, mapped);
     if (st == MT_OK)
@@ -706,19 +715,19 @@ fail:
 }
 
 /* Under making. */
-static mt_status warm(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
+static mt_status commit(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
 {
     mt_arena  made = *a;
-    mt_status st = mt_arena_warm(&made, s->pool, registrar(s, u, p));
+    mt_status st = mt_arena_commit(&made, s->pool, registrar(s, u, p));
 
-    if (st == MT_OK && a->cold) {
+    if (st == MT_OK && a->reserved) {
         publish_arena(s, a, made);
         atomic_fetch_add(&s->mapped[p], made.bytes);
     }
     return st;
 }
 
-mt_status mt_store_warm(mt_store *s, int unit, mt_plane p)
+mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
 {
     mt__unit  *u = mt__unit_at(s, unit);
     mt__plane *pl;
@@ -730,9 +739,9 @@ mt_status mt_store_warm(mt_store *s, int unit, mt_plane p)
     pl = &u->plane[MT__HOST][p];
     mt_lock(&pl->making);
     MT_TRY(plane_make(s, u, MT__HOST, p));
-    MT_TRY(warm(s, u, &pl->arena, p));
+    MT_TRY(commit(s, u, &pl->arena, p));
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        MT_TRY(warm(s, u, &pl->late[i], p));
+        MT_TRY(commit(s, u, &pl->late[i], p));
 fail:
     mt_unlock(&pl->making);
     return st;
@@ -747,18 +756,18 @@ int mt_store_made(mt_store *s, int unit, int param, mt_plane p, int on_device)
 }
 
 /* Under making. */
-static void cool(mt_store *s, mt_arena *a, mt_plane p)
+static void decommit(mt_store *s, mt_arena *a, mt_plane p)
 {
     mt_arena made = *a;
 
     if (made.base == NULL)
         return;
-    atomic_fetch_sub(&s->mapped[p], made.cold ? 0 : made.bytes);
-    mt_arena_chill(&made);
+    atomic_fetch_sub(&s->mapped[p], made.reserved ? 0 : made.bytes);
+    mt_arena_decommit(&made);
     publish_arena(s, a, made);
 }
 
-void mt_store_cool(mt_store *s, int unit, mt_plane p)
+void mt_store_decommit(mt_store *s, int unit, mt_plane p)
 {
     mt__unit  *u = mt__unit_at(s, unit);
     mt__plane *pl;
@@ -767,9 +776,10 @@ void mt_store_cool(mt_store *s, int unit, mt_plane p)
         return;
     pl = &u->plane[MT__HOST][p];
     mt_lock(&pl->making);
-    cool(s, &pl->arena, p);
+    decommit(s, &pl->arena, p);
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        cool(s, &pl->late[i], p);
+        if (is_copy(u, p, 1))
+            decommit(s, &pl->late[i], p);
     mt_unlock(&pl->making);
 }
 
@@ -781,7 +791,7 @@ static mt_status host_ready(mt_store *s, int unit, mt__unit *u)
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (u->plane[MT__HOST][p].offset != NULL)
-            MT_TRY(mt_store_warm(s, unit, (mt_plane)p));
+            MT_TRY(mt_store_commit(s, unit, (mt_plane)p));
     MT_TRY(register_plane(s, u, &u->plane[MT__HOST][MT_PLANE_HI]));
     MT_TRY(register_plane(s, u, &u->plane[MT__HOST][MT_PLANE_GRAD]));
 fail:
@@ -863,12 +873,12 @@ mt_status mt_store_set_through(mt_store *s, int unit, int on)
     return st;
 }
 
-static mt_status register_warm(mt_store *s, mt__plane *pl)
+static mt_status register_committed(mt_store *s, mt__plane *pl)
 {
     mt_status st = MT_OK;
 
     mt_lock(&pl->making);
-    if (pl->arena.base != NULL && !pl->arena.cold)
+    if (pl->arena.base != NULL && !pl->arena.reserved)
         st = register_one(s, &pl->arena);
     mt_unlock(&pl->making);
     return st;
@@ -886,7 +896,7 @@ mt_status mt_store_register(mt_store *s, int unit)
     mt_unlock(&s->map_mu);
     for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
         if (MT_STATE_PLANES >> p & 1)
-            st = register_warm(s, &u->plane[MT__HOST][p]);
+            st = register_committed(s, &u->plane[MT__HOST][p]);
     return st;
 }
 
@@ -935,21 +945,7 @@ fail:
     return st;
 }
 
-void mt_store_chill(mt_store *s, int unit, mt_plane p)
-{
-    mt__unit  *u = mt__unit_at(s, unit);
-    mt__plane *pl;
-
-    if (u == NULL || !plane_ok(p))
-        return;
-    pl = &u->plane[MT__HOST][p];
-    mt_lock(&pl->making);
-    if (pl->arena.dev == NULL || p == MT_PLANE_HI)
-        cool(s, &pl->arena, p);
-    mt_unlock(&pl->making);
-}
-
-size_t mt_store_cold(mt_store *s, int unit, mt_plane p)
+size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
 {
     mt__unit *u = mt__unit_at(s, unit);
     mt_arena *a;
@@ -959,7 +955,7 @@ size_t mt_store_cold(mt_store *s, int unit, mt_plane p)
         return 0;
     a = &u->plane[MT__HOST][p].arena;
     mt_lock(&s->map_mu);
-    bytes = a->cold ? a->bytes : 0;
+    bytes = a->reserved ? a->bytes : 0;
     mt_unlock(&s->map_mu);
     return bytes;
 }

@@ -654,7 +654,7 @@ static mt_status await_copy(mt_stream *s, int k, mt_queue *run)
     mt_status st;
 
     if (on_disk(s, s->slots[k].unit))
-        mt_feed_forget(s->feed, s->slots[k].unit);
+        mt_mirror_forget(s->store, s->slots[k].unit);
     MT_TRY(wait_issued(s, k, &debug));
     if (debug.sync)
         MT_TRY(s->dev->ops->sync_event(s->slots[k].ready));

@@ -698,8 +698,8 @@ static mt_status make_buffers(mt_shards *w)
     w->n_buffers = n;
     if ((w->buffers = calloc(n + 1, sizeof *w->buffers)) == NULL)
         return MT_FAIL(MT_ENOMEM, "save: no memory to describe %zu buffers", n);
-    MT_TRY(mt_arena_cold(&w->memory, n * MT_BLOCK_BYTES, "spare memory of a save", 0));
-    /* the first is taken first, and those that are never needed stay cold */
+    MT_TRY(mt_arena_reserve(&w->memory, n * MT_BLOCK_BYTES, "spare memory of a save", 0));
+    /* the first is taken first, and those that are never needed stay reserved */
     for (size_t i = n; i-- > 0;) {
         w->buffers[i] = (buffer){ .mem = (char *)w->memory.base + i * MT_BLOCK_BYTES,
                                   .next = w->idle };

@@ -20,7 +20,7 @@ from ..plans.cost import LENT
 from ..plans.planner import Plan
 from ..plans.preflight import Asked
 from ..store.disk import SPILLED, Disk
-from .planning import Limits
+from .asking import Limits
 
 PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads"}
 

@@ -4,7 +4,7 @@ Between two passes, when no graph is alive. Everything under way ends first; the
 is room for those that come. A unit brings what it has: gradients, states and sums of micro-batches move with its
 weights, and every result has the bits that it would have had without the move.
 
-    move(rt, plan, modes, limit)
+    move(rt, plan, limit)
 
 Who calls holds the model's door: no other thread is in it.
 """
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 SAID = 4 << 30               # bytes on their way to other homes that a terminal is told of
 
 
-def move(rt: Runtime, plan: Plan, modes: dict[str, str], limit: int) -> None:
-    """modes: what windows keep, by name, in the place of the plan's own. limit: bytes of the device that may be used by
-    all who are there, not by the plan alone.
+def move(rt: Runtime, plan: Plan, limit: int) -> None:
+    """limit: bytes of the device that may be used by all who are there, not by the plan alone.
 
     Raises:
         MegatrainError, torch.OutOfMemoryError: there is no memory, or a worker failed. Every unit then is where it was,
@@ -48,7 +47,7 @@ def move(rt: Runtime, plan: Plan, modes: dict[str, str], limit: int) -> None:
     _spill(rt, asked, plan)
     rt.cap.hold(limit, asked.at_home(), rt.core.device_bytes())
     for w in rt.windows:
-        w.mode = "saved" if w.draws_unseen else modes.get(w.name, w.mode)
+        w.mode = "saved" if w.draws_unseen else plan.activations.get(w.name, w.mode)
 
 
 def _wanted(rt: Runtime, plan: Plan) -> Asked:

@@ -19,11 +19,12 @@ from ..base.limits import parse_bytes
 from ..base.units import find, group
 from ..plans.planner import Plan
 from ..store.disk import Disk
+from .asking import Limits
 from .choices import Choices, choose, compute_device
 from .filling import declare, empty, engine, fill
 from .fitting import Fit, fitted
 from .install import install, remove
-from .planning import Limits, Planning
+from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
 from .streamable import check_model

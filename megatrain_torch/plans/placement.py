@@ -58,7 +58,7 @@ from .simulate import (
     Timing,
     simulate,
 )
-from .tally import Tally
+from .tally import SETTLED, Tally
 from .tracks import Levels, Track, Tracks
 
 RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -85,8 +85,8 @@ class Wishes:
     Attributes:
         tokens, seq: of a step; tokens is a multiple of seq.
         fused: templates run where they fit, and our own loss behind the head.
-        homes: "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units. activations: a mode for all
-            windows that have it.
+        homes: "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units; or of each by name, as a plan
+            says it. activations: a mode for all windows that have it.
         nvme: bytes that states, weights and activations may take on disk; None: there is none.
         grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size for these, at the most.
         states: how AdamW's are kept.
@@ -95,7 +95,7 @@ class Wishes:
     tokens: int
     seq: int
     fused: bool = True
-    homes: str | None = None
+    homes: str | dict[str, str] | None = None
     activations: str | None = None
     slots: int | None = None
     micro: int | None = None
@@ -213,10 +213,16 @@ class Problem:
 
     def _disks(self, homes: tuple[Home, ...], micro: int) -> tuple[frozenset[int], frozenset[int]]:
         key = homes, micro > 1
+        if key not in self.disks and isinstance(self.wishes.homes, dict):
+            self.disks[key] = self._named(*DISKS), self._named("disk+weights")
         if key not in self.disks:
             none = self.wishes.nvme is None or self.wishes.homes == "through"
             self.disks[key] = (frozenset(), frozenset()) if none else self._on_disk(homes, micro)
         return self.disks[key]
+
+    def _named(self, *homes: str) -> frozenset[int]:
+        """Units that wishes name as at home there."""
+        return frozenset(i for i, u in enumerate(self.shape.units) if self.wishes.homes.get(u.name) in homes)
 
     def _on_disk(self, homes: tuple[Home, ...], micro: int) -> tuple[frozenset[int], frozenset[int]]:
         over, room, found = 1, self.wishes.nvme, []
@@ -673,6 +679,8 @@ class Problem:
     def through(self, homes: tuple[Home, ...]) -> frozenset[int]:
         """Units at home in RAM whose updates are over sooner through the device than behind the others on the host.
         None where some are on disk: then the drive is what a step waits for."""
+        if isinstance(self.wishes.homes, dict):
+            return self._named("through")
         if self.wishes.homes == "through":
             return frozenset(u for u in self.first if self.shape.units[u].trained and not homes[u])
         if self.wishes.homes or self.wishes.grads == "none" or not self.through_rate or self.on_disk(homes, 1):
@@ -731,6 +739,9 @@ class Problem:
         gain most there: the next forward need not wait for their updates. Of the very first, only the states may be
         away."""
         n = len(self.shape.units)
+        if isinstance(self.wishes.homes, dict):
+            names = [self.wishes.homes.get(u.name, "ram") for u in self.shape.units]
+            return [tuple(Home[h.upper()].value if h in SETTLED else Home.RAM.value for h in names)]
         if self.wishes.homes in (*DISKS, "through"):
             return [(Home.RAM.value,) * n]
         if self.wishes.homes:
@@ -778,7 +789,10 @@ class Problem:
         found = []
         for choice in self.home_choices():
             through = self.through(choice)
-            found += [self._homes(choice)] if self.wishes.homes != "through" or not through else []
+            if through and not self.through_rate:            # named, for a machine that has no such way
+                continue
+            whole = self.wishes.homes == "through" or isinstance(self.wishes.homes, dict)
+            found += [self._homes(choice)] if not whole or not through else []
             found += [self._homes(choice, through)] if through else []
         return found
 

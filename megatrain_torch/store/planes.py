@@ -117,8 +117,9 @@ class Planes:
     def after_write(self, record: Record) -> None:
         if record.unit in self._homes.filed:         # first: who asks for the new version reads it there
             self.core.bring(record.unit, mask(("HI",)))     # it was: else zeros would go there
-            self.push(record, "HI")
-        self.core.touch(record.unit)
+            self.push(record, "HI")                      # which is a new version
+        else:
+            self.core.touch(record.unit)
         record.writes += 1
         if record.host is not None:
             record.version = record.host._version

@@ -272,8 +272,8 @@ static void engine_file(engine *e)
         for (int p = 0; p < TOY_PARAMS && (e->filed >> u & 1); p++)
             for (int64_t i = 0; i < toy_numel(u, p); i++)
                 toy_at(&e->t, u, p, MT_PLANE_HI)[i] = toy_value(u, p, i);
-        CHECK_OK(mt_disk_push(e->d, u, -1, 1u << MT_PLANE_HI));
-        CHECK_OK(mt_disk_chill(e->d, u));
+        CHECK_OK(mt_mirror_push(e->t.store, u, -1, 1u << MT_PLANE_HI));
+        CHECK_OK(mt_mirror_release(e->t.store, u));
     }
     mt_disk_timeline(e->d, e->timeline);
     mt_update_disk(e->u, e->d);
@@ -651,8 +651,7 @@ static void read_back(engine *e)
 {
     for (int u = 0; u < UNITS; u++) {
         CHECK_OK(mt_ledger_wait_updates(e->t.store, u));
-        CHECK_OK(e->filed >> u & 1 ? mt_disk_bring(e->d, u, 1u << MT_PLANE_HI)
-                                   : mt_resident_bring(e->r, u, 1u << MT_PLANE_HI));
+        CHECK_OK(mt_mirror_bring(e->t.store, u, 1u << MT_PLANE_HI));
         for (int p = 0; p < TOY_PARAMS; p++)
             memcpy(e->out.w[u][p], toy_at(&e->t, u, p, MT_PLANE_HI),
                    (size_t)toy_numel(u, p) * sizeof(float));
@@ -675,7 +674,7 @@ static void train(engine *e, const config *c, uint64_t *ticket)
         if (s.backward)
             ticket[step] = submit(e, c->max_norm);
         if (step % 2 && e->filed != 0)      /* what is read here is forgotten by a later window */
-            CHECK_OK(mt_disk_bring(e->d, __builtin_ctz(e->filed), 1u << MT_PLANE_HI));
+            CHECK_OK(mt_mirror_bring(e->t.store, __builtin_ctz(e->filed), 1u << MT_PLANE_HI));
     }
     CHECK_OK(e->t.dev->ops->sync(e->t.run));
     read_back(e);
@@ -1436,8 +1435,8 @@ static mt_status try_step(engine *e, int mode)
     MT_TRY(mt_update_norm(e->u, ticket, &norm, &skipped));
     MT_TRY(mt_update_drain(e->u));
     for (int u = 0; u < UNITS; u++) {
-        MT_TRY(mt_resident_bring(e->r, u, ~0u));
-        MT_TRY(mt_resident_push(e->r, u, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_HI));
+        MT_TRY(mt_mirror_bring(e->t.store, u, ~0u));
+        MT_TRY(mt_mirror_push(e->t.store, u, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_HI));
     }
     return mt_offload_drain(e->o);
 fail:

@@ -581,7 +581,7 @@ static void write_weight(model *m, int u, int p)
     for (int k = 0; k < 2 + UNITS; k++)
         CHECK_OK(mt_stream_await(m->s, k, m->run));
     CHECK_OK(mt_ledger_wait_updates(m->store, u));
-    CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_HI | (guest ? low : 0)));
+    CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_HI | (guest ? low : 0)));
     CHECK_OK(mt_ledger_wait_fetch(m->store, u));
     for (int64_t i = 0; i < numel(u, p); i++)
         set(types[u], hi, i, 1.25f * get(types[u], hi, i) + 0.01f);
@@ -590,7 +590,7 @@ static void write_weight(model *m, int u, int p)
         memset(host(m, u, p, MT_PLANE_LO), 0, (size_t)numel(u, p) * 2);
     for (int64_t i = 0; i < numel(u, p) && types[u] == MT_F16; i++)
         ((float *)host(m, u, p, MT_PLANE_MASTER))[i] = get(MT_F16, hi, i);
-    CHECK_OK(mt_resident_push(m->r, u, p, low));
+    CHECK_OK(mt_mirror_push(m->store, u, p, low));
 }
 
 static void write_moment(model *m, int u, int p)
@@ -598,10 +598,10 @@ static void write_moment(model *m, int u, int p)
     float *moment = host(m, u, p, MT_PLANE_M);
 
     CHECK_OK(mt_ledger_wait_updates(m->store, u));
-    CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_M));
+    CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_M));
     for (int64_t i = 0; i < numel(u, p); i++)
         moment[i] = 0.5f * moment[i] + 0.001f;
-    CHECK_OK(mt_resident_push(m->r, u, p, 1u << MT_PLANE_M));
+    CHECK_OK(mt_mirror_push(m->store, u, p, 1u << MT_PLANE_M));
 }
 
 /* Between micro-batches: what is there is scaled, and counts as it is now. */
@@ -610,7 +610,7 @@ static void write_grad(model *m, int u, int p)
     void *grad = host(m, u, p, MT_PLANE_GRAD);
 
     CHECK_OK(mt_ledger_wait_grads(m->store, u));
-    CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_GRAD));
+    CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_GRAD));
     for (int64_t i = 0; i < numel(u, p); i++)
         set(types[u], grad, i, 0.75f * get(types[u], grad, i));
     m->changed[u][p] = 1;
@@ -625,8 +625,8 @@ static void meddle(model *m, int more)
         case 0: write_weight(m, u, p); break;
         case 1: write_moment(m, u, p); break;
         case 2: if (more) write_grad(m, u, p); break;
-        case 3: CHECK_OK(mt_resident_bring(m->r, u, ~0u)); break;
-        case 4: CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_HI)); break;
+        case 3: CHECK_OK(mt_mirror_bring(m->store, u, ~0u)); break;
+        case 4: CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_HI)); break;
         case 5:
             if (m->c->take && mt_store_settled(m->store, u))
                 CHECK_OK(mt_resident_take(m->r, u, m->run));
@@ -644,7 +644,7 @@ static void collect(model *m)
     CHECK_OK(mt_offload_drain(m->o));
     CHECK_OK(mt_update_drain(m->u));
     for (int u = 0; u < UNITS; u++) {
-        CHECK_OK(mt_resident_bring(m->r, u, ~0u));
+        CHECK_OK(mt_mirror_bring(m->store, u, ~0u));
         for (int p = 0; p < PARAMS; p++)
             for (int k = 0; k < PLANES; k++) {
                 size_t elem = mt_plane_bytes(planes[k], types[u], MT_STATES_FP32, 1);
@@ -881,7 +881,7 @@ static float read_while_written(unsigned skip)
     CHECK_OK(mt_stream_await(m.s, slot, m.run));
     r.weight = mem;
     CHECK_OK(m.dev->ops->call(m.run, read_late, &r));
-    CHECK_OK(mt_resident_bring(m.r, 1, hi));
+    CHECK_OK(mt_mirror_bring(m.store, 1, hi));
     CHECK_OK(mt_ledger_wait_fetch(m.store, 1));
     *(float *)host(&m, 1, 0, MT_PLANE_HI) = 6;
     mt_ledger_touch(m.store, 1);
@@ -950,7 +950,7 @@ static void host_planes_that_nobody_reads_cost_nothing(void)
     CHECK_OK(mt_update_drain(m.u));
     CHECK(mt_store_device_bytes(m.store) > 0);
     CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_COUNT), mt_store_bytes(m.store, MT_PLANE_HI));
-    CHECK_OK(mt_resident_bring(m.r, 0, 1u << MT_PLANE_M));
+    CHECK_OK(mt_mirror_bring(m.store, 0, 1u << MT_PLANE_M));
     CHECK(mt_store_bytes(m.store, MT_PLANE_M) > 0);
     CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_V), 0);
     CHECK(((float *)host(&m, 0, 0, MT_PLANE_M))[0] != 0);
@@ -980,17 +980,17 @@ static void weights_that_were_taken_have_no_host_memory(void)
         CHECK_OK(mt_resident_take(m.r, u, m.run));
         CHECK(hi_bytes(&m) < all);
         CHECK_EQ(*(uint16_t *)host(&m, u, 0, MT_PLANE_HI), 0);
-        CHECK(mt_store_cold(m.store, u, MT_PLANE_HI) >= mt_store_hi_bytes(m.store, u));
+        CHECK(mt_store_reserved(m.store, u, MT_PLANE_HI) >= mt_store_hi_bytes(m.store, u));
     }
     CHECK_EQ(mt_resident_take(m.r, 3, m.run), MT_EINVAL);
-    CHECK_EQ(mt_store_cold(m.store, 3, MT_PLANE_HI), 0);
+    CHECK_EQ(mt_store_reserved(m.store, 3, MT_PLANE_HI), 0);
     for (int step = 0; step < 3; step++)
         step_once(&m, step);
     CHECK_OK(mt_update_drain(m.u));
     CHECK_EQ(mt_resident_stats_get(m.r).fetches, 3);
-    CHECK_OK(mt_resident_bring(m.r, 0, hi_plane));
-    CHECK_OK(mt_resident_bring(m.r, 1, hi_plane));
-    CHECK_OK(mt_resident_bring(m.r, 2, hi_plane));
+    CHECK_OK(mt_mirror_bring(m.store, 0, hi_plane));
+    CHECK_OK(mt_mirror_bring(m.store, 1, hi_plane));
+    CHECK_OK(mt_mirror_bring(m.store, 2, hi_plane));
     CHECK_EQ(hi_bytes(&m), before);
     model_close(&m);
 }
@@ -1009,11 +1009,11 @@ static void who_brought_weights_reads_them_until_they_are_old(void)
     model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
                &out);
     w = host(&m, 1, 0, MT_PLANE_HI);
-    CHECK_OK(mt_resident_bring(m.r, 1, hi_plane));
+    CHECK_OK(mt_mirror_bring(m.store, 1, hi_plane));
     was = *w;
     CHECK(was != 0);
-    CHECK_OK(mt_resident_peek(m.r, 1, hi_plane));
-    CHECK_OK(mt_resident_chill(m.r, 1));                    /* a save's end: not its to give back */
+    CHECK_OK(mt_mirror_peek(m.store, 1, hi_plane));
+    CHECK_OK(mt_mirror_release(m.store, 1));            /* a save's end: not its to give back */
     CHECK_OK(mt_stream_acquire(m.s, 1, m.run, &slot, &mem));
     CHECK_OK(mt_stream_await(m.s, slot, m.run));
     CHECK(*w == was);
@@ -1024,10 +1024,103 @@ static void who_brought_weights_reads_them_until_they_are_old(void)
     CHECK_OK(mt_stream_await(m.s, slot, m.run));
     CHECK(*w == 0);
     CHECK_EQ(hi_bytes(&m), 0);
-    CHECK_OK(mt_resident_peek(m.r, 1, hi_plane));
+    CHECK_OK(mt_mirror_peek(m.store, 1, hi_plane));
     CHECK(*w != 0 && *w != was);
-    CHECK_OK(mt_resident_chill(m.r, 1));
+    CHECK_OK(mt_mirror_release(m.store, 1));
     CHECK_EQ(hi_bytes(&m), 0);
+    model_close(&m);
+}
+
+/* States as weights: a save gives back what is its own, and the next await what is stale. */
+static void who_brought_states_reads_them_until_they_are_old(void)
+{
+    const unsigned moments = 1u << MT_PLANE_M | 1u << MT_PLANE_V;
+    static model   m;
+    static outcome out;
+    const float   *first, *second;
+    float          was;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
+               &out);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    first = host(&m, 1, 0, MT_PLANE_M);
+    second = host(&m, 1, 0, MT_PLANE_V);
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_M));
+    was = *first;
+    CHECK_OK(mt_mirror_peek(m.store, 1, moments));
+    CHECK(was != 0 && *second != 0);
+    CHECK_OK(mt_mirror_release(m.store, 1));
+    CHECK(*first == was && *second == 0);
+    step_once(&m, 1);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK(*first == was);
+    step_once(&m, 2);
+    CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_M), 0);
+    CHECK(*first == 0);
+    model_close(&m);
+}
+
+/* What a checkpoint's states took on their way to the device does not stay. */
+static void memory_of_states_that_were_pushed_goes_with_the_next_step(void)
+{
+    static model   m;
+    static outcome out;
+    float         *moment;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
+               &out);
+    moment = host(&m, 1, 0, MT_PLANE_M);
+    moment[0] = 42;
+    CHECK_OK(mt_mirror_push(m.store, 1, 0, 1u << MT_PLANE_M));
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK(moment[0] == 42);
+    step_once(&m, 1);
+    CHECK(moment[0] == 0);
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_M));
+    CHECK(moment[0] > 1);
+    model_close(&m);
+}
+
+/* Between settling and taking: its neighbours go up with all the rest, and its own memory too. */
+static void states_that_are_pushed_before_a_unit_is_taken_are_not_lost(void)
+{
+    static model   m;
+    static outcome out;
+    float         *first, *second;
+
+    model_open(&m, &(config){ .seed = 1, .micros = 1, .max_norm = 1 }, &out);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    mt_stream_close(m.s);
+    open_stream(&m, 2);
+    first = host(&m, 1, 0, MT_PLANE_M);
+    second = host(&m, 1, 1, MT_PLANE_M);
+    first[0] = 42;
+    second[0] = 43;
+    CHECK_OK(mt_mirror_push(m.store, 1, 0, 1u << MT_PLANE_M));
+    CHECK_OK(mt_resident_take(m.r, 1, m.run));
+    CHECK(first[0] == 0 && second[0] == 0);
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_M));
+    CHECK(first[0] == 42);
+    CHECK(second[0] == 43);
+    model_close(&m);
+}
+
+/* Its states are on the host from then on, and the device's would be older. */
+static void a_unit_whose_states_are_on_the_device_is_no_guest(void)
+{
+    static model   m;
+    static outcome out;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    REQUIRE(mt_arrive_open(m.dev, m.store, &m.a) == MT_OK);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK_EQ(mt_arrive_invite(m.a, 1), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.1");
+    CHECK(!mt_arrive_invited(m.a, 1));
     model_close(&m);
 }
 
@@ -1045,7 +1138,7 @@ static float taken_after_a_write(unsigned skip)
     model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .take = 1,
                               .debug = { .skip = skip } }, &out);
     w = host(&m, 1, 0, MT_PLANE_HI);
-    CHECK_OK(mt_resident_bring(m.r, 1, hi_plane));
+    CHECK_OK(mt_mirror_bring(m.store, 1, hi_plane));
     CHECK_OK(mt_ledger_wait_fetch(m.store, 1));
     *w = 6;
     mt_ledger_touch(m.store, 1);
@@ -1083,13 +1176,13 @@ static void a_plane_is_brought_once(void)
 
     model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
     step_once(&m, 0);
-    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_HI));
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_HI));
     bytes = mt_resident_stats_get(m.r).d2h_bytes;
     CHECK_EQ(bytes, 4 * (numel(1, 0) + numel(1, 1) + numel(1, 2)));
-    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_HI));
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_HI));
     CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, bytes);
     step_once(&m, 1);
-    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_HI));
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_HI));
     CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, 2 * bytes);
     model_close(&m);
 }
@@ -1106,14 +1199,14 @@ static void bringing_touches_no_other_parameter(void)
     CHECK_OK(mt_stream_begin(m.s));
     window(&m, 0, 0, 1);
     CHECK_OK(mt_ledger_wait_grads(m.store, 1));
-    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_GRAD));
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_GRAD));
     g0 = host(&m, 1, 0, MT_PLANE_GRAD);
     g1 = host(&m, 1, 1, MT_PLANE_GRAD);
     g0[0] = 42;
     ((float *)m.source[1][1][1])[0] = 7;
     CHECK_OK(mt_offload_put(m.o, 1, &(mt_grad_item){ 1, m.source[1][1][1], MT_GRAD_SET, 0 }, 1,
                             m.run, &ticket));
-    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_GRAD));
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_GRAD));
     CHECK(g0[0] == 42);
     CHECK(g1[0] == 7);
     model_close(&m);
@@ -1190,9 +1283,9 @@ static void settling_refuses_what_is_in_use(void)
     CHECK_EQ(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
     CHECK_EQ(mt_store_device_at(m.store, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
     CHECK_EQ(mt_resident_at(m.r, 0, PARAMS, MT_PLANE_HI, &mem), MT_EINVAL);
-    CHECK_EQ(mt_resident_push(m.r, 0, PARAMS, ~0u), MT_EINVAL);
-    CHECK_OK(mt_resident_bring(m.r, 1, ~0u));                       /* a host unit: nothing to do */
-    CHECK_OK(mt_resident_push(m.r, 1, 0, ~0u));
+    CHECK_EQ(mt_mirror_push(m.store, 0, PARAMS, ~0u), MT_EINVAL);
+    CHECK_OK(mt_mirror_bring(m.store, 1, ~0u));                 /* a host unit: nothing to do */
+    CHECK_OK(mt_mirror_push(m.store, 1, 0, ~0u));
     mt_resident_close(NULL);
     model_close(&m);
 }
@@ -1272,6 +1365,10 @@ static void nobody_else_gets_a_settled_slot(void)
     X(host_planes_that_nobody_reads_cost_nothing)           \
     X(weights_that_were_taken_have_no_host_memory)          \
     X(who_brought_weights_reads_them_until_they_are_old)    \
+    X(who_brought_states_reads_them_until_they_are_old)     \
+    X(memory_of_states_that_were_pushed_goes_with_the_next_step) \
+    X(states_that_are_pushed_before_a_unit_is_taken_are_not_lost) \
+    X(a_unit_whose_states_are_on_the_device_is_no_guest)    \
     X(memory_is_given_back_behind_the_fetch_from_it)        \
     X(without_fetched_it_is_not)                            \
     X(a_plane_is_brought_once)                              \
