@@ -49,6 +49,30 @@ class Of(NamedTuple):
         return Of(*(column[index] for column in self))
 
 
+class Kept(NamedTuple):
+    """What a bound takes from what windows keep. Arrays, or numbers for all.
+
+    Attributes:
+        backward_s, low_s, lowest_s: as Fitting has them. out, spill_s, forward_wait_s,
+            backward_wait_s: as Track has them.
+    """
+
+    backward_s: np.ndarray | float
+    low_s: np.ndarray | float = 0.0
+    lowest_s: np.ndarray | float = 0.0
+    out: np.ndarray | int = 0
+    spill_s: np.ndarray | float = 0.0
+    forward_wait_s: np.ndarray | float = 0.0
+    backward_wait_s: np.ndarray | float = 0.0
+
+    @staticmethod
+    def of(tracks: Tracks, fit: Fitting) -> Kept:
+        """Of what fits."""
+        spill_s, forward_wait_s, backward_wait_s, _ = tracks.seconds[:, fit.tracks]
+        return Kept(fit.backward_s, fit.low_s, fit.lowest_s, tracks.bytes[1, fit.tracks], spill_s,
+                    forward_wait_s, backward_wait_s)
+
+
 class Bounds:
     """Of one model on a machine."""
 
@@ -58,10 +82,8 @@ class Bounds:
         self.behind = keeping.wishes.grads == "none"     # updates follow their gradients
         self.buffers = len(ways.lent((0,) * len(keeping.shape.units)))
 
-    def of(self, slots: np.ndarray, micro: int, homes: Of, tracks: Tracks, fit: Fitting
-           ) -> np.ndarray:
-        """Of what fits: each of its passes by itself, then all of a step. slots: bytes; homes, slots:
-        by what fits.
+    def of(self, slots: np.ndarray, micro: int, homes: Of, kept: Kept) -> np.ndarray:
+        """Of choices, as arrays: each of their passes by itself, then all of a step. slots: bytes.
 
         The first forward: see first_forwards. Later ones: compute, standing still for activations
         that leave; weights that no slot can have kept, and compute behind the last of these. A
@@ -71,15 +93,13 @@ class Bounds:
         """
         m = self.machine
         up, both = m.h2d_gbps * 1e9, m.both_gbps * 1e9
-        _, out, _, _ = tracks.bytes[:, fit.tracks]
-        spill_s, out_s, back_s = tracks.seconds[:, fit.tracks]
-        compute_s = sum(c.forward_s for c in self.keeping.costs(micro))
-        first = np.maximum(homes.first_s, compute_s + out_s)
-        forward = np.maximum(compute_s + out_s, (homes.weights - slots) / up + homes.top_s)
+        compute_s = sum(c.forward_s for c in self.keeping.costs(micro)) + kept.forward_wait_s
+        first = np.maximum(homes.first_s, compute_s)
+        forward = np.maximum(compute_s, (homes.weights - slots) / up + homes.top_s)
         come = np.maximum(homes.again - slots, 0)
         backward = functools.reduce(np.maximum, (
-            fit.backward_s + back_s + homes.settled_s, come / both + fit.low_s,
-            (come + out) / both + fit.lowest_s, homes.behind_s))
+            kept.backward_s + kept.backward_wait_s + homes.settled_s, come / both + kept.low_s,
+            (come + kept.out) / both + kept.lowest_s, homes.behind_s))
         behind = (OFFLOAD_DEPTH + STAGINGS + 1) * homes.longest_add_s
         adding = np.maximum(backward, homes.add_s - behind)
         passes = first + backward + (micro - 1) * (forward + adding) + homes.end_s
@@ -88,7 +108,7 @@ class Bounds:
         read = homes.read + again + (micro - 1) * (np.maximum(homes.read - slots, 0) + again)
         read_s = read / (m.disk_read_gbps * 1e9)    # a first forward finds none in a slot
         return NORM_S + functools.reduce(np.maximum, (
-            passes, added, micro * spill_s, homes.update_s, micro * homes.gradients / both, read_s))
+            passes, added, micro * kept.spill_s, homes.update_s, micro * homes.gradients / both, read_s))
 
     def of_homes(self, ways: Sequence[Homes], micro: int) -> Of:
         units, where = self.shape.units, _Where(self, ways, micro)

@@ -1,6 +1,7 @@
 """Where units may be at home, which updates pass through the device, and what follows from both."""
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -55,7 +56,10 @@ class Ways:
         self.through_rate = machine.through_rate(wishes.states, alone=wishes.homes == "through")
         self.ring_bytes: dict[frozenset[tuple[int, int]], list[tuple[int, int]]] = {}
         self.known: dict[tuple[Home, ...], list[Homes]] = {}
-        self.choices = self.home_choices()
+
+    @functools.cached_property
+    def choices(self) -> list[tuple[Home, ...]]:
+        return self.home_choices()
 
     def of(self, units: tuple[Home, ...]) -> list[Homes]:
         """All updates on the host, or some through the device; or all, where that is asked for and

@@ -4,10 +4,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ..base.modes import KEEPS, LINKED, read
+from ..base.modes import DISK, KEEPS, LINKED, read
 from ..store.disk import BLOCKS, spilled_bytes
 from .cost import Cost
-from .keeping import Keeping, on_host, spills
+from .keeping import Keeping, on_host
 from .levels import Ladder, Levels
 from .tracks import NONE_AWAY, Track, Tracks
 
@@ -15,6 +15,7 @@ from .tracks import NONE_AWAY, Track, Tracks
 ON_HOST = ("replay+host", "attention+split", "attention+host", "selective+host", "saved+host")
 PARTS = 8
 LONG_SEQ = 1 << 16          # tokens of a sequence from which attention is most of a layer
+HOST_FOR = {mode: mode.replace("+disk", "+host") for mode in DISK}
 
 
 class Patterns:
@@ -31,6 +32,9 @@ class Patterns:
         self.made: dict[object, Levels] = {}
         self.firsts: dict[object, tuple[int, int]] = {}
         self.least = self._least()
+        self.forward_s = list(itertools.accumulate((c.forward_s for c in costs), initial=0.0))
+        self.kept_s = [c.least_s for c in costs]
+        self.most_kept_s = sum(self.kept_s)
 
     def _least(self) -> list[str]:
         """By window, what it keeps at least: what is asked for, where it has that."""
@@ -115,14 +119,15 @@ class Patterns:
                ) -> Track:
         """free: windows that are not fixed may keep more than the least. pairs: of these, those
         that may be linked."""
-        modes = [fixed.get(w, mode) for w, mode in enumerate(self.least)]
-        away, pairs = self.keeping.away(self.costs, modes), pairs or {}
-        spilled, machine = spills(away, modes), self.keeping.machine
-        sizes = list(spilled.values())
+        modes, pairs = list(self.least), pairs or {}
+        for w, mode in fixed.items():
+            modes[w] = mode
+        away = {w: n for w, n in enumerate(self.keeping.away(self.costs, modes)) if n}
+        spilled, machine = {w: n for w, n in away.items() if modes[w] in DISK}, self.keeping.machine
+        sizes, every = list(spilled.values()), list(away.values())
         spill_s = sum(sizes) / (machine.disk_write_gbps * 1e9) \
             + sum(sizes[:-BLOCKS]) / (machine.disk_read_gbps * 1e9)    # the last are never read
-        bundles = [w for w, n in enumerate(away) if n]
-        alike = tuple(fixed), *(mode.replace("+disk", "+host") for mode in modes), *pairs
+        alike = tuple(fixed), *(HOST_FOR.get(mode, mode) for mode in modes), *pairs
 
         def make() -> Levels:
             if alike not in self.made:
@@ -134,11 +139,19 @@ class Patterns:
                 self.firsts[alike] = self.ladder.first(modes)
             return self.firsts[alike]
 
-        return Track(tuple(modes), on_host(away, spilled), sum(away) - sum(away[w] for w in bundles[-1:]),
-                     bundles[0] if bundles else NONE_AWAY, spilled_bytes(sizes), spill_s,
-                     *self._waits(modes, away, bundles, list(spilled)), make, make_first)
+        forward_s, backward_s = self._waits(modes, away, spilled)
+        return Track(tuple(modes), on_host(every, spilled), sum(every[:-1]),
+                     next(iter(away), NONE_AWAY), spilled_bytes(sizes), spill_s, forward_s,
+                     backward_s, self._least_s(modes, free, fixed), make, make_first)
 
-    def _waits(self, modes: Sequence[str], away: list[int], bundles: list[int], spilled: list[int]
+    def _least_s(self, modes: Sequence[str], free: bool, fixed: dict[int, str]) -> float:
+        """Of a backward where all that is free keeps most."""
+        if not free:
+            return sum(c.backward_s[mode] for c, mode in zip(self.costs, modes))
+        return self.most_kept_s + sum(self.costs[w].backward_s[mode] - self.kept_s[w]
+                                      for w, mode in fixed.items())
+
+    def _waits(self, modes: Sequence[str], away: dict[int, int], spilled: dict[int, int]
                ) -> tuple[float, float]:
         """Seconds of a forward and of a backward in which compute at least stands still: for
         bundles that cross the bus, and for those that pass through blocks.
@@ -148,22 +161,18 @@ class Patterns:
         back when the window behind it runs, and compute is in front of the first bundle's window
         when that is back. Between these, compute may run.
         """
-        m = self.keeping.machine
-        forward = list(itertools.accumulate((c.forward_s for c in self.costs), initial=0.0))
-        backward = list(itertools.accumulate(
-            (c.backward_s[mode] for c, mode in zip(self.costs, modes)), initial=0.0))
-        waits = [(0.0, 0.0)]
-        for at, left, to_s, back_s in (
-                (bundles, 1, m.both_gbps, m.both_gbps),
-                (spilled, BLOCKS, m.disk_write_gbps, m.disk_read_gbps)):
-            if len(at) > max(left, 1):
-                sizes = [away[w] for w in at]
-                last = at[-2] + 2
-                waits.append((sum(sizes[:-left]) / (to_s * 1e9)
-                              - (forward[at[-1] + 1] - forward[at[0] + 1]),
-                              sum(sizes[:-left - (at is spilled)]) / (back_s * 1e9)
-                              - (backward[last] - backward[at[0] + 1])))
-        return max(f for f, _ in waits), max(b for _, b in waits)
+        m, costs, found = self.keeping.machine, self.costs, [(0.0, 0.0)]
+        for bundles, left, read, out, back in (
+                (away, 1, 1, m.both_gbps, m.both_gbps),
+                (spilled, BLOCKS, BLOCKS + 1, m.disk_write_gbps, m.disk_read_gbps)):
+            if len(bundles) > max(left, 1):
+                at, sizes = list(bundles), list(bundles.values())
+                beside = sum(costs[w].backward_s[modes[w]] for w in range(at[0] + 1, at[-2] + 2))
+                found.append((
+                    sum(sizes[:-left]) / (out * 1e9)
+                    - (self.forward_s[at[-1] + 1] - self.forward_s[at[0] + 1]),
+                    sum(sizes[:-read]) / (back * 1e9) - beside))
+        return max(f for f, _ in found), max(b for _, b in found)
 
 
 def _counts(able: Sequence[object]) -> list[int]:

@@ -7,6 +7,8 @@ chosen does not depend on the limits, so that more memory is never slower.
 """
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..store.disk import SPILLED, spilled_bytes
-from .bounds import Bounds
+from .bounds import Bounds, Kept
 from .cost import THROUGH_BYTES, Home
 from .homes import Homes, Ways
 from .keeping import Keeping, depth_of
@@ -53,9 +55,45 @@ class Combination(NamedTuple):
     host: int
 
 
+class Candidates(NamedTuple):
+    """Choices that fit, as arrays.
+
+    Attributes:
+        bound: seconds that it cannot undercut. spilled, top, host: bytes of activations on disk,
+            and of all on the device and, beyond its limit, in host memory.
+        row: of Problem.rows. micro: micro-batches. track, level: of Problem.tracks(micro).
+    """
+
+    bound: np.ndarray
+    spilled: np.ndarray
+    top: np.ndarray
+    host: np.ndarray
+    row: np.ndarray
+    micro: np.ndarray
+    track: np.ndarray
+    level: np.ndarray
+
+
+class Table(NamedTuple):
+    """Rows of Problem.rows, as arrays.
+
+    Attributes:
+        ways: homes, each once; way: of a row, its place there. row: its number.
+        slots, fixed: bytes of slots, and of all on the device but activations.
+        limits: bytes for activations on the device, in host memory and on disk; bytes of states
+            that arrive; the first window whose weights come in backward.
+    """
+
+    ways: list[Homes]
+    row: np.ndarray
+    way: np.ndarray
+    slots: np.ndarray
+    fixed: np.ndarray
+    limits: tuple[np.ndarray, ...]
+
+
 class Problem:
-    """A model on a machine for given tokens. like: the same with another number of buffers for
-    gradients."""
+    """A model on a machine for given tokens. like: see with_lent."""
 
     ways_of: type[Ways] = Ways
     most = MOST_SIMULATIONS
@@ -69,11 +107,17 @@ class Problem:
         alike = like is not None and like.keeping.depth == depth_of(wishes)
         self.keeping = like.keeping if alike else Keeping(shape, machine, wishes, self.uses)
         self.known: dict[int, Tracks] = like.known if alike else {}
+        self.tables: dict[bool, Table] = {}
         updates = Updates(shape, machine, wishes)
         self.steps = Steps(self.keeping, self.ways, updates)
         self.bounds = Bounds(self.keeping, self.ways, updates)
         if like is not None:
             self.ways.known = like.ways.known
+
+    def with_lent(self, lent: int) -> Problem:
+        """The same with another number of buffers for gradients."""
+        wishes = dataclasses.replace(self.wishes, lent=lent)
+        return type(self)(self.shape, self.machine, wishes, self)
 
     # ---- bytes ----
 
@@ -102,8 +146,7 @@ class Problem:
             return [1]
         if self.wishes.micro:
             return [self.wishes.micro]
-        sequences = self.wishes.tokens // self.wishes.seq
-        return [k for k in range(1, sequences + 1) if sequences % k == 0]
+        return _divisors(self.wishes.tokens // self.wishes.seq)
 
     def tracks(self, micro: int) -> Tracks:
         """What windows may keep where, in so many micro-batches."""
@@ -125,6 +168,11 @@ class Problem:
                     for slots, ring in rings.items():
                         yield Combination(counts, homes, ring, slots, planes + passing, host)
 
+    @functools.cached_property
+    def rows(self) -> list[Combination]:
+        """Those that fit, if windows keep nothing."""
+        return list(self.combinations(fitting=True))
+
     def _alike_counts(self) -> list[list[int]]:
         """Numbers of micro-batches with which planes are the same: one, and several."""
         counts = self.micro_counts()
@@ -144,62 +192,93 @@ class Problem:
     # ---- the best ----
 
     def best(self, than: float = math.inf) -> tuple[Choice, Timing] | None:
-        """The choice of least time; of equal ones that with the least on disk, then in VRAM. None:
-        nothing fits, or all takes so many seconds or more."""
+        """The choice of least time; of equal ones that with the least on disk, then in VRAM, then
+        in host memory. None: nothing fits, or all takes so many seconds or more."""
         best: tuple[Choice, Timing] | None = None
-        for bound, choice in itertools.islice(self._by_bound(than), self.most):
+        taken: tuple[int, ...] = ()
+        for bound, choice, takes in itertools.islice(self._by_bound(than), self.most):
             if bound >= than:
                 break
-            if timing := self.steps.time(choice, than):
-                best, than = (choice, timing), timing.seconds
+            timing = self.steps.time(choice, math.nextafter(than, math.inf) if best else than)
+            if timing and (timing.seconds < than or takes < taken):
+                best, than, taken = (choice, timing), timing.seconds, takes
         return best
 
-    def _by_bound(self, than: float) -> Iterator[tuple[float, Choice]]:
-        """All that fits, the least bound first; of equal ones what takes least on disk, then in
-        VRAM. Without what can be told at once to take `than` seconds or more, or longer than
-        another."""
-        rows = list(self.combinations(fitting=True))
-        found = [part for micro in self.micro_counts() if (part := self._bounds(rows, micro))]
+    def _by_bound(self, than: float) -> Iterator[tuple[float, Choice, tuple[int, ...]]]:
+        """All that fits, the least bound first, with the bytes that it takes on disk, in VRAM and
+        in host memory; of equal ones what takes least of them in turn. Without most of what takes `than` seconds or more, or longer than another."""
+        found: list[Candidates] = []
+        for micro in sorted(self.micro_counts(), key=self._pass_s):
+            if part := self._bounded(micro, than):
+                than = self._probed(part, than)
+                found.append(part)
         if not found:
             return
-        columns = tuple(np.concatenate(column) for column in zip(*found))
-        bounds, _, _, row, micros, track, level = columns
+        every = Candidates(*map(np.concatenate, zip(*found)))
+        at = np.flatnonzero(every.bound <= than * ROUNDED)
+        takes = every.spilled, every.top, every.host
+        keys = (every.track, every.micro, every.row, *reversed(takes), every.bound)
+        for i in at[np.lexsort([key[at] for key in keys])]:
+            yield float(every.bound[i]), self._choice(every, i), tuple(int(n[i]) for n in takes)
 
-        def choice(i: int) -> Choice:
-            micro, (_, homes, ring, *_) = int(micros[i]), rows[row[i]]
-            modes = self.tracks(micro)[track[i]].modes(level[i])
-            return Choice(micro, homes.units, ring, modes, homes.through)
+    def _pass_s(self, micro: int) -> float:
+        """Seconds of compute in a step of so many micro-batches, whatever is kept."""
+        return micro * sum(c.forward_s + c.least_s for c in self.keeping.costs(micro))
 
-        for i in np.argpartition(bounds, PROBED)[:PROBED] if len(bounds) > PROBED else ():
-            if timing := self.steps.time(choice(i), than):
+    def _probed(self, part: Candidates, than: float) -> float:
+        """Seconds that some of these take; `than`: all of those that were tried take more."""
+        few = min(PROBED, len(part.bound) - 1)
+        for i in np.argpartition(part.bound, few)[:few + 1]:
+            if part.bound[i] < than and (timing := self.steps.time(self._choice(part, i), than)):
                 than = timing.seconds
-        at = np.flatnonzero(bounds <= than * ROUNDED)
-        bounds, spilled, tops, row, micros, track, level = columns
-        for i in at[np.lexsort([key[at] for key in (track, micros, row, tops, spilled, bounds)])]:
-            yield float(bounds[i]), choice(i)
+        return than
 
-    def _bounds(self, rows: list[Combination], micro: int) -> tuple[np.ndarray, ...] | None:
-        """(bounds, bytes on disk, bytes on the device, row, micro-batches, track, level) of what
-        fits of so many micro-batches."""
-        at = [i for i, row in enumerate(rows) if micro in row.counts]
-        if not at:
+    def _choice(self, of: Candidates, i: int) -> Choice:
+        micro, (_, homes, ring, *_) = int(of.micro[i]), self.rows[of.row[i]]
+        modes = self.tracks(micro)[of.track[i]].modes(of.level[i])
+        return Choice(micro, homes.units, ring, modes, homes.through)
+
+    def _bounded(self, micro: int, than: float) -> Candidates | None:
+        """What fits of so many micro-batches, without most of what takes `than` seconds or more:
+        homes that take so long whatever is kept, then layers that do wherever units are."""
+        table = self._table(micro > 1)
+        if not len(table.row):
             return None
-        ways = list({id(rows[i].homes): rows[i].homes for i in at}.values())
-        place = {id(homes): n for n, homes in enumerate(ways)}
-        way = np.array([place[id(rows[i].homes)] for i in at])
-        slots, planes, on_host = (np.array([rows[i][k] for i in at], dtype=np.int64) for k in (3, 4, 5))
-        room, visiting, low = (np.array(column, dtype=np.int64)[way] for column in (
-            [self.disk.room(h.units, micro) for h in ways], [h.visiting for h in ways],
-            [h.low for h in ways]))
-        fixed, tracks = planes + slots, self.tracks(micro)
-        fit = tracks.fitting(self.machine.vram_bytes - fixed, self.machine.host_bytes - on_host, room,
-                             visiting, low)
+        of = self.bounds.of_homes(table.ways, micro)
+        forward_s, backward_s = map(sum, zip(*((c.forward_s, c.least_s)
+                                               for c in self.keeping.costs(micro))))
+        least = self.bounds.of(table.slots, micro, of.at(table.way), Kept(backward_s))
+        at = np.flatnonzero(least <= than * ROUNDED)
+        if not len(at):
+            return None
+        tracks = self.tracks(micro)
+        fit = tracks.fitting(*(column[at] for column in table.limits),
+                             than * ROUNDED / micro - forward_s)
         if not len(fit.at):
             return None
-        of = self.bounds.of_homes(ways, micro).at(way[fit.at])
-        bounds = self.bounds.of(slots[fit.at], micro, of, tracks, fit)
-        return (bounds, tracks.bytes[2, fit.tracks], fixed[fit.at] + fit.tops, np.array(at)[fit.at],
-                np.full(len(bounds), micro), fit.tracks, fit.levels)
+        row = at[fit.at]
+        bound = self.bounds.of(table.slots[row], micro, of.at(table.way[row]), Kept.of(tracks, fit))
+        away, _, spilled, _ = tracks.bytes[:, fit.tracks]
+        return Candidates(bound, spilled, table.fixed[row] + fit.tops, away - table.limits[1][row],
+                          table.row[row], np.full(len(bound), micro), fit.tracks, fit.levels)
+
+    def _table(self, several: bool) -> Table:
+        """Rows of one micro-batch, or of several."""
+        if several not in self.tables:
+            self.tables[several] = self._make_table(several)
+        return self.tables[several]
+
+    def _make_table(self, several: bool) -> Table:
+        numbered = [(i, row) for i, row in enumerate(self.rows) if (row.counts[0] > 1) == several]
+        ways = list({id(row.homes): row.homes for _, row in numbered}.values())
+        place = {id(homes): n for n, homes in enumerate(ways)}
+        row, way, slots, planes, host = np.array(
+            [(i, place[id(r.homes)], r.slots, r.planes, r.host) for i, r in numbered],
+            dtype=np.int64).reshape(-1, 5).T
+        of_ways = np.array([(self.disk.room(h.units, 1 + several), h.visiting, h.low) for h in ways],
+                           dtype=np.int64).reshape(-1, 3)
+        limits = self.machine.vram_bytes - slots - planes, self.machine.host_bytes - host
+        return Table(ways, row, way, slots, slots + planes, (*limits, *of_ways[way].T))
 
     # ---- what fits ----
 
@@ -228,3 +307,8 @@ class Problem:
                 vram += here[there <= self.machine.host_bytes].tolist()
                 host += there[here <= self.machine.vram_bytes].tolist()
         return min(vram, default=None), min(host, default=None)
+
+
+@functools.cache
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]

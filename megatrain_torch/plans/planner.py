@@ -209,8 +209,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     if compute == "auto":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)
         wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
-    _check_activations(Problem(shape, limits, wishes))
-    problem, best = _solve(shape, limits, wishes)
+    problem = Problem(shape, limits, wishes)
+    _check_activations(problem)
+    problem, best = _solve(problem)
     if best is None:
         raise _refusal(problem, resolve(machine), shape_with)
     return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0)
@@ -225,13 +226,13 @@ def _check_activations(problem: Problem) -> None:
                              f"they have {', '.join(repr(mode) for mode in MODES if mode in had)}")
 
 
-def _solve(shape: Shape, limits: Machine, wishes: Wishes) -> tuple[Problem, tuple[Choice, Timing] | None]:
+def _solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
     """With as many buffers for gradients that are kept nowhere as there is memory for; or fewer, where that keeps
     what would be on disk in memory, and so takes less time."""
     best: tuple[Problem, tuple[Choice, Timing]] | None = None
-    problem = None
-    for lent in range(LENT, 0, -1) if wishes.grads == "none" else (LENT,):
-        problem = Problem(shape, limits, dataclasses.replace(wishes, lent=lent), problem)
+    for lent in range(LENT, 0, -1) if problem.wishes.grads == "none" else (LENT,):
+        if lent != problem.wishes.lent:
+            problem = problem.with_lent(lent)
         found = problem.best(best[1][1].seconds if best else math.inf)
         if found is None:
             continue

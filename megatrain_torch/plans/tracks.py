@@ -24,6 +24,7 @@ class Track:
             not. begins: the first window that keeps something away.
         spilled: bytes on disk; spill_s: seconds in which they are written and read.
         forward_wait_s, backward_wait_s: in which compute at least stands still for what is away.
+        least_s: of a backward where all that may is kept, without these.
         make: the levels; make_first: (peak, early) of the first alone. Each is asked once, where it
             matters.
     """
@@ -36,6 +37,7 @@ class Track:
     spill_s: float
     forward_wait_s: float
     backward_wait_s: float
+    least_s: float
     make: Callable[[], Levels]
     make_first: Callable[[], tuple[int, int]]
 
@@ -104,8 +106,14 @@ class Tracks(list[Track]):
 
     @functools.cached_property
     def seconds(self) -> np.ndarray:
-        """[spill_s, forward_wait_s, backward_wait_s; track]"""
-        return np.array([(t.spill_s, t.forward_wait_s, t.backward_wait_s) for t in self]).T
+        """[spill_s, forward_wait_s, backward_wait_s, least_s; track]"""
+        return np.array([(t.spill_s, t.forward_wait_s, t.backward_wait_s, t.least_s)
+                         for t in self]).T
+
+    def least_s(self) -> np.ndarray:
+        """By track, seconds of compute in a backward and of what it waits for, in both passes."""
+        _, forward_wait_s, backward_wait_s, least_s = self.seconds
+        return forward_wait_s + backward_wait_s + least_s
 
     @functools.cached_property
     def _first(self) -> np.ndarray:
@@ -134,13 +142,15 @@ class Tracks(list[Track]):
         return at[self.least(at, visiting) <= vram]
 
     def fitting(self, vram: np.ndarray, host: np.ndarray, room: np.ndarray, visiting: np.ndarray,
-                low: np.ndarray) -> Fitting:
+                low: np.ndarray, than: float) -> Fitting:
         """Those that do, for each of some places; with something away only where that leaves less
         to compute again than all before; none behind one that keeps all on the device. low: the
-        first window whose weights come in backward."""
+        first window whose weights come in backward. than: seconds, as least_s has them; what has
+        something away and takes more is left out."""
         best, going = np.full(len(vram), math.inf), (vram >= 0) & (host >= 0)
-        parts = []
-        for t, track in enumerate(self):
+        parts, away = [], self.bytes[0]
+        for t in np.flatnonzero((self.least_s() <= than) | (away == 0)).tolist():
+            track = self[t]
             at = np.flatnonzero(going & (host >= track.away) & (room >= track.spilled))
             at = at[self._least_of(track, visiting[at]) <= vram[at]] if len(at) else at
             if not len(at):
