@@ -24,7 +24,7 @@ import megatrain_torch as mt
 from megatrain_torch.base.limits import Bound, HostLimits, with_margin
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import preflight
-from megatrain_torch.plans.placement import OVERHEAD
+from megatrain_torch.plans.on_disk import OVERHEAD
 from megatrain_torch.plans.shapes import unit_bytes
 from megatrain_torch.store.disk import buffer_bytes
 
