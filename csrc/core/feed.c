@@ -359,8 +359,9 @@ fail:
     return st;
 }
 
-mt_status mt_feed_open(mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out)
+mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
 {
+    mt_disk  *d = cx->disk;
     size_t    each = d->most_weights > 0 ? d->most_weights : MT_BLOCK_ALIGN;
     int       n = (int)(bytes / each);
     mt_feed  *f = calloc(1, sizeof *f);
@@ -369,15 +370,15 @@ mt_status mt_feed_open(mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out)
     if (f == NULL)
         return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *f);
     n = n < LEAST ? LEAST : n > MOST ? MOST : n;
-    *f = (mt_feed){ .disk = d, .dev = dev, .unit = -1 };
-    MT_TRY(mt_arena_open(&f->memory, (size_t)n * each, NULL, dev, "buffers of weights on disk",
+    *f = (mt_feed){ .disk = d, .dev = cx->dev, .unit = -1 };
+    MT_TRY(mt_arena_open(&f->memory, (size_t)n * each, NULL, cx->dev, "buffers of weights on disk",
                          mt_store_bytes(d->store, MT_PLANE_COUNT)));
     MT_TRY(open_loads(f, n, each));
     mt_lock(&d->mu);
     d->stats.buffer_bytes += f->memory.bytes;
     d->feed = f;
     mt_unlock(&d->mu);
-    *out = f;
+    *out = cx->feed = f;
     return MT_OK;
 
 fail:
@@ -394,6 +395,8 @@ void mt_feed_close(mt_feed *f)
     if (f == NULL)
         return;
     d = f->disk;
+    if (d->cx->feed == f)
+        d->cx->feed = NULL;
     mt_lock(&d->mu);
     f->unit = -1;                        /* nothing more is read */
     f->n_expected = 0;
