@@ -376,3 +376,23 @@ def test_a_compiled_whole_around_it_is_no_matter() -> None:
     outer = torch.compile(model, backend="eager")
     same(truth, train(model, rows, lambda _, x: square(outer, x)))
     assert codes(model) == ["compiled"] * 3
+
+
+class Tripled(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+@pytest.mark.parametrize("keep", ["saved", "replay"])
+def test_a_layer_that_is_given_another_class_runs_its_forward(keep: str) -> None:
+    plain = stack()
+    model = stream(stack(), keep)
+    for kind in (Layer, Tripled, Layer):
+        found = []
+        for m in (plain, model):
+            m.layers[1].__class__ = kind
+            m.zero_grad()
+            loss = square(m, rows(0))
+            loss.backward()
+            found.append([loss.detach(), *(p.grad.clone() for p in m.parameters())])
+        assert all(map(torch.equal, *found)) and codes(model) == ["compiled"] * 3, kind

@@ -41,7 +41,7 @@ class File(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One place where a rule is broken."""
+    """One place where a rule, or the order of rooms, is broken."""
 
     path: str
     line: int

@@ -324,9 +324,11 @@ class Compiled(Runner):
 
     def __call__(self, args: Any, kwargs: Any, replays: bool) -> tuple[Any] | None:
         """(the window's output,), or None where the module's own code has to run."""
+        window, rt = self.window, self.window.runtime
+        if getattr(window.inner, "__func__", None) is not self.structure.forward:
+            self._take_another()
         if self.structure.reason or self.given_up:
             return None
-        window, rt = self.window, self.window.runtime
         try:
             if hf_calls.hooked(window.hooks) or _has_any_global_hook():
                 raise Unfit("there are hooks inside it")
@@ -351,6 +353,11 @@ class Compiled(Runner):
             state.restore()
         window.restore_buffers(buffers)
         return None
+
+    def _take_another(self) -> None:
+        """The module's class is another than it was."""
+        self.structure = structure_of(self.window.runtime, self.window, self.module)
+        self.given_up, self.pieces = "", 0
 
     def _run(self, args: Any, kwargs: Any, replays: bool) -> Any:
         window = self.window

@@ -435,8 +435,9 @@ class Window:
     def state(self, objects: Sequence[Any] = ()) -> Snapshot:
         """Of attributes, and of whatever else its code may change; objects: among its arguments."""
         hooks = [h for d in self.hooks for h in d.values()] if any(self.hooks) else []
-        if self._places is None or self._places[0] != hooks:
-            self._places = hooks, Places(self.modules, self.theirs, hooks)
+        runs = [*hooks, *map(type, self.modules), *(vars(m).get("forward") for m in self.modules.inside)]
+        if self._places is None or self._places[0] != runs:
+            self._places = runs, Places(self.modules, self.theirs, hooks)
         return Snapshot(self._places[1], objects)
 
     def snapshot_buffers(self) -> list[tuple[nn.Module, str, Any, Any]]:

@@ -4,8 +4,8 @@
 - Hooks that collect outputs (attentions, router logits) stay installed once they were asked for: they are
   told from others, and do not count while nothing is collected.
 - `gradient_checkpointing_enable()` means "recompute": windows do that themselves, so the model's own
-  checkpointing, which would run the layer a third time, is switched off; windows replay, or keep what
-  mt.stream's own plan says.
+  checkpointing, which would run the layer a third time, is switched off. What a plan says of activations counts
+  (mt.stream's own, mt.plan's, a dict given by hand); windows of which none says anything replay.
 """
 from __future__ import annotations
 
