@@ -354,67 +354,13 @@ mt_request mt__disk_request(const mt_disk *d, int u, int number, int section, in
                          .sums = n->sums };
 }
 
-static void read_ahead(mt_disk *d);
-
-/* On a thread of the file's. */
-static void buffer_over(mt_request *r)
-{
-    mt__buffer *b = r->arg;
-    mt_disk    *d = b->disk;
-
-    mt__disk_tell(d, b->unit, b->piece, r);   /* before anybody is woken: they look for the fault */
-    mt_lock(&d->mu);
-    mt__disk_note(d, b->unit, r, b->begun_ns);
-    if (--b->left == 0) {
-        mt_watch_end(mt_store_watch(d->store), &b->post, r->st);
-        b->at = r->write || b->dropped || d->failed ? MT__FREE : MT__READY;
-        read_ahead(d);
-        pthread_cond_broadcast(&d->changed);
-    }
-    mt_unlock(&d->mu);
-}
-
-/* Under mu. */
-static void put(mt_disk *d, mt__buffer *b, int write)
-{
-    const mt__piece *c = &d->units[b->unit].lay->pieces[b->piece];
-
-    b->at = write ? MT__WRITING : MT__READING;
-    b->begun_ns = mt_now_ns();
-    b->left = (c->section[MT__WEIGHTS].bytes > 0) + (c->section[MT__STATES].bytes > 0);
-    mt_watch_begin(mt_store_watch(d->store), &b->post, "disk", mt_store_name(d->store, b->unit),
-                   write ? "a piece to be written" : "a piece to be read (READ)");
-    for (int k = 0; k < MT__SECTIONS; k++) {
-        if (c->section[k].bytes == 0)
-            continue;
-        b->r[k] = mt__disk_request(d, b->unit, b->piece, k, write, b->mem + c->section[k].from);
-        b->r[k].done = buffer_over;
-        b->r[k].arg = b;
-        d->file->ops->put(d->file, &b->r[k]);
-    }
-}
-
 /* ---- reading ahead: under mu ------------------------------------------------------------- */
-
-static mt__buffer *find_free(mt_disk *d)
-{
-    for (int i = 0; i < d->n_buffers; i++)
-        if (d->buffers[i].at == MT__FREE)
-            return &d->buffers[i];
-    return NULL;
-}
 
 /* The buffer that has the piece, or will; or that is still reading it for nobody: what it reads
  * must not be written meanwhile, so it is read again when that is over. */
-static mt__buffer *find_piece(mt_disk *d, int u, int number)
+static mt__buffer *find_piece(const mt_disk *d, int u, int number)
 {
-    for (int i = 0; i < d->n_buffers; i++) {
-        mt__buffer *b = &d->buffers[i];
-
-        if (b->at != MT__FREE && b->unit == u && b->piece == number)
-            return b;
-    }
-    return NULL;
+    return mt__ring_find(&d->ring, ~(1u << MT__FREE), u, number);
 }
 
 /* The first piece from one on that has states, or how many pieces there are. What has none is
@@ -444,7 +390,7 @@ static void step_on(mt_disk *d)
 
 /* As far as there are free buffers. A piece that is still in one, not yet updated or not yet
  * written, stops it: the end of that write calls again. */
-static void read_ahead(mt_disk *d)
+void mt__disk_ahead(mt_disk *d)
 {
     mt__buffer *b;
 
@@ -453,34 +399,17 @@ static void read_ahead(mt_disk *d)
 
     while (!d->failed && d->next_unit >= 0 && !d->units[d->next_unit].held &&
            d->next_unit + 1 != d->away && find_piece(d, d->next_unit, d->next_piece) == NULL &&
-           (b = find_free(d)) != NULL) {
-        b->unit = d->next_unit;
-        b->piece = d->next_piece;
-        b->dropped = 0;
+           (b = mt__ring_find(&d->ring, 1u << MT__FREE, -1, -1)) != NULL) {
         b->turn = ++d->turns;
-        put(d, b, 0);
+        mt__ring_put(b, d->next_unit, d->next_piece, 0);
         step_on(d);
-    }
-}
-
-/* What was read, or is being read, of a unit (-1: of any), up to a turn. */
-static void drop(mt_disk *d, int u, uint64_t turn)
-{
-    for (int i = 0; i < d->n_buffers; i++) {
-        mt__buffer *b = &d->buffers[i];
-
-        if ((u >= 0 && b->unit != u) || b->turn >= turn)
-            continue;
-        if (b->at == MT__READY)
-            b->at = MT__FREE;
-        b->dropped = 1;
     }
 }
 
 /* The next to be read is not what was thought. */
 static void aim(mt_disk *d, int u, int number)
 {
-    drop(d, -1, UINT64_MAX);
+    mt__ring_drop(&d->ring, -1, UINT64_MAX);
     d->next_unit = u;
     d->next_piece = number;
 }
@@ -502,8 +431,8 @@ static int is_taken(void *arg)
     if (d->failed)
         return 1;
     if (b != NULL && b->at == MT__READY) {
-        drop(d, -1, b->turn);            /* read before it: passed over */
-        b->at = MT__TAKEN;
+        mt__ring_drop(&d->ring, -1, b->turn);            /* read before it: passed over */
+        mt__buffer_to(b, MT__TAKEN);
         a->b = b;
         return 1;
     }
@@ -512,7 +441,7 @@ static int is_taken(void *arg)
      * or no buffer would ever be free. */
     if (b == NULL)
         aim(d, a->unit, a->number);
-    read_ahead(d);
+    mt__disk_ahead(d);
     return 0;
 }
 
@@ -542,20 +471,11 @@ static void give_piece(mt_disk *d, mt__buffer *b, int write)
 {
     mt_lock(&d->mu);
     if (write)
-        put(d, b, 1);
+        mt__ring_put(b, b->unit, b->piece, 1);
     else
-        b->at = MT__FREE;
-    read_ahead(d);
+        mt__buffer_to(b, MT__FREE);
+    mt__disk_ahead(d);
     mt_unlock(&d->mu);
-}
-
-int mt__disk_writing(const mt_disk *d, int u, int number)
-{
-    for (int i = 0; i < d->n_buffers; i++)
-        if (d->buffers[i].unit == u && d->buffers[i].piece == number &&
-            d->buffers[i].at == MT__WRITING)
-            return 1;
-    return 0;
 }
 
 static int wanted(const mt_disk_job *j, int param)
@@ -903,7 +823,7 @@ static void errand_over(mt_request *r)
     mt_watch_end(mt_store_watch(d->store), &d->post, r->st);
     *(r->write ? &d->stats.written_bytes : &d->stats.read_bytes) += r->moved;
     d->away = 0;
-    read_ahead(d);
+    mt__disk_ahead(d);
     pthread_cond_broadcast(&d->changed);
     mt_unlock(&d->mu);
 }
@@ -912,14 +832,10 @@ static void errand_over(mt_request *r)
  * also for those that nobody wants any more. */
 static int in_the_way(const mt_disk *d, int u, int number, int write)
 {
-    for (int i = 0; i < d->n_buffers; i++) {
-        const mt__buffer *b = &d->buffers[i];
+    unsigned states = 1u << MT__WRITING | (write ? 1u << MT__READING : 0);
 
-        if (b->unit == u && b->piece == number &&
-            (b->at == MT__WRITING || (write && b->at == MT__READING)))
-            return 1;
-    }
-    return write && d->feed != NULL && mt__feed_reads(d->feed, u);
+    return mt__ring_find(&d->ring, states, u, number) != NULL ||
+           (write && d->feed != NULL && mt__feed_reads(d->feed, u));
 }
 
 static int is_sent(void *arg)
@@ -1017,10 +933,10 @@ static void hold(mt_disk *d, int u, int on)
     mt_lock(&d->mu);
     d->units[u].held = on;
     if (on)
-        drop(d, u, UINT64_MAX);
+        mt__ring_drop(&d->ring, u, UINT64_MAX);
     if (on && d->feed != NULL)
         mt__feed_drop(d->feed, u);
-    read_ahead(d);
+    mt__disk_ahead(d);
     mt_unlock(&d->mu);
 }
 
@@ -1105,7 +1021,7 @@ static const mt_mirror_ops mirror_ops = { .load = home_load, .store = home_store
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
+mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
                        mt_disk **out)
 {
     mt_disk  *d;
@@ -1120,27 +1036,19 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
         return st;
     if ((d = calloc(1, sizeof *d)) == NULL)
         return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *d);
-    d->store = store;
-    d->file = file;
-    d->pool = pool;
-    d->bytes = bytes;
+    *d = (mt_disk){ .cx = cx, .store = cx->store, .timeline = cx->timeline, .file = file,
+                    .pool = pool, .bytes = bytes };
     d->next_unit = d->before = d->first_added = d->last_added = d->bounced_unit = -1;
     mt_mutex_open(&d->mu, MT_RANK_DISK);
     MT_TRY(mt_watch_cond(&d->changed));
-    if ((d->buffers = calloc((size_t)n_buffers, sizeof *d->buffers)) == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers", n_buffers);
-        goto fail;
-    }
     MT_TRY(mt_arena_open(&d->memory, all, NULL, NULL, "buffers of the disk",
-                         mt_store_bytes(store, MT_PLANE_COUNT)));
-    d->n_buffers = n_buffers;
-    for (int i = 0; i < n_buffers; i++)
-        d->buffers[i] = (mt__buffer){ .disk = d, .mem = (char *)d->memory.base + (size_t)i * bytes,
-                                      .unit = -1 };
+                         mt_store_bytes(d->store, MT_PLANE_COUNT)));
+    MT_TRY(mt__ring_open(&d->ring, d, n_buffers, d->memory.base, bytes,
+                         1u << MT__WEIGHTS | 1u << MT__STATES, "a piece to be read (READ)"));
     d->bounce = (char *)d->memory.base + (size_t)n_buffers * bytes;
     d->stats.buffer_bytes = d->memory.bytes;
     MT_TRY(mt_worker_open(&d->worker, &d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
-    *out = d;
+    *out = cx->disk = d;
     return MT_OK;
 
 fail:
@@ -1148,22 +1056,16 @@ fail:
     return st;
 }
 
-static int under_way(const mt_disk *d)
-{
-    for (int i = 0; i < d->n_buffers; i++)
-        if (d->buffers[i].at == MT__READING || d->buffers[i].at == MT__WRITING)
-            return 1;
-    return 0;
-}
-
 void mt_disk_close(mt_disk *d)
 {
     if (d == NULL)
         return;
+    if (d->cx->disk == d)
+        d->cx->disk = NULL;
     mt_worker_close(&d->worker);
     mt_lock(&d->mu);
     d->next_unit = -1;                   /* nothing more is read */
-    while (under_way(d) || d->away != 0)
+    while (mt__ring_find(&d->ring, 1u << MT__READING | 1u << MT__WRITING, -1, -1) || d->away != 0)
         mt_cond_wait(&d->changed, &d->mu);
     mt_unlock(&d->mu);
     for (int i = 0; i < d->n_units; i++) {
@@ -1174,14 +1076,9 @@ void mt_disk_close(mt_disk *d)
     pthread_cond_destroy(&d->changed);
     mt_mutex_close(&d->mu);
     mt_arena_close(&d->memory);
-    free(d->buffers);
+    free(d->ring.buffers);
     free(d->units);
     free(d);
-}
-
-void mt_disk_timeline(mt_disk *d, mt_timeline *t)
-{
-    d->timeline = t;
 }
 
 static mt_status room_for(mt_disk *d, int u)
