@@ -50,7 +50,7 @@ class Engine:
         is not kept alive.
         """
     def host_bytes(self, plane: int = -1) -> int: ...
-    def cold_bytes(self, unit: int, plane: int) -> int:
+    def reserved_bytes(self, unit: int, plane: int) -> int:
         """Host bytes that it takes to bring the plane there: 0 where its memory is there, or it was never asked for."""
     def unlocked(self) -> tuple[int, str]:
         """Host bytes that the driver could not lock, and what it said of the first: copied through a buffer."""

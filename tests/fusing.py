@@ -272,9 +272,9 @@ def stays_on_the_device(build: Build, keep: str) -> None:
     rt, opt = runtime_of(model), mt.AdamW(model.parameters())
 
     def warm() -> list[str]:
-        return [rt.unit_names[u] for u in rt.settled if not rt.core.cold_bytes(u, _core.PLANES["HI"])]
+        return [rt.unit_names[u] for u in rt.homes.settled if not rt.core.reserved_bytes(u, _core.PLANES["HI"])]
 
-    assert len(rt.settled) == len(homes) > 1
+    assert len(rt.homes.settled) == len(homes) > 1
     for step in range(2):
         assert not warm(), f"before step {step}"
         loss = zoo.model_loss(model, padded(step))

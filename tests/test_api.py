@@ -6,6 +6,7 @@ compared with itself must agree bit for bit.
 """
 from __future__ import annotations
 
+import importlib
 import io
 from typing import Any
 
@@ -386,12 +387,12 @@ def test_stream_refuses_and_changes_nothing(bad: dict[str, Any], words: str) -> 
     lm_loss(model, batch(0)).backward()
 
 
-@pytest.mark.parametrize("late, at", [("own_bytes", 1), ("add_unit", 2), ("offset", 5), ("choose_states", 1), ("limit_device", 1),
-                                      ("open_slots", 1), ("_install", 1), ("_move_buffers", 3)])
+@pytest.mark.parametrize("late, at", [("filling.own_bytes", 1), ("add_unit", 2), ("offset", 5), ("states.States.choose", 1),
+                                      ("cap.Cap.hold", 1), ("open_slots", 1), ("stream.install", 1),
+                                      ("install._move_buffers", 3)])
 def test_a_failure_while_memory_is_taken_gives_all_of_it_back(late: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The at-th call of something fails, of the engine or on the way."""
     from megatrain_torch import _core
-    from megatrain_torch.model import stream as wrap
     engines, calls, open_engine = [], [], _core.Engine
 
     def failing(right: Any) -> Any:
@@ -412,9 +413,12 @@ def test_a_failure_while_memory_is_taken_gives_all_of_it_back(late: str, at: int
             return failing(found) if name == late else found
 
     monkeypatch.setattr(_core, "Engine", Engine)
-    for owner in (wrap, wrap.Runtime):
-        if hasattr(owner, late) and late != "open_slots":
-            monkeypatch.setattr(owner, late, failing(getattr(owner, late)))
+    if "." in late:
+        where, _, name = late.rpartition(".")
+        module, *owner = where.split(".")
+        holder = importlib.import_module(f"megatrain_torch.model.{module}")
+        holder = getattr(holder, *owner) if owner else holder
+        monkeypatch.setattr(holder, name, failing(getattr(holder, name)))
     model = made()
     model.head.weight.grad = torch.ones_like(model.head.weight)
     before = {k: v.clone() for k, v in model.state_dict().items()}

@@ -37,7 +37,7 @@ def trained(homes: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 2, cli
 
 
 def arrivals_of(model: Dots) -> Arrivals:
-    return mt.model.stream.runtime_of(model).arrivals
+    return mt.model.stream.runtime_of(model).homes.arrivals
 
 
 def lifted(model: Dots) -> set[int]:

@@ -26,7 +26,9 @@ def test_the_allocators_settings_are_left_to_a_user_who_made_some(settings: dict
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: None)
-    Cap(torch.device("cuda"), 50 * GIB, 0).lift()
+    held = Cap(torch.device("cuda"))
+    held.hold(50 * GIB, 0)
+    held.lift()
     assert made == calls
 
 
@@ -39,5 +41,5 @@ def test_planes_that_the_store_has_already_are_counted_once(made: int, monkeypat
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
-    Cap(torch.device("cuda"), 80 * GIB, 30 * GIB, made)
+    Cap(torch.device("cuda")).hold(80 * GIB, 30 * GIB, made)
     assert shares == [pytest.approx(0.4)]

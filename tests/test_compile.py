@@ -22,7 +22,7 @@ import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
 from megatrain_torch.base.units import find
 from megatrain_torch.fused import compiled
-from megatrain_torch.model import runtime
+from megatrain_torch.model import ring
 from megatrain_torch.model.stream import runtime_of
 
 pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
@@ -359,8 +359,8 @@ def test_refusals_are_those_of_other_windows() -> None:
 
 def test_slots_go_on_and_the_model_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     renewed: list[int] = []
-    own = runtime.SlotHooks.renew
-    monkeypatch.setattr(runtime.SlotHooks, "renew", lambda self, slot: (renewed.append(slot), own(self, slot))[1])
+    own = ring.SlotHooks.renew
+    monkeypatch.setattr(ring.SlotHooks, "renew", lambda self, slot: (renewed.append(slot), own(self, slot))[1])
     model = agrees(lambda: stack(n=5))
     assert not renewed, "a graph holds weights in slots that move on"
     ref = weakref.ref(model.layers[0])
@@ -376,3 +376,23 @@ def test_a_compiled_whole_around_it_is_no_matter() -> None:
     outer = torch.compile(model, backend="eager")
     same(truth, train(model, rows, lambda _, x: square(outer, x)))
     assert codes(model) == ["compiled"] * 3
+
+
+class Tripled(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+@pytest.mark.parametrize("keep", ["saved", "replay"])
+def test_a_layer_that_is_given_another_class_runs_its_forward(keep: str) -> None:
+    plain = stack()
+    model = stream(stack(), keep)
+    for kind in (Layer, Tripled, Layer):
+        found = []
+        for m in (plain, model):
+            m.layers[1].__class__ = kind
+            m.zero_grad()
+            loss = square(m, rows(0))
+            loss.backward()
+            found.append([loss.detach(), *(p.grad.clone() for p in m.parameters())])
+        assert all(map(torch.equal, *found)) and codes(model) == ["compiled"] * 3, kind

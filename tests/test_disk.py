@@ -146,7 +146,7 @@ def test_weights_take_no_memory_but_while_somebody_reads_them(make: Callable[...
     core, last = core_of(model), model.layers[4].weight
     assert core.host_bytes(PLANES["HI"]) == 0
     plain = plain_dots(torch.bfloat16, SHAPES)
-    assert torch.equal(mt.model.stream.runtime_of(model).device_copy(last._mt), plain.layers[4].weight)
+    assert torch.equal(mt.model.stream.runtime_of(model).reads.copy(last._mt), plain.layers[4].weight)
     assert core.host_bytes(PLANES["HI"]) == 0
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters()))
     for step in range(3):
@@ -397,13 +397,13 @@ def test_a_plan_with_a_disk_runs(tmp_path: Path) -> None:
     plan = mt.plan(model, tokens=64, seq=32, homes="disk", machine="cpu", nvme=least)
     mt.stream(model, device="cpu", plan=plan)
     rt = mt.model.stream.runtime_of(model)
-    assert rt.on_disk == frozenset(range(len(plan.homes)))
+    assert rt.homes.on_disk == frozenset(range(len(plan.homes)))
     assert plan.disk_written <= rt.core.disk_file()[1] <= disk.file_bytes(rt.room.asked) == plan.disk_bytes
     opt = mt.AdamW(model.parameters())
     ids = torch.arange(64).view(2, 32)
     model(input_ids=ids, labels=ids).loss.backward()
     opt.step()
-    for unit in rt.on_disk:
+    for unit in rt.homes.on_disk:
         rt.core.bring(unit, -1)                  # waits for its writes
     assert 0 < rt.core.stats()["disk_written_bytes"] - plan.disk_written < 1 << 20
     mt.unstream(model)

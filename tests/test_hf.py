@@ -1,13 +1,16 @@
-"""hf.py by itself: where a transformers model says that it computes."""
+"""hf.py: where a transformers model says that it computes, and what its gradient_checkpointing does."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
+import megatrain_torch as mt
 from megatrain_torch.model import hf
+from megatrain_torch.model.stream import runtime_of
 
 
 class Base(nn.Module):
@@ -26,7 +29,7 @@ def test_a_streamed_model_says_where_it_computes_and_others_where_they_are(monke
     monkeypatch.setattr(hf.masks, "install", lambda: None)
     own = Base.device
     streamed, other = Base(), Base()
-    rt = SimpleNamespace(device=torch.device("meta"), activations="auto", checkpointing=[], windows=[])
+    rt = SimpleNamespace(device=torch.device("meta"), checkpointing=[])
     hf.prepare(rt, streamed, lambda module, name, call: module.__dict__.update({name: call}))
     assert streamed.device == other.device == torch.device("cpu"), "it is not streamed yet"
     streamed.__dict__["_apply"] = None                   # as mt.stream leaves it
@@ -35,3 +38,33 @@ def test_a_streamed_model_says_where_it_computes_and_others_where_they_are(monke
     assert streamed.device == torch.device("cpu")
     undo[0]()
     assert Base.device is own
+
+
+NAMES = ["layers.0", "layers.1"]
+
+
+class Checkpointed(nn.Module):
+    """Has transformers' flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = False
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in NAMES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("plan, then", [
+    ({}, "replay"), ({"activations": "auto"}, "replay"), ({"activations": "saved"}, "saved"),
+    ({"activations": {"layers.0": "saved"}}, "saved replay"), ({"activations": dict.fromkeys(NAMES, "saved")}, "saved")])
+def test_gradient_checkpointing_is_for_what_no_plan_says(plan: dict, then: str) -> None:
+    """The model's own is switched off in any case."""
+    model = Checkpointed()
+    mt.stream(model, "cpu", units=NAMES, plan=plan)
+    model.gradient_checkpointing = True
+    model(torch.zeros(1, 4)).sum().backward()
+    keeps = [w.keeps for w in runtime_of(model).windows]
+    assert keeps == (then.split() * 2)[:2] and not model.gradient_checkpointing

@@ -9,7 +9,7 @@ import torch
 from test_planning import HOMES, VRAM, Loop, batch, chosen, model, same
 
 import megatrain_torch as mt
-from megatrain_torch.model import runtime
+from megatrain_torch.model import ring
 from megatrain_torch.model.stream import runtime_of
 
 __all__ = ["chosen"]
@@ -36,6 +36,11 @@ class Failing:
             raise self.error(f"call {self.n}: {name}")
 
 
+def drives(rt: Any, core: Any) -> None:
+    """Whoever moves units asks this engine."""
+    rt.core = rt.homes.core = rt.ring.core = core
+
+
 @pytest.fixture(scope="module")
 def plain() -> tuple[Loop, list[list[str]]]:
     loop = Loop(mt.stream(model(), "cpu"))
@@ -48,9 +53,10 @@ def calls(homes: list[str], then: list[str], chosen: list[dict[str, Any]]) -> in
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
     loop.step(*STEPS[0])
     rt = runtime_of(loop.model)
-    rt.core = counting = Failing(rt.core, -1, False, mt.MegatrainError)
+    counting = Failing(rt.core, -1, False, mt.MegatrainError)
+    drives(rt, counting)
     loop.step(*STEPS[1][:1], *STEPS[1][:1])
-    rt.core = counting.core
+    drives(rt, counting.core)
     chosen.clear()
     return len(counting.names)
 
@@ -67,10 +73,10 @@ def fails_at(n: int, after: bool, error: type[BaseException], homes: list[str], 
     for b in STEPS[1]:
         loop.number += 1
         if not first:                                        # the second micro-batch, and a longer one, moves
-            rt.core = Failing(whole, n, after, error)
+            drives(rt, Failing(whole, n, after, error))
             with pytest.raises(error, match=f"call {n}"):
                 loop.model(**batch(*b, loop.number))
-            rt.core = whole
+            drives(rt, whole)
         loss = loop.model(**batch(*b, loop.number)).loss     # by the plan that was, or by another try
         loss.backward()
         said.append(float(loss.detach()).hex())
@@ -101,14 +107,14 @@ def test_every_call_of_a_move_may_fail(turn: tuple[str, str], chosen: list[dict[
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many more slots there is memory for; [] : for all."""
     left: list[int] = []
-    whole = runtime.Slot
+    whole = ring.Slot
 
     def slot(*args: Any) -> Any:
         if left and left.pop() == 0:
             raise torch.OutOfMemoryError("a slot")
         return whole(*args)
 
-    monkeypatch.setattr(runtime, "Slot", slot)
+    monkeypatch.setattr(ring, "Slot", slot)
     yield left
 
 
@@ -144,7 +150,7 @@ def test_where_the_way_back_fails_too_the_model_refuses_to_run(chosen: list[dict
     def open_slots(*args: Any) -> None:
         raise torch.OutOfMemoryError("no slots")
 
-    monkeypatch.setattr(rt, "open_slots", open_slots)
+    monkeypatch.setattr(rt.homes, "open_slots", open_slots)
     with pytest.raises(torch.OutOfMemoryError, match="no slots"):
         loop.step((4, 16))
     for _ in range(2):

@@ -13,9 +13,9 @@ from torch import Tensor
 import megatrain_torch as mt
 from megatrain_torch.base import packed
 from megatrain_torch.fused import templates
-from megatrain_torch.fused.layer import MAGNITUDES
 from megatrain_torch.fused.templates import attention
 from megatrain_torch.fused.templates.attention import Attention
+from megatrain_torch.fused.trial import MAGNITUDES
 from megatrain_torch.graph import masks as masks_of
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.store.records import span_of

@@ -180,7 +180,7 @@ def test_a_plan_is_of_the_units_and_windows_that_are_streamed(name: str) -> None
     mt.stream(model, device="cpu", plan=plan)
     rt = runtime_of(model)
     assert list(plan.homes) == rt.unit_names and plan.homes == {
-        name: "arrive" if u in rt.arrivals.units else "vram" if u in rt.settled else "ram"
+        name: "arrive" if u in rt.homes.arrivals.units else "vram" if u in rt.homes.settled else "ram"
         for u, name in enumerate(rt.unit_names)}
     assert list(plan.activations) == [w.name for w in rt.windows]
     assert all(w.mode == plan.activations[w.name] or w.draws_unseen for w in rt.windows)
@@ -620,7 +620,7 @@ def test_a_streamed_model_uses_its_units_in_the_order_that_is_planned() -> None:
     layers = [u for u, name in enumerate(rt.unit_names) if ".layers." in name]
     uses = [rt.unit_names.index(name) for name in re.findall(r"^compute (\S+) ", rt.core.schedule(), re.MULTILINE)]
     assert [u for u in uses if u in layers] == [u for u in planned_schedule(step)[0] if u in layers]
-    assert [slot.nbytes for slot in rt.slots] == step.slots.tolist()
+    assert [slot.nbytes for slot in rt.ring.slots] == step.slots.tolist()
     mt.unstream(model)
 
 

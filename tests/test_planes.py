@@ -30,12 +30,12 @@ def asked(what: str, *args: Any, saving: object = None, **where: Any) -> list[tu
     """Calls of the engine for one parameter of unit 7, which is at home as `where` says."""
     engine = Engine()
     room = SimpleNamespace(weights=lambda core, unit: core.calls.append(("room", unit)))
-    homes = SimpleNamespace(**{"settled": (), "on_disk": (), "filed": (), "saving": saving,
-                               "room": room, "arrivals": SimpleNamespace(units=where.pop("guests", ()))} | where)
+    homes = SimpleNamespace(**{"settled": (), "on_disk": (), "filed": (),
+                               "arrivals": SimpleNamespace(units=where.pop("guests", ()))} | where)
     host = torch.zeros(2)
     record = SimpleNamespace(unit=UNIT, index=1, writes=0, host=host, version=host._version, name="w",
                              shape=host.shape, dtype=host.dtype)
-    getattr(Planes(engine, homes), what)(record, *args)
+    getattr(Planes(engine, homes, SimpleNamespace(running=saving), room), what)(record, *args)
     return engine.calls
 
 
@@ -66,7 +66,7 @@ def test_states_of_a_guest_are_brought_before_they_are_written() -> None:
 def test_a_write_to_weights_in_a_file_goes_there_before_they_have_a_new_version() -> None:
     hi = 1 << _core.PLANES["HI"]
     assert asked("after_write", filed={UNIT}, on_disk={UNIT}) == [
-        ("bring", UNIT, hi), ("push", UNIT, 1, hi), ("touch", UNIT)]
+        ("bring", UNIT, hi), ("push", UNIT, 1, hi)]
     assert asked("after_write") == [("touch", UNIT)]
 
 
@@ -74,5 +74,5 @@ def test_data_of_another_form_is_refused_and_nothing_is_asked() -> None:
     record = SimpleNamespace(unit=UNIT, name="w", shape=torch.Size([2]), dtype=torch.float32)
     engine = Engine()
     with pytest.raises(mt.MegatrainError, match=r"w: \.data of shape \[3\] torch.float32"):
-        Planes(engine, SimpleNamespace()).replace_data(SimpleNamespace(_mt=record), torch.zeros(3))
+        Planes(engine, None, None, None).replace_data(SimpleNamespace(_mt=record), torch.zeros(3))
     assert engine.calls == []

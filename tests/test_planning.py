@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import megatrain_torch as mt
-from megatrain_torch.model import planning
+from megatrain_torch.model import asking, lengths, planning
 from megatrain_torch.model.planning import Pass, batch_of
 from megatrain_torch.model.stream import runtime_of
 
@@ -67,17 +67,20 @@ STEPS = [[(2, 16)], [(2, 16)], [(2, 16), (2, 16)], [(2, 16)] * 3, [(3, 16)] * 2,
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """What plans are given in turn, in the place of their own; and then their own."""
+    """What plans are given in turn, in the place of their own; and then their own. Until then nothing fits with units
+    where they are, so that they move."""
     wanted: list[dict[str, Any]] = []
 
     def plan(*args: Any, **kwargs: Any) -> mt.Plan:
+        if isinstance(kwargs["homes"], dict) and wanted:
+            raise mt.MegatrainError("units are to move")
         found = mt.plan(*args, **kwargs)
         change = wanted.pop(0) if wanted else {}
         homes = dict(zip(found.homes, change.pop("homes", found.homes.values())))
         modes = {name: change.get("modes", mode) for name, mode in found.activations.items()}
         return dataclasses.replace(found, homes=homes, activations=modes, slots=change.get("slots", found.slots))
 
-    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(asking, "plan", plan)
     yield wanted
 
 
@@ -130,7 +133,7 @@ def test_tokens_and_seq_plan_at_once() -> None:
     loop.step((4, 16))
     assert loop.planning.made == 1, "that was planned for"
     loop.step((8, 16))
-    assert loop.planning.made == 2, "that was not"
+    assert loop.planning._lengths.longest() == 128, "that was not"
 
 
 @pytest.mark.parametrize("given, said", [
@@ -145,35 +148,158 @@ def test_arguments_that_make_no_sense_are_refused(given: dict[str, Any], said: s
     assert type(own.lm_head.weight) is torch.nn.Parameter
 
 
-def test_a_plan_too_small_is_followed_by_one_for_twice_as_much() -> None:
+def test_longer_passes_run_with_units_where_they_are() -> None:
+    """Lengths are rounded up to steps; each is asked for once, and nothing moves."""
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
-    for seq in (32, 33, 40, 64, 65, 100, 128, 16, 129):
+    for seq in (64, 65, 70, 76, 77, 64, 300):
         loop.step((1, seq))
-    assert loop.planning.made == 3 and loop.planning.plan.tokens == 320, "32; twice 33 in 64s; twice 129"
+    assert loop.planning.made == 1 and loop.planning.plan.tokens == 64
+    assert sorted(loop.planning._lengths.plans) == [64, 128, 320] and "up to 320" in mt.explain(loop.model)
 
 
-def test_batches_of_random_length_are_planned_for_three_times_at_most() -> None:
-    for trial in range(20):
-        draw, plans, most = torch.Generator().manual_seed(trial), 0, 0
-        for tokens in torch.randint(4096, 32769, (200,), generator=draw).tolist():
-            if tokens > most:
-                plans, most = plans + 1, Pass(1, tokens).times(2.0 if most else 1.0).tokens
-        assert plans <= 3
+def test_steps_of_lengths() -> None:
+    found = lengths.Lengths()
+    found._base = Pass(16, 1024)
+    for rows, step in ((16, 16), (17, 20), (19, 20), (20, 23), (32, 32), (33, 39), (15, 16), (14, 16), (13, 14), (8, 8), (7, 8), (1, 1)):
+        assert found.step_above(Pass(rows, 1024)) == Pass(step, 1024), rows
+    for seq in range(1, 5000, 7):
+        assert seq <= found.step_above(Pass(1, seq)).tokens <= seq * 2 ** 0.25 + 64
 
 
-def test_where_twice_as_much_does_not_fit_less_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_move_where_a_longer_pass_is_much_slower_with_them_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = []
+
+    def plan(*args: Any, **kwargs: Any) -> mt.Plan:
+        found = mt.plan(*args, **kwargs)
+        return dataclasses.replace(found, seconds=found.seconds * slow[0]) if isinstance(kwargs["homes"], dict) else found
+
+    monkeypatch.setattr(asking, "plan", plan)
+    for factor, made in ((1.02, 1), (1.2, 2)):
+        slow[:] = [factor]
+        loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+        loop.step((2, 16))
+        loop.step((4, 16))
+        assert loop.planning.made == made
+
+
+def test_where_a_step_above_does_not_fit_the_pass_itself_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(*args: Any, tokens: int, **kwargs: Any) -> mt.Plan:
         if tokens > 50:
             raise mt.MegatrainError("too much")
         return mt.plan(*args, tokens=tokens, **kwargs)
 
-    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(asking, "plan", plan)
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
     loop.step((2, 16))
-    loop.step((2, 18))
-    assert loop.planning.plan.tokens == 36 * 1.25 // 18 * 18 + 18 * (36 * 1.25 % 18 > 0) or loop.planning.plan.tokens <= 50
+    loop.step((2, 23))
+    assert loop.planning._lengths.longest() == 46
     with pytest.raises(mt.MegatrainError, match="too much"):
         loop.step((2, 30))
+
+
+class Costly:
+    """Plans whose seconds are those of a machine where units on the device take the room of what long passes keep: a
+    pass of n tokens takes n; the host takes 20 for each unit there; a pass beyond what the plan that chose the homes
+    was for takes a quarter more."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, *args: Any, tokens: int, homes: Any, **kwargs: Any) -> mt.Plan:
+        self.asked += 1
+        found = mt.plan(*args, tokens=tokens, homes=homes, **kwargs)
+        if not isinstance(homes, dict):
+            there = 7 - min(tokens // 40, 7)
+            homes = dict(zip(found.homes, ["vram"] * there + ["ram"] * (7 - there)))
+        away = sum(h == "ram" for h in homes.values())
+        seconds = max(tokens * (1.02 if tokens > 40 * (away + 1) else 1.0), 20.0 * away)
+        return dataclasses.replace(found, homes=homes, seconds=seconds)
+
+
+def test_units_move_once_for_lengths_that_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass is the longest; after some steps units are where they are best for the others, and all fit."""
+    costly = Costly()
+    monkeypatch.setattr(asking, "plan", costly)
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    plain = Loop(mt.stream(model(), "cpu"))
+    draw = torch.Generator().manual_seed(0)
+    rows = [16, *torch.randint(2, 17, (29,), generator=draw).tolist()]
+    for n, r in enumerate(rows):
+        assert loop.step((r, 16)) == plain.step((r, 16))
+        assert loop.planning.made == 1 + (n >= 8)
+    assert same(loop, plain) and list(loop.planning.plan.homes.values()).count("vram") == 3
+    before = costly.asked
+    for r in rows:
+        loop.step((r, 16))
+    assert costly.asked == before and loop.planning.made == 2, "all lengths are known"
+
+
+def test_a_plan_with_units_where_another_has_them() -> None:
+    """Of as many tokens it is that plan; of others only what layers keep differs."""
+    asked = dict(seq=1024, micro=1, machine="rtx4090-64g", compute="fused")
+    with torch.device("meta"):
+        own = model(hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, vocab_size=32000)
+    first = mt.plan(own, tokens=8192, **asked)
+    again = mt.plan(own, tokens=8192, homes=first.homes, slots=first.slots, **asked)
+    assert dataclasses.asdict(again) == dataclasses.asdict(first) and len(set(first.homes.values())) > 1
+    longer = mt.plan(own, tokens=32768, homes=first.homes, slots=first.slots, **asked)
+    assert longer.homes == first.homes and longer.activations != first.activations
+    with pytest.raises(mt.MegatrainError, match="at these homes"):
+        mt.plan(own, tokens=1 << 22, homes=first.homes, **asked)
+    with pytest.raises(mt.MegatrainError, match="homes='nowhere'"):
+        mt.plan(own, tokens=8192, homes=first.homes | {"model.norm": "nowhere"}, **asked)
+
+
+def test_a_run_of_many_lengths_goes_on_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(*args: Any, tokens: int, **kwargs: Any) -> mt.Plan:
+        found = mt.plan(*args, tokens=tokens, **kwargs)
+        keep = "replay" if tokens > limit[0] else "saved"
+        return dataclasses.replace(found, activations=dict.fromkeys(found.activations, keep))
+
+    def kept(loop: Loop) -> set[str]:
+        return {w.mode for w in runtime_of(loop.model).windows if w.fused is not None}
+
+    monkeypatch.setattr(asking, "plan", plan)
+    limit = [64]
+    first = Loop(mt.stream(model(), "cpu", vram=VRAM, compute="fused"))
+    for rows in (8, 2, 4):
+        first.step((rows, 16))
+    mt.save(first.model, first.opt, tmp_path / "c")
+    want = [first.step((rows, 16)) for rows in (4, 8, 2, 3)]
+    limit = [1 << 20]                                        # today there is more room
+    again = Loop(mt.stream(model(), "cpu", vram=VRAM, compute="fused"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mt.load(again.model, again.opt, tmp_path / "c")
+    again.number = 3
+    for rows, one, keep in zip((4, 8, 2, 3), want, ("saved", "replay", "saved", "saved")):
+        assert again.step((rows, 16)) == one and kept(again) == {keep}
+    assert same(first, again)
+
+
+def test_even_passes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    costly = Costly()
+    monkeypatch.setattr(asking, "plan", costly)
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
+    for _ in range(12):
+        loop.step((4, 16))
+    assert costly.asked == loop.planning.made == 1
+
+
+def test_shorter_passes_keep_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(*args: Any, tokens: int, **kwargs: Any) -> mt.Plan:
+        found = mt.plan(*args, tokens=tokens, **kwargs)
+        keep = "replay" if tokens > 64 else "attention" if tokens > 32 else "saved"
+        return dataclasses.replace(found, activations=dict.fromkeys(found.activations, keep))
+
+    monkeypatch.setattr(asking, "plan", plan)
+    loop = Loop(mt.stream(model(), "cpu", vram=VRAM, compute="fused"))
+    seen = []
+    for rows in (8, 2, 4, 8, 3, 1, 2):
+        loop.step((rows, 16))
+        seen.append({w.mode for w in runtime_of(loop.model).windows if w.fused is not None})
+    assert seen == [{"replay"}, {"saved"}, {"attention"}, {"replay"}, {"attention"}, {"saved"}, {"saved"}]
+    assert loop.planning.made == 1
 
 
 def test_what_does_not_fit_is_refused_before_the_first_pass_and_nothing_was_changed() -> None:
@@ -216,7 +342,7 @@ def test_nothing_moves_under_a_graph() -> None:
         one.opt.zero_grad()
     made = loop.planning.made
     assert loop.step((2, 16)) == plain.step((2, 16)) and same(loop, plain) and made == 1
-    assert loop.planning.made == 2 and loop.planning.plan.tokens == 2 * 2 * 4 * 16 and loop.planning.plan.micro == 1
+    assert loop.planning._lengths.longest() == 2 * 4 * 16 and loop.planning.plan.micro == 1
 
 
 def test_graphs_that_were_only_held_do_not_refuse_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,12 +352,12 @@ def test_graphs_that_were_only_held_do_not_refuse_what_fits(monkeypatch: pytest.
             raise mt.MegatrainError("too much")
         return mt.plan(*args, tokens=tokens, **kwargs)
 
-    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(asking, "plan", plan)
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
     held = [loop.model(**batch(1, 16, i)).loss for i in range(6)]
     del held
     loop.step((2, 16))
-    assert loop.planning.plan.tokens == 32 and loop.planning.made == 2
+    assert loop.planning._lengths.longest() == 32 and loop.planning._seen.most.tokens == 32
 
 
 @pytest.mark.parametrize("skipped", ["by a scaler", "not finite", "by hand"])
@@ -264,7 +390,7 @@ def test_a_model_that_cannot_be_read_is_told_of_once_when_it_has_grown(monkeypat
     def plan(*args: Any, **kwargs: Any) -> mt.Plan:
         raise ZeroDivisionError("of a width")
 
-    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(asking, "plan", plan)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         loop.step((4, 16))
@@ -292,16 +418,24 @@ def test_other_optimizers_find_all_in_host_memory(torchs: bool) -> None:
     assert homes == {"ram"} and made == 1 if torchs else made == 2
 
 
-def test_states_on_disk_are_laid_out_with_the_first_plan(tmp_path: Path, chosen: list[dict[str, Any]]) -> None:
+def test_states_on_disk_are_laid_out_with_the_first_plan(tmp_path: Path, chosen: list[dict[str, Any]],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise mt.MegatrainError("too much")
+
     plain = Loop(mt.stream(model(), "cpu"))
     want = [plain.step(*s) for s in STEPS[:4]]
     homes = ["vram", "disk", "disk+weights", "ram", "disk+weights", "ram", "disk"]
     chosen.append({"homes": homes})
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM, nvme=tmp_path))
     assert not list(tmp_path.iterdir()), "before its plan nothing is on disk"
+    got = [loop.step(*s) for s in STEPS[:4]]              # the third has two micro-batches
+    assert got == want and same(plain, loop) and runtime_of(loop.model).homes.on_disk == {1, 2, 4, 6}
+    assert loop.planning.plan.micro == 2 and list(loop.planning.plan.homes.values()) == homes
+    monkeypatch.setattr(asking, "plan", refuse)
     with pytest.warns(UserWarning, match="cannot move"):
-        got = [loop.step(*s) for s in STEPS[:4]]          # the third has two micro-batches
-    assert got == want and same(plain, loop) and runtime_of(loop.model).on_disk == {1, 2, 4, 6}
+        assert loop.step((8, 16)) == plain.step((8, 16))
+    assert loop.step((9, 16)) == plain.step((9, 16)) and same(plain, loop)
     mt.unstream(loop.model)
     assert not list(tmp_path.iterdir())
 
@@ -318,12 +452,12 @@ def test_a_run_that_goes_on_keeps_what_it_kept(tmp_path: Path, chosen: list[dict
         mt.load(again.model, again.opt, tmp_path / "c")
     again.number = 1
     assert [again.step((2, 16)) for _ in range(2)] == want and same(first, again)
-    kept = runtime_of(again.model).kept()
-    assert kept == runtime_of(first.model).kept() and set(kept.values()) == {"replay"}
+    kept = runtime_of(again.model).keeps.fused()
+    assert kept == runtime_of(first.model).keeps.fused() and set(kept.values()) == {"replay"}
     other = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
     mt.load(other.model, None, tmp_path / "c")               # weights alone: it is no run that goes on
     other.step((2, 16))
-    assert runtime_of(other.model).kept() != kept
+    assert runtime_of(other.model).keeps.fused() != kept
 
 
 def test_what_a_run_kept_is_chosen_anew_where_it_does_not_fit(tmp_path: Path, chosen: list[dict[str, Any]],
@@ -332,12 +466,12 @@ def test_what_a_run_kept_is_chosen_anew_where_it_does_not_fit(tmp_path: Path, ch
     first = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
     first.step((2, 16))
     mt.save(first.model, first.opt, tmp_path / "c")
-    assert set(runtime_of(first.model).kept().values()) == {"saved"}
+    assert set(runtime_of(first.model).keeps.fused().values()) == {"saved"}
     again = Loop(mt.stream(model(), "cpu", compute="fused", vram=VRAM))
     chosen.append({"modes": "replay"})
     mt.load(again.model, again.opt, tmp_path / "c")
     again.step((2, 16))
-    assert set(runtime_of(again.model).kept().values()) == {"replay"}
+    assert set(runtime_of(again.model).keeps.fused().values()) == {"replay"}
 
 
 def test_a_save_under_way_is_over_before_anything_moves(tmp_path: Path, chosen: list[dict[str, Any]]) -> None:
@@ -392,16 +526,17 @@ def test_lora_and_frozen_units_move(chosen: list[dict[str, Any]]) -> None:
 def test_what_others_have_of_the_device_is_not_planned_with_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free memory lacks it, so the allocator's limit, which is the process's share of all, must not lack it again."""
     gib, machine = 1 << 30, mt.plan(model(), tokens=32, seq=16, machine="h200-128g").machine
-    monkeypatch.setattr(planning, "resolve", lambda name: machine)
+    monkeypatch.setattr(asking, "resolve", lambda name: machine)
     total = machine.vram_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - 50 * gib, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * gib)
     core = SimpleNamespace(device_bytes=lambda: 20 * gib)
-    rt = SimpleNamespace(is_cuda=True, device=None, core=core, slots=[SimpleNamespace(nbytes=3 * gib - 512)])
-    found = planning.Planning(rt, planning.Limits(100 * gib, None, None, None))
+    rt = SimpleNamespace(is_cuda=True, device=None, core=core,
+                         ring=SimpleNamespace(slots=[SimpleNamespace(nbytes=3 * gib - 512)]))
+    found = asking.Asking(rt, asking.Limits(100 * gib, None, None, None))
     others = (50 - 6 - 20) * gib - machine.vram_overhead_bytes
-    assert found._limit() == 100 * gib and found._left() == 100 * gib - others - 2 * gib
+    assert found.limit() == 100 * gib and found._left() == 100 * gib - others - 2 * gib
 
 
 IDS, WIDE = torch.zeros(3, 5, dtype=torch.long), torch.zeros(2, 7, 64)
@@ -423,7 +558,7 @@ def test_a_model_that_a_plan_cannot_read_trains_without_one(monkeypatch: pytest.
         raise ZeroDivisionError("of a width")
 
     plain = Loop(mt.stream(model(), "cpu"))
-    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(asking, "plan", plan)
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
     with pytest.warns(UserWarning, match="cannot read the model .ZeroDivisionError: of a width"):
         got = [loop.step((2, 16))]
@@ -438,7 +573,7 @@ def test_without_mt_adamw_a_refusal_is_no_obstacle(monkeypatch: pytest.MonkeyPat
         asked.append(kwargs["tokens"])
         raise mt.MegatrainError("it does not fit:\nno")
 
-    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(asking, "plan", plan)
     streamed = mt.stream(model(torch.float32), "cpu", vram=VRAM)
     opt = torch.optim.SGD(streamed.parameters(), lr=0.1)
     for number in (1, 2):
@@ -488,7 +623,7 @@ def test_a_run_that_goes_on_is_planned_for_before_its_states_come(tmp_path: Path
     chosen.append({"homes": homes})
     mt.load(again.model, again.opt, tmp_path / "c")
     rt = runtime_of(again.model)
-    assert rt.on_disk == {1, 2, 4, 6} and (again.planning.plan.tokens, again.planning.plan.micro) == (64, 2)
+    assert rt.homes.on_disk == {1, 2, 4, 6} and (again.planning.plan.tokens, again.planning.plan.micro) == (64, 2)
     again.number = 4
     assert [again.step((2, 16), (2, 16)) for _ in range(2)] == want and same(first, again) and again.planning.made == 1
 
@@ -500,7 +635,7 @@ def test_states_that_are_in_memory_are_planned_for_without_the_disk(tmp_path: Pa
         given.append(kwargs["nvme"])
         return mt.plan(*args, **kwargs)
 
-    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(asking, "plan", plan)
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM, nvme=tmp_path))
     plain = Loop(mt.stream(model(), "cpu"))
     for one in (loop, plain):

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from megatrain_torch.base.modes import DISK, GRADS, HOMES, HOST, KEEPS, LINKED
-from megatrain_torch.model.stream import _PLAN_KEYS
+from megatrain_torch.model.choices import PLAN_KEYS
 
 PAGE = (Path(__file__).parents[1] / "docs/plans.md").read_text()
 
@@ -19,7 +19,7 @@ def table(head: str) -> list[str]:
 def test_homes_modes_and_keys_are_those_of_the_code() -> None:
     assert set(table("home")) == set(HOMES)
     assert set(table("kept")) == {*KEEPS, LINKED}
-    assert set(table("key")) == _PLAN_KEYS
+    assert set(table("key")) == PLAN_KEYS
 
 
 def test_where_what_is_kept_waits_is_told() -> None:

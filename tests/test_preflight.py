@@ -85,7 +85,7 @@ def test_loading_holds_one_unit_twice_and_then_the_slots(free: Callable) -> None
 def test_weights_are_refused_by_the_byte(free: Callable) -> None:
     free(10**9)
     model = stream()
-    slots = sum(s.nbytes for s in runtime_of(model).slots)
+    slots = sum(s.nbytes for s in runtime_of(model).ring.slots)
     free(with_margin(slots))
     mt.unstream(stream())
     free(with_margin(slots) - 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from fusing import codes, lm, stream
-from test_proof import Norm, grads
+from test_proof import Norm, grads, wrapped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -78,26 +78,13 @@ def swapped(layer: nn.Module) -> None:
     layer.mlp.gate_proj, layer.mlp.up_proj = layer.mlp.up_proj, layer.mlp.gate_proj
 
 
-def renamed(layer: nn.Module) -> None:
-    """What no template covers, nor knows the names of."""
-    class Twice(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * self.inner(x)
-
-    layer.mlp = Twice(layer.mlp)
-
-
 BETWEEN: dict[str, Callable[[nn.Module], Any]] = {
     "a norm's eps": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1),
     "the scale": lambda layer: setattr(layer.self_attn, "scaling", 0.5),
     "the activation": activation,
     "the training flag": lambda layer: layer.eval(),
     "parts' names": swapped,
-    "a wrapper": renamed,
+    "a wrapper": wrapped,                # no template covers it, nor knows its names
     "no norm": lambda layer: setattr(layer, "input_layernorm", nn.Identity()),
 }
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-
-spec = importlib.util.spec_from_file_location("rooms", ROOT / "tools/rooms.py")
-rooms = importlib.util.module_from_spec(spec)
-sys.modules["rooms"] = rooms
-spec.loader.exec_module(rooms)
+sys.path.append(str(ROOT / "tools"))
+import rooms  # noqa: E402
 
 
 def found(root: Path, **files: str) -> list[str]:

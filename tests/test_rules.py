@@ -49,6 +49,10 @@ PLANTED = {
         ("docs/a.md", "see https://example.org/work/x\n"),
     ),
     "nothing_left_over": (("a.py", "# TO" "DO: all\n"), ("a.py", "# methodology\n")),
+    "locks_have_ranks": (
+        ("csrc/io/file.c", "    pthread_mutex_lock(&f->mu);\n"),
+        ("csrc/io/file.c", "    mt_lock(&f->mu);\n    pthread_cond_broadcast(&f->more);\n"),
+    ),
     "lines_fit": (("csrc/core/a.c", "x" * 101 + "\n"), ("csrc/core/a.c", "x" * 100 + "\n")),
     "functions_fit": (
         ("csrc/core/a.c", LONG_FUNCTION),

@@ -261,7 +261,7 @@ class Pair:
 
     @property
     def kept(self) -> dict[str, str]:
-        return runtime_of(self.model).kept()
+        return runtime_of(self.model).keeps.fused()
 
 
 @pytest.mark.parametrize("change, said", [

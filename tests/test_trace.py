@@ -1,6 +1,7 @@
 """mt.trace: what queues did, in order and whole; reports that name what bound a step; the files it writes."""
 from __future__ import annotations
 
+import inspect
 import json
 import struct
 import sys
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch.figures.report import StepReport, idle_seconds, measure
 from megatrain_torch.figures.timeline import Slice, by_lane
+from megatrain_torch.graph.untraced import UNTRACED, Untraced
+from megatrain_torch.reports.tracing import Trace
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
@@ -658,9 +661,16 @@ def test_an_exception_ends_the_trace() -> None:
     with pytest.raises(ValueError, match="mine"), mt.trace(model) as t:
         step(model)
         raise ValueError("mine")
-    assert mt.model.stream.runtime_of(model).trace is None
+    assert mt.model.stream.runtime_of(model).trace is UNTRACED
     step(model)
     assert t.slices() == [] or all(s.work for s in t.slices())
+
+
+def test_what_stands_for_a_trace_has_what_others_call() -> None:
+    """No more than Trace has, with the same arguments."""
+    for name in [n for n in vars(Untraced) if not n.startswith("_")]:
+        ours, theirs = (inspect.signature(getattr(c, name)).parameters for c in (Untraced, Trace))
+        assert len(ours) == len(theirs), name
 
 
 def test_unstream_ends_the_trace() -> None:

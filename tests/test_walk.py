@@ -1,4 +1,4 @@
-"""The walk (csrc/core/walk.h) against the engine's own timeline, and its door to Python; tests/c/test_walk.c has the rest.
+"""The walk (csrc/walk/walk.h) against the engine's own timeline, and its door to Python; tests/c/test_walk.c has the rest.
 
 A small model streams on the CPU device, whose queues are threads that dawdle. What each piece of work took is read from
 the timeline and given to the walk, which is then to find the order and the length of the engine's own steps.
@@ -76,7 +76,7 @@ def steps_of_engine(micro: int) -> tuple[list[list[Piece]], list[float], list[in
             opt.zero_grad()
         trace.finish()
         slices = trace.slices()
-    units, slots = [rt.core.hi_bytes(u) for u in range(LAYERS)], [slot.nbytes for slot in rt.slots]
+    units, slots = [rt.core.hi_bytes(u) for u in range(LAYERS)], [slot.nbytes for slot in rt.ring.slots]
     names = rt.unit_names
     mt.unstream(model)
     cuts = sorted(s.begin for s in slices if s.lane == "host update" and s.work == "update")[::LAYERS][1:]

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from check_rules import Finding
+
 PACKAGE = "megatrain_torch"
 C = f"{PACKAGE}._core"  # may be looked at by everybody, looks at nobody
 
@@ -33,17 +35,6 @@ class Look(NamedTuple):
     module: str
     line: int
     other: str
-
-
-class Finding(NamedTuple):
-    """One place where the order is broken."""
-
-    path: str
-    line: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.text}"
 
 
 def modules(root: Path) -> dict[str, Path]:

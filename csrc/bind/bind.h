@@ -30,7 +30,6 @@
 #include "../core/update.h"
 #include "../io/shards.h"
 #include "../ops/sumsq.h"
-#include <pthread.h>
 
 #ifndef Py_LIMITED_API
 #error "bind is built against the limited API: one binary for every Python from 3.11 on"
@@ -97,18 +96,11 @@ typedef struct mt_engine {
     PyObject   *error;       /* MegatrainError, owned */
     PyObject   *held, *renew;/* bound methods of SlotHooks, owned; NULL before open_slots */
     mt_home    *home;        /* one holder of it */
-    mt_pool    *pool;        /* home's, as are the next two; all NULL before __init__ */
-    mt_dev     *dev;
-    mt_store   *store;
-    mt_sumsq   *sums;        /* chunk sums of the D2H queue */
-    mt_timeline *timeline;   /* NULL once closed, as all below */
-    mt_resident *residents;
-    mt_through *through;     /* NULL before a unit is to go through the device */
-    mt_file    *file;        /* NULL before units have their states on disk, as disk */
-    mt_disk    *disk;
-    mt_feed    *feed;        /* NULL: no unit's weights are on disk */
+    mt_context  cx;          /* dev, pool and store are home's; all NULL before __init__, the rest
+                              * once closed too. through, disk, feed, arrive: as units live there */
+    mt_sumsq   *sums;        /* chunk sums of the D2H queue. NULL once closed, as all below */
+    mt_file    *file;        /* NULL before units have their states on disk */
     mt_pool    *disk_pool;   /* its own, so that no update waits for another's turn */
-    mt_arrive  *arrive;      /* NULL before a unit's states are to come and leave */
     mt_offload *offload;
     mt_updater *updater;
     mt_swap    *swap;
@@ -118,11 +110,9 @@ typedef struct mt_engine {
     struct mt_saving *saving;/* NULL while nothing is saved: engine_save.c */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
     int         n_adopted;
-    pthread_mutex_t door;    /* offload and update are entered by one thread at a time */
-    int         door_made;
+    mt_mutex    door;        /* offload and update are entered by one thread at a time */
     int         busy;        /* calls that have let go of the GIL */
     int         closed;
-    mt_debug    debug;
 } mt_engine;
 
 /* Gradients of at most this many units are alive on the device at once: one leaves while the
@@ -169,7 +159,7 @@ MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchd
 MT_METHOD(set_states); MT_METHOD(pass_gradients); MT_METHOD(lend_most);
 MT_METHOD(through); MT_METHOD(invite); MT_METHOD(dismiss); MT_METHOD(lift_sizes);
 MT_METHOD(lift); MT_METHOD(leave); MT_METHOD(bring); MT_METHOD(push); MT_METHOD(device_plane);
-MT_METHOD(device_bytes); MT_METHOD(cold_bytes); MT_METHOD(updated);
+MT_METHOD(device_bytes); MT_METHOD(reserved_bytes); MT_METHOD(updated);
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(unlocked); MT_METHOD(lock_limit);
 

@@ -70,12 +70,12 @@ static void touch(void *base, size_t bytes, mt_pool *pool)
     mt_pool_run(n > 1 ? pool : NULL, touch_chunk, &job, n);     /* one chunk need not take turns */
 }
 
-static mt_status map_cold(mt_arena *a, size_t bytes, int flags, const char *what, size_t mapped)
+static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const char *what, size_t mapped)
 {
     size_t   page = page_bytes();
     size_t   whole = bytes <= SIZE_MAX - page ? (bytes + page - 1) / page * page : SIZE_MAX;
     int      huge = whole >= 2 * HUGE_BYTES && HUGE_BYTES % page == 0;
-    mt_arena made = { .base = nothing, .cold = 1 };
+    mt_arena made = { .base = nothing, .reserved = 1 };
 
     if (bytes > 0) {
         made.base = whole < SIZE_MAX ? map_aligned(whole, huge ? HUGE_BYTES : page, flags)
@@ -96,9 +96,9 @@ static mt_status map_cold(mt_arena *a, size_t bytes, int flags, const char *what
 }
 
 /* Most of its pages are never made, so the kernel need not promise them. */
-mt_status mt_arena_cold(mt_arena *a, size_t bytes, const char *what, size_t mapped)
+mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const char *what, size_t mapped)
 {
-    return map_cold(a, bytes, MAP_NORESERVE, what, mapped);
+    return map_reserved(a, bytes, MAP_NORESERVE, what, mapped);
 }
 
 mt_status mt_arena_register(mt_arena *a, mt_dev *dev)
@@ -112,28 +112,28 @@ mt_status mt_arena_register(mt_arena *a, mt_dev *dev)
     return st;
 }
 
-mt_status mt_arena_warm(mt_arena *a, mt_pool *pool, mt_dev *dev)
+mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev)
 {
     mt_status st;
 
-    if (!a->cold)
+    if (!a->reserved)
         return MT_OK;
     touch(a->base, a->bytes, pool);
     if (dev != NULL && (st = mt_arena_register(a, dev)) != MT_OK)
         return st;
-    a->cold = 0;
+    a->reserved = 0;
     return MT_OK;
 }
 
 /* The addresses stay; from them zeros are read until they are written. */
-void mt_arena_chill(mt_arena *a)
+void mt_arena_decommit(mt_arena *a)
 {
     if (a->dev != NULL)
         a->dev->ops->host_unregister(a->dev, a->base);
     a->dev = NULL;
     if (a->bytes > 0)
         (void)madvise(a->base, a->bytes, MADV_DONTNEED);
-    a->cold = 1;
+    a->reserved = 1;
 }
 
 mt_status mt_arena_open(mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
@@ -142,8 +142,8 @@ mt_status mt_arena_open(mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
     mt_arena  made = { 0 };
     mt_status st;
 
-    MT_TRY(map_cold(&made, bytes, 0, what, mapped));
-    MT_TRY(mt_arena_warm(&made, pool, dev));
+    MT_TRY(map_reserved(&made, bytes, 0, what, mapped));
+    MT_TRY(mt_arena_commit(&made, pool, dev));
     *a = made;
     return MT_OK;
 

@@ -5,8 +5,8 @@
  *     a.base ...                                  // on the host, in memory, known to the device
  *     mt_arena_close(&a);
  *
- * A cold arena is host addresses alone: a page costs memory from its first write on. What is to be
- * written as a whole is warmed before, which is open's second half.
+ * A reserved arena is host addresses alone: a page costs memory from its first write on. What is to
+ * be written as a whole is committed before, which is open's second half.
  * A child of fork() has none of it (forks.h).
  *
  * Threads: an arena belongs to one thread at a time; the store's lock sees to it.
@@ -22,7 +22,7 @@ typedef struct mt_arena {
     size_t  bytes;           /* mapped: what was asked for, in whole pages; 0 when that was 0 */
     mt_dev *dev;             /* registered here, or memory of it; NULL: neither */
     int     on_device;       /* memory of dev: base is no host address */
-    int     cold;            /* no page was touched */
+    int     reserved;        /* addresses alone: not committed */
 } mt_arena;
 
 /* Maps anonymous memory, spreads it over the nodes (numa.h), asks for huge pages where they pay,
@@ -31,13 +31,13 @@ typedef struct mt_arena {
  * bytes 0: nothing is mapped; base is an address that may be compared but not read. */
 mt_status mt_arena_open  (mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
                           const char *what, size_t mapped);
-mt_status mt_arena_cold  (mt_arena *a, size_t bytes, const char *what, size_t mapped);
-/* Touches and registers a cold one; what was written into it stays. */
-mt_status mt_arena_warm  (mt_arena *a, mt_pool *pool, mt_dev *dev);
+mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const char *what, size_t mapped);
+/* Touches and registers a reserved one; what was written into it stays. */
+mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev);
 /* Registers one that is in memory; nothing to do when that is done, or nothing is mapped. */
 mt_status mt_arena_register(mt_arena *a, mt_dev *dev);
-/* Its pages are given back, registered or not, and it is cold again: what it held is gone. */
-void      mt_arena_chill (mt_arena *a);
+/* Its pages are given back, registered or not, and it is reserved: what it held is gone. */
+void      mt_arena_decommit(mt_arena *a);
 mt_status mt_arena_device(mt_arena *a, size_t bytes, mt_dev *dev, const char *what);
 void      mt_arena_close (mt_arena *a);            /* closed or zeroed: nothing to do */
 

@@ -6,7 +6,6 @@
  */
 #include "arrive.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 
 /* Parts begin at multiples: kernels read them in vectors,
@@ -25,34 +24,33 @@ typedef struct guest {
 #define COPIED "copies of its states (the event STORED)"
 
 struct mt_arrive {
+    mt_context     *cx;
     mt_dev         *dev;
     mt_store       *store;
-    mt_timeline    *timeline;    /* written before the first lift */
+    mt_timeline    *timeline;
     guest         **guests;      /* [n_guests] by unit, NULL: none. Written by invite */
     int             n_guests;
 
-    pthread_mutex_t mu;          /* held around puts too: one thread at a time */
+    mt_mutex        mu;          /* held around puts too: one thread at a time */
     mt_queue       *queue;
     mt_event       *drained;     /* recorded on the queue by who waits for all of it. mu */
     mt_arrive_stats stats;       /* mu */
-    mt_debug        debug;       /* mu */
 };
 
 /* ---- open, invite, close ---------------------------------------------------------------- */
 
-mt_status mt_arrive_open(mt_dev *dev, mt_store *store, mt_arrive **out)
+mt_status mt_arrive_open(mt_context *cx, mt_arrive **out)
 {
     mt_arrive *a = calloc(1, sizeof *a);
     mt_status  st;
 
     if (a == NULL)
         return MT_FAIL(MT_ENOMEM, "arrive: calloc(%zu)", sizeof *a);
-    a->dev = dev;
-    a->store = store;
-    pthread_mutex_init(&a->mu, NULL);
-    MT_TRY(dev->ops->event_open(dev, &a->drained));
-    MT_TRY(dev->ops->queue_open(dev, "guests", &a->queue));
-    *out = a;
+    *a = (mt_arrive){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline };
+    mt_mutex_open(&a->mu, MT_RANK_ARRIVE);
+    MT_TRY(a->dev->ops->event_open(a->dev, &a->drained));
+    MT_TRY(a->dev->ops->queue_open(a->dev, "guests", &a->queue));
+    *out = cx->arrive = a;
     return MT_OK;
 
 fail:
@@ -75,19 +73,16 @@ void mt_arrive_close(mt_arrive *a)
 {
     if (a == NULL)
         return;
+    if (a->cx->arrive == a)
+        a->cx->arrive = NULL;
     if (a->queue != NULL)
         a->dev->ops->queue_close(a->queue);
     for (int u = 0; u < a->n_guests; u++)
         guest_close(a, a->guests[u]);
     a->dev->ops->event_close(a->drained);
-    pthread_mutex_destroy(&a->mu);
+    mt_mutex_close(&a->mu);
     free(a->guests);
     free(a);
-}
-
-void mt_arrive_timeline(mt_arrive *a, mt_timeline *t)
-{
-    a->timeline = t;
 }
 
 static mt_status guests_grow(mt_arrive *a, int n)
@@ -127,6 +122,7 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     MT_TRY(a->dev->ops->event_open(a->dev, &g->last));
     MT_TRY(a->dev->ops->event_open(a->dev, &g->lent));
     MT_TRY(mt_store_register(a->store, unit));
+    MT_TRY(mt_mirror_except(a->store, unit, MT_STATE_PLANES));
     a->guests[unit] = g;
     return MT_OK;
 
@@ -155,6 +151,7 @@ mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
                        mt_store_name(a->store, unit));
     a->guests[unit] = NULL;
     guest_close(a, g);
+    st = mt_mirror_except(a->store, unit, 0);
 fail:
     return st;
 }
@@ -320,7 +317,7 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
 /* ---- a stay ----------------------------------------------------------------------------- */
 
 /* Memory for the host's planes, made without mu: pages by the gigabyte take their time. */
-static mt_status warm(mt_arrive *a, int unit, const mt_arrive_part *parts, int n)
+static mt_status commit(mt_arrive *a, int unit, const mt_arrive_part *parts, int n)
 {
     unsigned  planes = 0;
     mt_status st = MT_OK;
@@ -330,7 +327,7 @@ static mt_status warm(mt_arrive *a, int unit, const mt_arrive_part *parts, int n
             planes |= parts[i].at[p] != NULL ? 1u << p : 0;
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
-            MT_TRY(mt_store_warm(a->store, unit, (mt_plane)p));
+            MT_TRY(mt_store_commit(a->store, unit, (mt_plane)p));
 fail:
     return st;
 }
@@ -345,10 +342,10 @@ static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_arrive_part *part
     g->n = n;
     /* LENT: whoever had this memory before computed with it in run. */
     MT_TRY(a->dev->ops->record(run, g->lent));
-    if (!(a->debug.skip & MT_EDGE_LENT))
+    if (!mt_skips(a->cx, MT_EDGE_LENT))
         MT_TRY(a->dev->ops->wait(a->queue, g->lent));
     MT_TRY(put_copies(a, g, unit, NULL, 0, MT_STATE_PLANES, 1));
-    if (a->debug.sync)
+    if (mt_syncs(a->cx))
         MT_TRY(a->dev->ops->sync_event(g->last));
     return MT_OK;
 
@@ -393,21 +390,21 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
     MT_TRY(find(a, unit, &g));
     /* UPDATED: an update still to be put would change the states while they are copied. */
     MT_TRY(mt_ledger_wait_updates(a->store, unit));
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     stays = g->parts != NULL;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     if (stays) {
         *taken = 0;
         return MT_OK;
     }
     MT_TRY(parts_of(a, unit, most, mem, n_mem, &parts, &n));
-    if ((st = warm(a, unit, parts, n)) != MT_OK) {
+    if ((st = commit(a, unit, parts, n)) != MT_OK) {
         free(parts);
         return st;
     }
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     st = put_lift(a, g, unit, parts, n, run);
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     MT_TRY(st);
     *taken = 1;
 fail:
@@ -417,15 +414,11 @@ fail:
 /* Nothing of the unit is announced or on its way; or *idle is 0. */
 static mt_status look(mt_arrive *a, const guest *g, int unit, int *idle)
 {
-    unsigned  skip;
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&a->mu);
-    skip = a->debug.skip;
-    pthread_mutex_unlock(&a->mu);
     *idle = !mt_ledger_updates_due(a->store, unit);
     /* STORED: the pieces' next owner would write what is still copied. */
-    if (*idle && !(skip & MT_EDGE_STORED))
+    if (*idle && !mt_skips(a->cx, MT_EDGE_STORED))
         MT_TRY(a->dev->ops->query(g->last, idle));
 fail:
     return st;
@@ -442,11 +435,11 @@ mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left)
         MT_TRY(mt_arrive_wait(a, unit));
     MT_TRY(look(a, g, unit, &idle));
     if (idle) {
-        pthread_mutex_lock(&a->mu);
+        mt_lock(&a->mu);
         free(g->parts);
         g->parts = NULL;
         g->n = 0;
-        pthread_mutex_unlock(&a->mu);
+        mt_unlock(&a->mu);
     }
     *left = idle;
 fail:
@@ -461,10 +454,10 @@ mt_status mt_arrive_parts(mt_arrive *a, int unit, const mt_arrive_part **parts, 
     mt_status st;
 
     MT_TRY(find(a, unit, &g));
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     *parts = g->parts;
     *n = g->n;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     if (*parts == NULL)
         return MT_FAIL(MT_ESTATE, "unit %s: its states are on the host; they are lifted before its "
                        "update", mt_store_name(a->store, unit));
@@ -475,16 +468,12 @@ fail:
 mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q)
 {
     const mt_arrive_part *parts;
-    unsigned              skip;
     int                   n;
     mt_status             st;
 
     MT_TRY(mt_arrive_parts(a, unit, &parts, &n));
-    pthread_mutex_lock(&a->mu);
-    skip = a->debug.skip;
-    pthread_mutex_unlock(&a->mu);
     /* LIFTED: also behind copies down of the update before, which this one would overtake. */
-    if (!(skip & MT_EDGE_LIFTED))
+    if (!mt_skips(a->cx, MT_EDGE_LIFTED))
         MT_TRY(a->dev->ops->wait(q, a->guests[unit]->last));
 fail:
     return st;
@@ -496,15 +485,15 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
     mt_status st;
 
     MT_TRY(find(a, unit, &g));
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     st = MT_OK;
-    if (!(a->debug.skip & MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
+    if (!mt_skips(a->cx, MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
         st = a->dev->ops->wait(a->queue, made);
     if (st == MT_OK)
         st = put_copies(a, g, unit, params, n, MT_STATE_PLANES, 0);
-    if (st == MT_OK && a->debug.sync)
+    if (st == MT_OK && mt_syncs(a->cx))
         st = a->dev->ops->sync_event(g->last);
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
 fail:
     return st;
 }
@@ -517,15 +506,11 @@ static mt_status wait_copied(mt_arrive *a, const guest *g, int unit)
 mt_status mt_arrive_wait(mt_arrive *a, int unit)
 {
     guest    *g;
-    unsigned  skip;
     mt_status st;
 
     MT_TRY(find(a, unit, &g));
     MT_TRY(mt_ledger_wait_updates(a->store, unit));
-    pthread_mutex_lock(&a->mu);
-    skip = a->debug.skip;
-    pthread_mutex_unlock(&a->mu);
-    if (!(skip & MT_EDGE_STORED))
+    if (!mt_skips(a->cx, MT_EDGE_STORED))
         MT_TRY(wait_copied(a, g, unit));
 fail:
     return st;
@@ -537,9 +522,9 @@ mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
     mt_status st;
 
     MT_TRY(find(a, unit, &g));
-    pthread_mutex_lock(&a->mu);
-    st = g->parts != NULL ? put_copies(a, g, unit, &param, 1, planes, 1) : MT_OK;
-    pthread_mutex_unlock(&a->mu);
+    mt_lock(&a->mu);
+    st = g->parts != NULL ? put_copies(a, g, unit, param < 0 ? NULL : &param, 1, planes, 1) : MT_OK;
+    mt_unlock(&a->mu);
     MT_TRY(st);
     MT_TRY(wait_copied(a, g, unit));
 fail:
@@ -550,9 +535,9 @@ mt_status mt_arrive_drain(mt_arrive *a)
 {
     mt_status st;
 
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     st = a->dev->ops->record(a->queue, a->drained);
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     MT_TRY(st);
     st = mt_watch_event(mt_store_watch(a->store), a->drained, NULL, "all copies of guests' states");
 fail:
@@ -565,15 +550,8 @@ mt_arrive_stats mt_arrive_stats_get(mt_arrive *a)
 {
     mt_arrive_stats stats;
 
-    pthread_mutex_lock(&a->mu);
+    mt_lock(&a->mu);
     stats = a->stats;
-    pthread_mutex_unlock(&a->mu);
+    mt_unlock(&a->mu);
     return stats;
-}
-
-void mt_arrive_debug(mt_arrive *a, mt_debug d)
-{
-    pthread_mutex_lock(&a->mu);
-    a->debug = d;
-    pthread_mutex_unlock(&a->mu);
 }

@@ -20,7 +20,7 @@
 #define HI     (1u << MT_PLANE_HI)
 
 typedef struct job {
-    struct job *next;
+    mt_job      node;
     mt_disk_job j;                       /* params: our copy */
     float       clip;
 } job;
@@ -252,10 +252,10 @@ static mt_status lay_out(mt_disk *d, int u, mt__layout **out)
         MT_TRY(cut(d, u, 1, &l));
         for (int i = 0; i < l->n_pieces; i++)
             MT_TRY(d->file->ops->take(d->file, piece_bytes(&l->pieces[i]), &l->pieces[i].at));
-        pthread_mutex_lock(&d->mu);
+        mt_lock(&d->mu);
         if ((st = note_weights(d, u, l)) == MT_OK)
             d->units[u].lay = l;
-        pthread_mutex_unlock(&d->mu);
+        mt_unlock(&d->mu);
         if (st != MT_OK)
             goto fail;
     }
@@ -354,67 +354,13 @@ mt_request mt__disk_request(const mt_disk *d, int u, int number, int section, in
                          .sums = n->sums };
 }
 
-static void read_ahead(mt_disk *d);
-
-/* On a thread of the file's. */
-static void buffer_over(mt_request *r)
-{
-    mt__buffer *b = r->arg;
-    mt_disk    *d = b->disk;
-
-    mt__disk_tell(d, b->unit, b->piece, r);   /* before anybody is woken: they look for the fault */
-    pthread_mutex_lock(&d->mu);
-    mt__disk_note(d, b->unit, r, b->begun_ns);
-    if (--b->left == 0) {
-        mt_watch_end(mt_store_watch(d->store), &b->post, r->st);
-        b->at = r->write || b->dropped || d->failed ? MT__FREE : MT__READY;
-        read_ahead(d);
-        pthread_cond_broadcast(&d->changed);
-    }
-    pthread_mutex_unlock(&d->mu);
-}
-
-/* Under mu. */
-static void put(mt_disk *d, mt__buffer *b, int write)
-{
-    const mt__piece *c = &d->units[b->unit].lay->pieces[b->piece];
-
-    b->at = write ? MT__WRITING : MT__READING;
-    b->begun_ns = mt_now_ns();
-    b->left = (c->section[MT__WEIGHTS].bytes > 0) + (c->section[MT__STATES].bytes > 0);
-    mt_watch_begin(mt_store_watch(d->store), &b->post, "disk", mt_store_name(d->store, b->unit),
-                   write ? "a piece to be written" : "a piece to be read (READ)");
-    for (int k = 0; k < MT__SECTIONS; k++) {
-        if (c->section[k].bytes == 0)
-            continue;
-        b->r[k] = mt__disk_request(d, b->unit, b->piece, k, write, b->mem + c->section[k].from);
-        b->r[k].done = buffer_over;
-        b->r[k].arg = b;
-        d->file->ops->put(d->file, &b->r[k]);
-    }
-}
-
 /* ---- reading ahead: under mu ------------------------------------------------------------- */
-
-static mt__buffer *find_free(mt_disk *d)
-{
-    for (int i = 0; i < d->n_buffers; i++)
-        if (d->buffers[i].at == MT__FREE)
-            return &d->buffers[i];
-    return NULL;
-}
 
 /* The buffer that has the piece, or will; or that is still reading it for nobody: what it reads
  * must not be written meanwhile, so it is read again when that is over. */
-static mt__buffer *find_piece(mt_disk *d, int u, int number)
+static mt__buffer *find_piece(const mt_disk *d, int u, int number)
 {
-    for (int i = 0; i < d->n_buffers; i++) {
-        mt__buffer *b = &d->buffers[i];
-
-        if (b->at != MT__FREE && b->unit == u && b->piece == number)
-            return b;
-    }
-    return NULL;
+    return mt__ring_find(&d->ring, ~(1u << MT__FREE), u, number);
 }
 
 /* The first piece from one on that has states, or how many pieces there are. What has none is
@@ -444,7 +390,7 @@ static void step_on(mt_disk *d)
 
 /* As far as there are free buffers. A piece that is still in one, not yet updated or not yet
  * written, stops it: the end of that write calls again. */
-static void read_ahead(mt_disk *d)
+void mt__disk_ahead(mt_disk *d)
 {
     mt__buffer *b;
 
@@ -453,34 +399,17 @@ static void read_ahead(mt_disk *d)
 
     while (!d->failed && d->next_unit >= 0 && !d->units[d->next_unit].held &&
            d->next_unit + 1 != d->away && find_piece(d, d->next_unit, d->next_piece) == NULL &&
-           (b = find_free(d)) != NULL) {
-        b->unit = d->next_unit;
-        b->piece = d->next_piece;
-        b->dropped = 0;
+           (b = mt__ring_find(&d->ring, 1u << MT__FREE, -1, -1)) != NULL) {
         b->turn = ++d->turns;
-        put(d, b, 0);
+        mt__ring_put(b, d->next_unit, d->next_piece, 0);
         step_on(d);
-    }
-}
-
-/* What was read, or is being read, of a unit (-1: of any), up to a turn. */
-static void drop(mt_disk *d, int u, uint64_t turn)
-{
-    for (int i = 0; i < d->n_buffers; i++) {
-        mt__buffer *b = &d->buffers[i];
-
-        if ((u >= 0 && b->unit != u) || b->turn >= turn)
-            continue;
-        if (b->at == MT__READY)
-            b->at = MT__FREE;
-        b->dropped = 1;
     }
 }
 
 /* The next to be read is not what was thought. */
 static void aim(mt_disk *d, int u, int number)
 {
-    drop(d, -1, UINT64_MAX);
+    mt__ring_drop(&d->ring, -1, UINT64_MAX);
     d->next_unit = u;
     d->next_piece = number;
 }
@@ -502,8 +431,8 @@ static int is_taken(void *arg)
     if (d->failed)
         return 1;
     if (b != NULL && b->at == MT__READY) {
-        drop(d, -1, b->turn);            /* read before it: passed over */
-        b->at = MT__TAKEN;
+        mt__ring_drop(&d->ring, -1, b->turn);            /* read before it: passed over */
+        mt__buffer_to(b, MT__TAKEN);
         a->b = b;
         return 1;
     }
@@ -512,7 +441,7 @@ static int is_taken(void *arg)
      * or no buffer would ever be free. */
     if (b == NULL)
         aim(d, a->unit, a->number);
-    read_ahead(d);
+    mt__disk_ahead(d);
     return 0;
 }
 
@@ -528,9 +457,9 @@ static mt_status take_piece(mt_disk *d, int u, int number, mt__buffer **out)
     st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_taken, &a,
                         mt_store_name(d->store, u), "a piece to update (READ)");
     mt_timeline_end(d->timeline, &span, 0, NULL);
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->stats.wait_ns += mt_now_ns() - begun;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     if (a.b == NULL)
         return st != MT_OK ? st : mt_ledger_check(d->store);
     *out = a.b;
@@ -540,22 +469,13 @@ static mt_status take_piece(mt_disk *d, int u, int number, mt__buffer **out)
 /* The buffer goes to the disk; or nowhere, and is free. */
 static void give_piece(mt_disk *d, mt__buffer *b, int write)
 {
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     if (write)
-        put(d, b, 1);
+        mt__ring_put(b, b->unit, b->piece, 1);
     else
-        b->at = MT__FREE;
-    read_ahead(d);
-    pthread_mutex_unlock(&d->mu);
-}
-
-int mt__disk_writing(const mt_disk *d, int u, int number)
-{
-    for (int i = 0; i < d->n_buffers; i++)
-        if (d->buffers[i].unit == u && d->buffers[i].piece == number &&
-            d->buffers[i].at == MT__WRITING)
-            return 1;
-    return 0;
+        mt__buffer_to(b, MT__FREE);
+    mt__disk_ahead(d);
+    mt_unlock(&d->mu);
 }
 
 static int wanted(const mt_disk_job *j, int param)
@@ -588,9 +508,9 @@ static mt_status compute(mt_disk *d, const job *b, const mt_part *parts, int n, 
     st = b->j.compute(b->j.arg, d->pool, parts, n, b->clip);
     mt_watch_end(watch, &post, st);
     mt_timeline_end(d->timeline, &span, bytes, NULL);
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->stats.busy_ns += mt_now_ns() - begun;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return st;
 }
 
@@ -655,51 +575,12 @@ static mt_status update_late(mt_disk *d, const mt__layout *l, const job *b)
     return st;
 }
 
-/* ---- whose a unit is, and the bounce buffer ------------------------------------------------ */
-
-typedef struct reader {
-    mt_disk *d;
-    int      unit;
-} reader;
-
-static int is_ours(void *arg)
-{
-    const reader *r = arg;
-
-    if (r->d->units[r->unit].busy)
-        return 0;
-    return r->d->units[r->unit].busy = 1;
-}
-
-static mt_status enter(mt_disk *d, int u)
-{
-    reader    r = { .d = d, .unit = u };
-    int       urgent = !mt_ledger_do_i_save();
-    mt_status st;
-
-    pthread_mutex_lock(&d->mu);
-    d->units[u].awaited += urgent;
-    pthread_mutex_unlock(&d->mu);
-    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_ours, &r,
-                        mt_store_name(d->store, u), "who is at its host planes");
-    pthread_mutex_lock(&d->mu);
-    d->units[u].awaited -= urgent;
-    pthread_mutex_unlock(&d->mu);
-    return st;
-}
-
-static void leave(mt_disk *d, int u)
-{
-    pthread_mutex_lock(&d->mu);
-    d->units[u].busy = 0;
-    pthread_cond_broadcast(&d->changed);
-    pthread_mutex_unlock(&d->mu);
-}
+/* ---- the bounce buffer -------------------------------------------------------------------- */
 
 /* A save that somebody waits for, to have the unit, is in a hurry too. */
 static int lets_go_first(const mt__guest *g)
 {
-    return g->patient && g->d->units[g->unit].awaited == 0;
+    return g->patient && !mt_mirror_awaited(g->d->store, g->unit);
 }
 
 static int is_before(const mt__guest *a, const mt__guest *b)
@@ -725,29 +606,29 @@ static mt_status take_bounce(mt_disk *d, int u)
     mt__guest **at = &d->guests;
     mt_status   st;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     g.number = d->n_guests++;
     g.next = d->guests;
     d->guests = &g;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, has_bounce, &g,
                         mt_store_name(d->store, u),
                         "its turn at pieces that the host reads or writes");
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     while (*at != &g)
         at = &(*at)->next;
     *at = g.next;
     pthread_cond_broadcast(&d->changed);             /* who was behind it may be first now */
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return st;
 }
 
 static void give_bounce(mt_disk *d)
 {
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->taken = 0;
     pthread_cond_broadcast(&d->changed);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 /* Under mu. unit -1: what it has, nobody knows. */
@@ -758,17 +639,10 @@ static void note_bounced(mt_disk *d, int u, int number, int section)
     d->bounced_section = section;
 }
 
-/* Its copies on the host are old now, and the memory of these is given back. The unit is ours. */
-static void chill(mt_disk *d, int u, unsigned planes)
-{
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (d->units[u].copied & planes & 1u << p)
-            mt_store_chill(d->store, u, (mt_plane)p);
-    d->units[u].copied &= ~planes;
-    d->units[u].fresh &= ~planes;
-    if (planes & HI)
-        d->units[u].wanted = 0;
-}
+typedef struct reader {
+    mt_disk *d;
+    int      unit;
+} reader;
 
 static int has_read(void *arg)
 {
@@ -788,16 +662,30 @@ static mt_status end_reads(mt_disk *d, int u)
                           "reads of its weights ahead of a fetch (FED)");
 }
 
-/* The unit is ours. Its layout, and its place in the order. Weights that were copied may be in
- * somebody's graph, which wants them as they were: see mt_disk_forget. */
-static mt_status begin_update(mt_disk *d, int u, mt__layout **l)
+/* Behind the door: its copies are stale from here on. Memory of states is given back. Weights that
+ * were brought may be in somebody's graph, which wants them as they were: see mt_mirror_forget. */
+static mt_status end_copies(mt_disk *d, const mt_disk_job *j, const mt__layout *l)
 {
+    const unsigned ahead = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
+
+    if (mt_mirror_any(d->store, j->unit, -1, ~0u, ahead))
+        return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host, and the file "
+                       "does not have them; push them first", mt_store_name(d->store, j->unit));
+    for (int i = 0; i < j->n_params; i++)
+        mt_mirror_tell(d->store, j->unit, j->params[i], l->planes[j->params[i]], MT_MIRROR_CHANGED);
+    mt_mirror_drop(d->store, j->unit, MT_STATE_PLANES);
+    return MT_OK;
+}
+
+/* Behind the door. Its layout, and its place in the order. */
+static mt_status begin_update(mt_disk *d, const mt_disk_job *j, mt__layout **l)
+{
+    int       u = j->unit;
     mt_status st;
 
     MT_TRY(lay_out(d, u, l));
-    chill(d, u, ~HI);
-    d->units[u].fresh = 0;
-    pthread_mutex_lock(&d->mu);
+    MT_TRY(end_copies(d, j, *l));
+    mt_lock(&d->mu);
     if (d->bounced_unit == u)
         d->bounced_unit = -1;
     if (d->before >= 0)
@@ -805,7 +693,7 @@ static mt_status begin_update(mt_disk *d, int u, mt__layout **l)
     d->before = u;
     if (d->feed != NULL)
         mt__feed_drop(d->feed, u);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     st = end_reads(d, u);
 fail:
     return st;
@@ -828,9 +716,9 @@ static mt_status update(mt_disk *d, const job *b)
     MT_TRY(mt_ledger_check(d->store));
     /* WEIGHTS: they are overwritten. */
     MT_TRY(mt_ledger_wait_fetch(d->store, b->j.unit));
-    MT_TRY(enter(d, b->j.unit));
-    st = begin_update(d, b->j.unit, &l);
-    leave(d, b->j.unit);
+    MT_TRY(mt_mirror_enter(d->store, b->j.unit));
+    st = begin_update(d, &b->j, &l);
+    mt_mirror_leave(d->store, b->j.unit);
     if (st != MT_OK)
         goto fail;
     if ((parts = calloc((size_t)l->most + 1, sizeof *parts)) == NULL) {
@@ -855,42 +743,24 @@ static void end_job(mt_disk *d, const mt_disk_job *j, mt_status st)
         j->free(j->arg);
 }
 
-/* NULL: the disk is closed, and nothing is left. */
-static job *next_job(mt_disk *d)
-{
-    job *b;
-
-    pthread_mutex_lock(&d->mu);
-    while (d->first == NULL && !d->stop)
-        pthread_cond_wait(&d->more, &d->mu);
-    if ((b = d->first) != NULL && (d->first = b->next) == NULL)
-        d->last = &d->first;
-    pthread_mutex_unlock(&d->mu);
-    return b;
-}
-
 static void job_free(job *b)
 {
     free((void *)(uintptr_t)b->j.params);
     free(b);
 }
 
-static void *disk_main(void *arg)
+static mt_status carry_out(void *arg, mt_job *node)
 {
-    mt_disk *d = arg;
-    job     *b;
+    mt_disk  *d = arg;
+    job      *b = (job *)(void *)node;
+    mt_status st;
 
-    pthread_setname_np(pthread_self(), "mt-disk-update");
-    mt_watch_i_am("disk update");
-    while ((b = next_job(d)) != NULL) {
-        end_job(d, &b->j, update(d, b));
-        job_free(b);
-        pthread_mutex_lock(&d->mu);
-        d->done++;
-        pthread_cond_broadcast(&d->changed);
-        pthread_mutex_unlock(&d->mu);
-    }
-    return NULL;
+    mt_unlock(&d->mu);
+    st = update(d, b);
+    end_job(d, &b->j, st);
+    job_free(b);
+    mt_lock(&d->mu);
+    return st;
 }
 
 /* ---- the updater's side ------------------------------------------------------------------- */
@@ -926,41 +796,21 @@ mt_status mt_disk_put(mt_disk *d, const mt_disk_job *j, float clip)
         end_job(d, j, st);
         return st;
     }
-    pthread_mutex_lock(&d->mu);
-    d->put++;
-    *d->last = b;
-    d->last = &b->next;
-    pthread_cond_signal(&d->more);
-    pthread_mutex_unlock(&d->mu);
+    mt_lock(&d->mu);
+    (void)mt_worker_submit(&d->worker, &b->node);
+    mt_unlock(&d->mu);
     return MT_OK;
-}
-
-typedef struct all_done {
-    const mt_disk *d;
-    uint64_t       put;
-} all_done;
-
-static int are_done(void *arg)
-{
-    const all_done *a = arg;
-
-    return a->d->done >= a->put;
 }
 
 mt_status mt_disk_wait(mt_disk *d)
 {
-    all_done  a = { .d = d };
-    mt_status st;
+    mt_status st = mt_worker_wait(&d->worker, mt_store_watch(d->store), MT_WORKER_ALL, NULL,
+                                  "updates from disk");
 
-    pthread_mutex_lock(&d->mu);
-    a.put = d->put;
-    pthread_mutex_unlock(&d->mu);
-    st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, are_done, &a, NULL,
-                        "updates from disk");
     return st == MT_OK ? mt_ledger_check(d->store) : st;
 }
 
-/* ---- copies on the host: the unit is ours ------------------------------------------------- */
+/* ---- copies on the host: behind the unit's door ------------------------------------------- */
 
 /* On a thread of the file's. */
 static void errand_over(mt_request *r)
@@ -969,27 +819,23 @@ static void errand_over(mt_request *r)
     mt_disk      *d = e.d;
 
     mt__disk_tell(d, e.unit, e.number, r);
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     mt_watch_end(mt_store_watch(d->store), &d->post, r->st);
     *(r->write ? &d->stats.written_bytes : &d->stats.read_bytes) += r->moved;
     d->away = 0;
-    read_ahead(d);
+    mt__disk_ahead(d);
     pthread_cond_broadcast(&d->changed);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 /* A read waits for writes of the piece, a write for reads too:
  * also for those that nobody wants any more. */
 static int in_the_way(const mt_disk *d, int u, int number, int write)
 {
-    for (int i = 0; i < d->n_buffers; i++) {
-        const mt__buffer *b = &d->buffers[i];
+    unsigned states = 1u << MT__WRITING | (write ? 1u << MT__READING : 0);
 
-        if (b->unit == u && b->piece == number &&
-            (b->at == MT__WRITING || (write && b->at == MT__READING)))
-            return 1;
-    }
-    return write && d->feed != NULL && mt__feed_reads(d->feed, u);
+    return mt__ring_find(&d->ring, states, u, number) != NULL ||
+           (write && d->feed != NULL && mt__feed_reads(d->feed, u));
 }
 
 static int is_sent(void *arg)
@@ -1030,12 +876,12 @@ static mt_status move(mt_disk *d, int u, int number, int section, int write)
     int         there;
     mt_status   st;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     there = n->bytes == 0 || (!write && d->bounced_unit == u && d->bounced_piece == number &&
                               d->bounced_section == section);
     if (!there)
         note_bounced(d, -1, 0, 0);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     if (there)
         return mt_ledger_check(d->store);
     MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_sent, &e, name,
@@ -1043,11 +889,16 @@ static mt_status move(mt_disk *d, int u, int number, int section, int write)
     MT_TRY(mt_watch_until(watch, &d->changed, &d->mu, is_back, &e, name,
                           "a piece, for who reads or writes it here"));
     MT_TRY(mt_ledger_check(d->store));
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     note_bounced(d, u, number, section);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 fail:
     return st;
+}
+
+static int is_loading(const mt_disk *d, int u, const mt__place *k, unsigned planes)
+{
+    return mt_mirror_any(d->store, u, k->param, planes, 1u << MT_MIRROR_LOADING);
 }
 
 /* Between the bounce buffer, which is ours and has the piece, and host planes;
@@ -1064,7 +915,8 @@ static mt_status copy_places(mt_disk *d, int u, int number, int param, unsigned 
             char        *mem = d->bounce + k->offset[p];
             void        *host;
 
-            if (!(planes >> p & 1) || k->offset[p] == ABSENT || (param >= 0 && k->param != param))
+            if (!(planes >> p & 1) || k->offset[p] == ABSENT || (param >= 0 && k->param != param) ||
+                (to_host && !is_loading(d, u, k, 1u << p)))
                 continue;
             MT_TRY(mt_store_at(d->store, u, k->param, (mt_plane)p, &host));
             host = (char *)host + mt_store_plane_bytes(d->store, u, k->param, (mt_plane)p, k->from);
@@ -1075,133 +927,17 @@ fail:
     return st;
 }
 
-static unsigned planes_in(int section, unsigned planes)
-{
-    return planes & (section == MT__WEIGHTS ? HI : ~HI);
-}
-
-static mt_status bring_piece(mt_disk *d, int u, int number, unsigned planes)
-{
-    mt_status st = MT_OK;
-
-    for (int k = 0; k < MT__SECTIONS; k++) {
-        if (planes_in(k, planes) == 0)
-            continue;
-        MT_TRY(take_bounce(d, u));
-        if ((st = move(d, u, number, k, 0)) == MT_OK)
-            st = copy_places(d, u, number, -1, planes_in(k, planes), 1);
-        give_bounce(d);
-        MT_TRY(st);
-    }
-fail:
-    return st;
-}
-
-static mt_status bring(mt_disk *d, int u, unsigned planes)
-{
-    mt__layout *l;
-    mt_status st;
-
-    MT_TRY(lay_out(d, u, &l));
-    planes &= ~d->units[u].fresh;
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1) {
-            d->units[u].copied |= 1u << p;
-            MT_TRY(mt_store_warm(d->store, u, (mt_plane)p));
-        }
-    for (int i = 0; i < l->n_pieces && planes != 0; i++)
-        MT_TRY(bring_piece(d, u, i, planes));
-    d->units[u].fresh |= planes;
-fail:
-    return st;
-}
-
-static mt_status bring_for(mt_disk *d, int u, unsigned planes, int stays)
-{
-    mt_status st;
-
-    planes &= mt_store_on_disk(d->store, u);
-    if (planes == 0)
-        return MT_OK;
-    MT_TRY(find(d, u));
-    MT_TRY(mt_ledger_wait_updates(d->store, u));
-    MT_TRY(enter(d, u));
-    if ((st = bring(d, u, planes)) == MT_OK)
-        d->units[u].wanted |= stays && (planes & HI);
-    leave(d, u);
-fail:
-    return st;
-}
-
-mt_status mt_disk_bring(mt_disk *d, int u, unsigned planes)
-{
-    return bring_for(d, u, planes, 1);
-}
-
-mt_status mt_disk_peek(mt_disk *d, int u, unsigned planes)
-{
-    return bring_for(d, u, planes, 0);
-}
-
-static mt_status give_back(mt_disk *d, int u, int all)
-{
-    mt_status st;
-
-    if (!mt_store_on_disk(d->store, u))
-        return MT_OK;
-    if ((st = enter(d, u)) != MT_OK)
-        return st;
-    chill(d, u, all || !d->units[u].wanted ? ~0u : ~HI);
-    leave(d, u);
-    return MT_OK;
-}
-
-mt_status mt_disk_chill(mt_disk *d, int u)
-{
-    return give_back(d, u, 0);
-}
-
-mt_status mt_disk_take(mt_disk *d, int u)
-{
-    return give_back(d, u, 1);
-}
-
-void mt_disk_forget(mt_disk *d, int u)
-{
-    reader r = { .d = d, .unit = u };
-    int    ours;
-
-    pthread_mutex_lock(&d->mu);
-    ours = is_ours(&r);             /* else: it is not worth a wait, the next time is soon enough */
-    pthread_mutex_unlock(&d->mu);
-    if (!ours)
-        return;
-    if (d->units[u].copied & ~d->units[u].fresh & HI)
-        chill(d, u, HI);
-    leave(d, u);
-}
-
 /* PUSHED. */
 static void hold(mt_disk *d, int u, int on)
 {
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->units[u].held = on;
     if (on)
-        drop(d, u, UINT64_MAX);
+        mt__ring_drop(&d->ring, u, UINT64_MAX);
     if (on && d->feed != NULL)
         mt__feed_drop(d->feed, u);
-    read_ahead(d);
-    pthread_mutex_unlock(&d->mu);
-}
-
-static int has(const mt__layout *l, int number, int param)
-{
-    const mt__piece *c = &l->pieces[number];
-
-    for (int i = c->first; i < c->first + c->n; i++)
-        if (l->places[i].param == param)
-            return 1;
-    return 0;
+    mt__disk_ahead(d);
+    mt_unlock(&d->mu);
 }
 
 /* The bounce buffer is ours. What else is in the section stays; where all of it is written,
@@ -1212,70 +948,80 @@ static mt_status push_section(mt_disk *d, int u, int number, int k, int param, u
 
     if (k != MT__WEIGHTS || param >= 0)
         MT_TRY(move(d, u, number, k, 0));
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     note_bounced(d, -1, 0, 0);           /* until it is written, the file has something else */
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     MT_TRY(copy_places(d, u, number, param, planes, 0));
     MT_TRY(move(d, u, number, k, 1));
 fail:
     return st;
 }
 
-static mt_status push_piece(mt_disk *d, int u, int number, int param, unsigned planes)
+/* Has the section something of the parameter, or of what is loading? */
+static int concerns(const mt_disk *d, int u, const mt__piece *c, int param, unsigned planes,
+                    int write)
 {
-    mt_status st = MT_OK;
+    for (int i = c->first; i < c->first + c->n; i++) {
+        const mt__place *k = &d->units[u].lay->places[i];
 
-    for (int k = 0; k < MT__SECTIONS; k++) {
-        if (planes_in(k, planes) == 0 || d->units[u].lay->pieces[number].section[k].bytes == 0)
-            continue;
-        MT_TRY(take_bounce(d, u));
-        st = push_section(d, u, number, k, param, planes_in(k, planes));
-        give_bounce(d);
-        MT_TRY(st);
+        if (write ? param < 0 || k->param == param : is_loading(d, u, k, planes))
+            return 1;
     }
+    return 0;
+}
+
+static mt_status visit(mt_disk *d, int u, int number, int k, int param, unsigned planes, int write)
+{
+    const mt__piece *c = &d->units[u].lay->pieces[number];
+    mt_status        st;
+
+    planes &= k == MT__WEIGHTS ? HI : ~HI;
+    if (planes == 0 || c->section[k].bytes == 0 || !concerns(d, u, c, param, planes, write))
+        return MT_OK;
+    MT_TRY(take_bounce(d, u));
+    if (write)
+        st = push_section(d, u, number, k, param, planes);
+    else if ((st = move(d, u, number, k, 0)) == MT_OK)
+        st = copy_places(d, u, number, -1, planes, 1);
+    give_bounce(d);
 fail:
     return st;
 }
 
-static mt_status push(mt_disk *d, int u, int param, unsigned planes)
+static mt_status visit_all(mt_disk *d, int u, int param, unsigned planes, int write)
 {
     mt__layout *l;
     mt_status   st;
 
     MT_TRY(lay_out(d, u, &l));
-    d->units[u].copied |= planes;
     planes &= param < 0 ? planes : l->planes[param];
-    hold(d, u, 1);
-    for (int i = 0; i < l->n_pieces && planes != 0 && st == MT_OK; i++)
-        if (param < 0 || has(l, i, param))
-            st = push_piece(d, u, i, param, planes);
-    hold(d, u, 0);
+    for (int i = 0; i < l->n_pieces && planes != 0; i++)
+        for (int k = 0; k < MT__SECTIONS; k++)
+            MT_TRY(visit(d, u, i, k, param, planes, write));
 fail:
     return st;
 }
 
-mt_status mt_disk_push(mt_disk *d, int u, int param, unsigned planes)
+static mt_status home_load(void *arg, int u, unsigned planes)
+{
+    return visit_all(arg, u, -1, planes, 0);
+}
+
+static mt_status home_store(void *arg, int u, int param, unsigned planes)
 {
     mt_status st;
 
-    planes &= mt_store_on_disk(d->store, u);
-    if (planes == 0)
-        return MT_OK;
-    MT_TRY(find(d, u));
-    if (param != -1 && mt_store_desc(d->store, u, param) == NULL)
-        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
-                       mt_store_name(d->store, u), param, mt_store_params(d->store, u));
-    MT_TRY(mt_ledger_wait_updates(d->store, u));
-    MT_TRY(enter(d, u));
-    st = push(d, u, param, planes);
-    leave(d, u);
-fail:
+    hold(arg, u, 1);
+    st = visit_all(arg, u, param, planes, 1);
+    hold(arg, u, 0);
     return st;
 }
 
+static const mt_mirror_ops mirror_ops = { .load = home_load, .store = home_store };
+
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
+mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
                        mt_disk **out)
 {
     mt_disk  *d;
@@ -1290,33 +1036,19 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
         return st;
     if ((d = calloc(1, sizeof *d)) == NULL)
         return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *d);
-    d->store = store;
-    d->file = file;
-    d->pool = pool;
-    d->bytes = bytes;
-    d->last = &d->first;
+    *d = (mt_disk){ .cx = cx, .store = cx->store, .timeline = cx->timeline, .file = file,
+                    .pool = pool, .bytes = bytes };
     d->next_unit = d->before = d->first_added = d->last_added = d->bounced_unit = -1;
-    pthread_mutex_init(&d->mu, NULL);
+    mt_mutex_open(&d->mu, MT_RANK_DISK);
     MT_TRY(mt_watch_cond(&d->changed));
-    pthread_cond_init(&d->more, NULL);
-    if ((d->buffers = calloc((size_t)n_buffers, sizeof *d->buffers)) == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers", n_buffers);
-        goto fail;
-    }
     MT_TRY(mt_arena_open(&d->memory, all, NULL, NULL, "buffers of the disk",
-                         mt_store_bytes(store, MT_PLANE_COUNT)));
-    d->n_buffers = n_buffers;
-    for (int i = 0; i < n_buffers; i++)
-        d->buffers[i] = (mt__buffer){ .disk = d, .mem = (char *)d->memory.base + (size_t)i * bytes,
-                                      .unit = -1 };
+                         mt_store_bytes(d->store, MT_PLANE_COUNT)));
+    MT_TRY(mt__ring_open(&d->ring, d, n_buffers, d->memory.base, bytes,
+                         1u << MT__WEIGHTS | 1u << MT__STATES, "a piece to be read (READ)"));
     d->bounce = (char *)d->memory.base + (size_t)n_buffers * bytes;
     d->stats.buffer_bytes = d->memory.bytes;
-    if (pthread_create(&d->thread, NULL, disk_main, d) != 0) {
-        st = MT_FAIL(MT_ENOMEM, "disk: no thread for updates");
-        goto fail;
-    }
-    d->runs = 1;
-    *out = d;
+    MT_TRY(mt_worker_open(&d->worker, &d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
+    *out = cx->disk = d;
     return MT_OK;
 
 fail:
@@ -1324,43 +1056,29 @@ fail:
     return st;
 }
 
-static int under_way(const mt_disk *d)
-{
-    for (int i = 0; i < d->n_buffers; i++)
-        if (d->buffers[i].at == MT__READING || d->buffers[i].at == MT__WRITING)
-            return 1;
-    return 0;
-}
-
 void mt_disk_close(mt_disk *d)
 {
     if (d == NULL)
         return;
-    pthread_mutex_lock(&d->mu);
-    d->stop = 1;
-    pthread_cond_signal(&d->more);
-    pthread_mutex_unlock(&d->mu);
-    if (d->runs)
-        pthread_join(d->thread, NULL);
-    pthread_mutex_lock(&d->mu);
+    if (d->cx->disk == d)
+        d->cx->disk = NULL;
+    mt_worker_close(&d->worker);
+    mt_lock(&d->mu);
     d->next_unit = -1;                   /* nothing more is read */
-    while (under_way(d) || d->away != 0)
-        pthread_cond_wait(&d->changed, &d->mu);
-    pthread_mutex_unlock(&d->mu);
-    for (int i = 0; i < d->n_units; i++)
+    while (mt__ring_find(&d->ring, 1u << MT__READING | 1u << MT__WRITING, -1, -1) || d->away != 0)
+        mt_cond_wait(&d->changed, &d->mu);
+    mt_unlock(&d->mu);
+    for (int i = 0; i < d->n_units; i++) {
+        if (d->units[i].on)
+            mt_mirror_close(d->store, i);
         layout_free(d->units[i].lay);
-    pthread_cond_destroy(&d->more);
+    }
     pthread_cond_destroy(&d->changed);
-    pthread_mutex_destroy(&d->mu);
+    mt_mutex_close(&d->mu);
     mt_arena_close(&d->memory);
-    free(d->buffers);
+    free(d->ring.buffers);
     free(d->units);
     free(d);
-}
-
-void mt_disk_timeline(mt_disk *d, mt_timeline *t)
-{
-    d->timeline = t;
 }
 
 static mt_status room_for(mt_disk *d, int u)
@@ -1386,9 +1104,9 @@ static mt_status count(mt_disk *d, int u)
 
     if (st != MT_OK)
         return st;
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     st = note_weights(d, u, l);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     for (int i = 0; i < l->n_pieces && st == MT_OK; i++)
         d->need += piece_bytes(&l->pieces[i]);
     layout_free(l);
@@ -1406,7 +1124,9 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     if (d->units[u].on)
         return MT_OK;
     MT_TRY(mt_store_set_disk(d->store, u, MT_STATE_PLANES | (weights ? HI : 0)));
-    if ((st = count(d, u)) != MT_OK) {
+    if ((st = count(d, u)) == MT_OK)
+        st = mt_mirror_open(d->store, u, mt_store_on_disk(d->store, u), &mirror_ops, d);
+    if (st != MT_OK) {
         (void)mt_store_set_disk(d->store, u, 0);
         return st;
     }
@@ -1429,8 +1149,8 @@ mt_disk_stats mt_disk_stats_get(mt_disk *d)
 {
     mt_disk_stats stats;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     stats = d->stats;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return stats;
 }

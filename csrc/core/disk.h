@@ -7,8 +7,7 @@
  *
  * Nouns, in the order they appear below:
  *   on disk  of a unit: its state planes (MT_STATE_PLANES), and HI where its weights are there, are
- *            in the file. The host planes are copies,
- *            and no more than addresses until somebody reads them (bring)
+ *            in the file. Host memory mirrors them (mirror.h); readers and writers go there
  *   part     a stretch of one parameter: where its states, and weights, are in a buffer
  *   piece    parts that fill a buffer, and lie in the file as they lie there: a request in and one
  *            out for its weights, and one for its states
@@ -24,7 +23,7 @@
  *     mt_disk_add(d, unit, 0);                  // before its states are asked for
  *     mt_disk_put(d, &job, clip);               // the updater: returns at once
  *     mt_ledger_wait_updates(store, job.unit);  // its weights are new
- *     mt_disk_bring(d, unit, 1u << MT_PLANE_M); // host: the copies are as in the file
+ *     mt_mirror_bring(store, unit, 1u << MT_PLANE_M);  // host: the copies are as in the file
  *
  *     mt_feed_open(dev, d, 8, &f);
  *     mt_feed_next(f, unit);
@@ -37,7 +36,7 @@
  *
  * Order:
  *   READ     our thread waits until a piece is in its buffer       told by the file's thread
- *   WRITTEN  a piece is read again when its last write is over     the same; bring waits for it too
+ *   WRITTEN  a piece is read again when its last write is over     the same; loads wait for it too
  *   READ OUT and written when its last read is, also one that nobody wants any more
  *   PUSHED   what was read ahead of a unit is dropped before its planes are written from outside,
  *            and none of it is read until they are; a fetch waits meanwhile
@@ -51,12 +50,12 @@
  *   they wait for no write, since those are of states; where they are in the file, for those of the
  *   pieces they read (WRITTEN).
  *
- * Of those who bring and push each waits for no more than a piece of another unit's; a save,
- * mt_ledger_i_save, comes last.
+ * Of those who load and store copies each waits for no more than a piece of another unit's; a save,
+ * mt_ledger_i_save, comes last. Copies of states are evicted when an update begins.
  *
- * Threads: open, add, close: one, before and after the others. put: the updater's. bring, push:
- *          any, when no update of the unit is asked for meanwhile. The job's functions run on our
- *          thread; requests end on threads of the file's. mt_feed_copy: one thread at a time.
+ * Threads: open, add, close: one, before and after the others. put: the updater's. The job's
+ *          functions run on our thread; requests end on threads of the file's. mt_feed_copy: one
+ *          thread at a time.
  * Errors:  a request that failed is the ledger's fault, with unit, plane and parameter,
  *          path and offset.
  */
@@ -64,7 +63,7 @@
 #define MT_DISK_H
 
 #include "blocks.h"
-#include "store.h"
+#include "mirror.h"
 #include "timeline.h"
 
 #define MT_DISK_LEAST ((size_t)64 << 10) /* bytes of a buffer, which are a multiple of
@@ -86,12 +85,10 @@ typedef struct mt_disk mt_disk;
 
 /* pool: for the updates alone, so that none waits for another unit's turn;
  * NULL: our thread makes them. */
-mt_status mt_disk_open (mt_store *store, mt_blocks *file, mt_pool *pool, int n_buffers,
+mt_status mt_disk_open (mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buffers,
                         size_t bytes, mt_disk **out);
 /* finishes what was put, and all requests; before the file is closed */
 void      mt_disk_close(mt_disk *d);
-/* Reads, writes and updates are recorded in t. Before the first update, or never. */
-void      mt_disk_timeline(mt_disk *d, mt_timeline *t);
 
 /* weights: those too; they are zero until the first push. MT_ESTATE as mt_store_set_disk.
  * Parameters that become trainable after the unit's first update, or push,
@@ -105,23 +102,6 @@ uint64_t  mt_disk_need(mt_disk *d);         /* bytes of the file that the units 
 mt_status mt_disk_put (mt_disk *d, const mt_disk_job *j, float clip);
 mt_status mt_disk_wait(mt_disk *d);                      /* all that was put has ended */
 
-/* Host planes of a unit, a bit for each, are as in the file; waits for its updates. States take
- * memory until its next update, weights until somebody forgets them behind that. Nothing to do for
- * others, and for other planes. bring: for who reads them beyond the call, as a graph does. peek:
- * not so. */
-mt_status mt_disk_bring(mt_disk *d, int unit, unsigned planes);
-mt_status mt_disk_peek (mt_disk *d, int unit, unsigned planes);
-/* Their memory is given back before that, but of weights that were brought. take: of those too,
- * when nobody reads them. */
-mt_status mt_disk_chill(mt_disk *d, int unit);
-mt_status mt_disk_take (mt_disk *d, int unit);
-/* The memory of weights that an update has made old is given back: until now a graph may have used
- * them as they were. By the thread that made that. Where a reader or writer is at some unit's
- * planes, nothing happens. */
-void      mt_disk_forget(mt_disk *d, int unit);
-/* The parameter's host planes were written: the file takes their values. -1: all parameters'. */
-mt_status mt_disk_push (mt_disk *d, int unit, int param, unsigned planes);
-
 typedef struct mt_disk_stats {
     uint64_t read_bytes, written_bytes;  /* since open, as requests ended */
     uint64_t wait_ns, busy_ns;           /* updates waited for reads; were computed */
@@ -133,17 +113,15 @@ mt_disk_stats mt_disk_stats_get(mt_disk *d);
 
 typedef struct mt_feed mt_feed;
 
-/* Once, when all units were added; its buffers hold the largest piece's weights each, and are
- * registered with dev. */
-mt_status mt_feed_open (mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out);
+/* Once, when all units were added to the context's disk; its buffers hold the largest piece's
+ * weights each, and are registered. */
+mt_status mt_feed_open (mt_context *cx, size_t bytes, mt_feed **out);
 /* when no copy is put any more, and before the disk is closed */
 void      mt_feed_close(mt_feed *f);
 /* The mover: this one is to be fetched as soon as its updates are over. -1: none. */
 void      mt_feed_next  (mt_feed *f, int unit);
 /* And then these, one after the other; as many are kept as make sense. */
 void      mt_feed_expect(mt_feed *f, const int *units, int n);
-/* As mt_disk_forget. */
-void      mt_feed_forget(mt_feed *f, int unit);
 /* Puts copies of all the unit's weights into mem, as they lie in plane HI, in h2d; returns when the
  * last is put, so when the last was read. Between mt_ledger_fetch_begin and mt_ledger_fetching. */
 mt_status mt_feed_copy (mt_feed *f, int unit, void *mem, mt_queue *h2d);

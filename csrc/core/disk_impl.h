@@ -1,4 +1,4 @@
-/* disk_impl.h — what disk.c and feed.c share; nobody else includes it.
+/* disk_impl.h — what disk.c, ring.c and feed.c share; nobody else includes it.
  *
  * A piece has two sections, weights and states, each a request with sums of its own: so a fetch
  * reads the one without the other. They lie one after the other, in the file and in a buffer.
@@ -8,8 +8,7 @@
 
 #include "arena.h"
 #include "disk.h"
-
-#include <pthread.h>
+#include "worker.h"
 
 typedef struct mt__place {
     int     param;
@@ -44,12 +43,7 @@ typedef struct mt__disk_unit {
     int         on;         /* it is ours */
     mt__layout *lay;        /* NULL before its planes are first used. mu */
     int         next;       /* the unit that followed it last; -1: none yet. mu */
-    int         busy;       /* somebody is at its host planes, or its layout. mu, as the next two */
-    int         awaited;    /* so many wait until nobody is */
-    int         held;       /* it is being written from outside: none of it is read ahead */
-    unsigned    copied;     /* host planes that may have memory. Who made it busy, as the rest */
-    unsigned    fresh;      /* of which these are as in the file */
-    int         wanted;     /* who brought its weights reads them beyond the call: not a save */
+    int         held;       /* it is being written from outside: none of it is read ahead. mu */
 } mt__disk_unit;
 
 /* Who wants the bounce buffer, in a list while it waits. mu */
@@ -61,18 +55,35 @@ typedef struct mt__guest {
     struct mt__guest *next;
 } mt__guest;
 
+/* A buffer's way round; what was dropped meanwhile, or the disk failed, is FREE sooner.
+ *
+ *   FREE -> READING -> READY -> TAKEN -> WRITING -> FREE    by whom computes with it
+ *                                     -> COPYING -> FREE    by the mover, to a slot */
+typedef enum mt__at {
+    MT__FREE, MT__READING, MT__READY, MT__TAKEN, MT__WRITING, MT__COPYING
+} mt__at;
+
 typedef struct mt__buffer {
-    mt_disk    *disk;
-    char       *mem;
-    mt_request  r[MT__SECTIONS];         /* under way when READING or WRITING */
-    int         left;                    /* of these. mu, as all below */
-    enum { MT__FREE, MT__READING, MT__READY, MT__TAKEN, MT__WRITING } at;
-    int         unit, piece;
-    int         dropped;                 /* READING: nobody wants it any more */
-    mt_post     post;                    /* of the requests */
-    uint64_t    turn;                    /* reads are put in turn */
-    uint64_t    begun_ns;
+    struct mt__ring *ring;
+    char            *mem;
+    mt_request       r[MT__SECTIONS];    /* under way when READING or WRITING */
+    int              left;               /* of these. mu, as all below */
+    mt__at           at;
+    int              unit, piece;
+    int              dropped;            /* READING: nobody wants it any more */
+    mt_post          post;               /* of the requests */
+    uint64_t         turn;               /* reads are put in turn */
+    uint64_t         begun_ns;
+    mt_event        *copied;             /* the feed's: recorded on h2d behind the copy */
 } mt__buffer;
+
+typedef struct mt__ring {
+    mt_disk    *disk;
+    mt__buffer *buffers;                 /* [n] */
+    int         n;
+    unsigned    sections;                /* that are read and written, a bit each */
+    const char *reads;                   /* what, for the watchdog */
+} mt__ring;
 
 /* Of a piece's section to or from the bounce buffer. */
 typedef struct mt__way {
@@ -81,16 +92,16 @@ typedef struct mt__way {
 } mt__way;
 
 struct mt_disk {
+    mt_context     *cx;
     mt_store       *store;
     mt_blocks      *file;
     mt_pool        *pool;
-    mt_timeline    *timeline;            /* written before the first update */
+    mt_timeline    *timeline;
     mt_feed        *feed;                /* NULL: nobody fetches weights from here. Written by
                                           * mt_feed_open, under mu */
     size_t          bytes;               /* of a buffer */
-    int             n_buffers;
-    mt__buffer     *buffers;             /* [n_buffers] */
-    mt_arena        memory;              /* theirs, and one more: the bounce buffer's */
+    mt__ring        ring;
+    mt_arena        memory;              /* its buffers', and one more: the bounce buffer's */
     char           *bounce;              /* bring and push, a section at a time. Who made it
                                           * taken */
     int             taken;               /* mu, as the next three */
@@ -110,14 +121,9 @@ struct mt_disk {
     int             n_units;
     int             last_added, first_added;     /* -1: none */
 
-    pthread_mutex_t mu;
-    pthread_cond_t  changed;             /* a request ended, or a job */
-    pthread_cond_t  more;                /* our thread waits: a job, or stop */
-    struct job     *first, **last;       /* mu */
-    uint64_t        put, done;           /* jobs. mu */
-    int             stop;                /* mu */
-    pthread_t       thread;
-    int             runs;
+    mt_mutex mu;
+    pthread_cond_t  changed;             /* a request ended, or what is taken is free */
+    mt_worker       worker;              /* updates */
     int             next_unit, next_piece;   /* to be read; next_unit -1: nobody knows. mu */
     int             before;              /* the unit updated last; -1: none. mu */
     int             failed;              /* the ledger has the fault. mu */
@@ -133,8 +139,18 @@ mt_request mt__disk_request(const mt_disk *d, int unit, int piece, int section, 
 void mt__disk_tell(mt_disk *d, int unit, int piece, const mt_request *r);
 /* And then under mu: counted, and recorded. */
 void mt__disk_note(mt_disk *d, int unit, const mt_request *r, uint64_t begun_ns);
-/* Under mu. Some buffer still writes the piece. */
-int  mt__disk_writing(const mt_disk *d, int unit, int piece);
+/* Under mu. Reads as far ahead as there are free buffers, the feed's too. */
+void mt__disk_ahead(mt_disk *d);
+
+/* ring.c, all under mu but open. */
+mt_status   mt__ring_open(mt__ring *r, mt_disk *d, int n, char *mem, size_t each,
+                          unsigned sections, const char *reads);
+void        mt__buffer_to(mt__buffer *b, mt__at at);     /* what may follow, else an assertion */
+/* One in one of the states, 1u << state each, with that piece; -1: any. */
+mt__buffer *mt__ring_find(const mt__ring *r, unsigned states, int unit, int piece);
+void        mt__ring_put (mt__buffer *b, int unit, int piece, int write);
+/* What was read, or is being read, of a unit (-1: of any), up to a turn, is not used. */
+void        mt__ring_drop(mt__ring *r, int unit, uint64_t turn);
 
 /* feed.c, all under mu. */
 void mt__feed_ahead(mt_feed *f);                    /* a buffer, or a piece, may have come free */

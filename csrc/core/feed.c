@@ -6,8 +6,6 @@
  */
 #include "disk_impl.h"
 
-#include "clock.h"
-
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,44 +13,19 @@
 #define MOST     64                 /* what keeps sixteen threads of the file at work, and more */
 #define EXPECTED 8                  /* units */
 
-/* TAKEN: by the mover, which puts its copy */
-typedef enum { EMPTY, LOADING, LOADED, TAKEN, COPYING } stage;
-
-typedef struct load {
-    mt_feed   *feed;
-    char      *mem;
-    mt_request r;                        /* under way when LOADING */
-    stage      at;                       /* mu, as all below */
-    int        unit, piece;
-    int        dropped;                  /* LOADING: nobody wants it any more */
-    mt_event  *copied;                   /* recorded on h2d by the mover, behind the copy */
-    mt_post    post;                     /* of the request */
-    uint64_t   begun_ns;
-} load;
+#define IS(x)    (1u << MT__##x)
 
 struct mt_feed {
     mt_disk *disk;
     mt_dev  *dev;
-    load    *loads;                     /* [n_loads] */
-    int      n_loads;
+    mt__ring ring;
     mt_arena memory;
     int      unit, piece;               /* to be copied next; unit -1: nothing is fetched now. mu */
     int      begun;                     /* and its fetch is in the ledger. mu */
-    int      expected[EXPECTED], n_expected;         /* units. mu */
+    int      expected[EXPECTED], n_expected;            /* units. mu */
 };
 
 /* ---- reading ahead: under mu ------------------------------------------------------------ */
-
-static load *find(const mt_feed *f, stage at, int unit, int piece)
-{
-    for (int i = 0; i < f->n_loads; i++) {
-        load *k = &f->loads[i];
-
-        if (k->at == at && (unit < 0 || (k->unit == unit && k->piece == piece)))
-            return k;
-    }
-    return NULL;
-}
 
 static int expected(const mt_feed *f, int unit)
 {
@@ -64,51 +37,17 @@ static int expected(const mt_feed *f, int unit)
 
 /* A buffer for a piece of the unit: an empty one, or one whose weights nobody expects any more.
  * What the unit that is fetched now needs comes before what others will. */
-static load *find_room(const mt_feed *f, int unit)
+static mt__buffer *find_room(const mt_feed *f, int unit)
 {
-    load *k = find(f, EMPTY, -1, 0);
+    mt__buffer *k = mt__ring_find(&f->ring, IS(FREE), -1, -1);
 
-    for (int i = 0; i < f->n_loads && k == NULL; i++) {
-        int of = f->loads[i].unit;
+    for (int i = 0; i < f->ring.n && k == NULL; i++) {
+        mt__buffer *b = &f->ring.buffers[i];
 
-        if (f->loads[i].at == LOADED && of != f->unit && (unit == f->unit || !expected(f, of)))
-            k = &f->loads[i];
+        if (b->at == MT__READY && b->unit != f->unit && (unit == f->unit || !expected(f, b->unit)))
+            k = b;
     }
     return k;
-}
-
-/* On a thread of the file's. */
-static void load_over(mt_request *r)
-{
-    load    *k = r->arg;
-    mt_feed *f = k->feed;
-    mt_disk *d = f->disk;
-
-    mt__disk_tell(d, k->unit, k->piece, r);
-    pthread_mutex_lock(&d->mu);
-    mt__disk_note(d, k->unit, r, k->begun_ns);
-    mt_watch_end(mt_store_watch(d->store), &k->post, r->st);
-    k->at = k->dropped || r->st != MT_OK ? EMPTY : LOADED;
-    mt__feed_ahead(f);
-    pthread_cond_broadcast(&d->changed);
-    pthread_mutex_unlock(&d->mu);
-}
-
-static void put_read(mt_feed *f, load *k, int unit, int piece)
-{
-    mt_disk *d = f->disk;
-
-    k->at = LOADING;
-    k->unit = unit;
-    k->piece = piece;
-    k->dropped = 0;
-    k->begun_ns = mt_now_ns();
-    k->r = mt__disk_request(d, unit, piece, MT__WEIGHTS, 0, k->mem);
-    k->r.done = load_over;
-    k->r.arg = k;
-    mt_watch_begin(mt_store_watch(d->store), &k->post, "disk", mt_store_name(d->store, unit),
-                   "weights to be read for a fetch");
-    d->file->ops->put(d->file, &k->r);
 }
 
 /* The unit's pieces from one on, as far as there is room. 0: what comes behind them has to wait. A
@@ -120,17 +59,18 @@ static int read_unit(mt_feed *f, int unit, int from)
     const mt__layout *l = unit < d->n_units ? d->units[unit].lay : NULL;
 
     for (int i = from; l != NULL && i < l->n_pieces; i++) {
-        load *room;
+        mt__buffer *room = mt__ring_find(&f->ring, IS(READING), unit, i);
 
-        if (l->pieces[i].hi_bytes == 0 || find(f, LOADED, unit, i) != NULL)
-            continue;
-        if ((room = find(f, LOADING, unit, i)) != NULL && !room->dropped)
+        if (l->pieces[i].hi_bytes == 0 || (room != NULL && !room->dropped) ||
+            mt__ring_find(&f->ring, IS(READY), unit, i) != NULL)
             continue;
         if (room != NULL || d->units[unit].held || (unit + 1 == d->away && d->sent.write) ||
-            mt__disk_writing(d, unit, i) ||
+            mt__ring_find(&d->ring, IS(WRITING), unit, i) != NULL ||
             (room = find_room(f, unit)) == NULL)
             return 0;
-        put_read(f, room, unit, i);
+        if (room->at == MT__READY)
+            mt__buffer_to(room, MT__FREE);
+        mt__ring_put(room, unit, i, 0);
     }
     return 1;
 }
@@ -156,23 +96,12 @@ void mt__feed_ahead(mt_feed *f)
 
 void mt__feed_drop(mt_feed *f, int unit)
 {
-    for (int i = 0; i < f->n_loads; i++) {
-        load *k = &f->loads[i];
-
-        if (k->unit != unit)
-            continue;
-        if (k->at == LOADED)
-            k->at = EMPTY;
-        k->dropped = 1;
-    }
+    mt__ring_drop(&f->ring, unit, UINT64_MAX);
 }
 
 int mt__feed_reads(const mt_feed *f, int unit)
 {
-    for (int i = 0; i < f->n_loads; i++)
-        if (f->loads[i].at == LOADING && f->loads[i].unit == unit)
-            return 1;
-    return 0;
+    return mt__ring_find(&f->ring, IS(READING), unit, -1) != NULL;
 }
 
 /* Buffers whose copies are over (COPIED) are read into again. */
@@ -180,14 +109,14 @@ static mt_status reclaim(mt_feed *f)
 {
     mt_status st = MT_OK;
 
-    for (int i = 0; i < f->n_loads; i++) {
-        load *k = &f->loads[i];
-        int   done = 0;
+    for (int i = 0; i < f->ring.n; i++) {
+        mt__buffer *k = &f->ring.buffers[i];
+        int         done = 0;
 
-        if (k->at != COPYING)
-            continue;
-        MT_TRY(f->dev->ops->query(k->copied, &done));
-        k->at = done ? EMPTY : COPYING;
+        if (k->at == MT__COPYING)
+            MT_TRY(f->dev->ops->query(k->copied, &done));
+        if (done)
+            mt__buffer_to(k, MT__FREE);
     }
     mt__feed_ahead(f);
 fail:
@@ -198,22 +127,22 @@ void mt_feed_expect(mt_feed *f, const int *units, int n)
 {
     mt_disk *d = f->disk;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     f->n_expected = 0;
     for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
         if (mt_store_on_disk(d->store, units[i]) >> MT_PLANE_HI & 1)
             f->expected[f->n_expected++] = units[i];
     (void)reclaim(f);                    /* a device that fails fails the mover's calls too */
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 /* ---- a fetch: the mover ------------------------------------------------------------------ */
 
 typedef struct awaited {
-    mt_feed  *f;
-    load     *k;                 /* has the piece, and is the mover's; NULL: not yet */
-    load     *copying;           /* to be waited for first, since no buffer is free; NULL: none */
-    mt_status st;
+    mt_feed    *f;
+    mt__buffer *k;               /* has the piece, and is the mover's; NULL: not yet */
+    mt__buffer *copying;         /* to be waited for first, since none is free; NULL: none */
+    mt_status   st;
 } awaited;
 
 /* Under mu. */
@@ -224,33 +153,34 @@ static int is_loaded(void *arg)
 
     if (f->disk->failed || (a->st = reclaim(f)) != MT_OK)
         return 1;
-    if ((a->k = find(f, LOADED, f->unit, f->piece)) != NULL) {
-        a->k->at = TAKEN;
+    if ((a->k = mt__ring_find(&f->ring, IS(READY), f->unit, f->piece)) != NULL) {
+        mt__buffer_to(a->k, MT__TAKEN);
         f->piece++;
         return 1;
     }
-    if (find(f, LOADING, f->unit, f->piece) == NULL && find_room(f, f->unit) == NULL)
-        a->copying = find(f, COPYING, -1, 0);
+    if (mt__ring_find(&f->ring, IS(READING), f->unit, f->piece) == NULL &&
+        find_room(f, f->unit) == NULL)
+        a->copying = mt__ring_find(&f->ring, IS(COPYING), -1, -1);
     return a->copying != NULL;
 }
 
 /* COPIED. Somebody else may have seen the same meanwhile, and read into k again. */
-static mt_status wait_copied(mt_feed *f, load *k)
+static mt_status wait_copied(mt_feed *f, mt__buffer *k)
 {
     mt_disk  *d = f->disk;
     mt_status st = mt_watch_event(mt_store_watch(d->store), k->copied,
                                   mt_store_name(d->store, f->unit),
                                   "a copy of weights out of a buffer (COPIED)");
 
-    pthread_mutex_lock(&d->mu);
-    if (st == MT_OK && k->at == COPYING)
-        k->at = EMPTY;
-    pthread_mutex_unlock(&d->mu);
+    mt_lock(&d->mu);
+    if (st == MT_OK && k->at == MT__COPYING)
+        mt__buffer_to(k, MT__FREE);
+    mt_unlock(&d->mu);
     return st;
 }
 
 /* Until the next piece is in a buffer, which is then the mover's. */
-static mt_status take_load(mt_feed *f, load **out)
+static mt_status take_load(mt_feed *f, mt__buffer **out)
 {
     mt_disk  *d = f->disk;
     awaited   a = { .f = f };
@@ -273,7 +203,7 @@ static mt_status take_load(mt_feed *f, load **out)
     return MT_OK;
 }
 
-static mt_status put_copy(mt_feed *f, load *k, char *mem, mt_queue *h2d)
+static mt_status put_copy(mt_feed *f, mt__buffer *k, char *mem, mt_queue *h2d)
 {
     mt_disk         *d = f->disk;
     const mt__piece *c = &d->units[k->unit].lay->pieces[k->piece];
@@ -285,9 +215,9 @@ static mt_status put_copy(mt_feed *f, load *k, char *mem, mt_queue *h2d)
     mt_timeline_end(d->timeline, &span, c->hi_bytes, h2d);
     MT_TRY(f->dev->ops->record(h2d, k->copied));
 fail:
-    pthread_mutex_lock(&d->mu);
-    k->at = COPYING;                     /* from here on its event is that of this copy */
-    pthread_mutex_unlock(&d->mu);
+    mt_lock(&d->mu);
+    mt__buffer_to(k, MT__COPYING);       /* from here on its event is that of this copy */
+    mt_unlock(&d->mu);
     return st;
 }
 
@@ -296,7 +226,7 @@ static mt_status copy_unit(mt_feed *f, const mt__layout *l, char *mem, mt_queue 
     mt_status st = MT_OK;
 
     for (int i = 0; i < l->n_pieces; i++) {
-        load *k;
+        mt__buffer *k;
 
         MT_TRY(take_load(f, &k));
         MT_TRY(put_copy(f, k, mem, h2d));
@@ -311,24 +241,19 @@ static const mt__layout *aim(mt_feed *f, int unit, int begun)
     mt_disk          *d = f->disk;
     const mt__layout *l;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     l = unit >= 0 && unit < d->n_units ? d->units[unit].lay : NULL;
     f->unit = l != NULL ? unit : -1;
     f->piece = 0;
     f->begun = begun;
     mt__feed_ahead(f);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return l;
 }
 
 void mt_feed_next(mt_feed *f, int unit)
 {
     (void)aim(f, unit, 0);
-}
-
-void mt_feed_forget(mt_feed *f, int unit)
-{
-    mt_disk_forget(f->disk, unit);
 }
 
 mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
@@ -347,25 +272,9 @@ mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-static mt_status open_loads(mt_feed *f, int n, size_t each)
+mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
 {
-    mt_status st;
-
-    if ((f->loads = calloc((size_t)n, sizeof *f->loads)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers of weights", n);
-    f->n_loads = n;
-    for (int i = 0; i < n; i++) {
-        f->loads[i] = (load){ .feed = f, .mem = (char *)f->memory.base + (size_t)i * each,
-                              .unit = -1 };
-        MT_TRY(f->dev->ops->event_open(f->dev, &f->loads[i].copied));
-    }
-    return MT_OK;
-fail:
-    return st;
-}
-
-mt_status mt_feed_open(mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out)
-{
+    mt_disk  *d = cx->disk;
     size_t    each = d->most_weights > 0 ? d->most_weights : MT_BLOCK_ALIGN;
     int       n = (int)(bytes / each);
     mt_feed  *f = calloc(1, sizeof *f);
@@ -374,15 +283,18 @@ mt_status mt_feed_open(mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out)
     if (f == NULL)
         return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *f);
     n = n < LEAST ? LEAST : n > MOST ? MOST : n;
-    *f = (mt_feed){ .disk = d, .dev = dev, .unit = -1 };
-    MT_TRY(mt_arena_open(&f->memory, (size_t)n * each, NULL, dev, "buffers of weights on disk",
+    *f = (mt_feed){ .disk = d, .dev = cx->dev, .unit = -1 };
+    MT_TRY(mt_arena_open(&f->memory, (size_t)n * each, NULL, cx->dev, "buffers of weights on disk",
                          mt_store_bytes(d->store, MT_PLANE_COUNT)));
-    MT_TRY(open_loads(f, n, each));
-    pthread_mutex_lock(&d->mu);
+    MT_TRY(mt__ring_open(&f->ring, d, n, f->memory.base, each, 1u << MT__WEIGHTS,
+                         "weights to be read for a fetch"));
+    for (int i = 0; i < n; i++)
+        MT_TRY(f->dev->ops->event_open(f->dev, &f->ring.buffers[i].copied));
+    mt_lock(&d->mu);
     d->stats.buffer_bytes += f->memory.bytes;
     d->feed = f;
-    pthread_mutex_unlock(&d->mu);
-    *out = f;
+    mt_unlock(&d->mu);
+    *out = cx->feed = f;
     return MT_OK;
 
 fail:
@@ -399,19 +311,21 @@ void mt_feed_close(mt_feed *f)
     if (f == NULL)
         return;
     d = f->disk;
-    pthread_mutex_lock(&d->mu);
+    if (d->cx->feed == f)
+        d->cx->feed = NULL;
+    mt_lock(&d->mu);
     f->unit = -1;                        /* nothing more is read */
     f->n_expected = 0;
-    while (find(f, LOADING, -1, 0) != NULL)
-        pthread_cond_wait(&d->changed, &d->mu);
+    while (mt__ring_find(&f->ring, IS(READING), -1, -1) != NULL)
+        mt_cond_wait(&d->changed, &d->mu);
     if (d->feed == f) {
         d->feed = NULL;
         d->stats.buffer_bytes -= f->memory.bytes;
     }
-    pthread_mutex_unlock(&d->mu);
-    for (int i = 0; i < f->n_loads; i++)
-        f->dev->ops->event_close(f->loads[i].copied);
+    mt_unlock(&d->mu);
+    for (int i = 0; i < f->ring.n; i++)
+        f->dev->ops->event_close(f->ring.buffers[i].copied);
     mt_arena_close(&f->memory);
-    free(f->loads);
+    free(f->ring.buffers);
     free(f);
 }

@@ -1,6 +1,8 @@
 /* forks.c — two lists, and what fork() calls before and behind itself. */
 #include "forks.h"
 
+#include "lock.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -16,7 +18,8 @@ typedef struct range {
 
 static atomic_uint     forks;
 static pthread_once_t  once = PTHREAD_ONCE_INIT;
-static pthread_mutex_t memory_mu = PTHREAD_MUTEX_INITIALIZER, files_mu = PTHREAD_MUTEX_INITIALIZER;
+static mt_mutex        files_mu = MT_MUTEX(MT_RANK_FORKS_FILES);
+static mt_mutex        memory_mu = MT_MUTEX(MT_RANK_FORKS_MEMORY);
 static range          *ranges;               /* [n_ranges] of room_ranges. memory_mu */
 static size_t          n_ranges, room_ranges;
 static int            *files;                /* [n_files] of room_files. files_mu */
@@ -27,14 +30,14 @@ static size_t          n_files, room_files;
 /* No list is being changed while the child's copy of it is made. */
 static void before(void)
 {
-    pthread_mutex_lock(&files_mu);
-    pthread_mutex_lock(&memory_mu);
+    mt_lock(&files_mu);
+    mt_lock(&memory_mu);
 }
 
 static void in_parent(void)
 {
-    pthread_mutex_unlock(&memory_mu);
-    pthread_mutex_unlock(&files_mu);
+    mt_unlock(&memory_mu);
+    mt_unlock(&files_mu);
 }
 
 /* Calls alone that a signal handler may make. What our addresses pointed to is not there:
@@ -84,22 +87,22 @@ void mt_forks_private(void *base, size_t bytes)
     (void)mt_forks();
     if (madvise(base, bytes, MADV_DONTFORK) != 0)
         return;
-    pthread_mutex_lock(&memory_mu);
+    mt_lock(&memory_mu);
     /* else they are free in a child */
     if (more((void **)&ranges, n_ranges, &room_ranges, sizeof *ranges))
         ranges[n_ranges++] = (range){ base, bytes };
-    pthread_mutex_unlock(&memory_mu);
+    mt_unlock(&memory_mu);
 }
 
 void mt_forks_shared(void *base)
 {
-    pthread_mutex_lock(&memory_mu);
+    mt_lock(&memory_mu);
     for (size_t i = n_ranges; i-- > 0;)
         if (ranges[i].base == base) {
             ranges[i] = ranges[--n_ranges];
             break;
         }
-    pthread_mutex_unlock(&memory_mu);
+    mt_unlock(&memory_mu);
 }
 
 /* ---- files ------------------------------------------------------------------------------ */
@@ -109,25 +112,25 @@ int mt_forks_open(const char *path, int flags, mode_t mode)
     int fd = -1, error = ENOMEM;
 
     (void)mt_forks();
-    pthread_mutex_lock(&files_mu);
+    mt_lock(&files_mu);
     if (more((void **)&files, n_files, &room_files, sizeof *files)) {
         if ((fd = open(path, flags, mode)) >= 0)
             files[n_files++] = fd;
         error = errno;
     }
-    pthread_mutex_unlock(&files_mu);
+    mt_unlock(&files_mu);
     errno = error;
     return fd;
 }
 
 void mt_forks_close(int fd)
 {
-    pthread_mutex_lock(&files_mu);
+    mt_lock(&files_mu);
     for (size_t i = 0; i < n_files; i++)
         if (files[i] == fd) {
             files[i] = files[--n_files];
             (void)close(fd);
             break;
         }
-    pthread_mutex_unlock(&files_mu);
+    mt_unlock(&files_mu);
 }

@@ -21,9 +21,8 @@
  *     fd = mt_forks_open(path, O_RDWR | O_CLOEXEC, 0600);
  *     mt_forks_close(fd);
  *
- * Threads: any. The locks inside are taken last, and by fork() itself. fork() waits while a file is
- *          opened or closed. What calls clone() or vfork() past libc is not noticed;
- *          memory is private there too.
+ * Threads: any. fork() takes the locks inside, and waits while a file is opened or closed. What
+ *          calls clone() or vfork() past libc is not noticed; memory is private there too.
  */
 #ifndef MT_FORKS_H
 #define MT_FORKS_H

@@ -13,14 +13,14 @@ mt_status mt__ledger_open(mt__ledger *l)
     mt_status st = mt_watch_cond(&l->changed);
 
     if (st == MT_OK)
-        pthread_mutex_init(&l->mu, NULL);
+        mt_mutex_open(&l->mu, MT_RANK_LEDGER);
     return st;
 }
 
 void mt__ledger_close(mt__ledger *l)
 {
     pthread_cond_destroy(&l->changed);
-    pthread_mutex_destroy(&l->mu);
+    mt_mutex_close(&l->mu);
 }
 
 /* ---- the fault -------------------------------------------------------------------------- */
@@ -31,13 +31,13 @@ void mt_ledger_fault(mt_store *s, mt_status st, const char *text)
 
     if (st == MT_OK)
         return;
-    pthread_mutex_lock(&l->mu);
+    mt_lock(&l->mu);
     if (l->fault == MT_OK) {
         snprintf(l->text, sizeof l->text, "%s", text != NULL ? text : mt_status_text(st));
         l->fault = st;
         pthread_cond_broadcast(&l->changed);
     }
-    pthread_mutex_unlock(&l->mu);
+    mt_unlock(&l->mu);
 }
 
 /* Under mu or after it: once set, fault and text never change. */
@@ -50,9 +50,9 @@ mt_status mt_ledger_check(mt_store *s)
 {
     mt_status st;
 
-    pthread_mutex_lock(&s->ledger.mu);
+    mt_lock(&s->ledger.mu);
     st = s->ledger.fault;
-    pthread_mutex_unlock(&s->ledger.mu);
+    mt_unlock(&s->ledger.mu);
     return st == MT_OK ? MT_OK : fault_again(&s->ledger);
 }
 
@@ -79,35 +79,21 @@ uint64_t mt_ledger_version(mt_store *s, int unit)
     uint64_t        version = 0;
 
     if (u != NULL) {
-        pthread_mutex_lock(&s->ledger.mu);
+        mt_lock(&s->ledger.mu);
         version = u->version;
-        pthread_mutex_unlock(&s->ledger.mu);
+        mt_unlock(&s->ledger.mu);
     }
     return version;
-}
-
-uint64_t mt_ledger_written(mt_store *s, int unit)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-    uint64_t        written = 0;
-
-    if (u != NULL) {
-        pthread_mutex_lock(&s->ledger.mu);
-        written = u->written;
-        pthread_mutex_unlock(&s->ledger.mu);
-    }
-    return written;
 }
 
 /* Nobody waits for a version or for a count to grow, so there is no one to wake. */
 static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
 {
-    pthread_mutex_lock(&s->ledger.mu);
+    mt_lock(&s->ledger.mu);
     u->version += (uint64_t)(updates + written);
-    u->written += (uint64_t)written;
     u->updates += updates;
     u->grads += grads;
-    pthread_mutex_unlock(&s->ledger.mu);
+    mt_unlock(&s->ledger.mu);
     mt_watch_moved(&s->watch);
 }
 
@@ -117,24 +103,30 @@ static void end(mt_store *s, const mt__unit *u, int64_t *count, const char *what
     char text[256];
     int  twice;
 
-    pthread_mutex_lock(&s->ledger.mu);
+    mt_lock(&s->ledger.mu);
     if (!(twice = *count == 0)) {
         *count -= 1;
         pthread_cond_broadcast(&s->ledger.changed);
         mt_watch_moved(&s->watch);
     }
-    pthread_mutex_unlock(&s->ledger.mu);
+    mt_unlock(&s->ledger.mu);
     if (twice) {
         snprintf(text, sizeof text, "unit %s: %s ended that was not announced", u->name, what);
         mt_ledger_fault(s, MT_ESTATE, text);
     }
 }
 
+void mt__version_grows(mt_store *s, int unit)
+{
+    begin(s, mt__unit_at(s, unit), 0, 0, 1);
+}
+
 void mt_ledger_touch(mt_store *s, int unit)
 {
-    mt__unit *u = unit_or_fault(s, unit);
-    if (u != NULL)
-        begin(s, u, 0, 0, 1);
+    if (unit_or_fault(s, unit) == NULL)
+        return;
+    mt__version_grows(s, unit);
+    mt__mirror_touched(s, unit);
 }
 
 void mt_ledger_update_begin(mt_store *s, int unit)
@@ -173,9 +165,9 @@ void mt_ledger_grads_end(mt_store *s, int unit)
 void mt_ledger_watchdog(mt_store *s, double seconds)
 {
     mt_watch_limit(&s->watch, seconds);
-    pthread_mutex_lock(&s->ledger.mu);
+    mt_lock(&s->ledger.mu);
     pthread_cond_broadcast(&s->ledger.changed);     /* those who wait look at it */
-    pthread_mutex_unlock(&s->ledger.mu);
+    mt_unlock(&s->ledger.mu);
 }
 
 mt_watch *mt_store_watch(mt_store *s)
@@ -240,9 +232,9 @@ int mt_ledger_updates_due(mt_store *s, int unit)
     int             due = 0;
 
     if (u != NULL) {
-        pthread_mutex_lock(&s->ledger.mu);
+        mt_lock(&s->ledger.mu);
         due = u->updates > 0;
-        pthread_mutex_unlock(&s->ledger.mu);
+        mt_unlock(&s->ledger.mu);
     }
     return due;
 }
@@ -259,12 +251,12 @@ mt_status mt_ledger_save_begin(mt_store *s, int unit)
 
     if (u == NULL)
         return no_unit(s, unit);
-    pthread_mutex_lock(&s->ledger.mu);
+    mt_lock(&s->ledger.mu);
     fault = s->ledger.fault;
     idle = u->updates == 0 && u->saves == 0;
     if (fault == MT_OK && idle)
         u->saves++;
-    pthread_mutex_unlock(&s->ledger.mu);
+    mt_unlock(&s->ledger.mu);
     if (fault != MT_OK)
         return fault_again(&s->ledger);
     if (!idle)
@@ -280,10 +272,10 @@ void mt_ledger_save_end(mt_store *s, int unit)
 
     if (u == NULL)
         return;
-    pthread_mutex_lock(&s->ledger.mu);
+    mt_lock(&s->ledger.mu);
     if (s->ledger.wanted == unit + 1)
         s->ledger.wanted = 0;
-    pthread_mutex_unlock(&s->ledger.mu);
+    mt_unlock(&s->ledger.mu);
     end(s, u, &u->saves, "a save");
 }
 
@@ -293,9 +285,9 @@ int mt_ledger_saving(mt_store *s, int unit)
     int             saving = 0;
 
     if (u != NULL) {
-        pthread_mutex_lock(&s->ledger.mu);
+        mt_lock(&s->ledger.mu);
         saving = u->saves > 0;
-        pthread_mutex_unlock(&s->ledger.mu);
+        mt_unlock(&s->ledger.mu);
     }
     return saving;
 }
@@ -304,9 +296,9 @@ int mt_ledger_wanted(mt_store *s)
 {
     int wanted;
 
-    pthread_mutex_lock(&s->ledger.mu);
+    mt_lock(&s->ledger.mu);
     wanted = s->ledger.wanted - 1;
-    pthread_mutex_unlock(&s->ledger.mu);
+    mt_unlock(&s->ledger.mu);
     return wanted;
 }
 
@@ -316,10 +308,10 @@ mt_status mt_ledger_wait_saved(mt_store *s, int unit)
 
     if (u == NULL)
         return no_unit(s, unit);
-    pthread_mutex_lock(&s->ledger.mu);
+    mt_lock(&s->ledger.mu);
     if (u->saves > 0)
         s->ledger.wanted = unit + 1;
-    pthread_mutex_unlock(&s->ledger.mu);
+    mt_unlock(&s->ledger.mu);
     return wait_zero(s, unit, &u->saves, "its save (SAVED)");
 }
 
@@ -347,12 +339,12 @@ mt_status mt_ledger_fetch_begin(mt_store *s, int unit, uint64_t *version)
         return no_unit(s, unit);
     while (!begun) {
         MT_TRY(mt_ledger_wait_updates(s, unit));
-        pthread_mutex_lock(&s->ledger.mu);
+        mt_lock(&s->ledger.mu);
         if ((begun = u->updates == 0)) {        /* else another was announced meanwhile */
             u->fetches++;
             *version = u->version;
         }
-        pthread_mutex_unlock(&s->ledger.mu);
+        mt_unlock(&s->ledger.mu);
     }
     return MT_OK;
 fail:
@@ -361,13 +353,13 @@ fail:
 
 static void fetch_end(mt_store *s, mt__unit *u)
 {
-    pthread_mutex_lock(&s->ledger.mu);
+    mt_lock(&s->ledger.mu);
     if (u->fetches > 0) {
         u->fetches--;
         pthread_cond_broadcast(&s->ledger.changed);
         mt_watch_moved(&s->watch);
     }
-    pthread_mutex_unlock(&s->ledger.mu);
+    mt_unlock(&s->ledger.mu);
 }
 
 /* The mover, right behind the copy it put in h2d. */
@@ -379,7 +371,7 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
 
     if (u == NULL)
         return no_unit(s, unit);
-    pthread_mutex_lock(&s->fetched_mu);
+    mt_lock(&s->fetched_mu);
     if (u->fetched == NULL)
         st = ops->event_open(s->dev, &u->fetched);
     if (st == MT_OK)
@@ -387,7 +379,7 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
     if (st == MT_OK)
         mt_watch_put(&s->watch, &u->copying, atomic_load(&u->settled) ? "device update" : "h2d",
                      u->name, "copies of its weights (the event FETCHED)", u->fetched);
-    pthread_mutex_unlock(&s->fetched_mu);
+    mt_unlock(&s->fetched_mu);
     fetch_end(s, u);
     return st;
 }
@@ -405,9 +397,9 @@ mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
         return no_unit(s, unit);
     MT_TRY(mt_ledger_wait_saved(s, unit));
     MT_TRY(wait_zero(s, unit, &u->fetches, "its fetch to be put"));
-    pthread_mutex_lock(&s->fetched_mu);
+    mt_lock(&s->fetched_mu);
     fetched = u->fetched;
-    pthread_mutex_unlock(&s->fetched_mu);
+    mt_unlock(&s->fetched_mu);
     if (fetched != NULL)
         MT_TRY(mt_watch_event(&s->watch, fetched, u->name,
                               "copies of its weights (the event FETCHED)"));

@@ -79,9 +79,9 @@ static mt_status make(mt_store *s, int place, size_t bytes, int *k)
     if (grown == NULL)
         return MT_FAIL(MT_ENOMEM, "store: no memory to describe %d buffers", s->n_lent + 1);
     s->lent = grown;
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     st = map(s, place, bytes, &made.arena);
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     if (st != MT_OK)
         return st;
     atomic_fetch_add(place == MT__DEVICE ? &s->on_device : &s->mapped[MT_PLANE_GRAD],
@@ -91,7 +91,7 @@ static mt_status make(mt_store *s, int place, size_t bytes, int *k)
     return MT_OK;
 }
 
-static pthread_mutex_t *making_of(const mt_store *s, int unit)
+static mt_mutex *making_of(const mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
@@ -118,8 +118,8 @@ static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes
     int       place = place_of(mt__unit_at(s, unit)), k, n;
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(making_of(s, unit));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(making_of(s, unit));
+    mt_lock(&s->map_mu);
     k = choose(s, place, bytes, &n);
     if ((k < 0 || s->lent[k].unit >= 0) && n < s->most_lent)
         st = make(s, place, bytes, &k);
@@ -127,8 +127,8 @@ static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes
     *number = st == MT_OK ? s->lent[k].number : 0;
     if (st == MT_OK && *holder < 0)
         bind(s, unit, offset, k);
-    pthread_mutex_unlock(&s->map_mu);
-    pthread_mutex_unlock(making_of(s, unit));
+    mt_unlock(&s->map_mu);
+    mt_unlock(making_of(s, unit));
     return st;
 }
 
@@ -136,26 +136,26 @@ static int still_lent(mt_store *s, uint64_t number)
 {
     int found = 0;
 
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     for (int k = 0; k < s->n_lent; k++)
         found |= s->lent[k].unit >= 0 && s->lent[k].number == number;
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return found;
 }
 
 /* The thread that waits launches windows: what it waits for, compute waits for. */
-static mt_status wait_for(mt_store *s, int holder)
+static mt_status wait_for(mt_store *s, int holder, mt_timeline *t)
 {
     mt_span   span;
     mt_status st;
 
-    mt_timeline_begin(s->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, holder, NULL);
+    mt_timeline_begin(t, &span, MT_LANE_HAND, MT_WORK_WAIT, holder, NULL);
     st = mt_ledger_wait_updates(s, holder);
-    mt_timeline_end(s->timeline, &span, 0, NULL);
+    mt_timeline_end(t, &span, 0, NULL);
     return st;
 }
 
-mt_status mt_store_lend(mt_store *s, int unit)
+mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
 {
     mt__unit *u = mt__unit_at(s, unit);
     size_t   *offset = NULL, bytes;
@@ -166,9 +166,9 @@ mt_status mt_store_lend(mt_store *s, int unit)
     if (!mt_store_passes(s, unit))
         return MT_FAIL(MT_EINVAL, "unit %d (%s) has a GRAD plane of its own", unit,
                        mt_store_name(s, unit));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     held = held_by(s, unit);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     if (held >= 0)                               /* handed over again, and no update has used it */
         return MT_OK;
     MT_TRY(mt__lay_out(u, MT_PLANE_GRAD, &offset, &bytes));
@@ -176,7 +176,7 @@ mt_status mt_store_lend(mt_store *s, int unit)
         MT_TRY(try_to_lend(s, unit, offset, bytes, &holder, &number));
         if (holder < 0)
             return MT_OK;
-        MT_TRY(wait_for(s, holder));
+        MT_TRY(wait_for(s, holder, t));
         if (still_lent(s, number)) {
             st = MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; "
                          "where they are kept nowhere, each hand-over is followed by its update",
@@ -193,14 +193,14 @@ void mt__take_back(mt_store *s, int unit)
 {
     int k;
 
-    pthread_mutex_lock(making_of(s, unit));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(making_of(s, unit));
+    mt_lock(&s->map_mu);
     if ((k = held_by(s, unit)) >= 0) {
         mt__unbind(s, unit);
         s->lent[k].unit = -1;
     }
-    pthread_mutex_unlock(&s->map_mu);
-    pthread_mutex_unlock(making_of(s, unit));
+    mt_unlock(&s->map_mu);
+    mt_unlock(making_of(s, unit));
 }
 
 void mt__lent_device_close(mt_store *s)
@@ -229,9 +229,9 @@ mt_status mt_store_lend_most(mt_store *s, int n)
     return MT_OK;
 }
 
-void mt_store_timeline(mt_store *s, mt_timeline *t)
+int mt_store_lends(const mt_store *s)
 {
-    s->timeline = t;
+    return s->most_lent;
 }
 
 int mt_store_passes(const mt_store *s, int unit)
@@ -247,12 +247,12 @@ mt_status mt_store_set_passing(mt_store *s, int unit)
 
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     if (u->plane[place_of(u)][MT_PLANE_GRAD].offset != NULL)
         st = MT_FAIL(MT_ESTATE, "unit %s has a GRAD plane already; its gradients cannot pass",
                      u->name);
     else
         atomic_store(&u->passing, 1);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return st;
 }

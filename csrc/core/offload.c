@@ -10,9 +10,9 @@
 #include "offload.h"
 
 #include "arena.h"
+#include "worker.h"
 
 #include <inttypes.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -37,6 +37,7 @@ typedef struct piece {
 
 /* Written by the putting thread while it is none of the AHEAD that the collector may look at. */
 typedef struct ticket {
+    mt_job    node;
     mt_event *handed;        /* recorded on run at the hand-over */
     mt_post   making;        /* `handed`, for the watchdog. Putting thread */
     mt_event *landed;        /* recorded on d2h behind the last copy */
@@ -44,6 +45,7 @@ typedef struct ticket {
     piece    *pieces;
     int      *params;        /* [n] of the pieces */
     int       n, cap;
+    uint64_t  passes;        /* run waits for that one's copies, `depth` before it; 0: for none */
     int       adds;          /* pieces for the collector */
 } ticket;
 
@@ -64,33 +66,26 @@ typedef struct tally {
 } tally;
 
 struct mt_offload {
+    const mt_context  *cx;
     mt_dev            *dev;
     mt_store          *store;
     mt_pool           *pool;
     mt_offload_kernels kernels;
-    uint64_t           depth;        /* constant once anything is put */
+    uint64_t           depth;
     mt_queue          *d2h;          /* putting thread */
-    mt_resident       *residents;    /* these two: written before the first put */
     mt_timeline       *timeline;
     ticket            *ring;         /* [n_ring]; ticket t is at t % n_ring */
     uint64_t           n_ring;
     staging            staging[STAGINGS];
     unsigned           next_staging; /* putting thread */
 
-    pthread_mutex_t    mu;
-    pthread_cond_t     more;         /* the collector waits: put grew, or stop */
-    pthread_cond_t     came;         /* others wait: home grew */
+    mt_worker          collector;    /* ticket n is its job n */
+    mt_mutex    mu;
     tally            **tally;        /* by unit; the table moves, under mu; a tally stays */
     int                n_tally;
-    uint64_t           put;          /* latest ticket; putting thread, under mu */
-    uint64_t           home;         /* latest ticket the collector is done with; under mu */
     uint64_t           landed;       /* latest whose copies it saw end; stays at a failure. mu */
     uint64_t           waited_for;   /* latest ticket run waits for; putting thread, under mu */
     uint64_t           d2h_bytes;    /* mu */
-    mt_debug           debug;        /* mu */
-    int                stop;         /* mu */
-    pthread_t          collector;
-    int                collector_runs;
 };
 
 /* ---- the collector ---------------------------------------------------------------------- */
@@ -98,20 +93,6 @@ struct mt_offload {
 static ticket *ticket_at(mt_offload *o, uint64_t t)
 {
     return &o->ring[t % o->n_ring];
-}
-
-/* The oldest ticket that is not home; NULL: the offload closes, and all are. */
-static ticket *next_ticket(mt_offload *o)
-{
-    ticket *t = NULL;
-
-    pthread_mutex_lock(&o->mu);
-    while (o->home == o->put && !o->stop)
-        pthread_cond_wait(&o->more, &o->mu);
-    if (o->home < o->put)
-        t = ticket_at(o, o->home + 1);
-    pthread_mutex_unlock(&o->mu);
-    return t;
 }
 
 /* Through host memory, where the collector adds it. */
@@ -139,57 +120,37 @@ static void add_up(mt_offload *o, const ticket *t)
     mt_timeline_end(o->timeline, &span, added, NULL);
 }
 
-static void *collector_main(void *arg)
+static mt_status collect(void *arg, mt_job *node)
 {
     mt_offload *o = arg;
+    ticket     *t = (ticket *)(void *)node;
     mt_watch   *watch = mt_store_watch(o->store);
-    ticket     *t;
+    mt_post     post;
+    mt_status   st;
 
-    pthread_setname_np(pthread_self(), "mt-collector");
-    mt_watch_i_am("d2h");
-    while ((t = next_ticket(o)) != NULL) {
-        int       unit = t->unit;
-        mt_post   post;
-        mt_status st;
-
-        mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, unit),
-                       "its gradients' copies (the event LANDED)");
-        st = o->dev->ops->sync_event(t->landed);
-        mt_watch_end(watch, &post, st);
-        if (st == MT_OK)
-            add_up(o, t);
-        else
-            mt_ledger_fault(o->store, st, mt_last_error());
-        mt_ledger_grads_end(o->store, unit);
-        pthread_mutex_lock(&o->mu);
-        o->tally[unit]->adds -= t->adds > 0;
-        o->home++;
-        if (st == MT_OK && o->landed == o->home - 1)
-            o->landed = o->home;
-        pthread_cond_broadcast(&o->came);
-        pthread_mutex_unlock(&o->mu);
-    }
-    return NULL;
+    mt_unlock(&o->mu);
+    mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, t->unit),
+                   "its gradients' copies (the event LANDED)");
+    st = o->dev->ops->sync_event(t->landed);
+    mt_watch_end(watch, &post, st);
+    if (st == MT_OK)
+        add_up(o, t);
+    else
+        mt_ledger_fault(o->store, st, mt_last_error());
+    mt_ledger_grads_end(o->store, t->unit);
+    mt_lock(&o->mu);
+    o->tally[t->unit]->adds -= t->adds > 0;
+    if (st == MT_OK && o->landed == o->collector.ended)
+        o->landed++;
+    return st;
 }
 
-typedef struct awaited {
-    const mt_offload *o;
-    uint64_t          ticket;
-} awaited;
-
-static int is_home(void *arg)
-{
-    const awaited *a = arg;
-
-    return a->o->home >= a->ticket;
-}
-
-/* The collector never stops short of the latest ticket, so this ends when the device answers,
- * or is stuck. */
+/* The collector never stops short of the latest ticket, so this ends when the device answers, or is
+ * stuck. */
 static mt_status wait_home(mt_offload *o, uint64_t t)
 {
-    return mt_watch_until(mt_store_watch(o->store), &o->came, &o->mu, is_home, &(awaited){ o, t },
-                          NULL, "gradients to be home");
+    return mt_worker_wait(&o->collector, mt_store_watch(o->store), t, NULL,
+                          "gradients to be home");
 }
 
 /* The putting thread, which launches windows too: as wait_home,
@@ -200,9 +161,9 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
     mt_status st;
     int       home;
 
-    pthread_mutex_lock(&o->mu);
-    home = o->home >= t;
-    pthread_mutex_unlock(&o->mu);
+    mt_lock(&o->mu);
+    home = o->collector.ended >= t;
+    mt_unlock(&o->mu);
     if (home)
         return MT_OK;
     mt_timeline_begin(o->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
@@ -257,10 +218,10 @@ static mt_status tally_grow(mt_offload *o, int n)
         return MT_FAIL(MT_ENOMEM, "offload: no memory for %d units", n);
     if (o->n_tally > 0)
         memcpy(grown, old, (size_t)o->n_tally * sizeof(tally *));
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     o->tally = grown;
     o->n_tally = n;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     free(old);
     return MT_OK;
 }
@@ -274,9 +235,9 @@ static mt_status tally_of(mt_offload *o, int unit, tally **out)
         MT_TRY(tally_grow(o, mt_store_units(o->store)));
     if ((y = o->tally[unit]) == NULL) {
         MT_TRY(tally_open(o, unit, &y));
-        pthread_mutex_lock(&o->mu);
+        mt_lock(&o->mu);
         o->tally[unit] = y;
-        pthread_mutex_unlock(&o->mu);
+        mt_unlock(&o->mu);
     }
     *out = y;
     return MT_OK;
@@ -319,8 +280,7 @@ fail:
     return st;
 }
 
-mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth,
-                          mt_offload_kernels k, mt_offload **out)
+mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k, mt_offload **out)
 {
     mt_offload *o;
     mt_status   st;
@@ -330,21 +290,12 @@ mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth
                        "device", depth);
     if ((o = calloc(1, sizeof *o)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: calloc(%zu)", sizeof *o);
-    o->dev = dev;
-    o->store = store;
-    o->pool = pool;
-    o->kernels = k;
-    o->depth = (uint64_t)depth;
-    pthread_mutex_init(&o->mu, NULL);
-    pthread_cond_init(&o->more, NULL);
-    MT_TRY(mt_watch_cond(&o->came));
+    *o = (mt_offload){ .cx = cx, .dev = cx->dev, .store = cx->store, .pool = cx->pool,
+                       .timeline = cx->timeline, .kernels = k, .depth = (uint64_t)depth };
+    mt_mutex_open(&o->mu, MT_RANK_OFFLOAD);
+    MT_TRY(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
     MT_TRY(ring_open(o));
-    MT_TRY(dev->ops->queue_open(dev, "d2h", &o->d2h));
-    if (pthread_create(&o->collector, NULL, collector_main, o) != 0) {
-        st = MT_FAIL(MT_ENOMEM, "offload: no thread for the collector");
-        goto fail;
-    }
-    o->collector_runs = 1;
+    MT_TRY(o->dev->ops->queue_open(o->dev, "d2h", &o->d2h));
     *out = o;
     return MT_OK;
 
@@ -357,12 +308,7 @@ void mt_offload_close(mt_offload *o)
 {
     if (o == NULL)
         return;
-    pthread_mutex_lock(&o->mu);
-    o->stop = 1;
-    pthread_cond_broadcast(&o->more);
-    pthread_mutex_unlock(&o->mu);
-    if (o->collector_runs)
-        pthread_join(o->collector, NULL);
+    mt_worker_close(&o->collector);
     if (o->d2h != NULL)
         o->dev->ops->queue_close(o->d2h);
     for (uint64_t i = 0; o->ring != NULL && i < o->n_ring; i++) {
@@ -376,31 +322,10 @@ void mt_offload_close(mt_offload *o)
         mt_arena_close(&o->staging[i].mem);
     for (int i = 0; i < o->n_tally; i++)
         tally_close(o->tally[i]);
-    pthread_cond_destroy(&o->came);
-    pthread_cond_destroy(&o->more);
-    pthread_mutex_destroy(&o->mu);
+    mt_mutex_close(&o->mu);
     free(o->tally);
     free(o->ring);
     free(o);
-}
-
-void mt_offload_timeline(mt_offload *o, mt_timeline *t)
-{
-    o->timeline = t;
-}
-
-void mt_offload_residents(mt_offload *o, mt_resident *r)
-{
-    o->residents = r;
-}
-
-mt_status mt_offload_depth(mt_offload *o, int depth)
-{
-    if (depth < 1 || (uint64_t)depth > o->depth || o->put > 0)
-        return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to %" PRIu64 ", before anything is put",
-                       depth, o->depth);
-    o->depth = (uint64_t)depth;
-    return MT_OK;
 }
 
 /* ---- put: first everything that can be refused, then the queue -------------------------- */
@@ -423,17 +348,15 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
     if (it->mode == MT_GRAD_ADD && mt_store_passes(o->store, unit))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to",
                        mt_store_name(o->store, unit));
-    if (settled && o->residents == NULL)
-        return MT_FAIL(MT_ESTATE, "unit %s is settled, and mt_offload_residents() was not called",
-                       mt_store_name(o->store, unit));
     return MT_OK;
 }
 
 /* The parameter's address in a plane, where the unit's gradients are. */
 static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, void **out)
 {
-    return mt_store_settled(o->store, unit) ? mt_resident_at(o->residents, unit, param, plane, out)
-                                            : mt_store_at(o->store, unit, param, plane, out);
+    return mt_store_settled(o->store, unit)
+               ? mt_resident_at(o->cx->residents, unit, param, plane, out)
+               : mt_store_at(o->store, unit, param, plane, out);
 }
 
 static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, piece *p)
@@ -456,9 +379,9 @@ static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tal
         MT_TRY(mt_store_at(o->store, unit, it->param, MT_PLANE_GRAD, &at));
         p->changed = at;
     }
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     p->from_grad = it->reread || !(y->flags[it->param] & SUMMED);
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return MT_OK;
 fail:
     return st;
@@ -546,8 +469,15 @@ fail:
     return st;
 }
 
-/* number: the ticket's. */
-static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned skip, mt_queue *run)
+/* Units that have a buffer for gradients that pass: no more have some on the device. */
+static uint64_t depth_of(const mt_offload *o, int unit)
+{
+    uint64_t lent = (uint64_t)mt_store_lends(o->store);
+
+    return mt_store_passes(o->store, unit) && lent < o->depth ? lent : o->depth;
+}
+
+static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
 {
     const mt_dev_ops *v = o->dev->ops;
     uint64_t          bytes = 0;
@@ -558,10 +488,10 @@ static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned ski
     MT_TRY(v->record(run, t->handed));
     mt_watch_compute(mt_store_watch(o->store), &t->making, mt_store_name(o->store, t->unit),
                      "its gradients' kernels (the event GRAD)", t->handed);
-    if (!(skip & MT_EDGE_GRAD))
+    if (!mt_skips(o->cx, MT_EDGE_GRAD))
         MT_TRY(v->wait(o->d2h, t->handed));
     if (mt_store_settled(o->store, t->unit))
-        MT_TRY(mt_resident_grads(o->residents, t->unit, t->params, t->n, o->d2h));
+        MT_TRY(mt_resident_grads(o->cx->residents, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
         MT_TRY(put_piece(o, &t->pieces[i]));
@@ -570,8 +500,8 @@ static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned ski
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
     MT_TRY(v->record(o->d2h, t->landed));
     /* LANDED: what run is given from now on may reuse the sources of `depth` tickets ago. */
-    if (number > o->depth && !(skip & MT_EDGE_LANDED))
-        MT_TRY(v->wait(run, ticket_at(o, number - o->depth)->landed));
+    if (t->passes > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
+        MT_TRY(v->wait(run, ticket_at(o, t->passes)->landed));
     return MT_OK;
 fail:
     return st;
@@ -601,28 +531,27 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
     strncpy(text, mt_last_error(), sizeof text - 1);
     text[sizeof text - 1] = '\0';
     (void)o->dev->ops->sync(o->d2h);
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     note(o, t, y, 0);
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     mt_ledger_grads_end(o->store, t->unit);
     (void)mt_fail_again(MT_EDEVICE, text);
 }
 
 /* Hands the ticket to the collector. */
-static void commit(mt_offload *o, const ticket *t, tally *y, staging *g, uint64_t number)
+static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t number)
 {
     if (g != NULL) {
         g->user = number;
         o->next_staging++;
     }
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     note(o, t, y, 1);
     y->adds += t->adds > 0;
-    o->put = number;
-    if (number > o->depth && number - o->depth > o->waited_for)
-        o->waited_for = number - o->depth;
-    pthread_cond_signal(&o->more);
-    pthread_mutex_unlock(&o->mu);
+    (void)mt_worker_submit(&o->collector, &t->node);
+    if (t->passes > o->waited_for)
+        o->waited_for = t->passes;
+    mt_unlock(&o->mu);
 }
 
 /* Host waits, before anything is changed. */
@@ -635,13 +564,13 @@ static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, i
     MT_TRY(mt_ledger_wait_updates(o->store, unit));
     for (int i = 0; i < n; i++)
         sets += items[i].mode == MT_GRAD_SET;
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     adds = y->adds;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     if (sets > 0 && adds > 0)
         MT_TRY(mt_ledger_wait_grads(o->store, unit));
-    if (o->put + 1 > AHEAD)
-        MT_TRY(wait_room(o, o->put + 1 - AHEAD));
+    if (o->collector.submitted + 1 > AHEAD)
+        MT_TRY(wait_room(o, o->collector.submitted + 1 - AHEAD));
     return MT_OK;
 fail:
     return st;
@@ -660,51 +589,44 @@ static mt_status drain_all(mt_offload *o)
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
                          mt_queue *run, uint64_t *number)
 {
-    uint64_t  next = o->put + 1;
+    uint64_t  next = o->collector.submitted + 1;
     ticket   *t = ticket_at(o, next);
     tally    *y;
     staging  *g;
-    mt_debug  debug;
     mt_status st;
 
     if (unit < 0 || unit >= mt_store_units(o->store) || n < 0)
         return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
                        n, unit, mt_store_units(o->store));
-    pthread_mutex_lock(&o->mu);
-    debug = o->debug;
-    pthread_mutex_unlock(&o->mu);
     MT_TRY(tally_of(o, unit, &y));
     MT_TRY(wait_turn(o, unit, items, n, y));
     if (mt_store_passes(o->store, unit))
-        MT_TRY(mt_store_lend(o->store, unit));
+        MT_TRY(mt_store_lend(o->store, unit, o->timeline));
     MT_TRY(prepare(o, t, unit, items, n, y, &g));
 
     mt_ledger_grads_begin(o->store, unit);
-    if ((st = put_all(o, t, next, debug.skip, run)) != MT_OK) {
+    t->passes = next > depth_of(o, unit) ? next - depth_of(o, unit) : 0;
+    if ((st = put_all(o, t, run)) != MT_OK) {
         give_up(o, t, y);
         return st;
     }
     commit(o, t, y, g, next);
     *number = next;
-    return debug.sync ? drain_all(o) : MT_OK;
+    return mt_syncs(o->cx) ? drain_all(o) : MT_OK;
 fail:
     return st;
 }
 
 mt_status mt_offload_land(mt_offload *o, mt_queue *run)
 {
-    mt_debug  debug;
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&o->mu);
-    debug = o->debug;
-    pthread_mutex_unlock(&o->mu);
     /* The D2H queue is first in, first out: the last ticket's copies end last. */
-    if (o->put > 0 && !(debug.skip & MT_EDGE_LANDED))
-        MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->put)->landed));
-    pthread_mutex_lock(&o->mu);
-    o->waited_for = o->put;
-    pthread_mutex_unlock(&o->mu);
+    if (o->collector.submitted > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
+        MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
+    mt_lock(&o->mu);
+    o->waited_for = o->collector.submitted;
+    mt_unlock(&o->mu);
 fail:
     return st;
 }
@@ -715,9 +637,9 @@ uint64_t mt_offload_passed(mt_offload *o)
 {
     uint64_t passed;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     passed = o->landed > o->waited_for ? o->landed : o->waited_for;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return passed;
 }
 
@@ -726,9 +648,9 @@ mt_status mt_offload_drain(mt_offload *o)
     uint64_t  put;
     mt_status st;
 
-    pthread_mutex_lock(&o->mu);
-    put = o->put;
-    pthread_mutex_unlock(&o->mu);
+    mt_lock(&o->mu);
+    put = o->collector.submitted;
+    mt_unlock(&o->mu);
     /* The ledger first: its waits name the unit. */
     for (int u = 0; u < mt_store_units(o->store); u++)
         MT_TRY(mt_ledger_wait_grads(o->store, u));
@@ -751,10 +673,10 @@ int mt_offload_counted(mt_offload *o, int unit, int param)
     tally *y;
     int    counted;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     y = known(o, unit, param);
     counted = y != NULL && (y->flags[param] & COUNTED) != 0;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return counted;
 }
 
@@ -763,10 +685,10 @@ int mt_offload_has_acc(mt_offload *o, int unit, int param)
     tally *y;
     int    summed;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     y = known(o, unit, param);
     summed = y != NULL && (y->flags[param] & SUMMED) != 0;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return summed;
 }
 
@@ -777,12 +699,12 @@ double mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid)
     tally *y;
     double sum = 0;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     y = known(o, unit, param);
     *valid = y != NULL && (y->flags[param] & COUNTED) != 0;
     if (y != NULL)
         sum = y->sum[param];
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return sum;
 }
 
@@ -790,25 +712,18 @@ void mt_offload_forget(mt_offload *o, int unit)
 {
     tally *y;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     if ((y = known(o, unit, 0)) != NULL)
         memset(y->flags, 0, (size_t)mt_store_params(o->store, unit));
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
 }
 
 uint64_t mt_offload_d2h_bytes(mt_offload *o)
 {
     uint64_t bytes;
 
-    pthread_mutex_lock(&o->mu);
+    mt_lock(&o->mu);
     bytes = o->d2h_bytes;
-    pthread_mutex_unlock(&o->mu);
+    mt_unlock(&o->mu);
     return bytes;
-}
-
-void mt_offload_debug(mt_offload *o, mt_debug d)
-{
-    pthread_mutex_lock(&o->mu);
-    o->debug = d;
-    pthread_mutex_unlock(&o->mu);
 }

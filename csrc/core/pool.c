@@ -1,11 +1,12 @@
-/* pool.c — the pool: chunks by an atomic counter, sleeping workers, callers one after another.
+/* pool.c — the pool: chunks by an atomic counter, a job for each worker, callers one after another.
  *
- * A loop is offered under `mu` and taken back under `mu`. A worker that wakes too late finds it
- * gone and sleeps again, so a short loop does not wait for every worker to wake.
+ * Jobs that no thread has begun when the caller's own part ends are withdrawn, so a short loop does
+ * not wait for every worker to wake.
  */
 #include "pool.h"
 
-#include <pthread.h>
+#include "worker.h"
+
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -13,74 +14,37 @@
 #include <string.h>
 
 struct mt_pool {
-    int        n_threads;        /* the caller counted; constant */
-    int        n_started;        /* workers to join; opening thread */
-    pthread_t *workers;          /* [n_threads - 1] */
+    int             n_threads;   /* the caller counted; constant */
+    mt_mutex turn;        /* held by the caller whose loop it is */
+    mt_mutex mu;
+    mt_worker       worker;      /* of n_threads - 1 */
+    mt_job         *jobs;        /* [n_threads] one for each, to take part. mu */
 
-    pthread_mutex_t turn;        /* held by the caller whose loop it is */
-
-    pthread_mutex_t mu;
-    pthread_cond_t  offered;     /* loop or closing changed; workers wait */
-    pthread_cond_t  left;        /* inside became 0; the caller waits */
-    uint64_t        loop;        /* number of the loop, under mu; written by the caller */
-    mt_chunk_fn     fn;          /* NULL: nothing to join. Under mu; written by the caller */
-    int             inside;      /* workers in the loop, under mu */
-    int             closing;     /* under mu */
-
-    /* Written by the caller while inside == 0, read by workers inside. */
-    void   *arg;
-    int64_t n_chunks;
+    /* Written by the caller while no job is submitted, read by those that run. */
+    mt_chunk_fn     fn;
+    void           *arg;
+    int64_t         n_chunks;
     /* Next chunk to take; any thread in the loop. `mu` orders the loop's data before and after,
      * so the counter itself need not. */
     _Atomic int64_t next;
 };
 
-static void take_chunks(mt_pool *p, mt_chunk_fn fn)
+static void take_chunks(mt_pool *p)
 {
     int64_t i;
 
     while ((i = atomic_fetch_add_explicit(&p->next, 1, memory_order_relaxed)) < p->n_chunks)
-        fn(p->arg, i);
+        p->fn(p->arg, i);
 }
 
-static void *worker_main(void *pool)
+static mt_status take_part(void *arg, mt_job *job)
 {
-    mt_pool *p = pool;
-    uint64_t seen = 0;           /* last loop joined: a finished part is not joined again */
+    mt_pool *p = arg;
 
-    pthread_mutex_lock(&p->mu);
-    for (;;) {
-        mt_chunk_fn fn = p->fn;
-
-        if (p->closing)
-            break;
-        if (fn == NULL || p->loop == seen) {
-            pthread_cond_wait(&p->offered, &p->mu);
-            continue;
-        }
-        seen = p->loop;
-        p->inside++;
-        pthread_mutex_unlock(&p->mu);
-        take_chunks(p, fn);
-        pthread_mutex_lock(&p->mu);
-        if (--p->inside == 0)
-            pthread_cond_signal(&p->left);
-    }
-    pthread_mutex_unlock(&p->mu);
-    return NULL;
-}
-
-static mt_status start_workers(mt_pool *p)
-{
-    for (int i = 0; i < p->n_threads - 1; i++) {
-        int error = pthread_create(&p->workers[i], NULL, worker_main, p);
-
-        if (error != 0)
-            return MT_FAIL(MT_ENOMEM, "pool: thread %d of %d: %s; ask for fewer threads", i + 2,
-                           p->n_threads, strerror(error));
-        (void)pthread_setname_np(p->workers[i], "mt-pool");
-        p->n_started++;
-    }
+    (void)job;
+    mt_unlock(&p->mu);
+    take_chunks(p);
+    mt_lock(&p->mu);
     return MT_OK;
 }
 
@@ -95,13 +59,11 @@ mt_status mt_pool_open(int n_threads, mt_pool **out)
     if ((p = calloc(1, sizeof *p)) == NULL)
         return MT_FAIL(MT_ENOMEM, "pool: calloc(%zu)", sizeof *p);
     p->n_threads = n_threads;
-    pthread_mutex_init(&p->turn, NULL);
-    pthread_mutex_init(&p->mu, NULL);
-    pthread_cond_init(&p->offered, NULL);
-    pthread_cond_init(&p->left, NULL);
-    if ((p->workers = calloc((size_t)n_threads, sizeof *p->workers)) == NULL)
-        MT_TRY(MT_FAIL(MT_ENOMEM, "pool: calloc of %d thread handles", n_threads));
-    MT_TRY(start_workers(p));
+    mt_mutex_open(&p->turn, MT_RANK_POOL_TURN);
+    mt_mutex_open(&p->mu, MT_RANK_POOL);
+    if ((p->jobs = calloc((size_t)n_threads, sizeof *p->jobs)) == NULL)
+        MT_TRY(MT_FAIL(MT_ENOMEM, "pool: calloc of %d jobs", n_threads));
+    MT_TRY(mt_worker_open(&p->worker, &p->mu, n_threads - 1, "mt-pool", "pool", take_part, p));
     *out = p;
     return MT_OK;
 
@@ -114,17 +76,10 @@ void mt_pool_close(mt_pool *p)
 {
     if (p == NULL)
         return;
-    pthread_mutex_lock(&p->mu);
-    p->closing = 1;
-    pthread_cond_broadcast(&p->offered);
-    pthread_mutex_unlock(&p->mu);
-    for (int i = 0; i < p->n_started; i++)
-        (void)pthread_join(p->workers[i], NULL);
-    free(p->workers);
-    pthread_cond_destroy(&p->left);
-    pthread_cond_destroy(&p->offered);
-    pthread_mutex_destroy(&p->mu);
-    pthread_mutex_destroy(&p->turn);
+    mt_worker_close(&p->worker);
+    mt_mutex_close(&p->mu);
+    mt_mutex_close(&p->turn);
+    free(p->jobs);
     free(p);
 }
 
@@ -133,28 +88,23 @@ int mt_pool_threads(const mt_pool *p)
     return p != NULL ? p->n_threads : 1;
 }
 
-/* Lets workers into the caller's loop. inside == 0 here: the caller before waited for that. */
-static void offer(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
+static void call_workers(mt_pool *p)
 {
-    pthread_mutex_lock(&p->mu);
-    p->arg = arg;
-    p->n_chunks = n_chunks;
-    atomic_store_explicit(&p->next, 0, memory_order_relaxed);
-    p->fn = fn;
-    p->loop++;
-    pthread_cond_broadcast(&p->offered);
-    pthread_mutex_unlock(&p->mu);
+    mt_lock(&p->mu);
+    for (int i = 0; i < p->n_threads - 1; i++)
+        (void)mt_worker_submit(&p->worker, &p->jobs[i]);
+    mt_unlock(&p->mu);
 }
 
-/* Nobody joins any more; waits for those inside. What their chunks wrote is visible afterwards,
- * by `mu`. */
-static void take_back(mt_pool *p)
+/* Waits for those that take part. What their chunks wrote is visible afterwards, by `mu`. */
+static void call_back(mt_pool *p)
 {
-    pthread_mutex_lock(&p->mu);
-    p->fn = NULL;
-    while (p->inside > 0)
-        pthread_cond_wait(&p->left, &p->mu);
-    pthread_mutex_unlock(&p->mu);
+    mt_lock(&p->mu);
+    while (p->worker.first != NULL)
+        mt_worker_withdraw(&p->worker, p->worker.first);
+    while (p->worker.ended < p->worker.submitted)
+        mt_cond_wait(&p->worker.news, &p->mu);
+    mt_unlock(&p->mu);
 }
 
 void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
@@ -164,11 +114,15 @@ void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
             fn(arg, i);
         return;
     }
-    pthread_mutex_lock(&p->turn);
-    offer(p, fn, arg, n_chunks);
-    take_chunks(p, fn);
-    take_back(p);
-    pthread_mutex_unlock(&p->turn);
+    mt_lock(&p->turn);
+    p->fn = fn;
+    p->arg = arg;
+    p->n_chunks = n_chunks;
+    atomic_store_explicit(&p->next, 0, memory_order_relaxed);
+    call_workers(p);
+    take_chunks(p);
+    call_back(p);
+    mt_unlock(&p->turn);
 }
 
 /* ---- how many processors ---------------------------------------------------------------- */

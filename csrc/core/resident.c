@@ -1,60 +1,39 @@
 /* resident.c — one queue for all that is done to the planes of settled units.
  *
- * A unit's weights are in its slot, and their host copy is a copy, either way one of the two
- * is the newest:
+ * A unit's weights are in its slot, and host memory mirrors them (mirror.h). What the host has
+ * ahead of the slot is fetched by the next take, await or update; what is torn, a write that did
+ * not wait for the copy it changed, is refused: a fetch would undo the update.
  *
- *   holds != written   the host's is: somebody wrote it. Fetched by the next take, await or update
- *   behind (HI)        the device's is: an update was put, or the host's memory given back.
- *                      Brought when somebody reads
- *
- * Both at once is a write that did not wait for the copy it changed, and is refused: a fetch would
- * undo the update.
- *
- * The host copy of weights has memory from the first address until `take`, then from a bring on:
- * who brought it may read for as long as the values are what they were. An update ends that, as it
- * does for whoever kept a tensor in a plain model, and the next await of the unit gives the memory
- * back: in a loop of one thread that is behind whatever read it, a backward in which the update
- * began included.
+ * The next await of a unit gives the memory of stale copies back: in a loop of one thread that is
+ * behind whatever read them, a backward in which the update began included.
  */
 #include "resident.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 
-/* Planes that have a host copy. */
-#define COPIED (~(1u << MT_PLANE_ACC))
+#define HI    (1u << MT_PLANE_HI)
+#define IS(x) (1u << MT_MIRROR_##x)
 
 #define DONE "its updates and copies on the device (the event STEPPED)"
 
 /* One settled unit. */
 typedef struct home {
-    void          *mem;             /* its slot. These three: written by settle */
-    mt_event      *done;            /* recorded on the queue behind whatever was put for the unit */
-    mt_event      *used;            /* recorded on run by an await that fetches. mu */
-    mt_post        using;           /* `used`, for the watchdog. mu */
-    uint64_t       holds;           /* mt_ledger_written of the weights in mem; 0: none. mu */
-    uint64_t       changes;         /* of planes on the device, so far. mu */
-    mt_post        post;            /* of the queue that `done` was recorded in. mu */
-    unsigned char *behind;          /* [MT_PLANE_COUNT * n_params] mu */
-    int            warm;            /* the weights' host copy has memory. mu */
-    int            wanted;          /* who brought that reads it beyond the call: not a save. mu */
-    int            bringing;        /* calls that copy down. mu */
-    int            owed;            /* some planes are AHEAD. mu */
+    void     *mem;           /* its slot. These three: written by settle */
+    mt_event *done;          /* recorded on the queue behind whatever was put for the unit */
+    mt_event *used;          /* recorded on run by an await that fetches. mu */
+    mt_post   using;         /* `used`, for the watchdog. mu */
+    mt_post   post;          /* of the queue that `done` was recorded in. mu */
 } home;
 
-/* A parameter's host plane beside the device's: both zero since they were made; older values; the
- * same; newer ones, which the unit had when it was settled. */
-enum { UNUSED, BEHIND, EQUAL, AHEAD };
-
 struct mt_resident {
+    mt_context       *cx;
     mt_dev           *dev;
     mt_store         *store;
-    mt_timeline      *timeline;  /* written before the first update */
-    mt_arrive        *arrive;    /* NULL: no unit is a guest. Written before the first is invited */
+    mt_timeline      *timeline;
     home            **homes;     /* [n_homes] by unit, NULL: not settled. Written by settle */
     int               n_homes;
 
-    pthread_mutex_t   mu;            /* held around puts too: one thread at a time */
+    mt_mutex          mu;            /* held around puts too: one thread at a time */
     mt_queue         *queue;
     mt_event         *drained;       /* recorded on the queue by who waits for all of it. mu */
     void             *scratch;       /* mu */
@@ -63,24 +42,22 @@ struct mt_resident {
     mt_event         *updated;       /* a home's `done`, of the last update that was put; NULL:
                                       * none. mu */
     mt_resident_stats stats;         /* mu */
-    mt_debug          debug;         /* mu */
 };
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_resident_open(mt_dev *dev, mt_store *store, mt_resident **out)
+mt_status mt_resident_open(mt_context *cx, mt_resident **out)
 {
     mt_resident *r = calloc(1, sizeof *r);
     mt_status    st;
 
     if (r == NULL)
         return MT_FAIL(MT_ENOMEM, "resident: calloc(%zu)", sizeof *r);
-    r->dev = dev;
-    r->store = store;
-    pthread_mutex_init(&r->mu, NULL);
-    MT_TRY(dev->ops->event_open(dev, &r->drained));
-    MT_TRY(dev->ops->queue_open(dev, "resident", &r->queue));
-    *out = r;
+    *r = (mt_resident){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline };
+    mt_mutex_open(&r->mu, MT_RANK_RESIDENT);
+    MT_TRY(r->dev->ops->event_open(r->dev, &r->drained));
+    MT_TRY(r->dev->ops->queue_open(r->dev, "resident", &r->queue));
+    *out = cx->residents = r;
     return MT_OK;
 
 fail:
@@ -96,7 +73,6 @@ static void home_close(const mt_resident *r, home *h)
     mt_watch_take(mt_store_watch(r->store), &h->using);
     r->dev->ops->event_close(h->done);
     r->dev->ops->event_close(h->used);
-    free(h->behind);
     free(h);
 }
 
@@ -104,32 +80,27 @@ void mt_resident_close(mt_resident *r)
 {
     if (r == NULL)
         return;
+    if (r->cx->residents == r)
+        r->cx->residents = NULL;
     if (r->queue != NULL)
         r->dev->ops->queue_close(r->queue);
     for (int u = 0; u < r->n_homes; u++)
-        home_close(r, r->homes[u]);
+        if (r->homes[u] != NULL) {
+            mt_mirror_close(r->store, u);
+            home_close(r, r->homes[u]);
+        }
     r->dev->ops->event_close(r->drained);
     r->dev->ops->mem_free(r->dev, r->scratch);
     mt_store_device_close(r->store);
-    pthread_mutex_destroy(&r->mu);
+    mt_mutex_close(&r->mu);
     free(r->homes);
     free(r);
-}
-
-void mt_resident_timeline(mt_resident *r, mt_timeline *t)
-{
-    r->timeline = t;
-}
-
-void mt_resident_guests(mt_resident *r, mt_arrive *a)
-{
-    r->arrive = a;
 }
 
 /* Of the unit: planes that are on the device around its update alone. */
 static unsigned visiting(const mt_resident *r, int unit)
 {
-    return r->arrive != NULL && mt_arrive_invited(r->arrive, unit) ? MT_STATE_PLANES : 0;
+    return r->cx->arrive != NULL && mt_arrive_invited(r->cx->arrive, unit) ? MT_STATE_PLANES : 0;
 }
 
 /* ---- settling --------------------------------------------------------------------------- */
@@ -149,7 +120,7 @@ static mt_status homes_grow(mt_resident *r, int n)
     return MT_OK;
 }
 
-static mt_status home_open(const mt_resident *r, int unit, void *mem, home **out)
+static mt_status home_open(const mt_resident *r, void *mem, home **out)
 {
     home     *h = calloc(1, sizeof *h);
     mt_status st;
@@ -157,13 +128,6 @@ static mt_status home_open(const mt_resident *r, int unit, void *mem, home **out
     if (h == NULL)
         return MT_FAIL(MT_ENOMEM, "resident: calloc(%zu)", sizeof *h);
     h->mem = mem;
-    h->warm = h->wanted = 1;
-    h->behind = calloc((size_t)mt_store_params(r->store, unit) + 1, MT_PLANE_COUNT);
-    if (h->behind == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to note what is behind",
-                     mt_store_name(r->store, unit));
-        goto fail;
-    }
     MT_TRY(r->dev->ops->event_open(r->dev, &h->done));
     MT_TRY(r->dev->ops->event_open(r->dev, &h->used));
     *out = h;
@@ -174,16 +138,7 @@ fail:
     return st;
 }
 
-/* Planes but HI that the host has values in. */
-static void note_ahead(const mt_resident *r, home *h, int unit)
-{
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = 0; i < mt_store_params(r->store, unit) && p != MT_PLANE_HI; i++)
-            if (mt_store_made(r->store, unit, i, (mt_plane)p, 0)) {
-                h->behind[p * mt_store_params(r->store, unit) + i] = AHEAD;
-                h->owed = 1;
-            }
-}
+static const mt_mirror_ops mirror_ops;
 
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
 {
@@ -196,9 +151,12 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
     if (mt_store_settled(r->store, unit))
         return MT_FAIL(MT_ESTATE, "unit %s is settled already", mt_store_name(r->store, unit));
     MT_TRY(homes_grow(r, mt_store_units(r->store)));
-    MT_TRY(home_open(r, unit, mem, &h));
-    note_ahead(r, h, unit);
-    MT_TRY(mt_store_settle(r->store, unit));
+    MT_TRY(home_open(r, mem, &h));
+    MT_TRY(mt_mirror_open(r->store, unit, ~0u, &mirror_ops, r));
+    if ((st = mt_store_settle(r->store, unit)) != MT_OK) {
+        mt_mirror_close(r->store, unit);
+        goto fail;
+    }
     r->homes[unit] = h;
     return MT_OK;
 
@@ -243,11 +201,11 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **par
     mt_status st = MT_OK;
 
     if ((*guest = visiting(r, unit) != 0))
-        st = mt_arrive_parts(r->arrive, unit, parts, n);
+        st = mt_arrive_parts(r->cx->arrive, unit, parts, n);
     return st;
 }
 
-/* ---- what is behind: under mu ----------------------------------------------------------- */
+/* ---- events: under mu --------------------------------------------------------------------- */
 
 static size_t plane_bytes(const mt_resident *r, int unit, int param, mt_plane p)
 {
@@ -255,47 +213,11 @@ static size_t plane_bytes(const mt_resident *r, int unit, int param, mt_plane p)
     return mt_store_plane_bytes(r->store, unit, param, p, d->numel);
 }
 
-static unsigned char *behind(const mt_resident *r, const home *h, int unit, int param, int plane)
-{
-    return &h->behind[plane * mt_store_params(r->store, unit) + param];
-}
-
-static int wanted(unsigned planes, int plane)
-{
-    return (planes & COPIED) >> plane & 1;
-}
-
 /* The parameters' planes on the device get other values, or have got them. */
-static void change(const mt_resident *r, home *h, int unit, const int *params, int n,
-                   unsigned planes)
+static void change(const mt_resident *r, int unit, const int *params, int n, unsigned planes)
 {
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = 0; i < n && wanted(planes, p); i++)
-            *behind(r, h, unit, params[i], p) =
-                plane_bytes(r, unit, params[i], (mt_plane)p) > 0 ? BEHIND : UNUSED;
-    h->changes++;
-}
-
-/* Memory of the weights' host copy is given back, unless somebody is about to read it, or wrote it.
- * No fetch from it is under way. */
-static void weights_leave(const mt_resident *r, home *h, int unit)
-{
-    if (!h->warm || h->bringing > 0 || h->holds != mt_ledger_written(r->store, unit))
-        return;
-    for (int i = 0; i < mt_store_params(r->store, unit); i++)
-        change(r, h, unit, &i, 1, 1u << MT_PLANE_HI);
-    mt_store_chill(r->store, unit, MT_PLANE_HI);
-    h->warm = h->wanted = 0;
-}
-
-/* The first plane of those asked for of which some parameter is behind; MT_PLANE_COUNT: none. */
-static int first_behind(const mt_resident *r, const home *h, int unit, unsigned planes)
-{
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
-            if (*behind(r, h, unit, i, p) == BEHIND)
-                return p;
-    return MT_PLANE_COUNT;
+    for (int i = 0; i < n; i++)
+        mt_mirror_tell(r->store, unit, params[i], planes, MT_MIRROR_CHANGED);
 }
 
 /* Under mu. Behind all that was put for the unit. */
@@ -323,39 +245,61 @@ static mt_status wait_drained(mt_resident *r)
 
 /* ---- weights up ------------------------------------------------------------------------- */
 
-/* Under mu. Nothing to do when somebody was here before. run NULL: the queue has waited for it. */
-static mt_status put_fetch(mt_resident *r, home *h, int unit, mt_queue *run)
+/* FREED: compute on the weights that are overwritten was put in run before. */
+static mt_status wait_freed(mt_resident *r, home *h, int unit, mt_queue *run)
 {
-    const mt_dev_ops *v = r->dev->ops;
-    uint64_t          written = mt_ledger_written(r->store, unit);
-    size_t            bytes = mt_store_hi_bytes(r->store, unit);
-    void             *hi;
-    mt_span           span;
-    mt_status         st;
+    mt_status st;
 
-    if (h->holds == written)
-        return MT_OK;
-    if (first_behind(r, h, unit, 1u << MT_PLANE_HI) != MT_PLANE_COUNT)
-        return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host where they were "
-                       "older than the device's; they must be brought before",
-                       mt_store_name(r->store, unit));
+    MT_TRY(r->dev->ops->record(run, h->used));
+    mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
+                     "kernels that read its weights (the event FREED)", h->used);
+    st = r->dev->ops->wait(r->queue, h->used);
+fail:
+    return st;
+}
+
+/* Under mu. All that is AHEAD is STORING when it is put, so a write from then on is AHEAD again. */
+static mt_status put_weights(mt_resident *r, home *h, int unit, mt_queue *run)
+{
+    size_t    bytes = mt_store_hi_bytes(r->store, unit);
+    void     *hi;
+    mt_span   span;
+    mt_status st;
+
     MT_TRY(mt_store_hi(r->store, unit, &hi));
-    /* FREED: compute on the weights that are overwritten was put in run before. */
-    if (run != NULL && !(r->debug.skip & MT_EDGE_FREED)) {
-        MT_TRY(v->record(run, h->used));
-        mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
-                         "kernels that read its weights (the event FREED)", h->used);
-        MT_TRY(v->wait(r->queue, h->used));
-    }
+    if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED))
+        MT_TRY(wait_freed(r, h, unit, run));
     mt_timeline_begin(r->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
     if (bytes > 0)
-        MT_TRY(v->copy(r->queue, h->mem, hi, bytes));
+        MT_TRY(r->dev->ops->copy(r->queue, h->mem, hi, bytes));
     mt_timeline_end(r->timeline, &span, bytes, r->queue);
     MT_TRY(record_done(r, h, unit));
-    h->holds = written;
     r->stats.fetches++;
     r->stats.h2d_bytes += bytes;
 fail:
+    return st;
+}
+
+/* Has the host weights that the slot has not? */
+static int is_ahead(const mt_resident *r, int unit)
+{
+    return mt_mirror_any(r->store, unit, -1, HI, IS(AHEAD) | IS(TORN));
+}
+
+/* Under mu. Nothing to do when somebody was here before. run NULL: the queue has waited for it. */
+static mt_status put_fetch(mt_resident *r, home *h, int unit, mt_queue *run)
+{
+    mt_status st;
+
+    if (!is_ahead(r, unit))
+        return MT_OK;
+    if (mt_mirror_any(r->store, unit, -1, HI, IS(STALE) | IS(LOADING) | IS(TORN)))
+        return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host where they were "
+                       "older than the device's; they must be brought before",
+                       mt_store_name(r->store, unit));
+    mt_mirror_tell(r->store, unit, -1, HI, MT_MIRROR_STORE);
+    st = put_weights(r, h, unit, run);
+    mt_mirror_tell(r->store, unit, -1, HI, st == MT_OK ? MT_MIRROR_STORED : MT_MIRROR_WRITTEN);
     return st;
 }
 
@@ -366,66 +310,48 @@ static mt_status fetch(mt_resident *r, home *h, int unit, mt_queue *run)
     mt_status st, end;
 
     MT_TRY(mt_ledger_fetch_begin(r->store, unit, &version));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     if ((st = put_fetch(r, h, unit, run)) != MT_OK)
         mt_ledger_fault(r->store, st, mt_last_error());
     end = mt_ledger_fetching(r->store, unit, r->queue);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     return st != MT_OK ? st : end;
 fail:
     return st;
 }
 
-/* Under mu. An update made the host copy of the weights old, and it has memory. */
-static int is_old(const mt_resident *r, const home *h, int unit)
-{
-    return h->warm && first_behind(r, h, unit, 1u << MT_PLANE_HI) != MT_PLANE_COUNT;
-}
-
 /* FETCHED: a fetch of what was written there before the update may be in the queue still. A save,
  * which is about to bring what is newer, is not waited for: the next await is soon enough. */
-static mt_status old_leave(mt_resident *r, home *h, int unit, unsigned skip)
+static mt_status forget(mt_resident *r, int unit)
 {
     mt_status st = MT_OK;
 
     if (mt_ledger_saving(r->store, unit))
         return MT_OK;
-    if (!(skip & MT_EDGE_FETCHED))
+    if (!mt_skips(r->cx, MT_EDGE_FETCHED))
         MT_TRY(mt_ledger_wait_fetch(r->store, unit));
-    pthread_mutex_lock(&r->mu);
-    if (is_old(r, h, unit))
-        weights_leave(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
+    mt_mirror_forget(r->store, unit);
 fail:
     return st;
 }
 
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
 {
-    mt_debug  debug;
-    int       current, old;
     home     *h;
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
-    pthread_mutex_lock(&r->mu);
-    debug = r->debug;
-    pthread_mutex_unlock(&r->mu);
     /* UPDATED: `done` is not recorded before the update is put. */
-    if (!(debug.skip & MT_EDGE_UPDATED))
+    if (!mt_skips(r->cx, MT_EDGE_UPDATED))
         MT_TRY(mt_ledger_wait_updates(r->store, unit));
-    pthread_mutex_lock(&r->mu);
-    current = h->holds == mt_ledger_written(r->store, unit);
-    old = is_old(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
-    if (old)
-        MT_TRY(old_leave(r, h, unit, debug.skip));
-    if (!current)
+    if (mt_mirror_is_old(r->store, unit))
+        MT_TRY(forget(r, unit));
+    if (is_ahead(r, unit))
         MT_TRY(fetch(r, h, unit, run));
-    if (debug.sync)
+    if (mt_syncs(r->cx))
         MT_TRY(wait_done(r, h, unit));
     /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
-    if (!(debug.skip & MT_EDGE_STEPPED))
+    if (!mt_skips(r->cx, MT_EDGE_STEPPED))
         MT_TRY(r->dev->ops->wait(run, h->done));
 fail:
     return st;
@@ -446,76 +372,19 @@ fail:
     return st;
 }
 
-/* Under mu. Planes that were the host's when the unit was settled. */
-static mt_status put_ahead(mt_resident *r, home *h, int unit)
-{
-    mt_status st;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = 0; i < mt_store_params(r->store, unit); i++)
-            if (*behind(r, h, unit, i, p) == AHEAD && !(visiting(r, unit) >> p & 1))
-                MT_TRY(put_copy(r, unit, i, (mt_plane)p, 1));
-    return record_done(r, h, unit);
-fail:
-    return st;
-}
-
-/* Under mu. Those copies are over. A guest's states stay on the host: they are no copies. Gradients
- * keep their memory there: somebody may have a tensor over them. */
-static void settle_ahead(const mt_resident *r, home *h, int unit)
-{
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = 0; i < mt_store_params(r->store, unit); i++)
-            if (*behind(r, h, unit, i, p) == AHEAD)
-                *behind(r, h, unit, i, p) = visiting(r, unit) >> p & 1 || !wanted(~0u, p) ? UNUSED
-                                            : p == MT_PLANE_GRAD ? EQUAL : BEHIND;
-    h->changes++;
-    h->owed = 0;
-}
-
-static mt_status move_up(mt_resident *r, home *h, int unit)
-{
-    mt_status st = MT_OK;
-    int       owed;
-
-    pthread_mutex_lock(&r->mu);
-    if ((owed = h->owed))
-        st = put_ahead(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
-    MT_TRY(st);
-    if (!owed)
-        return MT_OK;
-    MT_TRY(wait_done(r, h, unit));
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (p != MT_PLANE_HI && p != MT_PLANE_GRAD && !(visiting(r, unit) >> p & 1))
-            mt_store_cool(r->store, unit, (mt_plane)p);
-    pthread_mutex_lock(&r->mu);
-    settle_ahead(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
-fail:
-    return st;
-}
-
 mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run)
 {
-    unsigned  skip;
     home     *h;
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
     MT_TRY(mt_ledger_wait_saved(r->store, unit));
-    MT_TRY(move_up(r, h, unit));
+    MT_TRY(mt_mirror_store(r->store, unit));
     MT_TRY(fetch(r, h, unit, run));
-    pthread_mutex_lock(&r->mu);
-    skip = r->debug.skip;
-    pthread_mutex_unlock(&r->mu);
     /* FETCHED: the copy reads what is then given back. */
-    if (!(skip & MT_EDGE_FETCHED))
+    if (!mt_skips(r->cx, MT_EDGE_FETCHED))
         MT_TRY(wait_done(r, h, unit));
-    pthread_mutex_lock(&r->mu);
-    weights_leave(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
-    st = mt_resident_chill(r, unit);
+    st = mt_mirror_evict(r->store, unit);
 fail:
     return st;
 }
@@ -527,19 +396,17 @@ mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, 
     int       passes = mt_store_passes(r->store, unit);
     mt_event *taken;
     home     *h;
-    unsigned  skip;
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     if (!passes)                         /* else there is no host copy */
-        change(r, h, unit, params, n, 1u << MT_PLANE_GRAD);
+        change(r, unit, params, n, 1u << MT_PLANE_GRAD);
     taken = passes && r->updated != NULL ? r->updated : h->done;
-    skip = r->debug.skip;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a
      * unit whose update is in the queue by now. */
-    if (!(skip & MT_EDGE_TAKEN))
+    if (!mt_skips(r->cx, MT_EDGE_TAKEN))
         MT_TRY(r->dev->ops->wait(d2h, taken));
 fail:
     return st;
@@ -548,28 +415,28 @@ fail:
 /* Under mu. A guest's states are copied up before, and down behind. */
 static mt_status put_update(mt_resident *r, home *h, const mt_resident_update *u, float clip)
 {
-    const unsigned    away = visiting(r, u->unit), written = ~(1u << MT_PLANE_GRAD | away);
+    const unsigned    kept = 1u << MT_PLANE_GRAD | 1u << MT_PLANE_ACC, away = visiting(r, u->unit);
     const mt_dev_ops *v = r->dev->ops;
     mt_span           span;
     mt_status         st;
 
     /* ASKED: the weights are overwritten in place. */
-    if (!(r->debug.skip & MT_EDGE_ASKED))
+    if (!mt_skips(r->cx, MT_EDGE_ASKED))
         MT_TRY(v->wait(r->queue, u->asked));
-    if (h->holds != mt_ledger_written(r->store, u->unit)) {
+    if (is_ahead(r, u->unit)) {
         MT_TRY(put_fetch(r, h, u->unit, NULL));
         MT_TRY(mt_ledger_fetching(r->store, u->unit, r->queue));
     }
     if (away)
-        MT_TRY(mt_arrive_before(r->arrive, u->unit, r->queue));
+        MT_TRY(mt_arrive_before(r->cx->arrive, u->unit, r->queue));
     mt_timeline_begin(r->timeline, &span, MT_LANE_DEVICE, MT_WORK_UPDATE, u->unit, r->queue);
     MT_TRY(u->put(u->arg, r->queue, clip));
     mt_timeline_end(r->timeline, &span, u->bytes, r->queue);
     MT_TRY(record_done(r, h, u->unit));
     r->updated = h->done;
-    change(r, h, u->unit, u->params, u->n_params, written);
+    change(r, u->unit, u->params, u->n_params, ~kept);
     if (away)
-        MT_TRY(mt_arrive_behind(r->arrive, u->unit, u->params, u->n_params, h->done));
+        MT_TRY(mt_arrive_behind(r->cx->arrive, u->unit, u->params, u->n_params, h->done));
 fail:
     return st;
 }
@@ -581,13 +448,14 @@ mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float cli
     mt_status st;
 
     MT_TRY(find(r, u->unit, &h));
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     r->lifted = 0;
-    st = h->owed ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
-                           mt_store_name(r->store, u->unit))
-                 : put_update(r, h, u, clip);
-    wait = r->lifted || r->debug.sync;
-    pthread_mutex_unlock(&r->mu);
+    st = mt_mirror_any(r->store, u->unit, -1, ~HI, IS(AHEAD) | IS(TORN))
+       ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
+                 mt_store_name(r->store, u->unit))
+       : put_update(r, h, u, clip);
+    wait = r->lifted || mt_syncs(r->cx);
+    mt_unlock(&r->mu);
     MT_TRY(st);
     if (wait)
         MT_TRY(wait_done(r, h, u->unit));
@@ -616,214 +484,77 @@ fail:
     return st;
 }
 
-/* ---- host planes ------------------------------------------------------------------------ */
+/* ---- host planes: mirror.c asks ----------------------------------------------------------- */
 
-static mt_status wait_for(mt_resident *r, int unit, unsigned planes)
+/* Guests' states. */
+static mt_status home_wait(void *arg, int unit, unsigned planes)
 {
-    const unsigned grad = 1u << MT_PLANE_GRAD;
-    mt_status      st = MT_OK;
+    const mt_resident *r = arg;
 
-    if (planes & ~grad)
-        MT_TRY(mt_ledger_wait_updates(r->store, unit));
-    if (planes & grad)
-        MT_TRY(mt_ledger_wait_grads(r->store, unit));
-fail:
-    return st;
+    (void)planes;
+    return mt_arrive_wait(r->cx->arrive, unit);
 }
 
-/* Memory for the copies, made without mu: pages by the gigabyte take their time. */
-static mt_status warm_behind(mt_resident *r, home *h, int unit, unsigned planes)
+/* Under mu. param -1: all. Down comes also what an update that was put meanwhile made stale again:
+ * else nothing came at all. */
+static mt_status put_copies(mt_resident *r, int unit, int param, unsigned planes, int up)
 {
-    mt_status st = MT_OK;
+    const unsigned wanted = IS(LOADING) | IS(STALE);
+    mt_status      st;
 
-    for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        int some;
-
-        pthread_mutex_lock(&r->mu);
-        some = first_behind(r, h, unit, planes & 1u << p) != MT_PLANE_COUNT;
-        pthread_mutex_unlock(&r->mu);
-        if (some)
-            MT_TRY(mt_store_warm(r->store, unit, (mt_plane)p));
-    }
-fail:
-    return st;
-}
-
-/* Under mu. */
-static mt_status put_bring(mt_resident *r, home *h, int unit, unsigned planes)
-{
-    mt_status st;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
-            if (*behind(r, h, unit, i, p) == BEHIND)
-                MT_TRY(put_copy(r, unit, i, (mt_plane)p, 0));
-    return record_done(r, h, unit);
-fail:
-    return st;
-}
-
-/* What is behind comes down. h->bringing keeps its memory meanwhile. */
-static mt_status bring_behind(mt_resident *r, home *h, int unit, unsigned planes)
-{
-    mt_watch_ask ask;
-    uint64_t     changes;
-    mt_status    st;
-
-    MT_TRY(warm_behind(r, h, unit, planes));
-    pthread_mutex_lock(&r->mu);
-    h->warm |= wanted(planes, MT_PLANE_HI);
-    st = put_bring(r, h, unit, planes);
-    changes = h->changes;
-    pthread_mutex_unlock(&r->mu);
-    MT_TRY(st);
-    ask = mt_watch_asks(NULL);  /* its memory is kept as long as copies are on their way there */
-    st = wait_done(r, h, unit);
-    (void)mt_watch_asks(ask);
-    MT_TRY(st);
-    pthread_mutex_lock(&r->mu);
-    for (int p = 0; p < MT_PLANE_COUNT && h->changes == changes; p++)    /* else some are again */
-        for (int i = 0; i < mt_store_params(r->store, unit) && wanted(planes, p); i++)
-            if (*behind(r, h, unit, i, p) == BEHIND)
-                *behind(r, h, unit, i, p) = EQUAL;
-    pthread_mutex_unlock(&r->mu);
-fail:
-    return st;
-}
-
-static mt_status bring(mt_resident *r, int unit, unsigned planes, int stays)
-{
-    int       first;
-    home     *h;
-    mt_status st;
-
-    if (!mt_store_settled(r->store, unit))
-        return MT_OK;
-    MT_TRY(find(r, unit, &h));
-    MT_TRY(wait_for(r, unit, planes));
-    if (planes & visiting(r, unit))
-        MT_TRY(mt_arrive_wait(r->arrive, unit));
-    pthread_mutex_lock(&r->mu);
-    h->wanted |= stays && wanted(planes, MT_PLANE_HI);
-    first = first_behind(r, h, unit, planes);
-    h->bringing += first != MT_PLANE_COUNT;
-    pthread_mutex_unlock(&r->mu);
-    if (first == MT_PLANE_COUNT)
-        return MT_OK;
-    st = bring_behind(r, h, unit, planes);
-    pthread_mutex_lock(&r->mu);
-    h->bringing--;
-    pthread_mutex_unlock(&r->mu);
-fail:
-    return st;
-}
-
-mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes)
-{
-    return bring(r, unit, planes, 1);
-}
-
-mt_status mt_resident_peek(mt_resident *r, int unit, unsigned planes)
-{
-    return bring(r, unit, planes, 0);
-}
-
-/* Under mu. */
-static mt_status put_push(mt_resident *r, home *h, int unit, int param, unsigned planes)
-{
-    mt_status st;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (p != MT_PLANE_HI && wanted(planes, p) && plane_bytes(r, unit, param, (mt_plane)p) > 0) {
-            MT_TRY(put_copy(r, unit, param, (mt_plane)p, 1));
-            *behind(r, h, unit, param, p) = EQUAL;
-        }
-    return record_done(r, h, unit);
-fail:
-    return st;
-}
-
-mt_status mt_resident_push(mt_resident *r, int unit, int param, unsigned planes)
-{
-    home     *h;
-    mt_status st;
-
-    if (!mt_store_settled(r->store, unit))
-        return MT_OK;
-    MT_TRY(find(r, unit, &h));
-    if (mt_store_desc(r->store, unit, param) == NULL)
-        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
-                       mt_store_name(r->store, unit), param, mt_store_params(r->store, unit));
-    MT_TRY(wait_for(r, unit, ~0u));
-    if (planes & visiting(r, unit))
-        MT_TRY(mt_arrive_push(r->arrive, unit, param, planes));
-    planes &= ~visiting(r, unit);
-    if (wanted(planes, MT_PLANE_HI))
-        mt_ledger_touch(r->store, unit);
-    pthread_mutex_lock(&r->mu);
-    st = put_push(r, h, unit, param, planes);
-    pthread_mutex_unlock(&r->mu);
-    MT_TRY(st);
-    MT_TRY(wait_done(r, h, unit));
-fail:
-    return st;
-}
-
-mt_status mt_resident_chill(mt_resident *r, int unit)
-{
-    unsigned  planes = MT_STATE_PLANES & ~visiting(r, unit);
-    home     *h;
-    mt_status st;
-
-    if (!mt_store_settled(r->store, unit))
-        return MT_OK;
-    MT_TRY(find(r, unit, &h));
-    pthread_mutex_lock(&r->mu);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int i = 0; i < mt_store_params(r->store, unit) && (planes >> p & 1); i++)
-            if (*behind(r, h, unit, i, p) == EQUAL)
-                *behind(r, h, unit, i, p) = BEHIND;
-    h->changes++;
-    if (!h->wanted)                      /* nobody wrote it either: no fetch is under way */
-        weights_leave(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1)
-            mt_store_chill(r->store, unit, (mt_plane)p);
+            if (up ? (param < 0 || i == param) && plane_bytes(r, unit, i, (mt_plane)p) > 0
+                   : mt_mirror_any(r->store, unit, i, 1u << p, wanted))
+                MT_TRY(put_copy(r, unit, i, (mt_plane)p, up));
+    return record_done(r, r->homes[unit], unit);
 fail:
     return st;
 }
 
-/* Under mu. Sums of micro-batches have no host copy otherwise. */
-static mt_status put_sums(mt_resident *r, home *h, int unit)
+/* The door is kept as long as copies are on their way, so no signal ends the wait. */
+static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int up)
 {
-    mt_status st;
+    mt_watch_ask ask = mt_watch_asks(NULL);
+    mt_status    st;
 
+    mt_lock(&r->mu);
+    st = put_copies(r, unit, param, planes, up);
+    mt_unlock(&r->mu);
+    if (st == MT_OK)
+        st = wait_done(r, r->homes[unit], unit);
+    (void)mt_watch_asks(ask);
+    return st;
+}
+
+static mt_status home_load(void *arg, int unit, unsigned planes)
+{
+    return copy(arg, unit, -1, planes, 0);
+}
+
+static mt_status home_store(void *arg, int unit, int param, unsigned planes)
+{
+    mt_resident   *r = arg;
+    const unsigned guests = planes & visiting(r, unit);
+    mt_status      st;
+
+    if (guests != 0)
+        MT_TRY(mt_arrive_push(r->cx->arrive, unit, param, guests));
+    st = copy(r, unit, param, planes & ~guests, 1);
+fail:
+    return st;
+}
+
+static const mt_mirror_ops mirror_ops = {
+    .wait = home_wait, .load = home_load, .store = home_store, .later = HI,
+};
+
+/* Sums of micro-batches, which the host has no copy of otherwise. */
+static void note_sums(const mt_resident *r, int unit)
+{
     for (int i = 0; i < mt_store_params(r->store, unit); i++)
         if (mt_store_made(r->store, unit, i, MT_PLANE_ACC, 1))
-            MT_TRY(put_copy(r, unit, i, MT_PLANE_ACC, 0));
-    return record_done(r, h, unit);
-fail:
-    return st;
-}
-
-static mt_status sums_down(mt_resident *r, home *h, int unit)
-{
-    int       some = 0;
-    mt_status st = MT_OK;
-
-    for (int i = 0; i < mt_store_params(r->store, unit); i++)
-        some |= mt_store_made(r->store, unit, i, MT_PLANE_ACC, 1);
-    if (!some)
-        return MT_OK;
-    MT_TRY(mt_store_warm(r->store, unit, MT_PLANE_ACC));
-    pthread_mutex_lock(&r->mu);
-    st = put_sums(r, h, unit);
-    pthread_mutex_unlock(&r->mu);
-    MT_TRY(st);
-    MT_TRY(wait_done(r, h, unit));
-fail:
-    return st;
+            mt_mirror_tell(r->store, unit, i, 1u << MT_PLANE_ACC, MT_MIRROR_CHANGED);
 }
 
 mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
@@ -836,16 +567,17 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
         return MT_FAIL(MT_ESTATE, "unit %s is invited: its states come and leave",
                        mt_store_name(r->store, unit));
     MT_TRY(mt_ledger_wait_saved(r->store, unit));
-    MT_TRY(bring(r, unit, grads ? ~0u : ~(1u << MT_PLANE_GRAD), 1));
-    MT_TRY(sums_down(r, h, unit));
+    note_sums(r, unit);
+    MT_TRY(mt_mirror_bring(r->store, unit, grads ? ~0u : ~(1u << MT_PLANE_GRAD)));
     MT_TRY(mt_ledger_wait_fetch(r->store, unit));
     MT_TRY(wait_done(r, h, unit));
     MT_TRY(mt_store_unsettle(r->store, unit));
-    pthread_mutex_lock(&r->mu);
+    mt_mirror_close(r->store, unit);
+    mt_lock(&r->mu);
     if (r->updated == h->done)
         r->updated = NULL;
     r->homes[unit] = NULL;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     home_close(r, h);
 fail:
     return st;
@@ -855,12 +587,12 @@ mt_status mt_resident_drain(mt_resident *r)
 {
     mt_status st;
 
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     st = r->dev->ops->record(r->queue, r->drained);
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     MT_TRY(st);
     MT_TRY(wait_drained(r));
-    st = r->arrive != NULL ? mt_arrive_drain(r->arrive) : MT_OK;
+    st = r->cx->arrive != NULL ? mt_arrive_drain(r->cx->arrive) : MT_OK;
 fail:
     return st;
 }
@@ -871,15 +603,8 @@ mt_resident_stats mt_resident_stats_get(mt_resident *r)
 {
     mt_resident_stats stats;
 
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     stats = r->stats;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     return stats;
-}
-
-void mt_resident_debug(mt_resident *r, mt_debug d)
-{
-    pthread_mutex_lock(&r->mu);
-    r->debug = d;
-    pthread_mutex_unlock(&r->mu);
 }

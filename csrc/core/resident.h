@@ -5,9 +5,7 @@
  *             planes in device memory of the store; an update is a kernel,
  *             gradients stay where they are
  *   queue     the residents' own, in whose order the planes are used: updates, weights up (fetch),
- *             planes up (push) and down (bring)
- *   behind    of a parameter's host plane: the device has newer values, or all there are: the
- *             host's memory was given back. Only who reads it brings it
+ *             planes up and down. Host memory mirrors them: readers and writers go by mirror.h
  *   guest     a settled unit whose states are on the device around its update alone (arrive.h)
  *
  *     mt_resident_open(dev, store, &r);
@@ -16,10 +14,10 @@
  *     mt_resident_take(r, unit, run);
  *     mt_resident_await(r, unit, run);                // run: until its weights are current
  *     ... compute; mt_offload_put; mt_update_submit ...
- *     mt_resident_bring(r, unit, 1u << MT_PLANE_HI);  // host: the weights are as on the device
- *     mt_resident_unsettle(r, unit, 1);               // its planes move back
+ *     mt_mirror_bring(store, unit, 1u << MT_PLANE_HI);    // host: the weights are as on the device
+ *     mt_resident_unsettle(r, unit, 1);                   // its planes move back
  *
- * Edges (each can be left out by mt_resident_debug):
+ * Edges (each can be left out: debug.h):
  *   STEPPED  run waits for the unit's last update or fetch      recorded on the queue, behind it
  *   ASKED    the queue waits for compute launched before step() recorded on run, by step()
  *   FREED    the queue waits for compute that used the slot     recorded on run, by the await that
@@ -40,33 +38,27 @@
 #define MT_RESIDENT_H
 
 #include "arrive.h"
+#include "mirror.h"
 
 typedef struct mt_resident mt_resident;
 
-mt_status mt_resident_open (mt_dev *dev, mt_store *store, mt_resident **out);
+mt_status mt_resident_open (mt_context *cx, mt_resident **out);
 /* waits for the queue; device planes are given back */
 void      mt_resident_close(mt_resident *r);
-/* Updates and fetches are recorded in t. Before the first of them, or never. */
-void      mt_resident_timeline(mt_resident *r, mt_timeline *t);
-
-/* Who copies guests' states; it outlives r. Before the first guest is invited. */
-void      mt_resident_guests(mt_resident *r, mt_arrive *a);
 
 /* mem: device memory of the unit's hi_bytes, which nobody else uses until the unit is unsettled.
- * Values that the host has in other planes are to be taken before the unit's next hand-over or
- * update; a guest is invited before that. MT_ESTATE when the unit is settled. */
+ * What the host has is to be taken before the unit's next hand-over or update; a guest is invited
+ * before that. MT_ESTATE when the unit is settled. */
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem);
 /* Its mem; NULL: it is not settled. */
 void     *mt_resident_mem   (const mt_resident *r, int unit);
-/* What the host has of a unit that was just settled goes up. The weights that the host has, if they
- * are newer, are fetched, as by await; then the memory of host copies but GRAD's is given back; who
- * reads them brings them again. Returns when that is done. Waits for updates that are announced,
- * and a save. Not while somebody reads. */
+/* What the host has ahead goes up, and the memory of host copies but GRAD's is given back, claimed
+ * or not. Returns when that is done. Waits for updates that are announced, and a save. */
 mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run);
 /* All planes of the unit come down, and the host's are the true ones: mem is the caller's again.
- * grads 0: its gradients are nobody's any more, and what the host has in their place stays. A
- * guest's stay has ended, and it is invited no more. Waits for what is announced of the unit, and a
- * save. On failure (MT_ENOMEM: the host has no memory for them) it is settled as before. */
+ * grads 0: its gradients are nobody's any more, and what the host has in their place stays. The
+ * unit is no guest any more. Waits for what is announced of the unit, and a save. On failure
+ * (MT_ENOMEM: the host has no memory for them) it is settled as before. */
 mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads);
 /* Address on the device of a settled unit's parameter; HI: in its slot. MT_ESTATE for a guest's
  * states, which have none for good: mt_resident_parts. */
@@ -78,9 +70,8 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **par
 
 /* What run is given from now on finds the unit's current weights. Waits on the host until updates
  * announced so far are in the queue; asks for the weights where they were written from outside.
- * MT_ESTATE when that was done to a host copy that was behind (mt_resident_bring comes first).
- * Weights that were brought to be read have their memory until here,
- * once an update made them old. */
+ * MT_ESTATE when a copy is torn. Copies that were brought have their memory until here, once an
+ * update made them stale. */
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run);
 
 /* Work that d2h is given from now on may write the gradients of params[0..n). */
@@ -102,18 +93,6 @@ mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float cli
  * mt_resident_put then returns when the update is over, and with it those copies. */
 mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out);
 
-/* Host planes of the unit, a bit for each (1u << MT_PLANE_M): waits for what is under way on them,
- * and for copies of what is behind. Nothing to do for others than settled units, and for ACC,
- * which has no host copy. */
-mt_status mt_resident_bring(mt_resident *r, int unit, unsigned planes);
-/* The same for who ends with mt_resident_chill. */
-mt_status mt_resident_peek (mt_resident *r, int unit, unsigned planes);
-/* The parameter's host planes were written: the device's take their values.
- * HI: as mt_ledger_touch. */
-mt_status mt_resident_push (mt_resident *r, int unit, int param, unsigned planes);
-/* Memory of host copies but GRAD's is given back, and not of weights that somebody brought and may
- * read still, or wrote. Not while somebody reads the others. */
-mt_status mt_resident_chill(mt_resident *r, int unit);
 mt_status mt_resident_drain(mt_resident *r);     /* host: all that was put so far is over */
 
 typedef struct mt_resident_stats {
@@ -121,7 +100,5 @@ typedef struct mt_resident_stats {
     uint64_t h2d_bytes, d2h_bytes;
 } mt_resident_stats;
 mt_resident_stats mt_resident_stats_get(mt_resident *r);
-
-void mt_resident_debug(mt_resident *r, mt_debug d);      /* tests only */
 
 #endif

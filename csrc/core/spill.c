@@ -9,21 +9,42 @@
 
 #include "clock.h"
 #include "place.h"
+#include "worker.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+
+typedef struct owed {                    /* a wait of our thread's for copies. mu */
+    mt_job        node;
+    int           n;                     /* so many are not over: changed by count alone */
+    struct block *block;
+} owed;
 
 typedef struct block {
     mt_swap_block b;                     /* opened and closed by whoever holds swap's lock */
     mt_spilled   *owner;                 /* NULL: nobody's. mu, as all below */
-    mt_spilled   *filling;               /* whose copies out our thread is to wait for */
-    uint64_t      filled_turn;           /* of that wait; 0: none */
-    uint64_t      landed_turn;           /* of the wait for copies back; 0: none is owed */
+    owed          filled, landed;        /* its owner's copies out, and copies back */
     struct block *next;
 } block;
 
-typedef enum { NEW, FILLING, WRITING, STORED, LOST } stage;
+/* spill.h says what they mean. */
+enum { NONE, FILLED, LANDED, BOTH };
+typedef enum { NEW, FILLING, WRITING, STORED, READING, UNREAD, LOST, STAGES } stage;
+
+static const unsigned next_stages[STAGES] = {
+    [NEW] = 1 << FILLING,
+    [FILLING] = 1 << WRITING | 1 << LOST,
+    [WRITING] = 1 << STORED | 1 << LOST,
+    [STORED] = 1 << READING,
+    [READING] = 1 << STORED | 1 << UNREAD,
+    [UNREAD] = 1 << STORED,
+};
+static const unsigned next_waits[] = {
+    [NONE] = 1 << FILLED | 1 << LANDED,
+    [FILLED] = 1 << NONE | 1 << BOTH,
+    [LANDED] = 1 << NONE | 1 << LANDED,
+    [BOTH] = 1 << LANDED | 1 << BOTH,
+};
 
 struct mt_spilled {                      /* all under mu, but for what is constant */
     mt_spill   *spill;                   /* these four: constant */
@@ -33,13 +54,12 @@ struct mt_spilled {                      /* all under mu, but for what is consta
     block      *block;                   /* that it owns; NULL: the file alone has it */
     mt_place   *place;
     stage       at;
-    int         reading;                 /* into its block */
     int         wanted;                  /* brought, and copies back not put yet: the block stays */
-    int         dropped;                 /* goes when its request is over */
+    int         dropped;                 /* goes when it is FILLING, WRITING or READING no more */
     int         told;                    /* LOST: mt_spill_new has said so */
-    mt_status   st;                      /* of the request that failed; MT_OK: none */
+    mt_status   st;                      /* UNREAD, LOST: of the request that failed; MT_OK: none */
     char        text[400];
-    mt_request  r;                       /* under way when WRITING, or reading */
+    mt_request  r;                       /* under way when WRITING or READING */
     uint64_t   *sums;
     uint64_t    begun_ns;                /* the request */
     mt_post     post;                    /* of the request */
@@ -47,30 +67,23 @@ struct mt_spilled {                      /* all under mu, but for what is consta
 };
 
 struct mt_spill {
+    const mt_context *cx;
     mt_dev         *dev;
     mt_pool        *pool;
     mt_store       *store;
     mt_blocks      *file;
-    mt_timeline    *timeline;            /* written before the first bundle */
+    mt_timeline    *timeline;
     int             n_blocks;            /* at most */
-    pthread_mutex_t mu;
-    pthread_cond_t  changed;             /* a block, a request, a wait of ours */
-    pthread_cond_t  more;                /* our thread waits: something owed, or stop */
+    mt_mutex mu;
+    mt_worker       worker;              /* of what is owed. news: a block, a request too */
     block          *blocks;              /* mu, as all below. The list itself: swap's lock too */
     int             made;                /* of those */
     mt_spilled     *newest;
     mt_places       places;
     uint64_t        cursor;              /* a bundle's number; 0: nothing is read ahead */
-    uint64_t        turns;
     int             requests;            /* under way */
-    int             stop;
-    mt_status       broken;              /* of the device's, told by every call from then on */
-    char            why[400];
     uint64_t        recorded_ns;         /* the lane's records reach up to here */
     mt_spill_stats  stats;
-    mt_debug        debug;
-    pthread_t       thread;
-    int             opened, runs;
 };
 
 static mt_watch *watch_of(const mt_spill *s)
@@ -78,28 +91,93 @@ static mt_watch *watch_of(const mt_spill *s)
     return mt_store_watch(s->store);
 }
 
-/* ---- whose blocks are: under mu --------------------------------------------------------- */
+/* ---- states: under mu ------------------------------------------------------------------- */
 
-static int skips(const mt_spill *s, unsigned edge)
+static void become(mt_spilled *k, stage to)
 {
-    return (s->debug.skip & edge) != 0;
+    MT_ASSERT(mt_holds(&k->spill->mu));
+    MT_ASSERT(next_stages[k->at] >> to & 1);
+    k->at = to;
 }
+
+static unsigned waits_of(const block *b)
+{
+    return (b->filled.n > 0 ? FILLED : NONE) | (b->landed.n > 0 ? LANDED : NONE);
+}
+
+/* One more wait, or one less. Without DRAINED a block may be filled anew while it is emptied. */
+static void count(const mt_spill *s, owed *o, int more)
+{
+    unsigned before = waits_of(o->block);
+
+    MT_ASSERT(mt_holds(&s->mu));
+    o->n += more;
+    MT_ASSERT(next_waits[before] >> waits_of(o->block) & 1 || mt_skips(s->cx, MT_EDGE_DRAINED));
+}
+
+/* FILLING, WRITING and READING end by themselves. */
+static int is_under_way(const mt_spilled *k)
+{
+    return k->at == FILLING || k->at == WRITING || k->at == READING;
+}
+
+static void assert_spilled(const mt_spill *s, const mt_spilled *k)
+{
+    int needs = k->at == FILLING || k->at == READING ||
+                (k->at == WRITING && !mt_skips(s->cx, MT_EDGE_WRITTEN));
+
+    MT_ASSERT(k->spill == s && (k->block == NULL || k->block->owner == k));
+    MT_ASSERT(k->block != NULL || !needs);
+    MT_ASSERT(k->st == MT_OK || k->at == UNREAD || k->at == LOST);
+    MT_ASSERT(!k->dropped || is_under_way(k));
+    MT_ASSERT(k->older == NULL || (k->older->newer == k && k->older->number < k->number));
+}
+
+static void assert_block(const block *b)
+{
+    MT_ASSERT(b->owner == NULL || b->owner->block == b);
+    MT_ASSERT(b->filled.n == 0 || (b->filled.n == 1 && b->owner != NULL &&
+                                   b->owner->at == FILLING));
+    MT_ASSERT(b->landed.n >= 0 && b->landed.n <= 2 && (b->landed.n > 0 || !b->landed.node.listed));
+    MT_ASSERT(b->filled.block == b && b->landed.block == b);
+}
+
+/* At each door. */
+static void assert_state(const mt_spill *s)
+{
+    int made = 0, requests = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&s->mu));
+    for (const block *b = s->blocks; b != NULL; b = b->next, made++)
+        assert_block(b);
+    for (const mt_spilled *k = s->newest; k != NULL; k = k->older) {
+        assert_spilled(s, k);
+        requests += k->at == WRITING || k->at == READING;
+    }
+    MT_ASSERT(made == s->made && made <= s->n_blocks);
+    MT_ASSERT(requests == s->requests);
+}
+
+/* ---- whose blocks are: under mu --------------------------------------------------------- */
 
 /* Nothing moves in it, and what it has is nobody's, or in the file, or told to be lost. */
 static int may_go(const mt_spill *s, const block *b)
 {
     const mt_spilled *k = b->owner;
 
-    if (b->filled_turn != 0 || (b->landed_turn != 0 && !skips(s, MT_EDGE_DRAINED)))
+    if (b->filled.n > 0 || (b->landed.n > 0 && !mt_skips(s->cx, MT_EDGE_DRAINED)))
         return 0;
     if (k == NULL)
         return 1;
-    return !k->wanted && !k->reading &&
-           (k->at == STORED || k->at == LOST || (k->at == WRITING && skips(s, MT_EDGE_WRITTEN)));
+    return !k->wanted && (k->at == STORED || k->at == UNREAD || k->at == LOST ||
+                          (k->at == WRITING && mt_skips(s->cx, MT_EDGE_WRITTEN)));
 }
 
 static void part(block *b)
 {
+    MT_ASSERT(b->filled.n == 0);
     if (b->owner != NULL)
         b->owner->block = NULL;
     b->owner = NULL;
@@ -122,9 +200,9 @@ static void unlink_spilled(mt_spill *s, mt_spilled *k)
         k->older->newer = k->newer;
 }
 
-/* No request of it is under way. */
 static void forget(mt_spill *s, mt_spilled *k)
 {
+    MT_ASSERT(!is_under_way(k));
     if (k->block != NULL)
         part(k->block);
     mt_places_give(&s->places, k->place);
@@ -164,21 +242,19 @@ static void request_over(mt_request *r)
     mt_spilled *k = r->arg;
     mt_spill   *s = k->spill;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     mt_watch_end(watch_of(s), &k->post, r->st);
     record(s, k);
     *(r->write ? &s->stats.written_bytes : &s->stats.read_bytes) += r->moved;
-    if (r->write)
-        k->at = r->st == MT_OK ? STORED : LOST;
-    k->reading = 0;
+    become(k, r->st == MT_OK ? STORED : r->write ? LOST : UNREAD);
     if (r->st != MT_OK)
         failed(s, k, r->write, r->st, r->text);
     if (k->dropped)
         forget(s, k);
     read_ahead(s);
     s->requests--;
-    pthread_cond_broadcast(&s->changed);
-    pthread_mutex_unlock(&s->mu);
+    pthread_cond_broadcast(&s->worker.news);
+    mt_unlock(&s->mu);
 }
 
 static void put(mt_spill *s, mt_spilled *k, int write)
@@ -196,7 +272,7 @@ static void put(mt_spill *s, mt_spilled *k, int write)
 static void read_into(mt_spill *s, mt_spilled *k, block *b)
 {
     join(b, k);
-    k->reading = 1;
+    become(k, READING);
     put(s, k, 0);
 }
 
@@ -215,11 +291,10 @@ static void read_ahead(mt_spill *s)
     block *b;
 
     /* Broken: a wait for the device failed, so a block that looks idle may not be. */
-    if (s->cursor == 0 || s->stop || s->broken != MT_OK)
+    if (s->cursor == 0 || s->worker.stop || s->worker.failed != MT_OK)
         return;
     for (mt_spilled *k = s->newest; k != NULL; k = k->older) {
-        if (k->number >= s->cursor || k->block != NULL || k->at != STORED || k->dropped ||
-            k->st != MT_OK)
+        if (k->number >= s->cursor || k->block != NULL || k->at != STORED)
             continue;
         if ((b = spare(s, k->number, k->bytes)) == NULL)
             return;
@@ -229,91 +304,48 @@ static void read_ahead(mt_spill *s)
 
 /* ---- our thread ------------------------------------------------------------------------- */
 
-/* What is owed first; *filled: it is a wait for copies out. */
-static block *owed(const mt_spill *s, int *filled, uint64_t *turn)
+/* Under mu. The copies out of which b was filled are over, unless st says otherwise. */
+static void filled(mt_spill *s, block *b, mt_status st)
 {
-    block *found = NULL;
+    mt_spilled *k = b->owner;
 
-    *turn = UINT64_MAX;
-    for (block *b = s->blocks; b != NULL; b = b->next) {
-        if (b->filled_turn != 0 && b->filled_turn < *turn) {
-            found = b;
-            *filled = 1;
-            *turn = b->filled_turn;
-        }
-        if (b->landed_turn != 0 && b->landed_turn < *turn) {
-            found = b;
-            *filled = 0;
-            *turn = b->landed_turn;
-        }
-    }
-    return found;
-}
-
-static void copies_over(mt_spill *s, block *b, int filled, uint64_t turn)
-{
-    mt_spilled *k = b->filling;
-
-    if (!filled) {
-        b->landed_turn = b->landed_turn == turn ? 0 : b->landed_turn;
-        return;
-    }
-    b->filled_turn = 0;
-    b->filling = NULL;
-    if (k->dropped || s->stop || s->broken != MT_OK) {
-        k->at = LOST;
+    if (k->dropped || s->worker.stop || st != MT_OK || s->worker.failed != MT_OK) {
+        become(k, LOST);
         if (k->dropped)
             forget(s, k);
         return;
     }
-    k->at = WRITING;
+    become(k, WRITING);
     put(s, k, 1);
 }
 
-/* FULL and DRAINED. Without mu: the device takes its time. The block stays,
- * since a wait of it is owed. */
-static mt_status wait_for_device(mt_spill *s, const block *b, int filled)
-{
-    if (skips(s, filled ? MT_EDGE_FULL : MT_EDGE_DRAINED))
-        return MT_OK;
-    return s->dev->ops->sync_event(filled ? b->b.filled : b->b.landed);
-}
-
-static void *spill_main(void *arg)
+/* FULL and DRAINED. Without mu: the device takes its time. The block stays: its wait is owed. */
+static mt_status wait_for_device(void *arg, mt_job *node)
 {
     mt_spill *s = arg;
-    block    *b;
-    int       filled = 0;
-    uint64_t  turn;
-    mt_status st;
+    owed     *o = (owed *)(void *)node;
+    block    *b = o->block;
+    int       fills = o == &b->filled;
+    mt_status st = MT_OK;
 
-    pthread_setname_np(pthread_self(), "mt-spill");
-    mt_watch_i_am("swap disk");
-    pthread_mutex_lock(&s->mu);
-    for (;;) {
-        while ((b = owed(s, &filled, &turn)) == NULL && !s->stop)
-            pthread_cond_wait(&s->more, &s->mu);
-        if (b == NULL)
-            break;
-        pthread_mutex_unlock(&s->mu);
-        st = wait_for_device(s, b, filled);
-        pthread_mutex_lock(&s->mu);
-        if (st != MT_OK && s->broken == MT_OK) {
-            s->broken = st;
-            snprintf(s->why, sizeof s->why, "%s", mt_last_error());
-        }
-        copies_over(s, b, filled, turn);
+    mt_unlock(&s->mu);
+    if (!mt_skips(s->cx, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
+        st = s->dev->ops->sync_event(fills ? b->b.filled : b->b.landed);
+    mt_lock(&s->mu);
+    count(s, o, -1);
+    if (fills)
+        filled(s, b, st);
+    if (st == MT_OK)
         read_ahead(s);
-        pthread_cond_broadcast(&s->changed);
-    }
-    pthread_mutex_unlock(&s->mu);
-    return NULL;
+    return st;
 }
 
-static uint64_t owe(mt_spill *s)
+/* Behind what is owed already, also where this is. */
+static void owe(mt_spill *s, owed *o)
 {
-    pthread_cond_signal(&s->more);
-    return ++s->turns;
+    count(s, o, !o->node.listed);
+    mt_worker_withdraw(&s->worker, &o->node);
+    (void)mt_worker_submit(&s->worker, &o->node);
 }
 
 /* ---- a block for somebody: under mu, and swap's lock ------------------------------------- */
@@ -345,6 +377,7 @@ static void close_block(mt_spill *s, block *b)
     while (*at != b)
         at = &(*at)->next;
     *at = b->next;
+    mt_worker_withdraw(&s->worker, &b->landed.node);     /* where DRAINED is left out */
     s->made--;
     part(b);
     s->stats.host_bytes -= b->b.arena.bytes;
@@ -361,13 +394,14 @@ static mt_status open_block(mt_spill *s, size_t bytes, block **out)
 
     if (b == NULL)
         return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *b);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     st = mt_swap_block_open(&b->b, bytes, s->dev, s->pool, mapped);
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     if (st != MT_OK) {
         free(b);
         return st;
     }
+    b->filled.block = b->landed.block = b;
     b->next = s->blocks;
     s->blocks = b;
     s->made++;
@@ -396,7 +430,7 @@ static int may_have_block(void *arg)
 {
     const mt_spill *s = ((const mt_spilled *)arg)->spill;
 
-    return s->broken != MT_OK || s->made < s->n_blocks || choose(s, 0) != NULL;
+    return s->worker.failed != MT_OK || s->made < s->n_blocks || choose(s, 0) != NULL;
 }
 
 static int is_written(void *arg)
@@ -408,7 +442,7 @@ static int is_written(void *arg)
 
 static int is_read(void *arg)
 {
-    return !((const mt_spilled *)arg)->reading;
+    return ((const mt_spilled *)arg)->at != READING;
 }
 
 /* Lets go of mu meanwhile, and a moment longer: nobody who holds swap's lock comes in between. */
@@ -419,10 +453,10 @@ static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), 
 
     if (over(k))
         return MT_OK;
-    pthread_mutex_unlock(&s->mu);
-    st = mt_watch_until(watch_of(s), &s->changed, &s->mu, over, k, mt_store_name(s->store, k->unit),
-                        what);
-    pthread_mutex_lock(&s->mu);
+    mt_unlock(&s->mu);
+    st = mt_watch_until(watch_of(s), &s->worker.news, &s->mu, over, k,
+                        mt_store_name(s->store, k->unit), what);
+    mt_lock(&s->mu);
     s->stats.wait_ns += mt_now_ns() - from;
     return st;
 }
@@ -433,8 +467,7 @@ static mt_status get_block(mt_spill *s, mt_spilled *k, block **out)
     mt_status st;
 
     do {
-        if (s->broken != MT_OK)
-            return mt_fail_again(s->broken, s->why);
+        MT_TRY(mt_worker_failure(&s->worker));
         MT_TRY(try_block(s, k->bytes, &b));
         if (b == NULL)
             MT_TRY(wait_until(s, k, may_have_block, "host memory for what it keeps (WRITTEN)"));
@@ -486,9 +519,9 @@ static mt_status find_room(mt_spill *s, mt_spilled *k)
     mt_status st = MT_OK;
 
     while ((lack = mt_places_lack(&s->places, k->bytes)) > 0) {
-        pthread_mutex_unlock(&s->mu);
+        mt_unlock(&s->mu);
         st = s->file->ops->take(s->file, (size_t)lack, &at);
-        pthread_mutex_lock(&s->mu);
+        mt_lock(&s->mu);
         MT_TRY(st);
         MT_TRY(mt_places_add(&s->places, lack));
     }
@@ -503,7 +536,8 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     block      *b;
     mt_status   st;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
+    assert_state(s);
     s->cursor = 0;
     MT_TRY(tell_lost(s));
     MT_TRY(make(s, unit, number, bytes, &k));
@@ -511,13 +545,13 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     join(b, k);
     MT_TRY(find_room(s, k));
     *out = k;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 
 fail:
     if (k != NULL)
         forget(s, k);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return st;
 }
 
@@ -525,13 +559,13 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
 {
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&s->mu);
-    k->at = FILLING;
-    k->block->filling = k;
-    k->block->filled_turn = owe(s);
-    if (s->debug.sync)
+    mt_lock(&s->mu);
+    assert_state(s);
+    become(k, FILLING);
+    owe(s, &k->block->filled);
+    if (mt_syncs(s->cx))
         st = wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)");
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return st;
 }
 
@@ -542,11 +576,10 @@ static mt_status have_block(mt_spill *s, mt_spilled *k)
     block    *b;
     mt_status st;
 
-    if (s->broken != MT_OK)
-        return mt_fail_again(s->broken, s->why);
+    MT_TRY(mt_worker_failure(&s->worker));
     if (k->block == NULL)                /* where WRITTEN is left out: it has one request */
         MT_TRY(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
-    if (k->block != NULL || k->st != MT_OK)
+    if (k->block != NULL || k->st != MT_OK)      /* it is told next, or what it has is lost */
         return MT_OK;
     MT_TRY(get_block(s, k, &b));
     read_into(s, k, b);
@@ -561,7 +594,10 @@ static mt_status tell_failed(mt_spilled *k)
 
     if (st != MT_OK && k->block != NULL)
         part(k->block);
-    k->st = k->at == LOST ? k->st : MT_OK;
+    if (k->at == UNREAD) {
+        become(k, STORED);
+        k->st = MT_OK;
+    }
     k->told = 1;
     return st;
 }
@@ -570,63 +606,68 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
 {
     mt_status st;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
+    assert_state(s);
+    MT_ASSERT(k->at != NEW && !k->dropped);
     s->cursor = k->number;
     k->wanted = 1;              /* from now on: the end of its read looks for blocks that may go */
     MT_TRY(have_block(s, k));
-    if (!skips(s, MT_EDGE_READ))
+    if (!mt_skips(s->cx, MT_EDGE_READ))
         MT_TRY(wait_until(s, k, is_read, "what it keeps to be read (READ)"));
     MT_TRY(tell_failed(k));
     read_ahead(s);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 
 fail:
     k->wanted = 0;
-    pthread_cond_broadcast(&s->changed);
-    pthread_mutex_unlock(&s->mu);
+    pthread_cond_broadcast(&s->worker.news);
+    mt_unlock(&s->mu);
     return st;
 }
 
 void mt_spill_landing(mt_spill *s, mt_spilled *k)
 {
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
+    assert_state(s);
+    MT_ASSERT(k->wanted && k->block != NULL);
     k->wanted = 0;
-    k->block->landed_turn = owe(s);
-    pthread_mutex_unlock(&s->mu);
+    owe(s, &k->block->landed);
+    mt_unlock(&s->mu);
 }
 
 void mt_spill_drop(mt_spill *s, mt_spilled *k)
 {
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
+    assert_state(s);
     k->dropped = 1;
-    if (skips(s, MT_EDGE_GONE)) {
+    if (mt_skips(s->cx, MT_EDGE_GONE)) {
         mt_places_give(&s->places, k->place);
         k->place = NULL;
     }
-    if (k->at != FILLING && k->at != WRITING && !k->reading)
+    if (!is_under_way(k))
         forget(s, k);
     read_ahead(s);
-    pthread_cond_broadcast(&s->changed);
-    pthread_mutex_unlock(&s->mu);
+    pthread_cond_broadcast(&s->worker.news);
+    mt_unlock(&s->mu);
 }
 
 mt_swap_block *mt_spill_block(mt_spill *s, const mt_spilled *k)
 {
     mt_swap_block *b;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     b = k->block != NULL ? &k->block->b : NULL;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return b;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *file, int n_blocks,
-                        mt_spill **out)
+mt_status mt_spill_open(const mt_context *cx, mt_blocks *file, int n_blocks, mt_spill **out)
 {
     mt_spill *s;
+    mt_status st;
 
     if (n_blocks < 2)
         return MT_FAIL(MT_EINVAL, "spill: %d blocks; 2 are the least: one moves to the device, one "
@@ -634,38 +675,29 @@ mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *
                        n_blocks);
     if ((s = calloc(1, sizeof *s)) == NULL)
         return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *s);
-    s->dev = dev;
-    s->pool = pool;
-    s->store = store;
-    s->file = file;
-    s->n_blocks = n_blocks;
-    pthread_mutex_init(&s->mu, NULL);
-    pthread_cond_init(&s->more, NULL);
-    s->opened = mt_watch_cond(&s->changed) == MT_OK;
-    s->runs = s->opened && pthread_create(&s->thread, NULL, spill_main, s) == 0;
-    if (!s->runs) {
-        mt_spill_close(s);
-        return MT_FAIL(MT_ENOMEM, "spill: no thread to be had");
-    }
+    *s = (mt_spill){ .cx = cx, .dev = cx->dev, .pool = cx->pool, .store = cx->store,
+                     .timeline = cx->timeline, .file = file, .n_blocks = n_blocks };
+    mt_mutex_open(&s->mu, MT_RANK_SPILL);
+    MT_TRY(mt_worker_open(&s->worker, &s->mu, 1, "mt-spill", "swap disk", wait_for_device, s));
     *out = s;
     return MT_OK;
+
+fail:
+    mt_spill_close(s);
+    return st;
 }
 
 /* What is owed is waited for; nothing new is read. */
 void mt_spill_stop(mt_spill *s)
 {
-    if (s == NULL || !s->runs)
+    if (s == NULL)
         return;
-    pthread_mutex_lock(&s->mu);
-    s->stop = 1;
-    pthread_cond_signal(&s->more);
-    pthread_mutex_unlock(&s->mu);
-    pthread_join(s->thread, NULL);
-    s->runs = 0;
-    pthread_mutex_lock(&s->mu);
+    mt_worker_stop(&s->worker, 0);
+    mt_lock(&s->mu);
     while (s->requests > 0)
-        pthread_cond_wait(&s->changed, &s->mu);
-    pthread_mutex_unlock(&s->mu);
+        mt_cond_wait(&s->worker.news, &s->mu);
+    assert_state(s);
+    mt_unlock(&s->mu);
 }
 
 void mt_spill_close(mt_spill *s)
@@ -678,33 +710,19 @@ void mt_spill_close(mt_spill *s)
     while (s->blocks != NULL)
         close_block(s, s->blocks);
     mt_places_close(&s->places);
-    if (s->opened)
-        pthread_cond_destroy(&s->changed);
-    pthread_cond_destroy(&s->more);
-    pthread_mutex_destroy(&s->mu);
+    mt_worker_close(&s->worker);
+    mt_mutex_close(&s->mu);
     free(s);
-}
-
-void mt_spill_timeline(mt_spill *s, mt_timeline *t)
-{
-    s->timeline = t;
-}
-
-void mt_spill_debug(mt_spill *s, mt_debug d)
-{
-    pthread_mutex_lock(&s->mu);
-    s->debug = d;
-    pthread_mutex_unlock(&s->mu);
 }
 
 mt_spill_stats mt_spill_stats_get(mt_spill *s)
 {
     mt_spill_stats stats;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     stats = s->stats;
     stats.file_bytes = s->places.bytes;
     stats.used_bytes = s->places.used_bytes;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return stats;
 }

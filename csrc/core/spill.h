@@ -8,9 +8,20 @@
  *   place    a stretch of the file for one bundle, in whole pages;
  *            free for another one when it is dropped
  *   owner    of a block: whose bytes it has, or will
- *   stage    of a spilled: NEW, its block is filled; FILLING, we wait for the copies; WRITING;
- *            STORED, the file has it; LOST, the write failed. A block whose owner is stored may be
- *            given away at any time
+ *   stage    of a spilled, and what may come next. A drop ends any; FILLING, WRITING and READING
+ *            are over first
+ *              NEW      copies into its block are put                     FILLING
+ *              FILLING  our thread waits until they are over              WRITING, LOST
+ *              WRITING  its block is being written                        STORED, LOST
+ *              STORED   the file has it; its block may be given away      READING
+ *              READING  its block is being read into                      STORED, UNREAD
+ *              UNREAD   that failed: its block has nothing                STORED, once told
+ *              LOST     nobody has it: the write failed, or was not put
+ *   waits    of a block: what our thread waits for before it may be given away
+ *              NONE                                        FILLED, LANDED
+ *              FILLED   the copies out that fill it        NONE, BOTH
+ *              LANDED   the copies back from it            NONE, LANDED again for later ones
+ *              BOTH     its bundle came back at once       LANDED, BOTH
  *   cursor   the bundle that was asked for last. Those made before it are read next, the latest
  *            first, as far as there are blocks: a backward goes the way of its forward in reverse.
  *            None while bundles leave
@@ -24,7 +35,7 @@
  *     mt_spill_landing(s, k);     // the block is another's when they are over; returns at once
  *     mt_spill_drop   (s, k);
  *
- * Edges between queues, the file's threads and the caller (each can be left out by mt_spill_debug):
+ * Edges between queues, the file's threads and the caller (each can be left out: debug.h):
  *   FULL     a block is written when the copies out that fill     our thread waits for `filled`
  *            it are over
  *   WRITTEN  it is given away when the write of what it has is    the caller waits for the request
@@ -49,7 +60,6 @@
 #define MT_SPILL_H
 
 #include "blocks.h"
-#include "debug.h"
 #include "store.h"
 #include "swap_block.h"
 #include "timeline.h"
@@ -64,16 +74,12 @@ typedef struct mt_spill_stats {
     uint64_t file_bytes, used_bytes;         /* of all places; of those that are taken */
 } mt_spill_stats;
 
-/* file: nobody else takes room in it; it is closed after us. store: whose units they are,
- * and whose watch it is. */
-mt_status mt_spill_open (mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *file, int n_blocks,
-                         mt_spill **out);
+/* file: nobody else takes room in it; it is closed after us. */
+mt_status mt_spill_open (const mt_context *cx, mt_blocks *file, int n_blocks, mt_spill **out);
 /* Nothing moves any more: our thread is over, and all requests.
  * While the queues that record events still are. */
 void      mt_spill_stop (mt_spill *s);
 void      mt_spill_close(mt_spill *s);  /* behind stop. What is there is dropped; NULL is fine */
-void      mt_spill_timeline(mt_spill *s, mt_timeline *t);    /* before the first bundle, or never */
-void      mt_spill_debug(mt_spill *s, mt_debug d);
 
 /* number: later bundles have greater ones. */
 mt_status      mt_spill_new    (mt_spill *s, int unit, uint64_t number, size_t bytes,

@@ -107,12 +107,12 @@ static mt_status check_desc(const char *name, const mt_param_desc *d, int i)
 
 /* ---- the store and its units ------------------------------------------------------------ */
 
-mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
+mt_status mt_store_open(const mt_context *cx, mt_store **out)
 {
     mt_store *s;
     mt_status st;
 
-    if (dev == NULL)
+    if (cx->dev == NULL)
         return MT_FAIL(MT_EINVAL, "a store needs a device; open one with mt_dev_cpu_open()");
     if ((s = calloc(1, sizeof *s)) == NULL)
         return MT_FAIL(MT_ENOMEM, "store: calloc(%zu)", sizeof *s);
@@ -120,11 +120,17 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
         free(s);
         return st;
     }
-    pthread_mutex_init(&s->map_mu, NULL);
-    pthread_mutex_init(&s->fetched_mu, NULL);
-    mt_watch_open(&s->watch);
-    s->dev = dev;
-    s->pool = pool;
+    if ((st = mt_watch_cond(&s->mirror_changed)) != MT_OK) {
+        mt__ledger_close(&s->ledger);
+        free(s);
+        return st;
+    }
+    mt_mutex_open(&s->map_mu, MT_RANK_MAP);
+    mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
+    mt_mutex_open(&s->mirror_mu, MT_RANK_MIRROR);
+    mt_watch_open(&s->watch, cx->warn);
+    s->dev = cx->dev;
+    s->pool = cx->pool;
     s->most_lent = MT_STORE_LENT;
     *out = s;
     return MT_OK;
@@ -133,10 +139,10 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
 /* Under both locks, or when nobody else is there. Yields the bytes of memory given back. */
 static size_t plane_close(mt__plane *pl, int n_params)
 {
-    size_t bytes = pl->arena.cold ? 0 : pl->arena.bytes;
+    size_t bytes = pl->arena.reserved ? 0 : pl->arena.bytes;
 
     for (int i = 0; pl->late != NULL && i < n_params; i++) {
-        bytes += pl->late[i].cold ? 0 : pl->late[i].bytes;
+        bytes += pl->late[i].reserved ? 0 : pl->late[i].bytes;
         mt_arena_close(&pl->late[i]);
     }
     mt_arena_close(&pl->arena);
@@ -154,11 +160,12 @@ static void unit_close(mt_store *s, mt__unit *u)
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         for (int place = 0; place < MT__PLACES; place++) {
             plane_close(&u->plane[place][p], u->n_params);
-            pthread_mutex_destroy(&u->plane[place][p].making);
+            mt_mutex_close(&u->plane[place][p].making);
         }
     }
     mt_watch_take(&s->watch, &u->copying);
     s->dev->ops->event_close(u->fetched);
+    free(u->mirror.copies);
     free(u->hi_offset);
     free(u->desc);
     free(u->name);
@@ -177,8 +184,10 @@ void mt_store_close(mt_store *s)
     mt__lent_close(s);
     mt__ledger_close(&s->ledger);
     mt_watch_close(&s->watch);
-    pthread_mutex_destroy(&s->map_mu);
-    pthread_mutex_destroy(&s->fetched_mu);
+    mt_mutex_close(&s->map_mu);
+    mt_mutex_close(&s->fetched_mu);
+    mt_mutex_close(&s->mirror_mu);
+    pthread_cond_destroy(&s->mirror_changed);
     free(s);
 }
 
@@ -197,9 +206,9 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
         return MT_FAIL(MT_ENOMEM, "unit %s: calloc(%zu)", name, sizeof *u);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int place = 0; place < MT__PLACES; place++)
-            pthread_mutex_init(&u->plane[place][p].making, NULL);
+            mt_mutex_open(&u->plane[place][p].making, MT_RANK_MAKING);
     u->n_params = n;
-    u->version = u->written = 1;
+    u->version = 1;
     u->name = strdup(name);
     u->desc = calloc(slots, sizeof *u->desc);
     u->hi_offset = calloc(slots, sizeof *u->hi_offset);
@@ -245,9 +254,9 @@ mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, in
 
     if (st != MT_OK)
         return st;
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     st = publish(s, u, unit);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     if (st != MT_OK)
         unit_close(s, u);
     return st;
@@ -283,12 +292,12 @@ mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on)
 
     if (st != MT_OK)
         return st;
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     d = u->desc[param];
     d.trainable = on != 0;
     if ((st = check_desc(u->name, &d, param)) == MT_OK)
         __atomic_store_n(&u->desc[param].trainable, d.trainable, __ATOMIC_RELAXED);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return st;
 }
 
@@ -377,7 +386,7 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
         return MT_FAIL(MT_EINVAL,
                        "states %d of unit %d; the store has %d units, and states are 0 to %d",
                        (int)states, unit, mt_store_units(s), MT_STATES_COUNT - 1);
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     made = states_of(u) != states ? made_state(u) : MT_PLANE_COUNT;
     if (made != MT_PLANE_COUNT)
         st = MT_FAIL(MT_ESTATE, "unit %s has %s states already (plane %s); %s ones need a store "
@@ -386,7 +395,7 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
                      mt_states_name(states));
     else
         atomic_store(&u->states, (int)states);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return st;
 }
 
@@ -441,7 +450,7 @@ static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, size
     if (place == MT__DEVICE)
         st = mt_arena_device(a, bytes, s->dev, what);
     else if (is_copy(u, p, late))
-        return mt_arena_cold(a, bytes, what, mapped);
+        return mt_arena_reserve(a, bytes, what, mapped);
     else
         st = mt_arena_open(a, bytes, s->pool, registrar(s, u, p), what, mapped);
     if (st == MT_OK)
@@ -476,9 +485,9 @@ void mt__unbind(mt_store *s, int unit)
 /* Under making. What became of an arena is known to all from here on. */
 static void publish_arena(mt_store *s, mt_arena *a, mt_arena made)
 {
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     *a = made;
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
 }
 
 /* Under making. Nothing to do when the plane is there. */
@@ -493,10 +502,10 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int place, mt_plane p)
         return MT_OK;
     MT_TRY(mt__lay_out(u, p, &offset, &bytes));
     MT_TRY(map(s, u, place, p, bytes, 0, &made));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     pl->arena = made;
     pl->offset = offset;
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return MT_OK;
 
 fail:
@@ -513,9 +522,9 @@ static mt_status late_room(mt_store *s, const mt__unit *u, mt__plane *pl)
         return MT_OK;
     if ((made = calloc((size_t)u->n_params, sizeof *made)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d arenas", u->name, u->n_params);
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     pl->late = made;
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return MT_OK;
 }
 
@@ -550,9 +559,9 @@ static void *find_at(mt_store *s, const mt__plane *pl, int param)
 {
     void *found;
 
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     found = address_of(pl, param);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return found;
 }
 
@@ -614,9 +623,9 @@ static mt_status at(mt_store *s, int unit, int param, int place, mt_plane p, voi
         *out = found;
         return MT_OK;
     }
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     st = make_at(s, u, param, place, p, out);
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
 fail:
     return st;
 }
@@ -641,10 +650,10 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
                        unit, mt_store_units(s));
     pl = &u->plane[MT__HOST][MT_PLANE_HI];
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     if ((st = plane_make(s, u, MT__HOST, MT_PLANE_HI)) == MT_OK)
         *out = pl->arena.base;
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
     return st;
 }
 
@@ -664,7 +673,7 @@ mt_status mt_store_settle(mt_store *s, int unit)
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
                        unit, mt_store_units(s));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     if (atomic_load(&u->passing))
         st = MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot live on the device",
                      u->name);
@@ -677,7 +686,7 @@ mt_status mt_store_settle(mt_store *s, int unit)
                      u->name);
     if (st == MT_OK)
         atomic_store(&u->settled, 1);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return st;
 }
 
@@ -696,29 +705,29 @@ static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
 {
     mt_status st;
 
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     MT_TRY(register_one(s, &pl->arena));
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
         MT_TRY(register_one(s, &pl->late[i]));
 fail:
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
     return st;
 }
 
 /* Under making. */
-static mt_status warm(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
+static mt_status commit(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
 {
     mt_arena  made = *a;
-    mt_status st = mt_arena_warm(&made, s->pool, registrar(s, u, p));
+    mt_status st = mt_arena_commit(&made, s->pool, registrar(s, u, p));
 
-    if (st == MT_OK && a->cold) {
+    if (st == MT_OK && a->reserved) {
         publish_arena(s, a, made);
         atomic_fetch_add(&s->mapped[p], made.bytes);
     }
     return st;
 }
 
-mt_status mt_store_warm(mt_store *s, int unit, mt_plane p)
+mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
 {
     mt__unit  *u = mt__unit_at(s, unit);
     mt__plane *pl;
@@ -728,13 +737,13 @@ mt_status mt_store_warm(mt_store *s, int unit, mt_plane p)
         return MT_FAIL(MT_EINVAL, "there is no plane %d of unit %d; the store has %d units", (int)p,
                        unit, mt_store_units(s));
     pl = &u->plane[MT__HOST][p];
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     MT_TRY(plane_make(s, u, MT__HOST, p));
-    MT_TRY(warm(s, u, &pl->arena, p));
+    MT_TRY(commit(s, u, &pl->arena, p));
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        MT_TRY(warm(s, u, &pl->late[i], p));
+        MT_TRY(commit(s, u, &pl->late[i], p));
 fail:
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
     return st;
 }
 
@@ -747,18 +756,18 @@ int mt_store_made(mt_store *s, int unit, int param, mt_plane p, int on_device)
 }
 
 /* Under making. */
-static void cool(mt_store *s, mt_arena *a, mt_plane p)
+static void decommit(mt_store *s, mt_arena *a, mt_plane p)
 {
     mt_arena made = *a;
 
     if (made.base == NULL)
         return;
-    atomic_fetch_sub(&s->mapped[p], made.cold ? 0 : made.bytes);
-    mt_arena_chill(&made);
+    atomic_fetch_sub(&s->mapped[p], made.reserved ? 0 : made.bytes);
+    mt_arena_decommit(&made);
     publish_arena(s, a, made);
 }
 
-void mt_store_cool(mt_store *s, int unit, mt_plane p)
+void mt_store_decommit(mt_store *s, int unit, mt_plane p)
 {
     mt__unit  *u = mt__unit_at(s, unit);
     mt__plane *pl;
@@ -766,11 +775,12 @@ void mt_store_cool(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return;
     pl = &u->plane[MT__HOST][p];
-    pthread_mutex_lock(&pl->making);
-    cool(s, &pl->arena, p);
+    mt_lock(&pl->making);
+    decommit(s, &pl->arena, p);
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        cool(s, &pl->late[i], p);
-    pthread_mutex_unlock(&pl->making);
+        if (is_copy(u, p, 1))
+            decommit(s, &pl->late[i], p);
+    mt_unlock(&pl->making);
 }
 
 /* The host's memory is asked for and registered while the unit is settled still: nothing has
@@ -781,7 +791,7 @@ static mt_status host_ready(mt_store *s, int unit, mt__unit *u)
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (u->plane[MT__HOST][p].offset != NULL)
-            MT_TRY(mt_store_warm(s, unit, (mt_plane)p));
+            MT_TRY(mt_store_commit(s, unit, (mt_plane)p));
     MT_TRY(register_plane(s, u, &u->plane[MT__HOST][MT_PLANE_HI]));
     MT_TRY(register_plane(s, u, &u->plane[MT__HOST][MT_PLANE_GRAD]));
 fail:
@@ -796,19 +806,19 @@ mt_status mt_store_unsettle(mt_store *s, int unit)
     if (u == NULL || !atomic_load(&u->settled))
         return MT_FAIL(MT_ESTATE, "unit %d does not live on the device", unit);
     MT_TRY(host_ready(s, unit, u));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     atomic_store(&u->settled, 0);
     atomic_store(&u->registered, 0);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
 fail:
     return st;
 }
 
 void mt_store_device_close(mt_store *s)
 {
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     for (int i = 0; i < mt_store_units(s); i++) {
         mt__unit *u = mt__unit_at(s, i);
 
@@ -816,7 +826,7 @@ void mt_store_device_close(mt_store *s)
             atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
     }
     mt__lent_device_close(s);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
 }
 
 size_t mt_store_device_bytes(const mt_store *s)
@@ -863,14 +873,14 @@ mt_status mt_store_set_through(mt_store *s, int unit, int on)
     return st;
 }
 
-static mt_status register_warm(mt_store *s, mt__plane *pl)
+static mt_status register_committed(mt_store *s, mt__plane *pl)
 {
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&pl->making);
-    if (pl->arena.base != NULL && !pl->arena.cold)
+    mt_lock(&pl->making);
+    if (pl->arena.base != NULL && !pl->arena.reserved)
         st = register_one(s, &pl->arena);
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
     return st;
 }
 
@@ -881,12 +891,12 @@ mt_status mt_store_register(mt_store *s, int unit)
 
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     atomic_store(&u->registered, 1);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
         if (MT_STATE_PLANES >> p & 1)
-            st = register_warm(s, &u->plane[MT__HOST][p]);
+            st = register_committed(s, &u->plane[MT__HOST][p]);
     return st;
 }
 
@@ -905,7 +915,7 @@ mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
 
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
-    pthread_mutex_lock(&s->map_mu);
+    mt_lock(&s->map_mu);
     if (atomic_load(&u->settled) || atomic_load(&u->through))
         st = MT_FAIL(MT_ESTATE, "unit %s is updated on the device; its states cannot be on disk",
                      u->name);
@@ -915,7 +925,7 @@ mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
                          "disk before that is asked for", u->name, mt_plane_name((mt_plane)p));
     if (st == MT_OK)
         atomic_store(&u->disk, planes);
-    pthread_mutex_unlock(&s->map_mu);
+    mt_unlock(&s->map_mu);
     return st;
 }
 
@@ -927,29 +937,15 @@ mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *i
 
     MT_TRY(find(s, unit, param, &u));
     pl = &u->plane[MT__HOST][p];
-    pthread_mutex_lock(&pl->making);
+    mt_lock(&pl->making);
     if ((st = plane_make(s, u, MT__HOST, p)) == MT_OK)
         *in = pl->offset[param] != MT__ABSENT;
-    pthread_mutex_unlock(&pl->making);
+    mt_unlock(&pl->making);
 fail:
     return st;
 }
 
-void mt_store_chill(mt_store *s, int unit, mt_plane p)
-{
-    mt__unit  *u = mt__unit_at(s, unit);
-    mt__plane *pl;
-
-    if (u == NULL || !plane_ok(p))
-        return;
-    pl = &u->plane[MT__HOST][p];
-    pthread_mutex_lock(&pl->making);
-    if (pl->arena.dev == NULL || p == MT_PLANE_HI)
-        cool(s, &pl->arena, p);
-    pthread_mutex_unlock(&pl->making);
-}
-
-size_t mt_store_cold(mt_store *s, int unit, mt_plane p)
+size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
 {
     mt__unit *u = mt__unit_at(s, unit);
     mt_arena *a;
@@ -958,8 +954,8 @@ size_t mt_store_cold(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return 0;
     a = &u->plane[MT__HOST][p].arena;
-    pthread_mutex_lock(&s->map_mu);
-    bytes = a->cold ? a->bytes : 0;
-    pthread_mutex_unlock(&s->map_mu);
+    mt_lock(&s->map_mu);
+    bytes = a->reserved ? a->bytes : 0;
+    mt_unlock(&s->map_mu);
     return bytes;
 }

@@ -9,7 +9,7 @@
  *            these planes are copies (see disk.h)
  *   ledger   per unit: its version, and the work under way that a reader or writer must wait for
  *
- *     mt_store_open(dev, pool, &s);
+ *     mt_store_open(&cx, &s);
  *     mt_store_add(s, "layers.0", params, 12, &unit);
  *     mt_store_at(s, unit, 3, MT_PLANE_HI, &w);       // host address of parameter 3's weights
  *     mt_ledger_read(s, unit);                        // no update of it is under way any more
@@ -23,6 +23,7 @@
 #ifndef MT_STORE_H
 #define MT_STORE_H
 
+#include "context.h"
 #include "dev.h"
 #include "pool.h"
 #include "states.h"
@@ -69,7 +70,8 @@ typedef struct mt_part {
 
 typedef struct mt_store mt_store;
 
-mt_status mt_store_open (mt_dev *dev, mt_pool *pool, mt_store **out);
+/* Of the context: dev, pool, warn. */
+mt_status mt_store_open (const mt_context *cx, mt_store **out);
 void      mt_store_close(mt_store *s);
 mt_status mt_store_add  (mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit);
 
@@ -115,27 +117,25 @@ mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* The whole HI plane of a unit: what one H2D copy reads. */
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
 
-/* From now on the unit's planes but HI are device memory, and their host planes copies: addresses
- * without memory until they are warmed. HI is in a slot, and its host plane a copy too, which is
- * made with memory to be filled, and chilled when the slot has it. Planes that the host has already
- * keep their memory until mt_store_cool: the caller copies them up before. */
+/* From now on the unit's planes but HI are device memory, and their host planes reserved addresses.
+ * HI is in a slot, and its host plane is made committed, to be filled. Planes that the host has
+ * already stay as they are. The unit has a mirror (mirror.h). */
 mt_status mt_store_settle (mt_store *s, int unit);
 int       mt_store_settled(const mt_store *s, int unit);                 /* any thread */
-/* The host's planes are the true ones again: those that were made are warm and registered as any
- * unit's, and the device's are given back. The caller has copied them down before,
- * into planes that were warm. */
+/* The host's planes are the true ones again: those that were made are committed, and registered as
+ * any unit's, and the device's are given back. Their values have come to the host before. */
 mt_status mt_store_unsettle(mt_store *s, int unit);
 /* Has the parameter an address in this plane already, on the host or (on_device) on the device? */
 int       mt_store_made   (mt_store *s, int unit, int param, mt_plane p, int on_device);
-/* The memory of a settled unit's host plane is given back, registered or not;
- * its addresses stay. */
-void      mt_store_cool   (mt_store *s, int unit, mt_plane p);
 /* As mt_store_at, of a settled unit's plane other than HI: an address on the device;
  * zero at first. */
 mt_status mt_store_device_at(mt_store *s, int unit, int param, mt_plane p, void **out);
-/* What is to be written into a host plane as a whole: makes it where it is not, touches it in
- * parallel and (GRAD) registers it. Nothing to do when that is done. */
-mt_status mt_store_warm(mt_store *s, int unit, mt_plane p);
+/* What is to be written into a host plane as a whole: makes it where it is not, and commits it: its
+ * pages are touched in parallel and (GRAD) registered. Nothing to do when that is done. */
+mt_status mt_store_commit  (mt_store *s, int unit, mt_plane p);
+/* Pages of a copy are given back, registered or not; its addresses stay reserved. */
+void      mt_store_decommit(mt_store *s, int unit, mt_plane p);
+size_t    mt_store_reserved(mt_store *s, int unit, mt_plane p);  /* bytes that commit would take */
 void      mt_store_device_close(mt_store *s);          /* gives all device memory back */
 
 /* The unit's updates pass through the device from now on (through.h), or no more: all its planes
@@ -151,31 +151,25 @@ mt_status mt_store_set_passing(mt_store *s, int unit);
 /* Fewer of a size, at least one: then a hand-over waits for the update before.
  * Before anything is lent. */
 mt_status mt_store_lend_most  (mt_store *s, int n);
+int       mt_store_lends      (const mt_store *s);                       /* so many of a size */
 int       mt_store_passes     (const mt_store *s, int unit);             /* any thread */
-/* Waits for a buffer, that is for the update of a unit that has one:
- * MT_ESTATE when no update has used it. */
-mt_status mt_store_lend       (mt_store *s, int unit);
-/* Those waits are recorded in t, with that unit. Before anything is lent, or never. */
-void      mt_store_timeline   (mt_store *s, mt_timeline *t);
+/* Waits for a buffer, that is for the update of a unit that has one, and records that in t with
+ * that unit: MT_ESTATE when no update has used it. */
+mt_status mt_store_lend       (mt_store *s, int unit, mt_timeline *t);
 
 /* All host planes of the unit are registered as they are made; of states,
  * those that are in memory are now. */
 mt_status mt_store_register(mt_store *s, int unit);
 
 /* From now on these planes of the unit are in a file: MT_STATE_PLANES, and HI, or none any more.
- * Their arenas are copies: addresses without memory until they are warmed, never registered; HI,
- * where it is made already, until the file has it and mt_store_chill gave its memory back.
- * MT_ESTATE when one of the others is made already, for a settled unit, and for one that goes
- * through the device. */
+ * Their arenas are reserved addresses, never registered; HI, where it is made already, stays as it
+ * is. The unit has a mirror (mirror.h). MT_ESTATE when one of the others is made already, for a
+ * settled unit, and for one that goes through the device. */
 mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes);
 unsigned  mt_store_on_disk (const mt_store *s, int unit);          /* these planes. Any thread */
 /* *in: the parameter has its place in the unit's arena of that plane, which is made where it is
  * not. 0: it has an arena of its own, or nothing there. */
 mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in);
-/* The memory of a copy is given back; its addresses stay.
- * Of a plane but HI that is registered: nothing. */
-void      mt_store_chill   (mt_store *s, int unit, mt_plane p);
-size_t    mt_store_cold    (mt_store *s, int unit, mt_plane p);    /* bytes that warming it takes */
 
 /* Host bytes in memory in all units: of one plane, or of all (MT_PLANE_COUNT). */
 size_t mt_store_bytes       (const mt_store *s, mt_plane p);
@@ -197,8 +191,6 @@ size_t mt_store_device_bytes(const mt_store *s);
  *             `wanted`: copied next.
  *   version   grows with every announced update and every write from outside; a slot holds
  *             current weights exactly when its version is the unit's. Starts at 1.
- *   written   grows with every write from outside alone: what a settled unit, whose updates are
- *             made in its slot, must fetch again for. Starts at 1.
  *
  * A fault (sticky) set by any worker ends every wait with that worker's message; finishing what
  * was not announced, or naming a unit that is not there, is such a fault. The wait for `fetched`
@@ -209,8 +201,7 @@ size_t mt_store_device_bytes(const mt_store *s);
  * of a save, every request of a disk and whatever else says mt_watch_moved.
  */
 uint64_t  mt_ledger_version(mt_store *s, int unit);
-void      mt_ledger_touch  (mt_store *s, int unit);          /* written from outside: both grow */
-uint64_t  mt_ledger_written(mt_store *s, int unit);
+void      mt_ledger_touch  (mt_store *s, int unit);          /* weights were written from outside */
 
 void      mt_ledger_update_begin(mt_store *s, int unit);     /* version grows; updates += 1 */
 void      mt_ledger_update_end  (mt_store *s, int unit);

@@ -1,25 +1,26 @@
-/* store_impl.h — what store.c, lend.c and ledger.c share; nobody else includes it.
+/* store_impl.h — what store.c, lend.c, ledger.c and mirror.c share; nobody else includes it.
  *
- * Locks, never two at a time but for the first two, in this order:
+ * Locks (lock.h has their order):
  *   making      a plane's: it is being mapped, touched, registered or given back, which takes
  *               seconds a gigabyte. Whoever asks for another plane, or for an address that is
  *               there, does not wait
  *   map_mu      the map: units, planes and their arenas. Held for moments (store.c, lend.c)
  *   ledger.mu   counts, versions, the fault                    (ledger.c)
  *   fetched_mu  each unit's `fetched` event: its making and its records (ledger.c)
+ *   mirror_mu   copies, claims and doors (mirror.c)
  */
 #ifndef MT_STORE_IMPL_H
 #define MT_STORE_IMPL_H
 
 #include "arena.h"
-#include "store.h"
+#include "mirror.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
 
 /* One plane of one unit. Read under either lock, written under both. */
 typedef struct mt__plane {
-    pthread_mutex_t making;
+    mt_mutex        making;
     size_t   *offset;        /* [n_params] bytes into the arena, or MT__ABSENT; NULL: not made */
     mt_arena  arena;
     mt_arena *late;          /* [n_params] of those that became trainable afterwards, or NULL */
@@ -29,6 +30,19 @@ typedef struct mt__plane {
 
 /* Where a plane is. A settled unit has both: the device's is the true one, the host's a copy. */
 enum { MT__HOST, MT__DEVICE, MT__PLACES };
+
+/* A unit's copies. mirror_mu */
+typedef struct mt__mirror {
+    const mt_mirror_ops *ops;        /* NULL: the host is the unit's home */
+    void                *home;
+    unsigned char       *copies;     /* [MT_PLANE_COUNT * n_params] an mt_mirror_state each */
+    unsigned             planes;     /* that are with the home, a bit each */
+    unsigned             at_host;    /* excepted from them */
+    unsigned             pages;      /* of planes: whose memory on the host may be committed */
+    unsigned             claimed;    /* of planes */
+    int                  busy;       /* somebody is behind the door */
+    int                  awaited;    /* so many wait until nobody is, saves left out */
+} mt__mirror;
 
 typedef struct mt__unit {
     char          *name;             /* these five: written by add, before the unit is published */
@@ -50,7 +64,7 @@ typedef struct mt__unit {
                                       * anyone */
 
     uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
-    uint64_t       written;          /* from 1: of which writes from outside. ledger.mu */
+    mt__mirror     mirror;
     int64_t        updates, grads, fetches, saves;   /* announced and not finished. ledger.mu */
     mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
     mt_post        copying;          /* of the queue that `fetched` was recorded in. fetched_mu */
@@ -64,7 +78,7 @@ typedef struct mt__lent {
 } mt__lent;
 
 typedef struct mt__ledger {
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     pthread_cond_t  changed;         /* monotonic clock; broadcast at every change but a begin */
     int             wanted;          /* unit plus 1 whose save was waited for last; 0: none. mu */
     mt_status       fault;           /* MT_OK until the first. mu */
@@ -78,7 +92,8 @@ typedef struct mt__ledger {
 struct mt_store {
     mt_dev         *dev;
     mt_pool        *pool;
-    pthread_mutex_t map_mu, fetched_mu;
+    mt_mutex        map_mu, fetched_mu, mirror_mu;
+    pthread_cond_t  mirror_changed;          /* a door is open again */
     mt__unit      **seg[MT__SEGS];           /* written under map_mu before n_units covers them */
     _Atomic int     n_units;                 /* release after a unit is whole; read by anyone */
     _Atomic size_t  mapped[MT_PLANE_COUNT];  /* bytes; written under map_mu, read by anyone */
@@ -87,8 +102,6 @@ struct mt_store {
     int             n_lent, most_lent;       /* most: of a size in a place; constant once anything
                                               * is lent */
     uint64_t        lendings;                /* so far. map_mu */
-    mt_timeline    *timeline;                /* of waits for a buffer. Constant once anything is
-                                              * lent */
     mt__ledger      ledger;
     mt_watch        watch;
 };
@@ -106,7 +119,12 @@ void mt__take_back (mt_store *s, int unit);
 void mt__lent_close(mt_store *s);
 void mt__lent_device_close(mt_store *s);                /* map_mu, when no device plane is left */
 
-mt_status mt__ledger_open (mt__ledger *l);
-void      mt__ledger_close(mt__ledger *l);
+/* ledger.c. The unit was written from outside. */
+mt_status mt__ledger_open  (mt__ledger *l);
+void      mt__ledger_close (mt__ledger *l);
+void      mt__version_grows(mt_store *s, int unit);
+
+/* mirror.c. Some of the host's weights were written. */
+void mt__mirror_touched(mt_store *s, int unit);
 
 #endif

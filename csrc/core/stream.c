@@ -26,14 +26,15 @@
 
 #include "clock.h"
 #include "course.h"
+#include "worker.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define POISON_BYTES ((size_t)1 << 20)
 
 typedef struct slot {
+    mt_job    node;          /* a request for this slot. mu */
     size_t    bytes;     /* of mem. Written by open */
     int       settled;   /* its unit never changes: no copy of ours goes there. Written by settle */
     mt_event *ready;     /* recorded on h2d by the mover, behind the copy */
@@ -54,39 +55,29 @@ typedef struct request {
     int      slot, unit;
     void    *mem;
     uint64_t number;
-    mt_debug debug;
 } request;
 
 struct mt_stream {
+    const mt_context *cx;
     mt_dev       *dev;
     mt_store     *store;
     mt_slot_hooks hooks;
     mt_queue     *h2d;       /* the mover's alone */
-    mt_timeline  *timeline;  /* written before the first request */
-    mt_feed      *feed;      /* NULL: no unit's weights are on disk. Written before the first
-                              * request */
-    mt_resident  *residents; /* NULL: no unit is settled. Written by settle */
+    mt_timeline  *timeline;
+    void         *poison;    /* POISON_BYTES of 0xFF; NULL before it is asked for. The mover's */
     slot         *slots;
     size_t       *slot_bytes;/* as schedules see them: what is settled fits nobody else */
-    int           n_slots;
+    int           n_slots, n_settled;
 
     /* Acquiring thread. */
     mt__course    course;
     uint64_t      tick, requests;
     int           last_unit;    /* of the latest acquire since begin; -1: none */
     int           computing;    /* of the latest window whose kernels are in run; -1: none yet */
-    mt_debug      debug;
 
-    pthread_mutex_t mu;
-    pthread_cond_t  work;             /* the mover waits: line not empty, or stop */
-    pthread_cond_t  moved;            /* await waits: issued grew, or failed */
-    int            *line;             /* [n_slots] asked for and not taken, oldest first. mu */
-    int             n_line;           /* mu */
-    int             stop, failed;     /* mu. failed: the ledger has the fault */
+    mt_mutex        mu;
+    mt_worker       mover;            /* its jobs are slots. news: issued grew, or it failed */
     mt_stream_stats stats;            /* mu */
-    void           *poison;           /* POISON_BYTES of 0xFF; made by debug, kept until close */
-    pthread_t       mover;
-    int             mover_runs;
 };
 
 /* ---- the mover -------------------------------------------------------------------------- */
@@ -95,46 +86,25 @@ struct mt_stream {
 
 static int on_disk(const mt_stream *s, int unit)
 {
-    return s->feed != NULL && (mt_store_on_disk(s->store, unit) >> MT_PLANE_HI & 1);
+    return s->cx->feed != NULL && (mt_store_on_disk(s->store, unit) >> MT_PLANE_HI & 1);
 }
 
 /* Under mu. What stands in line will be fetched in this order. */
 static void tell_feed(mt_stream *s)
 {
-    int units[TOLD], n = s->n_line < TOLD ? s->n_line : TOLD;
+    int units[TOLD], n = 0;
 
-    if (s->feed == NULL)
+    if (s->cx->feed == NULL)
         return;
-    for (int i = 0; i < n; i++)
-        units[i] = s->slots[s->line[i]].unit;
-    mt_feed_expect(s->feed, units, n);
-}
-
-/* Waits until there is a request, and takes it. 0: the stream closes. */
-static int take(mt_stream *s, request *r)
-{
-    int go;
-
-    pthread_mutex_lock(&s->mu);
-    while (!s->stop && s->n_line == 0)
-        pthread_cond_wait(&s->work, &s->mu);
-    if ((go = !s->stop)) {
-        int k = s->line[0];
-
-        memmove(s->line, s->line + 1, (size_t)--s->n_line * sizeof *s->line);
-        *r = (request){ k, s->slots[k].unit, s->slots[k].mem, s->slots[k].asked, s->debug };
-        if (on_disk(s, r->unit))
-            mt_feed_next(s->feed, r->unit);
-        tell_feed(s);
-    }
-    pthread_mutex_unlock(&s->mu);
-    return go;
+    for (const mt_job *j = s->mover.first; j != NULL && n < TOLD; j = j->next)
+        units[n++] = ((const slot *)(const void *)j)->unit;
+    mt_feed_expect(s->cx->feed, units, n);
 }
 
 /* UPDATED: the copy reads HI, which an update announced before now still has to write. */
 static mt_status fetch_begin(mt_stream *s, const request *r, uint64_t *version)
 {
-    if (!(r->debug.skip & MT_EDGE_UPDATED))
+    if (!mt_skips(s->cx, MT_EDGE_UPDATED))
         return mt_ledger_fetch_begin(s->store, r->unit, version);
     *version = mt_ledger_version(s->store, r->unit);
     return MT_OK;
@@ -145,6 +115,11 @@ static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
 {
     mt_status st;
 
+    if (s->poison == NULL) {
+        if ((s->poison = malloc(POISON_BYTES)) == NULL)
+            return MT_FAIL(MT_ENOMEM, "stream: no memory for the poison of slots");
+        memset(s->poison, 0xFF, POISON_BYTES);
+    }
     for (size_t at = 0; at < bytes; at += POISON_BYTES) {
         size_t piece = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
         MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, piece));
@@ -177,11 +152,11 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
     mt_status         st;
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
-    if (!(r->debug.skip & MT_EDGE_FREED))
+    if (!mt_skips(s->cx, MT_EDGE_FREED))
         MT_TRY(v->wait(s->h2d, k->freed));
-    if (r->debug.poison && s->poison != NULL)
+    if (mt_poisons(s->cx))
         MT_TRY(put_poison(s, r, bytes));
-    MT_TRY(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->feed, r->unit, r->mem, s->h2d));
+    MT_TRY(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
     return v->record(s->h2d, k->ready);
 fail:
     return st;
@@ -202,42 +177,32 @@ static mt_status deliver(mt_stream *s, const request *r, uint64_t *version)
     end = mt_ledger_fetching(s->store, r->unit, s->h2d);
     return st != MT_OK ? st : end;
 fail:
-    if (s->feed != NULL)
-        mt_feed_next(s->feed, -1);       /* nothing is read for what is not fetched */
+    if (s->cx->feed != NULL)
+        mt_feed_next(s->cx->feed, -1);       /* nothing is read for what is not fetched */
     return st;
 }
 
-static void finish(mt_stream *s, const request *r, mt_status st, uint64_t version)
-{
-    slot *k = &s->slots[r->slot];
-
-    if (st != MT_OK)
-        mt_ledger_fault(s->store, st, mt_last_error());
-    pthread_mutex_lock(&s->mu);
-    if (st != MT_OK)
-        s->failed = 1;
-    else
-        k->issued = r->number;
-    if (st == MT_OK && k->asked == r->number)
-        k->version = version;
-    pthread_cond_broadcast(&s->moved);
-    pthread_mutex_unlock(&s->mu);
-}
-
-static void *mover_main(void *arg)
+/* The slot is told what to bring, at the moment when its turn has come. */
+static mt_status carry_out(void *arg, mt_job *node)
 {
     mt_stream *s = arg;
-    request    r;
+    slot      *k = (slot *)(void *)node;
+    request    r = { (int)(k - s->slots), k->unit, k->mem, k->asked };
+    uint64_t   version = 0;
+    mt_status  st;
 
-    pthread_setname_np(pthread_self(), "mt-mover");
-    mt_watch_i_am("h2d");
-    while (take(s, &r)) {
-        uint64_t  version = 0;
-        mt_status st = deliver(s, &r, &version);
-
-        finish(s, &r, st, version);
-    }
-    return NULL;
+    if (on_disk(s, r.unit))
+        mt_feed_next(s->cx->feed, r.unit);
+    tell_feed(s);
+    mt_unlock(&s->mu);
+    if ((st = deliver(s, &r, &version)) != MT_OK)
+        mt_ledger_fault(s->store, st, mt_last_error());
+    mt_lock(&s->mu);
+    if (st == MT_OK)
+        k->issued = r.number;
+    if (st == MT_OK && k->asked == r.number)
+        k->version = version;
+    return st;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
@@ -249,8 +214,7 @@ static mt_status open_slots(mt_stream *s, const mt_slot_desc *d, int n)
 
     s->slots = calloc((size_t)n, sizeof *s->slots);
     s->slot_bytes = calloc((size_t)n, sizeof *s->slot_bytes);
-    s->line = calloc((size_t)n, sizeof *s->line);
-    if (s->slots == NULL || s->slot_bytes == NULL || s->line == NULL)
+    if (s->slots == NULL || s->slot_bytes == NULL)
         return MT_FAIL(MT_ENOMEM, "stream: no memory to describe %d slots", n);
     s->n_slots = n;
     for (int i = 0; i < n; i++) {
@@ -264,7 +228,7 @@ fail:
     return st;
 }
 
-mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots, int n_slots,
+mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_slots,
                          mt_slot_hooks hooks, mt_stream **out)
 {
     mt_stream *s;
@@ -278,21 +242,13 @@ mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots
     if ((s = calloc(1, sizeof *s)) == NULL)
         return MT_FAIL(MT_ENOMEM, "stream: calloc(%zu)", sizeof *s);
 
-    s->dev = dev;
-    s->store = store;
-    s->hooks = hooks;
-    s->last_unit = s->computing = -1;
+    *s = (mt_stream){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline,
+                      .hooks = hooks, .last_unit = -1, .computing = -1 };
     mt__course_open(&s->course);
-    pthread_mutex_init(&s->mu, NULL);
-    pthread_cond_init(&s->work, NULL);
-    MT_TRY(mt_watch_cond(&s->moved));
+    mt_mutex_open(&s->mu, MT_RANK_STREAM);
     MT_TRY(open_slots(s, slots, n_slots));
-    MT_TRY(dev->ops->queue_open(dev, "h2d", &s->h2d));
-    if (pthread_create(&s->mover, NULL, mover_main, s) != 0) {
-        st = MT_FAIL(MT_ENOMEM, "stream: no thread for the mover");
-        goto fail;
-    }
-    s->mover_runs = 1;
+    MT_TRY(s->dev->ops->queue_open(s->dev, "h2d", &s->h2d));
+    MT_TRY(mt_worker_open(&s->mover, &s->mu, 1, "mt-mover", "h2d", carry_out, s));
     *out = s;
     return MT_OK;
 
@@ -305,12 +261,8 @@ void mt_stream_close(mt_stream *s)
 {
     if (s == NULL)
         return;
-    pthread_mutex_lock(&s->mu);
-    s->stop = 1;
-    pthread_cond_broadcast(&s->work);
-    pthread_mutex_unlock(&s->mu);
-    if (s->mover_runs)
-        pthread_join(s->mover, NULL);
+    mt_worker_stop(&s->mover, 1);
+    mt_worker_close(&s->mover);
     if (s->h2d != NULL)
         s->dev->ops->queue_close(s->h2d);
     for (int i = 0; i < s->n_slots; i++) {
@@ -319,28 +271,16 @@ void mt_stream_close(mt_stream *s)
         s->dev->ops->event_close(s->slots[i].freed);
     }
     mt__course_close(&s->course);
-    pthread_cond_destroy(&s->moved);
-    pthread_cond_destroy(&s->work);
-    pthread_mutex_destroy(&s->mu);
+    mt_mutex_close(&s->mu);
     free(s->slots);
     free(s->slot_bytes);
-    free(s->line);
     free(s->poison);
     free(s);
 }
 
-void mt_stream_timeline(mt_stream *s, mt_timeline *t)
+mt_status mt_stream_settle(mt_stream *s, int unit, int k)
 {
-    s->timeline = t;
-}
-
-void mt_stream_feed(mt_stream *s, mt_feed *f)
-{
-    s->feed = f;
-}
-
-mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int k)
-{
+    mt_resident *r = s->cx->residents;
     size_t    bytes = mt_store_hi_bytes(s->store, unit);
     mt_status st;
 
@@ -358,12 +298,12 @@ mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int k)
     else if (mt_resident_mem(r, unit) != s->slots[k].mem)
         return MT_FAIL(MT_EINVAL, "unit %s: slot %d is not the memory that it has",
                        mt_store_name(s->store, unit), k);
-    s->residents = r;
     s->slot_bytes[k] = SIZE_MAX;
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->slots[k].unit = unit;
     s->slots[k].settled = 1;
-    pthread_mutex_unlock(&s->mu);
+    s->n_settled++;
+    mt_unlock(&s->mu);
 fail:
     return st;
 }
@@ -373,18 +313,9 @@ fail:
 /* The slot that is the unit's for good; -1: none. */
 static int settled_slot(const mt_stream *s, int unit)
 {
-    for (int k = 0; k < s->n_slots && s->residents != NULL; k++)
+    for (int k = 0; k < s->n_slots && s->n_settled > 0; k++)
         if (s->slots[k].settled && s->slots[k].unit == unit)
             return k;
-    return -1;
-}
-
-/* Under mu. Where slot k is in line; -1: it is not. */
-static int place_in_line(const mt_stream *s, int k)
-{
-    for (int i = 0; i < s->n_line; i++)
-        if (s->line[i] == k)
-            return i;
     return -1;
 }
 
@@ -395,7 +326,7 @@ static int brings(mt_stream *s, int k, int unit, uint64_t now)
 
     if (sl->unit != unit)
         return 0;
-    if (sl->version != now && place_in_line(s, k) >= 0)
+    if (sl->version != now && sl->node.listed)
         sl->version = now;
     return sl->version == now;
 }
@@ -406,13 +337,13 @@ static int holding(mt_stream *s, int unit, int first)
     uint64_t now = mt_ledger_version(s->store, unit);
     int      found = -1;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     if (first >= 0 && brings(s, first, unit, now))
         found = first;
     for (int k = 0; k < s->n_slots && found < 0; k++)
         if (brings(s, k, unit, now))
             found = k;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return found;
 }
 
@@ -421,18 +352,15 @@ static int held(const mt_stream *s, int k)
     return s->hooks.held != NULL && s->hooks.held(s->hooks.ctx, k);
 }
 
-/* Under mu. Slot k's request, if the mover has not taken it, leaves the line: k holds nothing. */
-static void withdraw(mt_stream *s, int k)
+/* Under mu. Slot k's request, if the mover has not begun it, leaves the line: k holds nothing. */
+static void withdraw(mt_stream *s, slot *k)
 {
-    int place = place_in_line(s, k);
-
-    if (place < 0)
+    if (!k->node.listed)
         return;
-    s->n_line--;
-    memmove(s->line + place, s->line + place + 1, (size_t)(s->n_line - place) * sizeof *s->line);
+    mt_worker_withdraw(&s->mover, &k->node);
     s->stats.fetches--;
-    s->stats.h2d_bytes -= mt_store_hi_bytes(s->store, s->slots[k].unit);
-    s->slots[k].unit = -1;
+    s->stats.h2d_bytes -= mt_store_hi_bytes(s->store, k->unit);
+    k->unit = -1;
 }
 
 /* Someone still reads slot k: it gets other memory, and forgets what the old one held. */
@@ -444,11 +372,11 @@ static mt_status renew(mt_stream *s, int k)
     if (s->hooks.renew == NULL)
         return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it", k);
     MT_TRY(s->hooks.renew(s->hooks.ctx, k, &mem));
-    pthread_mutex_lock(&s->mu);
-    withdraw(s, k);
+    mt_lock(&s->mu);
+    withdraw(s, &s->slots[k]);
     s->slots[k].mem = mem;
     s->slots[k].unit = -1;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 fail:
     return st;
@@ -468,17 +396,16 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     MT_TRY(s->dev->ops->record(run, sl->freed));
     mt_watch_compute(mt_store_watch(s->store), &sl->using, mt_store_name(s->store, s->computing),
                      "its kernels (the event FREED)", sl->freed);
-    pthread_mutex_lock(&s->mu);
-    withdraw(s, k);
+    mt_lock(&s->mu);
+    withdraw(s, sl);
     sl->unit = unit;
     sl->version = now;
     sl->asked = ++s->requests;
-    s->line[s->n_line++] = k;
+    (void)mt_worker_submit(&s->mover, &sl->node);
     s->stats.fetches++;
     s->stats.h2d_bytes += bytes;
     tell_feed(s);
-    pthread_cond_signal(&s->work);
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     sl->last_use = ++s->tick;
     return MT_OK;
 fail:
@@ -517,9 +444,9 @@ static mt_status fetch_on_demand(mt_stream *s, int unit, mt_queue *run, int *k)
     mt_status st;
 
     MT_TRY(fetch(s, way, unit, run));
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->stats.demand_fetches++;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     *k = way;
     return MT_OK;
 fail:
@@ -624,13 +551,13 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
     MT_TRY(mt__course_compute(&s->course, unit, &from, &step));
     if (step >= 0)
         planned = mt__course_schedule(&s->course)->steps[step].slot;
-    if (step >= 0 && !s->debug.sync)
+    if (step >= 0 && !mt_syncs(s->cx))
         MT_TRY(catch_up(s, from, step, run));
     if ((*k = holding(s, unit, planned)) < 0)
         MT_TRY(fetch_on_demand(s, unit, run, k));
     s->slots[*k].last_use = ++s->tick;
     s->last_unit = unit;
-    if (step >= 0 && !s->debug.sync)
+    if (step >= 0 && !mt_syncs(s->cx))
         MT_TRY(look_ahead(s, *k, run));
     return MT_OK;
 fail:
@@ -671,7 +598,7 @@ mt_status mt_stream_kick(mt_stream *s, mt_queue *run)
 
     MT_TRY(mt_ledger_check(s->store));
     /* An update in mid-backward is no end of the step: its slots are still needed. */
-    if (s->debug.sync || !mt__course_over(&s->course))
+    if (mt_syncs(s->cx) || !mt__course_over(&s->course))
         return MT_OK;
     for (int64_t i = 0; i < sch->n && sch->steps[i].kind != MT_COMPUTE; i++)
         if (sch->steps[i].kind == MT_FETCH)
@@ -687,42 +614,38 @@ typedef struct awaited {
     const mt_stream *s;
     const slot      *k;
     int              failed;
-    mt_debug         debug;
 } awaited;
 
 static int is_issued(void *arg)
 {
     awaited *a = arg;
 
-    a->failed = a->s->failed;
-    a->debug = a->s->debug;
+    a->failed = a->s->mover.failed != MT_OK;
     return a->failed || a->k->issued >= a->k->asked;
 }
 
 /* The host waits for the mover, so that `ready` has been recorded for this copy when run is told
  * to wait for it. A wait of the mover's that the watchdog ends is a fault, and ends this one. */
-static mt_status wait_issued(mt_stream *s, int k, mt_debug *debug)
+static mt_status wait_issued(mt_stream *s, int k)
 {
     awaited   a = { .s = s, .k = &s->slots[k] };
-    mt_status st = mt_watch_until(mt_store_watch(s->store), &s->moved, &s->mu, is_issued, &a,
+    mt_status st = mt_watch_until(mt_store_watch(s->store), &s->mover.news, &s->mu, is_issued, &a,
                                   mt_store_name(s->store, s->slots[k].unit), "its fetch to be put");
 
-    *debug = a.debug;
     return a.failed ? mt_ledger_check(s->store) : st;
 }
 
 static mt_status await_copy(mt_stream *s, int k, mt_queue *run)
 {
-    mt_debug  debug;
     mt_status st;
 
     if (on_disk(s, s->slots[k].unit))
-        mt_feed_forget(s->feed, s->slots[k].unit);
-    MT_TRY(wait_issued(s, k, &debug));
-    if (debug.sync)
+        mt_mirror_forget(s->store, s->slots[k].unit);
+    MT_TRY(wait_issued(s, k));
+    if (mt_syncs(s->cx))
         MT_TRY(s->dev->ops->sync_event(s->slots[k].ready));
     /* READY: the copy is in h2d; run goes on when it is over. */
-    if (!(debug.skip & MT_EDGE_READY))
+    if (!mt_skips(s->cx, MT_EDGE_READY))
         MT_TRY(s->dev->ops->wait(run, s->slots[k].ready));
 fail:
     return st;
@@ -736,12 +659,12 @@ mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
     if (k < 0 || k >= s->n_slots)
         return MT_FAIL(MT_EINVAL, "stream: there is no slot %d of %d", k, s->n_slots);
     if (s->slots[k].settled)
-        MT_TRY(mt_resident_await(s->residents, s->slots[k].unit, run));
+        MT_TRY(mt_resident_await(s->cx->residents, s->slots[k].unit, run));
     else
         MT_TRY(await_copy(s, k, run));
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     s->stats.await_ns += mt_now_ns() - begun;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return MT_OK;
 fail:
     return st;
@@ -755,7 +678,7 @@ int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset
     uintptr_t  at = (uintptr_t)p;
     int        found = -1;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     for (int k = 0; k < s->n_slots && found < 0; k++) {
         uintptr_t mem = (uintptr_t)s->slots[k].mem;
 
@@ -765,7 +688,7 @@ int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset
             *offset = at - mem;
         }
     }
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     return found;
 }
 
@@ -773,9 +696,9 @@ mt_stream_stats mt_stream_stats_get(mt_stream *s)
 {
     mt_stream_stats stats;
 
-    pthread_mutex_lock(&s->mu);
+    mt_lock(&s->mu);
     stats = s->stats;
-    pthread_mutex_unlock(&s->mu);
+    mt_unlock(&s->mu);
     stats.rebuilds = s->course.rebuilds;
     return stats;
 }
@@ -783,19 +706,4 @@ mt_stream_stats mt_stream_stats_get(mt_stream *s)
 const mt_schedule *mt_stream_schedule(const mt_stream *s)
 {
     return mt__course_schedule(&s->course);
-}
-
-void mt_stream_debug(mt_stream *s, mt_debug d)
-{
-    void *poison = NULL;
-
-    if (d.poison && s->poison == NULL && (poison = malloc(POISON_BYTES)) == NULL)
-        mt_ledger_fault(s->store, MT_ENOMEM, "stream: no memory for the poison of mt_stream_debug");
-    if (poison != NULL)
-        memset(poison, 0xFF, POISON_BYTES);
-    pthread_mutex_lock(&s->mu);
-    if (poison != NULL)
-        s->poison = poison;
-    s->debug = d;
-    pthread_mutex_unlock(&s->mu);
 }

@@ -5,8 +5,9 @@
  */
 #include "through.h"
 
+#include "worker.h"
+
 #include <inttypes.h>
-#include <pthread.h>
 #include <stdlib.h>
 
 #define ALIGN_BYTES MT_PART_ALIGN
@@ -20,7 +21,7 @@ typedef struct buffer {
 } buffer;
 
 typedef struct job {
-    struct job    *next;
+    mt_job         node;
     mt_through_job j;
     float          clip;
     uint64_t       number;
@@ -28,23 +29,20 @@ typedef struct job {
 } job;
 
 struct mt_through {
+    mt_context      *cx;
     mt_dev          *dev;
     mt_store        *store;
-    mt_timeline     *timeline;   /* written before the first put */
+    mt_timeline     *timeline;
     buffer          *buffers;    /* [n_buffers] */
     int              n_buffers;
     size_t           bytes;      /* of each */
-    uint64_t         turn;       /* pieces put so far. Our thread */
+    uint64_t         turn;       /* pieces put so far. These three: our thread */
+    job             *before;     /* its last pieces may be coming down; NULL: none */
+    mt_span          span;       /* the record that is open */
 
-    pthread_mutex_t  mu;
-    pthread_cond_t   more;       /* our thread waits: a job, or stop */
-    pthread_cond_t   came;       /* others wait: done grew */
-    job             *first, **last;      /* mu */
-    uint64_t         put, done;          /* jobs. mu */
-    mt_through_stats stats;              /* mu */
-    int              stop;               /* mu */
-    pthread_t        thread;
-    int              runs;
+    mt_mutex  mu;
+    mt_worker        worker;     /* a job ends when its unit is down, or the next one is put */
+    mt_through_stats stats;      /* mu */
 };
 
 /* ---- cutting ---------------------------------------------------------------------------- */
@@ -127,9 +125,9 @@ static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_through_tensor 
                                      bytes));
             copied += bytes;
         }
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     *(up ? &t->stats.h2d_bytes : &t->stats.d2h_bytes) += copied;
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
 fail:
     return st;
 }
@@ -142,9 +140,9 @@ static mt_status make_buffers(mt_through *t)
         if (t->buffers[i].mem != NULL)
             continue;
         MT_TRY(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
-        pthread_mutex_lock(&t->mu);
+        mt_lock(&t->mu);
         t->stats.device_bytes += t->bytes;
-        pthread_mutex_unlock(&t->mu);
+        mt_unlock(&t->mu);
     }
 fail:
     return st;
@@ -191,7 +189,7 @@ fail:
 }
 
 /* Waits until nothing of the unit is on its way, and ends its record and its update. */
-static void finish(mt_through *t, job *b, mt_span *span)
+static mt_status finish(mt_through *t, job *b)
 {
     mt_watch *watch = mt_store_watch(t->store);
     mt_post   post;
@@ -210,57 +208,44 @@ static void finish(mt_through *t, job *b, mt_span *span)
     mt_watch_end(watch, &post, st);
     if (st != MT_OK)
         mt_ledger_fault(t->store, st, mt_last_error());
-    mt_timeline_end(t->timeline, span, b->j.bytes, NULL);
+    mt_timeline_end(t->timeline, &t->span, b->j.bytes, NULL);
     mt_ledger_update_end(t->store, b->j.unit);
     if (b->j.free != NULL)
         b->j.free(b->j.arg);
     free(b);
-    pthread_mutex_lock(&t->mu);
-    t->done++;
-    pthread_cond_broadcast(&t->came);
-    pthread_mutex_unlock(&t->mu);
+    return st;
 }
 
-/* wait: until there is one. NULL: there is none, and with wait, there will be none. */
-static job *next_job(mt_through *t, int wait)
+static void begin_record(mt_through *t, const job *b)
 {
-    job *b;
-
-    pthread_mutex_lock(&t->mu);
-    while (wait && t->first == NULL && !t->stop)
-        pthread_cond_wait(&t->more, &t->mu);
-    if ((b = t->first) != NULL && (t->first = b->next) == NULL)
-        t->last = &t->first;
-    pthread_mutex_unlock(&t->mu);
-    return b;
+    mt_timeline_begin(t->timeline, &t->span, MT_LANE_THROUGH, MT_WORK_UPDATE, b->j.unit, NULL);
 }
 
-/* The unit whose record is open is the older of the two on their way. */
-static void *through_main(void *arg)
+/* Of the two units on their way the older one's record is open: a unit that follows is put while
+ * the one before it comes down. That one is finished then, the last one when nobody follows. */
+static mt_status pass(void *arg, mt_job *node)
 {
     mt_through *t = arg;
-    job        *now, *before = NULL;
-    mt_span     span = { 0 };
+    job        *now = (job *)(void *)node, *before = t->before;
+    mt_status   st = MT_OK;
 
-    pthread_setname_np(pthread_self(), "mt-through");
-    mt_watch_i_am("through");
-    for (;;) {
-        now = next_job(t, before == NULL);
-        if (now == NULL && before == NULL)
-            break;
-        if (now != NULL && before == NULL)
-            mt_timeline_begin(t->timeline, &span, MT_LANE_THROUGH, MT_WORK_UPDATE, now->j.unit,
-                              NULL);
-        if (now != NULL && (now->st = put_unit(t, now)) != MT_OK)
-            mt_ledger_fault(t->store, now->st, mt_last_error());
-        if (before != NULL)
-            finish(t, before, &span);
-        if (now != NULL && before != NULL)
-            mt_timeline_begin(t->timeline, &span, MT_LANE_THROUGH, MT_WORK_UPDATE, now->j.unit,
-                              NULL);
-        before = now;
+    mt_unlock(&t->mu);
+    if (before == NULL)
+        begin_record(t, now);
+    if ((now->st = put_unit(t, now)) != MT_OK)
+        mt_ledger_fault(t->store, now->st, mt_last_error());
+    if (before != NULL) {
+        st = finish(t, before);
+        begin_record(t, now);
     }
-    return NULL;
+    mt_lock(&t->mu);
+    t->before = t->worker.first != NULL ? now : NULL;
+    if (t->before == NULL) {
+        mt_unlock(&t->mu);
+        st = finish(t, now);
+        mt_lock(&t->mu);
+    }
+    return st;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
@@ -282,8 +267,7 @@ fail:
     return st;
 }
 
-mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t bytes,
-                          mt_through **out)
+mt_status mt_through_open(mt_context *cx, int n_buffers, size_t bytes, mt_through **out)
 {
     mt_through *t;
     mt_status   st;
@@ -293,20 +277,12 @@ mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t by
                        n_buffers, bytes, MT_THROUGH_LEAST);
     if ((t = calloc(1, sizeof *t)) == NULL)
         return MT_FAIL(MT_ENOMEM, "through: calloc(%zu)", sizeof *t);
-    t->dev = dev;
-    t->store = store;
-    t->bytes = bytes;
-    t->last = &t->first;
-    pthread_mutex_init(&t->mu, NULL);
-    pthread_cond_init(&t->more, NULL);
-    MT_TRY(mt_watch_cond(&t->came));
+    *t = (mt_through){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline,
+                       .bytes = bytes };
+    mt_mutex_open(&t->mu, MT_RANK_THROUGH);
     MT_TRY(open_buffers(t, n_buffers));
-    if (pthread_create(&t->thread, NULL, through_main, t) != 0) {
-        st = MT_FAIL(MT_ENOMEM, "through: no thread");
-        goto fail;
-    }
-    t->runs = 1;
-    *out = t;
+    MT_TRY(mt_worker_open(&t->worker, &t->mu, 1, "mt-through", "through", pass, t));
+    *out = cx->through = t;
     return MT_OK;
 
 fail:
@@ -318,12 +294,9 @@ void mt_through_close(mt_through *t)
 {
     if (t == NULL)
         return;
-    pthread_mutex_lock(&t->mu);
-    t->stop = 1;
-    pthread_cond_broadcast(&t->more);
-    pthread_mutex_unlock(&t->mu);
-    if (t->runs)
-        pthread_join(t->thread, NULL);
+    if (t->cx->through == t)
+        t->cx->through = NULL;
+    mt_worker_close(&t->worker);
     for (int i = 0; t->buffers != NULL && i < t->n_buffers; i++) {
         if (t->buffers[i].q != NULL)
             t->dev->ops->queue_close(t->buffers[i].q);
@@ -331,16 +304,9 @@ void mt_through_close(mt_through *t)
         t->dev->ops->event_close(t->buffers[i].over[1]);
         t->dev->ops->mem_free(t->dev, t->buffers[i].mem);
     }
-    pthread_cond_destroy(&t->came);
-    pthread_cond_destroy(&t->more);
-    pthread_mutex_destroy(&t->mu);
+    mt_mutex_close(&t->mu);
     free(t->buffers);
     free(t);
-}
-
-void mt_through_timeline(mt_through *t, mt_timeline *tl)
-{
-    t->timeline = tl;
 }
 
 /* ---- the updater's side ----------------------------------------------------------------- */
@@ -361,37 +327,17 @@ mt_status mt_through_put(mt_through *t, const mt_through_job *j, float clip)
     }
     b->j = *j;
     b->clip = clip;
-    pthread_mutex_lock(&t->mu);
-    b->number = ++t->put;
-    *t->last = b;
-    t->last = &b->next;
-    pthread_cond_signal(&t->more);
-    pthread_mutex_unlock(&t->mu);
+    mt_lock(&t->mu);
+    b->number = mt_worker_submit(&t->worker, &b->node);
+    mt_unlock(&t->mu);
     return MT_OK;
-}
-
-typedef struct awaited {
-    const mt_through *t;
-    uint64_t          put;
-} awaited;
-
-static int is_through(void *arg)
-{
-    const awaited *a = arg;
-
-    return a->t->done >= a->put;
 }
 
 mt_status mt_through_wait(mt_through *t)
 {
-    awaited   a = { .t = t };
-    mt_status st;
+    mt_status st = mt_worker_wait(&t->worker, mt_store_watch(t->store), MT_WORKER_ALL, NULL,
+                                  "updates that go through the device");
 
-    pthread_mutex_lock(&t->mu);
-    a.put = t->put;
-    pthread_mutex_unlock(&t->mu);
-    st = mt_watch_until(mt_store_watch(t->store), &t->came, &t->mu, is_through, &a, NULL,
-                        "updates that go through the device");
     return st == MT_OK ? mt_ledger_check(t->store) : st;
 }
 
@@ -399,8 +345,8 @@ mt_through_stats mt_through_stats_get(mt_through *t)
 {
     mt_through_stats stats;
 
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     stats = t->stats;
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
     return stats;
 }

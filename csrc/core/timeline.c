@@ -7,8 +7,8 @@
 #include "timeline.h"
 
 #include "clock.h"
+#include "lock.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,7 +26,7 @@ struct mt_timeline {
     mt_dev         *dev;
     atomic_int      on;          /* written under mu; a look without it decides nothing else */
 
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     entry          *ring;        /* [KEPT] oldest at first. mu */
     int64_t         first, n;    /* mu */
     int64_t         promised;    /* spans that have begun. mu */
@@ -40,7 +40,7 @@ struct mt_timeline {
                                   * thread */
     int             depth;       /* computing thread; may exceed DEEP */
 
-    pthread_mutex_t reading;
+    mt_mutex        reading;
     entry          *late;        /* [KEPT] taken from the ring and not handed out. reading */
     int64_t         n_late;      /* reading */
 };
@@ -70,8 +70,8 @@ mt_status mt_timeline_open(mt_dev *dev, mt_timeline **out)
         return MT_FAIL(MT_ENOMEM, "timeline: calloc(%zu)", sizeof *t);
     t->dev = dev;
     atomic_init(&t->on, 0);
-    pthread_mutex_init(&t->mu, NULL);
-    pthread_mutex_init(&t->reading, NULL);
+    mt_mutex_open(&t->mu, MT_RANK_TIMELINE);
+    mt_mutex_open(&t->reading, MT_RANK_TIMELINE_READING);
     *out = t;
     return MT_OK;
 }
@@ -96,14 +96,14 @@ mt_status mt_timeline_on(mt_timeline *t, int on)
 {
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&t->reading);
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->reading);
+    mt_lock(&t->mu);
     if (on)
         st = make_room(t);
     if (st == MT_OK)
         atomic_store(&t->on, on);
-    pthread_mutex_unlock(&t->mu);
-    pthread_mutex_unlock(&t->reading);
+    mt_unlock(&t->mu);
+    mt_unlock(&t->reading);
     return st;
 }
 
@@ -113,8 +113,8 @@ void mt_timeline_close(mt_timeline *t)
         return;
     for (int64_t i = 0; i < t->n_made; i++)
         t->dev->ops->stamp_close(t->dev, t->made[i]);
-    pthread_mutex_destroy(&t->reading);
-    pthread_mutex_destroy(&t->mu);
+    mt_mutex_close(&t->reading);
+    mt_mutex_close(&t->mu);
     free(t->ring);
     free(t->late);
     free(t->made);
@@ -216,17 +216,17 @@ static void begin(mt_timeline *t, mt_span *s, int stamps, mt_queue *q)
 {
     int promised;
 
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     promised = promise(t, s, stamps);
     t->lost += !promised;
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
     if (!promised)
         return;
     s->open = stamp_put(t, s->begin, q, &s->r.begin_ns);
     if (!s->open) {
-        pthread_mutex_lock(&t->mu);
+        mt_lock(&t->mu);
         redeem(t, s, 0);
-        pthread_mutex_unlock(&t->mu);
+        mt_unlock(&t->mu);
     }
 }
 
@@ -249,9 +249,9 @@ void mt_timeline_end(mt_timeline *t, mt_span *s, uint64_t bytes, mt_queue *q)
     s->open = 0;
     s->r.bytes = bytes;
     kept = stamp_put(t, s->end, q, &s->r.end_ns);
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     redeem(t, s, kept);
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
 }
 
 /* ---- the computing thread's stack ------------------------------------------------------- */
@@ -324,9 +324,9 @@ void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
         return;
     begin(t, &point, 1, run);
     if (point.open) {
-        pthread_mutex_lock(&t->mu);
+        mt_lock(&t->mu);
         redeem(t, &point, 1);
-        pthread_mutex_unlock(&t->mu);
+        mt_unlock(&t->mu);
     }
 }
 
@@ -336,20 +336,20 @@ void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
  * as far as it fits. */
 static void take_over(mt_timeline *t)
 {
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     while (t->n > 0 && t->n_late < KEPT) {
         t->late[t->n_late++] = t->ring[t->first];
         t->first = (t->first + 1) % KEPT;
         t->n--;
     }
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
 }
 
 int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
 {
     int64_t n = 0, kept = 0;
 
-    pthread_mutex_lock(&t->reading);
+    mt_lock(&t->reading);
     take_over(t);
     for (int64_t i = 0; i < t->n_late; i++) {
         entry e = t->late[i];
@@ -359,13 +359,13 @@ int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
             continue;
         }
         out[n++] = e.r;
-        pthread_mutex_lock(&t->mu);
+        mt_lock(&t->mu);
         stamp_give(t, e.begin);
         stamp_give(t, e.end);
-        pthread_mutex_unlock(&t->mu);
+        mt_unlock(&t->mu);
     }
     t->n_late = kept;
-    pthread_mutex_unlock(&t->reading);
+    mt_unlock(&t->reading);
     return n;
 }
 
@@ -373,8 +373,8 @@ uint64_t mt_timeline_lost(mt_timeline *t)
 {
     uint64_t lost;
 
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     lost = t->lost;
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
     return lost;
 }

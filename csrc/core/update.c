@@ -6,10 +6,10 @@
 #include "update.h"
 
 #include "clock.h"
+#include "worker.h"
 
 #include <inttypes.h>
 #include <math.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,7 +24,7 @@ typedef struct job {
 } job;
 
 typedef struct work {
-    struct work *next;
+    mt_job       node;
     uint64_t     ticket;
     double       max_norm;
     job         *jobs;
@@ -35,28 +35,20 @@ typedef struct work {
 typedef struct result {
     double norm;             /* of all gradients; NaN when some sum was not taken */
     int    skipped;          /* units */
-    int    normed, done;     /* normed: norm and, with a max_norm, skipped are final */
+    int    normed;           /* norm and, with a max_norm, skipped are final */
 } result;
 
 struct mt_updater {
+    const mt_context *cx;
     mt_store       *store;
     mt_offload     *grads;
     mt_pool        *pool;
-    mt_resident    *residents;          /* these four: written before the first submit */
-    mt_through     *through;
-    mt_disk        *disk;
     mt_timeline    *timeline;
 
-    pthread_mutex_t mu;
-    pthread_cond_t  more;               /* the updater waits: work, or stop */
-    pthread_cond_t  news;               /* others wait: a result changed */
-    work           *first, **last;      /* mu */
-    uint64_t        submitted, done;    /* tickets; mu */
+    mt_mutex        mu;
+    mt_worker       worker;             /* the work of ticket n is its job n; news: a result too */
     result          results[RESULTS];   /* ticket t at t % RESULTS; mu */
     uint64_t        busy_ns;            /* in jobs' run; mu */
-    int             sync, stop;         /* mu */
-    pthread_t       thread;
-    int             runs;
 };
 
 /* ---- work: made by submit, freed by the updater ----------------------------------------- */
@@ -75,6 +67,22 @@ static void work_free(work *w)
     free(w);
 }
 
+static const char *const way_names[] = {
+    [HOST] = "is in host memory", [SETTLED] = "is settled",
+    [THROUGH] = "goes through the device", [DISK] = "has its states on disk",
+};
+
+static int is_possible(const mt_context *cx, const job *b)
+{
+    switch (b->way) {
+    case HOST:    return b->j.run != NULL;
+    case SETTLED: return b->j.put != NULL && cx->residents != NULL;
+    case THROUGH: return b->j.list != NULL && b->j.compute != NULL && cx->through != NULL;
+    case DISK:    return b->j.pieces != NULL && cx->disk != NULL;
+    }
+    return 0;
+}
+
 static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
 {
     size_t n = (size_t)from->n_params + 1;
@@ -89,17 +97,9 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
     to->way = mt_store_settled(u->store, from->unit) ? SETTLED
             : mt_store_goes_through(u->store, from->unit) ? THROUGH
             : mt_store_on_disk(u->store, from->unit) ? DISK : HOST;
-    if (to->way == SETTLED && (u->residents == NULL || from->put == NULL))
-        return MT_FAIL(MT_ESTATE,
-                       "unit %s is settled, and its job has no put, or mt_update_residents() "
-                       "was not called", mt_store_name(u->store, from->unit));
-    if (to->way == THROUGH && (u->through == NULL || from->list == NULL || from->compute == NULL))
-        return MT_FAIL(MT_ESTATE, "unit %s goes through the device, and its job cannot, or "
-                       "mt_update_through() was not called", mt_store_name(u->store, from->unit));
-    if (to->way == DISK && (u->disk == NULL || from->pieces == NULL))
-        return MT_FAIL(MT_ESTATE, "unit %s has its states on disk, and its job cannot take them "
-                       "from there, or mt_update_disk() was not called",
-                       mt_store_name(u->store, from->unit));
+    if (!is_possible(u->cx, to))
+        return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
+                       "open that could", mt_store_name(u->store, from->unit), way_names[to->way]);
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
         to->counted[i] = (unsigned char)mt_offload_counted(u->grads, from->unit, params[i]);
@@ -156,12 +156,10 @@ fail:
 
 static void publish(mt_updater *u, const work *w, const result *r)
 {
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     u->results[w->ticket % RESULTS] = *r;
-    if (r->done)
-        u->done = w->ticket;
-    pthread_cond_broadcast(&u->news);
-    pthread_mutex_unlock(&u->mu);
+    pthread_cond_broadcast(&u->worker.news);
+    mt_unlock(&u->mu);
 }
 
 /* Sum of squares of parameter i of a job, whose gradients are whole; NaN and *known = 0 when
@@ -253,7 +251,7 @@ static mt_status put_job(mt_updater *u, const work *w, const job *b, float clip)
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
     MT_TRY(mt_ledger_wait_saved(u->store, b->j.unit));
-    return mt_resident_put(u->residents, &update, clip);
+    return mt_resident_put(u->cx->residents, &update, clip);
 fail:
     return st;
 }
@@ -267,7 +265,7 @@ static mt_status send_job(mt_updater *u, job *b, float clip)
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
     b->sent = 1;
-    return mt_through_put(u->through, &j, clip);
+    return mt_through_put(u->cx->through, &j, clip);
 fail:
     return st;
 }
@@ -282,7 +280,7 @@ static mt_status send_pieces(mt_updater *u, job *b, float clip)
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
     b->sent = 1;
-    return mt_disk_put(u->disk, &j, clip);
+    return mt_disk_put(u->cx->disk, &j, clip);
 fail:
     return st;
 }
@@ -311,9 +309,9 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     if (st != MT_OK)
         goto fail;
     mt_timeline_end(u->timeline, &span, b->j.bytes, NULL);
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     u->busy_ns += mt_now_ns() - begun;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
 fail:
     return st;
 }
@@ -365,78 +363,48 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
         }
     if (!clipped)
         r->norm = sqrt(total);
-    if (u->through != NULL) {
-        mt_status sent = mt_through_wait(u->through);
+    if (u->cx->through != NULL) {
+        mt_status sent = mt_through_wait(u->cx->through);
 
         st = st != MT_OK ? st : sent;
     }
     return st;
 }
 
-static void carry_out(mt_updater *u, const work *w)
+static mt_status carry_out(void *arg, mt_job *node)
 {
-    result    r = { .norm = (double)NAN };
-    float     clip = 1.0f;
-    mt_status st = MT_OK;
+    mt_updater *u = arg;
+    work       *w = (work *)(void *)node;
+    result      r = { .norm = (double)NAN };
+    float       clip = 1.0f;
+    mt_status   st = MT_OK;
 
+    mt_unlock(&u->mu);
     if (w->max_norm > 0)
         st = weigh_all(u, w, &r, &clip);
     st = run_all(u, w, st, clip, &r);
     if (st != MT_OK)
         mt_ledger_fault(u->store, st, mt_last_error());
-    r.normed = r.done = 1;
+    r.normed = 1;
     publish(u, w, &r);
-}
-
-/* NULL: the updater closes, and nothing is left. */
-static work *next_work(mt_updater *u)
-{
-    work *w;
-
-    pthread_mutex_lock(&u->mu);
-    while (u->first == NULL && !u->stop)
-        pthread_cond_wait(&u->more, &u->mu);
-    if ((w = u->first) != NULL && (u->first = w->next) == NULL)
-        u->last = &u->first;
-    pthread_mutex_unlock(&u->mu);
-    return w;
-}
-
-static void *updater_main(void *arg)
-{
-    mt_updater *u = arg;
-    work       *w;
-
-    pthread_setname_np(pthread_self(), "mt-updater");
-    mt_watch_i_am("host update");
-    while ((w = next_work(u)) != NULL) {
-        carry_out(u, w);
-        work_free(w);
-    }
-    return NULL;
+    work_free(w);
+    mt_lock(&u->mu);
+    return st;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out)
+mt_status mt_update_open(const mt_context *cx, mt_offload *grads, mt_updater **out)
 {
     mt_updater *u = calloc(1, sizeof *u);
     mt_status   st;
 
     if (u == NULL)
         return MT_FAIL(MT_ENOMEM, "update: calloc(%zu)", sizeof *u);
-    u->store = store;
-    u->grads = grads;
-    u->pool = pool;
-    u->last = &u->first;
-    pthread_mutex_init(&u->mu, NULL);
-    pthread_cond_init(&u->more, NULL);
-    MT_TRY(mt_watch_cond(&u->news));
-    if (pthread_create(&u->thread, NULL, updater_main, u) != 0) {
-        st = MT_FAIL(MT_ENOMEM, "update: no thread for the updater");
-        goto fail;
-    }
-    u->runs = 1;
+    *u = (mt_updater){ .cx = cx, .store = cx->store, .grads = grads, .pool = cx->pool,
+                       .timeline = cx->timeline };
+    mt_mutex_open(&u->mu, MT_RANK_UPDATE);
+    MT_TRY(mt_worker_open(&u->worker, &u->mu, 1, "mt-updater", "host update", carry_out, u));
     *out = u;
     return MT_OK;
 
@@ -449,99 +417,44 @@ void mt_update_close(mt_updater *u)
 {
     if (u == NULL)
         return;
-    pthread_mutex_lock(&u->mu);
-    u->stop = 1;
-    pthread_cond_broadcast(&u->more);
-    pthread_mutex_unlock(&u->mu);
-    if (u->runs)
-        pthread_join(u->thread, NULL);
-    pthread_cond_destroy(&u->news);
-    pthread_cond_destroy(&u->more);
-    pthread_mutex_destroy(&u->mu);
+    mt_worker_close(&u->worker);
+    mt_mutex_close(&u->mu);
     free(u);
-}
-
-void mt_update_residents(mt_updater *u, mt_resident *r)
-{
-    u->residents = r;
-}
-
-void mt_update_through(mt_updater *u, mt_through *t)
-{
-    u->through = t;
-}
-
-void mt_update_disk(mt_updater *u, mt_disk *d)
-{
-    u->disk = d;
-}
-
-void mt_update_timeline(mt_updater *u, mt_timeline *t)
-{
-    u->timeline = t;
 }
 
 /* ---- submit, and what came of it -------------------------------------------------------- */
 
-typedef struct awaited {
-    mt_updater *u;
-    uint64_t    ticket;
-    result      r;               /* of it */
-} awaited;
-
-static int steps_are_few(void *arg)
+static uint64_t submits(mt_updater *u)
 {
-    const mt_updater *u = ((const awaited *)arg)->u;
+    uint64_t n;
 
-    return u->submitted - u->done < AHEAD;
-}
-
-static int is_normed(void *arg)
-{
-    awaited *a = arg;
-
-    a->r = a->u->results[a->ticket % RESULTS];
-    return a->r.normed;
-}
-
-static int is_done(void *arg)
-{
-    const awaited *a = arg;
-
-    return a->u->done >= a->ticket;
-}
-
-static mt_status wait_until(awaited *a, int (*so_far)(void *), const char *awaits)
-{
-    mt_updater *u = a->u;
-
-    return mt_watch_until(mt_store_watch(u->store), &u->news, &u->mu, so_far, a, NULL, awaits);
+    mt_lock(&u->mu);
+    n = u->worker.submitted;
+    mt_unlock(&u->mu);
+    return n;
 }
 
 mt_status mt_update_turn(mt_updater *u)
 {
-    awaited a = { .u = u };
+    uint64_t next = submits(u) + 1;
 
-    return wait_until(&a, steps_are_few, "a step before this one");
+    return mt_worker_wait(&u->worker, mt_store_watch(u->store), next > AHEAD ? next - AHEAD : 0,
+                          NULL, "a step before this one");
 }
 
 /* Waits for its turn, announces, then hands over: the updater never ends what was not begun. w is
  * the updater's from here on, but after a failure, with which nothing was announced. */
-static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
+static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
 {
     mt_status st;
 
     MT_TRY(mt_update_turn(u));
     for (int i = 0; i < w->n; i++)
         mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
-    pthread_mutex_lock(&u->mu);
-    *ticket = w->ticket = ++u->submitted;
+    mt_lock(&u->mu);
+    *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
-    *u->last = w;
-    u->last = &w->next;
-    *sync = u->sync;
-    pthread_cond_signal(&u->more);
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
 fail:
     return st;
 }
@@ -551,13 +464,12 @@ mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, doub
 {
     work     *w = NULL;
     uint64_t  number;
-    int       sync;
     mt_status st;
 
     MT_TRY(mt_ledger_check(u->store));
     MT_TRY(work_make(u, jobs, n, max_norm, run, &w));
-    MT_TRY(hand_over(u, w, &sync, &number));
-    if (sync)
+    MT_TRY(hand_over(u, w, &number));
+    if (mt_syncs(u->cx))
         st = mt_update_drain(u);
     *ticket = number;
     return st;
@@ -570,19 +482,31 @@ fail:
     return st;
 }
 
+typedef struct awaited {
+    const mt_updater *u;
+    uint64_t          ticket;
+    result            r;         /* of it */
+} awaited;
+
+static int is_normed(void *arg)
+{
+    awaited *a = arg;
+
+    a->r = a->u->results[a->ticket % RESULTS];
+    return a->r.normed;
+}
+
 mt_status mt_update_norm(mt_updater *u, uint64_t ticket, double *norm, int *skipped)
 {
     awaited   a = { .u = u, .ticket = ticket };
-    uint64_t  submitted;
+    uint64_t  submitted = submits(u);
     mt_status st;
 
-    pthread_mutex_lock(&u->mu);
-    submitted = u->submitted;
-    pthread_mutex_unlock(&u->mu);
     if (ticket == 0 || ticket > submitted || submitted - ticket >= RESULTS)
         return MT_FAIL(MT_EINVAL, "update: there is no result of submit %" PRIu64 "; the latest "
                        "is %" PRIu64 ", and %d are kept", ticket, submitted, RESULTS);
-    MT_TRY(wait_until(&a, is_normed, "the gradients' norm"));
+    MT_TRY(mt_watch_until(mt_store_watch(u->store), &u->worker.news, &u->mu, is_normed, &a, NULL,
+                          "the gradients' norm"));
     MT_TRY(mt_ledger_check(u->store));
     *norm = a.r.norm;
     *skipped = a.r.skipped;
@@ -593,17 +517,14 @@ fail:
 
 mt_status mt_update_drain(mt_updater *u)
 {
-    awaited   a = { .u = u };
     mt_status st;
 
-    pthread_mutex_lock(&u->mu);
-    a.ticket = u->submitted;
-    pthread_mutex_unlock(&u->mu);
-    MT_TRY(wait_until(&a, is_done, "the steps that were asked for"));
-    if (u->residents != NULL)
-        MT_TRY(mt_resident_drain(u->residents));
-    if (u->disk != NULL)
-        MT_TRY(mt_disk_wait(u->disk));
+    MT_TRY(mt_worker_wait(&u->worker, mt_store_watch(u->store), MT_WORKER_ALL, NULL,
+                          "the steps that were asked for"));
+    if (u->cx->residents != NULL)
+        MT_TRY(mt_resident_drain(u->cx->residents));
+    if (u->cx->disk != NULL)
+        MT_TRY(mt_disk_wait(u->cx->disk));
     return mt_ledger_check(u->store);
 fail:
     return st;
@@ -613,15 +534,8 @@ uint64_t mt_update_busy_ns(mt_updater *u)
 {
     uint64_t ns;
 
-    pthread_mutex_lock(&u->mu);
+    mt_lock(&u->mu);
     ns = u->busy_ns;
-    pthread_mutex_unlock(&u->mu);
+    mt_unlock(&u->mu);
     return ns;
-}
-
-void mt_update_debug(mt_updater *u, mt_debug d)
-{
-    pthread_mutex_lock(&u->mu);
-    u->sync = d.sync;
-    pthread_mutex_unlock(&u->mu);
 }

@@ -51,20 +51,20 @@ mt_status mt_watch_asked(uint64_t *asked_ns)
     return asks() ? MT_FAIL(MT_EINTR, "interrupted while waiting") : MT_OK;
 }
 
-void mt_watch_open(mt_watch *w)
+void mt_watch_open(mt_watch *w, void (*say)(const char *text))
 {
-    pthread_mutex_init(&w->asking, NULL);
-    pthread_mutex_init(&w->mu, NULL);
+    mt_mutex_open(&w->asking, MT_RANK_WATCH_ASKING);
+    mt_mutex_open(&w->mu, MT_RANK_WATCH);
     w->first = NULL;
-    w->say = NULL;
+    w->say = say;
     mt_watch_limit(w, LIMIT_S);
     mt_watch_moved(w);
 }
 
 void mt_watch_close(mt_watch *w)
 {
-    pthread_mutex_destroy(&w->mu);
-    pthread_mutex_destroy(&w->asking);
+    mt_mutex_close(&w->mu);
+    mt_mutex_close(&w->asking);
 }
 
 void mt_watch_limit(mt_watch *w, double seconds)
@@ -78,11 +78,6 @@ void mt_watch_moved(mt_watch *w)
 {
     atomic_store_explicit(&w->moved_ns, mt_now_ns(), memory_order_relaxed);
     atomic_store_explicit(&w->spared, 0, memory_order_relaxed);
-}
-
-void mt_watch_listen(mt_watch *w, void (*say)(const char *text))
-{
-    w->say = say;
 }
 
 /* ---- posts ------------------------------------------------------------------------------ */
@@ -109,7 +104,7 @@ static void unlink_post(mt_watch *w, mt_post *p)
 static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
                 mt_event *e, int computes)
 {
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     if (p->since_ns == 0)
         link_post(w, p);
     p->queue = queue != NULL ? queue : i_am;
@@ -118,7 +113,7 @@ static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, co
     p->event = e;
     p->computes = computes;
     p->since_ns = mt_now_ns();
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
 }
 
 void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
@@ -134,17 +129,17 @@ void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awa
 
 static void take(mt_watch *w, mt_post *p)
 {
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     if (p->since_ns != 0)
         unlink_post(w, p);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
 }
 
 void mt_watch_take(mt_watch *w, mt_post *p)
 {
-    pthread_mutex_lock(&w->asking);
+    mt_lock(&w->asking);
     take(w, p);
-    pthread_mutex_unlock(&w->asking);
+    mt_unlock(&w->asking);
 }
 
 void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit,
@@ -184,7 +179,7 @@ static int next_longest(mt_watch *w, seen *s)
 {
     const mt_post *found = NULL;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     for (const mt_post *p = w->first; p != NULL; p = p->next)
         if (is_later(p, s->since_ns, s->at) && (found == NULL || is_later(found, p->since_ns, p)))
             found = p;
@@ -197,7 +192,7 @@ static int next_longest(mt_watch *w, seen *s)
                  found->unit != NULL ? ", unit " : "", found->unit != NULL ? found->unit : "",
                  found->awaits);
     }
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     return found != NULL;
 }
 
@@ -215,11 +210,11 @@ static int computes(mt_watch *w)
     seen s = { 0 };
     int  done = 1;
 
-    pthread_mutex_lock(&w->asking);
+    mt_lock(&w->asking);
     while (done && next_longest(w, &s))
         if (s.computes && s.event->dev->ops->query(s.event, &done) != MT_OK)
             done = 1;
-    pthread_mutex_unlock(&w->asking);
+    mt_unlock(&w->asking);
     return !done;
 }
 
@@ -232,7 +227,7 @@ void mt_watch_tell(mt_watch *w, char *out, size_t cap)
     int      told = 0, computing = 0;
 
     out[0] = 0;
-    pthread_mutex_lock(&w->asking);
+    mt_lock(&w->asking);
     while (told < TOLD && n < cap && next_longest(w, &s)) {
         if ((s.computes && computing) || is_done(s.event))
             continue;
@@ -240,7 +235,7 @@ void mt_watch_tell(mt_watch *w, char *out, size_t cap)
         n += (size_t)snprintf(out + n, cap - n, "%s%s, since %.2f s", told++ > 0 ? "; " : "",
                               s.text, (double)(now > s.since_ns ? now - s.since_ns : 0) / 1e9);
     }
-    pthread_mutex_unlock(&w->asking);
+    mt_unlock(&w->asking);
 }
 
 /* ---- waits ------------------------------------------------------------------------------ */
@@ -276,10 +271,10 @@ static int is_excused(mt_watch *w)
 {
     int patient = 0;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     for (const mt_post *p = w->first; p != NULL && !patient; p = p->next)
         patient = p->patient;
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     if (patient)
         mt_watch_moved(w);
     return patient;
@@ -313,7 +308,7 @@ static int is_spared(mt_watch *w, const mt_post *p)
 
     if (!computes(w))
         return 0;
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     if (left_of(w, p) == 0) {            /* else another wait was here first */
         spared = atomic_load_explicit(&w->spared, memory_order_relaxed) + 1;
         if ((goes_on = spared < SPARED)) {
@@ -321,7 +316,7 @@ static int is_spared(mt_watch *w, const mt_post *p)
             atomic_store_explicit(&w->spared, spared, memory_order_relaxed);
         }
     }
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     if (spared == 1)
         warn(w);
     return goes_on;
@@ -356,17 +351,17 @@ mt_status mt_watch_cond(pthread_cond_t *c)
 }
 
 /* Under mu. Until c is signalled, or some time has gone by. */
-static void slice(mt_watch *w, const mt_post *p, pthread_cond_t *c, pthread_mutex_t *mu)
+static void slice(mt_watch *w, const mt_post *p, pthread_cond_t *c, mt_mutex *mu)
 {
     uint64_t        left = left_of(w, p), most = asks != NULL ? ASK_NS : SLICE_NS;
     uint64_t        until = mt_now_ns() + (left < most ? left : most);
     struct timespec t = { (time_t)(until / 1000000000u), (long)(until % 1000000000u) };
 
-    (void)pthread_cond_timedwait(c, mu, &t);
+    (void)mt_cond_timedwait(c, mu, &t);
     woken(w, until);
 }
 
-mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu,
+mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, mt_mutex *mu,
                          int (*over)(void *arg), void *arg, const char *unit, const char *awaits)
 {
     mt_post   post = { 0 };
@@ -374,20 +369,20 @@ mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu,
     uint64_t  asked_ns = 0;
     int       done;
 
-    pthread_mutex_lock(mu);
+    mt_lock(mu);
     if (!(done = over(arg)))
         mt_watch_begin(w, &post, NULL, unit, awaits);
     while (!done && st == MT_OK) {
         slice(w, &post, c, mu);
         if (!(done = over(arg)) && (asks != NULL || left_of(w, &post) == 0)) {
-            pthread_mutex_unlock(mu);
+            mt_unlock(mu);
             if ((st = mt_watch_asked(&asked_ns)) == MT_OK)
                 st = judge(w, &post);
-            pthread_mutex_lock(mu);
+            mt_lock(mu);
             done = st != MT_EINTR && over(arg);  /* over may take what it finds: not for who goes */
         }
     }
-    pthread_mutex_unlock(mu);
+    mt_unlock(mu);
     st = done ? MT_OK : st;
     if (post.since_ns != 0)
         mt_watch_end(w, &post, st);

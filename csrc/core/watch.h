@@ -29,16 +29,15 @@
  *     mt_watch_put(w, &post, "h2d", "layers.0", "...", e);
  *     mt_watch_compute(w, &post, "layers.0", "...", e);    // and the one that computes
  *
- * Threads: any. A post is one thread's at a time. The locks inside are taken last. The device is
- *          asked under `asking` alone, which only who makes a list takes,
- *          and who closes an event that is in it.
+ * Threads: any. A post is one thread's at a time. The device is asked under `asking`, never under
+ *          mu: who makes a list holds it, and who closes an event that is in one.
  */
 #ifndef MT_WATCH_H
 #define MT_WATCH_H
 
 #include "dev.h"
+#include "lock.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 
 typedef struct mt_post {
@@ -53,9 +52,8 @@ typedef struct mt_post {
 } mt_post;
 
 typedef struct mt_watch {
-    pthread_mutex_t      asking;             /* then mu; no event that is in the list is closed
-                                              * meanwhile */
-    pthread_mutex_t      mu;
+    mt_mutex             asking;             /* no event that is in the list is closed meanwhile */
+    mt_mutex             mu;
     mt_post             *first;              /* mu */
     atomic_uint_least64_t moved_ns, limit_ns;
     atomic_int            spared;            /* limits that have gone by for compute's sake since
@@ -63,13 +61,12 @@ typedef struct mt_watch {
     void                (*say)(const char *text);
 } mt_watch;
 
-void mt_watch_open (mt_watch *w);
+/* say is told of what is no error yet, by any thread that waits, whose caller may hold locks. NULL:
+ * nobody is. */
+void mt_watch_open (mt_watch *w, void (*say)(const char *text));
 void mt_watch_close(mt_watch *w);            /* after all posts */
 void mt_watch_limit(mt_watch *w, double seconds);
 void mt_watch_moved(mt_watch *w);
-/* say is told of what is no error yet, by any thread that waits, whose caller may hold locks. Set
- * before the first wait, or never. */
-void mt_watch_listen(mt_watch *w, void (*say)(const char *text));
 
 /* Whose waits this thread's are, in a list: a literal. "the caller" before. */
 void mt_watch_i_am(const char *queue);
@@ -92,7 +89,7 @@ mt_status mt_watch_cond(pthread_cond_t *c);
  * to know of that moment. mu is not held before and after; c, of mt_watch_cond, is broadcast when
  * `over` may have changed. MT_ESTUCK or MT_EINTR, unless it is over. In the list from the first
  * time that it is not. */
-mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, pthread_mutex_t *mu,
+mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, mt_mutex *mu,
                          int (*over)(void *arg), void *arg, const char *unit, const char *awaits);
 /* The host waits for an event, and for a record that is made meanwhile. In steps of up to a
  * millisecond: not where every wait is one for the step's end. */

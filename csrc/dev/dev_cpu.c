@@ -18,6 +18,7 @@
  */
 #include "../core/clock.h"
 #include "../core/dev.h"
+#include "../core/lock.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -44,7 +45,7 @@ typedef struct cpu_op {
  * queue is drained, so everything on its line is done. */
 struct cpu_line {
     atomic_int      refs;
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     pthread_cond_t  work;        /* put or closing changed; the queue's thread waits */
     pthread_cond_t  moved;       /* done changed; other queues and hosts wait */
     uint64_t        put;         /* operations put so far; under mu, by the putting thread */
@@ -62,7 +63,7 @@ typedef struct cpu_queue {
 
 typedef struct cpu_event {
     mt_event        base;
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     cpu_line       *line;        /* NULL: never recorded, or done when recorded. Under mu */
     uint64_t        target;      /* happened once line->done >= target; under mu */
 } cpu_event;
@@ -81,7 +82,7 @@ static cpu_line *line_open(void)
     }
     l->cap = FIRST_OPS;
     atomic_init(&l->refs, 1);
-    pthread_mutex_init(&l->mu, NULL);
+    mt_mutex_open(&l->mu, MT_RANK_QUEUE);
     pthread_cond_init(&l->work, NULL);
     pthread_cond_init(&l->moved, NULL);
     return l;
@@ -100,7 +101,7 @@ static void line_drop(cpu_line *l)
         return;
     pthread_cond_destroy(&l->moved);
     pthread_cond_destroy(&l->work);
-    pthread_mutex_destroy(&l->mu);
+    mt_mutex_close(&l->mu);
     free(l->ops);
     free(l);
 }
@@ -126,14 +127,14 @@ static mt_status line_put(cpu_line *l, cpu_op op)
 {
     mt_status st = MT_OK;
 
-    pthread_mutex_lock(&l->mu);
+    mt_lock(&l->mu);
     if (l->put - l->done == l->cap)
         st = line_grow(l);
     if (st == MT_OK) {
         l->ops[l->put++ & (l->cap - 1)] = op;
         pthread_cond_signal(&l->work);
     }
-    pthread_mutex_unlock(&l->mu);
+    mt_unlock(&l->mu);
     return st;
 }
 
@@ -141,19 +142,19 @@ static mt_status line_put(cpu_line *l, cpu_op op)
  * they wrote is visible afterwards, by mu. */
 static void line_wait(cpu_line *l, uint64_t target)
 {
-    pthread_mutex_lock(&l->mu);
+    mt_lock(&l->mu);
     while (l->done < target)
-        pthread_cond_wait(&l->moved, &l->mu);
-    pthread_mutex_unlock(&l->mu);
+        mt_cond_wait(&l->moved, &l->mu);
+    mt_unlock(&l->mu);
 }
 
 static uint64_t line_end(cpu_line *l)
 {
     uint64_t put;
 
-    pthread_mutex_lock(&l->mu);
+    mt_lock(&l->mu);
     put = l->put;
-    pthread_mutex_unlock(&l->mu);
+    mt_unlock(&l->mu);
     return put;
 }
 
@@ -179,22 +180,22 @@ static void *queue_main(void *line)
 {
     cpu_line *l = line;
 
-    pthread_mutex_lock(&l->mu);
+    mt_lock(&l->mu);
     for (;;) {
         cpu_op op;
 
         while (l->done == l->put && !l->closing)
-            pthread_cond_wait(&l->work, &l->mu);
+            mt_cond_wait(&l->work, &l->mu);
         if (l->done == l->put)
             break;
         op = l->ops[l->done & (l->cap - 1)];
-        pthread_mutex_unlock(&l->mu);
+        mt_unlock(&l->mu);
         op_run(&op);
-        pthread_mutex_lock(&l->mu);
+        mt_lock(&l->mu);
         l->done++;
         pthread_cond_broadcast(&l->moved);
     }
-    pthread_mutex_unlock(&l->mu);
+    mt_unlock(&l->mu);
     return NULL;
 }
 
@@ -261,10 +262,10 @@ static void cpu_queue_close(mt_queue *queue)
     if (q == NULL)
         return;
     if (q->line != NULL) {
-        pthread_mutex_lock(&q->line->mu);
+        mt_lock(&q->line->mu);
         q->line->closing = 1;
         pthread_cond_signal(&q->line->work);
-        pthread_mutex_unlock(&q->line->mu);
+        mt_unlock(&q->line->mu);
         (void)pthread_join(q->thread, NULL);
         line_drop(q->line);
     }
@@ -325,7 +326,7 @@ static mt_status cpu_event_open(mt_dev *d, mt_event **out)
     if (e == NULL)
         return MT_FAIL(MT_ENOMEM, "cpu event: calloc(%zu)", sizeof *e);
     e->base.dev = d;
-    pthread_mutex_init(&e->mu, NULL);
+    mt_mutex_open(&e->mu, MT_RANK_EVENT);
     *out = &e->base;
     return MT_OK;
 }
@@ -337,7 +338,7 @@ static void cpu_event_close(mt_event *event)
     if (e == NULL)
         return;
     line_drop(e->line);
-    pthread_mutex_destroy(&e->mu);
+    mt_mutex_close(&e->mu);
     free(e);
 }
 
@@ -348,11 +349,11 @@ static mt_status cpu_record(mt_queue *queue, mt_event *event)
     uint64_t   target = l != NULL ? line_end(l) : 0;
 
     (void)line_keep(l);
-    pthread_mutex_lock(&e->mu);
+    mt_lock(&e->mu);
     before = e->line;
     e->line = l;
     e->target = target;
-    pthread_mutex_unlock(&e->mu);
+    mt_unlock(&e->mu);
     line_drop(before);
     return MT_OK;
 }
@@ -363,10 +364,10 @@ static cpu_line *event_note(mt_event *event, uint64_t *target)
     cpu_event *e = as_event(event);
     cpu_line  *l;
 
-    pthread_mutex_lock(&e->mu);
+    mt_lock(&e->mu);
     l = line_keep(e->line);
     *target = e->target;
-    pthread_mutex_unlock(&e->mu);
+    mt_unlock(&e->mu);
     return l;
 }
 
@@ -401,9 +402,9 @@ static mt_status cpu_query(mt_event *event, int *done)
     int       over = 1;
 
     if (l != NULL) {
-        pthread_mutex_lock(&l->mu);
+        mt_lock(&l->mu);
         over = l->done >= target;
-        pthread_mutex_unlock(&l->mu);
+        mt_unlock(&l->mu);
     }
     line_drop(l);
     *done = over;

@@ -20,10 +20,10 @@
  */
 #include "../core/clock.h"
 #include "../core/dev.h"
+#include "../core/lock.h"
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -65,7 +65,7 @@ typedef struct cuda_dev {
     CUdevice  device;            /* constant */
     CUcontext context;           /* the device's primary one, torch's too; constant */
 
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     sleeper        *idle;        /* any thread, under mu */
     origin         *newest;      /* NULL before the first stamp; under mu */
     atomic_int      sticky;      /* set once, under mu, after text was written */
@@ -115,12 +115,12 @@ static mt_status say(int index, cudaError_t error, const char *call)
 /* Keeps this thread's message as the device's, unless another thread was first. */
 static void keep(cuda_dev *d)
 {
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     if (!atomic_load(&d->sticky)) {
         (void)snprintf(d->text, sizeof d->text, "%s", mt_last_error());
         atomic_store(&d->sticky, 1);
     }
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 /* Reports a failed call with our context current, and finds out whether the context is lost: then
@@ -425,10 +425,10 @@ static mt_status sleeper_take(cuda_dev *d, sleeper **out)
     sleeper  *s;
     mt_status st;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     if ((s = d->idle) != NULL)
         d->idle = s->next;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     if (s == NULL) {
         if ((s = calloc(1, sizeof *s)) == NULL)
             return MT_FAIL(MT_ENOMEM, "cuda wait: calloc(%zu)", sizeof *s);
@@ -446,10 +446,10 @@ fail:
 
 static void sleeper_give(cuda_dev *d, sleeper *s)
 {
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     s->next = d->idle;
     d->idle = s;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 /* The wait in the stream is for the record before this call, also if another thread records again
@@ -615,18 +615,18 @@ static mt_status origin_renew(cuda_dev *d)
     mt_status st;
     int       fresh;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     fresh = d->newest != NULL && mt_now_ns() - d->newest->ns < ORIGIN_NS;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     if (fresh)
         return MT_OK;
     if ((st = origin_make(d, &made)) != MT_OK)
         return st;
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     old = d->newest;
     d->newest = made;
     origin_drop(old);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return MT_OK;
 }
 
@@ -656,12 +656,12 @@ static void stamp_from(cuda_dev *d, mt_stamp *s, int newest)
 {
     origin *before = s->from;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     s->from = newest ? d->newest : NULL;
     if (s->from != NULL)
         s->from->users++;
     origin_drop(before);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 static void cuda_stamp_close(mt_dev *dev, mt_stamp *s)
@@ -743,7 +743,7 @@ static void cuda_close(mt_dev *dev)
         IN_CONTEXT_QUIETLY(d, close_sleepers(d); origin_drop(d->newest));
     if (d->context != NULL)
         (void)d->drv.primary_release(d->device);
-    pthread_mutex_destroy(&d->mu);
+    mt_mutex_close(&d->mu);
     free(d);
 }
 
@@ -836,7 +836,7 @@ mt_status mt_dev_cuda_open(int index, mt_dev **out)
     d->base.ops = &cuda_ops;
     d->index = index;
     atomic_init(&d->sticky, 0);
-    pthread_mutex_init(&d->mu, NULL);
+    mt_mutex_open(&d->mu, MT_RANK_CUDA);
     MT_TRY(find_driver(index, &d->drv));
     if (d->drv.device_get(&d->device, index) != CUDA_SUCCESS
         || d->drv.primary_retain(&d->context, d->device) != CUDA_SUCCESS)

@@ -19,8 +19,8 @@
  * taken all there was.
  */
 #include "../core/arena.h"
+#include "../core/lock.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -49,9 +49,8 @@ typedef struct stage_dev {
     mt_dev         *under;       /* constant */
     mt_pool        *pool;        /* NULL, or written before the first region is noted */
 
-    pthread_mutex_t registering; /* then mu, which nobody holds while memory is locked: that takes
-                                  * seconds */
-    pthread_mutex_t mu;
+    mt_mutex        registering; /* held while memory is locked, which takes seconds */
+    mt_mutex        mu;
     region         *regions;     /* [n] mu */
     int             n, cap;      /* mu */
     atomic_int      n_noted;     /* written under mu, after the region; read by anyone */
@@ -102,10 +101,10 @@ static mt_status prepare(stage_dev *d)
         return MT_OK;
     MT_TRY(pages_open(d, CUSHION_BYTES, &d->cushion));
     MT_TRY(pages_open(d, BUFFERS * PIECE_BYTES, &d->block));
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     for (d->n_spare = 0; d->n_spare < BUFFERS; d->n_spare++)
         d->spare[d->n_spare] = (char *)d->block.base + (size_t)d->n_spare * PIECE_BYTES;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return MT_OK;
 
 fail:
@@ -118,10 +117,10 @@ static char *buffer_take(stage_dev *d)
 {
     char *buffer = NULL;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     if (d->n_spare > 0)
         buffer = d->spare[--d->n_spare];
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return buffer;
 }
 
@@ -129,9 +128,9 @@ static void buffer_give(stage_dev *d, char *buffer)
 {
     if (buffer == NULL)
         return;
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->spare[d->n_spare++] = buffer;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }
 
 /* ---- regions: under registering ----------------------------------------------------------- */
@@ -156,10 +155,10 @@ static mt_status make_room(stage_dev *d, size_t bytes, int *small)
 {
     mt_status st;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     *small = bytes <= d->small;
     st = grow(d);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return st;
 }
 
@@ -168,11 +167,11 @@ static mt_status lock(stage_dev *d, char *p, size_t bytes)
     size_t limit, locked;
     int    small;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     small = bytes <= d->small;
     limit = d->limit;
     locked = d->locked;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     if (!small && (bytes > limit || locked > limit - bytes))
         return MT_FAIL(MT_ENOMEM, "%zu bytes of host memory are locked, and %zu may be", locked,
                        limit);
@@ -197,9 +196,9 @@ static mt_status note(stage_dev *d)
 
     if (d->pool != NULL)
         return MT_OK;
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     (void)snprintf(d->why, sizeof d->why, "%s", mt_last_error());
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     MT_TRY(mt_pool_open(threads, &d->pool));
 fail:
     return st;
@@ -219,11 +218,11 @@ static mt_status add_region(stage_dev *d, char *p, size_t bytes)
         st = note(d);
     }
     MT_TRY(st);
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     *(r.locked ? &d->locked : &d->noted) += bytes;
     d->regions[d->n++] = r;
     atomic_fetch_add(&d->n_noted, !r.locked);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 fail:
     return st;
 }
@@ -233,9 +232,9 @@ static mt_status stage_host_register(mt_dev *dev, void *p, size_t bytes)
     stage_dev *d = as_dev(dev);
     mt_status  st;
 
-    pthread_mutex_lock(&d->registering);
+    mt_lock(&d->registering);
     st = add_region(d, p, bytes);
-    pthread_mutex_unlock(&d->registering);
+    mt_unlock(&d->registering);
     return st;
 }
 
@@ -244,7 +243,7 @@ static void stage_host_unregister(mt_dev *dev, void *p)
     stage_dev *d = as_dev(dev);
     region     r = { NULL, 0, 0 };
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     for (int i = 0; i < d->n && r.p == NULL; i++)
         if (d->regions[i].p == p) {
             r = d->regions[i];
@@ -252,7 +251,7 @@ static void stage_host_unregister(mt_dev *dev, void *p)
             *(r.locked ? &d->locked : &d->noted) -= r.bytes;
             atomic_fetch_sub(&d->n_noted, !r.locked);
         }
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     if (r.locked)
         d->under->ops->host_unregister(d->under, p);
 }
@@ -262,11 +261,11 @@ static int is_noted(stage_dev *d, const void *at)
     const char *p = at;
     int         found = 0;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     for (int i = 0; i < d->n && !found; i++)
         found = !d->regions[i].locked && p >= d->regions[i].p &&
                 p < d->regions[i].p + d->regions[i].bytes;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return found;
 }
 
@@ -507,8 +506,8 @@ static void stage_close(mt_dev *dev)
     mt_arena_close(&d->block);
     d->under->ops->close(d->under);
     mt_pool_close(d->pool);
-    pthread_mutex_destroy(&d->mu);
-    pthread_mutex_destroy(&d->registering);
+    mt_mutex_close(&d->mu);
+    mt_mutex_close(&d->registering);
     free(d->regions);
     free(d);
 }
@@ -550,8 +549,8 @@ mt_status mt_dev_stage_open(mt_dev *behind, mt_dev **out)
     d->under = behind;
     d->limit = SIZE_MAX;
     d->small = SMALL_BYTES;
-    pthread_mutex_init(&d->registering, NULL);
-    pthread_mutex_init(&d->mu, NULL);
+    mt_mutex_open(&d->registering, MT_RANK_REGISTERING);
+    mt_mutex_open(&d->mu, MT_RANK_REGIONS);
     atomic_init(&d->n_noted, 0);
     *out = &d->base;
     return MT_OK;
@@ -562,10 +561,10 @@ size_t mt_dev_stage_noted(mt_dev *dev, char *why, size_t n)
     stage_dev *d = as_dev(dev);
     size_t     noted;
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     noted = d->noted;
     (void)snprintf(why, n, "%s", d->why);
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
     return noted;
 }
 
@@ -573,8 +572,8 @@ void mt_dev_stage_limit(mt_dev *dev, size_t bytes, size_t small)
 {
     stage_dev *d = as_dev(dev);
 
-    pthread_mutex_lock(&d->mu);
+    mt_lock(&d->mu);
     d->limit = bytes;
     d->small = small;
-    pthread_mutex_unlock(&d->mu);
+    mt_unlock(&d->mu);
 }

@@ -6,6 +6,7 @@
 #include "file.h"
 
 #include "../core/forks.h"
+#include "../core/lock.h"
 #include "manifest.h"
 #include "sum.h"
 
@@ -32,10 +33,9 @@ struct mt_file {
     unsigned        owner;       /* mt_forks() of the process whose file it is */
     uint64_t        limit;
 
-    pthread_mutex_t growing;     /* then mu. Held while the disk looks for room, which may take
-                                  * seconds */
+    mt_mutex        growing;     /* held while the disk looks for room, which may take seconds */
     uint64_t        taken;       /* bytes. growing */
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     pthread_cond_t  more;        /* threads wait: a block, or stop */
     mt_request     *first, **last;   /* with blocks that nobody began. mu */
     uint64_t        reserved;    /* bytes. mu, and changed under growing alone */
@@ -132,9 +132,9 @@ static mt_status move_block(mt_file *f, mt_request *r, size_t k, size_t *moved)
     if (r->write && r->sums != NULL)
         r->sums[k] = mt_block_sum(mem, bytes);
     MT_TRY(move(f, r->write, mem, bytes, r->at + from));
-    pthread_mutex_lock(&f->mu);
+    mt_lock(&f->mu);
     *(r->write ? &f->written_bytes : &f->read_bytes) += bytes;
-    pthread_mutex_unlock(&f->mu);
+    mt_unlock(&f->mu);
     *moved = bytes;
     if (!r->write && r->sums != NULL)
         st = check_sum(f, mem, bytes, r->at + from, r->sums[k]);
@@ -149,15 +149,15 @@ static mt_request *next_block(mt_file *f, size_t *k)
 {
     mt_request *r;
 
-    pthread_mutex_lock(&f->mu);
+    mt_lock(&f->mu);
     while (f->first == NULL && !f->stop)
-        pthread_cond_wait(&f->more, &f->mu);
+        mt_cond_wait(&f->more, &f->mu);
     if ((r = f->first) != NULL) {
         *k = r->begun++;
         if (r->begun == mt_block_count(r->bytes) && (f->first = r->next) == NULL)
             f->last = &f->first;
     }
-    pthread_mutex_unlock(&f->mu);
+    mt_unlock(&f->mu);
     return r;
 }
 
@@ -166,7 +166,7 @@ static void end_block(mt_file *f, mt_request *r, size_t k, mt_status st, size_t 
 {
     int over;
 
-    pthread_mutex_lock(&f->mu);
+    mt_lock(&f->mu);
     if (st != MT_OK && r->st == MT_OK) {
         r->st = st;
         r->bad_at = r->at + k * MT_BLOCK_BYTES;
@@ -174,7 +174,7 @@ static void end_block(mt_file *f, mt_request *r, size_t k, mt_status st, size_t 
     }
     r->moved += moved;
     over = --r->left == 0;
-    pthread_mutex_unlock(&f->mu);
+    mt_unlock(&f->mu);
     if (over)
         r->done(r);
 }
@@ -204,11 +204,11 @@ static void put(mt_blocks *b, mt_request *r)
     r->next = NULL;
     r->begun = 0;
     r->left = mt_block_count(r->bytes);
-    pthread_mutex_lock(&f->mu);
+    mt_lock(&f->mu);
     *f->last = r;
     f->last = &r->next;
     pthread_cond_broadcast(&f->more);
-    pthread_mutex_unlock(&f->mu);
+    mt_unlock(&f->mu);
 }
 
 /* ---- room ------------------------------------------------------------------------------- */
@@ -252,9 +252,9 @@ static mt_status grow(mt_file *f, uint64_t bytes)
                        f->limit);
     if ((why = mt_file_allocate(&f->calls, f->fd, f->reserved, bytes - f->reserved)) != 0)
         return no_room(f, bytes - f->reserved, why);
-    pthread_mutex_lock(&f->mu);
+    mt_lock(&f->mu);
     f->reserved = bytes;
-    pthread_mutex_unlock(&f->mu);
+    mt_unlock(&f->mu);
     return MT_OK;
 }
 
@@ -262,9 +262,9 @@ static int is_named(mt_file *f)
 {
     int named;
 
-    pthread_mutex_lock(&f->mu);
+    mt_lock(&f->mu);
     named = f->named;
-    pthread_mutex_unlock(&f->mu);
+    mt_unlock(&f->mu);
     return named;
 }
 
@@ -282,9 +282,9 @@ mt_status mt_file_reserve(mt_file *f, uint64_t bytes)
 {
     mt_status st;
 
-    pthread_mutex_lock(&f->growing);
+    mt_lock(&f->growing);
     st = grow(f, bytes);
-    pthread_mutex_unlock(&f->growing);
+    mt_unlock(&f->growing);
     return st == MT_OK ? tell_bytes(f, bytes) : st;
 }
 
@@ -294,12 +294,12 @@ static mt_status take(mt_blocks *b, size_t bytes, uint64_t *at)
     size_t    whole = (bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
     mt_status st;
 
-    pthread_mutex_lock(&f->growing);
+    mt_lock(&f->growing);
     if ((st = grow(f, f->taken + whole)) == MT_OK) {
         *at = f->taken;
         f->taken += whole;
     }
-    pthread_mutex_unlock(&f->growing);
+    mt_unlock(&f->growing);
     return st;
 }
 
@@ -383,8 +383,8 @@ static mt_status file_new(const char *dir, uint64_t limit, const mt_file_calls *
     f->owner = mt_forks();
     f->limit = limit;
     f->last = &f->first;
-    pthread_mutex_init(&f->growing, NULL);
-    pthread_mutex_init(&f->mu, NULL);
+    mt_mutex_open(&f->growing, MT_RANK_GROWING);
+    mt_mutex_open(&f->mu, MT_RANK_FILE);
     pthread_cond_init(&f->more, NULL);
     *out = f;
     return MT_OK;
@@ -421,10 +421,10 @@ void mt_file_unname(mt_file *f)
 
     if (f->owner != mt_forks())
         return;
-    pthread_mutex_lock(&f->mu);
+    mt_lock(&f->mu);
     named = f->named;
     f->named = 0;
-    pthread_mutex_unlock(&f->mu);
+    mt_unlock(&f->mu);
     if (!named)
         return;
     unlink(f->path);
@@ -435,18 +435,18 @@ void mt_file_close(mt_file *f)
 {
     if (f == NULL || f->owner != mt_forks())
         return;
-    pthread_mutex_lock(&f->mu);
+    mt_lock(&f->mu);
     f->stop = 1;
     pthread_cond_broadcast(&f->more);
-    pthread_mutex_unlock(&f->mu);
+    mt_unlock(&f->mu);
     for (int i = 0; i < f->n_threads; i++)
         pthread_join(f->threads[i], NULL);
     mt_file_unname(f);
     if (f->fd >= 0)
         mt_forks_close(f->fd);
     pthread_cond_destroy(&f->more);
-    pthread_mutex_destroy(&f->mu);
-    pthread_mutex_destroy(&f->growing);
+    mt_mutex_close(&f->mu);
+    mt_mutex_close(&f->growing);
     free(f->threads);
     free(f);
 }
@@ -455,8 +455,8 @@ mt_file_stats mt_file_stats_get(mt_file *f)
 {
     mt_file_stats stats;
 
-    pthread_mutex_lock(&f->mu);
+    mt_lock(&f->mu);
     stats = (mt_file_stats){ f->read_bytes, f->written_bytes, f->reserved, f->direct };
-    pthread_mutex_unlock(&f->mu);
+    mt_unlock(&f->mu);
     return stats;
 }

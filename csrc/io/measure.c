@@ -4,6 +4,7 @@
 
 #include "../core/arena.h"
 #include "../core/clock.h"
+#include "../core/lock.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -11,7 +12,7 @@
 
 typedef struct run {
     mt_blocks      *blocks;
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     pthread_cond_t  over;
     uint64_t        pieces;      /* in the file */
     uint64_t        next, end;   /* requests put, of so many. mu */
@@ -39,7 +40,7 @@ static void piece_over(mt_request *r)
 {
     run *t = r->arg;
 
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     t->under_way--;
     if (r->st != MT_OK && t->st == MT_OK) {
         t->st = r->st;
@@ -48,7 +49,7 @@ static void piece_over(mt_request *r)
     if (t->st == MT_OK && t->next < t->end)
         put_next(t, r);
     pthread_cond_signal(&t->over);
-    pthread_mutex_unlock(&t->mu);
+    mt_unlock(&t->mu);
 }
 
 /* bytes/s of one way over the whole file. */
@@ -56,15 +57,15 @@ static mt_status timed(run *t, mt_request *r, int depth, int mode, double *rate)
 {
     uint64_t begun = mt_now_ns();
 
-    pthread_mutex_lock(&t->mu);
+    mt_lock(&t->mu);
     t->mode = mode;
     t->next = 0;
     t->end = t->pieces;
     for (int i = 0; i < depth && t->next < t->end; i++)
         put_next(t, &r[i]);
     while (t->under_way > 0)
-        pthread_cond_wait(&t->over, &t->mu);
-    pthread_mutex_unlock(&t->mu);
+        mt_cond_wait(&t->over, &t->mu);
+    mt_unlock(&t->mu);
     if (t->st != MT_OK)
         return mt_fail_again(t->st, t->text);
     *rate = (double)(t->end * r->bytes) / ((double)(mt_now_ns() - begun) * 1e-9);
@@ -92,7 +93,7 @@ fail:
 mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int depth, int n_threads,
                           mt_disk_rates *out)
 {
-    run           t = { .mu = PTHREAD_MUTEX_INITIALIZER, .over = PTHREAD_COND_INITIALIZER };
+    run           t = { .mu = MT_MUTEX(MT_RANK_MEASURE), .over = PTHREAD_COND_INITIALIZER };
     mt_request   *r = calloc((size_t)(depth > 0 ? depth : 1), sizeof *r);
     mt_arena      memory = { 0 };
     mt_file      *f = NULL;

@@ -8,6 +8,7 @@
 
 #include "../core/arena.h"
 #include "../core/forks.h"
+#include "../core/lock.h"
 #include "sum.h"
 
 #include <errno.h>
@@ -71,7 +72,7 @@ struct mt_shards {
     buffer         *buffers;         /* [n_buffers] */
     mt_arena        memory;
 
-    pthread_mutex_t mu;
+    mt_mutex        mu;
     pthread_cond_t  changed;
     owner          *owners;          /* [how.n_units + 1] */
     buffer         *idle, *full, **last_full;    /* mu, as all below */
@@ -213,14 +214,14 @@ static void copy_extent(const mt_extent *e, uint64_t at, size_t bytes, char *mem
 
 static void fail(mt_shards *w, mt_status st)
 {
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     if (w->st == MT_OK) {
         w->st = st;
         snprintf(w->text, sizeof w->text, "%s", mt_last_error());
     }
     w->stop = 1;
     pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
 }
 
 static size_t brings(const mt_shards *w, int unit)
@@ -281,7 +282,6 @@ static size_t next_of_begun(mt_shards *w)
  * about. Else the next of all. NONE: somebody has to get on first. */
 static size_t choose(mt_shards *w)
 {
-    /* takes the ledger's lock inside of ours, never the other way */
     int    wanted = w->how.wanted != NULL ? w->how.wanted(w->how.arg) : -1;
     size_t found = NONE;
 
@@ -329,14 +329,14 @@ static share *take_share(mt_shards *w, int *begins)
     size_t i = NONE;
     share *p = NULL;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     while (!w->stop && w->taken < w->n_shares && (i = choose(w)) == NONE)
-        pthread_cond_wait(&w->changed, &w->mu);
+        mt_cond_wait(&w->changed, &w->mu);
     if (!w->stop && w->taken < w->n_shares) {
         p = &w->shares[i];
         *begins = take(w, p);
     }
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     return p;
 }
 
@@ -348,14 +348,14 @@ static mt_status begin_unit(mt_shards *w, int unit, int begins)
 
     if (begins && unit < w->how.n_units && w->how.begin != NULL)
         st = w->how.begin(w->how.arg, unit);
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     if (begins) {
         o->at = BEGUN;
         pthread_cond_broadcast(&w->changed);
     }
     while (o->at == BEGINNING)
-        pthread_cond_wait(&w->changed, &w->mu);
-    pthread_mutex_unlock(&w->mu);
+        mt_cond_wait(&w->changed, &w->mu);
+    mt_unlock(&w->mu);
     return st;
 }
 
@@ -364,19 +364,19 @@ static void end_unit(mt_shards *w, int unit)
 {
     int last;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     last = --w->owners[unit].left == 0;
     if (last)
         w->owners[unit].at = ENDED;
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     if (!last || unit == w->how.n_units)
         return;
     if (w->how.end != NULL)
         w->how.end(w->how.arg, unit);
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     w->brought -= brings(w, unit);
     pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
 }
 
 /* When no thread copies any more: those that never got their last share. */
@@ -409,20 +409,20 @@ static buffer *copied(mt_shards *w, stretch *b)
 {
     buffer *m = NULL;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     if (--b->uncopied == 0) {
         m = b->in;
         b->in = NULL;
         w->open--;
     }
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     return m;
 }
 
 /* The thread's share is done; m: a full block, or NULL. */
 static void pass_on(mt_shards *w, buffer *m)
 {
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     if (m != NULL) {
         m->next = NULL;
         *w->last_full = m;
@@ -431,7 +431,7 @@ static void pass_on(mt_shards *w, buffer *m)
         w->moving--;
     }
     pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
 }
 
 static void do_share(mt_shards *w, const share *p, int begins)
@@ -453,10 +453,10 @@ static void do_share(mt_shards *w, const share *p, int begins)
 
 static void thread_over(mt_shards *w)
 {
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     w->n_over++;
     pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
 }
 
 static void *copier_main(void *arg)
@@ -479,12 +479,12 @@ static buffer *take_full(mt_shards *w)
 {
     buffer *m = NULL;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     while (!w->stop && w->full == NULL && w->written < w->n_blocks)
-        pthread_cond_wait(&w->changed, &w->mu);
+        mt_cond_wait(&w->changed, &w->mu);
     if (!w->stop && (m = w->full) != NULL && (w->full = m->next) == NULL)
         w->last_full = &w->full;
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     return m;
 }
 
@@ -514,10 +514,10 @@ static mt_status write_block(mt_shards *w, const buffer *m, int *last)
     *last = 0;
     MT_TRY(move_pages(calls_of(w->how.calls), w->files[b->shard].fd, s->path, 1, m->mem, bytes,
                       (uint64_t)b->number * MT_BLOCK_BYTES));
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     *last = --w->files[b->shard].left == 0;
     w->bytes += bytes;
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
 fail:
     return st;
 }
@@ -525,12 +525,12 @@ fail:
 /* For others, before the file's sync: a drive may take its time for that. */
 static void give_back(mt_shards *w, buffer *m)
 {
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     m->next = w->idle;
     w->idle = m;
     w->moving--;
     pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
 }
 
 /* Nothing shows how far a sync has come: it is patient. */
@@ -569,10 +569,10 @@ static void *writer_main(void *arg)
             st = sync_file(w, file);
         if (st != MT_OK)
             fail(w, st);
-        pthread_mutex_lock(&w->mu);
+        mt_lock(&w->mu);
         w->written += st == MT_OK;       /* behind its file's sync: all written is all synced */
         pthread_cond_broadcast(&w->changed);
-        pthread_mutex_unlock(&w->mu);
+        mt_unlock(&w->mu);
     }
     thread_over(w);
     return NULL;
@@ -698,8 +698,8 @@ static mt_status make_buffers(mt_shards *w)
     w->n_buffers = n;
     if ((w->buffers = calloc(n + 1, sizeof *w->buffers)) == NULL)
         return MT_FAIL(MT_ENOMEM, "save: no memory to describe %zu buffers", n);
-    MT_TRY(mt_arena_cold(&w->memory, n * MT_BLOCK_BYTES, "spare memory of a save", 0));
-    /* the first is taken first, and those that are never needed stay cold */
+    MT_TRY(mt_arena_reserve(&w->memory, n * MT_BLOCK_BYTES, "spare memory of a save", 0));
+    /* the first is taken first, and those that are never needed stay reserved */
     for (size_t i = n; i-- > 0;) {
         w->buffers[i] = (buffer){ .mem = (char *)w->memory.base + i * MT_BLOCK_BYTES,
                                   .next = w->idle };
@@ -743,7 +743,7 @@ static mt_status shards_new(const mt_shard *shards, int n, mt_shards_how how, mt
     w->n = n;
     w->how = how;
     w->last_full = &w->full;
-    pthread_mutex_init(&w->mu, NULL);
+    mt_mutex_open(&w->mu, MT_RANK_SHARDS);
     *out = w;
     return mt_watch_cond(&w->changed);
 }
@@ -793,14 +793,14 @@ mt_status mt_shards_wait(mt_shards *w, double seconds, uint64_t *bytes, int *ove
     struct timespec until = from_now(seconds);
     mt_status       st;
 
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     while (w->n_over < w->n_threads &&
-           pthread_cond_timedwait(&w->changed, &w->mu, &until) != ETIMEDOUT)
+           mt_cond_timedwait(&w->changed, &w->mu, &until) != ETIMEDOUT)
         ;
     *bytes = w->bytes;
     *over = w->n_over == w->n_threads && w->st == MT_OK;
     st = w->n_over == w->n_threads ? w->st : MT_OK;
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     return st == MT_OK ? MT_OK : mt_fail_again(st, w->text);
 }
 
@@ -808,10 +808,10 @@ void mt_shards_close(mt_shards *w)
 {
     if (w == NULL)
         return;
-    pthread_mutex_lock(&w->mu);
+    mt_lock(&w->mu);
     w->stop = 1;
     pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->mu);
+    mt_unlock(&w->mu);
     for (int i = 0; i < w->n_threads; i++)
         pthread_join(w->threads[i], NULL);
     if (w->owners != NULL)
@@ -821,7 +821,7 @@ void mt_shards_close(mt_shards *w)
             mt_forks_close(w->files[i].fd);
     mt_arena_close(&w->memory);
     pthread_cond_destroy(&w->changed);
-    pthread_mutex_destroy(&w->mu);
+    mt_mutex_close(&w->mu);
     free(w->threads);
     free(w->buffers);
     free(w->files);
@@ -837,7 +837,7 @@ typedef struct reading {
     const mt_shard      *shard;      /* these three: constant */
     const mt_file_calls *calls;
     int                  fd;
-    pthread_mutex_t      mu;
+    mt_mutex             mu;
     size_t               next;       /* block. mu, as all below */
     mt_status            st;
     char                 text[512];
@@ -884,14 +884,14 @@ static int next_block(reading *r, mt_status st, size_t *k)
 {
     int some;
 
-    pthread_mutex_lock(&r->mu);
+    mt_lock(&r->mu);
     if (st != MT_OK && r->st == MT_OK) {
         r->st = st;
         snprintf(r->text, sizeof r->text, "%s", mt_last_error());
     }
     if ((some = r->st == MT_OK && r->next < mt_block_count((size_t)r->shard->bytes)))
         *k = r->next++;
-    pthread_mutex_unlock(&r->mu);
+    mt_unlock(&r->mu);
     return some;
 }
 
@@ -944,13 +944,13 @@ mt_status mt_shards_read(const mt_shard *shard, int n_threads, const mt_file_cal
     if (threads == NULL)
         return MT_FAIL(MT_ENOMEM, "load: no memory for %d threads", n_threads);
     MT_TRY(open_for_reading(shard, r.calls, &r.fd));
-    pthread_mutex_init(&r.mu, NULL);
+    mt_mutex_open(&r.mu, MT_RANK_READING);
     while (running < n_threads - 1 && pthread_create(&threads[running], NULL, reader_main, &r) == 0)
         running++;
     (void)reader_main(&r);
     while (running > 0)
         pthread_join(threads[--running], NULL);
-    pthread_mutex_destroy(&r.mu);
+    mt_mutex_close(&r.mu);
     mt_forks_close(r.fd);
     st = r.st == MT_OK ? MT_OK : mt_fail_again(r.st, r.text);
 fail:

@@ -8,9 +8,9 @@
  */
 #include "attention_cudnn.h"
 #include "dnn.h"
+#include "../core/lock.h"
 #include <dlfcn.h>
 #include <math.h>
-#include <pthread.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,7 +32,7 @@ struct mt_attention_choice {
 };
 typedef struct mt_attention_choice graph;
 
-static pthread_mutex_t            mu = PTHREAD_MUTEX_INITIALIZER;
+static mt_mutex                   mu = MT_MUTEX(MT_RANK_ATTENTION);
 static const mt_attention_choice *buckets[BUCKETS];      /* under mu */
 static mt_dnn_handle              handles[DEVICES];      /* by CUDA ordinal; under mu */
 static mt_dnn                     dnn;                   /* written once, under mu */
@@ -427,7 +427,7 @@ mt_status mt__attention_cudnn_choose(const mt_attention_key *key, const mt_atten
     mt_attention_choice *made = NULL;
     mt_status            st = MT_OK;
 
-    pthread_mutex_lock(&mu);
+    mt_lock(&mu);
     *out = *bucket_of(key);
     while (*out != NULL && memcmp(&(*out)->key, key, sizeof *key) != 0)
         *out = (*out)->next;
@@ -435,7 +435,7 @@ mt_status mt__attention_cudnn_choose(const mt_attention_key *key, const mt_atten
         made->next = *bucket_of(key);
         *bucket_of(key) = *out = made;
     }
-    pthread_mutex_unlock(&mu);
+    mt_unlock(&mu);
     return st;
 }
 
@@ -478,8 +478,8 @@ mt_status mt__attention_cudnn_run(const mt_attention_choice *how, void *const da
             names[n] = name;
             all[n++] = all[name];
         }
-    pthread_mutex_lock(&mu);
+    mt_lock(&mu);
     st = run(how, n, names, all, (char *)workspace + how->sums_bytes, stream);
-    pthread_mutex_unlock(&mu);
+    mt_unlock(&mu);
     return st;
 }

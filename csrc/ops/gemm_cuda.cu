@@ -7,9 +7,9 @@ extern "C" {
 #include "gemm_cuda.h"
 }
 #include "cublaslt.h"
+#include "../core/lock.h"
 #include <cuda_runtime.h>
 #include <dlfcn.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -27,7 +27,7 @@ namespace {
 
 constexpr int BUCKETS = 256, DEVICES = 64, CANDIDATES = 8;
 
-pthread_mutex_t       mu = PTHREAD_MUTEX_INITIALIZER;
+mt_mutex              mu = MT_MUTEX(MT_RANK_GEMM);
 const mt_gemm_choice *buckets[BUCKETS];     // under mu
 mt_lt_handle          handles[DEVICES];     // by CUDA ordinal; under mu
 mt_lt                 lt;                   // written once, under mu, before any choice is seen
@@ -254,12 +254,12 @@ extern "C" mt_status mt__gemm_cuda_choose(const mt_gemm_key *key, const mt_gemm 
     mt_gemm_choice *made = nullptr;
     mt_status       st = MT_OK;
 
-    pthread_mutex_lock(&mu);
+    mt_lock(&mu);
     if ((*out = known(key)) == nullptr && (st = make(key, g, &made)) == MT_OK) {
         made->next = *bucket_of(key);
         *bucket_of(key) = *out = made;
     }
-    pthread_mutex_unlock(&mu);
+    mt_unlock(&mu);
     return st;
 }
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def note(rt: Runtime) -> dict[str, Any]:
     """For a checkpoint: plain numbers and text."""
     return {"versions": _versions(rt.device), "repeating": repeating(), "compute": rt.compute, "memory": _memory(rt),
-            "tokens": rt.most_tokens, "kept": rt.kept(), "chosen": _chosen(rt),
+            "tokens": rt.keeps.most_tokens, "kept": rt.keeps.fused(), "chosen": _chosen(rt),
             "planned": [] if rt.planning is None else rt.planning.planned()}
 
 
@@ -36,7 +36,7 @@ def go_on(rt: Runtime, saved: Any) -> None:
     if not saved or rt.planning is None:
         return
     if saved["memory"] == _memory(rt) and saved["chosen"]:
-        rt.planning.goes_on(saved["tokens"], saved["chosen"])
+        rt.planning.goes_on({int(tokens): modes for tokens, modes in saved["chosen"].items()})
     if len(saved["planned"]) == 3 and all(type(n) is int and n > 0 for n in saved["planned"]):
         rt.planning.resumes(*saved["planned"])
 
@@ -47,8 +47,8 @@ def differences(rt: Runtime, saved: Any) -> list[str]:
     saved = _known(saved, here)
     if not saved:
         return []
-    if saved["memory"] == here["memory"] and saved["chosen"] and rt.planning is not None and rt.planning.pending:
-        here["kept"] = saved["kept"]             # by the plan to come
+    if saved["memory"] == here["memory"] and saved["chosen"] and rt.planning is not None:
+        here["kept"] = saved["kept"]             # of passes of the same length
     there = saved["versions"]
     found = [f"{what} {there.get(what, 'none')} there and {mine} here" for what, mine in here["versions"].items()
              if there.get(what) != mine]
@@ -60,17 +60,17 @@ def differences(rt: Runtime, saved: Any) -> list[str]:
     return found + _kept_otherwise(rt, saved, here)
 
 
-def _chosen(rt: Runtime) -> dict[str, str]:
-    """What windows keep by a plan that mt.stream made itself."""
-    planned = rt.planning is not None and rt.planning.plan is not None
-    return {w.name: rt.mode_of(w) for w in rt.windows} if planned else {}
+def _chosen(rt: Runtime) -> dict[str, dict[str, str]]:
+    """What windows keep by plans that mt.stream made itself, by the tokens of a pass."""
+    return {} if rt.planning is None else {str(tokens): modes for tokens, modes in rt.planning.kept().items()}
 
 
 def _known(saved: Any, here: dict[str, Any]) -> dict[str, Any]:
     """What was saved, if it is of this form; else nothing."""
     found = {"planned": []} | saved if isinstance(saved, dict) else {}
     good = (all(type(found.get(k)) is type(v) for k, v in here.items())
-            and all(mode in MODES for mode in (*found["kept"].values(), *found["chosen"].values()))
+            and all(tokens.isdecimal() and isinstance(modes, dict) for tokens, modes in found["chosen"].items())
+            and all(mode in MODES for modes in (found["kept"], *found["chosen"].values()) for mode in modes.values())
             and [type(n) for n in found["memory"]] == [int, int])
     return found if good else {}
 
@@ -94,7 +94,7 @@ def _kept_otherwise(rt: Runtime, saved: dict[str, Any], here: dict[str, Any]) ->
 def _memory(rt: Runtime) -> list[int]:
     """Of the device, and the limit of what may be used; 0: there is none."""
     total = torch.cuda.get_device_properties(rt.device).total_memory if rt.is_cuda else 0
-    limit = rt.vram if rt.planning is None else rt.planning.limits.vram
+    limit = rt.cap.limit if rt.planning is None else rt.planning.asking.limits.vram
     return [total, limit or 0]
 
 

@@ -83,7 +83,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         raise MegatrainError("load into the model that was given to mt.stream, not into a part of it")
     if isinstance(opt, AdamW):
         opt._check_served()
-    rt.finish_save()
+    rt.saves.finish()
     source = Checkpoint.open(Path(os.path.abspath(folder)))
     names = names_of(model)
     with manifest.adding(manifest.BROKEN):
@@ -162,7 +162,7 @@ def _load_unit(rt: Runtime, records: list[Record], source: Checkpoint, names: di
     reads.go()
     for done in finish:
         done()
-    rt.take(records[0].unit)
+    rt.homes.take(records[0].unit)
 
 
 def _load_record(record: Record, name: str, source: Checkpoint, reads: Reads,
@@ -187,7 +187,7 @@ def _read_moments(record: Record, name: str, source: Checkpoint, reads: Reads) -
     keys = MOMENTS if source.body["states"] == "fp32" else CODES
     stored = [source.states[f"{name}.{key}"] for key in keys]
     planes = [record.view(plane) for plane in record.moments]
-    if source.body["states"] == rt.states and all(map(_fits, planes, stored)):
+    if source.body["states"] == rt.states.format and all(map(_fits, planes, stored)):
         for plane, s in zip(planes, stored):
             reads.into(s, plane)
         return lambda: rt.planes.push(record, *record.moments)

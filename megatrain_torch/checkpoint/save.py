@@ -107,7 +107,7 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     """
     rt = runtime_of(model)
     _check(rt, model, opt)
-    rt.finish_save()
+    rt.saves.finish()
     folder = Path(folder).absolute()
     begun = time.perf_counter()
     parts = parts_of(rt, model, opt, scheduler, extra, FILE_BYTES)
@@ -137,11 +137,11 @@ def _begin(rt: Runtime, saving: Saving, parts: Parts, held: list[tuple[int, int]
         located = [f.located(draft.path) for f in parts.files]
         asked_for = True
         rt.core.save_begin([where for where, _ in located], held, spare, COPIERS, WRITERS)
-        rt.saving = saving if asynchronous else None         # before its thread is there: start() may be interrupted
+        rt.saves.running = saving if asynchronous else None   # before its thread is there: start() may be interrupted
         saving._start(asynchronous, rt.core, draft, parts.small, parts.body, parts.files, (located, parts.tensors))
     except BaseException as e:
         if saving._taken.acquire(blocking=False):            # else its thread goes on with it
-            rt.saving = None
+            rt.saves.running = None
             if asked_for and not isinstance(e, MegatrainError):      # which save_begin raises where it begins nothing
                 give_up(rt.core)
             draft.drop()

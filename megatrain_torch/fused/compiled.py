@@ -32,6 +32,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..base.errors import MegatrainError
 from ..graph import hf_calls
+from ..graph.below import Below, restore_buffers, snapshot_buffers
 from ..graph.frames import (
     Again,
     SavedFrame,
@@ -44,7 +45,7 @@ from ..graph.frames import (
     set_autocast_state,
 )
 from ..graph.generators import random_state, set_random_state
-from ..graph.window import Below, Window
+from ..graph.window import Window
 from ..store.guard import HostTensor
 from ..store.lazy import Lazy
 from .runner import Runner
@@ -155,7 +156,7 @@ class GraphFrame(Again):
             saved[len(saved)] = handle = self.handle(t)
             return handle
 
-        with self.runtime.during(self.window, "replay"), self._as_it_was(), hooks(pack, SavedFrame.unpack):
+        with self.runtime.trace.during(self.window, "replay"), self._as_it_was(), hooks(pack, SavedFrame.unpack):
             self.graph.run(*[self._again(kept) for kept in self.inputs])
         if len(saved) != self.count:
             raise MegatrainError(f"{self.window.name}: run again, its graph saved {len(saved)} tensors where the first "
@@ -324,9 +325,11 @@ class Compiled(Runner):
 
     def __call__(self, args: Any, kwargs: Any, replays: bool) -> tuple[Any] | None:
         """(the window's output,), or None where the module's own code has to run."""
+        window, rt = self.window, self.window.runtime
+        if getattr(window.inner, "__func__", None) is not self.structure.forward:
+            self._take_another()
         if self.structure.reason or self.given_up:
             return None
-        window, rt = self.window, self.window.runtime
         try:
             if hf_calls.hooked(window.hooks) or _has_any_global_hook():
                 raise Unfit("there are hooks inside it")
@@ -334,7 +337,7 @@ class Compiled(Runner):
         except Unfit as reason:
             self.declined = str(reason)
             return None
-        random, buffers = random_state(rt.device), window.snapshot_buffers()
+        random, buffers = random_state(rt.device), snapshot_buffers(window.buffered)
         state = window.state() if not self.pieces else None          # it may fail where it has not worked before
         try:
             out = self._run(args, kwargs, replays)
@@ -349,8 +352,13 @@ class Compiled(Runner):
         set_random_state(rt.device, random)          # pieces before the one that failed may have run
         if state is not None:
             state.restore()
-        window.restore_buffers(buffers)
+        restore_buffers(window.buffered, buffers)
         return None
+
+    def _take_another(self) -> None:
+        """The module's class is another than it was."""
+        self.structure = structure_of(self.window.runtime, self.window, self.module)
+        self.given_up, self.pieces = "", 0
 
     def _run(self, args: Any, kwargs: Any, replays: bool) -> Any:
         window = self.window

@@ -1,19 +1,16 @@
-"""The head and the loss as one: logits that are not made, because the loss does not need them whole.
+"""Logits that are not made, because the loss does not need them whole.
 
 While a model trains with compute="fused", its head's window returns `DeferredLogits`: a tensor with shape,
 type, device and history, and without memory. It knows the hidden states it would be made from and what
 was done to it since: scaling, a soft cap, a cast to fp32, slices and views that leave the vocabulary
-alone. `F.cross_entropy`, where transformers' losses and most others end, is given loss and gradients by
-`loss.linear_cross_entropy`, in chunks of tokens. Whatever else is done to the tensor makes the real
-logits through the head's window, once; from then on they are used, gradients included.
+alone (picks.py). A loss is computed without making them (head_loss.py). Whatever else is done to the tensor
+makes the real logits through the head's window, once; from then on they are used, gradients included.
 
     Defer   hidden states and weights in, DeferredLogits out; its backward is a linear layer's, for the
             gradients of logits that were made
-    Loss    hidden states and weights in, the loss out; gradients are made in forward
 
-Both hand weight gradients over as a window does (handover.py). Autograd records what is done to
-DeferredLogits as it does for any tensor; the operations themselves are met below autograd, in
-`__torch_dispatch__`. Only cross_entropy is met above it, so that its gradient goes by way of `Loss`.
+It hands weight gradients over as a window does (handover.py). Autograd records what is done to DeferredLogits as it
+does for any tensor; the operations themselves are met below autograd, in `__torch_dispatch__`.
 
 Letters: `T` tokens, `H` hidden, `V` vocabulary.
 """
@@ -22,120 +19,41 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base.errors import MegatrainError
-from ..base.units import output_embeddings
 from ..graph.frames import refuse_again
 from ..store.guard import HostTensor
 from ..store.lazy import Lazy
-from ..store.records import Use
+from ..store.records import Record, Use
 from ..store.state import graph_stays, in_backward
-from .layer import casts
-from .loss import linear_cross_entropy
-from .runner import Runner
+from .picks import Curve, Pick, is_all, pick_of, vocabulary_dim
 
 if TYPE_CHECKING:
     from ..graph.window import Window
 
 aten = torch.ops.aten
-# fp16 is left out: gradients of a mean over many tokens fall below its smallest number, and the scale of
-# a GradScaler is known only in backward. fp64 is nobody's choice for speed.
-TYPES = (torch.float32, torch.bfloat16)
-LINEAR = nn.Linear.forward
 
 
-# ---- which module ------------------------------------------------------------------------------
+class Maker(Protocol):
+    """The window's part that makes logits: head.Head."""
 
-def head_of(root: nn.Module, windows: list[tuple[str, nn.Module]]) -> nn.Module | None:
-    """The window that makes logits: the named head, else the last Linear as wide as the longest embedding is long."""
-    named = output_embeddings(root)
-    if named is not None:
-        return named if any(m is named for _, m in windows) else None
-    vocabulary = max([m.num_embeddings for m in root.modules() if isinstance(m, nn.Embedding)], default=0)
-    wide = [m for _, m in windows if type(m) is nn.Linear and m.out_features == vocabulary]
-    return wide[-1] if wide else None
+    window: Window
+    weight: Record
+    bias: Record | None
+    declined: str
 
-
-def unfit(module: nn.Module) -> str:
-    """Why this head can never be fused with a loss; "" when it can."""
-    if type(module) is not nn.Linear:
-        return f"the head is a {type(module).__name__}, no plain nn.Linear"
-    if module.weight.dtype not in TYPES or any(p.dtype != module.weight.dtype for p in module.parameters()):
-        return f"the head's weights are {module.weight.dtype}; bf16 and fp32 are fused"
-    return ""
+    def versions(self) -> Any: ...
 
 
-def give_head(window: Window, module: nn.Module) -> None:
-    """The head's window defers from now on, or says why it cannot."""
-    window.unfit = unfit(module)
-    window.head = None if window.unfit else Head(window, module)
-
-
-class Head(Runner):
-    """What the window of a head knows of deferring.
-
-    Attributes:
-        declined: why the last call's logits were made after all; "" when they were not.
-    """
-
-    def __init__(self, window: Window, module: nn.Linear) -> None:
-        super().__init__(window)
-        self.by_param = {id(r.param): r for r in window.records}
-        self.declined = ""
-        self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()
-        self.read()
-
-    def read(self) -> None:
-        """Is it the plain Linear that was streamed? Asked anew when something of the module changed."""
-        m = self.module
-        self.changed = unfit(m)
-        named = {} if self.changed else dict(m.named_parameters())
-        if not self.changed and {id(p) for p in named.values()} != set(self.by_param):
-            self.changed = "its parameters are not those that it was streamed with"
-        elif not self.changed and getattr(self.window.inner, "__func__", None) is not LINEAR:
-            self.changed = "it has a forward of its own put in"
-        if not self.changed:
-            self.weight = self.by_param[id(named["weight"])]
-            self.bias = self.by_param[id(named["bias"])] if "bias" in named else None
-
-    def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
-        """Deferred logits, or None where the head's own code has to run."""
-        hidden = args[0] if args else kwargs.get("input")
-        self.declined = self._why_not(hidden)
-        if self.declined:
-            return None
-        _keep_from_tracing()
-        for earlier in self.calls:
-            earlier.let_go()
-        return Defer.apply(Logits(self, hidden), hidden, *self.window.params)
-
-    def _why_not(self, hidden: Any) -> str:
-        m = self.module
-        if self.changed:
-            return self.changed
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks \
-                or _has_any_global_hook():
-            return "there are hooks on it"
-        if type(hidden) is not Tensor or hidden.dim() < 2 or hidden.dtype != self.weight.dtype or not hidden.numel():
-            return "its input is no [..., H] tensor of the weights' type"
-        if casts(hidden.device.type, hidden.dtype):
-            return "autocast is on"
-        if not (hidden.requires_grad or self.window.trainable):
-            return "nothing needs a gradient"
-        return ""
-
-
-# ---- one call of the head ------------------------------------------------------------------------
+# ---- one call of the head ----
 
 class Logits:
     """One call of the head: what its output is made from, if it must be.
@@ -150,12 +68,11 @@ class Logits:
         born: what was derived from the output, weakly.
     """
 
-    def __init__(self, head: Head, hidden: Tensor) -> None:
+    def __init__(self, head: Maker, hidden: Tensor) -> None:
         self.head, self.device, self.rows = head, hidden.device, hidden.shape[:-1].numel()
         self.hidden: Tensor | None = hidden
         self.window = head.window            # logits may be read when the model is gone
         self.weight, self.bias = head.weight, head.bias
-        head.calls.add(self)
         self.hidden_version, self.versions = hidden._version, head.versions()
         self.value: Tensor | None = None
         self.fused = self.watched = False
@@ -236,57 +153,16 @@ class Defer(torch.autograd.Function):
                 found[logits.bias] = grad.sum(0)
         if not graph_stays():
             ctx.logits = None                           # and what was made of them; this object lives as the loss does
-        return None, dhidden, *_hand_over(ctx, logits.window, logits.use, [found[r] for r in ctx.records])
+        return None, dhidden, *hand_over(ctx, logits.window, logits.use, [found[r] for r in ctx.records])
 
 
-def _hand_over(ctx: Any, window: Window, use: Use | None, grads: Any) -> list[Tensor | None]:
+def hand_over(ctx: Any, window: Window, use: Use | None, grads: Any) -> list[Tensor | None]:
     """Gradients of ctx.records, whose nodes are the last inputs'; what autograd is to be given for them."""
     edges = ctx.next_functions[len(ctx.next_functions) - len(ctx.records):]
     return window.runtime.handover.take(ctx.records, use, [edge[0] for edge in edges], tuple(grads))
 
 
-# ---- which rows, and what was done to them -------------------------------------------------------
-
-Pick = tuple[list[int], list[int], int]     # shape, strides and offset, in rows
-
-
-def vocabulary_dim(form: Tensor, v: int) -> int | None:
-    """The dimension along which a row of v logits lies, while `form` is made of whole rows.
-
-    Operations are followed from whole rows to whole rows only, so that everything else is a multiple of v.
-    """
-    mine = [d for d in range(form.dim()) if form.shape[d] == v > 1 and form.stride(d) == 1]
-    return mine[0] if len(mine) == 1 and form.numel() else None
-
-
-def _pick(form: Tensor, v: int, order: list[int]) -> Pick:
-    """The rows of `form` in the order of these dimensions."""
-    return [form.shape[d] for d in order], [form.stride(d) // v for d in order], form.storage_offset() // v
-
-
-def _all(pick: Pick, rows: int) -> bool:
-    """Is it every one of `rows` rows, in order?"""
-    shape, strides, _ = pick
-    dense = torch.empty(shape, device="meta").stride()
-    return math.prod(shape) == rows and all(a == b or n == 1 for a, b, n in zip(strides, dense, shape))
-
-
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """What was done to each logit x: scale * (x + shift), or cap * tanh(scale * (x + shift)).
-
-    shift: [V], or None for zero. cap: None: no soft cap.
-    """
-
-    scale: float = 1.0
-    cap: float | None = None
-    shift: Tensor | None = None
-
-    def times(self, factor: float) -> Curve:
-        if self.cap is None:
-            return dataclasses.replace(self, scale=self.scale * factor)
-        return dataclasses.replace(self, cap=self.cap * factor)
-
+# ---- its output, and what is made of that ----
 
 class DeferredLogits(Tensor):
     """Logits [..., V], or something made from them row by row, without memory.
@@ -301,7 +177,7 @@ class DeferredLogits(Tensor):
     _curve: Curve
     _step: tuple[Any, ...] | None       # (from what, operation, arguments); None: the head's own output
     _values: Tensor | None
-    _above: Callable[..., Any]
+    _above: Callable[..., Any]          # operations as Python calls them: head_loss.py
 
     @staticmethod
     def __new__(cls, logits: Logits, form: Tensor, rows: tuple[Pick, ...] = (), curve: Curve | None = None,
@@ -356,12 +232,12 @@ class DeferredLogits(Tensor):
         rows = self._rows
         if form.untyped_storage()._cdata != self._form.untyped_storage()._cdata:
             order = sorted((d for d in range(form.dim()) if d != dim), key=lambda d: (-form.stride(d), d))
-            rows = self.picked(_pick(self._form, v, order))
+            rows = self.picked(pick_of(self._form, v, order))
         return DeferredLogits(self._logits, form, rows, curve or self._curve, step)
 
     def picked(self, pick: Pick) -> tuple[Pick, ...]:
         before = math.prod(self._rows[-1][0]) if self._rows else self._logits.rows
-        return self._rows if _all(pick, before) else (*self._rows, pick)
+        return self._rows if is_all(pick, before) else (*self._rows, pick)
 
     @property
     def vocabulary(self) -> int:
@@ -381,26 +257,6 @@ class DeferredLogits(Tensor):
         return out
 
 
-def _above_autograd(func: Any, args: Any, kwargs: Any) -> Any:
-    """Operations as Python calls them."""
-    meet = _MET.get(func)
-    if meet is not None:
-        out = meet(*args, **kwargs)
-        if out is not None:
-            return out
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-DeferredLogits._above = staticmethod(_above_autograd)
-
-
-def _keep_from_tracing() -> None:
-    """A loss of the user's may be compiled: what happens in here is not for torch.compile to trace."""
-    if DeferredLogits._above is _above_autograd and "torch._dynamo" in sys.modules:
-        DeferredLogits._above = staticmethod(torch._dynamo.disable(_above_autograd))
-
-
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation on the real tensors. Runs below autograd, which records it for the deferred ones."""
     deferred = [a for a in tree_leaves((args, kwargs)) if isinstance(a, DeferredLogits)]
@@ -417,7 +273,7 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     return next((d for d in deferred if out is d._values), out)
 
 
-# ---- operations that are followed ----------------------------------------------------------------
+# ---- operations that are followed ----
 
 def _view(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
     forms = func(d._form, *args, **kwargs)
@@ -479,121 +335,4 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor), _times),
     aten.tanh.default: _tanh,
     aten.add.Tensor: _add,
-}
-
-
-# ---- the loss ------------------------------------------------------------------------------------
-
-class Loss(torch.autograd.Function):
-    """Hidden states and host parameters in, the loss out; its gradients are made here and now."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor,
-                options: dict[str, Any], hidden: Tensor, *params: Tensor) -> Tensor:
-        ctx.window, ctx.records = logits.window, logits.window.trainable
-        ctx.use = Use(ctx.records) if in_backward() == -1 else None
-        wanted = (hidden.requires_grad, logits.weight in ctx.records, logits.bias in ctx.records)
-        with exactly(hidden.device):
-            loss, *grads = _loss(logits, curve, picks, labels, options, hidden, wanted)
-        found = dict(zip((logits.weight, logits.bias), grads[1:]))
-        ctx.save_for_backward(grads[0], *(found[r] for r in ctx.records))
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grads = ctx.saved_tensors
-        if graph_stays():
-            grads = [None if g is None else g * grad for g in grads]
-        else:                                           # nobody will ask for them again
-            for g in grads:
-                if g is not None:
-                    g.mul_(grad)
-        return None, None, None, None, None, grads[0], *_hand_over(ctx, ctx.window, ctx.use, grads[1:])
-
-
-def _loss(logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor, options: dict[str, Any],
-          hidden: Tensor, wanted: tuple[bool, bool, bool]
-          ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss of the picked rows of hidden [..., H]; the gradient is hidden's whole."""
-    weight, bias = logits.weights()
-    if curve.shift is not None:
-        shift = curve.shift.to(weight.dtype)
-        bias = shift if bias is None else bias + shift
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    index = _index(picks, rows)
-    cap = 0.0 if curve.cap is None else abs(curve.cap)
-    loss, dhidden, dweight, dbias = linear_cross_entropy(
-        rows if index is None else rows.index_select(0, index), weight, labels, bias, softcap=cap,
-        logit_scale=curve.scale * (1.0 if curve.cap is None else curve.cap), wanted=wanted, **options)
-    if index is not None and dhidden is not None:
-        dhidden = torch.zeros_like(rows).index_copy_(0, index, dhidden)
-    return loss, None if dhidden is None else dhidden.view(hidden.shape), dweight, dbias
-
-
-def _index(picks: tuple[Pick, ...], rows: Tensor) -> Tensor | None:
-    """Numbers of the picked rows, [picked] int64; None: all, in order."""
-    index = None
-    for shape, strides, offset in picks:
-        index = torch.arange(rows.shape[0], device=rows.device) if index is None else index
-        index = index.as_strided(shape, strides, index.storage_offset() + offset).reshape(-1).contiguous()
-    return index
-
-
-def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-                  reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor | None:
-    """`F.cross_entropy` of deferred logits, or None where the real ones are needed."""
-    legacy = size_average is not None or reduce is not None
-    if weight is not None or legacy or reduction not in ("mean", "sum"):
-        return None
-    if not isinstance(input, DeferredLogits) or not torch.is_grad_enabled() or not input.requires_grad:
-        return None
-    logits = input._logits
-    if logits.value is not None or logits.watched:      # they are there, or wanted: they are used
-        return None
-    shape = list(input.shape)
-    classes = 0 if len(shape) == 1 else 1
-    del shape[classes]
-    if type(target) is not Tensor or target.dtype != torch.int64 or list(target.shape) != shape \
-            or vocabulary_dim(input._form, input.vocabulary) != classes:
-        return None
-    logits.check()
-    order = [i for i in range(input.dim()) if i != classes]
-    picks = input.picked(_pick(input._form, input.vocabulary, order))
-    options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-    labels = target.to(input.device, non_blocking=True).reshape(-1).contiguous()
-    loss = Loss.apply(logits, input._curve, picks, labels, options, logits.hidden, *logits.window.params)
-    logits.fused = True
-    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
-
-
-# ---- functions that are met above autograd ---------------------------------------------------------
-
-def _detach(self: DeferredLogits) -> Tensor:
-    """For whoever keeps values: they are made now, while the weights are there."""
-    return self.kept("detach()").detach()
-
-
-def _as_real(func: Any) -> Callable[..., Any]:
-    """Functions that look at memory."""
-    name = f"{func.__name__}()"
-    return lambda self, *args, **kwargs: func(self.kept(name), *args, **kwargs)
-
-
-def _watched(self: Any, *_: Any, **__: Any) -> None:
-    """Somebody wants the gradient of logits: losses go by way of them, unless one has been computed without."""
-    for d in tree_leaves(self):
-        if isinstance(d, DeferredLogits):
-            if d._logits.fused:
-                raise MegatrainError(f"{d._logits.head.window.name}: the loss was computed without making the logits, "
-                                     "so they have no gradient; stream with compute='eager'")
-            d._logits.watched = True
-
-
-_T = Tensor
-_MET: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: cross_entropy,
-    **dict.fromkeys((_T.detach, torch.detach, _T.data.__get__), _detach),
-    **{f: _as_real(f) for f in (_T.numpy, _T.tolist, _T.__array__, _T.__dlpack__, _T.data_ptr, _T.untyped_storage)},
-    **dict.fromkeys((_T.register_hook, _T.retain_grad), _watched),
-    torch.autograd.grad: lambda outputs, inputs, *_, **__: _watched(inputs),
 }

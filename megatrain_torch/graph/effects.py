@@ -7,10 +7,10 @@
     ...                           # the run that repeats it
     now.restore()
 
-Kept are attributes of a window's modules, and what these hold: numbers, containers and objects of the user's, however
-deep; classes' own attributes, globals and closures that the code of a forward, or of a hook below, names; Python's and
-NumPy's random states where it names these. Containers stay the objects that they are. What cannot be put back (an
-iterator) is said in `why`: then the window keeps its activations.
+Kept are attributes and classes of a window's modules, and what these hold: numbers, containers and objects of the
+user's, however deep; classes' own attributes, globals and closures that the code of a forward, or of a hook below,
+names; Python's and NumPy's random states where it names these. Containers stay the objects that they are. What cannot
+be put back (an iterator) is said in `why`: then the window keeps its activations.
 """
 from __future__ import annotations
 
@@ -195,6 +195,10 @@ class Places:
         self.first = True
         self._names: tuple[list[str], list[int]] = [], []
 
+    def classes(self) -> list[type]:
+        """Of the modules."""
+        return list(map(type, self.modules))
+
     def owners(self) -> list[Any]:
         """Who has attributes: dicts, and classes."""
         found: list[Any] = []
@@ -231,6 +235,7 @@ class Snapshot:
         """objects: further ones, to be looked into."""
         self.places, self.why = places, ""
         self._attributes = places.attributes()
+        self._classes = places.classes()
         self._rows: dict[int, tuple[Any, Any]] = {}          # containers, and what was in them
         self._tensors: dict[int, tuple[Tensor, int, Tensor | None]] = {}
         self._seen: set[int] = set()
@@ -340,6 +345,11 @@ class Snapshot:
         names, _, values = self.places.attributes() if now is None else now._attributes
         return names is not self._attributes[0] or not all(map(is_, values, self._attributes[2]))
 
+    def _restore_classes(self) -> None:
+        for m, cls in zip(self.places.modules, self._classes):
+            if type(m) is not cls:
+                object.__setattr__(m, "__class__", cls)
+
     def _restore_attributes(self) -> None:
         names, sizes, values = self._attributes
         at = 0
@@ -355,6 +365,8 @@ class Snapshot:
 
     def restore(self, now: Snapshot | None = None) -> None:
         """now: taken just before."""
+        if self._classes != (self.places.classes() if now is None else now._classes):
+            self._restore_classes()
         if self._attributes_differ(now):
             self._restore_attributes()
         for value, before in self._rows.values():

@@ -28,6 +28,7 @@ from ..store.records import Record, Use
 from ..store.state import in_backward
 from .door import Door
 from .swap import Swap
+from .untraced import Untraced
 
 SET, ADD = 0, 1
 
@@ -47,32 +48,62 @@ class Room(Protocol):
     def sums(self, core: _core.Engine) -> None: ...
 
 
+class Homes(Protocol):
+    """Knows units whose gradients are kept nowhere, and those whose states come and leave: homes.Homes."""
+
+    passing: frozenset[int]
+    arrivals: Arrivals
+
+
+class Trained(Protocol):
+    """Knows of which parameters there are gradients: trained.Trained."""
+
+    def follow(self) -> None: ...
+
+
+class Reads(Protocol):
+    """Weights that were read outside of windows: reads.Reads."""
+
+    def forget(self) -> None: ...
+
+
+class Forwards(Protocol):
+    """Is told that a backward follows: forwards.Forwards."""
+
+    def backward_began(self) -> None: ...
+
+
 class Model(Protocol):
     """The streamed model whose gradients these are: runtime.Runtime.
 
     Attributes:
-        passing: units whose gradients are kept nowhere. window_count: windows it has or had.
+        window_count: windows it has or had.
     """
 
     core: _core.Engine
-    arrivals: Arrivals
     door: Door
-    room: Room
     swap: Swap
-    passing: frozenset[int]
+    trace: Untraced
+
+    @property
+    def room(self) -> Room: ...
+
+    @property
+    def homes(self) -> Homes: ...
+
+    @property
+    def trained(self) -> Trained: ...
+
+    @property
+    def reads(self) -> Reads: ...
+
+    @property
+    def forwards(self) -> Forwards: ...
 
     @property
     def window_count(self) -> int: ...
 
     def stream(self) -> int: ...
-
-    def follow(self) -> None: ...
-
-    def forget_lazy(self) -> None: ...
-
-    def backward_began(self) -> None: ...
-
-    def handed_over(self) -> None: ...
 
 
 class HandOver:
@@ -108,7 +139,7 @@ class HandOver:
                 if total is not None:
                     ready.append((record, total))
         self._send(ready)
-        self.runtime.handed_over()
+        self.runtime.trace.handed_over()
         return out
 
     def _kind(self, record: Record, node: Any) -> str:
@@ -118,7 +149,7 @@ class HandOver:
         if not trains:                       # frozen since the forward: torch drops it too
             return "unwanted"
         if not record.was_trainable:         # frozen in a forward since then, and trained again
-            self.runtime.follow()
+            self.runtime.trained.follow()
         try:
             wanted = node is None or torch._C._will_engine_execute_node(node)
         except RuntimeError:                 # a leaf under autograd.grad(): torch cannot say, and captures it
@@ -176,7 +207,7 @@ class HandOver:
             self.runtime.door.task_begins(task)
         if task not in self.tasks:
             self.tasks[task] = []
-            self.runtime.backward_began()
+            self.runtime.forwards.backward_began()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_ended(task))
         return self.tasks[task]
 
@@ -199,8 +230,8 @@ class HandOver:
             record.pending = None
         self.summed.clear()
         self._send(rest)
-        self.runtime.forget_lazy()
-        self.runtime.handed_over()
+        self.runtime.reads.forget()
+        self.runtime.trace.handed_over()
 
     def sweep(self) -> None:
         """After a backward that raised: its callback never ran."""
@@ -223,7 +254,7 @@ class HandOver:
         items, sources, room = [], [], self.runtime.room
         if not room.begun:
             room.gradients(self.runtime.core)
-        passing = unit in self.runtime.passing
+        passing = unit in self.runtime.homes.passing
         if passing:
             self._may_pass([r for r, _ in pairs])
         for record, grad in pairs:
@@ -241,7 +272,7 @@ class HandOver:
             return
         if not room.summed and any(mode == ADD for _, _, mode, _ in items):
             room.sums(self.runtime.core)
-        self.runtime.handed_over()           # before compute is told to wait for copies of earlier gradients
+        self.runtime.trace.handed_over()           # before compute is told to wait for copies of earlier gradients
         ticket = self.runtime.core.offload(unit, items, self.stream)
         for record in [r for r, _ in pairs if unit in self.lent]:
             self.lent[unit].pop(record, None)        # the unit's updates are over: the hand-over waited for them
@@ -249,8 +280,8 @@ class HandOver:
         self.alive.append((ticket, sources))
         self.unstepped = True
         self.let_go()
-        if self.runtime.arrivals.units:
-            self.runtime.arrivals.handed(unit)
+        if self.runtime.homes.arrivals.units:
+            self.runtime.homes.arrivals.handed(unit)
         if self.observer is not None:
             self.observer(unit, [r for r, _ in pairs])
 

@@ -13,12 +13,20 @@ class Cap:
 
     torch keeps freed memory, in pieces; without a limit it takes fresh memory before it tidies up. The limit is the
     process's: other models in it share the rest. `lift` puts back what was before.
+
+    Attributes:
+        limit: bytes of the device in all; None: there is no limit.
     """
 
-    def __init__(self, device: torch.device, limit: int | None, store_bytes: int, made: int = 0) -> None:
-        """limit: bytes of the device in all. store_bytes: device memory that the store will have beside torch; made:
-        of that, what it has."""
-        self.device, self.before = device, None
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.before, self.joined = device, None, False
+        self.limit: int | None = None
+
+    def hold(self, limit: int | None, store_bytes: int, made: int = 0) -> None:
+        """From now on to this limit. store_bytes: device memory that the store will have beside torch; made: of that,
+        what it has."""
+        self.lift()
+        self.limit, device = limit, self.device
         if device.type != "cuda" or limit is None:
             return
         free, total = torch.cuda.mem_get_info(device)

@@ -4,14 +4,14 @@
 - Hooks that collect outputs (attentions, router logits) stay installed once they were asked for: they are
   told from others, and do not count while nothing is collected.
 - `gradient_checkpointing_enable()` means "recompute": windows do that themselves, so the model's own
-  checkpointing, which would run the layer a third time, is switched off; windows replay, or keep what
-  mt.stream's own plan says.
+  checkpointing, which would run the layer a third time, is switched off. What a plan says of activations counts
+  (mt.stream's own, mt.plan's, a dict given by hand); windows of which none says anything replay.
 """
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -20,26 +20,18 @@ from torch import nn
 from ..base import patches
 from ..base.errors import MegatrainError
 from ..graph import masks
+from .keeps import Keeps
 
 _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()     # where they compute
-
-
-class Window(Protocol):
-    """What is told how to keep activations: window.Window."""
-
-    mode: str
-    draws_unseen: bool
 
 
 class Streamed(Protocol):
     """A streamed model, as far as transformers has to do with it: runtime.Runtime."""
 
     device: torch.device
-    activations: Any
+    keeps: Keeps
+    planning: Any
     checkpointing: list[weakref.ref[nn.Module]]
-
-    @property
-    def windows(self) -> Sequence[Window]: ...
 
 
 def prepare(rt: Streamed, root: nn.Module, put: Any) -> None:
@@ -77,5 +69,5 @@ def before_pass(rt: Streamed) -> None:
         m = ref()
         if m is not None and m.gradient_checkpointing:
             m.gradient_checkpointing = False
-            if rt.planning is None and rt.activations == "auto":     # else a plan says what is run again
-                rt.activations = "replay"
+            if rt.planning is None and rt.keeps.default == "auto":     # else a plan says what is run again
+                rt.keeps.default = "replay"

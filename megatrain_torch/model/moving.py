@@ -4,7 +4,7 @@ Between two passes, when no graph is alive. Everything under way ends first; the
 is room for those that come. A unit brings what it has: gradients, states and sums of micro-batches move with its
 weights, and every result has the bits that it would have had without the move.
 
-    move(rt, plan, modes, limit)
+    move(rt, plan, limit)
 
 Who calls holds the model's door: no other thread is in it.
 """
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 SAID = 4 << 30               # bytes on their way to other homes that a terminal is told of
 
 
-def move(rt: Runtime, plan: Plan, modes: dict[str, str], limit: int) -> None:
-    """modes: what windows keep, by name, in the place of the plan's own. limit: bytes of the device that may be used by
-    all who are there, not by the plan alone.
+def move(rt: Runtime, plan: Plan, limit: int) -> None:
+    """limit: bytes of the device that may be used by all who are there, not by the plan alone.
 
     Raises:
         MegatrainError, torch.OutOfMemoryError: there is no memory, or a worker failed. Every unit then is where it was,
@@ -39,16 +38,16 @@ def move(rt: Runtime, plan: Plan, modes: dict[str, str], limit: int) -> None:
     """
     asked = _wanted(rt, plan)
     if asked.homes != rt.room.asked.homes or asked.ring != rt.room.asked.ring:
-        rt.finish_save()
+        rt.saves.finish()
         rt.drain()
-        for unit in rt.arrivals.units:
-            rt.arrivals.dismiss(unit)
+        for unit in rt.homes.arrivals.units:
+            rt.homes.arrivals.dismiss(unit)
         _change_homes(rt, asked, plan)
     rt.room.asked, rt.room.summed = asked, asked.micro > 1
     _spill(rt, asked, plan)
-    rt.limit_device(limit, asked.at_home())
+    rt.cap.hold(limit, asked.at_home(), rt.core.device_bytes())
     for w in rt.windows:
-        w.mode = "saved" if w.draws_unseen else modes.get(w.name, w.mode)
+        w.mode = "saved" if w.draws_unseen else plan.activations.get(w.name, w.mode)
 
 
 def _wanted(rt: Runtime, plan: Plan) -> Asked:
@@ -59,12 +58,12 @@ def _wanted(rt: Runtime, plan: Plan) -> Asked:
 
 def _spill(rt: Runtime, asked: Asked, plan: Plan) -> None:
     if SPILLED in plan.disk and rt.core.swap_file() is None:
-        rt.spill_to(plan.nvme, plan.disk[SPILLED], file_bytes(asked), {})
+        rt.homes.spill_to(plan.nvme, plan.disk[SPILLED], file_bytes(asked), {})
 
 
 def _change_homes(rt: Runtime, asked: Asked, plan: Plan) -> None:
     change = _Change(rt, asked, plan)
-    rt.close_slots()
+    rt.ring.close()
     try:
         change.make()
     except BaseException:
@@ -83,7 +82,7 @@ class _Change:
     def __init__(self, rt: Runtime, asked: Asked, plan: Plan) -> None:
         self.rt, self.before, self.asked, self.plan = rt, rt.room.asked, asked, plan
         self.homes = list(self.before.homes)
-        self.have = {unit: rt.slots[slot] for unit, slot in rt.settled.items()}
+        self.have = {unit: rt.ring.slots[slot] for unit, slot in rt.homes.settled.items()}
         both = [(u, {old, new}) for u, (old, new) in enumerate(zip(self.homes, asked.homes)) if old != new]
         self.moving = [u for u, _ in both]
         self.tell = _Progress(sum(rt.core.hi_bytes(u) for u, ends in both if not ends.isdisjoint(SETTLED)))
@@ -101,9 +100,9 @@ class _Change:
     def undo(self) -> None:
         """What lives on the device yet stays there; the others are in host memory, or in the file."""
         rt = self.rt
-        slots = rt.slots                             # of those that were to come, and have come: they are read from
+        slots = rt.ring.slots                        # of those that were to come, and have come: they are read from
         try:
-            rt.close_slots()
+            rt.ring.close()
             self.have = {unit: slot for unit, slot in self.have.items() if rt.core.settled(unit)}
             for unit, home in enumerate(self.homes):
                 if unit not in self.have and rt.core.settled(unit):      # it was to come
@@ -112,9 +111,9 @@ class _Change:
                     self.homes[unit] = "ram"
             del slots
             self._open(sorted(self.have), dataclasses.replace(self.before, homes=tuple(self.homes)))
-            rt.limit_device(rt.vram, rt.room.asked.at_home())
+            rt.cap.hold(rt.cap.limit, rt.room.asked.at_home(), rt.core.device_bytes())
         except BaseException as error:
-            rt.slots = list(self.have.values())      # what is in them is nowhere else
+            rt.ring.slots = list(self.have.values())      # what is in them is nowhere else
             rt.broken = f"units were on their way to other homes when that failed, and again on the way back: {error}"
 
     def _units_at(self, asked: Asked, *homes: str) -> list[int]:
@@ -123,9 +122,9 @@ class _Change:
     def _open(self, there: list[int], asked: Asked) -> None:
         rt = self.rt
         streamed = [u.weights for u, home in zip(asked.units(), asked.homes) if home not in SETTLED]
-        rt.open_slots(plan_slots(streamed, asked.ring), there, self.have)
+        rt.homes.open_slots(plan_slots(streamed, asked.ring), there, self.have)
         rt.room.asked = asked
-        rt.invite(unit for unit in there if asked.homes[unit] == "arrive")
+        rt.homes.invite(unit for unit in there if asked.homes[unit] == "arrive")
 
     def _leave(self, unit: int) -> None:
         if self.homes[unit] == "through":
@@ -143,8 +142,8 @@ class _Change:
 
     def _come(self, unit: int, home: str) -> None:
         if home in SETTLED:
-            self.rt.take(unit)
-            self.have[unit] = self.rt.slots[self.rt.settled[unit]]
+            self.rt.homes.take(unit)
+            self.have[unit] = self.rt.ring.slots[self.rt.homes.settled[unit]]
             self.tell.add(self.rt.core.hi_bytes(unit))
         if home not in DISKS:
             self.homes[unit] = home
@@ -155,14 +154,14 @@ class _Change:
         """The file, where units have states there: laid out once, before there are any. Weights that did not get there
         the last time go now."""
         rt, weights = self.rt, self._units_at(self.asked, "disk+weights")
-        if not rt.on_disk and self.asked.on_disk():
-            rt.choose_states(rt.states)
-            rt.keep_on_disk(self.plan.nvme, self._units_at(self.asked, "disk"), weights, {})
+        if not rt.homes.on_disk and self.asked.on_disk():
+            rt.states.choose(rt.states.format)
+            rt.homes.keep_on_disk(self.plan.nvme, self._units_at(self.asked, "disk"), weights, {})
         for unit in self._units_at(self.asked, *DISKS):
             self.homes[unit] = self.asked.homes[unit]
         for unit in weights:
-            if unit not in rt.filed:
-                rt.file_weights(unit)
+            if unit not in rt.homes.filed:
+                rt.homes.file_weights(unit)
 
 
 class _Progress:

@@ -1,7 +1,6 @@
 """What a loop is seen to do: how many tokens a forward is given, and how many forwards make a step."""
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from ..store import gradient
 
 if TYPE_CHECKING:
+    from ..plans.planner import Plan
     from .runtime import Runtime
 
 
@@ -26,13 +26,19 @@ class Pass:
     def tokens(self) -> int:
         return self.sequences * self.seq
 
-    def times(self, factor: float) -> Pass:
-        """More sequences, where there are several; else a longer one, in whole 64s."""
-        if factor == 1.0:
+    def with_tokens(self, least: int) -> Pass:
+        """At least so many: as many more or fewer sequences, where there are several; else of another length, in whole
+        64s."""
+        if least == self.tokens:
             return self
         if self.sequences > 1:
-            return Pass(math.ceil(self.sequences * factor), self.seq)
-        return Pass(1, math.ceil(self.seq * factor / 64) * 64)
+            return Pass(-(-least // self.seq), self.seq)
+        return Pass(1, -(-least // 64) * 64)
+
+
+def pass_of(plan: Plan) -> Pass:
+    """That a plan is for."""
+    return Pass(plan.tokens // plan.micro // plan.seq, plan.seq)
 
 
 @dataclass

@@ -7,47 +7,31 @@ several graphs alive together; a second micro-batch, whose gradients have to be 
 as the last one had; an mt.AdamW that was not there before, since without one every unit stays in host memory, where
 other optimizers read it. A run that goes on from a checkpoint is planned for before its states come.
 
-The first plan is for exactly what was seen: it is the one that mt.plan gives for that, with the same bits. One that has
-become too small is followed by one for twice as much, so that batches of varying length are planned for a few times,
-not at every new longest.
+The first plan is for exactly what was seen: it is the one that mt.plan gives for that, with the same bits. Passes of
+other lengths run with units where they are, and layers keep of each length what fits (lengths.py); units move only
+where that is much faster.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from .._core import PLANES
 from ..base.errors import MegatrainError
-from ..base.modes import DISKS, read
-from ..fused.layer import wanted
-from ..plans.cost import PLANES_OF
-from ..plans.machine import Machine, resolve
-from ..plans.planner import Plan, plan
-from ..store.disk import Disk
+from ..base.modes import read
+from ..plans.planner import Plan
+from .asking import Asking, Limits, Refused, Unreadable
+from .lengths import Lengths
 from .moving import move
-from .passes import Pass, Seen, batch_of
+from .passes import Pass, Seen, batch_of, pass_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-AHEAD = (2.0, 1.5, 1.25, 1.0)    # times what was seen, that a plan which follows a smaller one is for, if that fits
-OWN = 256 << 20                  # bytes of the user's own on the device that are not noticed: a batch, a metric
+WORTH = 1.03                     # times slower that what is there may be, before units move
 SLACK = 1 << 30                  # more of the device that a run that goes on may take to keep what it kept
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the user said beside the model: limits in bytes, and names for mt.plan."""
-
-    vram: int | None
-    host: int | None
-    disk: Disk | None
-    units: list[str | nn.Module] | None
 
 
 class Planning:
@@ -60,17 +44,20 @@ class Planning:
 
     def __init__(self, runtime: Runtime, limits: Limits, made: Plan | None = None) -> None:
         """made: a plan that is in force from the start."""
-        self.runtime, self.limits, self.plan = runtime, limits, made
+        self.runtime, self.asking, self.plan = runtime, Asking(runtime, limits), made
         self.made = int(made is not None)
         self.why = "no plan yet: mt.stream plans at the first forward that records gradients"
         self.adam = made is not None
-        self._seen = Seen() if made is None else Seen(_pass_of(made), _pass_of(made))
+        self._seen = Seen() if made is None else Seen(pass_of(made), pass_of(made))
         self._for_adam = self.adam               # the plan in force is for an mt.AdamW
         self._stuck = False                      # nothing larger fits, or may be done: said once
         self._refused = False                    # without an mt.AdamW
         self._unknown = False                    # there was a pass, and no telling of how many tokens
-        self._before: tuple[int, dict[str, str]] = (0, {})
-        self._here: Machine | None = None
+        self._lengths = Lengths()
+        self._kept: Plan | None = made           # of what windows keep now
+        self._before: dict[int, dict[str, str]] = {}
+        if made is not None:
+            self._lengths.begin(made)
 
     @property
     def pending(self) -> bool:
@@ -83,6 +70,7 @@ class Planning:
 
     def stepped(self) -> None:
         self._seen.stepped()
+        self._lengths.steps += 1
 
     # ---- a run goes on ----
 
@@ -90,13 +78,17 @@ class Planning:
         """For a checkpoint: sequences of a pass, their tokens, micro-batches; []: there is no plan."""
         if self.plan is None:
             return []
-        own = _pass_of(self.plan)
+        own = pass_of(self.plan)
         return [own.sequences, own.seq, self.plan.micro]
 
-    def goes_on(self, tokens: int, kept: dict[str, str]) -> None:
-        """A run goes on whose windows kept this of passes of so many tokens: a plan for as many has them keep it again,
-        where that fits, so that memory which happens to be free then changes no bit."""
-        self._before = tokens, kept
+    def kept(self) -> dict[int, dict[str, str]]:
+        """For a checkpoint: what windows keep, by the tokens of a pass."""
+        return {tokens: plan.activations for tokens, plan in self._lengths.plans.items()}
+
+    def goes_on(self, kept: dict[int, dict[str, str]]) -> None:
+        """A run goes on whose windows kept this: a plan for as many tokens has them keep it again, where that fits, so
+        that memory which happens to be free then changes no bit."""
+        self._before = kept
 
     def resumes(self, sequences: int, seq: int, micro: int) -> None:
         """States come next of a run that was planned for this: so is this one, at once, while no unit has states that
@@ -129,51 +121,126 @@ class Planning:
             return
         self._unknown = False
         before, self._seen = self._seen, self._seen.and_then(found, rt)
-        if self._covered() or self._stuck or (self._refused and not self.adam) or self._seen.live(rt):
+        if self._stuck or (self._refused and not self.adam) or self._seen.live(rt):
             return
         try:
-            chosen = self._choose()
-        except MegatrainError as error:
+            self._plan_for(found)
+        except Unreadable as error:
+            self._stuck, self.why = True, f"no plan: {error}"
+            warnings.warn(f"{self.why}; layers run again in backward, and all weights stream", stacklevel=2)
+        except Refused as error:
             self._refuse(error, before)
-            return
-        if rt.on_disk and not self._keeps_disk(chosen):
-            return
-        try:
-            self._put_into_force(chosen)
         except BaseException:
             self._seen = before                  # this pass does not begin
             raise
 
+    def _plan_for(self, found: Pass) -> None:
+        """Before a pass of that length. Raises Refused: nothing fits what was seen; or what moving raises."""
+        if not self._covered():
+            self._put_into_force(self._choose())
+        elif self._seen.most.tokens > self._lengths.longest():
+            self._lengthen()
+        joins = self._seen.most != self._seen.alone              # graphs of further passes may come to this one's
+        needed = self._seen.most if joins else found
+        self._lengths.came(needed)
+        if self._lengths.due() and not self.runtime.homes.on_disk:
+            self._look()
+        self._keep(self._lengths.of(needed, self._ask_here))
+
     def _covered(self) -> bool:
+        """All but the length."""
         p = self.plan
-        return p is not None and p.tokens // p.micro >= self._seen.most.tokens and self._for_adam == self.adam and \
-            p.micro >= self._micro()
+        return p is not None and self._for_adam == self.adam and p.micro >= self._micro()
 
     def _micro(self) -> int:
         """Micro-batches to plan for. An optimizer that is not mt.AdamW updates in memory whatever is planned."""
         return self._seen.micro_batches() if self.adam else 1
 
     def _choose(self) -> Plan:
-        """Raises: nothing fits what was seen."""
-        p, seen = self.plan, self._seen
-        grown = p is not None and seen.most.tokens > p.tokens // p.micro
-        wanted = [seen.most.times(factor) for factor in (AHEAD if grown else (1.0,))]
-        if seen.most != seen.alone:              # graphs of several forwards may be of some that are dropped
-            wanted.append(seen.alone)
-        for batch in wanted:
+        """Raises Refused: nothing fits what was seen. Units on disk stay there, so with them all others stay too."""
+        return self._first([self._seen.most], self._ask_here if self.runtime.homes.on_disk else self._ask)
+
+    def _ask(self, batch: Pass) -> Plan:
+        """With units wherever they are best. An optimizer that is not mt.AdamW finds them all in host memory."""
+        return self._as_before(self.asking.plan(batch, self._most_micro(), None if self.adam else "ram"))
+
+    def _ask_here(self, batch: Pass, plan: Plan | None = None) -> Plan:
+        """With units where they are, or are by that plan."""
+        plan = plan or self.plan
+        return self._as_before(self.asking.plan(batch, self._most_micro(), plan.homes, plan.slots))
+
+    def _most_micro(self) -> int:
+        return max(self._micro(), 1 if self.plan is None else self.plan.micro)
+
+    def _first(self, batches: list[Pass], ask: Callable[[Pass], Plan]) -> Plan:
+        """Of the first of these for which there is one; or else of the longest pass alone, since graphs of several may
+        have been of some that are dropped. Raises Refused: there is none."""
+        alone = [self._seen.alone] * (self._seen.most != self._seen.alone)
+        for batch in (wanted := [*batches, *alone]):
             try:
-                found = self._ask(batch)
-            except MegatrainError:
-                if batch is wanted[-1] or self._stuck:
+                found = ask(batch)
+            except Unreadable:
+                raise
+            except Refused:
+                if batch is wanted[-1]:
                     raise
                 continue
-            if batch is seen.alone:
-                self._seen = dataclasses.replace(seen, most=batch)
+            if batch is self._seen.alone and alone:
+                self._seen = dataclasses.replace(self._seen, most=batch)
             return found
         raise AssertionError("the last batch's plan was neither made nor refused")
 
-    def _refuse(self, error: MegatrainError, before: Seen) -> None:
-        if self._stuck:
+    # ---- passes of several lengths ----
+
+    def _lengthen(self) -> None:
+        """Passes are longer than all that were planned for. Units stay where they are, and layers keep what then fits,
+        where that is nearly as fast as a plan from the start; or where units on disk cannot move."""
+        batches = [self._lengths.step_above(self._seen.most), self._seen.most]
+        try:
+            here = self._first(batches, self._ask_here)
+        except Unreadable:
+            raise
+        except Refused:
+            if self.runtime.homes.on_disk:
+                raise
+            self._put_into_force(self._first(batches, self._ask))
+            return
+        free = here if self.runtime.homes.on_disk else self._ask(pass_of(here))
+        if here.tokens_per_second * WORTH >= free.tokens_per_second:
+            self._move(here)
+            self._lengths.add(here)
+        else:
+            self._put_into_force(free)
+
+    def _look(self) -> None:
+        """Shorter passes take less time, in which less can be updated on the host, and leave room on the device: more
+        units may live there, and layers keep less of the longest passes. So it is asked what would be fastest for
+        the lengths that came."""
+        lengths, best = self._lengths, None
+        sample = lengths.sample()
+        least = sum(lengths.of(batch, self._ask_here).seconds for batch in sample) / WORTH
+        for batch in lengths.typical():
+            with contextlib.suppress(Refused):
+                plan = self._ask(batch)
+                others = [self._ask_here(b, plan) for b in sample]
+                longest = self._ask_here(self._seen.most, plan)
+                if (seconds := sum(p.seconds for p in others)) < least:
+                    least, best = seconds, (plan, [*others, longest])
+        if best is not None:
+            self._put_into_force(best[0])
+            for plan in best[1]:
+                lengths.add(plan)
+
+    def _keep(self, plan: Plan) -> None:
+        """What windows keep of the pass that begins."""
+        if plan is not self._kept:
+            self._kept, modes = plan, plan.activations
+            for w in self.runtime.windows:
+                w.mode = "saved" if w.draws_unseen else modes.get(w.name, w.mode)
+
+    def _refuse(self, error: Refused, before: Seen) -> None:
+        if self.runtime.homes.on_disk:
+            self._keep_least()
             return
         if not self.adam:                        # whose states a plan counts; another optimizer has its own
             self._refused, self.why = True, f"no plan, without mt.AdamW: {str(error).splitlines()[0]}"
@@ -183,96 +250,45 @@ class Planning:
                              "memory.") from error
 
     def _put_into_force(self, found: Plan) -> None:
-        move(self.runtime, found, self._modes(found), self._limit())
+        self._move(found)
         self.plan, self.made, self._for_adam = found, self.made + 1, self.adam
+        self._lengths.begin(found)
 
-    def _ask(self, batch: Pass) -> Plan:
-        try:
-            return self._plan_for(batch)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            self._stuck, self.why = True, f"no plan: mt.plan cannot read the model ({type(error).__name__}: {error})"
-            warnings.warn(f"{self.why}; layers run again in backward, and all weights stream", stacklevel=2)
-            raise MegatrainError(self.why) from error
+    def _move(self, found: Plan) -> None:
+        move(self.runtime, found, self.asking.limit())
+        self._kept = found
 
-    def _plan_for(self, batch: Pass) -> Plan:
-        rt, p = self.runtime, self.plan
-        micro = max(self._micro(), 1 if p is None else p.micro)
-        fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
-        return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
-                    homes=None if self.adam else "ram", states=rt.states, compute="fused" if fused else "eager",
-                    vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive())
-
-    def _drive(self) -> dict[str, Any] | None:
-        """Where states that are in memory already cannot go to."""
-        rt, disk = self.runtime, self.limits.disk
-        planes = (*PLANES_OF["masters"], *PLANES_OF["moments"])
-        made = not rt.on_disk and any(rt.core.host_bytes(PLANES[p]) for p in planes)
-        return None if disk is None or made else disk.as_given()
-
-    def _machine(self) -> str | None:
-        return None if self.runtime.is_cuda else "cpu"
-
-    def _resolved(self) -> Machine:
-        """Asked once: what the device has stays."""
-        if self._here is None:
-            self._here = resolve(self._machine())
-        return self._here
-
-    def _limit(self) -> int:
-        """Of the device, whoever has it."""
-        most = self._resolved().vram_bytes
-        return min(self.limits.vram or most, most)
-
-    def _left(self) -> int:
-        """Of that limit what others leave: processes, models, tensors of the user's."""
-        rt, limit = self.runtime, self._limit()
-        if not rt.is_cuda:
-            return limit
-        free, total = torch.cuda.mem_get_info(rt.device)
-        reserved, used = torch.cuda.memory_reserved(rt.device), torch.cuda.memory_allocated(rt.device)
-        overhead = self._resolved().vram_overhead_bytes
-        others = total - free - reserved - rt.core.device_bytes() - overhead
-        own = used - sum(s.nbytes + 512 for s in rt.slots)
-        return limit - max(others, 0) - (own if own > OWN else 0)
-
-    def _keeps_disk(self, found: Plan) -> bool:
-        """Units on disk stay there: a plan that has others there cannot be put into force. Then the one before stays,
-        and its windows keep what takes least of the device."""
-        rt = self.runtime
-        there = {rt.unit_names[u] for u in rt.on_disk}
-        if there == {name for name, home in found.homes.items() if home in DISKS}:
-            return True
-        self._stuck = True
+    def _keep_least(self) -> None:
+        """Of passes that do not fit with units where they are, and units on disk stay there."""
+        rt, self._stuck = self.runtime, True
         least = {w.name: "replay+host" if read(w.mode).host else "replay" for w in rt.windows if w.mode != "saved"}
         for w in rt.windows:
             w.mode = least.get(w.name, w.mode)
         warnings.warn(f"batches of {self._seen.most.tokens:,} tokens are more than was planned for, and units whose "
                       "states are on disk cannot move: layers keep least from now on; give mt.stream the longest "
                       "batch, tokens= and seq=, to plan for it at once", stacklevel=2)
-        return False
 
     # ---- what windows keep ----
 
-    def _modes(self, found: Plan) -> dict[str, str]:
-        tokens, before = self._before
-        if tokens != found.tokens // found.micro or before.keys() != found.activations.keys():
-            return found.activations
+    def _as_before(self, found: Plan) -> Plan:
+        """With the modes of the run that goes on, where these fit."""
+        before = self._before.get(found.tokens // found.micro, {})
+        if before.keys() != found.activations.keys():
+            return found
         rt, more = self.runtime, 0
         for w in rt.windows:
             if w.fused is not None:
-                kept = [0 if read(m).host else w.fused.template.kept_bytes(read(m).keep, tokens, w.item)
+                kept = [0 if read(m).host else w.fused.template.kept_bytes(read(m).keep, found.tokens // found.micro,
+                                                                           w.item)
                         for m in (before[w.name], found.activations[w.name])]
                 more += kept[0] - kept[1]
-        return before if more <= SLACK else found.activations
+        return dataclasses.replace(found, activations=before) if more <= SLACK else found
 
     def __str__(self) -> str:
         if self.plan is None:
             return self.why
-        p = self.plan
-        again = f"; plan number {self.made}" if self.made > 1 else ""
+        p, longest = self.plan, self._lengths.longest()
+        again = f"; layers keep less of longer passes, up to {longest:,}" if longest > p.tokens // p.micro else ""
+        again += f"; plan number {self.made}" if self.made > 1 else ""
         return (f"planned for {p.tokens:,} tokens a step in sequences of {p.seq:,}, {p.micro} micro-batch"
                 f"{'es' * (p.micro > 1)}: {p.tokens_per_second:,.0f} tokens/s, bound by {p.bound}{again}")
-
-
-def _pass_of(made: Plan) -> Pass:
-    return Pass(made.tokens // made.micro // made.seq, made.seq)

@@ -106,38 +106,23 @@ class Slot:
         return any(_references(leaves) > self._unheld for leaves in self.leaves.values())     # handed out themselves
 
 
-class Opened(Protocol):
-    """Whose slots these are: runtime.Runtime."""
+class Homes(Protocol):
+    """Knows whose states come to the device and leave it: homes.Homes."""
 
-    slots: list[Slot]
-
-    def note_bounds(self) -> None: ...
-
-
-class SlotHooks:
-    """What the C stream asks about slots. Knows the runtime weakly: the engine must not keep it alive."""
-
-    def __init__(self, runtime: Opened) -> None:
-        self._runtime = weakref.ref(runtime)
-
-    def held(self, slot: int) -> bool:
-        return self._runtime().slots[slot].held()
-
-    def renew(self, slot: int) -> int:
-        runtime = self._runtime()
-        runtime.slots[slot].fill()
-        runtime.note_bounds()
-        return runtime.slots[slot].address
+    arrivals: Arrivals
 
 
 class Model(Protocol):
     """The streamed model that units belong to: runtime.Runtime."""
 
     core: _core.Engine
+    device: torch.device
     units: list[list[Record]]
-    arrivals: Arrivals
     door: Door
     handover: HandOver
+
+    @property
+    def homes(self) -> Homes: ...
 
     def stream(self) -> int: ...
 
@@ -153,17 +138,40 @@ class Ring:
         self._model, self.core, self._units = model, model.core, model.units
         self.look([])
 
+    def open(self, sizes: list[int], settled: list[int], have: dict[int, Slot]) -> None:
+        """Slots of these sizes for what streams, then one for each of these units, which stay there: their own of
+        before, where they have one."""
+        device = self._model.device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()         # what was freed, in whose pieces these may not fit
+        own = [have.get(unit) or Slot(self.core.hi_bytes(unit), device) for unit in settled]
+        slots = [Slot(n, device) for n in sizes] + own
+        self.look(slots)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()     # former owners of this memory are done
+        self.core.open_slots([(s.address, s.nbytes) for s in slots], SlotHooks(self))
+
+    def close(self) -> None:
+        """Others will be opened. Who moves units holds those that have weights until these are elsewhere."""
+        self.core.close_slots()
+        self.look([])
+
     def look(self, slots: list[Slot]) -> None:
-        """Others were opened, or one has other memory: most tensors are told apart from weights by their addresses."""
+        """At others, or at one that has other memory: most tensors are told apart from weights by their addresses."""
         self.slots = slots
         self.lowest = min((s.address for s in slots), default=0)
         self.highest = max((s.address + s.nbytes for s in slots), default=0)
+
+    def follow(self) -> None:
+        """requires_grad of some parameters changed."""
+        for slot in self.slots:
+            slot.follow(self._units)
 
     def acquire(self, unit: int) -> int:
         """The slot that the unit is in, when compute gets there."""
         self._joins()
         slot = self.core.acquire(unit, self._model.stream())
-        arrivals = self._model.arrivals
+        arrivals = self._model.homes.arrivals
         if arrivals.over:
             arrivals.leave()
         return slot
@@ -221,3 +229,19 @@ class Ring:
                 if fixed is not v:
                     out[k] = fixed
         return out
+
+
+class SlotHooks:
+    """What the C stream asks about slots. Knows the ring weakly: the engine must not keep it alive."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = weakref.ref(ring)
+
+    def held(self, slot: int) -> bool:
+        return self._ring().slots[slot].held()
+
+    def renew(self, slot: int) -> int:
+        ring = self._ring()
+        ring.slots[slot].fill()
+        ring.look(ring.slots)
+        return ring.slots[slot].address

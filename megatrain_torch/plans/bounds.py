@@ -1,6 +1,6 @@
 """What a step cannot undercut: seconds, of thousands of choices at once, before any is simulated.
 
-The rules are the walk's (csrc/core/walk.h), each resource by itself; what they leave out only adds.
+The rules are the walk's (csrc/walk/walk.h), each resource by itself; what they leave out only adds.
 """
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ from ..base.slots import plan_slots
 from .cost import Home, visiting_planes
 from .keeping import GUESTS
 from .machine import Machine
-from .on_disk import Disk, OnDisk
+from .on_disk import Disk, OnDisk, named
 from .shapes import Shape
+from .tally import SETTLED
 from .uses import Uses
 from .wishes import Wishes
 
@@ -65,10 +66,11 @@ class Ways:
         """All updates on the host, or some through the device; or all, where that is asked for and
         any are."""
         if units not in self.known:
-            through = self.through(units)
-            asked = self.wishes.homes == "through" and through
-            self.known[units] = [self.homes(units)] * (not asked) + [
-                self.homes(units, through)] * bool(through)
+            through, asked = self.through(units), self.wishes.homes
+            fixed = asked == "through" or isinstance(asked, dict)
+            self.known[units] = [] if through and fixed else [self.homes(units)]
+            if through and self.through_rate:       # else named, for a machine that has no such way
+                self.known[units].append(self.homes(units, through))
         return self.known[units]
 
     def home_choices(self) -> list[tuple[Home, ...]]:
@@ -76,6 +78,10 @@ class Ways:
         first layers gain most there: the next forward need not wait for their updates. Of the very
         first, only the states may be away."""
         n, asked = len(self.shape.units), self.wishes.homes
+        if isinstance(asked, dict):
+            settled = {u.name for u in self.shape.units if asked.get(u.name) in SETTLED}
+            return [tuple(Home[asked[u.name].upper()].value if u.name in settled else Home.RAM.value
+                          for u in self.shape.units)]
         if asked:
             kind = "RAM" if asked in (*DISKS, "through") else asked.upper()
             return [(Home[kind].value,) * n]
@@ -111,6 +117,8 @@ class Ways:
         """Units at home in RAM whose updates are over sooner through the device than behind the
         others on the host. None where some are on disk: then the drive is what a step waits for."""
         units, asked = self.shape.units, self.wishes
+        if isinstance(asked.homes, dict):
+            return named(self.shape, asked, "through")
         away = [u for u in self.uses.first if not homes[u] and units[u].trained]
         if asked.homes == "through":
             return frozenset(away)

@@ -47,6 +47,9 @@ class Disk:
         for it as well. None where all updates are to pass through the device: they read states from
         memory."""
         key = homes, micro > 1
+        if isinstance(self.wishes.homes, dict):
+            return OnDisk(named(self.shape, self.wishes, *DISKS),
+                          named(self.shape, self.wishes, "disk+weights"))
         if key not in self.known:
             none = self.wishes.nvme is None or self.wishes.homes == "through"
             self.known[key] = OnDisk() if none else self._units(homes, micro)
@@ -143,6 +146,11 @@ class Disk:
     def read_s(self, unit: int) -> float:
         """Of a unit's weights from the drive, for a fetch."""
         return self.shape.units[unit].weights / (self.machine.disk_read_gbps * 1e9)
+
+
+def named(shape: Shape, wishes: Wishes, *homes: str) -> frozenset[int]:
+    """Units that wishes name as at home there."""
+    return frozenset(i for i, u in enumerate(shape.units) if wishes.homes.get(u.name) in homes)
 
 
 @functools.cache

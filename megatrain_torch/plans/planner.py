@@ -13,7 +13,7 @@ import html
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ class Plan:
 
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
-         host: int | str | None = None, micro: int | None = None, homes: str | None = None,
+         host: int | str | None = None, micro: int | None = None, homes: str | dict[str, str] | None = None,
          activations: str | None = None, slots: int | None = None, grads: str = "ram",
          states: str = "fp32", compute: str = "auto",
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
@@ -174,10 +174,11 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
             what the machine has, but say what the host of a card by name has; by default 2 % of it stay free.
         micro: micro-batches of a step; None: as many as are best.
-        homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. activations:
-            "replay", "attention", "linked" (of every second layer; of the others "attention"), "selective" or "saved",
-            with "+host" where what is kept waits in host memory, with "+disk" and nvme in a file; or "attention+split";
-            for all windows that have it. slots: ring size. None: what is best.
+        homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units; or of each by
+            name, as a plan says it: what is best with units there. activations: "replay", "attention", "linked" (of
+            every second layer; of the others "attention"), "selective" or "saved", with "+host" where what is kept
+            waits in host memory, with "+disk" and nvme in a file; or "attention+split"; for all windows that have it.
+            slots: ring size. None: what is best.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
         compute, dtype, units: as for mt.stream.
@@ -192,7 +193,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             first.
     """
     disk = Disk.parse(nvme, somewhere=True)
-    if homes in DISKS and disk is None:
+    if isinstance(homes, str) and homes in DISKS and disk is None:
         raise MegatrainError(f"homes={homes!r}: give the directory, nvme='/path'")
     if activations in DISK and disk is None:
         raise MegatrainError(f"activations={activations!r}: give the directory, nvme='/path'")
@@ -212,6 +213,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     problem = Problem(shape, limits, wishes)
     _check_activations(problem)
     problem, best = _solve(problem)
+    if best is None and isinstance(homes, dict):
+        raise MegatrainError(f"{tokens:,} tokens of {shape.name} in sequences of {seq:,} fit in no way with units at "
+                             "these homes")
     if best is None:
         raise _refusal(problem, resolve(machine), shape_with)
     return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0)
@@ -250,8 +254,8 @@ def _grads(grads: str, micro: int | None) -> str:
     return grads
 
 
-def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations: str | None, slots: int | None,
-            micro: int | None) -> Wishes:
+def _wishes(tokens: int, seq: int, compute: str, homes: str | dict[str, str] | None, activations: str | None,
+            slots: int | None, micro: int | None) -> Wishes:
     for name, value, least in (("tokens", tokens, 1), ("seq", seq, 1), ("micro", micro, 1), ("slots", slots, 2)):
         if value is not None or name in ("tokens", "seq"):
             check_count(value, name, least)
@@ -261,11 +265,15 @@ def _wishes(tokens: int, seq: int, compute: str, homes: str | None, activations:
     if micro is not None and (tokens // seq) % micro:
         raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
     for name, value, known in (("compute", compute, ("auto", "fused", "eager")),
-                               ("homes", homes, HOMES),
+                               *(("homes", home, HOMES) for home in _each(homes)),
                                ("activations", activations, MODES)):
         if value is not None and value not in known:
             raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
     return Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro)
+
+
+def _each(homes: str | dict[str, str] | None) -> Iterable[str | None]:
+    return homes.values() if isinstance(homes, dict) else (homes,)
 
 
 def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:

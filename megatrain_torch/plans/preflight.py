@@ -359,7 +359,7 @@ class Room:
 
     def weights(self, core: _core.Engine, unit: int) -> None:
         """Of a unit that lives on the device or on disk, before they are read on the host. Raises: as `states`."""
-        need = core.cold_bytes(unit, _core.PLANES["HI"])
+        need = core.reserved_bytes(unit, _core.PLANES["HI"])
         if not need:
             return
         if (bound := self._bound(core, need)) is not None:
@@ -438,7 +438,8 @@ class Room:
 
 def _saved(core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> dict[str, int]:
     """Bytes of host memory beside the planes that are there: units at home elsewhere are brought one by one."""
-    brought = [sum(core.cold_bytes(unit, p) for p in _core.PLANES.values() if planes >> p & 1) for unit, planes in held]
+    brought = [sum(core.reserved_bytes(unit, p) for p in _core.PLANES.values() if planes >> p & 1)
+               for unit, planes in held]
     return {"copies of a unit": max(brought, default=0), "blocks to be written": blocks}
 
 

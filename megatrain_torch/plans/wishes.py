@@ -14,8 +14,9 @@ class Wishes:
     Attributes:
         tokens, seq: of a step; tokens is a multiple of seq.
         fused: templates run where they fit, and our own loss behind the head.
-        homes: "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units.
-            activations: a mode for all windows that have it.
+        homes: "ram", "vram", "arrive", "through", "disk" or "disk+weights" for all units; or of
+            each by name, as a plan says it.
+        activations: a mode for all windows that have it.
         nvme: bytes that states, weights and activations may take on disk; None: there is none.
         grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size for these, at
             the most.
@@ -25,7 +26,7 @@ class Wishes:
     tokens: int
     seq: int
     fused: bool = True
-    homes: str | None = None
+    homes: str | dict[str, str] | None = None
     activations: str | None = None
     slots: int | None = None
     micro: int | None = None

@@ -23,7 +23,7 @@ def last_step(model: nn.Module) -> StepReport:
         MegatrainError: the model is not streamed.
     """
     rt = runtime_of(model)
-    finished = rt.trace.steps(1) if rt.trace is not None else []
+    finished = rt.trace.steps(1)
     now, stats = time.perf_counter(), rt.core.stats()
     before, old = rt.reported
     rt.reported = (now, stats)
@@ -56,7 +56,7 @@ def explain(model: nn.Module) -> str:
                      w.code))
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows]
-    lines += [f"AdamW's states: {rt.states}"] * (rt.states != "fp32")
+    lines += [f"AdamW's states: {rt.states.format}"] * (rt.states.format != "fp32")
     return "\n".join(lines + [str(rt.planning)] * (rt.planning is not None))
 
 
@@ -92,6 +92,6 @@ def gather(module: nn.Module) -> Iterator[nn.Module]:
         yield module
     finally:
         leave()
-        rt.forget_lazy()
+        rt.reads.forget()
         if takes:
             rt.door.leave()

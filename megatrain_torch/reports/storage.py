@@ -65,7 +65,7 @@ def storage(model: nn.Module) -> Storage:
     rt = runtime_of(model)
     host = {what: sum(rt.core.host_bytes(_core.PLANES[p]) for p in planes) for what, planes in PLANES_OF.items()}
     host["activations"] = rt.core.swap_bytes()[0]
-    device = {"slots": sum(s.nbytes for s in rt.slots), "at home": rt.core.device_bytes()}
+    device = {"slots": sum(s.nbytes for s in rt.ring.slots), "at home": rt.core.device_bytes()}
     there = torch.cuda.mem_get_info(rt.device)[1] if rt.is_cuda else host_limits().in_all
     title = "device memory" if rt.is_cuda else "host memory, as the device's"
     tiers: list[Tier] = [(title, _some(device), there), ("host memory", _some(host), host_limits().in_all)]

@@ -18,6 +18,7 @@ from .. import _core
 from ..base.errors import MegatrainError
 from ..figures.report import StepReport, measure
 from ..figures.timeline import Slice, by_lane, write_chrome, write_picture
+from ..graph.untraced import UNTRACED
 from ..model.registry import runtime_of
 from ..store.state import in_backward
 
@@ -54,7 +55,7 @@ def trace(model: nn.Module, *, rates: Mapping[str, float] | None = None) -> Iter
         MegatrainError: the model is not streamed, or is traced already.
     """
     rt = runtime_of(model)
-    if rt.trace is not None:
+    if rt.trace is not UNTRACED:
         raise MegatrainError("the model is traced already; leave that `with` first")
     t = Trace(rt, rates or {})
     try:
@@ -181,7 +182,7 @@ class Trace:
             return
         self._hook.remove()
         if rt.trace is self:
-            rt.trace = None
+            rt.trace = UNTRACED
             rt.core.trace(False)
 
     # ---- what there is ----

@@ -111,7 +111,7 @@ def show(record: Record) -> Tensor:
     elif record.numel:
         array = record.memory("GRAD")
         grad, record.shown = _over(record, array), weakref.ref(array)
-        if record.summed and record.unit in record.runtime.settled:
+        if record.summed and record.unit in record.runtime.homes.settled:
             record.seen = grad.clone()
     _stand(record, grad)
     return grad

@@ -22,7 +22,7 @@ class Fetch(torch.autograd.Function):
     def forward(ctx: Any, record: Record, param: Tensor) -> Tensor:
         ctx.record = record
         ctx.use = Use([record]) if in_backward() == -1 else None
-        return record.runtime.device_copy(record)
+        return record.runtime.reads.copy(record)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -64,7 +64,7 @@ class Lazy(Tensor):
             if torch.is_grad_enabled() and record.trainable:
                 self._value = Fetch.apply(record, record.param)
             else:
-                self._value = record.runtime.device_copy(record).requires_grad_(record.trainable)
+                self._value = record.runtime.reads.copy(record).requires_grad_(record.trainable)
         return self._value
 
 

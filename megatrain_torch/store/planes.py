@@ -29,11 +29,11 @@ class Room(Protocol):
 
 
 class Homes(Protocol):
-    """Where the units of a streamed model are at home: runtime.Runtime.
+    """Where the units of a streamed model are at home: homes.Homes.
 
     Attributes:
         settled: units that live on the device. on_disk: those whose states are in a file. filed: whose weights are too.
-        arrivals: of settled ones whose states come and leave. saving: a save that may be under way.
+        arrivals: of settled ones whose states come and leave.
     """
 
     @property
@@ -48,18 +48,18 @@ class Homes(Protocol):
     @property
     def arrivals(self) -> Arrivals: ...
 
-    @property
-    def room(self) -> Room: ...
 
-    @property
-    def saving(self) -> Any: ...
+class Saves(Protocol):
+    """Knows of a save that may be under way: saves.Saves."""
+
+    running: Any
 
 
 class Planes:
     """The planes of one streamed model in host memory; the guard of its parameters asks here."""
 
-    def __init__(self, core: _core.Engine, homes: Homes) -> None:
-        self.core, self._homes = core, homes
+    def __init__(self, core: _core.Engine, homes: Homes, saves: Saves, room: Room) -> None:
+        self.core, self._homes, self._saves, self._room = core, homes, saves, room
 
     def wait_updates(self, record: Record) -> None:
         """The weights may be read in host memory. Raises: a unit at home elsewhere has no room for a copy there."""
@@ -68,7 +68,7 @@ class Planes:
 
     def _want_weights(self, unit: int) -> None:
         if unit in self._homes.settled or unit in self._homes.filed:
-            self._homes.room.weights(self.core, unit)
+            self._room.weights(self.core, unit)
 
     def wait_used(self, record: Record) -> None:
         """No update of the unit is under way; nothing is brought. Of units on the device: ACC has no host copy."""
@@ -85,14 +85,14 @@ class Planes:
         have anything to do."""
         homes = self._homes
         if record.unit in homes.settled or record.unit in homes.on_disk:
-            if homes.saving is not None:       # whose copies of the unit go when it has them
+            if self._saves.running is not None:       # whose copies of the unit go when it has them
                 self.core.wait_saved(record.unit)
             self.core.bring(record.unit, STATE_PLANES)
 
     def own_states(self, record: Record) -> None:
         """Masters, moments or gradients are about to be written as a whole: no copy is on its way to them, or into a
         checkpoint."""
-        if self._homes.saving is not None:
+        if self._saves.running is not None:
             self.core.wait_saved(record.unit)
         if record.unit in self._homes.arrivals.units:
             self.core.bring(record.unit, STATE_PLANES)
@@ -117,8 +117,9 @@ class Planes:
     def after_write(self, record: Record) -> None:
         if record.unit in self._homes.filed:         # first: who asks for the new version reads it there
             self.core.bring(record.unit, mask(("HI",)))     # it was: else zeros would go there
-            self.push(record, "HI")
-        self.core.touch(record.unit)
+            self.push(record, "HI")                      # which is a new version
+        else:
+            self.core.touch(record.unit)
         record.writes += 1
         if record.host is not None:
             record.version = record.host._version

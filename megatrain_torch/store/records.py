@@ -56,33 +56,52 @@ class HostPlanes(Protocol):
     def replace_data(self, p: Tensor, value: Tensor) -> None: ...
 
 
+class States(Protocol):
+    """Knows how AdamW's states are kept: states.States."""
+
+    format: str
+
+
+class Homes(Protocol):
+    """Knows which units live on the device: homes.Homes."""
+
+    @property
+    def settled(self) -> Container[int]: ...
+
+
+class Reads(Protocol):
+    """Weights that a forward reads outside of windows: reads.Reads."""
+
+    def copy(self, record: Record) -> Tensor: ...
+
+    def lazy(self, record: Record) -> Tensor: ...
+
+
 class Keeper(Protocol):
     """What a record, and tensors over its memory, ask of the streamed model that it belongs to: runtime.Runtime.
 
     Attributes:
-        states: how AdamW's are kept. settled: units that live on the device.
         given: places of parameters that have something else: functional_call.
     """
 
     core: _core.Engine
     device: torch.device
-    states: str
     given: int
 
     @property
-    def settled(self) -> Container[int]: ...
+    def states(self) -> States: ...
+
+    @property
+    def homes(self) -> Homes: ...
+
+    @property
+    def reads(self) -> Reads: ...
 
     @property
     def handover(self) -> HandsOver: ...
 
     @property
     def planes(self) -> HostPlanes: ...
-
-    # ---- reads in a forward, outside of windows ----
-
-    def device_copy(self, record: Record) -> Tensor: ...
-
-    def lazy(self, record: Record) -> Tensor: ...
 
 
 class Record:
@@ -167,19 +186,19 @@ class Record:
         if plane in ("HI", "GRAD"):
             return self.dtype
         if plane == "LO":
-            return torch.int16 if LOW_BYTES[self.runtime.states] == 2 else torch.int8
-        codes = {"M": torch.int8, "V": torch.uint8} if self.runtime.states != "fp32" else {}
+            return torch.int16 if LOW_BYTES[self.runtime.states.format] == 2 else torch.int8
+        codes = {"M": torch.int8, "V": torch.uint8} if self.runtime.states.format != "fp32" else {}
         return codes.get(plane, torch.float32)
 
     @property
     def low_bytes(self) -> int:
         """Of plane LO, per element; 0: it has none."""
-        return LOW_BYTES[self.runtime.states] if self.dtype == torch.bfloat16 else 0
+        return LOW_BYTES[self.runtime.states.format] if self.dtype == torch.bfloat16 else 0
 
     @property
     def moments(self) -> tuple[str, ...]:
         """Planes of the moments."""
-        return ("M", "V") if self.runtime.states == "fp32" else ("M", "V", "SCALE")
+        return ("M", "V") if self.runtime.states.format == "fp32" else ("M", "V", "SCALE")
 
     def owns(self, t: Tensor) -> bool:
         """Does t lie in this parameter's weights?"""

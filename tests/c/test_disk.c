@@ -97,6 +97,7 @@ static const mt_file_calls calls = { slow_read, slow_write, posix_fallocate, thr
 
 typedef struct world {
     char      dir[64];
+    mt_context cx;
     mt_dev   *dev;
     mt_store *store;
     mt_pool  *pool;
@@ -140,14 +141,16 @@ static void open_device(world *w, int delay_us)
     REQUIRE(mt_dev_cpu_open(&w->dev) == MT_OK);
     if (delay_us > 0)
         REQUIRE(mt_dev_delay_open(w->dev, 7, delay_us, &w->dev) == MT_OK);
-    REQUIRE(mt_store_open(w->dev, NULL, &w->store) == MT_OK);
+    w->cx = (mt_context){ .dev = w->dev };
+    REQUIRE(mt_store_open(&w->cx, &w->store) == MT_OK);
+    w->cx.store = w->store;
     REQUIRE(w->dev->ops->queue_open(w->dev, "h2d", &w->h2d) == MT_OK);
 }
 
 static void open_disk(world *w, int n_buffers, int weights)
 {
     REQUIRE(mt_file_open(w->dir, 0, 3, &calls, &w->file) == MT_OK);
-    REQUIRE(mt_disk_open(w->store, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL,
+    REQUIRE(mt_disk_open(&w->cx, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL,
                          n_buffers, BUFFER, &w->disk) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         REQUIRE(mt_disk_add(w->disk, u, weights) == MT_OK);
@@ -301,7 +304,7 @@ static void compare(const float *got, const float *want, int64_t n, const char *
 static void check(world *w)
 {
     for (int u = UNITS - 1; u >= 0; u--) {
-        CHECK_OK(mt_disk_bring(w->disk, u, MT_STATE_PLANES | 1u << MT_PLANE_HI));
+        CHECK_OK(mt_mirror_bring(w->store, u, MT_STATE_PLANES | 1u << MT_PLANE_HI));
         for (int p = 0; p < PARAMS; p++) {
             compare(plane(w, u, p, MT_PLANE_HI), w->hi[u][p], numels[u][p], "weight", u, p);
             compare(plane(w, u, p, MT_PLANE_M), w->m[u][p], numels[u][p], "M", u, p);
@@ -408,7 +411,7 @@ static void copies_take_memory_only_from_a_read_to_the_next_update(void)
     step(&w, 0);
     weights = mt_store_bytes(w.store, MT_PLANE_COUNT);
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
-    CHECK_OK(mt_disk_bring(w.disk, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_HI));
+    CHECK_OK(mt_mirror_bring(w.store, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_HI));
     CHECK(mt_store_bytes(w.store, MT_PLANE_M) > 0);
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_V), 0);
     compare(plane(&w, 0, 3, MT_PLANE_M), w.m[0][3], numels[0][3], "M", 0, 3);
@@ -427,7 +430,7 @@ static void a_reader_waits_for_the_write_of_what_it_reads(void)
     step(&w, 0);
     for (int i = 0; i < 8; i++) {
         CHECK_OK(update(&w, 0, &all[1], 1, 0));
-        CHECK_OK(mt_disk_bring(w.disk, 0, 1u << MT_PLANE_V));
+        CHECK_OK(mt_mirror_bring(w.store, 0, 1u << MT_PLANE_V));
         compare(plane(&w, 0, 1, MT_PLANE_V), w.v[0][1], 1, "V", 0, 1);
     }
     close_world(&w);
@@ -446,7 +449,7 @@ static void nothing_is_written_while_it_is_read_for_nobody(void)
         for (int p = PARAMS - 1; p >= 0; p--) {
             for (int64_t k = 0; k < numels[0][p]; k++)
                 plane(&w, 0, p, MT_PLANE_V)[k] = w.v[0][p][k] = (float)(i + k % 5);
-            CHECK_OK(mt_disk_push(w.disk, 0, p, 1u << MT_PLANE_V));
+            CHECK_OK(mt_mirror_push(w.store, 0, p, 1u << MT_PLANE_V));
         }
     }
     check(&w);
@@ -462,18 +465,18 @@ static void what_is_pushed_is_what_the_next_update_reads(void)
     for (int n_buffers = 1; n_buffers < 12; n_buffers += 5) {
         open_world(&w, n_buffers, 300);
         /* before the first update: zeros */
-        CHECK_OK(mt_disk_push(w.disk, 2, 2, 1u << MT_PLANE_M));
+        CHECK_OK(mt_mirror_push(w.store, 2, 2, 1u << MT_PLANE_M));
         step(&w, 0);
         step(&w, 0);
         for (int u = 0; u < UNITS; u++)
             for (int p = 0; p < PARAMS; p += 3) {
                 for (int64_t i = 0; i < numels[u][p]; i++)
                     plane(&w, u, p, MT_PLANE_V)[i] = w.v[u][p][i] = (float)(i % 11);
-                CHECK_OK(mt_disk_push(w.disk, u, p, 1u << MT_PLANE_V));
+                CHECK_OK(mt_mirror_push(w.store, u, p, 1u << MT_PLANE_V));
             }
         step(&w, 0);
         check(&w);
-        CHECK_EQ(mt_disk_push(w.disk, 0, PARAMS, 1u << MT_PLANE_V), MT_EINVAL);
+        CHECK_EQ(mt_mirror_push(w.store, 0, PARAMS, 1u << MT_PLANE_V), MT_EINVAL);
         CHECK_HAS(mt_last_error(), "first");
         close_world(&w);
     }
@@ -486,7 +489,7 @@ static uint64_t bytes_read_by_push(world *w, int param)
 
     for (int64_t i = 0; i < numels[1][param]; i++)
         plane(w, 1, param, MT_PLANE_V)[i] = w->v[1][param][i] = (float)(i % 9);
-    CHECK_OK(mt_disk_push(w->disk, 1, param, 1u << MT_PLANE_V));
+    CHECK_OK(mt_mirror_push(w->store, 1, param, 1u << MT_PLANE_V));
     return mt_disk_stats_get(w->disk).read_bytes - before;
 }
 
@@ -533,7 +536,7 @@ static void parameters_that_come_later_keep_their_states_in_memory(void)
     /* of steps 2 and 3 */
     CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 9000 * 4 + (4096 - 9000 * 4 % 4096) % 4096);
-    CHECK_OK(mt_disk_bring(w.disk, unit, MT_STATE_PLANES));
+    CHECK_OK(mt_mirror_bring(w.store, unit, MT_STATE_PLANES));
     CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));
     CHECK(plane(&w, unit, 1, MT_PLANE_M)[1] == 6 + 3);
     close_world(&w);
@@ -560,7 +563,7 @@ static void a_transfer_that_fails_is_a_fault_that_names_what_was_lost(void)
             CHECK_HAS(mt_last_error(), "plane ");
             CHECK_HAS(mt_last_error(), "of parameter ");
             CHECK_HAS(mt_last_error(), write ? ".states: writing" : ".states: reading");
-            CHECK_EQ(mt_disk_bring(w.disk, 0, MT_STATE_PLANES), MT_EDISK);
+            CHECK_EQ(mt_mirror_bring(w.store, 0, MT_STATE_PLANES), MT_EDISK);
             close_world(&w);
         }
 }
@@ -581,12 +584,12 @@ static void a_changed_byte_names_its_unit_and_plane(void)
         if (strstr(e->d_name, ".states") != NULL)
             snprintf(path, sizeof path, "%s/%.200s", w.dir, e->d_name);
     closedir(d);
-    CHECK_OK(mt_disk_bring(w.disk, 2, 1u << MT_PLANE_M));                   /* all is written */
+    CHECK_OK(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_M));                   /* all is written */
     fd = open(path, O_RDWR);
     REQUIRE(fd >= 0);
     CHECK_EQ(pwrite(fd, &bad, 1, (off_t)mt_disk_need(w.disk) - 5000), 1);
     close(fd);
-    CHECK_EQ(mt_disk_bring(w.disk, 2, 1u << MT_PLANE_V), MT_EDISK);
+    CHECK_EQ(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_V), MT_EDISK);
     /* The piece is one block: anything in it may be what changed. */
     CHECK_HAS(mt_last_error(), "unit third, from plane M of parameter 2 to plane V of parameter 3");
     CHECK_HAS(mt_last_error(), path);
@@ -654,7 +657,7 @@ static void a_stalled_drive_is_named(void)
 
     open_world(&w, 1, 0);
     step(&w, 0);
-    CHECK_OK(mt_disk_bring(w.disk, 2, MT_STATE_PLANES));         /* all is written */
+    CHECK_OK(mt_mirror_bring(w.store, 2, MT_STATE_PLANES));         /* all is written */
     mt_ledger_watchdog(w.store, 0.1);
     atomic_store(&disk.stalled, 1);
     e.w = &w;
@@ -676,14 +679,14 @@ static void a_stalled_read_for_the_host_is_named(void)
 
     open_world(&w, 1, 0);
     step(&w, 0);
-    CHECK_OK(mt_disk_bring(w.disk, 2, MT_STATE_PLANES));         /* all is written */
+    CHECK_OK(mt_mirror_bring(w.store, 2, MT_STATE_PLANES));         /* all is written */
     mt_ledger_watchdog(w.store, 0.1);
     atomic_store(&disk.stalled, 1);
-    CHECK_EQ(mt_disk_bring(w.disk, 1, MT_STATE_PLANES), MT_ESTUCK);
+    CHECK_EQ(mt_mirror_bring(w.store, 1, MT_STATE_PLANES), MT_ESTUCK);
     CHECK_HAS(mt_last_error(),
               "disk, unit second waits for a piece to be read for the host (WRITTEN), since ");
     CHECK_HAS(mt_last_error(), "; the caller, unit second waits for a piece");
-    CHECK_EQ(mt_disk_bring(w.disk, 0, MT_STATE_PLANES), MT_ESTUCK);
+    CHECK_EQ(mt_mirror_bring(w.store, 0, MT_STATE_PLANES), MT_ESTUCK);
     atomic_store(&disk.stalled, 0);
     check(&w);
     CHECK_OK(mt_ledger_check(w.store));
@@ -697,13 +700,13 @@ static void what_was_not_pushed_is_not_read(void)
 
     open_world(&w, 1, 0);
     step(&w, 0);
-    CHECK_OK(mt_disk_bring(w.disk, 2, MT_STATE_PLANES));
+    CHECK_OK(mt_mirror_bring(w.store, 2, MT_STATE_PLANES));
     plane(&w, 2, 0, MT_PLANE_M)[0] = 77;
     drop_plane(w.store, 2, MT_PLANE_V);
     REQUIRE(mt_store_set_trainable(w.store, 2, 0, 0) == MT_OK);
-    CHECK_EQ(mt_disk_push(w.disk, 2, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_V), MT_EINVAL);
+    CHECK_EQ(mt_mirror_push(w.store, 2, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_V), MT_EINVAL);
     REQUIRE(mt_store_set_trainable(w.store, 2, 0, 1) == MT_OK);
-    CHECK_OK(mt_disk_chill(w.disk, 2));
+    CHECK_OK(mt_mirror_evict(w.store, 2));
     check(&w);
     close_world(&w);
 }
@@ -717,10 +720,11 @@ static void an_updates_bytes_are_recorded_whatever_it_leaves_out(void)
     uint64_t         bytes = 0;
     world            w;
 
-    open_world(&w, 3, 0);
+    open_store(&w, 0, 0);
     REQUIRE(mt_timeline_open(w.dev, &t) == MT_OK);
+    w.cx.timeline = t;
+    open_disk(&w, 3, 0);
     CHECK_OK(mt_timeline_on(t, 1));
-    mt_disk_timeline(w.disk, t);
     for (int i = 0; i < 3; i++)
         CHECK_OK(update(&w, 2, some[i], 1 + i / 2, 0));
     for (int64_t n = mt_timeline_read(t, r, 64); n > 0; n--)
@@ -755,7 +759,7 @@ static void a_unit_has_one_home(void)
     CHECK_EQ(mt_store_set_through(w.store, 0, 1), MT_ESTATE);
     CHECK_EQ(mt_store_on_disk(w.store, 0), MT_STATE_PLANES);
     CHECK_EQ(mt_store_on_disk(w.store, unit), 0);
-    CHECK_OK(mt_disk_bring(w.disk, unit, MT_STATE_PLANES));      /* nothing to do */
+    CHECK_OK(mt_mirror_bring(w.store, unit, MT_STATE_PLANES));      /* nothing to do */
     CHECK_EQ(mt_disk_add(w.disk, 77, 0), MT_EINVAL);
     /* and it is a fault, like any failed update */
     CHECK_EQ(update(&w, unit, all, 0, 0), MT_EINVAL);
@@ -768,10 +772,10 @@ static void open_refuses_buffers_that_hold_nothing(void)
     mt_disk *d = NULL;
 
     open_world(&w, 1, 0);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 0, BUFFER, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1, BUFFER - 4096, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d),
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 0, BUFFER, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER - 4096, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d),
              MT_EINVAL);
     mt_disk_close(NULL);
     close_world(&w);
@@ -790,13 +794,13 @@ static void open_fed(world *w, int n_buffers, int dawdle_us, int delay_us)
 {
     open_store(w, delay_us, 0);
     open_disk(w, n_buffers, 1);
-    REQUIRE(mt_feed_open(w->dev, w->disk, (size_t)n_buffers * 30000, &w->feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w->cx, (size_t)n_buffers * 30000, &w->feed) == MT_OK);
     for (int u = 0; u < UNITS; u++) {
         for (int p = 0; p < PARAMS; p++)
             for (int64_t i = 0; i < numels[u][p]; i++)
                 plane(w, u, p, MT_PLANE_HI)[i] = w->hi[u][p][i] = value(u, p, i);
-        CHECK_OK(mt_disk_push(w->disk, u, -1, 1u << MT_PLANE_HI));
-        CHECK_OK(mt_disk_chill(w->disk, u));
+        CHECK_OK(mt_mirror_push(w->store, u, -1, 1u << MT_PLANE_HI));
+        CHECK_OK(mt_mirror_release(w->store, u));
     }
     CHECK_EQ(mt_store_bytes(w->store, MT_PLANE_HI), 0);
     atomic_store(&disk.dawdle_us, dawdle_us);
@@ -998,14 +1002,14 @@ static void a_push_meets_no_read_ahead_of_its_weights(void)
     for (int held = 0; held < 2; held++) {
         pthread_t thread;
 
-        CHECK_OK(mt_disk_bring(w.disk, 1, 1u << MT_PLANE_HI));
+        CHECK_OK(mt_mirror_bring(w.store, 1, 1u << MT_PLANE_HI));
         read_as_far_as_it_goes(&w);
         plane(&w, 1, 0, MT_PLANE_HI)[3] = w.hi[1][0][3] = (float)(17 + held);
         thread = hold_next(held ? &disk.hold_read : &disk.hold_write);
         mt_feed_expect(w.feed, &second, 1);
         if (!held)
             read_as_far_as_it_goes(&w);
-        CHECK_OK(mt_disk_push(w.disk, 1, 0, 1u << MT_PLANE_HI));
+        CHECK_OK(mt_mirror_push(w.store, 1, 0, 1u << MT_PLANE_HI));
         pthread_join(thread, NULL);
         fetch_from(&w, 1, 1);
         CHECK_OK(mt_ledger_check(w.store));
@@ -1063,10 +1067,10 @@ static void weights_are_written_from_outside_while_they_are_fetched(void)
     REQUIRE(pthread_create(&thread, NULL, keep_fetching, &m) == 0);
     for (int i = 0; i < 8; i++)
         for (int p = 0; p < PARAMS; p++) {
-            CHECK_OK(mt_disk_bring(w.disk, 1, 1u << MT_PLANE_HI));
+            CHECK_OK(mt_mirror_bring(w.store, 1, 1u << MT_PLANE_HI));
             for (int64_t k = 0; k < numels[1][p]; k++)
                 plane(&w, 1, p, MT_PLANE_HI)[k] = w.hi[1][p][k] = value(i, p, k);
-            CHECK_OK(mt_disk_push(w.disk, 1, p, 1u << MT_PLANE_HI));
+            CHECK_OK(mt_mirror_push(w.store, 1, p, 1u << MT_PLANE_HI));
         }
     atomic_store(&m.stop, 1);
     pthread_join(thread, NULL);
@@ -1083,17 +1087,17 @@ static void weights_take_memory_only_from_a_read_to_behind_the_next_update(void)
     world w;
 
     open_fed(&w, 2, 0, 0);
-    CHECK_OK(mt_disk_bring(w.disk, 2, 1u << MT_PLANE_HI));
+    CHECK_OK(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_HI));
     CHECK(mt_store_bytes(w.store, MT_PLANE_HI) >= mt_store_hi_bytes(w.store, 2));
     CHECK(mt_store_bytes(w.store, MT_PLANE_HI) < 2 * mt_store_hi_bytes(w.store, 2));
     compare(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2], numels[2][2], "weight", 2, 2);
-    mt_disk_forget(w.disk, 2);           /* they are no older than the file's */
+    mt_mirror_forget(w.store, 2);           /* they are no older than the file's */
     CHECK(mt_store_bytes(w.store, MT_PLANE_HI) >= mt_store_hi_bytes(w.store, 2));
     old = w.hi[2][2][77];
     step_and_fetch(&w, 0);
     CHECK(plane(&w, 2, 2, MT_PLANE_HI)[77] == old);      /* somebody's graph may have them */
     for (int u = 0; u < UNITS; u++)
-        mt_feed_forget(w.feed, u);
+        mt_mirror_forget(w.store, u);
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_COUNT), 0);
     check(&w);
@@ -1115,13 +1119,14 @@ static void what_is_not_trained_is_read_by_fetches_alone(void)
     w.feed = NULL;
     REQUIRE(mt_store_add(w.store, "lora", d, 3, &unit) == MT_OK);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
-    CHECK_OK(mt_disk_push(w.disk, unit, -1, 1u << MT_PLANE_HI));
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
+    CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
     before = mt_disk_stats_get(w.disk);
     e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = 1 };
     CHECK_OK(put(&w, &e));
     CHECK_OK(over(&w, &e));
-    CHECK_OK(mt_disk_bring(w.disk, unit, 1u << MT_PLANE_M));   /* waits for what is written of it */
+    /* Waits for what is written of it. */
+    CHECK_OK(mt_mirror_bring(w.store, unit, 1u << MT_PLANE_M));
     now = mt_disk_stats_get(w.disk);
     /* 500 weights, 1,000 moments */
     CHECK_EQ(now.written_bytes - before.written_bytes, 2 * MT_BLOCK_ALIGN);
@@ -1148,9 +1153,9 @@ static void what_is_trained_is_settled_when_weights_go_to_disk(void)
     open_world(&w, 2, 0);
     REQUIRE(mt_store_add(w.store, "late", &d, 1, &unit) == MT_OK);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
     CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 0));
-    CHECK_EQ(mt_disk_push(w.disk, unit, -1, 1u << MT_PLANE_HI), MT_ESTATE);
+    CHECK_EQ(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "unit late");
     CHECK_HAS(mt_last_error(), "fetches have buffers of");
     close_world(&w);
@@ -1169,12 +1174,12 @@ static void frozen_weights_are_fetched_and_trained_later(void)
     mt_feed_close(w.feed);
     REQUIRE(mt_store_add(w.store, "lora", d, 2, &unit) == MT_OK);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
     for (int p = 0; p < 2; p++)
         for (int64_t i = 0; i < d[p].numel; i++)
             plane(&w, unit, p, MT_PLANE_HI)[i] = (float)(i % 7);
-    CHECK_OK(mt_disk_push(w.disk, unit, -1, 1u << MT_PLANE_HI));
-    CHECK_OK(mt_disk_chill(w.disk, unit));
+    CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
+    CHECK_OK(mt_mirror_release(w.store, unit));
     for (int i = 0; i < 2; i++) {
         errand e = { .w = &w, .params = both + (i == 0), .n = 1 + i, .unit = unit, .step = i + 1 };
 
@@ -1212,7 +1217,7 @@ static void a_fetch_that_fails_is_a_fault_that_names_its_weights(void)
     free(slot);
 
     open_world(&w, 1, 0);
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
     CHECK_EQ(mt_feed_copy(w.feed, 0, NULL, w.h2d), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "unit first");
     close_world(&w);
@@ -1226,20 +1231,111 @@ static void weights_that_were_brought_outlive_a_save(void)
 
     open_fed(&w, 3, 0, 0);
     step(&w, 0);
-    CHECK_OK(mt_disk_bring(w.disk, 2, hi));
+    CHECK_OK(mt_mirror_bring(w.store, 2, hi));
     mt_ledger_i_save(1);
     for (int u = 1; u < UNITS; u++) {
-        CHECK_OK(mt_disk_peek(w.disk, u, hi | MT_STATE_PLANES));
-        CHECK_OK(mt_disk_chill(w.disk, u));
+        CHECK_OK(mt_mirror_peek(w.store, u, hi | MT_STATE_PLANES));
+        CHECK_OK(mt_mirror_release(w.store, u));
     }
     mt_ledger_i_save(0);
     CHECK(memcmp(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2],
                  (size_t)numels[2][2] * sizeof(float)) == 0);
-    CHECK_EQ(mt_store_cold(w.store, 2, MT_PLANE_HI), 0);
-    CHECK(mt_store_cold(w.store, 1, MT_PLANE_HI) > 0);
+    CHECK_EQ(mt_store_reserved(w.store, 2, MT_PLANE_HI), 0);
+    CHECK(mt_store_reserved(w.store, 1, MT_PLANE_HI) > 0);
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
-    CHECK_OK(mt_disk_take(w.disk, 2));
+    CHECK_OK(mt_mirror_evict(w.store, 2));
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
+    close_world(&w);
+}
+
+static void states_that_were_brought_outlive_a_save(void)
+{
+    world w;
+
+    open_world(&w, 3, 0);
+    step(&w, 0);
+    CHECK_OK(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_M));
+    CHECK_OK(mt_mirror_peek(w.store, 2, MT_STATE_PLANES));
+    CHECK_OK(mt_mirror_release(w.store, 2));
+    compare(plane(&w, 2, 2, MT_PLANE_M), w.m[2][2], numels[2][2], "M", 2, 2);
+    CHECK(mt_store_reserved(w.store, 2, MT_PLANE_V) > 0);
+    step(&w, 0);
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
+    close_world(&w);
+}
+
+typedef struct taker {
+    world     *w;
+    mt_status  st;
+    atomic_int over;
+} taker;
+
+static void *takes_weights(void *arg)
+{
+    taker *t = arg;
+
+    t->st = mt_mirror_evict(t->w->store, 2);
+    atomic_store(&t->over, 1);
+    return NULL;
+}
+
+/* The copiers of a save read what it peeked. */
+static void weights_are_not_taken_from_a_save(void)
+{
+    pthread_t thread;
+    world     w;
+    taker     t = { .w = &w };
+
+    open_fed(&w, 3, 0, 0);
+    CHECK_OK(mt_ledger_save_begin(w.store, 2));
+    CHECK_OK(mt_mirror_peek(w.store, 2, 1u << MT_PLANE_HI));
+    REQUIRE(pthread_create(&thread, NULL, takes_weights, &t) == 0);
+    while (mt_ledger_wanted(w.store) != 2 && !atomic_load(&t.over))
+        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+    compare(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2], numels[2][2], "weight", 2, 2);
+    mt_ledger_save_end(w.store, 2);
+    pthread_join(thread, NULL);
+    CHECK_OK(t.st);
+    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
+    close_world(&w);
+}
+
+/* Not pushed yet, or told and not pushed: the update would be one of older weights. */
+static void weights_that_the_file_does_not_have_are_kept_and_not_updated(void)
+{
+    const unsigned hi = 1u << MT_PLANE_HI;
+    world          w;
+
+    open_fed(&w, 3, 0, 0);
+    CHECK_OK(mt_mirror_bring(w.store, 1, hi));
+    CHECK_OK(mt_ledger_wait_fetch(w.store, 1));
+    plane(&w, 1, 0, MT_PLANE_HI)[3] = 17;
+    mt_ledger_touch(w.store, 1);
+    CHECK_OK(mt_mirror_evict(w.store, 1));
+    CHECK(plane(&w, 1, 0, MT_PLANE_HI)[3] == 17);
+    CHECK_EQ(update(&w, 1, all, PARAMS, 99), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "unit second");
+    CHECK_HAS(mt_last_error(), "push them first");
+    close_world(&w);
+}
+
+/* LoRA: what an update leaves as it is, is not read again, and its values are not overwritten. */
+static void an_update_makes_stale_what_it_changes(void)
+{
+    static const int last[1] = { 3 };
+    world            w;
+    uint64_t         read;
+
+    open_fed(&w, 3, 0, 0);
+    step(&w, 0);
+    CHECK_OK(mt_mirror_bring(w.store, 1, 1u << MT_PLANE_HI));
+    read_as_far_as_it_goes(&w);
+    CHECK_OK(update(&w, 1, last, 1, 0));
+    read_as_far_as_it_goes(&w);
+    read = mt_disk_stats_get(w.disk).read_bytes;
+    CHECK_OK(mt_mirror_bring(w.store, 1, 1u << MT_PLANE_HI));
+    CHECK(mt_disk_stats_get(w.disk).read_bytes - read < mt_store_hi_bytes(w.store, 1));
+    check(&w);
     close_world(&w);
 }
 
@@ -1255,8 +1351,8 @@ static void *brings_for_ever(void *arg)
 
     mt_ledger_i_save(1);
     while (!atomic_load(&s->stop)) {
-        CHECK_OK(mt_disk_peek(s->w->disk, s->unit, MT_STATE_PLANES));
-        CHECK_OK(mt_disk_chill(s->w->disk, s->unit));
+        CHECK_OK(mt_mirror_peek(s->w->store, s->unit, MT_STATE_PLANES));
+        CHECK_OK(mt_mirror_release(s->w->store, s->unit));
         atomic_fetch_add(&s->rounds, 1);
     }
     return NULL;
@@ -1273,8 +1369,8 @@ static void who_reads_a_unit_waits_for_pieces_and_not_for_a_save(void)
     open_world(&w, 1, 2000);
     step(&w, 0);
     before = atomic_load(&disk.reads);
-    CHECK_OK(mt_disk_bring(w.disk, 1, MT_STATE_PLANES));
-    CHECK_OK(mt_disk_chill(w.disk, 1));
+    CHECK_OK(mt_mirror_bring(w.store, 1, MT_STATE_PLANES));
+    CHECK_OK(mt_mirror_release(w.store, 1));
     own = atomic_load(&disk.reads) - before;
     for (int i = 0; i < 2; i++) {
         savers[i].w = &w;
@@ -1285,8 +1381,8 @@ static void who_reads_a_unit_waits_for_pieces_and_not_for_a_save(void)
             nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
     before = atomic_load(&disk.reads);
     for (int i = 0; i < ROUNDS; i++) {
-        CHECK_OK(mt_disk_bring(w.disk, 1, MT_STATE_PLANES));
-        CHECK_OK(mt_disk_chill(w.disk, 1));
+        CHECK_OK(mt_mirror_bring(w.store, 1, MT_STATE_PLANES));
+        CHECK_OK(mt_mirror_release(w.store, 1));
     }
     /* Of others' one before each, and now and then another while this thread is
      * not at its turn yet. */
@@ -1332,5 +1428,9 @@ static void who_reads_a_unit_waits_for_pieces_and_not_for_a_save(void)
     X(frozen_weights_are_fetched_and_trained_later)                 \
     X(a_fetch_that_fails_is_a_fault_that_names_its_weights)         \
     X(weights_that_were_brought_outlive_a_save)                     \
+    X(states_that_were_brought_outlive_a_save)                      \
+    X(weights_are_not_taken_from_a_save)                            \
+    X(weights_that_the_file_does_not_have_are_kept_and_not_updated) \
+    X(an_update_makes_stale_what_it_changes)                        \
     X(who_reads_a_unit_waits_for_pieces_and_not_for_a_save)
 CHECK_MAIN(TESTS)

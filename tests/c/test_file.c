@@ -445,7 +445,7 @@ static int there(const char *name)
     return access(in(name), F_OK) == 0;
 }
 
-/* A process that is no more: its number is nobody's for now. */
+/* The number of a process that is no more, which the kernel has given to no other yet. */
 static long dead(void)
 {
     pid_t pid = fork();

@@ -47,18 +47,18 @@ static int maps(void *arg)
 
 static void arenas_are_not_in_a_child_and_their_addresses_are_taken(void)
 {
-    mt_arena warm, cold;
+    mt_arena committed, reserved;
 
-    REQUIRE(mt_arena_open(&warm, 64 << 20, NULL, NULL, "warm", 0) == MT_OK);
-    REQUIRE(mt_arena_cold(&cold, 64 << 20, "cold", 0) == MT_OK);
-    *(char *)warm.base = 7;
-    CHECK_EQ(child(reads, &warm), -SIGSEGV);
-    CHECK_EQ(child(reads, &cold), -SIGSEGV);
+    REQUIRE(mt_arena_open(&committed, 64 << 20, NULL, NULL, "committed", 0) == MT_OK);
+    REQUIRE(mt_arena_reserve(&reserved, 64 << 20, "reserved", 0) == MT_OK);
+    *(char *)committed.base = 7;
+    CHECK_EQ(child(reads, &committed), -SIGSEGV);
+    CHECK_EQ(child(reads, &reserved), -SIGSEGV);
     if (!UNDER_TSAN)                /* whose own mappings a child of several threads may not make */
-        CHECK_EQ(child(maps, &warm), 0);
-    CHECK_EQ(*(char *)warm.base, 7);
-    mt_arena_close(&warm);
-    mt_arena_close(&cold);
+        CHECK_EQ(child(maps, &committed), 0);
+    CHECK_EQ(*(char *)committed.base, 7);
+    mt_arena_close(&committed);
+    mt_arena_close(&reserved);
 }
 
 static int numbers(void *arg)

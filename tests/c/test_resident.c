@@ -90,6 +90,7 @@ typedef struct outcome {
 } outcome;
 
 typedef struct model {
+    mt_context   cx;
     const config *c;
     mt_dev       *dev;
     mt_pool      *pool;
@@ -139,10 +140,10 @@ static void open_stream(model *m, unsigned settled)
 {
     mt_slot_hooks none = { 0 };
 
-    REQUIRE(mt_stream_open(m->dev, m->store, m->slots, 2 + UNITS, none, &m->s) == MT_OK);
+    REQUIRE(mt_stream_open(&m->cx, m->slots, 2 + UNITS, none, &m->s) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (settled >> u & 1)
-            CHECK_OK(mt_stream_settle(m->s, m->r, u, 2 + u));
+            CHECK_OK(mt_stream_settle(m->s, u, 2 + u));
 }
 
 static void open_slots(model *m)
@@ -166,9 +167,7 @@ static void open_guests(model *m)
 {
     if (m->c->guests == 0)
         return;
-    REQUIRE(mt_arrive_open(m->dev, m->store, &m->a) == MT_OK);
-    mt_arrive_debug(m->a, m->c->debug);
-    mt_resident_guests(m->r, m->a);
+    REQUIRE(mt_arrive_open(&m->cx, &m->a) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (m->c->guests >> u & 1) {
             size_t *bytes;
@@ -264,7 +263,6 @@ static void move_units(model *m)
             CHECK_OK(mt_store_set_through(m->store, u, 0));
     }
     open_stream(m, next);
-    mt_stream_debug(m->s, m->c->debug);
     for (int u = 0; u < UNITS; u++)
         if (next >> u & 1 & ~(before >> u))
             come(m, u);
@@ -284,28 +282,24 @@ static void model_open(model *m, const config *c, outcome *out)
     if (c->max_us > 0)
         REQUIRE(mt_dev_delay_open(m->dev, c->seed, c->max_us, &m->dev) == MT_OK);
     REQUIRE(mt_pool_open(2, &m->pool) == MT_OK);
-    REQUIRE(mt_store_open(m->dev, m->pool, &m->store) == MT_OK);
+    m->cx = (mt_context){ .dev = m->dev, .pool = m->pool };
+    REQUIRE(mt_store_open(&m->cx, &m->store) == MT_OK);
+    m->cx.store = m->store;
     REQUIRE(m->dev->ops->queue_open(m->dev, "run", &m->run) == MT_OK);
     add_units(m);
     REQUIRE(mt_sumsq_open(m->dev, &m->sums) == MT_OK);
     k.ctx = m->sums;
-    REQUIRE(mt_resident_open(m->dev, m->store, &m->r) == MT_OK);
-    REQUIRE(mt_offload_open(m->dev, m->store, m->pool, 2, k, &m->o) == MT_OK);
-    REQUIRE(mt_update_open(m->store, m->o, m->pool, &m->u) == MT_OK);
-    mt_offload_residents(m->o, m->r);
-    mt_update_residents(m->u, m->r);
-    REQUIRE(mt_through_open(m->dev, m->store, 2 + (int)(c->seed % 2),
+    REQUIRE(mt_resident_open(&m->cx, &m->r) == MT_OK);
+    REQUIRE(mt_offload_open(&m->cx, 2, k, &m->o) == MT_OK);
+    REQUIRE(mt_update_open(&m->cx, m->o, &m->u) == MT_OK);
+    REQUIRE(mt_through_open(&m->cx, 2 + (int)(c->seed % 2),
                             MT_THROUGH_LEAST + 512 * (c->seed % 5), &m->t) == MT_OK);
-    mt_update_through(m->u, m->t);
     for (int u = 0; u < UNITS; u++)
         if (c->through >> u & 1 & ~(c->settled >> u))
             CHECK_OK(mt_store_set_through(m->store, u, 1));
     open_slots(m);
     open_guests(m);
-    mt_resident_debug(m->r, c->debug);
-    mt_stream_debug(m->s, c->debug);
-    mt_offload_debug(m->o, c->debug);
-    mt_update_debug(m->u, c->debug);
+    mt_debug_set(&m->cx, c->debug);
     for (int k3 = 0; k3 < MICROS * UNITS * PARAMS; k3++)
         REQUIRE((m->source[k3 / (UNITS * PARAMS)][k3 / PARAMS % UNITS][k3 % PARAMS]
                  = calloc(MAX_N, 4)) != NULL);
@@ -581,7 +575,7 @@ static void write_weight(model *m, int u, int p)
     for (int k = 0; k < 2 + UNITS; k++)
         CHECK_OK(mt_stream_await(m->s, k, m->run));
     CHECK_OK(mt_ledger_wait_updates(m->store, u));
-    CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_HI | (guest ? low : 0)));
+    CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_HI | (guest ? low : 0)));
     CHECK_OK(mt_ledger_wait_fetch(m->store, u));
     for (int64_t i = 0; i < numel(u, p); i++)
         set(types[u], hi, i, 1.25f * get(types[u], hi, i) + 0.01f);
@@ -590,7 +584,7 @@ static void write_weight(model *m, int u, int p)
         memset(host(m, u, p, MT_PLANE_LO), 0, (size_t)numel(u, p) * 2);
     for (int64_t i = 0; i < numel(u, p) && types[u] == MT_F16; i++)
         ((float *)host(m, u, p, MT_PLANE_MASTER))[i] = get(MT_F16, hi, i);
-    CHECK_OK(mt_resident_push(m->r, u, p, low));
+    CHECK_OK(mt_mirror_push(m->store, u, p, low));
 }
 
 static void write_moment(model *m, int u, int p)
@@ -598,10 +592,10 @@ static void write_moment(model *m, int u, int p)
     float *moment = host(m, u, p, MT_PLANE_M);
 
     CHECK_OK(mt_ledger_wait_updates(m->store, u));
-    CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_M));
+    CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_M));
     for (int64_t i = 0; i < numel(u, p); i++)
         moment[i] = 0.5f * moment[i] + 0.001f;
-    CHECK_OK(mt_resident_push(m->r, u, p, 1u << MT_PLANE_M));
+    CHECK_OK(mt_mirror_push(m->store, u, p, 1u << MT_PLANE_M));
 }
 
 /* Between micro-batches: what is there is scaled, and counts as it is now. */
@@ -610,7 +604,7 @@ static void write_grad(model *m, int u, int p)
     void *grad = host(m, u, p, MT_PLANE_GRAD);
 
     CHECK_OK(mt_ledger_wait_grads(m->store, u));
-    CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_GRAD));
+    CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_GRAD));
     for (int64_t i = 0; i < numel(u, p); i++)
         set(types[u], grad, i, 0.75f * get(types[u], grad, i));
     m->changed[u][p] = 1;
@@ -625,8 +619,8 @@ static void meddle(model *m, int more)
         case 0: write_weight(m, u, p); break;
         case 1: write_moment(m, u, p); break;
         case 2: if (more) write_grad(m, u, p); break;
-        case 3: CHECK_OK(mt_resident_bring(m->r, u, ~0u)); break;
-        case 4: CHECK_OK(mt_resident_bring(m->r, u, 1u << MT_PLANE_HI)); break;
+        case 3: CHECK_OK(mt_mirror_bring(m->store, u, ~0u)); break;
+        case 4: CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_HI)); break;
         case 5:
             if (m->c->take && mt_store_settled(m->store, u))
                 CHECK_OK(mt_resident_take(m->r, u, m->run));
@@ -644,7 +638,7 @@ static void collect(model *m)
     CHECK_OK(mt_offload_drain(m->o));
     CHECK_OK(mt_update_drain(m->u));
     for (int u = 0; u < UNITS; u++) {
-        CHECK_OK(mt_resident_bring(m->r, u, ~0u));
+        CHECK_OK(mt_mirror_bring(m->store, u, ~0u));
         for (int p = 0; p < PARAMS; p++)
             for (int k = 0; k < PLANES; k++) {
                 size_t elem = mt_plane_bytes(planes[k], types[u], MT_STATES_FP32, 1);
@@ -881,7 +875,7 @@ static float read_while_written(unsigned skip)
     CHECK_OK(mt_stream_await(m.s, slot, m.run));
     r.weight = mem;
     CHECK_OK(m.dev->ops->call(m.run, read_late, &r));
-    CHECK_OK(mt_resident_bring(m.r, 1, hi));
+    CHECK_OK(mt_mirror_bring(m.store, 1, hi));
     CHECK_OK(mt_ledger_wait_fetch(m.store, 1));
     *(float *)host(&m, 1, 0, MT_PLANE_HI) = 6;
     mt_ledger_touch(m.store, 1);
@@ -950,7 +944,7 @@ static void host_planes_that_nobody_reads_cost_nothing(void)
     CHECK_OK(mt_update_drain(m.u));
     CHECK(mt_store_device_bytes(m.store) > 0);
     CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_COUNT), mt_store_bytes(m.store, MT_PLANE_HI));
-    CHECK_OK(mt_resident_bring(m.r, 0, 1u << MT_PLANE_M));
+    CHECK_OK(mt_mirror_bring(m.store, 0, 1u << MT_PLANE_M));
     CHECK(mt_store_bytes(m.store, MT_PLANE_M) > 0);
     CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_V), 0);
     CHECK(((float *)host(&m, 0, 0, MT_PLANE_M))[0] != 0);
@@ -980,17 +974,17 @@ static void weights_that_were_taken_have_no_host_memory(void)
         CHECK_OK(mt_resident_take(m.r, u, m.run));
         CHECK(hi_bytes(&m) < all);
         CHECK_EQ(*(uint16_t *)host(&m, u, 0, MT_PLANE_HI), 0);
-        CHECK(mt_store_cold(m.store, u, MT_PLANE_HI) >= mt_store_hi_bytes(m.store, u));
+        CHECK(mt_store_reserved(m.store, u, MT_PLANE_HI) >= mt_store_hi_bytes(m.store, u));
     }
     CHECK_EQ(mt_resident_take(m.r, 3, m.run), MT_EINVAL);
-    CHECK_EQ(mt_store_cold(m.store, 3, MT_PLANE_HI), 0);
+    CHECK_EQ(mt_store_reserved(m.store, 3, MT_PLANE_HI), 0);
     for (int step = 0; step < 3; step++)
         step_once(&m, step);
     CHECK_OK(mt_update_drain(m.u));
     CHECK_EQ(mt_resident_stats_get(m.r).fetches, 3);
-    CHECK_OK(mt_resident_bring(m.r, 0, hi_plane));
-    CHECK_OK(mt_resident_bring(m.r, 1, hi_plane));
-    CHECK_OK(mt_resident_bring(m.r, 2, hi_plane));
+    CHECK_OK(mt_mirror_bring(m.store, 0, hi_plane));
+    CHECK_OK(mt_mirror_bring(m.store, 1, hi_plane));
+    CHECK_OK(mt_mirror_bring(m.store, 2, hi_plane));
     CHECK_EQ(hi_bytes(&m), before);
     model_close(&m);
 }
@@ -1009,11 +1003,11 @@ static void who_brought_weights_reads_them_until_they_are_old(void)
     model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
                &out);
     w = host(&m, 1, 0, MT_PLANE_HI);
-    CHECK_OK(mt_resident_bring(m.r, 1, hi_plane));
+    CHECK_OK(mt_mirror_bring(m.store, 1, hi_plane));
     was = *w;
     CHECK(was != 0);
-    CHECK_OK(mt_resident_peek(m.r, 1, hi_plane));
-    CHECK_OK(mt_resident_chill(m.r, 1));                    /* a save's end: not its to give back */
+    CHECK_OK(mt_mirror_peek(m.store, 1, hi_plane));
+    CHECK_OK(mt_mirror_release(m.store, 1));            /* a save's end: not its to give back */
     CHECK_OK(mt_stream_acquire(m.s, 1, m.run, &slot, &mem));
     CHECK_OK(mt_stream_await(m.s, slot, m.run));
     CHECK(*w == was);
@@ -1024,10 +1018,103 @@ static void who_brought_weights_reads_them_until_they_are_old(void)
     CHECK_OK(mt_stream_await(m.s, slot, m.run));
     CHECK(*w == 0);
     CHECK_EQ(hi_bytes(&m), 0);
-    CHECK_OK(mt_resident_peek(m.r, 1, hi_plane));
+    CHECK_OK(mt_mirror_peek(m.store, 1, hi_plane));
     CHECK(*w != 0 && *w != was);
-    CHECK_OK(mt_resident_chill(m.r, 1));
+    CHECK_OK(mt_mirror_release(m.store, 1));
     CHECK_EQ(hi_bytes(&m), 0);
+    model_close(&m);
+}
+
+/* States as weights: a save gives back what is its own, and the next await what is stale. */
+static void who_brought_states_reads_them_until_they_are_old(void)
+{
+    const unsigned moments = 1u << MT_PLANE_M | 1u << MT_PLANE_V;
+    static model   m;
+    static outcome out;
+    const float   *first, *second;
+    float          was;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
+               &out);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    first = host(&m, 1, 0, MT_PLANE_M);
+    second = host(&m, 1, 0, MT_PLANE_V);
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_M));
+    was = *first;
+    CHECK_OK(mt_mirror_peek(m.store, 1, moments));
+    CHECK(was != 0 && *second != 0);
+    CHECK_OK(mt_mirror_release(m.store, 1));
+    CHECK(*first == was && *second == 0);
+    step_once(&m, 1);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK(*first == was);
+    step_once(&m, 2);
+    CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_M), 0);
+    CHECK(*first == 0);
+    model_close(&m);
+}
+
+/* What a checkpoint's states took on their way to the device does not stay. */
+static void memory_of_states_that_were_pushed_goes_with_the_next_step(void)
+{
+    static model   m;
+    static outcome out;
+    float         *moment;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
+               &out);
+    moment = host(&m, 1, 0, MT_PLANE_M);
+    moment[0] = 42;
+    CHECK_OK(mt_mirror_push(m.store, 1, 0, 1u << MT_PLANE_M));
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK(moment[0] == 42);
+    step_once(&m, 1);
+    CHECK(moment[0] == 0);
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_M));
+    CHECK(moment[0] > 1);
+    model_close(&m);
+}
+
+/* Between settling and taking: its neighbours go up with all the rest, and its own memory too. */
+static void states_that_are_pushed_before_a_unit_is_taken_are_not_lost(void)
+{
+    static model   m;
+    static outcome out;
+    float         *first, *second;
+
+    model_open(&m, &(config){ .seed = 1, .micros = 1, .max_norm = 1 }, &out);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    mt_stream_close(m.s);
+    open_stream(&m, 2);
+    first = host(&m, 1, 0, MT_PLANE_M);
+    second = host(&m, 1, 1, MT_PLANE_M);
+    first[0] = 42;
+    second[0] = 43;
+    CHECK_OK(mt_mirror_push(m.store, 1, 0, 1u << MT_PLANE_M));
+    CHECK_OK(mt_resident_take(m.r, 1, m.run));
+    CHECK(first[0] == 0 && second[0] == 0);
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_M));
+    CHECK(first[0] == 42);
+    CHECK(second[0] == 43);
+    model_close(&m);
+}
+
+/* Its states are on the host from then on, and the device's would be older. */
+static void a_unit_whose_states_are_on_the_device_is_no_guest(void)
+{
+    static model   m;
+    static outcome out;
+
+    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    REQUIRE(mt_arrive_open(&m.cx, &m.a) == MT_OK);
+    step_once(&m, 0);
+    CHECK_OK(mt_update_drain(m.u));
+    CHECK_EQ(mt_arrive_invite(m.a, 1), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.1");
+    CHECK(!mt_arrive_invited(m.a, 1));
     model_close(&m);
 }
 
@@ -1045,7 +1132,7 @@ static float taken_after_a_write(unsigned skip)
     model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .take = 1,
                               .debug = { .skip = skip } }, &out);
     w = host(&m, 1, 0, MT_PLANE_HI);
-    CHECK_OK(mt_resident_bring(m.r, 1, hi_plane));
+    CHECK_OK(mt_mirror_bring(m.store, 1, hi_plane));
     CHECK_OK(mt_ledger_wait_fetch(m.store, 1));
     *w = 6;
     mt_ledger_touch(m.store, 1);
@@ -1083,13 +1170,13 @@ static void a_plane_is_brought_once(void)
 
     model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
     step_once(&m, 0);
-    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_HI));
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_HI));
     bytes = mt_resident_stats_get(m.r).d2h_bytes;
     CHECK_EQ(bytes, 4 * (numel(1, 0) + numel(1, 1) + numel(1, 2)));
-    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_HI));
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_HI));
     CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, bytes);
     step_once(&m, 1);
-    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_HI));
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_HI));
     CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, 2 * bytes);
     model_close(&m);
 }
@@ -1106,14 +1193,14 @@ static void bringing_touches_no_other_parameter(void)
     CHECK_OK(mt_stream_begin(m.s));
     window(&m, 0, 0, 1);
     CHECK_OK(mt_ledger_wait_grads(m.store, 1));
-    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_GRAD));
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_GRAD));
     g0 = host(&m, 1, 0, MT_PLANE_GRAD);
     g1 = host(&m, 1, 1, MT_PLANE_GRAD);
     g0[0] = 42;
     ((float *)m.source[1][1][1])[0] = 7;
     CHECK_OK(mt_offload_put(m.o, 1, &(mt_grad_item){ 1, m.source[1][1][1], MT_GRAD_SET, 0 }, 1,
                             m.run, &ticket));
-    CHECK_OK(mt_resident_bring(m.r, 1, 1u << MT_PLANE_GRAD));
+    CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_GRAD));
     CHECK(g0[0] == 42);
     CHECK(g1[0] == 7);
     model_close(&m);
@@ -1174,25 +1261,25 @@ static void settling_refuses_what_is_in_use(void)
     int            slot, unit;
 
     model_open(&m, &(config){ .seed = 1, .settled = 1, .micros = 1, .max_norm = 1 }, &out);
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 0, 3), MT_EINVAL);              /* it has other memory */
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 2), MT_ESTATE);              /* unit 0's slot */
+    CHECK_EQ(mt_stream_settle(m.s, 0, 3), MT_EINVAL);              /* it has other memory */
+    CHECK_EQ(mt_stream_settle(m.s, 1, 2), MT_ESTATE);              /* unit 0's slot */
     CHECK_HAS(mt_last_error(), "layers.0");
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 2 + UNITS), MT_EINVAL);
-    CHECK_EQ(mt_stream_settle(m.s, m.r, UNITS, 3), MT_EINVAL);
+    CHECK_EQ(mt_stream_settle(m.s, 1, 2 + UNITS), MT_EINVAL);
+    CHECK_EQ(mt_stream_settle(m.s, UNITS, 3), MT_EINVAL);
     CHECK_EQ(mt_resident_unsettle(m.r, 1, 1), MT_EINVAL);
     CHECK_EQ(mt_store_unsettle(m.store, 1), MT_ESTATE);
     CHECK_OK(mt_stream_acquire(m.s, 2, m.run, &slot, &mem));
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 3, slot), MT_ESTATE);           /* somebody's by now */
+    CHECK_EQ(mt_stream_settle(m.s, 3, slot), MT_ESTATE);           /* somebody's by now */
     REQUIRE(mt_store_add(m.store, "large", &(mt_param_desc){ MT_F32, 100000, 1 }, 1,
                          &unit) == MT_OK);
-    CHECK_EQ(mt_stream_settle(m.s, m.r, unit, 4), MT_EINVAL);
+    CHECK_EQ(mt_stream_settle(m.s, unit, 4), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "large");
     CHECK_EQ(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
     CHECK_EQ(mt_store_device_at(m.store, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
     CHECK_EQ(mt_resident_at(m.r, 0, PARAMS, MT_PLANE_HI, &mem), MT_EINVAL);
-    CHECK_EQ(mt_resident_push(m.r, 0, PARAMS, ~0u), MT_EINVAL);
-    CHECK_OK(mt_resident_bring(m.r, 1, ~0u));                       /* a host unit: nothing to do */
-    CHECK_OK(mt_resident_push(m.r, 1, 0, ~0u));
+    CHECK_EQ(mt_mirror_push(m.store, 0, PARAMS, ~0u), MT_EINVAL);
+    CHECK_OK(mt_mirror_bring(m.store, 1, ~0u));                 /* a host unit: nothing to do */
+    CHECK_OK(mt_mirror_push(m.store, 1, 0, ~0u));
     mt_resident_close(NULL);
     model_close(&m);
 }
@@ -1272,6 +1359,10 @@ static void nobody_else_gets_a_settled_slot(void)
     X(host_planes_that_nobody_reads_cost_nothing)           \
     X(weights_that_were_taken_have_no_host_memory)          \
     X(who_brought_weights_reads_them_until_they_are_old)    \
+    X(who_brought_states_reads_them_until_they_are_old)     \
+    X(memory_of_states_that_were_pushed_goes_with_the_next_step) \
+    X(states_that_are_pushed_before_a_unit_is_taken_are_not_lost) \
+    X(a_unit_whose_states_are_on_the_device_is_no_guest)    \
     X(memory_is_given_back_behind_the_fetch_from_it)        \
     X(without_fetched_it_is_not)                            \
     X(a_plane_is_brought_once)                              \

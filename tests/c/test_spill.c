@@ -114,9 +114,8 @@ static void scene_file(scene *s, uint64_t limit, unsigned skip)
     snprintf(s->dir, sizeof s->dir, "/tmp/mt_test_spill.XXXXXX");
     REQUIRE(mkdtemp(s->dir) != NULL);
     REQUIRE(mt_file_open(s->dir, limit, 3, &calls, &s->file) == MT_OK);
-    REQUIRE(mt_swap_open(s->t.dev, s->t.pool, &s->w) == MT_OK);
-    mt_swap_store(s->w, s->t.store);
-    mt_swap_debug(s->w, (mt_debug){ .skip = skip });
+    REQUIRE(mt_swap_open(&s->t.cx, &s->w) == MT_OK);
+    mt_debug_set(&s->t.cx, (mt_debug){ .skip = skip });
     REQUIRE(mt_swap_disk(s->w, mt_file_blocks(s->file), BLOCKS) == MT_OK);
 }
 
@@ -185,9 +184,9 @@ static void forward(scene *s, int step, uint64_t *bundle)
 /* One after the other: the last BLOCKS bundles are in memory still, and in the file. */
 static void forward_in_order(scene *s, int step, uint64_t *bundle)
 {
-    mt_swap_debug(s->w, (mt_debug){ .sync = 1 });
+    mt_debug_set(&s->t.cx, (mt_debug){ .sync = 1 });
     forward(s, step, bundle);
-    mt_swap_debug(s->w, (mt_debug){ 0 });
+    mt_debug_set(&s->t.cx, (mt_debug){ 0 });
 }
 
 /* One window ahead. */
@@ -293,6 +292,38 @@ static void until_written(scene *s, uint64_t bytes)
     for (int i = 0; i < 5000 && stats(s).written_bytes < bytes; i++)
         nap(200);
     CHECK(stats(s).written_bytes >= bytes);
+}
+
+/* Before the copies back of the first time are over; written: behind its write, or before it. */
+static void comes_back_twice(int written)
+{
+    static scene s;
+    uint64_t     bundle;
+    gate         g = { 0 };
+
+    scene_open(&s, 4, 1, 0, 0);              /* run is a queue of its own */
+    if (!written)
+        CHECK_OK(s.t.dev->ops->call(s.t.run, wait_for_gate, &g));
+    CHECK_OK(leave(&s, 0, 0, &bundle));
+    if (written) {
+        until_written(&s, KEEPS);
+        CHECK_OK(s.t.dev->ops->call(s.t.run, wait_for_gate, &g));
+    }
+    CHECK_OK(come(&s, 0, bundle));
+    CHECK_OK(come(&s, 1, bundle));
+    CHECK_OK(come(&s, 0, bundle));
+    atomic_store(&g.open, 1);
+    CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
+    for (int i = 0; i < 2; i++)
+        run(&s, &s.k.landing[i], value_of(0, 0), 1);
+    mt_swap_drop(s.w, bundle);
+    CHECK_EQ(scene_close(&s), 0);
+}
+
+static void a_bundle_may_come_back_again_while_it_does(void)
+{
+    comes_back_twice(0);
+    comes_back_twice(1);
 }
 
 /* Its first write is under way when a bundle is dropped; the next one's is over before. */
@@ -443,7 +474,7 @@ static void overlap_off_means_that_all_is_written_at_once(void)
     uint64_t     bundle[WINDOWS];
 
     scene_open(&s, 1, 60, 60, 0);
-    mt_swap_debug(s.w, (mt_debug){ .sync = 1 });
+    mt_debug_set(&s.t.cx, (mt_debug){ .sync = 1 });
     for (int w = 0; w < WINDOWS; w++) {
         CHECK_OK(leave(&s, 0, w, &bundle[w]));
         CHECK_EQ(stats(&s).written_bytes, (w + 1) * KEEPS);
@@ -462,7 +493,7 @@ static void without_a_file_a_bundle_is_refused(void)
 
     memset(&s, 0, sizeof s);
     toy_open(&s.t, 1, 1, 0);
-    REQUIRE(mt_swap_open(s.t.dev, s.t.pool, &s.w) == MT_OK);
+    REQUIRE(mt_swap_open(&s.t.cx, &s.w) == MT_OK);
     CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, MT_SWAP_FILE, s.t.run, &bundle), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "name a directory");
     CHECK_EQ(bundle, 7);
@@ -675,6 +706,7 @@ static void bundles_of_no_bytes_come_and_go(void)
 #define TESTS(X)                                                                              \
     X(tensors_come_back_as_they_left)                                                         \
     X(a_few_blocks_carry_any_number_of_bundles)                                               \
+    X(a_bundle_may_come_back_again_while_it_does)                                             \
     X(without_full_what_is_written_is_not_there_yet)                                          \
     X(without_written_a_block_is_filled_while_written)                                        \
     X(without_read_it_comes_back_too_early)                                                   \

@@ -16,7 +16,7 @@ static void setup(void)
 {
     REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
     REQUIRE(mt_pool_open(2, &pool) == MT_OK);
-    REQUIRE(mt_store_open(cpu, pool, &store) == MT_OK);
+    REQUIRE(mt_store_open(&(mt_context){ .dev = cpu, .pool = pool }, &store) == MT_OK);
 }
 
 static void teardown(void)
@@ -285,7 +285,7 @@ static long in_memory(const mt_arena *a, unsigned char *in)
     return n;
 }
 
-static void cold_arena_is_no_memory_until_it_is_warmed(void)
+static void reserved_arena_is_no_memory_until_it_is_committed(void)
 {
     enum { BYTES = 40 << 20 };
     mt_arena       a = {0};
@@ -297,15 +297,15 @@ static void cold_arena_is_no_memory_until_it_is_warmed(void)
     d = fault_dev(cpu, 1, FAULT_ONCE);
     REQUIRE(mt_pool_open(2, &pool) == MT_OK);
     REQUIRE((in = malloc((size_t)all + 1)) != NULL);
-    CHECK_OK(mt_arena_cold(&a, BYTES, "test", 0));
+    CHECK_OK(mt_arena_reserve(&a, BYTES, "test", 0));
     CHECK_EQ(in_memory(&a, in), 0);
     ((char *)a.base)[0] = 7;                    /* what somebody wrote stays */
     ((char *)a.base)[BYTES - 1] = 8;
     CHECK(in_memory(&a, in) < all);
-    CHECK_EQ(mt_arena_warm(&a, pool, d), MT_EDEVICE);
-    CHECK_EQ(a.cold, 1);
-    CHECK_OK(mt_arena_warm(&a, pool, d));
-    CHECK_OK(mt_arena_warm(&a, pool, d));       /* nothing to do */
+    CHECK_EQ(mt_arena_commit(&a, pool, d), MT_EDEVICE);
+    CHECK_EQ(a.reserved, 1);
+    CHECK_OK(mt_arena_commit(&a, pool, d));
+    CHECK_OK(mt_arena_commit(&a, pool, d));       /* nothing to do */
     CHECK_EQ(in_memory(&a, in), all);
     CHECK_EQ(fault_live(d), 1);
     CHECK_EQ(((char *)a.base)[0], 7);
@@ -359,18 +359,18 @@ static void settled_unit_has_its_planes_on_the_device(void)
     host[3] = 9;
     (void)at(u, FROZEN, MT_PLANE_M);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_M), 0);
-    CHECK_OK(mt_store_warm(store, u, MT_PLANE_M));
+    CHECK_OK(mt_store_commit(store, u, MT_PLANE_M));
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_M), 4096);
     CHECK(at(u, BF, MT_PLANE_M) == host);
     CHECK_EQ(host[3], 9);
-    CHECK_OK(mt_store_warm(store, u, MT_PLANE_V));              /* makes it too */
+    CHECK_OK(mt_store_commit(store, u, MT_PLANE_V));              /* makes it too */
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_V), 4096);
     drop_plane(store, u, MT_PLANE_M);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_M), 0);
     CHECK_EQ(mt_store_device_bytes(store), 2048);
     mt_store_device_close(store);
     CHECK_EQ(mt_store_device_bytes(store), 0);
-    CHECK_EQ(mt_store_warm(store, u + 1, MT_PLANE_M), MT_EINVAL);
+    CHECK_EQ(mt_store_commit(store, u + 1, MT_PLANE_M), MT_EINVAL);
     CHECK_EQ(mt_store_settle(store, u + 1), MT_EINVAL);
     teardown();
 }
@@ -449,7 +449,7 @@ static void numbers_that_do_not_exist_are_refused(void)
     CHECK_EQ(mt_store_params(store, u), MIXED);
     CHECK_EQ(mt_store_params(store, 7) + (int)mt_store_hi_bytes(store, 7), 0);
     CHECK(mt_store_desc(store, u, MIXED) == NULL && p == NULL);
-    CHECK_EQ(mt_store_open(NULL, pool, &store), MT_EINVAL);
+    CHECK_EQ(mt_store_open(&(mt_context){ .pool = pool }, &store), MT_EINVAL);
     teardown();
 }
 
@@ -512,7 +512,7 @@ static void every_failing_device_call_leaves_the_store_whole(void)
         mt_dev        *d = fault_dev(real, n, FAULT_ONCE);
         int            u = 0;
 
-        REQUIRE(mt_store_open(d, pool, &store) == MT_OK);
+        REQUIRE(mt_store_open(&(mt_context){ .dev = d, .pool = pool }, &store) == MT_OK);
         CHECK_OK(mt_store_add(store, "mixed", mixed, MIXED, &u));
         for (int i = 0; i < 4; i++) {
             size_t    before = mt_store_bytes(store, MT_PLANE_COUNT);
@@ -638,10 +638,10 @@ static void who_asks_for_another_plane_does_not_wait_for_one_in_the_making(void)
     pthread_mutex_unlock(&gate.mu);
     CHECK(at(one, 0, MT_PLANE_HI) == hi);
     (void)at(other, 0, MT_PLANE_GRAD);
-    CHECK_OK(mt_store_warm(store, one, MT_PLANE_M));
+    CHECK_OK(mt_store_commit(store, one, MT_PLANE_M));
     CHECK_OK(mt_store_in_arena(store, other, 0, MT_PLANE_V, &in));
-    mt_store_chill(store, other, MT_PLANE_V);
-    CHECK_EQ(mt_store_cold(store, one, MT_PLANE_GRAD), 0);
+    mt_store_decommit(store, other, MT_PLANE_V);
+    CHECK_EQ(mt_store_reserved(store, one, MT_PLANE_GRAD), 0);
     CHECK_OK(mt_store_set_trainable(store, other, 0, 0));
     pthread_mutex_lock(&gate.mu);
     CHECK(!gate.late);
@@ -695,7 +695,7 @@ static void what_is_trained_may_change_while_others_ask(void)
     X(arena_is_in_memory_when_handed_out)                                                     \
     X(large_arenas_start_at_a_huge_page)                                                      \
     X(arena_gives_its_memory_back_closed_or_refused)                                          \
-    X(cold_arena_is_no_memory_until_it_is_warmed)                                             \
+    X(reserved_arena_is_no_memory_until_it_is_committed)                                      \
     X(settled_unit_has_its_planes_on_the_device)                                              \
     X(units_and_parameters_without_bytes_are_fine)                                            \
     X(hi_is_where_the_first_parameter_is)                                                     \

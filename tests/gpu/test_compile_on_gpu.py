@@ -18,7 +18,7 @@ from test_compile import Counts, codes, counts, gradients  # noqa: F401  (counts
 from test_fused_on_gpu import larger, long_text
 from torch import Tensor, nn
 
-from megatrain_torch.model import runtime
+from megatrain_torch.model import ring
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -70,8 +70,8 @@ def test_in_fp32_it_is_near_plain_torch(family: str) -> None:
 def test_in_bf16_slots_go_on_and_gradients_are_near(counts: Counts,  # noqa: F811
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     renewed: list[int] = []
-    own = runtime.SlotHooks.renew
-    monkeypatch.setattr(runtime.SlotHooks, "renew", lambda self, slot: (renewed.append(slot), own(self, slot))[1])
+    own = ring.SlotHooks.renew
+    monkeypatch.setattr(ring.SlotHooks, "renew", lambda self, slot: (renewed.append(slot), own(self, slot))[1])
     losses, grads = train(larger("llama").cuda(), long_text(False), 2)
     model = stream(larger("llama"), "replay")
     found, others = train(model, long_text(False), 2)

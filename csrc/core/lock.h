@@ -1,0 +1,143 @@
+/* lock.h — every lock of ours, in the order in which a thread may take them.
+ *
+ *   rank     a lock's place in that order, given when it is opened. A thread that holds a lock
+ *            takes only locks of ranks further down, so no two threads wait for each other
+ *
+ *     mt_mutex_open(&s->mu, MT_RANK_STREAM);
+ *     mt_lock(&s->mu);
+ *     while (!over)
+ *         mt_cond_wait(&s->changed, &s->mu);      // holds what it held, less s->mu while it waits
+ *     mt_unlock(&s->mu);
+ *
+ * Builds that check themselves (checked.h) know what each thread holds, and abort, with both names,
+ * where a lock is taken out of turn, given back by a thread that has it not, or waited on by one
+ * that has taken another since. Elsewhere each function is pthread's.
+ *
+ * Threads: any.
+ */
+#ifndef MT_LOCK_H
+#define MT_LOCK_H
+
+#include "checked.h"
+
+#include <pthread.h>
+#include <time.h>
+
+/* name, what it keeps, from the first that a thread may take to the last */
+#define MT_RANK_MAP(X)                                                                             \
+    X(TEST, "a test's own")                                                                        \
+    X(DOOR, "gradients and updates of an engine are handed over by one thread at a time")          \
+    X(SWAP, "bundles and their blocks; held while a drive is waited for")                          \
+    X(SPILL, "which bundles are in blocks and which in the file, and what is under way")           \
+    X(OFFLOAD, "gradients on their way home, by ticket")                                           \
+    X(UPDATE, "the steps that were submitted, and what became of them")                            \
+    X(STREAM, "slots, and the requests that stand in line for them")                               \
+    X(THROUGH, "updates that wait for buffers on the device")                                      \
+    X(RESIDENT, "settled units; held around puts, so while a full queue is waited for")            \
+    X(ARRIVE, "stays of guests; held around puts too")                                             \
+    X(DISK, "pieces of units on disk, whose buffers they are in, and the feed's")                  \
+    X(SHARDS, "a save's blocks, and whose shares are in them")                                     \
+    X(READING, "the next block of a file that is read by several threads")                         \
+    X(MEASURE, "what a disk that is measured has under way")                                       \
+    X(GROWING, "a file's length; held while the disk looks for room, which may take seconds")      \
+    X(FILE, "a file's requests")                                                                   \
+    X(MAKING, "one plane, while it is mapped, registered or given back: seconds a gigabyte")       \
+    X(MAP, "units, planes and their arenas; held for moments")                                     \
+    X(FETCHED, "each unit's `fetched` event: its making and its records")                          \
+    X(MIRROR, "copies of planes on the host, claims to them, and doors; held for moments")         \
+    X(LEDGER, "counts, versions, the fault")                                                       \
+    X(POOL_TURN, "whose loop the pool runs; held as long as that")                                 \
+    X(POOL, "the loop, and who is in it")                                                          \
+    X(GEMM, "products' algorithms, as chosen so far")                                              \
+    X(ATTENTION, "attention's plans, as made so far")                                              \
+    X(REGISTERING, "host memory is registered one region after the other: seconds a gigabyte")     \
+    X(REGIONS, "regions of host memory, and which are locked; held for moments")                   \
+    X(TIMELINE_READING, "records are read by one thread at a time")                                \
+    X(TIMELINE, "records and stamps")                                                              \
+    X(WATCH_ASKING, "events in the watch's list are not closed: the device is asked for each")     \
+    X(WATCH, "the watch's list of who waits for what")                                             \
+    X(CUDA, "what the CUDA device has open, and its first error")                                  \
+    X(QUEUE, "a queue of the CPU device: what was put, and how much of it is done")                \
+    X(EVENT, "an event of the CPU device: where its record stands")                                \
+    X(FORKS_FILES, "descriptors that children do not have; fork() takes it")                       \
+    X(FORKS_MEMORY, "memory that children do not have; fork() takes it behind the files'")
+#define MT_RANK_ENUM(name, what) MT_RANK_##name,
+typedef enum mt_rank { MT_RANK_NONE, MT_RANK_MAP(MT_RANK_ENUM) MT_RANK_COUNT } mt_rank;
+#undef MT_RANK_ENUM
+
+/* rank: constant while the lock is open. 0, of memory that is zero, is none: such a lock was never
+ * opened. */
+typedef struct mt_mutex {
+    pthread_mutex_t mu;
+    mt_rank         rank;
+} mt_mutex;
+
+#define MT_MUTEX(rank) { PTHREAD_MUTEX_INITIALIZER, rank }      /* a static one, open */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+const char *mt_rank_name(mt_rank rank);
+
+/* This thread holds it: for MT_ASSERT, in builds that check themselves. */
+int mt_holds(const mt_mutex *m);
+
+/* What a thread that checks itself notes: before it takes the lock, before it gives it back, and
+ * before it waits. */
+void mt__rank_take(const mt_mutex *m, const char *file, int line);
+void mt__rank_give(const mt_mutex *m, const char *file, int line);
+void mt__rank_wait(const mt_mutex *m, const char *file, int line);
+#ifdef __cplusplus
+}
+#endif
+
+#ifdef MT_CHECKED
+#define MT__RANK(what, m, file, line) mt__rank_##what(m, file, line)
+#else
+#define MT__RANK(what, m, file, line) ((void)(file), (void)(line))
+#endif
+
+/* By their callers' places: that is what a message needs. */
+#define mt_lock(m)                  mt__lock((m), __FILE__, __LINE__)
+#define mt_unlock(m)                mt__unlock((m), __FILE__, __LINE__)
+#define mt_cond_wait(c, m)          mt__cond_wait((c), (m), __FILE__, __LINE__)
+#define mt_cond_timedwait(c, m, t)  mt__cond_timedwait((c), (m), (t), __FILE__, __LINE__)
+
+static inline void mt_mutex_open(mt_mutex *m, mt_rank rank)
+{
+    (void)pthread_mutex_init(&m->mu, NULL);     /* without attributes it cannot fail on Linux */
+    m->rank = rank;
+}
+
+static inline void mt_mutex_close(mt_mutex *m)
+{
+    (void)pthread_mutex_destroy(&m->mu);
+}
+
+static inline void mt__lock(mt_mutex *m, const char *file, int line)
+{
+    MT__RANK(take, m, file, line);
+    pthread_mutex_lock(&m->mu);
+}
+
+static inline void mt__unlock(mt_mutex *m, const char *file, int line)
+{
+    MT__RANK(give, m, file, line);
+    pthread_mutex_unlock(&m->mu);
+}
+
+static inline void mt__cond_wait(pthread_cond_t *c, mt_mutex *m, const char *file, int line)
+{
+    MT__RANK(wait, m, file, line);
+    pthread_cond_wait(c, &m->mu);
+}
+
+/* 0, or ETIMEDOUT. */
+static inline int mt__cond_timedwait(pthread_cond_t *c, mt_mutex *m, const struct timespec *until,
+                                     const char *file, int line)
+{
+    MT__RANK(wait, m, file, line);
+    return pthread_cond_timedwait(c, &m->mu, until);
+}
+
+#endif

@@ -1,0 +1,459 @@
+/* mirror.c — the table of mirror.h, a door for each unit, and whose memory may go. */
+#include "store_impl.h"
+
+#include <stdlib.h>
+
+#define KEPT   (1u << MT_PLANE_GRAD)                       /* memory that is never given back */
+#define HI     (1u << MT_PLANE_HI)
+#define IS(x)  (1u << MT_MIRROR_##x)
+#define STUCK  (IS(LOADING) | IS(AHEAD) | IS(STORING) | IS(TORN))     /* copies that must stay */
+
+/* ---- the table ---------------------------------------------------------------------------- */
+
+#define TO(x) MT_MIRROR_##x
+#define ROW(state, a, b, c, d, e, f, g, h, i) \
+    { TO(a), TO(b), TO(c), TO(d), TO(e), TO(f), TO(g), TO(h), TO(i) },
+static const unsigned char table[MT_MIRROR_STATE_COUNT][MT_MIRROR_EVENT_COUNT] = {
+    MT_MIRROR_TABLE(ROW)
+};
+#undef ROW
+
+mt_mirror_state mt_mirror_next(mt_mirror_state from, mt_mirror_event e)
+{
+    return (mt_mirror_state)table[from][e];
+}
+
+const char *mt_mirror_name(mt_mirror_state state)
+{
+#define NAME(name) #name,
+    static const char *const names[] = { MT_MIRROR_STATES(NAME) "NEVER" };
+#undef NAME
+    return names[state];
+}
+
+/* ---- copies: under mirror_mu -------------------------------------------------------------- */
+
+/* param -1: all of the unit's. */
+#define FOR_COPIES(u, param, planes, p, i)                                                        \
+    for (int p = 0; p < MT_PLANE_COUNT; p++)                                                      \
+        for (int i = (param) < 0 ? 0 : (param);                                                   \
+             ((planes) >> p & 1) && i < ((param) < 0 ? (u)->n_params : (param) + 1); i++)
+
+static unsigned char *copy_at(const mt__unit *u, int p, int param)
+{
+    return &u->mirror.copies[p * u->n_params + param];
+}
+
+/* A plane that has nothing for a parameter's type stays EMPTY. */
+static int has_bytes(const mt__unit *u, int p, int param)
+{
+    const mt_param_desc *d = &u->desc[param];
+
+    return mt_plane_bytes((mt_plane)p, d->dtype, (mt_states)atomic_load(&u->states), d->numel) > 0;
+}
+
+static void tell_one(mt__unit *u, int p, int param, mt_mirror_event e)
+{
+    unsigned char *c = copy_at(u, p, param);
+    unsigned char  next = table[*c][e];
+
+    MT_ASSERT(next != MT_MIRROR_NEVER);
+    if (next != MT_MIRROR_NEVER && next != *c && (*c != MT_MIRROR_EMPTY || has_bytes(u, p, param)))
+        *c = next;
+}
+
+static void tell(mt__unit *u, int param, unsigned planes, mt_mirror_event e)
+{
+    planes &= u->mirror.planes;
+    FOR_COPIES(u, param, planes, p, i)
+        tell_one(u, p, i, e);
+    if (e == MT_MIRROR_CHANGED)
+        u->mirror.claimed &= ~planes;
+    if (planes != 0 && (e == MT_MIRROR_WRITTEN || e == MT_MIRROR_TOUCHED)) {
+        u->mirror.pages |= planes;
+        u->mirror.claimed |= e == MT_MIRROR_TOUCHED ? planes : planes & u->mirror.ops->later;
+    }
+}
+
+/* Of these planes, those of which some copy is in one of the states. */
+static unsigned which(const mt__unit *u, int param, unsigned planes, unsigned states)
+{
+    unsigned found = 0;
+
+    planes &= u->mirror.planes;
+    FOR_COPIES(u, param, planes, p, i)
+        found |= (states >> *copy_at(u, p, i) & 1) << p;
+    return found;
+}
+
+static unsigned old_planes(const mt__unit *u)
+{
+    return which(u, -1, u->mirror.pages & ~KEPT, IS(STALE));
+}
+
+void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event e)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    mt_lock(&s->mirror_mu);
+    tell(u, param, planes, e);
+    mt_unlock(&s->mirror_mu);
+}
+
+int mt_mirror_any(mt_store *s, int unit, int param, unsigned planes, unsigned states)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    int             any;
+
+    mt_lock(&s->mirror_mu);
+    any = which(u, param, planes, states) != 0;
+    mt_unlock(&s->mirror_mu);
+    return any;
+}
+
+void mt__mirror_touched(mt_store *s, int unit)
+{
+    mt_mirror_tell(s, unit, -1, HI, MT_MIRROR_TOUCHED);
+}
+
+/* ---- homes -------------------------------------------------------------------------------- */
+
+/* What the host has of these planes, the home has not. */
+static void note_ahead(mt_store *s, int unit, unsigned planes)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    FOR_COPIES(u, -1, planes, p, i)
+        if (mt_store_made(s, unit, i, (mt_plane)p, 0))
+            mt_mirror_tell(s, unit, i, 1u << p, MT_MIRROR_WRITTEN);
+}
+
+mt_status mt_mirror_open(mt_store *s, int unit, unsigned planes, const mt_mirror_ops *ops,
+                         void *home)
+{
+    mt__unit      *u = mt__unit_at(s, unit);
+    unsigned char *copies = calloc((size_t)u->n_params + 1, MT_PLANE_COUNT);
+
+    if (copies == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %s: no memory to note what its copies are", u->name);
+    mt_lock(&s->mirror_mu);
+    MT_ASSERT(u->mirror.ops == NULL);
+    u->mirror = (mt__mirror){ .ops = ops, .home = home, .copies = copies, .planes = planes };
+    tell(u, -1, ops->later, MT_MIRROR_WRITTEN);
+    mt_unlock(&s->mirror_mu);
+    note_ahead(s, unit, planes);
+    return MT_OK;
+}
+
+void mt_mirror_close(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    mt_lock(&s->mirror_mu);
+    MT_ASSERT(!u->mirror.busy);
+    free(u->mirror.copies);
+    u->mirror = (mt__mirror){ 0 };
+    mt_unlock(&s->mirror_mu);
+}
+
+mt_status mt_mirror_except(mt_store *s, int unit, unsigned planes)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    unsigned  away, back;
+
+    mt_lock(&s->mirror_mu);
+    away = which(u, -1, planes, ~(IS(EMPTY) | IS(FRESH) | IS(AHEAD)));
+    back = u->mirror.at_host & ~planes;
+    if (!away) {
+        u->mirror.planes = (u->mirror.planes | back) & ~planes;
+        u->mirror.at_host = planes;
+        u->mirror.pages &= ~planes;
+    }
+    mt_unlock(&s->mirror_mu);
+    if (away)
+        return MT_FAIL(MT_ESTATE, "unit %s: its home has newer values than the host; they cannot "
+                       "be at home on the host", u->name);
+    note_ahead(s, unit, back);
+    return MT_OK;
+}
+
+static mt__mirror look(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    mt__mirror      m = { 0 };
+
+    if (u != NULL) {
+        mt_lock(&s->mirror_mu);
+        m = u->mirror;
+        mt_unlock(&s->mirror_mu);
+    }
+    return m;
+}
+
+/* Behind the door. lost: what becomes of copies where that fails. */
+static mt_status store(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event lost)
+{
+    const mt__mirror m = look(s, unit);
+    mt_status        st;
+
+    mt_mirror_tell(s, unit, param, planes, MT_MIRROR_STORE);
+    st = m.ops->store(m.home, unit, param, planes);
+    mt_mirror_tell(s, unit, param, planes, st == MT_OK ? MT_MIRROR_STORED : lost);
+    return st;
+}
+
+mt_status mt_mirror_store(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    mt_status       st;
+
+    MT_TRY(mt_mirror_enter(s, unit));
+    for (int i = 0; i < u->n_params && st == MT_OK; i++) {
+        unsigned ahead;
+
+        mt_lock(&s->mirror_mu);
+        ahead = which(u, i, ~u->mirror.ops->later, IS(AHEAD));
+        mt_unlock(&s->mirror_mu);
+        if (ahead != 0)
+            st = store(s, unit, i, ahead, MT_MIRROR_WRITTEN);
+    }
+    mt_mirror_leave(s, unit);
+fail:
+    return st;
+}
+
+/* ---- the door ----------------------------------------------------------------------------- */
+
+static int is_ours(void *arg)
+{
+    mt__mirror *m = arg;
+
+    if (m->busy)
+        return 0;
+    return m->busy = 1;
+}
+
+mt_status mt_mirror_enter(mt_store *s, int unit)
+{
+    mt__mirror *m = &mt__unit_at(s, unit)->mirror;
+    int         urgent = !mt_ledger_do_i_save();
+    mt_status   st;
+
+    mt_lock(&s->mirror_mu);
+    m->awaited += urgent;
+    mt_unlock(&s->mirror_mu);
+    st = mt_watch_until(&s->watch, &s->mirror_changed, &s->mirror_mu, is_ours, m,
+                        mt_store_name(s, unit), "who is at its host planes");
+    mt_lock(&s->mirror_mu);
+    m->awaited -= urgent;
+    mt_unlock(&s->mirror_mu);
+    return st;
+}
+
+void mt_mirror_leave(mt_store *s, int unit)
+{
+    mt_lock(&s->mirror_mu);
+    mt__unit_at(s, unit)->mirror.busy = 0;
+    pthread_cond_broadcast(&s->mirror_changed);
+    mt_unlock(&s->mirror_mu);
+}
+
+int mt_mirror_awaited(mt_store *s, int unit)
+{
+    return look(s, unit).awaited > 0;
+}
+
+void mt_mirror_drop(mt_store *s, int unit, unsigned planes)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    mt_lock(&s->mirror_mu);
+    MT_ASSERT(u->mirror.busy);
+    planes &= u->mirror.pages & ~KEPT;
+    planes &= ~which(u, -1, planes, STUCK);
+    tell(u, -1, planes, MT_MIRROR_EVICTED);
+    u->mirror.pages &= ~planes;
+    u->mirror.claimed &= ~planes;
+    mt_unlock(&s->mirror_mu);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1)
+            mt_store_decommit(s, unit, (mt_plane)p);
+}
+
+/* ---- readers ------------------------------------------------------------------------------ */
+
+static mt_status wait_for(mt_store *s, int unit, unsigned planes)
+{
+    mt_status st = MT_OK;
+
+    if (planes & ~(1u << MT_PLANE_GRAD))
+        MT_TRY(mt_ledger_wait_updates(s, unit));
+    if (planes & 1u << MT_PLANE_GRAD)
+        MT_TRY(mt_ledger_wait_grads(s, unit));
+fail:
+    return st;
+}
+
+/* Nobody is behind the door who could take away what is here, and all of it is. */
+static int is_here(mt_store *s, int unit, unsigned planes, int claims)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    int       here;
+
+    mt_lock(&s->mirror_mu);
+    here = !u->mirror.busy && which(u, -1, planes, IS(STALE) | IS(TORN)) == 0;
+    if (here && claims)
+        u->mirror.claimed |= planes & u->mirror.planes;
+    mt_unlock(&s->mirror_mu);
+    return here;
+}
+
+/* Memory first: pages by the gigabyte take their time, so they are made under no lock. */
+static mt_status fill(mt_store *s, int unit, unsigned planes)
+{
+    const mt__mirror m = look(s, unit);
+    mt_status        st = MT_OK;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1)
+            MT_TRY(mt_store_commit(s, unit, (mt_plane)p));
+    if (planes != 0)
+        st = m.ops->load(m.home, unit, planes);
+fail:
+    return st;
+}
+
+/* Behind the door. */
+static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    unsigned  torn, loading;
+    mt_status st;
+
+    mt_lock(&s->mirror_mu);
+    if (!(torn = which(u, -1, planes, IS(TORN))))
+        tell(u, -1, planes, MT_MIRROR_LOAD);
+    loading = which(u, -1, planes, IS(LOADING));
+    u->mirror.pages |= loading;
+    mt_unlock(&s->mirror_mu);
+    if (torn)
+        return MT_FAIL(MT_ESTATE, "unit %s: its values were written on the host where they were "
+                       "older than elsewhere; they must be brought before", u->name);
+    st = fill(s, unit, loading);
+    mt_lock(&s->mirror_mu);
+    tell(u, -1, planes, st == MT_OK ? MT_MIRROR_LOADED : MT_MIRROR_FAILED);
+    u->mirror.claimed |= st == MT_OK && claims ? planes & u->mirror.planes : 0;
+    mt_unlock(&s->mirror_mu);
+    return st;
+}
+
+static mt_status bring(mt_store *s, int unit, unsigned planes, int claims)
+{
+    const mt__mirror m = look(s, unit);
+    mt_status        st;
+
+    planes &= m.planes | m.at_host;
+    if (planes == 0)
+        return MT_OK;
+    MT_TRY(wait_for(s, unit, planes));
+    if (planes & m.at_host && m.ops->wait != NULL)
+        MT_TRY(m.ops->wait(m.home, unit, planes & m.at_host));
+    if (is_here(s, unit, planes, claims))
+        return MT_OK;
+    MT_TRY(mt_mirror_enter(s, unit));
+    st = load(s, unit, planes, claims);
+    mt_mirror_leave(s, unit);
+fail:
+    return st;
+}
+
+mt_status mt_mirror_bring(mt_store *s, int unit, unsigned planes)
+{
+    return bring(s, unit, planes, 1);
+}
+
+mt_status mt_mirror_peek(mt_store *s, int unit, unsigned planes)
+{
+    return bring(s, unit, planes, 0);
+}
+
+/* ---- writers ------------------------------------------------------------------------------ */
+
+mt_status mt_mirror_push(mt_store *s, int unit, int param, unsigned planes)
+{
+    const mt__mirror m = look(s, unit);
+    unsigned         now;
+    mt_status        st = MT_OK;
+
+    planes &= m.planes | m.at_host;
+    if (planes == 0)
+        return MT_OK;
+    if (param != -1 && mt_store_desc(s, unit, param) == NULL)
+        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(s, unit),
+                       param, mt_store_params(s, unit));
+    now = planes & ~m.ops->later;
+    MT_TRY(wait_for(s, unit, planes));
+    MT_TRY(mt_mirror_enter(s, unit));
+    mt_mirror_tell(s, unit, param, planes, MT_MIRROR_WRITTEN);
+    if (now != 0)
+        st = store(s, unit, param, now, MT_MIRROR_FAILED);
+    mt_mirror_leave(s, unit);
+    if (st == MT_OK && (planes & HI))
+        mt__version_grows(s, unit);
+fail:
+    return st;
+}
+
+/* ---- memory ------------------------------------------------------------------------------- */
+
+static mt_status drop(mt_store *s, int unit, int claimed)
+{
+    mt_status st;
+
+    if (look(s, unit).ops == NULL)
+        return MT_OK;
+    MT_TRY(mt_mirror_enter(s, unit));
+    mt_mirror_drop(s, unit, claimed ? ~0u : ~look(s, unit).claimed);
+    mt_mirror_leave(s, unit);
+fail:
+    return st;
+}
+
+mt_status mt_mirror_release(mt_store *s, int unit)
+{
+    return drop(s, unit, 0);
+}
+
+mt_status mt_mirror_evict(mt_store *s, int unit)
+{
+    mt_status st = mt_ledger_wait_saved(s, unit);
+
+    return st == MT_OK ? drop(s, unit, 1) : st;
+}
+
+int mt_mirror_is_old(mt_store *s, int unit)
+{
+    int old;
+
+    mt_lock(&s->mirror_mu);
+    old = old_planes(mt__unit_at(s, unit)) != 0;
+    mt_unlock(&s->mirror_mu);
+    return old;
+}
+
+void mt_mirror_forget(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    unsigned  old;
+
+    mt_lock(&s->mirror_mu);
+    old = u->mirror.busy ? 0 : old_planes(u);
+    if (old != 0 && mt_ledger_saving(s, unit))
+        old = 0;
+    u->mirror.busy |= old != 0;
+    mt_unlock(&s->mirror_mu);
+    if (old == 0)
+        return;
+    mt_mirror_drop(s, unit, old);
+    mt_mirror_leave(s, unit);
+}

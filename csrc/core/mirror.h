@@ -1,0 +1,133 @@
+/* mirror.h — host memory that mirrors planes whose home is elsewhere: the device, or a file.
+ *
+ * Nouns, in the order they appear below:
+ *   home       keeps the true values of a unit's planes, and moves them to and from the host by the
+ *              functions of its table (resident.c, disk.c)
+ *   copy       one parameter's host plane. Its state says which of the two has which values
+ *   event      what happens to a copy; the table says which state follows
+ *   claim      of a unit's plane: somebody brought it and may read it for as long as it has the
+ *              values that it had then. Whoever writes weights has a claim too
+ *   door       of a unit: one thread at a time loads its copies, has them taken, or evicts them
+ *   reserved, committed    of the host memory of a plane: addresses alone; addresses with pages
+ *
+ *     mt_mirror_open(s, unit, planes, &ops, home);        // the home: these planes are with it
+ *     mt_mirror_bring(s, unit, 1u << MT_PLANE_HI);        // a reader: the host has current weights
+ *     ... reads, for as long as no update changes them ...
+ *     mt_mirror_tell(s, unit, i, planes, MT_MIRROR_CHANGED);   // the home, when it updates
+ *     mt_mirror_forget(s, unit);                          // before the unit's next window
+ *
+ * When memory is evicted, that is its pages are given back and the addresses stay:
+ *   release    by a save that has read, what nobody claims
+ *   forget     what is stale: before the unit's next window, since until then a graph may have used
+ *              it as it was. A home that waits for nobody may do so at once, with states
+ *   evict      everything, claimed or not, when the unit's memory on the host is to end
+ *   and never: gradients, over which anybody may have a tensor, and what the home does not have.
+ *
+ * Threads: open, close, except: one, while no other is inside for that unit. The rest: any. The
+ *          lock inside is taken last but for the watchdog's, and held for moments.
+ */
+#ifndef MT_MIRROR_H
+#define MT_MIRROR_H
+
+#include "store.h"
+
+/*  EMPTY    Neither place was written since it was made, or the plane has nothing of the parameter.
+ *  STALE    The home has values that the host has not. The host's memory may be reserved only.
+ *  LOADING  The home's values are being copied to the host.
+ *  FRESH    The host has the home's values.
+ *  AHEAD    The host has values that the home has not taken yet.
+ *  STORING  The home is taking the host's values.
+ *  TORN     Each has values that the other has not: one was written without the other. Refused.
+ *
+ *  CHANGED  the home got other values: by an update, or a hand-over of gradients
+ *  LOAD     somebody wants the copy; LOADED when its values came
+ *  WRITTEN  the host's plane of this parameter got values, all of them
+ *  TOUCHED  some of the host's weights got values, which of them is not known
+ *  STORE    the home begins to take what is AHEAD; STORED when it has it
+ *  FAILED   a load or a store did: the home's values count
+ *  EVICTED  the plane's pages were given back
+ *
+ *  NEVER    an assertion fails: the door, or the home's own lock, keeps this from happening.
+ */
+#define MT_MIRROR_STATES(X) X(EMPTY) X(STALE) X(LOADING) X(FRESH) X(AHEAD) X(STORING) X(TORN)
+#define MT_MIRROR_EVENTS(X) \
+    X(CHANGED) X(LOAD) X(LOADED) X(WRITTEN) X(TOUCHED) X(STORE) X(STORED) X(FAILED) X(EVICTED)
+#define MT_MIRROR_TABLE(X)                                                                        \
+/*     state    CHANGED LOAD     LOADED   WRITTEN TOUCHED STORE    STORED   FAILED   EVICTED */   \
+    X( EMPTY,   STALE,  EMPTY,   EMPTY,   AHEAD,  AHEAD,  EMPTY,   EMPTY,   EMPTY,   EMPTY )      \
+    X( STALE,   STALE,  LOADING, STALE,   AHEAD,  TORN,   STALE,   STALE,   STALE,   STALE )      \
+    X( LOADING, STALE,  NEVER,   FRESH,   TORN,   TORN,   LOADING, LOADING, STALE,   NEVER )      \
+    X( FRESH,   STALE,  FRESH,   FRESH,   AHEAD,  AHEAD,  FRESH,   FRESH,   FRESH,   STALE )      \
+    X( AHEAD,   TORN,   AHEAD,   AHEAD,   AHEAD,  AHEAD,  STORING, AHEAD,   AHEAD,   NEVER )      \
+    X( STORING, STALE,  STORING, STORING, AHEAD,  AHEAD,  NEVER,   FRESH,   STALE,   NEVER )      \
+    X( TORN,    TORN,   TORN,    TORN,    AHEAD,  TORN,   TORN,    TORN,    TORN,    NEVER )
+
+#define MT__MIRROR_STATE(name) MT_MIRROR_##name,
+#define MT__MIRROR_EVENT(name) MT_MIRROR_##name,
+typedef enum mt_mirror_state {
+    MT_MIRROR_STATES(MT__MIRROR_STATE) MT_MIRROR_NEVER, MT_MIRROR_STATE_COUNT = MT_MIRROR_NEVER
+} mt_mirror_state;
+typedef enum mt_mirror_event {
+    MT_MIRROR_EVENTS(MT__MIRROR_EVENT) MT_MIRROR_EVENT_COUNT
+} mt_mirror_event;
+#undef MT__MIRROR_STATE
+#undef MT__MIRROR_EVENT
+
+mt_mirror_state mt_mirror_next(mt_mirror_state from, mt_mirror_event e);
+const char     *mt_mirror_name(mt_mirror_state state);
+
+/* ---- homes -------------------------------------------------------------------------------- */
+
+typedef struct mt_mirror_ops {
+    /* NULL: nothing to wait for. Planes that are at home on the host (see mt_mirror_except) may be
+     * read there. */
+    mt_status (*wait) (void *home, int unit, unsigned planes);
+    /* Copies of these planes that are LOADING, or STALE by now, are on the host when it returns;
+     * their memory is committed. Behind the door. */
+    mt_status (*load) (void *home, int unit, unsigned planes);
+    /* The parameter's host planes (param -1: all parameters') have been taken when it returns.
+     * Behind the door. */
+    mt_status (*store)(void *home, int unit, int param, unsigned planes);
+    /* Planes that the home takes by itself, when it needs them next: weights of a slot. */
+    unsigned    later;
+} mt_mirror_ops;
+
+/* The unit's planes are the home's from now on, a bit for each, and the host's are copies. What the
+ * host has of them already, and what the home takes later, is AHEAD. */
+mt_status mt_mirror_open (mt_store *s, int unit, unsigned planes, const mt_mirror_ops *ops,
+                          void *home);
+void      mt_mirror_close(mt_store *s, int unit);          /* no plane is; also when none was */
+/* Of those of open, these are at home on the host, but for a while around an update; 0: no more,
+ * and what the host has of them is AHEAD. MT_ESTATE when the home has newer values. */
+mt_status mt_mirror_except(mt_store *s, int unit, unsigned planes);
+
+/* param -1: all of the unit's. Ends claims to planes that are CHANGED. */
+void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event e);
+/* Is some copy in one of these states, 1u << state each? */
+int  mt_mirror_any (mt_store *s, int unit, int param, unsigned planes, unsigned states);
+/* The home takes what is AHEAD, but what it takes later. What it failed to take is so still. */
+mt_status mt_mirror_store(mt_store *s, int unit);
+
+mt_status mt_mirror_enter  (mt_store *s, int unit);        /* the door; waits */
+void      mt_mirror_leave  (mt_store *s, int unit);
+int       mt_mirror_awaited(mt_store *s, int unit);        /* somebody but a save waits there */
+/* Behind the door: memory of these planes is given back, but of what must stay. */
+void      mt_mirror_drop   (mt_store *s, int unit, unsigned planes);
+
+/* ---- readers and writers ------------------------------------------------------------------
+ * Of a unit that has no home but the host there is nothing to do, and of other planes neither. */
+
+/* Host planes are current: waits for what is announced of them, and for copies of what is stale.
+ * bring claims them; peek is followed by release. MT_ESTATE where a copy is TORN. */
+mt_status mt_mirror_bring  (mt_store *s, int unit, unsigned planes);
+mt_status mt_mirror_peek   (mt_store *s, int unit, unsigned planes);
+mt_status mt_mirror_release(mt_store *s, int unit);
+/* The parameter's host planes (param -1: all parameters') were written: the home has their values,
+ * or takes them later. HI: the unit has a new version then. */
+mt_status mt_mirror_push   (mt_store *s, int unit, int param, unsigned planes);
+/* Nothing happens while a save has the unit, or somebody is behind the door. */
+void      mt_mirror_forget (mt_store *s, int unit);
+int       mt_mirror_is_old (mt_store *s, int unit);        /* forget would give memory back */
+mt_status mt_mirror_evict  (mt_store *s, int unit);        /* waits for a save of the unit */
+
+#endif

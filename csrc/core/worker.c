@@ -1,0 +1,180 @@
+/* worker.c — a list under one lock, and the loop that takes from it. */
+#include "worker.h"
+
+#include "forks.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- our threads: under mu -------------------------------------------------------------- */
+
+/* NULL: the worker stops, and nothing is left. */
+static mt_job *take(mt_worker *w)
+{
+    mt_job *job;
+
+    while (w->first == NULL && !w->stop)
+        mt_cond_wait(&w->more, w->mu);
+    if ((job = w->first) == NULL)
+        return NULL;
+    if ((w->first = job->next) == NULL)
+        w->last = &w->first;
+    job->listed = 0;
+    return job;
+}
+
+static void end(mt_worker *w, mt_status st)
+{
+    if (st != MT_OK && w->failed == MT_OK) {
+        w->failed = st;
+        snprintf(w->why, sizeof w->why, "%s", mt_last_error());
+    }
+    if (++w->ended == w->submitted || w->n_threads == 1)
+        pthread_cond_broadcast(&w->news);
+}
+
+static void *worker_main(void *arg)
+{
+    mt_worker *w = arg;
+    mt_job    *job;
+
+    (void)pthread_setname_np(pthread_self(), w->name);
+    mt_watch_i_am(w->lane);
+    mt_lock(w->mu);
+    while ((job = take(w)) != NULL)
+        end(w, w->run(w->arg, job));
+    mt_unlock(w->mu);
+    return NULL;
+}
+
+/* ---- open and close --------------------------------------------------------------------- */
+
+static mt_status start(mt_worker *w, int n)
+{
+    int error;
+
+    if ((w->threads = calloc((size_t)n + 1, sizeof *w->threads)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "%s: no memory for %d threads", w->name, n);
+    for (; w->n_threads < n; w->n_threads++)
+        if ((error = pthread_create(&w->threads[w->n_threads], NULL, worker_main, w)) != 0)
+            return MT_FAIL(MT_ENOMEM, "%s: thread %d of %d: %s; ask for fewer threads", w->name,
+                           w->n_threads + 1, n, strerror(error));
+    return MT_OK;
+}
+
+mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *name,
+                         const char *lane, mt_worker_fn run, void *arg)
+{
+    mt_status st;
+
+    if ((st = mt_watch_cond(&w->news)) != MT_OK)
+        return st;
+    pthread_cond_init(&w->more, NULL);
+    w->mu = mu;
+    w->last = &w->first;
+    w->run = run;
+    w->arg = arg;
+    w->name = name;
+    w->lane = lane;
+    w->owner = mt_forks();
+    w->opened = 1;
+    if ((st = start(w, n_threads)) != MT_OK)
+        mt_worker_close(w);
+    return st;
+}
+
+static int is_elsewhere(const mt_worker *w)
+{
+    return w->owner != mt_forks();
+}
+
+void mt_worker_stop(mt_worker *w, int drop)
+{
+    if (!w->opened || is_elsewhere(w))
+        return;
+    mt_lock(w->mu);
+    w->stop = 1;
+    while (drop && w->first != NULL)
+        mt_worker_withdraw(w, w->first);
+    pthread_cond_broadcast(&w->more);
+    mt_unlock(w->mu);
+    for (; w->n_threads > 0; w->n_threads--)
+        (void)pthread_join(w->threads[w->n_threads - 1], NULL);
+}
+
+void mt_worker_close(mt_worker *w)
+{
+    if (!w->opened || is_elsewhere(w))
+        return;
+    mt_worker_stop(w, 0);
+    pthread_cond_destroy(&w->more);
+    pthread_cond_destroy(&w->news);
+    free(w->threads);
+    w->opened = 0;
+}
+
+/* ---- jobs ------------------------------------------------------------------------------- */
+
+uint64_t mt_worker_submit(mt_worker *w, mt_job *job)
+{
+    MT_ASSERT(!job->listed && !w->stop);
+    *job = (mt_job){ .listed = 1 };
+    *w->last = job;
+    w->last = &job->next;
+    pthread_cond_broadcast(&w->more);
+    return ++w->submitted;
+}
+
+void mt_worker_withdraw(mt_worker *w, mt_job *job)
+{
+    mt_job **at = &w->first;
+
+    if (!job->listed)
+        return;
+    while (*at != job)
+        at = &(*at)->next;
+    if ((*at = job->next) == NULL)
+        w->last = at;
+    job->listed = 0;
+    w->submitted--;
+}
+
+typedef struct awaited {
+    const mt_worker *w;
+    uint64_t         number;
+} awaited;
+
+static int have_ended(void *arg)
+{
+    const awaited *a = arg;
+
+    return a->w->ended >= a->number;
+}
+
+mt_status mt_worker_wait(mt_worker *w, mt_watch *watch, uint64_t number, const char *unit,
+                         const char *awaits)
+{
+    awaited   a = { .w = w, .number = number };
+    mt_status st;
+
+    if (is_elsewhere(w))
+        return MT_FAIL(MT_ESTATE, "%s: its thread is in the process that this one was forked from",
+                       w->name);
+    if (number == MT_WORKER_ALL) {
+        mt_lock(w->mu);
+        a.number = w->submitted;
+        mt_unlock(w->mu);
+    }
+    MT_TRY(mt_watch_until(watch, &w->news, w->mu, have_ended, &a, unit, awaits));
+    mt_lock(w->mu);
+    st = mt_worker_failure(w);
+    mt_unlock(w->mu);
+fail:
+    return st;
+}
+
+mt_status mt_worker_failure(const mt_worker *w)
+{
+    return w->failed != MT_OK ? mt_fail_again(w->failed, w->why) : MT_OK;
+}

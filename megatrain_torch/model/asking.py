@@ -1,0 +1,94 @@
+"""What mt.plan is asked for a model that streams: within what the user allows, and what others leave."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .._core import PLANES
+from ..base.errors import MegatrainError
+from ..fused.layer import wanted
+from ..plans.cost import PLANES_OF
+from ..plans.machine import Machine, resolve
+from ..plans.planner import Plan, plan
+from ..store.disk import Disk
+from .passes import Pass
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+OWN = 256 << 20                  # bytes of the user's own on the device that are not noticed: a batch, a metric
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user said beside the model: limits in bytes, and names for mt.plan."""
+
+    vram: int | None
+    host: int | None
+    disk: Disk | None
+    units: list[str | nn.Module] | None
+
+
+class Refused(MegatrainError):
+    """By mt.plan: nothing was changed."""
+
+
+class Unreadable(Refused):
+    """The model is one that plans cannot read."""
+
+
+class Asking:
+    """For one streamed model."""
+
+    def __init__(self, runtime: Runtime, limits: Limits) -> None:
+        self.runtime, self.limits = runtime, limits
+        self._here: Machine | None = None
+
+    def plan(self, batch: Pass, micro: int, homes: str | dict[str, str] | None, slots: int | None = None) -> Plan:
+        """For steps of so many passes. homes, slots: as mt.plan takes them. Raises Refused: nothing fits."""
+        rt = self.runtime
+        fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
+        try:
+            return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
+                        homes=homes, slots=slots, states=rt.states.format, compute="fused" if fused else "eager",
+                        vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive())
+        except MegatrainError as error:
+            raise Refused(str(error)) from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Unreadable(f"mt.plan cannot read the model ({type(error).__name__}: {error})") from error
+
+    def limit(self) -> int:
+        """Bytes of the device that may be used, by whoever has them."""
+        most = self._resolved().vram_bytes
+        return min(self.limits.vram or most, most)
+
+    def _drive(self) -> dict[str, Any] | None:
+        """Where states that are in memory already cannot go to."""
+        rt, disk = self.runtime, self.limits.disk
+        planes = (*PLANES_OF["masters"], *PLANES_OF["moments"])
+        made = not rt.homes.on_disk and any(rt.core.host_bytes(PLANES[p]) for p in planes)
+        return None if disk is None or made else disk.as_given()
+
+    def _machine(self) -> str | None:
+        return None if self.runtime.is_cuda else "cpu"
+
+    def _resolved(self) -> Machine:
+        """Asked once: what the device has stays."""
+        if self._here is None:
+            self._here = resolve(self._machine())
+        return self._here
+
+    def _left(self) -> int:
+        """Of that limit what others leave: processes, models, tensors of the user's."""
+        rt, limit = self.runtime, self.limit()
+        if not rt.is_cuda:
+            return limit
+        free, total = torch.cuda.mem_get_info(rt.device)
+        reserved, used = torch.cuda.memory_reserved(rt.device), torch.cuda.memory_allocated(rt.device)
+        overhead = self._resolved().vram_overhead_bytes
+        others = total - free - reserved - rt.core.device_bytes() - overhead
+        own = used - sum(s.nbytes + 512 for s in rt.ring.slots)
+        return limit - max(others, 0) - (own if own > OWN else 0)

@@ -1,0 +1,145 @@
+"""The store of one model: its units are declared and placed, its weights put in, and given back in the end."""
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from .. import _core
+from ..base.units import Group, stored_dtype
+from ..plans.preflight import SETTLED, TRIM_BYTES, Asked, give_back, own_bytes
+from ..store import gradient
+from ..store.disk import file_bytes
+from ..store.guard import StreamedParameter
+from ..store.mapped import Mapped
+from ..store.records import DTYPES, Record
+from .choices import Choices
+from .fitting import Fit, units_at
+from .runtime import Runtime
+
+_numbers = itertools.count()                 # of parameters, in the process
+
+
+def engine(where: torch.device, choices: Choices) -> _core.Engine:
+    """With nothing in it yet."""
+    threads, doors = choices.options.get("threads") or max(1, _core.build_info()["cpus"] - 1), choices.doors
+    core = _core.Engine(where.type, where.index or 0, threads, doors.delay_us, doors.seed)
+    if doors.lock is not None:
+        core.lock_limit(doors.lock)
+    return core
+
+
+def declare(rt: Runtime, fit: Fit, choices: Choices) -> None:
+    """Units, their slots and homes; nothing is in their planes yet."""
+    _add_units(rt, fit.asked)
+    rt.cap.hold(choices.vram, fit.asked.at_home(), rt.core.device_bytes())
+    rt.homes.open_slots(fit.ring, units_at(fit.asked, *SETTLED), {})
+    _to_disk(rt, fit.asked, choices)
+    _place(rt, fit.asked, choices)
+
+
+def _add_units(rt: Runtime, asked: Asked) -> None:
+    for name, params in asked.groups:
+        kinds = [DTYPES[stored_dtype(p, asked.dtype)] for _, p in params]
+        unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
+        rt.units.append([_record(rt, unit, name, i, full, p, asked.dtype) for i, (full, p) in enumerate(params)])
+        rt.unit_names.append(name)
+
+
+def _record(rt: Runtime, unit: int, unit_name: str, index: int, full: str, p: nn.Parameter,
+            dtype: torch.dtype | None) -> Record:
+    r = Record(rt, unit, unit_name, index, next(_numbers), full, p)
+    r.dtype = stored_dtype(p, dtype)
+    r.nbytes = r.numel * r.dtype.itemsize
+    return r
+
+
+def _to_disk(rt: Runtime, asked: Asked, choices: Choices) -> None:
+    """The file, where units have states there. With weights it is laid out at once, for states as they will be kept.
+    """
+    options, weights = choices.options, units_at(asked, "disk+weights")
+    if "states" in options or weights:
+        rt.states.choose(options.get("states", "fp32"))
+    if choices.disk is not None and asked.on_disk():
+        rt.homes.keep_on_disk(choices.disk, units_at(asked, "disk"), weights, choices.doors.disk)
+
+
+def _place(rt: Runtime, asked: Asked, choices: Choices) -> None:
+    """What is at home elsewhere than weights, or goes another way; the units are there, without values."""
+    core = rt.core
+    rt.homes.invite(units_at(asked, "arrive"))
+    for unit in units_at(asked, "through"):
+        core.through(unit, True)
+    if choices.disk is not None and choices.spills:
+        rt.homes.spill_to(choices.disk, choices.spilled, file_bytes(asked), choices.doors.spill)
+    if not asked.keeps:
+        core.lend_most(asked.lent)
+        rt.homes.pass_gradients(range(len(asked.groups)))
+    core.debug(choices.doors.skip, choices.doors.poison, choices.doors.sync)       # of all that is there by now
+
+
+# ---- weights ----
+
+def fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
+    """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
+    goes there at once: host memory has one such unit at a time."""
+    given, files, filed = 0, Mapped(), set(units_at(rt.room.asked, "disk+weights"))
+    for unit, (records, own) in enumerate(zip(rt.units, own_bytes(groups))):
+        with torch.no_grad():
+            for hi, value in files.fill([(r.view("HI"), r.param.detach()) for r in records]):
+                hi.copy_(value)
+        for r in records:
+            _adopt(rt, r, masters)
+        if unit in rt.homes.settled:
+            rt.homes.take(unit)
+        if unit in filed:
+            rt.homes.file_weights(unit)
+        given += own
+        if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
+            give_back()
+            given = 0
+
+
+def _adopt(rt: Runtime, r: Record, masters: bool) -> None:
+    """The HI plane has the parameter's values; it becomes a view of that."""
+    p, hi = r.param, r.view("HI")
+    if masters and p.dtype == torch.float32 and r.dtype in (torch.bfloat16, torch.float16) and p.requires_grad:
+        r.exact = p.detach()
+    with torch.no_grad():
+        grad = None if p.grad is None else p.grad.to("cpu", r.dtype)
+        p.grad = None
+        p.data = hi
+    r.host = p.detach()
+    rt.records.append(r)                 # from here on it is given back when something fails
+    r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(r.unit, r.index), r.host._version
+    p.grad = grad
+    p.__class__ = StreamedParameter
+    p._mt, p._mt_runtime = r, rt
+
+
+def empty(rt: Runtime) -> None:
+    """Parameters get memory of their own again, with their weights; what has no values yet stays as it is."""
+    for unit, records in itertools.groupby(rt.records, lambda r: r.unit):
+        if rt.homes.away(unit):          # it comes home, through host memory that is one unit's at a time
+            rt.core.wait_updates(unit)
+            rt.core.wait_grads(unit)
+        for r in records:
+            _restore(r)
+        if rt.homes.away(unit):
+            rt.homes.take(unit)
+
+
+def _restore(r: Record) -> None:
+    p = r.param
+    if p is None:                        # nobody has it any more
+        return
+    value = r.host.clone()
+    gradient.release(r)
+    with torch._C.DisableTorchFunctionSubclass():
+        grad, p.grad = p.grad, None
+    p.__dict__.pop("_mt", None)
+    p.__dict__.pop("_mt_runtime", None)
+    p.__class__ = nn.Parameter
+    p.data = value
+    p.grad = grad

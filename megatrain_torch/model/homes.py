@@ -1,0 +1,94 @@
+"""Where the units of one streamed model live: in host memory, on the device, on a disk; and how they get there."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from .. import _core
+from ..store.arrive import Arrivals, Device
+from ..store.disk import BLOCKS, BUFFER_BYTES, BUFFERS, THREADS, Disk
+from ..store.planes import mask
+from .ring import Ring, Slot
+
+
+class Model(Protocol):
+    """The streamed model that the units belong to: runtime.Runtime."""
+
+    def stream(self) -> int: ...
+
+    def itself(self) -> Device: ...
+
+
+class Homes:
+    """
+    Attributes:
+        settled: units that live on the device, and their slots. arrivals: those of them whose states come and leave.
+        on_disk: units whose states are in a file. filed: of these, those whose weights are there too by now.
+        passing: units whose gradients are kept nowhere.
+    """
+
+    def __init__(self, model: Model, core: _core.Engine, ring: Ring) -> None:
+        self._model, self.core, self._ring = model, core, ring
+        self.settled: dict[int, int] = {}
+        self.arrivals = Arrivals(model.itself(), ())
+        self.on_disk: frozenset[int] = frozenset()
+        self.filed: set[int] = set()
+        self.passing: frozenset[int] = frozenset()
+        self._files: list[weakref.finalize] = []             # what takes their names, with the process at the latest
+
+    def away(self, unit: int) -> bool:
+        """The unit's weights are at home on the device or on disk: those in host memory are copies."""
+        return unit in self.settled or unit in self.filed
+
+    def take(self, unit: int) -> None:
+        """What of the unit is at home elsewhere goes there, and its memory on the host is given back."""
+        self.core.take(unit, self._model.stream())
+
+    # ---- the device ----
+
+    def open_slots(self, sizes: list[int], settled: list[int], have: dict[int, Slot]) -> None:
+        """Slots of these sizes for what streams, and one for each of the units that live on the device: their own of
+        before, where they have one."""
+        self._ring.open(sizes, settled, have)
+        self.settled = {unit: slot for slot, unit in enumerate(settled, len(sizes))}
+        for unit, slot in self.settled.items():
+            self.core.settle(unit, slot)
+
+    def invite(self, guests: Iterable[int]) -> None:
+        """States of these units, which live on the device, come and leave."""
+        self.arrivals = Arrivals(self._model.itself(), guests)
+        self.arrivals.invite()
+
+    def pass_gradients(self, units: Iterable[int]) -> None:
+        """Gradients of these units are used where they come out, and kept nowhere."""
+        self.passing = frozenset(units)
+        for unit in self.passing:
+            self.core.pass_gradients(unit)
+
+    # ---- a disk ----
+
+    def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: Mapping[str, int]) -> None:
+        """The units' states go to a file, which loses its name with the process at the latest. weights: of further
+        units, whose weights go there too. sizes: tests' own."""
+        usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
+        self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **{**usual, **sizes})
+        self.on_disk = frozenset(units) | frozenset(weights)
+        self._files.append(weakref.finalize(self, self.core.disk_unname))
+
+    def file_weights(self, unit: int) -> None:
+        """Weights that were put into the unit's plane go to the file; their memory is given back."""
+        self.core.push(unit, -1, mask(("HI",)))
+        self.filed.add(unit)
+        self.take(unit)
+
+    def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: Mapping[str, int]) -> None:
+        """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states."""
+        limit = 0 if disk.limit is None else max(disk.limit - taken, 1)
+        self.core.swap_disk(disk.path, nbytes, limit, **{"blocks": BLOCKS, "threads": THREADS, **sizes})
+        self._files.append(weakref.finalize(self, self.core.disk_unname))
+
+    def unname_files(self) -> None:
+        """While there is an engine that knows them."""
+        for unname in self._files:
+            unname()

@@ -1,0 +1,92 @@
+"""What layers keep of passes of several lengths, with units where they are.
+
+Where units live is chosen for one length, since moving them takes seconds; what layers keep is free to change from pass
+to pass. So there is a plan for each length that came, all with the same homes: lengths are rounded up to steps of a
+fifth, and a pass runs by the plan of the shortest that covers it.
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from ..base.errors import MegatrainError
+from ..plans.planner import Plan
+from .passes import Pass, pass_of
+
+LOOKS = (8, 64)                  # steps after a plan at which its homes are compared with others, for what came since
+STEPS = 4                        # lengths between one and its double
+RECENT = 64                      # passes that are remembered
+SHORTER = 0.9                    # of the length that was planned for: passes that are this much shorter on average
+
+
+class Lengths:
+    """
+    Attributes:
+        plans: by the most tokens of a pass that each is for; all with the same homes. steps: of the optimizer since
+            these are.
+    """
+
+    def __init__(self) -> None:
+        self.plans: dict[int, Plan] = {}
+        self.steps, self._looks = 0, list(LOOKS)
+        self._base = Pass(1, 1)
+        self._came: deque[Pass] = deque(maxlen=RECENT)
+
+    def begin(self, plan: Plan) -> None:
+        """Units live by this plan from now on."""
+        self.plans, self.steps, self._looks, self._base = {}, 0, list(LOOKS), pass_of(plan)
+        self._came.clear()
+        self.add(plan)
+
+    def add(self, plan: Plan) -> None:
+        self.plans[plan.tokens // plan.micro] = plan
+
+    def longest(self) -> int:
+        return max(self.plans, default=0)
+
+    def came(self, batch: Pass) -> None:
+        self._came.append(batch)
+
+    def step_above(self, batch: Pass) -> Pass:
+        """The least step that has as many tokens."""
+        base, at = self._base.tokens, 0
+        while base * 2 ** (at / STEPS) < batch.tokens:
+            at += 1
+        while base * 2 ** ((at - 1) / STEPS) >= batch.tokens:
+            at -= 1
+        return batch.with_tokens(max(round(base * 2 ** (at / STEPS)), batch.tokens))
+
+    def of(self, batch: Pass, ask: Callable[[Pass], Plan]) -> Plan:
+        """The plan that a pass runs by, which is none of the longest; asked for where one for shorter passes may keep
+        more."""
+        tokens = min(t for t in self.plans if t >= batch.tokens)
+        plan, step = self.plans[tokens], self.step_above(batch)
+        if step.tokens >= tokens or set(plan.activations.values()) == {"saved"}:
+            return plan
+        try:
+            found = ask(step)
+        except MegatrainError:
+            found = plan
+        self.plans[step.tokens] = found = plan if found.disk.keys() - plan.disk.keys() else found
+        return found
+
+    # ---- what came ----
+
+    def due(self) -> bool:
+        """A number of steps after the plan: were passes much shorter, on average, than those that units live where
+        they are for? Says so once."""
+        if not self._looks or self.steps < self._looks[0]:
+            return False
+        self._looks.pop(0)
+        return sum(b.tokens for b in self._came) < SHORTER * self._base.tokens * len(self._came)
+
+    def sample(self) -> list[Pass]:
+        """Four passes that stand for those that came."""
+        found = sorted(self._came, key=lambda b: b.tokens)
+        return [found[len(found) * part // 8] for part in (1, 3, 5, 7)]
+
+    def typical(self) -> list[Pass]:
+        """Whose plans may suit all: the mean, and one of the shorter."""
+        mean = sum(b.tokens for b in self._came) // len(self._came)
+        short = self.sample()[0]
+        return [short.with_tokens(max(mean, 1)), short]

@@ -1,0 +1,53 @@
+"""Weights that are read outside of their window, while a forward or a backward is under way."""
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import _core
+from ..fused.compiled import refuse_other_units
+from ..store.lazy import Lazy
+from ..store.records import Record
+from .homes import Homes
+from .ring import Ring
+
+
+class Model(Protocol):
+    """The streamed model whose weights these are: runtime.Runtime."""
+
+    core: _core.Engine
+    device: torch.device
+    homes: Homes
+    ring: Ring
+
+
+class Reads:
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._lazy: dict[tuple[int, bool], Lazy] = {}
+
+    def lazy(self, record: Record) -> Tensor:
+        """What a read gives: the weights are fetched when something is done with it."""
+        refuse_other_units()
+        key = (record.pid, torch.is_grad_enabled())
+        found = self._lazy.get(key)
+        if found is None:
+            found = self._lazy[key] = Lazy(record)
+        return found
+
+    def forget(self) -> None:
+        """A forward or a backward is over. What was read in it has a history, which holds the parameters, which hold
+        the model: a cycle that no collector sees."""
+        if self._lazy:
+            self._lazy.clear()
+
+    def copy(self, record: Record) -> Tensor:
+        """The parameter's current weights in fresh memory on the compute device."""
+        model = self._model
+        if model.homes.away(record.unit):
+            return model.ring.view(record.unit, record.offset, record.dtype, record.shape, record.stride).clone()
+        model.core.wait_updates(record.unit)
+        with torch.no_grad():
+            return record.host.to(model.device, copy=True)

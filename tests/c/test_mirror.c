@@ -1,0 +1,528 @@
+/* test_mirror.c — the executable form of core/mirror.h: which state follows which event, who loads
+ * what and when, and whose memory is given back. The home here is an array; those that there are,
+ * and the bits of training with them, are test_resident.c's and test_disk.c's.
+ */
+#include "check.h"
+#include "gate.h"
+#include "../../csrc/core/mirror.h"
+
+#include <pthread.h>
+
+#define PARAMS 3
+#define N      1024
+#define HI     (1u << MT_PLANE_HI)
+#define GRAD   (1u << MT_PLANE_GRAD)
+#define M      (1u << MT_PLANE_M)
+#define V      (1u << MT_PLANE_V)
+#define ALL    (HI | GRAD | M | V)
+#define IS(x)  (1u << MT_MIRROR_##x)
+
+/* ---- the table ---------------------------------------------------------------------------- */
+
+static void the_table_is_the_one_that_is_agreed(void)
+{
+    static const char want[] =
+        "EMPTY: STALE EMPTY EMPTY AHEAD AHEAD EMPTY EMPTY EMPTY EMPTY\n"
+        "STALE: STALE LOADING STALE AHEAD TORN STALE STALE STALE STALE\n"
+        "LOADING: STALE NEVER FRESH TORN TORN LOADING LOADING STALE NEVER\n"
+        "FRESH: STALE FRESH FRESH AHEAD AHEAD FRESH FRESH FRESH STALE\n"
+        "AHEAD: TORN AHEAD AHEAD AHEAD AHEAD STORING AHEAD AHEAD NEVER\n"
+        "STORING: STALE STORING STORING AHEAD AHEAD NEVER FRESH STALE NEVER\n"
+        "TORN: TORN TORN TORN AHEAD TORN TORN TORN TORN NEVER\n";
+    char   got[1024] = "";
+    size_t at = 0;
+
+    for (mt_mirror_state s = 0; s < MT_MIRROR_STATE_COUNT; s++) {
+        at += (size_t)snprintf(got + at, sizeof got - at, "%s:", mt_mirror_name(s));
+        for (mt_mirror_event e = 0; e < MT_MIRROR_EVENT_COUNT; e++)
+            at += (size_t)snprintf(got + at, sizeof got - at, " %s",
+                                   mt_mirror_name(mt_mirror_next(s, e)));
+        at += (size_t)snprintf(got + at, sizeof got - at, "\n");
+    }
+    CHECK_STR(got, want);
+}
+
+/* ---- a home that is an array --------------------------------------------------------------- */
+
+static struct {
+    mt_dev   *dev;
+    mt_store *s;
+    int       unit;
+    float     values[MT_PLANE_COUNT][PARAMS];     /* of a plane's elements, all the same */
+    int       loads, stores, waits;
+    int       fail_load, fail_store;              /* the next does */
+    gate     *hold;                               /* loads stand before it. NULL: none */
+    atomic_int begun;                             /* loads */
+} home;
+
+static float *host(mt_plane p, int param)
+{
+    void *at = NULL;
+
+    REQUIRE(mt_store_at(home.s, home.unit, param, p, &at) == MT_OK);
+    return at;
+}
+
+static mt_status home_wait(void *arg, int unit, unsigned planes)
+{
+    CHECK(arg == &home && unit == home.unit && planes != 0);
+    home.waits++;
+    return MT_OK;
+}
+
+static mt_status home_load(void *arg, int unit, unsigned planes)
+{
+    CHECK(arg == &home && unit == home.unit);
+    atomic_fetch_add(&home.begun, 1);
+    if (home.hold != NULL)
+        wait_for_gate(home.hold);
+    if (home.fail_load) {
+        home.fail_load = 0;
+        return MT_FAIL(MT_EDISK, "the home does not answer");
+    }
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = 0; i < PARAMS; i++)
+            if ((planes >> p & 1) &&
+                mt_mirror_any(home.s, unit, i, 1u << p, IS(LOADING) | IS(STALE))) {
+                home.loads++;
+                for (int k = 0; k < N; k++)
+                    host((mt_plane)p, i)[k] = home.values[p][i];
+            }
+    return MT_OK;
+}
+
+static mt_status home_store(void *arg, int unit, int param, unsigned planes)
+{
+    CHECK(arg == &home && unit == home.unit);
+    home.stores++;
+    if (home.fail_store) {
+        home.fail_store = 0;
+        return MT_FAIL(MT_EDISK, "the home takes nothing");
+    }
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = param < 0 ? 0 : param; i < (param < 0 ? PARAMS : param + 1); i++)
+            if (planes >> p & 1)
+                home.values[p][i] = host((mt_plane)p, i)[N - 1];
+    return MT_OK;
+}
+
+static const mt_mirror_ops at_once = { .wait = home_wait, .load = home_load, .store = home_store };
+static const mt_mirror_ops lazily = { .load = home_load, .store = home_store, .later = HI };
+
+/* Planes of a unit on disk are reserved addresses, which is all that the store has to know. */
+static void open_home(const mt_mirror_ops *ops)
+{
+    mt_param_desc d[PARAMS] = { { MT_F32, N, 1 }, { MT_F32, N, 1 }, { MT_F32, N, 1 } };
+
+    memset(&home, 0, sizeof home);
+    REQUIRE(mt_dev_cpu_open(&home.dev) == MT_OK);
+    REQUIRE(mt_store_open(&(mt_context){ .dev = home.dev }, &home.s) == MT_OK);
+    REQUIRE(mt_store_add(home.s, "layers.0", d, PARAMS, &home.unit) == MT_OK);
+    REQUIRE(mt_store_set_disk(home.s, home.unit, MT_STATE_PLANES | HI) == MT_OK);
+    REQUIRE(mt_mirror_open(home.s, home.unit, ALL, ops, &home) == MT_OK);
+}
+
+static void close_home(void)
+{
+    mt_mirror_close(home.s, home.unit);
+    mt_mirror_close(home.s, home.unit);
+    mt_store_close(home.s);
+    home.dev->ops->close(home.dev);
+}
+
+/* As an update does: the home has other values. */
+static void change(unsigned planes, float value)
+{
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = 0; i < PARAMS && (planes >> p & 1); i++)
+            home.values[p][i] = value + (float)i;
+    mt_mirror_tell(home.s, home.unit, -1, planes, MT_MIRROR_CHANGED);
+}
+
+static void fill(mt_plane p, int param, float value)
+{
+    for (int k = 0; k < N; k++)
+        host(p, param)[k] = value;
+}
+
+static int any(int param, unsigned planes, unsigned states)
+{
+    return mt_mirror_any(home.s, home.unit, param, planes, states);
+}
+
+static size_t reserved(mt_plane p)
+{
+    return mt_store_reserved(home.s, home.unit, p);
+}
+
+/* ---- readers ------------------------------------------------------------------------------ */
+
+static void what_is_stale_is_loaded_once_and_alone(void)
+{
+    open_home(&at_once);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));           /* both are zero */
+    CHECK_EQ(home.loads, 0);
+    mt_mirror_tell(home.s, home.unit, 1, M, MT_MIRROR_CHANGED);
+    home.values[MT_PLANE_M][1] = 4;
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, HI | V));
+    CHECK_EQ(home.loads, 0);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
+    CHECK_EQ(home.loads, 1);
+    CHECK(host(MT_PLANE_M, 1)[N - 1] == 4);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));
+    CHECK_EQ(home.loads, 1);
+    CHECK(any(1, M, IS(FRESH)) && any(0, M, IS(EMPTY)));
+    close_home();
+}
+
+static void a_unit_without_a_home_elsewhere_has_nothing_to_do(void)
+{
+    open_home(&at_once);
+    mt_mirror_close(home.s, home.unit);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, ~0u));
+    CHECK_OK(mt_mirror_push(home.s, home.unit, 0, ~0u));
+    CHECK_OK(mt_mirror_release(home.s, home.unit));
+    CHECK_OK(mt_mirror_evict(home.s, home.unit));
+    mt_mirror_forget(home.s, home.unit);
+    CHECK_OK(mt_mirror_bring(home.s, 77, ~0u));
+    CHECK_EQ(home.loads + home.stores, 0);
+    close_home();
+}
+
+typedef struct reader {
+    pthread_t thread;
+    mt_status st;
+    float     found;
+} reader;
+
+static void *reads(void *arg)
+{
+    reader *r = arg;
+
+    r->st = mt_mirror_bring(home.s, home.unit, M);
+    r->found = host(MT_PLANE_M, 0)[0];
+    return NULL;
+}
+
+static void wait_begun(int n)
+{
+    while (atomic_load(&home.begun) < n)
+        sleep_ms(1);
+}
+
+/* The second waits at the door, and finds what the first has brought. */
+static void two_readers_are_one_load(void)
+{
+    gate   g = { 0 };
+    reader r[2] = { 0 };
+
+    open_home(&at_once);
+    change(M, 5);
+    home.hold = &g;
+    for (int i = 0; i < 2; i++) {
+        REQUIRE(pthread_create(&r[i].thread, NULL, reads, &r[i]) == 0);
+        wait_begun(1);
+    }
+    while (!mt_mirror_awaited(home.s, home.unit))
+        sleep_ms(1);
+    CHECK(any(0, M, IS(LOADING)));
+    mt_mirror_forget(home.s, home.unit);         /* somebody is behind the door */
+    atomic_store(&g.open, 1);
+    for (int i = 0; i < 2; i++) {
+        pthread_join(r[i].thread, NULL);
+        CHECK_OK(r[i].st);
+        CHECK(r[i].found == 5);
+    }
+    CHECK_EQ(home.loads, PARAMS);
+    CHECK_EQ(mt_mirror_awaited(home.s, home.unit), 0);
+    close_home();
+}
+
+/* An update that is put while they come: who asks next loads again. */
+static void what_changes_during_a_load_is_stale(void)
+{
+    gate   g = { 0 };
+    reader r = { 0 };
+
+    open_home(&at_once);
+    change(M, 5);
+    home.hold = &g;
+    REQUIRE(pthread_create(&r.thread, NULL, reads, &r) == 0);
+    wait_begun(1);
+    change(M, 6);
+    atomic_store(&g.open, 1);
+    pthread_join(r.thread, NULL);
+    CHECK_OK(r.st);
+    CHECK(r.found == 6);
+    CHECK(any(0, M, IS(STALE)));
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
+    CHECK_EQ(home.loads, 2 * PARAMS);
+    close_home();
+}
+
+static void a_load_that_fails_may_be_tried_again(void)
+{
+    open_home(&at_once);
+    change(M, 5);
+    home.fail_load = 1;
+    CHECK_EQ(mt_mirror_bring(home.s, home.unit, M), MT_EDISK);
+    CHECK(any(0, M, IS(STALE)));
+    CHECK_OK(mt_mirror_release(home.s, home.unit));              /* it claimed nothing */
+    CHECK_EQ(mt_store_bytes(home.s, MT_PLANE_M), 0);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
+    CHECK(host(MT_PLANE_M, 2)[0] == 7);
+    close_home();
+}
+
+/* ---- claims and memory -------------------------------------------------------------------- */
+
+/* States and weights alike: else who read them would find zeros. */
+static void what_was_brought_outlives_a_save(void)
+{
+    open_home(&at_once);
+    change(ALL, 5);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, HI | M));
+    CHECK_OK(mt_mirror_peek(home.s, home.unit, ALL));
+    CHECK_EQ(reserved(MT_PLANE_V), 0);
+    CHECK_OK(mt_mirror_release(home.s, home.unit));
+    CHECK(host(MT_PLANE_HI, 0)[0] == 5 && host(MT_PLANE_M, 1)[0] == 6);
+    CHECK(reserved(MT_PLANE_V) > 0);
+    CHECK(host(MT_PLANE_V, 0)[0] == 0);
+    close_home();
+}
+
+static void a_claim_ends_when_its_values_do(void)
+{
+    open_home(&at_once);
+    change(HI, 5);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, HI));
+    mt_mirror_forget(home.s, home.unit);         /* they are current */
+    CHECK(host(MT_PLANE_HI, 0)[0] == 5);
+    change(HI, 6);
+    CHECK(host(MT_PLANE_HI, 0)[0] == 5);         /* a graph may have them */
+    CHECK(mt_mirror_is_old(home.s, home.unit));
+    CHECK_OK(mt_mirror_peek(home.s, home.unit, HI));             /* a save, and nobody's any more */
+    CHECK_OK(mt_mirror_release(home.s, home.unit));
+    CHECK(reserved(MT_PLANE_HI) > 0);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, HI));
+    change(HI, 7);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, HI));            /* a new one */
+    CHECK(!mt_mirror_is_old(home.s, home.unit));
+    mt_mirror_forget(home.s, home.unit);
+    CHECK_OK(mt_mirror_release(home.s, home.unit));
+    CHECK(host(MT_PLANE_HI, 0)[0] == 7);
+    close_home();
+}
+
+static void what_is_stale_is_forgotten_but_not_while_a_save_has_the_unit(void)
+{
+    open_home(&at_once);
+    change(ALL, 5);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));
+    mt_mirror_tell(home.s, home.unit, 1, HI | M | GRAD, MT_MIRROR_CHANGED);
+    CHECK_OK(mt_ledger_save_begin(home.s, home.unit));
+    mt_mirror_forget(home.s, home.unit);
+    CHECK_EQ(reserved(MT_PLANE_HI) + reserved(MT_PLANE_M), 0);
+    mt_ledger_save_end(home.s, home.unit);
+    mt_mirror_forget(home.s, home.unit);
+    CHECK(reserved(MT_PLANE_HI) > 0 && reserved(MT_PLANE_M) > 0);
+    CHECK_EQ(reserved(MT_PLANE_V) + reserved(MT_PLANE_GRAD), 0);
+    CHECK(host(MT_PLANE_GRAD, 0)[0] == 5);       /* somebody may have a tensor over them */
+    CHECK(any(0, HI, IS(STALE)));                /* its pages were its neighbour's */
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, HI));
+    CHECK(host(MT_PLANE_HI, 0)[0] == 5);
+    close_home();
+}
+
+static void *evicts(void *arg)
+{
+    *(mt_status *)arg = mt_mirror_evict(home.s, home.unit);
+    return NULL;
+}
+
+/* The save's copiers read what it peeked. */
+static void memory_that_a_save_reads_is_not_evicted(void)
+{
+    pthread_t thread;
+    mt_status st = MT_EINVAL;
+
+    open_home(&at_once);
+    change(M, 5);
+    CHECK_OK(mt_ledger_save_begin(home.s, home.unit));
+    CHECK_OK(mt_mirror_peek(home.s, home.unit, M));
+    REQUIRE(pthread_create(&thread, NULL, evicts, &st) == 0);
+    while (mt_ledger_wanted(home.s) != home.unit)
+        sleep_ms(1);
+    sleep_ms(5);
+    CHECK(host(MT_PLANE_M, 0)[0] == 5);
+    mt_ledger_save_end(home.s, home.unit);
+    pthread_join(thread, NULL);
+    CHECK_OK(st);
+    CHECK(reserved(MT_PLANE_M) > 0);
+    close_home();
+}
+
+/* ---- writers ------------------------------------------------------------------------------ */
+
+static void what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale(void)
+{
+    uint64_t version;
+
+    open_home(&at_once);
+    change(M | HI, 5);
+    fill(MT_PLANE_M, 1, 9);
+    version = mt_ledger_version(home.s, home.unit);
+    CHECK_OK(mt_mirror_push(home.s, home.unit, 1, M));
+    CHECK_EQ(mt_ledger_version(home.s, home.unit), version);
+    CHECK(home.values[MT_PLANE_M][1] == 9);
+    CHECK(any(1, M, IS(FRESH)) && any(0, M, IS(STALE)));
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
+    CHECK_EQ(home.loads, PARAMS - 1);
+    CHECK(host(MT_PLANE_M, 1)[0] == 9 && host(MT_PLANE_M, 0)[0] == 5);
+    for (int i = 0; i < PARAMS; i++)
+        fill(MT_PLANE_HI, i, 3);
+    CHECK_OK(mt_mirror_push(home.s, home.unit, -1, HI));
+    CHECK_EQ(mt_ledger_version(home.s, home.unit), version + 1);
+    CHECK(home.values[MT_PLANE_HI][2] == 3);
+    CHECK_OK(mt_mirror_release(home.s, home.unit));              /* no claim, its memory goes */
+    CHECK(host(MT_PLANE_HI, 0)[0] == 0);
+    CHECK_EQ(mt_mirror_push(home.s, home.unit, PARAMS, M), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "layers.0");
+    close_home();
+}
+
+static void a_push_that_fails_leaves_the_homes_values(void)
+{
+    open_home(&at_once);
+    change(M, 5);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
+    fill(MT_PLANE_M, 1, 9);
+    home.fail_store = 1;
+    CHECK_EQ(mt_mirror_push(home.s, home.unit, 1, M), MT_EDISK);
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
+    CHECK(host(MT_PLANE_M, 1)[0] == 6);
+    close_home();
+}
+
+/* A home that opens over what the host has, and takes weights by itself. */
+static void what_the_host_had_is_ahead_until_it_is_taken(void)
+{
+    open_home(&at_once);
+    mt_mirror_close(home.s, home.unit);
+    fill(MT_PLANE_M, 1, 8);
+    fill(MT_PLANE_HI, 0, 2);
+    REQUIRE(mt_mirror_open(home.s, home.unit, ALL, &lazily, &home) == MT_OK);
+    CHECK(any(0, HI, IS(AHEAD)) && any(1, M, IS(AHEAD)) && !any(-1, V, IS(AHEAD)));
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));
+    CHECK_OK(mt_mirror_evict(home.s, home.unit));
+    CHECK(host(MT_PLANE_M, 1)[0] == 8 && host(MT_PLANE_HI, 0)[0] == 2);
+    home.fail_store = 1;
+    CHECK_EQ(mt_mirror_store(home.s, home.unit), MT_EDISK);
+    CHECK(any(1, M, IS(AHEAD)));
+    CHECK_OK(mt_mirror_store(home.s, home.unit));
+    CHECK(home.values[MT_PLANE_M][1] == 8 && any(1, M, IS(FRESH)));
+    CHECK(any(0, HI, IS(AHEAD)) && home.values[MT_PLANE_HI][0] == 0);
+    mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORE);
+    CHECK_OK(mt_mirror_evict(home.s, home.unit));                /* it is on its way */
+    CHECK(host(MT_PLANE_HI, 0)[0] == 2);
+    mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORED);
+    CHECK_OK(mt_mirror_release(home.s, home.unit));              /* who wrote it has a claim */
+    CHECK(host(MT_PLANE_HI, 0)[0] == 2 && host(MT_PLANE_M, 1)[0] == 0);
+    CHECK_OK(mt_mirror_evict(home.s, home.unit));
+    CHECK(host(MT_PLANE_HI, 0)[0] == 0);
+    close_home();
+}
+
+/* Between opening and storing a parameter is written; its neighbour's memory goes, and its too. */
+static void what_is_pushed_before_the_rest_is_taken_is_not_lost(void)
+{
+    open_home(&at_once);
+    mt_mirror_close(home.s, home.unit);
+    fill(MT_PLANE_M, 0, 8);
+    REQUIRE(mt_mirror_open(home.s, home.unit, ALL, &at_once, &home) == MT_OK);
+    fill(MT_PLANE_M, 1, 9);
+    CHECK_OK(mt_mirror_push(home.s, home.unit, 1, M));
+    CHECK_OK(mt_mirror_store(home.s, home.unit));
+    CHECK_OK(mt_mirror_evict(home.s, home.unit));
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
+    CHECK(host(MT_PLANE_M, 0)[0] == 8 && host(MT_PLANE_M, 1)[0] == 9);
+    close_home();
+}
+
+/* Weights, of which nobody knows which were written. */
+static void weights_that_are_touched_are_the_hosts(void)
+{
+    uint64_t version;
+
+    open_home(&lazily);
+    version = mt_ledger_version(home.s, home.unit);
+    mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORE);
+    mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORED);
+    CHECK(any(-1, HI, IS(FRESH)) && !any(-1, HI, IS(AHEAD)));
+    mt_ledger_touch(home.s, home.unit);
+    CHECK(any(2, HI, IS(AHEAD)) && !any(-1, HI, IS(FRESH)));
+    CHECK_OK(mt_mirror_push(home.s, home.unit, 0, HI));          /* the home takes it later */
+    CHECK_EQ(home.stores, 0);
+    CHECK_EQ(mt_ledger_version(home.s, home.unit), version + 2);
+    close_home();
+}
+
+static void what_is_torn_is_refused(void)
+{
+    open_home(&lazily);
+    mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORE);
+    mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORED);
+    change(HI, 5);
+    mt_ledger_touch(home.s, home.unit);          /* nobody brought them before */
+    CHECK_EQ(mt_mirror_bring(home.s, home.unit, HI), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.0");
+    CHECK(any(1, HI, IS(TORN)));
+    CHECK_OK(mt_mirror_evict(home.s, home.unit));
+    CHECK(any(1, HI, IS(TORN)));
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, M));     /* the door is open, others are well */
+    close_home();
+}
+
+/* ---- planes at home on the host ------------------------------------------------------------ */
+
+static void planes_may_be_excepted_and_come_back(void)
+{
+    open_home(&at_once);
+    fill(MT_PLANE_M, 0, 3);
+    CHECK_OK(mt_mirror_except(home.s, home.unit, M | V));
+    change(M, 5);                                /* of which the mirror hears nothing */
+    CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
+    CHECK_EQ(home.waits, 1);
+    CHECK_EQ(home.loads, 0);
+    CHECK_OK(mt_mirror_push(home.s, home.unit, 0, M));
+    CHECK_EQ(home.stores, 1);
+    CHECK_OK(mt_mirror_evict(home.s, home.unit));
+    CHECK(host(MT_PLANE_M, 0)[0] == 3);
+    CHECK_OK(mt_mirror_except(home.s, home.unit, 0));
+    CHECK(any(0, M, IS(AHEAD)) && !any(-1, V, IS(AHEAD)));
+    CHECK_OK(mt_mirror_store(home.s, home.unit));
+    change(M, 6);
+    CHECK_EQ(mt_mirror_except(home.s, home.unit, M | V), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.0");
+    close_home();
+}
+
+#define TESTS(X)                                                            \
+    X(the_table_is_the_one_that_is_agreed)                                  \
+    X(what_is_stale_is_loaded_once_and_alone)                               \
+    X(a_unit_without_a_home_elsewhere_has_nothing_to_do)                    \
+    X(two_readers_are_one_load)                                             \
+    X(what_changes_during_a_load_is_stale)                                  \
+    X(a_load_that_fails_may_be_tried_again)                                 \
+    X(what_was_brought_outlives_a_save)                                     \
+    X(a_claim_ends_when_its_values_do)                                      \
+    X(what_is_stale_is_forgotten_but_not_while_a_save_has_the_unit)         \
+    X(memory_that_a_save_reads_is_not_evicted)                              \
+    X(what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale)       \
+    X(a_push_that_fails_leaves_the_homes_values)                            \
+    X(what_the_host_had_is_ahead_until_it_is_taken)                         \
+    X(what_is_pushed_before_the_rest_is_taken_is_not_lost)                  \
+    X(weights_that_are_touched_are_the_hosts)                               \
+    X(what_is_torn_is_refused)                                              \
+    X(planes_may_be_excepted_and_come_back)
+CHECK_MAIN(TESTS)

@@ -1,0 +1,333 @@
+/* test_worker.c — worker.h: jobs in turn, the first failure, both ways to stop, and a child. */
+#include "check.h"
+#include "gate.h"
+
+#include "../../csrc/core/worker.h"
+
+#include <sys/wait.h>
+
+enum { JOBS = 20 };
+
+/* A job notes its number; those below zero fail, and the gate's waits until it is open. */
+typedef struct task {
+    mt_job job;
+    int    number;
+    gate  *behind;
+} task;
+
+typedef struct room {
+    mt_mutex  mu;
+    mt_worker w;
+    mt_watch  watch;
+    int       ran[2 * JOBS], n_ran;      /* mu */
+    char      name[16];
+    task     *again;                     /* submitted once more by the job that runs next */
+} room;
+
+static mt_status perform(void *arg, mt_job *job)
+{
+    room *r = arg;
+    task *k = (task *)(void *)job;
+
+    r->ran[r->n_ran++] = k->number;
+    if (k->behind != NULL) {
+        mt_unlock(&r->mu);
+        wait_for_gate(k->behind);
+        mt_lock(&r->mu);
+    }
+    (void)pthread_getname_np(pthread_self(), r->name, sizeof r->name);
+    if (r->again != NULL) {
+        (void)mt_worker_submit(&r->w, &r->again->job);
+        r->again = NULL;
+    }
+    return k->number < 0 ? MT_FAIL(MT_EDISK, "job %d failed", k->number) : MT_OK;
+}
+
+static void room_open(room *r, int n_threads)
+{
+    *r = (room){ 0 };
+    mt_mutex_open(&r->mu, MT_RANK_TEST);
+    mt_watch_open(&r->watch, NULL);
+    REQUIRE(mt_worker_open(&r->w, &r->mu, n_threads, "mt-tested", "lane", perform, r) == MT_OK);
+}
+
+static void room_close(room *r)
+{
+    mt_worker_close(&r->w);
+    mt_watch_close(&r->watch);
+    mt_mutex_close(&r->mu);
+}
+
+static uint64_t submit(room *r, task *k)
+{
+    uint64_t number;
+
+    mt_lock(&r->mu);
+    number = mt_worker_submit(&r->w, &k->job);
+    mt_unlock(&r->mu);
+    return number;
+}
+
+static void submit_all(room *r, task *k, int n)
+{
+    for (int i = 0; i < n; i++) {
+        k[i] = (task){ .number = i + 1 };
+        CHECK_EQ(submit(r, &k[i]), i + 1);
+    }
+}
+
+static mt_status wait_for(room *r, uint64_t number)
+{
+    return mt_worker_wait(&r->w, &r->watch, number, "layers.0", "a job");
+}
+
+static void jobs_run_in_turn_by_a_thread_with_the_name(void)
+{
+    static room r;
+    task        k[JOBS];
+
+    room_open(&r, 1);
+    submit_all(&r, k, JOBS);
+    CHECK_OK(wait_for(&r, 3));
+    CHECK_OK(wait_for(&r, MT_WORKER_ALL));
+    CHECK_EQ(r.n_ran, JOBS);
+    for (int i = 0; i < JOBS; i++)
+        CHECK_EQ(r.ran[i], i + 1);
+    CHECK_STR(r.name, "mt-tested");
+    room_close(&r);
+}
+
+static void a_wait_is_for_as_many_as_it_says(void)
+{
+    static room r;
+    gate        shut = { 0 };
+    task        k[3] = { { .number = 1 }, { .number = 2, .behind = &shut }, { .number = 3 } };
+
+    room_open(&r, 1);
+    mt_watch_limit(&r.watch, 0.05);
+    for (int i = 0; i < 3; i++)
+        (void)submit(&r, &k[i]);
+    CHECK_OK(wait_for(&r, 1));
+    CHECK_EQ(wait_for(&r, MT_WORKER_ALL), MT_ESTUCK);
+    CHECK_HAS(mt_last_error(), "unit layers.0 waits for a job");
+    atomic_store(&shut.open, 1);
+    mt_watch_limit(&r.watch, 600);
+    CHECK_OK(wait_for(&r, MT_WORKER_ALL));
+    room_close(&r);
+}
+
+static void first_failure_is_told_to_who_waits_and_others_run(void)
+{
+    static room r;
+    task        k[4] = { { .number = 1 }, { .number = -2 }, { .number = -3 }, { .number = 4 } };
+
+    room_open(&r, 1);
+    CHECK_EQ(submit(&r, &k[0]), 1);
+    CHECK_OK(wait_for(&r, 1));
+    for (int i = 1; i < 4; i++)
+        (void)submit(&r, &k[i]);
+    CHECK_EQ(wait_for(&r, MT_WORKER_ALL), MT_EDISK);
+    CHECK_HAS(mt_last_error(), "job -2 failed");
+    CHECK_EQ(r.n_ran, 4);
+    CHECK_EQ(wait_for(&r, 1), MT_EDISK);             /* it stays */
+    CHECK_HAS(mt_last_error(), "job -2 failed");
+    room_close(&r);
+}
+
+static void stop_runs_what_is_in_the_list(void)
+{
+    static room r;
+    task        k[JOBS];
+
+    room_open(&r, 1);
+    submit_all(&r, k, JOBS);
+    mt_worker_stop(&r.w, 0);
+    mt_worker_stop(&r.w, 0);
+    CHECK_EQ(r.n_ran, JOBS);
+    room_close(&r);
+}
+
+static void *stop_dropping(void *arg)
+{
+    mt_worker_stop(arg, 1);
+    return NULL;
+}
+
+/* The list is empty before the job that runs has ended. */
+static void stop_may_drop_what_is_in_the_list(void)
+{
+    static room r;
+    gate        shut = { 0 };
+    task        k[2] = { { .number = 1, .behind = &shut }, { .number = 2 } };
+    pthread_t   stopper;
+    int         dropped = 0;
+
+    room_open(&r, 1);
+    (void)submit(&r, &k[0]);
+    (void)submit(&r, &k[1]);
+    for (int begun = 0; !begun; sleep_ms(1)) {
+        mt_lock(&r.mu);
+        begun = r.n_ran > 0;
+        mt_unlock(&r.mu);
+    }
+    REQUIRE(pthread_create(&stopper, NULL, stop_dropping, &r.w) == 0);
+    for (; !dropped; sleep_ms(1)) {
+        mt_lock(&r.mu);
+        dropped = !k[1].job.listed;
+        mt_unlock(&r.mu);
+    }
+    atomic_store(&shut.open, 1);
+    REQUIRE(pthread_join(stopper, NULL) == 0);
+    CHECK_EQ(r.n_ran, 1);
+    CHECK_EQ(r.w.submitted, 1);
+    room_close(&r);
+}
+
+static void withdrawn_job_does_not_run_and_may_come_again(void)
+{
+    static room r;
+    gate        shut = { 0 };
+    task        k[4] = { { .number = 1, .behind = &shut }, { .number = 2 }, { .number = 3 },
+                         { .number = 4 } };
+
+    room_open(&r, 1);
+    for (int i = 0; i < 4; i++)
+        (void)submit(&r, &k[i]);
+    mt_lock(&r.mu);
+    mt_worker_withdraw(&r.w, &k[3].job);             /* the last, so the list's end moves */
+    mt_worker_withdraw(&r.w, &k[1].job);
+    mt_worker_withdraw(&r.w, &k[1].job);
+    (void)mt_worker_submit(&r.w, &k[1].job);
+    mt_unlock(&r.mu);
+    atomic_store(&shut.open, 1);
+    CHECK_OK(wait_for(&r, MT_WORKER_ALL));
+    CHECK_EQ(r.n_ran, 3);
+    CHECK_EQ(r.ran[1], 3);
+    CHECK_EQ(r.ran[2], 2);
+    room_close(&r);
+}
+
+static void job_may_be_submitted_by_its_own_run(void)
+{
+    static room r;
+    task        k = { .number = 7 };
+
+    room_open(&r, 1);
+    r.again = &k;
+    (void)submit(&r, &k);
+    CHECK_OK(wait_for(&r, 2));
+    CHECK_EQ(r.n_ran, 2);
+    room_close(&r);
+}
+
+/* Each waits at the gate, so none ends before all have begun. */
+static void several_threads_share_a_list(void)
+{
+    static room r;
+    gate        shut = { 0 };
+    task        k[4];
+
+    room_open(&r, 4);
+    for (int i = 0; i < 4; i++) {
+        k[i] = (task){ .number = i + 1, .behind = &shut };
+        (void)submit(&r, &k[i]);
+    }
+    for (int begun = 0; begun < 4; sleep_ms(1)) {
+        mt_lock(&r.mu);
+        begun = r.n_ran;
+        mt_unlock(&r.mu);
+    }
+    atomic_store(&shut.open, 1);
+    CHECK_OK(wait_for(&r, MT_WORKER_ALL));
+    CHECK_EQ(r.n_ran, 4);
+    room_close(&r);
+}
+
+static mt_status wait_on_the_lane(void *arg, mt_job *job)
+{
+    room   *r = arg;
+    mt_post post;
+
+    (void)job;
+    mt_unlock(&r->mu);
+    mt_watch_begin(&r->watch, &post, NULL, NULL, "a gate");
+    wait_for_gate(((task *)(void *)job)->behind);
+    mt_watch_end(&r->watch, &post, MT_OK);
+    mt_lock(&r->mu);
+    return MT_OK;
+}
+
+static void waits_of_its_thread_have_its_lane(void)
+{
+    static room r;
+    gate        shut = { 0 };
+    task        k = { .behind = &shut };
+    char        list[256] = "";
+
+    mt_mutex_open(&r.mu, MT_RANK_TEST);
+    mt_watch_open(&r.watch, NULL);
+    REQUIRE(mt_worker_open(&r.w, &r.mu, 1, "mt-tested", "lane", wait_on_the_lane, &r) == MT_OK);
+    (void)submit(&r, &k);
+    for (int i = 0; i < 5000 && list[0] == 0; i++) {
+        sleep_ms(1);
+        mt_watch_tell(&r.watch, list, sizeof list);
+    }
+    CHECK_HAS(list, "lane waits for a gate");
+    atomic_store(&shut.open, 1);
+    room_close(&r);
+}
+
+/* What the child finds is its exit status, bits. */
+static int look_in_child(room *r)
+{
+    int good = wait_for(r, 1) == MT_ESTATE;
+
+    good |= (strstr(mt_last_error(), "forked") != NULL) << 1;
+    mt_worker_stop(&r->w, 0);
+    mt_worker_close(&r->w);
+    return good;
+}
+
+static void child_is_refused_and_stops_nothing(void)
+{
+    static room r;
+    task        k = { .number = 1 };
+    int         status = 0;
+    pid_t       child;
+
+    if (UNDER_TSAN)
+        SKIP("it ends children of a process with threads");
+    room_open(&r, 1);
+    if ((child = fork()) == 0)
+        _exit(look_in_child(&r));
+    REQUIRE(child > 0 && waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status));
+    CHECK_EQ(WEXITSTATUS(status), 3);
+    (void)submit(&r, &k);
+    CHECK_OK(wait_for(&r, 1));
+    room_close(&r);
+}
+
+static void worker_that_was_never_opened_is_closed(void)
+{
+    mt_worker w = { 0 };
+
+    mt_worker_stop(&w, 0);
+    mt_worker_close(&w);
+    CHECK_EQ(w.opened, 0);
+}
+
+#define TESTS(X)                                                                              \
+    X(jobs_run_in_turn_by_a_thread_with_the_name)                                             \
+    X(a_wait_is_for_as_many_as_it_says)                                                       \
+    X(first_failure_is_told_to_who_waits_and_others_run)                                      \
+    X(stop_runs_what_is_in_the_list)                                                          \
+    X(stop_may_drop_what_is_in_the_list)                                                      \
+    X(withdrawn_job_does_not_run_and_may_come_again)                                          \
+    X(job_may_be_submitted_by_its_own_run)                                                    \
+    X(several_threads_share_a_list)                                                           \
+    X(waits_of_its_thread_have_its_lane)                                                      \
+    X(child_is_refused_and_stops_nothing)                                                     \
+    X(worker_that_was_never_opened_is_closed)
+
+CHECK_MAIN(TESTS)
