@@ -37,15 +37,15 @@ from megatrain_torch._core import Engine
 from megatrain_torch.base.slots import plan_slots
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor, patterns
+from megatrain_torch.plans.bounds import Kept
 from megatrain_torch.plans.cost import Home, cost_of
 from megatrain_torch.plans.machine import MACHINES, Machine
-from megatrain_torch.plans.bounds import Kept
 from megatrain_torch.plans.on_disk import Disk
 from megatrain_torch.plans.placement import Problem
-from megatrain_torch.plans.wishes import Choice, Wishes
 from megatrain_torch.plans.planner import vram_table
 from megatrain_torch.plans.shapes import Shape, shapes_of
 from megatrain_torch.plans.simulate import Step, simulate
+from megatrain_torch.plans.wishes import Choice, Wishes
 from megatrain_torch.store.disk import MEMORY_BYTES
 
 GIB = 2**30

@@ -125,8 +125,10 @@ class Patterns:
         away = {w: n for w, n in enumerate(self.keeping.away(self.costs, modes)) if n}
         spilled, machine = {w: n for w, n in away.items() if modes[w] in DISK}, self.keeping.machine
         sizes, every = list(spilled.values()), list(away.values())
-        spill_s = sum(sizes) / (machine.disk_write_gbps * 1e9) \
-            + sum(sizes[:-BLOCKS]) / (machine.disk_read_gbps * 1e9)    # the last are never read
+        spill_s = 0.0
+        if len(sizes) > BLOCKS:         # the last are never read, and nobody waits for fewer
+            spill_s = sum(sizes) / (machine.disk_write_gbps * 1e9) \
+                + sum(sizes[:-BLOCKS]) / (machine.disk_read_gbps * 1e9)
         alike = tuple(fixed), *(HOST_FOR.get(mode, mode) for mode in modes), *pairs
 
         def make() -> Levels:
@@ -162,7 +164,7 @@ class Patterns:
         when that is back. Between these, compute may run.
         """
         m, costs, found = self.keeping.machine, self.costs, [(0.0, 0.0)]
-        for bundles, left, read, out, back in (
+        for bundles, left, unread, out, back in (
                 (away, 1, 1, m.both_gbps, m.both_gbps),
                 (spilled, BLOCKS, BLOCKS + 1, m.disk_write_gbps, m.disk_read_gbps)):
             if len(bundles) > max(left, 1):
@@ -171,7 +173,7 @@ class Patterns:
                 found.append((
                     sum(sizes[:-left]) / (out * 1e9)
                     - (self.forward_s[at[-1] + 1] - self.forward_s[at[0] + 1]),
-                    sum(sizes[:-read]) / (back * 1e9) - beside))
+                    sum(sizes[:-unread]) / (back * 1e9) - beside))
         return max(f for f, _ in found), max(b for _, b in found)
 
 

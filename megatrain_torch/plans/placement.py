@@ -33,9 +33,9 @@ from .updates import Updates
 from .uses import Uses
 from .wishes import Choice, Wishes
 
-MOST_SIMULATIONS = 20000    # half a second; a search of a hundred layers takes some hundred
+MOST_SIMULATIONS = 20000    # a second; a search of a hundred layers takes some hundred
 ROUNDED = 1 + 1e-9          # the walk adds a bound's numbers up in another order
-PROBED = 8                  # choices of least bound, of which one is to tell which others are worth a look
+PROBED = 8                  # choices of least bound, whose time tells which others cannot win
 
 
 class Combination(NamedTuple):
@@ -98,7 +98,8 @@ class Problem:
     ways_of: type[Ways] = Ways
     most = MOST_SIMULATIONS
 
-    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, like: Problem | None = None) -> None:
+    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, like: Problem | None = None
+                 ) -> None:
         self.shape, self.machine, self.wishes = shape, machine, wishes
         self.uses = Uses(shape, wishes.fused)
         self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent)
@@ -121,13 +122,17 @@ class Problem:
 
     # ---- bytes ----
 
-    def host_bytes(self, homes: tuple[Home, ...], micro: int, modes: tuple[str, ...] = ()) -> dict[str, int]:
+    def host_bytes(self, homes: tuple[Home, ...], micro: int, modes: tuple[str, ...] = ()
+                   ) -> dict[str, int]:
         """By plane, and what is there besides; modes: with the activations of these."""
         total = self.disk.host_bytes(homes, micro, self.disk.units(homes, micro))
-        total["activations"] = self.keeping.on_host(self.keeping.costs(micro), modes) if modes else 0
+        total["activations"] = 0
+        if modes:
+            total["activations"] = self.keeping.on_host(self.keeping.costs(micro), modes)
         return total
 
-    def disk_bytes(self, homes: tuple[Home, ...], micro: int, modes: tuple[str, ...] = ()) -> dict[str, int]:
+    def disk_bytes(self, homes: tuple[Home, ...], micro: int, modes: tuple[str, ...] = ()
+                   ) -> dict[str, int]:
         """On disk, by plane, and between them; modes: with the activations of these."""
         spilled = self.keeping.spills(self.keeping.costs(micro), modes) if modes else {}
         total = {SPILLED: spilled_bytes(spilled.values())} if spilled else {}
@@ -176,7 +181,8 @@ class Problem:
     def _alike_counts(self) -> list[list[int]]:
         """Numbers of micro-batches with which planes are the same: one, and several."""
         counts = self.micro_counts()
-        return [some for some in ([k for k in counts if k == 1], [k for k in counts if k > 1]) if some]
+        alike = [k for k in counts if k == 1], [k for k in counts if k > 1]
+        return [some for some in alike if some]
 
     def _sizes(self, units: tuple[Home, ...], counts: list[int], fitting: bool
                ) -> tuple[list[int], int, int] | None:
@@ -206,7 +212,8 @@ class Problem:
 
     def _by_bound(self, than: float) -> Iterator[tuple[float, Choice, tuple[int, ...]]]:
         """All that fits, the least bound first, with the bytes that it takes on disk, in VRAM and
-        in host memory; of equal ones what takes least of them in turn. Without most of what takes `than` seconds or more, or longer than another."""
+        in host memory; of equal ones what takes least of them in turn. Without most of what takes
+        `than` seconds or more, or longer than another."""
         found: list[Candidates] = []
         for micro in sorted(self.micro_counts(), key=self._pass_s):
             if part := self._bounded(micro, than):
