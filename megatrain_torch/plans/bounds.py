@@ -108,7 +108,8 @@ class Bounds:
         read = homes.read + again + (micro - 1) * (np.maximum(homes.read - slots, 0) + again)
         read_s = read / (m.disk_read_gbps * 1e9)    # a first forward finds none in a slot
         return NORM_S + functools.reduce(np.maximum, (
-            passes, added, micro * kept.spill_s, homes.update_s, micro * homes.gradients / both, read_s))
+            passes, added, micro * kept.spill_s, homes.update_s, micro * homes.gradients / both,
+            read_s))
 
     def of_homes(self, ways: Sequence[Homes], micro: int) -> Of:
         units, where = self.shape.units, _Where(self, ways, micro)
@@ -155,7 +156,7 @@ class _Where:
         yield self.on_disk, np.where(self.on_disk, np.maximum(updates.pool, self.drive), 0.0)
 
     def alone_s(self) -> np.ndarray:
-        """Seconds of all updates where they run beside all of a step: of the lane that takes most."""
+        """Seconds of updates that run beside all of a step: of the lane that takes most."""
         updates = self.bounds.updates
         return functools.reduce(np.maximum, (
             np.where(lane, seconds, 0.0).sum(axis=1) for lane, seconds in (

@@ -52,8 +52,10 @@ class Homes(NamedTuple):
 class Ways:
     """All ways that may be chosen, of one model on a machine."""
 
-    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, uses: Uses, disk: Disk) -> None:
-        self.shape, self.machine, self.wishes, self.uses, self.disk = shape, machine, wishes, uses, disk
+    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, uses: Uses, disk: Disk
+                 ) -> None:
+        self.shape, self.machine, self.wishes = shape, machine, wishes
+        self.uses, self.disk = uses, disk
         self.through_rate = machine.through_rate(wishes.states, alone=wishes.homes == "through")
         self.ring_bytes: dict[frozenset[tuple[int, int]], list[tuple[int, int]]] = {}
         self.known: dict[tuple[Home, ...], list[Homes]] = {}

@@ -1,4 +1,4 @@
-"""What windows keep between forward and backward: its bytes, where they wait, the peak they make."""
+"""What windows keep between forward and backward: where its bytes wait, the peak they make."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ from .cost import Cost
 from .keeping import EARLY, Keeping
 
 Step = tuple[float, int, str]       # (seconds saved per byte, order, mode)
-Change = tuple[tuple[int, str], ...]        # windows that keep something else from a level on, and what
+Change = tuple[tuple[int, str], ...]        # windows that keep more from a level on, and what
 
 
 class Levels(NamedTuple):

@@ -1,4 +1,4 @@
-"""Units whose states, and weights, are in a file: which, how many bytes of it, how long the drive takes."""
+"""Units whose states, and weights, are in a file: which, and how many bytes of it."""
 from __future__ import annotations
 
 import functools
@@ -74,8 +74,8 @@ class Disk:
         enough = not forced and over + MEMORY_BYTES * bool(found) <= 0
         if self.wishes.homes == "disk" or enough:
             return OnDisk(frozenset(found))
-        return self._weights(order, found, over + (0 if forced else MEMORY_BYTES + FEED_BYTES), room,
-                             forced)
+        over += 0 if forced else MEMORY_BYTES + FEED_BYTES
+        return self._weights(order, found, over, room, forced)
 
     def _weights(self, order: list[int], found: list[int], over: int, room: int, forced: bool
                  ) -> OnDisk:
@@ -84,7 +84,8 @@ class Disk:
         filed: list[int] = []
         for u in order:
             unit = self.shape.units[u]
-            more = sum(self.files["disk+weights"][u]) - sum(self.files["disk"][u] if u in found else ())
+            more = sum(self.files["disk+weights"][u])
+            more -= sum(self.files["disk"][u]) if u in found else 0
             if over <= 0 or more > room or (u not in found and unit.trained):
                 break
             filed.append(u)
@@ -134,18 +135,6 @@ class Disk:
         if key not in self.rooms:
             self.rooms[key] = (self.wishes.nvme or 0) - sum(self.bytes(homes, micro).values())
         return self.rooms[key]
-
-    # ---- seconds ----
-
-    def update_s(self, unit: int, filed: bool) -> float:
-        """Of the drive, for what an update reads and writes. filed: its weights too."""
-        one = self.shape.units[unit]
-        moved = sum(visiting_planes(one).values()) + one.gradients * filed
-        return 2 * moved / (self.machine.disk_both_gbps * 1e9)
-
-    def read_s(self, unit: int) -> float:
-        """Of a unit's weights from the drive, for a fetch."""
-        return self.shape.units[unit].weights / (self.machine.disk_read_gbps * 1e9)
 
 
 def named(shape: Shape, wishes: Wishes, *homes: str) -> frozenset[int]:

@@ -39,7 +39,7 @@ class Patterns:
     def _least(self) -> list[str]:
         """By window, what it keeps at least: what is asked for, where it has that."""
         asked = self.wishes.activations
-        least = [asked if asked in c.kept else min((m for m in c.kept if m in KEEPS), key=KEEPS.index)
+        least = [asked if asked in c.kept else next(m for m in KEEPS if m in c.kept)
                  for c in self.costs]
         if asked is not None and read(asked).keep == LINKED:
             mode, followers = read(asked), set(self._pairs().values())

@@ -1,9 +1,9 @@
 """The search for the best plan: all that may be chosen, what fits of it, and what takes least time.
 
-Every combination of micro-batches, homes of units, slots, and first layers that keep in host memory,
-or on disk, what they keep, each with as many activations kept on the device as fit; a lower bound on
-the time of each, and the simulation of those whose bound is below the best time found. What may be
-chosen does not depend on the limits, so that more memory is never slower.
+Every combination of micro-batches, homes of units, slots, and first layers that keep in host
+memory, or on disk, what they keep, each with as many activations kept on the device as fit; a lower
+bound on the time of each, and the simulation of those whose bound is below the best time found.
+What may be chosen does not depend on the limits, so that more memory is never slower.
 """
 from __future__ import annotations
 
@@ -282,7 +282,8 @@ class Problem:
         row, way, slots, planes, host = np.array(
             [(i, place[id(r.homes)], r.slots, r.planes, r.host) for i, r in numbered],
             dtype=np.int64).reshape(-1, 5).T
-        of_ways = np.array([(self.disk.room(h.units, 1 + several), h.visiting, h.low) for h in ways],
+        rooms = [self.disk.room(h.units, 1 + several) for h in ways]
+        of_ways = np.array([(room, h.visiting, h.low) for room, h in zip(rooms, ways)],
                            dtype=np.int64).reshape(-1, 3)
         limits = self.machine.vram_bytes - slots - planes, self.machine.host_bytes - host
         return Table(ways, row, way, slots, slots + planes, (*limits, *of_ways[way].T))
@@ -299,7 +300,8 @@ class Problem:
         for counts, homes, _, slots, planes, on_host in self.combinations(fitting=True):
             for micro in counts:
                 tracks, room = self.tracks(micro), self.disk.room(homes.units, micro)
-                for i in tracks.that_fit(vram - slots - planes, host - on_host, room, homes.visiting):
+                for i in tracks.that_fit(vram - slots - planes, host - on_host, room,
+                                         homes.visiting):
                     yield micro, homes, tracks[i]
 
     def needs(self) -> tuple[int | None, int | None]:

@@ -1,4 +1,4 @@
-"""Tracks: layers keep something in host memory or on disk, and ever more on the device; which of them fit."""
+"""Tracks: layers keep something away from the device, and ever more on it; which of them fit."""
 from __future__ import annotations
 
 import functools
