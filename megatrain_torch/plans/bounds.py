@@ -72,6 +72,10 @@ class Kept(NamedTuple):
         return Kept(fit.backward_s, fit.low_s, fit.lowest_s, tracks.bytes[1, fit.tracks], spill_s,
                     forward_wait_s, backward_wait_s)
 
+    def by_itself(self) -> Kept:
+        """The same, if compute waited for nothing that is kept."""
+        return Kept(self.backward_s, out=self.out, spill_s=self.spill_s)
+
 
 class Bounds:
     """Of one model on a machine."""

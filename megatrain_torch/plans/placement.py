@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -59,19 +58,23 @@ class Candidates(NamedTuple):
     """Choices that fit, as arrays.
 
     Attributes:
-        bound: seconds that it cannot undercut. spilled, top, host: bytes of activations on disk,
-            and of all on the device and, beyond its limit, in host memory.
+        bound: seconds that it cannot undercut; order: the same, if compute waited for nothing that
+            is kept away. spilled, top: bytes of activations on disk, and of all on the device.
         row: of Problem.rows. micro: micro-batches. track, level: of Problem.tracks(micro).
     """
 
     bound: np.ndarray
+    order: np.ndarray
     spilled: np.ndarray
     top: np.ndarray
-    host: np.ndarray
     row: np.ndarray
     micro: np.ndarray
     track: np.ndarray
     level: np.ndarray
+
+    def in_order(self) -> np.ndarray:
+        """Of equal order, what takes least on disk, then in VRAM, comes first."""
+        return np.lexsort((self.track, self.micro, self.row, self.top, self.spilled, self.order))
 
 
 class Table(NamedTuple):
@@ -198,35 +201,31 @@ class Problem:
     # ---- the best ----
 
     def best(self, than: float = math.inf) -> tuple[Choice, Timing] | None:
-        """The choice of least time; of equal ones that with the least on disk, then in VRAM, then
-        in host memory. None: nothing fits, or all takes so many seconds or more."""
+        """The choice of least time; of equal ones the first in order. None: nothing fits, or all
+        takes so many seconds or more."""
         best: tuple[Choice, Timing] | None = None
-        taken: tuple[int, ...] = ()
-        for bound, choice, takes in itertools.islice(self._by_bound(than), self.most):
-            if bound >= than:
+        of = self._candidates(than)
+        for i in of.in_order()[:self.most] if of else ():
+            if of.order[i] >= than:
                 break
-            timing = self.steps.time(choice, math.nextafter(than, math.inf) if best else than)
-            if timing and (timing.seconds < than or takes < taken):
-                best, than, taken = (choice, timing), timing.seconds, takes
+            choice = self._choice(of, i) if of.bound[i] < than else None
+            if choice and (timing := self.steps.time(choice, than)):
+                best, than = (choice, timing), timing.seconds
         return best
 
-    def _by_bound(self, than: float) -> Iterator[tuple[float, Choice, tuple[int, ...]]]:
-        """All that fits, the least bound first, with the bytes that it takes on disk, in VRAM and
-        in host memory; of equal ones what takes least of them in turn. Without most of what takes
-        `than` seconds or more, or longer than another."""
+    def _candidates(self, than: float) -> Candidates | None:
+        """All that fits, without what takes `than` seconds or more, or longer than another; None:
+        there is none."""
         found: list[Candidates] = []
         for micro in sorted(self.micro_counts(), key=self._pass_s):
             if part := self._bounded(micro, than):
                 than = self._probed(part, than)
                 found.append(part)
         if not found:
-            return
+            return None
         every = Candidates(*map(np.concatenate, zip(*found)))
         at = np.flatnonzero(every.bound <= than * ROUNDED)
-        takes = every.spilled, every.top, every.host
-        keys = (every.track, every.micro, every.row, *reversed(takes), every.bound)
-        for i in at[np.lexsort([key[at] for key in keys])]:
-            yield float(every.bound[i]), self._choice(every, i), tuple(int(n[i]) for n in takes)
+        return Candidates(*(column[at] for column in every))
 
     def _pass_s(self, micro: int) -> float:
         """Seconds of compute in a step of so many micro-batches, whatever is kept."""
@@ -264,10 +263,11 @@ class Problem:
         if not len(fit.at):
             return None
         row = at[fit.at]
-        bound = self.bounds.of(table.slots[row], micro, of.at(table.way[row]), Kept.of(tracks, fit))
-        away, _, spilled, _ = tracks.bytes[:, fit.tracks]
-        return Candidates(bound, spilled, table.fixed[row] + fit.tops, away - table.limits[1][row],
-                          table.row[row], np.full(len(bound), micro), fit.tracks, fit.levels)
+        slots, of, kept = table.slots[row], of.at(table.way[row]), Kept.of(tracks, fit)
+        bound = self.bounds.of(slots, micro, of, kept)
+        return Candidates(bound, self.bounds.of(slots, micro, of, kept.by_itself()),
+                          tracks.bytes[2, fit.tracks], table.fixed[row] + fit.tops, table.row[row],
+                          np.full(len(bound), micro), fit.tracks, fit.levels)
 
     def _table(self, several: bool) -> Table:
         """Rows of one micro-batch, or of several."""
