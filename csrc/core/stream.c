@@ -84,6 +84,27 @@ struct mt_stream {
     void           *poison;           /* POISON_BYTES of 0xFF; made by debug, kept until close */
 };
 
+/* Under mu, at each door: where slots and their requests stand. */
+static void assert_state(const mt_stream *s)
+{
+    int with_mover = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&s->mu));
+    for (int k = 0; k < s->n_slots; k++) {
+        const slot *sl = &s->slots[k];
+        int         asked = sl->unit >= 0 && sl->issued < sl->asked;
+
+        MT_ASSERT(sl->issued <= sl->asked && sl->asked <= s->requests);
+        MT_ASSERT(!sl->node.listed || (asked && !sl->settled));
+        MT_ASSERT(!sl->settled || sl->unit >= 0);
+        MT_ASSERT(sl->unit < 0 || mt_store_hi_bytes(s->store, sl->unit) <= sl->bytes);
+        with_mover += asked && !sl->node.listed;
+    }
+    MT_ASSERT(with_mover <= 1 || s->mover.failed != MT_OK);
+}
+
 /* ---- the mover -------------------------------------------------------------------------- */
 
 #define TOLD 8                   /* units in line that the feed is told of */
@@ -190,6 +211,7 @@ static mt_status carry_out(void *arg, mt_job *node)
     uint64_t   version = 0;
     mt_status  st;
 
+    assert_state(s);
     if (on_disk(s, r.unit))
         mt_feed_next(s->feed, r.unit);
     tell_feed(s);
@@ -201,6 +223,7 @@ static mt_status carry_out(void *arg, mt_job *node)
         k->issued = r.number;
     if (st == MT_OK && k->asked == r.number)
         k->version = version;
+    MT_ASSERT(mt_holds(&s->mu));
     return st;
 }
 
@@ -313,6 +336,7 @@ mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int k)
     mt_lock(&s->mu);
     s->slots[k].unit = unit;
     s->slots[k].settled = 1;
+    assert_state(s);
     mt_unlock(&s->mu);
 fail:
     return st;
@@ -348,6 +372,7 @@ static int holding(mt_stream *s, int unit, int first)
     int      found = -1;
 
     mt_lock(&s->mu);
+    assert_state(s);
     if (first >= 0 && brings(s, first, unit, now))
         found = first;
     for (int k = 0; k < s->n_slots && found < 0; k++)
@@ -386,6 +411,7 @@ static mt_status renew(mt_stream *s, int k)
     withdraw(s, &s->slots[k]);
     s->slots[k].mem = mem;
     s->slots[k].unit = -1;
+    assert_state(s);
     mt_unlock(&s->mu);
     return MT_OK;
 fail:
@@ -415,6 +441,7 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     s->stats.fetches++;
     s->stats.h2d_bytes += bytes;
     tell_feed(s);
+    assert_state(s);
     mt_unlock(&s->mu);
     sl->last_use = ++s->tick;
     return MT_OK;

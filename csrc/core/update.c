@@ -47,12 +47,25 @@ struct mt_updater {
     mt_disk        *disk;
     mt_timeline    *timeline;
 
-    mt_mutex mu;
+    mt_mutex        mu;
     mt_worker       worker;             /* the work of ticket n is its job n; news: a result too */
     result          results[RESULTS];   /* ticket t at t % RESULTS; mu */
     uint64_t        busy_ns;            /* in jobs' run; mu */
     int             sync;               /* mu */
 };
+
+/* Under mu, at each door: steps end in order, and of each that is kept the norm is known then. */
+static void assert_state(const mt_updater *u)
+{
+    uint64_t submitted = u->worker.submitted, ended = u->worker.ended;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&u->mu));
+    MT_ASSERT(ended <= submitted && submitted - ended <= AHEAD);
+    for (uint64_t t = ended; t > 0 && submitted - t < RESULTS; t--)
+        MT_ASSERT(u->results[t % RESULTS].normed);
+}
 
 /* ---- work: made by submit, freed by the updater ----------------------------------------- */
 
@@ -152,6 +165,7 @@ fail:
 static void publish(mt_updater *u, const work *w, const result *r)
 {
     mt_lock(&u->mu);
+    assert_state(u);
     u->results[w->ticket % RESULTS] = *r;
     pthread_cond_broadcast(&u->worker.news);
     mt_unlock(&u->mu);
@@ -445,6 +459,7 @@ static uint64_t submits(mt_updater *u)
     uint64_t n;
 
     mt_lock(&u->mu);
+    assert_state(u);
     n = u->worker.submitted;
     mt_unlock(&u->mu);
     return n;
@@ -470,6 +485,7 @@ static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
     mt_lock(&u->mu);
     *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
+    assert_state(u);
     *sync = u->sync;
     mt_unlock(&u->mu);
 fail:
