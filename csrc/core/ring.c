@@ -54,7 +54,7 @@ void mt__ring_assert(const mt__ring *r)
         const mt__buffer *b = &r->buffers[i];
         int               moves = b->at == MT__READING || b->at == MT__WRITING;
 
-        MT_ASSERT(b->ring == r && moves == (b->left > 0));
+        MT_ASSERT(b->ring == r && (moves ? b->left > 0 : b->left == 0));
         MT_ASSERT(b->at == MT__FREE || (b->unit >= 0 && b->unit < d->n_units &&
                                         b->piece < d->units[b->unit].lay->n_pieces));
     }
