@@ -107,12 +107,12 @@ static mt_status check_desc(const char *name, const mt_param_desc *d, int i)
 
 /* ---- the store and its units ------------------------------------------------------------ */
 
-mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
+mt_status mt_store_open(const mt_context *cx, mt_store **out)
 {
     mt_store *s;
     mt_status st;
 
-    if (dev == NULL)
+    if (cx->dev == NULL)
         return MT_FAIL(MT_EINVAL, "a store needs a device; open one with mt_dev_cpu_open()");
     if ((s = calloc(1, sizeof *s)) == NULL)
         return MT_FAIL(MT_ENOMEM, "store: calloc(%zu)", sizeof *s);
@@ -128,9 +128,9 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
     mt_mutex_open(&s->map_mu, MT_RANK_MAP);
     mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
     mt_mutex_open(&s->mirror_mu, MT_RANK_MIRROR);
-    mt_watch_open(&s->watch);
-    s->dev = dev;
-    s->pool = pool;
+    mt_watch_open(&s->watch, cx->warn);
+    s->dev = cx->dev;
+    s->pool = cx->pool;
     s->most_lent = MT_STORE_LENT;
     *out = s;
     return MT_OK;

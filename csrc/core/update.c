@@ -39,19 +39,16 @@ typedef struct result {
 } result;
 
 struct mt_updater {
+    const mt_context *cx;
     mt_store       *store;
     mt_offload     *grads;
     mt_pool        *pool;
-    mt_resident    *residents;          /* these four: written before the first submit */
-    mt_through     *through;
-    mt_disk        *disk;
     mt_timeline    *timeline;
 
     mt_mutex        mu;
     mt_worker       worker;             /* the work of ticket n is its job n; news: a result too */
     result          results[RESULTS];   /* ticket t at t % RESULTS; mu */
     uint64_t        busy_ns;            /* in jobs' run; mu */
-    int             sync;               /* mu */
 };
 
 /* Under mu, at each door: steps end in order, and of each that is kept the norm is known then. */
@@ -83,6 +80,22 @@ static void work_free(work *w)
     free(w);
 }
 
+static const char *const way_names[] = {
+    [HOST] = "is in host memory", [SETTLED] = "is settled",
+    [THROUGH] = "goes through the device", [DISK] = "has its states on disk",
+};
+
+static int is_possible(const mt_context *cx, const job *b)
+{
+    switch (b->way) {
+    case HOST:    return b->j.run != NULL;
+    case SETTLED: return b->j.put != NULL && cx->residents != NULL;
+    case THROUGH: return b->j.list != NULL && b->j.compute != NULL && cx->through != NULL;
+    case DISK:    return b->j.pieces != NULL && cx->disk != NULL;
+    }
+    return 0;
+}
+
 static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
 {
     size_t n = (size_t)from->n_params + 1;
@@ -97,17 +110,9 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
     to->way = mt_store_settled(u->store, from->unit) ? SETTLED
             : mt_store_goes_through(u->store, from->unit) ? THROUGH
             : mt_store_on_disk(u->store, from->unit) ? DISK : HOST;
-    if (to->way == SETTLED && (u->residents == NULL || from->put == NULL))
-        return MT_FAIL(MT_ESTATE,
-                       "unit %s is settled, and its job has no put, or mt_update_residents() "
-                       "was not called", mt_store_name(u->store, from->unit));
-    if (to->way == THROUGH && (u->through == NULL || from->list == NULL || from->compute == NULL))
-        return MT_FAIL(MT_ESTATE, "unit %s goes through the device, and its job cannot, or "
-                       "mt_update_through() was not called", mt_store_name(u->store, from->unit));
-    if (to->way == DISK && (u->disk == NULL || from->pieces == NULL))
-        return MT_FAIL(MT_ESTATE, "unit %s has its states on disk, and its job cannot take them "
-                       "from there, or mt_update_disk() was not called",
-                       mt_store_name(u->store, from->unit));
+    if (!is_possible(u->cx, to))
+        return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
+                       "open that could", mt_store_name(u->store, from->unit), way_names[to->way]);
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
         to->counted[i] = (unsigned char)mt_offload_counted(u->grads, from->unit, params[i]);
@@ -260,7 +265,7 @@ static mt_status put_job(mt_updater *u, const work *w, const job *b, float clip)
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
     MT_TRY(mt_ledger_wait_saved(u->store, b->j.unit));
-    return mt_resident_put(u->residents, &update, clip);
+    return mt_resident_put(u->cx->residents, &update, clip);
 fail:
     return st;
 }
@@ -274,7 +279,7 @@ static mt_status send_job(mt_updater *u, job *b, float clip)
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
     b->sent = 1;
-    return mt_through_put(u->through, &j, clip);
+    return mt_through_put(u->cx->through, &j, clip);
 fail:
     return st;
 }
@@ -289,7 +294,7 @@ static mt_status send_pieces(mt_updater *u, job *b, float clip)
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
     b->sent = 1;
-    return mt_disk_put(u->disk, &j, clip);
+    return mt_disk_put(u->cx->disk, &j, clip);
 fail:
     return st;
 }
@@ -372,8 +377,8 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
         }
     if (!clipped)
         r->norm = sqrt(total);
-    if (u->through != NULL) {
-        mt_status sent = mt_through_wait(u->through);
+    if (u->cx->through != NULL) {
+        mt_status sent = mt_through_wait(u->cx->through);
 
         st = st != MT_OK ? st : sent;
     }
@@ -403,16 +408,15 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out)
+mt_status mt_update_open(const mt_context *cx, mt_offload *grads, mt_updater **out)
 {
     mt_updater *u = calloc(1, sizeof *u);
     mt_status   st;
 
     if (u == NULL)
         return MT_FAIL(MT_ENOMEM, "update: calloc(%zu)", sizeof *u);
-    u->store = store;
-    u->grads = grads;
-    u->pool = pool;
+    *u = (mt_updater){ .cx = cx, .store = cx->store, .grads = grads, .pool = cx->pool,
+                       .timeline = cx->timeline };
     mt_mutex_open(&u->mu, MT_RANK_UPDATE);
     MT_TRY(mt_worker_open(&u->worker, &u->mu, 1, "mt-updater", "host update", carry_out, u));
     *out = u;
@@ -430,26 +434,6 @@ void mt_update_close(mt_updater *u)
     mt_worker_close(&u->worker);
     mt_mutex_close(&u->mu);
     free(u);
-}
-
-void mt_update_residents(mt_updater *u, mt_resident *r)
-{
-    u->residents = r;
-}
-
-void mt_update_through(mt_updater *u, mt_through *t)
-{
-    u->through = t;
-}
-
-void mt_update_disk(mt_updater *u, mt_disk *d)
-{
-    u->disk = d;
-}
-
-void mt_update_timeline(mt_updater *u, mt_timeline *t)
-{
-    u->timeline = t;
 }
 
 /* ---- submit, and what came of it -------------------------------------------------------- */
@@ -475,7 +459,7 @@ mt_status mt_update_turn(mt_updater *u)
 
 /* Waits for its turn, announces, then hands over: the updater never ends what was not begun. w is
  * the updater's from here on, but after a failure, with which nothing was announced. */
-static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
+static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
 {
     mt_status st;
 
@@ -486,7 +470,6 @@ static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
     *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
     assert_state(u);
-    *sync = u->sync;
     mt_unlock(&u->mu);
 fail:
     return st;
@@ -497,13 +480,12 @@ mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, doub
 {
     work     *w = NULL;
     uint64_t  number;
-    int       sync;
     mt_status st;
 
     MT_TRY(mt_ledger_check(u->store));
     MT_TRY(work_make(u, jobs, n, max_norm, run, &w));
-    MT_TRY(hand_over(u, w, &sync, &number));
-    if (sync)
+    MT_TRY(hand_over(u, w, &number));
+    if (mt_syncs(u->cx))
         st = mt_update_drain(u);
     *ticket = number;
     return st;
@@ -555,10 +537,10 @@ mt_status mt_update_drain(mt_updater *u)
 
     MT_TRY(mt_worker_wait(&u->worker, mt_store_watch(u->store), MT_WORKER_ALL, NULL,
                           "the steps that were asked for"));
-    if (u->residents != NULL)
-        MT_TRY(mt_resident_drain(u->residents));
-    if (u->disk != NULL)
-        MT_TRY(mt_disk_wait(u->disk));
+    if (u->cx->residents != NULL)
+        MT_TRY(mt_resident_drain(u->cx->residents));
+    if (u->cx->disk != NULL)
+        MT_TRY(mt_disk_wait(u->cx->disk));
     return mt_ledger_check(u->store);
 fail:
     return st;
@@ -572,11 +554,4 @@ uint64_t mt_update_busy_ns(mt_updater *u)
     ns = u->busy_ns;
     mt_unlock(&u->mu);
     return ns;
-}
-
-void mt_update_debug(mt_updater *u, mt_debug d)
-{
-    mt_lock(&u->mu);
-    u->sync = d.sync;
-    mt_unlock(&u->mu);
 }

@@ -46,25 +46,15 @@ typedef struct mt_update_job {
 
 typedef struct mt_updater mt_updater;
 
-mt_status mt_update_open (mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out);
+mt_status mt_update_open (const mt_context *cx, mt_offload *grads, mt_updater **out);
 void      mt_update_close(mt_updater *u);                      /* finishes what was submitted */
 
-/* Where settled units live. Before the first submit of one. */
-void      mt_update_residents(mt_updater *u, mt_resident *r);
-/* Who sends units through the device. Before the first submit of one. */
-void      mt_update_through(mt_updater *u, mt_through *t);
-/* Where states are that are in no memory. Before the first submit of a unit that has them there. */
-void      mt_update_disk(mt_updater *u, mt_disk *d);
-/* Updates and waits are recorded in t. Before the first submit, or never. */
-void      mt_update_timeline(mt_updater *u, mt_timeline *t);
-
+/* Until a submit need not wait for steps before it. */
+mt_status mt_update_turn  (mt_updater *u);
 /* Jobs are copied, params arrays too; args are owned by the updater from here on, also on failure.
  * max_norm <= 0: no clipping, no norm. Announces every unit in the ledger before it returns.
  * run: what computes; all that may read a settled unit's weights as they are is in it by now.
- * MT_ESTATE for a settled unit before mt_update_residents, or without a put; the same for one that
- * goes through, or is on disk. */
-/* Until a submit need not wait for steps before it. */
-mt_status mt_update_turn  (mt_updater *u);
+ * MT_ESTATE where a job lacks what its unit's home asks for, or the context does. */
 mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
                            mt_queue *run, uint64_t *ticket);
 /* Global norm of a submit (before clipping); waits until it is known. Without max_norm: waits for
@@ -73,6 +63,5 @@ mt_status mt_update_norm (mt_updater *u, uint64_t ticket, double *norm, int *ski
 mt_status mt_update_drain(mt_updater *u);
 
 uint64_t  mt_update_busy_ns(mt_updater *u);                    /* time in run since open */
-void      mt_update_debug(mt_updater *u, mt_debug d);          /* sync: submit returns when done */
 
 #endif

@@ -116,7 +116,7 @@ static void open_home(const mt_mirror_ops *ops)
 
     memset(&home, 0, sizeof home);
     REQUIRE(mt_dev_cpu_open(&home.dev) == MT_OK);
-    REQUIRE(mt_store_open(home.dev, NULL, &home.s) == MT_OK);
+    REQUIRE(mt_store_open(&(mt_context){ .dev = home.dev }, &home.s) == MT_OK);
     REQUIRE(mt_store_add(home.s, "layers.0", d, PARAMS, &home.unit) == MT_OK);
     REQUIRE(mt_store_set_disk(home.s, home.unit, MT_STATE_PLANES | HI) == MT_OK);
     REQUIRE(mt_mirror_open(home.s, home.unit, ALL, ops, &home) == MT_OK);
