@@ -239,8 +239,8 @@ static int asked(const adam_job *j, int param)
     return -1;
 }
 
-/* Tensors cut as the parts are, of parameters that are to be updated; malloc'd. whole: [j->n] before
- * they are cut; NULL: as bare_of has them. */
+/* Tensors cut as the parts are, of parameters that are to be updated; malloc'd. whole: [j->n] of
+ * them uncut; NULL: as bare_of has them. */
 static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *whole, const mt_part *parts,
                               int n_parts, mt_adam_tensor **out, int *n)
 {

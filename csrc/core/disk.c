@@ -797,7 +797,8 @@ static mt_status copy_places(mt_disk *d, int u, int number, int param, unsigned 
             char        *mem = d->bounce + k->offset[p];
             void        *host;
 
-            if (!(planes >> p & 1) || k->offset[p] == MT_PART_ABSENT || (param >= 0 && k->param != param) ||
+            if (!(planes >> p & 1) || k->offset[p] == MT_PART_ABSENT ||
+                (param >= 0 && k->param != param) ||
                 (to_host && !is_loading(d, u, k, 1u << p)))
                 continue;
             MT_TRY(mt_store_at(d->store, u, k->param, (mt_plane)p, &host));

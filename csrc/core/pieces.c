@@ -73,7 +73,7 @@ static mt_status add_piece(cutting *c)
     return st;
 }
 
-/* Weights in their place; the others from where they begin, which is known when the piece is whole. */
+/* Weights in their place; the others from where they begin, which the whole piece tells. */
 static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, int64_t n)
 {
     mt_piece   *piece = last_of(c);
@@ -114,7 +114,7 @@ static void finish_piece(cutting *c)
                 c->p->part[i].offset[p] += piece->weights;
 }
 
-/* Bytes that the last piece has left. Both kinds in whole `align` may take one more than together. */
+/* Bytes that the last piece has left. Both kinds in whole `align` may take more than together. */
 static size_t left_in(const cutting *c, unsigned planes)
 {
     int    both = (planes & HI) != 0 || last_of(c)->hi_bytes > 0;

@@ -13,10 +13,10 @@
  *     }
  *
  * In a piece weights come first, each part's behind the one before it: as in plane HI, where all
- * parameters between have theirs cut. Then come the other planes, part by part. All of a part begins
- * at multiples of MT_PART_ALIGN in the piece, and at a multiple of the grain in its parameter, which
- * is one of MT_STATES_GROUP: no two parts share a scale. Parts with states and parts without are in
- * pieces of their own, so who updates a piece changes all of it.
+ * parameters between have theirs cut. Then come the other planes, part by part. All of a part
+ * begins at multiples of MT_PART_ALIGN in the piece, and at a multiple of the grain in its
+ * parameter, itself one of MT_STATES_GROUP: no two parts share a scale. Parts with states and parts
+ * without are in pieces of their own, so who updates a piece changes all of it.
  *
  * Threads: any; what was cut does not change.
  */
@@ -35,9 +35,9 @@ typedef struct mt_part {
 } mt_part;
 
 typedef struct mt_cut {
-    const unsigned *planes;              /* [parameters of the unit] a bit 1u << plane; 0: left out */
+    const unsigned *planes;              /* [parameters of the unit] 1u << plane each */
     size_t          budget;              /* bytes of a piece, at most */
-    size_t          align;               /* weights, and what is behind them, take multiples of it */
+    size_t          align;               /* weights, and the rest, take multiples of it */
     int64_t         grain;               /* elements */
     int             most;                /* parts in a piece; 0: as many as fit */
 } mt_cut;

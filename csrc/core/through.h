@@ -29,7 +29,7 @@
 
 typedef struct mt_through_job {
     int        unit;                     /* its gradients are whole, its update is announced */
-    const int *params;                   /* [n_params] to be updated; the caller's until it is over */
+    const int *params;                   /* [n_params] to be updated; stays until it is over */
     int        n_params;
     uint64_t   bytes;                    /* for the timeline */
     /* Where a parameter's gradient is in host memory, and of which plane its bytes are. */
