@@ -90,7 +90,7 @@ static int is_possible(const mt_context *cx, const job *b)
     switch (b->way) {
     case HOST:    return b->j.run != NULL;
     case SETTLED: return b->j.put != NULL && cx->residents != NULL;
-    case THROUGH: return b->j.list != NULL && b->j.compute != NULL && cx->through != NULL;
+    case THROUGH: return b->j.gradient != NULL && b->j.compute != NULL && cx->through != NULL;
     case DISK:    return b->j.pieces != NULL && cx->disk != NULL;
     }
     return 0;
@@ -273,8 +273,9 @@ fail:
 /* Handed on, with the end of its announcement. */
 static mt_status send_job(mt_updater *u, job *b, float clip)
 {
-    mt_through_job j = { .unit = b->j.unit, .bytes = b->j.bytes, .list = b->j.list,
-                         .compute = b->j.compute, .free = b->j.free, .arg = b->j.arg };
+    mt_through_job j = { .unit = b->j.unit, .params = b->j.params, .n_params = b->j.n_params,
+                         .bytes = b->j.bytes, .gradient = b->j.gradient, .compute = b->j.compute,
+                         .free = b->j.free, .arg = b->j.arg };
     mt_status      st;
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
