@@ -115,7 +115,7 @@ struct mt_disk {
     int             n_units;
     int             last_added, first_added;     /* -1: none */
 
-    mt_mutex mu;
+    mt_mutex        mu;
     pthread_cond_t  changed;             /* a request ended, or what is taken is free */
     mt_worker       worker;              /* updates */
     int             next_unit, next_piece;   /* to be read; next_unit -1: nobody knows. mu */
