@@ -150,8 +150,6 @@ static mt_status engine_open(mt_engine *e, const char *device, int index, int th
     MT_TRY(mt_offload_open(e->dev, e->store, e->pool, GRAD_DEPTH, kernels, &e->offload));
     MT_TRY(mt_update_open(e->store, e->offload, e->pool, &e->updater));
     MT_TRY(mt_swap_open(e->dev, e->pool, &e->swap));
-    mt_offload_residents(e->offload, e->residents);
-    mt_update_residents(e->updater, e->residents);
     mt_store_timeline(e->store, e->timeline);
     mt_resident_timeline(e->residents, e->timeline);
     mt_offload_timeline(e->offload, e->timeline);

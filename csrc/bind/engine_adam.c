@@ -488,7 +488,8 @@ static adam_job *job_new(mt_engine *e, int unit, int n)
     if (j == NULL)
         return (adam_job *)(void *)PyErr_NoMemory();
     *j = (adam_job){ .store = e->store, .unit = unit, .n = n,
-                     .residents = mt_store_settled(e->store, unit) ? e->residents : NULL };
+                     .residents = mt_store_home(e->store, unit, NULL)->at != NULL ? e->residents
+                                                                                  : NULL };
     j->params = calloc((size_t)n + 1, sizeof *j->params);
     j->p = calloc((size_t)n + 1, sizeof *j->p);
     if (j->params == NULL || j->p == NULL) {

@@ -55,7 +55,6 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
     if (w->n_weights > 0)
         MT_TRY(mt_feed_open(e->dev, disk, (size_t)w->n_buffers * (size_t)w->bytes, &feed));
     mt_disk_timeline(disk, e->timeline);
-    mt_update_disk(e->updater, disk);
     if (e->stream != NULL)
         mt_stream_feed(e->stream, feed);
     e->feed = feed;
@@ -67,7 +66,7 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
 fail:
     while (added-- > 0)
         /* nothing of it was asked for yet */
-        (void)mt_store_set_disk(e->store, w->units[added], 0);
+        (void)mt_store_move(e->store, w->units[added], &mt_home_ram, NULL);
     mt_feed_close(feed);
     mt_disk_close(disk);
     mt_file_close(file);

@@ -332,7 +332,6 @@ static mt_status through_open(mt_engine *e)
         return MT_OK;
     MT_TRY(mt_through_open(e->dev, e->store, THROUGH_BUFFERS, THROUGH_BYTES, &e->through));
     mt_through_timeline(e->through, e->timeline);
-    mt_update_through(e->updater, e->through);
 fail:
     return st;
 }
@@ -351,6 +350,17 @@ PyObject *mt_engine_set_states(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Off: nothing to do for a unit in host memory. */
+static mt_status set_through(mt_engine *e, int unit, int on)
+{
+    const mt_home *h = mt_store_home(e->store, unit, NULL);
+
+    if (!on && h != &mt_home_through && h != &mt_home_ram)
+        return MT_FAIL(MT_ESTATE, "unit %s %s", mt_store_name(e->store, unit), h->lives);
+    return mt_store_move(e->store, unit, on ? &mt_home_through : &mt_home_ram,
+                         on ? e->through : NULL);
+}
+
 PyObject *mt_engine_through(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
@@ -363,7 +373,7 @@ PyObject *mt_engine_through(PyObject *self, PyObject *args)
     if (on && (st = through_open(e)) != MT_OK)
         return mt_raise(e->error, st);
     /* Planes that are there are registered: gigabytes, so not under the GIL. */
-    MT_UNLOCKED(e, st, mt_store_set_through(e->store, unit, on));
+    MT_UNLOCKED(e, st, set_through(e, unit, on));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -547,7 +557,7 @@ PyObject *mt_engine_push(PyObject *self, PyObject *args)
     if ((param == -1 ? mt_engine_unit(e, unit) : mt_engine_param(e, unit, param)) < 0 ||
         planes_ok(e, planes) < 0)
         return NULL;
-    if (param == -1 && !mt_store_on_disk(e->store, unit)) {
+    if (param == -1 && mt_store_home(e->store, unit, NULL)->at != NULL) {
         PyErr_Format(e->error, "unit %d (%s) is not on disk: push its parameters one by one", unit,
                      mt_store_name(e->store, unit));
         return NULL;

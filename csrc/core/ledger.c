@@ -377,7 +377,7 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
     if (st == MT_OK)
         st = ops->record(h2d, u->fetched);
     if (st == MT_OK)
-        mt_watch_put(&s->watch, &u->copying, atomic_load(&u->settled) ? "device update" : "h2d",
+        mt_watch_put(&s->watch, &u->copying, atomic_load(&u->home)->later ? "device update" : "h2d",
                      u->name, "copies of its weights (the event FETCHED)", u->fetched);
     mt_unlock(&s->fetched_mu);
     fetch_end(s, u);

@@ -71,8 +71,7 @@ struct mt_offload {
     mt_offload_kernels kernels;
     uint64_t           depth;        /* constant once anything is put */
     mt_queue          *d2h;          /* putting thread */
-    mt_resident       *residents;    /* these two: written before the first put */
-    mt_timeline       *timeline;
+    mt_timeline       *timeline;     /* written before the first put */
     ticket            *ring;         /* [n_ring]; ticket t is at t % n_ring */
     uint64_t           n_ring;
     staging            staging[STAGINGS];
@@ -337,11 +336,6 @@ void mt_offload_timeline(mt_offload *o, mt_timeline *t)
     o->timeline = t;
 }
 
-void mt_offload_residents(mt_offload *o, mt_resident *r)
-{
-    o->residents = r;
-}
-
 mt_status mt_offload_depth(mt_offload *o, int depth)
 {
     if (depth < 1 || (uint64_t)depth > o->depth || o->collector.submitted > 0)
@@ -356,8 +350,8 @@ mt_status mt_offload_depth(mt_offload *o, int depth)
 static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
-    int settled = mt_store_settled(o->store, unit);
-    int can_add = settled ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
+    int there = mt_store_home(o->store, unit, NULL)->at != NULL;
+    int can_add = there ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
 
     if (d == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
@@ -371,17 +365,17 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
     if (it->mode == MT_GRAD_ADD && mt_store_passes(o->store, unit))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to",
                        mt_store_name(o->store, unit));
-    if (settled && o->residents == NULL)
-        return MT_FAIL(MT_ESTATE, "unit %s is settled, and mt_offload_residents() was not called",
-                       mt_store_name(o->store, unit));
     return MT_OK;
 }
 
 /* The parameter's address in a plane, where the unit's gradients are. */
 static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, void **out)
 {
-    return mt_store_settled(o->store, unit) ? mt_resident_at(o->residents, unit, param, plane, out)
-                                            : mt_store_at(o->store, unit, param, plane, out);
+    void          *of;
+    const mt_home *h = mt_store_home(o->store, unit, &of);
+
+    return h->at != NULL ? h->at(of, unit, param, plane, out)
+                         : mt_store_at(o->store, unit, param, plane, out);
 }
 
 static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, piece *p)
@@ -392,7 +386,7 @@ static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tal
 
     *p = (piece){ .item = *it, .dt = d->dtype, .n = d->numel, .sum = &y->sum[it->param] };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
-    p->settled = mt_store_settled(o->store, unit);
+    p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
     MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, &p->grad));
     if (it->mode != MT_GRAD_ADD)
         return MT_OK;
@@ -498,6 +492,8 @@ fail:
 static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned skip, mt_queue *run)
 {
     const mt_dev_ops *v = o->dev->ops;
+    void             *of;
+    const mt_home    *home = mt_store_home(o->store, t->unit, &of);
     uint64_t          bytes = 0;
     mt_span           span;
     mt_status         st;
@@ -508,8 +504,8 @@ static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned ski
                      "its gradients' kernels (the event GRAD)", t->handed);
     if (!(skip & MT_EDGE_GRAD))
         MT_TRY(v->wait(o->d2h, t->handed));
-    if (mt_store_settled(o->store, t->unit))
-        MT_TRY(mt_resident_grads(o->residents, t->unit, t->params, t->n, o->d2h));
+    if (home->come != NULL)
+        MT_TRY(home->come(of, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
         MT_TRY(put_piece(o, &t->pieces[i]));

@@ -68,8 +68,6 @@ mt_status mt_offload_open (mt_dev *dev, mt_store *store, mt_pool *pool, int dept
                            mt_offload_kernels k, mt_offload **out);
 void      mt_offload_close(mt_offload *o);
 
-/* Where settled units live. Before the first put of one. */
-void      mt_offload_residents(mt_offload *o, mt_resident *r);
 /* Gradients of at most `depth` units may be on the device, no more than at the opening.
  * Before the first put. */
 mt_status mt_offload_depth(mt_offload *o, int depth);

@@ -90,7 +90,7 @@ struct mt_stream {
 
 static int on_disk(const mt_stream *s, int unit)
 {
-    return s->feed != NULL && (mt_store_on_disk(s->store, unit) >> MT_PLANE_HI & 1);
+    return s->feed != NULL && mt_store_home(s->store, unit, NULL)->fed;
 }
 
 /* Under mu. What stands in line will be fetched in this order. */

@@ -23,7 +23,7 @@
 #ifndef MT_THROUGH_H
 #define MT_THROUGH_H
 
-#include "store.h"
+#include "home.h"
 #include "timeline.h"
 
 #define MT_THROUGH_SPANS 6
@@ -46,15 +46,6 @@ typedef struct mt_through_part {
     void   *at[MT_THROUGH_SPANS];       /* where its spans are on the device, each aligned to 512 */
 } mt_through_part;
 
-typedef struct mt_through_job {
-    int      unit;                       /* its gradients are whole, its update is announced */
-    uint64_t bytes;                      /* for the timeline */
-    mt_status (*list)(void *arg, mt_through_tensor **tensors, int *n);       /* malloc'd */
-    mt_status (*compute)(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip);
-    void  (*free)(void *arg);            /* called once, also on failure; may be NULL */
-    void  *arg;
-} mt_through_job;
-
 typedef struct mt_through mt_through;
 
 /* n_buffers of so many bytes; their memory is made with the first job. */
@@ -66,7 +57,7 @@ void      mt_through_timeline(mt_through *t, mt_timeline *tl);
 
 /* The job is copied; its arg, and the end of the unit's update in the ledger, are ours,
  * also on failure. */
-mt_status mt_through_put (mt_through *t, const mt_through_job *job, float clip);
+mt_status mt_through_put (mt_through *t, const mt_update_job *job, float clip);
 mt_status mt_through_wait(mt_through *t);                /* all that was put is over */
 
 typedef struct mt_through_stats {

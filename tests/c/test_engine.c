@@ -9,6 +9,7 @@
 #include "dev_fault.h"
 #include "drop.h"
 #include "toy.h"
+#include "../../csrc/core/through.h"
 #include "../../csrc/io/file.h"
 
 #include <time.h>
@@ -249,7 +250,7 @@ static mt_status engine_settle(engine *e)
         if (e->settled >> u & 1)
             MT_TRY(mt_stream_settle(e->s, e->r, u, slot++));
         else if (e->through >> u & 1)
-            MT_TRY(mt_store_set_through(e->t.store, u, 1));
+            MT_TRY(mt_store_move(e->t.store, u, &mt_home_through, e->h));
 fail:
     return st;
 }
@@ -276,7 +277,6 @@ static void engine_file(engine *e)
         CHECK_OK(mt_mirror_release(e->t.store, u));
     }
     mt_disk_timeline(e->d, e->timeline);
-    mt_update_disk(e->u, e->d);
     mt_stream_feed(e->s, e->f);
 }
 
@@ -287,13 +287,10 @@ static mt_status engine_threads(engine *e)
 
     MT_TRY(mt_resident_open(e->t.dev, e->t.store, &e->r));
     MT_TRY(mt_stream_open(e->t.dev, e->t.store, e->slots, e->n_slots, none, &e->s));
+    MT_TRY(mt_through_open(e->t.dev, e->t.store, 2, MT_THROUGH_LEAST, &e->h));
     MT_TRY(engine_settle(e));
     MT_TRY(mt_offload_open(e->t.dev, e->t.store, e->t.pool, 1, toy_kernels, &e->o));
     MT_TRY(mt_update_open(e->t.store, e->o, e->t.pool, &e->u));
-    mt_offload_residents(e->o, e->r);
-    mt_update_residents(e->u, e->r);
-    MT_TRY(mt_through_open(e->t.dev, e->t.store, 2, MT_THROUGH_LEAST, &e->h));
-    mt_update_through(e->u, e->h);
     MT_TRY(mt_timeline_open(e->t.dev, &e->timeline));
     mt_resident_timeline(e->r, e->timeline);
     mt_through_timeline(e->h, e->timeline);
