@@ -3,6 +3,7 @@
  *
  *   MT_ASSERT   what must hold at this place, whoever called: where it does not, the mistake is
  *               ours. The build says which, and where, and aborts
+ *   MT_IS_CHECKED   for what has to be looked up before it can be asserted
  */
 #ifndef MT_CHECKED_H
 #define MT_CHECKED_H
@@ -12,10 +13,13 @@ extern "C" {
 #endif
 
 #ifdef MT_CHECKED
-#define MT_ASSERT(cond) ((cond) ? (void)0 : mt__broken(__FILE__, __LINE__, "%s", #cond))
+#define MT_IS_CHECKED 1
 #else
-#define MT_ASSERT(cond) ((void)sizeof(cond))
+#define MT_IS_CHECKED 0
 #endif
+
+#define MT_ASSERT(cond) \
+    (MT_IS_CHECKED && !(cond) ? mt__broken(__FILE__, __LINE__, "%s", #cond) : (void)0)
 
 /* Says "text [file:line]" on stderr, and aborts. */
 void mt__broken(const char *file, int line, const char *fmt, ...)

@@ -29,6 +29,11 @@ static int find(const mt_mutex *m)
     return i;
 }
 
+int mt_holds(const mt_mutex *m)
+{
+    return find(m) >= 0;
+}
+
 /* What is held is in order, so the last is the one to look at. */
 void mt__rank_take(const mt_mutex *m, const char *file, int line)
 {

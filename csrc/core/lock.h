@@ -79,6 +79,9 @@ extern "C" {
 #endif
 const char *mt_rank_name(mt_rank rank);
 
+/* This thread holds it: for MT_ASSERT, in builds that check themselves. */
+int mt_holds(const mt_mutex *m);
+
 /* What a thread that checks itself notes: before it takes the lock, before it gives it back, and
  * before it waits. */
 void mt__rank_take(const mt_mutex *m, const char *file, int line);

@@ -16,19 +16,35 @@
 
 typedef struct owed {                    /* a wait of our thread's for copies. mu */
     mt_job        node;
-    int           n;                     /* so many are not over */
+    int           n;                     /* so many are not over: changed by count alone */
     struct block *block;
 } owed;
 
 typedef struct block {
     mt_swap_block b;                     /* opened and closed by whoever holds swap's lock */
     mt_spilled   *owner;                 /* NULL: nobody's. mu, as all below */
-    mt_spilled   *filling;               /* whose copies out our thread is to wait for */
-    owed          filled, landed;        /* copies out, and back */
+    owed          filled, landed;        /* its owner's copies out, and copies back */
     struct block *next;
 } block;
 
-typedef enum { NEW, FILLING, WRITING, STORED, LOST } stage;
+/* spill.h says what they mean. */
+enum { NONE, FILLED, LANDED, BOTH };
+typedef enum { NEW, FILLING, WRITING, STORED, READING, UNREAD, LOST, STAGES } stage;
+
+static const unsigned next_stages[STAGES] = {
+    [NEW] = 1 << FILLING,
+    [FILLING] = 1 << WRITING | 1 << LOST,
+    [WRITING] = 1 << STORED | 1 << LOST,
+    [STORED] = 1 << READING,
+    [READING] = 1 << STORED | 1 << UNREAD,
+    [UNREAD] = 1 << STORED,
+};
+static const unsigned next_waits[] = {
+    [NONE] = 1 << FILLED | 1 << LANDED,
+    [FILLED] = 1 << NONE | 1 << BOTH,
+    [LANDED] = 1 << NONE | 1 << LANDED,
+    [BOTH] = 1 << LANDED | 1 << BOTH,
+};
 
 struct mt_spilled {                      /* all under mu, but for what is constant */
     mt_spill   *spill;                   /* these four: constant */
@@ -38,13 +54,12 @@ struct mt_spilled {                      /* all under mu, but for what is consta
     block      *block;                   /* that it owns; NULL: the file alone has it */
     mt_place   *place;
     stage       at;
-    int         reading;                 /* into its block */
     int         wanted;                  /* brought, and copies back not put yet: the block stays */
-    int         dropped;                 /* goes when its request is over */
+    int         dropped;                 /* goes when it is FILLING, WRITING or READING no more */
     int         told;                    /* LOST: mt_spill_new has said so */
-    mt_status   st;                      /* of the request that failed; MT_OK: none */
+    mt_status   st;                      /* UNREAD, LOST: of the request that failed; MT_OK: none */
     char        text[400];
-    mt_request  r;                       /* under way when WRITING, or reading */
+    mt_request  r;                       /* under way when WRITING or READING */
     uint64_t   *sums;
     uint64_t    begun_ns;                /* the request */
     mt_post     post;                    /* of the request */
@@ -76,12 +91,81 @@ static mt_watch *watch_of(const mt_spill *s)
     return mt_store_watch(s->store);
 }
 
-/* ---- whose blocks are: under mu --------------------------------------------------------- */
+/* ---- states: under mu ------------------------------------------------------------------- */
 
 static int skips(const mt_spill *s, unsigned edge)
 {
     return (s->debug.skip & edge) != 0;
 }
+
+static void become(mt_spilled *k, stage to)
+{
+    MT_ASSERT(mt_holds(&k->spill->mu));
+    MT_ASSERT(next_stages[k->at] >> to & 1);
+    k->at = to;
+}
+
+static unsigned waits_of(const block *b)
+{
+    return (b->filled.n > 0 ? FILLED : NONE) | (b->landed.n > 0 ? LANDED : NONE);
+}
+
+/* One more wait, or one less. Without DRAINED a block may be filled anew while it is emptied. */
+static void count(const mt_spill *s, owed *o, int more)
+{
+    unsigned before = waits_of(o->block);
+
+    MT_ASSERT(mt_holds(&s->mu));
+    o->n += more;
+    MT_ASSERT(next_waits[before] >> waits_of(o->block) & 1 || skips(s, MT_EDGE_DRAINED));
+}
+
+/* FILLING, WRITING and READING end by themselves. */
+static int is_under_way(const mt_spilled *k)
+{
+    return k->at == FILLING || k->at == WRITING || k->at == READING;
+}
+
+static void assert_spilled(const mt_spill *s, const mt_spilled *k)
+{
+    int needs = k->at == FILLING || k->at == READING ||
+                (k->at == WRITING && !skips(s, MT_EDGE_WRITTEN));
+
+    MT_ASSERT(k->spill == s && (k->block == NULL || k->block->owner == k));
+    MT_ASSERT(k->block != NULL || !needs);
+    MT_ASSERT(k->st == MT_OK || k->at == UNREAD || k->at == LOST);
+    MT_ASSERT(!k->dropped || is_under_way(k));
+    MT_ASSERT(k->older == NULL || (k->older->newer == k && k->older->number < k->number));
+}
+
+static void assert_block(const block *b)
+{
+    MT_ASSERT(b->owner == NULL || b->owner->block == b);
+    MT_ASSERT(b->filled.n == 0 || (b->filled.n == 1 && b->owner != NULL &&
+                                   b->owner->at == FILLING));
+    MT_ASSERT(b->landed.n >= 0 && b->landed.n <= 2 && (b->landed.n > 0 || !b->landed.node.listed));
+    MT_ASSERT(b->filled.block == b && b->landed.block == b);
+}
+
+/* At each door. */
+static void assert_state(const mt_spill *s)
+{
+    int made = 0, requests = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&s->mu));
+    for (const block *b = s->blocks; b != NULL; b = b->next, made++)
+        assert_block(b);
+    for (const mt_spilled *k = s->newest; k != NULL; k = k->older) {
+        assert_spilled(s, k);
+        requests += k->at == WRITING || k->at == READING;
+    }
+    MT_ASSERT(made == s->made && made <= s->n_blocks);
+    MT_ASSERT(requests == s->requests);
+}
+
+/* ---- whose blocks are: under mu --------------------------------------------------------- */
 
 /* Nothing moves in it, and what it has is nobody's, or in the file, or told to be lost. */
 static int may_go(const mt_spill *s, const block *b)
@@ -92,12 +176,13 @@ static int may_go(const mt_spill *s, const block *b)
         return 0;
     if (k == NULL)
         return 1;
-    return !k->wanted && !k->reading &&
-           (k->at == STORED || k->at == LOST || (k->at == WRITING && skips(s, MT_EDGE_WRITTEN)));
+    return !k->wanted && (k->at == STORED || k->at == UNREAD || k->at == LOST ||
+                          (k->at == WRITING && skips(s, MT_EDGE_WRITTEN)));
 }
 
 static void part(block *b)
 {
+    MT_ASSERT(b->filled.n == 0);
     if (b->owner != NULL)
         b->owner->block = NULL;
     b->owner = NULL;
@@ -120,9 +205,9 @@ static void unlink_spilled(mt_spill *s, mt_spilled *k)
         k->older->newer = k->newer;
 }
 
-/* No request of it is under way. */
 static void forget(mt_spill *s, mt_spilled *k)
 {
+    MT_ASSERT(!is_under_way(k));
     if (k->block != NULL)
         part(k->block);
     mt_places_give(&s->places, k->place);
@@ -166,9 +251,7 @@ static void request_over(mt_request *r)
     mt_watch_end(watch_of(s), &k->post, r->st);
     record(s, k);
     *(r->write ? &s->stats.written_bytes : &s->stats.read_bytes) += r->moved;
-    if (r->write)
-        k->at = r->st == MT_OK ? STORED : LOST;
-    k->reading = 0;
+    become(k, r->st == MT_OK ? STORED : r->write ? LOST : UNREAD);
     if (r->st != MT_OK)
         failed(s, k, r->write, r->st, r->text);
     if (k->dropped)
@@ -194,7 +277,7 @@ static void put(mt_spill *s, mt_spilled *k, int write)
 static void read_into(mt_spill *s, mt_spilled *k, block *b)
 {
     join(b, k);
-    k->reading = 1;
+    become(k, READING);
     put(s, k, 0);
 }
 
@@ -216,8 +299,7 @@ static void read_ahead(mt_spill *s)
     if (s->cursor == 0 || s->worker.stop || s->worker.failed != MT_OK)
         return;
     for (mt_spilled *k = s->newest; k != NULL; k = k->older) {
-        if (k->number >= s->cursor || k->block != NULL || k->at != STORED || k->dropped ||
-            k->st != MT_OK)
+        if (k->number >= s->cursor || k->block != NULL || k->at != STORED)
             continue;
         if ((b = spare(s, k->number, k->bytes)) == NULL)
             return;
@@ -230,16 +312,15 @@ static void read_ahead(mt_spill *s)
 /* Under mu. The copies out of which b was filled are over, unless st says otherwise. */
 static void filled(mt_spill *s, block *b, mt_status st)
 {
-    mt_spilled *k = b->filling;
+    mt_spilled *k = b->owner;
 
-    b->filling = NULL;
     if (k->dropped || s->worker.stop || st != MT_OK || s->worker.failed != MT_OK) {
-        k->at = LOST;
+        become(k, LOST);
         if (k->dropped)
             forget(s, k);
         return;
     }
-    k->at = WRITING;
+    become(k, WRITING);
     put(s, k, 1);
 }
 
@@ -256,7 +337,7 @@ static mt_status wait_for_device(void *arg, mt_job *node)
     if (!skips(s, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
         st = s->dev->ops->sync_event(fills ? b->b.filled : b->b.landed);
     mt_lock(&s->mu);
-    o->n--;
+    count(s, o, -1);
     if (fills)
         filled(s, b, st);
     if (st == MT_OK)
@@ -267,7 +348,7 @@ static mt_status wait_for_device(void *arg, mt_job *node)
 /* Behind what is owed already, also where this is. */
 static void owe(mt_spill *s, owed *o)
 {
-    o->n += !o->node.listed;
+    count(s, o, !o->node.listed);
     mt_worker_withdraw(&s->worker, &o->node);
     (void)mt_worker_submit(&s->worker, &o->node);
 }
@@ -366,7 +447,7 @@ static int is_written(void *arg)
 
 static int is_read(void *arg)
 {
-    return !((const mt_spilled *)arg)->reading;
+    return ((const mt_spilled *)arg)->at != READING;
 }
 
 /* Lets go of mu meanwhile, and a moment longer: nobody who holds swap's lock comes in between. */
@@ -461,6 +542,7 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     mt_status   st;
 
     mt_lock(&s->mu);
+    assert_state(s);
     s->cursor = 0;
     MT_TRY(tell_lost(s));
     MT_TRY(make(s, unit, number, bytes, &k));
@@ -483,8 +565,8 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
     mt_status st = MT_OK;
 
     mt_lock(&s->mu);
-    k->at = FILLING;
-    k->block->filling = k;
+    assert_state(s);
+    become(k, FILLING);
     owe(s, &k->block->filled);
     if (s->debug.sync)
         st = wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)");
@@ -502,7 +584,7 @@ static mt_status have_block(mt_spill *s, mt_spilled *k)
     MT_TRY(mt_worker_failure(&s->worker));
     if (k->block == NULL)                /* where WRITTEN is left out: it has one request */
         MT_TRY(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
-    if (k->block != NULL || k->st != MT_OK)
+    if (k->block != NULL || k->st != MT_OK)      /* it is told next, or what it has is lost */
         return MT_OK;
     MT_TRY(get_block(s, k, &b));
     read_into(s, k, b);
@@ -517,7 +599,10 @@ static mt_status tell_failed(mt_spilled *k)
 
     if (st != MT_OK && k->block != NULL)
         part(k->block);
-    k->st = k->at == LOST ? k->st : MT_OK;
+    if (k->at == UNREAD) {
+        become(k, STORED);
+        k->st = MT_OK;
+    }
     k->told = 1;
     return st;
 }
@@ -527,6 +612,8 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
     mt_status st;
 
     mt_lock(&s->mu);
+    assert_state(s);
+    MT_ASSERT(k->at != NEW && !k->dropped);
     s->cursor = k->number;
     k->wanted = 1;              /* from now on: the end of its read looks for blocks that may go */
     MT_TRY(have_block(s, k));
@@ -547,6 +634,8 @@ fail:
 void mt_spill_landing(mt_spill *s, mt_spilled *k)
 {
     mt_lock(&s->mu);
+    assert_state(s);
+    MT_ASSERT(k->wanted && k->block != NULL);
     k->wanted = 0;
     owe(s, &k->block->landed);
     mt_unlock(&s->mu);
@@ -555,12 +644,13 @@ void mt_spill_landing(mt_spill *s, mt_spilled *k)
 void mt_spill_drop(mt_spill *s, mt_spilled *k)
 {
     mt_lock(&s->mu);
+    assert_state(s);
     k->dropped = 1;
     if (skips(s, MT_EDGE_GONE)) {
         mt_places_give(&s->places, k->place);
         k->place = NULL;
     }
-    if (k->at != FILLING && k->at != WRITING && !k->reading)
+    if (!is_under_way(k))
         forget(s, k);
     read_ahead(s);
     pthread_cond_broadcast(&s->worker.news);
@@ -615,6 +705,7 @@ void mt_spill_stop(mt_spill *s)
     mt_lock(&s->mu);
     while (s->requests > 0)
         mt_cond_wait(&s->worker.news, &s->mu);
+    assert_state(s);
     mt_unlock(&s->mu);
 }
 

@@ -8,9 +8,20 @@
  *   place    a stretch of the file for one bundle, in whole pages;
  *            free for another one when it is dropped
  *   owner    of a block: whose bytes it has, or will
- *   stage    of a spilled: NEW, its block is filled; FILLING, we wait for the copies; WRITING;
- *            STORED, the file has it; LOST, the write failed. A block whose owner is stored may be
- *            given away at any time
+ *   stage    of a spilled, and what may come next. A drop ends any; FILLING, WRITING and READING
+ *            are over first
+ *              NEW      copies into its block are put                     FILLING
+ *              FILLING  our thread waits until they are over              WRITING, LOST
+ *              WRITING  its block is being written                        STORED, LOST
+ *              STORED   the file has it; its block may be given away      READING
+ *              READING  its block is being read into                      STORED, UNREAD
+ *              UNREAD   that failed: its block has nothing                STORED, once told
+ *              LOST     nobody has it: the write failed, or was not put
+ *   waits    of a block: what our thread waits for before it may be given away
+ *              NONE                                        FILLED, LANDED
+ *              FILLED   the copies out that fill it        NONE, BOTH
+ *              LANDED   the copies back from it            NONE, LANDED again for later ones
+ *              BOTH     its bundle came back at once       LANDED, BOTH
  *   cursor   the bundle that was asked for last. Those made before it are read next, the latest
  *            first, as far as there are blocks: a backward goes the way of its forward in reverse.
  *            None while bundles leave

@@ -295,6 +295,38 @@ static void until_written(scene *s, uint64_t bytes)
     CHECK(stats(s).written_bytes >= bytes);
 }
 
+/* Before the copies back of the first time are over; written: behind its write, or before it. */
+static void comes_back_twice(int written)
+{
+    static scene s;
+    uint64_t     bundle;
+    gate         g = { 0 };
+
+    scene_open(&s, 4, 1, 0, 0);              /* run is a queue of its own */
+    if (!written)
+        CHECK_OK(s.t.dev->ops->call(s.t.run, wait_for_gate, &g));
+    CHECK_OK(leave(&s, 0, 0, &bundle));
+    if (written) {
+        until_written(&s, KEEPS);
+        CHECK_OK(s.t.dev->ops->call(s.t.run, wait_for_gate, &g));
+    }
+    CHECK_OK(come(&s, 0, bundle));
+    CHECK_OK(come(&s, 1, bundle));
+    CHECK_OK(come(&s, 0, bundle));
+    atomic_store(&g.open, 1);
+    CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
+    for (int i = 0; i < 2; i++)
+        run(&s, &s.k.landing[i], value_of(0, 0), 1);
+    mt_swap_drop(s.w, bundle);
+    CHECK_EQ(scene_close(&s), 0);
+}
+
+static void a_bundle_may_come_back_again_while_it_does(void)
+{
+    comes_back_twice(0);
+    comes_back_twice(1);
+}
+
 /* Its first write is under way when a bundle is dropped; the next one's is over before. */
 static long dropped_while_it_is_written(unsigned skip)
 {
@@ -675,6 +707,7 @@ static void bundles_of_no_bytes_come_and_go(void)
 #define TESTS(X)                                                                              \
     X(tensors_come_back_as_they_left)                                                         \
     X(a_few_blocks_carry_any_number_of_bundles)                                               \
+    X(a_bundle_may_come_back_again_while_it_does)                                             \
     X(without_full_what_is_written_is_not_there_yet)                                          \
     X(without_written_a_block_is_filled_while_written)                                        \
     X(without_read_it_comes_back_too_early)                                                   \
