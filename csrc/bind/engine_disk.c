@@ -152,7 +152,7 @@ PyObject *mt_engine_disk_unname(PyObject *self, PyObject *unused)
     mt_status  st;
 
     (void)unused;
-    if (e->closed || e->home == NULL || !mt_home_is_ours(e->home))
+    if (e->closed || e->memory == NULL || !mt_memory_is_ours(e->memory))
         Py_RETURN_NONE;
     MT_UNLOCKED(e, st, unname(e));
     (void)st;

@@ -146,7 +146,7 @@ PyObject *mt_engine_plane(PyObject *self, PyObject *args)
     if (st != MT_OK)
         return mt_raise(e->error, st);
     desc = mt_store_desc(e->store, unit, param);
-    return mt_view_new(e->home, p,
+    return mt_view_new(e->memory, p,
                        mt_store_plane_bytes(e->store, unit, param, (mt_plane)plane, desc->numel));
 }
 

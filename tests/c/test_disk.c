@@ -240,7 +240,8 @@ static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, in
 static mt_status put(world *w, errand *e)
 {
     mt_update_job j = { .unit = e->unit, .params = e->params, .n_params = e->n,
-                        .bytes = UPDATE_BYTES, .pieces = update_parts, .free = errand_over, .arg = e };
+                        .bytes = UPDATE_BYTES, .pieces = update_parts, .free = errand_over,
+                        .arg = e };
 
     for (int k = 0; k < e->n && e->fail == 0 && e->unit < UNITS; k++) {
         int p = e->params[k];

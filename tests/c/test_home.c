@@ -160,6 +160,7 @@ static void a_move_that_fails_changes_nothing(void)
         CHECK_OK(mt_store_move(store, unit, &mt_home_through, NULL));
         CHECK(at(unit, MT_PLANE_HI)[5] == 3 && at(unit, MT_PLANE_M)[5] == 4);
         teardown();
+        cpu->ops->close(cpu);
     }
 }
 
