@@ -99,6 +99,14 @@ def test_a_harsher_change_is_told_only_where_it_pays() -> None:
     assert {"states": "8bit", "grads": "none"} in ways, "a fifth faster"
 
 
+def test_fewer_micro_batches_are_told_where_more_do_not_fit() -> None:
+    """One has no sums of gradients."""
+    why = refused(llama(1), tokens=4, seq=1, vram="1407MiB", host="1572MiB", micro=2, states="8bit", nvme={"limit": "1GiB"})
+    assert why.changes["micro"] == 1
+    assert mt.plan(llama(1), tokens=4, seq=1, machine=FLAT, vram="1407MiB", host="1572MiB", micro=1, states="8bit",
+                   nvme={"limit": "1GiB"}).micro == 1
+
+
 def test_fewer_tokens_are_tried_where_a_step_is_one_micro_batch() -> None:
     why = refused(llama(12), tokens=65536, **TIGHT, grads="none")
     fewer = [way.changes["tokens"] for way in why.ways if "tokens" in way.changes]

@@ -97,18 +97,12 @@ typedef struct mt_engine {
     PyObject   *error;       /* MegatrainError, owned */
     PyObject   *held, *renew;/* bound methods of SlotHooks, owned; NULL before open_slots */
     mt_memory  *memory;      /* one holder of it */
-    mt_pool    *pool;        /* memory's, as are the next two; all NULL before __init__ */
-    mt_dev     *dev;
-    mt_store   *store;
-    mt_sumsq   *sums;        /* chunk sums of the D2H queue */
-    mt_timeline *timeline;   /* NULL once closed, as all below */
-    mt_resident *residents;
-    mt_through *through;     /* NULL before a unit is to go through the device */
-    mt_file    *file;        /* NULL before units have their states on disk, as disk */
-    mt_disk    *disk;
-    mt_feed    *feed;        /* NULL: no unit's weights are on disk */
+    mt_context  cx;          /* dev, pool and store are memory's; all NULL before __init__, the
+                              * rest once closed too. through, disk, feed, arrive: as units live
+                              * there */
+    mt_sumsq   *sums;        /* chunk sums of the D2H queue. NULL once closed, as all below */
+    mt_file    *file;        /* NULL before units have their states on disk */
     mt_pool    *disk_pool;   /* its own, so that no update waits for another's turn */
-    mt_arrive  *arrive;      /* NULL before a unit's states are to come and leave */
     mt_offload *offload;
     mt_updater *updater;
     mt_swap    *swap;
@@ -118,10 +112,9 @@ typedef struct mt_engine {
     struct mt_saving *saving;/* NULL while nothing is saved: engine_save.c */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
     int         n_adopted;
-    mt_mutex        door;    /* offload and update are entered by one thread at a time */
+    mt_mutex    door;        /* offload and update are entered by one thread at a time */
     int         busy;        /* calls that have let go of the GIL */
     int         closed;
-    mt_debug    debug;
 } mt_engine;
 
 /* Gradients of at most this many units are alive on the device at once: one leaves while the

@@ -437,7 +437,7 @@ static void job_free(void *arg)
  * it would end the run. */
 static int hyper_ok(mt_engine *e, int unit, const adam_param *p)
 {
-    const mt_param_desc *d = mt_store_desc(e->store, unit, p->param);
+    const mt_param_desc *d = mt_store_desc(e->cx.store, unit, p->param);
     float          none = 0;
     mt_adam_tensor t = { .dtype = d->dtype, .hi = &none, .master = &none,
                          .lo = (int16_t *)(void *)&none, .m = &none, .v = &none, .grad = &none,
@@ -448,7 +448,8 @@ static int hyper_ok(mt_engine *e, int unit, const adam_param *p)
     if (st == MT_OK)
         return 0;
     PyErr_Format(e->error, "unit %d (%s), parameter %d (%s): %s", unit,
-                 mt_store_name(e->store, unit), p->param, mt_dtype_name(d->dtype), mt_last_error());
+                 mt_store_name(e->cx.store, unit), p->param, mt_dtype_name(d->dtype),
+                 mt_last_error());
     return -1;
 }
 
@@ -487,9 +488,9 @@ static adam_job *job_new(mt_engine *e, int unit, int n)
 
     if (j == NULL)
         return (adam_job *)(void *)PyErr_NoMemory();
-    *j = (adam_job){ .store = e->store, .unit = unit, .n = n,
-                     .residents = mt_store_home(e->store, unit, NULL)->at != NULL ? e->residents
-                                                                                  : NULL };
+    *j = (adam_job){ .store = e->cx.store, .unit = unit, .n = n };
+    if (mt_store_home(e->cx.store, unit, NULL)->at != NULL)
+        j->residents = e->cx.residents;
     j->params = calloc((size_t)n + 1, sizeof *j->params);
     j->p = calloc((size_t)n + 1, sizeof *j->p);
     if (j->params == NULL || j->p == NULL) {

@@ -24,9 +24,10 @@ typedef struct guest {
 #define COPIED "copies of its states (the event STORED)"
 
 struct mt_arrive {
+    mt_context     *cx;
     mt_dev         *dev;
     mt_store       *store;
-    mt_timeline    *timeline;    /* written before the first lift */
+    mt_timeline    *timeline;
     guest         **guests;      /* [n_guests] by unit, NULL: none. Written by invite */
     int             n_guests;
 
@@ -34,24 +35,22 @@ struct mt_arrive {
     mt_queue       *queue;
     mt_event       *drained;     /* recorded on the queue by who waits for all of it. mu */
     mt_arrive_stats stats;       /* mu */
-    mt_debug        debug;       /* mu */
 };
 
 /* ---- open, invite, close ---------------------------------------------------------------- */
 
-mt_status mt_arrive_open(mt_dev *dev, mt_store *store, mt_arrive **out)
+mt_status mt_arrive_open(mt_context *cx, mt_arrive **out)
 {
     mt_arrive *a = calloc(1, sizeof *a);
     mt_status  st;
 
     if (a == NULL)
         return MT_FAIL(MT_ENOMEM, "arrive: calloc(%zu)", sizeof *a);
-    a->dev = dev;
-    a->store = store;
+    *a = (mt_arrive){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline };
     mt_mutex_open(&a->mu, MT_RANK_ARRIVE);
-    MT_TRY(dev->ops->event_open(dev, &a->drained));
-    MT_TRY(dev->ops->queue_open(dev, "guests", &a->queue));
-    *out = a;
+    MT_TRY(a->dev->ops->event_open(a->dev, &a->drained));
+    MT_TRY(a->dev->ops->queue_open(a->dev, "guests", &a->queue));
+    *out = cx->arrive = a;
     return MT_OK;
 
 fail:
@@ -74,6 +73,8 @@ void mt_arrive_close(mt_arrive *a)
 {
     if (a == NULL)
         return;
+    if (a->cx->arrive == a)
+        a->cx->arrive = NULL;
     if (a->queue != NULL)
         a->dev->ops->queue_close(a->queue);
     for (int u = 0; u < a->n_guests; u++)
@@ -82,11 +83,6 @@ void mt_arrive_close(mt_arrive *a)
     mt_mutex_close(&a->mu);
     free(a->guests);
     free(a);
-}
-
-void mt_arrive_timeline(mt_arrive *a, mt_timeline *t)
-{
-    a->timeline = t;
 }
 
 static mt_status guests_grow(mt_arrive *a, int n)
@@ -345,10 +341,10 @@ static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_arrive_part *part
     g->n = n;
     /* LENT: whoever had this memory before computed with it in run. */
     MT_TRY(a->dev->ops->record(run, g->lent));
-    if (!(a->debug.skip & MT_EDGE_LENT))
+    if (!mt_skips(a->cx, MT_EDGE_LENT))
         MT_TRY(a->dev->ops->wait(a->queue, g->lent));
     MT_TRY(put_copies(a, g, unit, NULL, 0, MT_STATE_PLANES, 1));
-    if (a->debug.sync)
+    if (mt_syncs(a->cx))
         MT_TRY(a->dev->ops->sync_event(g->last));
     return MT_OK;
 
@@ -417,15 +413,11 @@ fail:
 /* Nothing of the unit is announced or on its way; or *idle is 0. */
 static mt_status look(mt_arrive *a, const guest *g, int unit, int *idle)
 {
-    unsigned  skip;
     mt_status st = MT_OK;
 
-    mt_lock(&a->mu);
-    skip = a->debug.skip;
-    mt_unlock(&a->mu);
     *idle = !mt_ledger_updates_due(a->store, unit);
     /* STORED: the pieces' next owner would write what is still copied. */
-    if (*idle && !(skip & MT_EDGE_STORED))
+    if (*idle && !mt_skips(a->cx, MT_EDGE_STORED))
         MT_TRY(a->dev->ops->query(g->last, idle));
 fail:
     return st;
@@ -475,16 +467,12 @@ fail:
 mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q)
 {
     const mt_arrive_part *parts;
-    unsigned              skip;
     int                   n;
     mt_status             st;
 
     MT_TRY(mt_arrive_parts(a, unit, &parts, &n));
-    mt_lock(&a->mu);
-    skip = a->debug.skip;
-    mt_unlock(&a->mu);
     /* LIFTED: also behind copies down of the update before, which this one would overtake. */
-    if (!(skip & MT_EDGE_LIFTED))
+    if (!mt_skips(a->cx, MT_EDGE_LIFTED))
         MT_TRY(a->dev->ops->wait(q, a->guests[unit]->last));
 fail:
     return st;
@@ -498,11 +486,11 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
     MT_TRY(find(a, unit, &g));
     mt_lock(&a->mu);
     st = MT_OK;
-    if (!(a->debug.skip & MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
+    if (!mt_skips(a->cx, MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
         st = a->dev->ops->wait(a->queue, made);
     if (st == MT_OK)
         st = put_copies(a, g, unit, params, n, MT_STATE_PLANES, 0);
-    if (st == MT_OK && a->debug.sync)
+    if (st == MT_OK && mt_syncs(a->cx))
         st = a->dev->ops->sync_event(g->last);
     mt_unlock(&a->mu);
 fail:
@@ -517,15 +505,11 @@ static mt_status wait_copied(mt_arrive *a, const guest *g, int unit)
 mt_status mt_arrive_wait(mt_arrive *a, int unit)
 {
     guest    *g;
-    unsigned  skip;
     mt_status st;
 
     MT_TRY(find(a, unit, &g));
     MT_TRY(mt_ledger_wait_updates(a->store, unit));
-    mt_lock(&a->mu);
-    skip = a->debug.skip;
-    mt_unlock(&a->mu);
-    if (!(skip & MT_EDGE_STORED))
+    if (!mt_skips(a->cx, MT_EDGE_STORED))
         MT_TRY(wait_copied(a, g, unit));
 fail:
     return st;
@@ -569,11 +553,4 @@ mt_arrive_stats mt_arrive_stats_get(mt_arrive *a)
     stats = a->stats;
     mt_unlock(&a->mu);
     return stats;
-}
-
-void mt_arrive_debug(mt_arrive *a, mt_debug d)
-{
-    mt_lock(&a->mu);
-    a->debug = d;
-    mt_unlock(&a->mu);
 }

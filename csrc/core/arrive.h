@@ -22,7 +22,7 @@
  * All copies are put in one queue, `guests`: its order keeps a copy up behind
  * the copies down before it.
  *
- * Edges (each can be left out by mt_arrive_debug):
+ * Edges (each can be left out: debug.h):
  *   LENT     guests waits for compute that used the pieces before  recorded on run, by lift
  *   LIFTED   the residents' queue waits for the states, before it  the event of STORED
  *            updates them
@@ -37,7 +37,6 @@
 #ifndef MT_ARRIVE_H
 #define MT_ARRIVE_H
 
-#include "debug.h"
 #include "mirror.h"
 #include "timeline.h"
 
@@ -45,10 +44,8 @@
 
 typedef struct mt_arrive mt_arrive;
 
-mt_status mt_arrive_open (mt_dev *dev, mt_store *store, mt_arrive **out);
+mt_status mt_arrive_open (mt_context *cx, mt_arrive **out);
 void      mt_arrive_close(mt_arrive *a);                 /* waits for the queue */
-/* Copies are recorded in t. Before the first lift, or never. */
-void      mt_arrive_timeline(mt_arrive *a, mt_timeline *t);
 
 /* The settled unit is a guest from now on, or no more. While nothing of it is under way,
  * and it has no stay. */
@@ -85,7 +82,5 @@ typedef struct mt_arrive_stats {
     uint64_t h2d_bytes, d2h_bytes;       /* since open */
 } mt_arrive_stats;
 mt_arrive_stats mt_arrive_stats_get(mt_arrive *a);
-
-void mt_arrive_debug(mt_arrive *a, mt_debug d);          /* tests only */
 
 #endif

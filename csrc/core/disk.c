@@ -1048,7 +1048,7 @@ const mt_home mt_home_disk_weights = {
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
+mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
                        mt_disk **out)
 {
     mt_disk  *d;
@@ -1063,21 +1063,19 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
         return st;
     if ((d = calloc(1, sizeof *d)) == NULL)
         return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *d);
-    d->store = store;
-    d->file = file;
-    d->pool = pool;
-    d->bytes = bytes;
+    *d = (mt_disk){ .cx = cx, .store = cx->store, .timeline = cx->timeline, .file = file,
+                    .pool = pool, .bytes = bytes };
     d->next_unit = d->before = d->first_added = d->last_added = d->bounced_unit = -1;
     mt_mutex_open(&d->mu, MT_RANK_DISK);
     MT_TRY(mt_watch_cond(&d->changed));
     MT_TRY(mt_arena_open(&d->memory, all, NULL, NULL, "buffers of the disk",
-                         mt_store_bytes(store, MT_PLANE_COUNT)));
+                         mt_store_bytes(d->store, MT_PLANE_COUNT)));
     MT_TRY(mt__ring_open(&d->ring, d, n_buffers, d->memory.base, bytes,
                          1u << MT__WEIGHTS | 1u << MT__STATES, "a piece to be read (READ)"));
     d->bounce = (char *)d->memory.base + (size_t)n_buffers * bytes;
     d->stats.buffer_bytes = d->memory.bytes;
     MT_TRY(mt_worker_open(&d->worker, &d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
-    *out = d;
+    *out = cx->disk = d;
     return MT_OK;
 
 fail:
@@ -1089,6 +1087,8 @@ void mt_disk_close(mt_disk *d)
 {
     if (d == NULL)
         return;
+    if (d->cx->disk == d)
+        d->cx->disk = NULL;
     mt_worker_close(&d->worker);
     mt_lock(&d->mu);
     d->next_unit = -1;                   /* nothing more is read */
@@ -1106,11 +1106,6 @@ void mt_disk_close(mt_disk *d)
     free(d->ring.buffers);
     free(d->units);
     free(d);
-}
-
-void mt_disk_timeline(mt_disk *d, mt_timeline *t)
-{
-    d->timeline = t;
 }
 
 static mt_status room_for(mt_disk *d, int u)

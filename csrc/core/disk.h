@@ -74,12 +74,10 @@ typedef struct mt_disk mt_disk;
 
 /* pool: for the updates alone, so that none waits for another unit's turn;
  * NULL: our thread makes them. */
-mt_status mt_disk_open (mt_store *store, mt_blocks *file, mt_pool *pool, int n_buffers,
+mt_status mt_disk_open (mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buffers,
                         size_t bytes, mt_disk **out);
 /* finishes what was put, and all requests; before the file is closed */
 void      mt_disk_close(mt_disk *d);
-/* Reads, writes and updates are recorded in t. Before the first update, or never. */
-void      mt_disk_timeline(mt_disk *d, mt_timeline *t);
 
 /* weights: those too; they are zero until the first push. MT_ESTATE as mt_store_move.
  * Parameters that become trainable after the unit's first update, or push,
@@ -104,9 +102,9 @@ mt_disk_stats mt_disk_stats_get(mt_disk *d);
 
 typedef struct mt_feed mt_feed;
 
-/* Once, when all units were added; its buffers hold the largest piece's weights each, and are
- * registered with dev. */
-mt_status mt_feed_open (mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out);
+/* Once, when all units were added to the context's disk; its buffers hold the largest piece's
+ * weights each, and are registered. */
+mt_status mt_feed_open (mt_context *cx, size_t bytes, mt_feed **out);
 /* when no copy is put any more, and before the disk is closed */
 void      mt_feed_close(mt_feed *f);
 /* The mover: this one is to be fetched as soon as its updates are over. -1: none. */

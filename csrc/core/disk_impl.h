@@ -92,10 +92,11 @@ typedef struct mt__way {
 } mt__way;
 
 struct mt_disk {
+    mt_context     *cx;
     mt_store       *store;
     mt_blocks      *file;
     mt_pool        *pool;
-    mt_timeline    *timeline;            /* written before the first update */
+    mt_timeline    *timeline;
     mt_feed        *feed;                /* NULL: nobody fetches weights from here. Written by
                                           * mt_feed_open, under mu */
     size_t          bytes;               /* of a buffer */

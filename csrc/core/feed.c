@@ -272,8 +272,9 @@ mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_feed_open(mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out)
+mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
 {
+    mt_disk  *d = cx->disk;
     size_t    each = d->most_weights > 0 ? d->most_weights : MT_BLOCK_ALIGN;
     int       n = (int)(bytes / each);
     mt_feed  *f = calloc(1, sizeof *f);
@@ -282,18 +283,18 @@ mt_status mt_feed_open(mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out)
     if (f == NULL)
         return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *f);
     n = n < LEAST ? LEAST : n > MOST ? MOST : n;
-    *f = (mt_feed){ .disk = d, .dev = dev, .unit = -1 };
-    MT_TRY(mt_arena_open(&f->memory, (size_t)n * each, NULL, dev, "buffers of weights on disk",
+    *f = (mt_feed){ .disk = d, .dev = cx->dev, .unit = -1 };
+    MT_TRY(mt_arena_open(&f->memory, (size_t)n * each, NULL, cx->dev, "buffers of weights on disk",
                          mt_store_bytes(d->store, MT_PLANE_COUNT)));
     MT_TRY(mt__ring_open(&f->ring, d, n, f->memory.base, each, 1u << MT__WEIGHTS,
                          "weights to be read for a fetch"));
     for (int i = 0; i < n; i++)
-        MT_TRY(dev->ops->event_open(dev, &f->ring.buffers[i].copied));
+        MT_TRY(f->dev->ops->event_open(f->dev, &f->ring.buffers[i].copied));
     mt_lock(&d->mu);
     d->stats.buffer_bytes += f->memory.bytes;
     d->feed = f;
     mt_unlock(&d->mu);
-    *out = f;
+    *out = cx->feed = f;
     return MT_OK;
 
 fail:
@@ -310,6 +311,8 @@ void mt_feed_close(mt_feed *f)
     if (f == NULL)
         return;
     d = f->disk;
+    if (d->cx->feed == f)
+        d->cx->feed = NULL;
     mt_lock(&d->mu);
     f->unit = -1;                        /* nothing more is read */
     f->n_expected = 0;

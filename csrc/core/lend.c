@@ -144,18 +144,18 @@ static int still_lent(mt_store *s, uint64_t number)
 }
 
 /* The thread that waits launches windows: what it waits for, compute waits for. */
-static mt_status wait_for(mt_store *s, int holder)
+static mt_status wait_for(mt_store *s, int holder, mt_timeline *t)
 {
     mt_span   span;
     mt_status st;
 
-    mt_timeline_begin(s->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, holder, NULL);
+    mt_timeline_begin(t, &span, MT_LANE_HAND, MT_WORK_WAIT, holder, NULL);
     st = mt_ledger_wait_updates(s, holder);
-    mt_timeline_end(s->timeline, &span, 0, NULL);
+    mt_timeline_end(t, &span, 0, NULL);
     return st;
 }
 
-mt_status mt_store_lend(mt_store *s, int unit)
+mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
 {
     mt__unit *u = mt__unit_at(s, unit);
     size_t   *offset = NULL, bytes;
@@ -176,7 +176,7 @@ mt_status mt_store_lend(mt_store *s, int unit)
         MT_TRY(try_to_lend(s, unit, offset, bytes, &holder, &number));
         if (holder < 0)
             return MT_OK;
-        MT_TRY(wait_for(s, holder));
+        MT_TRY(wait_for(s, holder, t));
         if (still_lent(s, number)) {
             st = MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; "
                          "where they are kept nowhere, each hand-over is followed by its update",
@@ -229,9 +229,9 @@ mt_status mt_store_lend_most(mt_store *s, int n)
     return MT_OK;
 }
 
-void mt_store_timeline(mt_store *s, mt_timeline *t)
+int mt_store_lends(const mt_store *s)
 {
-    s->timeline = t;
+    return s->most_lent;
 }
 
 int mt_store_passes(const mt_store *s, int unit)

@@ -45,6 +45,7 @@ typedef struct ticket {
     piece    *pieces;
     int      *params;        /* [n] of the pieces */
     int       n, cap;
+    uint64_t  passes;        /* run waits for that one's copies, `depth` before it; 0: for none */
     int       adds;          /* pieces for the collector */
 } ticket;
 
@@ -65,13 +66,14 @@ typedef struct tally {
 } tally;
 
 struct mt_offload {
+    const mt_context  *cx;
     mt_dev            *dev;
     mt_store          *store;
     mt_pool           *pool;
     mt_offload_kernels kernels;
-    uint64_t           depth;        /* constant once anything is put */
+    uint64_t           depth;
     mt_queue          *d2h;          /* putting thread */
-    mt_timeline       *timeline;     /* written before the first put */
+    mt_timeline       *timeline;
     ticket            *ring;         /* [n_ring]; ticket t is at t % n_ring */
     uint64_t           n_ring;
     staging            staging[STAGINGS];
@@ -84,7 +86,6 @@ struct mt_offload {
     uint64_t           landed;       /* latest whose copies it saw end; stays at a failure. mu */
     uint64_t           waited_for;   /* latest ticket run waits for; putting thread, under mu */
     uint64_t           d2h_bytes;    /* mu */
-    mt_debug           debug;        /* mu */
 };
 
 /* ---- the collector ---------------------------------------------------------------------- */
@@ -279,8 +280,7 @@ fail:
     return st;
 }
 
-mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth,
-                          mt_offload_kernels k, mt_offload **out)
+mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k, mt_offload **out)
 {
     mt_offload *o;
     mt_status   st;
@@ -290,15 +290,12 @@ mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth
                        "device", depth);
     if ((o = calloc(1, sizeof *o)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: calloc(%zu)", sizeof *o);
-    o->dev = dev;
-    o->store = store;
-    o->pool = pool;
-    o->kernels = k;
-    o->depth = (uint64_t)depth;
+    *o = (mt_offload){ .cx = cx, .dev = cx->dev, .store = cx->store, .pool = cx->pool,
+                       .timeline = cx->timeline, .kernels = k, .depth = (uint64_t)depth };
     mt_mutex_open(&o->mu, MT_RANK_OFFLOAD);
     MT_TRY(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
     MT_TRY(ring_open(o));
-    MT_TRY(dev->ops->queue_open(dev, "d2h", &o->d2h));
+    MT_TRY(o->dev->ops->queue_open(o->dev, "d2h", &o->d2h));
     *out = o;
     return MT_OK;
 
@@ -329,20 +326,6 @@ void mt_offload_close(mt_offload *o)
     free(o->tally);
     free(o->ring);
     free(o);
-}
-
-void mt_offload_timeline(mt_offload *o, mt_timeline *t)
-{
-    o->timeline = t;
-}
-
-mt_status mt_offload_depth(mt_offload *o, int depth)
-{
-    if (depth < 1 || (uint64_t)depth > o->depth || o->collector.submitted > 0)
-        return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to %" PRIu64 ", before anything is put",
-                       depth, o->depth);
-    o->depth = (uint64_t)depth;
-    return MT_OK;
 }
 
 /* ---- put: first everything that can be refused, then the queue -------------------------- */
@@ -488,8 +471,15 @@ fail:
     return st;
 }
 
-/* number: the ticket's. */
-static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned skip, mt_queue *run)
+/* Units that have a buffer for gradients that pass: no more have some on the device. */
+static uint64_t depth_of(const mt_offload *o, int unit)
+{
+    uint64_t lent = (uint64_t)mt_store_lends(o->store);
+
+    return mt_store_passes(o->store, unit) && lent < o->depth ? lent : o->depth;
+}
+
+static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
 {
     const mt_dev_ops *v = o->dev->ops;
     void             *of;
@@ -502,7 +492,7 @@ static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned ski
     MT_TRY(v->record(run, t->handed));
     mt_watch_compute(mt_store_watch(o->store), &t->making, mt_store_name(o->store, t->unit),
                      "its gradients' kernels (the event GRAD)", t->handed);
-    if (!(skip & MT_EDGE_GRAD))
+    if (!mt_skips(o->cx, MT_EDGE_GRAD))
         MT_TRY(v->wait(o->d2h, t->handed));
     if (home->come != NULL)
         MT_TRY(home->come(of, t->unit, t->params, t->n, o->d2h));
@@ -514,8 +504,8 @@ static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned ski
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
     MT_TRY(v->record(o->d2h, t->landed));
     /* LANDED: what run is given from now on may reuse the sources of `depth` tickets ago. */
-    if (number > o->depth && !(skip & MT_EDGE_LANDED))
-        MT_TRY(v->wait(run, ticket_at(o, number - o->depth)->landed));
+    if (t->passes > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
+        MT_TRY(v->wait(run, ticket_at(o, t->passes)->landed));
     return MT_OK;
 fail:
     return st;
@@ -563,8 +553,8 @@ static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t numb
     note(o, t, y, 1);
     y->adds += t->adds > 0;
     (void)mt_worker_submit(&o->collector, &t->node);
-    if (number > o->depth && number - o->depth > o->waited_for)
-        o->waited_for = number - o->depth;
+    if (t->passes > o->waited_for)
+        o->waited_for = t->passes;
     mt_unlock(&o->mu);
 }
 
@@ -607,43 +597,36 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     ticket   *t = ticket_at(o, next);
     tally    *y;
     staging  *g;
-    mt_debug  debug;
     mt_status st;
 
     if (unit < 0 || unit >= mt_store_units(o->store) || n < 0)
         return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
                        n, unit, mt_store_units(o->store));
-    mt_lock(&o->mu);
-    debug = o->debug;
-    mt_unlock(&o->mu);
     MT_TRY(tally_of(o, unit, &y));
     MT_TRY(wait_turn(o, unit, items, n, y));
     if (mt_store_passes(o->store, unit))
-        MT_TRY(mt_store_lend(o->store, unit));
+        MT_TRY(mt_store_lend(o->store, unit, o->timeline));
     MT_TRY(prepare(o, t, unit, items, n, y, &g));
 
     mt_ledger_grads_begin(o->store, unit);
-    if ((st = put_all(o, t, next, debug.skip, run)) != MT_OK) {
+    t->passes = next > depth_of(o, unit) ? next - depth_of(o, unit) : 0;
+    if ((st = put_all(o, t, run)) != MT_OK) {
         give_up(o, t, y);
         return st;
     }
     commit(o, t, y, g, next);
     *number = next;
-    return debug.sync ? drain_all(o) : MT_OK;
+    return mt_syncs(o->cx) ? drain_all(o) : MT_OK;
 fail:
     return st;
 }
 
 mt_status mt_offload_land(mt_offload *o, mt_queue *run)
 {
-    mt_debug  debug;
     mt_status st = MT_OK;
 
-    mt_lock(&o->mu);
-    debug = o->debug;
-    mt_unlock(&o->mu);
     /* The D2H queue is first in, first out: the last ticket's copies end last. */
-    if (o->collector.submitted > 0 && !(debug.skip & MT_EDGE_LANDED))
+    if (o->collector.submitted > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
         MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
     mt_lock(&o->mu);
     o->waited_for = o->collector.submitted;
@@ -747,11 +730,4 @@ uint64_t mt_offload_d2h_bytes(mt_offload *o)
     bytes = o->d2h_bytes;
     mt_unlock(&o->mu);
     return bytes;
-}
-
-void mt_offload_debug(mt_offload *o, mt_debug d)
-{
-    mt_lock(&o->mu);
-    o->debug = d;
-    mt_unlock(&o->mu);
 }

@@ -17,7 +17,7 @@
  *     mt_mirror_bring(store, unit, 1u << MT_PLANE_HI);    // host: the weights are as on the device
  *     mt_resident_unsettle(r, unit, 1);                   // its planes move back
  *
- * Edges (each can be left out by mt_resident_debug):
+ * Edges (each can be left out: debug.h):
  *   STEPPED  run waits for the unit's last update or fetch      recorded on the queue, behind it
  *   ASKED    the queue waits for compute launched before step() recorded on run, by step()
  *   FREED    the queue waits for compute that used the slot     recorded on run, by the await that
@@ -42,14 +42,9 @@
 
 typedef struct mt_resident mt_resident;
 
-mt_status mt_resident_open (mt_dev *dev, mt_store *store, mt_resident **out);
+mt_status mt_resident_open (mt_context *cx, mt_resident **out);
 /* waits for the queue; device planes are given back */
 void      mt_resident_close(mt_resident *r);
-/* Updates and fetches are recorded in t. Before the first of them, or never. */
-void      mt_resident_timeline(mt_resident *r, mt_timeline *t);
-
-/* Who copies guests' states; it outlives r. Before the first guest is invited. */
-void      mt_resident_guests(mt_resident *r, mt_arrive *a);
 
 /* mem: device memory of the unit's hi_bytes, which nobody else uses until the unit is unsettled.
  * What the host has is to be taken before the unit's next hand-over or update; a guest is invited
@@ -96,7 +91,5 @@ typedef struct mt_resident_stats {
     uint64_t h2d_bytes, d2h_bytes;
 } mt_resident_stats;
 mt_resident_stats mt_resident_stats_get(mt_resident *r);
-
-void mt_resident_debug(mt_resident *r, mt_debug d);      /* tests only */
 
 #endif

@@ -107,12 +107,12 @@ static mt_status check_desc(const char *name, const mt_param_desc *d, int i)
 
 /* ---- the store and its units ------------------------------------------------------------ */
 
-mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
+mt_status mt_store_open(const mt_context *cx, mt_store **out)
 {
     mt_store *s;
     mt_status st;
 
-    if (dev == NULL)
+    if (cx->dev == NULL)
         return MT_FAIL(MT_EINVAL, "a store needs a device; open one with mt_dev_cpu_open()");
     if ((s = calloc(1, sizeof *s)) == NULL)
         return MT_FAIL(MT_ENOMEM, "store: calloc(%zu)", sizeof *s);
@@ -128,9 +128,9 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
     mt_mutex_open(&s->map_mu, MT_RANK_MAP);
     mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
     mt_mutex_open(&s->mirror_mu, MT_RANK_MIRROR);
-    mt_watch_open(&s->watch);
-    s->dev = dev;
-    s->pool = pool;
+    mt_watch_open(&s->watch, cx->warn);
+    s->dev = cx->dev;
+    s->pool = cx->pool;
     s->most_lent = MT_STORE_LENT;
     *out = s;
     return MT_OK;
@@ -759,9 +759,14 @@ size_t mt_store_device_bytes(const mt_store *s)
 
 /* ---- homes ------------------------------------------------------------------------------ */
 
+static int home_fits(const mt_update_job *j)
+{
+    return j->run != NULL;
+}
+
 const mt_home mt_home_ram = {
     .lives = "lives in host memory", .registered = 1u << MT_PLANE_HI | 1u << MT_PLANE_GRAD,
-    .turn = 2,
+    .fits = home_fits, .turn = 2,
 };
 
 const mt_home *mt_store_home(const mt_store *s, int unit, void **of)

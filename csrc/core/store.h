@@ -9,7 +9,7 @@
  *            these planes are copies (see disk.h)
  *   ledger   per unit: its version, and the work under way that a reader or writer must wait for
  *
- *     mt_store_open(dev, pool, &s);
+ *     mt_store_open(&cx, &s);
  *     mt_store_add(s, "layers.0", params, 12, &unit);
  *     mt_store_at(s, unit, 3, MT_PLANE_HI, &w);       // host address of parameter 3's weights
  *     mt_ledger_read(s, unit);                        // no update of it is under way any more
@@ -23,6 +23,7 @@
 #ifndef MT_STORE_H
 #define MT_STORE_H
 
+#include "context.h"
 #include "dev.h"
 #include "pool.h"
 #include "states.h"
@@ -70,7 +71,8 @@ typedef struct mt_part {
 typedef struct mt_store mt_store;
 typedef struct mt_home mt_home;          /* home.h */
 
-mt_status mt_store_open (mt_dev *dev, mt_pool *pool, mt_store **out);
+/* Of the context: dev, pool, warn. */
+mt_status mt_store_open (const mt_context *cx, mt_store **out);
 void      mt_store_close(mt_store *s);
 mt_status mt_store_add  (mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit);
 
@@ -147,12 +149,11 @@ mt_status mt_store_set_passing(mt_store *s, int unit);
 /* Fewer of a size, at least one: then a hand-over waits for the update before.
  * Before anything is lent. */
 mt_status mt_store_lend_most  (mt_store *s, int n);
+int       mt_store_lends      (const mt_store *s);                       /* so many of a size */
 int       mt_store_passes     (const mt_store *s, int unit);             /* any thread */
-/* Waits for a buffer, that is for the update of a unit that has one:
- * MT_ESTATE when no update has used it. */
-mt_status mt_store_lend       (mt_store *s, int unit);
-/* Those waits are recorded in t, with that unit. Before anything is lent, or never. */
-void      mt_store_timeline   (mt_store *s, mt_timeline *t);
+/* Waits for a buffer, that is for the update of a unit that has one, and records that in t with
+ * that unit: MT_ESTATE when no update has used it. */
+mt_status mt_store_lend       (mt_store *s, int unit, mt_timeline *t);
 
 /* *in: the parameter has its place in the unit's arena of that plane, which is made where it is
  * not. 0: it has an arena of its own, or nothing there. */

@@ -100,8 +100,6 @@ struct mt_store {
     int             n_lent, most_lent;       /* most: of a size in a place; constant once anything
                                               * is lent */
     uint64_t        lendings;                /* so far. map_mu */
-    mt_timeline    *timeline;                /* of waits for a buffer. Constant once anything is
-                                              * lent */
     mt__ledger      ledger;
     mt_watch        watch;
 };

@@ -31,25 +31,25 @@ typedef struct bundle {                  /* all under mu */
 } bundle;
 
 struct mt_swap {
+    const mt_context *cx;
     mt_dev         *dev;
     mt_pool        *pool;
     mt_queue       *out, *back;          /* whoever holds mu puts */
     mt_event       *made, *room;         /* recorded on run, and waited for at once */
     mt_post         making;              /* `made`, for the watchdog. mu */
     mt_timeline    *timeline;
-    mt_store       *store;               /* NULL: nobody watches */
+    mt_store       *store;
     mt_spill       *spill;               /* NULL: there is no file */
     mt_mutex        mu;
     block          *blocks;              /* mu, as what follows */
     bundle         *there;               /* the latest first */
     uint64_t        bundles;             /* made so far */
     mt_swap_stats   stats;
-    mt_debug        debug;
 };
 
 static mt_watch *watch_of(const mt_swap *w)
 {
-    return w->store != NULL ? mt_store_watch(w->store) : NULL;
+    return mt_store_watch(w->store);
 }
 
 /* ---- blocks ----------------------------------------------------------------------------- */
@@ -114,20 +114,14 @@ static block *fitting(mt_swap *w, size_t bytes, block **largest)
 #define LEFT "copies of what it keeps (the event LEFT)"
 #define BACK "copies of what it keeps (the event BACK)"
 
-static mt_status host_waits(mt_swap *w, mt_event *e, const mt_post *p, const char *awaits)
-{
-    return w->store == NULL ? w->dev->ops->sync_event(e)
-                            : mt_watch_event(watch_of(w), e, p->unit, awaits);
-}
-
 /* Its copies must be over before its memory goes. */
 static mt_status give_up(mt_swap *w, block *b)
 {
     block   **at = &w->blocks;
     mt_status st;
 
-    MT_TRY(host_waits(w, b->b.filled, &b->b.filling, LEFT));
-    MT_TRY(host_waits(w, b->b.landed, &b->b.landing, BACK));
+    MT_TRY(mt_watch_event(watch_of(w), b->b.filled, b->b.filling.unit, LEFT));
+    MT_TRY(mt_watch_event(watch_of(w), b->b.landed, b->b.landing.unit, BACK));
     while (*at != b)
         at = &(*at)->next;
     *at = b->next;
@@ -240,7 +234,7 @@ static mt_status copy_pieces(mt_queue *q, char *dst, const char *src, size_t byt
 
 static mt_status wait_for(mt_swap *w, mt_queue *q, mt_event *e, unsigned edge)
 {
-    return w->debug.skip & edge ? MT_OK : w->dev->ops->wait(q, e);
+    return mt_skips(w->cx, edge) ? MT_OK : w->dev->ops->wait(q, e);
 }
 
 /* q waits for what run was given so far. */
@@ -274,12 +268,11 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const m
     }
     mt_timeline_end(w->timeline, &span, copied, q);
     MT_TRY(w->dev->ops->record(q, leaving ? m->filled : m->landed));
-    if (w->store != NULL)
-        mt_watch_put(mt_store_watch(w->store), leaving ? &m->filling : &m->landing,
-                     leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit),
-                     leaving ? LEFT : BACK, leaving ? m->filled : m->landed);
+    mt_watch_put(watch_of(w), leaving ? &m->filling : &m->landing,
+                 leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit),
+                 leaving ? LEFT : BACK, leaving ? m->filled : m->landed);
     *count += copied;
-    if (w->debug.sync)
+    if (mt_syncs(w->cx))
         st = w->dev->ops->sync(q);
     return st;
 
@@ -298,9 +291,8 @@ static mt_status fill(mt_swap *w, bundle *b, const mt_swap_part *parts, mt_queue
     mt_status      st;
 
     MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
-    if (w->store != NULL)
-        mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, b->unit),
-                         "its kernels (the event COMPUTED)", w->made);
+    mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, b->unit),
+                     "its kernels (the event COMPUTED)", w->made);
     if (b->block != NULL)                /* of another's the spill has waited: DRAINED */
         MT_TRY(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
     MT_TRY(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
@@ -424,15 +416,16 @@ void mt_swap_drop(mt_swap *w, uint64_t number)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_swap_open(mt_dev *dev, mt_pool *pool, mt_swap **out)
+mt_status mt_swap_open(const mt_context *cx, mt_swap **out)
 {
+    mt_dev   *dev = cx->dev;
     mt_swap  *w = calloc(1, sizeof *w);
     mt_status st;
 
     if (w == NULL)
         return MT_FAIL(MT_ENOMEM, "swap: calloc(%zu)", sizeof *w);
-    w->dev = dev;
-    w->pool = pool;
+    *w = (mt_swap){ .cx = cx, .dev = dev, .pool = cx->pool, .timeline = cx->timeline,
+                    .store = cx->store };
     mt_mutex_open(&w->mu, MT_RANK_SWAP);
     MT_TRY(dev->ops->queue_open(dev, "swap-out", &w->out));
     MT_TRY(dev->ops->queue_open(dev, "swap-back", &w->back));
@@ -464,8 +457,7 @@ void mt_swap_close(mt_swap *w)
         next = b->next;
         block_close(w, b);
     }
-    if (w->store != NULL)
-        mt_watch_take(watch_of(w), &w->making);
+    mt_watch_take(watch_of(w), &w->making);
     w->dev->ops->event_close(w->made);
     w->dev->ops->event_close(w->room);
     mt_mutex_close(&w->mu);
@@ -474,35 +466,9 @@ void mt_swap_close(mt_swap *w)
 
 mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_blocks)
 {
-    mt_status st;
-
-    if (w->store == NULL || w->spill != NULL)
-        return MT_FAIL(MT_ESTATE, "swap: %s",
-                       w->store == NULL ? "its store is named first" : "it has a file already");
-    if ((st = mt_spill_open(w->dev, w->pool, w->store, file, n_blocks, &w->spill)) != MT_OK)
-        return st;
-    mt_spill_timeline(w->spill, w->timeline);
-    mt_spill_debug(w->spill, w->debug);
-    return MT_OK;
-}
-
-void mt_swap_timeline(mt_swap *w, mt_timeline *t)
-{
-    w->timeline = t;
-}
-
-void mt_swap_store(mt_swap *w, mt_store *s)
-{
-    w->store = s;
-}
-
-void mt_swap_debug(mt_swap *w, mt_debug d)
-{
-    mt_lock(&w->mu);
-    w->debug = d;
     if (w->spill != NULL)
-        mt_spill_debug(w->spill, d);
-    mt_unlock(&w->mu);
+        return MT_FAIL(MT_ESTATE, "swap: it has a file already");
+    return mt_spill_open(w->cx, file, n_blocks, &w->spill);
 }
 
 mt_swap_stats mt_swap_stats_get(mt_swap *w)

@@ -29,9 +29,10 @@ typedef struct job {
 } job;
 
 struct mt_through {
+    mt_context      *cx;
     mt_dev          *dev;
     mt_store        *store;
-    mt_timeline     *timeline;   /* written before the first put */
+    mt_timeline     *timeline;
     buffer          *buffers;    /* [n_buffers] */
     int              n_buffers;
     size_t           bytes;      /* of each */
@@ -266,8 +267,7 @@ fail:
     return st;
 }
 
-mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t bytes,
-                          mt_through **out)
+mt_status mt_through_open(mt_context *cx, int n_buffers, size_t bytes, mt_through **out)
 {
     mt_through *t;
     mt_status   st;
@@ -277,13 +277,12 @@ mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t by
                        n_buffers, bytes, MT_THROUGH_LEAST);
     if ((t = calloc(1, sizeof *t)) == NULL)
         return MT_FAIL(MT_ENOMEM, "through: calloc(%zu)", sizeof *t);
-    t->dev = dev;
-    t->store = store;
-    t->bytes = bytes;
+    *t = (mt_through){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline,
+                       .bytes = bytes };
     mt_mutex_open(&t->mu, MT_RANK_THROUGH);
     MT_TRY(open_buffers(t, n_buffers));
     MT_TRY(mt_worker_open(&t->worker, &t->mu, 1, "mt-through", "through", pass, t));
-    *out = t;
+    *out = cx->through = t;
     return MT_OK;
 
 fail:
@@ -295,6 +294,8 @@ void mt_through_close(mt_through *t)
 {
     if (t == NULL)
         return;
+    if (t->cx->through == t)
+        t->cx->through = NULL;
     mt_worker_close(&t->worker);
     for (int i = 0; t->buffers != NULL && i < t->n_buffers; i++) {
         if (t->buffers[i].q != NULL)
@@ -306,11 +307,6 @@ void mt_through_close(mt_through *t)
     mt_mutex_close(&t->mu);
     free(t->buffers);
     free(t);
-}
-
-void mt_through_timeline(mt_through *t, mt_timeline *tl)
-{
-    t->timeline = tl;
 }
 
 /* ---- the updater's side ----------------------------------------------------------------- */

@@ -49,11 +49,8 @@ typedef struct mt_through_part {
 typedef struct mt_through mt_through;
 
 /* n_buffers of so many bytes; their memory is made with the first job. */
-mt_status mt_through_open (mt_dev *dev, mt_store *store, int n_buffers, size_t bytes,
-                           mt_through **out);
+mt_status mt_through_open (mt_context *cx, int n_buffers, size_t bytes, mt_through **out);
 void      mt_through_close(mt_through *t);               /* finishes what was put */
-/* Updates are recorded in tl. Before the first put, or never. */
-void      mt_through_timeline(mt_through *t, mt_timeline *tl);
 
 /* The job is copied; its arg, and the end of the unit's update in the ledger, are ours,
  * also on failure. */

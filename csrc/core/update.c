@@ -40,16 +40,16 @@ typedef struct result {
 } result;
 
 struct mt_updater {
+    const mt_context *cx;
     mt_store       *store;
     mt_offload     *grads;
     mt_pool        *pool;
-    mt_timeline    *timeline;           /* written before the first submit */
+    mt_timeline    *timeline;
 
-    mt_mutex mu;
+    mt_mutex        mu;
     mt_worker       worker;             /* the work of ticket n is its job n; news: a result too */
     result          results[RESULTS];   /* ticket t at t % RESULTS; mu */
     uint64_t        busy_ns;            /* in jobs' run; mu */
-    int             sync;               /* mu */
 };
 
 /* ---- work: made by submit, freed by the updater ----------------------------------------- */
@@ -80,9 +80,9 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
         return MT_FAIL(MT_ENOMEM, "update: no memory for the %d parameters of unit %s",
                        from->n_params, mt_store_name(u->store, from->unit));
     to->home = mt_store_home(u->store, from->unit, &to->of);
-    if (to->home->fits != NULL && !to->home->fits(from))
-        return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot be carried out there",
-                       mt_store_name(u->store, from->unit), to->home->lives);
+    if (!to->home->fits(from) || (to->home->update != NULL && to->of == NULL))
+        return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
+                       "open that could", mt_store_name(u->store, from->unit), to->home->lives);
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
         to->counted[i] = (unsigned char)mt_offload_counted(u->grads, from->unit, params[i]);
@@ -344,16 +344,15 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out)
+mt_status mt_update_open(const mt_context *cx, mt_offload *grads, mt_updater **out)
 {
     mt_updater *u = calloc(1, sizeof *u);
     mt_status   st;
 
     if (u == NULL)
         return MT_FAIL(MT_ENOMEM, "update: calloc(%zu)", sizeof *u);
-    u->store = store;
-    u->grads = grads;
-    u->pool = pool;
+    *u = (mt_updater){ .cx = cx, .store = cx->store, .grads = grads, .pool = cx->pool,
+                       .timeline = cx->timeline };
     mt_mutex_open(&u->mu, MT_RANK_UPDATE);
     MT_TRY(mt_worker_open(&u->worker, &u->mu, 1, "mt-updater", "host update", carry_out, u));
     *out = u;
@@ -371,11 +370,6 @@ void mt_update_close(mt_updater *u)
     mt_worker_close(&u->worker);
     mt_mutex_close(&u->mu);
     free(u);
-}
-
-void mt_update_timeline(mt_updater *u, mt_timeline *t)
-{
-    u->timeline = t;
 }
 
 /* ---- submit, and what came of it -------------------------------------------------------- */
@@ -400,7 +394,7 @@ mt_status mt_update_turn(mt_updater *u)
 
 /* Waits for its turn, announces, then hands over: the updater never ends what was not begun. w is
  * the updater's from here on, but after a failure, with which nothing was announced. */
-static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
+static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
 {
     mt_status st;
 
@@ -410,7 +404,6 @@ static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
     mt_lock(&u->mu);
     *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
-    *sync = u->sync;
     mt_unlock(&u->mu);
 fail:
     return st;
@@ -421,13 +414,12 @@ mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, doub
 {
     work     *w = NULL;
     uint64_t  number;
-    int       sync;
     mt_status st;
 
     MT_TRY(mt_ledger_check(u->store));
     MT_TRY(work_make(u, jobs, n, max_norm, run, &w));
-    MT_TRY(hand_over(u, w, &sync, &number));
-    if (sync)
+    MT_TRY(hand_over(u, w, &number));
+    if (mt_syncs(u->cx))
         st = mt_update_drain(u);
     *ticket = number;
     return st;
@@ -499,11 +491,4 @@ uint64_t mt_update_busy_ns(mt_updater *u)
     ns = u->busy_ns;
     mt_unlock(&u->mu);
     return ns;
-}
-
-void mt_update_debug(mt_updater *u, mt_debug d)
-{
-    mt_lock(&u->mu);
-    u->sync = d.sync;
-    mt_unlock(&u->mu);
 }

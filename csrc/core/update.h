@@ -26,11 +26,8 @@
 
 typedef struct mt_updater mt_updater;
 
-mt_status mt_update_open (mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out);
+mt_status mt_update_open (const mt_context *cx, mt_offload *grads, mt_updater **out);
 void      mt_update_close(mt_updater *u);                      /* finishes what was submitted */
-
-/* Updates and waits are recorded in t. Before the first submit, or never. */
-void      mt_update_timeline(mt_updater *u, mt_timeline *t);
 
 /* Until a submit need not wait for steps before it. */
 mt_status mt_update_turn  (mt_updater *u);
@@ -46,6 +43,5 @@ mt_status mt_update_norm (mt_updater *u, uint64_t ticket, double *norm, int *ski
 mt_status mt_update_drain(mt_updater *u);
 
 uint64_t  mt_update_busy_ns(mt_updater *u);                    /* time in run since open */
-void      mt_update_debug(mt_updater *u, mt_debug d);          /* sync: submit returns when done */
 
 #endif

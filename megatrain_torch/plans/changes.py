@@ -239,8 +239,7 @@ class _Search:
             if getattr(wishes, name) is not None and self.fits({name: None}):
                 found[name] = None
         if found.get("micro", 0) is None:
-            counts = Problem(self.problem.shape, self.machine, dataclasses.replace(wishes, micro=None)).micro_counts()
-            found["micro"] = next(k for k in counts if k > wishes.micro and self.fits({"micro": k}))
+            found["micro"] = next(k for k in self.other_counts() if self.fits({"micro": k}))
         if wishes.grads == "ram" and wishes.micro in (None, 1) and self.fits({"grads": "none"}):
             found["grads"] = "none"
         smaller = [s for s in STATES if FORMATS.index(s) > FORMATS.index(wishes.states)]
@@ -251,6 +250,13 @@ class _Search:
         if nvme := self.least_disk():
             found["nvme"] = {"limit": nvme}
         return found
+
+    def other_counts(self) -> list[int]:
+        """Numbers of micro-batches: more than are asked for, the fewest first; then fewer, whose gradients may need no
+        sums."""
+        asked = self.wishes.micro
+        counts = Problem(self.problem.shape, self.machine, dataclasses.replace(self.wishes, micro=None)).micro_counts()
+        return sorted(counts, key=lambda k: (k <= asked, abs(k - asked)))
 
     def least_disk(self) -> int:
         """Bytes of a disk with which it fits; 0: with none."""

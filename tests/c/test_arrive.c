@@ -20,6 +20,7 @@ static const mt_param_desc mixed[PARAMS] = {
 
 /* One unit and its stay. */
 typedef struct hotel {
+    mt_context cx;
     mt_dev    *dev;
     mt_store  *store;
     mt_arrive *a;
@@ -50,12 +51,14 @@ static mt_status hotel_open(hotel *h, mt_dev *dev, const mt_param_desc *d, int n
     mt_status st;
 
     *h = (hotel){ .dev = dev };
-    MT_TRY(mt_store_open(dev, NULL, &h->store));
+    h->cx.dev = dev;
+    MT_TRY(mt_store_open(&h->cx, &h->store));
+    h->cx.store = h->store;
     MT_TRY(mt_store_add(h->store, "embedding", d, n, &unit));
     MT_TRY(mt_store_move(h->store, 0, &mt_home_vram, NULL));
     MT_TRY(dev->ops->queue_open(dev, "run", &h->run));
     MT_TRY(dev->ops->queue_open(dev, "other", &h->other));
-    MT_TRY(mt_arrive_open(dev, h->store, &h->a));
+    MT_TRY(mt_arrive_open(&h->cx, &h->a));
     MT_TRY(mt_arrive_invite(h->a, 0));
     st = take_rooms(h);
 fail:
@@ -80,7 +83,7 @@ static void on_cpu(hotel *h, unsigned skip)
 
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
     REQUIRE(hotel_open(h, dev, &(mt_param_desc){ MT_F32, 100, 1 }, 1) == MT_OK);
-    mt_arrive_debug(h->a, (mt_debug){ .skip = skip });
+    mt_debug_set(&h->cx, (mt_debug){ .skip = skip });
 }
 
 static void off_cpu(hotel *h)

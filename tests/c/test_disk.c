@@ -97,6 +97,7 @@ static const mt_file_calls calls = { slow_read, slow_write, posix_fallocate, thr
 
 typedef struct world {
     char      dir[64];
+    mt_context cx;
     mt_dev   *dev;
     mt_store *store;
     mt_pool  *pool;
@@ -140,14 +141,16 @@ static void open_device(world *w, int delay_us)
     REQUIRE(mt_dev_cpu_open(&w->dev) == MT_OK);
     if (delay_us > 0)
         REQUIRE(mt_dev_delay_open(w->dev, 7, delay_us, &w->dev) == MT_OK);
-    REQUIRE(mt_store_open(w->dev, NULL, &w->store) == MT_OK);
+    w->cx = (mt_context){ .dev = w->dev };
+    REQUIRE(mt_store_open(&w->cx, &w->store) == MT_OK);
+    w->cx.store = w->store;
     REQUIRE(w->dev->ops->queue_open(w->dev, "h2d", &w->h2d) == MT_OK);
 }
 
 static void open_disk(world *w, int n_buffers, int weights)
 {
     REQUIRE(mt_file_open(w->dir, 0, 3, &calls, &w->file) == MT_OK);
-    REQUIRE(mt_disk_open(w->store, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL,
+    REQUIRE(mt_disk_open(&w->cx, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL,
                          n_buffers, BUFFER, &w->disk) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         REQUIRE(mt_disk_add(w->disk, u, weights) == MT_OK);
@@ -718,10 +721,11 @@ static void an_updates_bytes_are_recorded_whatever_it_leaves_out(void)
     uint64_t         bytes = 0;
     world            w;
 
-    open_world(&w, 3, 0);
+    open_store(&w, 0, 0);
     REQUIRE(mt_timeline_open(w.dev, &t) == MT_OK);
+    w.cx.timeline = t;
+    open_disk(&w, 3, 0);
     CHECK_OK(mt_timeline_on(t, 1));
-    mt_disk_timeline(w.disk, t);
     for (int i = 0; i < 3; i++)
         CHECK_OK(update(&w, 2, some[i], 1 + i / 2, 0));
     for (int64_t n = mt_timeline_read(t, r, 64); n > 0; n--)
@@ -769,10 +773,10 @@ static void open_refuses_buffers_that_hold_nothing(void)
     mt_disk *d = NULL;
 
     open_world(&w, 1, 0);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 0, BUFFER, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1, BUFFER - 4096, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d),
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 0, BUFFER, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER - 4096, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d),
              MT_EINVAL);
     mt_disk_close(NULL);
     close_world(&w);
@@ -791,7 +795,7 @@ static void open_fed(world *w, int n_buffers, int dawdle_us, int delay_us)
 {
     open_store(w, delay_us, 0);
     open_disk(w, n_buffers, 1);
-    REQUIRE(mt_feed_open(w->dev, w->disk, (size_t)n_buffers * 30000, &w->feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w->cx, (size_t)n_buffers * 30000, &w->feed) == MT_OK);
     for (int u = 0; u < UNITS; u++) {
         for (int p = 0; p < PARAMS; p++)
             for (int64_t i = 0; i < numels[u][p]; i++)
@@ -1116,7 +1120,7 @@ static void what_is_not_trained_is_read_by_fetches_alone(void)
     w.feed = NULL;
     REQUIRE(mt_store_add(w.store, "lora", d, 3, &unit) == MT_OK);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
     CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
     before = mt_disk_stats_get(w.disk);
     e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = 1 };
@@ -1150,7 +1154,7 @@ static void what_is_trained_is_settled_when_weights_go_to_disk(void)
     open_world(&w, 2, 0);
     REQUIRE(mt_store_add(w.store, "late", &d, 1, &unit) == MT_OK);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
     CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 0));
     CHECK_EQ(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "unit late");
@@ -1171,7 +1175,7 @@ static void frozen_weights_are_fetched_and_trained_later(void)
     mt_feed_close(w.feed);
     REQUIRE(mt_store_add(w.store, "lora", d, 2, &unit) == MT_OK);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
     for (int p = 0; p < 2; p++)
         for (int64_t i = 0; i < d[p].numel; i++)
             plane(&w, unit, p, MT_PLANE_HI)[i] = (float)(i % 7);
@@ -1214,7 +1218,7 @@ static void a_fetch_that_fails_is_a_fault_that_names_its_weights(void)
     free(slot);
 
     open_world(&w, 1, 0);
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
     CHECK_EQ(mt_feed_copy(w.feed, 0, NULL, w.h2d), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "unit first");
     close_world(&w);

@@ -224,14 +224,6 @@ typedef struct engine {
     outcome      out;            /* x: run's */
 } engine;
 
-static void engine_debug(engine *e, mt_debug d)
-{
-    mt_resident_debug(e->r, d);
-    mt_stream_debug(e->s, d);
-    mt_offload_debug(e->o, d);
-    mt_update_debug(e->u, d);
-}
-
 static void engine_slots(engine *e)
 {
     e->n_slots = SLOTS + __builtin_popcount(e->settled);
@@ -248,7 +240,7 @@ static mt_status engine_settle(engine *e)
 
     for (int u = 0; u < UNITS; u++)
         if (e->settled >> u & 1)
-            MT_TRY(mt_stream_settle(e->s, e->r, u, slot++));
+            MT_TRY(mt_stream_settle(e->s, u, slot++));
         else if (e->through >> u & 1)
             MT_TRY(mt_store_move(e->t.store, u, &mt_home_through, e->h));
 fail:
@@ -261,14 +253,14 @@ static void engine_file(engine *e)
     strcpy(e->dir, "/tmp/mt_test_engine.XXXXXX");
     REQUIRE(mkdtemp(e->dir) != NULL);
     REQUIRE(mt_file_open(e->dir, 0, 3, NULL, &e->file) == MT_OK);
-    REQUIRE(mt_disk_open(e->t.store, mt_file_blocks(e->file), NULL, 3, MT_DISK_LEAST,
+    REQUIRE(mt_disk_open(&e->t.cx, mt_file_blocks(e->file), NULL, 3, MT_DISK_LEAST,
                          &e->d) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (e->filed >> u & 1) {
             drop_plane(e->t.store, u, MT_PLANE_HI);
             REQUIRE(mt_disk_add(e->d, u, 1) == MT_OK);
         }
-    REQUIRE(mt_feed_open(e->t.dev, e->d, 3 * MT_BLOCK_ALIGN, &e->f) == MT_OK);
+    REQUIRE(mt_feed_open(&e->t.cx, 3 * MT_BLOCK_ALIGN, &e->f) == MT_OK);
     for (int u = 0; u < UNITS; u++) {
         for (int p = 0; p < TOY_PARAMS && (e->filed >> u & 1); p++)
             for (int64_t i = 0; i < toy_numel(u, p); i++)
@@ -276,8 +268,6 @@ static void engine_file(engine *e)
         CHECK_OK(mt_mirror_push(e->t.store, u, -1, 1u << MT_PLANE_HI));
         CHECK_OK(mt_mirror_release(e->t.store, u));
     }
-    mt_disk_timeline(e->d, e->timeline);
-    mt_stream_feed(e->s, e->f);
 }
 
 static mt_status engine_threads(engine *e)
@@ -285,18 +275,14 @@ static mt_status engine_threads(engine *e)
     mt_slot_hooks none = { 0 };
     mt_status     st;
 
-    MT_TRY(mt_resident_open(e->t.dev, e->t.store, &e->r));
-    MT_TRY(mt_stream_open(e->t.dev, e->t.store, e->slots, e->n_slots, none, &e->s));
-    MT_TRY(mt_through_open(e->t.dev, e->t.store, 2, MT_THROUGH_LEAST, &e->h));
-    MT_TRY(engine_settle(e));
-    MT_TRY(mt_offload_open(e->t.dev, e->t.store, e->t.pool, 1, toy_kernels, &e->o));
-    MT_TRY(mt_update_open(e->t.store, e->o, e->t.pool, &e->u));
     MT_TRY(mt_timeline_open(e->t.dev, &e->timeline));
-    mt_resident_timeline(e->r, e->timeline);
-    mt_through_timeline(e->h, e->timeline);
-    mt_stream_timeline(e->s, e->timeline);
-    mt_offload_timeline(e->o, e->timeline);
-    mt_update_timeline(e->u, e->timeline);
+    e->t.cx.timeline = e->timeline;
+    MT_TRY(mt_resident_open(&e->t.cx, &e->r));
+    MT_TRY(mt_stream_open(&e->t.cx, e->slots, e->n_slots, none, &e->s));
+    MT_TRY(mt_through_open(&e->t.cx, 2, MT_THROUGH_LEAST, &e->h));
+    MT_TRY(engine_settle(e));
+    MT_TRY(mt_offload_open(&e->t.cx, 1, toy_kernels, &e->o));
+    MT_TRY(mt_update_open(&e->t.cx, e->o, &e->u));
     return MT_OK;
 fail:
     return st;
@@ -330,7 +316,7 @@ static void engine_open(engine *e, const config *c)
     if (e->filed != 0)
         engine_file(e);
     CHECK_OK(mt_timeline_on(e->timeline, c->traced));
-    engine_debug(e, c->debug);
+    mt_debug_set(&e->t.cx, c->debug);
 }
 
 static void engine_stop(engine *e)

@@ -18,6 +18,7 @@ static const mt_home *const homes[HOMES] = {
 
 static mt_dev   *dev;
 static mt_store *store;
+static mt_context cx;
 
 static int add(void)
 {
@@ -31,7 +32,9 @@ static int add(void)
 static void setup(void)
 {
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
-    REQUIRE(mt_store_open(dev, NULL, &store) == MT_OK);
+    cx = (mt_context){ .dev = dev };
+    REQUIRE(mt_store_open(&cx, &store) == MT_OK);
+    cx.store = store;
 }
 
 static void teardown(void)
@@ -148,7 +151,7 @@ static void a_move_that_fails_changes_nothing(void)
 
         REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
         dev = fault_dev(cpu, 0, FAULT_ONCE);
-        REQUIRE(mt_store_open(dev, NULL, &store) == MT_OK);
+        REQUIRE(mt_store_open(&(mt_context){ .dev = dev }, &store) == MT_OK);
         unit = add();
         at(unit, MT_PLANE_HI)[5] = 3;
         at(unit, MT_PLANE_M)[5] = 4;
@@ -245,8 +248,8 @@ static void a_new_home_is_a_new_table(void)
     REQUIRE(mt_sumsq_open(dev, &sums) == MT_OK);
     k.ctx = sums;
     REQUIRE(dev->ops->queue_open(dev, "run", &run) == MT_OK);
-    REQUIRE(mt_offload_open(dev, store, NULL, 2, k, &o) == MT_OK);
-    REQUIRE(mt_update_open(store, o, NULL, &u) == MT_OK);
+    REQUIRE(mt_offload_open(&cx, 2, k, &o) == MT_OK);
+    REQUIRE(mt_update_open(&cx, o, &u) == MT_OK);
     CHECK_OK(mt_offload_put(o, j.unit, &(mt_grad_item){ 0, source, MT_GRAD_SET, 0 }, 1, run,
                             &ticket));
     CHECK_EQ(mt_update_submit(u, &j, 1, 1e9, run, &ticket), MT_ESTATE);

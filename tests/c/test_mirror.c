@@ -124,7 +124,7 @@ static void open_home(const mt_home *table)
 
     memset(&home, 0, sizeof home);
     REQUIRE(mt_dev_cpu_open(&home.dev) == MT_OK);
-    REQUIRE(mt_store_open(home.dev, NULL, &home.s) == MT_OK);
+    REQUIRE(mt_store_open(&(mt_context){ .dev = home.dev }, &home.s) == MT_OK);
     REQUIRE(mt_store_add(home.s, "layers.0", d, PARAMS, &home.unit) == MT_OK);
     REQUIRE(mt_store_move(home.s, home.unit, table, &home) == MT_OK);
 }

@@ -91,6 +91,7 @@ typedef struct outcome {
 } outcome;
 
 typedef struct model {
+    mt_context   cx;
     const config *c;
     mt_dev       *dev;
     mt_pool      *pool;
@@ -140,10 +141,10 @@ static void open_stream(model *m, unsigned settled)
 {
     mt_slot_hooks none = { 0 };
 
-    REQUIRE(mt_stream_open(m->dev, m->store, m->slots, 2 + UNITS, none, &m->s) == MT_OK);
+    REQUIRE(mt_stream_open(&m->cx, m->slots, 2 + UNITS, none, &m->s) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (settled >> u & 1)
-            CHECK_OK(mt_stream_settle(m->s, m->r, u, 2 + u));
+            CHECK_OK(mt_stream_settle(m->s, u, 2 + u));
 }
 
 static void open_slots(model *m)
@@ -167,9 +168,7 @@ static void open_guests(model *m)
 {
     if (m->c->guests == 0)
         return;
-    REQUIRE(mt_arrive_open(m->dev, m->store, &m->a) == MT_OK);
-    mt_arrive_debug(m->a, m->c->debug);
-    mt_resident_guests(m->r, m->a);
+    REQUIRE(mt_arrive_open(&m->cx, &m->a) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (m->c->guests >> u & 1) {
             size_t *bytes;
@@ -265,7 +264,6 @@ static void move_units(model *m)
             CHECK_OK(mt_store_move(m->store, u, &mt_home_ram, NULL));
     }
     open_stream(m, next);
-    mt_stream_debug(m->s, m->c->debug);
     for (int u = 0; u < UNITS; u++)
         if (next >> u & 1 & ~(before >> u))
             come(m, u);
@@ -285,25 +283,24 @@ static void model_open(model *m, const config *c, outcome *out)
     if (c->max_us > 0)
         REQUIRE(mt_dev_delay_open(m->dev, c->seed, c->max_us, &m->dev) == MT_OK);
     REQUIRE(mt_pool_open(2, &m->pool) == MT_OK);
-    REQUIRE(mt_store_open(m->dev, m->pool, &m->store) == MT_OK);
+    m->cx = (mt_context){ .dev = m->dev, .pool = m->pool };
+    REQUIRE(mt_store_open(&m->cx, &m->store) == MT_OK);
+    m->cx.store = m->store;
     REQUIRE(m->dev->ops->queue_open(m->dev, "run", &m->run) == MT_OK);
     add_units(m);
     REQUIRE(mt_sumsq_open(m->dev, &m->sums) == MT_OK);
     k.ctx = m->sums;
-    REQUIRE(mt_resident_open(m->dev, m->store, &m->r) == MT_OK);
-    REQUIRE(mt_offload_open(m->dev, m->store, m->pool, 2, k, &m->o) == MT_OK);
-    REQUIRE(mt_update_open(m->store, m->o, m->pool, &m->u) == MT_OK);
-    REQUIRE(mt_through_open(m->dev, m->store, 2 + (int)(c->seed % 2),
+    REQUIRE(mt_resident_open(&m->cx, &m->r) == MT_OK);
+    REQUIRE(mt_offload_open(&m->cx, 2, k, &m->o) == MT_OK);
+    REQUIRE(mt_update_open(&m->cx, m->o, &m->u) == MT_OK);
+    REQUIRE(mt_through_open(&m->cx, 2 + (int)(c->seed % 2),
                             MT_THROUGH_LEAST + 512 * (c->seed % 5), &m->t) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (c->through >> u & 1 & ~(c->settled >> u))
             CHECK_OK(mt_store_move(m->store, u, &mt_home_through, m->t));
     open_slots(m);
     open_guests(m);
-    mt_resident_debug(m->r, c->debug);
-    mt_stream_debug(m->s, c->debug);
-    mt_offload_debug(m->o, c->debug);
-    mt_update_debug(m->u, c->debug);
+    mt_debug_set(&m->cx, c->debug);
     for (int k3 = 0; k3 < MICROS * UNITS * PARAMS; k3++)
         REQUIRE((m->source[k3 / (UNITS * PARAMS)][k3 / PARAMS % UNITS][k3 % PARAMS]
                  = calloc(MAX_N, 4)) != NULL);
@@ -1114,7 +1111,7 @@ static void a_unit_whose_states_are_on_the_device_is_no_guest(void)
     static outcome out;
 
     model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
-    REQUIRE(mt_arrive_open(m.dev, m.store, &m.a) == MT_OK);
+    REQUIRE(mt_arrive_open(&m.cx, &m.a) == MT_OK);
     step_once(&m, 0);
     CHECK_OK(mt_update_drain(m.u));
     CHECK_EQ(mt_arrive_invite(m.a, 1), MT_ESTATE);
@@ -1266,17 +1263,17 @@ static void settling_refuses_what_is_in_use(void)
     int            slot, unit;
 
     model_open(&m, &(config){ .seed = 1, .settled = 1, .micros = 1, .max_norm = 1 }, &out);
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 0, 3), MT_EINVAL);              /* it has other memory */
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 2), MT_ESTATE);              /* unit 0's slot */
+    CHECK_EQ(mt_stream_settle(m.s, 0, 3), MT_EINVAL);              /* it has other memory */
+    CHECK_EQ(mt_stream_settle(m.s, 1, 2), MT_ESTATE);              /* unit 0's slot */
     CHECK_HAS(mt_last_error(), "layers.0");
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 2 + UNITS), MT_EINVAL);
-    CHECK_EQ(mt_stream_settle(m.s, m.r, UNITS, 3), MT_EINVAL);
+    CHECK_EQ(mt_stream_settle(m.s, 1, 2 + UNITS), MT_EINVAL);
+    CHECK_EQ(mt_stream_settle(m.s, UNITS, 3), MT_EINVAL);
     CHECK_EQ(mt_resident_unsettle(m.r, 1, 1), MT_EINVAL);
     CHECK_OK(mt_stream_acquire(m.s, 2, m.run, &slot, &mem));
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 3, slot), MT_ESTATE);           /* somebody's by now */
+    CHECK_EQ(mt_stream_settle(m.s, 3, slot), MT_ESTATE);           /* somebody's by now */
     REQUIRE(mt_store_add(m.store, "large", &(mt_param_desc){ MT_F32, 100000, 1 }, 1,
                          &unit) == MT_OK);
-    CHECK_EQ(mt_stream_settle(m.s, m.r, unit, 4), MT_EINVAL);
+    CHECK_EQ(mt_stream_settle(m.s, unit, 4), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "large");
     CHECK_EQ(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
     CHECK_EQ(mt_store_device_at(m.store, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);

@@ -16,7 +16,7 @@ static void setup(void)
 {
     REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
     REQUIRE(mt_pool_open(2, &pool) == MT_OK);
-    REQUIRE(mt_store_open(cpu, pool, &store) == MT_OK);
+    REQUIRE(mt_store_open(&(mt_context){ .dev = cpu, .pool = pool }, &store) == MT_OK);
 }
 
 static void teardown(void)
@@ -449,7 +449,7 @@ static void numbers_that_do_not_exist_are_refused(void)
     CHECK_EQ(mt_store_params(store, u), MIXED);
     CHECK_EQ(mt_store_params(store, 7) + (int)mt_store_hi_bytes(store, 7), 0);
     CHECK(mt_store_desc(store, u, MIXED) == NULL && p == NULL);
-    CHECK_EQ(mt_store_open(NULL, pool, &store), MT_EINVAL);
+    CHECK_EQ(mt_store_open(&(mt_context){ .pool = pool }, &store), MT_EINVAL);
     teardown();
 }
 
@@ -512,7 +512,7 @@ static void every_failing_device_call_leaves_the_store_whole(void)
         mt_dev        *d = fault_dev(real, n, FAULT_ONCE);
         int            u = 0;
 
-        REQUIRE(mt_store_open(d, pool, &store) == MT_OK);
+        REQUIRE(mt_store_open(&(mt_context){ .dev = d, .pool = pool }, &store) == MT_OK);
         CHECK_OK(mt_store_add(store, "mixed", mixed, MIXED, &u));
         for (int i = 0; i < 4; i++) {
             size_t    before = mt_store_bytes(store, MT_PLANE_COUNT);

@@ -157,7 +157,7 @@ static void every_element_passes_once(void)
                 toy_open(&t, 1, (uint64_t)buffers, max_us);
                 errand_fill(&e, &t);
                 j = job_of(&e, 0);
-                REQUIRE(mt_through_open(t.dev, t.store, buffers, bytes, &h) == MT_OK);
+                REQUIRE(mt_through_open(&t.cx, buffers, bytes, &h) == MT_OK);
                 for (int times = 1; times <= 2; times++) {
                     mt_ledger_update_begin(t.store, 0);
                     CHECK_OK(mt_through_put(h, &j, 0.5f));
@@ -182,7 +182,7 @@ static void several_units_are_on_their_way_and_end_in_order(void)
     mt_through *h = NULL;
 
     toy_open(&t, 4, 1, 0);
-    REQUIRE(mt_through_open(t.dev, t.store, 3, 20000, &h) == MT_OK);
+    REQUIRE(mt_through_open(&t.cx, 3, 20000, &h) == MT_OK);
     for (int u = 0; u < 4; u++) {
         mt_update_job j;
 
@@ -211,7 +211,7 @@ static void close_finishes_what_was_put(void)
     mt_through *h = NULL;
 
     toy_open(&t, 3, 1, 50);
-    REQUIRE(mt_through_open(t.dev, t.store, 2, 20000, &h) == MT_OK);
+    REQUIRE(mt_through_open(&t.cx, 2, 20000, &h) == MT_OK);
     for (int u = 0; u < 3; u++) {
         mt_update_job j;
 
@@ -243,7 +243,7 @@ static void a_unit_waits_for_copies_of_its_weights(void)
 
     toy_open(&t, 1, 1, 0);
     errand_fill(&e, &t);
-    REQUIRE(mt_through_open(t.dev, t.store, 2, 20000, &h) == MT_OK);
+    REQUIRE(mt_through_open(&t.cx, 2, 20000, &h) == MT_OK);
     CHECK_OK(mt_ledger_fetch_begin(t.store, 0, &version));       /* a mover about to copy */
     mt_ledger_update_begin(t.store, 0);
     j = job_of(&e, 0);
@@ -270,7 +270,7 @@ static void a_failing_job_is_a_fault_and_ends_those_behind_it(void)
     errand_fill(&e, &t);
     errand_fill(&after, &t);
     e.fail = MT_EDEVICE;
-    REQUIRE(mt_through_open(t.dev, t.store, 2, 20000, &h) == MT_OK);
+    REQUIRE(mt_through_open(&t.cx, 2, 20000, &h) == MT_OK);
     for (int u = 0; u < 2; u++) {
         mt_ledger_update_begin(t.store, u);
         j = job_of(u == 0 ? &e : &after, u);
@@ -296,13 +296,15 @@ static void every_failing_device_call_frees_everything(void)
     REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
     for (int n = 1; fired > 0; n++) {
         mt_dev     *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
+        mt_context  cx = { .dev = d };
         mt_store   *s = NULL;
         mt_through *h = NULL;
         mt_status   st;
         int         unit;
         void       *p;
 
-        REQUIRE(mt_store_open(d, NULL, &s) == MT_OK);
+        REQUIRE(mt_store_open(&cx, &s) == MT_OK);
+        cx.store = s;
         REQUIRE(mt_store_add(s, "a", &(mt_param_desc){ MT_F32, 10, 1 }, 1, &unit) == MT_OK);
         errand_fill(&e, NULL);
         e.n = 12;
@@ -310,7 +312,7 @@ static void every_failing_device_call_frees_everything(void)
         if (st == MT_OK)
             st = mt_store_move(s, 0, &mt_home_through, NULL);
         if (st == MT_OK)
-            st = mt_through_open(d, s, 2, 20000, &h);
+            st = mt_through_open(&cx, 2, 20000, &h);
         if (st == MT_OK) {
             mt_update_job j = job_of(&e, 0);
 
@@ -344,7 +346,7 @@ static void going_through_registers_all_planes(void)
 
     REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
     f = fault_dev(cpu, 0, FAULT_ONCE);
-    REQUIRE(mt_store_open(f, NULL, &s) == MT_OK);
+    REQUIRE(mt_store_open(&(mt_context){ .dev = f }, &s) == MT_OK);
     REQUIRE(mt_store_add(s, "layers.0", d, 2, &unit) == MT_OK);
     CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_M, &p));
     CHECK_OK(mt_store_set_trainable(s, 0, 1, 1));
@@ -383,8 +385,8 @@ static void open_refuses_buffers_that_hold_nothing(void)
     mt_through *h = NULL;
 
     toy_open(&t, 1, 1, 0);
-    CHECK_EQ(mt_through_open(t.dev, t.store, 0, 1 << 20, &h), MT_EINVAL);
-    CHECK_EQ(mt_through_open(t.dev, t.store, 2, MT_THROUGH_LEAST - 1, &h), MT_EINVAL);
+    CHECK_EQ(mt_through_open(&t.cx, 0, 1 << 20, &h), MT_EINVAL);
+    CHECK_EQ(mt_through_open(&t.cx, 2, MT_THROUGH_LEAST - 1, &h), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "8191");
     toy_close(&t);
 }

@@ -47,7 +47,7 @@ static void room_open(room *r, int n_threads)
 {
     *r = (room){ 0 };
     mt_mutex_open(&r->mu, MT_RANK_TEST);
-    mt_watch_open(&r->watch);
+    mt_watch_open(&r->watch, NULL);
     REQUIRE(mt_worker_open(&r->w, &r->mu, n_threads, "mt-tested", "lane", perform, r) == MT_OK);
 }
 
@@ -265,7 +265,7 @@ static void waits_of_its_thread_have_its_lane(void)
     char        list[256] = "";
 
     mt_mutex_open(&r.mu, MT_RANK_TEST);
-    mt_watch_open(&r.watch);
+    mt_watch_open(&r.watch, NULL);
     REQUIRE(mt_worker_open(&r.w, &r.mu, 1, "mt-tested", "lane", wait_on_the_lane, &r) == MT_OK);
     (void)submit(&r, &k);
     for (int i = 0; i < 5000 && list[0] == 0; i++) {
