@@ -119,7 +119,7 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     MT_TRY(a->dev->ops->event_open(a->dev, &g->last));
     MT_TRY(a->dev->ops->event_open(a->dev, &g->lent));
     (void)mt_store_home(a->store, unit, &of);
-    MT_TRY(mt_store_move(a->store, unit, &mt_home_visit, of));
+    MT_TRY(mt_store_move(a->store, unit, &mt_home_arrive, of));
     a->guests[unit] = g;
     return MT_OK;
 

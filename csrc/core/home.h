@@ -1,7 +1,7 @@
 /* home.h — where a unit's planes are between steps: a table that the unit points to.
  *
  * Nouns:
- *   home     ram: host memory. vram: the device. visit: as vram, with states that are on the device
+ *   home     ram: host memory. vram: the device. arrive: as vram, with states that are on the device
  *            around their update alone. through: ram, updated on the device. disk: states, or
  *            weights too, are in a file
  *   job      an update of a unit: what it takes, whichever home the unit has
@@ -83,7 +83,7 @@ struct mt_home {
 };
 
 extern const mt_home mt_home_ram, mt_home_through;       /* store.c, through.c */
-extern const mt_home mt_home_vram, mt_home_visit;        /* resident.c */
+extern const mt_home mt_home_vram, mt_home_arrive;        /* resident.c */
 extern const mt_home mt_home_disk, mt_home_disk_weights; /* disk.c */
 
 #endif

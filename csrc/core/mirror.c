@@ -100,6 +100,14 @@ void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror
     mt_unlock(&s->mirror_mu);
 }
 
+void mt_mirror_change(mt_store *s, int unit, const int *params, int n, unsigned planes)
+{
+    mt_lock(&s->mirror_mu);
+    for (int i = 0; i < n; i++)
+        tell(mt__unit_at(s, unit), params[i], planes, MT_MIRROR_CHANGED);
+    mt_unlock(&s->mirror_mu);
+}
+
 int mt_mirror_any(mt_store *s, int unit, int param, unsigned planes, unsigned states)
 {
     const mt__unit *u = mt__unit_at(s, unit);

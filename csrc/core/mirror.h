@@ -83,6 +83,8 @@ void mt_mirror_close(mt_store *s, int unit);
 
 /* param -1: all of the unit's. Ends claims to planes that are CHANGED. */
 void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event e);
+/* These parameters' are CHANGED. */
+void mt_mirror_change(mt_store *s, int unit, const int *params, int n, unsigned planes);
 /* Is some copy in one of these states, 1u << state each? */
 int  mt_mirror_any (mt_store *s, int unit, int param, unsigned planes, unsigned states);
 /* The home takes what is AHEAD, but what it takes later. What it failed to take is so still. */

@@ -199,19 +199,10 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **par
     return st;
 }
 
-/* ---- events: under mu --------------------------------------------------------------------- */
-
 static size_t plane_bytes(const mt_resident *r, int unit, int param, mt_plane p)
 {
     const mt_param_desc *d = mt_store_desc(r->store, unit, param);
     return mt_store_plane_bytes(r->store, unit, param, p, d->numel);
-}
-
-/* The parameters' planes on the device get other values, or have got them. */
-static void change(const mt_resident *r, int unit, const int *params, int n, unsigned planes)
-{
-    for (int i = 0; i < n; i++)
-        mt_mirror_tell(r->store, unit, params[i], planes, MT_MIRROR_CHANGED);
 }
 
 /* Under mu. Behind all that was put for the unit. */
@@ -385,17 +376,18 @@ fail:
 
 /* ---- gradients and updates -------------------------------------------------------------- */
 
-mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, mt_queue *d2h)
+static mt_status home_come(void *arg, int unit, const int *params, int n, mt_queue *d2h)
 {
-    int       passes = mt_store_passes(r->store, unit);
-    mt_event *taken;
-    home     *h;
-    mt_status st;
+    mt_resident *r = arg;
+    int          passes = mt_store_passes(r->store, unit);
+    mt_event    *taken;
+    home        *h;
+    mt_status    st;
 
     MT_TRY(find(r, unit, &h));
     mt_lock(&r->mu);
     if (!passes)                         /* else there is no host copy */
-        change(r, unit, params, n, 1u << MT_PLANE_GRAD);
+        mt_mirror_change(r->store, unit, params, n, 1u << MT_PLANE_GRAD);
     taken = passes && r->updated != NULL ? r->updated : h->done;
     mt_unlock(&r->mu);
     /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a
@@ -428,7 +420,7 @@ static mt_status put_update(mt_resident *r, home *h, const mt_update_job *u, flo
     mt_timeline_end(r->timeline, &span, u->bytes, r->queue);
     MT_TRY(record_done(r, h, u->unit));
     r->updated = h->done;
-    change(r, u->unit, u->params, u->n_params, ~kept);
+    mt_mirror_change(r->store, u->unit, u->params, u->n_params, ~kept);
     if (away)
         MT_TRY(mt_arrive_behind(r->cx->arrive, u->unit, u->params, u->n_params, h->done));
 fail:
@@ -549,11 +541,6 @@ static mt_status home_at(void *arg, int unit, int param, mt_plane p, void **out)
     return mt_resident_at(arg, unit, param, p, out);
 }
 
-static mt_status home_come(void *arg, int unit, const int *params, int n, mt_queue *d2h)
-{
-    return mt_resident_grads(arg, unit, params, n, d2h);
-}
-
 static int home_fits(const mt_update_job *j)
 {
     return j->put != NULL;
@@ -581,7 +568,7 @@ const mt_home mt_home_vram = {
     .registered = 1u << MT_PLANE_GRAD, LIVES_ON_THE_DEVICE,
 };
 
-const mt_home mt_home_visit = {
+const mt_home mt_home_arrive = {
     .lives = "lives on the device, where its states come and leave", .from = &mt_home_vram,
     .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES, .device = ~(HI | MT_STATE_PLANES),
     .registered = 1u << MT_PLANE_GRAD | MT_STATE_PLANES, LIVES_ON_THE_DEVICE,

@@ -74,9 +74,6 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **par
  * update made them stale. */
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run);
 
-/* Work that d2h is given from now on may write the gradients of params[0..n). */
-mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, mt_queue *d2h);
-
 /* The unit's gradients are whole and its update is announced; returns when the job has put it in
  * the queue. Its memory: mt_resident_at, mt_resident_scratch. */
 mt_status mt_resident_put(mt_resident *r, const mt_update_job *u, float clip);

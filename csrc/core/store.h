@@ -4,9 +4,8 @@
  *   unit     parameters streamed as one piece
  *   plane    one kind of value for all parameters of a unit; an arena each,
  *            made when first asked for
- *   settled  a unit that lives on the device: its planes there are the true ones (see resident.h)
- *   on disk  a unit whose states, or states and weights, are in a file:
- *            these planes are copies (see disk.h)
+ *   home     where a unit's planes are between steps, by a table (see home.h); what is away of them
+ *            has copies in host memory (see mirror.h)
  *   ledger   per unit: its version, and the work under way that a reader or writer must wait for
  *
  *     mt_store_open(&cx, &s);
@@ -17,8 +16,8 @@
  * Layout: parameter i of a unit starts in every plane at a multiple of 512 bytes; the HI plane
  *         is what crosses to the device in one copy, so a slot has the same offsets.
  * Threads: any. Only who asks for a plane's memory waits while that is made; the ledger has its own
- *          locks. What is set of a unit (settle, disk, passing, states) is set
- *          before anybody asks for a plane of it.
+ *          locks. What is set of a unit (passing, states) is set before anybody asks for a plane of
+ *          it.
  */
 #ifndef MT_STORE_H
 #define MT_STORE_H

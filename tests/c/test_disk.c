@@ -3,7 +3,7 @@
 #include "check.h"
 #include "drop.h"
 #include "../../csrc/core/clock.h"
-#include "../../csrc/core/disk.h"
+#include "../../csrc/core/disk_impl.h"
 #include "../../csrc/io/file.h"
 
 #include <dirent.h>
@@ -315,6 +315,19 @@ static void check(world *w)
 }
 
 /* ---- tests ------------------------------------------------------------------------------- */
+
+static void a_buffer_goes_round_as_is_agreed(void)
+{
+    /* to: FREE READING READY TAKEN WRITING COPYING */
+    static const char *const may[] = {
+        [MT__FREE] = "-+----", [MT__READING] = "+-+---", [MT__READY] = "+--+--",
+        [MT__TAKEN] = "+---++", [MT__WRITING] = "+-----", [MT__COPYING] = "+-----",
+    };
+
+    for (mt__at from = MT__FREE; from <= MT__COPYING; from++)
+        for (mt__at to = MT__FREE; to <= MT__COPYING; to++)
+            CHECK_EQ(mt__may_follow(from, to), may[from][to] == '+');
+}
 
 static void updates_are_those_of_states_in_memory(void)
 {
@@ -1397,6 +1410,7 @@ static void who_reads_a_unit_waits_for_pieces_and_not_for_a_save(void)
 }
 
 #define TESTS(X)                                                    \
+    X(a_buffer_goes_round_as_is_agreed)                             \
     X(updates_are_those_of_states_in_memory)                        \
     X(pieces_are_read_ahead_before_anybody_asks)                    \
     X(what_was_read_ahead_may_be_passed_over)                       \

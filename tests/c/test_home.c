@@ -12,7 +12,7 @@
 #define HOMES 6
 
 static const mt_home *const homes[HOMES] = {
-    &mt_home_ram, &mt_home_vram, &mt_home_visit, &mt_home_through, &mt_home_disk,
+    &mt_home_ram, &mt_home_vram, &mt_home_arrive, &mt_home_through, &mt_home_disk,
     &mt_home_disk_weights,
 };
 
@@ -60,6 +60,49 @@ static int at_home(const mt_home *h)
         REQUIRE(mt_store_move(store, unit, h->from, NULL) == MT_OK);
     REQUIRE(mt_store_move(store, unit, h, NULL) == MT_OK);
     return unit;
+}
+
+static const char *planes(unsigned bits)
+{
+    static char text[4][64];     /* four of one line */
+    static int  turn;
+    char       *out = text[turn++ % 4];
+
+    *out = 0;
+    for (mt_plane p = 0; p < MT_PLANE_COUNT; p++)
+        if (bits >> p & 1)
+            strcat(strcat(out, *out ? " " : ""), mt_plane_name(p));
+    return out;
+}
+
+static void the_tables_are_those_that_are_agreed(void)
+{
+    static const char *const want[HOMES] = {
+        "away: ; later: ; visit: ; device: ; registered: HI GRAD; fresh: ; fed 0, ends 0, turn 2",
+        "away: HI GRAD LO MASTER M V SCALE ACC; later: HI; visit: ; device: GRAD LO MASTER M V "
+        "SCALE ACC; registered: GRAD; fresh: ; fed 0, ends 0, turn 0",
+        "away: HI GRAD ACC; later: HI; visit: LO MASTER M V SCALE; device: GRAD ACC; registered: "
+        "GRAD LO MASTER M V SCALE; fresh: ; fed 0, ends 0, turn 0",
+        "away: ; later: ; visit: ; device: ; registered: HI GRAD LO MASTER M V SCALE ACC; fresh: ; "
+        "fed 0, ends 1, turn 1",
+        "away: LO MASTER M V SCALE; later: ; visit: ; device: ; registered: HI GRAD; fresh: LO "
+        "MASTER M V SCALE; fed 0, ends 1, turn 1",
+        "away: HI LO MASTER M V SCALE; later: ; visit: ; device: ; registered: GRAD; fresh: LO "
+        "MASTER M V SCALE; fed 1, ends 1, turn 1",
+    };
+
+    for (int i = 0; i < HOMES; i++) {
+        const mt_home *h = homes[i];
+        char           got[512];
+        int            n = snprintf(got, sizeof got, "away: %s; later: %s; visit: %s; ",
+                                    planes(h->away), planes(h->later), planes(h->visit));
+
+        snprintf(got + n, sizeof got - (size_t)n,
+                 "device: %s; registered: %s; fresh: %s; fed %d, ends %d, turn %d",
+                 planes(h->device), planes(h->registered), planes(h->fresh), h->fed, h->ends,
+                 h->turn);
+        CHECK_STR(got, want[i]);
+    }
 }
 
 static void a_unit_comes_to_a_home_from_one_other_and_goes_back(void)
@@ -119,7 +162,7 @@ static void gradients_that_pass_do_not_move(void)
     CHECK_OK(mt_store_set_passing(store, here));
     CHECK_EQ(mt_store_move(store, there, &mt_home_ram, NULL), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "its gradients pass");
-    CHECK_OK(mt_store_move(store, there, &mt_home_visit, NULL));
+    CHECK_OK(mt_store_move(store, there, &mt_home_arrive, NULL));
     CHECK_EQ(mt_store_move(store, here, &mt_home_vram, NULL), MT_ESTATE);
     CHECK_OK(mt_store_move(store, here, &mt_home_through, NULL));
     teardown();
@@ -266,6 +309,7 @@ static void a_new_home_is_a_new_table(void)
 }
 
 #define TESTS(X)                                                \
+    X(the_tables_are_those_that_are_agreed)                     \
     X(a_unit_comes_to_a_home_from_one_other_and_goes_back)      \
     X(memory_on_the_host_is_as_the_home_says)                   \
     X(gradients_that_pass_do_not_move)                          \
