@@ -16,10 +16,7 @@
 #ifndef MT_HOME_H
 #define MT_HOME_H
 
-#include "store.h"
-
-struct mt_through_tensor;
-struct mt_through_part;
+#include "pieces.h"
 
 typedef struct mt_update_job {
     int        unit;             /* its gradients are whole when it is carried out */
@@ -30,10 +27,11 @@ typedef struct mt_update_job {
     double (*sumsq)(void *arg, mt_pool *pool, int i, int *use);
     mt_status (*run)(void *arg, mt_pool *pool, float clip);   /* the update itself */
     mt_status (*put)(void *arg, mt_queue *q, float clip);     /* a settled unit's: see resident.h */
-    /* One that goes through the device: see through.h. Tensors are malloc'd. */
-    mt_status (*list)(void *arg, struct mt_through_tensor **tensors, int *n);
-    mt_status (*compute)(void *arg, mt_queue *q, const struct mt_through_part *parts, int n,
-                         float clip);
+    /* One that goes through the device. gradient: where a parameter's is in host memory, and of
+     * which plane its bytes are. compute: puts the update of parts in q; on the device are their
+     * weights, gradients and states. */
+    mt_status (*gradient)(void *arg, int param, const void **at, mt_plane *plane);
+    mt_status (*compute)(void *arg, mt_queue *q, const mt_part *parts, int n, float clip);
     /* A unit's on disk, in place, but for parts of parameters that are not in params. */
     mt_status (*pieces)(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip);
     uint64_t  bytes;             /* that run reads and writes, for the timeline */

@@ -189,7 +189,7 @@ fail:
     return st;
 }
 
-mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **parts, int *n,
+mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
                             int *guest)
 {
     mt_status st = MT_OK;

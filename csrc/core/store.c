@@ -343,23 +343,6 @@ size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, 
     return d != NULL ? mt_plane_bytes(p, d->dtype, mt_store_states(s, unit), n) : 0;
 }
 
-size_t mt_store_part_bytes(const mt_store *s, int unit, int param, unsigned planes, int64_t n)
-{
-    size_t bytes = 0;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1)
-            bytes += (mt_store_plane_bytes(s, unit, param, (mt_plane)p, n) + ALIGN_BYTES - 1)
-                     / ALIGN_BYTES * ALIGN_BYTES;
-    return bytes;
-}
-
-size_t mt_store_part_at(const mt_store *s, int unit, int param, unsigned planes, int64_t n,
-                        mt_plane p)
-{
-    return mt_store_part_bytes(s, unit, param, planes & ((1u << p) - 1), n);
-}
-
 mt_states mt_store_states(const mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
