@@ -1,9 +1,9 @@
 /* home.h — where a unit's planes are between steps: a table that the unit points to.
  *
  * Nouns:
- *   home     ram: host memory. vram: the device. arrive: as vram, with states that are on the device
- *            around their update alone. through: ram, updated on the device. disk: states, or
- *            weights too, are in a file
+ *   home     ram: host memory. vram: the device. arrive: as vram, with states that are there around
+ *            their update alone. through: ram, updated on the device. disk: states, or weights too,
+ *            are in a file
  *   job      an update of a unit: what it takes, whichever home the unit has
  *
  *     mt_store_move(s, unit, &mt_home_vram, residents);   // nothing of the unit is under way
