@@ -33,6 +33,15 @@ struct mt_arrive {
     mt_arrive_stats stats;       /* mu */
 };
 
+/* Under mu, at each door: of a settled unit, and with parts as long as it stays. */
+static void assert_guest(const mt_arrive *a, const guest *g, int unit)
+{
+    MT_ASSERT(mt_holds(&a->mu));
+    MT_ASSERT(a->guests[unit] == g && g->last != NULL && g->lent != NULL);
+    MT_ASSERT(mt_store_home(a->store, unit, NULL) == &mt_home_arrive);
+    MT_ASSERT(g->parts != NULL || g->n == 0);
+}
+
 /* ---- open, invite, close ---------------------------------------------------------------- */
 
 mt_status mt_arrive_open(mt_context *cx, mt_arrive **out)
@@ -339,6 +348,7 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
     /* UPDATED: an update still to be put would change the states while they are copied. */
     MT_TRY(mt_ledger_wait_updates(a->store, unit));
     mt_lock(&a->mu);
+    assert_guest(a, g, unit);
     stays = g->parts != NULL;
     mt_unlock(&a->mu);
     if (stays) {
@@ -351,7 +361,9 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
         return st;
     }
     mt_lock(&a->mu);
+    MT_ASSERT(g->parts == NULL);
     st = put_lift(a, g, unit, parts, n, run);
+    assert_guest(a, g, unit);
     mt_unlock(&a->mu);
     MT_TRY(st);
     *taken = 1;
@@ -384,6 +396,7 @@ mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left)
     MT_TRY(look(a, g, unit, &idle));
     if (idle) {
         mt_lock(&a->mu);
+        assert_guest(a, g, unit);
         free(g->parts);
         g->parts = NULL;
         g->n = 0;
@@ -403,6 +416,7 @@ mt_status mt_arrive_parts(mt_arrive *a, int unit, const mt_part **parts, int *n)
 
     MT_TRY(find(a, unit, &g));
     mt_lock(&a->mu);
+    assert_guest(a, g, unit);
     *parts = g->parts;
     *n = g->n;
     mt_unlock(&a->mu);
@@ -434,6 +448,8 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
 
     MT_TRY(find(a, unit, &g));
     mt_lock(&a->mu);
+    assert_guest(a, g, unit);
+    MT_ASSERT(g->parts != NULL);
     st = MT_OK;
     if (!mt_skips(a->cx, MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
         st = a->dev->ops->wait(a->queue, made);
@@ -471,6 +487,7 @@ mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
 
     MT_TRY(find(a, unit, &g));
     mt_lock(&a->mu);
+    assert_guest(a, g, unit);
     st = g->parts != NULL ? put_copies(a, g, unit, param < 0 ? NULL : &param, 1, planes, 1) : MT_OK;
     mt_unlock(&a->mu);
     MT_TRY(st);

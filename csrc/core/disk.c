@@ -249,6 +249,25 @@ mt_request mt__disk_request(const mt_disk *d, int u, int number, int section, in
 
 /* ---- reading ahead: under mu ------------------------------------------------------------- */
 
+/* At each door, whose end looks what may be read next: no piece is in two buffers, or it would be
+ * updated in one and written from the other. */
+static void assert_state(const mt_disk *d)
+{
+    const mt__ring *r = &d->ring;
+
+    if (!MT_IS_CHECKED)
+        return;
+    mt__ring_assert(r);
+    for (int i = 0; i < r->n; i++)
+        for (int k = 0; k < i && r->buffers[i].at != MT__FREE; k++)
+            MT_ASSERT(r->buffers[k].at == MT__FREE || r->buffers[k].unit != r->buffers[i].unit ||
+                      r->buffers[k].piece != r->buffers[i].piece);
+    MT_ASSERT(d->away == 0 || d->away == d->sent.unit + 1);
+    MT_ASSERT(d->next_unit < d->n_units && d->before < d->n_units && d->bounced_unit < d->n_units);
+    for (const mt__guest *g = d->guests; g != NULL; g = g->next)
+        MT_ASSERT(g->d == d && (g->next == NULL || g->next->number < g->number));
+}
+
 /* The buffer that has the piece, or will; or that is still reading it for nobody: what it reads
  * must not be written meanwhile, so it is read again when that is over. */
 static mt__buffer *find_piece(const mt_disk *d, int u, int number)
@@ -286,6 +305,8 @@ static void step_on(mt_disk *d)
 void mt__disk_ahead(mt_disk *d)
 {
     mt__buffer *b;
+
+    assert_state(d);
 
     if (d->feed != NULL)
         mt__feed_ahead(d->feed);

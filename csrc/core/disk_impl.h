@@ -143,6 +143,8 @@ int         mt__may_follow(mt__at from, mt__at to);
 void        mt__buffer_to (mt__buffer *b, mt__at at);    /* one that may follow: an assertion */
 /* One in one of the states, 1u << state each, with that piece; -1: any. */
 mt__buffer *mt__ring_find(const mt__ring *r, unsigned states, int unit, int piece);
+/* Under mu. What moves has requests, and what is not free a piece. */
+void        mt__ring_assert(const mt__ring *r);
 void        mt__ring_put (mt__buffer *b, int unit, int piece, int write);
 /* What was read, or is being read, of a unit (-1: of any), up to a turn, is not used. */
 void        mt__ring_drop(mt__ring *r, int unit, uint64_t turn);

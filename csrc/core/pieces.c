@@ -39,7 +39,6 @@ static int64_t fit(const cutting *c, int param, unsigned planes, int64_t left, s
     if (bytes_of(c, param, planes, left, MT_PART_ALIGN) <= bytes)
         return left;
     n = (int64_t)(bytes / bytes_of(c, param, planes, grain, 1)) * grain;
-    n = n < left ? n : (left - 1) / grain * grain;
     while (n > 0 && bytes_of(c, param, planes, n, MT_PART_ALIGN) > bytes)
         n -= grain;
     return n;

@@ -816,6 +816,21 @@ static void device_close(mt_store *s, mt__unit *u)
         atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
 }
 
+/* At the door: what is not made has no memory, and the device has planes of its own alone. */
+static void assert_unit(const mt_store *s, const mt__unit *u)
+{
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&s->map_mu));
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        const mt__plane *host = &u->plane[MT__HOST][p];
+
+        MT_ASSERT((atomic_load(&u->home)->device >> p & 1) ||
+                  u->plane[MT__DEVICE][p].offset == NULL);
+        MT_ASSERT(host->offset != NULL || host->arena.base == NULL);
+    }
+}
+
 mt_status mt_store_move(mt_store *s, int unit, const mt_home *to, void *of)
 {
     mt__unit *u = mt__unit_at(s, unit);
@@ -829,10 +844,12 @@ mt_status mt_store_move(mt_store *s, int unit, const mt_home *to, void *of)
     MT_TRY(host_ready(s, unit, u, to));
     MT_TRY(mt__mirror_move(s, unit, to, of));
     mt_lock(&s->map_mu);
+    assert_unit(s, u);
     if (!to->device)
         device_close(s, u);
     u->home_of = of;
     atomic_store(&u->home, to);
+    assert_unit(s, u);
     mt_unlock(&s->map_mu);
 fail:
     return st;

@@ -40,10 +40,19 @@ struct mt_through {
     job             *before;     /* its last pieces may be coming down; NULL: none */
     mt_span          span;       /* the record that is open */
 
-    mt_mutex  mu;
+    mt_mutex         mu;
     mt_worker        worker;     /* a job ends when its unit is down, or the next one is put */
     mt_through_stats stats;      /* mu */
 };
+
+/* Under mu, at each door: a unit is on its way still only where another follows. */
+static void assert_state(const mt_through *t)
+{
+    MT_ASSERT(mt_holds(&t->mu));
+    MT_ASSERT(t->worker.ended <= t->worker.submitted);
+    MT_ASSERT(t->before == NULL || t->worker.ended < t->worker.submitted);
+    MT_ASSERT(t->stats.device_bytes <= t->bytes * (size_t)t->n_buffers);
+}
 
 /* ---- one unit: our thread --------------------------------------------------------------- */
 
@@ -217,6 +226,8 @@ static mt_status pass(void *arg, mt_job *node)
     job        *now = (job *)(void *)node, *before = t->before;
     mt_status   st = MT_OK;
 
+    assert_state(t);
+    MT_ASSERT(before == NULL || before->number + 1 == now->number);
     mt_unlock(&t->mu);
     if (before == NULL)
         begin_record(t, now);
@@ -233,6 +244,7 @@ static mt_status pass(void *arg, mt_job *node)
         st = finish(t, now);
         mt_lock(&t->mu);
     }
+    MT_ASSERT(t->before == NULL || t->worker.first != NULL);
     return st;
 }
 
@@ -317,6 +329,7 @@ mt_status mt_through_put(mt_through *t, const mt_update_job *j, float clip)
     b->clip = clip;
     mt_lock(&t->mu);
     b->number = mt_worker_submit(&t->worker, &b->node);
+    assert_state(t);
     mt_unlock(&t->mu);
     return MT_OK;
 }
@@ -334,6 +347,7 @@ mt_through_stats mt_through_stats_get(mt_through *t)
     mt_through_stats stats;
 
     mt_lock(&t->mu);
+    assert_state(t);
     stats = t->stats;
     mt_unlock(&t->mu);
     return stats;

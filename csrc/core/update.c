@@ -52,6 +52,19 @@ struct mt_updater {
     uint64_t        busy_ns;            /* in jobs' run; mu */
 };
 
+/* Under mu, at each door: steps end in order, and of each that is kept the norm is known then. */
+static void assert_state(const mt_updater *u)
+{
+    uint64_t submitted = u->worker.submitted, ended = u->worker.ended;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&u->mu));
+    MT_ASSERT(ended <= submitted && submitted - ended <= AHEAD);
+    for (uint64_t t = ended; t > 0 && submitted - t < RESULTS; t--)
+        MT_ASSERT(u->results[t % RESULTS].normed);
+}
+
 /* ---- work: made by submit, freed by the updater ----------------------------------------- */
 
 static void work_free(work *w)
@@ -142,6 +155,7 @@ fail:
 static void publish(mt_updater *u, const work *w, const result *r)
 {
     mt_lock(&u->mu);
+    assert_state(u);
     u->results[w->ticket % RESULTS] = *r;
     pthread_cond_broadcast(&u->worker.news);
     mt_unlock(&u->mu);
@@ -379,6 +393,7 @@ static uint64_t submits(mt_updater *u)
     uint64_t n;
 
     mt_lock(&u->mu);
+    assert_state(u);
     n = u->worker.submitted;
     mt_unlock(&u->mu);
     return n;
@@ -404,6 +419,7 @@ static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
     mt_lock(&u->mu);
     *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
+    assert_state(u);
     mt_unlock(&u->mu);
 fail:
     return st;
