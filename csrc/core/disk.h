@@ -64,6 +64,7 @@
 
 #include "blocks.h"
 #include "mirror.h"
+#include "pieces.h"
 #include "timeline.h"
 
 #define MT_DISK_LEAST ((size_t)64 << 10) /* bytes of a buffer, which are a multiple of

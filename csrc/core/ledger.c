@@ -23,6 +23,18 @@ void mt__ledger_close(mt__ledger *l)
     mt_mutex_close(&l->mu);
 }
 
+/* Under mu, at each door. What was ended more often than begun is a fault (end), not a count. */
+static void assert_counts(const mt_store *s, const mt__unit *u)
+{
+    const mt__ledger *l = &s->ledger;
+
+    MT_ASSERT(mt_holds(&l->mu));
+    MT_ASSERT(u->version > 0 && u->updates >= 0 && u->grads >= 0 && u->fetches >= 0);
+    MT_ASSERT(u->saves == 0 || u->saves == 1);
+    MT_ASSERT((l->fault == MT_OK) == (l->text[0] == '\0'));
+    MT_ASSERT(l->wanted >= 0 && l->wanted <= mt_store_units(s));
+}
+
 /* ---- the fault -------------------------------------------------------------------------- */
 
 void mt_ledger_fault(mt_store *s, mt_status st, const char *text)
@@ -93,6 +105,7 @@ static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
     u->version += (uint64_t)(updates + written);
     u->updates += updates;
     u->grads += grads;
+    assert_counts(s, u);
     mt_unlock(&s->ledger.mu);
     mt_watch_moved(&s->watch);
 }
@@ -256,6 +269,7 @@ mt_status mt_ledger_save_begin(mt_store *s, int unit)
     idle = u->updates == 0 && u->saves == 0;
     if (fault == MT_OK && idle)
         u->saves++;
+    assert_counts(s, u);
     mt_unlock(&s->ledger.mu);
     if (fault != MT_OK)
         return fault_again(&s->ledger);
@@ -344,6 +358,7 @@ mt_status mt_ledger_fetch_begin(mt_store *s, int unit, uint64_t *version)
             u->fetches++;
             *version = u->version;
         }
+        assert_counts(s, u);
         mt_unlock(&s->ledger.mu);
     }
     return MT_OK;

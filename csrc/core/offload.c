@@ -80,7 +80,7 @@ struct mt_offload {
     unsigned           next_staging; /* putting thread */
 
     mt_worker          collector;    /* ticket n is its job n */
-    mt_mutex    mu;
+    mt_mutex           mu;
     tally            **tally;        /* by unit; the table moves, under mu; a tally stays */
     int                n_tally;
     uint64_t           landed;       /* latest whose copies it saw end; stays at a failure. mu */
@@ -93,6 +93,25 @@ struct mt_offload {
 static ticket *ticket_at(mt_offload *o, uint64_t t)
 {
     return &o->ring[t % o->n_ring];
+}
+
+/* Under mu, at each door: tickets are put, copied and home in order, and units know of theirs. */
+static void assert_state(mt_offload *o)
+{
+    uint64_t put = o->collector.submitted, home = o->collector.ended;
+    int      adds = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&o->mu));
+    MT_ASSERT(o->landed <= home && home <= put && put - home <= AHEAD && o->waited_for <= put);
+    for (uint64_t t = home + 1; t <= put; t++)
+        adds += ticket_at(o, t)->adds > 0;
+    for (int u = 0; u < o->n_tally; u++) {
+        MT_ASSERT(o->tally[u] == NULL || o->tally[u]->adds >= 0);
+        adds -= o->tally[u] != NULL ? o->tally[u]->adds : 0;
+    }
+    MT_ASSERT(adds == 0);
 }
 
 /* Through host memory, where the collector adds it. */
@@ -128,6 +147,7 @@ static mt_status collect(void *arg, mt_job *node)
     mt_post     post;
     mt_status   st;
 
+    assert_state(o);
     mt_unlock(&o->mu);
     mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, t->unit),
                    "its gradients' copies (the event LANDED)");
@@ -533,6 +553,7 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
     (void)o->dev->ops->sync(o->d2h);
     mt_lock(&o->mu);
     note(o, t, y, 0);
+    assert_state(o);
     mt_unlock(&o->mu);
     mt_ledger_grads_end(o->store, t->unit);
     (void)mt_fail_again(MT_EDEVICE, text);
@@ -551,6 +572,7 @@ static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t numb
     (void)mt_worker_submit(&o->collector, &t->node);
     if (t->passes > o->waited_for)
         o->waited_for = t->passes;
+    assert_state(o);
     mt_unlock(&o->mu);
 }
 
@@ -626,6 +648,7 @@ mt_status mt_offload_land(mt_offload *o, mt_queue *run)
         MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
     mt_lock(&o->mu);
     o->waited_for = o->collector.submitted;
+    assert_state(o);
     mt_unlock(&o->mu);
 fail:
     return st;
@@ -638,6 +661,7 @@ uint64_t mt_offload_passed(mt_offload *o)
     uint64_t passed;
 
     mt_lock(&o->mu);
+    assert_state(o);
     passed = o->landed > o->waited_for ? o->landed : o->waited_for;
     mt_unlock(&o->mu);
     return passed;

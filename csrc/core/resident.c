@@ -44,6 +44,15 @@ struct mt_resident {
     mt_resident_stats stats;         /* mu */
 };
 
+/* Under mu, at each door. */
+static void assert_home(const mt_resident *r, const home *h, int unit)
+{
+    MT_ASSERT(mt_holds(&r->mu));
+    MT_ASSERT(r->homes[unit] == h && h->mem != NULL && h->done != NULL && h->used != NULL);
+    MT_ASSERT(mt_store_settled(r->store, unit));
+    MT_ASSERT((r->scratch == NULL) == (r->scratch_bytes == 0));
+}
+
 /* ---- open and close --------------------------------------------------------------------- */
 
 mt_status mt_resident_open(mt_context *cx, mt_resident **out)
@@ -195,7 +204,7 @@ fail:
     return st;
 }
 
-mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **parts, int *n,
+mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
                             int *guest)
 {
     mt_status st = MT_OK;
@@ -311,6 +320,7 @@ static mt_status fetch(mt_resident *r, home *h, int unit, mt_queue *run)
 
     MT_TRY(mt_ledger_fetch_begin(r->store, unit, &version));
     mt_lock(&r->mu);
+    assert_home(r, h, unit);
     if ((st = put_fetch(r, h, unit, run)) != MT_OK)
         mt_ledger_fault(r->store, st, mt_last_error());
     end = mt_ledger_fetching(r->store, unit, r->queue);
@@ -400,6 +410,7 @@ mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, 
 
     MT_TRY(find(r, unit, &h));
     mt_lock(&r->mu);
+    assert_home(r, h, unit);
     if (!passes)                         /* else there is no host copy */
         change(r, unit, params, n, 1u << MT_PLANE_GRAD);
     taken = passes && r->updated != NULL ? r->updated : h->done;
@@ -449,6 +460,7 @@ mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float cli
 
     MT_TRY(find(r, u->unit, &h));
     mt_lock(&r->mu);
+    assert_home(r, h, u->unit);
     r->lifted = 0;
     st = mt_mirror_any(r->store, u->unit, -1, ~HI, IS(AHEAD) | IS(TORN))
        ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
@@ -469,6 +481,7 @@ mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out)
     void     *mem;
     mt_status st;
 
+    MT_ASSERT(mt_holds(&r->mu));
     if (r->scratch_bytes < bytes) {
         MT_TRY(r->dev->ops->record(r->queue, r->drained));
         MT_TRY(wait_drained(r));
@@ -519,6 +532,7 @@ static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int 
     mt_status    st;
 
     mt_lock(&r->mu);
+    assert_home(r, r->homes[unit], unit);
     st = put_copies(r, unit, param, planes, up);
     mt_unlock(&r->mu);
     if (st == MT_OK)

@@ -65,7 +65,7 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads);
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out);
 
 /* *guest: 1, and where a guest's states are during this stay; 0: the unit is none. Inside put. */
-mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **parts, int *n,
+mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
                             int *guest);
 
 /* What run is given from now on finds the unit's current weights. Waits on the host until updates

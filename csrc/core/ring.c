@@ -43,6 +43,23 @@ mt__buffer *mt__ring_find(const mt__ring *r, unsigned states, int unit, int piec
     return NULL;
 }
 
+void mt__ring_assert(const mt__ring *r)
+{
+    const mt_disk *d = r->disk;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&d->mu));
+    for (int i = 0; i < r->n; i++) {
+        const mt__buffer *b = &r->buffers[i];
+        int               moves = b->at == MT__READING || b->at == MT__WRITING;
+
+        MT_ASSERT(b->ring == r && (moves ? b->left > 0 : b->left == 0));
+        MT_ASSERT(b->at == MT__FREE || (b->unit >= 0 && b->unit < d->n_units &&
+                                        b->piece < d->units[b->unit].lay->n_pieces));
+    }
+}
+
 /* On a thread of the file's. */
 static void over(mt_request *q)
 {

@@ -342,23 +342,6 @@ size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, 
     return d != NULL ? mt_plane_bytes(p, d->dtype, mt_store_states(s, unit), n) : 0;
 }
 
-size_t mt_store_part_bytes(const mt_store *s, int unit, int param, unsigned planes, int64_t n)
-{
-    size_t bytes = 0;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1)
-            bytes += (mt_store_plane_bytes(s, unit, param, (mt_plane)p, n) + ALIGN_BYTES - 1)
-                     / ALIGN_BYTES * ALIGN_BYTES;
-    return bytes;
-}
-
-size_t mt_store_part_at(const mt_store *s, int unit, int param, unsigned planes, int64_t n,
-                        mt_plane p)
-{
-    return mt_store_part_bytes(s, unit, param, planes & ((1u << p) - 1), n);
-}
-
 mt_states mt_store_states(const mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
@@ -665,6 +648,23 @@ int mt_store_settled(const mt_store *s, int unit)
     return u != NULL && atomic_load(&u->settled);
 }
 
+/* At each door that says where a unit's planes are: at one place, and what is not made has no
+ * memory. */
+static void assert_unit(const mt_store *s, const mt__unit *u)
+{
+    int settled = atomic_load(&u->settled), through = atomic_load(&u->through);
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&s->map_mu));
+    MT_ASSERT(settled + through + (atomic_load(&u->disk) != 0) <= 1);
+    MT_ASSERT((atomic_load(&u->disk) & ~(MT_STATE_PLANES | 1u << MT_PLANE_HI)) == 0);
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        MT_ASSERT(settled || u->plane[MT__DEVICE][p].offset == NULL);
+        MT_ASSERT(u->plane[MT__HOST][p].offset != NULL || u->plane[MT__HOST][p].arena.base == NULL);
+    }
+}
+
 mt_status mt_store_settle(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
@@ -674,6 +674,7 @@ mt_status mt_store_settle(mt_store *s, int unit)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
                        unit, mt_store_units(s));
     mt_lock(&s->map_mu);
+    assert_unit(s, u);
     if (atomic_load(&u->passing))
         st = MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot live on the device",
                      u->name);
@@ -686,6 +687,7 @@ mt_status mt_store_settle(mt_store *s, int unit)
                      u->name);
     if (st == MT_OK)
         atomic_store(&u->settled, 1);
+    assert_unit(s, u);
     mt_unlock(&s->map_mu);
     return st;
 }
@@ -807,10 +809,12 @@ mt_status mt_store_unsettle(mt_store *s, int unit)
         return MT_FAIL(MT_ESTATE, "unit %d does not live on the device", unit);
     MT_TRY(host_ready(s, unit, u));
     mt_lock(&s->map_mu);
+    assert_unit(s, u);
     atomic_store(&u->settled, 0);
     atomic_store(&u->registered, 0);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
+    assert_unit(s, u);
     mt_unlock(&s->map_mu);
 fail:
     return st;
@@ -892,7 +896,9 @@ mt_status mt_store_register(mt_store *s, int unit)
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
     mt_lock(&s->map_mu);
+    assert_unit(s, u);
     atomic_store(&u->registered, 1);
+    assert_unit(s, u);
     mt_unlock(&s->map_mu);
     for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
         if (MT_STATE_PLANES >> p & 1)
@@ -916,6 +922,7 @@ mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
     mt_lock(&s->map_mu);
+    assert_unit(s, u);
     if (atomic_load(&u->settled) || atomic_load(&u->through))
         st = MT_FAIL(MT_ESTATE, "unit %s is updated on the device; its states cannot be on disk",
                      u->name);
@@ -925,6 +932,7 @@ mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
                          "disk before that is asked for", u->name, mt_plane_name((mt_plane)p));
     if (st == MT_OK)
         atomic_store(&u->disk, planes);
+    assert_unit(s, u);
     mt_unlock(&s->map_mu);
     return st;
 }

@@ -57,15 +57,7 @@ typedef struct mt_param_desc {
     int      trainable;      /* 0: the unit's planes other than HI leave it out */
 } mt_param_desc;
 
-/* A stretch of one parameter whose states are somewhere else than in the host's planes. */
-typedef struct mt_part {
-    int     param;
-    int64_t from, n;         /* its elements [from, from + n) */
-    /* Of MT_STATE_PLANES and HI, aligned to MT_PART_ALIGN; NULL: nothing,
-     * or in the host's plane. */
-    void   *at[MT_PLANE_COUNT];
-} mt_part;
-
+/* Where parameters, and parts of them (pieces.h), begin: what GEMMs and disks like. */
 #define MT_PART_ALIGN ((size_t)512)
 
 typedef struct mt_store mt_store;
@@ -95,13 +87,6 @@ size_t      mt_store_offset  (const mt_store *s, int unit, int param);
 size_t mt_plane_bytes(mt_plane p, mt_dtype dt, mt_states st, int64_t n);
 /* The same of n elements of a parameter: its first, or those from a multiple of 128 on. */
 size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n);
-
-/* Bytes of a part of n elements: those planes one after the other,
- * each a multiple of MT_PART_ALIGN. */
-size_t mt_store_part_bytes(const mt_store *s, int unit, int param, unsigned planes, int64_t n);
-/* Where in it plane p is. */
-size_t mt_store_part_at(const mt_store *s, int unit, int param, unsigned planes, int64_t n,
-                        mt_plane p);
 
 /* How the unit's states are kept; FP32 until it is set.
  * MT_ESTATE when planes of other states are made. */

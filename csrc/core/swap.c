@@ -52,6 +52,29 @@ static mt_watch *watch_of(const mt_swap *w)
     return mt_store_watch(w->store);
 }
 
+/* Under mu, at each door: a taken block is one bundle's, and bytes are counted once. */
+static void assert_state(const mt_swap *w)
+{
+    size_t host = 0, used = 0;
+    int    taken = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&w->mu));
+    for (const block *b = w->blocks; b != NULL; b = b->next) {
+        host += b->b.arena.bytes;
+        used += b->taken ? b->b.arena.bytes : 0;
+        taken += b->taken;
+    }
+    for (const bundle *b = w->there; b != NULL; b = b->next) {
+        MT_ASSERT((b->block == NULL) != (b->spilled == NULL) && b->needed != 0);
+        MT_ASSERT(b->block == NULL || b->block->taken);
+        MT_ASSERT(b->number <= w->bundles && (b->next == NULL || b->next->number < b->number));
+        taken -= b->block != NULL;
+    }
+    MT_ASSERT(taken == 0 && host == w->stats.host_bytes && used == w->stats.used_bytes);
+}
+
 /* ---- blocks ----------------------------------------------------------------------------- */
 
 static size_t aligned(size_t bytes)
@@ -309,6 +332,7 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     MT_TRY(bundle_new(w, unit, parts, n, home, &b));
     MT_TRY(fill(w, b, parts, run));
     b->needed = SOURCES | TENSORS;
@@ -346,6 +370,7 @@ mt_status mt_swap_left(mt_swap *w, uint64_t number, mt_queue *run)
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     b = find(w, number);
     st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_LEFT);
     if (st == MT_OK)
@@ -381,6 +406,7 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     if ((b = find(w, number)) == NULL)
         MT_TRY(unknown(number));
     MT_TRY(fits(b, landing, n));
@@ -401,6 +427,7 @@ mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     b = find(w, number);
     st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_BACK);
     mt_unlock(&w->mu);
@@ -411,6 +438,7 @@ void mt_swap_drop(mt_swap *w, uint64_t number)
 {
     mt_lock(&w->mu);
     no_longer(w, find(w, number), TENSORS);
+    assert_state(w);
     mt_unlock(&w->mu);
 }
 

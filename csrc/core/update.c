@@ -51,6 +51,19 @@ struct mt_updater {
     uint64_t        busy_ns;            /* in jobs' run; mu */
 };
 
+/* Under mu, at each door: steps end in order, and of each that is kept the norm is known then. */
+static void assert_state(const mt_updater *u)
+{
+    uint64_t submitted = u->worker.submitted, ended = u->worker.ended;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&u->mu));
+    MT_ASSERT(ended <= submitted && submitted - ended <= AHEAD);
+    for (uint64_t t = ended; t > 0 && submitted - t < RESULTS; t--)
+        MT_ASSERT(u->results[t % RESULTS].normed);
+}
+
 /* ---- work: made by submit, freed by the updater ----------------------------------------- */
 
 static void work_free(work *w)
@@ -77,7 +90,7 @@ static int is_possible(const mt_context *cx, const job *b)
     switch (b->way) {
     case HOST:    return b->j.run != NULL;
     case SETTLED: return b->j.put != NULL && cx->residents != NULL;
-    case THROUGH: return b->j.list != NULL && b->j.compute != NULL && cx->through != NULL;
+    case THROUGH: return b->j.gradient != NULL && b->j.compute != NULL && cx->through != NULL;
     case DISK:    return b->j.pieces != NULL && cx->disk != NULL;
     }
     return 0;
@@ -157,6 +170,7 @@ fail:
 static void publish(mt_updater *u, const work *w, const result *r)
 {
     mt_lock(&u->mu);
+    assert_state(u);
     u->results[w->ticket % RESULTS] = *r;
     pthread_cond_broadcast(&u->worker.news);
     mt_unlock(&u->mu);
@@ -259,8 +273,9 @@ fail:
 /* Handed on, with the end of its announcement. */
 static mt_status send_job(mt_updater *u, job *b, float clip)
 {
-    mt_through_job j = { .unit = b->j.unit, .bytes = b->j.bytes, .list = b->j.list,
-                         .compute = b->j.compute, .free = b->j.free, .arg = b->j.arg };
+    mt_through_job j = { .unit = b->j.unit, .params = b->j.params, .n_params = b->j.n_params,
+                         .bytes = b->j.bytes, .gradient = b->j.gradient, .compute = b->j.compute,
+                         .free = b->j.free, .arg = b->j.arg };
     mt_status      st;
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
@@ -429,6 +444,7 @@ static uint64_t submits(mt_updater *u)
     uint64_t n;
 
     mt_lock(&u->mu);
+    assert_state(u);
     n = u->worker.submitted;
     mt_unlock(&u->mu);
     return n;
@@ -454,6 +470,7 @@ static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
     mt_lock(&u->mu);
     *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
+    assert_state(u);
     mt_unlock(&u->mu);
 fail:
     return st;

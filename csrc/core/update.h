@@ -35,8 +35,8 @@ typedef struct mt_update_job {
     mt_status (*run)(void *arg, mt_pool *pool, float clip);   /* the update itself */
     mt_status (*put)(void *arg, mt_queue *q, float clip);     /* a settled unit's: see resident.h */
     /* One that goes through the device: see through.h. */
-    mt_status (*list)(void *arg, mt_through_tensor **tensors, int *n);
-    mt_status (*compute)(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip);
+    mt_status (*gradient)(void *arg, int param, const void **at, mt_plane *plane);
+    mt_status (*compute)(void *arg, mt_queue *q, const mt_part *parts, int n, float clip);
     /* A unit's on disk: see disk.h. */
     mt_status (*pieces)(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip);
     uint64_t bytes;              /* that run reads and writes, for the timeline */

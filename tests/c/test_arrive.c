@@ -114,7 +114,7 @@ static float *moment(hotel *h)
 /* The first element of the first moment, where it is during the stay. */
 static float *up(hotel *h)
 {
-    const mt_arrive_part *parts;
+    const mt_part *parts;
     int                   n;
 
     REQUIRE(mt_arrive_parts(h->a, 0, &parts, &n) == MT_OK && n > 0);
@@ -126,7 +126,7 @@ static float *up(hotel *h)
 static void every_state_of_what_is_trained_is_in_one_part(void)
 {
     static unsigned char seen[PARAMS][3000];
-    const mt_arrive_part *parts;
+    const mt_part *parts;
     hotel    h;
     mt_dev  *dev;
     int      n;
@@ -138,7 +138,7 @@ static void every_state_of_what_is_trained_is_in_one_part(void)
     CHECK_OK(mt_arrive_parts(h.a, 0, &parts, &n));
     CHECK_EQ(n, h.n);
     for (int i = 0; i < n; i++) {
-        const mt_arrive_part *p = &parts[i];
+        const mt_part *p = &parts[i];
         size_t                most = 0;
 
         CHECK_EQ(p->from % 128, 0);

@@ -444,7 +444,7 @@ static void nap_of_an_update(void *arg)
 
 static mt_status adam_put(void *arg, mt_queue *q, float clip)
 {
-    const mt_arrive_part *parts;
+    const mt_part *parts;
     mt_adam_tensor        all[PARAMS], t[PARAMS * 2];
     int                   n, guest;
     mt_status             st = mt_resident_parts(((adam *)arg)->m->r, ((adam *)arg)->unit, &parts,
@@ -458,7 +458,7 @@ static mt_status adam_put(void *arg, mt_queue *q, float clip)
     if (!guest)
         return mt_adam_put(q, all, PARAMS, clip);
     for (int i = 0; i < n; i++) {
-        const mt_arrive_part *p = &parts[i];
+        const mt_part *p = &parts[i];
 
         t[i] = all[p->param];
         t[i].n = p->n;
@@ -472,44 +472,31 @@ static mt_status adam_put(void *arg, mt_queue *q, float clip)
     return mt_adam_put(q, t, n, clip);
 }
 
-enum { AT_HI, AT_M, AT_V, AT_GRAD, AT_LOW };
-
-static mt_status adam_list(void *arg, mt_through_tensor **out, int *n)
+static mt_status adam_gradient(void *arg, int param, const void **at, mt_plane *plane)
 {
-    mt_through_tensor *k = calloc(PARAMS, sizeof *k);
-    mt_adam_tensor     t[PARAMS];
+    const adam *a = arg;
 
-    REQUIRE(k != NULL);
-    tensors(arg, t);
-    for (int p = 0; p < PARAMS; p++)
-        k[p] = (mt_through_tensor){
-            .n = t[p].n, .n_spans = t[p].dtype == MT_F32 ? AT_LOW : AT_LOW + 1, .span = {
-            { t[p].hi, mt_dtype_bytes(t[p].dtype), 1, 1 }, { t[p].m, 4, 1, 1 }, { t[p].v, 4, 1, 1 },
-            { (void *)(uintptr_t)t[p].grad, mt_dtype_bytes(t[p].grad_dtype), 1, 0 },
-            { t[p].lo != NULL ? (void *)t[p].lo : (void *)t[p].master, t[p].lo != NULL ? 2 : 4, 1,
-              1 } } };
-    *out = k;
-    *n = PARAMS;
+    *plane = a->acc[param] ? MT_PLANE_ACC : MT_PLANE_GRAD;
+    *at = plane_of(a, param, *plane);
     return MT_OK;
 }
 
-static mt_status adam_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n,
-                              float clip)
+static mt_status adam_compute(void *arg, mt_queue *q, const mt_part *parts, int n, float clip)
 {
     mt_adam_tensor all[PARAMS], t[64];
 
     tensors(arg, all);
     for (int i = 0; i < n; i++) {
-        const mt_through_part *p = &parts[i];
+        const mt_part *p = &parts[i];
 
-        t[i] = all[p->tensor];
+        t[i] = all[p->param];
         t[i].n = p->n;
-        t[i].hi = p->at[AT_HI];
-        t[i].m = p->at[AT_M];
-        t[i].v = p->at[AT_V];
-        t[i].grad = p->at[AT_GRAD];
-        t[i].lo = t[i].dtype == MT_BF16 ? p->at[AT_LOW] : NULL;
-        t[i].master = t[i].dtype == MT_F16 ? p->at[AT_LOW] : NULL;
+        t[i].hi = p->at[MT_PLANE_HI];
+        t[i].m = p->at[MT_PLANE_M];
+        t[i].v = p->at[MT_PLANE_V];
+        t[i].grad = p->at[MT_PLANE_GRAD] != NULL ? p->at[MT_PLANE_GRAD] : p->at[MT_PLANE_ACC];
+        t[i].lo = p->at[MT_PLANE_LO];
+        t[i].master = p->at[MT_PLANE_MASTER];
     }
     return mt_adam_put(q, t, n, clip);
 }
@@ -532,7 +519,7 @@ static uint64_t submit_some(model *m, int step, int first, int n)
         for (int p = 0; p < PARAMS; p++)
             a->acc[p] = mt_offload_has_acc(m->o, u, p);
         jobs[u - first] = (mt_update_job){ .unit = u, .n_params = PARAMS, .params = all_params,
-                                   .run = adam_run, .put = adam_put, .list = adam_list,
+                                   .run = adam_run, .put = adam_put, .gradient = adam_gradient,
                                    .compute = adam_compute, .free = free, .arg = a };
     }
     CHECK_OK(mt_update_submit(m->u, jobs, n, m->c->max_norm, m->run, &ticket));
