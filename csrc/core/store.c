@@ -237,7 +237,7 @@ static mt_status publish(mt_store *s, mt__unit *u, int *unit)
     mt__unit ***seg = &s->seg[i / MT__SEG_UNITS];   /* only looked at when i is in range */
 
     if (i >= MT__SEGS * MT__SEG_UNITS)
-        return MT_FAIL(MT_EINVAL, "unit %s: a store holds at most %d units; stream larger pieces",
+        return MT_FAIL(MT_EINVAL, "unit %s: a store holds at most %d units; stream larger ones",
                        u->name, MT__SEGS * MT__SEG_UNITS);
     if (*seg == NULL && (*seg = calloc(MT__SEG_UNITS, sizeof **seg)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory for another %d units",

@@ -1,7 +1,7 @@
 /* store.h — where every byte of the model is, and who may touch it.
  *
  * Nouns, in the order they appear below:
- *   unit     parameters streamed as one piece
+ *   unit     parameters that are streamed together
  *   plane    one kind of value for all parameters of a unit; an arena each,
  *            made when first asked for
  *   home     where a unit's planes are between steps, by a table (see home.h); what is away of them
