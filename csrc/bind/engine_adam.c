@@ -427,8 +427,9 @@ static adam_job *job_new(mt_engine *e, int unit, int n)
 
     if (j == NULL)
         return (adam_job *)(void *)PyErr_NoMemory();
-    *j = (adam_job){ .store = e->cx.store, .unit = unit, .n = n,
-                     .residents = mt_store_settled(e->cx.store, unit) ? e->cx.residents : NULL };
+    *j = (adam_job){ .store = e->cx.store, .unit = unit, .n = n };
+    if (mt_store_home(e->cx.store, unit, NULL)->at != NULL)
+        j->residents = e->cx.residents;
     j->params = calloc((size_t)n + 1, sizeof *j->params);
     j->p = calloc((size_t)n + 1, sizeof *j->p);
     if (j->params == NULL || j->p == NULL) {

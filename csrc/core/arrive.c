@@ -38,7 +38,7 @@ static void assert_guest(const mt_arrive *a, const guest *g, int unit)
 {
     MT_ASSERT(mt_holds(&a->mu));
     MT_ASSERT(a->guests[unit] == g && g->last != NULL && g->lent != NULL);
-    MT_ASSERT(mt_store_settled(a->store, unit));
+    MT_ASSERT(mt_store_home(a->store, unit, NULL) == &mt_home_arrive);
     MT_ASSERT(g->parts != NULL || g->n == 0);
 }
 
@@ -112,13 +112,10 @@ int mt_arrive_invited(const mt_arrive *a, int unit)
 
 mt_status mt_arrive_invite(mt_arrive *a, int unit)
 {
+    void     *of;
     guest    *g = NULL;
     mt_status st;
 
-    if (!mt_store_settled(a->store, unit))
-        return MT_FAIL(MT_ESTATE,
-                       "unit %d (%s) is not settled; only states of settled units come to "
-                       "the device for their update", unit, mt_store_name(a->store, unit));
     if (mt_arrive_invited(a, unit))
         return MT_OK;
     MT_TRY(guests_grow(a, mt_store_units(a->store)));
@@ -126,8 +123,8 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
         return MT_FAIL(MT_ENOMEM, "arrive: calloc(%zu)", sizeof *g);
     MT_TRY(a->dev->ops->event_open(a->dev, &g->last));
     MT_TRY(a->dev->ops->event_open(a->dev, &g->lent));
-    MT_TRY(mt_store_register(a->store, unit));
-    MT_TRY(mt_mirror_except(a->store, unit, MT_STATE_PLANES));
+    (void)mt_store_home(a->store, unit, &of);
+    MT_TRY(mt_store_move(a->store, unit, &mt_home_arrive, of));
     a->guests[unit] = g;
     return MT_OK;
 
@@ -147,6 +144,7 @@ static mt_status find(const mt_arrive *a, int unit, guest **out)
 
 mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
 {
+    void     *of;
     guest    *g;
     mt_status st;
 
@@ -154,9 +152,10 @@ mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
     if (g->parts != NULL)
         return MT_FAIL(MT_ESTATE, "unit %s: its states are on the device; they must leave before",
                        mt_store_name(a->store, unit));
+    (void)mt_store_home(a->store, unit, &of);
+    MT_TRY(mt_store_move(a->store, unit, &mt_home_vram, of));
     a->guests[unit] = NULL;
     guest_close(a, g);
-    st = mt_mirror_except(a->store, unit, 0);
 fail:
     return st;
 }

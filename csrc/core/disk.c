@@ -20,7 +20,7 @@
 
 typedef struct job {
     mt_job      node;
-    mt_disk_job j;                       /* params: our copy */
+    mt_update_job j;                       /* params: our copy */
     float       clip;
 } job;
 
@@ -31,7 +31,7 @@ typedef struct job {
 static mt_status planes_of(const mt_disk *d, int u, int param, int real, unsigned *out)
 {
     const mt_param_desc *desc = mt_store_desc(d->store, u, param);
-    unsigned             ours = mt_store_on_disk(d->store, u), planes = 0;
+    unsigned             ours = mt_store_home(d->store, u, NULL)->away, planes = 0;
     mt_status            st = MT_OK;
 
     for (int p = 0; p < MT_PLANE_COUNT && desc->numel > 0; p++) {
@@ -392,7 +392,7 @@ static void give_piece(mt_disk *d, mt__buffer *b, int write)
     mt_unlock(&d->mu);
 }
 
-static int wanted(const mt_disk_job *j, int param)
+static int wanted(const mt_update_job *j, int param)
 {
     for (int i = 0; i < j->n_params; i++)
         if (j->params[i] == param)
@@ -400,7 +400,7 @@ static int wanted(const mt_disk_job *j, int param)
     return 0;
 }
 
-static int piece_wanted(const mt__layout *l, const mt__piece *c, const mt_disk_job *j)
+static int piece_wanted(const mt__layout *l, const mt__piece *c, const mt_update_job *j)
 {
     for (int i = c->first; i < c->first + c->n; i++)
         if (wanted(j, l->cut->part[i].param))
@@ -419,7 +419,7 @@ static mt_status compute(mt_disk *d, const job *b, const mt_part *parts, int n, 
     mt_timeline_begin(d->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_UPDATE, b->j.unit, NULL);
     mt_watch_begin(watch, &post, NULL, mt_store_name(d->store, b->j.unit),
                    "the pool, which computes its update");
-    st = b->j.compute(b->j.arg, d->pool, parts, n, b->clip);
+    st = b->j.pieces(b->j.arg, d->pool, parts, n, b->clip);
     mt_watch_end(watch, &post, st);
     mt_timeline_end(d->timeline, &span, bytes, NULL);
     mt_lock(&d->mu);
@@ -429,7 +429,7 @@ static mt_status compute(mt_disk *d, const job *b, const mt_part *parts, int n, 
 }
 
 /* -1: none. */
-static int last_wanted(const mt__layout *l, const mt_disk_job *j)
+static int last_wanted(const mt__layout *l, const mt_update_job *j)
 {
     int i = l->n_pieces - 1;
 
@@ -567,7 +567,7 @@ static mt_status end_reads(mt_disk *d, int u)
 
 /* Behind the door: its copies are stale from here on. Memory of states is given back. Weights that
  * were brought may be in somebody's graph, which wants them as they were: see mt_mirror_forget. */
-static mt_status end_copies(mt_disk *d, const mt_disk_job *j, const mt__layout *l)
+static mt_status end_copies(mt_disk *d, const mt_update_job *j, const mt__layout *l)
 {
     const unsigned ahead = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
 
@@ -581,7 +581,7 @@ static mt_status end_copies(mt_disk *d, const mt_disk_job *j, const mt__layout *
 }
 
 /* Behind the door. Its layout, and its place in the order. */
-static mt_status begin_update(mt_disk *d, const mt_disk_job *j, mt__layout **l)
+static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt__layout **l)
 {
     int       u = j->unit;
     mt_status st;
@@ -637,7 +637,7 @@ fail:
 }
 
 /* In the ledger first, with its failure: the next fetch of the unit must fail, not read. */
-static void end_job(mt_disk *d, const mt_disk_job *j, mt_status st)
+static void end_job(mt_disk *d, const mt_update_job *j, mt_status st)
 {
     if (st != MT_OK)
         mt_ledger_fault(d->store, st, mt_last_error());
@@ -668,7 +668,7 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- the updater's side ------------------------------------------------------------------- */
 
-static mt_status job_copy(const mt_disk *d, const mt_disk_job *j, float clip, job **out)
+static mt_status job_copy(const mt_disk *d, const mt_update_job *j, float clip, job **out)
 {
     job       *b = calloc(1, sizeof *b);
     int       *params = calloc((size_t)j->n_params + 1, sizeof *params);
@@ -690,7 +690,7 @@ static mt_status job_copy(const mt_disk *d, const mt_disk_job *j, float clip, jo
     return MT_OK;
 }
 
-mt_status mt_disk_put(mt_disk *d, const mt_disk_job *j, float clip)
+mt_status mt_disk_put(mt_disk *d, const mt_update_job *j, float clip)
 {
     job      *b;
     mt_status st = job_copy(d, j, clip, &b);
@@ -921,7 +921,34 @@ static mt_status home_store(void *arg, int u, int param, unsigned planes)
     return st;
 }
 
-static const mt_mirror_ops mirror_ops = { .load = home_load, .store = home_store };
+static int home_fits(const mt_update_job *j)
+{
+    return j->pieces != NULL;
+}
+
+static mt_status home_update(void *arg, const mt_update_job *j, float clip)
+{
+    return mt_disk_put(arg, j, clip);
+}
+
+static mt_status home_drain(void *arg)
+{
+    return mt_disk_wait(arg);
+}
+
+#define IS_ON_DISK                                                                                \
+    .from = &mt_home_ram, .fresh = MT_STATE_PLANES, .load = home_load, .store = home_store,       \
+    .fits = home_fits, .update = home_update, .ends = 1, .turn = 1, .drain = home_drain
+
+const mt_home mt_home_disk = {
+    .lives = "has its states on disk", .away = MT_STATE_PLANES,
+    .registered = HI | 1u << MT_PLANE_GRAD, IS_ON_DISK,
+};
+
+const mt_home mt_home_disk_weights = {
+    .lives = "has its weights and states on disk", .away = MT_STATE_PLANES | HI, .fed = 1,
+    .registered = 1u << MT_PLANE_GRAD, IS_ON_DISK,
+};
 
 /* ---- open and close --------------------------------------------------------------------- */
 
@@ -1027,11 +1054,9 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     MT_TRY(room_for(d, u));
     if (d->units[u].on)
         return MT_OK;
-    MT_TRY(mt_store_set_disk(d->store, u, MT_STATE_PLANES | (weights ? HI : 0)));
-    if ((st = count(d, u)) == MT_OK)
-        st = mt_mirror_open(d->store, u, mt_store_on_disk(d->store, u), &mirror_ops, d);
-    if (st != MT_OK) {
-        (void)mt_store_set_disk(d->store, u, 0);
+    MT_TRY(mt_store_move(d->store, u, weights ? &mt_home_disk_weights : &mt_home_disk, d));
+    if ((st = count(d, u)) != MT_OK) {
+        (void)mt_store_move(d->store, u, &mt_home_ram, NULL);
         return st;
     }
     d->units[u].on = 1;

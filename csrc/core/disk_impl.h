@@ -139,7 +139,8 @@ void mt__disk_ahead(mt_disk *d);
 /* ring.c, all under mu but open. */
 mt_status   mt__ring_open(mt__ring *r, mt_disk *d, int n, char *mem, size_t each,
                           unsigned sections, const char *reads);
-void        mt__buffer_to(mt__buffer *b, mt__at at);     /* what may follow, else an assertion */
+int         mt__may_follow(mt__at from, mt__at to);
+void        mt__buffer_to (mt__buffer *b, mt__at at);    /* one that may follow: an assertion */
 /* One in one of the states, 1u << state each, with that piece; -1: any. */
 mt__buffer *mt__ring_find(const mt__ring *r, unsigned states, int unit, int piece);
 /* Under mu. What moves has requests, and what is not free a piece. */

@@ -146,7 +146,7 @@ void mt_feed_expect(mt_feed *f, const int *units, int n)
     mt_lock(&d->mu);
     f->n_expected = 0;
     for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
-        if (mt_store_on_disk(d->store, units[i]) >> MT_PLANE_HI & 1)
+        if (mt_store_home(d->store, units[i], NULL)->fed)
             f->expected[f->n_expected++] = units[i];
     (void)reclaim(f);                    /* a device that fails fails the mover's calls too */
     mt_unlock(&d->mu);

@@ -110,7 +110,7 @@ static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
     mt_watch_moved(&s->watch);
 }
 
-/* One off a unit's count; what is 0 was ended twice, which is a fault. */
+/* One off a unit's count; what is 0 was ended twice, which is a fault. what NULL: it is none. */
 static void end(mt_store *s, const mt__unit *u, int64_t *count, const char *what)
 {
     char text[256];
@@ -123,7 +123,7 @@ static void end(mt_store *s, const mt__unit *u, int64_t *count, const char *what
         mt_watch_moved(&s->watch);
     }
     mt_unlock(&s->ledger.mu);
-    if (twice) {
+    if (twice && what != NULL) {
         snprintf(text, sizeof text, "unit %s: %s ended that was not announced", u->name, what);
         mt_ledger_fault(s, MT_ESTATE, text);
     }
@@ -366,17 +366,6 @@ fail:
     return st;
 }
 
-static void fetch_end(mt_store *s, mt__unit *u)
-{
-    mt_lock(&s->ledger.mu);
-    if (u->fetches > 0) {
-        u->fetches--;
-        pthread_cond_broadcast(&s->ledger.changed);
-        mt_watch_moved(&s->watch);
-    }
-    mt_unlock(&s->ledger.mu);
-}
-
 /* The mover, right behind the copy it put in h2d. */
 mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
 {
@@ -392,10 +381,10 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
     if (st == MT_OK)
         st = ops->record(h2d, u->fetched);
     if (st == MT_OK)
-        mt_watch_put(&s->watch, &u->copying, atomic_load(&u->settled) ? "device update" : "h2d",
+        mt_watch_put(&s->watch, &u->copying, atomic_load(&u->home)->later ? "device update" : "h2d",
                      u->name, "copies of its weights (the event FETCHED)", u->fetched);
     mt_unlock(&s->fetched_mu);
-    fetch_end(s, u);
+    end(s, u, &u->fetches, NULL);
     return st;
 }
 

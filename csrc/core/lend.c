@@ -35,7 +35,7 @@ static int held_by(const mt_store *s, int unit)
 
 static int place_of(const mt__unit *u)
 {
-    return atomic_load(&u->settled) ? MT__DEVICE : MT__HOST;
+    return atomic_load(&u->home)->device >> MT_PLANE_GRAD & 1 ? MT__DEVICE : MT__HOST;
 }
 
 /* Under map_mu, at each door: what is lent is one unit's GRAD plane, whose gradients pass. */

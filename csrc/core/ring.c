@@ -13,9 +13,14 @@ static const unsigned char follows[] = {
     [MT__WRITING] = IS(FREE), [MT__COPYING] = IS(FREE),
 };
 
+int mt__may_follow(mt__at from, mt__at to)
+{
+    return follows[from] >> to & 1;
+}
+
 void mt__buffer_to(mt__buffer *b, mt__at at)
 {
-    MT_ASSERT(follows[b->at] >> at & 1);
+    MT_ASSERT(mt__may_follow(b->at, at));
     b->at = at;
 }
 

@@ -109,7 +109,7 @@ static void assert_state(const mt_stream *s)
 
 static int on_disk(const mt_stream *s, int unit)
 {
-    return s->cx->feed != NULL && (mt_store_on_disk(s->store, unit) >> MT_PLANE_HI & 1);
+    return s->cx->feed != NULL && mt_store_home(s->store, unit, NULL)->fed;
 }
 
 /* Under mu. What stands in line will be fetched in this order. */
@@ -144,8 +144,8 @@ static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
         memset(s->poison, 0xFF, POISON_BYTES);
     }
     for (size_t at = 0; at < bytes; at += POISON_BYTES) {
-        size_t piece = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
-        MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, piece));
+        size_t n = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
+        MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, n));
     }
     return MT_OK;
 fail:

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #define ALIGN       ((size_t)512)        /* of a part in its block */
-#define PIECE_BYTES ((size_t)32 << 20)   /* of a copy: under a millisecond of the bus */
+#define SLICE_BYTES ((size_t)32 << 20)   /* of a copy: under a millisecond of the bus */
 
 enum { SOURCES = 1, TENSORS = 2 };       /* who still needs a bundle: mt_swap_left, mt_swap_drop */
 
@@ -245,13 +245,13 @@ static void no_longer(mt_swap *w, bundle *b, int who)
 
 /* ---- copies ----------------------------------------------------------------------------- */
 
-static mt_status copy_pieces(mt_queue *q, char *dst, const char *src, size_t bytes)
+static mt_status copy_slices(mt_queue *q, char *dst, const char *src, size_t bytes)
 {
     mt_status st = MT_OK;
 
-    for (size_t at = 0; at < bytes && st == MT_OK; at += PIECE_BYTES)
+    for (size_t at = 0; at < bytes && st == MT_OK; at += SLICE_BYTES)
         st = q->dev->ops->copy(q, dst + at, src + at,
-                               bytes - at < PIECE_BYTES ? bytes - at : PIECE_BYTES);
+                               bytes - at < SLICE_BYTES ? bytes - at : SLICE_BYTES);
     return st;
 }
 
@@ -284,8 +284,8 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const m
         char *mem = parts[i].mem;
 
         if (mem != NULL)
-            MT_TRY(leaving ? copy_pieces(q, host, mem, parts[i].bytes)
-                           : copy_pieces(q, mem, host, parts[i].bytes));
+            MT_TRY(leaving ? copy_slices(q, host, mem, parts[i].bytes)
+                           : copy_slices(q, mem, host, parts[i].bytes));
         copied += mem != NULL ? parts[i].bytes : 0;
         host += aligned(parts[i].bytes);
     }
@@ -301,7 +301,7 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const m
 
 fail:
     mt_timeline_end(w->timeline, &span, copied, q);
-    (void)w->dev->ops->sync(q);     /* pieces may be under way, and the caller frees its memory */
+    (void)w->dev->ops->sync(q);     /* slices may be under way, and the caller frees its memory */
     return st;
 }
 

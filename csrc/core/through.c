@@ -22,7 +22,7 @@ typedef struct buffer {
 
 typedef struct job {
     mt_job         node;
-    mt_through_job j;
+    mt_update_job j;
     float          clip;
     uint64_t       number;
     mt_status      st;           /* of putting it. Our thread */
@@ -311,7 +311,7 @@ void mt_through_close(mt_through *t)
 
 /* ---- the updater's side ----------------------------------------------------------------- */
 
-mt_status mt_through_put(mt_through *t, const mt_through_job *j, float clip)
+mt_status mt_through_put(mt_through *t, const mt_update_job *j, float clip)
 {
     job *b = calloc(1, sizeof *b);
 
@@ -352,3 +352,25 @@ mt_through_stats mt_through_stats_get(mt_through *t)
     mt_unlock(&t->mu);
     return stats;
 }
+
+/* ---- the home --------------------------------------------------------------------------- */
+
+static int home_fits(const mt_update_job *j)
+{
+    return j->gradient != NULL && j->compute != NULL;
+}
+
+static mt_status home_update(void *arg, const mt_update_job *j, float clip)
+{
+    return mt_through_put(arg, j, clip);
+}
+
+static mt_status home_stepped(void *arg)
+{
+    return mt_through_wait(arg);
+}
+
+const mt_home mt_home_through = {
+    .lives = "goes through the device to be updated", .from = &mt_home_ram, .registered = ~0u,
+    .fits = home_fits, .update = home_update, .ends = 1, .turn = 1, .stepped = home_stepped,
+};

@@ -22,23 +22,10 @@
 #ifndef MT_THROUGH_H
 #define MT_THROUGH_H
 
-#include "pieces.h"
+#include "home.h"
 #include "timeline.h"
 
 #define MT_THROUGH_LEAST 8192            /* bytes of a buffer */
-
-typedef struct mt_through_job {
-    int        unit;                     /* its gradients are whole, its update is announced */
-    const int *params;                   /* [n_params] to be updated; stays until it is over */
-    int        n_params;
-    uint64_t   bytes;                    /* for the timeline */
-    /* Where a parameter's gradient is in host memory, and of which plane its bytes are. */
-    mt_status (*gradient)(void *arg, int param, const void **at, mt_plane *plane);
-    /* Puts the update of parts in q: on the device are their weights, gradients and states. */
-    mt_status (*compute)(void *arg, mt_queue *q, const mt_part *parts, int n, float clip);
-    void     (*free)(void *arg);         /* called once, also on failure; may be NULL */
-    void      *arg;
-} mt_through_job;
 
 typedef struct mt_through mt_through;
 
@@ -48,7 +35,7 @@ void      mt_through_close(mt_through *t);               /* finishes what was pu
 
 /* The job is copied; its arg, and the end of the unit's update in the ledger, are ours,
  * also on failure. */
-mt_status mt_through_put (mt_through *t, const mt_through_job *job, float clip);
+mt_status mt_through_put (mt_through *t, const mt_update_job *job, float clip);
 mt_status mt_through_wait(mt_through *t);                /* all that was put is over */
 
 typedef struct mt_through_stats {

@@ -55,7 +55,7 @@ static mt_status hotel_open(hotel *h, mt_dev *dev, const mt_param_desc *d, int n
     MT_TRY(mt_store_open(&h->cx, &h->store));
     h->cx.store = h->store;
     MT_TRY(mt_store_add(h->store, "embedding", d, n, &unit));
-    MT_TRY(mt_store_settle(h->store, 0));
+    MT_TRY(mt_store_move(h->store, 0, &mt_home_vram, NULL));
     MT_TRY(dev->ops->queue_open(dev, "run", &h->run));
     MT_TRY(dev->ops->queue_open(dev, "other", &h->other));
     MT_TRY(mt_arrive_open(&h->cx, &h->a));
@@ -429,7 +429,7 @@ static void what_makes_no_sense_is_refused(void)
     REQUIRE(mt_store_add(h.store, "layers.0", &d, 1, &unit) == MT_OK);
     CHECK_EQ(mt_arrive_invite(h.a, 1), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "layers.0");
-    CHECK_EQ(mt_arrive_invite(h.a, 2), MT_ESTATE);
+    CHECK_EQ(mt_arrive_invite(h.a, 2), MT_EINVAL);
     CHECK_EQ(mt_arrive_sizes(h.a, 1, 1 << 20, &bytes, &n), MT_EINVAL);
     CHECK_EQ(mt_arrive_wait(h.a, 1), MT_EINVAL);
     CHECK_EQ(mt_arrive_lift(h.a, 0, MT_ARRIVE_LEAST, h.mem, 0, h.run, &taken), MT_EINVAL);

@@ -9,6 +9,7 @@
 #include "dev_fault.h"
 #include "drop.h"
 #include "toy.h"
+#include "../../csrc/core/through.h"
 #include "../../csrc/io/file.h"
 
 #include <time.h>
@@ -241,7 +242,7 @@ static mt_status engine_settle(engine *e)
         if (e->settled >> u & 1)
             MT_TRY(mt_stream_settle(e->s, u, slot++));
         else if (e->through >> u & 1)
-            MT_TRY(mt_store_set_through(e->t.store, u, 1));
+            MT_TRY(mt_store_move(e->t.store, u, &mt_home_through, e->h));
 fail:
     return st;
 }
@@ -278,10 +279,10 @@ static mt_status engine_threads(engine *e)
     e->t.cx.timeline = e->timeline;
     MT_TRY(mt_resident_open(&e->t.cx, &e->r));
     MT_TRY(mt_stream_open(&e->t.cx, e->slots, e->n_slots, none, &e->s));
+    MT_TRY(mt_through_open(&e->t.cx, 2, MT_THROUGH_LEAST, &e->h));
     MT_TRY(engine_settle(e));
     MT_TRY(mt_offload_open(&e->t.cx, 1, toy_kernels, &e->o));
     MT_TRY(mt_update_open(&e->t.cx, e->o, &e->u));
-    MT_TRY(mt_through_open(&e->t.cx, 2, MT_THROUGH_LEAST, &e->h));
     return MT_OK;
 fail:
     return st;

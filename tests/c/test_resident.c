@@ -9,6 +9,7 @@
  */
 #include "check.h"
 #include "dev_fault.h"
+#include "../../csrc/core/through.h"
 #include "../../csrc/core/update.h"
 #include "../../csrc/ops/sumsq.h"
 #include "../../csrc/optim/adam.h"
@@ -231,7 +232,7 @@ static void go(model *m, int u)
     CHECK(mt_resident_mem(m->r, u) == NULL);
     memset(m->slots[2 + u].mem, 0xFF, m->slots[2 + u].bytes);        /* it is the caller's again */
     if (m->c->through >> u & 1)
-        CHECK_OK(mt_store_set_through(m->store, u, 1));
+        CHECK_OK(mt_store_move(m->store, u, &mt_home_through, m->t));
 }
 
 static void come(model *m, int u)
@@ -255,12 +256,12 @@ static void move_units(model *m)
     CHECK_OK(m->dev->ops->sync(m->run));
     mt_stream_close(m->s);
     for (int u = 0; u < UNITS; u++)
-        before |= (unsigned)mt_store_settled(m->store, u) << u;
+        before |= (unsigned)(mt_store_home(m->store, u, NULL)->device != 0) << u;
     for (int u = 0; u < UNITS; u++) {
         if (before >> u & 1 & ~(next >> u))
             go(m, u);
         if (next >> u & 1 & ~(before >> u))
-            CHECK_OK(mt_store_set_through(m->store, u, 0));
+            CHECK_OK(mt_store_move(m->store, u, &mt_home_ram, NULL));
     }
     open_stream(m, next);
     for (int u = 0; u < UNITS; u++)
@@ -296,7 +297,7 @@ static void model_open(model *m, const config *c, outcome *out)
                             MT_THROUGH_LEAST + 512 * (c->seed % 5), &m->t) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (c->through >> u & 1 & ~(c->settled >> u))
-            CHECK_OK(mt_store_set_through(m->store, u, 1));
+            CHECK_OK(mt_store_move(m->store, u, &mt_home_through, m->t));
     open_slots(m);
     open_guests(m);
     mt_debug_set(&m->cx, c->debug);
@@ -354,7 +355,7 @@ static void *grad_memory(model *m, int micro, int u, int p)
 {
     void *at;
 
-    if (!m->c->in_place || micro > 0 || !mt_store_settled(m->store, u))
+    if (!m->c->in_place || micro > 0 || !(mt_store_home(m->store, u, NULL)->device != 0))
         return m->source[micro][u][p];
     REQUIRE(mt_resident_at(m->r, u, p, MT_PLANE_GRAD, &at) == MT_OK);
     return at;
@@ -513,7 +514,8 @@ static uint64_t submit_some(model *m, int step, int first, int n)
         adam *a = malloc(sizeof *a);
 
         REQUIRE(a != NULL);
-        *a = (adam){ .m = m, .unit = u, .step = step, .settled = mt_store_settled(m->store, u),
+        *a = (adam){ .m = m, .unit = u, .step = step,
+                     .settled = mt_store_home(m->store, u, NULL)->device != 0,
                      .guest = m->a != NULL && mt_arrive_invited(m->a, u) };
         lift(m, u);
         for (int p = 0; p < PARAMS; p++)
@@ -609,7 +611,7 @@ static void meddle(model *m, int more)
         case 3: CHECK_OK(mt_mirror_bring(m->store, u, ~0u)); break;
         case 4: CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_HI)); break;
         case 5:
-            if (m->c->take && mt_store_settled(m->store, u))
+            if (m->c->take && (mt_store_home(m->store, u, NULL)->device != 0))
                 CHECK_OK(mt_resident_take(m->r, u, m->run));
             break;
         default: break;
@@ -1254,7 +1256,6 @@ static void settling_refuses_what_is_in_use(void)
     CHECK_EQ(mt_stream_settle(m.s, 1, 2 + UNITS), MT_EINVAL);
     CHECK_EQ(mt_stream_settle(m.s, UNITS, 3), MT_EINVAL);
     CHECK_EQ(mt_resident_unsettle(m.r, 1, 1), MT_EINVAL);
-    CHECK_EQ(mt_store_unsettle(m.store, 1), MT_ESTATE);
     CHECK_OK(mt_stream_acquire(m.s, 2, m.run, &slot, &mem));
     CHECK_EQ(mt_stream_settle(m.s, 3, slot), MT_ESTATE);           /* somebody's by now */
     REQUIRE(mt_store_add(m.store, "large", &(mt_param_desc){ MT_F32, 100000, 1 }, 1,

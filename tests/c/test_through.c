@@ -113,10 +113,10 @@ static void errand_free(void *arg)
     atomic_fetch_add(&((errand *)arg)->frees, 1);
 }
 
-static mt_through_job job_of(errand *e)
+static mt_update_job job_of(errand *e)
 {
-    return (mt_through_job){ .unit = e->unit, .params = e->params, .n_params = e->n,
-                             .gradient = errand_gradient, .compute = errand_compute,
+    return (mt_update_job){ .unit = e->unit, .params = e->params, .n_params = e->n,
+                            .gradient = errand_gradient, .compute = errand_compute,
                              .free = errand_free, .arg = e };
 }
 
@@ -175,7 +175,7 @@ static void every_element_passes_once(void)
         for (int max_us = 0; max_us <= 30; max_us += 30)
             for (size_t bytes = MT_THROUGH_LEAST; bytes <= 1 << 20; bytes *= 8) {
                 mt_through    *h = NULL;
-                mt_through_job j;
+                mt_update_job j;
 
                 toy_open(&t, 1, (uint64_t)buffers, max_us);
                 errand_fill(&e, t.store, MOST);
@@ -207,7 +207,7 @@ static void several_units_are_on_their_way_and_end_in_order(void)
     toy_open(&t, 4, 1, 0);
     REQUIRE(mt_through_open(&t.cx, 3, 20000, &h) == MT_OK);
     for (int u = 0; u < 4; u++) {
-        mt_through_job j;
+        mt_update_job j;
 
         errand_fill(&e[u], t.store, MOST);
         e[u].nap.tv_nsec = 100000;
@@ -236,7 +236,7 @@ static void close_finishes_what_was_put(void)
     toy_open(&t, 3, 1, 50);
     REQUIRE(mt_through_open(&t.cx, 2, 20000, &h) == MT_OK);
     for (int u = 0; u < 3; u++) {
-        mt_through_job j;
+        mt_update_job j;
 
         errand_fill(&e[u], t.store, MOST);
         mt_ledger_update_begin(t.store, e[u].unit);
@@ -259,7 +259,7 @@ static void a_unit_waits_for_copies_of_its_weights(void)
     errand          e;
     toy             t;
     mt_through     *h = NULL;
-    mt_through_job  j;
+    mt_update_job  j;
     struct timespec nap = { 0, 5000000 };
     uint64_t        version;
     int             begun;
@@ -287,7 +287,7 @@ static void a_failing_job_is_a_fault_and_ends_those_behind_it(void)
     errand         e, after;
     toy            t;
     mt_through    *h = NULL;
-    mt_through_job j;
+    mt_update_job j;
 
     toy_open(&t, 2, 1, 0);
     errand_fill(&e, t.store, MOST);
@@ -330,11 +330,11 @@ static void every_failing_device_call_frees_everything(void)
         errand_fill(&e, s, 12);
         st = mt_store_at(s, 0, 0, MT_PLANE_M, &p);
         if (st == MT_OK)
-            st = mt_store_set_through(s, 0, 1);
+            st = mt_store_move(s, 0, &mt_home_through, NULL);
         if (st == MT_OK)
             st = mt_through_open(&cx, 2, 20000, &h);
         if (st == MT_OK) {
-            mt_through_job j = job_of(&e);
+            mt_update_job j = job_of(&e);
 
             mt_ledger_update_begin(s, 0);
             CHECK_OK(mt_through_put(h, &j, 0.5f));
@@ -371,27 +371,27 @@ static void going_through_registers_all_planes(void)
     CHECK_OK(mt_store_set_trainable(s, 0, 1, 1));
     CHECK_OK(mt_store_at(s, 0, 1, MT_PLANE_M, &p));         /* late: an arena of its own */
     CHECK_EQ(fault_live(f), 0);
-    CHECK_EQ(mt_store_goes_through(s, 0), 0);
-    CHECK_OK(mt_store_set_through(s, 0, 1));
-    CHECK_EQ(mt_store_goes_through(s, 0), 1);
+    CHECK(mt_store_home(s, 0, NULL) == &mt_home_ram);
+    CHECK_OK(mt_store_move(s, 0, &mt_home_through, NULL));
+    CHECK(mt_store_home(s, 0, NULL) == &mt_home_through);
     CHECK_EQ(fault_live(f), 2);
     CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_LO, &p));
     CHECK_EQ(fault_live(f), 3);
-    CHECK_OK(mt_store_set_through(s, 0, 1));
+    CHECK_OK(mt_store_move(s, 0, &mt_home_through, NULL));
     CHECK_EQ(fault_live(f), 3);
-    CHECK_EQ(mt_store_settle(s, 0), MT_ESTATE);
-    CHECK_OK(mt_store_set_through(s, 0, 0));
-    CHECK_EQ(mt_store_goes_through(s, 0), 0);
+    CHECK_EQ(mt_store_move(s, 0, &mt_home_vram, NULL), MT_ESTATE);
+    CHECK_OK(mt_store_move(s, 0, &mt_home_ram, NULL));
+    CHECK(mt_store_home(s, 0, NULL) == &mt_home_ram);
     CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_V, &p));
     CHECK_EQ(fault_live(f), 3);
-    CHECK_EQ(mt_store_set_through(s, 1, 1), MT_EINVAL);
+    CHECK_EQ(mt_store_move(s, 1, &mt_home_through, NULL), MT_EINVAL);
     REQUIRE(mt_store_add(s, "layers.1", d, 2, &unit) == MT_OK);
-    CHECK_OK(mt_store_set_through(s, 1, 1));
-    CHECK_EQ(mt_store_settle(s, 1), MT_ESTATE);
+    CHECK_OK(mt_store_move(s, 1, &mt_home_through, NULL));
+    CHECK_EQ(mt_store_move(s, 1, &mt_home_vram, NULL), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "layers.1");
-    CHECK_OK(mt_store_set_through(s, 1, 0));
-    CHECK_OK(mt_store_settle(s, 1));
-    CHECK_EQ(mt_store_set_through(s, 1, 1), MT_ESTATE);
+    CHECK_OK(mt_store_move(s, 1, &mt_home_ram, NULL));
+    CHECK_OK(mt_store_move(s, 1, &mt_home_vram, NULL));
+    CHECK_EQ(mt_store_move(s, 1, &mt_home_through, NULL), MT_ESTATE);
     mt_store_close(s);
     CHECK_EQ(fault_live(f), 0);
     f->ops->close(f);

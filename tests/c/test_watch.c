@@ -611,7 +611,7 @@ static void a_stalled_device_update_is_named(void)
 {
     static const int   params[1] = { 0 };
     gate               g = { 0 };
-    mt_resident_update u = { .unit = 1, .params = params, .n_params = 1, .put = put_gate,
+    mt_update_job u = { .unit = 1, .params = params, .n_params = 1, .put = put_gate,
                              .arg = &g };
     mt_resident       *r;
     void              *mem;
@@ -656,9 +656,9 @@ static mt_status gate_through(void *arg, mt_queue *q, const mt_part *parts, int 
 static void a_stalled_piece_is_named(void)
 {
     gate           g = { 0 };
-    const int      params[1] = { 0 };
-    mt_through_job job = { .unit = 1, .params = params, .n_params = 1,
-                           .gradient = gradient_of_one, .compute = gate_through, .arg = &g };
+    const int     params[1] = { 0 };
+    mt_update_job job = { .unit = 1, .params = params, .n_params = 1,
+                          .gradient = gradient_of_one, .compute = gate_through, .arg = &g };
     mt_through    *th;
     toy            t;
 
