@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -688,6 +689,25 @@ def test_a_machine_file_is_found_by_path_and_by_environment(tmp_path: Path, monk
     path.write_text("{}")
     with pytest.raises(mt.MegatrainError, match="not a machine's description"):
         mt.plan(small(), tokens=4096, seq=512)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"vram_bytes": "24GiB"}, {"host_bytes": -1}, {"gemm": []}, {"gemm": [[1, 2, "x"]]}, {"attention": [[1, 2]]},
+    {"attention": [[2, 1, 1], [1, 1, 1]]}, {"adam_gparams": [[1, 0.0]]}, {"hbm_gbps": None}, {"origins": [["gemm"]]},
+    {"device": "tpu"}, {"disk_tbw": -1}, {"one_memory": "no"}], ids=str)
+def test_a_field_of_a_machine_that_no_rate_can_be_is_named(wrong: dict[str, Any]) -> None:
+    """Before a plan meets it."""
+    with pytest.raises(mt.MegatrainError, match=f"description: {next(iter(wrong))}="):
+        mt.Machine.from_json(json.dumps(json.loads(FLAT.to_json()) | wrong))
+
+
+def test_what_is_no_machine_is_refused() -> None:
+    for text in ("[" * 100_000, "[]", '{"name": "a", "name": "b"}', "NaN", "{}"):
+        with pytest.raises(mt.MegatrainError, match="not a machine's description"):
+            mt.Machine.from_json(text)
+    for name in ("rtx", "h200,h2d_gbps=inf", ""):                # several cards; no rate; none
+        with pytest.raises(mt.MegatrainError, match="machine"):
+            mt.Machine.parse(name)
 
 
 def test_rates_between_measured_points_lie_between_them() -> None:

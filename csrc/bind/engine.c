@@ -14,7 +14,7 @@ mt_engine *mt_engine_usable(PyObject *self)
 {
     mt_engine *e = (mt_engine *)self;
 
-    if (e->home != NULL && !mt_home_is_ours(e->home)) {
+    if (e->memory != NULL && !mt_memory_is_ours(e->memory)) {
         PyErr_SetString(e->error, FORKED);
         return NULL;
     }
@@ -69,11 +69,11 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle)
     return queue;
 }
 
-/* ---- home ---- */
+/* ---- memory ---- */
 
-mt_home *mt_home_new(void)
+mt_memory *mt_memory_new(void)
 {
-    mt_home *h = calloc(1, sizeof *h);
+    mt_memory *h = calloc(1, sizeof *h);
 
     if (h != NULL) {
         h->holders = 1;
@@ -82,14 +82,14 @@ mt_home *mt_home_new(void)
     return h;
 }
 
-int mt_home_is_ours(const mt_home *h)
+int mt_memory_is_ours(const mt_memory *h)
 {
     return h->owner == mt_forks();
 }
 
-void mt_home_let_go(mt_home *h)
+void mt_memory_let_go(mt_memory *h)
 {
-    if (h == NULL || --h->holders > 0 || !mt_home_is_ours(h))
+    if (h == NULL || --h->holders > 0 || !mt_memory_is_ours(h))
         return;
     /* Nobody else knows it any more. Unmapping gigabytes takes seconds: not under the GIL. */
     Py_BEGIN_ALLOW_THREADS
@@ -133,7 +133,7 @@ static mt_status engine_open(mt_engine *e, const char *device, int index, int th
 {
     mt_offload_kernels kernels = { .sumsq = mt_sumsq_put, .accumulate = mt_accumulate,
                                    .accumulate_put = mt_accumulate_put };
-    mt_home           *h = e->home;
+    mt_memory         *h = e->memory;
     mt_resident       *r;
     mt_status          st;
 
@@ -182,11 +182,11 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
     if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiK:Engine", names, &device, &index, &threads,
                                      &delay_us, &seed))
         return -1;
-    if (e->home != NULL) {
+    if (e->memory != NULL) {
         PyErr_SetString(e->error, "an Engine is opened once; make a new one");
         return -1;
     }
-    if ((e->home = mt_home_new()) == NULL) {
+    if ((e->memory = mt_memory_new()) == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -243,7 +243,7 @@ static PyObject *engine_close(PyObject *self, PyObject *unused)
     mt_status  st;
 
     (void)unused;
-    if (e->closed || e->home == NULL || !mt_home_is_ours(e->home))
+    if (e->closed || e->memory == NULL || !mt_memory_is_ours(e->memory))
         Py_RETURN_NONE;
     if (e->busy > 0) {
         PyErr_Format(e->error, "engine: %d calls of other threads are still waiting in it; "
@@ -284,7 +284,7 @@ static void engine_dealloc(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     freefunc      release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
-    int           ours = e->home == NULL || mt_home_is_ours(e->home);
+    int           ours = e->memory == NULL || mt_memory_is_ours(e->memory);
 
     PyObject_GC_UnTrack(self);
     e->closed = 1;
@@ -293,7 +293,7 @@ static void engine_dealloc(PyObject *self)
         engine_stop(e);
         Py_END_ALLOW_THREADS
     }
-    mt_home_let_go(e->home);
+    mt_memory_let_go(e->memory);
     if (ours)
         mt_mutex_close(&e->door);
     engine_clear(self);

@@ -61,7 +61,7 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
 fail:
     while (added-- > 0)
         /* nothing of it was asked for yet */
-        (void)mt_store_set_disk(e->cx.store, w->units[added], 0);
+        (void)mt_store_move(e->cx.store, w->units[added], &mt_home_ram, NULL);
     mt_feed_close(feed);
     mt_disk_close(disk);
     mt_file_close(file);
@@ -147,7 +147,7 @@ PyObject *mt_engine_disk_unname(PyObject *self, PyObject *unused)
     mt_status  st;
 
     (void)unused;
-    if (e->closed || e->home == NULL || !mt_home_is_ours(e->home))
+    if (e->closed || e->memory == NULL || !mt_memory_is_ours(e->memory))
         Py_RETURN_NONE;
     MT_UNLOCKED(e, st, unname(e));
     (void)st;

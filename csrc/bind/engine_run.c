@@ -168,7 +168,7 @@ PyObject *mt_engine_settled(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "i:settled", &unit) || mt_engine_unit(e, unit) < 0)
         return NULL;
-    return PyBool_FromLong(mt_store_settled(e->cx.store, unit));
+    return PyBool_FromLong(mt_store_home(e->cx.store, unit, NULL)->device != 0);
 }
 
 static void add_stats(mt_stream_stats *to, mt_stream_stats more)

@@ -393,9 +393,10 @@ PyObject *mt_engine_save_end(PyObject *self, PyObject *unused)
 
 static mt_status take(mt_engine *e, int unit, mt_queue *run)
 {
-    if (mt_store_settled(e->cx.store, unit))
-        return mt_resident_take(e->cx.residents, unit, run);
-    return mt_mirror_evict(e->cx.store, unit);
+    void          *of;
+    const mt_home *h = mt_store_home(e->cx.store, unit, &of);
+
+    return h->take != NULL ? h->take(of, unit, run) : mt_mirror_evict(e->cx.store, unit);
 }
 
 PyObject *mt_engine_take(PyObject *self, PyObject *args)

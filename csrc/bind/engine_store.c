@@ -146,8 +146,8 @@ PyObject *mt_engine_plane(PyObject *self, PyObject *args)
     if (st != MT_OK)
         return mt_raise(e->error, st);
     desc = mt_store_desc(e->cx.store, unit, param);
-    return mt_view_new(e->home, p, mt_store_plane_bytes(e->cx.store, unit, param, (mt_plane)plane,
-                                                        desc->numel));
+    return mt_view_new(e->memory, p, mt_store_plane_bytes(e->cx.store, unit, param,
+                                                          (mt_plane)plane, desc->numel));
 }
 
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
@@ -343,6 +343,17 @@ PyObject *mt_engine_set_states(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Off: nothing to do for a unit in host memory. */
+static mt_status set_through(mt_engine *e, int unit, int on)
+{
+    const mt_home *h = mt_store_home(e->cx.store, unit, NULL);
+
+    if (!on && h != &mt_home_through && h != &mt_home_ram)
+        return MT_FAIL(MT_ESTATE, "unit %s %s", mt_store_name(e->cx.store, unit), h->lives);
+    return mt_store_move(e->cx.store, unit, on ? &mt_home_through : &mt_home_ram,
+                         on ? e->cx.through : NULL);
+}
+
 PyObject *mt_engine_through(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
@@ -355,7 +366,7 @@ PyObject *mt_engine_through(PyObject *self, PyObject *args)
     if (on && (st = through_open(e)) != MT_OK)
         return mt_raise(e->error, st);
     /* Planes that are there are registered: gigabytes, so not under the GIL. */
-    MT_UNLOCKED(e, st, mt_store_set_through(e->cx.store, unit, on));
+    MT_UNLOCKED(e, st, set_through(e, unit, on));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -532,7 +543,7 @@ PyObject *mt_engine_push(PyObject *self, PyObject *args)
     if ((param == -1 ? mt_engine_unit(e, unit) : mt_engine_param(e, unit, param)) < 0 ||
         planes_ok(e, planes) < 0)
         return NULL;
-    if (param == -1 && !mt_store_on_disk(e->cx.store, unit)) {
+    if (param == -1 && mt_store_home(e->cx.store, unit, NULL)->at != NULL) {
         PyErr_Format(e->error, "unit %d (%s) is not on disk: push its parameters one by one", unit,
                      mt_store_name(e->cx.store, unit));
         return NULL;

@@ -116,7 +116,7 @@ PyObject *mt_engine_swap_drop(PyObject *self, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "K:swap_drop", &bundle))
         return NULL;
-    if (!e->closed && e->swap != NULL && mt_home_is_ours(e->home))
+    if (!e->closed && e->swap != NULL && mt_memory_is_ours(e->memory))
         MT_UNLOCKED(e, st, (mt_swap_drop(e->swap, bundle), MT_OK));
     (void)st;
     Py_RETURN_NONE;

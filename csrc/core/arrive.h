@@ -9,7 +9,7 @@
  * Nouns, in the order they appear below:
  *   guest    a settled unit whose states (MT_STATE_PLANES) are at home on the host
  *   piece    device memory that the caller lends for a stay
- *   part     a stretch of one parameter's states in a piece
+ *   part     a stretch of one parameter's states, in a piece of its own (pieces.h)
  *   stay     from lift, which copies the states up, until leave, which gives the pieces back. The
  *            copies down are put behind each update; until the stay ends the device's are good too
  *
@@ -38,6 +38,7 @@
 #define MT_ARRIVE_H
 
 #include "mirror.h"
+#include "pieces.h"
 #include "timeline.h"
 
 #define MT_ARRIVE_LEAST  ((size_t)8192)      /* bytes of a piece, at most: not less than this */
@@ -65,12 +66,10 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
  * waits for that. *left: the pieces are the caller's; also when there was no stay. */
 mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left);
 
-typedef mt_part mt_arrive_part;          /* at: on the device; NULL: the type has none */
-
-/* What resident.c asks. parts: of the stay, until it ends; MT_ESTATE when there is none. before: q
- * goes on when the states are up. behind: copies of what the update changed
- * come down behind `made`. */
-mt_status mt_arrive_parts (mt_arrive *a, int unit, const mt_arrive_part **parts, int *n);
+/* What resident.c asks. parts: of the stay, on the device, until it ends; MT_ESTATE when there is
+ * none. before: q goes on when the states are up. behind: copies of what the update changed come
+ * down behind `made`. */
+mt_status mt_arrive_parts (mt_arrive *a, int unit, const mt_part **parts, int *n);
 mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q);
 mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_event *made);
 /* Host planes of a guest's states may be read and written; and: a parameter's were. */

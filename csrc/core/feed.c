@@ -82,10 +82,26 @@ static int may_read(const mt_feed *f, int unit)
     return (unit == f->unit && f->begun) || !mt_ledger_updates_due(f->disk->store, unit);
 }
 
+/* At each door, whose end looks what may be read next. */
+static void assert_state(const mt_feed *f)
+{
+    const mt_disk *d = f->disk;
+
+    if (!MT_IS_CHECKED)
+        return;
+    mt__ring_assert(&f->ring);
+    MT_ASSERT(f->n_expected >= 0 && f->n_expected <= EXPECTED);
+    MT_ASSERT(f->unit < 0 || (f->unit < d->n_units && f->piece <= d->units[f->unit].lay->n_pieces));
+    for (int i = 0; i < f->ring.n; i++)
+        MT_ASSERT(f->ring.buffers[i].at != MT__TAKEN || f->unit == f->ring.buffers[i].unit);
+}
+
 void mt__feed_ahead(mt_feed *f)
 {
     mt_disk *d = f->disk;
     int      go = !d->failed;
+
+    assert_state(f);
 
     if (go && f->unit >= 0)
         go = may_read(f, f->unit) && read_unit(f, f->unit, f->piece);
@@ -130,7 +146,7 @@ void mt_feed_expect(mt_feed *f, const int *units, int n)
     mt_lock(&d->mu);
     f->n_expected = 0;
     for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
-        if (mt_store_on_disk(d->store, units[i]) >> MT_PLANE_HI & 1)
+        if (mt_store_home(d->store, units[i], NULL)->fed)
             f->expected[f->n_expected++] = units[i];
     (void)reclaim(f);                    /* a device that fails fails the mover's calls too */
     mt_unlock(&d->mu);

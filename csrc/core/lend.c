@@ -35,7 +35,26 @@ static int held_by(const mt_store *s, int unit)
 
 static int place_of(const mt__unit *u)
 {
-    return atomic_load(&u->settled) ? MT__DEVICE : MT__HOST;
+    return atomic_load(&u->home)->device >> MT_PLANE_GRAD & 1 ? MT__DEVICE : MT__HOST;
+}
+
+/* Under map_mu, at each door: what is lent is one unit's GRAD plane, whose gradients pass. */
+static void assert_lent(const mt_store *s)
+{
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&s->map_mu));
+    for (int k = 0; k < s->n_lent; k++) {
+        const mt__lent *b = &s->lent[k];
+        const mt__unit *u = mt__unit_at(s, b->unit);
+        const mt__plane *pl = u != NULL ? &u->plane[place_of(u)][MT_PLANE_GRAD] : NULL;
+
+        MT_ASSERT(b->number <= s->lendings && (u != NULL || b->unit == -1));
+        MT_ASSERT(u == NULL || (b->number > 0 && atomic_load(&u->passing)));
+        MT_ASSERT(u == NULL || (pl->offset != NULL && pl->arena.base == b->arena.base));
+        for (int other = 0; other < k && u != NULL; other++)
+            MT_ASSERT(s->lent[other].unit != b->unit);
+    }
 }
 
 /* Under map_mu. A free one, else the one that was lent first;
@@ -120,6 +139,7 @@ static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes
 
     mt_lock(making_of(s, unit));
     mt_lock(&s->map_mu);
+    assert_lent(s);
     k = choose(s, place, bytes, &n);
     if ((k < 0 || s->lent[k].unit >= 0) && n < s->most_lent)
         st = make(s, place, bytes, &k);
@@ -127,6 +147,7 @@ static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes
     *number = st == MT_OK ? s->lent[k].number : 0;
     if (st == MT_OK && *holder < 0)
         bind(s, unit, offset, k);
+    assert_lent(s);
     mt_unlock(&s->map_mu);
     mt_unlock(making_of(s, unit));
     return st;
@@ -199,6 +220,7 @@ void mt__take_back(mt_store *s, int unit)
         mt__unbind(s, unit);
         s->lent[k].unit = -1;
     }
+    assert_lent(s);
     mt_unlock(&s->map_mu);
     mt_unlock(making_of(s, unit));
 }

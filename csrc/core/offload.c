@@ -20,7 +20,7 @@
 #define STAGINGS   2         /* one fills while the collector reads the other */
 
 /* One item of a ticket with its addresses. */
-typedef struct piece {
+typedef struct parcel {
     mt_grad_item item;
     mt_dtype     dt;
     int64_t      n;
@@ -33,7 +33,7 @@ typedef struct piece {
                               * NULL */
     double      *sum;        /* where its sum of squares goes */
     int          from_grad;  /* ADD: start from grad's value */
-} piece;
+} parcel;
 
 /* Written by the putting thread while it is none of the AHEAD that the collector may look at. */
 typedef struct ticket {
@@ -42,11 +42,11 @@ typedef struct ticket {
     mt_post   making;        /* `handed`, for the watchdog. Putting thread */
     mt_event *landed;        /* recorded on d2h behind the last copy */
     int       unit;
-    piece    *pieces;
-    int      *params;        /* [n] of the pieces */
+    parcel    *parcels;
+    int      *params;        /* [n] of the parcels */
     int       n, cap;
     uint64_t  passes;        /* run waits for that one's copies, `depth` before it; 0: for none */
-    int       adds;          /* pieces for the collector */
+    int       adds;          /* parcels for the collector */
 } ticket;
 
 typedef struct staging {     /* putting thread only, but for the bytes in it */
@@ -80,7 +80,7 @@ struct mt_offload {
     unsigned           next_staging; /* putting thread */
 
     mt_worker          collector;    /* ticket n is its job n */
-    mt_mutex    mu;
+    mt_mutex           mu;
     tally            **tally;        /* by unit; the table moves, under mu; a tally stays */
     int                n_tally;
     uint64_t           landed;       /* latest whose copies it saw end; stays at a failure. mu */
@@ -95,8 +95,27 @@ static ticket *ticket_at(mt_offload *o, uint64_t t)
     return &o->ring[t % o->n_ring];
 }
 
+/* Under mu, at each door: tickets are put, copied and home in order, and units know of theirs. */
+static void assert_state(mt_offload *o)
+{
+    uint64_t put = o->collector.submitted, home = o->collector.ended;
+    int      adds = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&o->mu));
+    MT_ASSERT(o->landed <= home && home <= put && put - home <= AHEAD && o->waited_for <= put);
+    for (uint64_t t = home + 1; t <= put; t++)
+        adds += ticket_at(o, t)->adds > 0;
+    for (int u = 0; u < o->n_tally; u++) {
+        MT_ASSERT(o->tally[u] == NULL || o->tally[u]->adds >= 0);
+        adds -= o->tally[u] != NULL ? o->tally[u]->adds : 0;
+    }
+    MT_ASSERT(adds == 0);
+}
+
 /* Through host memory, where the collector adds it. */
-static int is_staged(const piece *p)
+static int is_staged(const parcel *p)
 {
     return p->item.mode == MT_GRAD_ADD && !p->settled;
 }
@@ -109,7 +128,7 @@ static void add_up(mt_offload *o, const ticket *t)
     if (t->adds > 0)
         mt_timeline_begin(o->timeline, &span, MT_LANE_SUM, MT_WORK_ADD, t->unit, NULL);
     for (int i = 0; i < t->n; i++) {
-        const piece *p = &t->pieces[i];
+        const parcel *p = &t->parcels[i];
 
         if (!is_staged(p) || p->n == 0)
             continue;
@@ -128,6 +147,7 @@ static mt_status collect(void *arg, mt_job *node)
     mt_post     post;
     mt_status   st;
 
+    assert_state(o);
     mt_unlock(&o->mu);
     mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, t->unit),
                    "its gradients' copies (the event LANDED)");
@@ -315,7 +335,7 @@ void mt_offload_close(mt_offload *o)
         mt_watch_take(mt_store_watch(o->store), &o->ring[i].making);
         o->dev->ops->event_close(o->ring[i].handed);
         o->dev->ops->event_close(o->ring[i].landed);
-        free(o->ring[i].pieces);
+        free(o->ring[i].parcels);
         free(o->ring[i].params);
     }
     for (int i = 0; i < STAGINGS; i++)
@@ -333,8 +353,8 @@ void mt_offload_close(mt_offload *o)
 static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
-    int settled = mt_store_settled(o->store, unit);
-    int can_add = settled ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
+    int there = mt_store_home(o->store, unit, NULL)->at != NULL;
+    int can_add = there ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
 
     if (d == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
@@ -354,20 +374,22 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
 /* The parameter's address in a plane, where the unit's gradients are. */
 static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, void **out)
 {
-    return mt_store_settled(o->store, unit)
-               ? mt_resident_at(o->cx->residents, unit, param, plane, out)
-               : mt_store_at(o->store, unit, param, plane, out);
+    void          *of;
+    const mt_home *h = mt_store_home(o->store, unit, &of);
+
+    return h->at != NULL ? h->at(of, unit, param, plane, out)
+                         : mt_store_at(o->store, unit, param, plane, out);
 }
 
-static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, piece *p)
+static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, parcel *p)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
     void                *at;
     mt_status            st;
 
-    *p = (piece){ .item = *it, .dt = d->dtype, .n = d->numel, .sum = &y->sum[it->param] };
+    *p = (parcel){ .item = *it, .dt = d->dtype, .n = d->numel, .sum = &y->sum[it->param] };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
-    p->settled = mt_store_settled(o->store, unit);
+    p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
     MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, &p->grad));
     if (it->mode != MT_GRAD_ADD)
         return MT_OK;
@@ -389,14 +411,14 @@ fail:
 
 static mt_status make_room(ticket *t, int n)
 {
-    piece *pieces;
+    parcel *parcels;
     int   *params;
 
     if (n <= t->cap)
         return MT_OK;
-    if ((pieces = realloc(t->pieces, (size_t)n * sizeof *pieces)) == NULL)
+    if ((parcels = realloc(t->parcels, (size_t)n * sizeof *parcels)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: no memory for %d gradients", n);
-    t->pieces = pieces;
+    t->parcels = parcels;
     if ((params = realloc(t->params, (size_t)n * sizeof *params)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: no memory for %d gradients", n);
     t->params = params;
@@ -417,11 +439,11 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     t->adds = 0;
     for (int i = 0; i < n; i++) {
         MT_TRY(check_item(o, unit, &items[i]));
-        MT_TRY(piece_make(o, unit, &items[i], y, &t->pieces[i]));
+        MT_TRY(parcel_make(o, unit, &items[i], y, &t->parcels[i]));
         t->params[i] = items[i].param;
-        if (is_staged(&t->pieces[i])) {
+        if (is_staged(&t->parcels[i])) {
             t->adds++;
-            need += (t->pieces[i].bytes + 511) / 512 * 512;
+            need += (t->parcels[i].bytes + 511) / 512 * 512;
         }
     }
     *g = NULL;
@@ -429,9 +451,9 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
         MT_TRY(staging_take(o, need, g));
     need = 0;
     for (int i = 0; i < n && *g != NULL; i++)
-        if (is_staged(&t->pieces[i])) {
-            t->pieces[i].staged = (char *)(*g)->mem.base + need;
-            need += (t->pieces[i].bytes + 511) / 512 * 512;
+        if (is_staged(&t->parcels[i])) {
+            t->parcels[i].staged = (char *)(*g)->mem.base + need;
+            need += (t->parcels[i].bytes + 511) / 512 * 512;
         }
     return MT_OK;
 fail:
@@ -439,7 +461,7 @@ fail:
 }
 
 /* Settled ADD: the sum and its squares, on the device. */
-static mt_status put_sum(mt_offload *o, const piece *p)
+static mt_status put_sum(mt_offload *o, const parcel *p)
 {
     mt_status st;
 
@@ -451,7 +473,7 @@ fail:
     return st;
 }
 
-static mt_status put_piece(mt_offload *o, const piece *p)
+static mt_status put_parcel(mt_offload *o, const parcel *p)
 {
     const mt_dev_ops *v = o->dev->ops;
     mt_status         st;
@@ -480,6 +502,8 @@ static uint64_t depth_of(const mt_offload *o, int unit)
 static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
 {
     const mt_dev_ops *v = o->dev->ops;
+    void             *of;
+    const mt_home    *home = mt_store_home(o->store, t->unit, &of);
     uint64_t          bytes = 0;
     mt_span           span;
     mt_status         st;
@@ -490,12 +514,12 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
                      "its gradients' kernels (the event GRAD)", t->handed);
     if (!mt_skips(o->cx, MT_EDGE_GRAD))
         MT_TRY(v->wait(o->d2h, t->handed));
-    if (mt_store_settled(o->store, t->unit))
-        MT_TRY(mt_resident_grads(o->cx->residents, t->unit, t->params, t->n, o->d2h));
+    if (home->come != NULL)
+        MT_TRY(home->come(of, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
-        MT_TRY(put_piece(o, &t->pieces[i]));
-        bytes += t->pieces[i].settled ? 0 : t->pieces[i].bytes;
+        MT_TRY(put_parcel(o, &t->parcels[i]));
+        bytes += t->parcels[i].settled ? 0 : t->parcels[i].bytes;
     }
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
     MT_TRY(v->record(o->d2h, t->landed));
@@ -513,7 +537,7 @@ static void note(mt_offload *o, const ticket *t, tally *y, int sent)
     int sumsq = o->kernels.sumsq != NULL ? COUNTED : 0;
 
     for (int i = 0; i < t->n; i++) {
-        const piece *p = &t->pieces[i];
+        const parcel *p = &t->parcels[i];
 
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
             p->item.mode == MT_GRAD_SET ? sumsq :
@@ -533,6 +557,7 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
     (void)o->dev->ops->sync(o->d2h);
     mt_lock(&o->mu);
     note(o, t, y, 0);
+    assert_state(o);
     mt_unlock(&o->mu);
     mt_ledger_grads_end(o->store, t->unit);
     (void)mt_fail_again(MT_EDEVICE, text);
@@ -551,6 +576,7 @@ static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t numb
     (void)mt_worker_submit(&o->collector, &t->node);
     if (t->passes > o->waited_for)
         o->waited_for = t->passes;
+    assert_state(o);
     mt_unlock(&o->mu);
 }
 
@@ -626,6 +652,7 @@ mt_status mt_offload_land(mt_offload *o, mt_queue *run)
         MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
     mt_lock(&o->mu);
     o->waited_for = o->collector.submitted;
+    assert_state(o);
     mt_unlock(&o->mu);
 fail:
     return st;
@@ -638,6 +665,7 @@ uint64_t mt_offload_passed(mt_offload *o)
     uint64_t passed;
 
     mt_lock(&o->mu);
+    assert_state(o);
     passed = o->landed > o->waited_for ? o->landed : o->waited_for;
     mt_unlock(&o->mu);
     return passed;

@@ -44,6 +44,15 @@ struct mt_resident {
     mt_resident_stats stats;         /* mu */
 };
 
+/* Under mu, at each door. */
+static void assert_home(const mt_resident *r, const home *h, int unit)
+{
+    MT_ASSERT(mt_holds(&r->mu));
+    MT_ASSERT(r->homes[unit] == h && h->mem != NULL && h->done != NULL && h->used != NULL);
+    MT_ASSERT(mt_store_home(r->store, unit, NULL)->later == HI);
+    MT_ASSERT((r->scratch == NULL) == (r->scratch_bytes == 0));
+}
+
 /* ---- open and close --------------------------------------------------------------------- */
 
 mt_status mt_resident_open(mt_context *cx, mt_resident **out)
@@ -138,8 +147,6 @@ fail:
     return st;
 }
 
-static const mt_mirror_ops mirror_ops;
-
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
 {
     home     *h = NULL;
@@ -148,15 +155,11 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
     if (unit < 0 || unit >= mt_store_units(r->store) || mem == NULL)
         return MT_FAIL(MT_EINVAL, "resident: unit %d in memory at %p; the store has %d units",
                        unit, mem, mt_store_units(r->store));
-    if (mt_store_settled(r->store, unit))
+    if (mt_resident_mem(r, unit) != NULL)
         return MT_FAIL(MT_ESTATE, "unit %s is settled already", mt_store_name(r->store, unit));
     MT_TRY(homes_grow(r, mt_store_units(r->store)));
     MT_TRY(home_open(r, mem, &h));
-    MT_TRY(mt_mirror_open(r->store, unit, ~0u, &mirror_ops, r));
-    if ((st = mt_store_settle(r->store, unit)) != MT_OK) {
-        mt_mirror_close(r->store, unit);
-        goto fail;
-    }
+    MT_TRY(mt_store_move(r->store, unit, &mt_home_vram, r));
     r->homes[unit] = h;
     return MT_OK;
 
@@ -195,7 +198,7 @@ fail:
     return st;
 }
 
-mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **parts, int *n,
+mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
                             int *guest)
 {
     mt_status st = MT_OK;
@@ -205,19 +208,10 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **par
     return st;
 }
 
-/* ---- events: under mu --------------------------------------------------------------------- */
-
 static size_t plane_bytes(const mt_resident *r, int unit, int param, mt_plane p)
 {
     const mt_param_desc *d = mt_store_desc(r->store, unit, param);
     return mt_store_plane_bytes(r->store, unit, param, p, d->numel);
-}
-
-/* The parameters' planes on the device get other values, or have got them. */
-static void change(const mt_resident *r, int unit, const int *params, int n, unsigned planes)
-{
-    for (int i = 0; i < n; i++)
-        mt_mirror_tell(r->store, unit, params[i], planes, MT_MIRROR_CHANGED);
 }
 
 /* Under mu. Behind all that was put for the unit. */
@@ -311,6 +305,7 @@ static mt_status fetch(mt_resident *r, home *h, int unit, mt_queue *run)
 
     MT_TRY(mt_ledger_fetch_begin(r->store, unit, &version));
     mt_lock(&r->mu);
+    assert_home(r, h, unit);
     if ((st = put_fetch(r, h, unit, run)) != MT_OK)
         mt_ledger_fault(r->store, st, mt_last_error());
     end = mt_ledger_fetching(r->store, unit, r->queue);
@@ -391,17 +386,19 @@ fail:
 
 /* ---- gradients and updates -------------------------------------------------------------- */
 
-mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, mt_queue *d2h)
+static mt_status home_come(void *arg, int unit, const int *params, int n, mt_queue *d2h)
 {
-    int       passes = mt_store_passes(r->store, unit);
-    mt_event *taken;
-    home     *h;
-    mt_status st;
+    mt_resident *r = arg;
+    int          passes = mt_store_passes(r->store, unit);
+    mt_event    *taken;
+    home        *h;
+    mt_status    st;
 
     MT_TRY(find(r, unit, &h));
     mt_lock(&r->mu);
+    assert_home(r, h, unit);
     if (!passes)                         /* else there is no host copy */
-        change(r, unit, params, n, 1u << MT_PLANE_GRAD);
+        mt_mirror_change(r->store, unit, params, n, 1u << MT_PLANE_GRAD);
     taken = passes && r->updated != NULL ? r->updated : h->done;
     mt_unlock(&r->mu);
     /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a
@@ -413,7 +410,7 @@ fail:
 }
 
 /* Under mu. A guest's states are copied up before, and down behind. */
-static mt_status put_update(mt_resident *r, home *h, const mt_resident_update *u, float clip)
+static mt_status put_update(mt_resident *r, home *h, const mt_update_job *u, float clip)
 {
     const unsigned    kept = 1u << MT_PLANE_GRAD | 1u << MT_PLANE_ACC, away = visiting(r, u->unit);
     const mt_dev_ops *v = r->dev->ops;
@@ -434,14 +431,14 @@ static mt_status put_update(mt_resident *r, home *h, const mt_resident_update *u
     mt_timeline_end(r->timeline, &span, u->bytes, r->queue);
     MT_TRY(record_done(r, h, u->unit));
     r->updated = h->done;
-    change(r, u->unit, u->params, u->n_params, ~kept);
+    mt_mirror_change(r->store, u->unit, u->params, u->n_params, ~kept);
     if (away)
         MT_TRY(mt_arrive_behind(r->cx->arrive, u->unit, u->params, u->n_params, h->done));
 fail:
     return st;
 }
 
-mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float clip)
+mt_status mt_resident_put(mt_resident *r, const mt_update_job *u, float clip)
 {
     int       wait;
     home     *h;
@@ -449,6 +446,7 @@ mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float cli
 
     MT_TRY(find(r, u->unit, &h));
     mt_lock(&r->mu);
+    assert_home(r, h, u->unit);
     r->lifted = 0;
     st = mt_mirror_any(r->store, u->unit, -1, ~HI, IS(AHEAD) | IS(TORN))
        ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
@@ -469,6 +467,7 @@ mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out)
     void     *mem;
     mt_status st;
 
+    MT_ASSERT(mt_holds(&r->mu));
     if (r->scratch_bytes < bytes) {
         MT_TRY(r->dev->ops->record(r->queue, r->drained));
         MT_TRY(wait_drained(r));
@@ -519,6 +518,7 @@ static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int 
     mt_status    st;
 
     mt_lock(&r->mu);
+    assert_home(r, r->homes[unit], unit);
     st = put_copies(r, unit, param, planes, up);
     mt_unlock(&r->mu);
     if (st == MT_OK)
@@ -545,8 +545,47 @@ fail:
     return st;
 }
 
-static const mt_mirror_ops mirror_ops = {
-    .wait = home_wait, .load = home_load, .store = home_store, .later = HI,
+static mt_status home_take(void *arg, int unit, mt_queue *run)
+{
+    return mt_resident_take(arg, unit, run);
+}
+
+static mt_status home_at(void *arg, int unit, int param, mt_plane p, void **out)
+{
+    return mt_resident_at(arg, unit, param, p, out);
+}
+
+static int home_fits(const mt_update_job *j)
+{
+    return j->put != NULL;
+}
+
+static mt_status home_update(void *arg, const mt_update_job *j, float clip)
+{
+    mt_resident *r = arg;
+    mt_status    st = mt_ledger_wait_saved(r->store, j->unit);
+
+    return st == MT_OK ? mt_resident_put(r, j, clip) : st;
+}
+
+static mt_status home_drain(void *arg)
+{
+    return mt_resident_drain(arg);
+}
+
+#define LIVES_ON_THE_DEVICE                                                                       \
+    .later = HI, .wait = home_wait, .load = home_load, .store = home_store, .take = home_take,    \
+    .at = home_at, .come = home_come, .fits = home_fits, .update = home_update, .drain = home_drain
+
+const mt_home mt_home_vram = {
+    .lives = "lives on the device", .from = &mt_home_ram, .away = ~0u, .device = ~HI,
+    .registered = 1u << MT_PLANE_GRAD, LIVES_ON_THE_DEVICE,
+};
+
+const mt_home mt_home_arrive = {
+    .lives = "lives on the device, where its states come and leave", .from = &mt_home_vram,
+    .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES, .device = ~(HI | MT_STATE_PLANES),
+    .registered = 1u << MT_PLANE_GRAD | MT_STATE_PLANES, LIVES_ON_THE_DEVICE,
 };
 
 /* Sums of micro-batches, which the host has no copy of otherwise. */
@@ -571,8 +610,7 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
     MT_TRY(mt_mirror_bring(r->store, unit, grads ? ~0u : ~(1u << MT_PLANE_GRAD)));
     MT_TRY(mt_ledger_wait_fetch(r->store, unit));
     MT_TRY(wait_done(r, h, unit));
-    MT_TRY(mt_store_unsettle(r->store, unit));
-    mt_mirror_close(r->store, unit);
+    MT_TRY(mt_store_move(r->store, unit, &mt_home_ram, NULL));
     mt_lock(&r->mu);
     if (r->updated == h->done)
         r->updated = NULL;

@@ -65,7 +65,7 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads);
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out);
 
 /* *guest: 1, and where a guest's states are during this stay; 0: the unit is none. Inside put. */
-mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **parts, int *n,
+mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
                             int *guest);
 
 /* What run is given from now on finds the unit's current weights. Waits on the host until updates
@@ -74,21 +74,9 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **par
  * update made them stale. */
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run);
 
-/* Work that d2h is given from now on may write the gradients of params[0..n). */
-mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, mt_queue *d2h);
-
-typedef struct mt_resident_update {
-    int        unit;
-    const int *params;           /* [n_params] that put updates */
-    int        n_params;
-    mt_event  *asked;            /* on run, behind all compute that may read the old weights */
-    uint64_t   bytes;            /* that put reads and writes, for the timeline */
-    /* Puts the update in the queue. Its memory: mt_resident_at, mt_resident_scratch. */
-    mt_status (*put)(void *arg, mt_queue *q, float clip);
-    void      *arg;
-} mt_resident_update;
-/* The unit's gradients are whole and its update is announced; returns when it is put. */
-mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float clip);
+/* The unit's gradients are whole and its update is announced; returns when the job has put it in
+ * the queue. Its memory: mt_resident_at, mt_resident_scratch. */
+mt_status mt_resident_put(mt_resident *r, const mt_update_job *u, float clip);
 /* Inside put, once: device memory for what is copied up from the host for this update alone.
  * mt_resident_put then returns when the update is over, and with it those copies. */
 mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out);

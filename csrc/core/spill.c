@@ -74,7 +74,7 @@ struct mt_spill {
     mt_blocks      *file;
     mt_timeline    *timeline;
     int             n_blocks;            /* at most */
-    mt_mutex mu;
+    mt_mutex        mu;
     mt_worker       worker;              /* of what is owed. news: a block, a request too */
     block          *blocks;              /* mu, as all below. The list itself: swap's lock too */
     int             made;                /* of those */

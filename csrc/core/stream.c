@@ -80,13 +80,36 @@ struct mt_stream {
     mt_stream_stats stats;            /* mu */
 };
 
+/* Under mu, at each door: where slots and their requests stand. */
+static void assert_state(const mt_stream *s)
+{
+    int with_mover = 0, settled = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&s->mu));
+    for (int k = 0; k < s->n_slots; k++) {
+        const slot *sl = &s->slots[k];
+        int         asked = sl->unit >= 0 && sl->issued < sl->asked;
+
+        MT_ASSERT(sl->issued <= sl->asked && sl->asked <= s->requests);
+        MT_ASSERT(!sl->node.listed || (asked && !sl->settled));
+        MT_ASSERT(!sl->settled || sl->unit >= 0);
+        MT_ASSERT(sl->unit < 0 || mt_store_hi_bytes(s->store, sl->unit) <= sl->bytes);
+        with_mover += asked && !sl->node.listed;
+        settled += sl->settled;
+    }
+    MT_ASSERT(settled == s->n_settled);
+    MT_ASSERT(with_mover <= 1 || s->mover.failed != MT_OK);
+}
+
 /* ---- the mover -------------------------------------------------------------------------- */
 
 #define TOLD 8                   /* units in line that the feed is told of */
 
 static int on_disk(const mt_stream *s, int unit)
 {
-    return s->cx->feed != NULL && (mt_store_on_disk(s->store, unit) >> MT_PLANE_HI & 1);
+    return s->cx->feed != NULL && mt_store_home(s->store, unit, NULL)->fed;
 }
 
 /* Under mu. What stands in line will be fetched in this order. */
@@ -121,8 +144,8 @@ static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
         memset(s->poison, 0xFF, POISON_BYTES);
     }
     for (size_t at = 0; at < bytes; at += POISON_BYTES) {
-        size_t piece = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
-        MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, piece));
+        size_t n = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
+        MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, n));
     }
     return MT_OK;
 fail:
@@ -191,6 +214,7 @@ static mt_status carry_out(void *arg, mt_job *node)
     uint64_t   version = 0;
     mt_status  st;
 
+    assert_state(s);
     if (on_disk(s, r.unit))
         mt_feed_next(s->cx->feed, r.unit);
     tell_feed(s);
@@ -202,6 +226,7 @@ static mt_status carry_out(void *arg, mt_job *node)
         k->issued = r.number;
     if (st == MT_OK && k->asked == r.number)
         k->version = version;
+    MT_ASSERT(mt_holds(&s->mu));
     return st;
 }
 
@@ -303,6 +328,7 @@ mt_status mt_stream_settle(mt_stream *s, int unit, int k)
     s->slots[k].unit = unit;
     s->slots[k].settled = 1;
     s->n_settled++;
+    assert_state(s);
     mt_unlock(&s->mu);
 fail:
     return st;
@@ -338,6 +364,7 @@ static int holding(mt_stream *s, int unit, int first)
     int      found = -1;
 
     mt_lock(&s->mu);
+    assert_state(s);
     if (first >= 0 && brings(s, first, unit, now))
         found = first;
     for (int k = 0; k < s->n_slots && found < 0; k++)
@@ -376,6 +403,7 @@ static mt_status renew(mt_stream *s, int k)
     withdraw(s, &s->slots[k]);
     s->slots[k].mem = mem;
     s->slots[k].unit = -1;
+    assert_state(s);
     mt_unlock(&s->mu);
     return MT_OK;
 fail:
@@ -405,6 +433,7 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     s->stats.fetches++;
     s->stats.h2d_bytes += bytes;
     tell_feed(s);
+    assert_state(s);
     mt_unlock(&s->mu);
     sl->last_use = ++s->tick;
     return MT_OK;

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #define ALIGN       ((size_t)512)        /* of a part in its block */
-#define PIECE_BYTES ((size_t)32 << 20)   /* of a copy: under a millisecond of the bus */
+#define SLICE_BYTES ((size_t)32 << 20)   /* of a copy: under a millisecond of the bus */
 
 enum { SOURCES = 1, TENSORS = 2 };       /* who still needs a bundle: mt_swap_left, mt_swap_drop */
 
@@ -50,6 +50,29 @@ struct mt_swap {
 static mt_watch *watch_of(const mt_swap *w)
 {
     return mt_store_watch(w->store);
+}
+
+/* Under mu, at each door: a taken block is one bundle's, and bytes are counted once. */
+static void assert_state(const mt_swap *w)
+{
+    size_t host = 0, used = 0;
+    int    taken = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&w->mu));
+    for (const block *b = w->blocks; b != NULL; b = b->next) {
+        host += b->b.arena.bytes;
+        used += b->taken ? b->b.arena.bytes : 0;
+        taken += b->taken;
+    }
+    for (const bundle *b = w->there; b != NULL; b = b->next) {
+        MT_ASSERT((b->block == NULL) != (b->spilled == NULL) && b->needed != 0);
+        MT_ASSERT(b->block == NULL || b->block->taken);
+        MT_ASSERT(b->number <= w->bundles && (b->next == NULL || b->next->number < b->number));
+        taken -= b->block != NULL;
+    }
+    MT_ASSERT(taken == 0 && host == w->stats.host_bytes && used == w->stats.used_bytes);
 }
 
 /* ---- blocks ----------------------------------------------------------------------------- */
@@ -222,13 +245,13 @@ static void no_longer(mt_swap *w, bundle *b, int who)
 
 /* ---- copies ----------------------------------------------------------------------------- */
 
-static mt_status copy_pieces(mt_queue *q, char *dst, const char *src, size_t bytes)
+static mt_status copy_slices(mt_queue *q, char *dst, const char *src, size_t bytes)
 {
     mt_status st = MT_OK;
 
-    for (size_t at = 0; at < bytes && st == MT_OK; at += PIECE_BYTES)
+    for (size_t at = 0; at < bytes && st == MT_OK; at += SLICE_BYTES)
         st = q->dev->ops->copy(q, dst + at, src + at,
-                               bytes - at < PIECE_BYTES ? bytes - at : PIECE_BYTES);
+                               bytes - at < SLICE_BYTES ? bytes - at : SLICE_BYTES);
     return st;
 }
 
@@ -261,8 +284,8 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const m
         char *mem = parts[i].mem;
 
         if (mem != NULL)
-            MT_TRY(leaving ? copy_pieces(q, host, mem, parts[i].bytes)
-                           : copy_pieces(q, mem, host, parts[i].bytes));
+            MT_TRY(leaving ? copy_slices(q, host, mem, parts[i].bytes)
+                           : copy_slices(q, mem, host, parts[i].bytes));
         copied += mem != NULL ? parts[i].bytes : 0;
         host += aligned(parts[i].bytes);
     }
@@ -278,7 +301,7 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const m
 
 fail:
     mt_timeline_end(w->timeline, &span, copied, q);
-    (void)w->dev->ops->sync(q);     /* pieces may be under way, and the caller frees its memory */
+    (void)w->dev->ops->sync(q);     /* slices may be under way, and the caller frees its memory */
     return st;
 }
 
@@ -309,6 +332,7 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     MT_TRY(bundle_new(w, unit, parts, n, home, &b));
     MT_TRY(fill(w, b, parts, run));
     b->needed = SOURCES | TENSORS;
@@ -346,6 +370,7 @@ mt_status mt_swap_left(mt_swap *w, uint64_t number, mt_queue *run)
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     b = find(w, number);
     st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_LEFT);
     if (st == MT_OK)
@@ -381,6 +406,7 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     if ((b = find(w, number)) == NULL)
         MT_TRY(unknown(number));
     MT_TRY(fits(b, landing, n));
@@ -401,6 +427,7 @@ mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     b = find(w, number);
     st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_BACK);
     mt_unlock(&w->mu);
@@ -411,6 +438,7 @@ void mt_swap_drop(mt_swap *w, uint64_t number)
 {
     mt_lock(&w->mu);
     no_longer(w, find(w, number), TENSORS);
+    assert_state(w);
     mt_unlock(&w->mu);
 }
 

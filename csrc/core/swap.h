@@ -15,7 +15,7 @@
  *     mt_swap_await(w, bundle, run);                   // run goes on when they are there
  *     mt_swap_drop (w, bundle);                        // the block is free for the next one
  *
- * Two queues of its own, one each way, and copies in pieces: so weights and gradients, which have
+ * Two queues of its own, one each way, and copies in slices: so weights and gradients, which have
  * queues of theirs, never stand behind gigabytes.
  *
  * Blocks have the size that was asked for. A bundle takes the smallest free block that holds it;

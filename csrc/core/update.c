@@ -19,8 +19,9 @@
 typedef struct job {
     mt_update_job  j;        /* params: our copy */
     unsigned char *counted;  /* [n_params] the offload has its sum of squares, as of submit */
-    enum { HOST, SETTLED, THROUGH, DISK } way;     /* of its unit's update, as of submit */
-    int            sent;     /* through, on disk: another thread ends it. The updater */
+    const mt_home *home;     /* of its unit, as of submit; and what its functions get */
+    void          *of;
+    int            sent;     /* to a home that ends it. The updater */
 } job;
 
 typedef struct work {
@@ -51,6 +52,19 @@ struct mt_updater {
     uint64_t        busy_ns;            /* in jobs' run; mu */
 };
 
+/* Under mu, at each door: steps end in order, and of each that is kept the norm is known then. */
+static void assert_state(const mt_updater *u)
+{
+    uint64_t submitted = u->worker.submitted, ended = u->worker.ended;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&u->mu));
+    MT_ASSERT(ended <= submitted && submitted - ended <= AHEAD);
+    for (uint64_t t = ended; t > 0 && submitted - t < RESULTS; t--)
+        MT_ASSERT(u->results[t % RESULTS].normed);
+}
+
 /* ---- work: made by submit, freed by the updater ----------------------------------------- */
 
 static void work_free(work *w)
@@ -67,22 +81,6 @@ static void work_free(work *w)
     free(w);
 }
 
-static const char *const way_names[] = {
-    [HOST] = "is in host memory", [SETTLED] = "is settled",
-    [THROUGH] = "goes through the device", [DISK] = "has its states on disk",
-};
-
-static int is_possible(const mt_context *cx, const job *b)
-{
-    switch (b->way) {
-    case HOST:    return b->j.run != NULL;
-    case SETTLED: return b->j.put != NULL && cx->residents != NULL;
-    case THROUGH: return b->j.list != NULL && b->j.compute != NULL && cx->through != NULL;
-    case DISK:    return b->j.pieces != NULL && cx->disk != NULL;
-    }
-    return 0;
-}
-
 static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
 {
     size_t n = (size_t)from->n_params + 1;
@@ -94,12 +92,10 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
     if (params == NULL || to->counted == NULL)
         return MT_FAIL(MT_ENOMEM, "update: no memory for the %d parameters of unit %s",
                        from->n_params, mt_store_name(u->store, from->unit));
-    to->way = mt_store_settled(u->store, from->unit) ? SETTLED
-            : mt_store_goes_through(u->store, from->unit) ? THROUGH
-            : mt_store_on_disk(u->store, from->unit) ? DISK : HOST;
-    if (!is_possible(u->cx, to))
+    to->home = mt_store_home(u->store, from->unit, &to->of);
+    if (!to->home->fits(from) || (to->home->update != NULL && to->of == NULL))
         return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
-                       "open that could", mt_store_name(u->store, from->unit), way_names[to->way]);
+                       "open that could", mt_store_name(u->store, from->unit), to->home->lives);
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
         to->counted[i] = (unsigned char)mt_offload_counted(u->grads, from->unit, params[i]);
@@ -114,10 +110,12 @@ static mt_status note_compute(work *w, mt_queue *run)
     mt_status st;
 
     for (int i = 0; i < w->n; i++)
-        some |= w->jobs[i].way == SETTLED;
+        some |= w->jobs[i].home->later != 0;
     if (!some)
         return MT_OK;
     MT_TRY(run->dev->ops->event_open(run->dev, &w->asked));
+    for (int i = 0; i < w->n; i++)
+        w->jobs[i].j.asked = w->asked;
     return run->dev->ops->record(run, w->asked);
 fail:
     return st;
@@ -157,6 +155,7 @@ fail:
 static void publish(mt_updater *u, const work *w, const result *r)
 {
     mt_lock(&u->mu);
+    assert_state(u);
     u->results[w->ticket % RESULTS] = *r;
     pthread_cond_broadcast(&u->worker.news);
     mt_unlock(&u->mu);
@@ -241,51 +240,19 @@ fail:
     return st;
 }
 
-/* A settled unit's update is put; when it is over is the device's affair. */
-static mt_status put_job(mt_updater *u, const work *w, const job *b, float clip)
+/* By its home; where that ends it, with the end of its announcement. */
+static mt_status hand_on(mt_updater *u, job *b, float clip)
 {
-    mt_resident_update update = { .unit = b->j.unit, .params = b->j.params,
-                                  .n_params = b->j.n_params, .asked = w->asked,
-                                  .bytes = b->j.bytes, .put = b->j.put, .arg = b->j.arg };
-    mt_status          st;
+    mt_status st;
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
-    MT_TRY(mt_ledger_wait_saved(u->store, b->j.unit));
-    return mt_resident_put(u->cx->residents, &update, clip);
+    b->sent = b->home->ends;
+    st = b->home->update(b->of, &b->j, clip);
 fail:
     return st;
 }
 
-/* Handed on, with the end of its announcement. */
-static mt_status send_job(mt_updater *u, job *b, float clip)
-{
-    mt_through_job j = { .unit = b->j.unit, .bytes = b->j.bytes, .list = b->j.list,
-                         .compute = b->j.compute, .free = b->j.free, .arg = b->j.arg };
-    mt_status      st;
-
-    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
-    b->sent = 1;
-    return mt_through_put(u->cx->through, &j, clip);
-fail:
-    return st;
-}
-
-/* The same, to where states come in by pieces, and go. */
-static mt_status send_pieces(mt_updater *u, job *b, float clip)
-{
-    mt_disk_job j = { .unit = b->j.unit, .params = b->j.params, .n_params = b->j.n_params,
-                      .bytes = b->j.bytes, .compute = b->j.pieces, .free = b->j.free,
-                      .arg = b->j.arg };
-    mt_status   st;
-
-    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
-    b->sent = 1;
-    return mt_disk_put(u->cx->disk, &j, clip);
-fail:
-    return st;
-}
-
-static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
+static mt_status run_job(mt_updater *u, job *b, float clip)
 {
     uint64_t  begun;
     mt_watch *watch = mt_store_watch(u->store);
@@ -293,12 +260,8 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     mt_post   post;
     mt_status st;
 
-    if (b->way == SETTLED)
-        return put_job(u, w, b, clip);
-    if (b->way == THROUGH)
-        return send_job(u, b, clip);
-    if (b->way == DISK)
-        return send_pieces(u, b, clip);
+    if (b->home->update != NULL)
+        return hand_on(u, b, clip);
     MT_TRY(wait_turn(u, b));
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
@@ -317,14 +280,14 @@ fail:
 }
 
 /* Without max_norm: the unit's own gradients decide, and the norm becomes known on the way. */
-static mt_status judge_and_run(mt_updater *u, const work *w, job *b, double *total, result *r)
+static mt_status judge_and_run(mt_updater *u, job *b, double *total, result *r)
 {
     int       finite, known;
     mt_status st;
 
     MT_TRY(weigh(u, b, total, &finite, &known));
     if (finite)
-        return run_job(u, w, b, 1.0f);
+        return run_job(u, b, 1.0f);
     r->skipped++;
 fail:
     return st;
@@ -355,19 +318,20 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
         for (int i = 0; i < w->n; i++) {
             job *b = &w->jobs[i];
 
-            if (turn != (!clipped || b->way == SETTLED ? 0 : b->way == HOST ? 2 : 1))
+            if (turn != (clipped ? b->home->turn : 0))
                 continue;
             if (st == MT_OK && !skip_all)
-                st = clipped ? run_job(u, w, b, clip) : judge_and_run(u, w, b, &total, r);
+                st = clipped ? run_job(u, b, clip) : judge_and_run(u, b, &total, r);
             end_job(u, b, st);
         }
     if (!clipped)
         r->norm = sqrt(total);
-    if (u->cx->through != NULL) {
-        mt_status sent = mt_through_wait(u->cx->through);
+    for (int i = 0; i < w->n; i++)
+        if (w->jobs[i].home->stepped != NULL) {
+            mt_status over = w->jobs[i].home->stepped(w->jobs[i].of);
 
-        st = st != MT_OK ? st : sent;
-    }
+            st = st != MT_OK ? st : over;
+        }
     return st;
 }
 
@@ -429,6 +393,7 @@ static uint64_t submits(mt_updater *u)
     uint64_t n;
 
     mt_lock(&u->mu);
+    assert_state(u);
     n = u->worker.submitted;
     mt_unlock(&u->mu);
     return n;
@@ -454,6 +419,7 @@ static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
     mt_lock(&u->mu);
     *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
+    assert_state(u);
     mt_unlock(&u->mu);
 fail:
     return st;
@@ -517,14 +483,17 @@ fail:
 
 mt_status mt_update_drain(mt_updater *u)
 {
+    void     *of, *last = NULL;
     mt_status st;
 
     MT_TRY(mt_worker_wait(&u->worker, mt_store_watch(u->store), MT_WORKER_ALL, NULL,
                           "the steps that were asked for"));
-    if (u->cx->residents != NULL)
-        MT_TRY(mt_resident_drain(u->cx->residents));
-    if (u->cx->disk != NULL)
-        MT_TRY(mt_disk_wait(u->cx->disk));
+    for (int unit = 0; unit < mt_store_units(u->store); unit++) {
+        const mt_home *h = mt_store_home(u->store, unit, &of);
+
+        if (h->drain != NULL && of != last)
+            MT_TRY(h->drain(last = of));
+    }
     return mt_ledger_check(u->store);
 fail:
     return st;

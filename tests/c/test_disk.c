@@ -3,7 +3,7 @@
 #include "check.h"
 #include "drop.h"
 #include "../../csrc/core/clock.h"
-#include "../../csrc/core/disk.h"
+#include "../../csrc/core/disk_impl.h"
 #include "../../csrc/io/file.h"
 
 #include <dirent.h>
@@ -242,8 +242,9 @@ static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, in
 /* Announced and put; what is right is updated too, unless it is to fail. */
 static mt_status put(world *w, errand *e)
 {
-    mt_disk_job j = { .unit = e->unit, .params = e->params, .n_params = e->n, .bytes = UPDATE_BYTES,
-                      .compute = update_parts, .free = errand_over, .arg = e };
+    mt_update_job j = { .unit = e->unit, .params = e->params, .n_params = e->n,
+                        .bytes = UPDATE_BYTES, .pieces = update_parts, .free = errand_over,
+                        .arg = e };
 
     for (int k = 0; k < e->n && e->fail == 0 && e->unit < UNITS; k++) {
         int p = e->params[k];
@@ -314,6 +315,19 @@ static void check(world *w)
 }
 
 /* ---- tests ------------------------------------------------------------------------------- */
+
+static void a_buffer_goes_round_as_is_agreed(void)
+{
+    /* to: FREE READING READY TAKEN WRITING COPYING */
+    static const char *const may[] = {
+        [MT__FREE] = "-+----", [MT__READING] = "+-+---", [MT__READY] = "+--+--",
+        [MT__TAKEN] = "+---++", [MT__WRITING] = "+-----", [MT__COPYING] = "+-----",
+    };
+
+    for (mt__at from = MT__FREE; from <= MT__COPYING; from++)
+        for (mt__at to = MT__FREE; to <= MT__COPYING; to++)
+            CHECK_EQ(mt__may_follow(from, to), may[from][to] == '+');
+}
 
 static void updates_are_those_of_states_in_memory(void)
 {
@@ -628,7 +642,7 @@ static void close_finishes_what_was_put_and_weights_wait_for_their_copies(void)
     /* a mover about to copy the first unit */
     CHECK_OK(mt_ledger_fetch_begin(w.store, 0, &version));
     for (int u = 0; u < UNITS; u++) {
-        mt_disk_job j = { .unit = u, .params = all, .n_params = PARAMS, .compute = update_parts,
+        mt_update_job j = { .unit = u, .params = all, .n_params = PARAMS, .pieces = update_parts,
                           .free = errand_over, .arg = &e[u] };
 
         e[u] = (errand){ .w = &w, .params = all, .n = PARAMS, .unit = u };
@@ -746,19 +760,19 @@ static void a_unit_has_one_home(void)
 
     open_world(&w, 1, 0);
     REQUIRE(mt_store_add(w.store, "settled", d, 1, &unit) == MT_OK);
-    CHECK_OK(mt_store_settle(w.store, unit));
+    CHECK_OK(mt_store_move(w.store, unit, &mt_home_vram, NULL));
     CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
     REQUIRE(mt_store_add(w.store, "through", d, 1, &unit) == MT_OK);
-    CHECK_OK(mt_store_set_through(w.store, unit, 1));
+    CHECK_OK(mt_store_move(w.store, unit, &mt_home_through, NULL));
     CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
     REQUIRE(mt_store_add(w.store, "used", d, 1, &unit) == MT_OK);
     CHECK_OK(mt_store_at(w.store, unit, 0, MT_PLANE_LO, &p));
     CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "plane LO");
-    CHECK_EQ(mt_store_settle(w.store, 0), MT_ESTATE);
-    CHECK_EQ(mt_store_set_through(w.store, 0, 1), MT_ESTATE);
-    CHECK_EQ(mt_store_on_disk(w.store, 0), MT_STATE_PLANES);
-    CHECK_EQ(mt_store_on_disk(w.store, unit), 0);
+    CHECK_EQ(mt_store_move(w.store, 0, &mt_home_vram, NULL), MT_ESTATE);
+    CHECK_EQ(mt_store_move(w.store, 0, &mt_home_through, NULL), MT_ESTATE);
+    CHECK(mt_store_home(w.store, 0, NULL) == &mt_home_disk);
+    CHECK(mt_store_home(w.store, unit, NULL) == &mt_home_ram);
     CHECK_OK(mt_mirror_bring(w.store, unit, MT_STATE_PLANES));      /* nothing to do */
     CHECK_EQ(mt_disk_add(w.disk, 77, 0), MT_EINVAL);
     /* and it is a fault, like any failed update */
@@ -1396,6 +1410,7 @@ static void who_reads_a_unit_waits_for_pieces_and_not_for_a_save(void)
 }
 
 #define TESTS(X)                                                    \
+    X(a_buffer_goes_round_as_is_agreed)                             \
     X(updates_are_those_of_states_in_memory)                        \
     X(pieces_are_read_ahead_before_anybody_asks)                    \
     X(what_was_read_ahead_may_be_passed_over)                       \

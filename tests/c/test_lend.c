@@ -84,7 +84,7 @@ static void settled_units_have_theirs_on_the_device(void)
     REQUIRE(shop_open(dev, numel, 1, &s) == MT_OK);
     for (int u = 1; u < 3; u++) {
         REQUIRE(mt_store_add(s, "settled", &d, 1, &unit) == MT_OK);
-        CHECK_OK(mt_store_settle(s, u));
+        CHECK_OK(mt_store_move(s, u, &mt_home_vram, NULL));
         CHECK_OK(mt_store_set_passing(s, u));
     }
     CHECK_EQ(mt_store_device_at(s, 1, 0, MT_PLANE_GRAD, &at), MT_ESTATE);
@@ -298,7 +298,7 @@ static void what_cannot_pass_is_refused(void)
 
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
     REQUIRE(shop_open(dev, numel, 1, &s) == MT_OK);
-    CHECK_EQ(mt_store_settle(s, 0), MT_ESTATE);
+    CHECK_EQ(mt_store_move(s, 0, &mt_home_vram, NULL), MT_ESTATE);
     CHECK_EQ(mt_store_set_passing(s, 1), MT_EINVAL);
     REQUIRE(mt_store_add(s, "kept", &d, 1, &unit) == MT_OK);
     CHECK_EQ(mt_store_lend(s, 1, NULL), MT_EINVAL);
@@ -306,7 +306,7 @@ static void what_cannot_pass_is_refused(void)
     CHECK_OK(mt_store_at(s, 1, 0, MT_PLANE_GRAD, &at));
     CHECK_EQ(mt_store_set_passing(s, 1), MT_ESTATE);
     REQUIRE(mt_store_add(s, "settled", &d, 1, &unit) == MT_OK);
-    CHECK_OK(mt_store_settle(s, 2));
+    CHECK_OK(mt_store_move(s, 2, &mt_home_vram, NULL));
     CHECK_OK(mt_store_device_at(s, 2, 0, MT_PLANE_GRAD, &at));
     CHECK_EQ(mt_store_set_passing(s, 2), MT_ESTATE);
     CHECK_EQ(mt_store_passes(s, 0), 1);

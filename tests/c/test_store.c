@@ -338,9 +338,9 @@ static void settled_unit_has_its_planes_on_the_device(void)
     (void)at(u, BF, MT_PLANE_HI);
     CHECK_EQ(mt_store_device_at(store, u, BF, MT_PLANE_M, &p), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "mixed");
-    CHECK_EQ(mt_store_settled(store, u), 0);
-    CHECK_OK(mt_store_settle(store, u));
-    CHECK_EQ(mt_store_settled(store, u), 1);
+    CHECK_EQ((mt_store_home(store, u, NULL)->device != 0), 0);
+    CHECK_OK(mt_store_move(store, u, &mt_home_vram, NULL));
+    CHECK_EQ((mt_store_home(store, u, NULL)->device != 0), 1);
     CHECK_EQ(mt_store_device_bytes(store), 0);
     grad = device_at(u, BF, MT_PLANE_GRAD);
     CHECK_EQ(device_at(u, HALF, MT_PLANE_GRAD) - grad, 1024);   /* offsets are those of the host */
@@ -371,7 +371,7 @@ static void settled_unit_has_its_planes_on_the_device(void)
     mt_store_device_close(store);
     CHECK_EQ(mt_store_device_bytes(store), 0);
     CHECK_EQ(mt_store_commit(store, u + 1, MT_PLANE_M), MT_EINVAL);
-    CHECK_EQ(mt_store_settle(store, u + 1), MT_EINVAL);
+    CHECK_EQ(mt_store_move(store, u + 1, &mt_home_vram, NULL), MT_EINVAL);
     teardown();
 }
 

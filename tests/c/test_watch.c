@@ -611,7 +611,7 @@ static void a_stalled_device_update_is_named(void)
 {
     static const int   params[1] = { 0 };
     gate               g = { 0 };
-    mt_resident_update u = { .unit = 1, .params = params, .n_params = 1, .put = put_gate,
+    mt_update_job u = { .unit = 1, .params = params, .n_params = 1, .put = put_gate,
                              .arg = &g };
     mt_resident       *r;
     void              *mem;
@@ -634,21 +634,18 @@ static void a_stalled_device_update_is_named(void)
     toy_close(&t);
 }
 
-static mt_status list_one(void *arg, mt_through_tensor **out, int *n)
+static mt_status gradient_of_one(void *arg, int param, const void **at, mt_plane *plane)
 {
-    static float one;
+    static float grads[64];
 
     (void)arg;
-    REQUIRE((*out = calloc(1, sizeof **out)) != NULL);
-    **out = (mt_through_tensor){ .n = 1, .n_spans = 1 };
-    (*out)->span[0].host = &one;
-    (*out)->span[0].elem = sizeof one;
-    (*out)->span[0].group = 1;
-    *n = 1;
+    (void)param;
+    *at = grads;
+    *plane = MT_PLANE_GRAD;
     return MT_OK;
 }
 
-static mt_status gate_through(void *arg, mt_queue *q, const mt_through_part *parts, int n,
+static mt_status gate_through(void *arg, mt_queue *q, const mt_part *parts, int n,
                               float clip)
 {
     (void)parts;
@@ -659,7 +656,9 @@ static mt_status gate_through(void *arg, mt_queue *q, const mt_through_part *par
 static void a_stalled_piece_is_named(void)
 {
     gate           g = { 0 };
-    mt_through_job job = { .unit = 1, .list = list_one, .compute = gate_through, .arg = &g };
+    const int     params[1] = { 0 };
+    mt_update_job job = { .unit = 1, .params = params, .n_params = 1,
+                          .gradient = gradient_of_one, .compute = gate_through, .arg = &g };
     mt_through    *th;
     toy            t;
 
