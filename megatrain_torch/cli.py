@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from ._core import __version__
 from .base.errors import MegatrainError
-from .commands import doctor, evaluate, export, generate, plan, report, train
+from .commands import doctor, evaluate, export, generate, plan, report, resume, train
 from .commands.say import Stopped
 from .commands.settings import unknown
 
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("megatrain", description="Training models larger than the GPU, on one GPU.")
     parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
     commands = parser.add_subparsers(required=True, dest="verb", metavar="VERB")
-    for verb in (train, evaluate, export, generate, report, doctor, plan):
+    for verb in (train, resume, evaluate, export, generate, report, doctor, plan):
         verb.add(commands)
     return parser
 

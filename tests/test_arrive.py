@@ -202,7 +202,7 @@ def test_engine_refuses_what_makes_no_sense() -> None:
     rt.drain()
     for call, said in ((lambda: rt.core.lift(0, [], 0), "they take 1"), (lambda: rt.core.leave(1, False), "invite"),
                        (lambda: rt.core.lift_sizes(2), "do not come and leave"),
-                       (lambda: rt.core.invite(2), "is not settled"),
+                       (lambda: rt.core.invite(2), "lives in host memory; it cannot"),
                        (lambda: rt.core.device_plane(0, 0, mt._core.PLANES["M"]), "around its updates")):
         with pytest.raises(mt.MegatrainError, match=said):
             call()

@@ -99,6 +99,14 @@ def test_a_harsher_change_is_told_only_where_it_pays() -> None:
     assert {"states": "8bit", "grads": "none"} in ways, "a fifth faster"
 
 
+def test_fewer_micro_batches_are_told_where_more_do_not_fit() -> None:
+    """One has no sums of gradients."""
+    why = refused(llama(1), tokens=4, seq=1, vram="1407MiB", host="1572MiB", micro=2, states="8bit", nvme={"limit": "1GiB"})
+    assert why.changes["micro"] == 1
+    assert mt.plan(llama(1), tokens=4, seq=1, machine=FLAT, vram="1407MiB", host="1572MiB", micro=1, states="8bit",
+                   nvme={"limit": "1GiB"}).micro == 1
+
+
 def test_fewer_tokens_are_tried_where_a_step_is_one_micro_batch() -> None:
     why = refused(llama(12), tokens=65536, **TIGHT, grads="none")
     fewer = [way.changes["tokens"] for way in why.ways if "tokens" in way.changes]
@@ -163,6 +171,7 @@ def test_the_command_line_is_told_flags(command: Callable, model: Path) -> None:
     (("--tokens", "1000", "--seq", "512"), "--tokens 1000, --seq 512: a step is a whole number of sequences; nearest: "
      "--tokens 1024"),
     (("--micro", "3"), "--micro 3: 8 sequences"), (("--vram", "24"), "--vram 24 is 24 bytes"),
+    (("--tokens", "0"), "--tokens 0"), (("--seq", "0"), "--seq 0"),
     (("--homes", "disk"), "--homes disk: give the directory, --nvme /path"), (("--slots", "1"), "--slots 1"),
     (("--nvme-limit", "much"), "--nvme-limit much is not a size"), (("--layers", "0"), "--layers 0"),
     (("--grads", "none", "--micro", "2"), "--grads none: gradients"),
@@ -210,6 +219,12 @@ def test_without_a_gpu_one_has_to_be_named(command: Callable, model: Path, monke
     assert status == 0 and "some card of 24.0 GiB (as rtx3090-64g): rates from data sheets, not measured" in out
     status, out, _ = command("plan", model, "--tokens", "64", "--seq", "64", "--layers", "1", "--machine", "cpu")
     assert status == 0 and re.search(r"^host memory as device memory", out, re.M) and "\ndevice memory" not in out
+
+
+def test_the_host_of_a_card_is_anybodys_but_for_one_memory() -> None:
+    gib = 2**30
+    for name, found in (("rtx4080", 200 * gib), ("gb10", 59 * gib), ("gb10,host=28GiB", 28 * gib)):
+        assert mt.Machine.parse(name).with_limits(None, 200 * gib).host_bytes == found
 
 
 def test_a_cpu_that_was_measured_is_no_gpu(command: Callable, model: Path, monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""The walk (csrc/core/walk.h) against the engine's own timeline, and its door to Python; tests/c/test_walk.c has the rest.
+"""The walk (csrc/walk/walk.h) against the engine's own timeline, and its door to Python; tests/c/test_walk.c has the rest.
 
 A small model streams on the CPU device, whose queues are threads that dawdle. What each piece of work took is read from
 the timeline and given to the walk, which is then to find the order and the length of the engine's own steps.

@@ -1,7 +1,7 @@
 /* arrays.c — the only file that knows NumPy.
  *
  * NumPy is loaded when the first array is asked for, so that importing the module does not need
- * it. A view's base object is a capsule that holds the home: the memory outlives the engine and
+ * it. A view's base object is a capsule that holds the memory: the memory outlives the engine and
  * is given back when the last array (or tensor made from one) is gone.
  */
 #define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
@@ -14,11 +14,11 @@
 /* Runs when the array dies, on whichever thread let it go, under the GIL. */
 static void view_end(PyObject *capsule)
 {
-    mt_home_let_go(PyCapsule_GetPointer(capsule, VIEW_NAME));
+    mt_memory_let_go(PyCapsule_GetPointer(capsule, VIEW_NAME));
 }
 
-/* One holder of the home. */
-static PyObject *view_holder(mt_home *h)
+/* One holder of the memory. */
+static PyObject *view_holder(mt_memory *h)
 {
     PyObject *capsule = PyCapsule_New(h, VIEW_NAME, view_end);
 
@@ -26,7 +26,7 @@ static PyObject *view_holder(mt_home *h)
     return capsule;
 }
 
-PyObject *mt_view_new(mt_home *h, void *p, size_t bytes)
+PyObject *mt_view_new(mt_memory *h, void *p, size_t bytes)
 {
     npy_intp  dim = (npy_intp)bytes;
     PyObject *array, *holder;

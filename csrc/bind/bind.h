@@ -2,10 +2,10 @@
  *
  * Nouns, in the order they appear below:
  *   state    what one import of the module owns: the exception class, the Engine type
- *   home     pool -> device -> store: the memory, which lives until the last view of it is gone
- *   engine   one streamed model: home -> timeline -> residents -> offload -> updater -> swap,
+ *   memory   pool -> device -> store, which live until the last view of theirs is gone
+ *   engine   one streamed model: memory -> timeline -> residents -> offload -> updater -> swap,
  *            then its stream
- *   view     a NumPy array over host memory of the store; keeps the home, not the engine
+ *   view     a NumPy array over host memory of the store; keeps the memory, not the engine
  *
  * Threads: everything here runs under Python's lock (GIL) unless a comment says otherwise. The
  *          lock is let go around what may wait; MT_UNLOCKED counts such calls, so that close()
@@ -27,6 +27,7 @@
 #include "../core/offload.h"
 #include "../core/stream.h"
 #include "../core/swap.h"
+#include "../core/through.h"
 #include "../core/update.h"
 #include "../io/shards.h"
 #include "../ops/sumsq.h"
@@ -68,21 +69,21 @@ PyObject *mt_py_leave (PyObject *module, PyObject *unused);
 PyObject *mt_py_inside(PyObject *module, PyObject *unused);
 PyObject *mt_window_dict_new(void);
 
-/* ---- home ----
+/* ---- memory ----
  * Not a Python object on purpose: NumPy cannot show the collector what an array holds, so an array
  * that held the engine would keep the engine's hooks, and through them the model, for good. */
 
-typedef struct mt_home {
+typedef struct mt_memory {
     unsigned  owner;         /* mt_forks() of the process that has the memory */
     long      holders;       /* the engine and the views; under the GIL */
     mt_pool  *pool;
     mt_dev   *dev;
     mt_store *store;
-} mt_home;
+} mt_memory;
 
-mt_home *mt_home_new(void);                         /* one holder; NULL: no memory */
-void     mt_home_let_go(mt_home *h);                /* the last one frees all; NULL is fine */
-int      mt_home_is_ours(const mt_home *h);         /* 0: this process is a child of its owner */
+mt_memory *mt_memory_new(void);                   /* one holder; NULL: none is left */
+void       mt_memory_let_go (mt_memory *h);       /* the last one frees all; NULL is fine */
+int        mt_memory_is_ours(const mt_memory *h); /* 0: this process is a child of its owner */
 
 /* ---- engine ---- */
 
@@ -95,19 +96,13 @@ typedef struct mt_engine {
     PyObject_HEAD
     PyObject   *error;       /* MegatrainError, owned */
     PyObject   *held, *renew;/* bound methods of SlotHooks, owned; NULL before open_slots */
-    mt_home    *home;        /* one holder of it */
-    mt_pool    *pool;        /* home's, as are the next two; all NULL before __init__ */
-    mt_dev     *dev;
-    mt_store   *store;
-    mt_sumsq   *sums;        /* chunk sums of the D2H queue */
-    mt_timeline *timeline;   /* NULL once closed, as all below */
-    mt_resident *residents;
-    mt_through *through;     /* NULL before a unit is to go through the device */
-    mt_file    *file;        /* NULL before units have their states on disk, as disk */
-    mt_disk    *disk;
-    mt_feed    *feed;        /* NULL: no unit's weights are on disk */
+    mt_memory  *memory;      /* one holder of it */
+    mt_context  cx;          /* dev, pool and store are memory's; all NULL before __init__, the
+                              * rest once closed too. through, disk, feed, arrive: as units live
+                              * there */
+    mt_sumsq   *sums;        /* chunk sums of the D2H queue. NULL once closed, as all below */
+    mt_file    *file;        /* NULL before units have their states on disk */
     mt_pool    *disk_pool;   /* its own, so that no update waits for another's turn */
-    mt_arrive  *arrive;      /* NULL before a unit's states are to come and leave */
     mt_offload *offload;
     mt_updater *updater;
     mt_swap    *swap;
@@ -117,10 +112,9 @@ typedef struct mt_engine {
     struct mt_saving *saving;/* NULL while nothing is saved: engine_save.c */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
     int         n_adopted;
-    mt_mutex        door;    /* offload and update are entered by one thread at a time */
+    mt_mutex    door;        /* offload and update are entered by one thread at a time */
     int         busy;        /* calls that have let go of the GIL */
     int         closed;
-    mt_debug    debug;
 } mt_engine;
 
 /* Gradients of at most this many units are alive on the device at once: one leaves while the
@@ -204,7 +198,7 @@ MT_METHOD(norm);
 
 /* ---- view ---- */
 
-/* arrays.c: uint8[bytes] over p, which is the home's memory. */
-PyObject *mt_view_new(mt_home *h, void *p, size_t bytes);
+/* arrays.c: uint8[bytes] over p, which is the memory's. */
+PyObject *mt_view_new(mt_memory *h, void *p, size_t bytes);
 
 #endif

@@ -14,7 +14,7 @@ mt_engine *mt_engine_usable(PyObject *self)
 {
     mt_engine *e = (mt_engine *)self;
 
-    if (e->home != NULL && !mt_home_is_ours(e->home)) {
+    if (e->memory != NULL && !mt_memory_is_ours(e->memory)) {
         PyErr_SetString(e->error, FORKED);
         return NULL;
     }
@@ -27,10 +27,10 @@ mt_engine *mt_engine_usable(PyObject *self)
 
 int mt_engine_unit(mt_engine *e, int unit)
 {
-    if (unit >= 0 && unit < mt_store_units(e->store))
+    if (unit >= 0 && unit < mt_store_units(e->cx.store))
         return 0;
     PyErr_Format(e->error, "unit %d: the store has units 0 to %d", unit,
-                 mt_store_units(e->store) - 1);
+                 mt_store_units(e->cx.store) - 1);
     return -1;
 }
 
@@ -38,10 +38,10 @@ int mt_engine_param(mt_engine *e, int unit, int param)
 {
     if (mt_engine_unit(e, unit) < 0)
         return -1;
-    if (param >= 0 && param < mt_store_params(e->store, unit))
+    if (param >= 0 && param < mt_store_params(e->cx.store, unit))
         return 0;
     PyErr_Format(e->error, "unit %d (%s), parameter %d: it has parameters 0 to %d", unit,
-                 mt_store_name(e->store, unit), param, mt_store_params(e->store, unit) - 1);
+                 mt_store_name(e->cx.store, unit), param, mt_store_params(e->cx.store, unit) - 1);
     return -1;
 }
 
@@ -61,7 +61,7 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle)
         return NULL;
     }
     e->adopted = grown;
-    if ((st = e->dev->ops->queue_adopt(e->dev, handle, &queue)) != MT_OK) {
+    if ((st = e->cx.dev->ops->queue_adopt(e->cx.dev, handle, &queue)) != MT_OK) {
         mt_raise(e->error, st);
         return NULL;
     }
@@ -69,11 +69,11 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle)
     return queue;
 }
 
-/* ---- home ---- */
+/* ---- memory ---- */
 
-mt_home *mt_home_new(void)
+mt_memory *mt_memory_new(void)
 {
-    mt_home *h = calloc(1, sizeof *h);
+    mt_memory *h = calloc(1, sizeof *h);
 
     if (h != NULL) {
         h->holders = 1;
@@ -82,14 +82,14 @@ mt_home *mt_home_new(void)
     return h;
 }
 
-int mt_home_is_ours(const mt_home *h)
+int mt_memory_is_ours(const mt_memory *h)
 {
     return h->owner == mt_forks();
 }
 
-void mt_home_let_go(mt_home *h)
+void mt_memory_let_go(mt_memory *h)
 {
-    if (h == NULL || --h->holders > 0 || !mt_home_is_ours(h))
+    if (h == NULL || --h->holders > 0 || !mt_memory_is_ours(h))
         return;
     /* Nobody else knows it any more. Unmapping gigabytes takes seconds: not under the GIL. */
     Py_BEGIN_ALLOW_THREADS
@@ -133,31 +133,22 @@ static mt_status engine_open(mt_engine *e, const char *device, int index, int th
 {
     mt_offload_kernels kernels = { .sumsq = mt_sumsq_put, .accumulate = mt_accumulate,
                                    .accumulate_put = mt_accumulate_put };
-    mt_home           *h = e->home;
+    mt_memory         *h = e->memory;
+    mt_resident       *r;
     mt_status          st;
 
     MT_TRY(mt_pool_open(threads, &h->pool));
     MT_TRY(open_device(device, index, delay_us, seed, &h->dev));
-    MT_TRY(mt_store_open(h->dev, h->pool, &h->store));
-    e->pool = h->pool;
-    e->dev = h->dev;
-    e->store = h->store;
-    mt_watch_listen(mt_store_watch(e->store), mt_warn);
-    MT_TRY(mt_sumsq_open(e->dev, &e->sums));
+    e->cx = (mt_context){ .dev = h->dev, .pool = h->pool, .warn = mt_warn };
+    MT_TRY(mt_store_open(&e->cx, &h->store));
+    e->cx.store = h->store;
+    MT_TRY(mt_sumsq_open(h->dev, &e->sums));
     kernels.ctx = e->sums;
-    MT_TRY(mt_timeline_open(e->dev, &e->timeline));
-    MT_TRY(mt_resident_open(e->dev, e->store, &e->residents));
-    MT_TRY(mt_offload_open(e->dev, e->store, e->pool, GRAD_DEPTH, kernels, &e->offload));
-    MT_TRY(mt_update_open(e->store, e->offload, e->pool, &e->updater));
-    MT_TRY(mt_swap_open(e->dev, e->pool, &e->swap));
-    mt_offload_residents(e->offload, e->residents);
-    mt_update_residents(e->updater, e->residents);
-    mt_store_timeline(e->store, e->timeline);
-    mt_resident_timeline(e->residents, e->timeline);
-    mt_offload_timeline(e->offload, e->timeline);
-    mt_update_timeline(e->updater, e->timeline);
-    mt_swap_timeline(e->swap, e->timeline);
-    mt_swap_store(e->swap, e->store);
+    MT_TRY(mt_timeline_open(h->dev, &e->cx.timeline));
+    MT_TRY(mt_resident_open(&e->cx, &r));
+    MT_TRY(mt_offload_open(&e->cx, GRAD_DEPTH, kernels, &e->offload));
+    MT_TRY(mt_update_open(&e->cx, e->offload, &e->updater));
+    MT_TRY(mt_swap_open(&e->cx, &e->swap));
     return MT_OK;
 
 fail:
@@ -191,11 +182,11 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
     if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiK:Engine", names, &device, &index, &threads,
                                      &delay_us, &seed))
         return -1;
-    if (e->home != NULL) {
+    if (e->memory != NULL) {
         PyErr_SetString(e->error, "an Engine is opened once; make a new one");
         return -1;
     }
-    if ((e->home = mt_home_new()) == NULL) {
+    if ((e->memory = mt_memory_new()) == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -218,30 +209,25 @@ static mt_status engine_stop(mt_engine *e)
     mt_update_close(e->updater);
     mt_offload_close(e->offload);
     mt_stream_close(e->stream);
-    mt_feed_close(e->feed);              /* nobody fetches any more */
-    mt_disk_close(e->disk);              /* what the updater handed on is finished too */
+    mt_feed_close(e->cx.feed);           /* nobody fetches any more */
+    mt_disk_close(e->cx.disk);           /* what the updater handed on is finished too */
     mt_file_close(e->file);
     mt_pool_close(e->disk_pool);
-    mt_resident_close(e->residents);
-    mt_arrive_close(e->arrive);
-    mt_through_close(e->through);
+    mt_resident_close(e->cx.residents);
+    mt_arrive_close(e->cx.arrive);
+    mt_through_close(e->cx.through);
     mt_swap_close(e->swap);
     mt_file_close(e->swap_file);
     for (int i = 0; i < e->n_adopted; i++)
-        e->dev->ops->queue_close(e->adopted[i].queue);
+        e->cx.dev->ops->queue_close(e->adopted[i].queue);
     mt_sumsq_close(e->sums);
-    mt_timeline_close(e->timeline);      /* its stamps were in the queues closed above */
+    mt_timeline_close(e->cx.timeline);   /* its stamps were in the queues closed above */
     free(e->adopted);
+    e->cx.timeline = NULL;               /* others forget themselves there when they close */
     e->updater = NULL;
     e->offload = NULL;
     e->stream = NULL;
     e->sums = NULL;
-    e->timeline = NULL;
-    e->residents = NULL;
-    e->through = NULL;
-    e->arrive = NULL;
-    e->feed = NULL;
-    e->disk = NULL;
     e->file = NULL;
     e->disk_pool = NULL;
     e->swap = NULL;
@@ -257,7 +243,7 @@ static PyObject *engine_close(PyObject *self, PyObject *unused)
     mt_status  st;
 
     (void)unused;
-    if (e->closed || e->home == NULL || !mt_home_is_ours(e->home))
+    if (e->closed || e->memory == NULL || !mt_memory_is_ours(e->memory))
         Py_RETURN_NONE;
     if (e->busy > 0) {
         PyErr_Format(e->error, "engine: %d calls of other threads are still waiting in it; "
@@ -298,7 +284,7 @@ static void engine_dealloc(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     freefunc      release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
-    int           ours = e->home == NULL || mt_home_is_ours(e->home);
+    int           ours = e->memory == NULL || mt_memory_is_ours(e->memory);
 
     PyObject_GC_UnTrack(self);
     e->closed = 1;
@@ -307,7 +293,7 @@ static void engine_dealloc(PyObject *self)
         engine_stop(e);
         Py_END_ALLOW_THREADS
     }
-    mt_home_let_go(e->home);
+    mt_memory_let_go(e->memory);
     if (ours)
         mt_mutex_close(&e->door);
     engine_clear(self);

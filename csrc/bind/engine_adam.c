@@ -1,7 +1,7 @@
 /* engine_adam.c — Engine.adam: what one step asks for, copied out of Python, run behind its back.
  *
  * Threads: parsing is under the GIL; job_sumsq, job_run and job_put run on the updater's thread,
- * job_free on any, job_list, job_compute and then job_free on that of updates that go through the
+ * job_free on any, job_gradient, job_compute and job_free on that of updates that go through the
  * device, job_pieces on that of updates from disk; they know nothing of Python. A job owns copies
  * of everything but the gradient memory that the caller named, which the caller keeps until the
  * unit's update is over.
@@ -199,53 +199,90 @@ fail:
     return st;
 }
 
-/* The stretch of a tensor whose states are in a part. */
+/* What a part has no place for is in the host's plane, at the part's first element. */
+static mt_status fill_in(const adam_job *j, mt_part *part)
+{
+    size_t    bytes;
+    mt_status st = MT_OK;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (has_state(j, part->param, p) && part->at[p] == NULL)
+            MT_TRY(mt_part_host(j->store, j->unit, part, (mt_plane)p, &part->at[p], &bytes));
+fail:
+    return st;
+}
+
+/* The stretch of a tensor that is in a part; weights and gradients where the tensor says, unless
+ * the part has them too. */
 static mt_adam_tensor stretch(const mt_adam_tensor *t, const mt_part *part)
 {
+    const void    *grad = part->at[MT_PLANE_ACC] != NULL ? part->at[MT_PLANE_ACC]
+                                                         : part->at[MT_PLANE_GRAD];
     mt_adam_tensor s = *t;
 
     s.n = part->n;
-    s.hi = part->at[MT_PLANE_HI] != NULL
-               ? part->at[MT_PLANE_HI]
-               : (char *)t->hi + (size_t)part->from * mt_dtype_bytes(t->dtype);
-    s.grad = (const char *)t->grad + (size_t)part->from * mt_dtype_bytes(t->grad_dtype);
+    s.hi = part->at[MT_PLANE_HI] != NULL ? part->at[MT_PLANE_HI]
+         : (char *)t->hi + (size_t)part->from * mt_dtype_bytes(t->dtype);
+    s.grad = grad != NULL ? grad
+           : (const char *)t->grad + (size_t)part->from * mt_dtype_bytes(t->grad_dtype);
     s.first = part->from;
     give_states(&s, part->at);
     return s;
 }
 
-/* A guest's tensors, cut as its states are; malloc'd. */
-static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *t,
-                              const mt_arrive_part *parts, int n_parts, mt_adam_tensor **out,
-                              int *n)
+/* Which of the job's parameters that is; -1: it is not to be updated. */
+static int asked(const adam_job *j, int param)
 {
-    mt_adam_tensor *s = calloc((size_t)n_parts + 1, sizeof *s);
-    int64_t         met = 0, due = 0;
+    for (int i = 0; i < j->n; i++)
+        if (j->params[i] == param)
+            return i;
+    return -1;
+}
+
+/* Tensors cut as the parts are, of parameters that are to be updated; malloc'd. whole: [j->n] of
+ * them uncut; NULL: as bare_of has them. */
+static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *whole, const mt_part *parts,
+                              int n_parts, mt_adam_tensor **out, int *n)
+{
+    mt_adam_tensor *s = calloc((size_t)n_parts + 1, sizeof *s), t;
+    mt_status       st = MT_OK;
 
     if (s == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d parts", j->unit,
                        mt_store_name(j->store, j->unit), n_parts);
     *n = 0;
-    for (int i = 0; i < j->n; i++) {
-        due += t[i].n;
-        for (int k = 0; k < n_parts; k++)
-            if (parts[k].param == j->params[i]) {
-                s[(*n)++] = stretch(&t[i], &parts[k]);
-                met += parts[k].n;
-            }
-    }
-    if (met != due) {
-        free(s);
-        return MT_FAIL(MT_ESTATE,
-                       "unit %d (%s): some of its states are not on the device; lift them "
-                       "anew when other parameters are to be trained", j->unit,
-                       mt_store_name(j->store, j->unit));
+    for (int i = 0; i < n_parts; i++) {
+        mt_part part = parts[i];
+        int     k = asked(j, part.param);
+
+        if (k < 0)
+            continue;
+        if (whole == NULL)
+            MT_TRY(bare_of(j, &j->p[k], &t));
+        MT_TRY(fill_in(j, &part));
+        s[(*n)++] = stretch(whole != NULL ? &whole[k] : &t, &part);
     }
     *out = s;
     return MT_OK;
+
+fail:
+    free(s);
+    return st;
 }
 
-static mt_status put_guest(const adam_job *j, mt_queue *q, float clip, const mt_arrive_part *parts,
+/* A guest's states, all that are to be updated, are in parts. */
+static int are_all(const adam_job *j, const mt_adam_tensor *t, const mt_adam_tensor *s, int n)
+{
+    int64_t met = 0, due = 0;
+
+    for (int i = 0; i < j->n; i++)
+        due += t[i].n;
+    for (int i = 0; i < n; i++)
+        met += s[i].n;
+    return met == due;
+}
+
+static mt_status put_guest(const adam_job *j, mt_queue *q, float clip, const mt_part *parts,
                            int n_parts)
 {
     mt_adam_tensor *t = NULL, *s = NULL;
@@ -255,6 +292,10 @@ static mt_status put_guest(const adam_job *j, mt_queue *q, float clip, const mt_
     MT_TRY(list_of(j, &t, bare_of));
     MT_TRY(lift(j, q, t));
     MT_TRY(stretches_of(j, t, parts, n_parts, &s, &n));
+    if (!are_all(j, t, s, n))
+        MT_TRY(MT_FAIL(MT_ESTATE, "unit %d (%s): some of its states are not on the device; lift "
+                       "them anew when other parameters are to be trained", j->unit,
+                       mt_store_name(j->store, j->unit)));
     MT_TRY(mt_adam_put(q, s, n, clip));
 fail:
     free(s);
@@ -265,7 +306,7 @@ fail:
 static mt_status job_put(void *arg, mt_queue *q, float clip)
 {
     const adam_job       *j = arg;
-    const mt_arrive_part *parts;
+    const mt_part *parts;
     mt_adam_tensor       *t;
     int                   n_parts, guest;
     mt_status             st = mt_resident_parts(j->residents, j->unit, &parts, &n_parts, &guest);
@@ -281,142 +322,40 @@ fail:
     return st;
 }
 
-/* What a part has no place for is in the host's plane, at the part's first element. */
-static mt_status fill_in(const adam_job *j, mt_part *part)
+static mt_status job_pieces(void *arg, mt_pool *pool, const mt_part *parts, int n_parts, float clip)
 {
-    mt_status st = MT_OK;
+    mt_adam_tensor *s = NULL;
+    int             n;
+    mt_status       st = stretches_of(arg, NULL, parts, n_parts, &s, &n);
 
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (has_state(j, part->param, p) && part->at[p] == NULL) {
-            MT_TRY(mt_store_at(j->store, j->unit, part->param, (mt_plane)p, &part->at[p]));
-            part->at[p] = (char *)part->at[p]
-                        + mt_store_plane_bytes(j->store, j->unit, part->param, (mt_plane)p,
-                                               part->from);
-        }
-fail:
-    return st;
-}
-
-/* The job's parameter, or NULL: it is not to be updated. */
-static const adam_param *asked(const adam_job *j, int param)
-{
-    for (int i = 0; i < j->n; i++)
-        if (j->params[i] == param)
-            return &j->p[i];
-    return NULL;
-}
-
-static mt_status job_pieces(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip)
-{
-    const adam_job *j = arg;
-    mt_adam_tensor *s = calloc((size_t)n + 1, sizeof *s), t;
-    int             met = 0;
-    mt_status       st = MT_OK;
-
-    if (s == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d parts", j->unit,
-                       mt_store_name(j->store, j->unit), n);
-    for (int i = 0; i < n; i++) {
-        const adam_param *p = asked(j, parts[i].param);
-        mt_part           part = parts[i];
-
-        if (p == NULL)
-            continue;
-        MT_TRY(bare_of(j, p, &t));
-        MT_TRY(fill_in(j, &part));
-        s[met++] = stretch(&t, &part);
-    }
-    st = mt_adam_step(pool, s, met, clip, mt_isa_best());
-fail:
+    if (st == MT_OK)
+        st = mt_adam_step(pool, s, n, clip, mt_isa_best());
     free(s);
     return st;
 }
 
-/* The spans of a tensor on its way through the device: these,
- * and its states in the order of planes. */
-enum { AT_HI, AT_GRAD, AT_STATES };
-
-static mt_status spans_of(const adam_job *j, const adam_param *p, mt_through_tensor *k)
-{
-    mt_adam_tensor t;
-    mt_status      st;
-
-    MT_TRY(bare_of(j, p, &t));
-    *k = (mt_through_tensor){ .n = t.n, .n_spans = AT_STATES, .span = {
-        [AT_HI]   = { t.hi, mt_dtype_bytes(t.dtype), 1, 1 },
-        [AT_GRAD] = { (void *)(uintptr_t)t.grad, mt_dtype_bytes(t.grad_dtype), 1, 0 },
-    } };
-    for (int plane = 0; plane < MT_PLANE_COUNT; plane++) {
-        int   group = plane == MT_PLANE_SCALE ? MT_STATES_GROUP : 1;
-        void *at;
-
-        if (!has_state(j, p->param, plane))
-            continue;
-        MT_TRY(plane_of(j, p->param, (mt_plane)plane, &at));
-        k->span[k->n_spans].host = at;
-        k->span[k->n_spans].elem = mt_store_plane_bytes(j->store, j->unit, p->param,
-                                                        (mt_plane)plane, group);
-        k->span[k->n_spans].group = group;
-        k->span[k->n_spans++].back = 1;
-    }
-fail:
-    return st;
-}
-
-static mt_status job_list(void *arg, mt_through_tensor **out, int *n)
-{
-    const adam_job    *j = arg;
-    mt_through_tensor *k = calloc((size_t)j->n + 1, sizeof *k);
-    mt_status          st;
-
-    if (k == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d tensors", j->unit,
-                       mt_store_name(j->store, j->unit), j->n);
-    for (int i = 0; i < j->n; i++)
-        MT_TRY(spans_of(j, &j->p[i], &k[i]));
-    *out = k;
-    *n = j->n;
-    return MT_OK;
-
-fail:
-    free(k);
-    return st;
-}
-
-/* The part of a tensor that is in a buffer. */
-static mt_adam_tensor part_of(const adam_job *j, const mt_through_part *part)
-{
-    const adam_param *p = &j->p[part->tensor];
-    mt_dtype          dtype = mt_store_desc(j->store, j->unit, p->param)->dtype;
-    mt_adam_tensor    t = {
-        .dtype = dtype, .states = mt_store_states(j->store, j->unit), .n = part->n,
-        .hi = part->at[AT_HI], .grad = part->at[AT_GRAD],
-        .grad_dtype = p->grad != NULL ? p->grad_dtype : p->acc ? MT_F32 : dtype,
-        .hyper = p->hyper, .key = p->key, .first = part->from,
-    };
-    void *at[MT_PLANE_COUNT] = { NULL };
-
-    for (int plane = 0, s = AT_STATES; plane < MT_PLANE_COUNT; plane++)
-        if (has_state(j, p->param, plane))
-            at[plane] = part->at[s++];
-    give_states(&t, at);
-    return t;
-}
-
-static mt_status job_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n,
-                             float clip)
+/* Its bytes are those of a plane: a gradient has its weight's type, or is an fp32 sum. */
+static mt_status job_gradient(void *arg, int param, const void **at, mt_plane *plane)
 {
     const adam_job *j = arg;
-    mt_adam_tensor *t = calloc((size_t)n + 1, sizeof *t);
-    mt_status       st;
+    mt_dtype        dtype;
+    mt_status       st = gradient(j, &j->p[asked(j, param)], at, &dtype);
 
-    if (t == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d parts", j->unit,
-                       mt_store_name(j->store, j->unit), n);
-    for (int i = 0; i < n; i++)
-        t[i] = part_of(j, &parts[i]);
-    st = mt_adam_put(q, t, n, clip);
-    free(t);
+    if (st == MT_OK)
+        *plane = dtype == mt_store_desc(j->store, j->unit, param)->dtype ? MT_PLANE_GRAD
+                                                                         : MT_PLANE_ACC;
+    return st;
+}
+
+static mt_status job_compute(void *arg, mt_queue *q, const mt_part *parts, int n_parts, float clip)
+{
+    mt_adam_tensor *s = NULL;
+    int             n;
+    mt_status       st = stretches_of(arg, NULL, parts, n_parts, &s, &n);
+
+    if (st == MT_OK)
+        st = mt_adam_put(q, s, n, clip);
+    free(s);
     return st;
 }
 
@@ -437,7 +376,7 @@ static void job_free(void *arg)
  * it would end the run. */
 static int hyper_ok(mt_engine *e, int unit, const adam_param *p)
 {
-    const mt_param_desc *d = mt_store_desc(e->store, unit, p->param);
+    const mt_param_desc *d = mt_store_desc(e->cx.store, unit, p->param);
     float          none = 0;
     mt_adam_tensor t = { .dtype = d->dtype, .hi = &none, .master = &none,
                          .lo = (int16_t *)(void *)&none, .m = &none, .v = &none, .grad = &none,
@@ -448,7 +387,8 @@ static int hyper_ok(mt_engine *e, int unit, const adam_param *p)
     if (st == MT_OK)
         return 0;
     PyErr_Format(e->error, "unit %d (%s), parameter %d (%s): %s", unit,
-                 mt_store_name(e->store, unit), p->param, mt_dtype_name(d->dtype), mt_last_error());
+                 mt_store_name(e->cx.store, unit), p->param, mt_dtype_name(d->dtype),
+                 mt_last_error());
     return -1;
 }
 
@@ -487,8 +427,9 @@ static adam_job *job_new(mt_engine *e, int unit, int n)
 
     if (j == NULL)
         return (adam_job *)(void *)PyErr_NoMemory();
-    *j = (adam_job){ .store = e->store, .unit = unit, .n = n,
-                     .residents = mt_store_settled(e->store, unit) ? e->residents : NULL };
+    *j = (adam_job){ .store = e->cx.store, .unit = unit, .n = n };
+    if (mt_store_home(e->cx.store, unit, NULL)->at != NULL)
+        j->residents = e->cx.residents;
     j->params = calloc((size_t)n + 1, sizeof *j->params);
     j->p = calloc((size_t)n + 1, sizeof *j->p);
     if (j->params == NULL || j->p == NULL) {
@@ -543,7 +484,7 @@ static int update_of(mt_engine *e, PyObject *item, mt_update_job *out)
     if (j == NULL)
         return -1;
     *out = (mt_update_job){ .unit = unit, .n_params = j->n, .params = j->params, .sumsq = job_sumsq,
-                            .run = job_run, .put = job_put, .list = job_list,
+                            .run = job_run, .put = job_put, .gradient = job_gradient,
                             .compute = job_compute, .pieces = job_pieces, .bytes = moved(j),
                             .free = job_free, .arg = j };
     return 0;

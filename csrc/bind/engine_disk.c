@@ -38,7 +38,7 @@ typedef struct disk_wish {
 /* All room is reserved before any state is made. On failure the engine is as it was. */
 static mt_status disk_open(mt_engine *e, const disk_wish *w)
 {
-    int       threads = mt_pool_threads(e->pool), added = 0;
+    int       threads = mt_pool_threads(e->cx.pool), added = 0;
     mt_file  *file = NULL;
     mt_pool  *pool = NULL;
     mt_disk  *disk = NULL;
@@ -47,27 +47,21 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
 
     MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &file));
     MT_TRY(mt_pool_open(threads < DISK_POOL ? threads : DISK_POOL, &pool));
-    MT_TRY(mt_disk_open(e->store, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes,
+    MT_TRY(mt_disk_open(&e->cx, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes,
                         &disk));
     for (; added < w->n; added++)
         MT_TRY(mt_disk_add(disk, w->units[added], added < w->n_weights));
     MT_TRY(mt_file_reserve(file, mt_disk_need(disk)));
     if (w->n_weights > 0)
-        MT_TRY(mt_feed_open(e->dev, disk, (size_t)w->n_buffers * (size_t)w->bytes, &feed));
-    mt_disk_timeline(disk, e->timeline);
-    mt_update_disk(e->updater, disk);
-    if (e->stream != NULL)
-        mt_stream_feed(e->stream, feed);
-    e->feed = feed;
+        MT_TRY(mt_feed_open(&e->cx, (size_t)w->n_buffers * (size_t)w->bytes, &feed));
     e->file = file;
     e->disk_pool = pool;
-    e->disk = disk;
     return MT_OK;
 
 fail:
     while (added-- > 0)
         /* nothing of it was asked for yet */
-        (void)mt_store_set_disk(e->store, w->units[added], 0);
+        (void)mt_store_move(e->cx.store, w->units[added], &mt_home_ram, NULL);
     mt_feed_close(feed);
     mt_disk_close(disk);
     mt_file_close(file);
@@ -129,7 +123,7 @@ PyObject *mt_engine_disk_file(PyObject *self, PyObject *unused)
     (void)unused;
     if (e == NULL)
         return NULL;
-    if (e->disk == NULL)
+    if (e->cx.disk == NULL)
         Py_RETURN_NONE;
     b = mt_file_blocks(e->file);
     s = mt_file_stats_get(e->file);
@@ -153,7 +147,7 @@ PyObject *mt_engine_disk_unname(PyObject *self, PyObject *unused)
     mt_status  st;
 
     (void)unused;
-    if (e->closed || e->home == NULL || !mt_home_is_ours(e->home))
+    if (e->closed || e->memory == NULL || !mt_memory_is_ours(e->memory))
         Py_RETURN_NONE;
     MT_UNLOCKED(e, st, unname(e));
     (void)st;

@@ -118,11 +118,7 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
         free(d);
         return NULL;
     }
-    if ((st = mt_stream_open(e->dev, e->store, d, n, hooks, &e->stream)) == MT_OK) {
-        mt_stream_debug(e->stream, e->debug);
-        mt_stream_timeline(e->stream, e->timeline);
-        mt_stream_feed(e->stream, e->feed);
-    }
+    st = mt_stream_open(&e->cx, d, n, hooks, &e->stream);
     free(d);
     if (st == MT_OK)
         Py_RETURN_NONE;
@@ -140,7 +136,7 @@ PyObject *mt_engine_settle(PyObject *self, PyObject *args)
     if (e == NULL || !PyArg_ParseTuple(args, "ii:settle", &unit, &slot) ||
         mt_engine_unit(e, unit) < 0)
         return NULL;
-    if ((st = mt_stream_settle(e->stream, e->residents, unit, slot)) != MT_OK)
+    if ((st = mt_stream_settle(e->stream, unit, slot)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
 }
@@ -159,7 +155,7 @@ PyObject *mt_engine_unsettle(PyObject *self, PyObject *args)
                         "close_slots() comes before unsettle(): the unit's slot is in use");
         return NULL;
     }
-    MT_UNLOCKED(e, st, mt_resident_unsettle(e->residents, unit, grads));
+    MT_UNLOCKED(e, st, mt_resident_unsettle(e->cx.residents, unit, grads));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -172,7 +168,7 @@ PyObject *mt_engine_settled(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "i:settled", &unit) || mt_engine_unit(e, unit) < 0)
         return NULL;
-    return PyBool_FromLong(mt_store_settled(e->store, unit));
+    return PyBool_FromLong(mt_store_home(e->cx.store, unit, NULL)->device != 0);
 }
 
 static void add_stats(mt_stream_stats *to, mt_stream_stats more)
@@ -256,11 +252,11 @@ PyObject *mt_engine_acquire(PyObject *self, PyObject *const *args, Py_ssize_t n)
     st = mt_stream_acquire(e->stream, unit, run, &slot, &mem);
     e->busy--;
     if (st == MT_OK && !PyErr_Occurred()) {
-        int waits = mt_timeline_wait(e->timeline, unit, run);
+        int waits = mt_timeline_wait(e->cx.timeline, unit, run);
 
         MT_WAITING(e, st, mt_stream_await(e->stream, slot, run));
         if (waits)
-            mt_timeline_waited(e->timeline, run);
+            mt_timeline_waited(e->cx.timeline, run);
     }
     if (st != MT_OK || PyErr_Occurred())
         return mt_raise(e->error, st);
@@ -308,7 +304,7 @@ PyObject *mt_engine_find(PyObject *self, PyObject *const *args, Py_ssize_t n)
 /* The listing with the units' names; malloc'd or NULL. */
 static char *schedule_text(mt_engine *e, const mt_schedule *s)
 {
-    int          n = mt_store_units(e->store);
+    int          n = mt_store_units(e->cx.store);
     const char **names = calloc((size_t)n + 1, sizeof *names);
     size_t       bytes;
     char        *text = NULL;
@@ -316,7 +312,7 @@ static char *schedule_text(mt_engine *e, const mt_schedule *s)
     if (names == NULL)
         return NULL;
     for (int i = 0; i < n; i++)
-        names[i] = mt_store_name(e->store, i);
+        names[i] = mt_store_name(e->cx.store, i);
     bytes = mt_schedule_print(s, names, NULL, 0) + 1;
     if ((text = malloc(bytes)) != NULL)
         mt_schedule_print(s, names, text, bytes);
@@ -356,18 +352,18 @@ typedef struct engine_stats {
 
 static mt_status look(mt_engine *e, engine_stats *out)
 {
-    out->r = mt_resident_stats_get(e->residents);
-    if (e->through != NULL)
-        out->t = mt_through_stats_get(e->through);
-    if (e->arrive != NULL)
-        out->a = mt_arrive_stats_get(e->arrive);
-    if (e->disk != NULL)
-        out->d = mt_disk_stats_get(e->disk);
+    out->r = mt_resident_stats_get(e->cx.residents);
+    if (e->cx.through != NULL)
+        out->t = mt_through_stats_get(e->cx.through);
+    if (e->cx.arrive != NULL)
+        out->a = mt_arrive_stats_get(e->cx.arrive);
+    if (e->cx.disk != NULL)
+        out->d = mt_disk_stats_get(e->cx.disk);
     out->w = mt_swap_stats_get(e->swap);
     out->d2h_bytes = mt_offload_d2h_bytes(e->offload) + out->r.d2h_bytes + out->t.d2h_bytes +
                      out->a.d2h_bytes;
     out->update_ns = mt_update_busy_ns(e->updater);
-    out->lost = mt_timeline_lost(e->timeline);
+    out->lost = mt_timeline_lost(e->cx.timeline);
     return MT_OK;
 }
 
@@ -422,7 +418,7 @@ static int item_at(mt_engine *e, int unit, PyObject *tuple, mt_grad_item *out)
         return -1;
     if ((mode != MT_GRAD_SET && mode != MT_GRAD_ADD) || address == 0) {
         PyErr_Format(e->error, "unit %d (%s), parameter %d: mode %d, address %llu; mode is 0 (set) "
-                     "or 1 (add), and the address is not 0", unit, mt_store_name(e->store, unit),
+                     "or 1 (add), and the address is not 0", unit, mt_store_name(e->cx.store, unit),
                      param, mode, address);
         return -1;
     }
@@ -571,20 +567,10 @@ PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw)
     static char *names[] = { "skip", "poison", "sync", NULL };
     mt_engine   *e = mt_engine_usable(self);
     mt_debug     d = { 0 };
-    mt_status    st;
 
     if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "|Ipp:debug", names, &d.skip, &d.poison,
                                                   &d.sync))
         return NULL;
-    e->debug = d;                        /* open_slots hands it to the stream that it opens */
-    if (e->stream != NULL)
-        mt_stream_debug(e->stream, d);
-    mt_resident_debug(e->residents, d);
-    if (e->arrive != NULL)
-        mt_arrive_debug(e->arrive, d);
-    mt_offload_debug(e->offload, d);
-    mt_update_debug(e->updater, d);
-    MT_UNLOCKED(e, st, (mt_swap_debug(e->swap, d), MT_OK));
-    (void)st;
+    mt_debug_set(&e->cx, d);
     Py_RETURN_NONE;
 }

@@ -161,7 +161,7 @@ static mt_status begin_unit(void *arg, int unit)
 
     mt_ledger_i_save(1);
     mt_watch_i_am("save");
-    return mt_mirror_peek(g->e->store, unit, g->planes[unit]);
+    return mt_mirror_peek(g->e->cx.store, unit, g->planes[unit]);
 }
 
 /* Copies that were brought go before the unit's next update, which would make them old. */
@@ -172,16 +172,16 @@ static void end_unit(void *arg, int unit)
 
     if (g->planes[unit] == 0)
         return;
-    if ((st = mt_mirror_release(g->e->store, unit)) != MT_OK)
-        mt_ledger_fault(g->e->store, st, mt_last_error());
-    mt_ledger_save_end(g->e->store, unit);
+    if ((st = mt_mirror_release(g->e->cx.store, unit)) != MT_OK)
+        mt_ledger_fault(g->e->cx.store, st, mt_last_error());
+    mt_ledger_save_end(g->e->cx.store, unit);
 }
 
 static int wanted_unit(void *arg)
 {
     const mt_saving *g = arg;
 
-    return mt_ledger_wanted(g->e->store);
+    return mt_ledger_wanted(g->e->cx.store);
 }
 
 static void saving_free(mt_saving *g)
@@ -211,12 +211,12 @@ static mt_status hold(mt_engine *e, const mt_saving *g, int n_units)
     MT_TRY(mt_update_drain(e->updater));
     for (; unit < n_units; unit++)
         if (g->planes[unit] != 0)
-            MT_TRY(mt_ledger_save_begin(e->store, unit));
+            MT_TRY(mt_ledger_save_begin(e->cx.store, unit));
     return MT_OK;
 fail:
     while (unit-- > 0)
         if (g->planes[unit] != 0)
-            mt_ledger_save_end(e->store, unit);
+            mt_ledger_save_end(e->cx.store, unit);
     return st;
 }
 
@@ -228,7 +228,7 @@ static mt_status count_brought(mt_engine *e, mt_saving *g, int n_units)
     for (int unit = 0; unit < n_units; unit++)
         for (int p = 0; p < MT_PLANE_COUNT; p++)
             if (g->planes[unit] >> p & 1)
-                g->brings[unit] += mt_store_reserved(e->store, unit, (mt_plane)p);
+                g->brings[unit] += mt_store_reserved(e->cx.store, unit, (mt_plane)p);
     return MT_OK;
 }
 
@@ -306,8 +306,8 @@ PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw)
     g->e = e;
     how.arg = g;
     how.spare_bytes = (size_t)spare;
-    how.n_units = mt_store_units(e->store);
-    how.watch = mt_store_watch(e->store);
+    how.n_units = mt_store_units(e->cx.store);
+    how.watch = mt_store_watch(e->cx.store);
     if (files_from(e->error, files, &g->files) < 0 ||
         (g->planes = planes_from(e, units, how.n_units)) == NULL ||
         units_ok(e, g, how.n_units) < 0) {
@@ -393,9 +393,10 @@ PyObject *mt_engine_save_end(PyObject *self, PyObject *unused)
 
 static mt_status take(mt_engine *e, int unit, mt_queue *run)
 {
-    if (mt_store_settled(e->store, unit))
-        return mt_resident_take(e->residents, unit, run);
-    return mt_mirror_evict(e->store, unit);
+    void          *of;
+    const mt_home *h = mt_store_home(e->cx.store, unit, &of);
+
+    return h->take != NULL ? h->take(of, unit, run) : mt_mirror_evict(e->cx.store, unit);
 }
 
 PyObject *mt_engine_take(PyObject *self, PyObject *args)
@@ -423,7 +424,7 @@ PyObject *mt_engine_wait_saved(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "i:wait_saved", &unit) || mt_engine_unit(e, unit) < 0)
         return NULL;
-    MT_WAITING(e, st, mt_ledger_wait_saved(e->store, unit));
+    MT_WAITING(e, st, mt_ledger_wait_saved(e->cx.store, unit));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;

@@ -83,7 +83,7 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
         goto done;
     if ((params = descs(e, d, m, t)) == NULL)
         goto done;
-    st = mt_store_add(e->store, name, params, (int)PyTuple_Size(d), &unit);
+    st = mt_store_add(e->cx.store, name, params, (int)PyTuple_Size(d), &unit);
     out = st == MT_OK ? PyLong_FromLong(unit) : mt_raise(e->error, st);
 
 done:
@@ -104,7 +104,7 @@ PyObject *mt_engine_set_trainable(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_param(e, unit, param) < 0)
         return NULL;
-    if ((st = mt_store_set_trainable(e->store, unit, param, on)) != MT_OK)
+    if ((st = mt_store_set_trainable(e->cx.store, unit, param, on)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
 }
@@ -114,7 +114,7 @@ PyObject *mt_engine_hi_bytes(PyObject *self, PyObject *args)
     int        unit;
     mt_engine *e = unit_arg(self, args, "i:hi_bytes", &unit);
 
-    return e == NULL ? NULL : PyLong_FromSize_t(mt_store_hi_bytes(e->store, unit));
+    return e == NULL ? NULL : PyLong_FromSize_t(mt_store_hi_bytes(e->cx.store, unit));
 }
 
 PyObject *mt_engine_offset(PyObject *self, PyObject *args)
@@ -126,7 +126,7 @@ PyObject *mt_engine_offset(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_param(e, unit, param) < 0)
         return NULL;
-    return PyLong_FromSize_t(mt_store_offset(e->store, unit, param));
+    return PyLong_FromSize_t(mt_store_offset(e->cx.store, unit, param));
 }
 
 PyObject *mt_engine_plane(PyObject *self, PyObject *args)
@@ -142,12 +142,12 @@ PyObject *mt_engine_plane(PyObject *self, PyObject *args)
     if (mt_engine_param(e, unit, param) < 0 || plane_ok(e, plane) < 0)
         return NULL;
     /* The first call maps, touches and registers the plane: gigabytes, so not under the GIL. */
-    MT_UNLOCKED(e, st, mt_store_at(e->store, unit, param, (mt_plane)plane, &p));
+    MT_UNLOCKED(e, st, mt_store_at(e->cx.store, unit, param, (mt_plane)plane, &p));
     if (st != MT_OK)
         return mt_raise(e->error, st);
-    desc = mt_store_desc(e->store, unit, param);
-    return mt_view_new(e->home, p,
-                       mt_store_plane_bytes(e->store, unit, param, (mt_plane)plane, desc->numel));
+    desc = mt_store_desc(e->cx.store, unit, param);
+    return mt_view_new(e->memory, p, mt_store_plane_bytes(e->cx.store, unit, param,
+                                                          (mt_plane)plane, desc->numel));
 }
 
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
@@ -163,9 +163,9 @@ PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
         plane = MT_PLANE_COUNT;
     else if (plane_ok(e, plane) < 0)
         return NULL;
-    bytes = mt_store_bytes(e->store, (mt_plane)plane);
-    if (plane == MT_PLANE_COUNT && e->disk != NULL)
-        bytes += mt_disk_stats_get(e->disk).buffer_bytes;
+    bytes = mt_store_bytes(e->cx.store, (mt_plane)plane);
+    if (plane == MT_PLANE_COUNT && e->cx.disk != NULL)
+        bytes += mt_disk_stats_get(e->cx.disk).buffer_bytes;
     return PyLong_FromSize_t(bytes);
 }
 
@@ -178,7 +178,7 @@ PyObject *mt_engine_reserved_bytes(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_unit(e, unit) < 0 || plane_ok(e, plane) < 0)
         return NULL;
-    return PyLong_FromSize_t(mt_store_reserved(e->store, unit, (mt_plane)plane));
+    return PyLong_FromSize_t(mt_store_reserved(e->cx.store, unit, (mt_plane)plane));
 }
 
 /* ---- memory that is not locked ---- */
@@ -195,7 +195,7 @@ PyObject *mt_engine_unlocked(PyObject *self, PyObject *unused)
     (void)unused;
     if (e == NULL)
         return NULL;
-    bytes = mt_dev_stage_noted(e->dev, why, sizeof why);
+    bytes = mt_dev_stage_noted(e->cx.dev, why, sizeof why);
     return Py_BuildValue("(ns)", (Py_ssize_t)bytes, why);
 }
 
@@ -206,7 +206,7 @@ PyObject *mt_engine_lock_limit(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "n:lock_limit", &bytes))
         return NULL;
-    mt_dev_stage_limit(e->dev, bytes > 0 ? (size_t)bytes : 0, LOCKED_BYTES);
+    mt_dev_stage_limit(e->cx.dev, bytes > 0 ? (size_t)bytes : 0, LOCKED_BYTES);
     Py_RETURN_NONE;
 }
 
@@ -217,7 +217,7 @@ PyObject *mt_engine_version(PyObject *self, PyObject *args)
     int        unit;
     mt_engine *e = unit_arg(self, args, "i:version", &unit);
 
-    return e == NULL ? NULL : PyLong_FromUnsignedLongLong(mt_ledger_version(e->store, unit));
+    return e == NULL ? NULL : PyLong_FromUnsignedLongLong(mt_ledger_version(e->cx.store, unit));
 }
 
 PyObject *mt_engine_touch(PyObject *self, PyObject *args)
@@ -227,7 +227,7 @@ PyObject *mt_engine_touch(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    mt_ledger_touch(e->store, unit);
+    mt_ledger_touch(e->cx.store, unit);
     Py_RETURN_NONE;
 }
 
@@ -236,11 +236,11 @@ PyObject *mt_engine_touch(PyObject *self, PyObject *args)
 static mt_status wait_and_bring(mt_engine *e, int unit, mt_plane plane,
                                 mt_status (*wait)(mt_store *, int))
 {
-    mt_status st = wait(e->store, unit);
+    mt_status st = wait(e->cx.store, unit);
 
     if (st != MT_OK)
         return st;
-    return mt_mirror_bring(e->store, unit, 1u << plane);
+    return mt_mirror_bring(e->cx.store, unit, 1u << plane);
 }
 
 static PyObject *wait_for(PyObject *self, PyObject *args, const char *format, mt_plane plane,
@@ -271,7 +271,7 @@ PyObject *mt_engine_updated(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    MT_WAITING(e, st, mt_ledger_wait_updates(e->store, unit));
+    MT_WAITING(e, st, mt_ledger_wait_updates(e->cx.store, unit));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -297,7 +297,7 @@ PyObject *mt_engine_pass_gradients(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    if ((st = mt_store_set_passing(e->store, unit)) != MT_OK)
+    if ((st = mt_store_set_passing(e->cx.store, unit)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
 }
@@ -310,10 +310,7 @@ PyObject *mt_engine_lend_most(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "i:lend_most", &n))
         return NULL;
-    if ((st = mt_store_lend_most(e->store, n)) != MT_OK)
-        return mt_raise(e->error, st);
-    /* A hand-over waits for a buffer in its own place; this one bounds what is alive in both. */
-    if (n < GRAD_DEPTH && (st = mt_offload_depth(e->offload, n)) != MT_OK)
+    if ((st = mt_store_lend_most(e->cx.store, n)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
 }
@@ -326,15 +323,10 @@ PyObject *mt_engine_lend_most(PyObject *self, PyObject *args)
 
 static mt_status through_open(mt_engine *e)
 {
-    mt_status st = MT_OK;
+    mt_through *t;
 
-    if (e->through != NULL)
-        return MT_OK;
-    MT_TRY(mt_through_open(e->dev, e->store, THROUGH_BUFFERS, THROUGH_BYTES, &e->through));
-    mt_through_timeline(e->through, e->timeline);
-    mt_update_through(e->updater, e->through);
-fail:
-    return st;
+    return e->cx.through != NULL ? MT_OK
+                                 : mt_through_open(&e->cx, THROUGH_BUFFERS, THROUGH_BYTES, &t);
 }
 
 PyObject *mt_engine_set_states(PyObject *self, PyObject *args)
@@ -346,9 +338,20 @@ PyObject *mt_engine_set_states(PyObject *self, PyObject *args)
     if (e == NULL || !PyArg_ParseTuple(args, "ii:set_states", &unit, &states) ||
         mt_engine_unit(e, unit) < 0)
         return NULL;
-    if ((st = mt_store_set_states(e->store, unit, (mt_states)states)) != MT_OK)
+    if ((st = mt_store_set_states(e->cx.store, unit, (mt_states)states)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
+}
+
+/* Off: nothing to do for a unit in host memory. */
+static mt_status set_through(mt_engine *e, int unit, int on)
+{
+    const mt_home *h = mt_store_home(e->cx.store, unit, NULL);
+
+    if (!on && h != &mt_home_through && h != &mt_home_ram)
+        return MT_FAIL(MT_ESTATE, "unit %s %s", mt_store_name(e->cx.store, unit), h->lives);
+    return mt_store_move(e->cx.store, unit, on ? &mt_home_through : &mt_home_ram,
+                         on ? e->cx.through : NULL);
 }
 
 PyObject *mt_engine_through(PyObject *self, PyObject *args)
@@ -363,7 +366,7 @@ PyObject *mt_engine_through(PyObject *self, PyObject *args)
     if (on && (st = through_open(e)) != MT_OK)
         return mt_raise(e->error, st);
     /* Planes that are there are registered: gigabytes, so not under the GIL. */
-    MT_UNLOCKED(e, st, mt_store_set_through(e->store, unit, on));
+    MT_UNLOCKED(e, st, set_through(e, unit, on));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -377,16 +380,9 @@ PyObject *mt_engine_through(PyObject *self, PyObject *args)
 
 static mt_status arrive_open(mt_engine *e)
 {
-    mt_status st = MT_OK;
+    mt_arrive *a;
 
-    if (e->arrive != NULL)
-        return MT_OK;
-    MT_TRY(mt_arrive_open(e->dev, e->store, &e->arrive));
-    mt_arrive_timeline(e->arrive, e->timeline);
-    mt_arrive_debug(e->arrive, e->debug);
-    mt_resident_guests(e->residents, e->arrive);
-fail:
-    return st;
+    return e->cx.arrive != NULL ? MT_OK : mt_arrive_open(&e->cx, &a);
 }
 
 PyObject *mt_engine_invite(PyObject *self, PyObject *args)
@@ -397,7 +393,7 @@ PyObject *mt_engine_invite(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    if ((st = arrive_open(e)) != MT_OK || (st = mt_arrive_invite(e->arrive, unit)) != MT_OK)
+    if ((st = arrive_open(e)) != MT_OK || (st = mt_arrive_invite(e->cx.arrive, unit)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
 }
@@ -410,8 +406,8 @@ PyObject *mt_engine_dismiss(PyObject *self, PyObject *args)
 
     if (e == NULL)
         return NULL;
-    if (e->arrive != NULL && mt_arrive_invited(e->arrive, unit) &&
-        (st = mt_arrive_dismiss(e->arrive, unit)) != MT_OK)
+    if (e->cx.arrive != NULL && mt_arrive_invited(e->cx.arrive, unit) &&
+        (st = mt_arrive_dismiss(e->cx.arrive, unit)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
 }
@@ -421,10 +417,10 @@ static mt_engine *guest_of(mt_engine *e, int unit)
 {
     if (mt_engine_unit(e, unit) < 0)
         return NULL;
-    if (e->arrive != NULL && mt_arrive_invited(e->arrive, unit))
+    if (e->cx.arrive != NULL && mt_arrive_invited(e->cx.arrive, unit))
         return e;
     PyErr_Format(e->error, "unit %d (%s): its states do not come and leave; invite() it first",
-                 unit, mt_store_name(e->store, unit));
+                 unit, mt_store_name(e->cx.store, unit));
     return NULL;
 }
 
@@ -438,7 +434,7 @@ PyObject *mt_engine_lift_sizes(PyObject *self, PyObject *args)
 
     if (e == NULL || guest_of(e, unit) == NULL)
         return NULL;
-    if ((st = mt_arrive_sizes(e->arrive, unit, PIECE_BYTES, &bytes, &n)) != MT_OK)
+    if ((st = mt_arrive_sizes(e->cx.arrive, unit, PIECE_BYTES, &bytes, &n)) != MT_OK)
         return mt_raise(e->error, st);
     out = PyList_New(n);
     for (int i = 0; out != NULL && i < n; i++) {
@@ -492,7 +488,7 @@ PyObject *mt_engine_lift(PyObject *self, PyObject *args)
     if (mem == NULL)
         return NULL;
     /* Host planes are made with the first stay: gigabytes, so not under the GIL. */
-    MT_UNLOCKED(e, st, mt_arrive_lift(e->arrive, unit, PIECE_BYTES, mem, n, run, &taken));
+    MT_UNLOCKED(e, st, mt_arrive_lift(e->cx.arrive, unit, PIECE_BYTES, mem, n, run, &taken));
     free(mem);
     return st == MT_OK ? PyBool_FromLong(taken) : mt_raise(e->error, st);
 }
@@ -505,7 +501,7 @@ PyObject *mt_engine_leave(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "ip:leave", &unit, &wait) || guest_of(e, unit) == NULL)
         return NULL;
-    MT_UNLOCKED(e, st, mt_arrive_leave(e->arrive, unit, wait, &left));
+    MT_UNLOCKED(e, st, mt_arrive_leave(e->cx.arrive, unit, wait, &left));
     return st == MT_OK ? PyBool_FromLong(left) : mt_raise(e->error, st);
 }
 
@@ -530,7 +526,7 @@ PyObject *mt_engine_bring(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_unit(e, unit) < 0 || planes_ok(e, planes) < 0)
         return NULL;
-    MT_WAITING(e, st, mt_mirror_bring(e->store, unit, (unsigned)planes));
+    MT_WAITING(e, st, mt_mirror_bring(e->cx.store, unit, (unsigned)planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -547,12 +543,12 @@ PyObject *mt_engine_push(PyObject *self, PyObject *args)
     if ((param == -1 ? mt_engine_unit(e, unit) : mt_engine_param(e, unit, param)) < 0 ||
         planes_ok(e, planes) < 0)
         return NULL;
-    if (param == -1 && !mt_store_on_disk(e->store, unit)) {
+    if (param == -1 && mt_store_home(e->cx.store, unit, NULL)->at != NULL) {
         PyErr_Format(e->error, "unit %d (%s) is not on disk: push its parameters one by one", unit,
-                     mt_store_name(e->store, unit));
+                     mt_store_name(e->cx.store, unit));
         return NULL;
     }
-    MT_UNLOCKED(e, st, mt_mirror_push(e->store, unit, param, (unsigned)planes));
+    MT_UNLOCKED(e, st, mt_mirror_push(e->cx.store, unit, param, (unsigned)planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
@@ -569,7 +565,7 @@ PyObject *mt_engine_device_plane(PyObject *self, PyObject *args)
         return NULL;
     if (mt_engine_param(e, unit, param) < 0 || plane_ok(e, plane) < 0)
         return NULL;
-    MT_UNLOCKED(e, st, mt_resident_at(e->residents, unit, param, (mt_plane)plane, &p));
+    MT_UNLOCKED(e, st, mt_resident_at(e->cx.residents, unit, param, (mt_plane)plane, &p));
     return st == MT_OK ? PyLong_FromVoidPtr(p) : mt_raise(e->error, st);
 }
 
@@ -581,9 +577,9 @@ PyObject *mt_engine_device_bytes(PyObject *self, PyObject *unused)
     (void)unused;
     if (e == NULL)
         return NULL;
-    bytes = mt_store_device_bytes(e->store);
-    if (e->through != NULL)
-        bytes += mt_through_stats_get(e->through).device_bytes;
+    bytes = mt_store_device_bytes(e->cx.store);
+    if (e->cx.through != NULL)
+        bytes += mt_through_stats_get(e->cx.through).device_bytes;
     return PyLong_FromSize_t(bytes);
 }
 
@@ -595,7 +591,7 @@ PyObject *mt_engine_check(PyObject *self, PyObject *unused)
     (void)unused;
     if (e == NULL)
         return NULL;
-    if ((st = mt_ledger_check(e->store)) != MT_OK)
+    if ((st = mt_ledger_check(e->cx.store)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
 }
@@ -611,6 +607,6 @@ PyObject *mt_engine_watchdog(PyObject *self, PyObject *args)
         PyErr_SetString(e->error, "watchdog: seconds must be greater than 0");
         return NULL;
     }
-    mt_ledger_watchdog(e->store, seconds);
+    mt_ledger_watchdog(e->cx.store, seconds);
     Py_RETURN_NONE;
 }

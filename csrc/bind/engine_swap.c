@@ -88,10 +88,10 @@ static PyObject *waited(PyObject *self, PyObject *args,
     if (e == NULL || !PyArg_ParseTuple(args, "KK", &bundle, &handle) ||
         (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
         return NULL;
-    waits = mt_timeline_wait(e->timeline, NO_WEIGHTS, run);
+    waits = mt_timeline_wait(e->cx.timeline, NO_WEIGHTS, run);
     MT_UNLOCKED(e, st, wait(e->swap, bundle, run));
     if (waits)
-        mt_timeline_waited(e->timeline, run);
+        mt_timeline_waited(e->cx.timeline, run);
     if (st == MT_OK)
         Py_RETURN_NONE;
     return mt_raise(e->error, st);
@@ -116,7 +116,7 @@ PyObject *mt_engine_swap_drop(PyObject *self, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "K:swap_drop", &bundle))
         return NULL;
-    if (!e->closed && e->swap != NULL && mt_home_is_ours(e->home))
+    if (!e->closed && e->swap != NULL && mt_memory_is_ours(e->memory))
         MT_UNLOCKED(e, st, (mt_swap_drop(e->swap, bundle), MT_OK));
     (void)st;
     Py_RETURN_NONE;

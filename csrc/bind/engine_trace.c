@@ -10,7 +10,7 @@ PyObject *mt_engine_trace(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "p:trace", &on))
         return NULL;
-    if ((st = mt_timeline_on(e->timeline, on)) != MT_OK)
+    if ((st = mt_timeline_on(e->cx.timeline, on)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
 }
@@ -47,7 +47,7 @@ PyObject *mt_engine_timeline(PyObject *self, PyObject *unused)
         return NULL;
     if ((records = calloc(MT_TIMELINE_KEPT, sizeof *records)) == NULL)
         return PyErr_NoMemory();
-    MT_UNLOCKED(e, n, mt_timeline_read(e->timeline, records, MT_TIMELINE_KEPT));
+    MT_UNLOCKED(e, n, mt_timeline_read(e->cx.timeline, records, MT_TIMELINE_KEPT));
     list = list_of(records, (Py_ssize_t)n);
     free(records);
     return list;
@@ -64,7 +64,7 @@ PyObject *mt_engine_step_mark(PyObject *self, PyObject *args)
         return NULL;
     if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
         return NULL;
-    mt_timeline_step(e->timeline, number, run);
+    mt_timeline_step(e->cx.timeline, number, run);
     Py_RETURN_NONE;
 }
 
@@ -93,7 +93,7 @@ PyObject *mt_engine_compute_begin(PyObject *self, PyObject *const *args, Py_ssiz
                      "(backward)", work, MT_WORK_FORWARD, MT_WORK_REPLAY, MT_WORK_BACKWARD);
         return NULL;
     }
-    mt_timeline_enter(e->timeline, (mt_work)work, unit, run);
+    mt_timeline_enter(e->cx.timeline, (mt_work)work, unit, run);
     Py_RETURN_NONE;
 }
 
@@ -111,6 +111,6 @@ PyObject *mt_engine_compute_end(PyObject *self, PyObject *const *args, Py_ssize_
     }
     if (mt_arg_addr(args[0], &handle) < 0 || (run = mt_engine_queue(e, handle)) == NULL)
         return NULL;
-    mt_timeline_leave(e->timeline, run);
+    mt_timeline_leave(e->cx.timeline, run);
     Py_RETURN_NONE;
 }

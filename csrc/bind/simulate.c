@@ -1,8 +1,8 @@
-/* simulate.c — core/walk.h for Python: arrays come in as buffers of float64 and int64.
+/* simulate.c — walk/walk.h for Python: arrays come in as buffers of float64 and int64.
  *
  * A schedule is bytes, three int32 for each of its steps: kind, unit, slot. Nothing is kept. */
 #include "bind.h"
-#include "../core/walk.h"
+#include "../walk/walk.h"
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>

@@ -8,15 +8,11 @@
 
 #include <stdlib.h>
 
-/* Parts begin at multiples: kernels read them in vectors,
- * and moments of 8 bits share their scales. */
-#define ELEMENTS    ((int64_t)MT_STATES_GROUP)
-
 /* Under mu; the events' pointers are invite's. */
 typedef struct guest {
     mt_event       *last;        /* recorded on the queue behind the unit's last copy */
     mt_event       *lent;        /* recorded on run by lift */
-    mt_arrive_part *parts;       /* [n] of the stay; NULL: there is none */
+    mt_part *parts;       /* [n] of the stay; NULL: there is none */
     int             n;
     mt_post         post;        /* of `last` */
 } guest;
@@ -24,9 +20,10 @@ typedef struct guest {
 #define COPIED "copies of its states (the event STORED)"
 
 struct mt_arrive {
+    mt_context     *cx;
     mt_dev         *dev;
     mt_store       *store;
-    mt_timeline    *timeline;    /* written before the first lift */
+    mt_timeline    *timeline;
     guest         **guests;      /* [n_guests] by unit, NULL: none. Written by invite */
     int             n_guests;
 
@@ -34,24 +31,31 @@ struct mt_arrive {
     mt_queue       *queue;
     mt_event       *drained;     /* recorded on the queue by who waits for all of it. mu */
     mt_arrive_stats stats;       /* mu */
-    mt_debug        debug;       /* mu */
 };
+
+/* Under mu, at each door: of a settled unit, and with parts as long as it stays. */
+static void assert_guest(const mt_arrive *a, const guest *g, int unit)
+{
+    MT_ASSERT(mt_holds(&a->mu));
+    MT_ASSERT(a->guests[unit] == g && g->last != NULL && g->lent != NULL);
+    MT_ASSERT(mt_store_home(a->store, unit, NULL) == &mt_home_arrive);
+    MT_ASSERT(g->parts != NULL || g->n == 0);
+}
 
 /* ---- open, invite, close ---------------------------------------------------------------- */
 
-mt_status mt_arrive_open(mt_dev *dev, mt_store *store, mt_arrive **out)
+mt_status mt_arrive_open(mt_context *cx, mt_arrive **out)
 {
     mt_arrive *a = calloc(1, sizeof *a);
     mt_status  st;
 
     if (a == NULL)
         return MT_FAIL(MT_ENOMEM, "arrive: calloc(%zu)", sizeof *a);
-    a->dev = dev;
-    a->store = store;
+    *a = (mt_arrive){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline };
     mt_mutex_open(&a->mu, MT_RANK_ARRIVE);
-    MT_TRY(dev->ops->event_open(dev, &a->drained));
-    MT_TRY(dev->ops->queue_open(dev, "guests", &a->queue));
-    *out = a;
+    MT_TRY(a->dev->ops->event_open(a->dev, &a->drained));
+    MT_TRY(a->dev->ops->queue_open(a->dev, "guests", &a->queue));
+    *out = cx->arrive = a;
     return MT_OK;
 
 fail:
@@ -74,6 +78,8 @@ void mt_arrive_close(mt_arrive *a)
 {
     if (a == NULL)
         return;
+    if (a->cx->arrive == a)
+        a->cx->arrive = NULL;
     if (a->queue != NULL)
         a->dev->ops->queue_close(a->queue);
     for (int u = 0; u < a->n_guests; u++)
@@ -82,11 +88,6 @@ void mt_arrive_close(mt_arrive *a)
     mt_mutex_close(&a->mu);
     free(a->guests);
     free(a);
-}
-
-void mt_arrive_timeline(mt_arrive *a, mt_timeline *t)
-{
-    a->timeline = t;
 }
 
 static mt_status guests_grow(mt_arrive *a, int n)
@@ -111,13 +112,10 @@ int mt_arrive_invited(const mt_arrive *a, int unit)
 
 mt_status mt_arrive_invite(mt_arrive *a, int unit)
 {
+    void     *of;
     guest    *g = NULL;
     mt_status st;
 
-    if (!mt_store_settled(a->store, unit))
-        return MT_FAIL(MT_ESTATE,
-                       "unit %d (%s) is not settled; only states of settled units come to "
-                       "the device for their update", unit, mt_store_name(a->store, unit));
     if (mt_arrive_invited(a, unit))
         return MT_OK;
     MT_TRY(guests_grow(a, mt_store_units(a->store)));
@@ -125,8 +123,8 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
         return MT_FAIL(MT_ENOMEM, "arrive: calloc(%zu)", sizeof *g);
     MT_TRY(a->dev->ops->event_open(a->dev, &g->last));
     MT_TRY(a->dev->ops->event_open(a->dev, &g->lent));
-    MT_TRY(mt_store_register(a->store, unit));
-    MT_TRY(mt_mirror_except(a->store, unit, MT_STATE_PLANES));
+    (void)mt_store_home(a->store, unit, &of);
+    MT_TRY(mt_store_move(a->store, unit, &mt_home_arrive, of));
     a->guests[unit] = g;
     return MT_OK;
 
@@ -146,6 +144,7 @@ static mt_status find(const mt_arrive *a, int unit, guest **out)
 
 mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
 {
+    void     *of;
     guest    *g;
     mt_status st;
 
@@ -153,117 +152,69 @@ mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
     if (g->parts != NULL)
         return MT_FAIL(MT_ESTATE, "unit %s: its states are on the device; they must leave before",
                        mt_store_name(a->store, unit));
+    (void)mt_store_home(a->store, unit, &of);
+    MT_TRY(mt_store_move(a->store, unit, &mt_home_vram, of));
     a->guests[unit] = NULL;
     guest_close(a, g);
-    st = mt_mirror_except(a->store, unit, 0);
 fail:
     return st;
 }
 
 /* ---- cutting ---------------------------------------------------------------------------- */
 
-static int is_state(int plane)
+/* A piece for each part, so that none is larger than what torch's allocator finds a place for. */
+static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_pieces **out)
 {
-    return (int)(MT_STATE_PLANES >> plane & 1);
-}
+    int       n = mt_store_params(a->store, unit);
+    unsigned *planes = calloc((size_t)n + 1, sizeof *planes);
+    mt_status st;
 
-/* Elements of a parameter that a piece holds. */
-static int64_t fit(const mt_arrive *a, int unit, int param, size_t most)
-{
-    const size_t spare = 4 * MT_PART_ALIGN;       /* there are four planes to be aligned */
-    size_t       each = 0;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        each += is_state(p) ? mt_store_plane_bytes(a->store, unit, param, (mt_plane)p, ELEMENTS)
-                            : 0;
-    if (each == 0)
-        return 0;
-    most = most < MT_ARRIVE_LEAST ? MT_ARRIVE_LEAST : most;
-    return (int64_t)((most - spare) / each) * ELEMENTS;
-}
-
-/* The parts of a stay, malloc'd, without addresses: a piece for each. */
-static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_arrive_part **out, int *n)
-{
-    mt_arrive_part *parts;
-    int64_t         count = 0;
-
-    for (int i = 0; i < mt_store_params(a->store, unit); i++) {
-        const mt_param_desc *d = mt_store_desc(a->store, unit, i);
-        int64_t              each = fit(a, unit, i, most);
-
-        /* of those that are not trained too */
-        count += each > 0 ? (d->numel + each - 1) / each : 0;
-    }
-    if (count > INT32_MAX || (parts = calloc((size_t)count + 1, sizeof *parts)) == NULL)
+    if (planes == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its states",
                        mt_store_name(a->store, unit));
-    *n = 0;
-    for (int i = 0; i < mt_store_params(a->store, unit); i++) {
-        const mt_param_desc *d = mt_store_desc(a->store, unit, i);
-        int64_t              each = fit(a, unit, i, most);
-
-        int                  on = mt_store_trainable(a->store, unit, i);
-
-        for (int64_t from = 0; on && each > 0 && from < d->numel; from += each)
-            parts[(*n)++] = (mt_arrive_part){
-                .param = i, .from = from, .n = d->numel - from < each ? d->numel - from : each };
-    }
-    *out = parts;
-    return MT_OK;
+    for (int i = 0; i < n; i++)
+        planes[i] = mt_store_trainable(a->store, unit, i) ? MT_STATE_PLANES : 0;
+    st = mt_pieces_cut(a->store, unit, &(mt_cut){
+        planes, most < MT_ARRIVE_LEAST ? MT_ARRIVE_LEAST : most, MT_PART_ALIGN, MT_STATES_GROUP, 1,
+    }, out);
+    free(planes);
+    return st;
 }
 
 mt_status mt_arrive_sizes(mt_arrive *a, int unit, size_t most, size_t **bytes, int *n)
 {
-    mt_arrive_part *parts;
-    size_t         *found;
-    guest          *g;
-    mt_status       st;
+    mt_pieces *pieces = NULL;
+    size_t    *found;
+    guest     *g;
+    mt_status  st;
 
     MT_TRY(find(a, unit, &g));
-    MT_TRY(cut(a, unit, most, &parts, n));
-    if ((found = calloc((size_t)*n + 1, sizeof *found)) == NULL) {
-        free(parts);
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its states",
-                       mt_store_name(a->store, unit));
-    }
-    for (int i = 0; i < *n; i++)
-        found[i] = mt_store_part_bytes(a->store, unit, parts[i].param, MT_STATE_PLANES, parts[i].n);
-    free(parts);
+    MT_TRY(cut(a, unit, most, &pieces));
+    if ((found = calloc((size_t)pieces->n + 1, sizeof *found)) == NULL)
+        MT_TRY(MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its states",
+                       mt_store_name(a->store, unit)));
+    for (int i = 0; i < pieces->n; i++)
+        found[i] = pieces->piece[i].bytes;
+    *n = pieces->n;
     *bytes = found;
 fail:
+    mt_pieces_free(pieces);
     return st;
-}
-
-/* Where the part's planes are in its piece. */
-static void place(const mt_arrive *a, int unit, mt_arrive_part *part, void *mem)
-{
-    for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        int some = is_state(p) &&
-                   mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p, part->n) > 0;
-
-        part->at[p] = !some ? NULL
-                            : (char *)mem + mt_store_part_at(a->store, unit, part->param,
-                                                             MT_STATE_PLANES, part->n, (mt_plane)p);
-    }
 }
 
 /* ---- copies: under mu ------------------------------------------------------------------- */
 
-static mt_status copy_part(mt_arrive *a, int unit, const mt_arrive_part *part, unsigned planes,
-                           int up)
+static mt_status copy_part(mt_arrive *a, int unit, const mt_part *part, unsigned planes, int up)
 {
     mt_status st = MT_OK;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        size_t bytes = mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p, part->n);
         void  *host;
+        size_t bytes;
 
         if (part->at[p] == NULL || !(planes >> p & 1))
             continue;
-        MT_TRY(mt_store_at(a->store, unit, part->param, (mt_plane)p, &host));
-        host = (char *)host + mt_store_plane_bytes(a->store, unit, part->param, (mt_plane)p,
-                                                   part->from);
+        MT_TRY(mt_part_host(a->store, unit, part, (mt_plane)p, &host, &bytes));
         MT_TRY(a->dev->ops->copy(a->queue, up ? part->at[p] : host, up ? host : part->at[p],
                                  bytes));
         *(up ? &a->stats.h2d_bytes : &a->stats.d2h_bytes) += bytes;
@@ -321,7 +272,7 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
 /* ---- a stay ----------------------------------------------------------------------------- */
 
 /* Memory for the host's planes, made without mu: pages by the gigabyte take their time. */
-static mt_status commit(mt_arrive *a, int unit, const mt_arrive_part *parts, int n)
+static mt_status commit(mt_arrive *a, int unit, const mt_part *parts, int n)
 {
     unsigned  planes = 0;
     mt_status st = MT_OK;
@@ -337,7 +288,7 @@ fail:
 }
 
 /* Under mu. The parts are g's from here on. */
-static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_arrive_part *parts, int n,
+static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_part *parts, int n,
                           mt_queue *run)
 {
     mt_status st;
@@ -346,10 +297,10 @@ static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_arrive_part *part
     g->n = n;
     /* LENT: whoever had this memory before computed with it in run. */
     MT_TRY(a->dev->ops->record(run, g->lent));
-    if (!(a->debug.skip & MT_EDGE_LENT))
+    if (!mt_skips(a->cx, MT_EDGE_LENT))
         MT_TRY(a->dev->ops->wait(a->queue, g->lent));
     MT_TRY(put_copies(a, g, unit, NULL, 0, MT_STATE_PLANES, 1));
-    if (a->debug.sync)
+    if (mt_syncs(a->cx))
         MT_TRY(a->dev->ops->sync_event(g->last));
     return MT_OK;
 
@@ -363,51 +314,56 @@ fail:
 }
 
 /* malloc'd, with addresses; MT_EINVAL unless mem has as many pieces as it takes. */
-static mt_status parts_of(const mt_arrive *a, int unit, size_t most, void *const *mem, int n_mem,
-                          mt_arrive_part **out, int *n)
+static mt_status parts_of(const mt_arrive *a, int unit, size_t most, void *const *mem, int n,
+                          mt_part **out)
 {
-    mt_arrive_part *parts;
-    mt_status       st;
+    mt_pieces *pieces = NULL;
+    mt_part   *parts;
+    mt_status  st;
 
-    MT_TRY(cut(a, unit, most, &parts, n));
-    if (*n != n_mem) {
-        free(parts);
-        return MT_FAIL(MT_EINVAL,
-                       "unit %s: %d pieces of device memory for its states; they take %d",
-                       mt_store_name(a->store, unit), n_mem, *n);
-    }
-    for (int i = 0; i < *n; i++)
-        place(a, unit, &parts[i], mem[i]);
+    MT_TRY(cut(a, unit, most, &pieces));
+    if (pieces->n != n)
+        MT_TRY(MT_FAIL(MT_EINVAL, "unit %s: %d pieces of device memory for its states; they take "
+                       "%d", mt_store_name(a->store, unit), n, pieces->n));
+    if ((parts = calloc((size_t)n + 1, sizeof *parts)) == NULL)
+        MT_TRY(MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its states",
+                       mt_store_name(a->store, unit)));
+    for (int i = 0; i < n; i++)
+        mt_pieces_at(pieces, i, mem[i], &parts[i]);
     *out = parts;
 fail:
+    mt_pieces_free(pieces);
     return st;
 }
 
-mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, int n_mem,
+mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, int n,
                          mt_queue *run, int *taken)
 {
-    mt_arrive_part *parts;
-    guest          *g;
-    int             n, stays;
-    mt_status       st;
+    mt_part  *parts;
+    guest    *g;
+    int       stays;
+    mt_status st;
 
     MT_TRY(find(a, unit, &g));
     /* UPDATED: an update still to be put would change the states while they are copied. */
     MT_TRY(mt_ledger_wait_updates(a->store, unit));
     mt_lock(&a->mu);
+    assert_guest(a, g, unit);
     stays = g->parts != NULL;
     mt_unlock(&a->mu);
     if (stays) {
         *taken = 0;
         return MT_OK;
     }
-    MT_TRY(parts_of(a, unit, most, mem, n_mem, &parts, &n));
+    MT_TRY(parts_of(a, unit, most, mem, n, &parts));
     if ((st = commit(a, unit, parts, n)) != MT_OK) {
         free(parts);
         return st;
     }
     mt_lock(&a->mu);
+    MT_ASSERT(g->parts == NULL);
     st = put_lift(a, g, unit, parts, n, run);
+    assert_guest(a, g, unit);
     mt_unlock(&a->mu);
     MT_TRY(st);
     *taken = 1;
@@ -418,15 +374,11 @@ fail:
 /* Nothing of the unit is announced or on its way; or *idle is 0. */
 static mt_status look(mt_arrive *a, const guest *g, int unit, int *idle)
 {
-    unsigned  skip;
     mt_status st = MT_OK;
 
-    mt_lock(&a->mu);
-    skip = a->debug.skip;
-    mt_unlock(&a->mu);
     *idle = !mt_ledger_updates_due(a->store, unit);
     /* STORED: the pieces' next owner would write what is still copied. */
-    if (*idle && !(skip & MT_EDGE_STORED))
+    if (*idle && !mt_skips(a->cx, MT_EDGE_STORED))
         MT_TRY(a->dev->ops->query(g->last, idle));
 fail:
     return st;
@@ -444,6 +396,7 @@ mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left)
     MT_TRY(look(a, g, unit, &idle));
     if (idle) {
         mt_lock(&a->mu);
+        assert_guest(a, g, unit);
         free(g->parts);
         g->parts = NULL;
         g->n = 0;
@@ -456,13 +409,14 @@ fail:
 
 /* ---- what residents ask ----------------------------------------------------------------- */
 
-mt_status mt_arrive_parts(mt_arrive *a, int unit, const mt_arrive_part **parts, int *n)
+mt_status mt_arrive_parts(mt_arrive *a, int unit, const mt_part **parts, int *n)
 {
     guest    *g;
     mt_status st;
 
     MT_TRY(find(a, unit, &g));
     mt_lock(&a->mu);
+    assert_guest(a, g, unit);
     *parts = g->parts;
     *n = g->n;
     mt_unlock(&a->mu);
@@ -475,17 +429,13 @@ fail:
 
 mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q)
 {
-    const mt_arrive_part *parts;
-    unsigned              skip;
+    const mt_part *parts;
     int                   n;
     mt_status             st;
 
     MT_TRY(mt_arrive_parts(a, unit, &parts, &n));
-    mt_lock(&a->mu);
-    skip = a->debug.skip;
-    mt_unlock(&a->mu);
     /* LIFTED: also behind copies down of the update before, which this one would overtake. */
-    if (!(skip & MT_EDGE_LIFTED))
+    if (!mt_skips(a->cx, MT_EDGE_LIFTED))
         MT_TRY(a->dev->ops->wait(q, a->guests[unit]->last));
 fail:
     return st;
@@ -498,12 +448,14 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
 
     MT_TRY(find(a, unit, &g));
     mt_lock(&a->mu);
+    assert_guest(a, g, unit);
+    MT_ASSERT(g->parts != NULL);
     st = MT_OK;
-    if (!(a->debug.skip & MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
+    if (!mt_skips(a->cx, MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
         st = a->dev->ops->wait(a->queue, made);
     if (st == MT_OK)
         st = put_copies(a, g, unit, params, n, MT_STATE_PLANES, 0);
-    if (st == MT_OK && a->debug.sync)
+    if (st == MT_OK && mt_syncs(a->cx))
         st = a->dev->ops->sync_event(g->last);
     mt_unlock(&a->mu);
 fail:
@@ -518,15 +470,11 @@ static mt_status wait_copied(mt_arrive *a, const guest *g, int unit)
 mt_status mt_arrive_wait(mt_arrive *a, int unit)
 {
     guest    *g;
-    unsigned  skip;
     mt_status st;
 
     MT_TRY(find(a, unit, &g));
     MT_TRY(mt_ledger_wait_updates(a->store, unit));
-    mt_lock(&a->mu);
-    skip = a->debug.skip;
-    mt_unlock(&a->mu);
-    if (!(skip & MT_EDGE_STORED))
+    if (!mt_skips(a->cx, MT_EDGE_STORED))
         MT_TRY(wait_copied(a, g, unit));
 fail:
     return st;
@@ -539,6 +487,7 @@ mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
 
     MT_TRY(find(a, unit, &g));
     mt_lock(&a->mu);
+    assert_guest(a, g, unit);
     st = g->parts != NULL ? put_copies(a, g, unit, param < 0 ? NULL : &param, 1, planes, 1) : MT_OK;
     mt_unlock(&a->mu);
     MT_TRY(st);
@@ -570,11 +519,4 @@ mt_arrive_stats mt_arrive_stats_get(mt_arrive *a)
     stats = a->stats;
     mt_unlock(&a->mu);
     return stats;
-}
-
-void mt_arrive_debug(mt_arrive *a, mt_debug d)
-{
-    mt_lock(&a->mu);
-    a->debug = d;
-    mt_unlock(&a->mu);
 }

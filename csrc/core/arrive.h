@@ -9,7 +9,7 @@
  * Nouns, in the order they appear below:
  *   guest    a settled unit whose states (MT_STATE_PLANES) are at home on the host
  *   piece    device memory that the caller lends for a stay
- *   part     a stretch of one parameter's states in a piece
+ *   part     a stretch of one parameter's states, in a piece of its own (pieces.h)
  *   stay     from lift, which copies the states up, until leave, which gives the pieces back. The
  *            copies down are put behind each update; until the stay ends the device's are good too
  *
@@ -22,7 +22,7 @@
  * All copies are put in one queue, `guests`: its order keeps a copy up behind
  * the copies down before it.
  *
- * Edges (each can be left out by mt_arrive_debug):
+ * Edges (each can be left out: debug.h):
  *   LENT     guests waits for compute that used the pieces before  recorded on run, by lift
  *   LIFTED   the residents' queue waits for the states, before it  the event of STORED
  *            updates them
@@ -37,18 +37,16 @@
 #ifndef MT_ARRIVE_H
 #define MT_ARRIVE_H
 
-#include "debug.h"
 #include "mirror.h"
+#include "pieces.h"
 #include "timeline.h"
 
 #define MT_ARRIVE_LEAST  ((size_t)8192)      /* bytes of a piece, at most: not less than this */
 
 typedef struct mt_arrive mt_arrive;
 
-mt_status mt_arrive_open (mt_dev *dev, mt_store *store, mt_arrive **out);
+mt_status mt_arrive_open (mt_context *cx, mt_arrive **out);
 void      mt_arrive_close(mt_arrive *a);                 /* waits for the queue */
-/* Copies are recorded in t. Before the first lift, or never. */
-void      mt_arrive_timeline(mt_arrive *a, mt_timeline *t);
 
 /* The settled unit is a guest from now on, or no more. While nothing of it is under way,
  * and it has no stay. */
@@ -68,12 +66,10 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
  * waits for that. *left: the pieces are the caller's; also when there was no stay. */
 mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left);
 
-typedef mt_part mt_arrive_part;          /* at: on the device; NULL: the type has none */
-
-/* What resident.c asks. parts: of the stay, until it ends; MT_ESTATE when there is none. before: q
- * goes on when the states are up. behind: copies of what the update changed
- * come down behind `made`. */
-mt_status mt_arrive_parts (mt_arrive *a, int unit, const mt_arrive_part **parts, int *n);
+/* What resident.c asks. parts: of the stay, on the device, until it ends; MT_ESTATE when there is
+ * none. before: q goes on when the states are up. behind: copies of what the update changed come
+ * down behind `made`. */
+mt_status mt_arrive_parts (mt_arrive *a, int unit, const mt_part **parts, int *n);
 mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q);
 mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_event *made);
 /* Host planes of a guest's states may be read and written; and: a parameter's were. */
@@ -85,7 +81,5 @@ typedef struct mt_arrive_stats {
     uint64_t h2d_bytes, d2h_bytes;       /* since open */
 } mt_arrive_stats;
 mt_arrive_stats mt_arrive_stats_get(mt_arrive *a);
-
-void mt_arrive_debug(mt_arrive *a, mt_debug d);          /* tests only */
 
 #endif

@@ -17,6 +17,6 @@ enum {
     MT_EDGE_FULL = 1 << 22, MT_EDGE_WRITTEN = 1 << 23, MT_EDGE_READ = 1 << 24,      /* spill.h */
     MT_EDGE_DRAINED = 1 << 25, MT_EDGE_GONE = 1 << 26
 };
-typedef struct mt_debug { unsigned skip; int poison; int sync; } mt_debug;
+typedef struct mt_debug { unsigned skip; int poison, sync; } mt_debug;
 
 #endif

@@ -16,12 +16,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ABSENT SIZE_MAX
 #define HI     (1u << MT_PLANE_HI)
 
 typedef struct job {
     mt_job      node;
-    mt_disk_job j;                       /* params: our copy */
+    mt_update_job j;                       /* params: our copy */
     float       clip;
 } job;
 
@@ -32,7 +31,7 @@ typedef struct job {
 static mt_status planes_of(const mt_disk *d, int u, int param, int real, unsigned *out)
 {
     const mt_param_desc *desc = mt_store_desc(d->store, u, param);
-    unsigned             ours = mt_store_on_disk(d->store, u), planes = 0;
+    unsigned             ours = mt_store_home(d->store, u, NULL)->away, planes = 0;
     mt_status            st = MT_OK;
 
     for (int p = 0; p < MT_PLANE_COUNT && desc->numel > 0; p++) {
@@ -49,120 +48,6 @@ fail:
     return st;
 }
 
-/* Room for one more at the end of an array that doubles. */
-static mt_status more(void **array, int n, size_t each)
-{
-    void *grown;
-
-    if (n > 0 && (n & (n - 1)) != 0)
-        return MT_OK;
-    if ((grown = realloc(*array, (size_t)(n > 0 ? 2 * n : 1) * each)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d pieces", n);
-    *array = grown;
-    return MT_OK;
-}
-
-static mt_status add_piece(mt__layout *l)
-{
-    mt_status st = more((void **)&l->pieces, l->n_pieces, sizeof *l->pieces);
-
-    if (st == MT_OK)
-        l->pieces[l->n_pieces++] = (mt__piece){ .first = l->n_places };
-    return st;
-}
-
-/* Weights as they lie in plane HI, so that a stretch of it is one copy; states one part after the
- * other. Where these begin is known when the piece is whole. */
-static size_t place_at(const mt_disk *d, const mt__piece *c, int u, const mt__place *k,
-                       unsigned planes, mt_plane p)
-{
-    if (!(planes >> p & 1))
-        return ABSENT;
-    if (p == MT_PLANE_HI)
-        return mt_store_offset(d->store, u, k->param)
-               + mt_store_plane_bytes(d->store, u, k->param, p, k->from) - c->hi_at;
-    return c->section[MT__STATES].bytes
-           + mt_store_part_at(d->store, u, k->param, planes & ~HI, k->n, p);
-}
-
-static mt_status add_place(const mt_disk *d, mt__layout *l, int u, int param, int64_t from,
-                           int64_t n)
-{
-    mt__piece *c = &l->pieces[l->n_pieces - 1];
-    unsigned   planes = l->planes[param];
-    mt__place *k;
-    mt_status  st = more((void **)&l->places, l->n_places, sizeof *l->places);
-
-    if (st != MT_OK)
-        return st;
-    k = &l->places[l->n_places++];
-    *k = (mt__place){ .param = param, .from = from, .n = n };
-    if (c->n == 0)
-        c->hi_at = mt_store_offset(d->store, u, param)
-                 + mt_store_plane_bytes(d->store, u, param, MT_PLANE_HI, from);
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        k->offset[p] = place_at(d, c, u, k, planes, (mt_plane)p);
-    if (planes & HI)
-        c->hi_bytes = k->offset[MT_PLANE_HI]
-                    + mt_store_plane_bytes(d->store, u, param, MT_PLANE_HI, n);
-    c->section[MT__STATES].bytes += mt_store_part_bytes(d->store, u, param, planes & ~HI, n);
-    if (++c->n > l->most)
-        l->most = c->n;
-    return MT_OK;
-}
-
-static size_t up_to(size_t bytes, size_t align)
-{
-    return (bytes + align - 1) / align * align;
-}
-
-/* Bytes of a buffer that a piece has left. Two sections in whole pages may take a
- * page more than both together. */
-static size_t left_in(const mt_disk *d, const mt__piece *c, unsigned planes)
-{
-    size_t most = d->bytes - (planes & HI ? MT_BLOCK_ALIGN : 0);
-    size_t used = up_to(c->hi_bytes, MT_PART_ALIGN) + c->section[MT__STATES].bytes;
-
-    return most > used ? most - used : 0;
-}
-
-/* How many of `left` elements fit into so many bytes: all of them, or whole grains. */
-static int64_t fit(const mt_disk *d, int u, int param, unsigned planes, int64_t left, size_t bytes)
-{
-    if (mt_store_part_bytes(d->store, u, param, planes, left) <= bytes)
-        return left;
-    return (int64_t)(bytes / mt_store_part_bytes(d->store, u, param, planes, MT_DISK_GRAIN)) *
-           MT_DISK_GRAIN;
-}
-
-/* What is trained and what is not are in pieces of their own: an update reads and writes no weights
- * that it leaves as they are. */
-static int is_mixed(const mt__layout *l, unsigned planes)
-{
-    const mt__piece *c = &l->pieces[l->n_pieces - 1];
-
-    return c->n > 0 && ((planes & ~HI) != 0) != ((l->planes[l->places[c->first].param] & ~HI) != 0);
-}
-
-static mt_status cut_param(const mt_disk *d, mt__layout *l, int u, int param)
-{
-    int64_t   numel = mt_store_desc(d->store, u, param)->numel, n;
-    unsigned  planes = l->planes[param];
-    mt_status st = MT_OK;
-
-    for (int64_t from = 0; planes != 0 && from < numel; from += n) {
-        if (l->n_pieces == 0 || is_mixed(l, planes))
-            MT_TRY(add_piece(l));
-        n = fit(d, u, param, planes, numel - from, left_in(d, &l->pieces[l->n_pieces - 1], planes));
-        if (n > 0)
-            MT_TRY(add_place(d, l, u, param, from, n));
-        else
-            MT_TRY(add_piece(l));
-    }
-fail:
-    return st;
-}
-
 static void layout_free(mt__layout *l)
 {
     if (l == NULL)
@@ -170,22 +55,24 @@ static void layout_free(mt__layout *l)
     for (int i = 0; i < l->n_pieces; i++)
         for (int k = 0; k < MT__SECTIONS; k++)
             free(l->pieces[i].section[k].sums);
-    free(l->places);
+    mt_pieces_free(l->cut);
     free(l->pieces);
     free(l->planes);
     free(l);
 }
 
-/* Sections in whole pages, and states behind weights. */
-static mt_status finish_piece(const mt_disk *d, mt__layout *l, int u, mt__piece *c)
+/* Two sections, each a request with sums of its own. */
+static mt_status open_piece(const mt_disk *d, int u, const mt__layout *l, int number)
 {
-    c->section[MT__WEIGHTS].bytes = up_to(c->hi_bytes, MT_BLOCK_ALIGN);
-    c->section[MT__STATES].bytes = up_to(c->section[MT__STATES].bytes, MT_BLOCK_ALIGN);
-    c->section[MT__STATES].from = c->section[MT__WEIGHTS].bytes;
-    for (int i = c->first; i < c->first + c->n; i++)
-        for (int p = 0; p < MT_PLANE_COUNT; p++)
-            if (p != MT_PLANE_HI && l->places[i].offset[p] != ABSENT)
-                l->places[i].offset[p] += c->section[MT__STATES].from;
+    const mt_piece   *whole = &l->cut->piece[number];
+    const mt_stretch *first = &l->cut->part[whole->first];
+    mt__piece        *c = &l->pieces[number];
+
+    *c = (mt__piece){ .first = whole->first, .n = whole->n, .hi_bytes = whole->hi_bytes };
+    c->hi_at = mt_store_offset(d->store, u, first->param)
+             + mt_store_plane_bytes(d->store, u, first->param, MT_PLANE_HI, first->from);
+    c->section[MT__WEIGHTS].bytes = c->section[MT__STATES].from = whole->weights;
+    c->section[MT__STATES].bytes = whole->bytes - whole->weights;
     for (int k = 0; k < MT__SECTIONS; k++) {
         mt__section *n = &c->section[k];
 
@@ -213,12 +100,18 @@ static mt_status cut(const mt_disk *d, int u, int real, mt__layout **out)
                      mt_store_name(d->store, u), n);
         goto fail;
     }
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; i < n; i++)
         MT_TRY(planes_of(d, u, i, real, &l->planes[i]));
-        MT_TRY(cut_param(d, l, u, i));
+    MT_TRY(mt_pieces_cut(d->store, u, &(mt_cut){ l->planes, d->bytes, MT_BLOCK_ALIGN, MT_DISK_GRAIN,
+                                                 0 }, &l->cut));
+    if ((l->pieces = calloc((size_t)l->cut->n + 1, sizeof *l->pieces)) == NULL) {
+        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to describe %d pieces",
+                     mt_store_name(d->store, u), l->cut->n);
+        goto fail;
     }
+    l->n_pieces = l->cut->n;
     for (int i = 0; i < l->n_pieces; i++)
-        MT_TRY(finish_piece(d, l, u, &l->pieces[i]));
+        MT_TRY(open_piece(d, u, l, i));
     *out = l;
     return MT_OK;
 fail:
@@ -269,17 +162,17 @@ fail:
 /* ---- requests --------------------------------------------------------------------------- */
 
 /* Whose byte is at this offset of the piece. */
-static const mt__place *owner_of(const mt__layout *l, const mt__piece *c, size_t offset,
+static const mt_stretch *owner_of(const mt__layout *l, const mt__piece *c, size_t offset,
                                  mt_plane *plane)
 {
-    const mt__place *owner = NULL;
+    const mt_stretch *owner = NULL;
     size_t       best = 0;
 
     for (int i = c->first; i < c->first + c->n; i++)
         for (int p = 0; p < MT_PLANE_COUNT; p++) {
-            const mt__place *k = &l->places[i];
+            const mt_stretch *k = &l->cut->part[i];
 
-            if (k->offset[p] == ABSENT || k->offset[p] > offset || k->offset[p] < best)
+            if (k->offset[p] == MT_PART_ABSENT || k->offset[p] > offset || k->offset[p] < best)
                 continue;
             best = k->offset[p];
             owner = k;
@@ -299,7 +192,7 @@ static void whose(const mt_disk *d, int u, int number, uint64_t at, char *out, s
                                                             : piece_bytes(c);
     size_t        end = of - offset < MT_BLOCK_BYTES ? of : offset + MT_BLOCK_BYTES;
     mt_plane      from = MT_PLANE_HI, to = MT_PLANE_HI;
-    const mt__place *first = owner_of(l, c, offset, &from), *last = owner_of(l, c, end - 1, &to);
+    const mt_stretch *first = owner_of(l, c, offset, &from), *last = owner_of(l, c, end - 1, &to);
 
     if (first == last && from == to)
         snprintf(out, cap, "unit %s, plane %s of parameter %d", mt_store_name(d->store, u),
@@ -356,6 +249,25 @@ mt_request mt__disk_request(const mt_disk *d, int u, int number, int section, in
 
 /* ---- reading ahead: under mu ------------------------------------------------------------- */
 
+/* At each door, whose end looks what may be read next: no piece is in two buffers, or it would be
+ * updated in one and written from the other. */
+static void assert_state(const mt_disk *d)
+{
+    const mt__ring *r = &d->ring;
+
+    if (!MT_IS_CHECKED)
+        return;
+    mt__ring_assert(r);
+    for (int i = 0; i < r->n; i++)
+        for (int k = 0; k < i && r->buffers[i].at != MT__FREE; k++)
+            MT_ASSERT(r->buffers[k].at == MT__FREE || r->buffers[k].unit != r->buffers[i].unit ||
+                      r->buffers[k].piece != r->buffers[i].piece);
+    MT_ASSERT(d->away == 0 || d->away == d->sent.unit + 1);
+    MT_ASSERT(d->next_unit < d->n_units && d->before < d->n_units && d->bounced_unit < d->n_units);
+    for (const mt__guest *g = d->guests; g != NULL; g = g->next)
+        MT_ASSERT(g->d == d && (g->next == NULL || g->next->number < g->number));
+}
+
 /* The buffer that has the piece, or will; or that is still reading it for nobody: what it reads
  * must not be written meanwhile, so it is read again when that is over. */
 static mt__buffer *find_piece(const mt_disk *d, int u, int number)
@@ -393,6 +305,8 @@ static void step_on(mt_disk *d)
 void mt__disk_ahead(mt_disk *d)
 {
     mt__buffer *b;
+
+    assert_state(d);
 
     if (d->feed != NULL)
         mt__feed_ahead(d->feed);
@@ -478,7 +392,7 @@ static void give_piece(mt_disk *d, mt__buffer *b, int write)
     mt_unlock(&d->mu);
 }
 
-static int wanted(const mt_disk_job *j, int param)
+static int wanted(const mt_update_job *j, int param)
 {
     for (int i = 0; i < j->n_params; i++)
         if (j->params[i] == param)
@@ -486,10 +400,10 @@ static int wanted(const mt_disk_job *j, int param)
     return 0;
 }
 
-static int piece_wanted(const mt__layout *l, const mt__piece *c, const mt_disk_job *j)
+static int piece_wanted(const mt__layout *l, const mt__piece *c, const mt_update_job *j)
 {
     for (int i = c->first; i < c->first + c->n; i++)
-        if (wanted(j, l->places[i].param))
+        if (wanted(j, l->cut->part[i].param))
             return 1;
     return 0;
 }
@@ -505,7 +419,7 @@ static mt_status compute(mt_disk *d, const job *b, const mt_part *parts, int n, 
     mt_timeline_begin(d->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_UPDATE, b->j.unit, NULL);
     mt_watch_begin(watch, &post, NULL, mt_store_name(d->store, b->j.unit),
                    "the pool, which computes its update");
-    st = b->j.compute(b->j.arg, d->pool, parts, n, b->clip);
+    st = b->j.pieces(b->j.arg, d->pool, parts, n, b->clip);
     mt_watch_end(watch, &post, st);
     mt_timeline_end(d->timeline, &span, bytes, NULL);
     mt_lock(&d->mu);
@@ -514,19 +428,8 @@ static mt_status compute(mt_disk *d, const job *b, const mt_part *parts, int n, 
     return st;
 }
 
-static void parts_of(const mt__layout *l, const mt__piece *c, char *mem, mt_part *parts)
-{
-    for (int i = 0; i < c->n; i++) {
-        const mt__place *k = &l->places[c->first + i];
-
-        parts[i] = (mt_part){ .param = k->param, .from = k->from, .n = k->n };
-        for (int p = 0; p < MT_PLANE_COUNT; p++)
-            parts[i].at[p] = k->offset[p] != ABSENT ? mem + k->offset[p] : NULL;
-    }
-}
-
 /* -1: none. */
-static int last_wanted(const mt__layout *l, const mt_disk_job *j)
+static int last_wanted(const mt__layout *l, const mt_update_job *j)
 {
     int i = l->n_pieces - 1;
 
@@ -547,7 +450,7 @@ static mt_status update_pieces(mt_disk *d, const mt__layout *l, const job *b, mt
         if (!piece_wanted(l, c, &b->j))
             continue;
         MT_TRY(take_piece(d, b->j.unit, i, &f));
-        parts_of(l, c, f->mem, parts);
+        mt_pieces_at(l->cut, i, f->mem, parts);
         /* The record of the last piece has the unit's bytes. */
         st = compute(d, b, parts, c->n, i == last ? b->j.bytes : 0);
         give_piece(d, f, st == MT_OK);
@@ -664,7 +567,7 @@ static mt_status end_reads(mt_disk *d, int u)
 
 /* Behind the door: its copies are stale from here on. Memory of states is given back. Weights that
  * were brought may be in somebody's graph, which wants them as they were: see mt_mirror_forget. */
-static mt_status end_copies(mt_disk *d, const mt_disk_job *j, const mt__layout *l)
+static mt_status end_copies(mt_disk *d, const mt_update_job *j, const mt__layout *l)
 {
     const unsigned ahead = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
 
@@ -678,7 +581,7 @@ static mt_status end_copies(mt_disk *d, const mt_disk_job *j, const mt__layout *
 }
 
 /* Behind the door. Its layout, and its place in the order. */
-static mt_status begin_update(mt_disk *d, const mt_disk_job *j, mt__layout **l)
+static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt__layout **l)
 {
     int       u = j->unit;
     mt_status st;
@@ -721,9 +624,9 @@ static mt_status update(mt_disk *d, const job *b)
     mt_mirror_leave(d->store, b->j.unit);
     if (st != MT_OK)
         goto fail;
-    if ((parts = calloc((size_t)l->most + 1, sizeof *parts)) == NULL) {
+    if ((parts = calloc((size_t)l->cut->most + 1, sizeof *parts)) == NULL) {
         st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to list %d parts",
-                     mt_store_name(d->store, b->j.unit), l->most);
+                     mt_store_name(d->store, b->j.unit), l->cut->most);
         goto fail;
     }
     MT_TRY(update_pieces(d, l, b, parts));
@@ -734,7 +637,7 @@ fail:
 }
 
 /* In the ledger first, with its failure: the next fetch of the unit must fail, not read. */
-static void end_job(mt_disk *d, const mt_disk_job *j, mt_status st)
+static void end_job(mt_disk *d, const mt_update_job *j, mt_status st)
 {
     if (st != MT_OK)
         mt_ledger_fault(d->store, st, mt_last_error());
@@ -765,7 +668,7 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- the updater's side ------------------------------------------------------------------- */
 
-static mt_status job_copy(const mt_disk *d, const mt_disk_job *j, float clip, job **out)
+static mt_status job_copy(const mt_disk *d, const mt_update_job *j, float clip, job **out)
 {
     job       *b = calloc(1, sizeof *b);
     int       *params = calloc((size_t)j->n_params + 1, sizeof *params);
@@ -787,7 +690,7 @@ static mt_status job_copy(const mt_disk *d, const mt_disk_job *j, float clip, jo
     return MT_OK;
 }
 
-mt_status mt_disk_put(mt_disk *d, const mt_disk_job *j, float clip)
+mt_status mt_disk_put(mt_disk *d, const mt_update_job *j, float clip)
 {
     job      *b;
     mt_status st = job_copy(d, j, clip, &b);
@@ -896,7 +799,7 @@ fail:
     return st;
 }
 
-static int is_loading(const mt_disk *d, int u, const mt__place *k, unsigned planes)
+static int is_loading(const mt_disk *d, int u, const mt_stretch *k, unsigned planes)
 {
     return mt_mirror_any(d->store, u, k->param, planes, 1u << MT_MIRROR_LOADING);
 }
@@ -911,11 +814,12 @@ static mt_status copy_places(mt_disk *d, int u, int number, int param, unsigned 
 
     for (int i = c->first; i < c->first + c->n; i++)
         for (int p = 0; p < MT_PLANE_COUNT; p++) {
-            const mt__place *k = &l->places[i];
+            const mt_stretch *k = &l->cut->part[i];
             char        *mem = d->bounce + k->offset[p];
             void        *host;
 
-            if (!(planes >> p & 1) || k->offset[p] == ABSENT || (param >= 0 && k->param != param) ||
+            if (!(planes >> p & 1) || k->offset[p] == MT_PART_ABSENT ||
+                (param >= 0 && k->param != param) ||
                 (to_host && !is_loading(d, u, k, 1u << p)))
                 continue;
             MT_TRY(mt_store_at(d->store, u, k->param, (mt_plane)p, &host));
@@ -962,7 +866,7 @@ static int concerns(const mt_disk *d, int u, const mt__piece *c, int param, unsi
                     int write)
 {
     for (int i = c->first; i < c->first + c->n; i++) {
-        const mt__place *k = &d->units[u].lay->places[i];
+        const mt_stretch *k = &d->units[u].lay->cut->part[i];
 
         if (write ? param < 0 || k->param == param : is_loading(d, u, k, planes))
             return 1;
@@ -1017,11 +921,38 @@ static mt_status home_store(void *arg, int u, int param, unsigned planes)
     return st;
 }
 
-static const mt_mirror_ops mirror_ops = { .load = home_load, .store = home_store };
+static int home_fits(const mt_update_job *j)
+{
+    return j->pieces != NULL;
+}
+
+static mt_status home_update(void *arg, const mt_update_job *j, float clip)
+{
+    return mt_disk_put(arg, j, clip);
+}
+
+static mt_status home_drain(void *arg)
+{
+    return mt_disk_wait(arg);
+}
+
+#define IS_ON_DISK                                                                                \
+    .from = &mt_home_ram, .fresh = MT_STATE_PLANES, .load = home_load, .store = home_store,       \
+    .fits = home_fits, .update = home_update, .ends = 1, .turn = 1, .drain = home_drain
+
+const mt_home mt_home_disk = {
+    .lives = "has its states on disk", .away = MT_STATE_PLANES,
+    .registered = HI | 1u << MT_PLANE_GRAD, IS_ON_DISK,
+};
+
+const mt_home mt_home_disk_weights = {
+    .lives = "has its weights and states on disk", .away = MT_STATE_PLANES | HI, .fed = 1,
+    .registered = 1u << MT_PLANE_GRAD, IS_ON_DISK,
+};
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
+mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
                        mt_disk **out)
 {
     mt_disk  *d;
@@ -1036,21 +967,19 @@ mt_status mt_disk_open(mt_store *store, mt_blocks *file, mt_pool *pool, int n_bu
         return st;
     if ((d = calloc(1, sizeof *d)) == NULL)
         return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *d);
-    d->store = store;
-    d->file = file;
-    d->pool = pool;
-    d->bytes = bytes;
+    *d = (mt_disk){ .cx = cx, .store = cx->store, .timeline = cx->timeline, .file = file,
+                    .pool = pool, .bytes = bytes };
     d->next_unit = d->before = d->first_added = d->last_added = d->bounced_unit = -1;
     mt_mutex_open(&d->mu, MT_RANK_DISK);
     MT_TRY(mt_watch_cond(&d->changed));
     MT_TRY(mt_arena_open(&d->memory, all, NULL, NULL, "buffers of the disk",
-                         mt_store_bytes(store, MT_PLANE_COUNT)));
+                         mt_store_bytes(d->store, MT_PLANE_COUNT)));
     MT_TRY(mt__ring_open(&d->ring, d, n_buffers, d->memory.base, bytes,
                          1u << MT__WEIGHTS | 1u << MT__STATES, "a piece to be read (READ)"));
     d->bounce = (char *)d->memory.base + (size_t)n_buffers * bytes;
     d->stats.buffer_bytes = d->memory.bytes;
     MT_TRY(mt_worker_open(&d->worker, &d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
-    *out = d;
+    *out = cx->disk = d;
     return MT_OK;
 
 fail:
@@ -1062,6 +991,8 @@ void mt_disk_close(mt_disk *d)
 {
     if (d == NULL)
         return;
+    if (d->cx->disk == d)
+        d->cx->disk = NULL;
     mt_worker_close(&d->worker);
     mt_lock(&d->mu);
     d->next_unit = -1;                   /* nothing more is read */
@@ -1079,11 +1010,6 @@ void mt_disk_close(mt_disk *d)
     free(d->ring.buffers);
     free(d->units);
     free(d);
-}
-
-void mt_disk_timeline(mt_disk *d, mt_timeline *t)
-{
-    d->timeline = t;
 }
 
 static mt_status room_for(mt_disk *d, int u)
@@ -1128,11 +1054,9 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     MT_TRY(room_for(d, u));
     if (d->units[u].on)
         return MT_OK;
-    MT_TRY(mt_store_set_disk(d->store, u, MT_STATE_PLANES | (weights ? HI : 0)));
-    if ((st = count(d, u)) == MT_OK)
-        st = mt_mirror_open(d->store, u, mt_store_on_disk(d->store, u), &mirror_ops, d);
-    if (st != MT_OK) {
-        (void)mt_store_set_disk(d->store, u, 0);
+    MT_TRY(mt_store_move(d->store, u, weights ? &mt_home_disk_weights : &mt_home_disk, d));
+    if ((st = count(d, u)) != MT_OK) {
+        (void)mt_store_move(d->store, u, &mt_home_ram, NULL);
         return st;
     }
     d->units[u].on = 1;

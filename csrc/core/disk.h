@@ -64,35 +64,23 @@
 
 #include "blocks.h"
 #include "mirror.h"
+#include "pieces.h"
 #include "timeline.h"
 
 #define MT_DISK_LEAST ((size_t)64 << 10) /* bytes of a buffer, which are a multiple of
                                           * MT_BLOCK_ALIGN */
 #define MT_DISK_GRAIN 4096               /* a part begins at a multiple of so many elements */
 
-typedef struct mt_disk_job {
-    int        unit;                     /* its gradients are whole, nobody reads its weights */
-    const int *params;                   /* [n_params] to be updated */
-    int        n_params;
-    uint64_t   bytes;                    /* for the timeline */
-    /* Updates parts in place, but for those of parameters that are not in params. */
-    mt_status (*compute)(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip);
-    void     (*free)(void *arg);         /* called once, also on failure; may be NULL */
-    void      *arg;
-} mt_disk_job;
-
 typedef struct mt_disk mt_disk;
 
 /* pool: for the updates alone, so that none waits for another unit's turn;
  * NULL: our thread makes them. */
-mt_status mt_disk_open (mt_store *store, mt_blocks *file, mt_pool *pool, int n_buffers,
+mt_status mt_disk_open (mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buffers,
                         size_t bytes, mt_disk **out);
 /* finishes what was put, and all requests; before the file is closed */
 void      mt_disk_close(mt_disk *d);
-/* Reads, writes and updates are recorded in t. Before the first update, or never. */
-void      mt_disk_timeline(mt_disk *d, mt_timeline *t);
 
-/* weights: those too; they are zero until the first push. MT_ESTATE as mt_store_set_disk.
+/* weights: those too; they are zero until the first push. MT_ESTATE as mt_store_move.
  * Parameters that become trainable after the unit's first update, or push,
  * keep their states in memory. */
 mt_status mt_disk_add (mt_disk *d, int unit, int weights);
@@ -101,7 +89,7 @@ uint64_t  mt_disk_need(mt_disk *d);         /* bytes of the file that the units 
 /* The job is copied, its params until it is over are the caller's; its arg, and the end of the
  * unit's update in the ledger, are ours, also on failure. That end comes when the unit's weights
  * are new; its states may still be on their way. */
-mt_status mt_disk_put (mt_disk *d, const mt_disk_job *j, float clip);
+mt_status mt_disk_put (mt_disk *d, const mt_update_job *j, float clip);
 mt_status mt_disk_wait(mt_disk *d);                      /* all that was put has ended */
 
 typedef struct mt_disk_stats {
@@ -115,9 +103,9 @@ mt_disk_stats mt_disk_stats_get(mt_disk *d);
 
 typedef struct mt_feed mt_feed;
 
-/* Once, when all units were added; its buffers hold the largest piece's weights each, and are
- * registered with dev. */
-mt_status mt_feed_open (mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out);
+/* Once, when all units were added to the context's disk; its buffers hold the largest piece's
+ * weights each, and are registered. */
+mt_status mt_feed_open (mt_context *cx, size_t bytes, mt_feed **out);
 /* when no copy is put any more, and before the disk is closed */
 void      mt_feed_close(mt_feed *f);
 /* The mover: this one is to be fetched as soon as its updates are over. -1: none. */

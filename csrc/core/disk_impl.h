@@ -10,12 +10,6 @@
 #include "disk.h"
 #include "worker.h"
 
-typedef struct mt__place {
-    int     param;
-    int64_t from, n;
-    size_t  offset[MT_PLANE_COUNT];      /* in the buffer, or SIZE_MAX */
-} mt__place;
-
 enum { MT__WEIGHTS, MT__STATES, MT__SECTIONS };
 
 typedef struct mt__section {
@@ -24,7 +18,7 @@ typedef struct mt__section {
 } mt__section;
 
 typedef struct mt__piece {
-    int         first, n;                /* its places in the layout's */
+    int         first, n;                /* its parts in the layout's */
     mt__section section[MT__SECTIONS];
     uint64_t    at;                      /* in the file */
     size_t      hi_at, hi_bytes;         /* the stretch of plane HI that its weights are, as it lies
@@ -33,9 +27,9 @@ typedef struct mt__piece {
 
 /* How a unit's planes lie in the file. Made once, then read by anyone. */
 typedef struct mt__layout {
-    mt__place *places;
-    mt__piece *pieces;
-    int        n_places, n_pieces, most; /* most: places in one piece */
+    mt_pieces *cut;
+    mt__piece *pieces;                   /* [n_pieces] of cut's */
+    int        n_pieces;
     unsigned  *planes;                   /* [parameters of the unit] in the file, a bit each */
 } mt__layout;
 
@@ -92,10 +86,11 @@ typedef struct mt__way {
 } mt__way;
 
 struct mt_disk {
+    mt_context     *cx;
     mt_store       *store;
     mt_blocks      *file;
     mt_pool        *pool;
-    mt_timeline    *timeline;            /* written before the first update */
+    mt_timeline    *timeline;
     mt_feed        *feed;                /* NULL: nobody fetches weights from here. Written by
                                           * mt_feed_open, under mu */
     size_t          bytes;               /* of a buffer */
@@ -120,7 +115,7 @@ struct mt_disk {
     int             n_units;
     int             last_added, first_added;     /* -1: none */
 
-    mt_mutex mu;
+    mt_mutex        mu;
     pthread_cond_t  changed;             /* a request ended, or what is taken is free */
     mt_worker       worker;              /* updates */
     int             next_unit, next_piece;   /* to be read; next_unit -1: nobody knows. mu */
@@ -144,9 +139,12 @@ void mt__disk_ahead(mt_disk *d);
 /* ring.c, all under mu but open. */
 mt_status   mt__ring_open(mt__ring *r, mt_disk *d, int n, char *mem, size_t each,
                           unsigned sections, const char *reads);
-void        mt__buffer_to(mt__buffer *b, mt__at at);     /* what may follow, else an assertion */
+int         mt__may_follow(mt__at from, mt__at to);
+void        mt__buffer_to (mt__buffer *b, mt__at at);    /* one that may follow: an assertion */
 /* One in one of the states, 1u << state each, with that piece; -1: any. */
 mt__buffer *mt__ring_find(const mt__ring *r, unsigned states, int unit, int piece);
+/* Under mu. What moves has requests, and what is not free a piece. */
+void        mt__ring_assert(const mt__ring *r);
 void        mt__ring_put (mt__buffer *b, int unit, int piece, int write);
 /* What was read, or is being read, of a unit (-1: of any), up to a turn, is not used. */
 void        mt__ring_drop(mt__ring *r, int unit, uint64_t turn);

@@ -82,10 +82,26 @@ static int may_read(const mt_feed *f, int unit)
     return (unit == f->unit && f->begun) || !mt_ledger_updates_due(f->disk->store, unit);
 }
 
+/* At each door, whose end looks what may be read next. */
+static void assert_state(const mt_feed *f)
+{
+    const mt_disk *d = f->disk;
+
+    if (!MT_IS_CHECKED)
+        return;
+    mt__ring_assert(&f->ring);
+    MT_ASSERT(f->n_expected >= 0 && f->n_expected <= EXPECTED);
+    MT_ASSERT(f->unit < 0 || (f->unit < d->n_units && f->piece <= d->units[f->unit].lay->n_pieces));
+    for (int i = 0; i < f->ring.n; i++)
+        MT_ASSERT(f->ring.buffers[i].at != MT__TAKEN || f->unit == f->ring.buffers[i].unit);
+}
+
 void mt__feed_ahead(mt_feed *f)
 {
     mt_disk *d = f->disk;
     int      go = !d->failed;
+
+    assert_state(f);
 
     if (go && f->unit >= 0)
         go = may_read(f, f->unit) && read_unit(f, f->unit, f->piece);
@@ -130,7 +146,7 @@ void mt_feed_expect(mt_feed *f, const int *units, int n)
     mt_lock(&d->mu);
     f->n_expected = 0;
     for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
-        if (mt_store_on_disk(d->store, units[i]) >> MT_PLANE_HI & 1)
+        if (mt_store_home(d->store, units[i], NULL)->fed)
             f->expected[f->n_expected++] = units[i];
     (void)reclaim(f);                    /* a device that fails fails the mover's calls too */
     mt_unlock(&d->mu);
@@ -272,8 +288,9 @@ mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_feed_open(mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out)
+mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
 {
+    mt_disk  *d = cx->disk;
     size_t    each = d->most_weights > 0 ? d->most_weights : MT_BLOCK_ALIGN;
     int       n = (int)(bytes / each);
     mt_feed  *f = calloc(1, sizeof *f);
@@ -282,18 +299,18 @@ mt_status mt_feed_open(mt_dev *dev, mt_disk *d, size_t bytes, mt_feed **out)
     if (f == NULL)
         return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *f);
     n = n < LEAST ? LEAST : n > MOST ? MOST : n;
-    *f = (mt_feed){ .disk = d, .dev = dev, .unit = -1 };
-    MT_TRY(mt_arena_open(&f->memory, (size_t)n * each, NULL, dev, "buffers of weights on disk",
+    *f = (mt_feed){ .disk = d, .dev = cx->dev, .unit = -1 };
+    MT_TRY(mt_arena_open(&f->memory, (size_t)n * each, NULL, cx->dev, "buffers of weights on disk",
                          mt_store_bytes(d->store, MT_PLANE_COUNT)));
     MT_TRY(mt__ring_open(&f->ring, d, n, f->memory.base, each, 1u << MT__WEIGHTS,
                          "weights to be read for a fetch"));
     for (int i = 0; i < n; i++)
-        MT_TRY(dev->ops->event_open(dev, &f->ring.buffers[i].copied));
+        MT_TRY(f->dev->ops->event_open(f->dev, &f->ring.buffers[i].copied));
     mt_lock(&d->mu);
     d->stats.buffer_bytes += f->memory.bytes;
     d->feed = f;
     mt_unlock(&d->mu);
-    *out = f;
+    *out = cx->feed = f;
     return MT_OK;
 
 fail:
@@ -310,6 +327,8 @@ void mt_feed_close(mt_feed *f)
     if (f == NULL)
         return;
     d = f->disk;
+    if (d->cx->feed == f)
+        d->cx->feed = NULL;
     mt_lock(&d->mu);
     f->unit = -1;                        /* nothing more is read */
     f->n_expected = 0;

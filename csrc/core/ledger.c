@@ -23,6 +23,18 @@ void mt__ledger_close(mt__ledger *l)
     mt_mutex_close(&l->mu);
 }
 
+/* Under mu, at each door. What was ended more often than begun is a fault (end), not a count. */
+static void assert_counts(const mt_store *s, const mt__unit *u)
+{
+    const mt__ledger *l = &s->ledger;
+
+    MT_ASSERT(mt_holds(&l->mu));
+    MT_ASSERT(u->version > 0 && u->updates >= 0 && u->grads >= 0 && u->fetches >= 0);
+    MT_ASSERT(u->saves == 0 || u->saves == 1);
+    MT_ASSERT((l->fault == MT_OK) == (l->text[0] == '\0'));
+    MT_ASSERT(l->wanted >= 0 && l->wanted <= mt_store_units(s));
+}
+
 /* ---- the fault -------------------------------------------------------------------------- */
 
 void mt_ledger_fault(mt_store *s, mt_status st, const char *text)
@@ -93,11 +105,12 @@ static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
     u->version += (uint64_t)(updates + written);
     u->updates += updates;
     u->grads += grads;
+    assert_counts(s, u);
     mt_unlock(&s->ledger.mu);
     mt_watch_moved(&s->watch);
 }
 
-/* One off a unit's count; what is 0 was ended twice, which is a fault. */
+/* One off a unit's count; what is 0 was ended twice, which is a fault. what NULL: it is none. */
 static void end(mt_store *s, const mt__unit *u, int64_t *count, const char *what)
 {
     char text[256];
@@ -110,7 +123,7 @@ static void end(mt_store *s, const mt__unit *u, int64_t *count, const char *what
         mt_watch_moved(&s->watch);
     }
     mt_unlock(&s->ledger.mu);
-    if (twice) {
+    if (twice && what != NULL) {
         snprintf(text, sizeof text, "unit %s: %s ended that was not announced", u->name, what);
         mt_ledger_fault(s, MT_ESTATE, text);
     }
@@ -256,6 +269,7 @@ mt_status mt_ledger_save_begin(mt_store *s, int unit)
     idle = u->updates == 0 && u->saves == 0;
     if (fault == MT_OK && idle)
         u->saves++;
+    assert_counts(s, u);
     mt_unlock(&s->ledger.mu);
     if (fault != MT_OK)
         return fault_again(&s->ledger);
@@ -344,22 +358,12 @@ mt_status mt_ledger_fetch_begin(mt_store *s, int unit, uint64_t *version)
             u->fetches++;
             *version = u->version;
         }
+        assert_counts(s, u);
         mt_unlock(&s->ledger.mu);
     }
     return MT_OK;
 fail:
     return st;
-}
-
-static void fetch_end(mt_store *s, mt__unit *u)
-{
-    mt_lock(&s->ledger.mu);
-    if (u->fetches > 0) {
-        u->fetches--;
-        pthread_cond_broadcast(&s->ledger.changed);
-        mt_watch_moved(&s->watch);
-    }
-    mt_unlock(&s->ledger.mu);
 }
 
 /* The mover, right behind the copy it put in h2d. */
@@ -377,10 +381,10 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
     if (st == MT_OK)
         st = ops->record(h2d, u->fetched);
     if (st == MT_OK)
-        mt_watch_put(&s->watch, &u->copying, atomic_load(&u->settled) ? "device update" : "h2d",
+        mt_watch_put(&s->watch, &u->copying, atomic_load(&u->home)->later ? "device update" : "h2d",
                      u->name, "copies of its weights (the event FETCHED)", u->fetched);
     mt_unlock(&s->fetched_mu);
-    fetch_end(s, u);
+    end(s, u, &u->fetches, NULL);
     return st;
 }
 

@@ -35,7 +35,26 @@ static int held_by(const mt_store *s, int unit)
 
 static int place_of(const mt__unit *u)
 {
-    return atomic_load(&u->settled) ? MT__DEVICE : MT__HOST;
+    return atomic_load(&u->home)->device >> MT_PLANE_GRAD & 1 ? MT__DEVICE : MT__HOST;
+}
+
+/* Under map_mu, at each door: what is lent is one unit's GRAD plane, whose gradients pass. */
+static void assert_lent(const mt_store *s)
+{
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&s->map_mu));
+    for (int k = 0; k < s->n_lent; k++) {
+        const mt__lent *b = &s->lent[k];
+        const mt__unit *u = mt__unit_at(s, b->unit);
+        const mt__plane *pl = u != NULL ? &u->plane[place_of(u)][MT_PLANE_GRAD] : NULL;
+
+        MT_ASSERT(b->number <= s->lendings && (u != NULL || b->unit == -1));
+        MT_ASSERT(u == NULL || (b->number > 0 && atomic_load(&u->passing)));
+        MT_ASSERT(u == NULL || (pl->offset != NULL && pl->arena.base == b->arena.base));
+        for (int other = 0; other < k && u != NULL; other++)
+            MT_ASSERT(s->lent[other].unit != b->unit);
+    }
 }
 
 /* Under map_mu. A free one, else the one that was lent first;
@@ -120,6 +139,7 @@ static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes
 
     mt_lock(making_of(s, unit));
     mt_lock(&s->map_mu);
+    assert_lent(s);
     k = choose(s, place, bytes, &n);
     if ((k < 0 || s->lent[k].unit >= 0) && n < s->most_lent)
         st = make(s, place, bytes, &k);
@@ -127,6 +147,7 @@ static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes
     *number = st == MT_OK ? s->lent[k].number : 0;
     if (st == MT_OK && *holder < 0)
         bind(s, unit, offset, k);
+    assert_lent(s);
     mt_unlock(&s->map_mu);
     mt_unlock(making_of(s, unit));
     return st;
@@ -144,18 +165,18 @@ static int still_lent(mt_store *s, uint64_t number)
 }
 
 /* The thread that waits launches windows: what it waits for, compute waits for. */
-static mt_status wait_for(mt_store *s, int holder)
+static mt_status wait_for(mt_store *s, int holder, mt_timeline *t)
 {
     mt_span   span;
     mt_status st;
 
-    mt_timeline_begin(s->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, holder, NULL);
+    mt_timeline_begin(t, &span, MT_LANE_HAND, MT_WORK_WAIT, holder, NULL);
     st = mt_ledger_wait_updates(s, holder);
-    mt_timeline_end(s->timeline, &span, 0, NULL);
+    mt_timeline_end(t, &span, 0, NULL);
     return st;
 }
 
-mt_status mt_store_lend(mt_store *s, int unit)
+mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
 {
     mt__unit *u = mt__unit_at(s, unit);
     size_t   *offset = NULL, bytes;
@@ -176,7 +197,7 @@ mt_status mt_store_lend(mt_store *s, int unit)
         MT_TRY(try_to_lend(s, unit, offset, bytes, &holder, &number));
         if (holder < 0)
             return MT_OK;
-        MT_TRY(wait_for(s, holder));
+        MT_TRY(wait_for(s, holder, t));
         if (still_lent(s, number)) {
             st = MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; "
                          "where they are kept nowhere, each hand-over is followed by its update",
@@ -199,6 +220,7 @@ void mt__take_back(mt_store *s, int unit)
         mt__unbind(s, unit);
         s->lent[k].unit = -1;
     }
+    assert_lent(s);
     mt_unlock(&s->map_mu);
     mt_unlock(making_of(s, unit));
 }
@@ -229,9 +251,9 @@ mt_status mt_store_lend_most(mt_store *s, int n)
     return MT_OK;
 }
 
-void mt_store_timeline(mt_store *s, mt_timeline *t)
+int mt_store_lends(const mt_store *s)
 {
-    s->timeline = t;
+    return s->most_lent;
 }
 
 int mt_store_passes(const mt_store *s, int unit)

@@ -71,7 +71,7 @@ static void tell(mt__unit *u, int param, unsigned planes, mt_mirror_event e)
         u->mirror.claimed &= ~planes;
     if (planes != 0 && (e == MT_MIRROR_WRITTEN || e == MT_MIRROR_TOUCHED)) {
         u->mirror.pages |= planes;
-        u->mirror.claimed |= e == MT_MIRROR_TOUCHED ? planes : planes & u->mirror.ops->later;
+        u->mirror.claimed |= e == MT_MIRROR_TOUCHED ? planes : planes & u->mirror.home->later;
     }
 }
 
@@ -97,6 +97,14 @@ void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror
 
     mt_lock(&s->mirror_mu);
     tell(u, param, planes, e);
+    mt_unlock(&s->mirror_mu);
+}
+
+void mt_mirror_change(mt_store *s, int unit, const int *params, int n, unsigned planes)
+{
+    mt_lock(&s->mirror_mu);
+    for (int i = 0; i < n; i++)
+        tell(mt__unit_at(s, unit), params[i], planes, MT_MIRROR_CHANGED);
     mt_unlock(&s->mirror_mu);
 }
 
@@ -128,20 +136,15 @@ static void note_ahead(mt_store *s, int unit, unsigned planes)
             mt_mirror_tell(s, unit, i, 1u << p, MT_MIRROR_WRITTEN);
 }
 
-mt_status mt_mirror_open(mt_store *s, int unit, unsigned planes, const mt_mirror_ops *ops,
-                         void *home)
+static mt_status open_copies(mt_store *s, mt__unit *u, const mt_home *home, void *of)
 {
-    mt__unit      *u = mt__unit_at(s, unit);
     unsigned char *copies = calloc((size_t)u->n_params + 1, MT_PLANE_COUNT);
 
     if (copies == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory to note what its copies are", u->name);
     mt_lock(&s->mirror_mu);
-    MT_ASSERT(u->mirror.ops == NULL);
-    u->mirror = (mt__mirror){ .ops = ops, .home = home, .copies = copies, .planes = planes };
-    tell(u, -1, ops->later, MT_MIRROR_WRITTEN);
+    u->mirror = (mt__mirror){ .home = home, .of = of, .copies = copies };
     mt_unlock(&s->mirror_mu);
-    note_ahead(s, unit, planes);
     return MT_OK;
 }
 
@@ -156,25 +159,37 @@ void mt_mirror_close(mt_store *s, int unit)
     mt_unlock(&s->mirror_mu);
 }
 
-mt_status mt_mirror_except(mt_store *s, int unit, unsigned planes)
+/* From one home that mirrors planes to another, which has none of them before they are noted. */
+mt_status mt__mirror_move(mt_store *s, int unit, const mt_home *to, void *of)
 {
-    mt__unit *u = mt__unit_at(s, unit);
-    unsigned  away, back;
+    mt__unit  *u = mt__unit_at(s, unit);
+    mt__mirror was = u->mirror;
+    unsigned   newer;
+    mt_status  st;
 
+    if (to->away == 0) {
+        mt_mirror_close(s, unit);
+        return MT_OK;
+    }
+    if (was.home == NULL)
+        MT_TRY(open_copies(s, u, to, of));
     mt_lock(&s->mirror_mu);
-    away = which(u, -1, planes, ~(IS(EMPTY) | IS(FRESH) | IS(AHEAD)));
-    back = u->mirror.at_host & ~planes;
-    if (!away) {
-        u->mirror.planes = (u->mirror.planes | back) & ~planes;
-        u->mirror.at_host = planes;
-        u->mirror.pages &= ~planes;
+    newer = which(u, -1, ~to->away, ~(IS(EMPTY) | IS(FRESH) | IS(AHEAD)));
+    if (newer == 0) {
+        u->mirror.home = to;
+        u->mirror.planes = to->away;
+        u->mirror.visit = to->visit;
+        u->mirror.pages &= to->away;
+        tell(u, -1, to->later & ~was.planes, MT_MIRROR_WRITTEN);
     }
     mt_unlock(&s->mirror_mu);
-    if (away)
-        return MT_FAIL(MT_ESTATE, "unit %s: its home has newer values than the host; they cannot "
-                       "be at home on the host", u->name);
-    note_ahead(s, unit, back);
+    if (newer != 0)
+        return MT_FAIL(MT_ESTATE, "unit %s: its home has newer values than the host, and it cannot "
+                       "become one that %s", u->name, to->lives);
+    note_ahead(s, unit, to->away & ~was.planes);
     return MT_OK;
+fail:
+    return st;
 }
 
 static mt__mirror look(mt_store *s, int unit)
@@ -197,7 +212,7 @@ static mt_status store(mt_store *s, int unit, int param, unsigned planes, mt_mir
     mt_status        st;
 
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_STORE);
-    st = m.ops->store(m.home, unit, param, planes);
+    st = m.home->store(m.of, unit, param, planes);
     mt_mirror_tell(s, unit, param, planes, st == MT_OK ? MT_MIRROR_STORED : lost);
     return st;
 }
@@ -212,7 +227,7 @@ mt_status mt_mirror_store(mt_store *s, int unit)
         unsigned ahead;
 
         mt_lock(&s->mirror_mu);
-        ahead = which(u, i, ~u->mirror.ops->later, IS(AHEAD));
+        ahead = which(u, i, ~u->mirror.home->later, IS(AHEAD));
         mt_unlock(&s->mirror_mu);
         if (ahead != 0)
             st = store(s, unit, i, ahead, MT_MIRROR_WRITTEN);
@@ -318,7 +333,7 @@ static mt_status fill(mt_store *s, int unit, unsigned planes)
         if (planes >> p & 1)
             MT_TRY(mt_store_commit(s, unit, (mt_plane)p));
     if (planes != 0)
-        st = m.ops->load(m.home, unit, planes);
+        st = m.home->load(m.of, unit, planes);
 fail:
     return st;
 }
@@ -352,12 +367,12 @@ static mt_status bring(mt_store *s, int unit, unsigned planes, int claims)
     const mt__mirror m = look(s, unit);
     mt_status        st;
 
-    planes &= m.planes | m.at_host;
+    planes &= m.planes | m.visit;
     if (planes == 0)
         return MT_OK;
     MT_TRY(wait_for(s, unit, planes));
-    if (planes & m.at_host && m.ops->wait != NULL)
-        MT_TRY(m.ops->wait(m.home, unit, planes & m.at_host));
+    if (planes & m.visit && m.home->wait != NULL)
+        MT_TRY(m.home->wait(m.of, unit, planes & m.visit));
     if (is_here(s, unit, planes, claims))
         return MT_OK;
     MT_TRY(mt_mirror_enter(s, unit));
@@ -385,13 +400,13 @@ mt_status mt_mirror_push(mt_store *s, int unit, int param, unsigned planes)
     unsigned         now;
     mt_status        st = MT_OK;
 
-    planes &= m.planes | m.at_host;
+    planes &= m.planes | m.visit;
     if (planes == 0)
         return MT_OK;
     if (param != -1 && mt_store_desc(s, unit, param) == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(s, unit),
                        param, mt_store_params(s, unit));
-    now = planes & ~m.ops->later;
+    now = planes & ~m.home->later;
     MT_TRY(wait_for(s, unit, planes));
     MT_TRY(mt_mirror_enter(s, unit));
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_WRITTEN);
@@ -410,7 +425,7 @@ static mt_status drop(mt_store *s, int unit, int claimed)
 {
     mt_status st;
 
-    if (look(s, unit).ops == NULL)
+    if (look(s, unit).home == NULL)
         return MT_OK;
     MT_TRY(mt_mirror_enter(s, unit));
     mt_mirror_drop(s, unit, claimed ? ~0u : ~look(s, unit).claimed);

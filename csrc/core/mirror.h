@@ -2,7 +2,7 @@
  *
  * Nouns, in the order they appear below:
  *   home       keeps the true values of a unit's planes, and moves them to and from the host by the
- *              functions of its table (resident.c, disk.c)
+ *              functions of its table (home.h)
  *   copy       one parameter's host plane. Its state says which of the two has which values
  *   event      what happens to a copy; the table says which state follows
  *   claim      of a unit's plane: somebody brought it and may read it for as long as it has the
@@ -10,7 +10,7 @@
  *   door       of a unit: one thread at a time loads its copies, has them taken, or evicts them
  *   reserved, committed    of the host memory of a plane: addresses alone; addresses with pages
  *
- *     mt_mirror_open(s, unit, planes, &ops, home);        // the home: these planes are with it
+ *     mt_store_move(s, unit, &mt_home_disk, disk);        // the unit's states are with it
  *     mt_mirror_bring(s, unit, 1u << MT_PLANE_HI);        // a reader: the host has current weights
  *     ... reads, for as long as no update changes them ...
  *     mt_mirror_tell(s, unit, i, planes, MT_MIRROR_CHANGED);   // the home, when it updates
@@ -23,13 +23,13 @@
  *   evict      everything, claimed or not, when the unit's memory on the host is to end
  *   and never: gradients, over which anybody may have a tensor, and what the home does not have.
  *
- * Threads: open, close, except: one, while no other is inside for that unit. The rest: any. The
- *          lock inside is taken last but for the watchdog's, and held for moments.
+ * Threads: any, but close: one, while no other is inside for that unit. What the host has of planes
+ *          when they go to a home, and what that takes later, is AHEAD.
  */
 #ifndef MT_MIRROR_H
 #define MT_MIRROR_H
 
-#include "store.h"
+#include "home.h"
 
 /*  EMPTY    Neither place was written since it was made, or the plane has nothing of the parameter.
  *  STALE    The home has values that the host has not. The host's memory may be reserved only.
@@ -78,31 +78,13 @@ const char     *mt_mirror_name(mt_mirror_state state);
 
 /* ---- homes -------------------------------------------------------------------------------- */
 
-typedef struct mt_mirror_ops {
-    /* NULL: nothing to wait for. Planes that are at home on the host (see mt_mirror_except) may be
-     * read there. */
-    mt_status (*wait) (void *home, int unit, unsigned planes);
-    /* Copies of these planes that are LOADING, or STALE by now, are on the host when it returns;
-     * their memory is committed. Behind the door. */
-    mt_status (*load) (void *home, int unit, unsigned planes);
-    /* The parameter's host planes (param -1: all parameters') have been taken when it returns.
-     * Behind the door. */
-    mt_status (*store)(void *home, int unit, int param, unsigned planes);
-    /* Planes that the home takes by itself, when it needs them next: weights of a slot. */
-    unsigned    later;
-} mt_mirror_ops;
-
-/* The unit's planes are the home's from now on, a bit for each, and the host's are copies. What the
- * host has of them already, and what the home takes later, is AHEAD. */
-mt_status mt_mirror_open (mt_store *s, int unit, unsigned planes, const mt_mirror_ops *ops,
-                          void *home);
-void      mt_mirror_close(mt_store *s, int unit);          /* no plane is; also when none was */
-/* Of those of open, these are at home on the host, but for a while around an update; 0: no more,
- * and what the host has of them is AHEAD. MT_ESTATE when the home has newer values. */
-mt_status mt_mirror_except(mt_store *s, int unit, unsigned planes);
+/* Ends a unit's mirror for a home that ends before the store; also when it has none. */
+void mt_mirror_close(mt_store *s, int unit);
 
 /* param -1: all of the unit's. Ends claims to planes that are CHANGED. */
 void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event e);
+/* These parameters' are CHANGED. */
+void mt_mirror_change(mt_store *s, int unit, const int *params, int n, unsigned planes);
 /* Is some copy in one of these states, 1u << state each? */
 int  mt_mirror_any (mt_store *s, int unit, int param, unsigned planes, unsigned states);
 /* The home takes what is AHEAD, but what it takes later. What it failed to take is so still. */

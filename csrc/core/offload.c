@@ -20,7 +20,7 @@
 #define STAGINGS   2         /* one fills while the collector reads the other */
 
 /* One item of a ticket with its addresses. */
-typedef struct piece {
+typedef struct parcel {
     mt_grad_item item;
     mt_dtype     dt;
     int64_t      n;
@@ -33,7 +33,7 @@ typedef struct piece {
                               * NULL */
     double      *sum;        /* where its sum of squares goes */
     int          from_grad;  /* ADD: start from grad's value */
-} piece;
+} parcel;
 
 /* Written by the putting thread while it is none of the AHEAD that the collector may look at. */
 typedef struct ticket {
@@ -42,10 +42,11 @@ typedef struct ticket {
     mt_post   making;        /* `handed`, for the watchdog. Putting thread */
     mt_event *landed;        /* recorded on d2h behind the last copy */
     int       unit;
-    piece    *pieces;
-    int      *params;        /* [n] of the pieces */
+    parcel    *parcels;
+    int      *params;        /* [n] of the parcels */
     int       n, cap;
-    int       adds;          /* pieces for the collector */
+    uint64_t  passes;        /* run waits for that one's copies, `depth` before it; 0: for none */
+    int       adds;          /* parcels for the collector */
 } ticket;
 
 typedef struct staging {     /* putting thread only, but for the bytes in it */
@@ -65,13 +66,13 @@ typedef struct tally {
 } tally;
 
 struct mt_offload {
+    const mt_context  *cx;
     mt_dev            *dev;
     mt_store          *store;
     mt_pool           *pool;
     mt_offload_kernels kernels;
-    uint64_t           depth;        /* constant once anything is put */
+    uint64_t           depth;
     mt_queue          *d2h;          /* putting thread */
-    mt_resident       *residents;    /* these two: written before the first put */
     mt_timeline       *timeline;
     ticket            *ring;         /* [n_ring]; ticket t is at t % n_ring */
     uint64_t           n_ring;
@@ -79,13 +80,12 @@ struct mt_offload {
     unsigned           next_staging; /* putting thread */
 
     mt_worker          collector;    /* ticket n is its job n */
-    mt_mutex    mu;
+    mt_mutex           mu;
     tally            **tally;        /* by unit; the table moves, under mu; a tally stays */
     int                n_tally;
     uint64_t           landed;       /* latest whose copies it saw end; stays at a failure. mu */
     uint64_t           waited_for;   /* latest ticket run waits for; putting thread, under mu */
     uint64_t           d2h_bytes;    /* mu */
-    mt_debug           debug;        /* mu */
 };
 
 /* ---- the collector ---------------------------------------------------------------------- */
@@ -95,8 +95,27 @@ static ticket *ticket_at(mt_offload *o, uint64_t t)
     return &o->ring[t % o->n_ring];
 }
 
+/* Under mu, at each door: tickets are put, copied and home in order, and units know of theirs. */
+static void assert_state(mt_offload *o)
+{
+    uint64_t put = o->collector.submitted, home = o->collector.ended;
+    int      adds = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&o->mu));
+    MT_ASSERT(o->landed <= home && home <= put && put - home <= AHEAD && o->waited_for <= put);
+    for (uint64_t t = home + 1; t <= put; t++)
+        adds += ticket_at(o, t)->adds > 0;
+    for (int u = 0; u < o->n_tally; u++) {
+        MT_ASSERT(o->tally[u] == NULL || o->tally[u]->adds >= 0);
+        adds -= o->tally[u] != NULL ? o->tally[u]->adds : 0;
+    }
+    MT_ASSERT(adds == 0);
+}
+
 /* Through host memory, where the collector adds it. */
-static int is_staged(const piece *p)
+static int is_staged(const parcel *p)
 {
     return p->item.mode == MT_GRAD_ADD && !p->settled;
 }
@@ -109,7 +128,7 @@ static void add_up(mt_offload *o, const ticket *t)
     if (t->adds > 0)
         mt_timeline_begin(o->timeline, &span, MT_LANE_SUM, MT_WORK_ADD, t->unit, NULL);
     for (int i = 0; i < t->n; i++) {
-        const piece *p = &t->pieces[i];
+        const parcel *p = &t->parcels[i];
 
         if (!is_staged(p) || p->n == 0)
             continue;
@@ -128,6 +147,7 @@ static mt_status collect(void *arg, mt_job *node)
     mt_post     post;
     mt_status   st;
 
+    assert_state(o);
     mt_unlock(&o->mu);
     mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, t->unit),
                    "its gradients' copies (the event LANDED)");
@@ -280,8 +300,7 @@ fail:
     return st;
 }
 
-mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth,
-                          mt_offload_kernels k, mt_offload **out)
+mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k, mt_offload **out)
 {
     mt_offload *o;
     mt_status   st;
@@ -291,15 +310,12 @@ mt_status mt_offload_open(mt_dev *dev, mt_store *store, mt_pool *pool, int depth
                        "device", depth);
     if ((o = calloc(1, sizeof *o)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: calloc(%zu)", sizeof *o);
-    o->dev = dev;
-    o->store = store;
-    o->pool = pool;
-    o->kernels = k;
-    o->depth = (uint64_t)depth;
+    *o = (mt_offload){ .cx = cx, .dev = cx->dev, .store = cx->store, .pool = cx->pool,
+                       .timeline = cx->timeline, .kernels = k, .depth = (uint64_t)depth };
     mt_mutex_open(&o->mu, MT_RANK_OFFLOAD);
     MT_TRY(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
     MT_TRY(ring_open(o));
-    MT_TRY(dev->ops->queue_open(dev, "d2h", &o->d2h));
+    MT_TRY(o->dev->ops->queue_open(o->dev, "d2h", &o->d2h));
     *out = o;
     return MT_OK;
 
@@ -319,7 +335,7 @@ void mt_offload_close(mt_offload *o)
         mt_watch_take(mt_store_watch(o->store), &o->ring[i].making);
         o->dev->ops->event_close(o->ring[i].handed);
         o->dev->ops->event_close(o->ring[i].landed);
-        free(o->ring[i].pieces);
+        free(o->ring[i].parcels);
         free(o->ring[i].params);
     }
     for (int i = 0; i < STAGINGS; i++)
@@ -332,32 +348,13 @@ void mt_offload_close(mt_offload *o)
     free(o);
 }
 
-void mt_offload_timeline(mt_offload *o, mt_timeline *t)
-{
-    o->timeline = t;
-}
-
-void mt_offload_residents(mt_offload *o, mt_resident *r)
-{
-    o->residents = r;
-}
-
-mt_status mt_offload_depth(mt_offload *o, int depth)
-{
-    if (depth < 1 || (uint64_t)depth > o->depth || o->collector.submitted > 0)
-        return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to %" PRIu64 ", before anything is put",
-                       depth, o->depth);
-    o->depth = (uint64_t)depth;
-    return MT_OK;
-}
-
 /* ---- put: first everything that can be refused, then the queue -------------------------- */
 
 static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
-    int settled = mt_store_settled(o->store, unit);
-    int can_add = settled ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
+    int there = mt_store_home(o->store, unit, NULL)->at != NULL;
+    int can_add = there ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
 
     if (d == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
@@ -371,28 +368,28 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
     if (it->mode == MT_GRAD_ADD && mt_store_passes(o->store, unit))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to",
                        mt_store_name(o->store, unit));
-    if (settled && o->residents == NULL)
-        return MT_FAIL(MT_ESTATE, "unit %s is settled, and mt_offload_residents() was not called",
-                       mt_store_name(o->store, unit));
     return MT_OK;
 }
 
 /* The parameter's address in a plane, where the unit's gradients are. */
 static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, void **out)
 {
-    return mt_store_settled(o->store, unit) ? mt_resident_at(o->residents, unit, param, plane, out)
-                                            : mt_store_at(o->store, unit, param, plane, out);
+    void          *of;
+    const mt_home *h = mt_store_home(o->store, unit, &of);
+
+    return h->at != NULL ? h->at(of, unit, param, plane, out)
+                         : mt_store_at(o->store, unit, param, plane, out);
 }
 
-static mt_status piece_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, piece *p)
+static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, parcel *p)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
     void                *at;
     mt_status            st;
 
-    *p = (piece){ .item = *it, .dt = d->dtype, .n = d->numel, .sum = &y->sum[it->param] };
+    *p = (parcel){ .item = *it, .dt = d->dtype, .n = d->numel, .sum = &y->sum[it->param] };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
-    p->settled = mt_store_settled(o->store, unit);
+    p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
     MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, &p->grad));
     if (it->mode != MT_GRAD_ADD)
         return MT_OK;
@@ -414,14 +411,14 @@ fail:
 
 static mt_status make_room(ticket *t, int n)
 {
-    piece *pieces;
+    parcel *parcels;
     int   *params;
 
     if (n <= t->cap)
         return MT_OK;
-    if ((pieces = realloc(t->pieces, (size_t)n * sizeof *pieces)) == NULL)
+    if ((parcels = realloc(t->parcels, (size_t)n * sizeof *parcels)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: no memory for %d gradients", n);
-    t->pieces = pieces;
+    t->parcels = parcels;
     if ((params = realloc(t->params, (size_t)n * sizeof *params)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: no memory for %d gradients", n);
     t->params = params;
@@ -442,11 +439,11 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     t->adds = 0;
     for (int i = 0; i < n; i++) {
         MT_TRY(check_item(o, unit, &items[i]));
-        MT_TRY(piece_make(o, unit, &items[i], y, &t->pieces[i]));
+        MT_TRY(parcel_make(o, unit, &items[i], y, &t->parcels[i]));
         t->params[i] = items[i].param;
-        if (is_staged(&t->pieces[i])) {
+        if (is_staged(&t->parcels[i])) {
             t->adds++;
-            need += (t->pieces[i].bytes + 511) / 512 * 512;
+            need += (t->parcels[i].bytes + 511) / 512 * 512;
         }
     }
     *g = NULL;
@@ -454,9 +451,9 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
         MT_TRY(staging_take(o, need, g));
     need = 0;
     for (int i = 0; i < n && *g != NULL; i++)
-        if (is_staged(&t->pieces[i])) {
-            t->pieces[i].staged = (char *)(*g)->mem.base + need;
-            need += (t->pieces[i].bytes + 511) / 512 * 512;
+        if (is_staged(&t->parcels[i])) {
+            t->parcels[i].staged = (char *)(*g)->mem.base + need;
+            need += (t->parcels[i].bytes + 511) / 512 * 512;
         }
     return MT_OK;
 fail:
@@ -464,7 +461,7 @@ fail:
 }
 
 /* Settled ADD: the sum and its squares, on the device. */
-static mt_status put_sum(mt_offload *o, const piece *p)
+static mt_status put_sum(mt_offload *o, const parcel *p)
 {
     mt_status st;
 
@@ -476,7 +473,7 @@ fail:
     return st;
 }
 
-static mt_status put_piece(mt_offload *o, const piece *p)
+static mt_status put_parcel(mt_offload *o, const parcel *p)
 {
     const mt_dev_ops *v = o->dev->ops;
     mt_status         st;
@@ -494,10 +491,19 @@ fail:
     return st;
 }
 
-/* number: the ticket's. */
-static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned skip, mt_queue *run)
+/* Units that have a buffer for gradients that pass: no more have some on the device. */
+static uint64_t depth_of(const mt_offload *o, int unit)
+{
+    uint64_t lent = (uint64_t)mt_store_lends(o->store);
+
+    return mt_store_passes(o->store, unit) && lent < o->depth ? lent : o->depth;
+}
+
+static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
 {
     const mt_dev_ops *v = o->dev->ops;
+    void             *of;
+    const mt_home    *home = mt_store_home(o->store, t->unit, &of);
     uint64_t          bytes = 0;
     mt_span           span;
     mt_status         st;
@@ -506,20 +512,20 @@ static mt_status put_all(mt_offload *o, ticket *t, uint64_t number, unsigned ski
     MT_TRY(v->record(run, t->handed));
     mt_watch_compute(mt_store_watch(o->store), &t->making, mt_store_name(o->store, t->unit),
                      "its gradients' kernels (the event GRAD)", t->handed);
-    if (!(skip & MT_EDGE_GRAD))
+    if (!mt_skips(o->cx, MT_EDGE_GRAD))
         MT_TRY(v->wait(o->d2h, t->handed));
-    if (mt_store_settled(o->store, t->unit))
-        MT_TRY(mt_resident_grads(o->residents, t->unit, t->params, t->n, o->d2h));
+    if (home->come != NULL)
+        MT_TRY(home->come(of, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
-        MT_TRY(put_piece(o, &t->pieces[i]));
-        bytes += t->pieces[i].settled ? 0 : t->pieces[i].bytes;
+        MT_TRY(put_parcel(o, &t->parcels[i]));
+        bytes += t->parcels[i].settled ? 0 : t->parcels[i].bytes;
     }
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
     MT_TRY(v->record(o->d2h, t->landed));
     /* LANDED: what run is given from now on may reuse the sources of `depth` tickets ago. */
-    if (number > o->depth && !(skip & MT_EDGE_LANDED))
-        MT_TRY(v->wait(run, ticket_at(o, number - o->depth)->landed));
+    if (t->passes > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
+        MT_TRY(v->wait(run, ticket_at(o, t->passes)->landed));
     return MT_OK;
 fail:
     return st;
@@ -531,7 +537,7 @@ static void note(mt_offload *o, const ticket *t, tally *y, int sent)
     int sumsq = o->kernels.sumsq != NULL ? COUNTED : 0;
 
     for (int i = 0; i < t->n; i++) {
-        const piece *p = &t->pieces[i];
+        const parcel *p = &t->parcels[i];
 
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
             p->item.mode == MT_GRAD_SET ? sumsq :
@@ -551,6 +557,7 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
     (void)o->dev->ops->sync(o->d2h);
     mt_lock(&o->mu);
     note(o, t, y, 0);
+    assert_state(o);
     mt_unlock(&o->mu);
     mt_ledger_grads_end(o->store, t->unit);
     (void)mt_fail_again(MT_EDEVICE, text);
@@ -567,8 +574,9 @@ static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t numb
     note(o, t, y, 1);
     y->adds += t->adds > 0;
     (void)mt_worker_submit(&o->collector, &t->node);
-    if (number > o->depth && number - o->depth > o->waited_for)
-        o->waited_for = number - o->depth;
+    if (t->passes > o->waited_for)
+        o->waited_for = t->passes;
+    assert_state(o);
     mt_unlock(&o->mu);
 }
 
@@ -611,46 +619,40 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     ticket   *t = ticket_at(o, next);
     tally    *y;
     staging  *g;
-    mt_debug  debug;
     mt_status st;
 
     if (unit < 0 || unit >= mt_store_units(o->store) || n < 0)
         return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
                        n, unit, mt_store_units(o->store));
-    mt_lock(&o->mu);
-    debug = o->debug;
-    mt_unlock(&o->mu);
     MT_TRY(tally_of(o, unit, &y));
     MT_TRY(wait_turn(o, unit, items, n, y));
     if (mt_store_passes(o->store, unit))
-        MT_TRY(mt_store_lend(o->store, unit));
+        MT_TRY(mt_store_lend(o->store, unit, o->timeline));
     MT_TRY(prepare(o, t, unit, items, n, y, &g));
 
     mt_ledger_grads_begin(o->store, unit);
-    if ((st = put_all(o, t, next, debug.skip, run)) != MT_OK) {
+    t->passes = next > depth_of(o, unit) ? next - depth_of(o, unit) : 0;
+    if ((st = put_all(o, t, run)) != MT_OK) {
         give_up(o, t, y);
         return st;
     }
     commit(o, t, y, g, next);
     *number = next;
-    return debug.sync ? drain_all(o) : MT_OK;
+    return mt_syncs(o->cx) ? drain_all(o) : MT_OK;
 fail:
     return st;
 }
 
 mt_status mt_offload_land(mt_offload *o, mt_queue *run)
 {
-    mt_debug  debug;
     mt_status st = MT_OK;
 
-    mt_lock(&o->mu);
-    debug = o->debug;
-    mt_unlock(&o->mu);
     /* The D2H queue is first in, first out: the last ticket's copies end last. */
-    if (o->collector.submitted > 0 && !(debug.skip & MT_EDGE_LANDED))
+    if (o->collector.submitted > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
         MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
     mt_lock(&o->mu);
     o->waited_for = o->collector.submitted;
+    assert_state(o);
     mt_unlock(&o->mu);
 fail:
     return st;
@@ -663,6 +665,7 @@ uint64_t mt_offload_passed(mt_offload *o)
     uint64_t passed;
 
     mt_lock(&o->mu);
+    assert_state(o);
     passed = o->landed > o->waited_for ? o->landed : o->waited_for;
     mt_unlock(&o->mu);
     return passed;
@@ -751,11 +754,4 @@ uint64_t mt_offload_d2h_bytes(mt_offload *o)
     bytes = o->d2h_bytes;
     mt_unlock(&o->mu);
     return bytes;
-}
-
-void mt_offload_debug(mt_offload *o, mt_debug d)
-{
-    mt_lock(&o->mu);
-    o->debug = d;
-    mt_unlock(&o->mu);
 }

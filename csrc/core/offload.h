@@ -64,18 +64,10 @@ typedef struct mt_offload_kernels {
 
 typedef struct mt_offload mt_offload;
 
-mt_status mt_offload_open (mt_dev *dev, mt_store *store, mt_pool *pool, int depth,
-                           mt_offload_kernels k, mt_offload **out);
+/* Gradients of at most `depth` units are on the device, of units whose gradients pass no more than
+ * have a buffer (mt_store_lend_most). */
+mt_status mt_offload_open (const mt_context *cx, int depth, mt_offload_kernels k, mt_offload **out);
 void      mt_offload_close(mt_offload *o);
-
-/* Where settled units live. Before the first put of one. */
-void      mt_offload_residents(mt_offload *o, mt_resident *r);
-/* Gradients of at most `depth` units may be on the device, no more than at the opening.
- * Before the first put. */
-mt_status mt_offload_depth(mt_offload *o, int depth);
-/* Hand-overs, the collector's sums and the waits for them are recorded in t.
- * Before the first put, or never. */
-void      mt_offload_timeline(mt_offload *o, mt_timeline *t);
 
 /* A parameter at most once in items. Not at the same time as a submit that has the unit. */
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
@@ -102,6 +94,5 @@ int       mt_offload_has_acc(mt_offload *o, int unit, int param);
 void      mt_offload_forget(mt_offload *o, int unit);     /* zero_grad: next put is a first one */
 
 uint64_t  mt_offload_d2h_bytes(mt_offload *o);
-void      mt_offload_debug(mt_offload *o, mt_debug d);    /* sync: put returns when all is home */
 
 #endif

@@ -15,8 +15,8 @@
 
 struct mt_pool {
     int             n_threads;   /* the caller counted; constant */
-    mt_mutex turn;        /* held by the caller whose loop it is */
-    mt_mutex mu;
+    mt_mutex        turn;        /* held by the caller whose loop it is */
+    mt_mutex        mu;
     mt_worker       worker;      /* of n_threads - 1 */
     mt_job         *jobs;        /* [n_threads] one for each, to take part. mu */
 

@@ -26,10 +26,10 @@ typedef struct home {
 } home;
 
 struct mt_resident {
+    mt_context       *cx;
     mt_dev           *dev;
     mt_store         *store;
-    mt_timeline      *timeline;  /* written before the first update */
-    mt_arrive        *arrive;    /* NULL: no unit is a guest. Written before the first is invited */
+    mt_timeline      *timeline;
     home            **homes;     /* [n_homes] by unit, NULL: not settled. Written by settle */
     int               n_homes;
 
@@ -42,24 +42,31 @@ struct mt_resident {
     mt_event         *updated;       /* a home's `done`, of the last update that was put; NULL:
                                       * none. mu */
     mt_resident_stats stats;         /* mu */
-    mt_debug          debug;         /* mu */
 };
+
+/* Under mu, at each door. */
+static void assert_home(const mt_resident *r, const home *h, int unit)
+{
+    MT_ASSERT(mt_holds(&r->mu));
+    MT_ASSERT(r->homes[unit] == h && h->mem != NULL && h->done != NULL && h->used != NULL);
+    MT_ASSERT(mt_store_home(r->store, unit, NULL)->later == HI);
+    MT_ASSERT((r->scratch == NULL) == (r->scratch_bytes == 0));
+}
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_resident_open(mt_dev *dev, mt_store *store, mt_resident **out)
+mt_status mt_resident_open(mt_context *cx, mt_resident **out)
 {
     mt_resident *r = calloc(1, sizeof *r);
     mt_status    st;
 
     if (r == NULL)
         return MT_FAIL(MT_ENOMEM, "resident: calloc(%zu)", sizeof *r);
-    r->dev = dev;
-    r->store = store;
+    *r = (mt_resident){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline };
     mt_mutex_open(&r->mu, MT_RANK_RESIDENT);
-    MT_TRY(dev->ops->event_open(dev, &r->drained));
-    MT_TRY(dev->ops->queue_open(dev, "resident", &r->queue));
-    *out = r;
+    MT_TRY(r->dev->ops->event_open(r->dev, &r->drained));
+    MT_TRY(r->dev->ops->queue_open(r->dev, "resident", &r->queue));
+    *out = cx->residents = r;
     return MT_OK;
 
 fail:
@@ -82,6 +89,8 @@ void mt_resident_close(mt_resident *r)
 {
     if (r == NULL)
         return;
+    if (r->cx->residents == r)
+        r->cx->residents = NULL;
     if (r->queue != NULL)
         r->dev->ops->queue_close(r->queue);
     for (int u = 0; u < r->n_homes; u++)
@@ -97,20 +106,10 @@ void mt_resident_close(mt_resident *r)
     free(r);
 }
 
-void mt_resident_timeline(mt_resident *r, mt_timeline *t)
-{
-    r->timeline = t;
-}
-
-void mt_resident_guests(mt_resident *r, mt_arrive *a)
-{
-    r->arrive = a;
-}
-
 /* Of the unit: planes that are on the device around its update alone. */
 static unsigned visiting(const mt_resident *r, int unit)
 {
-    return r->arrive != NULL && mt_arrive_invited(r->arrive, unit) ? MT_STATE_PLANES : 0;
+    return r->cx->arrive != NULL && mt_arrive_invited(r->cx->arrive, unit) ? MT_STATE_PLANES : 0;
 }
 
 /* ---- settling --------------------------------------------------------------------------- */
@@ -148,8 +147,6 @@ fail:
     return st;
 }
 
-static const mt_mirror_ops mirror_ops;
-
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
 {
     home     *h = NULL;
@@ -158,15 +155,11 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
     if (unit < 0 || unit >= mt_store_units(r->store) || mem == NULL)
         return MT_FAIL(MT_EINVAL, "resident: unit %d in memory at %p; the store has %d units",
                        unit, mem, mt_store_units(r->store));
-    if (mt_store_settled(r->store, unit))
+    if (mt_resident_mem(r, unit) != NULL)
         return MT_FAIL(MT_ESTATE, "unit %s is settled already", mt_store_name(r->store, unit));
     MT_TRY(homes_grow(r, mt_store_units(r->store)));
     MT_TRY(home_open(r, mem, &h));
-    MT_TRY(mt_mirror_open(r->store, unit, ~0u, &mirror_ops, r));
-    if ((st = mt_store_settle(r->store, unit)) != MT_OK) {
-        mt_mirror_close(r->store, unit);
-        goto fail;
-    }
+    MT_TRY(mt_store_move(r->store, unit, &mt_home_vram, r));
     r->homes[unit] = h;
     return MT_OK;
 
@@ -205,29 +198,20 @@ fail:
     return st;
 }
 
-mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **parts, int *n,
+mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
                             int *guest)
 {
     mt_status st = MT_OK;
 
     if ((*guest = visiting(r, unit) != 0))
-        st = mt_arrive_parts(r->arrive, unit, parts, n);
+        st = mt_arrive_parts(r->cx->arrive, unit, parts, n);
     return st;
 }
-
-/* ---- events: under mu --------------------------------------------------------------------- */
 
 static size_t plane_bytes(const mt_resident *r, int unit, int param, mt_plane p)
 {
     const mt_param_desc *d = mt_store_desc(r->store, unit, param);
     return mt_store_plane_bytes(r->store, unit, param, p, d->numel);
-}
-
-/* The parameters' planes on the device get other values, or have got them. */
-static void change(const mt_resident *r, int unit, const int *params, int n, unsigned planes)
-{
-    for (int i = 0; i < n; i++)
-        mt_mirror_tell(r->store, unit, params[i], planes, MT_MIRROR_CHANGED);
 }
 
 /* Under mu. Behind all that was put for the unit. */
@@ -277,7 +261,7 @@ static mt_status put_weights(mt_resident *r, home *h, int unit, mt_queue *run)
     mt_status st;
 
     MT_TRY(mt_store_hi(r->store, unit, &hi));
-    if (run != NULL && !(r->debug.skip & MT_EDGE_FREED))
+    if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED))
         MT_TRY(wait_freed(r, h, unit, run));
     mt_timeline_begin(r->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
     if (bytes > 0)
@@ -321,6 +305,7 @@ static mt_status fetch(mt_resident *r, home *h, int unit, mt_queue *run)
 
     MT_TRY(mt_ledger_fetch_begin(r->store, unit, &version));
     mt_lock(&r->mu);
+    assert_home(r, h, unit);
     if ((st = put_fetch(r, h, unit, run)) != MT_OK)
         mt_ledger_fault(r->store, st, mt_last_error());
     end = mt_ledger_fetching(r->store, unit, r->queue);
@@ -332,47 +317,36 @@ fail:
 
 /* FETCHED: a fetch of what was written there before the update may be in the queue still. A save,
  * which is about to bring what is newer, is not waited for: the next await is soon enough. */
-static mt_status forget(mt_resident *r, int unit, unsigned skip)
+static mt_status forget(mt_resident *r, int unit)
 {
     mt_status st = MT_OK;
 
     if (mt_ledger_saving(r->store, unit))
         return MT_OK;
-    if (!(skip & MT_EDGE_FETCHED))
+    if (!mt_skips(r->cx, MT_EDGE_FETCHED))
         MT_TRY(mt_ledger_wait_fetch(r->store, unit));
     mt_mirror_forget(r->store, unit);
 fail:
     return st;
 }
 
-static mt_debug debug_of(mt_resident *r)
-{
-    mt_debug debug;
-
-    mt_lock(&r->mu);
-    debug = r->debug;
-    mt_unlock(&r->mu);
-    return debug;
-}
-
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
 {
-    mt_debug  debug = debug_of(r);
     home     *h;
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
     /* UPDATED: `done` is not recorded before the update is put. */
-    if (!(debug.skip & MT_EDGE_UPDATED))
+    if (!mt_skips(r->cx, MT_EDGE_UPDATED))
         MT_TRY(mt_ledger_wait_updates(r->store, unit));
     if (mt_mirror_is_old(r->store, unit))
-        MT_TRY(forget(r, unit, debug.skip));
+        MT_TRY(forget(r, unit));
     if (is_ahead(r, unit))
         MT_TRY(fetch(r, h, unit, run));
-    if (debug.sync)
+    if (mt_syncs(r->cx))
         MT_TRY(wait_done(r, h, unit));
     /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
-    if (!(debug.skip & MT_EDGE_STEPPED))
+    if (!mt_skips(r->cx, MT_EDGE_STEPPED))
         MT_TRY(r->dev->ops->wait(run, h->done));
 fail:
     return st;
@@ -403,7 +377,7 @@ mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run)
     MT_TRY(mt_mirror_store(r->store, unit));
     MT_TRY(fetch(r, h, unit, run));
     /* FETCHED: the copy reads what is then given back. */
-    if (!(debug_of(r).skip & MT_EDGE_FETCHED))
+    if (!mt_skips(r->cx, MT_EDGE_FETCHED))
         MT_TRY(wait_done(r, h, unit));
     st = mt_mirror_evict(r->store, unit);
 fail:
@@ -412,31 +386,31 @@ fail:
 
 /* ---- gradients and updates -------------------------------------------------------------- */
 
-mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, mt_queue *d2h)
+static mt_status home_come(void *arg, int unit, const int *params, int n, mt_queue *d2h)
 {
-    int       passes = mt_store_passes(r->store, unit);
-    mt_event *taken;
-    home     *h;
-    unsigned  skip;
-    mt_status st;
+    mt_resident *r = arg;
+    int          passes = mt_store_passes(r->store, unit);
+    mt_event    *taken;
+    home        *h;
+    mt_status    st;
 
     MT_TRY(find(r, unit, &h));
     mt_lock(&r->mu);
+    assert_home(r, h, unit);
     if (!passes)                         /* else there is no host copy */
-        change(r, unit, params, n, 1u << MT_PLANE_GRAD);
+        mt_mirror_change(r->store, unit, params, n, 1u << MT_PLANE_GRAD);
     taken = passes && r->updated != NULL ? r->updated : h->done;
-    skip = r->debug.skip;
     mt_unlock(&r->mu);
     /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a
      * unit whose update is in the queue by now. */
-    if (!(skip & MT_EDGE_TAKEN))
+    if (!mt_skips(r->cx, MT_EDGE_TAKEN))
         MT_TRY(r->dev->ops->wait(d2h, taken));
 fail:
     return st;
 }
 
 /* Under mu. A guest's states are copied up before, and down behind. */
-static mt_status put_update(mt_resident *r, home *h, const mt_resident_update *u, float clip)
+static mt_status put_update(mt_resident *r, home *h, const mt_update_job *u, float clip)
 {
     const unsigned    kept = 1u << MT_PLANE_GRAD | 1u << MT_PLANE_ACC, away = visiting(r, u->unit);
     const mt_dev_ops *v = r->dev->ops;
@@ -444,27 +418,27 @@ static mt_status put_update(mt_resident *r, home *h, const mt_resident_update *u
     mt_status         st;
 
     /* ASKED: the weights are overwritten in place. */
-    if (!(r->debug.skip & MT_EDGE_ASKED))
+    if (!mt_skips(r->cx, MT_EDGE_ASKED))
         MT_TRY(v->wait(r->queue, u->asked));
     if (is_ahead(r, u->unit)) {
         MT_TRY(put_fetch(r, h, u->unit, NULL));
         MT_TRY(mt_ledger_fetching(r->store, u->unit, r->queue));
     }
     if (away)
-        MT_TRY(mt_arrive_before(r->arrive, u->unit, r->queue));
+        MT_TRY(mt_arrive_before(r->cx->arrive, u->unit, r->queue));
     mt_timeline_begin(r->timeline, &span, MT_LANE_DEVICE, MT_WORK_UPDATE, u->unit, r->queue);
     MT_TRY(u->put(u->arg, r->queue, clip));
     mt_timeline_end(r->timeline, &span, u->bytes, r->queue);
     MT_TRY(record_done(r, h, u->unit));
     r->updated = h->done;
-    change(r, u->unit, u->params, u->n_params, ~kept);
+    mt_mirror_change(r->store, u->unit, u->params, u->n_params, ~kept);
     if (away)
-        MT_TRY(mt_arrive_behind(r->arrive, u->unit, u->params, u->n_params, h->done));
+        MT_TRY(mt_arrive_behind(r->cx->arrive, u->unit, u->params, u->n_params, h->done));
 fail:
     return st;
 }
 
-mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float clip)
+mt_status mt_resident_put(mt_resident *r, const mt_update_job *u, float clip)
 {
     int       wait;
     home     *h;
@@ -472,12 +446,13 @@ mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float cli
 
     MT_TRY(find(r, u->unit, &h));
     mt_lock(&r->mu);
+    assert_home(r, h, u->unit);
     r->lifted = 0;
     st = mt_mirror_any(r->store, u->unit, -1, ~HI, IS(AHEAD) | IS(TORN))
        ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
                  mt_store_name(r->store, u->unit))
        : put_update(r, h, u, clip);
-    wait = r->lifted || r->debug.sync;
+    wait = r->lifted || mt_syncs(r->cx);
     mt_unlock(&r->mu);
     MT_TRY(st);
     if (wait)
@@ -492,6 +467,7 @@ mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out)
     void     *mem;
     mt_status st;
 
+    MT_ASSERT(mt_holds(&r->mu));
     if (r->scratch_bytes < bytes) {
         MT_TRY(r->dev->ops->record(r->queue, r->drained));
         MT_TRY(wait_drained(r));
@@ -515,7 +491,7 @@ static mt_status home_wait(void *arg, int unit, unsigned planes)
     const mt_resident *r = arg;
 
     (void)planes;
-    return mt_arrive_wait(r->arrive, unit);
+    return mt_arrive_wait(r->cx->arrive, unit);
 }
 
 /* Under mu. param -1: all. Down comes also what an update that was put meanwhile made stale again:
@@ -542,6 +518,7 @@ static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int 
     mt_status    st;
 
     mt_lock(&r->mu);
+    assert_home(r, r->homes[unit], unit);
     st = put_copies(r, unit, param, planes, up);
     mt_unlock(&r->mu);
     if (st == MT_OK)
@@ -562,14 +539,53 @@ static mt_status home_store(void *arg, int unit, int param, unsigned planes)
     mt_status      st;
 
     if (guests != 0)
-        MT_TRY(mt_arrive_push(r->arrive, unit, param, guests));
+        MT_TRY(mt_arrive_push(r->cx->arrive, unit, param, guests));
     st = copy(r, unit, param, planes & ~guests, 1);
 fail:
     return st;
 }
 
-static const mt_mirror_ops mirror_ops = {
-    .wait = home_wait, .load = home_load, .store = home_store, .later = HI,
+static mt_status home_take(void *arg, int unit, mt_queue *run)
+{
+    return mt_resident_take(arg, unit, run);
+}
+
+static mt_status home_at(void *arg, int unit, int param, mt_plane p, void **out)
+{
+    return mt_resident_at(arg, unit, param, p, out);
+}
+
+static int home_fits(const mt_update_job *j)
+{
+    return j->put != NULL;
+}
+
+static mt_status home_update(void *arg, const mt_update_job *j, float clip)
+{
+    mt_resident *r = arg;
+    mt_status    st = mt_ledger_wait_saved(r->store, j->unit);
+
+    return st == MT_OK ? mt_resident_put(r, j, clip) : st;
+}
+
+static mt_status home_drain(void *arg)
+{
+    return mt_resident_drain(arg);
+}
+
+#define LIVES_ON_THE_DEVICE                                                                       \
+    .later = HI, .wait = home_wait, .load = home_load, .store = home_store, .take = home_take,    \
+    .at = home_at, .come = home_come, .fits = home_fits, .update = home_update, .drain = home_drain
+
+const mt_home mt_home_vram = {
+    .lives = "lives on the device", .from = &mt_home_ram, .away = ~0u, .device = ~HI,
+    .registered = 1u << MT_PLANE_GRAD, LIVES_ON_THE_DEVICE,
+};
+
+const mt_home mt_home_arrive = {
+    .lives = "lives on the device, where its states come and leave", .from = &mt_home_vram,
+    .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES, .device = ~(HI | MT_STATE_PLANES),
+    .registered = 1u << MT_PLANE_GRAD | MT_STATE_PLANES, LIVES_ON_THE_DEVICE,
 };
 
 /* Sums of micro-batches, which the host has no copy of otherwise. */
@@ -594,8 +610,7 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
     MT_TRY(mt_mirror_bring(r->store, unit, grads ? ~0u : ~(1u << MT_PLANE_GRAD)));
     MT_TRY(mt_ledger_wait_fetch(r->store, unit));
     MT_TRY(wait_done(r, h, unit));
-    MT_TRY(mt_store_unsettle(r->store, unit));
-    mt_mirror_close(r->store, unit);
+    MT_TRY(mt_store_move(r->store, unit, &mt_home_ram, NULL));
     mt_lock(&r->mu);
     if (r->updated == h->done)
         r->updated = NULL;
@@ -615,7 +630,7 @@ mt_status mt_resident_drain(mt_resident *r)
     mt_unlock(&r->mu);
     MT_TRY(st);
     MT_TRY(wait_drained(r));
-    st = r->arrive != NULL ? mt_arrive_drain(r->arrive) : MT_OK;
+    st = r->cx->arrive != NULL ? mt_arrive_drain(r->cx->arrive) : MT_OK;
 fail:
     return st;
 }
@@ -630,11 +645,4 @@ mt_resident_stats mt_resident_stats_get(mt_resident *r)
     stats = r->stats;
     mt_unlock(&r->mu);
     return stats;
-}
-
-void mt_resident_debug(mt_resident *r, mt_debug d)
-{
-    mt_lock(&r->mu);
-    r->debug = d;
-    mt_unlock(&r->mu);
 }

@@ -17,7 +17,7 @@
  *     mt_mirror_bring(store, unit, 1u << MT_PLANE_HI);    // host: the weights are as on the device
  *     mt_resident_unsettle(r, unit, 1);                   // its planes move back
  *
- * Edges (each can be left out by mt_resident_debug):
+ * Edges (each can be left out: debug.h):
  *   STEPPED  run waits for the unit's last update or fetch      recorded on the queue, behind it
  *   ASKED    the queue waits for compute launched before step() recorded on run, by step()
  *   FREED    the queue waits for compute that used the slot     recorded on run, by the await that
@@ -42,14 +42,9 @@
 
 typedef struct mt_resident mt_resident;
 
-mt_status mt_resident_open (mt_dev *dev, mt_store *store, mt_resident **out);
+mt_status mt_resident_open (mt_context *cx, mt_resident **out);
 /* waits for the queue; device planes are given back */
 void      mt_resident_close(mt_resident *r);
-/* Updates and fetches are recorded in t. Before the first of them, or never. */
-void      mt_resident_timeline(mt_resident *r, mt_timeline *t);
-
-/* Who copies guests' states; it outlives r. Before the first guest is invited. */
-void      mt_resident_guests(mt_resident *r, mt_arrive *a);
 
 /* mem: device memory of the unit's hi_bytes, which nobody else uses until the unit is unsettled.
  * What the host has is to be taken before the unit's next hand-over or update; a guest is invited
@@ -70,7 +65,7 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads);
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out);
 
 /* *guest: 1, and where a guest's states are during this stay; 0: the unit is none. Inside put. */
-mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **parts, int *n,
+mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
                             int *guest);
 
 /* What run is given from now on finds the unit's current weights. Waits on the host until updates
@@ -79,21 +74,9 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_arrive_part **par
  * update made them stale. */
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run);
 
-/* Work that d2h is given from now on may write the gradients of params[0..n). */
-mt_status mt_resident_grads(mt_resident *r, int unit, const int *params, int n, mt_queue *d2h);
-
-typedef struct mt_resident_update {
-    int        unit;
-    const int *params;           /* [n_params] that put updates */
-    int        n_params;
-    mt_event  *asked;            /* on run, behind all compute that may read the old weights */
-    uint64_t   bytes;            /* that put reads and writes, for the timeline */
-    /* Puts the update in the queue. Its memory: mt_resident_at, mt_resident_scratch. */
-    mt_status (*put)(void *arg, mt_queue *q, float clip);
-    void      *arg;
-} mt_resident_update;
-/* The unit's gradients are whole and its update is announced; returns when it is put. */
-mt_status mt_resident_put(mt_resident *r, const mt_resident_update *u, float clip);
+/* The unit's gradients are whole and its update is announced; returns when the job has put it in
+ * the queue. Its memory: mt_resident_at, mt_resident_scratch. */
+mt_status mt_resident_put(mt_resident *r, const mt_update_job *u, float clip);
 /* Inside put, once: device memory for what is copied up from the host for this update alone.
  * mt_resident_put then returns when the update is over, and with it those copies. */
 mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out);
@@ -105,7 +88,5 @@ typedef struct mt_resident_stats {
     uint64_t h2d_bytes, d2h_bytes;
 } mt_resident_stats;
 mt_resident_stats mt_resident_stats_get(mt_resident *r);
-
-void mt_resident_debug(mt_resident *r, mt_debug d);      /* tests only */
 
 #endif

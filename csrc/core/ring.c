@@ -13,9 +13,14 @@ static const unsigned char follows[] = {
     [MT__WRITING] = IS(FREE), [MT__COPYING] = IS(FREE),
 };
 
+int mt__may_follow(mt__at from, mt__at to)
+{
+    return follows[from] >> to & 1;
+}
+
 void mt__buffer_to(mt__buffer *b, mt__at at)
 {
-    MT_ASSERT(follows[b->at] >> at & 1);
+    MT_ASSERT(mt__may_follow(b->at, at));
     b->at = at;
 }
 
@@ -41,6 +46,23 @@ mt__buffer *mt__ring_find(const mt__ring *r, unsigned states, int unit, int piec
             return b;
     }
     return NULL;
+}
+
+void mt__ring_assert(const mt__ring *r)
+{
+    const mt_disk *d = r->disk;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&d->mu));
+    for (int i = 0; i < r->n; i++) {
+        const mt__buffer *b = &r->buffers[i];
+        int               moves = b->at == MT__READING || b->at == MT__WRITING;
+
+        MT_ASSERT(b->ring == r && (moves ? b->left > 0 : b->left == 0));
+        MT_ASSERT(b->at == MT__FREE || (b->unit >= 0 && b->unit < d->n_units &&
+                                        b->piece < d->units[b->unit].lay->n_pieces));
+    }
 }
 
 /* On a thread of the file's. */

@@ -67,13 +67,14 @@ struct mt_spilled {                      /* all under mu, but for what is consta
 };
 
 struct mt_spill {
+    const mt_context *cx;
     mt_dev         *dev;
     mt_pool        *pool;
     mt_store       *store;
     mt_blocks      *file;
-    mt_timeline    *timeline;            /* written before the first bundle */
+    mt_timeline    *timeline;
     int             n_blocks;            /* at most */
-    mt_mutex mu;
+    mt_mutex        mu;
     mt_worker       worker;              /* of what is owed. news: a block, a request too */
     block          *blocks;              /* mu, as all below. The list itself: swap's lock too */
     int             made;                /* of those */
@@ -83,7 +84,6 @@ struct mt_spill {
     int             requests;            /* under way */
     uint64_t        recorded_ns;         /* the lane's records reach up to here */
     mt_spill_stats  stats;
-    mt_debug        debug;
 };
 
 static mt_watch *watch_of(const mt_spill *s)
@@ -92,11 +92,6 @@ static mt_watch *watch_of(const mt_spill *s)
 }
 
 /* ---- states: under mu ------------------------------------------------------------------- */
-
-static int skips(const mt_spill *s, unsigned edge)
-{
-    return (s->debug.skip & edge) != 0;
-}
 
 static void become(mt_spilled *k, stage to)
 {
@@ -117,7 +112,7 @@ static void count(const mt_spill *s, owed *o, int more)
 
     MT_ASSERT(mt_holds(&s->mu));
     o->n += more;
-    MT_ASSERT(next_waits[before] >> waits_of(o->block) & 1 || skips(s, MT_EDGE_DRAINED));
+    MT_ASSERT(next_waits[before] >> waits_of(o->block) & 1 || mt_skips(s->cx, MT_EDGE_DRAINED));
 }
 
 /* FILLING, WRITING and READING end by themselves. */
@@ -129,7 +124,7 @@ static int is_under_way(const mt_spilled *k)
 static void assert_spilled(const mt_spill *s, const mt_spilled *k)
 {
     int needs = k->at == FILLING || k->at == READING ||
-                (k->at == WRITING && !skips(s, MT_EDGE_WRITTEN));
+                (k->at == WRITING && !mt_skips(s->cx, MT_EDGE_WRITTEN));
 
     MT_ASSERT(k->spill == s && (k->block == NULL || k->block->owner == k));
     MT_ASSERT(k->block != NULL || !needs);
@@ -172,12 +167,12 @@ static int may_go(const mt_spill *s, const block *b)
 {
     const mt_spilled *k = b->owner;
 
-    if (b->filled.n > 0 || (b->landed.n > 0 && !skips(s, MT_EDGE_DRAINED)))
+    if (b->filled.n > 0 || (b->landed.n > 0 && !mt_skips(s->cx, MT_EDGE_DRAINED)))
         return 0;
     if (k == NULL)
         return 1;
     return !k->wanted && (k->at == STORED || k->at == UNREAD || k->at == LOST ||
-                          (k->at == WRITING && skips(s, MT_EDGE_WRITTEN)));
+                          (k->at == WRITING && mt_skips(s->cx, MT_EDGE_WRITTEN)));
 }
 
 static void part(block *b)
@@ -334,7 +329,7 @@ static mt_status wait_for_device(void *arg, mt_job *node)
     mt_status st = MT_OK;
 
     mt_unlock(&s->mu);
-    if (!skips(s, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
+    if (!mt_skips(s->cx, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
         st = s->dev->ops->sync_event(fills ? b->b.filled : b->b.landed);
     mt_lock(&s->mu);
     count(s, o, -1);
@@ -568,7 +563,7 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
     assert_state(s);
     become(k, FILLING);
     owe(s, &k->block->filled);
-    if (s->debug.sync)
+    if (mt_syncs(s->cx))
         st = wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)");
     mt_unlock(&s->mu);
     return st;
@@ -617,7 +612,7 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
     s->cursor = k->number;
     k->wanted = 1;              /* from now on: the end of its read looks for blocks that may go */
     MT_TRY(have_block(s, k));
-    if (!skips(s, MT_EDGE_READ))
+    if (!mt_skips(s->cx, MT_EDGE_READ))
         MT_TRY(wait_until(s, k, is_read, "what it keeps to be read (READ)"));
     MT_TRY(tell_failed(k));
     read_ahead(s);
@@ -646,7 +641,7 @@ void mt_spill_drop(mt_spill *s, mt_spilled *k)
     mt_lock(&s->mu);
     assert_state(s);
     k->dropped = 1;
-    if (skips(s, MT_EDGE_GONE)) {
+    if (mt_skips(s->cx, MT_EDGE_GONE)) {
         mt_places_give(&s->places, k->place);
         k->place = NULL;
     }
@@ -669,8 +664,7 @@ mt_swap_block *mt_spill_block(mt_spill *s, const mt_spilled *k)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *file, int n_blocks,
-                        mt_spill **out)
+mt_status mt_spill_open(const mt_context *cx, mt_blocks *file, int n_blocks, mt_spill **out)
 {
     mt_spill *s;
     mt_status st;
@@ -681,11 +675,8 @@ mt_status mt_spill_open(mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *
                        n_blocks);
     if ((s = calloc(1, sizeof *s)) == NULL)
         return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *s);
-    s->dev = dev;
-    s->pool = pool;
-    s->store = store;
-    s->file = file;
-    s->n_blocks = n_blocks;
+    *s = (mt_spill){ .cx = cx, .dev = cx->dev, .pool = cx->pool, .store = cx->store,
+                     .timeline = cx->timeline, .file = file, .n_blocks = n_blocks };
     mt_mutex_open(&s->mu, MT_RANK_SPILL);
     MT_TRY(mt_worker_open(&s->worker, &s->mu, 1, "mt-spill", "swap disk", wait_for_device, s));
     *out = s;
@@ -722,18 +713,6 @@ void mt_spill_close(mt_spill *s)
     mt_worker_close(&s->worker);
     mt_mutex_close(&s->mu);
     free(s);
-}
-
-void mt_spill_timeline(mt_spill *s, mt_timeline *t)
-{
-    s->timeline = t;
-}
-
-void mt_spill_debug(mt_spill *s, mt_debug d)
-{
-    mt_lock(&s->mu);
-    s->debug = d;
-    mt_unlock(&s->mu);
 }
 
 mt_spill_stats mt_spill_stats_get(mt_spill *s)

@@ -35,7 +35,7 @@
  *     mt_spill_landing(s, k);     // the block is another's when they are over; returns at once
  *     mt_spill_drop   (s, k);
  *
- * Edges between queues, the file's threads and the caller (each can be left out by mt_spill_debug):
+ * Edges between queues, the file's threads and the caller (each can be left out: debug.h):
  *   FULL     a block is written when the copies out that fill     our thread waits for `filled`
  *            it are over
  *   WRITTEN  it is given away when the write of what it has is    the caller waits for the request
@@ -60,7 +60,6 @@
 #define MT_SPILL_H
 
 #include "blocks.h"
-#include "debug.h"
 #include "store.h"
 #include "swap_block.h"
 #include "timeline.h"
@@ -75,16 +74,12 @@ typedef struct mt_spill_stats {
     uint64_t file_bytes, used_bytes;         /* of all places; of those that are taken */
 } mt_spill_stats;
 
-/* file: nobody else takes room in it; it is closed after us. store: whose units they are,
- * and whose watch it is. */
-mt_status mt_spill_open (mt_dev *dev, mt_pool *pool, mt_store *store, mt_blocks *file, int n_blocks,
-                         mt_spill **out);
+/* file: nobody else takes room in it; it is closed after us. */
+mt_status mt_spill_open (const mt_context *cx, mt_blocks *file, int n_blocks, mt_spill **out);
 /* Nothing moves any more: our thread is over, and all requests.
  * While the queues that record events still are. */
 void      mt_spill_stop (mt_spill *s);
 void      mt_spill_close(mt_spill *s);  /* behind stop. What is there is dropped; NULL is fine */
-void      mt_spill_timeline(mt_spill *s, mt_timeline *t);    /* before the first bundle, or never */
-void      mt_spill_debug(mt_spill *s, mt_debug d);
 
 /* number: later bundles have greater ones. */
 mt_status      mt_spill_new    (mt_spill *s, int unit, uint64_t number, size_t bytes,

@@ -107,12 +107,12 @@ static mt_status check_desc(const char *name, const mt_param_desc *d, int i)
 
 /* ---- the store and its units ------------------------------------------------------------ */
 
-mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
+mt_status mt_store_open(const mt_context *cx, mt_store **out)
 {
     mt_store *s;
     mt_status st;
 
-    if (dev == NULL)
+    if (cx->dev == NULL)
         return MT_FAIL(MT_EINVAL, "a store needs a device; open one with mt_dev_cpu_open()");
     if ((s = calloc(1, sizeof *s)) == NULL)
         return MT_FAIL(MT_ENOMEM, "store: calloc(%zu)", sizeof *s);
@@ -128,9 +128,9 @@ mt_status mt_store_open(mt_dev *dev, mt_pool *pool, mt_store **out)
     mt_mutex_open(&s->map_mu, MT_RANK_MAP);
     mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
     mt_mutex_open(&s->mirror_mu, MT_RANK_MIRROR);
-    mt_watch_open(&s->watch);
-    s->dev = dev;
-    s->pool = pool;
+    mt_watch_open(&s->watch, cx->warn);
+    s->dev = cx->dev;
+    s->pool = cx->pool;
     s->most_lent = MT_STORE_LENT;
     *out = s;
     return MT_OK;
@@ -209,6 +209,7 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
             mt_mutex_open(&u->plane[place][p].making, MT_RANK_MAKING);
     u->n_params = n;
     u->version = 1;
+    atomic_store(&u->home, &mt_home_ram);
     u->name = strdup(name);
     u->desc = calloc(slots, sizeof *u->desc);
     u->hi_offset = calloc(slots, sizeof *u->hi_offset);
@@ -236,7 +237,7 @@ static mt_status publish(mt_store *s, mt__unit *u, int *unit)
     mt__unit ***seg = &s->seg[i / MT__SEG_UNITS];   /* only looked at when i is in range */
 
     if (i >= MT__SEGS * MT__SEG_UNITS)
-        return MT_FAIL(MT_EINVAL, "unit %s: a store holds at most %d units; stream larger pieces",
+        return MT_FAIL(MT_EINVAL, "unit %s: a store holds at most %d units; stream larger ones",
                        u->name, MT__SEGS * MT__SEG_UNITS);
     if (*seg == NULL && (*seg = calloc(MT__SEG_UNITS, sizeof **seg)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory for another %d units",
@@ -342,23 +343,6 @@ size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, 
     return d != NULL ? mt_plane_bytes(p, d->dtype, mt_store_states(s, unit), n) : 0;
 }
 
-size_t mt_store_part_bytes(const mt_store *s, int unit, int param, unsigned planes, int64_t n)
-{
-    size_t bytes = 0;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1)
-            bytes += (mt_store_plane_bytes(s, unit, param, (mt_plane)p, n) + ALIGN_BYTES - 1)
-                     / ALIGN_BYTES * ALIGN_BYTES;
-    return bytes;
-}
-
-size_t mt_store_part_at(const mt_store *s, int unit, int param, unsigned planes, int64_t n,
-                        mt_plane p)
-{
-    return mt_store_part_bytes(s, unit, param, planes & ((1u << p) - 1), n);
-}
-
 mt_states mt_store_states(const mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
@@ -421,20 +405,16 @@ size_t mt_store_bytes(const mt_store *s, mt_plane p)
 /* With whom a plane's host memory is registered: those that a copy engine looks at. */
 static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 {
-    int all = atomic_load(&u->through) || atomic_load(&u->registered);
-
-    if (p == MT_PLANE_HI)           /* a settled unit's is read once; one on disk goes by buffers */
-        return atomic_load(&u->settled) || (atomic_load(&u->disk) & 1u << MT_PLANE_HI) ? NULL
-                                                                                       : s->dev;
-    return p == MT_PLANE_GRAD || all ? s->dev : NULL;
+    return atomic_load(&u->home)->registered >> p & 1 ? s->dev : NULL;
 }
 
-/* Its arena on the host is no more than addresses.
- * late: of a parameter that came after the others. */
+/* Its arena on the host is no more than addresses. late: of a parameter that came after the others,
+ * whose planes are on the host unless the store has them on the device. */
 static int is_copy(const mt__unit *u, mt_plane p, int late)
 {
-    return (atomic_load(&u->settled) && p != MT_PLANE_HI) ||
-           ((atomic_load(&u->disk) >> p & 1) && !late);
+    const mt_home *h = atomic_load(&u->home);
+
+    return (int)((h->away & ~h->later) >> p & 1) && (!late || (h->device >> p & 1));
 }
 
 /* Under making, also while the pool touches the pages: another thread's first `at` waits for it.
@@ -625,7 +605,7 @@ static mt_status at(mt_store *s, int unit, int param, int place, mt_plane p, voi
         return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
     MT_TRY(find(s, unit, param, &u));
     pl = &u->plane[place][p];
-    if (place == MT__DEVICE && (p == MT_PLANE_HI || !atomic_load(&u->settled)))
+    if (place == MT__DEVICE && !(atomic_load(&u->home)->device >> p & 1))
         return MT_FAIL(MT_EINVAL, "unit %s: the store has no plane %s of it on the device; settled "
                        "units have those other than HI there", u->name, mt_plane_name(p));
     if ((found = find_at(s, pl, param)) != NULL) {
@@ -666,38 +646,7 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out)
     return st;
 }
 
-/* ---- settled units ---------------------------------------------------------------------- */
-
-int mt_store_settled(const mt_store *s, int unit)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL && atomic_load(&u->settled);
-}
-
-mt_status mt_store_settle(mt_store *s, int unit)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-    mt_status st = MT_OK;
-
-    if (u == NULL)
-        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
-                       unit, mt_store_units(s));
-    mt_lock(&s->map_mu);
-    if (atomic_load(&u->passing))
-        st = MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot live on the device",
-                     u->name);
-    if (st == MT_OK && atomic_load(&u->through))
-        st = MT_FAIL(MT_ESTATE, "unit %s goes through the device to be updated; it cannot live "
-                     "there too",
-                     u->name);
-    if (st == MT_OK && atomic_load(&u->disk))
-        st = MT_FAIL(MT_ESTATE, "unit %s has its states on disk; it cannot live on the device too",
-                     u->name);
-    if (st == MT_OK)
-        atomic_store(&u->settled, 1);
-    mt_unlock(&s->map_mu);
-    return st;
-}
+/* ---- memory of planes ------------------------------------------------------------------- */
 
 /* Under making. */
 static mt_status register_one(mt_store *s, mt_arena *a)
@@ -710,14 +659,17 @@ static mt_status register_one(mt_store *s, mt_arena *a)
     return st;
 }
 
+/* Those that are made, and not reserved. */
 static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
 {
-    mt_status st;
+    mt_status st = MT_OK;
 
     mt_lock(&pl->making);
-    MT_TRY(register_one(s, &pl->arena));
+    if (pl->arena.base != NULL && !pl->arena.reserved)
+        MT_TRY(register_one(s, &pl->arena));
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        MT_TRY(register_one(s, &pl->late[i]));
+        if (pl->late[i].base != NULL && !pl->late[i].reserved)
+            MT_TRY(register_one(s, &pl->late[i]));
 fail:
     mt_unlock(&pl->making);
     return st;
@@ -792,34 +744,121 @@ void mt_store_decommit(mt_store *s, int unit, mt_plane p)
     mt_unlock(&pl->making);
 }
 
-/* The host's memory is asked for and registered while the unit is settled still: nothing has
- * changed where that fails. */
-static mt_status host_ready(mt_store *s, int unit, mt__unit *u)
+size_t mt_store_device_bytes(const mt_store *s)
 {
-    mt_status st;
+    return atomic_load(&s->on_device);
+}
 
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (u->plane[MT__HOST][p].offset != NULL)
+/* ---- homes ------------------------------------------------------------------------------ */
+
+static int home_fits(const mt_update_job *j)
+{
+    return j->run != NULL;
+}
+
+const mt_home mt_home_ram = {
+    .lives = "lives in host memory", .registered = 1u << MT_PLANE_HI | 1u << MT_PLANE_GRAD,
+    .fits = home_fits, .turn = 2,
+};
+
+const mt_home *mt_store_home(const mt_store *s, int unit, void **of)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    const mt_home  *h = u != NULL ? atomic_load(&u->home) : &mt_home_ram;
+
+    if (of != NULL)
+        *of = u != NULL ? u->home_of : NULL;
+    return h;
+}
+
+/* Under map_mu. A plane of these that is made on the host; MT_PLANE_COUNT: none. */
+static mt_plane first_made(const mt__unit *u, unsigned planes)
+{
+    mt_plane p = 0;
+
+    while (p < MT_PLANE_COUNT && (!(planes >> p & 1) || u->plane[MT__HOST][p].offset == NULL))
+        p++;
+    return p;
+}
+
+/* All that there is to know of what may be combined. */
+static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, const mt_home *to)
+{
+    mt_plane made;
+
+    if (to->from != from && from->from != to)
+        return MT_FAIL(MT_ESTATE, "unit %s %s; it cannot be one that %s too", u->name, from->lives,
+                       to->lives);
+    if (atomic_load(&u->passing) && ((from->device ^ to->device) >> MT_PLANE_GRAD & 1))
+        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot become one that %s",
+                       u->name, to->lives);
+    mt_lock(&s->map_mu);
+    made = first_made(u, to->fresh);
+    mt_unlock(&s->map_mu);
+    if (made != MT_PLANE_COUNT)
+        return MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; one that %s goes "
+                       "there before that is asked for", u->name, mt_plane_name(made), to->lives);
+    return MT_OK;
+}
+
+/* The host's memory is there before anything has changed: all of it, where the device's goes, and
+ * registered. */
+static mt_status host_ready(mt_store *s, int unit, mt__unit *u, const mt_home *to)
+{
+    int       all = atomic_load(&u->home)->device && !to->device;
+    mt_status st = MT_OK;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        if (all && u->plane[MT__HOST][p].offset != NULL)
             MT_TRY(mt_store_commit(s, unit, (mt_plane)p));
-    MT_TRY(register_plane(s, u, &u->plane[MT__HOST][MT_PLANE_HI]));
-    MT_TRY(register_plane(s, u, &u->plane[MT__HOST][MT_PLANE_GRAD]));
+        if (to->registered >> p & 1)
+            MT_TRY(register_plane(s, u, &u->plane[MT__HOST][p]));
+    }
 fail:
     return st;
 }
 
-mt_status mt_store_unsettle(mt_store *s, int unit)
+/* Under map_mu. */
+static void device_close(mt_store *s, mt__unit *u)
+{
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
+}
+
+/* At the door: what is not made has no memory, and the device has planes of its own alone. */
+static void assert_unit(const mt_store *s, const mt__unit *u)
+{
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&s->map_mu));
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        const mt__plane *host = &u->plane[MT__HOST][p];
+
+        MT_ASSERT((atomic_load(&u->home)->device >> p & 1) ||
+                  u->plane[MT__DEVICE][p].offset == NULL);
+        MT_ASSERT(host->offset != NULL || host->arena.base == NULL);
+    }
+}
+
+mt_status mt_store_move(mt_store *s, int unit, const mt_home *to, void *of)
 {
     mt__unit *u = mt__unit_at(s, unit);
     mt_status st;
 
-    if (u == NULL || !atomic_load(&u->settled))
-        return MT_FAIL(MT_ESTATE, "unit %d does not live on the device", unit);
-    MT_TRY(host_ready(s, unit, u));
+    if (u == NULL)
+        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
+    if (atomic_load(&u->home) == to)
+        return MT_OK;
+    MT_TRY(may_move(s, u, atomic_load(&u->home), to));
+    MT_TRY(host_ready(s, unit, u, to));
+    MT_TRY(mt__mirror_move(s, unit, to, of));
     mt_lock(&s->map_mu);
-    atomic_store(&u->settled, 0);
-    atomic_store(&u->registered, 0);
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
+    assert_unit(s, u);
+    if (!to->device)
+        device_close(s, u);
+    u->home_of = of;
+    atomic_store(&u->home, to);
+    assert_unit(s, u);
     mt_unlock(&s->map_mu);
 fail:
     return st;
@@ -828,114 +867,10 @@ fail:
 void mt_store_device_close(mt_store *s)
 {
     mt_lock(&s->map_mu);
-    for (int i = 0; i < mt_store_units(s); i++) {
-        mt__unit *u = mt__unit_at(s, i);
-
-        for (int p = 0; p < MT_PLANE_COUNT; p++)
-            atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
-    }
+    for (int i = 0; i < mt_store_units(s); i++)
+        device_close(s, mt__unit_at(s, i));
     mt__lent_device_close(s);
     mt_unlock(&s->map_mu);
-}
-
-size_t mt_store_device_bytes(const mt_store *s)
-{
-    return atomic_load(&s->on_device);
-}
-
-/* ---- units that go through -------------------------------------------------------------- */
-
-int mt_store_goes_through(const mt_store *s, int unit)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL && atomic_load(&u->through);
-}
-
-/* What was made before. */
-static mt_status register_all(mt_store *s, mt__unit *u)
-{
-    mt_status st = MT_OK;
-
-    for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
-        st = register_plane(s, u, &u->plane[MT__HOST][p]);
-    return st;
-}
-
-mt_status mt_store_set_through(mt_store *s, int unit, int on)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-    mt_status st = MT_OK;
-
-    if (u == NULL)
-        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
-    if (atomic_load(&u->settled))
-        return MT_FAIL(MT_ESTATE, "unit %s lives on the device: its updates are made there",
-                       u->name);
-    if (on && atomic_load(&u->disk))
-        return MT_FAIL(MT_ESTATE,
-                       "unit %s has its states on disk; they cannot pass through the device",
-                       u->name);
-    if (on)
-        st = register_all(s, u);
-    if (st == MT_OK)
-        atomic_store(&u->through, on != 0);
-    return st;
-}
-
-static mt_status register_committed(mt_store *s, mt__plane *pl)
-{
-    mt_status st = MT_OK;
-
-    mt_lock(&pl->making);
-    if (pl->arena.base != NULL && !pl->arena.reserved)
-        st = register_one(s, &pl->arena);
-    mt_unlock(&pl->making);
-    return st;
-}
-
-mt_status mt_store_register(mt_store *s, int unit)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-    mt_status st = MT_OK;
-
-    if (u == NULL)
-        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
-    mt_lock(&s->map_mu);
-    atomic_store(&u->registered, 1);
-    mt_unlock(&s->map_mu);
-    for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
-        if (MT_STATE_PLANES >> p & 1)
-            st = register_committed(s, &u->plane[MT__HOST][p]);
-    return st;
-}
-
-/* ---- units on disk ---------------------------------------------------------------------- */
-
-unsigned mt_store_on_disk(const mt_store *s, int unit)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? atomic_load(&u->disk) : 0;
-}
-
-mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-    mt_status st = MT_OK;
-
-    if (u == NULL)
-        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
-    mt_lock(&s->map_mu);
-    if (atomic_load(&u->settled) || atomic_load(&u->through))
-        st = MT_FAIL(MT_ESTATE, "unit %s is updated on the device; its states cannot be on disk",
-                     u->name);
-    for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
-        if ((planes >> p & 1) && p != MT_PLANE_HI && u->plane[MT__HOST][p].offset != NULL)
-            st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; a unit goes to "
-                         "disk before that is asked for", u->name, mt_plane_name((mt_plane)p));
-    if (st == MT_OK)
-        atomic_store(&u->disk, planes);
-    mt_unlock(&s->map_mu);
-    return st;
 }
 
 mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in)

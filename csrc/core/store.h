@@ -1,15 +1,14 @@
 /* store.h — where every byte of the model is, and who may touch it.
  *
  * Nouns, in the order they appear below:
- *   unit     parameters streamed as one piece
+ *   unit     parameters that are streamed together
  *   plane    one kind of value for all parameters of a unit; an arena each,
  *            made when first asked for
- *   settled  a unit that lives on the device: its planes there are the true ones (see resident.h)
- *   on disk  a unit whose states, or states and weights, are in a file:
- *            these planes are copies (see disk.h)
+ *   home     where a unit's planes are between steps, by a table (see home.h); what is away of them
+ *            has copies in host memory (see mirror.h)
  *   ledger   per unit: its version, and the work under way that a reader or writer must wait for
  *
- *     mt_store_open(dev, pool, &s);
+ *     mt_store_open(&cx, &s);
  *     mt_store_add(s, "layers.0", params, 12, &unit);
  *     mt_store_at(s, unit, 3, MT_PLANE_HI, &w);       // host address of parameter 3's weights
  *     mt_ledger_read(s, unit);                        // no update of it is under way any more
@@ -17,12 +16,13 @@
  * Layout: parameter i of a unit starts in every plane at a multiple of 512 bytes; the HI plane
  *         is what crosses to the device in one copy, so a slot has the same offsets.
  * Threads: any. Only who asks for a plane's memory waits while that is made; the ledger has its own
- *          locks. What is set of a unit (settle, disk, passing, states) is set
- *          before anybody asks for a plane of it.
+ *          locks. What is set of a unit (passing, states) is set before anybody asks for a plane of
+ *          it.
  */
 #ifndef MT_STORE_H
 #define MT_STORE_H
 
+#include "context.h"
 #include "dev.h"
 #include "pool.h"
 #include "states.h"
@@ -56,20 +56,14 @@ typedef struct mt_param_desc {
     int      trainable;      /* 0: the unit's planes other than HI leave it out */
 } mt_param_desc;
 
-/* A stretch of one parameter whose states are somewhere else than in the host's planes. */
-typedef struct mt_part {
-    int     param;
-    int64_t from, n;         /* its elements [from, from + n) */
-    /* Of MT_STATE_PLANES and HI, aligned to MT_PART_ALIGN; NULL: nothing,
-     * or in the host's plane. */
-    void   *at[MT_PLANE_COUNT];
-} mt_part;
-
+/* Where parameters, and parts of them (pieces.h), begin: what GEMMs and disks like. */
 #define MT_PART_ALIGN ((size_t)512)
 
 typedef struct mt_store mt_store;
+typedef struct mt_home mt_home;          /* home.h */
 
-mt_status mt_store_open (mt_dev *dev, mt_pool *pool, mt_store **out);
+/* Of the context: dev, pool, warn. */
+mt_status mt_store_open (const mt_context *cx, mt_store **out);
 void      mt_store_close(mt_store *s);
 mt_status mt_store_add  (mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit);
 
@@ -94,13 +88,6 @@ size_t mt_plane_bytes(mt_plane p, mt_dtype dt, mt_states st, int64_t n);
 /* The same of n elements of a parameter: its first, or those from a multiple of 128 on. */
 size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n);
 
-/* Bytes of a part of n elements: those planes one after the other,
- * each a multiple of MT_PART_ALIGN. */
-size_t mt_store_part_bytes(const mt_store *s, int unit, int param, unsigned planes, int64_t n);
-/* Where in it plane p is. */
-size_t mt_store_part_at(const mt_store *s, int unit, int param, unsigned planes, int64_t n,
-                        mt_plane p);
-
 /* How the unit's states are kept; FP32 until it is set.
  * MT_ESTATE when planes of other states are made. */
 mt_status mt_store_set_states(mt_store *s, int unit, mt_states states);
@@ -115,14 +102,15 @@ mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* The whole HI plane of a unit: what one H2D copy reads. */
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
 
-/* From now on the unit's planes but HI are device memory, and their host planes reserved addresses.
- * HI is in a slot, and its host plane is made committed, to be filled. Planes that the host has
- * already stay as they are. The unit has a mirror (mirror.h). */
-mt_status mt_store_settle (mt_store *s, int unit);
-int       mt_store_settled(const mt_store *s, int unit);                 /* any thread */
-/* The host's planes are the true ones again: those that were made are committed, and registered as
- * any unit's, and the device's are given back. Their values have come to the host before. */
-mt_status mt_store_unsettle(mt_store *s, int unit);
+/* The unit's home (home.h) is `to` from now on; of: what that one's functions get. Its host planes
+ * that are away are reserved addresses, and a mirror; those that it had stay as they are, and so
+ * does what is later taken: committed, to be filled. Back in ram all that was made is committed and
+ * registered; memory on the device is given back, so its values have come before. Gives way to one
+ * rule: a unit comes to a home from one other, and goes back there. MT_ESTATE; on failure it is
+ * where it was. One thread, while no other is inside for that unit. */
+mt_status      mt_store_move(mt_store *s, int unit, const mt_home *to, void *of);
+/* Of any thread; ram where there is no such unit. of may be NULL. */
+const mt_home *mt_store_home(const mt_store *s, int unit, void **of);
 /* Has the parameter an address in this plane already, on the host or (on_device) on the device? */
 int       mt_store_made   (mt_store *s, int unit, int param, mt_plane p, int on_device);
 /* As mt_store_at, of a settled unit's plane other than HI: an address on the device;
@@ -136,10 +124,6 @@ void      mt_store_decommit(mt_store *s, int unit, mt_plane p);
 size_t    mt_store_reserved(mt_store *s, int unit, mt_plane p);  /* bytes that commit would take */
 void      mt_store_device_close(mt_store *s);          /* gives all device memory back */
 
-/* The unit's updates pass through the device from now on (through.h), or no more: all its planes
- * are registered, so that copies run at full speed. MT_ESTATE for a settled unit. */
-mt_status mt_store_set_through (mt_store *s, int unit, int on);
-int       mt_store_goes_through(const mt_store *s, int unit);            /* any thread */
 /* The unit's gradients pass: it has no GRAD plane but for the time between a hand-over and the end
  * of the next update of it (mt_ledger_update_end), in a buffer that is lent: MT_STORE_LENT of a
  * size in all, and as many on the device for settled units. MT_ESTATE for one that has a GRAD
@@ -149,23 +133,12 @@ mt_status mt_store_set_passing(mt_store *s, int unit);
 /* Fewer of a size, at least one: then a hand-over waits for the update before.
  * Before anything is lent. */
 mt_status mt_store_lend_most  (mt_store *s, int n);
+int       mt_store_lends      (const mt_store *s);                       /* so many of a size */
 int       mt_store_passes     (const mt_store *s, int unit);             /* any thread */
-/* Waits for a buffer, that is for the update of a unit that has one:
- * MT_ESTATE when no update has used it. */
-mt_status mt_store_lend       (mt_store *s, int unit);
-/* Those waits are recorded in t, with that unit. Before anything is lent, or never. */
-void      mt_store_timeline   (mt_store *s, mt_timeline *t);
+/* Waits for a buffer, that is for the update of a unit that has one, and records that in t with
+ * that unit: MT_ESTATE when no update has used it. */
+mt_status mt_store_lend       (mt_store *s, int unit, mt_timeline *t);
 
-/* All host planes of the unit are registered as they are made; of states,
- * those that are in memory are now. */
-mt_status mt_store_register(mt_store *s, int unit);
-
-/* From now on these planes of the unit are in a file: MT_STATE_PLANES, and HI, or none any more.
- * Their arenas are reserved addresses, never registered; HI, where it is made already, stays as it
- * is. The unit has a mirror (mirror.h). MT_ESTATE when one of the others is made already, for a
- * settled unit, and for one that goes through the device. */
-mt_status mt_store_set_disk(mt_store *s, int unit, unsigned planes);
-unsigned  mt_store_on_disk (const mt_store *s, int unit);          /* these planes. Any thread */
 /* *in: the parameter has its place in the unit's arena of that plane, which is made where it is
  * not. 0: it has an arena of its own, or nothing there. */
 mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in);

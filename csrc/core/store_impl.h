@@ -28,20 +28,20 @@ typedef struct mt__plane {
 
 #define MT__ABSENT SIZE_MAX
 
-/* Where a plane is. A settled unit has both: the device's is the true one, the host's a copy. */
+/* Where a plane is. One that is away on the device has both: the host's is a copy. */
 enum { MT__HOST, MT__DEVICE, MT__PLACES };
 
 /* A unit's copies. mirror_mu */
 typedef struct mt__mirror {
-    const mt_mirror_ops *ops;        /* NULL: the host is the unit's home */
-    void                *home;
-    unsigned char       *copies;     /* [MT_PLANE_COUNT * n_params] an mt_mirror_state each */
-    unsigned             planes;     /* that are with the home, a bit each */
-    unsigned             at_host;    /* excepted from them */
-    unsigned             pages;      /* of planes: whose memory on the host may be committed */
-    unsigned             claimed;    /* of planes */
-    int                  busy;       /* somebody is behind the door */
-    int                  awaited;    /* so many wait until nobody is, saves left out */
+    const mt_home *home;             /* NULL: none but the host. These as in the unit */
+    void          *of;
+    unsigned char *copies;          /* [MT_PLANE_COUNT * n_params] an mt_mirror_state each */
+    unsigned       planes;           /* that are with the home, a bit each */
+    unsigned       visit;            /* that are on the host */
+    unsigned       pages;            /* of planes: whose memory on the host may be committed */
+    unsigned       claimed;          /* of planes */
+    int            busy;             /* somebody is behind the door */
+    int            awaited;          /* so many wait until nobody is, saves left out */
 } mt__mirror;
 
 typedef struct mt__unit {
@@ -55,13 +55,11 @@ typedef struct mt__unit {
     mt__plane      plane[MT__PLACES][MT_PLANE_COUNT];
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is
                                       * made */
-    atomic_int     settled;          /* set and cleared under map_mu; read by anyone */
-    atomic_int     through;          /* the same, but set and cleared */
-    atomic_int     registered;       /* all host planes are. Set and cleared under map_mu; read by
-                                      * anyone */
-    atomic_int     passing;          /* as settled: its GRAD plane is lent */
-    atomic_uint    disk;             /* planes in a file, a bit each. Set under map_mu; read by
-                                      * anyone */
+    /* Where it is, and what that one's functions get. Both: moved by one thread, the second first;
+     * read by anyone. */
+    _Atomic(const mt_home *) home;
+    void          *home_of;
+    atomic_int     passing;          /* its GRAD plane is lent. Set under map_mu; read by anyone */
 
     uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
     mt__mirror     mirror;
@@ -102,8 +100,6 @@ struct mt_store {
     int             n_lent, most_lent;       /* most: of a size in a place; constant once anything
                                               * is lent */
     uint64_t        lendings;                /* so far. map_mu */
-    mt_timeline    *timeline;                /* of waits for a buffer. Constant once anything is
-                                              * lent */
     mt__ledger      ledger;
     mt_watch        watch;
 };
@@ -126,7 +122,8 @@ mt_status mt__ledger_open  (mt__ledger *l);
 void      mt__ledger_close (mt__ledger *l);
 void      mt__version_grows(mt_store *s, int unit);
 
-/* mirror.c. Some of the host's weights were written. */
-void mt__mirror_touched(mt_store *s, int unit);
+/* mirror.c. The unit moves; some of the host's weights were written. */
+mt_status mt__mirror_move   (mt_store *s, int unit, const mt_home *to, void *of);
+void      mt__mirror_touched(mt_store *s, int unit);
 
 #endif

@@ -55,34 +55,53 @@ typedef struct request {
     int      slot, unit;
     void    *mem;
     uint64_t number;
-    mt_debug debug;
 } request;
 
 struct mt_stream {
+    const mt_context *cx;
     mt_dev       *dev;
     mt_store     *store;
     mt_slot_hooks hooks;
     mt_queue     *h2d;       /* the mover's alone */
-    mt_timeline  *timeline;  /* written before the first request */
-    mt_feed      *feed;      /* NULL: no unit's weights are on disk. Written before the first
-                              * request */
-    mt_resident  *residents; /* NULL: no unit is settled. Written by settle */
+    mt_timeline  *timeline;
+    void         *poison;    /* POISON_BYTES of 0xFF; NULL before it is asked for. The mover's */
     slot         *slots;
     size_t       *slot_bytes;/* as schedules see them: what is settled fits nobody else */
-    int           n_slots;
+    int           n_slots, n_settled;
 
     /* Acquiring thread. */
     mt__course    course;
     uint64_t      tick, requests;
     int           last_unit;    /* of the latest acquire since begin; -1: none */
     int           computing;    /* of the latest window whose kernels are in run; -1: none yet */
-    mt_debug      debug;
 
-    mt_mutex mu;
+    mt_mutex        mu;
     mt_worker       mover;            /* its jobs are slots. news: issued grew, or it failed */
     mt_stream_stats stats;            /* mu */
-    void           *poison;           /* POISON_BYTES of 0xFF; made by debug, kept until close */
 };
+
+/* Under mu, at each door: where slots and their requests stand. */
+static void assert_state(const mt_stream *s)
+{
+    int with_mover = 0, settled = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&s->mu));
+    for (int k = 0; k < s->n_slots; k++) {
+        const slot *sl = &s->slots[k];
+        int         asked = sl->unit >= 0 && sl->issued < sl->asked;
+
+        MT_ASSERT(sl->issued <= sl->asked && sl->asked <= s->requests);
+        MT_ASSERT(!sl->node.listed || (asked && !sl->settled));
+        MT_ASSERT(!sl->settled || sl->unit >= 0);
+        MT_ASSERT(sl->unit < 0 || mt_store_hi_bytes(s->store, sl->unit) <= sl->bytes);
+        with_mover += asked && !sl->node.listed;
+        settled += sl->settled;
+    }
+    MT_ASSERT(settled == s->n_settled);
+    MT_ASSERT(with_mover <= 1 || s->mover.failed != MT_OK);
+}
 
 /* ---- the mover -------------------------------------------------------------------------- */
 
@@ -90,7 +109,7 @@ struct mt_stream {
 
 static int on_disk(const mt_stream *s, int unit)
 {
-    return s->feed != NULL && (mt_store_on_disk(s->store, unit) >> MT_PLANE_HI & 1);
+    return s->cx->feed != NULL && mt_store_home(s->store, unit, NULL)->fed;
 }
 
 /* Under mu. What stands in line will be fetched in this order. */
@@ -98,17 +117,17 @@ static void tell_feed(mt_stream *s)
 {
     int units[TOLD], n = 0;
 
-    if (s->feed == NULL)
+    if (s->cx->feed == NULL)
         return;
     for (const mt_job *j = s->mover.first; j != NULL && n < TOLD; j = j->next)
         units[n++] = ((const slot *)(const void *)j)->unit;
-    mt_feed_expect(s->feed, units, n);
+    mt_feed_expect(s->cx->feed, units, n);
 }
 
 /* UPDATED: the copy reads HI, which an update announced before now still has to write. */
 static mt_status fetch_begin(mt_stream *s, const request *r, uint64_t *version)
 {
-    if (!(r->debug.skip & MT_EDGE_UPDATED))
+    if (!mt_skips(s->cx, MT_EDGE_UPDATED))
         return mt_ledger_fetch_begin(s->store, r->unit, version);
     *version = mt_ledger_version(s->store, r->unit);
     return MT_OK;
@@ -119,9 +138,14 @@ static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
 {
     mt_status st;
 
+    if (s->poison == NULL) {
+        if ((s->poison = malloc(POISON_BYTES)) == NULL)
+            return MT_FAIL(MT_ENOMEM, "stream: no memory for the poison of slots");
+        memset(s->poison, 0xFF, POISON_BYTES);
+    }
     for (size_t at = 0; at < bytes; at += POISON_BYTES) {
-        size_t piece = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
-        MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, piece));
+        size_t n = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
+        MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, n));
     }
     return MT_OK;
 fail:
@@ -151,11 +175,11 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
     mt_status         st;
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
-    if (!(r->debug.skip & MT_EDGE_FREED))
+    if (!mt_skips(s->cx, MT_EDGE_FREED))
         MT_TRY(v->wait(s->h2d, k->freed));
-    if (r->debug.poison && s->poison != NULL)
+    if (mt_poisons(s->cx))
         MT_TRY(put_poison(s, r, bytes));
-    MT_TRY(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->feed, r->unit, r->mem, s->h2d));
+    MT_TRY(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
     return v->record(s->h2d, k->ready);
 fail:
     return st;
@@ -176,8 +200,8 @@ static mt_status deliver(mt_stream *s, const request *r, uint64_t *version)
     end = mt_ledger_fetching(s->store, r->unit, s->h2d);
     return st != MT_OK ? st : end;
 fail:
-    if (s->feed != NULL)
-        mt_feed_next(s->feed, -1);       /* nothing is read for what is not fetched */
+    if (s->cx->feed != NULL)
+        mt_feed_next(s->cx->feed, -1);       /* nothing is read for what is not fetched */
     return st;
 }
 
@@ -186,12 +210,13 @@ static mt_status carry_out(void *arg, mt_job *node)
 {
     mt_stream *s = arg;
     slot      *k = (slot *)(void *)node;
-    request    r = { (int)(k - s->slots), k->unit, k->mem, k->asked, s->debug };
+    request    r = { (int)(k - s->slots), k->unit, k->mem, k->asked };
     uint64_t   version = 0;
     mt_status  st;
 
+    assert_state(s);
     if (on_disk(s, r.unit))
-        mt_feed_next(s->feed, r.unit);
+        mt_feed_next(s->cx->feed, r.unit);
     tell_feed(s);
     mt_unlock(&s->mu);
     if ((st = deliver(s, &r, &version)) != MT_OK)
@@ -201,6 +226,7 @@ static mt_status carry_out(void *arg, mt_job *node)
         k->issued = r.number;
     if (st == MT_OK && k->asked == r.number)
         k->version = version;
+    MT_ASSERT(mt_holds(&s->mu));
     return st;
 }
 
@@ -227,7 +253,7 @@ fail:
     return st;
 }
 
-mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots, int n_slots,
+mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_slots,
                          mt_slot_hooks hooks, mt_stream **out)
 {
     mt_stream *s;
@@ -241,14 +267,12 @@ mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots
     if ((s = calloc(1, sizeof *s)) == NULL)
         return MT_FAIL(MT_ENOMEM, "stream: calloc(%zu)", sizeof *s);
 
-    s->dev = dev;
-    s->store = store;
-    s->hooks = hooks;
-    s->last_unit = s->computing = -1;
+    *s = (mt_stream){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline,
+                      .hooks = hooks, .last_unit = -1, .computing = -1 };
     mt__course_open(&s->course);
     mt_mutex_open(&s->mu, MT_RANK_STREAM);
     MT_TRY(open_slots(s, slots, n_slots));
-    MT_TRY(dev->ops->queue_open(dev, "h2d", &s->h2d));
+    MT_TRY(s->dev->ops->queue_open(s->dev, "h2d", &s->h2d));
     MT_TRY(mt_worker_open(&s->mover, &s->mu, 1, "mt-mover", "h2d", carry_out, s));
     *out = s;
     return MT_OK;
@@ -279,18 +303,9 @@ void mt_stream_close(mt_stream *s)
     free(s);
 }
 
-void mt_stream_timeline(mt_stream *s, mt_timeline *t)
+mt_status mt_stream_settle(mt_stream *s, int unit, int k)
 {
-    s->timeline = t;
-}
-
-void mt_stream_feed(mt_stream *s, mt_feed *f)
-{
-    s->feed = f;
-}
-
-mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int k)
-{
+    mt_resident *r = s->cx->residents;
     size_t    bytes = mt_store_hi_bytes(s->store, unit);
     mt_status st;
 
@@ -308,11 +323,12 @@ mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int k)
     else if (mt_resident_mem(r, unit) != s->slots[k].mem)
         return MT_FAIL(MT_EINVAL, "unit %s: slot %d is not the memory that it has",
                        mt_store_name(s->store, unit), k);
-    s->residents = r;
     s->slot_bytes[k] = SIZE_MAX;
     mt_lock(&s->mu);
     s->slots[k].unit = unit;
     s->slots[k].settled = 1;
+    s->n_settled++;
+    assert_state(s);
     mt_unlock(&s->mu);
 fail:
     return st;
@@ -323,7 +339,7 @@ fail:
 /* The slot that is the unit's for good; -1: none. */
 static int settled_slot(const mt_stream *s, int unit)
 {
-    for (int k = 0; k < s->n_slots && s->residents != NULL; k++)
+    for (int k = 0; k < s->n_slots && s->n_settled > 0; k++)
         if (s->slots[k].settled && s->slots[k].unit == unit)
             return k;
     return -1;
@@ -348,6 +364,7 @@ static int holding(mt_stream *s, int unit, int first)
     int      found = -1;
 
     mt_lock(&s->mu);
+    assert_state(s);
     if (first >= 0 && brings(s, first, unit, now))
         found = first;
     for (int k = 0; k < s->n_slots && found < 0; k++)
@@ -386,6 +403,7 @@ static mt_status renew(mt_stream *s, int k)
     withdraw(s, &s->slots[k]);
     s->slots[k].mem = mem;
     s->slots[k].unit = -1;
+    assert_state(s);
     mt_unlock(&s->mu);
     return MT_OK;
 fail:
@@ -415,6 +433,7 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     s->stats.fetches++;
     s->stats.h2d_bytes += bytes;
     tell_feed(s);
+    assert_state(s);
     mt_unlock(&s->mu);
     sl->last_use = ++s->tick;
     return MT_OK;
@@ -561,13 +580,13 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
     MT_TRY(mt__course_compute(&s->course, unit, &from, &step));
     if (step >= 0)
         planned = mt__course_schedule(&s->course)->steps[step].slot;
-    if (step >= 0 && !s->debug.sync)
+    if (step >= 0 && !mt_syncs(s->cx))
         MT_TRY(catch_up(s, from, step, run));
     if ((*k = holding(s, unit, planned)) < 0)
         MT_TRY(fetch_on_demand(s, unit, run, k));
     s->slots[*k].last_use = ++s->tick;
     s->last_unit = unit;
-    if (step >= 0 && !s->debug.sync)
+    if (step >= 0 && !mt_syncs(s->cx))
         MT_TRY(look_ahead(s, *k, run));
     return MT_OK;
 fail:
@@ -608,7 +627,7 @@ mt_status mt_stream_kick(mt_stream *s, mt_queue *run)
 
     MT_TRY(mt_ledger_check(s->store));
     /* An update in mid-backward is no end of the step: its slots are still needed. */
-    if (s->debug.sync || !mt__course_over(&s->course))
+    if (mt_syncs(s->cx) || !mt__course_over(&s->course))
         return MT_OK;
     for (int64_t i = 0; i < sch->n && sch->steps[i].kind != MT_COMPUTE; i++)
         if (sch->steps[i].kind == MT_FETCH)
@@ -624,7 +643,6 @@ typedef struct awaited {
     const mt_stream *s;
     const slot      *k;
     int              failed;
-    mt_debug         debug;
 } awaited;
 
 static int is_issued(void *arg)
@@ -632,34 +650,31 @@ static int is_issued(void *arg)
     awaited *a = arg;
 
     a->failed = a->s->mover.failed != MT_OK;
-    a->debug = a->s->debug;
     return a->failed || a->k->issued >= a->k->asked;
 }
 
 /* The host waits for the mover, so that `ready` has been recorded for this copy when run is told
  * to wait for it. A wait of the mover's that the watchdog ends is a fault, and ends this one. */
-static mt_status wait_issued(mt_stream *s, int k, mt_debug *debug)
+static mt_status wait_issued(mt_stream *s, int k)
 {
     awaited   a = { .s = s, .k = &s->slots[k] };
     mt_status st = mt_watch_until(mt_store_watch(s->store), &s->mover.news, &s->mu, is_issued, &a,
                                   mt_store_name(s->store, s->slots[k].unit), "its fetch to be put");
 
-    *debug = a.debug;
     return a.failed ? mt_ledger_check(s->store) : st;
 }
 
 static mt_status await_copy(mt_stream *s, int k, mt_queue *run)
 {
-    mt_debug  debug;
     mt_status st;
 
     if (on_disk(s, s->slots[k].unit))
         mt_mirror_forget(s->store, s->slots[k].unit);
-    MT_TRY(wait_issued(s, k, &debug));
-    if (debug.sync)
+    MT_TRY(wait_issued(s, k));
+    if (mt_syncs(s->cx))
         MT_TRY(s->dev->ops->sync_event(s->slots[k].ready));
     /* READY: the copy is in h2d; run goes on when it is over. */
-    if (!(debug.skip & MT_EDGE_READY))
+    if (!mt_skips(s->cx, MT_EDGE_READY))
         MT_TRY(s->dev->ops->wait(run, s->slots[k].ready));
 fail:
     return st;
@@ -673,7 +688,7 @@ mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
     if (k < 0 || k >= s->n_slots)
         return MT_FAIL(MT_EINVAL, "stream: there is no slot %d of %d", k, s->n_slots);
     if (s->slots[k].settled)
-        MT_TRY(mt_resident_await(s->residents, s->slots[k].unit, run));
+        MT_TRY(mt_resident_await(s->cx->residents, s->slots[k].unit, run));
     else
         MT_TRY(await_copy(s, k, run));
     mt_lock(&s->mu);
@@ -720,19 +735,4 @@ mt_stream_stats mt_stream_stats_get(mt_stream *s)
 const mt_schedule *mt_stream_schedule(const mt_stream *s)
 {
     return mt__course_schedule(&s->course);
-}
-
-void mt_stream_debug(mt_stream *s, mt_debug d)
-{
-    void *poison = NULL;
-
-    if (d.poison && s->poison == NULL && (poison = malloc(POISON_BYTES)) == NULL)
-        mt_ledger_fault(s->store, MT_ENOMEM, "stream: no memory for the poison of mt_stream_debug");
-    if (poison != NULL)
-        memset(poison, 0xFF, POISON_BYTES);
-    mt_lock(&s->mu);
-    if (poison != NULL)
-        s->poison = poison;
-    s->debug = d;
-    mt_unlock(&s->mu);
 }

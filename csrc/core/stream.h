@@ -11,7 +11,7 @@
  *                                                       // run: until the copy is over
  *     ... torch ops on mem ...
  *
- * Edges between queues (each can be left out by mt_stream_debug, to see the tests fail):
+ * Edges between queues (each can be left out, to see the tests fail: debug.h):
  *   READY   run waits for the H2D copy into its slot           recorded on h2d behind the copy
  *   FREED   h2d waits for compute that used the slot's memory  recorded on run when the FETCH that
  *           overwrites it is decided: all use so far was launched by then, and nobody holds it
@@ -53,21 +53,14 @@ typedef struct mt_slot_hooks {
 
 typedef struct mt_stream mt_stream;
 
-mt_status mt_stream_open(mt_dev *dev, mt_store *store, const mt_slot_desc *slots, int n_slots,
+mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_slots,
                          mt_slot_hooks hooks, mt_stream **out);
 void      mt_stream_close(mt_stream *s);       /* waits for the mover and the H2D queue */
 
-/* Fetches are recorded in t from now on. Before the first acquire, or never. */
-void      mt_stream_timeline(mt_stream *s, mt_timeline *t);
-
-/* Who reads weights that are on disk; it outlives the stream. Before the first acquire. */
-void      mt_stream_feed    (mt_stream *s, mt_feed *f);
-
-/* Slot `slot` is the unit's as long as the stream lives. r is the same each time. Before the first
- * acquire. A unit that was settled in another stream's time has its memory already: the slot's must
- * be that. MT_EINVAL when the slot is too small or other memory, MT_ESTATE when it is in use, and
- * as mt_resident_settle. */
-mt_status mt_stream_settle(mt_stream *s, mt_resident *r, int unit, int slot);
+/* Slot `slot` is the unit's as long as the stream lives. Before the first acquire. A unit that was
+ * settled in another stream's time has its memory already: the slot's must be that. MT_EINVAL when
+ * the slot is too small or other memory, MT_ESTATE when it is in use, and as mt_resident_settle. */
+mt_status mt_stream_settle(mt_stream *s, int unit, int slot);
 
 /* A root forward starts: the cursor returns to the start. When the order just ended differs from
  * the schedule's, a schedule is built from it. */
@@ -93,7 +86,5 @@ typedef struct mt_stream_stats {
 } mt_stream_stats;
 mt_stream_stats    mt_stream_stats_get(mt_stream *s);
 const mt_schedule *mt_stream_schedule(const mt_stream *s);   /* NULL before the first is built */
-
-void mt_stream_debug(mt_stream *s, mt_debug d);          /* tests only */
 
 #endif

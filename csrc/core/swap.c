@@ -10,7 +10,7 @@
 #include <string.h>
 
 #define ALIGN       ((size_t)512)        /* of a part in its block */
-#define PIECE_BYTES ((size_t)32 << 20)   /* of a copy: under a millisecond of the bus */
+#define SLICE_BYTES ((size_t)32 << 20)   /* of a copy: under a millisecond of the bus */
 
 enum { SOURCES = 1, TENSORS = 2 };       /* who still needs a bundle: mt_swap_left, mt_swap_drop */
 
@@ -31,25 +31,48 @@ typedef struct bundle {                  /* all under mu */
 } bundle;
 
 struct mt_swap {
+    const mt_context *cx;
     mt_dev         *dev;
     mt_pool        *pool;
     mt_queue       *out, *back;          /* whoever holds mu puts */
     mt_event       *made, *room;         /* recorded on run, and waited for at once */
     mt_post         making;              /* `made`, for the watchdog. mu */
     mt_timeline    *timeline;
-    mt_store       *store;               /* NULL: nobody watches */
+    mt_store       *store;
     mt_spill       *spill;               /* NULL: there is no file */
     mt_mutex        mu;
     block          *blocks;              /* mu, as what follows */
     bundle         *there;               /* the latest first */
     uint64_t        bundles;             /* made so far */
     mt_swap_stats   stats;
-    mt_debug        debug;
 };
 
 static mt_watch *watch_of(const mt_swap *w)
 {
-    return w->store != NULL ? mt_store_watch(w->store) : NULL;
+    return mt_store_watch(w->store);
+}
+
+/* Under mu, at each door: a taken block is one bundle's, and bytes are counted once. */
+static void assert_state(const mt_swap *w)
+{
+    size_t host = 0, used = 0;
+    int    taken = 0;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&w->mu));
+    for (const block *b = w->blocks; b != NULL; b = b->next) {
+        host += b->b.arena.bytes;
+        used += b->taken ? b->b.arena.bytes : 0;
+        taken += b->taken;
+    }
+    for (const bundle *b = w->there; b != NULL; b = b->next) {
+        MT_ASSERT((b->block == NULL) != (b->spilled == NULL) && b->needed != 0);
+        MT_ASSERT(b->block == NULL || b->block->taken);
+        MT_ASSERT(b->number <= w->bundles && (b->next == NULL || b->next->number < b->number));
+        taken -= b->block != NULL;
+    }
+    MT_ASSERT(taken == 0 && host == w->stats.host_bytes && used == w->stats.used_bytes);
 }
 
 /* ---- blocks ----------------------------------------------------------------------------- */
@@ -114,20 +137,14 @@ static block *fitting(mt_swap *w, size_t bytes, block **largest)
 #define LEFT "copies of what it keeps (the event LEFT)"
 #define BACK "copies of what it keeps (the event BACK)"
 
-static mt_status host_waits(mt_swap *w, mt_event *e, const mt_post *p, const char *awaits)
-{
-    return w->store == NULL ? w->dev->ops->sync_event(e)
-                            : mt_watch_event(watch_of(w), e, p->unit, awaits);
-}
-
 /* Its copies must be over before its memory goes. */
 static mt_status give_up(mt_swap *w, block *b)
 {
     block   **at = &w->blocks;
     mt_status st;
 
-    MT_TRY(host_waits(w, b->b.filled, &b->b.filling, LEFT));
-    MT_TRY(host_waits(w, b->b.landed, &b->b.landing, BACK));
+    MT_TRY(mt_watch_event(watch_of(w), b->b.filled, b->b.filling.unit, LEFT));
+    MT_TRY(mt_watch_event(watch_of(w), b->b.landed, b->b.landing.unit, BACK));
     while (*at != b)
         at = &(*at)->next;
     *at = b->next;
@@ -228,19 +245,19 @@ static void no_longer(mt_swap *w, bundle *b, int who)
 
 /* ---- copies ----------------------------------------------------------------------------- */
 
-static mt_status copy_pieces(mt_queue *q, char *dst, const char *src, size_t bytes)
+static mt_status copy_slices(mt_queue *q, char *dst, const char *src, size_t bytes)
 {
     mt_status st = MT_OK;
 
-    for (size_t at = 0; at < bytes && st == MT_OK; at += PIECE_BYTES)
+    for (size_t at = 0; at < bytes && st == MT_OK; at += SLICE_BYTES)
         st = q->dev->ops->copy(q, dst + at, src + at,
-                               bytes - at < PIECE_BYTES ? bytes - at : PIECE_BYTES);
+                               bytes - at < SLICE_BYTES ? bytes - at : SLICE_BYTES);
     return st;
 }
 
 static mt_status wait_for(mt_swap *w, mt_queue *q, mt_event *e, unsigned edge)
 {
-    return w->debug.skip & edge ? MT_OK : w->dev->ops->wait(q, e);
+    return mt_skips(w->cx, edge) ? MT_OK : w->dev->ops->wait(q, e);
 }
 
 /* q waits for what run was given so far. */
@@ -267,25 +284,24 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const m
         char *mem = parts[i].mem;
 
         if (mem != NULL)
-            MT_TRY(leaving ? copy_pieces(q, host, mem, parts[i].bytes)
-                           : copy_pieces(q, mem, host, parts[i].bytes));
+            MT_TRY(leaving ? copy_slices(q, host, mem, parts[i].bytes)
+                           : copy_slices(q, mem, host, parts[i].bytes));
         copied += mem != NULL ? parts[i].bytes : 0;
         host += aligned(parts[i].bytes);
     }
     mt_timeline_end(w->timeline, &span, copied, q);
     MT_TRY(w->dev->ops->record(q, leaving ? m->filled : m->landed));
-    if (w->store != NULL)
-        mt_watch_put(mt_store_watch(w->store), leaving ? &m->filling : &m->landing,
-                     leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit),
-                     leaving ? LEFT : BACK, leaving ? m->filled : m->landed);
+    mt_watch_put(watch_of(w), leaving ? &m->filling : &m->landing,
+                 leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit),
+                 leaving ? LEFT : BACK, leaving ? m->filled : m->landed);
     *count += copied;
-    if (w->debug.sync)
+    if (mt_syncs(w->cx))
         st = w->dev->ops->sync(q);
     return st;
 
 fail:
     mt_timeline_end(w->timeline, &span, copied, q);
-    (void)w->dev->ops->sync(q);     /* pieces may be under way, and the caller frees its memory */
+    (void)w->dev->ops->sync(q);     /* slices may be under way, and the caller frees its memory */
     return st;
 }
 
@@ -298,9 +314,8 @@ static mt_status fill(mt_swap *w, bundle *b, const mt_swap_part *parts, mt_queue
     mt_status      st;
 
     MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
-    if (w->store != NULL)
-        mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, b->unit),
-                         "its kernels (the event COMPUTED)", w->made);
+    mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, b->unit),
+                     "its kernels (the event COMPUTED)", w->made);
     if (b->block != NULL)                /* of another's the spill has waited: DRAINED */
         MT_TRY(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
     MT_TRY(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
@@ -317,6 +332,7 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     MT_TRY(bundle_new(w, unit, parts, n, home, &b));
     MT_TRY(fill(w, b, parts, run));
     b->needed = SOURCES | TENSORS;
@@ -354,6 +370,7 @@ mt_status mt_swap_left(mt_swap *w, uint64_t number, mt_queue *run)
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     b = find(w, number);
     st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_LEFT);
     if (st == MT_OK)
@@ -389,6 +406,7 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     if ((b = find(w, number)) == NULL)
         MT_TRY(unknown(number));
     MT_TRY(fits(b, landing, n));
@@ -409,6 +427,7 @@ mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
     mt_status st;
 
     mt_lock(&w->mu);
+    assert_state(w);
     b = find(w, number);
     st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_BACK);
     mt_unlock(&w->mu);
@@ -419,20 +438,22 @@ void mt_swap_drop(mt_swap *w, uint64_t number)
 {
     mt_lock(&w->mu);
     no_longer(w, find(w, number), TENSORS);
+    assert_state(w);
     mt_unlock(&w->mu);
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_swap_open(mt_dev *dev, mt_pool *pool, mt_swap **out)
+mt_status mt_swap_open(const mt_context *cx, mt_swap **out)
 {
+    mt_dev   *dev = cx->dev;
     mt_swap  *w = calloc(1, sizeof *w);
     mt_status st;
 
     if (w == NULL)
         return MT_FAIL(MT_ENOMEM, "swap: calloc(%zu)", sizeof *w);
-    w->dev = dev;
-    w->pool = pool;
+    *w = (mt_swap){ .cx = cx, .dev = dev, .pool = cx->pool, .timeline = cx->timeline,
+                    .store = cx->store };
     mt_mutex_open(&w->mu, MT_RANK_SWAP);
     MT_TRY(dev->ops->queue_open(dev, "swap-out", &w->out));
     MT_TRY(dev->ops->queue_open(dev, "swap-back", &w->back));
@@ -464,8 +485,7 @@ void mt_swap_close(mt_swap *w)
         next = b->next;
         block_close(w, b);
     }
-    if (w->store != NULL)
-        mt_watch_take(watch_of(w), &w->making);
+    mt_watch_take(watch_of(w), &w->making);
     w->dev->ops->event_close(w->made);
     w->dev->ops->event_close(w->room);
     mt_mutex_close(&w->mu);
@@ -474,35 +494,9 @@ void mt_swap_close(mt_swap *w)
 
 mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_blocks)
 {
-    mt_status st;
-
-    if (w->store == NULL || w->spill != NULL)
-        return MT_FAIL(MT_ESTATE, "swap: %s",
-                       w->store == NULL ? "its store is named first" : "it has a file already");
-    if ((st = mt_spill_open(w->dev, w->pool, w->store, file, n_blocks, &w->spill)) != MT_OK)
-        return st;
-    mt_spill_timeline(w->spill, w->timeline);
-    mt_spill_debug(w->spill, w->debug);
-    return MT_OK;
-}
-
-void mt_swap_timeline(mt_swap *w, mt_timeline *t)
-{
-    w->timeline = t;
-}
-
-void mt_swap_store(mt_swap *w, mt_store *s)
-{
-    w->store = s;
-}
-
-void mt_swap_debug(mt_swap *w, mt_debug d)
-{
-    mt_lock(&w->mu);
-    w->debug = d;
     if (w->spill != NULL)
-        mt_spill_debug(w->spill, d);
-    mt_unlock(&w->mu);
+        return MT_FAIL(MT_ESTATE, "swap: it has a file already");
+    return mt_spill_open(w->cx, file, n_blocks, &w->spill);
 }
 
 mt_swap_stats mt_swap_stats_get(mt_swap *w)

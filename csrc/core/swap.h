@@ -15,7 +15,7 @@
  *     mt_swap_await(w, bundle, run);                   // run goes on when they are there
  *     mt_swap_drop (w, bundle);                        // the block is free for the next one
  *
- * Two queues of its own, one each way, and copies in pieces: so weights and gradients, which have
+ * Two queues of its own, one each way, and copies in slices: so weights and gradients, which have
  * queues of theirs, never stand behind gigabytes.
  *
  * Blocks have the size that was asked for. A bundle takes the smallest free block that holds it;
@@ -26,8 +26,8 @@
  * mt_swap_back until the bundle was read: so the thread that computes is at most as many windows
  * before the file as there are blocks.
  *
- * Edges between queues; spill.h has those of the file (each can be left out by
- * mt_swap_debug, to see the tests fail):
+ * Edges between queues; spill.h has those of the file (each can be left out, to see the tests fail:
+ * debug.h):
  *   COMPUTED out waits for compute up to mt_swap_out: the tensors are made     recorded on run
  *   LEFT    run waits for the copies out, in mt_swap_left: the sources' memory, in torch's
  *           allocator again, is reused in run's order, behind that wait               on out
@@ -52,7 +52,6 @@
 #define MT_SWAP_H
 
 #include "arena.h"
-#include "debug.h"
 #include "spill.h"
 #include "store.h"
 #include "timeline.h"
@@ -73,14 +72,11 @@ typedef enum mt_swap_home { MT_SWAP_HOST, MT_SWAP_FILE } mt_swap_home;
 
 typedef struct mt_swap mt_swap;
 
-mt_status mt_swap_open (mt_dev *dev, mt_pool *pool, mt_swap **out);
+mt_status mt_swap_open (const mt_context *cx, mt_swap **out);
 void      mt_swap_close(mt_swap *w);         /* waits for both queues */
-void      mt_swap_timeline(mt_swap *w, mt_timeline *t);      /* before the first out, or never */
-/* whose units they are, for its watch. The same */
-void      mt_swap_store   (mt_swap *w, mt_store *s);
 
-/* Bundles may go to this file, by way of so many blocks, from now on. After timeline and store,
- * once. The file is closed after w. */
+/* Bundles may go to this file, by way of so many blocks, from now on. Once; the file is closed
+ * after w. */
 mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_blocks);
 
 /* unit: for the timeline. Sources stay until mt_swap_left. MT_ENOMEM names the bytes.
@@ -97,6 +93,5 @@ mt_status mt_swap_await(mt_swap *w, uint64_t bundle, mt_queue *run);
 void      mt_swap_drop (mt_swap *w, uint64_t bundle);
 
 mt_swap_stats mt_swap_stats_get(mt_swap *w);
-void          mt_swap_debug(mt_swap *w, mt_debug d);
 
 #endif

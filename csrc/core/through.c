@@ -10,9 +10,9 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
-#define ALIGN_BYTES MT_PART_ALIGN
-#define ELEMENTS    256  /* parts begin at multiples; a smaller one, but a tensor's rest, is none */
-#define PARTS       32   /* in a buffer, at most */
+#define GRAIN 256            /* elements: parts begin at multiples */
+#define PARTS 32             /* in a buffer, at most */
+#define GRADS (1u << MT_PLANE_GRAD | 1u << MT_PLANE_ACC)
 
 typedef struct buffer {
     mt_queue *q;
@@ -22,16 +22,17 @@ typedef struct buffer {
 
 typedef struct job {
     mt_job         node;
-    mt_through_job j;
+    mt_update_job j;
     float          clip;
     uint64_t       number;
     mt_status      st;           /* of putting it. Our thread */
 } job;
 
 struct mt_through {
+    mt_context      *cx;
     mt_dev          *dev;
     mt_store        *store;
-    mt_timeline     *timeline;   /* written before the first put */
+    mt_timeline     *timeline;
     buffer          *buffers;    /* [n_buffers] */
     int              n_buffers;
     size_t           bytes;      /* of each */
@@ -39,95 +40,91 @@ struct mt_through {
     job             *before;     /* its last pieces may be coming down; NULL: none */
     mt_span          span;       /* the record that is open */
 
-    mt_mutex  mu;
+    mt_mutex         mu;
     mt_worker        worker;     /* a job ends when its unit is down, or the next one is put */
     mt_through_stats stats;      /* mu */
 };
 
-/* ---- cutting ---------------------------------------------------------------------------- */
-
-static size_t aligned(size_t bytes)
+/* Under mu, at each door: a unit is on its way still only where another follows. */
+static void assert_state(const mt_through *t)
 {
-    return (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
-}
-
-/* Bytes of n elements in a span. */
-static size_t span_bytes(const mt_through_tensor *k, int s, int64_t n)
-{
-    int64_t group = k->span[s].group;
-    return (size_t)((n + group - 1) / group) * k->span[s].elem;
-}
-
-/* How many of `left` elements fit into so many bytes: all, or a multiple of ELEMENTS. */
-static int64_t fit(const mt_through_tensor *k, int64_t left, size_t bytes)
-{
-    size_t  each = 0, spare = (size_t)k->n_spans * ALIGN_BYTES;
-    int64_t most;
-
-    for (int s = 0; s < k->n_spans; s++)
-        each += span_bytes(k, s, ELEMENTS);
-    most = bytes > spare ? (int64_t)((bytes - spare) / each) * ELEMENTS : 0;
-    return left < most ? left : most;
-}
-
-typedef struct cursor {
-    const mt_through_tensor *k;  /* [n] */
-    int                      n, tensor;
-    int64_t                  from;
-} cursor;
-
-/* The parts that fill the next buffer, at most PARTS; 0: nothing is left. */
-static int cut(cursor *c, char *mem, size_t bytes, mt_through_part *parts)
-{
-    size_t at = 0;
-    int    n = 0;
-
-    while (c->tensor < c->n && n < PARTS) {
-        const mt_through_tensor *k = &c->k[c->tensor];
-        mt_through_part         *p = &parts[n];
-
-        *p = (mt_through_part){ .tensor = c->tensor, .from = c->from };
-        p->n = fit(k, k->n - c->from, bytes - at);
-        if (n > 0 && p->n == 0 && c->from < k->n)
-            break;
-        for (int s = 0; s < k->n_spans; s++) {
-            p->at[s] = mem + at;
-            at += aligned(span_bytes(k, s, p->n));
-        }
-        n += p->n > 0;
-        if ((c->from += p->n) == k->n) {
-            c->tensor++;
-            c->from = 0;
-        }
-    }
-    return n;
+    MT_ASSERT(mt_holds(&t->mu));
+    MT_ASSERT(t->worker.ended <= t->worker.submitted);
+    MT_ASSERT(t->before == NULL || t->worker.ended < t->worker.submitted);
+    MT_ASSERT(t->stats.device_bytes <= t->bytes * (size_t)t->n_buffers);
 }
 
 /* ---- one unit: our thread --------------------------------------------------------------- */
 
-/* up: to the device; else what is to come back. */
-static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_through_tensor *k,
-                            const mt_through_part *parts, int n, int up)
+/* By parameter of the unit: what goes up, and where its gradient is in host memory. */
+typedef struct cargo {
+    unsigned    *planes;
+    const void **grad;
+} cargo;
+
+static mt_status list(const mt_through *t, const job *b, cargo *c)
+{
+    size_t    n = (size_t)mt_store_params(t->store, b->j.unit) + 1;
+    mt_plane  plane;
+    mt_status st = MT_OK;
+
+    c->planes = calloc(n, sizeof *c->planes);
+    c->grad = calloc(n, sizeof *c->grad);
+    if (c->planes == NULL || c->grad == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its parameters",
+                       mt_store_name(t->store, b->j.unit));
+    for (int i = 0; i < b->j.n_params && st == MT_OK; i++) {
+        int param = b->j.params[i];
+
+        if ((st = b->j.gradient(b->j.arg, param, &c->grad[param], &plane)) == MT_OK)
+            c->planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
+    }
+    return st;
+}
+
+static mt_status host_of(mt_through *t, int unit, const cargo *c, const mt_part *k, mt_plane p,
+                         void **at, size_t *bytes)
+{
+    char *grad = (char *)(uintptr_t)c->grad[k->param];
+
+    if (!(GRADS >> p & 1))
+        return mt_part_host(t->store, unit, k, p, at, bytes);
+    *at = grad + mt_store_plane_bytes(t->store, unit, k->param, p, k->from);
+    *bytes = mt_store_plane_bytes(t->store, unit, k->param, p, k->n);
+    return MT_OK;
+}
+
+/* up: to the device; else what is to come back, which is all but gradients. */
+static mt_status copy_part(mt_through *t, mt_queue *q, const job *b, const cargo *c,
+                           const mt_part *k, int up)
 {
     uint64_t  copied = 0;
     mt_status st = MT_OK;
 
-    for (int i = 0; i < n; i++)
-        for (int s = 0; s < k[parts[i].tensor].n_spans; s++) {
-            const mt_through_tensor *of = &k[parts[i].tensor];
-            size_t bytes = span_bytes(of, s, parts[i].n);
-            char  *host = (char *)of->span[s].host + span_bytes(of, s, parts[i].from);
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        void  *host;
+        size_t bytes;
 
-            if (!up && !of->span[s].back)
-                continue;
-            MT_TRY(t->dev->ops->copy(q, up ? parts[i].at[s] : host, up ? host : parts[i].at[s],
-                                     bytes));
-            copied += bytes;
-        }
+        if (k->at[p] == NULL || (!up && (GRADS >> p & 1)))
+            continue;
+        MT_TRY(host_of(t, b->j.unit, c, k, (mt_plane)p, &host, &bytes));
+        MT_TRY(t->dev->ops->copy(q, up ? k->at[p] : host, up ? host : k->at[p], bytes));
+        copied += bytes;
+    }
     mt_lock(&t->mu);
     *(up ? &t->stats.h2d_bytes : &t->stats.d2h_bytes) += copied;
     mt_unlock(&t->mu);
 fail:
+    return st;
+}
+
+static mt_status copy_parts(mt_through *t, mt_queue *q, const job *b, const cargo *c,
+                            const mt_part *parts, int n, int up)
+{
+    mt_status st = MT_OK;
+
+    for (int i = 0; i < n && st == MT_OK; i++)
+        st = copy_part(t, q, b, c, &parts[i], up);
     return st;
 }
 
@@ -147,22 +144,19 @@ fail:
     return st;
 }
 
-static mt_status put_pieces(mt_through *t, const job *b, const mt_through_tensor *k, int n)
+static mt_status put_pieces(mt_through *t, const job *b, const cargo *c, const mt_pieces *pieces)
 {
-    mt_through_part parts[PARTS];
-    cursor          c = { .k = k, .n = n };
-    int             n_parts;
-    mt_status       st = MT_OK;
+    mt_part   parts[PARTS];
+    mt_status st = MT_OK;
 
-    for (;;) {
-        buffer *f = &t->buffers[t->turn % (uint64_t)t->n_buffers];
+    for (int i = 0; i < pieces->n; i++) {
+        buffer *f = &t->buffers[t->turn++ % (uint64_t)t->n_buffers];
+        int     n = pieces->piece[i].n;
 
-        if ((n_parts = cut(&c, f->mem, t->bytes, parts)) == 0)
-            break;
-        t->turn++;
-        MT_TRY(copy_parts(t, f->q, k, parts, n_parts, 1));
-        MT_TRY(b->j.compute(b->j.arg, f->q, parts, n_parts, b->clip));
-        MT_TRY(copy_parts(t, f->q, k, parts, n_parts, 0));
+        mt_pieces_at(pieces, i, f->mem, parts);
+        MT_TRY(copy_parts(t, f->q, b, c, parts, n, 1));
+        MT_TRY(b->j.compute(b->j.arg, f->q, parts, n, b->clip));
+        MT_TRY(copy_parts(t, f->q, b, c, parts, n, 0));
     }
     for (int i = 0; i < t->n_buffers; i++)
         MT_TRY(t->dev->ops->record(t->buffers[i].q, t->buffers[i].over[b->number % 2]));
@@ -172,18 +166,22 @@ fail:
 
 static mt_status put_unit(mt_through *t, const job *b)
 {
-    mt_through_tensor *k = NULL;
-    int                n = 0;
-    mt_status          st;
+    cargo      c = { 0 };
+    mt_pieces *pieces = NULL;
+    mt_status  st;
 
     MT_TRY(mt_ledger_check(t->store));
     /* The unit's weights are overwritten: copies that read them must be over. */
     MT_TRY(mt_ledger_wait_fetch(t->store, b->j.unit));
     MT_TRY(make_buffers(t));
-    MT_TRY(b->j.list(b->j.arg, &k, &n));
-    st = put_pieces(t, b, k, n);
-    free(k);
+    MT_TRY(list(t, b, &c));
+    MT_TRY(mt_pieces_cut(t->store, b->j.unit,
+                         &(mt_cut){ c.planes, t->bytes, MT_PART_ALIGN, GRAIN, PARTS }, &pieces));
+    st = put_pieces(t, b, &c, pieces);
 fail:
+    mt_pieces_free(pieces);
+    free(c.planes);
+    free(c.grad);
     return st;
 }
 
@@ -228,6 +226,8 @@ static mt_status pass(void *arg, mt_job *node)
     job        *now = (job *)(void *)node, *before = t->before;
     mt_status   st = MT_OK;
 
+    assert_state(t);
+    MT_ASSERT(before == NULL || before->number + 1 == now->number);
     mt_unlock(&t->mu);
     if (before == NULL)
         begin_record(t, now);
@@ -244,6 +244,7 @@ static mt_status pass(void *arg, mt_job *node)
         st = finish(t, now);
         mt_lock(&t->mu);
     }
+    MT_ASSERT(t->before == NULL || t->worker.first != NULL);
     return st;
 }
 
@@ -266,8 +267,7 @@ fail:
     return st;
 }
 
-mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t bytes,
-                          mt_through **out)
+mt_status mt_through_open(mt_context *cx, int n_buffers, size_t bytes, mt_through **out)
 {
     mt_through *t;
     mt_status   st;
@@ -277,13 +277,12 @@ mt_status mt_through_open(mt_dev *dev, mt_store *store, int n_buffers, size_t by
                        n_buffers, bytes, MT_THROUGH_LEAST);
     if ((t = calloc(1, sizeof *t)) == NULL)
         return MT_FAIL(MT_ENOMEM, "through: calloc(%zu)", sizeof *t);
-    t->dev = dev;
-    t->store = store;
-    t->bytes = bytes;
+    *t = (mt_through){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline,
+                       .bytes = bytes };
     mt_mutex_open(&t->mu, MT_RANK_THROUGH);
     MT_TRY(open_buffers(t, n_buffers));
     MT_TRY(mt_worker_open(&t->worker, &t->mu, 1, "mt-through", "through", pass, t));
-    *out = t;
+    *out = cx->through = t;
     return MT_OK;
 
 fail:
@@ -295,6 +294,8 @@ void mt_through_close(mt_through *t)
 {
     if (t == NULL)
         return;
+    if (t->cx->through == t)
+        t->cx->through = NULL;
     mt_worker_close(&t->worker);
     for (int i = 0; t->buffers != NULL && i < t->n_buffers; i++) {
         if (t->buffers[i].q != NULL)
@@ -308,14 +309,9 @@ void mt_through_close(mt_through *t)
     free(t);
 }
 
-void mt_through_timeline(mt_through *t, mt_timeline *tl)
-{
-    t->timeline = tl;
-}
-
 /* ---- the updater's side ----------------------------------------------------------------- */
 
-mt_status mt_through_put(mt_through *t, const mt_through_job *j, float clip)
+mt_status mt_through_put(mt_through *t, const mt_update_job *j, float clip)
 {
     job *b = calloc(1, sizeof *b);
 
@@ -333,6 +329,7 @@ mt_status mt_through_put(mt_through *t, const mt_through_job *j, float clip)
     b->clip = clip;
     mt_lock(&t->mu);
     b->number = mt_worker_submit(&t->worker, &b->node);
+    assert_state(t);
     mt_unlock(&t->mu);
     return MT_OK;
 }
@@ -350,7 +347,30 @@ mt_through_stats mt_through_stats_get(mt_through *t)
     mt_through_stats stats;
 
     mt_lock(&t->mu);
+    assert_state(t);
     stats = t->stats;
     mt_unlock(&t->mu);
     return stats;
 }
+
+/* ---- the home --------------------------------------------------------------------------- */
+
+static int home_fits(const mt_update_job *j)
+{
+    return j->gradient != NULL && j->compute != NULL;
+}
+
+static mt_status home_update(void *arg, const mt_update_job *j, float clip)
+{
+    return mt_through_put(arg, j, clip);
+}
+
+static mt_status home_stepped(void *arg)
+{
+    return mt_through_wait(arg);
+}
+
+const mt_home mt_home_through = {
+    .lives = "goes through the device to be updated", .from = &mt_home_ram, .registered = ~0u,
+    .fits = home_fits, .update = home_update, .ends = 1, .turn = 1, .stepped = home_stepped,
+};

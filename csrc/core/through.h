@@ -5,12 +5,11 @@
  * and copied back, while the updater and the pool are at other units.
  *
  * Nouns, in the order they appear below:
- *   tensor   what is updated as one: spans of host memory with the same number of elements
- *   part     a stretch of a tensor in a buffer: its spans' addresses on the device
+ *   piece    of a unit: parts of its weights, gradients and states, as a buffer holds (pieces.h)
  *   buffer   device memory with a queue of its own, which copies up, computes and copies down in
  *            turn; there are a few, so that one goes up while another comes down
  *
- *     mt_through_open(dev, store, 3, bytes, &t);
+ *     mt_through_open(&cx, 3, bytes, &t);
  *     mt_through_put(t, &job, clip);                      // returns at once
  *     mt_ledger_wait_updates(store, job.unit);            // its planes are as after the update
  *
@@ -23,50 +22,20 @@
 #ifndef MT_THROUGH_H
 #define MT_THROUGH_H
 
-#include "store.h"
+#include "home.h"
 #include "timeline.h"
 
-#define MT_THROUGH_SPANS 6
 #define MT_THROUGH_LEAST 8192            /* bytes of a buffer */
-
-typedef struct mt_through_tensor {
-    int64_t n;                           /* elements */
-    int     n_spans;
-    struct {
-        void  *host;
-        size_t elem;                     /* bytes of an element, or of a group; 8 at most */
-        int    group;                    /* elements that share it: 1, or a divisor of 256 */
-        int    back;                     /* 1: copied down again */
-    } span[MT_THROUGH_SPANS];
-} mt_through_tensor;
-
-typedef struct mt_through_part {
-    int     tensor;                     /* which */
-    int64_t from, n;                    /* its elements [from, from + n) */
-    void   *at[MT_THROUGH_SPANS];       /* where its spans are on the device, each aligned to 512 */
-} mt_through_part;
-
-typedef struct mt_through_job {
-    int      unit;                       /* its gradients are whole, its update is announced */
-    uint64_t bytes;                      /* for the timeline */
-    mt_status (*list)(void *arg, mt_through_tensor **tensors, int *n);       /* malloc'd */
-    mt_status (*compute)(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip);
-    void  (*free)(void *arg);            /* called once, also on failure; may be NULL */
-    void  *arg;
-} mt_through_job;
 
 typedef struct mt_through mt_through;
 
 /* n_buffers of so many bytes; their memory is made with the first job. */
-mt_status mt_through_open (mt_dev *dev, mt_store *store, int n_buffers, size_t bytes,
-                           mt_through **out);
+mt_status mt_through_open (mt_context *cx, int n_buffers, size_t bytes, mt_through **out);
 void      mt_through_close(mt_through *t);               /* finishes what was put */
-/* Updates are recorded in tl. Before the first put, or never. */
-void      mt_through_timeline(mt_through *t, mt_timeline *tl);
 
 /* The job is copied; its arg, and the end of the unit's update in the ledger, are ours,
  * also on failure. */
-mt_status mt_through_put (mt_through *t, const mt_through_job *job, float clip);
+mt_status mt_through_put (mt_through *t, const mt_update_job *job, float clip);
 mt_status mt_through_wait(mt_through *t);                /* all that was put is over */
 
 typedef struct mt_through_stats {

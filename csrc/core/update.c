@@ -19,8 +19,9 @@
 typedef struct job {
     mt_update_job  j;        /* params: our copy */
     unsigned char *counted;  /* [n_params] the offload has its sum of squares, as of submit */
-    enum { HOST, SETTLED, THROUGH, DISK } way;     /* of its unit's update, as of submit */
-    int            sent;     /* through, on disk: another thread ends it. The updater */
+    const mt_home *home;     /* of its unit, as of submit; and what its functions get */
+    void          *of;
+    int            sent;     /* to a home that ends it. The updater */
 } job;
 
 typedef struct work {
@@ -39,20 +40,30 @@ typedef struct result {
 } result;
 
 struct mt_updater {
+    const mt_context *cx;
     mt_store       *store;
     mt_offload     *grads;
     mt_pool        *pool;
-    mt_resident    *residents;          /* these four: written before the first submit */
-    mt_through     *through;
-    mt_disk        *disk;
     mt_timeline    *timeline;
 
-    mt_mutex mu;
+    mt_mutex        mu;
     mt_worker       worker;             /* the work of ticket n is its job n; news: a result too */
     result          results[RESULTS];   /* ticket t at t % RESULTS; mu */
     uint64_t        busy_ns;            /* in jobs' run; mu */
-    int             sync;               /* mu */
 };
+
+/* Under mu, at each door: steps end in order, and of each that is kept the norm is known then. */
+static void assert_state(const mt_updater *u)
+{
+    uint64_t submitted = u->worker.submitted, ended = u->worker.ended;
+
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&u->mu));
+    MT_ASSERT(ended <= submitted && submitted - ended <= AHEAD);
+    for (uint64_t t = ended; t > 0 && submitted - t < RESULTS; t--)
+        MT_ASSERT(u->results[t % RESULTS].normed);
+}
 
 /* ---- work: made by submit, freed by the updater ----------------------------------------- */
 
@@ -81,20 +92,10 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
     if (params == NULL || to->counted == NULL)
         return MT_FAIL(MT_ENOMEM, "update: no memory for the %d parameters of unit %s",
                        from->n_params, mt_store_name(u->store, from->unit));
-    to->way = mt_store_settled(u->store, from->unit) ? SETTLED
-            : mt_store_goes_through(u->store, from->unit) ? THROUGH
-            : mt_store_on_disk(u->store, from->unit) ? DISK : HOST;
-    if (to->way == SETTLED && (u->residents == NULL || from->put == NULL))
-        return MT_FAIL(MT_ESTATE,
-                       "unit %s is settled, and its job has no put, or mt_update_residents() "
-                       "was not called", mt_store_name(u->store, from->unit));
-    if (to->way == THROUGH && (u->through == NULL || from->list == NULL || from->compute == NULL))
-        return MT_FAIL(MT_ESTATE, "unit %s goes through the device, and its job cannot, or "
-                       "mt_update_through() was not called", mt_store_name(u->store, from->unit));
-    if (to->way == DISK && (u->disk == NULL || from->pieces == NULL))
-        return MT_FAIL(MT_ESTATE, "unit %s has its states on disk, and its job cannot take them "
-                       "from there, or mt_update_disk() was not called",
-                       mt_store_name(u->store, from->unit));
+    to->home = mt_store_home(u->store, from->unit, &to->of);
+    if (!to->home->fits(from) || (to->home->update != NULL && to->of == NULL))
+        return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
+                       "open that could", mt_store_name(u->store, from->unit), to->home->lives);
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
         to->counted[i] = (unsigned char)mt_offload_counted(u->grads, from->unit, params[i]);
@@ -109,10 +110,12 @@ static mt_status note_compute(work *w, mt_queue *run)
     mt_status st;
 
     for (int i = 0; i < w->n; i++)
-        some |= w->jobs[i].way == SETTLED;
+        some |= w->jobs[i].home->later != 0;
     if (!some)
         return MT_OK;
     MT_TRY(run->dev->ops->event_open(run->dev, &w->asked));
+    for (int i = 0; i < w->n; i++)
+        w->jobs[i].j.asked = w->asked;
     return run->dev->ops->record(run, w->asked);
 fail:
     return st;
@@ -152,6 +155,7 @@ fail:
 static void publish(mt_updater *u, const work *w, const result *r)
 {
     mt_lock(&u->mu);
+    assert_state(u);
     u->results[w->ticket % RESULTS] = *r;
     pthread_cond_broadcast(&u->worker.news);
     mt_unlock(&u->mu);
@@ -236,51 +240,19 @@ fail:
     return st;
 }
 
-/* A settled unit's update is put; when it is over is the device's affair. */
-static mt_status put_job(mt_updater *u, const work *w, const job *b, float clip)
+/* By its home; where that ends it, with the end of its announcement. */
+static mt_status hand_on(mt_updater *u, job *b, float clip)
 {
-    mt_resident_update update = { .unit = b->j.unit, .params = b->j.params,
-                                  .n_params = b->j.n_params, .asked = w->asked,
-                                  .bytes = b->j.bytes, .put = b->j.put, .arg = b->j.arg };
-    mt_status          st;
+    mt_status st;
 
     MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
-    MT_TRY(mt_ledger_wait_saved(u->store, b->j.unit));
-    return mt_resident_put(u->residents, &update, clip);
+    b->sent = b->home->ends;
+    st = b->home->update(b->of, &b->j, clip);
 fail:
     return st;
 }
 
-/* Handed on, with the end of its announcement. */
-static mt_status send_job(mt_updater *u, job *b, float clip)
-{
-    mt_through_job j = { .unit = b->j.unit, .bytes = b->j.bytes, .list = b->j.list,
-                         .compute = b->j.compute, .free = b->j.free, .arg = b->j.arg };
-    mt_status      st;
-
-    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
-    b->sent = 1;
-    return mt_through_put(u->through, &j, clip);
-fail:
-    return st;
-}
-
-/* The same, to where states come in by pieces, and go. */
-static mt_status send_pieces(mt_updater *u, job *b, float clip)
-{
-    mt_disk_job j = { .unit = b->j.unit, .params = b->j.params, .n_params = b->j.n_params,
-                      .bytes = b->j.bytes, .compute = b->j.pieces, .free = b->j.free,
-                      .arg = b->j.arg };
-    mt_status   st;
-
-    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
-    b->sent = 1;
-    return mt_disk_put(u->disk, &j, clip);
-fail:
-    return st;
-}
-
-static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
+static mt_status run_job(mt_updater *u, job *b, float clip)
 {
     uint64_t  begun;
     mt_watch *watch = mt_store_watch(u->store);
@@ -288,12 +260,8 @@ static mt_status run_job(mt_updater *u, const work *w, job *b, float clip)
     mt_post   post;
     mt_status st;
 
-    if (b->way == SETTLED)
-        return put_job(u, w, b, clip);
-    if (b->way == THROUGH)
-        return send_job(u, b, clip);
-    if (b->way == DISK)
-        return send_pieces(u, b, clip);
+    if (b->home->update != NULL)
+        return hand_on(u, b, clip);
     MT_TRY(wait_turn(u, b));
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
@@ -312,14 +280,14 @@ fail:
 }
 
 /* Without max_norm: the unit's own gradients decide, and the norm becomes known on the way. */
-static mt_status judge_and_run(mt_updater *u, const work *w, job *b, double *total, result *r)
+static mt_status judge_and_run(mt_updater *u, job *b, double *total, result *r)
 {
     int       finite, known;
     mt_status st;
 
     MT_TRY(weigh(u, b, total, &finite, &known));
     if (finite)
-        return run_job(u, w, b, 1.0f);
+        return run_job(u, b, 1.0f);
     r->skipped++;
 fail:
     return st;
@@ -350,19 +318,20 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
         for (int i = 0; i < w->n; i++) {
             job *b = &w->jobs[i];
 
-            if (turn != (!clipped || b->way == SETTLED ? 0 : b->way == HOST ? 2 : 1))
+            if (turn != (clipped ? b->home->turn : 0))
                 continue;
             if (st == MT_OK && !skip_all)
-                st = clipped ? run_job(u, w, b, clip) : judge_and_run(u, w, b, &total, r);
+                st = clipped ? run_job(u, b, clip) : judge_and_run(u, b, &total, r);
             end_job(u, b, st);
         }
     if (!clipped)
         r->norm = sqrt(total);
-    if (u->through != NULL) {
-        mt_status sent = mt_through_wait(u->through);
+    for (int i = 0; i < w->n; i++)
+        if (w->jobs[i].home->stepped != NULL) {
+            mt_status over = w->jobs[i].home->stepped(w->jobs[i].of);
 
-        st = st != MT_OK ? st : sent;
-    }
+            st = st != MT_OK ? st : over;
+        }
     return st;
 }
 
@@ -389,16 +358,15 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_update_open(mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out)
+mt_status mt_update_open(const mt_context *cx, mt_offload *grads, mt_updater **out)
 {
     mt_updater *u = calloc(1, sizeof *u);
     mt_status   st;
 
     if (u == NULL)
         return MT_FAIL(MT_ENOMEM, "update: calloc(%zu)", sizeof *u);
-    u->store = store;
-    u->grads = grads;
-    u->pool = pool;
+    *u = (mt_updater){ .cx = cx, .store = cx->store, .grads = grads, .pool = cx->pool,
+                       .timeline = cx->timeline };
     mt_mutex_open(&u->mu, MT_RANK_UPDATE);
     MT_TRY(mt_worker_open(&u->worker, &u->mu, 1, "mt-updater", "host update", carry_out, u));
     *out = u;
@@ -418,26 +386,6 @@ void mt_update_close(mt_updater *u)
     free(u);
 }
 
-void mt_update_residents(mt_updater *u, mt_resident *r)
-{
-    u->residents = r;
-}
-
-void mt_update_through(mt_updater *u, mt_through *t)
-{
-    u->through = t;
-}
-
-void mt_update_disk(mt_updater *u, mt_disk *d)
-{
-    u->disk = d;
-}
-
-void mt_update_timeline(mt_updater *u, mt_timeline *t)
-{
-    u->timeline = t;
-}
-
 /* ---- submit, and what came of it -------------------------------------------------------- */
 
 static uint64_t submits(mt_updater *u)
@@ -445,6 +393,7 @@ static uint64_t submits(mt_updater *u)
     uint64_t n;
 
     mt_lock(&u->mu);
+    assert_state(u);
     n = u->worker.submitted;
     mt_unlock(&u->mu);
     return n;
@@ -460,7 +409,7 @@ mt_status mt_update_turn(mt_updater *u)
 
 /* Waits for its turn, announces, then hands over: the updater never ends what was not begun. w is
  * the updater's from here on, but after a failure, with which nothing was announced. */
-static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
+static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
 {
     mt_status st;
 
@@ -470,7 +419,7 @@ static mt_status hand_over(mt_updater *u, work *w, int *sync, uint64_t *ticket)
     mt_lock(&u->mu);
     *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
-    *sync = u->sync;
+    assert_state(u);
     mt_unlock(&u->mu);
 fail:
     return st;
@@ -481,13 +430,12 @@ mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, doub
 {
     work     *w = NULL;
     uint64_t  number;
-    int       sync;
     mt_status st;
 
     MT_TRY(mt_ledger_check(u->store));
     MT_TRY(work_make(u, jobs, n, max_norm, run, &w));
-    MT_TRY(hand_over(u, w, &sync, &number));
-    if (sync)
+    MT_TRY(hand_over(u, w, &number));
+    if (mt_syncs(u->cx))
         st = mt_update_drain(u);
     *ticket = number;
     return st;
@@ -535,14 +483,17 @@ fail:
 
 mt_status mt_update_drain(mt_updater *u)
 {
+    void     *of, *last = NULL;
     mt_status st;
 
     MT_TRY(mt_worker_wait(&u->worker, mt_store_watch(u->store), MT_WORKER_ALL, NULL,
                           "the steps that were asked for"));
-    if (u->residents != NULL)
-        MT_TRY(mt_resident_drain(u->residents));
-    if (u->disk != NULL)
-        MT_TRY(mt_disk_wait(u->disk));
+    for (int unit = 0; unit < mt_store_units(u->store); unit++) {
+        const mt_home *h = mt_store_home(u->store, unit, &of);
+
+        if (h->drain != NULL && of != last)
+            MT_TRY(h->drain(last = of));
+    }
     return mt_ledger_check(u->store);
 fail:
     return st;
@@ -556,11 +507,4 @@ uint64_t mt_update_busy_ns(mt_updater *u)
     ns = u->busy_ns;
     mt_unlock(&u->mu);
     return ns;
-}
-
-void mt_update_debug(mt_updater *u, mt_debug d)
-{
-    mt_lock(&u->mu);
-    u->sync = d.sync;
-    mt_unlock(&u->mu);
 }

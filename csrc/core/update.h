@@ -9,10 +9,10 @@
  *      the order given (fp64), and clips by min(1, max_norm / (norm + 1e-6)), as torch does;
  *   2. for each job in order: waits for the unit's gradients and for copies still reading its
  *      weights, runs it on the pool, and ends its announcement in the ledger.
- *      With a max_norm the jobs of settled units (resident.h) come first, all of them: they are
- *      only put in the residents' queue, and end in the ledger when they are. Next come those of
- *      units that go through the device (through.h) or have their states on disk (disk.h): they are
- *      handed on, and done beside the others. A submit is over when all but those on disk are.
+ *      With a max_norm the jobs of units at home elsewhere (home.h) come first, by turns: those of
+ *      settled units are only put in the residents' queue, and end in the ledger when they are;
+ *      those of units that go through the device or have their states on disk are handed on, and
+ *      done beside the others. A submit is over when all but those on disk are.
  * A norm that is not finite skips the whole submit: nothing is touched. Without max_norm each
  * unit is judged by its own gradients, and is skipped alone.
  *
@@ -21,50 +21,20 @@
 #ifndef MT_UPDATE_H
 #define MT_UPDATE_H
 
-#include "disk.h"
+#include "home.h"
 #include "offload.h"
-#include "through.h"
-
-typedef struct mt_update_job {
-    int   unit;
-    int   n_params;
-    const int *params;           /* [n_params] parameters of the unit that have a gradient */
-    /* Sum of squares of params[i]'s gradient when the offloaded one does not count (the user
-     * changed p.grad): computed on the pool by the updater. NULL: never. */
-    double (*sumsq)(void *arg, mt_pool *pool, int i, int *use);
-    mt_status (*run)(void *arg, mt_pool *pool, float clip);   /* the update itself */
-    mt_status (*put)(void *arg, mt_queue *q, float clip);     /* a settled unit's: see resident.h */
-    /* One that goes through the device: see through.h. */
-    mt_status (*list)(void *arg, mt_through_tensor **tensors, int *n);
-    mt_status (*compute)(void *arg, mt_queue *q, const mt_through_part *parts, int n, float clip);
-    /* A unit's on disk: see disk.h. */
-    mt_status (*pieces)(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip);
-    uint64_t bytes;              /* that run reads and writes, for the timeline */
-    void  (*free)(void *arg);    /* called once, run or skipped; may be NULL */
-    void  *arg;
-} mt_update_job;
 
 typedef struct mt_updater mt_updater;
 
-mt_status mt_update_open (mt_store *store, mt_offload *grads, mt_pool *pool, mt_updater **out);
+mt_status mt_update_open (const mt_context *cx, mt_offload *grads, mt_updater **out);
 void      mt_update_close(mt_updater *u);                      /* finishes what was submitted */
 
-/* Where settled units live. Before the first submit of one. */
-void      mt_update_residents(mt_updater *u, mt_resident *r);
-/* Who sends units through the device. Before the first submit of one. */
-void      mt_update_through(mt_updater *u, mt_through *t);
-/* Where states are that are in no memory. Before the first submit of a unit that has them there. */
-void      mt_update_disk(mt_updater *u, mt_disk *d);
-/* Updates and waits are recorded in t. Before the first submit, or never. */
-void      mt_update_timeline(mt_updater *u, mt_timeline *t);
-
+/* Until a submit need not wait for steps before it. */
+mt_status mt_update_turn  (mt_updater *u);
 /* Jobs are copied, params arrays too; args are owned by the updater from here on, also on failure.
  * max_norm <= 0: no clipping, no norm. Announces every unit in the ledger before it returns.
  * run: what computes; all that may read a settled unit's weights as they are is in it by now.
- * MT_ESTATE for a settled unit before mt_update_residents, or without a put; the same for one that
- * goes through, or is on disk. */
-/* Until a submit need not wait for steps before it. */
-mt_status mt_update_turn  (mt_updater *u);
+ * MT_ESTATE for a job that lacks what its unit's home takes. */
 mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
                            mt_queue *run, uint64_t *ticket);
 /* Global norm of a submit (before clipping); waits until it is known. Without max_norm: waits for
@@ -73,6 +43,5 @@ mt_status mt_update_norm (mt_updater *u, uint64_t ticket, double *norm, int *ski
 mt_status mt_update_drain(mt_updater *u);
 
 uint64_t  mt_update_busy_ns(mt_updater *u);                    /* time in run since open */
-void      mt_update_debug(mt_updater *u, mt_debug d);          /* sync: submit returns when done */
 
 #endif

@@ -51,12 +51,12 @@ mt_status mt_watch_asked(uint64_t *asked_ns)
     return asks() ? MT_FAIL(MT_EINTR, "interrupted while waiting") : MT_OK;
 }
 
-void mt_watch_open(mt_watch *w)
+void mt_watch_open(mt_watch *w, void (*say)(const char *text))
 {
     mt_mutex_open(&w->asking, MT_RANK_WATCH_ASKING);
     mt_mutex_open(&w->mu, MT_RANK_WATCH);
     w->first = NULL;
-    w->say = NULL;
+    w->say = say;
     mt_watch_limit(w, LIMIT_S);
     mt_watch_moved(w);
 }
@@ -78,11 +78,6 @@ void mt_watch_moved(mt_watch *w)
 {
     atomic_store_explicit(&w->moved_ns, mt_now_ns(), memory_order_relaxed);
     atomic_store_explicit(&w->spared, 0, memory_order_relaxed);
-}
-
-void mt_watch_listen(mt_watch *w, void (*say)(const char *text))
-{
-    w->say = say;
 }
 
 /* ---- posts ------------------------------------------------------------------------------ */

@@ -61,13 +61,12 @@ typedef struct mt_watch {
     void                (*say)(const char *text);
 } mt_watch;
 
-void mt_watch_open (mt_watch *w);
+/* say is told of what is no error yet, by any thread that waits, whose caller may hold locks. NULL:
+ * nobody is. */
+void mt_watch_open (mt_watch *w, void (*say)(const char *text));
 void mt_watch_close(mt_watch *w);            /* after all posts */
 void mt_watch_limit(mt_watch *w, double seconds);
 void mt_watch_moved(mt_watch *w);
-/* say is told of what is no error yet, by any thread that waits, whose caller may hold locks. Set
- * before the first wait, or never. */
-void mt_watch_listen(mt_watch *w, void (*say)(const char *text));
 
 /* Whose waits this thread's are, in a list: a literal. "the caller" before. */
 void mt_watch_i_am(const char *queue);

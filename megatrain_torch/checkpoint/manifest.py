@@ -201,14 +201,15 @@ def _carry_others(old: Path, new: Path) -> None:
     """What somebody put beside the old checkpoint's own files (a tokenizer) is in the new one too, and on the disk."""
     own = own_names(old)
     for path in old.iterdir():
-        if path.name in own or (new / path.name).exists():
+        if path.name in own or os.path.lexists(new / path.name):
             continue
-        if path.is_dir():
-            shutil.copytree(path, new / path.name)
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new / path.name, symlinks=True)
         else:
-            shutil.copy2(path, new / path.name)
+            shutil.copy2(path, new / path.name, follow_symlinks=False)
         for copy in (new / path.name, *(new / path.name).rglob("*")):
-            sync(copy)
+            if not copy.is_symlink():        # a link has nothing of its own, and may lead nowhere
+                sync(copy)
 
 
 def _exchange(one: Path, other: Path) -> bool:

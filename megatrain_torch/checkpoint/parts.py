@@ -222,7 +222,8 @@ def _body(rt: Runtime, opt: torch.optim.Optimizer | None, names: dict[Tensor, st
                 if rt.states.format != "fp32":      # scales are of elements that are neighbours in memory
                     parameters[names[p]]["strides"] = list(p._mt.stride)
         for p, key in opt._keys.items():
-            parameters[names[p]]["key"] = key
+            if p in names:                              # else it was taken out of model and optimizer
+                parameters[names[p]]["key"] = key
     return {"written_by": f"megatrain_torch {_core.__version__}", "parameters": parameters,
             "optimizer": kind_of(opt),
             "states": rt.states.format if ours else None, "low_bytes": LOW_BYTES[rt.states.format],

@@ -98,11 +98,11 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         raise MegatrainError(f"{source.folder} has no scheduler's state: mt.save was given none")
     if verify:
         source.verify()
-    if scheduler is not None:                        # first: its class is a stranger, and may refuse its state
-        _load_scheduler(scheduler, training["scheduler"], source.folder)
     if isinstance(opt, AdamW):
         likeness.go_on(rt, source.body.get("likeness"))
         opt._ask_for_room()
+    if scheduler is not None:                        # before states: its class is a stranger, and may refuse its own
+        _load_scheduler(scheduler, training["scheduler"], source.folder)
     _take(rt, model, opt, source, names, training, progress)
     if opt is not None:
         set_random_states(training["random"])
@@ -135,7 +135,8 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
     with manifest.adding(rt.broken), torch.no_grad():
         _load_buffers(model, source)
         for done, records in enumerate(rt.units, 1):
-            _load_unit(rt, records, source, names, opt)
+            if own := [r for r in records if r.param in names]:      # some may have been taken out of the model
+                _load_unit(rt, own, source, names, opt)
             if progress is not None:
                 progress(done, len(rt.units))
     if isinstance(opt, AdamW):

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..base.errors import MegatrainError
 from ..base.strict import parsed
+from .export import made
 from .flags import Flags
-from .train import device_of, made
+from .unsaid import device_of
 
 
 def add(commands: Any) -> None:

@@ -15,7 +15,8 @@ from . import folder, mixture
 from .data import IGNORED, collate, packed, prompts_too_long, why_alone
 from .say import say
 from .settings import Settings, add_flags, given
-from .train import for_machine, for_model, say_alone, say_cut
+from .train import say_alone, say_cut
+from .unsaid import for_machine, for_model
 
 TOGETHER = 8                         # rows: weights are streamed once for all of them
 

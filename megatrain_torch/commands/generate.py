@@ -11,7 +11,7 @@ import megatrain_torch as mt
 from ..base.errors import MegatrainError
 from . import folder
 from .say import say
-from .train import device_of
+from .unsaid import device_of
 
 FITS = 0.7                           # of the free device memory, for weights that are put there whole
 

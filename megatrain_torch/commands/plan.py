@@ -97,8 +97,10 @@ def _plan(args: argparse.Namespace, shell: Shell) -> int:
             return 2
         asked["machine"] = card_with(parse_bytes(args.vram, "vram"),
                                      parse_bytes(args.host, "host") or host_limit_bytes())
-    args.seq = args.seq or min(SEQ, getattr(config, "max_position_embeddings", None) or SEQ, args.tokens or SEQ)
-    args.tokens = args.tokens or max(TOKENS // args.seq, 1) * args.seq
+    if args.seq is None:
+        args.seq = min(SEQ, getattr(config, "max_position_embeddings", None) or SEQ, max(args.tokens or SEQ, 1))
+    if args.tokens is None:
+        args.tokens = max(TOKENS // max(args.seq, 1), 1) * max(args.seq, 1)
     found = plan(config, **asked | {"tokens": args.tokens, "seq": args.seq})
     sys.stdout.write(_json(_planned(found)) if args.json else f"{found}\n")
     if args.picture:

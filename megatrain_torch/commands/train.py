@@ -1,15 +1,13 @@
-"""megatrain train, megatrain resume."""
+"""megatrain train."""
 from __future__ import annotations
 
 import argparse
 import contextlib
 import importlib.util
 import math
-import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,6 @@ import megatrain_torch as mt
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.limits import show_bytes
-from ..base.strict import field, is_count, parsed, shown, table
-from ..checkpoint import manifest
-from ..checkpoint.restore import check, rounds
 from . import folder, mixture
 from .data import (
     Document,
@@ -33,38 +28,31 @@ from .data import (
     prompts_too_long,
     why_alone,
 )
+from .export import export, made
 from .flags import Flags
 from .owned import Owned
 from .say import Stopped, say
 from .settings import DATA, Settings, add_flags, given, read_yaml, write_yaml
+from .unsaid import for_data, for_machine, for_model
 
 HELD_OUT_ROWS = 200                  # at most, by default: an evaluation is a small part of a run
 UNKNOWN = 0.02                       # share of the tokens, above which it is said
-STEPS_LEAST = 20                     # times through the data, where `tokens` is not said
 
 
 def add(commands: Any) -> None:
-    train = commands.add_parser("train", help="train a model on texts, prompts or conversations", allow_abbrev=False)
-    train.add_argument("model", nargs="?", metavar="MODEL", help="folder in Hugging Face format, a run, or a name on "
+    parser = commands.add_parser("train", help="train a model on texts, prompts or conversations", allow_abbrev=False)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder in Hugging Face format, a run, or a name on "
                        "the hub")
-    train.add_argument("data", nargs="*", metavar="DATA", help=DATA)
-    train.add_argument("--config", type=Path, metavar="FILE", help="YAML with the same names; flags come first")
-    train.add_argument("--overwrite", action="store_true", help="remove what the run's folder has of a run before")
-    add_flags(train)
-    train.set_defaults(run=run)
-    resume = commands.add_parser("resume", help="go on with a run from its last checkpoint",
-                                 allow_abbrev=False)
-    resume.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
-    resume.add_argument("--convert", action="store_true", help="round the checkpoint's states where states: or dtype: "
-                        "of its config.yaml were changed to what holds less")
-    resume.add_argument("--new-data", action="store_true", help="go on with data, or rows, other than those of the run "
-                        "so far")
-    resume.set_defaults(run=again)
+    parser.add_argument("data", nargs="*", metavar="DATA", help=DATA)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with the same names; flags come first")
+    parser.add_argument("--overwrite", action="store_true", help="remove what the run's folder has of a run before")
+    add_flags(parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """megatrain train."""
-    _check_packages()
+    check_packages()
     values = (read_yaml(args.config) if args.config else {}) | given(args)
     settings = Settings.of(values, str(args.config) if args.config else "command line")
     for name in ("model", "data"):
@@ -80,105 +68,10 @@ def run(args: argparse.Namespace) -> None:
             raise MegatrainError(f"{out} has a run already: megatrain resume {out} goes on with it, --overwrite "
                                  "removes it, --out names another folder")
         owned.check_free()
-        _train(for_machine(settings.with_(out=str(out))), owned)
+        train_run(for_machine(settings.with_(out=str(out))), owned)
 
 
-def again(args: argparse.Namespace) -> None:
-    """megatrain resume."""
-    _check_packages()
-    settings = folder.settings_of(args.folder).with_(out=str(args.folder))
-    with Owned.opened(args.folder).locked() as owned:
-        if folder.is_finished(args.folder) and not owned.changed(folder.FINAL):
-            raise MegatrainError(f"{args.folder} is finished: its model is {args.folder / folder.FINAL}; megatrain "
-                                 f"train {args.folder} DATA --out OTHER trains that on")
-        checkpoint = folder.last_checkpoint(args.folder)
-        _check_whole(args.folder, checkpoint)
-        _check_clear(owned, folder.step_of(checkpoint.name), settings.steps)
-        settings = for_machine(settings)
-        if not args.convert:
-            _check_kept(args.folder, checkpoint, settings)
-        _train(settings, owned, checkpoint, args.convert, args.new_data)
-
-
-def _check_clear(owned: Owned, step: int, steps: int) -> None:
-    """That what the run would still make, up to its last step, has its name free."""
-    ahead = [name for name in owned.strangers() if name.split("/")[0] == folder.FINAL
-             or (name not in owned.entries and step < folder.step_of(name) <= steps)]
-    if ahead:
-        raise MegatrainError(f"{owned.run / ahead[0]} is there, and this run did not make it, or not as it is now: it "
-                             "stays; move it away, and resume")
-
-
-def _check_whole(run: Path, checkpoint: Path) -> None:
-    """Before anything is loaded: that no file of a checkpoint is gone or cut short."""
-    try:
-        check(checkpoint)
-        _check_state(checkpoint)
-    except (MegatrainError, OSError) as why:
-        older = [p for p in folder.checkpoints(run) if p != checkpoint]
-        way = (f"remove {checkpoint}, and megatrain resume {run} goes on from {older[-1].name}" if older
-               else f"there is none before it; megatrain train --out {run} --overwrite begins again")
-        raise MegatrainError(f"{why}; {way}") from None
-
-
-def _check_state(checkpoint: Path) -> None:
-    """That Trainer's own files can be read, and are of this step."""
-    from transformers import TrainerState
-    from transformers.trainer_pt_utils import safe_globals
-
-    path, random = checkpoint / folder.WHOLE, checkpoint / "rng_state.pth"
-    found = table(parsed(path.read_bytes(), path), str(path))
-    step = field(found, "global_step", is_count, "a whole number", str(path))
-    if step != folder.step_of(checkpoint.name):
-        raise MegatrainError(f"{path}: it is of step {step}")
-    field(found, "epoch", lambda v: v is None or type(v) in (int, float), "a number", str(path))
-    field(found, "log_history", lambda v: isinstance(v, list), "a list", str(path))
-    for what, read in ((path, lambda: TrainerState.load_from_json(str(path))),
-                       (random, lambda: torch.load(random, weights_only=True))):
-        try:
-            with safe_globals():
-                read() if what.exists() else None
-        except Exception as why:                     # of a class that is a stranger, and of a pickle
-            raise MegatrainError(f"{what} cannot be read: {shown(why)}") from None
-    folder.dtype_of(checkpoint)
-
-
-def _check_kept(run: Path, checkpoint: Path, settings: Settings) -> None:
-    """Before anything is loaded: that states and dtype of today hold all bits of the checkpoint's."""
-    then = {"states": manifest.read(checkpoint)["states"], "dtype": folder.dtype_of(checkpoint)}
-    today = {"states": settings.states, "dtype": settings.dtype}
-
-    def kind(there: torch.dtype) -> torch.dtype:         # a model may have kept some in a type of their own
-        return getattr(torch, today["dtype"]) if str(there) == f"torch.{then['dtype']}" else there
-
-    if not rounds(checkpoint, settings.states, kind):
-        return
-    changed = [name for name in today if then[name] not in (None, today[name])]
-    before, now = (", ".join(f"{name}: {values[name]}" for name in changed) for values in (then, today))
-    raise MegatrainError(f"{run / folder.CONFIG} says {now} now, and {checkpoint.name} was written with {before}, "
-                         f"which holds more: put {before} back there to go on to the same bits, or megatrain resume "
-                         f"{run} --convert rounds to {now}")
-
-
-def made(out: Path, name: str = "out") -> Path:
-    """A folder into which something can be written.
-
-    Raises:
-        MegatrainError: it cannot be made, or not be written; the message begins with `name`.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as why:
-        raise MegatrainError(f"{name}={out}: the folder cannot be made ({why.strerror}); name another") from None
-    try:
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as why:
-        raise MegatrainError(f"{name}={out}: nothing can be written there ({why.strerror}); name another") from None
-    return out
-
-
-def _check_packages() -> None:
+def check_packages() -> None:
     """What the loop imports, all of them at once."""
     gone = [name for name in ("transformers", "accelerate", "rich", "yaml") if importlib.util.find_spec(name) is None]
     if gone:
@@ -191,61 +84,10 @@ def _check_reports(settings: Settings) -> None:
         raise MegatrainError(f"report_to={settings.report_to} is not installed: pip install {settings.report_to}")
 
 
-# ---- what is not said ----------------------------------------------------------------------------
-
-def device_of(asked: str | None) -> str:
-    """Raises: MegatrainError: CUDA is asked for, and is not there."""
-    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise MegatrainError("device=cuda: torch sees no CUDA device here; use --device cpu")
-    return device
-
-
-def for_machine(settings: Settings) -> Settings:
-    device = device_of(settings.device)
-    if settings.nvme is not None and not Path(settings.nvme).is_dir():
-        raise MegatrainError(f"nvme={settings.nvme}: there is no such directory; make one on the drive that is to hold "
-                             "states")
-    if device == "cpu":
-        # Torch's threads spin while they wait for each other: one core is left to the engine's.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
-    return settings.with_(device=device, dtype=settings.dtype or ("bfloat16" if device == "cuda" else "float32"))
-
-
-def for_model(settings: Settings, config: Any) -> Settings:
-    most = getattr(config, "max_position_embeddings", None) or settings.seq or 4096
-    seq = settings.seq or min(4096 if settings.device == "cuda" else 256, most)
-    if seq > most:
-        raise MegatrainError(f"seq={seq}: the model was made for {most} positions at most; --seq {most} or less")
-    return settings.with_(seq=seq)
-
-
-def _for_data(settings: Settings, there: int) -> Settings:
-    """Tokens of a step, how many steps, and what is done how often; there: rows of the data."""
-    s = settings
-    if s.tokens is None:
-        usual = (65536 if s.device == "cuda" else 2048) // s.seq
-        s = s.with_(tokens=max(1, min(usual, there // STEPS_LEAST)) * s.seq)
-    if s.tokens % s.seq:
-        raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
-                             f"nearest: tokens={max(1, round(s.tokens / s.seq)) * s.seq}")
-    if s.tokens // s.seq > there:
-        raise MegatrainError(f"tokens={s.tokens}: the data has {there} rows of {s.seq} tokens; --tokens "
-                             f"{there * s.seq} takes them all in one step, fewer make more steps")
-    if s.micro and (s.tokens // s.seq) % s.micro:
-        rows = s.tokens // s.seq
-        fit = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
-        raise MegatrainError(f"micro={s.micro}: {rows} rows (tokens / seq) cannot be cut into so many equal parts; "
-                             f"{fit} can")
-    steps = s.steps or math.ceil(s.epochs * there / (s.tokens // s.seq))
-    return s.with_(steps=steps, eval_every=s.eval_every or max(1, steps // 10),
-                   save_every=s.save_every or max(1, steps // 5))
-
-
 # ---- the run -------------------------------------------------------------------------------------
 
-def _train(settings: Settings, owned: Owned, checkpoint: Path | None = None, convert: bool = False,
-           new_data: bool = False) -> None:
+def train_run(settings: Settings, owned: Owned, checkpoint: Path | None = None, convert: bool = False,
+              new_data: bool = False) -> None:
     """Nothing of the folder is touched before all that can be refused was: arguments, data, model, memory, room."""
     began, out = time.perf_counter(), owned.run
     torch.manual_seed(settings.seed)
@@ -257,17 +99,14 @@ def _train(settings: Settings, owned: Owned, checkpoint: Path | None = None, con
         _check_data(owned, identity)
     train, held = _rows(settings, tokenizer, parts)
     # What no packing would allow is refused before the model is loaded.
-    _for_data(settings, sum(1 if d.whole else math.ceil(len(d) / settings.seq) for d in parts[0]))
-    model = folder.load_model(source, settings.dtype)
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds "
-                             f"{model.get_input_embeddings().num_embeddings}: they are not of one model")
+    for_data(settings, sum(1 if d.whole else math.ceil(len(d) / settings.seq) for d in parts[0]))
+    model = _model(source, settings, tokenizer)
     flat = settings.device == "cuda"                 # rows of a micro-batch are joined then: they share a row anyhow
     if (flat or train.shared or held.shared) and (why := why_alone(model, settings.seq, flat)):
         packed_rows = len(train)
         train, held = _rows(settings, tokenizer, parts, alone=True)
         say_alone(why, packed_rows, len(train))
-    settings = _for_data(settings, len(train))
+    settings = for_data(settings, len(train))
     with _made_if_kept(out):
         model, settings, plan = _streamed(model, settings)
         _check_disk(model, settings, owned.nbytes if checkpoint is None else 0)
@@ -285,6 +124,15 @@ def _train(settings: Settings, owned: Owned, checkpoint: Path | None = None, con
     _export_final(model, tokenizer, owned)
     say(f"done in {time.perf_counter() - began:.0f} s; the model is {out / folder.FINAL}\n"
         f"try it: megatrain generate {out} --prompt '...'     look: megatrain report {out}")
+
+
+def _model(source: str, settings: Settings, tokenizer: Any) -> Any:
+    model = folder.load_model(source, settings.dtype)
+    there = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > there:
+        raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds {there}: they are not of "
+                             "one model")
+    return model
 
 
 @contextlib.contextmanager
@@ -465,39 +313,3 @@ def _arguments(settings: Settings, held: bool) -> Any:
         save_strategy="steps", save_steps=s.save_every, save_total_limit=s.keep, prediction_loss_only=True,
         report_to=[] if s.report_to == "none" else [s.report_to], use_cpu=s.device == "cpu", disable_tqdm=True,
         dataloader_pin_memory=False, remove_unused_columns=False)
-
-
-def export(model: Any, tokenizer: Any, to: Path, beside: Path | None = None,
-           whole: Callable[[Path], None] = lambda _: None) -> None:
-    """A model, streamed or not, and its tokenizer; the folder has its name when it is whole.
-
-    Args:
-        to: a name that is free. beside: where it is until then; None: a folder that is made for it.
-        whole: called with that folder, before it has its name.
-
-    Raises:
-        MegatrainError: there is no room for it, or something has the name.
-    """
-    need, free = sum(p.nbytes for p in model.parameters()), shutil.disk_usage(to.parent).free
-    if need > free:
-        raise MegatrainError(f"{to}: the model takes {show_bytes(need)}, and {show_bytes(free)} are free in "
-                             f"{to.parent}: make room, or name a folder on another disk")
-    half = beside or Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
-    try:
-        model.save_pretrained(half)
-        tokenizer.save_pretrained(half)
-        half.chmod(0o777 & ~_umask())                # mkdtemp's is for its owner alone
-        if os.path.lexists(to):
-            raise MegatrainError(f"{to} is there already, and stays as it is; name another")
-        whole(half)
-        half.rename(to)
-    except BaseException:
-        shutil.rmtree(half, ignore_errors=True)
-        raise
-
-
-def _umask() -> int:
-    """Of this process; there is no way to read it but to set it."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

@@ -32,6 +32,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..base.errors import MegatrainError
 from ..graph import hf_calls
+from ..graph.below import Below, restore_buffers, snapshot_buffers
 from ..graph.frames import (
     Again,
     SavedFrame,
@@ -44,7 +45,7 @@ from ..graph.frames import (
     set_autocast_state,
 )
 from ..graph.generators import random_state, set_random_state
-from ..graph.window import Below, Window
+from ..graph.window import Window
 from ..store.guard import HostTensor
 from ..store.lazy import Lazy
 from .runner import Runner
@@ -336,7 +337,7 @@ class Compiled(Runner):
         except Unfit as reason:
             self.declined = str(reason)
             return None
-        random, buffers = random_state(rt.device), window.snapshot_buffers()
+        random, buffers = random_state(rt.device), snapshot_buffers(window.buffered)
         state = window.state() if not self.pieces else None          # it may fail where it has not worked before
         try:
             out = self._run(args, kwargs, replays)
@@ -351,7 +352,7 @@ class Compiled(Runner):
         set_random_state(rt.device, random)          # pieces before the one that failed may have run
         if state is not None:
             state.restore()
-        window.restore_buffers(buffers)
+        restore_buffers(window.buffered, buffers)
         return None
 
     def _take_another(self) -> None:

@@ -22,8 +22,8 @@ from torch.utils._device import DeviceContext
 from ..base.modes import LINKED, Mode
 from ..graph import hf_calls
 from ..graph.frames import _pop, _push, keep, restored
+from ..graph.installed import Installed
 from ..graph.swap import Part
-from ..graph.window import Installed
 from .node import Layer, Link
 from .proof.case import Case, Refused, Same, numbers_of, structure_of
 from .runner import Runner

@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +26,7 @@ from ..base.errors import MegatrainError
 from ..base.modes import Mode
 from ..store.records import Record
 from ..store.state import swap_window
+from .below import Below, flat_weights, restore_buffers, snapshot_buffers
 from .effects import Snapshot
 from .generators import random_state, set_random_state
 from .swap import Ends, Part, Swap, hollow, storage_of
@@ -69,7 +69,8 @@ class Stretch(Protocol):
     proved: bool
     units: list[int]
     trainable: list[Record]
-    buffered: Iterable[nn.Module]
+    buffered: Below
+    recurrent: Below
 
     @property
     def runtime(self) -> Streamed: ...
@@ -82,13 +83,7 @@ class Stretch(Protocol):
 
     def bind_leaves(self, trainable: list[Record] | None = None) -> dict[Record, Tensor]: ...
 
-    def flat_weights(self) -> AbstractContextManager[None]: ...
-
     def state(self, objects: Sequence[Any] = ()) -> Snapshot: ...
-
-    def snapshot_buffers(self) -> list[Any]: ...
-
-    def restore_buffers(self, snapshot: list[Any]) -> list[Any]: ...
 
     def _left(self) -> list[Record] | None: ...
 
@@ -233,7 +228,7 @@ class ReplayFrame(Again):
         self.watched = fork.watched                      # inputs and their versions
         self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
-        self.buffers = window.snapshot_buffers()
+        self.buffers = snapshot_buffers(window.buffered)
         self.objects = fork.shared                       # which a forward may change too
         self.state = window.state(fork.shared)
         self.shapes: list[Any] | None = [] if self.clones is not None else None
@@ -295,7 +290,7 @@ class ReplayFrame(Again):
         rt, window = self.runtime, self.window
         saved_random = random_state(rt.device)
         saved_autocast = autocast_state(rt.device.type)
-        now, saved_buffers = window.state(self.objects), window.restore_buffers(self.buffers)
+        now, saved_buffers = window.state(self.objects), restore_buffers(window.buffered, self.buffers)
         self.state.restore(now)
         outer, opened = None, False
         try:
@@ -304,13 +299,13 @@ class ReplayFrame(Again):
             with torch.enable_grad():
                 inputs = Fork(as_results=True).call(*self.inputs)
                 outer, opened = swap_window(window.bind_leaves(self.trainable)), True
-                with window.flat_weights():
+                with flat_weights(window.recurrent):
                     yield inputs
         finally:
             if opened:
                 swap_window(outer)
             now.restore()
-            window.restore_buffers(saved_buffers)
+            restore_buffers(window.buffered, saved_buffers)
             set_autocast_state(rt.device.type, saved_autocast)
             set_random_state(rt.device, saved_random)
 

@@ -7,11 +7,9 @@
 """
 from __future__ import annotations
 
-import contextlib
-import functools
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +20,12 @@ from ..base.modes import Mode, read
 from ..store.records import Record, Use
 from ..store.state import enter, in_backward, leave, swap_window
 from . import masks
+from .below import Below, flat_weights
 from .door import Door
 from .effects import Places, Snapshot
 from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
 from .handover import Reads
+from .installed import method_of
 
 
 class Fused(Protocol):
@@ -124,33 +124,6 @@ def refuse_functorch(name: str) -> None:
     if torch._C._functorch.maybe_current_level() is not None:
         raise MegatrainError(f"{name}: torch.func's transforms know nothing of streamed weights: give all weights with "
                              "torch.func.functional_call, or mt.unstream(model)")
-
-
-def method_of(call: Any, module: nn.Module) -> bool:
-    return isinstance(call, types.MethodType) and call.__self__ is module
-
-
-class Below:
-    """Some modules of a window, in order; the window's own, which comes first, weakly: it has the window.
-
-    Attributes:
-        inside: the others.
-    """
-
-    __slots__ = ("_top", "inside")
-
-    def __init__(self, top: nn.Module, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
-        self.inside = tuple(m for m in modules if m is not top)
-        self._top = weakref.ref(top) if len(self.inside) < len(modules) else None
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        if self._top is not None:
-            yield self._top()
-        yield from self.inside
-
-    def __bool__(self) -> bool:
-        return self._top is not None or bool(self.inside)
 
 
 class Window:
@@ -350,7 +323,7 @@ class Window:
         if left:
             _push(frame.pack, frame.unpack)
         try:
-            with self.flat_weights():
+            with flat_weights(self.recurrent):
                 return self.runtime.ring.own_outputs(self.inner(*args, **kwargs))
         finally:
             if left:
@@ -393,7 +366,7 @@ class Window:
         try:
             torch.set_autocast_cache_enabled(False)      # it would keep casts of weights that move on
             if self.recurrent:
-                with self.flat_weights():
+                with flat_weights(self.recurrent):
                     out = inner(*args, **kwargs)
             else:
                 out = inner(*args, **kwargs)
@@ -409,27 +382,6 @@ class Window:
         """cuDNN's recurrent dropout keeps a random state of its own: running again would give other masks."""
         return self.runtime.is_cuda and any(m.dropout > 0 for m in self.recurrent)
 
-    @contextlib.contextmanager
-    def flat_weights(self) -> Iterator[None]:
-        """nn.LSTM and its kin read a list made when the module was built: made again from the slots.
-
-        Where the list is not of the weights that they read, they put those into one buffer for cuDNN, in place. Without
-        gradients these are the slot's own tensors, which would be of that buffer from then on, whatever comes into the
-        slot: so others, of the same memory, are put there.
-        """
-        before = [(m, m._flat_weights, m._flat_weight_refs) for m in self.recurrent]
-        for m, *_ in before:
-            weights = m._flat_weights = [getattr(m, n) for n in m._flat_weights_names]
-            if not torch.is_grad_enabled():
-                m._flat_weight_refs = [weakref.ref(w) for w in weights]
-                m._flat_weights = [w.detach() for w in weights]
-                m.flatten_parameters()
-        try:
-            yield
-        finally:
-            for m, weights, refs in before:
-                m._flat_weights, m._flat_weight_refs = weights, refs
-
     # ---- what forward changes besides its output ----
 
     def state(self, objects: Sequence[Any] = ()) -> Snapshot:
@@ -440,74 +392,5 @@ class Window:
             self._places = runs, Places(self.modules, self.theirs, hooks)
         return Snapshot(self._places[1], objects)
 
-    def snapshot_buffers(self) -> list[tuple[nn.Module, str, Any, Any]]:
-        """(module, name, tensor, copy of its values): BatchNorm writes without leaving a trace in `_version`."""
-        if not self.buffered:
-            return []
-        with torch.no_grad():
-            return [(m, k, b, b.clone() if isinstance(b, Tensor) else None)
-                    for m in self.buffered for k, b in m._buffers.items()]
-
-    def restore_buffers(self, snapshot: list[tuple[nn.Module, str, Any, Any]]) -> list[Any]:
-        """Puts values back that have changed; returns what was there."""
-        if not snapshot:
-            return []
-        now = self.snapshot_buffers()
-        with torch.no_grad():
-            for m, k, b, values in snapshot:
-                m._buffers[k] = b
-                if isinstance(b, Tensor):
-                    with torch.autograd._unsafe_preserve_version_counter(b):
-                        b.copy_(values)
-        return now
-
 
 Door.forwards = frozenset({Window.__call__.__code__})
-
-
-class Installed:
-    """A callable put in a module's `__dict__` in place of a method of its class.
-
-    Looks like the method it stands for (`__wrapped__`, `__name__`, `__func__`, `__self__`); deepcopy
-    and pickle of the module give the class's own method back, hence an ordinary model.
-    """
-
-    def __init__(self, module: nn.Module, name: str, call: Any) -> None:
-        self._own, self._module = module.__dict__.get(name), weakref.ref(module)
-        original = getattr(module, name)
-        self._is_method = method_of(original, module)
-        self.__func__ = getattr(original, "__func__", original)
-        for said in functools.WRAPPER_ASSIGNMENTS:
-            if hasattr(original, said):
-                setattr(self, said, getattr(original, said))
-        self.__dict__.update({k: v for k, v in getattr(original, "__dict__", {}).items() if k != "__wrapped__"})
-        self.__name__ = name
-        self._call = call
-
-    @property
-    def __self__(self) -> nn.Module:
-        """Weakly: the module has this."""
-        return self._module()
-
-    @property
-    def __wrapped__(self) -> Any:
-        return types.MethodType(self.__func__, self._module()) if self._is_method else self.__func__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy
-        module = copy.deepcopy(self.__self__, memo)
-        if self._own is not None:
-            return copy.deepcopy(self._own, memo)
-        return types.MethodType(getattr(type(module), self.__name__), module)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.__self__, self.__name__)
-
-    def remove(self) -> None:
-        if self._own is not None:
-            self.__self__.__dict__[self.__name__] = self._own
-        else:
-            self.__self__.__dict__.pop(self.__name__, None)

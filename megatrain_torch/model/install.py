@@ -15,7 +15,8 @@ from ..fused.compiled import compiled_of
 from ..fused.head import give_head, head_of
 from ..fused.layer import template_of, wanted
 from ..graph.door import Door
-from ..graph.window import Installed, Window, method_of
+from ..graph.installed import Installed, method_of
+from ..graph.window import Window
 from ..optim import astray
 from ..store import gradient
 from ..store.guard import StreamedParameter

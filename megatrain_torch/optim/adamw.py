@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import numbers
 import sys
 import threading
 import weakref
@@ -14,14 +13,15 @@ import torch
 from torch import Tensor
 
 from ..base.errors import MegatrainError
-from ..base.formats import check_states
 from ..store import gradient
-from ..store.guard import StreamedParameter, guard, plain
+from ..store.guard import StreamedParameter, guard
 from ..store.records import DTYPES, Record
 from . import clipping
 from .astray import StoreStates
 from .masters import lacks_master, make_master, master, set_master
 from .moments import CODES, MOMENTS, load_moments, moments_of
+from .options import check_options
+from .sources import check_used, source_of
 from .unstreamed import HALVES, adamw_half, adamw_plain, fp32_like, state_of
 
 COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done", "_counts",
@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
                  states: str | None = None, maximize: bool = False, in_backward: bool = False,
                  nonfinite: str = "skip", **torch_only: Any) -> None:
-        _check(lr, betas, eps, weight_decay, max_grad_norm, states, in_backward, nonfinite, torch_only)
+        check_options(lr, betas, eps, weight_decay, max_grad_norm, states, in_backward, nonfinite, torch_only)
         self.max_grad_norm = max_grad_norm
         self._nonfinite, self._in_backward = nonfinite, in_backward
         self._handed: list[_Handed] = []                   # by the last step; taken by _settle
@@ -364,7 +364,7 @@ class AdamW(torch.optim.Optimizer):
         """What the engine is asked for; passing: with a gradient that is kept nowhere, and is on its way."""
         record: Record = p._mt
         if record.pid in self._done:
-            self._check_used(record)
+            check_used(record)
             return None
         grad = gradient.standing(record)
         if record.numel == 0 or (grad is None and not passing):
@@ -375,45 +375,10 @@ class AdamW(torch.optim.Optimizer):
         if not passing and record.unit in record.runtime.homes.passing:
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
                                  "for one: no hooks on the parameter, no arithmetic on it outside of the model")
-        address, changed = (0, record.written) if passing or late else self._source(record)
+        address, changed = (0, record.written) if passing or late else source_of(record)
         b1, b2 = group["betas"]
         return (record.index, float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], self._counts[p] + 1,
                 int(group["maximize"]), address, DTYPES[record.dtype], int(changed), self._keys[p])
-
-    @staticmethod
-    def _source(record: Record) -> tuple[int, bool]:
-        """Where the update finds the gradient, 0: where hand-overs put it; and whether host memory counts. Nobody else
-        writes there until the update is over."""
-        rt = record.runtime
-        if gradient.take_back(record):
-            return 0, record.written
-        grad = plain(gradient.standing(record))
-        rt.core.wait_grads(record.unit)
-        rt.planes.wait_used(record)
-        if gradient.kept(record):            # plane GRAD is somebody's
-            lent = rt.handover.lent.setdefault(record.unit, {})
-            own = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="cpu")
-            lent[record] = own.copy_(grad)
-            return lent[record].data_ptr(), True
-        rt.planes.own_states(record)
-        record.view("GRAD").copy_(grad)
-        rt.planes.push(record, "GRAD")
-        return 0, True
-
-    def _check_used(self, record: Record) -> None:
-        """A gradient that an update in backward has used is what it was."""
-        grad = gradient.standing(record)
-        if grad is None or grad is record.late:
-            return
-        same = record.unit not in record.runtime.homes.passing
-        if same:
-            lent = record.runtime.handover.lent.get(record.unit, {}).get(record)
-            used = record.view("GRAD") if lent is None else lent
-            same = torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (plain(grad), used)))
-        if not same:
-            raise MegatrainError(f"{record.name}: its .grad came or changed after its update in backward: with "
-                                 "in_backward=True there is one backward per step, and gradients are not changed "
-                                 "(GradScaler, clipping, a penalty's own backward)")
 
     def _prepare(self, p: StreamedParameter, record: Record) -> None:
         if record.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -625,31 +590,6 @@ class _Observer:
         if missing := [r for r in records if r.param not in known]:
             return f"the optimizer does not have {missing[0].name}"
         return "this is a second backward before step()" if any(r.pid in alive._done for r in records) else ""
-
-
-def _check(lr: float | Tensor, betas: Any, eps: float, weight_decay: float, max_grad_norm: float | None,
-           states: str | None, in_backward: bool, nonfinite: str, torch_only: dict[str, Any]) -> None:
-    refused = {"amsgrad", "differentiable", "capturable"}
-    for name, value in torch_only.items():
-        if name not in refused | {"foreach", "fused"}:
-            raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
-        if value and name in refused:
-            raise MegatrainError(f"AdamW({name}=True) is not supported; "
-                                 "use torch.optim.AdamW on the host tensors for that")
-    if not isinstance(lr, numbers.Real | Tensor):
-        raise MegatrainError(f"AdamW: lr={lr!r} must be a number")
-    if not 0.0 <= float(lr) < math.inf:
-        raise MegatrainError(f"AdamW: lr={lr} must be >= 0 and finite")
-    if not all(0.0 <= b < 1.0 for b in betas) or eps < 0 or weight_decay < 0:
-        raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: "
-                             "betas in [0, 1), the others >= 0")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise MegatrainError(f"AdamW: max_grad_norm={max_grad_norm} must be > 0, or None for no clipping")
-    check_states(states or "fp32")
-    if in_backward and max_grad_norm is not None:
-        raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
-    if nonfinite not in ("skip", "raise"):
-        raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
 
 
 def _note_update(records: list[Record]) -> None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from ..base.errors import MegatrainError
 from ..base.formats import moved_bytes, through_up
 from ..base.limits import host_limits, parse_bytes, show_bytes
+from ..base.strict import parsed, shown, table
 
 GIB = 2**30
 MEASURED, SHEETS = "measured by megatrain doctor", "from data sheets, not measured"     # sources
@@ -128,9 +129,10 @@ class Machine:
 
     def with_limits(self, vram: int | None, host: int | None) -> Machine:
         """The same machine with less memory; a limit above what it has changes nothing. A description's host is
-        anybody's: it has what is said."""
+        anybody's, unless it is one memory with the device: it has what is said."""
         first, *changes = self.name.split(",")
-        anybodys = self.device == "cuda" and _described(first) and not any("host=" in c for c in changes)
+        anybodys = self.device == "cuda" and not self.one_memory and _described(first) and not any(
+            "host=" in c for c in changes)
         return dataclasses.replace(self, vram_bytes=min(self.vram_bytes, vram or self.vram_bytes),
                                    host_bytes=(host or self.host_bytes) if anybodys
                                    else min(self.host_bytes, host or self.host_bytes))
@@ -149,8 +151,8 @@ class Machine:
             MegatrainError: not a machine's description; the message names the field.
         """
         try:
-            return _from_dict(json.loads(text))
-        except (TypeError, ValueError) as why:
+            return _from_dict(table(parsed(text.encode(), "JSON"), "JSON"))
+        except (MegatrainError, TypeError, ValueError) as why:
             raise MegatrainError(f"not a machine's description: {why}; `megatrain doctor` writes one") from None
 
     @staticmethod
@@ -173,8 +175,10 @@ class Machine:
 
 
 def _described(name: str) -> str | None:
-    """A description's own name, for it or for the first word of it: "rtx4090", "h200"."""
-    return next((known for known in MACHINES if known == name.lower() or known.startswith(name.lower() + "-")), None)
+    """A description's own name, for it or for what begins it and has its number: "rtx4090", "h200"."""
+    name = name.lower()
+    begins = f"{name}-" if re.search(r"\d", name) else None              # "rtx" are several
+    return next((known for known in MACHINES if known == name or (begins and known.startswith(begins))), None)
 
 
 def _near(name: str) -> str:
@@ -195,7 +199,7 @@ def _change(text: str) -> tuple[str, Any]:
             rate = float(value)
         except ValueError:
             rate = 0.0
-        if rate > 0:
+        if 0 < rate < math.inf:
             return key, rate
     raise MegatrainError(f"machine: {text!r}: give vram=SIZE, host=SIZE, or a rate: {', '.join(sorted(_SCALARS))}")
 
@@ -207,9 +211,42 @@ def _of_file(path: Path) -> Machine:
         raise MegatrainError(f"{path}: {why}") from None
 
 
+# What a row of each table has, and whether rows have to come in the order of their first number, all of them others.
+_ROWS = {"gemm": ((int, int, float), False), "attention": ((int, float, float), True),
+         "adam_gparams": ((int, float), True), "adam8_gparams": ((str, float), False), "origins": ((str, str), False)}
+_MAY_BE_EMPTY = ("adam8_gparams", "origins")
+_MAY_BE_ZERO = ("vram_overhead_bytes", "host_overhead_bytes", "disk_tbw")
+
+
+def _is(kind: type, value: Any, zero: bool = False) -> bool:
+    """Of numbers: finite, and more than 0, or 0."""
+    if kind in (str, bool, dict):
+        return type(value) is kind
+    good = type(value) is int or (kind is float and type(value) is float and math.isfinite(value))
+    return good and (value > 0 or (zero and value == 0))
+
+
+def _are_rows(name: str, rows: Any) -> bool:
+    (kinds, ascending), lists = _ROWS[name], isinstance(rows, (list, tuple)) and (rows or name in _MAY_BE_EMPTY)
+    if not lists or not all(isinstance(row, (list, tuple)) and len(row) == len(kinds) for row in rows):
+        return False
+    first = [row[0] for row in rows]
+    return all(_is(kind, v) for row in rows for kind, v in zip(kinds, row)) and (
+        not ascending or first == sorted(set(first)))
+
+
+def _check_field(name: str, kind: str, value: Any) -> None:
+    kinds = {"str": str, "int": int, "float": float, "bool": bool}
+    good = _are_rows(name, value) if name in _ROWS else _is(kinds.get(kind, dict), value, name in _MAY_BE_ZERO)
+    if not good or (name == "device" and value not in ("cuda", "cpu")):
+        raise ValueError(f"{name}={shown(value)}")
+
+
 def _from_dict(fields: dict[str, Any]) -> Machine:
-    names = ("gemm", "attention", "adam_gparams", "adam8_gparams")
-    tables = {k: tuple(tuple(row) for row in fields[k]) for k in (*names, "origins") if k in fields}
+    for f in dataclasses.fields(Machine):
+        if f.name in fields:
+            _check_field(f.name, f.type, fields[f.name])
+    tables = {name: tuple(map(tuple, fields[name])) for name in _ROWS if name in fields}
     machine = Machine(**{**fields, **tables})
     points = [(n, w) for n, w, _ in machine.gemm]
     if sorted(set(points)) != sorted((n, w) for n in {n for n, _ in points} for w in {w for _, w in points}):

@@ -1,4 +1,4 @@
-"""How long a step takes: its numbers, for the walk of csrc/core/walk.h, and what the walk says of them."""
+"""How long a step takes: its numbers, for the walk of csrc/walk/walk.h, and what the walk says of them."""
 from __future__ import annotations
 
 import itertools

@@ -3,7 +3,7 @@
 #include "check.h"
 #include "drop.h"
 #include "../../csrc/core/clock.h"
-#include "../../csrc/core/disk.h"
+#include "../../csrc/core/disk_impl.h"
 #include "../../csrc/io/file.h"
 
 #include <dirent.h>
@@ -97,6 +97,7 @@ static const mt_file_calls calls = { slow_read, slow_write, posix_fallocate, thr
 
 typedef struct world {
     char      dir[64];
+    mt_context cx;
     mt_dev   *dev;
     mt_store *store;
     mt_pool  *pool;
@@ -140,14 +141,16 @@ static void open_device(world *w, int delay_us)
     REQUIRE(mt_dev_cpu_open(&w->dev) == MT_OK);
     if (delay_us > 0)
         REQUIRE(mt_dev_delay_open(w->dev, 7, delay_us, &w->dev) == MT_OK);
-    REQUIRE(mt_store_open(w->dev, NULL, &w->store) == MT_OK);
+    w->cx = (mt_context){ .dev = w->dev };
+    REQUIRE(mt_store_open(&w->cx, &w->store) == MT_OK);
+    w->cx.store = w->store;
     REQUIRE(w->dev->ops->queue_open(w->dev, "h2d", &w->h2d) == MT_OK);
 }
 
 static void open_disk(world *w, int n_buffers, int weights)
 {
     REQUIRE(mt_file_open(w->dir, 0, 3, &calls, &w->file) == MT_OK);
-    REQUIRE(mt_disk_open(w->store, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL,
+    REQUIRE(mt_disk_open(&w->cx, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL,
                          n_buffers, BUFFER, &w->disk) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         REQUIRE(mt_disk_add(w->disk, u, weights) == MT_OK);
@@ -239,8 +242,9 @@ static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, in
 /* Announced and put; what is right is updated too, unless it is to fail. */
 static mt_status put(world *w, errand *e)
 {
-    mt_disk_job j = { .unit = e->unit, .params = e->params, .n_params = e->n, .bytes = UPDATE_BYTES,
-                      .compute = update_parts, .free = errand_over, .arg = e };
+    mt_update_job j = { .unit = e->unit, .params = e->params, .n_params = e->n,
+                        .bytes = UPDATE_BYTES, .pieces = update_parts, .free = errand_over,
+                        .arg = e };
 
     for (int k = 0; k < e->n && e->fail == 0 && e->unit < UNITS; k++) {
         int p = e->params[k];
@@ -311,6 +315,19 @@ static void check(world *w)
 }
 
 /* ---- tests ------------------------------------------------------------------------------- */
+
+static void a_buffer_goes_round_as_is_agreed(void)
+{
+    /* to: FREE READING READY TAKEN WRITING COPYING */
+    static const char *const may[] = {
+        [MT__FREE] = "-+----", [MT__READING] = "+-+---", [MT__READY] = "+--+--",
+        [MT__TAKEN] = "+---++", [MT__WRITING] = "+-----", [MT__COPYING] = "+-----",
+    };
+
+    for (mt__at from = MT__FREE; from <= MT__COPYING; from++)
+        for (mt__at to = MT__FREE; to <= MT__COPYING; to++)
+            CHECK_EQ(mt__may_follow(from, to), may[from][to] == '+');
+}
 
 static void updates_are_those_of_states_in_memory(void)
 {
@@ -625,7 +642,7 @@ static void close_finishes_what_was_put_and_weights_wait_for_their_copies(void)
     /* a mover about to copy the first unit */
     CHECK_OK(mt_ledger_fetch_begin(w.store, 0, &version));
     for (int u = 0; u < UNITS; u++) {
-        mt_disk_job j = { .unit = u, .params = all, .n_params = PARAMS, .compute = update_parts,
+        mt_update_job j = { .unit = u, .params = all, .n_params = PARAMS, .pieces = update_parts,
                           .free = errand_over, .arg = &e[u] };
 
         e[u] = (errand){ .w = &w, .params = all, .n = PARAMS, .unit = u };
@@ -717,10 +734,11 @@ static void an_updates_bytes_are_recorded_whatever_it_leaves_out(void)
     uint64_t         bytes = 0;
     world            w;
 
-    open_world(&w, 3, 0);
+    open_store(&w, 0, 0);
     REQUIRE(mt_timeline_open(w.dev, &t) == MT_OK);
+    w.cx.timeline = t;
+    open_disk(&w, 3, 0);
     CHECK_OK(mt_timeline_on(t, 1));
-    mt_disk_timeline(w.disk, t);
     for (int i = 0; i < 3; i++)
         CHECK_OK(update(&w, 2, some[i], 1 + i / 2, 0));
     for (int64_t n = mt_timeline_read(t, r, 64); n > 0; n--)
@@ -742,19 +760,19 @@ static void a_unit_has_one_home(void)
 
     open_world(&w, 1, 0);
     REQUIRE(mt_store_add(w.store, "settled", d, 1, &unit) == MT_OK);
-    CHECK_OK(mt_store_settle(w.store, unit));
+    CHECK_OK(mt_store_move(w.store, unit, &mt_home_vram, NULL));
     CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
     REQUIRE(mt_store_add(w.store, "through", d, 1, &unit) == MT_OK);
-    CHECK_OK(mt_store_set_through(w.store, unit, 1));
+    CHECK_OK(mt_store_move(w.store, unit, &mt_home_through, NULL));
     CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
     REQUIRE(mt_store_add(w.store, "used", d, 1, &unit) == MT_OK);
     CHECK_OK(mt_store_at(w.store, unit, 0, MT_PLANE_LO, &p));
     CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "plane LO");
-    CHECK_EQ(mt_store_settle(w.store, 0), MT_ESTATE);
-    CHECK_EQ(mt_store_set_through(w.store, 0, 1), MT_ESTATE);
-    CHECK_EQ(mt_store_on_disk(w.store, 0), MT_STATE_PLANES);
-    CHECK_EQ(mt_store_on_disk(w.store, unit), 0);
+    CHECK_EQ(mt_store_move(w.store, 0, &mt_home_vram, NULL), MT_ESTATE);
+    CHECK_EQ(mt_store_move(w.store, 0, &mt_home_through, NULL), MT_ESTATE);
+    CHECK(mt_store_home(w.store, 0, NULL) == &mt_home_disk);
+    CHECK(mt_store_home(w.store, unit, NULL) == &mt_home_ram);
     CHECK_OK(mt_mirror_bring(w.store, unit, MT_STATE_PLANES));      /* nothing to do */
     CHECK_EQ(mt_disk_add(w.disk, 77, 0), MT_EINVAL);
     /* and it is a fault, like any failed update */
@@ -768,10 +786,10 @@ static void open_refuses_buffers_that_hold_nothing(void)
     mt_disk *d = NULL;
 
     open_world(&w, 1, 0);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 0, BUFFER, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1, BUFFER - 4096, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
-    CHECK_EQ(mt_disk_open(w.store, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d),
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 0, BUFFER, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER - 4096, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
+    CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d),
              MT_EINVAL);
     mt_disk_close(NULL);
     close_world(&w);
@@ -790,7 +808,7 @@ static void open_fed(world *w, int n_buffers, int dawdle_us, int delay_us)
 {
     open_store(w, delay_us, 0);
     open_disk(w, n_buffers, 1);
-    REQUIRE(mt_feed_open(w->dev, w->disk, (size_t)n_buffers * 30000, &w->feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w->cx, (size_t)n_buffers * 30000, &w->feed) == MT_OK);
     for (int u = 0; u < UNITS; u++) {
         for (int p = 0; p < PARAMS; p++)
             for (int64_t i = 0; i < numels[u][p]; i++)
@@ -1115,7 +1133,7 @@ static void what_is_not_trained_is_read_by_fetches_alone(void)
     w.feed = NULL;
     REQUIRE(mt_store_add(w.store, "lora", d, 3, &unit) == MT_OK);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
     CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
     before = mt_disk_stats_get(w.disk);
     e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = 1 };
@@ -1149,7 +1167,7 @@ static void what_is_trained_is_settled_when_weights_go_to_disk(void)
     open_world(&w, 2, 0);
     REQUIRE(mt_store_add(w.store, "late", &d, 1, &unit) == MT_OK);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
     CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 0));
     CHECK_EQ(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "unit late");
@@ -1170,7 +1188,7 @@ static void frozen_weights_are_fetched_and_trained_later(void)
     mt_feed_close(w.feed);
     REQUIRE(mt_store_add(w.store, "lora", d, 2, &unit) == MT_OK);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
     for (int p = 0; p < 2; p++)
         for (int64_t i = 0; i < d[p].numel; i++)
             plane(&w, unit, p, MT_PLANE_HI)[i] = (float)(i % 7);
@@ -1213,7 +1231,7 @@ static void a_fetch_that_fails_is_a_fault_that_names_its_weights(void)
     free(slot);
 
     open_world(&w, 1, 0);
-    REQUIRE(mt_feed_open(w.dev, w.disk, 0, &w.feed) == MT_OK);
+    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
     CHECK_EQ(mt_feed_copy(w.feed, 0, NULL, w.h2d), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "unit first");
     close_world(&w);
@@ -1392,6 +1410,7 @@ static void who_reads_a_unit_waits_for_pieces_and_not_for_a_save(void)
 }
 
 #define TESTS(X)                                                    \
+    X(a_buffer_goes_round_as_is_agreed)                             \
     X(updates_are_those_of_states_in_memory)                        \
     X(pieces_are_read_ahead_before_anybody_asks)                    \
     X(what_was_read_ahead_may_be_passed_over)                       \

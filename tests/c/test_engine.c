@@ -9,6 +9,7 @@
 #include "dev_fault.h"
 #include "drop.h"
 #include "toy.h"
+#include "../../csrc/core/through.h"
 #include "../../csrc/io/file.h"
 
 #include <time.h>
@@ -223,14 +224,6 @@ typedef struct engine {
     outcome      out;            /* x: run's */
 } engine;
 
-static void engine_debug(engine *e, mt_debug d)
-{
-    mt_resident_debug(e->r, d);
-    mt_stream_debug(e->s, d);
-    mt_offload_debug(e->o, d);
-    mt_update_debug(e->u, d);
-}
-
 static void engine_slots(engine *e)
 {
     e->n_slots = SLOTS + __builtin_popcount(e->settled);
@@ -247,9 +240,9 @@ static mt_status engine_settle(engine *e)
 
     for (int u = 0; u < UNITS; u++)
         if (e->settled >> u & 1)
-            MT_TRY(mt_stream_settle(e->s, e->r, u, slot++));
+            MT_TRY(mt_stream_settle(e->s, u, slot++));
         else if (e->through >> u & 1)
-            MT_TRY(mt_store_set_through(e->t.store, u, 1));
+            MT_TRY(mt_store_move(e->t.store, u, &mt_home_through, e->h));
 fail:
     return st;
 }
@@ -260,14 +253,14 @@ static void engine_file(engine *e)
     strcpy(e->dir, "/tmp/mt_test_engine.XXXXXX");
     REQUIRE(mkdtemp(e->dir) != NULL);
     REQUIRE(mt_file_open(e->dir, 0, 3, NULL, &e->file) == MT_OK);
-    REQUIRE(mt_disk_open(e->t.store, mt_file_blocks(e->file), NULL, 3, MT_DISK_LEAST,
+    REQUIRE(mt_disk_open(&e->t.cx, mt_file_blocks(e->file), NULL, 3, MT_DISK_LEAST,
                          &e->d) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (e->filed >> u & 1) {
             drop_plane(e->t.store, u, MT_PLANE_HI);
             REQUIRE(mt_disk_add(e->d, u, 1) == MT_OK);
         }
-    REQUIRE(mt_feed_open(e->t.dev, e->d, 3 * MT_BLOCK_ALIGN, &e->f) == MT_OK);
+    REQUIRE(mt_feed_open(&e->t.cx, 3 * MT_BLOCK_ALIGN, &e->f) == MT_OK);
     for (int u = 0; u < UNITS; u++) {
         for (int p = 0; p < TOY_PARAMS && (e->filed >> u & 1); p++)
             for (int64_t i = 0; i < toy_numel(u, p); i++)
@@ -275,9 +268,6 @@ static void engine_file(engine *e)
         CHECK_OK(mt_mirror_push(e->t.store, u, -1, 1u << MT_PLANE_HI));
         CHECK_OK(mt_mirror_release(e->t.store, u));
     }
-    mt_disk_timeline(e->d, e->timeline);
-    mt_update_disk(e->u, e->d);
-    mt_stream_feed(e->s, e->f);
 }
 
 static mt_status engine_threads(engine *e)
@@ -285,21 +275,14 @@ static mt_status engine_threads(engine *e)
     mt_slot_hooks none = { 0 };
     mt_status     st;
 
-    MT_TRY(mt_resident_open(e->t.dev, e->t.store, &e->r));
-    MT_TRY(mt_stream_open(e->t.dev, e->t.store, e->slots, e->n_slots, none, &e->s));
-    MT_TRY(engine_settle(e));
-    MT_TRY(mt_offload_open(e->t.dev, e->t.store, e->t.pool, 1, toy_kernels, &e->o));
-    MT_TRY(mt_update_open(e->t.store, e->o, e->t.pool, &e->u));
-    mt_offload_residents(e->o, e->r);
-    mt_update_residents(e->u, e->r);
-    MT_TRY(mt_through_open(e->t.dev, e->t.store, 2, MT_THROUGH_LEAST, &e->h));
-    mt_update_through(e->u, e->h);
     MT_TRY(mt_timeline_open(e->t.dev, &e->timeline));
-    mt_resident_timeline(e->r, e->timeline);
-    mt_through_timeline(e->h, e->timeline);
-    mt_stream_timeline(e->s, e->timeline);
-    mt_offload_timeline(e->o, e->timeline);
-    mt_update_timeline(e->u, e->timeline);
+    e->t.cx.timeline = e->timeline;
+    MT_TRY(mt_resident_open(&e->t.cx, &e->r));
+    MT_TRY(mt_stream_open(&e->t.cx, e->slots, e->n_slots, none, &e->s));
+    MT_TRY(mt_through_open(&e->t.cx, 2, MT_THROUGH_LEAST, &e->h));
+    MT_TRY(engine_settle(e));
+    MT_TRY(mt_offload_open(&e->t.cx, 1, toy_kernels, &e->o));
+    MT_TRY(mt_update_open(&e->t.cx, e->o, &e->u));
     return MT_OK;
 fail:
     return st;
@@ -333,7 +316,7 @@ static void engine_open(engine *e, const config *c)
     if (e->filed != 0)
         engine_file(e);
     CHECK_OK(mt_timeline_on(e->timeline, c->traced));
-    engine_debug(e, c->debug);
+    mt_debug_set(&e->t.cx, c->debug);
 }
 
 static void engine_stop(engine *e)
@@ -550,22 +533,16 @@ fail:
 }
 
 /* And of a unit that goes through: a part of each parameter at a time, at most. */
-static mt_status list_update(void *arg, mt_through_tensor **out, int *n)
+static mt_status gradient_of(void *arg, int param, const void **at, mt_plane *plane)
 {
-    const update_arg  *a = arg;
-    mt_through_tensor *k = calloc(TOY_PARAMS, sizeof *k);
+    const update_arg *a = arg;
 
-    REQUIRE(k != NULL);
-    for (int p = 0; p < TOY_PARAMS; p++)
-        k[p] = (mt_through_tensor){ .n = toy_numel(a->unit, p), .n_spans = 2, .span = {
-            { toy_at(&a->e->t, a->unit, p, MT_PLANE_HI), sizeof(float), 1, 1 },
-            { toy_at(&a->e->t, a->unit, p, MT_PLANE_GRAD), sizeof(float), 1, 0 } } };
-    *out = k;
-    *n = TOY_PARAMS;
+    *at = toy_at(&a->e->t, a->unit, param, MT_PLANE_GRAD);
+    *plane = MT_PLANE_GRAD;
     return MT_OK;
 }
 
-static mt_status compute_update(void *arg, mt_queue *q, const mt_through_part *parts, int n,
+static mt_status compute_update(void *arg, mt_queue *q, const mt_part *parts, int n,
                                 float clip)
 {
     put_arg  *put = calloc(1, sizeof *put);
@@ -575,8 +552,8 @@ static mt_status compute_update(void *arg, mt_queue *q, const mt_through_part *p
     REQUIRE(put != NULL && n <= TOY_PARAMS);
     put->clip = clip;
     for (int i = 0; i < n; i++) {
-        put->p[i] = parts[i].at[0];
-        put->g[i] = parts[i].at[1];
+        put->p[i] = parts[i].at[MT_PLANE_HI];
+        put->g[i] = parts[i].at[MT_PLANE_GRAD];
         put->n[i] = parts[i].n;
     }
     if ((st = q->dev->ops->call(q, update_now, put)) != MT_OK)
@@ -635,7 +612,7 @@ static uint64_t submit(engine *e, double max_norm)
         REQUIRE((a = malloc(sizeof *a)) != NULL);
         *a = (update_arg){ e, u };
         jobs[n++] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
-                                     .run = run_update, .put = put_update, .list = list_update,
+                                     .run = run_update, .put = put_update, .gradient = gradient_of,
                                      .compute = compute_update, .pieces = update_pieces,
                                      .bytes = 1000, .free = free, .arg = a };
     }
@@ -1286,11 +1263,14 @@ static mt_status relay_run(void *arg, mt_pool *pool, float clip)
     return MT_OK;
 }
 
-static mt_status relay_list(void *arg, mt_through_tensor **out, int *n)
+static mt_status relay_gradient(void *arg, int param, const void **at, mt_plane *plane)
 {
+    static float grads[TOY_PARAMS * 128];
+
+    (void)param;
     atomic_store(&((relay *)arg)->put, 1);
-    *out = NULL;
-    *n = 0;
+    *at = grads;
+    *plane = MT_PLANE_GRAD;
     return MT_OK;
 }
 
@@ -1307,7 +1287,7 @@ static void the_device_does_not_wait_for_the_host(unsigned settled, unsigned thr
     put_values(&e, value);
     for (int u = 0; u < UNITS; u++)
         jobs[u] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
-                                   .run = relay_run, .put = relay_put, .list = relay_list,
+                                   .run = relay_run, .put = relay_put, .gradient = relay_gradient,
                                    .compute = compute_update, .arg = &r };
     CHECK_OK(mt_update_submit(e.u, jobs, UNITS, 1.0, e.t.run, &ticket));
     CHECK_OK(mt_update_drain(e.u));
@@ -1427,7 +1407,7 @@ static mt_status try_step(engine *e, int mode)
         REQUIRE((a = malloc(sizeof *a)) != NULL);
         *a = (update_arg){ e, u };
         jobs[u] = (mt_update_job){ .unit = u, .n_params = 1, .params = all_params + 1,
-                                   .run = run_nothing, .put = put_nothing, .list = list_update,
+                                   .run = run_nothing, .put = put_nothing, .gradient = gradient_of,
                                    .compute = compute_update, .free = free, .arg = a };
         MT_TRY(mt_update_submit(e->u, &jobs[u], 1, mode ? 1.0 : 0, e->t.run, &ticket));
     }
@@ -1478,8 +1458,9 @@ static void nth_failure_ends_all_and_frees_everything(fault_mode mode, int trace
         fired = fault_fired(e.t.dev);
         CHECK(st == MT_OK || st == MT_EDEVICE);
         CHECK(fired > 0 || st == MT_OK);
-        /* The store keeps a registered GRAD plane and an event per unit. */
-        CHECK(fault_live(e.t.dev) >= live && fault_live(e.t.dev) <= live + 2 * UNITS);
+        /* The store keeps a registered GRAD plane and an event per unit, and of units that go
+         * through two planes of states. */
+        CHECK(fault_live(e.t.dev) >= live && fault_live(e.t.dev) <= live + 4 * UNITS);
         engine_close(&e);
     }
     cpu->ops->close(cpu);

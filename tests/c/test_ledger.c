@@ -19,7 +19,7 @@ static void setup(int fail_at)
 
     REQUIRE(mt_dev_cpu_open(&real) == MT_OK);
     dev = fault_dev(real, fail_at, FAULT_ONCE);
-    REQUIRE(mt_store_open(dev, NULL, &store) == MT_OK);
+    REQUIRE(mt_store_open(&(mt_context){ .dev = dev }, &store) == MT_OK);
     REQUIRE(mt_store_add(store, "layers.0", &d, 1, &unit) == MT_OK);
     REQUIRE(mt_store_add(store, "layers.1", &d, 1, &unit) == MT_OK);
 }

@@ -15,7 +15,7 @@ static mt_status shop_open(mt_dev *dev, const int64_t *numel, int n, mt_store **
     int       unit;
     mt_status st;
 
-    MT_TRY(mt_store_open(dev, NULL, s));
+    MT_TRY(mt_store_open(&(mt_context){ .dev = dev }, s));
     for (int u = 0; u < n; u++) {
         mt_param_desc d[2] = { { MT_F32, numel[u], 1 }, { MT_F32, 10, 0 } };
         char          name[24];
@@ -54,16 +54,16 @@ static void a_unit_has_gradients_from_hand_over_to_update(void)
     CHECK_EQ(mt_store_at(s, 0, 0, MT_PLANE_GRAD, &at), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "layers.0");
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 0);
-    CHECK_OK(mt_store_lend(s, 0));
+    CHECK_OK(mt_store_lend(s, 0, NULL));
     first = grad_of(s, 0);
     memset(first, 1, 4000);
     CHECK_EQ(mt_store_at(s, 0, 1, MT_PLANE_GRAD, &at), MT_EINVAL);  /* frozen */
-    CHECK_OK(mt_store_lend(s, 0));                                  /* handed over again */
+    CHECK_OK(mt_store_lend(s, 0, NULL));                                  /* handed over again */
     CHECK(grad_of(s, 0) == first);
     CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_M, &at));
     update(s, 0);
     CHECK_EQ(mt_store_at(s, 0, 0, MT_PLANE_GRAD, &at), MT_ESTATE);
-    CHECK_OK(mt_store_lend(s, 1));
+    CHECK_OK(mt_store_lend(s, 1, NULL));
     CHECK(grad_of(s, 1) == first);                                  /* free again, and of a size */
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 1 << 20);
     mt_store_close(s);
@@ -84,20 +84,20 @@ static void settled_units_have_theirs_on_the_device(void)
     REQUIRE(shop_open(dev, numel, 1, &s) == MT_OK);
     for (int u = 1; u < 3; u++) {
         REQUIRE(mt_store_add(s, "settled", &d, 1, &unit) == MT_OK);
-        CHECK_OK(mt_store_settle(s, u));
+        CHECK_OK(mt_store_move(s, u, &mt_home_vram, NULL));
         CHECK_OK(mt_store_set_passing(s, u));
     }
     CHECK_EQ(mt_store_device_at(s, 1, 0, MT_PLANE_GRAD, &at), MT_ESTATE);
-    CHECK_OK(mt_store_lend(s, 1));
+    CHECK_OK(mt_store_lend(s, 1, NULL));
     CHECK_OK(mt_store_device_at(s, 1, 0, MT_PLANE_GRAD, &first));
     CHECK_EQ(mt_store_at(s, 1, 0, MT_PLANE_GRAD, &at), MT_ESTATE);        /* and no copy of it */
     CHECK_EQ(mt_store_device_bytes(s), 1 << 20);
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 0);
     update(s, 1);
     CHECK_EQ(mt_store_device_at(s, 1, 0, MT_PLANE_GRAD, &at), MT_ESTATE);
-    CHECK_OK(mt_store_lend(s, 0));
+    CHECK_OK(mt_store_lend(s, 0, NULL));
     CHECK(grad_of(s, 0) != first);
-    CHECK_OK(mt_store_lend(s, 2));
+    CHECK_OK(mt_store_lend(s, 2, NULL));
     CHECK_OK(mt_store_device_at(s, 2, 0, MT_PLANE_GRAD, &at));
     CHECK(at == first);
     CHECK_EQ(mt_store_device_bytes(s), 1 << 20);
@@ -123,7 +123,7 @@ static void there_are_three_buffers_of_a_size(void)
             continue;
         if (u == 7)
             update(s, 1);
-        CHECK_OK(mt_store_lend(s, u));
+        CHECK_OK(mt_store_lend(s, u, NULL));
         at[u] = grad_of(s, u);
         for (int v = 0; v < u; v++)
             CHECK((u == 7 && v == 1) == (v != 3 && at[u] == at[v]));
@@ -134,7 +134,8 @@ static void there_are_three_buffers_of_a_size(void)
 }
 
 typedef struct turn {
-    mt_store  *s;
+    mt_store    *s;
+    mt_timeline *line;
     int        unit;
     mt_status  st;
     char       text[200];
@@ -145,7 +146,7 @@ static void *lend_main(void *arg)
 {
     turn *t = arg;
 
-    t->st = mt_store_lend(t->s, t->unit);
+    t->st = mt_store_lend(t->s, t->unit, t->line);
     snprintf(t->text, sizeof t->text, "%s", t->st == MT_OK ? "" : mt_last_error());
     atomic_store(&t->over, 1);
     return NULL;
@@ -168,10 +169,10 @@ static void where_all_are_lent_the_first_is_waited_for(void)
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
     REQUIRE(shop_open(dev, numel, 4, &t.s) == MT_OK);
     REQUIRE(mt_timeline_open(dev, &line) == MT_OK);
-    mt_store_timeline(t.s, line);
+    t.line = line;
     CHECK_OK(mt_timeline_on(line, 1));
     for (int u = 0; u < 3; u++) {
-        CHECK_OK(mt_store_lend(t.s, u));
+        CHECK_OK(mt_store_lend(t.s, u, NULL));
         mt_ledger_update_begin(t.s, u);
     }
     first = grad_of(t.s, 0);
@@ -206,13 +207,13 @@ static void fewer_are_made_when_that_is_said_before(void)
     CHECK_EQ(mt_store_lend_most(s, 0), MT_EINVAL);
     CHECK_EQ(mt_store_lend_most(s, 4), MT_EINVAL);
     CHECK_OK(mt_store_lend_most(s, 1));
-    CHECK_OK(mt_store_lend(s, 0));
+    CHECK_OK(mt_store_lend(s, 0, NULL));
     one = mt_store_bytes(s, MT_PLANE_GRAD);
-    CHECK_EQ(mt_store_lend(s, 1), MT_ESTATE);
+    CHECK_EQ(mt_store_lend(s, 1, NULL), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "layers.0");
     for (int u = 1; u < 3; u++) {
         update(s, u - 1);
-        CHECK_OK(mt_store_lend(s, u));
+        CHECK_OK(mt_store_lend(s, u, NULL));
     }
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), one);
     CHECK_EQ(mt_store_lend_most(s, 2), MT_EINVAL);                        /* something was lent */
@@ -229,12 +230,12 @@ static void gradients_that_nobody_used_are_named(void)
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
     REQUIRE(shop_open(dev, numel, 4, &s) == MT_OK);
     for (int u = 0; u < 3; u++)
-        CHECK_OK(mt_store_lend(s, u));
-    CHECK_EQ(mt_store_lend(s, 3), MT_ESTATE);
+        CHECK_OK(mt_store_lend(s, u, NULL));
+    CHECK_EQ(mt_store_lend(s, 3, NULL), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "layers.0");
     CHECK_HAS(mt_last_error(), "no update has used them");
     update(s, 0);
-    CHECK_OK(mt_store_lend(s, 3));
+    CHECK_OK(mt_store_lend(s, 3, NULL));
     mt_store_close(s);
     dev->ops->close(dev);
 }
@@ -250,7 +251,7 @@ static void a_failing_update_elsewhere_ends_the_wait(void)
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
     REQUIRE(shop_open(dev, numel, 4, &t.s) == MT_OK);
     for (int u = 0; u < 3; u++)
-        CHECK_OK(mt_store_lend(t.s, u));
+        CHECK_OK(mt_store_lend(t.s, u, NULL));
     mt_ledger_update_begin(t.s, 0);
     REQUIRE(pthread_create(&thread, NULL, lend_main, &t) == 0);
     nanosleep(&nap, NULL);
@@ -272,14 +273,14 @@ static void parameters_trained_since_have_gradients_too(void)
 
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
     REQUIRE(shop_open(dev, numel, 1, &s) == MT_OK);
-    CHECK_OK(mt_store_lend(s, 0));
+    CHECK_OK(mt_store_lend(s, 0, NULL));
     CHECK_OK(mt_store_set_trainable(s, 0, 1, 1));
     /* in memory of its own, until the update */
     CHECK_OK(mt_store_at(s, 0, 1, MT_PLANE_GRAD, &at));
     CHECK(mt_store_bytes(s, MT_PLANE_GRAD) > 1 << 20);
     update(s, 0);
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 1 << 20);
-    CHECK_OK(mt_store_lend(s, 0));
+    CHECK_OK(mt_store_lend(s, 0, NULL));
     CHECK_OK(mt_store_at(s, 0, 1, MT_PLANE_GRAD, &at));
     CHECK_EQ((char *)at - (char *)grad_of(s, 0), 512);
     mt_store_close(s);
@@ -297,15 +298,15 @@ static void what_cannot_pass_is_refused(void)
 
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
     REQUIRE(shop_open(dev, numel, 1, &s) == MT_OK);
-    CHECK_EQ(mt_store_settle(s, 0), MT_ESTATE);
+    CHECK_EQ(mt_store_move(s, 0, &mt_home_vram, NULL), MT_ESTATE);
     CHECK_EQ(mt_store_set_passing(s, 1), MT_EINVAL);
     REQUIRE(mt_store_add(s, "kept", &d, 1, &unit) == MT_OK);
-    CHECK_EQ(mt_store_lend(s, 1), MT_EINVAL);
+    CHECK_EQ(mt_store_lend(s, 1, NULL), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "kept");
     CHECK_OK(mt_store_at(s, 1, 0, MT_PLANE_GRAD, &at));
     CHECK_EQ(mt_store_set_passing(s, 1), MT_ESTATE);
     REQUIRE(mt_store_add(s, "settled", &d, 1, &unit) == MT_OK);
-    CHECK_OK(mt_store_settle(s, 2));
+    CHECK_OK(mt_store_move(s, 2, &mt_home_vram, NULL));
     CHECK_OK(mt_store_device_at(s, 2, 0, MT_PLANE_GRAD, &at));
     CHECK_EQ(mt_store_set_passing(s, 2), MT_ESTATE);
     CHECK_EQ(mt_store_passes(s, 0), 1);
@@ -327,7 +328,7 @@ static void gradients_come_home_into_what_is_lent(void)
 
     toy_open(&t, 2, 1, 0);
     CHECK_OK(mt_store_set_passing(t.store, 0));
-    REQUIRE(mt_offload_open(t.dev, t.store, t.pool, 2, k, &o) == MT_OK);
+    REQUIRE(mt_offload_open(&t.cx, 2, k, &o) == MT_OK);
     CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
     CHECK_OK(mt_ledger_wait_grads(t.store, 0));
     CHECK(((float *)grad_of(t.store, 0))[1] == 2);
@@ -352,7 +353,7 @@ static void every_failing_device_call_frees_everything(void)
         mt_status st = shop_open(d, numel, 2, &s);
 
         for (int u = 0; u < 2 && st == MT_OK; u++)
-            st = mt_store_lend(s, u);
+            st = mt_store_lend(s, u, NULL);
         fired = fault_fired(d);
         CHECK_EQ(st, fired ? MT_EDEVICE : MT_OK);
         mt_store_close(s);

@@ -106,20 +106,27 @@ static mt_status home_store(void *arg, int unit, int param, unsigned planes)
     return MT_OK;
 }
 
-static const mt_mirror_ops at_once = { .wait = home_wait, .load = home_load, .store = home_store };
-static const mt_mirror_ops lazily = { .load = home_load, .store = home_store, .later = HI };
+static const mt_home at_once = {
+    .lives = "is here", .from = &mt_home_ram, .away = ALL, .load = home_load, .store = home_store,
+};
+static const mt_home visiting = {
+    .lives = "is a guest", .from = &at_once, .away = HI | GRAD, .visit = M | V,
+    .wait = home_wait, .load = home_load, .store = home_store,
+};
+static const mt_home lazily = {
+    .lives = "is there", .from = &mt_home_ram, .away = ALL, .later = HI,
+    .load = home_load, .store = home_store,
+};
 
-/* Planes of a unit on disk are reserved addresses, which is all that the store has to know. */
-static void open_home(const mt_mirror_ops *ops)
+static void open_home(const mt_home *table)
 {
     mt_param_desc d[PARAMS] = { { MT_F32, N, 1 }, { MT_F32, N, 1 }, { MT_F32, N, 1 } };
 
     memset(&home, 0, sizeof home);
     REQUIRE(mt_dev_cpu_open(&home.dev) == MT_OK);
-    REQUIRE(mt_store_open(home.dev, NULL, &home.s) == MT_OK);
+    REQUIRE(mt_store_open(&(mt_context){ .dev = home.dev }, &home.s) == MT_OK);
     REQUIRE(mt_store_add(home.s, "layers.0", d, PARAMS, &home.unit) == MT_OK);
-    REQUIRE(mt_store_set_disk(home.s, home.unit, MT_STATE_PLANES | HI) == MT_OK);
-    REQUIRE(mt_mirror_open(home.s, home.unit, ALL, ops, &home) == MT_OK);
+    REQUIRE(mt_store_move(home.s, home.unit, table, &home) == MT_OK);
 }
 
 static void close_home(void)
@@ -178,7 +185,7 @@ static void what_is_stale_is_loaded_once_and_alone(void)
 static void a_unit_without_a_home_elsewhere_has_nothing_to_do(void)
 {
     open_home(&at_once);
-    mt_mirror_close(home.s, home.unit);
+    CHECK_OK(mt_store_move(home.s, home.unit, &mt_home_ram, NULL));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ~0u));
     CHECK_OK(mt_mirror_push(home.s, home.unit, 0, ~0u));
     CHECK_OK(mt_mirror_release(home.s, home.unit));
@@ -407,11 +414,10 @@ static void a_push_that_fails_leaves_the_homes_values(void)
 /* A home that opens over what the host has, and takes weights by itself. */
 static void what_the_host_had_is_ahead_until_it_is_taken(void)
 {
-    open_home(&at_once);
-    mt_mirror_close(home.s, home.unit);
+    open_home(&mt_home_ram);
     fill(MT_PLANE_M, 1, 8);
     fill(MT_PLANE_HI, 0, 2);
-    REQUIRE(mt_mirror_open(home.s, home.unit, ALL, &lazily, &home) == MT_OK);
+    REQUIRE(mt_store_move(home.s, home.unit, &lazily, &home) == MT_OK);
     CHECK(any(0, HI, IS(AHEAD)) && any(1, M, IS(AHEAD)) && !any(-1, V, IS(AHEAD)));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
@@ -436,10 +442,9 @@ static void what_the_host_had_is_ahead_until_it_is_taken(void)
 /* Between opening and storing a parameter is written; its neighbour's memory goes, and its too. */
 static void what_is_pushed_before_the_rest_is_taken_is_not_lost(void)
 {
-    open_home(&at_once);
-    mt_mirror_close(home.s, home.unit);
+    open_home(&mt_home_ram);
     fill(MT_PLANE_M, 0, 8);
-    REQUIRE(mt_mirror_open(home.s, home.unit, ALL, &at_once, &home) == MT_OK);
+    REQUIRE(mt_store_move(home.s, home.unit, &at_once, &home) == MT_OK);
     fill(MT_PLANE_M, 1, 9);
     CHECK_OK(mt_mirror_push(home.s, home.unit, 1, M));
     CHECK_OK(mt_mirror_store(home.s, home.unit));
@@ -489,7 +494,7 @@ static void planes_may_be_excepted_and_come_back(void)
 {
     open_home(&at_once);
     fill(MT_PLANE_M, 0, 3);
-    CHECK_OK(mt_mirror_except(home.s, home.unit, M | V));
+    CHECK_OK(mt_store_move(home.s, home.unit, &visiting, &home));
     change(M, 5);                                /* of which the mirror hears nothing */
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
     CHECK_EQ(home.waits, 1);
@@ -498,11 +503,11 @@ static void planes_may_be_excepted_and_come_back(void)
     CHECK_EQ(home.stores, 1);
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
     CHECK(host(MT_PLANE_M, 0)[0] == 3);
-    CHECK_OK(mt_mirror_except(home.s, home.unit, 0));
+    CHECK_OK(mt_store_move(home.s, home.unit, &at_once, &home));
     CHECK(any(0, M, IS(AHEAD)) && !any(-1, V, IS(AHEAD)));
     CHECK_OK(mt_mirror_store(home.s, home.unit));
     change(M, 6);
-    CHECK_EQ(mt_mirror_except(home.s, home.unit, M | V), MT_ESTATE);
+    CHECK_EQ(mt_store_move(home.s, home.unit, &visiting, &home), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "layers.0");
     close_home();
 }

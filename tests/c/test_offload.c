@@ -30,7 +30,7 @@ static void rig_open_with(rig *r, mt_dtype dt, uint64_t seed, int max_us, mt_off
     if (max_us > 0)
         REQUIRE(mt_dev_delay_open(dev, seed, max_us, &dev) == MT_OK);
     rig_open_on(r, dev, dt, max_us > 0);
-    REQUIRE(mt_offload_open(dev, r->t.store, r->t.pool, DEPTH, k, &r->o) == MT_OK);
+    REQUIRE(mt_offload_open(&r->t.cx, DEPTH, k, &r->o) == MT_OK);
 }
 
 static void rig_open(rig *r, mt_dtype dt, uint64_t seed, int max_us)
@@ -286,7 +286,9 @@ static void many_hand_overs_in_flight_all_count(void)
 
     rig_open(&r, MT_F32, 7, 20);
     REQUIRE(mt_timeline_open(r.t.dev, &line) == MT_OK);
-    mt_offload_timeline(r.o, line);
+    mt_offload_close(r.o);
+    r.t.cx.timeline = line;
+    REQUIRE(mt_offload_open(&r.t.cx, DEPTH, toy_kernels, &r.o) == MT_OK);
     CHECK_OK(mt_timeline_on(line, 1));
     fill(&r, MT_F32, 1.0f);
     (void)put(&r, 0, MT_GRAD_SET, 0);
@@ -328,9 +330,8 @@ static void pass_at(uint64_t depth)
     uint64_t ticket = 0;
 
     rig_open(&r, MT_F32, 5, 2000);
-    CHECK_EQ(mt_offload_depth(r.o, 0), MT_EINVAL);
-    CHECK_EQ(mt_offload_depth(r.o, DEPTH + 1), MT_EINVAL);
-    CHECK_OK(mt_offload_depth(r.o, (int)depth));
+    mt_offload_close(r.o);
+    REQUIRE(mt_offload_open(&r.t.cx, (int)depth, toy_kernels, &r.o) == MT_OK);
     CHECK_EQ(mt_offload_passed(r.o), 0);
     fill(&r, MT_F32, 1.0f);
     for (int i = 0; i < 6; i++) {
@@ -338,7 +339,6 @@ static void pass_at(uint64_t depth)
         CHECK_EQ(ticket, i + 1);
         CHECK(mt_offload_passed(r.o) + depth >= ticket);
     }
-    CHECK_EQ(mt_offload_depth(r.o, 1), MT_EINVAL);          /* too late */
     CHECK_OK(mt_offload_drain(r.o));
     CHECK_EQ(mt_offload_passed(r.o), ticket);
     rig_close(&r);
@@ -350,6 +350,27 @@ static void sources_pass_depth_tickets_later_or_when_home(void)
     pass_at(DEPTH);
 }
 
+/* Of units whose gradients pass no more have some on the device than have a buffer. */
+static void sources_that_pass_go_as_soon_as_buffers_say(void)
+{
+    rig      r;
+    uint64_t ticket;
+
+    rig_open(&r, MT_F32, 5, 2000);
+    CHECK_OK(mt_store_lend_most(r.t.store, 1));
+    fill(&r, MT_F32, 1.0f);
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_store_set_passing(r.t.store, u));
+    for (int u = 0; u < UNITS; u++) {
+        ticket = put(&r, u, MT_GRAD_SET, 0);
+        CHECK(mt_offload_passed(r.o) + 1 >= ticket);
+        mt_ledger_update_begin(r.t.store, u);       /* its buffer is the next one's */
+        mt_ledger_update_end(r.t.store, u);
+    }
+    CHECK_OK(mt_offload_drain(r.o));
+    rig_close(&r);
+}
+
 /* 1: gradients of ones came home whole, though run overwrites their memory right behind land. */
 static int whole_behind_land(uint64_t seed, unsigned skip)
 {
@@ -358,7 +379,7 @@ static int whole_behind_land(uint64_t seed, unsigned skip)
     int  whole;
 
     rig_open(&r, MT_F32, seed, 300);
-    mt_offload_debug(r.o, (mt_debug){ .skip = skip });
+    mt_debug_set(&r.t.cx, (mt_debug){ .skip = skip });
     CHECK_OK(mt_offload_land(r.o, r.t.run));        /* nothing was put */
     fill(&r, MT_F32, 1.0f);
     (void)put(&r, 0, MT_GRAD_SET, 0);
@@ -417,7 +438,7 @@ static void sync_returns_when_all_is_home(void)
     rig r;
 
     rig_open(&r, MT_F32, 9, 500);
-    mt_offload_debug(r.o, (mt_debug){ .sync = 1 });
+    mt_debug_set(&r.t.cx, (mt_debug){ .sync = 1 });
     fill(&r, MT_F32, 6.0f);
     CHECK_EQ(mt_offload_passed(r.o), 0);
     CHECK_EQ(put(&r, 0, MT_GRAD_SET, 0), 1);
@@ -437,7 +458,7 @@ static void refusals_name_the_unit_and_change_nothing(void)
     mt_grad_item       item = { TOY_PARAMS, NULL, MT_GRAD_SET, 0 };
 
     rig_open_with(&r, MT_F32, 0, 0, no_sum);
-    CHECK_EQ(mt_offload_open(r.t.dev, r.t.store, r.t.pool, 0, no_sum, &o), MT_EINVAL);
+    CHECK_EQ(mt_offload_open(&r.t.cx, 0, no_sum, &o), MT_EINVAL);
     CHECK(o == NULL);
     CHECK_EQ(mt_offload_put(r.o, UNITS, NULL, 0, r.t.run, &ticket), MT_EINVAL);
     CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
@@ -463,7 +484,7 @@ static mt_status life(rig *r)
     uint64_t  ticket;
     mt_status st;
 
-    MT_TRY(mt_offload_open(r->t.dev, r->t.store, r->t.pool, DEPTH, toy_kernels, &r->o));
+    MT_TRY(mt_offload_open(&r->t.cx, DEPTH, toy_kernels, &r->o));
     for (int i = 0; i < 3; i++)
         for (int u = 0; u < UNITS; u++)
             MT_TRY(try_put(r, u, i == 0 ? MT_GRAD_SET : MT_GRAD_ADD, 0, &ticket));
@@ -528,6 +549,7 @@ static void every_failing_device_call_frees_everything(void)
     X(hand_overs_of_one_unit_keep_their_order) X(many_hand_overs_in_flight_all_count) \
     X(a_full_line_makes_put_wait) \
     X(sources_pass_depth_tickets_later_or_when_home) \
+    X(sources_that_pass_go_as_soon_as_buffers_say)                                            \
     X(land_keeps_sources_until_they_are_home) \
     X(put_waits_for_the_update_that_reads_the_plane) X(sync_returns_when_all_is_home) \
     X(refusals_name_the_unit_and_change_nothing) X(every_failing_device_call_frees_everything)

@@ -9,6 +9,7 @@
  */
 #include "check.h"
 #include "dev_fault.h"
+#include "../../csrc/core/through.h"
 #include "../../csrc/core/update.h"
 #include "../../csrc/ops/sumsq.h"
 #include "../../csrc/optim/adam.h"
@@ -90,6 +91,7 @@ typedef struct outcome {
 } outcome;
 
 typedef struct model {
+    mt_context   cx;
     const config *c;
     mt_dev       *dev;
     mt_pool      *pool;
@@ -139,10 +141,10 @@ static void open_stream(model *m, unsigned settled)
 {
     mt_slot_hooks none = { 0 };
 
-    REQUIRE(mt_stream_open(m->dev, m->store, m->slots, 2 + UNITS, none, &m->s) == MT_OK);
+    REQUIRE(mt_stream_open(&m->cx, m->slots, 2 + UNITS, none, &m->s) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (settled >> u & 1)
-            CHECK_OK(mt_stream_settle(m->s, m->r, u, 2 + u));
+            CHECK_OK(mt_stream_settle(m->s, u, 2 + u));
 }
 
 static void open_slots(model *m)
@@ -166,9 +168,7 @@ static void open_guests(model *m)
 {
     if (m->c->guests == 0)
         return;
-    REQUIRE(mt_arrive_open(m->dev, m->store, &m->a) == MT_OK);
-    mt_arrive_debug(m->a, m->c->debug);
-    mt_resident_guests(m->r, m->a);
+    REQUIRE(mt_arrive_open(&m->cx, &m->a) == MT_OK);
     for (int u = 0; u < UNITS; u++)
         if (m->c->guests >> u & 1) {
             size_t *bytes;
@@ -232,7 +232,7 @@ static void go(model *m, int u)
     CHECK(mt_resident_mem(m->r, u) == NULL);
     memset(m->slots[2 + u].mem, 0xFF, m->slots[2 + u].bytes);        /* it is the caller's again */
     if (m->c->through >> u & 1)
-        CHECK_OK(mt_store_set_through(m->store, u, 1));
+        CHECK_OK(mt_store_move(m->store, u, &mt_home_through, m->t));
 }
 
 static void come(model *m, int u)
@@ -256,15 +256,14 @@ static void move_units(model *m)
     CHECK_OK(m->dev->ops->sync(m->run));
     mt_stream_close(m->s);
     for (int u = 0; u < UNITS; u++)
-        before |= (unsigned)mt_store_settled(m->store, u) << u;
+        before |= (unsigned)(mt_store_home(m->store, u, NULL)->device != 0) << u;
     for (int u = 0; u < UNITS; u++) {
         if (before >> u & 1 & ~(next >> u))
             go(m, u);
         if (next >> u & 1 & ~(before >> u))
-            CHECK_OK(mt_store_set_through(m->store, u, 0));
+            CHECK_OK(mt_store_move(m->store, u, &mt_home_ram, NULL));
     }
     open_stream(m, next);
-    mt_stream_debug(m->s, m->c->debug);
     for (int u = 0; u < UNITS; u++)
         if (next >> u & 1 & ~(before >> u))
             come(m, u);
@@ -284,28 +283,24 @@ static void model_open(model *m, const config *c, outcome *out)
     if (c->max_us > 0)
         REQUIRE(mt_dev_delay_open(m->dev, c->seed, c->max_us, &m->dev) == MT_OK);
     REQUIRE(mt_pool_open(2, &m->pool) == MT_OK);
-    REQUIRE(mt_store_open(m->dev, m->pool, &m->store) == MT_OK);
+    m->cx = (mt_context){ .dev = m->dev, .pool = m->pool };
+    REQUIRE(mt_store_open(&m->cx, &m->store) == MT_OK);
+    m->cx.store = m->store;
     REQUIRE(m->dev->ops->queue_open(m->dev, "run", &m->run) == MT_OK);
     add_units(m);
     REQUIRE(mt_sumsq_open(m->dev, &m->sums) == MT_OK);
     k.ctx = m->sums;
-    REQUIRE(mt_resident_open(m->dev, m->store, &m->r) == MT_OK);
-    REQUIRE(mt_offload_open(m->dev, m->store, m->pool, 2, k, &m->o) == MT_OK);
-    REQUIRE(mt_update_open(m->store, m->o, m->pool, &m->u) == MT_OK);
-    mt_offload_residents(m->o, m->r);
-    mt_update_residents(m->u, m->r);
-    REQUIRE(mt_through_open(m->dev, m->store, 2 + (int)(c->seed % 2),
+    REQUIRE(mt_resident_open(&m->cx, &m->r) == MT_OK);
+    REQUIRE(mt_offload_open(&m->cx, 2, k, &m->o) == MT_OK);
+    REQUIRE(mt_update_open(&m->cx, m->o, &m->u) == MT_OK);
+    REQUIRE(mt_through_open(&m->cx, 2 + (int)(c->seed % 2),
                             MT_THROUGH_LEAST + 512 * (c->seed % 5), &m->t) == MT_OK);
-    mt_update_through(m->u, m->t);
     for (int u = 0; u < UNITS; u++)
         if (c->through >> u & 1 & ~(c->settled >> u))
-            CHECK_OK(mt_store_set_through(m->store, u, 1));
+            CHECK_OK(mt_store_move(m->store, u, &mt_home_through, m->t));
     open_slots(m);
     open_guests(m);
-    mt_resident_debug(m->r, c->debug);
-    mt_stream_debug(m->s, c->debug);
-    mt_offload_debug(m->o, c->debug);
-    mt_update_debug(m->u, c->debug);
+    mt_debug_set(&m->cx, c->debug);
     for (int k3 = 0; k3 < MICROS * UNITS * PARAMS; k3++)
         REQUIRE((m->source[k3 / (UNITS * PARAMS)][k3 / PARAMS % UNITS][k3 % PARAMS]
                  = calloc(MAX_N, 4)) != NULL);
@@ -360,7 +355,7 @@ static void *grad_memory(model *m, int micro, int u, int p)
 {
     void *at;
 
-    if (!m->c->in_place || micro > 0 || !mt_store_settled(m->store, u))
+    if (!m->c->in_place || micro > 0 || !(mt_store_home(m->store, u, NULL)->device != 0))
         return m->source[micro][u][p];
     REQUIRE(mt_resident_at(m->r, u, p, MT_PLANE_GRAD, &at) == MT_OK);
     return at;
@@ -450,7 +445,7 @@ static void nap_of_an_update(void *arg)
 
 static mt_status adam_put(void *arg, mt_queue *q, float clip)
 {
-    const mt_arrive_part *parts;
+    const mt_part *parts;
     mt_adam_tensor        all[PARAMS], t[PARAMS * 2];
     int                   n, guest;
     mt_status             st = mt_resident_parts(((adam *)arg)->m->r, ((adam *)arg)->unit, &parts,
@@ -464,7 +459,7 @@ static mt_status adam_put(void *arg, mt_queue *q, float clip)
     if (!guest)
         return mt_adam_put(q, all, PARAMS, clip);
     for (int i = 0; i < n; i++) {
-        const mt_arrive_part *p = &parts[i];
+        const mt_part *p = &parts[i];
 
         t[i] = all[p->param];
         t[i].n = p->n;
@@ -478,44 +473,31 @@ static mt_status adam_put(void *arg, mt_queue *q, float clip)
     return mt_adam_put(q, t, n, clip);
 }
 
-enum { AT_HI, AT_M, AT_V, AT_GRAD, AT_LOW };
-
-static mt_status adam_list(void *arg, mt_through_tensor **out, int *n)
+static mt_status adam_gradient(void *arg, int param, const void **at, mt_plane *plane)
 {
-    mt_through_tensor *k = calloc(PARAMS, sizeof *k);
-    mt_adam_tensor     t[PARAMS];
+    const adam *a = arg;
 
-    REQUIRE(k != NULL);
-    tensors(arg, t);
-    for (int p = 0; p < PARAMS; p++)
-        k[p] = (mt_through_tensor){
-            .n = t[p].n, .n_spans = t[p].dtype == MT_F32 ? AT_LOW : AT_LOW + 1, .span = {
-            { t[p].hi, mt_dtype_bytes(t[p].dtype), 1, 1 }, { t[p].m, 4, 1, 1 }, { t[p].v, 4, 1, 1 },
-            { (void *)(uintptr_t)t[p].grad, mt_dtype_bytes(t[p].grad_dtype), 1, 0 },
-            { t[p].lo != NULL ? (void *)t[p].lo : (void *)t[p].master, t[p].lo != NULL ? 2 : 4, 1,
-              1 } } };
-    *out = k;
-    *n = PARAMS;
+    *plane = a->acc[param] ? MT_PLANE_ACC : MT_PLANE_GRAD;
+    *at = plane_of(a, param, *plane);
     return MT_OK;
 }
 
-static mt_status adam_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n,
-                              float clip)
+static mt_status adam_compute(void *arg, mt_queue *q, const mt_part *parts, int n, float clip)
 {
     mt_adam_tensor all[PARAMS], t[64];
 
     tensors(arg, all);
     for (int i = 0; i < n; i++) {
-        const mt_through_part *p = &parts[i];
+        const mt_part *p = &parts[i];
 
-        t[i] = all[p->tensor];
+        t[i] = all[p->param];
         t[i].n = p->n;
-        t[i].hi = p->at[AT_HI];
-        t[i].m = p->at[AT_M];
-        t[i].v = p->at[AT_V];
-        t[i].grad = p->at[AT_GRAD];
-        t[i].lo = t[i].dtype == MT_BF16 ? p->at[AT_LOW] : NULL;
-        t[i].master = t[i].dtype == MT_F16 ? p->at[AT_LOW] : NULL;
+        t[i].hi = p->at[MT_PLANE_HI];
+        t[i].m = p->at[MT_PLANE_M];
+        t[i].v = p->at[MT_PLANE_V];
+        t[i].grad = p->at[MT_PLANE_GRAD] != NULL ? p->at[MT_PLANE_GRAD] : p->at[MT_PLANE_ACC];
+        t[i].lo = p->at[MT_PLANE_LO];
+        t[i].master = p->at[MT_PLANE_MASTER];
     }
     return mt_adam_put(q, t, n, clip);
 }
@@ -532,13 +514,14 @@ static uint64_t submit_some(model *m, int step, int first, int n)
         adam *a = malloc(sizeof *a);
 
         REQUIRE(a != NULL);
-        *a = (adam){ .m = m, .unit = u, .step = step, .settled = mt_store_settled(m->store, u),
+        *a = (adam){ .m = m, .unit = u, .step = step,
+                     .settled = mt_store_home(m->store, u, NULL)->device != 0,
                      .guest = m->a != NULL && mt_arrive_invited(m->a, u) };
         lift(m, u);
         for (int p = 0; p < PARAMS; p++)
             a->acc[p] = mt_offload_has_acc(m->o, u, p);
         jobs[u - first] = (mt_update_job){ .unit = u, .n_params = PARAMS, .params = all_params,
-                                   .run = adam_run, .put = adam_put, .list = adam_list,
+                                   .run = adam_run, .put = adam_put, .gradient = adam_gradient,
                                    .compute = adam_compute, .free = free, .arg = a };
     }
     CHECK_OK(mt_update_submit(m->u, jobs, n, m->c->max_norm, m->run, &ticket));
@@ -628,7 +611,7 @@ static void meddle(model *m, int more)
         case 3: CHECK_OK(mt_mirror_bring(m->store, u, ~0u)); break;
         case 4: CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_HI)); break;
         case 5:
-            if (m->c->take && mt_store_settled(m->store, u))
+            if (m->c->take && (mt_store_home(m->store, u, NULL)->device != 0))
                 CHECK_OK(mt_resident_take(m->r, u, m->run));
             break;
         default: break;
@@ -1115,7 +1098,7 @@ static void a_unit_whose_states_are_on_the_device_is_no_guest(void)
     static outcome out;
 
     model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
-    REQUIRE(mt_arrive_open(m.dev, m.store, &m.a) == MT_OK);
+    REQUIRE(mt_arrive_open(&m.cx, &m.a) == MT_OK);
     step_once(&m, 0);
     CHECK_OK(mt_update_drain(m.u));
     CHECK_EQ(mt_arrive_invite(m.a, 1), MT_ESTATE);
@@ -1267,18 +1250,17 @@ static void settling_refuses_what_is_in_use(void)
     int            slot, unit;
 
     model_open(&m, &(config){ .seed = 1, .settled = 1, .micros = 1, .max_norm = 1 }, &out);
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 0, 3), MT_EINVAL);              /* it has other memory */
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 2), MT_ESTATE);              /* unit 0's slot */
+    CHECK_EQ(mt_stream_settle(m.s, 0, 3), MT_EINVAL);              /* it has other memory */
+    CHECK_EQ(mt_stream_settle(m.s, 1, 2), MT_ESTATE);              /* unit 0's slot */
     CHECK_HAS(mt_last_error(), "layers.0");
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 1, 2 + UNITS), MT_EINVAL);
-    CHECK_EQ(mt_stream_settle(m.s, m.r, UNITS, 3), MT_EINVAL);
+    CHECK_EQ(mt_stream_settle(m.s, 1, 2 + UNITS), MT_EINVAL);
+    CHECK_EQ(mt_stream_settle(m.s, UNITS, 3), MT_EINVAL);
     CHECK_EQ(mt_resident_unsettle(m.r, 1, 1), MT_EINVAL);
-    CHECK_EQ(mt_store_unsettle(m.store, 1), MT_ESTATE);
     CHECK_OK(mt_stream_acquire(m.s, 2, m.run, &slot, &mem));
-    CHECK_EQ(mt_stream_settle(m.s, m.r, 3, slot), MT_ESTATE);           /* somebody's by now */
+    CHECK_EQ(mt_stream_settle(m.s, 3, slot), MT_ESTATE);           /* somebody's by now */
     REQUIRE(mt_store_add(m.store, "large", &(mt_param_desc){ MT_F32, 100000, 1 }, 1,
                          &unit) == MT_OK);
-    CHECK_EQ(mt_stream_settle(m.s, m.r, unit, 4), MT_EINVAL);
+    CHECK_EQ(mt_stream_settle(m.s, unit, 4), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "large");
     CHECK_EQ(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
     CHECK_EQ(mt_store_device_at(m.store, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);

@@ -283,7 +283,7 @@ static void a_stalled_write_is_listed_by_its_file(void)
     int           over = 0;
     mt_status     st = MT_OK;
 
-    mt_watch_open(&watch);
+    mt_watch_open(&watch, NULL);
     setup();
     c.write = stall;
     h.calls = &c;

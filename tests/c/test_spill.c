@@ -114,9 +114,8 @@ static void scene_file(scene *s, uint64_t limit, unsigned skip)
     snprintf(s->dir, sizeof s->dir, "/tmp/mt_test_spill.XXXXXX");
     REQUIRE(mkdtemp(s->dir) != NULL);
     REQUIRE(mt_file_open(s->dir, limit, 3, &calls, &s->file) == MT_OK);
-    REQUIRE(mt_swap_open(s->t.dev, s->t.pool, &s->w) == MT_OK);
-    mt_swap_store(s->w, s->t.store);
-    mt_swap_debug(s->w, (mt_debug){ .skip = skip });
+    REQUIRE(mt_swap_open(&s->t.cx, &s->w) == MT_OK);
+    mt_debug_set(&s->t.cx, (mt_debug){ .skip = skip });
     REQUIRE(mt_swap_disk(s->w, mt_file_blocks(s->file), BLOCKS) == MT_OK);
 }
 
@@ -185,9 +184,9 @@ static void forward(scene *s, int step, uint64_t *bundle)
 /* One after the other: the last BLOCKS bundles are in memory still, and in the file. */
 static void forward_in_order(scene *s, int step, uint64_t *bundle)
 {
-    mt_swap_debug(s->w, (mt_debug){ .sync = 1 });
+    mt_debug_set(&s->t.cx, (mt_debug){ .sync = 1 });
     forward(s, step, bundle);
-    mt_swap_debug(s->w, (mt_debug){ 0 });
+    mt_debug_set(&s->t.cx, (mt_debug){ 0 });
 }
 
 /* One window ahead. */
@@ -465,6 +464,8 @@ static void bundles_differ_in_size_and_are_padded(void)
             mt_swap_drop(s.w, bundle[i]);
         }
         CHECK(stats(&s).host_bytes <= BLOCKS * 73728);
+        while (stats(&s).used_bytes > 0)             /* some are written still (GONE) */
+            sleep_ms(1);
     }
     CHECK_EQ(scene_close(&s), 0);
 }
@@ -475,7 +476,7 @@ static void overlap_off_means_that_all_is_written_at_once(void)
     uint64_t     bundle[WINDOWS];
 
     scene_open(&s, 1, 60, 60, 0);
-    mt_swap_debug(s.w, (mt_debug){ .sync = 1 });
+    mt_debug_set(&s.t.cx, (mt_debug){ .sync = 1 });
     for (int w = 0; w < WINDOWS; w++) {
         CHECK_OK(leave(&s, 0, w, &bundle[w]));
         CHECK_EQ(stats(&s).written_bytes, (w + 1) * KEEPS);
@@ -494,7 +495,7 @@ static void without_a_file_a_bundle_is_refused(void)
 
     memset(&s, 0, sizeof s);
     toy_open(&s.t, 1, 1, 0);
-    REQUIRE(mt_swap_open(s.t.dev, s.t.pool, &s.w) == MT_OK);
+    REQUIRE(mt_swap_open(&s.t.cx, &s.w) == MT_OK);
     CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, MT_SWAP_FILE, s.t.run, &bundle), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "name a directory");
     CHECK_EQ(bundle, 7);

@@ -16,7 +16,7 @@ static void setup(void)
 {
     REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
     REQUIRE(mt_pool_open(2, &pool) == MT_OK);
-    REQUIRE(mt_store_open(cpu, pool, &store) == MT_OK);
+    REQUIRE(mt_store_open(&(mt_context){ .dev = cpu, .pool = pool }, &store) == MT_OK);
 }
 
 static void teardown(void)
@@ -338,9 +338,9 @@ static void settled_unit_has_its_planes_on_the_device(void)
     (void)at(u, BF, MT_PLANE_HI);
     CHECK_EQ(mt_store_device_at(store, u, BF, MT_PLANE_M, &p), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "mixed");
-    CHECK_EQ(mt_store_settled(store, u), 0);
-    CHECK_OK(mt_store_settle(store, u));
-    CHECK_EQ(mt_store_settled(store, u), 1);
+    CHECK_EQ((mt_store_home(store, u, NULL)->device != 0), 0);
+    CHECK_OK(mt_store_move(store, u, &mt_home_vram, NULL));
+    CHECK_EQ((mt_store_home(store, u, NULL)->device != 0), 1);
     CHECK_EQ(mt_store_device_bytes(store), 0);
     grad = device_at(u, BF, MT_PLANE_GRAD);
     CHECK_EQ(device_at(u, HALF, MT_PLANE_GRAD) - grad, 1024);   /* offsets are those of the host */
@@ -371,7 +371,7 @@ static void settled_unit_has_its_planes_on_the_device(void)
     mt_store_device_close(store);
     CHECK_EQ(mt_store_device_bytes(store), 0);
     CHECK_EQ(mt_store_commit(store, u + 1, MT_PLANE_M), MT_EINVAL);
-    CHECK_EQ(mt_store_settle(store, u + 1), MT_EINVAL);
+    CHECK_EQ(mt_store_move(store, u + 1, &mt_home_vram, NULL), MT_EINVAL);
     teardown();
 }
 
@@ -449,7 +449,7 @@ static void numbers_that_do_not_exist_are_refused(void)
     CHECK_EQ(mt_store_params(store, u), MIXED);
     CHECK_EQ(mt_store_params(store, 7) + (int)mt_store_hi_bytes(store, 7), 0);
     CHECK(mt_store_desc(store, u, MIXED) == NULL && p == NULL);
-    CHECK_EQ(mt_store_open(NULL, pool, &store), MT_EINVAL);
+    CHECK_EQ(mt_store_open(&(mt_context){ .pool = pool }, &store), MT_EINVAL);
     teardown();
 }
 
@@ -512,7 +512,7 @@ static void every_failing_device_call_leaves_the_store_whole(void)
         mt_dev        *d = fault_dev(real, n, FAULT_ONCE);
         int            u = 0;
 
-        REQUIRE(mt_store_open(d, pool, &store) == MT_OK);
+        REQUIRE(mt_store_open(&(mt_context){ .dev = d, .pool = pool }, &store) == MT_OK);
         CHECK_OK(mt_store_add(store, "mixed", mixed, MIXED, &u));
         for (int i = 0; i < 4; i++) {
             size_t    before = mt_store_bytes(store, MT_PLANE_COUNT);

@@ -63,7 +63,7 @@ static void rig_open(rig *r, int n_slots, uint64_t seed, int max_us)
     memset(r, 0, sizeof *r);
     toy_open(&r->t, UNITS, seed, max_us);
     rig_slots(r, n_slots);
-    REQUIRE(mt_stream_open(r->t.dev, r->t.store, r->slots, n_slots, rig_hooks(r), &r->s) == MT_OK);
+    REQUIRE(mt_stream_open(&r->t.cx, r->slots, n_slots, rig_hooks(r), &r->s) == MT_OK);
 }
 
 static void rig_close(rig *r)
@@ -141,8 +141,8 @@ static void stream_open_refuses_no_slots_and_empty_ones(void)
     toy          t;
 
     toy_open(&t, 1, 0, 0);
-    CHECK_EQ(mt_stream_open(t.dev, t.store, &none, 0, (mt_slot_hooks){ 0 }, &s), MT_EINVAL);
-    CHECK_EQ(mt_stream_open(t.dev, t.store, &none, 1, (mt_slot_hooks){ 0 }, &s), MT_EINVAL);
+    CHECK_EQ(mt_stream_open(&t.cx, &none, 0, (mt_slot_hooks){ 0 }, &s), MT_EINVAL);
+    CHECK_EQ(mt_stream_open(&t.cx, &none, 1, (mt_slot_hooks){ 0 }, &s), MT_EINVAL);
     CHECK(s == NULL);
     mt_stream_close(NULL);
     toy_close(&t);
@@ -157,7 +157,7 @@ static void acquire_refuses_a_unit_that_fits_no_slot(void)
     toy_open(&r.t, UNITS, 0, 0);
     rig_slots(&r, 2);
     r.slots[0].bytes = r.slots[1].bytes = 512;
-    REQUIRE(mt_stream_open(r.t.dev, r.t.store, r.slots, 2, rig_hooks(&r), &r.s) == MT_OK);
+    REQUIRE(mt_stream_open(&r.t.cx, r.slots, 2, rig_hooks(&r), &r.s) == MT_OK);
     CHECK_EQ(mt_stream_acquire(r.s, 0, r.t.run, &k, &mem), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "layers.0: 1024 bytes");
     CHECK_HAS(mt_last_error(), "512 bytes");
@@ -347,7 +347,7 @@ static void sync_fetches_nothing_ahead(void)
     mt_stream_stats s;
 
     rig_open(&r, 3, 5, 100);
-    mt_stream_debug(r.s, (mt_debug){ .sync = 1, .poison = 1 });
+    mt_debug_set(&r.t.cx, (mt_debug){ .sync = 1, .poison = 1 });
     for (int step = 0; step < 2; step++) {
         forward(&r);
         backward(&r);
@@ -367,7 +367,7 @@ static void any_order_is_right(void)
         rig      r;
 
         rig_open(&r, 1 + (int)(seed % 4), seed, seed % 2 ? 50 : 0);
-        mt_stream_debug(r.s, (mt_debug){ .poison = 1 });
+        mt_debug_set(&r.t.cx, (mt_debug){ .poison = 1 });
         for (int step = 0; step < 6; step++) {
             CHECK_OK(mt_stream_begin(r.s));
             for (int i = 0; i < 2 * UNITS; i++) {
@@ -494,7 +494,7 @@ static void prefetch_never_takes_the_slot_just_given_out(void)
     rig r;
 
     rig_open(&r, 2, 3, 100);
-    mt_stream_debug(r.s, (mt_debug){ .poison = 1 });
+    mt_debug_set(&r.t.cx, (mt_debug){ .poison = 1 });
     for (int step = 0; step < 3; step++) {
         CHECK_OK(mt_stream_begin(r.s));
         for (int i = 0; i < 2 * UNITS; i++) {
@@ -721,14 +721,14 @@ static void a_workers_fault_ends_await_and_acquire(void)
 }
 
 /* Opens, runs two steps, closes; the first failure ends it. run comes from the device behind. */
-static mt_status life(rig *r, mt_dev *dev)
+static mt_status life(rig *r)
 {
     mt_status st;
     int       k;
     void     *mem;
 
-    MT_TRY(mt_stream_open(dev, r->t.store, r->slots, r->n_slots, rig_hooks(r), &r->s));
-    mt_stream_debug(r->s, (mt_debug){ .poison = 1 });
+    MT_TRY(mt_stream_open(&r->t.cx, r->slots, r->n_slots, rig_hooks(r), &r->s));
+    mt_debug_set(&r->t.cx, (mt_debug){ .poison = 1 });
     for (int i = 0; i < 3 * UNITS; i++) {
         if (i % UNITS == 0)
             MT_TRY(mt_stream_begin(r->s));
@@ -769,7 +769,7 @@ static void nth_failure_frees_everything(fault_mode mode)
         toy_open_on(&r.t, dev, UNITS, 0, MT_F32);
         rig_slots(&r, 2);
         live = fault_live(dev);
-        st = life(&r, dev);
+        st = life(&r);
         mt_stream_close(r.s);
         r.s = NULL;
         fired = fault_fired(dev);

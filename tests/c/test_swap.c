@@ -20,8 +20,8 @@ static void scene_open(scene *s, uint64_t seed, int max_us, unsigned skip)
 {
     memset(s, 0, sizeof *s);
     toy_open(&s->t, 1, seed, max_us);
-    REQUIRE(mt_swap_open(s->t.dev, s->t.pool, &s->w) == MT_OK);
-    mt_swap_debug(s->w, (mt_debug){ .skip = skip });
+    REQUIRE(mt_swap_open(&s->t.cx, &s->w) == MT_OK);
+    mt_debug_set(&s->t.cx, (mt_debug){ .skip = skip });
 }
 
 static long scene_close(scene *s)
@@ -312,14 +312,14 @@ static void what_does_not_fit_the_host_is_refused_with_its_bytes(void)
 
 /* ---- failures --------------------------------------------------------------------------- */
 
-static mt_status errand(mt_dev *d, mt_queue *q, float *mem)
+static mt_status errand(const mt_context *cx, mt_queue *q, float *mem)
 {
     mt_swap_part p = { mem, 64 };
     mt_swap     *w = NULL;
     uint64_t     bundle;
     mt_status    st;
 
-    MT_TRY(mt_swap_open(d, NULL, &w));
+    MT_TRY(mt_swap_open(cx, &w));
     for (size_t bytes = 64; bytes <= 8192; bytes *= 128) {  /* the second is given a new block */
         p.bytes = bytes;
         MT_TRY(mt_swap_out(w, 0, &p, 1, MT_SWAP_HOST, q, &bundle));
@@ -341,15 +341,18 @@ static void every_failing_device_call_frees_everything(void)
 
     REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
     for (int n = 2; fired > 0; n++) {                            /* the first adopts run */
-        mt_dev   *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
-        mt_queue *q = NULL;
-        mt_status st;
+        mt_dev    *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
+        mt_context cx = { .dev = d };
+        mt_queue  *q = NULL;
+        mt_status  st;
 
+        REQUIRE(mt_store_open(&cx, &cx.store) == MT_OK);
         REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
-        st = errand(d, q, mem);
+        st = errand(&cx, q, mem);
         fired = fault_fired(d);
         CHECK_EQ(st, fired ? MT_EDEVICE : MT_OK);
         d->ops->queue_close(q);
+        mt_store_close(cx.store);
         CHECK_EQ(fault_live(d), 0);
         d->ops->close(d);
     }

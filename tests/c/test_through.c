@@ -1,43 +1,78 @@
-/* test_through.c — the executable form of core/through.h,
- * with a computation that shows what passed by. */
+/* test_through.c — the executable form of core/through.h, with a computation that shows what passed
+ * by. */
 #include "dev_fault.h"
 #include "toy.h"
 #include "../../csrc/core/through.h"
 
 #include <time.h>
 
-#define TENSORS 80
-#define BIG     40000            /* elements of the largest */
-#define GROUP   128              /* that share an element of span 2 */
+#define MOST 80                  /* parameters */
+#define BIG  40000               /* elements of the largest */
 
-/* Adds 1 to what goes back, and to what does not. */
+/* Adds 1 to all that goes up. */
 typedef struct errand {
-    toy               *t;
-    mt_through_tensor  k[TENSORS];
-    int                n;
-    atomic_int         lists, computes, frees, most_parts;
-    mt_status          fail;     /* list says so */
-    struct timespec    nap;      /* before a computation, in the queue */
+    mt_store       *s;
+    int             unit, n, params[MOST];
+    float          *own[MOST];   /* gradients that are in no plane; NULL: they are */
+    atomic_int      lists, computes, frees, most_parts;
+    mt_status       fail;        /* gradient says so */
+    struct timespec nap;         /* before a computation, in the queue */
 } errand;
 
-static mt_status errand_list(void *arg, mt_through_tensor **out, int *n)
+static int64_t length_of(int i)
+{
+    static const int64_t lengths[] = { 0, 1, 3, 255, 256, 257, 1000, 1365, BIG };
+
+    return lengths[i % 9 < 8 || i == 8 ? i % 9 : 1];
+}
+
+static void *plane_at(const errand *e, int i, mt_plane p)
+{
+    void *at = NULL;
+
+    REQUIRE(mt_store_at(e->s, e->unit, i, p, &at) == MT_OK);
+    return at;
+}
+
+static mt_status errand_gradient(void *arg, int param, const void **at, mt_plane *plane)
 {
     errand *e = arg;
 
-    atomic_fetch_add(&e->lists, 1);
+    atomic_fetch_add(&e->lists, param == 0);
     if (e->fail != MT_OK)
         return MT_FAIL(e->fail, "the errand failed");
-    REQUIRE((*out = malloc(sizeof e->k)) != NULL);
-    memcpy(*out, e->k, sizeof e->k);
-    *n = e->n;
+    if (e->own[param] == NULL) {
+        void     *grad = NULL;
+        mt_status st = mt_store_at(e->s, e->unit, param, MT_PLANE_GRAD, &grad);
+
+        *at = grad;
+        *plane = MT_PLANE_GRAD;
+        return st;
+    }
+    *at = e->own[param];
+    *plane = MT_PLANE_ACC;
     return MT_OK;
 }
 
 typedef struct sum {
-    errand         *e;
-    int             n;
-    mt_through_part parts[64];
+    errand *e;
+    int     n;
+    mt_part parts[64];
 } sum;
+
+/* Bytes of an element, or of a group of them. */
+static void add_to(mt_plane p, void *at, int64_t n)
+{
+    for (int64_t j = 0; j < n; j++)
+        if (p == MT_PLANE_SCALE)
+            ((uint64_t *)at)[j / MT_STATES_GROUP]++;
+        else if (p == MT_PLANE_M || p == MT_PLANE_V)
+            ((uint8_t *)at)[j]++;
+        else if (p == MT_PLANE_ACC)
+            ((uint32_t *)at)[j]++;
+        else
+            ((uint16_t *)at)[j]++;
+}
 
 static void add_one(void *arg)
 {
@@ -45,19 +80,13 @@ static void add_one(void *arg)
 
     nanosleep(&s->e->nap, NULL);
     for (int i = 0; i < s->n; i++)
-        for (int k = 0; k < s->e->k[s->parts[i].tensor].n_spans; k++)
-            for (int64_t j = 0; j < s->parts[i].n; j++)
-                if (s->e->k[s->parts[i].tensor].span[k].elem == 4)
-                    ((float *)s->parts[i].at[k])[j] += 1;
-                else if (s->e->k[s->parts[i].tensor].span[k].elem == 2)
-                    ((uint16_t *)s->parts[i].at[k])[j]++;
-                else
-                    ((uint64_t *)s->parts[i].at[k])[j / GROUP]++;
+        for (int p = 0; p < MT_PLANE_COUNT; p++)
+            if (s->parts[i].at[p] != NULL)
+                add_to((mt_plane)p, s->parts[i].at[p], s->parts[i].n);
     free(s);
 }
 
-static mt_status errand_compute(void *arg, mt_queue *q, const mt_through_part *parts, int n,
-                                float clip)
+static mt_status errand_compute(void *arg, mt_queue *q, const mt_part *parts, int n, float clip)
 {
     errand   *e = arg;
     sum      *s = malloc(sizeof *s);
@@ -72,8 +101,8 @@ static mt_status errand_compute(void *arg, mt_queue *q, const mt_through_part *p
     s->n = n;
     memcpy(s->parts, parts, (size_t)n * sizeof *parts);
     for (int i = 0; i < n; i++)
-        for (int k = 0; k < e->k[parts[i].tensor].n_spans; k++)
-            CHECK_EQ((uintptr_t)parts[i].at[k] % 512, 0);
+        for (int p = 0; p < MT_PLANE_COUNT; p++)
+            CHECK_EQ((uintptr_t)parts[i].at[p] % MT_PART_ALIGN, 0);
     if ((st = q->dev->ops->call(q, add_one, s)) != MT_OK)
         free(s);
     return st;
@@ -84,63 +113,57 @@ static void errand_free(void *arg)
     atomic_fetch_add(&((errand *)arg)->frees, 1);
 }
 
-static mt_through_job job_of(errand *e, int unit)
+static mt_update_job job_of(errand *e)
 {
-    return (mt_through_job){ .unit = unit, .list = errand_list, .compute = errand_compute,
+    return (mt_update_job){ .unit = e->unit, .params = e->params, .n_params = e->n,
+                            .gradient = errand_gradient, .compute = errand_compute,
                              .free = errand_free, .arg = e };
 }
 
-/* Tensors of all lengths around what a buffer holds: span 0 comes back, span 1 does not, and of
- * span 2, which does, a group shares an element. */
-static void errand_fill(errand *e, toy *t)
+/* A unit of n parameters of all lengths around what a buffer holds, with scales that groups share.
+ * Every second gradient is an fp32 sum of the caller's own. */
+static void errand_fill(errand *e, mt_store *s, int n)
 {
-    static const int64_t lengths[] = { 0, 1, 3, 255, 256, 257, 1000, 1365, BIG };
+    mt_param_desc d[MOST];
 
-    *e = (errand){ .t = t, .n = TENSORS };
-    for (int i = 0; i < TENSORS; i++) {
-        int64_t n = lengths[i % 9 < 8 || i == 8 ? i % 9 : 1];
-
-        e->k[i] = (mt_through_tensor){ .n = n, .n_spans = 3 };
-        e->k[i].span[0].host = calloc((size_t)n + 1, 4);
-        e->k[i].span[1].host = calloc((size_t)n + 1, 2);
-        REQUIRE(e->k[i].span[0].host != NULL && e->k[i].span[1].host != NULL);
-        e->k[i].span[0].elem = 4;
-        e->k[i].span[0].back = 1;
-        e->k[i].span[1].elem = 2;
-        e->k[i].span[0].group = e->k[i].span[1].group = 1;
-        e->k[i].span[2].host = calloc((size_t)n / GROUP + 1, 8);
-        REQUIRE(e->k[i].span[2].host != NULL);
-        e->k[i].span[2].elem = 8;
-        e->k[i].span[2].group = GROUP;
-        e->k[i].span[2].back = 1;
+    *e = (errand){ .s = s, .n = n };
+    for (int i = 0; i < n; i++) {
+        d[i] = (mt_param_desc){ MT_BF16, length_of(i), 1 };
+        e->params[i] = i;
+        if (i % 2)
+            REQUIRE((e->own[i] = calloc((size_t)length_of(i) + 1, sizeof(float))) != NULL);
     }
+    REQUIRE(mt_store_add(s, "errand", d, n, &e->unit) == MT_OK);
+    REQUIRE(mt_store_set_states(s, e->unit, MT_STATES_8BIT) == MT_OK);
 }
 
-/* Every element was there `times` times; what stays up, never. */
-static void errand_check(const errand *e, float times)
+/* Every element was there `times` times; gradients, which stay up, never. */
+static void errand_check(const errand *e, int times)
 {
     int64_t wrong = 0;
 
-    for (int i = 0; i < e->n; i++)
-        for (int64_t j = 0; j < e->k[i].n; j++) {
-            wrong += ((float *)e->k[i].span[0].host)[j] != times;
-            wrong += ((uint16_t *)e->k[i].span[1].host)[j] != 0;
-            if (j % GROUP == 0) {
-                int64_t in = e->k[i].n - j < GROUP ? e->k[i].n - j : GROUP;
-                wrong += ((uint64_t *)e->k[i].span[2].host)[j / GROUP] !=
-                         (uint64_t)times * (uint64_t)in;
-            }
+    for (int i = 0; i < e->n; i++) {
+        const uint16_t *hi = plane_at(e, i, MT_PLANE_HI), *lo = plane_at(e, i, MT_PLANE_LO);
+        const uint8_t  *m = plane_at(e, i, MT_PLANE_M), *v = plane_at(e, i, MT_PLANE_V);
+        const uint64_t *scale = plane_at(e, i, MT_PLANE_SCALE);
+        const uint16_t *grad = plane_at(e, i, MT_PLANE_GRAD);
+
+        for (int64_t j = 0, n = length_of(i); j < n; j++) {
+            int64_t in = n - j < MT_STATES_GROUP ? n - j : MT_STATES_GROUP;
+
+            wrong += hi[j] != times || lo[j] != times || m[j] != times || v[j] != times;
+            wrong += j % MT_STATES_GROUP == 0 &&
+                     scale[j / MT_STATES_GROUP] != (uint64_t)times * (uint64_t)in;
+            wrong += e->own[i] != NULL ? e->own[i][j] != 0.0f : grad[j] != 0;
         }
+    }
     CHECK_EQ(wrong, 0);
 }
 
 static void errand_empty(errand *e)
 {
-    for (int i = 0; i < e->n; i++) {
-        free(e->k[i].span[0].host);
-        free(e->k[i].span[1].host);
-        free(e->k[i].span[2].host);
-    }
+    for (int i = 0; i < e->n; i++)
+        free(e->own[i]);
 }
 
 static void every_element_passes_once(void)
@@ -152,17 +175,17 @@ static void every_element_passes_once(void)
         for (int max_us = 0; max_us <= 30; max_us += 30)
             for (size_t bytes = MT_THROUGH_LEAST; bytes <= 1 << 20; bytes *= 8) {
                 mt_through    *h = NULL;
-                mt_through_job j;
+                mt_update_job j;
 
                 toy_open(&t, 1, (uint64_t)buffers, max_us);
-                errand_fill(&e, &t);
-                j = job_of(&e, 0);
-                REQUIRE(mt_through_open(t.dev, t.store, buffers, bytes, &h) == MT_OK);
+                errand_fill(&e, t.store, MOST);
+                j = job_of(&e);
+                REQUIRE(mt_through_open(&t.cx, buffers, bytes, &h) == MT_OK);
                 for (int times = 1; times <= 2; times++) {
-                    mt_ledger_update_begin(t.store, 0);
+                    mt_ledger_update_begin(t.store, e.unit);
                     CHECK_OK(mt_through_put(h, &j, 0.5f));
-                    CHECK_OK(mt_ledger_wait_updates(t.store, 0));
-                    errand_check(&e, (float)times);
+                    CHECK_OK(mt_ledger_wait_updates(t.store, e.unit));
+                    errand_check(&e, times);
                 }
                 CHECK_OK(mt_through_wait(h));
                 CHECK(e.most_parts <= 32);
@@ -182,18 +205,18 @@ static void several_units_are_on_their_way_and_end_in_order(void)
     mt_through *h = NULL;
 
     toy_open(&t, 4, 1, 0);
-    REQUIRE(mt_through_open(t.dev, t.store, 3, 20000, &h) == MT_OK);
+    REQUIRE(mt_through_open(&t.cx, 3, 20000, &h) == MT_OK);
     for (int u = 0; u < 4; u++) {
-        mt_through_job j;
+        mt_update_job j;
 
-        errand_fill(&e[u], &t);
+        errand_fill(&e[u], t.store, MOST);
         e[u].nap.tv_nsec = 100000;
-        mt_ledger_update_begin(t.store, u);
-        j = job_of(&e[u], u);
+        mt_ledger_update_begin(t.store, e[u].unit);
+        j = job_of(&e[u]);
         CHECK_OK(mt_through_put(h, &j, 0.5f));
     }
     for (int u = 3; u >= 0; u--) {              /* the last one over: all are */
-        CHECK_OK(mt_ledger_wait_updates(t.store, u));
+        CHECK_OK(mt_ledger_wait_updates(t.store, e[u].unit));
         errand_check(&e[u], 1);
     }
     mt_through_close(h);
@@ -211,13 +234,13 @@ static void close_finishes_what_was_put(void)
     mt_through *h = NULL;
 
     toy_open(&t, 3, 1, 50);
-    REQUIRE(mt_through_open(t.dev, t.store, 2, 20000, &h) == MT_OK);
+    REQUIRE(mt_through_open(&t.cx, 2, 20000, &h) == MT_OK);
     for (int u = 0; u < 3; u++) {
-        mt_through_job j;
+        mt_update_job j;
 
-        errand_fill(&e[u], &t);
-        mt_ledger_update_begin(t.store, u);
-        j = job_of(&e[u], u);
+        errand_fill(&e[u], t.store, MOST);
+        mt_ledger_update_begin(t.store, e[u].unit);
+        j = job_of(&e[u]);
         CHECK_OK(mt_through_put(h, &j, 0.5f));
     }
     mt_through_close(h);
@@ -236,22 +259,22 @@ static void a_unit_waits_for_copies_of_its_weights(void)
     errand          e;
     toy             t;
     mt_through     *h = NULL;
-    mt_through_job  j;
+    mt_update_job  j;
     struct timespec nap = { 0, 5000000 };
     uint64_t        version;
     int             begun;
 
     toy_open(&t, 1, 1, 0);
-    errand_fill(&e, &t);
-    REQUIRE(mt_through_open(t.dev, t.store, 2, 20000, &h) == MT_OK);
-    CHECK_OK(mt_ledger_fetch_begin(t.store, 0, &version));       /* a mover about to copy */
-    mt_ledger_update_begin(t.store, 0);
-    j = job_of(&e, 0);
+    errand_fill(&e, t.store, MOST);
+    REQUIRE(mt_through_open(&t.cx, 2, 20000, &h) == MT_OK);
+    CHECK_OK(mt_ledger_fetch_begin(t.store, e.unit, &version));       /* a mover about to copy */
+    mt_ledger_update_begin(t.store, e.unit);
+    j = job_of(&e);
     CHECK_OK(mt_through_put(h, &j, 0.5f));
     nanosleep(&nap, NULL);
     begun = atomic_load(&e.lists);
     CHECK_EQ(begun, 0);
-    CHECK_OK(mt_ledger_fetching(t.store, 0, t.run));
+    CHECK_OK(mt_ledger_fetching(t.store, e.unit, t.run));
     CHECK_OK(mt_through_wait(h));
     errand_check(&e, 1);
     mt_through_close(h);
@@ -264,16 +287,16 @@ static void a_failing_job_is_a_fault_and_ends_those_behind_it(void)
     errand         e, after;
     toy            t;
     mt_through    *h = NULL;
-    mt_through_job j;
+    mt_update_job j;
 
     toy_open(&t, 2, 1, 0);
-    errand_fill(&e, &t);
-    errand_fill(&after, &t);
+    errand_fill(&e, t.store, MOST);
+    errand_fill(&after, t.store, MOST);
     e.fail = MT_EDEVICE;
-    REQUIRE(mt_through_open(t.dev, t.store, 2, 20000, &h) == MT_OK);
+    REQUIRE(mt_through_open(&t.cx, 2, 20000, &h) == MT_OK);
     for (int u = 0; u < 2; u++) {
-        mt_ledger_update_begin(t.store, u);
-        j = job_of(u == 0 ? &e : &after, u);
+        mt_ledger_update_begin(t.store, u == 0 ? e.unit : after.unit);
+        j = job_of(u == 0 ? &e : &after);
         CHECK_OK(mt_through_put(h, &j, 0.5f));
     }
     CHECK_EQ(mt_through_wait(h), MT_EDEVICE);
@@ -296,23 +319,22 @@ static void every_failing_device_call_frees_everything(void)
     REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
     for (int n = 1; fired > 0; n++) {
         mt_dev     *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
+        mt_context  cx = { .dev = d };
         mt_store   *s = NULL;
         mt_through *h = NULL;
         mt_status   st;
-        int         unit;
         void       *p;
 
-        REQUIRE(mt_store_open(d, NULL, &s) == MT_OK);
-        REQUIRE(mt_store_add(s, "a", &(mt_param_desc){ MT_F32, 10, 1 }, 1, &unit) == MT_OK);
-        errand_fill(&e, NULL);
-        e.n = 12;
+        REQUIRE(mt_store_open(&cx, &s) == MT_OK);
+        cx.store = s;
+        errand_fill(&e, s, 12);
         st = mt_store_at(s, 0, 0, MT_PLANE_M, &p);
         if (st == MT_OK)
-            st = mt_store_set_through(s, 0, 1);
+            st = mt_store_move(s, 0, &mt_home_through, NULL);
         if (st == MT_OK)
-            st = mt_through_open(d, s, 2, 20000, &h);
+            st = mt_through_open(&cx, 2, 20000, &h);
         if (st == MT_OK) {
-            mt_through_job j = job_of(&e, 0);
+            mt_update_job j = job_of(&e);
 
             mt_ledger_update_begin(s, 0);
             CHECK_OK(mt_through_put(h, &j, 0.5f));
@@ -326,7 +348,6 @@ static void every_failing_device_call_frees_everything(void)
         mt_through_close(h);
         mt_store_close(s);
         CHECK_EQ(fault_live(d), 0);
-        e.n = TENSORS;
         errand_empty(&e);
         d->ops->close(d);
     }
@@ -344,33 +365,33 @@ static void going_through_registers_all_planes(void)
 
     REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
     f = fault_dev(cpu, 0, FAULT_ONCE);
-    REQUIRE(mt_store_open(f, NULL, &s) == MT_OK);
+    REQUIRE(mt_store_open(&(mt_context){ .dev = f }, &s) == MT_OK);
     REQUIRE(mt_store_add(s, "layers.0", d, 2, &unit) == MT_OK);
     CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_M, &p));
     CHECK_OK(mt_store_set_trainable(s, 0, 1, 1));
     CHECK_OK(mt_store_at(s, 0, 1, MT_PLANE_M, &p));         /* late: an arena of its own */
     CHECK_EQ(fault_live(f), 0);
-    CHECK_EQ(mt_store_goes_through(s, 0), 0);
-    CHECK_OK(mt_store_set_through(s, 0, 1));
-    CHECK_EQ(mt_store_goes_through(s, 0), 1);
+    CHECK(mt_store_home(s, 0, NULL) == &mt_home_ram);
+    CHECK_OK(mt_store_move(s, 0, &mt_home_through, NULL));
+    CHECK(mt_store_home(s, 0, NULL) == &mt_home_through);
     CHECK_EQ(fault_live(f), 2);
     CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_LO, &p));
     CHECK_EQ(fault_live(f), 3);
-    CHECK_OK(mt_store_set_through(s, 0, 1));
+    CHECK_OK(mt_store_move(s, 0, &mt_home_through, NULL));
     CHECK_EQ(fault_live(f), 3);
-    CHECK_EQ(mt_store_settle(s, 0), MT_ESTATE);
-    CHECK_OK(mt_store_set_through(s, 0, 0));
-    CHECK_EQ(mt_store_goes_through(s, 0), 0);
+    CHECK_EQ(mt_store_move(s, 0, &mt_home_vram, NULL), MT_ESTATE);
+    CHECK_OK(mt_store_move(s, 0, &mt_home_ram, NULL));
+    CHECK(mt_store_home(s, 0, NULL) == &mt_home_ram);
     CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_V, &p));
     CHECK_EQ(fault_live(f), 3);
-    CHECK_EQ(mt_store_set_through(s, 1, 1), MT_EINVAL);
+    CHECK_EQ(mt_store_move(s, 1, &mt_home_through, NULL), MT_EINVAL);
     REQUIRE(mt_store_add(s, "layers.1", d, 2, &unit) == MT_OK);
-    CHECK_OK(mt_store_set_through(s, 1, 1));
-    CHECK_EQ(mt_store_settle(s, 1), MT_ESTATE);
+    CHECK_OK(mt_store_move(s, 1, &mt_home_through, NULL));
+    CHECK_EQ(mt_store_move(s, 1, &mt_home_vram, NULL), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "layers.1");
-    CHECK_OK(mt_store_set_through(s, 1, 0));
-    CHECK_OK(mt_store_settle(s, 1));
-    CHECK_EQ(mt_store_set_through(s, 1, 1), MT_ESTATE);
+    CHECK_OK(mt_store_move(s, 1, &mt_home_ram, NULL));
+    CHECK_OK(mt_store_move(s, 1, &mt_home_vram, NULL));
+    CHECK_EQ(mt_store_move(s, 1, &mt_home_through, NULL), MT_ESTATE);
     mt_store_close(s);
     CHECK_EQ(fault_live(f), 0);
     f->ops->close(f);
@@ -383,8 +404,8 @@ static void open_refuses_buffers_that_hold_nothing(void)
     mt_through *h = NULL;
 
     toy_open(&t, 1, 1, 0);
-    CHECK_EQ(mt_through_open(t.dev, t.store, 0, 1 << 20, &h), MT_EINVAL);
-    CHECK_EQ(mt_through_open(t.dev, t.store, 2, MT_THROUGH_LEAST - 1, &h), MT_EINVAL);
+    CHECK_EQ(mt_through_open(&t.cx, 0, 1 << 20, &h), MT_EINVAL);
+    CHECK_EQ(mt_through_open(&t.cx, 2, MT_THROUGH_LEAST - 1, &h), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "8191");
     toy_close(&t);
 }

@@ -1,7 +1,7 @@
 /* test_walk.c — steps whose times are known by hand, and what holds for any step. */
 #include "check.h"
 
-#include "../../csrc/core/walk.h"
+#include "../../csrc/walk/walk.h"
 #include <math.h>
 
 #define MOST 12              /* windows, and units */

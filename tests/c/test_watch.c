@@ -35,7 +35,7 @@ static void posts_are_told_longest_first_until_they_are_over(void)
     mt_post  a, b, c;
     char     text[400], little[20];
 
-    mt_watch_open(&w);
+    mt_watch_open(&w, NULL);
     mt_watch_tell(&w, text, sizeof text);
     CHECK_STR(text, "");
     mt_watch_i_am("d2h");
@@ -72,7 +72,7 @@ typedef struct waited {
 static void waited_open(waited *a, double limit_s, int enough)
 {
     *a = (waited){ .enough = enough };
-    mt_watch_open(&a->w);
+    mt_watch_open(&a->w, NULL);
     mt_watch_limit(&a->w, limit_s);
     mt_mutex_open(&a->mu, MT_RANK_TEST);
     CHECK_OK(mt_watch_cond(&a->c));
@@ -233,7 +233,7 @@ static void computing_open(computing *c)
     *c = (computing){ .dev = { &compute_ops } };
     c->e = (mt_event){ &c->dev };
     waited_open(&c->a, 0.02, 100000);
-    mt_watch_listen(&c->a.w, hear);
+    c->a.w.say = hear;
     mt_watch_compute(&c->a.w, &c->post, "layers.3", "its kernels", &c->e);
 }
 
@@ -401,10 +401,10 @@ static void a_stalled_compute_is_named(void)
     gate            g;
 
     scene_open(&t, 2);
-    REQUIRE(mt_offload_open(t.dev, t.store, t.pool, 2, toy_kernels, &o) == MT_OK);
-    REQUIRE(mt_update_open(t.store, o, t.pool, &u) == MT_OK);
+    REQUIRE(mt_offload_open(&t.cx, 2, toy_kernels, &o) == MT_OK);
+    REQUIRE(mt_update_open(&t.cx, o, &u) == MT_OK);
     mt_ledger_watchdog(t.store, 0.03);
-    mt_watch_listen(mt_store_watch(t.store), hear);
+    mt_store_watch(t.store)->say = hear;
     atomic_store(&warned, 0);
     shut(&t, t.run, &g);
     CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
@@ -451,7 +451,7 @@ static void a_stalled_d2h_is_named(void)
     toy                t;
 
     scene_open(&t, 2);
-    REQUIRE(mt_offload_open(t.dev, t.store, t.pool, 2, kernels, &o) == MT_OK);
+    REQUIRE(mt_offload_open(&t.cx, 2, kernels, &o) == MT_OK);
     CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
     CHECK_EQ(mt_ledger_wait_grads(t.store, 0), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "has not come in 0.1 s");
@@ -477,7 +477,7 @@ static void what_holds_a_slot_is_named(void)
 
     scene_open(&t, 2);
     REQUIRE(t.dev->ops->mem_alloc(t.dev, slot.bytes, &slot.mem) == MT_OK);
-    REQUIRE(mt_stream_open(t.dev, t.store, &slot, 1, (mt_slot_hooks){ 0 }, &s) == MT_OK);
+    REQUIRE(mt_stream_open(&t.cx, &slot, 1, (mt_slot_hooks){ 0 }, &s) == MT_OK);
     CHECK_OK(mt_stream_begin(s));
     CHECK_OK(mt_stream_acquire(s, 0, t.run, &k, &mem));
     CHECK_OK(mt_stream_await(s, k, t.run));
@@ -507,8 +507,8 @@ static void a_stalled_update_is_named(void)
 
     scene_open(&t, 2);
     job.arg = &g;
-    REQUIRE(mt_offload_open(t.dev, t.store, t.pool, 2, toy_kernels, &o) == MT_OK);
-    REQUIRE(mt_update_open(t.store, o, t.pool, &u) == MT_OK);
+    REQUIRE(mt_offload_open(&t.cx, 2, toy_kernels, &o) == MT_OK);
+    REQUIRE(mt_update_open(&t.cx, o, &u) == MT_OK);
     CHECK_OK(mt_update_submit(u, &job, 1, 0, t.run, &ticket));
     CHECK_EQ(mt_ledger_wait_updates(t.store, 1), MT_ESTUCK);
     CHECK_HAS(mt_last_error(),
@@ -544,8 +544,7 @@ static void a_stalled_swap_is_in_the_list(void)
     gate         g;
 
     scene_open(&t, 2);
-    REQUIRE(mt_swap_open(t.dev, t.pool, &w) == MT_OK);
-    mt_swap_store(w, t.store);
+    REQUIRE(mt_swap_open(&t.cx, &w) == MT_OK);
     shut(&t, t.run, &g);
     CHECK_OK(mt_swap_out(w, 1, &p, 1, MT_SWAP_HOST, t.run, &bundle));
     CHECK_OK(mt_swap_left(w, bundle, t.run));
@@ -577,8 +576,7 @@ static void a_block_whose_copies_stall_is_not_given_up(void)
 
     scene_open(&t, 2);
     mt_ledger_watchdog(t.store, 0.03);       /* six times, for compute's sake */
-    REQUIRE(mt_swap_open(t.dev, t.pool, &w) == MT_OK);
-    mt_swap_store(w, t.store);
+    REQUIRE(mt_swap_open(&t.cx, &w) == MT_OK);
     shut(&t, t.run, &g);
     CHECK_OK(mt_swap_out(w, 1, &small, 1, MT_SWAP_HOST, t.run, &bundle));
     CHECK_OK(mt_swap_left(w, bundle, t.run));
@@ -613,14 +611,14 @@ static void a_stalled_device_update_is_named(void)
 {
     static const int   params[1] = { 0 };
     gate               g = { 0 };
-    mt_resident_update u = { .unit = 1, .params = params, .n_params = 1, .put = put_gate,
+    mt_update_job u = { .unit = 1, .params = params, .n_params = 1, .put = put_gate,
                              .arg = &g };
     mt_resident       *r;
     void              *mem;
     toy                t;
 
     scene_open(&t, 2);
-    REQUIRE(mt_resident_open(t.dev, t.store, &r) == MT_OK);
+    REQUIRE(mt_resident_open(&t.cx, &r) == MT_OK);
     REQUIRE(t.dev->ops->mem_alloc(t.dev, mt_store_hi_bytes(t.store, 1), &mem) == MT_OK);
     REQUIRE(t.dev->ops->event_open(t.dev, &u.asked) == MT_OK);
     CHECK_OK(mt_resident_settle(r, 1, mem));
@@ -636,21 +634,18 @@ static void a_stalled_device_update_is_named(void)
     toy_close(&t);
 }
 
-static mt_status list_one(void *arg, mt_through_tensor **out, int *n)
+static mt_status gradient_of_one(void *arg, int param, const void **at, mt_plane *plane)
 {
-    static float one;
+    static float grads[64];
 
     (void)arg;
-    REQUIRE((*out = calloc(1, sizeof **out)) != NULL);
-    **out = (mt_through_tensor){ .n = 1, .n_spans = 1 };
-    (*out)->span[0].host = &one;
-    (*out)->span[0].elem = sizeof one;
-    (*out)->span[0].group = 1;
-    *n = 1;
+    (void)param;
+    *at = grads;
+    *plane = MT_PLANE_GRAD;
     return MT_OK;
 }
 
-static mt_status gate_through(void *arg, mt_queue *q, const mt_through_part *parts, int n,
+static mt_status gate_through(void *arg, mt_queue *q, const mt_part *parts, int n,
                               float clip)
 {
     (void)parts;
@@ -661,12 +656,14 @@ static mt_status gate_through(void *arg, mt_queue *q, const mt_through_part *par
 static void a_stalled_piece_is_named(void)
 {
     gate           g = { 0 };
-    mt_through_job job = { .unit = 1, .list = list_one, .compute = gate_through, .arg = &g };
+    const int     params[1] = { 0 };
+    mt_update_job job = { .unit = 1, .params = params, .n_params = 1,
+                          .gradient = gradient_of_one, .compute = gate_through, .arg = &g };
     mt_through    *th;
     toy            t;
 
     scene_open(&t, 2);
-    REQUIRE(mt_through_open(t.dev, t.store, 2, MT_THROUGH_LEAST, &th) == MT_OK);
+    REQUIRE(mt_through_open(&t.cx, 2, MT_THROUGH_LEAST, &th) == MT_OK);
     mt_ledger_update_begin(t.store, 1);
     CHECK_OK(mt_through_put(th, &job, 1.0f));
     CHECK_EQ(mt_through_wait(th), MT_ESTUCK);

@@ -17,6 +17,7 @@ typedef struct toy {
     mt_dev   *dev;
     mt_pool  *pool;
     mt_store *store;
+    mt_context cx;
     mt_queue *run;           /* adopted 0, or a queue of its own when the toy dawdles */
     int       n_units;
 } toy;
@@ -65,7 +66,9 @@ static inline void toy_open_on(toy *t, mt_dev *dev, int n_units, int own_run, mt
 {
     *t = (toy){ .dev = dev };
     REQUIRE(mt_pool_open(2, &t->pool) == MT_OK);
-    REQUIRE(mt_store_open(t->dev, t->pool, &t->store) == MT_OK);
+    t->cx = (mt_context){ .dev = dev, .pool = t->pool };
+    REQUIRE(mt_store_open(&t->cx, &t->store) == MT_OK);
+    t->cx.store = t->store;
     if (own_run)
         REQUIRE(dev->ops->queue_open(dev, "run", &t->run) == MT_OK);
     else

@@ -26,8 +26,8 @@
 #ifndef MT_WALK_H
 #define MT_WALK_H
 
-#include "schedule.h"
-#include "timeline.h"
+#include "../core/schedule.h"
+#include "../core/timeline.h"
 
 /* Rows are lanes, and behind them Python's own work. */
 enum { MT_WALK_OWN = MT_LANE_COUNT, MT_WALK_ROWS };

@@ -1,0 +1,87 @@
+/* home.h — where a unit's planes are between steps: a table that the unit points to.
+ *
+ * Nouns:
+ *   home     ram: host memory. vram: the device. arrive: as vram, with states that are there around
+ *            their update alone. through: ram, updated on the device. disk: states, or weights too,
+ *            are in a file
+ *   job      an update of a unit: what it takes, whichever home the unit has
+ *
+ *     mt_store_move(s, unit, &mt_home_vram, residents);   // nothing of the unit is under way
+ *     mt_store_home(s, unit, &of)->update(of, &job, clip);
+ *
+ * A unit has one home, so homes are not combined. It comes to each from one other, and goes back to
+ * that; mt_store_move alone decides whether it may. A home is a table and its functions: nobody but
+ * who moves units asks which one it is.
+ */
+#ifndef MT_HOME_H
+#define MT_HOME_H
+
+#include "pieces.h"
+
+typedef struct mt_update_job {
+    int        unit;             /* its gradients are whole when it is carried out */
+    int        n_params;
+    const int *params;           /* [n_params] parameters of the unit that have a gradient */
+    /* Sum of squares of params[i]'s gradient when the offloaded one does not count (the user
+     * changed p.grad): computed on the pool by the updater. NULL: never. */
+    double (*sumsq)(void *arg, mt_pool *pool, int i, int *use);
+    mt_status (*run)(void *arg, mt_pool *pool, float clip);   /* the update itself */
+    mt_status (*put)(void *arg, mt_queue *q, float clip);     /* a settled unit's: see resident.h */
+    /* One that goes through the device. gradient: where a parameter's is in host memory, and of
+     * which plane its bytes are. compute: puts the update of parts in q; on the device are their
+     * weights, gradients and states. */
+    mt_status (*gradient)(void *arg, int param, const void **at, mt_plane *plane);
+    mt_status (*compute)(void *arg, mt_queue *q, const mt_part *parts, int n, float clip);
+    /* A unit's on disk, in place, but for parts of parameters that are not in params. */
+    mt_status (*pieces)(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip);
+    uint64_t  bytes;             /* that run reads and writes, for the timeline */
+    void    (*free)(void *arg);  /* called once, run or skipped; may be NULL */
+    void     *arg;
+    mt_event *asked;             /* the updater's: on run, behind compute that may read the weights
+                                  * of a slot as they are; NULL: none may */
+} mt_update_job;
+
+/* Functions get what was given to mt_store_move. Planes: a bit 1u << plane each. */
+struct mt_home {
+    const char    *lives;        /* behind the unit's name, for messages */
+    const mt_home *from;         /* where units come from, and go back to; NULL: this is ram */
+    unsigned       away;         /* planes that are there: host memory mirrors them (mirror.h) */
+    unsigned       later;        /* of those: in a slot, and taken when that is used next */
+    unsigned       visit;        /* planes that are on the host, and there around an update */
+    unsigned       device;       /* planes for which the store has memory on the device */
+    unsigned       registered;   /* planes whose host memory copy engines look at */
+    unsigned       fresh;        /* planes that a unit may not have yet when it comes */
+    int            fed;          /* its weights are fetched by way of a feed (disk.h) */
+
+    /* Host memory as a mirror. wait: planes of `visit` may be read; may be NULL. load: copies of
+     * these planes that are LOADING, or STALE by now, are on the host when it returns; their memory
+     * is committed. store: the parameter's host planes (param -1: all parameters') have been taken
+     * when it returns. Both behind the unit's door. */
+    mt_status (*wait) (void *of, int unit, unsigned planes);
+    mt_status (*load) (void *of, int unit, unsigned planes);
+    mt_status (*store)(void *of, int unit, int param, unsigned planes);
+    /* What the host has ahead goes there, and its memory on the host is given back; run: see
+     * mt_resident_take. NULL: mt_mirror_evict does. */
+    mt_status (*take) (void *of, int unit, mt_queue *run);
+
+    /* Gradients. at: address of a plane of theirs; NULL: in host memory. come: work that d2h is
+     * given from now on may write them; NULL: it may anyway. */
+    mt_status (*at)  (void *of, int unit, int param, mt_plane p, void **out);
+    mt_status (*come)(void *of, int unit, const int *params, int n, mt_queue *d2h);
+
+    /* Updates. fits: the job has what it takes. update: its gradients are whole; NULL: the updater
+     * runs it. ends: it ends the announcement and frees the job, also on failure. stepped: waits
+     * until updates of this step are over; drain: and until all are. These may be NULL. turn: where
+     * a norm is known before, jobs of a smaller one go first. */
+    int       (*fits)   (const mt_update_job *j);
+    mt_status (*update) (void *of, const mt_update_job *j, float clip);
+    int         ends, turn;
+    mt_status (*stepped)(void *of);
+    mt_status (*drain)  (void *of);
+};
+
+extern const mt_home mt_home_ram, mt_home_through;       /* store.c, through.c */
+extern const mt_home mt_home_vram, mt_home_arrive;        /* resident.c */
+extern const mt_home mt_home_disk, mt_home_disk_weights; /* disk.c */
+
+#endif

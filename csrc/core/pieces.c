@@ -1,0 +1,217 @@
+/* pieces.c — parameters in order, each cut where the piece that is being filled is full. */
+#include "pieces.h"
+
+#include <limits.h>
+#include <stdlib.h>
+
+#define HI (1u << MT_PLANE_HI)
+
+typedef struct cutting {
+    const mt_store *s;
+    int             unit;
+    const mt_cut   *how;
+    mt_pieces      *p;
+    size_t          rest;                /* bytes of the last piece's planes but HI */
+    unsigned        kinds;               /* planes of its first part */
+} cutting;
+
+static size_t up_to(size_t bytes, size_t align)
+{
+    return (bytes + align - 1) / align * align;
+}
+
+/* Of n elements, each plane in whole `align`. */
+static size_t bytes_of(const cutting *c, int param, unsigned planes, int64_t n, size_t align)
+{
+    size_t bytes = 0;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1)
+            bytes += up_to(mt_store_plane_bytes(c->s, c->unit, param, (mt_plane)p, n), align);
+    return bytes;
+}
+
+/* How many of `left` elements fit into so many bytes: all of them, or whole grains. */
+static int64_t fit(const cutting *c, int param, unsigned planes, int64_t left, size_t bytes)
+{
+    int64_t grain = c->how->grain, n;
+
+    if (bytes_of(c, param, planes, left, MT_PART_ALIGN) <= bytes)
+        return left;
+    n = (int64_t)(bytes / bytes_of(c, param, planes, grain, 1)) * grain;
+    while (n > 0 && bytes_of(c, param, planes, n, MT_PART_ALIGN) > bytes)
+        n -= grain;
+    return n;
+}
+
+/* Room for one more at the end of an array that doubles. */
+static mt_status more(void **array, int n, size_t each)
+{
+    void *grown;
+
+    if (n > 0 && (n & (n - 1)) != 0)
+        return MT_OK;
+    if (n > INT_MAX / 2 || (grown = realloc(*array, (size_t)(n > 0 ? 2 * n : 1) * each)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "no memory to describe %d pieces of a unit", n);
+    *array = grown;
+    return MT_OK;
+}
+
+static mt_piece *last_of(const cutting *c)
+{
+    return &c->p->piece[c->p->n - 1];
+}
+
+static mt_status add_piece(cutting *c)
+{
+    mt_status st = more((void **)&c->p->piece, c->p->n, sizeof *c->p->piece);
+
+    if (st == MT_OK)
+        c->p->piece[c->p->n++] = (mt_piece){ .first = c->p->n_parts };
+    c->rest = 0;
+    return st;
+}
+
+/* Weights in their place; the others from where they begin, which the whole piece tells. */
+static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, int64_t n)
+{
+    mt_piece   *piece = last_of(c);
+    mt_stretch *k;
+    mt_status   st = more((void **)&c->p->part, c->p->n_parts, sizeof *c->p->part);
+
+    if (st != MT_OK)
+        return st;
+    c->kinds = piece->n == 0 ? planes : c->kinds;
+    k = &c->p->part[c->p->n_parts++];
+    *k = (mt_stretch){ .param = param, .from = from, .n = n };
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        size_t bytes = mt_store_plane_bytes(c->s, c->unit, param, (mt_plane)p, n);
+
+        k->offset[p] = MT_PART_ABSENT;
+        if (!(planes >> p & 1) || bytes == 0)
+            continue;
+        k->offset[p] = p == MT_PLANE_HI ? up_to(piece->hi_bytes, MT_PART_ALIGN) : c->rest;
+        if (p == MT_PLANE_HI)
+            piece->hi_bytes = k->offset[p] + bytes;
+        else
+            c->rest += up_to(bytes, MT_PART_ALIGN);
+    }
+    if (++piece->n > c->p->most)
+        c->p->most = piece->n;
+    return MT_OK;
+}
+
+static void finish_piece(cutting *c)
+{
+    mt_piece *piece = last_of(c);
+
+    piece->weights = up_to(piece->hi_bytes, c->how->align);
+    piece->bytes = piece->weights + up_to(c->rest, c->how->align);
+    for (int i = piece->first; i < piece->first + piece->n; i++)
+        for (int p = 0; p < MT_PLANE_COUNT; p++)
+            if (p != MT_PLANE_HI && c->p->part[i].offset[p] != MT_PART_ABSENT)
+                c->p->part[i].offset[p] += piece->weights;
+}
+
+/* Bytes that the last piece has left. Both kinds in whole `align` may take more than together. */
+static size_t left_in(const cutting *c, unsigned planes)
+{
+    int    both = (planes & HI) != 0 || last_of(c)->hi_bytes > 0;
+    size_t most = c->how->budget - (both ? c->how->align - MT_PART_ALIGN : 0);
+    size_t used = up_to(last_of(c)->hi_bytes, MT_PART_ALIGN) + c->rest;
+
+    return most > used ? most - used : 0;
+}
+
+static int is_full(const cutting *c, unsigned planes)
+{
+    const mt_piece *piece = c->p->n > 0 ? last_of(c) : NULL;
+
+    return piece == NULL || (c->how->most > 0 && piece->n == c->how->most) ||
+           (piece->n > 0 && ((planes & ~HI) != 0) != ((c->kinds & ~HI) != 0));
+}
+
+static mt_status next_piece(cutting *c)
+{
+    if (c->p->n > 0)
+        finish_piece(c);
+    return add_piece(c);
+}
+
+static mt_status cut_param(cutting *c, int param, unsigned planes)
+{
+    int64_t   numel = mt_store_desc(c->s, c->unit, param)->numel, n;
+    mt_status st = MT_OK;
+
+    for (int64_t from = 0; from < numel; from += n) {
+        if (is_full(c, planes))
+            MT_TRY(next_piece(c));
+        n = fit(c, param, planes, numel - from, left_in(c, planes));
+        if (n > 0)
+            MT_TRY(add_part(c, param, planes, from, n));
+        else if (last_of(c)->n > 0)
+            MT_TRY(next_piece(c));
+        else
+            return MT_FAIL(MT_EINVAL, "unit %s: %zu bytes hold no %lld elements of parameter %d",
+                           mt_store_name(c->s, c->unit), c->how->budget,
+                           (long long)c->how->grain, param);
+    }
+fail:
+    return st;
+}
+
+mt_status mt_pieces_cut(const mt_store *s, int unit, const mt_cut *how, mt_pieces **out)
+{
+    cutting   c = { .s = s, .unit = unit, .how = how, .p = calloc(1, sizeof *c.p) };
+    mt_status st = MT_OK;
+
+    if (c.p == NULL)
+        return MT_FAIL(MT_ENOMEM, "pieces: calloc(%zu)", sizeof *c.p);
+    for (int i = 0; i < mt_store_params(s, unit); i++)
+        if (bytes_of(&c, i, how->planes[i], 1, 1) > 0)
+            MT_TRY(cut_param(&c, i, how->planes[i]));
+    if (c.p->n > 0)
+        finish_piece(&c);
+    *out = c.p;
+    return MT_OK;
+
+fail:
+    mt_pieces_free(c.p);
+    return st;
+}
+
+void mt_pieces_free(mt_pieces *p)
+{
+    if (p == NULL)
+        return;
+    free(p->piece);
+    free(p->part);
+    free(p);
+}
+
+void mt_pieces_at(const mt_pieces *p, int number, void *mem, mt_part *parts)
+{
+    const mt_piece *piece = &p->piece[number];
+
+    for (int i = 0; i < piece->n; i++) {
+        const mt_stretch *k = &p->part[piece->first + i];
+
+        parts[i] = (mt_part){ .param = k->param, .from = k->from, .n = k->n };
+        for (int q = 0; q < MT_PLANE_COUNT; q++)
+            if (k->offset[q] != MT_PART_ABSENT)
+                parts[i].at[q] = (char *)mem + k->offset[q];
+    }
+}
+
+mt_status mt_part_host(mt_store *s, int unit, const mt_part *part, mt_plane p, void **at,
+                       size_t *bytes)
+{
+    void     *whole;
+    mt_status st = mt_store_at(s, unit, part->param, p, &whole);
+
+    if (st != MT_OK)
+        return st;
+    *at = (char *)whole + mt_store_plane_bytes(s, unit, part->param, p, part->from);
+    *bytes = mt_store_plane_bytes(s, unit, part->param, p, part->n);
+    return MT_OK;
+}

@@ -1,0 +1,63 @@
+"""Settings of a run that were not said: what the machine, the model and the data have to do with them."""
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.errors import MegatrainError
+from .settings import Settings
+
+STEPS_LEAST = 20                     # times through the data, where `tokens` is not said
+
+
+def device_of(asked: str | None) -> str:
+    """Raises: MegatrainError: CUDA is asked for, and is not there."""
+    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MegatrainError("device=cuda: torch sees no CUDA device here; use --device cpu")
+    return device
+
+
+def for_machine(settings: Settings) -> Settings:
+    device = device_of(settings.device)
+    if settings.nvme is not None and not Path(settings.nvme).is_dir():
+        raise MegatrainError(f"nvme={settings.nvme}: there is no such directory; make one on the drive that is to hold "
+                             "states")
+    if device == "cpu":
+        # Torch's threads spin while they wait for each other: one core is left to the engine's.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+    return settings.with_(device=device, dtype=settings.dtype or ("bfloat16" if device == "cuda" else "float32"))
+
+
+def for_model(settings: Settings, config: Any) -> Settings:
+    most = getattr(config, "max_position_embeddings", None) or settings.seq or 4096
+    seq = settings.seq or min(4096 if settings.device == "cuda" else 256, most)
+    if seq > most:
+        raise MegatrainError(f"seq={seq}: the model was made for {most} positions at most; --seq {most} or less")
+    return settings.with_(seq=seq)
+
+
+def for_data(settings: Settings, there: int) -> Settings:
+    """Tokens of a step, how many steps, and what is done how often; there: rows of the data."""
+    s = settings
+    if s.tokens is None:
+        usual = (65536 if s.device == "cuda" else 2048) // s.seq
+        s = s.with_(tokens=max(1, min(usual, there // STEPS_LEAST)) * s.seq)
+    if s.tokens % s.seq:
+        raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
+                             f"nearest: tokens={max(1, round(s.tokens / s.seq)) * s.seq}")
+    if s.tokens // s.seq > there:
+        raise MegatrainError(f"tokens={s.tokens}: the data has {there} rows of {s.seq} tokens; --tokens "
+                             f"{there * s.seq} takes them all in one step, fewer make more steps")
+    if s.micro and (s.tokens // s.seq) % s.micro:
+        rows = s.tokens // s.seq
+        fit = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+        raise MegatrainError(f"micro={s.micro}: {rows} rows (tokens / seq) cannot be cut into so many equal parts; "
+                             f"{fit} can")
+    steps = s.steps or math.ceil(s.epochs * there / (s.tokens // s.seq))
+    return s.with_(steps=steps, eval_every=s.eval_every or max(1, steps // 10),
+                   save_every=s.save_every or max(1, steps // 5))
