@@ -277,7 +277,7 @@ def child(case: Case, device: str, pipe: Any) -> None:
         if case.before is not None:
             case.before(device)
         if case.early:
-            wrap._engine = no_engine
+            wrap.engine = no_engine
         train(case, device)
         pipe.send(("ran", ""))
     except mt.MegatrainError as why:
