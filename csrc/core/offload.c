@@ -23,7 +23,9 @@
 typedef struct parcel {
     mt_grad_item item;
     mt_dtype     dt;
-    int64_t      n;
+    int64_t      n;          /* what is this process's of the parameter; addresses are those of its
+                              * first element */
+    int          whole;      /* nobody else has some of it */
     size_t       bytes;
     int          settled;    /* the unit is: grad and acc are on the device, nothing is staged */
     void        *grad;       /* GRAD plane */
@@ -371,34 +373,45 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
     return MT_OK;
 }
 
-/* The parameter's address in a plane, where the unit's gradients are. */
-static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, void **out)
+/* Where a plane has the first element that is ours of a parameter: where the unit's gradients are,
+ * or (host) in host memory whatever its home. */
+static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, int host, void **out)
 {
-    void          *of;
+    void          *of, *at;
     const mt_home *h = mt_store_home(o->store, unit, &of);
+    int64_t        from;
+    mt_status      st;
 
-    return h->at != NULL ? h->at(of, unit, param, plane, out)
-                         : mt_store_at(o->store, unit, param, plane, out);
+    if (h->at != NULL && !host)
+        MT_TRY(h->at(of, unit, param, plane, &at));
+    else
+        MT_TRY(mt_store_at(o->store, unit, param, plane, &at));
+    (void)mt_store_owned(o->store, unit, param, &from);
+    *out = (char *)at + mt_store_plane_bytes(o->store, unit, param, plane, from);
+fail:
+    return st;
 }
 
 static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, parcel *p)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
+    int64_t              from, n = mt_store_owned(o->store, unit, it->param, &from);
     void                *at;
     mt_status            st;
 
-    *p = (parcel){ .item = *it, .dt = d->dtype, .n = d->numel, .sum = &y->sum[it->param] };
+    *p = (parcel){ .item = *it, .dt = d->dtype, .n = n, .whole = n == d->numel,
+                   .sum = &y->sum[it->param] };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
     p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
-    MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, &p->grad));
+    MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
     if (it->mode != MT_GRAD_ADD)
         return MT_OK;
     if (mt_plane_bytes(MT_PLANE_ACC, p->dt, MT_STATES_FP32, 1) > 0) {
-        MT_TRY(plane_at(o, unit, it->param, MT_PLANE_ACC, &at));
+        MT_TRY(plane_at(o, unit, it->param, MT_PLANE_ACC, 0, &at));
         p->acc = at;
     }
     if (p->settled && it->reread) {
-        MT_TRY(mt_store_at(o->store, unit, it->param, MT_PLANE_GRAD, &at));
+        MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 1, &at));
         p->changed = at;
     }
     mt_lock(&o->mu);
@@ -484,7 +497,7 @@ static mt_status put_parcel(mt_offload *o, const parcel *p)
         return v->copy(o->d2h, p->staged, p->item.src, p->bytes);
     if (p->item.mode == MT_GRAD_ADD)
         return put_sum(o, p);
-    if (o->kernels.sumsq != NULL)
+    if (o->kernels.sumsq != NULL && p->whole)
         MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum));
     return p->item.src == p->grad ? MT_OK : v->copy(o->d2h, p->grad, p->item.src, p->bytes);
 fail:
@@ -534,14 +547,13 @@ fail:
 /* Under mu. sent: the copies are on their way; else some were begun and nothing is known. */
 static void note(mt_offload *o, const ticket *t, tally *y, int sent)
 {
-    int sumsq = o->kernels.sumsq != NULL ? COUNTED : 0;
-
     for (int i = 0; i < t->n; i++) {
         const parcel *p = &t->parcels[i];
+        int           adds = p->item.mode == MT_GRAD_ADD;
+        int           counts = p->whole && (adds || o->kernels.sumsq != NULL);
 
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
-            p->item.mode == MT_GRAD_SET ? sumsq :
-            p->acc != NULL ? COUNTED | SUMMED : COUNTED);
+            (counts ? COUNTED : 0) | (adds && p->acc != NULL ? SUMMED : 0));
         o->d2h_bytes += sent && !p->settled ? p->bytes : 0;
     }
 }

@@ -34,7 +34,8 @@ typedef enum mt_grad_mode { MT_GRAD_SET, MT_GRAD_ADD } mt_grad_mode;
 
 typedef struct mt_grad_item {
     int          param;
-    const void  *src;        /* device, dense, of the parameter's dtype and numel; until passed */
+    const void  *src;        /* device, dense, of the parameter's dtype, all elements that are this
+                              * process's (mt_store_owned); until passed */
     mt_grad_mode mode;
     /* ADD: 1 when the GRAD plane on the host was changed by the user since: its value counts, not
      * ACC's or the device's. First ADD after a SET starts ACC from the GRAD plane in any case. */
@@ -82,7 +83,8 @@ mt_status mt_offload_land  (mt_offload *o, mt_queue *run);
 mt_status mt_offload_drain (mt_offload *o);              /* host: everything put so far is home */
 
 /* Sum of squares of a parameter's gradient as it stands. Call after mt_ledger_wait_grads.
- * valid = 0 when none was taken since mt_offload_forget. */
+ * valid = 0 when none was taken since mt_offload_forget, or the parameter is another's too: then the
+ * job has a sumsq that asks all owners (sumsq.h has the order). */
 double    mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid);
 /* Whether that sum is taken or on its way; may be asked at once. What the updater notes at
  * submit, since zero_grad() follows step() before the gradients are home: forget leaves the

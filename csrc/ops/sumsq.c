@@ -251,19 +251,29 @@ static void run_chunks(void *arg, int64_t part)
         j->sums[c] = run_chunk(j, c);
 }
 
+static void prepare(job *j)
+{
+    j->kernel = mt__sumsq_kernels;
+    while (!j->kernel->runs())
+        j->kernel++;
+    j->n_chunks = MT_SUMSQ_CHUNKS(j->n);
+}
+
+static void fill(job *j, mt_pool *pool)
+{
+    mt_pool_run(pool, run_chunks, j, (j->n_chunks + CHUNKS_AT_ONCE - 1) / CHUNKS_AT_ONCE);
+}
+
 /* Without a pool, or memory for the chunk sums, this thread does it all: the order is the same. */
 static double run(job *j, mt_pool *pool)
 {
     double lane[LANES] = {0};
 
-    j->kernel = mt__sumsq_kernels;
-    while (!j->kernel->runs())
-        j->kernel++;
-    j->n_chunks = j->n / MT_SUMSQ_CHUNK + (j->n % MT_SUMSQ_CHUNK != 0);
+    prepare(j);
     if (pool != NULL && j->n_chunks > CHUNKS_AT_ONCE)
         j->sums = malloc((size_t)j->n_chunks * sizeof *j->sums);
     if (j->sums != NULL)
-        mt_pool_run(pool, run_chunks, j, (j->n_chunks - 1) / CHUNKS_AT_ONCE + 1);
+        fill(j, pool);
 
     for (int64_t c = 0; c < j->n_chunks; c++)
         lane[c % LANES] += j->sums != NULL ? j->sums[c] : run_chunk(j, c);
@@ -274,6 +284,23 @@ static double run(job *j, mt_pool *pool)
 double mt_sumsq_host(mt_pool *pool, mt_dtype dt, const void *x, int64_t n)
 {
     return run(&(job){ .dt = dt, .n = n, .x = x }, pool);
+}
+
+void mt_sumsq_chunks(mt_pool *pool, mt_dtype dt, const void *x, int64_t n, double *sums)
+{
+    job j = { .dt = dt, .n = n, .x = x, .sums = sums };
+
+    prepare(&j);
+    fill(&j, j.n_chunks > CHUNKS_AT_ONCE ? pool : NULL);
+}
+
+double mt_sumsq_fold(const double *sums, int64_t n_chunks)
+{
+    double lane[LANES] = {0};
+
+    for (int64_t c = 0; c < n_chunks; c++)
+        lane[c % LANES] += sums[c];
+    return fold(lane);
 }
 
 void mt_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,

@@ -7,6 +7,8 @@
  *   2. the chunk sums are added by the same rule (256 lanes, strided, folded), as one array of any
  *      length.
  * fp64 inputs are squared in fp64 (rounded once).
+ * Who has a part of x that begins and ends at chunks makes the sums of these chunks; all of x's,
+ * added by rule 2, are s, whoever made which.
  */
 #ifndef MT_SUMSQ_H
 #define MT_SUMSQ_H
@@ -19,6 +21,11 @@
 
 /* Host: pool may be NULL (this thread alone). 0 for n == 0. dt: F32, BF16, F16, F64. */
 double mt_sumsq_host(mt_pool *pool, mt_dtype dt, const void *x, int64_t n);
+
+/* The same in two halves. chunks: sums[c] is chunk c's, of MT_SUMSQ_CHUNKS(n). */
+#define MT_SUMSQ_CHUNKS(n) ((n) / MT_SUMSQ_CHUNK + ((n) % MT_SUMSQ_CHUNK != 0))
+void   mt_sumsq_chunks(mt_pool *pool, mt_dtype dt, const void *x, int64_t n, double *sums);
+double mt_sumsq_fold  (const double *sums, int64_t n_chunks);
 
 /* In a queue: *out (host memory, registered on CUDA) gets the sum. One of these is handed to
  * mt_offload_open; ctx comes from the matching _open and holds the chunk sums' memory, which
