@@ -20,8 +20,8 @@
 typedef struct mt_arena {
     void   *base;            /* NULL: not open. Aligned to a page; to 2 MiB from 4 MiB on */
     size_t  bytes;           /* mapped: what was asked for, in whole pages; 0 when that was 0 */
-    size_t  from, kept;      /* kept bytes from there on are those that are committed and registered,
-                              * in whole pages: all, unless mt_arena_keep said less */
+    size_t  from, kept;      /* so many bytes from there on are committed and registered, in whole
+                              * pages: all, unless mt_arena_keep said less */
     mt_dev *dev;             /* registered here, or memory of it; NULL: neither */
     int     on_device;       /* memory of dev: base is no host address */
     int     reserved;        /* addresses alone: not committed */

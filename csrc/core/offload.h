@@ -83,8 +83,8 @@ mt_status mt_offload_land  (mt_offload *o, mt_queue *run);
 mt_status mt_offload_drain (mt_offload *o);              /* host: everything put so far is home */
 
 /* Sum of squares of a parameter's gradient as it stands. Call after mt_ledger_wait_grads.
- * valid = 0 when none was taken since mt_offload_forget, or the parameter is another's too: then the
- * job has a sumsq that asks all owners (sumsq.h has the order). */
+ * valid = 0 when none was taken since mt_offload_forget, or some of the parameter is another's: the
+ * job's sumsq is for that, which asks all owners for their chunks' (ops/sumsq.h). */
 double    mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid);
 /* Whether that sum is taken or on its way; may be asked at once. What the updater notes at
  * submit, since zero_grad() follows step() before the gradients are home: forget leaves the

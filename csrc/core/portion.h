@@ -11,18 +11,19 @@
  *     for (int i = 0; i < mt_store_params(store, unit); i++)
  *         n = mt_portion_part(&mine, i, numel, &from);    // elements [from, from + n)
  *
- * The cut follows from the unit's parameters and the number of owners alone. The bound between k - 1
- * and k is the last at or before k / owners of plane HI's bytes, of these: where a parameter begins,
- * and every MT_PORTION_GRAIN elements of it. Three owners of bf16 [300,100], fp32 [64] and bf16
- * [7000] (60,000, 256 and 14,000 bytes, begun at multiples of 512):
+ * The cut follows from the unit's parameters and the number of owners alone. A bound may be where
+ * a parameter begins, and every MT_PORTION_GRAIN elements further on. The one between owners k - 1
+ * and k is the last of these at or before k / owners of plane HI's bytes. Of bf16 [30000], fp32 [64]
+ * and bf16 [7000] (60,000, 256 and 14,000 bytes, at multiples of 512) three owners have
  *
- *     owner 0   parameter 0: 0 to 8192                            16,384 bytes
- *     owner 1   parameter 0: 8192 to 24576                        32,768 bytes
- *     owner 2   parameter 0: 24576 to 30000, all of 1 and 2       25,104 bytes
+ *     owner 0   parameter 0: elements 0 to 8191                         16,384 bytes
+ *     owner 1   parameter 0: 8192 to 24575                              32,768 bytes
+ *     owner 2   parameter 0: 24576 to 29999, and all of 1 and 2         25,104 bytes
  *
- * So weights of two owners differ by less than two grains (of bf16 16 KiB each), and a grain is 512
- * bytes in every plane, of which SCALE has least: 64 groups' two fp32. It is a chunk of sums of
- * squares too (ops/sumsq.h). No two owners share an aligned part, a scale or a chunk.
+ * So of weights each has an even share, but for less than a grain (16 KiB of bf16) at either end. A
+ * grain is a multiple of 512 bytes in every plane: of SCALE it is 512, of 64 groups. And it is a
+ * chunk of sums of squares (ops/sumsq.h). So no two owners share 512 bytes, a scale or a chunk, a
+ * piece (pieces.h) may begin where a portion does, and no bit of a result depends on the cut.
  *
  * Threads: any; what is cut does not change.
  */
@@ -35,7 +36,7 @@
 #define MT_OWNERS_MOST   65536
 
 typedef struct mt_bound {
-    int     param;                       /* its elements from `from` on, and the parameters behind */
+    int     param;                       /* its elements from there on, and the parameters behind */
     int64_t from;
 } mt_bound;
 

@@ -395,7 +395,7 @@ mt_status mt_store_own(mt_store *s, int unit, int owner, int owners)
     mt_lock(&s->map_mu);
     made = made_of(u, ~(1u << MT_PLANE_HI));
     if (made != MT_PLANE_COUNT)
-        st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s already; whose it is, is said before that",
+        st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s already; its owners are named before",
                      u->name, mt_plane_name((mt_plane)made));
     else
         u->own = own;

@@ -93,12 +93,11 @@ size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, 
 mt_status mt_store_set_states(mt_store *s, int unit, mt_states states);
 mt_states mt_store_states    (const mt_store *s, int unit);              /* any thread */
 
-/* The unit's states are kept, and it is updated, by several processes, this one being an owner of a
- * portion (portion.h): of planes other than HI nothing else is committed here, and on the device
- * there is nothing else. Until it is called, all is its own. MT_ESTATE when such a plane is
- * made. */
+/* Several processes update the unit, and this one owns a portion of it (portion.h): of planes other
+ * than HI nothing else is committed, nor is on the device, and what moves them moves nothing else.
+ * Until it is called, all of the unit is its own. MT_ESTATE when such a plane is made. */
 mt_status mt_store_own  (mt_store *s, int unit, int owner, int owners);
-/* How many of a parameter's elements are, and the first of them. Any thread */
+/* How many of a parameter's elements are its own, and the first of them. Any thread. */
 int64_t   mt_store_owned(const mt_store *s, int unit, int param, int64_t *from);
 
 /* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in

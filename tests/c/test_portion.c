@@ -8,6 +8,8 @@
 #include "check.h"
 #include "toy.h"
 
+#include "../../csrc/core/arena.h"
+#include "../../csrc/core/arrive.h"
 #include "../../csrc/core/disk.h"
 #include "../../csrc/core/portion.h"
 #include "../../csrc/core/resident.h"
@@ -17,6 +19,8 @@
 #include "../../csrc/ops/sumsq.h"
 #include "../../csrc/optim/adam.h"
 
+#include <sys/mman.h>
+
 #define PARAMS 7
 #define OWNERS 7                 /* at most */
 #define BIG    (UNDER_TSAN ? 30000 : 90000)      /* elements */
@@ -25,7 +29,9 @@
 
 static const int numbers[] = { 1, 2, 3, 4, 7 };
 
-enum { RAM, THROUGH, VRAM, DISK };
+#define STRETCHES 64             /* a guest's, at most */
+
+enum { RAM, THROUGH, VRAM, GUEST, DISK };
 
 typedef struct table table;
 
@@ -35,6 +41,9 @@ typedef struct side {
     mt_context    cx;
     mt_sumsq     *sums;
     mt_resident  *r;
+    mt_arrive    *a;
+    void         *stay[STRETCHES];               /* a guest's states on the device */
+    int           n_stay;
     mt_through   *through;
     mt_file      *file;                          /* the disk's; NULL: none */
     mt_disk      *disk;
@@ -69,12 +78,17 @@ static size_t bytes_of(const side *s, int param, mt_plane p, int64_t n)
     return mt_store_plane_bytes(s->cx.store, 0, param, p, n);
 }
 
+static int is_there(const side *s, mt_plane p)
+{
+    return s->home == VRAM || (s->home == GUEST && !(MT_STATE_PLANES >> p & 1));
+}
+
 /* Of the parameter's first element, where the unit lives. */
 static char *base_of(const side *s, int param, mt_plane p)
 {
     void *at = NULL;
 
-    REQUIRE((s->home == VRAM ? mt_resident_at(s->r, 0, param, p, &at)
+    REQUIRE((is_there(s, p) ? mt_resident_at(s->r, 0, param, p, &at)
                              : mt_store_at(s->cx.store, 0, param, p, &at)) == MT_OK);
     return at;
 }
@@ -103,7 +117,8 @@ static void open_unit(side *s)
 
     REQUIRE(mt_store_add(s->cx.store, "unit", s->t->d, PARAMS, &unit) == MT_OK);
     REQUIRE(mt_store_set_states(s->cx.store, unit, s->t->states) == MT_OK);
-    REQUIRE(mt_store_own(s->cx.store, unit, s->owner, s->owners) == MT_OK);
+    if (s->owners > 1)
+        REQUIRE(mt_store_own(s->cx.store, unit, s->owner, s->owners) == MT_OK);
     for (int i = 0; i < PARAMS; i++) {
         s->n[i] = mt_store_owned(s->cx.store, unit, i, &s->from[i]);
         memcpy(base_of(s, i, MT_PLANE_HI), s->t->weight[i],
@@ -128,6 +143,7 @@ static void side_open(side *s, table *t, int owner, int owners)
     REQUIRE(s->cx.dev->ops->mem_alloc(s->cx.dev, mt_store_hi_bytes(s->cx.store, 0) + 512,
                                       &s->slot) == MT_OK);
     REQUIRE(mt_resident_open(&s->cx, &s->r) == MT_OK);
+    REQUIRE(mt_arrive_open(&s->cx, &s->a) == MT_OK);
     REQUIRE(mt_through_open(&s->cx, 2, 65536, &s->through) == MT_OK);
     REQUIRE(mt_offload_open(&s->cx, 2, k, &s->o) == MT_OK);
     REQUIRE(mt_update_open(&s->cx, s->o, &s->u) == MT_OK);
@@ -138,7 +154,10 @@ static void side_close(side *s)
     mt_update_close(s->u);
     mt_offload_close(s->o);
     mt_through_close(s->through);
+    mt_arrive_close(s->a);
     mt_resident_close(s->r);
+    for (int i = 0; i < s->n_stay; i++)
+        s->cx.dev->ops->mem_free(s->cx.dev, s->stay[i]);
     mt_sumsq_close(s->sums);
     mt_disk_close(s->disk);
     mt_file_close(s->file);
@@ -152,12 +171,16 @@ static void side_close(side *s)
 /* To ram from wherever it is, and on. */
 static void go(side *s, int home)
 {
-    if (s->home == VRAM)
+    if (s->home == GUEST)
+        CHECK_OK(mt_arrive_dismiss(s->a, 0));
+    if (s->home == VRAM || s->home == GUEST)
         CHECK_OK(mt_resident_unsettle(s->r, 0, 1));
     if (s->home == THROUGH)
         CHECK_OK(mt_store_move(s->cx.store, 0, &mt_home_ram, NULL));
-    if (home == VRAM) {
+    if (home == VRAM || home == GUEST) {
         CHECK_OK(mt_resident_settle(s->r, 0, s->slot));
+        if (home == GUEST)
+            CHECK_OK(mt_arrive_invite(s->a, 0));
         CHECK_OK(mt_resident_take(s->r, 0, s->run));
     }
     if (home == THROUGH)
@@ -255,11 +278,45 @@ static mt_status run(void *arg, mt_pool *pool, float clip)
     return mt_adam_step(pool, t, tensors_of(arg, t), clip, mt_isa_best());
 }
 
+static mt_status compute(void *arg, mt_queue *q, const mt_part *parts, int n, float clip)
+{
+    mt_adam_tensor t[STRETCHES];
+
+    REQUIRE(n <= STRETCHES);
+    for (int i = 0; i < n; i++)
+        t[i] = tensor_of(arg, parts[i].param, parts[i].from, parts[i].n, parts[i].at);
+    return mt_adam_put(q, t, n, clip);
+}
+
 static mt_status put(void *arg, mt_queue *q, float clip)
 {
-    mt_adam_tensor t[PARAMS];
+    const side    *s = arg;
+    const mt_part *parts;
+    mt_adam_tensor t[STRETCHES];
+    int            n, guest;
+    mt_status      st;
 
-    return mt_adam_put(q, t, tensors_of(arg, t), clip);
+    MT_TRY(mt_resident_parts(s->r, 0, &parts, &n, &guest));
+    if (guest)
+        return compute(arg, q, parts, n, clip);
+    st = mt_adam_put(q, t, tensors_of(arg, t), clip);
+fail:
+    return st;
+}
+
+/* A guest's states come; once the memory is there, the same is used again. */
+static void lift(side *s)
+{
+    const size_t most = 1 << 20;
+    size_t      *bytes;
+    int          n, taken;
+
+    REQUIRE(mt_arrive_sizes(s->a, 0, most, &bytes, &n) == MT_OK && n <= STRETCHES);
+    for (; s->n_stay < n; s->n_stay++)
+        REQUIRE(s->cx.dev->ops->mem_alloc(s->cx.dev, bytes[s->n_stay], &s->stay[s->n_stay]) ==
+                MT_OK);
+    free(bytes);
+    CHECK_OK(mt_arrive_lift(s->a, 0, most, s->stay, n, s->run, &taken));
 }
 
 static mt_status gradient(void *arg, int param, const void **at, mt_plane *plane)
@@ -267,16 +324,6 @@ static mt_status gradient(void *arg, int param, const void **at, mt_plane *plane
     *plane = grads_of(arg, param);
     *at = base_of(arg, param, *plane);
     return MT_OK;
-}
-
-static mt_status compute(void *arg, mt_queue *q, const mt_part *parts, int n, float clip)
-{
-    mt_adam_tensor t[64];
-
-    REQUIRE(n <= 64);
-    for (int i = 0; i < n; i++)
-        t[i] = tensor_of(arg, parts[i].param, parts[i].from, parts[i].n, parts[i].at);
-    return mt_adam_put(q, t, n, clip);
 }
 
 static mt_status pieces(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip)
@@ -298,12 +345,16 @@ static double step(side *s)
                           .compute = compute, .pieces = pieces, .arg = s };
     uint64_t      ticket;
     double        norm = 0;
-    int           skipped;
+    int           skipped, left;
 
+    if (s->home == GUEST)
+        lift(s);
     CHECK_OK(mt_update_submit(s->u, &job, 1, 1.0, s->run, &ticket));
     CHECK_OK(mt_update_norm(s->u, ticket, &norm, &skipped));
     CHECK_OK(mt_ledger_wait_updates(s->cx.store, 0));
     CHECK_OK(mt_update_drain(s->u));
+    if (s->home == GUEST)
+        CHECK_OK(mt_arrive_leave(s->a, 0, 1, &left));
     return norm;
 }
 
@@ -335,6 +386,8 @@ static void make_unit(table *t, uint64_t seed)
                               random_below(&seed, 8) > 0 };
         if (i == (int)(t->seed % PARAMS))
             *d = (mt_param_desc){ MT_BF16, BIG - 1, 1 };
+        if (i == (int)((t->seed + 3) % PARAMS))
+            *d = (mt_param_desc){ MT_F32, BIG - 9000, t->seed % 2 == 0 };
         t->weight[i] = calloc((size_t)d->numel + 1, 4);
         t->grad[i] = calloc((size_t)d->numel + 1, 4);
         REQUIRE(t->weight[i] != NULL && t->grad[i] != NULL);
@@ -444,6 +497,24 @@ static void bring_all(table *t, unsigned planes)
     CHECK_OK(mt_mirror_bring(t->whole.cx.store, 0, planes));
     for (int k = 0; k < t->owners; k++)
         CHECK_OK(mt_mirror_bring(t->each[k].cx.store, 0, planes));
+}
+
+/* Parameters that were frozen when planes were made have arenas of their own from now on. */
+static void thaw(side *s)
+{
+    for (int i = s->n_params = 0; i < PARAMS; i++) {
+        CHECK_OK(mt_store_set_trainable(s->cx.store, 0, i, 1));
+        s->params[s->n_params++] = i;
+    }
+}
+
+static void thaw_all(table *t)
+{
+    thaw(&t->whole);
+    for (int k = 0; k < t->owners; k++)
+        thaw(&t->each[k]);
+    for (int i = 0; i < PARAMS; i++)
+        t->d[i].trainable = 1;
 }
 
 static void go_all(table *t, int home)
@@ -568,6 +639,11 @@ static void owners_together_have_the_bits_of_one(void)
             go_all(&t, RAM);
             check_all(&t, HI);           /* of which the host gave back what another has */
             check_own_weights(&t);
+            go_all(&t, GUEST);
+            table_step(&t);
+            go_all(&t, RAM);
+            check_all(&t, HI);
+            thaw_all(&t);
             table_step(&t);
             check_all(&t, HI);
             check_own_weights(&t);
@@ -594,31 +670,124 @@ static void states_in_files_are_the_owners_own(void)
     }
 }
 
-/* Planes of every owner end within a page of its own at both ends. */
+/* Planes of all owners, whose ends share pages, take what those of one take. on_device: all of
+ * them. */
+static void check_memory(const table *t, int on_device)
+{
+    const size_t spare = 2 * OWNERS * (size_t)sysconf(_SC_PAGESIZE);
+    size_t       there = 0;
+
+    for (int p = MT_PLANE_GRAD; p < MT_PLANE_COUNT; p++) {
+        size_t whole = mt_store_bytes(t->whole.cx.store, (mt_plane)p), sum = 0;
+
+        for (int k = 0; k < t->owners; k++)
+            sum += mt_store_bytes(t->each[k].cx.store, (mt_plane)p);
+        CHECK(sum <= whole + spare && sum + spare >= whole);
+    }
+    for (int k = 0; k < t->owners; k++)
+        there += mt_store_device_bytes(t->each[k].cx.store);
+    CHECK(there <= mt_store_device_bytes(t->whole.cx.store));
+    CHECK(there + 512 * PARAMS * MT_PLANE_COUNT >= mt_store_device_bytes(t->whole.cx.store));
+    CHECK_EQ(there > 0, on_device);
+}
+
 static void memory_is_the_owners_own(void)
 {
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    table        t;
+    table t;
 
     table_open(&t, 3, 4, MT_STATES_8BIT, 1);
-    table_step(&t);
     for (int home = RAM; home <= VRAM; home++) {
-        size_t whole[MT_PLANE_COUNT + 1], sum[MT_PLANE_COUNT + 1] = { 0 };
-
         go_all(&t, home);
         table_step(&t);
-        for (int p = 0; p < MT_PLANE_COUNT; p++)
-            whole[p] = mt_store_bytes(t.whole.cx.store, (mt_plane)p);
-        whole[MT_PLANE_COUNT] = mt_store_device_bytes(t.whole.cx.store);
-        for (int k = 0; k < t.owners; k++) {
-            for (int p = 0; p < MT_PLANE_COUNT; p++)
-                sum[p] += mt_store_bytes(t.each[k].cx.store, (mt_plane)p);
-            sum[MT_PLANE_COUNT] += mt_store_device_bytes(t.each[k].cx.store);
-        }
-        for (int p = 1; p <= MT_PLANE_COUNT; p++)
-            CHECK(sum[p] <= whole[p] + 8 * page && sum[p] + 8 * page >= whole[p]);
-        CHECK((sum[MT_PLANE_COUNT] > 0) == (home == VRAM));
+        check_memory(&t, home == VRAM);
     }
+    go_all(&t, RAM);
+    thaw_all(&t);
+    table_step(&t);
+    check_memory(&t, 0);
+    table_close(&t);
+}
+
+static void  *registered;                        /* by the device below */
+static size_t registered_bytes;
+
+static mt_status note_register(mt_dev *d, void *at, size_t bytes)
+{
+    (void)d;
+    registered = at;
+    registered_bytes = bytes;
+    return MT_OK;
+}
+
+static void note_unregister(mt_dev *d, void *at)
+{
+    (void)d;
+    CHECK(at == registered);
+    registered = NULL;
+}
+
+static size_t pages_in(const mt_arena *a, size_t from, size_t bytes)
+{
+    size_t        page = (size_t)sysconf(_SC_PAGESIZE), n = 0;
+    unsigned char in[256];
+
+    REQUIRE(bytes / page <= 256 && mincore((char *)a->base + from, bytes, in) == 0);
+    for (size_t i = 0; i < bytes / page; i++)
+        n += in[i] & 1;
+    return n;
+}
+
+static void of_an_arena_what_is_kept_is_committed_and_registered(void)
+{
+    const mt_dev_ops ops = { .host_register = note_register, .host_unregister = note_unregister };
+    mt_dev           dev = { &ops };
+    const size_t     page = (size_t)sysconf(_SC_PAGESIZE);
+    mt_arena         a = { 0 };
+
+    REQUIRE(mt_arena_reserve(&a, 64 * page, "test", 0) == MT_OK);
+    CHECK_EQ(a.kept, 64 * page);
+    mt_arena_keep(&a, 9 * page + 5, 3 * page);
+    for (int i = 0; i < 2; i++) {
+        CHECK_OK(mt_arena_commit(&a, NULL, &dev));
+        CHECK(registered == (char *)a.base + 9 * page);
+        CHECK_EQ(registered_bytes, 4 * page);
+        CHECK_EQ(pages_in(&a, 9 * page, 4 * page), 4);
+        if (pages_in(&a, 60 * page, page) == 0)          /* else the system does not tell */
+            CHECK_EQ(pages_in(&a, 0, 64 * page), 4);
+        mt_arena_decommit(&a);
+        CHECK(registered == NULL);
+    }
+    mt_arena_keep(&a, 0, 0);
+    CHECK_OK(mt_arena_commit(&a, NULL, &dev));
+    CHECK(registered == NULL);
+    mt_arena_close(&a);
+}
+
+/* An owner's own squares are not the parameter's: without the others' there is no norm. */
+static void a_sum_of_a_part_does_not_count(void)
+{
+    table    t;
+    uint64_t ticket;
+
+    table_open(&t, 5, 2, MT_STATES_FP32, 2);
+    for (int m = 0; m < 2; m++)
+        for (int k = 0; k < 2; k++) {
+            side         *s = &t.each[k];
+            mt_update_job job = { .n_params = s->n_params, .params = s->params, .run = run,
+                                  .arg = s };
+            double        norm;
+            int           skipped;
+
+            put_gradients(s, m > 0 ? MT_GRAD_ADD : MT_GRAD_SET);
+            for (int i = 0; i < PARAMS; i++)
+                CHECK_EQ(mt_offload_counted(s->o, 0, i),
+                         t.d[i].trainable && s->n[i] == t.d[i].numel);
+            if (m == 0)
+                continue;
+            CHECK_OK(mt_update_submit(s->u, &job, 1, 1.0, s->run, &ticket));
+            CHECK_EQ(mt_update_norm(s->u, ticket, &norm, &skipped), MT_ESTATE);
+            CHECK_HAS(mt_last_error(), "came without its sum of squares");
+        }
     table_close(&t);
 }
 
@@ -701,6 +870,8 @@ static void owners_write_the_file_that_one_writes(void)
     X(what_nobody_can_own_is_refused)                       \
     X(owners_together_have_the_bits_of_one)                 \
     X(states_in_files_are_the_owners_own)                   \
+    X(a_sum_of_a_part_does_not_count)                       \
+    X(of_an_arena_what_is_kept_is_committed_and_registered) \
     X(memory_is_the_owners_own)                             \
     X(owners_write_the_file_that_one_writes)
 
