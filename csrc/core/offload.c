@@ -357,11 +357,12 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
     int there = mt_store_home(o->store, unit, NULL)->at != NULL;
     int can_add = there ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
+    int64_t from;
 
     if (d == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
                        mt_store_name(o->store, unit), it->param, mt_store_params(o->store, unit));
-    if (it->src == NULL && d->numel > 0)
+    if (it->src == NULL && mt_store_owned(o->store, unit, it->param, &from) > 0)
         return MT_FAIL(MT_EINVAL, "unit %s: the gradient of parameter %d is at no address",
                        mt_store_name(o->store, unit), it->param);
     if (it->mode == MT_GRAD_ADD && !can_add)

@@ -13,8 +13,8 @@
  *
  * The cut follows from the unit's parameters and the number of owners alone. A bound may be where
  * a parameter begins, and every MT_PORTION_GRAIN elements further on. The one between owners k - 1
- * and k is the last of these at or before k / owners of plane HI's bytes. Of bf16 [30000], fp32 [64]
- * and bf16 [7000] (60,000, 256 and 14,000 bytes, at multiples of 512) three owners have
+ * and k is the last of these at or before k / owners of plane HI's bytes. Three owners of bf16
+ * [30000], fp32 [64] and bf16 [7000] (60,000, 256 and 14,000 bytes, at multiples of 512) have
  *
  *     owner 0   parameter 0: elements 0 to 8191                         16,384 bytes
  *     owner 1   parameter 0: 8192 to 24575                              32,768 bytes

@@ -16,8 +16,8 @@
  * Layout: parameter i of a unit starts in every plane at a multiple of 512 bytes; the HI plane
  *         is what crosses to the device in one copy, so a slot has the same offsets.
  * Threads: any. Only who asks for a plane's memory waits while that is made; the ledger has its own
- *          locks. What is set of a unit (passing, states) is set before anybody asks for a plane of
- *          it.
+ *          locks. What is set of a unit (passing, states, owners) is set before anybody asks for a
+ *          plane of it.
  */
 #ifndef MT_STORE_H
 #define MT_STORE_H

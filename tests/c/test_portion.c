@@ -200,8 +200,8 @@ static void put_gradients(side *s, mt_grad_mode mode)
     for (int k = 0; k < s->n_params; k++) {
         int i = s->params[k];
 
-        item[k] = (mt_grad_item){ .param = i, .mode = mode, .src = (char *)s->t->grad[i] +
-                                  bytes_of(s, i, MT_PLANE_GRAD, s->from[i]) };
+        item[k] = (mt_grad_item){ .param = i, .mode = mode, .src = s->n[i] == 0 ? NULL :
+            (char *)s->t->grad[i] + bytes_of(s, i, MT_PLANE_GRAD, s->from[i]) };
     }
     CHECK_OK(mt_offload_put(s->o, 0, item, s->n_params, s->run, &ticket));
     CHECK_OK(mt_offload_drain(s->o));
@@ -743,8 +743,10 @@ static void of_an_arena_what_is_kept_is_committed_and_registered(void)
     mt_dev           dev = { &ops };
     const size_t     page = (size_t)sysconf(_SC_PAGESIZE);
     mt_arena         a = { 0 };
+    int              told;       /* the system says what is in memory */
 
     REQUIRE(mt_arena_reserve(&a, 64 * page, "test", 0) == MT_OK);
+    told = pages_in(&a, 0, 64 * page) == 0;
     CHECK_EQ(a.kept, 64 * page);
     mt_arena_keep(&a, 9 * page + 5, 3 * page);
     for (int i = 0; i < 2; i++) {
@@ -752,7 +754,7 @@ static void of_an_arena_what_is_kept_is_committed_and_registered(void)
         CHECK(registered == (char *)a.base + 9 * page);
         CHECK_EQ(registered_bytes, 4 * page);
         CHECK_EQ(pages_in(&a, 9 * page, 4 * page), 4);
-        if (pages_in(&a, 60 * page, page) == 0)          /* else the system does not tell */
+        if (told)
             CHECK_EQ(pages_in(&a, 0, 64 * page), 4);
         mt_arena_decommit(&a);
         CHECK(registered == NULL);
